@@ -43,11 +43,6 @@ class Sizes:
     answers: np.ndarray | None = None  # [B]: tokens of the answer, 0 for raw text; None where all is raw text
     documents: np.ndarray | None = None  # [B]: documents that share a row isolated; None where none do
 
-    @classmethod
-    def full(cls, length: int) -> "Sizes":
-        """One row of `length` tokens of text."""
-        return cls(np.array([length]), np.array([length]))
-
 
 @dataclass(frozen=True)
 class Rows:

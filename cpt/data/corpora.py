@@ -66,15 +66,13 @@ class Corpora:
         return Encoder(tokenizer, length, self.encoding, seq2seq)
 
     def tokenizer_digest(self, tokenizer: PreTrainedTokenizerBase) -> str:
-        """A hash of what decides the rows of the domains: what the tokenizer gives, and where they may be
-        chats its template."""
+        """A hash of what decides the rows of the domains: the tokenizer, and its template for examples."""
         known_by, template = tokenizer_digest(tokenizer), getattr(tokenizer, "chat_template", None)
         return known_by if self.encoding is None or not template else digest([known_by, template])
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A hash of everything that decides what a tokenizer gives; not of its truncation and padding, which the
-    calls themselves set."""
+    """A hash of what decides what a tokenizer gives; not of truncation and padding, which the calls set."""
     made_of: dict[str, Any] = tokenizer.get_vocab()
     if (fast := getattr(tokenizer, "backend_tokenizer", None)) is not None:
         made_of = {**json.loads(fast.to_str()), "truncation": None, "padding": None}

@@ -171,8 +171,7 @@ class DomainSequence(LightningDataModule):
         return self.loader(stream, ResumeSampler(self.trainer.global_step * self.accumulate, len(stream)))
 
     def val_dataloader(self) -> DataLoader:
-        """The held-out texts that are asked for, with the same masks for every model; each process has its
-        share of the batches."""
+        """The held-out texts that are asked for, with the same masks for every model; the process's share."""
         rows = {name: self.scored_rows(name) for name in self.scored_texts}
         if self.by_length:
             rows = {name: self.held_out[name].by_length(each) for name, each in rows.items()}

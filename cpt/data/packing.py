@@ -165,11 +165,6 @@ class Packed:
         """What a budget of tokens counts for a row."""
         return self.length if self.packing == CONCAT else float(self.row_lengths.mean())
 
-    @property
-    def isolated(self) -> bool:
-        """Whether the documents of a row are isolated from each other."""
-        return self.packing == ISOLATED
-
     def answers(self, rows: np.ndarray) -> np.ndarray | None:
         """Which tokens are the answer, [B, length] bool; None for raw text."""
         return None
@@ -182,12 +177,11 @@ class Packed:
 
     def sizes(self, rows: np.ndarray | slice = slice(None)) -> Sizes:
         """What is known of rows before they are read."""
-        sharing = self.sharing[rows] if self.isolated else None
+        sharing = self.sharing[rows] if self.packing == ISOLATED else None
         return Sizes(self.text_tokens[rows], self.row_lengths[rows], documents=sharing)
 
     def draw_rows(self, tokens: int, *, stream: int) -> np.ndarray:
-        """The first rows of a fixed permutation whose tokens come to so many, so that more of them contain
-        fewer; ascending."""
+        """The first rows of a fixed permutation whose tokens come to so many, ascending."""
         drawn = shuffle(np.arange(len(self)), len(self), stream=stream)
         before = np.cumsum(self.row_lengths[drawn]) - self.row_lengths[drawn]
         return np.sort(drawn[before < tokens])
@@ -203,7 +197,7 @@ class Packed:
     @cached_property
     def columns(self) -> dict[str, Dataset]:
         """The rows as Arrow lists, by column: making a view takes longer than reading a batch from it."""
-        return {name: self.rows.with_format("arrow", columns=[name]) for name in ("ids", "documents")}
+        return {name: self.rows.with_format("arrow", columns=[name]) for name in self.rows.column_names}
 
     def table(self, rows: np.ndarray, name: str, filler: int) -> np.ndarray:
         """Lists of a column, [B, length] int64, filled up."""
@@ -220,7 +214,7 @@ class Packed:
             yield from (chunk for chunk in table.column(name).chunks if len(chunk))
 
     def column(self, name: str) -> np.ndarray:
-        chunks = self.rows.with_format("arrow", columns=[name])[:].column(name).chunks
+        chunks = self.columns[name][:].column(name).chunks
         return np.concatenate([chunk.to_numpy(zero_copy_only=False) for chunk in chunks])
 
 

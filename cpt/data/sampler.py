@@ -12,7 +12,7 @@ from cpt.data.collate import Batch, Collator, Rows, idle_batch
 from cpt.data.options import share_batch
 from cpt.data.packing import PADDING, Packed
 from cpt.data.replay import ReplayPool
-from cpt.data.sources.base import PER_DOCUMENT
+from cpt.data.sources.base import ISOLATED, PER_DOCUMENT
 
 LOCATED_AT_ONCE = 32  # steps
 Located = tuple[np.ndarray, np.ndarray, np.ndarray]  # index of the text, row and key of samples, each [B]
@@ -174,7 +174,8 @@ def stack_rows(texts: Sequence[Packed], parts: np.ndarray, rows: np.ndarray, key
     width = int(lengths.max()) if narrow else texts[0].length
     ids = np.full((len(rows), width), texts[0].pad, np.int64)
     answers = np.zeros(ids.shape, bool) if has_answers else None
-    segments = np.full(ids.shape, PADDING, np.int64) if any(texts[part].isolated for part in used) else None
+    isolated = any(texts[part].packing == ISOLATED for part in used)
+    segments = np.full(ids.shape, PADDING, np.int64) if isolated else None
     for part, here in used.items():
         table, own = texts[part].ids(rows[here])[:, :width], marks[part]
         ids[here, : table.shape[1]] = table

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from datasets import Dataset, Features, Value
@@ -23,7 +24,7 @@ from cpt.data.collate import Sizes
 from cpt.data.corpus import Corpus, in_batches
 from cpt.data.example import ASSISTANT, USER, Example, read_example
 from cpt.data.packing import PADDING, Packed, frame_of, padding_id, terminator
-from cpt.data.sources.base import Encoding
+from cpt.data.sources.base import NONE, Encoding
 
 log = logging.getLogger(__name__)
 CACHE_VERSION, ROWS_FILE = 1, "rows.arrow"
@@ -151,8 +152,7 @@ class Encoder:
         return self.frame[1] or terminator(self.tokenizer)
 
     def answer_of(self, text: str, question: list[int], whole: list[int]) -> list[int]:
-        """The ids of an answer: what follows the question in `whole`; where a token spans both, the answer
-        tokenised on its own."""
+        """The ids of an answer: what follows the question in `whole`; on its own where a token spans both."""
         if self.seq2seq:
             ids = self.tokenizer(text_target=text, split_special_tokens=True, verbose=False)["input_ids"]
             return list(ids) if self.frame[1] else [*ids, *self.ending]
@@ -205,22 +205,12 @@ class Encoder:
 class TokenizedTask(Packed):
     """Rows of one example each, in the order of the corpus; `bytes` are those of the answers."""
 
-    @cached_property
-    def row_lengths(self) -> np.ndarray:
-        return self.column("lengths").astype(np.int64)
-
-    @property
-    def tokens_per_row(self) -> float:
-        return float(self.row_lengths.mean())
+    packing: str = NONE
 
     @cached_property
     def answer_tokens(self) -> np.ndarray:
         """Tokens of each answer with its end of sequence, [rows]."""
         return self.column("answer_tokens").astype(np.int64)
-
-    @cached_property
-    def columns(self) -> dict[str, Dataset]:
-        return {name: self.rows.with_format("arrow", columns=[name]) for name in ("ids", "answers")}
 
     def sizes(self, rows: np.ndarray | slice = slice(None)) -> Sizes:
         return Sizes(self.text_tokens[rows], self.row_lengths[rows], self.answer_tokens[rows])
@@ -285,7 +275,8 @@ def read_examples(corpus: Corpus, split: str) -> Iterator[Example]:
 
 
 def render_chat(example: Example, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
-    """The ids of a chat up to the end of its last answer, a special token, and which are the assistant's."""
+    """The ids of a chat up to the end of its last answer, a special token, and which are the assistant's: as
+    `{% generation %}` says, else what the chat with an answer adds to the one up to where it begins."""
     template, name = tokenizer.chat_template, tokenizer.name_or_path
     if not template:
         raise ValueError(
@@ -293,14 +284,30 @@ def render_chat(example: Example, tokenizer: PreTrainedTokenizerBase) -> tuple[l
             "tokenizer of an instruction-tuned model, or examples with a question and an answer"
         )
     turns = [{"role": role, "content": content} for role, content in example.turns]
+
+    def render(count: int, **how: Any) -> str:
+        return str(tokenizer.apply_chat_template(turns[:count], tokenize=False, **how))
+
     try:
         if "{% generation %}" in str(template).replace("{%-", "{%").replace("-%}", "%}"):
-            given = tokenizer.apply_chat_template(
-                turns, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-            )
+            how = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+            given = tokenizer.apply_chat_template(turns, **how)
             ids, marks = list(given["input_ids"]), [bool(mark) for mark in given["assistant_masks"]]
         else:
-            ids, marks = derive_marks(turns, tokenizer, example=example.id)
+            text, spans = render(len(turns)), []
+            for number in (at for at, turn in enumerate(turns) if turn["role"] == ASSISTANT):
+                before, after = render(number, add_generation_prompt=True), render(number + 1)
+                if not (after.startswith(before) and text.startswith(after.rstrip())):
+                    raise ValueError(
+                        f"the chat template of {name} changes earlier turns when a turn follows (turn "
+                        f"{number + 1} of example {example.id}), so its answers cannot be found; allowed: a "
+                        "template whose text goes on, or one with {% generation %} marks"
+                    )
+                spans.append((len(before), len(after.rstrip())))
+            given = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            places = [(first, last, first < last) for first, last in given["offset_mapping"]]
+            marks = [some and any(begin <= a and b <= end for begin, end in spans) for a, b, some in places]
+            ids = list(given["input_ids"])
     except TemplateError as error:
         raise ValueError(
             f"example {example.id}: the chat template of {name} does not take its turns "
@@ -315,33 +322,6 @@ def render_chat(example: Example, tokenizer: PreTrainedTokenizerBase) -> tuple[l
             raise ValueError(f"the tokenizer {name} has no token that ends an answer (eos)")
         ids, marks = [*ids, tokenizer.eos_token_id], [*marks, True]
     return ids, marks
-
-
-def derive_marks(
-    turns: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, *, example: str
-) -> tuple[list[int], list[bool]]:
-    """Ids and marks of a template without `{% generation %}`: an answer is what the chat with it adds to the
-    chat up to where the assistant begins."""
-
-    def render(count: int, *, asked: bool = False) -> str:
-        return str(tokenizer.apply_chat_template(turns[:count], tokenize=False, add_generation_prompt=asked))
-
-    text, spans = render(len(turns)), []
-    for number in (at for at, turn in enumerate(turns) if turn["role"] == ASSISTANT):
-        before, after = render(number, asked=True), render(number + 1)
-        if not (after.startswith(before) and text.startswith(after.rstrip())):
-            raise ValueError(
-                f"the chat template of {tokenizer.name_or_path} changes earlier turns when a turn follows "
-                f"(turn {number + 1} of example {example}), so its answers cannot be found; "
-                "allowed: a template whose text goes on, or one with {% generation %} marks"
-            )
-        spans.append((len(before), len(after.rstrip())))
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    marks = [
-        any(begin <= first and last <= end for begin, end in spans) and first < last
-        for first, last in encoded["offset_mapping"]
-    ]
-    return list(encoded["input_ids"]), marks
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -181,8 +181,7 @@ class Source(Options, ABC):
 
     @property
     def text_packing(self) -> str:
-        """How the rows of a text are filled: CONCAT, ISOLATED or PER_DOCUMENT. General text beside examples
-        is concatenated."""
+        """How rows of text are filled: CONCAT (general text beside examples too), ISOLATED, PER_DOCUMENT."""
         return CONCAT if self.packing is None or self.form("") == EXAMPLES else self.packing
 
     @property
@@ -207,12 +206,9 @@ class Source(Options, ABC):
         if self.only is None or not self.orders:
             return self.orders
 
-        def left_of(order: Sequence[str]) -> list[str]:
-            return [name for name in order if name in self.groups] or list(order)
-
-        if isinstance(self.orders, Mapping):
-            return {number: left_of(order) for number, order in self.orders.items()}
-        return [left_of(order) for order in self.orders]
+        numbered = self.orders.items() if isinstance(self.orders, Mapping) else enumerate(self.orders)
+        left = {at: [name for name in each if name in self.groups] or list(each) for at, each in numbered}
+        return left if isinstance(self.orders, Mapping) else list(left.values())
 
     def members(self, name: str) -> list[str]:
         """The names whose text a domain has: several where it is joined of them."""
@@ -256,9 +252,8 @@ class Source(Options, ABC):
 def stamp_of(source: Source, name: str) -> str:
     """What a domain's text is known by without reading it: sizes, times, and how it is split."""
     members = source.members(name)
-    known_by = (
-        source.fingerprint(name) if members == [name] else [[m, source.fingerprint(m)] for m in members]
-    )
+    known_by = [[member, source.fingerprint(member)] for member in members]
+    known_by = known_by[0][1] if members == [name] else known_by
     return f"{name}-{digest([FORMAT, known_by, dict(source.held_out)])}"
 
 
@@ -302,8 +297,7 @@ def group_names(names: Sequence[str], by: str | None) -> dict[str, list[str]]:
 def choose_domains(
     groups: Mapping[str, list[str]], patterns: str | Sequence[str] | None
 ) -> dict[str, list[str]]:
-    """The domains whose whole name matches a pattern; all without patterns. Raises ValueError where none is
-    left."""
+    """The domains whose whole name matches a pattern, or all; ValueError where none is left."""
     if patterns is None:
         return dict(groups)
     listed = [patterns] if isinstance(patterns, str) else patterns

@@ -322,10 +322,9 @@ def package_task(name: str) -> Iterator[RawExample]:
     for package in TASK_PACKAGES[name]:
         summaries = package_summaries(package)
         parts = subpackages((module, [text]) for module, text in summaries)
-        found += [
-            (text, package if name == "package" else parts[module].rpartition(".")[2])
-            for module, text in summaries
-        ]
+        whole = name == "package"
+        labels = (package if whole else parts[module].rpartition(".")[2] for module, _ in summaries)
+        found += zip((text for _, text in summaries), labels, strict=True)
     sizes = Counter(label for _, label in found)
     classes = sorted(label for label, _ in sizes.most_common(TASK_CLASSES))
     names, taken = names_in(classes), Counter[str]()
@@ -333,10 +332,6 @@ def package_task(name: str) -> Iterator[RawExample]:
         taken[label] += 1
         if label in classes and taken[label] <= TASK_EXAMPLES:
             yield RawExample({"text": names.sub("_", text)}, label)
-
-
-def stamp_package_task(name: str) -> Any:
-    return [TASK_CLASSES, TASK_EXAMPLES, [stamps(modules(package)) for package in TASK_PACKAGES[name]]]
 
 
 @cache

@@ -124,8 +124,7 @@ def open_set(entry: Mapping[str, Any], *, streaming: bool) -> tuple[list[str], C
 
 
 def split_files(entry: Mapping[str, Any]) -> dict[str, list[str]] | None:
-    """The files that `data_files` names, in Python's own types, by split; as `datasets` has them, train where
-    there are no splits."""
+    """The files that `data_files` names, by split, in Python's own types; train where there are no splits."""
     files = entry.get("data_files") or None
     by_split = files if files is None or isinstance(files, Mapping) else {"train": files}
     return by_split and {

@@ -84,17 +84,6 @@ def files_of(folder: Path, *, ignored: Callable[[Path], bool] | None = None) -> 
     return found
 
 
-def text_size(path: Path) -> int:
-    """About how many bytes a file has when unpacked, for the time left; gzip says it itself, up to 4 GiB, and
-    text in Zstandard takes about a third."""
-    size = path.stat().st_size
-    if path.suffix != ".gz":
-        return 3 * size if path.suffix == ".zst" else size
-    with path.open("rb") as file:
-        file.seek(-min(4, size), 2)
-        return int.from_bytes(file.read(), "little")
-
-
 def read_folder(
     folder: Path, name: str, *, column: str, document: str, ignored: Callable[[Path], bool] | None = None
 ) -> Iterator[tuple[str, str]]:
@@ -111,7 +100,7 @@ def read_folder(
         unit = "paragraph" if len(paragraphs) > 1 else "line"
         message = "%s: %d .txt files, a document is a %s (domains.document)"
         log.info(message, texts[0].parent, len(texts), unit)
-    ends = list(accumulate(map(text_size, files)))
+    ends = list(accumulate(path.stat().st_size * (3 if path.suffix in PACKED else 1) for path in files))
     with reading_bar(name, total=ends[-1], unit="B") as progress:
         for path, end in zip(files, ends, strict=True):
             said = (SPLIT_NAME.fullmatch(part.split(".")[0]) for part in path.relative_to(folder).parts)

@@ -351,6 +351,7 @@ class Tasks(Source):
             return readers.stamps(readers.files_of(folder))
         how = [dict(self.template), dict(self.columns), self.format, self.choices, self.unknown]
         if self.root is None:
-            return [how, self.class_limit, docstrings.stamp_package_task(name)]
+            found = [readers.stamps(docstrings.modules(each)) for each in docstrings.TASK_PACKAGES[name]]
+            return [how, self.class_limit, [docstrings.TASK_CLASSES, docstrings.TASK_EXAMPLES, found]]
         paths = [path for split, path in self.files[name] if split != "dev"]
         return [how, self.class_limit, readers.stamps([*paths, *filter(None, [self.labels_of(name)])])]
