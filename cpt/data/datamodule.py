@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -152,8 +152,9 @@ class DomainSequence(LightningDataModule):
         """The current stage from the trainer's step on; resuming costs the same anywhere."""
         stage, recovery, ahead = self.domain, None, self.recovery_steps(self.domain)
         if ahead:
-            how = {"memory": self.replay.memory, "seed": self.seed, "place": (stage.name, "recovery")}
-            recovery = ReplayPool(self.replay_texts(self.past(stage)), share=exact(1), adds=False, **how)
+            texts, place = self.replay_texts(self.past(stage)), (stage.name, "recovery")
+            how = dict[str, Any](memory=self.replay.memory, seed=self.seed, place=place)
+            recovery = ReplayPool(texts, share=exact(1), adds=False, **how)
         stream = TrainStream(
             {part: self.train[part] for part in stage.parts},
             objective=self.objective,

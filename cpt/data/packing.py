@@ -271,8 +271,9 @@ def pack(
     made_of = [FORMAT, corpus.facts["digest"], split, tokenizer_digest, length]
     made_of += [] if packing == CONCAT else [packing]
     folder = make_once(cache / "packed" / f"{name}-{split}-{digest(made_of)}", make=write)
-    counts = (corpus.facts[name][split] for name in ("documents", "bytes"))
-    return Packed(Dataset.from_file(str(folder / ROWS)), length, padding_id(tokenizer), *counts, packing)
+    rows, facts = Dataset.from_file(str(folder / ROWS)), corpus.facts
+    counts = (facts["documents"][split], facts["bytes"][split])
+    return Packed(rows, length, padding_id(tokenizer), *counts, packing)
 
 
 def frame_of(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:

@@ -85,7 +85,7 @@ class ReplayConfig(Options):
     ) -> list[ReplayPool]:
         """What a stage draws from: the past domains' texts by name, and the general text."""
         kinds = [("past", self.past, past, self.memory), ("general", self.general, general, None)]
-        how = {"adds": self.adds, "seed": seed}
+        how: dict[str, Any] = {"adds": self.adds, "seed": seed}
         return [
             ReplayPool(texts, share=exact(share), memory=memory, place=(stage, kind), **how)
             for kind, share, texts, memory in kinds

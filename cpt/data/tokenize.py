@@ -154,8 +154,9 @@ def tokenize_corpus(
     shards = max(1, min(corpus.facts["documents"][split], size // SHARD))
     processes = min(workers or cores(), shards)
     written = to_json(tokenizer) if processes > 1 else None
-    how = {"tokenize": TokenizeBatch(written or tokenizer, tuple(ending)), "folder": folder}
-    work = partial(tokenize_shard, corpus=corpus, split=split, shards=shards, **how)
+    how: dict[str, Any] = {"split": split, "shards": shards, "folder": folder}
+    tokenize = TokenizeBatch(written or tokenizer, tuple(ending))
+    work: Callable[[int], Path] = partial(tokenize_shard, corpus=corpus, tokenize=tokenize, **how)
     numbers = range(shards)
     paths = map_in_processes(work, numbers, processes) if written else (work(number) for number in numbers)
     bar = progress_bar(f"tokenising {name}", total=size, unit="B", scale=True, hidden=False, delay=DELAY)

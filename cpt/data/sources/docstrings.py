@@ -318,7 +318,7 @@ def names_in(labels: Iterable[str]) -> re.Pattern[str]:
 def package_task(name: str) -> Iterator[RawExample]:
     """The examples of a task: the first paragraph of a docstring, and the package or the part of one that it
     is from. The names that are asked for are blanked out of all texts."""
-    found = []
+    found: list[tuple[str, str]] = []
     for package in TASK_PACKAGES[name]:
         summaries = package_summaries(package)
         parts = subpackages((module, [text]) for module, text in summaries)

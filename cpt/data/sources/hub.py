@@ -125,11 +125,10 @@ def open_set(entry: Mapping[str, Any], *, streaming: bool) -> tuple[list[str], C
 
 def split_files(entry: Mapping[str, Any]) -> dict[str, list[str]] | None:
     """The files that `data_files` names, by split, in Python's own types; train where there are no splits."""
-    files = entry.get("data_files") or None
+    files: Any = entry.get("data_files") or None
     by_split = files if files is None or isinstance(files, Mapping) else {"train": files}
-    return by_split and {
-        str(name): [each] if isinstance(each, str) else list(each) for name, each in by_split.items()
-    }
+    lists = ((str(name), each) for name, each in (by_split or {}).items())
+    return {name: [each] if isinstance(each, str) else list(each) for name, each in lists} or None
 
 
 def is_entry(entry: Any) -> bool:

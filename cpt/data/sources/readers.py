@@ -106,14 +106,16 @@ def read_folder(
             said = (SPLIT_NAME.fullmatch(part.split(".")[0]) for part in path.relative_to(folder).parts)
             split = next((SPLITS[match[1].lower()] for match in said if match), "train")
             own = kind(path)
+            documents: Iterator[str]
             with naming_file(path):
                 if own in (".txt", ".md"):
                     units = split_units(lines(path), "file" if own == ".md" and document == "auto" else unit)
-                    documents = (text for text in units if text and not text.isspace())
+                    documents = filter(lambda text: text and not text.isspace(), units)
                 elif path.suffix in PACKED and own == ".parquet":
                     raise ValueError(f"{path}: Parquet is packed already; allowed: .parquet")
                 else:
-                    tables = {".csv": csv_rows, ".parquet": partial(parquet_rows, column=column)}
+                    parquet: Callable[[Path], Iterator[Row]] = partial(parquet_rows, column=column)
+                    tables = {".csv": csv_rows, ".parquet": parquet}
                     documents = texts_of(tables.get(own, json_rows)(path), column)
                 for text in documents:
                     progress.update(len(text))

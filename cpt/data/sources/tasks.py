@@ -48,6 +48,7 @@ def named_split(name: str) -> str | None:
 
 def find_files(root: Path, layout: str) -> Iterator[tuple[str, str | None, Path]]:
     """(data set, split, file) below a folder."""
+    split: str | None
     if layout == "cl_benchmark":  # TASK/dataset/{train,dev,test,labels}.json: O-LoRA, EMNLP Findings 2023
         for split in ("train", "dev", "test"):
             for path in sorted(root.glob(f"*/*/{split}.json")):
@@ -92,7 +93,7 @@ def read_records(path: Path, layout: str, columns: Mapping[str, str | None]) -> 
             raise ValueError(f"{path} has no Instances; allowed: an object with Definition and Instances")
         definition = first_of(whole.get("Definition"))
         rows = ((f"{path}, instance {at}", row) for at, row in enumerate(whole["Instances"], start=1))
-    number = columns.get("id") if layout in TABLES else "id"
+    own_id = columns.get("id") if layout in TABLES else "id"
     table = FIXED.get(layout, {name: column for name, column in columns.items() if column and name != "id"})
     for where, row in rows:
         turns: tuple[tuple[str, str], ...] = ()
@@ -114,7 +115,7 @@ def read_records(path: Path, layout: str, columns: Mapping[str, str | None]) -> 
             fields |= {"instruction": definition, "target": first_of(row.get("output"))}
         elif layout == "alpaca":
             fields["text"] = first_of(row.get("input"))
-        yield RawExample(fields, fields.pop("target"), str(row.get(number, "")) if number else "", turns)
+        yield RawExample(fields, fields.pop("target"), str(row.get(own_id, "")) if own_id else "", turns)
 
 
 def first_of(value: Any) -> str:
@@ -179,7 +180,7 @@ class Template(Options):
         text, order = values["text"], np.arange(len(choices))
         if self.options == "shuffled" and choices:
             order = shuffle(order, len(choices), stream=key("options", seed, task, text))
-        values["options"] = self.separator.join(choices[at] for at in order)
+        values["options"] = self.separator.join(choices[int(at)] for at in order)
         values["prefix"] = self.prefixes.get(self.names, "").format_map(values)
         values["question"] = "" if task in self.unasked else self.question.format_map(values)
         if not text.strip() and self.without_text is not None:
@@ -288,11 +289,13 @@ class Tasks(Source):
 
     def read(self, name: str) -> Iterator[tuple[str, str]]:
         if name == GENERAL:
-            folder, how = self.general_folder, {"column": "text", "document": "auto"}
-            yield from readers.read_folder(folder, GENERAL, **how) if folder else docstrings.read_general()
+            found = docstrings.read_general()
+            if folder := self.general_folder:
+                found = readers.read_folder(folder, GENERAL, column="text", document="auto")
+            yield from found
             return
         choices, dropped, task = self.choices_of(name), 0, self.task_of(name)
-        how = {"task": task, "dataset": name, "choices": choices, "seed": int(self.held_out["seed"])}
+        how: dict[str, Any] = {"task": task, "dataset": name, "seed": int(self.held_out["seed"])}
         for split, number, record in self.records(name):
             given, source, span = record.id or f"{name}-{split}-{number}", "", (0, 0)
             if choices and record.target not in choices:
@@ -306,7 +309,7 @@ class Tasks(Source):
             if not record.turns:
                 if not record.target.strip():
                     raise ValueError(f"example {given} of {name} has no answer; needed: a text to learn")
-                source, span = self.prompt.ask(record.fields, **how)
+                source, span = self.prompt.ask(record.fields, choices=choices, **how)
             example = Example(given, source, record.target, task, choices, span, record.turns)
             yield split, write_example(example)
         if dropped:

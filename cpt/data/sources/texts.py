@@ -93,8 +93,8 @@ class Texts(Source):
         if folder is None:
             yield from read_general()
             return
-        how = {"document": self.document, "ignored": self.ignored}
-        yield from read_folder(folder, name, column=self.column_of(name), **how)
+        column, document = self.column_of(name), self.document
+        yield from read_folder(folder, name, column=column, document=document, ignored=self.ignored)
 
     def fingerprint(self, name: str) -> Any:
         folder = self.folder_of(name)
