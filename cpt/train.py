@@ -14,7 +14,7 @@ from cpt.core.errors import reason
 from cpt.core.heartbeat import heartbeat, set_phase
 from cpt.core.preemption import defer_signals
 from cpt.core.processes import is_first_process, is_one_of_several
-from cpt.core.rules import show
+from cpt.core.schema import show
 from cpt.evaluation.metrics import objective_value
 from cpt.evaluation.scores import Scores
 from cpt.trainer.domain_order import arrange, recall

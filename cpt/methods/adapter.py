@@ -13,7 +13,6 @@ zero, so that the first model is the base; one adapter learns all domains, or ea
 released code (ContinualLM) draws both maps from N(0, 0.02) and trains the head of the masked model along."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,11 +21,9 @@ from transformers import PreTrainedModel
 from cpt.adapters import export
 from cpt.adapters.bottleneck import Bottleneck, attach_bottlenecks
 from cpt.adapters.domain_store import DomainParams
-from cpt.adapters.options import BottleneckOptions, Routing
-from cpt.core.options import option
-from cpt.core.rules import YES_NO, one_of
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.options import AdapterOptions
 
 STARTS = ("base", "previous")
 
@@ -36,15 +33,6 @@ def fresh(model: PreTrainedModel, generator: torch.Generator) -> None:
     for part in model.modules():
         if isinstance(part, Bottleneck):
             part.reset(generator)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdapterOptions(BottleneckOptions):
-    """Options of adapters."""
-
-    per_domain: bool = option("a new adapter for each domain", YES_NO)
-    start: str = option("of a new domain's: drawn anew, or a copy of the one before", one_of(*STARTS))
-    routing: Routing = option("of per_domain: which adapter scores a text: one of conf/routing")
 
 
 class Adapter(ContinualModule):

@@ -13,9 +13,8 @@ input is added a second time beside the FFN, and a ReLU follows W2, so that the 
 the start; norms are trained, but neither saved nor protected."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,12 +24,10 @@ from cpt.adapters import export
 from cpt.adapters.bottleneck import Plugin, attach_plugins
 from cpt.adapters.domain_store import BASE, DomainParams
 from cpt.adapters.gates import Gate, Gates, anneal, attach_gates, bottleneck_units, hard, regulariser
-from cpt.adapters.options import GateOptions, Routing
-from cpt.core.options import option
-from cpt.core.rules import YES_NO, between, number, one_of
 from cpt.data.collate import Batch
 from cpt.gradient_masks.hat import ClaimedUnits
 from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.options import CPTPluginOptions
 from cpt.models.units import Units, blocks
 
 NORMS = ("per_domain", "frozen")
@@ -52,31 +49,6 @@ def gated_units(model: PreTrainedModel) -> list[Units]:
 def closed_gates(gates: Gates) -> dict[str, Tensor]:
     """Values with which all gates are shut, by the names of the gates' parameters."""
     return {name: torch.full_like(gate.e, -1) for name, gate in zip(gates.names, gates.parts, strict=True)}
-
-
-def positive(**options: float) -> None:
-    """Raises ValueError for an option that is not above 0."""
-    for name, value in options.items():
-        number(name, value, allowed="above 0")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CPTPluginOptions(GateOptions):
-    """Options of CPT."""
-
-    attention: float = option(
-        "inner size of a plug-in beside an attention, as a share of the hidden size", between(0.001, 100)
-    )
-    ffn: float = option("of one beside an FFN, as a share of the hidden size", between(0.001, 100))
-    output_relu: bool = option("a ReLU behind the second map: the first model is then not the base", YES_NO)
-    norms: str = option("the norms of the blocks: each domain's own, or the base's", one_of(*NORMS))
-    sparsity: float = option("weight of HAT's regulariser", number("0 or more"))
-    routing: Routing = option("which domain's gates score a text: one of conf/routing")
-
-    @property
-    def plugin(self) -> dict[str, Any]:
-        """What cpt.adapters.bottleneck.attach_plugins is told."""
-        return {name: getattr(self, name) for name in ("attention", "ffn", "output_relu")}
 
 
 class CPTPlugin(ContinualModule):

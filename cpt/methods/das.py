@@ -12,26 +12,15 @@ The soft mask scales the step itself: scaled gradients, as in the released code,
 Adam. cpt.gradient_masks.soft and cpt.methods.common.contrast hold the formulas."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
 
-from cpt.core.options import option
-from cpt.core.rules import YES_NO
 from cpt.data.collate import Batch
-from cpt.gradient_masks.options import SoftMaskOptions
 from cpt.gradient_masks.soft import Proxy, SoftMask, domain_losses
 from cpt.methods.base import ContinualModule, Shared
 from cpt.methods.common.contrast import Contrast
-from cpt.methods.common.options import ContrastOptions
-
-
-@dataclass(frozen=True, kw_only=True)
-class DASOptions(SoftMaskOptions, ContrastOptions):
-    """Options of DAS."""
-
-    domains: bool = option("importance of each domain learned, by its language-model loss", YES_NO)
+from cpt.methods.options import DASOptions
 
 
 class DAS(ContinualModule):

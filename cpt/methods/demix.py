@@ -11,7 +11,6 @@ nearest, here it is the lowest perplexity. ContinualLM's version raises an error
 expert."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,10 @@ from transformers import PreTrainedModel
 from cpt.adapters import export
 from cpt.adapters.bottleneck import attach_bottlenecks
 from cpt.adapters.domain_store import BASE, DomainParams, Scope
-from cpt.adapters.options import BottleneckOptions, Routing
-from cpt.core.options import option
-from cpt.core.rules import one_of
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
 from cpt.methods.common.candidates import measure_perplexities
+from cpt.methods.options import DEMIXOptions
 from cpt.models.units import sublayers
 from cpt.models.weights import swap_weights
 
@@ -44,15 +41,6 @@ def feed_forwards(model: PreTrainedModel) -> Scope:
     maps = [each for place in places for each in (*(source for source, _ in place.sources), place.out)]
     names = [f"{each.name}.{name}" for each in maps for name, _ in each.module.named_parameters()]
     return Scope(tuple(names), tuple(maps))
-
-
-@dataclass(frozen=True, kw_only=True)
-class DEMIXOptions(BottleneckOptions):
-    """Options of DEMIX; those of bottlenecks count for experts=adapter."""
-
-    experts: str = option("what a domain has of its own: every block's FFN, or an adapter", one_of(*EXPERTS))
-    start: str = option("what a new expert is a copy of", one_of(*STARTS))
-    routing: Routing = option("which experts score a text: one of conf/routing")
 
 
 class DEMIX(ContinualModule):

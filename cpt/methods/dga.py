@@ -9,22 +9,15 @@ measured on the domain's own text, are protected, and a contrast keeps the domai
 The formulas are those of DAS (cpt.gradient_masks.soft, cpt.methods.common.contrast)."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from torch import Tensor
 
 from cpt.data.collate import Batch
-from cpt.gradient_masks.options import SoftMaskOptions
 from cpt.gradient_masks.soft import Proxy, SoftMask
 from cpt.methods.base import ContinualModule, Shared
 from cpt.methods.common.contrast import Contrast
-from cpt.methods.common.options import ContrastOptions
+from cpt.methods.options import DGAOptions
 from cpt.models.weights import Snapshot
-
-
-@dataclass(frozen=True, kw_only=True)
-class DGAOptions(SoftMaskOptions, ContrastOptions):
-    """Options of DGA."""
 
 
 class DGA(ContinualModule):

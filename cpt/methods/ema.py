@@ -7,20 +7,11 @@ It starts each domain at the model, and at the domain's end the model is the ave
 weights only for a while has less of a part in it."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
-from cpt.core.options import Options, option
-from cpt.core.rules import number
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.options import EMAOptions
 from cpt.models.weights import Snapshot
-
-
-@dataclass(frozen=True, kw_only=True)
-class EMAOptions(Options):
-    """Options of EMA."""
-
-    decay: float = option("alpha: about 1 / (1 - decay) steps count", number("0 or more and below 1"))
 
 
 class EMA(ContinualModule):

@@ -13,28 +13,18 @@ The released code (ContinualLM) squares a loss with its own penalty in it and wi
 gradient is that of the language-model loss alone, in eval mode, and in 32 bits whatever the precision."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from cpt.core.options import option
-from cpt.core.rules import number
 from cpt.core.tensors import NamedTensors
 from cpt.data.collate import Batch
 from cpt.gradient_masks.base import Protection
 from cpt.methods.base import ContinualModule, Shared
 from cpt.methods.common.consolidation import join
-from cpt.methods.common.options import ConsolidationOptions
+from cpt.methods.options import EWCOptions
 from cpt.models.fisher import fisher, keep_important
 from cpt.models.weights import Snapshot, quadratic_penalty
-
-
-@dataclass(frozen=True, kw_only=True)
-class EWCOptions(ConsolidationOptions):
-    """Options of EWC."""
-
-    strength: float = option("lambda, the penalty's weight", number("0 or more"))
 
 
 class EWC(ContinualModule):

@@ -8,20 +8,14 @@ the earlier ones too; here these see x itself, so that it makes no difference wh
 added to W."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedModel
 
 from cpt.adapters import lora
-from cpt.adapters.options import StoredPairOptions
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
-
-
-@dataclass(frozen=True, kw_only=True)
-class IncLoRAOptions(StoredPairOptions):
-    """Options of IncLoRA."""
+from cpt.methods.options import IncLoRAOptions
 
 
 class IncLoRA(ContinualModule):

@@ -9,33 +9,22 @@ places keeps a sample's length out of Omega. As in EWC, Omega is joined to that 
 (`merge`); the paper's sum is decay at gamma 1."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from cpt.core.options import option
-from cpt.core.rules import number, one_of
 from cpt.core.tensors import NamedTensors
 from cpt.data.collate import Batch
 from cpt.gradient_masks.base import Protection
 from cpt.methods.base import ContinualModule, Shared
 from cpt.methods.common.consolidation import join
-from cpt.methods.common.options import ConsolidationOptions
+from cpt.methods.options import MASOptions
 from cpt.models.fisher import keep_important, sensitivity
 from cpt.models.forward import at
 from cpt.models.weights import Snapshot, quadratic_penalty
 
 OUTPUTS = ("logits", "hidden")
-
-
-@dataclass(frozen=True, kw_only=True)
-class MASOptions(ConsolidationOptions):
-    """Options of MAS."""
-
-    strength: float = option("lambda, the penalty's weight", number("0 or more"))
-    output: str = option("f: what is to stay as it is", one_of(*OUTPUTS))
 
 
 class MAS(ContinualModule):

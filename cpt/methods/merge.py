@@ -11,23 +11,17 @@ which a log line reports."""
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
 from cpt.methods.common.merging import Merging, put
-from cpt.methods.common.options import MergingOptions
+from cpt.methods.options import MergeOptions
 from cpt.models.fisher import fisher
 from cpt.models.fsdp import named_weights
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MergeOptions(MergingOptions):
-    """Options of merging."""
 
 
 class Merge(ContinualModule):

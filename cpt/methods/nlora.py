@@ -10,7 +10,6 @@ made for it. The released code has ||A_t B_t||_1 of the product [r, r] the other
 where d_in = d_out."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,9 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from cpt.adapters import lora
-from cpt.adapters.options import StoredPairOptions
-from cpt.core.options import option
-from cpt.core.rules import number, one_of
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.options import NLoRAOptions
 
 Pair = tuple[Tensor, Tensor]  # A [r, d_in], B [d_out, r]
 
@@ -62,14 +59,6 @@ def factors_norm(pairs: Iterable[Pair]) -> Tensor:
 
 
 PENALTIES = ("product", "factors")
-
-
-@dataclass(frozen=True, kw_only=True)
-class NLoRAOptions(StoredPairOptions):
-    """Options of N-LoRA."""
-
-    strength: float = option("lambda, the penalty's weight", number("0 or more"))
-    penalty: str = option("of the newest pair: B A, or a bound from its factors", one_of(*PENALTIES))
 
 
 class NLoRA(ContinualModule):

@@ -5,7 +5,7 @@ ACL 2020), which intransigence compares with."""
 
 from collections.abc import Iterable
 
-from cpt.core.options import Options
+from cpt.core.schema import Options
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
 from cpt.models.weights import Snapshot

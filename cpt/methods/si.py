@@ -10,29 +10,19 @@ parts, before masks and clipping. The maximum is of the authors' code, not of th
 that has moved against its gradient would be pushed away from theta*."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from cpt.core.options import Options, option
-from cpt.core.rules import number
 from cpt.core.sharding import local
 from cpt.core.tensors import NamedTensors, PreciseTensors
 from cpt.data.collate import Batch
 from cpt.gradient_masks.base import Protection
 from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.options import SIOptions
 from cpt.models.fisher import keep_important
 from cpt.models.fsdp import named_weights
 from cpt.models.weights import Snapshot, quadratic_penalty
-
-
-@dataclass(frozen=True, kw_only=True)
-class SIOptions(Options):
-    """Options of SI."""
-
-    strength: float = option("c, the penalty's weight", number("0 or more"))
-    damping: float = option("xi, added to the squared way", number("above 0"))
 
 
 class SI(ContinualModule):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from pandas import DataFrame, Series
 
-from cpt.core.rules import is_number, show
+from cpt.core.schema import Number, fits, show
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.scores import Scores
 from cpt.reporting import drawing
@@ -263,7 +263,7 @@ def build_setting_curve(section: RunSection, key: str) -> Block:
         return Block()
     cells, points, lines, places = [], {}, [], {}
     for name, own in sorted(curves.items(), key=lambda each: len(each[1]) == 1):
-        own.sort(key=lambda x: (not is_number(x[0]), x[0] if is_number(x[0]) else str(x[0])))
+        own.sort(key=lambda x: (not fits(x[0], Number), x[0] if fits(x[0], Number) else str(x[0])))
         lines.append([])
         for value, group in own:
             called = name if value is None else f"{name} {show(value)}"

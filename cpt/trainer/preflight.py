@@ -24,8 +24,8 @@ from cpt.adapters.export import PARTS_INDEX
 from cpt.core.errors import reason
 from cpt.core.memory import keep_free
 from cpt.core.processes import is_first_process
-from cpt.core.rules import show
-from cpt.core.signatures import check_arguments, target
+from cpt.core.schema import show
+from cpt.core.sections import check_arguments, load_target
 from cpt.data.tokenized_tasks import check_template
 from cpt.methods.prompt import check_rows
 from cpt.models import loading
@@ -122,7 +122,7 @@ def make_harness(plan: Plan) -> Harness | None:
 
 def check_optimizer(section: str, options: Mapping[str, Any]) -> None:
     """Raises ValueError for an optimizer that does not take its options: tried with one weight."""
-    made_by = target(section, options)
+    made_by = load_target(options["_target_"], place=section)
     if isinstance(made_by, type) and not issubclass(made_by, torch.optim.Optimizer):
         allowed = "an optimizer's class, like torch.optim.AdamW"
         raise ValueError(f"{section}._target_={options['_target_']}; allowed: {allowed}")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cpt.core.tensors import NamedTensors
-from cpt.methods.common.options import ConsolidationOptions
+from cpt.methods.options import ConsolidationOptions
 
 
 def merge_importances(old: Tensor, new: Tensor, *, domains: Tensor, merge: str, gamma: float) -> Tensor:

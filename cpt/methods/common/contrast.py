@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from cpt.core.collectives import gather_rows
 from cpt.data.collate import Batch, inputs_of
 from cpt.gradient_masks.soft import SoftMask
-from cpt.methods.common.options import ContrastOptions
+from cpt.methods.options import ContrastOptions
 from cpt.models.forward import check_dropout, dropout, mean_over, nll_of
 from cpt.models.memory import keep_activations
 from cpt.models.objectives import Objective

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from cpt.core.randomness import key
 from cpt.core.sharding import dot, local, rows_of, total_norm, whole, with_rows
 from cpt.core.tensors import NamedTensors, PreciseTensors, precise
-from cpt.methods.common.options import MergingOptions
+from cpt.methods.options import MergingOptions
 from cpt.models.weights import Snapshot
 
 ALIKE = 0.9995  # of a cosine: from there on the arc is a line

@@ -6,12 +6,13 @@ from collections import Counter
 import pytest
 from hydra.utils import instantiate
 
+from cpt.core.schema import fits
 from cpt.data.corpus import make_corpus
 from cpt.data.sources.base import (
     COARSE_OF_WIKIPEDIA,
     GENERAL,
     NOT_DOMAINS,
-    PATTERNS,
+    NamePatterns,
     choose_domains,
     group_names,
     parse_name,
@@ -210,4 +211,4 @@ def test_named_orders_are_of_the_domains_that_are_left(root):
 
 @pytest.mark.parametrize("value", ["", "/(/", [], ["a", 5], 5, True, {"a": 1}])
 def test_what_is_no_pattern(value):
-    assert not PATTERNS.allows(value)
+    assert not fits(value, NamePatterns)
