@@ -36,6 +36,7 @@ from transformers import (
 
 from cpt.data.collate import inputs_of, labels_of
 from cpt.data.corpora import Corpora
+from cpt.data.tokenized_tasks import read_examples
 from cpt.evaluation.task_answers import Question, write_answers
 from cpt.models.forward import in_mode
 
@@ -222,8 +223,9 @@ def make_course(chosen: argparse.Namespace) -> Course:
         shape="t5",
     )
     texts = Corpora.read(place.plan.source, place.plan.order, cache=Path(chosen.cache))
-    how = {"tokenizer": place.start.tokenizer, "length": place.start.length, "seq2seq": True}
-    questions = [Question.of_prompt(each) for each in texts.prompts(place.plan.order[0], "test", **how)]
+    encoder = texts.encoder(place.start.tokenizer, place.start.length, seq2seq=True)
+    examples = read_examples(texts.by_name[place.plan.order[0]], "test")
+    questions = [Question.of_prompt(encoder.prompt(each)) for each in examples]
     begin = {name: value.detach().clone() for name, value in place.module.model.state_dict().items()}
     return Course(place, begin, questions, chosen.tokens, chosen.questions)
 

@@ -43,11 +43,6 @@ class Sizes:
     answers: np.ndarray | None = None  # [B]: tokens of the answer, 0 for raw text; None where all is raw text
     documents: np.ndarray | None = None  # [B]: documents that share a row isolated; None where none do
 
-    @classmethod
-    def full(cls, length: int) -> "Sizes":
-        """One row of `length` tokens of text."""
-        return cls(np.array([length]), np.array([length]))
-
 
 @dataclass(frozen=True)
 class Rows:
@@ -127,32 +122,16 @@ def labels_of(batch: Batch) -> Tensor:
 def single(batch: Batch, row: int) -> Batch:
     """One row of a batch as a batch, without a weight."""
     own, length = batch["rows"] == row, output_ids(batch).shape[1]
-    one: Batch = {
-        "positions": batch["positions"][own] - row * length,
-        "targets": batch["targets"][own],
-        "rows": torch.zeros_like(batch["rows"][own]),
-    }
-    return cast(Batch, {**one, **{name: value[row : row + 1] for name, value in inputs_of(batch).items()}})
+    one = {"positions": batch["positions"][own] - row * length, "targets": batch["targets"][own]}
+    one |= {"rows": torch.zeros_like(batch["rows"][own])}
+    return cast(Batch, one | {name: value[row : row + 1] for name, value in inputs_of(batch).items()})
 
 
 def idle_batch(batch: Batch) -> Batch:
     """A batch without scored places, for a process that only takes part in a collective forward pass."""
-    tensors = cast(dict[str, Tensor], batch)
-    scored = ("positions", "targets", "rows", "documents")
-    nothing = {name: value[:0] for name, value in tensors.items() if name in scored}
+    names, tensors = ("positions", "targets", "rows", "documents"), cast(dict[str, Tensor], batch)
+    nothing = {name: tensors[name][:0] for name in names if name in tensors}
     return cast(Batch, {**tensors, **nothing, "idle": torch.tensor(1)})
-
-
-def share_rows(lengths: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Packs samples of `lengths` [B] into rows of `width`: the row and the offset of each, [B]. First fit
-    decreasing (Johnson, Demers, Ullman, Garey, Graham, SIAM Journal on Computing 3(4), 1974)."""
-    rows, begins = np.zeros_like(lengths), np.zeros_like(lengths)
-    room = np.full(len(lengths), width)
-    for sample in np.argsort(-lengths, kind="stable"):
-        row = int(np.argmax(room >= lengths[sample]))
-        rows[sample], begins[sample] = row, width - room[row]
-        room[row] -= lengths[sample]
-    return rows, begins
 
 
 @dataclass(frozen=True)
@@ -163,30 +142,25 @@ class Sharing:
     even: int
     limit: int | None = None
 
-    def cost(self, rows: int, width: int) -> int:
-        return rows * width * (self.even + width)
-
-    def cheapest(self, lengths: np.ndarray, padded: int) -> tuple[np.ndarray, np.ndarray, int, int] | None:
-        """Row and offset of each sample [B], number of rows, width; None where `padded` rows cost no more."""
-        best, least, longest = None, self.cost(len(lengths), padded), int(lengths.max())
-        widths = (int(times * longest) for times in WIDTHS)
-        for width in sorted({min(width, max(longest, self.limit or width)) for width in widths}):
-            rows, begins = share_rows(lengths, width)
-            count, used = int(rows.max()) + 1, int((begins + lengths).max())
-            if self.cost(count, used) < least:
-                best, least = (rows, begins, count, used), self.cost(count, used)
-        return best
-
     def lay_out(self, batch: Batch) -> Batch:
-        """The batch with its `layout` where shared rows cost less; their rest is filled with padding."""
-        mask = batch.get("attention_mask")
-        if mask is None:
+        """The batch with its `layout` where shared rows cost less; their rest is filled with padding. Rows of
+        several widths are tried, filled by first fit decreasing (Johnson, Demers, Ullman, Garey, Graham, SIAM
+        Journal on Computing 3(4), 1974)."""
+        if (mask := batch.get("attention_mask")) is None:
             return batch
         lengths, columns = mask.sum(1).cpu().numpy(), np.arange(mask.shape[1])
-        if (found := self.cheapest(lengths, mask.shape[1])) is None:
-            return batch
-        rows, begins, count, width = found
-        present = columns < lengths[:, None]
-        layout = np.full(count * width, np.argmin(present))
-        layout[((rows * width + begins)[:, None] + columns)[present]] = np.flatnonzero(present)
-        return {**batch, "layout": torch.from_numpy(layout).view(count, width).to(mask.device)}
+        present, longest, layout = columns < lengths[:, None], int(lengths.max()), None
+        least = mask.numel() * (self.even + mask.shape[1])
+        widths = (int(times * longest) for times in WIDTHS)
+        for width in sorted({min(width, max(longest, self.limit or width)) for width in widths}):
+            rows, begins, room = np.zeros_like(lengths), np.zeros_like(lengths), np.full(len(lengths), width)
+            for sample in np.argsort(-lengths, kind="stable"):
+                row = int(np.argmax(room >= lengths[sample]))
+                rows[sample], begins[sample] = row, width - room[row]
+                room[row] -= lengths[sample]
+            count, used = int(rows.max()) + 1, int((begins + lengths).max())
+            if (cost := count * used * (self.even + used)) < least:
+                layout, least = np.full((count, used), np.argmin(present)), cost
+                places = (rows * used + begins)[:, None] + columns
+                layout.ravel()[places[present]] = np.flatnonzero(present)
+        return batch if layout is None else {**batch, "layout": torch.from_numpy(layout).to(mask.device)}

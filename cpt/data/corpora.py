@@ -1,7 +1,7 @@
 """The text of a run: every corpus read, and packed for the model's tokenizer."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from cpt.core.config import digest
 from cpt.data.corpus import Corpus, make_corpus
 from cpt.data.packing import Packed, pack
 from cpt.data.sources.base import CONCAT, GENERAL, Encoding, Source
-from cpt.data.tokenized_tasks import Encoder, TaskPrompt, encode_corpus, read_examples
+from cpt.data.tokenized_tasks import Encoder, encode_corpus
 
 
 @dataclass(frozen=True)
@@ -51,49 +51,29 @@ class Corpora:
     ) -> Packed:
         """A split of one name: text in rows of `length` tokens, by another `packing` where one is given, or a
         row for each example, as a causal or a `seq2seq` model takes it."""
-        how: dict[str, Any] = {"name": name, "cache": self.cache}
-        if self.encoding is None or name == GENERAL:
-            how |= {"tokenizer_digest": tokenizer_digest(tokenizer), "packing": packing or self.packing}
-            how |= {"tokenizer": tokenizer, "length": length, "workers": self.workers}
-            return pack(self.by_name[name], split, **how)
-        how |= {"tokenizer_digest": self.tokenizer_digest(tokenizer)}
-        encoder = Encoder(tokenizer, length, self.encoding, seq2seq)
-        return encode_corpus(self.by_name[name], split, encoder=encoder, **how)
+        corpus, how = self.by_name[name], dict[str, Any](name=name, cache=self.cache)
+        if self.encoding is not None and name != GENERAL:
+            encoder = self.encoder(tokenizer, length, seq2seq=seq2seq)
+            known_by = self.tokenizer_digest(tokenizer)
+            return encode_corpus(corpus, split, encoder=encoder, tokenizer_digest=known_by, **how)
+        how |= {"tokenizer_digest": tokenizer_digest(tokenizer), "packing": packing or self.packing}
+        return pack(corpus, split, tokenizer=tokenizer, length=length, workers=self.workers, **how)
 
     def encoder(self, tokenizer: PreTrainedTokenizerBase, length: int, *, seq2seq: bool) -> Encoder:
-        """What makes rows of examples. Raises ValueError where the domains are none."""
+        """What makes rows and prompts of examples. Raises ValueError where the domains are none."""
         if self.encoding is None:
             raise ValueError("the domains are raw text, which asks nothing; allowed: domains=tasks")
         return Encoder(tokenizer, length, self.encoding, seq2seq)
 
     def tokenizer_digest(self, tokenizer: PreTrainedTokenizerBase) -> str:
-        """A hash of what decides the rows of the domains: what the tokenizer gives, and where they may be
-        chats its template."""
+        """A hash of what decides the rows of the domains: the tokenizer, and its template for examples."""
         known_by, template = tokenizer_digest(tokenizer), getattr(tokenizer, "chat_template", None)
         return known_by if self.encoding is None or not template else digest([known_by, template])
 
-    def prompts(
-        self,
-        name: str,
-        split: str,
-        *,
-        tokenizer: PreTrainedTokenizerBase,
-        length: int,
-        seq2seq: bool = False,
-    ) -> Iterator[TaskPrompt]:
-        """The examples of a domain's split as prompts, in the order of its rows."""
-        if self.encoding is None:
-            raise ValueError(f"domain {name} is raw text, which asks nothing; allowed: domains=tasks")
-        encoder = Encoder(tokenizer, length, self.encoding, seq2seq)
-        return map(encoder.prompt, read_examples(self.by_name[name], split))
-
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A hash of everything that decides what a tokenizer gives; not of its truncation and padding, which the
-    calls themselves set."""
-    fast = getattr(tokenizer, "backend_tokenizer", None)
-    if fast is None:
-        made_of: dict[str, Any] = tokenizer.get_vocab()
-    else:
+    """A hash of what decides what a tokenizer gives; not of truncation and padding, which the calls set."""
+    made_of: dict[str, Any] = tokenizer.get_vocab()
+    if (fast := getattr(tokenizer, "backend_tokenizer", None)) is not None:
         made_of = {**json.loads(fast.to_str()), "truncation": None, "padding": None}
     return digest([type(tokenizer).__name__, made_of, tokenizer.special_tokens_map])

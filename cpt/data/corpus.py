@@ -1,8 +1,10 @@
-"""The documents of a domain on disk, without duplicates, split into train, valid and test."""
+"""The documents of a domain on disk, without duplicates, split into train, valid and test by their hashes."""
 
+import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from array import array
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,13 @@ from datasets import Dataset, Features, Value
 from datasets.arrow_writer import ArrowWriter
 
 from cpt.core.cache import make_once
-from cpt.data.sources.base import Source, read_members, stamp_of
-from cpt.data.splitting import SPLITS, DocumentHashes, describe_corpus, split_documents
+from cpt.core.randomness import key, sample_keys
+from cpt.data.example import read_example
+from cpt.data.sources.base import EXAMPLES, Source, read_members, stamp_of
 
 log = logging.getLogger(__name__)
-DOCUMENTS, SPLIT_OF = "documents.arrow", "splits.npy"
+SPLITS = ("train", "valid", "test")
+DROPPED, SPARED = -1, -2  # copies; held-out documents beyond the most that are asked for
 BATCH, BYTES = 10_000, 1 << 20  # documents, or what comes first, that are written at once
 
 
@@ -29,9 +33,9 @@ class Corpus:
 
     def documents(self, split: str, shard: int = 0, shards: int = 1) -> Dataset:
         """The documents of a split, or a shard of them, memory-mapped, with a column `text`."""
-        chosen = np.flatnonzero(np.load(self.folder / SPLIT_OF, mmap_mode="r") == SPLITS.index(split))
+        chosen = np.flatnonzero(np.load(self.folder / "splits.npy", mmap_mode="r") == SPLITS.index(split))
         begin, end = len(chosen) * shard // shards, len(chosen) * (shard + 1) // shards
-        return Dataset.from_file(str(self.folder / DOCUMENTS)).select(chosen[begin:end])
+        return Dataset.from_file(str(self.folder / "documents.arrow")).select(chosen[begin:end])
 
 
 def in_batches(documents: Dataset) -> Iterator[list[str]]:
@@ -39,9 +43,37 @@ def in_batches(documents: Dataset) -> Iterator[list[str]]:
     return (few["text"] for few in documents.iter(batch_size=16))
 
 
-def encode_members(source: Source, name: str) -> Iterator[tuple[str, bytes]]:
-    """(split, document) of a domain in UTF-8, repaired where a document is not Unicode."""
-    return ((split, text.encode(errors="replace")) for split, text in read_members(source, name))
+class DocumentHashes:
+    """What memory holds of the documents of a corpus, in their order, by column: their `hash`, the split
+    that the source has `given`, their `size` in bytes, and a `key` that equal documents share. 25 bytes of
+    a text, whose key is its words, whatever white space is between them; 33 of an example, whose key is its
+    question, with the hash of its `answer`."""
+
+    def __init__(self, form: str) -> None:
+        self.form = form
+        types = {"hash": "Q", "key": "Q", "answer": "Q", "given": "b", "size": "q"}
+        self.columns = {name: array(kind) for name, kind in types.items()}
+
+    def __getitem__(self, column: str) -> np.ndarray:
+        return np.asarray(self.columns[column])
+
+    def add(self, split: str, raw: bytes) -> None:
+        """Adds a document, UTF-8."""
+
+        def add_hash(column: str, value: bytes) -> None:
+            found = hashlib.blake2b(value, digest_size=8).digest()
+            self.columns[column].append(int.from_bytes(found, "little"))
+
+        if self.form == EXAMPLES:
+            example = read_example(raw.decode())
+            shared, size = example.question, example.bytes
+            add_hash("answer", example.target.encode())
+        else:
+            shared, size = " ".join(raw.decode().split()), len(raw)
+        add_hash("key", shared.encode())
+        add_hash("hash", raw)
+        self.columns["given"].append(SPLITS.index(split))
+        self.columns["size"].append(size)
 
 
 def make_corpus(source: Source, name: str, *, cache: Path) -> Corpus:
@@ -52,25 +84,23 @@ def make_corpus(source: Source, name: str, *, cache: Path) -> Corpus:
     stamp = stamp_of(source, name)
 
     def write(folder: Path) -> None:
-        documents, waiting = DocumentHashes(source.form(name)), 0
-        features = Features({"text": Value("large_string")})
-        with ArrowWriter(path=str(folder / DOCUMENTS), features=features, writer_batch_size=BATCH) as writer:
-            for split, raw in encode_members(source, name):
-                documents.add(split, raw)
-                writer.write({"text": raw.decode()})
-                waiting += len(raw)
-                if waiting >= BYTES:
-                    writer.write_examples_on_file()
-                    waiting = 0
+        features, waiting = Features({"text": Value("large_string")}), 0
+
+        def keep(raw: bytes) -> None:
+            nonlocal waiting
+            writer.write({"text": raw.decode()})
+            waiting += len(raw)
+            if waiting >= BYTES:
+                writer.write_examples_on_file()
+                waiting = 0
+
+        path = str(folder / "documents.arrow")
+        with ArrowWriter(path=path, features=features, writer_batch_size=BATCH) as writer:
+            splits, facts, contradicted = read_documents(source, name, keep=keep)
             writer.finalize()
-        splits = split_documents(documents, name=name, held_out=source.held_out, per_class=source.class_limit)
-        facts = describe_corpus(documents, splits)
-        np.save(folder / SPLIT_OF, splits)
+        np.save(folder / "splits.npy", splits)
         (folder / "facts.json").write_text(json.dumps(facts))
-        pairs = np.unique(
-            np.stack([documents["key"][: len(documents["answer"])], documents["answer"]]), axis=1
-        )
-        if contradicted := int((np.unique(pairs[0], return_counts=True)[1] > 1).sum()):
+        if contradicted:
             message = "%s: %d questions stand there with different answers; the first of each stays"
             log.warning(message, name, contradicted)
         log.info(
@@ -87,12 +117,96 @@ def make_corpus(source: Source, name: str, *, cache: Path) -> Corpus:
     return Corpus(folder, json.loads((folder / "facts.json").read_text()))
 
 
-def facts_anew(source: Source, name: str) -> dict[str, Any]:
-    """The facts of a domain's text, every document read again and nothing written."""
+def read_documents(
+    source: Source, name: str, *, keep: Callable[[bytes], None] = lambda raw: None
+) -> tuple[np.ndarray, dict[str, Any], int]:
+    """The split of each document of a domain, in UTF-8 given to `keep`; the facts of the text: digests of it
+    with its splits and of what is trained on, documents and bytes per split, and how many copies were left
+    out; and how many questions have several answers."""
     documents = DocumentHashes(source.form(name))
-    for split, raw in encode_members(source, name):
+    for split, text in read_members(source, name):
+        raw = text.encode(errors="replace")  # repaired where it is not Unicode
         documents.add(split, raw)
-    held_out, per_class = source.held_out, source.class_limit
-    return describe_corpus(
-        documents, split_documents(documents, name=name, held_out=held_out, per_class=per_class)
-    )
+        keep(raw)
+    splits = split_documents(documents, name=name, held_out=source.held_out, per_class=source.class_limit)
+    hashes, sizes, answers = documents["hash"], documents["size"], documents["answer"]
+    held_out_copies = int(((splits == DROPPED) & (documents["given"] > 0)).sum())
+    facts = {
+        "digest": hashlib.blake2b(hashes.tobytes() + splits.tobytes(), digest_size=8).hexdigest(),
+        "train_digest": hashlib.blake2b(hashes[splits == 0].tobytes(), digest_size=8).hexdigest(),
+        "documents": {split: int((splits == number).sum()) for number, split in enumerate(SPLITS)},
+        "bytes": {split: int(sizes[splits == number].sum()) for number, split in enumerate(SPLITS)},
+        "duplicates": int((splits == DROPPED).sum()) - held_out_copies,
+        "held_out_copies": held_out_copies,
+    }
+    questions = np.unique(np.stack([documents["key"][: len(answers)], answers]), axis=1)[0]
+    return splits, facts, int((np.unique(questions, return_counts=True)[1] > 1).sum())
+
+
+def split_documents(
+    documents: DocumentHashes, *, name: str, held_out: Mapping[str, Any], per_class: int | None = None
+) -> np.ndarray:
+    """The split of each document, as `assign`; of training examples at most `per_class` with each answer
+    stay, those whose question has the smallest hash under the seed, the others are SPARED."""
+    keys, given, answers = documents["key"], documents["given"], documents["answer"]
+    if documents.form != EXAMPLES:
+        hint = " (domains.document=line or paragraph makes more of a .txt file)"
+        return assign(documents["hash"], given, name=name, held_out=held_out, hint=hint, known_by=keys)
+    splits = assign(keys, given, name=name, held_out=held_out)
+    train = np.flatnonzero(splits == 0)
+    ranked = train[
+        np.argsort(sample_keys(key("per class", int(held_out["seed"])), keys[train]), kind="stable")
+    ]
+    for answer in np.unique(answers[train]) if per_class is not None else ():
+        splits[ranked[answers[ranked] == answer][per_class:]] = SPARED
+    return splits
+
+
+def assign(
+    hashes: np.ndarray,
+    given: np.ndarray,
+    *,
+    name: str,
+    held_out: Mapping[str, Any],
+    hint: str = "",
+    known_by: np.ndarray | None = None,
+) -> np.ndarray:
+    """The split of each document, [documents] int8; DROPPED for copies, which are `known_by` the same
+    (None: hash), SPARED for held-out documents beyond `most`.
+
+    Of equal documents the first stays, in train rather than in valid rather than in test. Where the source
+    gives no valid or test split, its share of train is held out. The documents with the smallest hashes
+    under the seed are chosen, so that the choice is the documents' own. Raises ValueError where a split
+    would be empty."""
+    if not len(hashes):
+        raise ValueError(f"domain {name} has no text: its files are empty")
+    known_by, seed = hashes if known_by is None else known_by, int(held_out["seed"])
+    order = np.argsort(given, kind="stable")
+    order = order[np.argsort(known_by[order], kind="stable")]
+    shared = known_by[order]
+    first = order[np.append(True, shared[1:] != shared[:-1])]
+    splits = np.full(len(given), DROPPED, np.int8)
+    splits[first] = given[first]
+    del order, shared, first
+    train, taken = np.flatnonzero(splits == 0), 0
+    keys = np.empty(len(train), np.uint64)
+    for at in range(0, len(train), 1 << 16):  # what it takes in addition is small
+        keys[at : at + (1 << 16)] = sample_keys(key("split", seed), hashes[train[at : at + (1 << 16)]])
+    missing = [split for split in (1, 2) if not (given == split).any()]
+    counts = [max(1, round(held_out[SPLITS[split]] * len(train))) for split in missing]
+    ranked = train[np.argsort(keys, kind="stable")[: sum(counts)]]
+    for split, count in zip(missing, counts, strict=True):
+        splits[ranked[taken : taken + count]] = split
+        taken += count
+    for split in (1, 2):
+        held = np.flatnonzero(splits == split)
+        held = held[np.argsort(sample_keys(key("most", seed), hashes[held]), kind="stable")]
+        splits[held[held_out.get("most") or len(held) :]] = SPARED
+    left = [int((splits == split).sum()) for split in range(len(SPLITS))]
+    if min(left) == 0:
+        found = ", ".join(f"{count} {split}" for count, split in zip(left, SPLITS, strict=True))
+        raise ValueError(
+            f"domain {name} has {len(given)} documents, too few to train, validate and test on ({found}); "
+            f"allowed: at least one for each, all different{hint}"
+        )
+    return splits

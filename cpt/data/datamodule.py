@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from cpt.data.collate import Batch, Collator, Sizes
 from cpt.data.options import Budget
 from cpt.data.packing import Packed
 from cpt.data.replay import ReplayConfig, ReplayPool, ReplaySource, exact
-from cpt.data.sampler import EvalSubset, Recovery, ResumeSampler, ShardSampler, TrainStream
+from cpt.data.sampler import EvalSubset, ResumeSampler, ShardSampler, TrainStream
 from cpt.data.sources.base import GENERAL
 from cpt.optim.schedulers import Progress
 
@@ -53,43 +53,37 @@ class Domain:
     recovery: float = 0.0
 
 
+@dataclass(eq=False, repr=False)
 class DomainSequence(LightningDataModule):
     """The stages in their order; `enter` chooses the one that the loaders are of.
 
     `train`, `held_out` and `validation` (evaluated during training) are packed texts by name: the domains in
-    the order of the matrix's columns, then `general`. `replay_source` provides the replayed
-    texts; None: they are the training texts. Raises ValueError for invalid replay."""
+    the order of the matrix's columns, then `general`. Raises ValueError for invalid replay."""
 
-    trainer: Trainer  # Lightning's, while it fits or validates
-    domain: Domain = Domain("", -1, ())  # before the first is entered
-    asked: Sequence[str] | None = None  # the held-out texts to score; None: all
-    by_length = False  # whether rows of similar length are scored together
-    replay_source: ReplaySource | None = None
+    domains: Sequence[Domain]
+    _: KW_ONLY
+    train: Mapping[str, Packed]
+    held_out: Mapping[str, Packed]
+    objective: Collator
+    budget: Budget
+    replay: ReplayConfig
+    seed: int
+    accumulate: int
+    eval_batch_size: int
+    probe_samples: int
+    workers: int
+    eval_tokens: int | None = None
+    validation: Mapping[str, Packed] = field(default_factory=dict)
+    trainer: Trainer = field(init=False)  # Lightning's, while it fits or validates
+    domain: Domain = field(default=Domain("", -1, ()), init=False)  # before the first is entered
+    asked: Sequence[str] | None = field(default=None, init=False)  # the held-out texts to score; None: all
+    by_length: bool = field(default=False, init=False)  # whether rows of similar length are scored together
+    replay_source: ReplaySource | None = field(default=None, init=False)  # None: training text is replayed
 
-    def __init__(
-        self,
-        domains: Sequence[Domain],
-        *,
-        train: Mapping[str, Packed],
-        held_out: Mapping[str, Packed],
-        objective: Collator,
-        budget: Budget,
-        replay: ReplayConfig,
-        seed: int,
-        accumulate: int,
-        eval_batch_size: int,
-        probe_samples: int,
-        workers: int,
-        eval_tokens: int | None = None,
-        validation: Mapping[str, Packed] | None = None,
-    ) -> None:
+    def __post_init__(self) -> None:
         super().__init__()
-        self.domains, self.train, self.held_out = tuple(domains), train, held_out
-        self.objective, self.budget, self.seed, self.accumulate = objective, budget, seed, accumulate
-        self.eval_batch_size, self.probe_samples, self.workers = eval_batch_size, probe_samples, workers
-        self.replay, self.eval_tokens, self.validation = replay, eval_tokens, validation or {}
         most = max((len(self.past(domain)) for domain in self.domains), default=0)
-        replay.check(domains=most, general=GENERAL in train, batch_size=budget.batch_size)
+        self.replay.check(domains=most, general=GENERAL in self.train, batch_size=self.budget.batch_size)
         self.places = {
             part: place for domain in self.domains for place, part in enumerate(domain.parts, domain.index)
         }
@@ -154,34 +148,31 @@ class DomainSequence(LightningDataModule):
         pools = self.replay.pools(past, general, stage=domain.name, seed=self.seed)
         return [*pools, *(self.replay_source.extra_pools(domain) if self.replay_source else ())]
 
-    def recovery(self, domain: Domain) -> Recovery | None:
-        """The steps that a stage begins with, on earlier text alone."""
-        if not (steps := self.recovery_steps(domain)):
-            return None
-        texts, how = self.replay_texts(self.past(domain)), {"memory": self.replay.memory, "seed": self.seed}
-        pool = ReplayPool(texts, share=exact(1), adds=False, place=(domain.name, "recovery"), **how)
-        return Recovery(pool, steps)
-
     def train_dataloader(self) -> DataLoader:
         """The current stage from the trainer's step on; resuming costs the same anywhere."""
+        stage, recovery, ahead = self.domain, None, self.recovery_steps(self.domain)
+        if ahead:
+            texts, place = self.replay_texts(self.past(stage)), (stage.name, "recovery")
+            how = dict[str, Any](memory=self.replay.memory, seed=self.seed, place=place)
+            recovery = ReplayPool(texts, share=exact(1), adds=False, **how)
         stream = TrainStream(
-            {part: self.train[part] for part in self.domain.parts},
+            {part: self.train[part] for part in stage.parts},
             objective=self.objective,
             seed=self.seed,
             batch_size=self.budget.batch_size,
-            steps=self.steps_by_part(self.domain),
+            steps=self.steps_by_part(stage),
             accumulate=self.accumulate,
             rank=self.trainer.global_rank,
             world=self.trainer.world_size,
-            earlier=self.replay_pools(self.domain),
-            recovery=self.recovery(self.domain),
+            earlier=self.replay_pools(stage),
+            recovery=recovery,
+            ahead=ahead,
             places=self.places,
         )
         return self.loader(stream, ResumeSampler(self.trainer.global_step * self.accumulate, len(stream)))
 
     def val_dataloader(self) -> DataLoader:
-        """The held-out texts that are asked for, with the same masks for every model; each process has its
-        share of the batches."""
+        """The held-out texts that are asked for, with the same masks for every model; the process's share."""
         rows = {name: self.scored_rows(name) for name in self.scored_texts}
         if self.by_length:
             rows = {name: self.held_out[name].by_length(each) for name, each in rows.items()}
@@ -190,22 +181,18 @@ class DomainSequence(LightningDataModule):
     @property
     def scored_texts(self) -> list[str]:
         """The names of the held-out texts to score, in their order."""
-        asked = self.held_out if self.asked is None else set(self.asked)
-        return [name for name in self.held_out if name in asked]
+        return [name for name in self.held_out if self.asked is None or name in self.asked]
 
     def scored_rows(self, name: str) -> np.ndarray:
         """The rows of a held-out text that are scored: all, or a sample of `eval_tokens`."""
-        text = self.held_out[name]
         if self.eval_tokens is None:
-            return np.arange(len(text))
-        return text.draw_rows(self.eval_tokens, stream=key("scored rows", name))
+            return np.arange(len(self.held_out[name]))
+        return self.held_out[name].draw_rows(self.eval_tokens, stream=key("scored rows", name))
 
     @property
     def cut(self) -> list[str]:
         """The held-out texts of which `eval_tokens` leaves rows out."""
-        texts = self.held_out.items() if self.eval_tokens is not None else ()
-        longer = [name for name, text in texts if text.row_lengths.sum() > int(self.eval_tokens or 0)]
-        return [name for name in longer if len(self.scored_rows(name)) < len(self.held_out[name])]
+        return [name for name, text in self.held_out.items() if len(self.scored_rows(name)) < len(text)]
 
     def scored_sizes(self, name: str) -> Sizes:
         """Token counts of the scored rows of a held-out text."""

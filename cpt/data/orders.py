@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from cpt.core.schema import show
-from cpt.data.sources.selection import parse_name
+from cpt.data.sources.base import parse_name
 
 SWAPPED = "swapped"  # alone, or after another word: the second half first
 BY_TEXTS = ("similar", "similar_tree", "dissimilar")
@@ -103,15 +103,12 @@ class Similarity:
     @classmethod
     def of(cls, means: Mapping[str, np.ndarray], *, general: np.ndarray) -> "Similarity":
         """From the mean embedding of each domain, [D], and that of the general text."""
-        rows = np.stack(
-            [np.asarray(each, float) for each in (*(means[name] for name in sorted(means)), general)]
-        )
+        names = sorted(means)
+        rows = np.array([*(means[name] for name in names), general], float)
         rows = rows - rows[:-1].mean(0)
         lengths = np.linalg.norm(rows, axis=1, keepdims=True)
         units = rows / np.where(lengths > 0, lengths, 1)
-        return cls(
-            sorted(means), round_cosines(units[:-1] @ units[:-1].T), round_cosines(units[:-1] @ units[-1])
-        )
+        return cls(names, round_cosines(units[:-1] @ units[:-1].T), round_cosines(units[:-1] @ units[-1]))
 
     @classmethod
     def load(cls, values: Mapping[str, Any]) -> "Similarity":

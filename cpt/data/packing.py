@@ -5,10 +5,10 @@ they make is a function of the documents alone."""
 
 import logging
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -68,12 +68,17 @@ class ConcatPacker:
         return rows_table(rest, np.unique([0, rest.shape[1]]), self.special)
 
 
-class OnePerDocPacker:
-    """A row for each document; one that is longer than a row continues in the next."""
+class DocumentPacker:
+    """Whole documents in rows; one that is longer than a row continues in the next. With `open_rows`, those
+    that fit into a row together share it, also what of a longer one is left behind its full rows. Each goes
+    where it leaves the least room (best fit: Johnson et al., SIAM Journal on Computing 3(4), 1974; of
+    documents: Ding et al., ICML 2024, arXiv 2404.10830), of so many rows; where it fits into none and no more
+    may be open, the fullest is done."""
 
-    def __init__(self, length: int, special: Sequence[int]) -> None:
-        self.length, self.special = length, special
+    def __init__(self, length: int, special: Sequence[int], *, open_rows: int) -> None:
+        self.length, self.special, self.open_rows = length, special, open_rows
         self.documents = 0
+        self.open: list[np.ndarray] = []  # rows [2, t], the oldest first
 
     def add(self, ids: np.ndarray, sizes: np.ndarray) -> pa.Table:
         """The rows that are done with further documents: ids [tokens], and how many each has [documents]."""
@@ -87,28 +92,6 @@ class OnePerDocPacker:
 
     def place(self, piece: np.ndarray) -> list[np.ndarray]:
         """The rows [2, t] that are done with a piece [2, t] of a document, no longer than a row."""
-        return [piece]
-
-    def table(self, rows: Sequence[np.ndarray]) -> pa.Table:
-        tokens = np.concatenate([np.empty((2, 0), np.int32), *rows], axis=1)
-        return rows_table(tokens, np.cumsum([0, *(row.shape[1] for row in rows)]), self.special)
-
-    def finish(self) -> pa.Table:
-        """The rows that are not done."""
-        return self.table([])
-
-
-class BestFitPacker(OnePerDocPacker):
-    """Whole documents that fit into a row together; of a longer one what is left behind its full rows. Each
-    goes where it leaves the least room (best fit: Johnson, Demers, Ullman, Garey, Graham, SIAM Journal on
-    Computing 3(4), 1974; of documents: Ding et al., ICML 2024, arXiv 2404.10830), of OPEN_ROWS rows; where
-    it fits into none and no more may be open, the fullest is done."""
-
-    def __init__(self, length: int, special: Sequence[int]) -> None:
-        super().__init__(length, special)
-        self.open: list[np.ndarray] = []  # rows [2, t], the oldest first
-
-    def place(self, piece: np.ndarray) -> list[np.ndarray]:
         size = piece.shape[1]
         filled = np.array([row.shape[1] for row in self.open], np.int64)
         fitting = np.where(filled + size <= self.length, filled, 0)
@@ -116,21 +99,26 @@ class BestFitPacker(OnePerDocPacker):
             best = int(fitting.argmax())
             self.open[best] = np.concatenate([self.open[best], piece], axis=1)
             return [self.open.pop(best)] if filled[best] + size == self.length else []
-        if size == self.length:
+        if size == self.length or not self.open_rows:
             return [piece]
-        done = [self.open.pop(int(filled.argmax()))] if len(filled) == OPEN_ROWS else []
+        done = [self.open.pop(int(filled.argmax()))] if len(filled) == self.open_rows else []
         self.open.append(piece)
         return done
 
+    def table(self, rows: Sequence[np.ndarray]) -> pa.Table:
+        tokens = np.concatenate([np.empty((2, 0), np.int32), *rows], axis=1)
+        return rows_table(tokens, np.cumsum([0, *(row.shape[1] for row in rows)]), self.special)
+
     def finish(self) -> pa.Table:
+        """The rows that are not done."""
         rows, self.open = self.open, []
         return self.table(rows)
 
 
-PACKERS: dict[str, type[ConcatPacker] | type[OnePerDocPacker]] = {
+PACKERS: dict[str, Callable[[int, Sequence[int]], ConcatPacker | DocumentPacker]] = {
     CONCAT: ConcatPacker,
-    ISOLATED: BestFitPacker,
-    PER_DOCUMENT: OnePerDocPacker,
+    ISOLATED: partial(DocumentPacker, open_rows=OPEN_ROWS),
+    PER_DOCUMENT: partial(DocumentPacker, open_rows=0),
 }
 
 
@@ -157,9 +145,8 @@ class Packed:
     @cached_property
     def row_lengths(self) -> np.ndarray:
         """Tokens of each row without padding, [rows] int64."""
-        return np.concatenate([np.diff(each.offsets.to_numpy()) for each in self.lists("ids")]).astype(
-            np.int64
-        )
+        sizes = [np.diff(each.offsets.to_numpy()) for each in self.lists("ids")]
+        return np.concatenate(sizes).astype(np.int64)
 
     @cached_property
     def sharing(self) -> np.ndarray:
@@ -178,11 +165,6 @@ class Packed:
         """What a budget of tokens counts for a row."""
         return self.length if self.packing == CONCAT else float(self.row_lengths.mean())
 
-    @property
-    def isolated(self) -> bool:
-        """Whether the documents of a row are isolated from each other."""
-        return self.packing == ISOLATED
-
     def answers(self, rows: np.ndarray) -> np.ndarray | None:
         """Which tokens are the answer, [B, length] bool; None for raw text."""
         return None
@@ -195,12 +177,11 @@ class Packed:
 
     def sizes(self, rows: np.ndarray | slice = slice(None)) -> Sizes:
         """What is known of rows before they are read."""
-        sharing = self.sharing[rows] if self.isolated else None
+        sharing = self.sharing[rows] if self.packing == ISOLATED else None
         return Sizes(self.text_tokens[rows], self.row_lengths[rows], documents=sharing)
 
     def draw_rows(self, tokens: int, *, stream: int) -> np.ndarray:
-        """The first rows of a fixed permutation whose tokens come to so many, so that more of them contain
-        fewer; ascending."""
+        """The first rows of a fixed permutation whose tokens come to so many, ascending."""
         drawn = shuffle(np.arange(len(self)), len(self), stream=stream)
         before = np.cumsum(self.row_lengths[drawn]) - self.row_lengths[drawn]
         return np.sort(drawn[before < tokens])
@@ -216,7 +197,7 @@ class Packed:
     @cached_property
     def columns(self) -> dict[str, Dataset]:
         """The rows as Arrow lists, by column: making a view takes longer than reading a batch from it."""
-        return {name: self.rows.with_format("arrow", columns=[name]) for name in ("ids", "documents")}
+        return {name: self.rows.with_format("arrow", columns=[name]) for name in self.rows.column_names}
 
     def table(self, rows: np.ndarray, name: str, filler: int) -> np.ndarray:
         """Lists of a column, [B, length] int64, filled up."""
@@ -233,7 +214,7 @@ class Packed:
             yield from (chunk for chunk in table.column(name).chunks if len(chunk))
 
     def column(self, name: str) -> np.ndarray:
-        chunks = self.rows.with_format("arrow", columns=[name])[:].column(name).chunks
+        chunks = self.columns[name][:].column(name).chunks
         return np.concatenate([chunk.to_numpy(zero_copy_only=False) for chunk in chunks])
 
 
@@ -244,19 +225,15 @@ def balance(texts: Mapping[str, Packed], *, tokens: int | None = None) -> dict[s
     sizes = {name: int(text.row_lengths.sum()) for name, text in texts.items()}
     smallest = min(sizes, key=lambda name: (sizes[name], name))
     budget = sizes[smallest] if tokens is None else tokens
-    drawn = {
-        name: text.draw_rows(budget, stream=key("balanced", name))
-        for name, text in texts.items()
-        if sizes[name] > budget
-    }
+    balanced, larger = dict(texts), [name for name, size in sizes.items() if size > budget]
+    for name in larger:
+        drawn = texts[name].draw_rows(budget, stream=key("balanced", name))
+        balanced[name] = replace(texts[name], rows=texts[name].rows.select(drawn))
+    why = "" if tokens is not None else f", those of {smallest}"
     log.info(
-        "domains.balanced: %d of %d domains are cut to %d tokens%s",
-        *(len(drawn), len(texts), budget, "" if tokens is not None else f", those of {smallest}"),
+        "domains.balanced: %d of %d domains are cut to %d tokens%s", len(larger), len(texts), budget, why
     )
-    return {
-        name: replace(text, rows=text.rows.select(drawn[name])) if name in drawn else text
-        for name, text in texts.items()
-    }
+    return balanced
 
 
 def pack(
@@ -277,11 +254,8 @@ def pack(
 
     def write(folder: Path) -> None:
         packer = PACKERS[packing](length, tokenizer.all_special_ids)
-        batches = tokenize_corpus(
-            *(corpus, split),
-            **{"tokenizer": tokenizer, "ending": terminator(tokenizer), "name": name, "workers": workers},
-            folder=folder / "tokens",
-        )
+        how = {"tokenizer": tokenizer, "ending": terminator(tokenizer), "name": name, "workers": workers}
+        batches = tokenize_corpus(corpus, split, folder=folder / "tokens", **how)
         with closing(batches), ArrowWriter(path=str(folder / ROWS), features=COLUMNS) as writer:
             for ids, sizes in batches:
                 writer.write_table(packer.add(ids, sizes))
@@ -297,9 +271,9 @@ def pack(
     made_of = [FORMAT, corpus.facts["digest"], split, tokenizer_digest, length]
     made_of += [] if packing == CONCAT else [packing]
     folder = make_once(cache / "packed" / f"{name}-{split}-{digest(made_of)}", make=write)
-    rows = Dataset.from_file(str(folder / ROWS))
-    facts = (corpus.facts["documents"][split], corpus.facts["bytes"][split])
-    return Packed(rows, length, padding_id(tokenizer), *facts, packing)
+    rows, facts = Dataset.from_file(str(folder / ROWS)), corpus.facts
+    counts = (facts["documents"][split], facts["bytes"][split])
+    return Packed(rows, length, padding_id(tokenizer), *counts, packing)
 
 
 def frame_of(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
@@ -317,9 +291,8 @@ def terminator(tokenizer: PreTrainedTokenizerBase) -> list[int]:
         return []
     ending = [each for each in (tokenizer.eos_token_id, tokenizer.sep_token_id) if each is not None]
     if not ending:
-        raise ValueError(
-            f"the tokenizer {tokenizer.name_or_path} has no token to separate documents (eos or sep)"
-        )
+        name = tokenizer.name_or_path
+        raise ValueError(f"the tokenizer {name} has no token to separate documents (eos or sep)")
     return ending[:1]
 
 

@@ -49,14 +49,11 @@ class ReplayConfig(Options):
         """Raises ValueError for a memory below one sample of each past domain, for general text that there is
         not, and for shares that leave no new sample in some batch."""
         if self.memory is not None and self.memory < domains:
-            raise ValueError(
-                f"replay.memory={self.memory} for {domains} past domains; "
-                "allowed: a sample or more for each, or null"
-            )
+            told = f"replay.memory={self.memory} for {domains} past domains"
+            raise ValueError(f"{told}; allowed: a sample or more for each, or null")
         if self.general and not general:
-            raise ValueError(
-                f"replay.general={self.general}, but there is no general text to train on; allowed: 0"
-            )
+            told = "but there is no general text to train on; allowed: 0"
+            raise ValueError(f"replay.general={self.general}, {told}")
         # Counts of two kinds may round up in the same step.
         new = batch_size * (1 - exact(self.past) - exact(self.general))
         if self.past and self.general and not self.adds and new < 1:
@@ -68,8 +65,7 @@ class ReplayConfig(Options):
     def conflicts(
         self, *, examples: bool, chats: bool, length: int, batch_size: int, sharded: bool
     ) -> Iterator[str]:
-        """What of a plan does not go with this replay, as messages. Here: nothing. Runs before torch is
-        imported."""
+        """What of a plan does not go with this replay, as messages, told before torch is imported."""
         return iter(())
 
     def check_objective(self, objective: str, *, model: str, examples: bool) -> None:
@@ -78,8 +74,7 @@ class ReplayConfig(Options):
     def open_source(
         self, folder: Path, *, module: Any, data: Any, corpora: Any, base: Any, seed: int
     ) -> ReplaySource | None:
-        """What provides the replayed text of a run, with a `folder` of its own in the run's; None: it is the
-        training text."""
+        """What provides the replayed text, with a `folder` of its own in the run's; None: training text."""
         return None
 
     def pools(
@@ -87,10 +82,9 @@ class ReplayConfig(Options):
     ) -> list[ReplayPool]:
         """What a stage draws from: the past domains' texts by name, and the general text."""
         kinds = [("past", self.past, past, self.memory), ("general", self.general, general, None)]
+        how: dict[str, Any] = {"adds": self.adds, "seed": seed}
         return [
-            ReplayPool(
-                texts, share=exact(share), adds=self.adds, memory=memory, seed=seed, place=(stage, kind)
-            )
+            ReplayPool(texts, share=exact(share), memory=memory, place=(stage, kind), **how)
             for kind, share, texts, memory in kinds
             if texts
         ]

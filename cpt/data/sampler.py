@@ -1,7 +1,7 @@
 """Batches as functions of their number: workers, ranks and the step of a resume do not matter."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 
 import numpy as np
 import torch
@@ -12,67 +12,57 @@ from cpt.data.collate import Batch, Collator, Rows, idle_batch
 from cpt.data.options import share_batch
 from cpt.data.packing import PADDING, Packed
 from cpt.data.replay import ReplayPool
-from cpt.data.sources.base import PER_DOCUMENT
+from cpt.data.sources.base import ISOLATED, PER_DOCUMENT
 
 LOCATED_AT_ONCE = 32  # steps
 Located = tuple[np.ndarray, np.ndarray, np.ndarray]  # index of the text, row and key of samples, each [B]
 
 
-@dataclass(frozen=True)
-class Recovery:
-    """Steps that a stage begins with, on earlier text alone."""
-
-    pool: ReplayPool
-    steps: int
-
-
+@dataclass(eq=False, repr=False)
 class TrainStream(Dataset):
     """The training batches of one stage for one process.
 
     Position p of a text's stream is row `p mod rows` of the shuffle of epoch `p div rows`. A stage of several
     texts shuffles the positions of all of them, so it has exactly the samples that they would have one after
     another. A step takes the next `batch_size` positions, less those that replay displaces, and shares its
-    samples out among the processes and their micro-batches. The steps of a `recovery` come first. `places`
-    are the indices of texts in the order of domains."""
+    samples out among the processes and their micro-batches. The `ahead` steps on earlier text alone come
+    first. `places` are the indices of texts in the order of domains."""
 
-    def __init__(
-        self,
-        texts: Mapping[str, Packed],
-        *,
-        objective: Collator,
-        seed: int,
-        batch_size: int,
-        steps: Sequence[int],  # of each text
-        accumulate: int,
-        rank: int,
-        world: int,
-        earlier: Sequence[ReplayPool] = (),
-        recovery: Recovery | None = None,
-        places: Mapping[str, int] | None = None,
-    ) -> None:
-        share_batch(batch_size, accumulate=accumulate, world=world)
-        self.names, self.objective, self.seed, self.earlier = list(texts), objective, seed, tuple(earlier)
-        self.recovery, self.ahead = recovery, recovery.steps if recovery else 0
-        pools = [*earlier, *([recovery.pool] if recovery else [])]
-        self.texts = [*texts.values(), *(text for pool in pools for text in pool.texts.values())]
-        names = [*texts, *(name for pool in pools for name in pool.texts)]
-        self.domains = np.array([(places or {}).get(name, -1) for name in names])
-        self.batch_size, self.accumulate, self.rank, self.world = batch_size, accumulate, rank, world
-        self.steps, self.ends = sum(steps), np.cumsum([self.new(count) for count in steps])
+    own: Mapping[str, Packed]
+    _: KW_ONLY
+    objective: Collator
+    seed: int
+    batch_size: int
+    steps: Sequence[int]  # of each text
+    accumulate: int
+    rank: int
+    world: int
+    earlier: Sequence[ReplayPool] = ()
+    recovery: ReplayPool | None = None
+    ahead: int = 0  # steps on `recovery` alone
+    places: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        share_batch(self.batch_size, accumulate=self.accumulate, world=self.world)
+        self.names, pools = list(self.own), [*self.earlier, *([self.recovery] if self.recovery else [])]
+        named = [*self.own.items(), *(each for pool in pools for each in pool.texts.items())]
+        self.texts = [text for _, text in named]
+        self.domains = np.array([self.places.get(name, -1) for name, _ in named])
+        self.total, self.ends = sum(self.steps), np.cumsum([self.new(count) for count in self.steps])
         self.starts = np.concatenate([[0], self.ends[:-1]])
         self.located: tuple[int, Located] | None = None  # new samples of LOCATED_AT_ONCE steps from a step on
 
     def __len__(self) -> int:
-        return (self.ahead + self.steps) * self.accumulate
+        return (self.ahead + self.total) * self.accumulate
 
     def __getitem__(self, number: int) -> Batch:
         """Batch `number` of this process. `weight` makes the mean over processes and micro-batches the mean
         over the scored tokens of the whole step."""
         step, micro = divmod(number, self.accumulate)
         if self.recovery and step < self.ahead:
-            pool = self.recovery.pool
-            parts, rows, keys = pool.locate(np.arange(step * self.batch_size, (step + 1) * self.batch_size))
-            parts = parts + len(self.texts) - len(pool.texts)
+            draws = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
+            parts, rows, keys = self.recovery.locate(draws)
+            parts = parts + len(self.texts) - len(self.recovery.texts)
         else:
             parts, rows, keys = self.samples(step - self.ahead)
         pieces, piece = self.accumulate * self.world, micro * self.world + self.rank
@@ -94,7 +84,7 @@ class TrainStream(Dataset):
         at random places, so that each process has its share of them."""
         first = step - step % LOCATED_AT_ONCE
         if self.located is None or self.located[0] != first:
-            last = min(first + LOCATED_AT_ONCE, self.steps)
+            last = min(first + LOCATED_AT_ONCE, self.total)
             self.located = first, self.locate(np.arange(self.new(first), self.new(last)))
         here = slice(*(self.new(each) - self.new(first) for each in (step, step + 1)))
         parts, rows, keys = (each[here] for each in self.located[1])
@@ -129,6 +119,7 @@ class TrainStream(Dataset):
         return parts, rows, keys
 
 
+@dataclass(eq=False, repr=False)
 class EvalSubset(Dataset):
     """Fixed rows of several texts in batches of one text each, for evaluation and importance samples. Masks
     depend on the `purpose`, the text's name and the row alone, so every model gets the same ones.
@@ -136,24 +127,22 @@ class EvalSubset(Dataset):
     Where `together` processes run forward passes collectively, each text is filled up with idle batches to a
     multiple of them."""
 
-    def __init__(
-        self,
-        texts: Mapping[str, Packed],
-        rows: Mapping[str, np.ndarray],
-        *,
-        objective: Collator,
-        batch_size: int,
-        purpose: str,
-        places: Mapping[str, int] | None = None,
-        together: int = 1,
-    ) -> None:
-        self.texts, self.objective, self.purpose = texts, objective, purpose
-        self.places, self.columns = places or {}, {name: column for column, name in enumerate(texts)}
+    texts: Mapping[str, Packed]
+    rows: Mapping[str, np.ndarray]
+    _: KW_ONLY
+    objective: Collator
+    batch_size: int
+    purpose: str
+    places: Mapping[str, int] = field(default_factory=dict)
+    together: int = 1
+
+    def __post_init__(self) -> None:
+        self.columns = {name: column for column, name in enumerate(self.texts)}
         self.blocks: list[tuple[str, np.ndarray, bool]] = []
-        for name in (each for each in texts if each in rows):
-            starts = range(0, len(rows[name]), batch_size)
-            self.blocks += [(name, rows[name][at : at + batch_size], False) for at in starts]
-            self.blocks += [(name, rows[name][:1], True)] * (-len(starts) % together)
+        for name, rows in ((name, self.rows[name]) for name in self.texts if name in self.rows):
+            starts = range(0, len(rows), self.batch_size)
+            self.blocks += [(name, rows[at : at + self.batch_size], False) for at in starts]
+            self.blocks += [(name, rows[:1], True)] * (-len(starts) % self.together)
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -185,7 +174,8 @@ def stack_rows(texts: Sequence[Packed], parts: np.ndarray, rows: np.ndarray, key
     width = int(lengths.max()) if narrow else texts[0].length
     ids = np.full((len(rows), width), texts[0].pad, np.int64)
     answers = np.zeros(ids.shape, bool) if has_answers else None
-    segments = np.full(ids.shape, PADDING, np.int64) if any(texts[part].isolated for part in used) else None
+    isolated = any(texts[part].packing == ISOLATED for part in used)
+    segments = np.full(ids.shape, PADDING, np.int64) if isolated else None
     for part, here in used.items():
         table, own = texts[part].ids(rows[here])[:, :width], marks[part]
         ids[here, : table.shape[1]] = table
@@ -196,11 +186,12 @@ def stack_rows(texts: Sequence[Packed], parts: np.ndarray, rows: np.ndarray, key
     return Rows(ids, lengths, keys, answers, segments)
 
 
+@dataclass(eq=False)
 class ResumeSampler(Sampler[int]):
     """The numbers from `start` to `total`; its length is `total`, as Lightning's batch count goes on too."""
 
-    def __init__(self, start: int, total: int) -> None:
-        self.start, self.total = start, total
+    start: int
+    total: int
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(self.start, self.total))

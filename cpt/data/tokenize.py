@@ -4,13 +4,19 @@ A worker process imports neither torch nor transformers: it builds the tokenizer
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from array import array
-from collections.abc import Callable, Generator
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
+from multiprocessing import get_context, parent_process
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,20 +25,17 @@ from tokenizers import Tokenizer
 
 from cpt.core.config import digest
 from cpt.core.files import sync
+from cpt.core.preemption import ignore_signals
 from cpt.core.processes import cores
 from cpt.core.progress import DELAY, progress_bar
 from cpt.data.corpus import Corpus
-from cpt.data.workers import map_in_processes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SHARD = 1 << 23  # bytes of text in a cached file: what a kill costs each process
 BATCH = 1 << 20  # bytes of text that the tokenizer is given at once
-ENDED = (
-    "a process that tokenises was ended, perhaps for want of memory; the same command goes on where it was; "
-    "allowed: fewer of them (data.workers=1)"
-)
+_work: list[Callable[[Any], Any]] = []  # of a worker process
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,43 @@ def tokenize_shard(
     return path
 
 
+def map_in_processes(work: Callable[[Any], Any], items: Iterable[Any], processes: int) -> Generator[Any]:
+    """`work` of each item, in the order of the items. The processes are spawned, so that they inherit no file
+    lock; they end with this one. Raises ValueError where one was killed."""
+    pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=start_worker, initargs=(work,))
+    try:
+        yield from pool.map(run_work, items)
+    except BaseException as error:
+        for pid in list(pool._processes or ()):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if isinstance(error, BrokenProcessPool):
+            raise ValueError(
+                "a process that tokenises was ended, perhaps for want of memory; the same command goes on "
+                "where it was; allowed: fewer of them (data.workers=1)"
+            ) from error
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def start_worker(work: Callable[[Any], Any]) -> None:
+    ignore_signals()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _work[:], parent = [work], parent_process()
+
+    def exit_with_parent() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=exit_with_parent, daemon=True).start()
+
+
+def run_work(item: Any) -> Any:
+    return _work[0](item)
+
+
 def tokenize_corpus(
     corpus: Corpus,
     split: str,
@@ -109,23 +149,16 @@ def tokenize_corpus(
     workers: int | None,
 ) -> Generator[tuple[np.ndarray, np.ndarray]]:
     """Batches of the documents of a split, in their order: their ids [tokens] int32, and how many each has
-    [documents]. `folder` caches the shards; `workers` processes make them, None: one per core, of large
-    texts.
-
-    Raises ValueError where a process was killed."""
+    [documents]. `folder` caches the shards, which `workers` processes make, None: one per core."""
     size = corpus.facts["bytes"][split]
     shards = max(1, min(corpus.facts["documents"][split], size // SHARD))
     processes = min(workers or cores(), shards)
     written = to_json(tokenizer) if processes > 1 else None
+    how: dict[str, Any] = {"split": split, "shards": shards, "folder": folder}
     tokenize = TokenizeBatch(written or tokenizer, tuple(ending))
-    work = partial(
-        tokenize_shard, corpus=corpus, split=split, shards=shards, tokenize=tokenize, folder=folder
-    )
-    paths = (
-        map_in_processes(work, range(shards), processes, ended=ENDED)
-        if written
-        else (work(number) for number in range(shards))
-    )
+    work: Callable[[int], Path] = partial(tokenize_shard, corpus=corpus, tokenize=tokenize, **how)
+    numbers = range(shards)
+    paths = map_in_processes(work, numbers, processes) if written else (work(number) for number in numbers)
     bar = progress_bar(f"tokenising {name}", total=size, unit="B", scale=True, hidden=False, delay=DELAY)
     with closing(paths), bar:
         for path in paths:

@@ -5,25 +5,26 @@ tokenizer frames it, and then the answer. Every answer ends in the end of sequen
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from datasets import Dataset, Features, Value
 from datasets import Sequence as ListOf
 from datasets.arrow_writer import ArrowWriter
+from jinja2 import TemplateError
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from cpt.core.cache import make_once
 from cpt.core.config import digest
-from cpt.data.chat import encode_chat
 from cpt.data.collate import Sizes
 from cpt.data.corpus import Corpus, in_batches
-from cpt.data.example import Example, read_example
+from cpt.data.example import ASSISTANT, USER, Example, read_example
 from cpt.data.packing import PADDING, Packed, frame_of, padding_id, terminator
-from cpt.data.sources.base import Encoding
+from cpt.data.sources.base import NONE, Encoding
 
 log = logging.getLogger(__name__)
 CACHE_VERSION, ROWS_FILE = 1, "rows.arrow"
@@ -75,25 +76,49 @@ class Encoder:
         wholes = iter(self.together([(example.source, example.target) for example in plain]))
         for example in examples:
             if example.turns:
-                yield self.encode_turns(example, self.encoding)
+                yield self.encode_chat(example, self.encoding.scored_turns)
             else:
                 question, whole = next(questions), next(wholes)
                 answer = self.answer_of(example.target, question, whole)
                 prompt, cut = self.fit(example, question, answer)
                 yield EncodedExample(prompt + answer, [False] * len(prompt) + [True] * len(answer), cut)
 
-    def encode_turns(self, example: Example, encoding: Encoding) -> EncodedExample:
+    def encode_chat(self, example: Example, scored_turns: str) -> EncodedExample:
+        """The row of a chat: answers are the assistant's turns, or the last. Cut are the oldest exchanges,
+        then the end of the last question."""
         if self.seq2seq:
-            raise ValueError(
-                f"example {example.id} is a chat, which a model with two stacks does not take; allowed: a "
-                "causal model"
-            )
-        return EncodedExample(*encode_chat(example, self.tokenizer, length=self.length, encoding=encoding))
+            told = "is a chat, which a model with two stacks does not take; allowed: a causal model"
+            raise ValueError(f"example {example.id} {told}")
+        ids, marks = render_chat(example, self.tokenizer)
+        whole = len(ids)
+        while (over := len(ids) - self.length) > 0:
+            turns = list(example.turns)
+            first = 1 if turns[0][0] == "system" else 0
+            answers = [at for at, (role, _) in enumerate(turns) if role == ASSISTANT]
+            question = "" if len(turns) - first < 2 else turns[-2][1]
+            words = self.tokenizer(question, add_special_tokens=False, verbose=False)["input_ids"]
+            if len(answers) > 1:
+                del turns[first : answers[0] + 1]
+            elif len(words) > over:
+                kept = self.tokenizer.decode(words[:-over], clean_up_tokenization_spaces=False)
+                kept = kept.rstrip("\ufffd")
+                turns[-2] = (turns[-2][0], kept if len(kept) < len(question) else question[:-1])
+            else:
+                raise ValueError(
+                    f"example {example.id} of {example.task}: its last answer and what may not be cut take "
+                    f"{len(ids)} tokens; allowed: model.length={self.length}"
+                )
+            example = replace(example, turns=tuple(turns))
+            ids, marks = render_chat(example, self.tokenizer)
+        if scored_turns == "last":
+            last = max(at for at in range(len(marks)) if marks[at] and not (at and marks[at - 1]))
+            marks = [mark and at >= last for at, mark in enumerate(marks)]
+        return EncodedExample(ids, marks, whole - len(ids))
 
     def prompt(self, example: Example) -> TaskPrompt:
         """The ids before the answer in the example's row, which are the same for each choice."""
         if example.turns:
-            row = self.encode_turns(example, Encoding(truncate="tail", scored_turns="last"))
+            row = self.encode_chat(example, "last")
             begin = row.answer.index(True)
             return TaskPrompt(example, row.ids[:begin], [], row.ids[begin:])
         (question,) = self.ids_of([example.source])
@@ -112,9 +137,8 @@ class Encoder:
         """The ids of questions with the special tokens around them; those spelled out in a text stay text."""
         if not texts:
             return []
-        encoded = self.tokenizer(
-            list(texts), split_special_tokens=True, return_attention_mask=False, verbose=False
-        )["input_ids"]
+        how = {"split_special_tokens": True, "return_attention_mask": False, "verbose": False}
+        encoded = self.tokenizer(list(texts), **how)["input_ids"]
         return encoded if self.seq2seq else [ids[: len(ids) - len(self.frame[1])] for ids in encoded]
 
     @cached_property
@@ -128,17 +152,14 @@ class Encoder:
         return self.frame[1] or terminator(self.tokenizer)
 
     def answer_of(self, text: str, question: list[int], whole: list[int]) -> list[int]:
-        """The ids of an answer: what follows the question in `whole`; where a token spans both, the answer
-        tokenised on its own."""
+        """The ids of an answer: what follows the question in `whole`; on its own where a token spans both."""
         if self.seq2seq:
             ids = self.tokenizer(text_target=text, split_special_tokens=True, verbose=False)["input_ids"]
             return list(ids) if self.frame[1] else [*ids, *self.ending]
         if question and whole[: len(question)] == question and len(whole) > len(question):
             return [*whole[len(question) :], *self.ending]
-        apart = self.tokenizer(
-            f" {text}", add_special_tokens=False, split_special_tokens=True, verbose=False
-        )["input_ids"]
-        return [*apart, *self.ending]
+        how = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
+        return [*self.tokenizer(f" {text}", **how)["input_ids"], *self.ending]
 
     def fit(self, example: Example, question: list[int], answer: list[int]) -> tuple[list[int], int]:
         """The question's ids, cut so that every answer fits, and how many are cut."""
@@ -174,9 +195,8 @@ class Encoder:
                 "say where its tokens stand; allowed: a fast tokenizer, or a larger model.length"
             )
         begin, end = example.text
-        offsets = self.tokenizer(
-            example.source, split_special_tokens=True, return_offsets_mapping=True, verbose=False
-        )["offset_mapping"][:count]
+        how = {"split_special_tokens": True, "return_offsets_mapping": True, "verbose": False}
+        offsets = self.tokenizer(example.source, **how)["offset_mapping"][:count]
         inside = [at for at, (first, last) in enumerate(offsets) if begin <= first < last <= end]
         return (inside[0], inside[-1] + 1) if inside else (0, 0)
 
@@ -185,22 +205,12 @@ class Encoder:
 class TokenizedTask(Packed):
     """Rows of one example each, in the order of the corpus; `bytes` are those of the answers."""
 
-    @cached_property
-    def row_lengths(self) -> np.ndarray:
-        return self.column("lengths").astype(np.int64)
-
-    @property
-    def tokens_per_row(self) -> float:
-        return float(self.row_lengths.mean())
+    packing: str = NONE
 
     @cached_property
     def answer_tokens(self) -> np.ndarray:
         """Tokens of each answer with its end of sequence, [rows]."""
         return self.column("answer_tokens").astype(np.int64)
-
-    @cached_property
-    def columns(self) -> dict[str, Dataset]:
-        return {name: self.rows.with_format("arrow", columns=[name]) for name in ("ids", "answers")}
 
     def sizes(self, rows: np.ndarray | slice = slice(None)) -> Sizes:
         return Sizes(self.text_tokens[rows], self.row_lengths[rows], self.answer_tokens[rows])
@@ -232,8 +242,7 @@ def write_examples(
 def open_examples(path: Path, tokenizer: PreTrainedTokenizerBase) -> TokenizedTask:
     rows = Dataset.from_file(str(path))
     text = TokenizedTask(rows, 0, padding_id(tokenizer), len(rows), 0)
-    size = int(text.column("bytes").sum())
-    return TokenizedTask(rows, int(text.row_lengths.max()), text.pad, len(rows), size)
+    return replace(text, length=int(text.row_lengths.max()), bytes=int(text.column("bytes").sum()))
 
 
 def encode_corpus(
@@ -263,3 +272,59 @@ def read_examples(corpus: Corpus, split: str) -> Iterator[Example]:
     """The examples of a split, in the order of its rows."""
     for texts in in_batches(corpus.documents(split)):
         yield from map(read_example, texts)
+
+
+def render_chat(example: Example, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
+    """The ids of a chat up to the end of its last answer, a special token, and which are the assistant's: as
+    `{% generation %}` says, else what the chat with an answer adds to the one up to where it begins."""
+    template, name = tokenizer.chat_template, tokenizer.name_or_path
+    if not template:
+        raise ValueError(
+            f"the tokenizer {name} has no chat template, and example {example.id} is a chat; allowed: the "
+            "tokenizer of an instruction-tuned model, or examples with a question and an answer"
+        )
+    turns = [{"role": role, "content": content} for role, content in example.turns]
+
+    def render(count: int, **how: Any) -> str:
+        return str(tokenizer.apply_chat_template(turns[:count], tokenize=False, **how))
+
+    try:
+        if "{% generation %}" in str(template).replace("{%-", "{%").replace("-%}", "%}"):
+            how = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+            given = tokenizer.apply_chat_template(turns, **how)
+            ids, marks = list(given["input_ids"]), [bool(mark) for mark in given["assistant_masks"]]
+        else:
+            text, spans = render(len(turns)), []
+            for number in (at for at, turn in enumerate(turns) if turn["role"] == ASSISTANT):
+                before, after = render(number, add_generation_prompt=True), render(number + 1)
+                if not (after.startswith(before) and text.startswith(after.rstrip())):
+                    raise ValueError(
+                        f"the chat template of {name} changes earlier turns when a turn follows (turn "
+                        f"{number + 1} of example {example.id}), so its answers cannot be found; allowed: a "
+                        "template whose text goes on, or one with {% generation %} marks"
+                    )
+                spans.append((len(before), len(after.rstrip())))
+            given = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            places = [(first, last, first < last) for first, last in given["offset_mapping"]]
+            marks = [some and any(begin <= a and b <= end for begin, end in spans) for a, b, some in places]
+            ids = list(given["input_ids"])
+    except TemplateError as error:
+        raise ValueError(
+            f"example {example.id}: the chat template of {name} does not take its turns "
+            f"({', '.join(role for role, _ in example.turns)}): {error}; allowed: roles that it knows"
+        ) from error
+    if True not in marks:
+        return ids, marks
+    end = len(marks) - marks[::-1].index(True)
+    ids, marks = ids[:end], marks[:end]
+    if ids[-1] not in tokenizer.all_special_ids:
+        if tokenizer.eos_token_id is None:
+            raise ValueError(f"the tokenizer {name} has no token that ends an answer (eos)")
+        ids, marks = [*ids, tokenizer.eos_token_id], [*marks, True]
+    return ids, marks
+
+
+def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ValueError for a tokenizer that cannot render a question with its answer."""
+    turns = ((USER, "a question"), (ASSISTANT, "its answer"))
+    render_chat(Example("a question and its answer", "", "its answer", "chat", turns=turns), tokenizer)

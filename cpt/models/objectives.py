@@ -47,7 +47,7 @@ class Objective(ABC):
 
     def most(self, length: int) -> int:
         """The largest number of scored places in a row of `length` tokens."""
-        return int(self.scored(Sizes.full(length))[0])
+        return int(self.scored(Sizes(*np.array([[length], [length]])))[0])
 
     def sides(self, length: int) -> tuple[int, int | None]:
         """Places of a row of `length` tokens in a model's input, and in a decoder's; None: no decoder."""

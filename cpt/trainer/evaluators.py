@@ -29,6 +29,7 @@ from cpt.core.processes import is_first_process, rank_and_world
 from cpt.core.progress import progress_bar
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
+from cpt.data.tokenized_tasks import read_examples
 from cpt.evaluation import finetune, predictions, task_metrics
 from cpt.evaluation.finetune_tasks import FinetunePlan
 from cpt.evaluation.options import KNOWN_BY, LMEvalOptions, TaskEvalOptions, is_due
@@ -444,9 +445,9 @@ def read_questions(
     """The questions of each task that is asked: open ones only where answers are written. Raises ValueError
     for a measure of choices where a task has none."""
     questions, left = {}, []
-    how = {"tokenizer": start.tokenizer, "length": start.length, "seq2seq": start.seq2seq}
+    encoder = corpora.encoder(start.tokenizer, start.length, seq2seq=start.seq2seq)
     for task in tasks:
-        prompts = islice(corpora.prompts(task, split, **how), options.most)
+        prompts = islice(map(encoder.prompt, read_examples(corpora.by_name[task], split)), options.most)
         asked = [Question.of_prompt(prompt) for prompt in prompts]
         measure, closed = options.known_by.get(task), all(each.choices for each in asked)
         if measure in task_metrics.RANKED and not closed:

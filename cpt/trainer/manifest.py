@@ -72,11 +72,15 @@ class Manifest:
         found = checkpoint_files(given) if self.base else {}
         (texts, base), reads_all = self.touched(plan, found), full and is_first_process()
         for name in list(self.texts) if reads_all else texts:
-            from cpt.data.corpus import facts_anew, make_corpus  # seconds of imports, rarely needed
+            from cpt.data.corpus import make_corpus, read_documents  # seconds of imports, rarely needed
 
             log.info("comparing the text of %s with the one that the run was begun with", name)
             stamp, source = stamp_of(plan.source, name), plan.source
-            facts = facts_anew(source, name) if reads_all else make_corpus(source, name, cache=cache).facts
+            facts = (
+                make_corpus(source, name, cache=cache).facts
+                if not reads_all
+                else read_documents(source, name)[1]
+            )
             if facts["digest"] == self.texts[name]["digest"]:
                 self.texts[name]["stamp"] = stamp
             else:

@@ -26,7 +26,7 @@ from cpt.core.memory import keep_free
 from cpt.core.processes import is_first_process
 from cpt.core.schema import show
 from cpt.core.sections import check_arguments, load_target
-from cpt.data.chat import check_template
+from cpt.data.tokenized_tasks import check_template
 from cpt.models import loading
 from cpt.models.block_attention import check_isolation
 from cpt.models.growth import check_entries, check_head

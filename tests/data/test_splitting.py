@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpt.core.randomness import key, sample_keys
-from cpt.data.splitting import DocumentHashes, assign, split_documents
+from cpt.data.corpus import DocumentHashes, assign, split_documents
 
 HELD_OUT = {"valid": 0.01, "test": 0.02, "seed": 3}
 

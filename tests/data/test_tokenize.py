@@ -9,14 +9,13 @@ import threading
 import time
 from multiprocessing import active_children
 from pathlib import Path
-from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
-from cpt.data import corpus, packing, tokenize, workers
+from cpt.data import corpus, packing, tokenize
 from cpt.data.corpora import tokenizer_digest
 from cpt.data.tokenize import TokenizeBatch, to_json, tokenize_corpus
 from tests.data.test_packing import STYLES, TRICKY
@@ -137,7 +136,7 @@ def test_where_one_process_is_killed_the_others_are_not_waited_for():
     def left():
         return set(active_children()) - before
 
-    found = workers.map_in_processes(time.sleep, [0.0] + [60.0] * 9, 2, ended=tokenize.ENDED)
+    found = tokenize.map_in_processes(time.sleep, [0.0] + [60.0] * 9, 2)
     assert next(found) is None
     while not all(heeds_signals(each.pid) for each in left()):  # one that is at work ignores a first SIGTERM
         time.sleep(0.05)
@@ -149,17 +148,6 @@ def test_where_one_process_is_killed_the_others_are_not_waited_for():
         next(found)
     at_last.cancel()
     assert time.monotonic() - began < 10 and not left()
-
-
-@pytest.mark.parametrize(
-    ("script", "daemon", "may"),
-    [("a/run.py", False, True), ("cpt/__main__.py", False, True), ("run.py", True, False)]
-    + [("mine.py", False, False), (None, False, False)],
-)
-def test_scripts_of_ones_own_are_not_run_again(monkeypatch, script, daemon, may):
-    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__file__=script))
-    monkeypatch.setattr(workers, "current_process", lambda: SimpleNamespace(daemon=daemon))
-    assert workers.can_spawn() == may
 
 
 PACKER = """

@@ -18,7 +18,7 @@ from cpt.evaluation.finetune_tasks import LabelledExample, TaskSource
 
 FORMAT = 1  # part of the cache's names: raise it when its files change
 FILE = "documents.jsonl"
-SPLITS = {"train": 0, "dev": 1, "test": 2}  # as the numbers of cpt.data.splitting.assign
+SPLITS = {"train": 0, "dev": 1, "test": 2}  # as the numbers of cpt.data.corpus.assign
 
 
 def is_examples(value: Any) -> bool:
@@ -80,7 +80,7 @@ class SubmoduleTasks(TaskSource):
 
     def label_paragraphs(self, name: str) -> dict[str, list[LabelledExample]]:
         """The examples of a task by split; the docstrings are read once for all runs."""
-        from cpt.data.splitting import assign  # seconds that a check of options need not wait for
+        from cpt.data.corpus import assign  # seconds that a check of options need not wait for
 
         values, packages = self.values(name), self.packages[name]
 

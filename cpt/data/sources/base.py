@@ -1,14 +1,19 @@
-"""Where the text of the domains comes from: a source lists its domains and reads one by documents."""
+"""Where the text of the domains comes from: a source lists its domains and reads one by documents.
+
+M2D2 (Reid et al., EMNLP 2022) lists 239 names: 22 coarse domains, 214 fine ones, and three that are not
+domains. Some are misspelt there (`General_referece`, `Human_activites`); these are the real ones."""
 
 import logging
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import translate
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from annotated_types import Gt, Lt, Predicate
+from annotated_types import Gt, Lt, MinLen, Predicate
 
 from cpt.core.config import digest
 from cpt.core.schema import (
@@ -18,15 +23,16 @@ from cpt.core.schema import (
     Natural,
     Number,
     Options,
+    Text,
     TextList,
     config,
     fits,
+    is_pattern,
     option,
     prefix_errors,
     read_options,
     show,
 )
-from cpt.data.sources.selection import COARSE, NamePatterns, group_names, select_domains
 
 log = logging.getLogger(__name__)
 GENERAL = "general"
@@ -36,6 +42,23 @@ PACKINGS = {TEXT: (CONCAT, ISOLATED, PER_DOCUMENT), EXAMPLES: (NONE, ISOLATED)} 
 EMBEDDINGS = ("tfidf", "static", "model", "sentence")
 PACKAGES = {"static": "wordllama", "sentence": "sentence_transformers"}  # that embeddings need
 FORMAT = 3  # part of every stamp: raise it when the files that cpt.data.corpus makes of a text change
+COARSE, FINE = "coarse", "fine"
+NOT_DOMAINS = ("eval_sets", "only_text", "only_txt2")
+COARSE_OF_WIKIPEDIA = {
+    *("Culture_and_the_arts", "General_referece", "Health_and_fitness", "History_and_events"),
+    *("Human_activites", "Mathematics_and_logic", "Natural_and_physical_sciences"),
+    *("Philosophy_and_thinking", "Religion_and_belief_systems", "Society_and_social_sciences"),
+    "Technology_and_applied_sciences",
+}
+
+
+def is_name_pattern(value: Any) -> bool:
+    return fits(value, Text) and (as_expression(value) is None or is_pattern(as_expression(value)))
+
+
+def as_expression(pattern: str) -> str | None:
+    """A regular expression: what stands between slashes; None for a pattern of file names."""
+    return pattern[1:-1] if len(pattern) > 2 and pattern[0] == pattern[-1] == "/" else None
 
 
 def is_domain_lists(value: Any) -> bool:
@@ -43,6 +66,13 @@ def is_domain_lists(value: Any) -> bool:
     if isinstance(value, Mapping):
         return all(fits(each, Number) for each in value) and is_domain_lists(list(value.values()))
     return isinstance(value, list | tuple) and all(fits(each, TextList) for each in value)
+
+
+NamePattern = Annotated[str, Predicate(is_name_pattern)]
+NamePatterns = Annotated[
+    NamePattern | Annotated[tuple[NamePattern, ...], MinLen(1)] | None,
+    Allowed("null, names or patterns like [cs.*,Art], or a regular expression between slashes"),
+]
 
 
 @config
@@ -146,8 +176,7 @@ class Source(Options, ABC):
 
     @property
     def text_packing(self) -> str:
-        """How the rows of a text are filled: CONCAT, ISOLATED or PER_DOCUMENT. General text beside examples
-        is concatenated."""
+        """How rows of text are filled: CONCAT (general text beside examples too), ISOLATED, PER_DOCUMENT."""
         return CONCAT if self.packing is None or self.form("") == EXAMPLES else self.packing
 
     @property
@@ -172,12 +201,9 @@ class Source(Options, ABC):
         if self.only is None or not self.orders:
             return self.orders
 
-        def left_of(order: Sequence[str]) -> list[str]:
-            return [name for name in order if name in self.groups] or list(order)
-
-        if isinstance(self.orders, Mapping):
-            return {number: left_of(order) for number, order in self.orders.items()}
-        return [left_of(order) for order in self.orders]
+        numbered = self.orders.items() if isinstance(self.orders, Mapping) else enumerate(self.orders)
+        left = {at: [name for name in each if name in self.groups] or list(each) for at, each in numbered}
+        return left if isinstance(self.orders, Mapping) else list(left.values())
 
     def members(self, name: str) -> list[str]:
         """The names whose text a domain has: several where it is joined of them."""
@@ -221,9 +247,8 @@ class Source(Options, ABC):
 def stamp_of(source: Source, name: str) -> str:
     """What a domain's text is known by without reading it: sizes, times, and how it is split."""
     members = source.members(name)
-    known_by = (
-        source.fingerprint(name) if members == [name] else [[m, source.fingerprint(m)] for m in members]
-    )
+    known_by = [[member, source.fingerprint(member)] for member in members]
+    known_by = known_by[0][1] if members == [name] else known_by
     return f"{name}-{digest([FORMAT, known_by, dict(source.held_out)])}"
 
 
@@ -231,3 +256,50 @@ def read_members(source: Source, name: str) -> Iterator[tuple[str, str]]:
     """(split, document) of a domain or of `general`, from all names that it is joined of."""
     for member in source.members(name):
         yield from source.read(member)
+
+
+def parse_name(name: str) -> tuple[str, str | None]:
+    """The coarse and the fine domain of a name of M2D2: `A__b` of Wikipedia, `cs.AI` of S2ORC; None for
+    fine of a coarse name. An archive without classes, like `hep-th`, is a coarse domain's only fine one.
+    Raises ValueError for a name of the list that is not a domain."""
+    if name in NOT_DOMAINS:
+        raise ValueError(
+            f"{name} stands in M2D2's list and is no domain; leave it out: domains.ignore=[{name}]"
+        )
+    if name in COARSE_OF_WIKIPEDIA or name.endswith("_l1"):
+        return name.removesuffix("_l1"), None
+    coarse, _, fine = name.partition("__" if "__" in name else ".")
+    return coarse, fine or coarse
+
+
+def group_names(names: Sequence[str], by: str | None) -> dict[str, list[str]]:
+    """The domains that names make, each with the names whose text it has: the names as they are; M2D2's
+    fine domains alone; or the coarse ones by name, joined of their fine ones, of the coarse name where
+    there are none. Raises ValueError as `parse_name`."""
+    if by is None:
+        return {name: [name] for name in names}
+    parsed = {name: parse_name(name) for name in names}
+    if by == FINE:
+        return {name: [name] for name, (_, fine) in parsed.items() if fine is not None}
+    groups: dict[str, list[str]] = {}
+    fine_first = sorted(parsed.items(), key=lambda item: item[1][1] is None)
+    for name, (coarse, fine) in fine_first:
+        if fine is not None or coarse not in groups:
+            groups.setdefault(coarse, []).append(name)
+    return dict(sorted(groups.items()))
+
+
+def select_domains(
+    groups: Mapping[str, list[str]], patterns: str | Sequence[str] | None
+) -> dict[str, list[str]]:
+    """The domains whose whole name matches a pattern, or all; ValueError where none is left."""
+    if patterns is None:
+        return dict(groups)
+    listed = [patterns] if isinstance(patterns, str) else patterns
+    wanted = [as_expression(each) or translate(each) for each in listed]
+    chosen = {name: each for name, each in groups.items() if any(re.fullmatch(one, name) for one in wanted)}
+    if not chosen:
+        names = sorted(groups)
+        told = ", ".join(names[:8]) + f", … ({len(names)})" * (len(names) > 8)
+        raise ValueError(f"domains.only={show(patterns)} leaves no domain; there are: {told}")
+    return chosen

@@ -21,13 +21,11 @@ from typing import Annotated, Any
 from annotated_types import MinLen
 from tqdm import tqdm
 
-from cpt.core.processes import cores
 from cpt.core.randomness import key
 from cpt.core.schema import Allowed, Text, config, option
 from cpt.data.example import RawExample
 from cpt.data.sources.base import GENERAL, Source
 from cpt.data.sources.readers import stamps
-from cpt.data.workers import can_spawn, map_in_processes
 
 GENERAL_PACKAGES = ("stdlib", "numpy")
 TASK_PACKAGES = {  # of each task
@@ -37,10 +35,9 @@ TASK_PACKAGES = {  # of each task
     "pandas": ("pandas",),
 }
 TASK_CLASSES, TASK_EXAMPLES = 4, 300  # classes of a task, examples of a class
-LEFT_OUT_FOLDERS = {"tests", "test", "_tests", "idlelib", "lib2to3"}
-LEFT_OUT_FOLDERS |= {"site-packages", "dist-packages", "__pycache__", "_vendor"}
+LEFT_OUT_FOLDERS = {"tests", "test", "_tests", "idlelib", "lib2to3", "__pycache__", "_vendor"}
+LEFT_OUT_FOLDERS |= {"site-packages", "dist-packages"}
 LEFT_OUT_SECTIONS = {"references", "reference", "bibliography", "see also"}
-BYTES_PER_PROCESS = 2 << 20  # of sources
 MIN_WORDS, MIN_LETTERS, MIN_FUNCTION_WORDS = 8, 0.82, 0.08
 MIN_DOCUMENT_WORDS, MIN_SUMMARY_WORDS = 20, 5
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -83,20 +80,17 @@ _TEX = {"leq": "<=", "le": "<=", "geq": ">=", "ge": ">=", "cdot": "*", "times": 
 _TEX |= dict.fromkeys(["dots", "ldots", "cdots"], "...")
 _TEX_STYLE = re.compile(r"\\(?:left|right|text\w*|operatorname|math\w+|[bB]igg?|quad)(?![a-zA-Z])|\\[,;! ]")
 _MATH = re.compile(r":math:`([^`]+)`|\$+(?!\s)([^$]+?)(?<!\s)\$+(?!\w)")
-_MARKUP = [  # a sign in every match, the pattern, its replacement
-    (sign, re.compile(pattern), replacement)
-    for sign, pattern, replacement in (
-        ("]_", r" ?\[#?(\w+)\]_", r" [\1]"),
-        ("[`", r"\[`([^`\]]+)`\](?:\([^)]*\))?", r"`\1`"),
-        ("`~", r"(?::[a-z:+-]+:)?`~(?:[^`<]*\.)?([^`.<]+)`", r"\1"),
-        (">`", r"(?::[a-z:+-]+:)?`([^`<]+?)\s*<[^`>]*>`_{0,2}", r"\1"),
-        (":`", r":[a-z][a-z:+-]*:`!?([^`]+)`", r"\1"),
-        ("``", r"``(.+?)``", r"\1"),
-        ("`", r"`([^`']+)`_{0,2}", r"\1"),
-        ("*", r"(?<![\w*])\*{1,2}(\w(?:[^*]*\w)?[.:]?)\*{1,2}(?![\w*])", r"\1"),
-        ("\\", r"\\([ *_`|])", r"\1"),
-    )
-]
+_MARKUP = (  # a sign in every match, the pattern, its replacement
+    ("]_", re.compile(r" ?\[#?(\w+)\]_"), r" [\1]"),
+    ("[`", re.compile(r"\[`([^`\]]+)`\](?:\([^)]*\))?"), r"`\1`"),
+    ("`~", re.compile(r"(?::[a-z:+-]+:)?`~(?:[^`<]*\.)?([^`.<]+)`"), r"\1"),
+    (">`", re.compile(r"(?::[a-z:+-]+:)?`([^`<]+?)\s*<[^`>]*>`_{0,2}"), r"\1"),
+    (":`", re.compile(r":[a-z][a-z:+-]*:`!?([^`]+)`"), r"\1"),
+    ("``", re.compile(r"``(.+?)``"), r"\1"),
+    ("`", re.compile(r"`([^`']+)`_{0,2}"), r"\1"),
+    ("*", re.compile(r"(?<![\w*])\*{1,2}(\w(?:[^*]*\w)?[.:]?)\*{1,2}(?![\w*])"), r"\1"),
+    ("\\", re.compile(r"\\([ *_`|])"), r"\1"),
+)
 
 
 @config
@@ -113,27 +107,21 @@ class InstalledDocs(Source):
         return [name for name in self.packages if name != GENERAL]
 
     def read(self, name: str) -> Iterator[tuple[str, str]]:
-        return (("train", document) for document in documents(self.packages_of(name)))
+        packages = self.general if name == GENERAL else self.packages[name]
+        return (("train", document) for document in documents(packages))
 
     def fingerprint(self, name: str) -> Any:
-        return stamp_docs(self.packages_of(name))
-
-    def packages_of(self, name: str) -> Sequence[str]:
-        return self.general if name == GENERAL else self.packages[name]
+        return stamp_docs(self.general if name == GENERAL else self.packages[name])
 
 
-def stamp_docs(packages: Sequence[str]) -> Any:
-    return stamps(path for package in packages for path in modules(package))
+def stamp_docs(packages: Sequence[str] = ()) -> Any:
+    """The fingerprint of the docstrings of packages, of GENERAL_PACKAGES where none are given."""
+    return stamps(path for package in packages or GENERAL_PACKAGES for path in modules(package))
 
 
 def read_general() -> Iterator[tuple[str, str]]:
-    """The general text of sources that have none of their own."""
+    """The general text of sources that have none of their own: of GENERAL_PACKAGES."""
     return (("train", document) for document in documents(GENERAL_PACKAGES))
-
-
-def stamp_general() -> Any:
-    """The fingerprint of `read_general`."""
-    return stamp_docs(GENERAL_PACKAGES)
 
 
 def modules(package: str) -> dict[Path, str]:
@@ -168,30 +156,16 @@ def documents(packages: Sequence[str]) -> Iterator[str]:
 
 
 def documents_by_module(packages: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """The module (pandas.core.frame) and the paragraphs of each of `documents`; ValueError as `modules`.
-    Many files are read by as many processes as there are cores."""
+    """The module (pandas.core.frame) and the paragraphs of each of `documents`; ValueError as `modules`."""
     seen: set[str] = set()
-    ended = "a process that reads docstrings was ended, perhaps for want of memory; start again"
     for package, found in {package: modules(package) for package in packages}.items():
-        processes = min(cores(), sum(path.stat().st_size for path in found) // BYTES_PER_PROCESS)
-        if processes > 1 and can_spawn():
-            files: Iterable[list[list[str]]] = map_in_processes(
-                prose_of_file, found, processes, ended=ended, chunk=8
-            )
-        else:
-            files = map(prose_of_file, found)
-        progress = tqdm(files, desc=f"reading {package}", total=len(found), disable=None, leave=False)
-        for module, texts in zip(found.values(), progress, strict=True):
-            for paragraphs in texts:
+        for path, module in tqdm(found.items(), desc=f"reading {package}", disable=None, leave=False):
+            for texts in texts_of_file(path):
+                paragraphs = dict.fromkeys(chain.from_iterable(map(prose, texts)))
                 new = [paragraph for paragraph in paragraphs if paragraph not in seen]
                 seen.update(paragraphs)
                 if sum(len(paragraph.split()) for paragraph in new) >= MIN_DOCUMENT_WORDS:
                     yield module, new
-
-
-def prose_of_file(path: Path) -> list[list[str]]:
-    """The different paragraphs of each document in a file."""
-    return [list(dict.fromkeys(chain.from_iterable(map(prose, texts)))) for texts in texts_of_file(path)]
 
 
 def texts_of_file(path: Path) -> list[list[str]]:
@@ -228,9 +202,8 @@ def docstrings(source: str) -> Iterator[str]:
 
 def prose(text: str) -> list[str]:
     """The prose paragraphs of one docstring, each on one line and without reST markup."""
-    lines = (line.rstrip() for line in cleandoc(text).splitlines())
-    plain = (plain_text(paragraph) for paragraph in paragraphs(running_lines(lines)))
-    return [paragraph for paragraph in plain if is_prose(paragraph)]
+    lines = running_lines(map(str.rstrip, cleandoc(text).splitlines()))
+    return list(filter(is_prose, map(plain_text, paragraphs(lines))))
 
 
 def running_lines(lines: Iterable[str]) -> Iterator[str]:
@@ -290,17 +263,17 @@ def _continues(current: Sequence[str], line: str) -> bool:
 
 def plain_text(text: str) -> str:
     """The text with roles, quotes of code, emphasis, links and simple TeX reduced to their words."""
+
+    def plain_math(match: re.Match[str]) -> str:
+        tex = re.sub(r"\{(\w)\}", r"\1", _TEX_STYLE.sub("", match[1] or match[2]))
+        return re.sub(r"\\([a-zA-Z]+)", lambda name: _TEX.get(name[1], name[1]), tex)
+
     if "$" in text or ":math:" in text:
-        text = _MATH.sub(_plain_math, text)
+        text = _MATH.sub(plain_math, text)
     for sign, pattern, replacement in _MARKUP:
         if sign in text:
             text = pattern.sub(replacement, text)
     return " ".join(text.split())
-
-
-def _plain_math(match: re.Match[str]) -> str:
-    tex = re.sub(r"\{(\w)\}", r"\1", _TEX_STYLE.sub("", match[1] or match[2]))
-    return re.sub(r"\\([a-zA-Z]+)", lambda name: _TEX.get(name[1], name[1]), tex)
 
 
 def is_prose(text: str) -> bool:
@@ -344,14 +317,13 @@ def names_in(labels: Iterable[str]) -> re.Pattern[str]:
 def package_task(name: str) -> Iterator[RawExample]:
     """The examples of a task: the first paragraph of a docstring, and the package or the part of one that it
     is from. The names that are asked for are blanked out of all texts."""
-    found = []
+    found: list[tuple[str, str]] = []
     for package in TASK_PACKAGES[name]:
         summaries = package_summaries(package)
         parts = subpackages((module, [text]) for module, text in summaries)
-        found += [
-            (text, package if name == "package" else parts[module].rpartition(".")[2])
-            for module, text in summaries
-        ]
+        whole = name == "package"
+        labels = (package if whole else parts[module].rpartition(".")[2] for module, _ in summaries)
+        found += zip((text for _, text in summaries), labels, strict=True)
     sizes = Counter(label for _, label in found)
     classes = sorted(label for label, _ in sizes.most_common(TASK_CLASSES))
     names, taken = names_in(classes), Counter[str]()
@@ -361,19 +333,14 @@ def package_task(name: str) -> Iterator[RawExample]:
             yield RawExample({"text": names.sub("_", text)}, label)
 
 
-def stamp_package_task(name: str) -> Any:
-    return [TASK_CLASSES, TASK_EXAMPLES, [stamps(modules(package)) for package in TASK_PACKAGES[name]]]
-
-
 @cache
 def package_summaries(package: str) -> list[tuple[str, str]]:
     """The module and the first paragraph of each docstring of a package, each paragraph once."""
     found: dict[str, str] = {}
     bar = tqdm(modules(package).items(), desc=f"reading {package}", disable=None, leave=False)
     for path, module in bar:
-        for text in (text for texts in texts_of_file(path) for text in texts):
-            first = next(paragraphs(line.rstrip() for line in cleandoc(text).splitlines()), "")
-            summary = plain_text(first)
+        for text in chain.from_iterable(texts_of_file(path)):
+            summary = plain_text(next(paragraphs(map(str.rstrip, cleandoc(text).splitlines())), ""))
             if len(summary.split()) >= MIN_SUMMARY_WORDS:
                 found.setdefault(summary, module)
     return [(module, summary) for summary, module in found.items()]

@@ -1,7 +1,9 @@
 """Domains in data sets of the Hugging Face Hub, or in local copies of them."""
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from glob import glob
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pyarrow as pa
 
 from cpt.core.schema import Text, TextList, config, fits, option, show
 from cpt.data.sources.base import GENERAL, Source
-from cpt.data.sources.docstrings import read_general, stamp_general
+from cpt.data.sources.docstrings import read_general, stamp_docs
 from cpt.data.sources.readers import SPLITS, cause, reading_bar, stamps, texts_of
 
 ENTRY = {"path", "name", "data_files", "splits", "column"}
@@ -51,9 +53,7 @@ class Hub(Source):
         return [name for name in self.catalogue if name != self.general]
 
     def read(self, name: str) -> Iterator[tuple[str, str]]:
-        from datasets.exceptions import (
-            DatasetsError,
-        )  # loads datasets: seconds that a check need not wait for
+        from datasets.exceptions import DatasetsError  # seconds that a check need not wait for
 
         entry = self.entry(name)
         if entry is None:
@@ -86,9 +86,12 @@ class Hub(Source):
     def fingerprint(self, name: str) -> Any:
         entry = self.entry(name)
         if entry is None:
-            return stamp_general()
-        local = [Path(entry["path"]), *map(Path, files_in(plain(entry.get("data_files"))))]
-        found = (each for path in local for each in (path, *sorted(path.rglob("*"))) if each.is_file())
+            return stamp_docs()
+        patterns = chain.from_iterable((split_files(entry) or {}).values())
+        local = [entry["path"], *(path for each in patterns for path in sorted(glob(each, recursive=True)))]
+        found = (
+            each for path in map(Path, local) for each in (path, *sorted(path.rglob("*"))) if each.is_file()
+        )
         return [self.column, entry, stamps(found)]
 
     def entry(self, name: str) -> Mapping[str, Any] | None:
@@ -100,12 +103,10 @@ def open_set(entry: Mapping[str, Any], *, streaming: bool) -> tuple[list[str], C
     """The names of a data set's splits, and what gives the rows of one."""
     from datasets import Dataset, get_dataset_split_names, load_dataset, load_from_disk
 
-    path, name, files = entry["path"], entry.get("name"), plain(entry.get("data_files"))
+    path, name, files = entry["path"], entry.get("name"), split_files(entry)
     if not any((Path(path) / each).is_file() for each in SAVED):
-        names = get_dataset_split_names(path, name, data_files=files)
-        return names, lambda split: load_dataset(
-            path, name, data_files=files, split=split, streaming=streaming
-        )
+        load_split = partial(load_dataset, path, name, data_files=files, streaming=streaming)
+        return get_dataset_split_names(path, name, data_files=files), lambda split: load_split(split=split)
     found = load_from_disk(path)
     splits = {"train": found} if isinstance(found, Dataset) else found
 
@@ -117,36 +118,24 @@ def open_set(entry: Mapping[str, Any], *, streaming: bool) -> tuple[list[str], C
     return list(splits), load
 
 
-def plain(files: Any) -> Any:
-    """`data_files` in Python's own types, as `datasets` wants them."""
-    if isinstance(files, Mapping):
-        return {str(split): plain(each) for split, each in files.items()}
-    return files if files is None or isinstance(files, str) else list(files)
-
-
-def files_in(files: Any) -> list[str]:
-    """The local files that `data_files` name."""
-    if files is None or isinstance(files, str):
-        return sorted(glob(files, recursive=True)) if files else []
-    return [
-        found
-        for names in (files.values() if isinstance(files, Mapping) else files)
-        for found in files_in(names)
-    ]
-
-
-def are_files(value: Any) -> bool:
-    """Whether it is a file or a pattern, a list of such, or one of these for each split."""
-    if isinstance(value, Mapping):
-        return all(fits(split, Text) and are_files(each) for split, each in value.items())
-    return value is None or fits(value, Text) or (fits(value, TextList) and len(value) > 0)
+def split_files(entry: Mapping[str, Any]) -> dict[str, list[str]] | None:
+    """The files that `data_files` names, by split, in Python's own types; train where there are no splits."""
+    files: Any = entry.get("data_files") or None
+    by_split = files if files is None or isinstance(files, Mapping) else {"train": files}
+    lists = ((str(name), each) for name, each in (by_split or {}).items())
+    return {name: [each] if isinstance(each, str) else list(each) for name, each in lists} or None
 
 
 def is_entry(entry: Any) -> bool:
     """Whether it says where a data set is, and nothing that is unknown."""
     if not isinstance(entry, Mapping) or not fits(entry.get("path"), Text) or not set(entry) <= ENTRY:
         return False
-    splits = entry.get("splits") or {}
+    splits, files = entry.get("splits") or {}, entry.get("data_files")
     texts = all(entry.get(key) is None or fits(entry[key], Text) for key in ("name", "column"))
     known = isinstance(splits, Mapping) and set(splits) <= set(SPLITS.values())
-    return texts and known and are_files(entry.get("data_files"))
+    given = list(files.values()) if isinstance(files, Mapping) else [] if files is None else [files]
+    return (
+        texts
+        and known
+        and all(fits(each, Text) or (fits(each, TextList) and len(each) > 0) for each in given)
+    )

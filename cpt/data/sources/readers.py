@@ -11,11 +11,12 @@ import logging
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import groupby, islice
+from functools import partial
+from itertools import accumulate, groupby, islice
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -50,7 +51,7 @@ def kind(path: Path) -> str:
     return Path(path.stem).suffix if path.suffix in PACKED else path.suffix
 
 
-def files_of(folder: Path, *, ignored: Callable[[Path], bool] = lambda path: False) -> list[Path]:
+def files_of(folder: Path, *, ignored: Callable[[Path], bool] | None = None) -> list[Path]:
     """The text files below a folder, in the order they are read, links followed; none that are hidden or
     `ignored`.
 
@@ -64,7 +65,7 @@ def files_of(folder: Path, *, ignored: Callable[[Path], bool] = lambda path: Fal
             entries = list(os.scandir(inner))
         for entry in entries:
             path = inner / entry.name
-            if entry.name[0] != "." and not ignored(path):
+            if entry.name[0] != "." and not (ignored and ignored(path)):
                 yield from walk(path, above | {real}) if entry.is_dir() else [path]
 
     found = sorted(walk(folder, frozenset()))
@@ -83,47 +84,43 @@ def files_of(folder: Path, *, ignored: Callable[[Path], bool] = lambda path: Fal
     return found
 
 
-def text_size(path: Path) -> int:
-    """About how many bytes a file has when unpacked, for the time left; gzip says it itself, up to 4 GiB, and
-    text in Zstandard takes about a third."""
-    size = path.stat().st_size
-    if path.suffix != ".gz":
-        return 3 * size if path.suffix == ".zst" else size
-    with path.open("rb") as file:
-        file.seek(-min(4, size), 2)
-        return int.from_bytes(file.read(), "little")
-
-
-def split_of(path: Path, folder: Path) -> str:
-    """The split that a file's name or a folder it is in says (test.txt, train-00000-of-00002.parquet, dev/a);
-    train where they say nothing."""
-    said = (SPLIT_NAME.fullmatch(part.split(".")[0]) for part in path.relative_to(folder).parts)
-    return next((SPLITS[match[1].lower()] for match in said if match), "train")
-
-
-def unit_of(files: Sequence[Path]) -> str:
-    """What `document=auto` means for these files."""
-    texts = [path for path in files if kind(path) == ".txt"]
-    if len(texts) >= MANY_FILES or not texts:
-        return "file"
-    with naming_file(texts[0]):
-        paragraphs = list(islice(split_units(islice(lines(texts[0]), FIRST_LINES), "paragraph"), 2))
-    unit = "paragraph" if len(paragraphs) > 1 else "line"
-    log.info("%s: %d .txt files, a document is a %s (domains.document)", texts[0].parent, len(texts), unit)
-    return unit
-
-
-def documents_of(path: Path, *, column: str, unit: str) -> Iterator[str]:
-    """The documents of a file, streamed; ValueError if it cannot be read, or not as what its name says."""
-    with naming_file(path):
-        if kind(path) in (".txt", ".md"):
-            yield from (text for text in split_units(lines(path), unit) if text and not text.isspace())
-        elif kind(path) == ".parquet":
-            if path.suffix in PACKED:
-                raise ValueError(f"{path}: Parquet is packed already; allowed: .parquet")
-            yield from texts_of(parquet_rows(path, column), column)
-        else:
-            yield from texts_of((csv_rows if kind(path) == ".csv" else json_rows)(path), column)
+def read_folder(
+    folder: Path, name: str, *, column: str, document: str, ignored: Callable[[Path], bool] | None = None
+) -> Iterator[tuple[str, str]]:
+    """(split, document) of the files of a folder, streamed, with the progress of reading `name`. A split is
+    what a file's name or a folder it is in says (test.txt, train-00000-of-00002.parquet, dev/a), else train.
+    ValueError if a file cannot be read, or not as what its name says."""
+    files = files_of(folder, ignored=ignored)
+    texts, unit = [path for path in files if kind(path) == ".txt"], document
+    if document == "auto" and (len(texts) >= MANY_FILES or not texts):
+        unit = "file"
+    elif document == "auto":
+        with naming_file(texts[0]):
+            paragraphs = list(islice(split_units(islice(lines(texts[0]), FIRST_LINES), "paragraph"), 2))
+        unit = "paragraph" if len(paragraphs) > 1 else "line"
+        message = "%s: %d .txt files, a document is a %s (domains.document)"
+        log.info(message, texts[0].parent, len(texts), unit)
+    ends = list(accumulate(path.stat().st_size * (3 if path.suffix in PACKED else 1) for path in files))
+    with reading_bar(name, total=ends[-1], unit="B") as progress:
+        for path, end in zip(files, ends, strict=True):
+            said = (SPLIT_NAME.fullmatch(part.split(".")[0]) for part in path.relative_to(folder).parts)
+            split = next((SPLITS[match[1].lower()] for match in said if match), "train")
+            own = kind(path)
+            documents: Iterator[str]
+            with naming_file(path):
+                if own in (".txt", ".md"):
+                    units = split_units(lines(path), "file" if own == ".md" and document == "auto" else unit)
+                    documents = filter(lambda text: text and not text.isspace(), units)
+                elif path.suffix in PACKED and own == ".parquet":
+                    raise ValueError(f"{path}: Parquet is packed already; allowed: .parquet")
+                else:
+                    parquet: Callable[[Path], Iterator[Row]] = partial(parquet_rows, column=column)
+                    tables = {".csv": csv_rows, ".parquet": parquet}
+                    documents = texts_of(tables.get(own, json_rows)(path), column)
+                for text in documents:
+                    progress.update(len(text))
+                    yield split, text
+            progress.update(end - progress.n)
 
 
 @contextmanager
@@ -141,21 +138,16 @@ def naming_file(path: Path) -> Iterator[None]:
 
 def cause(error: BaseException) -> str:
     """What an error goes back to, on one line."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return " ".join(str(error).split())
-
-
-def open_packed(path: Path) -> IO[bytes]:
-    """A file's bytes, unpacked where its name says that it is packed."""
-    if path.suffix == ".zst":
-        return io.BufferedReader(pa.CompressedInputStream(pa.OSFile(str(path)), "zstd"))
-    return cast(IO[bytes], gzip.open(path)) if path.suffix == ".gz" else path.open("rb")
+    return " ".join(str(error).split()) if error.__cause__ is None else cause(error.__cause__)
 
 
 def lines(path: Path) -> Iterator[str]:
-    """The lines of a file, ended by line feeds; ValueError for one that is not UTF-8."""
-    with open_packed(path) as file:
+    """The lines of a file, unpacked and ended by line feeds; ValueError for one that is not UTF-8."""
+    if path.suffix == ".zst":
+        opened: Any = io.BufferedReader(pa.CompressedInputStream(pa.OSFile(str(path)), "zstd"))
+    else:
+        opened = (gzip.open if path.suffix == ".gz" else open)(path, "rb")
+    with opened as file:
         for number, line in enumerate(file, start=1):
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")

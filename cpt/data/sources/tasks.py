@@ -19,9 +19,6 @@ from cpt.core.schema import Allowed, Count, Options, Text, TextList, config, opt
 from cpt.data.example import ASSISTANT, Example, RawExample, write_example
 from cpt.data.sources import docstrings, readers
 from cpt.data.sources.base import GENERAL, Encoding, Source
-from cpt.data.sources.readers import (
-    reading_bar,
-)
 
 log = logging.getLogger(__name__)
 LAYOUTS = ("cl_benchmark", "superni", "alpaca", "fewshot_tsv", "trace", "messages", "jsonl", "csv")
@@ -48,6 +45,7 @@ def named_split(name: str) -> str | None:
 
 def find_files(root: Path, layout: str) -> Iterator[tuple[str, str | None, Path]]:
     """(data set, split, file) below a folder."""
+    split: str | None
     if layout == "cl_benchmark":  # TASK/dataset/{train,dev,test,labels}.json: O-LoRA, EMNLP Findings 2023
         for split in ("train", "dev", "test"):
             for path in sorted(root.glob(f"*/*/{split}.json")):
@@ -92,7 +90,7 @@ def read_records(path: Path, layout: str, columns: Mapping[str, str | None]) -> 
             raise ValueError(f"{path} has no Instances; allowed: an object with Definition and Instances")
         definition = first_of(whole.get("Definition"))
         rows = ((f"{path}, instance {at}", row) for at, row in enumerate(whole["Instances"], start=1))
-    number = columns.get("id") if layout in TABLES else "id"
+    own_id = columns.get("id") if layout in TABLES else "id"
     table = FIXED.get(layout, {name: column for name, column in columns.items() if column and name != "id"})
     for where, row in rows:
         turns: tuple[tuple[str, str], ...] = ()
@@ -114,7 +112,7 @@ def read_records(path: Path, layout: str, columns: Mapping[str, str | None]) -> 
             fields |= {"instruction": definition, "target": first_of(row.get("output"))}
         elif layout == "alpaca":
             fields["text"] = first_of(row.get("input"))
-        yield RawExample(fields, fields.pop("target"), str(row.get(number, "")) if number else "", turns)
+        yield RawExample(fields, fields.pop("target"), str(row.get(own_id, "")) if own_id else "", turns)
 
 
 def first_of(value: Any) -> str:
@@ -160,9 +158,8 @@ class Template(Options):
         """Raises ValueError for a template with unmatched braces, or a field that no row has."""
         known = dict.fromkeys((*FIELDS, *own), "")
         places = {name: getattr(self, name) or "" for name in ("source", "without_text", "question")}
-        for place, text in (
-            places | {f"prefixes.{name}": each for name, each in self.prefixes.items()}
-        ).items():
+        places |= {f"prefixes.{name}": each for name, each in self.prefixes.items()}
+        for place, text in places.items():
             try:
                 text.format_map(known)
             except (ValueError, LookupError, AttributeError) as error:
@@ -180,7 +177,7 @@ class Template(Options):
         text, order = values["text"], np.arange(len(choices))
         if self.options == "shuffled" and choices:
             order = shuffle(order, len(choices), stream=key("options", seed, task, text))
-        values["options"] = self.separator.join(choices[at] for at in order)
+        values["options"] = self.separator.join(choices[int(at)] for at in order)
         values["prefix"] = self.prefixes.get(self.names, "").format_map(values)
         values["question"] = "" if task in self.unasked else self.question.format_map(values)
         if not text.strip() and self.without_text is not None:
@@ -283,15 +280,18 @@ class Tasks(Source):
     @property
     def general_folder(self) -> Path | None:
         """The folder of the general text; None where there is none."""
-        folder = None if self.root is None or self.general is None else Path(self.root) / self.general
-        return folder if folder is not None and folder.is_dir() else None
+        folder = Path(self.root or "") / (self.general or "")
+        return folder if self.root and self.general and folder.is_dir() else None
 
     def read(self, name: str) -> Iterator[tuple[str, str]]:
         if name == GENERAL:
-            yield from self.read_general()
+            found = docstrings.read_general()
+            if folder := self.general_folder:
+                found = readers.read_folder(folder, GENERAL, column="text", document="auto")
+            yield from found
             return
         choices, dropped, task = self.choices_of(name), 0, self.task_of(name)
-        how = {"task": task, "dataset": name, "choices": choices, "seed": int(self.held_out["seed"])}
+        how: dict[str, Any] = {"task": task, "dataset": name, "seed": int(self.held_out["seed"])}
         for split, number, record in self.records(name):
             given, source, span = record.id or f"{name}-{split}-{number}", "", (0, 0)
             if choices and record.target not in choices:
@@ -305,7 +305,7 @@ class Tasks(Source):
             if not record.turns:
                 if not record.target.strip():
                     raise ValueError(f"example {given} of {name} has no answer; needed: a text to learn")
-                source, span = self.prompt.ask(record.fields, **how)
+                source, span = self.prompt.ask(record.fields, choices=choices, **how)
             example = Example(given, source, record.target, task, choices, span, record.turns)
             yield split, write_example(example)
         if dropped:
@@ -343,23 +343,14 @@ class Tasks(Source):
         closed = len(answers) <= MOST_CHOICES and PER_CHOICE * len(answers) <= answers.total()
         return tuple(sorted(answers)) if closed else ()
 
-    def read_general(self) -> Iterator[tuple[str, str]]:
-        if (folder := self.general_folder) is None:
-            yield from docstrings.read_general()
-            return
-        unit = readers.unit_of(files := readers.files_of(folder))
-        with reading_bar(GENERAL, total=len(files), unit=" files") as progress:
-            for path in files:
-                for text in readers.documents_of(path, column="text", unit=unit):
-                    yield readers.split_of(path, folder), text
-                progress.update()
-
     def fingerprint(self, name: str) -> Any:
         if name == GENERAL:
-            folder = self.general_folder
-            return docstrings.stamp_general() if folder is None else readers.stamps(readers.files_of(folder))
+            if (folder := self.general_folder) is None:
+                return docstrings.stamp_docs()
+            return readers.stamps(readers.files_of(folder))
         how = [dict(self.template), dict(self.columns), self.format, self.choices, self.unknown]
         if self.root is None:
-            return [how, self.class_limit, docstrings.stamp_package_task(name)]
+            found = [readers.stamps(docstrings.modules(each)) for each in docstrings.TASK_PACKAGES[name]]
+            return [how, self.class_limit, [docstrings.TASK_CLASSES, docstrings.TASK_EXAMPLES, found]]
         paths = [path for split, path in self.files[name] if split != "dev"]
         return [how, self.class_limit, readers.stamps([*paths, *filter(None, [self.labels_of(name)])])]

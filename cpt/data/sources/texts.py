@@ -5,25 +5,14 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from functools import cached_property
-from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cpt.core.errors import unknown_name
 from cpt.core.schema import Allowed, Folder, Text, TextList, config, option
 from cpt.data.sources.base import GENERAL, Source
-from cpt.data.sources.docstrings import read_general, stamp_general
-from cpt.data.sources.readers import (
-    documents_of,
-    files_of,
-    kind,
-    naming_file,
-    reading_bar,
-    split_of,
-    stamps,
-    text_size,
-    unit_of,
-)
+from cpt.data.sources.docstrings import read_general, stamp_docs
+from cpt.data.sources.readers import files_of, kind, naming_file, read_folder, stamps
 
 log = logging.getLogger(__name__)
 ENDTASKS = "endtasks"  # a folder of labelled examples (conf/endtask), which may lie among the domains
@@ -68,12 +57,8 @@ class Texts(Source):
     @cached_property
     def names(self) -> list[str]:
         with naming_file(self.corpora):
-            others = (self.general, ENDTASKS)
-            return sorted(path.name for path in self.entries() if path.is_dir() and path.name not in others)
-
-    def entries(self) -> Iterator[Path]:
-        """What lies where the domains' folders are, but for what is hidden or ignored."""
-        return (path for path in self.corpora.iterdir() if path.name[0] != "." and not self.ignored(path))
+            found = [path.name for path in self.corpora.iterdir() if path.is_dir() and not self.ignored(path)]
+        return sorted(name for name in found if name[0] != "." and name not in (self.general, ENDTASKS))
 
     def ignored(self, path: Path) -> bool:
         """Whether a pattern is for a path below root, or for the name of a folder that it is in."""
@@ -93,7 +78,8 @@ class Texts(Source):
                     "domains.ignore=[*.md])",
                     *(folder, notes[0].relative_to(folder), len(notes), len(files) - len(notes)),
                 )
-        if loose := sorted(path.name for path in self.entries() if not path.is_dir()):
+        beside = (path for path in self.corpora.iterdir() if not (path.is_dir() or self.ignored(path)))
+        if loose := sorted(path.name for path in beside if path.name[0] != "."):
             log.info("%s: %s: in no domain's folder and not read", self.corpora, ", ".join(loose[:5]))
 
     def read(self, name: str) -> Iterator[tuple[str, str]]:
@@ -101,22 +87,13 @@ class Texts(Source):
         if folder is None:
             yield from read_general()
             return
-        files = files_of(folder, ignored=self.ignored)
-        unit = unit_of(files) if self.document == "auto" else self.document
-        ends = list(accumulate(map(text_size, files)))
-        with reading_bar(name, total=ends[-1], unit="B") as progress:
-            for path, end in zip(files, ends, strict=True):
-                split = split_of(path, folder)
-                own = "file" if kind(path) == ".md" and self.document == "auto" else unit
-                for text in documents_of(path, column=self.column_of(name), unit=own):
-                    progress.update(len(text))
-                    yield split, text
-                progress.update(end - progress.n)
+        column, document = self.column_of(name), self.document
+        yield from read_folder(folder, name, column=column, document=document, ignored=self.ignored)
 
     def fingerprint(self, name: str) -> Any:
         folder = self.folder_of(name)
         if folder is None:
-            return stamp_general()
+            return stamp_docs()
         return [self.column_of(name), self.document, stamps(files_of(folder, ignored=self.ignored))]
 
     def column_of(self, name: str) -> str:

@@ -5,7 +5,6 @@ import warnings
 
 import pytest
 
-from cpt.data.sources import docstrings as sources
 from cpt.data.sources.docstrings import docstrings, documents, modules, prose
 
 NUMPYDOC = r"""Return the shortest path between two nodes
@@ -242,33 +241,6 @@ def test_networkx_gives_the_same_half_megabyte_each_time():
     assert len(paragraphs) == len(set(paragraphs))
     assert min(len(document.split()) for document in found) >= 20
     assert found == list(documents(["networkx"]))
-
-
-def test_files_are_read_alike_by_any_number_of_processes(monkeypatch):
-    alone = list(documents(["yaml", "tqdm"]))
-    asked = []
-
-    def in_turns(work, found, number, **options):
-        asked.append(number)
-        yield from map(work, found)
-
-    monkeypatch.setattr(sources, "map_in_processes", in_turns)
-    monkeypatch.setattr(sources, "BYTES_PER_PROCESS", 20_000)
-    monkeypatch.setattr(sources, "cores", lambda: 3)
-    monkeypatch.setattr(sources, "can_spawn", lambda: True)
-    assert list(documents(["yaml", "tqdm"])) == alone and len(alone) > 5
-    assert asked == [3, 3]
-    monkeypatch.setattr(sources, "can_spawn", lambda: False)
-    assert list(documents(["yaml"])) and asked == [3, 3]
-
-
-@pytest.mark.slow
-def test_processes_read_files_in_their_order(monkeypatch):
-    alone = list(documents(["yaml"]))
-    monkeypatch.setattr(sources, "BYTES_PER_PROCESS", 20_000)
-    monkeypatch.setattr(sources, "cores", lambda: 2)
-    monkeypatch.setattr(sources, "can_spawn", lambda: True)
-    assert list(documents(["yaml"])) == alone
 
 
 def test_statements_that_hold_others_are_known():

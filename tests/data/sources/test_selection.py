@@ -8,14 +8,16 @@ from hydra.utils import instantiate
 
 from cpt.core.schema import fits
 from cpt.data.corpus import make_corpus
-from cpt.data.sources.base import GENERAL, read_members, stamp_of
-from cpt.data.sources.selection import (
+from cpt.data.sources.base import (
     COARSE_OF_WIKIPEDIA,
+    GENERAL,
     NOT_DOMAINS,
     NamePatterns,
     group_names,
     parse_name,
+    read_members,
     select_domains,
+    stamp_of,
 )
 from tests.conftest import VOCABULARIES, sentences
 

@@ -18,7 +18,6 @@ from cpt.data.sources import docstrings
 from cpt.data.sources.base import GENERAL
 from cpt.data.sources.docstrings import InstalledDocs
 from cpt.data.sources.hub import Hub
-from cpt.data.sources.readers import text_size
 from cpt.data.sources.texts import Texts
 from tests.support.data_fixtures import SHARED
 
@@ -218,15 +217,6 @@ def test_files_are_read_in_order_with_whatever_names_they_have(tmp_path):
     put(tmp_path / "a" / "readme.md", "not text\n")
     (tmp_path / "a" / "folder.txt").mkdir()
     assert [text for _, text in read(tmp_path, ignore=["*.md"])] == names
-
-
-@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
-def test_the_size_of_a_text_is_known_before_it_is_read(tmp_path, name):
-    for content in ("", "One.\n" * 5000):
-        put(tmp_path / name, content)
-        assert text_size(tmp_path / name) == len(content)
-    (tmp_path / name).write_bytes(b"")
-    assert text_size(tmp_path / name) == 0
 
 
 def test_text_is_streamed(tmp_path):
