@@ -8,22 +8,20 @@ apart from what was known (eq. 6):
     step_l  <- (1 - I_l^(<=t-1)) * step_l
     L        = L_lm + lambda L_con
 
-The soft mask scales the step itself: scaled gradients, as in the released code, are divided out again by
-Adam. cpt.gradient_masks.soft and cpt.methods.common.contrast hold the formulas."""
+The soft mask scales the step itself: Adam divides the scale of gradients, as released, out again. Formulas:
+cpt.gradient_masks.soft, cpt.methods.common.contrast."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from torch import Tensor
-
 from cpt.core.options import option
 from cpt.core.rules import YES_NO
 from cpt.data.collate import Batch
 from cpt.gradient_masks.options import SoftMaskOptions
-from cpt.gradient_masks.soft import Proxy, SoftMask, domain_losses
-from cpt.methods.base import ContinualModule, Shared
-from cpt.methods.common.contrast import Contrast
+from cpt.gradient_masks.soft import domain_losses
+from cpt.methods.base import Shared
+from cpt.methods.common.contrast import ContrastMethod
 from cpt.methods.common.options import ContrastOptions
 
 
@@ -34,22 +32,14 @@ class DASOptions(SoftMaskOptions, ContrastOptions):
     domains: bool = option("importance of each domain learned, by its language-model loss", YES_NO)
 
 
-class DAS(ContinualModule):
+class DAS(ContrastMethod):
     """Protects the units that matter to general knowledge and to the domains so far."""
 
     options: DASOptions
 
     def __init__(self, options: DASOptions, shared: Shared) -> None:
         super().__init__(options, shared)
-        self.masks.append(SoftMask.from_options(self.model, options))
-        self.proxy = Proxy.from_options(self.model, self.objective, options)
-        self.contrast = Contrast.from_options(self.model, self.objective, options)
-        self.period = options.contrast_every if options.contrast else 1
         self.first = True
-
-    @property
-    def soft(self) -> SoftMask:
-        return self.masks[-1]
 
     def activate(self, domain: int) -> None:
         super().activate(domain)
@@ -58,9 +48,6 @@ class DAS(ContinualModule):
     def before_domain(self, probe: Iterable[Batch]) -> None:
         if self.first:
             self.soft.update_max(self.proxy.measure(self.soft, probe))
-
-    def losses(self, batch: Batch) -> dict[str, Tensor]:
-        return self.contrast.losses(batch, soft=self.soft, step=self.trainer.global_step)
 
     def after_domain(self, probe: Iterable[Batch]) -> None:
         if self.options.domains:

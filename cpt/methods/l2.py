@@ -13,8 +13,8 @@ from torch import Tensor
 from cpt.core.options import Options, option
 from cpt.core.rules import number, one_of
 from cpt.data.collate import Batch
-from cpt.methods.base import ContinualModule, Shared
-from cpt.models.weights import Snapshot, quadratic_penalty
+from cpt.methods.base import Shared
+from cpt.methods.common.consolidation import AnchorPenalty
 
 TOWARDS = ("previous", "base")
 
@@ -27,25 +27,17 @@ class L2Options(Options):
     towards: str = option("the weights before this domain, or the base's", one_of(*TOWARDS))
 
 
-class L2(ContinualModule):
-    """Pulls all weights back to where they were."""
+class L2(AnchorPenalty):
+    """Pulls all weights to where they were."""
 
     options: L2Options
 
     def __init__(self, options: L2Options, shared: Shared) -> None:
-        super().__init__(options, shared)
-        self.moves = options.towards == "previous"
-        self.anchor = Snapshot(self.model, persistent=self.moves)
+        super().__init__(options, shared, anchor_moves=options.towards == "previous")
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
-        if self.moves:
+        if self.options.towards == "previous":
             self.anchor.take(self.model)
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
-        return super().losses(batch) | {"l2": self.penalty()}
-
-    def penalty(self) -> Tensor:
-        """lambda/2 ||theta - theta*||^2 over the trained parameters."""
-        return self.options.strength * quadratic_penalty(
-            self.model, self.anchor.named(), elsewhere=self.anchor.offloaded
-        )
+        return super().losses(batch) | {"l2": self.weighted_distance(self.options.strength)}

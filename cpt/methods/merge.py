@@ -1,13 +1,12 @@
-"""MERGE: after each domain, the weights that the domains have ended with become one model.
+"""MERGE: after each domain, the final weights of all domains so far become one model.
 
     theta <- rule(theta_0; theta_1, ..., theta_t)        the rules: cpt.methods.common.merging
 
-A domain starts from the merged model (`merged`), from the base (`base`: domains are trained apart, and only
-merged) or from what the last one has ended with (`previous`: the path is that of plain further pre-training,
-and what is scored and exported is the merge). The papers of task arithmetic, TIES and DARE train each domain
-from the base, which is these rules' default; that of the others is `merged`. There average leaves 1/t of what
-domain t has learned, and task_arithmetic at scale 1 and slerp at share 1 are plain further pre-training,
-which a log line reports."""
+A domain starts from the merged model (`merged`), from the base (`base`: domains are trained separately) or
+from the end of the last one (`previous`: training is plain continual pre-training, the merge is scored and
+exported). The papers of task arithmetic, TIES and DARE train each domain from the base, these rules' default;
+that of the others is `merged`. There, average keeps 1/t of domain t, and task_arithmetic at scale 1 and slerp
+at share 1 equal plain continual pre-training, which is logged."""
 
 import logging
 from collections.abc import Iterable
@@ -17,7 +16,7 @@ import torch
 
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
-from cpt.methods.common.merging import Merging, put
+from cpt.methods.common.merging import Merging
 from cpt.methods.common.options import MergingOptions
 from cpt.models.fisher import fisher
 from cpt.models.fsdp import named_weights
@@ -31,7 +30,7 @@ class MergeOptions(MergingOptions):
 
 
 class Merge(ContinualModule):
-    """Merges the weights of all domains so far at the end of each."""
+    """Merges the final weights of all domains so far."""
 
     options: MergeOptions
 
@@ -43,8 +42,7 @@ class Merge(ContinualModule):
         if self.domain.index == 0 and self.options.keeps_all:
             log.info(
                 "method.rule=%s with start=%s merges nothing: the run equals method=ncl by construction",
-                self.options.rule,
-                self.options.start,
+                *(self.options.rule, self.options.start),
             )
         self.merging.begin(self.model)
 
@@ -54,4 +52,5 @@ class Merge(ContinualModule):
             with torch.autocast(self.device.type, enabled=False):
                 found = fisher(self.model, probe, objective=self.objective, estimator=self.options.estimator)
         weights, seed = named_weights(self.model), self.drawing().initial_seed()
-        put(self.merging.end(self.model, weights, fisher=found, seed=seed), weights)
+        rows = self.merging.end(self.model, weights, fisher=found, seed=seed)
+        self.merging.put(rows, weights)

@@ -13,7 +13,6 @@ from torch.nn import functional
 from cpt.data.collate import UNSCORED, labels_of
 from cpt.data.sampler import TrainStream
 from cpt.methods.common.reservoir import bytes_per_sample
-from cpt.methods.derpp import widths
 from cpt.models.objectives import Causal
 from cpt.trainer import loop
 from tests.runs.test_distributed import DDP, batches, run
@@ -181,7 +180,7 @@ def test_draws_and_decisions_leave_the_global_generators_alone(small):
     kept = module.memory
     kept.add(batch, torch.zeros(len(batch["positions"]), kept.outputs.shape[2]))
     kept.batch(kept.draw(4, purpose="match"))
-    widths(module.model.train(), module.objective)
+    module.train().width("hidden")
     assert torch.equal(torch.get_rng_state(), before)
 
 

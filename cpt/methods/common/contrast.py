@@ -5,16 +5,12 @@
                             sum_j  exp(sim(o_n, o_j+) / tau) + exp(sim(o_n, o_j-) / tau)
 
 with mean-pooled last hidden states: o and o+ of two dropout passes of the full model, o- of a pass in which
-each unit is multiplied by its importance, so that only earlier knowledge speaks. Without dropout o+ would be
-o, whose similarity has no gradient: nothing would pull, and all samples would only be pushed apart.
+each unit is multiplied by its importance, so that it represents earlier knowledge. Without dropout o+ equals
+o, and the loss would only push all samples apart.
 
-Its three passes take most of a step's time. With fewer `samples` N is smaller, and so is the number of
-candidates; `every` k-th step with k times the weight is right in the mean; `fixed` negatives push the anchors
-away and are not themselves moved."""
+Its three passes take most of a step's time. A smaller share of `samples` lowers N and the number of
+candidates; every k-th step with k times the weight has the same mean; `fixed` negatives get no gradient."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
 from math import ceil
 from typing import cast
 
@@ -25,7 +21,8 @@ from transformers import PreTrainedModel
 
 from cpt.core.collectives import gather_rows
 from cpt.data.collate import Batch, inputs_of
-from cpt.gradient_masks.soft import SoftMask
+from cpt.gradient_masks.soft import Proxy, SoftMask
+from cpt.methods.base import ContinualModule, Shared
 from cpt.methods.common.options import ContrastOptions
 from cpt.models.forward import check_dropout, dropout, mean_over, nll_of
 from cpt.models.memory import keep_activations
@@ -35,7 +32,7 @@ from cpt.models.units import gate_units
 
 def contrastive(anchors: Tensor, positives: Tensor, negatives: Tensor, *, temperature: float) -> Tensor:
     """L_con of vectors, each [N, D], a scalar; sim is the cosine. The positives and negatives of all
-    processes count."""
+    processes are candidates."""
     others, before = gather_rows(torch.stack([positives, negatives], dim=1))
     candidates = functional.normalize(torch.cat([others[:, 0], others[:, 1]]), dim=-1)
     similarity = functional.normalize(anchors, dim=-1) @ candidates.T
@@ -43,81 +40,62 @@ def contrastive(anchors: Tensor, positives: Tensor, negatives: Tensor, *, temper
     return functional.cross_entropy(similarity / temperature, own)
 
 
-@dataclass(frozen=True)
-class Contrast:
-    """The contrastive term, `strength` times L_con at a `temperature`, of a batch's `uncorrupted` text (as
-    released) or of the `corrupted` text that the language-model loss sees: of a share of its `samples`, in
-    each step whose number `every` divides, with negatives that are `fixed` or not.
+class ContrastiveLoss:
+    """The contrastive term of a batch's `uncorrupted` text (as released) or of the `corrupted` text of the
+    language-model loss. Raises ValueError where two passes over a sample could not differ."""
 
-    Its passes have dropout at `rate` (None: the model's own); raises ValueError where a sample's two passes
-    could not differ."""
-
-    model: PreTrainedModel
-    objective: Objective
-    strength: float
-    temperature: float
-    text: str
-    rate: float | None
-    samples: float
-    every: int
-    fixed: bool
-
-    def __post_init__(self) -> None:
-        if self.strength > 0:
-            check_dropout(self.model, self.rate, option="contrast_dropout", without="contrast=0")
-
-    @classmethod
-    def from_options(cls, model: PreTrainedModel, objective: Objective, options: ContrastOptions) -> Contrast:
-        return cls(
-            model,
-            objective,
-            strength=options.contrast,
-            temperature=options.temperature,
-            text=options.contrast_text,
-            rate=options.contrast_dropout,
-            samples=options.contrast_samples,
-            every=options.contrast_every,
-            fixed=options.contrast_negatives == "fixed",
-        )
+    def __init__(self, model: PreTrainedModel, objective: Objective, options: ContrastOptions) -> None:
+        self.model, self.objective, self.options = model, objective, options
+        self.fixed, self.rate = options.contrast_negatives == "fixed", options.contrast_dropout
+        if options.contrast > 0:
+            check_dropout(model, self.rate, option="contrast_dropout", without="contrast=0")
 
     def losses(self, batch: Batch, *, soft: SoftMask, step: int) -> dict[str, Tensor]:
-        """The language-model loss, and in a step with the contrast that against the importances of the soft
-        mask."""
+        """The language-model loss, and the term in every k-th step, against the soft mask's importances."""
         logits, hidden = self.objective.outputs(self.model, batch)
         terms = {"lm": nll_of(logits, batch).sum() * batch["weight"]}
-        return terms | (self.term(batch, hidden=hidden, soft=soft) if step % self.every == 0 else {})
+        if step % self.options.contrast_every == 0:
+            terms |= self.term(batch, hidden=hidden, soft=soft)
+        return terms
 
     def term(self, batch: Batch, *, hidden: Tensor, soft: SoftMask) -> dict[str, Tensor]:
-        """The contrastive term, a scalar, of a batch and the hidden states [B, T, D] of the pass over its own
-        ids, which is the anchor where that text is contrasted; else, and where they are a decoder's, the
-        anchor is a pass more. None at strength 0."""
-        if self.strength == 0:
+        """The term, a scalar; none at strength 0. `hidden` [B, T, D], of the pass over the batch's own ids, is
+        the anchor where this text is contrasted, unless a decoder made it; else the anchor takes a pass."""
+        options = self.options
+        if options.contrast == 0:
             return {}
-        text = self.of_text(batch)
-        count = ceil(self.samples * len(text["input_ids"]))
+        text = batch if options.contrast_text == "corrupted" else self.objective.restored(batch)
+        count = ceil(options.contrast_samples * len(text["input_ids"]))
         same = text["input_ids"] is batch["input_ids"] and "decoder_input_ids" not in batch
-        text = self.first(text, count)
+        if count < len(text["input_ids"]):
+            some = {name: value[:count] for name, value in inputs_of(text).items()}
+            text = self.objective.lay_out(cast(Batch, some))
         with dropout(self.model, self.rate), keep_activations(self.model):
             anchor = mean_over(hidden[:count], text.get("attention_mask")) if same else self.represented(text)
             positive = self.represented(text)
             with gate_units(soft.groups, soft.gates()), torch.set_grad_enabled(not self.fixed):
                 negative = self.represented(text)
-        found = contrastive(anchor, positive, negative, temperature=self.temperature)
-        return {"contrast": self.strength * self.every * found}
-
-    def first(self, batch: Batch, count: int) -> Batch:
-        """The first samples of a batch, of which nothing is scored; all of them as they are."""
-        if count == len(batch["input_ids"]):
-            return batch
-        some = {name: value[:count] for name, value in inputs_of(batch).items()}
-        return self.objective.lay_out(cast(Batch, some))
-
-    def of_text(self, batch: Batch) -> Batch:
-        """The batch with the ids [B, T] that are contrasted."""
-        if self.text == "corrupted":
-            return batch
-        return self.objective.restored(batch)
+        found = contrastive(anchor, positive, negative, temperature=options.temperature)
+        return {"contrast": options.contrast * options.contrast_every * found}
 
     def represented(self, batch: Batch) -> Tensor:
-        """The samples of a batch as vectors [B, D]; the head is not computed."""
+        """The samples of a batch as vectors [B, D], without the head."""
         return mean_over(self.objective.encode(self.model, batch), batch.get("attention_mask"))
+
+
+class ContrastMethod(ContinualModule):
+    """A soft mask on the units that matter to earlier knowledge, and the contrast to that knowledge."""
+
+    def __init__(self, options: ContrastOptions, shared: Shared) -> None:
+        super().__init__(options, shared)
+        self.masks.append(SoftMask.from_options(self.model, options))
+        self.proxy = Proxy.from_options(self.model, self.objective, options)
+        self.contrast = ContrastiveLoss(self.model, self.objective, options)
+        self.period = options.contrast_every if options.contrast else 1
+
+    @property
+    def soft(self) -> SoftMask:
+        return self.masks[-1]
+
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
+        return self.contrast.losses(batch, soft=self.soft, step=self.trainer.global_step)

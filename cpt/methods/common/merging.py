@@ -1,8 +1,7 @@
-"""Rules by which the weights that domains end with become one model, a tensor at a time.
+"""Rules that merge the final weights of domains into one model, one tensor at a time.
 
-theta_0 is the base, theta_k what domain k ends with and s_k what it began with, tau_k = theta_k - s_k, and m
-the merged weights of the domains before. A rule keeps what it needs of earlier domains, in 32 bits, and gives
-those of one more:
+theta_0 is the base, theta_k the end of domain k and s_k its start, tau_k = theta_k - s_k, and m the merged
+weights of the domains before. A rule keeps 32-bit statistics of earlier domains, and adds one more:
 
     average          m + (theta_t - m) / t                                    (Wortsman et al., ICML 2022)
     task_arithmetic  m + lambda tau_t, so theta_0 + lambda sum_k tau_k         (Ilharco et al., ICLR 2023)
@@ -13,7 +12,7 @@ those of one more:
     slerp            sin((1 - u) O) / sin O m + sin(u O) / sin O theta_t, O between the two (Shoemake, 1985)
     fisher           sum_k F_k theta_k / sum_k F_k, by entry    (Matena and Raffel, NeurIPS 2022, eq. 3)
 
-All but slerp and the trimming work on each entry alone."""
+All but slerp and the trimming are elementwise."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,24 +28,19 @@ from cpt.core.tensors import NamedTensors, PreciseTensors, precise
 from cpt.methods.common.options import MergingOptions
 from cpt.models.weights import Snapshot
 
-ALIKE = 0.9995  # of a cosine: from there on the arc is a line
+ALIKE = 0.9995  # cosine from which slerp is a lerp
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A domain that has ended: tensors by the names of parameters, in at least 32 bits, the own rows of each
-    where they are shared out. `like` are the parameters themselves."""
+    """A finished domain: tensors by parameter name, in at least 32 bits, local rows where they are sharded.
+    `like` are the parameters themselves."""
 
     like: Mapping[str, Tensor]
     began: Mapping[str, Tensor]
     ended: Mapping[str, Tensor]
     fisher: Mapping[str, Tensor]  # of rule=fisher
-    seed: int  # of what is dropped, alike in all processes
-
-
-def trim(task: Tensor, threshold: Tensor | float) -> Tensor:
-    """The entries that are at least so large; 0 for the others."""
-    return torch.where(task.abs() >= threshold, task, 0)
+    seed: int  # of dropped entries, alike in all processes
 
 
 def find_threshold(values: Tensor, density: float) -> Tensor:
@@ -56,15 +50,14 @@ def find_threshold(values: Tensor, density: float) -> Tensor:
 
 
 def drop_entries(task: Tensor, like: Tensor, *, p: float, seed: int) -> Tensor:
-    """Entries dropped with probability p, the others divided by 1 - p; drawn of the whole tensor."""
+    """Entries dropped with probability p, the others divided by 1 - p; drawn for the whole tensor."""
     draw = torch.rand(like.shape, generator=torch.Generator().manual_seed(seed))
     kept = rows_of(draw, like).to(task.device) >= p
     return task * kept / (1 - p)
 
 
 def slerp(one: Tensor, other: Tensor, share: float, *, like: Tensor) -> Tensor:
-    """From one tensor to another of its shape by a share of the arc between them; by a share of the line
-    where they point the same way, opposite ways or nowhere."""
+    """Spherical interpolation by a share of the arc; linear where tensors are parallel or zero."""
     a, b = with_rows([one, other], [like, like])
     lengths = total_norm([a]) * total_norm([b])
     cosine = dot([a], [b]) / lengths
@@ -75,17 +68,8 @@ def slerp(one: Tensor, other: Tensor, share: float, *, like: Tensor) -> Tensor:
     return ((1 - share) * arc).sin() / arc.sin() * one + (share * arc).sin() / arc.sin() * other
 
 
-def elect(above: Tensor, below: Tensor, so_many_above: Tensor, so_many_below: Tensor) -> Tensor:
-    """The mean of the entries whose sign is that of the sum of all: of their positive and negative parts'
-    sums and of how many there are of each. 0 where the sum is."""
-    sign = (above + below).sign()
-    total = torch.where(sign > 0, above, below)
-    count = torch.where(sign > 0, so_many_above, so_many_below).clamp_min(1)
-    return torch.where(sign == 0, 0, total / count)
-
-
 class Merged(nn.Module):
-    """The merged weights of the domains so far, and what their rule needs of these to add another."""
+    """The merged weights of the domains so far, and the rule's statistics of them."""
 
     def __init__(self, options: MergingOptions, weights: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -102,7 +86,7 @@ class Merged(nn.Module):
             self.fishers = PreciseTensors(zeros)
 
     def rows(self) -> dict[str, Tensor]:
-        """The merged weights by name, the own rows of each."""
+        """The local rows of the merged weights by name."""
         return {name: local(each) for name, each in self.weights.named().items()}
 
     @torch.no_grad()
@@ -114,8 +98,7 @@ class Merged(nn.Module):
         self.domains += 1
 
     def one_more(self, name: str, merged: Tensor, domain: Ended, task: Tensor | None) -> Tensor:
-        """A tensor of the merged weights with those of one more domain; its entries' tau where that is
-        trimmed or dropped."""
+        """A merged tensor with one more domain; `task` is its trimmed or dropped tau."""
         options, began, ended = self.options, domain.began[name], domain.ended[name]
         if task is not None:
             return self.vote(name, task) if options.signs else merged + options.scale * task
@@ -133,27 +116,26 @@ class Merged(nn.Module):
                 return torch.lerp(merged, ended, fisher / self.fishers.at_hand(kept))
 
     def tasks(self, domain: Ended) -> dict[str, Tensor]:
-        """tau by name, trimmed and dropped as the rule wants it."""
+        """tau by name, trimmed and dropped by the rule."""
         options, like = self.options, domain.like
         tasks = {name: ended - domain.began[name] for name, ended in domain.ended.items()}
         if options.rule != "ties":
-            seeds = {name: key(domain.seed, "drop", name) % 2**63 for name in tasks}
-            tasks = {
-                name: drop_entries(each, like[name], p=options.drop, seed=seeds[name])
-                for name, each in tasks.items()
-            }
+            for name, each in tasks.items():
+                seed = key(domain.seed, "drop", name) % 2**63
+                tasks[name] = drop_entries(each, like[name], p=options.drop, seed=seed)
         if options.rule == "dare" or options.density == 1:
             return tasks
         sizes = {name: whole(*with_rows([each.abs()], [like[name]])) for name, each in tasks.items()}
         if options.trimmed == "model":
             of_all = find_threshold(torch.cat([each.flatten() for each in sizes.values()]), options.density)
-            return {name: trim(each, of_all) for name, each in tasks.items()}
-        return {
-            name: trim(each, find_threshold(sizes[name], options.density)) for name, each in tasks.items()
-        }
+            least = dict.fromkeys(tasks, of_all)
+        else:
+            least = {name: find_threshold(each, options.density) for name, each in sizes.items()}
+        return {name: torch.where(each.abs() >= least[name], each, 0) for name, each in tasks.items()}
 
     def vote(self, name: str, task: Tensor) -> Tensor:
-        """The base and the elected mean of a tensor's trimmed tau."""
+        """The base plus lambda times the mean of the trimmed tau whose sign is that of their sum, from sums
+        and counts of positive and negative entries; 0 where the sum is."""
         kept = (self.above, self.below, self.counts_above, self.counts_below)
         added = (task.clamp_min(0), task.clamp_max(0), task > 0, task < 0)
         sums = []
@@ -161,34 +143,37 @@ class Merged(nn.Module):
             own = local(each.named()[name])
             own += more.to(own.device)
             sums.append(each.at_hand(own))
-        return self.base.at_hand(local(self.base.named()[name])) + self.options.scale * elect(*sums)
+        above, below, count_above, count_below = sums
+        sign = (above + below).sign()
+        total = torch.where(sign > 0, above, below)
+        count = torch.where(sign > 0, count_above, count_below).clamp_min(1)
+        elected = torch.where(sign == 0, 0, total / count)
+        return self.base.at_hand(local(self.base.named()[name])) + self.options.scale * elected
 
 
 class Merging(nn.Module):
-    """The merged weights of a model, of the parameters that are given by name, and what a domain starts
-    from."""
+    """The merged weights of a model's parameters, by name, and the weights that a domain starts from."""
 
     def __init__(self, options: MergingOptions, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.start = options.start
         self.merged = Merged(options, weights)
-        # What a domain starts from; of start=merged that is the model.
         self.origin = Snapshot(model, persistent=options.start == "previous")
 
     def begin(self, model: nn.Module) -> None:
-        """Gives a model what a domain starts from."""
+        """Sets the model to the start of a domain."""
         if self.start != "merged":
             self.origin.restore(model)
 
     def end(
         self, model: nn.Module, weights: Mapping[str, Tensor], *, fisher: Mapping[str, Tensor], seed: int
     ) -> dict[str, Tensor]:
-        """Merges what a domain has ended with; gives the merged weights by name, the own rows of each."""
+        """Merges a finished domain; returns local rows of the merged weights by name."""
         began = self.merged.rows() if self.start == "merged" else self.origin.named()
         at_hand = self.origin.at_hand
         ended = Ended(
             like=weights,
-            # As the model had it, where its type is coarser than what is merged.
+            # In the model's precision, which may be coarser than that of the merged weights.
             began={name: precise(at_hand(local(began[name])).to(own.dtype)) for name, own in weights.items()},
             ended={name: precise(local(own)) for name, own in weights.items()},
             fisher={name: precise(local(fisher[name])) for name in weights if name in fisher},
@@ -199,9 +184,8 @@ class Merging(nn.Module):
             self.origin.take(model)
         return self.merged.rows()
 
-
-@torch.no_grad()
-def put(rows: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
-    """Gives parameters the merged weights, by name."""
-    for name, own in weights.items():
-        local(own).copy_(rows[name])
+    @torch.no_grad()
+    def put(self, rows: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+        """Sets parameters to merged weights, by name."""
+        for name, own in weights.items():
+            local(own).copy_(rows[name])

@@ -11,7 +11,8 @@ from cpt.core.randomness import sample_keys
 from cpt.data.collate import Rows, labels_of
 from cpt.gradient_masks.soft import SoftMask
 from cpt.methods.common import contrast as contrasting
-from cpt.methods.common.contrast import Contrast, contrastive
+from cpt.methods.common.contrast import ContrastiveLoss, contrastive
+from cpt.methods.common.options import ContrastOptions
 from cpt.models.forward import dropout, dropout_of, mean_over
 from cpt.models.objectives import Causal, Span
 from tests.conftest import SHARED
@@ -130,7 +131,16 @@ def contrast(
     every=1,
     fixed=False,
 ):
-    return Contrast(model, objective or Causal(), strength, temperature, text, rate, samples, every, fixed)
+    options = ContrastOptions(
+        contrast=strength,
+        contrast_text=text,
+        contrast_dropout=rate,
+        contrast_samples=samples,
+        contrast_every=every,
+        contrast_negatives="fixed" if fixed else "trained",
+        temperature=temperature,
+    )
+    return ContrastiveLoss(model, objective or Causal(), options)
 
 
 def soft_mask(model, kinds=("heads", "neurons", "outputs")):
@@ -214,14 +224,14 @@ def test_a_positive_is_not_its_anchor(own):
     model, batch, pairs = roberta(rate=own), batch_of(3), []
     term = contrast(model, text="uncorrupted", objective=Uncorrupting(), rate=0.1)
     before = [(m, name, rate, m.training) for m, name, rate in dropout_of(model)]
-    vectors = Contrast.represented
+    vectors = ContrastiveLoss.represented
 
     def noted(self, batch):
         pairs.append(vectors(self, batch))
         return pairs[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Contrast, "represented", noted)
+        patch.setattr(ContrastiveLoss, "represented", noted)
         term.term(masked(batch), hidden=torch.randn(3, 12, 32), soft=soft_mask(model))
     anchor, positive, _ = pairs
     assert not torch.allclose(anchor, positive, rtol=1e-3)
@@ -261,14 +271,14 @@ def test_in_some_steps_only_it_weighs_as_much_more():
 def test_fixed_negatives_have_their_values_and_no_gradients():
     model, batch = roberta(rate=0.1), batch_of(4)
     soft, hidden, vectors = soft_mask(model), torch.randn(4, 12, 32), []
-    represented = Contrast.represented
+    represented = ContrastiveLoss.represented
 
     def noted(self, batch):
         vectors.append(represented(self, batch))
         return vectors[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Contrast, "represented", noted)
+        patch.setattr(ContrastiveLoss, "represented", noted)
         terms = []
         for fixed in (False, True):
             torch.manual_seed(5)
@@ -300,7 +310,7 @@ def test_a_wrong_contrast_is_refused(options, message):
 
 
 def test_without_contrast_no_dropout_is_needed():
-    assert contrast(roberta(), strength=0.0, rate=None).strength == 0
+    assert contrast(roberta(), strength=0.0, rate=None).options.contrast == 0
 
 
 @pytest.mark.parametrize("text", ["uncorrupted", "corrupted"])
