@@ -59,7 +59,7 @@ class ContrastiveLoss:
         return terms
 
     def term(self, batch: Batch, *, hidden: Tensor, soft: SoftMask) -> dict[str, Tensor]:
-        """The term, a scalar; none at strength 0. `hidden` [B, T, D], of the pass over the batch's own ids, is
+        """The term, a scalar; none at strength 0. `hidden` [B, T, D], of a pass over the batch's own ids, is
         the anchor where this text is contrasted, unless a decoder made it; else the anchor takes a pass."""
         options = self.options
         if options.contrast == 0:
