@@ -60,7 +60,6 @@ class ContinualModule(Staged):
     period = 1  # steps after which the computation of a step repeats
 
     needs_32_bits = False  # whether sharded weights must be in at least 32 bits
-
     options: Options
 
     def __init__(self, options: Options, shared: Shared, *, scope: Scope | None = None) -> None:

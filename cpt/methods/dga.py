@@ -6,7 +6,7 @@ the domain's text, are protected, and a contrast separates the domain from it:
     I_h    = 1/N sum_n |dKL(f1(x_n) || f2(x_n))/dg_h|       f1, f2: two dropout passes of the base
     step_h <- (1 - I_h) * step_h,    L = L_lm + lambda L_con
 
-The formulas are those of DAS (cpt.gradient_masks.soft, cpt.methods.common.contrast)."""
+The formulas are those of DAS (cpt.gradient_masks.soft, cpt.methods.das)."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from cpt.data.collate import Batch
 from cpt.gradient_masks.options import SoftMaskOptions
 from cpt.methods.base import Shared
-from cpt.methods.common.contrast import ContrastMethod
 from cpt.methods.common.options import ContrastOptions
+from cpt.methods.das import ContrastMethod
 from cpt.models.weights import Snapshot
 
 

@@ -14,7 +14,7 @@ from cpt.core.options import Options, option
 from cpt.core.rules import number, one_of
 from cpt.data.collate import Batch
 from cpt.methods.base import Shared
-from cpt.methods.common.consolidation import AnchorPenalty
+from cpt.methods.ewc import AnchorPenalty
 
 TOWARDS = ("previous", "base")
 

@@ -45,7 +45,7 @@ from cpt.core.tensors import NamedTensors
 from cpt.data.collate import Batch
 from cpt.data.datamodule import Domain
 from cpt.methods.base import Shared
-from cpt.methods.common.candidates import CopyingMethod
+from cpt.methods.demix import CopyingMethod
 from cpt.models.forward import TARGET_TOKENS, divergence, in_mode, nll_of
 from cpt.models.fsdp import named_weights, reshard
 from cpt.models.weights import swap_weights

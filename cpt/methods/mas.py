@@ -19,8 +19,8 @@ from cpt.core.rules import number, one_of
 from cpt.core.tensors import NamedTensors
 from cpt.data.collate import Batch
 from cpt.methods.base import Shared
-from cpt.methods.common.consolidation import Consolidation
 from cpt.methods.common.options import ConsolidationOptions
+from cpt.methods.ewc import Consolidation
 from cpt.models.fisher import sensitivity
 from cpt.models.forward import at
 

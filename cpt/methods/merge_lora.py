@@ -20,8 +20,8 @@ from cpt.core.sharding import whole as all_rows
 from cpt.core.tensors import PreciseTensors
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
-from cpt.methods.common.merging import Merging
 from cpt.methods.common.options import MergingOptions
+from cpt.methods.merge import Merging
 from cpt.models.fisher import fisher
 from cpt.models.fsdp import named_weights
 

@@ -21,7 +21,7 @@ from cpt.core.sharding import local
 from cpt.core.tensors import NamedTensors, PreciseTensors
 from cpt.data.collate import Batch
 from cpt.methods.base import Shared
-from cpt.methods.common.consolidation import AnchorPenalty
+from cpt.methods.ewc import AnchorPenalty
 from cpt.models.fsdp import named_weights
 
 

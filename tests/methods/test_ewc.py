@@ -13,7 +13,7 @@ from cpt.core import collectives
 from cpt.data.collate import labels_of
 from cpt.data.corpora import Corpora
 from cpt.methods import ewc as subject
-from cpt.methods.common.consolidation import merge_importances
+from cpt.methods.ewc import merge_importances
 from cpt.models.loading import build_model, load_tokenizer
 from cpt.models.objectives import Causal
 from cpt.trainer.base_model import learn_tokenizer

@@ -11,7 +11,7 @@ RULES = ("average", "task_arithmetic", "ties", "dare", "dare_ties", "slerp", "fi
 
 @dataclass(frozen=True, kw_only=True)
 class ContrastOptions(Options):
-    """The contrast of DAS and DGA (cpt.methods.common.contrast)."""
+    """The contrast of DAS and DGA (cpt.methods.das)."""
 
     contrast: float = option("lambda, the term's weight; 0: none of its passes", number("0 or more"))
     contrast_text: str = option("the text that is contrasted", one_of("uncorrupted", "corrupted"))
@@ -42,7 +42,7 @@ class ConsolidationOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class MergingOptions(Options):
-    """How the weights that domains end with become one model (cpt.methods.common.merging)."""
+    """How the weights that domains end with become one model (cpt.methods.merge)."""
 
     rule: str = option("how the weights of domains become one model", one_of(*RULES))
     start: str = option(

@@ -10,9 +10,9 @@ from transformers import T5Config, T5ForConditionalGeneration
 from cpt.core.randomness import sample_keys
 from cpt.data.collate import Rows, labels_of
 from cpt.gradient_masks.soft import SoftMask
-from cpt.methods.common import contrast as contrasting
-from cpt.methods.common.contrast import ContrastiveLoss, contrastive
+from cpt.methods import das as contrasting
 from cpt.methods.common.options import ContrastOptions
+from cpt.methods.das import ContrastiveLoss, contrastive
 from cpt.models.forward import dropout, dropout_of, mean_over
 from cpt.models.objectives import Causal, Span
 from tests.conftest import SHARED
