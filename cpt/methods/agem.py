@@ -91,12 +91,15 @@ class AGEM(ContinualModule):
 
     def __init__(self, options: AGEMOptions, shared: Shared) -> None:
         super().__init__(options, shared)
-        self.each = options.constraints == "each"
         shape = {**slot_of(self.objective, self.length), "width": 0, "by_domain": self.each}
         pad = self.model.config.pad_token_id or 0
         self.memory = Reservoir(samples=options.memory, **shape, precision="float32", seed=self.seed, pad=pad)
         self.reference = Reference(acts_on=options.acts_on, margin=options.margin)
         self.masks.append(self.reference)
+
+    @property
+    def each(self) -> bool:
+        return self.options.constraints == "each"
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
         if self.each and self.domain.index > 1:
