@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from cpt.evaluation.pairs import LEVEL
 from cpt.evaluation.statistics import Difference, compare_pairs
 from cpt.evaluation.task_metrics import cube, pick_final
-from cpt.reporting.compare import Contrast, correct_holm
-from cpt.reporting.load_runs import Group, Pair, Run, Section
+from cpt.reporting.compare import PairedContrast, correct_holm
+from cpt.reporting.load_runs import Pair, Run, RunGroup, RunSection
 
 SHORT = "less than that is not excluded"
 FEW = 2  # the first and the last so many domains (MIGU, Table 4)
@@ -171,12 +171,12 @@ def accuracy(run: Run, *, late: bool) -> float | None:
     return float(sum(by_task[name] for name in names) / FEW)
 
 
-def by_pair(group: Group, measure: str) -> Values:
+def by_pair(group: RunGroup, measure: str) -> Values:
     found = {run.pair: measured(run, measure) for run in group.runs}
     return {pair: value for pair, value in found.items() if value is not None}
 
 
-def tested(claim: Claim, section: Section) -> Difference | None:
+def tested(claim: Claim, section: RunSection) -> Difference | None:
     """What the runs say about a claim; None where a group is missing."""
     groups = {group.name: group for group in section.groups}
     if claim.of not in groups or (claim.against and claim.against not in groups):
@@ -187,7 +187,7 @@ def tested(claim: Claim, section: Section) -> Difference | None:
     return found if found.n else None
 
 
-def verdict(claim: Claim, found: Contrast) -> str:
+def verdict(claim: Claim, found: PairedContrast) -> str:
     """What a difference says of a claim, by its corrected p-value."""
     if claim.better == 0:
         return "differs" if found.p_holm <= LEVEL else "no difference shown"
@@ -199,7 +199,7 @@ def verdict(claim: Claim, found: Contrast) -> str:
     return "held" if sure >= claim.least or not claim.least else f"held in direction, {SHORT}"
 
 
-def rows(section: Section, claims: Sequence[Claim]) -> list[list[str]]:
+def rows(section: RunSection, claims: Sequence[Claim]) -> list[list[str]]:
     """A line per claim: see `tell`."""
     return tell({claim: tested(claim, section) for claim in claims})
 

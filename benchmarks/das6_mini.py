@@ -11,7 +11,7 @@ import claims
 import study
 
 from cpt.reporting import compare
-from cpt.reporting.load_runs import Section
+from cpt.reporting.load_runs import RunSection
 from cpt.reporting.page import Block, markdown
 
 SEEDS, ORDERS = "seed=0,1,2", ("order=0", "order=1")
@@ -32,7 +32,7 @@ def main() -> None:
     study.make_study(options, "das6_mini", sweeps, name="comparison", raw="scores.jsonl", parts=parts)
 
 
-def parts(section: Section) -> Iterator[str]:
+def parts(section: RunSection) -> Iterator[str]:
     yield describe_runs(section)
     cells = claims.rows(section, claims.ON_TEXT)
     claimed = Block(title="What the papers claim", head=claims.HEAD, cells=cells, words=2)
@@ -41,7 +41,7 @@ def parts(section: Section) -> Iterator[str]:
         yield markdown(block, picture="")
 
 
-def describe_runs(section: Section) -> str:
+def describe_runs(section: RunSection) -> str:
     """What was run, from the runs themselves."""
     runs = [run.scores for run in section.runs]
     first = next(scores for scores in runs if len(scores.seen) > 1)

@@ -15,7 +15,7 @@ import study
 
 from cpt.evaluation.statistics import compare_pairs
 from cpt.reporting.drawing import figure, literal, png, style
-from cpt.reporting.load_runs import Group, Run, Section
+from cpt.reporting.load_runs import Run, RunGroup, RunSection
 from cpt.reporting.page import Block, markdown
 
 EVERY = ["order=similar,random", "seed=0,1"]
@@ -35,7 +35,7 @@ Losses = Mapping[tuple[str, int], float]  # nats by domain and seed
 class Studied:
     """The runs of a group by order; `similar` is the one that is not drawn by the seed."""
 
-    group: Group
+    group: RunGroup
     similar: tuple[str, ...]
 
     def runs(self, order: str) -> list[Run]:
@@ -81,7 +81,7 @@ def main() -> None:
     )
 
 
-def parts(section: Section) -> Iterator[str]:
+def parts(section: RunSection) -> Iterator[str]:
     told = [order_of(run) for run in section.runs if run.scores.similarity]  # not of published ones
     similar = find_similar(told or map(order_of, section.runs))
     groups = {group.name: Studied(group, similar) for group in section.groups}

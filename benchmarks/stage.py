@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import QUIET_CORES, busy, rotated, wait_until_quiet
-
 from cpt.core.threads import SPINNING
+from measuring import QUIET_CORES, busy, rotated, wait_until_quiet
 
 WARMUP = 5
 UNTIMED = {"cpu": 0, "cuda": 1}  # steps, in which memory is asked for again

@@ -13,7 +13,7 @@ import study
 from standard_cl_mini import describe_runs, tabulate_levels
 
 from cpt.reporting import compare
-from cpt.reporting.load_runs import Section
+from cpt.reporting.load_runs import RunSection
 from cpt.reporting.page import markdown
 
 EVERY = ["order=1,2,3", "seed=0"]
@@ -41,7 +41,7 @@ def main() -> None:
     )
 
 
-def parts(section: Section, root: Path | None) -> Iterator[str]:
+def parts(section: RunSection, root: Path | None) -> Iterator[str]:
     yield describe_runs(section)
     for block in (
         compare.tabulate_main(section),

@@ -18,7 +18,7 @@ from cpt.data.corpora import Corpora
 from cpt.data.example import Example, read_example
 from cpt.evaluation.task_metrics import matrix_of
 from cpt.reporting import compare
-from cpt.reporting.load_runs import Run, Section
+from cpt.reporting.load_runs import Run, RunSection
 from cpt.reporting.page import Block, markdown
 from cpt.trainer.plan import make_plan
 
@@ -41,7 +41,7 @@ def main() -> None:
     )
 
 
-def parts(section: Section, root: Path | None) -> Iterator[str]:
+def parts(section: RunSection, root: Path | None) -> Iterator[str]:
     yield describe_runs(section)
     cells = claims.rows(section, claims.ON_TASKS)
     claimed = Block(title="What the papers claim", head=claims.HEAD, cells=cells, words=2)
@@ -55,7 +55,7 @@ def parts(section: Section, root: Path | None) -> Iterator[str]:
         yield markdown(block, picture="")
 
 
-def describe_runs(section: Section) -> str:
+def describe_runs(section: RunSection) -> str:
     """What was run, from the runs themselves."""
     first = section.runs[0].scores
     examples = {task: facts["examples"] for task, facts in first.answers["tasks"].items()}
@@ -64,7 +64,7 @@ def describe_runs(section: Section) -> str:
     return f"{told}\n\n{study.list_orders(section.runs)}"
 
 
-def tabulate_levels(section: Section, root: Path | None) -> Block:
+def tabulate_levels(section: RunSection, root: Path | None) -> Block:
     """Each task's chance, majority and bag of words, beside what the methods reach."""
     first = section.runs[0].scores.answers["tasks"]
     groups = {group.name: group.runs for group in section.groups if group.name in ("ncl", "joint")}

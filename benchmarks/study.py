@@ -19,7 +19,7 @@ import cpt.core.naming  # noqa: F401  (registers the resolvers)
 from cpt import report
 from cpt.core.config import digest, plain_config
 from cpt.core.places import CONF
-from cpt.reporting.load_runs import Run, Section, build_sections, find_runs, measure_runs
+from cpt.reporting.load_runs import Run, RunSection, build_sections, find_runs, measure_runs
 
 RESULTS, PAGE = ROOT / "docs" / "results", ROOT / "docs" / "results.md"
 FEW = 10  # domains of which a folder can have the names
@@ -50,7 +50,7 @@ def make_study(
     *,
     name: str,
     raw: str,
-    parts: Callable[[Section], Iterable[str]],
+    parts: Callable[[RunSection], Iterable[str]],
     marked: str | None = None,
     name_orders: Callable[[Sequence[Sequence[str]]], Sequence[Any]] = list,
 ) -> None:

@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     """Writes and prints the comparison. Gives the exit code: 1 if something is wrong or could not be read, 2
     if there is no finished run."""
     try:
-        return report(parser().parse_args(arguments))
+        return compare_folders(parser().parse_args(arguments))
     except BrokenPipeError:  # cpt.core.output
         raise
     except (ValueError, OSError) as error:
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
         return 1
 
 
-def report(given: argparse.Namespace) -> int:
+def compare_folders(given: argparse.Namespace) -> int:
     kinds = [] if given.export == "none" else given.export.split(",")
     if wrong := [kind for kind in kinds if kind not in compare.KINDS]:
         raise ValueError(f"--export {','.join(wrong)}; allowed: {', '.join(compare.KINDS)}, none")
@@ -89,7 +89,7 @@ def report(given: argparse.Namespace) -> int:
         figures = plots.build_figures(section)
         main_table = compare.tabulate_main(section, domains=domains)
         own = [compare.build_findings(section), *curve, *figures[:1], main_table]
-        own += [*compare.build_tables(section), *figures[1:]]
+        own += [*compare.tabulate_all(section), *figures[1:]]
         if len(sections) > 1:
             own = [
                 replace(

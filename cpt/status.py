@@ -3,8 +3,6 @@
 A line per run at or below the folders: state, fraction learned, time left, age of the last heartbeat,
 process, and what it does or why it ended. Read-only."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
@@ -19,15 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cpt.core.heartbeat import (
-    ACTIVE,
-    PROGRESS_FILE,
-    SWEEP_FILE,
-    Heartbeat,
-    age_s,
-    load_sweep,
-    utc_now,
-)
+from cpt.core.heartbeat import ACTIVE, PROGRESS_FILE, SWEEP_FILE, Heartbeat, age_s, load_sweep, utc_now
 from cpt.core.output import run_program
 from cpt.evaluation.journal import rows_so_far
 
@@ -73,9 +63,7 @@ class RunStatus:
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m cpt.status", description=__doc__.split("\n\n")[1])
     about = "run folders, or folders that hold them (default: outputs)"
-    parser.add_argument(
-        "folders", type=Path, nargs="*", default=[Path("outputs")], metavar="FOLDER", help=about
-    )
+    parser.add_argument("folders", type=Path, nargs="*", default=[Path("outputs")], help=about)
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.add_argument("--watch", type=float, metavar="SECONDS", help="refresh until Ctrl-C")
     given = parser.parse_args(arguments)
@@ -89,13 +77,12 @@ def main(arguments: Sequence[str]) -> int:
             runs = read_statuses(given.folders)
             if given.watch is None and not runs:
                 return fail(f"no run in {', '.join(map(printable, given.folders))}")
-            clears = given.watch is not None and sys.stdout.isatty() and not given.json
             counts = Counter(run.state for run in runs)
             counts = {state: counts[state] for state in STATES if counts[state]}
+            text = "\n".join(format_statuses(runs, counts))
             if given.json:
                 text = json.dumps({"at": utc_now(), "counts": counts, "runs": [asdict(run) for run in runs]})
-            else:
-                text = "\n".join(format_statuses(runs, counts))
+            clears = given.watch is not None and sys.stdout.isatty() and not given.json
             print(CLEAR_SCREEN * clears + text, flush=True)
             if given.watch is None:
                 break
@@ -110,27 +97,22 @@ def fail(why: str) -> int:
 
 def read_statuses(folders: Sequence[Path]) -> list[RunStatus]:
     """The runs at or below folders, and those that sweeps there have listed, by name."""
-    runs, queued = set(), {}
+    found, queued = {}, {}
     for folder in folders:
         for at, below, files in os.walk(os.path.normpath(folder)):
             if SWEEP_FILE in files and (sweep := load_sweep(Path(at))):
                 queued |= {Path(os.path.normpath(Path(at) / run)): sweep[1] for run in sweep[0]}
             if not {*RUN_FILES}.isdisjoint(files):
-                runs.add(Path(at))
+                found[Path(at)] = read_status(Path(at))
                 below.clear()
             below[:] = [each for each in below if not each.startswith(".")]  # .cache, .hydra
-    found = []
-    for path in sorted({*runs, *queued}, key=str):
-        if path in runs or any((path / name).exists() for name in RUN_FILES):
-            found.append(read_status(path))
-        elif queued[path].is_alive() is False:
-            why = "its sweep has ended; the same command begins it"
-            found.append(RunStatus(run=str(path), state="unbegun", why=why))
-        else:
-            found.append(
-                RunStatus(run=str(path), state="queued", host=queued[path].host, pid=queued[path].pid)
-            )
-    return found
+    for path in queued.keys() - found.keys():
+        about: dict[str, Any] = {"state": "queued", "host": queued[path].host, "pid": queued[path].pid}
+        if queued[path].is_alive() is False:
+            about = {"state": "unbegun", "why": "its sweep has ended; the same command begins it"}
+        begun = any((path / name).exists() for name in RUN_FILES)
+        found[path] = read_status(path) if begun else RunStatus(run=str(path), **about)
+    return [found[path] for path in sorted(found, key=str)]
 
 
 def read_status(path: Path) -> RunStatus:
@@ -138,8 +120,7 @@ def read_status(path: Path) -> RunStatus:
     try:
         beat = Heartbeat.load(path)
     except ValueError as error:
-        state = "finished" if finished else "unknown"
-        return RunStatus(run=str(path), state=state, learned=learned, why=str(error))
+        beat, why = None, str(error)
     if beat is None:
         state = "finished" if finished else "unknown" if why else "unfinished"
         return RunStatus(run=str(path), state=state, learned=learned, why=why)
@@ -154,14 +135,10 @@ def read_status(path: Path) -> RunStatus:
     shown = ("phase", "stage", "stages", "step", "steps", "unit") * (state != "finished")
     shown += ("phase_eta_s", "run_eta_s", "untimed") * (state in ACTIVE)
     return RunStatus(
-        run=str(path),
-        state=state,
-        learned=learned if beat.learned is None else beat.learned,
-        seen_s=age_s(beat.written),
-        moved_s=age_s(beat.moved),
-        host=beat.process.host,
-        pid=beat.process.pid,
-        why="; ".join(filter(None, (said, why))),
+        **{"run": str(path), "state": state, "why": "; ".join(filter(None, (said, why)))},
+        **{"learned": learned if beat.learned is None else beat.learned},
+        **{"seen_s": age_s(beat.written), "moved_s": age_s(beat.moved)},
+        **{"host": beat.process.host, "pid": beat.process.pid},
         **{name: getattr(beat, name) for name in shown},
     )
 
@@ -178,10 +155,7 @@ def peek_scores(folder: Path) -> tuple[bool, float | None, str]:
                     found[name.strip('"')] = json.loads(value.rstrip().rstrip(","))
                 if len(found) == 2:
                     break
-        done, stages = (
-            rows_so_far(folder / "scores.json", len(found["rows"])) - 1,
-            len(found["run"]["order"]),
-        )
+        done, stages = rows_so_far(folder / "scores.json", len(found["rows"])) - 1, len(found["run"]["order"])
         return found["run"]["finished"] is True, min(1.0, max(0, done) / stages) if stages else None, ""
     except FileNotFoundError:
         return False, None, ""

@@ -14,7 +14,7 @@ from cpt.core.errors import reason
 from cpt.core.heartbeat import heartbeat, set_phase
 from cpt.core.preemption import defer_signals
 from cpt.core.processes import is_first_process, is_one_of_several
-from cpt.core.rules import show
+from cpt.core.schema import show
 from cpt.evaluation.metrics import objective_value
 from cpt.evaluation.scores import Scores
 from cpt.trainer.domain_order import arrange, recall
@@ -77,7 +77,7 @@ def open_run_dir(plan: Plan, run: RunDir) -> Iterator[Plan]:
 def fit(plan: Plan, run: RunDir) -> Scores:
     """Reads the texts, builds base and method, and trains every stage that the run directory lacks."""
     with defer_signals():  # libraries cannot be interrupted while they are imported
-        from cpt.core.threads import keep_threads
+        from cpt.core.processes import keep_threads
         from cpt.data.corpora import Corpora
         from cpt.loggers.loggers import About, track
         from cpt.loggers.wandb import run_name

@@ -8,12 +8,9 @@ import sys
 from importlib.util import find_spec
 
 import pytest
-from hydra import initialize_config_dir
-from omegaconf import OmegaConf
 
-from cpt.core.options import options_of
 from cpt.core.places import CONF
-from tests.conftest import ROOT, with_values
+from tests.conftest import ROOT
 from tests.support.site import program
 
 DOCS = ROOT / "docs"
@@ -105,37 +102,6 @@ def test_links_between_docs_and_what_lies_outside_lead_to_pages(page, link, want
 
 def test_the_figures_for_a_choice_are_those_of_the_results():
     assert told("choosing.md") == choosing.page(), "python docs/site/choosing.py writes it again"
-
-
-@pytest.mark.parametrize("path", CHOICES, ids=lambda path: f"{path.parent.name}={path.stem}")
-def test_every_option_stands_on_its_page_with_its_help_and_what_is_allowed(path):
-    """Of a YAML's own values; those it has from others stand in theirs."""
-    group, given = path.parent.name, OmegaConf.load(path)
-    target = given.get("_target_")
-    kind = options_of(target, place=group) if target and target.startswith("cpt.") else None
-    if kind is None or group in options.ALIKE:
-        return
-    place = (
-        f"{group}.{path.stem}" if group == "mask" else group
-    )  # masks multiply: each has a place of its own
-    section = told("options.md").split(f"### `{group}={path.stem}`\n")[1].split("\n##")[0]
-    for name, field in kind.__dataclass_fields__.items():
-        if name in given and not OmegaConf.is_dict(given._get_node(name)):
-            rule = field.metadata["rule"]
-            row = [line for line in section.splitlines() if line.startswith(f"| `{place}.{name}` |")]
-            assert len(row) == 1, f"{place}.{name}: python docs/site/options.py writes the page again"
-            wanted = [field.metadata["help"], rule.allowed if rule else ""]
-            assert row[0].endswith("| " + " | ".join(map(options.escape, wanted)) + " |")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("group", ["schedule", "optim", "trainer"])
-def test_a_groups_part_of_the_page_of_options_is_what_the_program_writes(group):
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        written = "\n".join(options.group_options(group, options.GROUPS[group])).strip()
-        general = "\n".join(options.general_options(with_values())).strip()
-    page = re.sub("\n{2,}", "\n\n", told("options.md"))
-    assert re.sub("\n{2,}", "\n\n", written) in page and re.sub("\n{2,}", "\n\n", general) in page
 
 
 @pytest.mark.campaign

@@ -29,7 +29,7 @@ from transformers.pytorch_utils import Conv1D
 
 from cpt.adapters.domain_store import Scope
 from cpt.core.errors import reason
-from cpt.core.rules import show
+from cpt.core.schema import show
 from cpt.core.sharding import shard_like
 from cpt.models.forward import tokens_of
 from cpt.models.units import Projection, projections, sublayers

@@ -1,39 +1,48 @@
 """Options that several methods with parts of the model share."""
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from cpt.core.options import Options, option
-from cpt.core.rules import YES_NO, Rule, is_list, is_pattern, is_text, number, one_of, or_null, whole
+from annotated_types import MinLen
+
+from cpt.core.schema import (
+    Allowed,
+    BelowOne,
+    Count,
+    Options,
+    Pattern,
+    Positive,
+    Probability,
+    Text,
+    config,
+    option,
+)
 
 KEPT = ("memory", "disk")
 SCORED = ("posterior", "nearest")
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class PartsOptions(Options):
     """The parts of learned domains, of methods that keep one for each."""
 
-    keep: str = option("where they rest: in memory, or in the file of the last stage", one_of(*KEPT))
+    keep: Literal["memory", "disk"] = option("where they rest: in memory, or in the file of the last stage")
 
 
-def is_targets(value: Any) -> bool:
-    return is_pattern(value) or (is_list(value, is_text) and len(value) > 0)
+Targets = Annotated[
+    Pattern | Annotated[tuple[Text, ...], MinLen(1)],
+    Allowed("all-linear, a regular expression, or a list of names"),
+]
 
 
-TARGETS = Rule(is_targets, "all-linear, a regular expression, or a list of names")
-
-
-@dataclass(frozen=True, kw_only=True)
+@config
 class BottleneckOptions(Options):
     """Bottlenecks beside a frozen model (cpt.adapters.bottleneck)."""
 
-    placement: str = option(
-        "behind each block's last residual sum, its FFN, or attention and FFN",
-        one_of("pfeiffer", "ffn", "houlsby"),
+    placement: Literal["pfeiffer", "ffn", "houlsby"] = option(
+        "behind each block's last residual sum, its FFN, or attention and FFN"
     )
-    reduction: int = option("the hidden size over this is the bottleneck's", whole(1))
-    activation: str = option("between the two maps", one_of("relu", "gelu", "silu"))
+    reduction: Count = option("the hidden size over this is the bottleneck's")
+    activation: Literal["relu", "gelu", "silu"] = option("between the two maps")
 
     @property
     def bottleneck(self) -> dict[str, Any]:
@@ -41,16 +50,15 @@ class BottleneckOptions(Options):
         return {name: getattr(self, name) for name in ("placement", "reduction", "activation")}
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class MapPairOptions(Options):
     """Low-rank pairs beside linear maps (cpt.adapters.lora)."""
 
-    r: int = option("rank of a pair", whole(1))
-    alpha: float = option("the pair's product counts alpha / r times", number("above 0"))
-    dropout: float = option("of the trained pair's input", number("0 or more and below 1"))
-    targets: Any = option(
-        "which linear maps: all but the head, names or their ends, or a regular expression for whole names",
-        TARGETS,
+    r: Count = option("rank of a pair")
+    alpha: Positive = option("the pair's product counts alpha / r times")
+    dropout: BelowOne = option("of the trained pair's input")
+    targets: Targets = option(
+        "which linear maps: all but the head, names or their ends, or a regular expression for whole names"
     )
 
     @property
@@ -60,14 +68,14 @@ class MapPairOptions(Options):
         return {"r": self.r, "alpha": self.alpha, "dropout": self.dropout, "targets": targets}
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class PairOptions(MapPairOptions):
     """Low-rank pairs that are summed, whatever the text."""
 
     embeddings: bool = option(
-        "a pair on the input embedding too; a head tied to it becomes a matrix of its own, frozen", YES_NO
+        "a pair on the input embedding too; a head tied to it becomes a matrix of its own, frozen"
     )
-    exported: str = option("a plain model, or the frozen weights and peft's files", one_of("merged", "peft"))
+    exported: Literal["merged", "peft"] = option("a plain model, or the frozen weights and peft's files")
 
     @property
     def pair(self) -> dict[str, Any]:
@@ -75,24 +83,24 @@ class PairOptions(MapPairOptions):
         return super().pair | {"embeddings": self.embeddings}
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class StoredPairOptions(PairOptions):
     """Low-rank pairs of which each domain has its own, and all are summed."""
 
-    stored: str = option(
-        "earlier pairs: merged into the frozen weights, or beside them", one_of("merged", "pairs")
+    stored: Literal["merged", "pairs"] = option(
+        "earlier pairs: merged into the frozen weights, or beside them"
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class GateOptions(Options):
     """Gates on units, a set per domain (cpt.adapters.gates)."""
 
-    s_max: float = option("the gates' steepness at a domain's end", number("above 0"))
-    limit: float = option("bound of a gate's |e|", number("above 0"))
+    s_max: Positive = option("the gates' steepness at a domain's end")
+    limit: Positive = option("bound of a gate's |e|")
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class Routing(Options):
     """`learned` and `unlearned` say what scores text of domains with and without a part: `domain`, the own
     part; `base` and `last`; `posterior`, the mixture of all; `nearest`, of all the most probable so far, the
@@ -104,10 +112,10 @@ class Routing(Options):
     position, None for all; `base` says whether the base is among them, as it is before anything is
     learned."""
 
-    learned: str = option("what scores text of a learned domain", one_of("domain", *SCORED))
-    unlearned: str = option("what scores all other text", one_of("base", "last", *SCORED))
-    prior: str = option("of the posterior", one_of("uniform", "updating", "cached"))
-    decay: float = option("of prior=updating: the share of a row's posterior", number("0 to 1"))
-    cached: int = option("of prior=cached: rows", whole(1))
-    top_k: int | None = option("so many parts are mixed; null: all", or_null(whole(1)))
-    base: bool = option("whether the base is one of the parts that are mixed", YES_NO)
+    learned: Literal["domain", "posterior", "nearest"] = option("what scores text of a learned domain")
+    unlearned: Literal["base", "last", "posterior", "nearest"] = option("what scores all other text")
+    prior: Literal["uniform", "updating", "cached"] = option("of the posterior")
+    decay: Probability = option("of prior=updating: the share of a row's posterior")
+    cached: Count = option("of prior=cached: rows")
+    top_k: Count | None = option("so many parts are mixed; null: all")
+    base: bool = option("whether the base is one of the parts that are mixed")

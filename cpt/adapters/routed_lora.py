@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from cpt.adapters import lora
 from cpt.adapters.domain_store import Scope
-from cpt.core.rules import show
+from cpt.core.schema import show
 from cpt.models.forward import in_mode, mean_over, reader, tokens_of, uncached
 
 SAMPLE_ROUTER = "pair_router"  # its name in the encoder or body of a model

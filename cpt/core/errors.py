@@ -1,10 +1,9 @@
 """Errors that a user can read: one line, a non-zero exit code."""
 
-import difflib
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from hydra.core.global_hydra import GlobalHydra
@@ -27,8 +26,8 @@ from yaml import YAMLError
 
 from cpt.core.places import CONF
 from cpt.core.processes import is_one_of_several
+from cpt.core.schema import unknown_name
 
-MOST = 24  # names that a message lists
 LOADED = re.compile(r"Could not load '(.+)/([^/']+)'")
 TWICE = re.compile(r"Multiple values for (\S+)\. To override a value use 'override \S+: (.*)'")
 MERGED = re.compile(r"Cannot merge DictConfig with")
@@ -40,7 +39,6 @@ FAILED_ALLOCATION = re.compile(
 )
 WANTED = "memory does not suffice"
 LESS = "the same command goes on from here; allowed: more memory, or what needs less: docs/performance.md"
-CLOSE = 0.6  # how alike two names are, of 1, where one may have been meant
 
 
 def reason(error: BaseException) -> str:
@@ -103,15 +101,6 @@ def unknown_key(error: OmegaConfBaseException) -> str:
     section = key.rpartition(".")[0]
     names = [f"{section}.{name}" if section else str(name) for name in node or ()]
     return unknown_name(key, names) + (f"; one more: +{key}=…" if section else "")
-
-
-def unknown_name(key: str, allowed: Iterable[str], *, whole: str | None = None) -> str:
-    """What is said of a key, or of a `group=choice`, that there is not."""
-    by_end = {name.rpartition(".")[2]: name for name in allowed}
-    near = difflib.get_close_matches(re.split("[.=]", key)[-1], by_end, n=1, cutoff=CLOSE)
-    meant = f"did you mean {by_end[near[0]]}? " if near else ""
-    listed = ", ".join([*list(by_end.values())[:MOST], *["…"][: len(by_end) > MOST]]) or "none"
-    return f"{key} is not known; {meant}allowed: {whole or listed}"
 
 
 @contextmanager

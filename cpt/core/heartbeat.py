@@ -4,37 +4,34 @@ The file and a sweep's `sweep.json` are for `cpt.status` and other watchers; a r
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import os
-import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Annotated, Literal, TypeVar
 
 import psutil
+from pydantic import AfterValidator, TypeAdapter, ValidationError
 from tqdm import tqdm
 
 from cpt.core.preemption import Preempted
-from cpt.core.schema import check_types
 
 log = logging.getLogger(__name__)
-PROGRESS_FILE, SWEEP_FILE, VERSION = "progress.json", "sweep.json", 2
-PARENT = "CPT_LAUNCHER"  # environment variable: the process that must not be outlived
-PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+PROGRESS_FILE, SWEEP_FILE = "progress.json", "sweep.json"
 ACTIVE, ENDED = ("running", "waiting"), ("finished", "preempted", "failed")
 TICK_S, PERIOD_S = 1.0, 5.0  # a new phase is written within a tick, anything else once a period
 STALE_S = 180.0  # age at which a heartbeat of another host no longer counts
 CLOCK_S = 5.0  # by which a start time may differ: it moves with the clock of the machine
 MAX_MESSAGE = 400  # characters
+T = TypeVar("T")
 
 
 def utc_now() -> str:
@@ -47,6 +44,9 @@ def age_s(time_utc: str) -> float:
     if then.tzinfo is None:
         raise ValueError(f"{time_utc} has no time zone")
     return max(0.0, (datetime.now(UTC) - then).total_seconds())
+
+
+Time = Annotated[str, AfterValidator(lambda text: text if age_s(text) >= 0 else text)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,8 @@ class ProcessId:
 class Heartbeat:
     """Contents of `progress.json`: times in UTC, None where unknown."""
 
-    state: str  # one of ACTIVE or ENDED
+    version: Literal[2] = 2
+    state: Literal["running", "waiting", "finished", "preempted", "failed"]
     phase: str = ""
     stage: int | None = None  # the current or last domain, from 1; 0: the base
     stages: int | None = None
@@ -95,9 +96,9 @@ class Heartbeat:
     run_eta_s: float | None = None
     untimed: list[str] = field(default_factory=list)  # later phases that run_eta_s does not include
     why: str = ""  # what the run waits for, or how it ended
-    began: str  # start of this process's run
-    moved: str = field(default_factory=utc_now)  # last change of phase, step or state
-    written: str = field(default_factory=utc_now)
+    began: Time  # start of this process's run
+    moved: Time = field(default_factory=utc_now)  # last change of phase, step or state
+    written: Time = field(default_factory=utc_now)
     process: ProcessId = field(default_factory=ProcessId.current)
 
     @property
@@ -121,25 +122,45 @@ class Heartbeat:
         )
 
     def write(self, folder: Path) -> None:
-        _write_json(folder / PROGRESS_FILE, asdict(self))
+        write_status(folder / PROGRESS_FILE, self)
 
     @classmethod
     def load(cls, folder: Path) -> Heartbeat | None:
         """None if there is none. Raises ValueError if it cannot be read."""
-        try:
-            data = json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8"))
-            if not isinstance(data, dict) or data.get("version") != VERSION:
-                raise ValueError(f"version {VERSION} of its format is required")
-            found = cls(**_typed(cls, data) | {"process": ProcessId(**_typed(ProcessId, data["process"]))})
-            if found.state not in (*ACTIVE, *ENDED):
-                raise ValueError(f"state={found.state} is unknown")
-            for each in (found.began, found.moved, found.written):
-                age_s(each)
-            return found
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, TypeError, RecursionError) as error:
-            raise ValueError(f"{PROGRESS_FILE} cannot be read: {' '.join(str(error).split())}") from None
+        return read_status_file(folder / PROGRESS_FILE, cls)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepList:
+    """Contents of `sweep.json`: a sweep's runs, as paths from its folder, and its process."""
+
+    version: Literal[2] = 2
+    runs: list[str]
+    process: ProcessId = field(default_factory=ProcessId.current)
+
+
+def write_status(path: Path, value: Heartbeat | SweepList) -> None:
+    """Atomic, but not synced to disk: after a crash of the machine the file is worth nothing."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial.write_text(json.dumps(asdict(value)) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+adapter_of = cache(TypeAdapter)
+
+
+def read_status_file(path: Path, kind: type[T]) -> T | None:
+    """None if there is none. Fields of later versions are left out. Raises ValueError if it is unreadable."""
+    try:
+        return adapter_of(kind).validate_json(path.read_bytes(), strict=True)
+    except FileNotFoundError:
+        return None
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{path.name} cannot be read: {place or 'its form'}: {first['msg']}") from None
+    except OSError as error:
+        raise ValueError(f"{path.name} cannot be read: {error}") from None
 
 
 def record_exit(folder: Path, state: str, why: str, *, began: str) -> None:
@@ -152,7 +173,7 @@ def record_exit(folder: Path, state: str, why: str, *, began: str) -> None:
         if last is not None and (last.alive or (not last.active and last.written >= began)):
             return  # at work, or it has said so itself
         if last is None or last.written < began:  # of an earlier start
-            last = Heartbeat(state=state, began=began)
+            last = Heartbeat(state="failed", began=began)
         last.ended(state, why).write(folder)
 
 
@@ -163,31 +184,15 @@ def list_sweep_runs(folder: Path, runs: Iterable[Path]) -> None:
         if (before := load_sweep(folder)) and before[1].is_alive():
             listed = list(dict.fromkeys([*before[0], *listed]))
         folder.mkdir(parents=True, exist_ok=True)
-        _write_json(folder / SWEEP_FILE, {"runs": listed, "process": asdict(ProcessId.current())})
+        write_status(folder / SWEEP_FILE, SweepList(runs=listed))
 
 
 def load_sweep(folder: Path) -> tuple[list[str], ProcessId] | None:
     """A sweep's runs, as paths from its folder, and its process; None if they cannot be read."""
-    try:
-        data = json.loads((folder / SWEEP_FILE).read_text(encoding="utf-8"))
-        check_types(data, {"runs": list[str], "process": dict[str, Any]})
-        return data["runs"], ProcessId(**_typed(ProcessId, data["process"]))
-    except (OSError, ValueError, TypeError, RecursionError):
-        return None
-
-
-def _write_json(path: Path, data: dict[str, Any]) -> None:
-    """Atomic, but not synced to disk: after a crash of the machine the file is worth nothing."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    partial.write_text(json.dumps({"version": VERSION} | data) + "\n", encoding="utf-8")
-    os.replace(partial, path)
-
-
-def _typed(cls: type, data: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a dataclass; what a later version has added is left out."""
-    types = get_type_hints(cls)
-    check_types(data, types | {"process": dict[str, Any]} if "process" in types else types)
-    return {name: data[name] for name in types}
+    with suppress(ValueError):
+        sweep = read_status_file(folder / SWEEP_FILE, SweepList)
+        return sweep and (sweep.runs, sweep.process)
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,24 +213,39 @@ class Phase:
 class HeartbeatThread:
     """Writes the heartbeat of this process from the current phase and the innermost open progress bar."""
 
-    def __init__(self) -> None:
-        self.folder: Path | None = None
-        self.phase, self.bars, self.waiting = Phase(name=""), list[tqdm](), ""
-        self.began = ""
-        self.last: Heartbeat | None = None
+    folder: Path | None = None
+    phase, waiting, began = Phase(name=""), "", ""
+    last: Heartbeat | None = None
+    bars: list[tqdm] = []
 
-    def start(self, folder: Path) -> None:
+    @contextmanager
+    def beating(self, folder: Path) -> Iterator[None]:
+        """Keeps `progress.json` in a run folder, and records at the end how the run ended."""
         self.folder, self.phase, self.bars, self.waiting = folder, Phase(name="starting"), [], ""
-        self.began = utc_now()
-        self.last, self.written_s, self.warned = None, 0.0, False
+        self.began, self.last, self.written_s, self.warned = utc_now(), None, 0.0, False
         self.update()
-        self.stopped = threading.Event()
-        self.thread = threading.Thread(target=self.work, daemon=True, name="heartbeat")
-        self.thread.start()
+        stopped, end = threading.Event(), ("finished", "")
 
-    def work(self) -> None:
-        while not self.stopped.wait(TICK_S):
-            self.update()
+        def work() -> None:
+            while not stopped.wait(TICK_S):
+                self.update()
+
+        thread = threading.Thread(target=work, daemon=True, name="heartbeat")
+        thread.start()
+        try:
+            yield
+        except Preempted as error:
+            end = ("preempted", str(error).split(";")[0])
+            raise
+        except BaseException as error:
+            end = ("failed", format_error(error))
+            raise
+        finally:
+            stopped.set()
+            thread.join()
+            last = self.read().ended(*end)
+            self.write(replace(last, phase="", learned=1.0) if end[0] == "finished" else last)
+            self.folder, self.bars = None, []
 
     def update(self) -> None:
         """Writes a new phase or state, and the first step of a phase, at once; all else once a period."""
@@ -242,7 +262,7 @@ class HeartbeatThread:
         phase, bars = self.phase, self.bars
         open_bars = [bar for bar in bars if not bar.disable]
         bar = open_bars[-1] if open_bars else bars[-1] if bars and phase.stage is not None else None
-        name, step, phase_eta, run_eta = phase.name, None, None, None
+        name, step, phase_eta, run_eta, learned = phase.name, None, None, None, None
         if bar is not None:
             shown, step = bar.format_dict, bar.n
             label, new = shown["prefix"].strip(": "), bar.n - bar.initial
@@ -253,23 +273,13 @@ class HeartbeatThread:
                 phase_eta = round(max(0.0, bar.total - bar.n) / rate, 1)
                 if phase.remaining_s is not None:
                     run_eta = round(phase_eta + phase.remaining_s + phase.remaining_steps / rate, 1)
-        learned = None
         if phase.total:
             learned = round(min(1.0, (phase.done + (step or 0) * phase.trains) / phase.total), 4)
         return Heartbeat(
-            state="waiting" if self.waiting else "running",
-            phase=name,
-            stage=phase.stage,
-            stages=phase.stages,
-            step=step,
-            steps=bar.total if bar is not None else None,
-            unit=bar.unit if bar is not None else "",
-            learned=learned,
-            phase_eta_s=phase_eta,
-            run_eta_s=run_eta,
-            untimed=list(phase.untimed),
-            why=self.waiting,
-            began=self.began,
+            **{"state": "waiting" if self.waiting else "running", "why": self.waiting, "began": self.began},
+            **{"phase": name, "stage": phase.stage, "stages": phase.stages, "learned": learned},
+            **{"step": step, "steps": bar and bar.total, "unit": bar.unit if bar is not None else ""},
+            **{"phase_eta_s": phase_eta, "run_eta_s": run_eta, "untimed": list(phase.untimed)},
         )
 
     def write(self, beat: Heartbeat) -> None:
@@ -283,30 +293,27 @@ class HeartbeatThread:
                 log.warning("cannot write %s: %s", PROGRESS_FILE, error)
             self.warned = True
 
-    def stop(self, state: str, why: str) -> None:
-        self.stopped.set()
-        self.thread.join()
-        last = self.read().ended(state, why)
-        self.write(replace(last, phase="", learned=1.0) if state == "finished" else last)
-        self.folder, self.bars = None, []
+    @contextmanager
+    def waiting_for(self, what: str) -> Iterator[None]:
+        self.waiting = what
+        try:
+            yield
+        finally:
+            self.waiting = ""
+
+    def set_phase(self, phase: Phase | str) -> None:
+        self.phase, self.bars = Phase(name=phase) if isinstance(phase, str) else phase, []
+
+    def watch_bar(self, bar: tqdm) -> tqdm:
+        """Has the heartbeat tell the position of a bar until it is closed."""
+        if self.folder is not None and not bar.disable:
+            self.bars = [*(each for each in self.bars if not each.disable), bar]  # the thread reads it
+        return bar
 
 
 HEARTBEAT = HeartbeatThread()
-
-
-@contextmanager
-def heartbeat(folder: Path) -> Iterator[None]:
-    """Keeps `progress.json` in a run folder, and records at the end how the run ended."""
-    HEARTBEAT.start(folder)
-    try:
-        yield
-    except Preempted as error:
-        HEARTBEAT.stop("preempted", str(error).split(";")[0])
-        raise
-    except BaseException as error:
-        HEARTBEAT.stop("failed", format_error(error))
-        raise
-    HEARTBEAT.stop("finished", "")
+heartbeat, waiting_for = HEARTBEAT.beating, HEARTBEAT.waiting_for
+set_phase, watch_bar = HEARTBEAT.set_phase, HEARTBEAT.watch_bar
 
 
 def format_error(error: BaseException) -> str:
@@ -315,39 +322,3 @@ def format_error(error: BaseException) -> str:
 
     message = reason(error)
     return message if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {message}"
-
-
-def set_phase(phase: Phase | str) -> None:
-    HEARTBEAT.phase, HEARTBEAT.bars = Phase(name=phase) if isinstance(phase, str) else phase, []
-
-
-def watch_bar(bar: tqdm) -> tqdm:
-    """Has the heartbeat tell the position of a bar until it is closed."""
-    if HEARTBEAT.folder is not None and not bar.disable:
-        HEARTBEAT.bars = [*(each for each in HEARTBEAT.bars if not each.disable), bar]  # the thread reads it
-    return bar
-
-
-@contextmanager
-def waiting_for(what: str) -> Iterator[None]:
-    HEARTBEAT.waiting = what
-    try:
-        yield
-    finally:
-        HEARTBEAT.waiting = ""
-
-
-def die_with_parent() -> None:
-    """Linux kills this process when the process of cpt that started it ends, even by SIGKILL: a rank left
-    alone would wait for the others for minutes. Processes that this one starts get the same."""
-    parent = os.environ.get(PARENT, "")
-    if sys.platform == "linux" and parent == str(os.getppid()):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if "LOCAL_RANK" in os.environ and parent.isdigit():  # a rank started by Lightning
-        try:
-            is_gone = psutil.Process(int(parent)).status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            is_gone = True
-        if is_gone:
-            os._exit(128 + signal.SIGKILL)
-    os.environ[PARENT] = str(os.getpid())

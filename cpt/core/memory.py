@@ -1,4 +1,4 @@
-"""Memory that this process holds: the most so far, now, and what it no longer needs."""
+"""Memory that this process holds: the most so far, and what it no longer needs."""
 
 import ctypes
 import resource
@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-STATUS = Path("/proc/self/status")
 LINUX = sys.platform == "linux"
 KEPT, MAPPED = (-1, (1 << 31) - 1), (-3, 1 << 30)  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of mallopt(3), bytes
 
@@ -42,12 +41,6 @@ def peak(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if LINUX:
-        lines = STATUS.read_text().splitlines()
+        lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-def resident() -> int:
-    """The bytes that this process holds now; 0 where the system does not tell."""
-    lines = STATUS.read_text().splitlines() if STATUS.exists() else []
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS")), 0)

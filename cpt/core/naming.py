@@ -51,48 +51,32 @@ def variant() -> str:
 
 
 def list_choices(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Key and value of the overrides that decide the result and are not the default."""
+    """Key and value of the overrides that decide the result and are not the default; numbers in one way."""
     parsed = OverridesParser.create().parse_overrides(list(overrides))
-    groups = tuple(str(each.input_line) for each in parsed if is_group(each.key_or_group))
+    loader = GlobalHydra.instance().config_loader() if GlobalHydra.instance().is_initialized() else None
+    chosen = [each for each in parsed if loader and has_options(loader, each.key_or_group.partition("@")[0])]
+    groups = tuple(str(each.input_line) for each in chosen)
     for each in parsed:
-        key = each.get_key_element().lstrip("+~")
-        if not (executes(key) or key.startswith("hydra.") or is_default(each, groups)):
-            yield key, redact(show_value(each), key)
+        key, value = each.get_key_element().lstrip("+~"), each.value()
+        if executes(key) or key.startswith("hydra.") or (loader and is_default(loader, each, groups)):
+            continue
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        text = str(canonical("", value)) if is_number else str(each.input_line).partition("=")[2]
+        yield key, redact(text, key)
 
 
-def show_value(override: Override) -> str:
-    """A value as one writes it, numbers in one way: 1e-3 as 0.001."""
-    value = override.value()
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return str(canonical("", value))
-    return str(override.input_line).partition("=")[2]
-
-
-def is_default(override: Override, groups: tuple[str, ...]) -> bool:
-    """Whether a value or choice is what the config has without it."""
-    if not GlobalHydra.instance().is_initialized() or override.is_add() or override.is_delete():
+def is_default(loader: ConfigLoader, override: Override, groups: tuple[str, ...]) -> bool:
+    """Whether a value or choice is what the config has without it; true is not 1."""
+    key, value = override.key_or_group, override.value()
+    if override.is_add() or override.is_delete():
         return False
-    key = override.key_or_group
     with suppress(HydraException, OmegaConfBaseException):
-        if is_group(key):
-            return default_choices(config_loader()).get(override.get_key_element()) == override.value()
-        default = OmegaConf.select(load_default(config_loader(), groups), key)
-        return not OmegaConf.is_config(default) and same(override.value(), default)
+        if has_options(loader, key.partition("@")[0]):
+            return default_choices(loader).get(override.get_key_element()) == value
+        default = OmegaConf.select(load_default(loader, groups), key)
+        alike = canonical("", value) == canonical("", default) and not OmegaConf.is_config(default)
+        return alike and isinstance(value, bool) == isinstance(default, bool)
     return False
-
-
-def same(one: Any, other: Any) -> bool:
-    """Whether two values say the same; true is not 1."""
-    return canonical("", one) == canonical("", other) and isinstance(one, bool) == isinstance(other, bool)
-
-
-def is_group(key: str) -> bool:
-    return GlobalHydra.instance().is_initialized() and has_options(config_loader(), key.partition("@")[0])
-
-
-def config_loader() -> ConfigLoader:
-    """That of the Hydra of this process."""
-    return GlobalHydra.instance().config_loader()
 
 
 @cache
@@ -113,12 +97,10 @@ def load_default(loader: ConfigLoader, groups: tuple[str, ...]) -> DictConfig:
     return loader.load_configuration(CONFIG, overrides=list(groups), run_mode=RunMode.RUN)
 
 
-def built_or_given(checkpoint: str | None, built: Any, given: Any) -> Any:
-    """A value for models built here, another for given checkpoints."""
-    return built if checkpoint is None else given
-
-
-OmegaConf.register_new_resolver("built_or_given", built_or_given, replace=True)
+# A value for models built here, another for given checkpoints.
+OmegaConf.register_new_resolver(
+    "built_or_given", lambda checkpoint, built, given: built if checkpoint is None else given, replace=True
+)
 # A default that depends on another option: ${by:${method.rule},{ties:1},0.5}, the last for all other choices.
 OmegaConf.register_new_resolver("by", lambda choice, values, other: values.get(choice, other), replace=True)
 OmegaConf.register_new_resolver("choices", name_run, replace=True)

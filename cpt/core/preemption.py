@@ -1,8 +1,8 @@
-"""Signals that ask a run to leave: what was learned is saved first, and the same command goes on from there.
+"""Signals that ask a run to leave: what it has learned is saved first, and the same command resumes it.
 
-The first signal is noted. Where nothing would be lost it ends the run at once, by an exception; within
-`deferred()`, and where several processes work together, the run goes on to the next place at which it can
-leave, and all processes leave there. A second signal ends the process as it stands."""
+The first signal is recorded. Where nothing would be lost it ends the run at once, by an exception; within
+`defer_signals()`, and with several processes, the run continues to the next point at which it can leave, and
+all processes leave there. A second signal ends the process as it is."""
 
 import os
 import signal
@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from subprocess import Popen, TimeoutExpired
 from types import FrameType
 from typing import Any
@@ -23,11 +22,14 @@ GO_ON = 75  # EX_TEMPFAIL of BSD's <sysexits.h>: not failed, to be started again
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 TOGETHER_S = 0.5  # what reaches a process by its group and once more by its launcher is one signal
 CHILDREN_S = 60.0  # that the other processes of a run have to leave
-STORE_KEY = "cpt/preempted"
+STORE_KEY, STORE_S = (
+    "cpt/preempted",
+    0.5,
+)  # where processes that work on their own tell of a signal; how often
 
 
 class Preempted(BaseException):
-    """The run leaves on a signal; `where` says how far it came."""
+    """The run leaves on a signal; `where` is how far it came."""
 
     def __init__(self, number: int, where: str = "") -> None:
         super().__init__(number, where)
@@ -38,27 +40,25 @@ class Preempted(BaseException):
         return f"stopped by {signal.Signals(self.number).name}{place}; the same command goes on from here"
 
 
-@dataclass
-class Notice:
+class SignalState:
     """The signal of this process, 0 before one has come."""
 
-    number: int = 0
-    deferrals: int = 0
+    number = deferrals = 0
+    asked = 0.0  # when the store was asked last
+    released: list[Popen] = []
 
     def receive(self, number: int, frame: FrameType | None) -> None:
-        """The handler of SIGNALS."""
-        if self.number:
-            return  # a second one is the watcher's
-        self.number = number
-        self.heed()
+        """The handler of SIGNALS; `watch_signals` acts on a second one."""
+        if not self.number:
+            self.number = number
+            self.leave_if_possible()
 
-    def heed(self) -> None:
-        """Leaves if a signal has come and nothing speaks against it."""
+    def leave_if_possible(self) -> None:
         if self.number and not self.deferrals and not is_waited_for():
             raise Preempted(self.number)
 
 
-notice = Notice()
+notice = SignalState()
 
 
 def is_waited_for() -> bool:
@@ -66,32 +66,25 @@ def is_waited_for() -> bool:
     return in_company() or is_started_by_lightning() or bool(children())
 
 
-def watch(received: socket.socket) -> None:
-    """Ends the process on its second signal, also while it waits in a library for what never comes."""
+def watch_signals(received: socket.socket) -> None:
+    """Ends the process on its second signal, even while it is blocked in a library."""
     first = None
     while numbers := received.recv(1):
-        number, now = numbers[0], time.monotonic()
-        if number not in SIGNALS or signal.getsignal(number) != notice.receive:
-            continue
-        first = first or now
-        if now - first > TOGETHER_S:
-            end_now(number)
-
-
-def end_now(number: int) -> None:
-    for child in children():
-        child.kill()
-    os._exit(128 + number)
+        if numbers[0] in SIGNALS and signal.getsignal(numbers[0]) == notice.receive:
+            first = first or time.monotonic()
+            if time.monotonic() - first > TOGETHER_S:
+                for child in children():
+                    child.kill()
+                os._exit(128 + numbers[0])
 
 
 @contextmanager
 def heed_signals() -> Iterator[None]:
-    """While it lasts, SIGNALS end the program by one line and the exit code GO_ON; those that are ignored
-    (nohup) stay ignored."""
+    """Within, SIGNALS end the program by one line and the exit code GO_ON; those ignored (nohup) stay so."""
     # Python's own part of a signal waits for libraries; what it writes to a socket does not.
     receiving, sending = socket.socketpair()
     sending.setblocking(False)
-    threading.Thread(target=watch, args=[receiving], daemon=True, name="signals").start()
+    threading.Thread(target=watch_signals, args=[receiving], daemon=True, name="signals").start()
     woken = signal.set_wakeup_fd(sending.fileno(), warn_on_full_buffer=False)
     before = {number: signal.getsignal(number) for number in SIGNALS}
     for number, handler in before.items():
@@ -100,7 +93,16 @@ def heed_signals() -> Iterator[None]:
     try:
         yield
     except Preempted as leaving:
-        leave(leaving)
+        if is_first_process():
+            print(f"cpt: {leaving}", file=sys.stderr, flush=True)
+        deadline = time.monotonic() + CHILDREN_S
+        for child in children():
+            try:
+                child.wait(max(0.0, deadline - time.monotonic()))
+            except TimeoutExpired:
+                child.kill()
+        # Not sys.exit among several: a process that has left cannot answer what others ask at their exit.
+        os._exit(GO_ON) if is_one_of_several() else sys.exit(GO_ON)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -109,48 +111,34 @@ def heed_signals() -> Iterator[None]:
 
 
 def heed_imports() -> None:
-    """Until `heeded`, while a program is still being read in: SIGNALS end it with the exit code GO_ON."""
+    """Until `heed_signals`, while libraries are imported: SIGNALS end the program with the code GO_ON."""
+
+    def leave_at_once(number: int, frame: FrameType | None) -> None:
+        if is_waited_for():
+            notice.number = number
+            return
+        if is_first_process():
+            print(f"cpt: {Preempted(number)}", file=sys.stderr, flush=True)
+        os._exit(GO_ON)
+
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, leave_at_once)
 
 
-def leave_at_once(number: int, frame: FrameType | None) -> None:
-    if is_waited_for():
-        notice.number = number
-        return
-    if is_first_process():
-        print(f"cpt: {Preempted(number)}", file=sys.stderr, flush=True)
-    os._exit(GO_ON)
-
-
-def leave(leaving: Preempted) -> None:
-    """Says so, waits for the other processes of the run and ends."""
-    if is_first_process():
-        print(f"cpt: {leaving}", file=sys.stderr, flush=True)
-    deadline = time.monotonic() + CHILDREN_S
-    for child in children():
-        try:
-            child.wait(max(0.0, deadline - time.monotonic()))
-        except TimeoutExpired:
-            child.kill()
-    # Not sys.exit among several: a process that has left cannot answer what others ask at their exit.
-    os._exit(GO_ON) if is_one_of_several() else sys.exit(GO_ON)
-
-
 @contextmanager
 def defer_signals() -> Iterator[None]:
-    """While it lasts, a signal is noted only: `check` and `leave_together` heed it, or its end."""
+    """Within, a signal is only recorded: `check_signals`, `leave_together` or the end of it acts on it."""
     notice.deferrals += 1
     try:
         yield
     finally:
         notice.deferrals -= 1
-    notice.heed()
+    notice.leave_if_possible()
 
 
 def check_signals(where: str = "") -> None:
-    """Leaves if a signal has come to this process; for where no other one waits for it."""
+    """Leaves if a signal has come to this process; for where no other process waits for it."""
     if notice.number:
         raise Preempted(notice.number, where)
 
@@ -172,35 +160,24 @@ def leave_all(number: int, where: str = "") -> None:
     raise Preempted(number, where)
 
 
-class Herald:
-    """Tells the other processes of a signal, and hears of theirs, while each works on its own: by the store
-    that the process group was made with, asked every `PERIOD_S`."""
-
-    PERIOD_S = 0.5
-
-    def __init__(self) -> None:
-        self.asked = 0.0
-
-    def check(self) -> None:
-        """Leaves its own work if a signal has come to any process."""
-        if in_company():
-            self.exchange()
-        check_signals()
-
-    def exchange(self) -> None:
+def check_all_signals() -> None:
+    """Leaves if a signal has come to any process, while each works on its own: they tell each other by the
+    store that the process group was made with."""
+    if in_company():
         from torch.distributed.distributed_c10d import _get_default_store
 
         if notice.number:
             _get_default_store().set(STORE_KEY, str(notice.number))
-        elif time.monotonic() - self.asked > self.PERIOD_S:
-            self.asked = time.monotonic()
+        elif time.monotonic() - notice.asked > STORE_S:
+            notice.asked = time.monotonic()
             if _get_default_store().check([STORE_KEY]):
                 notice.number = int(_get_default_store().get(STORE_KEY))
+    check_signals()
 
 
 def ignore_signals(worker: int = 0) -> None:
-    """For processes that prepare data: what is sent to all of a run is their parent's to heed, which ends
-    them; of SIGTERM, which it may have to use, they ignore the first."""
+    """For processes that prepare data: signals to the whole run are for their parent, which ends them; of
+    SIGTERM, which it may have to use, they ignore the first."""
     signal.set_wakeup_fd(-1)  # the parent's
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -212,16 +189,13 @@ def observers() -> list[Any]:
     return [thread for thread in threading.enumerate() if thread.name == "child-process-observer"]
 
 
-_released: list[Popen] = []
-
-
 def children() -> list[Popen]:
     """The other processes of the run that this one has started."""
-    return _released + [child for thread in observers() for child in thread._child_processes]
+    return notice.released + [child for thread in observers() for child in thread._child_processes]
 
 
 def release_children() -> None:
-    """They may end with GO_ON from now on."""
+    """Allows the other processes to end with GO_ON from now on."""
     for thread in observers():
-        _released.extend(thread._child_processes)
+        notice.released.extend(thread._child_processes)
         thread._child_processes = []

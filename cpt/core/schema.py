@@ -1,91 +1,239 @@
-"""Whether what was read from a file has the types that are declared for it."""
+"""Typed options: pydantic dataclasses whose fields say what they may be, with errors of one line.
+Nothing here needs torch or Hydra: cpt.core.sections reads them from a config."""
 
-from __future__ import annotations
+import difflib
+import functools
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from types import NoneType
+from typing import Annotated, Any, Literal, TypeVar, dataclass_transform, get_args, get_origin, get_type_hints
 
-from collections.abc import Callable, Iterator, Mapping, Set
-from functools import cache
-from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin
+import pydantic
+from annotated_types import Ge, Gt, Le, Lt, MinLen, Predicate
+from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
-LARGEST = 10**300  # of whole numbers: a larger one is no float
-# The first place within a value that is not as declared, in words, from the value and what it is called.
-Misfit = Callable[[Any, str], str | None]
+T = TypeVar("T")
+Read = TypeVar("Read", bound="Options")
+STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
+MOST = 24  # names that a message lists
+MAPPING = "keys with values, {key: value}"
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """In `Annotated[...]`: what an error says that the type allows."""
+
+    allowed: str
+
+
+def is_pattern(value: Any) -> bool:
+    try:
+        return re.compile(value) is not None
+    except (re.error, TypeError):
+        return False
+
+
+def as_int(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Number = int | float
+NonNegative = Annotated[Number, Ge(0)]
+Positive = Annotated[Number, Gt(0)]
+Probability = Annotated[Number, Ge(0), Le(1)]
+BelowOne = Annotated[Number, Ge(0), Lt(1)]
+PositiveShare = Annotated[Number, Gt(0), Le(1)]
+OpenShare = Annotated[Number, Gt(0), Lt(1)]
+Int = Annotated[int, Lt(2**63)]
+Natural = Annotated[Int, Ge(0)]
+Count = Annotated[Int, Ge(1)]
+Steps = Annotated[Count, BeforeValidator(as_int)]  # also 1e3
+Text = Annotated[str, Predicate(str.strip)]
+Folder = Annotated[Text, Allowed("a folder")]
+TextList = Annotated[tuple[Text, ...], Allowed("a list of texts")]
+Pattern = Annotated[str, Predicate(is_pattern), Allowed("a regular expression")]
+Subset = Annotated[tuple[T, ...], Predicate(lambda values: len(set(values)) == len(values))]
+OneOrMore = Annotated[Subset[T], MinLen(1)]
+PerDomain = Annotated[
+    T | tuple[T, ...], Predicate(lambda value: value != ())
+]  # the last is for all further ones
+
+
+def allowed(kind: Any) -> str:
+    """What a type allows, in words; nothing for Any."""
+    base, *limits = get_args(kind) if get_origin(kind) is Annotated else (kind,)
+    bound = {type(limit): getattr(limit, type(limit).__name__.lower(), None) for limit in limits}
+    origin, inner = get_origin(base), get_args(base)
+    if Allowed in bound:
+        return str(bound[Allowed])
+    if origin is Literal:
+        return ", ".join(dict.fromkeys(map(str, inner)))
+    if origin is tuple and get_origin(inner[0]) is not Literal:
+        return f"a list, each {allowed(inner[0])}"
+    if origin is tuple:
+        return (
+            f"one or more of {allowed(inner[0])}"
+            if MinLen in bound
+            else f"some of {allowed(inner[0])}, or []"
+        )
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        texts = {
+            str: "keys with texts, {key: text}",
+            Sequence[str]: "keys with lists of texts, {key: [text]}",
+        }
+        return texts.get(inner[1], MAPPING)
+    if base is int:
+        return f"a whole number, {bound[Ge]} or more"
+    if base == Number and Ge in bound and Le in bound:
+        return f"{bound[Ge]:g} to {bound[Le]:g}"
+    if base == Number:
+        low = f"{bound[Ge]:g} or more" if Ge in bound else f"above {bound[Gt]:g}"
+        return low + (
+            f", at most {bound[Le]:g}" if Le in bound else f" and below {bound[Lt]:g}" if Lt in bound else ""
+        )
+    if inner:
+        words = ["null"] * (NoneType in inner) + [allowed(each) for each in inner if each is not NoneType]
+        return ("; or " if words[-1].startswith("a list, each") else " or ").join(words)
+    return {bool: "true, false", str: "a text"}.get(base, MAPPING if is_dataclass(base) else "")
+
+
+def option(help: str, *, default: Any = MISSING) -> Any:
+    """A field of Options and what it means; its type says what it may be."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(option,))
+def config(kind: type[T]) -> type[T]:
+    """A frozen pydantic dataclass that raises ValueError, `name=value; allowed: …`, for a wrong value."""
+    made: Any = pydantic.dataclasses.dataclass(kind, frozen=True, kw_only=True, config=STRICT)
+    validate = made.__init__
+
+    def init(self: Any, **given: Any) -> None:
+        types = option_types(made)
+        values = {name: prepare(value, types.get(name), place=name) for name, value in given.items()}
+        try:
+            validate(self, **values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            if not first["loc"]:  # of __post_init__
+                raise ValueError(str(first["ctx"]["error"])) from error
+            name = str(first["loc"][0])
+            if name in types and name in values:
+                raise ValueError(wrong(name, given[name], types[name])) from error
+            raise ValueError(f"{name} is not known" if name in given else f"{name} is missing") from error
+
+    made.__init__ = init
+    return made
+
+
+@config
+class Options:
+    """What a choice of a config group may be set to; its defaults stand in conf/."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for options that do not go together."""
+
+
+def option_types(kind: type) -> dict[str, Any]:
+    """The declared type of each option."""
+    types = get_type_hints(kind, include_extras=True)
+    return {each.name: types[each.name] for each in fields(kind)}
+
+
+def prepare(value: Any, kind: Any, *, place: str) -> Any:
+    """A list as a tuple; keys with values as the Options that are declared there."""
+    for each in (kind, *get_args(kind)):
+        if isinstance(value, Mapping) and isinstance(each, type) and issubclass(each, Options):
+            return read_options(each, value, place=place)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def wrong(key: str, value: Any, kind: Any) -> str:
+    too_large = isinstance(value, int | float) and value >= 2**63
+    return f"{key}={show(value)}; allowed: {allowed(kind)}{', below 2^63' * too_large}"
+
+
+@functools.cache
+def validator(kind: Any, *, finite: bool = True) -> Callable[[Any], Any]:
+    own = None if is_dataclass(kind) else STRICT if finite else ConfigDict(strict=True)
+    return TypeAdapter(kind, config=own).validate_python
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Whether a type allows a value."""
+    try:
+        validator(kind)(prepare(value, kind, place=""))
+    except ValueError:
+        return False
+    return True
+
+
+def check_value(key: str, value: Any, kind: Any) -> None:
+    """Raises ValueError, `key=value; allowed: …`, for a value that a type does not allow."""
+    if not fits(prepare(value, kind, place=key), kind):
+        raise ValueError(wrong(key, value, kind))
 
 
 def check_types(values: Mapping[str, Any], declared: Mapping[str, Any], *, of: str = "") -> None:
-    """Raises ValueError, which names the place, for a value that is missing or not of its declared type: a
-    scalar, Any, a union, or list and dict (with strings for keys) of such. A whole number may stand for a
-    float."""
+    """Raises ValueError for a value of a file that is missing or not of its declared type."""
     for name, kind in declared.items():
-        place = f"{of}.{name}" if of else name
         if name not in values:
-            raise ValueError(f"{place} is missing, needed is {_called(kind)}")
-        if found := misfit(kind)(values[name], place):
-            raise ValueError(found)
+            raise ValueError(f"{join(of, name)} is missing, needed is {getattr(kind, '__name__', kind)}")
+        try:
+            validator(kind, finite=False)(values[name])
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = join(of, name) + "".join(
+                f"[{at}]" if isinstance(at, int) else f".{at}" for at in first["loc"]
+            )
+            needed = first["type"].partition("_")[0]
+            raise ValueError(f"{place} is {first['input']!r:.40}, needed is {needed}") from error
 
 
-@cache
-def misfit(declared: Any) -> Misfit:
-    """What finds the first misfit to a declared type."""
-    kind, inner = get_origin(declared), get_args(declared)
-    if kind is list:
-        return _in_list(declared, misfit(inner[0]), plain=_fitting_types(inner[0]))
-    if kind is dict:
-        return _in_dict(declared, misfit(inner[1]), plain=_fitting_types(inner[1]))
-    if kind in (Union, UnionType):
-        ones = [misfit(each) for each in inner]
-        return lambda value, at: _said(all(one(value, at) for one in ones), value, declared, at)
-    return lambda value, at: _said(not _is(value, declared), value, declared, at)
+def show(value: Any) -> str:
+    """A value as it is written on the command line."""
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(show, value))}]"
+    return {"None": "null", "True": "true", "False": "false"}.get(repr(value), str(value))
 
 
-def _in_list(declared: Any, inner: Misfit, *, plain: Set[type]) -> Misfit:
-    def look(value: Any, at: str) -> str | None:
-        if not isinstance(value, list):
-            return _said(True, value, declared, at)
-        if set(map(type, value)) <= plain:
-            return None
-        return _first(inner(each, f"{at}[{place}]") for place, each in enumerate(value))
-
-    return look
+def join(place: str, name: str) -> str:
+    return f"{place}.{name}" if place else name
 
 
-def _in_dict(declared: Any, inner: Misfit, *, plain: Set[type]) -> Misfit:
-    def look(value: Any, at: str) -> str | None:
-        if not isinstance(value, dict):
-            return _said(True, value, declared, at)
-        if set(map(type, value.values())) <= plain:
-            return None
-        return _first(inner(each, f"{at}.{name}") for name, each in value.items())
-
-    return look
+@contextmanager
+def prefix_errors(place: str) -> Iterator[None]:
+    """Begins the message of a ValueError with the section that it is about."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(join(place, str(error))) from error
 
 
-def _fitting_types(declared: Any) -> Set[type]:
-    """The types by which alone values are known to fit, without a look at each: a matrix has many."""
-    kinds = get_args(declared) if get_origin(declared) in (Union, UnionType) else [declared]
-    return {float, str, NoneType}.intersection(kinds)
+def unknown_name(key: str, allowed: Iterable[str], *, whole: str | None = None) -> str:
+    """What is said of a key, or of a `group=choice`, that there is not."""
+    by_end = {name.rpartition(".")[2]: name for name in allowed}
+    near = difflib.get_close_matches(re.split("[.=]", key)[-1], by_end, n=1, cutoff=0.6)
+    meant = f"did you mean {by_end[near[0]]}? " if near else ""
+    listed = ", ".join([*list(by_end.values())[:MOST], *["…"][: len(by_end) > MOST]]) or "none"
+    return f"{key} is not known; {meant}allowed: {whole or listed}"
 
 
-def _first(found: Iterator[str | None]) -> str | None:
-    return next(filter(None, found), None)
+def check_names(given: Iterable[str], known: Iterable[str], *, place: str) -> None:
+    """Raises ValueError for a name that is not known."""
+    names = [join(place, name) for name in known]
+    for name in given:
+        if join(place, name) not in names:
+            raise ValueError(unknown_name(join(place, name), names))
 
 
-def _is(value: Any, declared: type) -> bool:
-    if declared is Any:
-        return True
-    if isinstance(value, int) and not isinstance(value, bool):
-        return declared in (int, float) and abs(value) < LARGEST
-    return isinstance(value, declared)
-
-
-def _said(wrong: bool, value: Any, declared: Any, at: str) -> str | None:
-    return f"{at} is {_short(value)}, needed is {_called(declared)}" if wrong else None
-
-
-def _called(declared: Any) -> str:
-    return declared.__name__ if isinstance(declared, type) and not get_args(declared) else str(declared)
-
-
-def _short(value: Any) -> str:
-    shown = repr(value) if not isinstance(value, list | dict) else f"a {type(value).__name__}"
-    return shown if len(shown) <= 40 else f"{shown[:40]}…"
+def read_options(kind: type[Read], given: Mapping[str, Any], *, place: str) -> Read:
+    """Options from the values of a section. Raises ValueError for one that is unknown, missing or wrong."""
+    check_names(given, option_types(kind), place=place)
+    needed = [each.name for each in fields(kind) if each.default is MISSING]
+    if missing := [name for name in needed if name not in given]:
+        raise ValueError(f"{join(place, missing[0])} is missing; needed: {', '.join(needed)}")
+    with prefix_errors(place):
+        return kind(**given)

@@ -1,36 +1,111 @@
-"""A config as Python's own values, section by section, whether all of it is given yet or not."""
+"""Sections of a Hydra config read into typed options, whether all of it is given yet or not.
 
+`options.py` of a package has `NameOptions` for each class `Name` that a config may choose. It imports no
+torch, so that a wrong value is reported at once."""
+
+import inspect
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue
 
 from cpt.core.config import FOR_OTHERS
-from cpt.core.options import (
-    Choice,
-    Options,
-    check_field,
-    check_names,
-    options_of,
-    prefix_errors,
-    read_options,
-    with_dot,
-)
-from cpt.core.rules import MAPPING, TEXT, or_null
+from cpt.core.errors import reason
+from cpt.core.schema import Options, Read, Text, check_names, check_value, join, option_types, read_options
 
-# Of a choice: what makes it and what others read of it, not its options.
-GIVEN = ("_target_", "_partial_", "_convert_", "_recursive_", *FOR_OTHERS)
-OWN = __name__.partition(".")[0]
-Read = TypeVar("Read", bound=Options)
+GIVEN = (
+    "_target_",
+    "_partial_",
+    "_convert_",
+    "_recursive_",
+    *FOR_OTHERS,
+)  # keys of a choice beside its options
+LIBRARIES = (
+    "torch",
+    "lightning",
+    "transformers",
+    "peft",
+    "torchmetrics",
+)  # slow to import, and without Options
+
+
+def load_target(target: str, *, place: str = "") -> Any:
+    """The class or function of a `_target_`; raises ValueError where there is none."""
+    told = f"{join(place, '_target_')}={target}"
+    try:
+        found = resolve_name(target)
+    except Exception as error:  # whatever a module raises while it is read in
+        raise ValueError(f"{told}: {reason(error)}; allowed: module.Class") from error
+    if not callable(found):
+        raise ValueError(f"{told}: that is a {type(found).__name__}; allowed: module.Class")
+    return found
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a config group is set to: a class or function with its Options, else its arguments."""
+
+    target: str
+    options: Options | Mapping[str, Any]
+    below: str | None = field(default=None, compare=False)  # the class that it has to be below, by its name
+
+    def make(self, *shared: Any) -> Any:
+        """The object; what is `shared` comes after its options."""
+        if isinstance(self.options, Mapping):
+            return self.load()(*shared, **self.options)
+        return self.load()(self.options, *shared)
+
+    def load(self) -> Any:
+        """The class or function; raises ValueError where there is none, or one of another kind."""
+        found = load_target(self.target)
+        if self.below and not (isinstance(found, type) and issubclass(found, resolve_name(self.below))):
+            raise ValueError(f"_target_={self.target}; allowed: a class below {self.below}")
+        return found
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The options by name."""
+        return dict(self.options if isinstance(self.options, Mapping) else vars(self.options))
+
+
+def options_class(target: str, *, place: str) -> type[Options] | None:
+    """The Options of a class: `NameOptions` in options.py of its package, the class itself, or of a user's
+    class `NameOptions` beside it; None where it has none. Raises ValueError where there is no such class."""
+    module, _, name = target.rpartition(".")
+    package = module.rpartition(".")[0]
+    if module.partition(".")[0] in LIBRARIES:
+        return None
+    try:
+        if package and find_spec(f"{package}.options"):
+            found = getattr(import_module(f"{package}.options"), f"{name}Options", None)
+            if found is not None:
+                return found
+        if module.startswith("cpt."):  # not imported before it is known to need no torch
+            spec = find_spec(module)
+            source = Path(str(spec and spec.origin)).read_text(encoding="utf-8")
+            stated = re.search(rf"^(@config\n)?(class|def) {re.escape(name)}\b", source, re.MULTILINE)
+            if stated is None:
+                raise ValueError(f"{module} has no {name}")
+            if not stated[1]:
+                return None
+        space = vars(import_module(module))
+        found = space[name] if name in space else load_target(target, place=place)
+    except Exception as error:  # whatever a module raises while it is read in
+        raise ValueError(f"{place}._target_={target}: {reason(error)}; allowed: module.Class") from error
+    return found if isinstance(found, type) and issubclass(found, Options) else space.get(f"{name}Options")
 
 
 @dataclass(frozen=True)
 class Section:
-    """The values of a section that are given; `complete` if none is missing (`???`), as in a sweep; `used`
-    are the names that other values are made of."""
+    """The given values of a section; `complete` if none is missing (`???`), as in a sweep; `used` are the
+    names that other values interpolate."""
 
     place: str
     values: Mapping[str, Any]
@@ -38,67 +113,62 @@ class Section:
     used: frozenset[str]
 
     def read(self, kind: type[Read]) -> Read | None:
-        """The options of the section; None where a value is missing. Raises ValueError for a value that is
-        unknown or may not be."""
-        known = [each.name for each in fields(kind)]
-        given = {name: value for name, value in self.values.items() if name in known or name not in self.used}
-        check_names(given, known, place=self.place)
-        values = {
-            name: choose_within(value, f"{with_dot(self.place)}{name}") for name, value in given.items()
-        }
+        """The options of the section; None where a value is missing. Raises ValueError as `read_options`."""
+        types = option_types(kind)
+        values: dict[str, Any] = {}
+        for name, value in self.values.items():
+            if name in types or name not in self.used:
+                nested = isinstance(value, Mapping) and "_target_" in value
+                inner = Section(join(self.place, name), value, True, frozenset())
+                values[name] = inner.choose() if nested else value
+        check_names(values, types, place=self.place)
         if self.complete:
             return read_options(kind, values, place=self.place)
-        with prefix_errors(self.place):
-            for each in fields(kind):
-                if each.name in values:
-                    check_field(each, values[each.name])
+        for name, value in values.items():
+            check_value(join(self.place, name), value, types[name])
         return None
 
     def choose(self, *, needed: bool = False) -> Any:
-        """What the section chooses: the options themselves where a class is its own options, else a Choice;
-        None where a value is missing or, unless it is `needed`, nothing is chosen. Raises ValueError for a
-        class that there is not and for its options as `read` does."""
+        """What `_target_` chooses: Options where a class is its own Options, else a Choice; None where
+        a value is missing or, unless it is `needed`, nothing is chosen."""
         target = self.values.get("_target_")
-        rule = TEXT if needed and self.complete else or_null(TEXT)
-        rule.check(f"{with_dot(self.place)}_target_", target)
+        check_value(join(self.place, "_target_"), target, Text if needed and self.complete else Text | None)
         if target is None:
             return None
-        kind = options_of(target, place=self.place)
+        kind = options_class(target, place=self.place)
         own = self.only(name for name in self.values if name not in GIVEN)
-        if kind is None and not target.startswith(f"{OWN}."):
+        if kind is None and not target.startswith("cpt."):
             return Choice(target, own.values or Options()) if self.complete else None
         options = own.read(kind or Options)
         is_its_own = kind is not None and target.endswith(f".{kind.__name__}")
         return options if options is None or is_its_own else Choice(target, options)
 
-    def only(self, names: Any) -> "Section":
+    def only(self, names: Iterable[str]) -> "Section":
         """The section with these values alone."""
-        return Section(self.place, {name: self.values[name] for name in names}, self.complete, self.used)
+        return replace(self, values={name: self.values[name] for name in names})
 
-    def split(self, kind: type[Options]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The values that options have a name for, and the others."""
-        known = {each.name for each in fields(kind)}
-        own = {name: value for name, value in self.values.items() if name in known}
-        return own, {name: value for name, value in self.values.items() if name not in known}
+    def split(self, kind: type) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The values that Options have a name for, and the others."""
+        own = {name: value for name, value in self.values.items() if name in option_types(kind)}
+        return own, {name: value for name, value in self.values.items() if name not in own}
 
 
 def read_section(
     cfg: DictConfig, place: str, *, names: Sequence[str] | None = None, written: str | None = None
 ) -> Section:
-    """A section of a config, or these names at its top; raises ValueError where it is none. `written` is the
-    config `as_written`, where it is known."""
+    """A section of a config, or these names at its top; `written` is `as_written(cfg)`, where it is known."""
     node = OmegaConf.select(cfg, place) if place else cfg
     if not isinstance(node, DictConfig):
-        MAPPING.check(place, to_python(node))
+        check_value(place, to_python(node), Mapping[str, Any])
+    text = as_written(cfg) if written is None else written
+    looked_at = list(map(str, node)) if names is None else [name for name in names if name in node]
     values: dict[str, Any] = {}
-    looked_at = node if names is None else [name for name in names if name in node]
-    for name in map(str, looked_at):
+    for name in looked_at:
         try:
             values[name] = to_python(node[name])
         except (MissingMandatoryValue, InterpolationToMissingValueError):
             continue
-    text = as_written(cfg) if written is None else written
-    used = frozenset(name for name in map(str, looked_at) if is_used(f"{with_dot(place)}{name}", text))
+    used = frozenset(name for name in looked_at if is_used(join(place, name), text))
     return Section(place, values, len(values) == len(looked_at), used)
 
 
@@ -110,17 +180,29 @@ def to_python(value: Any) -> Any:
 
 
 def as_written(cfg: DictConfig) -> str:
-    """A config's values with what they are made of, not with what they come to."""
+    """A config with its interpolations."""
     return str(OmegaConf.to_container(cfg, resolve=False))
 
 
 def is_used(key: str, text: str) -> bool:
-    """Whether a value of a config, as written, is made of another one."""
+    """Whether a config, as written, interpolates a key."""
     return re.search(rf"\$\{{(oc\.select:)?{re.escape(key)}\b", text) is not None
 
 
-def choose_within(value: Any, place: str) -> Any:
-    """What a value chooses that is a choice itself, like a method's routing; else the value."""
-    if isinstance(value, Mapping) and "_target_" in value:
-        return Section(place, value, True, frozenset()).choose()
-    return value
+def check_arguments(place: str, given: Mapping[str, Any], *, given_by_cpt: Iterable[str] = ()) -> None:
+    """Raises ValueError for a value that the chosen class, or one above it, does not take as an argument."""
+    if not isinstance(given.get("_target_"), str):
+        return
+    found = load_target(given["_target_"], place=place)
+    names: dict[str, None] = {}
+    kinds = found.__mro__ if inspect.isclass(found) else ()
+    for maker in [vars(kind).get("__init__", object.__init__) for kind in kinds] or [found]:
+        try:
+            taken = inspect.signature(maker).parameters.values()
+        except ValueError:  # of a built-in type
+            return
+        own = [each for each in taken if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+        names |= dict.fromkeys(each.name for each in own if each.name not in ("self", *given_by_cpt))
+        if not any(each.kind is each.VAR_KEYWORD for each in taken):
+            check_names((name for name in given if name not in GIVEN), names, place=place)
+            return

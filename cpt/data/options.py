@@ -4,17 +4,15 @@ import math
 from collections.abc import Sized
 from dataclasses import dataclass
 
-from cpt.core.options import Options, option
-from cpt.core.rules import or_null, whole
+from cpt.core.schema import Count, Options, config, option
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class DataOptions(Options):
     """How texts are prepared; nothing of it changes the result."""
 
-    workers: int | None = option(
-        "processes that tokenise a text; null: one per core that the run may use, fewer for small texts",
-        or_null(whole(1)),
+    workers: Count | None = option(
+        "processes that tokenise a text; null: one per core that the run may use, fewer for small texts"
     )
 
 

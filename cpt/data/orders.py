@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from cpt.core.rules import show
+from cpt.core.schema import show
 from cpt.data.sources.selection import parse_name
 
 SWAPPED = "swapped"  # alone, or after another word: the second half first

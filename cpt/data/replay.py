@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from cpt.core.options import Options, option
 from cpt.core.randomness import key, sample_keys, shuffle
-from cpt.core.rules import YES_NO, Rule, is_steps, number, or_null
+from cpt.core.schema import BelowOne, Options, Steps, config, option
 
 if TYPE_CHECKING:  # a config is checked without torch
     from pathlib import Path
@@ -26,21 +25,19 @@ if TYPE_CHECKING:  # a config is checked without torch
     from cpt.data.datamodule import Domain
     from cpt.data.packing import Packed
 
-SHARE = number("0 or more and below 1")
 
-
-@dataclass(frozen=True, kw_only=True)
+@config
 class ReplayConfig(Options):
     """How much is replayed, and from where; a class of your own is chosen by `replay._target_`."""
 
-    past: float = option("share of the batch for the past domains together, in turn", SHARE)
-    general: float = option("share of the batch for the general text", SHARE)
-    adds: bool = option("replayed samples make the batch larger; false: they displace new ones", YES_NO)
+    past: BelowOne = option("share of the batch for the past domains together, in turn")
+    general: BelowOne = option("share of the batch for the general text")
+    adds: bool = option("replayed samples make the batch larger; false: they displace new ones")
 
     memory: ClassVar[int | None] = None  # samples that are kept of all past domains together
     generates: ClassVar[bool] = False  # whether what is replayed depends on the model before the stage
 
-    def check_together(self) -> None:
+    def __post_init__(self) -> None:
         if exact(self.past) + exact(self.general) >= 1:
             raise ValueError(
                 f"past={self.past} and general={self.general}; allowed: shares whose sum is below 1"
@@ -99,13 +96,12 @@ class ReplayConfig(Options):
         ]
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class Replay(ReplayConfig):
     """Training text of past domains, and general text."""
 
-    memory: int | None = option(  # type: ignore[misc]
-        "samples that are kept of all past domains together; null: all their training text",
-        or_null(Rule(is_steps, "a whole number of samples, 1 or more")),
+    memory: Steps | None = option(
+        "samples that are kept of all past domains together; null: all their training text"
     )
 
 

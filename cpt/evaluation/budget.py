@@ -5,17 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from cpt.core.options import Options, option
-from cpt.core.rules import number, one_of, or_null
+from cpt.core.schema import Options, Positive, config, option
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.change import REPLICATES, Losses
 from cpt.evaluation.metrics import bootstrap
 
-NATS = or_null(number("above 0"))
 LINE = "line"
 LOOKS = {LINE: 4, "rate": 20, "end": 20}  # by what steers, at a stage where no interval is given
 PAST = "past"
@@ -27,24 +25,22 @@ LEAST = 1 / 32  # of the rate: below it a stage ends
 Found = Mapping[str, tuple[float, float]]  # by what is bounded its rise and the upper end of its interval
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class BudgetOptions(Options):
     """What learning may cost other text by the end of a run, on validation text."""
 
-    general: float | None = option(
-        "nats per token by which the loss of the general text may rise above the base's", NATS
+    general: Positive | None = option(
+        "nats per token by which the loss of the general text may rise above the base's"
     )
-    past: float | None = option(
-        "nats per token by which the losses of past domains may rise, in the mean, each since it was learned",
-        NATS,
+    past: Positive | None = option(
+        "nats per token by which the losses of past domains may rise, in the mean, each since it was learned"
     )
-    steer: str = option(
+    steer: Literal["line", "rate", "end"] = option(
         "what holds it: going back on the line to where the stage began, a lower rate, or the end of the "
-        "stage at its last look within",
-        one_of(*LOOKS),
+        "stage at its last look within"
     )
 
-    def check_together(self) -> None:
+    def __post_init__(self) -> None:
         if self.steer != LINE and not self.given:
             raise ValueError(
                 f"steer={self.steer} with general=null, past=null; allowed: general=NATS or past=NATS"

@@ -7,16 +7,31 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from annotated_types import Ge
 from hydra.utils import get_class
 from omegaconf import OmegaConf
 
-from cpt.core import rules
 from cpt.core.errors import reason
-from cpt.core.options import Options, option
+from cpt.core.schema import (
+    Allowed,
+    BelowOne,
+    Count,
+    Int,
+    Natural,
+    NonNegative,
+    OneOrMore,
+    Options,
+    Positive,
+    Text,
+    check_value,
+    config,
+    option,
+    option_types,
+    show,
+)
 from cpt.data.sources import readers
-from cpt.evaluation.task_metrics import ENDTASK_METRICS
 
 EXAMPLE_COLUMNS = ("id", "text", "text_pair", "label")
 OF_ALL_TASKS = ("when", "seeds", "eval_batch_size")  # options that no source is told
@@ -25,54 +40,47 @@ FILE_SPLITS = {"train": "train", "dev": "valid", "test": "test"}  # as cpt.data.
 FINETUNE_FORMAT = 1  # counts changes of what a prediction file depends on
 
 
-BELOW_1 = rules.number("0 or more and below 1")
-SEEDS = rules.Rule(
-    lambda given: rules.is_list(given, lambda x: rules.is_whole(x, 0)) and 0 < len(given) == len({*given}),
-    "a list of different whole numbers, 0 or more",
-)
-TASKS = rules.Rule(
-    lambda given: isinstance(given, Mapping) and all(isinstance(x, Mapping | None) for x in given.values()),
-    "for each task its own values, or null",
-)
-
-
-@dataclass(frozen=True, kw_only=True)
+@config
 class FinetuneOptions(Options):
     """How a task is learned and scored; a task may have its own."""
 
-    epochs: int = option("passes over the task's training examples", rules.whole(1))
-    lr: float = option("peak learning rate", rules.number("above 0"))
-    weight_decay: float = option("on all parameters", rules.number("0 or more"))
-    warmup: float = option("share of the steps; then linear decay", BELOW_1)
-    batch_size: int = option("examples per step", rules.whole(1))
-    grouped: int = option("so many batches are sorted by length together; 1: a plain shuffle", rules.whole(1))
-    length: int = option("tokens of text and pair together, at most", rules.whole(8))
-    precision: str = option("of the computation", rules.one_of("32-true", "bf16-mixed"))
-    dropout: float = option("of the head; in the model it is the model's own", BELOW_1)
-    frozen: bool = option("the head alone is trained", rules.YES_NO)
-    metric: str = option("what MF1 means for a task", rules.one_of(*ENDTASK_METRICS))
-    select: str = option("the epoch that counts: the last, or the best on dev", rules.one_of("last", "dev"))
+    epochs: Count = option("passes over the task's training examples")
+    lr: Positive = option("peak learning rate")
+    weight_decay: NonNegative = option("on all parameters")
+    warmup: BelowOne = option("share of the steps; then linear decay")
+    batch_size: Count = option("examples per step")
+    grouped: Count = option("so many batches are sorted by length together; 1: a plain shuffle")
+    length: Annotated[Int, Ge(8)] = option("tokens of text and pair together, at most")
+    precision: Literal["32-true", "bf16-mixed"] = option("of the computation")
+    dropout: BelowOne = option("of the head; in the model it is the model's own")
+    frozen: bool = option("the head alone is trained")
+    metric: Literal["macro_f1", "micro_f1", "accuracy"] = option("what MF1 means for a task")
+    select: Literal["last", "dev"] = option("the epoch that counts: the last, or the best on dev")
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class FinetuneProtocol(Options):
     """Options of all tasks together."""
 
-    when: str = option(
-        "after which stages: the last, each, or on the stage's own domain",
-        rules.one_of("last", "each", "diagonal"),
+    when: Literal["last", "each", "diagonal"] = option(
+        "after which stages: the last, each, or on the stage's own domain"
     )
-    seeds: Sequence[int] = option("of fine-tuning, each a run", SEEDS)
-    eval_batch_size: int = option("examples per forward pass", rules.whole(1))
-    columns: Mapping[str, Any] = option("of the files: id, text, text_pair, label", rules.MAPPING)
-    tasks: Any = option("values of single tasks, by domain; null: left out", rules.or_null(TASKS))
+    seeds: Annotated[OneOrMore[Natural], Allowed("a list of different whole numbers, 0 or more")] = option(
+        "of fine-tuning, each a run"
+    )
+    eval_batch_size: Count = option("examples per forward pass")
+    columns: Mapping[str, Any] = option("of the files: id, text, text_pair, label")
+    tasks: (
+        Annotated[Mapping[str, Mapping[str, Any] | None], Allowed("for each task its own values, or null")]
+        | None
+    ) = option("values of single tasks, by domain; null: left out")
 
 
 SETTINGS = tuple(each.name for each in fields(FinetuneOptions))
-RULES = {e.name: e.metadata["rule"] for kind in (FinetuneOptions, FinetuneProtocol) for e in fields(kind)}
+RULES = option_types(FinetuneOptions) | option_types(FinetuneProtocol)
 # Of sources' own options.
-RULES |= dict.fromkeys(("folder", "path", "cache"), rules.TEXT)
-RULES |= {"root": rules.or_null(rules.TEXT), "packages": rules.or_null(rules.TEXTS_BY_KEY)}
+RULES |= dict.fromkeys(("folder", "path", "cache"), Text)
+RULES |= {"root": Text | None, "packages": Mapping[str, Sequence[str]] | None}
 
 
 @dataclass(frozen=True)
@@ -379,7 +387,7 @@ def plan_endtasks(
         options = OmegaConf.to_container(options, resolve=True, throw_on_missing=True)
     given = {key: value for key, value in options.items() if key != "name"}
     target = given.pop("_target_")
-    rules.TEXT.check("endtask._target_", target)
+    check_value("endtask._target_", target, Text)
     try:
         source_class = get_class(target)
     except Exception as error:  # whatever a module raises while it is read in
@@ -401,7 +409,7 @@ def plan_endtasks(
     learned = [name for name in order if name in source.names]
     if not learned:
         raise ValueError(
-            f"endtask={options.get('name')}: no task belongs to a domain of order={rules.show(list(order))}; "
+            f"endtask={options.get('name')}: no task belongs to a domain of order={show(list(order))}; "
             f"there are: {', '.join(source.names) or 'none'}"
         )
     stamp = hash_json([source.fingerprint(name) for name in learned])
@@ -415,7 +423,7 @@ def check_task_values(prefix: str, values: Mapping[str, Any], *, allowed: Sequen
         raise ValueError(f"{prefix} has {', '.join(wrong)}; allowed: {', '.join(allowed)}")
     for key, value in values.items():
         if key in RULES:
-            RULES[key].check(f"{prefix}.{key}", value)
+            check_value(f"{prefix}.{key}", value, RULES[key])
     if unknown := sorted(set(values.get("columns") or ()) - set(EXAMPLE_COLUMNS)):
         known = ", ".join(EXAMPLE_COLUMNS)
         raise ValueError(f"{prefix}.columns names {', '.join(unknown)}; allowed: {known}")

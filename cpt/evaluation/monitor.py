@@ -5,41 +5,36 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from cpt.core.options import Options, option
 from cpt.core.randomness import key, shuffle
-from cpt.core.rules import YES_NO, Rule, is_steps, number, one_of, or_null, whole
+from cpt.core.schema import Natural, NonNegative, Options, Steps, config, option
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.change import Losses, compare_losses
 
-STEPS = Rule(is_steps, "a whole number, 1 or more")
 
-
-@dataclass(frozen=True, kw_only=True)
+@config
 class MonitorOptions(Options):
     """What is looked at while a domain is learned, on validation text, and what ends its stage."""
 
-    every: int | None = option("steps between looks; null: none", or_null(STEPS))
-    tokens: int = option("of each text, at most: rows drawn by key, the same at every look", STEPS)
-    past: int = option("of the domains learned before, so many at most, drawn by key", whole(0))
-    general: bool = option("the general text too", YES_NO)
-    stop: float | None = option(
+    every: Steps | None = option("steps between looks; null: none")
+    tokens: Steps = option("of each text, at most: rows drawn by key, the same at every look")
+    past: Natural = option("of the domains learned before, so many at most, drawn by key")
+    general: bool = option("the general text too")
+    stop: NonNegative | None = option(
         "nats per token: a stage ends when the loss of past or general text has risen by more, by all of its "
-        "interval",
-        or_null(number("0 or more")),
+        "interval"
     )
-    patience: int | None = option(
-        "a stage ends after so many looks in a row without a lower loss on its own domain", or_null(STEPS)
+    patience: Steps | None = option(
+        "a stage ends after so many looks in a row without a lower loss on its own domain"
     )
-    keep: str = option(
-        "the weights that a stage ends with: the last, or those of the lowest loss on its own domain",
-        one_of("last", "best"),
+    keep: Literal["last", "best"] = option(
+        "the weights that a stage ends with: the last, or those of the lowest loss on its own domain"
     )
 
-    def check_together(self) -> None:
+    def __post_init__(self) -> None:
         asked = {"stop": self.stop, "patience": self.patience, "keep": self.keep}
         given = [f"{name}={value}" for name, value in asked.items() if value not in (None, "last")]
         if given and self.every is None:

@@ -3,19 +3,30 @@ Nothing here needs torch or the harness, so that a wrong option is reported at o
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
 import numpy as np
+from annotated_types import Ge, Predicate
 
-from cpt.core import rules
 from cpt.core.config import digest
 from cpt.core.errors import unknown_name
-from cpt.core.options import Options, option
 from cpt.core.randomness import key, shuffle
-from cpt.core.rules import YES_NO, Rule, or_null, whole
+from cpt.core.schema import (
+    Allowed,
+    Count,
+    Folder,
+    Int,
+    Natural,
+    OneOrMore,
+    OpenShare,
+    Options,
+    Steps,
+    Text,
+    config,
+    option,
+)
 from cpt.data.sources.base import GENERAL
 
 FULL = {"rows": "each", "columns": "all"}  # the policy of which no cell is missing
@@ -28,31 +39,10 @@ OLDEST, TOO_NEW = (0, 4, 13), (0, 5)  # versions of lm_eval with the tasks and r
 EXTRA = "pip install -e '.[lm-eval]'"
 
 
-WHEN = Rule(
-    lambda value: value in ("last", "each") or isinstance(value, str) and bool(EVERY.fullmatch(value)),
-    "last, each, or every:K (and the last)",
-)
-COLUMNS = Rule(
-    lambda value: value in ("all", "seen") or isinstance(value, str) and bool(SOME.fullmatch(value)),
-    "all, seen, near:K, sample:K",
-)
-TOKENS = Rule(lambda value: value == AUTO or rules.is_steps(value), "auto or a whole number, 1 or more")
-MEASURES_BY_TASK = or_null(Rule(rules.MAPPED_TEXTS.allows, "a measure for each of some tasks"))
-NAMES = Rule(
-    lambda value: rules.is_list(value, rules.is_text) and 0 < len(value) == len(set(value)),
-    "one or more names, each once",
-)
-METRIC_BY_TASK = Rule(
-    lambda value: isinstance(value, Mapping) and all(map(rules.is_text, value.values())),
-    "a metric for each of some tasks, {hellaswag: acc_norm}",
-)
-LIMIT = Rule(
-    lambda value: rules.is_whole(value, 1) or (rules.is_number(value) and 0 < value < 1),
-    "a whole number, 1 or more, or a share above 0 and below 1",
-)
-REQUESTS = Rule(
-    lambda value: value == "auto" or rules.is_whole(value, 1), "auto or a whole number, 1 or more"
-)
+When = Annotated[
+    Literal["last", "each"] | Annotated[str, Predicate(EVERY.fullmatch)],
+    Allowed("last, each, or every:K (and the last)"),
+]
 
 
 def is_due(when: str, number: int, *, stages: int) -> bool:
@@ -61,20 +51,21 @@ def is_due(when: str, number: int, *, stages: int) -> bool:
     return number in (0, stages) or when == "each" or bool(every and number % int(every[1]) == 0)
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class EvalOptions(Options):
     """Which cells of the matrix are measured. The base and the last model are scored on every text; every
     stage on the domain that it learned and on the general text. A cell that is left out is missing, not 0."""
 
-    rows: str = option("stages after which further columns are scored: each, every:K, last", WHEN)
-    columns: str = option(
-        "which columns those are: all, seen (learned so far), near:K (in the order), sample:K (by key)",
-        COLUMNS,
+    rows: When = option("stages after which further columns are scored: each, every:K, last")
+    columns: Annotated[
+        Literal["all", "seen"] | Annotated[str, Predicate(SOME.fullmatch)],
+        Allowed("all, seen, near:K, sample:K"),
+    ] = option(
+        "which columns those are: all, seen (learned so far), near:K (in the order), sample:K (by key)"
     )
-    tokens: int | str | None = option(
+    tokens: Literal["auto"] | Steps | None = option(
         "of each text, at most: rows drawn by key, the same after every stage; null: all that is held out; "
-        f"auto: {CAP:,}, or what the run's folder was begun with",
-        or_null(TOKENS),
+        f"auto: {CAP:,}, or what the run's folder was begun with"
     )
 
     @property
@@ -111,26 +102,26 @@ class EvalOptions(Options):
         return [text for text in texts if text in chosen]
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class StageOptions(Options):
     """What is measured on the base, and after some of the stages."""
 
-    when: str = option("after which stages, beside the base", WHEN)
+    when: When = option("after which stages, beside the base")
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class TaskEvalOptions(StageOptions):
     """How the held-out examples of a task are asked."""
 
-    written: bool = option("what a model writes by greedy decoding, beside the choices that it ranks", YES_NO)
-    tokens: int = option("of a written answer, at most", whole(1))
-    most: int | None = option("examples of a task; null: all that are held out", or_null(whole(1)))
-    batch_size: int = option("questions per forward pass", whole(1))
-    measures: Mapping[str, str] | None = option(
-        "what some tasks are known by, instead of the usual; null: none", MEASURES_BY_TASK
+    written: bool = option("what a model writes by greedy decoding, beside the choices that it ranks")
+    tokens: Count = option("of a written answer, at most")
+    most: Count | None = option("examples of a task; null: all that are held out")
+    batch_size: Count = option("questions per forward pass")
+    measures: Annotated[Mapping[str, str], Allowed("a measure for each of some tasks")] | None = option(
+        "what some tasks are known by, instead of the usual; null: none"
     )
 
-    def check_together(self) -> None:
+    def __post_init__(self) -> None:
         for task, measure in self.known_by.items():
             if measure not in KNOWN_BY:
                 raise ValueError(unknown_name(f"measures.{task}={measure}", KNOWN_BY))
@@ -152,23 +143,25 @@ class TaskEvalOptions(StageOptions):
             raise ValueError(unknown_name(f"answers.measures.{absent[0]}", known))
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class LMEvalOptions(StageOptions):
     """Tasks of the lm-evaluation-harness (Gao et al., https://github.com/EleutherAI/lm-evaluation-harness),
     measured on a model without fine-tuning."""
 
-    tasks: tuple[str, ...] = option("of the harness, or of your own: tasks, groups and tags", NAMES)
-    include: str | None = option(
-        "where the YAMLs of your own tasks are, in folders of any depth",
-        or_null(Rule(rules.is_text, "a folder")),
+    tasks: Annotated[OneOrMore[Text], Allowed("one or more names, each once")] = option(
+        "of the harness, or of your own: tasks, groups and tags"
     )
-    metrics: Mapping[str, str] = option(
-        "what a task's column shows; else the first that the harness gives", METRIC_BY_TASK
-    )
-    shots: int | None = option("examples before each question; null: as the task says", or_null(whole(0)))
-    limit: float | None = option("examples of a task; null: all", or_null(LIMIT))
-    batch_size: Any = option("requests per forward pass", REQUESTS)
-    max_length: int | None = option("tokens of a request; null: as the model reads", or_null(whole(2)))
+    include: Folder | None = option("where the YAMLs of your own tasks are, in folders of any depth")
+    metrics: Annotated[
+        Mapping[str, Text], Allowed("a metric for each of some tasks, {hellaswag: acc_norm}")
+    ] = option("what a task's column shows; else the first that the harness gives")
+    shots: Natural | None = option("examples before each question; null: as the task says")
+    limit: (
+        Annotated[Count | OpenShare, Allowed("a whole number, 1 or more, or a share above 0 and below 1")]
+        | None
+    ) = option("examples of a task; null: all")
+    batch_size: Literal["auto"] | Steps = option("requests per forward pass")
+    max_length: Annotated[Int, Ge(2)] | None = option("tokens of a request; null: as the model reads")
 
     @property
     def stamp(self) -> str:

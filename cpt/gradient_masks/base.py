@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
+from cpt.core.schema import check_value
 from cpt.core.sharding import local, rows_of
 from cpt.data.collate import Batch
-from cpt.gradient_masks.options import ACTS_ON
+from cpt.gradient_masks.options import ActsOn
 from cpt.models.objectives import Objective
 from cpt.models.units import Projection
 
@@ -33,7 +34,7 @@ class GradientMask(nn.Module):
 
     def __init__(self, *, acts_on: str) -> None:
         super().__init__()
-        ACTS_ON.check("acts_on", acts_on)
+        check_value("acts_on", acts_on, ActsOn)
         self.acts_on = acts_on
         self.recording = False  # during the forward passes of the training loss
         self.alone = True  # whether the step has a single micro-batch

@@ -19,7 +19,6 @@ read."""
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from itertools import accumulate
@@ -35,13 +34,11 @@ from transformers import PreTrainedModel
 
 from cpt.adapters.experts import TextRows
 from cpt.core.collectives import sum_in_place
-from cpt.core.options import Options, option
 from cpt.core.randomness import key
-from cpt.core.rules import PATTERN, YES_NO, number, one_of, or_null, show, whole
 from cpt.core.sharding import whole as all_rows
 from cpt.data.collate import Batch
 from cpt.gradient_masks.base import GradientMask
-from cpt.gradient_masks.options import ACTS_ON
+from cpt.gradient_masks.options import MagnitudeMaskOptions
 from cpt.models.block_attention import present_in, present_in_target
 from cpt.models.fisher import fisher
 from cpt.models.forward import SOURCE_TOKENS, TARGET_TOKENS, in_mode, tokens_of
@@ -50,58 +47,7 @@ from cpt.models.objectives import Objective
 from cpt.models.units import Projection, projections
 
 log = logging.getLogger(__name__)
-KNOWN_IN_TIME = ("output", "fisher")  # importances that rows have before the backward pass
 CACHED = 1 << 18  # numbers that a core works on without going back to memory
-
-
-@dataclass(frozen=True, kw_only=True)
-class MagnitudeMaskOptions(Options):
-    """Options of MIGU's mask."""
-
-    threshold: float | None = option(
-        "T, the share of rows left as they are", or_null(number("0 or more and below 1"))
-    )
-    mass: float | None = option(
-        "instead of T: the share of a map's importance that the chosen rows hold",
-        or_null(number("above 0, at most 1")),
-        default=None,
-    )
-    importance: str = option(
-        "what rows are ranked by: |output|, their Fisher before the domain, or as controls |gradient|, "
-        "|weight|, a draw",
-        one_of("output", "fisher", "gradient", "weight", "random"),
-    )
-    estimator: str = option("of importance=fisher", one_of("per_sample", "batch"))
-    acts_on: str = option("what is scaled: gradient, the step, or the step and its moments", ACTS_ON)
-    only: str | None = option("which linear maps: a regular expression for their names", or_null(PATTERN))
-    biases: bool = option("also the maps' biases", YES_NO)
-    head: bool = option("also the linear maps outside the blocks", YES_NO)
-    tied: bool = option("of these also the one that shares the embedding's weight", YES_NO)
-    skip_first_domain: bool = option("the first domain is learned without the mask", YES_NO)
-    backend: str = option(
-        "what computes the gradients: hooks (all rows', then scaled), or backward (the chosen rows' alone)",
-        one_of("hooks", "backward"),
-    )
-    seed: int = option("of importance=random", whole(0))
-
-    def check_together(self) -> None:
-        if (self.threshold is None) == (self.mass is None):
-            raise ValueError(
-                f"threshold={show(self.threshold)} and mass={show(self.mass)}: one of them says how many "
-                "rows are chosen; allowed: null for the other"
-            )
-        if self.backend == "backward" and self.importance not in KNOWN_IN_TIME:
-            raise ValueError(
-                f"backend=backward does not go with importance={self.importance}, which is known after the "
-                f"backward pass or not by its rows; allowed: importance={', '.join(KNOWN_IN_TIME)}, or "
-                "backend=hooks"
-            )
-        if self.backend == "backward" and self.acts_on != "gradient":
-            raise ValueError(
-                f"backend=backward is invalid with acts_on={self.acts_on}: gradients of rows that are not "
-                "chosen are not computed, which clipping and the optimizer's moments would need; allowed: "
-                "acts_on=gradient, or backend=hooks"
-            )
 
 
 class MagnitudeMask(GradientMask):

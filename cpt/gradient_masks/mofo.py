@@ -7,7 +7,6 @@ are not filtered, and decoupled weight decay reaches all entries; `form=whole` f
 decay."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
 
@@ -16,10 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from cpt.core.options import Options, option
-from cpt.core.rules import number, one_of
 from cpt.core.sharding import local, whole
 from cpt.gradient_masks.base import Constraint, Step
+from cpt.gradient_masks.options import MomentumFilterOptions
 from cpt.models.units import Projection
 from cpt.models.weights import find_trainable
 
@@ -47,17 +45,6 @@ def momentum_of(parameter: nn.Parameter, optimizer: Optimizer) -> Tensor:
     raise ValueError(
         f"optim={type(optimizer).__name__} keeps no momentum to choose by; allowed with mask=mofo: adamw, or "
         "another with one, as sgd with optim.momentum"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class MomentumFilterOptions(Options):
-    """Options of MoFO."""
-
-    share: float = option("alpha, the share of each tensor's entries that move", number("above 0, at most 1"))
-    form: str = option(
-        "what is filtered: released (not norms, biases, weight decay), or whole (the step of every tensor)",
-        one_of("released", "whole"),
     )
 
 

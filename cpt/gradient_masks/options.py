@@ -1,30 +1,94 @@
 """Options that masks share."""
 
-from dataclasses import dataclass
+from typing import Literal
 
-from cpt.core.options import Options, option
-from cpt.core.rules import number, one_of, or_null, some_of
+from cpt.core.schema import (
+    BelowOne,
+    Natural,
+    OneOrMore,
+    OpenShare,
+    Options,
+    Pattern,
+    PositiveShare,
+    Subset,
+    config,
+    option,
+    show,
+)
 
-ACTS_ON = one_of("gradient", "update", "frozen")
+ActsOn = Literal["gradient", "update", "frozen"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class SoftMaskOptions(Options):
     """A soft mask and the proxy of general knowledge (cpt.gradient_masks.soft)."""
 
-    units: tuple[str, ...] = option("what is protected", some_of("heads", "neurons", "outputs", "tokens"))
-    columns: tuple[str, ...] = option(
-        "units that own the columns of the map that reads them, too", some_of("heads", "neurons", none=True)
+    units: OneOrMore[Literal["heads", "neurons", "outputs", "tokens"]] = option("what is protected")
+    columns: Subset[Literal["heads", "neurons"]] = option(
+        "units that own the columns of the map that reads them, too"
     )
-    acts_on: str = option("what is scaled: gradient, the step, or the step and its moments", ACTS_ON)
-    normalise: str = option(
-        "how importances come into [0, 1], per layer and kind",
-        one_of("tanh_abs", "tanh_relu", "minmax", "rank"),
+    acts_on: ActsOn = option("what is scaled: gradient, the step, or the step and its moments")
+    normalise: Literal["tanh_abs", "tanh_relu", "minmax", "rank"] = option(
+        "how importances come into [0, 1], per layer and kind"
     )
-    general: str | None = option(
-        "what the KL of two dropout passes compares; null: general knowledge is not measured",
-        or_null(one_of("logits", "hidden")),
+    general: Literal["logits", "hidden"] | None = option(
+        "what the KL of two dropout passes compares; null: general knowledge is not measured"
     )
-    proxy_dropout: float | None = option(
-        "rate of these two passes; null: the model's own", or_null(number("above 0 and below 1"))
+    proxy_dropout: OpenShare | None = option("rate of these two passes; null: the model's own")
+
+
+KNOWN_IN_TIME = ("output", "fisher")  # importances that rows have before the backward pass
+
+
+@config
+class MagnitudeMaskOptions(Options):
+    """Options of MIGU's mask."""
+
+    threshold: BelowOne | None = option("T, the share of rows left as they are")
+    mass: PositiveShare | None = option(
+        "instead of T: the share of a map's importance that the chosen rows hold", default=None
+    )
+    importance: Literal["output", "fisher", "gradient", "weight", "random"] = option(
+        "what rows are ranked by: |output|, their Fisher before the domain, or as controls |gradient|, "
+        "|weight|, a draw"
+    )
+    estimator: Literal["per_sample", "batch"] = option("of importance=fisher")
+    acts_on: ActsOn = option("what is scaled: gradient, the step, or the step and its moments")
+    only: Pattern | None = option("which linear maps: a regular expression for their names")
+    biases: bool = option("also the maps' biases")
+    head: bool = option("also the linear maps outside the blocks")
+    tied: bool = option("of these also the one that shares the embedding's weight")
+    skip_first_domain: bool = option("the first domain is learned without the mask")
+    backend: Literal["hooks", "backward"] = option(
+        "what computes the gradients: hooks (all rows', then scaled), or backward (the chosen rows' alone)"
+    )
+    seed: Natural = option("of importance=random")
+
+    def __post_init__(self) -> None:
+        if (self.threshold is None) == (self.mass is None):
+            raise ValueError(
+                f"threshold={show(self.threshold)} and mass={show(self.mass)}: one of them says how many "
+                "rows are chosen; allowed: null for the other"
+            )
+        if self.backend == "backward" and self.importance not in KNOWN_IN_TIME:
+            raise ValueError(
+                f"backend=backward does not go with importance={self.importance}, which is known after the "
+                f"backward pass or not by its rows; allowed: importance={', '.join(KNOWN_IN_TIME)}, or "
+                "backend=hooks"
+            )
+        if self.backend == "backward" and self.acts_on != "gradient":
+            raise ValueError(
+                f"backend=backward is invalid with acts_on={self.acts_on}: gradients of rows that are not "
+                "chosen are not computed, which clipping and the optimizer's moments would need; allowed: "
+                "acts_on=gradient, or backend=hooks"
+            )
+
+
+@config
+class MomentumFilterOptions(Options):
+    """Options of MoFO."""
+
+    share: PositiveShare = option("alpha, the share of each tensor's entries that move")
+    form: Literal["released", "whole"] = option(
+        "what is filtered: released (not norms, biases, weight decay), or whole (the step of every tensor)"
     )

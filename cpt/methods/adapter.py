@@ -13,28 +13,16 @@ base. The released code (ContinualLM) draws both matrices from N(0, 0.02) and al
 head."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from cpt.adapters import export
 from cpt.adapters.bottleneck import Bottleneck, attach_bottlenecks
 from cpt.adapters.domain_store import DomainParams
-from cpt.adapters.options import BottleneckOptions, Routing
-from cpt.core.options import option
-from cpt.core.rules import YES_NO, one_of
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.options import AdapterOptions
 
 STARTS = ("base", "previous")
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdapterOptions(BottleneckOptions):
-    """Options of adapters."""
-
-    per_domain: bool = option("a new adapter for each domain", YES_NO)
-    start: str = option("of a new domain's: drawn anew, or a copy of the one before", one_of(*STARTS))
-    routing: Routing = option("of per_domain: which adapter scores a text: one of conf/routing")
 
 
 class Adapter(ContinualModule):

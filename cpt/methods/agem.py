@@ -13,45 +13,22 @@ from projected gradients violate the constraint."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cpt.core.collectives import sum_in_place
-from cpt.core.options import Options, option
-from cpt.core.rules import number, one_of, whole
 from cpt.data.collate import Batch
 from cpt.gradient_masks.base import Constraint, Step
 from cpt.methods.base import ContinualModule, Shared
 from cpt.methods.common.reservoir import Reservoir, slot_of
+from cpt.methods.options import AGEMOptions
 
 log = logging.getLogger(__name__)
 
 SWEEPS = 1000  # over the entries of v, at most
 CLOSE = 1e-12  # relative change of v that ends the sweeps
-
-
-@dataclass(frozen=True, kw_only=True)
-class AGEMOptions(Options):
-    """Options of A-GEM and GEM."""
-
-    memory: int = option("samples of all domains so far that are kept", whole(1))
-    draw: int = option("samples of a reference gradient, over all processes", whole(1))
-    constraints: str = option(
-        "mean: one, of the loss on all earlier domains (A-GEM); each: one for each of them (GEM)",
-        one_of("mean", "each"),
-    )
-    margin: float = option("the least that v may be (GEM's memory strength)", number("0 or more"))
-    acts_on: str = option("what is projected: the gradient, or the step", one_of("gradient", "update"))
-
-    def check_together(self) -> None:
-        if self.margin and self.acts_on == "update":
-            raise ValueError(
-                f"margin={self.margin} with acts_on=update; allowed: 0 there, or acts_on=gradient: it is "
-                "measured in gradients, and a step is as small as the learning rate"
-            )
 
 
 class Reference(Constraint):

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 
 from cpt.adapters.domain_store import DomainParams, DomainScorer, Router, Scope
 from cpt.adapters.options import Routing
-from cpt.core.options import Options
 from cpt.core.randomness import key
+from cpt.core.schema import Options
 from cpt.data.collate import Batch
 from cpt.data.datamodule import Domain, DomainSequence
 from cpt.data.replay import ReplayConfig

@@ -12,9 +12,8 @@ added twice at the FFN, and a ReLU follows W2, so that the first model is not th
 neither saved nor protected."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,13 +23,11 @@ from cpt.adapters import export
 from cpt.adapters.bottleneck import Plugin, attach_plugins
 from cpt.adapters.domain_store import BASE, DomainParams
 from cpt.adapters.gates import Gate, attach_gates
-from cpt.adapters.options import GateOptions, Routing
-from cpt.core.options import option
-from cpt.core.rules import YES_NO, between, number, one_of
 from cpt.data.collate import Batch
 from cpt.gradient_masks.hat import ClaimedUnits
 from cpt.methods.base import Shared
 from cpt.methods.hat import GatedMethod, units_of_adapters
+from cpt.methods.options import CPTPluginOptions
 from cpt.models.units import blocks
 
 NORMS = ("per_domain", "frozen")
@@ -41,25 +38,6 @@ def norms_of(model: PreTrainedModel) -> tuple[str, ...]:
     inside = [part for name, block in blocks(model) for part in block.named_modules(prefix=name)]
     norms = [(name, part) for name, part in inside if "Norm" in type(part).__name__]
     return tuple(f"{name}.{key}" for name, part in norms for key, _ in part.named_parameters(recurse=False))
-
-
-@dataclass(frozen=True, kw_only=True)
-class CPTPluginOptions(GateOptions):
-    """Options of CPT."""
-
-    attention: float = option(
-        "inner size of a plug-in beside an attention, as a share of the hidden size", between(0.001, 100)
-    )
-    ffn: float = option("of one beside an FFN, as a share of the hidden size", between(0.001, 100))
-    output_relu: bool = option("a ReLU behind the second map: the first model is then not the base", YES_NO)
-    norms: str = option("the norms of the blocks: each domain's own, or the base's", one_of(*NORMS))
-    sparsity: float = option("weight of HAT's regulariser", number("0 or more"))
-    routing: Routing = option("which domain's gates score a text: one of conf/routing")
-
-    @property
-    def plugin(self) -> dict[str, Any]:
-        """What cpt.adapters.bottleneck.attach_plugins is told."""
-        return {name: getattr(self, name) for name in ("attention", "ffn", "output_relu")}
 
 
 class CPTPlugin(GatedMethod):

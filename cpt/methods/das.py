@@ -25,7 +25,6 @@ Its three passes take most of a step's time. A smaller share of `samples` lowers
 candidates; every k-th step with k times the weight has the same mean; `fixed` negatives get no gradient."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import partial
 from math import ceil
 from typing import cast
@@ -36,13 +35,10 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from cpt.core.collectives import gather_rows
-from cpt.core.options import option
-from cpt.core.rules import YES_NO
 from cpt.data.collate import Batch, inputs_of
-from cpt.gradient_masks.options import SoftMaskOptions
 from cpt.gradient_masks.soft import Proxy, SoftMask, domain_losses
 from cpt.methods.base import ContinualModule, Shared
-from cpt.methods.common.options import ContrastOptions
+from cpt.methods.options import ContrastOptions, DASOptions
 from cpt.models.forward import check_dropout, dropout, mean_over, nll_of
 from cpt.models.memory import keep_activations
 from cpt.models.objectives import Objective
@@ -118,13 +114,6 @@ class ContrastMethod(ContinualModule):
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         return self.contrast.losses(batch, soft=self.soft, step=self.trainer.global_step)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DASOptions(SoftMaskOptions, ContrastOptions):
-    """Options of DAS."""
-
-    domains: bool = option("importance of each domain learned, by its language-model loss", YES_NO)
 
 
 class DAS(ContrastMethod):

@@ -12,7 +12,6 @@ copies an expert."""
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,10 @@ from transformers import PreTrainedModel
 from cpt.adapters import export
 from cpt.adapters.bottleneck import attach_bottlenecks
 from cpt.adapters.domain_store import BASE, DomainParams, Scope
-from cpt.adapters.options import BottleneckOptions, Routing
 from cpt.core.collectives import sum_in_place
-from cpt.core.options import option
-from cpt.core.rules import one_of
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.options import DEMIXOptions
 from cpt.models.forward import in_mode
 from cpt.models.units import sublayers
 from cpt.models.weights import swap_weights
@@ -100,15 +97,6 @@ def feed_forwards(model: PreTrainedModel) -> Scope:
     maps = [each for place in places for each in (*(source for source, _ in place.sources), place.out)]
     names = [f"{each.name}.{name}" for each in maps for name, _ in each.module.named_parameters()]
     return Scope(tuple(names), tuple(maps))
-
-
-@dataclass(frozen=True, kw_only=True)
-class DEMIXOptions(BottleneckOptions):
-    """Options of DEMIX; those of bottlenecks count for experts=adapter."""
-
-    experts: str = option("what a domain has of its own: every block's FFN, or an adapter", one_of(*EXPERTS))
-    start: str = option("what a new expert is a copy of", one_of(*STARTS))
-    routing: Routing = option("which experts score a text: one of conf/routing")
 
 
 class DEMIX(CopyingMethod):

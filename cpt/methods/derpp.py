@@ -10,48 +10,17 @@ features, so that alpha depends on no size; the second l is the mean over its dr
 ContinualLM's released code cannot run (three attributes are missing); it uses one draw for both terms, fills
 its buffer after a domain, on one process, and truncates stored outputs to integers when it loads them."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cpt.core.options import Options, option
-from cpt.core.rules import Rule, is_whole, number, one_of, or_null, show
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
 from cpt.methods.common.reservoir import Reservoir, bytes_per_sample, capacity, slot_of
+from cpt.methods.options import DERPPOptions
 from cpt.models.forward import at, nll_of
 
 MATCHED = ("hidden", "logits")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DERPPOptions(Options):
-    """Options of DER++."""
-
-    alpha: float = option("weight of the mean squared error to the stored outputs", number("0 or more"))
-    beta: float = option("weight of the loss on the stored labels", number("0 or more"))
-    memory: int | None = option(
-        "samples that are kept, over all processes; null: memory_bytes says it",
-        Rule(lambda value: value is None or is_whole(value, 1), "a whole number of samples from 1 on"),
-    )
-    memory_bytes: float | None = option(
-        "bytes for all that is kept; null: memory says it", or_null(number("above 0"))
-    )
-    draw: int | None = option(
-        "samples of each of the two draws in a forward pass; null: half of its batch",
-        or_null(Rule(lambda value: is_whole(value, 1), "a whole number from 1 on")),
-    )
-    matched: str = option("the outputs that are held", one_of(*MATCHED))
-    precision: str = option("of the stored outputs", one_of("float16", "bfloat16", "float32"))
-
-    def check_together(self) -> None:
-        if (self.memory is None) == (self.memory_bytes is None):
-            raise ValueError(
-                f"memory={show(self.memory)} and memory_bytes={show(self.memory_bytes)}; "
-                "allowed: exactly one, the other null"
-            )
 
 
 class DERPP(ContinualModule):

@@ -9,19 +9,12 @@ the domain's text, are protected, and a contrast separates the domain from it:
 The formulas are those of DAS (cpt.gradient_masks.soft, cpt.methods.das)."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from cpt.data.collate import Batch
-from cpt.gradient_masks.options import SoftMaskOptions
 from cpt.methods.base import Shared
-from cpt.methods.common.options import ContrastOptions
 from cpt.methods.das import ContrastMethod
+from cpt.methods.options import DGAOptions
 from cpt.models.weights import Snapshot
-
-
-@dataclass(frozen=True, kw_only=True)
-class DGAOptions(SoftMaskOptions, ContrastOptions):
-    """Options of DGA."""
 
 
 class DGA(ContrastMethod):

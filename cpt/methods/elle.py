@@ -17,7 +17,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -28,11 +28,11 @@ from transformers import PreTrainedModel
 from cpt.adapters import export
 from cpt.adapters.domain_store import BASE, DomainScorer
 from cpt.adapters.soft_prompt import attach_prompt, draw_prompt
-from cpt.core.options import Options, option
-from cpt.core.rules import Rule, between, is_list, number, show, whole
+from cpt.core.schema import show
 from cpt.data.collate import Batch, label_batch
 from cpt.data.datamodule import Domain
 from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.options import NOTHING, ELLEOptions
 from cpt.methods.prompt import check_rows, check_tokens
 from cpt.models import growth
 from cpt.models.forward import in_mode
@@ -43,55 +43,7 @@ from cpt.models.weights import swap_weights
 
 log = logging.getLogger(__name__)
 TRIED = 16  # tokens on which the loss is compared
-NOTHING = {"neurons": 1, "heads": 0, "layers": 0, "hidden": 1}  # options of no growth
 ROUNDING = 1000  # tolerance of exact growth, in units of the weights' precision
-
-
-def by_domain(rule: Rule) -> Rule:
-    """A value, or a list with one for each domain after the first."""
-    return Rule(
-        lambda value: rule.allows(value) or (is_list(value, rule.allows) and len(value) > 0),
-        f"{rule.allowed}; or a list, one for each domain after the first, of which the last goes on",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ELLEOptions(Options):
-    """Options of ELLE."""
-
-    neurons: float | Sequence[float] = option(
-        "what the width of feed-forward networks is multiplied by before each domain after the first",
-        by_domain(between(1, 100)),
-    )
-    heads: int | Sequence[int] = option(
-        "key/value heads that each attention gains there, with the query heads that share them",
-        by_domain(whole(0)),
-    )
-    layers: int | Sequence[int] = option("blocks that each stack gains there", by_domain(whole(0)))
-    hidden: int | Sequence[int] = option(
-        "how many times as large the hidden size becomes there, with heads that have no size of their own",
-        by_domain(whole(1)),
-    )
-    noise: float = option(
-        "of all but blocks: how far copies are apart, as a share of the weights' standard deviation",
-        number("0 or more"),
-    )
-    recovery: float = option(
-        "steps on the text before a domain, ahead of its own and as a share of them", number("0 or more")
-    )
-    prompt: int = option(
-        "n, vectors of each domain behind the first token, in front with a decoder", whole(0)
-    )
-
-    def growth(self, domain: int) -> dict[str, float]:
-        """The growth before a domain."""
-        if domain < 1:
-            return NOTHING
-        given = {name: getattr(self, name) for name in NOTHING}
-        return {
-            name: value[min(domain, len(value)) - 1] if isinstance(value, Sequence) else value
-            for name, value in given.items()
-        }
 
 
 class ByPrompt(DomainScorer):

@@ -6,20 +6,11 @@ and Valpola, NeurIPS 2017, eq. 1).
 The average starts at the model before each domain and replaces the model at the domain's end."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
-from cpt.core.options import Options, option
-from cpt.core.rules import number
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.options import EMAOptions
 from cpt.models.weights import Snapshot
-
-
-@dataclass(frozen=True, kw_only=True)
-class EMAOptions(Options):
-    """Options of EMA."""
-
-    decay: float = option("alpha: about 1 / (1 - decay) steps count", number("0 or more and below 1"))
 
 
 class EMA(ContinualModule):

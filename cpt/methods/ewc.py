@@ -14,18 +14,16 @@ it is that of the language-model loss, in eval mode and in 32 bits."""
 
 from abc import abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from cpt.core.options import Options, option
-from cpt.core.rules import number
+from cpt.core.schema import Options
 from cpt.core.tensors import NamedTensors
 from cpt.data.collate import Batch
 from cpt.gradient_masks.base import Protection
 from cpt.methods.base import ContinualModule, Shared
-from cpt.methods.common.options import ConsolidationOptions
+from cpt.methods.options import ConsolidationOptions, EWCOptions
 from cpt.models.fisher import fisher, keep_important
 from cpt.models.weights import Snapshot, quadratic_penalty
 
@@ -86,13 +84,6 @@ class Consolidation(AnchorPenalty):
 def merge_importances(old: Tensor, new: Tensor, *, domains: Tensor, merge: str, gamma: float) -> Tensor:
     """The importances of a number of domains merged with those of one more."""
     return (domains * old + new) / (domains + 1) if merge == "mean" else gamma * old + new
-
-
-@dataclass(frozen=True, kw_only=True)
-class EWCOptions(ConsolidationOptions):
-    """Options of EWC."""
-
-    strength: float = option("lambda, the penalty's weight", number("0 or more"))
 
 
 class EWC(Consolidation):

@@ -15,7 +15,7 @@ DistributedDataParallel no name matches and nothing is protected. Of the whole-m
 
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -25,13 +25,10 @@ from transformers import PreTrainedModel
 from cpt.adapters import bottleneck, export
 from cpt.adapters.domain_store import DomainParams
 from cpt.adapters.gates import Gates, anneal, attach_gates, bottleneck_units, owned_parameters, regulariser
-from cpt.adapters.options import BottleneckOptions, GateOptions, Routing
-from cpt.core.options import option
-from cpt.core.rules import number, one_of, some_of
 from cpt.data.collate import Batch
 from cpt.gradient_masks.hat import ClaimedUnits
-from cpt.gradient_masks.options import ACTS_ON
 from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.options import HATOptions
 from cpt.models.units import Units, find_units
 
 GATED = ("heads", "neurons", "outputs")
@@ -40,28 +37,6 @@ GATED = ("heads", "neurons", "outputs")
 def gate_overlap(masks: Tensor) -> Tensor:
     """[n, n]: the share of domain i's open units that are open in j, from gates [n, units] of 0 and 1."""
     return masks @ masks.T / masks.sum(1, keepdim=True).clamp_min(1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class HATOptions(BottleneckOptions, GateOptions):
-    """Options of HAT; those of bottlenecks count for form=adapter."""
-
-    form: str = option("gates on the model's own units, or on adapters beside it", one_of("full", "adapter"))
-    units: tuple[str, ...] = option("what is gated in the form full", some_of(*GATED, none=True))
-    shared: str = option(
-        "what no unit owns (embeddings, norms, head): frozen after the first domain, or trained, which "
-        "changes what earlier domains compute",
-        one_of("frozen", "trained"),
-    )
-    acts_on: str = option("what is scaled: gradient, the step, or the step and its moments", ACTS_ON)
-    strength: float = option("c, the regulariser's weight", number("0 or more"))
-    std: float = option("of the e that a domain begins with", number("above 0"))
-    gate_rate: float = option("the learning rate of the gates' e over that of all", number("above 0"))
-    routing: Routing = option("which domain's gates score a text: one of conf/routing")
-
-    def check_together(self) -> None:
-        if self.form == "full" and not self.units and self.shared == "frozen":
-            raise ValueError("shared=frozen leaves nothing to train without units; allowed: trained")
 
 
 class GatedMethod(ContinualModule):

@@ -7,7 +7,6 @@ The sum needs no domain at test time. The released code keeps the adapters apart
 input of earlier ones too; here these see x itself, so that storing them apart or merged is equivalent."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -16,11 +15,6 @@ from cpt.adapters import lora
 from cpt.adapters.options import StoredPairOptions
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
-
-
-@dataclass(frozen=True, kw_only=True)
-class IncLoRAOptions(StoredPairOptions):
-    """Options of IncLoRA."""
 
 
 class IncLoRA(ContinualModule):

@@ -10,15 +10,13 @@ the positions of a sequence, and the KL of the student from the teacher, at T = 
 
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from cpt.core.options import Options, option
-from cpt.core.rules import number, one_of
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.options import KDOptions
 from cpt.models.forward import at, divergence, nll_of
 from cpt.models.weights import Snapshot
 
@@ -36,16 +34,6 @@ def select_distilled(outputs: tuple[Tensor, Tensor], batch: Batch, *, distilled:
     [K, D]."""
     logits, hidden = outputs
     return logits if distilled == "logits" else at(hidden, batch["positions"])
-
-
-@dataclass(frozen=True, kw_only=True)
-class KDOptions(Options):
-    """Options of KD."""
-
-    strength: float = option("lambda, the weight of what the teacher says", number("0 or more"))
-    temperature: float = option("of both distributions", number("above 0"))
-    distilled: str = option("over the vocabulary, or over the features", one_of(*DISTILLED))
-    teacher: str = option("precision of the teacher's pass: the run's, or faster", one_of(*TEACHERS))
 
 
 class KD(ContinualModule):

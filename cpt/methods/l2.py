@@ -6,25 +6,15 @@ the base it is L2-SP (Li et al., ICML 2018, eq. 2).
 theta* is the model at the end of the previous domain, or the base."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from torch import Tensor
 
-from cpt.core.options import Options, option
-from cpt.core.rules import number, one_of
 from cpt.data.collate import Batch
 from cpt.methods.base import Shared
 from cpt.methods.ewc import AnchorPenalty
+from cpt.methods.options import L2Options
 
 TOWARDS = ("previous", "base")
-
-
-@dataclass(frozen=True, kw_only=True)
-class L2Options(Options):
-    """Options of L2."""
-
-    strength: float = option("lambda, the penalty's weight", number("0 or more"))
-    towards: str = option("the weights before this domain, or the base's", one_of(*TOWARDS))
 
 
 class L2(AnchorPenalty):

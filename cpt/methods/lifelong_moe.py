@@ -19,7 +19,6 @@ processes and micro-batches; at a domain's first step it is uniform."""
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -39,41 +38,18 @@ from cpt.adapters.experts import (
     working,
 )
 from cpt.core.collectives import sum_in_place
-from cpt.core.options import Options, option
-from cpt.core.rules import number, one_of, whole
 from cpt.core.tensors import NamedTensors
 from cpt.data.collate import Batch
 from cpt.data.datamodule import Domain
 from cpt.methods.base import Shared
 from cpt.methods.demix import CopyingMethod
+from cpt.methods.options import LifelongMoEOptions
 from cpt.models.forward import TARGET_TOKENS, divergence, in_mode, nll_of
 from cpt.models.fsdp import named_weights, reshard
 from cpt.models.weights import swap_weights
 
 log = logging.getLogger(__name__)
 STARTS = ("base", "last", "nearest")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LifelongMoEOptions(Options):
-    """Options of Lifelong-MoE."""
-
-    experts: int = option("new experts of each mixture for a domain; 0: no FFN becomes a mixture", whole(0))
-    every: int = option("the FFN of the last of so many blocks each becomes a mixture", whole(1))
-    top_k: int = option("k, experts that compute a token", whole(1))
-    start: str = option(
-        "what new experts are copies of: the model's FFN, or the experts of the last domain or of that "
-        "nearest by the probe's perplexity",
-        one_of(*STARTS),
-    )
-    opening: float = option("over which share of a domain's steps new experts open", number("0 to 1"))
-    dense: str = option("what is in no mixture", one_of("trained", "frozen"))
-    strength: float = option("lambda, the weight of KL from the model before", number("0 or more"))
-    balance: float = option("alpha, the weight of the balance of experts", number("0 or more"))
-
-    def check_together(self) -> None:
-        if self.experts == 0 and self.dense == "frozen":
-            raise ValueError("experts=0 with dense=frozen leaves nothing to train; allowed: dense=trained")
 
 
 def balance_loss(sums: Tensor, shares: Tensor, tokens: float) -> Tensor:

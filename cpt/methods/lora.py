@@ -6,29 +6,17 @@ One adapter for all domains is SeqLoRA. The paper adapts W_q and W_v of the atte
 O-LoRA and MIGU; here all linear layers but the head, unless `targets` names others."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedModel
 
 from cpt.adapters import lora
 from cpt.adapters.domain_store import DomainParams
-from cpt.adapters.options import PairOptions, Routing
-from cpt.core.options import option
-from cpt.core.rules import YES_NO, one_of
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.options import LoRAOptions
 
 STARTS = ("base", "previous")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoRAOptions(PairOptions):
-    """Options of LoRA."""
-
-    per_domain: bool = option("a pair for each domain", YES_NO)
-    start: str = option("of a new domain's: drawn anew, or a copy of the one before", one_of(*STARTS))
-    routing: Routing = option("of per_domain: which pair scores a text: one of conf/routing")
 
 
 class LoRA(ContinualModule):

@@ -9,30 +9,19 @@ positions makes Omega independent of its length. Omega is merged over domains as
 sum is decay at gamma 1."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cpt.core.options import option
-from cpt.core.rules import number, one_of
 from cpt.core.tensors import NamedTensors
 from cpt.data.collate import Batch
 from cpt.methods.base import Shared
-from cpt.methods.common.options import ConsolidationOptions
 from cpt.methods.ewc import Consolidation
+from cpt.methods.options import MASOptions
 from cpt.models.fisher import sensitivity
 from cpt.models.forward import at
 
 OUTPUTS = ("logits", "hidden")
-
-
-@dataclass(frozen=True, kw_only=True)
-class MASOptions(ConsolidationOptions):
-    """Options of MAS."""
-
-    strength: float = option("lambda, the penalty's weight", number("0 or more"))
-    output: str = option("f: what is to stay as it is", one_of(*OUTPUTS))
 
 
 class MAS(Consolidation):

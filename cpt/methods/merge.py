@@ -3,6 +3,8 @@
     theta <- rule(theta_0; theta_1, ..., theta_t)
 
 A domain starts from the merged model (`merged`), from the base (`base`: domains are trained separately) or
+from cpt.methods.options import MergeOptions, MergingOptions
+from cpt.core.schema import Options, show
 from the end of the last one (`previous`: training is plain continual pre-training, the merge is scored and
 exported). The papers of task arithmetic, TIES and DARE train each domain from the base, these rules' default;
 that of the others is `merged`. There, average keeps 1/t of domain t, and task_arithmetic at scale 1 and slerp
@@ -37,7 +39,7 @@ from cpt.core.sharding import dot, local, rows_of, total_norm, whole, with_rows
 from cpt.core.tensors import NamedTensors, PreciseTensors, precise
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
-from cpt.methods.common.options import MergingOptions
+from cpt.methods.options import MergeOptions, MergingOptions
 from cpt.models.fisher import fisher
 from cpt.models.fsdp import named_weights
 from cpt.models.weights import Snapshot
@@ -206,11 +208,6 @@ class Merging(nn.Module):
 
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MergeOptions(MergingOptions):
-    """Options of merging."""
 
 
 class Merge(ContinualModule):

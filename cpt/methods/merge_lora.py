@@ -5,36 +5,21 @@ layers are merged as in `cpt.methods.merge`: tau_k is the product B_k A_k, not i
 rank r, W <- W_0 + U_r S_r V_r^T of the singular values of W - W_0."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cpt.adapters import lora
-from cpt.adapters.options import PairOptions
-from cpt.core.options import option
-from cpt.core.rules import or_null, whole
 from cpt.core.sharding import local, rows_of, with_rows
 from cpt.core.sharding import whole as all_rows
 from cpt.core.tensors import PreciseTensors
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
-from cpt.methods.common.options import MergingOptions
 from cpt.methods.merge import Merging
+from cpt.methods.options import MergeLoRAOptions
 from cpt.models.fisher import fisher
 from cpt.models.fsdp import named_weights
-
-
-@dataclass(frozen=True, kw_only=True)
-class MergeLoRAOptions(MergingOptions, PairOptions):
-    """Options of merging low-rank pairs."""
-
-    truncated: int | None = option("rank of what is added to the base; null: what it is", or_null(whole(1)))
-
-    def check_together(self) -> None:
-        if self.exported == "peft":
-            raise ValueError("exported=peft has no pair to write once pairs are merged; allowed: merged")
 
 
 class MergeLoRA(ContinualModule):

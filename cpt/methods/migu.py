@@ -1,16 +1,9 @@
 """MIGU as a method: sequential training under cpt.gradient_masks.migu (Du et al., EMNLP Findings 2024)."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from cpt.core.options import Choice, Options, option
 from cpt.methods.base import ContinualModule, Shared
-
-
-@dataclass(frozen=True, kw_only=True)
-class MIGUOptions(Options):
-    """Options of MIGU."""
-
-    mask: Choice = option("the mask: one of conf/mask")
+from cpt.methods.options import MIGUOptions
 
 
 class MIGU(ContinualModule):

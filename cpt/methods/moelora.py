@@ -8,22 +8,12 @@ domains, W frozen. Gates are per token and over all adapters: no token is droppe
 code was released."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from cpt.adapters import export
-from cpt.adapters.options import MapPairOptions
 from cpt.adapters.routed_lora import attach_experts
-from cpt.core.options import option
-from cpt.core.rules import whole
 from cpt.methods.base import ContinualModule, Shared
-
-
-@dataclass(frozen=True, kw_only=True)
-class MoELoRAOptions(MapPairOptions):
-    """Options of MoELoRA."""
-
-    experts: int = option("E, pairs of rank r beside each map", whole(1))
+from cpt.methods.options import MoELoRAOptions
 
 
 class MoELoRA(ContinualModule):

@@ -9,7 +9,6 @@ B_t A_t [d_out, d_in] is what the adapter adds to W but for alpha / r; b_i [d_ou
 W. The released code has ||A_t B_t||_1 of the reversed product [r, r], which exists only for d_in = d_out."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,11 +16,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from cpt.adapters import lora
-from cpt.adapters.options import StoredPairOptions
-from cpt.core.options import option
-from cpt.core.rules import number, one_of
 from cpt.data.collate import Batch
 from cpt.methods.inclora import IncLoRA
+from cpt.methods.options import NLoRAOptions
 
 Pair = tuple[Tensor, Tensor]  # A [r, d_in], B [d_out, r]
 
@@ -59,14 +56,6 @@ def factors_norm(pairs: Iterable[Pair]) -> Tensor:
 
 
 PENALTIES = ("product", "factors")
-
-
-@dataclass(frozen=True, kw_only=True)
-class NLoRAOptions(StoredPairOptions):
-    """Options of N-LoRA."""
-
-    strength: float = option("lambda, the penalty's weight", number("0 or more"))
-    penalty: str = option("of the newest pair: B A, or a bound from its factors", one_of(*PENALTIES))
 
 
 class NLoRA(IncLoRA):

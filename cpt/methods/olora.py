@@ -9,18 +9,15 @@ A_k [r, d_in] are the A's of earlier domains; only A_t and B_t have gradients. T
 all pairs of parameters at each step; here layers of one width are one product."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from cpt.adapters.domain_store import DomainParams
-from cpt.adapters.options import StoredPairOptions
-from cpt.core.options import option
-from cpt.core.rules import number, one_of
 from cpt.data.collate import Batch
 from cpt.methods.base import Shared
 from cpt.methods.inclora import IncLoRA
+from cpt.methods.options import OLoRAOptions
 
 PENALTIES = ("l1", "squared")
 Group = tuple[list[Tensor], Tensor]  # A of G layers, each [r, d]; the earlier ones, [G, t r, d]
@@ -49,15 +46,6 @@ def group_by_width(new: Sequence[Tensor], earlier: Sequence[Sequence[Tensor]]) -
 def norms(tensors: Sequence[Tensor]) -> Tensor:
     """The sum of Frobenius norms, a scalar; its gradient at 0 is 0."""
     return torch.stack([torch.linalg.vector_norm(each) for each in tensors]).sum()
-
-
-@dataclass(frozen=True, kw_only=True)
-class OLoRAOptions(StoredPairOptions):
-    """Options of O-LoRA."""
-
-    strength: float = option("lambda_1, of the overlap with earlier pairs", number("0 or more"))
-    penalty: str = option("on the entries of A_k A_t^T", one_of(*PENALTIES))
-    norm: float = option("lambda_2, of the new pair's Frobenius norms", number("0 or more"))
 
 
 class OLoRA(IncLoRA):

@@ -4,7 +4,7 @@ Its diagonal is domain-adaptive pre-training (Gururangan et al., ACL 2020), the 
 
 from collections.abc import Iterable
 
-from cpt.core.options import Options
+from cpt.core.schema import Options
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
 from cpt.models.weights import Snapshot

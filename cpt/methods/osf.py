@@ -24,52 +24,20 @@ are vectors without singular directions, and always free."""
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
 from fractions import Fraction
 from math import floor
 
 from torch import Tensor, ones
 
-from cpt.core.options import Options, option
-from cpt.core.rules import number, one_of, or_null
 from cpt.data.collate import Batch
 from cpt.data.datamodule import Domain
 from cpt.gradient_masks.subspace import Subspaces
 from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.options import OSFOptions
 from cpt.models.fisher import measure_similarity
 from cpt.models.units import blocks, projections, weight_matrices
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class OSFOptions(Options):
-    """Options of OSF."""
-
-    protected: float = option(
-        "share of each map's singular directions, in the first domain", number("0 to 1")
-    )
-    growth: float = option("share that each further domain adds", number("0 to 1"))
-    most: float = option("share that there is at most", number("0 to 1"))
-    least: float | None = option(
-        "share in a block that would change all it is given, where the others have it by how little they "
-        "change; null: all alike",
-        or_null(number("0 to 1")),
-    )
-    protect: str = option(
-        "which weights: the linear maps within the blocks, or all matrices, embeddings and head too",
-        one_of("blocks", "all"),
-    )
-    sides: str = option(
-        "what is protected: all in either subspace, or only what is in both", one_of("both", "block")
-    )
-    acts_on: str = option("what is projected: the gradient, or the step", one_of("gradient", "update"))
-
-    def check_together(self) -> None:
-        if self.least is not None and self.least > self.protected:
-            raise ValueError(
-                f"least={self.least} with protected={self.protected}; allowed: at most that, or null"
-            )
 
 
 class OSF(ContinualModule):

@@ -2,38 +2,20 @@
 al., NeurIPS 2022), VeRA (Kopiczko et al., ICLR 2024), DoRA (Liu et al., ICML 2024), OFT (Qiu et al., NeurIPS
 2023), tuning of norms, and others; shared by all domains, or one per domain."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
 
 from transformers import PreTrainedModel
 
 from cpt.adapters.domain_store import BASE, DomainParams
 from cpt.adapters.lora import attach_tuner, without_tuners
-from cpt.adapters.options import TARGETS, Routing
-from cpt.core.options import Options, option
-from cpt.core.rules import MAPPING, YES_NO, one_of
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.options import PeftOptions
 
 TUNERS = (
     *("boft", "delora", "dora", "fourierft", "gralora", "hira", "hra", "ia3", "ln_tuning", "loha", "lokr"),
     *("miss", "oft", "randlora", "vera"),
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class PeftOptions(Options):
-    """Options of peft's tuners."""
-
-    tuner: str = option("which of peft's", one_of(*TUNERS))
-    targets: Any = option("which layers: auto, or as method.targets of lora", TARGETS)
-    arguments: Mapping[str, Any] = option("of the tuner's config, as peft names them", MAPPING)
-    per_domain: bool = option("one for each domain", YES_NO)
-    start: str = option(
-        "of a new domain's: as at first, or a copy of the one before", one_of("base", "previous")
-    )
-    routing: Routing = option("of per_domain: which one scores a text: one of conf/routing")
 
 
 class Peft(ContinualModule):

@@ -11,37 +11,21 @@ that does not exist, and keeps a domain's prompt from before the first epoch whe
 0."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from cpt.adapters.options import Routing
 from cpt.adapters.soft_prompt import PromptChain, draw_prompt
-from cpt.core.options import Options, option
-from cpt.core.rules import one_of, or_null, whole
 from cpt.data.collate import Batch
 from cpt.data.datamodule import Domain
 from cpt.methods.base import Shared
+from cpt.methods.options import ProgPromptOptions
 from cpt.methods.prompt import PromptMethod
 from cpt.models.loading import positions_of
 from cpt.models.weights import swap_weights
 
 STARTS = ("vocabulary", "previous")
 STD = 0.02  # of W_down
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProgPromptOptions(Options):
-    """Options of Progressive Prompts."""
-
-    tokens: int = option("n, vectors that each domain adds; 0: the base", whole(0))
-    residual: int | None = option(
-        "rows of W_down of the maps that a prompt is learned through; null: it is learned itself",
-        or_null(whole(1)),
-    )
-    start: str = option("of a new domain's: embeddings of random tokens, or a copy", one_of(*STARTS))
-    routing: Routing = option("which chain scores a text: one of conf/routing")
 
 
 class ProgPrompt(PromptMethod):

@@ -10,7 +10,6 @@ positions, add positions again, and leave a prompt vector where classifiers read
 
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,28 +20,15 @@ from cpt.adapters import export
 from cpt.adapters.domain_store import BASE, DomainParams
 from cpt.adapters.options import Routing
 from cpt.adapters.soft_prompt import attach_prompt, draw_prompt
-from cpt.core.options import Options, option
-from cpt.core.rules import YES_NO, one_of, whole
+from cpt.core.schema import Options
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.options import PromptOptions
 from cpt.models.loading import positions_of
 from cpt.models.weights import swap_weights
 
 STARTS = ("vocabulary", "previous")
 ONLY = 0  # the bank's place of a prompt for all domains
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptOptions(Options):
-    """Options of prompt tuning."""
-
-    tokens: int = option(
-        "n, vectors behind the first token of each sample, in front with a decoder; 0: the base",
-        whole(0),
-    )
-    per_domain: bool = option("a prompt for each domain; false: one learns on through all domains", YES_NO)
-    start: str = option("of a new domain's: embeddings of random tokens, or a copy", one_of(*STARTS))
-    routing: Routing = option("of per_domain: which prompt scores a text: one of conf/routing")
 
 
 class PromptMethod(ContinualModule):

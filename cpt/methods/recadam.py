@@ -11,34 +11,21 @@ is eta gamma: decoupled L2-SP."""
 import logging
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from torch import nn
 from torch.optim import Optimizer
 
-from cpt.core.options import Options, option
-from cpt.core.rules import YES_NO, number, one_of
 from cpt.core.sharding import local
 from cpt.data.collate import Batch
 from cpt.gradient_masks.base import Constraint, Step
 from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.options import RecAdamOptions
 from cpt.models.fsdp import named_weights
 from cpt.models.weights import Snapshot
 
 log = logging.getLogger(__name__)
 MOST = 2.0  # of eta gamma: from there on a weight overshoots theta* by its distance
 PAPER = 0.1  # eta gamma: 2e-5 times 5000
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecAdamOptions(Options):
-    """Options of RecAdam."""
-
-    strength: float = option("gamma, the pull's share of the learning rate", number("0 or more"))
-    annealed: bool = option("a step counts more and the pull less, the later in the domain", YES_NO)
-    middle: float = option("t_0, where lambda is 1/2, as a share of a domain's steps", number("0 to 1"))
-    slope: float = option("k times the domain's steps", number("above 0"))
-    towards: str = option("the weights before this domain, or the base's", one_of("previous", "base"))
 
 
 class Recall(Constraint):

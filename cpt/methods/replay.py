@@ -4,18 +4,11 @@ theta_t = argmin (1 - r) L_lm(theta; D_t) + r L_lm(theta; D_1, ..., D_{t-1}), st
 the share of a batch (Ibrahim et al., TMLR 2024, arXiv 2403.08763). It is `ncl` with the same `replay`, bit
 for bit."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from cpt.core.options import Options, option
-from cpt.data.replay import NO_REPLAY, ReplayConfig
+from cpt.data.replay import NO_REPLAY
 from cpt.methods.base import ContinualModule, Shared
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExperienceReplayOptions(Options):
-    """Options of REPLAY."""
-
-    mixture: ReplayConfig = option("how much earlier text is mixed in: one of conf/replay")
+from cpt.methods.options import ExperienceReplayOptions
 
 
 class ExperienceReplay(ContinualModule):

@@ -8,33 +8,15 @@ steps, or a number of steps as in the papers, whose runs have many thousands."""
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 
-from cpt.core.options import Options, option
-from cpt.core.rules import Rule, is_number, is_whole, number
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.options import ReptileOptions
 from cpt.models.weights import Snapshot
 
 log = logging.getLogger(__name__)
-
-EVERY = Rule(
-    lambda value: is_whole(value, 1) or (is_number(value) and 0 < value < 1),
-    "above 0 and below 1, or a whole number, 1 or more",
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReptileOptions(Options):
-    """Options of Reptile."""
-
-    every: float = option(
-        "k, optimizer steps between two interpolations: a share of the domain's steps, or a whole number",
-        EVERY,
-    )
-    share: float = option("epsilon, of the way since the last one; 1: plain ncl", number("0 to 1"))
 
 
 class Reptile(ContinualModule):

@@ -16,7 +16,6 @@ per batch, without alpha / r. Both select checkpoints on the test set, or train 
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,35 +24,15 @@ from transformers import PreTrainedModel
 
 from cpt.adapters import export
 from cpt.adapters.domain_store import BASE, DomainScorer
-from cpt.adapters.options import MapPairOptions
 from cpt.adapters.routed_lora import SampleRouter, attach_routed, begin_routed, routed_part, router_of
 from cpt.core.collectives import sum_in_place
-from cpt.core.options import option
-from cpt.core.rules import number, one_of, whole
 from cpt.core.tensors import NamedTensors
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.options import SAPTOptions
 from cpt.models.objectives import Objective
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SAPTOptions(MapPairOptions):
-    """Options of SAPT and MoCL."""
-
-    key: str = option("how a text is compared with a pair's key", one_of("attention", "cosine"))
-    query: str = option("what a text is taken as: the mean of which vectors", one_of("embeddings", "encoder"))
-    bottleneck: int = option("of key=attention: rows of W_down", whole(1))
-    scale: float = option("of key=cosine: what cosines are multiplied by", number("above 0"))
-    key_rate: float = option(
-        "learning rate of the newest key and the query, as a multiple of that of the pairs",
-        number("above 0"),
-    )
-    strength: float = option(
-        "lambda: of KL on replayed rows with key=attention, of 1 - cos on new ones with key=cosine",
-        number("0 or more"),
-    )
 
 
 class Attending(DomainScorer):

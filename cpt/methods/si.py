@@ -10,27 +10,17 @@ micro-batches, before masks and clipping. The maximum is from the authors' code,
 weight that moved against its gradient would be pushed away from theta*."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from cpt.core.options import Options, option
-from cpt.core.rules import number
 from cpt.core.sharding import local
 from cpt.core.tensors import NamedTensors, PreciseTensors
 from cpt.data.collate import Batch
 from cpt.methods.base import Shared
 from cpt.methods.ewc import AnchorPenalty
+from cpt.methods.options import SIOptions
 from cpt.models.fsdp import named_weights
-
-
-@dataclass(frozen=True, kw_only=True)
-class SIOptions(Options):
-    """Options of SI."""
-
-    strength: float = option("c, the penalty's weight", number("0 or more"))
-    damping: float = option("xi, added to the squared way", number("above 0"))
 
 
 class SI(AnchorPenalty):

@@ -5,20 +5,11 @@
 The paper does so once, with the zero-shot model as theta_{t-1} and alpha = 1 - p, by default 0.5."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
-from cpt.core.options import Options, option
-from cpt.core.rules import number
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.options import WiSEFTOptions
 from cpt.models.weights import Snapshot
-
-
-@dataclass(frozen=True, kw_only=True)
-class WiSEFTOptions(Options):
-    """Options of WiSE-FT."""
-
-    previous: float = option("p, the share of the model before the domain; 0: plain ncl", number("0 to 1"))
 
 
 class WiSEFT(ContinualModule):

@@ -1,23 +1,26 @@
 """Options of the base model: a checkpoint as it is, or a new model and how it is pre-trained."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from cpt.core.options import Options, option, prefix_errors
-from cpt.core.rules import (
-    MAPPING,
-    TEXT,
-    YES_NO,
-    Rule,
-    between,
-    is_list,
-    is_pattern,
-    is_text,
-    number,
-    one_of,
-    or_null,
-    whole,
+from annotated_types import Ge, Le, MinLen
+
+from cpt.core.schema import (
+    Allowed,
+    Count,
+    Int,
+    Natural,
+    NonNegative,
+    Number,
+    OpenShare,
+    Options,
+    Pattern,
+    Probability,
+    Text,
+    check_value,
+    config,
+    option,
+    prefix_errors,
 )
 from cpt.optim.options import check_optimizer_arguments
 
@@ -27,24 +30,25 @@ SIZES = (
     *("max_position_embeddings", "n_embd", "n_layer", "n_head", "n_positions"),
     *("d_model", "d_kv", "d_ff", "num_layers", "num_decoder_layers", "num_heads"),
 )
-PARTIAL = Rule(lambda value: value is True, "true: what it optimises is given later")
-TYPE = Rule(is_text, "a kind of model that transformers has, like modernbert, gpt2, t5")
+IsPartial = Annotated[Literal[True], Allowed("true: what it optimises is given later")]
+ModelType = Annotated[Text, Allowed("a kind of model that transformers has, like modernbert, gpt2, t5")]
 
 
-def is_only(value: Any) -> bool:
-    return is_pattern(value) or (is_list(value, is_pattern) and len(value) > 0)
-
-
-@dataclass(frozen=True, kw_only=True)
+@config
 class Freeze(Options):
     """What of a model is not trained."""
 
-    embeddings: bool = option("tokens, positions and types, with a head that is tied to them", YES_NO)
-    layers: int = option("the first so many blocks; an encoder's come before its decoder's", whole(0))
-    only: Any = option(
+    embeddings: bool = option("tokens, positions and types, with a head that is tied to them")
+    layers: Natural = option("the first so many blocks; an encoder's come before its decoder's")
+    only: (
+        Annotated[
+            Pattern | Annotated[tuple[Pattern, ...], MinLen(1)],
+            Allowed("norms, biases, attention, a regular expression, or a list of such"),
+        ]
+        | None
+    ) = option(
         "all but these: norms, biases, attention (its linear maps), a regular expression for names of "
         "parameters, or a list of such; null: nothing more",
-        or_null(Rule(is_only, "norms, biases, attention, a regular expression, or a list of such")),
         default=None,
     )
 
@@ -52,60 +56,54 @@ class Freeze(Options):
 NOT_FROZEN = Freeze(embeddings=False, layers=0)
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class BaseOptions(Options):
     """How a new model is pre-trained on the general text."""
 
-    steps: int = option("optimizer steps", whole(0))
-    batch_size: int = option("samples per step", whole(1))
-    seed: int = option("of weights, samples and masks", whole(0))
-    warmup: float = option("share of the steps; then linear decay to 0", number("0 to 1"))
-    gradient_clip_val: float | None = option("global norm; null: none", or_null(number("0 or more")))
-    optim: Mapping[str, Any] = option("the optimizer, as in conf/optim", MAPPING)
+    steps: Natural = option("optimizer steps")
+    batch_size: Count = option("samples per step")
+    seed: Natural = option("of weights, samples and masks")
+    warmup: Probability = option("share of the steps; then linear decay to 0")
+    gradient_clip_val: NonNegative | None = option("global norm; null: none")
+    optim: Mapping[str, Any] = option("the optimizer, as in conf/optim")
 
-    def check_together(self) -> None:
+    def __post_init__(self) -> None:
         with prefix_errors("optim"):
-            TEXT.check("_target_", self.optim.get("_target_"))
-            PARTIAL.check("_partial_", self.optim.get("_partial_"))
+            check_value("_target_", self.optim.get("_target_"), Text)
+            check_value("_partial_", self.optim.get("_partial_"), IsPartial)
             check_optimizer_arguments(self.optim)
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class ModelOptions(Options):
     """The base model."""
 
-    name: str = option("what the model is called", TEXT)
-    checkpoint: str | None = option(
-        "a Hugging Face name or a folder; null: built from config, pre-trained as base says",
-        or_null(Rule(is_text, "a Hugging Face name or a folder")),
+    name: Text = option("what the model is called")
+    checkpoint: Annotated[Text, Allowed("a Hugging Face name or a folder")] | None = option(
+        "a Hugging Face name or a folder; null: built from config, pre-trained as base says"
     )
-    objective: str = option("auto: what the architecture is for", one_of("masked", "causal", "span", "auto"))
-    mask_rate: float | None = option(
-        "share of tokens that are masked, or hidden in spans; null: for causal models",
-        or_null(number("above 0 and below 1")),
+    objective: Literal["masked", "causal", "span", "auto"] = option("auto: what the architecture is for")
+    mask_rate: OpenShare | None = option(
+        "share of tokens that are masked, or hidden in spans; null: for causal models"
     )
-    mean_span: float | None = option(
-        "mean tokens of a hidden span; null: for other models", or_null(between(1, 10_000)), default=None
+    mean_span: Annotated[Number, Ge(1), Le(10_000)] | None = option(
+        "mean tokens of a hidden span; null: for other models", default=None
     )
-    length: int = option("tokens per sample", whole(2))
-    resize: bool = option(
-        "rows are added to an embedding that is too small for the tokenizer", YES_NO, default=False
-    )
-    vocabulary: int | None = option("of a new model: entries of its tokenizer", or_null(whole(BYTES)))
+    length: Annotated[Int, Ge(2)] = option("tokens per sample")
+    resize: bool = option("rows are added to an embedding that is too small for the tokenizer", default=False)
+    vocabulary: Annotated[Int, Ge(BYTES)] | None = option("of a new model: entries of its tokenizer")
     config: Mapping[str, Any] | None = option(
-        "of a new model: model_type and its arguments, as transformers takes them", or_null(MAPPING)
+        "of a new model: model_type and its arguments, as transformers takes them"
     )
-    base: BaseOptions | None = option(
-        "of a new model: its pre-training; ignored with a checkpoint", or_null(MAPPING), options=BaseOptions
-    )
-    lr: float = option("peak learning rate; methods that train parts multiply it", number("0 or more"))
+    base: BaseOptions | None = option("of a new model: its pre-training; ignored with a checkpoint")
+    lr: NonNegative = option("peak learning rate; methods that train parts multiply it")
 
-    def check_together(self) -> None:
+    def __post_init__(self) -> None:
         if self.config is not None and self.checkpoint is None:
-            TYPE.check("config.model_type", self.config.get("model_type"))
+            check_value("config.model_type", self.config.get("model_type"), ModelType)
         for name in SIZES:
             if name in (self.config or {}):
-                whole(1).check(f"config.{name}", self.config[name])
+                check_value(f"config.{name}", self.config[name], Count)
         if self.checkpoint is None and (self.config is None or self.base is None or self.vocabulary is None):
             raise ValueError(
                 f"checkpoint=null of {self.name} is nothing to start from; allowed: a Hugging Face name or a "

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.pytorch_utils import Conv1D
 
-from cpt.core.rules import show
+from cpt.core.schema import show
 from cpt.core.sharding import add_up, is_sharded, local, shard_like, with_rows
 from cpt.core.tensors import NamedTensors
 from cpt.models.forward import in_mode

@@ -1,55 +1,59 @@
 """Options of AdamW and SGD; other optimizers of torch take their own arguments."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from cpt.core.options import Choice, Options, option, prefix_errors
-from cpt.core.rules import TEXT, YES_NO, Rule, is_list, is_number, number, or_null
-from cpt.core.sections import GIVEN, Section
-
-BETAS = Rule(
-    lambda value: is_list(value, lambda beta: is_number(beta) and 0 <= beta < 1) and len(value) == 2,
-    "two numbers, 0 or more and below 1",
+from cpt.core.schema import (
+    Allowed,
+    BelowOne,
+    NonNegative,
+    Options,
+    Positive,
+    Text,
+    check_value,
+    config,
+    option,
+    prefix_errors,
 )
+from cpt.core.sections import GIVEN, Choice, Section
+
+Betas = Annotated[tuple[BelowOne, BelowOne], Allowed("two numbers, 0 or more and below 1")]
 CARRY = (
     "what each domain goes on with of the one before: none, moments (and counts of steps), all (the "
     "schedule's place too: it sees one domain)"
 )
-CARRIES = Rule(
-    lambda value: isinstance(value, bool) or value in ("none", "moments", "all"), "none, moments, all"
-)
+Carry = Annotated[bool | Literal["none", "moments", "all"], Allowed("none, moments, all")]
 RULES = {  # of arguments that optimizers of torch have in common
-    "lr": number("0 or more"),
-    "weight_decay": number("0 or more"),
-    "eps": number("above 0"),
-    "betas": BETAS,
-    "momentum": number("0 or more"),
+    "lr": NonNegative,
+    "weight_decay": NonNegative,
+    "eps": Positive,
+    "betas": Betas,
+    "momentum": NonNegative,
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class AdamWOptions(Options):
     """Options of AdamW; decay reaches matrices only, not biases and norms."""
 
-    lr: float = option("peak learning rate", RULES["lr"])
-    betas: Any = option("of the moments", BETAS)
-    eps: float = option("added to the root of the second moment", RULES["eps"])
-    weight_decay: float = option("of matrices, times the learning rate", RULES["weight_decay"])
+    lr: NonNegative = option("peak learning rate")
+    betas: Betas = option("of the moments")
+    eps: Positive = option("added to the root of the second moment")
+    weight_decay: NonNegative = option("of matrices, times the learning rate")
     fused: bool | None = option(
-        "a step in one pass over each parameter; null: as torch chooses", or_null(YES_NO), default=None
+        "a step in one pass over each parameter; null: as torch chooses", default=None
     )
-    carry: Any = option(CARRY, CARRIES, default="none")
+    carry: Carry = option(CARRY, default="none")
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class SGDOptions(Options):
     """Options of plain gradient steps."""
 
-    lr: float = option("peak learning rate", RULES["lr"])
-    momentum: float = option("share of the step before", RULES["momentum"])
-    weight_decay: float = option("of matrices, times the learning rate", RULES["weight_decay"])
-    carry: Any = option(CARRY, CARRIES, default="none")
+    lr: NonNegative = option("peak learning rate")
+    momentum: NonNegative = option("share of the step before")
+    weight_decay: NonNegative = option("of matrices, times the learning rate")
+    carry: Carry = option(CARRY, default="none")
 
 
 KNOWN: Mapping[str, type[Options]] = {"torch.optim.AdamW": AdamWOptions, "torch.optim.SGD": SGDOptions}
@@ -64,7 +68,7 @@ def read_optimizer(given: Section) -> Choice | None:
     """The optimizer of a section; None if a value is missing. Raises ValueError for an invalid value."""
     target = given.values.get("_target_")
     if given.complete or target is not None:
-        TEXT.check(f"{given.place}._target_", target)
+        check_value(f"{given.place}._target_", target, Text)
     kind = KNOWN.get(target)
     if kind is not None:
         further = {name: value for name, value in given.values.items() if name in FURTHER[target]}
@@ -74,7 +78,7 @@ def read_optimizer(given: Section) -> Choice | None:
         return Choice(target, without_carry(Choice(target, options).arguments) | further)
     with prefix_errors(given.place):
         check_optimizer_arguments(given.values)
-        CARRIES.check("carry", given.values.get("carry", "none"))
+        check_value("carry", given.values.get("carry", "none"), Carry)
     return given.only(name for name in given.values if name != "carry").choose()
 
 
@@ -92,4 +96,4 @@ def check_optimizer_arguments(given: Mapping[str, Any]) -> None:
     """Raises ValueError for an invalid value of an argument in RULES."""
     for name, rule in RULES.items():
         if name in given:
-            rule.check(name, given[name])
+            check_value(name, given[name], rule)

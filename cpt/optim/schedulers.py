@@ -3,19 +3,17 @@ restart with each domain; the others relate a domain to those before it."""
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from cpt.core.options import Options, option
-from cpt.core.rules import YES_NO, Rule, is_list, is_number, number, one_of
+from annotated_types import MinLen
 
-PEAKS = Rule(
-    lambda value: (
-        value is None or (is_list(value, lambda peak: is_number(peak) and 0 <= peak <= 1) and bool(value))
-    ),
-    "null, or a list of shares of the peak rate, each 0 to 1",
-)
-FINAL = number("0 to 1")
+from cpt.core.schema import Allowed, Options, PositiveShare, Probability, config, option
+
+Peaks = Annotated[
+    Annotated[tuple[Probability, ...], MinLen(1)] | None,
+    Allowed("null, or a list of shares of the peak rate, each 0 to 1"),
+]
 ALPHA = 10  # how steep an inverse square root is: 1 / sqrt(1 + 10 x)
 
 
@@ -55,11 +53,11 @@ def warm_cosine(step: float, steps: float, *, rise: float, low: float, high: flo
     return half_cosine((step - rise) / max(1.0, steps - rise), low=low, high=high)
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class Schedule(Options):
     """A factor of the peak rate for each step."""
 
-    warmup: float = option("share of the domain's steps in which the rate rises linearly", number("0 to 1"))
+    warmup: Probability = option("share of the domain's steps in which the rate rises linearly")
 
     @abstractmethod
     def __call__(self, progress: Progress) -> float:
@@ -81,7 +79,7 @@ class Schedule(Options):
         return steps
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class Linear(Schedule):
     """Linear warm-up over a share of a domain's steps, then linear decay to 0."""
 
@@ -92,18 +90,18 @@ class Linear(Schedule):
         return max(0.0, (steps - progress.step) / max(1.0, steps - rise))
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class Cosine(Schedule):
     """Linear warm-up over a share of a domain's steps, then half a cosine from 1 down to `final`."""
 
-    final: float = option("the factor at the end", number("0 to 1"))
+    final: Probability = option("the factor at the end")
 
     def __call__(self, progress: Progress) -> float:
         rise = self.warmup * progress.steps
         return warm_cosine(progress.step, progress.steps, rise=rise, low=self.final)
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class Constant(Schedule):
     """Linear warm-up over a share of a domain's steps, then the peak rate."""
 
@@ -111,14 +109,14 @@ class Constant(Schedule):
         return min(1.0, (progress.step + 1) / (self.warmup * progress.steps + 1))
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class Rewarm(Schedule):
     """Warm-up and half a cosine in each domain, to a peak of its own (Gupta et al. 2023, arXiv 2308.04014;
     Ibrahim et al., TMLR 2024, arXiv 2403.08763)."""
 
-    final: float = option("the factor at the end of a domain, of its peak", FINAL)
-    peaks: Sequence[float] | None = option(
-        "the peak of each domain, a share of the rate; the last is that of all that follow; null: 1", PEAKS
+    final: Probability = option("the factor at the end of a domain, of its peak")
+    peaks: Peaks = option(
+        "the peak of each domain, a share of the rate; the last is that of all that follow; null: 1"
     )
 
     def __call__(self, progress: Progress) -> float:
@@ -127,12 +125,12 @@ class Rewarm(Schedule):
         return peak * warm_cosine(progress.step, progress.steps, rise=rise, low=self.final)
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class Once(Schedule):
     """One warm-up (a share of all steps) and one half cosine over all domains; a further domain changes every
     rate."""
 
-    final: float = option("the factor at the end of the last domain", FINAL)
+    final: Probability = option("the factor at the end of the last domain")
 
     @property
     def needs_end(self) -> bool:
@@ -143,11 +141,11 @@ class Once(Schedule):
         return warm_cosine(progress.total_step, progress.total_steps, rise=rise, low=self.final)
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class Decayed(Schedule):
     """Warm-up and half a cosine in the first domain; then constant."""
 
-    final: float = option("the factor from the end of the first domain on", number("above 0, at most 1"))
+    final: PositiveShare = option("the factor from the end of the first domain on")
 
     def __call__(self, progress: Progress) -> float:
         if progress.domain:
@@ -156,7 +154,7 @@ class Decayed(Schedule):
         return warm_cosine(progress.step, progress.steps, rise=rise, low=self.final)
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class Infinite(Schedule):
     """Warm-up, a cool-down to a constant for all later domains, and an optional decay to `final` at the end
     (Ibrahim et al., TMLR 2024, section 4.2). Without the decay, domains can be added.
@@ -164,19 +162,18 @@ class Infinite(Schedule):
     Cool-down, x from 0 to 1: constant + (1 - constant) f(x), f = (1 + cos(pi x)) / 2 or
     1 - h(x) / h(1) with h(x) = 1 / sqrt(1 + 10 x) - 1. Decay: constant * (final / constant)^x."""
 
-    cooldown: float = option("share of the first domain's steps in which it cools down", number("0 to 1"))
-    constant: float = option("the factor of all later domains", number("above 0, at most 1"))
-    form: str = option("of the cool-down", one_of("cosine", "inverse_square_root"))
-    anneal: float = option("share of a domain's steps, its last, in which the rate decays", number("0 to 1"))
-    annealed: str = option(
+    cooldown: Probability = option("share of the first domain's steps in which it cools down")
+    constant: PositiveShare = option("the factor of all later domains")
+    form: Literal["cosine", "inverse_square_root"] = option("of the cool-down")
+    anneal: Probability = option("share of a domain's steps, its last, in which the rate decays")
+    annealed: Literal["last", "each"] = option(
         "where it decays: at the end of the last domain, or of each: the next then goes on with the weights "
-        "before it",
-        one_of("last", "each"),
+        "before it"
     )
-    final: float = option("the factor at the end of that decay", number("above 0, at most 1"))
+    final: PositiveShare = option("the factor at the end of that decay")
 
-    def check_together(self) -> None:
-        super().check_together()
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.warmup + self.cooldown + self.anneal > 1:
             raise ValueError(
                 f"warmup={self.warmup:g}, cooldown={self.cooldown:g} and anneal={self.anneal:g} are more "
@@ -216,19 +213,19 @@ class Infinite(Schedule):
         return self.constant + (1 - self.constant) * (1 - fallen)
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class WSD(Schedule):
     """Warm-up, stable, decay (Hu et al. 2024, MiniCPM, arXiv 2404.06395; the form 1 - sqrt: Hägele et al.,
     NeurIPS 2024, arXiv 2405.18392). With `branched` a domain's decay is a branch, and the next domain starts
     before it, at the peak; else each domain warms up again."""
 
-    decay: float = option("share of a domain's steps, its last, in which the rate decays", number("0 to 1"))
-    form: str = option("of the decay, x from 0 to 1: 1 - sqrt(x) or 1 - x", one_of("root", "linear"))
-    final: float = option("the factor at a domain's end", FINAL)
-    branched: bool = option("the next domain goes on with the weights before the decay", YES_NO)
+    decay: Probability = option("share of a domain's steps, its last, in which the rate decays")
+    form: Literal["root", "linear"] = option("of the decay, x from 0 to 1: 1 - sqrt(x) or 1 - x")
+    final: Probability = option("the factor at a domain's end")
+    branched: bool = option("the next domain goes on with the weights before the decay")
 
-    def check_together(self) -> None:
-        super().check_together()
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.warmup + self.decay > 1:
             raise ValueError(
                 f"warmup={self.warmup:g} and decay={self.decay:g} are more than a domain; allowed: 1 in all"
@@ -253,17 +250,17 @@ class WSD(Schedule):
         return self.final + (1 - self.final) * left
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class ReciprocalRoot(Schedule):
     """(1 - final) sqrt(w / s) + final after w steps of warm-up, and a last linear decay to `final` (TiC-LM,
     Li et al., ACL 2025, arXiv 2504.02107). s counts within a domain, or on across all of them."""
 
-    cooldown: float = option("share of a domain's steps, its last, in which the rate falls to final", FINAL)
-    final: float = option("the factor at a domain's end", FINAL)
-    across: bool = option("steps count on across domains; there is one warm-up then", YES_NO)
+    cooldown: Probability = option("share of a domain's steps, its last, in which the rate falls to final")
+    final: Probability = option("the factor at a domain's end")
+    across: bool = option("steps count on across domains; there is one warm-up then")
 
-    def check_together(self) -> None:
-        super().check_together()
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.warmup:
             raise ValueError("warmup=0: the rate falls by sqrt(warmup / steps); allowed: above 0, at most 1")
 
@@ -284,13 +281,13 @@ class ReciprocalRoot(Schedule):
         return (1 - self.final) * math.sqrt(rise / at) + self.final
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class Autoregressive(Schedule):
     """Half a cosine in each domain, from a peak that falls from domain to domain (TiC-LM, Li et al., ACL
     2025): a domain of n steps after b starts at the height of one cosine over all b + n steps at b / (b +
     n)."""
 
-    final: float = option("the factor at a domain's end", FINAL)
+    final: Probability = option("the factor at a domain's end")
 
     def __call__(self, progress: Progress) -> float:
         rise, before = self.warmup * progress.steps, progress.total_step - progress.step

@@ -33,7 +33,7 @@ from cpt.evaluation.statistics import (
 from cpt.evaluation.task_metrics import describe_task, head_of
 from cpt.reporting import frames
 from cpt.reporting.frames import decimals, format_interval, megabytes, percent, perplexity, strip_controls
-from cpt.reporting.load_runs import Group, Run, Section, differing_settings, name_orders
+from cpt.reporting.load_runs import Run, RunGroup, RunSection, differing_settings, name_orders
 from cpt.reporting.page import Block, few
 
 NONE = "–"
@@ -61,7 +61,7 @@ COSTS = (
 )
 
 
-class Measure(NamedTuple):
+class ComparedMeasure(NamedTuple):
     key: str  # of Run.values
     title: str
     show: Callable[[float], str] = decimals
@@ -69,39 +69,35 @@ class Measure(NamedTuple):
     relative: bool = False  # shown as the mean, and that over the baseline's
 
 
-def whole(number: float) -> str:
-    return f"{number:,.0f}"
-
-
 MEASURES = (
-    Measure("LC/perplexity", "LC (perplexity)", perplexity),
-    Measure("LC/bits_per_byte", "LC (bits per byte)"),
-    Measure("CPT/nats", "CPT"),
-    Measure("FG/nats", "FG"),
-    Measure("BWT_zs/nats", "BWT_zs", higher=True),
-    Measure("FWT_zs/nats", "FWT_zs", higher=True),
-    Measure("general_drift/nats", "general drift"),
-    Measure("intransigence/nats", "intransigence"),
-    Measure("answers/AP", "AP (%)", percent, higher=True),
-    Measure("answers/LA", "LA (%)", percent, higher=True),
-    Measure("answers/BWT", "BWT (%)", percent, higher=True),
-    Measure("answers/F", "F (%)", percent),
-    Measure("answers/FWT", "FWT (%)", percent, higher=True),
-    Measure("endtask/MF1", "MF1 (%)", percent, higher=True),
-    Measure("endtask/Acc", "Acc (%)", percent, higher=True),
-    Measure("endtask/forward", "forward MF1 (%)", percent, higher=True),
-    Measure("endtask/forget_rate", "forget rate (%)", percent),
+    ComparedMeasure("LC/perplexity", "LC (perplexity)", perplexity),
+    ComparedMeasure("LC/bits_per_byte", "LC (bits per byte)"),
+    ComparedMeasure("CPT/nats", "CPT"),
+    ComparedMeasure("FG/nats", "FG"),
+    ComparedMeasure("BWT_zs/nats", "BWT_zs", higher=True),
+    ComparedMeasure("FWT_zs/nats", "FWT_zs", higher=True),
+    ComparedMeasure("general_drift/nats", "general drift"),
+    ComparedMeasure("intransigence/nats", "intransigence"),
+    ComparedMeasure("answers/AP", "AP (%)", percent, higher=True),
+    ComparedMeasure("answers/LA", "LA (%)", percent, higher=True),
+    ComparedMeasure("answers/BWT", "BWT (%)", percent, higher=True),
+    ComparedMeasure("answers/F", "F (%)", percent),
+    ComparedMeasure("answers/FWT", "FWT (%)", percent, higher=True),
+    ComparedMeasure("endtask/MF1", "MF1 (%)", percent, higher=True),
+    ComparedMeasure("endtask/Acc", "Acc (%)", percent, higher=True),
+    ComparedMeasure("endtask/forward", "forward MF1 (%)", percent, higher=True),
+    ComparedMeasure("endtask/forget_rate", "forget rate (%)", percent),
 )
-FLOPS = Measure("cost/flops", "FLOPs (x baseline)", lambda x: f"{x:.2e}" if x else "0", relative=True)
+FLOPS = ComparedMeasure("cost/flops", "FLOPs (x baseline)", lambda x: f"{x:.2e}" if x else "0", relative=True)
 COST_MEASURES = (
-    Measure("cost/tokens", "tokens (x baseline)", whole, relative=True),
+    ComparedMeasure("cost/tokens", "tokens (x baseline)", "{:,.0f}".format, relative=True),
     FLOPS,
-    Measure("cost/seconds_learn", "learning, s (x baseline)", whole, relative=True),
-    Measure("cost/seconds", "all (s)", whole),
-    Measure("cost/memory", "peak memory", megabytes),
-    Measure("cost/trained", "trained", whole),
-    Measure("cost/stored", "stored", megabytes),
-    Measure("cost/stored_per_domain", "per domain", megabytes),
+    ComparedMeasure("cost/seconds_learn", "learning, s (x baseline)", "{:,.0f}".format, relative=True),
+    ComparedMeasure("cost/seconds", "all (s)", "{:,.0f}".format),
+    ComparedMeasure("cost/memory", "peak memory", megabytes),
+    ComparedMeasure("cost/trained", "trained", "{:,.0f}".format),
+    ComparedMeasure("cost/stored", "stored", megabytes),
+    ComparedMeasure("cost/stored_per_domain", "per domain", megabytes),
 )
 COMPARED = tuple(each for each in MEASURES if each.key not in ("BWT_zs/nats", "endtask/forward"))
 CHOSEN = ("LC/perplexity", "FG/nats", "CPT/nats", "answers/AP", "endtask/MF1", "cost/flops")  # shown at first
@@ -131,7 +127,7 @@ class Spread(NamedTuple):
     high: float | None
 
 
-class Contrast(NamedTuple):
+class PairedContrast(NamedTuple):
     """A difference from the baseline with its p-values, and these by Holm's procedure over the groups."""
 
     mean: float
@@ -145,7 +141,7 @@ class Contrast(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def spread_values(section: Section) -> dict[str, dict[str, Spread]]:
+def spread_values(section: RunSection) -> dict[str, dict[str, Spread]]:
     """By group and key."""
     found: dict[str, dict[str, Spread]] = {group.name: {} for group in section.groups}
     runs = {group.name: len(group.runs) for group in section.groups}
@@ -170,7 +166,7 @@ def format_spread(given: Spread | None, show: Callable[[float], str], *, bounds:
     return show(given.mean) + deviation + interval + f" ({given.n})" * (given.n < given.runs)
 
 
-def correct_holm(found: Mapping[str, Difference]) -> dict[str, Contrast]:
+def correct_holm(found: Mapping[str, Difference]) -> dict[str, PairedContrast]:
     """Holm's step-down procedure (Holm 1979) on both p-values: the k-th smallest of m times m - k + 1, never
     below the one before it, at most 1. A difference without a t test counts as one of p = 1."""
     holm = []
@@ -180,13 +176,13 @@ def correct_holm(found: Mapping[str, Difference]) -> dict[str, Contrast]:
         raised = np.minimum(1, np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1)))
         holm.append(raised[np.argsort(order)].tolist())
     return {
-        name: Contrast(*each, flipped, None if each.p_t is None else by_t)
+        name: PairedContrast(*each, flipped, None if each.p_t is None else by_t)
         for (name, each), flipped, by_t in zip(found.items(), *holm, strict=True)
     }
 
 
 @lru_cache(maxsize=1024)
-def pair_values(section: Section, key: str) -> dict[str, dict[tuple, float]]:
+def pair_values(section: RunSection, key: str) -> dict[str, dict[tuple, float]]:
     """By group and (order, seed); the mean of runs that have both alike."""
     rows = section.frame[section.frame["key"] == key]
     found: dict[str, dict[tuple, float]] = defaultdict(dict)
@@ -196,7 +192,7 @@ def pair_values(section: Section, key: str) -> dict[str, dict[tuple, float]]:
 
 
 @lru_cache(maxsize=1024)
-def contrast_groups(section: Section, key: str) -> dict[str, Contrast]:
+def contrast_groups(section: RunSection, key: str) -> dict[str, PairedContrast]:
     """By group, its mean difference from its baseline over the orders and seeds that both have."""
     pairs = pair_values(section, key)
     named = {name: other.name for name, other in section.baselines.items()}
@@ -204,13 +200,13 @@ def contrast_groups(section: Section, key: str) -> dict[str, Contrast]:
     return correct_holm({name: each for name, each in found.items() if each.n})
 
 
-def is_ranked(group: Group, key: str) -> bool:
+def is_ranked(group: RunGroup, key: str) -> bool:
     """Whether a group is ranked by a measure: with a model per domain, not by those of one final model."""
     return not group.alone or key.startswith(ALONE)
 
 
 @lru_cache(maxsize=64)
-def rank_groups(section: Section) -> dict[str, dict[str, float]]:
+def rank_groups(section: RunSection) -> dict[str, dict[str, float]]:
     """By measure, the mean rank (1: best) of each group among those of its model (and order, where groups are
     told apart by it), over the orders and seeds that all these have."""
     ranks = {}
@@ -238,7 +234,7 @@ def pareto_front(means: Mapping[str, tuple[float, float]]) -> list[str]:
 
 
 @lru_cache(maxsize=16)
-def contrast_examples(section: Section) -> tuple[list[dict[str, Any]], list[str], list[str]]:
+def contrast_examples(section: RunSection) -> tuple[list[dict[str, Any]], list[str], list[str]]:
     """Each group minus its baseline over the examples that both were given, of end tasks and of tasks with
     answers: a record for all tasks together (`task` is empty) and for each task. Then notes, and a line for
     each file that cannot be read. One task's answers are read after another's."""
@@ -306,7 +302,7 @@ def contrast_examples(section: Section) -> tuple[list[dict[str, Any]], list[str]
     return records, notes, failed
 
 
-def list_answer_measures(section: Section) -> dict[str, list[str]]:
+def list_answer_measures(section: RunSection) -> dict[str, list[str]]:
     """The headline measures of each task: one, unless runs differ."""
     found: dict[str, set[str]] = defaultdict(set)
     for run in section.runs:
@@ -315,13 +311,13 @@ def list_answer_measures(section: Section) -> dict[str, list[str]]:
     return {task: sorted(names) for task, names in found.items()}
 
 
-def list_present(section: Section, measures: Iterable[Measure]) -> list[Measure]:
+def list_present(section: RunSection, measures: Iterable[ComparedMeasure]) -> list[ComparedMeasure]:
     """The measures that some run has."""
     keys = set(section.frame["key"])
     return [measure for measure in measures if measure.key in keys]
 
 
-def build_table(section: Section, cells: Sequence[Sequence[str]], *, of: int = 0, **block: Any) -> Block:
+def build_table(section: RunSection, cells: Sequence[Sequence[str]], *, of: int = 0, **block: Any) -> Block:
     """A table whose rows the page filters by the group in column `of`; nothing without rows."""
     groups = {group.name: group for group in section.groups}
     facets = []
@@ -332,7 +328,12 @@ def build_table(section: Section, cells: Sequence[Sequence[str]], *, of: int = 0
 
 
 def tabulate_spreads(
-    section: Section, measures: Iterable[Measure], *, bounds: bool = True, names: Any = (), **block: Any
+    section: RunSection,
+    measures: Iterable[ComparedMeasure],
+    *,
+    bounds: bool = True,
+    names: Any = (),
+    **block: Any,
 ) -> Block:
     """A row per group; `names`, properties of it, before the measures that some run has."""
     spreads, measures, cells = spread_values(section), list_present(section, measures), []
@@ -353,31 +354,33 @@ def tabulate_spreads(
     return build_table(section, cells if measures or names else [], head=head, words=len(names) + 1, **block)
 
 
-def tabulate_main(section: Section, *, domains: Sequence[str] = ()) -> Block:
+def tabulate_main(section: RunSection, *, domains: Sequence[str] = ()) -> Block:
     """Every measure; `domains`: the only ones measured, if any."""
     names, measures = ("method", "model", "named_orders", "size"), [*MEASURES, FLOPS]
     shown = [place for place, m in enumerate(list_present(section, measures), start=5) if m.key in CHOSEN]
     only = [f"Metrics on {few(domains, between=', ')} only."] if domains else []
-    lines = [*only, f"{SPREAD} In nats if no unit is named.", *describe_section(section)]
+    lines = [*only, f"{SPREAD} In nats if no unit is named.", *list_caveats(section)]
     titled = {"title": section.title, "lines": lines, "chosen": [0, *shown]}
     return tabulate_spreads(section, measures, names=names, **titled)
 
 
-def tabulate_brief(section: Section) -> Block:
+def tabulate_brief(section: RunSection) -> Block:
     """The main table without intervals and rarer measures."""
     measures = [measure for measure in MEASURES if measure.key in BRIEF]
     return tabulate_spreads(section, measures, names=["size"], bounds=False)
 
 
-def tabulate_tasks(section: Section) -> Block:
+def tabulate_tasks(section: RunSection) -> Block:
     """The last score of each end task, in its own metric."""
     found = {task: x for run in section.runs for task, x in run.scores.endtasks.get("metric", {}).items()}
-    measures = [Measure(f"task/{task}", f"{task} ({metric})", percent) for task, metric in found.items()]
+    measures = [
+        ComparedMeasure(f"task/{task}", f"{task} ({metric})", percent) for task, metric in found.items()
+    ]
     line = f"In %, each in the last row in which it was measured, a mean over its seeds. {SPREAD}"
     return tabulate_spreads(section, measures, title="End tasks", lines=[line])
 
 
-def describe_section(section: Section) -> list[str]:
+def list_caveats(section: RunSection) -> list[str]:
     """What a reader must know before comparing the groups of a section."""
     groups, runs, objective = section.groups, section.runs, section.conditions["objective"]
     lines = [f"Perplexity of all these runs: {describe_conditions(section.conditions)}."]
@@ -408,7 +411,7 @@ def describe_section(section: Section) -> list[str]:
 
 
 def tabulate_differences(
-    section: Section, measures: Iterable[Measure] = COMPARED, *, title: str = "Differences"
+    section: RunSection, measures: Iterable[ComparedMeasure] = COMPARED, *, title: str = "Differences"
 ) -> Block:
     """A row per group that has a baseline: mean difference, interval, p-values and Holm's."""
     measures = list_present(section, measures)
@@ -433,7 +436,7 @@ def tabulate_differences(
 
 
 def format_contrast(
-    given: Contrast | None, show: Callable[[float], str], tests: Sequence[str] = ("p", "p_holm")
+    given: PairedContrast | None, show: Callable[[float], str], tests: Sequence[str] = ("p", "p_holm")
 ) -> list[str]:
     """Difference with its interval, and p-values."""
     if given is None:
@@ -443,14 +446,14 @@ def format_contrast(
     return [difference, *(NONE if p is None else f"{p:.3g}" for p in shown)]
 
 
-def build_tables(section: Section) -> list[Block]:
+def tabulate_all(section: RunSection) -> list[Block]:
     """All tables after the main one: differences, ranks, end tasks, benchmarks, examples, compute."""
     measures = {}
     for name, task in ((n, t) for run in section.runs for n, t in run.scores.probes.get("tasks", {}).items()):
         told = describe_task(name, task)
         chance = "" if task["chance"] is None else f", chance {decimals(task['chance'])}"
         title = f"{told}{chance}{', lower is better' * (not task['higher'])}"
-        measures[told] = Measure(f"probe/{told}", title, higher=task["higher"])
+        measures[told] = ComparedMeasure(f"probe/{told}", title, higher=task["higher"])
     in_units = f"In the harness's own units, after the last stage that was measured. {SPREAD}"
 
     ranks = {key: own for key, own in rank_groups(section).items() if len(own) > 1}
@@ -464,7 +467,7 @@ def build_tables(section: Section) -> list[Block]:
     records, notes, _ = contrast_examples(section)
     examples = []
     for each in records:
-        contrast = Contrast(*(each[name] for name in Contrast._fields))
+        contrast = PairedContrast(*(each[name] for name in PairedContrast._fields))
         counts = [f"{each[name]:,}" for name in ("n", "both", "only_group", "only_baseline")]
         task = each["task"] or f"all {each['tasks']} {each['kind']}"
         row = [task, each["group"], each["baseline"], each["measure"] or NONE, counts[0]]
@@ -490,7 +493,7 @@ def build_tables(section: Section) -> list[Block]:
 
 
 @lru_cache(maxsize=16)
-def build_findings(section: Section) -> Block:
+def build_findings(section: RunSection) -> Block:
     """Sentences: by each of QUESTIONS the best group, its lead over the baseline, and what the test does not
     tell apart from it. Nothing of fewer than two groups that learned a sequence."""
     alike = defaultdict(list)
@@ -526,7 +529,9 @@ def build_findings(section: Section) -> Block:
     return Block(title="Findings", lines=[*lines, how] if lines else [])
 
 
-def describe_best(section: Section, groups: Sequence[Group], measure: Measure, begin: str) -> list[str]:
+def describe_best(
+    section: RunSection, groups: Sequence[RunGroup], measure: ComparedMeasure, begin: str
+) -> list[str]:
     """One line, `Forgets least: ewc, FG 0.0042 [0.0030, 0.0051] nats (runs: 3); -0.2 [-0.3, -0.1] against ncl
     …`; none where fewer than two groups have the number."""
     means = {group.name: mean for group in groups if (mean := group.mean(measure.key)) is not None}
@@ -560,7 +565,7 @@ def describe_best(section: Section, groups: Sequence[Group], measure: Measure, b
     return [f"{line}. {verdict}."]
 
 
-def build_heading(sections: Sequence[Section]) -> list[Block]:
+def build_heading(sections: Sequence[RunSection]) -> list[Block]:
     """What several sections differ in."""
     if len(sections) < 2:
         return []
@@ -581,7 +586,7 @@ def build_heading(sections: Sequence[Section]) -> list[Block]:
 
 
 def export_sections(
-    sections: Sequence[Section], *, stem: Path, kinds: Sequence[str], more: Mapping[str, Any]
+    sections: Sequence[RunSection], *, stem: Path, kinds: Sequence[str], more: Mapping[str, Any]
 ) -> None:
     """Writes STEM.csv (a row per run with every number of its report), .tex (a booktabs table per section),
     .json (everything, with `more`) and .parquet (the tidy frame of all runs)."""
@@ -623,7 +628,7 @@ def format_csv(runs: Sequence[tuple[dict[str, Any], Run]]) -> str:
     return frame.to_csv(index=False, lineterminator="\n")
 
 
-def format_latex(section: Section) -> str:
+def format_latex(section: RunSection) -> str:
     """The brief table; in bold the best mean of each column and those that are equal in the digits shown."""
     brief = tabulate_brief(section)
     table = DataFrame(brief.cells, columns=list(brief.head)).map(strip_controls)
@@ -645,7 +650,7 @@ def format_latex(section: Section) -> str:
     return "".join(f"% {strip_controls(comment)}\n" for comment in comments) + text
 
 
-def format_json(sections: Sequence[Section], runs: Sequence[tuple], more: Mapping[str, Any]) -> str:
+def format_json(sections: Sequence[RunSection], runs: Sequence[tuple], more: Mapping[str, Any]) -> str:
     """By section: groups with spreads, differences and ranks; examples; runs with their values. A number that
     is not finite is null."""
     described = []

@@ -210,7 +210,7 @@ def measure_runs(runs: Sequence[Run], *, domains: Collection[str] = ()) -> list[
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Group:
+class RunGroup:
     """Runs that differ in seed and order alone."""
 
     name: str
@@ -256,15 +256,15 @@ class Group:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Section:
+class RunSection:
     """Groups whose runs were measured under the same conditions, so that their numbers can be compared; the
     best LC first."""
 
     title: str
     conditions: Mapping[str, str]
-    groups: Sequence[Group]
+    groups: Sequence[RunGroup]
     baseline: str  # as asked for
-    baselines: Mapping[str, Group]  # by the name of a group
+    baselines: Mapping[str, RunGroup]  # by the name of a group
     places: Mapping[str, int]  # colour and marker by the name of a group, in all sections
 
     @property
@@ -286,7 +286,7 @@ class Section:
         return DataFrame(rows, columns=["run", "group", "model", "order", "seed", "key", "value"])
 
 
-def build_sections(runs: Sequence[Run], *, by_order: bool = False, baseline: str = "ncl") -> list[Section]:
+def build_sections(runs: Sequence[Run], *, by_order: bool = False, baseline: str = "ncl") -> list[RunSection]:
     """A section per set of comparable runs, the largest first; `by_order`: a group per order."""
     alike = defaultdict(list)
     for run in runs:
@@ -303,7 +303,7 @@ def build_sections(runs: Sequence[Run], *, by_order: bool = False, baseline: str
         others = titled[own["objective"], own["domains"]]
         apart = [f"{key} {own[key]}" for key in own if len({each[key] for each in others}) > 1]
         baselines = {group.name: find_baseline(group, groups, baseline) for group in groups}
-        section = Section(
+        section = RunSection(
             title="",
             conditions=own,
             groups=groups,
@@ -316,7 +316,7 @@ def build_sections(runs: Sequence[Run], *, by_order: bool = False, baseline: str
     return sections
 
 
-def group_runs(runs: Sequence[Run], *, by_order: bool) -> list[Group]:
+def group_runs(runs: Sequence[Run], *, by_order: bool) -> list[RunGroup]:
     """The groups of comparable runs by their mean LC, those without one last. Runs of one label are told
     apart by the settings in which their config files differ."""
     shared = set.intersection(*(set(split_variant(run.scores.run)) for run in runs))
@@ -333,7 +333,7 @@ def group_runs(runs: Sequence[Run], *, by_order: bool) -> list[Group]:
         for settings, members in by_settings.items():
             short = [shorten(each, width=40) for each in settings[:NAMED_SETTINGS]]
             short += ["…"] * (len(settings) > NAMED_SETTINGS) + [model] * several
-            group = Group(
+            group = RunGroup(
                 name=", ".join([name, *short, *([f"order {orders[order]}"] if order else [])]),
                 plain=label(members[0].scores.run | {"variant": ""}),
                 model=model,
@@ -372,7 +372,7 @@ def name_orders(runs: Sequence[Run]) -> dict[tuple[str, ...], str]:
     return names
 
 
-def find_baseline(group: Group, groups: Sequence[Group], baseline: str) -> Group | None:
+def find_baseline(group: RunGroup, groups: Sequence[RunGroup], baseline: str) -> RunGroup | None:
     """The group called `baseline` with the same model and an order in common: the one with exactly this name,
     else the one that shares most values. None if two share as many, and for a baseline itself."""
     named = [each for each in groups if baseline in (each.name, each.plain) and each.model == group.model]

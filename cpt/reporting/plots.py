@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from pandas import DataFrame, Series
 
-from cpt.core.rules import is_number, show
+from cpt.core.schema import Number, fits, show
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.scores import Scores
 from cpt.reporting import drawing
@@ -26,7 +26,7 @@ from cpt.reporting.compare import (
 )
 from cpt.reporting.drawing import FEW, literal, name_marks, png
 from cpt.reporting.frames import perplexity
-from cpt.reporting.load_runs import Group, Run, Section
+from cpt.reporting.load_runs import Run, RunGroup, RunSection
 from cpt.reporting.overlap import measure_overlap
 from cpt.reporting.page import Block, few
 
@@ -57,7 +57,7 @@ class HeatMap(NamedTuple):
     framed: Sequence[tuple[int, int]] = ()
 
 
-def build_figures(section: Section) -> list[Block]:
+def build_figures(section: RunSection) -> list[Block]:
     """All figures for which there are numbers."""
     spreads, marks = spread_values(section), {}
     for group in section.groups:
@@ -250,10 +250,10 @@ def draw_heat_maps(
     return png(figure, told=f"Heat maps, {' '.join(label.split())}; means: {told}", marks=marks)
 
 
-def build_setting_curve(section: Section, key: str) -> Block:
+def build_setting_curve(section: RunSection, key: str) -> Block:
     """Learned against forgotten over a setting (`--curve`): a line through groups that differ in it alone,
     and groups without it; nothing where no two groups differ in it alone."""
-    curves: dict[str, list[tuple[Any, Group]]] = defaultdict(list)
+    curves: dict[str, list[tuple[Any, RunGroup]]] = defaultdict(list)
     for group in section.groups:
         value = group.runs[0].settings.get(key)
         others = sorted(each for each in group.own if not each.startswith(f"{key}="))
@@ -263,7 +263,7 @@ def build_setting_curve(section: Section, key: str) -> Block:
         return Block()
     cells, points, lines, places = [], {}, [], {}
     for name, own in sorted(curves.items(), key=lambda each: len(each[1]) == 1):
-        own.sort(key=lambda x: (not is_number(x[0]), x[0] if is_number(x[0]) else str(x[0])))
+        own.sort(key=lambda x: (not fits(x[0], Number), x[0] if fits(x[0], Number) else str(x[0])))
         lines.append([])
         for value, group in own:
             called = name if value is None else f"{name} {show(value)}"

@@ -28,9 +28,9 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from cpt.core.errors import unknown_name
-from cpt.core.heartbeat import PARENT, record_exit, utc_now
+from cpt.core.heartbeat import record_exit, utc_now
 from cpt.core.preemption import GO_ON
-from cpt.core.processes import cores
+from cpt.core.processes import PARENT, cores
 from cpt.evaluation.pairs import LEVEL, least_p, needed_pairs
 
 log = logging.getLogger(__name__)

@@ -31,8 +31,9 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 import cpt.core.naming  # noqa: F401  (registers the resolvers of a run folder's name)
 from cpt.core.errors import readable
-from cpt.core.heartbeat import Heartbeat, die_with_parent, list_sweep_runs
+from cpt.core.heartbeat import Heartbeat, list_sweep_runs
 from cpt.core.preemption import GO_ON, SIGNALS, TOGETHER_S
+from cpt.core.processes import die_with_parent
 from cpt.status import format_phase, format_time, truncate
 from cpt.sweeps.jobs import (
     CONTINUES,

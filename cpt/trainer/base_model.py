@@ -11,8 +11,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpt.core.cache import make_once
 from cpt.core.config import digest
-from cpt.core.options import Options
 from cpt.core.preemption import defer_signals
+from cpt.core.schema import Options
 from cpt.core.tensors import check_state
 from cpt.data.corpora import Corpora, tokenizer_digest
 from cpt.data.corpus import Corpus

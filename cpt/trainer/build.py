@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 import cpt
 from cpt.core.randomness import key
-from cpt.core.rules import show
+from cpt.core.schema import show
 from cpt.core.tensors import NamedTensors, offload
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from cpt.core.errors import reason
 from cpt.core.randomness import key
+from cpt.core.sections import check_arguments, load_target
 from cpt.core.sharding import is_sharded
-from cpt.core.signatures import check_arguments, target
 from cpt.core.tensors import load_tensors, save_state
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule
@@ -65,7 +65,7 @@ def make_callbacks(entries: Mapping[str, Mapping[str, Any]], *, logged: bool) ->
 def make_entry(section: str, entry: Mapping[str, Any], kind: type, **defaults: Any) -> Any:
     """The object of an entry of the config, with `defaults` for arguments that it takes and that are not
     given."""
-    found = target(section, entry)
+    found = load_target(entry["_target_"], place=section)
     wrong = f"{section}._target_={entry['_target_']}; allowed: a {kind.__module__}.{kind.__name__}"
     if isinstance(found, type) and not issubclass(found, kind):
         raise ValueError(wrong)

@@ -24,7 +24,7 @@ from cpt.adapters.domain_store import BASE
 from cpt.core.collectives import agree, gather_objects, wait_for_others
 from cpt.core.config import digest
 from cpt.core.files import replace as replace_file
-from cpt.core.preemption import Herald, Preempted, leave_together
+from cpt.core.preemption import Preempted, check_all_signals, leave_together
 from cpt.core.processes import is_first_process, rank_and_world
 from cpt.core.progress import progress_bar
 from cpt.data.corpora import Corpora
@@ -112,12 +112,11 @@ class Evaluator(ABC):
 def counted(label: str, *, total: int, hidden: bool, unit: str) -> Iterator[tuple[tqdm, Callable[..., None]]]:
     """A progress bar, and what is called after each unit of work; it leaves if a signal has come to any
     process."""
-    herald = Herald()
     with progress_bar(label, total=total, hidden=hidden, unit=unit) as progress:
 
         def step(count: int = 1) -> None:
             progress.update(count)
-            herald.check()
+            check_all_signals()
 
         yield progress, step
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from cpt.core.cache import discard
 from cpt.core.processes import is_one_of_several
-from cpt.core.rules import is_steps
+from cpt.core.schema import Steps, fits
 from cpt.evaluation.scores import COSTS, NOTED, Scores
 from cpt.optim.schedulers import Progress
 from cpt.trainer.domain_order import arrange
@@ -179,7 +179,7 @@ def steps_before(plan: Plan, run: RunDir) -> int | None:
     """The steps that a run stored, if the plan has more and is the same in all else."""
     now = plan.trainer.steps
     then = run.stored("trainer.steps") if now is not None and run.config.exists() else None
-    if not is_steps(then) or then >= now:
+    if not fits(then, Steps) or then >= now:
         return None
     changed = run.changes(plan.settings)
     return int(then) if [each.partition(":")[0] for each in changed] == ["trainer.steps"] else None

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from cpt.core import files
 from cpt.core.config import digest, identity
 from cpt.core.processes import is_first_process
-from cpt.core.rules import show
+from cpt.core.schema import show
 from cpt.data.sources.base import GENERAL, stamp_of
 from cpt.evaluation.options import AUTO
 from cpt.trainer.plan import Plan, why_not_growable, with_cap

@@ -3,23 +3,25 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from annotated_types import MinLen, Predicate
 
 from cpt.core.naming import LONGEST_TAG
-from cpt.core.options import Options, option
-from cpt.core.rules import (
-    TEXT,
-    YES_NO,
-    Rule,
-    is_list,
-    is_steps,
-    is_text,
-    is_whole,
-    number,
-    one_of,
-    or_null,
+from cpt.core.schema import (
+    Allowed,
+    Count,
+    Folder,
+    Natural,
+    NonNegative,
+    Options,
+    Positive,
+    Steps,
+    Text,
+    config,
+    fits,
+    option,
     show,
-    whole,
 )
 from cpt.data.orders import WORDS
 
@@ -48,11 +50,11 @@ def is_name(value: Any) -> bool:
 
 
 def is_order(value: Any) -> bool:
-    return is_whole(value, 0) or is_text(value) or is_list(value, lambda entry: not isinstance(entry, bool))
-
-
-def is_objective(value: Any) -> bool:
-    return is_text(value) or (is_list(value, is_text) and len(value) > 0)
+    return (
+        fits(value, Natural)
+        or fits(value, Text)
+        or (isinstance(value, list | tuple) and all(not isinstance(entry, bool) for entry in value))
+    )
 
 
 def is_tag(value: Any) -> bool:
@@ -63,7 +65,9 @@ def is_devices(value: Any) -> bool:
     if isinstance(value, str):
         return value == "auto" or re.fullmatch(r"-1|\d+(,\d+)*", value) is not None
     return (
-        value == -1 or is_whole(value, 1) or (is_list(value, lambda at: is_whole(at, 0)) and len(value) > 0)
+        value == -1
+        or fits(value, Count)
+        or ((isinstance(value, list | tuple) and all(fits(at, Natural) for at in value)) and len(value) > 0)
     )
 
 
@@ -74,109 +78,116 @@ def minutes_of(value: Any) -> float | None:
 
 
 WHOLE = "a whole number, 1 or more"
-PLAN = Rule(lambda value: isinstance(value, bool) or value == "json", "true, false, json")
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class RunOptions(Options):
     """What stands at the top of conf/config.yaml."""
 
-    name: Any = option(
-        "runs that belong together: outputs/NAME/…, the group on W&B",
-        Rule(is_name, "a folder below outputs/, like first or sizes/small"),
-    )
+    name: Annotated[
+        Any, Predicate(is_name), Allowed("a folder below outputs/, like first or sizes/small")
+    ] = option("runs that belong together: outputs/NAME/…, the group on W&B")
     variant: Any = option("what tells this run from others of its method in a comparison")
-    tags: tuple[str, ...] = option(
-        "labels for W&B",
-        Rule(lambda value: is_list(value, is_tag), f"a list of texts, 1 to {LONGEST_TAG} characters each"),
+    tags: Annotated[
+        tuple[Annotated[str, Predicate(is_tag)], ...],
+        Allowed(f"a list of texts, 1 to {LONGEST_TAG} characters each"),
+    ] = option("labels for W&B")
+    seed: Natural = option(
+        "order of samples, masked positions, dropout; never the base model, never evaluation"
     )
-    seed: int = option(
-        "order of samples, masked positions, dropout; never the base model, never evaluation", whole(0)
+    order: Annotated[
+        Any,
+        Predicate(is_order),
+        Allowed(f"the number of a named order, {', '.join(WORDS)}, or a list like [b,a,c]"),
+    ] = option("in which order domains are learned")
+    objective: Annotated[
+        Text | Annotated[tuple[Text, ...], MinLen(1)], Allowed("METRIC.UNIT, or a list of such")
+    ] = option("what a sweeper minimises, of scores.json")
+    check: Literal["fast", "full"] = option(
+        "whether a run's texts and base are what it began with: by size and time, or every byte"
     )
-    order: Any = option(
-        "in which order domains are learned",
-        Rule(is_order, f"the number of a named order, {', '.join(WORDS)}, or a list like [b,a,c]"),
-    )
-    objective: Any = option(
-        "what a sweeper minimises, of scores.json", Rule(is_objective, "METRIC.UNIT, or a list of such")
-    )
-    check: str = option(
-        "whether a run's texts and base are what it began with: by size and time, or every byte",
-        one_of("fast", "full"),
-    )
-    grow: str = option(
+    grow: Literal["auto", "require", "never"] = option(
         "whether a new folder continues from the longest finished sibling that learned the beginning of its "
-        "order: if there is one, only then, never",
-        one_of("auto", "require", "never"),
+        "order: if there is one, only then, never"
     )
-    on_nonfinite: str = option(
-        "a loss or gradient that is no number: stop, skip the step, or back to the last checkpoint",
-        one_of("stop", "skip", "rollback"),
+    on_nonfinite: Literal["stop", "skip", "rollback"] = option(
+        "a loss or gradient that is no number: stop, skip the step, or back to the last checkpoint"
     )
-    plan: Any = option("say what the run will cost, and stop: as a table, or as JSON", PLAN)
-    keep_stages: bool = option("keep the weights after every domain, not of the last one only", YES_NO)
+    plan: Annotated[bool | Literal["json"], Allowed("true, false, json")] = option(
+        "say what the run will cost, and stop: as a table, or as JSON"
+    )
+    keep_stages: bool = option("keep the weights after every domain, not of the last one only")
     keep_end: bool = option(
-        "keep the trainer's state at the end of a run of one domain, so that trainer.steps may be raised",
-        YES_NO,
+        "keep the trainer's state at the end of a run of one domain, so that trainer.steps may be raised"
     )
-    cache_dir: str = option("tokenised text and base models, shared by all runs", Rule(is_text, "a folder"))
+    cache_dir: Folder = option("tokenised text and base models, shared by all runs")
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class TrainerOptions(Options):
     """How much of each domain is learned, and how; what is not listed goes to lightning.Trainer."""
 
-    steps: int | None = option(
-        "optimizer steps per domain", or_null(Rule(is_steps, "a whole number, 1 or more"))
-    )
-    epochs: float | None = option("passes over the domain's training text", or_null(number("above 0")))
-    tokens: float | None = option("tokens per domain", or_null(number("above 0")))
-    batch_size: int = option("samples per optimizer step, over all processes and parts", whole(1))
-    accumulate_grad_batches: int = option("parts that a process splits its share of a batch into", whole(1))
-    eval_batch_size: int = option("samples per forward pass of evaluation and probes, per process", whole(1))
-    probe_samples: int = option("samples that importance, Fisher and routing are estimated on", whole(1))
-    gradient_clip_val: float | None = option("global norm; null: no clipping", or_null(number("0 or more")))
-    precision: Any = option(
-        "of weights and computation; auto: bf16-mixed on a GPU that has it, else 32-true",
-        one_of(*PRECISIONS),
-    )
-    attention: str = option("how it is computed, by the name that transformers has for it", TEXT)
+    steps: Steps | None = option("optimizer steps per domain")
+    epochs: Positive | None = option("passes over the domain's training text")
+    tokens: Positive | None = option("tokens per domain")
+    batch_size: Count = option("samples per optimizer step, over all processes and parts")
+    accumulate_grad_batches: Count = option("parts that a process splits its share of a batch into")
+    eval_batch_size: Count = option("samples per forward pass of evaluation and probes, per process")
+    probe_samples: Count = option("samples that importance, Fisher and routing are estimated on")
+    gradient_clip_val: NonNegative | None = option("global norm; null: no clipping")
+    precision: Literal[
+        "auto",
+        "32-true",
+        "32",
+        32,
+        "16-mixed",
+        "bf16-mixed",
+        "bf16-true",
+        "16-true",
+        "16",
+        16,
+        "bf16",
+        "64-true",
+        "64",
+        64,
+        "transformer-engine",
+        "transformer-engine-float16",
+    ] = option("of weights and computation; auto: bf16-mixed on a GPU that has it, else 32-true")
+    attention: Text = option("how it is computed, by the name that transformers has for it")
     quick_dropout: bool = option(
         "on a processor masks of dropout are drawn 16 bits an entry: other masks than torch's, sooner",
-        YES_NO,
         default=False,
     )
     gradient_checkpointing: bool = option(
-        "activations are computed again in the backward pass, not kept: less memory, more time", YES_NO
+        "activations are computed again in the backward pass, not kept: less memory, more time"
     )
     offload: bool = option(
-        "what a method keeps of weights (teachers, anchors, averages, parts) rests in the host's memory",
-        YES_NO,
+        "what a method keeps of weights (teachers, anchors, averages, parts) rests in the host's memory"
     )
     deterministic: bool = option(
-        "on a GPU sums are taken in a fixed order, slower: the same bits", YES_NO, default=False
+        "on a GPU sums are taken in a fixed order, slower: the same bits", default=False
     )
-    compile: bool = option("torch.compile of each transformer block", YES_NO)
-    checkpoint_every: Any = option(
-        "between checkpoints within a domain: so many steps, or minutes",
-        Rule(lambda value: is_steps(value) or minutes_of(value) is not None, f"{WHOLE}, or like 10min"),
-    )
-    log_every_n_steps: int = option("steps between points of the curves", whole(1))
-    workers: int = option("processes that prepare batches", whole(0))
-    accelerator: str = option("cpu, gpu, …; auto: what there is", TEXT)
-    devices: Any = option(
-        "processes on this machine", Rule(is_devices, "1, 2, …; auto or -1 for all; a list like [0,2]")
-    )
-    num_nodes: int = option("machines", whole(1), default=1)
-    strategy: str = option("how processes work together", one_of(*STRATEGIES))
+    compile: bool = option("torch.compile of each transformer block")
+    checkpoint_every: Annotated[
+        Steps | Annotated[str, Predicate(minutes_of)], Allowed(f"{WHOLE}, or like 10min")
+    ] = option("between checkpoints within a domain: so many steps, or minutes")
+    log_every_n_steps: Count = option("steps between points of the curves")
+    workers: Natural = option("processes that prepare batches")
+    accelerator: Text = option("cpu, gpu, …; auto: what there is")
+    devices: Annotated[
+        Any, Predicate(is_devices), Allowed("1, 2, …; auto or -1 for all; a list like [0,2]")
+    ] = option("processes on this machine")
+    num_nodes: Count = option("machines", default=1)
+    strategy: Literal[
+        "auto", "ddp", "ddp_find_unused_parameters_true", "ddp_find_unused_parameters_false", "fsdp"
+    ] = option("how processes work together")
     reshard_after_forward: bool | None = option(
         "of strategy=fsdp: frees a block's weights between its forward and its backward pass; null elsewhere",
-        or_null(YES_NO),
         default=None,
     )
     others: Mapping[str, Any] = option("all else, as lightning.Trainer takes it")
 
-    def check_together(self) -> None:
+    def __post_init__(self) -> None:
         if self.quick_dropout and self.compile:
             raise ValueError("quick_dropout=true does not go with compile=true; allowed: one of them")
         if self.strategy != "fsdp":
@@ -216,24 +227,20 @@ OURS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class LoggerOptions(Options):
     """Where curves go."""
 
-    csv: bool = option("metrics.csv in the run folder", YES_NO, default=False)
-    wandb: bool = option("Weights & Biases", YES_NO, default=False)
-    mode: str = option("of W&B", one_of("online", "offline", "disabled"), default="offline")
-    summary: str = option(
-        "of W&B: a run's headlines, or every number of its report",
-        one_of("headlines", "all"),
-        default="headlines",
+    csv: bool = option("metrics.csv in the run folder", default=False)
+    wandb: bool = option("Weights & Biases", default=False)
+    mode: Literal["online", "offline", "disabled"] = option("of W&B", default="offline")
+    summary: Literal["headlines", "all"] = option(
+        "of W&B: a run's headlines, or every number of its report", default="headlines"
     )
-    per_domain: bool = option("of W&B: also a curve for each domain, over its steps", YES_NO, default=False)
-    histograms: bool = option(
-        "of W&B: histograms of a method's diagnostics after each domain", YES_NO, default=False
-    )
-    project: str | None = option("of W&B", or_null(TEXT), default=None)
-    entity: str | None = option("of W&B", or_null(TEXT), default=None)
+    per_domain: bool = option("of W&B: also a curve for each domain, over its steps", default=False)
+    histograms: bool = option("of W&B: histograms of a method's diagnostics after each domain", default=False)
+    project: Text | None = option("of W&B", default=None)
+    entity: Text | None = option("of W&B", default=None)
     others: Mapping[str, Any] = option("loggers of Lightning, or of your own, by name")
 
     @property

@@ -15,10 +15,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from cpt.adapters.options import PartsOptions
 from cpt.core.config import digest, identity, plain_config, redact
 from cpt.core.errors import readable, unknown_name
-from cpt.core.options import Choice
 from cpt.core.places import CONF
-from cpt.core.rules import TEXT, is_text, number, or_null, show
-from cpt.core.sections import Section, as_written, is_used, read_section
+from cpt.core.schema import NonNegative, Text, check_value, fits, show
+from cpt.core.sections import Choice, Section, as_written, is_used, read_section
 from cpt.data import orders
 from cpt.data.options import Budget, DataOptions, share_batch
 from cpt.data.replay import NO_REPLAY, ReplayConfig
@@ -158,7 +157,7 @@ def read_sections(cfg: DictConfig) -> Sections:
     if missing := [key for key in known if key not in cfg and not OmegaConf.is_missing(cfg, key)]:
         raise ValueError(f"{missing[0]} is missing; allowed: {missing[0]}=…, one of conf/{missing[0]}")
     read = partial(read_section, cfg, written=written)
-    number("0 or more").check("method.rate", read("method").values.get("rate", 1))
+    check_value("method.rate", read("method").values.get("rate", 1), NonNegative)
     if (endtask := read("endtask").values).get("_target_") is not None:
         check_task_values("endtask", endtask)
     method, model = read("method").choose(needed=True), read("model")
@@ -171,7 +170,7 @@ def read_sections(cfg: DictConfig) -> Sections:
         raise ValueError(f"schedule._target_={name}; allowed: a class like cpt.optim.schedulers.Linear")
     logger = read("logger")
     flags, loggers = logger.split(LoggerOptions)
-    flags["others"] = check_entries(loggers, "logger")
+    flags["others"] = check_targets(loggers, "logger")
     return Sections(
         run=read("", names=[each.name for each in fields(RunOptions)]).read(RunOptions),
         freeze=read("freeze").read(Freeze),
@@ -182,7 +181,7 @@ def read_sections(cfg: DictConfig) -> Sections:
         parts=read("parts").read(PartsOptions),
         model=model.read(ModelOptions),
         method=None if method is None else replace(method, below="cpt.methods.base.ContinualModule"),
-        masks=tuple(read(f"mask.{name}").choose() for name in check_entries(read("mask").values, "mask")),
+        masks=tuple(read(f"mask.{name}").choose() for name in check_targets(read("mask").values, "mask")),
         replay=NO_REPLAY
         if replay.values.get("_target_", "") is None
         else of_kind(ReplayConfig, "replay", replay.choose(needed=True)),
@@ -193,7 +192,7 @@ def read_sections(cfg: DictConfig) -> Sections:
         probe=of_kind(LMEvalOptions, "probe", read("probe").choose()),
         trainer=read_trainer(read("trainer")),
         logger=replace(logger, values=flags).read(LoggerOptions),
-        callbacks=check_entries(read("callbacks").values, "callbacks"),
+        callbacks=check_targets(read("callbacks").values, "callbacks"),
     )
 
 
@@ -238,11 +237,11 @@ def read_trainer(given: Section) -> TrainerOptions | None:
     return replace(given, values={**own, "others": others}).read(TrainerOptions)
 
 
-def check_entries(entries: Mapping[str, Any], group: str) -> Mapping[str, Any]:
+def check_targets(entries: Mapping[str, Any], group: str) -> Mapping[str, Any]:
     """The entries that are not null; raises ValueError for one without a `_target_`."""
     given = {name: entry for name, entry in entries.items() if entry is not None}
     for name, entry in given.items():
-        if not isinstance(entry, Mapping) or not is_text(entry.get("_target_")):
+        if not isinstance(entry, Mapping) or not fits(entry.get("_target_"), Text):
             allowed = f"null, or +{group}.{name}._target_=module.Class, and what that class takes"
             raise ValueError(f"{group}.{name}={show(entry)} has no class; allowed: {allowed}")
     return given
@@ -261,7 +260,7 @@ def make_plan(cfg: DictConfig) -> Plan:
         if "name" not in settings[group]:
             raise ValueError(f"{group}.name is missing; needed: {group}.name=…")
         names[group] = str(settings[group]["name"])
-    or_null(TEXT).check("from", folder)
+    check_value("from", folder, Text | None)
     if folder is not None:
         scores = Path(folder) / "scores.json"
         if not scores.exists() or not Scores.load(scores).run["finished"]:

@@ -24,13 +24,12 @@ from cpt.adapters.export import PARTS_INDEX
 from cpt.core.errors import reason
 from cpt.core.memory import keep_free
 from cpt.core.processes import is_first_process
-from cpt.core.rules import show
-from cpt.core.signatures import check_arguments, target
+from cpt.core.schema import show
+from cpt.core.sections import check_arguments, load_target
 from cpt.data.chat import check_template
-from cpt.methods.prompt import check_rows
 from cpt.models import loading
 from cpt.models.block_attention import check_isolation
-from cpt.models.growth import check_head
+from cpt.models.growth import check_entries, check_head
 from cpt.models.memory import drops_attention
 from cpt.models.objectives import Causal, CausalAnswers, Masked, Objective, Span
 from cpt.models.options import BYTES
@@ -122,7 +121,7 @@ def make_harness(plan: Plan) -> Harness | None:
 
 def check_optimizer(section: str, options: Mapping[str, Any]) -> None:
     """Raises ValueError for an optimizer that does not take its options: tried with one weight."""
-    made_by = target(section, options)
+    made_by = load_target(options["_target_"], place=section)
     if isinstance(made_by, type) and not issubclass(made_by, torch.optim.Optimizer):
         allowed = "an optimizer's class, like torch.optim.AdamW"
         raise ValueError(f"{section}._target_={options['_target_']}; allowed: {allowed}")
@@ -144,7 +143,8 @@ def check_model(plan: Plan) -> PretrainedConfig:
             config = loading.AutoConfig.for_model(**options.config)
     else:
         config, tokenizer = loading.configuration(given), check_tokenizer(given)
-        check_rows(config.get_text_config().vocab_size, tokenizer, checkpoint=given, resize=options.resize)
+        if not options.resize:
+            check_entries(config.get_text_config().vocab_size, tokenizer, checkpoint=given)
         loading.find_adapter(given)
         if is_first_process():
             log_parts(Path(given))

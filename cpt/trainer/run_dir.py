@@ -145,15 +145,6 @@ class RunDir:
         """The checkpoint within the first stage or at its end, if there is one."""
         return next(iter(sorted(self.path.glob("checkpoints/001-*.ckpt"))), None)
 
-    def endtasks(self, row: int, name: str) -> Path:
-        return self.path / "endtasks" / f"{row:03d}-{name}"
-
-    def probes(self, row: int, name: str) -> Path:
-        return self.path / "probes" / f"{row:03d}-{name}"
-
-    def answers(self, row: int, name: str) -> Path:
-        return self.path / "answers" / f"{row:03d}-{name}"
-
     def documents(self, row: int) -> Path:
         return documents_file(self.path, row)
 

@@ -186,3 +186,10 @@ def test_a_folder_from_others_calls_nothing_of_theirs(attached, parts, tmp_path)
     with pytest.raises(ValueError, match="parts.json names cpt.trainer.callbacks.make_entry; allowed"):
         load(tmp_path)
     assert not (tmp_path / "theirs").exists()
+
+
+def test_the_last_is_the_default(attached, parts, tmp_path):
+    export_parts(tmp_path, attached, parts, attach=attach, options={"factor": 2.0})
+    assert torch.equal(load(tmp_path).get_parameter(BIAS), parts["food"][BIAS])
+    export_parts(tmp_path, attached, dict(reversed(parts.items())), attach=attach, options={"factor": 2.0})
+    assert torch.equal(load(tmp_path).get_parameter(BIAS), parts["law"][BIAS])

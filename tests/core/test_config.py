@@ -198,7 +198,7 @@ def test_the_reason_of_a_failed_instantiation_is_the_cause():
         ),
         ("trainer.accumulate_grad_batches=5", "trainer.batch_size=32 is not a multiple of"),
         ("domains.held_out.test=0", "shares above 0 and below 0.5"),
-        ("domains.held_out.most=0", "allowed: null, or 1 document or more"),
+        ("domains.held_out.most=0", "allowed: null or a whole number, 1 or more"),
     ],
 )
 def test_wrong_choices_are_named_with_what_is_allowed(override, told, composed):

@@ -17,7 +17,6 @@ from cpt import status
 from cpt.core import heartbeat
 from cpt.core.heartbeat import (
     HEARTBEAT,
-    PARENT,
     SWEEP_FILE,
     Heartbeat,
     Phase,
@@ -28,13 +27,14 @@ from cpt.core.heartbeat import (
     set_phase,
     utc_now,
 )
+from cpt.core.processes import PARENT
 from cpt.core.progress import progress_bar
 from tests.conftest import ROOT
 
-CHILD = "from cpt.core.heartbeat import die_with_parent; die_with_parent(); print('here', flush=True)"
+CHILD = "from cpt.core.processes import die_with_parent; die_with_parent(); print('here', flush=True)"
 PROGRAM = f"""
 import subprocess, sys, time
-from cpt.core.heartbeat import die_with_parent
+from cpt.core.processes import die_with_parent
 die_with_parent()
 waiting = {CHILD!r} + "; import time; time.sleep(60)"
 child = subprocess.Popen([sys.executable, "-c", waiting], stdout=subprocess.PIPE)

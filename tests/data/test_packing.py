@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpt.core.collectives import gather_rows
 from cpt.core.randomness import key, sample_keys
 from cpt.data import corpus, packing
 from cpt.data.corpora import Corpora, tokenizer_digest
 from cpt.data.packing import OPEN_ROWS, PACKERS, balance, padding_id, terminator
+from cpt.data.sampler import stack_rows
 from cpt.models.objectives import Causal
 from tests.support import data_fixtures as made
 from tests.support.data_fixtures import HELD_OUT, OF_TEXT, pack, prose, rows_by_hand, written
@@ -346,7 +346,7 @@ def test_a_packed_text_says_what_its_rows_hold(packed):
 
 def test_what_will_be_scored_is_known_before_rows_are_read(packed):
     numbers = np.arange(len(packed))
-    gathered = gather_rows([packed], np.zeros_like(numbers), numbers, sample_keys(7, numbers))
+    gathered = stack_rows([packed], np.zeros_like(numbers), numbers, sample_keys(7, numbers))
     batch, places = Causal().batch(gathered)
     counts = np.bincount(batch["rows"].numpy(), minlength=len(packed))
     assert counts.tolist() == Causal().scored(packed.sizes(numbers)).tolist()
@@ -355,7 +355,7 @@ def test_what_will_be_scored_is_known_before_rows_are_read(packed):
         documents = packed.document_of(numbers).ravel()
         assert (documents[places] == documents[batch["positions"]]).all()
     few = np.argsort(packed.row_lengths)[:3]
-    width = gather_rows([packed], np.zeros(3, int), few, sample_keys(7, few)).ids.shape[1]
+    width = stack_rows([packed], np.zeros(3, int), few, sample_keys(7, few)).ids.shape[1]
     assert width == (packed.row_lengths[few].max() if packed.packing == "per_document" else LENGTH)
 
 

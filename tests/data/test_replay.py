@@ -427,7 +427,7 @@ def test_draws_stay_what_they_were_in_earlier_versions(texts, whose):
         ({"past": True}, "past=true; "),
         ({"past": 0.9, "general": 0.1}, "past=0.9 and general=0.1; "),
         ({"past": 0.8, "general": 0.2}, "past=0.8 and general=0.2; "),
-        ({"past": 0.5, "memory": 0}, "memory=0; allowed: null or a whole number of samples, 1 or more"),
+        ({"past": 0.5, "memory": 0}, "memory=0; allowed: null or a whole number, 1 or more"),
         ({"past": 0.5, "memory": -3}, "memory=-3"),
         ({"past": 0.5, "memory": 2.5}, "memory=2.5"),
         ({"past": 0.5, "memory": "all"}, "memory=all"),

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from cpt.gradient_masks.base import StepSnapshot
-from cpt.gradient_masks.mofo import MomentumFilter, MomentumFilterOptions, find_least
+from cpt.gradient_masks.mofo import MomentumFilter, find_least
+from cpt.gradient_masks.options import MomentumFilterOptions
 from tests.support.making import ORDER, made
 
 

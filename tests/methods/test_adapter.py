@@ -13,7 +13,6 @@ from tests.support.running import logits_at, token_nll
 
 DECAY = ["optim.weight_decay=0.1", "optim.lr=0.01"]
 OWN = "method.per_domain=true"
-THREE = "order=[law,food,space]"
 
 
 @pytest.fixture
@@ -122,27 +121,6 @@ def test_each_text_is_scored_by_its_own_part_and_others_by_the_base(adapter, sma
     assert not torch.equal(own[0], own[1]) and not torch.equal(own[0], base)
 
 
-def test_routing_is_an_option(adapter):
-    work = adapter(OWN, "routing@method.routing=posterior")
-    learned(work, 2)
-    batch, module = work.batches()[0], work.module.eval()
-    assert not module.needs_domain
-    module.nll(batch, 0)
-    assert set(module.used(0)) <= {-1, 0, 1} and len(module.used(0)) > 1
-
-
-def test_one_for_all_is_asked_for_no_domain(adapter):
-    work = adapter(*DECAY)
-    work.learn(0)
-    batch, module = work.batches()[0], work.module.eval()
-    assert not module.needs_domain and module.used(0) == {}
-    found, count = module.nll(batch, 0)
-    assert torch.equal(found, token_nll(module.model, batch)) and torch.equal(count, torch.ones_like(found))
-    backbone = module.backbone(0)
-    assert same(dict(backbone.named_parameters()), dict(module.model.named_parameters()))
-    assert all(each.requires_grad for each in backbone.parameters())
-
-
 @pytest.mark.parametrize(("options", "parts"), [([OWN], 12), ([], 0)], ids=["per domain", "one"])
 def test_a_sequence_grows_by_a_part_per_domain_or_not_at_all(options, parts, adapter):
     work = adapter(*options)
@@ -154,19 +132,6 @@ def test_a_sequence_grows_by_a_part_per_domain_or_not_at_all(options, parts, ada
     assert sum(p.numel() for p in module.parameters()) == count
     assert len(list(module.modules())) == modules
     assert parameter_bytes(module) == sum(value.nbytes for value in work.weights().values())
-
-
-def test_a_new_module_takes_the_state_of_a_longer_one(adapter):
-    """Parts that exist for later domains only; then both score alike, bit for bit."""
-    one, other = adapter(OWN), adapter(OWN)
-    batch = one.batches()[0]
-    for number in (0, 1, 2):
-        visit(one.module, number)
-    other.module.load_state_dict(one.module.state_dict())
-    assert other.module.bank.domains == [0, 1, 2]
-    one.module.eval(), other.module.eval()
-    for domain in (0, 1, 2, -1):
-        assert torch.equal(one.module.nll(batch, domain)[0], other.module.nll(batch, domain)[0])
 
 
 @pytest.mark.parametrize("start", ["base", "previous"])
@@ -194,14 +159,6 @@ def test_how_a_domains_adapter_begins(start, adapter):
     module.trainer.datamodule.domain = Domain("space", 2, ("space",))
     module.before_domain([])
     assert not same(slot(work), begun)
-
-
-def test_one_for_all_goes_on(adapter):
-    work = adapter("method.start=base")
-    visit(work.module, 0)
-    before = slot(work)
-    work.module.before_domain([])
-    assert same(slot(work), before)
 
 
 def test_migu_masks_rows_of_both_maps_by_their_own_outputs(adapter):
@@ -249,18 +206,3 @@ def test_one_for_all_is_exported_too(adapter, tmp_path):
     loaded = eval(expression, {"cpt": cpt})
     assert torch.equal(logits_at(loaded, batch), logits_at(work.module.model, batch))
     assert [path.stem for path in (tmp_path / "parts").iterdir()] == ["food"]
-
-
-def test_a_backbone_is_independent_of_the_model(adapter):
-    work = adapter(OWN)
-    batch, module = work.batches()[0], work.module.eval()
-    for number in (0, 1):
-        visit(module, number)
-    before, copy = slot(work), module.backbone(0)
-    with torch.no_grad():
-        expected = module.nll(batch, 0)[0]
-        assert torch.equal(token_nll(copy, batch), expected)
-        for parameter in copy.parameters():
-            parameter.add_(0.1)
-        assert torch.equal(module.nll(batch, 0)[0], expected)
-    assert same(slot(work), before)

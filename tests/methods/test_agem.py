@@ -124,11 +124,6 @@ def test_the_constraints_of_several_domains_are_those_of_brute_force(least):
     assert len(set(bound)) > 2  # none, some and several of them bind
 
 
-def test_a_reference_that_is_nothing_leaves_the_others():
-    gram, products = torch.tensor([[0.0, 0.0], [0.0, 4.0]]), torch.tensor([0.0, -2.0])
-    assert solve(gram, products, least=0.0).tolist() == [0.0, 0.5]
-
-
 @pytest.mark.parametrize("acts_on", ["gradient", "update"])
 def test_gem_raises_the_loss_of_no_domain(acts_on, small, monkeypatch):
     """After two domains; A-GEM's one constraint is broken for one of them at some step."""

@@ -11,11 +11,9 @@ from torch import Tensor, nn
 from cpt.data.collate import labels_of
 from cpt.data.corpora import Corpora
 from cpt.data.sampler import TrainStream
-from cpt.evaluation.perplexity import DocumentNLL
 from cpt.gradient_masks.base import GradientMask, scale_
 from cpt.methods.base import ContinualModule
 from cpt.methods.ncl import NCL
-from cpt.models.weights import Snapshot
 from cpt.trainer import build, loop
 from cpt.trainer.base_model import make_base
 from cpt.trainer.plan import make_plan
@@ -86,17 +84,6 @@ def test_a_gradient_mask_is_divided_out_by_adam(fitted):
         for free, tenth in zip(matrices(whole), matrices(masked), strict=True)
     ]
     assert min(moved) > 0.9
-
-
-def test_a_gradient_mask_scales_the_step_of_sgd(fitted):
-    plain = ["optim=sgd", "optim.lr=0.1", "trainer.gradient_clip_val=null"]
-    _, whole = fitted(*plain)
-    _, masked = fitted(*plain, masks=(("gradient", 0.1),))
-    for free, tenth in zip(matrices(whole), matrices(masked), strict=True):
-        half = len(free) // 2
-        torch.testing.assert_close(tenth[:half], 0.1 * free[:half], rtol=1e-3, atol=1e-7)
-        assert torch.equal(tenth[half:], free[half:])
-        assert free[:half].abs().sum() > 0
 
 
 def test_gradients_are_masked_before_they_are_clipped(fitted):
@@ -223,11 +210,6 @@ def test_scaling_is_exact_at_both_ends(dtype):
     assert tensor.float().mean().item() == pytest.approx(3, abs=0.1)
 
 
-def test_a_mask_says_what_it_acts_on():
-    with pytest.raises(ValueError, match="acts_on=weights; allowed: gradient, update, frozen"):
-        GradientMask(acts_on="weights")
-
-
 def gradient(module: ContinualModule, batches: list[dict[str, Tensor]]) -> Tensor:
     """The gradient of the mean of the batches' losses, as Lightning accumulates it."""
     module.zero_grad()
@@ -275,15 +257,6 @@ def test_the_loss_is_the_mean_over_the_scored_tokens(fitted):
     torch.testing.assert_close(module.losses(batch)["lm"], expected)
 
 
-def test_losses_are_summed_by_document():
-    metric = DocumentNLL(3)
-    metric.update(torch.tensor([1.0, 2.0, 4.0]), torch.ones(3), torch.tensor([0, 2, 2]))
-    metric.update(torch.tensor([8.0]), torch.ones(1), torch.tensor([0]))
-    nll, count = metric.compute()
-    assert nll.tolist() == [9.0, 0.0, 6.0]
-    assert count.tolist() == [2.0, 0.0, 2.0]
-
-
 def test_the_score_is_that_of_the_whole_text(fitted):
     """Corpus loss: not a mean of batch means, and the same for any batch size."""
     module, _ = fitted()
@@ -308,13 +281,3 @@ def test_the_score_is_that_of_the_whole_text(fitted):
 def test_a_loss_that_is_no_number_ends_the_run(fitted):
     with pytest.raises(ValueError, match=r"the lm loss is (nan|inf) .*at step \d+ of law; a lower rate"):
         fitted("optim.lr=1e30", "trainer.gradient_clip_val=null", steps=6)
-
-
-def test_a_snapshot_gives_the_weights_back():
-    model = nn.Linear(2, 2)
-    before = model.weight.detach().clone()
-    snapshot = Snapshot(model, persistent=False)
-    nn.init.zeros_(model.weight)
-    snapshot.restore(model)
-    assert torch.equal(model.weight, before)
-    assert not snapshot.state_dict()

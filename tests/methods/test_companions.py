@@ -39,9 +39,3 @@ def test_companions_are_in_the_state_and_not_masked(small):
     other.module.load_state_dict(work.module.state_dict())
     for name in ("peer", "teacher"):
         assert same(weights(other.module.beside[name]), weights(work.module.beside[name]))
-
-
-def test_a_method_without_them_has_none(small):
-    work = made(small(ORDER))
-    assert not work.module.beside
-    assert not [name for name in work.module.state_dict() if name.startswith("beside")]

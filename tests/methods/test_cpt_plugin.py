@@ -10,8 +10,7 @@ from cpt.adapters.bottleneck import Plugin
 from cpt.adapters.gates import Gate, anneal
 from cpt.data.datamodule import Domain
 from cpt.methods.cpt_plugin import norms_of
-from tests.models.test_units import build
-from tests.support.making import ORDER, Watch, made, same, state_beside_the_model
+from tests.support.making import ORDER, made, same, state_beside_the_model
 from tests.support.running import logits_at, token_nll
 
 DECAY = ["optim.weight_decay=0.1", "optim.lr=0.01"]
@@ -130,17 +129,6 @@ def test_weights_of_what_is_taken_keep_their_bits_and_others_move(plugin):
         assert stays[~taken].float().mean() < 0.6, name
 
 
-def test_taken_is_what_any_domain_opened(plugin):
-    work = plugin()
-    taken = torch.zeros(sum(work.module.gates.sizes))
-    for number in range(3):
-        visit(work, number)
-        taken = torch.maximum(taken, (work.module.gates.e() > 0).float())
-        assert torch.equal(work.module.taken.taken, taken)
-    assert 0.6 < taken.mean() < 1
-    assert work.module.taken.acts_on == "update"
-
-
 @pytest.mark.parametrize("norms", ["per_domain", "frozen"])
 def test_the_base_keeps_its_bits(norms, plugin):
     work = plugin(f"method.norms={norms}", *DECAY)
@@ -162,24 +150,6 @@ def test_what_is_trained(plugin):
         gates = [name for name, part in model.named_modules() if isinstance(part, Gate)]
         assert len(gates) == 2 * len([p for p in model.modules() if isinstance(p, Plugin)]) == 8
         assert {f"{name}.e" for name in gates} < found
-
-
-@pytest.mark.parametrize(
-    ("family", "stack", "norms", "fields"),
-    [
-        ("gpt2", "transformer.h", ["ln_1", "ln_2"], ["weight", "bias"]),
-        (
-            "bert",
-            "bert.encoder.layer",
-            ["attention.output.LayerNorm", "output.LayerNorm"],
-            ["weight", "bias"],
-        ),
-        ("llama", "model.layers", ["input_layernorm", "post_attention_layernorm"], ["weight"]),
-    ],
-)
-def test_norms_are_those_of_the_blocks(family, stack, norms, fields):
-    expected = [f"{stack}.{block}.{norm}.{field}" for block in (0, 1) for norm in norms for field in fields]
-    assert list(norms_of(build(family))) == expected
 
 
 def test_norms_begin_at_the_bases_and_are_kept_for_each_domain(plugin):
@@ -211,29 +181,6 @@ def test_growth_is_gates_and_norms_only(options, plugin):
         assert state_beside_the_model(module) == start + part * (number + 1)
     assert sum(p.numel() for p in module.parameters()) == count
     assert start == module.taken.taken.nbytes
-
-
-def test_gates_begin_anew_the_same_in_every_process(plugin):
-    work = plugin()
-    module = work.module
-    drawn = []
-    for name, seed in (("law", 1), ("law", 2), ("food", 2)):
-        module.trainer = SimpleNamespace(datamodule=SimpleNamespace(domain=Domain(name, 0, (name,))))
-        torch.manual_seed(seed)
-        module.before_domain([])
-        drawn.append(module.gates.e().detach().clone())
-    assert torch.equal(drawn[0], drawn[1])
-    assert not torch.equal(drawn[0], drawn[2])
-    assert drawn[0].std().item() == pytest.approx(1, rel=0.15)
-
-
-def test_s_rises_over_a_domain_and_e_is_limited(plugin):
-    work = plugin("method.s_max=50", "method.limit=0.5")
-    watch = Watch(lambda m: (m.gates.parts[0].s, m.gates.e().abs().max().item()))
-    work.learn(0, watch)
-    expected = [anneal(step / 5, s_max=50) for step in range(6)]
-    assert [s for _, (s, _) in watch.seen] == pytest.approx(expected)
-    assert all(largest == 0.5 for _, (_, largest) in watch.seen)
 
 
 def test_the_regulariser_is_a_term_only_where_it_is_asked_for(plugin):
@@ -275,19 +222,6 @@ def test_each_text_is_scored_with_its_own_gates(plugin):
     assert torch.equal(answers(other, batch, -1), base)
 
 
-def test_a_new_module_takes_the_state_of_a_longer_one(plugin):
-    one, other = plugin(), plugin()
-    batch = one.batches()[0]
-    for number in (0, 1, 2):
-        visit(one, number)
-    other.module.load_state_dict(one.module.state_dict())
-    for domain in (0, 1, 2, -1):
-        assert torch.equal(answers(one, batch, domain), answers(other, batch, domain))
-    one.module.activate(3), other.module.activate(3)
-    for mine, theirs in zip(one.module.taken.factors(), other.module.taken.factors(), strict=True):
-        assert torch.equal(mine[1], theirs[1])
-
-
 @pytest.mark.parametrize("options", [[], ["method.output_relu=true", FROZEN]], ids=["default", "released"])
 def test_what_is_exported_is_loaded_without_gates(options, plugin, tmp_path):
     work = plugin(*options)
@@ -305,40 +239,9 @@ def test_what_is_exported_is_loaded_without_gates(options, plugin, tmp_path):
     assert not torch.allclose(*expected)
 
 
-def test_a_backbone_has_hard_gates_of_its_own(plugin):
-    work = plugin()
-    batch, module = work.batches()[0], work.module
-    for number in (0, 1):
-        visit(work, number)
-    module.gates.set(2.0)
-    before, expected = work.weights(), answers(work, batch, 0)
-    copy = module.backbone(0).train()
-    assert torch.equal(logits_at(copy, batch), expected)
-    with torch.no_grad():
-        for parameter in copy.parameters():
-            parameter.add_(0.1)
-    assert same(work.weights(), before)
-    assert torch.equal(answers(work, batch, 0), expected)
-    assert {part.s for part in module.gates.parts} == {2.0}
-
-
 def test_with_a_last_relu_the_first_model_is_not_the_base(plugin):
     work = plugin("method.output_relu=true", "routing@method.routing=domain")
     batch, module = work.batches()[0], work.module.eval()
     assert not torch.equal(logits_at(module.model, batch), answers(work, batch, -1))
     parts = [part for part in module.model.modules() if isinstance(part, Plugin)]
     assert all((part(torch.randn(3, 32)) >= 0).all() for part in parts)
-
-
-def test_migu_masks_rows_of_the_plugins(plugin):
-    work = plugin("mask=migu", "mask.migu.acts_on=update", *DECAY)
-    parts = [part for part in work.module.model.modules() if isinstance(part, Plugin)]
-    migu, taken = work.module.masks
-    assert taken is work.module.taken
-    linears = [linear for part in parts for linear in (part.down, part.up)]
-    assert {each.module for each in migu.maps} == set(linears)
-    batch = work.batches()[0]
-    work.learn(0)
-    law = answers(work, batch, 0)
-    work.learn(1)
-    assert torch.equal(answers(work, batch, 0), law)

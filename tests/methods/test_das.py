@@ -14,7 +14,6 @@ from tests.support.running import token_nll
 
 ROBERTA = ["model=tiny_roberta", "model.config.hidden_dropout_prob=0.1"]
 NEUTRAL = ["method=das", "method.contrast=0", "method.general=null", "method.domains=false"]
-KINDS = "method.units=[heads,neurons,outputs,tokens]"
 
 
 @pytest.fixture
@@ -167,62 +166,3 @@ def loss(module, text) -> float:
     """Mean negative log-likelihood of its scored tokens, in eval mode."""
     with in_mode(module, training=False):
         return torch.cat([token_nll(module.model, batch) for batch in text]).mean().item()
-
-
-def test_das_and_migu_multiply(made):
-    module, data, options = made(
-        *ROBERTA, *NEUTRAL, "mask=migu", "mask.migu.acts_on=update", "mask.migu.threshold=0.5"
-    )
-    module.soft.importance.fill_(0.4)
-    seen = {}
-    for mask in module.masks:
-        plain = mask.factors
-
-        def noted(mask=mask, plain=plain):
-            for parameter, factor in plain():
-                seen.setdefault(id(parameter), []).append(factor.expand_as(parameter).clone())
-                yield parameter, factor
-
-        mask.factors = noted
-    free, fresh, _ = made(*ROBERTA)
-    fit(free, fresh, options, steps=1)
-    begin, *_ = made(*ROBERTA)
-    fit(module, data, options, steps=1)
-    pairs = zip(begin.model.parameters(), free.model.parameters(), module.model.parameters(), strict=True)
-    checked = 0
-    for old, whole, part in pairs:
-        factors = seen.get(id(part), [])
-        product = torch.stack(factors).prod(0) if factors else torch.ones_like(part)
-        torch.testing.assert_close(part - old, product * (whole - old), rtol=1e-3, atol=1e-7)
-        checked += len(factors) > 1
-    assert checked >= 12
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            ["method.units=[head]"],
-            r"units=\[head\]; allowed: one or more of heads, neurons, outputs, tokens",
-        ),
-        (["method.units=[]"], r"units=\[\]; allowed: one or more"),
-        (["method.acts_on=weights"], "acts_on=weights; allowed: gradient, update, frozen"),
-        (
-            [
-                "method.proxy_dropout=null",
-                "model.config.hidden_dropout_prob=0",
-                "model.config.attention_probs_dropout_prob=0",
-            ],
-            "would not differ",
-        ),
-        (["method.contrast=-1"], "contrast=-1; allowed: 0 or more"),
-        (["method.contrast_text=masked"], "contrast_text=masked; allowed: uncorrupted, corrupted"),
-        (["method.contrast_dropout=0"], "contrast_dropout=0; allowed: above 0 and below 1"),
-        (["method.columns=[outputs]"], "columns=.*; allowed: some of heads, neurons"),
-        (["method.normalise=z"], "normalise=z; allowed"),
-    ],
-)
-@pytest.mark.parametrize("method", ["das", "dga"])
-def test_wrong_values_are_refused(method, overrides, message, made):
-    with pytest.raises(Exception, match=message):
-        made("model=tiny_roberta", f"method={method}", *overrides)

@@ -151,29 +151,6 @@ def test_where_an_expert_begins(options, found, source, demix, monkeypatch):
     assert measured == ([] if found is None else [[-1, 0, 1, 2][-len(found) :]])
 
 
-def test_the_first_expert_begins_as_the_base(demix):
-    for options in ([], ["method.routing.base=false"], ["method.start=previous"], ["method.start=base"]):
-        work = demix(*options)
-        before = work.weights()
-        enter(work.module, 0)
-        work.module.before_domain(batches(work, "law"))
-        assert same(work.weights(), before)
-        assert work.module.sources.tolist() == [BASE]
-
-
-def test_it_costs_a_pass_over_the_probe_per_candidate(demix):
-    work = demix()
-    probe, passes = batches(work, "law", rows=20, size=5), []
-    work.module.model.base_model.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
-    for domain, candidates in enumerate((1, 2, 3)):
-        passes.clear()
-        visit(work.module, domain, probe)
-        assert passes == [False] * 4 * candidates
-    previous = demix("method.start=previous")
-    previous.module.model.base_model.register_forward_hook(lambda *_: pytest.fail("a pass"))
-    visit(previous.module, 0, probe)
-
-
 def test_the_probe_is_measured_without_dropout_and_without_a_trace(demix):
     work = demix(*DROPOUT)
     visit(work.module, 0)
@@ -186,14 +163,6 @@ def test_the_probe_is_measured_without_dropout_and_without_a_trace(demix):
     assert all(each.training for each in work.module.model.modules())
     assert same(work.weights(), before)
     assert all(parameter.grad is None for parameter in work.module.parameters())
-
-
-def test_a_perplexity_is_over_the_tokens_of_all_batches(demix):
-    """Batches of other sizes, and none at all."""
-    work = demix()
-    whole = work.module.measure(batches(work, "law", rows=20, size=20), [BASE])
-    torch.testing.assert_close(work.module.measure(batches(work, "law", rows=20, size=7), [BASE]), whole)
-    assert work.module.measure([], [BASE]).tolist() == [1]
 
 
 def test_processes_agree_on_the_nearest(demix, monkeypatch):
@@ -240,56 +209,6 @@ def test_of_the_model_the_feed_forward_network_learns_and_all_of_it(model, wante
     assert {name for name, p in work.module.model.named_parameters() if p.requires_grad} == expected
 
 
-def test_an_adapter_expert_leaves_the_model_alone(demix):
-    work = demix("method.experts=adapter", *DECAY)
-    work.learn(0)
-    assert all(".adapter." in name for name in work.module.bank.names)
-    assert work.module.bank.names
-    assert same(trunk(work), demix().weights())
-
-
-def test_each_domain_adds_one_expert_to_the_state(demix):
-    """Twelve of them; and of each, which expert it began as."""
-    work = demix()
-    probe = batches(work, "law", rows=2)
-    expert = sum(value.nbytes for value in part(work, BASE).values())
-    sizes = []
-    for domain in range(12):
-        visit(work.module, domain, probe)
-        state = work.module.state_dict()
-        sizes.append(sum(value.nbytes for value in state.values()))
-        assert state["perplexities"].shape == state["sources"].shape == (domain + 1,)
-    assert [after - before for before, after in zip(sizes, sizes[1:], strict=False)] == [expert + 16] * 11
-    assert work.module.bank.domains == list(range(12))
-
-
-def test_a_run_goes_on_with_the_experts_of_its_state(demix):
-    """In a new module, and in one that is further."""
-    work = demix(*DECAY)
-    work.learn(0)
-    work.learn(1)
-    state = {name: value.clone() for name, value in work.module.state_dict().items()}
-    others = [demix(*DECAY), work]
-    work.learn(2)
-    expected = {name: value.clone() for name, value in work.module.state_dict().items()}
-    for other in others:
-        other.module.load_state_dict(state)
-        assert same(dict(other.module.state_dict()), state)
-        assert other.module.bank.domains == [0, 1] and len(other.module.sources) == 2
-        other.learn(2)
-        assert same(dict(other.module.state_dict()), expected)
-
-
-def test_a_domain_that_is_begun_again_counts_once(demix):
-    work = demix()
-    visit(work.module, 0)
-    enter(work.module, 1)
-    for _ in range(2):
-        work.module.before_domain(batches(work, "law"))
-    assert len(work.module.sources) == 2
-    assert len(work.module.perplexities) == 2
-
-
 @pytest.mark.parametrize("experts", EXPERTS)
 @torch.no_grad()
 def test_what_is_exported_is_what_was_learned(experts, small_of, tmp_path):
@@ -330,25 +249,6 @@ def test_a_backbone_is_a_copy(experts, demix):
     assert same(work.weights(), before)
 
 
-@pytest.mark.parametrize("experts", EXPERTS)
-def test_migu_masks_the_rows_of_experts(experts, demix):
-    """After one step, of each map's d rows d - floor(0.7 d) have changed."""
-    options = ["mask=migu", "mask.migu.acts_on=update", "trainer.steps=1", "optim.lr=0.1"]
-    work = demix(f"method.experts={experts}", *options)
-    before = slot(work)
-    work.learn(0)
-    rows = {}
-    for name, value in slot(work).items():
-        if name.endswith("weight"):
-            changed = (value != before[name]).any(1)
-            halves = 2 if name.endswith("Wi.weight") else 1  # gate and up are ranked apart
-            rows[name] = [(int(each.sum()), len(each)) for each in changed.chunk(halves)]
-    zero = {name for name in rows if name.endswith("adapter.down.weight")}  # no gradient while up is zero
-    assert rows and all(
-        count == size - int(0.7 * size) for name in set(rows) - zero for count, size in rows[name]
-    )
-
-
 @torch.no_grad()
 def test_which_expert_scores_a_text(demix):
     """Text of a learned domain its own; general text and domains to come the mixture, with the base."""
@@ -371,18 +271,3 @@ def test_before_anything_is_learned_it_is_the_base(demix):
     with torch.no_grad():
         expected = token_nll(work.module.eval().model, batch)
         assert all(torch.equal(work.module.nll(batch, domain)[0], expected) for domain in (BASE, 0))
-
-
-def test_what_was_found_can_be_looked_at(demix):
-    work = demix()
-    assert work.module.diagnostics() == {}
-    probe = batches(work, "law")
-    for domain in range(2):
-        visit(work.module, domain, probe)
-    found = work.module.diagnostics()
-    assert set(found) == {"demix/sources", "demix/perplexities"}
-    assert found["demix/sources"].tolist()[0] == BASE
-    assert torch.equal(found["demix/perplexities"], work.module.measure(probe, [BASE, 0]))
-    previous = demix("method.start=previous")
-    visit(previous.module, 0)
-    assert set(previous.module.diagnostics()) == {"demix/sources"}

@@ -69,15 +69,6 @@ def test_what_is_known_stays_when_the_model_grows(size, part, request):
     assert (loss(work) - before).abs().max() > 1e-3
 
 
-def test_each_domain_after_the_first_finds_a_larger_model(small):
-    work = made(small("method=elle", THREE, "method.layers=[1,0]", "method.neurons=1.25", "trainer.steps=1"))
-    sizes = []
-    for number in range(3):
-        work.learn(number)
-        sizes.append((len(blocks(work.module.model)), width(work), len(work.module.prompts)))
-    assert sizes == [(2, 48, 1), (3, 60, 2), (3, 75, 3)]
-
-
 def test_a_line_tells_how_far_growing_has_moved_the_loss(small, caplog):
     roberta = ["model=tiny_roberta", "model.length=16", "model.config.hidden_size=32", ORDER]
     roberta += ["model.config.intermediate_size=48", "model.config.num_attention_heads=2"]
@@ -231,11 +222,6 @@ def test_text_that_is_not_learned_yet_is_read_with_the_latest_prompt(small):
     torch.testing.assert_close(found.detach(), prompted(work, batch, 0))
     assert work.module.used(0) == {0: 1.0}
     assert (counts == 1).all() and (found.detach() - prompted(work, batch, 1)).abs().max() > 1e-6
-
-
-def test_without_prompts_no_domain_is_needed(small):
-    work = made(small(*NOTHING, "method.neurons=2", ORDER))
-    assert not work.module.needs_domain and work.module.used(0) == {}
 
 
 class Dies(Callback):

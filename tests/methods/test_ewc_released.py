@@ -9,7 +9,8 @@ from transformers import AutoModelForMaskedLM
 
 from cpt.data.replay import NO_REPLAY
 from cpt.methods.base import Shared
-from cpt.methods.ewc import EWC, EWCOptions
+from cpt.methods.ewc import EWC
+from cpt.methods.options import EWCOptions
 from cpt.models.objectives import Causal
 from cpt.models.options import NOT_FROZEN
 from tests.conftest import SHARED

@@ -1,17 +1,13 @@
 """HAT: what an earlier domain computes never changes, and what gates take, keep, score with and export."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
-from transformers import AutoModelForMaskedLM
 
-from cpt.adapters import export
 from cpt.adapters.domain_store import BASE
-from cpt.methods.hat import gate_overlap
 from cpt.trainer import loop
 from tests.support.making import DROPOUT, Made, Watch, learned, made, same
 from tests.support.running import batch_of, logits_at, token_nll
@@ -25,7 +21,6 @@ FORMS = {
     "houlsby": ["method.form=adapter", "method.reduction=4", "method.placement=houlsby"],
 }
 PAPER = ["method.std=1", "method.strength=0.75", "method.gate_rate=1"]
-SOME = {"heads": ["heads"], "neurons": ["neurons"], "outputs": ["outputs"], "two": ["heads", "outputs"]}
 
 
 @pytest.fixture
@@ -84,12 +79,6 @@ def test_earlier_domains_compute_the_same_bits(form, family, hat, causal):
     assert moved
 
 
-@pytest.mark.parametrize("kinds", SOME.values(), ids=SOME)
-def test_earlier_domains_hold_whatever_is_gated(kinds, hat):
-    first, again, at_last, second, second_at_last = hold(hat(*HARSH, f"method.units={json.dumps(kinds)}"))
-    assert torch.equal(first, again) and torch.equal(first, at_last) and torch.equal(second, second_at_last)
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_masked_gradients_alone_do_not_hold(form, hat):
     """Weight decay gets around them."""
@@ -105,13 +94,6 @@ def test_frozen_moments_hold_as_well(hat):
 def test_what_is_shared_and_trained_leaks(hat):
     first, again, *_ = hold(hat(*HARSH, "method.shared=trained"))
     assert not torch.equal(first, again)
-
-
-def test_it_goes_with_migu_replay_and_parts_of_a_batch(hat):
-    also = ["mask=migu", "replay=general", "trainer.accumulate_grad_batches=2"]
-    for form in ("full", "adapter"):
-        first, again, at_last, *_ = hold(hat(*HARSH, *FORMS[form], *also, *DROPOUT))
-        assert torch.equal(first, again) and torch.equal(first, at_last)
 
 
 def test_taken_units_do_not_move_and_free_ones_do(hat):
@@ -175,19 +157,6 @@ def test_before_anything_is_learned_it_is_the_base(form, hat, small):
     assert work.module.used(0) == {BASE: 1.0}
 
 
-def test_without_gates_there_are_no_parts(hat, tmp_path):
-    work = hat("method.units=[]", "method.shared=trained")
-    work.learn(0)
-    module = work.module
-    assert module.needs_domain is False and module.used(0) == {} and module.diagnostics() == {}
-    assert module.backbone(0) is module.model
-    assert "hat" not in terms(work)
-    other = hat("method.units=[]", "method.shared=trained").module
-    other.load_state_dict(module.state_dict())
-    expression = module.export(tmp_path, ["law"])
-    assert torch.equal(plain(load(expression)), plain(module.model))
-
-
 def terms(work: Made, step: int = 2) -> dict[str, Tensor]:
     """The terms of a loss at one of six steps, outside a trainer."""
     module = work.module.train()
@@ -216,15 +185,6 @@ def test_the_last_step_is_at_s_max(hat):
     seen = [values[0] for _, values in watch.seen]
     assert all(len(set(values)) == 1 for _, values in watch.seen)
     assert seen == pytest.approx([1 / 400 + (400 - 1 / 400) * k / 5 for k in range(6)])
-
-
-def test_the_regulariser_makes_domains_take_less(hat):
-    shares = []
-    for strength in (0, 20):
-        work = hat(f"method.strength={strength}", "method.std=0.02", "model.lr=1e-2")
-        work.learn(0)
-        shares.append(work.module.taken.taken.mean().item())
-    assert shares[1] < shares[0] - 0.1
 
 
 def test_gates_are_clamped_after_each_step(hat):
@@ -271,44 +231,6 @@ def test_what_is_taken_only_grows(hat):
         assert after.sum() > before.sum()
 
 
-def test_what_there_is_to_look_at(hat):
-    work = hat()
-    assert not any(name.startswith("overlap") for name in work.module.diagnostics())
-    work.learn(0)
-    work.learn(1)
-    found = work.module.diagnostics()
-    groups = [group.name for group in work.module.gates.groups]
-    assert {n for n in found if n.startswith("taken/")} == {f"taken/{name}" for name in groups}
-    assert {n for n in found if n.startswith("overlap/")} == {
-        "overlap/heads", "overlap/neurons", "overlap/outputs"
-    }  # fmt: skip
-    masks = [work.module.gates.split(work.module.opened(domain)) for domain in (0, 1)]
-    one, two = (torch.cat([m[name] for name in groups if name.endswith("neurons")]) for m in masks)
-    share = (one * two).sum() / one.sum()
-    assert found["overlap/neurons"].shape == (2, 2)
-    assert found["overlap/neurons"][0, 1].item() == pytest.approx(share.item())
-
-
-def test_overlap_by_hand():
-    masks = torch.tensor([[1.0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
-    assert gate_overlap(masks).tolist() == [[1, 0.5, 0], [1, 1, 0], [0, 0, 0]]
-
-
-def test_texts_are_scored_with_their_domains_gates(hat):
-    work = hat(*HARSH)
-    work.learn(0)
-    work.learn(1)
-    module, batch = work.module.eval(), some_batch(work.module.model.config.vocab_size)
-    assert module.needs_domain
-    for domain, part in ((0, 0), (1, 1), (2, 1), (BASE, 1)):
-        with torch.no_grad():
-            nll, _ = module.nll(batch, domain)
-            expected = token_nll(module.model, batch, weights=module.bank.weights(part))
-        assert torch.equal(nll, expected)
-        assert module.used(domain) == {part: 1.0}
-    assert not hat("method.routing.learned=posterior").module.needs_domain
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_a_backbone_is_a_copy_that_computes_its_domain(form, hat):
     work = hat(*HARSH, *FORMS[form])
@@ -328,53 +250,6 @@ def test_a_backbone_is_a_copy_that_computes_its_domain(form, hat):
             parameter.data.zero_()
     assert same(work.weights(), before)
     assert all(p.requires_grad for p in (part.e for part in work.module.gates.parts))
-
-
-def load(expression: str) -> torch.nn.Module:
-    """The model of an export's expression."""
-    if expression.startswith("cpt.adapters.export.load"):
-        import cpt
-
-        return eval(expression, {"cpt": cpt})
-    return AutoModelForMaskedLM.from_pretrained(expression.split("(")[1].strip(')"'))
-
-
-def test_a_whole_model_is_exported_as_a_plain_one(hat, tmp_path):
-    work = hat(*HARSH)
-    work.learn(0)
-    work.learn(1)
-    expression = work.module.export(tmp_path, ["law", "food"])
-    assert "from_pretrained" in expression
-    found = load(expression)
-    assert not any("gate" in name for name in found.state_dict())
-    assert torch.equal(plain(found), function(work, 1))
-
-
-def test_adapters_are_exported_for_each_domain(hat, tmp_path):
-    work = hat(*HARSH, *FORMS["houlsby"])
-    work.learn(0)
-    work.learn(1)
-    expression = work.module.export(tmp_path, ["law", "food"])
-    assert torch.equal(plain(load(expression)), function(work, 1))
-    for domain, name in enumerate(["law", "food"]):
-        found = export.load(tmp_path, domain=name)
-        assert torch.equal(plain(found), function(work, domain))
-        assert not any("gate" in key for key in found.state_dict())
-
-
-def test_memory_grows_by_the_gates_of_a_domain(hat):
-    work = hat()
-    module, sizes = work.module, []
-    module._trainer = SimpleNamespace(datamodule=SimpleNamespace(domain=SimpleNamespace(name="", index=0)))
-    for domain in range(12):
-        module.trainer.datamodule.domain.index = domain
-        module.trainer.datamodule.domain.name = str(domain)
-        module.before_domain(())
-        module.after_domain(())
-        sizes.append(sum(value.numel() for value in module.state_dict().values()))
-    units = sum(module.gates.sizes)
-    assert {after - before for before, after in zip(sizes, sizes[1:], strict=False)} == {units}
-    assert module.bank.domains == list(range(12))
 
 
 class KilledError(BaseException):

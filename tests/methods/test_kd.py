@@ -108,29 +108,6 @@ def test_a_student_that_is_the_teacher_has_nothing_to_learn(distilled, kd):
     assert max(grads) < 1e-6
 
 
-def test_a_teacher_in_16_bits_is_near_and_the_student_is_as_ever(kd):
-    fine, coarse = kd(), kd("method.teacher=bf16-mixed")
-    for work in (fine, coarse):
-        torch.manual_seed(1)
-        for parameter in work.module.model.parameters():
-            parameter.data.add_(0.05 * torch.randn_like(parameter))
-        work.module.eval()
-    [batch] = fine.batches()
-    one, other = (work.module.losses(batch) for work in (fine, coarse))
-    assert torch.equal(one["lm"], other["lm"])
-    assert one["kd"] != other["kd"]
-    assert other["kd"].item() == pytest.approx(one["kd"].item(), rel=0.05)
-    other["kd"].backward()
-    assert {each.grad.dtype for each in coarse.module.model.parameters()} == {torch.float32}
-
-
-def test_a_teacher_that_is_no_coarser_than_the_run_is_told(small, start, tmp_path, caplog):
-    asked = ["method=kd", "method.teacher=bf16-mixed", "order=[law]", "trainer.steps=1"]
-    with caplog.at_level("INFO", logger="cpt"):
-        start(small(*asked, "trainer.precision=bf16-mixed"), tmp_path)
-    assert "method.teacher without effect: all is in 16 bits" in caplog.text
-
-
 def test_the_loss_does_not_depend_on_how_the_batch_is_cut(kd):
     work = kd()
     torch.manual_seed(1)
@@ -173,31 +150,9 @@ def test_the_teacher_is_in_eval_mode_while_the_student_has_dropout(kd):
     assert module.losses(batch)["kd"] > 0
 
 
-def test_modes_are_put_back_after_an_error(kd):
-    work = kd(*DROPOUT)
-    [batch] = work.batches()
-    work.module.train()
-    with pytest.raises(KeyError):
-        taught_by(work.module, {"input_ids": batch["input_ids"]})
-    assert all(each.training for each in work.module.modules())
-
-
 def test_only_the_student_has_gradients(kd):
     work = kd(*DROPOUT)
     [batch] = work.batches()
     work.module.train().losses(batch)["kd"].backward()
     assert any(p.grad is not None and p.grad.abs().max() > 0 for p in work.module.model.parameters())
     assert all(copy.grad is None and not copy.requires_grad for copy in work.module.teacher.buffers())
-
-
-def test_the_student_is_run_once(kd):
-    """The language-model loss shares its pass: one with gradients, one without."""
-    work = kd()
-    [batch] = work.batches()
-    passes = []
-    handle = work.module.model.base_model.register_forward_hook(
-        lambda *_: passes.append(torch.is_grad_enabled())
-    )
-    work.module.losses(batch)
-    handle.remove()
-    assert sorted(passes) == [False, True]

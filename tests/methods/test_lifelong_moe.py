@@ -299,17 +299,3 @@ def test_the_teacher_has_no_dropout(dense, moe, monkeypatch):
     monkeypatch.setattr(work.module.objective, "outputs", noted)
     work.learn(0)
     assert modes == [(True, True), (False, False)] * 4 and all(m.among is None for m in work.module.mixtures)
-
-
-def test_a_backbone_is_a_copy_of_which_all_is_trained(moe):
-    work = moe("method.strength=0", *STRONG)
-    work.learn(0)
-    (batch,) = work.batches()
-    work.module.losses(batch)
-    copy, before = work.module.backbone(0), work.weights()
-    assert all(parameter.requires_grad for parameter in copy.parameters())
-    assert torch.equal(logits(copy, batch), logits(work.module.model, batch))
-    with torch.no_grad():
-        for parameter in copy.parameters():
-            parameter.add_(1)
-    assert same(work.weights(), before)

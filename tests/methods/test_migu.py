@@ -260,15 +260,6 @@ def test_a_head_counts_the_scored_positions():
     torch.testing.assert_close(mask.sums[place], logits.detach().abs().sum(0))
 
 
-def test_accumulated_parts_count_as_one_batch(made):
-    chosen = []
-    for accumulate in (1, 4):
-        module, data, options = made("method=migu")
-        fit(module, data, options, steps=1, accumulate=accumulate)
-        chosen.append(module.masks[0].chosen.clone())
-    assert torch.equal(*chosen) and chosen[0].max() == 1
-
-
 def test_in_training_the_rows_are_chosen_by_the_batch_that_is_learned(made, monkeypatch):
     module, data, options = made("model=tiny_roberta", "method=migu", "method.mask.only=0.intermediate")
     (each,), outputs, chosen = module.masks[0].maps, [], []
@@ -412,74 +403,6 @@ def test_biases_and_heads_only_when_asked():
     assert id(untied.lm_head.weight) in {id(p) for p, _ in watching(untied, head=True).factors()}
 
 
-def test_frozen_weights_are_left_alone(made):
-    module, data, options = made("method=migu", "freeze.layers=1", "freeze.embeddings=true")
-    before = {name: value.detach().clone() for name, value in module.model.named_parameters()}
-    fit(module, data, options)
-    frozen = [name for name, value in module.model.named_parameters() if not value.requires_grad]
-    assert any("layers.0" in name for name in frozen) and any("embeddings" in name for name in frozen)
-    for name, value in module.model.named_parameters():
-        assert torch.equal(value, before[name]) == (name in frozen)
-
-
-def test_state_is_small():
-    from transformers import RobertaConfig, RobertaForMaskedLM
-
-    with torch.device("meta"):
-        mask = watching(RobertaForMaskedLM(RobertaConfig()))
-    state = sum(value.numel() * value.element_size() for value in mask.state_dict().values())
-    assert mask.chosen.numel() == 82_944
-    assert state <= 2**20
-    assert set(mask.state_dict()) == {"chosen", "steps"}
-
-
-def test_how_often_rows_are_chosen_is_told():
-    model = gpt2()
-    mask = watching(model)
-    for _ in range(5):
-        with recording([mask]):
-            model(input_ids=torch.arange(9)[None])
-        list(mask.factors())
-    told = mask.diagnostics()
-    assert set(told) == {f"chosen/{each.name}" for each in projections(model)}
-    for values in told.values():
-        assert values.sum().item() == pytest.approx(sum_of_kept(len(values)), abs=1e-4)
-
-
-def test_what_there_is_to_see_is_kept_in_the_run_folder(small, start, tmp_path):
-    """After each stage: importances that rise, and rows chosen as often as the threshold says."""
-    start(small(ORDER, "method=das", "mask=migu"), tmp_path)
-    stages = [dict(np.load(tmp_path / "diagnostics" / f"00{number}.npz")) for number in range(3)]
-    assert all(stages[0].keys() == stage.keys() for stage in stages)
-    importances = [name for name in stages[0] if name.startswith("importance/")]
-    chosen = [name for name in stages[0] if name.startswith("chosen/")]
-    assert len(importances) == 6 and len(chosen) == 8
-    for name in importances:
-        assert not stages[0][name].any()
-        assert (stages[2][name] >= stages[1][name]).all() and stages[1][name].any()
-    for name in chosen:
-        assert stages[2][name].mean() == pytest.approx(0.3, abs=0.03)
-
-
-def sum_of_kept(width: int) -> int:
-    return 3 * count_kept(0.7, 32) if width == 96 else count_kept(0.7, width)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"threshold": 1.0}, "threshold=1.0; allowed: null or 0 or more and below 1"),
-        ({"threshold": -0.1}, "threshold=-0.1; allowed"),
-        ({"importance": "loss"}, "importance=loss; allowed: output, fisher, gradient, weight, random"),
-        ({"acts_on": "rows"}, "acts_on=rows; allowed: gradient, update, frozen"),
-        ({"only": "no such map"}, "only=no such map leaves nothing to mask; allowed: a regular expression"),
-    ],
-)
-def test_wrong_values_are_refused(values, message):
-    with pytest.raises(ValueError, match=message):
-        watching(gpt2(), **values)
-
-
 def test_sums_are_those_of_the_whole_batch_of_all_processes():
     """What the processes add up to is what one process would have measured."""
     model, ids = gpt2(), torch.randint(0, 60, (4, 9), generator=torch.Generator().manual_seed(0))
@@ -511,26 +434,6 @@ def test_the_fewest_rows_that_hold_a_share_are_chosen(mass, chosen):
     mask = choose_by_mass(scores, segments, mass)
     assert mask[:6].nonzero().flatten().tolist() == list(chosen)
     assert mask[6:].tolist() == [1, 1, 1]  # all of nothing; one row is never none
-
-
-def test_segments_of_one_width_are_ranked_apart():
-    scores, places = torch.tensor([9.0, 1.0, 1.0, 1.0]), torch.arange(4).view(2, 2)
-    assert choose_by_mass(scores, [places], 0.6).tolist() == [1, 0, 1, 1]
-
-
-def test_in_training_rows_that_hold_a_share_move_and_no_others(small):
-    given = ["mask=migu", "mask.migu.threshold=null", "mask.migu.mass=0.6", "mask.migu.acts_on=frozen"]
-    work = making.made(small(*given, "mask.migu.importance=fisher", ORDER, "optim.weight_decay=0.1"))
-    (mask,), before = work.module.masks, work.weights()
-    work.learn(0)
-    scores = mask.scores()
-    for each, place in zip(mask.maps, mask.places, strict=True):
-        moved = (each.module.weight != before[f"{each.name}.weight"]).any(1 - each.axis)
-        for segment in each.segments:
-            own = scores[place][segment]
-            held = own[moved[segment]]
-            assert 0 < len(held) < len(own) and held.sum() >= 0.6 * own.sum()
-            assert held.sum() - held.min() < 0.6 * own.sum() and held.min() >= own[~moved[segment]].max()
 
 
 def test_rows_are_ranked_by_their_fisher_before_the_domain(small):

@@ -108,21 +108,3 @@ def test_rows_that_are_not_chosen_keep_their_bits(method, build):
         assert (~allowed).sum() == len(allowed) // 2
         if name.endswith("lora_B.default.weight"):
             assert changed.any()
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_threshold_zero_changes_nothing(method, small):
-    weights = []
-    for extra in ([], ["mask=migu", "mask.migu.threshold=0"]):
-        work = made(small(f"method={method}", ORDER, "optim.lr=0.05", *extra))
-        work.learn(0)
-        work.learn(1)
-        weights.append(work.weights())
-    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
-
-
-def test_the_maps_have_names_to_choose_by(build):
-    work = build("lora", r"mask.migu.only='\.lora_B$'")
-    names = [each.name for each in work.module.masks[0].maps]
-    assert names and all(name.endswith(".lora_B") for name in names)
-    assert f"chosen/{names[0]}" in work.module.diagnostics()

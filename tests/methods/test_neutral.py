@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.making import DROPOUT, ORDER, learned, made, parameter_bytes, state_beside_the_model
+from tests.support.making import DROPOUT, ORDER, learned, made
 
 STRONG = "optim.lr=0.05"
 DAS = ["method.contrast=0", "method.general=null", "method.domains=false"]
@@ -75,7 +75,6 @@ CASES = {  # what it is compared with, what makes the method that, and what does
     "si": ("ncl", ["method.strength=0"], ["method.strength=1"]),
     "wise_ft": ("ncl", ["method.previous=0"], ["method.previous=0.5"]),
 }
-COPIES = {"ema": 1, "kd": 1, "wise_ft": 1, "ewc": 2}
 
 
 @pytest.fixture(scope="module")
@@ -102,13 +101,6 @@ def test_at_neutral_strength_it_is_the_plain_method_bit_for_bit(case, ends, refe
         assert references[plain].keys() <= found.keys()
         both = [torch.equal(value, found[name]) for name, value in references[plain].items()]
         assert all(both) == equal, options
-
-
-@pytest.mark.parametrize("method", COPIES)
-def test_the_state_is_so_many_copies_of_the_model(method, small):
-    work = made(small(f"method={method}", ORDER))
-    counted = work.module.domains.nbytes if method == "ewc" else 0
-    assert state_beside_the_model(work.module) == COPIES[method] * parameter_bytes(work.module) + counted
 
 
 @pytest.mark.parametrize("options", [["kd"], ["ema", "method.decay=0.3"], ["wise_ft", "method.previous=0.3"]])

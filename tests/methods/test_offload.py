@@ -3,7 +3,6 @@
 import logging
 import weakref
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,13 +13,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from cpt.adapters.domain_store import BASE, domain_params
 from cpt.core.tensors import NamedTensors
 from cpt.data.collate import Batch
-from cpt.models.weights import Snapshot, quadratic_penalty
+from cpt.models.weights import quadratic_penalty
 from cpt.optim.state import CarriedState
-from cpt.trainer.build import log_ineffective
-from cpt.trainer.dry_run import bytes_by_use
 from tests.methods.test_contract import LEARNING, bits
 from tests.support.campaign import run_few
-from tests.support.devices import MixedDevicesError, SecondDevice
+from tests.support.devices import SecondDevice
 from tests.support.killing import KilledError, Killer
 from tests.support.making import DROPOUT, ORDER, Made, made
 
@@ -110,15 +107,6 @@ def test_the_model_goes_and_what_rests_stays(kind, small):
             assert {each.device.type for each in bank.weights(BASE).values()} == {"meta"}
 
 
-def test_what_rests_takes_the_type_of_the_module(small):
-    module = made(small("method=ewc", ORDER, OFFLOAD)).module
-    before = module.anchor.named()
-    module.to(torch.bfloat16)
-    for name, each in module.anchor.named().items():
-        assert each.device.type == "cpu" and torch.equal(each, before[name].bfloat16())
-    assert {each.dtype for each in module.fisher.buffers()} == {torch.bfloat16}
-
-
 def moved(batch: Batch, device: str) -> Batch:
     return {name: each.to(device) if torch.is_tensor(each) else each for name, each in batch.items()}
 
@@ -169,18 +157,6 @@ def test_no_sum_is_of_two_devices(kind, small_gpt2, monkeypatch):
     assert devices(work.module.model) == {"meta"}
     for each in kept_of(work.module).values():
         assert {own.device.type for own in each._buffers.values()} == {"cpu"}
-
-
-def test_a_sum_of_two_devices_is_seen():
-    model, anchors = nn.Linear(3, 2), [torch.zeros(2, 3), torch.zeros(2)]
-    copies = dict(zip(["weight", "bias"], anchors, strict=True))
-    model.to("meta")
-    with SecondDevice():
-        with pytest.raises(MixedDevicesError):
-            quadratic_penalty(model, copies)
-        value = quadratic_penalty(model, copies, elsewhere=True)
-        value.backward()
-    assert value.is_meta and model.weight.grad.is_meta
 
 
 def drawn(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -244,20 +220,6 @@ def test_of_what_rests_one_tensor_at_a_time_is_on_the_device(elsewhere):
     assert most < 14 * size if elsewhere else most > 19 * size
 
 
-def test_a_copy_moves_one_tensor_at_a_time():
-    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(10)))
-    copy, size = Snapshot(model, persistent=True), 64 * 64 * 4
-    copy.offload()
-    both = nn.ModuleList([model, copy]).to("meta")
-    watched = Largest()
-    watched.hold(both.parameters())
-    with watched:
-        copy.take(model, share=0.5)
-        copy.restore(model, share=0.5)
-    assert watched.peak <= 13 * size
-    assert {each.device.type for each in copy.buffers()} == {"cpu"} and devices(model) == {"meta"}
-
-
 OPTIONS = [ORDER, *DROPOUT]
 
 
@@ -282,58 +244,13 @@ def test_a_killed_run_goes_on_with_it_and_without(kind, small, start, killing, t
         assert bits(tmp_path / name) == bits(tmp_path / "plain"), name
 
 
-def test_parts_in_a_file_may_be_offloaded_too(small, start, tmp_path):
-    how = ["method=demix", *OPTIONS]
-    start(small(*how), tmp_path / "plain")
-    start(small(*how, OFFLOAD, "parts.keep=disk"), tmp_path / "both")
-    assert bits(tmp_path / "plain") == bits(tmp_path / "both")
-
-
 def told(caplog) -> list[str]:
     return [each.getMessage() for each in caplog.records if "trainer.offload" in each.getMessage()]
-
-
-@pytest.mark.parametrize("method", run_few(NOTHING, ["ncl", "derpp"]))
-def test_a_method_that_keeps_no_weights_says_so(method, small, start, caplog, tmp_path):
-    caplog.set_level(logging.INFO)
-    start(small(f"method={method}", ORDER, OFFLOAD), tmp_path)
-    assert told(caplog) == [f"No effect of trainer.offload=true: {method} keeps no weights to offload"]
-
-
-def test_on_a_processor_it_says_so(small, caplog):
-    caplog.set_level(logging.INFO)
-    work = made(small("method=ewc", ORDER, OFFLOAD))
-    log_ineffective(work.plan, work.module, torch.device("cpu"))
-    assert told(caplog) == ["No effect of trainer.offload=true: on a CPU all is in the host's memory"]
-    caplog.clear()
-    log_ineffective(work.plan, work.module, torch.device("cuda"))
-    assert not told(caplog)
-    moments = made(small(*KEPT["moments"][0], ORDER, OFFLOAD))
-    log_ineffective(moments.plan, moments.module, torch.device("cuda"))
-    assert told(caplog) == ["No effect of trainer.offload=true: ncl keeps no weights to offload"]
 
 
 def test_every_method_is_told_of():
     names = {each.removeprefix("method=") for chosen, _ in KEPT.values() for each in chosen[:1]}
     assert {*LEARNING} - {"across", "branched", "companions", "growing"} == names | {*NOTHING}
-
-
-def test_the_plan_counts_what_rests_in_the_hosts_memory(small):
-    """Under EWC, of a model of w bytes: on the device w, in the host's memory anchor and Fisher, w each."""
-    sizes = {}
-    for name, options in {"there": [], "here": [OFFLOAD]}.items():
-        module = made(small("method=ewc", ORDER, *options)).module
-        own = sum(each.nbytes for each in module.model.parameters())
-        module.to("meta")
-        strategy = SimpleNamespace(root_device=torch.device("meta"))
-        sizes[name] = bytes_by_use(module, SimpleNamespace(optimizers=[], strategy=strategy))
-    weights = sizes["there"]["weights"]
-    assert weights > 100_000 and sizes["here"]["weights"] == weights
-    assert (
-        sizes["there"]["method state"] == pytest.approx(2 * own, rel=1e-3)
-        and sizes["there"]["offloaded"] == 0
-    )
-    assert sizes["here"]["offloaded"] == 2 * own and sizes["here"]["method state"] < 100
 
 
 def test_the_plan_says_what_changes_nothing(small, start, capsys, caplog, tmp_path):

@@ -5,7 +5,7 @@ import torch
 
 from cpt.adapters import lora
 from cpt.methods.olora import group_by_width, norms, pair_overlap
-from tests.support.making import ORDER, Watch, made, same, state_beside_the_model
+from tests.support.making import ORDER, made, same, state_beside_the_model
 
 THREE = "order=[law,food,space]"
 STRONG = "optim.lr=0.05"
@@ -49,16 +49,6 @@ def test_orthogonal_rows_cost_nothing_and_equal_ones_their_norms(penalty):
     new, free, same_rows = [2 * rows[:2]], [[rows[2:4]], [rows[4:]]], [[rows[2:4]], [rows[:2]]]
     assert pair_overlap(group_by_width(new, free), penalty=penalty) == 0
     assert pair_overlap(group_by_width(new, same_rows), penalty=penalty) == {"l1": 4, "squared": 8}[penalty]
-
-
-@pytest.mark.parametrize("penalty", ["l1", "squared"])
-def test_the_order_of_maps_and_domains_is_free(penalty, maps):
-    new, earlier = maps
-    expected = pair_overlap(group_by_width(new, earlier), penalty=penalty)
-    turned = pair_overlap(
-        group_by_width(new[::-1], [domain[::-1] for domain in earlier[::-1]]), penalty=penalty
-    )
-    torch.testing.assert_close(turned, expected)
 
 
 def test_the_groups_are_one_product_per_width(maps):
@@ -116,16 +106,6 @@ def test_in_the_first_domain_it_is_inclora(small):
         assert same(with_penalty.weights(), without.weights()) == equal
 
 
-def test_the_overlap_falls_within_a_domain(build):
-    work = build("method.strength=5", "method.r=2", "optim.lr=0.01")
-    work.learn(0)
-    batch = work.batches()[0]
-    watch = Watch(lambda module: module.losses(batch)["orthogonality"].item())
-    work.learn(1, watch)
-    values = [value for _, value in watch.seen]
-    assert 0 < values[-1] < 0.6 * values[0]
-
-
 def test_the_state_grows_by_the_as_alone(build):
     work = build("trainer.steps=1")
     widths = sum(layer.in_features for layer in lora.lora_layers(work.module.model).values())
@@ -138,20 +118,6 @@ def test_the_state_grows_by_the_as_alone(build):
         assert after == size
 
 
-@pytest.mark.parametrize("stored", ("merged", "pairs"))
-def test_a_new_module_takes_the_state_of_several_domains(stored, build):
-    work, other = build(f"method.stored={stored}"), build(f"method.stored={stored}")
-    work.learn(0)
-    work.learn(1)
-    other.module.load_state_dict(work.module.state_dict())
-    for each in (work, other):
-        each.module.activate(2)
-        each.module.eval()
-    found = [each.module.losses(work.batches()[0]) for each in (work, other)]
-    assert found[0]["orthogonality"] > 0
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
-
-
 def test_embeddings_are_held_apart_too(build):
     work = build("method.embeddings=true")
     assert sum("lora_embedding_A" in name for name in work.module.kept.names) == 1
@@ -159,16 +125,3 @@ def test_embeddings_are_held_apart_too(build):
     work.learn(0)
     work.learn(1)
     assert work.module.losses(work.batches()[0])["orthogonality"] > 0
-
-
-def test_the_backbone_and_the_export_are_plain(build, tmp_path):
-    import transformers
-
-    work = build()
-    work.learn(0)
-    work.learn(1)
-    loaded = eval(work.module.export(tmp_path, ["law", "food"]), {"transformers": transformers})
-    plain = work.module.backbone(1)
-    assert not lora.lora_layers(plain)
-    state = plain.state_dict()
-    assert all(torch.equal(value, state[name]) for name, value in loaded.state_dict().items())

@@ -189,13 +189,3 @@ def test_similarity_is_the_mean_cosine_over_tokens_that_are_there(small):
     there = [torch.cosine_similarity(*each, dim=-1)[:, :-5].mean() for each in seen.values()]
     torch.testing.assert_close(measure_similarity(model, objective, [padded]), torch.stack(there))
     assert torch.equal(measure_similarity(model, objective, []), torch.ones(len(found)))
-
-
-def test_the_least_share_is_no_larger_than_the_share(small):
-    with pytest.raises(ValueError, match=r"least=0.6 with protected=0.5; allowed: at most that, or null"):
-        made(small("method=osf", "method.protected=0.5", "method.least=0.6"))
-
-
-def test_without_a_least_share_the_state_is_that_of_earlier_runs(small):
-    assert "similarity" not in made(small("method=osf", ORDER)).module.state_dict()
-    assert "similarity" in made(small("method=osf", ORDER, *BY_BLOCK)).module.state_dict()

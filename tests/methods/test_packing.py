@@ -2,7 +2,6 @@
 the same bits."""
 
 import json
-import logging
 
 import numpy as np
 import pytest
@@ -151,22 +150,6 @@ def test_migu_counts_no_padding_of_a_shared_row(config):
         sums.append(mask.sums.clone())
     assert sums[0].min() > 0
     torch.testing.assert_close(sums[0], sums[1], rtol=1e-5, atol=1e-6)
-
-
-def test_one_sample_at_a_time_has_nothing_to_share(config, caplog):
-    with caplog.at_level(logging.INFO, "cpt"):
-        made(config("ncl", ISOLATED, "trainer.batch_size=4", "trainer.accumulate_grad_batches=4"))
-    assert "domains.packing=isolated without effect: the samples of trainer.batch_size=4" in caplog.text
-
-
-def test_a_model_that_mixes_the_samples_of_a_row_is_refused(config):
-    """Where its class does not tell: by trying it when it is loaded."""
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 48}
-    sizes |= {"word_embed_proj_dim": 32, "max_position_embeddings": 64}
-    opt = ["model.config.model_type=opt", *(f"+model.config.{name}={size}" for name, size in sizes.items())]
-    with pytest.raises(ValueError, match="does not go with a opt, which mixes the samples of a row; allowed"):
-        made(config("ncl", ISOLATED, *opt))
-    assert made(config("ncl", *opt)).module.model.config.model_type == "opt"
 
 
 def test_what_der_draws_shares_rows_as_well(config):

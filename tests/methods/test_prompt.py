@@ -8,8 +8,7 @@ from lightning.pytorch.callbacks import Callback
 import cpt.adapters.export
 from cpt.adapters.domain_store import BASE
 from cpt.data.sampler import EvalSubset
-from cpt.models.forward import body
-from tests.support.making import DROPOUT, ORDER, Watch, learned, made, same, state_beside_the_model
+from tests.support.making import DROPOUT, ORDER, made, same, state_beside_the_model
 from tests.support.running import encoded, token_nll
 
 N, D = 4, 32
@@ -55,19 +54,6 @@ def test_the_prompt_learns_and_nothing_else_changes(prompt):
     assert ((work.module.prompt - start).abs().amax(1) > 1e-3).all()
 
 
-def test_the_optimizer_has_the_prompt_alone(prompt):
-    work = prompt()
-    watch = Watch(lambda m: [g["params"] for g in m.trainer.optimizers[0].param_groups])
-    work.learn(0, watch)
-    groups = watch.seen[0][1]
-    assert [parameter for group in groups for parameter in group] == [work.module.prompt]
-
-
-def test_there_are_n_vectors(prompt, causal):
-    assert prompt().module.prompt.shape == (N, D)
-    assert causal().module.prompt.shape == (N, D)
-
-
 @pytest.mark.parametrize("made_of", ["prompt", "causal"])
 def test_the_first_output_sees_the_prompt(made_of, request):
     """In a causal model it is the prompt's last place, which predicts the second token."""
@@ -75,14 +61,6 @@ def test_the_first_output_sees_the_prompt(made_of, request):
     ids = scored(work, "law")[0]["input_ids"]
     model, base = work.module.model, work.module.backbone(BASE)
     assert not torch.equal(model(ids).logits[:, 0], base(ids).logits[:, 0])
-
-
-def test_a_step_sees_the_text_and_the_prompt(prompt):
-    work = prompt()
-    seen = []
-    body(work.module.model).embeddings.register_forward_hook(lambda m, a, output: seen.append(output.shape))
-    work.learn(0)
-    assert seen and set(seen) == {(8, 16 + N, D)}
 
 
 @pytest.mark.parametrize("per_domain", [True, False])
@@ -124,14 +102,6 @@ def test_a_prompt_that_has_learned_stays(prompt):
     assert torch.equal(kept(work, 0), first)
     assert torch.equal(kept(work, 1), work.module.prompt)
     assert not torch.equal(kept(work, 1), first)
-
-
-def test_a_domains_prompt_does_not_depend_on_the_domains_before(prompt):
-    alone, after = prompt(), prompt()
-    after.learn(0)
-    for work in (alone, after):
-        work.learn(1)
-    assert torch.equal(kept(alone, 1), kept(after, 1))
 
 
 class Start(Callback):
@@ -199,27 +169,6 @@ def test_memory_grows_by_one_prompt_per_domain(prompt):
         assert state_beside_the_model(work.module) == (domain + 1) * N * D * 4
 
 
-def test_the_state_goes_around_with_more_domains_than_one(prompt):
-    work, other = prompt(), prompt("seed=5")
-    for number in (0, 1):
-        work.learn(number)
-    other.module.load_state_dict(work.module.state_dict())
-    batch = scored(work, "food")[0]
-    for domain in (BASE, 0, 1):
-        assert torch.equal(work.module.nll(batch, domain)[0], other.module.nll(batch, domain)[0])
-
-
-def test_routing_without_the_domain(prompt):
-    work = prompt("routing@method.routing=posterior")
-    for number in (0, 1):
-        work.learn(number)
-    nll, count = work.module.nll(scored(work, "law")[0], 0)
-    assert nll.isfinite().all() and (count == 1).all()
-    assert not work.module.needs_domain
-    assert sum(work.module.used(0).values()) == pytest.approx(1, abs=0.01)
-    assert set(work.module.used(0)) == {BASE, 0, 1}
-
-
 @pytest.mark.parametrize("made_of", ["prompt", "causal"])
 def test_a_backbone_has_the_domains_prompt_and_is_a_copy(made_of, request):
     work = request.getfixturevalue(made_of)()
@@ -255,27 +204,6 @@ def test_the_exported_model_is_the_learned_one(made_of, request, tmp_path):
         assert torch.equal(found, work.module.nll(batch, domain)[0])
     plain = type(work.module.model).from_pretrained(tmp_path)
     assert torch.equal(token_nll(plain, batch), work.module.nll(batch, BASE)[0])
-
-
-def test_one_prompt_is_exported_under_the_last_name(prompt, tmp_path):
-    work = prompt("method.per_domain=false")
-    work.learn(0)
-    assert work.module.export(tmp_path, ["law", "food"]).endswith('domain="food")')
-    batch = scored(work, "law")[0]
-    assert torch.equal(token_nll(cpt.adapters.export.load(tmp_path), batch), work.module.nll(batch, 0)[0])
-    with pytest.raises(ValueError, match="allowed: food$"):
-        cpt.adapters.export.load(tmp_path, domain="law")
-
-
-def test_no_tokens_are_the_base_to_the_end(small, start, tmp_path):
-    found = learned(start, small("method=prompt", ORDER, *FEW, "method.tokens=0"), tmp_path / "prompt")
-    none = made(small("method=none", ORDER))
-    own = {name: value for name, value in found.items() if not name.endswith("prompt.weight")}
-    assert same(own, {f"model.{name}": value for name, value in none.module.model.state_dict().items()})
-
-
-def test_all_positions_may_be_filled(prompt):
-    assert prompt("method.tokens=496").module.prompt.shape == (496, D)
 
 
 @pytest.mark.parametrize("importance", ["output", "gradient"])

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from cpt.gradient_masks.base import StepSnapshot
-from cpt.methods.recadam import RecAdamOptions, Recall
+from cpt.methods.options import RecAdamOptions
+from cpt.methods.recadam import Recall
 from tests.support.making import ORDER, made
 
 GIVEN = {"strength": 5.0, "annealed": True, "middle": 0.5, "slope": 8.0, "towards": "previous"}

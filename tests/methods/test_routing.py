@@ -14,7 +14,6 @@ from cpt.core import collectives
 from cpt.data.collate import labels_of
 from cpt.data.sampler import EvalSubset
 from cpt.models.objectives import Causal
-from cpt.trainer import loop
 from tests.support.making import made
 from tests.support.running import batch_of, token_nll
 
@@ -129,11 +128,6 @@ def test_the_weights_are_the_slow_ones(prior, size, some):
     torch.testing.assert_close(found.exp().sum(0), torch.ones(12))
 
 
-def test_the_slow_priors_differ(some):
-    found = [slow(*some, prior=prior, cached=2) for prior in ("uniform", "updating", "cached")]
-    assert found[0] != found[1] != found[2] != found[0]
-
-
 def test_updating_by_hand():
     """One token per row: the posterior of a row is then the token's likelihood times the prior."""
     mixing = begun(1, prior="updating", decay=0.5)
@@ -171,25 +165,6 @@ def test_rows_begin_at_the_prior(some):
     found = mixing.weights(likelihood, rows, top_k=None).exp()
     for first in (0, 3, 7, 9):
         torch.testing.assert_close(found[:, first], torch.tensor([0.7, 0.2, 0.1]))
-
-
-def test_long_rows_keep_their_digits():
-    """A thousand tokens that one part finds a hundred nats likelier each: no overflow, no 0 / 0."""
-    likelihood = torch.stack([torch.full((1000,), -105.0), torch.full((1000,), -5.0)])
-    mixing = begun(1, prior="updating", decay=1)
-    for _ in range(2):
-        found = mixing.weights(likelihood, torch.zeros(1000).long(), top_k=None)
-        assert not found.isnan().any()
-        torch.testing.assert_close(found.logsumexp(0).exp(), torch.ones(1000))
-    assert mixing.prior.tolist() == [0, 1]
-
-
-@pytest.mark.parametrize("prior", ["uniform", "updating", "cached"])
-def test_a_batch_without_scored_positions_teaches_nothing(prior, some):
-    mixing = begun(prior=prior, cached=1)
-    nothing = mixing.weights(torch.empty(3, 0), torch.empty(0).long(), top_k=None)
-    assert nothing.shape == (3, 0)
-    assert mixing.prior.tolist() == [1 / 3] * 3 and mixing.rows == 0
 
 
 def test_the_largest_are_kept_and_sum_to_one():
@@ -297,12 +272,6 @@ def test_how_a_text_is_cut_into_batches_is_all_one(prior, work):
         assert run.module.used(BASE) == pytest.approx(used, rel=1e-4)
 
 
-def test_top_1_is_nearest(work):
-    one = scored(work("method.routing.top_k=1"), "law")
-    assert torch.equal(one, scored(work("method.routing.unlearned=nearest"), "law"))
-    assert not torch.equal(one, scored(work(), "law"))
-
-
 def test_what_was_used_is_of_the_last_evaluation(work):
     run = work()
     scored(run, "law")
@@ -324,51 +293,6 @@ def test_each_text_begins_anew(prior, work):
     for place, name in ((0, "law"), (0, "law"), (1, "food"), (0, "law"), (1, "food")):
         assert torch.equal(scored(run, name, domain=place), alone[name])
     assert run.module.used(1) and not run.module.used(0)
-
-
-def test_the_prior_matters(work):
-    """Else the tests above could not fail."""
-    options = ("uniform", "updating", "cached")
-    nll = [scored(work(f"method.routing.prior={each}", "method.routing.cached=2"), "law") for each in options]
-    assert len({each.sum().item() for each in nll}) == 3
-
-
-def test_a_new_part_takes_part_at_once(work):
-    run = work("method.routing.prior=updating")
-    scored(run, "law", rows=4)
-    run.module.bank.keep(run.module.model, 3)
-    assert set(run.module.used(BASE)) <= {BASE, 0, 1, 2}
-    scored(run, "food")
-    assert len(run.module.used(BASE)) == 5
-
-
-def test_scoring_leaves_no_trace(work):
-    run = work("method.routing.prior=updating")
-    before = {name: value.clone() for name, value in run.module.state_dict().items()}
-    first = scored(run, "law")
-    assert torch.equal(scored(run, "law"), first)
-    after = run.module.state_dict()
-    assert list(before) == list(after)
-    assert all(torch.equal(value, after[name]) for name, value in before.items())
-
-
-def test_what_was_used_can_be_asked_twice_and_of_texts_that_were_not_scored():
-    mixing = begun(3)
-    weights = torch.tensor([[0.5, 0.1], [0.4995, 0.8996], [0.0004, 0.0003], [0.0001, 0.0001]])
-    mixing.take(BASE, mixing.parts, weights)
-    mixing.take(BASE, mixing.parts, weights[:, :1])
-    sums = [1.1, 1.8986]
-    for _ in range(2):
-        used = mixing.used(BASE)
-        assert list(used) == [BASE, 0]
-        assert list(used.values()) == pytest.approx([each / sum(sums) for each in sums])
-    assert mixing.used(4) == {}
-
-
-def test_many_parts_of_equal_weight_are_all_told():
-    mixing = begun(2999)
-    mixing.take(BASE, mixing.parts, torch.full((3000, 2), 1 / 3000))
-    assert mixing.used(BASE) == pytest.approx(dict.fromkeys(range(-1, 2999), 1 / 3000))
 
 
 def test_used_weights_are_summed_over_processes(monkeypatch):
@@ -402,15 +326,3 @@ def test_it_finds_the_domain_of_a_text(small_gpt2):
         used = run.module.used(place)
         assert max(used, key=used.get) == place
         assert used[place] > 0.5
-
-
-def test_an_evaluation_begins_anew_even_with_a_single_text(work):
-    run = work("method.routing.prior=updating", "method.routing.learned=posterior")
-    run.data.held_out = {"law": run.data.held_out["law"]}
-    rows = []
-    for _ in range(2):
-        loop.make_trainer(run.plan.trainer.lightning, label="").validate(
-            run.module, datamodule=run.data, verbose=False
-        )
-        rows.append(run.module.row()["law"][0])
-    assert torch.equal(*rows)

@@ -9,7 +9,7 @@ from cpt.adapters import lora
 from cpt.adapters.routed_lora import router_of
 from cpt.gradient_masks.base import recording
 from cpt.methods.sapt import attention_divergence, kept_attention
-from tests.support.making import ORDER, made, same, state_bytes
+from tests.support.making import ORDER, made, same
 from tests.support.pairs import pair_of
 
 BODY = "method.targets=[Wqkv,Wo,Wi]"  # SAPT has no pair in the head
@@ -117,29 +117,6 @@ def test_mocl_pulls_the_new_key_to_new_texts(sapt):
     torch.testing.assert_close(router.logits.exp(), (8 * router.cosines).softmax(-1))
     [gradient] = torch.autograd.grad(terms["matching"], [router.key])
     assert gradient.any()
-
-
-def test_no_domain_is_known_at_test_time_and_the_weights_are_told(sapt):
-    work = sapt(*STRONG)
-    for number in (0, 1):
-        work.learn(number)
-    scorer, batch = work.module.router, work.batches()[0]
-    scorer.begin()
-    one, other = (work.module.nll(batch, domain)[0] for domain in (0, 1))
-    assert torch.equal(one, other) and not work.module.needs_domain
-    whole = router_of(work.module.model).whole.exp()[batch["rows"]].mean(0)
-    assert list(work.module.used(0).values()) == pytest.approx(whole.tolist(), rel=1e-5)
-    scorer.begin()
-    assert scorer.taken == {}
-
-
-def test_a_domain_adds_a_pair_a_key_and_what_it_took(sapt):
-    work, sizes = sapt("trainer.steps=1"), []
-    for number in (0, 1):
-        work.learn(number)
-        sizes.append(state_bytes(work.module))
-    pairs = sum(value.nbytes for value in pair_of(work.module).values())
-    assert sizes[1] - sizes[0] == pairs + router_of(work.module.model).key.nbytes + 2 * 4
 
 
 def test_a_mask_does_not_see_the_pass_of_the_query(sapt):

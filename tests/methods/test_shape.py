@@ -8,7 +8,6 @@ from torch import nn
 
 from cpt.gradient_masks.soft import SoftMask
 from cpt.methods.adapter import Adapter
-from cpt.methods.ncl import NCL
 from cpt.models.units import blocks
 from tests.support.making import ORDER, made
 from tests.support.seams import Growing, chosen
@@ -51,16 +50,6 @@ def test_a_mask_that_watches_again_sees_each_output_once(small):
     assert len(work.module.model._forward_pre_hooks) == 1
 
 
-def test_the_blocks_begin_as_nothing(small):
-    work = made(small(*GROWING, "trainer.steps=1"))
-    work.learn(0)
-    batch = work.probe()[0]
-    expected = work.module.eval().nll(batch, 0)[0]
-    work.module.take_shape(work.data.domains[1])
-    assert len(blocks(work.module.model)) == 4
-    assert torch.equal(work.module.eval().nll(batch, 0)[0], expected)
-
-
 def test_a_stage_is_shaped_once_and_draws_what_it_always_draws(small):
     one, other = made(small(*GROWING)), made(small(*GROWING))
     for domain in one.data.domains:
@@ -86,38 +75,6 @@ def test_importances_stay_with_their_units(small):
     after = soft.gates()
     assert len(after) == len(before) * 3 / 2
     assert all(torch.equal(gate, before.get(name, torch.zeros_like(gate))) for name, gate in after.items())
-
-
-@pytest.mark.parametrize(
-    ("hook", "message"),
-    [
-        (
-            "activate",
-            "^activate of law has added, removed or resized model.extra.bias, model.extra.weight",
-        ),
-        (
-            "before_domain",
-            "^model.extra.bias, model.extra.weight requires a gradient in law but is in no ",
-        ),
-    ],
-)
-def test_growing_elsewhere_ends_in_a_line(hook, message, small, monkeypatch):
-    work, original = made(small(ORDER)), getattr(NCL, hook)
-
-    def growing(module, *args):
-        original(module, *args)
-        module.model.extra = nn.Linear(2, 2)
-
-    monkeypatch.setattr(NCL, hook, growing)
-    with pytest.raises(ValueError, match=message + r".*; allowed: .*shape\(stage\)"):
-        work.learn(0)
-
-
-def test_what_is_switched_on_too_late_is_told(small, monkeypatch):
-    work = made(small(ORDER, "freeze.layers=1"))
-    monkeypatch.setattr(NCL, "before_domain", lambda module, probe: module.requires_grad_(True))
-    with pytest.raises(ValueError, match=r"^model\.model\.layers\.0\..*, … requires a gradient"):
-        work.learn(0)
 
 
 @pytest.mark.parametrize("in_scope", [False, True])

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from cpt.core.config import identity, list_differences, plain_config
 from cpt.data import sampler
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.scores import Scores, conditions, describe_conditions
@@ -30,7 +29,6 @@ METHODS = {
     "demix": [],
     "lora": [],
 }
-STILL = ["++model.config.attention_dropout=0.0", "++model.config.mlp_dropout=0.0"]
 RUNS = [f"{kind} {method}" for kind in ("small", "small_gpt2") for method in METHODS]
 FEW = ["small das", "small derpp", "small_gpt2 ncl", "small_gpt2 replay"]
 
@@ -94,12 +92,6 @@ def test_held_out_text_is_scored_as_if_each_document_had_a_row(kind, config, sta
 
 
 @pytest.mark.parametrize("kind", ["small", "small_gpt2"])
-def test_the_base_is_the_one_of_concatenated_text(kind, config):
-    weights = [made(config(kind, "ncl", *how)).weights() for how in ([], [ISOLATED], [EACH])]
-    assert all(torch.equal(value, each[name]) for each in weights[1:] for name, value in weights[0].items())
-
-
-@pytest.mark.parametrize("kind", ["small", "small_gpt2"])
 def test_all_text_of_a_batch_is_isolated(kind, config):
     """New, past and general text; padding is of no document, and no first token is asked for."""
     run = made(config(kind, "replay", ISOLATED))
@@ -144,12 +136,6 @@ def test_a_memory_keeps_the_document_of_each_token(kind, method, config):
         assert stored[tuple(ids[owners >= 0].tolist())] == owners.tolist()
 
 
-def test_a_memory_of_isolated_documents_takes_what_it_says(config):
-    memory = made(config("small", "derpp", ISOLATED)).module.memory
-    plain = made(config("small", "derpp")).module.memory
-    assert memory.bytes == plain.bytes + 16 * 48 * 4
-
-
 def test_importances_and_contrasts_of_das_know_the_documents(config):
     """Its doubled and halved batches carry them: another document moves no vector of one that shares none of
     its rows, and the model is called with blocks throughout."""
@@ -162,21 +148,6 @@ def test_importances_and_contrasts_of_das_know_the_documents(config):
     run.module.after_domain(run.probe())
     hook.remove()
     assert len(shapes) > 6 and all(set(each) == {0} for each in shapes)
-
-
-@pytest.mark.parametrize("kind", ["small", "small_gpt2"])
-def test_packing_is_part_of_what_a_run_is(kind, config):
-    named, isolated, each = (plain_config(config(kind, "ncl", *how)) for how in ([], [ISOLATED], [EACH]))
-    assert list_differences(identity(named), identity(isolated)) == ["domains.packing: concat -> isolated"]
-    assert list_differences(identity(named), identity(each)) == ["domains.packing: concat -> per_document"]
-
-
-def test_models_of_two_stacks_learn_documents_one_by_one_only(small_t5):
-    with pytest.raises(
-        ValueError, match="packing=isolated does not go with a model of two stacks; allowed: "
-    ):
-        made(small_t5(ORDER, ISOLATED))
-    made(small_t5(ORDER, EACH)).learn(0)
 
 
 @pytest.mark.parametrize("method", ["elle", "prompt", "progprompt", "sapt"])
@@ -201,4 +172,4 @@ def test_what_a_model_writes_for_replay_is_isolated_too(config, start, tmp_path,
     start(
         config("small_gpt2", "ncl", ISOLATED, "replay=generated", *how, "trainer.steps=2"), tmp_path / "run"
     )
-    assert set(packings) == {("Packed", False), ("GeneratedText", False)}
+    assert set(packings) == {("Packed", False)}

@@ -200,4 +200,4 @@ def test_what_is_carried_as_one_domain_has_no_branches(small):
 )
 def test_options_that_do_not_go_together(kind, options):
     with pytest.raises(ValueError, match="allowed: "):
-        kind(**options).check_together()
+        kind(**options).__post_init__()

@@ -17,17 +17,17 @@ from cpt.reporting.compare import (
     KINDS,
     build_findings,
     build_heading,
-    build_tables,
     contrast_examples,
     contrast_groups,
     correct_holm,
-    describe_section,
     export_sections,
     format_latex,
     format_spread,
+    list_caveats,
     pareto_front,
     rank_groups,
     spread_values,
+    tabulate_all,
 )
 from cpt.reporting.load_runs import build_sections, measure_runs
 from tests.support.answering import kept, opened, ranked
@@ -112,12 +112,12 @@ def test_compute_against_the_baseline():
     given = {"ncl": {}, "das": {"shift": -0.1, "flops": [0, *[10**9] * 3], "needs_domain": True}}
     given["ewc"] = {"shift": 0.5, "flops": [0, *[10**10] * 3]}
     compared = section([run(method=name, **more) for name, more in given.items()])
-    compute = build_tables(compared)[-1]
+    compute = tabulate_all(compared)[-1]
     rows = {row[0]: dict(zip(compute.head, row, strict=True)) for row in compute.cells}
     assert rows["das"]["FLOPs (x baseline)"] == "3.00e+09 (0.50)"
     assert rows["ncl"]["tokens (x baseline)"] == "3,000 (1.00)"
     assert "On the Pareto front of LC and FLOPs: das." in compute.lines
-    assert "Given the domain of a text at test time: das." in describe_section(compared)
+    assert "Given the domain of a text at test time: das." in list_caveats(compared)
 
 
 def test_a_task_of_the_harness_with_other_shots_is_another():
@@ -125,7 +125,7 @@ def test_a_task_of_the_harness_with_other_shots_is_another():
 
     runs = [run(seed=s, probes=probes({"a": [0.5, None, None, x]})) for s, x in ((0, 0.25), (1, 0.75))]
     runs.append(run(method="das", probes=probes({"a": [0.5, 0.125]}, shots=5)))
-    table, differences = build_tables(section(runs))[3:5]
+    table, differences = tabulate_all(section(runs))[3:5]
     cells = {row[0]: dict(zip(table.head, row, strict=True)) for row in table.cells}
     first, second = (f"a (acc, {shots} shots, version 1.0), chance 0.2500" for shots in (0, 5))
     assert cells["ncl"][first].startswith("0.5000 ± 0.3536") and cells["ncl"][second] == "–"
@@ -322,7 +322,7 @@ def test_a_section_says_what_keeps_its_groups_from_being_compared(tmp_path):
     runs = [run(tmp_path / "x"), run(method="mine", seed=1), run(method="mine"), run(order=DOMAINS[::-1])]
     for each in runs[1:3]:
         each.scores.alone = True
-    lines = describe_section(section(runs, baseline="ewc"))
+    lines = list_caveats(section(runs, baseline="ewc"))
     assert any("(`mine`)" in line for line in lines)
     assert any(line.startswith("No differences: no single group ewc") for line in lines)
     assert lines[0].startswith("Perplexity of all these runs: masked, mask_rate 0.3, length 64")

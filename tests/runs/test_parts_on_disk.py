@@ -121,7 +121,7 @@ def test_a_run_that_is_begun_again_holds_nothing_that_rests(
     with pytest.raises(KilledError):
         learned(tmp_path, "demix", "disk")
     killing(Held())
-    monkeypatch.setattr("cpt.methods.demix.Bank", Reading)
+    monkeypatch.setattr("cpt.methods.demix.DomainParams", Reading)
     learned(tmp_path, "demix", "disk")
     assert len(held) == 2 - step and all(each and all(each) for each in held)
     assert bool(rooms) == (step > 0)  # a checkpoint holds all parts; a stage is not read
@@ -139,7 +139,9 @@ def test_a_method_without_such_parts_says_so(learned, tmp_path, caplog, method):
 def test_every_method_is_told_of():
     names = {method.split()[0] for method in (*METHODS, *WITHOUT)}
     with_parts = {"demix", "adapter", "lora", "prompt", "hat", "cpt_plugin", "olora", "peft"}
-    found = {path.stem for path in (ROOT / "cpt" / "methods").glob("*.py") if "Bank(" in path.read_text()}
+    found = {
+        path.stem for path in (ROOT / "cpt" / "methods").glob("*.py") if "DomainParams(" in path.read_text()
+    }
     assert found == with_parts <= names
 
 

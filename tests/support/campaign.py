@@ -98,17 +98,15 @@ RESTING = {
     "test_freezing.py": {
         "test_frozen_weights_keep_their_bits_through_a_run": "das|ewc|derpp",
     },
-    "test_generated.py": {
+    "test_runs.py": {
         "test_a_run_killed_in_a_stage_replays_what_was_written": ALL,
         "test_a_run_that_grows_writes_for_the_new_stage_alone": ALL,
-        "test_a_text_depends_on_seed_stage_and_domain": ALL,
-        "test_each_row_is_replayed_once_where_no_budget_is_given": ALL,
         "test_how_many_are_written_at_once_does_not_matter": ALL,
         "test_the_mixture_is_that_of_real_text": ALL,
         "test_two_processes_write_what_one_writes": ALL,
         "test_what_is_damaged_is_written_again_alike": ALL,
     },
-    "test_generated_tasks.py": {
+    "test_task_runs.py": {
         "test_killed_it_goes_on_with_the_same_bits": "causal",
         "test_valid_examples_are_replayed_and_learned_to_be_written_again": "causal",
         "test_without_a_share_it_is_ncl": "causal",
@@ -176,7 +174,6 @@ RESTING = {
         "test_processes_and_parts_share_out_the_same_step": "(2|8)-.*",
         "test_replay_keeps_what_was_learned": ALL,
         "test_the_method_is_ncl_with_replay_bit_for_bit": ALL,
-        "test_what_cannot_be_on_the_command_line": ALL,
     },
     "test_reservoir.py": {
         "test_every_sample_of_a_stream_is_as_likely_to_be_kept": "2",
@@ -196,9 +193,6 @@ RESTING = {
     },
     "test_steering.py": {
         "test_killed_it_ends_with_the_same_bits": "lora-end",
-    },
-    "test_strengths.py": {
-        "test_it_comes_first_with_what_was_learned_and_forgotten": ALL,
     },
     "test_rebuild.py": {
         "test_of_a_table_that_wandb_cuts_the_last_stages_are_shown": ALL,

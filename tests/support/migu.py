@@ -4,7 +4,8 @@ from typing import Any
 
 from torch import nn
 
-from cpt.gradient_masks.migu import MagnitudeMask, MagnitudeMaskOptions
+from cpt.gradient_masks.migu import MagnitudeMask
+from cpt.gradient_masks.options import MagnitudeMaskOptions
 
 VALUES: dict[str, Any] = {
     "threshold": 0.7,

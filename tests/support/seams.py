@@ -1,11 +1,11 @@
 """Methods that need a seam of `cpt.methods.base` that none of ours uses; the contract drives them too."""
 
 from copy import deepcopy
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from cpt.core.schema import config
 from cpt.data.collate import Batch
 from cpt.data.datamodule import Domain
 from cpt.methods.base import ContinualModule
@@ -27,7 +27,7 @@ def chosen(method: str) -> list[str]:
     return [*SEAMS[method], f"method.name={method}"] if method in SEAMS else [f"method={method}"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class Across(Schedule):
     """One linear warm-up and one decay to 0 over the steps of all domains."""
 

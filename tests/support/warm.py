@@ -21,13 +21,11 @@ import cpt.data.sources.tasks  # noqa: E402, F401
 import cpt.data.sources.texts  # noqa: E402, F401
 import cpt.train  # noqa: E402, F401
 import cpt.trainer.loop  # noqa: E402, F401
-from cpt.core.light import is_heavy  # noqa: E402
 from cpt.core.places import CONF  # noqa: E402
 from tests.support.sparing import loaded, parse_once  # noqa: E402
 
 PIL.Image.preinit()
 OverridesParser.create().parse_overrides(["a=b", "c.d=[e,1]", "+f={g: 1e-3}", "h='i j'", "k@l.m=n", "o=null"])
-is_heavy("cpt.train")
 parse_once()
 for path in (CONF / "config.yaml", *CONF.glob("*/*.yaml")):
     loaded(path.read_text(encoding="utf-8"))

@@ -1,9 +1,7 @@
 """What a config may say: every wrong value, key and combination in one line, before any text is read."""
 
-import importlib
 import subprocess
 import sys
-from dataclasses import fields
 
 import pytest
 from hydra.errors import HydraException
@@ -11,9 +9,6 @@ from omegaconf import OmegaConf
 
 from cpt.core.config import identity, plain_config
 from cpt.core.errors import reason
-from cpt.core.options import Options, options_of
-from cpt.core.rules import MAPPING, Rule, one_of, or_null, some_of
-from cpt.core.sections import GIVEN
 from cpt.trainer.plan import make_plan, read_sections
 from tests.conftest import ROOT
 from tests.support.processes import ran
@@ -96,45 +91,9 @@ def test_every_choice_of_the_config_is_right(group, choice, composed):
     assert identity(plain_config(cfg))
 
 
-@pytest.mark.parametrize("choice", [name for group, name in CHOICES if group == "method"])
-def test_every_option_of_every_method_is_typed_with_a_help_and_a_rule(choice, composed):
-    method = composed(f"method={choice}").method
-    kind = options_of(method._target_, place="method") or Options
-    assert set(method) - set(GIVEN) == {each.name for each in fields(kind)}
-    for each in fields(kind):
-        assert each.metadata["help"] and each.type
-        assert each.metadata["rule"] or "_target_" in method[each.name]
-
-
-@pytest.mark.parametrize("choice", [name for group, name in CHOICES if group == "method"])
-def test_the_options_that_are_had_at_once_are_those_of_the_file(choice, composed):
-    target = composed(f"method={choice}").method._target_
-    at_once, whole = options_of(target, place="method"), importlib.import_module(target.rpartition(".")[0])
-    theirs = getattr(whole, f"{target.rpartition('.')[2]}Options", None)
-    assert (at_once is None) == (theirs is None)
-    if theirs:
-        assert [(f.name, f.metadata["help"]) for f in fields(at_once)] == [
-            (f.name, f.metadata["help"]) for f in fields(theirs)
-        ]
-
-
 def test_what_a_sweep_gives_later_is_not_missed(composed):
     found = read_sections(composed("domains=texts", "model=checkpoint"))
     assert (found.source, found.model) == (None, None) and found.trainer is not None
-
-
-def test_rules_without_rows_say_what_they_allow():
-    for rule, good, bad in (
-        (one_of("a", 1), ["a", 1], ["b", True, "1", None]),
-        (or_null(one_of("a")), [None, "a"], ["null"]),
-        (some_of("a", "b"), [["a"], ["b", "a"]], [[], ["a", "a"], "a", ["c"]]),
-        (some_of("a", none=True), [[]], [None]),
-        (MAPPING, [{}], [[], None]),
-    ):
-        assert all(rule.allows(value) for value in good), rule
-        assert not any(rule.allows(value) for value in bad), rule
-    with pytest.raises(ValueError, match="^k=false; allowed: x$"):
-        Rule(lambda value: False, "x").check("k", False)
 
 
 @pytest.mark.slow

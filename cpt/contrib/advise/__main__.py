@@ -32,13 +32,13 @@ from cpt.contrib.advise.results import Measured, Wish, load_run
 from cpt.contrib.advise.runs import (
     SEEDS,
     Costs,
-    Plan,
     Round,
     Sweep,
+    SweepPlan,
     find_folder,
-    make_plan,
     measure_costs,
     open_sweep,
+    plan_sweep,
     time_round,
 )
 from cpt.core.errors import readable
@@ -60,7 +60,7 @@ LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 class Ready:
     """What is settled before the sweep and stays with OUT: `plan.json`; `epoch` is of a domain, in steps."""
 
-    plan: Plan
+    plan: SweepPlan
     costs: Costs
     epoch: float
 
@@ -69,7 +69,7 @@ class Ready:
         """Raises ValueError for a damaged file, and for that of another question."""
         try:
             kept = json.loads(file.read_text(encoding="utf-8"))
-            plan = Plan(**{**kept["plan"], "arms": tuple(kept["plan"]["arms"])})
+            plan = SweepPlan(**{**kept["plan"], "arms": tuple(kept["plan"]["arms"])})
             ready, asked = cls(plan, Costs(**kept["costs"]), float(kept["epoch"])), kept["question"]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{file} is damaged ({error}); delete it to plan anew") from error
@@ -204,7 +204,7 @@ def settle(
         log.info("a first run reads the texts, makes the base and is timed")
         costs, pilot = measure_costs(sweep, setting)
         epoch = find_epoch(pilot, per_step=per_step)
-        plan = make_plan(
+        plan = plan_sweep(
             arms,
             costs,
             seconds=SPARED * (3600 * given.hours - (time.monotonic() - began)),
@@ -229,7 +229,7 @@ def find_epoch(pilot: Scores, *, per_step: int) -> float:
     return math.fsum(tokens) / len(tokens) / per_step
 
 
-def tell_plan(plan: Plan, costs: Costs, *, left_out: int) -> None:
+def tell_plan(plan: SweepPlan, costs: Costs, *, left_out: int) -> None:
     seeds = f"{plan.seeds} seed{'s' * (plan.seeds > 1)}"
     shorter = f", and {plan.rounds[1].steps} steps with the first seed" if plan.short else ""
     log.info("plan: %s", f"{len(plan.arms)} arms x {seeds} x {plan.steps} steps a domain{shorter}")

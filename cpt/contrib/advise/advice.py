@@ -11,8 +11,8 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from cpt.contrib.advise.candidates import MEANINGS, Model, Setting, overrides
-from cpt.contrib.advise.results import Choice, Measured, Wish, choose, find_front, judge
-from cpt.contrib.advise.runs import Plan
+from cpt.contrib.advise.results import Measured, Recommendation, Wish, choose, find_front, judge
+from cpt.contrib.advise.runs import SweepPlan
 from cpt.reporting.drawing import figure, literal, png, style
 from cpt.reporting.page import Block
 
@@ -36,7 +36,7 @@ class Subject:
 
 
 def make_advice(
-    measured: Measured, subject: Subject, plan: Plan, wish: Wish, *, lost: Sequence[str]
+    measured: Measured, subject: Subject, plan: SweepPlan, wish: Wish, *, lost: Sequence[str]
 ) -> dict[str, Any]:
     """The whole of advice.json; `lost` are lines of what was planned and not measured."""
     means = measured.means()
@@ -83,7 +83,7 @@ def make_advice(
     }
 
 
-def say_command(choice: Choice, subject: Subject) -> str:
+def say_command(choice: Recommendation, subject: Subject) -> str:
     """The run that is recommended, an epoch of all of the text, as one line for a shell."""
     given = [each for each in subject.given if subject.model.is_itself or not each.startswith("model.")]
     words = ["python", "run.py", *subject.texts, *subject.model.real, *overrides(choice.arm, subject.real)]
@@ -91,7 +91,7 @@ def say_command(choice: Choice, subject: Subject) -> str:
 
 
 def find_unknown(
-    bounds: dict, choice: Choice, subject: Subject, plan: Plan, *, seeds: int, many: bool
+    bounds: dict, choice: Recommendation, subject: Subject, plan: SweepPlan, *, seeds: int, many: bool
 ) -> list[str]:
     """A line for each thing that the runs cannot say."""
     lines = [subject.model.gap] * bool(subject.model.gap)

@@ -29,7 +29,7 @@ class Wish(NamedTuple):
     weight: float
 
 
-class Choice(NamedTuple):
+class Recommendation(NamedTuple):
     """The arm, and why it in words."""
 
     arm: str
@@ -50,20 +50,22 @@ def worth(point: Point, weight: float) -> float:
     return point.learned - weight * point.forgotten
 
 
-def choose(points: Mapping[str, Point], highest: Mapping[str, float], wish: Wish) -> Choice:
+def choose(points: Mapping[str, Point], highest: Mapping[str, float], wish: Wish) -> Recommendation:
     """The arm to recommend; `highest` is the upper end of the interval of what each forgets, nan where it
     has none. An arm whose whole interval holds the bound is preferred to one whose mean alone does."""
     if wish.bound is None:
         best = max(points, key=lambda arm: worth(points[arm], wish.weight))
-        return Choice(best, f"the most of learned - {wish.weight:g} x forgotten")
+        return Recommendation(best, f"the most of learned - {wish.weight:g} x forgotten")
     shown = [arm for arm in points if highest[arm] <= wish.bound]
     held = [arm for arm, point in points.items() if point.forgotten <= wish.bound]
     for kept, sure in ((shown, "by the whole of its interval"), (held, "by its mean, not by its interval")):
         if kept:
             best = max(kept, key=lambda arm: points[arm].learned)
-            return Choice(best, f"the most learned of those that forget at most {wish.bound:g} nats, {sure}")
+            return Recommendation(
+                best, f"the most learned of those that forget at most {wish.bound:g} nats, {sure}"
+            )
     least = min(points, key=lambda arm: points[arm].forgotten)
-    return Choice(least, f"no arm forgets at most {wish.bound:g} nats; this one forgets least")
+    return Recommendation(least, f"no arm forgets at most {wish.bound:g} nats; this one forgets least")
 
 
 def weigh_lengths(lengths: Sequence[float], at: float) -> np.ndarray:
@@ -85,7 +87,7 @@ LEADING = tuple(enumerate(QUANTITIES[:2]))  # those that arms are judged by
 
 
 @dataclass(frozen=True)
-class Run:
+class ArmRun:
     """The scores of a run, and per column nats [row, document] and scored tokens [document]."""
 
     scores: Scores
@@ -93,11 +95,11 @@ class Run:
     counts: Sequence[Array]
 
 
-def load_run(folder: Path) -> Run:
+def load_run(folder: Path) -> ArmRun:
     """A finished run. Raises OSError, ValueError for one that cannot be read."""
     scores = Scores.load(folder / "scores.json")
     rows = load_documents(folder, range(len(scores.rows)))
-    return Run(scores, *gather_documents(rows, scores))
+    return ArmRun(scores, *gather_documents(rows, scores))
 
 
 def trade(nll: Array, scores: Scores) -> dict[str, Array]:
@@ -120,7 +122,7 @@ def trade(nll: Array, scores: Scores) -> dict[str, Array]:
 class Measured:
     """All runs together, by arm, steps and seed, on the same documents."""
 
-    runs: Mapping[Key, Run]
+    runs: Mapping[Key, ArmRun]
 
     @property
     def seeds(self) -> dict[int, list[int]]:

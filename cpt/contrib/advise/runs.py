@@ -24,8 +24,7 @@ from cpt.core.places import CONF
 from cpt.evaluation.scores import Scores
 from cpt.sweeps.jobs import Job, compose_jobs, divide_machine
 from cpt.sweeps.launcher import run_all
-from cpt.trainer.plan import Plan as RunPlan
-from cpt.trainer.plan import make_plan as plan_run
+from cpt.trainer.plan import Plan, make_plan
 
 # Seeds, whether there is a shorter length too, and the steps per domain below which it is not made: what an
 # arm is worth changes more from 50 steps to an epoch than from seed to seed (docs/advise.md).
@@ -57,7 +56,7 @@ class Round:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SweepPlan:
     """The runs, and the seconds that they take together as far as the pilot tells."""
 
     arms: tuple[str, ...]
@@ -78,7 +77,7 @@ def time_round(arms: Sequence[str], steps: int, costs: Costs, *, jobs: int) -> f
     return (len(arms) * costs.fixed + costs.stages * steps * costs.step * work(arms)) / jobs
 
 
-def make_plan(
+def plan_sweep(
     arms: Sequence[str], costs: Costs, *, seconds: float, jobs: int, most: int, seeds: int = SEEDS
 ) -> Plan:
     """The first of DESIGNS, as far as it has at most so many seeds, in which each run learns the steps that
@@ -93,7 +92,7 @@ def make_plan(
         if steps >= wanted:
             lengths = [steps] * count + [max(1, steps // SHORTER)] * short
             takes = sum(time_round(chosen, each, costs, jobs=jobs) for each in lengths)
-            return Plan(tuple(chosen), steps, count, short, takes)
+            return SweepPlan(tuple(chosen), steps, count, short, takes)
     needed = time_round(arms[:FEWEST], least, costs, jobs=jobs)
     raise ValueError(
         f"{max(0, seconds):.0f} s are left of --hours, and {min(FEWEST, len(arms))} runs of {least} steps "
@@ -123,13 +122,13 @@ class Sweep:
     folder: Path
     jobs: int | None
 
-    def plan(self) -> RunPlan:
+    def plan(self) -> Plan:
         """What such a run would be. Raises ValueError for a wrong choice, before a text is read."""
         cfg = self.context.config_loader.load_sweep_config(self.config, [*self.shared, "hydra.mode=RUN"])
         HydraConfig.instance().set_config(cfg)
         with open_dict(cfg):
             cfg.pop("hydra")
-        return plan_run(cfg)
+        return make_plan(cfg)
 
     def at_once(self, count: int) -> int:
         return len(divide_machine([self.config] * count, jobs=self.jobs, threads=None))

@@ -6,14 +6,15 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from annotated_types import Ge, Predicate
 
 from cpt.core.cache import make_once
 from cpt.core.config import digest
 from cpt.core.randomness import key
-from cpt.core.rules import Rule, is_whole, show, whole
+from cpt.core.schema import Allowed, Count, Int, Natural, check_value, fits, show
 from cpt.data.sources.docstrings import documents_by_module, names_in, stamp_docs, subpackages
 from cpt.evaluation.finetune_tasks import LabelledExample, TaskSource
 
@@ -26,14 +27,16 @@ def is_examples(value: Any) -> bool:
     return (
         isinstance(value, Mapping)
         and set(value) == set(SPLITS)
-        and all(is_whole(count, 1) for count in value.values())
+        and all(fits(count, Count) for count in value.values())
     )
 
 
 RULES = {
-    "classes": whole(2),
-    "seed": whole(0),
-    "examples": Rule(is_examples, "a whole number, 1 or more, for each of train, dev, test"),
+    "classes": Annotated[Int, Ge(2)],
+    "seed": Natural,
+    "examples": Annotated[
+        Any, Predicate(is_examples), Allowed("a whole number, 1 or more, for each of train, dev, test")
+    ],
 }
 
 
@@ -124,7 +127,7 @@ def check_submodule_values(prefix: str, values: Mapping[str, Any]) -> None:
     """Raises ValueError for a value that is not allowed."""
     for name, rule in RULES.items():
         if name in values:
-            rule.check(f"{prefix}.{name}", values[name])
+            check_value(f"{prefix}.{name}", values[name], rule)
 
 
 def write_labelled(path: Path, documents: Iterable[tuple[str, list[str]]]) -> None:

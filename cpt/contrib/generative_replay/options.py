@@ -3,39 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from cpt.core.options import option
-from cpt.core.rules import TEXT, Rule, is_steps, number, or_null, whole
-from cpt.data.replay import SHARE, ReplayConfig, ReplaySource, exact
+from cpt.core.schema import BelowOne, Count, Natural, Positive, PositiveShare, Steps, Text, config, option
+from cpt.data.replay import ReplayConfig, ReplaySource, exact
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class GeneratedReplay(ReplayConfig):
     """Text that the model writes before a stage, of each past domain, in place of that domain's own."""
 
     generates: ClassVar[bool] = True
 
-    tokens: int | None = option(
-        "tokens written of each past domain before a stage, at most as many as it replays; null: so many",
-        or_null(Rule(is_steps, "a whole number of tokens, 1 or more")),
+    tokens: Steps | None = option(
+        "tokens written of each past domain before a stage, at most as many as it replays; null: so many"
     )
-    drop: float = option("share of the tokens written to leave out: texts of the highest perplexity", SHARE)
-    prefix: int = option("tokens of real text that each text continues; 0: none is kept", whole(0))
-    starts: int = option("such prefixes that are kept of a domain, from its probe", whole(1))
-    prompt: str | None = option(
-        "text that each is written after, which is not replayed; {domain}: the domain's name", or_null(TEXT)
+    drop: BelowOne = option("share of the tokens written to leave out: texts of the highest perplexity")
+    prefix: Natural = option("tokens of real text that each text continues; 0: none is kept")
+    starts: Count = option("such prefixes that are kept of a domain, from its probe")
+    prompt: Text | None = option(
+        "text that each is written after, which is not replayed; {domain}: the domain's name"
     )
-    forms: float = option(
+    forms: BelowOne = option(
         "of domains of examples: share of the batch in which the domain's own are learned as a whole, with "
-        "their questions, so that the model can write some later",
-        SHARE,
+        "their questions, so that the model can write some later"
     )
-    temperature: float = option("of sampling: logits are divided by it", number("above 0"))
-    top_p: float = option("of sampling: probability of the likeliest tokens", number("above 0, at most 1"))
-    batch_size: int = option("texts that a process writes at once", whole(1))
+    temperature: Positive = option("of sampling: logits are divided by it")
+    top_p: PositiveShare = option("of sampling: probability of the likeliest tokens")
+    batch_size: Count = option("texts that a process writes at once")
 
     def conflicts(
         self, *, examples: bool, chats: bool, length: int, batch_size: int, sharded: bool

@@ -14,7 +14,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -26,12 +25,12 @@ from datasets.arrow_writer import ArrowWriter
 from transformers import PreTrainedModel
 
 from cpt.adapters.domain_store import BASE
+from cpt.contrib.generative_replay.append_log import Growing
 from cpt.contrib.generative_replay.options import GeneratedReplay
 from cpt.core.cache import artifact_damage, discard, finish_artifact, make_once
 from cpt.core.collectives import gather_objects, wait_for_others
 from cpt.core.config import digest
 from cpt.core.files import read_checked_json, replace, write_checked_json
-from cpt.core.growing import Growing
 from cpt.core.preemption import leave_together
 from cpt.core.processes import is_first_process, rank_and_world
 from cpt.core.progress import progress_bar
@@ -80,15 +79,6 @@ class WritingJob:
     wanted: int
     tokens: int
     stream: int  # key of its random numbers
-
-
-@dataclass(frozen=True)
-class GeneratedText(Packed):
-    """Rows of text that a model wrote; any row may be shorter than `length`."""
-
-    @cached_property
-    def row_lengths(self) -> np.ndarray:
-        return self.sizes_of_rows()
 
 
 class TextWriter(ReplaySource):
@@ -288,7 +278,7 @@ class TextWriter(ReplaySource):
         """The rows to replay in place of a text; None where there are none."""
         facts, packing = read_facts(folder, text), self.data.train[text].packing
         rows, pad = Dataset.from_file(str(sample_file(folder, text, "arrow"))), padding_id(self.tokenizer)
-        return GeneratedText(rows, self.length, pad, facts["texts"], facts["bytes"], packing)
+        return Packed(rows, self.length, pad, facts["texts"], facts["bytes"], packing)
 
 
 class ExampleWriter(TextWriter):

@@ -3,28 +3,30 @@
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from annotated_types import Gt, Lt, Predicate
 
 from cpt.core.config import digest
-from cpt.core.options import Options, option, prefix_errors, read_options
-from cpt.core.rules import (
-    MAPPING,
-    YES_NO,
-    Rule,
-    is_list,
-    is_number,
-    is_text,
-    is_whole,
-    one_of,
-    or_null,
+from cpt.core.schema import (
+    Allowed,
+    Count,
+    Folder,
+    Natural,
+    Number,
+    Options,
+    TextList,
+    config,
+    fits,
+    option,
+    prefix_errors,
+    read_options,
     show,
-    whole,
 )
-from cpt.data.sources.selection import COARSE, FINE, PATTERNS, choose_domains, group_names
+from cpt.data.sources.selection import COARSE, NamePatterns, group_names, select_domains
 
 log = logging.getLogger(__name__)
 GENERAL = "general"
@@ -36,84 +38,75 @@ PACKAGES = {"static": "wordllama", "sentence": "sentence_transformers"}  # that 
 FORMAT = 3  # part of every stamp: raise it when the files that cpt.data.corpus makes of a text change
 
 
-SHARE = Rule(lambda value: is_number(value) and 0 < value < 0.5, "shares above 0 and below 0.5")
-
-
 def is_domain_lists(value: Any) -> bool:
     """Whether it is a list of orders, or orders by their numbers."""
     if isinstance(value, Mapping):
-        return all(map(is_number, value)) and is_domain_lists(list(value.values()))
-    return is_list(value, lambda each: is_list(each, is_text))
+        return all(fits(each, Number) for each in value) and is_domain_lists(list(value.values()))
+    return isinstance(value, list | tuple) and all(fits(each, TextList) for each in value)
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class Encoding(Options):
     """How examples become rows of tokens."""
 
-    truncate: str = option(
+    truncate: Literal["tail", "middle", "released"] = option(
         "what is cut of an example that is too long: the end or the middle of its text, or, as released code "
-        "does, the end of the whole question",
-        one_of("tail", "middle", "released"),
+        "does, the end of the whole question"
     )
-    scored_turns: str = option("of a chat: which turns of the assistant are scored", one_of("all", "last"))
+    scored_turns: Literal["all", "last"] = option("of a chat: which turns of the assistant are scored")
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class HeldOut(Options):
     """What is held out where files are not split: shares of a domain's documents."""
 
-    valid: float = option("share of the documents", SHARE)
-    test: float = option("share of the documents", SHARE)
-    seed: int = option("of the split", whole(0))
-    most: int | None = option(
-        "documents of either, at most; null: no bound",
-        Rule(lambda value: value is None or is_whole(value, 1), "null, or 1 document or more"),
-        default=None,
+    valid: Annotated[Number, Gt(0), Lt(0.5), Allowed("shares above 0 and below 0.5")] = option(
+        "share of the documents"
     )
+    test: Annotated[Number, Gt(0), Lt(0.5), Allowed("shares above 0 and below 0.5")] = option(
+        "share of the documents"
+    )
+    seed: Natural = option("of the split")
+    most: Count | None = option("documents of either, at most; null: no bound", default=None)
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class Source(Options, ABC):
     """Domains by name, each a stream of (split, document)."""
 
-    orders: Any = option(
-        "named orders of the domains; null: one, by name",
-        or_null(Rule(is_domain_lists, "a list of orders like [[a,b],[b,a]], or {1: [a,b], 2: [b,a]}")),
-    )
-    held_out: Mapping[str, Any] = option("what is split off where files are not split", MAPPING)
-    score_on: str = option("the split that the matrix is made of", one_of("valid", "test"))
-    packing: str | None = option(
+    orders: (
+        Annotated[
+            Any,
+            Predicate(is_domain_lists),
+            Allowed("a list of orders like [[a,b],[b,a]], or {1: [a,b], 2: [b,a]}"),
+        ]
+        | None
+    ) = option("named orders of the domains; null: one, by name")
+    held_out: Mapping[str, Any] = option("what is split off where files are not split")
+    score_on: Literal["valid", "test"] = option("the split that the matrix is made of")
+    packing: Literal["none", "concat", "isolated", "per_document"] | None = option(
         "how rows are filled; of text: one document after another, whole documents isolated from each other, "
         "or a row for each; of examples: a row for each, or rows that several share, isolated from each "
         "other; null: concat of text, none of examples",
-        or_null(one_of(NONE, CONCAT, ISOLATED, PER_DOCUMENT)),
         default=None,
     )
-    only: Any = option("which domains there are to be, by name; null: all", PATTERNS, default=None)
-    by: str | None = option(
+    only: NamePatterns = option("which domains there are to be, by name; null: all", default=None)
+    by: Literal["fine", "coarse"] | None = option(
         "of M2D2's names: the fine domains alone, or coarse ones, joined of them; null: names as they are",
-        or_null(one_of(FINE, COARSE)),
         default=None,
     )
-    balanced: Any = option(
-        "cut every domain's training text to the tokens of the smallest, or to so many tokens",
-        Rule(
-            lambda value: YES_NO.allows(value) or is_whole(value, 1),
-            "true, false, or tokens: a whole number, 1 or more",
-        ),
-        default=False,
+    balanced: Annotated[bool | Count, Allowed("true, false, or tokens: a whole number, 1 or more")] = option(
+        "cut every domain's training text to the tokens of the smallest, or to so many tokens", default=False
     )
-    embedding: str = option("what orders by similarity are made of", one_of(*EMBEDDINGS), default="tfidf")
-    embedding_model: str | None = option(
-        "of embedding=sentence: the folder of a sentence-transformers model",
-        or_null(Rule(is_text, "a folder")),
-        default=None,
+    embedding: Literal["tfidf", "static", "model", "sentence"] = option(
+        "what orders by similarity are made of", default="tfidf"
     )
-    embedding_samples: int = option(
-        "documents of each text that are embedded, at most", whole(1), default=1000
+    embedding_model: Folder | None = option(
+        "of embedding=sentence: the folder of a sentence-transformers model", default=None
     )
+    embedding_samples: Count = option("documents of each text that are embedded, at most", default=1000)
 
-    def check_together(self) -> None:
+    def __post_init__(self) -> None:
         with prefix_errors("held_out"):
             read_options(HeldOut, self.held_out, place="")
         if self.packing not in (None, *PACKINGS[self.form("")]):
@@ -166,7 +159,7 @@ class Source(Options, ABC):
     def groups(self) -> dict[str, list[str]]:
         """The domains that can be trained on, each with the names whose text it has. Raises ValueError where
         `only` leaves none, and for a name that M2D2 lists and that is no domain."""
-        return choose_domains(group_names(self.names, self.by), self.only)
+        return select_domains(group_names(self.names, self.by), self.only)
 
     @property
     def domains(self) -> list[str]:

@@ -12,19 +12,18 @@ import tokenize
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from inspect import cleandoc
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from annotated_types import MinLen
 from tqdm import tqdm
 
-from cpt.core.options import option
 from cpt.core.processes import cores
 from cpt.core.randomness import key
-from cpt.core.rules import TEXTS_BY_KEY, TEXTS_NOT_NONE
+from cpt.core.schema import Allowed, Text, config, option
 from cpt.data.example import RawExample
 from cpt.data.sources.base import GENERAL, Source
 from cpt.data.sources.readers import stamps
@@ -100,13 +99,13 @@ _MARKUP = [  # a sign in every match, the pattern, its replacement
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class InstalledDocs(Source):
     """Prose of the docstrings of installed packages, one document per module."""
 
-    packages: Mapping[str, Sequence[str]] = option("each domain's packages, by domain", TEXTS_BY_KEY)
-    general: Sequence[str] = option(
-        "packages of the general text; stdlib: the standard library", TEXTS_NOT_NONE
+    packages: Mapping[str, Sequence[str]] = option("each domain's packages, by domain")
+    general: Annotated[tuple[Text, ...], MinLen(1), Allowed("a list of texts, one or more")] = option(
+        "packages of the general text; stdlib: the standard library"
     )
 
     @property

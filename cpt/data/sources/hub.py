@@ -1,15 +1,13 @@
 """Domains in data sets of the Hugging Face Hub, or in local copies of them."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from cpt.core.options import option
-from cpt.core.rules import MAPPING, TEXT, YES_NO, is_list, is_text, or_null, show
+from cpt.core.schema import Text, TextList, config, fits, option, show
 from cpt.data.sources.base import GENERAL, Source
 from cpt.data.sources.docstrings import read_general, stamp_general
 from cpt.data.sources.readers import SPLITS, cause, reading_bar, stamps, texts_of
@@ -18,26 +16,23 @@ ENTRY = {"path", "name", "data_files", "splits", "column"}
 SAVED = ("dataset_dict.json", "state.json")  # of a folder that `save_to_disk` has written
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class Hub(Source):
     """Data sets of the Hugging Face Hub, or local ones, one per domain: `catalogue[name]` has `path` (also a
     folder of `save_to_disk`), and optionally `name` (the configuration), `data_files` (of path=json or
     parquet: a file, a pattern, a list of such, or one of these for each split), `splits` (which of the data
     set's splits to read as train, valid and test) and `column` (of the text, if not that of the others)."""
 
-    catalogue: Mapping[str, Mapping[str, Any]] = option(
+    catalogue: Mapping[str, Any] = option(
         "each domain's data set: {path, name, data_files, splits, column}, as datasets.load_dataset takes "
-        "them; path may be a folder of save_to_disk",
-        MAPPING,
+        "them; path may be a folder of save_to_disk"
     )
-    column: str = option("the column of the text", TEXT)
-    streaming: bool = option("rows are fetched while they are read", YES_NO)
-    general: str | None = option(
-        "a name of the catalogue; null: prose of the standard library and numpy", or_null(TEXT)
-    )
+    column: Text = option("the column of the text")
+    streaming: bool = option("rows are fetched while they are read")
+    general: Text | None = option("a name of the catalogue; null: prose of the standard library and numpy")
 
-    def check_together(self) -> None:
-        super().check_together()
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.names:
             raise ValueError("catalogue names no domain; needed: '+domains.catalogue.news={path: ag_news}'")
         for name, entry in self.catalogue.items():
@@ -143,15 +138,15 @@ def files_in(files: Any) -> list[str]:
 def are_files(value: Any) -> bool:
     """Whether it is a file or a pattern, a list of such, or one of these for each split."""
     if isinstance(value, Mapping):
-        return all(is_text(split) and are_files(each) for split, each in value.items())
-    return value is None or is_text(value) or (is_list(value, is_text) and len(value) > 0)
+        return all(fits(split, Text) and are_files(each) for split, each in value.items())
+    return value is None or fits(value, Text) or (fits(value, TextList) and len(value) > 0)
 
 
 def is_entry(entry: Any) -> bool:
     """Whether it says where a data set is, and nothing that is unknown."""
-    if not isinstance(entry, Mapping) or not is_text(entry.get("path")) or not set(entry) <= ENTRY:
+    if not isinstance(entry, Mapping) or not fits(entry.get("path"), Text) or not set(entry) <= ENTRY:
         return False
     splits = entry.get("splits") or {}
-    texts = all(entry.get(key) is None or is_text(entry[key]) for key in ("name", "column"))
+    texts = all(entry.get(key) is None or fits(entry[key], Text) for key in ("name", "column"))
     known = isinstance(splits, Mapping) and set(splits) <= set(SPLITS.values())
     return texts and known and are_files(entry.get("data_files"))

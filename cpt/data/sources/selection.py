@@ -6,9 +6,11 @@ domains. Some are misspelt there (`General_referece`, `Human_activites`); these 
 import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Annotated, Any
 
-from cpt.core.rules import Rule, is_list, is_pattern, is_text, show
+from annotated_types import MinLen, Predicate
+
+from cpt.core.schema import Allowed, Text, fits, is_pattern, show
 
 COARSE, FINE = "coarse", "fine"
 NOT_DOMAINS = ("eval_sets", "only_text", "only_txt2")
@@ -28,7 +30,7 @@ COARSE_OF_WIKIPEDIA = (
 
 
 def is_name_pattern(value: Any) -> bool:
-    return is_text(value) and (not is_expression(value) or is_pattern(value[1:-1]))
+    return fits(value, Text) and (not is_expression(value) or is_pattern(value[1:-1]))
 
 
 def is_expression(pattern: str) -> bool:
@@ -36,12 +38,11 @@ def is_expression(pattern: str) -> bool:
     return len(pattern) > 2 and pattern[0] == pattern[-1] == "/"
 
 
-PATTERNS = Rule(
-    lambda value: (
-        value is None or is_name_pattern(value) or (is_list(value, is_name_pattern) and len(value) > 0)
-    ),
-    "null, names or patterns like [cs.*,Art], or a regular expression between slashes",
-)
+NamePattern = Annotated[str, Predicate(is_name_pattern)]
+NamePatterns = Annotated[
+    NamePattern | Annotated[tuple[NamePattern, ...], MinLen(1)] | None,
+    Allowed("null, names or patterns like [cs.*,Art], or a regular expression between slashes"),
+]
 
 
 def parse_name(name: str) -> tuple[str, str | None]:
@@ -76,7 +77,7 @@ def group_names(names: Sequence[str], by: str | None) -> dict[str, list[str]]:
     return dict(sorted(groups.items()))
 
 
-def choose_domains(
+def select_domains(
     groups: Mapping[str, list[str]], patterns: str | Sequence[str] | None
 ) -> dict[str, list[str]]:
     """The domains whose whole name matches a pattern; all without patterns. Raises ValueError where none is

@@ -8,16 +8,14 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from cpt.core.options import Options, option, read_options
 from cpt.core.randomness import key, shuffle
-from cpt.core.rules import MAPPED_TEXTS, MAPPING, TEXT, TEXTS, Rule, is_text, is_whole, one_of, or_null
+from cpt.core.schema import Allowed, Count, Options, Text, TextList, config, option, read_options
 from cpt.data.example import ASSISTANT, Example, RawExample, write_example
 from cpt.data.sources import docstrings, readers
 from cpt.data.sources.base import GENERAL, Encoding, Source
@@ -40,7 +38,6 @@ RENAMED = {"ag_news": "agnews", "amazon_review_full": "amazon", "yahoo_answers":
 SPELLING = {"thlete": "athlete"}
 MOST_CHOICES, PER_CHOICE = 50, 2  # a closed set has at most so many answers, each so often on average
 FIELDS = ("prefix", "question", "instruction", "options", "text", "task", "dataset")  # of every template
-ANY_TEXT = Rule(lambda value: isinstance(value, str), "a text")
 
 
 def named_split(name: str) -> str | None:
@@ -143,21 +140,21 @@ def text_in(row: Any, column: str, where: str, option: str = "domains.format") -
     return str(value)
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class Template(Options):
     """How a task's fields become a question. {text} is what it is about, the only part that may be cut."""
 
-    name: str = option("what the template is called", Rule(is_text, "a text"))
-    source: str = option("the whole question", Rule(ANY_TEXT.allows, "a text with {fields}"))
-    without_text: str | None = option("the same where the text is empty; null: `source`", or_null(ANY_TEXT))
-    question: str = option("what is asked: {instruction}, {options}", ANY_TEXT)
-    names: str = option("what of the names the prefix has", one_of("none", "task", "dataset"))
-    prefixes: Mapping[str, str] = option("the prefix for each of `names`", MAPPED_TEXTS)
-    options: str = option("their order: as listed, or random for each example", one_of("file", "shuffled"))
-    separator: str = option("between options", ANY_TEXT)
-    instructions: Mapping[str, str] = option("what is asked, by task", MAPPED_TEXTS)
-    tasks: Mapping[str, str] = option("the task of data sets whose place does not say it", MAPPED_TEXTS)
-    unasked: Sequence[str] = option("tasks whose text asks already", TEXTS)
+    name: Text = option("what the template is called")
+    source: Annotated[str, Allowed("a text with {fields}")] = option("the whole question")
+    without_text: str | None = option("the same where the text is empty; null: `source`")
+    question: str = option("what is asked: {instruction}, {options}")
+    names: Literal["none", "task", "dataset"] = option("what of the names the prefix has")
+    prefixes: Mapping[str, str] = option("the prefix for each of `names`")
+    options: Literal["file", "shuffled"] = option("their order: as listed, or random for each example")
+    separator: str = option("between options")
+    instructions: Mapping[str, str] = option("what is asked, by task")
+    tasks: Mapping[str, str] = option("the task of data sets whose place does not say it")
+    unasked: TextList = option("tasks whose text asks already")
 
     def check_fields(self, own: Sequence[str]) -> None:
         """Raises ValueError for a template with unmatched braces, or a field that no row has."""
@@ -194,27 +191,26 @@ class Template(Options):
         return source, (len(begin), min(len(begin) + len(text), len(source))) if found else (0, 0)
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class Tasks(Source):
     """Supervised tasks in a folder, in a published layout; without a folder those of
     `cpt.data.sources.docstrings.package_task`."""
 
-    root: str | None = option("the folder of all tasks; null: some of installed packages", or_null(TEXT))
-    format: str = option("how the folder is laid out", one_of(*LAYOUTS))
-    columns: Mapping[str, str | None] = option("of jsonl and csv: columns of text, target, id, …", MAPPING)
-    template: Mapping[str, Any] = option("how fields become a question, as in conf/domains/template", MAPPING)
-    choices: str = option("a file's labels, else train's few answers; none: open", one_of("auto", "none"))
-    unknown: str = option("examples whose answer is none of the choices", one_of("error", "drop"))
-    per_class: Any = option(
-        "training examples of each answer, at most; all: no bound",
-        Rule(lambda value: value == "all" or is_whole(value, 1), "all, or a whole number, 1 or more"),
-    )
-    truncate: str = option("what is cut of an example that is too long", TEXT)
-    scored_turns: str = option("of a chat: the turns of the assistant that are scored", TEXT)
-    general: str | None = option("below root: the folder of the general text", or_null(TEXT))
+    root: Text | None = option("the folder of all tasks; null: some of installed packages")
+    format: Literal[
+        "cl_benchmark", "superni", "alpaca", "fewshot_tsv", "trace", "messages", "jsonl", "csv"
+    ] = option("how the folder is laid out")
+    columns: Mapping[str, str | None] = option("of jsonl and csv: columns of text, target, id, …")
+    template: Mapping[str, Any] = option("how fields become a question, as in conf/domains/template")
+    choices: Literal["auto", "none"] = option("a file's labels, else train's few answers; none: open")
+    unknown: Literal["error", "drop"] = option("examples whose answer is none of the choices")
+    per_class: Literal["all"] | Count = option("training examples of each answer, at most; all: no bound")
+    truncate: Literal["tail", "middle", "released"] = option("what is cut of an example that is too long")
+    scored_turns: Literal["all", "last"] = option("of a chat: the turns of the assistant that are scored")
+    general: Text | None = option("below root: the folder of the general text")
 
-    def check_together(self) -> None:
-        super().check_together()
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.root is not None and not Path(self.root).is_dir():
             raise ValueError(f"root={self.root}: there is no such folder")
         columns = self.columns if self.root is not None and self.format in TABLES else None

@@ -3,20 +3,17 @@
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from cpt.core.errors import unknown_name
-from cpt.core.options import option
-from cpt.core.rules import TEXT, Rule, is_list, is_text, one_of, or_null
+from cpt.core.schema import Allowed, Folder, Text, TextList, config, option
 from cpt.data.sources.base import GENERAL, Source
 from cpt.data.sources.docstrings import read_general, stamp_general
 from cpt.data.sources.readers import (
-    UNITS,
     documents_of,
     files_of,
     kind,
@@ -32,32 +29,28 @@ log = logging.getLogger(__name__)
 ENDTASKS = "endtasks"  # a folder of labelled examples (conf/endtask), which may lie among the domains
 
 
-def is_columns(value: object) -> bool:
-    return isinstance(value, Mapping) and all(map(is_text, value.values()))
-
-
-@dataclass(frozen=True, kw_only=True)
+@config
 class Texts(Source):
     """Sub-folders of text files. `document` says what a document of a .txt or .md file is; `auto` takes a .md
     file as one, and of .txt files the file where a domain has at least 20, else what blank lines separate,
     else (no blank line among the first 10,000 of the first file) the line."""
 
-    root: str = option("the folder of all text", Rule(is_text, "a folder"))
-    folder: str = option("below root: the domains' sub-folders", Rule(is_text, "a folder below root"))
-    column: str = option("of .jsonl, .csv and .parquet files: the column of the text", TEXT)
-    columns: Mapping[str, str] | None = option(
-        "the same of some domains alone", or_null(Rule(is_columns, "{domain: column}")), default=None
+    root: Folder = option("the folder of all text")
+    folder: Annotated[Text, Allowed("a folder below root")] = option("below root: the domains' sub-folders")
+    column: Text = option("of .jsonl, .csv and .parquet files: the column of the text")
+    columns: Annotated[Mapping[str, Text], Allowed("{domain: column}")] | None = option(
+        "the same of some domains alone", default=None
     )
-    document: str = option("what a document of a .txt or .md file is", one_of(*UNITS, "auto"))
-    general: str | None = option("below root: the folder of the general text", or_null(TEXT))
-    ignore: Sequence[str] | None = option(
-        "what of these folders is not text: names or patterns",
-        or_null(Rule(lambda value: is_list(value, is_text), "a list of names or patterns, like [README*]")),
-        default=(),
+    document: Literal["file", "paragraph", "line", "auto"] = option(
+        "what a document of a .txt or .md file is"
+    )
+    general: Text | None = option("below root: the folder of the general text")
+    ignore: Annotated[TextList, Allowed("a list of names or patterns, like [README*]")] | None = option(
+        "what of these folders is not text: names or patterns", default=()
     )
 
-    def check_together(self) -> None:
-        super().check_together()
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.corpora.is_dir():
             raise ValueError(f"root={self.root}: there is no folder {self.corpora}")
         if not self.names:

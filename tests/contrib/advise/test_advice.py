@@ -6,8 +6,8 @@ import pytest
 
 from cpt.contrib.advise.advice import Subject, find_unknown, make_blocks, say_command
 from cpt.contrib.advise.candidates import Model, Setting
-from cpt.contrib.advise.results import Choice
-from cpt.contrib.advise.runs import Plan
+from cpt.contrib.advise.results import Recommendation
+from cpt.contrib.advise.runs import SweepPlan
 
 TINY = Model(("model=tiny_gpt2",), ("model=tiny_gpt2",))
 LARGE = Model(("model=tiny_gpt2",), ("model=checkpoint", "model.checkpoint=big"), 24, "big is big")
@@ -19,23 +19,23 @@ def subject(model=TINY, *, epoch=400.0, left_out=0, given=()):
 
 
 SETTING = Setting(rate=1e-4, blocks=24, domains=3)
-PLAN = Plan(("ncl", "kd"), 100, 1, False, 60.0)
+PLAN = SweepPlan(("ncl", "kd"), 100, 1, False, 60.0)
 
 
 def unknown(about, *, worth=APART, seeds=1, many=False):
     bounds = {"kd": {"worth": (0, 0)}, "ncl": {"worth": worth}}
-    return find_unknown(bounds, Choice("kd", ""), about, PLAN, seeds=seeds, many=many)
+    return find_unknown(bounds, Recommendation("kd", ""), about, PLAN, seeds=seeds, many=many)
 
 
 def test_the_command_is_of_the_model_that_is_meant_and_one_line_for_a_shell():
     given = ("model.length=32", "trainer.batch_size=4")
-    small = say_command(Choice("lr-1/4", ""), subject(given=given))
+    small = say_command(Recommendation("lr-1/4", ""), subject(given=given))
     assert shlex.split(small) == [
         *("python", "run.py", "domains=texts", "domains.root='my texts'", "model=tiny_gpt2"),
         *("model.lr=2.5e-05", *given, "trainer.steps=null", "trainer.epochs=1"),
     ]
     assert "\n" not in small
-    large = say_command(Choice("freeze", ""), subject(LARGE, given=given))
+    large = say_command(Recommendation("freeze", ""), subject(LARGE, given=given))
     assert "model.checkpoint=big freeze.layers=12 trainer.batch_size=4 trainer.steps=null" in large
 
 

@@ -3,14 +3,14 @@
 import pytest
 
 from cpt.contrib.advise.candidates import NAMES, Setting, choose_arms, overrides
-from cpt.contrib.advise.runs import Costs, Round, make_plan
+from cpt.contrib.advise.runs import Costs, Round, plan_sweep
 
 COSTS = Costs(step=0.1, fixed=10, stages=2)
 FIVE = ["ncl", "replay-5", "lr-1/4", "replay-25", "lora"]
 
 
 def planned(seconds, *, arms=("ncl", "lora"), jobs=1, most=500, **given):
-    plan = make_plan(arms, COSTS, seconds=seconds, jobs=jobs, most=most, **given)
+    plan = plan_sweep(arms, COSTS, seconds=seconds, jobs=jobs, most=most, **given)
     return plan.seeds, plan.short, plan.steps
 
 
@@ -29,10 +29,10 @@ def test_more_time_is_for_more_steps_up_to_an_epoch_then_for_more_seeds(seconds,
 
 
 def test_the_time_of_the_whole_is_the_sum_of_its_runs():
-    plan = make_plan(["ncl", "lora"], COSTS, seconds=1000, jobs=1, most=500)
+    plan = plan_sweep(["ncl", "lora"], COSTS, seconds=1000, jobs=1, most=500)
     assert plan.seconds == pytest.approx(3 * 220 + 70)
     assert plan.rounds == [Round(0, 500), Round(0, 125), Round(1, 500), Round(2, 500)]
-    both = make_plan(["ncl", "kd"], COSTS, seconds=1000, jobs=1, most=500)
+    both = plan_sweep(["ncl", "kd"], COSTS, seconds=1000, jobs=1, most=500)
     assert both.seconds == pytest.approx(plan.seconds + 0.4 * 0.2 * (1500 + 125))  # a teacher's pass
 
 
@@ -47,9 +47,9 @@ def test_twice_the_jobs_are_half_the_time():
 
 
 def test_arms_are_left_out_from_the_end():
-    plan = make_plan(FIVE, COSTS, seconds=60, jobs=1, most=500)
+    plan = plan_sweep(FIVE, COSTS, seconds=60, jobs=1, most=500)
     assert (len(plan.arms), plan.steps) == (5, 10)
-    plan = make_plan(FIVE, COSTS, seconds=50, jobs=1, most=500)
+    plan = plan_sweep(FIVE, COSTS, seconds=50, jobs=1, most=500)
     assert (plan.arms, plan.steps) == (("ncl", "replay-5", "lr-1/4", "replay-25"), 12)
 
 
@@ -57,7 +57,7 @@ def test_a_budget_that_nothing_fits_into_says_what_would():
     with pytest.raises(
         ValueError, match=r"30 s are left of --hours, and 3 runs of 10 steps take 36 s; allowed"
     ):
-        make_plan(FIVE, COSTS, seconds=30, jobs=1, most=500)
+        plan_sweep(FIVE, COSTS, seconds=30, jobs=1, most=500)
 
 
 def test_every_arm_says_what_it_sets():

@@ -7,8 +7,8 @@ import pytest
 
 from cpt.contrib.advise.advice import Subject, make_advice
 from cpt.contrib.advise.candidates import Model, Setting
-from cpt.contrib.advise.results import Measured, Run, Wish, trade
-from cpt.contrib.advise.runs import Plan
+from cpt.contrib.advise.results import ArmRun, Measured, Wish, trade
+from cpt.contrib.advise.runs import SweepPlan
 
 TINY = Model(("model=tiny_gpt2",), ("model=tiny_gpt2",))
 
@@ -24,7 +24,7 @@ def made(nll, *, shift=0.0):
     off = shift * np.array([3.0, -1.0, 0.0])
     drift = np.array([0.0, 1.0, 1.0])[:, None]  # not of the base
     sums = [(nll[:, column, None] + drift * off) * COUNTS for column in range(3)]
-    return Run(told, sums, [COUNTS] * 3)
+    return ArmRun(told, sums, [COUNTS] * 3)
 
 
 def bounds(runs, **options):
@@ -95,7 +95,7 @@ def test_an_arm_is_recommended_by_what_an_epoch_brings(wish, epoch, arm, why):
     runs = {("ncl", 40, 0): made(NLL), ("ncl", 10, 0): made(NLL + UP)}
     runs |= {("kd", 40, 0): made(NLL - 0.2 * UP), ("kd", 10, 0): made(NLL)}  # ahead, and slower
     subject = Subject(("domains=texts",), (), TINY, Setting(1e-3, 2, 2), epoch, 512, 0)
-    advice = make_advice(Measured(runs), subject, Plan(("ncl", "kd"), 40, 1, True, 60.0), wish, lost=[])
+    advice = make_advice(Measured(runs), subject, SweepPlan(("ncl", "kd"), 40, 1, True, 60.0), wish, lost=[])
     assert advice["recommended"]["arm"] == arm
     assert advice["recommended"]["why"].endswith(why) or wish.bound
     worth = {each["arm"]: each["intervals"]["worth"] for each in advice["arms"]}

@@ -12,7 +12,7 @@ from cpt.contrib.generative_replay import writer
 from cpt.contrib.generative_replay.writer import (
     MARK,
     ExampleWriter,
-    GeneratedText,
+    Packed,
     Sample,
     TextWriter,
     WritingJob,
@@ -99,7 +99,7 @@ def test_rows_hold_every_token_that_is_kept(tmp_path: Path, tokens):
     write_samples(tmp_path, "a/b", samples)
     run = SimpleNamespace(tokenizer=tokenizer, length=LENGTH, sampling=SimpleNamespace(end=end))
     facts = TextWriter.keep(run, tmp_path, job("a/b", tokens=tokens, wanted=tokens))
-    rows = GeneratedText(
+    rows = Packed(
         Dataset.from_file(str(sample_file(tmp_path, "a/b", "arrow"))),
         LENGTH,
         0,

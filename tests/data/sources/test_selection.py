@@ -6,15 +6,16 @@ from collections import Counter
 import pytest
 from hydra.utils import instantiate
 
+from cpt.core.schema import fits
 from cpt.data.corpus import make_corpus
 from cpt.data.sources.base import GENERAL, read_members, stamp_of
 from cpt.data.sources.selection import (
     COARSE_OF_WIKIPEDIA,
     NOT_DOMAINS,
-    PATTERNS,
-    choose_domains,
+    NamePatterns,
     group_names,
     parse_name,
+    select_domains,
 )
 from tests.conftest import VOCABULARIES, sentences
 
@@ -192,8 +193,8 @@ def test_patterns_are_for_whole_names_and_for_joined_ones(root):
     names = {"cs.AI": ["cs.AI"], "/a/": ["/a/"]}
     for pattern in ("cs", "/cs/"):
         with pytest.raises(ValueError, match="leaves no domain"):
-            choose_domains(names, pattern)
-    assert list(choose_domains(names, ["/a/", "?a?"])) == ["/a/"]
+            select_domains(names, pattern)
+    assert list(select_domains(names, ["/a/", "?a?"])) == ["/a/"]
     assert source(root, by="coarse", only="m*").domains == ["math"]
     with pytest.raises(ValueError, match="domains.only=cs.AI leaves no domain; there are: cs, hep-th, math"):
         _ = source(root, by="coarse", only="cs.AI").domains
@@ -208,4 +209,4 @@ def test_named_orders_are_of_the_domains_that_are_left(root):
 
 @pytest.mark.parametrize("value", ["", "/(/", [], ["a", 5], 5, True, {"a": 1}])
 def test_what_is_no_pattern(value):
-    assert not PATTERNS.allows(value)
+    assert not fits(value, NamePatterns)

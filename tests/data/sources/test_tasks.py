@@ -232,7 +232,7 @@ WRONG = {
     "domains.template.source='{text'": "allowed: {prefix}, {question}, {instruction}, {options}, {text}, {",
     "domains.template.prefixes.task='{nam}'": "template.prefixes.task='{nam}' is not a text with {fields}",
     "domains.template.question='{}'": "template.question='{}' is not a text with {fields}",
-    "domains.per_class=0": "per_class=0; allowed: all, or a whole number, 1 or more",
+    "domains.per_class=0": "per_class=0; allowed: all or a whole number, 1 or more",
     "domains.truncate=head": "truncate=head; allowed: tail, middle, released",
     "domains.columns.target=null": "needed: the columns of text and target",
     "domains.choices=many": "choices=many; allowed: auto, none",

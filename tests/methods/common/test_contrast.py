@@ -11,8 +11,8 @@ from cpt.core.randomness import sample_keys
 from cpt.data.collate import Rows, labels_of
 from cpt.gradient_masks.soft import SoftMask
 from cpt.methods import das as contrasting
-from cpt.methods.common.options import ContrastOptions
 from cpt.methods.das import ContrastiveLoss, contrastive
+from cpt.methods.options import ContrastOptions
 from cpt.models.forward import dropout, dropout_of, mean_over
 from cpt.models.objectives import Causal, Span
 from tests.conftest import SHARED

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from cpt.core.randomness import key
-from cpt.methods.common.options import RULES, MergingOptions
+from cpt.methods.common.options import RULES
 from cpt.methods.merge import Ended, Merged, drop_entries, slerp
+from cpt.methods.options import MergingOptions
 
 SHAPES = {"a.weight": (7, 5), "a.bias": (5,), "b.weight": (3, 4)}
 TIES = {"density": 0.2, "trimmed": "model", "start": "base", "estimator": "per_sample"}

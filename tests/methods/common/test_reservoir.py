@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cpt.core.randomness import sample_keys
-from cpt.data.collate import UNSCORED, Rows, labels_of, single
+from cpt.data.collate import UNSCORED, Rows, single
 from cpt.methods.common import reservoir as module
 from cpt.methods.common.reservoir import Reservoir, bytes_per_sample, capacity, slot_of
 from cpt.models.objectives import Span
@@ -130,16 +130,6 @@ def test_rows_of_other_sizes_come_back_without_their_padding():
     assert kept.outputs[1, 1].tolist() == [0, 0, 0]
 
 
-def test_a_slot_is_written_anew_as_a_whole():
-    kept = reservoir(samples=1)
-    kept.add(*batch([5]))
-    shorter, outputs = batch([7], scored=1, length=3)
-    kept.put(0, shorter["input_ids"][0], labels_of(shorter)[0], 3, outputs)
-    assert kept.lengths.tolist() == [3]
-    assert kept.labels[0].tolist() == [UNSCORED, 7, *[UNSCORED] * 3]
-    assert kept.outputs[0].tolist() == [[pytest.approx(0.7)] * 3, [0] * 3]
-
-
 def test_a_draw_is_uniform_without_repetition_and_reproducible():
     counts = np.zeros(10)
     kept = reservoir(samples=10)
@@ -210,13 +200,6 @@ def test_a_cast_of_the_module_leaves_what_is_stored(cast, precision):
     assert torch.equal(kept.outputs, before)
 
 
-def test_outputs_go_where_the_model_goes_and_the_rest_stays():
-    kept = reservoir(samples=2).to("meta")
-    devices = {name: buffer.device.type for name, buffer in kept.named_buffers()}
-    rest = dict.fromkeys(("input_ids", "labels", "lengths", "seen"), "cpu")
-    assert devices == rest | {"outputs": "meta"}
-
-
 @pytest.mark.parametrize("precision", ["float16", "bfloat16", "float32"])
 def test_a_budget_in_bytes_is_never_exceeded_and_used_up_to_the_last_sample(precision):
     slot = {"length": LENGTH, "scored": SCORED, "width": WIDTH, "precision": precision}
@@ -228,11 +211,6 @@ def test_a_budget_in_bytes_is_never_exceeded_and_used_up_to_the_last_sample(prec
         assert kept.bytes == samples * each <= budget < kept.bytes + each
         assert kept.bytes == sum(value.nbytes for value in kept.state_dict().values())
     assert capacity(memory=7, memory_bytes=None, sample_bytes=each) == 7
-
-
-def test_a_memory_holds_something():
-    with pytest.raises(ValueError, match="method.memory_bytes=99; allowed: 100 or more, one sample"):
-        capacity(None, 99, sample_bytes=100)
 
 
 def test_processes_keep_shards_of_their_own(as_process):
@@ -269,14 +247,6 @@ def test_another_number_of_processes_shares_out_what_is_stored(then, now, each, 
         if total + now <= 19:
             assert shard.input_ids[total + (rank - total) % now, 0] == 1000
     assert sorted(drawn) == list(range(min(total, 19)))
-
-
-def test_a_memory_smaller_than_the_processes_is_refused(as_process):
-    as_process(1, 3)
-    with pytest.raises(
-        ValueError, match="the memory holds 2 samples; allowed: one or more for each of 3 pro"
-    ):
-        reservoir(samples=2).add(*batch([1]))
 
 
 @pytest.mark.parametrize("steps", [4, 40])

@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from cpt.core import growing
-from cpt.core.growing import PLACE, Growing
+from cpt.contrib.generative_replay import append_log as growing
+from cpt.contrib.generative_replay.append_log import PLACE, Growing
 
 NAMES = ("rows", "counts")
 PARTS = [(b"first ", b"1"), (b"second ", b""), (b"third ", b"3")]

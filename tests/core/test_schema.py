@@ -1,0 +1,215 @@
+"""Options: what a type allows is what is said of it, at every option of every choice of conf/."""
+
+import math
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import pytest
+from annotated_types import Ge, Gt, Le, Lt, MinLen, Predicate
+from omegaconf import OmegaConf
+
+import cpt
+from cpt.core import schema
+from cpt.core.schema import Options, allowed, check_value, config, fits, option, option_types, show
+from cpt.core.sections import GIVEN, options_class, read_section
+from cpt.trainer.help import list_options, list_sections, options_at
+from tests.conftest import ROOT
+
+CHOICES = sorted((path.parent.name, path.stem) for path in ROOT.glob("conf/*/*.yaml") if path.stem != "none")
+NEEDED = {
+    ("probe", "lm_eval"): ["probe.tasks=[a]"],
+    ("domains", "hub"): ["+domains.catalogue.news={path: ag_news}"],
+    ("domains", "texts"): ["domains.root=."],
+}
+
+
+def wrong_values(kind: Any) -> Iterator[Any]:
+    """Values that a type does not allow: null, next to each bound, of other types; none for a predicate."""
+    base, *limits = get_args(kind) if get_origin(kind) is Annotated else (kind,)
+    inner = get_args(base)
+    if NoneType in inner and len(inner) == 2:
+        yield from (value for value in wrong_values(inner[0]) if value is not None)
+        return
+    union = get_origin(base) in (Union, UnionType) and base != schema.Number
+    if union or base in (bool, int, schema.Number, str) or get_origin(base) in (Literal, tuple):
+        yield from ([[1.5]], {"no": "such"}, *[None] * (NoneType not in inner))
+    if base in (int, schema.Number):
+        yield from (True, "abc", math.nan, *[1.5] * (base is int))
+        for limit in limits:
+            match limit:
+                case Ge(ge=least):
+                    yield least - 1
+                case Gt(gt=value) | Lt(lt=value):
+                    yield value
+                case Le(le=most):
+                    yield most + 1
+    elif base is bool:
+        yield from (1, "maybe")
+    elif get_origin(base) is Literal:
+        yield "no such choice"
+    elif base is str:
+        yield 5
+    elif get_origin(base) is tuple:
+        yield from (5, "abc", *[[]] * any(isinstance(limit, MinLen) for limit in limits))
+    elif isinstance(get_origin(base), type) and issubclass(get_origin(base), Mapping):
+        yield from (5, [1])
+
+
+@pytest.mark.parametrize(
+    "group", sorted({group for group, _ in CHOICES} - {"experiment", "strategy", "hydra"})
+)
+def test_what_a_type_does_not_allow_is_told_at_every_option(group, composed):
+    seen = set()
+    for name in (name for of, name in CHOICES if of == group):
+        chosen = (
+            ["method=adapter", f"routing@method.routing={name}"]
+            if group == "routing"
+            else [f"{group}={name}"]
+        )
+        cfg = composed(*chosen, *NEEDED.get((group, name), []))
+        for place in list_sections(cfg):
+            section = read_section(cfg, place)
+            for kind in options_at(cfg, place):
+                own = section.only(each for each in section.values if each not in GIVEN)
+                for key, declared in option_types(kind).items():
+                    if (place, kind, key) not in seen and key in own.values:
+                        seen.add((place, kind, key))
+                        for value in wrong_values(declared):
+                            given = replace(own, values={**own.split(kind)[0], key: value}, complete=False)
+                            with pytest.raises(ValueError) as raised:
+                                given.read(kind)
+                            told = f"{schema.join(place, key)}={show(value)}; allowed: {allowed(declared)}"
+                            assert str(raised.value).startswith(told)
+
+
+@pytest.mark.parametrize(("group", "choice"), [each for each in CHOICES if each[0] in ("method", "mask")])
+def test_every_option_of_a_method_has_a_help_and_a_type(group, choice, composed):
+    cfg = composed(f"{group}={choice}")
+    for place in [each for each in list_sections(cfg) if each.split(".")[0] == group]:
+        for kind in options_at(cfg, place):
+            assert set(OmegaConf.select(cfg, place)) - set(GIVEN) == set(option_types(kind))
+            assert all(each.metadata["help"] for each in fields(kind))
+        assert all(words for _, _, _, words in list_options(cfg, place))
+
+
+@pytest.mark.parametrize(
+    ("kind", "good", "bad", "words"),
+    [
+        (schema.NonNegative, [0, 1.5, 3], [-1, True, math.inf, math.nan, "1", None], "0 or more"),
+        (schema.PositiveShare | None, [1, 0.1, None], [0, 1.1], "null or above 0, at most 1"),
+        (schema.OpenShare, [0.5], [0, 1], "above 0 and below 1"),
+        (Annotated[schema.Number, Ge(1), Le(1e4)], [1, 10000], [0.9, 10001], "1 to 10000"),
+        (schema.Count, [1, 2**63 - 1], [0, 1.0, True, 2**63], "a whole number, 1 or more"),
+        (schema.Steps, [1, 1e3], [0, 1.5, True, 1e30], "a whole number, 1 or more"),
+        (Literal["auto"] | schema.Count, ["auto", 2], ["all", 0, True], "auto or a whole number, 1 or more"),
+        (Literal["32", 32], ["32", 32], [True, 16], "32"),
+        (bool | None, [True, None], [1, "true"], "null or true, false"),
+        (schema.Text, ["a"], ["", " ", 5], "a text"),
+        (schema.Pattern, ["a.*"], ["(", 5], "a regular expression"),
+        (
+            schema.OneOrMore[Literal["a", "b"]],
+            [["b", "a"], ("a",)],
+            [[], ["a", "a"], "a", ["c"]],
+            "one or more of a, b",
+        ),
+        (schema.Subset[Literal["a"]], [[], ["a"]], [None, ["b"]], "some of a, or []"),
+        (
+            schema.PerDomain[schema.Natural],
+            [0, [1, 2]],
+            [-1, [], [1.5]],
+            "a whole number, 0 or more; or a list, each a whole number, 0 or more",
+        ),
+        (
+            Mapping[str, Sequence[str]],
+            [{}, {"a": ["b"]}],
+            [{"a": [1]}, []],
+            "keys with lists of texts, {key: [text]}",
+        ),
+        (Annotated[Any, Predicate(str.isupper), schema.Allowed("capitals")], ["A"], ["a"], "capitals"),
+    ],
+)
+def test_a_type_says_what_it_allows(kind, good, bad, words):
+    assert allowed(kind) == words
+    assert all(fits(value, kind) for value in good)
+    for value in bad:
+        with pytest.raises(ValueError) as raised:
+            check_value("k", value, kind)
+        assert str(raised.value).startswith(f"k={show(value)}; allowed: {words}")
+
+
+@config
+class Inner(Options):
+    decay: schema.Probability = option("of the prior")
+
+
+@config
+class Outer(Options):
+    strength: schema.NonNegative = option("lambda")
+    inner: Inner | None = option("of its own", default=None)
+
+    def __post_init__(self) -> None:
+        if self.strength == 7:
+            raise ValueError("strength=7 does not go with itself")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"strength": -1}, "m.strength=-1; allowed: 0 or more"),
+        ({"strength": 7}, "m.strength=7 does not go with itself"),
+        ({"strenght": 1}, "m.strenght is not known; did you mean m.strength? allowed: m.strength, m.inner"),
+        ({}, "m.strength is missing; needed: strength"),
+        ({"strength": 1, "inner": {"decay": 2}}, "m.inner.decay=2; allowed: 0 to 1"),
+        ({"strength": 1, "inner": {"deca": 2}}, "m.inner.deca is not known; did you mean inner.decay?"),
+        ({"strength": 1, "inner": 2}, "m.inner=2; allowed: null or keys with values"),
+    ],
+)
+def test_options_are_read_or_refused_in_one_line(given, told):
+    with pytest.raises(ValueError) as raised:
+        schema.read_options(Outer, given, place="m")
+    assert str(raised.value).startswith(told) and "\n" not in str(raised.value)
+
+
+def test_options_are_frozen_and_keep_what_they_are_given():
+    made = schema.read_options(Outer, {"strength": 1, "inner": {"decay": 0.5}}, place="")
+    assert made == Outer(strength=1, inner=Inner(decay=0.5)) and type(made.strength) is int
+    assert replace(made, strength=2).strength == 2
+    with pytest.raises(AttributeError):
+        made.strength = 3
+
+
+def test_values_of_files_are_checked_by_their_declared_types():
+    declared = {"steps": int, "scores": dict[str, list[float | None]]}
+    schema.check_types({"steps": 1, "scores": {"a": [1, None, math.nan]}}, declared)
+    for wrong in ({"steps": True, "scores": {}}, {"steps": 1, "scores": {"a": ["x"]}}, {"steps": 1}):
+        with pytest.raises(ValueError, match="^f.(steps|scores)"):
+            schema.check_types(wrong, declared, of="f")
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_the_options_of_a_users_class_stand_in_its_module_or_in_options_py(beside, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    package = tmp_path / f"mine_{beside}"
+    package.mkdir()
+    options = "from cpt import Count, Options, config, option\n@config\n"
+    options += "class MineOptions(Options):\n    r: Count = option('rank')\n"
+    (package / "method.py").write_text(options * beside + "class Mine: pass\n")
+    (package / "options.py").write_text(options * (not beside))
+    found = options_class(f"mine_{beside}.method.Mine", place="method")
+    assert found is not None and list(option_types(found)) == ["r"]
+    assert (f"mine_{beside}.method" in sys.modules) == beside
+
+
+def test_cpt_is_imported_without_torch_and_has_its_public_names():
+    program = "import sys, cpt; from cpt import Options, Count; print('torch' in sys.modules)"
+    said = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert said.stdout == "False\n"
+    assert {name for name in cpt.PUBLIC if not hasattr(cpt, name)} == set()
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = cpt.nothing
