@@ -1,21 +1,20 @@
 """MIGU, magnitude-based gradient updating (Du et al., EMNLP Findings 2024).
 
-Of each linear map h = W x (+ b) within the blocks, a step changes the rows with the largest outputs only:
+Of each linear layer h = W x (+ b) within the blocks, a step changes only the rows with the largest outputs:
 
     n_i    = 1/N sum over tokens of |h_i|                                       (eq. 1-2)
     M_i    = 1 for the d - floor(T d) rows i with the largest n_i, else 0
     grad W <- M grad W                                                          (eq. 6)
 
-Nothing is kept from step to step. The rows of fused projections (Q, K, V in one map) are ranked apart. Of
-encoder and decoder, each map counts the tokens that it works on: a decoder's those of the target, but the
-keys and values of its attention to the encoder those of the source. The released code masks the
-language-model head too, sums over padding, leaves the first domain out, and keeps one row less, as it
-compares with a quantile.
+Nothing is kept from step to step. Rows of fused projections (Q, K, V in one layer) are ranked separately. In
+encoder-decoder models each layer counts its own tokens: target tokens in the decoder, source tokens for keys
+and values of cross-attention. The released code also masks the language-model head, sums over padding, skips
+the first domain, and keeps one row less, as it compares with a quantile.
 
-With importance=fisher it is FGGM (arXiv 2601.18261, 2026): n_i is the sum over row i of the diagonal Fisher
-of the model before the domain, on the domain's probe, so that the mask is one for all of its steps. With
-`mass` p instead of T, each map changes the fewest rows that hold a share p of the sum of n_i: as many as its
-importance is spread over. FGGM's own adaptive threshold could not be read; this is not said to be it."""
+importance=fisher is FGGM (arXiv 2601.18261, 2026): n_i is the sum over row i of the diagonal Fisher before
+the domain, on the domain's probe, so that its mask is constant. With `mass` p instead of T, each layer
+changes the fewest rows that hold a share p of the sum of n_i; FGGM's own adaptive threshold could not be
+read."""
 
 import logging
 import re
@@ -52,11 +51,7 @@ CACHED = 1 << 18  # numbers that a core works on without going back to memory
 
 
 class MagnitudeMask(GradientMask):
-    """Updates the rows of each linear layer that are largest by `importance`: `output`, as in the paper, or
-    as controls the row's `gradient` or `weight` (L1 norms), or a `random` draw at each step.
-
-    `only` is a regular expression for names of layers; `biases`, `head` and `tied` include the biases, the
-    layers outside the blocks, and of those the ones whose weight is the embedding's."""
+    """Updates the rows of each linear layer that are largest by `importance`."""
 
     def __init__(self, options: MagnitudeMaskOptions) -> None:
         super().__init__(acts_on=options.acts_on)
@@ -105,7 +100,7 @@ class MagnitudeMask(GradientMask):
         self.attach_hooks(model)
 
     def make_buffers(self, maps: Sequence[Projection]) -> None:
-        """Buffers for the rows of maps; the counts of maps that are known by name stay."""
+        """Makes buffers for the rows; counts of known layers are kept by name."""
         known = {each.name: self.chosen[place] for each, place in zip(self.maps, self.places, strict=True)}
         sizes = [each.outputs for each in maps]
         ends = accumulate(sizes)
@@ -127,7 +122,7 @@ class MagnitudeMask(GradientMask):
             self.register_buffer(name, torch.stack(segments), persistent=False)
 
     def attach_hooks(self, model: PreTrainedModel) -> None:
-        """Hooks on the model and its maps, in place of earlier ones."""
+        """Sets hooks on the model and its layers, after removing earlier ones."""
         for hook in self.hooks:
             hook.remove()
         for limited in self.limited:
@@ -145,7 +140,6 @@ class MagnitudeMask(GradientMask):
                 self.limited.append(RowGradients(each.module, axis=each.axis, mask=self, place=place))
 
     def open(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """The model begins a forward pass: of the training loss, or one that does not count."""
         counted = self.recording and torch.is_grad_enabled()
         self.inside = counted and self.options.importance == "output"
         # Later micro-batches of an accumulated step also select rows.
@@ -156,8 +150,8 @@ class MagnitudeMask(GradientMask):
         self.inside, self.present = False, {}
 
     def record(self, place: slice, side: str | None, module: nn.Module, args: Any, output: Tensor) -> None:
-        """Adds a map's output on tokens of source or target; what is recomputed in the backward pass, by a
-        part of the model on its own, or without gradients does not count."""
+        """Adds a layer's output; not when recomputed in the backward pass, outside of the model's forward
+        pass or without gradients."""
         if self.inside and torch.is_grad_enabled():
             self.sums[place] += magnitudes(output, self.present.get(side) if side else None)
 
@@ -181,7 +175,7 @@ class MagnitudeMask(GradientMask):
             self.choose()
 
     def choose(self) -> Tensor:
-        """1 for the rows that the current step changes, else 0, [rows]."""
+        """1 for the rows that the step changes, else 0, [rows]."""
         if self.mask is None:
             segments = [self.get_buffer(name) for name in self.ranked]
             if self.options.mass is not None:
@@ -232,8 +226,8 @@ class MagnitudeMask(GradientMask):
 
 
 def magnitudes(output: Tensor, present: Tensor | None) -> Tensor:
-    """Sum [d] in float32 of |h| over the tokens of an output [..., d]; `present` [B, T] is 0 at padding. A
-    prompt, which rows of an output [B, n + T, d] have more, counts."""
+    """Sum [d] in float32 of |h| over the tokens of an output [..., d]; `present` [B, T] is 0 at padding,
+    which a prompt of an output [B, n + T, d] is not."""
     tokens = output.detach().reshape(-1, output.shape[-1])
     if present is not None:
         more = len(tokens) // len(present) - present.shape[1]  # before any padding, so that these may lead
@@ -260,8 +254,8 @@ def choose_rows(scores: Tensor, segments: Sequence[Tensor], threshold: float) ->
 
 
 def choose_by_mass(scores: Tensor, segments: Sequence[Tensor], mass: float) -> Tensor:
-    """1 for the fewest rows of each segment that hold a share `mass` of the sum of its scores [D], else 0;
-    all rows for `mass` 1, and where all scores are 0. Scores are 0 or more; segments as above."""
+    """1 for the fewest rows of each segment that hold a share `mass` of the sum of its scores [D] >= 0, else
+    0; all rows for `mass` 1 and for zero scores. Segments as above."""
     mask = torch.zeros_like(scores)
     for places in segments:
         ranked = scores[places].double().sort(dim=1, descending=True, stable=True)
@@ -272,8 +266,7 @@ def choose_by_mass(scores: Tensor, segments: Sequence[Tensor], mass: float) -> T
 
 
 class _RowGradient(torch.autograd.Function):
-    """Hands a map's output on as it is; its backward pass gives the weight the gradient of some rows, 0 in
-    the others."""
+    """Identity on a layer's output, with a backward pass that gives the weight the gradient of some rows."""
 
     @staticmethod
     def forward(
@@ -296,11 +289,9 @@ class _RowGradient(torch.autograd.Function):
 
 
 class RowGradients:
-    """Lets a linear map compute the gradient of the chosen rows of its weight only (`axis` of the weight is
-    over output features): of 2 N n m operations those of the other rows are saved.
-
-    During the forward pass a copy of the weight that needs no gradient replaces it, so that the map's own
-    backward pass gives its input's gradient only; what the weight needs is computed separately."""
+    """Computes a linear layer's weight gradient for the chosen rows only (`axis` of the weight is over output
+    features). A detached copy replaces the weight in the forward pass, so that the layer's own backward pass
+    gives its input's gradient only."""
 
     def __init__(self, module: nn.Module, *, axis: int, mask: MagnitudeMask, place: slice) -> None:
         self.axis, self.mask, self.place = axis, mask, place

@@ -1,13 +1,10 @@
-"""MoFO, momentum-filtered optimizer (Chen et al., 2024, arXiv 2407.20999): over any optimizer with
-momentum.
+"""MoFO, momentum-filtered optimizer (Chen et al., 2024, arXiv 2407.20999), over any optimizer with momentum.
 
     theta_i <- theta_i + step_i   for the ceil(alpha n) entries of a tensor with the largest |m_i|
 
-m is the momentum that the step was made with; it and the second moment advance for all entries. What has
-little momentum stays where it was, so that a model moves least from where it started. As in the released
-code, norms and biases are not filtered, and decoupled weight decay reaches all entries. With `form=whole`
-every tensor is filtered, and weight decay with the step that it is part of. With outputs of maps in place of
-momentum, and whole rows, it is MIGU."""
+m is the momentum of the step; both moments advance for all entries. As in the released code, norms and biases
+are not filtered, and decoupled weight decay reaches all entries; `form=whole` filters every tensor and its
+decay."""
 
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
@@ -34,7 +31,7 @@ def find_least(momentum: Tensor, share: float) -> Tensor:
     place = len(values) - count
     if values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64):
         found = values.numpy()  # a copy, as abs gives one: it is put in order where it lies
-        found.partition(place)  # the same number as kthvalue's in a tenth of its time
+        found.partition(place)  # the same number as kthvalue, in a tenth of its time
         return values[place]
     return values.kthvalue(place + 1).values
 
@@ -52,7 +49,7 @@ def momentum_of(parameter: nn.Parameter, optimizer: Optimizer) -> Tensor:
 
 
 class MomentumFilter(Constraint):
-    """Lets of each tensor only those entries move that have the most momentum."""
+    """Moves only the entries of each tensor with the most momentum."""
 
     def __init__(self, options: MomentumFilterOptions) -> None:
         super().__init__(acts_on="update")

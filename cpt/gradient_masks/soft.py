@@ -1,12 +1,11 @@
 """DAS's soft mask: a step is scaled by how little a unit matters to earlier knowledge (Ke et al., ICLR 2023).
 
-A unit's gate multiplies its activation and stands at 1; the importance of unit u in layer l is (Ke et al.,
-ICLR 2023, eq. 2)
+A unit's gate multiplies its activation and is 1; the importance of unit u in layer l is (eq. 2)
 
     I_lu = 1/N sum_n | dL(x_n) / dg_lu |
 
-for a loss L that tells what is to be kept: the language-model loss of a domain, or for general knowledge
-the divergence of two dropout passes (eq. 3)."""
+for a loss L of what is to be kept: a domain's language-model loss, or for general knowledge the divergence of
+two dropout passes (eq. 3)."""
 
 from __future__ import annotations
 
@@ -42,20 +41,17 @@ def domain_losses(model: PreTrainedModel, batch: Batch, *, objective: Objective)
 
 def general_losses(model: PreTrainedModel, batch: Batch, *, objective: Objective, compared: str) -> Tensor:
     """The proxy for general knowledge: each sample's KL(f1 || f2), [B], of two dropout passes over its
-    uncorrupted ids, mean over the places where it would be scored; `compared` is `logits` or `hidden`.
+    uncorrupted ids, mean over its scored positions; `compared` is `logits` or `hidden`.
 
-    Both passes run as one batch: row n and row B + n are sample n."""
-    twice = double_batch(objective.restored(batch))
+    Both passes run as one batch [2B, T]: rows n and B + n are sample n."""
+    batch_once = objective.restored(batch)
+    shift = output_ids(batch_once).numel()
+    twice = {name: each.repeat(2, 1) for name, each in inputs_of(batch_once).items()}
+    twice["positions"] = torch.cat([batch_once["positions"], batch_once["positions"] + shift])
     logits, hidden = objective.outputs(model, twice)
     if compared == "hidden":
         logits = at(hidden, twice["positions"])
     return sample_means(divergence(*logits.chunk(2)), batch)
-
-
-def double_batch(batch: Batch) -> Batch:
-    """A batch with every sample twice, [2B, T]."""
-    positions = torch.cat([batch["positions"], batch["positions"] + output_ids(batch).numel()])
-    return {"positions": positions, **{name: each.repeat(2, 1) for name, each in inputs_of(batch).items()}}
 
 
 def importance(
@@ -67,9 +63,8 @@ def importance(
     passes: int = 1,
 ) -> Tensor:
     """The importance of all units, group after group, [units]: the mean over the samples of all processes.
-
-    Each sample has its own gates, and samples do not meet within a model, so that one backward pass gives
-    every |dL_n/dg|. The losses [B] may come from several `passes` over a batch, one below the other."""
+    Gates are per sample, so that one backward pass gives every |dL_n/dg|. The losses [B] may come from
+    several `passes` over a batch, stacked along the batch."""
     device = next(model.parameters()).device
     sums = torch.zeros(sum(group.count for group in groups), device=device)
     count = torch.zeros((), device=device)
@@ -85,7 +80,7 @@ def importance(
 def gate_gradients(
     model: PreTrainedModel, groups: Sequence[Units], batch: Batch, losses: SampleLosses, *, passes: int
 ) -> Tensor:
-    """dL_n/dg for every sample and unit, [B, units], in float32; no other gradient is touched."""
+    """dL_n/dg for every sample and unit, [B, units], in float32."""
     samples, device = batch["input_ids"].shape[0], batch["input_ids"].device
     gates = {group.name: torch.ones(samples, group.count, device=device).requires_grad_() for group in groups}
     rows = {name: gate.repeat(passes, 1) for name, gate in gates.items()}
@@ -95,10 +90,9 @@ def gate_gradients(
 
 
 def normalise(scores: Tensor, how: str) -> Tensor:
-    """The scores [units] of one layer and kind brought into [0, 1]; all 0 if they are all alike.
-
-    `tanh_abs` is the paper's footnote, |tanh(z)| with the z-score z: it rates a unit far below the mean as
-    highly as one far above. `tanh_relu` is max(0, tanh(z)); `minmax` and `rank` keep the order as well."""
+    """The scores [units] of one layer and kind normalized to [0, 1]; 0 if they are all equal. `tanh_abs` is
+    the paper's footnote, |tanh(z)| of the z-score, high for units far below the mean too; `tanh_relu` is
+    max(0, tanh(z)); `minmax` and `rank` keep the order."""
     if scores.max() <= scores.min():
         return torch.zeros_like(scores)
     return NORMALISATIONS[how](scores)
@@ -119,8 +113,8 @@ NORMALISATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Proxy:
-    """How general knowledge is measured: `compared` (logits, hidden, or null: not at all) of two passes with
-    dropout at `rate` (null: the model's own). Raises ValueError where these passes could not differ."""
+    """Measures importance for general knowledge, by `compared` (logits, hidden; None: not measured) of two
+    passes with dropout at `rate` (None: the model's own). Raises ValueError if they could not differ."""
 
     model: PreTrainedModel
     objective: Objective
@@ -136,7 +130,7 @@ class Proxy:
         return cls(model, objective, compared=options.general, rate=options.proxy_dropout)
 
     def losses(self, model: PreTrainedModel, batch: Batch) -> Tensor:
-        """Each sample's divergence [B]; raises ValueError if it is nowhere more than rounding."""
+        """Each sample's divergence [B]; raises ValueError if it is within rounding."""
         found = general_losses(model, batch, objective=self.objective, compared=self.compared)
         if "idle" not in batch and found.max() < ROUNDING:
             raise ValueError(
@@ -146,27 +140,18 @@ class Proxy:
         return found
 
     def measure(self, soft: SoftMask, probe: Iterable[Batch]) -> Tensor:
-        """The importances of the soft mask's units for general knowledge, [units]; 0 if it is not asked
-        for."""
+        """The importances of the soft mask's units, [units]; 0 if not measured."""
         if self.compared is None:
             return torch.zeros_like(soft.importance)
         with dropout(self.model, self.rate):
             return soft.measure(self.model, probe, self.losses, passes=2)
 
 
-def writing(group: Units) -> Units:
-    """The units with only those weights that write them; tokens and outputs as they are."""
-    if group.side == "out":
-        return group
-    return replace(group, parts=tuple(part for part in group.parts if part.module is not group.gate))
-
-
 class SoftMask(GradientMask):
-    """Lets of each step 1 - I of what it does to the weights that a unit of importance I owns (Ke et al.,
-    ICLR 2023, eq. 5); at first all importances are 0.
+    """Scales a step on the weights of a unit of importance I by 1 - I (eq. 5); importances start at 0.
 
-    `kinds` are those of cpt.models.units: heads, neurons, outputs, tokens. A unit owns the weights that
-    write it; of the kinds in `columns` also the columns of the map that reads it."""
+    `kinds` (cpt.models.units): heads, neurons, outputs, tokens. A unit owns the weights that write it; for
+    the kinds in `columns` also the columns of the layer that reads it."""
 
     lasting = True
 
@@ -186,9 +171,13 @@ class SoftMask(GradientMask):
         self.cover(model)
 
     def cover(self, model: PreTrainedModel) -> None:
-        """Finds the units; none is of importance yet."""
-        found = find_units(model, self.kinds)
-        self.groups = [group if group.kind in self.columns else writing(group) for group in found]
+        """Finds the units, of importance 0."""
+        self.groups = []
+        for group in find_units(model, self.kinds):
+            if group.kind not in self.columns and group.side != "out":  # only the weights that write it
+                parts = tuple(part for part in group.parts if part.module is not group.gate)
+                group = replace(group, parts=parts)
+            self.groups.append(group)
         self.sizes = [group.count for group in self.groups]
         self.register_buffer("importance", torch.zeros(sum(self.sizes)))
         self.register_buffer("last", torch.zeros(sum(self.sizes)), persistent=False)
@@ -210,7 +199,7 @@ class SoftMask(GradientMask):
     def measure(
         self, model: PreTrainedModel, batches: Iterable[Batch], losses: SampleLosses, **how: int
     ) -> Tensor:
-        """The normalised importances [units] of the model on batches."""
+        """The normalized importances [units] of the model on batches."""
         scores = importance(model, self.groups, batches, losses, **how)
         return torch.cat([normalise(part, self.normalise) for part in scores.split(self.sizes)])
 
@@ -244,6 +233,6 @@ class SoftMask(GradientMask):
         return iter(self.known)
 
     def diagnostics(self) -> dict[str, Tensor]:
-        """The importances, and those that were measured last, before they were joined to the others."""
+        """The importances, and those of the last measurement."""
         measured = {f"measured/{name}": part for name, part in self.by_group(self.last).items()}
         return measured | {f"importance/{name}": part for name, part in self.gates().items()}

@@ -1,4 +1,4 @@
-"""Subspaces of linear maps that steps stay out of."""
+"""Protected subspaces of the weights of linear layers."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -15,13 +15,10 @@ from cpt.models.units import Projection
 
 
 class Subspaces(Constraint):
-    """Takes out of the step of a matrix W [n, m] what lies in the span of U [n, k] or V [m, k], both with
-    orthonormal columns:
+    """Projects the step of a matrix W [n, m] out of the span of U [n, k] or V [m, k] (orthonormal columns):
 
-        step <- (I - U U^T) step (I - V V^T)          both
-        step <- step - U U^T step V V^T               block: only what lies in both
-
-    At first there are none."""
+    step <- (I - U U^T) step (I - V V^T)          both
+    step <- step - U U^T step V V^T               block: only what lies in both"""
 
     def __init__(self, *, acts_on: str, protected: str) -> None:
         super().__init__(acts_on=acts_on)
@@ -31,18 +28,17 @@ class Subspaces(Constraint):
         self.pairs: dict[nn.Parameter, tuple[Tensor, Tensor]] | None = None
 
     def over(self, maps: Sequence[Projection]) -> None:
-        """Knows the maps by name."""
+        """Sets the layers."""
         self.projections, self.pairs = maps, None
 
     @property
     def maps(self) -> dict[str, nn.Parameter]:
-        """Their weights by name, as they are now: where weights are shared out, they are others than at
-        first."""
+        """The present weights by name: sharding replaces parameters."""
         return {each.name: each.module.weight for each in self.projections}
 
     @torch.no_grad()
     def span(self, ranks: Mapping[str, int]) -> None:
-        """Protects from now on the so many largest singular directions of each map as it is now."""
+        """Protects the largest singular directions, a rank per layer, of the present weights."""
         self.bases.clear()
         for name, weight in self.maps.items():
             if rank := ranks[name]:
@@ -58,7 +54,7 @@ class Subspaces(Constraint):
         return self.known()
 
     def known(self) -> dict[nn.Parameter, tuple[Tensor, Tensor]]:
-        """U and V by parameter, of those that have them."""
+        """U and V by protected parameter."""
         if self.pairs is None:
             named = self.bases.named()
             self.pairs = {
@@ -80,7 +76,7 @@ class Subspaces(Constraint):
             local(step).sub_(self.inside(step, left=left, right=right))
 
     def inside(self, step: Tensor, *, left: Tensor, right: Tensor) -> Tensor:
-        """What of a step, or of its own rows, is protected."""
+        """The protected part of a step, of its local rows where it is sharded."""
         own = local(step)
         rows, right = rows_of(left, step).to(own), right.to(own)
         within = rows.T @ own  # [k, m]

@@ -6,17 +6,14 @@
     pfeiffer   h <- norm(s + A(h))     h = norm(s), s: the last residual sum of a block
                s <- s + A(s)           in pre-norm blocks, whose sum no norm follows
 
-Houlsby's stand behind attention and FFN, or behind the FFN alone (`ffn`). Pfeiffer's form is that of
-adapter-transformers, which the released code uses: the norm runs before and after, and the sum before it is
-the adapter's residual. All else is frozen, the language-model head too. W_up begins at
-zero, so that the first model is the base; one adapter learns all domains, or each domain has its own. The
-released code (ContinualLM) draws both maps from N(0, 0.02) and trains the head of the masked model along."""
+Houlsby's follow attention and FFN, or the FFN alone (`ffn`). Pfeiffer's form is that of adapter-transformers,
+as in the released code: the norm runs before and after, with the sum before it as the adapter's residual.
+Everything else is frozen, the language-model head too. W_up starts at zero, so that the first model is the
+base. The released code (ContinualLM) draws both matrices from N(0, 0.02) and also trains the masked model's
+head."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-
-import torch
-from transformers import PreTrainedModel
 
 from cpt.adapters import export
 from cpt.adapters.bottleneck import Bottleneck, attach_bottlenecks
@@ -28,16 +25,9 @@ from cpt.methods.options import AdapterOptions
 STARTS = ("base", "previous")
 
 
-def fresh(model: PreTrainedModel, generator: torch.Generator) -> None:
-    """Makes all adapters of a model new ones."""
-    for part in model.modules():
-        if isinstance(part, Bottleneck):
-            part.reset(generator)
-
-
 class Adapter(ContinualModule):
-    """Trains bottlenecks in the blocks and nothing else: one set of them, or one `per_domain`, new at
-    each domain (`start=base`) or at first the previous domain's."""
+    """Trains bottleneck adapters only: one set for all domains, or one `per_domain`, new (`start=base`) or a
+    copy of the previous domain's."""
 
     options: AdapterOptions
 
@@ -50,7 +40,10 @@ class Adapter(ContinualModule):
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
         if self.bank is not None and self.options.start == "base":
-            fresh(self.model, self.drawing())
+            generator = self.drawing()
+            for part in self.model.modules():
+                if isinstance(part, Bottleneck):
+                    part.reset(generator)
 
     def export(self, folder: Path, order: Sequence[str]) -> str:
         if self.bank is None:

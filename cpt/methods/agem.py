@@ -1,15 +1,15 @@
-"""A-GEM, averaged gradient episodic memory (Chaudhry et al., ICLR 2019, eq. 11): a step must not raise the
-loss on a draw of earlier domains' samples, to first order.
+"""A-GEM, averaged gradient episodic memory (Chaudhry et al., ICLR 2019, eq. 11): to first order, no step may
+raise the loss on a draw of earlier domains' samples.
 
     g <- g - (g^T g_ref / g_ref^T g_ref) g_ref     where g^T g_ref < 0
 
-g_ref is the gradient of L_lm on samples from a memory of the domains before. With `constraints: each` it is
-GEM (Lopez-Paz and Ranzato, NeurIPS 2017, eq. 11), which has one for each of them, the rows of G:
+g_ref is the gradient of L_lm on samples from a memory of the domains before. `constraints: each` is GEM
+(Lopez-Paz and Ranzato, NeurIPS 2017, eq. 11), with one per earlier domain, the rows of G:
 
     g <- g + G^T v,    v = argmin_{v >= margin} 1/2 v^T G G^T v + (G g)^T v     where an entry of G g is < 0
 
-With `acts_on: update` the same holds for -d of the step d that is made, decay included: under Adam a gradient
-that is projected gives a step that is not."""
+With `acts_on: update` the same holds for -d of the step d that is made, decay included: under Adam, steps
+from projected gradients violate the constraint."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,16 +28,16 @@ from cpt.methods.options import AGEMOptions
 log = logging.getLogger(__name__)
 
 SWEEPS = 1000  # over the entries of v, at most
-CLOSE = 1e-12  # of the largest entry: v no longer changes
+CLOSE = 1e-12  # relative change of v that ends the sweeps
 
 
 class Reference(Constraint):
-    """Takes out of a step what raises one of the losses whose gradients are the references."""
+    """Projects steps so that they raise none of the losses whose gradients are the references."""
 
     def __init__(self, *, acts_on: str, margin: float = 0.0) -> None:
         super().__init__(acts_on=acts_on)
         self.margin = margin
-        self.gradients: list[Mapping[nn.Parameter, Tensor]] = []  # the references of the step at hand
+        self.gradients: list[Mapping[nn.Parameter, Tensor]] = []  # the references of the current step
         self.register_buffer("steps", torch.zeros(2, dtype=torch.int64))  # with a reference, and projected
 
     def covered(self) -> Iterable[nn.Parameter]:
@@ -46,14 +46,13 @@ class Reference(Constraint):
     def constrain(self, steps: Sequence[Step], optimizer: Optimizer) -> None:
         moved, sign = [each for _, each in steps], 1 if self.acts_on == "gradient" else -1
         references = [[found[parameter] for parameter, _ in steps] for found in self.gradients]
-        products = sign * torch.stack([dot(moved, each) for each in references])
+        products = sign * torch.stack([inner_product(moved, each) for each in references])
         against = bool((products < 0).any())
         self.steps += torch.tensor([1, against], device=self.steps.device)
         if against:
-            gram = torch.stack([torch.stack([dot(one, other) for other in references]) for one in references])
-            for weight, reference in zip(
-                solve(gram, products, least=self.margin).tolist(), references, strict=True
-            ):
+            gram = [torch.stack([inner_product(a, b) for b in references]) for a in references]
+            weights = solve(torch.stack(gram), products, least=self.margin).tolist()
+            for weight, reference in zip(weights, references, strict=True):
                 torch._foreach_add_(moved, reference, alpha=sign * weight)
 
     def diagnostics(self) -> dict[str, Tensor]:
@@ -62,9 +61,9 @@ class Reference(Constraint):
 
 
 class AGEM(ContinualModule):
-    """Keeps samples of each domain, and steps that do not raise their loss."""
+    """Stores samples of each domain, and constrains steps not to raise their loss."""
 
-    sharded = False  # a reference gradient is one of whole weights
+    sharded = False  # reference gradients are of whole weights
     options: AGEMOptions
 
     def __init__(self, options: AGEMOptions, shared: Shared) -> None:
@@ -88,13 +87,13 @@ class AGEM(ContinualModule):
             self.memory.add(batch, torch.empty(len(batch["positions"]), 0), domain=self.domain.index)
 
     def gradients(self, optimizer: Optimizer) -> None:
-        learned = self.domain.index
-        sources = [*range(learned)] if self.each else [None] * (learned > 0)
+        earlier = self.domain.index
+        sources = [*range(earlier)] if self.each else [None] * (earlier > 0)
         self.reference.gradients = [found for source in sources if (found := self.refer(source))]
 
     def refer(self, source: int | None) -> dict[nn.Parameter, Tensor]:
-        """A reference by parameter: the gradient of the mean loss on all that the processes have drawn, from
-        a domain's samples or from all."""
+        """A reference by parameter: the gradient of the mean loss on a draw of all processes, from a domain's
+        samples or from all (None); empty without samples."""
         trained = [parameter for parameter in self.parameters() if parameter.grad is not None]
         share = max(1, self.options.draw // self.trainer.world_size)
         slots = self.memory.draw(share, purpose=f"step {self.trainer.global_step}", domain=source)
@@ -113,8 +112,8 @@ class AGEM(ContinualModule):
 
 
 def solve(gram: Tensor, products: Tensor, *, least: float) -> Tensor:
-    """The v [t], each entry at least so much, that minimises 1/2 v^T gram v + products^T v, by coordinate
-    descent in 64 bits; of a reference that is 0 the entry is `least`."""
+    """The v [t] >= least that minimizes 1/2 v^T gram v + products^T v, by coordinate descent in 64 bits;
+    `least` for a zero reference."""
     gram, products = gram.double().cpu(), products.double().cpu()
     found = torch.full_like(products, least)
     for _ in range(SWEEPS):
@@ -126,7 +125,7 @@ def solve(gram: Tensor, products: Tensor, *, least: float) -> Tensor:
     return found
 
 
-def dot(ones: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
+def inner_product(ones: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
     """The inner product of two lists of tensors, a scalar in at least 32 bits."""
     pairs = zip(ones, others, strict=True)
     return torch.stack([torch.dot(a.flatten().float(), b.flatten().float()) for a, b in pairs]).sum()

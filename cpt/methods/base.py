@@ -1,7 +1,6 @@
-"""What every method shares: plain further pre-training, with the places where a method differs.
+"""The base of all methods: plain continual pre-training, with hooks for what a method changes.
 
-A method overrides the small hooks below `ContinualModule`'s constructor; `cpt.methods.staged`, which alone
-touches Lightning's, calls them."""
+The hooks follow the constructor of `ContinualModule`; `cpt.methods.staged` calls them from Lightning's."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
@@ -23,7 +22,7 @@ from cpt.data.collate import Batch
 from cpt.data.datamodule import Domain, DomainSequence
 from cpt.data.replay import ReplayConfig
 from cpt.evaluation.perplexity import DocumentNLL
-from cpt.gradient_masks.base import Before, GradientMask, Held, Protection
+from cpt.gradient_masks.base import GradientMask, Protection, StepSnapshot
 from cpt.methods.staged import Staged
 from cpt.models.objectives import Objective
 from cpt.models.options import Freeze
@@ -35,11 +34,11 @@ from cpt.optim.state import CarriedState
 
 @dataclass(frozen=True, kw_only=True)
 class Shared:
-    """What a run gives every method beside its own options."""
+    """What a run gives every method in addition to its own options."""
 
     model: PreTrainedModel
     objective: Objective
-    length: int  # tokens of a sample
+    length: int  # tokens per sample
     masks: Sequence[GradientMask]  # of the config; a method's own come after them
     replay: ReplayConfig
     freeze: Freeze
@@ -49,21 +48,18 @@ class Shared:
 
 
 class ContinualModule(Staged):
-    """Learns a sequence of domains by plain further pre-training. A method overrides what it changes.
+    """Plain continual pre-training on a sequence of domains; a method overrides what it changes.
 
-    All that the method knows is in its `state_dict`: state is a buffer, neutral at construction. `scope` says
-    what of the model the method trains where that is not all of it. A method with a part of the model per
-    domain calls `keep_parts`: what is kept, scored and handed on is then the part that belongs to a domain.
-    """
+    All state is in the `state_dict`: buffers, neutral at construction. `scope` names the trained part of the
+    model, None for all of it. A method with modules per domain calls `keep_parts`."""
 
-    needs_all = False  # whether all domains must be known before the first is learned
-    alone = False  # whether each domain is learned from the base, so that its model stands for it alone
+    needs_all = False  # whether all domains must be known before the first one starts
+    alone = False  # whether each domain starts from the base, so that its model is of that domain only
 
-    counts_steps = False  # whether a step depends on how many the domain has, beyond its rate
-    period = 1  # steps after which what a step computes is the same again
+    counts_steps = False  # whether a step depends on the domain's number of steps, beyond its learning rate
+    period = 1  # steps after which the computation of a step repeats
 
-    needs_32_bits = False  # whether weights that are shared out must not be coarser
-
+    needs_32_bits = False  # whether sharded weights must be in at least 32 bits
     options: Options
 
     def __init__(self, options: Options, shared: Shared, *, scope: Scope | None = None) -> None:
@@ -72,40 +68,38 @@ class ContinualModule(Staged):
         self.model, self.objective, self.length = shared.model, shared.objective, shared.length
         self.masks = cast(list[GradientMask], nn.ModuleList(shared.masks))
         self.replay, self.freezing = shared.replay, shared.freeze
-        self.beside = nn.ModuleDict()  # the companions by name
+        self.beside = nn.ModuleDict()  # auxiliary models by name
         self.make_optimizer, self.schedule, self.seed = shared.optimizer, shared.schedule, shared.seed
         self.carried: CarriedState | None = None
-        self.trunk: Snapshot | None = None  # where a domain's decay is a branch
+        self.trunk: Snapshot | None = None  # the weights before a decay branch
         self.bank: DomainParams | None = None
         self.router: DomainScorer | None = None
         self.guard = NanGuard()
-        self.pending: list[Before] = []
-        self.held: list[Held] = []
-        self.shaped: list[Domain] = []  # the stages whose shape the model has
+        self.snapshots: list[StepSnapshot] = []  # of the current step
+        self.shaped: list[Domain] = []  # the stages that the model has grown for
         self.evaluation: dict[str, DocumentNLL] = {}
-        self.columns: list[str] = []  # texts by the number that batches of an evaluation know them by
+        self.columns: list[str] = []  # evaluated texts, by their number in batches
         self.watch()
 
     def watch(self) -> None:
-        """Shows the masks what is trained of the model as it is now."""
+        """Registers the present model with the masks."""
         for mask in self.masks:
             mask.watch(self.model, self.scope.maps if self.scope else None)
 
     @property
     def frozen(self) -> list[nn.Parameter]:
-        """What of the model as it is now is not trained, whatever the method."""
-        inside = self.scope.others(self.model) if self.scope else []
-        return frozen_parameters(self.model, self.freezing) + inside
+        """Parameters of the present model that no method trains."""
+        outside = self.scope.others(self.model) if self.scope else []
+        return frozen_parameters(self.model, self.freezing) + outside
 
     def keep_parts(self, bank: DomainParams, routing: Routing) -> None:
-        """Keeps a part per domain from now on, and scores texts with the parts that the routing says."""
+        """Stores parameters per domain from now on, and scores texts with those that the routing selects."""
         self.bank, self.router = bank, Router(bank, routing, self.objective)
 
     def companions(self) -> dict[str, nn.Module]:
-        """Other models that the method trains or keeps, by name: teachers, fast learners, generators. Asked
-        for once, when the method is made; then they are in `self.beside`, go where the model goes, and are
-        in the state_dict. What of them requires a gradient is trained; one without any is always in eval
-        mode. What is masked, frozen, scored and exported is the model alone, unless the method says more."""
+        """Auxiliary models by name (teachers, generators), asked for once and then in `self.beside`: they
+        move with the model and are in the state_dict. Parameters that require a gradient are trained; a model
+        without any stays in eval mode. Masks, freezing, scores and export cover `self.model` alone."""
         return {}
 
     def train(self, mode: bool = True) -> "ContinualModule":
@@ -116,74 +110,68 @@ class ContinualModule(Staged):
 
     @property
     def needs_domain(self) -> bool:
-        """Whether `nll` must be told the domain of a text that has been learned."""
+        """Whether `nll` needs the domain of a text that has been trained on."""
         return self.router is not None and self.router.needs_domain
 
     def stages(self, order: Sequence[str]) -> list[Domain]:
-        """What is learned, one stage after another: each domain of the order."""
+        """The stages of a run: one per domain of the order."""
         return [Domain(name, index, (name,)) for index, name in enumerate(order)]
 
     def shape(self, stage: Domain) -> None:
-        """Grows the model for a stage: blocks, heads, rows; sees no data. Called once per stage, in order,
-        before the optimizer is made, and for a resumed run for all stages so far before their state is
-        loaded: what it makes depends on the stage, and what it draws is a function of seed and stage. What
-        is to be trained must be in the `scope`, if there is one."""
+        """Grows the model for a stage (blocks, heads, rows), without data. Called once per stage, in order,
+        before the optimizer is made; a resumed run repeats it for all stages so far before their state is
+        loaded, so that sizes depend on the stage, and draws on seed and stage. New trained parameters must be
+        in the `scope`, if there is one."""
 
     def activate(self, domain: int) -> None:
-        """Switches experts, adapters, requires_grad for a domain; sees no data; idempotent. Here: freezes
-        what the config says."""
+        """Switches experts, adapters, requires_grad for a domain, without data; idempotent. Default: freezes
+        what the config freezes."""
         for parameter in self.frozen:
             parameter.requires_grad_(False)
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
-        """Work before a domain's first step; not repeated when the domain is resumed."""
+        """Called before a domain's first step; not on resume."""
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
-        """Named terms, scalars; their sum is minimised. Their mean over processes and accumulated parts
-        counts."""
+        """Named scalar terms, whose sum is minimized, averaged over processes and micro-batches."""
         return {"lm": self.objective.nll(self.model, batch).sum() * batch["weight"]}
 
     def see_gradients(self) -> None:
-        """Looks at the gradients of an optimizer step, averaged over all processes and accumulated parts,
-        before masks change them."""
+        """Called with a step's gradients, averaged over processes and micro-batches, before masks."""
 
     def gradients(self, optimizer: Optimizer) -> None:
-        """Changes the gradients of an optimizer step: once, when those of all processes and accumulated parts
-        are averaged in `parameter.grad`, after masks on gradients, before clipping. Processes must agree on
-        what they make of them. A step may still be left out, so that only `after_update` may count steps."""
+        """Changes a step's averaged gradients in `parameter.grad`, after masks on gradients and before
+        clipping, alike in all processes. The step may still be skipped: count steps in `after_update`."""
 
     def after_update(self) -> None:
-        """Work after an optimizer step, masks applied: once, however many parts its batch came in."""
+        """Called after each optimizer step, masks applied."""
 
     def after_domain(self, probe: Iterable[Batch]) -> None:
-        """Work after a domain's last step, in eval mode and with gradients cleared before and after. The
-        probes are batches on the module's device, the process's share of them; it may be empty. Here: keeps
-        the domain's part, if the model has parts."""
+        """Called after a domain's last step, in eval mode, gradients cleared before and after. `probe` is the
+        process's share of batches on its device, possibly empty. Default: stores the domain's parameters."""
         if self.bank is not None:
             self.bank.keep(self.model, self.domain.index)
 
     def nll(self, batch: Batch, domain: int) -> tuple[Tensor, Tensor]:
-        """Sum of the negative log-likelihood (nats) and number of predictions at each scored position, both
-        [K], for text of the domain with this place in the order (-1: general text)."""
+        """Negative log-likelihood (nats) and number of predictions at each scored position, both [K], for
+        text of the domain with this place in the order (-1: general text)."""
         score = self.objective.nll if self.router is None else partial(self.router.nll, domain=domain)
         nll = score(self.model, batch)
         return nll, torch.ones_like(nll)
 
     def used(self, domain: int) -> dict[int, float]:
-        """Which parts scored the text of a domain in the last evaluation, by the domains that they belong to
-        (-1: the base), with weights whose sum is 1; nothing where the model is not in parts. Asked by every
-        process."""
+        """The weights, of sum 1, with which domains' modules (-1: the base) scored a domain's text in the
+        last evaluation; empty without a router. Called in every process."""
         return {} if self.router is None else self.router.used(domain)
 
     @property
     def in_sequence(self) -> bool:
-        """Whether what is scored depends on the rows before it."""
+        """Whether scores depend on the rows before."""
         return self.router is not None and self.router.in_sequence
 
     def lasting(self, domain: int) -> int | None:
-        """The part that alone decides what text of a domain scores, by the domain that it belongs to (-1: the
-        base), where nothing beside parts is ever trained: it scores the same until it is trained itself. None
-        where more decides."""
+        """The domain (-1: the base) whose modules alone decide the scores of a domain's text, where nothing
+        else is trained, so that they are constant until those are trained. None where more decides."""
         alone = type(self).nll is ContinualModule.nll and type(self.router) is Router
         if not alone or type(self.bank) is not DomainParams or self.scope is None:
             return None
@@ -193,9 +181,8 @@ class ContinualModule(Staged):
         return parts[0] if len(parts) == 1 else None
 
     def backbone(self, domain: int) -> PreTrainedModel:
-        """The model that stands for a domain: what is exported and what an end task fine-tunes a copy of.
-
-        Of a method that trains parts it is a copy already, in which all is trainable."""
+        """The model for a domain: it is exported, and end tasks fine-tune a copy of it. With a `scope` it is
+        a copy already, in which everything is trainable."""
         if self.scope is None:
             return self.model
         copy = deepcopy(self.model).requires_grad_(True)
@@ -204,46 +191,45 @@ class ContinualModule(Staged):
         return copy
 
     def export(self, folder: Path, order: Sequence[str]) -> str:
-        """Writes the model for others to load, after the domains of the order have been learned; gives the
-        Python expression that loads it."""
+        """Writes the model after the domains of the order; returns the Python expression that loads it."""
         last = self.backbone(len(order) - 1)
         last.save_pretrained(folder)
         return f'transformers.{type(last).__name__}.from_pretrained("{folder}")'
 
     def protects(self) -> dict[nn.Parameter, Protection]:
-        """What of a movement lies inside what is protected for the whole domain, by parameter: how much moves
-        there is measured. Here: what the masks say, of the first that protects a parameter."""
+        """By parameter, the projection of a movement on the subspace protected for the whole domain. Default:
+        that of the first mask that protects the parameter."""
         found: dict[nn.Parameter, Protection] = {}
         for mask in self.masks:
             found = mask.protects() | found
         return found
 
     def diagnostics(self) -> dict[str, Tensor]:
-        """What there is to look at after a domain, by name; kept in the run folder."""
+        """Named tensors that the run folder keeps after a domain."""
         return {name: values for mask in self.masks for name, values in mask.diagnostics().items()}
 
     @property
     def domain(self) -> Domain:
-        """The domain that is being learned, or was the last."""
+        """The current stage, or the last one."""
         data: DomainSequence = self.trainer.datamodule  # type: ignore[attr-defined]  # Lightning sets it
         return data.domain
 
     def drawing(self) -> torch.Generator:
-        """For what is drawn before a domain and must be alike in all processes; draws on the CPU."""
+        """A CPU generator for draws before a domain, alike in all processes."""
         return torch.Generator().manual_seed(key(self.seed, self.domain.name, "alike") % 2**63)
 
     @property
     def progress(self) -> float:
-        """How much of the domain's steps is done: 0 at the first of them, 1 at the last."""
+        """The completed share of the domain's steps: 0 at the first, 1 at the last."""
         return self.trainer.global_step / max(1, self.trainer.max_steps - 1)
 
     def rates(self) -> dict[nn.Parameter, float]:
-        """Parameters that learn at a multiple of the learning rate. Here: none."""
+        """Multiples of the learning rate by parameter. Default: none."""
         return {}
 
     def parameter_groups(self) -> Iterator[dict]:
-        """What is trained, as an optimizer takes it: matrices, and all else, which does not decay, with what
-        their learning rate is multiplied by."""
+        """The trained parameters as optimizer groups: per multiple of the learning rate (`times`) matrices,
+        and all others, which do not decay."""
         rates = self.rates()
         for times in dict.fromkeys([1, *rates.values()]):
             own = [p for p in self.parameters() if p.requires_grad and rates.get(p, 1) == times]

@@ -2,15 +2,14 @@
 
     y <- y + m2 (W2 (m1 relu(W1 x + b1)) + b2)
 
-x is what an attention or FFN of the frozen model reads, y what its output projection writes; both have a
-plug-in parallel to them. All domains share the plug-ins. m are the gates of a domain, which protect what they
-opened from the next ones, as in HAT (cpt.adapters.gates), but without its regulariser. The norms of the
-blocks are each domain's own, from the base's on. So what is computed for a learned domain never
-changes, bit for bit.
+x is the input of an attention or FFN of the frozen model, y its output projection's output; both have a
+parallel plug-in, shared by all domains. m are the gates of a domain, which protect the units that they opened
+as in HAT (cpt.adapters.gates), without its regularizer. Each domain has its own norms of the blocks, which
+start at the base's. The model of an earlier domain never changes, bit for bit.
 
-Released (UIC-Liu-Lab/CPT): the plug-in beside the attention is added in front of the output projection, its
-input is added a second time beside the FFN, and a ReLU follows W2, so that the base's function is lost from
-the start; norms are trained, but neither saved nor protected."""
+Released (UIC-Liu-Lab/CPT): the plug-in of the attention is added before the output projection, its input is
+added twice at the FFN, and a ReLU follows W2, so that the first model is not the base; norms are trained, but
+neither saved nor protected."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -23,12 +22,13 @@ from transformers import PreTrainedModel
 from cpt.adapters import export
 from cpt.adapters.bottleneck import Plugin, attach_plugins
 from cpt.adapters.domain_store import BASE, DomainParams
-from cpt.adapters.gates import Gate, Gates, anneal, attach_gates, bottleneck_units, hard, regulariser
+from cpt.adapters.gates import Gate, attach_gates
 from cpt.data.collate import Batch
 from cpt.gradient_masks.hat import ClaimedUnits
-from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.base import Shared
+from cpt.methods.hat import GatedMethod, units_of_adapters
 from cpt.methods.options import CPTPluginOptions
-from cpt.models.units import Units, blocks
+from cpt.models.units import blocks
 
 NORMS = ("per_domain", "frozen")
 
@@ -40,42 +40,23 @@ def norms_of(model: PreTrainedModel) -> tuple[str, ...]:
     return tuple(f"{name}.{key}" for name, part in norms for key, _ in part.named_parameters(recurse=False))
 
 
-def gated_units(model: PreTrainedModel) -> list[Units]:
-    """The neurons and outputs of all plug-ins of a model."""
-    parts = [(name, part) for name, part in model.named_modules() if isinstance(part, Plugin)]
-    return [group for name, part in parts for group in bottleneck_units(name, part.down, part.up)]
+class CPTPlugin(GatedMethod):
+    """Trains gated plug-ins parallel to attention and FFN, whose weights all domains share."""
 
-
-def closed_gates(gates: Gates) -> dict[str, Tensor]:
-    """Values with which all gates are shut, by the names of the gates' parameters."""
-    return {name: torch.full_like(gate.e, -1) for name, gate in zip(gates.names, gates.parts, strict=True)}
-
-
-class CPTPlugin(ContinualModule):
-    """Trains gated plug-ins beside attention and FFN, whose weights all domains share.
-
-    The inner sizes are shares of the hidden size. `output_relu` puts a ReLU behind the second map, which can
-    then not begin at zero, so that the first model is not the base."""
-
-    counts_steps = True
     options: CPTPluginOptions
 
     def __init__(self, options: CPTPluginOptions, shared: Shared) -> None:
         model = shared.model
         scope = attach_plugins(model, **options.plugin)
-        gates = attach_gates(model, gated_units(model), s_max=options.s_max)
+        gates = attach_gates(model, units_of_adapters(model, Plugin), s_max=options.s_max)
         own = norms_of(model) if options.norms == "per_domain" else ()
         trained = replace(scope, names=scope.names + gates.names + own)
         super().__init__(options, shared, scope=trained)
         self.plugins, self.norms, self.gates = scope.names, own, gates
         self.masks.append(ClaimedUnits(gates.groups, acts_on="update"))
-        base = {name: model.get_parameter(name) for name in own} | closed_gates(gates)
+        base = {name: model.get_parameter(name) for name in own}
+        base |= {name: torch.full_like(model.get_parameter(name), -1) for name in gates.names}
         self.keep_parts(DomainParams(model, gates.names + own, base=base), options.routing)
-
-    @property
-    def taken(self) -> ClaimedUnits:
-        """What the domains so far have opened, and the protection of it."""
-        return self.masks[-1]
 
     @torch.no_grad()
     def before_domain(self, probe: Iterable[Batch]) -> None:
@@ -85,22 +66,10 @@ class CPTPlugin(ContinualModule):
             self.model.get_parameter(norm).copy_(base[norm])
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
-        s = anneal(self.progress, s_max=self.gates.s_max)
-        self.gates.set(s)
-        terms = super().losses(batch)
-        if self.options.sparsity:
-            terms["sparsity"] = self.options.sparsity * regulariser(self.gates.soft(s), self.taken.taken)
-        return terms
-
-    def after_update(self) -> None:
-        self.gates.clamp(self.options.limit)
-
-    def after_domain(self, probe: Iterable[Batch]) -> None:
-        self.taken.update_max(hard(self.gates.e().detach()))
-        super().after_domain(probe)
+        return self.gated_losses(batch, name="sparsity", weight=self.options.sparsity or None)
 
     def backbone(self, domain: int) -> PreTrainedModel:
-        """A copy of the model with the domain's norms and gates, which stay hard when it is trained."""
+        """A copy with the domain's norms and gates, which stay hard in training."""
         model = super().backbone(domain)
         for part in model.modules():
             if isinstance(part, Gate):
@@ -109,32 +78,25 @@ class CPTPlugin(ContinualModule):
         return model
 
     def export(self, folder: Path, order: Sequence[str]) -> str:
-        parts = Parts(self, order)
-        return export.export_parts(
-            folder, self.model, parts, attach=attach_plugins, options=self.options.plugin
-        )
-
-    def folded(self, domain: int) -> dict[str, Tensor]:
-        """The domain's plug-ins with its gates folded into their weights, and its norms, by name."""
-        own = self.bank.weights(domain)
-        changed = self.gates.folded(self.gates.hard(own))
-        plugins = {name: self.model.get_parameter(name) for name in self.plugins}
-        weights = {name: changed.get(parameter, parameter).detach() for name, parameter in plugins.items()}
-        return weights | {name: own[name] for name in self.norms}
+        how = {"attach": attach_plugins, "options": self.options.plugin}
+        return export.export_parts(folder, self.model, FoldedPlugins(self, order), **how)
 
 
-class Parts(Mapping):
-    """What is exported of each domain by its name, made when it is asked for: each is as large as the
-    plug-ins."""
+class FoldedPlugins(Mapping):
+    """By domain its norms and the plug-ins with its gates folded in, made on access to save memory."""
 
     def __init__(self, module: CPTPlugin, order: Sequence[str]) -> None:
-        self.module, self.places = module, {name: index for index, name in enumerate(order)}
+        self.module, self.order = module, list(order)
 
-    def __getitem__(self, name: str) -> dict[str, Tensor]:
-        return self.module.folded(self.places[name])
+    def __getitem__(self, domain: str) -> dict[str, Tensor]:
+        module, own = self.module, self.module.bank.weights(self.order.index(domain))
+        folded = module.gates.folded(module.gates.hard(own))
+        plugins = {name: module.model.get_parameter(name) for name in module.plugins}
+        weights = {name: folded.get(parameter, parameter).detach() for name, parameter in plugins.items()}
+        return weights | {name: own[name] for name in module.norms}
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.places)
+        return iter(self.order)
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.order)

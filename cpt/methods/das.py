@@ -8,37 +8,122 @@ apart from what was known (eq. 6):
     step_l  <- (1 - I_l^(<=t-1)) * step_l
     L        = L_lm + lambda L_con
 
-The soft mask scales the step itself: scaled gradients, as in the released code, are divided out again by
-Adam. cpt.gradient_masks.soft and cpt.methods.common.contrast hold the formulas."""
+The soft mask scales the step itself: Adam divides the scale of gradients, as released, out again. The mask's
+formulas: cpt.gradient_masks.soft.
+
+The contrast, of DGA too, is of what the model knows now against what it knew (eq. 6):
+
+    L_con = -1/N sum_n log  exp(sim(o_n, o_n+) / tau)
+                            -----------------------------------------------------------
+                            sum_j  exp(sim(o_n, o_j+) / tau) + exp(sim(o_n, o_j-) / tau)
+
+with mean-pooled last hidden states: o and o+ of two dropout passes of the full model, o- of a pass in which
+each unit is multiplied by its importance, so that it represents earlier knowledge. Without dropout o+ equals
+o, and the loss would only push all samples apart.
+
+Its three passes take most of a step's time. A smaller share of `samples` lowers N and the number of
+candidates; every k-th step with k times the weight has the same mean; `fixed` negatives get no gradient."""
 
 from collections.abc import Iterable
 from functools import partial
+from math import ceil
+from typing import cast
 
+import torch
 from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel
 
-from cpt.data.collate import Batch
+from cpt.core.collectives import gather_rows
+from cpt.data.collate import Batch, inputs_of
 from cpt.gradient_masks.soft import Proxy, SoftMask, domain_losses
 from cpt.methods.base import ContinualModule, Shared
-from cpt.methods.common.contrast import Contrast
-from cpt.methods.options import DASOptions
+from cpt.methods.options import ContrastOptions, DASOptions
+from cpt.models.forward import check_dropout, dropout, mean_over, nll_of
+from cpt.models.memory import keep_activations
+from cpt.models.objectives import Objective
+from cpt.models.units import gate_units
 
 
-class DAS(ContinualModule):
+def contrastive(anchors: Tensor, positives: Tensor, negatives: Tensor, *, temperature: float) -> Tensor:
+    """L_con of vectors, each [N, D], a scalar; sim is the cosine. The positives and negatives of all
+    processes are candidates."""
+    others, before = gather_rows(torch.stack([positives, negatives], dim=1))
+    candidates = functional.normalize(torch.cat([others[:, 0], others[:, 1]]), dim=-1)
+    similarity = functional.normalize(anchors, dim=-1) @ candidates.T
+    own = before + torch.arange(len(anchors), device=anchors.device)
+    return functional.cross_entropy(similarity / temperature, own)
+
+
+class ContrastiveLoss:
+    """The contrastive term of a batch's `uncorrupted` text (as released) or of the `corrupted` text of the
+    language-model loss. Raises ValueError where two passes over a sample could not differ."""
+
+    def __init__(self, model: PreTrainedModel, objective: Objective, options: ContrastOptions) -> None:
+        self.model, self.objective, self.options = model, objective, options
+        self.fixed, self.rate = options.contrast_negatives == "fixed", options.contrast_dropout
+        if options.contrast > 0:
+            check_dropout(model, self.rate, option="contrast_dropout", without="contrast=0")
+
+    def losses(self, batch: Batch, *, soft: SoftMask, step: int) -> dict[str, Tensor]:
+        """The language-model loss, and the term in every k-th step, against the soft mask's importances."""
+        logits, hidden = self.objective.outputs(self.model, batch)
+        terms = {"lm": nll_of(logits, batch).sum() * batch["weight"]}
+        if step % self.options.contrast_every == 0:
+            terms |= self.term(batch, hidden=hidden, soft=soft)
+        return terms
+
+    def term(self, batch: Batch, *, hidden: Tensor, soft: SoftMask) -> dict[str, Tensor]:
+        """The term, a scalar; none at strength 0. `hidden` [B, T, D], of a pass over the batch's own ids, is
+        the anchor where this text is contrasted, unless a decoder made it; else the anchor takes a pass."""
+        options = self.options
+        if options.contrast == 0:
+            return {}
+        text = batch if options.contrast_text == "corrupted" else self.objective.restored(batch)
+        count = ceil(options.contrast_samples * len(text["input_ids"]))
+        same = text["input_ids"] is batch["input_ids"] and "decoder_input_ids" not in batch
+        if count < len(text["input_ids"]):
+            some = {name: value[:count] for name, value in inputs_of(text).items()}
+            text = self.objective.lay_out(cast(Batch, some))
+        with dropout(self.model, self.rate), keep_activations(self.model):
+            anchor = mean_over(hidden[:count], text.get("attention_mask")) if same else self.represented(text)
+            positive = self.represented(text)
+            with gate_units(soft.groups, soft.gates()), torch.set_grad_enabled(not self.fixed):
+                negative = self.represented(text)
+        found = contrastive(anchor, positive, negative, temperature=options.temperature)
+        return {"contrast": options.contrast * options.contrast_every * found}
+
+    def represented(self, batch: Batch) -> Tensor:
+        """The samples of a batch as vectors [B, D], without the head."""
+        return mean_over(self.objective.encode(self.model, batch), batch.get("attention_mask"))
+
+
+class ContrastMethod(ContinualModule):
+    """A soft mask on the units that matter to earlier knowledge, and the contrast to that knowledge."""
+
+    def __init__(self, options: ContrastOptions, shared: Shared) -> None:
+        super().__init__(options, shared)
+        self.masks.append(SoftMask.from_options(self.model, options))
+        self.proxy = Proxy.from_options(self.model, self.objective, options)
+        self.contrast = ContrastiveLoss(self.model, self.objective, options)
+        self.period = options.contrast_every if options.contrast else 1
+
+    @property
+    def soft(self) -> SoftMask:
+        return self.masks[-1]
+
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
+        return self.contrast.losses(batch, soft=self.soft, step=self.trainer.global_step)
+
+
+class DAS(ContrastMethod):
     """Protects the units that matter to general knowledge and to the domains so far."""
 
     options: DASOptions
 
     def __init__(self, options: DASOptions, shared: Shared) -> None:
         super().__init__(options, shared)
-        self.masks.append(SoftMask.from_options(self.model, options))
-        self.proxy = Proxy.from_options(self.model, self.objective, options)
-        self.contrast = Contrast.from_options(self.model, self.objective, options)
-        self.period = options.contrast_every if options.contrast else 1
         self.first = True
-
-    @property
-    def soft(self) -> SoftMask:
-        return self.masks[-1]
 
     def activate(self, domain: int) -> None:
         super().activate(domain)
@@ -47,9 +132,6 @@ class DAS(ContinualModule):
     def before_domain(self, probe: Iterable[Batch]) -> None:
         if self.first:
             self.soft.update_max(self.proxy.measure(self.soft, probe))
-
-    def losses(self, batch: Batch) -> dict[str, Tensor]:
-        return self.contrast.losses(batch, soft=self.soft, step=self.trainer.global_step)
 
     def after_domain(self, probe: Iterable[Batch]) -> None:
         if self.options.domains:

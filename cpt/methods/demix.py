@@ -2,16 +2,16 @@
 
     expert_t <- expert_k,    k = argmin_j PPL(D_t | expert_j)    over the experts so far, and the base
 
-then text of domain t trains expert_t and nothing else. An expert is the feed-forward network of every block
-(`ffn`), or an adapter (the baseline of Ke et al., ICLR 2023). What scores a text, the domain's own expert or
-a mixture by posterior, is `routing`. The paper trains the shared trunk and the first experts together from
-scratch; here the trunk is the frozen base, as where the paper adds a domain later (DEMix-DAPT), and the
-base's own feed-forward network stands for the first expert. The paper takes the highest posterior for
-nearest, here it is the lowest perplexity. ContinualLM's version raises an error before it copies an
-expert."""
+Then domain t trains expert_t only. An expert is the feed-forward network of every block (`ffn`), or an
+adapter (the baseline of Ke et al., ICLR 2023). `routing` selects what scores a text: the domain's own expert
+or a mixture by posterior. The paper trains the trunk and the first experts together from scratch; here the
+trunk is the frozen base, as in its DEMix-DAPT, and the base's FFN is a first expert. The paper's nearest
+expert has the highest posterior, here the lowest perplexity. ContinualLM's version raises an error before it
+copies an expert."""
 
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from functools import partial
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -22,34 +22,85 @@ from transformers import PreTrainedModel
 from cpt.adapters import export
 from cpt.adapters.bottleneck import attach_bottlenecks
 from cpt.adapters.domain_store import BASE, DomainParams, Scope
+from cpt.core.collectives import sum_in_place
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
-from cpt.methods.common.candidates import measure_perplexities
 from cpt.methods.options import DEMIXOptions
+from cpt.models.forward import in_mode
 from cpt.models.units import sublayers
 from cpt.models.weights import swap_weights
 
-EXPERTS = ("ffn", "adapter")
-STARTS = ("nearest", "previous", "base")
 RECORD = ("sources", "perplexities")
 
 
+class CopyingMethod(ContinualModule):
+    """A method whose new modules are copies of the base's, of the last domain's, or of those `nearest` to the
+    domain, by `options.start`.
+
+    `sources` [domains]: the domain (-1: the base) whose modules each domain's began as. `perplexities`: those
+    of the last domain's probe with each candidate, in the order of their domains."""
+
+    def record_sources(self) -> None:
+        """Registers the buffers."""
+        self.register_buffer("sources", torch.empty(0, dtype=torch.long))
+        self.register_buffer("perplexities", torch.empty(0, dtype=torch.double))
+
+    @abstractmethod
+    def holding(self, domain: int) -> AbstractContextManager:
+        """A context in which the model has the modules of one domain (-1: the base)."""
+
+    def choose_source(self, probe: Iterable[Batch], learned: Sequence[int], *, base: bool) -> int:
+        """The domain whose modules are copied, noted in `sources`; `base` says whether the base competes."""
+        candidates = [BASE]
+        if self.options.start != "base" and learned:
+            nearest = self.options.start == "nearest"
+            candidates = [*([BASE] * base), *learned] if nearest else [learned[-1]]
+        if self.options.start == "nearest":
+            self.perplexities = self.measure(probe, candidates)
+        ranked = zip(self.perplexities.tolist() or [0.0], candidates, strict=True)
+        source = min(ranked, key=lambda pair: pair[0])[1]
+        earlier = self.sources[: self.domain.index]
+        self.sources = torch.cat([earlier, earlier.new_tensor([source])])
+        return source
+
+    @torch.no_grad()
+    def measure(self, probe: Iterable[Batch], candidates: Sequence[int]) -> Tensor:
+        """The perplexity with each candidate on the probes of all processes, [candidates] in 64 bits."""
+        sums = torch.zeros(len(candidates) + 1, dtype=torch.double, device=self.device)
+        with in_mode(self.model, training=False):
+            for batch in probe:
+                for place, domain in enumerate(candidates):
+                    with self.holding(domain):
+                        sums[place] += self.objective.nll(self.model, batch).sum()
+                sums[-1] += len(batch["positions"])
+        sum_in_place(sums)
+        return (sums[:-1] / sums[-1].clamp_min(1)).exp()
+
+    def recorded(self, prefix: str) -> dict[str, Tensor]:
+        """The non-empty buffers, for the diagnostics."""
+        return {f"{prefix}/{n}": getattr(self, n) for n in RECORD if len(getattr(self, n))}
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+        for name in RECORD:  # as long as what the state holds
+            stored = state_dict.get(prefix + name, getattr(self, name))
+            setattr(self, name, torch.empty_like(stored, device=self.device))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+EXPERTS = ("ffn", "adapter")
+STARTS = ("nearest", "previous", "base")
+
+
 def feed_forwards(model: PreTrainedModel) -> Scope:
-    """The feed-forward network of every block: weights and biases of its linear maps. Raises ValueError where
-    it can not be told."""
+    """Weights and biases of the linear layers of every block's FFN. Raises ValueError if it is not found."""
     places = sublayers(model, ("neurons",))
     maps = [each for place in places for each in (*(source for source, _ in place.sources), place.out)]
     names = [f"{each.name}.{name}" for each in maps for name, _ in each.module.named_parameters()]
     return Scope(tuple(names), tuple(maps))
 
 
-class DEMIX(ContinualModule):
-    """Trains an expert per domain, at first a copy of another (`start`: that `nearest` to the domain, the
-    `previous` one, or the `base`).
-
-    `sources` [domains] are the experts that the domains' own began as, by their domains (-1: the base);
-    `perplexities` those of the last domain's probe with each candidate: the base, if it is one, and the
-    experts in the order of their domains."""
+class DEMIX(CopyingMethod):
+    """Trains an expert per domain, which starts as a copy of another."""
 
     options: DEMIXOptions
 
@@ -62,36 +113,14 @@ class DEMIX(ContinualModule):
         )
         super().__init__(options, shared, scope=scope)
         self.keep_parts(DomainParams(self.model, scope.names), options.routing)
-        self.register_buffer("sources", torch.empty(0, dtype=torch.long))
-        self.register_buffer("perplexities", torch.empty(0, dtype=torch.double))
+        self.record_sources()
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
-        candidates = self.candidates()
-        if self.options.start == "nearest":
-            self.perplexities = self.measure(probe, candidates)
-        ranked = zip(self.perplexities.tolist() or [0.0], candidates, strict=True)
-        source = min(ranked, key=lambda pair: pair[0])[1]
-        self.bank.put(self.model, source)
-        earlier = self.sources[: self.domain.index]
-        self.sources = torch.cat([earlier, earlier.new_tensor([source])])
+        learned, base = self.bank.domains, self.router.routing.base
+        self.bank.put(self.model, self.choose_source(probe, learned, base=base))
 
-    def candidates(self) -> list[int]:
-        """The parts that a new expert may begin as."""
-        learned = self.bank.domains
-        if self.options.start == "base" or not learned:
-            return [BASE]
-        base = [BASE] * self.router.routing.base
-        return base + learned if self.options.start == "nearest" else learned[-1:]
-
-    def measure(self, probe: Iterable[Batch], parts: Sequence[int]) -> Tensor:
-        """The model's perplexity on the probes of all processes with each of the parts, [parts]."""
-        totals = [partial(self.total, part=part) for part in parts]
-        return measure_perplexities(self.model, probe, totals, device=self.device)
-
-    def total(self, batch: Batch, part: int) -> Tensor:
-        """The summed loss (nats) of a batch with one of the parts, a scalar."""
-        with swap_weights(self.model, self.bank.weights(part)):
-            return self.objective.nll(self.model, batch).sum()
+    def holding(self, domain: int) -> AbstractContextManager:
+        return swap_weights(self.model, self.bank.weights(domain))
 
     def export(self, folder: Path, order: Sequence[str]) -> str:
         parts = {name: self.bank.weights(index) for index, name in enumerate(order)}
@@ -100,11 +129,4 @@ class DEMIX(ContinualModule):
         return export.export_parts(folder, self.model, parts, attach=attached, options=options)
 
     def diagnostics(self) -> dict[str, Tensor]:
-        record = {f"demix/{name}": getattr(self, name) for name in RECORD}
-        return super().diagnostics() | {name: values for name, values in record.items() if len(values)}
-
-    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
-        for name in RECORD:  # as long as what the state holds
-            stored = state_dict.get(prefix + name, getattr(self, name))
-            setattr(self, name, torch.empty_like(stored, device=self.device))
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        return super().diagnostics() | self.recorded("demix")

@@ -1,47 +1,30 @@
 """DER++: dark experience replay (Buzzega et al., NeurIPS 2020, equation 6, sections 3 and 4).
 
 L = l(f(x), y) + alpha * ||h(x') - z'||^2 + beta * l(f(x''), y''), with x' and x'' two independent draws from
-a reservoir of the whole stream, z' the model's outputs on x' when it was learned. No domain is asked for.
+a reservoir of the whole stream, z' the model's outputs on x' when it was added. No domain labels are needed.
 
-Here l is the language model's loss, and h, at the scored positions, the last hidden states (as ContinualLM
-has it, Ke et al., ICLR 2023) or the logits (the paper's). ||.||^2 is the mean over the drawn samples' scored
-positions and the features, so alpha depends on no size; the second l is the mean over its draw's scored
-tokens.
+l is the language-model loss; h, at the scored positions, the last hidden states (as in ContinualLM, Ke et
+al., ICLR 2023) or the logits (as in the paper). ||.||^2 is the mean over the draw's scored positions and the
+features, so that alpha depends on no size; the second l is the mean over its draw's scored tokens.
 
-ContinualLM's released code differs: it cannot run (three attributes are missing), uses one draw for both
-terms, fills its buffer after a domain, on one process, and cuts stored outputs to integers when it loads
-them."""
+ContinualLM's released code cannot run (three attributes are missing); it uses one draw for both terms, fills
+its buffer after a domain, on one process, and truncates stored outputs to integers when it loads them."""
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import PreTrainedModel
 
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
 from cpt.methods.common.reservoir import Reservoir, bytes_per_sample, capacity, slot_of
 from cpt.methods.options import DERPPOptions
 from cpt.models.forward import at, nll_of
-from cpt.models.objectives import Objective
 
 MATCHED = ("hidden", "logits")
 
 
-@torch.no_grad()
-def widths(model: PreTrainedModel, objective: Objective) -> dict[str, int]:
-    """Features at a position of what can be matched, by its name: asked of the model, since not every
-    configuration says."""
-    ids = torch.zeros(1, 2, dtype=torch.long)
-    two: Batch = {"input_ids": ids, "positions": torch.zeros(1, dtype=torch.long)}
-    if model.config.is_encoder_decoder:
-        two["decoder_input_ids"] = ids
-    with torch.random.fork_rng(devices=[]):
-        logits, hidden = objective.outputs(model, two)
-    return {"hidden": hidden.shape[-1], "logits": logits.shape[-1]}
-
-
 class DERPP(ContinualModule):
-    """Replays a reservoir: outputs of some of its samples are held, the labels of others learned again."""
+    """Replays a reservoir: matches stored outputs on some of its samples, trains on the labels of others."""
 
     options: DERPPOptions
 
@@ -49,12 +32,23 @@ class DERPP(ContinualModule):
         super().__init__(options, shared)
         slot = {
             **slot_of(self.objective, self.length),
-            "width": widths(self.model, self.objective)[options.matched],
+            "width": self.width(options.matched),
             "precision": options.precision,
         }
         samples = capacity(options.memory, options.memory_bytes, sample_bytes=bytes_per_sample(**slot))
         pad = self.model.config.pad_token_id or 0
         self.memory = Reservoir(samples=samples, **slot, seed=self.seed, pad=pad)
+
+    @torch.no_grad()
+    def width(self, matched: str) -> int:
+        """Features of an output at a position, from a forward pass: not every configuration says."""
+        ids = torch.zeros(1, 2, dtype=torch.long)
+        two: Batch = {"input_ids": ids, "positions": torch.zeros(1, dtype=torch.long)}
+        if self.model.config.is_encoder_decoder:
+            two["decoder_input_ids"] = ids
+        with torch.random.fork_rng(devices=[]):
+            logits, hidden = self.objective.outputs(self.model, two)
+        return (logits if matched == "logits" else hidden).shape[-1]
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         logits, hidden = self.objective.outputs(self.model, batch)
@@ -78,7 +72,7 @@ class DERPP(ContinualModule):
         both = self.objective.lay_out(self.memory.batch(torch.cat([matching, replaying])))
         before, after = both["positions"].tensor_split([len(stored)])
         replayed = both | {"positions": after, "targets": both["targets"][len(stored) :]}
-        if self.options.matched == "hidden":  # the head is not needed where hidden states are matched
+        if self.options.matched == "hidden":  # the head is computed for the replayed draw only
             logits, hidden = self.objective.outputs(self.model, replayed)
             present = at(hidden, before)
         else:

@@ -1,19 +1,17 @@
-"""ELLE (Qin et al., Findings of ACL 2022): a model that grows before each domain after the first, goes over
-its memory to recover, and reads each text behind the prompt of its domain.
+"""ELLE (Qin et al., Findings of ACL 2022): a model that grows before each domain after the first, recovers on
+replayed text, and reads each text with the prompt of its domain.
 
-    growth     theta <- G(theta), as the domain begins: neurons, heads, blocks , hidden features
-               (`cpt.models.growth`)
-    recovery   L_lm(theta; memory) for the first steps of the stage, with a course of the rate of its own and
-               a new optimizer behind it
-    prompt     [e(x_1); P_k; e(x_2); ...] for text x of domain k, P_k [n, D] learned with all else
-    memory     that of `replay=past`, which also mixes it into the domain's steps
+    growth     theta <- G(theta) before the domain: neurons, heads, blocks, hidden size (`cpt.models.growth`)
+    recovery   L_lm(theta; memory) for the first steps of the stage, with a learning-rate schedule of its own
+               and a new optimizer afterwards
+    prompt     [e(x_1); P_k; e(x_2); ...] for text x of domain k, P_k [n, D] trained with all else
+    memory     that of `replay=past`, which is also mixed into the domain's steps
 
-Each of them stands alone. Text of no domain that has been learned is read with the latest prompt, and by the
-base with none.
+Each part can be used alone. General text is read with the latest prompt, and by the base with none.
 
-Released, layers are copied as they are, which carries each out twice, width is copied within layer norms, and
-noise is added to copies alone: none of it keeps the function, and recovery has to mend it. Here growth is
-exact but for blocks of post-norm models, and how far it moves the loss is measured and told."""
+The released code copies layers so that each is applied twice, copies width within layer norms, and adds noise
+to copies only; none of it keeps the function, which recovery has to repair. Here growth is exact but for
+blocks of post-norm models, and the change of the loss is measured and logged."""
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
@@ -44,8 +42,8 @@ from cpt.models.units import sublayers
 from cpt.models.weights import swap_weights
 
 log = logging.getLogger(__name__)
-TRIED = 16  # tokens of the rows that the loss is compared on
-ROUNDING = 1000  # times the precision of the weights: what rounding may make of a loss
+TRIED = 16  # tokens on which the loss is compared
+ROUNDING = 1000  # tolerance of exact growth, in units of the weights' precision
 
 
 class ByPrompt(DomainScorer):
@@ -67,7 +65,7 @@ class ByPrompt(DomainScorer):
 
     @contextmanager
     def reading(self, model: PreTrainedModel, domains: Tensor) -> Iterator[None]:
-        """While it lasts, each of B rows is read with the prompt of its domain, [B]."""
+        """A context in which each of B rows is read with the prompt of its domain, [B]."""
         if not self.prompts:
             yield
             return
@@ -87,8 +85,7 @@ class ByPrompt(DomainScorer):
 class ELLE(ContinualModule):
     """Trains all of a model that grows."""
 
-    sharded = False  # weights take another shape between two stages
-
+    sharded = False  # weights change their shape between two stages
     options: ELLEOptions
 
     def __init__(self, options: ELLEOptions, shared: Shared) -> None:
@@ -103,19 +100,19 @@ class ELLE(ContinualModule):
         self.prompts = nn.ParameterList()
         if names:
             self.prompting = self.router = ByPrompt(names[0], self.prompts, shared.objective)
-        self.moved: Tensor | None = None
+        self.moved: Tensor | None = None  # the largest change of a token's loss by growth (nats), [1]
         self.told = ""
 
     def stages(self, order: Sequence[str]) -> list[Domain]:
         found = super().stages(order)
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # also where a skeleton is asked
-            model = skeleton(self.model)
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            model = skeleton(self.model)  # refuses what cannot grow, before any text is read
             for stage in found:
                 self.grow(model, stage)
         return [replace(each, recovery=self.options.recovery) for each in found]
 
     def grow(self, model: PreTrainedModel, stage: Domain) -> None:
-        """Grows a model for a stage. Raises ValueError where it can not."""
+        """Grows a model for a stage; raises ValueError where it cannot."""
         gained, noise = self.options.growth(stage.index), self.options.noise
         name = "hidden"
         try:
@@ -137,7 +134,7 @@ class ELLE(ContinualModule):
             self.prompts.append(nn.Parameter(draw_prompt(self.model, self.options.prompt)))
         if (gained := self.options.growth(stage.index)) == NOTHING:
             return
-        if self.trunk is not None:  # the domain goes on from there
+        if self.trunk is not None:  # the domain starts there
             self.trunk.restore(self.model)
         entries = self.model.get_input_embeddings().num_embeddings
         ids = torch.randint(entries, (1, min(TRIED, self.length)), device="cpu").to(self.model.device)
@@ -161,7 +158,7 @@ class ELLE(ContinualModule):
 
     @torch.no_grad()
     def loss_of(self, batch: Batch) -> Tensor:
-        """Nats of each token, [K]."""
+        """The loss of each token (nats), [K], in eval mode."""
         with in_mode(self.model, training=False):
             return self.objective.nll(self.model, batch)
 
@@ -169,9 +166,9 @@ class ELLE(ContinualModule):
         super().activate(domain)
         if self.prompting is not None:
             self.model.get_parameter(self.prompting.name).requires_grad_(False)
-        met = bool(self.replay.past or self.options.recovery)  # whether earlier domains' text is
+        replayed = bool(self.replay.past or self.options.recovery)  # earlier prompts see text
         for place, prompt in enumerate(self.prompts):
-            prompt.requires_grad_(place == domain or met)
+            prompt.requires_grad_(place == domain or replayed)
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
         if self.told:
@@ -206,6 +203,4 @@ class ELLE(ContinualModule):
         return export.export_parts(folder, self.model, parts, attach=attach_prompt, options=self.attaching)
 
     def diagnostics(self) -> dict[str, Tensor]:
-        """How far growing has moved the loss of drawn tokens (nats)."""
-        own = {} if self.moved is None else {"elle/moved": self.moved}
-        return super().diagnostics() | own
+        return super().diagnostics() | ({} if self.moved is None else {"elle/moved": self.moved})

@@ -1,10 +1,9 @@
-"""EMA: the model becomes the moving average of its own path (Polyak and Juditsky, 1992; as a model of its own
-Tarvainen and Valpola, NeurIPS 2017, eq. 1).
+"""EMA: an exponential moving average of the weights over each domain (Polyak and Juditsky, 1992; Tarvainen
+and Valpola, NeurIPS 2017, eq. 1).
 
     theta_ema <- alpha theta_ema + (1 - alpha) theta    after every optimizer step of a domain
 
-It starts each domain at the model, and at the domain's end the model is the average: what has moved the
-weights only for a while has less of a part in it."""
+The average starts at the model before each domain and replaces the model at the domain's end."""
 
 from collections.abc import Iterable
 

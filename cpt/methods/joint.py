@@ -1,8 +1,7 @@
 """JOINT: all domains at once, the upper reference. theta = argmin sum_t L_lm(theta; D_t), started from
 theta_0.
 
-It sees exactly the samples of the sequence, with the same masks, in one shuffle and under one learning-rate
-schedule."""
+It trains on the samples of the sequence, with the same masks, in one shuffle and one schedule."""
 
 from collections.abc import Sequence
 

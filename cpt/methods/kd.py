@@ -3,14 +3,13 @@ section 2.1).
 
     L = L_lm + lambda T^2 KL(softmax(z'/T) || softmax(z/T)),    mean over the scored positions
 
-z are the model's logits over the vocabulary, or its last hidden states over the features, and z' those of the
-teacher: the model at the end of the previous domain, at first the base. Both see the same corrupted batch, so
-that the student's pass is that of the language-model loss. The released code (ContinualLM) takes two more
-passes over the uncorrupted text, the softmax of hidden states over the positions of a sequence, and the KL of
-the student from the teacher, T = 1."""
+z are the model's logits over the vocabulary, or its last hidden states over the features; z' are those of
+the teacher, the model after the previous domain (at first the base), on the same corrupted batch. The
+released code (ContinualLM) takes two more passes over the uncorrupted text, the softmax of hidden states over
+the positions of a sequence, and the KL of the student from the teacher, at T = 1."""
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -31,14 +30,14 @@ def distillation(student: Tensor, teacher: Tensor, *, temperature: float) -> Ten
 
 
 def select_distilled(outputs: tuple[Tensor, Tensor], batch: Batch, *, distilled: str) -> Tensor:
-    """What is distilled of logits [K, V] and hidden states [B, T, D]: [K, V] or, of the scored positions,
+    """Of logits [K, V] and hidden states [B, T, D]: the logits, or the hidden states at the scored positions,
     [K, D]."""
     logits, hidden = outputs
     return logits if distilled == "logits" else at(hidden, batch["positions"])
 
 
 class KD(ContinualModule):
-    """Keeps the predictions near those of the model before the domain."""
+    """Distills the model before the domain."""
 
     options: KDOptions
 
@@ -51,7 +50,10 @@ class KD(ContinualModule):
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         outputs = self.objective.outputs(self.model, batch)
-        with self.teacher.teaching(self.model), self.teachers_precision():
+        precision = nullcontext()
+        if self.options.teacher != "run":  # no cache of casts: the teacher uses the student's parameters
+            precision = torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
+        with self.teacher.teaching(self.model), precision:
             taught = self.objective.outputs(self.model, batch)
         what = self.options.distilled
         student, teacher = (select_distilled(each, batch, distilled=what) for each in (outputs, taught))
@@ -60,10 +62,3 @@ class KD(ContinualModule):
             "lm": nll_of(outputs[0], batch).sum() * batch["weight"],
             "kd": self.options.strength * apart.sum() * batch["weight"],
         }
-
-    def teachers_precision(self) -> AbstractContextManager:
-        """What the teacher's products are computed in; weights and divergence stay as they are."""
-        if self.options.teacher == "run":
-            return nullcontext()
-        # Nothing is remembered: the teacher's weights stand in the student's place.
-        return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)

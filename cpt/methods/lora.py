@@ -1,9 +1,9 @@
-"""LoRA (Hu et al., ICLR 2022): one low-rank pair beside each linear map for all domains, or one per domain.
+"""LoRA (Hu et al., ICLR 2022): one adapter per linear layer for all domains, or one per domain.
 
     h = W x + alpha / r B A x,    W frozen, B = 0 at first                          (section 4.1)
 
-One pair for all domains is SeqLoRA. The paper adapts W_q and W_v of the attention, as does the code released
-with O-LoRA and MIGU; here it is every linear map but the head, unless `targets` says otherwise."""
+One adapter for all domains is SeqLoRA. The paper adapts W_q and W_v of the attention, as does the code of
+O-LoRA and MIGU; here all linear layers but the head, unless `targets` names others."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -20,8 +20,8 @@ STARTS = ("base", "previous")
 
 
 class LoRA(ContinualModule):
-    """Trains low-rank pairs and nothing else: one for all domains, or one `per_domain`, new at each domain
-    (`start=base`) or at first the previous domain's."""
+    """Trains LoRA adapters only: one for all domains, or one `per_domain`, new (`start=base`) or a copy of
+    the previous domain's."""
 
     options: LoRAOptions
 

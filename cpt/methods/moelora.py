@@ -3,9 +3,9 @@ has it: "vanilla" experts, as many as there are tasks, without the contrast of L
 
     h = W x + alpha / r sum_e g_e(x) B_e A_e x,    g(x) = softmax(W_g x) [E]
 
-E pairs and a router W_g [E, d_in] beside each map, there from the start and trained through all domains, W
-frozen. Gates are of each token and over all pairs, so that no token is dropped and none has to be balanced.
-No code was released."""
+E adapters and a router W_g [E, d_in] per linear layer exist from the start and are trained through all
+domains, W frozen. Gates are per token and over all adapters: no token is dropped, nothing is balanced. No
+code was released."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ from cpt.methods.options import MoELoRAOptions
 
 
 class MoELoRA(ContinualModule):
-    """Trains pairs and the routers that weigh them, token by token, through all domains."""
+    """Trains LoRA experts and their token routers through all domains."""
 
     options: MoELoRAOptions
 
@@ -27,6 +27,5 @@ class MoELoRA(ContinualModule):
         super().__init__(options, shared, scope=scope)
 
     def export(self, folder: Path, order: Sequence[str]) -> str:
-        part = {name: self.model.get_parameter(name) for name in self.scope.names}
-        how = {"attach": attach_experts, "options": self.attaching}
-        return export.export_parts(folder, self.model, {order[-1]: part}, **how)
+        parts = {order[-1]: {name: self.model.get_parameter(name) for name in self.scope.names}}
+        return export.export_parts(folder, self.model, parts, attach=attach_experts, options=self.attaching)

@@ -1,4 +1,4 @@
-"""NONE: nothing is learned; the base model's row is the zero-shot reference."""
+"""NONE: no training; the base model is the zero-shot reference."""
 
 from collections.abc import Sequence
 

@@ -6,23 +6,21 @@
     R = ||A_t||_F + ||B_t||_F summed over maps, not squared
 
 A_k [r, d_in] are the A's of earlier domains; only A_t and B_t have gradients. The released code loops over
-all pairs of parameters at each step; here the maps of one width are one product."""
+all pairs of parameters at each step; here layers of one width are one product."""
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from cpt.adapters import lora
 from cpt.adapters.domain_store import DomainParams
 from cpt.data.collate import Batch
-from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.base import Shared
+from cpt.methods.inclora import IncLoRA
 from cpt.methods.options import OLoRAOptions
 
 PENALTIES = ("l1", "squared")
-Group = tuple[list[Tensor], Tensor]  # A of G maps, each [r, d]; the earlier ones, [G, t r, d]
+Group = tuple[list[Tensor], Tensor]  # A of G layers, each [r, d]; the earlier ones, [G, t r, d]
 
 
 def pair_overlap(groups: Iterable[Group], *, penalty: str) -> Tensor:
@@ -35,7 +33,7 @@ def pair_overlap(groups: Iterable[Group], *, penalty: str) -> Tensor:
 
 
 def group_by_width(new: Sequence[Tensor], earlier: Sequence[Sequence[Tensor]]) -> list[Group]:
-    """A of all maps and, for each earlier domain, its A of all maps, put together by their width."""
+    """Groups layers by width, from A of all layers, now and in each earlier domain."""
     widths: dict[int, list[int]] = {}
     for place, each in enumerate(new):
         widths.setdefault(each.shape[1], []).append(place)
@@ -50,28 +48,21 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack([torch.linalg.vector_norm(each) for each in tensors]).sum()
 
 
-class OLoRA(ContinualModule):
-    """Trains a new pair per domain on top of the earlier ones, in directions of the input that they leave
-    free. `strength` is lambda_1, `norm` lambda_2."""
+class OLoRA(IncLoRA):
+    """Trains a new LoRA adapter per domain in directions of the input that earlier ones do not use."""
 
     options: OLoRAOptions
 
     def __init__(self, options: OLoRAOptions, shared: Shared) -> None:
-        scope = lora.attach_lora(shared.model, **options.pair)
-        super().__init__(options, shared, scope=scope)
-        lora.resize_on_load(self.model)
-        halves = [name for name in scope.names if ".lora_A." in name or "embedding_A" in name]
-        self.kept = DomainParams(self.model, halves)
-        self.trained = [self.model.get_parameter(name) for name in scope.names]
+        super().__init__(options, shared)
+        names = self.scope.names
+        self.kept = DomainParams(self.model, [n for n in names if ".lora_A." in n or "embedding_A" in n])
+        self.trained = [self.model.get_parameter(name) for name in names]
         self.groups: list[Group] | None = None  # made at a domain's first step
 
     def activate(self, domain: int) -> None:
         super().activate(domain)
         self.groups = None
-
-    def before_domain(self, probe: Iterable[Batch]) -> None:
-        if self.domain.index > 0:
-            lora.begin_adapter(self.model, stored=self.options.stored, seed=self.drawing().initial_seed())
 
     def after_domain(self, probe: Iterable[Batch]) -> None:
         self.kept.keep(self.model, self.domain.index)
@@ -85,7 +76,7 @@ class OLoRA(ContinualModule):
         return terms
 
     def overlap(self, *, like: Tensor) -> Tensor:
-        """L_orth over all maps and earlier domains; 0 in the first domain."""
+        """L_orth over all layers and earlier domains; 0 in the first domain."""
         if not self.kept.domains:
             return torch.zeros_like(like)
         if self.groups is None:
@@ -93,11 +84,3 @@ class OLoRA(ContinualModule):
             earlier = [list(self.kept.weights(domain).values()) for domain in self.kept.domains]
             self.groups = group_by_width(new, earlier)
         return pair_overlap(self.groups, penalty=self.options.penalty)
-
-    def backbone(self, domain: int) -> PreTrainedModel:
-        return lora.without_tuners(self.model, merged=True)
-
-    def export(self, folder: Path, order: Sequence[str]) -> str:
-        if self.options.exported == "merged":
-            return super().export(folder, order)
-        return lora.export_adapters(folder, self.model, {order[-1]: lora.joined_weights(self.model)})

@@ -1,7 +1,6 @@
 """ONE: each domain learned alone, from the base. theta_t = argmin L_lm(theta; D_t), started from theta_0.
 
-Its diagonal is what a domain gives without its predecessors (domain-adaptive pre-training, Gururangan et al.,
-ACL 2020), which intransigence compares with."""
+Its diagonal is domain-adaptive pre-training (Gururangan et al., ACL 2020), the reference of intransigence."""
 
 from collections.abc import Iterable
 
@@ -12,7 +11,7 @@ from cpt.models.weights import Snapshot
 
 
 class One(ContinualModule):
-    """Puts the base's weights back before each domain."""
+    """Restores the base before each domain."""
 
     alone = True
 

@@ -1,26 +1,26 @@
-"""OSF, orthogonal subspace fine-tuning (Nayak et al., 2025, arXiv 2504.07097): a step stays out of the
-directions that matter most to what a linear map computes.
+"""OSF, orthogonal subspace fine-tuning (Nayak et al., 2025, arXiv 2504.07097): steps avoid the directions
+that matter most to a linear layer.
 
-Before each domain every map within the blocks is decomposed as it is then,
+Before each domain every linear layer within the blocks is decomposed as it is then,
 
     W = U_h S_h V_h^T + U_l S_l V_l^T        k largest singular values, and the others
     dW <- (I - U_h U_h^T) dW (I - V_h V_h^T)
 
-With `least` k follows how little a block changes what it is given, on the text before (section 3.3):
+With `least`, k depends on how little a block changes its input, on the text of the domain before (section
+3.3):
 
     share_b = least + I_b (protected - least)     I_b the mean cosine of a block's input and output, over
                                                   the mean of all blocks
 
-The paper writes the cosine of each map's input and output, which a map that is not square has not: here all
-maps of a block have the block's. Before the first domain, of which there is no text before, I_b = 1.
+The paper's cosine is that of each layer's input and output, undefined for layers that are not square; here it
+is the block's, for all its layers. Before the first domain I_b = 1.
 
 The released code (peft, training_hub) trains the factors U_l, S_l, V_l and projects their gradients; AdamW,
-which divides by entry and decays, moves them out of their subspace again. Here W itself is trained, by any
-optimizer, and what is projected is the step that is made (`acts_on: update`).
+which divides by entry and decays, moves them out of their subspace. Here W itself is trained, by any
+optimizer, and the step is projected (`acts_on: update`).
 
-Paper and released code protect the linear maps within the blocks and leave embeddings and head free. With
-`protect: all` every matrix of the model is decomposed, embeddings and head too. Norms and biases are vectors,
-which have no singular directions: they are free in either case."""
+Paper and released code leave embeddings and head free; `protect: all` decomposes them too. Norms and biases
+are vectors without singular directions, and always free."""
 
 import logging
 from collections.abc import Iterable
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class OSF(ContinualModule):
-    """Learns in the directions in which a map's weights are small."""
+    """Trains in the directions in which a layer's weights are small."""
 
     options: OSFOptions
 
@@ -54,15 +54,23 @@ class OSF(ContinualModule):
         self.masks.append(self.subspaces)
         self.blocks = [name for name, _ in blocks(self.model)]
         self.similarity: Tensor
-        if options.least is not None:  # all else goes on from the state of runs that knew no such share
+        if options.least is not None:
             self.register_buffer("similarity", ones(len(self.blocks)))
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
         shares = self.shares(self.domain)
         sizes = {name: min(weight.shape) for name, weight in self.subspaces.maps.items()}
         self.subspaces.span({name: floor(shares[self.block_of(name)] * size) for name, size in sizes.items()})
-        if self.domain.index == 0 and self.subspaces.known():
-            self.log_free()
+        if self.domain.index == 0 and (protected := self.subspaces.known()):
+            trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+            free = {name: p for name, p in trained.items() if p not in protected}
+            wide = [name for name, p in free.items() if p.ndim > 1]
+            share = sum(p.numel() for p in free.values()) / sum(p.numel() for p in trained.values())
+            log.info(
+                "method.protect=%s: %.0f %% of the trained weights move freely: %d norms and biases%s",
+                *(self.options.protect, 100 * share, len(free) - len(wide)),
+                "".join(f", {name}" for name in wide),
+            )
         if self.options.least is not None:
             told = ", ".join(f"{float(share):.2f}" for share in shares[:-1])
             log.info("%s: of the directions of each map, protected by block: %s", self.domain.name, told)
@@ -71,27 +79,13 @@ class OSF(ContinualModule):
         if self.options.least is not None:
             self.similarity = measure_similarity(self.model, self.objective, probe)
 
-    def log_free(self) -> None:
-        """Logs which trained parameters no subspace protects."""
-        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        free = {name: p for name, p in trained.items() if p not in self.subspaces.known()}
-        wide = [name for name, p in free.items() if p.ndim > 1]
-        log.info(
-            "method.protect=%s: %.0f %% of the trained weights move freely: %d norms and biases%s",
-            self.options.protect,
-            100 * sum(p.numel() for p in free.values()) / sum(p.numel() for p in trained.values()),
-            len(free) - len(wide),
-            "".join(f", {name}" for name in wide),
-        )
-
     def block_of(self, name: str) -> int:
-        """The place of the block that a map is in; outside the blocks the place after the last."""
+        """The index of a layer's block; outside of blocks the number of blocks."""
         blocks = enumerate(self.blocks)
         return next((place for place, block in blocks if name.startswith(f"{block}.")), len(self.blocks))
 
     def shares(self, domain: Domain) -> list[Fraction]:
-        """Of the singular directions of a map, those that a domain leaves alone: for the maps of each block,
-        and last for all others."""
+        """The protected share of a layer's singular directions, by block and last for all other layers."""
         first, growth, most = (
             Fraction(str(each)) for each in (self.options.protected, self.options.growth, self.options.most)
         )

@@ -1,7 +1,6 @@
-"""PEFT: any tuner of the peft library that sits in a model's layers, in the sequence of domains: IA3 (Liu
-et al., NeurIPS 2022), VeRA (Kopiczko et al., ICLR 2024), DoRA (Liu et al., ICML 2024), OFT (Qiu et al.,
-NeurIPS 2023), tuning of norms, and others. What a tuner computes is peft's; what it trains goes through all
-domains, or each has its own."""
+"""PEFT: tuners of the peft library that change a model's layers, over the sequence of domains: IA3 (Liu et
+al., NeurIPS 2022), VeRA (Kopiczko et al., ICLR 2024), DoRA (Liu et al., ICML 2024), OFT (Qiu et al., NeurIPS
+2023), tuning of norms, and others; shared by all domains, or one per domain."""
 
 from collections.abc import Iterable
 
@@ -20,7 +19,7 @@ TUNERS = (
 
 
 class Peft(ContinualModule):
-    """Trains what a tuner adds to a frozen model."""
+    """Trains the parameters that a tuner adds to a frozen model."""
 
     sharded = False
     options: PeftOptions

@@ -1,13 +1,12 @@
-"""Prompt tuning (Lester, Al-Rfou and Constant, EMNLP 2021): the model is frozen, and n vectors learn
-that stand among a text's embeddings.
+"""Prompt tuning (Lester, Al-Rfou and Constant, EMNLP 2021): the model is frozen, and n vectors among a text's
+embeddings are trained.
 
     min_P  -log p(y | [e(x_1); P; e(x_2); ...; e(x_T)]),    P [n, D]
 
-P stands behind the first token (`cpt.adapters.soft_prompt`), in the paper before the text. Each domain has
-its own prompt (Prompt-ONE), or one prompt is trained on all of them; without a prompt the model is the base.
-In the released code (ContinualLM) pre-training fails for want of a module; it would put the prompt after the
-text, after positions have been added, add positions again, and leave a prompt vector where classifiers read
-<s>."""
+P follows the first token (`cpt.adapters.soft_prompt`); in the paper it precedes the text. Each domain has its
+own prompt (Prompt-ONE), or all share one; without a prompt the model is the base. In the released code
+(ContinualLM) pre-training fails on a missing module; it would put the prompt after the text and its
+positions, add positions again, and leave a prompt vector where classifiers read <s>."""
 
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
@@ -19,7 +18,9 @@ from transformers import PreTrainedModel
 
 from cpt.adapters import export
 from cpt.adapters.domain_store import BASE, DomainParams
+from cpt.adapters.options import Routing
 from cpt.adapters.soft_prompt import attach_prompt, draw_prompt
+from cpt.core.schema import Options
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
 from cpt.methods.options import PromptOptions
@@ -27,31 +28,59 @@ from cpt.models.loading import positions_of
 from cpt.models.weights import swap_weights
 
 STARTS = ("vocabulary", "previous")
-ONLY = 0  # where the bank keeps the one prompt of all domains
+ONLY = 0  # the bank's place of a prompt for all domains
 
 
-class Prompt(ContinualModule):
-    """Trains a prompt for each domain, or one for all of them, and nothing else."""
+class PromptMethod(ContinualModule):
+    """Trains prompts only, which are stored per domain in a `store`."""
 
-    options: PromptOptions
-
-    def __init__(self, options: PromptOptions, shared: Shared) -> None:
+    def __init__(
+        self,
+        options: Options,
+        shared: Shared,
+        store: type[DomainParams],
+        *,
+        method: str,
+        routing: Routing | None,
+    ) -> None:
         check_tokens(options.tokens, length=shared.length, model=shared.model)
-        check_rows(shared, method="prompt")
+        check_rows(shared, method=method)
         self.prompting = {"tokens": options.tokens, "causal": shared.objective.causal}
         scope = attach_prompt(shared.model, **self.prompting)
         super().__init__(options, shared, scope=scope)
         [self.name] = scope.names
-        bank = DomainParams(self.model, scope.names, base={self.name: self.prompt[:0]})
-        if options.per_domain:
-            self.keep_parts(bank, options.routing)
-        else:
-            self.bank = bank
+        self.bank = store(self.model, scope.names, base={self.name: self.prompt[:0]})
+        if routing is not None:
+            self.keep_parts(self.bank, routing)
 
     @property
     def prompt(self) -> nn.Parameter:
-        """The prompt that learns, [n, D]."""
+        """The prompt in training, [n, D]."""
         return self.model.get_parameter(self.name)
+
+    def weights(self, domain: int) -> dict[str, Tensor]:
+        """The stored prompt that text of a domain is read with, by name."""
+        return self.bank.weights(domain)
+
+    def backbone(self, domain: int) -> PreTrainedModel:
+        copy = deepcopy(self.model).requires_grad_(True)
+        owner, _, name = self.name.rpartition(".")
+        setattr(copy.get_submodule(owner), name, nn.Parameter(self.weights(domain)[self.name].clone()))
+        return copy
+
+    def export(self, folder: Path, order: Sequence[str]) -> str:
+        parts = {name: self.weights(index) for index, name in enumerate(order)}
+        return export.export_parts(folder, self.model, parts, attach=attach_prompt, options=self.prompting)
+
+
+class Prompt(PromptMethod):
+    """Trains a prompt for each domain, or one for all of them."""
+
+    options: PromptOptions
+
+    def __init__(self, options: PromptOptions, shared: Shared) -> None:
+        routing = options.routing if options.per_domain else None
+        super().__init__(options, shared, DomainParams, method="prompt", routing=routing)
 
     @torch.no_grad()
     def before_domain(self, probe: Iterable[Batch]) -> None:
@@ -59,15 +88,10 @@ class Prompt(ContinualModule):
             self.prompt.copy_(draw_prompt(self.model, len(self.prompt), self.drawing()))
 
     def after_domain(self, probe: Iterable[Batch]) -> None:
-        self.bank.keep(self.model, self.place(self.domain.index))
-
-    def place(self, domain: int) -> int:
-        """Where the bank has a domain's prompt."""
-        return domain if self.options.per_domain else ONLY
+        self.bank.keep(self.model, self.domain.index if self.options.per_domain else ONLY)
 
     def weights(self, domain: int) -> dict[str, Tensor]:
-        """The prompt of a domain, that of the base where there is none."""
-        place = self.place(domain)
+        place = domain if self.options.per_domain else ONLY
         return self.bank.weights(place if place in self.bank.domains else BASE)
 
     def nll(self, batch: Batch, domain: int) -> tuple[Tensor, Tensor]:
@@ -77,16 +101,8 @@ class Prompt(ContinualModule):
             nll = self.objective.nll(self.model, batch)
         return nll, torch.ones_like(nll)
 
-    def backbone(self, domain: int) -> PreTrainedModel:
-        copy = deepcopy(self.model).requires_grad_(True)
-        owner, _, name = self.name.rpartition(".")
-        setattr(copy.get_submodule(owner), name, nn.Parameter(self.weights(domain)[self.name].clone()))
-        return copy
-
     def export(self, folder: Path, order: Sequence[str]) -> str:
-        names = order if self.options.per_domain else order[-1:]
-        parts = {name: self.weights(number) for number, name in enumerate(names)}
-        return export.export_parts(folder, self.model, parts, attach=attach_prompt, options=self.prompting)
+        return super().export(folder, order if self.options.per_domain else order[-1:])
 
 
 def check_rows(shared: Shared, *, method: str) -> None:
@@ -99,9 +115,8 @@ def check_rows(shared: Shared, *, method: str) -> None:
 
 
 def check_tokens(tokens: int, *, length: int, model: PreTrainedModel, option: str = "method.tokens") -> None:
-    """Raises ValueError where a prompt and the samples are longer than the model's positions."""
+    """Raises ValueError where prompt and sample exceed the model's positions."""
     limit = positions_of(model)
     most = "or more" if limit is None else f"to {limit - length}, the positions beyond model.length={length}"
-    whole = isinstance(tokens, int) and not isinstance(tokens, bool) and tokens >= 0
-    if not whole or (limit is not None and length + tokens > limit):
+    if limit is not None and length + tokens > limit:
         raise ValueError(f"{option}={tokens}; allowed: a whole number, 0 {most}")

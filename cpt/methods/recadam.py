@@ -1,12 +1,12 @@
-"""RECADAM (Chen et al., EMNLP 2020, eq. 9 and algorithm 1): the penalty towards theta* is apart from the
-optimizer, and the task's part in a step grows over the domain.
+"""RECADAM (Chen et al., EMNLP 2020, eq. 9 and algorithm 1): a penalty towards theta* outside of the
+optimizer, and a weight of the task's step that grows over the domain.
 
     lambda(t) = 1 / (1 + exp(-k (t - t_0)))
     theta <- theta + lambda(t) step(t);    theta <- theta - eta(t) (1 - lambda(t)) gamma (theta - theta*)
 
-theta* is the base, or the model before the domain. step(t) is the optimizer's, with its weight decay; in
-the paper decay is not annealed. Where it is not `annealed`, lambda is 1 in the first line and the factor of
-the second is eta gamma: decoupled L2-SP."""
+theta* is the base, or the model before the domain. step(t) is the optimizer's, weight decay included (the
+paper does not anneal decay). Without `annealed`, lambda is 1 in the first line and the factor of the second
+is eta gamma: decoupled L2-SP."""
 
 import logging
 import math
@@ -24,18 +24,18 @@ from cpt.models.fsdp import named_weights
 from cpt.models.weights import Snapshot
 
 log = logging.getLogger(__name__)
-MOST = 2.0  # of eta gamma: from there on a weight is thrown past theta* as far as it was away
+MOST = 2.0  # of eta gamma: from there on a weight overshoots theta* by its distance
 PAPER = 0.1  # eta gamma: 2e-5 times 5000
 
 
 class Recall(Constraint):
-    """Leaves lambda of a step, and pulls back by the rest."""
+    """Keeps the share lambda of a step and adds the pull to the anchor."""
 
     def __init__(self, anchor: Snapshot, options: RecAdamOptions) -> None:
         super().__init__(acts_on="update")
         self.options = options
         self.anchors: dict[nn.Parameter, str] = {}
-        self.share = 1.0  # lambda of the step at hand
+        self.share = 1.0  # lambda of the current step
         self.named, self.at_hand = anchor.named, anchor.at_hand
 
     def covered(self) -> Iterable[nn.Parameter]:
@@ -43,19 +43,17 @@ class Recall(Constraint):
 
     def constrain(self, steps: Sequence[Step], optimizer: Optimizer) -> None:
         rates = {p: group["lr"] for group in optimizer.param_groups for p in group["params"]}
-        present = self.named()
+        present, left = self.named(), (1 - self.share if self.options.annealed else 1)
         for parameter, step in steps:
-            pulled = (
-                rates[parameter] * self.options.strength * (1 - self.share if self.options.annealed else 1)
-            )
-            old = local(parameter) - local(step)
-            local(step).mul_(self.share)
-            apart = old + local(step) - self.at_hand(local(present[self.anchors[parameter]]))
-            local(step).sub_(apart, alpha=pulled)
+            pulled = rates[parameter] * self.options.strength * left
+            old, own = local(parameter) - local(step), local(step)
+            own.mul_(self.share)
+            apart = old + own - self.at_hand(local(present[self.anchors[parameter]]))
+            own.sub_(apart, alpha=pulled)
 
 
 class RecAdam(ContinualModule):
-    """Recalls what it knew first, and then learns."""
+    """Recalls the previous weights first, and then learns."""
 
     counts_steps = True
     options: RecAdamOptions
@@ -63,7 +61,12 @@ class RecAdam(ContinualModule):
     def __init__(self, options: RecAdamOptions, shared: Shared) -> None:
         super().__init__(options, shared)
         self.rate = getattr(shared.optimizer, "keywords", {}).get("lr", 0.0)
-        check_strength(options.strength, self.rate)
+        if self.rate * options.strength >= MOST:
+            raise ValueError(
+                f"method.strength={options.strength:g} at optim.lr={self.rate:g} pulls weights past where "
+                f"they were by {self.rate * options.strength:g} of the way; allowed: below "
+                f"{MOST / self.rate:g}"
+            )
         self.moves = options.towards == "previous"
         self.anchor = Snapshot(self.model, persistent=self.moves)
         self.recall = Recall(self.anchor, options)
@@ -86,16 +89,7 @@ class RecAdam(ContinualModule):
         self.recall.share = self.anneal(self.trainer.global_step, self.trainer.max_steps)
 
     def anneal(self, step: int, steps: int) -> float:
-        """lambda at a step, counted from 0, of so many."""
+        """lambda at a step of the domain, counted from 0."""
         if not self.options.annealed:
             return 1.0
         return 1 / (1 + math.exp(-self.options.slope * (step / steps - self.options.middle)))
-
-
-def check_strength(strength: float, rate: float) -> None:
-    """Raises ValueError for a pull that throws weights further away than they were."""
-    if rate * strength >= MOST:
-        raise ValueError(
-            f"method.strength={strength:g} at optim.lr={rate:g} pulls weights past where they were by "
-            f"{rate * strength:g} of the way; allowed: below {MOST / rate:g}"
-        )

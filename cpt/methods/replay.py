@@ -12,9 +12,7 @@ from cpt.methods.options import ExperienceReplayOptions
 
 
 class ExperienceReplay(ContinualModule):
-    """Has a mixture of its own.
-
-    Raises ValueError if another one is laid over it."""
+    """Sets the run's replay to its `mixture`; raises ValueError if the run has another."""
 
     options: ExperienceReplayOptions
 

@@ -1,19 +1,18 @@
-"""SAPT (Zhao et al., ACL 2024) and, as another key and query of it, MoCL (Wang et al., NAACL 2024): a new
-LoRA pair per domain, and all pairs weighed by attention of the text to a key of each.
+"""SAPT (Zhao et al., ACL 2024) and, with another key and query, MoCL (Wang et al., NAACL 2024): a new LoRA
+adapter per domain, all of them weighted by attention of the text to a key of each.
 
     h = W x + alpha / r sum_k a_k B_k A_k x,    a of the text (`cpt.adapters.routed_lora`)
 
     attention   L = L_lm + lambda 1/B sum over rows of domains i < t of KL(mean a of domain i || a(row))
     cosine      L = L_lm + lambda 1/B sum over rows of domain t of (1 - cos(e(row), k_t))
 
-Of domain t its pair, its key and what makes the query are trained; the mean a of each domain is of its probe
-at its end, 0 for the pairs to come. SAPT compares on rows that a generator has made up, and learns nothing
-else from them; here on rows that `replay` brings, B rows a batch. No domain is known at test time.
+Domain t trains its adapter, its key and the query; the mean a of each domain is that of its probe at its end,
+0 for later adapters. SAPT computes the KL on generated rows that serve nothing else; here on rows of
+`replay`, B rows per batch. No domain is known at test time.
 
-Released, SAPT: e is a maximum over all places, padding too, where the name says mean; earlier pairs run under
-no_grad, so that the layers below learn nothing through them; maps must have d_in = d_out. MoCL on LoRA: one
-mean a for a whole batch, and alpha / r left out. Both choose checkpoints by the test set, or train on 16
-texts per class."""
+Released, SAPT: e is a maximum over all positions, padding too, though named mean; earlier adapters run under
+no_grad, so that layers below get no gradient through them; d_in = d_out is required. MoCL on LoRA: one mean a
+per batch, without alpha / r. Both select checkpoints on the test set, or train on 16 texts per class."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -37,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class Attending(DomainScorer):
-    """Scores all texts with all pairs, weighed by their attention."""
+    """Scores all texts with all adapters, weighted by attention."""
 
     def __init__(self, router: SampleRouter, objective: Objective, attention: NamedTensors) -> None:
         super().__init__()
@@ -50,13 +49,13 @@ class Attending(DomainScorer):
     def nll(self, model: PreTrainedModel, batch: Batch, domain: int) -> Tensor:
         nll = self.objective.nll(model, batch)
         weights = self.router.whole.exp()[batch["rows"]].T
-        learning = len(weights) > len(self.parts)  # a domain's own pair is there before it counts as kept
+        learning = len(weights) > len(self.parts)  # a domain's own adapter exists before it is kept
         self.take(domain, [*range(len(weights))] if learning else self.parts, weights)
         return nll
 
 
 def kept_attention(kept: Sequence[Tensor], width: int) -> Tensor:
-    """The mean a of domains, [i + 1] or so many pairs as there were, as rows of one matrix [n, width]."""
+    """The mean a of domains, [i + 1] or more each, zero-padded into one matrix [n, width]."""
     return torch.stack([torch.cat([each, each.new_zeros(width - len(each))]) for each in kept])
 
 
@@ -66,7 +65,7 @@ def attention_divergence(kept: Tensor, logits: Tensor) -> Tensor:
 
 
 class SAPT(ContinualModule):
-    """Trains a new pair and its key per domain, beside all earlier ones, and the query that weighs them."""
+    """Trains a new adapter and its key per domain, and the query that weights all adapters."""
 
     options: SAPTOptions
 
@@ -90,8 +89,8 @@ class SAPT(ContinualModule):
         return [named[str(domain)] for domain in range(len(named))]
 
     def rates(self) -> dict[nn.Parameter, float]:
-        """Keys and query train at a rate of their own: a new pair adds 0 at first, so that attention trained
-        as fast as the pair goes back to the pairs of earlier domains, and the new one never trains."""
+        # A new adapter adds 0 at first: trained as fast, attention would return to earlier adapters, and the
+        # new one would never train.
         weighing = [each for each in router_of(self.model).parameters() if each.requires_grad]
         return dict.fromkeys(weighing, self.options.key_rate)
 
@@ -107,24 +106,22 @@ class SAPT(ContinualModule):
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         terms = super().losses(batch)
         if self.options.strength:
-            name = {"attention": "reflection", "cosine": "matching"}[self.options.key]
-            distances = self.forgotten(batch) if name == "reflection" else self.unmatched(batch)
+            if self.options.key == "attention":
+                name, distances = "reflection", self.forgotten(batch)
+            else:  # 1 - cos(e, k_t) of the rows of this domain, [n]
+                cosines = router_of(self.model).cosines[:, -1, -1]
+                name, distances = "matching", 1 - cosines[batch["domains"] == self.domain.index]
             terms[name] = self.options.strength * distances.sum() / len(batch["domains"])
         return terms
 
     def forgotten(self, batch: Batch) -> Tensor:
-        """KL(mean a of its domain || a) of each row of the last pass that is of an earlier domain, [n]."""
+        """KL(mean a of its domain || a) of each row of an earlier domain in the last forward pass, [n]."""
         rows, logits = batch["domains"], router_of(self.model).whole
         past = (rows >= 0) & (rows < self.domain.index)
         if not past.any():
             return logits[:0, 0]
         kept = kept_attention(self.kept, logits.shape[1]).to(logits)
         return attention_divergence(kept[rows[past]], logits[past])
-
-    def unmatched(self, batch: Batch) -> Tensor:
-        """1 - cos(e, k_t) of each row of the last pass that is of this domain, [n]."""
-        cosines = router_of(self.model).cosines[:, -1, -1]
-        return 1 - cosines[batch["domains"] == self.domain.index]
 
     @torch.no_grad()
     def after_domain(self, probe: Iterable[Batch]) -> None:
@@ -143,7 +140,7 @@ class SAPT(ContinualModule):
         return export.export_parts(folder, self.model, parts, attach=attach_routed, options=self.attaching)
 
     def diagnostics(self) -> dict[str, Tensor]:
-        """How much of each pair, in columns, the text of each domain took at the domain's end, in rows."""
+        """The mean attention of each domain at its end (rows) to each adapter (columns)."""
         kept = self.kept
         own = {"sapt/attention": kept_attention(kept, len(kept))} if kept else {}
         return super().diagnostics() | own

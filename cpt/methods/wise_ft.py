@@ -2,8 +2,7 @@
 
     theta_t <- (1 - p) theta_t + p theta_{t-1}    at the end of each domain
 
-The paper does it once, with the zero-shot model as theta_{t-1} and alpha = 1 - p; its recommended alpha is
-0.5."""
+The paper does so once, with the zero-shot model as theta_{t-1} and alpha = 1 - p, by default 0.5."""
 
 from collections.abc import Iterable
 

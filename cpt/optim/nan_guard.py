@@ -1,7 +1,6 @@
-"""NaN guard: checks loss and gradients before each optimizer step, and counts loss spikes.
+"""NaN guard: checks loss and gradient norm before each optimizer step, and counts loss spikes.
 
-The gradient's norm is needed for clipping anyway, so that one number covers all gradients; with several
-processes it is reduced together with the signals that they received, once per step."""
+With several processes one reduction per step covers the check and the signals that they received."""
 
 import logging
 import math
@@ -27,24 +26,21 @@ ADVICE = (
     "on_nonfinite=skip or rollback goes on without such steps"
 )
 GRADIENT = "norm of the gradient"
-MOST = 10  # steps in a row that are left out, rollbacks of one domain
-WINDOW = 100  # steps whose losses are remembered
-ENOUGH = 20  # of them, before one is judged
-TIMES = 1.5  # the median, which a spike exceeds at least so far
-DEVIATIONS = 10.0  # median absolute deviations above the median, likewise
+MOST = 10  # skipped steps in a row, rollbacks of one domain
+WINDOW = 100  # steps in the running median
+ENOUGH = 20  # steps before a loss can be a spike
+TIMES = 1.5  # a spike exceeds the median by this factor
+DEVIATIONS = 10.0  # and by this many median absolute deviations
 
 
 class RollbackError(Exception):
-    """The step is not made: the domain restarts from its last checkpoint."""
+    """The domain restarts from its last checkpoint."""
 
 
 class NanGuard(Callback):
-    """Decides for every optimizer step of one domain whether it is made.
-
-    Where the loss or the gradient is not finite, `stop` raises a ValueError; `skip` leaves the step out;
-    `rollback` goes back to the last checkpoint and leaves out all steps from there to this one (Chowdhery et
-    al., JMLR 2023, section 5.1). `advice` ends the error. In float16 the scaler skips steps whose scaled
-    gradient overflows, as designed; there only the loss is checked."""
+    """On a non-finite loss or gradient, `stop` raises a ValueError that ends with `advice`, `skip` skips the
+    step, and `rollback` returns to the last checkpoint and skips all steps up to this one (Chowdhery et al.,
+    JMLR 2023, section 5.1). In float16 only the loss is checked: the scaler handles gradient overflow."""
 
     def __init__(self, *, policy: str = "stop", advice: str = ADVICE) -> None:
         if policy not in POLICIES:
@@ -53,10 +49,10 @@ class NanGuard(Callback):
         self.terms: dict[str, Tensor] = {}
         self.spikes = Spikes()
         self.left_out: set[int] = set()
-        self.failed: int | None = None  # the step that is rolled back from
+        self.failed: int | None = None  # the step of a rollback
         self.in_a_row = self.rollbacks = 0
-        self.heard = 0  # the signal that all processes know of
-        self.asks = self.asked = False  # for a checkpoint: this process, and one of all as they have heard
+        self.heard = 0  # the signal known to all processes
+        self.asks = self.asked = False  # for a checkpoint: this process, any process
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         pl_module.guard = self
@@ -68,13 +64,13 @@ class NanGuard(Callback):
             self.failed = None
 
     def see(self, terms: Mapping[str, Tensor]) -> None:
-        """Takes the terms of the loss, scalars, of one of the accumulated parts of a step."""
+        """Adds the loss terms, scalars, of a micro-batch."""
         for name, value in terms.items():
             self.terms[name] = self.terms.get(name, 0) + value.detach()
 
     def allows(self, trainer: Trainer, norm: Tensor) -> bool:
-        """Whether the step is made, alike in all processes; `norm` is its gradient's, a scalar. Raises
-        ValueError or RollbackError where the run must not continue."""
+        """Whether to make the step with this gradient norm, alike in all processes. Raises ValueError or
+        RollbackError where the run must not continue."""
         terms, self.terms = self.terms, {}
         value, scaler = sum(terms.values()), getattr(trainer.precision_plugin, "scaler", None)
         fine, self.heard, self.asked = exchange(value if scaler else value + norm, asks=self.asks)
@@ -108,8 +104,7 @@ class NanGuard(Callback):
         raise RollbackError(problem)
 
     def check_weights(self, trainer: Trainer, weights: Iterable[Tensor]) -> None:
-        """Raises ValueError or RollbackError, in all processes, where the last step has left weights that are
-        not finite in one."""
+        """Raises ValueError or RollbackError, in all processes, if weights are not finite in one."""
         if agree(int(not all_finite(weights))):
             step, name = trainer.global_step, trainer.datamodule.domain.name
             problem = f"the weights are not finite after step {step} of {name}"
@@ -123,7 +118,7 @@ class NanGuard(Callback):
         raise ValueError(f"{problem}; {self.advice}")
 
     def leaving(self) -> int:
-        """The signal on which all processes leave now, 0 if there is none."""
+        """The signal on which all processes exit now, 0 for none."""
         return self.heard if in_company() else notice.number
 
     def state_dict(self) -> dict[str, Any]:
@@ -135,14 +130,14 @@ class NanGuard(Callback):
 
 
 def warn_once(trainer: Trainer, message: str) -> None:
-    """Of all processes the first says it."""
+    """Warns in the first process."""
     if trainer.is_global_zero:
         log.warning(message)
 
 
 def exchange(value: Tensor, *, asks: bool = False) -> tuple[bool, int, bool]:
-    """Whether a scalar of every process is finite, the signal that one of them has had, and whether one of
-    them asks for a checkpoint."""
+    """Over all processes: whether a scalar is finite, a signal received, whether one asks for a
+    checkpoint."""
     if not in_company():
         return math.isfinite(value.item()), 0, asks
     told = torch.stack([(~value.isfinite()).to(value.dtype), *value.new_tensor([notice.number, asks])])
@@ -152,7 +147,7 @@ def exchange(value: Tensor, *, asks: bool = False) -> tuple[bool, int, bool]:
 
 
 def name_nonfinite(terms: Mapping[str, Tensor]) -> str:
-    """Which of the terms are not finite in some process, in words."""
+    """Describes the terms that are not finite in some process."""
     values = torch.stack([value.float() for value in terms.values()])
     sum_in_place(values)
     found = [
@@ -170,7 +165,7 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
 
 
 def check_finite(state: Mapping[str, Tensor], row: str) -> None:
-    """Raises ValueError where something that a stage has left is not finite, in this process or another."""
+    """Raises ValueError if a stage's state is not finite in some process."""
     fine = all_finite(state.values())
     if agree(int(not fine)):
         bad = [name for name, value in state.items() if not (fine or all_finite([value]))]
@@ -179,7 +174,7 @@ def check_finite(state: Mapping[str, Tensor], row: str) -> None:
 
 
 def check_losses(means: Mapping[str, float], row: str) -> None:
-    """Raises ValueError where a loss (nats) of a row is not finite."""
+    """Raises ValueError if a loss (nats) of a row is not finite."""
     if bad := [f"{name}: {value}" for name, value in means.items() if not math.isfinite(value)]:
         advice = "allowed: a model whose losses are numbers (model.checkpoint, trainer.precision)"
         raise ValueError(
@@ -188,17 +183,15 @@ def check_losses(means: Mapping[str, float], row: str) -> None:
 
 
 class Spikes:
-    """Counts the losses of one stage that are far above those of the steps before; changes nothing.
-
-    `noted` is empty, or: how many, the step of the first, its loss and the running median then, all of the
-    minimised loss of this process."""
+    """Counts loss spikes of a stage in this process. `noted` is empty, or the count and the first spike's
+    step, loss and running median."""
 
     def __init__(self) -> None:
         self.recent: deque[float] = deque(maxlen=WINDOW)
         self.noted: list[float] = []
 
     def see(self, step: int, loss: float) -> str:
-        """Takes a finite loss; gives a message for the first spike, else an empty string."""
+        """Adds a finite loss; returns a message for the first spike, else an empty string."""
         median = statistics.median(self.recent) if len(self.recent) >= ENOUGH else None
         spread = statistics.median(abs(each - median) for each in self.recent) if median is not None else 0.0
         self.recent.append(loss)

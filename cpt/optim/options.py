@@ -1,4 +1,4 @@
-"""Options of the optimizers that cpt knows; another one of torch takes what its class takes."""
+"""Options of AdamW and SGD; other optimizers of torch take their own arguments."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -65,8 +65,7 @@ FURTHER = {
 
 
 def read_optimizer(given: Section) -> Choice | None:
-    """The optimizer that a section chooses; None where a value is missing. Raises ValueError for a value that
-    may not be."""
+    """The optimizer of a section; None if a value is missing. Raises ValueError for an invalid value."""
     target = given.values.get("_target_")
     if given.complete or target is not None:
         check_value(f"{given.place}._target_", target, Text)
@@ -84,17 +83,17 @@ def read_optimizer(given: Section) -> Choice | None:
 
 
 def carried(given: bool | str) -> str:
-    """What goes on from domain to domain: none, moments or all. Folders of before say false and true."""
+    """`optim.carry` as none, moments or all."""
     return ("moments" if given else "none") if isinstance(given, bool) else given
 
 
 def without_carry(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What the optimizer is told: what it carries on is the run's."""
+    """The optimizer's own arguments."""
     return {name: value for name, value in arguments.items() if name != "carry"}
 
 
 def check_optimizer_arguments(given: Mapping[str, Any]) -> None:
-    """Raises ValueError for a value of an argument in RULES that may not be."""
+    """Raises ValueError for an invalid value of an argument in RULES."""
     for name, rule in RULES.items():
         if name in given:
             check_value(name, given[name], rule)

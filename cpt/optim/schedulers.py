@@ -1,5 +1,5 @@
-"""Learning-rate schedules: factors of the peak rate, by the position in the run. The first ones restart with
-each domain; Rewarm and those after it relate the rate of a domain to those before it."""
+"""Learning-rate schedules: factors of the peak rate by the position in the run. Linear, Cosine and Constant
+restart with each domain; the others relate a domain to those before it."""
 
 import math
 from abc import abstractmethod
@@ -19,9 +19,8 @@ ALPHA = 10  # how steep an inverse square root is: 1 / sqrt(1 + 10 x)
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run is, all counted from 0: at step `step` of the `steps` of a domain, which is number `domain`
-    of `domains`, and at step `total_step` of the `total_steps` of all domains, of which the first has
-    `first`."""
+    """A position in a run, counted from 0: step of the domain, domain of the run, step of the run; `first`
+    are the first domain's steps."""
 
     step: int
     steps: int
@@ -33,22 +32,22 @@ class Progress:
 
     @classmethod
     def alone(cls, step: int, *, steps: int) -> "Progress":
-        """Where there is one domain only."""
+        """A position in a run of one domain."""
         return cls(step, steps, domain=0, domains=1, total_step=step, total_steps=steps, first=steps)
 
     @property
     def joined(self) -> "Progress":
-        """The same place where all domains are one."""
+        """The position with all domains taken as one."""
         return Progress.alone(self.total_step, steps=self.total_steps)
 
 
 def half_cosine(place: float, *, low: float, high: float = 1.0) -> float:
-    """From `high` at place 0 down to `low` at place 1, and no further."""
+    """From `high` at place 0 down to `low` at place 1 and beyond."""
     return low + (high - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, place)))
 
 
 def warm_cosine(step: float, steps: float, *, rise: float, low: float, high: float = 1.0) -> float:
-    """A linear rise to `high` in so many of the steps, then half a cosine down to `low`."""
+    """A linear `rise`, in steps, to `high`, then half a cosine down to `low`."""
     if step < rise:
         return high * (step + 1) / (rise + 1)
     return half_cosine((step - rise) / max(1.0, steps - rise), low=low, high=high)
@@ -62,12 +61,12 @@ class Schedule(Options):
 
     @abstractmethod
     def __call__(self, progress: Progress) -> float:
-        """The factor at a place of the run."""
+        """The factor at a position of the run."""
 
     @property
     def branches(self) -> bool:
-        """Whether a domain ends in a decay that is a branch: it is scored and exported, and the next domain
-        goes on with the weights before it."""
+        """Whether a domain ends in a decay branch: its end is scored and exported, and the next domain starts
+        from the weights before the decay."""
         return False
 
     @property
@@ -76,7 +75,7 @@ class Schedule(Options):
         return False
 
     def branch_step(self, steps: int) -> int:
-        """The first step of that decay, of so many of a domain; all of them where there is none."""
+        """The first step of that decay in a domain of `steps`; `steps` if there is none."""
         return steps
 
 
@@ -128,8 +127,8 @@ class Rewarm(Schedule):
 
 @config
 class Once(Schedule):
-    """One warm-up and one half cosine over all domains together: what a union of them would be learned with.
-    Here the warm-up is a share of all steps. One more domain changes every rate."""
+    """One warm-up (a share of all steps) and one half cosine over all domains; a further domain changes every
+    rate."""
 
     final: Probability = option("the factor at the end of the last domain")
 
@@ -144,7 +143,7 @@ class Once(Schedule):
 
 @config
 class Decayed(Schedule):
-    """Warm-up and half a cosine in the first domain; the rate stays where that ends."""
+    """Warm-up and half a cosine in the first domain; then constant."""
 
     final: PositiveShare = option("the factor from the end of the first domain on")
 
@@ -157,9 +156,8 @@ class Decayed(Schedule):
 
 @config
 class Infinite(Schedule):
-    """Warm-up, a cool-down to a constant that all later domains keep, and where it is asked for a decay to
-    `final` at the end (Ibrahim et al., TMLR 2024, section 4.2). It does not know how many domains follow,
-    but for that decay: more can be added.
+    """Warm-up, a cool-down to a constant for all later domains, and an optional decay to `final` at the end
+    (Ibrahim et al., TMLR 2024, section 4.2). Without the decay, domains can be added.
 
     Cool-down, x from 0 to 1: constant + (1 - constant) f(x), f = (1 + cos(pi x)) / 2 or
     1 - h(x) / h(1) with h(x) = 1 / sqrt(1 + 10 x) - 1. Decay: constant * (final / constant)^x."""
@@ -218,8 +216,8 @@ class Infinite(Schedule):
 @config
 class WSD(Schedule):
     """Warm-up, stable, decay (Hu et al. 2024, MiniCPM, arXiv 2404.06395; the form 1 - sqrt: Hägele et al.,
-    NeurIPS 2024, arXiv 2405.18392). With `branched` a domain's decay is a branch: it is scored and exported,
-    and the next domain goes on with the weights before it, at the peak; else each warms up anew."""
+    NeurIPS 2024, arXiv 2405.18392). With `branched` a domain's decay is a branch, and the next domain starts
+    before it, at the peak; else each domain warms up again."""
 
     decay: Probability = option("share of a domain's steps, its last, in which the rate decays")
     form: Literal["root", "linear"] = option("of the decay, x from 0 to 1: 1 - sqrt(x) or 1 - x")
@@ -286,9 +284,8 @@ class ReciprocalRoot(Schedule):
 @config
 class Autoregressive(Schedule):
     """Half a cosine in each domain, from a peak that falls from domain to domain (TiC-LM, Li et al., ACL
-    2025): a domain of n steps after b begins at the height that one cosine over all b + n steps has where the
-    domain's warm-up ends. That cosine begins after the warm-ups of all these domains together, a share of
-    b + n steps, so that its place there is b / (b + n), whatever the domains' sizes."""
+    2025): a domain of n steps after b starts at the height of one cosine over all b + n steps at b / (b +
+    n)."""
 
     final: Probability = option("the factor at a domain's end")
 

@@ -1,9 +1,8 @@
 """The optimizer's state (moments, counts of steps): carried from domain to domain, and laid out in memory as
 fused steps need it.
 
-A fused step goes through a parameter, its gradient and its moments entry by entry as they lie in memory, and
-compares no strides: of a column-major matrix and a row-major gradient, `torch._fused_adamw_` of torch 2.13
-silently takes other entries' gradients. It takes either sharded tensors or whole ones, not both."""
+A fused step ignores strides: for a column-major matrix and a row-major gradient, `torch._fused_adamw_` of
+torch 2.13 silently uses other entries' gradients. It takes sharded tensors or whole ones, not both."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -16,12 +15,11 @@ from cpt.core.sharding import is_sharded
 from cpt.core.tensors import NamedTensors
 
 log = logging.getLogger(__name__)
-MOST = 3  # names that a message lists
 
 
 class CarriedState(NamedTensors):
-    """An optimizer's state by the names of the parameters, between two domains; during a domain the optimizer
-    alone has it. It stays on the CPU in its own precision."""
+    """An optimizer's state by parameter name between two domains, on the CPU in its own precision; empty
+    during a domain."""
 
     def take(self, optimizer: Optimizer, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Takes over the state of an optimizer. Raises ValueError where not all of it is tensors."""
@@ -50,12 +48,10 @@ class CarriedState(NamedTensors):
             else:
                 new.append(names[parameter])
         if known:
-            for those, what in (
-                (new, "new and begin without a state of the optimizer"),
-                (list(carried), "gone"),
-            ):
+            left = {"new and begin without a state of the optimizer": new, "gone": list(carried)}
+            for what, those in left.items():
                 if those:
-                    listed = ", ".join([*those[:MOST], *["…"][: len(those) > MOST]])
+                    listed = ", ".join([*those[:3], *["…"][: len(those) > 3]])
                     log.info("optim.carry: of the parameters %d are %s (%s)", len(those), what, listed)
         optimizer.load_state_dict({**optimizer.state_dict(), "state": known})
 
@@ -67,7 +63,7 @@ class CarriedState(NamedTensors):
 
 
 def fits(state: dict[str, Tensor], parameter: nn.Parameter) -> bool:
-    """Whether a state is of a parameter of this shape: its entries are per entry, row or column, or one."""
+    """Whether every tensor of a state broadcasts to the parameter's shape."""
     try:
         return all(
             torch.broadcast_shapes(v.shape, parameter.shape) == parameter.shape for v in state.values()
@@ -77,14 +73,14 @@ def fits(state: dict[str, Tensor], parameter: nn.Parameter) -> bool:
 
 
 def lie_as(values: Tensor, like: Tensor) -> Tensor:
-    """The same values, with the strides of another tensor of their shape."""
+    """The values with the strides of another tensor of their shape."""
     if is_sharded(like) or values.shape != like.shape or values.stride() == like.stride():
         return values
     return torch.empty_like(like, dtype=values.dtype, device=values.device).copy_(values)
 
 
 def lay_out_moments(optimizer: Optimizer) -> None:
-    """Lays the moments out as their parameters: what comes from a file is row-major."""
+    """Gives moments the strides of their parameters; files are row-major."""
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
             if isinstance(value, Tensor):
@@ -92,7 +88,7 @@ def lay_out_moments(optimizer: Optimizer) -> None:
 
 
 def unfuse_mixed(optimizer: Optimizer) -> None:
-    """Steps of a group with sharded and whole parameters are not fused."""
+    """Turns fused steps off for groups with sharded and whole parameters."""
     for group in optimizer.param_groups:
         if group.get("fused") and len({is_sharded(parameter) for parameter in group["params"]}) > 1:
             group["fused"] = False

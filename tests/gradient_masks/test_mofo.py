@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from cpt.gradient_masks.base import Held
+from cpt.gradient_masks.base import StepSnapshot
 from cpt.gradient_masks.mofo import MomentumFilter, find_least
 from cpt.gradient_masks.options import MomentumFilterOptions
 from tests.support.making import ORDER, made
@@ -18,9 +18,9 @@ def of_share(share, *parameters, form="whole"):
 
 def step(weight, optimizer, chosen, gradient):
     weight.grad = gradient
-    held = Held.of(chosen, chosen.covered())
+    held = StepSnapshot(chosen, chosen.covered())
     optimizer.step()
-    held.constrain(optimizer)
+    held.apply(optimizer)
 
 
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.5])

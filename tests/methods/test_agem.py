@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from cpt.methods.agem import AGEM, Reference, dot, solve
+from cpt.methods.agem import AGEM, Reference, inner_product, solve
 from tests.support.making import ORDER, made
 from tests.support.running import token_nll
 
@@ -41,13 +41,15 @@ def test_no_step_raises_the_loss_on_the_memory(acts_on, small, monkeypatch):
         constrain(module, optimizer)
         if module.expected is not None:
             own = [each.grad for each in module.model.parameters()]
-            seen["gradient"].append(dot(own, module.expected) / length(own) / length(module.expected))
+            seen["gradient"].append(
+                inner_product(own, module.expected) / length(own) / length(module.expected)
+            )
 
     def after(module):
         update(module)
         if module.expected is not None:
             own = [p.detach() - old for p, old in zip(module.model.parameters(), module.old, strict=True)]
-            seen["step"].append(dot(own, module.expected) / length(own) / length(module.expected))
+            seen["step"].append(inner_product(own, module.expected) / length(own) / length(module.expected))
 
     monkeypatch.setattr(AGEM, "gradients", before)
     monkeypatch.setattr(AGEM, "constrain", between)
@@ -138,7 +140,7 @@ def test_gem_raises_the_loss_of_no_domain(acts_on, small, monkeypatch):
         if module.domain.index == 2:
             ways = [[each[parameter] for parameter, _ in steps] for each in module.found]
             moved = [each for _, each in steps]
-            along = [sign * dot(moved, way) / length(moved) / length(way) for way in ways]
+            along = [sign * inner_product(moved, way) / length(moved) / length(way) for way in ways]
             worst[module.options.constraints].append(min(along).item())
 
     monkeypatch.setattr(AGEM, "gradients", before)

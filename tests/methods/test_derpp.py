@@ -12,10 +12,12 @@ from torch.nn import functional
 
 from cpt.data.collate import UNSCORED, labels_of
 from cpt.data.sampler import TrainStream
-from cpt.methods.derpp import widths
+from cpt.methods.common.reservoir import bytes_per_sample
+from cpt.models.objectives import Causal
 from cpt.trainer import loop
 from tests.runs.test_distributed import DDP, batches, run
 from tests.support import making
+from tests.support.running import batch_of
 
 ORDER = "order=[law,food]"
 DROPOUT = [f"+model.config.{name}_dropout=0.1" for name in ("attention", "mlp", "embedding")]
@@ -134,6 +136,15 @@ def test_what_is_stored_is_what_the_model_gave(matched, precision, tolerance, ei
     torch.testing.assert_close(replay, module.losses(batch)["lm"])
 
 
+def test_the_first_step_has_nothing_to_replay(either):
+    module, data = made(either(ORDER, *FEW))
+    terms = module.losses(stream(data)[0])
+    assert terms["derpp_match"] == terms["derpp_replay"] == 0
+    assert terms["lm"] > 0
+    later = module.losses(stream(data)[1])
+    assert later["derpp_replay"] > 0
+
+
 def test_stored_outputs_carry_no_gradient_and_all_terms_do(small):
     module, data = made(small(ORDER, *EXACT))
     parts = stream(data)
@@ -147,6 +158,18 @@ def test_stored_outputs_carry_no_gradient_and_all_terms_do(small):
         assert gradient.abs().sum() > 0
 
 
+@pytest.mark.parametrize(("draw", "sizes"), [("null", [8, 8]), ("3", [8, 6]), ("500", [8, 16])])
+def test_a_step_runs_one_more_forward_for_both_draws(draw, sizes, small):
+    module, data = made(small(ORDER, *FEW, f"method.draw={draw}"))
+    parts, seen = stream(data), []
+    module.losses(parts[0])
+    module.model.register_forward_pre_hook(
+        lambda model, inputs, named: seen.append(len(named["input_ids"])), with_kwargs=True
+    )
+    module.losses(parts[1])
+    assert seen == sizes
+
+
 def test_draws_and_decisions_leave_the_global_generators_alone(small):
     cfg = small(ORDER, *FEW)
     module, data = made(cfg)
@@ -157,7 +180,7 @@ def test_draws_and_decisions_leave_the_global_generators_alone(small):
     kept = module.memory
     kept.add(batch, torch.zeros(len(batch["positions"]), kept.outputs.shape[2]))
     kept.batch(kept.draw(4, purpose="match"))
-    widths(module.model.train(), module.objective)
+    module.train().width("hidden")
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -205,6 +228,60 @@ def test_killed_with_a_full_memory_it_ends_with_the_same_bits(
     assert state["memory.outputs"].dtype == torch.float16
     assert (state["memory.outputs"].float() % 1 != 0).float().mean() > 0.9
     assert bits(states(tmp_path / "killed")) == bits(state)
+
+
+def test_both_domains_are_in_the_memory(small, start, tmp_path):
+    cfg = small(ORDER, "method=derpp", "method.memory=48")
+    start(cfg, tmp_path)
+    module, data = made(cfg)
+    module.load_state_dict(states(tmp_path))
+    original = {
+        name: {tuple(row) for row in text.ids(torch.arange(len(text)).numpy()).tolist()}
+        for name, text in data.train.items()
+    }
+    kept = module.memory
+    rows = module.objective.restored(batch_of(kept.input_ids, kept.labels))["input_ids"]
+    counts = {name: sum(tuple(row) in ids for row in rows.tolist()) for name, ids in original.items()}
+    assert sum(counts.values()) == 48
+    assert 12 <= counts["law"] <= 36
+
+
+@pytest.mark.parametrize("matched", ["hidden", "logits"])
+def test_the_memory_takes_its_budget(matched, either):
+    cfg = either(ORDER, "method=derpp", "method.memory=null", "method.memory_bytes=100000")
+    cfg.method.matched = matched
+    module, _ = made(cfg)
+    width = {"hidden": 32, "logits": module.model.config.vocab_size}[matched]
+    scored = 15 if isinstance(module.objective, Causal) else 5
+    each = bytes_per_sample(length=16, scored=scored, width=width, precision="float16")
+    assert each == 16 * 8 + 4 + 8 + 2 * scored * width
+    samples = 100000 // each
+    assert module.memory.bytes == samples * each <= 100000
+    state = [value for name, value in module.state_dict().items() if name.startswith("memory.")]
+    assert sum(value.nbytes for value in state) == module.memory.bytes
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["method.alpha=-1"], "method.alpha=-1; allowed: 0 or more"),
+        (["method.beta=-0.1"], "method.beta=-0.1; allowed: 0 or more"),
+        (["method.alpha=nan"], "method.alpha=nan; allowed: 0 or more"),
+        (["method.draw=0"], "method.draw=0; allowed: null or a whole number from 1 on"),
+        (["method.draw=0.5"], "method.draw=0.5; allowed: null or a whole number from 1 on"),
+        (["method.matched=both"], "method.matched=both; allowed: hidden, logits"),
+        (["method.precision=int8"], "method.precision=int8; allowed: float16, bfloat16, float32"),
+        (["method.memory=0"], "method.memory=0; allowed: a whole number of samples from 1 on"),
+        (["method.memory_bytes=9"], "method.memory=512 and memory_bytes=9; allowed: exactly one"),
+        (
+            ["method.memory=null", "method.memory_bytes=9"],
+            "method.memory_bytes=9; allowed: 460 or more, one sample",
+        ),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(overrides, said, small):
+    with pytest.raises(ValueError, match=said):
+        made(small(ORDER, "method=derpp", *overrides))
 
 
 def test_two_processes_keep_a_shard_each_and_go_on_with_the_same_bits(corpora, cache, tmp_path):

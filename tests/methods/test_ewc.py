@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +11,14 @@ from torch.nn import functional
 
 from cpt.core import collectives
 from cpt.data.collate import labels_of
+from cpt.data.corpora import Corpora
 from cpt.methods import ewc as subject
-from cpt.methods.common.consolidation import merge_importances
+from cpt.methods.ewc import merge_importances
+from cpt.models.loading import build_model, load_tokenizer
 from cpt.models.objectives import Causal
+from cpt.trainer.base_model import learn_tokenizer
+from cpt.trainer.costs import CostMonitor
+from cpt.trainer.plan import make_plan
 from tests.conftest import ROOT, SMALL
 from tests.support.making import (
     DROPOUT,
@@ -94,6 +100,39 @@ def test_the_fisher_is_the_slow_loop(estimator, config, request):
         torch.testing.assert_close(
             found[name].double(), value, rtol=1e-3, atol=1e-5 * scale + 1e-14, msg=name
         )
+
+
+@pytest.fixture
+def deberta(tmp_path, small):
+    """Overrides of a tiny DeBERTa-v2 with a tokenizer, whose encoder hands a parameter to a module."""
+    cfg = small()
+    texts = Corpora.read(make_plan(cfg).source, ["law"], cache=Path(cfg.cache_dir))
+    tokenizer = load_tokenizer(learn_tokenizer(texts.general, 300, objective="masked", cache=texts.cache))
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    positions = {"max_position_embeddings": 64, "relative_attention": True, "position_buckets": 8}
+    kinds = {"norm_rel_ebd": "layer_norm", "share_att_key": True, "pos_att_type": "p2c|c2p"}
+    rest = {"type_vocab_size": 0, "position_biased_input": False}
+    config = {"model_type": "deberta-v2", **sizes, **positions, **kinds, **rest}
+    for part in (build_model(config, tokenizer, "masked", seed=0), tokenizer):
+        part.save_pretrained(tmp_path / "deberta")
+    return [f"model.checkpoint={tmp_path / 'deberta'}", "model.objective=masked"]
+
+
+def test_the_fisher_of_deberta_is_the_slow_loop_while_operations_are_counted(ewc, deberta):
+    """The hooks by which torch's counter follows modules would break the gradient of single samples there."""
+    work = ewc(*deberta, "trainer.probe_samples=12")
+    costs = CostMonitor()
+    work.learn(0, costs)
+    found, model = fisher_of(work), work.module.model.eval()
+    expected = slow_fisher(model, work.probe(), estimator="per_sample")
+    moving = [name for name, value in expected.items() if value.abs().max() > 0]
+    assert any("rel_embeddings" in name for name in moving) and len(moving) > len(expected) / 2
+    for name, value in expected.items():
+        scale = value.abs().max().item()
+        torch.testing.assert_close(
+            found[name].double(), value, rtol=1e-3, atol=1e-5 * scale + 1e-14, msg=name
+        )
+    assert costs.flops["after"] > 0
 
 
 def test_the_fisher_of_an_output_bias_has_a_closed_form(learnt):
@@ -182,6 +221,16 @@ def test_a_sample_without_anything_to_predict_is_not_counted(learnt):
     )
 
 
+def test_without_samples_there_is_no_fisher(learnt):
+    assert all((each == 0).all() for each in fisher(learnt.module.model, [], estimator="batch").values())
+
+
+def test_it_leaves_no_gradients(learnt):
+    fisher(learnt.module.model, learnt.probe(), estimator="per_sample")
+    assert all(parameter.grad is None for parameter in learnt.module.model.parameters())
+    assert not any(each.requires_grad for each in learnt.module.fisher.buffers())
+
+
 @pytest.mark.parametrize(("merge", "factor"), [("mean", 1.0), ("decay", 1.6)])
 def test_two_identical_domains(merge, factor, ewc):
     work = ewc(f"method.merge={merge}", "method.gamma=0.6")
@@ -233,6 +282,23 @@ def test_away_from_the_anchor_the_fisher_pulls(learnt):
     assert expected > 0
 
 
+def test_a_huge_strength_holds_what_matters_and_nothing_else(ewc):
+    work = ewc("method.strength=1e6", "trainer.gradient_clip_val=null", "trainer.steps=40")
+    for each in work.module.fisher.buffers():
+        each[: len(each) // 2] = 1
+    before = work.weights()
+    work.learn(0)
+    far = [
+        [
+            (value - before[name])[part].abs().mean().item()
+            for part in (slice(len(value) // 2), slice(len(value) // 2, None))
+        ]
+        for name, value in work.weights().items()
+        if value.ndim == 2 and "layers" in name
+    ]
+    assert far and all(held < 0.2 * free for held, free in far)
+
+
 def test_the_penalty_acts_from_the_second_domain_on(ewc, small):
     """The first is that of ncl, bit for bit; the second ends nearer to the first."""
     work, plain = (
@@ -250,6 +316,19 @@ def test_the_penalty_acts_from_the_second_domain_on(ewc, small):
         for each in (work, plain)
     ]
     assert far[0] < 0.8 * far[1]
+
+
+def test_frozen_embeddings_have_no_fisher(ewc):
+    work = ewc("freeze.embeddings=true")
+    before = work.weights()
+    for number in (0, 1):
+        work.learn(number)
+    frozen = {id(p) for p in work.module.frozen}
+    names = {name for name, p in work.module.model.named_parameters() if id(p) in frozen}
+    assert names
+    for name, value in fisher_of(work).items():
+        assert (value == 0).all() if name in names else (value > 0).any(), name
+    assert all(torch.equal(work.weights()[name], before[name]) == (name in names) for name in before)
 
 
 @pytest.mark.parametrize("shares", [(2, 0), (1, 1), (0, 2)])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cpt.adapters import lora
-from cpt.methods.common.merging import slerp
+from cpt.methods.merge import slerp
 from tests.support.making import ORDER, assert_close, made, same
 
 

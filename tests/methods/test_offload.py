@@ -130,7 +130,7 @@ def work_through(work: Made, device: str) -> None:
     module.constrain(optimizer)
     optimizer.step()
     module.correct_step(optimizer)
-    module.forget_step()
+    module.snapshots.clear()
     module.after_update()
     module.zero_grad()
     module.eval()

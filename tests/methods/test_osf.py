@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from cpt.gradient_masks.base import Held
+from cpt.gradient_masks.base import StepSnapshot
 from cpt.gradient_masks.subspace import Subspaces
 from cpt.models.fisher import measure_similarity
 from cpt.models.units import Projection, blocks
@@ -58,9 +58,9 @@ def learn(chosen, weight, steps=50):
                 chosen.constrain([(weight, weight.grad)], optimizer)
             optimizer.step()
         else:
-            held = Held.of(chosen, chosen.covered())
+            held = StepSnapshot(chosen, chosen.covered())
             optimizer.step()
-            held.constrain(optimizer)
+            held.apply(optimizer)
 
 
 def shares(moved, left, right):

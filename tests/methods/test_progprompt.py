@@ -19,8 +19,8 @@ def prog(small):
 
 def links(work) -> list[torch.Tensor]:
     """The prompts that are kept, [n, D] each, by domain."""
-    named = work.module.chain.named()
-    return [named[f"{domain}:{work.module.name}"] for domain in work.module.chain.domains]
+    named = work.module.bank.named()
+    return [named[f"{domain}:{work.module.name}"] for domain in work.module.bank.domains]
 
 
 def test_one_domain_is_that_of_prompt_tuning(prog, small):

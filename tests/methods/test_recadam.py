@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from cpt.gradient_masks.base import Held
+from cpt.gradient_masks.base import StepSnapshot
 from cpt.methods.options import RecAdamOptions
 from cpt.methods.recadam import Recall
 from tests.support.making import ORDER, made
@@ -32,9 +32,9 @@ def recalled(share, *, gradient, **options):
     recall.anchors, recall.share = {weight: "weight"}, share
     optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.0)
     weight.grad = torch.tensor([gradient])
-    held = Held.of(recall, recall.covered())
+    held = StepSnapshot(recall, recall.covered())
     optimizer.step()
-    held.constrain(optimizer)
+    held.apply(optimizer)
     return weight.item()
 
 

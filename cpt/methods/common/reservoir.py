@@ -1,4 +1,4 @@
-"""A reservoir of learned samples with the model's outputs on them, as they were when each was learned.
+"""A reservoir of training samples with the model's outputs on them at the time they were added.
 
 Reservoir sampling: Vitter, ACM Transactions on Mathematical Software 11(1), 1985, algorithm R."""
 
@@ -21,8 +21,8 @@ BITS = {2: torch.int16, 4: torch.int32}
 
 
 def slot_of(objective: Objective, length: int) -> dict[str, Any]:
-    """What a slot must have room for, of rows of so many tokens: ids of an input, of a decoder's input where
-    there is one, scored positions, whose documents tokens are where these are isolated."""
+    """The shape of a slot for rows of `length` tokens: input and decoder ids, scored positions, and whether
+    documents are isolated."""
     source, target = objective.sides(length)
     slot = {"length": source, "target": target, "scored": objective.most(length)}
     return slot | ({"isolated": True} if objective.isolated else {})
@@ -37,16 +37,14 @@ def bytes_per_sample(
     target: int | None = None,
     isolated: bool = False,
 ) -> int:
-    """What a slot takes, and a reservoir nothing more: ids (int32) of `length` tokens and of a decoder's
-    `target`, labels (int32) of what is given out, the documents (int32) of tokens where these are `isolated`,
-    the row's length (int32), a count (int64), and `width` numbers at each of `scored` positions."""
+    """Bytes of a slot: int32 ids of `length` tokens and of a decoder's `target`, labels, the documents of
+    tokens if `isolated` and the row's length; an int64 count; `scored` outputs of `width` numbers."""
     ids = (2 * length if target is None else length + 2 * target) + length * isolated
     return 4 * ids + 12 + scored * width * PRECISIONS[precision].itemsize
 
 
 def capacity(memory: int | None, memory_bytes: float | None, *, sample_bytes: int) -> int:
-    """Slots of a memory given in samples or, where that is None, in bytes; raises ValueError for bytes that
-    hold none."""
+    """The number of slots, from samples or else from bytes; raises ValueError for bytes below one sample."""
     if memory is not None:
         return int(memory)
     if memory_bytes < sample_bytes:
@@ -54,29 +52,21 @@ def capacity(memory: int | None, memory_bytes: float | None, *, sample_bytes: in
     return int(memory_bytes // sample_bytes)
 
 
-def offer(numbers: np.ndarray, uniforms: np.ndarray, slots: int) -> np.ndarray:
-    """The slot that each sample [B] of a stream takes; `slots` or more: it is not kept. The first ones fill
-    the slots; number k, counted from 0, draws one of k + 1 places, so that it stays with probability
-    slots / (k + 1)."""
-    return np.where(numbers < slots, numbers, (uniforms * (numbers + 1)).astype(np.int64))
-
-
 def fill_row(row: Tensor, values: Tensor, filler: int) -> None:
-    """Writes values [t] into a row [T] that may be longer, and a filler behind them."""
+    """Writes values [t] into a row [T >= t], padded by a filler."""
     row[: len(values)], row[len(values) :] = values, filler
 
 
 class Reservoir(nn.Module):
-    """`samples` slots, each a row of `length` ids with its labels and the outputs, [scored, width], at its
-    scored positions; a row with less of either is padded. Of a model with a decoder, a slot has `target` ids
-    that it takes as well, and labels of these; `pad` fills them up. Where documents share rows `isolated`, a
-    slot has the document of each token. Kept `by_domain`, a slot knows the domain of its sample.
+    """`samples` slots: a row of `length` ids with its labels, and outputs [scored, width] at its scored
+    positions, padded. For encoder-decoder models a slot has `target` decoder ids, and labels of these; `pad`
+    pads ids. With `isolated` documents a slot has the document of each token; `by_domain`, its domain.
 
-    Of w processes, r keeps a reservoir of its own samples in the slots r, r + w, r + 2w, ... and draws from
-    these; how many it was offered stands in `seen[r]`. The others' slots are stale there until a state_dict
-    is made, which brings all shards to all processes (a collective: every process has to make it). Another
-    number of processes that goes on shares out samples and counts evenly, so every sample of the stream is as
-    likely to be kept as before. (Where w does not divide the slots, some processes have one slot more.)"""
+    Of w processes, r keeps its own samples in the slots r, r + w, r + 2w, ... and draws from these;
+    `seen[r]` counts the samples that it was offered. A state_dict gathers all slots (a collective); until
+    then the others' are stale. On resume with another number of processes, samples and counts are rebalanced,
+    so that each sample is as likely to be kept as before (but for one more slot in some processes where w
+    does not divide their number)."""
 
     def __init__(
         self,
@@ -94,6 +84,7 @@ class Reservoir(nn.Module):
     ) -> None:
         super().__init__()
         self.seed, self.pad = seed, pad
+        self.by_domain, self.isolated, self.decodes = by_domain, isolated, target is not None
         self.register_buffer("input_ids", torch.zeros(samples, length, dtype=torch.int32))
         if target is not None:
             self.register_buffer("decoder_input_ids", torch.zeros(samples, target, dtype=torch.int32))
@@ -108,27 +99,12 @@ class Reservoir(nn.Module):
             self.register_buffer("domains", torch.full((samples,), -1, dtype=torch.int32))
 
     @property
-    def by_domain(self) -> bool:
-        """Whether slots know the domain of their sample."""
-        return "domains" in self._buffers
-
-    @property
-    def decodes(self) -> bool:
-        """Whether samples are those of a model with a decoder."""
-        return "decoder_input_ids" in self._buffers
-
-    @property
-    def isolated(self) -> bool:
-        """Whether slots know the document of each token."""
-        return "segments" in self._buffers
-
-    @property
     def bytes(self) -> int:
-        """What all buffers take."""
+        """The size of all buffers."""
         return sum(buffer.nbytes for buffer in self.buffers())
 
     def slots(self) -> np.ndarray:
-        """This process's slots; raises ValueError where there are fewer than processes."""
+        """This process's slots; raises ValueError if there are fewer than processes."""
         rank, world = rank_and_world()
         if len(self.lengths) < world:
             raise ValueError(
@@ -137,34 +113,32 @@ class Reservoir(nn.Module):
             )
         return np.arange(rank, len(self.lengths), world)
 
+    @torch.no_grad()
     def count(self) -> int:
-        """How many samples this process was offered; if the state is of another number of processes, its
-        share of theirs."""
+        """The number of samples offered to this process. Rebalances the state of another number of processes:
+        filled slots to the front, so that each process has as many, and equal counts."""
         rank, world = rank_and_world()
         if int((self.seen > 0).sum()) not in (0, world):
-            self.share_out(world)
+            order, total = (self.lengths == 0).int().argsort(stable=True), int(self.seen.sum())
+            for buffer in (buffer for buffer in self.buffers() if buffer is not self.seen):
+                buffer.copy_(buffer[order.to(buffer.device)])
+            self.seen.zero_()
+            self.seen[:world] = (total + torch.arange(world).flip(0)) // world
         return int(self.seen[rank])
-
-    @torch.no_grad()
-    def share_out(self, world: int) -> None:
-        """Moves filled slots to the front, so that each process has as many, and splits the count evenly."""
-        order, total = (self.lengths == 0).int().argsort(stable=True), int(self.seen.sum())
-        for buffer in (buffer for buffer in self.buffers() if buffer is not self.seen):
-            buffer.copy_(buffer[order.to(buffer.device)])
-        self.seen.zero_()
-        self.seen[:world] = (total + torch.arange(world).flip(0)) // world
 
     @torch.no_grad()
     def add(self, batch: Batch, outputs: Tensor, *, domain: int = -1) -> None:
         """Offers a batch's samples, of the domain with this place in the order, with the outputs [K, width]
-        at its scored positions; in half precision these are cut to its range."""
+        at its scored positions, clamped to the range of half precision."""
         (rank, world), own, numbers = rank_and_world(), self.slots(), np.arange(len(batch["input_ids"]))
         numbers += self.count()
         keys = sample_keys(key(self.seed, "reservoir", rank, world), numbers)
-        places = offer(numbers, draws(keys, 1, stream=0)[:, 0], len(own))
+        # Sample k, from 0, fills slot k; later ones stay with probability slots / (k + 1).
+        uniforms, slots = draws(keys, 1, stream=0)[:, 0], len(own)
+        places = np.where(numbers < slots, numbers, (uniforms * (numbers + 1)).astype(np.int64))
         self.seen[:world] += len(numbers)
         # Of two samples of a batch that take the same slot, the later one stays.
-        rows = {own[place]: row for row, place in enumerate(places) if place < len(own)}
+        rows = {own[place]: row for row, place in enumerate(places) if place < slots}
         if rows:
             parts = outputs.split(torch.bincount(batch["rows"], minlength=len(numbers)).tolist())
             ids, labels = batch["input_ids"], labels_of(batch)
@@ -188,9 +162,9 @@ class Reservoir(nn.Module):
         taken: Tensor | None = None,
         segments: Tensor | None = None,
     ) -> None:
-        """Writes a sample, ids and labels [T] of which so many are text, with its outputs [k, width], and
-        the document of each token [T] where these are isolated; of a model with a decoder labels [L] and what
-        that has `taken` [L]. Outputs that are not finite, as of a step that is left out, are not taken."""
+        """Writes a sample with `length` tokens of text: ids, labels and `segments` [T], outputs [k, width];
+        of encoder-decoder models, decoder ids `taken` [L] and labels [L]. Samples with non-finite outputs, as
+        of a skipped step, are ignored."""
         if not outputs.isfinite().all():
             return
         fill_row(self.input_ids[slot], ids, self.pad)
@@ -204,8 +178,8 @@ class Reservoir(nn.Module):
         self.outputs[slot] = functional.pad(outputs.float().clamp(-limit, limit), (0, 0, 0, missing))
 
     def draw(self, count: int, *, purpose: str, domain: int | None = None) -> Tensor:
-        """Different slots of this process, uniform, as many as asked for or as are filled, of a domain's
-        samples or of all; the purpose names the draw."""
+        """Up to `count` distinct filled slots of this process, uniform, of a domain or of all; the purpose
+        seeds the draw."""
         stream = key(self.seed, purpose, *rank_and_world(), self.count())
         own = torch.from_numpy(self.slots())
         own = own if domain is None else own[self.domains[own] == domain]
@@ -214,7 +188,7 @@ class Reservoir(nn.Module):
         return filled[torch.from_numpy(order)]
 
     def batch(self, slots: Tensor) -> Batch:
-        """The samples in slots [B] as an objective's batch, without a weight, where the outputs are."""
+        """The samples in slots [B] as an objective's batch without a weight, on the outputs' device."""
         ids, labels = self.input_ids[slots].long(), self.labels[slots].long()
         present = torch.arange(ids.shape[1]) < self.lengths[slots][:, None]
         taken = self.decoder_input_ids[slots].long() if self.decodes else None
@@ -230,18 +204,14 @@ class Reservoir(nn.Module):
         return self.outputs.flatten(0, 1)[chosen.to(self.outputs.device)]
 
     @torch.no_grad()
-    def gather(self) -> None:
-        """Brings the slots of every process to all; a collective."""
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
         for buffer in self.buffers():
             gather_shards(buffer)
-
-    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self.gather()
         super()._save_to_state_dict(*args, **kwargs)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Reservoir":
-        # Outputs are moved but never cast: double() or Lightning's true half precision would change what is
-        # stored. The rest stays on the CPU, where reading it waits for no GPU.
+        # Outputs are moved but never cast: double() or Lightning's true half precision would change them. The
+        # other buffers stay on the CPU, where reads wait for no GPU.
         def moved(buffer: Tensor) -> Tensor:
             if buffer is not self.outputs:
                 return buffer

@@ -10,8 +10,9 @@ from transformers import T5Config, T5ForConditionalGeneration
 from cpt.core.randomness import sample_keys
 from cpt.data.collate import Rows, labels_of
 from cpt.gradient_masks.soft import SoftMask
-from cpt.methods.common import contrast as contrasting
-from cpt.methods.common.contrast import Contrast, contrastive
+from cpt.methods import das as contrasting
+from cpt.methods.das import ContrastiveLoss, contrastive
+from cpt.methods.options import ContrastOptions
 from cpt.models.forward import dropout, dropout_of, mean_over
 from cpt.models.objectives import Causal, Span
 from tests.conftest import SHARED
@@ -62,6 +63,12 @@ def test_the_loss_is_the_formula(temperature):
     )
 
 
+def test_swapping_samples_leaves_the_loss():
+    three, order = vectors(5), torch.tensor([3, 1, 4, 0, 2])
+    swapped = contrastive(*(each[order] for each in three), temperature=0.1)
+    torch.testing.assert_close(swapped, contrastive(*three, temperature=0.1))
+
+
 def test_a_samples_positive_is_its_own_second_pass():
     """The released code pairs neighbours: two different texts."""
     anchors, _, negatives = vectors(6)
@@ -82,6 +89,13 @@ def test_the_samples_of_other_processes_are_candidates(monkeypatch):
         cosines = torch.stack([torch.cosine_similarity(anchor, other, dim=0) for other in of_both]) / 0.1
         terms.append(cosines.logsumexp(0) - cosines[len(others[0]) + n])
     torch.testing.assert_close(contrastive(*three, temperature=0.1), torch.stack(terms).mean())
+
+
+def test_negatives_push():
+    anchors, positives, negatives = vectors(4)
+    far = contrastive(anchors, positives, -anchors, temperature=0.1)
+    near = contrastive(anchors, positives, anchors, temperature=0.1)
+    assert near > far + 1
 
 
 def test_padding_is_left_out_of_the_mean():
@@ -117,7 +131,16 @@ def contrast(
     every=1,
     fixed=False,
 ):
-    return Contrast(model, objective or Causal(), strength, temperature, text, rate, samples, every, fixed)
+    options = ContrastOptions(
+        contrast=strength,
+        contrast_text=text,
+        contrast_dropout=rate,
+        contrast_samples=samples,
+        contrast_every=every,
+        contrast_negatives="fixed" if fixed else "trained",
+        temperature=temperature,
+    )
+    return ContrastiveLoss(model, objective or Causal(), options)
 
 
 def soft_mask(model, kinds=("heads", "neurons", "outputs")):
@@ -201,14 +224,14 @@ def test_a_positive_is_not_its_anchor(own):
     model, batch, pairs = roberta(rate=own), batch_of(3), []
     term = contrast(model, text="uncorrupted", objective=Uncorrupting(), rate=0.1)
     before = [(m, name, rate, m.training) for m, name, rate in dropout_of(model)]
-    vectors = Contrast.represented
+    vectors = ContrastiveLoss.represented
 
     def noted(self, batch):
         pairs.append(vectors(self, batch))
         return pairs[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Contrast, "represented", noted)
+        patch.setattr(ContrastiveLoss, "represented", noted)
         term.term(masked(batch), hidden=torch.randn(3, 12, 32), soft=soft_mask(model))
     anchor, positive, _ = pairs
     assert not torch.allclose(anchor, positive, rtol=1e-3)
@@ -248,20 +271,28 @@ def test_in_some_steps_only_it_weighs_as_much_more():
 def test_fixed_negatives_have_their_values_and_no_gradients():
     model, batch = roberta(rate=0.1), batch_of(4)
     soft, hidden, vectors = soft_mask(model), torch.randn(4, 12, 32), []
-    represented = Contrast.represented
+    represented = ContrastiveLoss.represented
 
     def noted(self, batch):
         vectors.append(represented(self, batch))
         return vectors[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Contrast, "represented", noted)
+        patch.setattr(ContrastiveLoss, "represented", noted)
         terms = []
         for fixed in (False, True):
             torch.manual_seed(5)
             terms.append(contrast(model, fixed=fixed).term(batch, hidden=hidden, soft=soft)["contrast"])
     assert terms[0].item() == terms[1].item()
     assert [each.requires_grad for each in vectors] == [True, True, True, False]
+
+
+def test_gradients_reach_all_three_passes():
+    model, batch = roberta(rate=0.1), batch_of(3)
+    hidden = torch.randn(3, 12, 32, requires_grad=True)
+    contrast(model).term(batch, hidden=hidden, soft=soft_mask(model, ["outputs"]))["contrast"].backward()
+    assert hidden.grad.abs().sum() > 0
+    assert model.roberta.encoder.layer[0].output.dense.weight.grad.abs().sum() > 0
 
 
 @pytest.mark.parametrize(
@@ -276,6 +307,10 @@ def test_fixed_negatives_have_their_values_and_no_gradients():
 def test_a_wrong_contrast_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         contrast(roberta(), **options)
+
+
+def test_without_contrast_no_dropout_is_needed():
+    assert contrast(roberta(), strength=0.0, rate=None).options.contrast == 0
 
 
 @pytest.mark.parametrize("text", ["uncorrupted", "corrupted"])

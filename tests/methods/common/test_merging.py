@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from cpt.core.randomness import key
-from cpt.methods.common.merging import Ended, Merged, drop_entries, slerp
 from cpt.methods.common.options import RULES
+from cpt.methods.merge import Ended, Merged, drop_entries, slerp
 from cpt.methods.options import MergingOptions
 
 SHAPES = {"a.weight": (7, 5), "a.bias": (5,), "b.weight": (3, 4)}
@@ -109,6 +109,23 @@ def test_ties_is_the_papers_algorithm(density, trimmed):
     elected = ties(tasks, density, trimmed)
     expected = {name: BASE[name] + 0.7 * elected[name] for name in SHAPES}
     assert_close(merge(rule="ties", density=density, trimmed=trimmed, scale=0.7), expected)
+
+
+def test_what_two_domains_changed_the_other_way_round_is_not_changed_by_ties():
+    zero = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    tasks = {name: each.round() for name, each in ENDS[0].items()}  # whole numbers: their sums are exact
+    opposite = {name: -each for name, each in tasks.items()}
+    merged = Merged(options(rule="ties", density=1.0), zero)
+    for place, end in enumerate((tasks, opposite)):
+        merged.add(Ended(like=zero, began=zero, ended=end, fisher={}, seed=place))
+    assert all(torch.equal(each, zero[name]) for name, each in merged.weights.named().items())
+
+
+@pytest.mark.parametrize("rule", ["average", "task_arithmetic", "ties", "fisher"])
+def test_the_order_of_domains_that_are_learned_apart_makes_no_difference(rule):
+    there = merge(rule=rule)
+    back = merge(ENDS[::-1], fishers=FISHERS[::-1], rule=rule)
+    assert_close(there, back)
 
 
 def test_fisher_is_the_weighted_mean():
