@@ -18,7 +18,7 @@ import cpt.core.naming  # noqa: F401  (registers the resolvers)
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
 from cpt.data.sampler import TrainStream
-from cpt.methods.base import ContinualModule
+from cpt.methods.base import ContinualMethod
 from cpt.optim.schedulers import Progress
 from cpt.trainer.base_model import Base, make_base
 from cpt.trainer.build import build_data, build_method
@@ -73,7 +73,7 @@ class Ground:
 
     plan: Plan
     start: Base
-    module: ContinualModule
+    module: ContinualMethod
     data: DomainSequence
 
     @property

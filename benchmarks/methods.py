@@ -23,7 +23,7 @@ from subjects import Pulse, fit
 from variants import DENSE, TARGETS, VARIANTS
 
 from cpt.data.collate import inputs_of, labels_of
-from cpt.methods.base import ContinualModule
+from cpt.methods.base import ContinualMethod
 from cpt.trainer.costs import own_names, stored_bytes, trained_parameters
 
 CONF = ROOT / "conf"
@@ -86,12 +86,12 @@ def perform(beat: Beat, *, course: Sequel, overrides: list[str], dense: bool) ->
     return {**needs(place.module), "peak": most, "peak_of_steps": memory.peak}
 
 
-def dense_losses(module: ContinualModule, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def dense_losses(module: ContinualMethod, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The model's own loss, whose head is computed at every position."""
     return {"lm": module.model(**inputs_of(batch), labels=labels_of(batch)).loss}
 
 
-def needs(module: ContinualModule) -> dict[str, int]:
+def needs(module: ContinualMethod) -> dict[str, int]:
     """Bytes beyond the model that are saved, and that are held; trained parameters; peak bytes on a GPU."""
     held = extra(dict(module.named_buffers()))
     on_device = {"peak_device": torch.cuda.max_memory_allocated()} if torch.cuda.is_initialized() else {}

@@ -71,7 +71,7 @@ def fit(
         keep_free()
     options, guard = place.plan.trainer, NanGuard()
     place.data.enter(domain)
-    place.module.enter(domain)
+    place.module.setup_stage(domain)
     place.module.train()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -8,7 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from cpt.gradient_masks.base import GradientMask
-from cpt.methods.base import ContinualModule
+from cpt.methods.base import ContinualMethod
 from tests.conftest import ROOT
 from tests.support.campaign import RESTING
 
@@ -59,9 +59,9 @@ def test_the_hooks_that_are_drawn_are_there_and_none_is_missing():
         if path.name != "base.py"
         for kind in ast.parse(path.read_text()).body
         if isinstance(kind, ast.ClassDef)
-        for name in vars_of(kind) & set(vars(ContinualModule))
+        for name in vars_of(kind) & set(vars(ContinualMethod))
     }
-    assert {name for name in (drawn | table) - {"method"} if not hasattr(ContinualModule, name)} == set()
+    assert {name for name in (drawn | table) - {"method"} if not hasattr(ContinualMethod, name)} == set()
     assert {name for name in overridden - table if not name.startswith("_")} == set()
     of_masks = set(re.findall(r"mask\.(\w+)\(", block("The loop")))
     assert of_masks and {name for name in of_masks if not hasattr(GradientMask, name)} == set()

@@ -90,7 +90,7 @@ class MonitorObserver:
     """Observes the monitoring evaluations of one stage, in every process alike. Here: it does nothing."""
 
     texts: Sequence[str] = ()  # to be evaluated besides those of the monitor
-    pace = 1.0  # share of the schedule's learning rate; see ContinualModule.set_pace
+    pace = 1.0  # share of the schedule's learning rate; see ContinualMethod.set_lr_scale
     ended = ""  # why the stage is to end now
 
     def see(
@@ -101,7 +101,7 @@ class MonitorObserver:
         measure: Callable[[], Mapping[str, Tensor]],
     ) -> Mapping[str, Tensor]:
         """Called at each evaluation, the first before the first step, with the losses by text [2, documents]:
-        nats and scored tokens. It may change weights and the rate (`module.set_pace`); `measure` evaluates
+        nats and scored tokens. It may change weights and the rate (`module.set_lr_scale`); `measure` evaluates
         again. Returns the losses of the weights as it leaves them."""
         return losses
 

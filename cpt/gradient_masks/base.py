@@ -28,7 +28,7 @@ class GradientMask(nn.Module):
     out again), `update` (p <- p_old + factor (p_new - p_old), weight decay included) or `frozen` (as
     `update`, and the optimizer's moments too; its step count is one for all rows of a parameter)."""
 
-    lasting = False  # whether the factors are the same at every step of a domain
+    static = False  # whether the factors are the same at every step of a domain
 
     limits = False  # whether gradients are computed for some rows only, so that layers are handled one by one
 
@@ -56,10 +56,10 @@ class GradientMask(nn.Module):
         """Parameters with factors that broadcast to them; called once per optimizer step."""
         return iter(())
 
-    def protects(self) -> dict[nn.Parameter, Protection]:
+    def protected_subspace(self) -> dict[nn.Parameter, Protection]:
         """By parameter, the projection of a movement on what is protected for the whole domain. Default: the
         entries whose factor is constant and near 0."""
-        if not self.lasting:
+        if not self.static:
             return {}
         return {parameter: partial(keep_protected, factor) for parameter, factor in self.factors()}
 

@@ -13,7 +13,7 @@ class ClaimedUnits(GradientMask):
     """Blocks updates to what the units claimed by earlier domains compute: the factor of a step is 1 - a for
     the weights of one unit with gate a in [0, 1], and 1 - min(a_i, a_j) between two units (eq. 2)."""
 
-    lasting = True
+    static = True
 
     def __init__(self, groups: Sequence[Units], *, acts_on: str) -> None:
         super().__init__(acts_on=acts_on)

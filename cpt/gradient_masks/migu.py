@@ -56,7 +56,7 @@ class MagnitudeMask(GradientMask):
     def __init__(self, options: MagnitudeMaskOptions) -> None:
         super().__init__(acts_on=options.acts_on)
         self.options, self.skipping = options, False
-        self.lasting = options.importance == "fisher"
+        self.static = options.importance == "fisher"
         self.maps: list[Projection] = []
         self.places: list[slice] = []  # of each map's rows within `sums` and `chosen`
         self.ranked: list[str] = []  # buffers of the segments that are ranked together

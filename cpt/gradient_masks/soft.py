@@ -153,7 +153,7 @@ class SoftMask(GradientMask):
     `kinds` (cpt.models.units): heads, neurons, outputs, tokens. A unit owns the weights that write it; for
     the kinds in `columns` also the columns of the layer that reads it."""
 
-    lasting = True
+    static = True
 
     def __init__(
         self,

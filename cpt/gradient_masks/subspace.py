@@ -64,7 +64,7 @@ class Subspaces(Constraint):
             }
         return self.pairs
 
-    def protects(self) -> dict[nn.Parameter, Protection]:
+    def protected_subspace(self) -> dict[nn.Parameter, Protection]:
         return {
             weight: partial(self.inside, left=left, right=right)
             for weight, (left, right) in self.known().items()

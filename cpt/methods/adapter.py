@@ -19,24 +19,24 @@ from cpt.adapters import export
 from cpt.adapters.bottleneck import Bottleneck, attach_bottlenecks
 from cpt.adapters.domain_store import DomainParams
 from cpt.data.collate import Batch
-from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import AdapterOptions
 
 STARTS = ("base", "previous")
 
 
-class Adapter(ContinualModule):
+class Adapter(ContinualMethod):
     """Trains bottleneck adapters only: one set for all domains, or one `per_domain`, new (`start=base`) or a
     copy of the previous domain's."""
 
     options: AdapterOptions
 
-    def __init__(self, options: AdapterOptions, shared: Shared) -> None:
-        scope = attach_bottlenecks(shared.model, **options.bottleneck)
-        super().__init__(options, shared, scope=scope)
+    def __init__(self, options: AdapterOptions, context: MethodContext) -> None:
+        scope = attach_bottlenecks(context.model, **options.bottleneck)
+        super().__init__(options, context, scope=scope)
         self.names = scope.names
         if options.per_domain:
-            self.keep_parts(DomainParams(self.model, scope.names), options.routing)
+            self.use_domain_params(DomainParams(self.model, scope.names), options.routing)
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
         if self.bank is not None and self.options.start == "base":

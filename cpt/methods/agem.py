@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from cpt.core.collectives import sum_in_place
 from cpt.data.collate import Batch
 from cpt.gradient_masks.base import Constraint, Step
-from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.common.reservoir import Reservoir, slot_of
 from cpt.methods.options import AGEMOptions
 
@@ -60,14 +60,14 @@ class Reference(Constraint):
         return {"projected": (self.steps[1] / self.steps[0].clamp_min(1)).view(1)}
 
 
-class AGEM(ContinualModule):
+class AGEM(ContinualMethod):
     """Stores samples of each domain, and constrains steps not to raise their loss."""
 
     sharded = False  # reference gradients are of whole weights
     options: AGEMOptions
 
-    def __init__(self, options: AGEMOptions, shared: Shared) -> None:
-        super().__init__(options, shared)
+    def __init__(self, options: AGEMOptions, context: MethodContext) -> None:
+        super().__init__(options, context)
         shape = {**slot_of(self.objective, self.length), "width": 0, "by_domain": self.each}
         pad = self.model.config.pad_token_id or 0
         self.memory = Reservoir(samples=options.memory, **shape, precision="float32", seed=self.seed, pad=pad)
@@ -86,7 +86,7 @@ class AGEM(ContinualModule):
         for batch in probe:
             self.memory.add(batch, torch.empty(len(batch["positions"]), 0), domain=self.domain.index)
 
-    def gradients(self, optimizer: Optimizer) -> None:
+    def transform_gradients(self, optimizer: Optimizer) -> None:
         earlier = self.domain.index
         sources = [*range(earlier)] if self.each else [None] * (earlier > 0)
         self.reference.gradients = [found for source in sources if (found := self.refer(source))]

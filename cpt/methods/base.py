@@ -1,6 +1,6 @@
 """The base of all methods: plain continual pre-training, with hooks for what a method changes.
 
-The hooks follow the constructor of `ContinualModule`; `cpt.methods.staged` calls them from Lightning's."""
+The hooks follow the constructor of `ContinualMethod`; `cpt.methods.wiring` calls them from Lightning's."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
@@ -23,7 +23,7 @@ from cpt.data.datamodule import Domain, DomainSequence
 from cpt.data.replay import ReplayConfig
 from cpt.evaluation.perplexity import DocumentNLL
 from cpt.gradient_masks.base import GradientMask, Protection, StepSnapshot
-from cpt.methods.staged import Staged
+from cpt.methods.wiring import LightningWiring
 from cpt.models.objectives import Objective
 from cpt.models.options import Freeze
 from cpt.models.weights import Snapshot, frozen_parameters
@@ -33,7 +33,7 @@ from cpt.optim.state import CarriedState
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shared:
+class MethodContext:
     """What a run gives every method in addition to its own options."""
 
     model: PreTrainedModel
@@ -47,29 +47,31 @@ class Shared:
     seed: int
 
 
-class ContinualModule(Staged):
+class ContinualMethod(LightningWiring):
     """Plain continual pre-training on a sequence of domains; a method overrides what it changes.
 
     All state is in the `state_dict`: buffers, neutral at construction. `scope` names the trained part of the
-    model, None for all of it. A method with modules per domain calls `keep_parts`."""
+    model, None for all of it. A method with modules per domain calls `use_domain_params`."""
 
-    needs_all = False  # whether all domains must be known before the first one starts
+    requires_all_domains = False  # whether all domains must be known before the first one starts
     alone = False  # whether each domain starts from the base, so that its model is of that domain only
 
-    counts_steps = False  # whether a step depends on the domain's number of steps, beyond its learning rate
+    depends_on_total_steps = (
+        False  # whether a step depends on the domain's number of steps, beyond its learning rate
+    )
     period = 1  # steps after which the computation of a step repeats
 
     needs_32_bits = False  # whether sharded weights must be in at least 32 bits
     options: Options
 
-    def __init__(self, options: Options, shared: Shared, *, scope: Scope | None = None) -> None:
+    def __init__(self, options: Options, context: MethodContext, *, scope: Scope | None = None) -> None:
         super().__init__()
         self.options, self.scope = options, scope
-        self.model, self.objective, self.length = shared.model, shared.objective, shared.length
-        self.masks = cast(list[GradientMask], nn.ModuleList(shared.masks))
-        self.replay, self.freezing = shared.replay, shared.freeze
+        self.model, self.objective, self.length = context.model, context.objective, context.length
+        self.masks = cast(list[GradientMask], nn.ModuleList(context.masks))
+        self.replay, self.freezing = context.replay, context.freeze
         self.beside = nn.ModuleDict()  # auxiliary models by name
-        self.make_optimizer, self.schedule, self.seed = shared.optimizer, shared.schedule, shared.seed
+        self.make_optimizer, self.schedule, self.seed = context.optimizer, context.schedule, context.seed
         self.carried: CarriedState | None = None
         self.trunk: Snapshot | None = None  # the weights before a decay branch
         self.bank: DomainParams | None = None
@@ -92,17 +94,17 @@ class ContinualModule(Staged):
         outside = self.scope.others(self.model) if self.scope else []
         return frozen_parameters(self.model, self.freezing) + outside
 
-    def keep_parts(self, bank: DomainParams, routing: Routing) -> None:
+    def use_domain_params(self, bank: DomainParams, routing: Routing) -> None:
         """Stores parameters per domain from now on, and scores texts with those that the routing selects."""
         self.bank, self.router = bank, Router(bank, routing, self.objective)
 
-    def companions(self) -> dict[str, nn.Module]:
+    def aux_models(self) -> dict[str, nn.Module]:
         """Auxiliary models by name (teachers, generators), asked for once and then in `self.beside`: they
         move with the model and are in the state_dict. Parameters that require a gradient are trained; a model
         without any stays in eval mode. Masks, freezing, scores and export cover `self.model` alone."""
         return {}
 
-    def train(self, mode: bool = True) -> "ContinualModule":
+    def train(self, mode: bool = True) -> "ContinualMethod":
         super().train(mode)
         for each in self.beside.values():
             each.train(mode and any(parameter.requires_grad for parameter in each.parameters()))
@@ -117,7 +119,7 @@ class ContinualModule(Staged):
         """The stages of a run: one per domain of the order."""
         return [Domain(name, index, (name,)) for index, name in enumerate(order)]
 
-    def shape(self, stage: Domain) -> None:
+    def expand(self, stage: Domain) -> None:
         """Grows the model for a stage (blocks, heads, rows), without data. Called once per stage, in order,
         before the optimizer is made; a resumed run repeats it for all stages so far before their state is
         loaded, so that sizes depend on the stage, and draws on seed and stage. New trained parameters must be
@@ -136,10 +138,10 @@ class ContinualModule(Staged):
         """Named scalar terms, whose sum is minimized, averaged over processes and micro-batches."""
         return {"lm": self.objective.nll(self.model, batch).sum() * batch["weight"]}
 
-    def see_gradients(self) -> None:
+    def on_gradients_ready(self) -> None:
         """Called with a step's gradients, averaged over processes and micro-batches, before masks."""
 
-    def gradients(self, optimizer: Optimizer) -> None:
+    def transform_gradients(self, optimizer: Optimizer) -> None:
         """Changes a step's averaged gradients in `parameter.grad`, after masks on gradients and before
         clipping, alike in all processes. The step may still be skipped: count steps in `after_update`."""
 
@@ -169,10 +171,10 @@ class ContinualModule(Staged):
         """Whether scores depend on the rows before."""
         return self.router is not None and self.router.in_sequence
 
-    def lasting(self, domain: int) -> int | None:
+    def constant_part(self, domain: int) -> int | None:
         """The domain (-1: the base) whose modules alone decide the scores of a domain's text, where nothing
         else is trained, so that they are constant until those are trained. None where more decides."""
-        alone = type(self).nll is ContinualModule.nll and type(self.router) is Router
+        alone = type(self).nll is ContinualMethod.nll and type(self.router) is Router
         if not alone or type(self.bank) is not DomainParams or self.scope is None:
             return None
         if not set(self.scope.names) <= set(self.bank.names):
@@ -180,7 +182,7 @@ class ContinualModule(Staged):
         parts = cast(Router, self.router).mixed(domain)
         return parts[0] if len(parts) == 1 else None
 
-    def backbone(self, domain: int) -> PreTrainedModel:
+    def model_for(self, domain: int) -> PreTrainedModel:
         """The model for a domain: it is exported, and end tasks fine-tune a copy of it. With a `scope` it is
         a copy already, in which everything is trainable."""
         if self.scope is None:
@@ -192,16 +194,16 @@ class ContinualModule(Staged):
 
     def export(self, folder: Path, order: Sequence[str]) -> str:
         """Writes the model after the domains of the order; returns the Python expression that loads it."""
-        last = self.backbone(len(order) - 1)
+        last = self.model_for(len(order) - 1)
         last.save_pretrained(folder)
         return f'transformers.{type(last).__name__}.from_pretrained("{folder}")'
 
-    def protects(self) -> dict[nn.Parameter, Protection]:
+    def protected_subspace(self) -> dict[nn.Parameter, Protection]:
         """By parameter, the projection of a movement on the subspace protected for the whole domain. Default:
         that of the first mask that protects the parameter."""
         found: dict[nn.Parameter, Protection] = {}
         for mask in self.masks:
-            found = mask.protects() | found
+            found = mask.protected_subspace() | found
         return found
 
     def diagnostics(self) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ from cpt.adapters.domain_store import BASE, DomainParams
 from cpt.adapters.gates import Gate, attach_gates
 from cpt.data.collate import Batch
 from cpt.gradient_masks.hat import ClaimedUnits
-from cpt.methods.base import Shared
+from cpt.methods.base import MethodContext
 from cpt.methods.hat import GatedMethod, units_of_adapters
 from cpt.methods.options import CPTPluginOptions
 from cpt.models.units import blocks
@@ -45,18 +45,18 @@ class CPTPlugin(GatedMethod):
 
     options: CPTPluginOptions
 
-    def __init__(self, options: CPTPluginOptions, shared: Shared) -> None:
-        model = shared.model
+    def __init__(self, options: CPTPluginOptions, context: MethodContext) -> None:
+        model = context.model
         scope = attach_plugins(model, **options.plugin)
         gates = attach_gates(model, units_of_adapters(model, Plugin), s_max=options.s_max)
         own = norms_of(model) if options.norms == "per_domain" else ()
         trained = replace(scope, names=scope.names + gates.names + own)
-        super().__init__(options, shared, scope=trained)
+        super().__init__(options, context, scope=trained)
         self.plugins, self.norms, self.gates = scope.names, own, gates
         self.masks.append(ClaimedUnits(gates.groups, acts_on="update"))
         base = {name: model.get_parameter(name) for name in own}
         base |= {name: torch.full_like(model.get_parameter(name), -1) for name in gates.names}
-        self.keep_parts(DomainParams(model, gates.names + own, base=base), options.routing)
+        self.use_domain_params(DomainParams(model, gates.names + own, base=base), options.routing)
 
     @torch.no_grad()
     def before_domain(self, probe: Iterable[Batch]) -> None:
@@ -68,9 +68,9 @@ class CPTPlugin(GatedMethod):
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         return self.gated_losses(batch, name="sparsity", weight=self.options.sparsity or None)
 
-    def backbone(self, domain: int) -> PreTrainedModel:
+    def model_for(self, domain: int) -> PreTrainedModel:
         """A copy with the domain's norms and gates, which stay hard in training."""
-        model = super().backbone(domain)
+        model = super().model_for(domain)
         for part in model.modules():
             if isinstance(part, Gate):
                 part.s = None

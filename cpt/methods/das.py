@@ -37,7 +37,7 @@ from transformers import PreTrainedModel
 from cpt.core.collectives import gather_rows
 from cpt.data.collate import Batch, inputs_of
 from cpt.gradient_masks.soft import Proxy, SoftMask, domain_losses
-from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import ContrastOptions, DASOptions
 from cpt.models.forward import check_dropout, dropout, mean_over, nll_of
 from cpt.models.memory import keep_activations
@@ -98,11 +98,11 @@ class ContrastiveLoss:
         return mean_over(self.objective.encode(self.model, batch), batch.get("attention_mask"))
 
 
-class ContrastMethod(ContinualModule):
+class ContrastMethod(ContinualMethod):
     """A soft mask on the units that matter to earlier knowledge, and the contrast to that knowledge."""
 
-    def __init__(self, options: ContrastOptions, shared: Shared) -> None:
-        super().__init__(options, shared)
+    def __init__(self, options: ContrastOptions, context: MethodContext) -> None:
+        super().__init__(options, context)
         self.masks.append(SoftMask.from_options(self.model, options))
         self.proxy = Proxy.from_options(self.model, self.objective, options)
         self.contrast = ContrastiveLoss(self.model, self.objective, options)
@@ -121,8 +121,8 @@ class DAS(ContrastMethod):
 
     options: DASOptions
 
-    def __init__(self, options: DASOptions, shared: Shared) -> None:
-        super().__init__(options, shared)
+    def __init__(self, options: DASOptions, context: MethodContext) -> None:
+        super().__init__(options, context)
         self.first = True
 
     def activate(self, domain: int) -> None:

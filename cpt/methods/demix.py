@@ -24,7 +24,7 @@ from cpt.adapters.bottleneck import attach_bottlenecks
 from cpt.adapters.domain_store import BASE, DomainParams, Scope
 from cpt.core.collectives import sum_in_place
 from cpt.data.collate import Batch
-from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import DEMIXOptions
 from cpt.models.forward import in_mode
 from cpt.models.units import sublayers
@@ -33,7 +33,7 @@ from cpt.models.weights import swap_weights
 RECORD = ("sources", "perplexities")
 
 
-class CopyingMethod(ContinualModule):
+class CopyingMethod(ContinualMethod):
     """A method whose new modules are copies of the base's, of the last domain's, or of those `nearest` to the
     domain, by `options.start`.
 
@@ -104,15 +104,15 @@ class DEMIX(CopyingMethod):
 
     options: DEMIXOptions
 
-    def __init__(self, options: DEMIXOptions, shared: Shared) -> None:
+    def __init__(self, options: DEMIXOptions, context: MethodContext) -> None:
         self.adapted = options.experts == "adapter"
         scope = (
-            attach_bottlenecks(shared.model, **options.bottleneck)
+            attach_bottlenecks(context.model, **options.bottleneck)
             if self.adapted
-            else feed_forwards(shared.model)
+            else feed_forwards(context.model)
         )
-        super().__init__(options, shared, scope=scope)
-        self.keep_parts(DomainParams(self.model, scope.names), options.routing)
+        super().__init__(options, context, scope=scope)
+        self.use_domain_params(DomainParams(self.model, scope.names), options.routing)
         self.record_sources()
 
     def before_domain(self, probe: Iterable[Batch]) -> None:

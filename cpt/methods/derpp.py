@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cpt.data.collate import Batch
-from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.common.reservoir import Reservoir, bytes_per_sample, capacity, slot_of
 from cpt.methods.options import DERPPOptions
 from cpt.models.forward import at, nll_of
@@ -23,13 +23,13 @@ from cpt.models.forward import at, nll_of
 MATCHED = ("hidden", "logits")
 
 
-class DERPP(ContinualModule):
+class DERPP(ContinualMethod):
     """Replays a reservoir: matches stored outputs on some of its samples, trains on the labels of others."""
 
     options: DERPPOptions
 
-    def __init__(self, options: DERPPOptions, shared: Shared) -> None:
-        super().__init__(options, shared)
+    def __init__(self, options: DERPPOptions, context: MethodContext) -> None:
+        super().__init__(options, context)
         slot = {
             **slot_of(self.objective, self.length),
             "width": self.width(options.matched),

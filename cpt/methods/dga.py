@@ -11,7 +11,7 @@ The formulas are those of DAS (cpt.gradient_masks.soft, cpt.methods.das)."""
 from collections.abc import Iterable
 
 from cpt.data.collate import Batch
-from cpt.methods.base import Shared
+from cpt.methods.base import MethodContext
 from cpt.methods.das import ContrastMethod
 from cpt.methods.options import DGAOptions
 from cpt.models.weights import Snapshot
@@ -23,8 +23,8 @@ class DGA(ContrastMethod):
     alone = True
     options: DGAOptions
 
-    def __init__(self, options: DGAOptions, shared: Shared) -> None:
-        super().__init__(options, shared)
+    def __init__(self, options: DGAOptions, context: MethodContext) -> None:
+        super().__init__(options, context)
         self.base = Snapshot(self.model, persistent=False)
 
     def before_domain(self, probe: Iterable[Batch]) -> None:

@@ -31,7 +31,7 @@ from cpt.adapters.soft_prompt import attach_prompt, draw_prompt
 from cpt.core.schema import show
 from cpt.data.collate import Batch, label_batch
 from cpt.data.datamodule import Domain
-from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import NOTHING, ELLEOptions
 from cpt.methods.prompt import check_rows, check_tokens
 from cpt.models import growth
@@ -82,24 +82,24 @@ class ByPrompt(DomainScorer):
         return nll
 
 
-class ELLE(ContinualModule):
+class ELLE(ContinualMethod):
     """Trains all of a model that grows."""
 
     sharded = False  # weights change their shape between two stages
     options: ELLEOptions
 
-    def __init__(self, options: ELLEOptions, shared: Shared) -> None:
-        self.attaching = {"tokens": 0, "causal": shared.objective.causal}
+    def __init__(self, options: ELLEOptions, context: MethodContext) -> None:
+        self.attaching = {"tokens": 0, "causal": context.objective.causal}
         self.prompting: ByPrompt | None = None
         names: tuple[str, ...] = ()
         if options.prompt:
-            check_tokens(options.prompt, length=shared.length, model=shared.model, option="method.prompt")
-            check_rows(shared, method="elle")
-            names = attach_prompt(shared.model, **self.attaching).names
-        super().__init__(options, shared)
+            check_tokens(options.prompt, length=context.length, model=context.model, option="method.prompt")
+            check_rows(context, method="elle")
+            names = attach_prompt(context.model, **self.attaching).names
+        super().__init__(options, context)
         self.prompts = nn.ParameterList()
         if names:
-            self.prompting = self.router = ByPrompt(names[0], self.prompts, shared.objective)
+            self.prompting = self.router = ByPrompt(names[0], self.prompts, context.objective)
         self.moved: Tensor | None = None  # the largest change of a token's loss by growth (nats), [1]
         self.told = ""
 
@@ -128,7 +128,7 @@ class ELLE(ContinualModule):
                 f"{NOTHING[name]}, or a value that its configuration can say"
             ) from error
 
-    def shape(self, stage: Domain) -> None:
+    def expand(self, stage: Domain) -> None:
         self.moved, self.told = None, ""
         if self.prompting is not None:
             self.prompts.append(nn.Parameter(draw_prompt(self.model, self.options.prompt)))
@@ -182,14 +182,14 @@ class ELLE(ContinualModule):
         with self.prompting.reading(self.model, batch["domains"]):
             return super().losses(batch)
 
-    def gradients(self, optimizer: Optimizer) -> None:
+    def transform_gradients(self, optimizer: Optimizer) -> None:
         ahead = self.trainer.datamodule.recovery_steps(self.domain)
         if ahead and self.trainer.global_step == ahead and self.carried is None:
             optimizer.state.clear()
 
-    def backbone(self, domain: int) -> PreTrainedModel:
+    def model_for(self, domain: int) -> PreTrainedModel:
         if self.prompting is None:
-            return super().backbone(domain)
+            return super().model_for(domain)
         copy, part = deepcopy(self.model).requires_grad_(True), self.prompting.part_of(domain)
         owner, _, name = self.prompting.name.rpartition(".")
         if part != BASE:

@@ -8,18 +8,18 @@ The average starts at the model before each domain and replaces the model at the
 from collections.abc import Iterable
 
 from cpt.data.collate import Batch
-from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import EMAOptions
 from cpt.models.weights import Snapshot
 
 
-class EMA(ContinualModule):
+class EMA(ContinualMethod):
     """Averages the weights over a domain's steps."""
 
     options: EMAOptions
 
-    def __init__(self, options: EMAOptions, shared: Shared) -> None:
-        super().__init__(options, shared)
+    def __init__(self, options: EMAOptions, context: MethodContext) -> None:
+        super().__init__(options, context)
         self.average = Snapshot(self.model, persistent=True)
 
     def before_domain(self, probe: Iterable[Batch]) -> None:

@@ -22,20 +22,20 @@ from cpt.core.schema import Options
 from cpt.core.tensors import NamedTensors
 from cpt.data.collate import Batch
 from cpt.gradient_masks.base import Protection
-from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import ConsolidationOptions, EWCOptions
 from cpt.models.fisher import fisher, keep_important
 from cpt.models.weights import Snapshot, quadratic_penalty
 
 
-class AnchorPenalty(ContinualModule):
+class AnchorPenalty(ContinualMethod):
     """A method that pulls the weights to `anchor`, those of the base or of the end of the last domain; the
     most important twentieth of each parameter counts as protected."""
 
     importances: NamedTensors | None = None
 
-    def __init__(self, options: Options, shared: Shared, *, anchor_moves: bool = True) -> None:
-        super().__init__(options, shared)
+    def __init__(self, options: Options, context: MethodContext, *, anchor_moves: bool = True) -> None:
+        super().__init__(options, context)
         self.anchor = Snapshot(self.model, persistent=anchor_moves)
 
     def zeros(self) -> dict[str, Tensor]:
@@ -49,10 +49,10 @@ class AnchorPenalty(ContinualModule):
         away = self.anchor.offloaded
         return factor * quadratic_penalty(self.model, self.anchor.named(), weights, elsewhere=away)
 
-    def protects(self) -> dict[nn.Parameter, Protection]:
+    def protected_subspace(self) -> dict[nn.Parameter, Protection]:
         if self.importances is None:
-            return super().protects()
-        return keep_important(self.model, self.importances.named()) | super().protects()
+            return super().protected_subspace()
+        return keep_important(self.model, self.importances.named()) | super().protected_subspace()
 
 
 class Consolidation(AnchorPenalty):
@@ -61,8 +61,8 @@ class Consolidation(AnchorPenalty):
     needs_32_bits = True  # the importances do
     options: ConsolidationOptions
 
-    def __init__(self, options: ConsolidationOptions, shared: Shared) -> None:
-        super().__init__(options, shared)
+    def __init__(self, options: ConsolidationOptions, context: MethodContext) -> None:
+        super().__init__(options, context)
         self.register_buffer("domains", torch.zeros((), dtype=torch.int64))
 
     @abstractmethod
@@ -91,8 +91,8 @@ class EWC(Consolidation):
 
     options: EWCOptions
 
-    def __init__(self, options: EWCOptions, shared: Shared) -> None:
-        super().__init__(options, shared)
+    def __init__(self, options: EWCOptions, context: MethodContext) -> None:
+        super().__init__(options, context)
         self.fisher = NamedTensors(self.zeros())
 
     @property

@@ -27,7 +27,7 @@ from cpt.adapters.domain_store import DomainParams
 from cpt.adapters.gates import Gates, anneal, attach_gates, bottleneck_units, owned_parameters, regulariser
 from cpt.data.collate import Batch
 from cpt.gradient_masks.hat import ClaimedUnits
-from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import HATOptions
 from cpt.models.units import Units, find_units
 
@@ -39,10 +39,10 @@ def gate_overlap(masks: Tensor) -> Tensor:
     return masks @ masks.T / masks.sum(1, keepdim=True).clamp_min(1)
 
 
-class GatedMethod(ContinualModule):
+class GatedMethod(ContinualMethod):
     """A method with gates per domain on units of a model or its adapters, which claim what they open."""
 
-    counts_steps = True
+    depends_on_total_steps = True
     gates: Gates
 
     @property
@@ -82,8 +82,8 @@ class HAT(GatedMethod):
 
     options: HATOptions
 
-    def __init__(self, options: HATOptions, shared: Shared) -> None:
-        model, scope, groups = shared.model, None, []
+    def __init__(self, options: HATOptions, context: MethodContext) -> None:
+        model, scope, groups = context.model, None, []
         if options.form == "adapter":
             scope = bottleneck.attach_bottlenecks(model, **options.bottleneck)
             groups = units_of_adapters(model, bottleneck.Bottleneck)
@@ -91,13 +91,13 @@ class HAT(GatedMethod):
             groups = find_units(model, options.units)
         gates = attach_gates(model, groups, s_max=options.s_max)
         scope = scope and replace(scope, names=scope.names + gates.names)
-        super().__init__(options, shared, scope=scope)
+        super().__init__(options, context, scope=scope)
         self.gates = gates
         self.masks.append(ClaimedUnits(gates.groups, acts_on=options.acts_on))
         side = -options.limit if options.form == "adapter" else options.limit
         base = {name: torch.full_like(model.get_parameter(name), side) for name in gates.names}
         if base:
-            self.keep_parts(DomainParams(model, gates.names, base=base), options.routing)
+            self.use_domain_params(DomainParams(model, gates.names, base=base), options.routing)
 
     def activate(self, domain: int) -> None:
         super().activate(domain)
@@ -117,7 +117,7 @@ class HAT(GatedMethod):
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         return self.gated_losses(batch, name="hat", weight=self.options.strength)
 
-    def backbone(self, domain: int) -> PreTrainedModel:
+    def model_for(self, domain: int) -> PreTrainedModel:
         """A copy with the domain's gates folded into the weights, and also hard and fixed in place: end tasks
         do not reopen closed units."""
         if self.bank is None:
@@ -133,7 +133,7 @@ class HAT(GatedMethod):
 
     def export(self, folder: Path, order: Sequence[str]) -> str:
         if self.options.form == "full":
-            last = self.backbone(len(order) - 1)
+            last = self.model_for(len(order) - 1)
             return export.export_parts(folder, last, {}, attach=None, options={})
         own = owned_parameters(self.gates.groups)
         named = [each for each in self.model.named_parameters() if each[1] in own]

@@ -14,24 +14,24 @@ from transformers import PreTrainedModel
 from cpt.adapters import lora
 from cpt.adapters.options import StoredPairOptions
 from cpt.data.collate import Batch
-from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.base import ContinualMethod, MethodContext
 
 
-class IncLoRA(ContinualModule):
+class IncLoRA(ContinualMethod):
     """Trains a new LoRA adapter per domain on top of the earlier ones, which are `stored` in the frozen
     weights (`merged`: the state does not grow) or apart (`pairs`: the weights stay the base's)."""
 
     options: StoredPairOptions
 
-    def __init__(self, options: StoredPairOptions, shared: Shared) -> None:
-        super().__init__(options, shared, scope=lora.attach_lora(shared.model, **options.pair))
+    def __init__(self, options: StoredPairOptions, context: MethodContext) -> None:
+        super().__init__(options, context, scope=lora.attach_lora(context.model, **options.pair))
         lora.resize_on_load(self.model)
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
         if self.domain.index > 0:
             lora.begin_adapter(self.model, stored=self.options.stored, seed=self.drawing().initial_seed())
 
-    def backbone(self, domain: int) -> PreTrainedModel:
+    def model_for(self, domain: int) -> PreTrainedModel:
         return lora.without_tuners(self.model, merged=True)
 
     def export(self, folder: Path, order: Sequence[str]) -> str:

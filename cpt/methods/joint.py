@@ -6,13 +6,13 @@ It trains on the samples of the sequence, with the same masks, in one shuffle an
 from collections.abc import Sequence
 
 from cpt.data.datamodule import Domain
-from cpt.methods.base import ContinualModule
+from cpt.methods.base import ContinualMethod
 
 
-class Joint(ContinualModule):
+class Joint(ContinualMethod):
     """One stage with the text of all domains."""
 
-    needs_all = True
+    requires_all_domains = True
 
     def stages(self, order: Sequence[str]) -> list[Domain]:
         return [Domain("joint", 0, tuple(order))]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cpt.data.collate import Batch
-from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import KDOptions
 from cpt.models.forward import at, divergence, nll_of
 from cpt.models.weights import Snapshot
@@ -36,13 +36,13 @@ def select_distilled(outputs: tuple[Tensor, Tensor], batch: Batch, *, distilled:
     return logits if distilled == "logits" else at(hidden, batch["positions"])
 
 
-class KD(ContinualModule):
+class KD(ContinualMethod):
     """Distills the model before the domain."""
 
     options: KDOptions
 
-    def __init__(self, options: KDOptions, shared: Shared) -> None:
-        super().__init__(options, shared)
+    def __init__(self, options: KDOptions, context: MethodContext) -> None:
+        super().__init__(options, context)
         self.teacher = Snapshot(self.model, persistent=True)
 
     def before_domain(self, probe: Iterable[Batch]) -> None:

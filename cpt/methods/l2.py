@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from cpt.data.collate import Batch
-from cpt.methods.base import Shared
+from cpt.methods.base import MethodContext
 from cpt.methods.ewc import AnchorPenalty
 from cpt.methods.options import L2Options
 
@@ -22,8 +22,8 @@ class L2(AnchorPenalty):
 
     options: L2Options
 
-    def __init__(self, options: L2Options, shared: Shared) -> None:
-        super().__init__(options, shared, anchor_moves=options.towards == "previous")
+    def __init__(self, options: L2Options, context: MethodContext) -> None:
+        super().__init__(options, context, anchor_moves=options.towards == "previous")
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
         if self.options.towards == "previous":

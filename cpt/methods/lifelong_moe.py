@@ -41,7 +41,7 @@ from cpt.core.collectives import sum_in_place
 from cpt.core.tensors import NamedTensors
 from cpt.data.collate import Batch
 from cpt.data.datamodule import Domain
-from cpt.methods.base import Shared
+from cpt.methods.base import MethodContext
 from cpt.methods.demix import CopyingMethod
 from cpt.methods.options import LifelongMoEOptions
 from cpt.models.forward import TARGET_TOKENS, divergence, in_mode, nll_of
@@ -64,19 +64,19 @@ class LifelongMoE(CopyingMethod):
     `teacher` are the dense parts before the domain, where the distillation needs them; `shares` has s of all
     mixtures, [M, E]."""
 
-    counts_steps = True
+    depends_on_total_steps = True
     options: LifelongMoEOptions
 
-    def __init__(self, options: LifelongMoEOptions, shared: Shared) -> None:
+    def __init__(self, options: LifelongMoEOptions, context: MethodContext) -> None:
         scope = None
         if options.experts:
-            blocks = choose_blocks(shared.model, shared.freeze, every=options.every)
-            scope = scope_beside(shared.model, blocks) if options.dense == "trained" else Scope((), ())
-            attach_mixtures(shared.model, blocks=blocks, top_k=options.top_k)
-        super().__init__(options, shared, scope=scope and with_newest(shared.model, scope))
+            blocks = choose_blocks(context.model, context.freeze, every=options.every)
+            scope = scope_beside(context.model, blocks) if options.dense == "trained" else Scope((), ())
+            attach_mixtures(context.model, blocks=blocks, top_k=options.top_k)
+        super().__init__(options, context, scope=scope and with_newest(context.model, scope))
         self.beside_mixtures = scope
         if self.mixtures:
-            self.router = GatedScorer(self.model, shared.objective)
+            self.router = GatedScorer(self.model, context.objective)
         self.teacher = NamedTensors(self.dense() if options.strength else {})
         self.shares = NamedTensors()
         self.firsts: Tensor | None = None  # of the current step so far, [M, E]
@@ -90,7 +90,7 @@ class LifelongMoE(CopyingMethod):
     def mixtures(self) -> list[MoELayer]:
         return [*mixtures_of(self.model).values()]
 
-    def shape(self, stage: Domain) -> None:
+    def expand(self, stage: Domain) -> None:
         for mixture in self.mixtures:
             mixture.grow(self.options.experts)
         if self.beside_mixtures is not None:
@@ -159,7 +159,7 @@ class LifelongMoE(CopyingMethod):
             terms.append(balance_loss(probabilities, own, tokens * len(batch["domains"])))
         return {"balance": self.options.balance * torch.stack(terms).mean()}
 
-    def see_gradients(self) -> None:
+    def on_gradients_ready(self) -> None:
         if self.firsts is not None:
             firsts, self.firsts = self.firsts, None
             sum_in_place(firsts)

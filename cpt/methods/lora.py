@@ -13,30 +13,30 @@ from transformers import PreTrainedModel
 from cpt.adapters import lora
 from cpt.adapters.domain_store import DomainParams
 from cpt.data.collate import Batch
-from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import LoRAOptions
 
 STARTS = ("base", "previous")
 
 
-class LoRA(ContinualModule):
+class LoRA(ContinualMethod):
     """Trains LoRA adapters only: one for all domains, or one `per_domain`, new (`start=base`) or a copy of
     the previous domain's."""
 
     options: LoRAOptions
 
-    def __init__(self, options: LoRAOptions, shared: Shared) -> None:
-        scope = lora.attach_lora(shared.model, **options.pair)
-        super().__init__(options, shared, scope=scope)
+    def __init__(self, options: LoRAOptions, context: MethodContext) -> None:
+        scope = lora.attach_lora(context.model, **options.pair)
+        super().__init__(options, context, scope=scope)
         if options.per_domain:
-            self.keep_parts(DomainParams(self.model, scope.names), options.routing)
+            self.use_domain_params(DomainParams(self.model, scope.names), options.routing)
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
         if self.bank is not None and self.options.start == "base" and self.domain.index > 0:
             lora.reset_newest(self.model, self.drawing().initial_seed())
 
-    def backbone(self, domain: int) -> PreTrainedModel:
-        return lora.without_tuners(super().backbone(domain), merged=True)
+    def model_for(self, domain: int) -> PreTrainedModel:
+        return lora.without_tuners(super().model_for(domain), merged=True)
 
     def export(self, folder: Path, order: Sequence[str]) -> str:
         if self.options.exported == "merged":

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from cpt.core.tensors import NamedTensors
 from cpt.data.collate import Batch
-from cpt.methods.base import Shared
+from cpt.methods.base import MethodContext
 from cpt.methods.ewc import Consolidation
 from cpt.methods.options import MASOptions
 from cpt.models.fisher import sensitivity
@@ -29,8 +29,8 @@ class MAS(Consolidation):
 
     options: MASOptions
 
-    def __init__(self, options: MASOptions, shared: Shared) -> None:
-        super().__init__(options, shared)
+    def __init__(self, options: MASOptions, context: MethodContext) -> None:
+        super().__init__(options, context)
         self.importance = NamedTensors(self.zeros())
 
     @property

@@ -38,7 +38,7 @@ from cpt.core.randomness import key
 from cpt.core.sharding import dot, local, rows_of, total_norm, whole, with_rows
 from cpt.core.tensors import NamedTensors, PreciseTensors, precise
 from cpt.data.collate import Batch
-from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import MergeOptions, MergingOptions
 from cpt.models.fisher import fisher
 from cpt.models.fsdp import named_weights
@@ -210,13 +210,13 @@ class Merging(nn.Module):
 log = logging.getLogger(__name__)
 
 
-class Merge(ContinualModule):
+class Merge(ContinualMethod):
     """Merges the final weights of all domains so far."""
 
     options: MergeOptions
 
-    def __init__(self, options: MergeOptions, shared: Shared) -> None:
-        super().__init__(options, shared)
+    def __init__(self, options: MergeOptions, context: MethodContext) -> None:
+        super().__init__(options, context)
         self.merging = Merging(options, self.model, named_weights(self.model))
 
     def before_domain(self, probe: Iterable[Batch]) -> None:

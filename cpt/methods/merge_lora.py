@@ -15,20 +15,20 @@ from cpt.core.sharding import local, rows_of, with_rows
 from cpt.core.sharding import whole as all_rows
 from cpt.core.tensors import PreciseTensors
 from cpt.data.collate import Batch
-from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.merge import Merging
 from cpt.methods.options import MergeLoRAOptions
 from cpt.models.fisher import fisher
 from cpt.models.fsdp import named_weights
 
 
-class MergeLoRA(ContinualModule):
+class MergeLoRA(ContinualMethod):
     """Trains an adapter per domain, and merges the products."""
 
     options: MergeLoRAOptions
 
-    def __init__(self, options: MergeLoRAOptions, shared: Shared) -> None:
-        super().__init__(options, shared, scope=lora.attach_lora(shared.model, **options.pair))
+    def __init__(self, options: MergeLoRAOptions, context: MethodContext) -> None:
+        super().__init__(options, context, scope=lora.attach_lora(context.model, **options.pair))
         self.merging = Merging(options, self.model, self.maps())
         if options.truncated is not None:
             self.base = PreciseTensors(self.maps(), persistent=False)
@@ -71,5 +71,5 @@ class MergeLoRA(ContinualModule):
             each.requires_grad_(not each.requires_grad)
         return found
 
-    def backbone(self, domain: int) -> PreTrainedModel:
+    def model_for(self, domain: int) -> PreTrainedModel:
         return lora.without_tuners(self.model, merged=True)

@@ -2,14 +2,14 @@
 
 from dataclasses import replace
 
-from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import MIGUOptions
 
 
-class MIGU(ContinualModule):
+class MIGU(ContinualMethod):
     """Naive continual learning under the magnitude mask; any other method takes it as `mask=migu`."""
 
     options: MIGUOptions
 
-    def __init__(self, options: MIGUOptions, shared: Shared) -> None:
-        super().__init__(options, replace(shared, masks=(*shared.masks, options.mask.make())))
+    def __init__(self, options: MIGUOptions, context: MethodContext) -> None:
+        super().__init__(options, replace(context, masks=(*context.masks, options.mask.make())))

@@ -12,19 +12,19 @@ from pathlib import Path
 
 from cpt.adapters import export
 from cpt.adapters.routed_lora import attach_experts
-from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import MoELoRAOptions
 
 
-class MoELoRA(ContinualModule):
+class MoELoRA(ContinualMethod):
     """Trains LoRA experts and their token routers through all domains."""
 
     options: MoELoRAOptions
 
-    def __init__(self, options: MoELoRAOptions, shared: Shared) -> None:
+    def __init__(self, options: MoELoRAOptions, context: MethodContext) -> None:
         self.attaching = {"experts": options.experts, **options.pair}
-        scope = attach_experts(shared.model, **self.attaching)
-        super().__init__(options, shared, scope=scope)
+        scope = attach_experts(context.model, **self.attaching)
+        super().__init__(options, context, scope=scope)
 
     def export(self, folder: Path, order: Sequence[str]) -> str:
         parts = {order[-1]: {name: self.model.get_parameter(name) for name in self.scope.names}}

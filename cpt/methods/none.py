@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from cpt.data.datamodule import Domain
-from cpt.methods.base import ContinualModule
+from cpt.methods.base import ContinualMethod
 
 
-class ZeroShot(ContinualModule):
+class ZeroShot(ContinualMethod):
     """No stages."""
 
     def stages(self, order: Sequence[str]) -> list[Domain]:

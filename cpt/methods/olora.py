@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cpt.adapters.domain_store import DomainParams
 from cpt.data.collate import Batch
-from cpt.methods.base import Shared
+from cpt.methods.base import MethodContext
 from cpt.methods.inclora import IncLoRA
 from cpt.methods.options import OLoRAOptions
 
@@ -53,8 +53,8 @@ class OLoRA(IncLoRA):
 
     options: OLoRAOptions
 
-    def __init__(self, options: OLoRAOptions, shared: Shared) -> None:
-        super().__init__(options, shared)
+    def __init__(self, options: OLoRAOptions, context: MethodContext) -> None:
+        super().__init__(options, context)
         names = self.scope.names
         self.kept = DomainParams(self.model, [n for n in names if ".lora_A." in n or "embedding_A" in n])
         self.trained = [self.model.get_parameter(name) for name in names]

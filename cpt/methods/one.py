@@ -6,17 +6,17 @@ from collections.abc import Iterable
 
 from cpt.core.schema import Options
 from cpt.data.collate import Batch
-from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.models.weights import Snapshot
 
 
-class One(ContinualModule):
+class One(ContinualMethod):
     """Restores the base before each domain."""
 
     alone = True
 
-    def __init__(self, options: Options, shared: Shared) -> None:
-        super().__init__(options, shared)
+    def __init__(self, options: Options, context: MethodContext) -> None:
+        super().__init__(options, context)
         self.base = Snapshot(self.model, persistent=False)
 
     def before_domain(self, probe: Iterable[Batch]) -> None:

@@ -32,7 +32,7 @@ from torch import Tensor, ones
 from cpt.data.collate import Batch
 from cpt.data.datamodule import Domain
 from cpt.gradient_masks.subspace import Subspaces
-from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import OSFOptions
 from cpt.models.fisher import measure_similarity
 from cpt.models.units import blocks, projections, weight_matrices
@@ -40,13 +40,13 @@ from cpt.models.units import blocks, projections, weight_matrices
 log = logging.getLogger(__name__)
 
 
-class OSF(ContinualModule):
+class OSF(ContinualMethod):
     """Trains in the directions in which a layer's weights are small."""
 
     options: OSFOptions
 
-    def __init__(self, options: OSFOptions, shared: Shared) -> None:
-        super().__init__(options, shared)
+    def __init__(self, options: OSFOptions, context: MethodContext) -> None:
+        super().__init__(options, context)
         self.subspaces = Subspaces(acts_on=options.acts_on, protected=options.sides)
         self.subspaces.over(
             weight_matrices(self.model) if options.protect == "all" else projections(self.model)

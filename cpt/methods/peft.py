@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from cpt.adapters.domain_store import BASE, DomainParams
 from cpt.adapters.lora import attach_tuner, without_tuners
 from cpt.data.collate import Batch
-from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import PeftOptions
 
 TUNERS = (
@@ -18,22 +18,22 @@ TUNERS = (
 )
 
 
-class Peft(ContinualModule):
+class Peft(ContinualMethod):
     """Trains the parameters that a tuner adds to a frozen model."""
 
     sharded = False
     options: PeftOptions
 
-    def __init__(self, options: PeftOptions, shared: Shared) -> None:
+    def __init__(self, options: PeftOptions, context: MethodContext) -> None:
         how = {"targets": options.targets, "arguments": options.arguments}
-        scope = attach_tuner(shared.model, options.tuner, **how)
-        super().__init__(options, shared, scope=scope)
+        scope = attach_tuner(context.model, options.tuner, **how)
+        super().__init__(options, context, scope=scope)
         if options.per_domain:
-            self.keep_parts(DomainParams(self.model, scope.names), options.routing)
+            self.use_domain_params(DomainParams(self.model, scope.names), options.routing)
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
         if self.bank is not None and self.options.start == "base":
             self.bank.put(self.model, BASE)
 
-    def backbone(self, domain: int) -> PreTrainedModel:
-        return without_tuners(super().backbone(domain))
+    def model_for(self, domain: int) -> PreTrainedModel:
+        return without_tuners(super().model_for(domain))

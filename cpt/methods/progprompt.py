@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from cpt.adapters.soft_prompt import PromptChain, draw_prompt
 from cpt.data.collate import Batch
 from cpt.data.datamodule import Domain
-from cpt.methods.base import Shared
+from cpt.methods.base import MethodContext
 from cpt.methods.options import ProgPromptOptions
 from cpt.methods.prompt import PromptMethod
 from cpt.models.loading import positions_of
@@ -33,8 +33,8 @@ class ProgPrompt(PromptMethod):
 
     options: ProgPromptOptions
 
-    def __init__(self, options: ProgPromptOptions, shared: Shared) -> None:
-        super().__init__(options, shared, PromptChain, method="progprompt", routing=options.routing)
+    def __init__(self, options: ProgPromptOptions, context: MethodContext) -> None:
+        super().__init__(options, context, PromptChain, method="progprompt", routing=options.routing)
         rows, width = options.residual, self.prompt.shape[1]
         like = {"device": self.prompt.device, "dtype": self.prompt.dtype}
         self.residual = None  # W_down, relu, W_up

@@ -22,7 +22,7 @@ from cpt.adapters.options import Routing
 from cpt.adapters.soft_prompt import attach_prompt, draw_prompt
 from cpt.core.schema import Options
 from cpt.data.collate import Batch
-from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import PromptOptions
 from cpt.models.loading import positions_of
 from cpt.models.weights import swap_weights
@@ -31,27 +31,27 @@ STARTS = ("vocabulary", "previous")
 ONLY = 0  # the bank's place of a prompt for all domains
 
 
-class PromptMethod(ContinualModule):
+class PromptMethod(ContinualMethod):
     """Trains prompts only, which are stored per domain in a `store`."""
 
     def __init__(
         self,
         options: Options,
-        shared: Shared,
+        context: MethodContext,
         store: type[DomainParams],
         *,
         method: str,
         routing: Routing | None,
     ) -> None:
-        check_tokens(options.tokens, length=shared.length, model=shared.model)
-        check_rows(shared, method=method)
-        self.prompting = {"tokens": options.tokens, "causal": shared.objective.causal}
-        scope = attach_prompt(shared.model, **self.prompting)
-        super().__init__(options, shared, scope=scope)
+        check_tokens(options.tokens, length=context.length, model=context.model)
+        check_rows(context, method=method)
+        self.prompting = {"tokens": options.tokens, "causal": context.objective.causal}
+        scope = attach_prompt(context.model, **self.prompting)
+        super().__init__(options, context, scope=scope)
         [self.name] = scope.names
         self.bank = store(self.model, scope.names, base={self.name: self.prompt[:0]})
         if routing is not None:
-            self.keep_parts(self.bank, routing)
+            self.use_domain_params(self.bank, routing)
 
     @property
     def prompt(self) -> nn.Parameter:
@@ -62,7 +62,7 @@ class PromptMethod(ContinualModule):
         """The stored prompt that text of a domain is read with, by name."""
         return self.bank.weights(domain)
 
-    def backbone(self, domain: int) -> PreTrainedModel:
+    def model_for(self, domain: int) -> PreTrainedModel:
         copy = deepcopy(self.model).requires_grad_(True)
         owner, _, name = self.name.rpartition(".")
         setattr(copy.get_submodule(owner), name, nn.Parameter(self.weights(domain)[self.name].clone()))
@@ -78,9 +78,9 @@ class Prompt(PromptMethod):
 
     options: PromptOptions
 
-    def __init__(self, options: PromptOptions, shared: Shared) -> None:
+    def __init__(self, options: PromptOptions, context: MethodContext) -> None:
         routing = options.routing if options.per_domain else None
-        super().__init__(options, shared, DomainParams, method="prompt", routing=routing)
+        super().__init__(options, context, DomainParams, method="prompt", routing=routing)
 
     @torch.no_grad()
     def before_domain(self, probe: Iterable[Batch]) -> None:
@@ -105,9 +105,9 @@ class Prompt(PromptMethod):
         return super().export(folder, order if self.options.per_domain else order[-1:])
 
 
-def check_rows(shared: Shared, *, method: str) -> None:
+def check_rows(context: MethodContext, *, method: str) -> None:
     """Raises ValueError where samples share rows."""
-    if shared.objective.sharing is not None or shared.objective.isolated:
+    if context.objective.sharing is not None or context.objective.isolated:
         raise ValueError(
             f"domains.packing=isolated does not go with method={method}, whose vectors stand behind the "
             "first token of a row; allowed: domains.packing=none of examples, concat of text"

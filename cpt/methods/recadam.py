@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from cpt.core.sharding import local
 from cpt.data.collate import Batch
 from cpt.gradient_masks.base import Constraint, Step
-from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import RecAdamOptions
 from cpt.models.fsdp import named_weights
 from cpt.models.weights import Snapshot
@@ -52,15 +52,15 @@ class Recall(Constraint):
             own.sub_(apart, alpha=pulled)
 
 
-class RecAdam(ContinualModule):
+class RecAdam(ContinualMethod):
     """Recalls the previous weights first, and then learns."""
 
-    counts_steps = True
+    depends_on_total_steps = True
     options: RecAdamOptions
 
-    def __init__(self, options: RecAdamOptions, shared: Shared) -> None:
-        super().__init__(options, shared)
-        self.rate = getattr(shared.optimizer, "keywords", {}).get("lr", 0.0)
+    def __init__(self, options: RecAdamOptions, context: MethodContext) -> None:
+        super().__init__(options, context)
+        self.rate = getattr(context.optimizer, "keywords", {}).get("lr", 0.0)
         if self.rate * options.strength >= MOST:
             raise ValueError(
                 f"method.strength={options.strength:g} at optim.lr={self.rate:g} pulls weights past where "
@@ -83,7 +83,7 @@ class RecAdam(ContinualModule):
         if self.moves:
             self.anchor.take(self.model)
 
-    def gradients(self, optimizer: Optimizer) -> None:
+    def transform_gradients(self, optimizer: Optimizer) -> None:
         present = self.anchor.named()
         self.recall.anchors = {p: name for name, p in named_weights(self.model).items() if name in present}
         self.recall.share = self.anneal(self.trainer.global_step, self.trainer.max_steps)

@@ -7,18 +7,18 @@ for bit."""
 from dataclasses import replace
 
 from cpt.data.replay import NO_REPLAY
-from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import ExperienceReplayOptions
 
 
-class ExperienceReplay(ContinualModule):
+class ExperienceReplay(ContinualMethod):
     """Sets the run's replay to its `mixture`; raises ValueError if the run has another."""
 
     options: ExperienceReplayOptions
 
-    def __init__(self, options: ExperienceReplayOptions, shared: Shared) -> None:
-        if shared.replay != NO_REPLAY:
+    def __init__(self, options: ExperienceReplayOptions, context: MethodContext) -> None:
+        if context.replay != NO_REPLAY:
             raise ValueError(
                 "method=replay has a mixture of its own; allowed: replay=none, with changes to method.mixture"
             )
-        super().__init__(options, replace(shared, replay=options.mixture))
+        super().__init__(options, replace(context, replay=options.mixture))

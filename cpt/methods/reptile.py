@@ -12,21 +12,21 @@ from collections.abc import Iterable
 import torch
 
 from cpt.data.collate import Batch
-from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import ReptileOptions
 from cpt.models.weights import Snapshot
 
 log = logging.getLogger(__name__)
 
 
-class Reptile(ContinualModule):
+class Reptile(ContinualMethod):
     """Interpolates between the weights before and after every k steps."""
 
-    counts_steps = True
+    depends_on_total_steps = True
     options: ReptileOptions
 
-    def __init__(self, options: ReptileOptions, shared: Shared) -> None:
-        super().__init__(options, shared)
+    def __init__(self, options: ReptileOptions, context: MethodContext) -> None:
+        super().__init__(options, context)
         self.anchor = Snapshot(self.model, persistent=True)
         self.register_buffer("gone", torch.zeros((), dtype=torch.int64))  # steps since the anchor
 

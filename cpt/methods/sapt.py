@@ -28,7 +28,7 @@ from cpt.adapters.routed_lora import SampleRouter, attach_routed, begin_routed, 
 from cpt.core.collectives import sum_in_place
 from cpt.core.tensors import NamedTensors
 from cpt.data.collate import Batch
-from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import SAPTOptions
 from cpt.models.objectives import Objective
 
@@ -64,23 +64,23 @@ def attention_divergence(kept: Tensor, logits: Tensor) -> Tensor:
     return (torch.xlogy(kept, kept) - kept * logits.to(kept)).sum(1)
 
 
-class SAPT(ContinualModule):
+class SAPT(ContinualMethod):
     """Trains a new adapter and its key per domain, and the query that weights all adapters."""
 
     options: SAPTOptions
 
-    def __init__(self, options: SAPTOptions, shared: Shared) -> None:
-        if shared.objective.sharing is not None or shared.objective.isolated:
+    def __init__(self, options: SAPTOptions, context: MethodContext) -> None:
+        if context.objective.sharing is not None or context.objective.isolated:
             raise ValueError(
                 "domains.packing=isolated does not go with method=sapt, whose pairs are weighed for each row "
                 "of a batch; allowed: domains.packing=none of examples, concat of text"
             )
         names = ("key", "query", "bottleneck", "scale")
         self.attaching = options.pair | {name: getattr(options, name) for name in names}
-        self.attaching["causal"] = shared.objective.causal
-        super().__init__(options, shared, scope=attach_routed(shared.model, **self.attaching))
+        self.attaching["causal"] = context.objective.causal
+        super().__init__(options, context, scope=attach_routed(context.model, **self.attaching))
         self.attention = NamedTensors()  # mean a of each domain's text at the domain's end
-        self.router = Attending(router_of(self.model), shared.objective, self.attention)
+        self.router = Attending(router_of(self.model), context.objective, self.attention)
 
     @property
     def kept(self) -> list[Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from cpt.core.sharding import local
 from cpt.core.tensors import NamedTensors, PreciseTensors
 from cpt.data.collate import Batch
-from cpt.methods.base import Shared
+from cpt.methods.base import MethodContext
 from cpt.methods.ewc import AnchorPenalty
 from cpt.methods.options import SIOptions
 from cpt.models.fsdp import named_weights
@@ -28,8 +28,8 @@ class SI(AnchorPenalty):
 
     options: SIOptions
 
-    def __init__(self, options: SIOptions, shared: Shared) -> None:
-        super().__init__(options, shared)
+    def __init__(self, options: SIOptions, context: MethodContext) -> None:
+        super().__init__(options, context)
         self.importance, self.brought = NamedTensors(self.zeros()), PreciseTensors(self.zeros())
         self.before: dict[str, tuple[Tensor, Tensor]] = {}  # gradient and weight before the step, by name
 
@@ -44,7 +44,7 @@ class SI(AnchorPenalty):
         return super().losses(batch) | {"si": self.weighted_distance(2 * self.options.strength)}
 
     @torch.no_grad()
-    def see_gradients(self) -> None:
+    def on_gradients_ready(self) -> None:
         anchors, importances = self.anchor.named(), self.importance.named()
         for name, parameter in named_weights(self.model).items():
             if parameter.grad is not None:

@@ -7,18 +7,18 @@ The paper does so once, with the zero-shot model as theta_{t-1} and alpha = 1 - 
 from collections.abc import Iterable
 
 from cpt.data.collate import Batch
-from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import WiSEFTOptions
 from cpt.models.weights import Snapshot
 
 
-class WiSEFT(ContinualModule):
+class WiSEFT(ContinualMethod):
     """Mixes the weights before a domain with those after it."""
 
     options: WiSEFTOptions
 
-    def __init__(self, options: WiSEFTOptions, shared: Shared) -> None:
-        super().__init__(options, shared)
+    def __init__(self, options: WiSEFTOptions, context: MethodContext) -> None:
+        super().__init__(options, context)
         self.previous = Snapshot(self.model, persistent=True)
 
     def before_domain(self, probe: Iterable[Batch]) -> None:

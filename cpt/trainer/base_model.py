@@ -20,7 +20,7 @@ from cpt.data.datamodule import Domain, DomainSequence
 from cpt.data.options import Budget
 from cpt.data.replay import NO_REPLAY
 from cpt.data.sources.base import CONCAT, GENERAL
-from cpt.methods.base import Shared
+from cpt.methods.base import MethodContext
 from cpt.methods.ncl import NCL
 from cpt.models import loading
 from cpt.models.block_attention import try_isolation
@@ -140,7 +140,7 @@ def pretrain(folder: Path, options: ModelOptions, new: Base, corpora: Corpora, *
     log.info("pre-training the base model %s on the general text: %d steps", options.name, how.steps)
     model = loading.build_model(options.config, new.tokenizer, new.objective_name, seed=how.seed)
     loading.check_length(options.length, model, new.objective)
-    shared = Shared(
+    context = MethodContext(
         model=model.train(),
         objective=new.objective,
         length=options.length,
@@ -151,7 +151,7 @@ def pretrain(folder: Path, options: ModelOptions, new: Base, corpora: Corpora, *
         schedule=Linear(warmup=how.warmup),
         seed=how.seed,
     )
-    module, domain = NCL(Options(), shared), Domain(GENERAL, 0, (GENERAL,))
+    module, domain = NCL(Options(), context), Domain(GENERAL, 0, (GENERAL,))
     packed = corpora.packed(GENERAL, "train", tokenizer=new.tokenizer, length=options.length, packing=CONCAT)
     data = DomainSequence(
         [domain],

@@ -19,7 +19,7 @@ from cpt.data.datamodule import DomainSequence
 from cpt.data.packing import balance
 from cpt.data.sources.base import CONCAT, GENERAL
 from cpt.evaluation.scores import Scores
-from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.models.memory import checkpoint_activations, compile_blocks, even_head
 from cpt.models.objectives import Objective
 from cpt.models.weights import Snapshot
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 PACKAGES = ("torch", "lightning", "transformers", "datasets")
 
 
-def build_method(plan: Plan, start: Base) -> ContinualModule:
+def build_method(plan: Plan, start: Base) -> ContinualMethod:
     """The method with the base model; its random numbers depend on the seed alone."""
     options = plan.trainer
     torch.manual_seed(key(plan.run.seed, "method") % 2**63)
@@ -42,8 +42,8 @@ def build_method(plan: Plan, start: Base) -> ContinualModule:
     even_head(model)
     if options.attention != "auto":
         model.set_attn_implementation(options.attention)
-    module = plan.method.make(build_shared(plan, model, start.objective))
-    module.beside.update(module.companions())
+    module = plan.method.make(build_context(plan, model, start.objective))
+    module.beside.update(module.aux_models())
     if plan.carry != "none":
         module.carried = CarriedState()
     if getattr(plan.schedule, "branches", False):
@@ -57,12 +57,12 @@ def build_method(plan: Plan, start: Base) -> ContinualModule:
     return module
 
 
-def build_shared(plan: Plan, model: PreTrainedModel, objective: Objective) -> Shared:
+def build_context(plan: Plan, model: PreTrainedModel, objective: Objective) -> MethodContext:
     """What every method gets in addition to its own options."""
     arguments = dict(plan.optim.arguments)
     if "fused" in arguments and plan.trainer.precision in ("16-mixed", "16", 16):
         arguments["fused"] = False  # it would scale gradients back itself, after they are clipped
-    return Shared(
+    return MethodContext(
         model=model,
         objective=objective,
         length=plan.model.length,
@@ -75,7 +75,7 @@ def build_shared(plan: Plan, model: PreTrainedModel, objective: Objective) -> Sh
     )
 
 
-def log_ineffective(plan: Plan, module: ContinualModule, device: torch.device) -> None:
+def log_ineffective(plan: Plan, module: ContinualMethod, device: torch.device) -> None:
     """Logs the options that are set and change nothing in this run."""
     options, name, model, rate = plan.trainer, plan.names["method"], plan.model, plan.ignored_rate
     tensors = [each for each in module.modules() if isinstance(each, NamedTensors)]
@@ -113,7 +113,7 @@ def log_ineffective(plan: Plan, module: ContinualModule, device: torch.device) -
         log.info("No effect of %s", reason)
 
 
-def build_data(plan: Plan, corpora: Corpora, start: Base, module: ContinualModule) -> DomainSequence:
+def build_data(plan: Plan, corpora: Corpora, start: Base, module: ContinualMethod) -> DomainSequence:
     """The stages of a method over the domains of a plan."""
     options, replay, source = plan.trainer, module.replay, plan.source
     domains = module.stages(plan.order)

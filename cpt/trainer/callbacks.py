@@ -24,7 +24,7 @@ from cpt.core.sections import check_arguments, load_target
 from cpt.core.sharding import is_sharded
 from cpt.core.tensors import load_tensors, save_state
 from cpt.data.collate import Batch
-from cpt.methods.base import ContinualModule
+from cpt.methods.base import ContinualMethod
 from cpt.trainer.monitor import Monitor
 
 log = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ class ProtectedMovement(Callback):
 
         ||P (theta_end - theta_begin)||^2 / ||theta_end - theta_begin||^2
 
-    over the parameters with a projection P (`protects`), and that of a random movement: with masked gradients
+    over the parameters with a projection P (`protected_subspace`), and that of a random movement: with masked gradients
     an optimizer still moves protected directions, by its division by entry, momentum and weight decay."""
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ class ProtectedMovement(Callback):
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Batch, at: int) -> None:
         if trainer.global_step or self.began:
             return
-        protected = module.protects()
+        protected = module.protected_subspace()
         names = {name: each for name, each in module.model.named_parameters() if each in protected}
         if any(map(is_sharded, names.values())):
             log.info("Movement in the protected subspace is not measured with strategy=fsdp")
@@ -156,9 +156,9 @@ class ProtectedMovement(Callback):
 
 
 @torch.no_grad()
-def protected_shares(module: ContinualModule, began: Mapping[str, Tensor], *, seed: int) -> list[float]:
+def protected_shares(module: ContinualMethod, began: Mapping[str, Tensor], *, seed: int) -> list[float]:
     """The protected share of the movement from `began`, and of a random one; empty if nothing moved."""
-    protected, draw = module.protects(), torch.Generator().manual_seed(seed)
+    protected, draw = module.protected_subspace(), torch.Generator().manual_seed(seed)
     sums = torch.zeros(2, 2, dtype=torch.float64)  # [actual or random, protected or all]
     for name, old in began.items():
         parameter = module.model.get_parameter(name)

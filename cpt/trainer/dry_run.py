@@ -28,7 +28,7 @@ from cpt.data.corpora import Corpora
 from cpt.data.datamodule import Domain, DomainSequence
 from cpt.data.options import Budget
 from cpt.evaluation.scores import Scores
-from cpt.methods.base import ContinualModule
+from cpt.methods.base import ContinualMethod
 from cpt.models.memory import draw_quickly
 from cpt.optim.nan_guard import NanGuard
 from cpt.reporting.frames import megabytes
@@ -169,7 +169,7 @@ def estimate(plan: Plan, place: RunDir) -> dict[str, Any]:
     left_out += ["monitoring"] * plan.watches + ["generated text"] * plan.mixture.generates
     left_out += ["training of the base model"] * (start.untrained is not None)
     return about | extrapolate(plan, profiles, stages, world) | {
-        "lower_bound": type(module).shape is not ContinualModule.shape and len(stages) > len(profiles),
+        "lower_bound": type(module).expand is not ContinualMethod.expand and len(stages) > len(profiles),
         "not_included": left_out,
     }  # fmt: skip
 
@@ -220,7 +220,7 @@ def count_work(plan: Plan, data: DomainSequence, place: RunDir, scores: Scores |
 
 
 def profile_stages(
-    plan: Plan, module: ContinualModule, data: DomainSequence, device: torch.device, work: Path, times: float
+    plan: Plan, module: ContinualMethod, data: DomainSequence, device: torch.device, work: Path, times: float
 ) -> list[Profile]:
     """The profiles of the base and the first stages. The module cannot be used after it."""
     found = []
@@ -233,7 +233,7 @@ def profile_stages(
         forget_peak(device)
         if stage:
             data.enter(stage)
-            module.enter(stage)
+            module.setup_stage(stage)
             module.train()
             callbacks = [CostMonitor(), NanGuard(policy=plan.run.on_nonfinite), profiler]
             how = {"label": f"profiling {stage.name}", "steps": data.steps(stage), "callbacks": callbacks}

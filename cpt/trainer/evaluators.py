@@ -36,7 +36,7 @@ from cpt.evaluation.options import KNOWN_BY, LMEvalOptions, TaskEvalOptions, is_
 from cpt.evaluation.predictions import SOURCE, endtask_file, find_predictions
 from cpt.evaluation.task_answers import Question, rank_choices, score_choices, write_answers
 from cpt.evaluation.task_metrics import AnswerSummary
-from cpt.methods.base import ContinualModule
+from cpt.methods.base import ContinualMethod
 from cpt.models.forward import in_mode
 from cpt.trainer.base_model import Base
 from cpt.trainer.plan import Plan
@@ -61,7 +61,7 @@ class Evaluator(ABC):
     KIND: str  # its name in scores.json, and its folder
     LABEL: str
 
-    def __init__(self, when: str, *, place: RunDir, module: ContinualModule, data: DomainSequence) -> None:
+    def __init__(self, when: str, *, place: RunDir, module: ContinualMethod, data: DomainSequence) -> None:
         self.when, self.place, self.module, self.data = when, place, module, data
 
     @property
@@ -182,7 +182,7 @@ class FinetuneEvaluator(Evaluator):
         with counted(label, total=total, hidden=rank != 0, unit="step") as (progress, step):
             for name, its in groupby(mine, key=lambda each: each[0]):
                 with finetune.forked_generators(device):
-                    model = self.module.backbone(self.data.places.get(name, BASE))
+                    model = self.module.model_for(self.data.places.get(name, BASE))
                 for _, seed in its:
                     progress.set_postfix_str(f"{name}, seed {seed}", refresh=False)
                     self.measure_task(number, name, seed, model, device=device, step=step)
@@ -283,7 +283,7 @@ class TaskEvaluator(Evaluator):
                 progress.set_postfix_str(task, refresh=False)
                 # A domain that is not learned yet is answered by the base, of a model in parts.
                 place = self.data.places[task] if task in self.learned(number) else BASE
-                backbone = self.module.backbone(place)
+                backbone = self.module.model_for(place)
                 with on_device(backbone, device) as model, in_mode(model, training=False):
                     self.ask(number, task, model, step=step)
 
@@ -368,7 +368,7 @@ class LMEvalEvaluator(Evaluator):
         learned = self.learned(number)
         place = self.data.places[learned[-1]] if learned else BASE  # the model of the last domain learned
         with (
-            on_device(self.module.backbone(place), device) as model,
+            on_device(self.module.model_for(place), device) as model,
             counted(label, total=0, hidden=False, unit="request") as (progress, step),
         ):
 
@@ -415,7 +415,7 @@ def make_evaluators(
     corpora: Corpora,
     start: Base,
     *,
-    module: ContinualModule,
+    module: ContinualMethod,
     data: DomainSequence,
 ) -> list[Evaluator]:
     """The evaluators of a plan, in the order in which they measure."""

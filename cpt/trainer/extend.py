@@ -193,13 +193,18 @@ def why_steps_differ(plan: Plan, *, before: int, done: int) -> str:
     method, schedule, name = plan.method.load(), plan.schedule, f"method={plan.names['method']}"
     foreign = [each.target for each in plan.masks if not each.target.startswith(OWN_CODE)]
     declares = plan.method.target.startswith(OWN_CODE) or any(
-        "counts_steps" in vars(each) for each in method.__mro__ if not each.__module__.startswith(OWN_CODE)
+        "depends_on_total_steps" in vars(each)
+        for each in method.__mro__
+        if not each.__module__.startswith(OWN_CODE)
     )
     reasons = {
         "what the model writes before a domain depends on how many steps follow": plan.mixture.generates,
-        f"{name} divides its steps among the domains": method.needs_all,
-        f"what {name} does in a step depends on how many there are": getattr(method, "counts_steps", False),
-        f"{name} does not say (counts_steps = False in its class) that no step asks for it": not declares,
+        f"{name} divides its steps among the domains": method.requires_all_domains,
+        f"what {name} does in a step depends on how many there are": getattr(
+            method, "depends_on_total_steps", False
+        ),
+        f"{name} does not say (depends_on_total_steps = False in its class) that no step "
+        "asks for it": not declares,
         f"mask {', '.join(foreign)} may depend on how many steps there are": foreign,
         "callbacks may depend on how many steps there are": plan.callbacks,
         "other text is evaluated after the last step (monitor, budget)": plan.watches,

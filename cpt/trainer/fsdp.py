@@ -35,7 +35,7 @@ from cpt.core.files import find_damage, sync
 from cpt.core.processes import in_company, is_first_process
 from cpt.core.sharding import is_sharded, lay_out, local, shard_like
 from cpt.core.tensors import NamedTensors, load_tensors, save_state
-from cpt.methods.base import ContinualModule
+from cpt.methods.base import ContinualMethod
 from cpt.models.fsdp import named_weights, reshard, shard_model
 from cpt.trainer.costs import own_names
 
@@ -122,7 +122,7 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     return [each for group in optimizer.param_groups for each in group["params"]]
 
 
-def shard_method(module: ContinualModule, mesh: DeviceMesh, *, reshard: bool) -> None:
+def shard_method(module: ContinualMethod, mesh: DeviceMesh, *, reshard: bool) -> None:
     """Shards a method's model and what it keeps of its weights, in place; once. What the method has added to
     the model is small, and stays whole in every process."""
     model = module.model

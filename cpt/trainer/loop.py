@@ -24,7 +24,7 @@ from cpt.evaluation.metrics import objective_value
 from cpt.evaluation.monitor import MonitorObserver
 from cpt.evaluation.scores import Scores, gather_documents
 from cpt.loggers.loggers import enter_domain, log_scores, log_stage
-from cpt.methods.base import ContinualModule
+from cpt.methods.base import ContinualMethod
 from cpt.models.memory import draw_quickly
 from cpt.models.weights import measure_movement
 from cpt.optim.nan_guard import NanGuard, RollbackError, check_finite
@@ -53,7 +53,7 @@ class ContinualTrainer:
 
     plan: Plan
     run: RunDir
-    module: ContinualModule
+    module: ContinualMethod
     data: DomainSequence
     evaluators: Sequence[Evaluator]
     scores: Scores
@@ -92,7 +92,7 @@ class ContinualTrainer:
         path = self.run.stage(number)
         check_stage(path, instead=f"delete {self.run.path} to start again")
         for domain in self.data.domains[:number]:
-            self.module.take_shape(domain)
+            self.module.expand_to(domain)
         restore_stage(self.module, path, rests=self.to_disk)
         self.at = number
         log.info("going on after %s", self.scores.rows[number])
@@ -108,7 +108,7 @@ class ContinualTrainer:
             with self.eta.timed("generate", number):
                 self.data.replay_source.prepare(number, domain, self.device)
         self.data.enter(domain)
-        self.module.enter(domain)
+        self.module.setup_stage(domain)
         self.module.train()
         costs, movement, monitors = CostMonitor(), ProtectedMovement(), []
         if self.plan.watches:

@@ -18,7 +18,7 @@ from cpt.data.datamodule import Domain, DomainSequence
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.monitor import MonitorObserver, MonitorOptions, MonitorRecord
 from cpt.evaluation.perplexity import DocumentNLL
-from cpt.methods.base import ContinualModule
+from cpt.methods.base import ContinualMethod
 from cpt.models.forward import in_mode
 from cpt.trainer.costs import CostMonitor
 
@@ -85,7 +85,7 @@ class Monitor(Callback):
         if trainer.is_global_zero:
             self.observer.finish()
 
-    def evaluate(self, trainer: Trainer, module: ContinualModule) -> None:
+    def evaluate(self, trainer: Trainer, module: ContinualMethod) -> None:
         """Evaluates the model as it is now, has the observer act, and stores the losses."""
         now = self.measure(trainer, module)
         self.began = self.began or now
@@ -96,7 +96,7 @@ class Monitor(Callback):
             self.best, self.record.kept = copy_trained(module), trainer.global_step
 
     @torch.no_grad()
-    def measure(self, trainer: Trainer, module: ContinualModule) -> dict[str, Tensor]:
+    def measure(self, trainer: Trainer, module: ContinualMethod) -> dict[str, Tensor]:
         """Nats and scored tokens by text and document [2, documents], of all processes, on the CPU. As in the
         matrix, but that the modules of the domain in training, which the bank does not have yet, score it."""
         losses = {name: DocumentNLL(text.documents).to(module.device) for name, text in self.texts.items()}
@@ -120,7 +120,7 @@ class Monitor(Callback):
         return {name: torch.stack([each.view(-1) for each in metric.compute()]).cpu()
                 for name, metric in losses.items()}  # fmt: skip
 
-    def log_losses(self, trainer: Trainer, module: ContinualModule) -> None:
+    def log_losses(self, trainer: Trainer, module: ContinualMethod) -> None:
         """Losses for the loggers; in the bar the rise of the loss on general and on past text."""
         stage, nll = trainer.datamodule.domain.name, self.record.nll
         own = torch.tensor(self.compute.tokens, dtype=torch.float64, device=trainer.strategy.root_device)
@@ -150,14 +150,14 @@ class Monitor(Callback):
         self.observer.load_state_dict(state["observer"])
 
 
-def copy_trained(module: ContinualModule) -> dict[str, Tensor]:
+def copy_trained(module: ContinualMethod) -> dict[str, Tensor]:
     """A copy of the weights that a stage trains, by name."""
     return {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}
 
 
 @torch.no_grad()
 def put_back(
-    module: ContinualModule,
+    module: ContinualMethod,
     weights: Mapping[str, Tensor],
     *,
     towards: Mapping[str, Tensor] | None = None,

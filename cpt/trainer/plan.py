@@ -178,7 +178,7 @@ def read_sections(cfg: DictConfig) -> Sections:
         data=read("data").read(DataOptions),
         parts=read("parts").read(PartsOptions),
         model=model.read(ModelOptions),
-        method=None if method is None else replace(method, below="cpt.methods.base.ContinualModule"),
+        method=None if method is None else replace(method, below="cpt.methods.base.ContinualMethod"),
         masks=tuple(read(f"mask.{name}").choose() for name in check_targets(read("mask").values, "mask")),
         replay=NO_REPLAY
         if replay.values.get("_target_", "") is None
@@ -350,7 +350,8 @@ def why_not_growable(plan: Plan) -> str:
     reasons = {
         f"order={order} gives a further domain its place among those that are learned": plan.by_texts,
         "domains.balanced=true cuts all domains to the smallest of them": plan.source.balanced is True,
-        f"method={plan.names['method']} needs all domains before the first is learned": method.needs_all,
+        f"method={plan.names['method']} needs all domains "
+        "before the first is learned": method.requires_all_domains,
         "optim.carry=all lets the rate decay over all domains": plan.carry == "all",
         f"schedule={type(schedule).__name__} has rates that depend on how many domains follow": needs_end,
         "budget.* is shared out among the domains of the order": (

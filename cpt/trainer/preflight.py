@@ -34,7 +34,7 @@ from cpt.models.memory import drops_attention
 from cpt.models.objectives import Causal, CausalAnswers, Masked, Objective, Span
 from cpt.models.options import BYTES
 from cpt.models.weights import frozen_parameters
-from cpt.trainer.build import build_shared
+from cpt.trainer.build import build_context
 from cpt.trainer.callbacks import make_callbacks, make_entry
 from cpt.trainer.lightning import naming_cause, quiet, try_trainer
 from cpt.trainer.options import BF16, TrainerOptions
@@ -232,7 +232,7 @@ def check_objective(plan: Plan, objective: str, tokenizer: Any) -> None:
 def check_method(plan: Plan, model: PreTrainedModel, objective: Objective) -> None:
     """Raises ValueError for a method that cannot be built on a skeleton, does not take the order, or has
     nothing to train."""
-    shared, name = build_shared(plan, model, objective), plan.names["method"]
+    shared, name = build_context(plan, model, objective), plan.names["method"]
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         try:
             (module := plan.method.make(shared)).stages(plan.order)

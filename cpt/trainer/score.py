@@ -14,7 +14,7 @@ from cpt.data.datamodule import DomainSequence
 from cpt.evaluation.journal import append_row
 from cpt.evaluation.options import EvalOptions
 from cpt.evaluation.scores import Scores
-from cpt.methods.base import ContinualModule
+from cpt.methods.base import ContinualMethod
 from cpt.optim.nan_guard import check_losses
 from cpt.trainer.evaluators import Evaluator
 from cpt.trainer.lightning import make_trainer
@@ -48,7 +48,7 @@ class Scorer:
         options: EvalOptions,
         trainer: TrainerOptions,
         *,
-        module: ContinualModule,
+        module: ContinualMethod,
         data: DomainSequence,
         scores: Scores,
         place: RunDir,
@@ -73,7 +73,7 @@ class Scorer:
         where one is not finite."""
         nll, columns, known = self.scores.nll, {name: at for at, name in enumerate(self.scores.domains)}, {}
         for text in texts:
-            part = self.module.lasting(self.data.places.get(text, BASE))
+            part = self.module.constant_part(self.data.places.get(text, BASE))
             for earlier in range(number - 1, part, -1) if part is not None else ():
                 if nll[earlier][columns[text]] is not None:
                     known[text] = earlier

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cpt.methods.staged import Staged
+from cpt.methods.wiring import LightningWiring
 
 
 def digest(module: Any) -> str:
@@ -25,7 +25,11 @@ def spoil() -> None:
     """Patches the loop of every method."""
     plan = json.loads(os.environ["CPT_SPOILT"])
     notes = {"met": False, "moved": 0, "weights": ""}
-    training, step, value = Staged.training_step, Staged.optimizer_step, float(plan["value"])
+    training, step, value = (
+        LightningWiring.training_step,
+        LightningWiring.optimizer_step,
+        float(plan["value"]),
+    )
 
     def keep(module: Any) -> None:
         Path(f"{plan['notes']}-{module.global_rank}.json").write_text(json.dumps(notes))
@@ -63,4 +67,4 @@ def spoil() -> None:
         notes["weights"] = digest(self)
         keep(self)
 
-    Staged.training_step, Staged.optimizer_step = training_step, optimizer_step
+    LightningWiring.training_step, LightningWiring.optimizer_step = training_step, optimizer_step

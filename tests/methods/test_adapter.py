@@ -112,7 +112,7 @@ def test_each_text_is_scored_by_its_own_part_and_others_by_the_base(adapter, sma
     assert module.needs_domain
     with torch.no_grad():
         base = token_nll(plain.module.model.eval(), batch)
-        own = [token_nll(module.backbone(number).eval(), batch) for number in (0, 1)]
+        own = [token_nll(module.model_for(number).eval(), batch) for number in (0, 1)]
         for domain, expected in ((0, own[0]), (1, own[1]), (7, base), (-1, base)):
             found, count = module.nll(batch, domain)
             assert torch.equal(found, expected)
@@ -192,7 +192,7 @@ def test_what_is_exported_is_loaded(adapter, tmp_path):
     expression = work.module.eval().export(tmp_path, ["law", "food"])
     with torch.no_grad():
         for number, name in enumerate(["law", "food"]):
-            expected = logits_at(work.module.backbone(number), batch)
+            expected = logits_at(work.module.model_for(number), batch)
             assert torch.equal(logits_at(cpt.adapters.export.load(tmp_path, domain=name), batch), expected)
         last = eval(expression, {"cpt": cpt})
         assert torch.equal(logits_at(last, batch), expected)

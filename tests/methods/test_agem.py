@@ -30,7 +30,7 @@ def length(tensors):
 def test_no_step_raises_the_loss_on_the_memory(acts_on, small, monkeypatch):
     """With `update` none, under Adam and weight decay; with `gradient` no gradient, but steps do."""
     seen = {"gradient": [], "step": []}
-    constrain, gradients, update = AGEM.constrain, AGEM.gradients, AGEM.after_update
+    constrain, gradients, update = AGEM.constrain, AGEM.transform_gradients, AGEM.after_update
 
     def before(module, optimizer):
         module.expected = reference_of(module) if module.domain.index else None
@@ -51,7 +51,7 @@ def test_no_step_raises_the_loss_on_the_memory(acts_on, small, monkeypatch):
             own = [p.detach() - old for p, old in zip(module.model.parameters(), module.old, strict=True)]
             seen["step"].append(inner_product(own, module.expected) / length(own) / length(module.expected))
 
-    monkeypatch.setattr(AGEM, "gradients", before)
+    monkeypatch.setattr(AGEM, "transform_gradients", before)
     monkeypatch.setattr(AGEM, "constrain", between)
     monkeypatch.setattr(AGEM, "after_update", after)
     work = made(small(*SMALL, f"method.acts_on={acts_on}", "optim.weight_decay=0.1"))
@@ -128,7 +128,7 @@ def test_the_constraints_of_several_domains_are_those_of_brute_force(least):
 def test_gem_raises_the_loss_of_no_domain(acts_on, small, monkeypatch):
     """After two domains; A-GEM's one constraint is broken for one of them at some step."""
     worst = {"each": [], "mean": []}
-    constrain, gradients = Reference.constrain, AGEM.gradients
+    constrain, gradients = Reference.constrain, AGEM.transform_gradients
 
     def before(module, optimizer):
         gradients(module, optimizer)
@@ -143,7 +143,7 @@ def test_gem_raises_the_loss_of_no_domain(acts_on, small, monkeypatch):
             along = [sign * inner_product(moved, way) / length(moved) / length(way) for way in ways]
             worst[module.options.constraints].append(min(along).item())
 
-    monkeypatch.setattr(AGEM, "gradients", before)
+    monkeypatch.setattr(AGEM, "transform_gradients", before)
     monkeypatch.setattr(Reference, "constrain", watched)
     three = [*SMALL, "order=[food,law,space]", "trainer.steps=10", f"method.acts_on={acts_on}"]
     for constraints in worst:

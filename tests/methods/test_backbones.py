@@ -75,7 +75,7 @@ def test_a_backbone_learns_and_the_learner_is_untouched(method, small, tasks_roo
     given.module.train()
     first = next(given.module.model.parameters())
     first.grad = torch.ones_like(first)
-    before, handed_on = learner_state(given.module), given.module.backbone(0)
+    before, handed_on = learner_state(given.module), given.module.model_for(0)
     end_tasks(cfg, tasks_root, given.module, tmp_path).measure(1, torch.device("cpu"))
     after = learner_state(given.module)
     assert before[0].keys() == after[0].keys()

@@ -12,7 +12,7 @@ from cpt.data.collate import labels_of
 from cpt.data.corpora import Corpora
 from cpt.data.sampler import TrainStream
 from cpt.gradient_masks.base import GradientMask, scale_
-from cpt.methods.base import ContinualModule
+from cpt.methods.base import ContinualMethod
 from cpt.methods.ncl import NCL
 from cpt.trainer import build, loop
 from cpt.trainer.base_model import make_base
@@ -210,7 +210,7 @@ def test_scaling_is_exact_at_both_ends(dtype):
     assert tensor.float().mean().item() == pytest.approx(3, abs=0.1)
 
 
-def gradient(module: ContinualModule, batches: list[dict[str, Tensor]]) -> Tensor:
+def gradient(module: ContinualMethod, batches: list[dict[str, Tensor]]) -> Tensor:
     """The gradient of the mean of the batches' losses, as Lightning accumulates it."""
     module.zero_grad()
     for batch in batches:

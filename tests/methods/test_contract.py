@@ -12,7 +12,7 @@ import torch
 import transformers
 
 import cpt.adapters.export
-from cpt.methods.base import ContinualModule
+from cpt.methods.base import ContinualMethod
 from cpt.trainer import loop
 from tests.conftest import ROOT
 from tests.support import making
@@ -105,14 +105,14 @@ def test_every_text_is_scored_by_known_parts(method, uninterrupted):
 def test_the_exported_model_is_that_of_the_last_domain(method, uninterrupted, module, monkeypatch):
     made, data, _ = module(*chosen(method))
     for domain in data:
-        made.take_shape(domain)
+        made.expand_to(domain)
     folder = uninterrupted(method)
     made.load_state_dict(torch.load(next((folder / "stages").iterdir()), weights_only=True))
     made.activate(len(data) - 1)
     monkeypatch.chdir(folder)
     loading = json.loads((folder / "scores.json").read_text())["loading"]
     names = {"transformers": transformers, "cpt": cpt, "peft": peft}
-    loaded, wanted = eval(loading, names).eval(), made.backbone(len(data) - 1).eval()
+    loaded, wanted = eval(loading, names).eval(), made.model_for(len(data) - 1).eval()
     batch = next(iter(data.held_out.values())).ids(np.arange(4))
     ids = torch.as_tensor(batch)
     gates = {name for name, _ in wanted.named_parameters() if name.endswith("_gate.e")}  # closed for good
@@ -146,7 +146,7 @@ def test_every_loss_term_is_finite_and_moves_something(method, module):
     for domain in data:
         before = {name: value.clone() for name, value in made.state_dict().items()}
         data.enter(domain)
-        made.enter(domain)
+        made.setup_stage(domain)
         loop.make_trainer(options, label="", steps=3).fit(made, datamodule=data)
         assert any(not torch.equal(before[name], value) for name, value in made.state_dict().items())
     assert "lm" in seen
@@ -309,4 +309,4 @@ def test_only_the_base_class_touches_lightning(path):
 
 def test_methods_derive_from_the_base_class_alone(module):
     for method in METHODS:
-        assert type(module(*chosen(method))[0]).__bases__ == (ContinualModule,)
+        assert type(module(*chosen(method))[0]).__bases__ == (ContinualMethod,)

@@ -78,11 +78,11 @@ def check_export(cfg, folder, *, loading: str, tied: bool) -> None:
     """The model that is loaded as the run says gives the logits of the one that was learned."""
     run = made(cfg)
     for domain in run.data:
-        run.module.take_shape(domain)
+        run.module.expand_to(domain)
     run.module.load_state_dict(torch.load(next((folder / "stages").iterdir()), weights_only=True))
     run.module.activate(len(run.data) - 1)
     names = {"transformers": transformers, "cpt": cpt, "peft": peft}
-    loaded, wanted = eval(loading, names).eval(), run.module.backbone(len(run.data) - 1).eval()
+    loaded, wanted = eval(loading, names).eval(), run.module.model_for(len(run.data) - 1).eval()
     assert is_tied(loaded) == is_tied(wanted) == tied
     text = next(iter(run.data.held_out.values()))
     ids = torch.as_tensor(text.ids(np.arange(4)))

@@ -164,7 +164,7 @@ def test_norms_begin_at_the_bases_and_are_kept_for_each_domain(plugin):
     module.before_domain([])
     assert same(taking(work.weights(), names), base)
     assert same(taking(module.bank.weights(0), names), law)
-    assert same(taking(dict(module.backbone(0).named_parameters()), names), law)
+    assert same(taking(dict(module.model_for(0).named_parameters()), names), law)
 
 
 @pytest.mark.parametrize("options", [[], [FROZEN]], ids=["per domain", "frozen"])
@@ -208,7 +208,7 @@ def test_each_text_is_scored_with_its_own_gates(plugin):
     module.eval()
     assert module.needs_domain
     with torch.no_grad():
-        own = [token_nll(module.backbone(number).eval(), batch) for number in (0, 1)]
+        own = [token_nll(module.model_for(number).eval(), batch) for number in (0, 1)]
         for domain, expected in ((0, own[0]), (1, own[1]), (5, own[1]), (-1, own[1])):
             found, count = module.nll(batch, domain)
             assert torch.equal(found, expected)

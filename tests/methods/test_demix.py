@@ -95,7 +95,7 @@ def test_an_expert_begins_as_the_nearest(experts, small_of):
     work.learn(0)
     work.learn(1)
     parts = {domain: part(work, domain) for domain in (BASE, 0, 1)}
-    models = [work.module.backbone(domain) for domain in (BASE, 0, 1)]
+    models = [work.module.model_for(domain) for domain in (BASE, 0, 1)]
     first = First(work)
     work.learn(2, first)
     source = int(work.module.sources[2])
@@ -155,7 +155,7 @@ def test_the_probe_is_measured_without_dropout_and_without_a_trace(demix):
     work = demix(*DROPOUT)
     visit(work.module, 0)
     probe = batches(work, "law")
-    expected = [perplexity(work.module.backbone(domain), probe) for domain in (BASE, 0)]
+    expected = [perplexity(work.module.model_for(domain), probe) for domain in (BASE, 0)]
     work.module.train()
     random, before = torch.get_rng_state(), work.weights()
     assert work.module.measure(probe, [BASE, 0]).tolist() == pytest.approx(expected, rel=1e-5)
@@ -228,9 +228,9 @@ def test_what_is_exported_is_what_was_learned(experts, small_of, tmp_path):
         assert torch.equal(
             token_nll(cpt.adapters.export.load(tmp_path, domain=name), batch), expected[domain]
         )
-        assert torch.equal(token_nll(work.module.backbone(domain).eval(), batch), expected[domain])
+        assert torch.equal(token_nll(work.module.model_for(domain).eval(), batch), expected[domain])
     plain = type(work.module.model).from_pretrained(tmp_path).eval()
-    last = work.module.backbone(2 if experts == "ffn" else BASE).eval()
+    last = work.module.model_for(2 if experts == "ffn" else BASE).eval()
     assert torch.equal(logits_at(plain, batch), logits_at(last, batch))
 
 
@@ -241,7 +241,7 @@ def test_a_backbone_is_a_copy(experts, demix):
         visit(work.module, domain)
     [batch] = batches(work, "law", rows=5)
     work.module.eval()
-    before, copy = work.weights(), work.module.backbone(0).eval()
+    before, copy = work.weights(), work.module.model_for(0).eval()
     assert same({name: dict(copy.named_parameters())[name].detach() for name in part(work, 0)}, part(work, 0))
     for parameter in copy.parameters():
         parameter.data.add_(1)

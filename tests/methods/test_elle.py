@@ -43,7 +43,7 @@ def loss(work, domain: int = 0) -> Tensor:
 
 def entered(work, number: int) -> None:
     work.data.enter(work.data.domains[number])
-    work.module.enter(work.data.domains[number])
+    work.module.setup_stage(work.data.domains[number])
 
 
 GROWING = [
@@ -158,7 +158,7 @@ def test_recovery_draws_from_the_memory_of_replay(small):
 def prompted(work, batch, domain: int) -> Tensor:
     """The loss of a batch as the exported form reads it: one prompt for all rows."""
     with torch.no_grad():
-        return work.module.objective.nll(work.module.backbone(domain).eval(), batch)
+        return work.module.objective.nll(work.module.model_for(domain).eval(), batch)
 
 
 @pytest.mark.parametrize("size", ["small", "small_gpt2", "small_t5"])
@@ -262,7 +262,7 @@ def test_a_branch_grows_where_it_goes_on(small):
     before = loss(work)
     work.module.model.load_state_dict(decayed, strict=False)
     assert (loss(work) - before).abs().max() > 1e-4
-    work.module.take_shape(work.data.domains[1])
+    work.module.expand_to(work.data.domains[1])
     work.module.begin_from_trunk()
     assert width(work) == 96 and (loss(work) - before).abs().max() < 1e-5
 
@@ -272,7 +272,7 @@ def test_every_stage_is_exported_in_its_size(small, start, tmp_path):
     start(options, tmp_path)
     work, sizes = made(options), []
     for number in range(1, 4):
-        work.module.take_shape(work.data.domains[number - 1])
+        work.module.expand_to(work.data.domains[number - 1])
         state = torch.load(tmp_path / "stages" / f"{number:03}.pt", weights_only=True)
         work.module.load_state_dict(state)
         folder = tmp_path / f"export{number}"

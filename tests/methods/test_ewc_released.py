@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForMaskedLM
 
 from cpt.data.replay import NO_REPLAY
-from cpt.methods.base import Shared
+from cpt.methods.base import MethodContext
 from cpt.methods.ewc import EWC
 from cpt.methods.options import EWCOptions
 from cpt.models.objectives import Causal
@@ -58,7 +58,7 @@ def released():
     shared = {"objective": Causal(), "length": 32, "masks": [], "replay": NO_REPLAY, "seed": 0}
     shared |= {"freeze": NOT_FROZEN, "optimizer": None, "schedule": None}
     options = EWCOptions(strength=strength, estimator="batch", merge="mean", gamma=0.5)
-    module = EWC(options, Shared(model=tiny("a"), **shared)).eval()
+    module = EWC(options, MethodContext(model=tiny("a"), **shared)).eval()
     module.after_domain(golden_batches(0))
     first = clones(module.fisher.named())
     module.model.load_state_dict(tiny("b").state_dict())

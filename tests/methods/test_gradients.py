@@ -33,7 +33,7 @@ def test_it_sees_each_step_once_when_all_its_parts_are_there(small, monkeypatch)
     ]
     monkeypatch.setattr(
         NCL,
-        "gradients",
+        "transform_gradients",
         lambda module, optimizer: seen.append(norm(p.grad for p in module.model.parameters())),
     )
     for work in works:
@@ -51,7 +51,7 @@ def test_it_comes_after_masks_and_before_clipping(small, monkeypatch):
         for parameter in module.model.parameters():
             parameter.grad.fill_(100.0)
 
-    monkeypatch.setattr(NCL, "gradients", large)
+    monkeypatch.setattr(NCL, "transform_gradients", large)
     work = made(small(ORDER, *PLAIN, "trainer.steps=1", "trainer.gradient_clip_val=0.5"))
     work.module.masks.append(Nothing(work.module.model))
     before = work.weights()
@@ -63,7 +63,9 @@ def test_it_comes_after_masks_and_before_clipping(small, monkeypatch):
 
 def test_the_guard_looks_at_what_it_leaves(small, monkeypatch):
     monkeypatch.setattr(
-        NCL, "gradients", lambda module, optimizer: next(module.model.parameters()).grad.fill_(torch.nan)
+        NCL,
+        "transform_gradients",
+        lambda module, optimizer: next(module.model.parameters()).grad.fill_(torch.nan),
     )
     with pytest.raises(ValueError, match="the norm of the gradient is nan at step 0 of law"):
         made(small(ORDER, "trainer.steps=1")).learn(0)

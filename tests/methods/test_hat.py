@@ -238,7 +238,7 @@ def test_a_backbone_is_a_copy_that_computes_its_domain(form, hat):
     work.learn(1)
     before = work.weights()
     for domain in (0, 1):
-        model, expected = work.module.backbone(domain), function(work, domain)
+        model, expected = work.module.model_for(domain), function(work, domain)
         assert torch.equal(plain(model), expected)
         assert torch.equal(plain(model.train()), expected)
         model.train()

@@ -190,4 +190,4 @@ def test_what_is_exported_gives_the_same_logits(exported, stored, build, tmp_pat
         found, expected = (each.eval()(**inputs).logits for each in (loaded, work.module.model))
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
     assert [path.name for path in tmp_path.glob("adapters/*")] == ["space"] * (exported == "peft")
-    assert not lora.lora_layers(work.module.backbone(2))
+    assert not lora.lora_layers(work.module.model_for(2))

@@ -180,7 +180,7 @@ def test_the_term_balances_by_the_first_choices_of_the_step_before(moe):
         return float(sum(module.losses(part)["balance"].detach() for part in parts)) / len(parts)
 
     assert balance(batch) == pytest.approx(3)  # nothing is known yet
-    module.see_gradients()
+    module.on_gradients_ready()
     found = balance(batch)
     assert found != pytest.approx(3)
     shares = module.shares.named()["firsts"].clone()
@@ -194,7 +194,7 @@ def test_the_term_balances_by_the_first_choices_of_the_step_before(moe):
     assert found == pytest.approx(3 * sum(terms) / 2, rel=1e-5)
     module.firsts = None
     assert balance(*work.batches(2, accumulate=2)) == pytest.approx(found, rel=1e-5)
-    module.see_gradients()
+    module.on_gradients_ready()
     assert torch.equal(module.shares.named()["firsts"], shares)
 
 

@@ -90,7 +90,7 @@ def test_a_text_is_scored_by_its_domains_pair(build):
             assert torch.equal(found, expected) and torch.equal(counts, torch.ones_like(found))
             assert module.used(domain) == {domain: 1.0}
             torch.testing.assert_close(
-                token_nll(module.backbone(domain).eval(), probe), expected, rtol=1e-4, atol=1e-4
+                token_nll(module.model_for(domain).eval(), probe), expected, rtol=1e-4, atol=1e-4
             )
     assert module.needs_domain and not torch.equal(alone[1], alone[2])
 

@@ -119,7 +119,7 @@ def test_all_of_each_pair_is_inclora(small):
     for number in (0, 1):
         work.learn(number)
         sums.learn(number)
-    ours, theirs = (dict(each.module.backbone(1).named_parameters()) for each in (work, sums))
+    ours, theirs = (dict(each.module.model_for(1).named_parameters()) for each in (work, sums))
     assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 

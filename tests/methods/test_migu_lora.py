@@ -59,7 +59,7 @@ def largest(output, present, segments, threshold: float) -> set[int]:
 def test_the_rows_are_those_of_brute_force(method, options, causal, build):
     """In the second domain: an earlier pair counts in the layer's output, but is not changed."""
     work = build(method, *options, causal=causal)
-    plain = {each.name: each.segments for each in projections(work.module.backbone(0))}
+    plain = {each.name: each.segments for each in projections(work.module.model_for(0))}
     work.learn(0)
     work.learn(1)
     module, mask, batch = work.module, work.module.masks[0], work.batches()[0]

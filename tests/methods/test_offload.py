@@ -117,16 +117,16 @@ def work_through(work: Made, device: str) -> None:
     (batch,), probe = work.batches(1, text="food"), work.probe()[:1]
     batch, probe = moved(batch, device), [moved(each, device) for each in probe]
     data.enter(data.domains[1])
-    module.enter(data.domains[1])
+    module.setup_stage(data.domains[1])
     module.train()
     if module.trunk is not None:
         module.begin_from_trunk()
     module.before_domain(probe)
     optimizer = torch.optim.SGD([each for each in module.parameters() if each.requires_grad], lr=0.1)
     sum(module.losses(batch).values()).backward()
-    module.see_gradients()
+    module.on_gradients_ready()
     module.mask(optimizer)
-    module.gradients(optimizer)
+    module.transform_gradients(optimizer)
     module.constrain(optimizer)
     optimizer.step()
     module.correct_step(optimizer)

@@ -128,7 +128,7 @@ def test_terms_and_gradients_are_those_of_the_padded_batch(method, config):
     padded.learn(0)
     for run in (padded, shared):
         run.data.enter(run.data.domains[0])
-        run.module.enter(run.data.domains[0])
+        run.module.setup_stage(run.data.domains[0])
     shared.module.load_state_dict(padded.module.state_dict())
     one, other = Noting(), Noting()
     padded.learn(1, one)
@@ -144,7 +144,7 @@ def test_migu_counts_no_padding_of_a_shared_row(config):
         run = made(config("migu", *overrides))
         mask, batch = run.module.masks[0], stream_of(run)[0]
         run.data.enter(run.data.domains[0])
-        run.module.enter(run.data.domains[0])
+        run.module.setup_stage(run.data.domains[0])
         mask.recording = True
         run.module.losses(batch)
         sums.append(mask.sums.clone())

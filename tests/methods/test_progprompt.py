@@ -100,4 +100,4 @@ def test_each_domain_is_exported_with_its_chain(prog, tmp_path):
     for number, name in enumerate(["law", "food"]):
         loaded = cpt.adapters.export.load(tmp_path, domain=name)
         assert torch.equal(token_nll(loaded, batch), work.module.nll(batch, number)[0])
-        assert torch.equal(token_nll(work.module.backbone(number).eval(), batch), token_nll(loaded, batch))
+        assert torch.equal(token_nll(work.module.model_for(number).eval(), batch), token_nll(loaded, batch))

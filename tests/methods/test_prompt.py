@@ -59,7 +59,7 @@ def test_the_first_output_sees_the_prompt(made_of, request):
     """In a causal model it is the prompt's last place, which predicts the second token."""
     work = request.getfixturevalue(made_of)()
     ids = scored(work, "law")[0]["input_ids"]
-    model, base = work.module.model, work.module.backbone(BASE)
+    model, base = work.module.model, work.module.model_for(BASE)
     assert not torch.equal(model(ids).logits[:, 0], base(ids).logits[:, 0])
 
 
@@ -157,7 +157,7 @@ def test_one_prompt_for_all_domains(prompt):
             assert torch.equal(work.module.nll(batch, domain)[0], found)
         assert not torch.equal(found, base)
     assert not work.module.needs_domain and work.module.used(0) == {}
-    assert torch.equal(work.module.backbone(1).get_parameter(work.module.name), work.module.prompt)
+    assert torch.equal(work.module.model_for(1).get_parameter(work.module.name), work.module.prompt)
 
 
 def test_memory_grows_by_one_prompt_per_domain(prompt):
@@ -172,12 +172,12 @@ def test_memory_grows_by_one_prompt_per_domain(prompt):
 @pytest.mark.parametrize("made_of", ["prompt", "causal"])
 def test_a_backbone_has_the_domains_prompt_and_is_a_copy(made_of, request):
     work = request.getfixturevalue(made_of)()
-    base = work.module.backbone(BASE)
+    base = work.module.model_for(BASE)
     for number in (0, 1):
         work.learn(number)
     batch = scored(work, "law")[0]
     for domain in (0, 1):
-        model = work.module.backbone(domain)
+        model = work.module.model_for(domain)
         model.eval()
         assert torch.equal(token_nll(model, batch), work.module.nll(batch, domain)[0])
         assert model(batch["input_ids"]).logits.shape == (*batch["input_ids"].shape, model.config.vocab_size)

@@ -24,7 +24,7 @@ def test_what_has_grown_is_trained_and_masked(small):
     work = made(small(*GROWING))
     work.learn(0)
     work.data.enter(work.data.domains[1])
-    work.module.enter(work.data.domains[1])
+    work.module.setup_stage(work.data.domains[1])
     before, [mask] = work.weights(), work.module.masks
     known = {name: shares.clone() for name, shares in mask.diagnostics().items()}
     work.learn(1)
@@ -43,7 +43,7 @@ def test_a_mask_that_watches_again_sees_each_output_once(small):
     """Hooks that stayed would count double."""
     work = made(small(*GROWING))
     for domain in work.data.domains:
-        work.module.take_shape(domain)
+        work.module.expand_to(domain)
     for _, module in work.module.model.named_modules():
         own = [each for each in module._forward_hooks.values() if "record" in str(each)]
         assert len(own) <= 1
@@ -53,12 +53,12 @@ def test_a_mask_that_watches_again_sees_each_output_once(small):
 def test_a_stage_is_shaped_once_and_draws_what_it_always_draws(small):
     one, other = made(small(*GROWING)), made(small(*GROWING))
     for domain in one.data.domains:
-        one.module.enter(domain)
-        one.module.enter(domain)
+        one.module.setup_stage(domain)
+        one.module.setup_stage(domain)
     torch.manual_seed(99)
     state = torch.get_rng_state()
     for domain in other.data.domains:
-        other.module.take_shape(domain)
+        other.module.expand_to(domain)
     assert torch.equal(torch.get_rng_state(), state)
     weights = one.weights(), other.weights()
     assert len(grown(one)) == 2 * len(grown(one) & {name for name in grown(one) if "layers.2." in name})
@@ -71,7 +71,7 @@ def test_importances_stay_with_their_units(small):
     soft.update_max(torch.rand(sum(soft.sizes)))
     work.module.masks.append(soft)
     before = {name: gate.clone() for name, gate in soft.gates().items()}
-    work.module.take_shape(work.data.domains[0])
+    work.module.expand_to(work.data.domains[0])
     after = soft.gates()
     assert len(after) == len(before) * 3 / 2
     assert all(torch.equal(gate, before.get(name, torch.zeros_like(gate))) for name, gate in after.items())
@@ -81,24 +81,24 @@ def test_importances_stay_with_their_units(small):
 def test_what_is_new_must_be_in_the_scope(in_scope, small, monkeypatch):
     work = made(small("method=adapter", ORDER))
 
-    def shape(module, stage):
+    def expand(module, stage):
         module.model.extra = nn.Linear(2, 2, bias=False)
         if in_scope:
             module.scope = replace(module.scope, names=(*module.scope.names, "extra.weight"))
 
-    monkeypatch.setattr(Adapter, "shape", shape)
+    monkeypatch.setattr(Adapter, "expand", expand)
     if in_scope:
-        work.module.enter(work.data.domains[0])
+        work.module.setup_stage(work.data.domains[0])
         assert work.module.model.extra.weight.requires_grad
     else:
         with pytest.raises(ValueError, match="^shape of law has added extra.weight, which would not"):
-            work.module.enter(work.data.domains[0])
+            work.module.setup_stage(work.data.domains[0])
 
 
 def test_freezing_goes_by_what_the_model_is_now(small):
     work = made(small(*GROWING, "freeze.layers=2"))
     for domain in work.data.domains:
-        work.module.enter(domain)
+        work.module.setup_stage(domain)
     flags = {name: p.requires_grad for name, p in work.module.model.named_parameters() if ".layers." in name}
     assert flags == {name: name in grown(work) for name in flags}
     assert isinstance(work.module, Growing)

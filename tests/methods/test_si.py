@@ -17,7 +17,7 @@ def si(small):
 def watched(monkeypatch):
     """omega by hand: minus the sum of the loss's gradient, without the penalty, times the step."""
     sums = {}
-    gradients, update = SI.gradients, SI.after_update
+    gradients, update = SI.transform_gradients, SI.after_update
 
     def before(module, optimizer):
         module.began = {n: p.detach().clone() for n, p in module.model.named_parameters()}
@@ -33,7 +33,7 @@ def watched(monkeypatch):
             way = parameter.detach() - module.began[name]
             sums[name] = sums.get(name, 0) - module.own[name] * way
 
-    monkeypatch.setattr(SI, "gradients", before)
+    monkeypatch.setattr(SI, "transform_gradients", before)
     monkeypatch.setattr(SI, "after_update", after)
     return sums
 

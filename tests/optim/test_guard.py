@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cpt.methods.base import ContinualModule
+from cpt.methods.base import ContinualMethod
 from cpt.methods.ncl import NCL
 from cpt.optim.nan_guard import MOST, all_finite, check_finite
 from tests.conftest import ROOT, SMALL
@@ -34,7 +34,7 @@ def spoiled(monkeypatch):
     """Makes a domain's loss at some steps, or the gradient alone, another number."""
 
     def spoil(value, *, steps=(STEP,), domain="law", gradient=False):
-        losses, met = ContinualModule.losses, []
+        losses, met = ContinualMethod.losses, []
 
         def bad(self, batch):
             terms = losses(self, batch)
@@ -99,7 +99,7 @@ def test_a_step_is_left_out_and_counted(accumulate, small, start, spoiled, tmp_p
 def test_a_step_that_is_left_out_changes_nothing(small, start, spoiled, tmp_path, monkeypatch):
     """Neither weights nor moments nor decay: the model of a step later is that of a step before."""
     seen = {}
-    allows = ContinualModule.optimizer_step
+    allows = ContinualMethod.optimizer_step
 
     def noted(self, epoch, batch_idx, optimizer, closure):
         step, name = self.trainer.global_step, self.domain.name
@@ -113,7 +113,7 @@ def test_a_step_that_is_left_out_changes_nothing(small, start, spoiled, tmp_path
         ]
         seen[name, step] = weights + moments
 
-    monkeypatch.setattr(ContinualModule, "optimizer_step", noted)
+    monkeypatch.setattr(ContinualMethod, "optimizer_step", noted)
     spoiled(float("nan"))
     start(small(ORDER, "on_nonfinite=skip", "optim.weight_decay=0.5"), tmp_path)
     before, at, after = (seen["law", step] for step in (STEP - 1, STEP, STEP + 1))
@@ -165,7 +165,7 @@ def test_a_killed_run_knows_what_it_left_out(small, start, spoiled, tmp_path, mo
 
     spoiled(float("nan"), steps=(STEP,))
     with monkeypatch.context() as patched, pytest.raises(KilledError):
-        patched.setattr(ContinualModule, "after_update", killed)
+        patched.setattr(ContinualMethod, "after_update", killed)
         start(small(ORDER, "on_nonfinite=skip"), tmp_path)
     start(small(ORDER, "on_nonfinite=skip"), tmp_path)
     assert scores(tmp_path)["skipped"] == [0, 1, 0]
@@ -246,10 +246,10 @@ def test_a_memory_takes_nothing_that_is_no_number(small, start, spoiled, tmp_pat
 SCRIPT = """
 import sys
 sys.path.insert(0, {root!r})
-from cpt.methods.base import ContinualModule
+from cpt.methods.base import ContinualMethod
 from cpt.methods.ncl import NCL
 
-losses = ContinualModule.losses
+losses = ContinualMethod.losses
 def bad(self, batch):
     terms = losses(self, batch)
     if self.global_rank == 1 and self.trainer.global_step == 3 and self.domain.name == "law":

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from cpt.methods.base import ContinualModule
+from cpt.methods.base import ContinualMethod
 from cpt.methods.ncl import NCL
 from cpt.optim.nan_guard import DEVIATIONS, ENOUGH, TIMES, Spikes
 from tests.support.killing import KilledError, Killer
@@ -46,7 +46,7 @@ def test_what_is_remembered_goes_on():
 def test_a_killed_run_tells_the_same_and_the_report_has_it(
     small, start, killing, tmp_path, monkeypatch, caplog
 ):
-    losses = ContinualModule.losses
+    losses = ContinualMethod.losses
 
     def jumping(self, batch):
         terms = losses(self, batch)

@@ -9,7 +9,7 @@ from cpt import verify
 from cpt.data.packing import Packed
 from cpt.data.sampler import EvalSubset
 from cpt.evaluation.scores import Scores, load_documents
-from cpt.methods.base import ContinualModule
+from cpt.methods.base import ContinualMethod
 from cpt.trainer.score import Scorer
 from tests.support.making import made
 
@@ -97,7 +97,7 @@ def test_what_a_resting_part_scores_is_not_computed_again(kind, start, small, tm
     given = [ORDER, "trainer.steps=2", *IN_PARTS[kind]]
     start(small(*given), tmp_path / "few")
     computed = len(measured) - 4
-    monkeypatch.setattr(ContinualModule, "lasting", lambda self, domain: None)
+    monkeypatch.setattr(ContinualMethod, "constant_part", lambda self, domain: None)
     start(small(*given), tmp_path / "whole")
     assert len(measured) - computed - 4 == 16
     assert computed == COMPUTED.get(kind, 3)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cpt.evaluation.scores import Scores
-from cpt.methods.base import ContinualModule
+from cpt.methods.base import ContinualMethod
 from cpt.trainer import extend
 from cpt.trainer.plan import make_plan
 from tests.conftest import ROOT
@@ -189,7 +189,7 @@ def test_where_no_more_steps_can_follow_that_is_told(given, small):
 
 def test_a_method_of_ones_own_says_whether_it_counts_steps(small):
     plan = make_plan(small("order=[law]", *CONSTANT, f"method._target_={__name__}.Unsaid"))
-    assert "does not say (counts_steps = False in its class)" in extend.why_end_is_final(plan)
+    assert "does not say (depends_on_total_steps = False in its class)" in extend.why_end_is_final(plan)
     plan = make_plan(small("order=[law]", *CONSTANT, f"method._target_={__name__}.Said"))
     assert extend.why_end_is_final(plan) == ""
 
@@ -198,7 +198,7 @@ def test_methods_that_ask_how_many_steps_there_are_say_so():
     for path in (ROOT / "cpt" / "methods").glob("*.py"):
         text = path.read_text()
         asks = path.stem not in ("base", "staged") and ("self.progress" in text or "max_steps" in text)
-        assert asks == ("counts_steps = True" in text), path
+        assert asks == ("depends_on_total_steps = True" in text), path
 
 
 def test_several_processes_do_not_open_a_run_at_once(start, small, tmp_path, monkeypatch):
@@ -217,11 +217,11 @@ def test_a_plan_of_more_steps_foretells_those_that_are_left(start, small, tmp_pa
     assert line[2] == "5" and files(tmp_path) == before
 
 
-class Unsaid(ContinualModule):
+class Unsaid(ContinualMethod):
     """A method that may do anything."""
 
 
-class Said(ContinualModule):
+class Said(ContinualMethod):
     """A method whose steps are the same however many there are."""
 
-    counts_steps = False
+    depends_on_total_steps = False

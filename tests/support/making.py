@@ -14,7 +14,7 @@ from cpt.data.collate import Batch
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
 from cpt.data.sampler import TrainStream
-from cpt.methods.base import ContinualModule
+from cpt.methods.base import ContinualMethod
 from cpt.trainer import build, loop
 from cpt.trainer.base_model import make_base
 from cpt.trainer.plan import Plan, make_plan
@@ -27,7 +27,7 @@ DROPOUT = [f"+model.config.{name}_dropout=0.1" for name in ("attention", "mlp", 
 class Made:
     """A method's module, its data, and the plan of both."""
 
-    module: ContinualModule
+    module: ContinualMethod
     data: DomainSequence
     plan: Plan
 
@@ -35,7 +35,7 @@ class Made:
         """Learns the domain of this place in the order, as a run does."""
         domain = self.data.domains[number]
         self.data.enter(domain)
-        self.module.enter(domain)
+        self.module.setup_stage(domain)
         self.module.train()
         fitting = loop.make_trainer(
             self.plan.trainer.lightning,
@@ -101,16 +101,16 @@ def weights(folder: Path) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if name.startswith("model.")}
 
 
-def state_beside_the_model(module: ContinualModule) -> int:
+def state_beside_the_model(module: ContinualMethod) -> int:
     """Bytes of the state_dict that are not the model's."""
     return sum(v.nbytes for name, v in module.state_dict().items() if not name.startswith("model."))
 
 
-def state_bytes(module: ContinualModule) -> int:
+def state_bytes(module: ContinualMethod) -> int:
     return sum(value.nbytes for value in module.state_dict().values())
 
 
-def parameter_bytes(module: ContinualModule) -> int:
+def parameter_bytes(module: ContinualMethod) -> int:
     return sum(parameter.nbytes for parameter in module.model.parameters())
 
 

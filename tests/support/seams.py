@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from cpt.core.schema import config
 from cpt.data.collate import Batch
 from cpt.data.datamodule import Domain
-from cpt.methods.base import ContinualModule
+from cpt.methods.base import ContinualMethod
 from cpt.models.forward import divergence, nll_of
 from cpt.models.units import blocks, sublayers
 from cpt.optim.schedulers import Progress, Schedule
@@ -38,11 +38,11 @@ class Across(Schedule):
         return min((progress.total_step + 1) / (rise + 1), 1 - progress.total_step / progress.total_steps)
 
 
-class Growing(ContinualModule):
+class Growing(ContinualMethod):
     """Block expansion (LLaMA Pro; Wu et al., ACL 2024, section 3.2): a stage adds a block whose maps to the
     residual sum begin at zero, so that the model is at first the one before. Here all blocks are trained."""
 
-    def shape(self, stage: Domain) -> None:
+    def expand(self, stage: Domain) -> None:
         config, count = self.model.config, len(blocks(self.model))
         name, last = blocks(self.model)[-1]
         layers = self.model.get_submodule(name.rpartition(".")[0])
@@ -57,11 +57,11 @@ class Growing(ContinualModule):
                     nn.init.zeros_(parameter)
 
 
-class Companions(ContinualModule):
+class Companions(ContinualMethod):
     """A peer that learns along (deep mutual learning; Zhang et al., CVPR 2018, eq. 4), and a mean teacher of
     the model (Tarvainen and Valpola, NeurIPS 2017, eq. 1) that both are held to."""
 
-    def companions(self) -> dict[str, nn.Module]:
+    def aux_models(self) -> dict[str, nn.Module]:
         return {"peer": deepcopy(self.model), "teacher": deepcopy(self.model).requires_grad_(False)}
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:

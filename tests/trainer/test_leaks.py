@@ -17,7 +17,7 @@ FEW = [ORDER, "trainer.steps=6", "trainer.probe_samples=8", "optim.weight_decay=
 class Half(GradientMask):
     """Protects the first of two rows."""
 
-    lasting = True
+    static = True
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(acts_on="update")
@@ -34,8 +34,8 @@ class Method:
         self.model = nn.Linear(3, 2, bias=False)
         self.masks = [Half(self.model)]
 
-    def protects(self):
-        return self.masks[0].protects()
+    def protected_subspace(self):
+        return self.masks[0].protected_subspace()
 
 
 def test_it_is_the_share_of_the_squared_way():

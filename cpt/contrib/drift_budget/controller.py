@@ -15,7 +15,7 @@ from cpt.contrib.drift_budget.options import LINE, PAST, DriftBudget
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.metrics import CHANGE_REPLICATES, Losses, bootstrap
 from cpt.evaluation.monitor import MonitorObserver
-from cpt.methods.base import ContinualModule
+from cpt.methods.base import ContinualMethod
 from cpt.trainer.monitor import copy_trained, put_back
 from cpt.trainer.run_dir import RunDir
 
@@ -100,7 +100,7 @@ class DriftController(MonitorObserver):
     def ended(self) -> str:
         return self.seen.ended
 
-    def see(self, trainer: Trainer, module: ContinualModule, losses: Texts, measure: Callable) -> Texts:
+    def see(self, trainer: Trainer, module: ContinualMethod, losses: Texts, measure: Callable) -> Texts:
         first, line, way = not self.seen.pace, self.options.steer == LINE, 1.0
         if first:
             self.new = {name: each for name, each in losses.items() if name not in (*self.own, *self.began)}
@@ -128,7 +128,7 @@ class DriftController(MonitorObserver):
             put_back(module, self.kept)
         if first:
             self.least = self.seen.spent
-        module.set_pace(self.pace)
+        module.set_lr_scale(self.pace)
         for act in self.seen.acts[told:]:
             log.info("budget of %s, %s", trainer.datamodule.domain.name, act)
         return losses

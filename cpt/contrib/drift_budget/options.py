@@ -50,7 +50,7 @@ class DriftBudget(ObserverConfig):
     ) -> Iterator[str]:
         wrong = {
             f"method={name}, which trains each domain from the base": method.alone,
-            f"method={name}, which has no past": self.past is not None and method.needs_all,
+            f"method={name}, which has no past": self.past is not None and method.requires_all_domains,
             "a schedule whose decay is a branch (wsd, infinite)": branches,
             "monitor.keep=best, whose weights may exceed it": monitor.keep == "best",
             "monitor.general=false": GENERAL in self.given and not monitor.general,

@@ -43,7 +43,7 @@ from cpt.data.example import Example
 from cpt.data.packing import COLUMNS, Packed, frame_of, padding_id, terminator
 from cpt.data.replay import ReplayPool, ReplaySource, exact
 from cpt.data.sources.base import GENERAL
-from cpt.methods.base import ContinualModule
+from cpt.methods.base import ContinualMethod
 from cpt.models.forward import in_mode
 from cpt.models.generate import Sampling, sample_texts
 
@@ -91,7 +91,7 @@ class TextWriter(ReplaySource):
         options: GeneratedReplay,
         folder: Path,
         *,
-        module: ContinualModule,
+        module: ContinualMethod,
         data: DomainSequence,
         corpora: Corpora,
         base: Any,  # cpt.trainer.base_model.Base
@@ -150,7 +150,7 @@ class TextWriter(ReplaySource):
         bar |= {"unit": "tok", "scale": True, "hidden": not first, "label": f"texts before {stage.name}"}
         with closing(files) if files else nullcontext(), progress_bar(**bar) as progress:
             for job in (job for job in jobs if tokens[job.text] < job.wanted):
-                name, model = job.text, self.module.backbone(job.domain)
+                name, model = job.text, self.module.model_for(job.domain)
                 before = model.device
                 progress.set_postfix_str(name, refresh=False)
                 try:

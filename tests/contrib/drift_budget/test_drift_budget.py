@@ -117,7 +117,7 @@ class OneWeight(torch.nn.Linear):
     def move(self, value):
         self.weight.data.fill_(value)
 
-    def set_pace(self, pace):
+    def set_lr_scale(self, pace):
         assert pace == 1
 
     def losses(self):

@@ -19,20 +19,20 @@ from cpt.models.forward import in_mode
 from cpt.optim.state import lay_out_moments, unfuse_mixed
 
 
-class Staged(LightningModule):
+class LightningWiring(LightningModule):
     """One stage: shape, optimizer, masked and guarded steps, after-domain work, scores. Methods override
     nothing here."""
 
     lr_scale = 1.0  # on the schedule's learning rate
 
-    def take_shape(self, stage: Domain) -> None:
+    def expand_to(self, stage: Domain) -> None:
         """Grows the model for a stage, once. Raises ValueError where new parameters would not be trained."""
         if stage in self.shaped:
             return
         before = parameter_shapes(self.model)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(key(self.seed, "shape", stage.name) % 2**63)
-            self.shape(stage)
+            self.expand(stage)
         self.shaped.append(stage)
         if (after := parameter_shapes(self.model)) != before:
             frozen = {id(each) for each in self.frozen}
@@ -44,18 +44,18 @@ class Staged(LightningModule):
                 )
             self.watch()
 
-    def enter(self, stage: Domain) -> None:
+    def setup_stage(self, stage: Domain) -> None:
         """Sets up a stage: its shape, then its active modules. Raises ValueError where `activate` grows."""
-        self.take_shape(stage)
+        self.expand_to(stage)
         before = parameter_shapes(self)
         self.activate(stage.index)
         if changed := [name for name, _ in parameter_shapes(self).items() ^ before.items()]:
             raise ValueError(
                 f"activate of {stage.name} has added, removed or resized {first_names(changed)}; "
-                "allowed: in shape(stage), which a resumed run repeats"
+                "allowed: in expand(stage), which a resumed run repeats"
             )
 
-    def set_pace(self, scale: float) -> None:
+    def set_lr_scale(self, scale: float) -> None:
         """Scales the schedule's learning rate from the next step on."""
         self.lr_scale = scale
         for config in self.trainer.lr_scheduler_configs:
@@ -93,7 +93,7 @@ class Staged(LightningModule):
         if outside:
             raise ValueError(
                 f"{first_names(outside)} requires a gradient in {self.domain.name} but is in no group of the "
-                "optimizer; allowed: what is grown in shape(stage) and switched in activate(domain)"
+                "optimizer; allowed: what is grown in expand(stage) and switched in activate(domain)"
             )
         lay_out_moments(optimizer)
 
@@ -149,9 +149,9 @@ class Staged(LightningModule):
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         average_gradients(self)
-        self.see_gradients()
+        self.on_gradients_ready()
         self.mask(optimizer)
-        self.gradients(optimizer)
+        self.transform_gradients(optimizer)
         self.constrain(optimizer)
 
     def mask(self, optimizer: Optimizer) -> None:
