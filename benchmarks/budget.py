@@ -20,7 +20,7 @@ import numpy as np
 from hydra import compose, initialize_config_dir
 from measuring import save
 
-from cpt.core.places import CONF
+from cpt.core.config import CONF
 from cpt.evaluation.scores import Scores
 
 TAKEN = {"train": 300, "valid": 80, "test": 200}  # documents of each text

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cpt.core.threads import SPINNING
 from measuring import QUIET_CORES, busy, rotated, wait_until_quiet
+
+from cpt.core.processes import SPINNING
 
 WARMUP = 5
 UNTIMED = {"cpu": 0, "cuda": 1}  # steps, in which memory is asked for again

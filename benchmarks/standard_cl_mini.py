@@ -13,7 +13,7 @@ import study
 from bag_of_words import classify
 from hydra import compose, initialize_config_dir
 
-from cpt.core.places import CONF
+from cpt.core.config import CONF
 from cpt.data.corpora import Corpora
 from cpt.data.example import Example, read_example
 from cpt.evaluation.task_metrics import matrix_of

@@ -17,8 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import cpt.core.naming  # noqa: F401  (registers the resolvers)
 from cpt import report
-from cpt.core.config import digest, plain_config
-from cpt.core.places import CONF
+from cpt.core.config import CONF, digest, plain_config
 from cpt.reporting.load_runs import MeasuredRun, RunSection, build_sections, find_runs, measure_runs
 
 RESULTS, PAGE = ROOT / "docs" / "results", ROOT / "docs" / "results.md"

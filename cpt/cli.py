@@ -12,8 +12,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 import cpt.sweeps.launcher  # noqa: F401  (registers the sweep launcher)
+from cpt.core.config import CONF
 from cpt.core.output import closing_output
-from cpt.core.places import CONF
 from cpt.core.processes import choose_spins, die_with_parent
 from cpt.sweeps.arguments import check_choices, leave_to_jobs
 from cpt.trainer.help import FLAG, describe_options

@@ -14,7 +14,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from cpt.core.places import CONF
+from cpt.core.config import CONF
 from cpt.trainer.plan import read_sections
 from tests.conftest import ROOT, with_values
 from tests.test_docs import DOCUMENTS, each_document, lines, told

@@ -9,7 +9,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from cpt.core.places import CONF
+from cpt.core.config import CONF
 from tests.conftest import ROOT, SMALL
 
 EXAMPLES = ROOT / "docs" / "examples"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import cpt
-from cpt.core.places import CONF
+from cpt.core.config import CONF
 from tests.conftest import ROOT, SMALL
 
 pytestmark = pytest.mark.slow

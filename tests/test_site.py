@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from cpt.core.places import CONF
+from cpt.core.config import CONF
 from tests.conftest import ROOT
 from tests.support.site import program
 

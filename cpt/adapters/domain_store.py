@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cpt.adapters.options import Routing
-from cpt.core.collectives import sum_on_cpu
-from cpt.core.sharding import is_sharded
+from cpt.core.distributed import is_sharded, sum_on_cpu
 from cpt.core.tensors import NamedTensors, load_tensors
 from cpt.data.collate import Batch
 from cpt.models.objectives import Objective

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from cpt.adapters.domain_store import BASE, DomainScorer, Scope
-from cpt.core.sharding import whole
+from cpt.core.distributed import full_tensor
 from cpt.data.collate import Batch
 from cpt.models.block_attention import text_in
 from cpt.models.forward import tokens_of
@@ -159,7 +159,7 @@ class MoELayer(nn.Module):
             maps = experts[copied].maps if copied >= 0 else [each.module for each in self.own]
             for one, other in zip(expert.maps, maps, strict=True):
                 for name, parameter in one.named_parameters():
-                    parameter.copy_(whole(getattr(other, name)))
+                    parameter.copy_(full_tensor(getattr(other, name)))
 
     @property
     def noted(self) -> RoutingRecord:

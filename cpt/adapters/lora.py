@@ -29,9 +29,9 @@ from transformers.pytorch_utils import Conv1D
 
 from cpt.adapters.domain_store import Scope
 from cpt.adapters.export import own_storage
+from cpt.core.distributed import shard_like
 from cpt.core.errors import reason
 from cpt.core.schema import show
-from cpt.core.sharding import shard_like
 from cpt.models.forward import tokens_of
 from cpt.models.units import Projection, projections, sublayers
 

@@ -6,10 +6,14 @@ import operator
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+PACKAGE = Path(__file__).parents[1]
+# Within the package once that is installed, next to it in a checkout.
+CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
 # How a run is carried out, not what it computes: free to change between two starts of the same run.
 EXECUTION = (
     "name",

@@ -24,7 +24,7 @@ from omegaconf.errors import (
 )
 from yaml import YAMLError
 
-from cpt.core.places import CONF
+from cpt.core.config import CONF
 from cpt.core.processes import is_one_of_several
 from cpt.core.schema import unknown_name
 

@@ -16,7 +16,7 @@ from subprocess import Popen, TimeoutExpired
 from types import FrameType
 from typing import Any
 
-from cpt.core.processes import in_company, is_first_process, is_one_of_several, is_started_by_lightning
+from cpt.core.processes import is_distributed, is_first_process, is_one_of_several, is_started_by_lightning
 
 GO_ON = 75  # EX_TEMPFAIL of BSD's <sysexits.h>: not failed, to be started again
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -63,7 +63,7 @@ notice = SignalState()
 
 def is_waited_for() -> bool:
     """Whether other processes would hang, or be killed, if this one left alone."""
-    return in_company() or is_started_by_lightning() or bool(children())
+    return is_distributed() or is_started_by_lightning() or bool(children())
 
 
 def watch_signals(received: socket.socket) -> None:
@@ -146,10 +146,10 @@ def check_signals(where: str = "") -> None:
 def leave_together(where: str = "") -> None:
     """Leaves if a signal has come to any process; called by all of them."""
     number = notice.number
-    if in_company():
-        from cpt.core.collectives import agree  # torch, which is imported where a group is
+    if is_distributed():
+        from cpt.core.distributed import all_reduce_max  # torch, which is imported where a group is
 
-        number = agree(number)
+        number = all_reduce_max(number)
     if number:
         leave_all(number, where)
 
@@ -163,7 +163,7 @@ def leave_all(number: int, where: str = "") -> None:
 def check_all_signals() -> None:
     """Leaves if a signal has come to any process, while each works on its own: they tell each other by the
     store that the process group was made with."""
-    if in_company():
+    if is_distributed():
         from torch.distributed.distributed_c10d import _get_default_store
 
         if notice.number:

@@ -43,7 +43,7 @@ def is_started_by_lightning() -> bool:
     return "LOCAL_RANK" in os.environ and not any(name in os.environ for name in others)
 
 
-def in_company() -> bool:
+def is_distributed() -> bool:
     """Whether this process works in a group with others now."""
     # Not imported, perhaps only in part: then there is no group.
     distributed: Any = sys.modules.get("torch.distributed")
@@ -53,7 +53,7 @@ def in_company() -> bool:
 
 def rank_and_world() -> tuple[int, int]:
     """The rank of this process in its group, and how many there are."""
-    if not in_company():
+    if not is_distributed():
         return 0, 1
     distributed = sys.modules["torch.distributed"]
     return distributed.get_rank(), distributed.get_world_size()

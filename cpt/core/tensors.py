@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cpt.core.distributed import shard_like, to_local
 from cpt.core.files import check_archive, replacing, writing
-from cpt.core.sharding import local, shard_like
 
 CPU = torch.device("cpu")
 
@@ -113,7 +113,7 @@ class NamedTensors(nn.Module):
         for child in self.children():
             child._apply(fn, recurse)
         for name, tensor in self.named().items():  # another type they take, as the module does
-            self._buffers[to_buffer_name(name)] = tensor.to(fn(local(tensor).new_empty(0)).dtype)
+            self._buffers[to_buffer_name(name)] = tensor.to(fn(to_local(tensor).new_empty(0)).dtype)
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
+from cpt.core.distributed import local_rows, to_local
 from cpt.core.schema import check_value
-from cpt.core.sharding import local, rows_of
 from cpt.data.collate import Batch
 from cpt.gradient_masks.options import ActsOn
 from cpt.models.objectives import Objective
@@ -140,12 +140,12 @@ def recording(masks: Sequence[GradientMask], *, alone: bool = True) -> Iterator[
 
 def scale_(tensor: Tensor, factor: Tensor, *, start: Tensor | None = None) -> None:
     """In place tensor <- factor * tensor, or start + factor (tensor - start); the factor broadcasts."""
-    factor, tensor = rows_of(factor, tensor), local(tensor)
+    factor, tensor = local_rows(factor, tensor), to_local(tensor)
     factor = factor.to(tensor.device)
     if start is None:
         tensor.mul_(factor)
     else:  # lerp is exact at both ends: factor 1 leaves the tensor's bits and factor 0 those of the start
-        before = local(start)
+        before = to_local(start)
         tensor.copy_(torch.lerp(before, tensor, factor.to(before)))
 
 

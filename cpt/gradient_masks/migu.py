@@ -33,9 +33,9 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from cpt.adapters.experts import TextRows
-from cpt.core.collectives import sum_in_place
+from cpt.core.distributed import all_reduce_sum
+from cpt.core.distributed import full_tensor as all_rows
 from cpt.core.randomness import key
-from cpt.core.sharding import whole as all_rows
 from cpt.data.collate import Batch
 from cpt.gradient_masks.base import GradientMask
 from cpt.gradient_masks.options import MagnitudeMaskOptions
@@ -187,7 +187,7 @@ class MagnitudeMask(GradientMask):
     def scores(self) -> Tensor:
         """The importance of every row, [rows], the same in all processes."""
         if self.options.importance == "output":
-            sum_in_place(self.sums)
+            all_reduce_sum(self.sums)
             return self.sums
         if self.options.importance == "fisher":
             return self.known

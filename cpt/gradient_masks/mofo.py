@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from cpt.core.sharding import local, whole
+from cpt.core.distributed import full_tensor, to_local
 from cpt.gradient_masks.base import Constraint, Step
 from cpt.gradient_masks.options import MomentumFilterOptions
 from cpt.models.units import Projection
@@ -73,11 +73,11 @@ class MomentumFilter(Constraint):
         decays = {p: decay_of(group) for group in optimizer.param_groups for p in group["params"]}
         for parameter, step in steps:
             momentum = momentum_of(parameter, optimizer)
-            least = find_least(whole(momentum), self.share)
-            size, own = local(momentum).abs(), local(step)
+            least = find_least(full_tensor(momentum), self.share)
+            size, own = to_local(momentum).abs(), to_local(step)
             kept = torch.ge(size, least, out=size)  # as numbers: a mask of bits is slower here
             if self.released and decays[parameter]:
-                decay = (local(parameter) - own).mul_(-decays[parameter])
+                decay = (to_local(parameter) - own).mul_(-decays[parameter])
                 own.copy_(decay.lerp_(own, kept.to(own)))
             else:
                 own.mul_(kept)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from cpt.core.collectives import sum_in_place
+from cpt.core.distributed import all_reduce_sum
 from cpt.data.collate import Batch, inputs_of, output_ids
 from cpt.gradient_masks.base import GradientMask
 from cpt.gradient_masks.options import SoftMaskOptions
@@ -73,7 +73,7 @@ def importance(
         if "idle" not in batch:
             sums += found
             count += len(batch["input_ids"])
-    sum_in_place(sums, count)
+    all_reduce_sum(sums, count)
     return sums / count
 
 

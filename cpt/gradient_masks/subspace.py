@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from cpt.core.collectives import sum_in_place
-from cpt.core.sharding import is_sharded, local, rows_of, whole
+from cpt.core.distributed import all_reduce_sum, full_tensor, is_sharded, local_rows, to_local
 from cpt.core.tensors import NamedTensors
 from cpt.gradient_masks.base import Constraint, Protection, Step
 from cpt.models.units import Projection
@@ -42,7 +41,7 @@ class Subspaces(Constraint):
         self.bases.clear()
         for name, weight in self.maps.items():
             if rank := ranks[name]:
-                u, _, v = torch.linalg.svd(whole(weight.detach()).float(), full_matrices=False)
+                u, _, v = torch.linalg.svd(full_tensor(weight.detach()).float(), full_matrices=False)
                 self.bases.update({f"{name}.left": u[:, :rank].contiguous()})
                 self.bases.update({f"{name}.right": v[:rank].T.contiguous()})
         self.pairs = None
@@ -73,15 +72,15 @@ class Subspaces(Constraint):
     def constrain(self, steps: Sequence[Step], optimizer: Optimizer) -> None:
         for parameter, step in steps:
             left, right = self.known()[parameter]
-            local(step).sub_(self.inside(step, left=left, right=right))
+            to_local(step).sub_(self.inside(step, left=left, right=right))
 
     def inside(self, step: Tensor, *, left: Tensor, right: Tensor) -> Tensor:
         """The protected part of a step, of its local rows where it is sharded."""
-        own = local(step)
-        rows, right = rows_of(left, step).to(own), right.to(own)
+        own = to_local(step)
+        rows, right = local_rows(left, step).to(own), right.to(own)
         within = rows.T @ own  # [k, m]
         if is_sharded(step):
-            sum_in_place(within)
+            all_reduce_sum(within)
         if self.protected == "block":
             return rows @ (within @ right) @ right.T
         across = (own @ right) @ right.T

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from cpt.core.collectives import sum_in_place
+from cpt.core.distributed import all_reduce_sum
 from cpt.data.collate import Batch
 from cpt.gradient_masks.base import Constraint, Step
 from cpt.methods.base import ContinualMethod, MethodContext
@@ -104,7 +104,7 @@ class AGEM(ContinualMethod):
                 loss = self.objective.nll(self.model, batch).sum()
             found = list(torch.autograd.grad(loss, trained, materialize_grads=True, allow_unused=True))
             count += len(batch["positions"])
-        sum_in_place(*found, count)
+        all_reduce_sum(*found, count)
         if not count:
             return {}
         torch._foreach_div_(found, count)

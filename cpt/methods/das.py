@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from cpt.core.collectives import gather_rows
+from cpt.core.distributed import gather_rows
 from cpt.data.collate import Batch, inputs_of
 from cpt.gradient_masks.soft import Proxy, SoftMask, domain_losses
 from cpt.methods.base import ContinualMethod, MethodContext

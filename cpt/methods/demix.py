@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from cpt.adapters import export
 from cpt.adapters.bottleneck import attach_bottlenecks
 from cpt.adapters.domain_store import BASE, DomainParams, Scope
-from cpt.core.collectives import sum_in_place
+from cpt.core.distributed import all_reduce_sum
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import DEMIXOptions
@@ -73,7 +73,7 @@ class CopyingMethod(ContinualMethod):
                     with self.holding(domain):
                         sums[place] += self.objective.nll(self.model, batch).sum()
                 sums[-1] += len(batch["positions"])
-        sum_in_place(sums)
+        all_reduce_sum(sums)
         return (sums[:-1] / sums[-1].clamp_min(1)).exp()
 
     def recorded(self, prefix: str) -> dict[str, Tensor]:

@@ -37,7 +37,7 @@ from cpt.adapters.experts import (
     with_newest,
     working,
 )
-from cpt.core.collectives import sum_in_place
+from cpt.core.distributed import all_reduce_sum
 from cpt.core.tensors import NamedTensors
 from cpt.data.collate import Batch
 from cpt.data.datamodule import Domain
@@ -162,7 +162,7 @@ class LifelongMoE(CopyingMethod):
     def on_gradients_ready(self) -> None:
         if self.firsts is not None:
             firsts, self.firsts = self.firsts, None
-            sum_in_place(firsts)
+            all_reduce_sum(firsts)
             self.shares.update({"firsts": (firsts / firsts.sum(1, keepdim=True)).float()})
 
     def after_domain(self, probe: Iterable[Batch]) -> None:

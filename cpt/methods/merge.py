@@ -34,8 +34,8 @@ from math import floor
 import torch
 from torch import Tensor, nn
 
+from cpt.core.distributed import dot, full_tensor, local_rows, to_local, total_norm, with_rows
 from cpt.core.randomness import key
-from cpt.core.sharding import dot, local, rows_of, total_norm, whole, with_rows
 from cpt.core.tensors import NamedTensors, PreciseTensors, precise
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualMethod, MethodContext
@@ -68,7 +68,7 @@ def find_threshold(values: Tensor, density: float) -> Tensor:
 def drop_entries(task: Tensor, like: Tensor, *, p: float, seed: int) -> Tensor:
     """Entries dropped with probability p, the others divided by 1 - p; drawn for the whole tensor."""
     draw = torch.rand(like.shape, generator=torch.Generator().manual_seed(seed))
-    kept = rows_of(draw, like).to(task.device) >= p
+    kept = local_rows(draw, like).to(task.device) >= p
     return task * kept / (1 - p)
 
 
@@ -103,7 +103,7 @@ class Merged(nn.Module):
 
     def rows(self) -> dict[str, Tensor]:
         """The local rows of the merged weights by name."""
-        return {name: local(each) for name, each in self.weights.named().items()}
+        return {name: to_local(each) for name, each in self.weights.named().items()}
 
     @torch.no_grad()
     def add(self, domain: Ended) -> None:
@@ -127,7 +127,7 @@ class Merged(nn.Module):
                 first = self.domains == 0 and not options.base
                 return slerp(merged, ended, 1.0 if first else options.share, like=domain.like[name])
             case _:
-                fisher, kept = domain.fisher[name] + options.epsilon, local(self.fishers.named()[name])
+                fisher, kept = domain.fisher[name] + options.epsilon, to_local(self.fishers.named()[name])
                 kept += fisher.to(kept.device)
                 return torch.lerp(merged, ended, fisher / self.fishers.at_hand(kept))
 
@@ -141,7 +141,7 @@ class Merged(nn.Module):
                 tasks[name] = drop_entries(each, like[name], p=options.drop, seed=seed)
         if options.rule == "dare" or options.density == 1:
             return tasks
-        sizes = {name: whole(*with_rows([each.abs()], [like[name]])) for name, each in tasks.items()}
+        sizes = {name: full_tensor(*with_rows([each.abs()], [like[name]])) for name, each in tasks.items()}
         if options.trimmed == "model":
             of_all = find_threshold(torch.cat([each.flatten() for each in sizes.values()]), options.density)
             least = dict.fromkeys(tasks, of_all)
@@ -156,7 +156,7 @@ class Merged(nn.Module):
         added = (task.clamp_min(0), task.clamp_max(0), task > 0, task < 0)
         sums = []
         for each, more in zip(kept, added, strict=True):
-            own = local(each.named()[name])
+            own = to_local(each.named()[name])
             own += more.to(own.device)
             sums.append(each.at_hand(own))
         above, below, count_above, count_below = sums
@@ -164,7 +164,7 @@ class Merged(nn.Module):
         total = torch.where(sign > 0, above, below)
         count = torch.where(sign > 0, count_above, count_below).clamp_min(1)
         elected = torch.where(sign == 0, 0, total / count)
-        return self.base.at_hand(local(self.base.named()[name])) + self.options.scale * elected
+        return self.base.at_hand(to_local(self.base.named()[name])) + self.options.scale * elected
 
 
 class Merging(nn.Module):
@@ -190,9 +190,11 @@ class Merging(nn.Module):
         ended = Ended(
             like=weights,
             # In the model's precision, which may be coarser than that of the merged weights.
-            began={name: precise(at_hand(local(began[name])).to(own.dtype)) for name, own in weights.items()},
-            ended={name: precise(local(own)) for name, own in weights.items()},
-            fisher={name: precise(local(fisher[name])) for name in weights if name in fisher},
+            began={
+                name: precise(at_hand(to_local(began[name])).to(own.dtype)) for name, own in weights.items()
+            },
+            ended={name: precise(to_local(own)) for name, own in weights.items()},
+            fisher={name: precise(to_local(fisher[name])) for name in weights if name in fisher},
             seed=seed,
         )
         self.merged.add(ended)
@@ -204,7 +206,7 @@ class Merging(nn.Module):
     def put(self, rows: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
         """Sets parameters to merged weights, by name."""
         for name, own in weights.items():
-            local(own).copy_(rows[name])
+            to_local(own).copy_(rows[name])
 
 
 log = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cpt.adapters import lora
-from cpt.core.sharding import local, rows_of, with_rows
-from cpt.core.sharding import whole as all_rows
+from cpt.core.distributed import full_tensor as all_rows
+from cpt.core.distributed import local_rows, to_local, with_rows
 from cpt.core.tensors import PreciseTensors
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualMethod, MethodContext
@@ -52,11 +52,11 @@ class MergeLoRA(ContinualMethod):
         rows = self.merging.end(self.model, self.maps(), fisher=found, seed=seed)
         if (rank := self.options.truncated) is not None:
             for name, parameter in self.maps().items():
-                base = self.base.at_hand(local(self.base.named()[name]))
+                base = self.base.at_hand(to_local(self.base.named()[name]))
                 (added,) = with_rows([rows[name].to(base) - base], [parameter])
                 # The nearest matrix of that rank in the Frobenius norm (Eckart and Young, 1936).
                 u, s, v = torch.linalg.svd(all_rows(added), full_matrices=False)
-                rows[name].copy_(base + rows_of(u[:, :rank] * s[:rank] @ v[:rank], parameter))
+                rows[name].copy_(base + local_rows(u[:, :rank] * s[:rank] @ v[:rank], parameter))
         self.merging.put(rows, self.maps())
 
     def measure(self, probe: Iterable[Batch]) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 from torch.optim import Optimizer
 
-from cpt.core.sharding import local
+from cpt.core.distributed import to_local
 from cpt.data.collate import Batch
 from cpt.gradient_masks.base import Constraint, Step
 from cpt.methods.base import ContinualMethod, MethodContext
@@ -46,9 +46,9 @@ class Recall(Constraint):
         present, left = self.named(), (1 - self.share if self.options.annealed else 1)
         for parameter, step in steps:
             pulled = rates[parameter] * self.options.strength * left
-            old, own = local(parameter) - local(step), local(step)
+            old, own = to_local(parameter) - to_local(step), to_local(step)
             own.mul_(self.share)
-            apart = old + own - self.at_hand(local(present[self.anchors[parameter]]))
+            apart = old + own - self.at_hand(to_local(present[self.anchors[parameter]]))
             own.sub_(apart, alpha=pulled)
 
 

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from cpt.adapters import export
 from cpt.adapters.domain_store import BASE, DomainScorer
 from cpt.adapters.routed_lora import SampleRouter, attach_routed, begin_routed, routed_part, router_of
-from cpt.core.collectives import sum_in_place
+from cpt.core.distributed import all_reduce_sum
 from cpt.core.tensors import NamedTensors
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualMethod, MethodContext
@@ -131,7 +131,7 @@ class SAPT(ContinualMethod):
             self.objective.encode(self.model, batch)
             taken = router.whole.exp()[batch["rows"]].double()
             sums += torch.cat([taken.sum(0), taken.new_tensor([len(taken)])])
-        sum_in_place(sums)
+        all_reduce_sum(sums)
         mean = (sums[:-1] / sums[-1].clamp_min(1)).float()
         self.attention.update({str(self.domain.index): mean})
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from cpt.core.sharding import local
+from cpt.core.distributed import to_local
 from cpt.core.tensors import NamedTensors, PreciseTensors
 from cpt.data.collate import Batch
 from cpt.methods.base import MethodContext
@@ -48,10 +48,10 @@ class SI(AnchorPenalty):
         anchors, importances = self.anchor.named(), self.importance.named()
         for name, parameter in named_weights(self.model).items():
             if parameter.grad is not None:
-                own, at_hand = local(parameter), self.anchor.at_hand
-                apart = own - at_hand(local(anchors[name]))
-                penalty = 2 * self.options.strength * at_hand(local(importances[name])) * apart
-                self.before[name] = (local(parameter.grad) - penalty, own.clone())
+                own, at_hand = to_local(parameter), self.anchor.at_hand
+                apart = own - at_hand(to_local(anchors[name]))
+                penalty = 2 * self.options.strength * at_hand(to_local(importances[name])) * apart
+                self.before[name] = (to_local(parameter.grad) - penalty, own.clone())
 
     @torch.no_grad()
     def after_update(self) -> None:
@@ -59,8 +59,8 @@ class SI(AnchorPenalty):
         for name, parameter in named_weights(self.model).items():
             if name in self.before:
                 gradient, start = self.before[name]
-                kept = local(brought[name])
-                kept.sub_((gradient * (local(parameter) - start)).to(kept.device))
+                kept = to_local(brought[name])
+                kept.sub_((gradient * (to_local(parameter) - start)).to(kept.device))
         self.before.clear()
 
     @torch.no_grad()
@@ -68,9 +68,9 @@ class SI(AnchorPenalty):
         anchors, importances = self.anchor.named(), self.importance.named()
         present = named_weights(self.model)
         for name, brought in self.brought.named().items():
-            way = local(present[name]).to(brought.device) - local(anchors[name])
-            accumulate(local(importances[name]), local(brought), way, damping=self.options.damping)
-            local(brought).zero_()
+            way = to_local(present[name]).to(brought.device) - to_local(anchors[name])
+            accumulate(to_local(importances[name]), to_local(brought), way, damping=self.options.damping)
+            to_local(brought).zero_()
         self.anchor.take(self.model)
 
 

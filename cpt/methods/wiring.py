@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from cpt.core.distributed import average_gradients, clip_gradients, total_norm
 from cpt.core.randomness import key
-from cpt.core.sharding import average_gradients, clip_gradients, total_norm
 from cpt.data.collate import Batch
 from cpt.data.datamodule import Domain
 from cpt.evaluation.perplexity import DocumentNLL

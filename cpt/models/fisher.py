@@ -13,7 +13,7 @@ from torch.nn import functional
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from cpt.core.collectives import agree, sum_in_place
+from cpt.core.distributed import all_reduce_max, all_reduce_sum
 from cpt.core.tensors import precise
 from cpt.data.collate import Batch, idle_batch, single
 from cpt.models.fsdp import named_weights, raised_gradients
@@ -58,7 +58,7 @@ def sensitivity(
         parts = samples(batch) if estimator == "per_sample" else [batch] * bool(len(batch["positions"]))
         if sharded:
             count += sum("idle" not in part for part in parts)
-            parts += [idle_batch(batch)] * (agree(len(parts)) - len(parts))
+            parts += [idle_batch(batch)] * (all_reduce_max(len(parts)) - len(parts))
         for part in parts:
             size = len(part["input_ids"])
             if sharded:
@@ -76,11 +76,11 @@ def sensitivity(
                 torch._foreach_add_(own, torch._foreach_abs(gradients), alpha=size)
             count += 1
     if sharded:
-        sum_in_place(count)
+        all_reduce_sum(count)
         sums = {name: torch.zeros_like(w.data) if w.grad is None else w.grad for name, w in weights.items()}
         model.zero_grad()
     else:
-        sum_in_place(*sums.values(), count)
+        all_reduce_sum(*sums.values(), count)
     return {name: each / count.clamp_min(1) for name, each in sums.items()}
 
 
@@ -129,6 +129,6 @@ def measure_similarity(model: PreTrainedModel, objective: Objective, batches: It
                 present = torch.ones_like(cosines)
             sums[:, place] += torch.stack([(cosines * present.to(cosines)).sum(), present.to(cosines).sum()])
         seen.clear()
-    sum_in_place(sums)
+    all_reduce_sum(sums)
     total, count = sums
     return torch.where(count > 0, total / count.clamp_min(1), 1.0)

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.pytorch_utils import Conv1D
 
+from cpt.core.distributed import add_up, is_sharded, shard_like, to_local, with_rows
 from cpt.core.schema import show
-from cpt.core.sharding import add_up, is_sharded, local, shard_like, with_rows
 from cpt.core.tensors import NamedTensors
 from cpt.models.forward import in_mode
 from cpt.models.fsdp import named_weights, reshard
@@ -52,7 +52,7 @@ class Snapshot(NamedTensors):
         self, tensors: Mapping[str, Tensor], towards: Mapping[str, Tensor], names: Sequence[str], share: float
     ) -> None:
         """Moves tensors in place by a share of the way to others, whose bits they have at a share of 1."""
-        pairs = [(local(tensors[name]), local(towards[name])) for name in names]
+        pairs = [(to_local(tensors[name]), to_local(towards[name])) for name in names]
         if not self.offloaded:
             own, others = [each for each, _ in pairs], [other.to(each) for each, other in pairs]
             torch._foreach_lerp_(own, others, share)
@@ -83,8 +83,8 @@ class _QuadraticPenalty(torch.autograd.Function):
     def forward(
         ctx: Any, elsewhere: bool, anchors: list[Tensor], weights: list[Tensor] | None, *parameters: Tensor
     ) -> Tensor:
-        own, to = [local(each) for each in parameters], [local(each) for each in anchors]
-        by = None if weights is None else [local(each) for each in weights]
+        own, to = [to_local(each) for each in parameters], [to_local(each) for each in anchors]
+        by = None if weights is None else [to_local(each) for each in weights]
         if elsewhere:
             terms, scaled = [], []
             for place, (parameter, anchor) in enumerate(zip(own, to, strict=True)):
@@ -103,7 +103,7 @@ class _QuadraticPenalty(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         gradients = ctx.gradients
         del ctx.gradients  # scaled in place: valid for one backward pass
-        torch._foreach_mul_([local(each) for each in gradients], gradient)
+        torch._foreach_mul_([to_local(each) for each in gradients], gradient)
         return None, None, None, *gradients
 
 
@@ -155,7 +155,7 @@ def overwrite_rows(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str,
     present, kept = named_weights(model) if weights else {}, {}
     for name, weight in weights.items():
         kept[name] = present[name].detach().clone()
-        local(present[name]).copy_(local(shard_like(weight, present[name])))
+        to_local(present[name]).copy_(to_local(shard_like(weight, present[name])))
     return kept
 
 

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor
+from torch import Tensor, distributed
 
-from cpt.core.collectives import agree, maximise_in_place, sum_in_place
+from cpt.core.distributed import all_reduce_max, all_reduce_sum, total_norm
 from cpt.core.preemption import notice, release_children
-from cpt.core.processes import in_company
-from cpt.core.sharding import total_norm
+from cpt.core.processes import is_distributed
 
 log = logging.getLogger(__name__)
 POLICIES = ("stop", "skip", "rollback")
@@ -105,7 +104,7 @@ class NanGuard(Callback):
 
     def check_weights(self, trainer: Trainer, weights: Iterable[Tensor]) -> None:
         """Raises ValueError or RollbackError, in all processes, if weights are not finite in one."""
-        if agree(int(not all_finite(weights))):
+        if all_reduce_max(int(not all_finite(weights))):
             step, name = trainer.global_step, trainer.datamodule.domain.name
             problem = f"the weights are not finite after step {step} of {name}"
             if self.policy == "rollback" and self.rollbacks < MOST:
@@ -119,7 +118,7 @@ class NanGuard(Callback):
 
     def leaving(self) -> int:
         """The signal on which all processes exit now, 0 for none."""
-        return self.heard if in_company() else notice.number
+        return self.heard if is_distributed() else notice.number
 
     def state_dict(self) -> dict[str, Any]:
         return {"left_out": sorted(self.left_out), "spikes": self.spikes.state()}
@@ -138,10 +137,10 @@ def warn_once(trainer: Trainer, message: str) -> None:
 def exchange(value: Tensor, *, asks: bool = False) -> tuple[bool, int, bool]:
     """Over all processes: whether a scalar is finite, a signal received, whether one asks for a
     checkpoint."""
-    if not in_company():
+    if not is_distributed():
         return math.isfinite(value.item()), 0, asks
     told = torch.stack([(~value.isfinite()).to(value.dtype), *value.new_tensor([notice.number, asks])])
-    maximise_in_place(told)
+    distributed.all_reduce(told, op=distributed.ReduceOp.MAX)
     bad, number, asked = told.tolist()
     return not bad, int(number), bool(asked)
 
@@ -149,7 +148,7 @@ def exchange(value: Tensor, *, asks: bool = False) -> tuple[bool, int, bool]:
 def name_nonfinite(terms: Mapping[str, Tensor]) -> str:
     """Describes the terms that are not finite in some process."""
     values = torch.stack([value.float() for value in terms.values()])
-    sum_in_place(values)
+    all_reduce_sum(values)
     found = [
         f"the {name}{' loss' * (name != GRADIENT)} is {value}"
         for name, value in zip(terms, values.tolist(), strict=True)
@@ -167,7 +166,7 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
 def check_finite(state: Mapping[str, Tensor], row: str) -> None:
     """Raises ValueError if a stage's state is not finite in some process."""
     fine = all_finite(state.values())
-    if agree(int(not fine)):
+    if all_reduce_max(int(not fine)):
         bad = [name for name, value in state.items() if not (fine or all_finite([value]))]
         told = ", ".join(bad[:3]) or "what another process has"
         raise ValueError(f"{told} is not finite after {row}; {ADVICE}")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from cpt.core.sharding import is_sharded
+from cpt.core.distributed import is_sharded
 from cpt.core.tensors import NamedTensors
 
 log = logging.getLogger(__name__)

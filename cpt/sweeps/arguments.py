@@ -6,7 +6,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType, QuotedString
 from hydra.errors import HydraException
 
-from cpt.core.places import CONF
+from cpt.core.config import CONF
 
 
 def parse_arguments(arguments: Sequence[str]) -> dict[str, Override]:

@@ -18,10 +18,10 @@ from lightning.pytorch import callbacks as theirs
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
+from cpt.core.distributed import is_sharded
 from cpt.core.errors import reason
 from cpt.core.randomness import key
 from cpt.core.sections import check_arguments, load_target
-from cpt.core.sharding import is_sharded
 from cpt.core.tensors import load_tensors, save_state
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualMethod

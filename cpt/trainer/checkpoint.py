@@ -18,11 +18,10 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor, nn
 
 from cpt.adapters.domain_store import load_mapped, map_stored
-from cpt.core.collectives import gather_objects
+from cpt.core.distributed import gather_objects, is_sharded
 from cpt.core.files import check_archive, find_damage, hash_files
 from cpt.core.preemption import leave_all
 from cpt.core.processes import is_first_process, rank_and_world
-from cpt.core.sharding import is_sharded
 from cpt.core.tensors import load_tensors, save_state
 from cpt.optim.nan_guard import NanGuard
 from cpt.trainer.fsdp import (

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 from transformers import PreTrainedModel
 
+from cpt.core.distributed import is_sharded, to_local
 from cpt.core.memory import forget_peak, give_back, peak
-from cpt.core.sharding import is_sharded, local
 from cpt.data.collate import Batch
 from cpt.models.loading import skeleton
 
@@ -58,7 +58,7 @@ def stored_bytes(state: Mapping[str, Tensor], own: set[str]) -> int:
     sizes, inside = dict[int, int](), {f"model.{name}" for name in own}
     for name, each in state.items():
         if name.replace(".base_layer", "") not in inside:  # where peft moves the weight of a layer
-            place = local(each).untyped_storage()._cdata if is_sharded(each) else each.data_ptr()
+            place = to_local(each).untyped_storage()._cdata if is_sharded(each) else each.data_ptr()
             sizes[place] = each.nbytes
     return sum(sizes.values())
 

@@ -21,8 +21,8 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpt.adapters.domain_store import BASE
-from cpt.core.collectives import agree, gather_objects, wait_for_others
 from cpt.core.config import digest
+from cpt.core.distributed import all_reduce_max, barrier, gather_objects
 from cpt.core.files import replace as replace_file
 from cpt.core.preemption import Preempted, check_all_signals, leave_together
 from cpt.core.processes import is_first_process, rank_and_world
@@ -98,12 +98,12 @@ class Evaluator(ABC):
 
     def missing(self, number: int) -> bool:
         """Whether something is due after a stage; all processes get the same answer."""
-        return bool(agree(len(self.due(number))))
+        return bool(all_reduce_max(len(self.due(number))))
 
     def measure(self, number: int, device: torch.device) -> None:
         """Measures what is due after a stage, whose weights the module has, on `device`."""
         due, label = self.due(number), f"{self.LABEL} after {self.name(number)}"
-        wait_for_others()  # nobody works before all have looked
+        barrier()  # nobody works before all have looked
         with suppress(Preempted):  # the other processes are waited for
             self.work(number, due, device, label)
         leave_together(f"in the {label}")
@@ -313,7 +313,7 @@ class TaskEvaluator(Evaluator):
             about["choices"] = [list(each.choices) for each in questions]
             path = predictions.answers_file(self.folder(number), task)
             predictions.save_predictions(path, columns, about=about)
-        wait_for_others()  # the file is there for all
+        barrier()  # the file is there for all
 
     def results(self, rows: int) -> dict[str, Any]:
         """With the metrics of the matrix of scores, and their intervals after the last stage."""

@@ -30,10 +30,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from cpt.core.collectives import agree, wait_for_others
+from cpt.core.distributed import all_reduce_max, barrier, is_sharded, shard_as, shard_like, to_local
 from cpt.core.files import find_damage, sync
-from cpt.core.processes import in_company, is_first_process
-from cpt.core.sharding import is_sharded, lay_out, local, shard_like
+from cpt.core.processes import is_distributed, is_first_process
 from cpt.core.tensors import NamedTensors, load_tensors, save_state
 from cpt.methods.base import ContinualMethod
 from cpt.models.fsdp import named_weights, reshard, shard_model
@@ -205,7 +204,7 @@ def fill_in(checkpoint: dict[str, Any], path: Path, like: Like) -> dict[str, Any
 def new_folder(path: Path) -> Path:
     """The next folder beside a checkpoint's file, the same in all processes."""
     there = [int(each.name.split(".")[-2]) for each in path.parent.glob(f"{path.stem}.*.{SHARDS}")]
-    return path.with_name(f"{path.stem}.{agree(1 + max(there, default=0))}.{SHARDS}")
+    return path.with_name(f"{path.stem}.{all_reduce_max(1 + max(there, default=0))}.{SHARDS}")
 
 
 def remove_others(path: Path, folder: Path | None = None) -> None:
@@ -220,10 +219,10 @@ def write_shards(tensors: Mapping[str, Tensor], folder: Path) -> None:
     it. Then the disk holds them."""
     if is_first_process():
         folder.mkdir(parents=True)
-    wait_for_others()
+    barrier()
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # of a process that is alone
-        files.save(dict(tensors), checkpoint_id=folder, no_dist=not in_company())
-    wait_for_others()
+        files.save(dict(tensors), checkpoint_id=folder, no_dist=not is_distributed())
+    barrier()
     if is_first_process():
         for file in (*folder.iterdir(), folder):
             sync(file)
@@ -236,10 +235,10 @@ def read_shards(folder: Path, like: Like) -> dict[str, Tensor]:
     for key, stored in files.FileSystemReader(folder).read_metadata().state_dict_metadata.items():
         model, kind = like(key, stored.size), stored.properties.dtype
         if model is not None and is_sharded(model):
-            tensors[key] = lay_out(torch.empty_like(local(model), dtype=kind), model)
+            tensors[key] = shard_as(torch.empty_like(to_local(model), dtype=kind), model)
         else:
             tensors[key] = torch.empty(stored.size, dtype=kind)
-    alone = not in_company() or not any(map(is_sharded, tensors.values()))
+    alone = not is_distributed() or not any(map(is_sharded, tensors.values()))
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # of a process that is alone
         files.load(tensors, checkpoint_id=folder, no_dist=alone)
     return tensors

@@ -9,8 +9,8 @@ from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig, OmegaConf
 
 from cpt.adapters.options import PartsOptions
+from cpt.core.config import CONF
 from cpt.core.naming import CONFIG
-from cpt.core.places import CONF
 from cpt.core.schema import Options, allowed, join, option_types, show
 from cpt.core.sections import options_class, to_python
 from cpt.data.options import DataOptions

@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import Logger
 from torch.distributed.fsdp import FSDPModule
 
 from cpt.adapters.domain_store import map_stored
-from cpt.core.collectives import wait_for_others
+from cpt.core.distributed import barrier
 from cpt.core.files import writing
 from cpt.core.heartbeat import set_phase
 from cpt.core.preemption import check_signals, defer_signals, leave_together
@@ -134,7 +134,7 @@ class ContinualTrainer:
         path = self.run.stage(number)
         state = save_stage(self.module, path)
         if self.to_disk:
-            wait_for_others()  # until the first process has written it
+            barrier()  # until the first process has written it
             map_stored(self.module, path)
         return {
             "trained": trained_parameters(self.module),

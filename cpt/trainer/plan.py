@@ -13,9 +13,8 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from cpt.adapters.options import PartsOptions
-from cpt.core.config import digest, identity, plain_config, redact
+from cpt.core.config import CONF, digest, identity, plain_config, redact
 from cpt.core.errors import readable, unknown_name
-from cpt.core.places import CONF
 from cpt.core.schema import NonNegative, Text, check_value, fits, show
 from cpt.core.sections import Choice, Section, as_written, is_used, read_section
 from cpt.data import orders

@@ -17,7 +17,7 @@ from hydra import compose, initialize_config_dir  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402
 
 import cpt.core.naming  # noqa: E402, F401  (registers the resolvers)
-from cpt.core.places import CONF  # noqa: E402
+from cpt.core.config import CONF  # noqa: E402
 from cpt.trainer.help import list_options, list_sections  # noqa: E402
 
 PAGE = DOCS / "options.md"

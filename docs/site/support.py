@@ -23,8 +23,8 @@ sys.path.insert(0, str(DOCS.parent))
 from hydra import compose, initialize_config_dir  # noqa: E402
 
 import cpt.core.naming  # noqa: E402, F401  (registers the resolvers)
+from cpt.core.config import CONF  # noqa: E402
 from cpt.core.errors import reason  # noqa: E402
-from cpt.core.places import CONF  # noqa: E402
 
 KEPT, PAGE = DOCS / "support.json", DOCS / "support.md"
 WORDS = {

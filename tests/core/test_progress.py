@@ -7,7 +7,7 @@ import sys
 
 from omegaconf import OmegaConf
 
-from cpt.core.places import CONF
+from cpt.core.config import CONF
 from cpt.core.progress import progress_bar
 
 

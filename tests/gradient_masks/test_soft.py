@@ -201,7 +201,7 @@ def test_importances_are_those_of_the_samples_of_all_processes(monkeypatch):
     alone = importance(model, groups, [batch], domain_losses)
     idle = batch_of(3, seed=1) | {"idle": torch.ones(1)}
     torch.testing.assert_close(importance(model, groups, [batch, idle], domain_losses), alone)
-    monkeypatch.setattr(module, "sum_in_place", lambda *tensors: [each.mul_(2) for each in tensors])
+    monkeypatch.setattr(module, "all_reduce_sum", lambda *tensors: [each.mul_(2) for each in tensors])
     torch.testing.assert_close(importance(model, groups, [batch, batch], domain_losses), alone)
 
 

@@ -11,7 +11,7 @@ from torch import distributed
 
 import cpt.adapters.export
 from cpt.adapters.domain_store import BASE
-from cpt.core import collectives
+from cpt.core import distributed as collectives
 from cpt.data.datamodule import Domain
 from cpt.data.sampler import EvalSubset
 from tests.support.making import DROPOUT, made, same
@@ -171,7 +171,7 @@ def test_processes_agree_on_the_nearest(demix, monkeypatch):
     visit(work.module, 0)
     shares, sums = batches(work, "food", rows=20, size=10), []
     expected = work.module.measure(shares, [BASE, 0])
-    monkeypatch.setattr(collectives, "in_company", lambda: True)
+    monkeypatch.setattr(collectives, "is_distributed", lambda: True)
     monkeypatch.setattr(distributed, "all_reduce", lambda values: sums.append(values.clone()))
     work.module.measure(shares[1:], [BASE, 0])
     monkeypatch.setattr(distributed, "all_reduce", lambda values: values.add_(sums[0]))

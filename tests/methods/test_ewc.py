@@ -9,7 +9,7 @@ import torch
 from torch import distributed
 from torch.nn import functional
 
-from cpt.core import collectives
+from cpt.core import distributed as collectives
 from cpt.data.collate import labels_of
 from cpt.data.corpora import Corpora
 from cpt.methods import ewc as subject
@@ -339,7 +339,7 @@ def test_the_processes_fishers_are_summed(shares, learnt, monkeypatch):
     probe, sent = learnt.probe(), []
     expected = clones(fisher(model, [batch], estimator="per_sample"))
     assert [len(each["input_ids"]) for each in probe] == [9, 7]
-    monkeypatch.setattr(collectives, "in_company", lambda: True)
+    monkeypatch.setattr(collectives, "is_distributed", lambda: True)
     monkeypatch.setattr(distributed, "all_reduce", lambda tensor: sent.append(tensor.clone()))
     fisher(model, probe[: shares[0]], estimator="per_sample")
     monkeypatch.setattr(distributed, "all_reduce", lambda tensor: tensor.add_(sent.pop(0)))

@@ -10,7 +10,7 @@ from torch import distributed
 
 from cpt.adapters.domain_store import BASE, Router, keep_largest
 from cpt.adapters.options import Routing
-from cpt.core import collectives
+from cpt.core import distributed as collectives
 from cpt.data.collate import labels_of
 from cpt.data.sampler import EvalSubset
 from cpt.models.objectives import Causal
@@ -303,7 +303,7 @@ def test_used_weights_are_summed_over_processes(monkeypatch):
         calls.append(values.shape)
         values.add_(theirs)
 
-    monkeypatch.setattr(collectives, "in_company", lambda: True)
+    monkeypatch.setattr(collectives, "is_distributed", lambda: True)
     monkeypatch.setattr(distributed, "get_backend", lambda: "gloo")
     monkeypatch.setattr(distributed, "all_reduce", all_reduce)
     mixing = begun()

@@ -191,7 +191,7 @@ def test_ruined_weights_replace_no_checkpoint(small, start, whole, tmp_path, mon
 
 def test_what_one_process_has_stops_all(monkeypatch):
     check_finite({"weight": torch.ones(2)}, "law")
-    monkeypatch.setattr("cpt.optim.nan_guard.agree", lambda own: True)  # another has said so
+    monkeypatch.setattr("cpt.optim.nan_guard.all_reduce_max", lambda own: True)  # another has said so
     with pytest.raises(ValueError, match="what another process has is not finite after law"):
         check_finite({"weight": torch.ones(2)}, "law")
 

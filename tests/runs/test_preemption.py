@@ -245,7 +245,7 @@ def test_a_signal_while_the_second_process_starts_ends_both(corpora, cache, tmp_
 
 IMPORTS = """
 import os, signal, sys
-from cpt.core.preemption import heed_imports, heed_signals, in_company, notice
+from cpt.core.preemption import heed_imports, heed_signals, notice
 mode = sys.argv[1]
 if mode == "before":
     heed_imports()

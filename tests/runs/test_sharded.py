@@ -25,7 +25,7 @@ SCRIPT = """
 import json, os, sys
 sys.path.insert(0, {root!r})
 from lightning.pytorch.callbacks import Callback
-from cpt.core.sharding import is_sharded, local
+from cpt.core.distributed import is_sharded, to_local
 from cpt.models import memory
 from cpt.trainer import loop
 
@@ -33,7 +33,7 @@ memory.COMPILE_OPTIONS = {{"backend": "eager"}}  # traced, and run as it was
 
 def count(tensors):
     every = list(tensors)
-    return [sum(each.numel() for each in every), sum(local(each).numel() for each in every)]
+    return [sum(each.numel() for each in every), sum(to_local(each).numel() for each in every)]
 
 class Held(Callback):
     def on_train_end(self, trainer, module):

@@ -21,7 +21,7 @@ import cpt.data.sources.tasks  # noqa: E402, F401
 import cpt.data.sources.texts  # noqa: E402, F401
 import cpt.train  # noqa: E402, F401
 import cpt.trainer.loop  # noqa: E402, F401
-from cpt.core.places import CONF  # noqa: E402
+from cpt.core.config import CONF  # noqa: E402
 from tests.support.sparing import loaded, parse_once  # noqa: E402
 
 PIL.Image.preinit()

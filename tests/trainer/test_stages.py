@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from cpt.adapters.domain_store import DomainParams
-from cpt.core.sharding import whole
+from cpt.core.distributed import full_tensor
 from cpt.core.tensors import NamedTensors
 from cpt.trainer import checkpoint as stages
 from cpt.trainer.checkpoint import check_stage, load_stage, restore_stage, save_stage
@@ -92,7 +92,7 @@ def test_a_module_is_restored_however_it_is_laid_out(mesh, tmp_path, written, sh
     if shared:
         other.share_out(mesh).register_load_state_dict_pre_hook(shard_state)
     restore_stage(other, path, rests=rests)
-    state = {name: whole(each) if shared else each for name, each in other.state_dict().items()}
+    state = {name: full_tensor(each) if shared else each for name, each in other.state_dict().items()}
     assert is_same(state, Method(1).state_dict())
     assert other.bank.mapped == ({"0:map/bias"} if rests else set())
 

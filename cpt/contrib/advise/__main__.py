@@ -41,9 +41,9 @@ from cpt.contrib.advise.runs import (
     plan_sweep,
     time_round,
 )
+from cpt.core.config import CONF
 from cpt.core.errors import readable
 from cpt.core.output import run_program
-from cpt.core.places import CONF
 from cpt.models.loading import configuration
 from cpt.reporting.page import write_page
 from cpt.status import format_time

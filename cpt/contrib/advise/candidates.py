@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import AutoModel
 
+from cpt.core.config import CONF
 from cpt.core.errors import reason
-from cpt.core.places import CONF
 from cpt.models.loading import configuration, objective_name
 
 REFERENCE = "ncl"

@@ -19,8 +19,8 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import open_dict
 
 from cpt.contrib.advise.candidates import REFERENCE, Setting, overrides, work
+from cpt.core.config import CONF
 from cpt.core.heartbeat import list_sweep_runs
-from cpt.core.places import CONF
 from cpt.evaluation.scores import Scores
 from cpt.sweeps.jobs import Job, compose_jobs, divide_machine
 from cpt.sweeps.launcher import run_all

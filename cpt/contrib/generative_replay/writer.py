@@ -29,8 +29,8 @@ from cpt.adapters.domain_store import BASE
 from cpt.contrib.generative_replay.append_log import Growing
 from cpt.contrib.generative_replay.options import GeneratedReplay
 from cpt.core.cache import artifact_damage, discard, finish_artifact, make_once
-from cpt.core.collectives import gather_objects, wait_for_others
 from cpt.core.config import digest
+from cpt.core.distributed import barrier, gather_objects
 from cpt.core.files import read_checked_json, replace, write_checked_json
 from cpt.core.preemption import leave_together
 from cpt.core.processes import is_first_process, rank_and_world
@@ -121,7 +121,7 @@ class TextWriter(ReplaySource):
             path = sample_file(self.folder / "kept", name, "json")
             if not path.exists() and (kept := self.to_keep(name)) is not None:
                 write_checked_json(path, kept)
-        wait_for_others()
+        barrier()
         folder, jobs, most = self.folder / f"{number:03d}-{stage.name}", [], self.options.tokens
         damage = artifact_damage(folder)
         if replayed and gather_objects(bool(damage))[0]:
@@ -180,7 +180,7 @@ class TextWriter(ReplaySource):
             sums = (sum(each[kind] for each in facts.values()) for kind in ("texts", "tokens", "real"))
             message = "before %s, %d texts of %d tokens are generated, %d of them kept prefixes: %s"
             log.info(message, stage.name, *sums, folder)
-        wait_for_others()  # the rows are there for all
+        barrier()  # the rows are there for all
 
     def write_block(self, model: PreTrainedModel, job: WritingJob, block: int) -> list[Sample]:
         """The texts of a block of a job."""

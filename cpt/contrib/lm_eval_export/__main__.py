@@ -13,9 +13,9 @@ from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 
+from cpt.core.config import CONF
 from cpt.core.errors import readable
 from cpt.core.output import run_program
-from cpt.core.places import CONF
 from cpt.trainer.plan import Plan, make_plan
 
 NEEDED = "a folder to write to, and what python run.py is given: FOLDER domains=tasks model=…"

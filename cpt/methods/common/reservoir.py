@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from cpt.core.collectives import gather_shards
+from cpt.core.distributed import gather_shards
 from cpt.core.processes import rank_and_world
 from cpt.core.randomness import draws, key, sample_keys, shuffle
 from cpt.data.collate import UNSCORED, Batch, label_batch, labels_of

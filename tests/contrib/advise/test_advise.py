@@ -11,7 +11,7 @@ from PIL import Image
 
 from cpt.contrib.advise import __main__ as advise
 from cpt.contrib.advise.candidates import NAMES
-from cpt.core.places import CONF
+from cpt.core.config import CONF
 from cpt.core.preemption import GO_ON
 from cpt.trainer.plan import make_plan
 from tests.conftest import ROOT, SMALL

@@ -6,8 +6,8 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from cpt.core import sharding
-from cpt.core.sharding import local
+from cpt.core import distributed as sharding
+from cpt.core.distributed import to_local
 from cpt.core.tensors import NamedTensors, offload
 
 
@@ -37,12 +37,12 @@ def test_rows_that_rest_on_the_cpu_stay_there(mesh):
     module.kept.shard({"weight": weight})
     module.bfloat16().float()
     module.to("meta")
-    module.kept.layout = {"weight": sharding.lay_out(torch.empty(4, 3, device="meta"), weight)}
+    module.kept.layout = {"weight": sharding.shard_as(torch.empty(4, 3, device="meta"), weight)}
     module.load_state_dict(stored)
     module.kept.update({"weight": module.kept.named()["weight"] + 1, "new": torch.zeros(2)})
     kept = module.kept.named()
-    assert {name: local(each).device.type for name, each in kept.items()} == dict.fromkeys(kept, "cpu")
+    assert {name: to_local(each).device.type for name, each in kept.items()} == dict.fromkeys(kept, "cpu")
     assert sharding.is_sharded(kept["weight"]) and torch.equal(
-        local(kept["weight"]), torch.arange(12.0).view(4, 3) + 2
+        to_local(kept["weight"]), torch.arange(12.0).view(4, 3) + 2
     )
-    assert local(module.kept.at_hand(kept["weight"])).is_meta and module.kept.at_hand(kept["new"]).is_meta
+    assert to_local(module.kept.at_hand(kept["weight"])).is_meta and module.kept.at_hand(kept["new"]).is_meta
