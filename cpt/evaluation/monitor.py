@@ -101,8 +101,8 @@ class MonitorObserver:
         measure: Callable[[], Mapping[str, Tensor]],
     ) -> Mapping[str, Tensor]:
         """Called at each evaluation, the first before the first step, with the losses by text [2, documents]:
-        nats and scored tokens. It may change weights and the rate (`module.set_lr_scale`); `measure` evaluates
-        again. Returns the losses of the weights as it leaves them."""
+        nats and scored tokens. It may change weights and the rate (`module.set_lr_scale`); `measure`
+        evaluates again. Returns the losses of the weights as it leaves them."""
         return losses
 
     def finish(self) -> None:
