@@ -127,7 +127,8 @@ class ProtectedMovement(Callback):
         ||P (theta_end - theta_begin)||^2 / ||theta_end - theta_begin||^2
 
     over the parameters with a projection P (`protected_subspace`), and that of a random movement: with
-    masked gradients an optimizer still moves protected directions, by its division by entry, momentum and weight decay."""
+    masked gradients an optimizer still moves protected directions, by its division by entry, momentum and
+    weight decay."""
 
     def __init__(self) -> None:
         self.began: dict[str, Tensor] = {}
