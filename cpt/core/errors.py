@@ -43,10 +43,10 @@ LESS = "the same command goes on from here; allowed: more memory, or what needs 
 
 def reason(error: BaseException) -> str:
     """An error's message on one line; of an error inside a Hydra instantiation, the cause's."""
-    return " ".join(words_of(error).splitlines())
+    return " ".join(message_of(error).splitlines())
 
 
-def words_of(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     """What is said of an error, in one line or several."""
     match error:
         case MissingConfigException(missing_cfg_file=str(path), options=list(options)):

@@ -112,7 +112,9 @@ def config(kind: type[T]) -> type[T]:
 
     def init(self: Any, **given: Any) -> None:
         types = option_types(made)
-        values = {name: prepare(value, types.get(name), place=name) for name, value in given.items()}
+        values = {
+            name: with_python_types(value, types.get(name), place=name) for name, value in given.items()
+        }
         try:
             validate(self, **values)
         except ValidationError as error:
@@ -142,7 +144,7 @@ def option_types(kind: type) -> dict[str, Any]:
     return {each.name: types[each.name] for each in fields(kind)}
 
 
-def prepare(value: Any, kind: Any, *, place: str) -> Any:
+def with_python_types(value: Any, kind: Any, *, place: str) -> Any:
     """A list as a tuple; keys with values as the Options that are declared there."""
     for each in (kind, *get_args(kind)):
         if isinstance(value, Mapping) and isinstance(each, type) and issubclass(each, Options):
@@ -164,7 +166,7 @@ def validator(kind: Any, *, finite: bool = True) -> Callable[[Any], Any]:
 def fits(value: Any, kind: Any) -> bool:
     """Whether a type allows a value."""
     try:
-        validator(kind)(prepare(value, kind, place=""))
+        validator(kind)(with_python_types(value, kind, place=""))
     except ValueError:
         return False
     return True
@@ -172,7 +174,7 @@ def fits(value: Any, kind: Any) -> bool:
 
 def check_value(key: str, value: Any, kind: Any) -> None:
     """Raises ValueError, `key=value; allowed: …`, for a value that a type does not allow."""
-    if not fits(prepare(value, kind, place=key), kind):
+    if not fits(with_python_types(value, kind, place=key), kind):
         raise ValueError(wrong(key, value, kind))
 
 

@@ -43,7 +43,7 @@ class CarriedState(NamedTensors):
         known, new = {}, []
         for place, parameter in enumerate(params):
             state = carried.get(names[parameter])
-            if state is not None and fits(state, parameter):
+            if state is not None and broadcasts_to(state, parameter):
                 known[place] = carried.pop(names[parameter])
             else:
                 new.append(names[parameter])
@@ -62,7 +62,7 @@ class CarriedState(NamedTensors):
         return self
 
 
-def fits(state: dict[str, Tensor], parameter: nn.Parameter) -> bool:
+def broadcasts_to(state: dict[str, Tensor], parameter: nn.Parameter) -> bool:
     """Whether every tensor of a state broadcasts to the parameter's shape."""
     try:
         return all(

@@ -162,7 +162,7 @@ def tell(advice: Mapping[str, Any]) -> list[str]:
         lines.append(
             f"After {at.get('judged_steps', at['epoch_steps'])} steps a domain (an epoch has about "
             f"{at['epoch_steps']}), extrapolated: learned "
-            f"{show(bounds['learned_at'])}, forgotten {show(bounds['forgotten_at'])} nats."
+            f"{format_bounds(bounds['learned_at'])}, forgotten {format_bounds(bounds['forgotten_at'])} nats."
         )
     return lines
 
@@ -172,10 +172,10 @@ def find_arm(advice: Mapping[str, Any], name: str) -> Arm:
 
 
 def span(arm: Arm, name: str) -> str:
-    return f"{arm[name]:.4f} {show(arm['intervals'][name])}"
+    return f"{arm[name]:.4f} {format_bounds(arm['intervals'][name])}"
 
 
-def show(bounds: Sequence[float | None]) -> str:
+def format_bounds(bounds: Sequence[float | None]) -> str:
     if None in bounds:
         return "[–]"  # of one document there is no interval
     return f"[{bounds[0]:.4f}, {bounds[1]:.4f}]"
@@ -185,7 +185,7 @@ def row_of(arm: Arm) -> list[str]:
     numbers = [span(arm, name) if arm[name] is not None else "–" for name in ("learned", "forgotten")]
     parts = [f"{arm[name]:.4f}" if arm[name] is not None else "–" for name in ("FG", "drift")]
     worth = arm["intervals"]["worth"]
-    against = show(worth) if any(worth) else "–"
+    against = format_bounds(worth) if any(worth) else "–"
     return [arm["arm"], arm["meaning"], "yes" if arm["on_front"] else "", *numbers, *parts, against]
 
 

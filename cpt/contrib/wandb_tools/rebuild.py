@@ -103,7 +103,7 @@ def sync_runs(runs: Mapping[Path, Scores], *, project: str | None, entity: str |
                     log.warning("%s: is at work; left out", path.resolve())
                     continue
             try:
-                record = read_folder(path.resolve(), scores)
+                record = read_run(path.resolve(), scores)
                 if mode == "online":
                     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
                         rebuild(
@@ -132,7 +132,7 @@ def translate_errors() -> Iterator[None]:
         raise UnreadableError(f"{type(error).__name__}: {reason(error)}") from error
 
 
-def read_folder(path: Path, scores: Scores) -> Record:
+def read_run(path: Path, scores: Scores) -> Record:
     """The files of a run, each of which may be missing; UnreadableError if one is damaged."""
     with translate_errors():
         distributions: list[dict[str, np.ndarray]] = [{} for _ in scores.rows]

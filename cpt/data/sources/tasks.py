@@ -96,7 +96,7 @@ def read_records(path: Path, layout: str, columns: Mapping[str, str | None]) -> 
         turns: tuple[tuple[str, str], ...] = ()
         if layout == "messages":
             try:
-                given = [(turn["role"], text_in(turn, "content", where)) for turn in row["messages"]]
+                given = [(turn["role"], text_field(turn, "content", where)) for turn in row["messages"]]
             except (KeyError, TypeError):
                 allowed = "{messages: [{role, content}, …]}"
                 raise ValueError(f"{where} has no messages; allowed: {allowed}") from None
@@ -107,7 +107,9 @@ def read_records(path: Path, layout: str, columns: Mapping[str, str | None]) -> 
             turns, fields = tuple(given), {"text": "", "target": given[-1][1]}
         else:
             place = "domains.columns.{}" if layout in TABLES else "domains.format"
-            fields = {name: text_in(row, column, where, place.format(name)) for name, column in table.items()}
+            fields = {
+                name: text_field(row, column, where, place.format(name)) for name, column in table.items()
+            }
         if layout == "superni":
             fields |= {"instruction": definition, "target": first_of(row.get("output"))}
         elif layout == "alpaca":
@@ -128,7 +130,7 @@ def read_json(path: Path) -> Any:
             raise ValueError(f"{path}, line {error.lineno} is not JSON: {error.msg}") from error
 
 
-def text_in(row: Any, column: str, where: str, option: str = "domains.format") -> str:
+def text_field(row: Any, column: str, where: str, option: str = "domains.format") -> str:
     """The text of a column; raises ValueError, with the option to change, where there is none."""
     if not isinstance(row, Mapping) or column not in row:
         has = ", ".join(map(str, row)) if isinstance(row, Mapping) else f"{row!r:.60}"

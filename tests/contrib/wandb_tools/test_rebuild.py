@@ -271,7 +271,7 @@ def test_damage_found_while_sending_fails_that_run_alone(tmp_path):
 
 
 def test_a_bare_folder_is_enough(tmp_path):
-    assert rebuild.read_folder(tmp_path, scores()) == (tmp_path, {}, [], [{}, {}, {}])
+    assert rebuild.read_run(tmp_path, scores()) == (tmp_path, {}, [], [{}, {}, {}])
 
 
 def test_of_a_table_that_wandb_cuts_the_last_stages_are_shown(tmp_path):
