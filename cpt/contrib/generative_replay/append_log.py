@@ -10,7 +10,6 @@ from typing import Any
 from cpt.core.files import replace
 
 log = logging.getLogger(__name__)
-COMMIT = 1 << 25  # bytes that a kill may cost
 PLACE = "place.json"
 
 
@@ -20,7 +19,7 @@ class Growing:
     is none. Files that are shorter than recorded, or were written in another `form`, restart empty."""
 
     def __init__(self, folder: Path, names: Sequence[str], *, form: Any) -> None:
-        self.folder, self.form, self.fresh = folder, form, 0
+        self.folder, self.form = folder, form
         self.place, sizes = None, dict.fromkeys(names, 0)
         record = folder / PLACE
         if record.exists():
@@ -41,12 +40,6 @@ class Growing:
 
     def append(self, name: str, data: bytes | memoryview) -> None:
         self.files[name].write(data)
-        self.fresh += len(data)
-
-    @property
-    def due(self) -> bool:
-        """Whether enough has been appended for a commit."""
-        return self.fresh >= COMMIT
 
     def commit(self, place: Any) -> None:
         for file in self.files.values():
@@ -54,7 +47,6 @@ class Growing:
             os.fsync(file.fileno())
         sizes = {name: os.fstat(file.fileno()).st_size for name, file in self.files.items()}
         replace(self.folder / PLACE, json.dumps({"form": self.form, "sizes": sizes, "place": place}))
-        self.fresh = 0
 
     def close(self) -> None:
         for file in self.files.values():
