@@ -46,7 +46,7 @@ class RunStatus:
     phase: str = ""
     stage: int | None = None
     stages: int | None = None
-    step: float | None = None
+    step: int | float | None = None
     steps: float | None = None
     unit: str = ""
     learned: float | None = None  # fraction of the optimizer steps, or of the stages if only these are known

@@ -88,7 +88,7 @@ class Heartbeat:
     phase: str = ""
     stage: int | None = None  # the current or last domain, from 1; 0: the base
     stages: int | None = None
-    step: float | None = None  # of the phase
+    step: int | float | None = None  # of the phase
     steps: float | None = None
     unit: str = ""  # of step
     learned: float | None = None  # fraction of the run's optimizer steps

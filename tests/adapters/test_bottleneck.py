@@ -186,3 +186,13 @@ def test_plugins_map_what_the_sub_layer_reads_to_what_it_writes(family, entrance
                 plain.get_submodule(last).register_forward_hook(by_hand(last, first))
     with torch.no_grad():
         torch.testing.assert_close(logits(model, inputs), logits(plain, inputs))
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "silu"])
+def test_activations(activation):
+    part = Bottleneck(4, 3, activation=activation, like=torch.zeros(1))
+    shaken = {name: torch.randn(value.shape) for name, value in part.state_dict().items()}
+    part.load_state_dict(shaken)
+    x = torch.randn(5, 4)
+    inner = getattr(functional, activation)(x @ shaken["down.weight"].T + shaken["down.bias"])
+    torch.testing.assert_close(part(x), inner @ shaken["up.weight"].T + shaken["up.bias"])

@@ -171,3 +171,15 @@ def test_the_last_is_the_default(attached, parts, tmp_path):
     assert torch.equal(load(tmp_path).get_parameter(BIAS), parts["food"][BIAS])
     export_parts(tmp_path, attached, dict(reversed(parts.items())), attach=attach, options={"factor": 2.0})
     assert torch.equal(load(tmp_path).get_parameter(BIAS), parts["law"][BIAS])
+
+
+def test_a_folder_from_others_calls_nothing_of_theirs(attached, parts, tmp_path):
+    """cpt.trainer.callbacks.make_entry calls whatever a config names: a folder must not reach it."""
+    export_parts(tmp_path, attached, parts, attach=attach, options={"factor": 2.0})
+    index = json.loads((tmp_path / "parts.json").read_text())
+    options = {"entry": {"_target_": "os.mkdir", "path": str(tmp_path / "theirs")}, "kind": "x"}
+    index |= {"attach": "cpt.trainer.callbacks.make_entry", "options": options}
+    (tmp_path / "parts.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="parts.json names cpt.trainer.callbacks.make_entry; allowed"):
+        load(tmp_path)
+    assert not (tmp_path / "theirs").exists()

@@ -5,11 +5,13 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
+from cpt.adapters.bottleneck import Bottleneck
 from cpt.adapters.gates import (
     Gate,
     anneal,
     attach_gates,
     bottleneck_units,
+    owned_parameters,
     regulariser,
     soft,
 )
@@ -119,3 +121,13 @@ def test_factors_between_two_groups_are_one_minus_the_minimum():
     assert found[id(down.bias)].tolist() == [0, 0.75]
     assert found[id(up.weight)].tolist() == [[0.5, 0.75], [1, 1], [0, 0.75]]
     assert found[id(up.bias)].tolist() == [0.5, 1, 0]
+
+
+def test_an_adapters_units():
+    part = Bottleneck(6, 2, activation="relu", like=torch.zeros(1))
+    neurons, outputs = bottleneck_units("a", part.down, part.up)
+    assert (neurons.name, neurons.kind, neurons.count, neurons.side) == ("a.neurons", "neurons", 2, "in")
+    assert (outputs.name, outputs.kind, outputs.count, outputs.side) == ("a.outputs", "outputs", 6, "out")
+    assert neurons.gate is outputs.gate is part.up
+    assert owned_parameters([neurons, outputs]) == set(part.parameters())
+    assert owned_parameters([outputs]) == {part.up.weight, part.up.bias}

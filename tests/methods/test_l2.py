@@ -30,11 +30,11 @@ def slow(module, anchors) -> float:
 def test_the_penalty_is_the_squared_distance(l2):
     work = l2("method.strength=0.3")
     anchors = work.weights()
-    assert work.module.penalty().item() == 0
+    assert work.module.weighted_distance(0.3).item() == 0
     torch.manual_seed(0)
     for parameter in work.module.model.parameters():
         parameter.data.add_(0.1 * torch.randn_like(parameter))
-    penalty = work.module.penalty()
+    penalty = work.module.weighted_distance(0.3)
     assert penalty.item() == pytest.approx(slow(work.module, anchors), rel=1e-5)
     penalty.backward()
     for (name, parameter), anchor in zip(work.module.model.named_parameters(), anchors.values(), strict=True):

@@ -12,7 +12,7 @@ from cpt.core.randomness import sample_keys
 from cpt.data.collate import Rows, Sizes
 from cpt.data.corpus import make_corpus
 from cpt.data.example import write_example
-from cpt.data.sampler import stack_rows
+from cpt.data.sampler import TrainStream, stack_rows
 from cpt.data.sources.base import EXAMPLES
 from cpt.data.tokenized_tasks import encode_corpus
 from cpt.models.objectives import Causal, CausalAnswers, Seq2SeqAnswers, Span
@@ -197,3 +197,23 @@ def test_what_is_hidden_is_put_back_and_a_question_stays():
     assert torch.equal(both.restored(batch)["input_ids"], whole["input_ids"])
     asked, _ = both.batch(rows.some(np.array([0, 2, 4])))
     assert both.restored(asked) is asked
+
+
+@pytest.mark.parametrize(("accumulate", "world"), [(2, 1), (1, 4), (2, 2)])
+def test_splitting_a_batch_changes_no_gradient(model, answered, accumulate, world):
+    texts = {"a": answered(), "b": rows_by_hand(7, length=30, seed=2)}
+
+    def gradient(accumulate, world):
+        total = 0
+        for rank in range(world):
+            given = {"seed": 0, "batch_size": 8, "steps": [1, 1], "objective": OBJECTIVE}
+            stream = TrainStream(texts, accumulate=accumulate, rank=rank, world=world, **given)
+            for part in range(accumulate):
+                batch = stream[part]
+                loss = (OBJECTIVE.nll(model, batch) * batch["weight"]).sum() / (accumulate * world)
+                total = total + torch.cat(
+                    [each.flatten() for each in torch.autograd.grad(loss, list(model.parameters()))]
+                )
+        return total
+
+    torch.testing.assert_close(gradient(accumulate, world), gradient(1, 1), rtol=1e-5, atol=1e-6)

@@ -82,7 +82,7 @@ def test_the_moments_carried_are_those_of_the_domain_before(small):
     work.learn(0)
     before, state, gradients = moments(work.module), work.module.state_dict(), []
     assert state["carried.model/head/norm/weight:exp_avg"].equal(before["model.head.norm.weight"])
-    work.module.gradients = lambda optimizer: gradients.append(
+    work.module.transform_gradients = lambda optimizer: gradients.append(
         {name: each.grad.clone() for name, each in work.module.named_parameters()}
     )
     watch = Watch(moments)

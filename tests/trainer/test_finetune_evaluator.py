@@ -51,8 +51,8 @@ def made(root, words):
 
     def make(folder="run", *, stages=(("law",), ("food",)), alone=False, asked=None, **overrides):
         plan = plan_endtasks(options("texts", root=root, **{**QUICK, **overrides}), ALL, ALL)
-        backbone = (lambda place: asked.append(place) or start) if asked is not None else lambda place: start
-        module = SimpleNamespace(alone=alone, backbone=backbone)
+        model_for = (lambda place: asked.append(place) or start) if asked is not None else lambda place: start
+        module = SimpleNamespace(alone=alone, model_for=model_for)
         place = RunDir(root / folder)
         return FinetuneEvaluator(plan, words, place=place, module=module, data=Stages(*stages))
 

@@ -247,7 +247,7 @@ def test_text_that_changes_while_it_is_read_is_told(run, texts, monkeypatch):
         yield from read(*arguments, **options)
         (texts / "law" / "late.txt").write_text("late\n")
 
-    read = module.documents_of
-    monkeypatch.setattr(module, "documents_of", slowly)
+    read = module.read_folder
+    monkeypatch.setattr(module, "read_folder", slowly)
     with pytest.raises(ValueError, match="the text of law changed while it was read; start again"):
         run("order=[law]")
