@@ -9,10 +9,13 @@ from typing import Any
 import numpy as np
 from filelock import FileLock, Timeout
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from cpt.core import files
 from cpt.core.cache import discard
 from cpt.core.config import flatten, identity, list_differences, plain_config, redact
+from cpt.core.errors import reason
 from cpt.core.heartbeat import PROGRESS_FILE, Heartbeat, format_error, record_exit, utc_now
 from cpt.core.processes import is_first_process
 from cpt.evaluation.journal import journal_file
@@ -50,8 +53,14 @@ class RunDir:
             raise ValueError(f"{self.path} was made with another config ({'; '.join(changed)}); {remedy}")
 
     def stored(self, key: str) -> Any:
-        """A value of the stored config, by its dotted key; None where it has none."""
-        return dict(flatten(plain_config(OmegaConf.load(self.config)))).get(key)
+        """A value of the stored config, by its dotted key; None where it has none. Raises ValueError for a
+        config that cannot be read."""
+        try:
+            return dict(flatten(plain_config(OmegaConf.load(self.config)))).get(key)
+        except (YAMLError, OmegaConfBaseException) as error:
+            raise ValueError(
+                f"{self.config} is damaged ({reason(error)}); bring it back from a copy"
+            ) from error
 
     def changes(self, settings: Mapping[str, Any]) -> list[str]:
         """How a config differs from the stored one, apart from keys whose contents are compared."""

@@ -200,7 +200,7 @@ def test_the_term_balances_by_the_first_choices_of_the_step_before(moe):
 
 def test_padding_is_neither_balanced_nor_ranked(moe):
     """Where text differs in length, a place counts as in any other part of a batch."""
-    work = moe("method.balance=3", "method.opening=0", "mask=migu", *STRONG)
+    work = moe("method.balance=3", "method.opening=0", "mask=migu", *STRONG, "method.strength=0")
     work.learn(0)
     module, (batch,) = work.module, work.batches()
     (mixture,), (mask,) = module.mixtures, module.masks
