@@ -12,6 +12,7 @@ the file at the older commit first.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
@@ -189,8 +190,17 @@ def main() -> None:
     import cpt.cli  # noqa: F401  (imported once, before the forks)
     import cpt.train  # noqa: F401
 
-    mode, chosen = sys.argv[1], sys.argv[2:]
-    runs = {name: each for name, each in all_runs().items() if not chosen or name in chosen}
+    runs = all_runs()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("mode", choices=("write", "check"))
+    parser.add_argument("names", nargs="*", metavar="RUN", help="of them alone; default: all")
+    given = parser.parse_args()
+    mode, chosen = given.mode, given.names
+    if unknown := set(chosen) - set(runs):
+        parser.error(f"no run {', '.join(sorted(unknown))}; allowed: {', '.join(runs)}")
+    runs = {name: runs[name] for name in chosen or runs}
     golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {"runs": {}}
     root, found = Path(tempfile.mkdtemp()), {}
     write_texts(root / "texts")

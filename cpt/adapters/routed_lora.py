@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from cpt.adapters import lora
 from cpt.adapters.domain_store import Scope
 from cpt.core.schema import show
-from cpt.models.forward import in_mode, mean_over, reader, tokens_of, uncached
+from cpt.models.forward import CACHES, in_mode, mean_over, reader, tokens_of, uncached
 
 SAMPLE_ROUTER = "pair_router"  # its name in the encoder or body of a model
 
@@ -133,7 +133,7 @@ class SampleRouter(nn.Module):
     def open(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """The pre-hook of the encoder or body."""
         given = dict(zip(self.names, args, strict=False)) | kwargs
-        cache = given.get("past_key_values")
+        cache = next((given[name] for name in CACHES if given.get(name) is not None), None)
         if cache is not None and cache.get_seq_length() > 0 and self.logits is not None:
             self.logits, self.text = self.logits[:, -1:], (len(self.logits), 1)
             return
@@ -143,7 +143,7 @@ class SampleRouter(nn.Module):
             text = embeddings if given.get("input_ids") is None else given["input_ids"]
             self.text = (text.shape[0], text.shape[1])
             self.logits = self.key.new_full((len(text), 1, len(self.earlier) + 1), -torch.inf)
-            inputs = {name: value for name, value in given.items() if name != "past_key_values"}
+            inputs = {name: value for name, value in given.items() if name not in CACHES}
             with torch.no_grad(), in_mode(module, training=False):
                 states = module.forward(**inputs | uncached(module)).last_hidden_state
             self.attend(states)

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 
 from cpt.adapters.domain_store import BASE, DomainParams, Scope
-from cpt.models.forward import body, reader
+from cpt.models.forward import CACHES, body, reader
 from cpt.models.fsdp import call_within
 from cpt.models.loading import positions_of
 
@@ -62,7 +62,7 @@ class PromptVectors(nn.Module):
         text, width = given.get("input_ids", given.get("inputs_embeds")), self.positions_taken
         if text is None:
             raise ValueError("a model with a prompt needs input_ids or inputs_embeds")
-        for name in {"past_key_values", "encoder_hidden_states"} & given.keys():
+        for name in {*CACHES, "encoder_hidden_states"} & given.keys():
             raise ValueError(f"a model with a prompt takes no {name}; to generate: use_cache=False")
         length, mask = text.shape[1], given.get("attention_mask")
         if self.limit is not None and length + width > self.limit:

@@ -132,6 +132,12 @@ def reader(model: PreTrainedModel) -> nn.Module:
     return model.get_encoder() if model.config.is_encoder_decoder else body(model)
 
 
+CACHES = (
+    "past_key_values",
+    "cache",
+)  # a model's argument for its key-value cache; `cache` from transformers 5.24 on
+
+
 def uncached(model: PreTrainedModel) -> dict[str, bool]:
     """The argument that disables the key-value cache, which some models fill even in training."""
     return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}

@@ -101,7 +101,6 @@ WRONG = {
     "mamba": (NEW, "carries a state from token to token"),
     "recurrent_gemma": (NEW, "carries a state from token to token"),
     "opt": ({**MANY, "ffn_dim": 64, "word_embed_proj_dim": 32}, "mixes the samples of a row"),
-    "falcon": (MANY, "mixes the samples of a row"),
     "lfm2": ({**NEW, "layer_types": ["conv", "full_attention"]}, "mixes the samples of a row"),
 }
 
