@@ -1,4 +1,4 @@
-"""How good answers are: against values by hand and slow loops."""
+"""How good answers are, and what became of each: against values by hand, slow loops, the files of runs."""
 
 from itertools import product
 
@@ -6,21 +6,20 @@ import numpy as np
 import pytest
 
 from cpt.evaluation.options import KNOWN_BY
+from cpt.evaluation.predictions import Moved, answers_in, follow_answers, join_examples, mark_examples
 from cpt.evaluation.task_metrics import (
-    ANSWER_METRICS,
     MEASURES,
     TaskAnswers,
     compute_intervals,
     compute_metrics,
     count_ngrams,
-    describe_task,
-    last_value,
     measures_of,
     normalise_text,
     sari,
     score_ngrams,
     summarise_answers,
 )
+from tests.support.answering import kept, opened, ranked
 
 CHOICES = ("World", "Sports", "Science or Technology")
 
@@ -36,30 +35,26 @@ def answered(**changes):
     return TaskAnswers(**fields | changes)
 
 
+def free(**changes):
+    return answered(choices=[()] * 4, ranked=None, ranked_mean=None, **changes)
+
+
 def values(measure, given=None):
     return MEASURES[measure].compute(given or answered()).tolist()
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (" Very  Negative. ", "very negative"),
-        ("Mean Of-Transportation", "mean oftransportation"),
-        ("Society & Culture", "society culture"),
-        ("\n", ""),
-        ("Ärger!", "ärger"),
-    ],
-)
-def test_what_exact_match_overlooks(text, expected):
-    assert normalise_text(text) == expected
-
-
 def test_each_measure_by_hand():
-    assert values("exact_match") == [1, 0, 0, 1]
-    assert values("invalid") == [0, 0, 1, 0]
+    texts = [" Very  Negative. ", "Mean Of-Transportation", "Society & Culture", "\n", "Ärger!"]
+    assert [*map(normalise_text, texts)] == [
+        *("very negative", "mean oftransportation", "society culture", "", "ärger")
+    ]
+    assert values("exact_match") == [1, 0, 0, 1] and values("invalid") == [0, 0, 1, 0]
     assert values("accuracy_valid")[:2] == [1, 0] and np.isnan(values("accuracy_valid")[2])
-    assert values("accuracy_ranked") == [1, 0, 1, 1]
-    assert values("accuracy_ranked_mean") == [0, 1, 1, 1]
+    assert values("accuracy_ranked") == [1, 0, 1, 1] and values("accuracy_ranked_mean") == [0, 1, 1, 1]
+    given = answered(written=["abc", "", "kitten", ""], references=["abd", "", "sitting", "ab"])
+    assert values("edit_similarity", given) == pytest.approx([2 / 3, 1, 1 - 3 / 7, 0])
+    given = answered(written=["A. as", " B", "C", ""], references=["A since", "B", "D", "A"])
+    assert values("first_character", given) == [1, 1, 0, 0]
 
 
 def lcs(one, other):
@@ -72,118 +67,61 @@ def lcs(one, other):
 
 
 def test_rouge_is_that_of_the_longest_common_subsequence():
-    pairs = [
-        ("the cat sat on the mat", "the cat lay on a mat"),
-        ("a b c d", "d c b a"),
-        ("same", "same"),
-        ("x", "y"),
-    ]
+    pairs = ["the cat sat on the mat/the cat lay on a mat", "a b c d/d c b a", "same/same", "x/y"]
+    pairs = [each.split("/") for each in pairs]
     given = answered(written=[one for one, _ in pairs], references=[other for _, other in pairs])
     for found, (one, other) in zip(values("rouge_l", given), pairs, strict=True):
-        common = lcs(one.split(), other.split())
-        precision, recall = common / len(one.split()), common / len(other.split())
-        expected = 2 * precision * recall / (precision + recall) if common else 0
-        assert found == pytest.approx(expected, abs=1e-6)
+        common, sizes = lcs(one.split(), other.split()), len(one.split()) + len(other.split())
+        assert found == pytest.approx(2 * common / sizes, abs=1e-6)
 
 
-def test_edit_similarity_counts_characters():
-    given = answered(written=["abc", "", "kitten", ""], references=["abd", "", "sitting", "ab"])
-    assert values("edit_similarity", given) == pytest.approx([2 / 3, 1, 1 - 3 / 7, 0])
-
-
-def test_a_task_has_the_measures_that_there_is_something_for():
+def test_a_task_has_the_measures_that_there_is_something_for_and_is_known_by_what_is_asked_for():
     assert measures_of(answered())[0] == "accuracy_ranked"
     assert measures_of(answered(written=None)) == ["accuracy_ranked", "accuracy_ranked_mean"]
-    free = answered(choices=[()] * 4, ranked=None, ranked_mean=None)
-    assert measures_of(free) == ["rouge_l", "exact_match", "edit_similarity"]
-
-
-def test_a_task_is_known_by_what_is_asked_for():
-    free = answered(choices=[()] * 4, ranked=None, ranked_mean=None, sources=["a"] * 4)
-    assert measures_of(free, "sari") == ["sari", "rouge_l", "exact_match", "edit_similarity"]
-    assert measures_of(free, "edit_similarity")[0] == "edit_similarity"
-    assert measures_of(answered(), "exact_match")[:2] == ["exact_match", "accuracy_ranked"]
+    assert measures_of(free()) == ["rouge_l", "exact_match", "edit_similarity"]
+    with_sources = free(sources=["a"] * 4)
+    assert measures_of(with_sources, "sari") == ["sari", "rouge_l", "exact_match", "edit_similarity"]
+    assert measures_of(with_sources, "edit_similarity")[0] == "edit_similarity"
     told = summarise_answers(answered(), known_by="exact_match")
-    assert told.head.tolist() == [1, 0, 0, 1] and list(told.means)[0] == "exact_match"
+    assert told.head.tolist() == [1, 0, 0, 1] and list(told.means)[:2] == ["exact_match", "accuracy_ranked"]
     with pytest.raises(ValueError, match="sari is of answers that there are not; allowed: rouge_l"):
         measures_of(answered(ranked=None, ranked_mean=None), "sari")
-
-
-def test_what_may_be_asked_for_are_measures_by_example():
-    """In which higher is better and every example counts."""
+    # What may be asked for are measures in which higher is better and every example counts.
     assert set(KNOWN_BY) == {name for name, each in MEASURES.items() if each.higher} - {"accuracy_valid"}
     assert all(("written" in MEASURES[name].needs) is of for name, of in KNOWN_BY.items())
-
-
-def test_the_first_character_is_that_of_a_letter_before_its_reasons():
-    given = answered(written=["A. as", " B", "C", ""], references=["A since", "B", "D", "A"])
-    assert values("first_character", given) == [1, 1, 0, 0]
 
 
 def test_chance_and_majority():
     several = answered(choices=[CHOICES, CHOICES[:2]] * 2, references=["World", "World", "World", "Sports"])
     told = summarise_answers(several)
-    assert told.chance == pytest.approx((1 / 3 + 1 / 2) / 2) and told.majority == pytest.approx(3 / 4)
-    free = answered(choices=[()] * 4, ranked=None, ranked_mean=None)
-    assert summarise_answers(free).chance is None and summarise_answers(free).majority is None
+    assert (told.chance, told.majority) == (pytest.approx((1 / 3 + 1 / 2) / 2), pytest.approx(3 / 4))
+    assert summarise_answers(free()).chance is None and summarise_answers(free()).majority is None
 
 
-MATRIX = np.array(
-    [  # rows: base, after a, b, c; columns a, b, c
-        [0.2, 0.3, 0.1],
-        [0.9, 0.4, 0.2],
-        [0.5, 0.8, 0.5],
-        [0.6, 0.7, 0.9],
-    ]
-)
-ROWS = ["base", "a", "b", "c"]
-
-
-def test_the_metrics_are_those_of_the_papers():
-    found = compute_metrics(MATRIX, rows=ROWS, tasks=["a", "b", "c"])
-    expected = {
-        "AP": (0.6 + 0.7 + 0.9) / 3,
-        "LA": (0.9 + 0.8 + 0.9) / 3,
-        "BWT": ((0.6 - 0.9) + (0.7 - 0.8)) / 2,
-        "F": ((0.9 - 0.6) + (0.8 - 0.7)) / 2,
-        "FWT": ((0.4 - 0.3) + (0.5 - 0.1)) / 2,
-    }
-    assert found == pytest.approx(expected)
-    assert set(ANSWER_METRICS) == set(expected)
-
-
-def test_metrics_are_there_as_soon_as_their_terms_are():
-    assert set(compute_metrics(MATRIX[:1], rows=ROWS[:1], tasks=["a", "b", "c"])) == {"AP"}
-    assert set(compute_metrics(MATRIX[:2], rows=ROWS[:2], tasks=["a", "b", "c"])) == {"AP", "LA", "FWT"}
+def test_the_metrics_are_those_of_the_papers_as_soon_as_their_terms_are_there():
+    matrix = np.array([[0.2, 0.3, 0.1], [0.9, 0.4, 0.2], [0.5, 0.8, 0.5], [0.6, 0.7, 0.9]])
+    rows, tasks = ["base", "a", "b", "c"], ["a", "b", "c"]
+    expected = {"AP": (0.6 + 0.7 + 0.9) / 3, "LA": (0.9 + 0.8 + 0.9) / 3, "BWT": -0.2, "F": 0.2, "FWT": 0.25}
+    assert compute_metrics(matrix, rows=rows, tasks=tasks) == pytest.approx(expected)
+    assert set(compute_metrics(matrix[:1], rows=rows[:1], tasks=tasks)) == {"AP"}
+    assert set(compute_metrics(matrix[:2], rows=rows[:2], tasks=tasks)) == {"AP", "LA", "FWT"}
 
 
 def test_intervals_are_of_examples_and_paired_between_rows():
     """What every row has alike cancels in a difference: the interval of BWT is a point."""
-    draw = np.random.default_rng(0)
-    right = draw.integers(0, 2, (2, 400)).astype(float)
+    right = np.random.default_rng(0).integers(0, 2, (2, 400)).astype(float)
     alike = {"a": [right[0]] * 3, "b": [right[1]] * 3}
     found = compute_intervals(alike, rows=["base", "a", "b"])
     assert found["BWT"] == [0, 0] and found["F"] == [0, 0]
-    low, high = found["AP"]
-    mean, error = right.mean(), np.sqrt(0.25 / 400 / 2)
-    assert low == pytest.approx(mean - 1.96 * error, abs=0.01)
-    assert high == pytest.approx(mean + 1.96 * error, abs=0.01)
+    error = 1.96 * np.sqrt(0.25 / 400 / 2)
+    assert found["AP"] == pytest.approx([right.mean() - error, right.mean() + error], abs=0.01)
 
 
-def test_a_task_of_the_harness_is_told_with_what_decides_its_numbers():
-    task = {"metric": "acc", "shots": 0, "limit": None, "version": "1.0", "values": [0.5, None]}
-    assert describe_task("a", task) == "a (acc, 0 shots, version 1.0)" and last_value(task) == (0, 0.5)
-    several = task | {"shots": None, "limit": 0.5, "values": [None]}
-    assert describe_task("a", several) == "a (acc, shots differ, limit 0.5, version 1.0)"
-    assert last_value(several) is None
-
+# --- SARI
 
 SOURCE = "About 95 species are currently accepted ."
-REFERENCES = [
-    "About 95 species are currently known .",
-    "About 95 species are now accepted .",
-    "95 species are now accepted .",
-]
+REFERENCES = ["About 95 species are currently known .", "About 95 species are now accepted ."]
+REFERENCES += ["95 species are now accepted ."]
 
 
 @pytest.mark.parametrize(("count", "expected"), [(3, 26.953601953601954), (1, 21.805555555555557)])
@@ -198,6 +136,11 @@ def test_sari_by_hand():
     Triples: O adds acc and R nothing, precision 0, recall 0 / 0 = 1, F = 0. There are none of four words."""
     expected = ((1 + 1 + 1) + (2 / 3 + 1 + 1) + (0 + 1 + 1) + (1 + 1 + 1)) / 12
     assert sari("a b", "a c c", ["a c"]) == pytest.approx(expected)
+    assert sari(SOURCE, REFERENCES[0], REFERENCES[:1]) == 1
+    assert sari("Das Haus ist groß.", "das haus ist GROSS .", ["das haus ist gross."]) == 1
+    assert sari("a b c d e", "a b c d e", ["a x y"]) < 0.5 and sari("a b", "", ["a"]) > 0
+    given = TaskAnswers(REFERENCES[:2], [()] * 2, [REFERENCES[0], SOURCE], None, None, [SOURCE] * 2)
+    assert values("sari", given) == [1, pytest.approx(sari(SOURCE, SOURCE, REFERENCES[1:2]))]
 
 
 def test_counts_of_sari_by_hand():
@@ -211,14 +154,65 @@ def test_counts_of_sari_by_hand():
     assert deleted == pytest.approx(3 / 4)
 
 
-def test_a_reference_has_all_and_a_copy_less():
-    assert sari(SOURCE, REFERENCES[0], REFERENCES[:1]) == 1
-    assert sari("Das Haus ist groß.", "das haus ist GROSS .", ["das haus ist gross."]) == 1
-    assert sari("a b c d e", "a b c d e", ["a x y"]) < 0.5
-    assert sari("a b", "", ["a"]) > 0
+# --- what became of the answers, of the files of a run
+
+ROWS = ["base", "law", "food"]
+LAW = ([0, 0, 1, 0, 1], [1, 1, 1, 1, 0], [1, 0, 0, 1, 1])
 
 
-def test_the_measure_is_of_source_and_reference():
-    given = TaskAnswers(REFERENCES[:2], [()] * 2, [REFERENCES[0], SOURCE], None, None, [SOURCE] * 2)
-    found = MEASURES["sari"].compute(given)
-    assert found[0] == 1 and found[1] == pytest.approx(sari(SOURCE, SOURCE, REFERENCES[1:2]))
+def moved(folder, answers):
+    return {(each.task, each.since): each.counts for each in follow_answers(folder, ROWS, answers)}
+
+
+def test_from_the_own_stage_and_from_the_base_to_the_end(tmp_path):
+    given = {"law": [*map(ranked, LAW)], "food": [*map(ranked, ([1, 0], [0, 0], [1, 1]))]}
+    found = moved(tmp_path, kept(tmp_path, given, rows=ROWS))
+    assert list(found) == [("law", "base"), ("law", "law"), ("food", "base")]
+    learned, since = found["law", "law"], found["law", "base"]
+    assert [learned[name] for name in ("examples", "forgotten", "gained")] == [5, 2, 1]
+    assert (learned["before"], learned["after"]) == (0.8, 0.6)
+    assert learned["forgotten_adjusted"] == pytest.approx(2 / 5 - 0.2 * 0.4 / (2 - 1))
+    assert (since["forgotten"], since["gained"], found["food", "base"]["gained"]) == (1, 2, 1)
+
+
+def test_of_a_graded_measure_examples_fall_and_rise(tmp_path):
+    references = ["a b c d", "x y", "same"]
+    rows = (["a b", "x y", "same"], ["a b c", "x y", "same"], ["a b c d", "x", "same"])
+    given = {"law": [opened(each, references) for each in rows]}
+    found = moved(tmp_path, kept(tmp_path, given, rows=ROWS))
+    for since in ("law", "base"):
+        assert [found["law", since][name] for name in ("examples", "forgotten", "gained")] == [3, 1, 1]
+    assert "forgotten_adjusted" not in found["law", "law"], "a guess is among choices"
+    sources, references = ["a b c", "x y z"], ["a b", "x y"]
+    rows = (sources, references, ["a b", "x y z"])
+    given = [TaskAnswers(references, [()] * 2, written, None, None, sources) for written in rows]
+    answers = kept(tmp_path, {"law": given}, rows=ROWS, known_by="sari")
+    counts = moved(tmp_path, answers)["law", "law"]
+    assert (counts["before"], counts["forgotten"], counts["gained"]) == (1, 1, 0)
+    kept(tmp_path, {"law": [opened(written, references) for written in rows]}, rows=ROWS)
+    (error,) = follow_answers(tmp_path, ROWS, answers)
+    assert "has no column of the sources, which sari is of" in str(error)
+
+
+def test_a_file_that_is_gone_or_damaged_is_told_and_the_rest_goes_on(tmp_path):
+    answers = kept(tmp_path, {name: [*map(ranked, LAW)] for name in ("law", "food", "a/b")}, rows=ROWS)
+    answers_in(tmp_path, ROWS, 0, "law").unlink()
+    damaged = answers_in(tmp_path, ROWS, 2, "food")
+    damaged.write_bytes(damaged.read_bytes()[:50])
+    gone, broken, *rest = follow_answers(tmp_path, ROWS, answers)
+    assert isinstance(gone, FileNotFoundError) and str(gone) == str(answers_in(tmp_path, ROWS, 0, "law"))
+    assert str(broken).startswith(f"{damaged}: damaged predictions (")
+    assert [(each.task, each.since) for each in rest if isinstance(each, Moved)] == [("a/b", "base")]
+
+
+def test_examples_are_joined_by_their_ids_where_these_stand_for_the_same():
+    one = mark_examples(["a", "b", "c"], ["x", "y", "z"], [1, 0, 1])
+    first, second = join_examples([one, mark_examples(["c", "d", "a"], ["z", "y", "x"], [0, 1, 1])], what="")
+    assert first.index.tolist() == second.index.tolist() == ["a", "c"]
+    assert (first["value"].tolist(), second["value"].tolist()) == ([1, 1], [1, 0])
+    with pytest.raises(ValueError, match="law: other right answers for the same ids"):
+        join_examples([one, mark_examples(["a", "b"], ["x", "x"], [1, 0])], what="law")
+    twice = mark_examples(["a", "a"], ["x", "y"], [1, 0])
+    assert join_examples([twice, twice], what="law")[1]["value"].tolist() == [1, 0], "joined by place"
+    with pytest.raises(ValueError, match="law: the examples differ, and their ids do not tell them apart"):
+        join_examples([twice, mark_examples(["a"], ["x"], [1])], what="law")

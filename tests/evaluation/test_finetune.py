@@ -1,3 +1,6 @@
+from copy import deepcopy
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +12,7 @@ from cpt.adapters.gates import Gate
 from cpt.evaluation import finetune as subject
 from cpt.evaluation.finetune import (
     Classifier,
+    EncodedExamples,
     FinetuneJob,
     encode_examples,
     fine_tune,
@@ -23,21 +27,8 @@ pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
 CLASSES = ["bad", "good"]
-SETTINGS = FinetuneOptions(
-    epochs=3,
-    lr=3e-3,
-    weight_decay=0.01,
-    warmup=0.0,
-    batch_size=8,
-    grouped=1,
-    length=24,
-    precision="32-true",
-    dropout=0.1,
-    frozen=False,
-    metric="macro_f1",
-    select="last",
-)
-KINDS = ["roberta", "gpt2", "bert"]
+SETTINGS = {"epochs": 3, "lr": 3e-3, "weight_decay": 0.01, "warmup": 0.0, "batch_size": 8, "grouped": 1}
+SETTINGS |= {"length": 24, "precision": "32-true", "dropout": 0.1, "frozen": False, "metric": "macro_f1"}
 
 
 @pytest.fixture(scope="module")
@@ -52,38 +43,63 @@ def examples(count, *, seed, paired=False):
 
 
 def job(words, *, dev=False, name="law", train=60, **changes):
-    settings = FinetuneOptions(**{**vars(SETTINGS), **changes})
-    splits = {"train": examples(train, seed=0), "dev": examples(16, seed=1), "test": examples(30, seed=2)}
+    settings = FinetuneOptions(**SETTINGS | {"select": "last"} | changes)
     made = {
-        split: encode_examples(each, words, length=24, classes=CLASSES, types=False)
-        for split, each in splits.items()
+        split: encode_examples(examples(count, seed=seed), words, length=24, classes=CLASSES, types=False)
+        for seed, (split, count) in enumerate({"train": train, "dev": 16, "test": 30}.items())
     }
     made["dev"] = made["dev"] if dev else None
     return FinetuneJob(name, **made, classes=2, settings=settings, pad=words.pad_token_id, eval_batch_size=7)
 
 
-def tuned(start, work, *, seed=3, steps=None):
-    found, epoch = fine_tune(
-        start, work, seed=seed, device=CPU, step=(lambda: steps.append(1)) if steps is not None else list
-    )
-    return found, epoch
+def classifier(start, *, classes=2, dropout=0.0, frozen=False):
+    return Classifier(start, classes=classes, dropout=dropout, frozen=frozen)
 
 
-@pytest.mark.parametrize("kind", ["roberta", "gpt2", "t5"])
-def test_a_task_that_a_word_tells_is_learned(kind, words):
-    work, steps = job(words, epochs=6, train=100), []
-    found, epoch = tuned(model(kind, words, dropout=0.1), work, steps=steps)
+@pytest.fixture
+def kept(monkeypatch):
+    """The classifiers that were fine-tuned, by the evaluations of them: how many examples, and a copy."""
+    seen, whole = [], subject.predict
+
+    def keep(made, work, given):
+        seen.append((len(given), deepcopy(made)))
+        return whole(made, work, given)
+
+    monkeypatch.setattr(subject, "predict", keep)
+    return seen
+
+
+def tuned(start, work, *, seed=3, step=list):
+    return fine_tune(start, work, seed=seed, device=CPU, step=step)
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    [("roberta", "32-true"), ("roberta", "bf16-mixed"), ("gpt2", "32-true"), ("t5", "32-true")],
+)
+def test_a_task_that_a_word_tells_is_learned(kind, precision, words, monkeypatch):
+    work, steps, mixed = job(words, epochs=6, train=100, precision=precision), [], []
+    whole = Classifier.forward
+
+    def forward(made, batch):
+        mixed.append(torch.is_autocast_enabled("cpu"))
+        return whole(made, batch)
+
+    monkeypatch.setattr(Classifier, "forward", forward)
+    start = model(kind, words, dropout=0.1).to(torch.bfloat16 if precision != "32-true" else torch.float32)
+    assert {value.dtype for value in classifier(start).parameters()} == {torch.float32}
+    found, epoch = tuned(start, work, step=lambda: steps.append(1))
     assert scores_of(torch.from_numpy(found), work.test.labels, 2)["accuracy"] > 0.8
     assert (epoch, len(steps)) == (6, work.steps) == (6, 6 * 13)
+    assert set(mixed) == {precision != "32-true"}
 
 
 def test_on_an_encoder_it_reads_the_mean_over_the_text(words):
     """Whatever pads a batch, and the model's decoder is no part of it."""
     start = model("t5", words)
-    made = Classifier(start, classes=2, dropout=0.0, frozen=False).eval()
-    assert sum(p.numel() for p in made.body.parameters()) == sum(
-        p.numel() for p in start.get_encoder().parameters()
-    )
+    made, encoder = classifier(start).eval(), start.get_encoder()
+    sizes = [sum(p.numel() for p in each.parameters()) for each in (made.body, encoder)]
+    assert sizes[0] == sizes[1]
     ids = torch.randint(5, 60, (2, 9))
     present = (torch.arange(9) < torch.tensor([[9], [4]])).long()
     logits = made({"input_ids": ids * present, "attention_mask": present})
@@ -94,71 +110,55 @@ def test_on_an_encoder_it_reads_the_mean_over_the_text(words):
 
 
 def reference(start, work, seed):
-    """The same fine-tuning as transformers' schedule and padding to one length have it; logits of test."""
-    torch.manual_seed(0)
-    copy_of = Classifier(start, classes=2, dropout=0.0, frozen=False)
+    """The same fine-tuning as transformers' schedule and padding to one length have it."""
     with subject.forked_generators(CPU, "end task", work.name, seed):
-        own = Classifier(start, classes=2, dropout=0.0, frozen=False)
-    copy_of.load_state_dict(own.state_dict())
+        made = classifier(start).train()
     settings = work.settings
     optimizer = torch.optim.AdamW(
-        copy_of.parameters(), lr=settings.lr, weight_decay=settings.weight_decay, foreach=False
+        made.parameters(), lr=settings.lr, weight_decay=settings.weight_decay, foreach=False
     )
     schedule = get_linear_schedule_with_warmup(optimizer, 0, work.steps)
-    copy_of.train()
     for epoch in range(1, settings.epochs + 1):
         for chosen in work.batches(seed, epoch):
             batch = work.train.batch(chosen, pad=work.pad, device=CPU)
-            nn.functional.cross_entropy(copy_of(batch), batch["labels"]).backward()
+            nn.functional.cross_entropy(made(batch), batch["labels"]).backward()
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-    return copy_of
+    return made
 
 
-def test_fine_tuning_is_a_plain_loop(words, monkeypatch):
-    kept = []
-    monkeypatch.setattr(subject, "predict", lambda made, *_: kept.append(made) or torch.zeros(30).long())
+def test_fine_tuning_is_a_plain_loop(words, kept):
     work, start = job(words, epochs=2, dropout=0.0), model("roberta", words)
     tuned(start, work)
-    theirs = reference(start, work, 3)
-    for (name, ours), value in zip(kept[0].named_parameters(), theirs.parameters(), strict=True):
+    ((_, found),) = kept
+    for (name, ours), value in zip(
+        found.named_parameters(), reference(start, work, 3).parameters(), strict=True
+    ):
         torch.testing.assert_close(ours, value, rtol=1e-4, atol=2e-5, msg=name)
-    moved = (kept[0].dense.bias - Classifier(start, classes=2, dropout=0.0, frozen=False).dense.bias).abs()
-    assert moved.max() > 1e-3
+    assert (found.dense.bias - classifier(start).dense.bias).abs().max() > 1e-3
 
 
 def test_warm_up_is_a_share_of_the_steps(words):
     work = job(words, warmup=0.5)
-    made = Classifier(model("roberta", words), classes=2, dropout=0.0, frozen=False)
-    optimizer, schedule = subject.make_optimizer(made, work)
+    optimizer, schedule = subject.make_optimizer(classifier(model("roberta", words)), work)
     rates = []
     for _ in range(work.steps):
         rates.append(schedule.get_last_lr()[0])
         optimizer.step()
         schedule.step()
     assert np.argmax(rates) in (work.steps // 2 - 1, work.steps // 2)
-    assert rates[0] < 0.2 * max(rates) > rates[-1] > 0
-    assert schedule.get_last_lr()[0] == 0
-    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.01}
-    assert len(optimizer.param_groups) == 1
+    assert rates[0] < 0.2 * max(rates) > rates[-1] > 0 == schedule.get_last_lr()[0]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01]
 
 
-def test_the_same_seed_and_task_give_the_same_bits_and_others_do_not(words, monkeypatch):
-    start, states = model("roberta", words, dropout=0.1), []
-    whole = subject.predict
-
-    def keep(made, *rest):
-        states.append(torch.cat([value.flatten() for value in made.state_dict().values()]))
-        return whole(made, *rest)
-
-    monkeypatch.setattr(subject, "predict", keep)
+def test_the_same_seed_and_task_give_the_same_bits_and_others_do_not(words, kept):
+    start = model("roberta", words, dropout=0.1)
     for seed, name in [(3, "law"), (4, "law"), (3, "food"), (3, "law")]:
         torch.rand(7)
         tuned(start, job(words, name=name, epochs=1), seed=seed)
-    assert torch.equal(states[0], states[3])
-    assert not torch.equal(states[0], states[1])
-    assert not torch.equal(states[0], states[2])
+    states = [torch.cat([value.flatten() for value in made.state_dict().values()]) for _, made in kept]
+    assert [torch.equal(states[0], each) for each in states[1:]] == [False, False, True]
 
 
 def test_the_model_and_the_generators_stay_as_they_are(words):
@@ -185,92 +185,43 @@ def test_the_model_and_the_generators_stay_as_they_are(words):
         assert one is other is None or torch.equal(one, other)
 
 
-def test_all_of_the_copy_is_trained_but_closed_gates(words):
-    start = model("roberta", words).requires_grad_(False)
-    start.roberta.encoder.layer[0].add_module("gate", Gate(4, s_max=400.0))
-    made = Classifier(start, classes=2, dropout=0.0, frozen=False)
-    assert {name for name, p in made.named_parameters() if not p.requires_grad} == {
-        "body.encoder.layer.0.gate.e"
-    }
-
-
-def test_frozen_trains_the_head_alone(words, monkeypatch):
-    kept, start = [], model("roberta", words, dropout=0.3)
-    monkeypatch.setattr(subject, "predict", lambda made, *_: kept.append(made) or torch.zeros(30).long())
+def test_frozen_trains_the_head_alone_and_otherwise_all_but_closed_gates(words, kept):
+    start = model("roberta", words, dropout=0.3)
     tuned(start, job(words, epochs=1, frozen=True))
-    body = {f"roberta.{name}": value for name, value in kept[0].body.state_dict().items()}
+    ((_, made),) = kept
+    body = {f"roberta.{name}": value for name, value in made.body.state_dict().items()}
     assert all(torch.equal(value, start.state_dict()[name]) for name, value in body.items())
-    assert not any(part.training for part in kept[0].body.modules())
-    assert kept[0].out.bias.abs().max() > 0
+    assert not any(part.training for part in made.body.modules()) and made.out.bias.abs().max() > 0
+    start.requires_grad_(False).roberta.encoder.layer[0].add_module("gate", Gate(4, s_max=400.0))
+    fixed = {name for name, p in classifier(start).named_parameters() if not p.requires_grad}
+    assert fixed == {"body.encoder.layer.0.gate.e"}
 
 
-def test_another_precision_keeps_float32_weights(words):
-    start = model("roberta", words).to(torch.bfloat16)
-    made = Classifier(start, classes=2, dropout=0.0, frozen=False)
-    assert {value.dtype for value in made.parameters()} == {torch.float32}
-    work = job(words, epochs=6, precision="bf16-mixed")
-    types = []
-    hook = Classifier.forward
-    try:
-        Classifier.forward = lambda self, batch: (
-            types.append(torch.is_autocast_enabled("cpu")) or hook(self, batch)
-        )
-        found, _ = tuned(model("roberta", words), work)
-    finally:
-        Classifier.forward = hook
-    assert all(types)
-    assert scores_of(torch.from_numpy(found), work.test.labels, 2)["accuracy"] > 0.8
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_padding_and_company_do_not_change_a_logit(kind, words):
-    made = Classifier(model(kind, words), classes=3, dropout=0.5, frozen=False).eval()
-    data = job(words).train
+@pytest.mark.parametrize(("kind", "first"), [("roberta", True), ("bert", True), ("gpt2", False)])
+def test_padding_and_company_do_not_change_a_logit_of_the_first_or_the_last_token(kind, first, words):
+    made, data = classifier(model(kind, words), classes=3, dropout=0.5).eval(), job(words).train
+    assert len({len(ids) for ids in data.ids[:12]}) > 1
+    hidden = []
+    made.body.register_forward_hook(lambda m, a, out: hidden.append(out.last_hidden_state))
     with torch.no_grad():
         together = made(data.batch(range(12), pad=words.pad_token_id, device=CPU))
         alone = torch.cat([made(data.batch([row], pad=words.pad_token_id, device=CPU)) for row in range(12)])
-    assert len({len(ids) for ids in data.ids[:12]}) > 1
+        read = [hidden[0][row, 0 if first else len(data.ids[row]) - 1] for row in range(12)]
+        torch.testing.assert_close(together, made.out(made.dense(torch.stack(read)).tanh()))
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-6)
     assert together.std(0).min() > 0
 
 
-def test_a_masked_model_is_read_at_its_first_token_a_causal_one_at_its_last(words):
-    for kind, first in [("roberta", True), ("bert", True), ("gpt2", False)]:
-        made, seen = Classifier(model(kind, words), classes=2, dropout=0.0, frozen=False).eval(), []
-        made.dense.register_forward_pre_hook(lambda module, args, seen=seen: seen.append(args[0]))
-        batch = job(words).train.batch([0, 1, 2], pad=words.pad_token_id, device=CPU)
-        hidden = []
-        made.body.register_forward_hook(lambda m, a, out, h=hidden: h.append(out.last_hidden_state))
-        logits = made(batch)
-        lengths = batch["attention_mask"].sum(1)
-        expected = [hidden[0][row, 0 if first else lengths[row] - 1] for row in range(3)]
-        assert torch.equal(seen[0], torch.stack(expected))
-        torch.testing.assert_close(logits, made.out(made.dense(torch.stack(expected)).tanh()))
-
-
-def test_pairs_are_encoded_by_the_tokenizers_own_template(words):
-    given = [
-        LabelledExample("0", "the court", None, "bad"),
-        LabelledExample("1", "the court", "a river", "good"),
-        LabelledExample("2", "a telescope", None, "good"),
-    ]
-    made = encode_examples(given, words, length=24, classes=CLASSES, types=False)
-    assert [ids.tolist() for ids in made.ids] == [
-        words("the court")["input_ids"],
-        words("the court", "a river")["input_ids"],
-        words("a telescope")["input_ids"],
-    ]
-    assert made.labels.tolist() == [0, 1, 1]
-
-
-def test_the_longer_text_is_cut(words):
+def test_pairs_are_encoded_by_the_tokenizers_own_template_and_the_longer_text_is_cut(words):
     long = " ".join(["telescope"] * 30)
-    made = encode_examples(
-        [LabelledExample("0", "the court", long, "bad")], words, length=16, classes=CLASSES, types=False
-    )
+    pairs = [("the court", None, "bad"), ("the court", "a river", "good"), ("the court", long, "good")]
+    given = [LabelledExample(str(place), *each) for place, each in enumerate(pairs)]
+    made = encode_examples(given, words, length=16, classes=CLASSES, types=False)
+    assert made.ids[0].tolist() == words("the court")["input_ids"]
+    assert made.ids[1].tolist() == words("the court", "a river")["input_ids"]
     short = words("the court", add_special_tokens=False)["input_ids"]
-    assert len(made.ids[0]) == 16
-    assert made.ids[0].tolist()[1 : 1 + len(short)] == short
+    assert len(made.ids[2]) == 16 and made.ids[2].tolist()[1 : 1 + len(short)] == short
+    assert made.labels.tolist() == [0, 1, 1]
 
 
 def test_no_more_tokens_than_positions(words):
@@ -283,26 +234,19 @@ def test_no_more_tokens_than_positions(words):
 
 
 def test_types_tell_a_pair_apart_where_the_model_has_them(words):
-
-    class Typed:
-        def __call__(self, *texts, **options):
-            found = words(*texts, **options)
-            rows = found["input_ids"]
-            return {"input_ids": rows, "token_type_ids": [[0, *[1] * (len(row) - 1)] for row in rows]}
+    def typed(*texts, **options):
+        rows = words(*texts, **options)["input_ids"]
+        return {"input_ids": rows, "token_type_ids": [[0, *[1] * (len(row) - 1)] for row in rows]}
 
     given = examples(4, seed=0, paired=True)
-    typed, plain = (
-        encode_examples(given, Typed(), length=24, classes=CLASSES, types=types) for types in (True, False)
-    )
-    made = Classifier(model("bert", words), classes=2, dropout=0.0, frozen=False).eval()
-    assert plain.types is None
-    outputs = [made(each.batch([0, 1], pad=1, device=CPU)) for each in (typed, plain)]
-    assert not torch.equal(*outputs)
+    both = [encode_examples(given, typed, length=24, classes=CLASSES, types=types) for types in (True, False)]
+    made = classifier(model("bert", words)).eval()
+    assert both[1].types is None
+    assert not torch.equal(*(made(each.batch([0, 1], pad=1, device=CPU)) for each in both))
 
 
 def test_predictions_stand_in_the_order_of_the_file(words):
-    work = job(words)
-    made = Classifier(model("roberta", words), classes=2, dropout=0.5, frozen=False).train()
+    work, made = job(words), classifier(model("roberta", words), dropout=0.5)
     with torch.no_grad():
         batches = [work.test.batch([row], pad=words.pad_token_id, device=CPU) for row in range(30)]
         logits = torch.cat([made.eval()(batch) for batch in batches])
@@ -312,57 +256,76 @@ def test_predictions_stand_in_the_order_of_the_file(words):
     assert len(set(expected.tolist())) == 2
 
 
-def test_the_best_epoch_on_dev_is_taken_and_the_first_of_equals(words, monkeypatch):
-    work = job(words, dev=True, select="dev", epochs=4)
-    score, states = iter([0.2, 0.7, 0.7, 0.1]), []
+def test_the_best_epoch_on_dev_is_taken_and_the_first_of_equals(words, kept, monkeypatch):
+    score = iter([0.2, 0.7, 0.7, 0.1])
     monkeypatch.setattr(subject, "scores_of", lambda *_: {"macro_f1": next(score), "accuracy": 0.0})
-    whole = subject.predict
-
-    def keep(made, given, examples):
-        states.append((len(examples), made.out.weight.detach().clone()))
-        return whole(made, given, examples)
-
-    monkeypatch.setattr(subject, "predict", keep)
-    _, epoch = tuned(model("roberta", words), work)
-    assert epoch == 2
-    assert [count for count, _ in states] == [16] * 4 + [30]
-    assert torch.equal(states[-1][1], states[1][1])
-    assert not torch.equal(states[-1][1], states[3][1])
+    _, epoch = tuned(model("roberta", words), job(words, dev=True, select="dev", epochs=4))
+    assert epoch == 2 and [count for count, _ in kept] == [16] * 4 + [30]
+    last, *others = (kept[place][1].out.weight for place in (4, 1, 3))
+    assert [torch.equal(last, each) for each in others] == [True, False]
 
 
-def test_a_loss_that_is_no_number_is_told(words):
-    with pytest.raises(
-        ValueError,
-        match=r"^loss or gradient of end task law, seed 3, are not finite at step \d+ of epoch 1; a lower",
-    ):
+def test_no_step_is_made_on_what_is_no_number(words, monkeypatch):
+    """Neither where the loss is none, nor in the last step, whose loss is a number: what it spoiled would be
+    published."""
+    with pytest.raises(ValueError, match=r"end task law, seed 3, are not finite at step \d+ of epoch 1"):
         tuned(model("roberta", words), job(words, lr=1e30))
+    work, norm_of, seen, before = job(words, epochs=1), subject.gradient_norm, [], {}
+
+    def spoiled(made):
+        seen.append(made)
+        if len(seen) == work.steps:
+            before.update({name: value.clone() for name, value in made.state_dict().items()})
+            made.out.weight.grad.fill_(float("nan"))
+        return norm_of(made)
+
+    monkeypatch.setattr(subject, "gradient_norm", spoiled)
+    with pytest.raises(ValueError, match=f"are not finite at step {work.steps} of epoch 1"):
+        tuned(model("roberta", words), work)
+    assert all(torch.equal(value, before[name]) for name, value in seen[-1].state_dict().items())
 
 
 def test_a_class_with_neither_example_nor_prediction_has_no_part():
     labels, found = torch.tensor([0, 0, 1, 1]), torch.tensor([0, 0, 1, 0])
-    f1 = (0.8 + 2 / 3) / 2
-    assert scores_of(found, labels, 2)["macro_f1"] == pytest.approx(f1, abs=1e-6)
-    assert scores_of(found, labels, 3)["macro_f1"] == pytest.approx(f1, abs=1e-6)
+    for classes in (2, 3):
+        assert scores_of(found, labels, classes)["macro_f1"] == pytest.approx((0.8 + 2 / 3) / 2, abs=1e-6)
     predicted = torch.tensor([0, 2, 1, 0])
     assert scores_of(predicted, labels, 3)["macro_f1"] == pytest.approx((0.5 + 2 / 3 + 0) / 3, abs=1e-6)
 
 
-def test_no_step_is_made_on_a_gradient_that_is_no_number(words, monkeypatch):
-    """Of the last step, whose loss is a number: what it spoiled would be published."""
-    norms = []
+# --- batches
 
-    def spoiled(classifier):
-        norms.append(classifier)
-        grad = classifier.out.weight.grad
-        if len(norms) == LAST:
-            before.update({name: value.clone() for name, value in classifier.state_dict().items()})
-            grad.fill_(float("nan"))
-        return norm_of(classifier)
 
-    norm_of, before = subject.gradient_norm, {}
-    work = job(words, epochs=1)
-    LAST = work.steps  # noqa: N806
-    monkeypatch.setattr(subject, "gradient_norm", spoiled)
-    with pytest.raises(ValueError, match=f"are not finite at step {LAST} of epoch 1"):
-        tuned(model("roberta", words), work)
-    assert all(torch.equal(value, before[name]) for name, value in norms[-1].state_dict().items())
+def batched(*, grouped, count=103):
+    lengths = np.random.default_rng(0).integers(3, 60, count)
+    ids = [torch.ones(n, dtype=torch.long) for n in lengths]
+    train = EncodedExamples(ids=ids, types=None, labels=torch.zeros(count))
+    settings = SimpleNamespace(batch_size=8, grouped=grouped, epochs=1)
+    sizes = {"dev": None, "test": train, "classes": 2, "pad": 0, "eval_batch_size": 8}
+    return FinetuneJob(name="law", train=train, settings=settings, **sizes)
+
+
+@pytest.mark.parametrize("grouped", [1, 4, 100])
+def test_every_row_stands_in_one_batch_which_is_a_function_of_seed_and_epoch(grouped):
+    work = batched(grouped=grouped)
+    batches = work.batches(0, 1)
+    assert sorted(np.concatenate(batches)) == list(range(103)) and len(batches) == work.steps == 13
+    assert sorted(map(len, batches)) == [7] + [8] * 12
+    told = [np.concatenate(work.batches(*each)).tolist() for each in ((0, 1), (0, 1), (1, 1), (0, 2))]
+    assert told[0] == told[1] and told[0] != told[2] and told[0] != told[3]
+
+
+def test_grouped_rows_are_of_near_length_within_their_span_and_in_no_order_of_it():
+    work = batched(grouped=100)
+
+    def padded(batches):
+        return sum(len(batch) * max(len(work.train.ids[row]) for row in batch) for batch in batches)
+
+    batches, plain = work.batches(0, 1), batched(grouped=1).batches(0, 1)
+    assert padded(batches) < 0.75 * padded(plain)
+    means = [np.mean([len(work.train.ids[row]) for row in batch]) for batch in batches]
+    assert means != sorted(means) and means != sorted(means, reverse=True)
+    order = np.concatenate(plain)
+    spans = [set(order[first : first + 32]) for first in range(0, len(order), 32)]
+    few = batched(grouped=4).batches(0, 1)
+    assert all(any(set(batch) <= span for span in spans) for batch in few)
