@@ -12,11 +12,9 @@ from transformers import AutoModelForSeq2SeqLM, T5Config
 pytest.importorskip("lm_eval", reason="the extra: pip install -e '.[lm-eval]'")
 
 from cpt.core.errors import reason
-from cpt.evaluation.lm_eval import Harness
-from cpt.evaluation.options import LMEvalOptions
 from cpt.models.loading import train_tokenizer
 from tests.conftest import VOCABULARIES
-from tests.evaluation.test_lm_eval_options import PLAIN
+from tests.evaluation.test_lm_eval_options import harness
 from tests.support import endtask_fixtures
 from tests.support.probing import make_rows, write_generation, write_probe
 
@@ -28,10 +26,8 @@ pytestmark = pytest.mark.slow  # the harness takes eight seconds to be read in
 def folder(tmp_path_factory):
     folder = write_probe(tmp_path_factory.mktemp("tasks"), count=COUNT)
     write_probe(folder, "other_word", domain="food")
-    (folder / "group.yaml").write_text(
-        "group: words\ntask: [next_word, other_word]\n"
-        "aggregate_metric_list: [{metric: acc, aggregation: mean, weight_by_size: true}]\n"
-    )
+    mean = "aggregate_metric_list: [{metric: acc, aggregation: mean, weight_by_size: true}]"
+    (folder / "group.yaml").write_text(f"group: words\ntask: [next_word, other_word]\n{mean}\n")
     (folder / "loose.yaml").write_text("group: loose\ntask: [next_word, other_word]\n")
     return write_generation(folder)
 
@@ -49,10 +45,6 @@ def model(words):
         for parameter in model.parameters():
             parameter.mul_(8)
     return model
-
-
-def harness(folder, *tasks, **given):
-    return Harness(LMEvalOptions(**{**PLAIN, "tasks": tasks, "include": str(folder), **given}))
 
 
 def measure(each, name, model, words):
@@ -75,29 +67,24 @@ def rank_choices(model, words, text, choices, *, begin=True):
 
 
 @torch.no_grad()
-def test_accuracy_is_that_of_the_likeliest_choice(folder, model, words):
+@pytest.mark.parametrize("objective", ["causal", "masked"])
+def test_accuracy_is_that_of_the_likeliest_choice(objective, folder, model, words):
+    """Where a tokenizer ends texts, it does not end the question."""
+    if objective == "masked":
+        text = iter([" ".join(VOCABULARIES.values())] * 5)
+        words = train_tokenizer(text, vocabulary=400, objective="masked")
+        assert words("a")["input_ids"][-1] == words.eos_token_id
     found = measure(harness(folder, "next_word"), "next_word", model, words)
     model.eval()
-    rows = make_rows("law", count=COUNT, seed=0)
-    right = [rank_choices(model, words, row["text"], row["choices"]) == row["label"] for row in rows]
-    assert found["metrics"]["acc"]["value"] == pytest.approx(np.mean(right)) and 0 < np.mean(right) < 1
-    assert found["metrics"]["acc"]["error"] == pytest.approx(np.std(right, ddof=1) / COUNT**0.5)
-    assert found["metrics"]["acc"]["higher"] and list(found["metrics"]) == ["acc", "acc_norm"]
+    rows, begin = make_rows("law", count=COUNT, seed=0), objective == "causal"
+    ranked = [rank_choices(model, words, row["text"], row["choices"], begin=begin) for row in rows]
+    right = [place == row["label"] for place, row in zip(ranked, rows, strict=True)]
+    acc = found["metrics"]["acc"]
+    assert acc["value"] == pytest.approx(np.mean(right)) and 0 < np.mean(right) < 1
+    assert acc["error"] == pytest.approx(np.std(right, ddof=1) / COUNT**0.5)
+    assert acc["higher"] and list(found["metrics"]) == ["acc", "acc_norm"]
     facts = {name: found[name] for name in ("chance", "examples", "shots", "version", "truncated")}
     assert facts == {"chance": 0.25, "examples": COUNT, "shots": 0, "version": "3.0", "truncated": 0}
-
-
-@torch.no_grad()
-def test_a_tokenizer_that_ends_texts_does_not_end_the_question(folder, model):
-    text = iter([" ".join(VOCABULARIES.values())] * 5)
-    words = train_tokenizer(text, vocabulary=400, objective="masked")
-    assert words("a")["input_ids"][-1] == words.eos_token_id
-    found = measure(harness(folder, "next_word"), "next_word", model, words)
-    model.eval()
-    rows = make_rows("law", count=COUNT, seed=0)
-    ranked = [rank_choices(model, words, row["text"], row["choices"], begin=False) for row in rows]
-    right = [place == row["label"] for place, row in zip(ranked, rows, strict=True)]
-    assert found["metrics"]["acc"]["value"] == pytest.approx(np.mean(right))
 
 
 @pytest.mark.parametrize("given", [{}, {"shots": 2}, {"limit": 5}, {"limit": 0.5}])
@@ -181,43 +168,31 @@ def test_a_model_of_two_stacks_is_measured_too(folder, words):
 
 
 @pytest.mark.parametrize(
-    ("tasks", "given", "told"),
+    ("task", "metrics", "told"),
     [
-        (["next_wrd"], {}, "probe.tasks=next_wrd is not known; did you mean next_word?"),
-        (
-            ["next_word"],
-            {"metrics": {"other": "acc"}},
-            "probe.metrics.other is not known; allowed: next_word",
-        ),
-        (
-            ["next_word"],
-            {"metrics": {"next_word": "f1"}},
-            "probe.metrics.next_word=f1; allowed: acc, acc_norm",
-        ),
-        (["lost"], {}, "probe.tasks=lost cannot be read (Unable to find"),
-        (["unsafe"], {}, "probe.tasks=unsafe runs code that the model writes"),
+        ("next_wrd", {}, "probe.tasks=next_wrd is not known; did you mean next_word?"),
+        ("next_word", {"other": "acc"}, "probe.metrics.other is not known; allowed: next_word"),
+        ("next_word", {"next_word": "f1"}, "probe.metrics.next_word=f1; allowed: acc, acc_norm"),
+        ("lost", {}, "probe.tasks=lost cannot be read (Unable to find"),
+        ("unsafe", {}, "probe.tasks=unsafe runs code that the model writes"),
     ],
 )
-def test_what_cannot_be_measured_is_told_at_once(tasks, given, told, tmp_path, monkeypatch):
+def test_what_cannot_be_measured_is_told_at_once(task, metrics, told, tmp_path, monkeypatch, caplog):
     from lm_eval.tasks import TaskManager
 
-    write_probe(tmp_path), write_probe(tmp_path, "lost"), write_probe(tmp_path, "unsafe")
+    for name, more in (("next_word", "num_fewshot: 0"), ("lost", ""), ("unsafe", "unsafe_code: true")):
+        write_probe(tmp_path, name)
+        with (tmp_path / f"{name}.yaml").open("a") as file:
+            file.write(f"{more}\n")
     (tmp_path / "lost.jsonl").unlink()
-    with (tmp_path / "unsafe.yaml").open("a") as file:
-        file.write("unsafe_code: true\n")
     whole = TaskManager.__init__
     monkeypatch.setattr(  # the harness's own names take 18 seconds
         TaskManager, "__init__", lambda self, **given: whole(self, **{**given, "include_defaults": False})
     )
     with pytest.raises(ValueError) as raised:
-        harness(tmp_path, *tasks, **given)
+        harness(tmp_path, task, metrics=metrics)
     assert reason(raised.value).startswith(told)
-
-
-def test_a_task_that_is_asked_without_examples_keeps_that_and_says_so(tmp_path, caplog):
-    write_probe(tmp_path)
-    with (tmp_path / "next_word.yaml").open("a") as file:
-        file.write("num_fewshot: 0\n")
+    # A task that is asked without examples keeps that, and says so.
     with caplog.at_level("INFO"):
         assert harness(tmp_path, "next_word", shots=3).columns["next_word"].shots == 0
     assert "probe.shots=3 has no effect on next_word" in caplog.text

@@ -5,7 +5,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 from cpt.adapters.soft_prompt import attach_prompt
-from cpt.evaluation.task_answers import Question, pad_prompts, rank_choices, score_choices, write_answers
+from cpt.evaluation.task_answers import Question, rank_choices, score_choices, write_answers
 from cpt.models.objectives import Causal, CausalAnswers, Seq2SeqAnswers
 from tests.support.data_fixtures import framed
 
@@ -46,17 +46,19 @@ def questions(count=9):
     ]
 
 
+def logits_after(model, prompt, answer):
+    """Of the token that comes next, in a pass of its own."""
+    if model.config.is_encoder_decoder:
+        taken = torch.tensor([[PAD, *answer]])
+        return model(input_ids=torch.tensor([prompt]), decoder_input_ids=taken).logits[0, -1]
+    return model(input_ids=torch.tensor([[*prompt, *answer]])).logits[0, -1]
+
+
 def log_likelihood(model, prompt, answer):
     """The sum over an answer's tokens, a pass for each token."""
-    total = 0.0
-    for place, token in enumerate(answer):
-        if model.config.is_encoder_decoder:
-            taken = torch.tensor([[PAD, *answer[:place]]])
-            logits = model(input_ids=torch.tensor([prompt]), decoder_input_ids=taken).logits
-        else:
-            logits = model(input_ids=torch.tensor([[*prompt, *answer[:place]]])).logits
-        total += logits[0, -1].log_softmax(-1)[token].item()
-    return total
+    places = range(len(answer))
+    logits = [logits_after(model, prompt, answer[:place]) for place in places]
+    return sum(logits[place].log_softmax(-1)[answer[place]].item() for place in places)
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -79,66 +81,62 @@ def greedy(model, prompt, most):
     """What a loop over tokens writes, its end with it."""
     written = []
     while len(written) < most and (not written or written[-1] != END):
-        if model.config.is_encoder_decoder:
-            taken = torch.tensor([[PAD, *written]])
-            logits = model(input_ids=torch.tensor([prompt]), decoder_input_ids=taken).logits
-        else:
-            logits = model(input_ids=torch.tensor([[*prompt, *written]])).logits
-        written.append(int(logits[0, -1].argmax()))
+        written.append(int(logits_after(model, prompt, written).argmax()))
     return written
 
 
+@torch.no_grad()
+def by_hand(model, tokenizer):
+    """What the loop writes to every question."""
+    wanted = [greedy(model, each.prompt, most=6) for each in questions()]
+    return dict(enumerate(tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in wanted))
+
+
+def written_by(model, tokenizer, *, batch_size=4, **how):
+    how = {"most": 6, "step": lambda count: None} | how
+    return write_answers(model, tokenizer, questions(), batch_size=batch_size, **how)
+
+
 @pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("batch_size", [1, 4, 20])
-def test_what_is_written_is_greedy_in_any_batch(kind, batch_size):
-    build, _ = MODELS[kind]
+def test_what_is_written_is_greedy_in_any_batch(kind):
     tokenizer, differing = framed(), set()
     for seed in range(2):
-        model = build(seed)
-        with torch.no_grad():
-            wanted = [greedy(model, each.prompt, most=6) for each in questions()]
-            found = write_answers(
-                model, tokenizer, questions(), most=6, batch_size=batch_size, step=lambda count: None
-            )
-        texts = [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in wanted]
-        assert found == dict(enumerate(texts))
-        differing |= set(texts)
+        model = MODELS[kind][0](seed)
+        expected = by_hand(model, tokenizer)
+        for batch_size in (1, 4, 20):
+            assert written_by(model, tokenizer, batch_size=batch_size) == expected
+        differing |= {*expected.values()}
     assert len(differing) > 1
 
 
-@torch.no_grad()
 def test_a_causal_model_with_a_prompt_writes_what_it_is_likeliest_to():
     """A row at a time and without a cache, which a prompt does not take."""
     model, tokenizer = causal(seed=1), framed()
     attach_prompt(model, tokens=3, causal=True)
-    found = write_answers(model, tokenizer, questions(), most=6, batch_size=4, step=lambda count: None)
-    wanted = [greedy(model, each.prompt, most=6) for each in questions()]
-    texts = [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in wanted]
-    assert found == dict(enumerate(texts)) and len({*texts}) > 1
+    expected = by_hand(model, tokenizer)
+    assert written_by(model, tokenizer) == expected and len({*expected.values()}) > 1
 
 
+@torch.no_grad()
 def test_an_answer_ends_at_its_end():
     """A model that always writes the end writes nothing."""
     model = causal()
     model.lm_head = torch.nn.Linear(32, 60)
-    with torch.no_grad():
-        model.lm_head.weight.zero_()
-        model.lm_head.bias.copy_(torch.eye(60)[END] * 9)
-        found = write_answers(model, framed(), questions(3), most=50, batch_size=2, step=lambda count: None)
-    assert found == {0: "", 1: "", 2: ""}
+    model.lm_head.weight.zero_()
+    model.lm_head.bias.copy_(torch.eye(60)[END] * 9)
+    assert set(written_by(model, framed(), most=50).values()) == {""}
 
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_processes_share_out_the_batches_of_one(kind):
     """To the bit, and each question is of one process."""
     build, objective = MODELS[kind]
-    model, tokenizer = build(), framed()
-    how = {"batch_size": 4, "step": lambda count: None}
-    whole = score_choices(model, objective, questions(), **how)
-    texts = write_answers(model, tokenizer, questions(), most=6, **how)
+    model, tokenizer, how = build(), framed(), {"batch_size": 4, "step": lambda count: None}
     shares = [(rank, 3) for rank in range(3)]
+    whole = score_choices(model, objective, questions(), **how)
     sums = [score_choices(model, objective, questions(), share=share, **how) for share in shares]
-    parts = [write_answers(model, tokenizer, questions(), most=6, share=share, **how) for share in shares]
+    texts = written_by(model, tokenizer)
+    parts = [written_by(model, tokenizer, share=share) for share in shares]
     assert {at: value for part in sums for at, value in part.items()} == whole
     assert {at: value for part in parts for at, value in part.items()} == texts
     assert sum(map(len, sums)) == len(whole) and sum(map(len, parts)) == len(texts)
@@ -149,17 +147,6 @@ def test_processes_share_out_the_batches_of_one(kind):
 def test_a_checkpoints_own_way_of_writing_is_not_taken(kind):
     """Many are saved with a penalty or a beam; afterwards it is the model's again."""
     model, tokenizer = MODELS[kind][0](seed=1), framed()
-    how = {"most": 6, "batch_size": 4, "step": lambda count: None}
-    greedy_texts = write_answers(model, tokenizer, questions(), **how)
-    own = model.generation_config
+    before, own = written_by(model, tokenizer), model.generation_config
     own.repetition_penalty, own.forced_bos_token_id, own.num_beams = 5.0, 7, 3
-    assert write_answers(model, tokenizer, questions(), **how) == greedy_texts
-    assert model.generation_config is own
-
-
-def test_prompts_are_padded_on_their_side():
-    left = pad_prompts([[5, 6, 7], [8]], padding=PAD, left=True)
-    assert left["input_ids"].tolist() == [[5, 6, 7], [PAD, PAD, 8]]
-    assert left["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]
-    right = pad_prompts([[5, 6, 7], [8]], padding=PAD, left=False)
-    assert right["input_ids"].tolist() == [[5, 6, 7], [8, PAD, PAD]]
+    assert written_by(model, tokenizer) == before and model.generation_config is own
