@@ -37,9 +37,7 @@ def test_versions_whose_results_are_not_known_to_be_read_are_refused(version, ri
     monkeypatch.setattr(metadata, "version", lambda name: version)
     if right:
         options().check_installed()
-        with pytest.raises(
-            ValueError, match="probe.include=.*nowhere is no folder; allowed: null or a"
-        ):
+        with pytest.raises(ValueError, match="probe.include=.*nowhere is no folder; allowed: null or a"):
             options(include=str(tmp_path / "nowhere")).check_installed()
         return
     with pytest.raises(ValueError, match=r"is installed; needed: 0\.4\.13 or later, below 0\.5: pip install"):

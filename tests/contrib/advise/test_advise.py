@@ -55,32 +55,19 @@ def here(corpora, cache, start, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_an_advice_is_planned_run_stopped_gone_on_with_and_told(here, tmp_path, capsys, corpora):
+    out = tmp_path / "outputs/advice"
     with pytest.raises(SystemExit) as ended:
         here("--weight", "0", most=3)
-    assert ended.value.code == GO_ON and not (tmp_path / "outputs/advice/advice.json").exists()
-    plan = json.loads((tmp_path / "outputs/advice/plan.json").read_text())["plan"]
-    assert (plan["arms"], plan["steps"], plan["seeds"], plan["short"]) == (
-        ["ncl", "replay-25", "freeze"],
-        *(4, 1, True),
-    )
+    assert ended.value.code == GO_ON and not (out / "advice.json").exists()
+    plan = json.loads((out / "plan.json").read_text())["plan"]
+    found = [plan[name] for name in ("arms", "steps", "seeds", "short")]
+    assert found == [["ncl", "replay-25", "freeze"], 4, 1, True]
     rest = here("--weight", "0", "--hours", "1e-6")  # both lengths of the first seed, whatever they take
     # The pilot is ncl's run of two steps, and what was finished before the signal is not run again.
     assert rest == ["freeze_steps-4_seed-0", "replay-25_steps-2_seed-0", "freeze_steps-2_seed-0"]
-    told = capsys.readouterr().out
-    advice = json.loads((tmp_path / "outputs/advice/advice.json").read_text())
+    told, advice = capsys.readouterr().out, json.loads((out / "advice.json").read_text())
     assert told.splitlines()[-1] == advice["recommended"]["command"]
-    check_advice(advice)
     check_command(advice["recommended"]["command"], corpora)
-    with Image.open(tmp_path / "outputs/advice/advice-plane.png") as picture:
-        assert f"{advice['recommended']['arm']} recommended" in picture.text["Description"]
-    assert here("--weight", "0") == []  # nothing is learned again
-    assert json.loads((tmp_path / "outputs/advice/advice.json").read_text()) == advice
-    with pytest.raises(SystemExit):
-        here("trainer.batch_size=4")
-    assert "is the advice on another question; allowed: another --out" in capsys.readouterr().err
-
-
-def check_advice(advice):
     arms = {arm["arm"]: arm for arm in advice["arms"]}
     assert set(arms) == {"ncl", "replay-25", "freeze"}
     assert advice["recommended"]["arm"] == max(arms, key=lambda name: arms[name]["learned"])
@@ -89,6 +76,13 @@ def check_advice(advice):
         low, high = arm["intervals"]["learned"]
         assert low <= arm["learned"] <= high and "learned_at" in arm["intervals"]
     assert any("one seed was run" in line for line in advice["unknown"])
+    with Image.open(out / "advice-plane.png") as picture:
+        assert f"{advice['recommended']['arm']} recommended" in picture.text["Description"]
+    assert here("--weight", "0") == []  # nothing is learned again
+    assert json.loads((out / "advice.json").read_text()) == advice
+    with pytest.raises(SystemExit):
+        here("trainer.batch_size=4")
+    assert "is the advice on another question; allowed: another --out" in capsys.readouterr().err
 
 
 def check_command(command, corpora):
@@ -101,54 +95,46 @@ def check_command(command, corpora):
 
 
 @pytest.mark.slow
-def test_an_arm_that_fails_is_left_out_and_named(here, tmp_path, monkeypatch, capsys, corpora):
-    monkeypatch.setattr("cpt.contrib.advise.runs.DESIGNS", ((2, False, 1), (1, False, 1)))
-    monkeypatch.setattr("cpt.contrib.advise.runs.PILOT", 4)  # one and the same run
-    here("--out", "failed", "--seeds", "1", fails="freeze")
-    told = capsys.readouterr().out
-    advice = json.loads((tmp_path / "failed/advice.json").read_text())
-    assert {arm["arm"] for arm in advice["arms"]} == {"ncl", "replay-25"}
-    assert advice["measured"]["seeds"] == [0]
-    assert any(line == "freeze: failed (exit 1): cpt: broken" for line in advice["unknown"])
-    assert told.splitlines()[-1] == advice["recommended"]["command"]
-    check_command(advice["recommended"]["command"], corpora)
-
-
-@pytest.mark.slow
-def test_a_first_run_that_fails_ends_it_with_its_reason(here, tmp_path, capsys):
+def test_an_arm_that_fails_is_left_out_and_named_the_first_ends_it(here, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         here(fails="ncl")
     told = capsys.readouterr().err.splitlines()
     assert ended.value.code == 1 and told[-1].startswith("cpt: the first run: failed (exit 1): cpt: broken (")
     assert not (tmp_path / "outputs/advice/plan.json").exists()
+    monkeypatch.setattr("cpt.contrib.advise.runs.DESIGNS", ((2, False, 1), (1, False, 1)))
+    monkeypatch.setattr("cpt.contrib.advise.runs.PILOT", 4)  # one and the same run
+    here("--out", "failed", "--seeds", "1", fails="freeze")
+    advice = json.loads((tmp_path / "failed/advice.json").read_text())
+    assert {arm["arm"] for arm in advice["arms"]} == {"ncl", "replay-25"}
+    assert advice["measured"]["seeds"] == [0]
+    assert "freeze: failed (exit 1): cpt: broken" in advice["unknown"]
+    assert capsys.readouterr().out.splitlines()[-1] == advice["recommended"]["command"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("nowhere", "no folder nowhere; allowed: "),
-        (". --hours 0", "--hours 0; allowed: more than 0"),
-        (". --weight -1", "--weight -1; allowed: 0 or more"),
-        (". --forget nan", "--forget nan; allowed: nats per token, a finite number"),
-        (". --jobs 0", "--jobs 0; allowed: 1, 2"),
-        (". --seeds 4", "--seeds 4; allowed: 1 to 3"),
-        (". --arms kdd", "--arms kdd; allowed: ncl, "),
-        (". seed=1", "seed=1: advise sets seed itself"),
-        (". trainer.batch=4", "trainer.batch is not known; did you mean"),
-        (". --model tiny_gpt3", "--model tiny_gpt3: "),
-        (".", "domains.root"),  # no text in it
-    ],
-)
-def test_what_cannot_be_asked_ends_in_one_line_and_leaves_nothing(
-    arguments, said, tmp_path, monkeypatch, capsys
-):
+WRONG = {
+    "nowhere": "no folder nowhere; allowed: ",
+    ". --hours 0": "--hours 0; allowed: more than 0",
+    ". --weight -1": "--weight -1; allowed: 0 or more",
+    ". --forget nan": "--forget nan; allowed: nats per token, a finite number",
+    ". --jobs 0": "--jobs 0; allowed: 1, 2",
+    ". --seeds 4": "--seeds 4; allowed: 1 to 3",
+    ". --arms kdd": "--arms kdd; allowed: ncl, ",
+    ". seed=1": "seed=1: advise sets seed itself",
+    ". trainer.batch=4": "trainer.batch is not known; did you mean",
+    ". --model tiny_gpt3": "--model tiny_gpt3: ",
+    ".": "domains.root",  # no text in it
+}
+
+
+@pytest.mark.parametrize("arguments", WRONG)
+def test_what_cannot_be_asked_ends_in_one_line_and_leaves_nothing(arguments, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("cpt.contrib.advise.runs.run_all", lambda *given, **how: pytest.fail("a run"))
     with pytest.raises(SystemExit) as ended:
         advise.main(arguments.split())
     told = capsys.readouterr().err
     assert ended.value.code == 1 and len(told.splitlines()) == 1
-    assert told.startswith("cpt: ") and said in told, told
+    assert told.startswith("cpt: ") and WRONG[arguments] in told
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,6 +1,5 @@
 """Append-only files resume at the last commit; files that do not fit its record restart."""
 
-import json
 import os
 
 import pytest
@@ -42,18 +41,17 @@ def test_it_resumes_at_the_last_commit(tmp_path, commits):
     assert found == {"rows": b"first second third ", "counts": b"13"}
 
 
+def rewritten(old, new):
+    return lambda folder: (folder / PLACE).write_text((folder / PLACE).read_text().replace(old, new))
+
+
 DAMAGE = {
     "a truncated place": lambda folder: os.truncate(folder / PLACE, 40),
-    "an empty place": lambda folder: os.truncate(folder / PLACE, 0),
     "a place that is no mapping": lambda folder: (folder / PLACE).write_text("[]"),
-    "a size that is none": lambda folder: (folder / PLACE).write_text(
-        json.dumps({"form": 1, "sizes": dict.fromkeys(NAMES, "x"), "place": 1})
-    ),
+    "a size that is none": rewritten('"counts": ', '"counts": "x", "other": '),
     "a file that is gone": lambda folder: (folder / "counts").unlink(),
     "a file that is too short": lambda folder: os.truncate(folder / "rows", 5),
-    "another form": lambda folder: (folder / PLACE).write_text(
-        (folder / PLACE).read_text().replace('"form": 1', '"form": 2')
-    ),
+    "another form": rewritten('"form": 1', '"form": 2'),
 }
 
 
@@ -75,14 +73,9 @@ def test_what_does_not_fit_its_record_restarts(tmp_path, caplog, harm):
 
 def test_a_commit_is_on_the_disk_before_its_record_is_renamed(tmp_path, monkeypatch):
     done, fsync, replace = [], os.fsync, os.replace
-    monkeypatch.setattr(
-        os, "fsync", lambda number: (done.append(os.readlink(f"/proc/self/fd/{number}")), fsync(number))
-    )
+    path = "/proc/self/fd/{}"
+    monkeypatch.setattr(os, "fsync", lambda n: (done.append(os.readlink(path.format(n))), fsync(n)))
     monkeypatch.setattr(os, "replace", lambda *paths: (done.append("renamed"), replace(*paths)))
-    files = Growing(tmp_path, NAMES, form=1)
-    files.append("rows", b"12345")
-    files.append("counts", b"12345")
-    files.commit(1)
-    files.close()
+    killed(tmp_path, commits=1)
     before = done[: done.index("renamed")]
     assert sorted(before) == sorted(str(tmp_path / name) for name in (*NAMES, f"{PLACE}.partial"))

@@ -8,11 +8,16 @@ import numpy as np
 import pytest
 
 from cpt.contrib.generative_replay import writer
-from cpt.data.datamodule import DomainSequence
-from cpt.data.packing import Packed
 from cpt.data.sampler import TrainStream
 from cpt.data.tokenized_tasks import TokenizedTask
-from tests.contrib.generative_replay.test_runs import assert_same, blocks, facts, matrix, written  # noqa: F401
+from tests.contrib.generative_replay.test_runs import (  # noqa: F401
+    assert_same,
+    blocks,
+    facts,
+    matrix,
+    read,
+    written,
+)
 from tests.support.killing import KilledError, Killer
 from tests.support.task_fixtures import write_tasks
 
@@ -40,28 +45,21 @@ def config(request, small_gpt2, small_t5, tasks):
 def gifted(monkeypatch):
     """Has every model write examples, of which the second of each block has a wrong answer and the third no
     end; what the contexts were is in the list that this gives."""
-    seen = []
+    seen, before = [], writer.TextWriter.prepare
 
-    def make(tokenizer):
+    def prepared(made, *arguments, **options):
         def written_by_hand(model, contexts, uniforms, *, sampling):
             found = []
             for place, context in enumerate(contexts):
-                seen.append(tokenizer.decode(context, skip_special_tokens=True))
-                number = round(float(uniforms[place, 0]) * 1e6)
-                text = (
-                    f"Options: short\nevidence {number}\nAnswer: __ans__ {'short' if place != 1 else 'wide'}"
-                )
-                ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-                found.append(([*ids, *[sampling.end] * (place != 2)], float(place)))
+                seen.append(made.tokenizer.decode(context, skip_special_tokens=True))
+                text = f"Options: short\nevidence {round(float(uniforms[place, 0]) * 1e6)}\nAnswer: __ans__ "
+                ids = made.tokenizer(text + ("wide" if place == 1 else "short"), add_special_tokens=False)
+                found.append(([*ids["input_ids"], *[sampling.end] * (place != 2)], float(place)))
             return found
 
-        return written_by_hand
-
-    def prepared(made, *arguments, **options):
-        monkeypatch.setattr(writer, "sample_texts", make(made.tokenizer))
+        monkeypatch.setattr(writer, "sample_texts", written_by_hand)
         return before(made, *arguments, **options)
 
-    before = writer.TextWriter.prepare
     monkeypatch.setattr(writer.TextWriter, "prepare", prepared)
     return seen
 
@@ -69,15 +67,13 @@ def gifted(monkeypatch):
 def test_valid_examples_are_replayed_and_learned_to_be_written_again(
     start, config, tmp_path, gifted, monkeypatch, caplog
 ):
-    made, rows = TrainStream.__getitem__, defaultdict(list)
+    made, rows, streams = TrainStream.__getitem__, defaultdict(list), {}
 
     def noted(stream, number):
-        parts, _, _ = stream.samples(number)
-        rows[stream.names[0]] += parts.tolist()
+        rows[stream.names[0]] += stream.samples(number)[0].tolist()
         streams[stream.names[0]] = stream
         return made(stream, number)
 
-    streams = {}
     monkeypatch.setattr(TrainStream, "__getitem__", noted)
     with caplog.at_level(logging.INFO):
         start(config(THREE, "replay.tokens=400"), tmp_path)
@@ -86,34 +82,27 @@ def test_valid_examples_are_replayed_and_learned_to_be_written_again(
     assert all(each["tokens"] <= 400 and each["invalid"] > 0 for each in told.values())
     assert all(f"examples written for {name} are no examples of it" in caplog.text for name in told)
     assert {context.strip() for context in gifted} == {"An example of law:", "An example of food:"}
-    kept = [row for name, found in written(tmp_path).items() if name == "003-space/law" for row in found]
-    assert len(kept) == 2 * told["law"]["texts"]
+    assert len(written(tmp_path)["003-space/law"]) == 2 * told["law"]["texts"]
     assert json.loads((tmp_path / "generated/kept/law.json").read_text())["kept"] == ["short"]
     # A quarter of past tasks, a quarter of forms of its own: exact over the stage's 6 steps of 8.
-    stream = streams["space"]
-    counts = np.bincount(rows["space"], minlength=4)
-    assert len(stream.texts) == 4 and counts.tolist() == [24, 6, 6, 12]
-    assert all(isinstance(text, TokenizedTask) for text in stream.texts)
+    assert np.bincount(rows["space"], minlength=4).tolist() == [24, 6, 6, 12]
+    assert [type(text) for text in streams["space"].texts] == [TokenizedTask] * 4
     assert np.bincount(rows["law"]).tolist() == [36, 12]
 
 
-def test_without_a_share_it_is_ncl(start, config, tmp_path):
+def test_without_a_share_it_is_ncl(start, config, tmp_path, caplog):
     start(config(TWO, "replay.past=0"), tmp_path / "none")
     plain = config(TWO)
     plain.replay = {"name": "none", "_target_": None}
     start(plain, tmp_path / "ncl")
     assert_same(tmp_path / "ncl", tmp_path / "none")
-    start(config(TWO), tmp_path / "some")
-    assert matrix(tmp_path / "some")[1] != matrix(tmp_path / "ncl")[1]  # it learns to write at once
-
-
-def test_what_has_no_valid_answer_is_not_replayed(start, config, tmp_path, caplog):
-    """A model of six steps writes none."""
     with caplog.at_level(logging.INFO):
-        start(config(TWO, "replay.tokens=50"), tmp_path)
+        start(config(TWO, "replay.tokens=50"), tmp_path / "some")
+    assert matrix(tmp_path / "some")[1] != matrix(tmp_path / "ncl")[1]  # it learns to write at once
+    # What has no valid answer is not replayed: a model of six steps writes none.
     assert "examples written for law are no examples of it: nothing of it is replayed" in caplog.text
-    assert facts(tmp_path, "002-food")["law"]["texts"] == 0
-    assert "| food | law |" in (tmp_path / "report.md").read_text()
+    assert facts(tmp_path / "some", "002-food")["law"]["texts"] == 0
+    assert "| food | law |" in (tmp_path / "some" / "report.md").read_text()
 
 
 def test_killed_it_goes_on_with_the_same_bits(start, config, tmp_path, gifted, killing, blocks):  # noqa: F811
@@ -130,31 +119,13 @@ def test_killed_it_goes_on_with_the_same_bits(start, config, tmp_path, gifted, k
     assert_same(tmp_path / "whole", tmp_path / "killed")
 
 
-def test_no_example_of_the_past_is_read(start, config, tmp_path, gifted, monkeypatch):
-    read, sequences = defaultdict(set), []
-    entered, table = DomainSequence.enter, Packed.table
-
-    def enter(data, domain):
-        sequences.append(data)
-        entered(data, domain)
-
-    def noted(text, *arguments):
-        if sequences:
-            data = sequences[-1]
-            for texts in (data.train, data.replay_source.forms):
-                read[data.domain.name] |= {name for name, each in texts.items() if each is text}
-        return table(text, *arguments)
-
-    monkeypatch.setattr(DomainSequence, "enter", enter)
-    monkeypatch.setattr(Packed, "table", noted)
+def test_no_example_of_the_past_is_read(start, config, tmp_path, gifted, read):  # noqa: F811
     start(config(THREE), tmp_path)
-    assert {name: sorted(texts) for name, texts in read.items()} == {
-        "law": ["law"],
-        "food": ["food"],
-        "space": ["space"],
-    }
+    for name in ("law", "food", "space"):
+        assert read[name] == {name}
 
 
+@pytest.mark.parametrize("config", ["causal"], indirect=True)
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -163,7 +134,7 @@ def test_no_example_of_the_past_is_read(start, config, tmp_path, gifted, monkeyp
         (["replay.past=0.6", "replay.forms=0.4"], "replay.past=0.6 and replay.forms=0.4, which leaves 0 new"),
         (
             ["replay.forms=0", f"replay.prompt='{'{domain} ' * 90}'"],
-            "tokens, and model.length=160; allowed: a larger model.length, or a shorter template",
+            "tokens, and model.length=160; allowed",
         ),
     ],
 )

@@ -1,8 +1,8 @@
 """W&B runs made from run folders, read back."""
 
-import csv
 import dataclasses
 import logging
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,24 +25,24 @@ logger: {per_domain: true, histograms: true}
 """
 
 
+CURVES = """step,name,value
+0,train/lm/law,3.5
+0,train/lr/law,0.1
+0,ppl/law,54.0
+0,stages/seconds,0.0
+1,train/lm/law,9.0
+1,train/lm/law,3.25
+2,train/lm/l1,train/lm/law
+2,train/lm/law,2.5
+3,train/l"""
+
+
 def folder(path, made, *, config=CONFIG):
     """A run folder of these scores, with a curve that a kill cut off and a stage learned again after it."""
     path.mkdir(parents=True)
     made.save(path / "scores.json")
     (path / "config.yaml").write_text(config)
-    with (path / "metrics.csv").open("w", newline="") as file:
-        csv.writer(file).writerows(
-            [
-                ("step", "name", "value"),
-                (0, "train/lm/law", 3.5),
-                (0, "train/lr/law", 0.1),
-                (0, "ppl/law", 54.0),
-                (0, "stages/seconds", 0.0),
-                (1, "train/lm/law", 9.0),
-                (1, "train/lm/law", 3.25),
-            ]  # fmt: skip
-        )
-        file.write("2,train/lm/l1,train/lm/law\n2,train/lm/law,2.5\n3,train/l")
+    (path / "metrics.csv").write_text(CURVES)
     (path / "report.html").write_text("<p>the page</p>")
     (path / "diagnostics").mkdir()
     np.savez(path / "diagnostics" / "001.npz", **{"importance/heads": np.arange(6.0)})
@@ -51,27 +51,24 @@ def folder(path, made, *, config=CONFIG):
 
 @pytest.fixture(scope="module")
 def synced(tmp_path_factory):
-    """Folders sent at once: finished, unfinished, damaged, at work; the count of failures, what was said."""
-    root = tmp_path_factory.mktemp("synced")
-    runs = {
-        folder(root / "done", scores()): scores(),
-        folder(root / "broken", scores(), config="seed: [0\n"): scores(),
-        folder(root / "cut", scores(finished=False, endtasks=False)): scores(finished=False, endtasks=False),
-        folder(root / "busy", scores(finished=False)): scores(finished=False),
-        folder(root / "early", early()): early(),
-    }
-    lines = Lines()
+    """Folders sent at once: finished, with a config that is none, unfinished, at work, killed before its
+    first row, with damage that is found while it is sent; the count of failures, what was said."""
+    root, said = tmp_path_factory.mktemp("synced"), []
+    none = {name: [] for name in ("rows", "nll", "parts", *NOTED, *COSTS)}
+    cut, damaged = scores(finished=False, endtasks=False), scores()
+    damaged.endtasks["scores"]["accuracy"] = [[0.5]]
+    given = {"done": scores(), "broken": scores(), "cut": cut, "busy": scores(finished=False)}
+    given |= {"early": dataclasses.replace(cut, **none, metrics={}, phases={}), "damaged": damaged}
+    configs = {"broken": "seed: [0\n"}
+    runs = {folder(root / n, made, config=configs.get(n, CONFIG)): made for n, made in given.items()}
+    lines = logging.Handler()
+    lines.emit = lambda record: said.append(record.getMessage())
     rebuild.log.addHandler(lines)
     with FileLock(root / "busy" / ".lock"):
         failed = send(runs)
     rebuild.log.removeHandler(lines)
-    return root, failed, lines.said
-
-
-def early():
-    """The scores of a run that was killed before its first row."""
-    none = {name: [] for name in ("rows", "nll", "parts", *NOTED, *COSTS)}
-    return dataclasses.replace(scores(finished=False, endtasks=False), **none, metrics={}, phases={})
+    send({root / "cut": cut})
+    return root, failed, said
 
 
 def send(runs):
@@ -83,54 +80,28 @@ def send(runs):
     return failed
 
 
-class Lines(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.said = []
-
-    def emit(self, record):
-        self.said.append(record.getMessage())
-
-
 def test_one_wandb_run_per_run_folder_with_the_identifier_of_the_live_one(synced):
-    root, failed, _ = synced
+    root, failed, said = synced
     runs = wandb_files.of_kind(root, "run")
-    assert {run.run_id for run in runs} == {digest(["first", name]) for name in ("done", "cut", "early")}
-    assert len(runs) == 3
-    assert failed == 1
+    names = ("done", "cut", "early", "damaged")
+    assert sorted(run.run_id for run in runs) == sorted(digest(["first", name]) for name in names)
     (run,) = wandb_files.of_kind(root / "done", "run")
-    assert (run.run_group, run.job_type, run.display_name) == (
-        "first",
-        "das",
-        "das order=law,food seed=0",
-    )
+    assert (run.run_group, run.job_type, run.display_name) == ("first", "das", "das order=law,food seed=0")
     assert (run.project, run.entity, list(run.tags), run.resume) == ("p", "me", ["nice"], True)
-
-
-def test_what_cannot_be_read_and_what_is_at_work_is_named_and_left_out(synced):
-    root, _, said = synced
+    ends = {name: [end.exit_code for end in wandb_files.of_kind(root / name, "exit")] for name in names}
+    assert ends == {"done": [0], "cut": [1], "early": [1], "damaged": [1]}
+    # What cannot be read, and what is at work, is named and left out.
     (broken,) = [line for line in said if "broken" in line]
-    assert broken.startswith(f"{root / 'broken'}: ParserError: ")
-    assert "\n" not in broken
+    assert failed == 2 and broken.startswith(f"{root / 'broken'}: ParserError: ") and "\n" not in broken
     assert f"{root / 'busy'}: is at work; left out" in said
-    assert not (root / "broken" / "rebuilt").exists()
-    assert not (root / "busy" / "rebuilt").exists()
-
-
-def test_a_rebuilt_run_ends_as_the_run_did(synced):
-    root, _, _ = synced
-    assert [end.exit_code for end in wandb_files.of_kind(root / "done", "exit")] == [0]
-    assert [end.exit_code for end in wandb_files.of_kind(root / "cut", "exit")] == [1]
-    assert [end.exit_code for end in wandb_files.of_kind(root / "early", "exit")] == [1]
+    assert not (root / "broken" / "rebuilt").exists() and not (root / "busy" / "rebuilt").exists()
 
 
 def test_the_config_is_that_of_the_folder_with_what_it_does_not_say(synced):
     config = wandb_files.config(synced[0] / "done")
     assert config["method"] == {"name": "das", "strength": 0.5}
-    assert config["cpt"]["label"] == "das"
-    assert config["cpt"]["order"] == ["law", "food"]
-    assert config["cpt"]["finished"] is True
-    assert config["cpt"]["texts"]["law"]["digest"] == "dlaw"
+    told = [config["cpt"][name] for name in ("label", "order", "finished")]
+    assert told == ["das", ["law", "food"], True] and config["cpt"]["texts"]["law"]["digest"] == "dlaw"
 
 
 def test_curves_come_from_metrics_csv_of_two_lines_the_later_one(synced):
@@ -139,35 +110,24 @@ def test_curves_come_from_metrics_csv_of_two_lines_the_later_one(synced):
     assert curve == [(0, 3.5), (1, 3.25), (2, 2.5)]
     assert [row["train/lr/law"] for row in logged if "train/lr/law" in row] == [0.1]
     assert [row["train/loss"] for row in logged if "train/loss" in row] == [3.5, 3.25, 2.5]
+    metrics = {m.glob_name or m.name: m for m in wandb_files.of_kind(synced[0] / "done", "metric")}
+    axes = {name: metrics[f"{name}/*"].step_metric for name in ("ppl", "stages", "tasks", "units", "train")}
+    assert axes == dict.fromkeys(("ppl", "stages", "tasks", "units"), "stage") | {"train": "train/tokens"}
+    patterns = [name for name in metrics if "*" in name]
+    assert len(patterns) == len({name.partition("/")[0] for name in patterns})  # of which none meets another
 
 
 def test_rows_costs_and_end_tasks_are_points_over_the_stages(synced):
     logged = [row for row in wandb_files.history(synced[0] / "done") if "stage" in row]
     rows = [row for row in logged if "ppl/law" in row]
-    assert [row["stage"] for row in rows] == [0, 1, 2]
-    assert [row["ppl/food"] for row in rows] == pytest.approx(np.exp([4, 4, 3]).tolist())
-    assert [row.get("stages/learned") for row in rows] == [
-        None,
-        pytest.approx(np.exp(3)),
-        pytest.approx((np.exp(3) + np.exp(3.3)) / 2),
-    ]
-    assert [row["stages/tokens"] for row in rows] == [0, 100, 200]
-    assert [row["stages/stored"] for row in rows] == [0, 8, 16]
-    assert [row["stages/seconds"] for row in rows] == [0, 10, 20]
-    assert [row.get("stages/leak") for row in rows] == [None, None, 0.25]
+    learned = [None, pytest.approx(np.exp(3)), pytest.approx((np.exp(3) + np.exp(3.3)) / 2)]
+    expected = {"stage": [0, 1, 2], "ppl/food": pytest.approx(np.exp([4, 4, 3])), "stages/learned": learned}
+    expected |= {"stages/tokens": [0, 100, 200], "stages/stored": [0, 8, 16], "stages/seconds": [0, 10, 20]}
+    expected |= {"stages/leak": [None, None, 0.25]}
+    assert {name: [row.get(name) for row in rows] for name in expected} == expected
     law = [(row["stage"], row["tasks/law"]) for row in logged if "tasks/law" in row]
     assert law == [(1, pytest.approx(0.6)), (2, pytest.approx(0.5))]
     assert [key for row in rows for key in row if key.startswith("units/importance/heads")]
-
-
-def test_curves_have_their_axes(synced):
-    metrics = {m.glob_name or m.name: m for m in wandb_files.of_kind(synced[0] / "done", "metric")}
-    for name in ("ppl/*", "stages/*", "tasks/*", "units/*"):
-        assert metrics[name].step_metric == "stage"
-    for name in ("train/*", "monitor/*"):
-        assert metrics[name].step_metric == "train/tokens"
-    patterns = [name for name in metrics if "*" in name]
-    assert len(patterns) == len({name.partition("/")[0] for name in patterns})  # of which none meets another
 
 
 def test_the_summary_has_the_headlines_and_few_entries(synced):
@@ -179,73 +139,38 @@ def test_the_summary_has_the_headlines_and_few_entries(synced):
 
 
 def test_every_table_and_picture_is_there(synced):
-    done = synced[0] / "done"
+    done, tables = synced[0] / "done", set(tabulate(scores()))
     (last,) = [row for row in wandb_files.history(done) if any(key.startswith("matrix_image") for key in row)]
-    names = {key.split(".")[0] for key in last}
-    assert names >= {
-        "matrix_image",
-        "stages_image",
-        "parts_image",
-        "endtasks_image",
-        "report",
-        *tabulate(scores()),
-    }
+    images = {f"{name}_image" for name in ("matrix", "stages", "parts", "endtasks")}
+    assert {key.split(".")[0] for key in last} >= images | tables | {"report"}
     assert len(list(done.rglob("media/images/*.png"))) == 4
     assert [page.read_text() for page in done.rglob("media/html/*.html")] == ["<p>the page</p>"]
     cells = wandb_files.table(done, "losses")
-    assert len(cells) == 9
-    assert cells[0] == {
-        "stage": 2, "after": "food", "text": "law", "learned": True, "nats": 3.3,
-        "perplexity": pytest.approx(np.exp(3.3)), "bits_per_byte": pytest.approx(3.3 * 100 / 400 / np.log(2)),
-    }  # fmt: skip
-    assert [row["learned"] for row in cells[3:]] == [True, False, False, False, False, False]
+    expected = {"stage": 2, "after": "food", "text": "law", "learned": True, "nats": 3.3}
+    numbers = {"perplexity": np.exp(3.3), "bits_per_byte": 3.3 * 100 / 400 / np.log(2)}
+    assert cells[0] == expected | {name: pytest.approx(value) for name, value in numbers.items()}
+    assert [row["learned"] for row in cells[3:]] == [True] + [False] * 5
     assert wandb_files.table(done, "matrix")[1]["law"] == pytest.approx(np.exp(3))
-    wandb_files.table(done, "texts")
-
-
-def test_a_second_rebuild_replaces_the_first(synced):
-    root, _, _ = synced
-    send({root / "cut": scores(finished=False, endtasks=False)})
-    assert len(list((root / "cut").rglob("run-*.wandb"))) == 1
 
 
 def test_the_identifier_is_that_of_the_last_start_with_wandb(tmp_path):
-    for name in (
-        "run-20260102_000000-new-er",
-        "offline-run-20260101_000000-older",
-        "latest-run",
-        "debug.log",
-    ):
+    for name in ("run-20260102_000000-new-er", "offline-run-20260101_000000-older", "latest-run"):
         (tmp_path / "wandb" / name).mkdir(parents=True)
     assert rebuild.identifier(tmp_path, scores()) == "new-er"
     assert rebuild.identifier(tmp_path / "elsewhere", scores()) == digest(["first", "elsewhere"])
+    assert rebuild.read_run(tmp_path, scores()) == (tmp_path, {}, [], [{}, {}, {}])  # a bare folder is enough
 
 
 def test_a_run_that_wandb_knows_gets_what_is_missing(tmp_path, monkeypatch):
-    class Run:
-        resumed, config = True, {}
-
-        def __init__(self):
-            self.logged, self.summary, self.code = [], {"stage": 1}, None
-
-        def log(self, points):
-            self.logged.append(points)
-
-        def finish(self, exit_code):
-            self.code = exit_code
-
-    run = Run()
+    logged, codes = [], []
+    run = SimpleNamespace(resumed=True, config={}, summary={"stage": 1}, log=logged.append)
+    run.finish = lambda exit_code: codes.append(exit_code)
     monkeypatch.setattr(rebuild, "init_wandb", lambda *args, **about: run)
-    assert (
-        rebuild.sync_runs(
-            {folder(tmp_path / "done", scores()): scores()}, project=None, entity=None, mode="online"
-        )
-        == 0
-    )
-    assert [row["stage"] for row in run.logged if "ppl/law" in row] == [2]
-    assert not any("train/lm/law" in row for row in run.logged)
-    assert run.summary["LC/nats"] == pytest.approx(3.15)
-    assert run.code == 0
+    runs = {folder(tmp_path / "done", scores()): scores()}
+    assert rebuild.sync_runs(runs, project=None, entity=None, mode="online") == 0
+    assert [row["stage"] for row in logged if "ppl/law" in row] == [2]
+    assert not any("train/lm/law" in row for row in logged)
+    assert run.summary["LC/nats"] == pytest.approx(3.15) and codes == [0]
     assert not (tmp_path / "done" / "rebuilt").exists()
 
 
@@ -259,19 +184,6 @@ def test_wandb_that_takes_no_run_ends_in_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(rebuild, "init_wandb", refusing(ValueError("W&B: no key")))
     with pytest.raises(ValueError, match="W&B: no key"):
         rebuild.sync_runs(few, project=None, entity=None, mode="online")
-
-
-def test_damage_found_while_sending_fails_that_run_alone(tmp_path):
-    damaged = scores()
-    damaged.endtasks["scores"]["accuracy"] = [[0.5]]
-    runs = {folder(tmp_path / "damaged", damaged): damaged, folder(tmp_path / "whole", scores()): scores()}
-    assert send(runs) == 1
-    assert [end.exit_code for end in wandb_files.of_kind(tmp_path / "damaged", "exit")] == [1]
-    assert [end.exit_code for end in wandb_files.of_kind(tmp_path / "whole", "exit")] == [0]
-
-
-def test_a_bare_folder_is_enough(tmp_path):
-    assert rebuild.read_run(tmp_path, scores()) == (tmp_path, {}, [], [{}, {}, {}])
 
 
 def test_of_a_table_that_wandb_cuts_the_last_stages_are_shown(tmp_path):

@@ -20,33 +20,31 @@ def workspace():
     return program.build_workspace("me", "p")
 
 
-def test_the_workspace_shows_numbers_that_there_are(workspace):
-    made = scores()
-    curves = {key for row in [stage_points(made, 2), *task_points(made)] for key in row} | set(
-        summarize_scores(made)
-    )
-    panels = [panel for section in workspace.sections for panel in section.panels]
-    points = [key for panel in panels for key in getattr(panel, "metrics", None) or []]
-    for panel in panels:
-        points += [
-            axis.name for axis in (getattr(panel, "x", 0), getattr(panel, "y", 0)) if hasattr(axis, "name")
-        ]
-        points += panel.y if isinstance(getattr(panel, "y", None), list) else []
-    assert len(points) >= 11
-    assert set(points) <= curves | {"train/loss", "train/lr"}
-    assert {panel.x for panel in panels if type(panel).__name__ == "LinePlot"} == {
-        "stage",
-        "train/tokens",
-    }
+def panels_of(workspace):
+    return [panel for section in workspace.sections for panel in section.panels]
+
+
+def test_the_workspace_shows_what_there_is(workspace):
+    made, points = scores(), []
+    curves = {key for row in [stage_points(made, 2), *task_points(made)] for key in row}
+    for panel in panels_of(workspace):
+        points += getattr(panel, "metrics", None) or []
+        axes = [getattr(panel, name, 0) for name in ("x", "y")]
+        points += [axis.name for axis in axes if hasattr(axis, "name")]
+        points += axes[1] if isinstance(axes[1], list) else []
+    assert len(points) >= 11 and set(points) <= curves | {*summarize_scores(made), "train/loss", "train/lr"}
+    lines = {panel.x for panel in panels_of(workspace) if type(panel).__name__ == "LinePlot"}
+    assert lines == {"stage", "train/tokens"}
+    assert set(program.IMAGES) == set(pictures(made)) and set(program.TABLES) <= set(tabulate(made))
+    assert workspace._to_model().model_dump_json()
 
 
 def test_patterns_of_the_workspace_meet_the_curves(workspace):
-    panels = [panel for section in workspace.sections for panel in section.panels]
-    patterns = [panel.metric_regex for panel in panels if getattr(panel, "metric_regex", None)]
-    assert len(patterns) == 2
-    names = ["ppl/law", "ppl/a%2Fb", "tasks/law"]
-    assert all([name for name in names if re.search(pattern, name)] for pattern in patterns)
-    assert not any(re.search(pattern, name) for pattern in patterns for name in summarize_scores(scores()))
+    given = [panel.metric_regex for panel in panels_of(workspace) if getattr(panel, "metric_regex", None)]
+    assert len(given) == 2
+    for pattern in given:
+        assert [name for name in ("ppl/law", "ppl/a%2Fb", "tasks/law") if re.search(pattern, name)]
+        assert not any(re.search(pattern, name) for name in summarize_scores(scores()))
 
 
 def test_the_workspace_groups_by_method_and_sorts_by_perplexity(workspace):
@@ -63,22 +61,11 @@ def test_what_the_workspace_groups_by_tells_apart_what_cannot_be_compared():
     told = [describe_run(each) for each in (one, other)]
     assert [each["label"] for each in told] == ["das", "das"]
     for name in (program.MEASURED, program.GROUP):
-        prefix, _, key = name.partition(".")
-        assert prefix == "cpt"
-        assert told[0][key] != told[1][key]
-    assert all(each["group"].startswith("das | ") for each in told)
-
-
-def test_the_workspace_shows_pictures_and_tables_that_there_are(workspace):
-    assert set(program.IMAGES) == set(pictures(scores()))
-    assert set(program.TABLES) <= set(tabulate(scores()))
-    assert workspace._to_model().model_dump_json()
+        assert name.startswith("cpt.") and told[0][name[4:]] != told[1][name[4:]]
 
 
 def test_without_the_package_one_line_says_what_is_needed(monkeypatch, capsys):
     monkeypatch.setattr(program, "find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         program.main(["me", "p"])
-    assert capsys.readouterr().err == (
-        "cpt: needed is the package wandb-workspaces; pip install -e '.[dashboard]'\n"
-    )
+    assert "needed is the package wandb-workspaces" in capsys.readouterr().err
