@@ -255,10 +255,8 @@ def choose_blocks(model: PreTrainedModel, freeze: Freeze, *, every: int) -> list
     frozen = {id(parameter) for parameter in frozen_parameters(model, freeze)}
     found = [p for p in places[every - 1 :: every] if id(p.out.module.weight) not in frozen]
     if not found:
-        raise ValueError(
-            f"freeze leaves no FFN that method.every={every} makes a mixture; allowed: a smaller "
-            "method.every or fewer of freeze.layers, and no freeze.only"
-        )
+        told = f"freeze leaves no FFN that method.every={every} makes a mixture; allowed"
+        raise ValueError(f"{told}: a smaller method.every or fewer of freeze.layers, and no freeze.only")
     return [place.name for place in found]
 
 

@@ -67,10 +67,8 @@ def attach_lora(
     that is tied to them gets a frozen one of its own. Raises ValueError for targets without a match, and for
     embeddings of an encoder-decoder."""
     if embeddings and model.config.is_encoder_decoder:
-        raise ValueError(
-            f"method.embeddings=true does not go with a {model.config.model_type}, whose encoder and decoder "
-            "look tokens up apart; allowed: false"
-        )
+        told = f"method.embeddings=true does not go with a {model.config.model_type}"
+        raise ValueError(f"{told}, whose encoder and decoder look tokens up apart; allowed: false")
     maps = find_targets(model, targets)
     try:  # output features that are ranked together
         segments = {each.name: each.segments for each in projections(model)}

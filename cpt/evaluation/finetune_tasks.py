@@ -245,10 +245,8 @@ class FileTasks(TaskSource):
         found = [pair for each in FILE_SPLITS for pair in self.examples(name, each)]
         for example, row in found:
             if (its := row.get("das_split")) not in ("train", "test"):
-                raise ValueError(
-                    f"{prefix}.splits=das: {example.id} has das_split={its}; allowed: train, test in every "
-                    f"example, or {prefix}.splits=own"
-                )
+                told = f"{prefix}.splits=das: {example.id} has das_split={its}"
+                raise ValueError(f"{told}; allowed: train, test in every example, or {prefix}.splits=own")
         return [example for example, row in found if row["das_split"] == split]
 
     def classes(self, name: str, train: Sequence[LabelledExample]) -> list[str]:
@@ -394,10 +392,8 @@ def plan_endtasks(
         check_task_values(prefix, own, allowed=(*SETTINGS, *source.OWN))
     learned = [name for name in order if name in source.names]
     if not learned:
-        raise ValueError(
-            f"endtask={options.get('name')}: no task belongs to a domain of order={show(list(order))}; "
-            f"there are: {', '.join(source.names) or 'none'}"
-        )
+        told = f"endtask={options.get('name')}: no task belongs to a domain of order={show(list(order))}"
+        raise ValueError(f"{told}; there are: {', '.join(source.names) or 'none'}")
     stamp = digest([source.fingerprint(name) for name in learned])
     return FinetunePlan(source, given["when"], list(given["seeds"]), given["eval_batch_size"], learned, stamp)
 

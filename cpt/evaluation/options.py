@@ -2,7 +2,7 @@
 Nothing here needs torch or the harness, so that a wrong option is reported at once."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Literal
@@ -135,12 +135,6 @@ class TaskEvalOptions(StageOptions):
     def known_by(self) -> Mapping[str, str]:
         """The measure that is asked for of each of some tasks."""
         return self.measures or {}
-
-    def check_tasks(self, names: Iterable[str]) -> None:
-        """Raises ValueError for a measure of an unknown task."""
-        known = list(names)
-        if absent := [task for task in self.known_by if task not in known]:
-            raise ValueError(unknown_name(f"answers.measures.{absent[0]}", known))
 
 
 @config

@@ -184,9 +184,8 @@ def transitions_of(
             tables = [[load_predictions(path, ENDTASK_COLUMNS)[0] for path in each] for each in files]
             before, after = map(pa.concat_tables, tables)
             if any(not before[name].equals(after[name]) for name in ("id", "label")):
-                raise ValueError(
-                    f"{folder}: {task}: the predictions of two rows are on different test examples"
-                )
+                told = f"{folder}: {task}"
+                raise ValueError(f"{told}: the predictions of two rows are on different test examples")
             right = [compute.equal(end["label"], end["prediction"]).to_numpy() for end in (before, after)]
             found[task] = count_transitions(*right, classes=endtasks["classes"][task])
     return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -13,9 +12,9 @@ import numpy as np
 from annotated_types import Len
 
 from cpt.core.config import digest
-from cpt.core.files import check_archive, replace
+from cpt.core.files import check_archive, replace, sync
 from cpt.core.schema import check_types
-from cpt.evaluation.journal import MetricRecord, read_journal, remove_journal
+from cpt.evaluation.journal import MetricRecord, journal_file, read_journal
 from cpt.evaluation.metrics import METRICS, UNITS, Array, Arrays, Layout, Losses, intervals, summarise_matrix
 from cpt.evaluation.options import FULL
 from cpt.evaluation.task_metrics import ENDTASK_METRICS, cube
@@ -79,7 +78,7 @@ class Scores(Layout):
 
     def __post_init__(self) -> None:
         """Raises ValueError for fields of another type, shape or name: a file may be damaged."""
-        check_types(vars(self), get_field_types(type(self)))
+        check_types(vars(self), get_type_hints(type(self)))
         check_types(self.run, RUN, of="run")
         for name, metric in self.metrics.items():
             its = {key: kind for key, kind in OF_METRIC.items() if key in (*UNITS, *metric)}
@@ -245,7 +244,9 @@ class Scores(Layout):
             replace(path, "{\n" + ",\n".join(lines) + "\n}\n")
         finally:
             path.with_name(f"{path.name}.partial").unlink(missing_ok=True)
-        remove_journal(path)
+        if (journal := journal_file(path)).exists():
+            sync(path.parent)  # the disk holds its rows now
+            journal.unlink()
 
 
 def encode(value: Any) -> str:
@@ -254,11 +255,6 @@ def encode(value: Any) -> str:
     if "NaN" not in text and "Infinity" not in text:
         return text
     return json.dumps(json.loads(text, parse_constant=lambda constant: None))
-
-
-@cache
-def get_field_types(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
 
 
 def documents_file(folder: Path, row: int) -> Path:

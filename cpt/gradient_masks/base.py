@@ -61,16 +61,15 @@ class GradientMask(nn.Module):
         entries whose factor is constant and near 0."""
         if not self.static:
             return {}
+
+        def keep_protected(factor: Tensor, movement: Tensor) -> Tensor:
+            return movement * (factor.to(movement) <= PROTECTED_BELOW)
+
         return {parameter: partial(keep_protected, factor) for parameter, factor in self.factors()}
 
     def diagnostics(self) -> dict[str, Tensor]:
         """Named tensors to store after a domain, such as importances."""
         return {}
-
-
-def keep_protected(factor: Tensor, movement: Tensor) -> Tensor:
-    """The movement where the factor is near 0, else 0."""
-    return movement * (factor.to(movement) <= PROTECTED_BELOW)
 
 
 class Constraint(GradientMask):

@@ -96,15 +96,14 @@ class MagnitudeMask(GradientMask):
                 f"only={self.options.only} leaves nothing to mask; allowed: a regular expression that finds "
                 f"some of {covered[0].name} … {covered[-1].name}"
             )
-        self.make_buffers(found)
-        self.attach_hooks(model)
-
-    def make_buffers(self, maps: Sequence[Projection]) -> None:
-        """Makes buffers for the rows; counts of known layers are kept by name."""
+        # Buffers for the rows; counts of known layers are kept by name.
         known = {each.name: self.chosen[place] for each, place in zip(self.maps, self.places, strict=True)}
-        sizes = [each.outputs for each in maps]
+        sizes = [each.outputs for each in found]
         ends = accumulate(sizes)
-        self.maps, self.places = maps, [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+        self.maps, self.places = (
+            found,
+            [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)],
+        )
         self.register_buffer("sums", torch.zeros(sum(sizes)), persistent=False)
         self.register_buffer("chosen", torch.zeros(sum(sizes)))
         if self.options.importance == "fisher":
@@ -120,9 +119,7 @@ class MagnitudeMask(GradientMask):
         self.ranked = [f"segments{number}" for number in range(len(by_width))]
         for name, segments in zip(self.ranked, by_width.values(), strict=True):
             self.register_buffer(name, torch.stack(segments), persistent=False)
-
-    def attach_hooks(self, model: PreTrainedModel) -> None:
-        """Sets hooks on the model and its layers, after removing earlier ones."""
+        # Hooks on the model and its layers, in place of earlier ones.
         for hook in self.hooks:
             hook.remove()
         for limited in self.limited:

@@ -87,13 +87,6 @@ def track(
             logger.finalize(status)
 
 
-def enter_domain(loggers: Sequence[Logger], domain: str, *, tokens: float) -> None:
-    """The points that follow are of this domain, before which the run had read so many tokens."""
-    for logger in loggers:
-        if isinstance(logger, WandbCurves):
-            logger.curves.enter(domain, tokens=tokens)
-
-
 @rank_zero_only
 def log_stage(loggers: Sequence[Logger], scores: Scores, *, distributions: Mapping[str, np.ndarray]) -> None:
     """The last row of the matrix and what the run has cost, over `stage`; on W&B histograms if asked for."""

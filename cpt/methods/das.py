@@ -103,8 +103,9 @@ class ContrastMethod(ContinualMethod):
 
     def __init__(self, options: ContrastOptions, context: MethodContext) -> None:
         super().__init__(options, context)
-        self.masks.append(SoftMask.from_options(self.model, options))
-        self.proxy = Proxy.from_options(self.model, self.objective, options)
+        how = {"acts_on": options.acts_on, "normalise": options.normalise, "columns": options.columns}
+        self.masks.append(SoftMask(self.model, kinds=options.units, **how))
+        self.proxy = Proxy(self.model, self.objective, options.general, options.proxy_dropout)
         self.contrast = ContrastiveLoss(self.model, self.objective, options)
         self.period = options.contrast_every if options.contrast else 1
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from cpt.adapters import export
 from cpt.adapters.bottleneck import attach_bottlenecks
@@ -91,14 +90,6 @@ EXPERTS = ("ffn", "adapter")
 STARTS = ("nearest", "previous", "base")
 
 
-def feed_forwards(model: PreTrainedModel) -> Scope:
-    """Weights and biases of the linear layers of every block's FFN. Raises ValueError if it is not found."""
-    places = sublayers(model, ("neurons",))
-    maps = [each for place in places for each in (*(source for source, _ in place.sources), place.out)]
-    names = [f"{each.name}.{name}" for each in maps for name, _ in each.module.named_parameters()]
-    return Scope(tuple(names), tuple(maps))
-
-
 class DEMIX(CopyingMethod):
     """Trains an expert per domain, which starts as a copy of another."""
 
@@ -106,11 +97,15 @@ class DEMIX(CopyingMethod):
 
     def __init__(self, options: DEMIXOptions, context: MethodContext) -> None:
         self.adapted = options.experts == "adapter"
-        scope = (
-            attach_bottlenecks(context.model, **options.bottleneck)
-            if self.adapted
-            else feed_forwards(context.model)
-        )
+        if self.adapted:
+            scope = attach_bottlenecks(context.model, **options.bottleneck)
+        else:  # weights and biases of the linear layers of every block's FFN
+            places = sublayers(context.model, ("neurons",))
+            maps = [
+                each for place in places for each in (*(source for source, _ in place.sources), place.out)
+            ]
+            names = [f"{each.name}.{name}" for each in maps for name, _ in each.module.named_parameters()]
+            scope = Scope(tuple(names), tuple(maps))
         super().__init__(options, context, scope=scope)
         self.use_domain_params(DomainParams(self.model, scope.names), options.routing)
         self.record_sources()

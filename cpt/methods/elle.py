@@ -123,10 +123,8 @@ class ELLE(ContinualMethod):
             growth.grow_heads(model, gained[name := "heads"], noise=noise)
             growth.grow_layers(model, gained[name := "layers"])
         except ValueError as error:
-            raise ValueError(
-                f"method.{name}={show(getattr(self.options, name))}: before {stage.name}, {error}; allowed: "
-                f"{NOTHING[name]}, or a value that its configuration can say"
-            ) from error
+            told = f"method.{name}={show(getattr(self.options, name))}: before {stage.name}, {error}; allowed"
+            raise ValueError(f"{told}: {NOTHING[name]}, or a value that its configuration can say") from error
 
     def expand(self, stage: Domain) -> None:
         self.moved, self.told = None, ""

@@ -34,11 +34,6 @@ from cpt.models.units import Units, find_units
 GATED = ("heads", "neurons", "outputs")
 
 
-def gate_overlap(masks: Tensor) -> Tensor:
-    """[n, n]: the share of domain i's open units that are open in j, from gates [n, units] of 0 and 1."""
-    return masks @ masks.T / masks.sum(1, keepdim=True).clamp_min(1)
-
-
 class GatedMethod(ContinualMethod):
     """A method with gates per domain on units of a model or its adapters, which claim what they open."""
 
@@ -151,7 +146,8 @@ class HAT(GatedMethod):
             masks = torch.stack([self.opened(domain) for domain in learned])
             parts = list(zip(self.gates.groups, masks.split(self.gates.sizes, dim=1), strict=True))
             for kind in dict.fromkeys(group.kind for group, _ in parts):
-                found[f"overlap/{kind}"] = gate_overlap(
-                    torch.cat([p for g, p in parts if g.kind == kind], dim=1)
-                )
+                own = torch.cat(
+                    [part for group, part in parts if group.kind == kind], dim=1
+                )  # [domains, units]
+                found[f"overlap/{kind}"] = own @ own.T / own.sum(1, keepdim=True).clamp_min(1)
         return found

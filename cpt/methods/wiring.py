@@ -50,10 +50,8 @@ class LightningWiring(LightningModule):
         before = parameter_shapes(self)
         self.activate(stage.index)
         if changed := [name for name, _ in parameter_shapes(self).items() ^ before.items()]:
-            raise ValueError(
-                f"activate of {stage.name} has added, removed or resized {first_names(changed)}; "
-                "allowed: in expand(stage), which a resumed run repeats"
-            )
+            told = f"activate of {stage.name} has added, removed or resized {first_names(changed)}"
+            raise ValueError(f"{told}; allowed: in expand(stage), which a resumed run repeats")
 
     def set_lr_scale(self, scale: float) -> None:
         """Scales the schedule's learning rate from the next step on."""

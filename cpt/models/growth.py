@@ -170,10 +170,8 @@ def grow_hidden(model: PreTrainedModel, times: int, *, noise: float) -> None:
         return
     config = model.config
     if config.model_type not in REPEATABLE:
-        raise ValueError(
-            f"hidden size of a {config.model_type} can not be grown exactly, as far as is known; "
-            f"known: {', '.join(REPEATABLE)}"
-        )
+        told = f"hidden size of a {config.model_type} can not be grown exactly, as far as is known"
+        raise ValueError(f"{told}; known: {', '.join(REPEATABLE)}")
     segments = {each.module: each.segments for each in projections(model)}
     with adjusted(model, "hidden size") as empty:
         set_fields(model, dict.fromkeys(NEURONS, sublayers(model, ("neurons",))[0].count))

@@ -51,10 +51,8 @@ def objective_name(wanted: str, config: PretrainedConfig) -> str:
         }
     found = [name for name, mapping in possible.items() if type(config) in mapping]
     if not found or (wanted != "auto" and wanted not in found):
-        raise ValueError(
-            f"model.objective={wanted} does not go with a {config.model_type} {saved or 'model'}; "
-            f"allowed: {', '.join(found) or 'models with a language-model head'}"
-        )
+        told = f"model.objective={wanted} does not go with a {config.model_type} {saved or 'model'}"
+        raise ValueError(f"{told}; allowed: {', '.join(found) or 'models with a language-model head'}")
     return found[0] if wanted == "auto" else wanted
 
 
@@ -62,10 +60,8 @@ def check_packing(name: str, *, isolated: bool, answers: bool) -> None:
     """Raises ValueError for an objective whose models cannot answer, where domains are `answers`, or cannot
     separate the samples or documents of a row."""
     if name == "masked" and answers:
-        raise ValueError(
-            "model.objective=masked does not go with domains of examples: a masked model writes no answers; "
-            "allowed: a causal model, like model=tiny_gpt2, or one with two stacks"
-        )
+        told = "model.objective=masked does not go with domains of examples: a masked model writes no answers"
+        raise ValueError(f"{told}; allowed: a causal model, like model=tiny_gpt2, or one with two stacks")
     if name in SEQ2SEQ and isolated:
         other = "none, or a causal model, like model=tiny_gpt2" if answers else "concat, per_document"
         given = "domains.packing=isolated does not go with a model of two stacks"
@@ -107,9 +103,8 @@ def configuration(checkpoint: str) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"model.checkpoint={checkpoint} is neither a folder nor a name that can be loaded: {error}"
-        ) from error
+        told = f"model.checkpoint={checkpoint} is neither a folder nor a name that can be loaded"
+        raise ValueError(f"{told}: {error}") from error
 
 
 def load_model(checkpoint: str | Path, objective: str) -> PreTrainedModel:
@@ -127,10 +122,8 @@ def find_adapter(checkpoint: str | Path) -> Path | None:
     """The folder of the only adapter that a checkpoint has; raises ValueError if it has several."""
     found = [path.parent for path in sorted(Path(checkpoint).glob("adapters/*/adapter_config.json"))]
     if len(found) > 1:
-        raise ValueError(
-            f"{checkpoint} has {len(found)} adapters, and a model starts with one. Allowed: a copy with "
-            "one of them merged (peft's merge_and_unload)"
-        )
+        told = f"{checkpoint} has {len(found)} adapters, and a model starts with one"
+        raise ValueError(f"{told}. Allowed: a copy with one of them merged (peft's merge_and_unload)")
     return found[0] if found else None
 
 

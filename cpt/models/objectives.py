@@ -108,9 +108,8 @@ class Masked(Objective):
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, rate: float) -> None:
         if tokenizer.mask_token_id is None:
-            raise ValueError(
-                f"the tokenizer {tokenizer.name_or_path} has no mask token; allowed: model.objective=causal"
-            )
+            told = f"the tokenizer {tokenizer.name_or_path} has no mask token"
+            raise ValueError(f"{told}; allowed: model.objective=causal")
         self.rate, self.mask = rate, tokenizer.mask_token_id
         self.special = np.asarray(sorted(tokenizer.all_special_ids))
         self.plain = np.setdiff1d(np.arange(len(tokenizer)), self.special)

@@ -127,9 +127,8 @@ def find_units(model: PreTrainedModel, kinds: Sequence[str]) -> list[Units]:
             for name, module in model.get_submodule(place.name).named_modules(prefix=place.name):
                 shape, last = getattr(getattr(module, "weight", None), "shape", ()), name.rpartition(".")[2]
                 if re.fullmatch(MIXING_NORM[place.kind], last) and len(shape) == 1 and shape[0] > size:
-                    raise ValueError(
-                        f"{place.kind} can not be separated: {name} normalises {shape[0]} features at once"
-                    )
+                    told = f"{place.kind} can not be separated"
+                    raise ValueError(f"{told}: {name} normalises {shape[0]} features at once")
             parts = [part for source in place.sources for part in row_parts(*source)]
             columns = shared_members(place.count, place.count, size)
             parts.append(Part(out.module, "weight", 1 - out.axis, columns))
@@ -249,10 +248,8 @@ def find_sublayer(model: PreTrainedModel, name: str, kind: str, linear: Sequence
                 split = zip(sources, [(w // size,) for w in widths] if separate else [counts], strict=True)
                 written = [split_source(each, own, units, model.config.model_type) for each, own in split]
                 return SubLayer(name, kind, units, written, out)
-    raise ValueError(
-        f"{name}: {kind} can not be told; known: Q, K, V (apart or fused) and an output projection; "
-        f"up, perhaps gate (apart or fused) and down; found {list_matrices(module, name)}"
-    )
+    why = f"{name}: {kind} can not be told; known: Q, K, V (apart or fused) and an output projection; up"
+    raise ValueError(f"{why}, perhaps gate (apart or fused) and down; found {list_matrices(module, name)}")
 
 
 def split_source(

@@ -77,7 +77,15 @@ class NanGuard(Callback):
         if step in self.left_out:
             return False
         if not fine:
-            problem = f"{name_nonfinite(terms | {GRADIENT: norm})} at step {step} of {name}"
+            known = terms | {GRADIENT: norm}
+            values = torch.stack([value.float() for value in known.values()])
+            all_reduce_sum(values)  # those that are not finite in some process
+            bad = [
+                f"the {term}{' loss' * (term != GRADIENT)} is {number}"
+                for term, number in zip(known, values.tolist(), strict=True)
+                if not math.isfinite(number)
+            ]
+            problem = f"{' and '.join(bad)} at step {step} of {name}"
             if self.policy == "stop":
                 self.end(problem)
             self.in_a_row += 1
@@ -145,18 +153,6 @@ def exchange(value: Tensor, *, asks: bool = False) -> tuple[bool, int, bool]:
     return not bad, int(number), bool(asked)
 
 
-def name_nonfinite(terms: Mapping[str, Tensor]) -> str:
-    """Describes the terms that are not finite in some process."""
-    values = torch.stack([value.float() for value in terms.values()])
-    all_reduce_sum(values)
-    found = [
-        f"the {name}{' loss' * (name != GRADIENT)} is {value}"
-        for name, value in zip(terms, values.tolist(), strict=True)
-        if not math.isfinite(value)
-    ]
-    return " and ".join(found)
-
-
 def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether every entry of the floating-point tensors is finite."""
     floats = [each.detach() for each in tensors if each.is_floating_point() and each.numel()]
@@ -170,15 +166,6 @@ def check_finite(state: Mapping[str, Tensor], row: str) -> None:
         bad = [name for name, value in state.items() if not (fine or all_finite([value]))]
         told = ", ".join(bad[:3]) or "what another process has"
         raise ValueError(f"{told} is not finite after {row}; {ADVICE}")
-
-
-def check_losses(means: Mapping[str, float], row: str) -> None:
-    """Raises ValueError if a loss (nats) of a row is not finite."""
-    if bad := [f"{name}: {value}" for name, value in means.items() if not math.isfinite(value)]:
-        advice = "allowed: a model whose losses are numbers (model.checkpoint, trainer.precision)"
-        raise ValueError(
-            f"the loss after {row} is not finite ({', '.join(bad)}); {advice if row == 'base' else ADVICE}"
-        )
 
 
 class Spikes:

@@ -107,10 +107,8 @@ class Reservoir(nn.Module):
         """This process's slots; raises ValueError if there are fewer than processes."""
         rank, world = rank_and_world()
         if len(self.lengths) < world:
-            raise ValueError(
-                f"the memory holds {len(self.lengths)} samples; allowed: one or more for each of {world} "
-                "processes"
-            )
+            told = f"the memory holds {len(self.lengths)} samples"
+            raise ValueError(f"{told}; allowed: one or more for each of {world} processes")
         return np.arange(rank, len(self.lengths), world)
 
     @torch.no_grad()
