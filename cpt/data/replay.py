@@ -93,7 +93,7 @@ class ReplayConfig(Options):
 class Replay(ReplayConfig):
     """Training text of past domains, and general text."""
 
-    memory: Steps | None = option(
+    memory: Steps | None = option(  # type: ignore[misc]  # an option here, of other replay a constant
         "samples that are kept of all past domains together; null: all their training text"
     )
 

@@ -40,7 +40,7 @@ class EncodedExamples:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def batch(self, rows: Sequence[int], *, pad: int, device: torch.device) -> dict[str, Tensor]:
+    def batch(self, rows: Sequence[int] | np.ndarray, *, pad: int, device: torch.device) -> dict[str, Tensor]:
         """Rows padded at their end to the longest of them: input_ids, attention_mask, perhaps token_type_ids
         [B, T], and labels [B]."""
         chosen = [self.ids[row] for row in rows]
@@ -255,7 +255,8 @@ def train_epoch(
         loss = functional.cross_entropy(logits.float(), batch["labels"])
         loss.backward()
         fine = (loss.detach() + gradient_norm(classifier)).isfinite()
-        optimizer.found_inf = (~fine).float()  # with which a fused optimizer makes no step
+        # with which a fused optimizer makes no step
+        optimizer.found_inf = (~fine).float()  # type: ignore[attr-defined]
         failed = torch.where(fine, failed, failed.clamp_max(number))
         optimizer.step()
         schedule.step()

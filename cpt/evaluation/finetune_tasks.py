@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from annotated_types import Ge
 from omegaconf import OmegaConf
@@ -373,7 +373,8 @@ def plan_endtasks(
     if not options or options.get("_target_") is None:
         return None
     if OmegaConf.is_config(options):
-        options = OmegaConf.to_container(options, resolve=True, throw_on_missing=True)
+        container = OmegaConf.to_container(options, resolve=True, throw_on_missing=True)
+        options = cast(Mapping[str, Any], container)
     given = {key: value for key, value in options.items() if key not in ("name", "_target_")}
     target = options["_target_"]
     check_value("endtask._target_", target, Text)

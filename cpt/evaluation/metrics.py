@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import ge
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -242,7 +242,7 @@ def objective_value(
     """What a sweeper minimises, METRIC.UNIT of a finished run, or a list of such; None where the run has no
     such metric. Raises ValueError for an unknown one."""
     if not isinstance(objective, str):
-        return [objective_value(metrics, each) for each in objective]
+        return [cast(float | None, objective_value(metrics, each)) for each in objective]
     metric, _, unit = objective.partition(".")
     if metric not in METRICS or unit not in UNITS:
         told = f"objective={objective}"

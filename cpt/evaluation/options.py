@@ -87,7 +87,8 @@ class EvalOptions(Options):
             return list(texts)
         chosen = {*stages[number - 1], GENERAL}
         if is_due(self.rows, number, stages=len(stages)):
-            kind, _, count = self.columns.partition(":")
+            kind, _, most = self.columns.partition(":")
+            count = int(most or 0)
             others = [place for place in range(len(stages)) if place != number - 1]
             if kind == "all":
                 return list(texts)
@@ -162,7 +163,7 @@ class LMEvalOptions(StageOptions):
         """A hash of names, sizes and times of the files in `include`."""
         files = sorted(Path(self.include).rglob("*")) if self.include else []
         kept = [path for path in files if path.is_file() and "__pycache__" not in path.parts]
-        stats = [(str(path.relative_to(self.include)), path.stat()) for path in kept]
+        stats = [(str(path.relative_to(self.include or "")), path.stat()) for path in kept]
         return digest([[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats])
 
     def check_installed(self) -> None:

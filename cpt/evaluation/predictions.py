@@ -58,7 +58,8 @@ def save_predictions(
 ) -> None:
     """Writes a row for each example; a column that is None is null. The file appears whole or not at all."""
     count = len(columns["id"] or ())
-    table = pa.table({name: pa.array(each or [None] * count, pa.string()) for name, each in columns.items()})
+    rows: dict[str, Sequence[str | None]] = {name: each or [None] * count for name, each in columns.items()}
+    table = pa.table({name: pa.array(each, pa.string()) for name, each in rows.items()})
     with replacing(path) as partial:
         table = table.replace_schema_metadata({KEY: json.dumps(dict(about))})
         parquet.write_table(table, partial, write_page_checksum=True)

@@ -24,11 +24,13 @@ COSTS = ("trained", "stored", "seen", "flops", "memory", "skipped")  # of a stag
 NOTED = ("rates", "leak", "spikes")  # lists of a stage
 # kinds of seconds; "start": what precedes the stages
 PHASES = ("start", "generate", "learn", "score", "endtasks", "answers", "probes")
-RUN = dict.fromkeys(("name", "method", "mask", "replay", "variant", "model", "objective"), str)
+RUN: dict[str, Any] = dict.fromkeys(
+    ("name", "method", "mask", "replay", "variant", "model", "objective"), str
+)
 RUN |= {"order": list[str], "seed": int, "finished": bool}
 RUN_KEYS = tuple(RUN)
 BOUNDS = dict[Literal["nats", "perplexity", "bits_per_byte"], Annotated[list[float | None], Len(2, 2)]]
-OF_METRIC = {"interval": BOUNDS, "terms": list[int], "median": dict[str, float | None]}
+OF_METRIC: dict[str, Any] = {"interval": BOUNDS, "terms": list[int], "median": dict[str, float | None]}
 OF_METRIC |= dict.fromkeys(UNITS, float | None)
 OF_TASKS = {"when": str, "seconds": float, "tasks": list[str], "seeds": list[int], "metric": dict[str, str]}
 OF_TASKS |= {"classes": dict[str, int], "examples": dict[str, int], "scores": dict[str, list[Any]]}
@@ -150,7 +152,7 @@ class Scores(Layout):
         self.parts.append({text: dict(weights) for text, weights in (parts or {}).items() if weights})
         for name in (*NOTED, *COSTS):
             noted: list[Any] = getattr(self, name)
-            none = [] if name in NOTED else 0
+            none: Any = [] if name in NOTED else 0
             noted += [none] * (len(self.rows) - 1 - len(noted))  # of rows that were made without
             given = costs.get(name, none)
             noted.append([*given] if name in NOTED else int(given))

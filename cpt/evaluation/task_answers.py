@@ -6,13 +6,14 @@ r of w has batches r, r + w, … So the answers do not change with the number of
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from cpt.data.collate import Rows
+from cpt.data.collate import Batch, Rows
 from cpt.data.example import USER
 from cpt.data.tokenized_tasks import TaskPrompt
 from cpt.models.generate import generating, is_written_whole
@@ -68,7 +69,8 @@ def score_choices(
             ids[row, : lengths[row]] = prompt + answer
             answers[row, len(prompt) : lengths[row]] = True
         batch, _ = objective.batch(Rows(ids, lengths, np.zeros(len(rows), np.uint64), answers))
-        nll = objective.nll(model, {name: value.to(model.device) for name, value in batch.items()})
+        moved = {name: cast(Tensor, value).to(model.device) for name, value in batch.items()}
+        nll = objective.nll(model, cast(Batch, moved))
         found = torch.zeros(len(rows), dtype=torch.double, device=nll.device)
         found.index_add_(0, batch["rows"].to(nll.device), nll.double())
         sums |= dict(zip(chosen, found.tolist(), strict=True))

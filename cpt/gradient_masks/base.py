@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -112,7 +113,7 @@ class StepSnapshot:
         """Corrects the step just made."""
         if self.factor is None:
             steps = [(parameter, parameter.detach() - old) for parameter, old in self.before]
-            self.mask.constrain(steps, optimizer)
+            cast(Constraint, self.mask).constrain(steps, optimizer)
             for (parameter, step), (_, old) in zip(steps, self.before, strict=True):
                 parameter.copy_(step.add_(old))
             return

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -115,7 +116,7 @@ class Proxy:
 
         Both passes run as one batch [2B, T]: rows n and B + n are sample n."""
         once = self.objective.restored(batch)
-        twice = {name: each.repeat(2, 1) for name, each in inputs_of(once).items()}
+        twice = cast(Batch, {name: each.repeat(2, 1) for name, each in inputs_of(once).items()})
         twice["positions"] = torch.cat([once["positions"], once["positions"] + output_ids(once).numel()])
         logits, hidden = self.objective.outputs(model, twice)
         if self.compared == "hidden":
@@ -141,6 +142,8 @@ class SoftMask(GradientMask):
     the kinds in `columns` also the columns of the layer that reads it."""
 
     static = True
+    importance: Tensor
+    last: Tensor
 
     def __init__(
         self,

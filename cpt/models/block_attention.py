@@ -29,7 +29,7 @@ def inputs_for(model: PreTrainedModel, batch: Batch, *, causal: bool) -> tuple[d
         begins = torch.ones_like(segments, dtype=torch.bool)
         begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
         table = padded_positions(model)
-        first = 0 if table is None else table.padding_idx + 1
+        first = 0 if table is None or table.padding_idx is None else table.padding_idx + 1
         PRESENT[ids] = segments >= 0
         positions = columns - torch.where(begins, columns, 0).cummax(1).values + first
         inputs: dict[str, Any] = {"input_ids": ids, "position_ids": positions}

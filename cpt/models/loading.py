@@ -78,15 +78,17 @@ def make_objective(
     first = pad if first is None else first
     raw: Objective = Causal()
     if name == "masked":
+        assert options.mask_rate is not None
         raw = Masked(tokenizer, rate=options.mask_rate)
     elif name == "span":
         if tokenizer.pad_token_id is None or end is None:
             raise ValueError(f"the tokenizer {tokenizer.name_or_path} has no padding or end; allowed: both")
-        ids = {"sentinels": sentinel_ids(tokenizer), "end": end, "pad": pad}
+        assert options.mask_rate is not None and options.mean_span is not None
+        rates = {"rate": options.mask_rate, "mean": options.mean_span}
         start = first if options.checkpoint else pad
-        raw = Span(rate=options.mask_rate, mean=options.mean_span, **ids, start=start)
-    if answers and name == "span":
-        return Seq2SeqAnswers(raw, pad=pad, start=first)
+        raw = span = Span(**rates, sentinels=sentinel_ids(tokenizer), end=end, pad=pad, start=start)
+        if answers:
+            return Seq2SeqAnswers(span, pad=pad, start=first)
     raw.isolated = isolated and not answers
     return CausalAnswers(raw, pad=pad, sharing=sharing_of(config) if isolated else None) if answers else raw
 
@@ -156,7 +158,7 @@ def positions_of(model: PreTrainedModel) -> int | None:
     """The longest sequence that a model takes; None: unbounded."""
     limit = getattr(model.config, "max_position_embeddings", None)
     if (table := padded_positions(model)) is not None:
-        limit = table.num_embeddings - table.padding_idx - 1
+        limit = table.num_embeddings - (table.padding_idx or 0) - 1
     return limit if limit and limit > 0 else None
 
 
@@ -226,4 +228,4 @@ def sentinel_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     known = tokenizer.get_vocab()
     names = ([f"{blank}<extra_id_{number}>" for blank in ("", "\u2581")] for number in count())
     ids = (next((known[name] for name in pair if name in known), None) for pair in names)
-    return [*takewhile(lambda each: each is not None, ids)]
+    return [number for number in takewhile(lambda each: each is not None, ids) if number is not None]

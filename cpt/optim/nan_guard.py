@@ -7,7 +7,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning import LightningModule, Trainer
@@ -54,7 +54,7 @@ class NanGuard(Callback):
         self.asks = self.asked = False  # for a checkpoint: this process, any process
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        pl_module.guard = self
+        pl_module.guard = self  # type: ignore[assignment]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.terms.clear()
@@ -71,9 +71,10 @@ class NanGuard(Callback):
         """Whether to make the step with this gradient norm, alike in all processes. Raises ValueError or
         RollbackError where the run must not continue."""
         terms, self.terms = self.terms, {}
-        value, scaler = sum(terms.values()), getattr(trainer.precision_plugin, "scaler", None)
+        value = cast(Tensor, sum(terms.values()))
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
         fine, self.heard, self.asked = exchange(value if scaler else value + norm, asks=self.asks)
-        step, name = trainer.global_step, trainer.datamodule.domain.name
+        step, name = trainer.global_step, trainer.datamodule.domain.name  # type: ignore[attr-defined]
         if step in self.left_out:
             return False
         if not fine:
@@ -113,7 +114,7 @@ class NanGuard(Callback):
     def check_weights(self, trainer: Trainer, weights: Iterable[Tensor]) -> None:
         """Raises ValueError or RollbackError, in all processes, if weights are not finite in one."""
         if all_reduce_max(int(not all_finite(weights))):
-            step, name = trainer.global_step, trainer.datamodule.domain.name
+            step, name = trainer.global_step, trainer.datamodule.domain.name  # type: ignore[attr-defined]
             problem = f"the weights are not finite after step {step} of {name}"
             if self.policy == "rollback" and self.rollbacks < MOST:
                 self.roll_back(trainer, step - 1, problem)

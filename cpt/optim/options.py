@@ -66,7 +66,7 @@ FURTHER = {
 
 def read_optimizer(given: Section) -> Choice | None:
     """The optimizer of a section; None if a value is missing. Raises ValueError for an invalid value."""
-    target = given.values.get("_target_")
+    target: Any = given.values.get("_target_")
     if given.complete or target is not None:
         check_value(f"{given.place}._target_", target, Text)
     kind = KNOWN.get(target)

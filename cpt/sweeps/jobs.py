@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from cpt.core.heartbeat import record_exit, utc_now
+from cpt.core.heartbeat import State, record_exit, utc_now
 from cpt.core.preemption import GO_ON
 from cpt.core.processes import PARENT, cores
 from cpt.evaluation.pairs import LEVEL, least_p, needed_pairs
@@ -101,9 +101,8 @@ class Job:
         self.code = self.process.returncode
         self.log_end(f"finished in {time.monotonic() - self.started:.0f} s")
         if not self.whole:
-            record_exit(
-                self.folder, self.state, self.failure().removeprefix(f"{self.state} "), began=self.began
-            )
+            state: State = "preempted" if self.state == "preempted" else "failed"
+            record_exit(self.folder, state, self.failure().removeprefix(f"{state} "), began=self.began)
 
     def log_end(self, finished: str) -> None:
         if self.whole:

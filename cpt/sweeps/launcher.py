@@ -23,6 +23,7 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
@@ -77,7 +78,8 @@ class JobLauncher(Launcher):
             named = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
             for each in OverridesParser.create().parse_overrides([*named, *config.hydra.overrides.task]):
                 options = hydra_context.config_loader.get_group_options(each.key_or_group)
-                for value in each.value().list if options and each.is_choice_sweep() else ():
+                swept = each.value() if options else None
+                for value in swept.list if isinstance(swept, ChoiceSweep) else ():
                     if str(value) not in options:
                         raise ValueError(unknown_name(f"{each.key_or_group}={value}", options))
         self.context, self.config = hydra_context, config
@@ -136,7 +138,8 @@ class ClusterLauncher(JobLauncher):
 
     def check(self) -> None:
         module, _, name = self.through.rpartition(".")
-        options: Any = OmegaConf.create(OmegaConf.to_container(OmegaConf.create(self.options), resolve=True))
+        resolved = OmegaConf.to_container(OmegaConf.create(dict(self.options)), resolve=True)
+        options: Any = OmegaConf.create(resolved)
         try:
             self.inner = getattr(importlib.import_module(module), name)(**options)
         except ImportError as error:

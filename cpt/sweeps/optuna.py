@@ -20,6 +20,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, RangeSweep
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
+from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
@@ -45,6 +46,9 @@ class OptunaSweeper(Sweeper):
     """Asks Optuna for `n_jobs` trials, has them run, tells their objectives, until there are `n_trials`.
 
     seeds, orders: a trial is a run with every combination of them, and its objective is their mean."""
+
+    config: DictConfig
+    launcher: Launcher
 
     def __init__(
         self,
@@ -216,7 +220,8 @@ class OptunaSweeper(Sweeper):
         backend = JournalFileBackend(path, lock_obj=JournalFileOpenLock(path))
         storage = optuna.storages.JournalStorage(backend)
         if not optuna.study.get_all_study_names(storage):
-            study = optuna.create_study(storage=storage, study_name="search", directions=directions)
+            ways = [optuna.study.StudyDirection[each.upper()] for each in directions]
+            study = optuna.create_study(storage=storage, study_name="search", directions=ways)
             study.set_user_attr("made_of", now)
             return study
         study = optuna.load_study(study_name="search", storage=storage)
@@ -238,13 +243,13 @@ def distribution(key: str, override: Override, *, grid: bool) -> BaseDistributio
     logarithmic = "log" in sweep.tags
     if isinstance(sweep, RangeSweep):
         points = sorted(float(f"{float(given):.12g}") for given in grid_values(override))  # 0.1 + 0.2 is 0.3
-        low, high, step = points[0], points[-1], abs(sweep.step)
+        low, high = points[0], points[-1]
+        step: int | float | None = abs(sweep.step)
     else:  # a step of 1 between whole numbers: int(interval(1,8))
         low, high = sweep.start, sweep.end
         step = 1 if isinstance(low, int) and isinstance(high, int) else None
-    is_whole = isinstance(step, int)
     try:
-        if is_whole:
+        if isinstance(step, int):
             return IntDistribution(int(low), int(high), log=logarithmic, step=step)
         return FloatDistribution(float(low), float(high), log=logarithmic, step=step)
     except ValueError as error:

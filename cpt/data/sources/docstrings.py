@@ -245,11 +245,11 @@ def paragraphs(lines: Iterable[str]) -> Iterator[str]:
         if current and line:
             last = current[-1]
             wrapped = len(last) > 50 and not _SENTENCE_END.search(last)  # a line break that means nothing
-            starts = _ITEM.match(line) or _TERM.match(line) or _TERM.match(last)
+            starts = bool(_ITEM.match(line) or _TERM.match(line) or _TERM.match(last))
             deeper = _indent(line) - _indent(last)
             hangs = len(current) == 1 and (_ITEM.match(last) or _LABEL.match(last))
             goes_on = deeper > 0 and (hangs or (wrapped and not line.lstrip()[0].isupper()))
-            starts = starts or (_LABEL.match(line) and not wrapped) or (deeper and not goes_on)
+            starts |= bool(_LABEL.match(line) and not wrapped) or bool(deeper and not goes_on)
         if current and (not line or starts):
             yield _ITEM.sub("", " ".join(each.strip() for each in current), count=1)
             current = []
