@@ -20,11 +20,11 @@ from torch import Tensor
 
 from cpt.adapters import export
 from cpt.adapters.bottleneck import attach_bottlenecks
-from cpt.adapters.domain_store import BASE, DomainParams, Scope
+from cpt.adapters.domain_store import BASE, DomainParams, Router, Scope
 from cpt.core.distributed import all_reduce_sum
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualMethod, MethodContext
-from cpt.methods.options import DEMIXOptions
+from cpt.methods.options import DEMIXOptions, LifelongMoEOptions
 from cpt.models.forward import in_mode
 from cpt.models.units import sublayers
 from cpt.models.weights import swap_weights
@@ -38,6 +38,10 @@ class CopyingMethod(ContinualMethod):
 
     `sources` [domains]: the domain (-1: the base) whose modules each domain's began as. `perplexities`: those
     of the last domain's probe with each candidate, in the order of their domains."""
+
+    options: DEMIXOptions | LifelongMoEOptions
+    sources: Tensor
+    perplexities: Tensor
 
     def record_sources(self) -> None:
         """Registers the buffers."""
@@ -94,6 +98,8 @@ class DEMIX(CopyingMethod):
     """Trains an expert per domain, which starts as a copy of another."""
 
     options: DEMIXOptions
+    bank: DomainParams
+    router: Router
 
     def __init__(self, options: DEMIXOptions, context: MethodContext) -> None:
         self.adapted = options.experts == "adapter"

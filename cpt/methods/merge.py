@@ -87,6 +87,8 @@ def slerp(one: Tensor, other: Tensor, share: float, *, like: Tensor) -> Tensor:
 class Merged(nn.Module):
     """The merged weights of the domains so far, and the rule's statistics of them."""
 
+    domains: Tensor
+
     def __init__(self, options: MergingOptions, weights: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.options = options

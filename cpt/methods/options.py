@@ -183,7 +183,8 @@ class DGAOptions(SoftMaskOptions, ContrastOptions):
     """Options of DGA."""
 
 
-NOTHING = {"neurons": 1, "heads": 0, "layers": 0, "hidden": 1}  # gained by a model that stays as it is
+# gained by a model that stays as it is
+NOTHING: dict[str, float] = {"neurons": 1, "heads": 0, "layers": 0, "hidden": 1}
 
 
 @config
