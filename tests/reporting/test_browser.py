@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -16,12 +15,10 @@ from cpt.reporting import figures
 from cpt.reporting.page import Block, write_page
 from tests.support.comparing import endtasks, saved
 
-BROWSER = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), ""
-)
-pytestmark = pytest.mark.skipif(
-    not BROWSER, reason="no browser: install chromium to test the pages (apt-get install chromium)"
-)
+KNOWN = ("chromium", "chromium-browser", "google-chrome", "chrome")
+BROWSER = next(filter(None, map(shutil.which, KNOWN)), "")
+MISSING = "no browser: apt-get install chromium to test the pages"
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not BROWSER, reason=MISSING)]
 OPTIONS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync --disable-dev-shm-usage --remote-debugging-pipe"
@@ -97,11 +94,6 @@ class Browser:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def press(self, key, code, text=""):
-        stroke = {"key": key, "code": key, "windowsVirtualKeyCode": code, "text": text}
-        self.send("Input.dispatchKeyEvent", type="keyDown", **stroke)
-        self.send("Input.dispatchKeyEvent", type="keyUp", **stroke)
-
     def heard(self, *methods):
         return [event for event in self.events if event.get("method") in methods]
 
@@ -134,15 +126,12 @@ HEAD = ["group", "model", "LC", "stored", "FLOPs", "domain known"]
 def page(tmp_path_factory):
     """A comparison: two tables that are filtered, one that is not, a picture, a folded part, odd names."""
     facets = [{"method": row[0].split()[0].lower(), "model": row[1]} for row in ROWS]
-    picture = figures.draw_plane(
-        {name: ([0.1 * place], [60.0]) for place, name in enumerate("abcdefgh")}, x="FG", y="LC"
-    )
+    marks = {name: ([0.1 * place], [60.0]) for place, name in enumerate("abcdefgh")}
+    picture = figures.draw_plane(marks, x="FG", y="LC")
     wide = [[f"part {place}", *map(str, np.arange(40) * 1.5)] for place in range(12)]
     blocks = [
         Block(title="masked: pubmed", head=HEAD, cells=ROWS, words=2, filtered=True, facets=facets),
-        Block(
-            title="Differences: acl", head=["group", "n"], cells=[[r[0], "3"] for r in ROWS], filtered=True
-        ),
+        Block(title="Differences: acl", head=HEAD[:2], cells=[[r[0], "3"] for r in ROWS], filtered=True),
         Block(title="Trade-off", lines=["a" * 300], picture=picture),
         Block(title="Wide", head=["part", *map(str, range(40))], cells=wide, folded="12 x 40"),
         Block(title="</script><script>alert(1)</script>", lines=["<b>"], code="seed: 0\n" * 3, folded="yaml"),
@@ -176,7 +165,7 @@ def ordered(browser, place):
     return shown
 
 
-def test_a_page_from_disk_loads_nothing_and_complains_of_nothing(browser, page):
+def test_a_page_from_disk_loads_nothing_complains_of_nothing_and_fits_a_phone(browser, page):
     for size in (LAPTOP, PHONE):
         browser.open(page, size=size)
         browser.run("new Promise(done => setTimeout(done, 50))")
@@ -184,20 +173,22 @@ def test_a_page_from_disk_loads_nothing_and_complains_of_nothing(browser, page):
         assert page.as_uri() in asked
         assert [url for url in asked if not url.startswith("data:image/png")] == [page.as_uri()]
         complaints = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
-        assert browser.heard(*complaints) == []
-        assert browser.heard("Page.javascriptDialogOpening") == []
-    assert not re.search(r"https?:", re.sub(r"base64,[^\"]+", "", page.read_text()))
-
-
-def test_the_policy_forbids_what_the_page_does_not_need(opened):
-    opened.run("document.body.insertAdjacentHTML('beforeend', '<img src=\"https://example.invalid/a.png\">')")
-    opened.run(
-        "const own = document.createElement('script'); own.textContent = 'window.ran = 1'; "
-        "document.body.append(own)"
-    )
-    opened.run("new Promise(done => setTimeout(done, 50))")
-    assert opened.run("window.ran") is None
-    said = [event["params"]["entry"]["text"] for event in opened.heard("Log.entryAdded")]
+        assert browser.heard(*complaints, "Page.javascriptDialogOpening") == []
+    browser.run("document.querySelectorAll('section details').forEach(each => each.open = true)")
+    assert browser.run("document.documentElement.scrollWidth") <= PHONE[0]
+    edges = "[...document.querySelectorAll('section img')].map(i => i.getBoundingClientRect().right)"
+    assert max(browser.run(edges)) <= PHONE[0]
+    assert browser.run("document.querySelectorAll('.wide')[2].scrollWidth") > PHONE[0]
+    links = browser.run("[...document.querySelectorAll('nav a')].map(a => [a.textContent, a.hash])")
+    assert len(links) == 5
+    assert links == browser.run("[...document.querySelectorAll('h2')].map(h => [h.textContent, '#' + h.id])")
+    image = "'<img src=\"https://example.invalid/a.png\">'"
+    browser.run(f"document.body.insertAdjacentHTML('beforeend', {image})")
+    script = "const own = document.createElement('script'); own.textContent = 'window.ran = 1'; "
+    browser.run(script + "document.body.append(own)")  # what the policy forbids
+    browser.run("new Promise(done => setTimeout(done, 50))")
+    said = [event["params"]["entry"]["text"] for event in browser.heard("Log.entryAdded")]
+    assert browser.run("window.ran") is None
     assert sum("Content Security Policy" in text for text in said) >= 2
 
 
@@ -218,52 +209,33 @@ def test_tables_sort_by_words_and_by_numbers(opened, place, ascending, unknown):
     assert third == ("none", [row[place] for row in ROWS])
 
 
-def typed(browser, text, *, box=0):
-    """Looks for a text in a search box of the page."""
-    browser.run(
-        f"{{const box = document.querySelectorAll('input[type=search]')[{box}]; "
-        f"box.value = {json.dumps(text)}; box.dispatchEvent(new Event('input'))}}"
-    )
-
-
-@pytest.mark.parametrize(
-    ("query", "left", "others"),
-    [
-        ("", [row[0] for row in ROWS], 5),
-        ("DAS", ["Das + migu", "das (order 10)", "das (order 2)"], 3),
-        ("das -migu", ["das (order 10)", "das (order 2)"], 2),
-        ("das large", ["das (order 10)"], 0),
-        ("pubmed", [row[0] for row in ROWS], 0),
-        ("1,200", [], 0),
-    ],
-)
-def test_one_search_goes_over_all_tables_that_are_filtered(opened, query, left, others):
-    typed(opened, query)
-    assert column(opened, 0) == left
-    assert len(column(opened, 0, table=1)) == others
-    assert (
-        opened.run("document.querySelectorAll('table')[2].querySelectorAll('tbody tr[hidden]').length") == 0
-    )
-    assert opened.run("document.querySelector('output').textContent").startswith(
-        f"{len(left) + others} of 10"
-    )
+def typed(browser, text):
+    """Looks for a text in the search box of the page."""
+    change = f"box.value = {json.dumps(text)}; box.dispatchEvent(new Event('input'))"
+    browser.run(f"{{const box = document.querySelector('input[type=search]'); {change}}}")
 
 
 def tick(browser, text):
-    browser.run(
-        f"[...document.querySelectorAll('.page label')].find(l => l.textContent.trim() == '{text}')"
-        ".querySelector('input').click()"
-    )
+    found = f"[...document.querySelectorAll('.page label')].find(l => l.textContent.trim() == '{text}')"
+    browser.run(f"{found}.querySelector('input').click()")
 
 
-def test_boxes_to_tick_choose_rows_in_all_filtered_tables(opened):
+def test_one_search_and_boxes_to_tick_choose_rows_in_all_tables_that_are_filtered(opened):
+    queries = {"": ([0, 1, 2, 3, 4], 5), "DAS": ([1, 3, 4], 3), "das -migu": ([3, 4], 2), "1,200": ([], 0)}
+    queries |= {"das large": ([3], 0), "pubmed": ([0, 1, 2, 3, 4], 0)}
+    for query, (left, others) in queries.items():
+        typed(opened, query)
+        assert column(opened, 0) == [ROWS[place][0] for place in left], query
+        assert len(column(opened, 0, table=1)) == others
+        hidden = "document.querySelectorAll('table')[2].querySelectorAll('tbody tr[hidden]').length"
+        assert opened.run(hidden) == 0
+        count = opened.run("document.querySelector('output').textContent")
+        assert count.startswith(f"{len(left) + others} of 10")
+    typed(opened, "")
     summaries = "[...document.querySelectorAll('.page summary')].map(s => s.textContent)"
     assert opened.run(summaries) == ["method: all", "model: all"]
-    tick(opened, "das")
-    for table in (0, 1):
-        assert column(opened, 0, table=table) == ["Das + migu", "das (order 10)", "das (order 2)"]
-    tick(opened, "ewc")
-    tick(opened, "large")
+    for box in ("das", "ewc", "large"):
+        tick(opened, box)
     assert column(opened, 0) == column(opened, 0, table=1) == ["ewc", "das (order 10)"]
     assert opened.run(summaries) == ["method: 2 of 3", "model: 1 of 2"]
     typed(opened, "ewc")
@@ -273,76 +245,34 @@ def test_boxes_to_tick_choose_rows_in_all_filtered_tables(opened):
     assert opened.run(summaries) == ["method: all", "model: all"]
 
 
-def test_a_phone_need_not_scroll_sideways(browser, page):
-    browser.open(page, size=PHONE)
-    browser.run("document.querySelectorAll('section details').forEach(each => each.open = true)")
-    assert browser.run("document.documentElement.scrollWidth") <= PHONE[0]
-    edges = "[...document.querySelectorAll('section img')].map(i => i.getBoundingClientRect().right)"
-    assert max(browser.run(edges)) <= PHONE[0]
-    assert browser.run("document.querySelectorAll('.wide')[2].scrollWidth") > PHONE[0]
-
-
-def test_contents_lead_to_the_sections_and_pictures_are_told(opened):
-    links = opened.run("[...document.querySelectorAll('nav a')].map(a => [a.textContent, a.hash])")
-    titles = opened.run("[...document.querySelectorAll('h2')].map(h => [h.textContent, '#' + h.id])")
-    assert links == titles
-    assert len(links) == 5
-    alt = opened.run("document.querySelector('section img').alt")
-    assert alt.startswith("Trade-off. Forgetting (nats) and average perplexity")
-    assert "b: forgetting 0.1, perplexity 60" in alt
-
-
 NARROW = ["group", "LC (perplexity)", "CPT", "FG", "MF1 (%)", "FLOPs (x baseline)"]
 
 
-@pytest.fixture(scope="module")
-def comparison(tmp_path_factory):
-    """The page of a real comparison: three methods, one with a long name, two seeds each."""
-    top = tmp_path_factory.mktemp("comparison")
+def test_a_comparison_is_narrow_and_its_filters_and_marks_speak_of_groups(browser, tmp_path):
     for place, method in enumerate(("ncl", "das", "ewc")):
         for seed in range(2):
             given = {"method": method, "seed": seed, "shift": 0.1 * place + 0.01 * seed}
             given |= {"endtasks": endtasks([[None] * 3] * 3 + [[0.5 + 0.01 * seed, 0.6, 0.7]])}
             variant = {"variant": "a_long_setting=0.25; another=true"} if method == "ewc" else {}
-            saved(top / f"{method}-{seed}", **given, **variant)
-    assert main([str(top), "--export", "none"]) == 0
-    return top / "comparison.html"
-
-
-def shown_marks(browser):
-    """The groups that have a visible mark in each of the pictures."""
+            saved(tmp_path / f"{method}-{seed}", **given, **variant)
+    assert main([str(tmp_path), "--export", "none"]) == 0
+    browser.open(tmp_path / "comparison.html", size=LAPTOP)
     groups = "[...svg.querySelectorAll('[data-group]')].filter(m => getComputedStyle(m).display != 'none')"
     each = f"[...new Set({groups}.map(m => m.dataset.group.split(' ')[0]))].sort()"
-    return browser.run(f"[...document.querySelectorAll('.plot svg')].map(svg => {each})")
-
-
-def test_filters_act_on_the_marks_in_the_pictures(browser, comparison):
-    browser.open(comparison, size=LAPTOP)
-    assert shown_marks(browser) == [["das", "ewc", "ncl"]] * 5
+    marks = f"[...document.querySelectorAll('.plot svg')].map(svg => {each})"
+    assert browser.run(marks) == [["das", "ewc", "ncl"]] * 5
     tick(browser, "das")
-    assert shown_marks(browser) == [["das"]] * 5
+    assert browser.run(marks) == [["das"]] * 5
     typed(browser, "nothing-like-it")
-    assert shown_marks(browser) == [[]] * 5
+    assert browser.run(marks) == [[]] * 5
     browser.run("document.querySelector('.page button').click()")
-    assert shown_marks(browser) == [["das", "ewc", "ncl"]] * 5
-
-
-def test_a_mark_says_what_it_stands_for(browser, comparison):
-    browser.open(comparison, size=LAPTOP)
     over = "document.querySelector('.plot [data-group=das]').dispatchEvent"
     browser.run(f"{over}(new PointerEvent('pointerover', {{bubbles: true}}))")
     told = browser.run("document.querySelector('.tip').textContent")
     assert told.startswith("das, runs: 2") and "FG" in told and "[" in told
     faded = "[...document.querySelectorAll('.plot.lit [data-group]:not(.on)')].map(m => m.dataset.group)"
     assert "ncl" in browser.run(faded) and "das" not in browser.run(faded)
-    browser.run("document.body.dispatchEvent(new PointerEvent('pointerover', {bubbles: true}))")
-    assert (
-        browser.run("document.querySelector('.tip').textContent + document.querySelector('.lit')") == "null"
-    )
 
-
-def test_the_main_table_is_narrow_and_shows_other_columns_by_choice(browser, comparison):
-    browser.open(comparison, size=LAPTOP)
     heads = "[...document.querySelector('[data-chosen]').tHead.rows[0].cells]"
     shown = f"{heads}.filter(c => c.checkVisibility()).map(c => c.textContent)"
     assert browser.run(shown) == NARROW

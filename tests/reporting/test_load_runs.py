@@ -1,11 +1,13 @@
 """Runs are found, filtered, measured, and grouped where their numbers are comparable."""
 
-import math
-
 import numpy as np
 import pytest
+from hydra import compose
+from hydra.core.hydra_config import HydraConfig
 
+from cpt.core import naming
 from cpt.reporting.drawing import own_place
+from cpt.reporting.frames import label, megabytes
 from cpt.reporting.load_runs import (
     build_sections,
     differing_settings,
@@ -23,10 +25,6 @@ def names(runs, **options):
     return [group.name for group in section(runs, **options).groups]
 
 
-def measured(*runs, domains=()):
-    return measure_runs(runs, domains=domains)
-
-
 def configured(tmp_path, configs, **given):
     runs = []
     for place, config in enumerate(configs):
@@ -35,52 +33,35 @@ def configured(tmp_path, configs, **given):
     return runs
 
 
-# --- finding and filtering
+# --- finding, filtering, naming
 
 
-def test_runs_are_found_at_any_depth_once(tmp_path):
-    saved(tmp_path / "a" / "deep" / "1")
-    saved(tmp_path / "b")
-    found = find_runs([tmp_path, tmp_path / "a", tmp_path / "b" / ".." / "a"])
-    assert sorted(each.folder.name for each in found.runs) == ["1", "b"]
-    assert found.damaged == found.begun == []
-
-
-def test_what_cannot_be_read_or_was_only_begun_is_named(tmp_path):
-    saved(tmp_path / "good", config={"seed": 0})
+def test_runs_are_found_at_any_depth_once_and_what_cannot_be_read_or_was_only_begun_is_named(tmp_path):
+    for name in ("a/deep/1", "b"):
+        saved(tmp_path / name, config={"seed": 0})
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "scores.json").write_text('{"version": 3, "dom')
-    for name in ("begun", "good/wandb/run", "good/rebuilt/x", ".hydra"):
+    for name in ("begun", "b/wandb/run", "b/rebuilt/x", ".hydra"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "config.yaml").write_text("seed: 0\n")
-    found = find_runs([tmp_path, tmp_path / "nowhere"])
-    assert [each.folder.name for each in found.runs] == ["good"]
-    assert [folder.name for folder in found.begun] == ["begun"]
-    assert len(found.damaged) == 2
+    found = find_runs([tmp_path, tmp_path / "nowhere", tmp_path / "b" / ".." / "a"])
+    assert sorted(each.folder.name for each in found.runs) == ["1", "b"]
+    assert [folder.name for folder in found.begun] == ["begun"] and len(found.damaged) == 2
     assert "nowhere: no such folder" in found.damaged[0] and "bad" in found.damaged[1]
 
 
-def test_filters():
-    runs = [
-        run(method=m, seed=s, variant=v) for m in ("ncl", "das") for s in (0, 1) for v in ("", "a=1; b=[x,y]")
-    ]
+def test_filters_choose_runs_and_a_wrong_one_says_what_is_allowed():
+    values = ("", "a=1; b=[x,y]")
+    runs = [run(method=m, seed=s, variant=v) for m in ("ncl", "das") for s in (0, 1) for v in values]
     counts = {"method=das": 4, "method=das,ncl": 8, "variant=a=1; b=[x,y]": 4, "variant=b=[x,y]": 4}
     assert {word: len(filter_runs(runs, [word])) for word in counts} == counts
     assert len(filter_runs(runs, ["method=das,ncl", "seed=1"])) == 4 and len(filter_runs(runs, [])) == 8
-
-
-@pytest.mark.parametrize(
-    ("where", "said"),
-    [
-        (["speed=1"], "allowed: KEY=VALUE.*method, mask, replay"),
-        (["method="], "allowed: KEY=VALUE"),
-        (["method=das,ewc"], "method=ewc; there is: das, ncl"),
-        (["method=das", "seed=0"], "no run has all"),
-    ],
-)
-def test_a_wrong_filter_says_what_is_allowed(where, said):
-    with pytest.raises(ValueError, match=said):
-        filter_runs([run(method="ncl", seed=0), run(method="das", seed=1)], where)
+    apart = [run(method="ncl", seed=0), run(method="das", seed=1)]
+    wrong = {("speed=1",): "allowed: KEY=VALUE.*method, mask", ("method=",): "allowed: KEY=VALUE"}
+    wrong |= {("method=das,ewc",): "method=ewc; there is: das, ncl", ("method=das", "seed=0"): "no run has"}
+    for where, said in wrong.items():
+        with pytest.raises(ValueError, match=said):
+            filter_runs(apart, where)
 
 
 def test_an_order_has_the_name_of_its_config_and_is_numbered_where_that_stands_for_several(tmp_path):
@@ -89,14 +70,32 @@ def test_an_order_has_the_name_of_its_config_and_is_numbered_where_that_stands_f
         saved(tmp_path / name, config={"order": name.strip()}, order=order)
     runs = [run(tmp_path / name, order=order) for name, order in orders.items()]
     assert sorted(name_orders(runs).values()) == ["0", "random #1", "random #2"]
-    assert [each.folder.name for each in filter_runs(runs, ["order=0"])] == ["0"]
-    assert [each.folder.name for each in filter_runs(runs, ["order=law,food,space"])] == ["0"]
+    for where in ("order=0", "order=law,food,space"):
+        assert [each.folder.name for each in filter_runs(runs, [where])] == ["0"]
+
+
+def test_a_label_names_what_is_laid_over_the_method_and_the_values_not_shared():
+    plain = {"method": "das", "mask": "none", "replay": "none", "variant": ""}
+    assert label(plain | {"mask": "migu", "replay": "past"}) == "das + migu + replay past"
+    own = plain | {"variant": "trainer.steps=5; units=[heads]"}
+    assert label(own, shared={"trainer.steps=5"}) == "das (units=[heads])"
+    assert label(own) == "das (trainer.steps=5, units=[heads])"
+    shown = {None: "–", 600: "600 B", 4_096: "4.10 kB", 100_000: "0.10 MB", 2e8: "200 MB"}
+    assert {size: megabytes(size) for size in shown} == shown
+
+
+def test_a_variant_is_what_the_command_line_gives_beyond_the_names(composed, monkeypatch):
+    given = ["method=migu", "method.mask.threshold=0.5", "trainer.steps=7", "seed=2", "logger=none", "name=x"]
+    given += ["trainer.workers=1", "order=1", "model=tiny_gpt2", "hydra.verbose=false"]
+    cfg = compose("config", overrides=given, return_hydra_config=True)
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", cfg)
+    assert naming.variant() == "mask.threshold=0.5; trainer.steps=7"
 
 
 # --- measurements
 
 
-def test_metrics_on_some_domains():
+def test_metrics_end_tasks_and_answers_on_some_domains():
     nll = np.array(NLL)
     told = {name: units["nats"] for name, units in restrict_scores(made(), {"law", "food"}).metrics.items()}
     assert told["LC"] == pytest.approx((nll[3, 0] + nll[3, 1]) / 2)
@@ -106,50 +105,38 @@ def test_metrics_on_some_domains():
     assert told["general_drift"] == pytest.approx(nll[3, 3] - nll[0, 3])
     last = {name: units["nats"] for name, units in restrict_scores(made(), {"law", "space"}).metrics.items()}
     assert last["FG"] == pytest.approx(nll[3, 0] - nll[1, 0])  # the last domain is not forgotten
-    assert last["LC"] == pytest.approx((nll[3, 0] + nll[3, 2]) / 2)
     scores = made()
     for name, units in restrict_scores(scores, set(DOMAINS)).metrics.items():
         assert units == pytest.approx({unit: scores.metrics[name][unit] for unit in units}), name
 
-
-def test_measurements_on_domains_leave_out_other_runs_and_tasks():
-    given = endtasks([[0.1, 0.2, 0.3]] * 4)
-    runs = [run(endtasks=given), run(order=["sea", "sky"], nll=[row[:3] for row in NLL[:3]])]
-    (only,) = measure_runs(runs, domains=["law", "space"])
-    assert {key for key in only.values if key.startswith("task/")} == {"task/law", "task/space"}
-    assert only.values["endtask/MF1"] == pytest.approx(0.2)
-    assert only.values["LC/nats"] == pytest.approx((4.9 + 4.0) / 2)
+    values = {"law": [0.2, 0.9, 0.8, 0.5], "food": [0.3, 0.3, 0.7, 0.6], "space": [0.1, 0.1, 0.1, 0.9]}
+    given = {"endtasks": endtasks([[0.1, 0.2, 0.3]] * 4), "answers": answers(values, rows=["base", *DOMAINS])}
+    runs = [run(**given), run(order=["sea", "sky"], nll=[row[:3] for row in NLL[:3]])]
+    (only,) = measure_runs(runs, domains=["law", "food"])  # not the run that has neither
+    assert {key for key in only.values if key.startswith("task/")} == {"task/law", "task/food"}
+    expected = {"endtask/MF1": 0.15, "LC/nats": (4.9 + 4.5) / 2}
+    expected |= {"answers/AP": 0.55, "answers/LA": 0.8, "answers/BWT": -0.25}
+    assert {key: only.values[key] for key in expected} == pytest.approx(expected)
     assert len(measure_runs(runs)) == 2
     with pytest.raises(ValueError, match="--domains lake; there is: food, law, sea, sky, space"):
         measure_runs(runs, domains=["law", "lake"])
 
 
-def test_answers_on_some_domains():
-    values = {"law": [0.2, 0.9, 0.8, 0.5], "food": [0.3, 0.3, 0.7, 0.6], "space": [0.1, 0.1, 0.1, 0.9]}
-    (only,) = measured(run(answers=answers(values, rows=["base", *DOMAINS])), domains=["law", "food"])
-    assert only.values["answers/AP"] == pytest.approx(0.55)
-    assert only.values["answers/LA"] == pytest.approx(0.8)
-    assert only.values["answers/BWT"] == pytest.approx(-0.25)
-
-
 def test_end_tasks_count_in_their_last_row():
     none = [None] * 3
     given = endtasks([none, [0.9, None, None], [None, 0.8, None], [0.5, 0.6, 0.7]], when="each")
-    (only,) = measured(run(endtasks=given))
+    (only,) = measure_runs([run(endtasks=given)])
     assert only.values["endtask/MF1"] == only.values["task/food"] == pytest.approx(0.6)
     assert only.values["endtask/forget_rate"] == pytest.approx((0.4 + 0.2) / 2)
 
 
-def test_what_is_not_finite_or_was_not_counted_is_no_measurement():
+def test_costs_are_measured_and_what_is_not_finite_or_was_not_counted_is_not():
     diverged = np.array(NLL)
-    diverged[3, 0] = math.nan
-    (only,) = measured(run(nll=diverged, costs=False))
+    diverged[3, 0] = np.nan
+    (only,) = measure_runs([run(nll=diverged, costs=False)])
     assert not {"LC/nats", "FG/nats", "cost/tokens", "cost/flops", "cost/memory"} & set(only.values)
     assert "CPT/nats" in only.values
-
-
-def test_costs():
-    (only,) = measured(run(phases={"learn": {"law": 4.0, "food": 5.0}, "score": {"law": 90.0}}))
+    (only,) = measure_runs([run(phases={"learn": {"law": 4.0, "food": 5.0}, "score": {"law": 90.0}})])
     told = {key: value for key, value in only.values.items() if key.startswith("cost/")}
     expected = {"tokens": 3000, "flops": 6e9, "seconds_learn": 9, "seconds": 20, "memory": 1e6}
     expected |= {"trained": 5120, "stored": 3e6, "stored_per_domain": 1e6}
@@ -161,11 +148,11 @@ def test_intransigence_against_one_of_the_same_seed_model_order_and_conditions()
     ones = [run(method="one", nll=alone - less, seed=seed) for seed, less in ((0, 0.1), (1, 0.4))]
     mine = [run(nll=alone + seed / 20, seed=seed) for seed in (0, 1, 2)]
     others = [run(model="other"), run(order=DOMAINS[::-1]), run(conditions=CONDITIONS | {"length": 128})]
-    found = [each.values.get("intransigence/nats") for each in measured(*others, *ones, *mine)]
+    found = [each.values.get("intransigence/nats") for each in measure_runs([*others, *ones, *mine])]
     assert found[:5] == [None] * 5
     assert found[5:] == pytest.approx([0.1, 0.45, 0.2])  # seed 2 has no `one` of its own
     mine[0].scores.nll[2][1] += 0.6  # on food alone
-    *_, some = measured(*ones, mine[0], domains=["food"])
+    *_, some = measure_runs([*ones, mine[0]], domains=["food"])
     assert some.values["intransigence/nats"] == pytest.approx(0.7)
 
 
@@ -174,21 +161,25 @@ def test_intransigence_against_one_of_the_same_seed_model_order_and_conditions()
 OTHERS = {
     "objective": {"objective": "causal"},
     "texts": {"digest": "other"},
-    "score_on": {"conditions": CONDITIONS | {"score_on": "valid"}},
-    "tokenizer": {"conditions": CONDITIONS | {"tokenizer": "4567cdef"}},
-    "length": {"conditions": CONDITIONS | {"length": 128}},
-    "mask_rate": {"conditions": CONDITIONS | {"mask_rate": 0.15}},
-    "packing": {"conditions": CONDITIONS | {"packing": "isolated"}},
     "domains": {"order": DOMAINS[:2], "nll": [row[:3] for row in NLL[:3]]},
 }
+CHANGED = {
+    "score_on": "valid",
+    "tokenizer": "4567cdef",
+    "length": 128,
+    "mask_rate": 0.15,
+    "packing": "isolated",
+}
+OTHERS |= {name: {"conditions": CONDITIONS | {name: value}} for name, value in CHANGED.items()}
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_perplexity_depends_on_makes_a_section(name):
     alike = [run(seed=seed, method=method) for seed in (0, 1) for method in ("ncl", "das")]
-    first, second = build_sections(measured(*alike, run(method="das", **OTHERS[name])))
+    first, second = build_sections(measure_runs([*alike, run(method="das", **OTHERS[name])]))
     assert [len(first.runs), len(second.runs)] == [4, 1]
     assert second.baselines == {} and first.title != second.title
+    assert first.places is second.places == {name: own_place(name) for name in ("ncl", "das")}
 
 
 def test_runs_that_were_measured_alike_are_one_section_whatever_else_differs():
@@ -196,29 +187,9 @@ def test_runs_that_were_measured_alike_are_one_section_whatever_else_differs():
     assert section(runs).title == "masked: food, law, space"
     rates = [CONDITIONS | {"mask_rate": rate} for rate in (None, 0.3)]
     assert section([run(objective="causal", conditions=given) for given in rates])
-
-
-def test_titles_say_what_differs():
-    given = [CONDITIONS, CONDITIONS | {"length": 128, "mask_rate": 0.15}]
-    assert [each.title for each in build_sections(measured(*(run(conditions=each) for each in given)))] == [
-        "masked: food, law, space (length 64, mask_rate 0.3)",
-        "masked: food, law, space (length 128, mask_rate 0.15)",
-    ]
-
-
-def test_marks_are_those_of_the_whole_comparison():
-    runs = [run(method=method, shift=shift) for shift, method in enumerate(("ncl", "das", "kd"))]
-    longer = [run(method=method, conditions=CONDITIONS | {"length": 128}) for method in ("kd", "ewc")]
-    first, second = build_sections(measured(*runs, *longer))
-    assert first.places is second.places
-    assert first.places == {name: own_place(name) for name in ("ncl", "das", "kd", "ewc")}
-
-
-def test_the_frame_has_a_row_per_run_and_value():
     found = section([run(seed=seed, method=method) for method in ("ncl", "das") for seed in (0, 1)])
-    frame = found.frame
-    assert len(frame) == sum(len(each.values) for each in found.runs)
-    (row,) = frame.query("group == 'das' and seed == 1 and key == 'FG/nats'").to_dict("records")
+    assert len(found.frame) == sum(len(each.values) for each in found.runs)
+    (row,) = found.frame.query("group == 'das' and seed == 1 and key == 'FG/nats'").to_dict("records")
     assert row["value"] == made().metrics["FG"]["nats"] and row["order"] == tuple(DOMAINS)
 
 
@@ -226,54 +197,38 @@ def test_the_frame_has_a_row_per_run_and_value():
 
 
 def test_groups_are_over_seeds_and_orders_the_best_first():
-    orders = [DOMAINS, DOMAINS[::-1]]
-    shifts = (("ncl", 0), ("das", -1))
+    orders, shifts = [DOMAINS, DOMAINS[::-1]], (("ncl", 0), ("das", -1))
     runs = [run(order=o, seed=s, method=m, shift=x) for o in orders for s in (0, 1) for m, x in shifts]
-    found = section(runs)
     sizes = [("das", "4 (2 seeds x 2 orders)"), ("ncl", "4 (2 seeds x 2 orders)")]
-    assert [(group.name, group.size) for group in found.groups] == sizes
+    assert [(group.name, group.size) for group in section(runs).groups] == sizes
     assert section([*runs[:4], *runs[6:]]).groups[0].size == "3 (2 seeds, 2 orders)"
-    by_order = section(runs, by_order=True)
-    reverse = ",".join(DOMAINS[::-1])
+    by_order, reverse = section(runs, by_order=True), ",".join(DOMAINS[::-1])
     assert {f"das, order {reverse}", "ncl, order law,food,space"} <= {group.name for group in by_order.groups}
     assert by_order.baselines[f"das, order {reverse}"].name == f"ncl, order {reverse}"
 
 
-def test_labels_models_and_values_make_groups():
+def test_labels_models_values_and_configs_make_groups(tmp_path):
     runs = [run(), run(mask="migu"), run(replay="past"), run(variant="optim.lr=1"), run(model="large")]
     expected = ["ncl", "ncl + migu", "ncl + replay past", "ncl (optim.lr=1)"]
     assert set(names(runs)) == {*(f"{name}, tiny" for name in expected), "ncl, large"}
     assert names([run(variant="x=1"), run(variant="x=1", seed=1)]) == ["ncl"]
-
-
-def test_configs_that_differ_set_runs_of_one_label_apart(tmp_path):
     configs = [{"seed": s, "trainer": {"steps": n, "workers": s}} for s in (0, 1) for n in (5, 9)]
-    runs = configured(tmp_path, configs)
+    runs = configured(tmp_path / "steps", configs)
     assert sorted(names(runs)) == ["ncl, trainer.steps=5", "ncl, trainer.steps=9"]
     assert differing_settings(runs) == ["trainer.steps"]
-
-
-def test_what_follows_the_seed_or_says_where_text_is_does_not(tmp_path):
     configs = [{"seed": s, "order": s, "mask": {"seed": s}, "domains": {"root": f"/{s}"}} for s in (0, 1, 2)]
-    assert names(configured(tmp_path, configs)) == ["ncl"]
-
-
-def test_many_differences_still_make_names_that_differ(tmp_path):
+    assert names(configured(tmp_path / "seeds", configs)) == ["ncl"]  # what follows the seed does not
     configs = [{f"key{n}": 0 for n in range(5)} | {"key4": value} for value in (0, 1)]
-    configs.append({f"key{n}": 1 for n in range(5)})
-    configs.append({f"key{n}": 1 for n in range(4)} | {"key4": 7})
-    assert len(set(names(configured(tmp_path, configs)))) == 4
+    configs += [{f"key{n}": 1 for n in range(4)} | {"key4": value} for value in (1, 7)]
+    assert len(set(names(configured(tmp_path / "many", configs)))) == 4
 
 
-def test_the_baseline_is_the_group_that_shares_most_values():
+def test_the_baseline_shares_model_and_orders_and_most_values():
     values = ("lr=1", "lr=2")
     runs = [run(method=m, variant=v, shift=i / 9) for m in ("ncl", "das") for i, v in enumerate(values)]
     found = {name: group.name for name, group in section([*runs, run(method="ewc")]).baselines.items()}
     assert found == {"das (lr=1)": "ncl (lr=1)", "das (lr=2)": "ncl (lr=2)"}
     chosen = section(runs, baseline="ncl (lr=1)").baselines
     assert {group.name for group in chosen.values()} == {"ncl (lr=1)"} and len(chosen) == 3
-
-
-def test_a_baseline_has_the_same_model_and_orders():
     runs = [run(), run(method="das", model="large"), run(method="ewc", order=DOMAINS[::-1])]
     assert section(runs).baselines == {}

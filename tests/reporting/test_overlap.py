@@ -8,9 +8,10 @@ import pytest
 from cpt.reporting.compare import jaccard, measure_overlap, soft_jaccard
 
 ROWS = ["base", "law", "food", "space"]
+OWN = [[1, 0, 0.5, 0.5], [0, 1, 0.5, 0.5], [0.25, 0.75, 1, 0]]
 
 
-def overlap(folder, rows, seen=()):
+def overlap(folder, rows=ROWS, seen=()):
     return measure_overlap(folder, SimpleNamespace(rows=rows, seen=list(seen)))
 
 
@@ -18,40 +19,6 @@ def save(folder, number, **values):
     (folder / "diagnostics").mkdir(exist_ok=True)
     named = {name.replace("__", "/"): np.asarray(array, np.float32) for name, array in values.items()}
     np.savez(folder / "diagnostics" / f"{number:03d}.npz", **named)
-
-
-def test_soft_jaccard_is_the_sum_of_minima_over_that_of_maxima():
-    values = np.array([[1, 0.5, 0], [0.5, 0.5, 1], [0, 0, 0]])
-    expected = [[1, 1 / 2.5, 0], [1 / 2.5, 1, 0], [0, 0, np.nan]]
-    np.testing.assert_allclose(soft_jaccard(values), expected)
-    generator = np.random.default_rng(0)
-    many = generator.random((5, 40))
-    pairs = [[np.minimum(a, b).sum() / np.maximum(a, b).sum() for a in many] for b in many]
-    np.testing.assert_allclose(soft_jaccard(many), pairs)
-
-
-def test_jaccard_from_the_shares_of_rows():
-    sets = np.array([[1, 1, 0, 0], [1, 1, 1, 0], [0, 0, 0, 1], [0, 0, 0, 0], [0, 0, 0, 0]], float)
-    shares = sets @ sets.T / np.maximum(sets.sum(1, keepdims=True), 1)
-    expected = [[1, 2 / 3, 0, 0, 0], [2 / 3, 1, 0, 0, 0], [0, 0, 1, 0, 0]] + [[0, 0, 0, np.nan, np.nan]] * 2
-    np.testing.assert_allclose(jaccard(shares), expected)
-
-
-def test_accumulated_importances_are_compared_over_all_layers(tmp_path):
-    save(tmp_path, 0, importance__a=[0, 0], importance__b=[0])
-    save(tmp_path, 1, importance__a=[0.2, 0.3], importance__b=[0.5])
-    save(tmp_path, 2, importance__a=[0.2, 0.8], importance__b=[1.0])
-    names, values = overlap(tmp_path, ROWS[:3])["importance, accumulated"]
-    assert names == ["law", "food"]
-    np.testing.assert_allclose(values, [[1, 0.5], [0.5, 1]], rtol=1e-6)
-
-
-def test_importances_of_the_domains_themselves_are_compared_as_they_are(tmp_path):
-    save(tmp_path, 1, measured__a=[1, 0], importance__a=[1, 0])
-    save(tmp_path, 2, measured__a=[0, 1], importance__a=[1, 1])
-    found = overlap(tmp_path, ROWS[:3])
-    np.testing.assert_allclose(found["importance of each domain"][1], np.eye(2))
-    assert found["importance, accumulated"][1][0, 1] == 0.5
 
 
 def chosen(folder, *, steps, own):
@@ -62,54 +29,59 @@ def chosen(folder, *, steps, own):
         save(folder, number, chosen__map=total / max(count, 1))
 
 
-OWN = [[1, 0, 0.5, 0.5], [0, 1, 0.5, 0.5], [0.25, 0.75, 1, 0]]
+def test_the_indices_by_hand():
+    values = np.array([[1, 0.5, 0], [0.5, 0.5, 1], [0, 0, 0]])
+    np.testing.assert_allclose(soft_jaccard(values), [[1, 1 / 2.5, 0], [1 / 2.5, 1, 0], [0, 0, np.nan]])
+    many = np.random.default_rng(0).random((5, 40))
+    pairs = [[np.minimum(a, b).sum() / np.maximum(a, b).sum() for a in many] for b in many]
+    np.testing.assert_allclose(soft_jaccard(many), pairs)
+    sets = np.array([[1, 1, 0, 0], [1, 1, 1, 0], [0, 0, 0, 1], [0, 0, 0, 0], [0, 0, 0, 0]], float)
+    shares = sets @ sets.T / np.maximum(sets.sum(1, keepdims=True), 1)
+    expected = [[1, 2 / 3, 0, 0, 0], [2 / 3, 1, 0, 0, 0], [0, 0, 1, 0, 0]] + [[0, 0, 0, np.nan, np.nan]] * 2
+    np.testing.assert_allclose(jaccard(shares), expected)
 
 
-@pytest.mark.parametrize("steps", [(4, 4, 4), (4, 8, 400)])
+def test_importances_are_compared_over_all_layers_accumulated_or_as_measured(tmp_path):
+    save(tmp_path, 0, importance__a=[0, 0], importance__b=[0])
+    save(tmp_path, 1, importance__a=[0.2, 0.3], importance__b=[0.5], measured__a=[1, 0])
+    save(tmp_path, 2, importance__a=[0.2, 0.8], importance__b=[1.0], measured__a=[0, 1])
+    found = overlap(tmp_path, ROWS[:3])
+    names, values = found["importance, accumulated"]
+    assert names == ["law", "food"]
+    np.testing.assert_allclose(values, [[1, 0.5], [0.5, 1]], rtol=1e-6)
+    np.testing.assert_allclose(found["importance of each domain"][1], np.eye(2))
+
+
+@pytest.mark.parametrize("steps", [(4, 4, 4), (4, 8, 400), (0, 4, 4)])
 def test_rows_are_compared_by_each_domains_own_steps(tmp_path, steps):
-    chosen(tmp_path, steps=steps, own=OWN)
-    seen = [0, *(size * 128 for size in steps)] if len(set(steps)) > 1 else []
-    names, values = overlap(tmp_path, ROWS, seen)["rows updated"]
-    assert names == ROWS[1:]
-    np.testing.assert_allclose(values, soft_jaccard(np.array(OWN)), atol=1e-4)
-
-
-def test_a_first_domain_without_a_mask_does_not_count(tmp_path):
-    chosen(tmp_path, steps=(0, 4, 4), own=[[0] * 4, *OWN[1:]])
-    names, values = overlap(tmp_path, ROWS)["rows updated"]
-    assert names == ["food", "space"]
-    np.testing.assert_allclose(values, soft_jaccard(np.array(OWN[1:])), atol=1e-6)
+    own = OWN if steps[0] else [[0] * 4, *OWN[1:]]  # a first domain without a mask does not count
+    chosen(tmp_path, steps=steps, own=own)
+    names, values = overlap(tmp_path, ROWS, [0, *(size * 128 for size in steps)])["rows updated"]
+    first = int(steps[0] == 0)
+    assert names == ROWS[1 + first :]
+    np.testing.assert_allclose(values, soft_jaccard(np.array(OWN[first:])), atol=1e-4)
 
 
 def test_gates_are_those_of_the_last_model(tmp_path):
     save(tmp_path, 2, overlap__neurons=[[1, 0], [0, 1]], taken__a=[1, 0])
     save(tmp_path, 3, overlap__neurons=[[1, 0.5, 0], [1, 1, 0], [0, 0, 1]], overlap__heads=np.eye(3))
-    found = overlap(tmp_path, ROWS)
-    assert set(found) == {"gates: neurons", "gates: heads"}
-    assert found["gates: neurons"][0] == ROWS[1:]
+    found = overlap(tmp_path)
+    assert set(found) == {"gates: neurons", "gates: heads"} and found["gates: neurons"][0] == ROWS[1:]
     np.testing.assert_allclose(found["gates: neurons"][1], [[1, 0.5, 0], [0.5, 1, 0], [0, 0, 1]])
 
 
-def test_what_is_missing_damaged_or_single_is_left_out(tmp_path):
-    assert overlap(tmp_path / "nowhere", ROWS) == {}
+def test_what_is_missing_damaged_single_or_no_vector_of_units_is_left_out(tmp_path):
+    assert overlap(tmp_path / "nowhere") == {}
     save(tmp_path, 1, importance__a=[1, 0])
-    assert overlap(tmp_path, ROWS) == {}
+    assert overlap(tmp_path) == {}
     save(tmp_path, 3, importance__a=[1, 1])
     (tmp_path / "diagnostics" / "002.npz").write_bytes(b"PK\x03\x04 half a file")
-    assert overlap(tmp_path, ROWS)["importance, accumulated"][0] == ["law", "space"]
+    assert overlap(tmp_path)["importance, accumulated"][0] == ["law", "space"]
     assert overlap(tmp_path, ["base", "joint"]) == {}
-
-
-def test_rows_after_a_missing_stage_are_left_out(tmp_path):
-    chosen(tmp_path, steps=(4, 4, 4), own=OWN)
-    (tmp_path / "diagnostics" / "002.npz").unlink()
-    assert "rows updated" not in overlap(tmp_path, ROWS)
-    chosen(tmp_path, steps=(4, 4, 4), own=OWN)
-    (tmp_path / "diagnostics" / "003.npz").write_bytes(b"")
-    assert overlap(tmp_path, ROWS)["rows updated"][0] == ["law", "food"]
-
-
-def test_what_is_no_vector_of_units_is_not_compared(tmp_path):
+    for missing, left in ((2, None), (3, ["law", "food"])):  # after a missing stage nothing is known
+        chosen(tmp_path, steps=(4, 4, 4), own=OWN)
+        (tmp_path / "diagnostics" / f"{missing:03d}.npz").unlink()
+        assert overlap(tmp_path).get("rows updated", [None])[0] == left
     save(tmp_path, 1, demix__sources=[-1])
     save(tmp_path, 2, demix__sources=[-1, 0], demix__perplexities=[5, 6])
     assert overlap(tmp_path, ROWS[:3]) == {}
@@ -127,7 +99,6 @@ def test_what_the_methods_write_is_found(small, start, tmp_path, overrides, quan
     found = overlap(tmp_path, ROWS[:3])
     assert quantities <= set(found)
     for names, values in found.values():
-        assert names == ["law", "food"]
-        assert values.shape == (2, 2)
+        assert names == ["law", "food"] and values.shape == (2, 2)
         np.testing.assert_allclose(np.diagonal(values), 1)
         assert 0 <= values[0, 1] == values[1, 0] <= 1

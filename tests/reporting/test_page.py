@@ -1,8 +1,10 @@
-"""A report as Markdown, as a page that loads nothing, and as text; its pictures, colours and markers."""
+"""A report as Markdown, as a page that loads nothing, and as text: its pictures, its colours, and names as no
+one would choose them, which are nothing but names."""
 
 import base64
 import hashlib
 import json
+import random
 import re
 import subprocess
 import sys
@@ -12,13 +14,27 @@ import pytest
 
 from cpt.reporting import drawing, figures
 from cpt.reporting.drawing import METHODS, PLACES, description, find_places, inline_svg, own_place
-from cpt.reporting.frames import few
-from cpt.reporting.page import Block, align_columns, inline, write_page
+from cpt.reporting.frames import few, strip_controls
+from cpt.reporting.page import Block, align_columns, inline, markdown, write_page
 from tests.conftest import ROOT
 
 HEAD, CELLS = ("group", "LC"), [["das", "−1.5"], ["ncl + <migu>", "20"]]
 GROUPS = {"ncl": ([0.1, 0.2], [50.0, 51.0]), 'das "<&>"': ([0.3], [60.0]), "joint": ([None], [52.0])}
 MARKS = {"ncl": "ncl: FG 0.15 [0.1, 0.2]", 'das "<&>"': "das, one run"}
+NAMES = ["law\n\\input{/etc/passwd}\n", "<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "a|b"]
+NAMES += ["a\\|b", "ends with \\", "=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1", "＝1+1"]
+NAMES += [
+    "\r\n=1",
+    "a,b;\"c\"'d'",
+    "`code` and ``",
+    "**bold** _em_ __init__ ~~no~~",
+    "[x](javascript:alert(1))",
+]
+NAMES += ["![x](http://example.com/x.png)", "[x]: http://example.com", "# heading", "- item", "> quoted"]
+NAMES += ["~~~~\n</details>", "| --- |", "&lt;b&gt; & &#60;", "$\\write18{x}$ ^^5cinput ~ % # {}"]
+NAMES += ["line\u2028separator\x85next\x00nul\x1b[31mred", "right\u202eto left", "ünïcode 中文 🙂"]
+SIGNS, DRAW = "\\|`*_~<>&$%#^{}[]()=+-@!\"',;:/ \n\r\t\u2028ab1é", random.Random(0)
+ALL = [*NAMES, *("".join(DRAW.choices(SIGNS, k=DRAW.randint(1, 12))) for _ in range(200))]
 
 
 class Elements(HTMLParser):
@@ -50,35 +66,29 @@ def picture():
     return figures.draw_plane(GROUPS, marks=MARKS, x="FG", y="LC")
 
 
-def test_the_policy_lets_the_page_run_its_own_script_alone(tmp_path):
-    html = page(tmp_path, Block(lines=["one"]))
-    elements = Elements(html)
-    policy = next(meta["content"] for meta in elements.all("meta") if "http-equiv" in meta)
-    assert len(elements.scripts) == 1
-    digest = base64.b64encode(hashlib.sha256(elements.scripts[0].encode()).digest()).decode()
-    assert policy.split("; ")[0] == "default-src 'none'"
-    assert policy.endswith(f"script-src 'sha256-{digest}'")
-    assert policy.count("unsafe") == 1
-    assert not re.search(r"https?:|//|@import|url\(", html) and "@media print" in html
+# --- pages
 
 
-def test_tables_say_what_the_reader_may_do_with_them(tmp_path):
+def test_the_page_runs_its_own_script_alone_and_says_what_the_reader_may_do_with_its_tables(tmp_path):
     facets = [{"method": "das", "domains": 'a "b"'}, {"method": "ncl <x>", "domains": "c"}]
     filtered = {"sortable": False, "filtered": True, "facets": facets}
     html = page(tmp_path, Block(head=HEAD, cells=CELLS), Block(head=HEAD, cells=CELLS, **filtered))
     elements = Elements(html)
+    policy = next(meta["content"] for meta in elements.all("meta") if "http-equiv" in meta)
+    assert len(elements.scripts) == 1
+    digest = base64.b64encode(hashlib.sha256(elements.scripts[0].encode()).digest()).decode()
+    assert policy.split("; ")[0] == "default-src 'none'" and policy.count("unsafe") == 1
+    assert policy.endswith(f"script-src 'sha256-{digest}'")
+    assert not re.search(r"https?:|//|@import|url\(", html) and "@media print" in html
     assert [table["class"].split() for table in elements.all("table")] == [["sortable"], ["filtered"]]
     rows = [row for row in elements.all("tr") if "data-facets" in row]
-    assert [json.loads(row["data-facets"]) for row in rows] == facets
-    assert "ncl + &lt;migu&gt;" in html
+    assert [json.loads(row["data-facets"]) for row in rows] == facets and "ncl + &lt;migu&gt;" in html
 
 
 def test_markdown_has_tables_pictures_and_what_is_folded(tmp_path, picture):
-    cells = [["a|b", "<i>"]]
-    table = Block(title="Table", lines=["A line."], head=HEAD, cells=cells, folded="more", code="x: 1")
-    html = page(
-        tmp_path, Block(), Block(title="Empty"), table, Block(title="Picture", picture=bytes(picture))
-    )
+    how = {"lines": ["A line."], "head": HEAD, "folded": "more", "code": "x: 1"}
+    blocks = [Block(title="Empty"), Block(title="Table", cells=[["a|b", "<i>"]], **how)]
+    html = page(tmp_path, Block(), *blocks, Block(title="Picture", picture=bytes(picture)))
     parts = (tmp_path / "report.md").read_text(encoding="utf-8").split("\n\n")
     assert parts[:4] == ["# Title", "## Table", "A line.", "<details><summary>more</summary>"]
     assert parts[4] == "| group | LC |\n| :-- | --: |\n| a&#124;b | &lt;i> |"
@@ -88,21 +98,8 @@ def test_markdown_has_tables_pictures_and_what_is_folded(tmp_path, picture):
     assert image["alt"] == f"Picture. {description(picture)}" and 'das "<&>"' in image["alt"]
     assert base64.b64decode(image["src"].partition("base64,")[2]) == picture
     assert (tmp_path / "report-picture.png").read_bytes() == picture
-
-
-def test_the_title_and_cells_are_not_taken_for_markup(tmp_path):
-    html = page(tmp_path, Block(title="<b>", lines=["</script>"], code="<i>", folded="<u>"), title="<s>")
-    assert {tag for tag, _ in Elements(html).elements}.isdisjoint({"b", "i", "u", "s"})
-    assert html.count("</script>") == 1
-    assert inline("`one` and `a<b`, not <b>") == "<code>one</code> and <code>a&lt;b</code>, not &lt;b&gt;"
-
-
-def test_tables_and_names_as_text():
-    assert (
-        align_columns(Block(head=HEAD, cells=CELLS))
-        == "group           LC\ndas           −1.5\nncl + <migu>    20"
-    )
-    assert few(["a", "b"]) == "a → b"
+    shown = "group           LC\ndas           −1.5\nncl + <migu>    20"
+    assert align_columns(Block(head=HEAD, cells=CELLS)) == shown
     names = [f"d{place}" for place in range(20)]
     assert few(names, between=", ") == "d0, d1, d2, … 14 more …, d17, d18, d19"
 
@@ -133,11 +130,63 @@ def test_pictures_are_named_by_content_and_the_same_each_time(tmp_path, picture)
     assert {path.name for path in tmp_path.glob("report-*")} == names
 
 
+@pytest.mark.slow
 def test_pages_leave_pyplot_and_torch_alone():
     code = "import sys; from cpt.reporting import run_page; from cpt import report; "
-    code += "print([m for m in ('matplotlib.pyplot', 'torch', 'lightning') if m in sys.modules])"
+    heavy = ("matplotlib.pyplot", "torch", "transformers", "lightning", "wandb")
+    code += f"print([m for m in {heavy} if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+# --- names
+
+
+def rendered(text):
+    markdown_it = pytest.importorskip("markdown_it")
+    return markdown_it.MarkdownIt("commonmark").enable(["table", "strikethrough"]).parse(text)
+
+
+def inner(tokens):
+    """The kinds of what stands in the lines of Markdown."""
+    return {each.type for token in tokens if token.type == "inline" for each in token.children}
+
+
+def test_markdown_shows_names_as_they_are():
+    for name in ALL:
+        block = Block(title=f"T {name} T", head=["group", name], cells=[[name, f"1 {name}"], ["x", "2"]])
+        text = markdown(block, picture="p.png")
+        assert all(line.count("|") == 3 for line in text.splitlines() if line.startswith("|"))
+        cells = [token for token in rendered(text) if token.type == "inline"]
+        told = [re.sub(" +", " ", "".join(each.content for each in cell.children)) for cell in cells]
+        wanted = [f"T {name} T", "group", name, name, f"1 {name}", "x", "2"]
+        assert told == [re.sub(" +", " ", strip_controls(each)).strip() for each in wanted]
+        assert inner(cells) <= {"text", "text_special"}
+        tokens = rendered(markdown(Block(lines=[name, f"`one`: {name}"]), picture=""))
+        assert {token.type for token in tokens} <= {"inline", "paragraph_open", "paragraph_close"}
+        assert inner(tokens) <= {"text", "text_special", "code_inline"}
+    for code in ("x: 1", "~~~~\n<script>", "a\n~~~~~~~~\n# b"):
+        (token,) = rendered(markdown(Block(code=code), picture=""))
+        assert (token.type, token.content) == ("fence", f"{code}\n")
+
+
+def test_a_console_gets_a_line_per_row_and_no_control_signs():
+    for name in NAMES:
+        text = align_columns(Block(head=["group", name], cells=[[name, "1"], ["x", "2"]]))
+        assert len(text.splitlines()) == 3
+        assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", text)
+
+
+def test_a_page_has_no_element_from_a_name(tmp_path):
+    def tags(names):
+        same = [dict.fromkeys(("title", "folded", "code"), name) for name in names]
+        blocks = [Block(lines=[x["title"]], head=[x["title"]], cells=[[x["title"]]], **x) for x in same]
+        html = page(tmp_path, *blocks, title=names[1])
+        assert html.count("</script>") == 1
+        return {tag for tag, _ in Elements(html).elements}
+
+    assert tags([*NAMES, "</script>", "<i>"]) - {"code"} == tags(["n"] * (len(NAMES) + 2)) - {"code"}
+    assert inline("`one` and `a<b`, not <b>") == "<code>one</code> and <code>a&lt;b</code>, not &lt;b&gt;"
 
 
 # --- colours and markers
@@ -149,9 +198,6 @@ def test_a_method_is_alike_on_pages_with_other_groups():
     found = [find_places((name, name) for name in names) for names in pages]
     assert {page["das"] for page in found} == {own_place("das")}
     assert found[0]["kd"] == found[2]["kd"] == own_place("kd")
-
-
-def test_groups_with_values_have_the_colour_of_their_method():
     eight = dict.fromkeys(["ncl", "ewc", "kd", "derpp", "demix", "migu", "das", "replay"])
     variants = {name: name for name in eight} | {f"das (seed={place})": "das" for place in range(4)}
     places = find_places(variants.items())
@@ -160,16 +206,13 @@ def test_groups_with_values_have_the_colour_of_their_method():
     assert len({style["color"] for style in styles}) == 1 and len({style["marker"] for style in styles}) == 5
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        ["lora", "ncl", "replay (a)", "replay (b)", "adapter", "kd + migu", "own", "joint", "one", "hat"],
-        list(METHODS[::8]),
-    ],
-)
-def test_the_first_eight_groups_have_a_colour_each(names):
-    places = find_places((name, name.split(" (")[0]) for name in names)
-    assert len({drawing.style(places[name])["color"] for name in names[:8]}) == len(names[:8])
-    assert len(set(places.values())) == len(places)
+def test_the_first_eight_groups_have_a_colour_each_and_72_a_style():
+    some = ["lora", "ncl", "replay (a)", "replay (b)", "adapter", "kd + migu", "own", "joint", "one", "hat"]
+    for names in (some, list(METHODS[::8])):
+        places = find_places((name, name.split(" (")[0]) for name in names)
+        assert len({drawing.style(places[name])["color"] for name in names[:8]}) == len(names[:8])
+        assert len(set(places.values())) == len(places)
     many = [(f"group {place}", f"group {place}") for place in range(80)]
     assert len(set(find_places(many[:PLACES]).values())) == PLACES and len(find_places(many)) == 80
+    styles = [tuple(drawing.style(place).values())[:2] for place in range(PLACES)]
+    assert len(set(styles)) == PLACES

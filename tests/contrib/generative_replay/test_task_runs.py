@@ -132,10 +132,7 @@ def test_no_example_of_the_past_is_read(start, config, tmp_path, gifted, read): 
         (["replay.prompt=Write:"], "replay.prompt=Write: does not say of which domain an example is to be"),
         (["replay.general=0.1"], "replay.general=0.1 with replay=generated and domains of examples, which"),
         (["replay.past=0.6", "replay.forms=0.4"], "replay.past=0.6 and replay.forms=0.4, which leaves 0 new"),
-        (
-            ["replay.forms=0", f"replay.prompt='{'{domain} ' * 90}'"],
-            "tokens, and model.length=160; allowed",
-        ),
+        (["replay.forms=0", f"replay.prompt='{'{domain} ' * 90}'"], "tokens, and model.length=160; allowed"),
     ],
 )
 def test_what_cannot_be_is_refused(start, config, tmp_path, given, said):
