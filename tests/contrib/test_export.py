@@ -1,13 +1,25 @@
-"""Tasks as the harness reads them: the same questions, and of them the same tokens."""
+"""Tasks as the harness reads them: the same questions, of them the same tokens, and of these our accuracy."""
 
 import json
+from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
+import torch
 import yaml
+from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
+from cpt.contrib.lm_eval_export.__main__ import export, main
 from cpt.contrib.lm_eval_export.tasks import HarnessTexts, export_group, export_task
 from cpt.data.example import Example
-from tests.support.task_fixtures import LABELS, STYLES, encoder, some_examples
+from cpt.evaluation.task_answers import Question, rank_choices, score_choices
+from cpt.models.objectives import Causal, CausalAnswers, Seq2SeqAnswers
+from cpt.trainer.plan import make_plan
+from tests.evaluation.test_lm_eval_options import options
+from tests.support.task_fixtures import LABELS, STYLES, encoder, some_examples, write_tasks
+
+CHOICES = ("mu", "na", "pe", "so", "tu")  # of one length, so that not always the same is the likeliest
+NEEDED = pytest.mark.skipif(not find_spec("lm_eval"), reason="the extra: pip install -e '.[lm-eval]'")
 
 
 def rows(folder, task):
@@ -16,7 +28,7 @@ def rows(folder, task):
 
 @pytest.mark.parametrize("seq2seq", [False, True])
 @pytest.mark.parametrize("style", STYLES)
-def test_the_tokens_of_every_style_are_ours(style, seq2seq, tmp_path):
+def test_the_tokens_of_every_style_are_ours_and_what_differs_is_told(style, seq2seq, tmp_path):
     made, examples = encoder(STYLES[style](), seq2seq=seq2seq), some_examples(20)
     texts = HarnessTexts(made)
     found = export_task(tmp_path, "TC", map(made.prompt, examples), texts)
@@ -24,29 +36,22 @@ def test_the_tokens_of_every_style_are_ours(style, seq2seq, tmp_path):
     for row, example in zip(rows(tmp_path, "TC"), examples, strict=True):
         assert row["id"] == example.id and row["question"].endswith(example.source)
         assert row["choices"] == [texts.choice(label) for label in LABELS]
-        assert all(
-            each.endswith(label + texts.ending) for each, label in zip(row["choices"], LABELS, strict=True)
-        )
+        endings = [label + texts.ending for label in LABELS]
+        assert all(each.endswith(end) for each, end in zip(row["choices"], endings, strict=True))
         assert LABELS[row["answer"]] == example.target
-
-
-@pytest.mark.parametrize("seq2seq", [False, True])
-def test_a_question_that_was_cut_is_exported_as_cut(seq2seq, tmp_path):
-    made = encoder(STYLES["opened"](), length=60, seq2seq=seq2seq)
-    examples = some_examples(20, words=(30, 40))
-    found = export_task(tmp_path, "TC", map(made.prompt, examples), HarnessTexts(made))
-    assert found.differing == []
-    for row, example in zip(rows(tmp_path, "TC"), examples, strict=True):
-        assert len(row["question"]) < len(example.source) and row["question"].endswith("\nAnswer:")
-
-
-@pytest.mark.parametrize("style", ["bare", "opened", "framed"])
-def test_a_special_token_that_is_spelled_out_is_told(style, tmp_path):
-    made = encoder(STYLES[style]())
-    special = made.tokenizer.eos_token or made.tokenizer.sep_token
-    odd = Example("odd", f"What is {special} for?\nAnswer:", LABELS[0], "TC", LABELS)
-    found = export_task(tmp_path, "TC", map(made.prompt, [*some_examples(3), odd]), HarnessTexts(made))
-    assert found.differing == ["odd"] and found.examples == 4
+    if style in ("bare", "opened", "framed") and not seq2seq:  # a special token that is spelled out
+        special = made.tokenizer.eos_token or made.tokenizer.sep_token
+        odd = Example("odd", f"What is {special} for?\nAnswer:", LABELS[0], "TC", LABELS)
+        found = export_task(tmp_path, "TC", map(made.prompt, [*examples, odd]), texts)
+        assert found.differing == ["odd"] and found.examples == 21
+    if style == "opened":  # a question that was cut is exported as cut
+        made, examples = (
+            encoder(STYLES[style](), length=60, seq2seq=seq2seq),
+            some_examples(9, words=(30, 40)),
+        )
+        assert export_task(tmp_path, "TC", map(made.prompt, examples), HarnessTexts(made)).differing == []
+        for row, example in zip(rows(tmp_path, "TC"), examples, strict=True):
+            assert len(row["question"]) < len(example.source) and row["question"].endswith("\nAnswer:")
 
 
 def test_what_has_no_choices_is_left_out_and_the_others_are_a_group(tmp_path):
@@ -61,3 +66,111 @@ def test_what_has_no_choices_is_left_out_and_the_others_are_a_group(tmp_path):
     told = yaml.safe_load((tmp_path / "b%2Fc.yaml").read_text())
     assert told["task"] == "cpt_b%2Fc" and told["num_fewshot"] == 0 and told["target_delimiter"] == " "
     assert told["dataset_kwargs"]["data_files"]["test"] == str(tmp_path / "b%2Fc.jsonl")
+
+
+# --- the program
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    return write_tasks(tmp_path_factory.mktemp("exported"), ("food", "law"), train=60, test=24)
+
+
+@pytest.mark.slow
+def test_the_command_line_writes_a_run_s_tasks_and_says_how_to_ask_them(tasks, cache, tmp_path, capsys):
+    given = ["domains=tasks", f"domains.root={tasks}", f"cache_dir={cache}", "model=tiny_gpt2"]
+    main([str(tmp_path / "out"), *given, "model.vocabulary=300", "order=[law]", "answers.most=5"])
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "cpt_law: 5 examples"
+    assert second == f"probe=lm_eval probe.include={tmp_path / 'out'} 'probe.tasks=[cpt_tasks]'"
+    assert [row["id"] for row in rows(tmp_path / "out", "law")] == [f"law-test-{place}" for place in range(5)]
+    assert yaml.safe_load((tmp_path / "out" / "_all.yaml").read_text())["task"] == ["cpt_law"]
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "none"), *given, "domains.choices=none", "model.length=64"])
+    told = capsys.readouterr().err
+    assert "no task of food, law has choices" in told and not list((tmp_path / "none").glob("*"))
+
+
+WRONG = {
+    "": "cpt: nothing is given; needed: a folder to write to",
+    "domains=tasks": "cpt: domains=tasks is given; needed: a folder to write to",
+    "out model=tiny_gpt2": "cpt: domains=installed_docs asks nothing; allowed: domains=tasks",
+    "out domains=tasks answers.mots=5": "cpt: answers.mots is not known; did you mean",
+}
+
+
+@pytest.mark.parametrize("given", WRONG)
+def test_what_is_wrong_is_one_line(given, capsys):
+    with pytest.raises(SystemExit):
+        main(given.split())
+    said = capsys.readouterr().err
+    assert said.startswith(WRONG[given]) and said.count("\n") == 1
+
+
+# --- measured by the harness itself, which takes eight seconds to be read in
+
+
+def causal(vocabulary):
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 256}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=vocabulary, **sizes)), CausalAnswers(Causal(), pad=0)
+
+
+def seq2seq(vocabulary):
+    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2}
+    tokens = {"pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 0}
+    model = T5ForConditionalGeneration(T5Config(vocab_size=vocabulary, **sizes, **tokens))
+    return model, Seq2SeqAnswers(Causal(), pad=0, start=0)
+
+
+@NEEDED
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("build", "style", "length"),
+    [(causal, style, 200) for style in STYLES]
+    + [(seq2seq, style, 200) for style in ("closed", "framed", "metaspace")]
+    + [(causal, "opened", 60), (seq2seq, "closed", 40)],
+)
+def test_accuracy_is_ours_of_each_task_and_of_all(build, style, length, tmp_path):
+    from cpt.evaluation.lm_eval import Harness
+
+    encoding = encoder(STYLES[style](), length=length, seq2seq=build is seq2seq)
+    torch.manual_seed(5)
+    model, objective = build(len(encoding.tokenizer))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(8)  # so that the answers differ
+    texts, done, accuracies, chosen = HarnessTexts(encoding), [], [], set()
+    for seed, count in enumerate((31, 13)):
+        examples = some_examples(count, seed=seed, words=(1, 30))
+        examples = [replace(e, choices=CHOICES, target=CHOICES[at % 5]) for at, e in enumerate(examples)]
+        given = list(map(encoding.prompt, examples))
+        done.append(export_task(tmp_path, f"t{seed}", given, texts))
+        assert done[-1].differing == []
+        asked = [Question.of_prompt(prompt) for prompt in given]
+        sums = score_choices(model.eval(), objective, asked, batch_size=7, step=lambda count: None)
+        ours = rank_choices(asked, sums)[0]
+        chosen |= {*ours}
+        accuracies.append(sum(one == each.target for one, each in zip(ours, examples, strict=True)) / count)
+    names = (export_group(tmp_path, done), "cpt_t0", "cpt_t1")
+    harness, nothing = Harness(options(*names, include=str(tmp_path))), lambda count=0: None
+    found = [harness.measure(n, model, encoding.tokenizer, expect=nothing, step=nothing) for n in names]
+    values = [each["metrics"]["acc"]["value"] for each in found]
+    assert values == pytest.approx([sum(accuracies) / 2, *accuracies]) and len(chosen) > 1
+
+
+@NEEDED
+def test_a_run_s_tasks_are_exported_and_probed(small_gpt2, start, tasks, tmp_path):
+    """What the matrix of scores says of a run, the probe says of it too."""
+    given = ["domains=tasks", f"domains.root={tasks}", "order=[food,law]", "model.length=64"]
+    given += ["answers.written=false", "optim.lr=0.01"]
+    lines = export(make_plan(small_gpt2(*given)), tmp_path / "exported")
+    assert lines[:2] == ["cpt_food: 24 examples", "cpt_law: 24 examples"]
+    probe = ["probe=lm_eval", f"probe.include={tmp_path / 'exported'}"]
+    probe += ["probe.tasks=[cpt_tasks,cpt_food,cpt_law]", "probe.when=each"]
+    start(small_gpt2(*given, *probe), tmp_path / "run")
+    scores = json.loads((tmp_path / "run" / "scores.json").read_text())
+    answers, probes = scores["answers"], scores["probes"]["tasks"]
+    for task in ("food", "law"):
+        assert probes[f"cpt_{task}"]["values"] == answers["tasks"][task]["measures"]["accuracy_ranked"]
+    assert probes["cpt_tasks"]["values"][-1] == pytest.approx(answers["metrics"]["AP"])
+    assert probes["cpt_food"]["chance"] == answers["tasks"]["food"]["chance"]

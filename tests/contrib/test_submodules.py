@@ -15,26 +15,22 @@ HELD_OUT = {"valid": 0.2, "test": 0.3, "seed": 0, "most": None}
 FIELDS = {"rivers": "water", "hills": "stone", "woods": "tree"}
 
 
-def sentence(field, number, place):
-    return (
+def write_module(path, field, place):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    texts = [
         f"This is number {number} of the sentences on {FIELDS[field]} that the module {place} of {field} "
         "has to say, and it says no more than it must."
-    )
-
-
-def write_module(folder, texts):
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    functions = [f"def f{number}():\n    {text!r}\n" for number, text in enumerate(texts)]
-    folder.write_text("".join(functions))
+        for number in range(4)
+    ]
+    path.write_text("".join(f"def f{at}():\n    {text!r}\n" for at, text in enumerate(texts)))
 
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
     """made_up, whose sub-packages have the same 12 modules each, and one module on its own."""
     places = {f"{field}/m{place}": (field, place) for field in FIELDS for place in range(12)}
-    for name, (field, place) in (places | {"alone": ("hills", 99), "__init__": ("hills", 98)}).items():
-        texts = [sentence(field, number, place) for number in range(4)]
-        write_module(tmp_path / "made_up" / f"{name}.py", texts)
+    for name, about in (places | {"alone": ("hills", 99), "__init__": ("hills", 98)}).items():
+        write_module(tmp_path / "made_up" / f"{name}.py", *about)
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
     return tmp_path
@@ -64,8 +60,8 @@ def module_of(example):
     return example.id.rsplit("-", 1)[0]
 
 
-def test_labels_are_the_sub_packages_and_no_text_names_one(task):
-    found = task()
+def test_labels_are_the_sub_packages_which_no_text_names_and_a_module_is_in_the_domains_split(task, tmp_path):
+    found = task(examples=dict.fromkeys(("train", "dev", "test"), 100))
     assert found.classes == ["made_up.hills", "made_up.rivers", "made_up.woods"]
     examples = [*found.train, *found.dev, *found.test]
     for example in examples:
@@ -73,30 +69,19 @@ def test_labels_are_the_sub_packages_and_no_text_names_one(task):
         assert FIELDS[example.label.split(".")[1]] in example.text
     said = " ".join(example.text for example in examples)
     assert not re.search("hills|rivers|woods", said) and " of _ has to say" in said
-
-
-def test_a_module_is_in_one_split_which_is_that_of_the_domain(task, tmp_path):
     about = {"general": ["stdlib"], "orders": None, "held_out": HELD_OUT, "score_on": "test"}
     source = InstalledDocs(packages={"land": ["made_up"]}, **about)
     text = make_corpus(source, "land", cache=tmp_path / "corpora")
-    found = task(examples=dict.fromkeys(("train", "dev", "test"), 100))
-    found = {"train": found.train, "valid": found.dev, "test": found.test}
-    blanked = names_in(["made_up.hills", "made_up.rivers", "made_up.woods"])
-    for split, examples in found.items():
+    blanked, splits = names_in(found.classes), {"train": found.train, "valid": found.dev, "test": found.test}
+    for split, own in splits.items():
         theirs = blanked.sub("_", "\n".join(text.documents(split)["text"]))
-        assert examples and all(example.text in theirs for example in examples)
-    modules = [{module_of(example) for example in examples} for examples in found.values()]
-    assert len(set.union(*modules)) == sum(map(len, modules))
-    assert sum(map(len, found.values())) == sum(map(len, modules)) * 4
-
-
-def test_classes_are_as_many_as_asked_for_and_examples_at_most(task):
+        assert own and all(example.text in theirs for example in own)
+    modules = [{module_of(example) for example in own} for own in splits.values()]
+    assert len(set.union(*modules)) == sum(map(len, modules)) == len(examples) / 4
     found = task(classes=2, examples={"train": 7, "dev": 2, "test": 3})
-    assert len(found.classes) == 2
-    for examples, most in ((found.train, 7), (found.dev, 2), (found.test, 3)):
-        counts = [sum(example.label == label for example in examples) for label in found.classes]
-        assert max(counts) == most
-    assert len({example.id for example in found.train}) == len(found.train)
+    assert len(found.classes) == 2 and len({example.id for example in found.train}) == len(found.train)
+    for own, most in ((found.train, 7), (found.dev, 2), (found.test, 3)):
+        assert max(sum(example.label == label for example in own) for label in found.classes) == most
 
 
 def test_the_same_text_gives_the_same_examples_wherever_it_lies(task, package, tmp_path, monkeypatch):
@@ -111,18 +96,14 @@ def test_the_same_text_gives_the_same_examples_wherever_it_lies(task, package, t
     monkeypatch.syspath_prepend(tmp_path / "elsewhere")
     importlib.invalidate_caches()
     assert task(cache=str(tmp_path / "another")).content == first.content
-    write_module(tmp_path / "elsewhere/made_up/hills/m0.py", [sentence("hills", n, "0 b") for n in range(4)])
+    write_module(tmp_path / "elsewhere/made_up/hills/m0.py", "hills", "0 b")
     assert task(cache=str(tmp_path / "another")).content != first.content
 
 
-def test_names_are_blanked_as_words_and_in_identifiers():
+def test_names_are_blanked_as_words_and_a_sub_package_with_more_than_half_of_the_text_is_divided():
     names = names_in(["a.core.sets", "a.io"])
-    assert names.sub("_", "Sets of core.io, to_io and io_x; score, radio, subsets") == (
-        "_ of _._, to__ and __x; score, radio, subsets"
-    )
-
-
-def test_a_sub_package_with_more_than_half_of_the_text_is_divided():
+    shown = names.sub("_", "Sets of core.io, to_io and io_x; score, radio, subsets")
+    assert shown == "_ of _._, to__ and __x; score, radio, subsets"
     sizes = {"p": 1, "p.core.x.a": 4, "p.core.x.b": 4, "p.core.y.a": 3, "p.core": 1, "p.io.a": 4, "p.one": 1}
     found = subpackages((module, ["text"] * size) for module, size in sizes.items())
     divided = {"p.core.x.a": "p.core.x", "p.core.x.b": "p.core.x", "p.core.y.a": "p.core.y", "p.io.a": "p.io"}
@@ -137,46 +118,37 @@ def test_modules_come_with_the_documents(package):
     names = [module for module, _ in found]
     assert {"made_up", "made_up.alone", "made_up.hills.m11"} < set(names)
     assert len(set(names)) == len(names) == 38
-    write_module(package / "one_file.py", [sentence("hills", number, 0) for number in range(4)])
+    write_module(package / "one_file.py", "hills", 0)
     importlib.invalidate_caches()
     assert [module for module, _ in documents_by_module(["one_file"])] == ["one_file"]
 
 
-def test_a_package_without_sub_packages_is_told(package, given):
+def test_tasks_are_those_of_the_runs_domains_and_one_without_sub_packages_is_told(package, given):
     for place in range(9):
-        texts = [sentence("woods", number, place) for number in range(4)]
-        write_module(package / "flat" / f"m{place}.py", texts)
-    packages = {"land": ["made_up"], "flat": ["flat"]}
-    plan = plan_endtasks(given(packages), ["land", "flat"], ["flat"])
+        write_module(package / "flat" / f"m{place}.py", "woods", place)
+    packages = {"sea": ["made_up"], "land": ["made_up"], "flat": ["flat"]}
+    order, own = ["land", "sea", "flat"], given(packages, tasks={"land": {"classes": 2}})
+    plan = plan_endtasks(own, [*packages], order)
+    assert plan.tasks == order
+    tasks = [plan.task(name) for name in ("land", "sea")]
+    assert [len(task.classes) for task in tasks] == [2, 3]
+    assert tasks[1].steps == -(-60 // 16) * plan.settings("sea").epochs
     with pytest.raises(ValueError, match=r"^endtask\.tasks\.flat: packages=\['flat'\] have 0 sub-packages"):
         plan.task("flat")
     without = given(packages, tasks={"flat": None})
-    assert plan_endtasks(without, ["land", "flat"], ["land", "flat"]).tasks == ["land"]
+    assert plan_endtasks(without, [*packages], ["land", "flat"]).tasks == ["land"]
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         ({"examples": {"test": 0}}, r"^endtask\.examples=.*'test': 0.*; allowed: a whole number, 1 or more"),
-        ({"examples": {"valid": 3}}, r"^endtask\.examples=.*for each of train, dev, test$"),
         ({"tasks": {"land": {"classes": 1}}}, r"^endtask\.tasks\.land\.classes=1; allowed"),
         ({"tasks": {"land": {"cache": "x"}}}, r"^endtask\.tasks\.land has cache; allowed: epochs"),
-        (
-            {"tasks": {"sea": {"classes": 2}}},
-            r"^endtask\.tasks\.sea: there is no such domain; allowed: land$",
-        ),
+        ({"tasks": {"sea": {"classes": 2}}}, r"^endtask\.tasks\.sea: there is no such domain; allowed: land"),
         ({"packages": None}, r"^endtask\.packages=null; allowed: packages by domain, like those"),
     ],
 )
 def test_wrong_options_are_told_at_once(given, overrides, message):
     with pytest.raises(ValueError, match=message):
         plan_endtasks(given(**{k: v for k, v in overrides.items() if v}) | overrides, ["land"], ["land"])
-
-
-def test_a_run_reads_the_tasks_of_its_domains(package, given):
-    packages = {"sea": ["made_up"], "land": ["made_up"]}
-    found = plan_endtasks(given(packages, tasks={"land": {"classes": 2}}), ["sea", "land"], ["land", "sea"])
-    assert found.tasks == ["land", "sea"]
-    tasks = [found.task(name) for name in found.tasks]
-    assert [len(task.classes) for task in tasks] == [2, 3]
-    assert tasks[1].steps == -(-60 // 16) * found.settings("sea").epochs

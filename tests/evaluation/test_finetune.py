@@ -36,10 +36,9 @@ def words():
     return tokenizer()
 
 
-def examples(count, *, seed, paired=False):
+def examples(count, *, seed):
     made = rows("law", count=count, seed=seed)
-    pair = "the court" if paired else None
-    return [LabelledExample(row["id"], row["text"], pair, row["label"]) for row in made]
+    return [LabelledExample(row["id"], row["text"], None, row["label"]) for row in made]
 
 
 def job(words, *, dev=False, name="law", train=60, **changes):
@@ -73,10 +72,7 @@ def tuned(start, work, *, seed=3, step=list):
     return fine_tune(start, work, seed=seed, device=CPU, step=step)
 
 
-@pytest.mark.parametrize(
-    ("kind", "precision"),
-    [("roberta", "32-true"), ("roberta", "bf16-mixed"), ("gpt2", "32-true"), ("t5", "32-true")],
-)
+@pytest.mark.parametrize(("kind", "precision"), [("roberta", "bf16-mixed"), ("gpt2", "32-true")])
 def test_a_task_that_a_word_tells_is_learned(kind, precision, words, monkeypatch):
     work, steps, mixed = job(words, epochs=6, train=100, precision=precision), [], []
     whole = Classifier.forward
@@ -114,9 +110,8 @@ def reference(start, work, seed):
     with subject.forked_generators(CPU, "end task", work.name, seed):
         made = classifier(start).train()
     settings = work.settings
-    optimizer = torch.optim.AdamW(
-        made.parameters(), lr=settings.lr, weight_decay=settings.weight_decay, foreach=False
-    )
+    how = {"lr": settings.lr, "weight_decay": settings.weight_decay, "foreach": False}
+    optimizer = torch.optim.AdamW(made.parameters(), **how)
     schedule = get_linear_schedule_with_warmup(optimizer, 0, work.steps)
     for epoch in range(1, settings.epochs + 1):
         for chosen in work.batches(seed, epoch):
@@ -132,17 +127,12 @@ def test_fine_tuning_is_a_plain_loop(words, kept):
     work, start = job(words, epochs=2, dropout=0.0), model("roberta", words)
     tuned(start, work)
     ((_, found),) = kept
-    for (name, ours), value in zip(
-        found.named_parameters(), reference(start, work, 3).parameters(), strict=True
-    ):
+    theirs = reference(start, work, 3).parameters()
+    for (name, ours), value in zip(found.named_parameters(), theirs, strict=True):
         torch.testing.assert_close(ours, value, rtol=1e-4, atol=2e-5, msg=name)
     assert (found.dense.bias - classifier(start).dense.bias).abs().max() > 1e-3
-
-
-def test_warm_up_is_a_share_of_the_steps(words):
-    work = job(words, warmup=0.5)
-    optimizer, schedule = subject.make_optimizer(classifier(model("roberta", words)), work)
-    rates = []
+    work, rates = job(words, warmup=0.5), []  # a share of the steps
+    optimizer, schedule = subject.make_optimizer(classifier(start), work)
     for _ in range(work.steps):
         rates.append(schedule.get_last_lr()[0])
         optimizer.step()
@@ -197,7 +187,7 @@ def test_frozen_trains_the_head_alone_and_otherwise_all_but_closed_gates(words, 
     assert fixed == {"body.encoder.layer.0.gate.e"}
 
 
-@pytest.mark.parametrize(("kind", "first"), [("roberta", True), ("bert", True), ("gpt2", False)])
+@pytest.mark.parametrize(("kind", "first"), [("bert", True), ("gpt2", False)])
 def test_padding_and_company_do_not_change_a_logit_of_the_first_or_the_last_token(kind, first, words):
     made, data = classifier(model(kind, words), classes=3, dropout=0.5).eval(), job(words).train
     assert len({len(ids) for ids in data.ids[:12]}) > 1
@@ -223,26 +213,22 @@ def test_pairs_are_encoded_by_the_tokenizers_own_template_and_the_longer_text_is
     assert len(made.ids[2]) == 16 and made.ids[2].tolist()[1 : 1 + len(short)] == short
     assert made.labels.tolist() == [0, 1, 1]
 
-
-def test_no_more_tokens_than_positions(words):
-    assert longest(model("roberta", words), 24) == 24
-    assert longest(model("roberta", words), 400) == 48 - words.pad_token_id - 1
-    assert longest(model("gpt2", words), 400) == 48
-    prompted = model("gpt2", words)
-    prompt.attach_prompt(prompted, tokens=5, causal=True)
-    assert longest(prompted, 400) == 43
-
-
-def test_types_tell_a_pair_apart_where_the_model_has_them(words):
     def typed(*texts, **options):
         rows = words(*texts, **options)["input_ids"]
         return {"input_ids": rows, "token_type_ids": [[0, *[1] * (len(row) - 1)] for row in rows]}
 
-    given = examples(4, seed=0, paired=True)
-    both = [encode_examples(given, typed, length=24, classes=CLASSES, types=types) for types in (True, False)]
-    made = classifier(model("bert", words)).eval()
-    assert both[1].types is None
-    assert not torch.equal(*(made(each.batch([0, 1], pad=1, device=CPU)) for each in both))
+    how = {"length": 24, "classes": CLASSES}
+    one, other = (encode_examples(given[1:], typed, types=types, **how) for types in (True, False))
+    reading = classifier(model("bert", words)).eval()
+    assert other.types is None
+    assert not torch.equal(*(reading(each.batch([0, 1], pad=1, device=CPU)) for each in (one, other)))
+    # No more tokens are read than the model has positions, of which a prompt takes some.
+    assert longest(model("roberta", words), 24) == 24
+    assert longest(model("roberta", words), 400) == 48 - words.pad_token_id - 1
+    prompted = model("gpt2", words)
+    assert longest(prompted, 400) == 48
+    prompt.attach_prompt(prompted, tokens=5, causal=True)
+    assert longest(prompted, 400) == 43
 
 
 def test_predictions_stand_in_the_order_of_the_file(words):
@@ -254,6 +240,12 @@ def test_predictions_stand_in_the_order_of_the_file(words):
     expected = (logits - logits.median(0).values).argmax(-1)
     assert torch.equal(predict(made.train(), work, work.test), expected)
     assert len(set(expected.tolist())) == 2
+    # A class with neither an example nor a prediction has no part in the macro average.
+    labels, found = torch.tensor([0, 0, 1, 1]), torch.tensor([0, 0, 1, 0])
+    for classes in (2, 3):
+        assert scores_of(found, labels, classes)["macro_f1"] == pytest.approx((0.8 + 2 / 3) / 2, abs=1e-6)
+    found = scores_of(torch.tensor([0, 2, 1, 0]), labels, 3)["macro_f1"]
+    assert found == pytest.approx((0.5 + 2 / 3 + 0) / 3, abs=1e-6)
 
 
 def test_the_best_epoch_on_dev_is_taken_and_the_first_of_equals(words, kept, monkeypatch):
@@ -283,14 +275,6 @@ def test_no_step_is_made_on_what_is_no_number(words, monkeypatch):
     with pytest.raises(ValueError, match=f"are not finite at step {work.steps} of epoch 1"):
         tuned(model("roberta", words), work)
     assert all(torch.equal(value, before[name]) for name, value in seen[-1].state_dict().items())
-
-
-def test_a_class_with_neither_example_nor_prediction_has_no_part():
-    labels, found = torch.tensor([0, 0, 1, 1]), torch.tensor([0, 0, 1, 0])
-    for classes in (2, 3):
-        assert scores_of(found, labels, classes)["macro_f1"] == pytest.approx((0.8 + 2 / 3) / 2, abs=1e-6)
-    predicted = torch.tensor([0, 2, 1, 0])
-    assert scores_of(predicted, labels, 3)["macro_f1"] == pytest.approx((0.5 + 2 / 3 + 0) / 3, abs=1e-6)
 
 
 # --- batches

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from torch import log_softmax
-from transformers import AutoModelForSeq2SeqLM, T5Config
 
 pytest.importorskip("lm_eval", reason="the extra: pip install -e '.[lm-eval]'")
 
@@ -87,7 +86,7 @@ def test_accuracy_is_that_of_the_likeliest_choice(objective, folder, model, word
     assert facts == {"chance": 0.25, "examples": COUNT, "shots": 0, "version": "3.0", "truncated": 0}
 
 
-@pytest.mark.parametrize("given", [{}, {"shots": 2}, {"limit": 5}, {"limit": 0.5}])
+@pytest.mark.parametrize("given", [{"shots": 2}, {"limit": 0.5}])
 def test_numbers_are_those_of_the_harness_called_from_outside(given, folder, model, words):
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
@@ -157,14 +156,6 @@ def test_what_decides_a_number_is_in_its_digest(folder, tmp_path):
     digests = {harness(folder, "next_word", **given).digest("next_word") for given in others}
     changed = harness(write_probe(tmp_path, count=COUNT - 1), "next_word").digest("next_word")
     assert len(digests | {plain, changed}) == 5
-
-
-def test_a_model_of_two_stacks_is_measured_too(folder, words):
-    sizes = {"d_model": 16, "d_ff": 16, "d_kv": 8, "num_layers": 1, "num_heads": 2}
-    ids = {"pad_token_id": 0, "decoder_start_token_id": 0}
-    model = AutoModelForSeq2SeqLM.from_config(T5Config(vocab_size=len(words), **sizes, **ids))
-    found = measure(harness(folder, "next_word"), "next_word", model, words)
-    assert 0 <= found["metrics"]["acc"]["value"] <= 1
 
 
 @pytest.mark.parametrize(

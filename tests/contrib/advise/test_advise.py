@@ -1,22 +1,255 @@
-"""`python -m cpt.contrib.advise`: a whole advice on small texts, interrupted and resumed; what it refuses."""
+"""`python -m cpt.contrib.advise`: what is tried in the time that there is, what runs learned and forgot, and
+which arm is best; a whole advice on small texts, interrupted and resumed; what is refused."""
 
 import json
+import math
 import shlex
 import sys
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from PIL import Image
+from transformers import AutoConfig
 
 from cpt.contrib.advise import __main__ as advise
-from cpt.contrib.advise.candidates import NAMES
+from cpt.contrib.advise import advice, candidates, results
+from cpt.contrib.advise.candidates import NAMES, Model, Setting, find_texts, overrides
+from cpt.contrib.advise.results import ArmRun, Measured, Point, Recommendation, Wish
+from cpt.contrib.advise.runs import Costs, Round, SweepPlan, plan_sweep
 from cpt.core.config import CONF
 from cpt.core.preemption import GO_ON
 from cpt.trainer.plan import make_plan
 from tests.conftest import ROOT, SMALL
 
 OWN = [each for each in SMALL if not each.startswith(("trainer.steps", "logger"))]
+TINY = Model(("model=tiny_gpt2",), ("model=tiny_gpt2",))
+LARGE = Model(("model=tiny_gpt2",), ("model=checkpoint", "model.checkpoint=big"), 24, "big is big")
+
+
+# --- texts, models, arms
+
+
+def parsed(override):
+    (found,) = OverridesParser.create().parse_overrides([override])
+    return found.value()
+
+
+def test_folders_of_text_are_domains_or_those_of_their_corpora(tmp_path):
+    assert find_texts(tmp_path, []) == ["domains=texts", f"domains.root={tmp_path}"]
+    assert find_texts(tmp_path, ["domains=m2d2"]) == [f"domains.root={tmp_path}"]
+    (tmp_path / "corpora").mkdir()
+    assert find_texts(tmp_path, [])[2:] == ["domains.folder=corpora"]
+    names = [f"d{number}" for number in range(14)]
+    assert candidates.choose_domains(names) == ["d0", "d2", "d4", "d7", "d9", "d11"]  # of many some are tried
+    assert candidates.choose_domains(names[:6]) == names[:6] and candidates.choose_domains(["d1"]) == ["d1"]
+    for name in ("plain/a-b_c.d", "with space", "a,b", "it's", "key=value", "[x]", "{y}"):
+        assert str(parsed(f"domains.root={candidates.quote(name)}")) == name
+
+
+def test_a_small_model_is_tried_itself_and_a_large_one_by_a_sibling_of_its_family(tmp_path):
+    def saved(name, **sizes):
+        config = AutoConfig.for_model("gpt2", **sizes)
+        config.architectures = ["GPT2LMHeadModel"]
+        config.save_pretrained(tmp_path / name)
+        return candidates.find_model(str(tmp_path / name))
+
+    assert candidates.find_model("tiny").tried == ("model=tiny_modernbert",)
+    small, large = saved("small", n_embd=64, n_layer=2, n_head=2), saved("large", n_embd=768, n_layer=7)
+    assert small.is_itself and small.real == ("model=checkpoint", f"model.checkpoint={tmp_path}/small")
+    assert large.tried == ("model=tiny_gpt2",) and large.real[1].endswith("/large")
+    assert large.blocks == 7 and "89 M parameters" in large.gap
+    llama = AutoConfig.for_model("llama", num_key_value_heads=8)
+    model, without, config = candidates.make_sibling(llama, "causal")
+    assert (model, without) == ("model=tiny_gpt2", "~model.config")
+    made = [parsed(config)[name] for name in ("model_type", "hidden_size", "num_key_value_heads")]
+    assert made == ["llama", 128, 2]
+    assert candidates.make_sibling(AutoConfig.for_model("t5"), "span") == ["model=tiny_t5"]
+    bert = candidates.make_sibling(AutoConfig.for_model("bert"), "masked")
+    assert bert[0] == "model=tiny_roberta" and "num_key_value_heads" not in bert[2]
+
+
+def test_every_arm_says_what_it_sets_and_is_chosen_by_name_beside_the_reference():
+    setting = Setting(rate=1e-3, blocks=12, domains=3)
+    made = {arm: overrides(arm, setting) for arm in NAMES}
+    assert made["ncl"] == [] and made["freeze"] == ["freeze.layers=6"]
+    assert made["lr-1/4"] == ["model.lr=0.00025"] and made["lr-1/2"] == ["model.lr=0.0005"]
+    assert made["replay-5"] == ["replay=past", "replay.past=0.025", "replay.general=0.025"]
+    assert made["ewc-strong"] == ["method=ewc", "method.strength=500000"]  # whatever the method's default
+    assert len(set(map(tuple, made.values()))) == len(NAMES)
+    alone = overrides("replay-25", Setting(rate=1e-3, blocks=2, domains=1))
+    assert alone == ["replay=past", "replay.past=0", "replay.general=0.25"]
+    assert candidates.choose_arms(None) == list(NAMES)
+    assert candidates.choose_arms("kd,lora,kd") == ["ncl", "kd", "lora"]
+    page = (ROOT / "docs/advise.md").read_text(encoding="utf-8")
+    options = {name for name in advise.make_parser()._option_string_actions if name.startswith("--")}
+    assert {name for name in (options - {"--help"}) | {*NAMES} if f"`{name}`" not in page} == set()
+
+
+# --- what fits into the time: 10 s a run, 0.1 s a step, two stages
+
+FIVE = ["ncl", "replay-5", "lr-1/4", "replay-25", "lora"]
+
+
+def fitted(seconds, *, arms=("ncl", "lora"), jobs=1, most=500, **given):
+    costs = Costs(step=0.1, fixed=10, stages=2)
+    return plan_sweep(arms, costs, seconds=seconds, jobs=jobs, most=most, **given)
+
+
+def test_more_time_is_for_more_steps_up_to_an_epoch_then_for_more_seeds_and_less_for_fewer_arms():
+    def planned(seconds, **given):
+        plan = fitted(seconds, **given)
+        return plan.seeds, plan.short, plan.steps
+
+    # More steps than an epoch has are of no use; of 600 s 6 starts, then 540 s / (2 x 0.1 x 2 x 2.25); of
+    # 200 s 4 starts, then 160 s / (2 x 0.1 x 2 x 1.25); in 45 s a shorter length has 10 steps, below 20.
+    expected = {1000: (3, True, 500), 600: (2, True, 500), 200: (1, True, 320), 45: (1, False, 62)}
+    assert {each: planned(each) for each in expected} == expected
+    assert {each: planned(each / 2, jobs=2) for each in expected} == expected
+    plan = fitted(1000)
+    assert plan.seconds == pytest.approx(3 * 220 + 70)
+    assert plan.rounds == [Round(0, 500), Round(0, 125), Round(1, 500), Round(2, 500)]
+    teacher = fitted(1000, arms=["ncl", "kd"]).seconds  # and its passes
+    assert teacher == pytest.approx(plan.seconds + 0.4 * 0.2 * (1500 + 125))
+    assert planned(1000, most=900) == (3, True, 707) and planned(1000, most=900, seeds=2) == (2, True, 900)
+    assert (len(fitted(60, arms=FIVE).arms), fitted(60, arms=FIVE).steps) == (5, 10)
+    assert (fitted(50, arms=FIVE).arms, fitted(50, arms=FIVE).steps) == (tuple(FIVE[:4]), 12)
+    with pytest.raises(ValueError, match=r"30 s are left of --hours, and 3 runs of 10 steps take 36 s"):
+        fitted(30, arms=FIVE)
+
+
+# --- what runs learned and forgot
+
+NLL = np.array([[4.0, 5.0, 3.0], [3.0, 5.0, 3.1], [3.4, 4.5, 3.3]])  # base, law, food x law, food, general
+COUNTS = np.array([10.0, 30.0, 0.0])  # the last document scores nothing
+UP = np.array([[0.0, 0, 0], [1, 0, 0], [1, 0, 0]])  # a nat less is learned of law
+
+
+def made(nll, *, shift=0.0):
+    """A run whose documents differ from the mean by a shift: of the first three times as much, and up."""
+    told = SimpleNamespace(rows=["base", "law", "food"], learned=["law", "food"], matrix=nll)
+    told.domains = ["law", "food", "general"]
+    drift = np.array([0.0, 1.0, 1.0])[:, None] * shift * np.array([3.0, -1.0, 0.0])  # not of the base
+    return ArmRun(told, [(nll[:, column, None] + drift) * COUNTS for column in range(3)], [COUNTS] * 3)
+
+
+def bounds(runs, **options):
+    return Measured(runs).bounds(**{"chosen": "ncl", "steps": 40, "weight": 1.0, "at": None} | options)
+
+
+def test_means_are_over_earlier_domains_and_the_general_text_and_the_seeds_that_all_arms_have():
+    found = [results.trade(NLL, made(NLL).scores)[name] for name in ("learned", "FG", "drift", "forgotten")]
+    assert found == pytest.approx([0.75, 0.4, 0.3, 0.35])
+    runs = {("ncl", 40, 0): made(NLL), ("ncl", 40, 1): made(NLL + UP), ("kd", 40, 0): made(NLL)}
+    both = Measured(runs | {("kd", 40, 1): made(NLL + UP)})
+    assert both.means()["ncl", 40]["learned"] == pytest.approx((0.75 + 0.25) / 2)
+    alone = Measured(runs)
+    assert alone.seeds == {40: [0]} and alone.means()["ncl", 40]["learned"] == pytest.approx(0.75)
+
+
+def test_documents_and_seeds_are_redrawn_paired_and_more_tokens_are_told_by_the_logarithm():
+    one = {("ncl", 40, 0): made(NLL)}
+    assert bounds({("ncl", 40, 0): made(NLL, shift=0.1)})["ncl"]["learned"] == pytest.approx((0.45, 0.85))
+    assert bounds(one)["ncl"]["learned"] == pytest.approx((0.75, 0.75))
+    assert bounds(one | {("ncl", 40, 1): made(NLL + UP)})["ncl"]["learned"] == pytest.approx((0.25, 0.75))
+    runs = {("ncl", 40, seed): made(NLL + seed * UP, shift=0.1) for seed in (0, 1)}
+    runs |= {("kd", 40, seed): made(NLL + (seed + 0.2) * UP, shift=0.1) for seed in (0, 1)}
+    found = bounds(runs)
+    assert np.ptp(found["kd"]["learned"]) > 0.4 and found["ncl"]["worth"] == (0, 0)
+    assert found["kd"]["worth"] == pytest.approx((-0.1, -0.1))  # 0.2 nats less of one of two domains
+    assert "learned_at" not in bounds(one, at=160)["ncl"]  # of one length
+    found = bounds(one | {("ncl", 10, 0): made(NLL + UP)}, at=160)["ncl"]
+    assert found["learned_at"] == pytest.approx((1.25, 1.25))  # 0.25, 0.75, and as much again
+    assert found["learned"] == pytest.approx((0.75, 0.75))
+    assert found["forgotten_at"] == pytest.approx((0.35, 0.35))
+    # From 100 to 400 as much is added as from 400 to 1600: 2 b - a.
+    assert results.weigh_lengths([100, 400], 1600) == pytest.approx([-1, 2])
+    assert results.weigh_lengths([10, 100, 1000], 100) == pytest.approx([1 / 3] * 3)
+
+
+# --- which arm, and what is said of it
+
+POINTS = {"strong": Point(1.0, 0.5), "mild": Point(0.8, 0.1), "weak": Point(0.5, 0.2)}
+POINTS |= {"same": Point(1.0, 0.6)}
+HIGHEST = {"strong": 0.7, "mild": 0.35, "weak": 0.25, "same": 0.8}
+
+
+@pytest.mark.parametrize(
+    ("wish", "arm", "why"),
+    [  # strong is worth 1 - 0.5 w, mild 0.8 - 0.1 w: equal at 0.5, where the first is taken
+        (Wish(None, 1.0), "mild", "- 1 x forgotten"),
+        (Wish(None, 0.5), "strong", "- 0.5 x forgotten"),
+        (Wish(None, 0.51), "mild", "- 0.51 x forgotten"),
+        (Wish(0.3, 1.0), "weak", "by the whole of its interval"),  # mild learns more, but may forget 0.35
+        (Wish(0.35, 1.0), "mild", "by the whole of its interval"),
+        (Wish(0.15, 1.0), "mild", "by its mean, not by its interval"),
+        (Wish(0.05, 1.0), "mild", "no arm forgets at most 0.05 nats; this one forgets least"),
+    ],
+)
+def test_a_weight_says_what_forgetting_costs_and_a_bound_is_kept_by_the_interval(wish, arm, why):
+    choice = results.choose(POINTS, HIGHEST, wish)
+    assert choice.arm == arm and why in choice.why
+    unknown = results.choose({"one": Point(1.0, 0.1)}, {"one": math.nan}, Wish(0.2, 1.0))
+    assert unknown.arm == "one" and "by its mean" in unknown.why
+    assert results.find_front(POINTS | {"none": Point(0.0, 0.0)}) == ["strong", "mild", "none"]
+    assert results.find_front({"one": Point(1.0, 0.5), "twin": Point(1.0, 0.5)}) == ["one"]
+
+
+def subject(model=TINY, *, epoch=400.0, left_out=0, given=()):
+    texts, setting = ("domains=texts", "domains.root='my texts'"), Setting(1e-4, 24, 3)
+    return advice.Subject(texts, given, model, setting, epoch, 512, left_out)
+
+
+@pytest.mark.parametrize(("epoch", "arm", "at"), [(41.0, "kd", ""), (160.0, "ncl", 160), (1e6, "ncl", 600)])
+@pytest.mark.parametrize("wish", [Wish(None, 1.0), Wish(0.4, 1.0)])
+def test_an_arm_is_recommended_by_what_an_epoch_brings(wish, epoch, arm, at):
+    runs = {("ncl", 40, 0): made(NLL), ("ncl", 10, 0): made(NLL + UP)}
+    runs |= {("kd", 40, 0): made(NLL - 0.2 * UP), ("kd", 10, 0): made(NLL)}  # ahead, and slower
+    plan = SweepPlan(("ncl", "kd"), 40, 1, True, 60.0)
+    found = advice.make_advice(Measured(runs), subject(epoch=epoch), plan, wish, lost=[])
+    recommended = found["recommended"]
+    assert recommended["arm"] == arm and (f"to {at} steps a domain" in recommended["why"]) == bool(at)
+    worth = {each["arm"]: each["intervals"]["worth"] for each in found["arms"]}
+    assert worth.pop(arm) == [0, 0] and all(high < 0 for _, high in worth.values())
+    assert [each["arm"] for each in found["arms"]] == ["kd", "ncl"]  # as measured
+    first, command, table, last = advice.make_blocks(found)
+    assert first.title == f"Recommended: {arm}" and first.picture and command.code.startswith("python run.py")
+    assert "40 steps" in first.lines[1] and [row[0] for row in table.cells] == ["kd", "ncl"] and last.lines
+
+
+def unknown(about, *, worth=(-0.2, -0.1), seeds=1, many=False):
+    found = {"kd": {"worth": (0, 0)}, "ncl": {"worth": worth}}
+    plan = SweepPlan(("ncl", "kd"), 100, 1, False, 60.0)
+    return advice.find_unknown(found, Recommendation("kd", ""), about, plan, seeds=seeds, many=many)
+
+
+def test_the_command_is_of_the_model_that_is_meant_and_what_the_runs_cannot_say_is_said():
+    given = ("model.length=32", "trainer.batch_size=4")
+    small = advice.say_command(Recommendation("lr-1/4", ""), subject(given=given))
+    words = ["python", "run.py", "domains=texts", "domains.root='my texts'", "model=tiny_gpt2"]
+    words += ["model.lr=2.5e-05", *given, "trainer.steps=null", "trainer.epochs=1"]
+    assert "\n" not in small and shlex.split(small) == words
+    large = advice.say_command(Recommendation("freeze", ""), subject(LARGE, given=given))
+    assert "model.checkpoint=big freeze.layers=12 trainer.batch_size=4 trainer.steps=null" in large
+    plain = unknown(subject(epoch=101.0), seeds=5, many=True)
+    assert plain == ["settings between the arms, other orders of the domains, end tasks"]
+    several = {
+        "big is big": unknown(subject(LARGE)),
+        "not told apart from kd by these runs: ncl": unknown(subject(), worth=(math.nan, 0.1)),
+        "one seed was run, intervals are over documents alone": unknown(subject()),
+        "how much seeds differ is known from 3 of them": unknown(subject(), seeds=3),
+        "4.0 times what was learned here; one length was run": unknown(subject()),
+        "over the logarithm of the tokens, extrapolated": unknown(subject(), many=True),
+        "8 more domains, which were not tried": unknown(subject(left_out=8)),
+    }
+    for said, lines in several.items():
+        assert sum(said in line for line in lines) == 1, (said, lines)
+
+
+# --- the program
 
 
 @pytest.fixture
@@ -65,21 +298,21 @@ def test_an_advice_is_planned_run_stopped_gone_on_with_and_told(here, tmp_path, 
     rest = here("--weight", "0", "--hours", "1e-6")  # both lengths of the first seed, whatever they take
     # The pilot is ncl's run of two steps, and what was finished before the signal is not run again.
     assert rest == ["freeze_steps-4_seed-0", "replay-25_steps-2_seed-0", "freeze_steps-2_seed-0"]
-    told, advice = capsys.readouterr().out, json.loads((out / "advice.json").read_text())
-    assert told.splitlines()[-1] == advice["recommended"]["command"]
-    check_command(advice["recommended"]["command"], corpora)
-    arms = {arm["arm"]: arm for arm in advice["arms"]}
+    told, found = capsys.readouterr().out, json.loads((out / "advice.json").read_text())
+    assert told.splitlines()[-1] == found["recommended"]["command"]
+    check_command(found["recommended"]["command"], corpora)
+    arms = {arm["arm"]: arm for arm in found["arms"]}
     assert set(arms) == {"ncl", "replay-25", "freeze"}
-    assert advice["recommended"]["arm"] == max(arms, key=lambda name: arms[name]["learned"])
-    assert advice["measured"]["seeds"] == [0] and advice["measured"]["lengths"] == [2, 4]
+    assert found["recommended"]["arm"] == max(arms, key=lambda name: arms[name]["learned"])
+    assert found["measured"]["seeds"] == [0] and found["measured"]["lengths"] == [2, 4]
     for arm in arms.values():
         low, high = arm["intervals"]["learned"]
         assert low <= arm["learned"] <= high and "learned_at" in arm["intervals"]
-    assert any("one seed was run" in line for line in advice["unknown"])
+    assert any("one seed was run" in line for line in found["unknown"])
     with Image.open(out / "advice-plane.png") as picture:
-        assert f"{advice['recommended']['arm']} recommended" in picture.text["Description"]
+        assert f"{found['recommended']['arm']} recommended" in picture.text["Description"]
     assert here("--weight", "0") == []  # nothing is learned again
-    assert json.loads((out / "advice.json").read_text()) == advice
+    assert json.loads((out / "advice.json").read_text()) == found
     with pytest.raises(SystemExit):
         here("trainer.batch_size=4")
     assert "is the advice on another question; allowed: another --out" in capsys.readouterr().err
@@ -104,11 +337,11 @@ def test_an_arm_that_fails_is_left_out_and_named_the_first_ends_it(here, tmp_pat
     monkeypatch.setattr("cpt.contrib.advise.runs.DESIGNS", ((2, False, 1), (1, False, 1)))
     monkeypatch.setattr("cpt.contrib.advise.runs.PILOT", 4)  # one and the same run
     here("--out", "failed", "--seeds", "1", fails="freeze")
-    advice = json.loads((tmp_path / "failed/advice.json").read_text())
-    assert {arm["arm"] for arm in advice["arms"]} == {"ncl", "replay-25"}
-    assert advice["measured"]["seeds"] == [0]
-    assert "freeze: failed (exit 1): cpt: broken" in advice["unknown"]
-    assert capsys.readouterr().out.splitlines()[-1] == advice["recommended"]["command"]
+    found = json.loads((tmp_path / "failed/advice.json").read_text())
+    assert {arm["arm"] for arm in found["arms"]} == {"ncl", "replay-25"}
+    assert found["measured"]["seeds"] == [0]
+    assert "freeze: failed (exit 1): cpt: broken" in found["unknown"]
+    assert capsys.readouterr().out.splitlines()[-1] == found["recommended"]["command"]
 
 
 WRONG = {
@@ -119,7 +352,11 @@ WRONG = {
     ". --jobs 0": "--jobs 0; allowed: 1, 2",
     ". --seeds 4": "--seeds 4; allowed: 1 to 3",
     ". --arms kdd": "--arms kdd; allowed: ncl, ",
+    ". --arms ncl": "--arms ncl; allowed: one or more beside ncl",
     ". seed=1": "seed=1: advise sets seed itself",
+    ". trainer.steps=9": "advise sets trainer.steps itself",
+    ". hydra.launcher.jobs=2": "advise sets hydra.launcher.jobs itself",
+    ". +method=kd": "advise sets method itself",
     ". trainer.batch=4": "trainer.batch is not known; did you mean",
     ". --model tiny_gpt3": "--model tiny_gpt3: ",
     ".": "domains.root",  # no text in it
@@ -136,9 +373,3 @@ def test_what_cannot_be_asked_ends_in_one_line_and_leaves_nothing(arguments, tmp
     assert ended.value.code == 1 and len(told.splitlines()) == 1
     assert told.startswith("cpt: ") and WRONG[arguments] in told
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_page_names_every_option_and_arm():
-    page = (ROOT / "docs/advise.md").read_text(encoding="utf-8")
-    options = {name for name in advise.make_parser()._option_string_actions if name.startswith("--")}
-    assert {name for name in (options - {"--help"}) | {*NAMES} if f"`{name}`" not in page} == set()

@@ -36,19 +36,26 @@ def rises(scores):
     return nll[-1, general] - nll[0, general], np.mean(past)
 
 
+EVERY = ["method=ncl", *THREE, *STEEP, "monitor.tokens=1000000", "domains.score_on=valid"]
+EVERY += ["logger=csv", "trainer.log_every_n_steps=1"]
+
+
+def test_without_a_budget_it_drifts(small, start, tmp_path):
+    start(small(*EVERY), tmp_path)
+    free = scores_of(tmp_path)
+    column = free["domains"].index("general")
+    assert free["nll"][1][column] - free["nll"][0][column] > 0.4 and rises(free)[1] > 0.3
+    assert "Budget of drift" not in (tmp_path / "report.md").read_text()
+
+
 @pytest.mark.parametrize("steer", ["line", "rate"])
 def test_it_is_held_where_it_would_not_have_been(steer, small, start, tmp_path, caplog):
     caplog.set_level("INFO")
-    every = [*THREE, *STEEP, "monitor.tokens=1000000", "domains.score_on=valid"]
-    every += ["logger=csv", "trainer.log_every_n_steps=1"]
-    start(small("method=ncl", *every), tmp_path / "free")
-    start(small("method=ncl", *every, *HELD, f"budget.steer={steer}"), tmp_path / "held")
-    free, held = (scores_of(tmp_path / name) for name in ("free", "held"))
-    column = free["domains"].index("general")
-    assert free["nll"][1][column] - free["nll"][0][column] > 0.4 and rises(free)[1] > 0.3
+    start(small(*EVERY, *HELD, f"budget.steer={steer}"), tmp_path / "held")
+    held = scores_of(tmp_path / "held")
+    column = held["domains"].index("general")
     assert rises(held)[0] <= 1.2 and rises(held)[1] <= 0.3
-    reports = [(tmp_path / name / "report.md").read_text() for name in ("free", "held")]
-    assert ["Budget of drift" in report for report in reports] == [False, True]
+    assert "Budget of drift" in (tmp_path / "held" / "report.md").read_text()
     for number, (stage, seen) in enumerate(held["monitor"].items(), start=1):
         budget, kept = seen["budget"], seen["steps"].index(seen["budget"]["kept"])
         assert budget["allowed"]["general"] == pytest.approx(0.4 * number)
@@ -132,18 +139,12 @@ def test_the_way_is_counted_from_where_the_stage_began(monkeypatch):
     assert model.weight.item() == pytest.approx(0.9 * share / 2)  # the second is over
 
 
-@pytest.mark.parametrize(("steer", "every"), [("line", 8), ("end", 2)])
-def test_looked_at_a_few_times_where_nothing_else_is_said(steer, every, small, start, tmp_path, caplog):
-    caplog.set_level("INFO")
-    given = ["order=[law]", "trainer.steps=30", "monitor.past=0", "budget.general=9", f"budget.steer={steer}"]
-    start(small("method=ncl", *given), tmp_path)
-    assert scores_of(tmp_path)["monitor"]["law"]["steps"] == sorted({*range(0, 31, every), 30})
-
-
 def test_a_budget_that_is_never_touched_changes_no_bit_and_is_part_of_what_a_run_is(small, start, tmp_path):
-    every = ["method=ewc", "order=[law,food]", *THREE[1:], *DROPOUT, "monitor.past=0"]
+    """And where nothing is said of looks, there are a few."""
+    every = ["method=ewc", "order=[law,food]", "trainer.steps=12", *DROPOUT, "monitor.past=0"]
     start(small(*every), tmp_path / "free")
     start(small(*every, "budget.general=9"), tmp_path / "held")
+    assert scores_of(tmp_path / "held")["monitor"]["law"]["steps"] == [0, 3, 6, 9, 12]
     one, other = weights(tmp_path / "free"), weights(tmp_path / "held")
     assert all(torch.equal(value, other[name]) for name, value in one.items())
     with pytest.raises(ValueError, match="budget.general"):
@@ -162,7 +163,7 @@ def test_spent_before_a_stage_it_learns_nothing(small, start, tmp_path, monkeypa
     assert found["seen"][2] < found["seen"][1] / 2
 
 
-@pytest.mark.parametrize(("method", "steer"), [("ewc", "line"), ("ncl", "rate"), ("lora", "end")])
+@pytest.mark.parametrize(("method", "steer"), [("ewc", "line"), ("lora", "rate")])
 def test_killed_it_ends_with_the_same_bits(method, steer, small, start, killing, tmp_path):
     given = [f"method={method}", *THREE, *STEEP, *DROPOUT, "budget.general=0.05", "budget.past=0.2"]
     given += [f"budget.steer={steer}", "trainer.checkpoint_every=3", "order=[law,food]"]

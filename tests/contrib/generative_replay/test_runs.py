@@ -12,16 +12,19 @@ import torch
 from datasets import Dataset
 
 from cpt import verify
+from cpt.contrib.generative_replay import writer
 from cpt.contrib.generative_replay.writer import TextWriter
 from cpt.data.datamodule import DomainSequence
 from cpt.data.packing import Packed
 from cpt.data.sampler import TrainStream
+from cpt.data.tokenized_tasks import TokenizedTask
 from cpt.evaluation.scores import Scores
 from tests.conftest import SMALL_GPT2
 from tests.runs.test_distributed import DDP
 from tests.runs.test_distributed_tasks import run
 from tests.support.campaign import run_few
 from tests.support.killing import KilledError, Killer
+from tests.support.task_fixtures import write_tasks
 
 THREE, TWO = "order=[law,food,space]", "order=[law,food]"
 FEW = ["replay=generated", "replay.past=0.5", "replay.prefix=3", "replay.starts=5", "replay.batch_size=2"]
@@ -82,7 +85,7 @@ def test_without_a_share_it_is_ncl_and_nothing_is_written(start, small_gpt2, tmp
     assert matrix(tmp_path / "some")[1] == matrix(tmp_path / "ncl")[1]  # nothing is past yet
 
 
-@pytest.mark.parametrize("given", [[], ["replay.adds=true"], ["replay.general=0.2", "replay.past=0.3"]])
+@pytest.mark.parametrize("given", [["replay.adds=true"], ["replay.general=0.2", "replay.past=0.3"]])
 def test_the_mixture_is_that_of_real_text(start, small_gpt2, tmp_path, monkeypatch, given):
     """Whose sample stands where in which step, and which new samples there are."""
     made, seen, now = TrainStream.__getitem__, defaultdict(list), [""]
@@ -155,11 +158,11 @@ def test_the_budget_and_the_filter(start, small_gpt2, tmp_path):
     assert "## Generated text" in report and "| space | food |" in report
 
 
-@pytest.mark.parametrize("size", [1, 64])
-def test_how_many_are_written_at_once_does_not_matter(start, small_gpt2, tmp_path, size):
-    for name, given in (("two", []), ("other", [f"replay.batch_size={size}"])):
-        start(small_gpt2(THREE, *FEW, "replay.drop=0.2", *given), tmp_path / name)
-    assert_same(tmp_path / "two", tmp_path / "other")
+def test_how_many_are_written_at_once_does_not_matter(start, small_gpt2, tmp_path):
+    for size in (2, 64):
+        given = [*FEW, "replay.drop=0.2", f"replay.batch_size={size}"]
+        start(small_gpt2(TWO, *given), tmp_path / str(size))
+    assert_same(tmp_path / "2", tmp_path / "64")
 
 
 # --- killed, damaged, grown, shared out
@@ -179,29 +182,22 @@ def test_a_run_killed_while_it_writes_goes_on_with_the_same_bits(start, small_gp
     assert not list(tmp_path.glob("killed/generated/*.partial"))
 
 
-@pytest.fixture
-def broken(start, small_gpt2, tmp_path, killing):
-    """A whole run and one that was killed when food was learned."""
+def test_killed_in_a_stage_it_replays_what_was_written_and_writes_what_is_damaged_again_alike(
+    start, small_gpt2, tmp_path, killing, caplog, blocks
+):
     start(small_gpt2(TWO, *FEW), tmp_path / "whole")
     killing(Killer(step=3, domain="food"))
     with pytest.raises(KilledError):
         start(small_gpt2(TWO, *FEW), tmp_path / "killed")
     killing(None)
-    return tmp_path
-
-
-def test_a_run_killed_in_a_stage_replays_what_was_written(start, small_gpt2, broken, blocks):
-    start(small_gpt2(TWO, *FEW), broken / "killed")
-    assert blocks["written"] == 0
-    assert_same(broken / "whole", broken / "killed")
-
-
-@pytest.mark.parametrize("damage", [lambda path: path.write_bytes(path.read_bytes()[:-40]), Path.unlink])
-def test_what_is_damaged_is_written_again_alike(start, small_gpt2, broken, caplog, damage):
-    damage(broken / "killed/generated/002-food/law.arrow")
-    start(small_gpt2(TWO, *FEW), broken / "killed")
-    assert "002-food is damaged (law.arrow" in caplog.text
-    assert_same(broken / "whole", broken / "killed")
+    shutil.copytree(tmp_path / "killed", tmp_path / "cut")
+    path = tmp_path / "cut/generated/002-food/law.arrow"
+    path.write_bytes(path.read_bytes()[:-40])
+    for name, anew in (("killed", False), ("cut", True)):
+        blocks["written"] = 0
+        start(small_gpt2(TWO, *FEW), tmp_path / name)
+        assert (blocks["written"] > 0) == anew == ("002-food is damaged (law.arrow" in caplog.text)
+        assert_same(tmp_path / "whole", tmp_path / name)
 
 
 @pytest.mark.adopts
@@ -223,19 +219,13 @@ def test_two_processes_write_what_one_writes(corpora, cache, tmp_path):
     here, there = written(tmp_path / "one" / "run"), written(tmp_path / "two" / "run")
     assert here["002-food/law"] == there["002-food/law"]  # before any sum over processes can differ
     assert here.keys() == there.keys() and here == there
-    np.testing.assert_allclose(
-        np.array(matrix(tmp_path / "one" / "run")), matrix(tmp_path / "two" / "run"), atol=1e-4
-    )
+    one, two = (np.array(matrix(tmp_path / name / "run")) for name in ("one", "two"))
+    np.testing.assert_allclose(one, two, atol=1e-4)
 
 
-KINDS = [
-    ["method=demix", "routing@method.routing=posterior"],
-    ["method=lora", "method.per_domain=true", "parts.keep=disk"],
-    ["method=prompt", "method.tokens=3"],
-    ["method=adapter", "trainer.offload=true"],
-    ["method=kd", "mask=migu"],
-    ["method=replay", "replay@method.mixture=generated", "replay=none"],
-]
+KINDS = [["method=demix", "routing@method.routing=posterior"], ["method=prompt", "method.tokens=3"]]
+KINDS += [["method=lora", "method.per_domain=true", "parts.keep=disk"], ["method=kd", "mask=migu"]]
+KINDS += [["method=replay", "replay@method.mixture=generated", "replay=none"]]
 
 
 @pytest.mark.parametrize("given", run_few(KINDS, KINDS[:1]), ids=" ".join)
@@ -296,3 +286,119 @@ def test_a_finished_run_is_read_through_and_without_its_beginnings_does_not_go_o
     (tmp_path / "run/generated/kept/law.json").unlink()
     with pytest.raises(ValueError, match=r"kept/law.json is gone; bring it back from a copy, or"):
         start(small_gpt2(THREE, *given), tmp_path / "run")
+
+
+# --- examples of past tasks that the model writes itself, LFPT5's way, by both kinds of model
+
+EXAMPLES = ["replay=generated", "replay.past=0.25", "replay.forms=0.25", "replay.batch_size=4"]
+EXAMPLES += ["answers=none"]
+LENGTH = 160
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    root = tmp_path_factory.mktemp("tasks")
+    return write_tasks(root, ("law", "food", "space"), train=60, test=20, size=(3, 6))
+
+
+@pytest.fixture(params=["causal", "two stacks"])
+def config(request, small_gpt2, small_t5, tasks):
+    """The config of a run on tasks by a kind of model."""
+    made = small_gpt2 if request.param == "causal" else small_t5
+    places = ["domains=tasks", f"domains.root={tasks}", f"model.length={LENGTH}"]
+    return lambda *overrides: made(*places, *EXAMPLES, *overrides)
+
+
+@pytest.fixture
+def gifted(monkeypatch):
+    """Has every model write examples, of each block the second with a wrong answer and the third without an
+    end; gives the contexts."""
+    seen, before = [], writer.TextWriter.prepare
+
+    def prepared(made, *arguments, **options):
+        def written_by_hand(model, contexts, uniforms, *, sampling):
+            found = []
+            for place, context in enumerate(contexts):
+                seen.append(made.tokenizer.decode(context, skip_special_tokens=True))
+                text = f"Options: short\nevidence {round(float(uniforms[place, 0]) * 1e6)}\nAnswer: __ans__ "
+                ids = made.tokenizer(text + ("wide" if place == 1 else "short"), add_special_tokens=False)
+                found.append(([*ids["input_ids"], *[sampling.end] * (place != 2)], float(place)))
+            return found
+
+        monkeypatch.setattr(writer, "sample_texts", written_by_hand)
+        return before(made, *arguments, **options)
+
+    monkeypatch.setattr(writer.TextWriter, "prepare", prepared)
+    return seen
+
+
+def test_valid_examples_are_replayed_and_learned_to_be_written_again(
+    start, config, tmp_path, gifted, read, monkeypatch, caplog
+):
+    made, rows, streams = TrainStream.__getitem__, defaultdict(list), {}
+
+    def noted(stream, number):
+        rows[stream.names[0]] += stream.samples(number)[0].tolist()
+        streams[stream.names[0]] = stream
+        return made(stream, number)
+
+    monkeypatch.setattr(TrainStream, "__getitem__", noted)
+    with caplog.at_level(logging.INFO):
+        start(config(THREE, "replay.tokens=400"), tmp_path)
+    assert [read[name] for name in ("law", "food", "space")] == [{"law"}, {"food"}, {"space"}]
+    told = facts(tmp_path, "003-space")
+    assert set(told) == {"law", "food"} and all(each["texts"] > 0 for each in told.values())
+    assert all(each["tokens"] <= 400 and each["invalid"] > 0 for each in told.values())
+    assert all(f"examples written for {name} are no examples of it" in caplog.text for name in told)
+    assert {context.strip() for context in gifted} == {"An example of law:", "An example of food:"}
+    assert len(written(tmp_path)["003-space/law"]) == 2 * told["law"]["texts"]
+    assert json.loads((tmp_path / "generated/kept/law.json").read_text())["kept"] == ["short"]
+    # A quarter of past tasks, a quarter of forms of its own: exact over the stage's 6 steps of 8.
+    assert np.bincount(rows["space"], minlength=4).tolist() == [24, 6, 6, 12]
+    assert [type(text) for text in streams["space"].texts] == [TokenizedTask] * 4
+    assert np.bincount(rows["law"]).tolist() == [36, 12]
+
+
+def test_without_a_share_it_is_ncl(start, config, tmp_path, caplog):
+    start(config(TWO, "replay.past=0"), tmp_path / "none")
+    plain = config(TWO)
+    plain.replay = {"name": "none", "_target_": None}
+    start(plain, tmp_path / "ncl")
+    assert_same(tmp_path / "ncl", tmp_path / "none")
+    with caplog.at_level(logging.INFO):
+        start(config(TWO, "replay.tokens=50"), tmp_path / "some")
+    assert matrix(tmp_path / "some")[1] != matrix(tmp_path / "ncl")[1]  # it learns to write at once
+    # What has no valid answer is not replayed: a model of six steps writes none.
+    assert "examples written for law are no examples of it: nothing of it is replayed" in caplog.text
+    assert facts(tmp_path / "some", "002-food")["law"]["texts"] == 0
+    assert "| food | law |" in (tmp_path / "some" / "report.md").read_text()
+
+
+def test_killed_it_goes_on_with_the_same_bits(start, config, tmp_path, gifted, killing, blocks):
+    start(config(TWO), tmp_path / "whole")
+    blocks["written"], blocks["deadly"] = 0, 2
+    with pytest.raises(KilledError):
+        start(config(TWO), tmp_path / "killed")
+    blocks["deadly"] = 0
+    killing(Killer(step=3, domain="food"))
+    with pytest.raises(KilledError):
+        start(config(TWO), tmp_path / "killed")
+    killing(None)
+    start(config(TWO), tmp_path / "killed")
+    assert_same(tmp_path / "whole", tmp_path / "killed")
+
+
+@pytest.mark.parametrize("config", ["causal"], indirect=True)
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["replay.prompt=Write:"], "replay.prompt=Write: does not say of which domain an example is to be"),
+        (["replay.general=0.1"], "replay.general=0.1 with replay=generated and domains of examples, which"),
+        (["replay.past=0.6", "replay.forms=0.4"], "replay.past=0.6 and replay.forms=0.4, which leaves 0 new"),
+        (["replay.forms=0", f"replay.prompt='{'{domain} ' * 90}'"], "tokens, and model.length=160; allowed"),
+    ],
+)
+def test_what_cannot_be_is_refused(start, config, tmp_path, given, said):
+    with pytest.raises(ValueError) as error:
+        start(config(TWO, *given), tmp_path / "run")
+    assert said in str(error.value) and "\n" not in str(error.value)

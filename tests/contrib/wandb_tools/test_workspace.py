@@ -37,9 +37,6 @@ def test_the_workspace_shows_what_there_is(workspace):
     assert lines == {"stage", "train/tokens"}
     assert set(program.IMAGES) == set(pictures(made)) and set(program.TABLES) <= set(tabulate(made))
     assert workspace._to_model().model_dump_json()
-
-
-def test_patterns_of_the_workspace_meet_the_curves(workspace):
     given = [panel.metric_regex for panel in panels_of(workspace) if getattr(panel, "metric_regex", None)]
     assert len(given) == 2
     for pattern in given:
@@ -47,15 +44,12 @@ def test_patterns_of_the_workspace_meet_the_curves(workspace):
         assert not any(re.search(pattern, name) for name in summarize_scores(scores()))
 
 
-def test_the_workspace_groups_by_method_and_sorts_by_perplexity(workspace):
+def test_the_workspace_groups_by_what_can_be_compared_and_sorts_by_perplexity(workspace):
     (order,) = workspace.runset_settings.order
     assert (order.item.name, order.ascending) == ("LC/perplexity", True)
     assert [config.name for config in workspace.runset_settings.groupby] == ["cpt.measured", "cpt.label"]
     pinned = workspace.runset_settings.pinned_columns
     assert {name.removeprefix("summary:") for name in pinned[1:]} <= set(choose_headlines(scores()))
-
-
-def test_what_the_workspace_groups_by_tells_apart_what_cannot_be_compared():
     one, other = scores(), scores()
     other.conditions = {"length": 128}
     told = [describe_run(each) for each in (one, other)]
