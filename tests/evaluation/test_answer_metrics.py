@@ -5,20 +5,10 @@ from itertools import product
 import numpy as np
 import pytest
 
+from cpt.evaluation import task_metrics
 from cpt.evaluation.options import KNOWN_BY
 from cpt.evaluation.predictions import Moved, answers_in, follow_answers, join_examples, mark_examples
-from cpt.evaluation.task_metrics import (
-    MEASURES,
-    TaskAnswers,
-    compute_intervals,
-    compute_metrics,
-    count_ngrams,
-    measures_of,
-    normalise_text,
-    sari,
-    score_ngrams,
-    summarise_answers,
-)
+from cpt.evaluation.task_metrics import MEASURES, TaskAnswers, measures_of, sari, summarise_answers
 from tests.support.answering import kept, opened, ranked
 
 CHOICES = ("World", "Sports", "Science or Technology")
@@ -45,9 +35,8 @@ def values(measure, given=None):
 
 def test_each_measure_by_hand():
     texts = [" Very  Negative. ", "Mean Of-Transportation", "Society & Culture", "\n", "Ärger!"]
-    assert [*map(normalise_text, texts)] == [
-        *("very negative", "mean oftransportation", "society culture", "", "ärger")
-    ]
+    plain = ["very negative", "mean oftransportation", "society culture", "", "ärger"]
+    assert [*map(task_metrics.normalise_text, texts)] == plain
     assert values("exact_match") == [1, 0, 0, 1] and values("invalid") == [0, 0, 1, 0]
     assert values("accuracy_valid")[:2] == [1, 0] and np.isnan(values("accuracy_valid")[2])
     assert values("accuracy_ranked") == [1, 0, 1, 1] and values("accuracy_ranked_mean") == [0, 1, 1, 1]
@@ -59,10 +48,11 @@ def test_each_measure_by_hand():
 
 def lcs(one, other):
     """The longest common subsequence, by trying them all."""
-    subsequences = lambda words: {  # noqa: E731
-        tuple(word for word, kept in zip(words, chosen, strict=True) if kept)
-        for chosen in product([0, 1], repeat=len(words))
-    }
+
+    def subsequences(words):
+        chosen = product([0, 1], repeat=len(words))
+        return {tuple(word for word, kept in zip(words, each, strict=True) if kept) for each in chosen}
+
     return max(map(len, subsequences(one) & subsequences(other)))
 
 
@@ -102,16 +92,16 @@ def test_the_metrics_are_those_of_the_papers_as_soon_as_their_terms_are_there():
     matrix = np.array([[0.2, 0.3, 0.1], [0.9, 0.4, 0.2], [0.5, 0.8, 0.5], [0.6, 0.7, 0.9]])
     rows, tasks = ["base", "a", "b", "c"], ["a", "b", "c"]
     expected = {"AP": (0.6 + 0.7 + 0.9) / 3, "LA": (0.9 + 0.8 + 0.9) / 3, "BWT": -0.2, "F": 0.2, "FWT": 0.25}
-    assert compute_metrics(matrix, rows=rows, tasks=tasks) == pytest.approx(expected)
-    assert set(compute_metrics(matrix[:1], rows=rows[:1], tasks=tasks)) == {"AP"}
-    assert set(compute_metrics(matrix[:2], rows=rows[:2], tasks=tasks)) == {"AP", "LA", "FWT"}
+    assert task_metrics.compute_metrics(matrix, rows=rows, tasks=tasks) == pytest.approx(expected)
+    assert set(task_metrics.compute_metrics(matrix[:1], rows=rows[:1], tasks=tasks)) == {"AP"}
+    assert set(task_metrics.compute_metrics(matrix[:2], rows=rows[:2], tasks=tasks)) == {"AP", "LA", "FWT"}
 
 
 def test_intervals_are_of_examples_and_paired_between_rows():
     """What every row has alike cancels in a difference: the interval of BWT is a point."""
     right = np.random.default_rng(0).integers(0, 2, (2, 400)).astype(float)
     alike = {"a": [right[0]] * 3, "b": [right[1]] * 3}
-    found = compute_intervals(alike, rows=["base", "a", "b"])
+    found = task_metrics.compute_intervals(alike, rows=["base", "a", "b"])
     assert found["BWT"] == [0, 0] and found["F"] == [0, 0]
     error = 1.96 * np.sqrt(0.25 / 400 / 2)
     assert found["AP"] == pytest.approx([right.mean() - error, right.mean() + error], abs=0.01)
@@ -147,8 +137,10 @@ def test_counts_of_sari_by_hand():
     """I = a a a b, O = a a, R = a and a a b, so 1.5 a and 0.5 b in each. Kept are 2 a, of which 1.5 are to be
     kept; 1.5 a and 0.5 b of I are to be kept. Deleted are 1 a and 1 b, rightly the 1 a, since R deletes 1.5,
     and 0.5 b."""
-    source, written, *references = (count_ngrams(text, 1) for text in ("a a a b", "a a", "a", "a a b"))
-    added, kept, deleted = score_ngrams(source, written, references)
+    source, written, *references = (
+        task_metrics.count_ngrams(text, 1) for text in ("a a a b", "a a", "a", "a a b")
+    )
+    added, kept, deleted = task_metrics.score_ngrams(source, written, references)
     assert added == 1, "nothing is added, nothing is to be added"
     assert kept == pytest.approx(2 * (3 / 4) * (3 / 4) / (3 / 4 + 3 / 4))
     assert deleted == pytest.approx(3 / 4)

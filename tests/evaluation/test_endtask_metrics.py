@@ -77,19 +77,6 @@ def test_the_final_score_is_that_of_the_last_row_measured_and_the_diagonal_goes_
     assert np.isnan(endscores.forward(A[:2], ROWS, TASKS)[1:]).all()
 
 
-@pytest.mark.parametrize(
-    ("rows", "when", "present"),
-    [
-        ([0, 1], "each", set()),
-        ([0, 1, 2], "each", {"forget_rate"}),
-        ([0, 1, 2, 3], "diagonal", {"forward", "forget_rate"}),
-        ([], "each", set()),
-    ],
-)
-def test_what_lacks_a_term_is_absent(rows, when, present):
-    assert set(summarised(A[rows], when=when, rows=[ROWS[row] for row in rows])) == present
-
-
 # --- predictions
 
 
@@ -108,22 +95,6 @@ def test_transitions_by_hand():
     )
     for classes in (None, 1):
         assert "forgotten_adjusted" not in transitions(label, before, after, classes=classes)
-
-
-@pytest.mark.parametrize("classes", [2, 5])
-def test_the_adjustment_removes_what_guessing_makes(classes):
-    """The model of the docstring, simulated: each example known or guessed, twice."""
-    generator, size = np.random.default_rng(0), 200_000
-    label = generator.integers(classes, size=size)
-    knew, knows = generator.random(size) < 0.6, generator.random(size) < 0.5
-    guess = generator.integers(classes, size=(2, size))
-    before, after = np.where(knew, label, guess[0]), np.where(knows, label, guess[1])
-    found = transitions(label, before, after, classes=classes)
-    lost, wrong = (knew & ~knows).mean(), 1 - 1 / classes  # known, then guessed
-    assert found["forgotten_share"] == pytest.approx(wrong * lost + 0.4 * 0.5 / classes * wrong, abs=0.005)
-    assert found["forgotten_adjusted"] == pytest.approx(wrong * lost, abs=0.005)
-    all_guessed = transitions(label, guess[0], guess[1], classes=classes)
-    assert all_guessed["forgotten_adjusted"] == pytest.approx(0, abs=0.005)
 
 
 def predicted(folder, row, task, seed, right, *, ids=None, rows=ROWS):

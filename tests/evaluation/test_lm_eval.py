@@ -162,7 +162,6 @@ def test_what_decides_a_number_is_in_its_digest(folder, tmp_path):
     ("task", "metrics", "told"),
     [
         ("next_wrd", {}, "probe.tasks=next_wrd is not known; did you mean next_word?"),
-        ("next_word", {"other": "acc"}, "probe.metrics.other is not known; allowed: next_word"),
         ("next_word", {"next_word": "f1"}, "probe.metrics.next_word=f1; allowed: acc, acc_norm"),
         ("lost", {}, "probe.tasks=lost cannot be read (Unable to find"),
         ("unsafe", {}, "probe.tasks=unsafe runs code that the model writes"),

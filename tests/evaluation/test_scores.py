@@ -2,7 +2,6 @@
 simulation, the file by breaking it."""
 
 import json
-import os
 
 import numpy as np
 import pytest
@@ -292,20 +291,6 @@ def test_the_file_is_a_contract_and_what_is_not_finite_is_null_in_it(tmp_path):
     assert np.isnan(back.matrix[3, 0]) and [back.metrics["LC"][unit] for unit in UNITS] == [None] * 3
     assert back.metrics["LC"]["median"]["nats"] == 800.0  # of infinity, 800 and 5
     assert back.metrics["CPT"]["nats"] == 4.0
-
-
-@pytest.mark.parametrize("broken", ["fsync", "replace"])
-def test_a_failing_write_leaves_the_old_file(tmp_path, monkeypatch, broken):
-    made().save(tmp_path / "scores.json")
-    before = (tmp_path / "scores.json").read_bytes()
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, broken, full)
-    with pytest.raises(OSError, match="No space left"):
-        made(seed=1).save(tmp_path / "scores.json")
-    assert [path.read_bytes() for path in tmp_path.iterdir()] == [before]
 
 
 DAMAGE = {

@@ -118,15 +118,6 @@ def test_a_causal_model_with_a_prompt_writes_what_it_is_likeliest_to():
 
 
 @torch.no_grad()
-def test_an_answer_ends_at_its_end():
-    """A model that always writes the end writes nothing."""
-    model = causal()
-    model.lm_head = torch.nn.Linear(32, 60)
-    model.lm_head.weight.zero_()
-    model.lm_head.bias.copy_(torch.eye(60)[END] * 9)
-    assert set(written_by(model, framed(), most=50).values()) == {""}
-
-
 @pytest.mark.parametrize("kind", MODELS)
 def test_processes_share_out_the_batches_of_one(kind):
     """To the bit, and each question is of one process."""

@@ -13,27 +13,10 @@ from scipy.stats import binomtest
 
 from cpt.evaluation.predictions import answers_in
 from cpt.evaluation.statistics import Difference
-from cpt.reporting.compare import (
-    KINDS,
-    build_findings,
-    build_heading,
-    contrast_examples,
-    contrast_groups,
-    correct_holm,
-    export_sections,
-    format_latex,
-    format_spread,
-    list_caveats,
-    pareto_front,
-    rank_groups,
-    spread_values,
-    tabulate_all,
-)
-from cpt.reporting.load_runs import build_sections, measure_runs
+from cpt.reporting import compare
 from tests.evaluation.test_endtask_metrics import predicted
 from tests.support.answering import kept, opened, ranked
-from tests.support.comparing import CONDITIONS, DOMAINS, NLL, endtasks, made, run, saved, section
-from tests.support.probing import probes
+from tests.support.comparing import DOMAINS, endtasks, made, run, saved, section
 
 FG = "FG/nats"
 ROWS = ["base", *DOMAINS]
@@ -55,70 +38,52 @@ def forgotten(*shifts):
 def test_a_spread_is_mean_deviation_and_interval():
     runs = seeds("ncl", [0.0, 0.3, 0.9, 0.0])
     runs[3].scores.metrics.pop("FG")
-    given, values = spread_values(section(runs))["ncl"][FG], forgotten(0.0, 0.3, 0.9)
+    given, values = compare.spread_values(section(runs))["ncl"][FG], forgotten(0.0, 0.3, 0.9)
     assert (given.n, given.runs, given.mean) == (3, 4, pytest.approx(np.mean(values)))
     assert given.sd == pytest.approx(np.std(values, ddof=1))
     half = 4.302653 * given.sd / np.sqrt(3)  # t(2)
     assert [given.low, given.high] == pytest.approx([given.mean - half, given.mean + half])
-    shown = format_spread(given, "{:.1f}".format)
+    shown = compare.format_spread(given, "{:.1f}".format)
     assert shown.endswith("] (3)") and " ± " in shown and " [" in shown
-    assert format_spread(given, "{:.1f}".format, bounds=False) == shown[: shown.index(" [")] + " (3)"
-    assert spread_values(section(runs[:2]))["ncl"][FG].low is None and format_spread(None, str) == "–"
+    assert compare.format_spread(given, "{:.1f}".format, bounds=False) == shown[: shown.index(" [")] + " (3)"
+    assert (
+        compare.spread_values(section(runs[:2]))["ncl"][FG].low is None
+        and compare.format_spread(None, str) == "–"
+    )
 
 
 def test_differences_are_paired_by_order_and_seed_and_corrected_by_holm():
     runs = seeds("ncl", [0.0, 0.3, 0.6]) + seeds("das", [-0.1, 0.1, 0.3, 9.0])
-    found = contrast_groups(section(runs), FG)
+    found = compare.contrast_groups(section(runs), FG)
     assert set(found) == {"das"} and (found["das"].n, found["das"].p) == (3, pytest.approx(0.25))
     assert found["das"].mean == pytest.approx(np.mean(forgotten(-0.1, 0.1, 0.3) - forgotten(0, 0.3, 0.6)))
     copies = [run(shift=0.0), run("copy", shift=0.2), run(method="das", shift=0.5)]
-    assert contrast_groups(section(copies), FG)["das"].mean == pytest.approx(0.4)
+    assert compare.contrast_groups(section(copies), FG)["das"].mean == pytest.approx(0.4)
     p = {"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.9}
-    found = correct_holm({name: Difference(mean=0, low=0, high=0, p=each, n=9) for name, each in p.items()})
+    found = compare.correct_holm(
+        {name: Difference(mean=0, low=0, high=0, p=each, n=9) for name, each in p.items()}
+    )
     expected = {"a": 0.04, "c": 0.09, "b": 0.09, "d": 0.9}
     assert {name: each.p_holm for name, each in found.items()} == pytest.approx(expected)
-    assert all(each.p_t_holm is None for each in found.values()) and correct_holm({}) == {}
+    assert all(each.p_t_holm is None for each in found.values()) and compare.correct_holm({}) == {}
 
 
 def test_ranks_within_a_model():
     runs = seeds("ncl", [0.2, 0.0]) + seeds("das", [0.1, 0.1]) + seeds("ewc", [0.9, 0.9])
     runs += seeds("one", [5.0, 5.0])
     runs += seeds("ncl", [0, 0], model="large") + seeds("das", [1, 1], model="large")
-    found = rank_groups(section(runs))
+    found = compare.rank_groups(section(runs))
     expected = {"ncl, tiny": 1.5, "das, tiny": 1.5, "ewc, tiny": 3.0, "ncl, large": 1.0, "das, large": 2.0}
     assert found["LC/perplexity"] == expected  # `one` has no final model
     assert "one, tiny" in found["CPT/nats"]
     good, bad = (endtasks([[x] * 3] * 4) for x in (0.9, 0.1))
     tasks = section([run(endtasks=bad), run(method="das", endtasks=good)])
-    assert rank_groups(tasks)["endtask/MF1"] == {"ncl": 2.0, "das": 1.0}
+    assert compare.rank_groups(tasks)["endtask/MF1"] == {"ncl": 2.0, "das": 1.0}
 
 
 def test_the_front_is_what_nothing_is_better_than_in_both():
     points = {"a": (1, 9), "b": (2, 4), "c": (3, 4), "d": (2, 5), "e": (5, 1), "f": (1, 10), "g": (5, 1)}
-    assert pareto_front(points) == ["a", "b", "e", "g"]
-    many = {str(place): tuple(pair) for place, pair in enumerate(np.random.default_rng(0).random((60, 2)))}
-    beaten = [
-        name for name, (x, y) in many.items()
-        if any(u <= x and v <= y and (u, v) != (x, y) for u, v in many.values())
-    ]  # fmt: skip
-    assert set(pareto_front(many)) == set(many) - set(beaten)
-
-
-def test_tables_compare_compute_with_the_baseline_and_tell_harness_tasks_apart_by_their_shots():
-    given = {"ncl": {}, "das": {"shift": -0.1, "flops": [0, *[10**9] * 3], "needs_domain": True}}
-    compared = section([run(method=name, **more) for name, more in given.items()])
-    compute = tabulate_all(compared)[-1]
-    rows = {row[0]: dict(zip(compute.head, row, strict=True)) for row in compute.cells}
-    assert rows["das"]["FLOPs (x baseline)"] == "3.00e+09 (0.50)"
-    assert rows["ncl"]["tokens (x baseline)"] == "3,000 (1.00)"
-    assert "Given the domain of a text at test time: das." in list_caveats(compared)
-    runs = [run(seed=s, probes=probes({"a": [0.5, None, None, x]})) for s, x in ((0, 0.25), (1, 0.75))]
-    runs.append(run(method="das", probes=probes({"a": [0.5, 0.125]}, shots=5)))
-    table, differences = tabulate_all(section(runs))[3:5]
-    cells = {row[0]: dict(zip(table.head, row, strict=True)) for row in table.cells}
-    first, second = (f"a (acc, {shots} shots, version 1.0), chance 0.2500" for shots in (0, 5))
-    assert cells["ncl"][first].startswith("0.5000 ± 0.3536") and cells["ncl"][second] == "–"
-    assert not differences.cells
+    assert compare.pareto_front(points) == ["a", "b", "e", "g"]
 
 
 # --- over test examples
@@ -143,7 +108,7 @@ def both(tmp_path, **tasks):
 
 
 def records(compared):
-    return {each["task"]: each for each in contrast_examples(compared)[0]}
+    return {each["task"]: each for each in compare.contrast_examples(compared)[0]}
 
 
 def test_answers_to_a_task_and_to_all_by_hand(tmp_path):
@@ -195,7 +160,7 @@ def test_files_that_are_gone_or_damaged_and_other_measures_are_told(tmp_path):
     answers_in(tmp_path / "das", ROWS, 3, "law").unlink()
     damaged = answers_in(tmp_path / "ncl", ROWS, 3, "food")
     damaged.write_text("damaged")
-    found, (missing, other), (failed,) = contrast_examples(compared)
+    found, (missing, other), (failed,) = compare.contrast_examples(compared)
     assert {each["task"] for each in found} == {"", "space"}
     assert missing.startswith("law: no answers in") and other.startswith("sea is left out")
     assert failed.startswith(f"{damaged}: damaged predictions")
@@ -213,7 +178,7 @@ def test_end_tasks_are_compared_by_their_predictions(tmp_path):
     assert (found[""]["mean"], found[""]["n"]) == (pytest.approx(0.5), 12)
     assert records(section(runs, domains=["law"]))[""]["n"] == 4
     (tmp_path / "das" / "endtasks" / "003-space" / "law-7.parquet").write_text("damaged")
-    found, _, failed = contrast_examples(section(runs))
+    found, _, failed = compare.contrast_examples(section(runs))
     assert found == [] and len(failed) == 1 and "law-7.parquet" in failed[0]
 
 
@@ -226,7 +191,7 @@ def begins(lines, start):
 
 
 def findings(*runs):
-    return list(build_findings(section(runs)).lines)
+    return list(compare.build_findings(section(runs)).lines)
 
 
 def test_the_best_is_named_with_its_interval_and_its_lead_and_what_it_is_not_told_apart_from():
@@ -247,46 +212,6 @@ def test_the_best_is_named_with_its_interval_and_its_lead_and_what_it_is_not_tol
     assert "(runs: 1, no interval)" in one and "needs 6 pairs, there are 1." in one
 
 
-def test_who_is_given_the_domain_is_told_and_methods_without_a_sequence_are_never_the_best():
-    runs = seeds("demix", [-0.5, -0.4, -0.5]) + seeds("ewc", [-0.1, -0.2, -0.2]) + seeds("ncl", [0, 0.1, 0.2])
-    for each in runs[:3]:
-        each.scores.needs_domain = True
-    lines = findings(*runs)
-    assert begins(lines, "Forgets least: `demix`") and begins(lines, "Forgets least without it: `ewc`, FG")
-    assert "Given the domain of a text at test time: demix." in lines
-    joint = run(method="joint", nll=[NLL[0], [0.1] * 4], rows=["base", "joint"])
-    lines = findings(run(), run(method="das"), run(method="one", shift=-3), joint)
-    assert lines and not any("`joint`," in line or "`one`," in line for line in lines[:-1])
-    assert findings(run(), joint) == []
-
-
-def test_higher_is_better_for_tasks_and_equal_compute_leaves_out_what_took_more():
-    given = {m: endtasks([[None] * 3] * 3 + [[x] * 3]) for m, x in (("ncl", 0.3), ("das", 0.6))}
-    tasked = [run(method=m, endtasks=each) for m, each in given.items()]
-    assert begins(findings(*tasked), "Best end tasks: `das`, MF1 (%) 60.00")
-    costs = {"ncl": (1000, 0.0), "das": (3000, -0.5), "ewc": (1050, -0.1)}
-    runs = [run(method=m, shift=shift, flops=[0, *[flops] * 3]) for m, (flops, shift) in costs.items()]
-    told = begins(findings(*runs), "Best at equal compute")
-    assert told.startswith("Best at equal compute (at most 1.1 times ncl's FLOPs, 2 groups): `ewc`, LC")
-    uncounted = [run(costs=False), run(method="das", costs=False)]
-    assert "not known, ncl has no counted FLOPs" in begins(findings(*uncounted), "Best at equal compute")
-
-
-def test_a_section_says_what_keeps_its_groups_from_being_compared_and_in_what_it_differs_from_others():
-    runs = [run(), run(method="mine", seed=1), run(method="mine"), run(order=DOMAINS[::-1])]
-    for each in runs[1:3]:
-        each.scores.alone = True
-    lines = list_caveats(section(runs, baseline="ewc"))
-    assert any("(`mine`)" in line for line in lines)
-    assert any(line.startswith("No differences: no single group ewc") for line in lines)
-    assert lines[0].startswith("Perplexity of all these runs: masked, mask_rate 0.3, length 64")
-    other = run(conditions=CONDITIONS | {"length": 128})
-    (heading,) = build_heading(build_sections(measure_runs([run(), run(seed=1), other])))
-    assert heading.lines[0].startswith("2 sections, each with its own tables")
-    assert heading.lines[2].startswith("Section 2, 1 run of tiny: ") and "length 128" in heading.lines[2]
-    assert build_heading([section([run()])]) == []
-
-
 # --- exports
 
 
@@ -298,8 +223,8 @@ def compared():
 
 
 def exported(compared, folder, kind, **more):
-    export_sections([compared], stem=folder / "v1.5", kinds=[kind], more=more)
-    return folder / f"v1.5{KINDS[kind]}"
+    compare.export_sections([compared], stem=folder / "v1.5", kinds=[kind], more=more)
+    return folder / f"v1.5{compare.KINDS[kind]}"
 
 
 def test_csv_and_parquet_have_every_number_of_each_run(compared, tmp_path):
@@ -318,19 +243,6 @@ def test_csv_and_parquet_have_every_number_of_each_run(compared, tmp_path):
     assert len(frame) == len(compared.frame)
     (value,) = frame.query("group == 'ncl' and seed == 1 and key == 'FG/nats'")["value"]
     assert value == scores.metrics["FG"]["nats"]
-
-
-def test_latex_is_a_booktabs_table_with_the_best_in_bold(compared):
-    text = format_latex(compared)
-    body = text.split(r"\midrule")[1].split(r"\bottomrule")[0].strip().splitlines()
-    rows = {line.split(" & ")[0]: line.split(" & ")[1:] for line in body}
-    bold = {name: cells[1].startswith(r"\textbf{") for name, cells in rows.items()}
-    assert bold == {"one": False, "das": True, "ncl": False}  # `one`: no final model
-    mean = np.mean([made(shift=x).metrics["LC"]["perplexity"] for x in (0.0, 0.2)])
-    assert rows["ncl"][1].startswith(f"{mean:.1f} $\\pm$ ") and rows["one"][2].startswith(r"\textbf{")
-    assert r"% masked, mask_rate 0.3, length 64" in text and r"MF1" not in text
-    equal = format_latex(section([run(shift=-1.0), run(method="das", shift=-1.0)]))
-    assert equal.count(r"\textbf{") == 2 * 4 and r"$-$" in equal
 
 
 def test_json_has_groups_with_differences_and_ranks_and_knows_no_nan(compared, tmp_path):
@@ -360,6 +272,7 @@ def test_names_are_nothing_but_names(name, tmp_path):
     cells = [cell for line in (head, *lines) for cell in line]
     assert not [cell for cell in cells if cell[:1] in "=+@\t\r\n" and cell] and "ncl" in cells
     usual = section([run(), run(method="x")])
-    table, plain = ([x for x in format_latex(each).splitlines() if x[0] != "%"] for each in (compared, usual))
+    tex = [compare.format_latex(each).splitlines() for each in (compared, usual)]
+    table, plain = ([line for line in each if line[0] != "%"] for each in tex)
     assert [re.sub(r"\\&", "", line).count("&") for line in table] == [line.count("&") for line in plain]
     assert not any("\\input" in line or re.search(r"(?<!\\)[#%_]", line) for line in table)

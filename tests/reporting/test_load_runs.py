@@ -6,17 +6,9 @@ from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 
 from cpt.core import naming
+from cpt.reporting import load_runs
 from cpt.reporting.drawing import own_place
-from cpt.reporting.frames import label, megabytes
-from cpt.reporting.load_runs import (
-    build_sections,
-    differing_settings,
-    filter_runs,
-    find_runs,
-    measure_runs,
-    name_orders,
-    restrict_scores,
-)
+from cpt.reporting.load_runs import build_sections, filter_runs, measure_runs
 from tests.support.answering import answers
 from tests.support.comparing import CONDITIONS, DOMAINS, NLL, endtasks, made, run, saved, section
 
@@ -44,7 +36,7 @@ def test_runs_are_found_at_any_depth_once_and_what_cannot_be_read_or_was_only_be
     for name in ("begun", "b/wandb/run", "b/rebuilt/x", ".hydra"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "config.yaml").write_text("seed: 0\n")
-    found = find_runs([tmp_path, tmp_path / "nowhere", tmp_path / "b" / ".." / "a"])
+    found = load_runs.find_runs([tmp_path, tmp_path / "nowhere", tmp_path / "b" / ".." / "a"])
     assert sorted(each.folder.name for each in found.runs) == ["1", "b"]
     assert [folder.name for folder in found.begun] == ["begun"] and len(found.damaged) == 2
     assert "nowhere: no such folder" in found.damaged[0] and "bad" in found.damaged[1]
@@ -69,19 +61,9 @@ def test_an_order_has_the_name_of_its_config_and_is_numbered_where_that_stands_f
     for name, order in orders.items():
         saved(tmp_path / name, config={"order": name.strip()}, order=order)
     runs = [run(tmp_path / name, order=order) for name, order in orders.items()]
-    assert sorted(name_orders(runs).values()) == ["0", "random #1", "random #2"]
+    assert sorted(load_runs.name_orders(runs).values()) == ["0", "random #1", "random #2"]
     for where in ("order=0", "order=law,food,space"):
         assert [each.folder.name for each in filter_runs(runs, [where])] == ["0"]
-
-
-def test_a_label_names_what_is_laid_over_the_method_and_the_values_not_shared():
-    plain = {"method": "das", "mask": "none", "replay": "none", "variant": ""}
-    assert label(plain | {"mask": "migu", "replay": "past"}) == "das + migu + replay past"
-    own = plain | {"variant": "trainer.steps=5; units=[heads]"}
-    assert label(own, shared={"trainer.steps=5"}) == "das (units=[heads])"
-    assert label(own) == "das (trainer.steps=5, units=[heads])"
-    shown = {None: "–", 600: "600 B", 4_096: "4.10 kB", 100_000: "0.10 MB", 2e8: "200 MB"}
-    assert {size: megabytes(size) for size in shown} == shown
 
 
 def test_a_variant_is_what_the_command_line_gives_beyond_the_names(composed, monkeypatch):
@@ -97,16 +79,20 @@ def test_a_variant_is_what_the_command_line_gives_beyond_the_names(composed, mon
 
 def test_metrics_end_tasks_and_answers_on_some_domains():
     nll = np.array(NLL)
-    told = {name: units["nats"] for name, units in restrict_scores(made(), {"law", "food"}).metrics.items()}
+
+    def nats(*names):
+        found = load_runs.restrict_scores(made(), {*names}).metrics
+        return {name: units["nats"] for name, units in found.items()}
+
+    told = nats("law", "food")
     assert told["LC"] == pytest.approx((nll[3, 0] + nll[3, 1]) / 2)
     assert told["CPT"] == pytest.approx((nll[1, 0] + nll[2, 1]) / 2)
     assert told["FG"] == pytest.approx((nll[3, 0] - nll[1, 0] + nll[3, 1] - nll[2, 1]) / 2)
     assert told["BWT_zs"] == pytest.approx((nll[0, 0] - nll[3, 0] + nll[0, 1] - nll[3, 1]) / 2)
     assert told["general_drift"] == pytest.approx(nll[3, 3] - nll[0, 3])
-    last = {name: units["nats"] for name, units in restrict_scores(made(), {"law", "space"}).metrics.items()}
-    assert last["FG"] == pytest.approx(nll[3, 0] - nll[1, 0])  # the last domain is not forgotten
+    assert nats("law", "space")["FG"] == pytest.approx(nll[3, 0] - nll[1, 0])  # not the last
     scores = made()
-    for name, units in restrict_scores(scores, set(DOMAINS)).metrics.items():
+    for name, units in load_runs.restrict_scores(scores, set(DOMAINS)).metrics.items():
         assert units == pytest.approx({unit: scores.metrics[name][unit] for unit in units}), name
 
     values = {"law": [0.2, 0.9, 0.8, 0.5], "food": [0.3, 0.3, 0.7, 0.6], "space": [0.1, 0.1, 0.1, 0.9]}
@@ -215,7 +201,7 @@ def test_labels_models_values_and_configs_make_groups(tmp_path):
     configs = [{"seed": s, "trainer": {"steps": n, "workers": s}} for s in (0, 1) for n in (5, 9)]
     runs = configured(tmp_path / "steps", configs)
     assert sorted(names(runs)) == ["ncl, trainer.steps=5", "ncl, trainer.steps=9"]
-    assert differing_settings(runs) == ["trainer.steps"]
+    assert load_runs.differing_settings(runs) == ["trainer.steps"]
     configs = [{"seed": s, "order": s, "mask": {"seed": s}, "domains": {"root": f"/{s}"}} for s in (0, 1, 2)]
     assert names(configured(tmp_path / "seeds", configs)) == ["ncl"]  # what follows the seed does not
     configs = [{f"key{n}": 0 for n in range(5)} | {"key4": value} for value in (0, 1)]

@@ -13,7 +13,7 @@ from html.parser import HTMLParser
 import pytest
 
 from cpt.reporting import drawing, figures
-from cpt.reporting.drawing import METHODS, PLACES, description, find_places, inline_svg, own_place
+from cpt.reporting.drawing import METHODS, description, find_places, inline_svg, own_place
 from cpt.reporting.frames import few, strip_controls
 from cpt.reporting.page import Block, align_columns, inline, markdown, write_page
 from tests.conftest import ROOT
@@ -204,15 +204,3 @@ def test_a_method_is_alike_on_pages_with_other_groups():
     assert places["das"] == own_place("das") and places["replay"] == own_place("replay")
     styles = [drawing.style(places[name]) for name, plain in variants.items() if plain == "das"]
     assert len({style["color"] for style in styles}) == 1 and len({style["marker"] for style in styles}) == 5
-
-
-def test_the_first_eight_groups_have_a_colour_each_and_72_a_style():
-    some = ["lora", "ncl", "replay (a)", "replay (b)", "adapter", "kd + migu", "own", "joint", "one", "hat"]
-    for names in (some, list(METHODS[::8])):
-        places = find_places((name, name.split(" (")[0]) for name in names)
-        assert len({drawing.style(places[name])["color"] for name in names[:8]}) == len(names[:8])
-        assert len(set(places.values())) == len(places)
-    many = [(f"group {place}", f"group {place}") for place in range(80)]
-    assert len(set(find_places(many[:PLACES]).values())) == PLACES and len(find_places(many)) == 80
-    styles = [tuple(drawing.style(place).values())[:2] for place in range(PLACES)]
-    assert len(set(styles)) == PLACES

@@ -19,7 +19,6 @@ from cpt.contrib.generative_replay.writer import (
     from_form,
     sample_file,
 )
-from cpt.core.files import read_checked_json, write_checked_json
 from cpt.core.randomness import key, shuffle
 from cpt.data.example import Example
 from cpt.data.packing import Packed
@@ -127,19 +126,6 @@ def test_prefixes_are_of_the_rows_of_the_probe():
         kept(text.length)
 
 
-def test_damaged_prefixes_are_not_used(tmp_path: Path):
-    path = tmp_path / "law.json"
-    with pytest.raises(ValueError, match=r"law.json is gone; bring it back$"):
-        read_checked_json(path, instead="bring it back")
-    write_checked_json(path, [[1, 2], [3, 4]])
-    assert read_checked_json(path, instead="") == [[1, 2], [3, 4]]
-    known = json.loads(path.read_text())
-    for wrong in (path.read_text()[:-9], json.dumps(known | {"kept": [[1, 2], [3, 5]]}), "[]"):
-        path.write_text(wrong)
-        with pytest.raises(ValueError, match=r"law.json is damaged \(.*; bring it back$"):
-            read_checked_json(path, instead="bring it back")
-
-
 def example_writer(*, seq2seq: bool = False, **how) -> ExampleWriter:
     """One that has what it needs to make forms and rows."""
     made = object.__new__(ExampleWriter)
@@ -166,13 +152,11 @@ def test_what_is_written_is_read_back(monkeypatch):
     assert kept.to_keep("law") == []  # choices that differ are no task's
 
 
-VALID = [f"a question {MARK} tu", f"a question{MARK}tu ", f"a {MARK} b {MARK} mu na"]
-INVALID = [f"a question {MARK} mu", f"a question {MARK} TU", f"{MARK} tu", f"a question {MARK}", "a tu", ""]
-
-
-@pytest.mark.parametrize(("text", "valid"), [(x, True) for x in VALID] + [(x, False) for x in INVALID])
-def test_an_answer_has_to_be_one_of_the_choices(text, valid):
-    assert (from_form(text, task="law", number=0, choices=LABELS) is not None) == valid
+def test_an_answer_has_to_be_one_of_the_choices():
+    valid = [f"a question {MARK} tu", f"a question{MARK}tu ", f"a {MARK} b {MARK} mu na"]
+    invalid = [f"a question {MARK} mu", f"a question {MARK} TU", f"{MARK} tu", f"a {MARK}", "a tu", ""]
+    for text in (*valid, *invalid):
+        assert (from_form(text, task="law", number=0, choices=LABELS) is not None) == (text in valid)
     assert from_form(f"a {MARK} b", task="law", number=0, choices=()).target == "b", "open ones may be any"
 
 

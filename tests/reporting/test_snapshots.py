@@ -1,0 +1,122 @@
+"""The report of a run that has everything, and a comparison of many runs: each number and sentence as it was
+when it was checked by hand. `SNAPSHOTS=write pytest tests/reporting/test_snapshots.py` takes them anew."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cpt import report
+from cpt.evaluation.scores import Scores
+from cpt.reporting import figures, frames, run_page
+from cpt.reporting.frames import tabulate
+from tests.evaluation.test_endtask_metrics import given, predicted
+from tests.support.answering import kept, opened, ranked
+from tests.support.comparing import DOMAINS, NLL, endtasks, saved
+from tests.support.probing import probes
+
+pytestmark = pytest.mark.slow
+KEPT = Path(__file__).parent / "snapshots"
+ROWS = ["base", *DOMAINS]
+RIGHT = ([0, 0, 1, 1, 0, 1], [1, 1, 1, 0, 1, 1], [1, 0, 0, 1, 1, 1], [1, 0, 1, 1, 0, 1])
+
+
+def check(name, text):
+    """All but its legends."""
+    kept = [line for line in text.splitlines() if not name.endswith(".md") or re.match(r"[#|!]|.*`", line)]
+    text = "\n".join(kept) + "\n"
+    if os.environ.get("SNAPSHOTS") == "write":
+        (KEPT / name).write_text(text)
+    assert text == (KEPT / name).read_text()
+
+
+def measured(scores, *, seed):
+    """With intervals and medians over documents."""
+    generator, counts = np.random.default_rng(seed), [np.full(30, 20)] * 4
+    noise = generator.normal(0, 0.3, (4, 30))
+    noise -= noise.mean(1, keepdims=True)
+    sums = [(np.array(scores.nll)[:, column, None] + noise[column]) * 20 for column in range(4)]
+    scores.measure(nll_sums=sums, counts=counts)
+    return scores
+
+
+def test_a_report_of_a_run_that_has_everything(tmp_path):
+    tasks = {"law": [ranked(each) for each in RIGHT], "food": [ranked(each[::-1]) for each in RIGHT]}
+    tasks["space"] = [opened(["a b"] * 3, ["a b", f"a {row}", "c"]) for row in "wbxb"]
+    parts = [{}, {"law": {"law": 1.0}, "general": {"base": 1.0}}, {}, {name: {name: 1.0} for name in DOMAINS}]
+    parts[3]["general"] = {"space": 0.6251, "base": 0.2249, "law": 0.149, "food": 0.001}
+    nll = {"law": [5.0, 4.0], "food": [3.0, 3.25], "general": [4.0, 4.1]}
+    stage = {"steps": [0, 10], "nll": nll, "rise": {"general": [[0.0, 0.0], [0.05, 0.2]]}, "ended": ""}
+    budget = {"kept": 10, "allowed": {"general": 0.3}, "drift": {"general": [[0.0, 0.0], [0.1, 0.2]]}}
+    matrix = [[1.0, 0.25, -0.5], [0.25, 1.0, 0.125], [-0.5, 0.125, 1.0]]
+    like = {"names": DOMAINS, "matrix": matrix, "general": [0.5, 0.1, -0.25], "embedding": "tfidf"}
+    phases = {"learn": {"law": 41.5, "space": 30.0}, "score": {"base": 1.5, "law": 2.5}}
+    phases |= {"endtasks": {"law": 9.25}, "start": {"read the texts": 100.0}}
+    named = probes({"a": [0.25, None, 0.5, 0.75], "b": [None, None, None, 0.5]})
+    named["tasks"]["b"] |= {"chance": None, "higher": False, "truncated": 12, "shots": None}
+    about = {"method": "ewc", "mask": "migu", "seed": 41, "variant": "strength=5", "needs_domain": True}
+    about |= {"loading": 'load("model")', "grown": [2], "skipped": [0, 2, 0, 0]}
+    about |= {"spikes": [[], [3, 7, 9.5, 2], [], []], "leak": [[], [0.01, 0.5], [0.02, 0.5], []]}
+    about |= {"numerics": {"precision": "bf16", "attention": "auto"}}
+    about |= {"similarity": like, "probes": named, "phases": phases, "endtasks": given(tasks=DOMAINS)}
+    about |= {"monitor": {"law": stage | {"budget": budget | {"acts": ["back to step 4"]}}, "space": stage}}
+    folder = tmp_path / "run"
+    told = kept(folder, tasks, rows=ROWS) | {"intervals": {"AP": [0.1, 0.9]}}
+    saved(tmp_path / "scores", answers=told, flops=[0, 2 * 10**12, 3 * 10**12, 4 * 10**12], **about)
+    scores = measured(Scores.load(tmp_path / "scores" / "scores.json"), seed=0)
+    scores.parts = parts
+    for row, seed, right in ((1, 0, RIGHT[1]), (3, 0, RIGHT[2]), (1, 1, RIGHT[0]), (3, 1, RIGHT[1])):
+        predicted(folder, row, "law", seed, right, rows=ROWS)
+    lines = [f"{at},train/{name}/{text},{value}" for text in ("law", "food") for at in (1, 3)
+             for name, value in (("lm", 5 - at), ("tokens", 400 * at), ("grad_norm", 2))]  # fmt: skip
+    (folder / "metrics.csv").write_text("\n".join(lines))
+    (folder / "generated" / "002-food").mkdir(parents=True)
+    facts = {"tokens": 4000, "real": 900, "texts": 12, "left_out": 3, "nll": 2.5, "nll_left_out": 3.5}
+    (folder / "generated/002-food/facts.json").write_text(json.dumps({"law": facts | {"excerpt": "a party"}}))
+    (folder / "config.yaml").write_text("seed: 41  # a < b\n")
+    run_page.write_report(folder, scores)
+    check("report.md", (folder / "report.md").read_text())
+    check("console.txt", run_page.format_scores(scores))
+    check("summary.txt", "\n".join(f"{key} {x:.6g}" for key, x in frames.summarize_scores(scores).items()))
+    rounded = [t.map(lambda x: f"{x:.6g}" if isinstance(x, float) else x) for t in tabulate(scores).values()]
+    check("tables.csv", "\n".join(table.to_csv(index=False) for table in rounded))
+
+
+def test_a_comparison_of_many_runs(tmp_path, monkeypatch, capsys):
+    """Of methods with and without a baseline, an end, a sequence, one setting that differs, and conditions of
+    their own."""
+    monkeypatch.setattr(figures, "build_figures", lambda section: [])
+    shifts = {"ncl": 0.0, "das": -0.2, "demix": -0.5, "one": -3.0, "joint": 0.0}
+    shifts |= {"ewc-1": -0.1, "ewc-9": -0.15}
+    for place, (name, shift) in enumerate(shifts.items()):
+        for seed in range(3 if place < 3 else 2):
+            method, _, strength = name.partition("-")
+            own = {"method": method, "seed": seed, "shift": shift + 0.01 * (seed * (place + 2) % 5)}
+            own |= {"needs_domain": method == "demix", "flops": [0, *[10**9 + 10**8 * place] * 3]}
+            own |= {"endtasks": endtasks([[None] * 3] * 3 + [[0.5 + place / 10, 0.6, 0.7 - seed / 10]])}
+            config = {"seed": seed, "method": {"name": method}, "trainer": {"steps": 5 + (name == "das")}}
+            if strength:
+                own |= {"variant": f"method.strength={strength}"}
+                config["method"]["strength"] = int(strength)
+            if method == "joint":
+                own |= {"nll": [NLL[0], NLL[3]], "rows": ["base", "joint"], "endtasks": None}
+                own |= {"flops": [0, 10**9]}
+            folder = tmp_path / f"{name}-{seed}"
+            if place < 2:
+                answered = [ranked(RIGHT[0])] * 3 + [ranked(np.roll(RIGHT[place + 1], seed))]
+                values = [0.5, None, None, 0.5 + place / 20 + seed / 50]
+                own |= {"probes": probes({"a": values})}
+                own |= {"answers": kept(tmp_path / "kept" / folder.name, {"law": answered}, rows=ROWS)}
+            saved(folder, config=config, **own)
+            if place < 2:
+                (tmp_path / "kept" / folder.name / "answers").rename(folder / "answers")
+    saved(tmp_path / "other", conditions={"score_on": "valid", "length": 128}, seed=1)
+    saved(tmp_path / "half", nll=NLL[:3], finished=False)
+    assert report.main([str(tmp_path), "--curve", "method.strength"]) == 0
+    check("comparison.md", (tmp_path / "comparison.md").read_text().replace(str(tmp_path), "PLACE"))
+    check("comparison.tex", (tmp_path / "comparison.tex").read_text())
+    shown = capsys.readouterr().out.replace(str(tmp_path), "PLACE")
+    assert all(f"{title}\n" in shown for title in ("Differences from ncl", "Unfinished runs"))
