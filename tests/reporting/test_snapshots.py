@@ -1,6 +1,7 @@
 """The report of a run that has everything, and a comparison of many runs: each number and sentence as it was
 when it was checked by hand. `SNAPSHOTS=write pytest tests/reporting/test_snapshots.py` takes them anew."""
 
+import itertools
 import json
 import os
 import re
@@ -80,7 +81,9 @@ def test_a_report_of_a_run_that_has_everything(tmp_path):
     run_page.write_report(folder, scores)
     check("report.md", (folder / "report.md").read_text())
     check("console.txt", run_page.format_scores(scores))
-    check("summary.txt", "\n".join(f"{key} {x:.6g}" for key, x in frames.summarize_scores(scores).items()))
+    numbers = itertools.groupby(frames.summarize_scores(scores).items(), lambda each: each[0].split("/")[0])
+    lines = ["  ".join(f"{key} {x:.6g}" for key, x in each) for _, each in numbers]
+    check("summary.txt", "\n".join(lines))
     rounded = [t.map(lambda x: f"{x:.6g}" if isinstance(x, float) else x) for t in tabulate(scores).values()]
     check("tables.csv", "\n".join(table.to_csv(index=False) for table in rounded))
 

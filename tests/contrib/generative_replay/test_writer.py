@@ -19,6 +19,7 @@ from cpt.contrib.generative_replay.writer import (
     from_form,
     sample_file,
 )
+from cpt.core.files import read_checked_json, write_checked_json
 from cpt.core.randomness import key, shuffle
 from cpt.data.example import Example
 from cpt.data.packing import Packed
@@ -182,3 +183,14 @@ def test_rows_are_the_example_as_it_is_asked_and_as_it_is_written(tmp_path: Path
         size = rows.row_lengths[number]
         assert rows.ids(at)[0, :size].tolist() == row.ids
         assert rows.answers(at)[0, :size].tolist() == row.answer
+
+
+def test_damaged_beginnings_are_not_used(tmp_path: Path):
+    path = tmp_path / "law.json"
+    write_checked_json(path, [[1, 2], [3, 4]])
+    assert read_checked_json(path, instead="") == [[1, 2], [3, 4]]
+    known = json.loads(path.read_text())
+    for wrong in (path.read_text()[:-9], json.dumps(known | {"kept": [[1, 2], [3, 5]]}), "[]"):
+        path.write_text(wrong)
+        with pytest.raises(ValueError, match=r"law.json is damaged \(.*; bring it back$"):
+            read_checked_json(path, instead="bring it back")
