@@ -17,6 +17,7 @@ NASTY = ["lr", "stage", "a/b", "a", "LC", "matrix", "a%2Fb", "b/final", "b"]
 MACROS = {"${env}", "${interpreter}", "${program}", "${args_no_hyphens}"}
 
 
+@pytest.mark.slow
 def test_all_numbers_are_in_the_summary_where_they_are_asked_for():
     known = summarize_scores(scores())
     for asked, expected in (("all", known), ("headlines", choose_headlines(scores()))):
