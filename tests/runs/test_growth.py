@@ -1,4 +1,4 @@
-"""Runs that are to learn more, further domains or more steps: they come to the same bits as from the beginning,
+"""Runs that are to learn more, domains or steps: they come to the same bits as from the beginning,
 or are refused."""
 
 import logging

@@ -83,14 +83,9 @@ def quick(monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
-def test_the_finished_file_is_that_which_is_written_at_once(tmp_path):
-    go_on(tmp_path / FILE, 81, domains=80)
-    assert [each.name for each in tmp_path.iterdir()] == [FILE]
-    assert (tmp_path / FILE).read_bytes() == as_a_whole(81, tmp_path / "whole.json", domains=80)
-
-
 def test_what_is_read_of_a_run_at_work_is_all_that_it_has(tmp_path):
-    """Whole scores, and the share of the stages that status tells, after each row."""
+    """Whole scores, and the share of the stages that status tells, after each row; and in the end the file that
+    is written at once."""
     scores, path, in_lines = empty(100), tmp_path / FILE, 0
     keeps = keeper(scores, path)
     for number in range(75):
@@ -105,6 +100,8 @@ def test_what_is_read_of_a_run_at_work_is_all_that_it_has(tmp_path):
         assert behind <= (number + 1) // SHARE
         in_lines += behind > 0
     assert in_lines > 20
+    go_on(path, 101, domains=100)
+    assert path.read_bytes() == as_a_whole(101, tmp_path / "w.json", domains=100)
 
 
 class Disk:
@@ -167,37 +164,34 @@ def begun(folder: Path) -> tuple[Path, list[str]]:
     return path, added
 
 
-@pytest.mark.parametrize("size", [1, 40, -1], ids=["a sign", "the half", "all but its end"])
-def test_a_line_counts_when_its_end_is_there(tmp_path, size):
+def test_a_line_counts_when_its_end_is_there(tmp_path):
     path, added = begun(tmp_path)
-    journal_file(path).write_text(f"{added[0]}\n{added[1][:size] if size > 0 else added[1]}")
-    assert Scores.load(path).rows[-1] == json.loads(added[0])["name"]
+    for size in (1, 40, None):  # a sign, the half, all but its end
+        journal_file(path).write_text(f"{added[0]}\n{added[1][:size]}")
+        assert Scores.load(path).rows[-1] == json.loads(added[0])["name"]
 
 
-DAMAGED = {
-    "no JSON": "{",
-    "no mapping": "[]",
-    "a field is missing": '{"row": 66}',
-    "another type": {"row": "66"},
-    "a row is missing": {"row": 70},
-    "before the first": {"row": -1},
-    "another name": {"row": 3},
-    "an unknown text": {"nll": {"law": 1.0}},
-    "an unknown kind of seconds": {"phases": {"sleep": 1.0}},
-    "an unknown number of a field": {"rates": 3},
-}
+DAMAGED = (
+    "{",
+    "[]",
+    '{"row": 66}',
+    {"row": "66"},
+    {"row": 70},
+    {"row": -1},
+    {"row": 3},
+    {"nll": {"law": 1.0}},
+)
+DAMAGED += ({"phases": {"sleep": 1.0}}, {"rates": 3})
 
 
-@pytest.mark.parametrize("damage", DAMAGED.values(), ids=DAMAGED)
-def test_a_damaged_line_is_told_in_a_line(tmp_path, damage):
+def test_a_damaged_line_is_told_in_a_line(tmp_path):
     path, (line, after) = begun(tmp_path)
-    text = damage if isinstance(damage, str) else json.dumps(json.loads(line) | damage)
-    journal_file(path).write_text(f"{text}\n{after}\n")
-    with pytest.raises(
-        ValueError, match=r"scores\.json: damaged, foreign or of another version \(.*\);"
-    ) as told:
-        Scores.load(path)
-    assert "\n" not in str(told.value)
+    for damage in DAMAGED:
+        text = damage if isinstance(damage, str) else json.dumps(json.loads(line) | damage)
+        journal_file(path).write_text(f"{text}\n{after}\n")
+        with pytest.raises(ValueError, match=r"scores\.json: damaged, foreign or of another") as told:
+            Scores.load(path)
+        assert "\n" not in str(told.value), damage
 
 
 def test_lines_that_a_file_has_by_now_change_nothing(tmp_path):
@@ -215,7 +209,7 @@ def test_lines_that_a_file_has_by_now_change_nothing(tmp_path):
     assert (tmp_path / "again.json").read_bytes() == whole
 
 
-def test_a_finished_run_has_no_lines(tmp_path):
+def test_a_finished_run_has_no_lines_and_one_that_begins_anew_forgets_them(tmp_path):
     """Its intervals are not measured anew for some that lie there."""
     path, added = begun(tmp_path)
     scores = Scores.load(path)
@@ -223,10 +217,6 @@ def test_a_finished_run_has_no_lines(tmp_path):
     scores.save(path)
     journal_file(path).write_text(f"{added[1]}\n")
     assert Scores.load(path).metrics["LC"]["interval"] == {"nats": [1.0, 2.0]}
-
-
-def test_a_run_that_begins_anew_forgets_the_lines(tmp_path):
-    path, _ = begun(tmp_path)
     RunDir(tmp_path).clean()
     assert journal_file(path).exists()
     path.unlink()
