@@ -41,39 +41,23 @@ WORD = re.compile(r"(?:\{[^}]*\}|\S)+")  # with the spaces that a mapping has
 CASES = [(given, said, size) for table, size in TABLES for given, said in table.items()]
 
 
-def words(given: str) -> list[str]:
-    """The arguments of a case, as a shell hands them over."""
-    return [each.replace("=(", "='('") for each in WORD.findall(given)]
-
-
 def trial(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
-    if number < len(CASES):
-        return of_the_table(place, number)
-    return of_an_option(place, number - len(CASES), draw)
-
-
-def of_an_option(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
-    """The wrong values of an option, in this process."""
     texts = runs.write_texts(place)
-    option = next(islice(cycle(leaves.options(texts)), number, None))
+    if number < len(CASES):
+        return of_the_table(texts, place / f"case-{number}", *CASES[number])
+    option = next(islice(cycle(leaves.options(texts)), number - len(CASES), None))
     found = leaves.try_option(texts, place, option, draw)
     return {"option": " ".join(option), "values": len(leaves.WRONG) + 1, "wrong": found, "fine": not found}
 
 
-def of_the_table(place: Path, number: int) -> dict[str, Any]:
-    given, said, size = CASES[number]
-    home = place / f"case-{number}"
+def of_the_table(texts: Path, home: Path, given: str, said: str, size: list[str]) -> dict[str, Any]:
     home.mkdir()
     (home / "cpt").symlink_to(ROOT / "cpt")  # a folder that some cases name
-    places = (
-        [f"domains.root={runs.write_texts(place)}", "domains=texts", f"cache_dir={home / 'cache'}"]
-        if size
-        else []
-    )
-    code = ended(started(ROOT / "run.py", *places, *size, *words(given), cwd=home, log=home / "log"))
+    places = [f"domains.root={texts}", "domains=texts", f"cache_dir={home / 'cache'}"] if size else []
+    words = [each.replace("=(", "='('") for each in WORD.findall(given)]  # as a shell hands them over
+    code = ended(started(ROOT / "run.py", *places, *size, *words, cwd=home, log=home / "log"))
     log = (home / "log").read_text()
-    line = runs.one_line(log)
-    left = sorted(str(path.relative_to(home)) for path in home.glob("outputs/*/*"))
+    line, left = runs.one_line(log), sorted(str(path) for path in home.glob("outputs/*/*"))
     fine = code == 1 and line is not None and line.startswith(f"cpt: {said}") and not left
     shutil.rmtree(home)
     return {"given": given, "code": code, "left": left, "fine": fine, "last": "" if fine else log[-800:]}

@@ -1,5 +1,4 @@
-"""Files of weights that are shared out, a checkpoint and a stage in shards, and what is whole beside them: the
-old ones or the new ones are there at any time."""
+"""Weights that are shared out in files: the old or the new are there at any time."""
 
 import pytest
 import torch

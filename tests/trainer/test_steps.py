@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from transformers import AutoConfig
 
 from cpt.models import memory
@@ -136,7 +135,6 @@ def compared(*scores):
 def test_the_bound_of_scored_tokens_is_told_and_kept_and_parts_are_not_compared(
     start, small, tmp_path, monkeypatch, caplog
 ):
-    """Also of a folder as an earlier version left it, which does not know the option."""
     caplog.set_level(logging.INFO)
     monkeypatch.setattr("cpt.evaluation.options.CAP", 64)
     given = {
@@ -159,11 +157,6 @@ def test_the_bound_of_scored_tokens_is_told_and_kept_and_parts_are_not_compared(
     plan = resolve_eval_cap(make_plan(small(ONE, "trainer.steps=2")), RunDir(tmp_path / "own"))
     assert plan.cap == 100 == plan.settings["eval"]["tokens"] and plan.config_digest == own.config_digest
     assert resolve_eval_cap(make_plan(small(ONE, ALL)), RunDir(tmp_path / "own")).cap is None
-    config = OmegaConf.load(tmp_path / "early" / "config.yaml")
-    assert config.eval.pop("tokens") is None
-    OmegaConf.save(config, tmp_path / "early" / "config.yaml")
-    start(small(ONE, "trainer.steps=2"), tmp_path / "early")
-    assert scores_of(tmp_path / "early").nll == early.nll  # finished, with all of its tokens
     apart = compared(early, part, same)
     assert [len(section.runs) for section in apart] == [2, 1] and len(apart[0].groups) == 1
     assert [section.conditions["cap"] for section in apart] == ["none", "64"] and "cap" not in same.conditions
