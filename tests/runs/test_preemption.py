@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
+from lightning.pytorch.utilities import rank_zero_only
 from safetensors.torch import load_file
 
 from cpt import status
@@ -23,10 +24,11 @@ from cpt.core.cache import make_once
 from cpt.core.heartbeat import Heartbeat, ProcessId
 from cpt.core.preemption import GO_ON
 from cpt.methods.ncl import NCL
+from cpt.trainer.lightning import make_trainer
+from cpt.trainer.plan import read_sections
 from tests.conftest import ROOT, SMALL
 from tests.runs.reading import told_by
 from tests.support.campaign import run_few
-from tests.support.endtask_fixtures import QUICK, write_task
 from tests.support.killing import KilledError
 from tests.support.processes import ended, sent, started
 
@@ -34,7 +36,7 @@ pytestmark = pytest.mark.slow
 
 DDP = ["strategy=ddp", "trainer.accelerator=cpu"]
 SAID = re.compile(r"cpt: stopped by (SIG\w+)(?: (.*))?; the same command goes on from here")
-STEPS, FEW_CHECKPOINTS = ["trainer.steps=80", "trainer.checkpoint_every=20"], "trainer.checkpoint_every=1000"
+STEPS = ["trainer.steps=80", "trainer.checkpoint_every=20"]
 OFTEN = f"""  # the heart beats
 import sys
 sys.path.insert(0, {str(ROOT)!r})
@@ -76,6 +78,12 @@ def finished(command, folder, *, twin=False):
     assert ended(process, seconds=120) == 0, (folder / "log").read_text()[-2000:]
     scores = told_by(run_folder(folder))
     return [scores["nll"], scores["metrics"]], load_file(run_folder(folder) / "model" / "model.safetensors")
+
+
+def in_slurm(monkeypatch, *, tasks=1):
+    slurm = {"NTASKS": tasks, "JOB_ID": 7, "PROCID": 0, "LOCALID": 0, "NODELIST": "localhost"}
+    for name, value in slurm.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
 
 
 def run_folder(folder):
@@ -136,7 +144,7 @@ def test_killed_and_told_to_leave_a_run_says_so_and_loses_nothing(whole, corpora
 
 MOMENTS = {
     "in the base": ("pre-training the base", signal.SIGTERM),
-    "scoring": ("scoring after law", signal.SIGHUP),
+    "scoring, within a SLURM job": ("scoring after law", signal.SIGHUP),
     "in the last domain": ("food (2/2)", signal.SIGUSR1),
     "at the end": ("after food, perplexity", signal.SIGTERM),
     "killed after a stage": ("outputs/default/*/stages/001.pt", signal.SIGKILL),
@@ -147,8 +155,12 @@ MOMENTS = {
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_no_moment_loses_anything(moment, whole, corpora, cache, tmp_path):
+def test_no_moment_loses_anything(moment, whole, corpora, cache, tmp_path, monkeypatch):
+    """Within a SLURM job what Lightning would do is not done."""
     what, number = MOMENTS[moment]
+    if "SLURM" in moment:
+        in_slurm(monkeypatch)
+        (tmp_path / "hpc_ckpt_1.ckpt").write_text("not a checkpoint: whoever loads it fails")
     start = command(corpora, tmp_path / "cache" if "base" in moment else cache, *STEPS)
     seen = (lambda: any(tmp_path.glob(what))) if "*" in what else log_says(tmp_path, what)
     code, lines = stopped(start, tmp_path, seen=seen, number=number)
@@ -167,47 +179,15 @@ def test_all_processes_leave_and_go_on_together(rank, whole, corpora, cache, tmp
     assert all(row == pytest.approx(own, rel=1e-3) for row, own in zip(nll, whole[0][0], strict=True))
 
 
-@pytest.mark.campaign
-def test_end_tasks_are_left_and_what_was_measured_stays(corpora, cache, tmp_path):
-    for domain in ("law", "food"):
-        write_task(tmp_path / "tasks", domain)
-    quick = QUICK | {"root": tmp_path / "tasks", "when": "each", "seeds": "[1,2]", "epochs": 30}
-    options = [f"endtask.{name}={value}" for name, value in quick.items()]
-    start = [*command(corpora, cache), "trainer.steps=4", "endtask=texts", *options]
-    seen = lambda: any(tmp_path.glob("outputs/default/*/endtasks/*/*.parquet"))  # noqa: E731
-    code, lines = stopped(start, tmp_path, seen=seen, number=signal.SIGTERM)
-    assert (code, len(lines)) == (GO_ON, 1)
-    measured = {path: path.read_bytes() for path in run_folder(tmp_path).glob("endtasks/*/*.parquet")}
-    finished(start, tmp_path)
-    assert all(path.read_bytes() == before for path, before in measured.items())
-
-
-@pytest.mark.campaign
-def test_what_lightning_would_do_on_slurm_is_not_done(corpora, cache, tmp_path, monkeypatch):
-    for name, value in {"NTASKS": 1, "JOB_ID": 7, "PROCID": 0, "LOCALID": 0, "NODELIST": "localhost"}.items():
-        monkeypatch.setenv(f"SLURM_{name}", str(value))
-    (tmp_path / "hpc_ckpt_1.ckpt").write_text("not a checkpoint: whoever loads it fails")
-    start, seen = [*command(corpora, cache), FEW_CHECKPOINTS], log_says(tmp_path, "after base, perplexity")
-    code, lines = stopped(start, tmp_path, seen=seen, number=signal.SIGUSR1)
-    assert (code, len(lines)) == (GO_ON, 1)
-    finished(start, tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"log", "outputs", "hpc_ckpt_1.ckpt"}
-
-
 def test_slurm_is_no_more_than_an_environment(monkeypatch, composed):
     """Lightning's own order stays: torchrun within a SLURM job is torchrun."""
-    from lightning.pytorch.utilities import rank_zero_only
-
-    from cpt.trainer.lightning import make_trainer
-    from cpt.trainer.plan import read_sections
-
     monkeypatch.setattr(rank_zero_only, "rank", 0)  # which a Trainer sets for the whole process
-    slurm = {"NTASKS": 2, "JOB_ID": 7, "PROCID": 0, "LOCALID": 0, "NODELIST": "localhost"}
+    in_slurm(monkeypatch, tasks=2)
     torchrun = {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "GROUP_RANK": 0, "LOCAL_WORLD_SIZE": 2}
     torchrun |= {"TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "localhost", "MASTER_PORT": 29500}
-    for name, value in ({f"SLURM_{key}": value for key, value in slurm.items()} | torchrun).items():
+    for name, value in torchrun.items():
         monkeypatch.setenv(name, str(value))
-    options = read_sections(composed("strategy=ddp", "trainer.accelerator=cpu")).trainer
+    options = read_sections(composed(*DDP)).trainer
     made = make_trainer(options.lightning, label="")
     assert type(made.strategy.cluster_environment).__name__ == "TorchElasticEnvironment"
     assert made.global_rank == 1
@@ -215,14 +195,15 @@ def test_slurm_is_no_more_than_an_environment(monkeypatch, composed):
 
 # Processes without a run
 
-NOTES = """
+PROGRAMS = {
+    "busy": """
 import time
 from cpt.core.preemption import defer_signals, heed_signals
 with heed_signals(), defer_signals():
     print("ready", flush=True)
     time.sleep(30)
-"""
-BLOCKED = """
+""",
+    "waits in a library": """
 import ctypes
 from cpt.core.preemption import heed_signals
 with heed_signals():
@@ -230,7 +211,8 @@ with heed_signals():
     libc.pthread_mutex_lock(mutex)
     print("ready", flush=True)
     libc.pthread_mutex_lock(mutex)  # for ever, and Python's handlers have no turn
-"""
+""",
+}
 IMPORTS = """
 import os, signal, sys
 from cpt.core.preemption import heed_imports, heed_signals, notice
@@ -245,45 +227,26 @@ with heed_signals():
 """
 
 
-@contextlib.contextmanager
-def running(program):
-    """A process that heeds signals but SIGHUP, which was ignored when it began."""
+@pytest.mark.parametrize("kind", PROGRAMS)
+def test_a_second_signal_ends_at_once_and_what_is_ignored_stays_ignored(kind):
     how = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     how["preexec_fn"] = lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with subprocess.Popen([sys.executable, "-c", program], **how) as process:
+    with subprocess.Popen([sys.executable, "-c", PROGRAMS[kind]], **how) as process:
         assert process.stdout.readline() == b"ready\n"
-        yield process
-
-
-def asked_again(process, number):
-    """The code of a process after a second signal; on a machine that is slow to tell it of the first the two
-    may be one to it, and a third is needed."""
-    try:
-        for _ in range(20):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                return process.wait(0.7)
-            process.send_signal(number)
-        return process.wait(5)
-    finally:
-        process.kill()  # lest it is waited for for ever
-
-
-def test_a_second_signal_ends_at_once_and_what_is_ignored_stays_ignored():
-    with running(NOTES) as process:
         process.send_signal(signal.SIGHUP)
         time.sleep(0.1)
         for _ in range(2):  # by its group and by its launcher: one signal
             process.send_signal(signal.SIGTERM)
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.7)
-        assert asked_again(process, signal.SIGINT) == 128 + signal.SIGINT
-
-
-def test_a_second_signal_ends_also_what_waits_in_a_library():
-    with running(BLOCKED) as process:
-        time.sleep(0.1)
-        process.send_signal(signal.SIGTERM)
-        assert asked_again(process, signal.SIGINT) == 128 + signal.SIGINT
+        try:
+            for _ in range(20):  # on a slow machine two that follow at once may be one to it
+                process.send_signal(signal.SIGINT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    assert process.wait(0.7) == 128 + signal.SIGINT
+                    break
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize("mode", ["before", "within"])
@@ -293,7 +256,7 @@ def test_a_signal_while_libraries_are_read_in(mode):
     assert (done.returncode, done.stderr) == (GO_ON, said)
 
 
-GROUPS = {"workers": ["trainer.steps=200", "trainer.workers=2", FEW_CHECKPOINTS], "second process": DDP}
+GROUPS = {"workers": ["trainer.steps=200", "trainer.workers=2"], "second process": DDP}
 
 
 @pytest.mark.campaign
@@ -383,18 +346,14 @@ def test_a_refused_run_leaves_a_message_where_its_folder_stays_and_else_no_folde
 
 def test_waiting_for_another_run_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(heartbeat, "TICK_S", 0.02)
-    cache, run = tmp_path / "cache", tmp_path / "run"
-    run.mkdir()
-    cache.mkdir()
-    lock, waited = FileLock(cache / "base.lock", thread_local=False), []
-    with heartbeat.heartbeat(run):
-        lock.acquire()
-        maker = threading.Thread(target=make_once, args=[cache / "base"], kwargs={"make": lambda at: None})
-        maker.start()
-        deadline = time.monotonic() + 60
-        while not waited and time.monotonic() < deadline:
-            waited = [each for each in [status.read_status(run)] if each.state == "waiting"]
-            time.sleep(0.05)
-        lock.release()
+    (tmp_path / "run").mkdir()
+    maker = threading.Thread(target=make_once, args=[tmp_path / "base"], kwargs={"make": lambda at: None})
+    with heartbeat.heartbeat(tmp_path / "run"):
+        with FileLock(tmp_path / "base.lock", thread_local=False):
+            maker.start()
+            deadline = time.monotonic() + 60
+            while (seen := status.read_status(tmp_path / "run")).state != "waiting":
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
         maker.join()
-    assert waited and waited[0].why == "another run that is making base"
+    assert seen.why == "another run that is making base"

@@ -1,11 +1,6 @@
-"""When a probe is measured, on whose weights, and what a second start repeats. The harness itself:
-tests/evaluation/test_lm_eval.py."""
+"""When a probe is measured, on whose weights, and what a second start repeats."""
 
-import random
-
-import numpy as np
 import pytest
-import torch
 from transformers import AutoModelForCausalLM
 
 from cpt.core.preemption import Preempted
@@ -54,14 +49,9 @@ def test_a_probe_is_measured_after_the_stages_asked_for_and_changes_nothing(run,
     task = asked["probes"]["tasks"]["say"]
     assert None not in task["values"] and task["values"][0] != task["values"][2]
     assert len(asked["probes"]["digest"]) == 16 and asked["phases"]["probes"]["base"] > 0
-    for report in ("report.md", "report.html"):
-        assert "say (acc, 0 shots, version 1.0)" in (tmp_path / "each" / report).read_text()
-    few = run(DROPOUT, when="every:2", folder=tmp_path / "few")["probes"]["tasks"]["say"]
-    assert few["values"] == [task["values"][0], None, task["values"][2]]
-    assert [*files(tmp_path / "few")] == BASE + FOOD
+    assert "say (acc, 0 shots, version 1.0)" in (tmp_path / "each" / "report.md").read_text()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", ["one", "none", "demix"])
 def test_the_model_is_the_one_that_is_exported(run, tmp_path, method):
     scores = run(f"method={method}")
@@ -73,41 +63,38 @@ def test_the_model_is_the_one_that_is_exported(run, tmp_path, method):
         assert values[-1] == pytest.approx(weigh(exported), rel=1e-9)
 
 
-def test_a_second_start_measures_what_is_missing_damaged_or_of_other_settings(run, tmp_path):
-    run()
+@pytest.mark.parametrize("error", [KeyError, Preempted])
+def test_a_second_start_measures_what_is_missing_damaged_or_of_other_settings(
+    run, tmp_path, monkeypatch, error
+):
+    """Also where the first was stopped between two tasks of the base."""
+
+    def stop(self, name, *given, **how):
+        if (tmp_path / "probes" / "000-base" / "say.json").exists():
+            monkeypatch.setattr("cpt.core.preemption.notice.number", 15 * (error is Preempted))
+            raise error(15)
+        return measure(self, name, *given, **how)
+
+    measure = FakeHarness.measure
+    with monkeypatch.context() as patched, pytest.raises(error, match="15|in the probe after base"):
+        patched.setattr(FakeHarness, "measure", stop)
+        run(when="every:2")
+    monkeypatch.setattr("cpt.core.preemption.notice.number", 0)
+    left = files(tmp_path)
+    assert [*left] == [BASE[1]]
+    run(when="every:2")
     before = files(tmp_path)
+    assert [*before] == BASE + FOOD and left.items() <= before.items()
     assert list(damage_in_run(tmp_path)) == []
     (tmp_path / "probes" / FOOD[0]).unlink()
     (tmp_path / "probes" / FOOD[1]).write_text("{")
     (line,) = damage_in_run(tmp_path)
     assert FOOD[1] in line and "is damaged" in line
-    run("probe.batch_size=2")
+    run("probe.batch_size=2", when="every:2")
     again = files(tmp_path)
     assert {name for name in before if again[name] != before[name]} == {*FOOD}
-    run("probe.limit=3")
+    run("probe.limit=3", when="every:2")
     assert all(when != again[name] for name, when in files(tmp_path).items())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("error", [KeyError, pytest.param(Preempted, marks=pytest.mark.campaign)])
-def test_a_run_that_is_stopped_within_its_probe_goes_on_with_it(run, tmp_path, monkeypatch, error):
-    measure = FakeHarness.measure
-
-    def stop(self, name, model, *rest, **others):
-        if (tmp_path / "probes" / "000-base" / "say.json").exists():
-            monkeypatch.setattr("cpt.core.preemption.notice.number", 15 * (error is Preempted))
-            raise error(15)
-        return measure(self, name, model, *rest, **others)
-
-    monkeypatch.setattr(FakeHarness, "measure", stop)
-    with pytest.raises(error, match="15|in the probe after base"):
-        run()
-    monkeypatch.setattr("cpt.core.preemption.notice.number", 0)
-    monkeypatch.setattr(FakeHarness, "measure", measure)
-    before = files(tmp_path)
-    assert [*before] == [BASE[1]]
-    assert run()["run"]["finished"] and [*files(tmp_path)] == BASE + FOOD
-    assert files(tmp_path)[BASE[1]] == before[BASE[1]]
 
 
 def test_a_model_that_fills_masks_is_refused_at_once(small, start, tmp_path, monkeypatch):
@@ -117,35 +104,16 @@ def test_a_model_that_fills_masks_is_refused_at_once(small, start, tmp_path, mon
     assert not (tmp_path / "run").exists()
 
 
-@pytest.fixture
-def real(small_gpt2, start, tmp_path):
+def test_with_the_harness_itself_a_method_of_parts_is_measured(small_gpt2, start, tmp_path):
     pytest.importorskip("lm_eval", reason="the extra: pip install -e '.[lm-eval]'")
-    write_probe(tmp_path / "tasks")
     asked = ["probe=lm_eval", "probe.tasks=[next_word]", f"probe.include={tmp_path / 'tasks'}"]
-
-    def go(name, *overrides, probe=True):
-        start(small_gpt2("order=[law,food]", *(asked if probe else []), *overrides), tmp_path / name)
-        return told_by(tmp_path / name)
-
-    return go
-
-
-@pytest.mark.slow
-def test_with_the_harness_itself_the_bits_of_a_run_stay(real, tmp_path):
-    random.seed(1), np.random.seed(1), torch.manual_seed(1)
-    asked = real("asked", DROPOUT, "probe.when=each", "probe.shots=2")["probes"]
-    real("plain", DROPOUT, probe=False)
-    assert_same_bits(tmp_path / "asked", tmp_path / "plain")
-    task = asked["tasks"]["next_word"]
-    assert all(0 <= value <= 1 for value in task["values"]) and len(task["values"]) == 3
-    assert (task["chance"], task["shots"], asked["harness"]) == (0.25, 2, "0.4.13")
-    write_probe(tmp_path / "tasks", count=9)  # other data are measured again
-    again = real("asked", DROPOUT, "probe.when=last", "probe.shots=2")["probes"]["tasks"]["next_word"]
-    assert (task["examples"], again["examples"]) == (12, 9)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["demix", "lora", "das", "hat"])
-def test_what_methods_hand_on_is_measured(real, method):
-    values = real("run", f"method={method}", "probe.when=each")["probes"]["tasks"]["next_word"]["values"]
-    assert None not in values
+    asked += ["order=[law,food]", "method=demix", "probe.shots=2"]
+    for count, when in ((12, "each"), (9, "last")):  # other data are measured again
+        write_probe(tmp_path / "tasks", count=count)
+        start(small_gpt2(*asked, f"probe.when={when}"), tmp_path / "run")
+        probes = told_by(tmp_path / "run")["probes"]
+        task = probes["tasks"]["next_word"]
+        assert [value is None for value in task["values"]] == [False, when == "last", False]
+        assert all(0 <= value <= 1 for value in task["values"] if value is not None)
+        assert (task["chance"], task["shots"], task["examples"]) == (0.25, 2, count)
+        assert probes["harness"].startswith("0.4.")

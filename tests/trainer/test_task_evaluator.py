@@ -1,17 +1,13 @@
 """The tasks of a run are asked after its stages: the second matrix, whatever happens on the way."""
 
-import json
-
 import pytest
 
 from cpt.evaluation import predictions
 from cpt.evaluation.predictions import ANSWER_COLUMNS, SOURCE, answers_file, answers_of, load_predictions
 from cpt.evaluation.task_metrics import MEASURES
-from cpt.trainer import loop
 from cpt.trainer.evaluators import TaskEvaluator
 from cpt.trainer.plan import make_plan
 from tests.runs.reading import assert_same_bits, told_by
-from tests.support.campaign import run_few
 from tests.support.task_fixtures import write_tasks
 
 TASKS, METRICS = ("food", "law"), {"AP", "LA", "BWT", "F", "FWT"}
@@ -45,12 +41,7 @@ def whole(asked, place):
 
 
 def read(folder, task):
-    """What a stage's file says."""
     return answers_of(*load_predictions(answers_file(folder, task), ANSWER_COLUMNS, optional=[SOURCE]))
-
-
-def without_seconds(scores):
-    return {name: value for name, value in scores["answers"].items() if name != "seconds"}
 
 
 def test_the_matrix_of_scores_is_of_the_files(whole):
@@ -86,35 +77,29 @@ def test_asking_changes_no_bit_and_a_finished_run_is_asked_later(asked, whole, t
         patched.setattr(predictions, "save_predictions", deadly)
         asked(tmp_path)
     saved[0].write_bytes(saved[0].read_bytes()[:100])
-
-    def counted(self, number, task, *args, **kwargs):
-        asks.append(task)
-        ask(self, number, task, *args, **kwargs)
-
-    monkeypatch.setattr(TaskEvaluator, "ask", counted)
-    later = asked(tmp_path)
-    assert len(asks) == 4 and without_seconds(later) == without_seconds(told_by(whole))
+    monkeypatch.setattr(
+        TaskEvaluator, "ask", lambda self, *given, **how: asks.append(given) or ask(self, *given, **how)
+    )
+    later, expected = asked(tmp_path)["answers"], told_by(whole)["answers"]
+    assert len(asks) == 4 and later | {"seconds": 0} == expected | {"seconds": 0}
     assert_same_bits(tmp_path, whole)
 
 
-def test_stages_that_are_not_due_are_missing(asked, whole, tmp_path):
+def test_stages_that_are_not_due_are_missing(asked, tmp_path):
     few = ["answers.written=false", "answers.most=5"]
     answers = asked(tmp_path, "answers.when=last", *few)["answers"]
     assert set(answers["metrics"]) == {"AP"} == set(answers["intervals"])
     for told in answers["tasks"].values():
         assert told["examples"] == 5 and list(told["measures"]) == ["accuracy_ranked", "accuracy_ranked_mean"]
         assert [value is None for value in told["measures"]["accuracy_ranked"]] == [False, True, False]
-    assert asked(tmp_path, "answers.when=every:2", *few)["answers"]["metrics"] == answers["metrics"]
     each = asked(tmp_path, *few)["answers"]
     assert each["metrics"]["AP"] == answers["metrics"]["AP"] and set(each["metrics"]) == METRICS
 
 
-@pytest.mark.parametrize("method", run_few(["lora method.per_domain=true", "joint", "one", "hat"], []))
+@pytest.mark.parametrize("method", ["joint", "hat"])
 def test_methods_answer_with_the_part_of_a_task(method, asked, tmp_path):
-    scores = asked(tmp_path, *f"method={method}".split(), "trainer.steps=2")
-    for told in scores["answers"]["tasks"].values():
+    for told in asked(tmp_path, f"method={method}", "trainer.steps=2")["answers"]["tasks"].values():
         assert all(0 <= value <= 1 for value in told["measures"]["accuracy_ranked"])
-    assert loop.RunDir(tmp_path).lost(full=True) == []
 
 
 def test_a_part_answers_its_own_task_and_the_base_what_has_not_been_learned(asked, tmp_path):
@@ -125,28 +110,25 @@ def test_a_part_answers_its_own_task_and_the_base_what_has_not_been_learned(aske
     assert law[0] == law[1] != law[2]
 
 
-def test_a_task_is_known_by_what_is_asked_for(asked, tmp_path, caplog):
-    caplog.set_level("INFO")
+def test_a_task_is_known_by_what_is_asked_for(asked, tmp_path):
     given = ["domains.choices=none", "answers.when=last", "order=[food]", "trainer.steps=1"]
     unasked = asked(tmp_path / "unasked", *given, "answers.written=false")
     assert unasked["answers"] == {} and unasked["run"]["finished"]
-    assert "answers.written=false: food" in caplog.text
     with pytest.raises(ValueError, match=r"answers.measures.food=accuracy_ranked is of choices"):
         asked(tmp_path / "refused", *given, "answers.measures={food: accuracy_ranked}")
-    tasks = asked(tmp_path, *given)["answers"]["tasks"]
-    assert list(tasks["food"]["measures"])[0] == "rouge_l"
+    measures = asked(tmp_path, *given)["answers"]["tasks"]["food"]["measures"]
     path = answers_file(tmp_path / "answers" / "001-food", "food")
-    before, written = path.stat().st_mtime_ns, tasks["food"]["measures"]["edit_similarity"]
-    tasks = asked(tmp_path, *given, "answers.measures={food: edit_similarity, law: sari}")["answers"]["tasks"]
-    assert list(tasks["food"]["measures"])[0] == "edit_similarity"
-    assert tasks["food"]["measures"]["edit_similarity"] == written
+    before, written = path.stat().st_mtime_ns, measures["edit_similarity"]
+    assert list(measures)[0] == "rouge_l"
+    known = ["answers.measures={food: edit_similarity, law: sari}"]
+    measures = asked(tmp_path, *given, *known)["answers"]["tasks"]["food"]["measures"]
+    assert list(measures)[0] == "edit_similarity" and measures["edit_similarity"] == written
     assert path.stat().st_mtime_ns == before, "what is there is not asked again"
     answers = asked(tmp_path, *given, "answers.measures={food: sari}")["answers"]
     assert path.stat().st_mtime_ns != before, "the sources have to be kept"
     found = read(path.parent, "food")
-    assert found.sources and all(" " in text and "\n" not in text for text in found.sources)
-    expected = MEASURES["sari"].compute(found).mean()
-    assert answers["metrics"]["AP"] == pytest.approx(expected) and 0 < expected < 1
+    assert found.sources and 0 < answers["metrics"]["AP"] < 1
+    assert answers["metrics"]["AP"] == pytest.approx(MEASURES["sari"].compute(found).mean())
 
 
 def test_the_tasks_of_trace_are_known_by_its_measures(small_gpt2, tmp_path):
@@ -154,8 +136,7 @@ def test_the_tasks_of_trace_are_known_by_its_measures(small_gpt2, tmp_path):
     for name in names:
         (tmp_path / name).mkdir()
         for split in ("train", "test"):
-            rows = [{"prompt": f"Question {number}", "answer": f"A{number}"} for number in range(3)]
-            (tmp_path / name / f"{split}.json").write_text(json.dumps(rows))
+            (tmp_path / name / f"{split}.json").write_text('[{"prompt": "Question", "answer": "A"}]')
     given = ["domains=tasks", f"domains.root={tmp_path}", "domains.format=trace", "answers=trace"]
     known_by = make_plan(small_gpt2(*given)).answers.known_by
     assert set(known_by) == set(names) and known_by["20Minuten"] == "sari"
