@@ -60,7 +60,7 @@ TRIALS = {
 MORE = {
     "too little memory": (memory.trial, 2),
     "a killed sweep": (kills.trial, 4),
-    "a signal to a job of submitit": (preemption.trial, 5),
+    "a signal to two tasks of SLURM": (preemption.trial, 4),
     "two processes, one of which has the number": (nonfinite.trial, 1),
     "a stale lock": (concurrency.trial, 1),
     "a sweep twice": (concurrency.trial, 2),

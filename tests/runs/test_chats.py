@@ -143,18 +143,3 @@ def test_another_template_is_another_text(config, start, killing, tmp_path):
     assert made(cfg).data.train["law"].ids(np.arange(1)).tolist() != before.tolist()
     with pytest.raises(ValueError, match="chat_template.jinja of model.checkpoint=.* changed"):
         start(cfg, tmp_path / "run")
-
-
-def test_long_chats_lose_their_oldest_exchanges(config, tmp_path):
-    """Ten exchanges, of which few fit; of those the last answer alone is scored."""
-    root = write_chats(tmp_path / "chats", DOMAINS, train=10, test=4, exchanges=10)
-    run = made(config("domains.scored_turns=last", root=root))
-    tokenizer = run.data.objective.tokenizer
-    for text in [run.data.train["law"], run.data.held_out["law"]]:
-        assert text.row_lengths.max() <= 128
-        rows = np.arange(len(text.rows))
-        for ids, length, marks in zip(text.ids(rows), text.row_lengths, text.answers(rows), strict=True):
-            shown = tokenizer.decode(ids[:length], clean_up_tokenization_spaces=False)
-            assert shown.startswith("<s>system:\nYou know ") and 1 <= shown.count("assistant:") < 10
-            answer = tokenizer.decode(ids[marks[: len(ids)].astype(bool)], clean_up_tokenization_spaces=False)
-            assert shown.endswith(f"assistant:\n{answer}") and answer.count(TURN_ENDS) == 1

@@ -13,7 +13,6 @@ from cpt.core.heartbeat import Heartbeat
 from cpt.core.preemption import GO_ON
 from tests.conftest import ROOT
 from tests.runs.test_preemption import command, log_says
-from tests.support.processes import ended, started
 
 STEPS = ["strategy=ddp", "trainer.accelerator=cpu", "trainer.steps=4000", "trainer.checkpoint_every=10000"]
 
@@ -66,21 +65,3 @@ def test_usr1_to_torchrun_is_handed_on_with_the_flag_of_the_page(corpora, cache,
     beat = Heartbeat.load(folder)
     assert beat.state == "preempted" and beat.why.startswith("stopped by SIGUSR1")
     assert subprocess.run(["pgrep", "-f", str(folder)], capture_output=True).stdout == b""  # no orphans
-
-
-@pytest.mark.slow
-def test_tasks_of_srun_end_with_75(corpora, cache, tmp_path, monkeypatch):
-    slurm = {"NTASKS": 2, "NTASKS_PER_NODE": 2, "JOB_ID": 7, "JOB_NAME": "cpt", "NODELIST": "localhost"}
-    for name, value in slurm.items():
-        monkeypatch.setenv(f"SLURM_{name}", str(value))
-    monkeypatch.setenv("SLURM_NODEID", "0")
-    start = [*command(corpora, cache), *STEPS, "trainer.devices=2", f"hydra.run.dir={tmp_path / 'run'}"]
-    tasks = []
-    for rank in ("0", "1"):
-        monkeypatch.setenv("SLURM_PROCID", rank)
-        monkeypatch.setenv("SLURM_LOCALID", rank)
-        tasks.append(started(ROOT / "run.py", *start, cwd=tmp_path, log=tmp_path / f"log{rank}"))
-    wait_for(log_says(tmp_path, "law (1/2)", name="log0"), *(task.is_alive for task in tasks))
-    for task in tasks:
-        os.kill(task.pid, signal.SIGUSR1)
-    assert [ended(task, seconds=60) for task in tasks] == [GO_ON, GO_ON]

@@ -2,60 +2,82 @@
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.conftest import ROOT, SMALL
-from tests.runs.reading import state_of, told_by
+from cpt.core.preemption import GO_ON
+from tests.conftest import ROOT, SMALL, SMALL_GPT2, SMALL_T5
+from tests.runs.reading import answers_of, state_of, told_by
+from tests.runs.test_preemption import run_folder, stopped
 from tests.support.campaign import run_few
 from tests.support.endtask_fixtures import QUICK, write_task
 from tests.support.processes import ended, started
 from tests.support.seams import chosen
+from tests.support.task_fixtures import write_tasks
 
 pytestmark = pytest.mark.slow
 
 ORDER = "order=[law,food]"
 DDP = ["strategy=ddp", "trainer.accelerator=cpu"]
-# Lightning starts the second process with this script's own command line, so the callback is in both.
+KINDS = ("text of T5", "tasks of T5", "tasks of GPT-2")
+# Lightning starts the second process with this script's own command line, so the callbacks are in both.
 SCRIPT = """
 import hashlib, json, os, sys
 sys.path.insert(0, {root!r})
 import torch
 from lightning.pytorch.callbacks import Callback
+from cpt.core.distributed import to_local
 from cpt.data import sampler
 from cpt.data.collate import labels_of
-from cpt.trainer import loop
+from cpt.models import memory
+from cpt.trainer import checkpoint, loop
 
-out = {out!r}
+memory.COMPILE_OPTIONS = {{"backend": "eager"}}  # traced, and run as it was
 made = sampler.TrainStream.__getitem__
 
 def noted(stream, number):
     batch = made(stream, number)
-    with open(f"{{out}}/batches-{{stream.rank}}.jsonl", "a") as file:
+    with open(f"{out}/batches-{{stream.rank}}.jsonl", "a") as file:
         rows = [[ids.tolist(), labels.tolist()] for ids, labels in zip(batch["input_ids"], labels_of(batch))]
         file.write(json.dumps([list(stream.names), number, rows]) + "\\n")
     return batch
 
-class Hashes(Callback):
-    def on_fit_end(self, trainer, module):
-        state = b"".join(value.numpy().tobytes() for value in module.state_dict().values())
-        with open(f"{{out}}/hashes-{{trainer.global_rank}}.txt", "a") as file:
-            file.write(hashlib.sha256(state).hexdigest() + "\\n")
+def count(tensors):
+    every = list(tensors)
+    return [sum(each.numel() for each in every), sum(to_local(each).numel() for each in every)]
 
-class Death(Callback):
+class Notes(Callback):
     def on_train_batch_end(self, trainer, *args):
         if trainer.global_step == {death} and trainer.datamodule.domain.name == "food":
             trainer.strategy.barrier()
             os._exit(9)
 
+    def on_train_end(self, trainer, module):
+        states = trainer.optimizers[0].state.values()
+        moments = [value for state in states for value in state.values() if value.ndim]
+        held = {{"weights": module.parameters(), "moments": moments, "kept": module.buffers()}}
+        with open(f"{out}/held-{{trainer.global_rank}}.json", "w") as file:
+            json.dump({{name: count(tensors) for name, tensors in held.items()}}, file)
+
+    def on_fit_end(self, trainer, module):
+        own = [to_local(each).reshape(-1).contiguous() for each in module.state_dict().values()]
+        state = b"".join(each.view(torch.uint8).numpy().tobytes() for each in own)
+        with open(f"{out}/hashes-{{trainer.global_rank}}.txt", "a") as file:
+            file.write(hashlib.sha256(state).hexdigest() + "\\n")
+
+if {torn}:  # the shards of a stage are written, and then nothing more
+    summed = checkpoint.gather_objects
+    checkpoint.gather_objects = lambda value: (summed(value), os._exit(9))
 sampler.TrainStream.__getitem__ = noted
 trainer = loop.make_trainer
 def watched(options, *, callbacks=(), **others):
-    return trainer(options, callbacks=[*callbacks, Hashes(), Death()] if callbacks else (), **others)
+    return trainer(options, callbacks=[*callbacks, Notes()] if callbacks else (), **others)
 loop.make_trainer = watched
 sys.argv[0] = __file__
 from cpt.__main__ import main
@@ -64,29 +86,22 @@ main()
 """
 
 
-def launch(script: Path, out: Path, *command: str, death: int = -1, twin: bool = False) -> int:
-    """A run watched from within; gives its exit code."""
-    out.mkdir(parents=True)
-    script.write_text(SCRIPT.format(root=str(ROOT), out=str(out), death=death))
-    return ended(started(script, *command, cwd=script.parent, log=out / "log", twin=twin))
-
-
-def run(
-    folder: Path,
-    out: Path,
-    *overrides: str,
-    corpora: Path,
-    cache: Path,
-    death: int = -1,
-    starts: bool = False,
-) -> int:
-    """A run of two domains, in `folder / "run"`.
+def launch(folder: Path, out: Path, *command: str, death: int = -1, torn=False, starts=False) -> int:
+    """A run in `folder / "run"`, watched from within; gives its exit code.
 
     If it `starts` its second process, that is no fork of the first and orders sets in another way."""
+    out.mkdir(parents=True)
+    script, log = folder / f"{out.name}.py", out / "log"
+    script.write_text(SCRIPT.format(root=str(ROOT), out=str(out), death=death, torn=torn))
+    twin = not starts and any(each in command for each in (DDP[0], "strategy=fsdp"))
+    given = (*command, f"hydra.run.dir={folder / 'run'}")
+    return ended(started(script, *given, cwd=folder, log=log, twin=twin))
+
+
+def run(folder: Path, out: Path, *overrides: str, corpora: Path, cache: Path, **how: Any) -> int:
+    """A run of two domains of text."""
     places = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", ORDER]
-    command = [*places, f"hydra.run.dir={folder / 'run'}", *SMALL, *overrides]
-    twin = DDP[0] in overrides and not starts
-    return launch(folder / f"{out.name}.py", out, *command, death=death, twin=twin)
+    return launch(folder, out, *places, *SMALL, *overrides, **how)
 
 
 def batches(out: Path, rank: int) -> list:
@@ -239,3 +254,62 @@ def test_a_sweep_of_distributed_runs_is_swept_by_the_first_process_alone(
     start(small(ORDER, "seed=1"), tmp_path / "alone")
     assert told_by(found)["run"]["seed"] == 1
     assert_scored_alike(tmp_path / "alone", found)
+
+
+# What has two lengths or answers: span corruption of T5, and tasks of both kinds of model
+
+
+@pytest.fixture(scope="module")
+def commands(corpora, cache, tmp_path_factory):
+    """The command of a run of each kind."""
+    root = write_tasks(tmp_path_factory.mktemp("tasks"), ("law", "food"), train=60, test=25)
+    tasks = ["domains=tasks", f"domains.root={root}", "answers.tokens=6", "answers.batch_size=7"]
+    tasks += ["model.length=64", ORDER, f"cache_dir={cache}"]
+    texts = ["domains=texts", f"domains.root={corpora}", ORDER, f"cache_dir={cache}"]
+    runs = ([*SMALL_T5, *texts], [*SMALL_T5, *tasks], [*SMALL_GPT2, *tasks])
+    return dict(zip(KINDS, runs, strict=True))
+
+
+def unpadded(rows: list) -> list:
+    """Rows without what fills them up, 0 or 1: a process pads to its own longest."""
+    shown = (
+        [[each for each in ids if each > 1], [each for each in mask if each != -100]] for ids, mask in rows
+    )
+    return sorted(shown)
+
+
+@pytest.mark.parametrize("kind", run_few(KINDS, ["tasks of T5"]))
+def test_two_processes_learn_and_answer_as_one_whether_killed_or_not(kind, commands, tmp_path):
+    one, two, command = tmp_path / "one", tmp_path / "two", commands[kind]
+    one.mkdir()
+    two.mkdir()
+    assert launch(one, one / "out", *command) == 0, (one / "out" / "log").read_text()
+    assert launch(two, two / "first", *command, *DDP, death=4) != 0
+    assert told_by(two / "run")["rows"] == ["base", "law"]
+    assert launch(two, two / "second", *command, *DDP) == 0, (two / "second" / "log").read_text()
+    whole = batches(one / "out", 0)
+    assert_shared(whole[:10], [batches(two / "first", rank)[:10] for rank in (0, 1)], seen=unpadded)
+    assert_shared(whole[10:], [batches(two / "second", rank) for rank in (0, 1)], seen=unpadded)
+    for out in ("first", "second"):
+        assert_agree(two / out, 1)
+    assert_scored_alike(one / "run", two / "run")
+    found = answers_of(two / "run")
+    assert len(found) == (0 if kind == "text of T5" else 6) and found == answers_of(one / "run")
+    mine, theirs = told_by(two / "run")["answers"], told_by(one / "run")["answers"]
+    for name in ("tasks", "metrics", "intervals") if found else ():
+        assert mine[name] == theirs[name]
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_within_the_answers_ends_both_and_they_go_on(rank, commands, tmp_path):
+    """Whichever process it comes to; a task that was answered is not asked again."""
+    command = [*commands["tasks of GPT-2"], *DDP, "answers.tokens=40", "trainer.steps=2"]
+    seen = lambda: any(tmp_path.glob("outputs/default/*/answers/001-law/law.parquet"))  # noqa: E731
+    code, lines = stopped(command, tmp_path, seen=seen, number=signal.SIGTERM, rank=rank, twin=True)
+    assert (code, [line[2] for line in lines]) == (GO_ON, ["in the answers after law"])
+    before = {path: path.read_bytes() for path in run_folder(tmp_path).glob("answers/*/*.parquet")}
+    process = started(ROOT / "run.py", *command, cwd=tmp_path, log=tmp_path / "log", twin=True)
+    assert ended(process) == 0 and len(before) == 3
+    assert all(path.read_bytes() == was for path, was in before.items())
+    assert len([*run_folder(tmp_path).glob("answers/*/*.parquet")]) == 6

@@ -117,24 +117,6 @@ def test_a_new_domain_has_its_place_among_those_that_are_learned(start, of_pairs
     assert scores_of(tmp_path / "old").grown == [6]
 
 
-@pytest.mark.parametrize(
-    ("given", "key"),
-    [
-        ("method=adapter method.reduction=100000", "method.reduction=100000; allowed"),
-        ("domains.embedding=static", "embedding=static needs the package wordllama"),
-        ("domains.embedding=sentence domains.embedding_model=/nowhere", "domains.embedding_model=/nowhere"),
-        ("domains.only=x.*", "domains.only=x.* leaves no domain; there are: eats.one"),
-    ],
-)
-def test_wrong_plans_are_told_before_texts_are_read(given, key, of_pairs, monkeypatch):
-    monkeypatch.setattr(domain_order, "write_similarity", None)
-    if "sentence" in given:
-        monkeypatch.setattr("cpt.data.sources.base.find_spec", lambda name: True)
-    with pytest.raises(ValueError) as told:
-        order_domains(make_plan(of_pairs("order=similar", *given.split())))
-    assert key in str(told.value)
-
-
 def tokens(data) -> dict[str, int]:
     return {name: int(text.row_lengths.sum()) for name, text in data.train.items()}
 
@@ -149,6 +131,9 @@ def test_balanced_domains_are_learned_for_as_many_steps_but_for_a_row(of_pairs):
     assert tokens(whole)["general"] == tokens(cut)["general"]
     steps, before = ([data.steps(domain) for domain in data.domains] for data in (cut, whole))
     assert max(steps) - min(steps) <= 1 < max(before) - min(before)
+    coarse, fine = tokens(made(of_pairs("domains.by=coarse")).data), tokens(made(of_pairs()).data)
+    assert {*coarse} == {"eats", "law", "sky", "general"}
+    assert coarse["sky"] == pytest.approx(fine["sky.one"] + fine["sky.two"], rel=0.05)
     budgeted = made(of_pairs("domains.balanced=200")).data
     assert all(200 <= count < 200 + length for count in tokens(budgeted).values())
 
@@ -164,10 +149,3 @@ def test_a_balanced_run_of_some_domains_goes_on_with_more_only_where_its_size_is
     assert scores_of(tmp_path / "fixed").run["order"] == ["eats.one", "eats.two"]
     start(of_pairs(three, "domains.balanced=200", "trainer.steps=1"), tmp_path / "fixed")
     assert scores_of(tmp_path / "fixed").grown == [2]
-
-
-def test_coarse_domains_are_those_of_one_prefix(of_pairs):
-    data = made(of_pairs("domains.by=coarse")).data
-    assert [each.name for each in data.domains] == ["eats", "law", "sky"]
-    fine = tokens(made(of_pairs()).data)
-    assert tokens(data)["sky"] == pytest.approx(fine["sky.one"] + fine["sky.two"], rel=0.05)

@@ -1,7 +1,5 @@
 """Parts that rest on disk: the same bits as in memory, and not in memory."""
 
-import logging
-import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,6 @@ from torch import nn
 
 from cpt.adapters.domain_store import DomainParams, map_stored
 from cpt.trainer import loop
-from tests.conftest import ROOT
 from tests.runs.reading import killed, same_state, state_of, told_by
 from tests.support.campaign import run_few
 
@@ -82,21 +79,6 @@ def test_what_rests_on_disk_is_what_rests_in_memory(start, small, killing, tmp_p
     killed(start, killing, small(*options, "parts.keep=disk"), tmp_path / "killed", step=1, domain="space")
     start(small(*options, "parts.keep=memory"), tmp_path / "killed")
     assert_same(tmp_path / "killed", tmp_path / "memory")
-
-
-def test_a_method_without_such_parts_says_so(start, small, tmp_path, caplog):
-    caplog.set_level(logging.INFO)
-    start(small("method=ewc", "order=[law]", "trainer.steps=1", "parts.keep=disk"), tmp_path)
-    assert "No effect of parts.keep=disk: ewc has no modules per domain" in caplog.text
-
-
-def test_every_method_is_told_of():
-    found = {
-        path.stem
-        for path in (ROOT / "cpt" / "methods").glob("*.py")
-        if path.stem != "base" and re.search(r"DomainParams\(|use_domain_params\(", path.read_text())
-    }
-    assert found == {method.split()[0] for method in METHODS}
 
 
 def test_what_the_file_lacks_stays_in_memory_and_what_is_kept_anew_does_not_change_it(tmp_path):

@@ -2,16 +2,12 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from transformers import pipeline
 
-from cpt.core.config import digest
 from cpt.data.corpora import Corpora
-from cpt.data.packing import terminator
-from cpt.models import loading as models
-from cpt.trainer.base_model import learn_tokenizer, make_base
+from cpt.trainer.base_model import make_base
 from cpt.trainer.plan import make_plan
 from tests.conftest import VOCABULARIES
 
@@ -48,25 +44,3 @@ def test_a_prompt_is_continued_within_its_document(small_gpt2, texts):
     (told,) = generate("", max_new_tokens=200, do_sample=True, return_full_text=False)
     new = generate.tokenizer(told["generated_text"], add_special_tokens=False).input_ids
     assert 8 <= len(new) < 200  # documents have 8 to 30 words and a number: it knows where one ends
-
-
-def test_both_objectives_pack_the_same_rows_and_set_two_texts_apart(texts, tmp_path):
-    rows, told = {}, {}
-    for objective in ("masked", "causal"):
-        learned = learn_tokenizer(texts.general, 300, objective=objective, cache=texts.cache)
-        tokenizer = models.load_tokenizer(learned)
-        packed = texts.packed("law", "test", tokenizer=tokenizer, length=16)
-        rows[objective] = np.concatenate([row["ids"] for row in packed.rows])
-        told[objective] = tokenizer.decode(tokenizer("a", "b").input_ids)
-        assert terminator(tokenizer) == ([] if objective == "masked" else [tokenizer.eos_token_id])
-    assert np.array_equal(rows["masked"], rows["causal"])
-    documents = list(texts.by_name["law"].documents("test")["text"])
-    bare = tokenizer(documents, add_special_tokens=False).input_ids
-    framed = [[tokenizer.bos_token_id, *ids, tokenizer.eos_token_id] for ids in bare]
-    assert rows["causal"].tolist() == [each for ids in framed for each in ids]
-    assert told == {"masked": "<s>a</s></s>b</s>", "causal": "<s>a</s><s>b"}
-    old = tmp_path / "tokenizers" / digest([1, texts.general.facts["train_digest"], 300])
-    old.mkdir(parents=True)  # of an earlier version: it is not taken
-    every = models.AUTO_MODELS
-    made = {learn_tokenizer(texts.general, 300, objective=each, cache=tmp_path) for each in every}
-    assert len(made - {old}) == len(every)

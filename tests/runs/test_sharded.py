@@ -1,5 +1,6 @@
 """`strategy=fsdp` on one machine (gloo): weights that are shared out are those of one process, and of ddp."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -12,76 +13,30 @@ from transformers import AutoModelForMaskedLM
 from cpt.trainer.checkpoint import open_stage
 from tests.conftest import ROOT, SMALL, SMALL_GPT2, SMALL_T5
 from tests.runs.reading import assert_same_bits, state_of, told_by
+from tests.runs.test_distributed import launch
 from tests.support.campaign import run_few
 from tests.support.endtask_fixtures import QUICK, write_task
-from tests.support.processes import ended, started
 
 pytestmark = pytest.mark.slow
 
 FSDP, DDP = "strategy=fsdp", "strategy=ddp"
 WEIGHTS, NATS = 2e-6, 1e-6  # how far rounding may part two sums of other order, of weights that move by 1e-2
-# In each process: what it holds of the weights, of what is kept of them and of the moments; and a death.
-SCRIPT = """
-import json, os, sys
-sys.path.insert(0, {root!r})
-from lightning.pytorch.callbacks import Callback
-from cpt.core.distributed import is_sharded, to_local
-from cpt.models import memory
-from cpt.trainer import loop
-
-memory.COMPILE_OPTIONS = {{"backend": "eager"}}  # traced, and run as it was
-
-def count(tensors):
-    every = list(tensors)
-    return [sum(each.numel() for each in every), sum(to_local(each).numel() for each in every)]
-
-class Held(Callback):
-    def on_train_end(self, trainer, module):
-        optimizer = trainer.optimizers[0]
-        moments = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
-        held = {{"weights": count(module.parameters()), "moments": count(moments)}}
-        held["kept"] = count(module.buffers())
-        with open(f"{out}-{{trainer.global_rank}}.json", "w") as file:
-            json.dump(held, file)
-
-class Death(Callback):
-    def on_train_batch_end(self, trainer, *args):
-        if trainer.global_step == {death} and trainer.datamodule.domain.name == "food":
-            trainer.strategy.barrier()
-            os._exit(9)
-
-if {torn}:  # the shards of a stage are written, and then nothing more
-    from cpt.trainer import checkpoint as stages
-    summed = stages.gather_objects
-    stages.gather_objects = lambda value: (summed(value), os._exit(9))
-
-made = loop.make_trainer
-def watched(options, *, callbacks=(), **others):
-    return made(options, callbacks=[*callbacks, Held(), Death()] if callbacks else (), **others)
-loop.make_trainer = watched
-sys.argv[0] = __file__
-from cpt.__main__ import main
-
-main()
-"""
 
 
 @pytest.fixture
 def run(tmp_path, corpora, cache):
-    """Runs a command in a folder by its name, to its end unless it is to die; gives the folder."""
+    """Runs a command in a folder by its name, to its end unless it is to die; gives the run's folder."""
+    count = itertools.count()
 
-    def started_run(name: str, *given: str, small=SMALL, death: int = -1, torn: bool = False) -> Path:
-        folder, script = tmp_path / name, tmp_path / f"{name}-{death}{torn}.py"
-        how = {"root": str(ROOT), "out": str(folder), "death": death, "torn": torn}
-        script.write_text(SCRIPT.format(**how))
+    def go(name: str, *given: str, small=SMALL, death: int = -1, torn: bool = False) -> Path:
+        folder, out = tmp_path / name, tmp_path / name / f"out-{next(count)}"
         places = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", "order=[law,food]"]
-        places += [f"hydra.run.dir={folder}", "trainer.accelerator=cpu"]
-        log, twin = tmp_path / f"{name}.log", bool({FSDP, DDP} & {*given})
-        code = ended(started(script, *places, *small, *given, cwd=tmp_path, log=log, twin=twin))
-        assert (code == 0) == (death < 0 and not torn), log.read_text()
-        return folder
+        how = {"death": death, "torn": torn}
+        code = launch(folder, out, *places, "trainer.accelerator=cpu", *small, *given, **how)
+        assert (code == 0) == (death < 0 and not torn), (out / "log").read_text()
+        return folder / "run"
 
-    return started_run
+    return go
 
 
 def assert_same(one: Path, other: Path, *, weights: float = WEIGHTS, nats: float = NATS) -> None:
@@ -228,7 +183,8 @@ def test_a_process_holds_its_share_and_the_export_is_whole_and_a_kill_changes_no
     assert_halves([each.stat().st_size for each in (folder / "checkpoints").glob("*.1.shards/*.distcp")])
     assert_same_bits(run("killed", *how), through)
     for rank in (0, 1):
-        held = json.loads((tmp_path / f"through-{rank}.json").read_text())
+        (path,) = (tmp_path / "through").glob(f"out-*/held-{rank}.json")
+        held = json.loads(path.read_text())
         for kind, (everything, own) in held.items():
             assert everything > 10_000 and own == pytest.approx(everything / 2, rel=0.05), (kind, rank)
     exported, state = AutoModelForMaskedLM.from_pretrained(folder / "model").state_dict(), state_of(folder)

@@ -2,14 +2,12 @@
 
 import csv
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from cpt.trainer.callbacks import CustomCallbacks
 from tests.runs.reading import assert_same_bits, told_by
 
 TWO = "order=[law,food]"
@@ -89,20 +87,6 @@ def test_a_callback_is_one_for_the_run_and_a_killed_run_goes_on_with_its_state(
     assert_same_bits(tmp_path / "killed", tmp_path / "whole")
 
 
-def test_the_state_between_stages_is_that_of_the_stage_before(tmp_path):
-    mine = Counting()
-    run = CustomCallbacks({"mine": mine}, tmp_path)
-    for number in (1, 2, 3):
-        run.entering(number)
-        mine.batches = number
-        run.teardown(SimpleNamespace(is_global_zero=True), None, "fit")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["002.pt", "003.pt"]
-    again = Counting()
-    for number in (3, 4):
-        CustomCallbacks({"mine": again}, tmp_path).entering(number)
-        assert again.batches == number - 1
-
-
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
@@ -118,25 +102,19 @@ def test_a_callback_that_would_spoil_the_run_is_told(kind, told, small, start, t
 
 
 def test_several_loggers_are_told_the_curves_the_rows_and_the_metrics(small, start, tmp_path):
-    """Ours, two of one's own and one of Lightning's; two stages are two fits, and a row each after them."""
-    loggers = [f"+logger.{name}={{_target_: {HERE}.Telling, title: {name}}}" for name in ("one", "two")]
-    loggers.append(
-        "+logger.theirs={_target_: lightning.pytorch.loggers.CSVLogger, name: theirs, version: ''}"
-    )
-    start(small(TWO, "trainer.log_every_n_steps=1", "logger=csv", *loggers), tmp_path)
-    scores = told_by(tmp_path)
-    for told in (Telling.told[name] for name in ("one", "two")):
-        assert (told["save_dir"], told["seed"]) == (str(tmp_path), 0)
-        assert told["LC/perplexity"] == pytest.approx(scores["metrics"]["LC"]["perplexity"])
-        assert {"train/lm/law", "ppl/law"} <= told.keys()
-    with (tmp_path / "theirs" / "metrics.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    ours = {}
-    with (tmp_path / "metrics.csv").open() as file:
-        for row in csv.DictReader(file):
-            ours.setdefault(row["name"], []).append(float(row["value"]))
+    """Ours, one's own and one of Lightning's; two stages are two fits, and a row each after them."""
+    mine = f"+logger.mine={{_target_: {HERE}.Telling, title: mine}}"
+    theirs = "+logger.theirs={_target_: lightning.pytorch.loggers.CSVLogger, name: theirs, version: ''}"
+    start(small(TWO, "trainer.log_every_n_steps=1", "logger=csv", mine, theirs), tmp_path)
+    scores, told = told_by(tmp_path), Telling.told["mine"]
+    assert (told["save_dir"], told["seed"]) == (str(tmp_path), 0)
+    assert told["LC/perplexity"] == pytest.approx(scores["metrics"]["LC"]["perplexity"])
+    assert {"train/lm/law", "ppl/law"} <= told.keys()
+    places, ours = (tmp_path / "theirs", tmp_path), {}
+    rows, own = (list(csv.DictReader((at / "metrics.csv").read_text().splitlines())) for at in places)
+    for row in own:
+        ours.setdefault(row["name"], []).append(float(row["value"]))
     for name in ("train/lm/law", "train/lm/food", "train/grad_norm/food", "train/tokens/law", "ppl/law"):
         assert [float(row[name]) for row in rows if row.get(name)] == pytest.approx(ours[name]), name
     assert any(row.get("LC/perplexity") for row in rows)
     assert ours["train/tokens/law"][-1] == scores["seen"][1]
-    assert all(pace > 0 for pace in ours["train/tokens_per_s/food"])

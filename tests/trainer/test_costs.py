@@ -100,14 +100,10 @@ BACKWARD = 2 * 2 * 6 * 4 + 2 * 5 * (2 * 2 * 2 * 2)
 
 def fitted(tmp_path, *, before=0, step=1, after=0, steps=3, accumulate=1, checkpoint=None, stop=None):
     compute, module = CostMonitor(), Counted({"before": before, "step": step, "after": after})
-    options = {"accumulate_grad_batches": accumulate}
-    callbacks = [
-        compute,
-        StepCheckpoint(tmp_path / "state.ckpt", every=1, guard=NanGuard()),
-        *([stop] if stop else []),
-    ]
+    options = {"accelerator": "cpu", "accumulate_grad_batches": accumulate}
+    saving = StepCheckpoint(tmp_path / "state.ckpt", every=1, guard=NanGuard())
     tmp_path.mkdir(exist_ok=True)
-    work = make_trainer({"accelerator": "cpu", **options}, label="", steps=steps, callbacks=callbacks)
+    work = make_trainer(options, label="", steps=steps, callbacks=[compute, saving, *filter(None, [stop])])
     try:
         work.fit(module, ckpt_path=checkpoint, weights_only=True)
     except KeyError:
@@ -135,7 +131,9 @@ def test_operations_are_counted_forward_backward_and_in_what_a_method_does_besid
     assert costs["seen"] == (3 * (10 + 12) if "accumulate" in given else 10 + 12 + 10)
 
 
-def test_of_steps_that_differ_the_mean_of_a_period_is_counted(tmp_path, monkeypatch):
+def test_of_steps_that_differ_the_mean_of_a_period_is_counted(small, tmp_path, monkeypatch):
+    assert making.made(small("method=das", "method.contrast_every=3")).module.period == 3
+
     def alternating(self, batch):
         passes = 3 if self.trainer.global_step % 2 == 0 else 1
         return sum(self.net(batch["input_ids"]) for _ in range(passes))
@@ -145,12 +143,6 @@ def test_of_steps_that_differ_the_mean_of_a_period_is_counted(tmp_path, monkeypa
     monkeypatch.setattr(Counted, "period", 2, raising=False)
     assert fitted(tmp_path / "mean", steps=4)["flops"] == 4 * 2 * ONE
     assert fitted(tmp_path / "short", steps=1)["flops"] == 3 * ONE
-
-
-def test_a_contrast_in_some_steps_is_such_a_method(small):
-    for given, period in (([], 1), (["every=3"], 3), (["every=3", "strength=0"], 1)):
-        named = [f"method.contrast_{each}".replace("contrast_strength", "contrast") for each in given]
-        assert making.made(small("method=das", *named)).module.period == period
 
 
 class Stop(Callback):

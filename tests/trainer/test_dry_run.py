@@ -2,15 +2,10 @@
 
 import json
 import logging
-import subprocess
-import sys
 
 import pytest
 
-from cpt.core.config import identity, plain_config
-from cpt.core.naming import name_run
 from cpt.train import train
-from cpt.trainer.dry_run import format_table
 from tests.conftest import ROOT, SMALL, VOCABULARIES, sentences
 from tests.runs.reading import killed, scores_of, times
 from tests.support.campaign import run_few
@@ -155,34 +150,3 @@ def test_more_processes_share_the_work_and_one_makes_the_plan(small, planned, tm
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(ValueError, match="plan=true is made by one process"):
         train(small("plan=true"), run_dir=tmp_path / "run")
-
-
-@pytest.mark.campaign
-@pytest.mark.slow
-def test_the_command_prints_tables_and_leaves_no_folder(corpora, tmp_path):
-    given = ["domains=texts", f"domains.root={corpora}", f"cache_dir={tmp_path / 'cache'}", *SMALL]
-    command = [sys.executable, str(ROOT / "run.py"), *given, "plan=true"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    for told in ("train_tokens", "optimizer state", "checkpoint while training", "time left: total"):
-        assert told in ended.stdout
-    assert not list((tmp_path / "outputs" / "default").iterdir())
-    swept = subprocess.run([*command, "-m"], cwd=tmp_path, capture_output=True, text=True)
-    assert swept.returncode == 1 and "plan=true is of one run" in swept.stderr
-
-
-def test_it_is_no_part_of_a_runs_identity_or_name(composed):
-    plain, planned = (plain_config(composed(*given)) for given in ([], ["plan=true"]))
-    plain.pop("hydra", None), planned.pop("hydra", None)
-    assert identity(plain) == identity(planned)
-    assert name_run(["plan=true", "method=ewc"], "ewc", 0, 0) == name_run(["method=ewc"], "ewc", 0, 0)
-
-
-def test_of_many_stages_the_first_and_last_are_shown():
-    row = {"steps": 2, "left_steps": 2, "tokens": 9, "scored_texts": 1, "scored_tokens": 1}
-    run = dict.fromkeys(("folder", "method", "mask", "replay", "model", "seed"), "x")
-    texts = [{"text": f"d{number}", "train_tokens": 1000 * number} for number in range(236)]
-    stages = [{"stage": f"d{number}", **row} for number in range(236)]
-    said = {"run": run, "state": "new", "processes": 1, "device": "cpu", "texts": texts, "stages": stages}
-    told = format_table(said)
-    assert len(told.splitlines()) < 30 and "235,000" in told and "27,730,000" in told and "d100" not in told

@@ -163,21 +163,20 @@ def test_a_stage_that_is_half_written_is_none_and_one_is_replaced_as_a_whole(
     assert not [*path.parent.iterdir()]
 
 
-def cut(path):
-    path.write_bytes(path.read_bytes()[:-10])
+HARMS = {
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-10]),
+    "gone": lambda path: path.unlink(),
+    "spoilt": lambda path: path.write_bytes(path.read_bytes()[:-20] + b"x" + path.read_bytes()[-19:]),
+}
 
 
-def spoil(path):
-    path.write_bytes(path.read_bytes()[:-20] + b"x" + path.read_bytes()[-19:])
-
-
-@pytest.mark.parametrize("harm", [cut, lambda path: path.unlink(), spoil], ids=["cut", "gone", "spoilt"])
-def test_damage_is_told(harm, mesh, tmp_path):
+@pytest.mark.parametrize("how", HARMS)
+def test_damage_is_told(how, mesh, tmp_path):
     place = RunDir(tmp_path)
     save_stage(Method(1).share_out(mesh), place.stage(1))
     assert not [line for line in damage_in_run(tmp_path) if "shards" in line]
     [file] = tmp_path.glob("stages/*.shards/*.distcp")
-    harm(file)
+    HARMS[how](file)
     with pytest.raises(ValueError, match=rf"001\.1\.shards: {file.name}.*; begin anew"):
         check_stage(place.stage(1), instead=INSTEAD)
     assert [line for line in damage_in_run(tmp_path) if "001.1.shards" in line]

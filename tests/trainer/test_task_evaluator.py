@@ -44,7 +44,9 @@ def read(folder, task):
     return answers_of(*load_predictions(answers_file(folder, task), ANSWER_COLUMNS, optional=[SOURCE]))
 
 
-def test_the_matrix_of_scores_is_of_the_files(whole):
+def test_the_matrix_of_scores_is_of_the_files(whole, small, place, start, tmp_path):
+    with pytest.raises(ValueError, match="a masked model writes no answers"):
+        start(small("domains=tasks", f"domains.root={place / 'tasks'}", "model.length=64"), tmp_path)
     scores = told_by(whole)
     answers = scores["answers"]
     assert list(answers["tasks"]) == list(TASKS) and scores["rows"] == ["base", *TASKS]
