@@ -14,6 +14,7 @@ from cpt.data.orders import resolve_order
 from cpt.trainer.build import log_ineffective
 from cpt.trainer.plan import make_plan, read_sections
 from tests.conftest import ROOT
+from tests.support.campaign import run_few
 from tests.support.making import made
 
 pytestmark = pytest.mark.slow
@@ -52,7 +53,7 @@ def order_of(cfg):
     return resolve_order(cfg.order, names=names, orders=orders, seed=cfg.seed) if orders else []
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize("name", run_few(EXPERIMENTS, {*EXPERIMENTS} - {"methods_table"}))
 def test_an_experiment_has_a_plan_with_each_value_it_sweeps_and_the_commands_it_gives(swept, composed, name):
     text = (ROOT / f"conf/experiment/{name}.yaml").read_text()
     assert text.startswith("# @package _global_\n# ")

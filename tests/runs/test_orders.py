@@ -132,7 +132,7 @@ def test_balanced_domains_are_learned_for_as_many_steps_but_for_a_row(of_pairs):
     steps, before = ([data.steps(domain) for domain in data.domains] for data in (cut, whole))
     assert max(steps) - min(steps) <= 1 < max(before) - min(before)
     coarse, fine = tokens(made(of_pairs("domains.by=coarse")).data), tokens(made(of_pairs()).data)
-    assert {*coarse} == {"eats", "law", "sky", "general"}
+    assert {*coarse} == {"eats", "law", "sky"}
     assert coarse["sky"] == pytest.approx(fine["sky.one"] + fine["sky.two"], rel=0.05)
     budgeted = made(of_pairs("domains.balanced=200")).data
     assert all(200 <= count < 200 + length for count in tokens(budgeted).values())

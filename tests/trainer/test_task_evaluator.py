@@ -98,6 +98,7 @@ def test_stages_that_are_not_due_are_missing(asked, tmp_path):
     assert each["metrics"]["AP"] == answers["metrics"]["AP"] and set(each["metrics"]) == METRICS
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("method", ["joint", "hat"])
 def test_methods_answer_with_the_part_of_a_task(method, asked, tmp_path):
     for told in asked(tmp_path, f"method={method}", "trainer.steps=2")["answers"]["tasks"].values():
