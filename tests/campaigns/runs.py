@@ -27,15 +27,14 @@ HANGS_S, LEAVES_S = 120, 60.0  # LEAVES_S: within which a process has to leave w
 LINE = re.compile(r"^cpt: .*$", re.MULTILINE)
 
 
-def write_texts(place: Path, folder: str = "texts", *, many: int = 120) -> Path:
-    """The small texts of the tests, once, in a folder that the trials share; so many lines of law."""
+def write_texts(place: Path) -> Path:
+    """The small texts of the tests, once, in a folder that the trials share."""
     for seed, (name, words) in enumerate(VOCABULARIES.items()):
-        path = place / folder / name / "all.txt"
+        path = place / "texts" / name / "all.txt"
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            lines = sentences(words, count=many if name == "law" else 120, seed=seed)
-            path.write_text("\n".join(lines) + "\n")
-    return place / folder
+            path.write_text("\n".join(sentences(words, count=120, seed=seed)) + "\n")
+    return place / "texts"
 
 
 def endtasks_of(place: Path) -> list[str]:
