@@ -95,7 +95,7 @@ def launch(folder: Path, out: Path, *command: str, death: int = -1, torn=False, 
     script.write_text(SCRIPT.format(root=str(ROOT), out=str(out), death=death, torn=torn))
     twin = not starts and any(each in command for each in (DDP[0], "strategy=fsdp"))
     given = (*command, f"hydra.run.dir={folder / 'run'}")
-    return ended(started(script, *given, cwd=folder, log=log, twin=twin))
+    return ended(started(script, *given, cwd=folder, log=log, twin=twin), seconds=180)
 
 
 def run(folder: Path, out: Path, *overrides: str, corpora: Path, cache: Path, **how: Any) -> int:

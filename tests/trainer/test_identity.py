@@ -11,6 +11,7 @@ import pytest
 from cpt import train as story
 from cpt.data.sources import texts as module
 from cpt.train import is_done
+from cpt.trainer import preflight
 from tests.runs.reading import killed, told_by
 
 REMEDY = r"bring back what it had, choose another name=…, or delete "
@@ -151,12 +152,26 @@ def test_a_base_that_is_made_again_with_other_bits_is_told(run, config, start, k
     assert run(*given)["run"]["finished"]
 
 
-def test_text_that_changes_while_it_is_read_is_told(run, texts, monkeypatch):
+def test_text_that_changes_while_it_is_read_is_told(
+    run, config, start, killing, texts, tmp_path, monkeypatch
+):
+    """Also between the comparison with what a run has begun with and the reading."""
+
     def slowly(*arguments, **options):
         yield from read(*arguments, **options)
         (texts / "law" / "late.txt").write_text("late\n")
 
-    read = module.read_folder
-    monkeypatch.setattr(module, "read_folder", slowly)
-    with pytest.raises(ValueError, match="the text of law changed while it was read; start again"):
-        run("order=[law]")
+    read, prepare = module.read_folder, preflight.prepare
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "read_folder", slowly)
+        with pytest.raises(ValueError, match="the text of law changed while it was read; start again"):
+            run("order=[law]")
+    killed(start, killing, config(ORDER), tmp_path / "begun", step=1, domain="law")
+
+    def late(*given):
+        edit(texts / "law" / "all.txt")
+        return prepare(*given)
+
+    monkeypatch.setattr(preflight, "prepare", late)
+    with pytest.raises(ValueError, match="begun with other contents .the text of law changed"):
+        start(config(ORDER), tmp_path / "begun")
