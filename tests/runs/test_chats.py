@@ -5,8 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cpt.trainer import loop
-from tests.runs.reading import answers_of, assert_same_bits, killed, state_of, told_by
+from tests.runs.reading import answers_of, killed, state_of, told_by
 from tests.support.chat_fixtures import (
     MARKED_TEMPLATE,
     TEMPLATE,
@@ -15,7 +14,6 @@ from tests.support.chat_fixtures import (
     write_chats,
     write_checkpoint,
 )
-from tests.support.killing import KilledError
 from tests.support.making import made
 
 DOMAINS = ("food", "law")
@@ -110,27 +108,6 @@ def test_the_loss_of_the_first_batch_is_that_of_a_loop_over_its_answers(config, 
         total -= sum(logs[len(asked) - 1 + at, each].item() for at, each in enumerate(answer))
         count += len(answer)
     assert count == len(batch["positions"]) and loss == pytest.approx(total / count, rel=1e-5)
-
-
-def test_killed_within_and_between_domains_it_ends_with_the_same_bits(
-    whole, config, start, killing, tmp_path, monkeypatch
-):
-    killed(start, killing, config(), tmp_path, step=14, domain="food")
-    for moment in ("save_documents", "cleanup"):  # before a commit and after it
-        own = getattr(loop.RunDir, moment)
-
-        def dying(*given, own=own, after=moment == "cleanup", **how):
-            if after:
-                own(*given, **how)
-            raise KilledError
-
-        with monkeypatch.context() as patched, pytest.raises(KilledError):
-            patched.setattr(loop.RunDir, moment, dying)
-            start(config(), tmp_path)
-    killed(start, killing, config(), tmp_path, step=30, domain="law")
-    start(config(), tmp_path)
-    assert_same_bits(tmp_path, whole)
-    assert answers_of(tmp_path) == answers_of(whole)
 
 
 def test_another_template_is_another_text(config, start, killing, tmp_path):

@@ -222,6 +222,8 @@ def test_a_second_signal_ends_at_once_and_what_is_ignored_stays_ignored(kind):
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     assert process.wait(0.7) == 128 + signal.SIGINT
                     break
+            else:
+                pytest.fail("it has not ended")
         finally:
             process.kill()
 

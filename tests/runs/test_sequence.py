@@ -17,7 +17,6 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 from cpt.core.heartbeat import Heartbeat, ProcessId, utc_now
 from cpt.trainer.run_dir import RunDir
 from tests.runs.reading import assert_same_bits, killed, scores_of, state_of, times, told_by
-from tests.support.making import made
 
 ORDER = "order=[law,food]"
 SIZES = ("tokens", "bytes", "scored")
@@ -165,13 +164,6 @@ def test_accumulated_parts_learn_what_the_whole_batch_does(done, small, start, t
     start(small(ORDER, "trainer.accumulate_grad_batches=4"), tmp_path)
     for row, whole in zip(told_by(tmp_path)["nll"], told_by(done)["nll"], strict=True):
         assert row == pytest.approx(whole, rel=1e-4)
-
-
-def test_budgets_in_epochs_and_tokens(small):
-    for budget, steps in (("trainer.tokens=700", 6), ("trainer.epochs=1", None)):
-        data = made(small("order=[law]", "trainer.steps=null", budget)).data
-        rows = len(data.train["law"].rows)
-        assert data.steps(data.domains[0]) == (steps or pytest.approx(rows / 8, abs=1)) and rows > 60
 
 
 def test_a_checkpoint_or_a_run_is_the_base_of_another(done, other, small, small_gpt2, start, tmp_path):

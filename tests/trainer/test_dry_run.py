@@ -55,7 +55,7 @@ COMPOSED = [
 GIVEN = [*(f"method={name}" for name in METHODS), *COMPOSED]
 
 
-@pytest.mark.parametrize("given", run_few(GIVEN, ["method=joint", "method=demix", COMPOSED[1]]))
+@pytest.mark.parametrize("given", run_few(GIVEN, ["method=joint", COMPOSED[1]]))
 def test_bytes_steps_and_tokens_are_those_of_the_run(start, composed, five, cache, planned, tmp_path, given):
     places = ["domains=texts", f"domains.root={five}", f"cache_dir={cache}", f"order=[{','.join(DOMAINS)}]"]
     cfg = composed(*places, *SMALL, *FEW, *given.split(), "keep_stages=true")
