@@ -40,7 +40,7 @@ install()
 from cpt.__main__ import main
 main()
 """
-REFUSED = re.compile(r"another process is at work in \S+ \(host \S+, process \d+\);")
+REFUSED = re.compile(r"another process is at work in \S+( \(host \S+, process \d+\))?;")
 
 
 @dataclass(frozen=True)
