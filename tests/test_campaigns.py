@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.campaigns import concurrency, faults, frame, inputs, kills, memory, nonfinite, preemption, runs
+from tests.campaigns import concurrency, faults, frame, kills, nonfinite, preemption, runs
 
 
 def tried(trial, place, *numbers):
@@ -49,25 +49,19 @@ def test_one_line_is_one():
 
 needs_mount = pytest.mark.skipif(os.geteuid() != 0, reason="a file system of one's own needs root")
 TRIALS = {
-    "a wrong option": (inputs.trial, 3),
     "a damaged file": (faults.trial, 2),
-    "wrong values of an option": (inputs.trial, len(inputs.CASES) + 40),
     "a second start": (concurrency.trial, 7),
     "a number that is none": (nonfinite.trial, 0),
     "a killed run": (kills.trial, 0),
     "a signal": (preemption.trial, 0),
 }
 MORE = {
-    "too little memory": (memory.trial, 2),
     "a killed sweep": (kills.trial, 4),
-    "a signal to a job of submitit": (preemption.trial, 5),
+    "a signal to two tasks of SLURM": (preemption.trial, 4),
     "two processes, one of which has the number": (nonfinite.trial, 1),
     "a stale lock": (concurrency.trial, 1),
     "a sweep twice": (concurrency.trial, 2),
     "a second start on a slow server": (concurrency.trial, 11),
-    "a tokenising process is killed": (memory.trial, 3),
-    "the larger of two is killed": (memory.trial, 4),
-    "a sweep's largest job is killed": (memory.trial, 5),
 }
 
 

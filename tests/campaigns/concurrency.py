@@ -23,16 +23,13 @@ sys.path[:0] = [str(Path(__file__).parents[2])]
 
 from tests.campaigns import runs  # noqa: E402
 from tests.campaigns.frame import ROOT, conduct  # noqa: E402
-from tests.campaigns.kills import GIVEN as OF_SWEEPS  # noqa: E402
-from tests.campaigns.kills import sweep_of  # noqa: E402
 from tests.support.processes import ended, started  # noqa: E402
 from tests.support.remote_files import remote  # noqa: E402
 
 REMOTE = "remote "
 KINDS = ("twice", "stale lock", "sweep twice", "sweep again")
 KINDS += tuple(f"{REMOTE}{kind}" for kind in KINDS[:3])
-GIVEN = ("trainer.steps=20",)
-METHODS = ("ncl", "derpp")
+GIVEN, METHODS = ("trainer.steps=20",), ("ncl", "derpp")
 UNREADABLE = 0.003  # share of the files that are opened
 # The program, with files as the environment says.
 SCRIPT = f"""
@@ -63,82 +60,60 @@ class Starts:
         with remote(self.home, seed=f"{self.seed} {log.name}", unreadable=self.unreadable):
             return started(script, *self.arguments, cwd=self.home, log=log)
 
+    def twice(self, moment: float, *, killed: bool, seconds: float) -> list[int]:
+        """Two starts, the second a moment after the first, which is then killed or not; how they ended."""
+        first = self.start(self.home / "log-1")
+        first.join(moment)
+        if killed:
+            first.kill()
+            first.join()
+        second = self.start(self.home / "log-2")
+        return [ended(each, seconds=seconds * runs.HANGS_S) for each in (first, second)]
+
 
 def of_a_run(place: Path, number: int, draw: random.Random, kind: str) -> dict[str, Any]:
     given = [f"method={runs.shuffled(runs.METHODS, number)}", *GIVEN]
-    turn, is_remote = number // len(KINDS), kind.startswith(REMOTE)
-    expected, home = runs.whole(place, given), place / f"run-{number}"
-    cache = home / "cache" if is_remote or turn % 4 == 0 else place / "cache"
+    turn, slow, killed = number // len(KINDS), kind.startswith(REMOTE), "stale lock" in kind
+    expected, home = runs.whole(place, given), place / f"twice-{number}"
+    cache = home / "cache" if slow or turn % 4 == 0 else place / "cache"
     home.mkdir()
-    if is_remote and turn % 4:
+    if slow and turn % 4:
         shutil.copytree(place / "cache", cache)
     arguments = runs.command(place, home / "run", *given, cache=cache)
-    broken = is_remote and turn % 8 == 7
-    starts = Starts(home, arguments, str(draw.random()) if is_remote else None, UNREADABLE * broken)
-    told = {"kind": kind, "method": given[0], "unreadable": broken}
-    told |= start_twice(starts, kind.removeprefix(REMOTE), draw.uniform(0, expected["seconds"]))
-    told["lines"] = [runs.one_line(log.read_text()) for log in sorted(home.glob("log-*"))]
-    if broken:
-        told["then"] = ended(replace(starts, seed=None).start(home / "third"), seconds=runs.HANGS_S)
+    broken = slow and turn % 8 == 7
+    starts = Starts(home, arguments, str(draw.random()) if slow else None, UNREADABLE * broken)
+    codes = starts.twice(draw.uniform(0, expected["seconds"]), killed=killed, seconds=3 if slow else 1)
+    words = [log.read_text() for log in sorted(home.glob("log-*"))]
+    told = {"kind": kind, "method": given[0], "unreadable": broken, "codes": codes}
+    told["lines"] = [runs.one_line(each) for each in words]
+    told["then"] = broken and ended(replace(starts, seed=None).start(home / "third"), seconds=runs.HANGS_S)
     told["same"] = (home / "run" / "scores.json").exists() and runs.bits(home / "run") == expected["bits"]
-    told["fine"] = is_fine(told)
-    told["last"] = "" if told["fine"] else "".join(log.read_text()[-1500:] for log in home.glob("log-*"))
+
+    def may_be(which: int) -> bool:
+        line, code = told["lines"][which], codes[which]
+        unread = broken and code == 1 and line is not None and "Errno" in line
+        refused = which == 1 and not killed and code == 1 and bool(line and REFUSED.search(line))
+        return code == 0 or unread or refused or (killed and which == 0)
+
+    told["fine"] = told["same"] and may_be(0) and may_be(1) and not told["then"]
+    told["last"] = "" if told["fine"] else "".join(each[-1500:] for each in words)
     shutil.rmtree(home)
     return told
 
 
-def start_twice(starts: Starts, kind: str, moment: float) -> dict[str, Any]:
-    """Two starts, the second a moment after the first; how they ended."""
-    logs = [starts.home / f"log-{which}" for which in (1, 2)]
-    first = starts.start(logs[0])
-    first.join(moment)
-    if kind == "stale lock":
-        first.kill()
-        first.join()
-    second = starts.start(logs[1])
-    hangs = runs.HANGS_S * (1 if starts.seed is None else 3)
-    codes = [ended(each, seconds=hangs) for each in (first, second)]
-    found = REFUSED.search(logs[1].read_text())
-    return {"codes": codes, "refused": bool(found), "names the holder": bool(found and found[1])}
-
-
-def is_fine(told: dict[str, Any]) -> bool:
-    """Whether one start did the work, and the other did it too, was refused in a line, or could not read."""
-    killed = "stale lock" in told["kind"]
-
-    def may_be(which: int) -> bool:
-        line, code = told["lines"][which], told["codes"][which]
-        unread = told["unreadable"] and code == 1 and line is not None and "Errno" in line
-        refused = which == 1 and told["refused"] and line is not None and code == 1 and not killed
-        return code == 0 or unread or refused or (killed and which == 0)
-
-    return told["same"] and may_be(0) and may_be(1) and not told.get("then")
-
-
 def of_a_sweep(place: Path, number: int, draw: random.Random, kind: str) -> dict[str, Any]:
-    expected = {name: runs.whole(place, [f"method={name}", *OF_SWEEPS]) for name in METHODS}
-    home = place / f"sweep-{number}"
-    home.mkdir()
-    is_remote = kind.startswith(REMOTE)
-    arguments = sweep_of(place, home, list(METHODS))
-    if is_remote:  # its jobs make the base and the tokens there, one for the other
-        arguments = [f"cache_dir={home}/cache" if "cache_dir=" in each else each for each in arguments]
-    starts = Starts(home, arguments, str(draw.random()) if is_remote else None)
-    logs = [home / "first", home / "second"]
-    first = starts.start(logs[0])
-    first.join(draw.uniform(0.5, 4 + 2 * sum(each["seconds"] for each in expected.values())))
-    if kind == "sweep again":
-        first.kill()
-        first.join()
-    second = starts.start(logs[1])
-    hangs = (4 if is_remote else 2) * runs.HANGS_S
-    codes = [ended(each, seconds=hangs) for each in (first, second)]
+    home, slow = place / f"sweeps-{number}", kind.startswith(REMOTE)
+    home.mkdir()  # on a slow server its jobs make the base and the tokens there, one for the other
+    arguments = runs.sweep_of(place, home, METHODS, cache=home / "cache" if slow else None)
+    starts = Starts(home, arguments, str(draw.random()) if slow else None)
+    latest = 4 + 2 * sum(runs.whole(place, [f"method={name}", *runs.GIVEN])["seconds"] for name in METHODS)
+    again, hangs = kind == "sweep again", 4 if slow else 2
+    codes = starts.twice(draw.uniform(0.5, latest), killed=again, seconds=hangs)
     # A job that another sweep is at fails here; the same command again does what is missing.
-    then = ended(starts.start(logs[1]), seconds=hangs)
-    found = {name: next(home.glob(f"outputs/sweep/{name}_*/scores.json"), None) for name in METHODS}
-    same = all(path and runs.bits(path.parent) == expected[name]["bits"] for name, path in found.items())
-    told = {"kind": kind, "codes": codes, "then": then, "same": same, "fine": same and then == 0}
-    told["last"] = "" if told["fine"] else logs[1].read_text()[-1500:]
+    then = ended(starts.start(home / "log-2"), seconds=hangs * runs.HANGS_S)
+    told = {"kind": kind, "codes": codes, "then": then, "unlike": runs.unlike(place, home, METHODS)}
+    told["fine"] = then == 0 and not told["unlike"]
+    told["last"] = "" if told["fine"] else (home / "log-2").read_text()[-1500:]
     shutil.rmtree(home)
     return told
 

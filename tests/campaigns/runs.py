@@ -2,10 +2,13 @@
 
 import hashlib
 import json
+import os
 import random
 import re
+import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -15,22 +18,22 @@ import torch
 from tests.campaigns.frame import ROOT
 from tests.conftest import SMALL, VOCABULARIES, sentences
 from tests.support.endtask_fixtures import QUICK, write_task
-from tests.support.processes import ended, started
+from tests.support.processes import ended, is_there, started
 
 METHODS = sorted(path.stem for path in (ROOT / "conf" / "method").glob("*.yaml"))
 DDP = ("strategy=ddp", "trainer.accelerator=cpu")
-HANGS_S = 120
+GIVEN = ("trainer.steps=12",)
+HANGS_S, LEAVES_S = 120, 60.0  # LEAVES_S: within which a process has to leave whose companion was killed
 LINE = re.compile(r"^cpt: .*$", re.MULTILINE)
 
 
 def write_texts(place: Path) -> Path:
     """The small texts of the tests, once, in a folder that the trials share."""
     for seed, (name, words) in enumerate(VOCABULARIES.items()):
-        folder = place / "texts" / name
-        if not folder.exists():
-            folder.mkdir(parents=True)
-            lines = sentences(words, count=120, seed=seed)
-            (folder / "all.txt").write_text("\n".join(lines) + "\n")
+        path = place / "texts" / name / "all.txt"
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("\n".join(sentences(words, count=120, seed=seed)) + "\n")
     return place / "texts"
 
 
@@ -50,10 +53,17 @@ def command(place: Path, run: Path, *given: str, cache: Path | None = None) -> l
     return ["domains=texts", *places, *SMALL, "order=[law,food]", *given]
 
 
+def sweep_of(place: Path, home: Path, methods: Sequence[str], *, cache: Path | None = None) -> list[str]:
+    """The arguments of a sweep below a folder."""
+    given = command(place, home / "unused", *GIVEN, f"method={','.join(methods)}", cache=cache)
+    kept = [each for each in given if not each.startswith("hydra.run.dir=")]
+    return ["-m", *kept, "name=sweep", "hydra.launcher.jobs=2"]
+
+
 def begin(
     arguments: Sequence[str], run: Path, *, twin: bool = False, script: Path | None = None
 ) -> BaseProcess:
-    """Starts it; what it says is appended to `log` in the run's folder."""
+    """Starts it; what it says is appended to a log beside the run's folder."""
     run.mkdir(parents=True, exist_ok=True)
     return started(script or ROOT / "run.py", *arguments, cwd=run.parent, log=log_of(run), twin=twin)
 
@@ -74,6 +84,12 @@ def complete(arguments: Sequence[str], run: Path, *, twin: bool = False, script:
     return ended(begin(arguments, run, twin=twin, script=script), seconds=HANGS_S)
 
 
+def again(arguments: Sequence[str], run: Path, expected: dict[str, Any], *, twin: bool = False) -> dict:
+    """How the same command ends, and whether with the bits of a run that nobody disturbed."""
+    code = complete(arguments, run, twin=twin)
+    return {"then": code, "same": code == 0 and bits(run) == expected["bits"]}
+
+
 def bits(run: Path) -> str:
     """A hash of all that a finished run knows: the matrix, the metrics, end tasks, the last stage's state."""
     scores = json.loads((run / "scores.json").read_text())
@@ -81,11 +97,8 @@ def bits(run: Path) -> str:
     told = [scores["nll"], scores["metrics"], scores["endtasks"].get("scores")]
     found = hashlib.sha256(json.dumps(told).encode())
     if stages := sorted((run / "stages").glob("*.pt")):
-        state = torch.load(stages[-1], weights_only=True)
-        for name, value in sorted(state.items()):
-            found.update(name.encode())
-            raw = value.contiguous().view(torch.uint8) if value.ndim else value.reshape(1).view(torch.uint8)
-            found.update(raw.numpy().tobytes())
+        for name, value in sorted(torch.load(stages[-1], weights_only=True).items()):
+            found.update(name.encode() + value.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 
@@ -96,13 +109,21 @@ def whole(place: Path, given: Sequence[str], *, twin: bool = False) -> dict[str,
     """The bits of a run that nobody disturbed, and its seconds; made once."""
     known = (str(place), *given, twin)
     if known not in WHOLES:
-        run = place / "wholes" / str(len(WHOLES))
-        arguments = command(place, run, *given)
-        began = time.monotonic()
-        if complete(arguments, run, twin=twin) != 0:
+        run, began = place / "wholes" / str(len(WHOLES)), time.monotonic()
+        if complete(command(place, run, *given), run, twin=twin) != 0:
             raise RuntimeError(f"a whole run of {given} failed: {said(run)[-600:]}")
-        WHOLES[known] = {"bits": bits(run), "seconds": time.monotonic() - began, "folder": run}
+        WHOLES[known] = {"bits": bits(run), "seconds": time.monotonic() - began}
     return WHOLES[known]
+
+
+def unlike(place: Path, home: Path, methods: Sequence[str]) -> list[str]:
+    """The methods of a sweep whose jobs have not ended with the bits of a run that nobody disturbed."""
+    wrong = []
+    for name in methods:  # a folder of a sweep has a method's name with dots
+        path = next(home.glob(f"outputs/sweep/{name.replace('_', '.')}_*/scores.json"), None)
+        if not path or bits(path.parent) != whole(place, [f"method={name}", *GIVEN])["bits"]:
+            wrong.append(name)
+    return wrong
 
 
 def shuffled(names: Sequence[str], number: int) -> str:
@@ -111,7 +132,7 @@ def shuffled(names: Sequence[str], number: int) -> str:
     return random.Random(turn).sample(list(names), len(names))[at]
 
 
-def wait_for(seen: Callable[[], Any], *, seconds: float) -> bool:
+def wait_for(seen: Callable[[], Any], *, seconds: float = HANGS_S) -> bool:
     """Whether it was seen in time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -125,3 +146,21 @@ def one_line(text: str) -> str | None:
     """The only line of an error that a user is to see; None where there is a traceback, none or several."""
     found = LINE.findall(text.replace("\r", "\n"))
     return found[0] if len(found) == 1 and "Traceback" not in text else None
+
+
+def family(pid: int) -> list[int]:
+    """A process and those below it."""
+    with suppress(OSError):
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return [pid, *(each for child in children for each in family(int(child)))]
+    return [pid]
+
+
+def kill(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def have_left(pids: Sequence[int]) -> bool:
+    """Whether processes leave in time."""
+    return wait_for(lambda: not any(map(is_there, pids)), seconds=LEAVES_S)

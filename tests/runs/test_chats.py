@@ -1,16 +1,11 @@
 """Whole runs on chats: a decoder with a chat template learns the assistant's turns and is asked for them."""
 
-import json
-from pathlib import Path
-
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cpt.trainer import loop
-from tests.methods.test_contract import KilledError, Killer, bits, dying
+from tests.runs.reading import answers_of, killed, state_of, told_by
 from tests.support.chat_fixtures import (
     MARKED_TEMPLATE,
     TEMPLATE,
@@ -25,20 +20,18 @@ DOMAINS = ("food", "law")
 
 
 @pytest.fixture(scope="module")
-def chats(tmp_path_factory):
-    return write_chats(tmp_path_factory.mktemp("chats"), DOMAINS, train=60, test=10)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return write_checkpoint(tmp_path_factory.mktemp("decoder"))
+def place(tmp_path_factory):
+    place = tmp_path_factory.mktemp("chats")
+    write_chats(place / "texts", DOMAINS, train=60, test=10)
+    write_checkpoint(place / "decoder")
+    return place
 
 
 @pytest.fixture
-def config(composed, chats, checkpoint, cache):
+def config(composed, place, cache):
     """A run on chats that takes seconds."""
 
-    def build(*overrides: str, root: Path = chats, model: Path = checkpoint):
+    def build(*overrides, root=place / "texts", model=place / "decoder"):
         places = [f"domains.root={root}", f"model.checkpoint={model}", f"cache_dir={cache}"]
         sizes = ["model.length=128", "trainer.steps=30", "trainer.batch_size=8", "trainer.checkpoint_every=4"]
         how = ["optim.lr=1e-2", "answers.tokens=12", "logger=none"]
@@ -47,57 +40,34 @@ def config(composed, chats, checkpoint, cache):
     return build
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    return tmp_path_factory.mktemp("whole")
-
-
 @pytest.fixture
-def whole(finished, config, start):
+def whole(place, config, start):
     """The folder of a run that nothing interrupted."""
-    if not (finished / "scores.json").exists():
-        start(config(), finished)
-    return finished
-
-
-def scores_of(folder):
-    return json.loads((folder / "scores.json").read_text())
-
-
-def answers_of(folder):
-    """Every file of answers as its rows."""
-    found = sorted((folder / "answers").rglob("*.parquet"))
-    return {str(path.relative_to(folder)): pq.read_table(path).to_pylist() for path in found}
+    if not (place / "run").exists():
+        start(config(), place / "run")
+    return place / "run"
 
 
 def test_chats_are_learned_and_answered(whole):
-    scores = scores_of(whole)
+    """What is written ends where the template ends a turn, which is what was learned."""
+    scores = told_by(whole)
     assert scores["run"]["finished"] and scores["run"]["objective"] == "causal"
     assert scores["domains"] == [*DOMAINS, "general"]
-    assert scores["nll"][2][0] < scores["nll"][0][0] - 1 and scores["nll"][2][1] < scores["nll"][0][1] - 1
-    answers = scores["answers"]["tasks"]
-    assert list(answers) == list(DOMAINS)
-    for name in DOMAINS:
-        assert answers[name]["examples"] == 10
-        assert list(answers[name]["measures"]) == ["rouge_l", "exact_match", "edit_similarity"]
+    assert all(scores["nll"][2][place] < scores["nll"][0][place] - 1 for place in (0, 1))
+    answers, files = scores["answers"]["tasks"], answers_of(whole)
+    assert list(answers) == list(DOMAINS) and answers["law"]["examples"] == 10
+    assert list(answers["law"]["measures"]) == ["rouge_l", "exact_match", "edit_similarity"]
     assert answers["law"]["measures"]["rouge_l"][-1] > 0.3 > answers["law"]["measures"]["rouge_l"][0]
-
-
-def test_what_is_written_ends_where_the_template_ends_a_turn(whole):
-    """The end of a turn is what was learned: the end of a sequence never stood behind an answer."""
-    files = answers_of(whole)
-    assert len(files) == 6
     last = files["answers/002-law/law.parquet"]
-    assert {row["reference"][:5] for row in last} == {"It is"}
+    assert len(files) == 6 and {row["reference"][:5] for row in last} == {"It is"}
     assert all(row["ranked"] is None for row in last)
-    assert sum(row["written"].startswith("It is") for row in last) > 5
-    assert sum(row["written"].endswith(".") and len(row["written"]) < 20 for row in last) > 5
+    assert sum(row["written"].startswith("It is") and row["written"].endswith(".") for row in last) > 5
 
 
 def test_the_exported_model_is_the_one_that_answered(whole, config):
     """Loaded with transformers alone it gives the learned model's logits, and has the template."""
     run = made(config())
-    run.module.load_state_dict(torch.load(next((whole / "stages").iterdir()), weights_only=True))
+    run.module.load_state_dict(state_of(whole))
     loaded = AutoModelForCausalLM.from_pretrained(whole / "model").eval()
     tokenizer = AutoTokenizer.from_pretrained(whole / "model")
     assert tokenizer.chat_template == TEMPLATE
@@ -106,8 +76,8 @@ def test_the_exported_model_is_the_one_that_answered(whole, config):
         assert torch.equal(loaded(input_ids=ids).logits, run.module.model.eval()(input_ids=ids).logits)
     chats = {row["id"]: row for row in answers_of(whole)["answers/002-law/law.parquet"]}
     asked = next(conversations("law", count=1, exchanges=1, seed=11))
-    ids = tokenizer.apply_chat_template(asked[:-1], add_generation_prompt=True, return_tensors="pt")
-    ids = ids if torch.is_tensor(ids) else ids["input_ids"]
+    text = tokenizer.apply_chat_template(asked[:-1], add_generation_prompt=True, tokenize=False)
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
     end = tokenizer.convert_tokens_to_ids(TURN_ENDS)
     written = loaded.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=end)[0, ids.shape[1] :]
     assert tokenizer.decode(written, skip_special_tokens=True).strip() == chats["law-test-0"]["written"]
@@ -137,76 +107,16 @@ def test_the_loss_of_the_first_batch_is_that_of_a_loop_over_its_answers(config, 
             logs = model(input_ids=torch.tensor([asked + answer])).logits[0].log_softmax(-1)
         total -= sum(logs[len(asked) - 1 + at, each].item() for at, each in enumerate(answer))
         count += len(answer)
-    assert count == len(batch["positions"])
-    assert loss == pytest.approx(total / count, rel=1e-5)
+    assert count == len(batch["positions"]) and loss == pytest.approx(total / count, rel=1e-5)
 
 
-def test_killed_within_a_domain_it_ends_with_the_same_bits(whole, config, start, tmp_path, monkeypatch):
-    trainer = loop.make_trainer
-    for step, domain in ((3, "food"), (14, "food"), (30, "law")):
-
-        def deadly(options, *, callbacks=(), at=(step, domain), **others):
-            killer = [Killer(step=at[0], domain=at[1])] if callbacks else []
-            return trainer(options, callbacks=[*callbacks, *killer], **others)
-
-        with monkeypatch.context() as patched:
-            patched.setattr(loop, "make_trainer", deadly)
-            with pytest.raises(KilledError):
-                start(config(), tmp_path)
-    start(config(), tmp_path)
-    assert bits(tmp_path) == bits(whole)
-    assert answers_of(tmp_path) == answers_of(whole)
-
-
-@pytest.mark.parametrize("moment", ["save_documents", "cleanup"], ids=["before a commit", "after a commit"])
-def test_killed_between_domains_it_ends_with_the_same_bits(
-    moment, whole, config, start, tmp_path, monkeypatch
-):
-    for number in range(3):
-        with monkeypatch.context() as patched:
-            patched.setattr(loop.RunDir, moment, dying(getattr(loop.RunDir, moment), at=number))
-            with pytest.raises(KilledError):
-                start(config(), tmp_path)
-    start(config(), tmp_path)
-    assert bits(tmp_path) == bits(whole)
-    assert answers_of(tmp_path) == answers_of(whole)
-
-
-def test_another_template_is_another_text(config, start, tmp_path, monkeypatch):
+def test_another_template_is_another_text(config, start, killing, tmp_path):
     """Rows in the cache are not those of a template that has changed, and a run does not go on with it."""
     folder = write_checkpoint(tmp_path / "decoder")
     cfg = config("trainer.steps=2", model=folder)
     before = made(cfg).data.train["law"].ids(np.arange(1))
-    with monkeypatch.context() as patched:
-        patched.setattr(loop.RunDir, "cleanup", dying(loop.RunDir.cleanup, at=1))
-        with pytest.raises(KilledError):
-            start(cfg, tmp_path / "run")
+    killed(start, killing, cfg, tmp_path / "run", step=1, domain="law")
     write_checkpoint(folder, template=TEMPLATE.replace(":\n", " says "))
     assert made(cfg).data.train["law"].ids(np.arange(1)).tolist() != before.tolist()
     with pytest.raises(ValueError, match="chat_template.jinja of model.checkpoint=.* changed"):
         start(cfg, tmp_path / "run")
-
-
-def test_long_chats_lose_their_oldest_exchanges(config, start, tmp_path, caplog):
-    """Ten exchanges, of which few fit; of those the last answer alone is scored."""
-    root = write_chats(tmp_path / "chats", DOMAINS, train=40, test=8, exchanges=10)
-    cfg = config("domains.scored_turns=last", root=root)
-    with caplog.at_level("INFO"):
-        start(cfg, tmp_path / "run")
-    assert "law, train: " in caplog.text and "examples are cut to model.length=128" in caplog.text
-    run, tokenizer = made(cfg), AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
-    for text in (*run.data.train.values(), *run.data.held_out.values()):
-        if not hasattr(text, "answer_tokens"):
-            continue
-        assert text.row_lengths.max() <= 128
-        rows = np.arange(len(text.rows))
-        for ids, length, marks in zip(text.ids(rows), text.row_lengths, text.answers(rows), strict=True):
-            shown = tokenizer.decode(ids[:length], clean_up_tokenization_spaces=False)
-            assert shown.startswith("<s>system:\nYou know ")
-            assert 1 <= shown.count("assistant:") < 10
-            answer = tokenizer.decode(ids[marks[: len(ids)].astype(bool)], clean_up_tokenization_spaces=False)
-            assert shown.endswith(f"assistant:\n{answer}") and answer.count(TURN_ENDS) == 1
-    scores = scores_of(tmp_path / "run")
-    expected = [sum(text.answer_tokens) for name, text in run.data.held_out.items() if name != "general"]
-    assert scores["run"]["finished"] and scores["scored"][:2] == expected
-    assert len(answers_of(tmp_path / "run")) == 6

@@ -12,8 +12,7 @@ import pytest
 from cpt.core.heartbeat import Heartbeat
 from cpt.core.preemption import GO_ON
 from tests.conftest import ROOT
-from tests.runs.test_kill import command
-from tests.support.processes import ended, started
+from tests.runs.test_preemption import command, log_says
 
 STEPS = ["strategy=ddp", "trainer.accelerator=cpu", "trainer.steps=4000", "trainer.checkpoint_every=10000"]
 
@@ -36,13 +35,14 @@ def test_the_batch_script_ends_with_the_code_of_the_run_and_requeues_at_75_alone
     assert (tmp_path / "told").read_text() == "requeue 7\n"
 
 
-def wait_for(words, log, *processes):
+def wait_for(seen, *processes):
     deadline = time.monotonic() + 120
-    while not (log.exists() and words in log.read_text()):
-        assert time.monotonic() < deadline and all(is_there() for is_there in processes), log.read_text()
+    while not seen():
+        assert time.monotonic() < deadline and all(is_there() for is_there in processes)
         time.sleep(0.05)
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_usr1_to_torchrun_is_handed_on_with_the_flag_of_the_page(corpora, cache, tmp_path):
     (flags,) = set(re.findall(r"^torchrun (--signals-to-handle \S+)", page("clusters"), re.MULTILINE))
@@ -57,7 +57,7 @@ def test_usr1_to_torchrun_is_handed_on_with_the_flag_of_the_page(corpora, cache,
             stderr=subprocess.STDOUT,
         )
     try:
-        wait_for("law (1/2)", tmp_path / "log", lambda: process.poll() is None)
+        wait_for(log_says(tmp_path, "law (1/2)"), lambda: process.poll() is None)
         process.send_signal(signal.SIGUSR1)
         assert process.wait(60) == 1  # torchrun's own: 75 is not seen behind it
     finally:
@@ -65,21 +65,3 @@ def test_usr1_to_torchrun_is_handed_on_with_the_flag_of_the_page(corpora, cache,
     beat = Heartbeat.load(folder)
     assert beat.state == "preempted" and beat.why.startswith("stopped by SIGUSR1")
     assert subprocess.run(["pgrep", "-f", str(folder)], capture_output=True).stdout == b""  # no orphans
-
-
-@pytest.mark.slow
-def test_tasks_of_srun_end_with_75(corpora, cache, tmp_path, monkeypatch):
-    slurm = {"NTASKS": 2, "NTASKS_PER_NODE": 2, "JOB_ID": 7, "JOB_NAME": "cpt", "NODELIST": "localhost"}
-    for name, value in slurm.items():
-        monkeypatch.setenv(f"SLURM_{name}", str(value))
-    monkeypatch.setenv("SLURM_NODEID", "0")
-    start = [*command(corpora, cache), *STEPS, "trainer.devices=2", f"hydra.run.dir={tmp_path / 'run'}"]
-    tasks = []
-    for rank in ("0", "1"):
-        monkeypatch.setenv("SLURM_PROCID", rank)
-        monkeypatch.setenv("SLURM_LOCALID", rank)
-        tasks.append(started(ROOT / "run.py", *start, cwd=tmp_path, log=tmp_path / f"log{rank}"))
-    wait_for("law (1/2)", tmp_path / "log0", *(task.is_alive for task in tasks))
-    for task in tasks:
-        os.kill(task.pid, signal.SIGUSR1)
-    assert [ended(task, seconds=60) for task in tasks] == [GO_ON, GO_ON]

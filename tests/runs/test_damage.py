@@ -1,115 +1,206 @@
-"""One run folder with a damaged scores.json never takes the other runs' report with it."""
+"""What is damaged, gone or half written is never used: of a run folder, of the shared cache."""
 
-import copy
-import json
+import os
 import random
+import shutil
 
 import pytest
 
-from cpt.evaluation.scores import Scores
-from cpt.report import main
-from cpt.reporting import figures, run_page
-from tests.support.comparing import endtasks, made, saved
+from cpt import verify
+from cpt.core import cache as shared
+from cpt.trainer import loop
+from tests.runs.reading import assert_same_bits, die, killed, times, told_by
+from tests.support.campaign import run_few
+from tests.support.killing import KilledError
 
-WRONG = (None, "x", -1, 1.5, True, [], {}, [[]], [None], {"a": None}, 10**400)
-
-
-def places(value, at=()):
-    """Where something stands within JSON: of a list the first and last entry."""
-    yield at
-    if isinstance(value, dict):
-        for key in value:
-            yield from places(value[key], (*at, key))
-    elif isinstance(value, list) and value:
-        for place in {0, len(value) - 1}:
-            yield from places(value[place], (*at, place))
+ORDER = "order=[law,food]"
+FLIPS = 5
 
 
-def changed(data, at, wrong):
-    """The same with another value at one place."""
-    spoilt = copy.deepcopy(data)
-    inner = spoilt
-    for key in at[:-1]:
-        inner = inner[key]
-    inner[at[-1]] = wrong
-    return spoilt
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """A cache, a finished run and one that was killed within its second domain."""
+    return tmp_path_factory.mktemp("damage")
 
 
 @pytest.fixture
-def no_charts(monkeypatch):
-    for name in ("draw_plane", "draw_stages", "draw_heat_maps"):
-        monkeypatch.setattr(figures, name, lambda *_, **__: b"")
+def config(small, places):
+    return lambda *overrides: small(ORDER, f"cache_dir={places / 'cache'}", *overrides)
 
 
-def full():
-    """Scores with everything that scores can have."""
-    parts = [{"law": {"base": 1.0}}, *[{"law": {"law": 0.7, "food": 0.3}}] * 3]
-    given = made(endtasks=endtasks([[0.5, 0.6, 0.7]] * 4))
-    given.parts, given.objective = parts, [1.0, None]
-    for metric in given.metrics.values():
-        metric["interval"] = {unit: [0.0, 1.0] for unit in ("nats", "perplexity", "bits_per_byte")}
-    return given
+@pytest.fixture
+def done(places, config, start):
+    if not (places / "run").exists():
+        start(config(), places / "run")
+    return places / "run"
 
 
-def test_whatever_is_changed_is_refused_or_reported(tmp_path, no_charts):
-    full().save(tmp_path / "scores.json")
-    data = json.loads((tmp_path / "scores.json").read_text())
-    cases = [(at, wrong) for at in list(places(data))[1:] for wrong in WRONG]
-    refused = [case for case in random.Random(0).sample(cases, 300) if not survived(tmp_path, data, *case)]
-    assert 200 < len(refused) < 300
-    assert main([str(tmp_path / "runs")]) == 0
+@pytest.fixture
+def again(places, done, tmp_path):
+    """Copies of the cache and of the finished run."""
+    shutil.copytree(places / "cache", tmp_path / "cache")
+    return shutil.copytree(done, tmp_path / "run")
 
 
-def survived(top, data, at, wrong):
-    """Whether scores with this damage are read; they are then told as any others, and kept as a run."""
-    path = top / "scores.json"
-    path.write_text(json.dumps(changed(data, at, wrong)))
+@pytest.fixture
+def begun(places, done, config, start, killing, tmp_path):
+    """A copy of the one that was killed."""
+    if not (places / "begun").exists():
+        killed(start, killing, config(), places / "begun", step=3, domain="food")
+    return shutil.copytree(places / "begun", tmp_path / "begun")
+
+
+def flip(path, place=None):
+    """Changes one bit, in the middle if nothing else is said."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 if place is None else place] ^= 1
+    path.write_bytes(data)
+
+
+def cut(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+HARMS = {"gone": os.unlink, "cut off": cut, "a bit": flip}
+KEPT = ["checksums.json", "model/model.safetensors", "documents/001.npz", "stages/002.pt"]
+GOES_ON = ["scores.json", "config.yaml", "identity.json", "documents/001.npz", "stages/001.pt"]
+GOES_ON.append("checkpoints/002-food.ckpt")
+ROWS = [("finished", name, how) for name in KEPT for how in HARMS]
+ROWS += [("begun", name, how) for name in GOES_ON for how in HARMS]
+ROWS.remove(("begun", "scores.json", "a bit"))  # which has no checksum
+FEW = {row for row in ROWS if row[2] == ("a bit" if row[0] == "finished" else "cut off")}
+
+
+UNREAD = {"stages/002.pt", "documents/001.npz"}  # of a finished run, but by cpt.verify
+UNSEEN = {("gone", name) for name in ("scores.json", "stages/001.pt", "checkpoints/002-food.ckpt")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", run_few(ROWS, FEW), ids=map(" ".join, ROWS))
+def test_a_damaged_file_of_a_run_is_made_again_or_refused(row, done, request, config, start, monkeypatch):
+    """A finished run learns nothing; one that goes on ends with the same bits. A refusal is one line that
+    names the file's folder, and leaves all files."""
+    of, name, how = row
+    run = request.getfixturevalue("again" if of == "finished" else "begun")
+    HARMS[how](run / name)
+    binary = name not in ("config.yaml", "identity.json")
+    assert verify.main([str(run)]) == 1 or not binary or (how, name) in UNSEEN
+    if of == "finished":
+        monkeypatch.setattr(loop.ContinualTrainer, "fit_stage", None)
+    before = {path: time for path, time in times(run).items() if "identity" not in path}
     try:
-        scores = Scores.load(path)
+        start(config("check=full"), run)
     except ValueError as error:
-        assert "\n" not in str(error)
-        return False
-    run_page.format_scores(scores)
-    folder = top / "runs" / str(len(list(top.glob("runs/*"))))
-    folder.mkdir(parents=True)
-    scores.save(folder / "scores.json")
-    return True
+        assert "\n" not in str(error) and str((run / name).parent) in str(error)
+        assert before.items() <= times(run).items()
+        return
+    assert told_by(run)["nll"] == told_by(done)["nll"] and told_by(run)["metrics"] == told_by(done)["metrics"]
+    if of == "begun" or name not in UNREAD:
+        assert_same_bits(run, done)
+        assert verify.main([str(run)]) == 0
+    for each in ("model/model.safetensors", "model/tokenizer.json"):
+        assert (run / each).read_bytes() == (done / each).read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("at", "wrong"),
-    [
-        (("run", "order"), None),
-        (("run", "variant"), 5),
-        (("nll", 0, 0), {}),
-        (("tokens", 0), "x"),
-        (("seen",), [1]),
-        (("memory", 1), None),
-        (("parts", 0), None),
-        (("parts", 1, "law"), 1.0),
-        (("phases", "learn", "law"), "long"),
-        (("metrics", "LC"), None),
-        (("metrics", "LC", "nats"), "x"),
-        (("metrics", "LC", "interval", "nats"), [1.0]),
-        (("endtasks", "tasks"), "law"),
-        (("endtasks", "classes"), {}),
-        (("endtasks", "scores", "macro_f1", 0), [[None]]),
-        (("texts", "law"), None),
-        (("versions",), []),
-        (("seconds",), None),
-    ],
-)
-def test_a_damaged_run_is_one_line_and_the_rest_is_reported(tmp_path, no_charts, capsys, at, wrong):
-    saved(tmp_path / "good")
-    (tmp_path / "bad").mkdir()
-    path = tmp_path / "bad" / "scores.json"
-    full().save(path)
-    path.write_text(json.dumps(changed(json.loads(path.read_text()), at, wrong)))
-    assert main([str(tmp_path)]) == 1
-    said = capsys.readouterr()
-    assert said.err.startswith(f"{path}: damaged")
-    assert said.err.count("\n") == 1
-    assert str(at[0]) in said.err or at[0] == "endtasks"
-    markdown = (tmp_path / "comparison.md").read_text()
-    assert "| ncl | ncl | tiny |" in markdown
-    assert str(path) in markdown
+def test_a_model_is_exported_again_as_long_as_its_stage_is_there(again, config, start, monkeypatch):
+    """A fast check takes the model by its size."""
+    monkeypatch.setattr(loop.ContinualTrainer, "fit_stage", None)
+    model, stage = again / "model" / "model.safetensors", again / "stages" / "002.pt"
+    whole, kept = model.read_bytes(), stage.read_bytes()
+    flip(model)
+    start(config(), again)
+    assert model.read_bytes() != whole
+    shutil.rmtree(again / "model")
+    start(config(), again)
+    assert model.read_bytes() == whole
+    stage.unlink()
+    assert verify.main([str(again)]) == 1
+    shutil.rmtree(again / "model")
+    with pytest.raises(ValueError, match=rf"002.pt is gone; delete {again} to start again"):
+        start(config(), again)
+    stage.write_bytes(kept)
+    start(config(), again)
+    text = (again / "config.yaml").read_text()
+    (again / "config.yaml").write_text(text.replace("keep_stages: false", "keep_stages: true"))
+    assert verify.main([str(again)]) == 1  # 001.pt is missing
+
+
+def test_what_a_dead_process_left_in_a_run_folder_is_removed(again, config, start):
+    left = [".scores.json.123.tmp", "stages/002.pt.partial", "checkpoints/002-food.ckpt.partial"]
+    left += ["documents/002.npz.partial", "identity.json.partial", "endtasks/002-food/law-0.parquet.partial"]
+    for name in left:
+        (again / name).parent.mkdir(parents=True, exist_ok=True)
+        (again / name).write_text("half")
+    (again / "model" / "parts.partial").write_text("the user's own")
+    start(config(), again)
+    assert [name for name in left if (again / name).exists()] == []
+    assert (again / "model" / "parts.partial").exists()
+
+
+def test_verify_names_what_is_damaged_and_touches_nothing_else(again, tmp_path, capsys):
+    (tmp_path / "data" / "corpora" / "law").mkdir(parents=True)  # texts are no cache
+    assert verify.main([str(tmp_path)]) == 0 and "folders: 0 damaged" in capsys.readouterr().out
+    harmed = [*(tmp_path / "cache").glob("base/*/model.safetensors"), again / "stages" / "002.pt"]
+    harmed += [*(tmp_path / "cache").glob("corpora/food-*/documents.arrow")]
+    for path in harmed:
+        flip(path)
+    assert verify.main([str(tmp_path), str(again)]) == 1
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert last.endswith(": 3 damaged") and len(lines) == 3
+    assert all(any(path.name in line and "again" in line for line in lines) for path in harmed)
+    assert verify.main([str(tmp_path / "nowhere")]) == 1 and "no folder" in capsys.readouterr().out
+
+
+# The cache
+
+
+def files(folder):
+    """Every file of a cache, but for its locks."""
+    return [path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix != ".lock"]
+
+
+def test_no_flipped_bit_of_the_cache_is_used(again, config, start, tmp_path, caplog):
+    """A bit anywhere, then a run: the same results, and a line that names the folder."""
+    draw, cache = random.Random(0), tmp_path / "cache"
+    start(config("trainer.steps=1"), tmp_path / "whole")
+    for number in range(FLIPS):
+        path = draw.choice(files(cache))
+        place = draw.randrange(path.stat().st_size)
+        flip(path, place)
+        caplog.clear()
+        start(config(f"cache_dir={cache}", "trainer.steps=1"), tmp_path / f"{number}")
+        told = any(f"{path.relative_to(cache).parts[1]} is damaged" in line for line in caplog.messages)
+        assert verify.main([str(cache)]) == 1 - told
+        if not told:  # nobody has opened it: only making the base reads what it was made of
+            assert "general-train" in str(path)
+            flip(path, place)
+        assert told_by(tmp_path / f"{number}")["nll"] == told_by(tmp_path / "whole")["nll"]
+
+
+def test_a_damaged_checkpoint_of_a_half_made_base_is_told(done, config, start, tmp_path, monkeypatch):
+    own = config(f"cache_dir={tmp_path / 'cache'}")
+    with monkeypatch.context() as patched, pytest.raises(KilledError):
+        patched.setattr("cpt.trainer.base_model.CHECKPOINT_EVERY", 2)
+        patched.setattr("transformers.PreTrainedModel.save_pretrained", die)
+        start(own, tmp_path / "new")
+    (left,) = (tmp_path / "cache" / "base").glob("*.partial/base.ckpt")
+    whole = left.read_bytes()
+    flip(left)
+    with pytest.raises(ValueError, match=rf"{left} is truncated or damaged"):
+        start(own, tmp_path / "new")
+    left.write_bytes(whole)
+    start(own, tmp_path / "new")
+    assert told_by(tmp_path / "new")["nll"] == told_by(done)["nll"]
+
+
+def test_a_full_check_reads_also_large_artifacts(again, done, config, start, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(shared, "SMALL", 0)
+    harmed = [*(tmp_path / "cache").glob("packed/law-train-*/rows.arrow")]
+    harmed += (tmp_path / "cache").glob("base/*/model.safetensors")
+    before = [path.read_bytes() for path in harmed]
+    for path in harmed:
+        flip(path)
+    start(config(f"cache_dir={tmp_path / 'cache'}", "check=full"), tmp_path / "new")
+    assert [path.read_bytes() for path in harmed] == before
+    assert told_by(tmp_path / "new")["nll"] == told_by(done)["nll"]
+    assert caplog.text.count("differs from its checksum): making it again") == 2

@@ -1,59 +1,83 @@
-"""Two processes on one machine (gloo): the same samples, masks and weights as one."""
+"""Two processes on one machine (gloo): the same samples, masks and weights as one, killed or not."""
 
 import json
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.conftest import ROOT, SMALL
+from cpt.core.preemption import GO_ON
+from tests.conftest import ROOT, SMALL, SMALL_GPT2, SMALL_T5
+from tests.runs.reading import answers_of, state_of, told_by
+from tests.runs.test_preemption import run_folder, stopped
 from tests.support.campaign import run_few
 from tests.support.endtask_fixtures import QUICK, write_task
 from tests.support.processes import ended, started
 from tests.support.seams import chosen
+from tests.support.task_fixtures import write_tasks
 
 pytestmark = pytest.mark.slow
 
 ORDER = "order=[law,food]"
 DDP = ["strategy=ddp", "trainer.accelerator=cpu"]
-# Lightning starts the second process with this script's own command line, so the callback is in both.
+KINDS = ("text of T5", "tasks of T5", "tasks of GPT-2")
+# Lightning starts the second process with this script's own command line, so the callbacks are in both.
 SCRIPT = """
 import hashlib, json, os, sys
 sys.path.insert(0, {root!r})
 import torch
 from lightning.pytorch.callbacks import Callback
+from cpt.core.distributed import to_local
 from cpt.data import sampler
 from cpt.data.collate import labels_of
-from cpt.trainer import loop
+from cpt.models import memory
+from cpt.trainer import checkpoint, loop
 
-out = {out!r}
+memory.COMPILE_OPTIONS = {{"backend": "eager"}}  # traced, and run as it was
 made = sampler.TrainStream.__getitem__
 
 def noted(stream, number):
     batch = made(stream, number)
-    with open(f"{{out}}/batches-{{stream.rank}}.jsonl", "a") as file:
+    with open(f"{out}/batches-{{stream.rank}}.jsonl", "a") as file:
         rows = [[ids.tolist(), labels.tolist()] for ids, labels in zip(batch["input_ids"], labels_of(batch))]
         file.write(json.dumps([list(stream.names), number, rows]) + "\\n")
     return batch
 
-class Hashes(Callback):
-    def on_fit_end(self, trainer, module):
-        state = b"".join(value.numpy().tobytes() for value in module.state_dict().values())
-        with open(f"{{out}}/hashes-{{trainer.global_rank}}.txt", "a") as file:
-            file.write(hashlib.sha256(state).hexdigest() + "\\n")
+def count(tensors):
+    every = list(tensors)
+    return [sum(each.numel() for each in every), sum(to_local(each).numel() for each in every)]
 
-class Death(Callback):
+class Notes(Callback):
     def on_train_batch_end(self, trainer, *args):
         if trainer.global_step == {death} and trainer.datamodule.domain.name == "food":
             trainer.strategy.barrier()
             os._exit(9)
 
+    def on_train_end(self, trainer, module):
+        states = trainer.optimizers[0].state.values()
+        moments = [value for state in states for value in state.values() if value.ndim]
+        held = {{"weights": module.parameters(), "moments": moments, "kept": module.buffers()}}
+        with open(f"{out}/held-{{trainer.global_rank}}.json", "w") as file:
+            json.dump({{name: count(tensors) for name, tensors in held.items()}}, file)
+
+    def on_fit_end(self, trainer, module):
+        own = [to_local(each).reshape(-1).contiguous() for each in module.state_dict().values()]
+        state = b"".join(each.view(torch.uint8).numpy().tobytes() for each in own)
+        with open(f"{out}/hashes-{{trainer.global_rank}}.txt", "a") as file:
+            file.write(hashlib.sha256(state).hexdigest() + "\\n")
+
+if {torn}:  # the shards of a stage are written, and then nothing more
+    summed = checkpoint.gather_objects
+    checkpoint.gather_objects = lambda value: (summed(value), os._exit(9))
 sampler.TrainStream.__getitem__ = noted
 trainer = loop.make_trainer
 def watched(options, *, callbacks=(), **others):
-    return trainer(options, callbacks=[*callbacks, Hashes(), Death()] if callbacks else (), **others)
+    return trainer(options, callbacks=[*callbacks, Notes()] if callbacks else (), **others)
 loop.make_trainer = watched
 sys.argv[0] = __file__
 from cpt.__main__ import main
@@ -62,31 +86,22 @@ main()
 """
 
 
-def run(
-    folder: Path,
-    out: Path,
-    *overrides: str,
-    corpora: Path,
-    cache: Path,
-    death: int = -1,
-    starts: bool = False,
-) -> int:
-    """A run watched from within; gives its exit code.
+def launch(folder: Path, out: Path, *command: str, death: int = -1, torn=False, starts=False) -> int:
+    """A run in `folder / "run"`, watched from within; gives its exit code.
 
     If it `starts` its second process, that is no fork of the first and orders sets in another way."""
     out.mkdir(parents=True)
-    script = folder / f"{out.name}.py"
-    names = {"root": str(ROOT), "out": str(out), "death": death}
-    script.write_text(SCRIPT.format(**names))
-    places = [
-        "domains=texts",
-        f"domains.root={corpora}",
-        f"cache_dir={cache}",
-        ORDER,
-        f"hydra.run.dir={folder / 'run'}",
-    ]
-    options = {"cwd": folder, "log": out / "log", "twin": DDP[0] in overrides and not starts}
-    return ended(started(script, *places, *SMALL, *overrides, **options))
+    script, log = folder / f"{out.name}.py", out / "log"
+    script.write_text(SCRIPT.format(root=str(ROOT), out=str(out), death=death, torn=torn))
+    twin = not starts and any(each in command for each in (DDP[0], "strategy=fsdp"))
+    given = (*command, f"hydra.run.dir={folder / 'run'}")
+    return ended(started(script, *given, cwd=folder, log=log, twin=twin), seconds=180)
+
+
+def run(folder: Path, out: Path, *overrides: str, corpora: Path, cache: Path, **how: Any) -> int:
+    """A run of two domains of text."""
+    places = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", ORDER]
+    return launch(folder, out, *places, *SMALL, *overrides, **how)
 
 
 def batches(out: Path, rank: int) -> list:
@@ -95,8 +110,25 @@ def batches(out: Path, rank: int) -> list:
     return [batch for batch in map(json.loads, lines) if batch[0] != ["general"]]
 
 
-def scores(folder: Path) -> dict:
-    return json.loads((folder / "run" / "scores.json").read_text())
+def assert_shared(whole: list, parts: list[list], *, seen=sorted) -> None:
+    """Each batch of one process is that of two together."""
+    assert len(whole) == len(parts[0]) == len(parts[1])
+    for (names, number, rows), (_, first, mine), (_, second, theirs) in zip(whole, *parts, strict=True):
+        assert number == first == second and len(mine) == len(theirs) == len(rows) // 2
+        assert seen(mine + theirs) == seen(rows), names
+
+
+def assert_agree(out: Path, count: int) -> None:
+    """Both processes have ended so many stages with the same weights."""
+    first, second = ((out / f"hashes-{rank}.txt").read_text().splitlines() for rank in (0, 1))
+    assert first == second and len({*first}) == count
+
+
+def assert_scored_alike(one: Path, two: Path, *, rel: float = 1e-5) -> None:
+    alone, together = told_by(one), told_by(two)
+    assert together["rows"] == alone["rows"] and together["scored"] == alone["scored"]
+    for row, expected in zip(together["nll"], alone["nll"], strict=True):
+        assert row == pytest.approx(expected, rel=rel)
 
 
 @pytest.fixture(scope="module")
@@ -112,135 +144,101 @@ def endtasks(tmp_path_factory):
 @pytest.fixture(scope="module")
 def one(corpora, cache, tmp_path_factory, endtasks):
     folder = tmp_path_factory.mktemp("one")
-    assert run(folder, folder / "out", *endtasks, corpora=corpora, cache=cache) == 0, (
-        folder / "out" / "log"
-    ).read_text()
+    assert run(folder, folder / "out", *endtasks, corpora=corpora, cache=cache) == 0
     return folder
 
 
 @pytest.fixture(scope="module")
 def two(corpora, cache, tmp_path_factory, endtasks):
-    folder = tmp_path_factory.mktemp("two")
-    assert run(folder, folder / "out", *DDP, *endtasks, corpora=corpora, cache=cache) == 0, (
-        folder / "out" / "log"
-    ).read_text()
+    """Killed within the second domain and started again; what it had left then lies in `left`."""
+    folder, given = tmp_path_factory.mktemp("two"), [*DDP, *endtasks]
+    assert run(folder, folder / "first", *given, corpora=corpora, cache=cache, death=4) != 0
+    assert told_by(folder / "run")["rows"] == ["base", "law"]
+    shutil.copytree(folder / "run", folder / "left" / "run")
+    code = run(folder, folder / "second", *given, corpora=corpora, cache=cache)
+    assert code == 0, (folder / "second" / "log").read_text()
     return folder
 
 
 def test_two_processes_see_the_samples_and_masks_of_one(one, two):
     whole = batches(one / "out", 0)
-    parts = list(zip(batches(two / "out", 0), batches(two / "out", 1), strict=True))
     assert len(whole) == 12
-    for (names, number, rows), ((_, first, mine), (_, second, theirs)) in zip(whole, parts, strict=True):
-        assert number == first == second
-        assert len(mine) == len(theirs) == len(rows) // 2
-        assert sorted(mine + theirs) == sorted(rows), names
-
-
-def test_the_processes_agree_before_validation(two):
-    first, second = ((two / "out" / f"hashes-{rank}.txt").read_text().splitlines() for rank in (0, 1))
-    assert len(first) == 2
-    assert first == second
-    assert len(set(first)) == 2
+    first = [batches(two / "first", rank)[:10] for rank in (0, 1)]
+    assert_shared(whole[:10], first)
+    assert_shared(whole[10:], [batches(two / "second", rank) for rank in (0, 1)])
 
 
 def test_two_processes_score_as_one(one, two):
-    alone, together = scores(one), scores(two)
-    assert together["rows"] == alone["rows"]
-    for row, expected in zip(together["nll"], alone["nll"], strict=True):
-        assert row == pytest.approx(expected, rel=1e-5)
-    assert together["scored"] == alone["scored"]
-
-
-def test_two_processes_share_the_end_tasks_and_have_the_costs_of_one(one, two):
-    alone, together = scores(one), scores(two)
+    """And share the end tasks, and have the costs of one."""
+    for out in ("first", "second"):
+        assert_agree(two / out, 1)
+    assert_scored_alike(one / "run", two / "run")
+    alone, together = told_by(one / "run"), told_by(two / "run")
     for kind, rows in together["endtasks"]["scores"].items():
         expected = alone["endtasks"]["scores"][kind]
         assert [[None in task for task in row] for row in rows] == [[True] * 2, [False, True], [False] * 2]
         pairs = zip(sum(sum(rows, []), []), sum(sum(expected, []), []), strict=True)
-        assert all(found == pytest.approx(score, abs=0.11) for found, score in pairs), (
-            kind
-        )  # 2 of 20 examples
-    assert together["seen"] == alone["seen"]
-    assert together["flops"] == pytest.approx(alone["flops"], rel=1e-6)
-    assert together["trained"] == alone["trained"] and min(together["memory"][1:]) > 1e8
+        assert all(found == pytest.approx(score, abs=0.11) for found, score in pairs)  # 2 of 20 examples
+    assert together["seen"] == alone["seen"] and together["trained"] == alone["trained"]
+    assert together["flops"] == pytest.approx(alone["flops"], rel=1e-6) and min(together["memory"][1:]) > 1e8
 
 
-def test_a_run_goes_on_with_another_number_of_processes(one, corpora, cache, tmp_path):
+def test_a_run_goes_on_with_another_number_of_processes(one, two, corpora, cache, endtasks):
     """Killed with two processes within a domain, it goes on with one, and with the same order of samples."""
-    assert run(tmp_path, tmp_path / "first", *DDP, corpora=corpora, cache=cache, death=4) != 0
-    assert scores(tmp_path)["rows"] == ["base", "law"]
-    assert run(tmp_path, tmp_path / "second", corpora=corpora, cache=cache) == 0
-    went_on = batches(tmp_path / "second", 0)
-    assert [number for _, number, _ in went_on] == [4, 5]
-    assert went_on == [batch for batch in batches(one / "out", 0) if batch[0] == ["food"]][4:]
-    for row, expected in zip(scores(tmp_path)["nll"], scores(one)["nll"], strict=True):
-        assert row == pytest.approx(expected, rel=1e-5)
+    assert run(two / "left", two / "left" / "out", *endtasks, corpora=corpora, cache=cache) == 0
+    assert batches(two / "left" / "out", 0) == batches(one / "out", 0)[10:]
+    assert_scored_alike(one / "run", two / "left" / "run")
 
 
+@pytest.mark.campaign
 def test_statistics_are_those_of_all_processes(corpora, cache, tmp_path):
     """Importances, magnitudes, candidates of the contrast: of the whole batch and probe."""
     method = ["method=das", "mask=migu", "method.general=null", "trainer.probe_samples=40"]
     method += ["trainer.accumulate_grad_batches=2"]
     method += ["method.contrast_dropout=1e-9"]  # what is dropped is each process's own draw
-    ran = {}
     for name, strategy in (("one", []), ("two", DDP)):
-        folder = tmp_path / name
-        folder.mkdir()
-        code = run(folder, folder / "out", *strategy, *method, corpora=corpora, cache=cache, starts=True)
-        assert code == 0, (folder / "out" / "log").read_text()
-        ran[name] = folder
-    first, second = ((ran["two"] / "out" / f"hashes-{rank}.txt").read_text() for rank in (0, 1))
-    assert first == second
-    for row, expected in zip(scores(ran["two"])["nll"], scores(ran["one"])["nll"], strict=True):
-        assert row == pytest.approx(expected, rel=1e-4)
-    states = [torch.load(folder / "run" / "stages" / "002.pt", weights_only=True) for folder in ran.values()]
-    for name, value in states[0].items():
-        if not name.startswith("model."):
-            torch.testing.assert_close(
-                states[1][name], value, rtol=2e-2, atol=1e-3 * value.abs().max().item()
-            )
+        (tmp_path / name).mkdir()
+        given = [tmp_path / name, tmp_path / name / "out", *strategy, *method]
+        assert run(*given, corpora=corpora, cache=cache, starts=True) == 0
+    assert_agree(tmp_path / "two" / "out", 2)
+    assert_scored_alike(tmp_path / "one" / "run", tmp_path / "two" / "run", rel=1e-4)
+    alone, together = (state_of(tmp_path / name / "run") for name in ("one", "two"))
+    for name in (name for name in alone if not name.startswith("model.")):
+        atol = 1e-3 * alone[name].abs().max().item()
+        torch.testing.assert_close(together[name], alone[name], rtol=2e-2, atol=atol)
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        ["method=demix", "routing@method.routing=posterior"],
-        ["method=hat", "method.form=adapter", "method.routing.unlearned=posterior"],
-        ["method=lifelong_moe", "method.experts=2", "method.balance=1"],
-    ],
-    ids=lambda method: method[0],
-)
+PARTS = {
+    "demix": ["method=demix", "routing@method.routing=posterior"],
+    "hat": ["method=hat", "method.form=adapter", "method.routing.unlearned=posterior"],
+    "lifelong_moe": ["method=lifelong_moe", "method.experts=2", "method.balance=1"],
+}
+
+
+@pytest.mark.parametrize("method", run_few(PARTS, ["demix"]))
 def test_two_processes_have_the_same_parts_as_one(method, small, start, corpora, cache, tmp_path):
     """What is drawn, where an expert begins and which parts score a text."""
-    start(small(ORDER, *method), tmp_path / "alone")
-    assert run(tmp_path, tmp_path / "out", *DDP, *method, corpora=corpora, cache=cache) == 0, (
-        tmp_path / "out" / "log"
-    ).read_text()
-    first, second = ((tmp_path / "out" / f"hashes-{rank}.txt").read_text() for rank in (0, 1))
-    assert first == second
-    alone, together = json.loads((tmp_path / "alone" / "scores.json").read_text()), scores(tmp_path)
-    for row, expected in zip(together["nll"], alone["nll"], strict=True):
-        assert row == pytest.approx(expected, rel=1e-4)
-    assert len(alone["parts"][-1]["general"]) == 3 - (method[0] == "method=hat")  # hat mixes no base
+    start(small(ORDER, *PARTS[method]), tmp_path / "alone")
+    assert run(tmp_path, tmp_path / "out", *DDP, *PARTS[method], corpora=corpora, cache=cache) == 0
+    assert_agree(tmp_path / "out", 2)
+    assert_scored_alike(tmp_path / "alone", tmp_path / "run", rel=1e-4)
+    alone, together = told_by(tmp_path / "alone"), told_by(tmp_path / "run")
+    assert len(alone["parts"][-1]["general"]) == 3 - (method == "hat")  # hat mixes no base
     for row, expected in zip(together["parts"], alone["parts"], strict=True):
         assert {text: pytest.approx(weights, abs=1e-3) for text, weights in expected.items()} == row
 
 
-@pytest.mark.parametrize("method", run_few(["agem", "growing", "companions", "elle"], ["elle"]))
+@pytest.mark.campaign
+@pytest.mark.parametrize("method", ["agem", "growing", "companions", "elle"])
 def test_two_processes_agree_where_a_seam_is_used(method, small, start, corpora, cache, tmp_path):
     """A projected gradient, a grown block and a peer are the same in both, and as in one process; the memory
     of A-GEM alone is each process's own."""
     options = [*chosen(method), "optim.carry=moments"]
-    assert run(tmp_path, tmp_path / "out", *DDP, *options, corpora=corpora, cache=cache) == 0, (
-        tmp_path / "out" / "log"
-    ).read_text()
-    first, second = ((tmp_path / "out" / f"hashes-{rank}.txt").read_text() for rank in (0, 1))
-    assert first == second
+    assert run(tmp_path, tmp_path / "out", *DDP, *options, corpora=corpora, cache=cache) == 0
+    assert_agree(tmp_path / "out", 2)
     start(small(ORDER, *options), tmp_path / "alone")
-    alone, together = json.loads((tmp_path / "alone" / "scores.json").read_text()), scores(tmp_path)
-    rows = zip(together["nll"], alone["nll"], strict=True)
-    assert method == "agem" or all(row == pytest.approx(expected, rel=1e-4) for row, expected in rows)
+    if method != "agem":
+        assert_scored_alike(tmp_path / "alone", tmp_path / "run", rel=1e-4)
 
 
 @pytest.mark.campaign
@@ -249,17 +247,69 @@ def test_a_sweep_of_distributed_runs_is_swept_by_the_first_process_alone(
 ):
     """With `-m` on their command line, the second processes would run the sweep themselves and cross."""
     places = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", ORDER]
-    swept = subprocess.run(
-        [sys.executable, str(ROOT / "run.py"), "-m", *places, *SMALL, *DDP, "seed=1"],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        cwd=tmp_path,
-    )
+    command = [sys.executable, str(ROOT / "run.py"), "-m", *places, *SMALL, *DDP, "seed=1"]
+    swept = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
     assert swept.returncode == 0, swept.stdout + swept.stderr
-    [found] = [json.loads(path.read_text()) for path in tmp_path.rglob("scores.json")]
+    [found] = [path.parent for path in tmp_path.rglob("scores.json")]
     start(small(ORDER, "seed=1"), tmp_path / "alone")
-    alone = json.loads((tmp_path / "alone" / "scores.json").read_text())
-    assert found["run"]["seed"] == 1
-    for row, expected in zip(found["nll"], alone["nll"], strict=True):
-        assert row == pytest.approx(expected, rel=1e-5)
+    assert told_by(found)["run"]["seed"] == 1
+    assert_scored_alike(tmp_path / "alone", found)
+
+
+# What has two lengths or answers: span corruption of T5, and tasks of both kinds of model
+
+
+@pytest.fixture(scope="module")
+def commands(corpora, cache, tmp_path_factory):
+    """The command of a run of each kind."""
+    root = write_tasks(tmp_path_factory.mktemp("tasks"), ("law", "food"), train=60, test=25)
+    tasks = ["domains=tasks", f"domains.root={root}", "answers.tokens=6", "answers.batch_size=7"]
+    tasks += ["model.length=64", ORDER, f"cache_dir={cache}"]
+    texts = ["domains=texts", f"domains.root={corpora}", ORDER, f"cache_dir={cache}"]
+    runs = ([*SMALL_T5, *texts], [*SMALL_T5, *tasks], [*SMALL_GPT2, *tasks])
+    return dict(zip(KINDS, runs, strict=True))
+
+
+def unpadded(rows: list) -> list:
+    """Rows without what fills them up, 0 or 1: a process pads to its own longest."""
+    shown = (
+        [[each for each in ids if each > 1], [each for each in mask if each != -100]] for ids, mask in rows
+    )
+    return sorted(shown)
+
+
+@pytest.mark.parametrize("kind", run_few(KINDS, ["tasks of T5"]))
+def test_two_processes_learn_and_answer_as_one_whether_killed_or_not(kind, commands, tmp_path):
+    one, two, command = tmp_path / "one", tmp_path / "two", commands[kind]
+    one.mkdir()
+    two.mkdir()
+    assert launch(one, one / "out", *command) == 0, (one / "out" / "log").read_text()
+    assert launch(two, two / "first", *command, *DDP, death=4) != 0
+    assert told_by(two / "run")["rows"] == ["base", "law"]
+    assert launch(two, two / "second", *command, *DDP) == 0, (two / "second" / "log").read_text()
+    whole = batches(one / "out", 0)
+    assert_shared(whole[:10], [batches(two / "first", rank)[:10] for rank in (0, 1)], seen=unpadded)
+    assert_shared(whole[10:], [batches(two / "second", rank) for rank in (0, 1)], seen=unpadded)
+    for out in ("first", "second"):
+        assert_agree(two / out, 1)
+    assert_scored_alike(one / "run", two / "run")
+    found = answers_of(two / "run")
+    assert len(found) == (0 if kind == "text of T5" else 6) and found == answers_of(one / "run")
+    mine, theirs = told_by(two / "run")["answers"], told_by(one / "run")["answers"]
+    for name in ("tasks", "metrics", "intervals") if found else ():
+        assert mine[name] == theirs[name]
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_within_the_answers_ends_both_and_they_go_on(rank, commands, tmp_path):
+    """Whichever process it comes to; a task that was answered is not asked again."""
+    command = [*commands["tasks of GPT-2"], *DDP, "answers.tokens=40", "trainer.steps=2"]
+    seen = lambda: any(tmp_path.glob("outputs/default/*/answers/001-law/law.parquet"))  # noqa: E731
+    code, lines = stopped(command, tmp_path, seen=seen, number=signal.SIGTERM, rank=rank, twin=True)
+    assert (code, [line[2] for line in lines]) == (GO_ON, ["in the answers after law"])
+    before = {path: path.read_bytes() for path in run_folder(tmp_path).glob("answers/*/*.parquet")}
+    process = started(ROOT / "run.py", *command, cwd=tmp_path, log=tmp_path / "log", twin=True)
+    assert ended(process) == 0 and len(before) == 3
+    assert all(path.read_bytes() == was for path, was in before.items())
+    assert len([*run_folder(tmp_path).glob("answers/*/*.parquet")]) == 6

@@ -2,15 +2,13 @@
 
 import csv
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from cpt.trainer.callbacks import CustomCallbacks
+from tests.runs.reading import assert_same_bits, told_by
 
 TWO = "order=[law,food]"
 HERE = "tests.trainer.test_callbacks"
@@ -18,18 +16,19 @@ COUNTING = f"+callbacks.mine._target_={HERE}.Counting"
 
 
 class Counting(Callback):
-    """Counts what it sees; its state is what it has counted."""
+    """Counts what it sees, its state; ends the run at a batch of the next one's choice."""
 
     made: list["Counting"] = []
+    stop_at = None
 
-    def __init__(self, stop_at: int | None = None) -> None:
-        self.batches, self.stages, self.losses, self.stop_at = 0, [], 0.0, stop_at
+    def __init__(self) -> None:
+        self.batches, self.stages, self.losses = 0, [], 0.0
         Counting.made.append(self)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, *args) -> None:
         self.batches += 1
         self.losses += outputs["loss"].item()
-        if self.batches == self.stop_at:
+        if self.batches == Counting.stop_at:
             raise KeyboardInterrupt
 
     def on_fit_end(self, trainer, pl_module) -> None:
@@ -59,7 +58,7 @@ class Telling(DummyLogger):
 
     def __init__(self, save_dir: str, title: str) -> None:
         super().__init__()
-        self.place, self.title = save_dir, title
+        self.title = title
         Telling.told[title] = {"save_dir": save_dir}
 
     def log_hyperparams(self, params) -> None:
@@ -69,109 +68,53 @@ class Telling(DummyLogger):
         Telling.told[self.title].update(metrics)
 
 
-@pytest.fixture(autouse=True)
-def forgetful():
+def test_a_callback_is_one_for_the_run_and_a_killed_run_goes_on_with_its_state(
+    small, start, tmp_path, monkeypatch
+):
+    """Killed within the first stage, at its end and in the second: at steps with and without a checkpoint."""
     Counting.made.clear()
-    Telling.told.clear()
-
-
-def test_a_callback_is_one_for_the_run_and_sees_every_stage(small, start, tmp_path):
-    start(small(TWO, COUNTING, "+callbacks.other=null"), tmp_path)
-    (mine,) = Counting.made
-    assert (mine.batches, mine.stages) == (12, ["law", "food"])
-
-
-@pytest.mark.parametrize("stop_at", [3, 6, 7, 11, 12])
-def test_a_killed_run_goes_on_with_the_state_of_its_callbacks(stop_at, small, start, tmp_path):
-    """Within the first stage, at the end of it, in the second: at steps with and without a checkpoint."""
-    cfg = small(TWO, COUNTING)
+    cfg = small(TWO, COUNTING, "+callbacks.other=null")
     start(cfg, tmp_path / "whole")
-    with pytest.raises(SystemExit), KilledAt(stop_at):
-        start(cfg, tmp_path / "killed")
+    for number in (3, 6, 7):
+        monkeypatch.setattr(Counting, "stop_at", number)
+        with pytest.raises(SystemExit):
+            start(cfg, tmp_path / "killed")
+    monkeypatch.setattr(Counting, "stop_at", None)
     start(cfg, tmp_path / "killed")
-    whole, _, resumed = Counting.made
+    whole, *_, resumed = Counting.made
+    assert len(Counting.made) == 5 and (whole.batches, whole.stages) == (12, ["law", "food"])
     assert resumed.state_dict() == whole.state_dict()
-    states = [
-        torch.load(tmp_path / run / "stages" / "002.pt", weights_only=True) for run in ("whole", "killed")
-    ]
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-
-
-class KilledAt:
-    """The next callback raises KeyboardInterrupt at its batch of this number."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def __enter__(self) -> None:
-        self.kept = Counting.__init__.__defaults__
-        Counting.__init__.__defaults__ = (self.number,)
-
-    def __exit__(self, *args) -> None:
-        Counting.__init__.__defaults__ = self.kept
-
-
-def test_the_state_between_stages_is_that_of_the_stage_before(tmp_path):
-    mine = Counting()
-    run = CustomCallbacks({"mine": mine}, tmp_path)
-    for number in (1, 2, 3):
-        run.entering(number)
-        mine.batches = number
-        run.teardown(SimpleNamespace(is_global_zero=True), None, "fit")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["002.pt", "003.pt"]
-    again = Counting()
-    CustomCallbacks({"mine": again}, tmp_path).entering(3)
-    assert again.batches == 2
-    CustomCallbacks({"mine": again}, tmp_path).entering(4)
-    assert again.batches == 3
+    assert_same_bits(tmp_path / "killed", tmp_path / "whole")
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("kind", "told"),
     [
-        (
-            f"+callbacks.x._target_={HERE}.Stopping",
-            "the stage was ended at step 1 of 6 by one of the callbacks x; allowed: trainer.steps",
-        ),
-        (
-            f"+callbacks.x._target_={HERE}.Opaque",
-            "callbacks.x: its state_dict is .*allowed: tensors",
-        ),
+        ("Stopping", "the stage was ended at step 1 of 6 by one of the callbacks x"),
+        ("Opaque", "callbacks.x: its state_dict is "),
     ],
 )
-def test_a_callback_that_would_spoil_the_run_is_told(override, told, small, start, tmp_path):
+def test_a_callback_that_would_spoil_the_run_is_told(kind, told, small, start, tmp_path):
     with pytest.raises(ValueError, match=told):
-        start(small("order=[law]", override), tmp_path)
+        start(small("order=[law]", f"+callbacks.x._target_={HERE}.{kind}"), tmp_path)
     scores = tmp_path / "scores.json"
     assert not scores.exists() or json.loads(scores.read_text())["rows"] == ["base"]
 
 
-def test_several_loggers_are_told_the_curves_the_row_and_the_metrics(small, start, tmp_path):
-    names = ("one", "two")
-    loggers = [f"+logger.{name}={{_target_: {HERE}.Telling, title: {name}}}" for name in names]
-    start(small("order=[law]", "trainer.log_every_n_steps=1", "logger=csv", *loggers), tmp_path)
-    scores = json.loads((tmp_path / "scores.json").read_text())
-    for name in names:
-        told = Telling.told[name]
-        assert (told["save_dir"], told["seed"]) == (str(tmp_path), 0)
-        assert told["LC/perplexity"] == pytest.approx(scores["metrics"]["LC"]["perplexity"])
-        assert {"train/lm/law", "ppl/law"} <= told.keys()
-    assert (tmp_path / "metrics.csv").exists()
-
-
-def test_a_logger_of_lightning_is_made_from_its_class_and_has_the_curves(small, start, tmp_path):
-    """Two stages are two fits, and a row each after them, in one file."""
+def test_several_loggers_are_told_the_curves_the_rows_and_the_metrics(small, start, tmp_path):
+    """Ours, one's own and one of Lightning's; two stages are two fits, and a row each after them."""
+    mine = f"+logger.mine={{_target_: {HERE}.Telling, title: mine}}"
     theirs = "+logger.theirs={_target_: lightning.pytorch.loggers.CSVLogger, name: theirs, version: ''}"
-    start(small(TWO, "trainer.log_every_n_steps=1", "logger=csv", theirs), tmp_path)
-    with (tmp_path / "theirs" / "metrics.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    ours = {}
-    with (tmp_path / "metrics.csv").open() as file:
-        for row in csv.DictReader(file):
-            ours.setdefault(row["name"], []).append(float(row["value"]))
+    start(small(TWO, "trainer.log_every_n_steps=1", "logger=csv", mine, theirs), tmp_path)
+    scores, told = told_by(tmp_path), Telling.told["mine"]
+    assert (told["save_dir"], told["seed"]) == (str(tmp_path), 0)
+    assert told["LC/perplexity"] == pytest.approx(scores["metrics"]["LC"]["perplexity"])
+    assert {"train/lm/law", "ppl/law"} <= told.keys()
+    places, ours = (tmp_path / "theirs", tmp_path), {}
+    rows, own = (list(csv.DictReader((at / "metrics.csv").read_text().splitlines())) for at in places)
+    for row in own:
+        ours.setdefault(row["name"], []).append(float(row["value"]))
     for name in ("train/lm/law", "train/lm/food", "train/grad_norm/food", "train/tokens/law", "ppl/law"):
         assert [float(row[name]) for row in rows if row.get(name)] == pytest.approx(ours[name]), name
     assert any(row.get("LC/perplexity") for row in rows)
-    scores = json.loads((tmp_path / "scores.json").read_text())
     assert ours["train/tokens/law"][-1] == scores["seen"][1]
-    assert all(pace > 0 for pace in ours["train/tokens_per_s/food"])

@@ -1,7 +1,5 @@
 """What a method keeps beside the model is counted once, whatever it is called; what it computes, too."""
 
-import json
-
 import pytest
 import torch
 from lightning import LightningModule
@@ -15,6 +13,7 @@ from cpt.optim.nan_guard import NanGuard
 from cpt.trainer.checkpoint import StepCheckpoint
 from cpt.trainer.costs import CostMonitor, own_names, stored_beside, stored_bytes, trained_parameters
 from cpt.trainer.lightning import make_trainer
+from tests.runs.reading import told_by
 from tests.support import making
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -30,16 +29,10 @@ class Method(nn.Module):
         self.model = model
 
 
-def test_the_models_own_weights_are_not_counted():
-    method = Method(made())
-    assert stored_bytes(method.state_dict(), own_names(method.model)) == 0
-    assert stored_bytes(method.half().state_dict(), own_names(method.model)) == 0
-    assert [*dict(method.model.named_buffers())] and stored_beside(method, method.state_dict()) == 0
-
-
-def test_what_is_attached_and_what_is_kept_counts_once():
+def test_what_is_attached_and_what_is_kept_counts_once_and_the_models_own_weights_do_not():
     method = Method(made())
     own = own_names(method.model)
+    assert stored_bytes(method.state_dict(), own) == stored_beside(method, method.state_dict()) == 0
     method.model.roberta.add_module("adapter", nn.Linear(16, 4))
     method.register_buffer("copy", torch.zeros(10))
     method.register_buffer("again", method.copy)
@@ -49,14 +42,7 @@ def test_what_is_attached_and_what_is_kept_counts_once():
     assert stored_beside(method, method.state_dict()) == 4 * (16 * 4 + 4 + 10 + 99)
 
 
-def test_a_copy_of_the_base_counts_saved_or_not(small):
-    """As in CONTRIBUTING's example: Snapshot(self.model, persistent=False)."""
-    work = making.made(small("method=l2", "method.towards=base"))
-    weights = sum(each.nbytes for each in work.module.model.parameters())
-    assert stored_beside(work.module, work.module.state_dict()) == weights
-
-
-def test_a_weight_that_peft_has_moved_is_the_models():
+def test_a_weight_that_peft_has_moved_is_the_models_and_a_copy_of_the_base_counts(small):
     import peft
 
     method = Method(made())
@@ -65,6 +51,9 @@ def test_a_weight_that_peft_has_moved_is_the_models():
     peft.inject_adapter_in_model(adapted, method.model)
     assert stored_bytes(method.state_dict(), own) == 4 * (2 * 16 + 16 * 2)
     assert trained_parameters(method) == 2 * 16 + 16 * 2
+    work = making.made(small("method=l2", "method.towards=base"))  # saved or not
+    weights = sum(each.nbytes for each in work.module.model.parameters())
+    assert stored_beside(work.module, work.module.state_dict()) == weights
 
 
 class Two(nn.Module):
@@ -111,14 +100,10 @@ BACKWARD = 2 * 2 * 6 * 4 + 2 * 5 * (2 * 2 * 2 * 2)
 
 def fitted(tmp_path, *, before=0, step=1, after=0, steps=3, accumulate=1, checkpoint=None, stop=None):
     compute, module = CostMonitor(), Counted({"before": before, "step": step, "after": after})
-    options = {"accumulate_grad_batches": accumulate}
-    callbacks = [
-        compute,
-        StepCheckpoint(tmp_path / "state.ckpt", every=1, guard=NanGuard()),
-        *([stop] if stop else []),
-    ]
+    options = {"accelerator": "cpu", "accumulate_grad_batches": accumulate}
+    saving = StepCheckpoint(tmp_path / "state.ckpt", every=1, guard=NanGuard())
     tmp_path.mkdir(exist_ok=True)
-    work = make_trainer({"accelerator": "cpu", **options}, label="", steps=steps, callbacks=callbacks)
+    work = make_trainer(options, label="", steps=steps, callbacks=[compute, saving, *filter(None, [stop])])
     try:
         work.fit(module, ckpt_path=checkpoint, weights_only=True)
     except KeyError:
@@ -126,38 +111,38 @@ def fitted(tmp_path, *, before=0, step=1, after=0, steps=3, accumulate=1, checkp
     return compute.costs(work)
 
 
-def test_operations_are_counted_forward_backward_and_in_what_a_method_does_besides(tmp_path):
-    one = FORWARD + BACKWARD
-    assert fitted(tmp_path)["flops"] == 3 * one
-    assert fitted(tmp_path, step=2)["flops"] == 3 * 2 * one
-    assert fitted(tmp_path, before=2)["flops"] == 3 * one + 2 * FORWARD
-    assert fitted(tmp_path, after=3)["flops"] == 3 * one + 3 * one
-    assert fitted(tmp_path, accumulate=2)["flops"] == 3 * 2 * one
+ONE = FORWARD + BACKWARD
 
 
-def test_of_steps_that_differ_the_mean_of_a_period_is_counted(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("given", "flops"),
+    [
+        ({}, 3 * ONE),
+        ({"step": 2}, 3 * 2 * ONE),
+        ({"before": 2}, 3 * ONE + 2 * FORWARD),
+        ({"after": 3}, 3 * ONE + 3 * ONE),
+        ({"accumulate": 2}, 3 * 2 * ONE),
+    ],
+)
+def test_operations_are_counted_forward_backward_and_in_what_a_method_does_besides(given, flops, tmp_path):
+    """And tokens, but for padding."""
+    costs = fitted(tmp_path, **given)
+    assert costs["flops"] == flops
+    assert costs["seen"] == (3 * (10 + 12) if "accumulate" in given else 10 + 12 + 10)
+
+
+def test_of_steps_that_differ_the_mean_of_a_period_is_counted(small, tmp_path, monkeypatch):
+    assert making.made(small("method=das", "method.contrast_every=3")).module.period == 3
+
     def alternating(self, batch):
         passes = 3 if self.trainer.global_step % 2 == 0 else 1
         return sum(self.net(batch["input_ids"]) for _ in range(passes))
 
     monkeypatch.setattr(Counted, "training_step", alternating)
-    one = FORWARD + BACKWARD
-    assert fitted(tmp_path / "alike", steps=4)["flops"] == 4 * 3 * one
+    assert fitted(tmp_path / "alike", steps=4)["flops"] == 4 * 3 * ONE
     monkeypatch.setattr(Counted, "period", 2, raising=False)
-    assert fitted(tmp_path / "mean", steps=4)["flops"] == 4 * 2 * one
-    assert fitted(tmp_path / "short", steps=1)["flops"] == 3 * one
-
-
-@pytest.mark.parametrize("method", ["das", "dga"])
-def test_a_contrast_in_some_steps_is_such_a_method(method, small):
-    for given, period in (([], 1), (["every=3"], 3), (["every=3", "strength=0"], 1)):
-        named = [f"method.contrast_{each}".replace("contrast_strength", "contrast") for each in given]
-        assert making.made(small(f"method={method}", *named)).module.period == period
-
-
-def test_tokens_that_are_padding_are_not_counted(tmp_path):
-    assert fitted(tmp_path)["seen"] == 10 + 12 + 10
-    assert fitted(tmp_path, accumulate=2)["seen"] == 3 * (10 + 12)
+    assert fitted(tmp_path / "mean", steps=4)["flops"] == 4 * 2 * ONE
+    assert fitted(tmp_path / "short", steps=1)["flops"] == 3 * ONE
 
 
 class Stop(Callback):
@@ -178,7 +163,7 @@ def test_a_resumed_stage_has_the_costs_of_an_unbroken_one(tmp_path):
 
 def test_of_a_model_with_a_decoder_source_and_target_are_read(small_t5, start, tmp_path):
     start(small_t5("order=[law]", "trainer.steps=3"), tmp_path)
-    scores = json.loads((tmp_path / "scores.json").read_text())
+    scores = told_by(tmp_path)
     # Of 16 tokens 2 are hidden in a hole: 14 + 1 + 1 tokens of source, 2 + 1 + 1 of target.
     assert scores["seen"] == [0, 3 * 8 * (16 + 4)]
     assert scores["flops"][1] > 6 * scores["seen"][1] * 1000

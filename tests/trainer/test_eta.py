@@ -2,6 +2,8 @@
 
 from types import SimpleNamespace
 
+import pytest
+
 from cpt.trainer.eta import RunETA
 
 NONE = {kind: {} for kind in ("start", "generate", "learn", "score", "endtasks", "answers", "probes")}
@@ -16,79 +18,55 @@ class Data(list):
         return list(self)
 
     def steps(self, domain):
-        return STEPS[domain.name]
+        return STEPS.get(domain.name, 1)
 
 
-def outlook(phases, *, rows=(), endtasks=(), generates=False):
+def outlook(phases, rows, *, endtasks=(), generates=False):
     """Three domains, two texts scored after each and three after the last."""
     tasks = SimpleNamespace(KIND="endtasks", follows=lambda number: number in endtasks)
     data = Data(SimpleNamespace(name=name) for name in STEPS)
     data.replay_source = SimpleNamespace() if generates else None
-    return RunETA(
-        data,
-        SimpleNamespace(wanted=lambda number: "abc"[: 2 + (number == 3)]),
-        SimpleNamespace(phases=NONE | phases, rows=list(rows)),
-        [tasks] * bool(endtasks),
-    )
+    policy = SimpleNamespace(wanted=lambda number: "abc"[: 2 + (number == 3)])
+    scores = SimpleNamespace(phases=NONE | phases, rows=rows.split())
+    return RunETA(data, policy, scores, [tasks] * bool(endtasks))
 
 
-def told(phase):
-    return phase.remaining_s, phase.remaining_steps, tuple(phase.untimed)
+BASE, LAW = {"base": 4.0}, {"law": 20.0}
+BOTH = {"score": BASE, "learn": LAW}
+TASKS, TIMED = {"endtasks": (2, 3), "generates": True}, BOTH | {"endtasks": {"food": 7.0}}
+MADE = {"score": {"base": 4.0, "law": 8.0}, "learn": {"law": 20.0, "food": 80.0}}
 
 
-def test_before_a_step_is_made_nobody_knows():
-    phase = outlook({"start": {"tokenise": 3.0}}).phase("score", 0)
-    assert told(phase) == (None, 0, ("learn", "score"))
-    assert (phase.name, phase.stage, phase.stages, phase.done, phase.total) == (
-        "scoring after base",
-        0,
-        3,
-        0,
-        70,
-    )
+@pytest.mark.parametrize(
+    ("phases", "rows", "how", "phase", "seconds", "steps", "untimed"),
+    [
+        # Before a step is made nobody knows; then the first domain stands for the steps of the others.
+        ({"start": {"tokenise": 3.0}}, "", {}, ("score", 0), None, 0, ["learn", "score"]),
+        ({"score": BASE}, "base", {}, ("learn", 1), 2 * (2 + 2 + 3), 60, []),
+        # What is done is the measure; food is on its way for the second time: its row is not there.
+        (MADE, "base law", {}, ("learn", 2), 3.0 * (2 + 3) + 2.0 * 40, 0, []),
+        (MADE, "base law", {}, ("score", 2), 3.0 * 3 + 2.0 * 40, 0, []),
+        # What was never timed is named.
+        (BOTH, "base law", TASKS, ("learn", 2), 2.0 * (2 + 3) + 2.0 * 40, 0, ["generate", "endtasks"]),
+        (TIMED, "base law food", {"endtasks": (2, 3)}, ("endtasks", 2), 93.0, 0, []),
+        (BOTH, "base law food", {}, ("probes", 3), 0.0, 0, []),
+        # Stages that are learned are not foreseen again.
+        (BOTH, "base law food", {"endtasks": (0, 1, 2, 3)}, ("endtasks", 0), 86.0, 0, ["endtasks"]),
+    ],
+)
+def test_what_is_left_by_what_is_done(phases, rows, how, phase, seconds, steps, untimed):
+    found = outlook(phases, rows, **how).phase(*phase)
+    assert (found.remaining_s, found.remaining_steps, list(found.untimed)) == (seconds, steps, untimed)
 
 
-def test_the_first_domain_stands_for_the_steps_of_the_others():
-    phase = outlook({"score": {"base": 4.0}}, rows=["base"]).phase("learn", 1)
-    assert told(phase) == (2 * (2 + 2 + 3), 60, ())
-    assert (phase.name, phase.done, phase.trains) == ("learning law", 0, True)
-
-
-def test_what_is_done_is_the_measure_of_what_follows():
-    phases = {"score": {"base": 4.0, "law": 8.0}, "learn": {"law": 20.0, "food": 80.0}}
-    seen = outlook(phases, rows=["base", "law"])
-    phase = seen.phase("learn", 2)  # food is on its way for the second time: its row is not there
-    assert told(phase) == (3.0 * (2 + 3) + 2.0 * 40, 0, ())
-    assert phase.done == 10
-    phase = seen.phase("score", 2)
-    assert told(phase) == (3.0 * 3 + 2.0 * 40, 0, ()) and phase.done == 30
-
-
-def test_what_was_never_timed_is_named():
-    phases = {"score": {"base": 4.0}, "learn": {"law": 20.0}}
-    seen = outlook(phases, rows=["base", "law"], endtasks=(2, 3), generates=True)
-    assert told(seen.phase("learn", 2)) == (2.0 * (2 + 3) + 2.0 * 40, 0, ("generate", "endtasks"))
-    later = outlook(phases | {"endtasks": {"food": 7.0}}, rows=["base", "law", "food"], endtasks=(2, 3))
-    assert told(later.phase("endtasks", 2)) == (2.0 * 3 + 2.0 * 40 + 7.0, 0, ())
-    assert told(later.phase("probes", 3)) == (0.0, 0, ())
-
-
-def test_stages_that_are_learned_are_not_foreseen_again():
-    phases = {"score": {"base": 4.0, "law": 4.0}, "learn": {"law": 20.0}}
-    phase = outlook(phases, rows=["base", "law", "food"], endtasks=(0, 1, 2, 3)).phase("endtasks", 0)
-    assert told(phase) == (2.0 * 3 + 2.0 * 40, 0, ("endtasks",))
-
-
-def test_the_latest_stages_set_the_pace():
+def test_a_phase_has_its_place_and_the_latest_stages_set_the_pace():
     """The stage that is not committed yet does not."""
+    phase = outlook(MADE, "base law").phase("learn", 2)
+    assert (phase.name, phase.done, phase.total, phase.trains) == ("learning food", 10, 70, True)
+    assert outlook(MADE, "base law").phase("score", 2).done == 30
     names = [f"d{number}" for number in range(300)]
     took = dict.fromkeys(names[:200], 90.0) | dict.fromkeys(names[200:280], 2.0) | {names[280]: 50.0}
-    many = outlook({"learn": took}, rows=["base", *names[:280]])
+    many = outlook({"learn": took}, " ".join(["base", *names[:280]]))
     many.data[:] = [SimpleNamespace(name=name) for name in names]
-    many.data.steps = lambda domain: 1
     phase = many.phase("learn", 281)
-    assert (phase.done, phase.total, phase.remaining_s) == (
-        280,
-        300,
-        19 * 2.0,
-    ) and "learn" not in phase.untimed
+    assert (phase.done, phase.total, phase.remaining_s) == (280, 300, 19 * 2.0)

@@ -7,18 +7,20 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from cpt.evaluation import finetune
 from cpt.evaluation.finetune_tasks import plan_endtasks
 from cpt.evaluation.predictions import endtask_file, save_predictions
 from cpt.train import is_done
 from cpt.trainer import evaluators
 from cpt.trainer.evaluators import FinetuneEvaluator, share_measurements
 from cpt.trainer.run_dir import RunDir
+from tests.runs.reading import assert_same_bits, told_by
 from tests.support.endtask_fixtures import QUICK, model, options, tokenizer, write_task
 
 CPU = torch.device("cpu")
 ALL = ["law", "food"]
 DONE = [("law", 3), ("law", 4), ("food", 3), ("food", 4)]
+EACH = ["001-law/law", "002-food/food", "002-food/law"]
+LAW, FOOD, SPACE = ("law",), ("food",), ("space",)
 
 
 class Stages:
@@ -49,94 +51,86 @@ def made(root, words):
     """An evaluator of a run of two domains, in a folder."""
     start = model("roberta", words, dropout=0.1)
 
-    def make(folder="run", *, stages=(("law",), ("food",)), alone=False, asked=None, **overrides):
+    def make(folder="run", *, stages=(LAW, FOOD), alone=False, **overrides):
         plan = plan_endtasks(options("texts", root=root, **{**QUICK, **overrides}), ALL, ALL)
-        model_for = (lambda place: asked.append(place) or start) if asked is not None else lambda place: start
-        module = SimpleNamespace(alone=alone, model_for=model_for)
+        module = SimpleNamespace(alone=alone, model_for=lambda place: start)
         place = RunDir(root / folder)
         return FinetuneEvaluator(plan, words, place=place, module=module, data=Stages(*stages))
 
     return make
 
 
+def note(self, number, name, seed, given, *, device, step):
+    """In the place of a fine-tuning: a file that says the weights that it was measured on."""
+    task, weight = self.tasks[name], sum(each.double().sum().item() for each in given.parameters())
+    said = {"digest": task.digest(seed), "seconds": 1.0, "weight": weight}
+    said |= dict.fromkeys(("macro_f1", "micro_f1", "accuracy"), 10 * number + seed)
+    labels = [each.label for each in task.test]
+    columns = {"id": [each.id for each in task.test], "label": labels, "prediction": labels}
+    save_predictions(endtask_file(self.folder(number), name, seed), columns, about=said)
+
+
 @pytest.fixture
-def counted(monkeypatch):
-    """The (task, seed) that are fine-tuned."""
-    calls, whole = [], finetune.fine_tune
+def noted(monkeypatch):
+    """What is measured, in the place of a fine-tuning; it may be deadly."""
+    counted = SimpleNamespace(asked=[], deadly=())
 
-    def count(start, job, *, seed, **rest):
-        calls.append((job.name, seed))
-        return whole(start, job, seed=seed, **rest)
+    def count(self, number, name, seed, *given, **how):
+        if (number, name) in counted.deadly:
+            raise KeyError("killed")
+        counted.asked.append((name, seed))
+        note(self, number, name, seed, *given, **how)
 
-    monkeypatch.setattr(finetune, "fine_tune", count)
-    return calls
+    monkeypatch.setattr(FinetuneEvaluator, "measure_task", count)
+    return counted
 
 
-def predictions(evaluator, number=2):
-    files = sorted(evaluator.folder(number).glob("*.parquet"))
+def about(path):
+    return json.loads(pq.read_schema(path).metadata[b"cpt"])
+
+
+def predictions(evaluator):
+    files = sorted(evaluator.folder(2).glob("*.parquet"))
     return {each.name: pq.read_table(each).to_pydict() for each in files}
 
 
-LAW, FOOD, SPACE = ("law",), ("food",), ("space",)
-
-
 @pytest.mark.parametrize(
-    ("when", "stages", "number", "alone", "due"),
+    ("when", "stages", "alone", "due"),  # by stage, the base first
     [
-        ("last", [LAW, FOOD], 0, False, []),
-        ("last", [LAW, FOOD], 1, False, []),
-        ("last", [LAW, FOOD], 2, False, ALL),
-        ("last", [("law", "food")], 1, False, ALL),
-        ("last", [FOOD], 1, False, ["food"]),
-        ("last", [], 0, False, ALL),
-        ("last", [LAW, FOOD], 1, True, ["law"]),
-        ("last", [LAW, FOOD], 2, True, ["food"]),
-        ("each", [LAW, FOOD], 0, False, []),
-        ("each", [LAW, FOOD], 1, False, ["law"]),
-        ("each", [LAW, FOOD], 2, False, ALL),
-        ("each", [LAW, FOOD], 2, True, ["food"]),
-        ("diagonal", [LAW, FOOD], 1, False, ["law"]),
-        ("diagonal", [LAW, FOOD], 2, False, ["food"]),
-        ("diagonal", [LAW, SPACE], 2, False, []),
+        ("last", [LAW, FOOD], False, [[], [], ALL]),
+        ("last", [("law", "food")], False, [[], ALL]),
+        ("last", [FOOD], False, [[], ["food"]]),
+        ("last", [], False, [ALL]),
+        ("last", [LAW, FOOD], True, [[], ["law"], ["food"]]),
+        ("each", [LAW, FOOD], False, [[], ["law"], ALL]),
+        ("each", [LAW, FOOD], True, [[], ["law"], ["food"]]),
+        ("diagonal", [LAW, FOOD], False, [[], ["law"], ["food"]]),
+        ("diagonal", [LAW, SPACE], False, [[], ["law"], []]),
     ],
 )
-def test_what_is_asked_for_after_a_stage(made, when, stages, number, alone, due):
+def test_what_is_asked_for_after_a_stage(made, when, stages, alone, due):
     found = made(when=when, stages=stages, alone=alone)
-    assert list(dict.fromkeys(name for name, _ in found.due(number))) == due
-    assert found.follows(number) == bool(due)
+    for number, names in enumerate(due):
+        assert list(dict.fromkeys(name for name, _ in found.due(number))) == names
+        assert found.follows(number) == bool(names)
 
 
-@pytest.mark.slow
-def test_predictions_are_kept_with_what_they_are_of(made):
-    found = made()
-    found.measure(2, CPU)
-    assert sorted(predictions(found)) == sorted(f"{name}-{seed}.parquet" for name, seed in DONE)
-    task, file = found.tasks["law"], pq.read_table(endtask_file(found.folder(2), "law", 3))
-    said = json.loads(file.schema.metadata[b"cpt"])
-    ids, labels, predicted = (file[name].to_pylist() for name in ("id", "label", "prediction"))
-    assert (ids, labels) == ([e.id for e in task.test], [e.label for e in task.test])
-    assert said["accuracy"] == pytest.approx(sum(map(str.__eq__, labels, predicted)) / len(labels), abs=1e-6)
-    assert (said["classes"], said["digest"]) == (["bad", "good"], task.digest(3))
-    assert (said["metric"], said["epochs"]) == ("macro_f1", 2) and said["seconds"] > 0
-
-
-@pytest.mark.slow
-def test_only_what_is_missing_damaged_or_of_other_settings_is_measured(made, counted, root, caplog):
-    made().measure(2, CPU)
-    whole = predictions(made())
-    assert counted == DONE and made().due(2) == [] and not made().missing(2)
-    endtask_file(made().folder(2), "law", 4).unlink()
-    damaged = endtask_file(made().folder(2), "food", 3)
-    damaged.write_bytes(damaged.read_bytes()[:200])
-    flipped = endtask_file(made().folder(2), "food", 4)
-    data = bytearray(flipped.read_bytes())
-    data[data.index(b"test-1")] ^= 1
-    flipped.write_bytes(data)
-    counted.clear()
-    with caplog.at_level("INFO"):
+def test_only_what_is_missing_damaged_or_of_other_settings_is_measured(made, noted, root):
+    noted.deadly = {(2, "food")}
+    with pytest.raises(KeyError):
         made().measure(2, CPU)
-    assert counted == DONE[1:] and predictions(made()) == whole
-    assert f"{damaged}: damaged predictions" in caplog.text
+    assert made().due(2) == DONE[2:]
+    noted.deadly = ()
+    made().measure(2, CPU)
+    assert noted.asked == DONE and not made().missing(2)
+    lost, damaged, flipped = (endtask_file(made().folder(2), *each) for each in DONE[1:])
+    lost.unlink()
+    damaged.write_bytes(damaged.read_bytes()[:200])
+    data = bytearray(flipped.read_bytes())
+    data[data.index(b"test-1") if b"test-1" in data else len(data) // 2] ^= 1
+    flipped.write_bytes(data)
+    assert made().due(2) == DONE[1:]
+    made().measure(2, CPU)
     assert made(seeds=[3, 5]).due(2) == [("law", 5), ("food", 5)]
     assert made(tasks={"law": {"lr": 1e-3}}).due(2) == DONE[:2]
     assert made(when="each", eval_batch_size=1).due(2) == []
@@ -144,45 +138,39 @@ def test_only_what_is_missing_damaged_or_of_other_settings_is_measured(made, cou
     assert made().due(2) == DONE[2:]
 
 
-@pytest.mark.slow
-def test_a_killed_measurement_loses_only_what_was_under_way(made, monkeypatch):
-    made("whole").measure(2, CPU)
-    whole = finetune.fine_tune
-
-    def die(start, job, *, seed, **rest):
-        if (job.name, seed) == ("food", 3):
-            raise KeyboardInterrupt
-        return whole(start, job, seed=seed, **rest)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(finetune, "fine_tune", die)
-        made().measure(2, CPU)
-    assert made().due(2) == DONE[2:]
-    made().measure(2, CPU)
-    assert predictions(made()) == predictions(made("whole"))
-
-
-@pytest.mark.slow
-def test_a_result_depends_on_seed_and_task_alone_and_each_domain_has_its_model(made):
-    asked = []
-    made("all", asked=asked).measure(2, CPU)
-    assert asked == [0, 1]
-    made("alone", stages=[FOOD], seeds=[4]).measure(1, CPU)
-    alone = predictions(made("alone", stages=[FOOD]), 1)
-    assert alone == {"food-4.parquet": predictions(made("all"))["food-4.parquet"]}
+def test_results_are_those_of_all_rows(made, noted):
+    found = made(when="each", tasks={"food": {"metric": "micro_f1"}})
+    found.measure(1, CPU)
+    found.measure(2, CPU)
+    endtask_file(found.folder(2), "food", 4).unlink()
+    results = found.results(3)
+    for matrix in results.pop("scores").values():
+        assert matrix == [[[None] * 2] * 2, [[13, 14], [None] * 2], [[23, 24], [23, None]]]
+    assert results.pop("seconds") == 5.0 and len(results.pop("digest")) == 16
+    assert results == {
+        **{"when": "each", "tasks": ALL, "seeds": [3, 4], "classes": {"law": 2, "food": 2}},
+        **{"metric": {"law": "macro_f1", "food": "micro_f1"}, "examples": {"law": 20, "food": 20}},
+    }
+    other = made(tasks={"law": {"lr": 1e-3}}).results(3)
+    assert other["scores"]["accuracy"][2][0] == [None, None]
 
 
 @pytest.mark.slow
-def test_two_processes_make_what_one_makes(made, counted, monkeypatch):
-    made("one").measure(2, CPU)
-    counted.clear()
-    firsts = []
+def test_two_processes_make_what_one_makes_and_predictions_say_what_they_are_of(made, words, monkeypatch):
+    found, before = made("one"), words.backend_tokenizer.to_str()
+    found.measure(2, CPU)
     for rank in range(2):
         monkeypatch.setattr(evaluators, "rank_and_world", lambda rank=rank: (rank, 2))
         made("two").measure(2, CPU)
-        firsts.append(len(counted))
-    assert sorted(counted) == sorted(DONE) and 0 < firsts[0] < 4
-    assert predictions(made("two")) == predictions(made("one"))
+        assert 0 < len(predictions(made("two"))) < 4 or rank
+    assert predictions(made("two")) == predictions(found) and words.backend_tokenizer.to_str() == before
+    task, columns = found.tasks["law"], predictions(found)["law-3.parquet"]
+    said, labels = about(endtask_file(found.folder(2), "law", 3)), [each.label for each in task.test]
+    assert (columns["id"], columns["label"]) == ([each.id for each in task.test], labels)
+    right = sum(map(str.__eq__, labels, columns["prediction"]))
+    assert said["accuracy"] == pytest.approx(right / len(labels), abs=1e-6)
+    assert (said["classes"], said["digest"]) == (["bad", "good"], task.digest(3))
+    assert (said["metric"], said["epochs"]) == ("macro_f1", 2) and said["seconds"] > 0
 
 
 def test_shares_are_even_whole_and_do_not_depend_on_what_is_done():
@@ -193,63 +181,7 @@ def test_shares_are_even_whole_and_do_not_depend_on_what_is_done():
     assert share_measurements({("a", 1): 1}, rank=1, world=2) == set()
 
 
-@pytest.mark.slow
-def test_results_are_those_of_all_rows(made):
-    found = made(when="each", tasks={"food": {"metric": "micro_f1"}})
-    found.measure(1, CPU)
-    found.measure(2, CPU)
-    endtask_file(found.folder(2), "food", 4).unlink()
-    results = found.results(3)
-    about = {
-        each: json.loads(pq.read_schema(endtask_file(found.folder(2), *each)).metadata[b"cpt"])
-        for each in DONE[:3]
-    }
-    for name, matrix in results.pop("scores").items():
-        assert matrix[0] == [[None, None], [None, None]]
-        assert matrix[1][1] == [None, None] and None not in matrix[1][0]
-        assert matrix[2] == [[about["law", 3][name], about["law", 4][name]], [about["food", 3][name], None]]
-    assert results.pop("seconds") > sum(each["seconds"] for each in about.values())
-    assert len(results.pop("digest")) == 16
-    assert results == {
-        "when": "each",
-        "tasks": ALL,
-        "seeds": [3, 4],
-        "metric": {"law": "macro_f1", "food": "micro_f1"},
-        "classes": {"law": 2, "food": 2},
-        "examples": {"law": 20, "food": 20},
-    }
-    other = made(tasks={"law": {"lr": 1e-3}}).results(3)
-    assert other["scores"]["accuracy"][2][0] == [None, None]
-
-
-@pytest.mark.slow
-def test_selection_on_dev_is_another_measurement_and_else_dev_is_not_used(made, root, words):
-    before = words.backend_tokenizer.to_str()
-    made("with", tasks={"food": None}).measure(2, CPU)
-    chosen = made("with", select="dev", epochs=3, tasks={"food": None})
-    assert len(chosen.due(2)) == 2
-    chosen.measure(2, CPU)
-    assert chosen.due(2) == []
-    (root / "endtasks" / "law" / "dev.jsonl").unlink()
-    assert made("without", tasks={"food": None}).tasks["law"].dev == []
-    assert words.backend_tokenizer.to_str() == before
-
-
 # In a run
-
-
-def weigh(given):
-    return sum(p.double().sum().item() for p in given.parameters())
-
-
-def note(self, number, name, seed, given, *, device, step):
-    """In the place of a fine-tuning: a file that says the weights that it was measured on."""
-    task = self.tasks[name]
-    about = {"digest": task.digest(seed), "seconds": 1.0, "weight": weigh(given)}
-    about |= dict.fromkeys(("macro_f1", "micro_f1", "accuracy"), 0.5)
-    labels = [each.label for each in task.test]
-    columns = {"id": [each.id for each in task.test], "label": labels, "prediction": labels}
-    save_predictions(endtask_file(self.folder(number), name, seed), columns, about=about)
 
 
 def asked_for(root, when, **more):
@@ -258,13 +190,11 @@ def asked_for(root, when, **more):
 
 
 @pytest.fixture
-def run(small, start, root, monkeypatch):
-    monkeypatch.setattr(FinetuneEvaluator, "measure_task", note)
-
+def run(small, start, root, noted):
     def go(*overrides, when="last", **more):
         given = asked_for(root, when, **more) if when else []
-        start(small("order=[law,food]", *overrides, *given), root / "run")
-        return json.loads((root / "run" / "scores.json").read_text())
+        start(small("order=[law,food]", "trainer.steps=2", *overrides, *given), root / "run")
+        return told_by(root / "run")
 
     return go
 
@@ -275,96 +205,50 @@ def files(root):
 
 
 def weight(root, name):
-    stage, task = name.split("/")
-    schema = pq.read_schema(root / "run" / "endtasks" / stage / f"{task}-3.parquet")
-    return json.loads(schema.metadata[b"cpt"])["weight"]
+    return about(root / "run" / "endtasks" / f"{name}-3.parquet")["weight"]
 
 
-EACH = ["001-law/law", "002-food/food", "002-food/law"]
+def test_a_part_is_measured_on_its_own_task(run, root):
+    run("method=demix")
+    assert files(root) == EACH[1:] and weight(root, EACH[1]) != weight(root, EACH[2])
 
 
-@pytest.mark.parametrize(
-    ("given", "there"),
-    [
-        (["when=last"], EACH[1:]),
-        (["when=each"], EACH),
-        (["when=diagonal"], EACH[:2]),
-        (["when=last", "method=one"], EACH[:2]),
-        (["when=last", "method=joint"], ["001-joint/food", "001-joint/law"]),
-        (["when=last", "method=none"], ["000-base/food", "000-base/law"]),
-    ],
-)
-def test_what_is_asked_for_is_measured_after_its_stage(run, root, given, there):
-    when, *method = given
-    scores = run(*method, when=when.partition("=")[2])
-    assert files(root) == there and len(scores["endtasks"]["digest"]) == 16
-    assert scores["phases"]["endtasks"][scores["rows"][-1]] > 0
-
-
-def test_parts_are_those_of_the_task(run, root):
-    run("method=demix", "keep_stages=true")
-    assert weight(root, "002-food/law") != weight(root, "002-food/food")
-
-
-def test_end_tasks_are_added_to_a_finished_run_and_change_nothing_of_it(run, root, small):
-    before = run(when=None)
-    weights = (root / "run" / "model" / "model.safetensors").read_bytes()
-    plain, wanted = (small("order=[law,food]", *more) for more in ([], asked_for(root, "last")))
+def test_end_tasks_are_added_to_a_finished_run_and_change_nothing_of_it(run, root, small, noted):
+    """Whose weights were kept, after each of its stages."""
+    before = run("keep_stages=true", when=None)
+    weights, own = root / "run" / "model" / "model.safetensors", ("order=[law,food]", "trainer.steps=2")
+    whole, plain, wanted = weights.read_bytes(), small(*own), small(*own, *asked_for(root, "each"))
     assert is_done(plain, root / "run") and not is_done(wanted, root / "run")
-    after = run(when="last")
-    assert files(root) == EACH[1:]
+    noted.deadly = {(2, "law")}
+    with pytest.raises(KeyError):
+        run("keep_stages=true", when="each")
+    assert not told_by(root / "run")["run"]["finished"]
+    noted.deadly = ()
+    after = run("keep_stages=true", when="each")
+    assert files(root) == EACH and len(noted.asked) == 3 and len(after["endtasks"]["digest"]) == 16
     for key in ("rows", "nll", "metrics", "trained", "seen", "flops", "objective", "run"):
         assert after[key] == before[key], key
-    assert (root / "run" / "model" / "model.safetensors").read_bytes() == weights
+    assert weights.read_bytes() == whole
     assert is_done(wanted, root / "run") and is_done(plain, root / "run")
-
-
-def test_weights_that_were_not_kept_are_asked_for_in_one_line(run):
-    run(when=None)
-    with pytest.raises(ValueError, match=r"needs the weights after law, which were not kept; .*when=last"):
-        run(when="each")
-    assert run(when=None)["run"]["finished"]
-
-
-def test_weights_that_were_kept_are_used_and_a_killed_run_goes_on_with_its_end_tasks(run, root, monkeypatch):
-    run("keep_stages=true", when=None)
-
-    def killed(self, number, *given, **others):
-        if number == 2:
-            raise KeyError("killed")
-        note(self, number, *given, **others)
-
-    with monkeypatch.context() as patched, pytest.raises(KeyError):
-        patched.setattr(FinetuneEvaluator, "measure_task", killed)
-        run("keep_stages=true", when="each")
-    assert not json.loads((root / "run" / "scores.json").read_text())["run"]["finished"]
-    assert run("keep_stages=true", when="each")["run"]["finished"] and files(root) == EACH
-    after_law = weight(root, "001-law/law")
     state = torch.load(root / "run" / "stages" / "001.pt", weights_only=True)
     tied = {value.data_ptr(): value for name, value in state.items() if name.startswith("model.")}
-    assert after_law != weight(root, "002-food/law")
-    assert after_law == pytest.approx(sum(each.double().sum().item() for each in tied.values()), abs=1e-3)
+    expected = sum(each.double().sum().item() for each in tied.values())
+    assert weight(root, EACH[0]) == pytest.approx(expected, abs=1e-3) != weight(root, EACH[2])
 
 
-def test_a_second_start_repeats_what_is_missing(run, root):
-    run(when="last")
-    law, food = (root / "run" / "endtasks" / "002-food" / f"{name}-3.parquet" for name in ALL)
-    law.unlink()
-    kept = food.stat().st_mtime_ns
-    run(when="last", eval_batch_size=3)
-    assert law.exists() and food.stat().st_mtime_ns == kept
+def test_weights_that_were_not_kept_are_asked_for(run):
+    run(when=None)
+    with pytest.raises(ValueError, match=r"needs the weights after law, which were not kept"):
+        run(when="each")
 
 
 @pytest.mark.slow
 def test_end_tasks_between_the_stages_change_nothing_of_what_is_learned(small, start, root):
     quick = {name: value for name, value in QUICK.items() if name != "seeds"}
-    dropout = "+model.config.attention_dropout=0.1"
-    start(small("order=[law,food]", dropout), root / "plain")
-    start(small("order=[law,food]", dropout, *asked_for(root, "each", **quick)), root / "asked")
-    plain, found = (json.loads((root / name / "scores.json").read_text()) for name in ("plain", "asked"))
-    assert found["nll"] == plain["nll"] and found["metrics"] == plain["metrics"]
-    weights = [(root / name / "model/model.safetensors").read_bytes() for name in ("asked", "plain")]
-    assert weights[0] == weights[1]
-    scores = found["endtasks"]["scores"]["macro_f1"]
-    assert [[None not in task for task in row] for row in scores] == [[False] * 2, [True, False], [True] * 2]
+    given = ["order=[law,food]", "trainer.steps=3", "+model.config.attention_dropout=0.1"]
+    start(small(*given), root / "plain")
+    start(small(*given, *asked_for(root, "each", **quick)), root / "asked")
+    assert_same_bits(root / "asked", root / "plain")
+    found = told_by(root / "asked")
+    assert found["metrics"] == told_by(root / "plain")["metrics"]
     assert "forget_rate" in (root / "asked" / "report.md").read_text()

@@ -1,14 +1,12 @@
 """What moves inside what is protected: by hand, in a run, and of released forms beside ours."""
 
-import json
-
 import pytest
 import torch
 from torch import nn
 
 from cpt.gradient_masks.base import GradientMask
 from cpt.trainer.callbacks import protected_shares
-from tests.support.killing import KilledError, Killer
+from tests.runs.reading import killed, told_by
 from tests.support.making import ORDER
 
 FEW = [ORDER, "trainer.steps=6", "trainer.probe_samples=8", "optim.weight_decay=0.1"]
@@ -49,49 +47,28 @@ def test_it_is_the_share_of_the_squared_way():
     assert protected_shares(method, {"weight": method.model.weight.detach().clone()}, seed=0) == []
 
 
-def leaks(start, small, folder, *options):
-    start(small(*FEW, *options), folder)
-    return json.loads((folder / "scores.json").read_text())["leak"]
+SOFT = "method=das method.units=[heads,neurons,outputs,tokens] method.contrast=0 method.normalise=rank"
 
 
-SOFT = [
-    "method=das",
-    "method.units=[heads,neurons,outputs,tokens]",
-    "method.contrast=0",
-    "method.normalise=rank",
-]
-
-
-@pytest.mark.parametrize(
-    ("method", "released"),
-    [(SOFT, "method.acts_on=gradient"), (["method=osf"], "method.acts_on=gradient")],
-    ids=["das", "osf"],
-)
-def test_what_acts_on_the_step_leaks_nothing_and_released_forms_do(method, released, start, small, tmp_path):
-    ours = leaks(start, small, tmp_path / "ours", *method)
-    theirs = leaks(start, small, tmp_path / "theirs", *method, released)
+@pytest.mark.parametrize("method", [SOFT, "method=osf"], ids=["das", "osf"])
+def test_what_acts_on_the_step_leaks_nothing_and_released_forms_do(method, start, killing, small, tmp_path):
+    """Whether a run was killed or not."""
+    given = [*FEW, *method.split()]
+    killed(start, killing, small(*given), tmp_path / "ours", step=4, domain="food")
+    start(small(*given), tmp_path / "ours")
+    start(small(*given, "method.acts_on=gradient"), tmp_path / "theirs")
+    ours, theirs = (told_by(tmp_path / name)["leak"] for name in ("ours", "theirs"))
     for (leak, random), (more, alike) in zip(ours[1:], theirs[1:], strict=True):
         assert leak < 1e-3 and more > max(100 * leak, 1e-2)
         assert random == pytest.approx(alike, rel=0.5) and random > 0.02
 
 
-def test_what_protects_nothing_for_a_whole_domain_has_none(start, small, tmp_path):
-    assert leaks(start, small, tmp_path / "ncl") == [[], [], []]
-    assert leaks(start, small, tmp_path / "migu", "mask=migu") == [[], [], []]
-
-
-def test_ewc_has_one_once_it_knows_what_matters(start, small, tmp_path):
-    base, first, second = leaks(start, small, tmp_path, "method=ewc")
+def test_what_protects_nothing_for_a_whole_domain_has_none_and_ewc_once_it_knows_what_matters(
+    start, small, tmp_path
+):
+    start(small(*FEW, "mask=migu", "trainer.steps=1"), tmp_path / "migu")
+    assert told_by(tmp_path / "migu")["leak"] == [[], [], []]
+    start(small(*FEW, "method=ewc"), tmp_path / "ewc")
+    base, first, second = told_by(tmp_path / "ewc")["leak"]
     assert base == first == []
     assert 0 < second[0] < 1 and second[1] == pytest.approx(0.05, abs=0.02)
-
-
-def test_a_killed_stage_has_the_leak_of_an_unbroken_one(start, small, tmp_path, killing):
-    whole = leaks(start, small, tmp_path / "whole", "method=osf")
-    cfg = small(*FEW, "method=osf")
-    killing(Killer(step=4, domain="food"))
-    with pytest.raises(KilledError):
-        start(cfg, tmp_path / "killed")
-    killing(None)
-    start(cfg, tmp_path / "killed")
-    assert json.loads((tmp_path / "killed" / "scores.json").read_text())["leak"] == whole

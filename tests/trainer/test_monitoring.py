@@ -1,14 +1,11 @@
 """Looks at other text while a domain is learned."""
 
-import json
-
 import numpy as np
 import pytest
-import torch
 
 from cpt.evaluation.monitor import MonitorOptions, MonitorRecord
-from tests.support.killing import KilledError, Killer
-from tests.support.making import DROPOUT
+from tests.runs.reading import assert_same_bits, killed, same_state, state_of, told_by
+from tests.support.making import DROPOUT, weights
 
 THREE = ["order=[law,food,space]", "trainer.steps=6"]
 OFF = {"every": None, "tokens": 2000, "past": 4, "general": True, "stop": None, "patience": None}
@@ -19,19 +16,11 @@ def options(**given):
     return MonitorOptions(**OFF | {"keep": "last"} | given)
 
 
-def scores_of(folder):
-    return json.loads((folder / "scores.json").read_text())
-
-
-def weights(folder):
-    return torch.load(sorted((folder / "stages").glob("*.pt"))[-1], weights_only=True)
-
-
-def seen(values, *, own=("mine",)):
-    """What was watched of a stage whose texts had these losses: of two documents each."""
-    watched = MonitorRecord()
+def seen(values, *, documents=2):
+    """What was watched of a stage whose texts had these losses: of so many documents each."""
+    watched, counts = MonitorRecord(), [9.0, 11.0][:documents]
     looks = [
-        {text: np.array([[loss[at] * 9.0, loss[at] * 11.0], [9.0, 11.0]]) for text, loss in values.items()}
+        {text: np.array([[loss[at] * count for count in counts], counts]) for text, loss in values.items()}
         for at in range(len(next(iter(values.values()))))
     ]
     for step, look in enumerate(looks):
@@ -44,33 +33,21 @@ def test_a_stage_ends_when_a_text_has_risen_for_certain():
     assert watched.why_stop(options(every=1, stop=0.2), own=("mine",)).startswith("past has risen by 0.300")
     assert not watched.why_stop(options(every=1, stop=0.31), own=("mine",))
     assert not watched.why_stop(options(every=1), own=("mine",))
-
-
-def test_a_rise_of_one_document_in_two_is_not_certain():
-    watched, counts = MonitorRecord(), [10.0, 10.0]
+    own = seen({"mine": [3.0, 4.0], "past": [2.0, 2.0]})  # which may rise
+    assert not own.why_stop(options(every=1, stop=0.2), own=("mine",))
+    doubted, counts = MonitorRecord(), [10.0, 10.0]
     began = {text: np.array([[20.0, 20.0], counts]) for text in ("mine", "past")}
-    for step, sums in enumerate(([20.0, 20.0], [30.0, 20.0])):
-        watched.add(step, began, {"mine": began["mine"], "past": np.array([sums, counts])})
-    assert watched.rise["past"][-1] == pytest.approx([0.0, 1.0])
-    assert not watched.why_stop(options(every=1, stop=0.1), own=["mine"])
-
-
-def test_of_one_document_there_is_no_interval_and_no_end():
-    watched, began = MonitorRecord(), {"mine": np.array([[20.0], [10.0]]), "past": np.array([[20.0], [10.0]])}
-    for step, nats in enumerate((20.0, 90.0)):
-        watched.add(step, began, began | {"past": np.array([[nats], [10.0]])})
-    assert not watched.why_stop(options(every=1, stop=0.1), own=["mine"])
-
-
-def test_its_own_text_may_rise():
-    watched = seen({"mine": [3.0, 4.0], "past": [2.0, 2.0]})
-    assert not watched.why_stop(options(every=1, stop=0.2), own=("mine",))
+    for step, sums in enumerate(([20.0, 20.0], [30.0, 20.0])):  # of one document in two
+        doubted.add(step, began, {"mine": began["mine"], "past": np.array([sums, counts])})
+    assert doubted.rise["past"][-1] == pytest.approx([0.0, 1.0])
+    assert not doubted.why_stop(options(every=1, stop=0.1), own=["mine"])
+    single = seen({"mine": [2.0, 2.0], "past": [2.0, 9.0]}, documents=1)  # of which there is no interval
+    assert not single.why_stop(options(every=1, stop=0.1), own=["mine"])
 
 
 @pytest.mark.parametrize(("losses", "ends"), [([3, 2, 2.1, 2.2], True), ([3, 2, 2.1, 1.9], False)])
 def test_patience_counts_looks_since_the_lowest_loss(losses, ends):
-    mine, past = [float(each) for each in losses], [9.0, 7.0, 5.0, 3.0]  # which has no say in it
-    watched = seen({"mine": mine, "past": past})
+    watched = seen({"mine": losses, "past": [9.0, 7.0, 5.0, 3.0]})  # which has no say in it
     assert bool(watched.why_stop(options(every=1, patience=2), own=("mine",))) == ends
 
 
@@ -83,91 +60,67 @@ def test_the_texts_of_a_stage_are_its_own_past_ones_and_the_general_one():
     assert options(past=3, general=False).choose(["new"], [], stage="new") == ["new"]
 
 
-@pytest.mark.parametrize("method", ["demix"])  # of all: tests/methods/test_contract.py
-def test_looking_changes_no_bit(method, small, start, tmp_path):
+def test_looking_changes_no_bit_and_what_ends_stages_is_part_of_what_a_run_is(small, start, tmp_path):
     """Neither of what is learned, nor of what it costs; and a finished run may be looked at anew."""
     for name, how in (("plain", []), ("watched", EVERY)):
-        start(small(f"method={method}", *THREE, *DROPOUT, *how), tmp_path / name)
-    plain, watched = weights(tmp_path / "plain"), weights(tmp_path / "watched")
-    assert plain.keys() == watched.keys()
-    assert all(torch.equal(value, watched[name]) for name, value in plain.items())
-    one, other = scores_of(tmp_path / "plain"), scores_of(tmp_path / "watched")
-    assert all(one[name] == other[name] for name in ("nll", "flops", "seen", "config_digest"))
-    assert one["monitor"] == {}
-    assert list(other["monitor"]) == ["law", "food", "space"]
+        start(small("method=demix", *THREE, *DROPOUT, *how), tmp_path / name)
+    assert_same_bits(tmp_path / "watched", tmp_path / "plain")
+    one, other = told_by(tmp_path / "plain"), told_by(tmp_path / "watched")
+    assert all(one[name] == other[name] for name in ("flops", "seen", "config_digest"))
+    assert one["monitor"] == {} and list(other["monitor"]) == ["law", "food", "space"]
     last = other["monitor"]["space"]
     assert last["steps"] == [0, 2, 4, 6] and list(last["nll"]) == ["space", "law", "food", "general"]
     assert last["nll"]["space"][-1] < last["nll"]["space"][0]
     assert last["rise"]["law"][0] == pytest.approx([0, 0]) and not last["ended"]
+    start(small("method=demix", *THREE, *DROPOUT, *EVERY), tmp_path / "plain")
+    with pytest.raises(ValueError, match="monitor.stop"):
+        start(small("method=demix", *THREE, *DROPOUT, *EVERY, "monitor.stop=0.1"), tmp_path / "plain")
 
 
 def test_what_is_looked_at_is_validation_text(small, start, tmp_path):
     """All of it, with the loss that the matrix has for the same text."""
     how = ["monitor.every=3", "monitor.tokens=1000000", "domains.score_on=valid"]
-    start(small("method=ncl", *THREE, *DROPOUT, *how), tmp_path)
-    found = scores_of(tmp_path)
+    start(small("method=ncl", "order=[law,food]", *DROPOUT, *how), tmp_path)
+    found = told_by(tmp_path)
     column = found["domains"].index("general")
-    for row, stage in enumerate(["law", "food", "space"], start=1):
+    for row, stage in enumerate(["law", "food"], start=1):
         looks = found["monitor"][stage]["nll"]["general"]
         assert looks[-1] == pytest.approx(found["nll"][row][column], rel=1e-5)
         assert looks[0] == pytest.approx(found["nll"][row - 1][column], rel=1e-5)
 
 
-def test_a_stage_that_forgets_ends_and_the_next_is_learned(small, start, tmp_path, caplog):
-    caplog.set_level("INFO")
-    how = ["monitor.every=2", "monitor.stop=0.0", "optim.lr=0.3", "trainer.steps=8"]
-    start(small("method=ncl", "order=[law,food,space]", *how), tmp_path)
-    found = scores_of(tmp_path)
-    ended = {stage: each["ended"] for stage, each in found["monitor"].items()}
-    assert "monitor.stop=0" in ended["law"], ended  # what such a rate does to the others differs by machine
-    assert found["run"]["finished"] and "law ends after step" in caplog.text
-    steps = [found["monitor"][stage]["steps"][-1] for stage in ("law", "food", "space")]
-    assert steps[0] < 8 and all(steps)
-    for cost in ("seen", "flops"):  # those of the steps that were made
-        by_step = np.divide(found[cost][1:], steps)
-        assert np.ptp(by_step) < 0.02 * by_step.max()
-
-
 def test_patience_with_the_best_weights(small, start, tmp_path):
     """The model ends as it was at its lowest loss."""
-    how = ["monitor.every=1", "monitor.patience=3", "monitor.keep=best", "optim.lr=0.05", "trainer.steps=30"]
-    how += ["schedule=constant", "schedule.warmup=0", "monitor.general=false"]
-    start(small("method=ncl", "order=[law]", *how), tmp_path / "best")
-    watched = scores_of(tmp_path / "best")["monitor"]["law"]
-    losses = watched["nll"]["law"]
-    assert watched["ended"] and watched["kept"] == watched["steps"][int(np.argmin(losses))]
+    how = ["order=[law]", "optim.lr=0.05", "schedule=constant", "schedule.warmup=0", "monitor.general=false"]
+    ending = ["monitor.every=1", "monitor.patience=3", "monitor.keep=best", "trainer.steps=30"]
+    start(small(*how, *ending), tmp_path / "best")
+    watched = told_by(tmp_path / "best")["monitor"]["law"]
+    assert watched["ended"] and watched["kept"] == watched["steps"][int(np.argmin(watched["nll"]["law"]))]
     assert watched["steps"][-1] == watched["kept"] + 3
-    short = [f"trainer.steps={watched['kept']}", *how[3:4], *how[5:7]]
-    start(small("method=ncl", "order=[law]", *short), tmp_path / "short")
-    one, other = weights(tmp_path / "best"), weights(tmp_path / "short")
-    assert all(torch.equal(value, other[name]) for name, value in one.items() if name.startswith("model."))
-
-
-ENDING = ["monitor.every=2", "monitor.patience=1", "monitor.keep=best", "monitor.stop=0.01", "optim.lr=0.1"]
+    start(small(*how, f"trainer.steps={watched['kept']}"), tmp_path / "short")
+    assert same_state(weights(tmp_path / "best"), weights(tmp_path / "short"))
 
 
 def test_a_stage_that_ended_early_is_the_same_after_any_kill(small, start, killing, tmp_path):
-    given = ["method=ewc", *THREE[:1], "trainer.steps=12", "trainer.checkpoint_every=3", *DROPOUT, *ENDING]
+    given = ["method=ewc", "order=[law,food]", "trainer.steps=12", "trainer.checkpoint_every=3", *DROPOUT]
+    given += [
+        "monitor.every=2",
+        "monitor.patience=1",
+        "monitor.keep=best",
+        "monitor.stop=0.01",
+        "optim.lr=0.1",
+    ]
     start(small(*given), tmp_path / "whole")
-    whole = scores_of(tmp_path / "whole")
+    whole = told_by(tmp_path / "whole")
     last = whole["monitor"]["food"]["steps"][-1]
-    assert last < 12 and whole["monitor"]["food"]["ended"]
+    assert last < 12 and whole["monitor"]["food"]["ended"] and whole["run"]["finished"]
+    by_step = [
+        whole["seen"][at] / whole["monitor"][name]["steps"][-1] for at, name in ((1, "law"), (2, "food"))
+    ]
+    assert by_step[0] == pytest.approx(by_step[1], rel=0.02)  # the costs of the steps that were made
     for step in (1, last):
-        killing(Killer(step=step, domain="food"))
-        with pytest.raises(KilledError):
-            start(small(*given), tmp_path / "killed")
-    killing(None)
+        killed(start, killing, small(*given), tmp_path / "killed", step=step, domain="food")
     start(small(*given), tmp_path / "killed")
-    killed = scores_of(tmp_path / "killed")
-    assert all(
-        whole[name] == killed[name] for name in ("nll", "monitor", "seen", "flops", "rates", "metrics")
-    )
-    one, other = weights(tmp_path / "whole"), weights(tmp_path / "killed")
-    assert all(torch.equal(value, other[name]) for name, value in one.items())
-
-
-def test_what_ends_stages_is_part_of_what_a_run_is(small, start, tmp_path):
-    start(small("method=ncl", *THREE), tmp_path)
-    start(small("method=ncl", *THREE, *EVERY), tmp_path)
-    with pytest.raises(ValueError, match="monitor.stop"):
-        start(small("method=ncl", *THREE, *EVERY, "monitor.stop=0.1"), tmp_path)
+    found = told_by(tmp_path / "killed")
+    assert all(whole[name] == found[name] for name in ("nll", "monitor", "seen", "flops", "rates", "metrics"))
+    assert same_state(state_of(tmp_path / "whole"), state_of(tmp_path / "killed"))

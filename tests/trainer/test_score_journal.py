@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,22 +18,16 @@ from tests.support.killing import KilledError
 FILE = "scores.json"
 
 
-def empty(domains: int) -> Scores:
-    """Scores of a run of so many domains and general text that has not begun."""
+def empty(domains):
     texts = [*(f"d{number:04d}" for number in range(domains)), "general"]
-    keys = dict.fromkeys(("name", "method", "mask", "replay", "variant", "model"), "x")
+    run = dict.fromkeys(("name", "method", "mask", "replay", "variant", "model"), "x")
+    run |= {"objective": "mlm", "order": texts[:-1], "seed": 0, "finished": False}
     sizes = {"tokens": [100] * len(texts), "bytes": [400] * len(texts), "scored": [10] * len(texts)}
-    return Scores(
-        domains=texts,
-        **sizes,
-        run={**keys, "objective": "mlm", "order": texts[:-1], "seed": 0, "finished": False},
-        texts={text: {"digest": text} for text in texts},
-        config_digest="c",
-        versions={},
-    )
+    facts = {"texts": {text: {"digest": text} for text in texts}, "config_digest": "c", "versions": {}}
+    return Scores(domains=texts, run=run, **sizes, **facts)
 
 
-def learn(scores: Scores, number: int) -> None:
+def learn(scores, number):
     """Adds the row after so many stages: the base's of all texts, a stage's of its own, near and general."""
     name = scores.domains[number - 1] if number else "base"
     drawn = np.random.default_rng(number).uniform(1, 5, len(scores.domains)).tolist()
@@ -47,31 +40,30 @@ def learn(scores: Scores, number: int) -> None:
     scores.append(name, nll=nll, parts=parts, seen=100 + number, rates=[1.0, 2.0, number / 3], skipped=1)
 
 
-def keeper(scores: Scores, path: Path) -> ScoreJournal:
-    return ScoreJournal(scores, path, digests={"probes": "p"})
+def finish(scores):
+    scores.run["finished"] = len(scores.rows) == len(scores.domains)
+    scores.measure()
 
 
-def go_on(path: Path, rows: int, *, domains: int) -> Scores:
+def go_on(path, rows, *, domains):
     """A start of the run in a folder up to so many rows; what is there is gone on with."""
     scores = Scores.load(path) if path.exists() else empty(domains)
-    keeps = keeper(scores, path)
+    keeps = ScoreJournal(scores, path, digests={})
     for number in range(len(scores.rows), rows):
         learn(scores, number)
         keeps.keep_row(number)
     if rows == domains + 1:
-        scores.run["finished"] = True
-        scores.measure()
+        finish(scores)
         keeps.keep()
-    return scores
+    return path
 
 
-def as_a_whole(rows: int, path: Path, *, domains: int) -> bytes:
+def as_a_whole(rows, path, *, domains):
     """The file of so many rows, written at once."""
     scores = empty(domains)
     for number in range(rows):
         learn(scores, number)
-    scores.run["finished"] = rows == domains + 1
-    scores.measure()
+    finish(scores)
     scores.sum_seconds()
     scores.save(path)
     return path.read_bytes()
@@ -83,34 +75,30 @@ def quick(monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
-def test_the_finished_file_is_that_which_is_written_at_once(tmp_path):
-    go_on(tmp_path / FILE, 81, domains=80)
-    assert [each.name for each in tmp_path.iterdir()] == [FILE]
-    assert (tmp_path / FILE).read_bytes() == as_a_whole(81, tmp_path / "whole.json", domains=80)
-
-
-def test_what_is_read_of_a_run_at_work_is_all_that_it_has(tmp_path):
-    """Whole scores, and the share of the stages that status tells, after each row."""
-    scores, path, in_lines = empty(100), tmp_path / FILE, 0
-    keeps = keeper(scores, path)
+def test_what_is_read_of_a_run_at_work_is_all_that_it_has_and_few_rows_write_the_whole(tmp_path, monkeypatch):
+    scores, path, measured, measure = empty(100), tmp_path / FILE, [], Scores.measure
+    keeps = ScoreJournal(scores, path, digests={})
     for number in range(75):
         learn(scores, number)
-        keeps.keep_row(number)
+        with monkeypatch.context() as patched:
+            patched.setattr(Scores, "measure", lambda self, at=number: measured.append(at) or measure(self))
+            keeps.keep_row(number)
+        if number % 3 and number > 8:
+            continue
         Scores.load(path).save(tmp_path / "seen.json")
-        assert (tmp_path / "seen.json").read_bytes() == as_a_whole(
-            number + 1, tmp_path / "w.json", domains=100
-        )
+        expected = as_a_whole(number + 1, tmp_path / "whole.json", domains=100)
+        assert (tmp_path / "seen.json").read_bytes() == expected
         assert status.peek_scores(tmp_path) == (False, number / 100, "")
         behind = number + 1 - len(json.loads(path.read_text())["rows"])
         assert behind <= (number + 1) // SHARE
-        in_lines += behind > 0
-    assert in_lines > 20
+    assert len(measured) < 55
+    assert go_on(path, 101, domains=100).read_bytes() == as_a_whole(101, tmp_path / "whole", domains=100)
 
 
 class Disk:
-    """Counts what is written to the disk, and dies before the write of a number, or in the middle of it."""
+    """Dies before a write of a number, or in the middle of it."""
 
-    def __init__(self, monkeypatch, *, at: int) -> None:
+    def __init__(self, monkeypatch, *, at):
         self.at, self.count = at, 0
         for place, name in ((os, "replace"), (os, "fsync"), (Path, "unlink"), (Path, "open")):
             monkeypatch.setattr(place, name, self.counted(getattr(place, name), name))
@@ -131,187 +119,95 @@ class Disk:
 
 
 def test_killed_between_any_two_writes_a_run_goes_on(tmp_path, monkeypatch):
-    begun, rows, domains = tmp_path / "begun", 70, 70
-    begun.mkdir()
-    go_on(begun / FILE, 62, domains=domains)
-    whole = as_a_whole(rows + 1, tmp_path / "whole.json", domains=domains)
-    seen = set()
+    (tmp_path / "begun").mkdir()
+    go_on(tmp_path / "begun" / FILE, 62, domains=70)
+    whole, seen = as_a_whole(71, tmp_path / "whole.json", domains=70), set()
     for at in range(1, 100):
-        folder = tmp_path / str(at)
-        shutil.copytree(begun, folder)
+        folder = shutil.copytree(tmp_path / "begun", tmp_path / str(at))
         with monkeypatch.context() as patched:
-            disk = Disk(patched, at=at)
+            Disk(patched, at=at)
             try:
-                go_on(folder / FILE, 68, domains=domains)
+                go_on(folder / FILE, 68, domains=70)
             except KilledError:
                 pass
             else:
                 break
-        there = Scores.load(folder / FILE)
-        seen.add(len(there.rows))
-        assert 62 <= len(there.rows) <= 68
-        go_on(folder / FILE, rows + 1, domains=domains)
-        assert (folder / FILE).read_bytes() == whole
-        left = {each.name for each in folder.iterdir() if not each.name.endswith(".tmp")}
-        assert left == {FILE}
-    assert disk.count < at and at > 15
-    assert seen == set(range(62, 69))
+        seen.add(len(Scores.load(folder / FILE).rows))
+        assert go_on(folder / FILE, 71, domains=70).read_bytes() == whole
+        assert {each.name for each in folder.iterdir() if not each.name.endswith(".tmp")} == {FILE}
+    assert 15 < at < 99 and seen == set(range(62, 69))
 
 
-def begun(folder: Path) -> tuple[Path, list[str]]:
-    """The scores of a run with a line or two beside them, and those."""
-    path = folder / FILE
-    go_on(path, 68, domains=80)
-    added = journal_file(path).read_text().splitlines()
-    assert len(added) == 2
-    return path, added
+@pytest.fixture
+def begun(tmp_path):
+    """The scores of a run with two lines beside them, and those."""
+    path = go_on(tmp_path / FILE, 68, domains=80)
+    return path, journal_file(path).read_text().splitlines()
 
 
-@pytest.mark.parametrize("size", [1, 40, -1], ids=["a sign", "the half", "all but its end"])
-def test_a_line_counts_when_its_end_is_there(tmp_path, size):
-    path, added = begun(tmp_path)
-    journal_file(path).write_text(f"{added[0]}\n{added[1][:size] if size > 0 else added[1]}")
-    assert Scores.load(path).rows[-1] == json.loads(added[0])["name"]
+def test_a_line_counts_when_its_end_is_there_and_a_damaged_one_is_told(begun):
+    path, (line, after) = begun
+    for size in (1, 40, None):  # a sign, the half, all but its end
+        journal_file(path).write_text(f"{line}\n{after[:size]}")
+        assert Scores.load(path).rows[-1] == json.loads(line)["name"]
+    harms = [*({"row": row} for row in ("66", 70, -1, 3)), {"nll": {"law": 1.0}}, {"phases": {"sleep": 1.0}}]
+    damaged = [json.dumps(json.loads(line) | harm) for harm in [*harms, {"rates": 3}]]
+    for text in ["{", "[]", '{"row": 66}', *damaged]:
+        journal_file(path).write_text(f"{text}\n{after}\n")
+        with pytest.raises(ValueError, match=r"scores\.json: damaged, foreign or of another") as told:
+            Scores.load(path)
+        assert "\n" not in str(told.value), text
 
 
-DAMAGED = {
-    "no JSON": "{",
-    "no mapping": "[]",
-    "a field is missing": '{"row": 66}',
-    "another type": {"row": "66"},
-    "a row is missing": {"row": 70},
-    "before the first": {"row": -1},
-    "another name": {"row": 3},
-    "an unknown text": {"nll": {"law": 1.0}},
-    "an unknown kind of seconds": {"phases": {"sleep": 1.0}},
-    "an unknown number of a field": {"rates": 3},
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGED.values(), ids=DAMAGED)
-def test_a_damaged_line_is_told_in_a_line(tmp_path, damage):
-    path, (line, after) = begun(tmp_path)
-    text = damage if isinstance(damage, str) else json.dumps(json.loads(line) | damage)
-    journal_file(path).write_text(f"{text}\n{after}\n")
-    with pytest.raises(
-        ValueError, match=r"scores\.json: damaged, foreign or of another version \(.*\);"
-    ) as told:
-        Scores.load(path)
-    assert "\n" not in str(told.value)
-
-
-def test_lines_that_a_file_has_by_now_change_nothing(tmp_path):
-    """Killed when the scores were written and the lines not yet removed; seconds and cells have grown."""
-    path, added = begun(tmp_path)
+@pytest.mark.parametrize("finished", [False, True])
+def test_lines_that_a_file_has_by_now_change_nothing(finished, begun, tmp_path):
+    path, added = begun
     scores = Scores.load(path)
     scores.fill(67, {"d0001": 1.5}, {})
     scores.phases["score"]["d0066"] += 5.0
     scores.measure()
     scores.sum_seconds()
+    scores.run["finished"] = finished
+    if finished:
+        scores.metrics["LC"]["interval"] = {"nats": [1.0, 2.0]}
     scores.save(path)
     whole = path.read_bytes()
     journal_file(path).write_text("".join(f"{line}\n" for line in added))
     Scores.load(path).save(tmp_path / "again.json")
     assert (tmp_path / "again.json").read_bytes() == whole
-
-
-def test_a_finished_run_has_no_lines(tmp_path):
-    """Its intervals are not measured anew for some that lie there."""
-    path, added = begun(tmp_path)
-    scores = Scores.load(path)
-    scores.run["finished"], scores.metrics["LC"]["interval"] = True, {"nats": [1.0, 2.0]}
-    scores.save(path)
-    journal_file(path).write_text(f"{added[1]}\n")
-    assert Scores.load(path).metrics["LC"]["interval"] == {"nats": [1.0, 2.0]}
-
-
-def test_a_run_that_begins_anew_forgets_the_lines(tmp_path):
-    path, _ = begun(tmp_path)
-    RunDir(tmp_path).clean()
-    assert journal_file(path).exists()
     path.unlink()
     RunDir(tmp_path).clean()
-    assert not journal_file(path).exists()
+    assert not journal_file(path).exists()  # one that begins anew forgets them
 
 
 def test_a_line_says_all_of_a_row(tmp_path):
-    """Cells that are added later, what is no number, and what an older file did not note."""
+    """Also cells that are added later, and what is no number."""
     scores, path = empty(80), tmp_path / FILE
     for number in range(70):
         learn(scores, number)
-    scores.spikes = []
-    keeps = keeper(scores, path)
+    keeps = ScoreJournal(scores, path, digests={})
     keeps.keep_row(69)
     scores.fill(5, {"d0033": 2.5, "d0034": float("nan")}, {"d0033": {"base": 1.0}})
     scores.phases["endtasks"]["d0004"] = 7.0
     keeps.keep_row(5)
     back = Scores.load(path)
-    assert journal_file(path).exists() and back.spikes == []
+    assert journal_file(path).exists() and back.nll[5][33] == 2.5 and back.parts[5] == scores.parts[5]
     assert back.measured(5) == [text for text in scores.measured(5) if text != "d0034"]
-    assert back.nll[5][33] == 2.5 and back.parts[5] == scores.parts[5]
     assert back.phases == scores.phases and back.monitor == scores.monitor
 
 
-def test_what_is_measured_beside_the_losses_is_taken_over_with_the_whole(tmp_path):
-    """Its files are read once for each time that the scores are written, not after each stage."""
-    scores, asked = empty(200), []
-    probe = SimpleNamespace(KIND="probes", results=lambda rows: asked.append(rows) or told(rows))
-
-    def told(rows):
-        return {"harness": "1", "when": "each", "seconds": float(rows), "tasks": {}}
-
-    keeps = keeper(scores, tmp_path / FILE)
-    for number in range(140):
-        learn(scores, number)
-        keeps.keep_row(number)
-        keeps.note(probe, number)
-    assert asked[:3] == [1, 2, 3] and len([rows for rows in asked if rows > 128]) <= 5
-    keeps.keep_rows()
-    assert asked[-1] == 140
-    assert Scores.load(tmp_path / FILE).probes == {**told(140), "digest": "p"}
-
-
-def test_a_row_costs_what_it_has_measured_however_many_there_are(tmp_path, monkeypatch):
-    """Counted in cells that are looked at or written, by row, an average over a time."""
-    work = dict.fromkeys(range(601), 0)
-    scores = empty(600)
-
-    def note(cells: int) -> None:
-        work[len(scores.rows) - 1] += cells
-
-    def cells(self):
-        note(len(self.rows) * len(self.domains))
-
-    def add(path, line):
-        note(len(json.loads(line)["nll"]))
-
-    monkeypatch.setattr(Scores, "measure", cells)
-    monkeypatch.setattr(Scores, "save", lambda self, path: cells(self))
-    monkeypatch.setattr("cpt.trainer.score.append_row", add)
-    keeps = keeper(scores, tmp_path / FILE)
-    for number in range(601):
-        learn(scores, number)
-        keeps.keep_row(number)
-    early, late = (np.mean([work[row] for row in span]) for span in (range(100, 300), range(400, 600)))
-    assert early > 0 and late < 1.15 * early
-    assert np.median([work[row] for row in range(400, 600)]) <= 5
-
-
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_reader_may_meet_the_moment_at_which_the_scores_are_written(tmp_path, monkeypatch, when):
-    """The lines that it has read are then in the file, and those of the next rows are not yet known."""
-    path, _ = begun(tmp_path)
-    rows, own, gone_on = Scores.load(path).rows, Path.read_text, []
+def test_a_reader_may_meet_the_moment_at_which_the_scores_are_written(begun, monkeypatch, when):
+    path, own, gone_on = begun[0], Path.read_text, []
+    rows = Scores.load(path).rows
 
     def read(self, **how):
         old = own(self, **how)
         if self == path and not gone_on:
             gone_on.append(True)
             go_on(path, 73, domains=80)
-            assert journal_file(path).exists()
         return old if when == "after" else own(self, **how)
 
     monkeypatch.setattr(Path, "read_text", read)
     found = Scores.load(path).rows
-    assert gone_on and found[: len(rows)] == rows
-    assert (len(found) > len(rows)) == (when == "before")
+    assert gone_on and found[: len(rows)] == rows and (len(found) > len(rows)) == (when == "before")

@@ -1,4 +1,4 @@
-"""The file of a stage whose weights are shared out: shards, and what is whole beside them."""
+"""Weights that are shared out in files: the old or the new are there at any time."""
 
 import pytest
 import torch
@@ -10,13 +10,60 @@ from cpt.adapters.domain_store import DomainParams
 from cpt.core.distributed import full_tensor
 from cpt.core.tensors import NamedTensors
 from cpt.trainer import checkpoint as stages
+from cpt.trainer import fsdp
 from cpt.trainer.checkpoint import check_stage, load_stage, restore_stage, save_stage
 from cpt.trainer.costs import stored_bytes
-from cpt.trainer.fsdp import shard_state
 from cpt.trainer.run_dir import RunDir
 from cpt.verify import damage_in_run
+from tests.runs.reading import same_state
 
 INSTEAD = "begin anew"
+
+
+def killed(*args, **how):
+    raise KeyboardInterrupt
+
+
+def checkpoint(step: int) -> dict:
+    """What a trainer has after so many steps: two weights and the moments of one."""
+    moments = {"step": torch.tensor(float(step)), "exp_avg": torch.full((2, 3), 0.5 + step), "seen": step}
+    state = {"weight": torch.arange(6.0).view(2, 3) + step, "bias": torch.ones(2) * step}
+    optimizer = {"state": {0: moments}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    return {"loops": {"done": step}, "state_dict": state, "optimizer_states": [optimizer]}
+
+
+def read(path):
+    found = torch.load(path, weights_only=True)
+    return fsdp.fill_in(found, path, lambda name, shape: None)
+
+
+def assert_read(path, step: int) -> None:
+    found, expected = read(path), checkpoint(step)
+    assert found["loops"] == {"done": step} and same_state(expected["state_dict"], found["state_dict"])
+    [own], [then] = found["optimizer_states"], expected["optimizer_states"]
+    assert own["param_groups"] == then["param_groups"] and own["state"][0]["seen"] == step
+    for key in ("step", "exp_avg"):
+        assert torch.equal(own["state"][0][key], then["state"][0][key])
+
+
+@pytest.mark.parametrize("function", ["files.save", "save_state"])
+def test_a_checkpoint_is_replaced_as_a_whole(function, tmp_path, monkeypatch):
+    path = tmp_path / "001-law.ckpt"
+    for step in (2, 2):
+        fsdp.save_shards(checkpoint(step), path)
+        assert_read(path, step)
+    assert [each.name for each in tmp_path.glob("*.shards")] == ["001-law.2.shards"]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(f"cpt.trainer.fsdp.{function}", killed)
+        fsdp.save_shards(checkpoint(4), path)
+    assert_read(path, 2)
+    fsdp.save_shards(checkpoint(4), path)
+    assert_read(path, 4)
+    [folder] = tmp_path.glob("*.shards")
+    [file] = folder.glob("*.distcp")
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(ValueError, match=r"\.shards: .*distcp has \d+ bytes, .*; delete .*001-law\.ckpt"):
+        read(path)
 
 
 @pytest.fixture
@@ -35,9 +82,8 @@ class Method(nn.Module):
     def __init__(self, seed: int) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.model = nn.ModuleDict(
-            {"table": nn.Embedding(8, 4), "map": nn.Linear(4, 4), "head": nn.Linear(4, 8)}
-        )
+        parts = {"table": nn.Embedding(8, 4), "map": nn.Linear(4, 4), "head": nn.Linear(4, 8)}
+        self.model = nn.ModuleDict(parts)
         self.model["head"].weight = self.model["table"].weight
         self.anchor = NamedTensors({name: each + 1 for name, each in self.model.named_parameters()})
         self.bank = DomainParams(self.model, ["map.bias"])
@@ -55,30 +101,27 @@ class Method(nn.Module):
         return self
 
 
-def is_same(state: dict, other: dict) -> bool:
-    return [*state] == [*other] and all(torch.equal(state[name], other[name]) for name in state)
+def test_shards_are_written_once_and_read_as_what_was_shared_out(mesh, tmp_path, monkeypatch):
+    """And nothing is brought together to be written."""
 
+    def refused(*args, **how):
+        raise AssertionError("brought together")
 
-def test_shards_are_read_as_what_was_shared_out(mesh, tmp_path):
-    path = tmp_path / "stages" / "001.pt"
-    expected = Method(1).state_dict()
-    given = save_stage(Method(1).share_out(mesh), path)
+    path, module, expected = tmp_path / "stages" / "001.pt", Method(1).share_out(mesh), Method(1).state_dict()
+    with monkeypatch.context() as patch:
+        patch.setattr(DTensor, "full_tensor", refused)
+        patch.setattr(DTensor, "redistribute", refused)
+        given = save_stage(module, path)
     assert sorted(each.name for each in path.parent.iterdir()) == ["001.1.shards", "001.pt"]
-    assert stages.open_stage(path)[0].keys() == {
-        *("model.map.bias", "model.head.bias", "anchor.map/bias", "anchor.head/bias", "bank.0:map/bias"),
-        "count",
-    }
-    assert is_same(load_stage(path), expected)
+    whole, shards = stages.open_stage(path)
+    bare = {"model.map.bias", "model.head.bias", "anchor.map/bias", "anchor.head/bias", "bank.0:map/bias"}
+    assert whole.keys() == bare | {"count"}
+    assert same_state(load_stage(path), expected)
     own = {"table.weight", "map.weight", "map.bias", "head.weight", "head.bias"}
     assert stored_bytes(given, own) == stored_bytes(expected, own) > 0
     check_stage(path, instead=INSTEAD)
-
-
-def test_what_is_tied_is_written_once(mesh, tmp_path):
-    path = tmp_path / "001.pt"
-    save_stage(Method(1).share_out(mesh), path)
-    names = stages.open_stage(path)[1]["names"]
-    assert names["model.head.weight"] == names["model.table.weight"] == "model.table.weight"
+    names = shards["names"]
+    assert names["model.head.weight"] == names["model.table.weight"] == "model.table.weight"  # they are tied
     assert len({*names.values()}) == 4  # of model and anchor
 
 
@@ -90,79 +133,50 @@ def test_a_module_is_restored_however_it_is_laid_out(mesh, tmp_path, written, sh
     save_stage(Method(1).share_out(mesh) if written else Method(1), path)
     other = Method(2)
     if shared:
-        other.share_out(mesh).register_load_state_dict_pre_hook(shard_state)
+        other.share_out(mesh).register_load_state_dict_pre_hook(fsdp.shard_state)
     restore_stage(other, path, rests=rests)
     state = {name: full_tensor(each) if shared else each for name, each in other.state_dict().items()}
-    assert is_same(state, Method(1).state_dict())
+    assert same_state(state, Method(1).state_dict())
     assert other.bank.mapped == ({"0:map/bias"} if rests else set())
 
 
-def killed(*args, **how):
-    raise KeyboardInterrupt
-
-
-def test_nothing_is_brought_together_to_be_written(mesh, tmp_path, monkeypatch):
-    def refused(*args, **how):
-        raise AssertionError("brought together")
-
-    module = Method(1).share_out(mesh)
-    with monkeypatch.context() as patch:
-        patch.setattr(DTensor, "full_tensor", refused)
-        patch.setattr(DTensor, "redistribute", refused)
-        save_stage(module, tmp_path / "001.pt")
-    assert is_same(load_stage(tmp_path / "001.pt"), Method(1).state_dict())
-
-
 @pytest.mark.parametrize("function", ["write_shards", "hash_files", "save_state"])
-def test_a_stage_that_is_half_written_is_none(function, mesh, tmp_path, monkeypatch):
+def test_a_stage_that_is_half_written_is_none_and_one_is_replaced_as_a_whole(
+    function, mesh, tmp_path, monkeypatch
+):
     place = RunDir(tmp_path / "run")
-    path, module = place.stage(1), Method(1).share_out(mesh)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(stages, function, killed)
-        save_stage(module, path)
-    assert not path.exists()
-    save_stage(module, path)  # the same process again
-    assert is_same(load_stage(path), Method(1).state_dict())
-    assert len([*path.parent.glob("*.shards")]) == 1
+    path, before = place.stage(1), None
+    for number in (1, 2):
+        module = Method(number).share_out(mesh)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(stages, function, killed)
+            save_stage(module, path)
+        assert same_state(load_stage(path), before) if before else not path.exists()
+        save_stage(module, path)  # the same process again
+        before = Method(number).state_dict()
+        assert same_state(load_stage(path), before) and len([*path.parent.glob("*.shards")]) == 1
+    save_stage(Method(3), path)  # by one process
+    assert [each.name for each in path.parent.iterdir()] == ["001.pt"]
+    save_stage(Method(1).share_out(mesh), path)
     path.unlink()
     place.clean()
     assert not [*path.parent.iterdir()]
 
 
-def test_a_stage_is_replaced_as_a_whole(mesh, tmp_path, monkeypatch):
-    path = tmp_path / "001.pt"
-    save_stage(Method(1).share_out(mesh), path)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(stages, "save_state", killed)
-        save_stage(Method(2).share_out(mesh), path)
-    assert is_same(load_stage(path), Method(1).state_dict())
-    save_stage(Method(2).share_out(mesh), path)
-    assert is_same(load_stage(path), Method(2).state_dict())
-    assert len([*tmp_path.glob("*.shards")]) == 1
-
-
-def test_a_stage_that_one_process_writes_anew_has_no_shards(mesh, tmp_path):
-    path = tmp_path / "001.pt"
-    save_stage(Method(1).share_out(mesh), path)
-    save_stage(Method(2), path)
-    assert [each.name for each in tmp_path.glob("001*")] == ["001.pt"]
-    assert is_same(load_stage(path), Method(2).state_dict())
-
-
-DAMAGE = {
-    "cut off": lambda file: file.write_bytes(file.read_bytes()[:-10]),
-    "gone": lambda file: file.unlink(),
-    "another byte": lambda file: file.write_bytes(file.read_bytes()[:-20] + b"x" + file.read_bytes()[-19:]),
+HARMS = {
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-10]),
+    "gone": lambda path: path.unlink(),
+    "spoilt": lambda path: path.write_bytes(path.read_bytes()[:-20] + b"x" + path.read_bytes()[-19:]),
 }
 
 
-@pytest.mark.parametrize("what", DAMAGE)
-def test_damage_is_told(what, mesh, tmp_path):
+@pytest.mark.parametrize("how", HARMS)
+def test_damage_is_told(how, mesh, tmp_path):
     place = RunDir(tmp_path)
     save_stage(Method(1).share_out(mesh), place.stage(1))
     assert not [line for line in damage_in_run(tmp_path) if "shards" in line]
     [file] = tmp_path.glob("stages/*.shards/*.distcp")
-    DAMAGE[what](file)
+    HARMS[how](file)
     with pytest.raises(ValueError, match=rf"001\.1\.shards: {file.name}.*; begin anew"):
         check_stage(place.stage(1), instead=INSTEAD)
     assert [line for line in damage_in_run(tmp_path) if "001.1.shards" in line]

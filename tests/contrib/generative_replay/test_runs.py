@@ -19,8 +19,7 @@ from cpt.data.sampler import TrainStream
 from cpt.data.tokenized_tasks import TokenizedTask
 from cpt.evaluation.scores import Scores
 from tests.conftest import SMALL_GPT2
-from tests.runs.test_distributed import DDP
-from tests.runs.test_distributed_tasks import run
+from tests.runs.test_distributed import DDP, launch
 from tests.support.campaign import run_few
 from tests.support.killing import KilledError, Killer
 from tests.support.making import same, weights
@@ -203,7 +202,7 @@ def test_two_processes_write_what_one_writes(corpora, cache, tmp_path):
     command = [*SMALL_GPT2, "domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", THREE, *FEW]
     for name, strategy in (("one", []), ("two", DDP)):
         (tmp_path / name).mkdir()
-        code = run(tmp_path / name, "out", *command, *strategy)
+        code = launch(tmp_path / name, tmp_path / name / "out", *command, *strategy)
         assert code == 0, (tmp_path / name / "out" / "log").read_text()
     here, there = written(tmp_path / "one" / "run"), written(tmp_path / "two" / "run")
     assert here["002-food/law"] == there["002-food/law"]  # before any sum over processes can differ

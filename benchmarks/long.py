@@ -1,6 +1,6 @@
 """A run of very many domains: does the last one cost what the twentieth did?
 
-    python tests/campaigns/long.py --domains 1000 --methods ncl
+    python benchmarks/long.py --domains 1000 --methods ncl
 
 Each domain has a few lines of text and is learned for 3 steps; of the matrix the last rows and the
 nearest columns are measured. The run is a process of its own that is looked at from outside
@@ -16,8 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT)]
 
 from flat import FEW, Sight, compare_ends, watch  # noqa: E402
 
@@ -39,22 +39,13 @@ def write_domains(root: Path, count: int) -> None:
         (folder / "all.txt").write_text("\n".join(lines) + "\n")
 
 
-def disk_by_domain(sights: list[Sight]) -> float:
-    """Bytes that the run folder has grown by, from the twentieth domain to the last."""
-    rows = {each.row: each.disk for each in sights}
-    first = min(rows, key=lambda row: abs(row - 2 * FEW))
-    return (sights[-1].disk - rows[first]) / max(1, sights[-1].row - first)
-
-
 def mean_costs(sights: list[Sight]) -> dict[str, float]:
     """Seconds of the processor by domain, a mean over the early and the late half of the domains; the first
     ten and the last, which the whole matrix is scored after, left out."""
     own = [each for each in sights if FEW < each.row < sights[-1].row]
     first, middle, last = own[0], own[len(own) // 2], own[-1]
-    early, late = (
-        (end.processor - begin.processor) / max(1, end.row - begin.row)
-        for begin, end in ((first, middle), (middle, last))
-    )
+    pairs = ((first, middle), (middle, last))
+    early, late = ((end.processor - begin.processor) / max(1, end.row - begin.row) for begin, end in pairs)
     return {"early": early, "late": late, "ratio": late / early}
 
 
@@ -64,7 +55,9 @@ def measure(place: Path, method: str, domains: int) -> dict[str, Any]:
     places = [f"domains.root={place / 'texts'}", f"cache_dir={place / 'cache'}"]
     sights = watch(place / "run", [*places, *SMALL, *GIVEN, f"method={method}"])
     ends = compare_ends(sights) | {"mean": mean_costs(sights)}
-    found = {"method": method, "domains": domains, "ends": ends, "disk_per_domain": disk_by_domain(sights)}
+    twentieth = min(sights, key=lambda each: abs(each.row - 2 * FEW))
+    disk = (sights[-1].disk - twentieth.disk) / max(1, sights[-1].row - twentieth.row)
+    found = {"method": method, "domains": domains, "ends": ends, "disk_per_domain": disk}
     return found | {"flat": all(ends[name]["ratio"] <= MOST for name in FLAT)}
 
 
