@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import get_total_norm
-from torch.optim import Optimizer
+from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics.functional.classification import multiclass_accuracy, multiclass_f1_score
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -43,13 +43,10 @@ class EncodedExamples:
     def batch(self, rows: Sequence[int] | np.ndarray, *, pad: int, device: torch.device) -> dict[str, Tensor]:
         """Rows padded at their end to the longest of them: input_ids, attention_mask, perhaps token_type_ids
         [B, T], and labels [B]."""
-        chosen = [self.ids[row] for row in rows]
-        lengths = torch.tensor([len(ids) for ids in chosen])
-        batch = {
-            "input_ids": nn.utils.rnn.pad_sequence(chosen, batch_first=True, padding_value=pad),
-            "attention_mask": (torch.arange(int(lengths.max())) < lengths[:, None]).long(),
-            "labels": self.labels[torch.as_tensor(rows)],
-        }
+        ids = nn.utils.rnn.pad_sequence([self.ids[row] for row in rows], batch_first=True, padding_value=pad)
+        lengths = torch.tensor([len(self.ids[row]) for row in rows])
+        mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+        batch = {"input_ids": ids, "attention_mask": mask, "labels": self.labels[torch.as_tensor(rows)]}
         if self.types is not None:
             types = [self.types[row] for row in rows]
             batch["token_type_ids"] = nn.utils.rnn.pad_sequence(types, batch_first=True)
@@ -179,15 +176,14 @@ class Classifier(nn.Module):
 def forked_generators(device: torch.device, *parts: str | int) -> Iterator[None]:
     """Afterwards torch's generators of the CPU and of the device are as they were before. What is drawn
     meanwhile is a function of a key, where its parts are given."""
-    cpu = device.type == "cpu"
-    devices, kind = ([], "cuda") if cpu else ([device.index or 0], device.type)
-    with torch.random.fork_rng(devices, device_type=kind):
+    devices = [] if device.type == "cpu" else [device.index or 0]
+    with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
         if parts:
             number = key(*parts) % 2**63
             torch.random.default_generator.manual_seed(number)
             if device.type == "cuda":
-                torch.cuda.default_generators[device.index or 0].manual_seed(number)
-            elif not cpu:
+                torch.cuda.default_generators[devices[0]].manual_seed(number)
+            elif devices:
                 getattr(torch, device.type).manual_seed(number)
         yield
 
@@ -199,16 +195,36 @@ def fine_tune(
     whose model made them, counted from 1. `step` is called after every optimizer step.
 
     The result is a function of model, task and seed; model and torch's generators stay as they are. Raises
-    ValueError where the loss is not finite."""
+    ValueError where loss or gradient are not finite, on which no step is made."""
     settings = job.settings
     with forked_generators(device, "end task", job.name, seed):
-        classifier = Classifier(
-            model, classes=job.classes, dropout=settings.dropout, frozen=settings.frozen
-        ).to(device)
+        head = {"classes": job.classes, "dropout": settings.dropout, "frozen": settings.frozen}
+        classifier = Classifier(model, **head).to(device)
         optimizer, schedule = make_optimizer(classifier, job)
         best: tuple[float, int, dict[str, Tensor]] | None = None
         for epoch in range(1, settings.epochs + 1):
-            for _ in train_epoch(classifier, job, optimizer, schedule, seed=seed, epoch=epoch):
+            failed = torch.full((), math.inf, device=device)  # the first step that was not made
+            classifier.train()
+            batches = job.batches(seed, epoch)
+            for number, rows in enumerate(batches, start=1):
+                batch = job.train.batch(rows, pad=job.pad, device=device)
+                with job.autocast(device):
+                    logits = classifier(batch)
+                loss = functional.cross_entropy(logits.float(), batch["labels"])
+                loss.backward()
+                fine = (loss.detach() + gradient_norm(classifier)).isfinite()
+                # with which a fused optimizer makes no step
+                optimizer.found_inf = (~fine).float()  # type: ignore[attr-defined]
+                failed = torch.where(fine, failed, failed.clamp_max(number))
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad(set_to_none=True)
+                if (number % CHECK_EVERY == 0 or number == len(batches)) and torch.isfinite(failed):
+                    raise ValueError(
+                        f"loss or gradient of end task {job.name}, seed {seed}, are not finite at step "
+                        f"{int(failed)} of epoch {epoch}; a lower rate (endtask.lr, "
+                        f"+endtask.tasks.{job.name}.lr) or endtask.precision=32-true may help"
+                    )
                 step()
             if job.dev is not None:
                 score = scores_of(predict(classifier, job, job.dev), job.dev.labels, job.classes)
@@ -220,54 +236,17 @@ def fine_tune(
         return predict(classifier, job, job.test).numpy(), best[1] if best else settings.epochs
 
 
-def make_optimizer(classifier: Classifier, job: FinetuneJob) -> tuple[Optimizer, LambdaLR]:
+def make_optimizer(classifier: Classifier, job: FinetuneJob) -> tuple[AdamW, LambdaLR]:
     """AdamW (Loshchilov and Hutter, 2019) on all that is trained, decay included, and its linear schedule."""
     trained = [parameter for parameter in classifier.parameters() if parameter.requires_grad]
     settings, policy = job.settings, Linear(warmup=job.settings.warmup)
-    optimizer = torch.optim.AdamW(trained, lr=settings.lr, weight_decay=settings.weight_decay, fused=True)
+    optimizer = AdamW(trained, lr=settings.lr, weight_decay=settings.weight_decay, fused=True)
     return optimizer, LambdaLR(optimizer, lambda step: policy(Progress.alone(step, steps=job.steps)))
 
 
 def gradient_norm(classifier: Classifier) -> Tensor:
     """That of all that is trained, a scalar."""
     return get_total_norm([each.grad for each in classifier.parameters() if each.grad is not None])
-
-
-def train_epoch(
-    classifier: Classifier,
-    job: FinetuneJob,
-    optimizer: Optimizer,
-    schedule: LambdaLR,
-    *,
-    seed: int,
-    epoch: int,
-) -> Iterator[None]:
-    """An epoch of training, step by step; ValueError where loss or gradient are not finite, on which no step
-    is made."""
-    device = classifier.out.weight.device
-    failed = torch.full((), math.inf, device=device)  # the first step that was not made
-    classifier.train()
-    batches = job.batches(seed, epoch)
-    for number, rows in enumerate(batches, start=1):
-        batch = job.train.batch(rows, pad=job.pad, device=device)
-        with job.autocast(device):
-            logits = classifier(batch)
-        loss = functional.cross_entropy(logits.float(), batch["labels"])
-        loss.backward()
-        fine = (loss.detach() + gradient_norm(classifier)).isfinite()
-        # with which a fused optimizer makes no step
-        optimizer.found_inf = (~fine).float()  # type: ignore[attr-defined]
-        failed = torch.where(fine, failed, failed.clamp_max(number))
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad(set_to_none=True)
-        if (number % CHECK_EVERY == 0 or number == len(batches)) and torch.isfinite(failed):
-            raise ValueError(
-                f"loss or gradient of end task {job.name}, seed {seed}, are not finite at step {int(failed)} "
-                f"of epoch {epoch}; a lower rate (endtask.lr, +endtask.tasks.{job.name}.lr) or "
-                "endtask.precision=32-true may help"
-            )
-        yield
 
 
 @torch.no_grad()

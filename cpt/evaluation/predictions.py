@@ -179,14 +179,15 @@ def transitions_of(
     measured on different examples."""
     found = {}
     for task, files in list_endtask_files(folder, rows, endtasks).items():
-        if len(files) < 2:
-            continue
         with suppress(FileNotFoundError):
             tables = [[load_predictions(path, ENDTASK_COLUMNS)[0] for path in each] for each in files]
+            if len(tables) < 2:
+                continue
             before, after = map(pa.concat_tables, tables)
             if any(not before[name].equals(after[name]) for name in ("id", "label")):
-                told = f"{folder}: {task}"
-                raise ValueError(f"{told}: the predictions of two rows are on different test examples")
+                raise ValueError(
+                    f"{folder}: {task}: the predictions of two rows are on different test examples"
+                )
             right = [compute.equal(end["label"], end["prediction"]).to_numpy() for end in (before, after)]
             found[task] = count_transitions(*right, classes=endtasks["classes"][task])
     return found
@@ -199,9 +200,8 @@ def correct(folder: Path, rows: Sequence[str], endtasks: Mapping[str, Any]) -> d
     for task, files in list_endtask_files(folder, rows, endtasks).items():
         for seed, path in zip(endtasks["seeds"], files[-1], strict=True):
             with suppress(FileNotFoundError):
-                found[task, seed] = compute.equal(
-                    *load_predictions(path, ENDTASK_COLUMNS[1:])[0].columns
-                ).to_numpy()
+                table = load_predictions(path, ENDTASK_COLUMNS[1:])[0]
+                found[task, seed] = compute.equal(*table.columns).to_numpy()
     return found
 
 

@@ -309,38 +309,6 @@ def comparison(tmp_path_factory):
     return top / "comparison.html"
 
 
-def shown_marks(browser):
-    """The groups that have a visible mark in each of the pictures."""
-    groups = "[...svg.querySelectorAll('[data-group]')].filter(m => getComputedStyle(m).display != 'none')"
-    each = f"[...new Set({groups}.map(m => m.dataset.group.split(' ')[0]))].sort()"
-    return browser.run(f"[...document.querySelectorAll('.plot svg')].map(svg => {each})")
-
-
-def test_filters_act_on_the_marks_in_the_pictures(browser, comparison):
-    browser.open(comparison, size=LAPTOP)
-    assert shown_marks(browser) == [["das", "ewc", "ncl"]] * 5
-    tick(browser, "das")
-    assert shown_marks(browser) == [["das"]] * 5
-    typed(browser, "nothing-like-it")
-    assert shown_marks(browser) == [[]] * 5
-    browser.run("document.querySelector('.page button').click()")
-    assert shown_marks(browser) == [["das", "ewc", "ncl"]] * 5
-
-
-def test_a_mark_says_what_it_stands_for(browser, comparison):
-    browser.open(comparison, size=LAPTOP)
-    over = "document.querySelector('.plot [data-group=das]').dispatchEvent"
-    browser.run(f"{over}(new PointerEvent('pointerover', {{bubbles: true}}))")
-    told = browser.run("document.querySelector('.tip').textContent")
-    assert told.startswith("das, runs: 2") and "FG" in told and "[" in told
-    faded = "[...document.querySelectorAll('.plot.lit [data-group]:not(.on)')].map(m => m.dataset.group)"
-    assert "ncl" in browser.run(faded) and "das" not in browser.run(faded)
-    browser.run("document.body.dispatchEvent(new PointerEvent('pointerover', {bubbles: true}))")
-    assert (
-        browser.run("document.querySelector('.tip').textContent + document.querySelector('.lit')") == "null"
-    )
-
-
 def test_the_main_table_is_narrow_and_shows_other_columns_by_choice(browser, comparison):
     browser.open(comparison, size=LAPTOP)
     heads = "[...document.querySelector('[data-chosen]').tHead.rows[0].cells]"

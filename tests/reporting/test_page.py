@@ -11,14 +11,13 @@ from html.parser import HTMLParser
 import pytest
 
 from cpt.reporting import drawing, figures
-from cpt.reporting.drawing import METHODS, PLACES, description, find_places, inline_svg, own_place
+from cpt.reporting.drawing import METHODS, PLACES, description, find_places, own_place
 from cpt.reporting.frames import few
 from cpt.reporting.page import Block, align_columns, inline, write_page
 from tests.conftest import ROOT
 
 HEAD, CELLS = ("group", "LC"), [["das", "−1.5"], ["ncl + <migu>", "20"]]
 GROUPS = {"ncl": ([0.1, 0.2], [50.0, 51.0]), 'das "<&>"': ([0.3], [60.0]), "joint": ([None], [52.0])}
-MARKS = {"ncl": "ncl: FG 0.15 [0.1, 0.2]", 'das "<&>"': "das, one run"}
 
 
 class Elements(HTMLParser):
@@ -47,7 +46,7 @@ def page(tmp_path, *blocks, title="Title"):
 
 @pytest.fixture(scope="module")
 def picture():
-    return figures.draw_plane(GROUPS, marks=MARKS, x="FG", y="LC")
+    return figures.draw_plane(GROUPS, x="FG", y="LC")
 
 
 def test_the_policy_lets_the_page_run_its_own_script_alone(tmp_path):
@@ -105,17 +104,6 @@ def test_tables_and_names_as_text():
     assert few(["a", "b"]) == "a → b"
     names = [f"d{place}" for place in range(20)]
     assert few(names, between=", ") == "d0, d1, d2, … 14 more …, d17, d18, d19"
-
-
-def test_marks_and_lines_of_the_legend_say_whose_they_are(picture):
-    text = inline_svg(picture, prefix="p1-", told='a "plane"')
-    assert text.startswith("<svg viewBox=") and 'aria-label="a &quot;plane&quot;"' in text
-    names = re.findall(r'data-group="([^"]*)"', text)
-    assert names.count("ncl") == 4  # runs, mean, and the legend's mark and text
-    assert names.count("das &quot;&lt;&amp;&gt;&quot;") == 4 and names.count("joint") == 3
-    assert "<title>ncl: FG 0.15 [0.1, 0.2]</title>" in text
-    assert not re.search(r"https?:|<style|<metadata|<!--|xlink", text)
-    assert set(re.findall(r'href="#(...)', text)) == {"p1-"} == set(re.findall(r' id="(...)', text))
 
 
 def test_pictures_are_named_by_content_and_the_same_each_time(tmp_path, picture):

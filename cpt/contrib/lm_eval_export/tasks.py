@@ -113,15 +113,13 @@ def export_task(
     examples = (folder / f"{stem}.jsonl").resolve()
     replace(examples, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     own = {"dataset_kwargs": {"data_files": {"test": str(examples)}}, "target_delimiter": texts.delimiter}
-    write_yaml(folder / f"{stem}.yaml", {"task": PREFIX + stem, **TASK, **own})
+    content = {"task": PREFIX + stem, **TASK, **own}
+    replace(folder / f"{stem}.yaml", yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
     return Exported(PREFIX + stem, len(rows), differing)
 
 
 def export_group(folder: Path, exported: Sequence[Exported]) -> str:
     """Writes the group of all tasks, whose accuracy is their mean; gives its name."""
-    write_yaml(folder / "_all.yaml", {**GROUP, "task": [each.name for each in exported]})
+    content = {**GROUP, "task": [each.name for each in exported]}
+    replace(folder / "_all.yaml", yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
     return str(GROUP["group"])
-
-
-def write_yaml(path: Path, content: dict[str, Any]) -> None:
-    replace(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))

@@ -59,9 +59,8 @@ class UnreadableError(Exception):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m cpt.contrib.wandb_tools.rebuild", description="Makes W&B runs from run folders."
-    )
+    about = "Makes W&B runs from run folders."
+    parser = argparse.ArgumentParser(prog="python -m cpt.contrib.wandb_tools.rebuild", description=about)
     add = parser.add_argument
     add("folders", nargs="+", type=Path, metavar="FOLDER", help="where runs are, at any depth")
     add("--project", help="W&B project (default: the one of each run's config)")
