@@ -195,36 +195,16 @@ def fine_tune(
     whose model made them, counted from 1. `step` is called after every optimizer step.
 
     The result is a function of model, task and seed; model and torch's generators stay as they are. Raises
-    ValueError where loss or gradient are not finite, on which no step is made."""
+    ValueError where the loss is not finite."""
     settings = job.settings
     with forked_generators(device, "end task", job.name, seed):
-        head = {"classes": job.classes, "dropout": settings.dropout, "frozen": settings.frozen}
-        classifier = Classifier(model, **head).to(device)
+        classifier = Classifier(
+            model, classes=job.classes, dropout=settings.dropout, frozen=settings.frozen
+        ).to(device)
         optimizer, schedule = make_optimizer(classifier, job)
         best: tuple[float, int, dict[str, Tensor]] | None = None
         for epoch in range(1, settings.epochs + 1):
-            failed = torch.full((), math.inf, device=device)  # the first step that was not made
-            classifier.train()
-            batches = job.batches(seed, epoch)
-            for number, rows in enumerate(batches, start=1):
-                batch = job.train.batch(rows, pad=job.pad, device=device)
-                with job.autocast(device):
-                    logits = classifier(batch)
-                loss = functional.cross_entropy(logits.float(), batch["labels"])
-                loss.backward()
-                fine = (loss.detach() + gradient_norm(classifier)).isfinite()
-                # with which a fused optimizer makes no step
-                optimizer.found_inf = (~fine).float()  # type: ignore[attr-defined]
-                failed = torch.where(fine, failed, failed.clamp_max(number))
-                optimizer.step()
-                schedule.step()
-                optimizer.zero_grad(set_to_none=True)
-                if (number % CHECK_EVERY == 0 or number == len(batches)) and torch.isfinite(failed):
-                    raise ValueError(
-                        f"loss or gradient of end task {job.name}, seed {seed}, are not finite at step "
-                        f"{int(failed)} of epoch {epoch}; a lower rate (endtask.lr, "
-                        f"+endtask.tasks.{job.name}.lr) or endtask.precision=32-true may help"
-                    )
+            for _ in train_epoch(classifier, job, optimizer, schedule, seed=seed, epoch=epoch):
                 step()
             if job.dev is not None:
                 score = scores_of(predict(classifier, job, job.dev), job.dev.labels, job.classes)
@@ -247,6 +227,37 @@ def make_optimizer(classifier: Classifier, job: FinetuneJob) -> tuple[AdamW, Lam
 def gradient_norm(classifier: Classifier) -> Tensor:
     """That of all that is trained, a scalar."""
     return get_total_norm([each.grad for each in classifier.parameters() if each.grad is not None])
+
+
+def train_epoch(
+    classifier: Classifier, job: FinetuneJob, optimizer: AdamW, schedule: LambdaLR, *, seed: int, epoch: int
+) -> Iterator[None]:
+    """An epoch of training, step by step; ValueError where loss or gradient are not finite, on which no step
+    is made."""
+    device = classifier.out.weight.device
+    failed = torch.full((), math.inf, device=device)  # the first step that was not made
+    classifier.train()
+    batches = job.batches(seed, epoch)
+    for number, rows in enumerate(batches, start=1):
+        batch = job.train.batch(rows, pad=job.pad, device=device)
+        with job.autocast(device):
+            logits = classifier(batch)
+        loss = functional.cross_entropy(logits.float(), batch["labels"])
+        loss.backward()
+        fine = (loss.detach() + gradient_norm(classifier)).isfinite()
+        # with which a fused optimizer makes no step
+        optimizer.found_inf = (~fine).float()  # type: ignore[attr-defined]
+        failed = torch.where(fine, failed, failed.clamp_max(number))
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad(set_to_none=True)
+        if (number % CHECK_EVERY == 0 or number == len(batches)) and torch.isfinite(failed):
+            raise ValueError(
+                f"loss or gradient of end task {job.name}, seed {seed}, are not finite at step {int(failed)} "
+                f"of epoch {epoch}; a lower rate (endtask.lr, +endtask.tasks.{job.name}.lr) or "
+                "endtask.precision=32-true may help"
+            )
+        yield
 
 
 @torch.no_grad()
