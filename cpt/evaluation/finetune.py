@@ -124,12 +124,9 @@ def longest(model: PreTrainedModel, length: int) -> int:
 
 
 class Classifier(nn.Module):
-    """A copy of a model's body with a new head: dropout, D x D, tanh, dropout, D x C, as of RoBERTa (Liu et
-    al., 2019). It reads the first token of a masked model, the last token of the text of a causal one, and of
-    an encoder with a decoder the mean over the text.
-
-    All of the copy is trained but modules with `stays_in_end_tasks`; with `frozen`, the head alone. Weights
-    are float32. Random numbers come from torch's generator of the CPU."""
+    """A float32 copy of a model's body with RoBERTa's head (dropout, D x D, tanh, dropout, D x C). It reads
+    the first token of a masked model, the last of a causal one, the mean of an encoder with a decoder. All is
+    trained but modules with `stays_in_end_tasks`; with `frozen`, the head alone."""
 
     def __init__(self, model: PreTrainedModel, *, classes: int, dropout: float, frozen: bool) -> None:
         super().__init__()
@@ -192,10 +189,7 @@ def fine_tune(
     model: PreTrainedModel, job: FinetuneJob, *, seed: int, device: torch.device, step: Callable[[], object]
 ) -> tuple[np.ndarray, int]:
     """Learns a task on a copy of a model; gives the predicted class of each test example, [N], and the epoch
-    whose model made them, counted from 1. `step` is called after every optimizer step.
-
-    The result is a function of model, task and seed; model and torch's generators stay as they are. Raises
-    ValueError where the loss is not finite."""
+    whose model made them, from 1: a function of model, task and seed. `step` is called after every step."""
     settings = job.settings
     with forked_generators(device, "end task", job.name, seed):
         classifier = Classifier(
@@ -276,11 +270,8 @@ def predict(classifier: Classifier, job: FinetuneJob, examples: EncodedExamples)
 
 
 def scores_of(predictions: Tensor, labels: Tensor, classes: int) -> dict[str, float]:
-    """Macro-F1, micro-F1 and accuracy of predicted classes [N], 0 to 1.
-
-    A class of train with neither an example nor a prediction here has no F1 and is left out of the macro
-    average, so that a class that test lacks (SUBSTRATE_PRODUCT-OF of ChemProt) does not lower it; one that is
-    predicted without an example counts as 0. Micro-F1 of single labels is accuracy."""
+    """Macro-F1, micro-F1 and accuracy of predicted classes [N], 0 to 1. A class with neither an example nor a
+    prediction here (as SUBSTRATE_PRODUCT-OF of ChemProt) is left out of the macro average."""
     macro = multiclass_f1_score(predictions, labels, num_classes=classes, average="macro").item()
     micro = multiclass_accuracy(predictions, labels, num_classes=classes, average="micro").item()
     return {"macro_f1": macro, "micro_f1": micro, "accuracy": micro}

@@ -366,10 +366,8 @@ def plan_endtasks(
     options: Mapping[str, Any], source_names: Sequence[str] | None, order: Sequence[str]
 ) -> FinetunePlan | None:
     """The plan of the end tasks of a run that learns the domains of `order`; None where none are asked for.
-
-    `source_names` are the domains that could be learned; a task of any other name is an error unless its data
-    are there, so that one set of tasks serves any choice of its domains. No text is read, and torch not
-    imported. Raises ValueError for options that are wrong, and where no task belongs to a learned domain."""
+    `source_names` are the domains that could be learned: a task of another name needs its data. Raises
+    ValueError for options that are wrong, and where no task belongs to a learned domain."""
     if not options or options.get("_target_") is None:
         return None
     if OmegaConf.is_config(options):

@@ -1,8 +1,6 @@
 """Predictions by example: a parquet file for each (stage, task), or (stage, task, seed) of an end task, and
-what became of each example from one model to another.
-
-A file has a row for each test example, in columns of text, and in its metadata what is known `about` them:
-`digest` of all that they depend on besides the model, `seconds`, and what the kind of task adds."""
+what became of each example. In its metadata is what is known `about` them: `digest` of all that they depend
+on besides the model, `seconds`, and what the kind of task adds."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ series, with a violet for their yellow. PNG's text chunk "Description" says what
 from __future__ import annotations
 
 import io
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -25,13 +24,6 @@ from cpt.reporting.frames import FEW, few, shorten
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8833EE")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 DASHES = ("-", "--", ":")
-PLACES = 72  # combinations of colour and marker
-METHODS = (  # in the order of their places; neighbours differ in colour and marker
-    "ncl", "das", "ewc", "kd", "derpp", "demix", "migu", "replay", "lora", "adapter", "joint", "one",
-    "hat", "none", "prompt", "cpt_plugin", "agem", "dga", "elle", "ema", "inclora", "l2", "lifelong_moe",
-    "mas", "merge", "merge_lora", "moelora", "nlora", "olora", "osf", "peft", "progprompt", "recadam",
-    "reptile", "sapt", "si", "wise_ft",
-)  # fmt: skip
 VECTORS = {"svg.fonttype": "none", "svg.hashsalt": "cpt", "pdf.fonttype": 42}  # 42: as publishers require
 
 
@@ -71,36 +63,10 @@ def description(picture: bytes) -> str:
 
 
 def style(place: int) -> dict[str, str]:
-    """Colour, marker and dashes of a series; PLACES differ in the first two, neighbours in both."""
+    """Colour, marker and dashes of a series; 72 places differ in the first two, neighbours in both."""
     colour, turn = place % len(SERIES), place // len(SERIES)
     marker = MARKERS[(place + 2 * turn) % len(MARKERS)]
     return {"color": SERIES[colour], "marker": marker, "linestyle": DASHES[turn % len(DASHES)]}
-
-
-def own_place(plain: str) -> int:
-    """The place of a method, or of one with its mask and replay, which follows from the name."""
-    known = len(METHODS)
-    return METHODS.index(plain) if plain in METHODS else known + zlib.crc32(plain.encode()) % (PLACES - known)
-
-
-def find_places(groups: Iterable[tuple[str, str]]) -> dict[str, int]:
-    """The place of each group by its name, from pairs of a name and the name without its settings.
-
-    A method has its own place on every page unless another group has it; one with settings has the colour of
-    the one without. The first eight groups differ in colour."""
-    there, colours = dict(groups), len(SERIES)
-    first, places = list(there)[:colours], dict[str, int]()
-    ranks = {name: (name not in first, name != plain, own_place(plain)) for name, plain in there.items()}
-    for name in sorted(there, key=lambda name: (ranks[name], name)):
-        wanted, taken = own_place(there[name]), set(places.values())
-        shown = {place % colours for place in taken}
-        after = [(wanted + step) % PLACES for step in range(PLACES)]
-        if name in first:
-            after.sort(key=lambda place: place % colours in shown)
-        else:
-            after.sort(key=lambda place: place % colours != wanted % colours)
-        places[name] = next((place for place in after if place not in taken), wanted)
-    return {name: places[name] for name in there}
 
 
 def literal(name: str, *, width: int) -> str:

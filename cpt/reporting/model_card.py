@@ -1,7 +1,5 @@
-"""The model card of an exported model, `model/README.md`, as the Hugging Face Hub reads it.
-
-A card may be published. Of the config it shows the keys in SHOWN, of the command the overrides that decide
-the result; keys that look secret are left out, and a value with a path or an address reads `<path>`."""
+"""The model card of an exported model, `model/README.md`, as the Hugging Face Hub reads it. As it may be
+published, keys that look secret are left out, and a value with a path or an address reads `<path>`."""
 
 from __future__ import annotations
 

@@ -101,7 +101,6 @@ def separate_interval(cell: str) -> Markup:
 
 def markdown(block: Block, *, picture: str) -> str:
     """A block, with its picture in a file of the given name."""
-
     title, folded = (quote_markup(text, IN_CELL) for text in (block.title, block.folded))
     fence = "~" * max([4, *(len(tildes) + 1 for tildes in re.findall("~+", block.code))])
     bar = [":--" if column < block.words else "--:" for column in range(len(block.head))]

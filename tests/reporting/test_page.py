@@ -10,11 +10,10 @@ from html.parser import HTMLParser
 
 import pytest
 
-from cpt.reporting import drawing, figures
-from cpt.reporting.drawing import METHODS, PLACES, description, find_places, own_place
+from cpt.reporting import figures
+from cpt.reporting.drawing import description
 from cpt.reporting.frames import few
 from cpt.reporting.page import Block, align_columns, inline, write_page
-from tests.conftest import ROOT
 
 HEAD, CELLS = ("group", "LC"), [["das", "−1.5"], ["ncl + <migu>", "20"]]
 GROUPS = {"ncl": ([0.1, 0.2], [50.0, 51.0]), 'das "<&>"': ([0.3], [60.0]), "joint": ([None], [52.0])}
@@ -126,38 +125,3 @@ def test_pages_leave_pyplot_and_torch_alone():
     code += "print([m for m in ('matplotlib.pyplot', 'torch', 'lightning') if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
-
-
-# --- colours and markers
-
-
-def test_a_method_is_alike_on_pages_with_other_groups():
-    assert {path.stem for path in (ROOT / "conf" / "method").glob("*.yaml")} <= set(METHODS)
-    pages = [("ncl", "das", "kd"), ("hat", "das"), ("das", "ncl + migu", "own_method", "kd")]
-    found = [find_places((name, name) for name in names) for names in pages]
-    assert {page["das"] for page in found} == {own_place("das")}
-    assert found[0]["kd"] == found[2]["kd"] == own_place("kd")
-
-
-def test_groups_with_values_have_the_colour_of_their_method():
-    eight = dict.fromkeys(["ncl", "ewc", "kd", "derpp", "demix", "migu", "das", "replay"])
-    variants = {name: name for name in eight} | {f"das (seed={place})": "das" for place in range(4)}
-    places = find_places(variants.items())
-    assert places["das"] == own_place("das") and places["replay"] == own_place("replay")
-    styles = [drawing.style(places[name]) for name, plain in variants.items() if plain == "das"]
-    assert len({style["color"] for style in styles}) == 1 and len({style["marker"] for style in styles}) == 5
-
-
-@pytest.mark.parametrize(
-    "names",
-    [
-        ["lora", "ncl", "replay (a)", "replay (b)", "adapter", "kd + migu", "own", "joint", "one", "hat"],
-        list(METHODS[::8]),
-    ],
-)
-def test_the_first_eight_groups_have_a_colour_each(names):
-    places = find_places((name, name.split(" (")[0]) for name in names)
-    assert len({drawing.style(places[name])["color"] for name in names[:8]}) == len(names[:8])
-    assert len(set(places.values())) == len(places)
-    many = [(f"group {place}", f"group {place}") for place in range(80)]
-    assert len(set(find_places(many[:PLACES]).values())) == PLACES and len(find_places(many)) == 80

@@ -52,11 +52,10 @@ class HarnessTexts:
     """Questions and choices as texts of which the harness (0.4.13, `HFLM`) makes the ids that an encoder
     made.
 
-    For a causal model context and choice are tokenised together, with the tokenizer's own tokens around them
-    unless these end a text; for one with two stacks apart. A choice ends in the text of the end token, so
-    that its log-likelihood is sum_t log p(choice_t, end | question). `beginning` is what the tokenizer puts
-    before a text: the harness leaves it out of a question to a causal model whose tokenizer ends texts, and
-    of every choice for a model with two stacks. Some tokenizers need a blank behind it."""
+    For a causal model context and choice are tokenised together; for an encoder-decoder apart. A choice ends
+    in the text of the end token. `beginning` is what the tokenizer puts before a text: the harness leaves it
+    out of a question to a causal model whose tokenizer ends texts, and of every choice for an
+    encoder-decoder. Some tokenizers need a blank after it."""
 
     def __init__(self, encoder: Encoder) -> None:
         self.encoder, tokenizer = encoder, encoder.tokenizer
