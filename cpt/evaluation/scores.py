@@ -154,8 +154,7 @@ class Scores(Layout):
             noted: list[Any] = getattr(self, name)
             none: Any = [] if name in NOTED else 0
             noted += [none] * (len(self.rows) - 1 - len(noted))  # of rows that were made without
-            given = costs.get(name, none)
-            noted.append([*given] if name in NOTED else int(given))
+            noted.append([*costs.get(name, [])] if name in NOTED else int(costs.get(name, 0)))
 
     def take_over(self, earlier: Scores) -> Scores:
         """These scores with what a run of fewer domains has measured; cells of further texts are missing."""

@@ -80,8 +80,8 @@ def last_measured(scores: Array) -> list[int | None]:
 
 
 def pick_final(scores: Array) -> Array:
-    """The last score of each task, [row, task, ...] to [task, ...]; nan for none. That is of the last model,
-    or for a method that learns each domain from the base of the model of the domain."""
+    """The last score of each task, [row, task, ...] to [task, ...]; nan for none. It is that of the last
+    model, or for a method that learns each domain from the base that of the domain's model."""
     nothing, last = np.full(scores.shape[2:], np.nan), enumerate(last_measured(scores))
     return np.array([nothing if row is None else scores[row, task] for task, row in last])
 
@@ -97,8 +97,9 @@ def forget_rate(scores: Array, rows: Sequence[str], tasks: Sequence[str]) -> flo
     """`1/(T-1) sum_{u<T-1} (A[u][u] - A[T-1][u])` of A as [row, task], > 0 is forgetting; nan if a term is
     missing. The task of the last stage never enters; where it has none, all learned tasks do."""
     learned = [place for place, task in enumerate(tasks) if task in rows[: len(scores)][:-1]]
-    lost = (forward(scores, rows, tasks) - scores[-1])[learned] if learned else np.array([np.nan])
-    return float(lost.mean())
+    if not learned:
+        return float("nan")
+    return float((forward(scores, rows, tasks) - scores[-1])[learned].mean())
 
 
 def summarise_endtasks(endtasks: Mapping[str, Any], rows: Sequence[str]) -> dict[str, float]:
