@@ -61,9 +61,7 @@ class FinetuneOptions(Options):
 class FinetuneProtocol(Options):
     """Options of all tasks together."""
 
-    when: Literal["last", "each", "diagonal"] = option(
-        "after which stages: the last, each, or on the stage's own domain"
-    )
+    when: Literal["last", "each", "diagonal"] = option("after which stages; diagonal: on the own domain")
     seeds: Annotated[OneOrMore[Natural], Allowed("a list of different whole numbers, 0 or more")] = option(
         "of fine-tuning, each a run"
     )

@@ -31,9 +31,7 @@ class MonitorOptions(Options):
         "nats per token: a stage ends when the loss of past or general text has risen by more, by all of its "
         "interval"
     )
-    patience: Steps | None = option(
-        "a stage ends after so many looks in a row without a lower loss on its own domain"
-    )
+    patience: Steps | None = option("a stage ends after so many looks without a lower loss on its own domain")
     keep: Literal["last", "best"] = option(
         "the weights that a stage ends with: the last, or those of the lowest loss on its own domain"
     )

@@ -60,9 +60,7 @@ class EvalOptions(Options):
     columns: Annotated[
         Literal["all", "seen"] | Annotated[str, Predicate(SOME.fullmatch)],
         Allowed("all, seen, near:K, sample:K"),
-    ] = option(
-        "which columns those are: all, seen (learned so far), near:K (in the order), sample:K (by key)"
-    )
+    ] = option("which columns those are: all, seen (learned so far), near:K (in the order), sample:K (drawn)")
     tokens: Literal["auto"] | Steps | None = option(
         "of each text, at most: rows drawn by key, the same after every stage; null: all that is held out; "
         f"auto: {CAP:,}, or what the run's folder was begun with"

@@ -165,9 +165,8 @@ def draw_heat_maps(
     placed = (
         {} if alone else {"aspect": 24, "shrink": min(1.0, 3.2 / drawn.get_figheight()), "anchor": (0, 1)}
     )
-    drawn.colorbar(
-        image, ax=list(grid[:count]), label=label, extend="both" if beyond else "neither", **placed
-    )
+    placed |= {"label": label, "extend": "both" if beyond else "neither"}
+    drawn.colorbar(image, ax=list(grid[:count]), **placed)
     if not told:
         means = {}
         for title, each in maps.items():

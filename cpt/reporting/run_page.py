@@ -304,10 +304,8 @@ def show_similarity(scores: Scores) -> Block:
     names, cells = [*given["names"], GENERAL], format_rows(given["names"], values, "{:.2f}".format)
     np.fill_diagonal(values, np.nan)
     how = {"label": "cosine of mean embeddings, centred\n(red: alike)", "change": True, "told": told}
-    axes, title = (
-        ("domain, in the order learned",) * 2,
-        "Similarity of the domains' texts, in the order learned",
-    )
+    axes = ("domain, in the order learned",) * 2
+    title = "Similarity of the domains' texts, in the order learned"
     picture = draw_heat_maps({"": HeatMap(values, given["names"], names)}, names=axes, **how)
     lines, folded = [f"{told} Embedding: {given['embedding']}."], f"{len(cells)} x {len(cells)} cosines"
     table = {"head": ["", *names], "cells": cells, "folded": folded}

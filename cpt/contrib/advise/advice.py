@@ -64,7 +64,8 @@ def make_advice(
         }
         for arm in sorted(points, key=lambda arm: -points[arm].learned)
     ]
-    seeds = measured.seeds[plan.steps]
+    seeds, many = measured.seeds[plan.steps], len(measured.seeds) > 1
+    unknown = find_unknown(bounds, choice, subject, plan, seeds=len(seeds), many=many)
     return {
         "version": VERSION,
         "wish": {"bound": wish.bound, "weight": wish.weight if wish.bound is None else None},
@@ -75,10 +76,7 @@ def make_advice(
         },
         "recommended": {"arm": choice.arm, "why": choice.why, "command": say_command(choice, subject)},
         "arms": arms,
-        "unknown": [
-            *find_unknown(bounds, choice, subject, plan, seeds=len(seeds), many=len(measured.seeds) > 1),
-            *lost,
-        ],
+        "unknown": [*unknown, *lost],
     }
 
 
@@ -146,9 +144,8 @@ def tell(advice: Mapping[str, Any]) -> list[str]:
     lines = [f"{best['meaning']}: {advice['recommended']['why']}."]
     lines.append(f"After {at['steps']} steps ({at['tokens']:,} tokens) a domain, {seeds}: {trade}")
     if "learned_at" in best["intervals"]:
-        learned, forgotten = (
-            format_bounds(best["intervals"][f"{name}_at"]) for name in ("learned", "forgotten")
-        )
+        bounds = best["intervals"]
+        learned, forgotten = (format_bounds(bounds[f"{name}_at"]) for name in ("learned", "forgotten"))
         whole, steps = f"an epoch has about {at['epoch_steps']}", at.get("judged_steps", at["epoch_steps"])
         trade = f"learned {learned}, forgotten {forgotten} nats."
         lines.append(f"After {steps} steps a domain ({whole}), extrapolated: {trade}")
@@ -185,6 +182,5 @@ def draw(advice: Mapping[str, Any]) -> bytes:
         lines.append([f"{arm['arm']} (recommended)" if arm["arm"] == best else arm["arm"], *steps])
         for name, each in zip(lines[-1], (arm, *steps.values()), strict=True):
             points[name] = [None if each["learned"] is None else -each["learned"]], [each["forgotten"]]
-    return draw_plane(
-        points, x="not learned: minus what was learned (nats)", y="forgotten (nats)", lines=lines
-    )
+    labels = {"x": "not learned: minus what was learned (nats)", "y": "forgotten (nats)"}
+    return draw_plane(points, lines=lines, **labels)

@@ -93,9 +93,7 @@ class SubmoduleTasks(TaskSource):
         ranked = sorted((label for label in ranks if ranks[label]), key=lambda label: (-ranks[label], label))
         classes = sorted(ranked[: values["classes"]])
         if len(classes) < 2:
-            told = (
-                f"packages={packages} have {len(classes)} sub-packages with docstrings in both train and test"
-            )
+            told = f"packages={packages} have {len(classes)} sub-packages with text in both train and test"
             allowed = f"two or more, or without this task (+endtask.tasks.{name}=null)"
             raise ValueError(f"endtask.tasks.{name}: {told}; allowed: {allowed}")
         found, names = dict[str, list[LabelledExample]](), names_in(classes)
