@@ -24,8 +24,7 @@ COSTS = ("trained", "stored", "seen", "flops", "memory", "skipped")  # of a stag
 NOTED = ("rates", "leak", "spikes")  # lists of a stage
 # kinds of seconds; "start": what precedes the stages
 PHASES = ("start", "generate", "learn", "score", "endtasks", "answers", "probes")
-NAMES = ("name", "method", "mask", "replay", "variant", "model", "objective")
-RUN: dict[str, Any] = dict.fromkeys(NAMES, str)
+RUN: dict[str, Any] = dict.fromkeys("name method mask replay variant model objective".split(), str)
 RUN |= {"order": list[str], "seed": int, "finished": bool}
 RUN_KEYS = tuple(RUN)
 BOUNDS = dict[Literal["nats", "perplexity", "bits_per_byte"], Annotated[list[float | None], Len(2, 2)]]
