@@ -24,8 +24,8 @@ COSTS = ("trained", "stored", "seen", "flops", "memory", "skipped")  # of a stag
 NOTED = ("rates", "leak", "spikes")  # lists of a stage
 # kinds of seconds; "start": what precedes the stages
 PHASES = ("start", "generate", "learn", "score", "endtasks", "answers", "probes")
-RUN: dict[str, Any] = dict.fromkeys("name method mask replay variant model objective".split(), str)
-RUN |= {"order": list[str], "seed": int, "finished": bool}
+RUN: dict[str, Any] = {"name": str, "method": str, "mask": str, "replay": str, "variant": str, "model": str}
+RUN |= {"objective": str, "order": list[str], "seed": int, "finished": bool}
 RUN_KEYS = tuple(RUN)
 BOUNDS = dict[Literal["nats", "perplexity", "bits_per_byte"], Annotated[list[float | None], Len(2, 2)]]
 OF_METRIC: dict[str, Any] = {"interval": BOUNDS, "terms": list[int], "median": dict[str, float | None]}
