@@ -97,9 +97,8 @@ class MonitorObserver:
         losses: Mapping[str, Tensor],
         measure: Callable[[], Mapping[str, Tensor]],
     ) -> Mapping[str, Tensor]:
-        """Called at each evaluation, the first before the first step, with the losses by text [2, documents]:
-        nats and scored tokens. It may change weights and the rate (`module.set_lr_scale`); `measure`
-        evaluates again. Returns the losses of the weights as it leaves them."""
+        """Called at each evaluation, the first before the first step. It may change weights and the rate
+        (`module.set_lr_scale`); `measure` evaluates again. Returns the losses of the weights it leaves."""
         return losses
 
     def finish(self) -> None:

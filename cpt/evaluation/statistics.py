@@ -68,12 +68,9 @@ def intervals_of_means(series: Array, replicates: int = REPLICATES, seed: int = 
 def compare_pairs(
     values: Mapping[Hashable, float | None], baseline: Mapping[Hashable, float | None], *, seed: int = 0
 ) -> Difference:
-    """Mean of values minus baseline over the keys (order and seed of a run, say) that both have.
-
-    The p-value is that of a sign-flip test: under no difference each pair's sign is a coin, p is the share of
-    signs whose mean is at least as far from 0. All 2^n signs up to n = 12, else 10000 drawn ones and p =
-    (1 + count) / (1 + 10000). `p_t` is that of the paired t test; None for fewer than LEAST or equal values.
-    """
+    """Mean of values minus baseline over the keys (order and seed of a run, say) that both have. p: the share
+    of all 2^n signs of the pairs whose mean is at least as far from 0; from n = 13 on (1 + count) / (1 + FLIPS)
+    of drawn ones. `p_t`: the paired t test; None for fewer than LEAST or equal values."""
     shared = [key for key in values if key in baseline]
     one, other = (np.array([given[key] for key in shared], dtype=float) for given in (values, baseline))
     difference = (one - other)[np.isfinite(one - other)]

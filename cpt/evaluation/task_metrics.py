@@ -116,11 +116,9 @@ def summarise_endtasks(endtasks: Mapping[str, Any], rows: Sequence[str]) -> dict
 
 
 def count_transitions(before: Array, after: Array, *, classes: float | None = None) -> dict[str, float]:
-    """What became of each example, from its scores [example] by two models: forgotten (lower than it was; of
-    right and wrong, 1 to 0) or gained (higher). Counts and shares of all examples, and with the number of
-    classes C the shares beyond chance, as in the code of Harmon et al. 2025 (arXiv 2510.17776): `max(0,
-    share - (1 - a) (1 - b) / (C - 1))`, a and b the accuracies. It assumes that an example is known or
-    guessed, uniformly and independently each time; two fine-tunings guess alike: it subtracts too much."""
+    """Of scores [example] by two models the counts and shares of those forgotten (lower than before) and
+    gained (higher), and with C classes the shares beyond chance (Harmon et al. 2025, arXiv 2510.17776):
+    `max(0, share - (1 - a) (1 - b) / (C - 1))`, a and b the accuracies, as if each were known or guessed."""
     counts = {"forgotten": int((after < before).sum()), "gained": int((after > before).sum())}
     found = {"examples": len(before), "before": float(before.mean()), "after": float(after.mean()), **counts}
     shares = {name: count / len(before) for name, count in counts.items()}

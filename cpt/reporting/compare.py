@@ -534,11 +534,8 @@ def build_heading(sections: Sequence[RunSection]) -> list[Block]:
 def export_sections(
     sections: Sequence[RunSection], *, stem: Path, kinds: Sequence[str], more: Mapping[str, Any]
 ) -> None:
-    """Writes STEM.csv (a row per run with every number of its report), .tex (a booktabs table per section),
-    .json (everything, with `more`) and .parquet (the tidy frame of all runs).
-
-    In CSV `compared/…` are over the domains of --domains, other numbers over all texts; a text that a
-    spreadsheet would take for a formula gets an apostrophe."""
+    """Writes STEM.csv (a row per run with every number of its report; `compared/…` are over the domains of
+    --domains, others over all texts), .tex, .json (everything, with `more`) and .parquet (the tidy frame)."""
     runs: list[tuple[dict[str, Any], MeasuredRun]] = []
     for number, section in enumerate(sections, start=1):
         for group, run in ((each, run) for each in section.groups for run in each.runs):
@@ -619,11 +616,8 @@ def format_json(sections: Sequence[RunSection], runs: Sequence[tuple], more: Map
 
 def measure_overlap(folder: Path, scores: Scores) -> dict[str, tuple[list[str], np.ndarray]]:
     """Similarity of what domains use inside a model, from the `diagnostics/` of a run folder: by quantity the
-    domains' names [n] and their similarities [n, n] in 0..1, nan between two that use nothing.
-
-    Values of units in 0..1 for domains s and t are compared by the soft Jaccard index (Ruzicka's similarity),
-    `sum_u min(a_u, b_u) / sum_u max(a_u, b_u)`; of sets it is Jaccard's, |A and B| / |A or B|. All layers
-    count as one. A file that is missing or damaged leaves its domain out."""
+    domains' names [n] and the soft Jaccard indices [n, n], `sum_u min(a_u, b_u) / sum_u max(a_u, b_u)` over
+    the units of all layers; nan between two that use nothing. A damaged file leaves its domain out."""
     stages, found = {}, {}
     for row in range(1, len(scores.rows)):
         path = Path(folder) / "diagnostics" / f"{row:03d}.npz"
