@@ -69,7 +69,7 @@ def compare_pairs(
     values: Mapping[Hashable, float | None], baseline: Mapping[Hashable, float | None], *, seed: int = 0
 ) -> Difference:
     """Mean of values minus baseline over the keys (order and seed of a run, say) that both have. p: the share
-    of all 2^n signs of the pairs whose mean is at least as far from 0; from n = 13 on (1 + count) / (1 + FLIPS)
+    of all 2^n signs of the pairs whose mean is at least as far from 0; from n = 13 on (1 + k) / (1 + FLIPS)
     of drawn ones. `p_t`: the paired t test; None for fewer than LEAST or equal values."""
     shared = [key for key in values if key in baseline]
     one, other = (np.array([given[key] for key in shared], dtype=float) for given in (values, baseline))
