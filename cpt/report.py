@@ -38,6 +38,7 @@ def report_parser() -> Parser:
     filters = ", ".join(FILTERS)
     give("--where", nargs="+", default=[], metavar="KEY=VALUE,…", help=f"only these runs: {filters}")
     give("--domains", metavar="NAME,…", help="metrics over these test texts and end tasks only")
+    give("--curve", metavar="KEY", help="learned against forgotten over a setting, as method.strength")
     give("--by", choices=("order",), help="a group per order, not over all orders")
     give("--out", type=Path, metavar="FOLDER", help="where to write (default: the first folder)")
     named = "comparison; with --where comparison_KEY-VALUE"
@@ -82,6 +83,7 @@ def compare_folders(given: argparse.Namespace) -> int:
     heading, blocks, failed = compare.build_heading(sections), [], []
     for number, section in enumerate(sections, start=1):
         own = [compare.build_findings(section)]
+        own += [figures.build_setting_curve(sections, section, given.curve)] if given.curve else []
         own += [*figures.build_figures(section), compare.tabulate_main(section, domains=domains)]
         own += compare.tabulate_all(section)
         for block in own:

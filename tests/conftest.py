@@ -231,7 +231,7 @@ def small_t5(composed: Callable[..., DictConfig], corpora: Path, cache: Path) ->
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take a third of a small run; tests/reporting/test_run_page.py draws them."""
-    for name in ("matrix", "text_curves", "training", "monitor", "parts"):
+    for name in ("matrix", "text_curves", "training", "monitor", "parts", "similarity"):
         monkeypatch.setattr(f"cpt.reporting.figures.draw_{name}", lambda *given: b"")
 
 

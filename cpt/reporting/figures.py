@@ -4,20 +4,24 @@ Of a comparison `places` are colour and marker of each group."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from pandas import DataFrame, Series
 
+from cpt.core.schema import Number, fits, show
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.scores import Scores
 from cpt.evaluation.task_metrics import headline, over_seeds
 from cpt.reporting import compare, drawing
 from cpt.reporting.drawing import SERIES, HeatMap, Picture, draw_heat_maps, figure, literal, png
-from cpt.reporting.frames import FEW, few, perplexity, signed
-from cpt.reporting.load_runs import RunSection
+from cpt.reporting.frames import FEW, decimals, few, format_known, perplexity, signed
+from cpt.reporting.load_runs import RunGroup, RunSection
 from cpt.reporting.page import Block
 
 CURVES = {"lm": "loss (nats)", "grad_norm": "gradient norm", "lr": "learning rate"}
@@ -314,6 +318,45 @@ def draw_stages(
     drawing.plain_logarithm(axes.yaxis, np.concatenate([[*levels.values()], *known]))
     told = drawing.list_few(f"{name} {perplexity(value)}" for name, value in (ends | levels).items())
     return png(drawn, told=f"Mean perplexity over the domains so far, at the end. {told}")
+
+
+def build_setting_curve(sections: Sequence[RunSection], section: RunSection, key: str) -> Block:
+    """Learned against forgotten over a setting (`--curve`): a line through groups that differ in it alone,
+    and groups without it; nothing where no two groups differ in it alone. Raises ValueError for a setting in
+    which no two runs of the sections differ."""
+    values: dict[str, set[str]] = defaultdict(set)
+    for run in (run for each in sections for run in each.runs):
+        for name, value in run.settings.items():
+            values[name].add(str(value))
+    if len(values[key]) < 2:
+        differing = few(sorted(name for name, given in values.items() if len(given) > 1), between=", ")
+        raise ValueError(f"--curve {key}; allowed: a setting in which runs differ: {differing or 'none'}")
+    curves: dict[str, list[tuple[Any, RunGroup]]] = defaultdict(list)
+    for group in section.groups:
+        value = group.runs[0].settings.get(key)
+        others = sorted(each for each in group.own if not each.startswith(f"{key}="))
+        curves[group.name if value is None else " ".join([group.plain, *others])].append((value, group))
+    curves = {name: points for name, points in curves.items() if len(points) > 1 or points[0][0] is None}
+    if all(len(points) == 1 for points in curves.values()):
+        return Block()
+    cells, points, lines, places = [], {}, [], {}
+    for name, own in sorted(curves.items(), key=lambda each: len(each[1]) == 1):
+        own.sort(key=lambda x: (not fits(x[0], Number), x[0] if fits(x[0], Number) else str(x[0])))
+        lines.append([name if value is None else f"{name} {show(value)}" for value, _ in own])
+        for called, (value, group) in zip(lines[-1], own, strict=True):
+            points[called] = group.of("CPT/nats"), group.of("FG/nats")
+            places[called] = section.places[own[0][1].name]
+            pairs = zip(group.of("ZS/nats"), group.of("CPT/nats"), strict=True)
+            learned = [base - after for base, after in pairs if None not in (base, after)]
+            numbers = [fmean(learned) if learned else None, group.mean("FG/nats"), group.mean("LC/nats")]
+            told = [format_known(each, decimals) for each in numbers]
+            cells.append([name, "–" if value is None else show(value), str(len(group.runs)), *told])
+    labels = {"x": "loss just after learning, CPT (nats)", "y": "forgetting FG (nats)"}
+    picture = draw_plane(points, lines=lines, places=places, **labels)
+    told = "Learned: the base's loss minus that just after a domain was learned (ZS - CPT)."
+    head = ["method", key, "runs", "learned (nats)", "forgotten FG (nats)", "LC (nats)"]
+    about = {"title": f"Learned against forgotten over {key}", "name": "strengths", "lines": [told]}
+    return Block(picture=picture, head=head, cells=cells, **about)
 
 
 def style_groups(groups: Iterable[str], places: Mapping[str, int] | None) -> dict[str, dict[str, str]]:
