@@ -103,7 +103,8 @@ def ours(made: classifier.Classifier, job: FinetuneJob) -> Run:
 
     def run() -> None:
         with progress_bar("cpt", total=job.steps, hidden=False) as bar:
-            classifier.train_epoch(made, job, optimizer, schedule, seed=SEED, epoch=1, step=bar.update)
+            for _ in classifier.train_epoch(made, job, optimizer, schedule, seed=SEED, epoch=1):
+                bar.update()
 
     return run
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import get_total_norm
-from torch.optim import Optimizer
+from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics.functional.classification import multiclass_accuracy, multiclass_f1_score
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -43,13 +43,10 @@ class EncodedExamples:
     def batch(self, rows: Sequence[int] | np.ndarray, *, pad: int, device: torch.device) -> dict[str, Tensor]:
         """Rows padded at their end to the longest of them: input_ids, attention_mask, perhaps token_type_ids
         [B, T], and labels [B]."""
-        chosen = [self.ids[row] for row in rows]
-        lengths = torch.tensor([len(ids) for ids in chosen])
-        batch = {
-            "input_ids": nn.utils.rnn.pad_sequence(chosen, batch_first=True, padding_value=pad),
-            "attention_mask": (torch.arange(int(lengths.max())) < lengths[:, None]).long(),
-            "labels": self.labels[torch.as_tensor(rows)],
-        }
+        ids = nn.utils.rnn.pad_sequence([self.ids[row] for row in rows], batch_first=True, padding_value=pad)
+        lengths = torch.tensor([len(self.ids[row]) for row in rows])
+        mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+        batch = {"input_ids": ids, "attention_mask": mask, "labels": self.labels[torch.as_tensor(rows)]}
         if self.types is not None:
             types = [self.types[row] for row in rows]
             batch["token_type_ids"] = nn.utils.rnn.pad_sequence(types, batch_first=True)
@@ -127,12 +124,9 @@ def longest(model: PreTrainedModel, length: int) -> int:
 
 
 class Classifier(nn.Module):
-    """A copy of a model's body with a new head: dropout, D x D, tanh, dropout, D x C, as of RoBERTa (Liu et
-    al., 2019). It reads the first token of a masked model, the last token of the text of a causal one, and of
-    an encoder with a decoder the mean over the text.
-
-    All of the copy is trained but modules with `stays_in_end_tasks`; with `frozen`, the head alone. Weights
-    are float32. Random numbers come from torch's generator of the CPU."""
+    """A float32 copy of a model's body with RoBERTa's head (dropout, D x D, tanh, dropout, D x C). It reads
+    the first token of a masked model, the last of a causal one, the mean of an encoder with a decoder. All is
+    trained but modules with `stays_in_end_tasks`; with `frozen`, the head alone."""
 
     def __init__(self, model: PreTrainedModel, *, classes: int, dropout: float, frozen: bool) -> None:
         super().__init__()
@@ -179,15 +173,14 @@ class Classifier(nn.Module):
 def forked_generators(device: torch.device, *parts: str | int) -> Iterator[None]:
     """Afterwards torch's generators of the CPU and of the device are as they were before. What is drawn
     meanwhile is a function of a key, where its parts are given."""
-    cpu = device.type == "cpu"
-    devices, kind = ([], "cuda") if cpu else ([device.index or 0], device.type)
-    with torch.random.fork_rng(devices, device_type=kind):
+    devices = [] if device.type == "cpu" else [device.index or 0]
+    with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
         if parts:
             number = key(*parts) % 2**63
             torch.random.default_generator.manual_seed(number)
             if device.type == "cuda":
-                torch.cuda.default_generators[device.index or 0].manual_seed(number)
-            elif not cpu:
+                torch.cuda.default_generators[devices[0]].manual_seed(number)
+            elif devices:
                 getattr(torch, device.type).manual_seed(number)
         yield
 
@@ -196,10 +189,7 @@ def fine_tune(
     model: PreTrainedModel, job: FinetuneJob, *, seed: int, device: torch.device, step: Callable[[], object]
 ) -> tuple[np.ndarray, int]:
     """Learns a task on a copy of a model; gives the predicted class of each test example, [N], and the epoch
-    whose model made them, counted from 1. `step` is called after every optimizer step.
-
-    The result is a function of model, task and seed; model and torch's generators stay as they are. Raises
-    ValueError where the loss is not finite."""
+    whose model made them, from 1: a function of model, task and seed. `step` is called after every step."""
     settings = job.settings
     with forked_generators(device, "end task", job.name, seed):
         classifier = Classifier(
@@ -220,11 +210,11 @@ def fine_tune(
         return predict(classifier, job, job.test).numpy(), best[1] if best else settings.epochs
 
 
-def make_optimizer(classifier: Classifier, job: FinetuneJob) -> tuple[Optimizer, LambdaLR]:
+def make_optimizer(classifier: Classifier, job: FinetuneJob) -> tuple[AdamW, LambdaLR]:
     """AdamW (Loshchilov and Hutter, 2019) on all that is trained, decay included, and its linear schedule."""
     trained = [parameter for parameter in classifier.parameters() if parameter.requires_grad]
     settings, policy = job.settings, Linear(warmup=job.settings.warmup)
-    optimizer = torch.optim.AdamW(trained, lr=settings.lr, weight_decay=settings.weight_decay, fused=True)
+    optimizer = AdamW(trained, lr=settings.lr, weight_decay=settings.weight_decay, fused=True)
     return optimizer, LambdaLR(optimizer, lambda step: policy(Progress.alone(step, steps=job.steps)))
 
 
@@ -234,13 +224,7 @@ def gradient_norm(classifier: Classifier) -> Tensor:
 
 
 def train_epoch(
-    classifier: Classifier,
-    job: FinetuneJob,
-    optimizer: Optimizer,
-    schedule: LambdaLR,
-    *,
-    seed: int,
-    epoch: int,
+    classifier: Classifier, job: FinetuneJob, optimizer: AdamW, schedule: LambdaLR, *, seed: int, epoch: int
 ) -> Iterator[None]:
     """An epoch of training, step by step; ValueError where loss or gradient are not finite, on which no step
     is made."""
@@ -286,11 +270,8 @@ def predict(classifier: Classifier, job: FinetuneJob, examples: EncodedExamples)
 
 
 def scores_of(predictions: Tensor, labels: Tensor, classes: int) -> dict[str, float]:
-    """Macro-F1, micro-F1 and accuracy of predicted classes [N], 0 to 1.
-
-    A class of train with neither an example nor a prediction here has no F1 and is left out of the macro
-    average, so that a class that test lacks (SUBSTRATE_PRODUCT-OF of ChemProt) does not lower it; one that is
-    predicted without an example counts as 0. Micro-F1 of single labels is accuracy."""
+    """Macro-F1, micro-F1 and accuracy of predicted classes [N], 0 to 1. A class with neither an example nor a
+    prediction here (as SUBSTRATE_PRODUCT-OF of ChemProt) is left out of the macro average."""
     macro = multiclass_f1_score(predictions, labels, num_classes=classes, average="macro").item()
     micro = multiclass_accuracy(predictions, labels, num_classes=classes, average="micro").item()
     return {"macro_f1": macro, "micro_f1": micro, "accuracy": micro}

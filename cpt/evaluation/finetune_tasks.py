@@ -61,9 +61,7 @@ class FinetuneOptions(Options):
 class FinetuneProtocol(Options):
     """Options of all tasks together."""
 
-    when: Literal["last", "each", "diagonal"] = option(
-        "after which stages: the last, each, or on the stage's own domain"
-    )
+    when: Literal["last", "each", "diagonal"] = option("after which stages; diagonal: on the own domain")
     seeds: Annotated[OneOrMore[Natural], Allowed("a list of different whole numbers, 0 or more")] = option(
         "of fine-tuning, each a run"
     )
@@ -105,18 +103,18 @@ class FinetuneTask:
 
     def __post_init__(self) -> None:
         """Raises ValueError for splits that can not be learned and scored."""
+        told = f"end task {self.name}"
         for split in ("train", "test", *["dev"] * (self.settings.select == "dev")):
             examples = getattr(self, split)
             if not examples:
-                raise ValueError(f"end task {self.name} has no example in {split}; needed is one or more")
+                raise ValueError(f"{told} has no example in {split}; needed is one or more")
             if len(self.classes) < 2:
-                only = f"{self.classes[0]!r}; needed are two or more"
-                raise ValueError(f"end task {self.name} has one class in train, {only}")
-            if unknown := [each for each in examples if each.label not in self.classes and split != "train"]:
                 raise ValueError(
-                    f"end task {self.name}: the label {unknown[0].label!r} of {unknown[0].id} in {split} is "
-                    f"not in train; allowed: {', '.join(self.classes)}"
+                    f"{told} has one class in train, {self.classes[0]!r}; needed are two or more"
                 )
+            if unknown := [each for each in examples if each.label not in self.classes and split != "train"]:
+                wrong = f"the label {unknown[0].label!r} of {unknown[0].id} in {split} is not in train"
+                raise ValueError(f"{told}: {wrong}; allowed: {', '.join(self.classes)}")
 
     @property
     def steps(self) -> int:
@@ -170,8 +168,7 @@ class TaskSource(ABC):
     def values(self, name: str) -> dict[str, Any]:
         """The options as they are for a task; its columns one by one."""
         own = self.tasks.get(name, {})
-        columns = {**self.shared["columns"], **(own.get("columns") or {})}
-        return {**self.shared, **own, "columns": columns}
+        return {**self.shared, **own, "columns": {**self.shared["columns"], **(own.get("columns") or {})}}
 
 
 class FileTasks(TaskSource):
@@ -187,9 +184,9 @@ class FileTasks(TaskSource):
         if root is None:
             raise ValueError(f"endtask.root=null; give the folder in which {folder}/ lies")
         self.root = Path(root) / folder
-        own = {f"endtask.tasks.{name}": self.values(name) for name in self.tasks}
-        for prefix, values in {"endtask": self.shared, **own}.items():
-            check_value(f"{prefix}.splits", values["splits"], Literal["own", "das"])
+        for name in ("", *(f".tasks.{name}" for name in self.tasks)):
+            own = self.values(name.removeprefix(".tasks."))["splits"]
+            check_value(f"endtask{name}.splits", own, Literal["own", "das"])
         if not self.root.is_dir():
             raise ValueError(f"endtask.root={root}: there is no folder {self.root}")
 
@@ -207,14 +204,14 @@ class FileTasks(TaskSource):
 
     def files(self, name: str, split: str) -> list[Path]:
         """The files of a split, sorted. Raises ValueError where there are none, or some of another kind."""
-        folder = self.folder(name)
+        folder, files = self.folder(name), []
         if not folder.is_dir():
             raise ValueError(f"endtask.tasks.{name}: there is no folder {folder}")
         with readers.naming_file(folder):
-            found = sorted(folder.iterdir())
-        names = {path: readers.SPLIT_NAME.fullmatch(path.name.split(".")[0]) for path in found}
-        splits = {path: readers.SPLITS[said[1].lower()] for path, said in names.items() if said}
-        files = [path for path, its in splits.items() if its == FILE_SPLITS[split]]
+            for path in sorted(folder.iterdir()):
+                said = readers.SPLIT_NAME.fullmatch(path.name.split(".")[0])
+                if said and readers.SPLITS[said[1].lower()] == FILE_SPLITS[split]:
+                    files.append(path)
         if unread := [path for path in files if readers.kind(path) not in TABLE_KINDS]:
             raise ValueError(f"{unread[0]} cannot be read; allowed: {' '.join(TABLE_KINDS)}, also .gz .zst")
         if not files and split != "dev":
@@ -268,14 +265,12 @@ class HubTasks(TaskSource):
         if not self.tasks:
             raise ValueError("endtask=hub needs tasks, like '+endtask.tasks.news={path: ag_news}'")
         for name in self.tasks:
-            entry = self.values(name)
-            splits = entry["splits"]
+            path, splits = self.values(name).get("path"), self.values(name)["splits"]
             named = isinstance(splits, Mapping) and set(splits) <= set(FILE_SPLITS)
-            if "path" not in entry or not named or not all(map(splits.get, ("train", "test"))):
-                raise ValueError(
-                    f"endtask.tasks.{name} has path={entry.get('path')}, splits={splits}; allowed: a path, "
-                    "and splits like {train: train, dev: validation, test: test}, where dev may be null"
-                )
+            if path is None or not named or not all(map(splits.get, ("train", "test"))):
+                allowed = "splits like {train: train, dev: validation, test: test}, where dev may be null"
+                told = f"endtask.tasks.{name} has path={path}, splits={splits}"
+                raise ValueError(f"{told}; allowed: a path, and {allowed}")
 
     @property
     def names(self) -> list[str]:
@@ -294,20 +289,19 @@ class HubTasks(TaskSource):
         from datasets import ClassLabel, load_dataset  # seconds, which only this source has to wait for
         from datasets.exceptions import DatasetsError
 
-        entry = self.values(name)
-        columns, wanted, examples = entry["columns"], entry["splits"].get(split), []
+        entry, examples = self.values(name), []
+        columns, label, wanted = entry["columns"], entry["columns"]["label"], entry["splits"].get(split)
         if wanted is None:
             return []
         try:
             rows = load_dataset(entry["path"], entry.get("name"), split=wanted)
         except (DatasetsError, OSError, ValueError, pyarrow.ArrowException) as error:
             raise ValueError(f"endtask.tasks.{name}, path={entry['path']}: {readers.cause(error)}") from error
-        label = columns["label"]
         feature = rows.features.get(label)
         for place, row in enumerate(rows):
             if isinstance(feature, ClassLabel):  # -1: the data set gives no label
-                given = row[label]
-                row = {**row, label: None if given is None or given < 0 else feature.names[given]}
+                known = row[label] is not None and row[label] >= 0
+                row = {**row, label: feature.names[row[label]] if known else None}
             where = f"{entry['path']} ({wanted}), row {place}"
             examples.append(parse_example(where, row, columns=columns, instead=f"{split}-{place}"))
         return examples
@@ -319,10 +313,11 @@ def parse_example(
     """An example from a row. Where the first of the two texts is empty, the other stands alone; `instead` is
     its id where no column has one. Raises ValueError for a row that lacks a column, a text or a label."""
     used = {name: column for name, column in columns.items() if column is not None}
+    has = row if isinstance(row, Mapping) else {}
     for name, column in used.items():
-        if not isinstance(row, Mapping) or column not in row:
-            has = ", ".join(row) if isinstance(row, Mapping) else f"{row!r:.60}"
-            raise ValueError(f"{where} has no column {column!r}; it has {has} (endtask.columns.{name})")
+        if column not in has:
+            there = f"it has {', '.join(has) or f'{row!r:.60}'} (endtask.columns.{name})"
+            raise ValueError(f"{where} has no column {column!r}; {there}")
     texts = []
     for column in (used[name] for name in ("text", "text_pair") if name in used):
         if row[column] is not None and not isinstance(row[column], str):
@@ -357,19 +352,16 @@ class FinetunePlan:
         settings = self.settings(name)
         used = {"train", "test", settings.select}
         splits = {each: self.source.read(name, each) if each in used else [] for each in FILE_SPLITS}
-        return FinetuneTask(
-            name, **splits, classes=self.source.classes(name, splits["train"]), settings=settings
-        )
+        classes = self.source.classes(name, splits["train"])
+        return FinetuneTask(name, **splits, classes=classes, settings=settings)
 
 
 def plan_endtasks(
     options: Mapping[str, Any], source_names: Sequence[str] | None, order: Sequence[str]
 ) -> FinetunePlan | None:
     """The plan of the end tasks of a run that learns the domains of `order`; None where none are asked for.
-
-    `source_names` are the domains that could be learned; a task of any other name is an error unless its data
-    are there, so that one set of tasks serves any choice of its domains. No text is read, and torch not
-    imported. Raises ValueError for options that are wrong, and where no task belongs to a learned domain."""
+    `source_names` are the domains that could be learned: a task of another name needs its data. Raises
+    ValueError for options that are wrong, and where no task belongs to a learned domain."""
     if not options or options.get("_target_") is None:
         return None
     if OmegaConf.is_config(options):

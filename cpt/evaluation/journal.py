@@ -1,9 +1,7 @@
 """Journal of a run's rows: `scores.jsonl`, with a line for each row that `scores.json` does not have yet.
 
-Of N domains `scores.json` has N x N cells. A run rewrites it after a share of its rows, and appends a line
-for each row until then, so that a row costs what it has measured. A reader takes the journal first and then
-`scores.json`, which has no less than when the journal was read. A line says all that a row has and may be
-applied twice; it counts when it ends in a newline. So a process may be killed between any two writes."""
+A run rewrites `scores.json` after a share of its rows. A reader takes the journal first: a line may be
+applied twice, and counts when it ends in a newline. So a process may be killed between any two writes."""
 
 from __future__ import annotations
 

@@ -137,9 +137,7 @@ class Harness:
         step: Callable[[], object],
     ) -> dict[str, Any]:
         """All metrics of a task on a model, where the model is: {metric: {value, error, higher}}, with what
-        they were measured on. `expect` is called with the number of requests to come, `step` after each.
-
-        The model's weights and mode, and the generators of python, NumPy and torch, stay as they were."""
+        they were measured on. `expect` is called with the number of requests to come, `step` after each."""
         column, options = self.columns[name], self.options
         tasks = {"tasks": dict(column.tasks), "groups": dict(column.groups), "group_map": {}}
         causal = not model.config.is_encoder_decoder

@@ -192,12 +192,9 @@ def summarise_matrix(nats: Array, *, layout: Layout) -> dict[str, dict[str, Any]
 def intervals(
     nll_sums: Arrays, *, counts: Arrays, layout: Layout, replicates: int = 1000, seed: int = 0
 ) -> dict[str, dict[str, list[float]]]:
-    """95 % percentile bootstrap over documents (Efron 1979): {metric: {unit: [low, high]}}.
-
-    Per column, nll_sums is [row, document] (nats; nan in a row that was not measured), counts [document]
-    (scored tokens). Documents are redrawn within their column, alike for every row: differences are paired.
-    Tokens per byte is taken as known. Raises ValueError for other shapes, and for a column without a token.
-    """
+    """95 % percentile bootstrap over documents (Efron 1979), redrawn alike for every row: {metric: {unit:
+    [low, high]}}. Per column, nll_sums is [row, document] (nats; nan where not measured), counts [document]
+    (scored tokens). Raises ValueError for other shapes, and for a column without a token."""
     samples = []
     for name, sums, count in zip(layout.domains, nll_sums, counts, strict=True):
         if np.shape(sums) != (len(layout.rows), len(count)):

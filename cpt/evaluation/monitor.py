@@ -31,9 +31,7 @@ class MonitorOptions(Options):
         "nats per token: a stage ends when the loss of past or general text has risen by more, by all of its "
         "interval"
     )
-    patience: Steps | None = option(
-        "a stage ends after so many looks in a row without a lower loss on its own domain"
-    )
+    patience: Steps | None = option("a stage ends after so many looks without a lower loss on its own domain")
     keep: Literal["last", "best"] = option(
         "the weights that a stage ends with: the last, or those of the lowest loss on its own domain"
     )
@@ -44,8 +42,8 @@ class MonitorOptions(Options):
         if given and self.every is None:
             raise ValueError(f"{given[0]} with every=null; allowed: every=STEPS, so that there are looks")
         if self.stop is not None and not self.past and not self.general:
-            told = f"stop={self.stop} with past=0, general=false"
-            raise ValueError(f"{told}; allowed: past=1 or more, or general=true")
+            allowed = "past=1 or more, or general=true"
+            raise ValueError(f"stop={self.stop} with past=0, general=false; allowed: {allowed}")
 
     @property
     def decides(self) -> bool:
@@ -99,9 +97,8 @@ class MonitorObserver:
         losses: Mapping[str, Tensor],
         measure: Callable[[], Mapping[str, Tensor]],
     ) -> Mapping[str, Tensor]:
-        """Called at each evaluation, the first before the first step, with the losses by text [2, documents]:
-        nats and scored tokens. It may change weights and the rate (`module.set_lr_scale`); `measure`
-        evaluates again. Returns the losses of the weights as it leaves them."""
+        """Called at each evaluation, the first before the first step. It may change weights and the rate
+        (`module.set_lr_scale`); `measure` evaluates again. Returns the losses of the weights it leaves."""
         return losses
 
     def finish(self) -> None:

@@ -60,9 +60,7 @@ class EvalOptions(Options):
     columns: Annotated[
         Literal["all", "seen"] | Annotated[str, Predicate(SOME.fullmatch)],
         Allowed("all, seen, near:K, sample:K"),
-    ] = option(
-        "which columns those are: all, seen (learned so far), near:K (in the order), sample:K (by key)"
-    )
+    ] = option("which columns those are: all, seen (learned so far), near:K (in the order), sample:K (drawn)")
     tokens: Literal["auto"] | Steps | None = option(
         "of each text, at most: rows drawn by key, the same after every stage; null: all that is held out; "
         f"auto: {CAP:,}, or what the run's folder was begun with"
@@ -83,23 +81,19 @@ class EvalOptions(Options):
     ) -> list[str]:
         """The texts that the model after `number` stages is scored on, in their order; `stages` are the
         domains of each stage."""
-        if number in (0, len(stages)):
+        kind, _, most = self.columns.partition(":")
+        more = is_due(self.rows, number, stages=len(stages))
+        if number in (0, len(stages)) or (more and kind == "all"):
             return list(texts)
-        chosen = {*stages[number - 1], GENERAL}
-        if is_due(self.rows, number, stages=len(stages)):
-            kind, _, most = self.columns.partition(":")
-            count = int(most or 0)
-            others = [place for place in range(len(stages)) if place != number - 1]
-            if kind == "all":
-                return list(texts)
-            if kind == "seen":
-                others, count = list(range(number)), number
-            elif kind == "near":
-                others.sort(key=lambda place: (abs(place - number + 1), place))
-            else:
-                drawn = shuffle(np.arange(len(others)), len(others), stream=key("columns", number))
-                others = [others[place] for place in drawn]
-            chosen.update(text for place in others[: int(count)] for text in stages[place])
+        others = [place for place in range(len(stages)) if place != number - 1]
+        if kind == "seen":
+            others = list(range(number))
+        elif kind == "near":
+            others = sorted(others, key=lambda place: (abs(place - number + 1), place))[: int(most)]
+        elif kind == "sample":
+            drawn = shuffle(np.arange(len(others)), len(others), stream=key("columns", number))
+            others = [others[place] for place in drawn[: int(most)]]
+        chosen = {*stages[number - 1], GENERAL, *(text for at in others if more for text in stages[at])}
         return [text for text in texts if text in chosen]
 
 
@@ -123,14 +117,13 @@ class TaskEvalOptions(StageOptions):
     )
 
     def __post_init__(self) -> None:
+        ranked = ", ".join(name for name, written in KNOWN_BY.items() if not written)
         for task, measure in self.known_by.items():
             if measure not in KNOWN_BY:
                 raise ValueError(unknown_name(f"measures.{task}={measure}", KNOWN_BY))
             if KNOWN_BY[measure] and not self.written:
-                raise ValueError(
-                    f"measures.{task}={measure} is of what a model writes, and written=false; allowed: "
-                    + ", ".join(name for name, written in KNOWN_BY.items() if not written)
-                )
+                told = f"measures.{task}={measure} is of what a model writes, and written=false"
+                raise ValueError(f"{told}; allowed: {ranked}")
 
     @property
     def known_by(self) -> Mapping[str, str]:
@@ -176,8 +169,8 @@ class LMEvalOptions(StageOptions):
         except metadata.PackageNotFoundError:
             raise ValueError(f"probe=lm_eval needs the lm-evaluation-harness: {EXTRA}") from None
         if not OLDEST <= tuple(map(int, re.findall(r"\d+", version)[:3])) < TOO_NEW:
-            oldest, too_new = ".".join(map(str, OLDEST)), ".".join(map(str, TOO_NEW))
-            raise ValueError(
-                f"probe=lm_eval: lm_eval {version} is installed; needed: {oldest} or later, below {too_new}: "
-                + EXTRA
+            oldest, too_new = (".".join(map(str, each)) for each in (OLDEST, TOO_NEW))
+            told = (
+                f"probe=lm_eval: lm_eval {version} is installed; needed: {oldest} or later, below {too_new}"
             )
+            raise ValueError(f"{told}: {EXTRA}")

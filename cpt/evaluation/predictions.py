@@ -1,8 +1,6 @@
 """Predictions by example: a parquet file for each (stage, task), or (stage, task, seed) of an end task, and
-what became of each example from one model to another.
-
-A file has a row for each test example, in columns of text, and in its metadata what is known `about` them:
-`digest` of all that they depend on besides the model, `seconds`, and what the kind of task adds."""
+what became of each example. In its metadata is what is known `about` them: `digest` of all that they depend
+on besides the model, `seconds`, and what the kind of task adds."""
 
 from __future__ import annotations
 
@@ -179,14 +177,15 @@ def transitions_of(
     measured on different examples."""
     found = {}
     for task, files in list_endtask_files(folder, rows, endtasks).items():
-        if len(files) < 2:
-            continue
         with suppress(FileNotFoundError):
             tables = [[load_predictions(path, ENDTASK_COLUMNS)[0] for path in each] for each in files]
+            if len(tables) < 2:
+                continue
             before, after = map(pa.concat_tables, tables)
             if any(not before[name].equals(after[name]) for name in ("id", "label")):
-                told = f"{folder}: {task}"
-                raise ValueError(f"{told}: the predictions of two rows are on different test examples")
+                raise ValueError(
+                    f"{folder}: {task}: the predictions of two rows are on different test examples"
+                )
             right = [compute.equal(end["label"], end["prediction"]).to_numpy() for end in (before, after)]
             found[task] = count_transitions(*right, classes=endtasks["classes"][task])
     return found
@@ -199,9 +198,8 @@ def correct(folder: Path, rows: Sequence[str], endtasks: Mapping[str, Any]) -> d
     for task, files in list_endtask_files(folder, rows, endtasks).items():
         for seed, path in zip(endtasks["seeds"], files[-1], strict=True):
             with suppress(FileNotFoundError):
-                found[task, seed] = compute.equal(
-                    *load_predictions(path, ENDTASK_COLUMNS[1:])[0].columns
-                ).to_numpy()
+                table = load_predictions(path, ENDTASK_COLUMNS[1:])[0]
+                found[task, seed] = compute.equal(*table.columns).to_numpy()
     return found
 
 

@@ -24,10 +24,8 @@ COSTS = ("trained", "stored", "seen", "flops", "memory", "skipped")  # of a stag
 NOTED = ("rates", "leak", "spikes")  # lists of a stage
 # kinds of seconds; "start": what precedes the stages
 PHASES = ("start", "generate", "learn", "score", "endtasks", "answers", "probes")
-RUN: dict[str, Any] = dict.fromkeys(
-    ("name", "method", "mask", "replay", "variant", "model", "objective"), str
-)
-RUN |= {"order": list[str], "seed": int, "finished": bool}
+RUN: dict[str, Any] = {"name": str, "method": str, "mask": str, "replay": str, "variant": str, "model": str}
+RUN |= {"objective": str, "order": list[str], "seed": int, "finished": bool}
 RUN_KEYS = tuple(RUN)
 BOUNDS = dict[Literal["nats", "perplexity", "bits_per_byte"], Annotated[list[float | None], Len(2, 2)]]
 OF_METRIC: dict[str, Any] = {"interval": BOUNDS, "terms": list[int], "median": dict[str, float | None]}
@@ -154,8 +152,7 @@ class Scores(Layout):
             noted: list[Any] = getattr(self, name)
             none: Any = [] if name in NOTED else 0
             noted += [none] * (len(self.rows) - 1 - len(noted))  # of rows that were made without
-            given = costs.get(name, none)
-            noted.append([*given] if name in NOTED else int(given))
+            noted.append([*costs.get(name, [])] if name in NOTED else int(costs.get(name, 0)))
 
     def take_over(self, earlier: Scores) -> Scores:
         """These scores with what a run of fewer domains has measured; cells of further texts are missing."""

@@ -68,12 +68,9 @@ def intervals_of_means(series: Array, replicates: int = REPLICATES, seed: int = 
 def compare_pairs(
     values: Mapping[Hashable, float | None], baseline: Mapping[Hashable, float | None], *, seed: int = 0
 ) -> Difference:
-    """Mean of values minus baseline over the keys (order and seed of a run, say) that both have.
-
-    The p-value is that of a sign-flip test: under no difference each pair's sign is a coin, p is the share of
-    signs whose mean is at least as far from 0. All 2^n signs up to n = 12, else 10000 drawn ones and p =
-    (1 + count) / (1 + 10000). `p_t` is that of the paired t test; None for fewer than LEAST or equal values.
-    """
+    """Mean of values minus baseline over the keys (order and seed of a run, say) that both have. p: the share
+    of all 2^n signs of the pairs whose mean is at least as far from 0; from n = 13 on (1 + k) / (1 + FLIPS)
+    of drawn ones. `p_t`: the paired t test; None for fewer than LEAST or equal values."""
     shared = [key for key in values if key in baseline]
     one, other = (np.array([given[key] for key in shared], dtype=float) for given in (values, baseline))
     difference = (one - other)[np.isfinite(one - other)]
@@ -104,16 +101,9 @@ def compare_differences(tasks: Iterable[Array], *, seed: int = 0) -> Difference:
         return NO_DIFFERENCE
     generator = np.random.default_rng(seed)
 
-    def redraw(count: Array, part: int) -> Array:
-        """How often each value occurs among redrawn examples."""
-        return generator.multinomial(count.sum(), count / count.sum(), size=part)
-
-    def flip_signs(count: Array, part: int) -> Array:
-        """The same with random signs: of m alike, a binomial number keeps its sign."""
-        return 2 * generator.binomial(count, 0.5, size=(part, len(count))) - count
-
     def draw(make: Callable[[Array, int], Array], total: int) -> Array:
-        """`total` means for each task, few held at a time; the mean over tasks."""
+        """`total` means for each task, few held at a time, from how often each value occurs in a draw; the
+        mean over tasks."""
         found = []
         for level, count in strata:
             part = max(1, AT_ONCE // len(count))
@@ -121,9 +111,11 @@ def compare_differences(tasks: Iterable[Array], *, seed: int = 0) -> Difference:
             found.append(np.concatenate([make(count, size) @ level / count.sum() for size in sizes]))
         return np.mean(found, axis=0)
 
-    drawn, flipped = draw(redraw, REPLICATES), draw(flip_signs, FLIPS)
+    redrawn = draw(lambda n, part: generator.multinomial(n.sum(), n / n.sum(), size=part), REPLICATES)
+    # with random signs: of m alike, a binomial number keeps its sign
+    flipped = draw(lambda n, part: 2 * generator.binomial(n, 0.5, size=(part, len(n))) - n, FLIPS)
     mean = float(np.mean([level @ count / count.sum() for level, count in strata]))
-    low, high = np.percentile(drawn, LEVELS).tolist()
+    low, high = np.percentile(redrawn, LEVELS).tolist()
     return Difference(mean, low, high, _drawn_p(flipped, mean), int(sum(count.sum() for _, count in strata)))
 
 

@@ -113,17 +113,11 @@ def write_answers(
     seq2seq, whole = model.config.is_encoder_decoder, is_written_whole(model)
     if whole:
         batches = [list(alike) for batch in batches for _, alike in groupby(batch, key=length)]
-    end = questions[0].end
-    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end
-    how = GenerationConfig(
-        max_new_tokens=most,
-        do_sample=False,
-        num_beams=1,
-        use_cache=not whole,
-        eos_token_id=end,
-        pad_token_id=padding,
-        decoder_start_token_id=getattr(model.config, "decoder_start_token_id", None),
-    )
+    end, padding = questions[0].end, tokenizer.pad_token_id
+    padding = end if padding is None else padding
+    start = getattr(model.config, "decoder_start_token_id", None)
+    ids = {"eos_token_id": end, "pad_token_id": padding, "decoder_start_token_id": start}
+    how = GenerationConfig(max_new_tokens=most, do_sample=False, num_beams=1, use_cache=not whole, **ids)
     written: dict[int, str] = {}
     for chosen in batches[share[0] :: share[1]]:
         prompts = [questions[number].prompt for number in chosen]

@@ -79,21 +79,18 @@ def last_measured(scores: Array) -> list[int | None]:
     return [int(np.flatnonzero(column)[-1]) if column.any() else None for column in there.T]
 
 
-def pick_rows(scores: Array, chosen: Sequence[int | None]) -> Array:
-    """The score of each task in the row chosen for it, [row, task, ...] to [task, ...]; nan for None. With
-    `last_measured` that is the last model, or for a method that learns each domain from the base the model of
-    the domain."""
-    nothing = np.full(scores.shape[2:], np.nan)
-    return np.array([nothing if row is None else scores[row, task] for task, row in enumerate(chosen)])
-
-
 def pick_final(scores: Array) -> Array:
-    return pick_rows(scores, last_measured(scores))
+    """The last score of each task, [row, task, ...] to [task, ...]; nan for none. It is that of the last
+    model, or for a method that learns each domain from the base that of the domain's model."""
+    nothing, last = np.full(scores.shape[2:], np.nan), enumerate(last_measured(scores))
+    return np.array([nothing if row is None else scores[row, task] for task, row in last])
 
 
 def forward(scores: Array, rows: Sequence[str], tasks: Sequence[str]) -> Array:
     """The diagonal A[u][u]: [row, task, ...] to [task, ...]; nan where a domain has no row (joint)."""
-    return pick_rows(scores, [rows.index(t) if t in rows[: len(scores)] else None for t in tasks])
+    nothing, there = np.full(scores.shape[2:], np.nan), rows[: len(scores)]
+    own = [scores[there.index(name), task] if name in there else nothing for task, name in enumerate(tasks)]
+    return np.array(own)
 
 
 def forget_rate(scores: Array, rows: Sequence[str], tasks: Sequence[str]) -> float:
@@ -119,11 +116,9 @@ def summarise_endtasks(endtasks: Mapping[str, Any], rows: Sequence[str]) -> dict
 
 
 def count_transitions(before: Array, after: Array, *, classes: float | None = None) -> dict[str, float]:
-    """What became of each example, from its scores [example] by two models: forgotten (lower than it was; of
-    right and wrong, 1 to 0) or gained (higher). Counts and shares of all examples, and with the number of
-    classes C the shares beyond chance, as in the code of Harmon et al. 2025 (arXiv 2510.17776): `max(0,
-    share - (1 - a) (1 - b) / (C - 1))`, a and b the accuracies. It assumes that an example is known or
-    guessed, uniformly and independently each time; two fine-tunings guess alike: it subtracts too much."""
+    """Of scores [example] by two models the counts and shares of those forgotten (lower than before) and
+    gained (higher), and with C classes the shares beyond chance (Harmon et al. 2025, arXiv 2510.17776):
+    `max(0, share - (1 - a) (1 - b) / (C - 1))`, a and b the accuracies, as if each were known or guessed."""
     counts = {"forgotten": int((after < before).sum()), "gained": int((after > before).sum())}
     found = {"examples": len(before), "before": float(before.mean()), "after": float(after.mean()), **counts}
     shares = {name: count / len(before) for name, count in counts.items()}
@@ -181,11 +176,9 @@ def sari(source: str, written: str, references: Sequence[str]) -> float:
     each n-gram of O that is not in I once, keep min(#I, #O), deletion max(#I - #O, 0). 0 / 0 is 1, so that a
     reference itself has 1. F is taken of each n before the mean, as in the authors' Python code; the paper
     takes it after. Words are in lower case, signs are words."""
-    scores: list[float] = []
-    for order in range(1, 5):
-        one, other, *others = (count_ngrams(text, order) for text in (source, written, *references))
-        scores += score_ngrams(one, other, others)
-    return sum(scores) / len(scores)
+    texts = (source, written, *references)
+    counts = [[count_ngrams(text, order) for text in texts] for order in range(1, 5)]
+    return float(np.mean([score_ngrams(one, other, others) for one, other, *others in counts]))
 
 
 def count_ngrams(text: str, order: int) -> Counter:

@@ -193,17 +193,15 @@ def is_ranked(group: RunGroup, key: str) -> bool:
 def rank_groups(section: RunSection) -> dict[str, dict[str, float]]:
     """By measure, the mean rank (1: best) of each group among those of its model (and order, where groups are
     told apart by it), over the orders and seeds that all these have."""
-    ranks = {}
+    ranks: dict[str, dict[str, float]] = {}
     for measure in list_present(section, COMPARED):
-        pairs, alike = pair_values(section, measure.key), defaultdict(dict)
+        pairs, alike, ranks[measure.key] = pair_values(section, measure.key), defaultdict(dict), {}
         for group in section.groups:
             if group.name in pairs and is_ranked(group, measure.key):
                 alike[group.model, group.order][group.name] = pairs[group.name]
-        tables = [DataFrame(values).dropna() for values in alike.values() if len(values) > 1]
-        found = {}
-        for table in (table for table in tables if len(table)):
-            found |= table.rank(axis=1, ascending=not measure.higher).mean().to_dict()
-        ranks[measure.key] = found
+        for table in (DataFrame(values).dropna() for values in alike.values() if len(values) > 1):
+            found = table.rank(axis=1, ascending=not measure.higher).mean() if len(table) else {}
+            ranks[measure.key] |= dict(found)
     return ranks
 
 
@@ -325,12 +323,11 @@ def tabulate_spreads(
         baseline = group if group in section.baselines.values() else section.baselines.get(group.name)
         for measure in measures:
             own = spreads[group.name].get(measure.key)
-            other = spreads[baseline.name].get(measure.key) if baseline else None
+            row.append(format_spread(own, measure.show, bounds=bounds))
             if measure.relative and own:
+                other = spreads[baseline.name].get(measure.key) if baseline else None
                 ratio = f" ({own.mean / other.mean:.2f})" if other and other.mean else ""
-                row.append(measure.show(own.mean) + ratio)
-            else:
-                row.append(format_spread(own, measure.show, bounds=bounds))
+                row[-1] = measure.show(own.mean) + ratio
         cells.append(row)
     head = ["group", *(name.replace("size", "runs") for name in names), *(m.title for m in measures)]
     return build_table(section, cells if measures or names else [], head=head, words=len(names) + 1, **block)
@@ -350,14 +347,6 @@ def tabulate_brief(section: RunSection) -> Block:
     """The main table without intervals and rarer measures."""
     measures = [measure for measure in MEASURES if measure.key in BRIEF]
     return tabulate_spreads(section, measures, names=["size"], bounds=False)
-
-
-def tabulate_tasks(section: RunSection) -> Block:
-    """The last score of each end task, in its own metric."""
-    found = {task: x for run in section.runs for task, x in run.scores.endtasks.get("metric", {}).items()}
-    measures = [ComparedMeasure(f"task/{task}", f"{task} ({name})", percent) for task, name in found.items()]
-    lines = [LEGENDS["tasks"].format(spread=SPREAD)]
-    return tabulate_spreads(section, measures, title="End tasks", lines=lines)
 
 
 def list_caveats(section: RunSection) -> list[str]:
@@ -395,15 +384,12 @@ def tabulate_differences(
             for each, measure in zip(own, measures, strict=True):
                 row += format_contrast(each, measure.show, ("p", "p_holm", "p_t", "p_t_holm"))
             cells.append(row)
-    lines = [
-        LEGENDS["differences"].format(interval=INTERVAL),
-        LEGENDS["tested"].format(least=statistics.LEAST),
-    ]
+    lines = [LEGENDS["differences"].format(interval=INTERVAL)]
+    lines += [LEGENDS["tested"].format(least=statistics.LEAST)]
     tests = [(f"Δ {measure.title}", "p", "Holm", "p (t)", "Holm (t)") for measure in measures]
     head = ["group", "baseline", "pairs", *itertools.chain(*tests)]
-    return build_table(
-        section, cells, title=f"{title} from {section.baseline}", head=head, words=2, lines=lines
-    )
+    about = {"title": f"{title} from {section.baseline}", "head": head, "words": 2, "lines": lines}
+    return build_table(section, cells, **about)
 
 
 def format_contrast(
@@ -418,13 +404,16 @@ def format_contrast(
 
 def tabulate_all(section: RunSection) -> list[Block]:
     """All tables after the main one: differences, ranks, end tasks, benchmarks, examples, compute."""
-    measures = {}
+    probes = {}
     for name, task in ((n, t) for run in section.runs for n, t in run.scores.probes.get("tasks", {}).items()):
         told = describe_task(name, task)
         chance = "" if task["chance"] is None else f", chance {decimals(task['chance'])}"
         title = f"{told}{chance}{', lower is better' * (not task['higher'])}"
-        measures[told] = ComparedMeasure(f"probe/{told}", title, higher=task["higher"])
+        probes[told] = ComparedMeasure(f"probe/{told}", title, higher=task["higher"])
     benchmarks = [LEGENDS["benchmarks"].format(spread=SPREAD)]
+    metrics = {task: x for run in section.runs for task, x in run.scores.endtasks.get("metric", {}).items()}
+    tasks = [ComparedMeasure(f"task/{task}", f"{task} ({name})", percent) for task, name in metrics.items()]
+    about_tasks = {"title": "End tasks", "lines": [LEGENDS["tasks"].format(spread=SPREAD)]}
 
     ranks = {key: own for key, own in rank_groups(section).items() if len(own) > 1}
     placed = [
@@ -434,31 +423,27 @@ def tabulate_all(section: RunSection) -> list[Block]:
     head = ["group", *(measure.title for measure in COMPARED if measure.key in ranks)]
 
     records, notes, _ = contrast_examples(section)
-    examples = []
+    cells = []
     for each in records:
         contrast = PairedContrast(*(each[name] for name in PairedContrast._fields))
-        counts = [f"{each[name]:,}" for name in ("n", "both", "only_group", "only_baseline")]
         task = each["task"] or f"all {each['tasks']} {each['kind']}"
-        row = [task, each["group"], each["baseline"], each["measure"] or "–", counts[0]]
-        examples.append([*row, *format_contrast(contrast, percent), *counts[1:]])
+        row = [task, each["group"], each["baseline"], each["measure"] or "–", f"{each['n']:,}"]
+        counts = [f"{each[name]:,}" for name in ("both", "only_group", "only_baseline")]
+        cells.append([*row, *format_contrast(contrast, percent), *counts])
     columns = ["task", "group", "baseline", "measure", "examples", "Δ (points)", "p", "Holm"]
     columns += ["both", "only group", "only baseline"]
-    about = {
-        "title": "Over test examples",
-        "words": 4,
-        "head": columns,
-        "lines": [LEGENDS["examples"], *notes],
-    }
+    examples = Block(title="Over test examples", lines=notes)
+    if cells:
+        about = {"title": examples.title, "words": 4, "head": columns, "lines": [LEGENDS["examples"], *notes]}
+        examples = build_table(section, cells, of=1, **about)
 
     return [
         tabulate_differences(section),
         build_table(section, placed if ranks else [], title="Ranks", head=head, lines=[LEGENDS["ranks"]]),
-        tabulate_tasks(section),
-        tabulate_spreads(section, measures.values(), title="Probes", lines=benchmarks),
-        tabulate_differences(section, measures.values(), title="Probes: differences"),
-        build_table(section, examples, of=1, **about)
-        if examples
-        else Block(title=about["title"], lines=notes),
+        tabulate_spreads(section, tasks, **about_tasks),
+        tabulate_spreads(section, probes.values(), title="Probes", lines=benchmarks),
+        tabulate_differences(section, probes.values(), title="Probes: differences"),
+        examples,
         tabulate_spreads(section, COST_MEASURES, bounds=False, title="Compute", lines=[LEGENDS["costs"]]),
     ]
 
@@ -549,11 +534,8 @@ def build_heading(sections: Sequence[RunSection]) -> list[Block]:
 def export_sections(
     sections: Sequence[RunSection], *, stem: Path, kinds: Sequence[str], more: Mapping[str, Any]
 ) -> None:
-    """Writes STEM.csv (a row per run with every number of its report), .tex (a booktabs table per section),
-    .json (everything, with `more`) and .parquet (the tidy frame of all runs).
-
-    In CSV `compared/…` are over the domains of --domains, other numbers over all texts; a text that a
-    spreadsheet would take for a formula gets an apostrophe."""
+    """Writes STEM.csv (a row per run with every number of its report; `compared/…` are over the domains of
+    --domains, others over all texts), .tex, .json (everything, with `more`) and .parquet (the tidy frame)."""
     runs: list[tuple[dict[str, Any], MeasuredRun]] = []
     for number, section in enumerate(sections, start=1):
         for group, run in ((each, run) for each in section.groups for run in each.runs):
@@ -634,11 +616,8 @@ def format_json(sections: Sequence[RunSection], runs: Sequence[tuple], more: Map
 
 def measure_overlap(folder: Path, scores: Scores) -> dict[str, tuple[list[str], np.ndarray]]:
     """Similarity of what domains use inside a model, from the `diagnostics/` of a run folder: by quantity the
-    domains' names [n] and their similarities [n, n] in 0..1, nan between two that use nothing.
-
-    Values of units in 0..1 for domains s and t are compared by the soft Jaccard index (Ruzicka's similarity),
-    `sum_u min(a_u, b_u) / sum_u max(a_u, b_u)`; of sets it is Jaccard's, |A and B| / |A or B|. All layers
-    count as one. A file that is missing or damaged leaves its domain out."""
+    domains' names [n] and the soft Jaccard indices [n, n], `sum_u min(a_u, b_u) / sum_u max(a_u, b_u)` over
+    the units of all layers; nan between two that use nothing. A damaged file leaves its domain out."""
     stages, found = {}, {}
     for row in range(1, len(scores.rows)):
         path = Path(folder) / "diagnostics" / f"{row:03d}.npz"

@@ -6,16 +6,11 @@ series, with a violet for their yellow. PNG's text chunk "Description" says what
 from __future__ import annotations
 
 import io
-import re
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
-from html import escape, unescape
 from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
-from matplotlib.artist import Artist
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
@@ -29,22 +24,13 @@ from cpt.reporting.frames import FEW, few, shorten
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8833EE")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 DASHES = ("-", "--", ":")
-PLACES = 72  # combinations of colour and marker
-METHODS = (  # in the order of their places; neighbours differ in colour and marker
-    "ncl", "das", "ewc", "kd", "derpp", "demix", "migu", "replay", "lora", "adapter", "joint", "one",
-    "hat", "none", "prompt", "cpt_plugin", "agem", "dga", "elle", "ema", "inclora", "l2", "lifelong_moe",
-    "mas", "merge", "merge_lora", "moelora", "nlora", "olora", "osf", "peft", "progprompt", "recadam",
-    "reptile", "sapt", "si", "wise_ft",
-)  # fmt: skip
-SVG_COLORS = {"#000000": "ink", "#ffffff": "paper", "#e6e6e6": "line", "#595959": "rule"}  # CSS variables
 VECTORS = {"svg.fonttype": "none", "svg.hashsalt": "cpt", "pdf.fonttype": 42}  # 42: as publishers require
 
 
 class Picture(bytes):
-    """A PNG, with its figure and, by group, what the group's marks in it stand for."""
+    """A PNG, with its figure."""
 
     drawn: Figure
-    marks: Mapping[str, str]
 
     def save(self, kind: str) -> bytes:
         """The figure as `svg` or `pdf`, the same bytes each time."""
@@ -53,17 +39,13 @@ class Picture(bytes):
             self.drawn.savefig(buffer, format=kind, metadata={date: None})
         return buffer.getvalue()
 
-    @cached_property
-    def svg(self) -> bytes:
-        return self.save("svg")
-
 
 def figure(size: tuple[float, float]) -> Figure:
     """An empty figure of a size in inches, not one of pyplot's."""
     return Figure(figsize=size, dpi=130, layout="constrained")
 
 
-def png(drawn: Figure, *, told: str, marks: Mapping[str, str] | None = None) -> Picture:
+def png(drawn: Figure, *, told: str) -> Picture:
     """The figure in at most 256 colours, a third of the size, described by `told`."""
     buffer, small, text = io.BytesIO(), io.BytesIO(), PngInfo()
     drawn.savefig(buffer, format="png")
@@ -72,7 +54,7 @@ def png(drawn: Figure, *, told: str, marks: Mapping[str, str] | None = None) -> 
     image.save(small, format="png", optimize=True, pnginfo=text)
     drawn.set_layout_engine("none")  # everything has its place by now
     picture = Picture(small.getvalue())
-    picture.drawn, picture.marks = drawn, dict(marks or {})
+    picture.drawn = drawn
     return picture
 
 
@@ -80,74 +62,11 @@ def description(picture: bytes) -> str:
     return str(Image.open(io.BytesIO(picture)).text.get("Description", ""))
 
 
-def name_marks(group: str, artists: Iterable[Artist]) -> None:
-    """Makes artists the marks of a group, by which a page filters and highlights them."""
-    for artist in artists:
-        artist.set_gid(f"mark:{group}")
-
-
-def inline_svg(picture: Picture, *, prefix: str, told: str) -> str:
-    """The picture as an element of a page that loads nothing: ids with a prefix, marks with `data-group` and
-    a title. One without a raster takes the page's colours for ink and paper."""
-    text = picture.svg.decode()
-    text = text[text.index("<svg") :]
-    text = re.sub(
-        r"<metadata>.*?</metadata>|<style.*?</style>|<defs>\s*</defs>|<!--.*?-->", "", text, flags=re.S
-    )
-    text = re.sub(r"\n\s*", "\n", text)
-    vector, box = "<image" not in text, re.search(r'viewBox="([^"]+)"', text)
-    for colour, role in SVG_COLORS.items() if vector else ():
-        text = text.replace(f": {colour}", f": var(--{role})")
-    kind = ' class="drawn"' if vector else ""
-    head = f'<svg viewBox="{box[1]}"{kind} role="img" aria-label="{escape(told)}">'
-
-    def open_mark(found: re.Match[str]) -> str:
-        group = unescape(found[2])
-        title = f"<title>{escape(picture.marks[group])}</title>" if group in picture.marks else ""
-        return f'<g data-group="{escape(group)}">{title}'
-
-    text = re.sub(r"<svg\b[^>]*>", lambda _: head, text, count=1).replace("xlink:href", "href")
-    text = re.sub(r"""<g id=(["'])mark:(.*?)\1>""", open_mark, text)
-    for start in (' id="', 'href="#', "url(#"):
-        text = text.replace(start, start + prefix)
-    return re.sub(r"-?\d+\.\d{3,}", lambda found: f"{float(found[0]):.2f}", text)
-
-
 def style(place: int) -> dict[str, str]:
-    """Colour, marker and dashes of a series; PLACES differ in the first two, neighbours in both."""
+    """Colour, marker and dashes of a series; 72 places differ in the first two, neighbours in both."""
     colour, turn = place % len(SERIES), place // len(SERIES)
     marker = MARKERS[(place + 2 * turn) % len(MARKERS)]
     return {"color": SERIES[colour], "marker": marker, "linestyle": DASHES[turn % len(DASHES)]}
-
-
-def own_place(plain: str) -> int:
-    """The place of a method, or of one with its mask and replay, which follows from the name."""
-    known = len(METHODS)
-    return METHODS.index(plain) if plain in METHODS else known + zlib.crc32(plain.encode()) % (PLACES - known)
-
-
-def find_places(groups: Iterable[tuple[str, str]]) -> dict[str, int]:
-    """The place of each group by its name, from pairs of a name and the name without its settings.
-
-    A method has its own place on every page unless another group has it. The first eight groups differ in
-    colour; of more, one with settings has the colour of the one without, and a marker of its own."""
-    there, colours = dict(groups), len(SERIES)
-    first = list(there)[:colours]
-    ordered = sorted(
-        there, key=lambda name: (name not in first, name != there[name], own_place(there[name]), name)
-    )
-    owners: dict[int, str] = {}  # of each colour
-    for name in ordered:
-        owners.setdefault(own_place(there[name]) % colours, name)
-    places: dict[str, int] = {}
-    for name in sorted(ordered, key=lambda name: (name not in first, name not in owners.values())):
-        wanted, shown = own_place(there[name]), {place % colours for place in places.values()}
-        alike = [(wanted + colours * step) % PLACES for step in range(PLACES // colours)]
-        others = [(wanted + step) % PLACES for step in range(PLACES)]
-        fresh = [place for place in others if place % colours not in shown]
-        free = [place for place in [*alike, *others] if place not in places.values()]
-        places[name] = next(iter([*fresh, *free]), wanted)
-    return {name: places[name] for name in there}
 
 
 def literal(name: str, *, width: int) -> str:
@@ -155,14 +74,13 @@ def literal(name: str, *, width: int) -> str:
     return shorten(name, width=width).replace("$", r"\$")
 
 
-def ticks(axis: Axis, *, names: Sequence[str], few: bool, rotation: int, most: int = 30) -> None:
-    """Names as labels; of many, at most `most` and the last."""
-    step = 1 if few else -(-len(names) // most)
+def ticks(axis: Axis, names: Sequence[str], *, few: bool, rotation: int) -> None:
+    """Names as labels; of many, at most 30 and the last."""
+    step = 1 if few else -(-len(names) // 30)
     places = [*range(0, len(names) - 1 - step // 2, step), len(names) - 1] if names else []
-    axis.set_ticks(places, [literal(names[place], width=22) for place in places])
-    aligned = {"rotation_mode": "anchor", "ha": "right"} if 0 < rotation < 90 else {}
-    for label in axis.get_ticklabels():
-        label.set(rotation=rotation, fontsize=9 if few else 7, **aligned)
+    turned: dict[str, Any] = {"rotation_mode": "anchor", "ha": "right"} if 0 < rotation < 90 else {}
+    labels = [literal(names[place], width=22) for place in places]
+    axis.set_ticks(places, labels, rotation=rotation, fontsize=9 if few else 7, **turned)
 
 
 def plain_logarithm(axis: Axis, values: np.ndarray) -> None:
@@ -182,7 +100,7 @@ class HeatMap(NamedTuple):
     values: np.ndarray
     rows: Sequence[str]
     columns: Sequence[str]
-    group: str = ""  # whose marks it belongs to
+
     framed: Sequence[tuple[int, int]] = ()  # (row, column)
     numbers: np.ndarray | None = None  # in the cells, if not the values
 
@@ -196,69 +114,59 @@ def draw_heat_maps(
     names: tuple[str, str] = ("", ""),
     margin: float = 2.6,
     change: bool = False,
-    marks: Mapping[str, str] | None = None,
     **scale: Any,
 ) -> Picture:
     """Heat maps by title on one colour scale, `label`: 0 to 1, of a `change` around 0, or `scale`. One alone
     is large, with `names` at its axes; several stand at most 4 side by side. Numbers are in few cells."""
     count, alone = len(maps), len(maps) == 1
     values = np.concatenate([np.ravel(each.values) for each in maps.values()])
-    size = np.abs(values[np.isfinite(values)])
-    if change:  # a small outliers do not widen the scale
+    size, bound = np.abs(values[np.isfinite(values)]), 1.0
+    if change:  # a few outliers do not widen the scale
         many = size.size > (FEW + 1) ** 2
         bound = (float(np.percentile(size, 99)) if many else float(size.max(initial=0))) or 1.0
-        scale = {"cmap": matplotlib.colormaps["RdBu_r"].with_extremes(bad="0.75"), "vmin": -bound} | scale
-        scale |= {"vmax": bound}
-    else:
-        scale = {
-            "cmap": matplotlib.colormaps["Blues"].with_extremes(bad="0.85"),
-            "vmin": 0,
-            "vmax": 1,
-        } | scale
+    colours = matplotlib.colormaps["RdBu_r" if change else "Blues"].with_extremes(bad="0.8")
+    scale = {"cmap": colours, "vmin": -bound if change else 0, "vmax": bound} | scale
     rows, columns = (max(each.values.shape[axis] for each in maps.values()) for axis in (0, 1))
+    small = max(rows, columns) <= FEW + 1
     across = min(count, 3 if count <= 9 else 4)
-    down, cell = -(-count // across), 0.4 if count <= FEW else 0.2
+    down = -(-count // across)
     if alone:
-        small = max(rows, columns) <= FEW + 1
         drawn = figure((margin + 0.72 * columns, 2.0 + 0.42 * rows) if small else (9.5, 8.5))
     else:
-        width, height = (1.5 + cell * min(n, 9) if n <= FEW + 1 else 3.6 for n in (columns, rows))
+        width, height = (1.5 + 0.4 * min(n, 9) if small else 3.6 for n in (columns, rows))
         drawn = figure((max(6.4, across * width + 0.9), max(3.0, down * height + 0.4)))
     grid = drawn.subplots(down, across, squeeze=False).ravel()
     for axes in grid[count:]:
         axes.set_visible(False)
     for (title, each), axes in zip(maps.items(), grid, strict=False):
-        small = max(each.values.shape) <= FEW + 1
         image = axes.imshow(each.values, aspect="auto", interpolation="nearest", **scale)
         axes.set_title(literal(title, width=34), fontsize=9)
-        shown = alone or small
-        ticks(axes.xaxis, names=each.columns if shown else [], few=small, rotation=35 if small else 90)
-        ticks(axes.yaxis, names=each.rows if shown else [], few=small, rotation=0)
         axes.set(xlabel=names[0], ylabel=names[1])
-        if not alone:
-            axes.tick_params(labelsize=7)
-        if not shown:
-            axes.set(xlabel=f"{len(each.columns)} columns", ylabel=f"{len(each.rows)} rows")
+        if alone or small:
+            ticks(axes.xaxis, each.columns, few=small, rotation=35 if small else 90)
+            ticks(axes.yaxis, each.rows, few=small, rotation=0)
+        else:
+            axes.set(xticks=[], yticks=[], xlabel=f"{len(each.columns)} columns")
+            axes.set_ylabel(f"{len(each.rows)} rows")
         for row, column in each.framed:
-            edge = {"fill": False, "linewidth": 2 if small else 0.7}
-            axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, **edge))
+            width = 2 if small else 0.7
+            axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, linewidth=width))
         if each.columns[-1] == GENERAL:
             axes.axvline(len(each.columns) - 1.5, color="black", linewidth=1.5 if small else 0.8)
         dark = image.cmap(image.norm(each.values))[..., :3] @ np.array([0.299, 0.587, 0.114]) < 0.5
         written = each.values if each.numbers is None else each.numbers
-        for (row, column), value in np.ndenumerate(
-            written if max(written.shape) <= (FEW + 1 if alone else 8) else written[:0]
-        ):
-            if not np.isnan(value):
-                style = {"fontsize": 9 if alone else 6.5, "color": "white" if dark[row, column] else "black"}
-                text = show(value).replace("-", "−")
-                axes.text(column, row, text, ha="center", va="center", **style)
-        name_marks(each.group, [axes] if each.group else [])
-    beyond = size.max(initial=0) > image.norm.vmax
-    how = {"extend": "both" if change and beyond else "neither", "label": label}
-    if not alone:
-        how |= {"aspect": 24, "shrink": min(1.0, 3.2 / drawn.get_figheight()), "anchor": (0, 1)}
-    drawn.colorbar(image, ax=list(grid[:count]), **how)
+        if max(written.shape) <= (FEW + 1 if alone else 8):
+            for row, column in np.argwhere(~np.isnan(written)).tolist():
+                text, colour = show(written[row, column]), "white" if dark[row, column] else "black"
+                how = {"ha": "center", "va": "center", "fontsize": 9 if alone else 6.5, "color": colour}
+                axes.text(column, row, text.replace("-", "−"), **how)
+
+    beyond = change and size.max(initial=0) > image.norm.vmax
+    placed = (
+        {} if alone else {"aspect": 24, "shrink": min(1.0, 3.2 / drawn.get_figheight()), "anchor": (0, 1)}
+    )
+    placed |= {"label": label, "extend": "both" if beyond else "neither"}
+    drawn.colorbar(image, ax=list(grid[:count]), **placed)
     if not told:
         means = {}
         for title, each in maps.items():
@@ -266,4 +174,4 @@ def draw_heat_maps(
             means[title] = each.values[np.isfinite(each.values) & ~itself]
         ends = [f"{title} {known.mean():.2f}" for title, known in means.items() if known.size]
         told = f"Heat maps, {' '.join(label.split())}; means: {list_few(ends)}"
-    return png(drawn, told=told, marks=marks)
+    return png(drawn, told=told)

@@ -1,18 +1,17 @@
 """The figures of a run, and of a comparison as blocks of its page.
 
-Of a comparison `places` are colour and marker of a group, and `marks` what the group's marks stand for."""
+Of a comparison `places` are colour and marker of each group."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from pandas import DataFrame, Series
 
 from cpt.core.schema import Number, fits, show
@@ -21,7 +20,7 @@ from cpt.evaluation.scores import Scores
 from cpt.evaluation.task_metrics import headline, over_seeds
 from cpt.reporting import compare, drawing
 from cpt.reporting.drawing import SERIES, HeatMap, Picture, draw_heat_maps, figure, literal, png
-from cpt.reporting.frames import FEW, few, perplexity, signed
+from cpt.reporting.frames import FEW, decimals, few, format_known, perplexity, signed
 from cpt.reporting.load_runs import RunGroup, RunSection
 from cpt.reporting.page import Block
 
@@ -30,8 +29,7 @@ CURVES |= {"tokens_per_s": "tokens/s"}
 CHANGE = {"label": "change in nats per token\n(blue: better than base)", "change": True}
 MAX_PANELS = 8  # heat maps side by side
 HIGHLIGHTED = 6  # of more than FEW curves, those that end lowest
-OUTLIERS = 5  # groups from which on one may be called an outlier
-MARKED = ("LC/perplexity", "CPT/nats", "FG/nats", "endtask/MF1", "answers/AP", "cost/flops")
+
 PLANES = (  # title, name, x, y, their labels, whether x is logarithmic
     ("Forgetting against learning", "forgetting_learning", "CPT/perplexity", "FG/nats")
     + ("learning CPT (perplexity)", "forgetting FG (nats)", True),
@@ -42,10 +40,10 @@ PLANES = (  # title, name, x, y, their labels, whether x is logarithmic
 )
 
 
-def map_change(scores: Scores, *, group: str = "", numbers: np.ndarray | None = None) -> HeatMap:
+def map_change(scores: Scores, *, numbers: np.ndarray | None = None) -> HeatMap:
     """The change in nats against the base model; a domain's own stage is framed."""
     own = [(scores.rows.index(name), scores.domains.index(name)) for name in scores.learned]
-    return HeatMap(scores.matrix - scores.matrix[:1], scores.rows, scores.domains, group, own, numbers)
+    return HeatMap(scores.matrix - scores.matrix[:1], scores.rows, scores.domains, own, numbers)
 
 
 def draw_matrix(scores: Scores) -> Picture:
@@ -70,33 +68,28 @@ def draw_text_curves(scores: Scores) -> Picture:
     many, dot = len(domains) > FEW, "." if len(scores.rows) == 1 else ""
     drawn = figure((8.5, 4.8))
     axes = drawn.add_subplot(yscale="log")
+    own = losses[: len(domains)]
     if many:
-        axes.plot(losses[: len(domains)].T, color="0.6", linewidth=0.4, alpha=0.5, marker=dot)
-        median, label = np.median(losses[: len(domains)], axis=0), f"median of {len(domains)}"
-        axes.plot(median, color=SERIES[0], linewidth=2.5, zorder=4, marker=dot, label=label)
-    for place in [] if many else np.argsort(-losses[: len(domains), -1]):  # the legend as the lines end
-        how = {
-            "color": SERIES[place % 6],
-            "linestyle": drawing.DASHES[place // 6],
-            "marker": ".",
-            "linewidth": 1.6,
-        }
-        axes.plot(losses[place], label=literal(domains[place], width=30), **how)
+        axes.plot(own.T, color="0.6", linewidth=0.4, alpha=0.5, marker=dot)
+        how = {"color": SERIES[0], "linewidth": 2.5, "zorder": 4, "marker": dot}
+        axes.plot(np.median(own, axis=0), label=f"median of {len(domains)}", **how)
+    for place in [] if many else np.argsort(-own[:, -1]):  # the legend as the lines end
+        dashes, name = drawing.DASHES[place // 6], literal(domains[place], width=30)
+        axes.plot(own[place], color=SERIES[place % 6], linestyle=dashes, marker=".", label=name)
     if GENERAL in scores.domains:
         how = {"color": "black", "linestyle": "-.", "linewidth": 1.8, "marker": dot, "zorder": 3}
         axes.plot(losses[-1], label=GENERAL, **how)
-    own = [(scores.rows.index(name), scores.domains.index(name)) for name in scores.learned]
-    if own:
-        points = np.array([(row, losses[column, row]) for row, column in own]).T
+    if learned := [(scores.rows.index(name), scores.domains.index(name)) for name in scores.learned]:
+        points = np.array([(row, losses[column, row]) for row, column in learned]).T
         ring = {"facecolors": "none", "edgecolors": "black", "zorder": 5, "label": "own stage"}
         axes.scatter(*points, s=5 if many else 70, linewidths=0.7 if many else 1.8, **ring)
     drawing.plain_logarithm(axes.yaxis, losses)
     axes.set(xlabel="stages learned", ylabel="perplexity (log scale)")
     if len(scores.rows) <= FEW + 1:
-        drawing.ticks(axes.xaxis, names=scores.rows, few=True, rotation=35)
+        drawing.ticks(axes.xaxis, scores.rows, few=True, rotation=35)
     axes.grid(axis="y", color="0.9")
     drawn.legend(loc="outside right upper", frameon=False, fontsize=9)
-    mean = losses[: len(domains)].mean(0)
+    mean = own.mean(0)
     told = f"Mean perplexity over {len(domains)} domains: {perplexity(mean[0])} at the base, "
     return png(drawn, told=f"{told}{perplexity(mean[-1])} after {len(mean) - 1} stages.")
 
@@ -130,29 +123,27 @@ def draw_monitor(scores: Scores) -> Picture:
     """The change of validation losses since each stage's first evaluation, the stages one after another."""
     drawn = figure((11, 4.2))
     axes = drawn.add_subplot()
-    kinds = {
-        "the domain itself": {"color": SERIES[0], "linewidth": 1.4, "linestyle": "--"},
-        "past domains": {"color": SERIES[1], "linewidth": 0.9, "alpha": 0.7},
-        "general text": {"color": "black", "linewidth": 1.6},
-        "what a budget allows": {"color": "black", "linewidth": 1.2, "linestyle": ":"},
-    }
-    own_style, past, general, allowed = kinds.values()
-    begin, middles, told, bound = 0, [], [], False
+    own_style = {"color": SERIES[0], "linewidth": 1.4, "linestyle": "--", "label": "the domain itself"}
+    past_style = {"color": SERIES[1], "linewidth": 0.9, "alpha": 0.7, "label": "past domains"}
+    general_style = {"color": "black", "linewidth": 1.6, "label": "general text"}
+    allowed_style = {"linewidth": 1.2, "linestyle": ":", "label": "what a budget allows"}
+    begin, middles, told = 0, [], []
     for name, stage in scores.monitor.items():
         steps = begin + np.array(stage["steps"])
         lines = {text: np.array(values) - values[0] for text, values in stage["nll"].items()}
         own = {name} if name in lines else set(lines) - {GENERAL}
         for text, line in lines.items():
-            axes.plot(steps, line, **(own_style if text in own else general if text == GENERAL else past))
+            style = own_style if text in own else general_style if text == GENERAL else past_style
+            axes.plot(steps, line, **style)
         if GENERAL in lines:
             low, high = np.array(stage["rise"][GENERAL], float).T
             axes.fill_between(steps, low, high, color="black", alpha=0.15, linewidth=0)
             told.append(f"{name} {signed(lines[GENERAL][-1])}")
         for text, seen in (stage.get("budget") or {"drift": {}})["drift"].items():
             if seen[0][0] is not None:
-                height, bound = stage["budget"]["allowed"][text] - seen[0][0], True
-                colour = {} if text == GENERAL else {"color": SERIES[1]}
-                axes.plot(steps[[0, -1]], [height] * 2, **allowed | colour)
+                height = stage["budget"]["allowed"][text] - seen[0][0]
+                colour = "black" if text == GENERAL else SERIES[1]
+                axes.plot(steps[[0, -1]], [height] * 2, color=colour, **allowed_style)
         axes.axvline(steps[-1], color="0.7", linewidth=0.8, linestyle=":" if stage["ended"] else "-")
         middles.append((steps[0] + steps[-1]) / 2)
         begin = int(steps[-1])
@@ -162,9 +153,9 @@ def draw_monitor(scores: Scores) -> Picture:
     axes.set_xticks(middles[::step], names, rotation=30, ha="right", fontsize=9 if step == 1 else 7)
     axes.set_ylabel("change in nats per token\nsince the stage's first evaluation")
     axes.set_xlabel("steps of the stage")
-    shown = list(kinds)[: None if bound else -1]
-    how = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5), "frameon": False}
-    axes.legend([Line2D([], [], **kinds[kind]) for kind in shown], shown, **how)
+    handles, labels = axes.get_legend_handles_labels()
+    shown = dict(zip(labels, handles, strict=True))  # a line of each kind
+    axes.legend(shown.values(), shown, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     title = "Change of the general text's loss while each domain was learned, nats"
     return png(drawn, told=f"{title}: {drawing.list_few(told)}")
 
@@ -178,16 +169,6 @@ def draw_parts(scores: Scores) -> Picture:
     told = f"Heaviest part of the last model for each text. {drawing.list_few(heaviest)}"
     how = {"names": ("part of", "test text"), "margin": 3.2, "label": "mean weight"}
     return draw_heat_maps({"": HeatMap(weights, scores.domains, parts)}, told=told, **how)
-
-
-def draw_similarity(scores: Scores, told: str) -> Picture:
-    """The similarity of the texts of any two domains in the order learned, and with the general text."""
-    names = scores.similarity["names"]
-    values = np.column_stack([scores.similarity["matrix"], scores.similarity["general"]]).astype(float)
-    np.fill_diagonal(values, np.nan)
-    how = {"label": "cosine of mean embeddings, centred\n(red: alike)", "change": True}
-    axes = ("domain, in the order learned",) * 2
-    return draw_heat_maps({"": HeatMap(values, names, [*names, GENERAL])}, told=told, names=axes, **how)
 
 
 def draw_endtasks(scores: Scores) -> Picture:
@@ -211,45 +192,36 @@ def draw_tasks(matrix: np.ndarray, rows: Sequence[str], tasks: Sequence[str], *,
 
 def build_figures(section: RunSection) -> list[Block]:
     """All figures of a comparison for which there are numbers."""
-    spreads, marks = compare.spread_values(section), {}
-    measures = [m for m in (*compare.MEASURES, *compare.COST_MEASURES) if m.key in MARKED]
-    for group in section.groups:
-        own = [(m, spreads[group.name][m.key]) for m in measures if m.key in spreads[group.name]]
-        told = "; ".join(f"{m.title} {compare.format_spread(each, m.show)}" for m, each in own)
-        marks[group.name] = f"{group.name}, runs: {len(group.runs)}. {told}"
-    how = {"places": section.places, "marks": marks}
-
     blocks = []
     for title, name, x, y, x_label, y_label, logarithmic in PLANES:
         ranked = [group for group in section.groups if compare.is_ranked(group, y)]
         points = {group.name: (group.of(x), group.of(y)) for group in ranked}
         if any(None not in pair for xs, ys in points.values() for pair in zip(xs, ys, strict=True)):
-            picture = draw_plane(points, x=x_label, y=y_label, logarithmic=logarithmic, **how)
+            labels = {"x": x_label, "y": y_label, "logarithmic": logarithmic}
+            picture = draw_plane(points, places=section.places, **labels)
             line = "Small: runs; large: their means. Down and left is better."
             blocks.append(Block(title=title, lines=[line], picture=picture, name=name))
     runs = {group.name: [run.scores for run in group.runs] for group in section.groups}
     line = "Mean perplexity over the domains learned so far: mean and range over the runs of a group."
-    picture = draw_stages(runs, **how)
+    picture = draw_stages(runs, places=section.places)
     blocks.append(Block(title="Over the stages", lines=[line], picture=picture, name="stages"))
 
     baselines = {group.name for group in section.baselines.values()}
     shown = [group for group in section.groups if len(group.runs[0].scores.rows) > 1]
     shown = sorted(shown, key=lambda group: group.name not in baselines)[:MAX_PANELS]
-    changes, overlaps = {}, {}
-    for group in (group for group in section.groups if group in shown):
-        run = group.runs[0]
-        changes[group.name] = map_change(run.scores, group=group.name)
-        for quantity, (names, values) in compare.measure_overlap(run.folder, run.scores).items():
-            overlaps[f"{group.name}: {quantity}"] = HeatMap(values, names, names, group.name)
+    first = {group.name: group.runs[0] for group in section.groups if group in shown}
     line = f"The first run of each group, at most {MAX_PANELS}. Frames: a domain's own stage."
-    if changes:
-        picture = draw_heat_maps(changes, marks=marks, show="{:+.2f}".format, **CHANGE)
+    if changes := {name: map_change(run.scores) for name, run in first.items()}:
+        picture = draw_heat_maps(changes, show="{:+.2f}".format, **CHANGE)
         blocks.append(Block(title="Matrices side by side", lines=[line], picture=picture, name="matrices"))
+    overlaps = {}
+    for name, run in first.items():
+        for quantity, (names, values) in compare.measure_overlap(run.folder, run.scores).items():
+            overlaps[f"{name}: {quantity}"] = HeatMap(values, names, names)
     if overlaps := dict([*overlaps.items()][:MAX_PANELS]):
-        picture = draw_heat_maps(overlaps, marks=marks, label="similarity of two domains")
-        title = "Overlap of importances, masks and gates"
+        picture, title = draw_heat_maps(overlaps, label="similarity of two domains"), "Overlap of importances"
         line = f"Similarity between domains of what a method chose for each. {line.partition('.')[0]}."
-        blocks.append(Block(title=title, lines=[line], picture=picture, name="overlap"))
+        blocks.append(Block(title=f"{title}, masks and gates", lines=[line], picture=picture, name="overlap"))
     return blocks
 
 
@@ -261,13 +233,11 @@ def draw_plane(
     logarithmic: bool = False,
     lines: Sequence[Sequence[str]] = (),
     places: Mapping[str, int] | None = None,
-    marks: Mapping[str, str] | None = None,
 ) -> Picture:
     """A group's mean of x against that of y, small its runs, and the Pareto front; lower is better. A group
-    without x is a line at its mean y; outliers are named only. `logarithmic`: x, without values of 0
-    or less; `lines` connect means."""
-    own = places or {name: place for place, name in enumerate(groups)}
-    styles, (drawn, axes) = {name: drawing.style(own[name]) for name in groups}, open_axes(len(groups))
+    without x is a line at its mean y. `logarithmic`: x, without values of 0 or less; `lines` connect
+    means."""
+    styles, (drawn, axes) = style_groups(groups, places), open_axes(len(groups))
     axes.margins(0.12)
     points, levels = {}, {}
     for name, values in groups.items():
@@ -280,26 +250,17 @@ def draw_plane(
     if logarithmic and points:
         axes.set_xscale("log")
     means = {name: runs.mean(1) for name, runs in points.items()}
-    xs, ys = ([runs[axis] for runs in points.values()] for axis in (0, 1))
-    windows = find_window(xs, logarithmic=logarithmic), find_window(ys, logarithmic=False)
     for name, runs in points.items():
-        marker, many, colour = {"marker": styles[name]["marker"]}, runs.shape[1] > 5, styles[name]["color"]
+        marker, colour, many = styles[name]["marker"], styles[name]["color"], runs.shape[1] > 5
         small = {"s": 12 if many else 24, "alpha": 0.4 if many else 0.7, "linewidths": 0, "zorder": 2}
         large = {"s": 130, "facecolors": "none", "edgecolors": colour, "linewidths": 2, "zorder": 3}
         label = literal(name, width=44) + f" ({runs.shape[1]})" * (runs.shape[1] > 1)
-        mean = means[name].tolist()
-        if any(w and not w[0] <= each <= w[1] for each, w in zip(mean, windows, strict=True)):
-            label += f": off the axes, {mean[0]:.4g}, {mean[1]:.4g}"
-        scattered = axes.scatter(*runs, color=colour, **small, **marker)
-        drawing.name_marks(name, [scattered, axes.scatter(*mean, label=label, **large, **marker)])
+        axes.scatter(*runs, color=colour, marker=marker, **small)
+        axes.scatter(*means[name], label=label, marker=marker, **large)
     for line in ([name for name in each if name in means] for each in lines):
         if line:
             axes.plot(*np.array([means[name] for name in line]).T, color=styles[line[0]]["color"], zorder=1)
-    for limit, window in zip((axes.set_xlim, axes.set_ylim), windows, strict=True):
-        if window:
-            limit(*window)
-    front = compare.pareto_front({name: tuple(mean.tolist()) for name, mean in means.items()})
-    if front:
+    if front := compare.pareto_front({name: tuple(mean.tolist()) for name, mean in means.items()}):
         xs, ys = np.array([means[name] for name in front]).T
         dashed = {"color": "0.35", "linewidth": 1.2, "linestyle": "--", "zorder": 0, "label": "Pareto front"}
         right, top = axes.get_xlim()[1], axes.get_ylim()[1]
@@ -310,21 +271,16 @@ def draw_plane(
         drawing.plain_logarithm(axes.xaxis, np.array(axes.get_xlim()))
     told = drawing.list_few(f"{name}: x {mean[0]:.4g}, y {mean[1]:.4g}" for name, mean in means.items())
     best = f"The front: {few(front, between=', ') or 'no group'}."
-    return png(drawn, told=f"{y} against {x}; lower is better for both. {best} {told}", marks=marks)
+    return png(drawn, told=f"{y} against {x}; lower is better for both. {best} {told}")
 
 
 def draw_stages(
-    groups: Mapping[str, Sequence[Scores]],
-    *,
-    places: Mapping[str, int] | None = None,
-    marks: Mapping[str, str] | None = None,
+    groups: Mapping[str, Sequence[Scores]], *, places: Mapping[str, int] | None = None
 ) -> Picture:
     """Perplexity over the stages, a mean over the domains learned so far; a group's mean and range over its
     runs. A model that learned no sequence is a line at its mean over all domains. Of more than FEW groups,
     those that end lowest are told apart."""
-    own = places or {name: place for place, name in enumerate(groups)}
-    styles = {name: drawing.style(own[name]) for name in groups}
-    drawn, axes = open_axes(min(len(groups), 2 * FEW))
+    styles, (drawn, axes) = style_groups(groups, places), open_axes(min(len(groups), 2 * FEW))
     axes.set_yscale("log")
     lines, levels = {}, {}
     for name, runs in groups.items():
@@ -332,49 +288,49 @@ def draw_stages(
         for scores in (scores for scores in runs if scores.rows):
             with np.errstate(over="ignore"):
                 cells = np.exp(scores.cells)
-            columns = [scores.domains.index(domain) for domain in scores.learned]
-            means = [row[columns[: stage + 1]].mean() for stage, row in enumerate(cells[1:]) if columns]
-            so_far += [np.where(np.isfinite(means), means, np.nan)] if columns else []
-            last += [] if columns else [cells[-1, [domain != GENERAL for domain in scores.domains]].mean()]
+            if columns := [scores.domains.index(domain) for domain in scores.learned]:
+                means = [row[columns[: stage + 1]].mean() for stage, row in enumerate(cells[1:])]
+                so_far.append(np.where(np.isfinite(means), means, np.nan))
+            else:
+                last.append(cells[-1, [domain != GENERAL for domain in scores.domains]].mean())
         table = DataFrame([Series(each) for each in so_far])  # [run, stage], nan where a run has no more
         if table.notna().any(axis=None):
             lines[name] = table
         elif np.isfinite(last).any():
             levels[name] = float(np.mean([each for each in last if np.isfinite(each)]))
-    means = {name: table.mean() for name, table in lines.items()}
-    ends = {name: float(mean.dropna().iloc[-1]) for name, mean in means.items()}
+    ends = {name: float(table.mean().dropna().iloc[-1]) for name, table in lines.items()}
     marked = sorted(ends, key=lambda name: ends[name])[: HIGHLIGHTED if len(lines) > FEW else None]
     for name in (name for name in lines if name not in marked):
-        drawing.name_marks(name, axes.plot(means[name].index + 1, means[name], color="0.75", zorder=1))
+        axes.plot(lines[name].columns + 1, lines[name].mean(), color="0.75", zorder=1)
     if others := len(lines) - len(marked):
         axes.plot([], [], color="0.75", label=f"{others} others")
     for name in marked:
-        stages, table = means[name].index + 1, lines[name]
+        table, stages = lines[name], lines[name].columns + 1
         label = literal(name, width=44) + f" ({len(table)})" * (len(table) > 1)
-        label += f": {perplexity(ends[name])}"
         how = {**styles[name], "markersize": 5, "markevery": -(-len(stages) // 20), "linewidth": 1.6}
+        axes.plot(stages, table.mean(), label=f"{label}: {perplexity(ends[name])}", zorder=3, **how)
         faint = {"alpha": 0.15 if len(marked) <= HIGHLIGHTED else 0.06, "linewidth": 0}
-        band = axes.fill_between(stages, table.min(), table.max(), color=how["color"], **faint)
-        drawing.name_marks(name, [*axes.plot(stages, means[name], label=label, zorder=3, **how), band])
+        axes.fill_between(stages, table.min(), table.max(), color=how["color"], **faint)
     axes.set(xlabel="stages learned", ylabel="mean perplexity over the domains so far (log scale)")
     axes.xaxis.get_major_locator().set_params(integer=True)
     name_levels(drawn, axes, levels, styles)
     known = [np.ravel(table.to_numpy()) for table in lines.values()]
     drawing.plain_logarithm(axes.yaxis, np.concatenate([[*levels.values()], *known]))
     told = drawing.list_few(f"{name} {perplexity(value)}" for name, value in (ends | levels).items())
-    return png(drawn, told=f"Mean perplexity over the domains so far, at the end. {told}", marks=marks)
+    return png(drawn, told=f"Mean perplexity over the domains so far, at the end. {told}")
 
 
 def build_setting_curve(sections: Sequence[RunSection], section: RunSection, key: str) -> Block:
     """Learned against forgotten over a setting (`--curve`): a line through groups that differ in it alone,
     and groups without it; nothing where no two groups differ in it alone. Raises ValueError for a setting in
     which no two runs of the sections differ."""
-    differing, runs = set(), [run.settings for each in sections for run in each.runs]
-    for name in set().union(*runs):
-        differing |= {name} if len({str(run[name]) for run in runs if name in run}) > 1 else set()
-    if key not in differing:
-        listed = few(sorted(differing), between=", ") or "none"
-        raise ValueError(f"--curve {key}; allowed: a setting in which runs differ: {listed}")
+    values: dict[str, set[str]] = defaultdict(set)
+    for run in (run for each in sections for run in each.runs):
+        for name, value in run.settings.items():
+            values[name].add(str(value))
+    if len(values[key]) < 2:
+        differing = few(sorted(name for name, given in values.items() if len(given) > 1), between=", ")
+        raise ValueError(f"--curve {key}; allowed: a setting in which runs differ: {differing or 'none'}")
     curves: dict[str, list[tuple[Any, RunGroup]]] = defaultdict(list)
     for group in section.groups:
         value = group.runs[0].settings.get(key)
@@ -386,26 +342,27 @@ def build_setting_curve(sections: Sequence[RunSection], section: RunSection, key
     cells, points, lines, places = [], {}, [], {}
     for name, own in sorted(curves.items(), key=lambda each: len(each[1]) == 1):
         own.sort(key=lambda x: (not fits(x[0], Number), x[0] if fits(x[0], Number) else str(x[0])))
-        lines.append([])
-        for value, group in own:
-            called = name if value is None else f"{name} {show(value)}"
+        lines.append([name if value is None else f"{name} {show(value)}" for value, _ in own])
+        for called, (value, group) in zip(lines[-1], own, strict=True):
             points[called] = group.of("CPT/nats"), group.of("FG/nats")
             places[called] = section.places[own[0][1].name]
-            lines[-1].append(called)
             pairs = zip(group.of("ZS/nats"), group.of("CPT/nats"), strict=True)
             learned = [base - after for base, after in pairs if None not in (base, after)]
             numbers = [fmean(learned) if learned else None, group.mean("FG/nats"), group.mean("LC/nats")]
-            told = ["–" if each is None else f"{each:.4f}" for each in numbers]
+            told = [format_known(each, decimals) for each in numbers]
             cells.append([name, "–" if value is None else show(value), str(len(group.runs)), *told])
     labels = {"x": "loss just after learning, CPT (nats)", "y": "forgetting FG (nats)"}
-    return Block(
-        title=f"Learned against forgotten over {key}",
-        lines=["Learned: the base's loss minus that just after a domain was learned (ZS - CPT)."],
-        picture=draw_plane(points, lines=lines, places=places, **labels),
-        name="strengths",
-        head=["method", key, "runs", "learned (nats)", "forgotten FG (nats)", "LC (nats)"],
-        cells=cells,
-    )
+    picture = draw_plane(points, lines=lines, places=places, **labels)
+    told = "Learned: the base's loss minus that just after a domain was learned (ZS - CPT)."
+    head = ["method", key, "runs", "learned (nats)", "forgotten FG (nats)", "LC (nats)"]
+    about = {"title": f"Learned against forgotten over {key}", "name": "strengths", "lines": [told]}
+    return Block(picture=picture, head=head, cells=cells, **about)
+
+
+def style_groups(groups: Iterable[str], places: Mapping[str, int] | None) -> dict[str, dict[str, str]]:
+    """The style of each group by its place; by the order of the groups where none are given."""
+    own = places or {name: place for place, name in enumerate(groups)}
+    return {name: drawing.style(own[name]) for name in groups}
 
 
 def open_axes(groups: int) -> tuple[Figure, Axes]:
@@ -416,41 +373,20 @@ def open_axes(groups: int) -> tuple[Figure, Axes]:
     return drawn, axes
 
 
-def find_window(values: Sequence[np.ndarray], *, logarithmic: bool) -> tuple[float, float] | None:
-    """Limits of an axis without groups whose mean is an outlier (Tukey's outer fences), where the others
-    would have less than 40 % of the axis; None where there is none."""
-    means = np.array([each.mean() for each in values], dtype=float)
-    scaled = np.log(means) if logarithmic and (means > 0).all() else means
-    if len(scaled) < OUTLIERS or not np.isfinite(scaled).all():
-        return None
-    low, high = np.percentile(scaled, [25, 75])
-    near = (scaled >= low - 3 * (high - low)) & (scaled <= high + 3 * (high - low))
-    if near.all() or not 0 < np.ptp(scaled[near]) < 0.4 * np.ptp(scaled):
-        return None
-    runs = np.concatenate([each for each, inside in zip(values, near, strict=True) if inside])
-    ends = np.log([runs.min(), runs.max()]) if logarithmic else np.array([runs.min(), runs.max()])
-    ends = ends + 0.12 * np.ptp(ends) * np.array([-1, 1])
-    bottom, top = (np.exp(ends) if logarithmic else ends).tolist()
-    return bottom, top
-
-
 def name_levels(
     drawn: Figure, axes: Axes, levels: Mapping[str, float], styles: Mapping[str, Mapping[str, str]]
 ) -> None:
     """A line per level (one that would press the points together is only named), and right of the axes the
-    legend, whose entries are marks of their groups."""
-    heights = list(levels.values()) or [0.0]
-    low, high = axes.get_ylim() if axes.collections or axes.lines else (min(heights), max(heights))
+    legend."""
+    there = bool(axes.collections or axes.lines)
+    low, high = axes.get_ylim()
     for name, level in levels.items():
         label = f"{literal(name, width=30)}: {perplexity(level)}"
         how = {"color": styles[name]["color"], "linewidth": 1.4, "linestyle": "-."}
-        if low - 0.6 * (high - low) <= level <= high + 0.6 * (high - low):
-            drawing.name_marks(name, [axes.axhline(level, label=label, **how)])
+        if not there or low - 0.6 * (high - low) <= level <= high + 0.6 * (high - low):
+            axes.axhline(level, label=label, **how)
         else:
-            drawing.name_marks(name, axes.plot([], [], label=f"{label} (off the axis)", **how))
-    if sources := axes.get_legend_handles_labels()[0]:
+            axes.plot([], [], label=f"{label} (off the axis)", **how)
+    if axes.get_legend_handles_labels()[0]:
         how = {"frameon": False, "fontsize": 8, "markerscale": 0.7, "labelspacing": 0.8}
-        legend = drawn.legend(loc="outside right upper", **how)
-        for source, *entry in zip(sources, legend.legend_handles, legend.get_texts(), strict=True):
-            for each in entry:
-                each.set_gid(source.get_gid())
+        drawn.legend(loc="outside right upper", **how)

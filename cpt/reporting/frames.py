@@ -112,10 +112,8 @@ def list_losses(scores: Scores, rows: Sequence[int] | None = None) -> Values:
     units = {unit: values.tolist() for unit, values in in_units(cells, layout=scores).items()}
     for place, row in enumerate(rows):
         for column, text in enumerate(scores.domains):
-            for unit in UNITS:
-                yield ReportedValue(
-                    "loss", units[unit][place][column], unit, None, row, scores.rows[row], text
-                )
+            for unit, values in units.items():
+                yield ReportedValue("loss", values[place][column], unit, None, row, scores.rows[row], text)
 
 
 def list_perplexities(scores: Scores) -> Values:

@@ -22,7 +22,6 @@ from cpt.evaluation import task_metrics
 from cpt.evaluation.metrics import METRICS, UNITS, compute_values, intransigence
 from cpt.evaluation.scores import Scores, conditions
 from cpt.evaluation.task_metrics import describe_task
-from cpt.reporting.drawing import find_places
 from cpt.reporting.frames import escape_name, few, label, shorten, split_variant, summarize_scores
 
 SUBFOLDERS = {  # of a run folder; none holds another run
@@ -258,7 +257,8 @@ def build_sections(
     for run in runs:
         alike[run.comparability].append(run)
     sets = [group_runs(each, by_order=by_order) for each in sorted(alike.values(), key=lambda x: -len(x))]
-    places = find_places((group.name, group.plain) for groups in sets for group in groups)
+    names = dict.fromkeys(group.name for groups in sets for group in groups)
+    places = {name: place for place, name in enumerate(sorted(names, key=lambda name: name != baseline))}
     titled = defaultdict(list)
     for groups in sets:
         conditions = groups[0].runs[0].conditions

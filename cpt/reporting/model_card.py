@@ -1,7 +1,5 @@
-"""The model card of an exported model, `model/README.md`, as the Hugging Face Hub reads it.
-
-A card may be published. Of the config it shows the keys in SHOWN, of the command the overrides that decide
-the result; keys that look secret are left out, and a value with a path or an address reads `<path>`."""
+"""The model card of an exported model, `model/README.md`, as the Hugging Face Hub reads it. As it may be
+published, keys that look secret are left out, and a value with a path or an address reads `<path>`."""
 
 from __future__ import annotations
 
@@ -83,16 +81,10 @@ def write_model_card(folder: Path, scores: Scores) -> Path:
         if each.unit in ("share", "") and "/" not in each.metric and each.value is not None:
             share = percent(each.value) + format_interval(each.low, each.high, percent)
             tasks.append([each.text or "all tasks", each.metric, each.row or "–", share])
+    data = {"base_model": base["name"] if from_hub else None, "pipeline_tag": pipeline, "model_name": title}
+    data |= {"datasets": data_sets or None, "eval_results": results or None, "library_name": "transformers"}
     card = ModelCard.from_template(
-        ModelCardData(
-            base_model=base["name"] if from_hub else None,
-            library_name="transformers",
-            pipeline_tag=pipeline,
-            tags=["continual-pretraining", "continual-learning", "cpt", run["method"]],
-            datasets=data_sets or None,
-            model_name=title,
-            eval_results=results or None,
-        ),
+        ModelCardData(**data, tags=["continual-pretraining", "continual-learning", "cpt", run["method"]]),
         template_path=str(TEMPLATES / "model_card.md.j2"),
         quote=lambda text: quote_markup(str(text), IN_CELL),
         table=make_table,

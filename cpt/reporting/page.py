@@ -16,7 +16,7 @@ import jinja2
 import yaml
 from markupsafe import Markup, escape
 
-from cpt.reporting.drawing import Picture, description, inline_svg
+from cpt.reporting.drawing import Picture, description
 from cpt.reporting.frames import strip_controls
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -31,8 +31,8 @@ class Block:
     """A section of a report; one without lines, picture, cells and code is left out.
 
     On the HTML page a `sortable` table is sorted by its columns. The filters of the page act on the rows of
-    `filtered` tables and on the marks of their groups in pictures: a search over the title and the columns of
-    words, and a list of values for each name in `facets`, a mapping for each row of cells."""
+    `filtered` tables: a search over the title and the columns of words, and a list of values for each name in
+    `facets`, a mapping for each row of cells."""
 
     title: str = ""
     lines: Sequence[str] = ()
@@ -62,7 +62,7 @@ def write_page(blocks: Sequence[Block], *, title: str, stem: Path, vectors: bool
         if block.picture:
             file.with_name(f"{file.name}.png").write_bytes(block.picture)
         if vectors and isinstance(block.picture, Picture):
-            file.with_name(f"{file.name}.svg").write_bytes(block.picture.svg)
+            file.with_name(f"{file.name}.svg").write_bytes(block.picture.save("svg"))
             file.with_name(f"{file.name}.pdf").write_bytes(block.picture.save("pdf"))
     stem.with_name(f"{stem.name}.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
@@ -80,7 +80,6 @@ def write_page(blocks: Sequence[Block], *, title: str, stem: Path, vectors: bool
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         base64=base64.b64encode,
         description=description,
-        drawn=lambda *given, **told: Markup(inline_svg(*given, **told)),
         inline=inline,
         split=separate_interval,
         dumps=partial(json.dumps, ensure_ascii=False),
@@ -102,7 +101,6 @@ def separate_interval(cell: str) -> Markup:
 
 def markdown(block: Block, *, picture: str) -> str:
     """A block, with its picture in a file of the given name."""
-
     title, folded = (quote_markup(text, IN_CELL) for text in (block.title, block.folded))
     fence = "~" * max([4, *(len(tildes) + 1 for tildes in re.findall("~+", block.code))])
     bar = [":--" if column < block.words else "--:" for column in range(len(block.head))]

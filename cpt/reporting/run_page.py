@@ -52,6 +52,9 @@ def write_report(folder: Path, scores: Scores | None = None) -> Path:
     folder = Path(folder)
     scores = scores or Scores.load(folder / "scores.json")
     answers = show_answers(scores, folder)
+    terms = [LEGENDS["terms"] for metric in scores.metrics.values() if "terms" in metric][:1]
+    about = {"title": "Metrics", "lines": [LEGENDS["metrics"], *terms], "head": METRIC_HEAD, "words": 3}
+    cells = [format_metric(scores, name) for name in scores.metrics]
     blocks = [
         show_run(scores),
         *answers[:1],
@@ -61,7 +64,7 @@ def write_report(folder: Path, scores: Scores | None = None) -> Path:
         show_parts(scores),
         show_similarity(scores),
         show_overlap(scores, folder),
-        show_metrics(scores),
+        Block(cells=cells, chosen=(0, 1, 3, 4, 5), **about),
         *answers[1:],
         show_generated(folder),
         *show_endtasks(scores, folder),
@@ -82,34 +85,32 @@ def format_scores(scores: Scores) -> str:
     def pick_ends(size: int) -> list[int]:
         return list(range(size)) if size <= 9 else [*range(4), *range(size - 4, size)]
 
-    def shorten_table(names: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
-        columns = pick_ends(len(names))
+    def shorten_table(names: Sequence[str], cells: Cells) -> str:
+        columns, rows = pick_ends(len(names)), [cells[row] for row in pick_ends(len(cells))]
         width = min(24, 86 // len(columns) - 2)
-        rows = [cells[row] for row in pick_ends(len(cells))]
-        rows = [[frames.shorten(row[0], width=12), *(row[1 + column] for column in columns)] for row in rows]
-        head = ["after", *(frames.shorten(names[column], width=width) for column in columns)]
-        return align_columns(Block(head=head, cells=rows))
+        shown = [[frames.shorten(row[0], width=12), *(row[1 + at] for at in columns)] for row in rows]
+        head = ["after", *(frames.shorten(names[at], width=width) for at in columns)]
+        return align_columns(Block(head=head, cells=shown))
 
-    tables = [shorten_table(scores.domains, format_matrix(scores))]
     shown = [name for name in ("LC", "FG", "general_drift") if name in scores.metrics]
     cells = [[each[0], *each[3:6]] for each in (format_metric(scores, name) for name in shown)]
-    tables.append(align_columns(Block(head=["", *UNITS], cells=cells)))
+    texts = f"perplexity on {len(pick_ends(len(scores.domains)))} of {len(scores.domains)} test texts:"
+    parts = [f"{frames.label(scores.run)}, seed {scores.run['seed']}, {scores.state}; {texts}"]
+    parts.append(shorten_table(scores.domains, format_matrix(scores)))
+    parts.append(align_columns(Block(head=["", *UNITS], cells=cells)))
     if found := task_metrics.summarise_endtasks(scores.endtasks, scores.rows):
         told = ", ".join(f"{name} {percent(value)} %" for name, value in found.items())
-        tables.append(f"end tasks ({len(scores.endtasks['tasks'])}): {told}")
+        parts.append(f"end tasks ({len(scores.endtasks['tasks'])}): {told}")
     if tasks := scores.answers.get("tasks", {}):
         told = ", ".join(f"{name} {percent(value)} %" for name, value in scores.answers["metrics"].items())
-        tables.append(f"answers to {len(tasks)} tasks, in %{': ' * bool(told)}{told}")
-        tables.append(shorten_table(list(tasks), format_answers(scores)))
-    probes = [
-        f"{describe_task(name, task)} {decimals(found[1])} (base {format_known(task['values'][0], decimals)})"
-        for name, task in scores.probes.get("tasks", {}).items()
-        if (found := last_value(task))
-    ]
-    tables += [f"probes: {few(probes, between=', ')}"] * bool(probes)
-    texts = f"perplexity on {len(pick_ends(len(scores.domains)))} of {len(scores.domains)} test texts:"
-    about = f"{frames.label(scores.run)}, seed {scores.run['seed']}, {scores.state}"
-    return "\n\n".join([f"{about}; {texts}", *tables])
+        parts.append(f"answers to {len(tasks)} tasks, in %{': ' * bool(told)}{told}")
+        parts.append(shorten_table(list(tasks), format_answers(scores)))
+    probes = []
+    for name, task in scores.probes.get("tasks", {}).items():
+        if found := last_value(task):
+            base = format_known(task["values"][0], decimals)
+            probes.append(f"{describe_task(name, task)} {decimals(found[1])} (base {base})")
+    return "\n\n".join([*parts, *[f"probes: {few(probes, between=', ')}"] * bool(probes)])
 
 
 def format_rows(names: Sequence[str], values: np.ndarray, show: Show, sds: np.ndarray | None = None) -> Cells:
@@ -147,12 +148,11 @@ def show_run(scores: Scores) -> Block:
     stored = megabytes(scores.stored[-1] if scores.stored else 0)
     stored += "" if growth is None else f", {megabytes(growth)} more with each domain"
     skipped = [f"{count} of {row}" for row, count in zip(scores.rows, scores.skipped, strict=False) if count]
-    spikes = [
-        f"{row}: {each[0]:.0f}, first at step {each[1]:.0f}, {each[2]:.4g} against a median of {each[3]:.4g}"
-        for row, each in zip(scores.rows, scores.spikes, strict=False)
-        if each
-    ]
+    jump = "{}: {:.0f}, first at step {:.0f}, {:.4g} against a median of {:.4g}".format
+    spikes = [jump(row, *each) for row, each in zip(scores.rows, scores.spikes, strict=False) if each]
     leak, random = max((each for each in scores.leak if each), default=(0, 0))
+    leaked = f"at most {leak:.2g} of a stage's squared movement; {random:.2g} of a random one"
+    attention = numerics.get("attention", "").replace("auto", "default")
     cells = {
         "method": frames.label(run),
         "model": f"{run['model']} ({run['objective']})",
@@ -165,10 +165,8 @@ def show_run(scores: Scores) -> Block:
         "stored beside the model": stored,
         "steps left out, loss or gradient not finite (on_nonfinite)": ", ".join(skipped),
         "losses that jumped": "; ".join(spikes),
-        "moved inside what is protected": any(scores.leak)
-        and f"at most {leak:.2g} of a stage's squared movement; {random:.2g} of a random one",
-        "computed": numerics
-        and f"in {numerics['precision']}, attention by {numerics['attention'].replace('auto', 'default')}",
+        "moved inside what is protected": leaked * any(scores.leak),
+        "computed": numerics and f"in {numerics['precision']}, attention by {attention}",
         "domain at test time": "must be known" if scores.needs_domain else "need not be known",
         "load the model (from this folder)": scores.loading,
         "versions": ", ".join(f"{name} {version}" for name, version in scores.versions.items()),
@@ -180,38 +178,35 @@ def show_run(scores: Scores) -> Block:
 def show_matrix(scores: Scores) -> list[Block]:
     if not scores.rows:
         return []
-    cells, picture = format_matrix(scores), figures.draw_text_curves(scores)
-    matrix = Block(
-        title="Perplexity on each test text (column) after each stage (row)",
-        lines=[LEGENDS["matrix"]],
-        picture=figures.draw_matrix(scores),
-        name="matrix",
-        head=["after", *scores.domains],
-        cells=cells,
-        folded=f"{len(cells)} x {len(scores.domains)} perplexities",
-    )
-    return [matrix, Block(title="Perplexity over the stages", picture=picture, name="stages")]
+    folded = f"{len(scores.rows)} x {len(scores.domains)} perplexities"
+    table = {"head": ["after", *scores.domains], "cells": format_matrix(scores), "folded": folded}
+    title = "Perplexity on each test text (column) after each stage (row)"
+    how = {"name": "matrix", "lines": [LEGENDS["matrix"]], "picture": figures.draw_matrix(scores)}
+    curves = figures.draw_text_curves(scores)
+    return [
+        Block(title=title, **how, **table),
+        Block(title="Perplexity over the stages", picture=curves, name="stages"),
+    ]
 
 
 def show_training(scores: Scores, folder: Path) -> Block:
     """Curves over the tokens of the whole run, and a line for each stage."""
-    begins, stages = find_begins(scores), read_training(folder / "metrics.csv", scores)
+    stages, cells = read_training(folder / "metrics.csv", scores), []
     if not stages:
         return Block()
-    cells = []
     for name, curves in stages.items():
         losses = curves["lm"].dropna() if "lm" in curves else pandas.Series(dtype=float)
-        ends = [f"{losses.iloc[place]:.4f}" for place in (0, -1)] if len(losses) else ["–"] * 2
-        norm, speed = (
-            curves[term].median() if term in curves else None for term in ("grad_norm", "tokens_per_s")
-        )
-        medians = [format_known(norm, "{:.3g}".format), format_known(speed, WHOLE)]
-        cells.append([name, str(len(losses)), *ends, *medians])
+        ends = [decimals(losses.iloc[place]) if len(losses) else "–" for place in (0, -1)]
+        median = {term: curves[term].median() for term in ("grad_norm", "tokens_per_s") if term in curves}
+        norm = format_known(median.get("grad_norm"), "{:.3g}".format)
+        speed = format_known(median.get("tokens_per_s"), WHOLE)
+        cells.append([name, str(len(losses)), *ends, norm, speed])
     missing = [name for name in scores.learned if name not in stages]
     lines = [LEGENDS["training"], *[f"Without a point: {few(missing, between=', ')}."] * bool(missing)]
     head = ["stage", "points", "first loss", "last loss", "gradient norm, median", "tokens/s, median"]
-    picture, folded = figures.draw_training(stages, begins), f"{len(stages)} stages"
-    return Block(title="Training", lines=lines, picture=picture, head=head, cells=cells, folded=folded)
+    table = {"head": head, "cells": cells, "folded": f"{len(stages)} stages"}
+    picture = figures.draw_training(stages, find_begins(scores))
+    return Block(title="Training", lines=lines, picture=picture, **table)
 
 
 def find_begins(scores: Scores) -> dict[str, tuple[float, float]]:
@@ -251,30 +246,32 @@ def show_monitor(scores: Scores) -> Block:
     budgeted, cells = any(stage.get("budget") for stage in scores.monitor.values()), []
     for name, stage in scores.monitor.items():
         rises = {text: values[-1] - values[0] for text, values in stage["nll"].items()}
+        shown = {text: format_known(rise, signed) for text, rise in rises.items()}
         own = [name] if name in rises else [text for text in rises if text != GENERAL]
         worst = max(sorted(rises.keys() - {*own, GENERAL}), key=rises.__getitem__, default="")
         general = "–"
         if GENERAL in rises:
             bounds = ", ".join(format_known(bound, signed) for bound in stage["rise"][GENERAL][-1])
-            general = f"{format_known(rises[GENERAL], signed)} [{bounds}]"
+            general = f"{shown[GENERAL]} [{bounds}]"
         mean = format_known(float(np.mean([rises[text] for text in own])), signed) if own else "–"
-        most = f"{worst} {format_known(rises[worst], signed)}" if worst else "–"
+        most = f"{worst} {shown[worst]}" if worst else "–"
         cells.append([name, str(stage["steps"][-1]), mean, most, general, stage["ended"] or "–"])
         if budget := stage.get("budget"):
             at = stage["steps"].index(budget["kept"]) if budget["kept"] in stage["steps"] else -1
-            drifts = []
-            for bound, drift in ((bound, drift) for bound, drift in budget["drift"].items() if drift):
-                rise = format_known(drift[at][1], signed)
-                drifts.append(f"{bound} {rise} of {budget['allowed'][bound]:.3f}")
+            drifts = [
+                f"{bound} {format_known(drift[at][1], signed)} of {budget['allowed'][bound]:.3f}"
+                for bound, drift in budget["drift"].items()
+                if drift
+            ]
             back = sum("back to" in act for act in budget["acts"])
             cells[-1].append("; ".join([*drifts, f"kept step {budget['kept']}", f"gone back {back} times"]))
         elif budgeted:
             cells[-1].append("–")
     head = ["stage", "steps", "its own text, nats", "most risen of the past", GENERAL, "ended early"]
     head += ["Budget of drift: upper ends at the kept step, of what was allowed"] * budgeted
-    how = {"name": "monitor", "lines": [LEGENDS["monitor"]], "picture": figures.draw_monitor(scores)}
-    how |= {"title": "Other text while each domain is learned", "folded": f"{len(cells)} stages"}
-    return Block(head=head, cells=cells, **how)
+    about = {"title": "Other text while each domain is learned", "lines": [LEGENDS["monitor"]]}
+    table = {"head": head, "cells": cells, "folded": f"{len(cells)} stages"}
+    return Block(name="monitor", picture=figures.draw_monitor(scores), **about, **table)
 
 
 def show_parts(scores: Scores) -> Block:
@@ -288,32 +285,31 @@ def show_parts(scores: Scores) -> Block:
 
     rows = zip(scores.rows, scores.parts, strict=True)
     cells = [[row, *(mix(parts.get(text, {})) for text in scores.domains)] for row, parts in rows]
-    how = {"head": ["after", *scores.domains], "cells": cells, "words": 1 + len(scores.domains)}
-    how |= {"folded": f"{len(cells)} x {len(scores.domains)} texts", "name": "parts"}
-    how["picture"] = figures.draw_parts(scores) if len(scores.rows) > 1 else b""
-    return Block(title="Parts of the model that scored each text", lines=[LEGENDS["parts"]], **how)
-
-
-def show_metrics(scores: Scores) -> Block:
-    some = any("terms" in metric for metric in scores.metrics.values())
-    cells = [format_metric(scores, name) for name in scores.metrics]
-    how = {"head": METRIC_HEAD, "cells": cells, "words": 3, "chosen": (0, 1, 3, 4, 5)}
-    return Block(title="Metrics", lines=[LEGENDS["metrics"], *[LEGENDS["terms"]] * some], **how)
+    table = {"head": ["after", *scores.domains], "cells": cells, "words": 1 + len(scores.domains)}
+    about = {"title": "Parts of the model that scored each text", "lines": [LEGENDS["parts"]]}
+    picture = figures.draw_parts(scores) if len(scores.rows) > 1 else b""
+    folded = f"{len(cells)} x {len(scores.domains)} texts"
+    return Block(name="parts", picture=picture, folded=folded, **about, **table)
 
 
 def show_similarity(scores: Scores) -> Block:
-    """The similarity of the domains' texts, where it decided their order."""
+    """The cosine of mean embeddings of the domains' texts, where it decided their order."""
     if not (given := scores.similarity):
         return Block()
     matrix, told = np.array(given["matrix"]), "One domain: there is nothing to compare it with."
     if len(matrix) > 1:
         neighbours, pairs = np.diagonal(matrix, 1).mean(), matrix[~np.eye(len(matrix), dtype=bool)].mean()
         told = f"Mean cosine of domains learned one after another: {neighbours:.2f}; of any two: {pairs:.2f}."
+    values = np.column_stack([matrix, given["general"]]).astype(float)
+    names, cells = [*given["names"], GENERAL], format_rows(given["names"], values, "{:.2f}".format)
+    np.fill_diagonal(values, np.nan)
+    how = {"label": "cosine of mean embeddings, centred\n(red: alike)", "change": True, "told": told}
+    axes = ("domain, in the order learned",) * 2
     title = "Similarity of the domains' texts, in the order learned"
-    cells = format_rows(given["names"], np.column_stack([matrix, given["general"]]), "{:.2f}".format)
-    lines, picture = [f"{told} Embedding: {given['embedding']}."], figures.draw_similarity(scores, told)
-    how = {"picture": picture, "name": "similarity", "folded": f"{len(cells)} x {len(cells)} cosines"}
-    return Block(title=title, lines=lines, head=["", *given["names"], GENERAL], cells=cells, **how)
+    picture = draw_heat_maps({"": HeatMap(values, given["names"], names)}, names=axes, **how)
+    lines, folded = [f"{told} Embedding: {given['embedding']}."], f"{len(cells)} x {len(cells)} cosines"
+    table = {"head": ["", *names], "cells": cells, "folded": folded}
+    return Block(title=title, name="similarity", lines=lines, picture=picture, **table)
 
 
 def show_generated(folder: Path) -> Block:
@@ -342,26 +338,24 @@ def show_endtasks(scores: Scores, folder: Path) -> list[Block]:
         measured = np.flatnonzero(np.isfinite(means).any(1))
         rows = [scores.rows[row] for row in measured]
         tables.append(format_rows(rows, means[measured], percent, spreads[measured]))
+    changes, about = [], []
     try:
-        changes, failed = [], []
-        for task, counts in transitions_of(folder, scores.rows, given).items():
-            changes.append([task, *format_moved(counts)])
+        moved = transitions_of(folder, scores.rows, given)
+        changes = [[task, *format_moved(counts)] for task, counts in moved.items()]
+        about = [LEGENDS["moved"]] * bool(changes)
     except ValueError as error:
-        failed.append(str(error))
+        about = [str(error)]
     names, head = {task: ENDTASK_NAMES[given["metric"][task]] for task in tasks}, ["after", *tasks]
-    own = {"name": "endtasks", "cells": tables[0], "head": head}
-    own["picture"] = figures.draw_endtasks(scores) if len(tables[0]) > 1 else b""
-    own["title"] = f"End tasks: {name_measures(names)}"
-    moved = {"title": "End tasks: what became of the predictions", "cells": changes}
-    moved |= {"head": ["task", "predictions", "accuracy then", "accuracy now", *MOVED_HEAD]}
-    moved |= {"lines": [LEGENDS["moved"]] * bool(changes) + failed}
+    picture = figures.draw_endtasks(scores) if len(tables[0]) > 1 else b""
+    title, moved_title = f"End tasks: {name_measures(names)}", "End tasks: what became of the predictions"
+    moved_head = ["task", "predictions", "accuracy then", "accuracy now", *MOVED_HEAD]
     found = task_metrics.summarise_endtasks(given, scores.rows)
     told = f"{len(tasks)} tasks, seeds {few([*map(str, given['seeds'])], between=', ')}, "
     return [
-        Block(**own),
+        Block(title=title, name="endtasks", picture=picture, head=head, cells=tables[0]),
         *(Block(folded=name, head=head, cells=cells) for name, cells in zip(cubes, tables[1:], strict=True)),
         show_task_metrics("End tasks", "endtask", given, found, told=told),
-        Block(**moved),
+        Block(title=moved_title, lines=about, head=moved_head, cells=changes),
     ]
 
 
@@ -372,30 +366,29 @@ def show_answers(scores: Scores, folder: Path) -> list[Block]:
         return []
     names = name_measures({name: MEASURE_NAMES[head_of(task)] for name, task in tasks.items()})
     there = [name for name in MEASURE_NAMES if any(name in task["measures"] for task in tasks.values())]
-    final = {
-        (each.text, each.metric): each.value for each in frames.list_answers(scores)
-    }  # the last row counts
+    final = {(each.text, each.metric): each.value for each in frames.list_answers(scores)}  # the last row's
     last = [[task, *(format_known(final.get((task, name)), percent) for name in there)] for task in tasks]
-    found, changes = list(follow_answers(folder, scores.rows, scores.answers)), []
-    for each in (each for each in found if isinstance(each, Moved)):
-        stayed = each.counts["examples"] - each.counts["forgotten"] - each.counts["gained"]
-        changes.append([each.task, each.since, *format_moved(each.counts), f"{stayed:,}"])
-    gone = [str(each) for each in found if isinstance(each, FileNotFoundError)]
+    changes, gone, damaged = [], [], []
+    for each in follow_answers(folder, scores.rows, scores.answers):
+        if isinstance(each, Moved):
+            stayed = each.counts["examples"] - each.counts["forgotten"] - each.counts["gained"]
+            changes.append([each.task, each.since, *format_moved(each.counts), f"{stayed:,}"])
+        else:
+            (gone if isinstance(each, FileNotFoundError) else damaged).append(str(each))
     about = [LEGENDS["moved"]] * bool(changes)
     about += [f"Files of answers that are missing: {len(gone)}, like {gone[0]}."] if gone else []
-    about += [str(each) for each in found if isinstance(each, ValueError)]
-    matrix = {"title": f"Answers to each task (column) after each stage (row): {names}", "name": "answers"}
-    matrix["picture"] = figures.draw_tasks(matrix_of(scores.answers), scores.rows, list(tasks), kind="Scores")
-    matrix |= {"lines": ["Framed: a task's own stage."], "head": ["after", *tasks]}
+    matrix = {"name": "answers", "head": ["after", *tasks], "lines": ["Framed: a task's own stage."]}
+    picture = figures.draw_tasks(matrix_of(scores.answers), scores.rows, list(tasks), kind="Scores")
+    title = f"Answers to each task (column) after each stage (row): {names}"
     head = ["task", *(MEASURE_NAMES[name] for name in there)]
-    moved = {"title": "Answers: what became of the examples", "lines": about, "cells": changes, "words": 2}
+    moved = {"title": "Answers: what became of the examples", "lines": about + damaged, "cells": changes}
     moved["head"] = ["task", "since", "examples", "score then", "score now", *MOVED_HEAD, "stayed"]
-    moved["folded"] = f"{len(changes)} comparisons" if len(changes) > 2 * frames.FEW else ""
+    moved["folded"] = f"{len(changes)} comparisons" * (len(changes) > 2 * frames.FEW)
     return [
-        Block(cells=format_answers(scores), **matrix),
+        Block(title=title, picture=picture, cells=format_answers(scores), **matrix),
         show_task_metrics("Scores", "answers", scores.answers, scores.answers["metrics"]),
         Block(title="Answers of the last model", head=head, cells=last, folded=f"{len(last)} tasks"),
-        Block(**moved),
+        Block(words=2, **moved),
     ]
 
 
@@ -441,22 +434,20 @@ def format_answers(scores: Scores) -> Cells:
 
 def show_probes(scores: Scores) -> Block:
     """Each task of the harness in every row that was measured, and chance where the harness gives it."""
-    if not scores.probes:
+    if not (tasks := scores.probes.get("tasks")):
         return Block()
-    tasks = scores.probes["tasks"]
     values, errors = (
         np.array(list(itertools.zip_longest(*(task[kind] for task in tasks.values()))), float)
         for kind in ("values", "errors")
     )
     cells = format_rows(scores.rows[: len(values)], values, decimals, errors)
-    cells = [row for row in cells if set(row[1:]) != {"–"}]
+    cells = [row for row in cells if {*row[1:]} != {"–"}]
     cells.append(["chance", *(format_known(task["chance"], decimals) for task in tasks.values())])
     facts = []
     for name, task in tasks.items():
         cut = f", {task['truncated']:,} or more requests cut from the left" * bool(task["truncated"])
-        facts.append(
-            f"{name}: {task['examples']:,} examples{cut}{', lower is better' * (not task['higher'])}"
-        )
+        lower = ", lower is better" * (not task["higher"])
+        facts.append(f"{name}: {task['examples']:,} examples{cut}{lower}")
     lines = [LEGENDS["probes"].format(harness=scores.probes["harness"]), few(facts, between="; ") + "."]
     head = ["after", *(describe_task(name, task) for name, task in tasks.items())]
     return Block(title="Probes", lines=lines, head=head, cells=cells)
@@ -469,17 +460,13 @@ def show_costs(scores: Scores) -> Block:
         stages.setdefault(each.row, {})[each.metric] = each.value
     whole, needed = stages.pop(None), ("tokens", "flops", "memory", "trained", "stored")
     noted = {str(row): costs for row, costs in stages.items() if None not in map(costs.get, needed)}
-    if not noted:
-        return Block()
     cells = [
         [row, *(format_known(costs[cost], show) for cost, show in COST_FORMATS.values())]
-        for row, costs in [*noted.items(), ("whole run", whole)]
+        for row, costs in [*noted.items(), *[("whole run", whole)] * bool(noted)]
     ]
-    how = {
-        "head": ["after", *COST_FORMATS],
-        "folded": f"{len(noted)} stages" if len(noted) > 2 * frames.FEW else "",
-    }
-    return Block(title="Compute", lines=[LEGENDS["compute"]], cells=cells, **how)
+    head, folded = ["after", *COST_FORMATS], f"{len(noted)} stages" * (len(noted) > 2 * frames.FEW)
+    lines = [LEGENDS["compute"]] * bool(noted)
+    return Block(title="Compute", lines=lines, head=head, cells=cells, folded=folded)
 
 
 def show_overlap(scores: Scores, folder: Path) -> Block:

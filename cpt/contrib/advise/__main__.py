@@ -65,10 +65,8 @@ def main(arguments: Sequence[str]) -> int:
     with readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR")):
         check(given)
         began, arms = time.monotonic(), candidates.choose_arms(given.arms)
-        model, texts = (
-            candidates.find_model(given.model),
-            candidates.find_texts(given.folder, given.overrides),
-        )
+        model = candidates.find_model(given.model)
+        texts = candidates.find_texts(given.folder, given.overrides)
         cap = [CAP] * (not any(each.startswith("eval.tokens=") for each in given.overrides))
         shared = [*texts, *model.tried, "name=advice", "logger=none", *cap, *given.overrides]
         how = {"folder": given.out / "runs", "jobs": given.jobs}
@@ -103,16 +101,17 @@ def make_parser() -> argparse.ArgumentParser:
 
 def check(given: argparse.Namespace) -> None:
     """Raises ValueError for what cannot be asked."""
-    if not 0 < given.hours < math.inf:
-        raise ValueError(f"--hours {given.hours:g}; allowed: more than 0")
-    if not 0 <= given.weight < math.inf:
-        raise ValueError(f"--weight {given.weight:g}; allowed: 0 or more")
-    if given.forget is not None and not math.isfinite(given.forget):
-        raise ValueError(f"--forget {given.forget:g}; allowed: nats per token, a finite number")
-    if given.jobs is not None and given.jobs < 1:
-        raise ValueError(f"--jobs {given.jobs}; allowed: 1, 2, …")
-    if not 1 <= given.seeds <= SEEDS:
-        raise ValueError(f"--seeds {given.seeds}; allowed: 1 to {SEEDS}")
+    wrong = {
+        f"--hours {given.hours:g}; allowed: more than 0": not 0 < given.hours < math.inf,
+        f"--weight {given.weight:g}; allowed: 0 or more": not 0 <= given.weight < math.inf,
+        f"--forget {given.forget}; allowed: nats per token, a finite number": not math.isfinite(
+            given.forget or 0
+        ),
+        f"--jobs {given.jobs}; allowed: 1, 2, …": given.jobs is not None and given.jobs < 1,
+        f"--seeds {given.seeds}; allowed: 1 to {SEEDS}": not 1 <= given.seeds <= SEEDS,
+    }
+    for message in (message for message, holds in wrong.items() if holds):
+        raise ValueError(message)
     candidates.check_overrides(given.overrides)
 
 
@@ -170,15 +169,9 @@ def settle(
             train = pilot.texts[name].get("bytes", {}).get("train", 0)
             tokens.append(train * pilot.tokens[at] / pilot.bytes[at])
         epoch = math.fsum(tokens) / len(tokens) / per_step
-        plan = runs.plan_sweep(
-            arms,
-            costs,
-            seconds=SPARED * (3600 * given.hours - (time.monotonic() - began)),
-            jobs=sweep.at_once(len(arms)),
-            most=max(1, min(MOST_STEPS, int(epoch))),
-            seeds=given.seeds,
-        )
-        kept = Ready(plan, costs, epoch)
+        seconds, most = 3600 * given.hours - (time.monotonic() - began), max(1, min(MOST_STEPS, int(epoch)))
+        limits = {"jobs": sweep.at_once(len(arms)), "most": most, "seeds": given.seeds}
+        kept = Ready(runs.plan_sweep(arms, costs, seconds=SPARED * seconds, **limits), costs, epoch)
         file.write_text(json.dumps({"question": question} | asdict(kept), indent=1) + "\n", encoding="utf-8")
     plan, costs, left_out = kept.plan, kept.costs, len(arms) - len(kept.plan.arms)
     seeds = f"{plan.seeds} seed{'s' * (plan.seeds > 1)}"

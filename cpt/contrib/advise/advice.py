@@ -12,7 +12,7 @@ import numpy as np
 from cpt.contrib.advise.candidates import MEANINGS, Model, Setting, overrides
 from cpt.contrib.advise.results import Measured, Recommendation, Wish, choose, find_front, judge
 from cpt.contrib.advise.runs import SweepPlan
-from cpt.reporting.drawing import figure, literal, png, style
+from cpt.reporting.figures import draw_plane
 from cpt.reporting.page import Block
 
 VERSION = 1
@@ -64,7 +64,8 @@ def make_advice(
         }
         for arm in sorted(points, key=lambda arm: -points[arm].learned)
     ]
-    seeds = measured.seeds[plan.steps]
+    seeds, many = measured.seeds[plan.steps], len(measured.seeds) > 1
+    unknown = find_unknown(bounds, choice, subject, plan, seeds=len(seeds), many=many)
     return {
         "version": VERSION,
         "wish": {"bound": wish.bound, "weight": wish.weight if wish.bound is None else None},
@@ -75,10 +76,7 @@ def make_advice(
         },
         "recommended": {"arm": choice.arm, "why": choice.why, "command": say_command(choice, subject)},
         "arms": arms,
-        "unknown": [
-            *find_unknown(bounds, choice, subject, plan, seeds=len(seeds), many=len(measured.seeds) > 1),
-            *lost,
-        ],
+        "unknown": [*unknown, *lost],
     }
 
 
@@ -129,17 +127,11 @@ Arm = Mapping[str, Any]
 
 def make_blocks(advice: Mapping[str, Any]) -> list[Block]:
     best = find_arm(advice, advice["recommended"]["arm"])
+    table = {"head": HEAD, "cells": [row_of(arm) for arm in advice["arms"]], "words": 3}
     return [
         Block(title=f"Recommended: {best['arm']}", lines=tell(advice), picture=draw(advice), name="plane"),
         Block(title="The command", code=advice["recommended"]["command"]),
-        Block(
-            title="What each arm traded",
-            lines=[LEGEND],
-            head=HEAD,
-            words=3,
-            chosen=(0, 1, 3, 4, 7),
-            cells=[row_of(arm) for arm in advice["arms"]],
-        ),
+        Block(title="What each arm traded", lines=[LEGEND], chosen=(0, 1, 3, 4, 7), **table),
         Block(title="What is not known", lines=[f"· {line}" for line in advice["unknown"]]),
     ]
 
@@ -149,17 +141,14 @@ def tell(advice: Mapping[str, Any]) -> list[str]:
     best, at = find_arm(advice, advice["recommended"]["arm"]), advice["measured"]
     seeds = f"{len(at['seeds'])} seed{'s' * (len(at['seeds']) > 1)}"
     trade = f"learned {span(best, 'learned')}, forgotten {span(best, 'forgotten')} nats."
-    lines = [
-        f"{best['meaning']}: {advice['recommended']['why']}.",
-        f"After {at['steps']} steps ({at['tokens']:,} tokens) a domain, {seeds}: {trade}",
-    ]
+    lines = [f"{best['meaning']}: {advice['recommended']['why']}."]
+    lines.append(f"After {at['steps']} steps ({at['tokens']:,} tokens) a domain, {seeds}: {trade}")
     if "learned_at" in best["intervals"]:
         bounds = best["intervals"]
-        lines.append(
-            f"After {at.get('judged_steps', at['epoch_steps'])} steps a domain (an epoch has about "
-            f"{at['epoch_steps']}), extrapolated: learned "
-            f"{format_bounds(bounds['learned_at'])}, forgotten {format_bounds(bounds['forgotten_at'])} nats."
-        )
+        learned, forgotten = (format_bounds(bounds[f"{name}_at"]) for name in ("learned", "forgotten"))
+        whole, steps = f"an epoch has about {at['epoch_steps']}", at.get("judged_steps", at["epoch_steps"])
+        trade = f"learned {learned}, forgotten {forgotten} nats."
+        lines.append(f"After {steps} steps a domain ({whole}), extrapolated: {trade}")
     return lines
 
 
@@ -179,41 +168,19 @@ def format_bounds(bounds: Sequence[float | None]) -> str:
 
 def row_of(arm: Arm) -> list[str]:
     numbers = [span(arm, name) if arm[name] is not None else "–" for name in ("learned", "forgotten")]
-    parts = [f"{arm[name]:.4f}" if arm[name] is not None else "–" for name in ("FG", "drift")]
-    worth = arm["intervals"]["worth"]
-    against = format_bounds(worth) if any(worth) else "–"
-    return [arm["arm"], arm["meaning"], "yes" if arm["on_front"] else "", *numbers, *parts, against]
+    numbers += [f"{arm[name]:.4f}" if arm[name] is not None else "–" for name in ("FG", "drift")]
+    against = format_bounds(arm["intervals"]["worth"]) if any(arm["intervals"]["worth"]) else "–"
+    return [arm["arm"], arm["meaning"], "yes" if arm["on_front"] else "", *numbers, against]
 
 
 def draw(advice: Mapping[str, Any]) -> bytes:
-    """The plane, its front, the lines over tokens, the bound and the recommended arm."""
-    drawn = figure((8.0, 5.2))
-    axes = drawn.subplots()
-    for number, arm in enumerate(advice["arms"]):  # a point with its intervals, and the way to it
-        there, look = (arm["learned"], arm["forgotten"]), style(number)
-        own, bounds = {"color": look["color"]}, [arm["intervals"][name] for name in ("learned", "forgotten")]
-        both = zip(there, bounds, strict=True)
-        xerr, yerr = ([[max(0.0, at - low)], [max(0.0, high - at)]] for at, (low, high) in both)
-        how = {"marker": look["marker"], "markersize": 6, "linewidth": 0.7}
-        axes.errorbar(*there, xerr=xerr, yerr=yerr, **how, **own)
-        path = sorted(arm["lengths"], key=lambda each: each["steps"])
-        places = [[each[name] for each in path] for name in ("learned", "forgotten")]
-        axes.plot(*places, linestyle=":", linewidth=1, **own)
-        beside = {"textcoords": "offset points", "xytext": (6, 6), "fontsize": 8}
-        axes.annotate(literal(arm["arm"], width=30), there, **beside, **own)
-    front = sorted((arm for arm in advice["arms"] if arm["on_front"]), key=lambda arm: arm["learned"])
-    places = [[arm[name] for arm in front] for name in ("learned", "forgotten")]
-    axes.plot(*places, color="0.6", linewidth=1, zorder=0, label="front")
-    best = find_arm(advice, advice["recommended"]["arm"])
-    ring = {"marker": "o", "markersize": 17, "markerfacecolor": "none", "markeredgecolor": "black"}
-    axes.plot(best["learned"], best["forgotten"], linestyle="none", label="recommended", **ring)
-    if (bound := advice["wish"]["bound"]) is not None:
-        axes.axhline(bound, color="0.3", linewidth=1, linestyle="--", label="accepted")
-    axes.axhline(0, color="0.85", linewidth=0.8, zorder=0)
-    if len(advice["measured"]["lengths"]) > 1:
-        axes.plot([], [], color="0.5", linewidth=1, linestyle=":", label="over tokens")
-    axes.set(xlabel="learned (nats; right is better)", ylabel="forgotten (nats; down is better)")
-    axes.margins(0.12)
-    axes.legend(fontsize=8, markerscale=0.5, loc="upper left")
-    told = "; ".join(f"{arm['arm']}: {arm['learned']:.3f}, {arm['forgotten']:.3f}" for arm in advice["arms"])
-    return png(drawn, told=f"Learned against forgotten, {best['arm']} recommended. {told}")
+    """The plane of what each arm learned and forgot, its front, and the lines over tokens."""
+    best, points, lines = advice["recommended"]["arm"], {}, []
+    for arm in advice["arms"]:
+        path = [each for each in arm["lengths"] if each["steps"] != advice["measured"]["steps"]]
+        steps = {f"{arm['arm']}, {each['steps']} steps": each for each in path}
+        lines.append([f"{arm['arm']} (recommended)" if arm["arm"] == best else arm["arm"], *steps])
+        for name, each in zip(lines[-1], (arm, *steps.values()), strict=True):
+            points[name] = [None if each["learned"] is None else -each["learned"]], [each["forgotten"]]
+    labels = {"x": "not learned: minus what was learned (nats)", "y": "forgotten (nats)"}
+    return draw_plane(points, lines=lines, **labels)

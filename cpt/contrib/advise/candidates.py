@@ -54,7 +54,9 @@ def overrides(arm: str, setting: Setting) -> list[str]:
         case "ncl":
             return []
         case "replay" if value in ("1", "5", "25"):
-            return mix(int(value) / 100, domains=setting.domains)
+            share = int(value) / 100  # half of it past domains' text, half general; of one domain all general
+            past = share / 2 if setting.domains > 1 else 0.0
+            return ["replay=past", f"replay.past={past:g}", f"replay.general={share - past:g}"]
         case "lr" if value in ("1/4", "1/2"):
             return [f"model.lr={setting.rate / int(value[-1]):g}"]
         case "freeze":
@@ -64,12 +66,6 @@ def overrides(arm: str, setting: Setting) -> list[str]:
         case "ewc" if value in ("", "strong"):
             return ["method=ewc", f"method.strength={100 * STRENGTH if value else STRENGTH}"]
     raise ValueError(f"--arms {arm}; allowed: {', '.join(NAMES)}")
-
-
-def mix(share: float, *, domains: int) -> list[str]:
-    """Half of the replayed share is past domains' text, half general; of a single domain all is general."""
-    past = share / 2 if domains > 1 else 0.0
-    return ["replay=past", f"replay.past={past:g}", f"replay.general={share - past:g}"]
 
 
 def choose_arms(asked_for: str | None) -> list[str]:

@@ -157,7 +157,8 @@ class Measured:
     def means(self) -> dict[tuple[str, int], dict[str, float]]:
         """QUANTITIES of each arm and length, means over the seeds."""
         nll = np.concatenate([run.scores.matrix for run in self.runs.values()])
-        found = self.values(nll, {steps: even(len(seeds)) for steps, seeds in self.seeds.items()})
+        even = {steps: np.full(len(seeds), 1 / len(seeds)) for steps, seeds in self.seeds.items()}
+        found = self.values(nll, even)
         return {key: {name: float(value) for name, value in each.items()} for key, each in found.items()}
 
     def bounds(
@@ -178,10 +179,8 @@ class Measured:
 
         def compute(nll: Array) -> dict[str, dict[str, Array]]:
             size = len(nll)
-            weights = {
-                steps: draw.multinomial(len(seeds), even(len(seeds)), size=size) / len(seeds)
-                for steps, seeds in self.seeds.items()
-            }
+            counts = {steps: len(seeds) for steps, seeds in self.seeds.items()}
+            weights = {at: draw.multinomial(n, np.full(n, 1 / n), size=size) / n for at, n in counts.items()}
             found = self.values(nll, weights)
             points = {arm: judge(found, arm, steps=steps, at=at) for arm in self.arms}
             return {
@@ -195,10 +194,6 @@ class Measured:
 
         found = bootstrap(samples, compute, replicates=REPLICATES)
         return {arm: {name: (low, high) for name, (low, high) in each.items()} for arm, each in found.items()}
-
-
-def even(count: int) -> Array:
-    return np.full(count, 1 / count)
 
 
 def judge(found: Mapping[tuple[str, int], Mapping], arm: str, *, steps: int, at: float | None) -> Point:

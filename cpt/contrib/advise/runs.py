@@ -43,9 +43,6 @@ class Costs:
     fixed: float
     stages: int
 
-    def run(self, steps: int, effort: float = 1.0) -> float:
-        return self.fixed + self.stages * steps * self.step * effort
-
 
 @dataclass(frozen=True)
 class Round:

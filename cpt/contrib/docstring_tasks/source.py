@@ -36,11 +36,9 @@ class SubmoduleTasks(TaskSource):
     """Paragraphs of docstrings, labelled by sub-package: a task for each domain of `packages`, as
     cpt.data.sources.docstrings.InstalledDocs has them.
 
-    A document is in the split that it has in the domain's text, by `splits` (domains.held_out): what the
-    model is tested on here, it was not trained on there. Of the sub-packages with text in train and in test
-    the `classes` with the most are told apart, at most `examples` paragraphs of each in a split, those of the
-    smallest hashes under `seed`. The names of the classes are blanked out of all texts. `cache` is a folder
-    that keeps the docstrings that were read."""
+    A document is in the split that it has in the domain's text, by `splits` (domains.held_out). The `classes`
+    sub-packages with the most text are told apart, at most `examples` paragraphs of each in a split; their
+    names are blanked out. `cache` is a folder that keeps the docstrings that were read."""
 
     OPTIONS = ("packages", "classes", "examples", "seed", "cache")
     OWN = ("classes", "examples", "seed")
@@ -95,9 +93,7 @@ class SubmoduleTasks(TaskSource):
         ranked = sorted((label for label in ranks if ranks[label]), key=lambda label: (-ranks[label], label))
         classes = sorted(ranked[: values["classes"]])
         if len(classes) < 2:
-            told = (
-                f"packages={packages} have {len(classes)} sub-packages with docstrings in both train and test"
-            )
+            told = f"packages={packages} have {len(classes)} sub-packages with text in both train and test"
             allowed = f"two or more, or without this task (+endtask.tasks.{name}=null)"
             raise ValueError(f"endtask.tasks.{name}: {told}; allowed: {allowed}")
         found, names = dict[str, list[LabelledExample]](), names_in(classes)

@@ -19,9 +19,7 @@ class DriftBudget(ObserverConfig):
     counts_domains: ClassVar[bool] = True
 
     general: Positive | None = option(f"{RISE} loss of the general text may rise above the base's")
-    past: Positive | None = option(
-        f"{RISE} losses of past domains may rise, in the mean, each since it was learned"
-    )
+    past: Positive | None = option(f"{RISE} losses of past domains may rise, each since it was learned")
     steer: Literal["line", "rate", "end"] = option(
         "what holds it: going back on the line to where the stage began, a lower rate, or the end of the "
         "stage at its last look within"

@@ -17,14 +17,12 @@ class GeneratedReplay(ReplayConfig):
     generates: ClassVar[bool] = True
 
     tokens: Steps | None = option(
-        "tokens written of each past domain before a stage, at most as many as it replays; null: so many"
+        "tokens written of each past domain before a stage; null: as many as it replays"
     )
     drop: BelowOne = option("share of the tokens written to leave out: texts of the highest perplexity")
     prefix: Natural = option("tokens of real text that each text continues; 0: none is kept")
     starts: Count = option("such prefixes that are kept of a domain, from its probe")
-    prompt: Text | None = option(
-        "text that each is written after, which is not replayed; {domain}: the domain's name"
-    )
+    prompt: Text | None = option("text before each, which is not replayed; {domain}: the domain's name")
     forms: BelowOne = option(
         "of domains of examples: share of the batch in which the domain's own are learned as a whole, with "
         "their questions, so that the model can write some later"

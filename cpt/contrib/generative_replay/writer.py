@@ -11,6 +11,7 @@ i is a function of the weights, the seed, the stage and i: who wrote it, and whe
 import json
 import logging
 import math
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass
@@ -26,7 +27,6 @@ from datasets.arrow_writer import ArrowWriter
 from transformers import PreTrainedModel
 
 from cpt.adapters.domain_store import BASE
-from cpt.contrib.generative_replay.append_log import Growing
 from cpt.contrib.generative_replay.options import GeneratedReplay
 from cpt.core.cache import artifact_damage, discard, finish_artifact, make_once
 from cpt.core.config import digest
@@ -51,6 +51,7 @@ log = logging.getLogger(__name__)
 FORMAT = FORMS_FORMAT = 1  # raise it when what is written, or how forms are made, changes
 EXCERPT = 200  # characters
 Array = np.ndarray
+PLACE = "place.json"  # of files that are continued after a kill
 MARK, SIGN = "__ans__", "An example of {domain}:"
 
 
@@ -365,6 +366,51 @@ class ExampleWriter(TextWriter):
         if not read_facts(folder, text)["texts"]:
             return None
         return tokenized_tasks.open_examples(sample_file(folder, text, "arrow"), self.tokenizer)
+
+
+class Growing:
+    """Append-only files of a folder. `commit` flushes them to disk and records their sizes with a place, any
+    JSON value. Opening them again truncates them to the last commit, whose value is `place`, None if there
+    is none. Files that are shorter than recorded, or were written in another `form`, restart empty."""
+
+    def __init__(self, folder: Path, names: Sequence[str], *, form: Any) -> None:
+        self.folder, self.form = folder, form
+        self.place, sizes = None, dict.fromkeys(names, 0)
+        record = folder / PLACE
+        if record.exists():
+            try:
+                known = json.loads(record.read_text(encoding="utf-8"))
+                if known["form"] != form or set(known["sizes"]) != set(names):
+                    raise ValueError(f"{PLACE} has another form")
+                for name, size in known["sizes"].items():
+                    if (folder / name).stat().st_size < size:
+                        raise ValueError(f"{name} is truncated")
+                self.place, sizes = known["place"], known["sizes"]
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                log.warning("Restarting %s, which cannot be continued (%s)", folder, error)
+                record.unlink()
+        self.files = {name: (folder / name).open("ab") for name in names}
+        for name, file in self.files.items():
+            file.truncate(sizes[name])
+
+    def append(self, name: str, data: bytes | memoryview) -> None:
+        self.files[name].write(data)
+
+    def commit(self, place: Any) -> None:
+        for file in self.files.values():
+            file.flush()
+            os.fsync(file.fileno())
+        sizes = {name: os.fstat(file.fileno()).st_size for name, file in self.files.items()}
+        replace(self.folder / PLACE, json.dumps({"form": self.form, "sizes": sizes, "place": place}))
+
+    def close(self) -> None:
+        for file in self.files.values():
+            file.close()
+
+    def finish(self) -> None:
+        """Closes files that are complete."""
+        self.close()
+        (self.folder / PLACE).unlink(missing_ok=True)
 
 
 def sample_file(folder: Path, text: str, suffix: str) -> Path:

@@ -22,9 +22,8 @@ NEEDED = "a folder to write to, and what python run.py is given: FOLDER domains=
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m cpt.contrib.lm_eval_export", description=__doc__.split(": ", 1)[1]
-    )
+    about = __doc__.split(": ", 1)[1]
+    parser = argparse.ArgumentParser(prog="python -m cpt.contrib.lm_eval_export", description=about)
     parser.add_argument("folder", nargs="?", metavar="FOLDER", help="where to write the tasks")
     run = "options of python run.py, as domains=tasks model=…"
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=run)

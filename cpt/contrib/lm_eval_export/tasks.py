@@ -52,11 +52,10 @@ class HarnessTexts:
     """Questions and choices as texts of which the harness (0.4.13, `HFLM`) makes the ids that an encoder
     made.
 
-    For a causal model context and choice are tokenised together, with the tokenizer's own tokens around them
-    unless these end a text; for one with two stacks apart. A choice ends in the text of the end token, so
-    that its log-likelihood is sum_t log p(choice_t, end | question). `beginning` is what the tokenizer puts
-    before a text: the harness leaves it out of a question to a causal model whose tokenizer ends texts, and
-    of every choice for a model with two stacks. Some tokenizers need a blank behind it."""
+    For a causal model context and choice are tokenised together; for an encoder-decoder apart. A choice ends
+    in the text of the end token. `beginning` is what the tokenizer puts before a text: the harness leaves it
+    out of a question to a causal model whose tokenizer ends texts, and of every choice for an
+    encoder-decoder. Some tokenizers need a blank after it."""
 
     def __init__(self, encoder: Encoder) -> None:
         self.encoder, tokenizer = encoder, encoder.tokenizer
@@ -113,15 +112,13 @@ def export_task(
     examples = (folder / f"{stem}.jsonl").resolve()
     replace(examples, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     own = {"dataset_kwargs": {"data_files": {"test": str(examples)}}, "target_delimiter": texts.delimiter}
-    write_yaml(folder / f"{stem}.yaml", {"task": PREFIX + stem, **TASK, **own})
+    content = {"task": PREFIX + stem, **TASK, **own}
+    replace(folder / f"{stem}.yaml", yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
     return Exported(PREFIX + stem, len(rows), differing)
 
 
 def export_group(folder: Path, exported: Sequence[Exported]) -> str:
     """Writes the group of all tasks, whose accuracy is their mean; gives its name."""
-    write_yaml(folder / "_all.yaml", {**GROUP, "task": [each.name for each in exported]})
+    content = {**GROUP, "task": [each.name for each in exported]}
+    replace(folder / "_all.yaml", yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
     return str(GROUP["group"])
-
-
-def write_yaml(path: Path, content: dict[str, Any]) -> None:
-    replace(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))

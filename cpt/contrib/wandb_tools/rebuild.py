@@ -59,9 +59,8 @@ class UnreadableError(Exception):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m cpt.contrib.wandb_tools.rebuild", description="Makes W&B runs from run folders."
-    )
+    about = "Makes W&B runs from run folders."
+    parser = argparse.ArgumentParser(prog="python -m cpt.contrib.wandb_tools.rebuild", description=about)
     add = parser.add_argument
     add("folders", nargs="+", type=Path, metavar="FOLDER", help="where runs are, at any depth")
     add("--project", help="W&B project (default: the one of each run's config)")
@@ -86,12 +85,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def sync_runs(runs: Mapping[Path, Scores], *, project: str | None, entity: str | None, mode: str) -> int:
-    """Sends the runs to W&B (`online`), or writes RUN/rebuilt/wandb for `wandb sync` (`offline`).
-
-    A run that W&B knows keeps its curves and gets what is missing. A run that is still training is skipped.
-    What cannot be read or sent is logged and the rest is sent; gives the number of failures. Raises
-    ValueError if W&B refuses, or accepts none.
-    """
+    """Sends the runs to W&B (`online`), or writes RUN/rebuilt/wandb for `wandb sync` (`offline`); a run that
+    W&B knows gets what is missing, one that is still training is skipped. Gives the number of failures, which
+    are logged. Raises ValueError if W&B refuses, or accepts none."""
     failed, sent = 0, 0
     with logging_redirect_tqdm():
         for path, scores in tqdm(runs.items(), desc="W&B", unit="run", disable=None):

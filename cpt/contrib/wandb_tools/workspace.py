@@ -43,53 +43,47 @@ def build_workspace(entity: str, project: str) -> Workspace:
     )
     quality, forgotten, work = map(panels.SummaryMetric, (QUALITY, FORGOTTEN, WORK))
     grouped = {"groupby": panels.Config(GROUP), "groupby_aggfunc": "mean", "groupby_rangefunc": "stddev"}
-    comparison = [
-        panels.MarkdownPanel(markdown=APART),
-        panels.ScatterPlot(title="Forgetting against average perplexity", x=quality, y=forgotten),
-        panels.ScatterPlot(title="Average perplexity against compute", x=work, y=quality, log_x=True),
-        *(
-            panels.BarPlot(title=name, metrics=[name], **grouped)
-            for name in (QUALITY, FORGOTTEN, DRIFT, ENDTASKS, LOST)
-        ),
-    ]
-    stages = [
-        panels.LinePlot(
-            title="Mean perplexity on the domains learned so far", x="stage", y=["stages/learned"]
-        ),
-        panels.LinePlot(title="Perplexity on each text", x="stage", metric_regex="^ppl/[^/]+$"),
-        panels.LinePlot(title="End tasks", x="stage", metric_regex="^tasks/[^/]+$"),
-        panels.LinePlot(title="Tokens read", x="stage", y=["stages/tokens"]),
-    ]
-    runs = [panels.MediaBrowser(title=name, media_keys=[name]) for name in (*IMAGES, "report")]
-    runs += [panels.WeavePanelSummaryTable(table_name=name) for name in TABLES]
-    sections = {"Comparison": comparison, "Over the stages": stages, "Runs": runs}
-    sections["Training"] = [
-        panels.LinePlot(title="Loss", x=TOKENS, y=["train/loss"]),
-        panels.LinePlot(title="Learning rate", x=TOKENS, y=["train/lr"]),
-    ]
-    return workspaces.Workspace(
-        entity=entity,
-        project=project,
-        name="cpt: comparison",
-        sections=[
-            workspaces.Section(name=name, panels=each, is_open=name in ("Comparison", "Over the stages"))
-            for name, each in sections.items()
+    bars = (QUALITY, FORGOTTEN, DRIFT, ENDTASKS, LOST)
+    learned = "Mean perplexity on the domains learned so far"
+    sections = {
+        "Comparison": [
+            panels.MarkdownPanel(markdown=APART),
+            panels.ScatterPlot(title="Forgetting against average perplexity", x=quality, y=forgotten),
+            panels.ScatterPlot(title="Average perplexity against compute", x=work, y=quality, log_x=True),
+            *(panels.BarPlot(title=name, metrics=[name], **grouped) for name in bars),
         ],
-        runset_settings=runset,
-    )
+        "Over the stages": [
+            panels.LinePlot(title=learned, x="stage", y=["stages/learned"]),
+            panels.LinePlot(title="Perplexity on each text", x="stage", metric_regex="^ppl/[^/]+$"),
+            panels.LinePlot(title="End tasks", x="stage", metric_regex="^tasks/[^/]+$"),
+            panels.LinePlot(title="Tokens read", x="stage", y=["stages/tokens"]),
+        ],
+        "Runs": [
+            *(panels.MediaBrowser(title=name, media_keys=[name]) for name in (*IMAGES, "report")),
+            *(panels.WeavePanelSummaryTable(table_name=name) for name in TABLES),
+        ],
+        "Training": [
+            panels.LinePlot(title="Loss", x=TOKENS, y=["train/loss"]),
+            panels.LinePlot(title="Learning rate", x=TOKENS, y=["train/lr"]),
+        ],
+    }
+    opened = ("Comparison", "Over the stages")
+    made = [workspaces.Section(name=n, panels=each, is_open=n in opened) for n, each in sections.items()]
+    about = {"entity": entity, "project": project, "name": "cpt: comparison"}
+    return workspaces.Workspace(sections=made, runset_settings=runset, **about)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Makes and saves the workspace; prints its address."""
-    parser = argparse.ArgumentParser(prog="python -m cpt.contrib.wandb_tools.workspace")
-    parser.description = "Makes a W&B workspace that compares runs."
+    about = "Makes a W&B workspace that compares runs."
+    parser = argparse.ArgumentParser(prog="python -m cpt.contrib.wandb_tools.workspace", description=about)
     parser.add_argument("entity", help="W&B user or team")
     parser.add_argument("project", help="W&B project that holds the runs")
-    asked_for = parser.parse_args(arguments)
+    given = parser.parse_args(arguments)
     with readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR")):
         if find_spec("wandb_workspaces") is None:
             raise ValueError("needed is the package wandb-workspaces; pip install -e '.[dashboard]'")
-        print(build_workspace(asked_for.entity, asked_for.project).save().url)
+        print(build_workspace(given.entity, given.project).save().url)
     return 0
 
 

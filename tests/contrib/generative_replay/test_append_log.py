@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from cpt.contrib.generative_replay.append_log import PLACE, Growing
+from cpt.contrib.generative_replay.writer import PLACE, Growing
 
 NAMES = ("rows", "counts")
 PARTS = [(b"first ", b"1"), (b"second ", b""), (b"third ", b"3")]
