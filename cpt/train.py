@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from hydra.errors import HydraException
 from omegaconf import DictConfig
@@ -36,18 +37,21 @@ def train(cfg: DictConfig, *, run_dir: Path) -> float | list[float | None] | Non
         plan = make_plan(cfg)  # the typed config: no text is read, torch is not imported
         plan.source.check_domains(plan.order)
         if plan.run.plan:
-            return print_estimate(plan, run)
+            print_estimate(plan, run)
+            return None
         with open_run_dir(plan, run) as plan, full_check(plan.run.check == "full"):
             plan = order_domains(plan)  # by their texts, if the config says so
             check_manifest(plan, run)
-            scores, lost = run.scores(), []
-            if is_complete(scores, plan) and not (lost := run.lost(full=plan.run.check == "full")):
-                log.info("%s is finished already", run.path)
-            else:
-                if lost:
-                    told = "; ".join(lost[:5])
-                    log.info("%s was finished, but %s: made again, without learning", run.path, told)
+            scores = run.scores() if is_complete(run.scores(), plan) else None
+            if scores is not None and (lost := run.lost(full=plan.run.check == "full")):
+                log.info(
+                    "%s was finished, but %s: made again, without learning", run.path, "; ".join(lost[:5])
+                )
+                scores = None
+            if scores is None:
                 scores = fit(plan, run)
+            else:
+                log.info("%s is finished already", run.path)
     from cpt.reporting.run_page import format_scores  # matplotlib is not loaded to refuse a config
 
     log.info("\n%s\n%s", format_scores(scores), run.path / "report.html")
@@ -102,11 +106,12 @@ def fit(plan: Plan, run: RunDir) -> Scores:
     set_phase("tokenising")
     with time_phase(took, "tokenise"):
         data = build.build_data(plan, corpora, base, method)
-        pieces = {"module": method, "data": data}
-        generated, given = run.path / "generated", {"corpora": corpora, "base": base, "seed": plan.run.seed}
-        data.replay_source = method.replay.open_source(generated, **pieces, **given)
+        pieces: dict[str, Any] = {"module": method, "data": data}
+        data.replay_source = method.replay.open_source(
+            run.path / "generated", **pieces, corpora=corpora, base=base, seed=plan.run.seed
+        )
         evaluators = make_evaluators(plan, run, ready, corpora, base, **pieces)
-    build.log_eval_cap(plan, data)
+    build.log_eval_cap(data)
     build.log_ineffective(plan, method, ready.device)
     write_manifest(plan, run, corpora, base, evaluators)
     scores, new = run.scores(), build.empty_scores(plan, corpora, base, data)
@@ -116,7 +121,7 @@ def fit(plan: Plan, run: RunDir) -> Scores:
     for phase, seconds in took.items():
         scores.phases["start"][phase] = scores.phases["start"].get(phase, 0.0) + seconds
     name, options = run_name(scores.run, plan.settings["order"]), plan.run
-    about = {"name": name, "group": str(options.name), "job_type": plan.names["method"]}
+    about: dict[str, Any] = {"name": name, "group": str(options.name), "job_type": plan.names["method"]}
     about |= {"tags": options.tags, "config": dict(plan.settings)}
     with track(plan.logger.flags, run.path, about=about, custom=ready.loggers) as loggers:
         trainer = ContinualTrainer(

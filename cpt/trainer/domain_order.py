@@ -1,7 +1,5 @@
 """`order=similar`: the texts are read and embedded before a run, and their similarity is cached."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable, Iterator
@@ -10,7 +8,7 @@ from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
@@ -22,10 +20,6 @@ from cpt.data.example import read_example
 from cpt.data.sources.base import EXAMPLES, GENERAL, stamp_of
 from cpt.trainer.manifest import checkpoint_files, file_stat
 from cpt.trainer.plan import Plan
-
-if TYPE_CHECKING:
-    from cpt.data.corpora import Corpora
-    from cpt.data.corpus import Corpus
 
 log = logging.getLogger(__name__)
 CACHE_FORMAT = 1  # raise it when the same texts give another similarity
@@ -48,6 +42,7 @@ def order_domains(plan: Plan) -> Plan:
         preflight.check_model(plan)  # before hours of reading
         make_once(similarity_folder(plan), make=partial(write_similarity, plan=plan))
         known = load_cached_order(plan)
+        assert known is not None
     log.info("order=%s by %s: from %s to %s", order, name, known.order[0], known.order[-1])
     return known
 
@@ -65,7 +60,8 @@ def load_cached_order(plan: Plan) -> Plan | None:
 
 def similarity_folder(plan: Plan) -> Path:
     """The cache entry: a hash of the texts and of what embeds them, by names, sizes and times."""
-    source, embedder = plan.source, None
+    source = plan.source
+    embedder: Any = None
     if source.embedding == "static":
         embedder = metadata.version("wordllama")
     elif source.embedding == "sentence":
@@ -92,21 +88,20 @@ def write_similarity(folder: Path, plan: Plan) -> None:
     }
     if kind == "tfidf":
         means = orders.embed_by_words(texts)
-    elif kind == "sentence":
-        from sentence_transformers import SentenceTransformer
-
-        place = str(source.embedding_model)
-        model = SentenceTransformer(place, local_files_only=True, trust_remote_code=False)
-        encode = partial(model.encode, show_progress_bar=False, convert_to_numpy=True)
-        means = orders.embed_by_vectors(texts, encode)
     else:
-        encode = model_encoder(plan, corpora) if kind == "model" else static_encoder()
-        means = orders.embed_by_vectors(texts, encode)
+        encode = static_encoder() if kind == "static" else None
+        if kind == "sentence":
+            from sentence_transformers import SentenceTransformer
+
+            place = str(source.embedding_model)
+            model = SentenceTransformer(place, local_files_only=True, trust_remote_code=False)
+            encode = partial(model.encode, show_progress_bar=False, convert_to_numpy=True)
+        means = orders.embed_by_vectors(texts, encode or model_encoder(plan, corpora))
     similarity = orders.Similarity.of(means, general=means.pop(GENERAL))
     (folder / "similarity.json").write_text(json.dumps(similarity.tell(similarity.names)), encoding="utf-8")
 
 
-def sample_documents(corpus: Corpus, name: str, *, form: str, most: int) -> Iterator[list[str]]:
+def sample_documents(corpus: Any, name: str, *, form: str, most: int) -> Iterator[list[str]]:
     """A deterministic sample of the training documents of a corpus, in batches; of examples the questions."""
     from cpt.data.corpus import in_batches  # loads datasets
 
@@ -123,7 +118,8 @@ def static_encoder() -> Encode:
     from safetensors.numpy import load_file
     from tokenizers import Tokenizer
 
-    place = Path(find_spec("wordllama").submodule_search_locations[0])
+    package: Any = find_spec("wordllama")
+    place = Path(package.submodule_search_locations[0])
     (table,) = load_file(min(place.glob("weights/*_256.safetensors"))).values()
     tokenizer = Tokenizer.from_file(str(min(place.glob("tokenizers/*.json"))))
 
@@ -134,7 +130,7 @@ def static_encoder() -> Encode:
     return encode
 
 
-def model_encoder(plan: Plan, corpora: Corpora) -> Encode:
+def model_encoder(plan: Plan, corpora: Any) -> Encode:
     """A document is the mean of the base model's last hidden states (of an encoder-decoder's encoder) over
     its first tokens, at most model.length."""
     import torch

@@ -2,8 +2,6 @@
 
 `trainer.steps` is raised where the result is bitwise the same as training that long from scratch."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil
@@ -54,7 +52,8 @@ def resume_from_sibling(run: RunDir, plan: Plan) -> None:
         with run.locked():  # two starts at once would mix their copies
             discard(partial)
             partial.mkdir()
-            has_all = len(Manifest.load(source).order) == len(plan.order)  # the same order, fewer steps
+            manifest = Manifest.load(source)
+            has_all = manifest is not None and len(manifest.order) == len(plan.order)  # fewer steps
             for path in (source.path / name for name in (*COPIED, *LINKED)):
                 if path.is_dir() and (has_all or path.name != "checkpoints"):
                     how = link if path.name in LINKED else shutil.copy2
@@ -85,13 +84,14 @@ def find_source(run: RunDir, plan: Plan) -> tuple[RunDir | None, str]:
     for path in sorted(run.path.parent.glob("*/identity.json")):
         sibling = RunDir(path.parent)
         try:
-            order, scores = Manifest.load(sibling).order, sibling.scores()
+            manifest, scores = Manifest.load(sibling), sibling.scores()
         except ValueError:  # damaged
             continue
-        is_finished = scores is not None and scores.run["finished"] and sibling.config.exists()
-        if not is_finished or scores.run["method"] != plan.names["method"]:
+        if manifest is None or scores is None or not (scores.run["finished"] and sibling.config.exists()):
             continue
-        own = resolve_eval_cap(plan, sibling)
+        if scores.run["method"] != plan.names["method"]:
+            continue
+        order, own = manifest.order, resolve_eval_cap(plan, sibling)
         # Where texts decide the order, it is not known yet.
         if set() < set(order) < set(plan.order) if plan.by_texts else is_beginning(order, plan.order):
             differences = sibling.changes(own.settings) or list_changed_contents(sibling, plan)
@@ -100,28 +100,27 @@ def find_source(run: RunDir, plan: Plan) -> tuple[RunDir | None, str]:
             with suppress(ValueError):  # it cannot be extended
                 if (before := check_extension(own, sibling)) and not list_changed_contents(sibling, plan):
                     shorter[before] = sibling
-    found = min(near, key=lambda each: (bool(each[-1]), *each), default=None)
-    if found is not None and not found[-1]:
-        if not (why := why_not_growable(plan)):
-            return RunDir(found[2]), f"Continuing from a copy of {found[2]} ({join_first(found[3])})"
-        found = (*found[:4], [why])
-    elif shorter:
+    line, why = "", why_not_growable(plan)
+    nearest = min(near, key=lambda each: (bool(each[-1]), *each), default=None)
+    if shorter and (nearest is None or nearest[-1]):
         source = shorter[max(shorter)]
         return source, f"Continuing from a copy of {source.path}, which has made fewer steps"
-    line = ""
-    if found is not None:
-        _, _, folder, order, differences = found
+    if nearest is not None:
+        _, _, folder, order, differences = nearest
+        if not differences and not why:
+            return RunDir(folder), f"Continuing from a copy of {folder} ({join_first(order)})"
+        differences = differences or [why]
         if plan.observer.given and all(each.startswith(("budget.", "monitor.")) for each in differences):
             given = ", ".join(f"budget.{name}={value}" for name, value in plan.observer.given.items())
-            why = f"{folder} has learned {join_first(order)}, and a run with a budget does not grow"
+            told = f"{folder} has learned {join_first(order)}, and a run with a budget does not grow"
             unset = " and ".join(f"budget.{name}=null" for name in plan.observer.given)
             allowed = f"{unset}, or grow=never, which trains all domains"
-            raise ValueError(f"{given} is invalid: {why}. Allowed: {allowed} from the base")
+            raise ValueError(f"{given} is invalid: {told}. Allowed: {allowed} from the base")
         line = f"Not continuing from {folder}: {join_first(differences, '; ')}"
     if plan.run.grow == "require":
         which = f"no finished run of method={plan.names['method']} in {run.path.parent}"
-        why = line or f"{which} has learned the beginning of the order {join_first(plan.order)}"
-        raise ValueError(f"grow=require is invalid: {why}. Allowed: auto, never, or such a run")
+        told = line or f"{which} has learned the beginning of the order {join_first(plan.order)}"
+        raise ValueError(f"grow=require is invalid: {told}. Allowed: auto, never, or such a run")
     return None, line
 
 
@@ -131,9 +130,8 @@ def extend_steps(plan: Plan, run: RunDir) -> None:
     before = check_extension(plan, run)
     if before is None:
         return
-    check_manifest(
-        order_domains(plan) if plan.by_texts else plan, run, update=False
-    )  # before anything is removed
+    # Before anything is removed.
+    check_manifest(order_domains(plan) if plan.by_texts else plan, run, update=False)
     scores, done = run.scores(), 0
     if (path := run.last_checkpoint()) is not None:
         from cpt.core.tensors import save_state
@@ -155,12 +153,12 @@ def extend_steps(plan: Plan, run: RunDir) -> None:
 def check_extension(plan: Plan, run: RunDir) -> int | None:
     """The steps that a run stored, if the plan has more and is the same in all else; else None. Raises
     ValueError where the run cannot continue as if it had started with more."""
-    before = run.stored("trainer.steps") if run.config.exists() else None
-    if plan.trainer.steps is None or not fits(before, Steps) or before >= plan.trainer.steps:
+    stored: Any = run.stored("trainer.steps") if run.config.exists() else None
+    if plan.trainer.steps is None or not fits(stored, Steps) or stored >= plan.trainer.steps:
         return None
     if [each.partition(":")[0] for each in run.changes(plan.settings)] != ["trainer.steps"]:
         return None
-    before, scores, path = int(before), run.scores(), run.last_checkpoint()
+    before, scores, path = int(stored), run.scores(), run.last_checkpoint()
     rows, why = [] if scores is None else scores.rows[1:], ""
     if is_one_of_several():
         why = "several processes would open it again at once (start it once without torchrun or srun)"
@@ -168,7 +166,7 @@ def check_extension(plan: Plan, run: RunDir) -> int | None:
         why = f"{rows[0]} was learned with {before} steps, and what followed rests on it"
     elif path is not None or plan.mixture.generates:
         done = 0 if path is None else int(load_last(path)["global_step"])
-        why = why_steps_differ(plan, before=before, done=done)
+        why = why_steps_differ(plan, before, plan.trainer.steps, done=done)
     elif rows:
         why = "what the optimizer had at its end was not kept (keep_end=true keeps it)"
     if why:
@@ -180,31 +178,29 @@ def check_extension(plan: Plan, run: RunDir) -> int | None:
 
 def why_end_is_final(plan: Plan) -> str:
     """Why no steps can be added to the end of a plan's run; empty where they can."""
-    if plan.trainer.steps is None:
+    if (steps := plan.trainer.steps) is None:
         return "trainer.steps=null: how much is learned is said by trainer.epochs or trainer.tokens"
     if len(plan.order) > 1:
         return "of several domains the first keep their steps, and others build on them"
-    return why_steps_differ(plan, before=plan.trainer.steps, done=plan.trainer.steps)
+    return why_steps_differ(plan, steps, 2 * steps, done=steps)
 
 
-def why_steps_differ(plan: Plan, *, before: int, done: int) -> str:
-    """Why the steps that were made would have been others if more were to follow, by their learning rates and
-    by what else counts steps; empty where they would not."""
+def why_steps_differ(plan: Plan, before: int, now: int, *, done: int) -> str:
+    """Why the steps that were made would have been others if `now` steps were made, not `before`, by their
+    learning rates and by what else counts steps; empty where they would not."""
     method, schedule, name = plan.method.load(), plan.schedule, f"method={plan.names['method']}"
     foreign = [each.target for each in plan.masks if not each.target.startswith(OWN_CODE)]
-    declares = plan.method.target.startswith(OWN_CODE) or any(
-        "depends_on_total_steps" in vars(each)
-        for each in method.__mro__
-        if not each.__module__.startswith(OWN_CODE)
-    )
+    theirs = [vars(each) for each in method.__mro__ if not each.__module__.startswith(OWN_CODE)]
+    declares = any("depends_on_total_steps" in each for each in theirs)
     reasons = {
         "what the model writes before a domain depends on how many steps follow": plan.mixture.generates,
         f"{name} divides its steps among the domains": method.requires_all_domains,
-        f"what {name} does in a step depends on how many there are": getattr(
-            method, "depends_on_total_steps", False
+        f"what {name} does in a step depends on how many there are": (
+            getattr(method, "depends_on_total_steps", False)
         ),
-        f"{name} does not say (depends_on_total_steps = False in its class) that no step "
-        "asks for it": not declares,
+        f"{name} does not say (depends_on_total_steps = False in its class) that no step asks for it": not (
+            declares or plan.method.target.startswith(OWN_CODE)
+        ),
         f"mask {', '.join(foreign)} may depend on how many steps there are": foreign,
         "callbacks may depend on how many steps there are": plan.callbacks,
         "other text is evaluated after the last step (monitor, budget)": plan.watches,
@@ -212,7 +208,7 @@ def why_steps_differ(plan: Plan, *, before: int, done: int) -> str:
     }
     if found := next((reason for reason, holds in reasons.items() if holds), ""):
         return found
-    now, count = plan.trainer.steps if plan.trainer.steps > before else 2 * before, len(plan.order)
+    count = len(plan.order)
     for step in range(done + 1):
         at = [Progress(step, steps, 0, count, step, steps * count, steps) for steps in (before, now)]
         then, wanted = (schedule(each.joined if plan.carry == "all" else each) for each in at)

@@ -74,7 +74,7 @@ def options_at(cfg: DictConfig, place: str) -> Sequence[type[Options]]:
     """The Options of a section; none where its class has none."""
     target = OmegaConf.select(cfg, join(place, "_target_"))
     kind = KNOWN.get(target) or (options_class(target, place=place) if target else None)
-    return FIXED.get(place) or [kind] * (kind is not None)
+    return FIXED.get(place) or ([] if kind is None else [kind])
 
 
 def list_options(cfg: DictConfig, place: str) -> Iterator[tuple[str, str, str, str]]:

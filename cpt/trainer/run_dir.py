@@ -4,11 +4,11 @@ import contextlib
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from filelock import FileLock, Timeout
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -56,14 +56,15 @@ class RunDir:
         """A value of the stored config, by its dotted key; None where it has none. Raises ValueError for a
         config that cannot be read."""
         try:
-            return dict(flatten(plain_config(OmegaConf.load(self.config)))).get(key)
+            return dict(flatten(plain_config(cast(DictConfig, OmegaConf.load(self.config))))).get(key)
         except (YAMLError, OmegaConfBaseException) as error:
             told = f"{self.config} is damaged ({reason(error)})"
             raise ValueError(f"{told}; bring it back from a copy") from error
 
     def changes(self, settings: Mapping[str, Any]) -> list[str]:
         """How a config differs from the stored one, apart from keys whose contents are compared."""
-        both = [identity(redact(each)) for each in (plain_config(OmegaConf.load(self.config)), settings)]
+        stored = plain_config(cast(DictConfig, OmegaConf.load(self.config)))
+        both = [identity(redact(each)) for each in (stored, settings)]
         for key in BY_CONTENT if self.manifest.exists() or self.scores_file.exists() else ():
             for each in both:
                 each.pop(key, None)
@@ -180,4 +181,4 @@ class RunDir:
     def save_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
         """Writes a .npz file atomically."""
         with files.replacing(path) as partial, partial.open("wb") as file:
-            np.savez(file, **arrays)
+            np.savez(file, **dict[str, Any](arrays))

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
@@ -89,7 +90,7 @@ class Scorer:
             kept = [text for text in known if known[text] == earlier]
             (losses,) = self.place.load_documents([earlier]) if is_first_process() else ({},)
             cells |= Cells(
-                {text: nll[earlier][columns[text]] for text in kept},
+                {text: cast(float, nll[earlier][columns[text]]) for text in kept},
                 {text: losses[text] for text in kept if text in losses},
                 {text: self.scores.parts[earlier].get(text, {}) for text in kept},
             )
@@ -120,7 +121,9 @@ class Scorer:
         names = {place: name for name, place in self.data.places.items()} | {BASE: "base"}
         used = {text: self.module.used(self.data.places.get(text, BASE)) for text in texts}
         return {
-            text: {names[part]: round(each[part], 4) for part in nlargest(HEAVIEST, each, key=each.get)}
+            text: {
+                names[part]: round(each[part], 4) for part in nlargest(HEAVIEST, each, key=each.__getitem__)
+            }
             for text, each in used.items()
         }
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cpt.trainer import fsdp
+from cpt.trainer import checkpoint as fsdp
 
 
 def checkpoint(step: int) -> dict:
@@ -52,7 +52,7 @@ def test_a_kill_leaves_the_one_before(function, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(f"cpt.trainer.fsdp.{function}", killed)
+        patch.setattr(f"cpt.trainer.checkpoint.{function}", killed)
         fsdp.save_shards(checkpoint(4), path)
     assert_read(path, 2)
     fsdp.save_shards(checkpoint(4), path)

@@ -12,7 +12,7 @@ from cpt.core.tensors import NamedTensors
 from cpt.trainer import checkpoint as stages
 from cpt.trainer.checkpoint import check_stage, load_stage, restore_stage, save_stage
 from cpt.trainer.costs import stored_bytes
-from cpt.trainer.fsdp import shard_state
+from cpt.trainer.lightning import shard_state
 from cpt.trainer.run_dir import RunDir
 from cpt.verify import damage_in_run
 
