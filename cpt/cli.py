@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import hydra
@@ -94,6 +95,6 @@ def check_choices(arguments: Sequence[str]) -> None:
         if not (CONF / given.key_or_group).is_dir() or given.type is OverrideType.DEL:
             continue
         value = given.value()
-        names = value if isinstance(value, list) else [value]
-        if any(each is None or isinstance(each, int | float | list | dict) for each in names):
+        wrong = (NoneType, int, float, dict, list) if isinstance(value, list) else (NoneType, int, float)
+        if any(isinstance(each, wrong) for each in (value if isinstance(value, list) else [value])):
             raise ValueError(f"{argument}; allowed: a choice of conf/{given.key_or_group}, or a list of them")
