@@ -5,14 +5,13 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from cpt.core.cache import full_check
 from cpt.core.errors import reason
-from cpt.core.heartbeat import heartbeat, set_phase
+from cpt.core.heartbeat import heartbeat
 from cpt.core.preemption import defer_signals
 from cpt.core.processes import is_first_process, is_one_of_several
 from cpt.core.schema import show
@@ -20,7 +19,7 @@ from cpt.evaluation.metrics import objective_value
 from cpt.evaluation.scores import Scores
 from cpt.trainer.domain_order import load_cached_order, order_domains
 from cpt.trainer.extend import check_extension, extend_steps, find_started, resume_from_sibling
-from cpt.trainer.manifest import Manifest, check_manifest, checkpoint_files, resolve_eval_cap, write_manifest
+from cpt.trainer.manifest import Manifest, check_manifest, checkpoint_files, resolve_eval_cap
 from cpt.trainer.plan import Plan, make_plan
 from cpt.trainer.run_dir import RunDir
 
@@ -49,7 +48,9 @@ def train(cfg: DictConfig, *, run_dir: Path) -> float | list[float | None] | Non
                 )
                 scores = None
             if scores is None:
-                scores = fit(plan, run)
+                with defer_signals():  # libraries cannot be interrupted while they are imported
+                    from cpt.trainer.loop import train_run
+                scores = train_run(plan, run)
             else:
                 log.info("%s is finished already", run.path)
     from cpt.reporting.run_page import format_scores  # matplotlib is not loaded to refuse a config
@@ -76,67 +77,6 @@ def open_run_dir(plan: Plan, run: RunDir) -> Iterator[Plan]:
         run.clean()
         with heartbeat(run.path):
             yield plan
-
-
-def fit(plan: Plan, run: RunDir) -> Scores:
-    """Reads the texts, builds base and method, and trains every stage that the run directory lacks."""
-    with defer_signals():  # libraries cannot be interrupted while they are imported
-        from cpt.core.processes import keep_threads
-        from cpt.data.corpora import Corpora
-        from cpt.loggers.loggers import track
-        from cpt.loggers.wandb import run_name
-        from cpt.trainer import build, preflight
-        from cpt.trainer.base_model import make_base
-        from cpt.trainer.callbacks import CustomCallbacks
-        from cpt.trainer.costs import time_phase
-        from cpt.trainer.evaluators import make_evaluators
-        from cpt.trainer.loop import ContinualTrainer
-
-    ready = preflight.prepare(plan, run)  # before hours of reading
-    plan, took = ready.plan, dict[str, float]()
-    keep_threads(run.path / "threads", processes=ready.processes)
-    set_phase("reading texts")
-    with time_phase(took, "read the texts"):
-        cache = Path(plan.run.cache_dir)
-        corpora = Corpora.read(plan.source, plan.order, cache=cache, workers=plan.data.workers)
-    set_phase("making the base")
-    with time_phase(took, "make the base"):
-        base = make_base(plan.model, corpora, accelerator=plan.trainer.accelerator)
-        method = build.build_method(plan, base)
-    set_phase("tokenising")
-    with time_phase(took, "tokenise"):
-        data = build.build_data(plan, corpora, base, method)
-        pieces: dict[str, Any] = {"module": method, "data": data}
-        data.replay_source = method.replay.open_source(
-            run.path / "generated", **pieces, corpora=corpora, base=base, seed=plan.run.seed
-        )
-        evaluators = make_evaluators(plan, run, ready, corpora, base, **pieces)
-    build.log_eval_cap(data)
-    build.log_ineffective(plan, method, ready.device)
-    write_manifest(plan, run, corpora, base, evaluators)
-    scores, new = run.scores(), build.empty_scores(plan, corpora, base, data)
-    if scores is None or scores.run["order"] != new.run["order"]:  # domains were added
-        scores = new if scores is None else new.take_over(scores)
-    run.check_documents(len(scores.rows))
-    for phase, seconds in took.items():
-        scores.phases["start"][phase] = scores.phases["start"].get(phase, 0.0) + seconds
-    name, options = run_name(scores.run, plan.settings["order"]), plan.run
-    about: dict[str, Any] = {"name": name, "group": str(options.name), "job_type": plan.names["method"]}
-    about |= {"tags": options.tags, "config": dict(plan.settings)}
-    with track(plan.logger.flags, run.path, about=about, custom=ready.loggers) as loggers:
-        trainer = ContinualTrainer(
-            plan=plan,
-            run=run,
-            **pieces,
-            evaluators=evaluators,
-            scores=scores,
-            loggers=loggers,
-            callbacks=CustomCallbacks(ready.callbacks, run.path / "callbacks"),
-            device=ready.device,
-        )
-        trainer.fit()  # for each stage: train, save, evaluate, commit
-        trainer.finalize(base)  # model, report, model card
-    return scores
 
 
 def print_estimate(plan: Plan, run: RunDir) -> None:

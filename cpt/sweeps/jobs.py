@@ -138,8 +138,9 @@ class Job:
         done = JobReturn(overrides=self.overrides, cfg=self.config, working_dir=str(self.folder))
         done.status = JobStatus.COMPLETED if self.whole else JobStatus.FAILED
         if self.whole:
-            metrics = read_scores(self.folder)["metrics"]
-            done.return_value = objective_value(metrics, self.config.get("objective"))
+            scores, wanted = read_scores(self.folder), self.config.get("objective")
+            known = "metrics" in scores
+            done.return_value = objective_value(scores["metrics"], wanted) if known else scores.get("objective")
         else:
             kind = PreemptedJob if self.state == "preempted" else HydraException
             done.return_value = kind(f"{self}: {self.failure()}")

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -19,27 +20,30 @@ from cpt.core.distributed import barrier
 from cpt.core.files import writing
 from cpt.core.heartbeat import HEARTBEAT, Phase, set_phase
 from cpt.core.preemption import check_signals, defer_signals, leave_together
-from cpt.core.processes import is_first_process
+from cpt.core.processes import is_first_process, keep_threads
 from cpt.core.tensors import check_state
+from cpt.data.corpora import Corpora
 from cpt.data.datamodule import Domain, DomainSequence
 from cpt.evaluation.metrics import objective_value
 from cpt.evaluation.monitor import MonitorObserver
 from cpt.evaluation.scores import Scores, gather_documents
-from cpt.loggers.loggers import WandbCurves, log_scores, log_stage
+from cpt.loggers.loggers import WandbCurves, log_scores, log_stage, track
+from cpt.loggers.wandb import run_name
 from cpt.methods.base import ContinualMethod
 from cpt.models.memory import draw_quickly
 from cpt.models.weights import measure_movement
 from cpt.optim.nan_guard import NanGuard, RollbackError, check_finite
 from cpt.reporting import run_page
 from cpt.reporting.model_card import write_model_card
-from cpt.trainer.base_model import Base
-from cpt.trainer.build import build_method
+from cpt.trainer import build, preflight
+from cpt.trainer.base_model import Base, make_base
 from cpt.trainer.callbacks import CustomCallbacks, ProtectedMovement
 from cpt.trainer.checkpoint import StepCheckpoint, check_stage, restore_stage, save_stage
 from cpt.trainer.costs import CostMonitor, stored_beside, time_phase, trained_parameters
-from cpt.trainer.evaluators import Evaluator
+from cpt.trainer.evaluators import Evaluator, make_evaluators
 from cpt.trainer.extend import why_end_is_final
 from cpt.trainer.lightning import drop_optimizer, make_trainer
+from cpt.trainer.manifest import write_manifest
 from cpt.trainer.monitor import Monitor
 from cpt.trainer.plan import Plan
 from cpt.trainer.run_dir import RunDir
@@ -56,6 +60,55 @@ KINDS = {  # the work of a stage in its order, as in scores.json, and its name i
     "probes": "probe after",
 }
 LATEST = 100  # stages that set the pace
+
+
+def train_run(plan: Plan, run: RunDir) -> Scores:
+    """Reads the texts, builds base and method, and trains every stage that the run directory lacks."""
+    ready = preflight.prepare(plan, run)  # before hours of reading
+    plan, took = ready.plan, dict[str, float]()
+    keep_threads(run.path / "threads", processes=ready.processes)
+    set_phase("reading texts")
+    with time_phase(took, "read the texts"):
+        cache = Path(plan.run.cache_dir)
+        corpora = Corpora.read(plan.source, plan.order, cache=cache, workers=plan.data.workers)
+    set_phase("making the base")
+    with time_phase(took, "make the base"):
+        base = make_base(plan.model, corpora, accelerator=plan.trainer.accelerator)
+        method = build.build_method(plan, base)
+    set_phase("tokenising")
+    with time_phase(took, "tokenise"):
+        data = build.build_data(plan, corpora, base, method)
+        pieces: dict[str, Any] = {"module": method, "data": data}
+        data.replay_source = method.replay.open_source(
+            run.path / "generated", **pieces, corpora=corpora, base=base, seed=plan.run.seed
+        )
+        evaluators = make_evaluators(plan, run, ready, corpora, base, **pieces)
+    build.log_eval_cap(data)
+    build.log_ineffective(plan, method, ready.device)
+    write_manifest(plan, run, corpora, base, evaluators)
+    scores, new = run.scores(), build.empty_scores(plan, corpora, base, data)
+    if scores is None or scores.run["order"] != new.run["order"]:  # domains were added
+        scores = new if scores is None else new.take_over(scores)
+    run.check_documents(len(scores.rows))
+    for phase, seconds in took.items():
+        scores.phases["start"][phase] = scores.phases["start"].get(phase, 0.0) + seconds
+    name, options = run_name(scores.run, plan.settings["order"]), plan.run
+    about: dict[str, Any] = {"name": name, "group": str(options.name), "job_type": plan.names["method"]}
+    about |= {"tags": options.tags, "config": dict(plan.settings)}
+    with track(plan.logger.flags, run.path, about=about, custom=ready.loggers) as loggers:
+        trainer = ContinualTrainer(
+            plan=plan,
+            run=run,
+            **pieces,
+            evaluators=evaluators,
+            scores=scores,
+            loggers=loggers,
+            callbacks=CustomCallbacks(ready.callbacks, run.path / "callbacks"),
+            device=ready.device,
+        )
+        trainer.fit()  # for each stage: train, save, evaluate, commit
+        trainer.finalize(base)  # model, report, model card
+    return scores
 
 
 @dataclass(frozen=True)
@@ -307,7 +360,7 @@ class ContinualTrainer:
         check_signals("before the model was exported")
         set_phase("exporting the model")
         if isinstance(self.module.model, FSDPModule):  # another module has all weights in this process
-            self.module, self.at = build_method(self.plan, start), 0
+            self.module, self.at = build.build_method(self.plan, start), 0
             self.restore(len(scores.rows) - 1)
         with writing(run.model):
             loading = self.module.export(run.model, [domain.name for domain in self.data])

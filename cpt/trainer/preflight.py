@@ -217,7 +217,7 @@ def check_objective(plan: Plan, objective: str, tokenizer: Any) -> None:
         raise ValueError(f"model.mask_rate=null; allowed: above 0 and below 1, as the model {kind}")
     if objective == "span" and options.mean_span is None:
         raise ValueError(f"model.mean_span=null; allowed: 1 or more, as the model {kind}")
-    if objective == "span" and options.vocabulary is not None and options.vocabulary < least:
+    if objective == "span" and options.checkpoint is None and (options.vocabulary or 0) < least:
         needed = f"{least} or more, {loading.SENTINELS} of them sentinels"
         raise ValueError(f"model.vocabulary={options.vocabulary}; allowed: {needed}")
     loading.check_packing(objective, isolated=source.isolated, answers=has_answers)

@@ -11,7 +11,6 @@ from cpt import verify
 from cpt.data.orders import Similarity, arrange_domains
 from cpt.evaluation.scores import Scores
 from cpt.train import is_done
-from cpt.trainer import domain_order
 from cpt.trainer.domain_order import load_cached_order, order_domains
 from cpt.trainer.plan import make_plan
 from tests.conftest import VOCABULARIES, sentences
@@ -89,7 +88,7 @@ def test_the_texts_are_read_once_and_the_order_is_known_then(of_pairs, monkeypat
         first = order_domains(plan)
     assert "Embedding samples of 7 texts (domains.embedding=tfidf)" in caplog.text
     assert f"order=similar by tfidf: from {first.order[0]} to {first.order[-1]}" in caplog.text
-    monkeypatch.setattr(domain_order, "write_similarity", None)
+    monkeypatch.setattr("cpt.trainer.similarity.write_similarity", None)
     assert order_domains(plan).order == load_cached_order(plan).order == first.order
     assert load_cached_order(make_plan(of_pairs("order=dissimilar"))) is not None  # of the same texts
     for other in ("domains.embedding_samples=5", "domains.embedding=model", "domains.held_out.seed=1"):
@@ -161,7 +160,7 @@ def test_a_new_domain_has_its_place_among_those_that_are_learned(start, of_pairs
 
 
 def test_wrong_plans_are_told_before_texts_are_read(of_pairs, monkeypatch):
-    monkeypatch.setattr(domain_order, "write_similarity", None)
+    monkeypatch.setattr("cpt.trainer.similarity.write_similarity", None)
     with pytest.raises(ValueError, match="method.reduction=100000; allowed"):
         order_domains(make_plan(of_pairs("order=similar", "method=adapter", "method.reduction=100000")))
     with pytest.raises(
