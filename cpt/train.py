@@ -18,10 +18,17 @@ from cpt.core.schema import show
 from cpt.evaluation.metrics import objective_value
 from cpt.evaluation.scores import Scores
 from cpt.trainer.domain_order import load_cached_order, order_domains
-from cpt.trainer.extend import check_extension, extend_steps, find_started, resume_from_sibling
-from cpt.trainer.manifest import Manifest, check_manifest, checkpoint_files, resolve_eval_cap
+from cpt.trainer.manifest import (
+    Manifest,
+    check_extension,
+    check_manifest,
+    extend_steps,
+    find_started,
+    resolve_eval_cap,
+    resume_from_sibling,
+)
 from cpt.trainer.plan import Plan, make_plan
-from cpt.trainer.run_dir import RunDir
+from cpt.trainer.run_dir import RunDir, checkpoint_files
 
 log = logging.getLogger(__name__)
 
@@ -127,5 +134,5 @@ def is_done(cfg: DictConfig, run_dir: Path) -> bool:
     then, given = Manifest.load(run), plan.model.checkpoint
     if then is None or then.order != plan.order:
         return False
-    texts, base = then.touched(plan, checkpoint_files(given))
+    texts, base = then.touched(plan.source, checkpoint_files(given))
     return not texts and (given is None or not base)

@@ -139,8 +139,8 @@ class Job:
         done.status = JobStatus.COMPLETED if self.whole else JobStatus.FAILED
         if self.whole:
             scores, wanted = read_scores(self.folder), self.config.get("objective")
-            known = "metrics" in scores
-            done.return_value = objective_value(scores["metrics"], wanted) if known else scores.get("objective")
+            value = objective_value(scores["metrics"], wanted) if "metrics" in scores else None
+            done.return_value = scores.get("objective") if value is None else value
         else:
             kind = PreemptedJob if self.state == "preempted" else HydraException
             done.return_value = kind(f"{self}: {self.failure()}")

@@ -26,10 +26,9 @@ from cpt.models.units import blocks
 from cpt.models.weights import Snapshot
 from cpt.optim.state import CarriedState
 from cpt.trainer.base_model import Base
-from cpt.trainer.extend import why_end_is_final
-from cpt.trainer.manifest import checkpoint_files
-from cpt.trainer.options import BF16
+from cpt.trainer.manifest import why_end_is_final
 from cpt.trainer.plan import Plan
+from cpt.trainer.run_dir import checkpoint_files
 
 log = logging.getLogger(__name__)
 PACKAGES = ("torch", "lightning", "transformers", "datasets")
@@ -83,11 +82,9 @@ def log_ineffective(plan: Plan, module: ContinualMethod, device: torch.device) -
     tensors = [each for each in module.modules() if isinstance(each, NamedTensors)]
     offloads = any(not isinstance(each, CarriedState) for each in tensors)
     final = why_end_is_final(plan) if plan.run.keep_end else ""
-    alone = plan.budget.batch_size == options.accumulate_grad_batches
     has_parts, on_disk = bool(domain_params(module)), plan.parts.keep == "disk"
     not_pretrained = model.checkpoint and plan.settings["model"]["base"]
     by_backward = options.accumulate_grad_batches > 1 and any(mask.limits for mask in module.masks)
-    teaches_itself = getattr(module.options, "teacher", "run") != "run"
     reasons = {
         f"model.base: model.checkpoint={model.checkpoint} is not pre-trained": not_pretrained,
         f"method.rate={rate}: optim.lr is a number (model.lr=… is multiplied by it)": rate not in (None, 1),
@@ -96,13 +93,7 @@ def log_ineffective(plan: Plan, module: ContinualMethod, device: torch.device) -
             options.offload and offloads and device.type == "cpu"
         ),
         f"keep_end=true: {final}": final,
-        f"domains.packing=isolated: samples come one by one (trainer.batch_size={plan.budget.batch_size})": (
-            plan.source.isolated and plan.source.encoding is not None and alone
-        ),
         "the mask's backend=backward: later micro-batches of a step select rows too": by_backward,
-        f"method.teacher: all is in 16 bits (trainer.precision={options.precision})": (
-            teaches_itself and options.precision in BF16
-        ),
         f"parts.keep=disk: {name} has no modules per domain": on_disk and not has_parts,
         "parts.keep=disk: with strategy=fsdp sharded modules stay in memory": (
             on_disk and has_parts and options.strategy == "fsdp"

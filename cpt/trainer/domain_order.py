@@ -12,8 +12,8 @@ from cpt.core.cache import make_once
 from cpt.core.config import digest
 from cpt.data import orders
 from cpt.data.sources.base import GENERAL, stamp_of
-from cpt.trainer.manifest import checkpoint_files, file_stat
 from cpt.trainer.plan import Plan
+from cpt.trainer.run_dir import checkpoint_files, file_stat
 
 log = logging.getLogger(__name__)
 CACHE_FORMAT = 1  # raise it when the same texts give another similarity

@@ -37,8 +37,8 @@ from cpt.trainer.base_model import make_base
 from cpt.trainer.build import build_data, build_method, log_eval_cap, log_ineffective
 from cpt.trainer.checkpoint import save_stage
 from cpt.trainer.costs import CostMonitor, stored_beside, trained_parameters
-from cpt.trainer.extend import check_extension, find_source, find_started, keep_base_row
 from cpt.trainer.lightning import drop_optimizer, make_trainer
+from cpt.trainer.manifest import check_extension, find_source, find_started, keep_base_row
 from cpt.trainer.options import TrainerOptions, minutes_of
 from cpt.trainer.plan import Plan
 from cpt.trainer.preflight import prepare

@@ -41,9 +41,8 @@ from cpt.trainer.callbacks import CustomCallbacks, ProtectedMovement
 from cpt.trainer.checkpoint import StepCheckpoint, check_stage, restore_stage, save_stage
 from cpt.trainer.costs import CostMonitor, stored_beside, time_phase, trained_parameters
 from cpt.trainer.evaluators import Evaluator, make_evaluators
-from cpt.trainer.extend import why_end_is_final
 from cpt.trainer.lightning import drop_optimizer, make_trainer
-from cpt.trainer.manifest import write_manifest
+from cpt.trainer.manifest import why_end_is_final, write_manifest
 from cpt.trainer.monitor import Monitor
 from cpt.trainer.plan import Plan
 from cpt.trainer.run_dir import RunDir

@@ -23,6 +23,8 @@ from cpt.evaluation.scores import Scores, documents_file, load_documents
 
 # Config keys that choose texts: a run is compared by the texts' contents, not by these.
 BY_CONTENT = ("order", "domains.root", "domains.only", "domains.by", "from")
+WEIGHTS = (".safetensors", ".bin")
+OF_A_CHECKPOINT = (*WEIGHTS, ".json", ".model", ".txt", ".jinja")
 # The files of a run that was rejected: Hydra's, and those that the next start writes again.
 BEFORE_THE_RUN = (".hydra", "run.log", ".lock", "config.yaml", "threads", PROGRESS_FILE)
 
@@ -182,3 +184,25 @@ class RunDir:
         """Writes a .npz file atomically."""
         with files.replacing(path) as partial, partial.open("wb") as file:
             np.savez(file, **dict[str, Any](arrays))
+
+
+def file_stat(path: Path) -> list[int]:
+    """Size and modification time."""
+    stat = path.stat()
+    return [stat.st_size, stat.st_mtime_ns]
+
+
+def checkpoint_files(checkpoint: str | None) -> dict[str, Path]:
+    """The files of a model and its tokenizer by name: of a folder, or of the Hub what the cache has."""
+    folder = Path(checkpoint or "")
+    if checkpoint is not None and not folder.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        config = None
+        with contextlib.suppress(ValueError):  # a missing folder is not a valid name on the Hub
+            config = try_to_load_from_cache(checkpoint, "config.json")
+        checkpoint, folder = (config, Path(config).parent) if isinstance(config, str) else (None, folder)
+    if checkpoint is None:
+        return {}
+    paths = [*sorted(folder.iterdir()), *sorted(folder.glob("adapters/*/*"))]  # adapters are merged
+    return {str(path.relative_to(folder)): path for path in paths if path.suffix in OF_A_CHECKPOINT}

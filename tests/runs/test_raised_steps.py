@@ -9,7 +9,7 @@ import torch
 
 from cpt.evaluation.scores import Scores
 from cpt.methods.base import ContinualMethod
-from cpt.trainer import extend
+from cpt.trainer import manifest
 from cpt.trainer.plan import make_plan
 from tests.conftest import ROOT
 from tests.support.killing import KilledError, Killer
@@ -184,14 +184,14 @@ NEVER = {
 @pytest.mark.parametrize("given", NEVER)
 def test_where_no_more_steps_can_follow_that_is_told(given, small):
     plan = make_plan(small("order=[law]", *CONSTANT, "keep_end=true", *given.split()))
-    assert extend.why_end_is_final(plan).startswith(NEVER[given])
+    assert manifest.why_end_is_final(plan).startswith(NEVER[given])
 
 
 def test_a_method_of_ones_own_says_whether_it_counts_steps(small):
     plan = make_plan(small("order=[law]", *CONSTANT, f"method._target_={__name__}.Unsaid"))
-    assert "does not say (depends_on_total_steps = False in its class)" in extend.why_end_is_final(plan)
+    assert "does not say (depends_on_total_steps = False in its class)" in manifest.why_end_is_final(plan)
     plan = make_plan(small("order=[law]", *CONSTANT, f"method._target_={__name__}.Said"))
-    assert extend.why_end_is_final(plan) == ""
+    assert manifest.why_end_is_final(plan) == ""
 
 
 def test_methods_that_ask_how_many_steps_there_are_say_so():
