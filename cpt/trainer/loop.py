@@ -46,7 +46,7 @@ from cpt.trainer.manifest import why_end_is_final, write_manifest
 from cpt.trainer.monitor import Monitor
 from cpt.trainer.plan import Plan
 from cpt.trainer.run_dir import RunDir
-from cpt.trainer.score import ScoreJournal, Scorer
+from cpt.trainer.score import ScoreJournal, Scorer, documents_of
 
 log = logging.getLogger(__name__)
 ENDS = 6  # texts at both ends of those that a line names
@@ -187,8 +187,8 @@ class ContinualTrainer:
 
     def __post_init__(self) -> None:
         plan, module, data, scores = self.plan, self.module, self.data, self.scores
-        options = plan.evaluation, plan.trainer
-        self.scorer = Scorer(*options, module=module, data=data, scores=scores, place=self.run)
+        how = plan.evaluation, plan.trainer.lightning
+        self.scorer = Scorer(*how, module=module, data=data, scores=scores, place=self.run)
         self.journal = ScoreJournal(scores, self.run.scores_file, digests=plan.digests)
         self.to_disk = plan.parts.keep == "disk"  # the modules of earlier domains
         self.eta = RunETA(data, self.scorer, scores, self.evaluators)
@@ -293,9 +293,9 @@ class ContinualTrainer:
         with self.eta.timed("score", number):
             cells = self.scorer.score(number, row, self.scorer.wanted(number))
         leave_together(f"before {row} was committed")
-        nll = [cells.means.get(text) for text in self.scores.domains]
-        self.scores.append(row, nll=nll, parts=cells.parts, **costs)
-        shown = [f"{name} {np.exp(value):.1f}" for name, value in cells.means.items()]
+        nll = [cells[text].mean if text in cells else None for text in self.scores.domains]
+        self.scores.append(row, nll=nll, parts={text: cell.parts for text, cell in cells.items()}, **costs)
+        shown = [f"{text} {np.exp(cell.mean):.1f}" for text, cell in cells.items()]
         few = shown if len(shown) <= 2 * ENDS else [*shown[:ENDS], "…", *shown[-ENDS:]]
         log.info("after %s, perplexity: %s", row, ", ".join(few))
         diagnostics = {
@@ -304,7 +304,7 @@ class ContinualTrainer:
         }
         log_stage(self.loggers, self.scores, distributions=diagnostics)
         if is_first_process():
-            self.run.save_documents(number, cells.documents)
+            self.run.save_documents(number, documents_of(cells))
             if diagnostics:
                 self.run.save_arrays(self.run.path / "diagnostics" / f"{number:03d}.npz", diagnostics)
             self.journal.keep_row(number)
@@ -322,11 +322,12 @@ class ContinualTrainer:
         with self.eta.timed("score", number):
             cells = self.scorer.score(number, row, missing)
         leave_together(f"before {row} was committed")
-        self.scores.fill(number, cells.means, cells.parts)
+        means, parts = ({t: getattr(cell, name) for t, cell in cells.items()} for name in ("mean", "parts"))
+        self.scores.fill(number, means, parts)
         log.info("after %s, %d more texts are scored", row, len(missing))
         if is_first_process():
             (before,) = self.run.load_documents([number])
-            self.run.save_documents(number, before | {**cells.documents})
+            self.run.save_documents(number, before | documents_of(cells))
             self.journal.keep_row(number)
 
     def run_evaluators(self, number: int) -> None:
