@@ -27,8 +27,8 @@ SHARE = 32  # of this many rows one may be in the journal alone
 
 @dataclass(frozen=True)
 class Cell:
-    """The loss of a model on a text: nats per scored token; by document nats and scored tokens [2, documents];
-    weights of the heaviest parts that scored it."""
+    """The loss of a model on a text: nats per scored token; nats and scored tokens by document, [2, N];
+    weights of the heaviest parts of the model that scored it."""
 
     mean: float
     documents: np.ndarray | None
