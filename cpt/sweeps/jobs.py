@@ -115,9 +115,9 @@ class Job:
         if self.code >= 0:
             ending = f"exit {self.code}"
         else:
-            ending = f"signal {-self.code}, {signal.strsignal(-self.code) or -self.code}"
-            if self.code == -signal.SIGKILL:  # the kernel sends it when memory is exhausted
-                ending += "; perhaps for want of memory"
+            # The kernel sends SIGKILL when memory is exhausted.
+            memory = "; perhaps for want of memory" * (self.code == -signal.SIGKILL)
+            ending = f"signal {-self.code}, {signal.strsignal(-self.code) or -self.code}{memory}"
         with self.console.open("rb") as output:
             end = output.seek(0, os.SEEK_END)
             output.seek(max(self.offset, end - TAIL_BYTES))
