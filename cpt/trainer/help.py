@@ -51,10 +51,9 @@ def describe_options(arguments: Sequence[str]) -> str:
     blocks = []
     for place in list_sections(cfg):
         if not chosen or place.split(".")[0] in chosen:
-            told = ((f"{key}={value}", meant, words) for key, value, meant, words in list_options(cfg, place))
-            lines = [
-                f"{given}\n    {meant}{f'; allowed: {words}' * bool(words)}" for given, meant, words in told
-            ]
+            lines = []
+            for key, value, meant, words in list_options(cfg, place):
+                lines += [f"{key}={value}", f"    {meant}" + f"; allowed: {words}" * bool(words)]
             blocks.append("\n".join(lines))
     return "\n\n".join(filter(None, blocks))
 
