@@ -301,6 +301,7 @@ def extrapolate(
     each = [grown(number) for number in range(last + 1)]
     files, stored = [one.file for one in each[1:]], [one.stored for one in each]
     sums, final = [sum(one.memory.values()) for one in trained[-2:]] or [0], memory(last)
+    checkpoint = each[-1].file + each[-1].memory["optimizer state"]
     return {
         "stages": [row | {"stored": size} for row, size in zip(stages, stored, strict=True)],
         "trained_parameters": max((one.trained for one in trained), default=0),
@@ -310,9 +311,7 @@ def extrapolate(
             "stage file": sum(files[-1:]),
             "last two stage files, until the last is committed": sum(files[-2:]) * (len(files) > 1),
             "all stage files (keep_stages=true)": sum(files),
-            "checkpoint while training": each[-1].file
-            + each[-1].memory["optimizer state"]
-            + final["weights to go back to"],
+            "checkpoint while training": checkpoint + final["weights to go back to"],
             "losses by document": sum(row["documents_bytes"] for row in stages),
             "exported model": each[-1].memory["weights"],
         },

@@ -8,7 +8,6 @@ import shutil
 
 import pytest
 
-from cpt import train as story
 from cpt.train import is_done
 from cpt.trainer import loop
 from tests.support.endtask_fixtures import QUICK, write_task
@@ -93,7 +92,7 @@ def test_text_that_only_looks_changed_goes_on(run, texts, tmp_path, caplog, monk
     for path in texts.glob("*/all.txt"):
         os.utime(path, ns=(1, 1))
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(story, "fit", None)  # never called
+    monkeypatch.setattr("cpt.trainer.loop.train_run", None)  # never called
     assert run("order=[law,food]") == scores
     assert "comparing the text of law" in caplog.text
     caplog.clear()
@@ -104,7 +103,7 @@ def test_text_that_only_looks_changed_goes_on(run, texts, tmp_path, caplog, monk
 def test_texts_may_move(run, config, start, texts, tmp_path, monkeypatch):
     scores = run("order=[law,food]")
     texts.rename(tmp_path / "moved")
-    monkeypatch.setattr(story, "fit", None)
+    monkeypatch.setattr("cpt.trainer.loop.train_run", None)
     start(config("order=[law,food]", f"domains.root={tmp_path / 'moved'}"), tmp_path / "run")
     assert json.loads((tmp_path / "run" / "scores.json").read_text()) == scores
 
