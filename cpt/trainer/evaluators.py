@@ -188,8 +188,8 @@ class FinetuneEvaluator(Evaluator):
         length = finetune.longest(model, task.settings.length)
         if (name, length) not in self.jobs:  # once for all seeds and stages
             types = (getattr(model.config, "type_vocab_size", None) or 0) > 1  # tells texts of a pair apart
-            given: dict[str, Any] = {"length": length, "classes": task.classes, "types": types}
-            encode = partial(finetune.encode_examples, tokenizer=self.tokenizer, **given)
+            given = {"length": length, "classes": task.classes, "types": types, "tokenizer": self.tokenizer}
+            encode: Any = partial(finetune.encode_examples, **given)
             self.jobs[name, length] = finetune.FinetuneJob(
                 name=task.name,
                 train=encode(task.train),
