@@ -6,38 +6,25 @@ from typing import Any
 __version__ = "0.1.0"
 # The names that your own methods, masks and sources are written with (`from cpt import Options`), and the
 # modules that they are read from when they are asked for: importing cpt imports no torch.
-PUBLIC = {
-    "Allowed": "cpt.core.schema",
-    "Batch": "cpt.data.collate",
-    "BelowOne": "cpt.core.schema",
-    "Choice": "cpt.core.sections",
-    "Constraint": "cpt.gradient_masks.base",
-    "ContinualMethod": "cpt.methods.base",
-    "Count": "cpt.core.schema",
-    "Domain": "cpt.data.datamodule",
-    "GradientMask": "cpt.gradient_masks.base",
-    "Natural": "cpt.core.schema",
-    "NonNegative": "cpt.core.schema",
-    "Objective": "cpt.models.objectives",
-    "OneOrMore": "cpt.core.schema",
-    "Options": "cpt.core.schema",
-    "Pattern": "cpt.core.schema",
-    "Positive": "cpt.core.schema",
-    "PositiveShare": "cpt.core.schema",
-    "Probability": "cpt.core.schema",
-    "Scores": "cpt.evaluation.scores",
-    "MethodContext": "cpt.methods.base",
-    "Snapshot": "cpt.models.weights",
-    "Source": "cpt.data.sources.base",
-    "Steps": "cpt.core.schema",
-    "Subset": "cpt.core.schema",
-    "TaskSource": "cpt.evaluation.finetune_tasks",
-    "Text": "cpt.core.schema",
-    "TextList": "cpt.core.schema",
-    "config": "cpt.core.schema",
-    "option": "cpt.core.schema",
+MODULES = {
+    "cpt.core.schema": (
+        *("Allowed", "BelowOne", "Count", "Natural", "NonNegative", "OneOrMore", "Options", "Pattern"),
+        *("Positive", "PositiveShare", "Probability", "Steps", "Subset", "Text", "TextList"),
+        *("config", "option"),
+    ),
+    "cpt.core.sections": ("Choice",),
+    "cpt.data.collate": ("Batch",),
+    "cpt.data.datamodule": ("Domain",),
+    "cpt.data.sources.base": ("Source",),
+    "cpt.evaluation.finetune_tasks": ("TaskSource",),
+    "cpt.evaluation.scores": ("Scores",),
+    "cpt.gradient_masks.base": ("Constraint", "GradientMask"),
+    "cpt.methods.base": ("ContinualMethod", "MethodContext"),
+    "cpt.models.objectives": ("Objective",),
+    "cpt.models.weights": ("Snapshot",),
 }
-__all__ = list(PUBLIC)
+PUBLIC = {name: module for module, names in MODULES.items() for name in names}
+__all__ = sorted(PUBLIC)
 
 
 def __getattr__(name: str) -> Any:

@@ -2,20 +2,23 @@
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import hydra
 from hydra._internal import utils
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 import cpt.sweeps.launcher  # noqa: F401  (registers the sweep launcher)
 from cpt.core.config import CONF
 from cpt.core.output import closing_output
 from cpt.core.processes import choose_spins, die_with_parent
-from cpt.sweeps.arguments import check_choices, leave_to_jobs
 from cpt.trainer.help import FLAG, describe_options
 from cpt.trainer.plan import readable_errors
 
@@ -27,7 +30,7 @@ def start() -> None:
     last: no file there hides a library."""
     die_with_parent()
     sys.path.append(os.getcwd())
-    utils.run_and_report = run_step
+    utils.run_and_report = run_step  # type: ignore[assignment]
     # The group is there already, as null: for Hydra a plus would choose it twice.
     sys.argv = leave_to_jobs([each.replace("+experiment=", "experiment=") for each in sys.argv])
     with closing_output(), readable_errors():  # --help is not a step of Hydra's
@@ -55,3 +58,43 @@ def run_step(step: Callable[[], Any]) -> Any:
             return step()
 
     return report_errors(readable_step)
+
+
+def parse_arguments(arguments: Sequence[str]) -> dict[str, Override]:
+    """The overrides among the arguments, without those that Hydra will refuse."""
+    parsed = {}
+    for argument in arguments:
+        try:
+            if not argument.startswith("-"):
+                (parsed[argument],) = OverridesParser.create().parse_overrides([argument])
+        except HydraException:
+            continue
+    return parsed
+
+
+def leave_to_jobs(arguments: Sequence[str]) -> list[str]:
+    """Of a sweep over the choices of a group, the options of that group become sweeps of one value.
+
+    Hydra composes a config for the sweep itself, with the group's default, and sets a fixed option in
+    that: `-m method=lora,olora method.rate=1` would be refused, since `method=ncl` has no rate."""
+    if not {"-m", "--multirun"} & set(arguments):
+        return list(arguments)
+    parsed = parse_arguments(arguments)
+    swept = tuple(f"{each.key_or_group}." for each in parsed.values() if each.is_sweep_override())
+    deferred = []
+    for argument in arguments:
+        name, _, value = argument.partition("=")
+        fixed = argument in parsed and not parsed[argument].is_sweep_override()
+        deferred.append(f"{name}=choice({value})" if fixed and value and name.startswith(swept) else argument)
+    return deferred
+
+
+def check_choices(arguments: Sequence[str]) -> None:
+    """Raises ValueError for a choice of a group that is not a name, which Hydra reports in many lines."""
+    for argument, given in parse_arguments(arguments).items():
+        if not (CONF / given.key_or_group).is_dir() or given.type is OverrideType.DEL:
+            continue
+        value = given.value()
+        wrong = (NoneType, int, float, dict, list) if isinstance(value, list) else (NoneType, int, float)
+        if any(isinstance(each, wrong) for each in (value if isinstance(value, list) else [value])):
+            raise ValueError(f"{argument}; allowed: a choice of conf/{given.key_or_group}, or a list of them")

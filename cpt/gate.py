@@ -69,8 +69,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="for programs")
     given = parser.parse_args(arguments)
     with readable(errors_only=True, code=UNKNOWN):
-        for name, value in {"gain": given.gain, "loss": given.loss}.items():
-            if not math.isfinite(value):
+        for name in ("gain", "loss"):
+            if not math.isfinite(value := getattr(given, name)):
                 raise ValueError(f"--{name}={value}; allowed: nats per token, a finite number")
         place = RunDir(given.run)
         if (scores := place.scores()) is None:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from cpt.core.config import digest
 from cpt.core.output import run_program
@@ -86,9 +86,12 @@ def compare_folders(given: argparse.Namespace) -> int:
         own += [figures.build_setting_curve(sections, section, given.curve)] if given.curve else []
         own += [*figures.build_figures(section), compare.tabulate_main(section, domains=domains)]
         own += compare.tabulate_all(section)
-        for block in own:
-            several = {"title": f"{block.title} (section {number})", "name": f"section_{number}-{block.name}"}
-            blocks.append(replace(block, **several) if len(sections) > 1 else block)
+        if len(sections) > 1:
+            own = [
+                replace(each, title=f"{each.title} (section {number})", name=f"section_{number}-{each.name}")
+                for each in own
+            ]
+        blocks += own
         failed += compare.contrast_examples(section)[2]
     head = ("folder", "method", "seed")
     facts = {
@@ -97,8 +100,10 @@ def compare_folders(given: argparse.Namespace) -> int:
     }
     states = [[*facts[run.folder], run.scores.state] for run in unfinished]
     states += [[str(folder), "–", "–", "begun, nothing measured yet"] for folder in found.begun]
-    lacking = [run for run in finished if run.folder not in {each.folder for each in measured}]
-    lacking = [[*facts[run.folder], few(run.scores.domains)] for run in lacking]
+    has_domains = {run.folder for run in measured}
+    lacking = [
+        [*facts[run.folder], few(run.scores.domains)] for run in finished if run.folder not in has_domains
+    ]
     aside = [
         Block(title="Unfinished runs", head=(*head, "state"), cells=states, words=4),
         Block(title="Runs without these domains", head=(*head, "has"), cells=lacking, words=4),
@@ -113,7 +118,9 @@ def compare_folders(given: argparse.Namespace) -> int:
     stem.parent.mkdir(parents=True, exist_ok=True)
     shown = [*heading, *blocks, *aside, unread]
     page = write_page(shown, title="Comparison of runs", stem=stem, vectors=True)
-    more = {block.title.lower().replace(" ", "_"): [list(row) for row in block.cells] for block in aside}
+    more: dict[str, Any] = {
+        block.title.lower().replace(" ", "_"): [*map(list, block.cells)] for block in aside
+    }
     more |= {"runs_that_could_not_be_read": list(unread.lines)}
     more |= {"sections_differ": list(heading[0].lines)} if heading else {}
     if sections:

@@ -14,10 +14,20 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from cpt.core.heartbeat import ACTIVE, PROGRESS_FILE, SWEEP_FILE, Heartbeat, age_s, load_sweep, utc_now
+from cpt.core.heartbeat import (
+    ACTIVE,
+    PROGRESS_FILE,
+    SWEEP_FILE,
+    Heartbeat,
+    ProcessId,
+    age_s,
+    load_sweep,
+    utc_now,
+)
 from cpt.core.output import run_program
 from cpt.evaluation.journal import rows_so_far
 
@@ -67,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.add_argument("--watch", type=float, metavar="SECONDS", help="refresh until Ctrl-C")
     given = parser.parse_args(arguments)
-    sys.stdout.reconfigure(errors="backslashreplace")  # file names may be no text
+    cast(TextIOWrapper, sys.stdout).reconfigure(errors="backslashreplace")  # file names may be no text
     if given.watch is not None and not 0 < given.watch < math.inf:
         return fail(f"--watch={given.watch} is invalid: not a period. Allowed: seconds, more than 0")
     if absent := [printable(path) for path in given.folders if not path.is_dir()]:
@@ -77,8 +87,8 @@ def main(arguments: Sequence[str]) -> int:
             runs = read_statuses(given.folders)
             if given.watch is None and not runs:
                 return fail(f"no run in {', '.join(map(printable, given.folders))}")
-            counts = Counter(run.state for run in runs)
-            counts = {state: counts[state] for state in STATES if counts[state]}
+            number = Counter(run.state for run in runs)
+            counts = {state: number[state] for state in STATES if number[state]}
             text = "\n".join(format_statuses(runs, counts))
             if given.json:
                 text = json.dumps({"at": utc_now(), "counts": counts, "runs": [asdict(run) for run in runs]})
@@ -97,7 +107,7 @@ def fail(why: str) -> int:
 
 def read_statuses(folders: Sequence[Path]) -> list[RunStatus]:
     """The runs at or below folders, and those that sweeps there have listed, by name."""
-    found, queued = {}, {}
+    found, queued = dict[Path, RunStatus](), dict[Path, ProcessId]()
     for folder in folders:
         for at, below, files in os.walk(os.path.normpath(folder)):
             if SWEEP_FILE in files and (sweep := load_sweep(Path(at))):
@@ -135,10 +145,14 @@ def read_status(path: Path) -> RunStatus:
     shown = ("phase", "stage", "stages", "step", "steps", "unit") * (state != "finished")
     shown += ("phase_eta_s", "run_eta_s", "untimed") * (state in ACTIVE)
     return RunStatus(
-        **{"run": str(path), "state": state, "why": "; ".join(filter(None, (said, why)))},
-        **{"learned": learned if beat.learned is None else beat.learned},
-        **{"seen_s": age_s(beat.written), "moved_s": age_s(beat.moved)},
-        **{"host": beat.process.host, "pid": beat.process.pid},
+        run=str(path),
+        state=state,
+        why="; ".join(filter(None, (said, why))),
+        learned=learned if beat.learned is None else beat.learned,
+        seen_s=age_s(beat.written),
+        moved_s=age_s(beat.moved),
+        host=beat.process.host,
+        pid=beat.process.pid,
         **{name: getattr(beat, name) for name in shown},
     )
 
@@ -170,25 +184,20 @@ def format_statuses(runs: Sequence[RunStatus], counts: dict[str, int]) -> Iterat
     for run in runs:
         learned = "" if run.learned is None else f"{math.floor(100 * run.learned)} %"
         left = "" if run.run_eta_s is None else format_time(run.run_eta_s) + "+" * bool(run.untimed)
-        seen = ""
-        if run.seen_s is not None:
-            size, unit = next(each for each in UNITS if run.seen_s >= each[0] or each[0] == 1)
-            seen = f"{int(run.seen_s // size)} {unit}"
+        age = run.seen_s
+        size, unit = next(each for each in UNITS if (age or 0) >= each[0] or each[0] == 1)
+        seen = "" if age is None else f"{int(age // size)} {unit}"
         held = run.host is not None and run.state in (*ACTIVE, "queued", "silent")
         by = f"{printable(run.host)}:{run.pid}" if held else ""
+        stage = f" ({run.stage}/{run.stages})" if run.stage and run.stages else ""
+        percent = f" {math.floor(100 * run.step / run.steps)} %" if run.step is not None and run.steps else ""
         eta = f", {format_time(run.phase_eta_s)}" if run.phase_eta_s is not None else ""
-        what = ": ".join(filter(None, (format_phase(run) + eta, cut_line(printable(run.why), MAX_WHY))))
+        phase = f"{printable(run.phase)}{stage}{percent}{eta}"
+        what = ": ".join(filter(None, (phase, cut_line(printable(run.why), MAX_WHY))))
         name = "  ".join(filter(None, (printable(run.run), what)))
         yield cut_line(ROW.format(run.state, learned, left, seen, by, name).rstrip(), width)
     total = ", ".join(f"{number} {state}" for state, number in counts.items())
     yield f"{len(runs)} run{'s' * (len(runs) != 1)}: {total}"
-
-
-def format_phase(run: RunStatus | Heartbeat) -> str:
-    """`learning law (2/4) 25 %`."""
-    number = f" ({run.stage}/{run.stages})" if run.stage and run.stages else ""
-    percent = f" {math.floor(100 * run.step / run.steps)} %" if run.step is not None and run.steps else ""
-    return f"{printable(run.phase)}{number}{percent}"
 
 
 def format_time(seconds: float) -> str:

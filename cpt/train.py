@@ -11,17 +11,24 @@ from omegaconf import DictConfig
 
 from cpt.core.cache import full_check
 from cpt.core.errors import reason
-from cpt.core.heartbeat import heartbeat, set_phase
+from cpt.core.heartbeat import heartbeat
 from cpt.core.preemption import defer_signals
 from cpt.core.processes import is_first_process, is_one_of_several
 from cpt.core.schema import show
 from cpt.evaluation.metrics import objective_value
 from cpt.evaluation.scores import Scores
 from cpt.trainer.domain_order import load_cached_order, order_domains
-from cpt.trainer.extend import check_extension, extend_steps, find_started, resume_from_sibling
-from cpt.trainer.manifest import Manifest, check_manifest, checkpoint_files, resolve_eval_cap, write_manifest
+from cpt.trainer.manifest import (
+    Manifest,
+    check_extension,
+    check_manifest,
+    extend_steps,
+    find_started,
+    resolve_eval_cap,
+    resume_from_sibling,
+)
 from cpt.trainer.plan import Plan, make_plan
-from cpt.trainer.run_dir import RunDir
+from cpt.trainer.run_dir import RunDir, checkpoint_files
 
 log = logging.getLogger(__name__)
 
@@ -36,18 +43,23 @@ def train(cfg: DictConfig, *, run_dir: Path) -> float | list[float | None] | Non
         plan = make_plan(cfg)  # the typed config: no text is read, torch is not imported
         plan.source.check_domains(plan.order)
         if plan.run.plan:
-            return print_estimate(plan, run)
+            print_estimate(plan, run)
+            return None
         with open_run_dir(plan, run) as plan, full_check(plan.run.check == "full"):
             plan = order_domains(plan)  # by their texts, if the config says so
             check_manifest(plan, run)
-            scores, lost = run.scores(), []
-            if is_complete(scores, plan) and not (lost := run.lost(full=plan.run.check == "full")):
-                log.info("%s is finished already", run.path)
+            scores = run.scores() if is_complete(run.scores(), plan) else None
+            if scores is not None and (lost := run.lost(full=plan.run.check == "full")):
+                log.info(
+                    "%s was finished, but %s: made again, without learning", run.path, "; ".join(lost[:5])
+                )
+                scores = None
+            if scores is None:
+                with defer_signals():  # libraries cannot be interrupted while they are imported
+                    from cpt.trainer.loop import train_run
+                scores = train_run(plan, run)
             else:
-                if lost:
-                    told = "; ".join(lost[:5])
-                    log.info("%s was finished, but %s: made again, without learning", run.path, told)
-                scores = fit(plan, run)
+                log.info("%s is finished already", run.path)
     from cpt.reporting.run_page import format_scores  # matplotlib is not loaded to refuse a config
 
     log.info("\n%s\n%s", format_scores(scores), run.path / "report.html")
@@ -72,66 +84,6 @@ def open_run_dir(plan: Plan, run: RunDir) -> Iterator[Plan]:
         run.clean()
         with heartbeat(run.path):
             yield plan
-
-
-def fit(plan: Plan, run: RunDir) -> Scores:
-    """Reads the texts, builds base and method, and trains every stage that the run directory lacks."""
-    with defer_signals():  # libraries cannot be interrupted while they are imported
-        from cpt.core.processes import keep_threads
-        from cpt.data.corpora import Corpora
-        from cpt.loggers.loggers import track
-        from cpt.loggers.wandb import run_name
-        from cpt.trainer import build, preflight
-        from cpt.trainer.base_model import make_base
-        from cpt.trainer.callbacks import CustomCallbacks
-        from cpt.trainer.costs import time_phase
-        from cpt.trainer.evaluators import make_evaluators
-        from cpt.trainer.loop import ContinualTrainer
-
-    ready = preflight.prepare(plan, run)  # before hours of reading
-    plan, took = ready.plan, dict[str, float]()
-    keep_threads(run.path / "threads", processes=ready.processes)
-    set_phase("reading texts")
-    with time_phase(took, "read the texts"):
-        cache = Path(plan.run.cache_dir)
-        corpora = Corpora.read(plan.source, plan.order, cache=cache, workers=plan.data.workers)
-    set_phase("making the base")
-    with time_phase(took, "make the base"):
-        base = make_base(plan.model, corpora, accelerator=plan.trainer.accelerator)
-        method = build.build_method(plan, base)
-    set_phase("tokenising")
-    with time_phase(took, "tokenise"):
-        data = build.build_data(plan, corpora, base, method)
-        pieces = {"module": method, "data": data}
-        generated, given = run.path / "generated", {"corpora": corpora, "base": base, "seed": plan.run.seed}
-        data.replay_source = method.replay.open_source(generated, **pieces, **given)
-        evaluators = make_evaluators(plan, run, ready, corpora, base, **pieces)
-    build.log_eval_cap(plan, data)
-    build.log_ineffective(plan, method, ready.device)
-    write_manifest(plan, run, corpora, base, evaluators)
-    scores, new = run.scores(), build.empty_scores(plan, corpora, base, data)
-    if scores is None or scores.run["order"] != new.run["order"]:  # domains were added
-        scores = new if scores is None else new.take_over(scores)
-    run.check_documents(len(scores.rows))
-    for phase, seconds in took.items():
-        scores.phases["start"][phase] = scores.phases["start"].get(phase, 0.0) + seconds
-    name, options = run_name(scores.run, plan.settings["order"]), plan.run
-    about = {"name": name, "group": str(options.name), "job_type": plan.names["method"]}
-    about |= {"tags": options.tags, "config": dict(plan.settings)}
-    with track(plan.logger.flags, run.path, about=about, custom=ready.loggers) as loggers:
-        trainer = ContinualTrainer(
-            plan=plan,
-            run=run,
-            **pieces,
-            evaluators=evaluators,
-            scores=scores,
-            loggers=loggers,
-            callbacks=CustomCallbacks(ready.callbacks, run.path / "callbacks"),
-            device=ready.device,
-        )
-        trainer.fit()  # for each stage: train, save, evaluate, commit
-        trainer.finalize(base)  # model, report, model card
-    return scores
 
 
 def print_estimate(plan: Plan, run: RunDir) -> None:
@@ -182,5 +134,5 @@ def is_done(cfg: DictConfig, run_dir: Path) -> bool:
     then, given = Manifest.load(run), plan.model.checkpoint
     if then is None or then.order != plan.order:
         return False
-    texts, base = then.touched(plan, checkpoint_files(given))
+    texts, base = then.touched(plan.source, checkpoint_files(given))
     return not texts and (given is None or not base)

@@ -16,6 +16,7 @@ from cpt.core.files import find_damage, read_checked_json, read_checksums
 from cpt.core.output import run_program
 from cpt.core.tensors import check_state
 from cpt.evaluation.predictions import load_results
+from cpt.evaluation.scores import Scores
 from cpt.trainer.checkpoint import check_stage
 from cpt.trainer.manifest import Manifest
 from cpt.trainer.run_dir import RunDir
@@ -47,7 +48,7 @@ def damage_in_run(folder: Path) -> Iterator[str]:
     run = RunDir(folder)
 
     def check_scores(path: Path) -> None:
-        scores, keeps = run.scores(), run.config.exists() and run.stored("keep_stages")
+        scores, keeps = Scores.load(path), run.config.exists() and run.stored("keep_stages")
         last = len(scores.rows) - 1
         run.check_documents(last + 1)
         if scores.run["finished"]:

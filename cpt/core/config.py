@@ -16,39 +16,13 @@ PACKAGE = Path(__file__).parents[1]
 CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
 # How a run is carried out, not what it computes: free to change between two starts of the same run.
 EXECUTION = (
-    "name",
-    "tags",
-    "variant",
-    "plan",
-    "logger",
-    "cache_dir",
-    "check",
-    "grow",
-    "data",
-    "parts",
-    "domains.ignore",  # what is read is known by its content
-    "objective",
-    "keep_stages",
-    "keep_end",
-    "on_nonfinite",
-    "endtask",
-    "probe",
-    "answers",
-    "eval.rows",  # a finished run may be given more of the matrix
-    "eval.columns",
-    "trainer.accelerator",
-    "trainer.devices",
-    "trainer.num_nodes",
-    "trainer.strategy",
-    "trainer.reshard_after_forward",
-    "trainer.eval_batch_size",
-    "trainer.checkpoint_every",
-    "trainer.gradient_checkpointing",  # the same bits: tests/methods/test_economy.py
-    "trainer.offload",  # the same bits: tests/methods/test_offload.py
-    "trainer.log_every_n_steps",
-    "trainer.workers",
+    *("name", "tags", "variant", "plan", "logger", "cache_dir", "check", "grow", "data", "parts", "probe"),
+    *("objective", "domains.ignore", "keep_stages", "keep_end", "on_nonfinite", "endtask", "answers"),
+    *("eval.rows", "eval.columns"),  # a finished run may be given more of the matrix
+    *("trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.strategy", "trainer.workers"),
+    *("trainer.reshard_after_forward", "trainer.eval_batch_size", "trainer.checkpoint_every"),
+    *("trainer.log_every_n_steps", "trainer.gradient_checkpointing", "trainer.offload"),  # tests/methods
 )
-
 WATCHES = {"stop": None, "patience": None, "keep": "last"}  # of a monitor that ends no stage
 HIDDEN = "(hidden)"  # stands where a secret was
 SECRET = re.compile(  # the last part of a key; pad_token and the like are none
@@ -100,7 +74,6 @@ def identity(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_secret(key: str) -> bool:
-    """Whether what a config key holds is nobody else's business."""
     return SECRET.fullmatch(key.rpartition(".")[2]) is not None
 
 
@@ -129,8 +102,8 @@ def canonical(key: str, value: Any) -> Any:
 
 def list_differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """`key: value then -> value now` of every leaf that differs."""
-    keys = sorted(set(then) | set(now))
-    shown = ((key, then.get(key, "(absent)"), now.get(key, "(absent)")) for key in keys)
+    keys, absent = sorted({*then, *now}), "(absent)"
+    shown = ((key, then.get(key, absent), now.get(key, absent)) for key in keys)
     return [f"{key}: {before} -> {after}" for key, before, after in shown if before != after]
 
 

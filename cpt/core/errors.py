@@ -6,22 +6,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from hydra import errors as of_hydra
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import (
-    ConfigCompositionException,
-    HydraException,
-    MissingConfigException,
-    OverrideParseException,
-    SearchPathException,
-)
-from omegaconf.errors import (
-    ConfigAttributeError,
-    ConfigKeyError,
-    ConfigTypeError,
-    InterpolationResolutionError,
-    MissingMandatoryValue,
-    OmegaConfBaseException,
-)
+from hydra.errors import ConfigCompositionException, HydraException
+from omegaconf import errors as of_omegaconf
 from yaml import YAMLError
 
 from cpt.core.config import CONF
@@ -37,7 +25,6 @@ FAILED_ALLOCATION = re.compile(
     r"out of memory|can't allocate memory|Cannot allocate memory|bad_alloc|can't start new thread"
     r"|could not create a (primitive|memory)"  # oneDNN
 )
-WANTED = "memory does not suffice"
 LESS = "the same command goes on from here; allowed: more memory, or what needs less: docs/performance.md"
 
 
@@ -49,23 +36,21 @@ def reason(error: BaseException) -> str:
 def message_of(error: BaseException) -> str:
     """What is said of an error, in one line or several."""
     match error:
-        case MissingConfigException(missing_cfg_file=str(path), options=list(options)):
+        case of_hydra.MissingConfigException(missing_cfg_file=str(path), options=list(options)):
             group, _, name = path.rpartition("/")
             return unknown_name(f"{group}={name}", options)
-        case MissingConfigException() if (found := LOADED.search(str(error))) and choices_of(found[1]):
-            return unknown_name(f"{found[1]}={found[2]}", choices_of(found[1]))  # of a list of choices
-        case OverrideParseException():
-            about = (
-                "Error parsing",
-                "See ",
-                "^",
-            )  # the argument, Hydra's page, and the place within the argument
+        case of_hydra.MissingConfigException() if (at := LOADED.search(str(error))) and choices_of(at[1]):
+            return unknown_name(f"{at[1]}={at[2]}", choices_of(at[1]))  # of a list of choices
+        case of_hydra.OverrideParseException():
+            about = ("Error parsing", "See ", "^")  # the argument, Hydra's page, the place in the argument
             lines = [line.strip() for line in error.message.splitlines()]
             why = " ".join(line for line in lines if line and not line.startswith(about))
             return f"{error.override} cannot be read: {why}; allowed: key=value"
-        case SearchPathException():
+        case of_hydra.SearchPathException():
             return f"{error}; allowed: a folder that there is"
-        case ConfigCompositionException(__cause__=ConfigAttributeError() | ConfigKeyError() as cause):
+        case ConfigCompositionException(
+            __cause__=of_omegaconf.ConfigAttributeError() | of_omegaconf.ConfigKeyError() as cause
+        ):
             key, node = str(cause.full_key), cause.parent_node
             section = key.rpartition(".")[0]
             names = [f"{section}.{name}" if section else str(name) for name in node or ()]
@@ -79,11 +64,11 @@ def message_of(error: BaseException) -> str:
     while error.__cause__ is not None and isinstance(error, HydraException):
         error = error.__cause__
     match error:
-        case MissingMandatoryValue(full_key=str(key)):
+        case of_omegaconf.MissingMandatoryValue(full_key=str(key)):
             return f"{key} is missing; needed: {key}=…"
-        case InterpolationResolutionError(full_key=str(key)):
+        case of_omegaconf.InterpolationResolutionError(full_key=str(key)):
             return f"{key}: {str(error).splitlines()[0]}; allowed: ${{KEY}} of a key that there is"
-        case ConfigTypeError(full_key=str(key)) if MERGED.match(str(error)):
+        case of_omegaconf.ConfigTypeError(full_key=str(key)) if MERGED.match(str(error)):
             return f"{key} has keys with values and is given something else; allowed: {key}.NAME=…"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines) or type(error).__name__
@@ -105,18 +90,15 @@ def readable(*, errors_only: bool, code: int = 1) -> Iterator[None]:
         sys.exit("cpt: interrupted; the same command goes on from here")
     except BrokenPipeError:  # cpt.core.output
         raise
-    except (ValueError, OSError, HydraException, OmegaConfBaseException, YAMLError) as error:
+    except (ValueError, OSError, HydraException, of_omegaconf.OmegaConfBaseException, YAMLError) as error:
         if not errors_only:
             raise
-        end(want_of_memory(error) or reason(error), code)
+        line = want_of_memory(error) or reason(error)
     except (MemoryError, RuntimeError, SystemError) as error:
         if not errors_only or not (line := want_of_memory(error)):
             raise
-        end(line, code)
-
-
-def end(line: str, code: int = 1) -> None:
-    """Prints a line and ends with an exit code."""
+    else:
+        return
     print(f"cpt: {line}", file=sys.stderr, flush=True)
     # Not sys.exit: the processes of a distributed run must end together, whatever they wait for.
     os._exit(code) if is_one_of_several() else sys.exit(code)
@@ -127,6 +109,6 @@ def want_of_memory(error: BaseException | None) -> str:
     on the way up; nothing for any other error. Python says SystemError where it happens within an error."""
     while error is not None:
         if isinstance(error, MemoryError | SystemError) or FAILED_ALLOCATION.search(str(error)):
-            return f"{WANTED} ({reason(error)}); {LESS}"
+            return f"memory does not suffice ({reason(error)}); {LESS}"
         error = error.__cause__ or error.__context__
     return ""

@@ -80,9 +80,8 @@ def file_hash(path: Path) -> str:
 
 
 def hash_files(folder: Path, paths: Iterable[Path]) -> Table:
-    return {
-        path.relative_to(folder).as_posix(): (path.stat().st_size, file_hash(path)) for path in sorted(paths)
-    }
+    names = {path.relative_to(folder).as_posix(): path for path in sorted(paths)}
+    return {name: (path.stat().st_size, file_hash(path)) for name, path in names.items()}
 
 
 def write_checksums(folder: Path, paths: Iterable[Path], *, others: Table | None = None) -> None:

@@ -117,9 +117,8 @@ class Heartbeat:
         """The last heartbeat of a run, its message on one line."""
         line = " ".join(why.split())
         why = line if len(line) <= MAX_MESSAGE else f"{line[: MAX_MESSAGE - 1]}…"
-        return replace(
-            self, state=state, why=why, written=utc_now(), phase_eta_s=None, run_eta_s=None, untimed=[]
-        )
+        last = replace(self, state=state, why=why, written=utc_now())
+        return replace(last, phase_eta_s=None, run_eta_s=None, untimed=[])
 
     def write(self, folder: Path) -> None:
         write_status(folder / PROGRESS_FILE, self)
@@ -276,17 +275,21 @@ class HeartbeatThread:
                     run_eta = round(phase_eta + phase.remaining_s + phase.remaining_steps / rate, 1)
         if phase.total:
             learned = round(min(1.0, (phase.done + (step or 0) * phase.trains) / phase.total), 4)
-        about: dict[str, Any] = {
-            "stage": phase.stage,
-            "stages": phase.stages,
-            "learned": learned,
-            "step": step,
-        }
-        about |= {"phase_eta_s": phase_eta, "run_eta_s": run_eta, "untimed": list(phase.untimed)}
-        if bar is not None:
-            about |= {"steps": bar.total, "unit": bar.unit}
-        state: State = "waiting" if self.waiting else "running"
-        return Heartbeat(state=state, phase=name, why=self.waiting, began=self.began, **about)
+        return Heartbeat(
+            state="waiting" if self.waiting else "running",
+            phase=name,
+            stage=phase.stage,
+            stages=phase.stages,
+            step=step,
+            steps=None if bar is None else bar.total,
+            unit="" if bar is None else bar.unit,
+            learned=learned,
+            phase_eta_s=phase_eta,
+            run_eta_s=run_eta,
+            untimed=list(phase.untimed),
+            why=self.waiting,
+            began=self.began,
+        )
 
     def write(self, beat: Heartbeat) -> None:
         """Warns once if it cannot: a run goes on without its heartbeat."""

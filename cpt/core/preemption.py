@@ -22,10 +22,7 @@ GO_ON = 75  # EX_TEMPFAIL of BSD's <sysexits.h>: not failed, to be started again
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 TOGETHER_S = 0.5  # what reaches a process by its group and once more by its launcher is one signal
 CHILDREN_S = 60.0  # that the other processes of a run have to leave
-STORE_KEY, STORE_S = (
-    "cpt/preempted",
-    0.5,
-)  # where processes that work on their own tell of a signal; how often
+STORE_KEY, STORE_S = "cpt/preempted", 0.5  # where processes that work alone tell of a signal; how often
 
 
 class Preempted(BaseException):

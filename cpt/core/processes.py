@@ -27,9 +27,8 @@ def cores() -> int:
 
 def is_first_process() -> bool:
     """Whether this is the process that writes."""
-    return all(
-        os.environ.get(name, "0") == "0" for name in ("LOCAL_RANK", "RANK", "SLURM_PROCID", "NODE_RANK")
-    )
+    ranks = ("LOCAL_RANK", "RANK", "SLURM_PROCID", "NODE_RANK")
+    return all(os.environ.get(name, "0") == "0" for name in ranks)
 
 
 def is_one_of_several() -> bool:

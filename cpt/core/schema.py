@@ -54,9 +54,7 @@ TextList = Annotated[tuple[Text, ...], Allowed("a list of texts")]
 Pattern = Annotated[str, Predicate(is_pattern), Allowed("a regular expression")]
 Subset = Annotated[tuple[T, ...], Predicate(lambda values: len(set(values)) == len(values))]
 OneOrMore = Annotated[Subset[T], MinLen(1)]
-PerDomain = Annotated[
-    T | tuple[T, ...], Predicate(lambda value: value != ())
-]  # the last is for all further ones
+PerDomain = Annotated[T | tuple[T, ...], Predicate(lambda value: value != ())]  # the last: all further ones
 
 
 def allowed(kind: Any) -> str:
@@ -68,29 +66,23 @@ def allowed(kind: Any) -> str:
         return str(bound[Allowed])
     if origin is Literal:
         return ", ".join(dict.fromkeys(map(str, inner)))
-    if origin is tuple and get_origin(inner[0]) is not Literal:
-        return f"a list, each {allowed(inner[0])}"
     if origin is tuple:
-        return (
-            f"one or more of {allowed(inner[0])}"
-            if MinLen in bound
-            else f"some of {allowed(inner[0])}, or []"
-        )
+        each = allowed(inner[0])
+        if get_origin(inner[0]) is not Literal:
+            return f"a list, each {each}"
+        return f"one or more of {each}" if MinLen in bound else f"some of {each}, or []"
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        texts = {
-            str: "keys with texts, {key: text}",
-            Sequence[str]: "keys with lists of texts, {key: [text]}",
-        }
-        return texts.get(inner[1], MAPPING)
+        lists = "keys with lists of texts, {key: [text]}"
+        return {str: "keys with texts, {key: text}", Sequence[str]: lists}.get(inner[1], MAPPING)
     if base is int:
         return f"a whole number, {bound[Ge]} or more"
     if base == Number and Ge in bound and Le in bound:
         return f"{bound[Ge]:g} to {bound[Le]:g}"
     if base == Number:
         low = f"{bound[Ge]:g} or more" if Ge in bound else f"above {bound[Gt]:g}"
-        return low + (
-            f", at most {bound[Le]:g}" if Le in bound else f" and below {bound[Lt]:g}" if Lt in bound else ""
-        )
+        if Le in bound:
+            return f"{low}, at most {bound[Le]:g}"
+        return f"{low} and below {bound[Lt]:g}" if Lt in bound else low
     if inner:
         words = ["null"] * (NoneType in inner) + [allowed(each) for each in inner if each is not NoneType]
         return ("; or " if words[-1].startswith("a list, each") else " or ").join(words)
@@ -110,9 +102,7 @@ def config(kind: type[T]) -> type[T]:
 
     def init(self: Any, **given: Any) -> None:
         types = option_types(made)
-        values = {
-            name: with_python_types(value, types.get(name), place=name) for name, value in given.items()
-        }
+        values = {name: with_python_types(each, types.get(name), place=name) for name, each in given.items()}
         try:
             validate(self, **values)
         except ValidationError as error:
@@ -185,9 +175,8 @@ def check_types(values: Mapping[str, Any], declared: Mapping[str, Any], *, of: s
             validator(kind, finite=False)(values[name])
         except ValidationError as error:
             first = error.errors()[0]
-            place = join(of, name) + "".join(
-                f"[{at}]" if isinstance(at, int) else f".{at}" for at in first["loc"]
-            )
+            within = (f"[{at}]" if isinstance(at, int) else f".{at}" for at in first["loc"])
+            place = "".join([join(of, name), *within])
             needed = first["type"].partition("_")[0]
             raise ValueError(f"{place} is {first['input']!r:.40}, needed is {needed}") from error
 

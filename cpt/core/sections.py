@@ -20,20 +20,8 @@ from cpt.core.config import FOR_OTHERS
 from cpt.core.errors import reason
 from cpt.core.schema import Options, Read, Text, check_names, check_value, join, option_types, read_options
 
-GIVEN = (
-    "_target_",
-    "_partial_",
-    "_convert_",
-    "_recursive_",
-    *FOR_OTHERS,
-)  # keys of a choice beside its options
-LIBRARIES = (
-    "torch",
-    "lightning",
-    "transformers",
-    "peft",
-    "torchmetrics",
-)  # slow to import, and without Options
+GIVEN = ("_target_", "_partial_", "_convert_", "_recursive_", *FOR_OTHERS)  # beside the options
+LIBRARIES = ("torch", "lightning", "transformers", "peft", "torchmetrics")  # slow to import, without Options
 
 
 def load_target(target: str, *, place: str = "") -> Any:

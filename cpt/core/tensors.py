@@ -132,9 +132,6 @@ class NamedTensors(nn.Module):
         return self.at_rest(torch.empty_like(stored))
 
 
-BITS = {4: torch.int32, 8: torch.int64}
-
-
 class PreciseTensors(NamedTensors):
     """Tensors in at least 32 bits, which stay so where the module is cast to something coarser."""
 
@@ -145,7 +142,8 @@ class PreciseTensors(NamedTensors):
         def moved(buffer: Tensor) -> Tensor:
             if not buffer.is_floating_point():
                 return fn(buffer)
-            return fn(buffer.view(BITS[buffer.itemsize])).view(buffer.dtype)
+            bits = torch.int32 if buffer.itemsize == 4 else torch.int64
+            return fn(buffer.view(bits)).view(buffer.dtype)
 
         return super()._apply(moved, recurse)
 

@@ -23,7 +23,7 @@ class Budget:
 
     steps: int | None
     epochs: float | None
-    tokens: int | None
+    tokens: float | None
     batch_size: int
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -29,7 +29,6 @@ from yaml import YAMLError
 from cpt.core.heartbeat import State, record_exit, utc_now
 from cpt.core.preemption import GO_ON
 from cpt.core.processes import PARENT, cores
-from cpt.evaluation.pairs import LEVEL, least_p, needed_pairs
 
 log = logging.getLogger(__name__)
 TAIL_BYTES = 65536
@@ -61,12 +60,11 @@ class Job:
     started: float = field(init=False)
     began: str = field(init=False)  # the same in UTC
 
+    def __post_init__(self) -> None:
+        self.console = self.folder / "console.log"
+
     def __str__(self) -> str:
         return f"#{self.number} {self.label}".strip()
-
-    @property
-    def console(self) -> Path:
-        return self.folder / "console.log"
 
     @property
     def state(self) -> str:
@@ -117,9 +115,9 @@ class Job:
         if self.code >= 0:
             ending = f"exit {self.code}"
         else:
-            ending = f"signal {-self.code}, {signal.strsignal(-self.code) or -self.code}"
-            if self.code == -signal.SIGKILL:  # the kernel sends it when memory is exhausted
-                ending += "; perhaps for want of memory"
+            # The kernel sends SIGKILL when memory is exhausted.
+            memory = "; perhaps for want of memory" * (self.code == -signal.SIGKILL)
+            ending = f"signal {-self.code}, {signal.strsignal(-self.code) or -self.code}{memory}"
         with self.console.open("rb") as output:
             end = output.seek(0, os.SEEK_END)
             output.seek(max(self.offset, end - TAIL_BYTES))
@@ -138,15 +136,14 @@ class Job:
         from cpt.evaluation.metrics import objective_value  # numpy: run.py --help need not wait for it
 
         done = JobReturn(overrides=self.overrides, cfg=self.config, working_dir=str(self.folder))
-        if not self.whole:
-            done.status = JobStatus.FAILED
+        done.status = JobStatus.COMPLETED if self.whole else JobStatus.FAILED
+        if self.whole:
+            scores, wanted = read_scores(self.folder), self.config.get("objective")
+            value = objective_value(scores["metrics"], wanted) if "metrics" in scores else None
+            done.return_value = scores.get("objective") if value is None else value
+        else:
             kind = PreemptedJob if self.state == "preempted" else HydraException
             done.return_value = kind(f"{self}: {self.failure()}")
-            return done
-        scores, wanted = read_scores(self.folder), self.config.get("objective")
-        done.status = JobStatus.COMPLETED
-        known = "metrics" in scores
-        done.return_value = objective_value(scores["metrics"], wanted) if known else scores.get("objective")
         return done
 
 
@@ -178,7 +175,7 @@ def read_scores(folder: Path) -> dict[str, Any]:
 
 
 def is_finished(folder: Path) -> bool:
-    about = read_scores(folder).get("run") if (folder / "scores.json").exists() else None
+    about = read_scores(folder).get("run")
     return isinstance(about, dict) and about.get("finished") is True
 
 
@@ -214,20 +211,6 @@ def compose_jobs(
         if (other := jobs.setdefault(job.folder, job)) is not job:
             raise ValueError(f"'{other}' and '{job}' have one hydra.run.dir, {job.folder}; allowed: one each")
         job.before = is_finished_already(cfg, job.folder)
-    if config.hydra.sweeper._target_ == BASIC_SWEEPER:
-        pairs: dict[tuple[str, ...], set[tuple[str, ...]]] = defaultdict(set)  # of a group: order and seed
-        for overrides in distinct:
-            pair = tuple(each for each in overrides if each.startswith(("order=", "seed=")))
-            pairs[tuple(each for each in overrides if each not in pair)].add(pair)
-        comparisons, most = len(pairs) - 1, max(map(len, pairs.values()))
-        if comparisons and (needed := needed_pairs(comparisons)) is not None:
-            smallest = min(1.0, least_p(most) * comparisons)
-            few = f"; the smallest of {most} is {smallest:.2g}" * (most < needed)
-            log.info(
-                f"Comparing {len(pairs)} groups of {most} pair{'s' * (most > 1)} (order, seed): p <= {LEVEL} "
-                f"after Holm's correction for {comparisons} comparison{'s' * (comparisons > 1)} needs "
-                f"{needed} pairs{few}"
-            )
     return list(jobs.values())
 
 

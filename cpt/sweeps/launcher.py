@@ -12,8 +12,9 @@ import signal
 import sys
 import threading
 import time
+from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,10 +35,9 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 import cpt.core.naming  # noqa: F401  (registers the resolvers of a run folder's name)
 from cpt.core.errors import readable, unknown_name
-from cpt.core.heartbeat import Heartbeat, list_sweep_runs
+from cpt.core.heartbeat import list_sweep_runs
 from cpt.core.preemption import GO_ON, SIGNALS, TOGETHER_S
 from cpt.core.processes import die_with_parent
-from cpt.status import cut_line, format_phase, format_time
 from cpt.sweeps.jobs import (
     BASIC_SWEEPER,
     CONTINUES,
@@ -53,23 +53,20 @@ from cpt.sweeps.optuna import OptunaSweeper
 
 log = logging.getLogger(__name__)
 POLL_S = 0.1
-REFRESH_S = 2.0  # between two reads of the jobs' progress
-MIN_WIDTH = 16  # characters of a job in the progress line
-BAR = "{n_fmt}/{total_fmt} jobs [{elapsed}<{remaining}]{postfix}"
 SAVING_S = 100.0  # for a job to save after the cluster's warning; less than signal_delay_s in conf
 
 
 class JobLauncher(Launcher):
     """Composes the jobs, runs those that are not finished, and returns the results. Subclasses say how."""
 
+    @abstractmethod
     def check(self) -> None:
         """Raises ValueError for a wrong option of the launcher. Not in the constructor: Hydra wraps what is
         raised there in lines of its own."""
-        raise NotImplementedError
 
+    @abstractmethod
     def run(self, waiting: Sequence[Job], jobs: Sequence[Job], first: int) -> None:
         """Runs the `waiting` ones of the jobs to their end."""
-        raise NotImplementedError
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         with readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR")):
@@ -160,23 +157,18 @@ class ClusterLauncher(JobLauncher):
         except Exception as error:  # of any class: each launcher has its own for a job that was cancelled
             # The launcher gave up on all its jobs at once; the cluster may still be at work on some.
             log.error("the cluster's launcher gave up: %s", error)
-            for job in waiting:
-                if is_finished_already(job.config, job.folder):
-                    job.before = True
-                else:
-                    job.lost = last_line(error)
-            return
+            failed = JobReturn(status=JobStatus.FAILED)
+            failed.return_value = error
+            returned = [failed] * len(waiting)
         for job, each in zip(waiting, returned, strict=True):
             if each.status is JobStatus.COMPLETED:
                 job.code, job.offset = each._return_value
-            else:
-                job.lost = last_line(each._return_value)
+            elif is_finished_already(job.config, job.folder):
+                job.before = True
+            else:  # the last line with text: the message of a traceback
+                lines = [line.strip() for line in str(each._return_value).splitlines() if line.strip()]
+                job.lost = (lines or ["(no message)"])[-1]
             job.log_end("finished")
-
-
-def last_line(error: object) -> str:
-    """The last line with text: the message of a traceback."""
-    return ([line.strip() for line in str(error).splitlines() if line.strip()] or ["(no message)"])[-1]
 
 
 @dataclass(frozen=True)
@@ -204,7 +196,6 @@ def forward_signals(process: Popen[bytes]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # Python sets handlers there only
         yield
         return
-    before: dict[int, Any] = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGUSR2)}
 
     def is_running() -> bool:  # without taking the exit code from who waits for it
         try:
@@ -221,14 +212,8 @@ def forward_signals(process: Popen[bytes]) -> Iterator[None]:
         if callable(before[number]):
             before[number](number, frame)
 
-    for number, handler in before.items():
-        if handler != signal.SIG_IGN:
-            signal.signal(number, forward)
-    try:
+    with signal_handlers((*SIGNALS, signal.SIGUSR2), forward) as before:
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def run_all(
@@ -237,20 +222,29 @@ def run_all(
     """Runs the jobs, as many at once as there are places (environments); a signal is handed to all of them,
     which have `grace` seconds to save, and ends the program."""
     waiting, running, free = deque(jobs), dict[Job, dict[str, str]](), list(places)
+    received, last = list[int](), -math.inf
     log.info("%d to run, %d at once", len(jobs), len(places))
-    line = SweepLine(len(jobs))
-    with collect_signals() as received, logging_redirect_tqdm(), line.bar:
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        """Notes a signal: an exception could come between a process and the note that it exists."""
+        nonlocal last
+        if time.monotonic() - last > TOGETHER_S:  # a terminal that closes sends two
+            received.append(number)
+            last = time.monotonic()
+
+    bar = tqdm(total=len(jobs), unit="job", disable=None, dynamic_ncols=True)
+    with signal_handlers(SIGNALS, receive), logging_redirect_tqdm(), bar:
         try:
             while (waiting or running) and not received:
                 for job in [job for job in running if job.process.poll() is not None]:
                     free.append(running.pop(job))
                     job.end()
-                    line.bar.update()
+                    bar.update()
                 while waiting and free:
                     job, place = waiting.popleft(), free.pop(0)
                     job.start(command, env={**os.environ, **place})
                     running[job] = place
-                line.refresh(list(running))
+                bar.refresh()
                 time.sleep(POLL_S)
         finally:
             stop_jobs(list(running), grace=grace, received=received)
@@ -260,23 +254,16 @@ def run_all(
 
 
 @contextmanager
-def collect_signals() -> Iterator[list[int]]:
-    """Collects signals in a list: an exception could come between a process and the note that it exists."""
-    received: list[int] = []
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    heeded = [number for number, handler in before.items() if handler != signal.SIG_IGN]  # nohup ignores
-    last = -math.inf
-
-    def receive(given: int, _: object) -> None:
-        nonlocal last
-        if time.monotonic() - last > TOGETHER_S:  # a terminal that closes sends two
-            received.append(given)
-            last = time.monotonic()
-
+def signal_handlers(
+    numbers: Iterable[int], handler: Callable[[int, FrameType | None], None]
+) -> Iterator[Mapping[int, Any]]:
+    """Within, a function handles the signals that are not ignored (nohup). Gives the handlers before."""
+    before = {number: signal.getsignal(number) for number in numbers}
+    heeded = [number for number, each in before.items() if each != signal.SIG_IGN]
     for number in heeded:
-        signal.signal(number, receive)
+        signal.signal(number, handler)
     try:
-        yield received
+        yield before
     finally:
         for number in heeded:
             signal.signal(number, before[number])
@@ -295,50 +282,6 @@ def stop_jobs(jobs: Sequence[Job], *, grace: float, received: Sequence[int]) -> 
     for job in jobs:
         job.kill(signal.SIGKILL)
         job.process.wait()
-
-
-class SweepLine:
-    """A progress bar of `total` jobs with the phase of each running one; silent without a terminal."""
-
-    def __init__(self, total: int) -> None:
-        self.bar = tqdm(total=total, unit="job", disable=None, dynamic_ncols=True, bar_format=BAR)
-        self.looked, self.seen = 0.0, list[Job]()
-
-    def refresh(self, jobs: list[Job]) -> None:
-        """Moves the clock on and, every REFRESH_S, reads the progress of the jobs."""
-        if self.bar.disable:
-            return
-        if jobs != self.seen or time.monotonic() - self.looked >= REFRESH_S:
-            self.looked, self.seen = time.monotonic(), jobs
-            self.bar.set_postfix_str("", refresh=False)
-            room = (self.bar.format_dict["ncols"] or 80) - len(str(self.bar)) - len(", ")
-            self.bar.set_postfix_str(fit_jobs([job_progress(job) for job in jobs], room), refresh=False)
-        self.bar.refresh()
-
-
-def job_progress(job: Job) -> tuple[str, str]:
-    """A running job's phase, and the time left: of the run if known, else of its phase."""
-    try:
-        beat = Heartbeat.load(job.folder)
-    except ValueError:
-        beat = None
-    if beat is None or not beat.alive:
-        is_own = beat is not None and beat.written >= job.began  # else of an earlier start
-        return f"#{job.number} {'ending' if is_own else 'starting'}", ""
-    left = beat.phase_eta_s if beat.run_eta_s is None else beat.run_eta_s
-    more = "+" if beat.run_eta_s is None or beat.untimed else ""
-    what = "waiting" if beat.state == "waiting" else format_phase(beat)
-    return f"#{job.number} {what}", "" if left is None else f" {format_time(left)}{more}"
-
-
-def fit_jobs(jobs: Sequence[tuple[str, str]], room: int) -> str:
-    """All jobs, their phases cut to equal shares of the room where needed; the first ones if these are too
-    small."""
-    text = " | ".join(what + left for what, left in jobs)
-    if len(text) > (room := max(0, room)):
-        share = max(MIN_WIDTH, (room + 3) // len(jobs) - 3)
-        text = " | ".join(cut_line(what, share - len(left)) + left for what, left in jobs)
-    return cut_line(text, room)
 
 
 die_with_parent()  # also in other Hydra programs that use these launchers

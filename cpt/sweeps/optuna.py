@@ -172,10 +172,9 @@ class OptunaSweeper(Sweeper):
             batch = trials(study, "RUNNING")[:size]  # of a search that was killed: their run folders go on
             while len(batch) < size:
                 seed = (self.seed * 1_000_003 + len(study.trials)) % 2**32  # by the number of the trial
-                how = {"seed": seed} | (self.options if self.sampler in ("tpe", "nsga2") else {})
-                # constant_liar: trials at once keep apart
-                how |= {"constant_liar": True} if self.sampler == "tpe" else {}
-                kinds = {"tpe": samplers.TPESampler, "nsga2": samplers.NSGAIISampler}
+                kinds: dict[str, Any] = {"tpe": samplers.TPESampler, "nsga2": samplers.NSGAIISampler}
+                how = {"seed": seed} | (self.options if self.sampler in kinds else {})
+                how |= {"constant_liar": True} if self.sampler == "tpe" else {}  # trials at once keep apart
                 try:
                     study.sampler = kinds.get(self.sampler, samplers.RandomSampler)(**how)
                 except TypeError as error:
@@ -265,11 +264,8 @@ def grid_values(override: Override) -> list[str]:
 
 def to_overrides(params: Mapping[str, Any]) -> list[str]:
     """A trial's values as overrides; numbers with DIGITS digits."""
-    shown = {
-        key: repr(float(f"{value:.{DIGITS}g}")) if isinstance(value, float) else str(value)
-        for key, value in params.items()
-    }
-    return [f"{key}={value}" for key, value in shown.items()]
+    rounded = {key: float(f"{v:.{DIGITS}g}") if isinstance(v, float) else v for key, v in params.items()}
+    return [f"{key}={value}" for key, value in rounded.items()]
 
 
 def trials(study: Study, *states: str) -> list[FrozenTrial]:
@@ -312,19 +308,13 @@ def write_best(study: Study, folder: Path, names: Sequence[str]) -> None:
         raise ValueError("no trial of the search has an objective; the same command tries again")
     several = len(names) > 1
     best = study.best_trials if several else [study.best_trial]
-    found = [
-        {
-            "trial": trial.number,
-            "params": dict(line.split("=", 1) for line in to_overrides(trial.params)),
-            "values": trial.values,
-        }
-        for trial in best
-    ]
-    results = {"name": "optuna", "objective": list(names), "finished": len(complete), "best": found}
+    results: dict[str, Any] = {"name": "optuna", "objective": list(names), "finished": len(complete)}
+    results["best"] = []
+    lines = [f"{len(complete)} trials; {'the Pareto front' if several else 'the best'} ({', '.join(names)}):"]
+    for trial in best:
+        given = to_overrides(trial.params)
+        params = dict(line.split("=", 1) for line in given)
+        results["best"].append({"trial": trial.number, "params": params, "values": trial.values})
+        lines.append(f"trial {trial.number}: {format_values(trial.values)}: {' '.join(given)}")
     OmegaConf.save(OmegaConf.create(results), folder / RESULTS)
-    lines = [
-        f"{len(complete)} trials; {'the Pareto front' if several else 'the best'} ({', '.join(names)}):",
-        *(f"trial {t.number}: {format_values(t.values)}: {' '.join(to_overrides(t.params))}" for t in best),
-        str(folder / RESULTS),
-    ]
-    log.info("%s", "\n".join(lines))
+    log.info("%s", "\n".join([*lines, str(folder / RESULTS)]))

@@ -80,9 +80,10 @@ def make_base(options: ModelOptions, corpora: Corpora, *, accelerator: str, trai
     new = describe_base(options, corpora)
     if options.checkpoint is not None:
         return new
-    decides = {name: getattr(options, name) for name in ("config", "objective", "mask_rate", "length")}
-    decides |= {"mean_span": options.mean_span} if new.objective_name == "span" else {}
-    facts, settings = corpora.general.facts, decides | {"base": asdict(options.base)}
+    assert options.base is not None and options.config is not None
+    names = ["config", "objective", "mask_rate", "length"] + ["mean_span"] * (new.objective_name == "span")
+    settings: dict[str, Any] = {name: getattr(options, name) for name in names}
+    facts, settings = corpora.general.facts, settings | {"base": asdict(options.base)}
     made_of = [FORMAT, facts["train_digest"], tokenizer_digest(new.tokenizer), settings]
     folder = corpora.cache / "base" / f"{options.name}-{digest(made_of)}"
     base = assemble_base(options, new.tokenizer, loading.AutoConfig.for_model(**options.config), corpora)
@@ -95,6 +96,7 @@ def make_base(options: ModelOptions, corpora: Corpora, *, accelerator: str, trai
 def describe_base(options: ModelOptions, corpora: Corpora) -> Base:
     """The base of a checkpoint; of a new model its tokenizer and its objective in pre-training."""
     if options.checkpoint is None:
+        assert options.config is not None and options.vocabulary is not None
         untrained = loading.AutoConfig.for_model(**options.config)
         name = loading.objective_name(options.objective, untrained)
         learned = learn_tokenizer(corpora.general, options.vocabulary, objective=name, cache=corpora.cache)
@@ -125,10 +127,8 @@ def learn_tokenizer(general: Corpus, vocabulary: int, *, objective: str, cache: 
     def make(folder: Path) -> None:
         log.info("learning a vocabulary of %d from the general text", vocabulary)
         documents = general.documents("train")
-        starts = range(0, len(documents), READ_AT_ONCE)
-        batches = (documents[at : at + READ_AT_ONCE]["text"] for at in starts)
-        learned = loading.train_tokenizer(batches, vocabulary=vocabulary, objective=objective)
-        learned.save_pretrained(folder)
+        batches = (documents[at : at + READ_AT_ONCE]["text"] for at in range(0, len(documents), READ_AT_ONCE))
+        loading.train_tokenizer(batches, vocabulary=vocabulary, objective=objective).save_pretrained(folder)
 
     made_of = [TOKENIZER_FORMAT, general.facts["train_digest"], vocabulary, objective]
     return make_once(cache / "tokenizers" / digest(made_of), make=make)
@@ -136,9 +136,10 @@ def learn_tokenizer(general: Corpus, vocabulary: int, *, objective: str, cache: 
 
 def pretrain(folder: Path, options: ModelOptions, new: Base, corpora: Corpora, *, accelerator: str) -> None:
     """Pre-trains a new model on the general text in one process; a killed one resumes from its checkpoint."""
-    how = options.base
+    how, config = options.base, options.config
+    assert how is not None and config is not None
     log.info("pre-training the base model %s on the general text: %d steps", options.name, how.steps)
-    model = loading.build_model(options.config, new.tokenizer, new.objective_name, seed=how.seed)
+    model = loading.build_model(config, new.tokenizer, new.objective_name, seed=how.seed)
     loading.check_length(options.length, model, new.objective)
     context = MethodContext(
         model=model.train(),
@@ -167,11 +168,11 @@ def pretrain(folder: Path, options: ModelOptions, new: Base, corpora: Corpora, *
         workers=0,
     )
     data.enter(domain)
-    checkpoint, path = folder / "base.ckpt", None
-    if checkpoint.exists():
+    checkpoint = folder / "base.ckpt"
+    path = str(checkpoint) if checkpoint.exists() else None
+    if path is not None:
         check_state(checkpoint, instead="delete it to pre-train the base from its beginning")
-        path = str(checkpoint)
-    alone = {"accelerator": accelerator, "devices": 1, "log_every_n_steps": 10}
+    alone: dict[str, Any] = {"accelerator": accelerator, "devices": 1, "log_every_n_steps": 10}
     alone |= {"gradient_clip_val": how.gradient_clip_val}
     guard = NanGuard(advice=ADVICE)
     callbacks = [guard, StepCheckpoint(checkpoint, every=CHECKPOINT_EVERY, guard=guard)]

@@ -16,7 +16,7 @@ from cpt.core.schema import show
 from cpt.core.tensors import NamedTensors, offload
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
-from cpt.data.packing import balance
+from cpt.data.packing import Packed, balance
 from cpt.data.sources.base import CONCAT, GENERAL
 from cpt.evaluation.scores import Scores
 from cpt.methods.base import ContinualMethod, MethodContext
@@ -26,10 +26,9 @@ from cpt.models.units import blocks
 from cpt.models.weights import Snapshot
 from cpt.optim.state import CarriedState
 from cpt.trainer.base_model import Base
-from cpt.trainer.extend import why_end_is_final
-from cpt.trainer.manifest import checkpoint_files
-from cpt.trainer.options import BF16
+from cpt.trainer.manifest import why_end_is_final
 from cpt.trainer.plan import Plan
+from cpt.trainer.run_dir import checkpoint_files
 
 log = logging.getLogger(__name__)
 PACKAGES = ("torch", "lightning", "transformers", "datasets")
@@ -83,32 +82,21 @@ def log_ineffective(plan: Plan, module: ContinualMethod, device: torch.device) -
     tensors = [each for each in module.modules() if isinstance(each, NamedTensors)]
     offloads = any(not isinstance(each, CarriedState) for each in tensors)
     final = why_end_is_final(plan) if plan.run.keep_end else ""
+    has_parts, on_disk = bool(domain_params(module)), plan.parts.keep == "disk"
+    not_pretrained = model.checkpoint and plan.settings["model"]["base"]
+    by_backward = options.accumulate_grad_batches > 1 and any(mask.limits for mask in module.masks)
     reasons = {
-        f"model.base: model.checkpoint={model.checkpoint} is not pre-trained": (
-            model.checkpoint and plan.settings["model"]["base"]
-        ),
+        f"model.base: model.checkpoint={model.checkpoint} is not pre-trained": not_pretrained,
         f"method.rate={rate}: optim.lr is a number (model.lr=… is multiplied by it)": rate not in (None, 1),
         f"trainer.offload=true: {name} keeps no weights to offload": options.offload and not offloads,
         "trainer.offload=true: on a CPU all is in the host's memory": (
             options.offload and offloads and device.type == "cpu"
         ),
         f"keep_end=true: {final}": final,
-        f"domains.packing=isolated: samples come one by one (trainer.batch_size={plan.budget.batch_size})": (
-            plan.source.isolated
-            and plan.source.encoding is not None
-            and plan.budget.batch_size == options.accumulate_grad_batches
-        ),
-        "the mask's backend=backward: later micro-batches of a step select rows too": (
-            options.accumulate_grad_batches > 1 and any(mask.limits for mask in module.masks)
-        ),
-        f"method.teacher: all is in 16 bits (trainer.precision={options.precision})": (
-            getattr(module.options, "teacher", "run") != "run" and options.precision in BF16
-        ),
-        f"parts.keep=disk: {name} has no modules per domain": (
-            plan.parts.keep == "disk" and not domain_params(module)
-        ),
+        "the mask's backend=backward: later micro-batches of a step select rows too": by_backward,
+        f"parts.keep=disk: {name} has no modules per domain": on_disk and not has_parts,
         "parts.keep=disk: with strategy=fsdp sharded modules stay in memory": (
-            plan.parts.keep == "disk" and options.strategy == "fsdp" and bool(domain_params(module))
+            on_disk and has_parts and options.strategy == "fsdp"
         ),
     }
     for reason in (reason for reason, holds in reasons.items() if holds):
@@ -119,8 +107,12 @@ def build_data(plan: Plan, corpora: Corpora, start: Base, module: ContinualMetho
     """The stages of a method over the domains of a plan."""
     options, replay, source = plan.trainer, module.replay, plan.source
     domains = module.stages(plan.order)
-    how = {"tokenizer": start.tokenizer, "length": plan.model.length, "seq2seq": start.seq2seq}
-    packed = partial(corpora.packed, **how)
+
+    def packed(name: str, split: str) -> Packed:
+        return corpora.packed(
+            name, split, tokenizer=start.tokenizer, length=plan.model.length, seq2seq=start.seq2seq
+        )
+
     train = {part: packed(part, "train") for domain in domains for part in domain.parts}
     if source.balanced is not False and train:
         train = balance(train, tokens=None if source.balanced is True else source.balanced)
@@ -141,22 +133,15 @@ def build_data(plan: Plan, corpora: Corpora, start: Base, module: ContinualMetho
     )
 
 
-def log_eval_cap(plan: Plan, data: DomainSequence) -> None:
+def log_eval_cap(data: DomainSequence) -> None:
     """Logs of how many texts a part is scored."""
     if data.cut:
         lengths = {name: text.row_lengths for name, text in data.held_out.items()}
         cut = {name: lengths[name][data.scored_rows(name)] for name in data.cut}
         read, total = (sum(int(each.sum()) for each in some.values()) for some in (lengths | cut, lengths))
         part = f"of {len(cut)} of {len(lengths)} texts a part is scored, the same rows after every stage"
-        advice = "eval.tokens=null scores all, in a run of its own"
-        log.info(
-            "eval.tokens=%s: %s (%s of %s tokens); %s",
-            show(plan.cap),
-            part,
-            f"{read:,}",
-            f"{total:,}",
-            advice,
-        )
+        counts, advice = f"{read:,} of {total:,} tokens", "eval.tokens=null scores all, in a run of its own"
+        log.info("eval.tokens=%s: %s (%s); %s", show(data.eval_tokens), part, counts, advice)
 
 
 def empty_scores(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence) -> Scores:

@@ -44,8 +44,7 @@ def make_callbacks(entries: Mapping[str, Mapping[str, Any]], *, logged: bool) ->
         told = f"callbacks.{name}={type(each).__name__}"
         if isinstance(each, CHANGES_RESULT):
             allowed = "the options of trainer, optim and schedule; method=ema averages weights"
-            why = f"{told} is not taken, as it changes how a domain is trained"
-            raise ValueError(f"{why}; allowed: {allowed}")
+            raise ValueError(f"{told} is not taken: it changes how a domain is trained; allowed: {allowed}")
         if isinstance(each, (theirs.LearningRateMonitor, theirs.DeviceStatsMonitor)) and not logged:
             raise ValueError(f"{told} writes to loggers, but there is none; allowed: logger=csv, …")
     return built
@@ -97,12 +96,10 @@ class CustomCallbacks(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict) -> None:
         for name, each in self.callbacks.items():
             if not is_plain(state := each.state_dict()):
-                allowed = (
-                    "tensors, numbers, texts, and lists and mappings of them, which a checkpoint restores"
-                )
+                allowed = "tensors, numbers, texts, and lists and mappings of them"
                 raise ValueError(f"callbacks.{name}: its state_dict is {state}; allowed: {allowed}")
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
         monitors = [each for each in trainer.callbacks if isinstance(each, Monitor)]
         if trainer.global_step < trainer.max_steps and not any(each.record.ended for each in monitors):
             told = f"the stage was ended at step {trainer.global_step} of {trainer.max_steps}"
@@ -133,7 +130,7 @@ class ProtectedMovement(Callback):
         self.began: dict[str, Tensor] = {}
         self.noted: list[float] = []  # the share, and that of a random movement
 
-    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Batch, at: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Batch, at: int) -> None:
         if trainer.global_step or self.began:
             return
         protected = module.protected_subspace()
@@ -143,7 +140,7 @@ class ProtectedMovement(Callback):
         else:
             self.began = {name: each.detach().cpu().clone() for name, each in names.items()}
 
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: Any) -> None:
         # Before the method's work after the domain, which protects more.
         if self.began:
             self.noted = protected_shares(pl_module, self.began, seed=key(pl_module.seed, "leak") % 2**63)

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from cpt.core.distributed import is_sharded, to_local
 from cpt.core.memory import forget_peak, give_back, peak
 from cpt.data.collate import Batch
+from cpt.methods.base import ContinualMethod
 from cpt.models.loading import skeleton
 
 ATEN = torch.ops.aten
@@ -37,7 +38,7 @@ class NoModules(nullcontext):
 
 def count_operations() -> FlopCounterMode:
     """Counts the operations of matrix products, convolutions and attention, forward and backward."""
-    counter = FlopCounterMode(display=False, custom_mapping=ON_CPU)
+    counter: Any = FlopCounterMode(display=False, custom_mapping=ON_CPU)
     counter.mod_tracker = NoModules()
     return counter
 
@@ -48,7 +49,7 @@ def own_names(model: PreTrainedModel) -> set[str]:
     return {*authors.state_dict(), *(name for name, _ in authors.named_buffers())}
 
 
-def stored_beside(module: nn.Module, state: Mapping[str, Tensor]) -> int:
+def stored_beside(module: ContinualMethod, state: dict[str, Tensor]) -> int:
     """Bytes that a method stores in its state_dict and other buffers beyond its `model`'s own weights."""
     return stored_bytes(dict(module.named_buffers()) | state, own_names(module.model))
 
@@ -129,9 +130,7 @@ class CostMonitor(Callback):
         first, highest, _ = self.rates or [rate] * 3
         self.rates = [first, max(highest, rate), rate]
 
-    def on_train_batch_end(
-        self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Batch, at: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, at: int) -> None:
         step = trainer.global_step
         if step == self.counted_to and self.counter is not None:
             self.end("step")
@@ -143,10 +142,9 @@ class CostMonitor(Callback):
         last, tokens, then = self.paced
         if step != last and step % trainer.log_every_n_steps == 0:
             self.paced = step, self.tokens, time.perf_counter()
-            pace = {"tokens": self.tokens, "tokens_per_s": (self.tokens - tokens) / (self.paced[2] - then)}
-            for name, value in pace.items():
-                name = f"train/{name}/{module.domain.name}"
-                module.log(name, float(value), sync_dist=True, reduce_fx="sum")
+            per_s = (self.tokens - tokens) / (self.paced[2] - then)
+            for name, value in (("tokens", float(self.tokens)), ("tokens_per_s", per_s)):
+                module.log(f"train/{name}/{module.domain.name}", value, sync_dist=True, reduce_fx="sum")
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.begin()

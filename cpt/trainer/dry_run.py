@@ -1,16 +1,16 @@
 """`plan=true`: what a run will cost, from a few real steps of its first stages, multiplied out.
 
-Texts are read and tokenized as in the run, whose cache then has them, and the method is built. Its first
-stages are trained for a few steps and evaluated on a few batches, in a module that is thrown away. Documents,
-tokens and steps are counted. A later stage takes the seconds of the last profiled one, and its bytes plus,
-for each further domain, the difference between the last two."""
+Texts are read and tokenized into the run's cache. The method's first stages are trained for a few steps and
+evaluated on a few batches, in a module that is thrown away. Documents, tokens and steps are counted. A later
+stage takes the seconds of the last profiled one, and its bytes plus, for each further domain, the difference
+between the last two."""
 
 import contextlib
 import operator
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from cpt.core.tensors import load_tensors
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import Domain, DomainSequence
 from cpt.data.options import Budget
+from cpt.evaluation.options import EvalOptions
 from cpt.evaluation.scores import Scores
 from cpt.methods.base import ContinualMethod
 from cpt.models.memory import draw_quickly
@@ -36,9 +37,9 @@ from cpt.trainer.base_model import make_base
 from cpt.trainer.build import build_data, build_method, log_eval_cap, log_ineffective
 from cpt.trainer.checkpoint import save_stage
 from cpt.trainer.costs import CostMonitor, stored_beside, trained_parameters
-from cpt.trainer.extend import check_extension, find_source, find_started, keep_base_row
 from cpt.trainer.lightning import drop_optimizer, make_trainer
-from cpt.trainer.options import minutes_of
+from cpt.trainer.manifest import check_extension, find_source, find_started, keep_base_row
+from cpt.trainer.options import TrainerOptions, minutes_of
 from cpt.trainer.plan import Plan
 from cpt.trainer.preflight import prepare
 from cpt.trainer.run_dir import RunDir
@@ -65,8 +66,8 @@ class Profile:
 class Profiler(Callback):
     """Fills the profile of a stage. `probe_times` is how many times more importance samples the run takes."""
 
-    def __init__(self, profile: Profile, probe_times: float) -> None:
-        self.profile, self.probe_times = profile, probe_times
+    def __init__(self, profile: Profile, costs: CostMonitor | None, probe_times: float) -> None:
+        self.profile, self.costs, self.probe_times = profile, costs, probe_times
         self.at, self.ends = 0.0, list[float]()
 
     def lap(self, trainer: Trainer, *args: Any) -> float:
@@ -76,10 +77,10 @@ class Profiler(Callback):
         then, self.at = self.at, time.perf_counter()
         return self.at - then
 
-    on_train_start = on_fit_end = on_validation_batch_start = lap
+    on_train_start = on_fit_end = on_validation_batch_start = lap  # type: ignore[assignment]
 
     def add_around(self, trainer: Trainer, phase: str) -> None:
-        sampled = any(each.flops[phase] for each in trainer.callbacks if isinstance(each, CostMonitor))
+        sampled = self.costs is not None and self.costs.flops[phase]
         self.profile.around_s += self.lap(trainer) * (self.probe_times if sampled else 1)
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, at: int) -> None:
@@ -104,7 +105,7 @@ class Profiler(Callback):
         self.profile.token_s += self.lap(trainer)
 
 
-def bytes_by_use(module: LightningModule, trainer: Trainer) -> dict[str, int]:
+def bytes_by_use(module: Any, trainer: Trainer) -> dict[str, int]:
     """Bytes of the tensors on the device of a stage, each counted once, and of those that trainer.offload
     keeps on the host."""
     states = [value for each in trainer.optimizers for kept in each.state.values() for value in kept.values()]
@@ -133,7 +134,7 @@ def estimate(plan: Plan, place: RunDir) -> dict[str, Any]:
     start = make_base(plan.model, corpora, accelerator=options.accelerator, trains=False)
     module = build_method(plan, start)
     data = build_data(plan, corpora, start, module)
-    log_eval_cap(plan, data)
+    log_eval_cap(data)
     log_ineffective(plan, module, ready.device)
     folder = find_started(plan, place)
     scores = folder.scores()
@@ -144,19 +145,20 @@ def estimate(plan: Plan, place: RunDir) -> dict[str, Any]:
         state = f"continues {folder.path} ({state})"
     elif scores is None and not place.config.exists() and (why := find_source(place, plan)[1]):
         state = f"new ({why})"
-    texts, stages = count_work(plan, data, folder, scores)
-    about = {"run": {"folder": str(place.path), **plan.names, "seed": plan.run.seed}, "state": state}
+    texts, stages = count_work(plan.evaluation, data, folder, scores)
+    run = {"folder": str(place.path), **plan.names, "seed": plan.run.seed}
+    about: dict[str, Any] = {"run": run, "state": state}
     about |= {"device": str(ready.device), "processes": world, "texts": texts, "stages": stages}
     if not any(each["left_steps"] or each["left_read_tokens"] for each in stages):
         return about | {"left": "nothing"}
     # What one process does of a batch, with the same few steps for every domain.
     probe, steps = min(options.probe_samples, options.eval_batch_size), WARMUP + max(TIMED, 2 * module.period)
-    alone = {"devices": 1, "num_nodes": 1, "strategy": "auto", "reshard_after_forward": None, "workers": 0}
+    alone: dict[str, Any] = {"devices": 1, "num_nodes": 1, "strategy": "auto", "reshard_after_forward": None}
     few = replace(
         plan,
         order=plan.order[:STAGES],
         budget=Budget(steps=steps, epochs=None, tokens=None, batch_size=plan.budget.batch_size // world),
-        trainer=replace(options, **alone, probe_samples=probe),
+        trainer=replace(options, **alone, workers=0, probe_samples=probe),
     )
     part = build_data(few, corpora, start, module)
     part.eval_tokens = options.eval_batch_size * plan.model.length
@@ -168,16 +170,16 @@ def estimate(plan: Plan, place: RunDir) -> dict[str, Any]:
     left_out = [name for name, asked in measured.items() if asked is not None]
     left_out += ["monitoring"] * plan.watches + ["generated text"] * plan.mixture.generates
     left_out += ["training of the base model"] * (start.untrained is not None)
-    return about | extrapolate(plan, profiles, stages, world) | {
-        "lower_bound": type(module).expand is not ContinualMethod.expand and len(stages) > len(profiles),
-        "not_included": left_out,
-    }  # fmt: skip
+    grows = type(module).expand is not ContinualMethod.expand
+    about |= {"lower_bound": grows and len(stages) > len(profiles), "not_included": left_out}
+    return about | extrapolate(options, profiles, stages, world, copies=plan.keeps)
 
 
-def count_work(plan: Plan, data: DomainSequence, place: RunDir, scores: Scores | None) -> tuple[list, list]:
+def count_work(
+    policy: EvalOptions, data: DomainSequence, place: RunDir, scores: Scores | None
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The texts in documents and tokens, the stages in steps and tokens, and what a run folder lacks."""
-    texts, objective = {}, data.objective.scoring  # type: ignore[attr-defined]
-    parts = [each.parts for each in data]
+    texts, parts = dict[str, dict[str, Any]](), [each.parts for each in data]
     for name in dict.fromkeys([*sum(parts, ()), *data.held_out]):
         train, held_out, chosen = data.train.get(name), data.held_out[name], data.scored_sizes(name)
         texts[name] = {
@@ -187,11 +189,11 @@ def count_work(plan: Plan, data: DomainSequence, place: RunDir, scores: Scores |
             "held_out_documents": held_out.documents,
             "held_out_tokens": int(held_out.row_lengths.sum()),
             "read_tokens": int(chosen.all.sum()),  # to score it once
-            "scored_tokens": int(objective.scored(chosen).sum()),
+            "scored_tokens": int(data.objective.scoring.scored(chosen).sum()),
         }
     stages, done = [], len(scores.rows) if scores else 0
     for number, stage in enumerate([Domain("base", -1, ()), *data]):
-        columns = plan.evaluation.choose_columns(number, stages=parts, texts=list(data.held_out))
+        columns = policy.choose_columns(number, stages=parts, texts=list(data.held_out))
         steps, left, tokens = data.steps(stage) if number else 0, columns, 0.0
         left_steps = steps if number >= done else 0
         if scores and number < done:
@@ -223,21 +225,21 @@ def profile_stages(
     plan: Plan, module: ContinualMethod, data: DomainSequence, device: torch.device, work: Path, times: float
 ) -> list[Profile]:
     """The profiles of the base and the first stages. The module cannot be used after it."""
-    found = []
+    found, arguments = [], plan.trainer.lightning
     data.asked = list(dict.fromkeys([[*data.held_out][0], [*data.held_out][-1]]))  # a domain, general text
     data.by_length = not module.in_sequence
     tokens = sum(int(data.scored_sizes(name).all.sum()) for name in data.asked)
     for number, stage in enumerate([None, *data]):
         found.append(now := Profile())
-        profiler = Profiler(now, times)
+        profiler = Profiler(now, costs := CostMonitor(), times)
         forget_peak(device)
         if stage:
             data.enter(stage)
             module.setup_stage(stage)
             module.train()
-            callbacks = [CostMonitor(), NanGuard(policy=plan.run.on_nonfinite), profiler]
-            how = {"label": f"profiling {stage.name}", "steps": data.steps(stage), "callbacks": callbacks}
-            trainer = make_trainer(plan.trainer.lightning, **how)
+            callbacks = [costs, NanGuard(policy=plan.run.on_nonfinite), profiler]
+            label, steps = f"profiling {stage.name}", data.steps(stage)
+            trainer = make_trainer(arguments, label=label, steps=steps, callbacks=callbacks)
             with draw_quickly(plan.trainer.quick_dropout):
                 trainer.fit(module, datamodule=data)
             drop_optimizer(trainer)
@@ -247,7 +249,7 @@ def profile_stages(
             now.trained = trained_parameters(module)
             if plan.parts.keep == "disk":
                 map_stored(module, path)
-        trainer = make_trainer(plan.trainer.lightning, label="profiling evaluation", callbacks=[profiler])
+        trainer = make_trainer(arguments, label="profiling evaluation", callbacks=[profiler])
         trainer.validate(module, datamodule=data, verbose=False)
         now.token_s, now.peak = now.token_s / max(1, tokens), peak(device)
         now.memory = now.memory or bytes_by_use(module, trainer)
@@ -255,39 +257,43 @@ def profile_stages(
 
 
 def extrapolate(
-    plan: Plan, profiles: Sequence[Profile], stages: Sequence[Mapping], world: int
+    options: TrainerOptions,
+    profiles: Sequence[Profile],
+    stages: Sequence[dict[str, Any]],
+    world: int,
+    *,
+    copies: int,
 ) -> dict[str, Any]:
-    """Memory, disk and seconds of all stages."""
-    trained, last, is_fsdp = profiles[1:], len(stages) - 1, plan.trainer.strategy == "fsdp"
+    """Memory, disk and seconds of all stages; a stage keeps `copies` of the weights to go back to."""
+    trained, last, is_fsdp = profiles[1:], len(stages) - 1, options.strategy == "fsdp"
 
     def grown(number: int) -> Profile:
         """The profile of a stage; later ones than were profiled add the same for each."""
         beyond = number - len(trained)
         if beyond <= 0 or len(trained) < 2:
             return profiles[min(number, len(trained))]
-        then, now = map(asdict, trained[-2:])
-        sizes = {key: now[key] + beyond * max(0, now[key] - then[key]) for key in ("file", "stored")}
-        both = [(use, size, size - then["memory"][use]) for use, size in now["memory"].items()]
-        memory = {use: size + beyond * max(0, added) for use, size, added in both}
-        return replace(trained[-1], **sizes, memory=memory)
+        then, now = trained[-2:]
+        memory = {use: b + beyond * max(0, b - then.memory[use]) for use, b in now.memory.items()}
+        sizes = ((then.file, now.file), (then.stored, now.stored))
+        size, stored = (b + beyond * max(0, b - a) for a, b in sizes)
+        return replace(now, file=size, stored=stored, memory=memory)
 
     def memory(number: int) -> dict[str, int]:
-        own, uses = profiles[min(number, len(trained))], dict(grown(number).memory)
+        own, uses = profiles[min(number, len(trained))], grown(number).memory
         uses = {use: size // (world if is_fsdp else 1) for use, size in uses.items()}
         offloaded, gradients = uses.pop("offloaded"), uses["gradients"]
         uses["activations and rest"] = own.peak - sum(own.memory.values()) + own.memory["offloaded"]
-        uses["weights to go back to"] = gradients * plan.keeps
+        uses["weights to go back to"] = gradients * copies
         uses["gradient buckets"] = gradients * (world > 1 and not is_fsdp)
         return uses | {"peak": sum(uses.values()), "offloaded": offloaded}
 
-    kinds = ("training", "before and after domains", "checkpoints", "evaluation")
-    seconds, every = dict.fromkeys(kinds, 0.0), plan.trainer.checkpoint_every
+    seconds = dict.fromkeys(("training", "before and after domains", "checkpoints", "evaluation"), 0.0)
     for number, row in enumerate(stages):
         own, left = profiles[min(number, len(trained))], row["left_steps"]
         seconds["evaluation"] += row["left_read_tokens"] * own.token_s / world
         if left:
-            minutes, training_s = minutes_of(every), left * own.step_s
-            saves = 1 + (training_s / (60 * minutes) if minutes else left // int(every))
+            minutes, training_s = minutes_of(options.checkpoint_every), left * own.step_s
+            saves = 1 + (training_s / (60 * minutes) if minutes else left // int(options.checkpoint_every))
             seconds["training"] += training_s
             seconds["before and after domains"] += own.around_s
             whole = own.save_s * (1 + own.memory["optimizer state"] / own.file)  # with the optimizer's state
@@ -295,7 +301,7 @@ def extrapolate(
     each = [grown(number) for number in range(last + 1)]
     files, stored = [one.file for one in each[1:]], [one.stored for one in each]
     sums, final = [sum(one.memory.values()) for one in trained[-2:]] or [0], memory(last)
-    checkpoint = each[-1].file + each[-1].memory["optimizer state"] + final["weights to go back to"]
+    checkpoint = each[-1].file + each[-1].memory["optimizer state"]
     return {
         "stages": [row | {"stored": size} for row, size in zip(stages, stored, strict=True)],
         "trained_parameters": max((one.trained for one in trained), default=0),
@@ -305,7 +311,7 @@ def extrapolate(
             "stage file": sum(files[-1:]),
             "last two stage files, until the last is committed": sum(files[-2:]) * (len(files) > 1),
             "all stage files (keep_stages=true)": sum(files),
-            "checkpoint while training": checkpoint,
+            "checkpoint while training": checkpoint + final["weights to go back to"],
             "losses by document": sum(row["documents_bytes"] for row in stages),
             "exported model": each[-1].memory["weights"],
         },
@@ -316,38 +322,33 @@ def extrapolate(
 
 def format_table(data: Mapping[str, Any]) -> str:
     """What plan=true prints; of many texts and stages the first and last, and the sums of all."""
-
-    def table(rows: Sequence[Mapping[str, Any]], leave_out: Sequence[str]) -> str:
-        names = [name for name in rows[0] if name not in leave_out]
-        sums = {names[0]: "all"} | {name: sum(row[name] or 0 for row in rows) for name in names[1:]}
-        few = rows if len(rows) <= 8 else [*rows[:4], dict.fromkeys(names, "…"), *rows[-4:]]
-        shown = [[row[name] for name in names] for row in [*few, sums]]
-        cells = [[f"{cell:,}" if isinstance(cell, int) else cell or "–" for cell in row] for row in shown]
-        return pd.DataFrame(cells, columns=names).to_string(index=False)
-
-    run, cost = data["run"], "seconds" in data
+    run, cost, tables = data["run"], "seconds" in data, []
+    for rows, left_out in (
+        (data["texts"], ["read_tokens"]),
+        (data["stages"], ["left_read_tokens", "documents_bytes", "stored"]),
+    ):
+        frame = pd.DataFrame(rows).drop(columns=left_out, errors="ignore")
+        sums = pd.DataFrame([{frame.columns[0]: "all", **frame.iloc[:, 1:].sum()}])
+        few = frame if len(frame) <= 8 else pd.concat([frame.head(4), frame.tail(4)])
+        shown = pd.concat([few, sums]).map(lambda cell: cell if isinstance(cell, str) else f"{cell:,.0f}")
+        tables.append(shown.replace("nan", "–").to_string(index=False))
     found = [
         f"Plan of {run['folder']}: method={run['method']} mask={run['mask']} replay={run['replay']} "
         f"model={run['model']} seed={run['seed']}, {data['processes']} x {data['device']}\n"
         f"State: {data['state']}" + "; nothing is left to train or to evaluate" * (not cost),
-        table(data["texts"], ["read_tokens"]),
-        table(data["stages"], ["left_read_tokens", "documents_bytes", "stored"]),
+        *tables,
     ]
     if not cost:
         return "\n\n".join(found)
     memory = pd.DataFrame(data["memory"])
     disk = {f"disk: {name}": megabytes(size) for name, size in data["disk"].items() if size}
-    times = {
-        f"time left: {name}": str(timedelta(seconds=round(size)))
-        for name, size in data["seconds"].items()
-        if size
-    }
+    times = {name: timedelta(seconds=round(size)) for name, size in data["seconds"].items() if size}
     added, stored = map(megabytes, data["grows_by_domain"].values())
     found += [
         memory[memory.any(axis=1)].map(megabytes).add_suffix(" stage").to_string(),
         f"{data['trained_parameters']:,} parameters are trained. Each further domain adds {added} in "
         f"memory and {stored} to the stage file.",
-        pd.Series(disk | times).to_string(),
+        pd.Series(disk | {f"time left: {name}": str(size) for name, size in times.items()}).to_string(),
         f"Measured: a few steps and batches of {STAGES} stages at most, on this machine as it is now.",
     ]
     if data["lower_bound"]:

@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ from cpt.evaluation.task_answers import Question, rank_choices, score_choices, w
 from cpt.evaluation.task_metrics import AnswerSummary
 from cpt.methods.base import ContinualMethod
 from cpt.models.forward import in_mode
+from cpt.models.objectives import Objective
 from cpt.trainer.base_model import Base
 from cpt.trainer.plan import Plan
 from cpt.trainer.run_dir import RunDir
@@ -64,11 +65,9 @@ class Evaluator(ABC):
 
     def __init__(self, when: str, *, place: RunDir, module: ContinualMethod, data: DomainSequence) -> None:
         self.when, self.place, self.module, self.data = when, place, module, data
-
-    @property
-    def contents(self) -> dict[str, str]:
-        """Hashes of the data of each task, where a run's identity keeps them."""
-        return {}
+        self.contents: dict[
+            str, str
+        ] = {}  # hashes of the data of each task, where a run's identity keeps them
 
     def name(self, number: int) -> str:
         """The stage's, as the row of the matrix."""
@@ -142,12 +141,9 @@ class FinetuneEvaluator(Evaluator):
     def __init__(self, plan: FinetunePlan, tokenizer: PreTrainedTokenizerBase, **run: Any) -> None:
         super().__init__(plan.when, **run)
         self.plan, self.tasks = plan, {name: plan.task(name) for name in plan.tasks}
+        self.contents = {name: task.content for name, task in self.tasks.items()}
         self.tokenizer = deepcopy(tokenizer)  # truncation is a state of it
         self.jobs: dict[tuple[str, int], finetune.FinetuneJob] = {}  # by task and tokens of an example
-
-    @property
-    def contents(self) -> dict[str, str]:
-        return {name: task.content for name, task in self.tasks.items()}
 
     def asked(self, number: int) -> list[tuple[str, int]]:
         """(task, seed) asked for after a stage. A model that learned its domains alone is measured on these
@@ -163,24 +159,22 @@ class FinetuneEvaluator(Evaluator):
     def follows(self, number: int) -> bool:
         return bool(self.asked(number))
 
+    def read(self, number: int, name: str, seed: int) -> dict[str, Any] | None:
+        """What a file says of its measurement; None for one of other settings, data or examples."""
+        task, path = self.tasks[name], endtask_file(self.folder(number), name, seed)
+        found = find_predictions(path, predictions.ENDTASK_COLUMNS, digest=task.digest(seed))
+        return None if found is None or found[0].num_rows != len(task.test) else found[1]
+
     def due(self, number: int) -> list[tuple[str, int]]:
-        due = []
-        for name, seed in self.asked(number):
-            task, path = self.tasks[name], endtask_file(self.folder(number), name, seed)
-            found = find_predictions(path, predictions.ENDTASK_COLUMNS, digest=task.digest(seed))
-            if found is None or found[0].num_rows != len(task.test):
-                due.append((name, seed))
-        return due
+        return [each for each in self.asked(number) if self.read(number, *each) is None]
 
     def work(self, number: int, due: list[tuple[str, int]], device: torch.device, label: str) -> None:
         rank, world = rank_and_world()
         costs = {each: self.tasks[each[0]].steps for each in self.asked(number)}
         share = share_measurements(costs, rank=rank, world=world)
         mine = [each for each in due if each in share]
-        if not mine:
-            return
         total = sum(costs[each] for each in mine)
-        with counted(label, total=total, hidden=rank != 0, unit="step") as (progress, step):
+        with counted(label, total=total, hidden=rank != 0 or not mine, unit="step") as (progress, step):
             for name, its in groupby(mine, key=lambda each: each[0]):
                 with finetune.forked_generators(device):
                     model = self.module.model_for(self.data.places.get(name, BASE))
@@ -194,8 +188,8 @@ class FinetuneEvaluator(Evaluator):
         length = finetune.longest(model, task.settings.length)
         if (name, length) not in self.jobs:  # once for all seeds and stages
             types = (getattr(model.config, "type_vocab_size", None) or 0) > 1  # tells texts of a pair apart
-            given = {"length": length, "classes": task.classes, "types": types}
-            encode = partial(finetune.encode_examples, tokenizer=self.tokenizer, **given)
+            given = {"length": length, "classes": task.classes, "types": types, "tokenizer": self.tokenizer}
+            encode: Any = partial(finetune.encode_examples, **given)
             self.jobs[name, length] = finetune.FinetuneJob(
                 name=task.name,
                 train=encode(task.train),
@@ -208,23 +202,16 @@ class FinetuneEvaluator(Evaluator):
             )
         job = self.jobs[name, length]
         predicted, epoch = finetune.fine_tune(model, job, seed=seed, **how)
-        about = {"digest": task.digest(seed), "metric": task.settings.metric, "classes": task.classes}
+        about: dict[str, Any] = {"digest": task.digest(seed), "metric": task.settings.metric}
+        about |= {"classes": task.classes, "epochs": epoch, "seconds": round(time.perf_counter() - began, 3)}
         about |= finetune.scores_of(torch.from_numpy(predicted), job.test.labels, job.classes)
-        about |= {"seconds": round(time.perf_counter() - began, 3), "epochs": epoch}
         columns = {name: [getattr(example, name) for example in task.test] for name in ("id", "label")}
         columns["prediction"] = [task.classes[each] for each in predicted]
         predictions.save_predictions(endtask_file(self.folder(number), name, seed), columns, about=about)
 
     def results(self, rows: int) -> dict[str, Any]:
-        """Files of other settings or data count as not measured."""
-
-        def read(number: int, name: str, seed: int) -> dict[str, Any] | None:
-            path = endtask_file(self.folder(number), name, seed)
-            found = find_predictions(path, digest=self.tasks[name].digest(seed))
-            return found and found[1]
-
         seeds, tasks = self.plan.seeds, self.tasks
-        found = [[[read(row, name, seed) for seed in seeds] for name in tasks] for row in range(rows)]
+        found = [[[self.read(row, name, seed) for seed in seeds] for name in tasks] for row in range(rows)]
         return {
             **{"when": self.when, "tasks": list(tasks), "seeds": list(seeds)},
             "digest": digest([task.digest(seed) for task in tasks.values() for seed in seeds]),
@@ -244,7 +231,7 @@ def share_measurements(
 ) -> set[tuple[str, int]]:
     """The measurements of one process: the costliest first, each to the process that has the least so far. It
     counts all of them and not those that are missing, which change while other processes work."""
-    loads, shares = [0] * world, [set() for _ in range(world)]
+    loads, shares = [0] * world, [set[tuple[str, int]]() for _ in range(world)]
     for each in sorted(costs, key=lambda each: -costs[each]):
         least = loads.index(min(loads))
         shares[least].add(each)
@@ -302,27 +289,27 @@ class TaskEvaluator(Evaluator):
     def ask(self, number: int, task: str, model: PreTrainedModel, *, step: Callable[[int], object]) -> None:
         """Asks a task, each process its share, and writes its file."""
         questions, began = self.questions[task], time.perf_counter()
-        how = {"batch_size": self.options.batch_size, "step": step, "share": rank_and_world()}
+        how: dict[str, Any] = {"batch_size": self.options.batch_size, "step": step, "share": rank_and_world()}
         closed = all(each.choices for each in questions)
-        sums, texts = {}, {}
+        sums, texts = dict[tuple[int, int], float](), dict[int, str]()
         with suppress(Preempted):  # the other processes are waited for
             if closed:
-                sums = score_choices(model, self.data.objective, questions, **how)
+                sums.update(score_choices(model, cast(Objective, self.data.objective), questions, **how))
             if self.options.written:
-                texts = write_answers(model, self.tokenizer, questions, most=self.options.tokens, **how)
+                texts |= write_answers(model, self.tokenizer, questions, most=self.options.tokens, **how)
         leave_together(f"in the answers after {self.name(number)}")
         for ranked, written in gather_objects((sums, texts)):
-            sums, texts = {**sums, **ranked}, {**texts, **written}
+            sums, texts = sums | ranked, texts | written
         if is_first_process():
             best, best_mean = rank_choices(questions, sums) if closed else (None, None)
-            written = [texts[at] for at in range(len(questions))] if self.options.written else None
+            answers = [texts[at] for at in range(len(questions))] if self.options.written else None
             ids, references = [each.id for each in questions], [each.reference for each in questions]
-            given = (ids, references, written, best, best_mean)
+            given = (ids, references, answers, best, best_mean)
             columns = dict(zip(predictions.ANSWER_COLUMNS, given, strict=True))
             if needs_sources(self.options, task):
                 columns[SOURCE] = [each.text for each in questions]
             about = {"digest": self.digests[task], "seconds": round(time.perf_counter() - began, 3)}
-            about["choices"] = [list(each.choices) for each in questions]
+            about |= {"choices": [list(each.choices) for each in questions]}
             path = predictions.answers_file(self.folder(number), task)
             predictions.save_predictions(path, columns, about=about)
         barrier()  # the file is there for all
@@ -333,15 +320,18 @@ class TaskEvaluator(Evaluator):
         there = {task: cells for task, cells in found.items() if any(cells)}
         seconds = sum(cell.seconds for cells in there.values() for cell in cells if cell)
         tasks = {task: task_metrics.collect_task(cells) for task, cells in there.items()}
-        answers = {"when": self.when, "seconds": seconds, "tasks": tasks, "metrics": {}, "intervals": {}}
+        answers: dict[str, Any] = {"when": self.when, "seconds": seconds, "tasks": tasks}
+        answers |= {"metrics": {}, "intervals": {}}
         names = [self.name(number) for number in range(rows)]
         if there:
             asked = np.array([[cell is not None for cell in cells] for cells in there.values()]).T
-            shape = {"rows": names, "tasks": list(there)}
-            measured = task_metrics.compute_metrics(task_metrics.matrix_of(answers), asked=asked, **shape)
+            matrix = task_metrics.matrix_of(answers)
+            measured = task_metrics.compute_metrics(matrix, rows=names, tasks=list(there), asked=asked)
             answers["metrics"] = {name: float(value) for name, value in measured.items()}
             if rows == len(self.data) + 1 and measured:
-                values = {task: [cell and cell.head for cell in cells] for task, cells in there.items()}
+                values = {
+                    task: [cell.head if cell else None for cell in cells] for task, cells in there.items()
+                }
                 answers["intervals"] = task_metrics.compute_intervals(values, rows=names)
         return answers
 
@@ -356,7 +346,8 @@ class LMEvalEvaluator(Evaluator):
         self, options: LMEvalOptions, harness: Harness | None, tokenizer: PreTrainedTokenizerBase, **run: Any
     ) -> None:
         super().__init__(options.when, **run)
-        self.options, self.harness, self.tokenizer = options, harness, tokenizer
+        self.options, self.tokenizer = options, tokenizer
+        self.harness: Any = harness
 
     def due(self, number: int) -> list[str]:
         if self.harness is None or not self.follows(number):
@@ -432,7 +423,8 @@ def make_evaluators(
 ) -> list[Evaluator]:
     """The evaluators of a plan, in the order in which they measure. Raises ValueError for a measure of
     choices where a task has none."""
-    run, found = {"place": place, "module": module, "data": data}, []
+    found: list[Evaluator] = []
+    run: dict[str, Any] = {"place": place, "module": module, "data": data}
     if plan.endtasks is not None:
         found.append(FinetuneEvaluator(plan.endtasks, start.tokenizer, **run))
     if plan.answers is not None:
@@ -454,7 +446,7 @@ def make_evaluators(
             log.info("answers.written=false: %s, whose answers are open, is not asked", ", ".join(left))
         settings = asdict(replace(options, when="each"))  # which changes no answer
         del settings["measures"]  # nor do these, but that a file may have to hold the sources
-        known_by = [ANSWERS_FORMAT, settings, asdict(corpora.encoding)]
+        known_by = [ANSWERS_FORMAT, settings, asdict(cast(Any, corpora.encoding))]
         known_by += [corpora.tokenizer_digest(start.tokenizer), start.length, plan.source.score_on]
         digests = {}
         for task in questions:

@@ -51,10 +51,9 @@ def describe_options(arguments: Sequence[str]) -> str:
     blocks = []
     for place in list_sections(cfg):
         if not chosen or place.split(".")[0] in chosen:
-            told = ((f"{key}={value}", meant, words) for key, value, meant, words in list_options(cfg, place))
-            lines = [
-                f"{given}\n    {meant}{f'; allowed: {words}' * bool(words)}" for given, meant, words in told
-            ]
+            lines = []
+            for key, value, meant, words in list_options(cfg, place):
+                lines += [f"{key}={value}", f"    {meant}" + f"; allowed: {words}" * bool(words)]
             blocks.append("\n".join(lines))
     return "\n\n".join(filter(None, blocks))
 
@@ -74,7 +73,7 @@ def options_at(cfg: DictConfig, place: str) -> Sequence[type[Options]]:
     """The Options of a section; none where its class has none."""
     target = OmegaConf.select(cfg, join(place, "_target_"))
     kind = KNOWN.get(target) or (options_class(target, place=place) if target else None)
-    return FIXED.get(place) or [kind] * (kind is not None)
+    return FIXED.get(place) or ([] if kind is None else [kind])
 
 
 def list_options(cfg: DictConfig, place: str) -> Iterator[tuple[str, str, str, str]]:

@@ -1,8 +1,13 @@
-"""The loop over stages: train, evaluate, commit; a killed run resumes from what is committed."""
+"""The loop over stages: train, evaluate, commit; a killed run resumes from what is committed. Its remaining
+time, for progress.json: what is left, at the pace of what is done."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -13,37 +18,156 @@ from torch.distributed.fsdp import FSDPModule
 from cpt.adapters.domain_store import map_stored
 from cpt.core.distributed import barrier
 from cpt.core.files import writing
-from cpt.core.heartbeat import set_phase
+from cpt.core.heartbeat import HEARTBEAT, Phase, set_phase
 from cpt.core.preemption import check_signals, defer_signals, leave_together
-from cpt.core.processes import is_first_process
+from cpt.core.processes import is_first_process, keep_threads
 from cpt.core.tensors import check_state
+from cpt.data.corpora import Corpora
 from cpt.data.datamodule import Domain, DomainSequence
 from cpt.evaluation.metrics import objective_value
 from cpt.evaluation.monitor import MonitorObserver
 from cpt.evaluation.scores import Scores, gather_documents
-from cpt.loggers.loggers import WandbCurves, log_scores, log_stage
+from cpt.loggers.loggers import WandbCurves, log_scores, log_stage, track
+from cpt.loggers.wandb import run_name
 from cpt.methods.base import ContinualMethod
 from cpt.models.memory import draw_quickly
 from cpt.models.weights import measure_movement
 from cpt.optim.nan_guard import NanGuard, RollbackError, check_finite
 from cpt.reporting import run_page
 from cpt.reporting.model_card import write_model_card
-from cpt.trainer.base_model import Base
-from cpt.trainer.build import build_method
+from cpt.trainer import build, preflight
+from cpt.trainer.base_model import Base, make_base
 from cpt.trainer.callbacks import CustomCallbacks, ProtectedMovement
 from cpt.trainer.checkpoint import StepCheckpoint, check_stage, restore_stage, save_stage
-from cpt.trainer.costs import CostMonitor, stored_beside, trained_parameters
-from cpt.trainer.eta import RunETA
-from cpt.trainer.evaluators import Evaluator
-from cpt.trainer.extend import why_end_is_final
+from cpt.trainer.costs import CostMonitor, stored_beside, time_phase, trained_parameters
+from cpt.trainer.evaluators import Evaluator, make_evaluators
 from cpt.trainer.lightning import drop_optimizer, make_trainer
+from cpt.trainer.manifest import why_end_is_final, write_manifest
 from cpt.trainer.monitor import Monitor
 from cpt.trainer.plan import Plan
 from cpt.trainer.run_dir import RunDir
-from cpt.trainer.score import ScoreJournal, Scorer
+from cpt.trainer.score import ScoreJournal, Scorer, documents_of
 
 log = logging.getLogger(__name__)
 ENDS = 6  # texts at both ends of those that a line names
+KINDS = {  # the work of a stage in its order, as in scores.json, and its name in progress.json
+    "generate": "writing texts before",
+    "learn": "learning",
+    "score": "scoring after",
+    "endtasks": "end tasks after",
+    "answers": "answers after",
+    "probes": "probe after",
+}
+LATEST = 100  # stages that set the pace
+
+
+def train_run(plan: Plan, run: RunDir) -> Scores:
+    """Reads the texts, builds base and method, and trains every stage that the run directory lacks."""
+    ready = preflight.prepare(plan, run)  # before hours of reading
+    plan, took = ready.plan, dict[str, float]()
+    keep_threads(run.path / "threads", processes=ready.processes)
+    set_phase("reading texts")
+    with time_phase(took, "read the texts"):
+        cache = Path(plan.run.cache_dir)
+        corpora = Corpora.read(plan.source, plan.order, cache=cache, workers=plan.data.workers)
+    set_phase("making the base")
+    with time_phase(took, "make the base"):
+        base = make_base(plan.model, corpora, accelerator=plan.trainer.accelerator)
+        method = build.build_method(plan, base)
+    set_phase("tokenising")
+    with time_phase(took, "tokenise"):
+        data = build.build_data(plan, corpora, base, method)
+        pieces: dict[str, Any] = {"module": method, "data": data}
+        data.replay_source = method.replay.open_source(
+            run.path / "generated", **pieces, corpora=corpora, base=base, seed=plan.run.seed
+        )
+        evaluators = make_evaluators(plan, run, ready, corpora, base, **pieces)
+    build.log_eval_cap(data)
+    build.log_ineffective(plan, method, ready.device)
+    write_manifest(plan, run, corpora, base, evaluators)
+    scores, new = run.scores(), build.empty_scores(plan, corpora, base, data)
+    if scores is None or scores.run["order"] != new.run["order"]:  # domains were added
+        scores = new if scores is None else new.take_over(scores)
+    run.check_documents(len(scores.rows))
+    for phase, seconds in took.items():
+        scores.phases["start"][phase] = scores.phases["start"].get(phase, 0.0) + seconds
+    name, options = run_name(scores.run, plan.settings["order"]), plan.run
+    about: dict[str, Any] = {"name": name, "group": str(options.name), "job_type": plan.names["method"]}
+    about |= {"tags": options.tags, "config": dict(plan.settings)}
+    with track(plan.logger.flags, run.path, about=about, custom=ready.loggers) as loggers:
+        trainer = ContinualTrainer(
+            plan=plan,
+            run=run,
+            **pieces,
+            evaluators=evaluators,
+            scores=scores,
+            loggers=loggers,
+            callbacks=CustomCallbacks(ready.callbacks, run.path / "callbacks"),
+            device=ready.device,
+        )
+        trainer.fit()  # for each stage: train, save, evaluate, commit
+        trainer.finalize(base)  # model, report, model card
+    return scores
+
+
+@dataclass(frozen=True)
+class RunETA:
+    """The stages of a run and the seconds of what is done."""
+
+    data: DomainSequence
+    scorer: Scorer
+    scores: Scores
+    examinations: Sequence[Evaluator]
+
+    @contextmanager
+    def timed(self, kind: str, number: int) -> Iterator[None]:
+        """Reports a kind of work in a stage (0: the base), and adds its seconds to the scores."""
+        if HEARTBEAT.folder is not None:
+            set_phase(self.phase(kind, number))
+        with time_phase(self.scores.phases[kind], self.names[number]):
+            yield
+
+    def phase(self, kind: str, number: int) -> Phase:
+        """What follows this work, in seconds where its like was timed; in steps before a stage was trained.
+        What a trained stage lacks is not counted."""
+        done, after = len(self.scores.rows), list(KINDS)[list(KINDS).index(kind) + 1 :]
+        seconds, steps, untimed = 0.0, 0, []
+        for later, sizes in self.sizes.items():
+            left = sum(sizes[max(number + 1, done) :]) + sizes[number] * (later in after)
+            took, known = self.scores.phases.get(later, {}), zip(self.names, sizes[:done], strict=False)
+            paces = [took[name] / size for name, size in known if size and name in took]
+            if left and paces:
+                seconds += left * median(paces[-LATEST:])
+            elif left and later == kind == "learn":
+                steps = left
+            elif left:
+                untimed.append(later)
+        trained = self.sizes["learn"]
+        return Phase(
+            name=f"{KINDS[kind]} {self.names[number]}",
+            stage=number,
+            stages=len(self.data),
+            trains=kind == "learn",
+            done=sum(trained[: number + (kind != "learn")]),
+            total=sum(trained),
+            remaining_s=None if "learn" in untimed else seconds,
+            remaining_steps=steps,
+            untimed=tuple(untimed),
+        )
+
+    @cached_property
+    def names(self) -> list[str]:
+        return ["base", *(domain.name for domain in self.data)]
+
+    @cached_property
+    def sizes(self) -> dict[str, list[int]]:
+        """By kind, the size of the work in the base's stage and the others: steps, texts, or 1."""
+        stages = range(len(self.names))
+        found = {each.KIND: [int(each.follows(number)) for number in stages] for each in self.examinations}
+        found["generate"] = [int(self.data.replay_source is not None and number > 0) for number in stages]
+        found["learn"] = [0, *map(self.data.steps, self.data)]
+        found["score"] = [len(self.scorer.wanted(number)) for number in stages]
+        return {kind: found[kind] for kind in KINDS if kind in found}
 
 
 @dataclass(kw_only=True, eq=False)
@@ -62,12 +186,13 @@ class ContinualTrainer:
     at: int = 0  # the stage whose weights the module has
 
     def __post_init__(self) -> None:
-        plan, given = self.plan, {"module": self.module, "data": self.data, "scores": self.scores}
-        self.scorer = Scorer(plan.evaluation, plan.trainer, **given, place=self.run)
-        self.journal = ScoreJournal(self.scores, self.run.scores_file, digests=plan.digests)
+        plan, module, data, scores = self.plan, self.module, self.data, self.scores
+        how = plan.evaluation, plan.trainer.lightning
+        self.scorer = Scorer(*how, module=module, data=data, scores=scores, place=self.run)
+        self.journal = ScoreJournal(scores, self.run.scores_file, digests=plan.digests)
         self.to_disk = plan.parts.keep == "disk"  # the modules of earlier domains
-        self.eta = RunETA(self.data, self.scorer, self.scores, self.evaluators)
-        self.scores.needs_domain, self.scores.alone = self.module.needs_domain, self.module.alone
+        self.eta = RunETA(data, self.scorer, scores, self.evaluators)
+        scores.needs_domain, scores.alone = module.needs_domain, module.alone
 
     def fit(self) -> None:
         """Trains and evaluates every stage that is not committed yet, and measures what earlier rows lack."""
@@ -98,10 +223,10 @@ class ContinualTrainer:
 
     def fit_stage(self, number: int, domain: Domain) -> dict[str, Any]:
         """Trains one stage, from its checkpoint if it has one; gives its costs, by their names in Scores."""
-        checkpoint = self.run.checkpoint(number, domain.name)
+        plan, checkpoint = self.plan, self.run.checkpoint(number, domain.name)
         if checkpoint.exists():
-            remedy = f"delete it to learn {domain.name} again; what came before is kept"
-            check_state(checkpoint, instead=remedy)
+            instead = f"delete it to learn {domain.name} again; what came before is kept"
+            check_state(checkpoint, instead=instead)
             log.info("going on within %s", domain.name)
         if self.data.replay_source is not None:
             with self.eta.timed("generate", number):
@@ -109,17 +234,15 @@ class ContinualTrainer:
         self.data.enter(domain)
         self.module.setup_stage(domain)
         self.module.train()
-        costs, movement, monitors = CostMonitor(), ProtectedMovement(), []
-        if self.plan.watches:
-            watcher = self.plan.observer
+        costs, movement, monitors = CostMonitor(), ProtectedMovement(), list[Monitor]()
+        if plan.watches:
+            watcher = plan.observer
             observer = watcher.open(self.run, self.data, domain) if watcher.given else MonitorObserver()
-            default = -(-self.data.steps(domain) // watcher.evaluations)
-            every = int(self.plan.monitor.every or default)
-            monitors = [Monitor(self.plan.monitor, observer, self.data, domain, costs, every=every)]
-        guard = NanGuard(policy=self.plan.run.on_nonfinite)
+            every = int(plan.monitor.every or -(-self.data.steps(domain) // watcher.evaluations))
+            monitors = [Monitor(plan.monitor, observer, self.data, domain, costs, every=every)]
+        guard = NanGuard(policy=plan.run.on_nonfinite)
         parts = self.run.stage(number - 1) if self.to_disk else None
-        every = self.plan.trainer.checkpoint_every
-        saving = StepCheckpoint(checkpoint, every=every, guard=guard, parts=parts)
+        saving = StepCheckpoint(checkpoint, every=plan.trainer.checkpoint_every, guard=guard, parts=parts)
         for logger in self.loggers:
             if isinstance(logger, WandbCurves):
                 logger.curves.enter(domain.name, tokens=sum(self.scores.seen))
@@ -129,17 +252,17 @@ class ContinualTrainer:
         with self.eta.timed("learn", number):
             while fitting is None:
                 fitting = make_trainer(
-                    self.plan.trainer.lightning,
+                    plan.trainer.lightning,
                     label=f"{domain.name} ({number}/{len(self.data)})",
                     folder=self.run.path / "lightning",
                     loggers=self.loggers,
                     steps=self.data.steps(domain),
                     callbacks=callbacks,
                 )
-                path = str(checkpoint) if checkpoint.exists() else None
+                begun = str(checkpoint) if checkpoint.exists() else None
                 try:
-                    with defer_signals(), draw_quickly(self.plan.trainer.quick_dropout):
-                        fitting.fit(self.module, datamodule=self.data, ckpt_path=path, weights_only=True)
+                    with defer_signals(), draw_quickly(plan.trainer.quick_dropout):
+                        fitting.fit(self.module, datamodule=self.data, ckpt_path=begun, weights_only=True)
                 except RollbackError:
                     drop_optimizer(fitting)
                     self.module.train()
@@ -147,8 +270,9 @@ class ContinualTrainer:
         drop_optimizer(fitting)
         for each in monitors:
             observed = each.observer.record()
-            entry = asdict(each.record) | ({"budget": observed} if observed else {})
-            self.scores.monitor[domain.name] = entry
+            self.scores.monitor[domain.name] = asdict(each.record) | (
+                {"budget": observed} if observed else {}
+            )
         check_finite(self.module.state_dict(), domain.name)
         path = self.run.stage(number)
         state = save_stage(self.module, path)
@@ -160,7 +284,7 @@ class ContinualTrainer:
             "stored": stored_beside(self.module, state),
             **costs.costs(fitting),
             **{"rates": costs.rates, "leak": movement.noted, "spikes": guard.spikes.noted},
-            "skipped": len(guard.left_out),
+            **{"skipped": len(guard.left_out)},
         }
 
     def commit_row(self, row: str, **costs: Any) -> None:
@@ -169,9 +293,9 @@ class ContinualTrainer:
         with self.eta.timed("score", number):
             cells = self.scorer.score(number, row, self.scorer.wanted(number))
         leave_together(f"before {row} was committed")
-        nll = [cells.means.get(text) for text in self.scores.domains]
-        self.scores.append(row, nll=nll, parts=cells.parts, **costs)
-        shown = [f"{name} {np.exp(value):.1f}" for name, value in cells.means.items()]
+        nll = [cells[text].mean if text in cells else None for text in self.scores.domains]
+        self.scores.append(row, nll=nll, parts={text: cell.parts for text, cell in cells.items()}, **costs)
+        shown = [f"{text} {np.exp(cell.mean):.1f}" for text, cell in cells.items()]
         few = shown if len(shown) <= 2 * ENDS else [*shown[:ENDS], "…", *shown[-ENDS:]]
         log.info("after %s, perplexity: %s", row, ", ".join(few))
         diagnostics = {
@@ -180,7 +304,7 @@ class ContinualTrainer:
         }
         log_stage(self.loggers, self.scores, distributions=diagnostics)
         if is_first_process():
-            self.run.save_documents(number, cells.documents)
+            self.run.save_documents(number, documents_of(cells))
             if diagnostics:
                 self.run.save_arrays(self.run.path / "diagnostics" / f"{number:03d}.npz", diagnostics)
             self.journal.keep_row(number)
@@ -198,11 +322,12 @@ class ContinualTrainer:
         with self.eta.timed("score", number):
             cells = self.scorer.score(number, row, missing)
         leave_together(f"before {row} was committed")
-        self.scores.fill(number, cells.means, cells.parts)
+        means, parts = ({t: getattr(cell, name) for t, cell in cells.items()} for name in ("mean", "parts"))
+        self.scores.fill(number, means, parts)
         log.info("after %s, %d more texts are scored", row, len(missing))
         if is_first_process():
             (before,) = self.run.load_documents([number])
-            self.run.save_documents(number, before | {**cells.documents})
+            self.run.save_documents(number, before | documents_of(cells))
             self.journal.keep_row(number)
 
     def run_evaluators(self, number: int) -> None:
@@ -235,7 +360,7 @@ class ContinualTrainer:
         check_signals("before the model was exported")
         set_phase("exporting the model")
         if isinstance(self.module.model, FSDPModule):  # another module has all weights in this process
-            self.module, self.at = build_method(self.plan, start), 0
+            self.module, self.at = build.build_method(self.plan, start), 0
             self.restore(len(scores.rows) - 1)
         with writing(run.model):
             loading = self.module.export(run.model, [domain.name for domain in self.data])
@@ -250,11 +375,9 @@ class ContinualTrainer:
         scores.policy = self.plan.evaluation.policy
         left = {row: len(self.scorer.missing(number)) for number, row in enumerate(scores.rows)}
         if rows := [row for row, count in left.items() if count]:
-            told = (
-                "%d cells of the matrix are missing, in the rows %s: the weights after these stages were not "
-            )
-            told += "kept (keep_stages=true keeps them for later)"
-            log.info(told, sum(left.values()), ", ".join(rows[:3]) + ", …" * (len(rows) > 3))
+            why = "the weights after these stages were not kept (keep_stages=true keeps them for later)"
+            few = ", ".join(rows[:3]) + ", …" * (len(rows) > 3)
+            log.info("%d cells of the matrix are missing, in the rows %s: %s", sum(left.values()), few, why)
         for each in self.evaluators:
             self.journal.collect(each)
         scores.objective = objective_value(scores.metrics, self.plan.run.objective)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning import LightningModule, Trainer
+from lightning import Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
@@ -52,17 +52,17 @@ class Monitor(Callback):
         self.best: dict[str, Tensor] = {}  # the weights of the lowest loss so far
         self.step = 0
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         self.step = trainer.global_step
         pl_module.pace = self.observer.pace
         if self.record.ended:
             trainer.should_stop = True
 
-    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Batch, at: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Batch, at: int) -> None:
         if not self.began:
             self.evaluate(trainer, module)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
         step, why = trainer.global_step, self.observer.ended
         if step == self.step or not self.began:  # an accumulated batch
             return
@@ -90,7 +90,7 @@ class Monitor(Callback):
             if trainer.is_global_zero:
                 log.info("%s ends after step %d: %s", trainer.datamodule.domain.name, step, why)
 
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: Any) -> None:
         # Before the method's work after the domain.
         if self.best and self.record.kept != trainer.global_step:
             put_back(pl_module, self.best)
@@ -99,7 +99,7 @@ class Monitor(Callback):
 
     def evaluate(self, trainer: Trainer, module: ContinualMethod) -> None:
         """Evaluates the model as it is now, has the observer act, and stores the losses."""
-        now = self.measure(trainer, module)
+        now: Mapping[str, Tensor] = self.measure(trainer, module)
         self.began = self.began or now
         now = self.observer.see(trainer, module, now, partial(self.measure, trainer, module))
         began, losses = ({name: each[name].numpy() for name in now} for each in (self.began, now))
@@ -108,7 +108,7 @@ class Monitor(Callback):
             self.best, self.record.kept = copy_trained(module), trainer.global_step
 
     @torch.no_grad()
-    def measure(self, trainer: Trainer, module: ContinualMethod) -> dict[str, Tensor]:
+    def measure(self, trainer: Any, module: ContinualMethod) -> dict[str, Tensor]:
         """Nats and scored tokens by text and document [2, documents], of all processes, on the CPU. As in the
         matrix, but that the modules of the domain in training, which the bank does not have yet, score it."""
         losses = {name: DocumentNLL(text.documents).to(module.device) for name, text in self.texts.items()}

@@ -25,13 +25,23 @@ from cpt.core.schema import (
 )
 from cpt.data.orders import WORDS
 
-SHARDED_PRECISIONS = ("auto", "32-true", "32", 32, "bf16-mixed", "bf16", "bf16-true")
 BF16 = ("bf16-mixed", "bf16", "bf16-true")
+SHARDED_PRECISIONS = ("auto", "32-true", "32", 32, *BF16)
+PRECISIONS = (
+    *("auto", "32-true", "32", 32, "16-mixed", "bf16-mixed", "bf16-true", "16-true", "16", 16, "bf16"),
+    *("64-true", "64", 64, "transformer-engine", "transformer-engine-float16"),
+)
+TAGS = f"a list of texts, 1 to {LONGEST_TAG} characters each"
+ORDERS = f"the number of a named order, {', '.join(WORDS)}, or a list like [b,a,c]"
+# With a strategy that shards otherwise (deepspeed) masks and what is kept of a model would be a shard's.
+Strategy = Literal[
+    "auto", "ddp", "ddp_find_unused_parameters_true", "ddp_find_unused_parameters_false", "fsdp"
+]
 
 
 @dataclass(frozen=True)
 class Fsdp:
-    """Weights shared out among processes, as cpt.trainer.fsdp makes a strategy of it."""
+    """Weights sharded across processes, as cpt.trainer.lightning makes a strategy of it."""
 
     reshard: bool
 
@@ -44,21 +54,16 @@ def is_name(value: Any) -> bool:
 
 
 def is_order(value: Any) -> bool:
-    return (
-        fits(value, Natural)
-        or fits(value, Text)
-        or (isinstance(value, list | tuple) and all(not isinstance(entry, bool) for entry in value))
-    )
+    listed = isinstance(value, list | tuple) and not any(isinstance(entry, bool) for entry in value)
+    return listed or fits(value, Natural) or fits(value, Text)
 
 
 def is_devices(value: Any) -> bool:
+    """Whether it is auto, -1, a number of devices, or a list of their numbers."""
     if isinstance(value, str):
         return value == "auto" or re.fullmatch(r"-1|\d+(,\d+)*", value) is not None
-    return (
-        value == -1
-        or fits(value, Count)
-        or ((isinstance(value, list | tuple) and all(fits(at, Natural) for at in value)) and len(value) > 0)
-    )
+    listed = isinstance(value, list | tuple) and len(value) > 0 and all(fits(at, Natural) for at in value)
+    return listed or value == -1 or fits(value, Count)
 
 
 def minutes_of(value: Any) -> float | None:
@@ -67,32 +72,29 @@ def minutes_of(value: Any) -> float | None:
     return float(found[1]) or None if found else None
 
 
-WHOLE = "a whole number, 1 or more"
+Name = Annotated[Any, Predicate(is_name), Allowed("a folder below outputs/, like first or sizes/small")]
+Order = Annotated[Any, Predicate(is_order), Allowed(ORDERS)]
+Devices = Annotated[Any, Predicate(is_devices), Allowed("1, 2, …; auto or -1 for all; a list like [0,2]")]
+Tags = Annotated[tuple[Annotated[str, Len(1, LONGEST_TAG)], ...], Allowed(TAGS)]
+Metrics = Annotated[Text | Annotated[tuple[Text, ...], MinLen(1)], Allowed("METRIC.UNIT, or a list of such")]
+Interval = Annotated[
+    Steps | Annotated[str, Predicate(minutes_of)], Allowed("a whole number, 1 or more, or like 10min")
+]
+Precision = Annotated[
+    str | int, Predicate(PRECISIONS.__contains__), Allowed(", ".join(dict.fromkeys(map(str, PRECISIONS))))
+]
 
 
 @config
 class RunOptions(Options):
-    """What stands at the top of conf/config.yaml."""
+    """The options at the top of conf/config.yaml."""
 
-    name: Annotated[
-        Any, Predicate(is_name), Allowed("a folder below outputs/, like first or sizes/small")
-    ] = option("runs that belong together: outputs/NAME/…, the group on W&B")
+    name: Name = option("runs that belong together: outputs/NAME/…, the group on W&B")
     variant: Any = option("what tells this run from others of its method in a comparison")
-    tags: Annotated[
-        tuple[Annotated[str, Len(1, LONGEST_TAG)], ...],
-        Allowed(f"a list of texts, 1 to {LONGEST_TAG} characters each"),
-    ] = option("labels for W&B")
-    seed: Natural = option(
-        "order of samples, masked positions, dropout; never the base model, never evaluation"
-    )
-    order: Annotated[
-        Any,
-        Predicate(is_order),
-        Allowed(f"the number of a named order, {', '.join(WORDS)}, or a list like [b,a,c]"),
-    ] = option("in which order domains are learned")
-    objective: Annotated[
-        Text | Annotated[tuple[Text, ...], MinLen(1)], Allowed("METRIC.UNIT, or a list of such")
-    ] = option("what a sweeper minimises, of scores.json")
+    tags: Tags = option("labels for W&B")
+    seed: Natural = option("order of samples, masked positions, dropout; never base model or evaluation")
+    order: Order = option("in which order domains are learned")
+    objective: Metrics = option("what a sweeper minimises, of scores.json")
     check: Literal["fast", "full"] = option(
         "whether a run's texts and base are what it began with: by size and time, or every byte"
     )
@@ -101,7 +103,7 @@ class RunOptions(Options):
         "order: if there is one, only then, never"
     )
     on_nonfinite: Literal["stop", "skip", "rollback"] = option(
-        "a loss or gradient that is no number: stop, skip the step, or back to the last checkpoint"
+        "on a non-finite loss or gradient: stop, skip the step, or back to the last checkpoint"
     )
     plan: Annotated[bool | Literal["json"], Allowed("true, false, json")] = option(
         "say what the run will cost, and stop: as a table, or as JSON"
@@ -125,54 +127,26 @@ class TrainerOptions(Options):
     eval_batch_size: Count = option("samples per forward pass of evaluation and probes, per process")
     probe_samples: Count = option("samples that importance, Fisher and routing are estimated on")
     gradient_clip_val: NonNegative | None = option("global norm; null: no clipping")
-    precision: Literal[
-        "auto",
-        "32-true",
-        "32",
-        32,
-        "16-mixed",
-        "bf16-mixed",
-        "bf16-true",
-        "16-true",
-        "16",
-        16,
-        "bf16",
-        "64-true",
-        "64",
-        64,
-        "transformer-engine",
-        "transformer-engine-float16",
-    ] = option("of weights and computation; auto: bf16-mixed on a GPU that has it, else 32-true")
-    attention: Text = option("how it is computed, by the name that transformers has for it")
+    precision: Precision = option("auto: bf16-mixed on a GPU that has it, else 32-true")
+    attention: Text = option("attention implementation, by its name in transformers")
     quick_dropout: bool = option(
-        "on a processor masks of dropout are drawn 16 bits an entry: other masks than torch's, sooner",
-        default=False,
+        "on a CPU draw dropout masks 16 bits an entry: faster, other masks than torch's", default=False
     )
     gradient_checkpointing: bool = option(
-        "activations are computed again in the backward pass, not kept: less memory, more time"
+        "recompute activations in the backward pass: less memory, more time"
     )
-    offload: bool = option(
-        "what a method keeps of weights (teachers, anchors, averages, parts) rests in the host's memory"
-    )
+    offload: bool = option("keep method state (teachers, anchors, averages, parts) in CPU memory")
     deterministic: bool = option(
         "on a GPU sums are taken in a fixed order, slower: the same bits", default=False
     )
     compile: bool = option("torch.compile of each transformer block")
-    checkpoint_every: Annotated[
-        Steps | Annotated[str, Predicate(minutes_of)], Allowed(f"{WHOLE}, or like 10min")
-    ] = option("between checkpoints within a domain: so many steps, or minutes")
+    checkpoint_every: Interval = option("steps or minutes between checkpoints within a domain")
     log_every_n_steps: Count = option("steps between points of the curves")
     workers: Natural = option("processes that prepare batches")
     accelerator: Text = option("cpu, gpu, …; auto: what there is")
-    devices: Annotated[
-        Any, Predicate(is_devices), Allowed("1, 2, …; auto or -1 for all; a list like [0,2]")
-    ] = option("processes on this machine")
+    devices: Devices = option("processes on this machine")
     num_nodes: Count = option("machines", default=1)
-    # A copy of the model per process, or its weights shared out (fsdp: cpt.trainer.fsdp). With others that
-    # shard (deepspeed) masks and what is kept of a model would be those of a shard, without a word.
-    strategy: Literal[
-        "auto", "ddp", "ddp_find_unused_parameters_true", "ddp_find_unused_parameters_false", "fsdp"
-    ] = option("how processes work together")
+    strategy: Strategy = option("how processes work together")
     reshard_after_forward: bool | None = option(
         "of strategy=fsdp: frees a block's weights between its forward and its backward pass; null elsewhere",
         default=None,
@@ -192,17 +166,16 @@ class TrainerOptions(Options):
 
     @property
     def lightning(self) -> dict[str, Any]:
-        """What lightning.Trainer is told."""
-        own = {each.name: getattr(self, each.name) for each in fields(self)}
+        """The arguments of lightning.Trainer."""
+        own: dict[str, Any] = {name: getattr(self, name) for name in FOR_LIGHTNING}
         if self.strategy == "fsdp":
             own["strategy"] = Fsdp(reshard=self.reshard_after_forward is not False)
-        return {name: value for name, value in own.items() if name not in OURS} | dict(self.others)
+        return own | dict(self.others)
 
 
-OURS = (  # not for lightning.Trainer
-    *("steps", "epochs", "tokens", "batch_size", "eval_batch_size", "probe_samples", "checkpoint_every"),
-    *("workers", "others", "gradient_checkpointing", "attention", "quick_dropout", "offload", "compile"),
-    "reshard_after_forward",
+FOR_LIGHTNING = (
+    *("accumulate_grad_batches", "gradient_clip_val", "precision", "deterministic", "log_every_n_steps"),
+    *("accelerator", "devices", "num_nodes", "strategy"),
 )
 
 
@@ -224,5 +197,5 @@ class LoggerOptions(Options):
 
     @property
     def flags(self) -> dict[str, Any]:
-        """What cpt.loggers.loggers is told."""
+        """The options of cpt's own loggers (cpt.loggers.loggers)."""
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "others"}

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, cast
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
@@ -31,7 +31,6 @@ from cpt.optim.options import carried, read_optimizer
 from cpt.optim.schedulers import Schedule
 from cpt.trainer.options import LoggerOptions, RunOptions, TrainerOptions
 
-Made = TypeVar("Made")
 OWN_CODE = ("cpt.methods.", "cpt.gradient_masks.")  # classes that are known to work with sharded weights
 ELSEWHERE = ("strategy", "experiment", "hydra")  # config groups that set values of other sections
 # Arguments of lightning.Trainer that cpt sets; others would change how much is trained or evaluated.
@@ -136,76 +135,79 @@ class Plan(Sections):
     def digests(self) -> dict[str, str]:
         """Hashes of what is measured in addition to the losses (options, sizes and times of data), by its key
         in scores.json."""
-        groups = {"endtasks": "endtask", "answers": "answers", "probes": "probe"}
         measured = {"endtasks": self.endtasks, "answers": self.answers, "probes": self.probe}
-        stamps = {kind: getattr(options, "stamp", "") for kind, options in measured.items() if options}
-        return {kind: digest([self.settings[groups[kind]], stamp]) for kind, stamp in stamps.items()}
+        groups = dict(zip(measured, ("endtask", "answers", "probe"), strict=True))
+        return {
+            kind: digest([self.settings[groups[kind]], getattr(options, "stamp", "")])
+            for kind, options in measured.items()
+            if options
+        }
 
 
 def read_sections(cfg: DictConfig) -> Sections:
     """Raises ValueError for an unknown key and an invalid value; missing values (`???`) are not checked."""
-    written, top = as_written(cfg), OmegaConf.load(CONF / "config.yaml")
+    written, top = as_written(cfg), cast(DictConfig, OmegaConf.load(CONF / "config.yaml"))
     groups = [name for each in top.pop("defaults") if each != "_self_" for name in each]
-    known = tuple(key for key in (*top, *groups) if key not in ELSEWHERE and " " not in key)
+    known = tuple(str(key) for key in (*top, *groups) if key not in ELSEWHERE and " " not in key)
     for key in map(str, cfg):
         if key not in known and key not in ELSEWHERE and not is_used(key, written):
             raise ValueError(unknown_name(key, known, whole=", ".join(known)))
     if missing := [key for key in known if key not in cfg and not OmegaConf.is_missing(cfg, key)]:
         raise ValueError(f"{missing[0]} is missing; allowed: {missing[0]}=…, one of conf/{missing[0]}")
     read = partial(read_section, cfg, written=written)
+
+    def choose(section: str, kind: type, *, otherwise: Any = None) -> Any:
+        """The object of the class that a section chooses, or a Choice; `otherwise` where it chooses none."""
+        chosen = read(section)
+        if chosen.values.get("_target_", "") is None and otherwise is not None:
+            return otherwise
+        made = chosen.choose(needed=otherwise is not None or kind is Source)
+        if isinstance(made, Choice) and kind is Source:
+            made = made.load()(**made.arguments)
+        if made is not None and not isinstance(made, kind):
+            name = made.target if isinstance(made, Choice) else name_of(type(made))
+            raise ValueError(f"{section}._target_={name}; allowed: a class below {name_of(kind)}")
+        return made
+
     check_value("method.rate", read("method").values.get("rate", 1), NonNegative)
     if (endtask := read("endtask").values).get("_target_") is not None:
         check_task_values("endtask", endtask)
-    method, model = read("method").choose(needed=True), read("model")
+    method, model, logger = read("method").choose(needed=True), read("model"), read("logger")
     is_new = model.values.get("checkpoint", ...) is None  # else not pre-trained, whatever an experiment says
     model = replace(model, values={**model.values, "base": model.values.get("base") if is_new else None})
-    replay, observer = read("replay"), read("budget")
-    schedule = instantiate_now(read("schedule").choose(needed=True))
+    schedule = read("schedule").choose(needed=True)
+    schedule = schedule.load()(**schedule.arguments) if isinstance(schedule, Choice) else schedule
     if schedule is not None and not callable(schedule):
-        name = f"{type(schedule).__module__}.{type(schedule).__name__}"
-        raise ValueError(f"schedule._target_={name}; allowed: a class like cpt.optim.schedulers.Linear")
-    logger = read("logger")
+        allowed = "a class like cpt.optim.schedulers.Linear"
+        raise ValueError(f"schedule._target_={name_of(type(schedule))}; allowed: {allowed}")
     flags, loggers = logger.split(LoggerOptions)
     flags["others"] = check_targets(loggers, "logger")
-    return Sections(
-        run=read("", names=[each.name for each in fields(RunOptions)]).read(RunOptions),
-        freeze=read("freeze").read(Freeze),
-        evaluation=read("eval").read(EvalOptions),
-        monitor=read("monitor").read(MonitorOptions),
-        observer=ObserverConfig()
-        if observer.values.get("_target_", "") is None
-        else of_kind(ObserverConfig, "budget", observer.choose(needed=True)),
-        data=read("data").read(DataOptions),
-        parts=read("parts").read(PartsOptions),
-        model=model.read(ModelOptions),
-        method=None if method is None else replace(method, below="cpt.methods.base.ContinualMethod"),
-        masks=tuple(read(f"mask.{name}").choose() for name in check_targets(read("mask").values, "mask")),
-        replay=NO_REPLAY
-        if replay.values.get("_target_", "") is None
-        else of_kind(ReplayConfig, "replay", replay.choose(needed=True)),
-        source=of_kind(Source, "domains", instantiate_now(read("domains").choose(needed=True))),
-        optim=read_optimizer(read("optim")),
-        schedule=schedule,
-        answers=of_kind(TaskEvalOptions, "answers", read("answers").choose()),
-        probe=of_kind(LMEvalOptions, "probe", read("probe").choose()),
-        trainer=read_trainer(read("trainer")),
-        logger=replace(logger, values=flags).read(LoggerOptions),
-        callbacks=check_targets(read("callbacks").values, "callbacks"),
-    )
+    sections: dict[str, Any] = {
+        "run": read("", names=[each.name for each in fields(RunOptions)]).read(RunOptions),
+        "freeze": read("freeze").read(Freeze),
+        "evaluation": read("eval").read(EvalOptions),
+        "monitor": read("monitor").read(MonitorOptions),
+        "observer": choose("budget", ObserverConfig, otherwise=ObserverConfig()),
+        "data": read("data").read(DataOptions),
+        "parts": read("parts").read(PartsOptions),
+        "model": model.read(ModelOptions),
+        "method": None if method is None else replace(method, below="cpt.methods.base.ContinualMethod"),
+        "masks": tuple(read(f"mask.{name}").choose() for name in check_targets(read("mask").values, "mask")),
+        "replay": choose("replay", ReplayConfig, otherwise=NO_REPLAY),
+        "source": choose("domains", Source),
+        "optim": read_optimizer(read("optim")),
+        "schedule": schedule,
+        "answers": choose("answers", TaskEvalOptions),
+        "probe": choose("probe", LMEvalOptions),
+        "trainer": read_trainer(read("trainer")),
+        "logger": replace(logger, values=flags).read(LoggerOptions),
+        "callbacks": check_targets(read("callbacks").values, "callbacks"),
+    }
+    return Sections(**sections)
 
 
-def instantiate_now(chosen: Any) -> Any:
-    """The object of a Choice, whose class has no Options of its own; else what is given."""
-    return chosen.load()(**chosen.arguments) if isinstance(chosen, Choice) else chosen
-
-
-def of_kind(kind: type[Made], section: str, made: Any) -> Made | None:
-    """`made`; raises ValueError for an object of another class."""
-    if made is not None and not isinstance(made, kind):
-        name = made.target if isinstance(made, Choice) else f"{type(made).__module__}.{type(made).__name__}"
-        allowed = f"a class below {kind.__module__}.{kind.__name__}"
-        raise ValueError(f"{section}._target_={name}; allowed: {allowed}")
-    return made
+def name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__name__}"
 
 
 def read_trainer(given: Section) -> TrainerOptions | None:
@@ -220,8 +222,8 @@ def read_trainer(given: Section) -> TrainerOptions | None:
 
         theirs = set(inspect.signature(Trainer).parameters) - SET_BY_CPT
         if name not in theirs:
-            names = {*theirs, *(each.name for each in fields(TrainerOptions))} - {"others"}
-            known = sorted(f"trainer.{each}" for each in names)
+            names = sorted(theirs | {each.name for each in fields(TrainerOptions)} - {"others"})
+            known = [f"trainer.{each}" for each in names]
             whole = "what conf/trainer lists, and what lightning.Trainer takes"
             raise ValueError(unknown_name(f"trainer.{name}", known, whole=whole))
     return replace(given, values={**own, "others": others}).read(TrainerOptions)
@@ -255,19 +257,20 @@ def make_plan(cfg: DictConfig) -> Plan:
         scores = Path(folder) / "scores.json"
         if not scores.exists() or not Scores.load(scores).run["finished"]:
             raise ValueError(f"from={folder} is no finished run; allowed: null, or the folder of one")
-        new = {"config": None, "base": None, "vocabulary": None}  # options of a new model
-        model = replace(read.model, checkpoint=str(Path(folder) / "model"), **new)
+        # Without the options of a new model.
+        model = replace(
+            read.model, checkpoint=str(Path(folder) / "model"), config=None, base=None, vocabulary=None
+        )
         read = replace(read, model=model)
         names["model"] = f"{model.name} from {Path(folder).name}"
-    known = {"names": source.domains, "orders": source.named_orders, "seed": read.run.seed}
-    order = orders.resolve_order(read.run.order, **known)
-    sizes = ("steps", "epochs", "tokens", "batch_size")
+    seed, texts = read.run.seed, source.domains
+    order = orders.resolve_order(read.run.order, names=texts, orders=source.named_orders, seed=seed)
     plan = Plan(
         **vars(read) | {"answers": read.answers if source.encoding is not None else None},
         settings=redact(settings),
         names=names | {"mask": "+".join(settings["mask"]) or "none"},
         order=order,
-        budget=Budget(**{name: getattr(trainer, name) for name in sizes}),
+        budget=Budget(trainer.steps, trainer.epochs, trainer.tokens, trainer.batch_size),
         carry=carried(settings["optim"].get("carry", "none")),
         endtasks=plan_endtasks(settings["endtask"], source.domains, order),
         config_digest=digest(identity(redact(settings))),

@@ -136,6 +136,7 @@ def check_model(plan: Plan) -> PretrainedConfig:
     options, source, given = plan.model, plan.source, plan.model.checkpoint
     sentinels, tokenizer = 0, None
     if given is None:
+        assert options.base is not None and options.config is not None
         check_optimizer("model.base.optim", options.base.optim)
         with naming_cause("model.config"):
             config = loading.AutoConfig.for_model(**options.config)
@@ -156,14 +157,12 @@ def check_model(plan: Plan) -> PretrainedConfig:
             tokenizer = loading.load_tokenizer(given)
         if not options.resize:
             check_entries(config.get_text_config().vocab_size, tokenizer, checkpoint=given)
-        adapter = loading.find_adapter(given)
+        loading.find_adapter(given)  # raises ValueError for one that is damaged
         if is_first_process() and (folder / PARTS_INDEX).is_file():
             index = json.loads((folder / PARTS_INDEX).read_text(encoding="utf-8"))
             used = f"with those of {index['parts'][-1]}" if index["attach"] is None else "without any of them"
             names, advice = ", ".join(index["parts"]), "cpt.adapters.export.load gives others"
             log.warning("%s has modules for %s; it starts %s: %s", folder, names, used, advice)
-        elif is_first_process() and adapter:
-            log.info("Merging the adapter %s into the model of %s", adapter.name, folder)
         sentinels = len(loading.sentinel_ids(tokenizer))
     objective = loading.objective_name(options.objective, config)
     check_objective(plan, objective, tokenizer)
@@ -173,11 +172,12 @@ def check_model(plan: Plan) -> PretrainedConfig:
         with naming_cause(f"trainer.attention={plan.trainer.attention}"):
             model.set_attn_implementation(plan.trainer.attention)
     stand_in: Objective = Causal()  # without a tokenizer, which may not be trained yet
+    rate, mean = options.mask_rate or 0.0, options.mean_span or 0.0
     if objective == "span":
         ids = range(sentinels or loading.SENTINELS)
-        stand_in = Span(rate=options.mask_rate, mean=options.mean_span, sentinels=ids, end=0, pad=0, start=0)
+        stand_in = Span(rate=rate, mean=mean, sentinels=ids, end=0, pad=0, start=0)
     elif objective == "masked":
-        stand_in = Masked(DummyTokenizer(config.get_text_config().vocab_size), rate=options.mask_rate)
+        stand_in = Masked(DummyTokenizer(config.get_text_config().vocab_size), rate=rate)
     if source.isolated:
         check_isolation(model, causal=objective == "causal")
         if source.encoding is None:
@@ -217,7 +217,7 @@ def check_objective(plan: Plan, objective: str, tokenizer: Any) -> None:
         raise ValueError(f"model.mask_rate=null; allowed: above 0 and below 1, as the model {kind}")
     if objective == "span" and options.mean_span is None:
         raise ValueError(f"model.mean_span=null; allowed: 1 or more, as the model {kind}")
-    if objective == "span" and options.checkpoint is None and options.vocabulary < least:
+    if objective == "span" and options.checkpoint is None and (options.vocabulary or 0) < least:
         needed = f"{least} or more, {loading.SENTINELS} of them sentinels"
         raise ValueError(f"model.vocabulary={options.vocabulary}; allowed: {needed}")
     loading.check_packing(objective, isolated=source.isolated, answers=has_answers)

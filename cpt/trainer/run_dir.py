@@ -4,11 +4,11 @@ import contextlib
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from filelock import FileLock, Timeout
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -23,6 +23,8 @@ from cpt.evaluation.scores import Scores, documents_file, load_documents
 
 # Config keys that choose texts: a run is compared by the texts' contents, not by these.
 BY_CONTENT = ("order", "domains.root", "domains.only", "domains.by", "from")
+WEIGHTS = (".safetensors", ".bin")
+OF_A_CHECKPOINT = (*WEIGHTS, ".json", ".model", ".txt", ".jinja")
 # The files of a run that was rejected: Hydra's, and those that the next start writes again.
 BEFORE_THE_RUN = (".hydra", "run.log", ".lock", "config.yaml", "threads", PROGRESS_FILE)
 
@@ -56,14 +58,15 @@ class RunDir:
         """A value of the stored config, by its dotted key; None where it has none. Raises ValueError for a
         config that cannot be read."""
         try:
-            return dict(flatten(plain_config(OmegaConf.load(self.config)))).get(key)
+            return dict(flatten(plain_config(cast(DictConfig, OmegaConf.load(self.config))))).get(key)
         except (YAMLError, OmegaConfBaseException) as error:
             told = f"{self.config} is damaged ({reason(error)})"
             raise ValueError(f"{told}; bring it back from a copy") from error
 
     def changes(self, settings: Mapping[str, Any]) -> list[str]:
         """How a config differs from the stored one, apart from keys whose contents are compared."""
-        both = [identity(redact(each)) for each in (plain_config(OmegaConf.load(self.config)), settings)]
+        stored = plain_config(cast(DictConfig, OmegaConf.load(self.config)))
+        both = [identity(redact(each)) for each in (stored, settings)]
         for key in BY_CONTENT if self.manifest.exists() or self.scores_file.exists() else ():
             for each in both:
                 each.pop(key, None)
@@ -180,4 +183,26 @@ class RunDir:
     def save_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
         """Writes a .npz file atomically."""
         with files.replacing(path) as partial, partial.open("wb") as file:
-            np.savez(file, **arrays)
+            np.savez(file, **dict[str, Any](arrays))
+
+
+def file_stat(path: Path) -> list[int]:
+    """Size and modification time."""
+    stat = path.stat()
+    return [stat.st_size, stat.st_mtime_ns]
+
+
+def checkpoint_files(checkpoint: str | None) -> dict[str, Path]:
+    """The files of a model and its tokenizer by name: of a folder, or of the Hub what the cache has."""
+    folder = Path(checkpoint or "")
+    if checkpoint is not None and not folder.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        config = None
+        with contextlib.suppress(ValueError):  # a missing folder is not a valid name on the Hub
+            config = try_to_load_from_cache(checkpoint, "config.json")
+        checkpoint, folder = (config, Path(config).parent) if isinstance(config, str) else (None, folder)
+    if checkpoint is None:
+        return {}
+    paths = [*sorted(folder.iterdir()), *sorted(folder.glob("adapters/*/*"))]  # adapters are merged
+    return {str(path.relative_to(folder)): path for path in paths if path.suffix in OF_A_CHECKPOINT}

@@ -1,11 +1,11 @@
 """Cells of the matrix: which are due, measuring them, and keeping them on disk row by row."""
 
-import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from heapq import nlargest
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 
@@ -19,27 +19,24 @@ from cpt.methods.base import ContinualMethod
 from cpt.optim.nan_guard import ADVICE
 from cpt.trainer.evaluators import Evaluator
 from cpt.trainer.lightning import make_trainer
-from cpt.trainer.options import TrainerOptions
 from cpt.trainer.run_dir import RunDir
-
-log = logging.getLogger(__name__)
-
 
 HEAVIEST = 20  # parts that a text's row names, of more
 SHARE = 32  # of this many rows one may be in the journal alone
 
 
 @dataclass(frozen=True)
-class Cells:
-    """What a model scores on some of the texts, by text."""
+class Cell:
+    """The loss of a model on a text: nats per scored token; nats and scored tokens by document, [2, N];
+    weights of the heaviest parts of the model that scored it."""
 
-    means: Mapping[str, float] = field(default_factory=dict)  # nats per scored token
-    documents: Mapping[str, np.ndarray] = field(default_factory=dict)  # nats, scored tokens: [2, documents]
-    # weights of the parts of the model that scored it, the heaviest of them
-    parts: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    mean: float
+    documents: np.ndarray | None
+    parts: Mapping[str, float]
 
-    def __or__(self, other: "Cells") -> "Cells":
-        return Cells(*({**own, **vars(other)[name]} for name, own in vars(self).items()))
+
+def documents_of(cells: Mapping[str, Cell]) -> dict[str, np.ndarray]:
+    return {text: cell.documents for text, cell in cells.items() if cell.documents is not None}
 
 
 class Scorer:
@@ -48,16 +45,15 @@ class Scorer:
     def __init__(
         self,
         options: EvalOptions,
-        trainer: TrainerOptions,
+        arguments: Mapping[str, Any],  # of lightning.Trainer
         *,
         module: ContinualMethod,
         data: DomainSequence,
         scores: Scores,
         place: RunDir,
     ) -> None:
-        self.options, self.trainer, self.place = options, trainer, place
+        self.options, self.arguments, self.place = options, arguments, place
         self.module, self.data, self.scores = module, data, scores
-        self.told = False
 
     def wanted(self, number: int) -> list[str]:
         """The texts that the model after a stage is to be scored on."""
@@ -69,60 +65,45 @@ class Scorer:
         there = set(self.scores.measured(number))
         return [text for text in self.wanted(number) if text not in there]
 
-    def score(self, number: int, row: str, texts: Sequence[str]) -> Cells:
+    def score(self, number: int, row: str, texts: Sequence[str]) -> dict[str, Cell]:
         """The losses on some of the texts of the model as it is now, after a stage. Where the part that
         scores a text has not changed since a row, they are taken from the last such row. Raises ValueError
         where one is not finite."""
-        nll, columns, known = self.scores.nll, {name: at for at, name in enumerate(self.scores.domains)}, {}
+        scores, column, known = self.scores, {name: at for at, name in enumerate(self.scores.domains)}, {}
         for text in texts:
             part = self.module.constant_part(self.data.places.get(text, BASE))
-            for earlier in range(number - 1, part, -1) if part is not None else ():
-                if nll[earlier][columns[text]] is not None:
-                    known[text] = earlier
-                    break
+            rows = range(number - 1, part, -1) if part is not None else ()
+            earlier = next((each for each in rows if scores.nll[each][column[text]] is not None), None)
+            if earlier is not None:
+                known[text] = earlier
         cells = self.measure(row, [text for text in texts if text not in known])
-        if known and not self.told:
-            told = "after %s, %d of %d texts keep their losses: the part that scores them rests"
-            log.info(told, row, len(known), len(texts))
-            self.told = True
         for earlier in sorted(set(known.values())):
-            kept = [text for text in known if known[text] == earlier]
             (losses,) = self.place.load_documents([earlier]) if is_first_process() else ({},)
-            cells |= Cells(
-                {text: nll[earlier][columns[text]] for text in kept},
-                {text: losses[text] for text in kept if text in losses},
-                {text: self.scores.parts[earlier].get(text, {}) for text in kept},
-            )
+            for text in (text for text in known if known[text] == earlier):
+                mean = cast(float, scores.nll[earlier][column[text]])
+                cells[text] = Cell(mean, losses.get(text), scores.parts[earlier].get(text, {}))
         return cells
 
-    def measure(self, row: str, texts: Sequence[str]) -> Cells:
+    def measure(self, row: str, texts: Sequence[str]) -> dict[str, Cell]:
         """The losses of the model as it is now, computed."""
         if not texts:
-            return Cells()
+            return {}
         self.data.asked, self.data.by_length = texts, not self.module.in_sequence
-        trainer = make_trainer(self.trainer.lightning, label=f"scoring after {row}")
+        trainer = make_trainer(self.arguments, label=f"scoring after {row}")
         trainer.validate(self.module, datamodule=self.data, verbose=False)
         self.data.asked = None
-        losses = self.module.row()
-        cells = Cells(
-            {text: (nll.sum() / count.sum()).item() for text, (nll, count) in losses.items()},
-            {text: np.stack([each.cpu() for each in pair]) for text, pair in losses.items()},
-            self.parts(losses),
-        )
-        if bad := [f"{name}: {value}" for name, value in cells.means.items() if not math.isfinite(value)]:
+        names = {place: name for name, place in self.data.places.items()} | {BASE: "base"}
+        cells = {}
+        for text, (nll, count) in self.module.row().items():
+            used = self.module.used(self.data.places.get(text, BASE))
+            parts = {names[part]: round(used[part], 4) for part in nlargest(HEAVIEST, used, used.__getitem__)}
+            documents = np.stack([nll.cpu(), count.cpu()])
+            cells[text] = Cell((nll.sum() / count.sum()).item(), documents, parts)
+        if bad := [f"{text}: {cell.mean}" for text, cell in cells.items() if not math.isfinite(cell.mean)]:
             advice = "allowed: a model whose losses are numbers (model.checkpoint, trainer.precision)"
             advice = advice if row == "base" else ADVICE
             raise ValueError(f"the loss after {row} is not finite ({', '.join(bad)}); {advice}")
         return cells
-
-    def parts(self, texts: Collection[str]) -> dict[str, dict[str, float]]:
-        """Weights of the parts of the model that scored each text, by name: the heaviest of them."""
-        names = {place: name for name, place in self.data.places.items()} | {BASE: "base"}
-        used = {text: self.module.used(self.data.places.get(text, BASE)) for text in texts}
-        return {
-            text: {names[part]: round(each[part], 4) for part in nlargest(HEAVIEST, each, key=each.get)}
-            for text, each in used.items()
-        }
 
 
 class ScoreJournal:

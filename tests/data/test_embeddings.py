@@ -12,7 +12,7 @@ from cpt.data.orders import (
     bucket_of,
     embed_by_words,
 )
-from cpt.trainer.domain_order import CHARACTERS_READ, sample_documents, static_encoder
+from cpt.trainer.similarity import CHARACTERS_READ, sample_documents, static_encoder
 from tests.support.data_fixtures import written
 
 

@@ -27,6 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from cpt import status, verify
+from cpt.cli import check_choices
 from cpt.core.errors import reason
 from cpt.core.heartbeat import Heartbeat, list_sweep_runs, utc_now
 from cpt.data.sources.base import read_members
@@ -35,7 +36,6 @@ from cpt.evaluation.finetune_tasks import plan_endtasks
 from cpt.evaluation.journal import append_row
 from cpt.evaluation.scores import Scores
 from cpt.reporting.run_page import format_scores
-from cpt.sweeps.arguments import check_choices
 from cpt.trainer.plan import make_plan
 from cpt.trainer.run_dir import RunDir
 from tests.conftest import ROOT

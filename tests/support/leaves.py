@@ -17,8 +17,8 @@ from typing import Any
 from hydra import initialize_config_dir
 from omegaconf import DictConfig
 
+from cpt.cli import check_choices
 from cpt.core.errors import readable
-from cpt.sweeps.arguments import check_choices
 from cpt.train import train
 from cpt.trainer.domain_order import order_domains
 from cpt.trainer.plan import Plan, make_plan

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from cpt.sweeps.arguments import check_choices, leave_to_jobs
+from cpt.cli import check_choices, leave_to_jobs
 
 
 @pytest.mark.parametrize(

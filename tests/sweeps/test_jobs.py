@@ -83,17 +83,6 @@ def done(sweep, start, kept):
     return job
 
 
-def test_a_sweep_says_how_many_pairs_its_comparison_needs(sweep, caplog):
-    caplog.set_level(logging.INFO)
-    methods = ("ncl", "ewc", "kd", "l2", "ema")
-    sweep.jobs(*([f"method={each}", f"seed={seed}"] for each in methods for seed in (0, 1)))
-    needs = "Comparing 5 groups of 2 pairs (order, seed): p <= 0.05 after Holm's correction for 4 comparisons"
-    assert f"{needs} needs 8 pairs; the smallest of 2 is 1" in caplog.messages
-    caplog.clear()
-    sweep.jobs(*([f"order={order}", "seed=0"] for order in ("[law,food]", "[food,law]")))
-    assert caplog.messages == []
-
-
 def test_finished_runs_are_known_without_a_process(sweep, done, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     monkeypatch.setattr("subprocess.Popen", lambda *given, **options: pytest.fail("a process"))
