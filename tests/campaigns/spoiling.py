@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cpt.methods.wiring import LightningWiring
+from cpt.methods.base import ContinualMethod
 
 
 def digest(module: Any) -> str:
@@ -26,8 +26,8 @@ def spoil() -> None:
     plan = json.loads(os.environ["CPT_SPOILT"])
     notes = {"met": False, "moved": 0, "weights": ""}
     training, step, value = (
-        LightningWiring.training_step,
-        LightningWiring.optimizer_step,
+        ContinualMethod.training_step,
+        ContinualMethod.optimizer_step,
         float(plan["value"]),
     )
 
@@ -67,4 +67,4 @@ def spoil() -> None:
         notes["weights"] = digest(self)
         keep(self)
 
-    LightningWiring.training_step, LightningWiring.optimizer_step = training_step, optimizer_step
+    ContinualMethod.training_step, ContinualMethod.optimizer_step = training_step, optimizer_step
