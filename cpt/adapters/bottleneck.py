@@ -101,8 +101,8 @@ class Plugin(Bottleneck):
             self.up.weight.data.copy_(drawn)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        made = super().forward(hidden)
-        return made.relu() if self.output_relu else made
+        added = super().forward(hidden)
+        return added.relu() if self.output_relu else added
 
     def take(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         """The pre-hook of a layer that reads the sub-layer's input."""

@@ -8,8 +8,7 @@ to the task (HAT; Serra et al., ICML 2018).
     R        = sum a (1 - a^(<t)) / sum (1 - a^(<t))        a domain's share of the free units      (eq. 4)
 
 Since da/de = s / (2 (cosh(s e) + 1)), q' is s_max sigmoid'(e) dL/da, which cannot overflow. In evaluation
-gates are binary, e > 0, so that no domain depends on others; the released code (ContinualLM) uses
-sigmoid(s_max e) there, which leaks, and clips cosh at e^50."""
+gates are binary, e > 0, so that no domain depends on others."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -109,10 +108,6 @@ class Gates:
     def hard(self, weights: Mapping[str, Tensor]) -> Tensor:
         """The gates of stored parameters, by name, [units]."""
         return hard(torch.cat([weights[name] for name in self.names]))
-
-    def split(self, gates: Tensor) -> dict[str, Tensor]:
-        """Values of all units, [units], by the names of their groups."""
-        return dict(zip([group.name for group in self.groups], gates.split(self.sizes), strict=True))
 
     def set(self, s: float | None) -> None:
         """Sets how soft the gates are in train mode; None: hard."""

@@ -119,8 +119,9 @@ class SampleRouter(nn.Module):
         self.inside, self.text = False, (states.shape[0], states.shape[1])
         states, keys = states.to(torch.promote_types(states.dtype, torch.float32)), self.keys
         if self.causal:
-            mask = self.mask
-            present = torch.ones_like(states[..., :1]) if mask is None else mask[..., None].to(states)
+            present = (
+                torch.ones_like(states[..., :1]) if self.mask is None else self.mask[..., None].to(states)
+            )
             means = (states * present).cumsum(1) / present.cumsum(1).clamp_min(1)
         else:
             means = mean_over(states, self.mask)[:, None]

@@ -3,10 +3,9 @@
     [e(x_1); ...; e(x_T)]  ->  [e(x_1); P; e(x_2); ...; e(x_T)]
 
 The prompt follows the first token, so that <s> keeps its place. The output of the model's body is cut back to
-the T places of the text, as without a prompt: of a causal model the first n are, as the prompt's last place
-predicts the second token. With encoder and decoder P precedes the encoder's input, and the decoder attends to
-it too. peft's PromptTuning puts the prompt before <s>, has no form for masked language models, and gives
-causal ones logits that are longer than the text."""
+the T places of the text: of a causal model the first n are cut, as the prompt's last place predicts the
+second token. With encoder and decoder P precedes the encoder's input, and the decoder attends to it too.
+peft's PromptTuning puts the prompt before <s> and has no form for masked language models."""
 
 import inspect
 from typing import Any

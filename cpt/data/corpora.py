@@ -17,16 +17,14 @@ from cpt.data.tokenized_tasks import Encoder, encode_corpus
 
 @dataclass(frozen=True)
 class Corpora:
-    """The corpora of a run by name: the domains in their order, then the general text. `encoding` says how
-    examples become rows, None: the domains are text. With `isolated`, the samples of a batch share rows.
-    Rows of text are filled by `packing`. `workers` processes tokenize a text, None: one per core."""
+    """The corpora of a run by name: the domains in their order, then the general text."""
 
     by_name: dict[str, Corpus]
     cache: Path
-    encoding: Encoding | None = None
-    isolated: bool = False
-    workers: int | None = None
-    packing: str = CONCAT
+    encoding: Encoding | None = None  # how examples become rows; None: the domains are text
+    isolated: bool = False  # whether the samples of a batch share rows
+    workers: int | None = None  # processes that tokenize a text; None: one per core
+    packing: str = CONCAT  # how rows of text are filled
 
     @classmethod
     def read(

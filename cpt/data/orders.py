@@ -45,8 +45,7 @@ def resolve_order(
         if stem == "similar_tree" and len(groups := group_coarse(first)) in (1, len(first)):
             raise ValueError(
                 f"order=similar_tree: the {len(first)} domains are within {len(groups)} coarse ones, by "
-                "their names; allowed: order=similar, or several coarse ones like those of cs.AI, cs.LG and "
-                "math.AG"
+                "their names; allowed: order=similar, or several coarse ones like those of cs.AI and math.AG"
             )
         words = {"": first, "reverse": first[::-1], "random": random.Random(seed).sample(first, len(first))}
         if stem in BY_TEXTS:
@@ -65,9 +64,8 @@ def resolve_order(
         raise ValueError(f"order: unknown domain {', '.join(unknown)}; there are: {', '.join(sorted(names))}")
     if len(set(chosen)) < len(chosen) or not chosen:
         raise ValueError(f"order={show(chosen)} must name at least one domain, and each only once")
-    if reserved := sorted({"base", "joint", "general"} & set(chosen)):
-        why = f"a domain may not be called {', '.join(reserved)}: scores.json uses it"
-        raise ValueError(f"{why}; allowed: another name")
+    if reserved := ", ".join(sorted({"base", "joint", "general"} & set(chosen))):
+        raise ValueError(f"a domain may not be called {reserved}: scores.json uses it; allowed: another name")
     return chosen
 
 

@@ -87,8 +87,7 @@ class Encoder:
         """The row of a chat: answers are the assistant's turns, or the last. Cut are the oldest exchanges,
         then the end of the last question."""
         if self.seq2seq:
-            told = "is a chat, which a model with two stacks does not take; allowed: a causal model"
-            raise ValueError(f"example {example.id} {told}")
+            raise ValueError(f"example {example.id} is a chat, which a model with two stacks does not take")
         ids, marks = render_chat(example, self.tokenizer)
         whole = len(ids)
         while (over := len(ids) - self.length) > 0:

@@ -8,8 +8,7 @@ g_ref is the gradient of L_lm on samples from a memory of the domains before. `c
 
     g <- g + G^T v,    v = argmin_{v >= margin} 1/2 v^T G G^T v + (G g)^T v     where an entry of G g is < 0
 
-With `acts_on: update` the same holds for -d of the step d that is made, decay included: under Adam, steps
-from projected gradients violate the constraint."""
+With `acts_on: update` the same holds for -d of the step d that is made, decay included."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence

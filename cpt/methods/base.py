@@ -13,6 +13,8 @@ The hooks of a stage, in this order; Lightning's own hooks, at the end of the cl
     after_domain(probe)              eval mode
     nll(batch, domain), used(domain) the evaluation
     model_for(domain), export(...)   end tasks, and the model for others
+
+Where a paper's released code departs from a method here, docs/fidelity.md says so.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -113,8 +115,8 @@ class ContinualMethod(LightningModule):
         self.bank, self.router = bank, Router(bank, routing, self.objective)
 
     def aux_models(self) -> dict[str, nn.Module]:
-        """Auxiliary models by name (teachers, generators), kept in `self.beside` and the state_dict. Those with
-        parameters that require a gradient are trained. Scores and export cover `self.model` alone."""
+        """Auxiliary models by name (teachers, generators), kept in `self.beside` and the state_dict; those
+        with parameters that require a gradient are trained. Scores and export cover `self.model` alone."""
         return {}
 
     def train(self, mode: bool = True) -> "ContinualMethod":

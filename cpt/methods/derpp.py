@@ -3,12 +3,8 @@
 L = l(f(x), y) + alpha * ||h(x') - z'||^2 + beta * l(f(x''), y''), with x' and x'' two independent draws from
 a reservoir of the whole stream, z' the model's outputs on x' when it was added. No domain labels are needed.
 
-l is the language-model loss; h, at the scored positions, the last hidden states (as in ContinualLM, Ke et
-al., ICLR 2023) or the logits (as in the paper). ||.||^2 is the mean over the draw's scored positions and the
-features, so that alpha depends on no size; the second l is the mean over its draw's scored tokens.
-
-ContinualLM's released code cannot run (three attributes are missing); it uses one draw for both terms, fills
-its buffer after a domain, on one process, and truncates stored outputs to integers when it loads them."""
+l is the language-model loss; h, at the scored positions, the last hidden states or the logits (the paper's).
+||.||^2 is the mean over the draw's scored positions and features, the second l over its scored tokens."""
 
 import torch
 from torch import Tensor
@@ -19,8 +15,6 @@ from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.common.reservoir import Reservoir, bytes_per_sample, capacity, slot_of
 from cpt.methods.options import DERPPOptions
 from cpt.models.forward import at, nll_of
-
-MATCHED = ("hidden", "logits")
 
 
 class DERPP(ContinualMethod):

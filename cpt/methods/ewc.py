@@ -7,10 +7,7 @@ ICML 2018).
 After each domain its Fisher F_new is merged into that of the t domains before it; the penalty stays one
 term:
 
-    mean:  F <- (t F + F_new) / (t + 1)         decay:  F <- gamma F + F_new
-
-The released code (ContinualLM) squares the gradient of a loss that includes the penalty, with dropout. Here
-it is that of the language-model loss, in eval mode and in 32 bits."""
+    mean:  F <- (t F + F_new) / (t + 1)         decay:  F <- gamma F + F_new"""
 
 from abc import abstractmethod
 from collections.abc import Iterable
@@ -33,22 +30,21 @@ class AnchorPenalty(ContinualMethod):
     """A method that pulls the weights to `anchor`, those of the base or of the end of the last domain; the
     most important twentieth of each parameter counts as protected."""
 
+    def __init__(self, options: Options, context: MethodContext, *, anchor_moves: bool = True) -> None:
+        super().__init__(options, context)
+        self.anchor = Snapshot(self.model, persistent=anchor_moves)
+
     @property
     def importances(self) -> NamedTensors | None:
         """The weights of the penalty; None: all are 1."""
         return None
-
-    def __init__(self, options: Options, context: MethodContext, *, anchor_moves: bool = True) -> None:
-        super().__init__(options, context)
-        self.anchor = Snapshot(self.model, persistent=anchor_moves)
 
     def zeros(self) -> dict[str, Tensor]:
         """A zero tensor for each parameter, by name."""
         return {name: torch.zeros_like(each) for name, each in self.model.named_parameters()}
 
     def weighted_distance(self, factor: float) -> Tensor:
-        """factor/2 sum_i w_i (theta_i - theta*_i)^2 over the trained parameters, a scalar; w are the
-        importances, or 1."""
+        """factor/2 sum_i w_i (theta_i - theta*_i)^2, a scalar; w are the importances, or 1."""
         weights = None if self.importances is None else self.importances.named()
         away = self.anchor.offloaded
         return factor * quadratic_penalty(self.model, self.anchor.named(), weights, elsewhere=away)
@@ -77,8 +73,7 @@ class Consolidation(AnchorPenalty):
     def after_domain(self, probe: Iterable[Batch]) -> None:
         with torch.autocast(self.device.type, enabled=False):
             found = self.measure(probe)
-        merge, gamma = self.options.merge, self.options.gamma
-        kept = cast(NamedTensors, self.importances)
+        merge, gamma, kept = self.options.merge, self.options.gamma, cast(NamedTensors, self.importances)
         known = kept.named()
         for name, new in found.items():
             old = kept.at_hand(known[name]) if name in known else torch.zeros_like(new)

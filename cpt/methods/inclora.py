@@ -1,10 +1,7 @@
 """IncLoRA: a new LoRA adapter for each domain, added to the frozen ones of all domains before it; the
 baseline of O-LoRA (Wang et al., Findings of EMNLP 2023).
 
-    h = W x + alpha / r (sum_{k<t} B_k A_k x + B_t A_t x),    of which A_t and B_t are trained
-
-The sum needs no domain at test time. The released code keeps the adapters apart and applies dropout to the
-input of earlier ones too; here these see x itself, so that storing them apart or merged is equivalent."""
+    h = W x + alpha / r (sum_{k<t} B_k A_k x + B_t A_t x),    of which A_t and B_t are trained"""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path

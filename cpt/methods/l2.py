@@ -14,8 +14,6 @@ from cpt.methods.base import MethodContext
 from cpt.methods.ewc import AnchorPenalty
 from cpt.methods.options import L2Options
 
-TOWARDS = ("previous", "base")
-
 
 class L2(AnchorPenalty):
     """Pulls all weights to where they were."""

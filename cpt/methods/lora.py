@@ -1,9 +1,8 @@
-"""LoRA (Hu et al., ICLR 2022): one adapter per linear layer for all domains, or one per domain.
+"""LoRA (Hu et al., ICLR 2022): one adapter per linear layer for all domains (SeqLoRA), or one per domain.
 
     h = W x + alpha / r B A x,    W frozen, B = 0 at first                          (section 4.1)
 
-One adapter for all domains is SeqLoRA. The paper adapts W_q and W_v of the attention, as does the code of
-O-LoRA and MIGU; here all linear layers but the head, unless `targets` names others."""
+All linear layers but the head have adapters, unless `targets` names others."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,8 +14,6 @@ from cpt.adapters.domain_store import DomainParams
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import LoRAOptions
-
-STARTS = ("base", "previous")
 
 
 class LoRA(ContinualMethod):
@@ -41,8 +38,7 @@ class LoRA(ContinualMethod):
     def export(self, folder: Path, order: Sequence[str]) -> str:
         if self.options.exported == "merged":
             return super().export(folder, order)
-        if self.bank is None:
-            return lora.export_adapters(folder, self.model, {order[-1]: lora.joined_weights(self.model)})
-        return lora.export_adapters(
-            folder, self.model, {n: self.bank.weights(k) for k, n in enumerate(order)}
-        )
+        adapters = {order[-1]: lora.joined_weights(self.model)}
+        if self.bank is not None:
+            adapters = {name: self.bank.weights(index) for index, name in enumerate(order)}
+        return lora.export_adapters(folder, self.model, adapters)

@@ -21,8 +21,6 @@ from cpt.methods.options import MASOptions
 from cpt.models.fisher import sensitivity
 from cpt.models.forward import at
 
-OUTPUTS = ("logits", "hidden")
-
 
 class MAS(Consolidation):
     """Pulls each weight to its value after the previous domain, by how much the outputs depend on it."""
@@ -42,11 +40,10 @@ class MAS(Consolidation):
         return super().losses(batch) | {"mas": penalty}
 
     def measure(self, probe: Iterable[Batch]) -> dict[str, Tensor]:
-        estimator = self.options.estimator
-        return sensitivity(self.model, probe, self.squared_norms, estimator=estimator, power=1, label="MAS")
+        def squared_norms(model: PreTrainedModel, batch: Batch) -> Tensor:  # ||f||^2, [K]
+            logits, hidden = self.objective.outputs(model, batch)
+            output = logits if self.options.output == "logits" else at(hidden, batch["positions"])
+            return output.float().square().sum(-1)
 
-    def squared_norms(self, model: PreTrainedModel, batch: Batch) -> Tensor:
-        """||f||^2 at each scored position, [K]."""
-        logits, hidden = self.objective.outputs(model, batch)
-        output = logits if self.options.output == "logits" else at(hidden, batch["positions"])
-        return output.float().square().sum(-1)
+        estimator = self.options.estimator
+        return sensitivity(self.model, probe, squared_norms, estimator=estimator, power=1, label="MAS")

@@ -2,13 +2,10 @@
 
     theta <- rule(theta_0; theta_1, ..., theta_t)
 
-A domain starts from the merged model (`merged`), from the base (`base`: domains are trained separately) or
-from cpt.methods.options import MergeOptions, MergingOptions
-from cpt.core.schema import Options, show
-from the end of the last one (`previous`: training is plain continual pre-training, the merge is scored and
-exported). The papers of task arithmetic, TIES and DARE train each domain from the base, these rules' default;
-that of the others is `merged`. There, average keeps 1/t of domain t, and task_arithmetic at scale 1 and slerp
-at share 1 equal plain continual pre-training, which is logged.
+A domain starts from the merged model (`merged`), from the base (`base`, the default of task arithmetic, TIES
+and DARE) or from the end of the last one (`previous`: plain continual pre-training, whose merge is scored and
+exported). With `merged`, average keeps 1/t of domain t, and task_arithmetic at scale 1 and slerp at share 1
+equal plain continual pre-training, which is logged.
 
 The rules work on one tensor at a time. theta_0 is the base, theta_k the end of domain k and s_k its start,
 tau_k = theta_k - s_k, and m the merged weights of the domains before. A rule keeps 32-bit statistics of
@@ -39,11 +36,12 @@ from cpt.core.randomness import key
 from cpt.core.tensors import NamedTensors, PreciseTensors, precise
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualMethod, MethodContext
-from cpt.methods.options import MergeOptions, MergingOptions
+from cpt.methods.options import MergeOptions
 from cpt.models.fisher import fisher
 from cpt.models.fsdp import named_weights
 from cpt.models.weights import Snapshot
 
+log = logging.getLogger(__name__)
 ALIKE = 0.9995  # cosine from which slerp is a lerp
 
 
@@ -89,7 +87,7 @@ class Merged(nn.Module):
 
     domains: Tensor
 
-    def __init__(self, options: MergingOptions, weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, options: MergeOptions, weights: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.options = options
         self.weights = PreciseTensors(weights)
@@ -120,18 +118,16 @@ class Merged(nn.Module):
         options, began, ended = self.options, domain.began[name], domain.ended[name]
         if task is not None:
             return self.vote(name, task) if options.signs else merged + options.scale * task
-        match options.rule:
-            case "average":
-                return torch.lerp(merged, ended, 1 / (int(self.domains) + 1 + options.base))
-            case "task_arithmetic":  # in this form it is exact where m is s_k and lambda is 1
-                return torch.lerp(began, ended, options.scale) + (merged - began)
-            case "slerp":
-                first = self.domains == 0 and not options.base
-                return slerp(merged, ended, 1.0 if first else options.share, like=domain.like[name])
-            case _:
-                fisher, kept = domain.fisher[name] + options.epsilon, to_local(self.fishers.named()[name])
-                kept += fisher.to(kept.device)
-                return torch.lerp(merged, ended, fisher / self.fishers.at_hand(kept))
+        if options.rule == "average":
+            return torch.lerp(merged, ended, 1 / (int(self.domains) + 1 + options.base))
+        if options.rule == "task_arithmetic":  # in this form it is exact where m is s_k and lambda is 1
+            return torch.lerp(began, ended, options.scale) + (merged - began)
+        if options.rule == "slerp":
+            first = self.domains == 0 and not options.base
+            return slerp(merged, ended, 1.0 if first else options.share, like=domain.like[name])
+        fisher, kept = domain.fisher[name] + options.epsilon, to_local(self.fishers.named()[name])
+        kept += fisher.to(kept.device)
+        return torch.lerp(merged, ended, fisher / self.fishers.at_hand(kept))
 
     def tasks(self, domain: Ended) -> dict[str, Tensor]:
         """tau by name, trimmed and dropped by the rule."""
@@ -144,11 +140,10 @@ class Merged(nn.Module):
         if options.rule == "dare" or options.density == 1:
             return tasks
         sizes = {name: full_tensor(*with_rows([each.abs()], [like[name]])) for name, each in tasks.items()}
+        least = {name: find_threshold(each, options.density) for name, each in sizes.items()}
         if options.trimmed == "model":
-            of_all = find_threshold(torch.cat([each.flatten() for each in sizes.values()]), options.density)
-            least = dict.fromkeys(tasks, of_all)
-        else:
-            least = {name: find_threshold(each, options.density) for name, each in sizes.items()}
+            whole = torch.cat([each.flatten() for each in sizes.values()])
+            least = dict.fromkeys(tasks, find_threshold(whole, options.density))
         return {name: torch.where(each.abs() >= least[name], each, 0) for name, each in tasks.items()}
 
     def vote(self, name: str, task: Tensor) -> Tensor:
@@ -172,7 +167,7 @@ class Merged(nn.Module):
 class Merging(nn.Module):
     """The merged weights of a model's parameters, by name, and the weights that a domain starts from."""
 
-    def __init__(self, options: MergingOptions, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, options: MergeOptions, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.start = options.start
         self.merged = Merged(options, weights)
@@ -187,19 +182,12 @@ class Merging(nn.Module):
         self, model: nn.Module, weights: Mapping[str, Tensor], *, fisher: Mapping[str, Tensor], seed: int
     ) -> dict[str, Tensor]:
         """Merges a finished domain; returns local rows of the merged weights by name."""
-        began = self.merged.rows() if self.start == "merged" else self.origin.named()
-        at_hand = self.origin.at_hand
-        ended = Ended(
-            like=weights,
-            # In the model's precision, which may be coarser than that of the merged weights.
-            began={
-                name: precise(at_hand(to_local(began[name])).to(own.dtype)) for name, own in weights.items()
-            },
-            ended={name: precise(to_local(own)) for name, own in weights.items()},
-            fisher={name: precise(to_local(fisher[name])) for name in weights if name in fisher},
-            seed=seed,
-        )
-        self.merged.add(ended)
+        rows = self.merged.rows() if self.start == "merged" else self.origin.named()
+        # In the model's precision, which may be coarser than that of the merged weights.
+        began = {n: precise(self.origin.at_hand(to_local(rows[n])).to(p.dtype)) for n, p in weights.items()}
+        ended = {name: precise(to_local(own)) for name, own in weights.items()}
+        fishers = {name: precise(to_local(fisher[name])) for name in weights if name in fisher}
+        self.merged.add(Ended(like=weights, began=began, ended=ended, fisher=fishers, seed=seed))
         if self.start == "previous":
             self.origin.take(model)
         return self.merged.rows()
@@ -209,9 +197,6 @@ class Merging(nn.Module):
         """Sets parameters to merged weights, by name."""
         for name, own in weights.items():
             to_local(own).copy_(rows[name])
-
-
-log = logging.getLogger(__name__)
 
 
 class Merge(ContinualMethod):
@@ -224,12 +209,11 @@ class Merge(ContinualMethod):
         self.merging = Merging(options, self.model, named_weights(self.model))
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
-        rule, start = self.options.rule, self.options.start
-        whole = rule == "task_arithmetic" or (rule == "dare" and self.options.drop == 0)
-        unchanged = whole and self.options.scale == 1 or (rule == "slerp" and self.options.share == 1)
-        if self.domain.index == 0 and unchanged and start != "base":
-            told = "method.rule=%s with start=%s merges nothing: the run equals method=ncl by construction"
-            log.info(told, rule, start)
+        options, rule = self.options, self.options.rule
+        whole = rule == "task_arithmetic" or (rule == "dare" and options.drop == 0)
+        unchanged = whole and options.scale == 1 or (rule == "slerp" and options.share == 1)
+        if self.domain.index == 0 and unchanged and options.start != "base":
+            log.info("method.rule=%s with start=%s merges nothing: it equals method=ncl", rule, options.start)
         self.merging.begin(self.model)
 
     def after_domain(self, probe: Iterable[Batch]) -> None:

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cpt.adapters import lora
-from cpt.core.distributed import full_tensor as all_rows
-from cpt.core.distributed import local_rows, to_local, with_rows
+from cpt.core.distributed import full_tensor, local_rows, to_local, with_rows
 from cpt.core.tensors import PreciseTensors
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualMethod, MethodContext
@@ -55,14 +54,13 @@ class MergeLoRA(ContinualMethod):
                 base = self.base.at_hand(to_local(self.base.named()[name]))
                 (added,) = with_rows([rows[name].to(base) - base], [parameter])
                 # The nearest matrix of that rank in the Frobenius norm (Eckart and Young, 1936).
-                u, s, v = torch.linalg.svd(all_rows(added), full_matrices=False)
+                u, s, v = torch.linalg.svd(full_tensor(added), full_matrices=False)
                 rows[name].copy_(base + local_rows(u[:, :rank] * s[:rank] @ v[:rank], parameter))
         self.merging.put(rows, self.maps())
 
     def measure(self, probe: Iterable[Batch]) -> dict[str, Tensor]:
         """The diagonal Fisher of the frozen weights."""
-        trained = [each for each in self.model.parameters() if each.requires_grad]
-        flipped = (*trained, *self.maps().values())
+        flipped = [*(each for each in self.model.parameters() if each.requires_grad), *self.maps().values()]
         for each in flipped:
             each.requires_grad_(not each.requires_grad)
         with torch.autocast(self.device.type, enabled=False):

@@ -1,11 +1,9 @@
-"""MoELoRA: a mixture of LoRA pairs for all domains, as the baseline of MIGU (Du et al., EMNLP Findings 2024)
-has it: "vanilla" experts, as many as there are tasks, without the contrast of Luo et al. (arXiv 2402.12851).
+"""MoELoRA: a mixture of LoRA adapters for all domains, the baseline of MIGU (Du et al., EMNLP Findings 2024).
 
     h = W x + alpha / r sum_e g_e(x) B_e A_e x,    g(x) = softmax(W_g x) [E]
 
-E adapters and a router W_g [E, d_in] per linear layer exist from the start and are trained through all
-domains, W frozen. Gates are per token and over all adapters: no token is dropped, nothing is balanced. No
-code was released."""
+E adapters and a router W_g [E, d_in] per linear layer are trained through all domains, W frozen. Gates are
+per token and over all adapters: no token is dropped, nothing is balanced."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -3,12 +3,9 @@ in front of the frozen prompts of the domains before it.
 
     min_{P_t}  -log p(y | [P_t; P_{t-1}; ...; P_1; e(x)]),    each P_k [n, D]
 
-The chain takes the place of the prompt of `method=prompt` (`cpt.adapters.soft_prompt`): after the first
-token, with encoder and decoder in front. Text of domain k is scored with the chain from P_k on, which later
-domains do not change. With `residual`, as in the paper, P_t is trained as P_t + W_up relu(W_down P_t), W_up
-initially 0; the result is stored and the layers are reset. The released code names a form of these layers
-that does not exist, and keeps a domain's prompt from before the first epoch where that epoch's accuracy is
-0."""
+The chain takes the place of the prompt of `method=prompt`. Text of domain k is scored with the chain from P_k
+on, which later domains do not change. With `residual`, P_t is trained as P_t + W_up relu(W_down P_t), W_up
+initially 0; the result is stored and the layers are reset."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
@@ -25,7 +22,6 @@ from cpt.methods.prompt import PromptMethod
 from cpt.models.loading import positions_of
 from cpt.models.weights import swap_weights
 
-STARTS = ("vocabulary", "previous")
 STD = 0.02  # of W_down
 
 
@@ -37,10 +33,12 @@ class ProgPrompt(PromptMethod):
 
     def __init__(self, options: ProgPromptOptions, context: MethodContext) -> None:
         super().__init__(options, context, PromptChain, method="progprompt", routing=options.routing)
-        rows, width = options.residual, self.prompt.shape[1]
-        like: dict[str, Any] = {"device": self.prompt.device, "dtype": self.prompt.dtype}
         self.residual: nn.Sequential | None = None  # W_down, relu, W_up
-        if rows is not None:
+        if (rows := options.residual) is not None:
+            width, like = (
+                self.prompt.shape[1],
+                cast(Any, {"device": self.prompt.device, "dtype": self.prompt.dtype}),
+            )
             down, up = nn.Linear(width, rows, **like), nn.Linear(rows, width, **like)
             self.residual = nn.Sequential(down, nn.ReLU(), up)
 

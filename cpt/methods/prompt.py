@@ -3,10 +3,8 @@ embeddings are trained.
 
     min_P  -log p(y | [e(x_1); P; e(x_2); ...; e(x_T)]),    P [n, D]
 
-P follows the first token (`cpt.adapters.soft_prompt`); in the paper it precedes the text. Each domain has its
-own prompt (Prompt-ONE), or all share one; without a prompt the model is the base. In the released code
-(ContinualLM) pre-training fails on a missing module; it would put the prompt after the text and its
-positions, add positions again, and leave a prompt vector where classifiers read <s>."""
+P follows the first token (`cpt.adapters.soft_prompt`). Each domain has its own prompt (Prompt-ONE), or all
+share one; without a prompt the model is the base."""
 
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
@@ -27,8 +25,15 @@ from cpt.methods.options import ProgPromptOptions, PromptOptions
 from cpt.models.loading import positions_of
 from cpt.models.weights import swap_weights
 
-STARTS = ("vocabulary", "previous")
 ONLY = 0  # the bank's place of a prompt for all domains
+PER_ROW = "whose vectors follow the first token of a row"
+
+
+def with_prompt(model: PreTrainedModel, name: str, prompt: Tensor) -> PreTrainedModel:
+    """A trainable copy of a model with another prompt [n, D] as the parameter of this name."""
+    copy, (owner, _, own) = deepcopy(model).requires_grad_(True), name.rpartition(".")
+    setattr(copy.get_submodule(owner), own, nn.Parameter(prompt.detach().clone()))
+    return copy
 
 
 class PromptMethod(ContinualMethod):
@@ -46,7 +51,7 @@ class PromptMethod(ContinualMethod):
         routing: Routing | None,
     ) -> None:
         check_tokens(options.tokens, length=context.length, model=context.model)
-        check_rows(context, method=method)
+        check_rows(context, f"method={method}, {PER_ROW}")
         self.prompting: dict[str, Any] = {"tokens": options.tokens, "causal": context.objective.causal}
         scope = attach_prompt(context.model, **self.prompting)
         super().__init__(options, context, scope=scope)
@@ -65,10 +70,7 @@ class PromptMethod(ContinualMethod):
         return self.bank.weights(domain)
 
     def model_for(self, domain: int) -> PreTrainedModel:
-        copy = deepcopy(self.model).requires_grad_(True)
-        owner, _, name = self.name.rpartition(".")
-        setattr(copy.get_submodule(owner), name, nn.Parameter(self.weights(domain)[self.name].clone()))
-        return copy
+        return with_prompt(self.model, self.name, self.weights(domain)[self.name])
 
     def export(self, folder: Path, order: Sequence[str]) -> str:
         parts = {name: self.weights(index) for index, name in enumerate(order)}
@@ -107,13 +109,11 @@ class Prompt(PromptMethod):
         return super().export(folder, order if self.options.per_domain else order[-1:])
 
 
-def check_rows(context: MethodContext, *, method: str) -> None:
-    """Raises ValueError where samples share rows."""
+def check_rows(context: MethodContext, method: str) -> None:
+    """Raises ValueError where samples share rows; `method` says why it needs a row for each."""
     if context.objective.sharing is not None or context.objective.isolated:
-        raise ValueError(
-            f"domains.packing=isolated does not go with method={method}, whose vectors stand behind the "
-            "first token of a row; allowed: domains.packing=none of examples, concat of text"
-        )
+        allowed = "domains.packing=none of examples, concat of text"
+        raise ValueError(f"domains.packing=isolated does not go with {method}; allowed: {allowed}")
 
 
 def check_tokens(tokens: int, *, length: int, model: PreTrainedModel, option: str = "method.tokens") -> None:

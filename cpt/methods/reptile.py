@@ -3,8 +3,7 @@ replay (Riemer et al., ICLR 2019, section 3) and in continual pre-training (Abbe
 
     theta <- theta_a + epsilon (theta - theta_a),   theta_a <- theta      after every k optimizer steps
 
-and at a domain's end, over the remaining steps. The optimizer keeps its moments. k is a share of the domain's
-steps, or a number of steps as in the papers, whose runs have many thousands."""
+and at a domain's end, over the remaining steps. The optimizer keeps its moments."""
 
 import logging
 from collections.abc import Iterable
@@ -40,10 +39,8 @@ class Reptile(ContinualMethod):
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
         if self.interval > (steps := self.trainer.max_steps):
-            log.info(
-                "method.every=%d is more than the %d steps of %s: one interpolation, at its end",
-                *(self.interval, steps, self.domain.name),
-            )
+            told = "method.every=%d is more than the %d steps of %s: one interpolation, at its end"
+            log.info(told, self.interval, steps, self.domain.name)
         self.anchor.take(self.model)
         self.gone.zero_()
 
