@@ -30,7 +30,6 @@ class GradientMask(nn.Module):
     `update`, and the optimizer's moments too; its step count is one for all rows of a parameter)."""
 
     static = False  # whether the factors are the same at every step of a domain
-
     limits = False  # whether gradients are computed for some rows only, so that layers are handled one by one
 
     def __init__(self, *, acts_on: str) -> None:
@@ -151,8 +150,6 @@ def scale_(tensor: Tensor, factor: Tensor, *, start: Tensor | None = None) -> No
 
 def moments(parameter: nn.Parameter, optimizer: Optimizer) -> dict[str, Tensor]:
     """The optimizer state with an entry per weight of a parameter; empty before the first step."""
-    return {
-        name: value
-        for name, value in optimizer.state.get(parameter, {}).items()
-        if isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim
-    }
+    state = optimizer.state.get(parameter, {}).items()
+    tensors = ((name, value) for name, value in state if isinstance(value, Tensor) and value.ndim)
+    return {name: value for name, value in tensors if value.shape == parameter.shape}

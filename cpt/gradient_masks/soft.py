@@ -83,14 +83,10 @@ def normalise(scores: Tensor, how: str) -> Tensor:
     return NORMALISATIONS[how](scores)
 
 
-def z_score(scores: Tensor) -> Tensor:
-    return (scores - scores.mean()) / scores.std()
-
-
 ROUNDING = 1e-7
 NORMALISATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "tanh_abs": lambda scores: z_score(scores).tanh().abs(),
-    "tanh_relu": lambda scores: z_score(scores).tanh().relu(),
+    "tanh_abs": lambda scores: ((scores - scores.mean()) / scores.std()).tanh().abs(),
+    "tanh_relu": lambda scores: ((scores - scores.mean()) / scores.std()).tanh().relu(),
     "minmax": lambda scores: (scores - scores.min()) / (scores.max() - scores.min()),
     "rank": lambda scores: scores.argsort(stable=True).argsort().to(scores) / (len(scores) - 1),
 }

@@ -135,7 +135,7 @@ def reader(model: PreTrainedModel) -> PreTrainedModel:
 CACHES = (
     "past_key_values",
     "cache",
-)  # a model's argument for its key-value cache; `cache` from transformers 5.24 on
+)  # arguments for the key-value cache; the second from transformers 5.24 on
 
 
 def uncached(model: PreTrainedModel) -> dict[str, bool]:

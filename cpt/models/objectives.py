@@ -32,8 +32,7 @@ class Tables:
 
 
 class Objective(ABC):
-    """Makes batches and runs a model on them. `scored` predicts what `batch` will score, from each row's size
-    alone."""
+    """Makes batches and runs a model on them; `scored` predicts what `batch` will score, from sizes alone."""
 
     scores: str  # in words: the tokens of the performance matrix
     longest: int | None = None  # row, in tokens; None: any
@@ -85,8 +84,7 @@ class Objective(ABC):
         return batch if self.sharing is None else self.sharing.lay_out(batch)
 
     def outputs(self, model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Logits [K, V] at the scored positions, and the last hidden states [B, T, D] at all: of a decoder,
-        where there is one."""
+        """Logits [K, V] at the scored positions, and the last hidden states [B, T, D], a decoder's if any."""
         (inputs, places), positions = inputs_for(model, batch, causal=self.causal), batch["positions"]
         positions = positions if places is None else places[positions]
         logits, hidden = logits_and_hidden(model, inputs, positions=positions)
@@ -110,8 +108,8 @@ class Masked(Objective):
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, rate: float) -> None:
         if tokenizer.mask_token_id is None:
-            told = f"the tokenizer {tokenizer.name_or_path} has no mask token"
-            raise ValueError(f"{told}; allowed: model.objective=causal")
+            name = tokenizer.name_or_path
+            raise ValueError(f"the tokenizer {name} has no mask token; allowed: model.objective=causal")
         self.rate, self.mask = rate, tokenizer.mask_token_id
         self.special = np.asarray(sorted(tokenizer.all_special_ids))
         self.plain = np.setdiff1d(np.arange(len(tokenizer)), self.special)

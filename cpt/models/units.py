@@ -136,8 +136,8 @@ def find_units(model: PreTrainedModel, kinds: Sequence[str]) -> list[Units]:
                 last = name.rpartition(".")[2]
                 shape: tuple[int, ...] = getattr(getattr(module, "weight", None), "shape", ())
                 if re.fullmatch(MIXING_NORM[place.kind], last) and len(shape) == 1 and shape[0] > size:
-                    told = f"{place.kind} can not be separated"
-                    raise ValueError(f"{told}: {name} normalises {shape[0]} features at once")
+                    features = f"{name} normalises {shape[0]} features at once"
+                    raise ValueError(f"{place.kind} can not be separated: {features}")
             parts = [part for source in place.sources for part in row_parts(*source)]
             columns = shared_members(place.count, place.count, size)
             parts.append(Part(out.module, "weight", 1 - out.axis, columns))

@@ -56,8 +56,7 @@ class Snapshot(NamedTensors):
         if not self.offloaded:
             own, others = [each for each, _ in pairs], [other.to(each) for each, other in pairs]
             torch._foreach_lerp_(own, others, share)
-            return
-        for each, other in pairs:  # one after another, on the module's device
+        for each, other in pairs if self.offloaded else ():  # one after another, on the module's device
             moved = each.to(self.device)
             moved.lerp_(other.to(moved), share)
             if moved is not each:
@@ -162,8 +161,7 @@ def overwrite_rows(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str,
 
 def frozen_parameters(model: PreTrainedModel, freeze: Freeze) -> list[nn.Parameter]:
     """The parameters that no method trains: embeddings, the first blocks, and all but those of `only`, as
-    biases (BitFit; Ben Zaken et al., ACL 2022). Raises ValueError for more blocks than there are, and where
-    `only` finds nothing."""
+    biases (BitFit; Ben Zaken et al., ACL 2022). Raises ValueError for too many blocks or an empty `only`."""
     chosen: list[nn.Parameter] = []
     if freeze.embeddings or freeze.layers:
         found = blocks(model)

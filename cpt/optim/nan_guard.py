@@ -39,7 +39,7 @@ class RollbackError(Exception):
 class NanGuard(Callback):
     """On a non-finite loss or gradient, `stop` raises a ValueError that ends with `advice`, `skip` skips the
     step, and `rollback` returns to the last checkpoint and skips all steps up to this one (Chowdhery et al.,
-    JMLR 2023, section 5.1). In float16 only the loss is checked: the scaler handles gradient overflow."""
+    JMLR 2023, section 5.1). In float16 only the loss is checked."""
 
     def __init__(self, *, policy: str = "stop", advice: str = ADVICE) -> None:
         if policy not in POLICIES:

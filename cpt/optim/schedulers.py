@@ -115,9 +115,7 @@ class Rewarm(Schedule):
     Ibrahim et al., TMLR 2024, arXiv 2403.08763)."""
 
     final: Probability = option("the factor at the end of a domain, of its peak")
-    peaks: Peaks = option(
-        "the peak of each domain, a share of the rate; the last is that of all that follow; null: 1"
-    )
+    peaks: Peaks = option("share of the rate at each domain's peak, the last for all further ones; null: 1")
 
     def __call__(self, progress: Progress) -> float:
         rise = self.warmup * progress.steps
@@ -166,19 +164,14 @@ class Infinite(Schedule):
     constant: PositiveShare = option("the factor of all later domains")
     form: Literal["cosine", "inverse_square_root"] = option("of the cool-down")
     anneal: Probability = option("share of a domain's steps, its last, in which the rate decays")
-    annealed: Literal["last", "each"] = option(
-        "where it decays: at the end of the last domain, or of each: the next then goes on with the weights "
-        "before it"
-    )
+    annealed: Literal["last", "each"] = option("which domains end in a decay; each: as decay branches")
     final: PositiveShare = option("the factor at the end of that decay")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.warmup + self.cooldown + self.anneal > 1:
-            raise ValueError(
-                f"warmup={self.warmup:g}, cooldown={self.cooldown:g} and anneal={self.anneal:g} are more "
-                "than a domain; allowed: 1 in all"
-            )
+            shares = f"warmup={self.warmup:g}, cooldown={self.cooldown:g} and anneal={self.anneal:g}"
+            raise ValueError(f"{shares} are more than a domain; allowed: 1 in all")
 
     @property
     def needs_end(self) -> bool:
@@ -197,10 +190,6 @@ class Infinite(Schedule):
         if is_annealed and progress.step > start:
             place = min(1.0, (progress.step - start) / (progress.steps - start))
             return self.constant * (self.final / self.constant) ** place
-        return self.settle(progress)
-
-    def settle(self, progress: Progress) -> float:
-        """The factor of warm-up, cool-down and what follows."""
         rise, fall = self.warmup * progress.first, self.cooldown * progress.first
         if progress.total_step < rise:
             return (progress.total_step + 1) / (rise + 1)
@@ -227,8 +216,8 @@ class WSD(Schedule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.warmup + self.decay > 1:
-            told = f"warmup={self.warmup:g} and decay={self.decay:g} are more than a domain"
-            raise ValueError(f"{told}; allowed: 1 in all")
+            shares = f"warmup={self.warmup:g} and decay={self.decay:g}"
+            raise ValueError(f"{shares} are more than a domain; allowed: 1 in all")
 
     @property
     def branches(self) -> bool:

@@ -41,12 +41,11 @@ class CarriedState(NamedTensors):
         names = {parameter: name for name, parameter in named}
         params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         known, new = {}, []
-        for place, parameter in enumerate(params):
-            state = carried.get(names[parameter])
-            if state is not None and broadcasts_to(state, parameter):
-                known[place] = carried.pop(names[parameter])
+        for place, (name, parameter) in enumerate((names[each], each) for each in params):
+            if name in carried and broadcasts_to(carried[name], parameter):
+                known[place] = carried.pop(name)
             else:
-                new.append(names[parameter])
+                new.append(name)
         if known:
             left = {"new and begin without a state of the optimizer": new, "gone": list(carried)}
             for what, those in left.items():
