@@ -20,8 +20,7 @@ QUERY = re.compile(r"(w?q|query)(?![a-z])\w*", re.IGNORECASE)
 
 
 class Bottleneck(nn.Module):
-    """up(act(down(h))), of `width` features through `size`, which is added to h; in a block whose output h is
-    a norm of a sum, to that sum."""
+    """Adds up(act(down(h))) to h; in a block whose output h is a norm of a sum, to that sum."""
 
     def __init__(self, width: int, size: int, *, activation: str, like: Tensor) -> None:
         super().__init__()

@@ -43,8 +43,7 @@ class Scope:
 
 
 class DomainParams(NamedTensors):
-    """A copy of some of a model's parameters, by name, for each trained domain; the base's, those at
-    construction or `base`, are not in the state_dict."""
+    """Some of a model's parameters by name for each trained domain; the base's are in no state_dict."""
 
     def __init__(
         self, model: nn.Module, names: Iterable[str], *, base: Mapping[str, Tensor] | None = None
@@ -143,8 +142,7 @@ def in_memory(module: nn.Module) -> list[Tensor]:
 
 
 class DomainScorer(ABC):
-    """Scores texts with parameters of domains, and records which of them it used for each text in the last
-    evaluation; in no state_dict."""
+    """Scores texts with parameters of domains, and records which it used for each text."""
 
     needs_domain = False  # whether a text's domain must be known at test time
     in_sequence = False  # whether a row's score depends on the rows before it

@@ -113,8 +113,7 @@ class ExpertGroup(nn.Module):
 
 
 class MoELayer(nn.Module):
-    """The experts of an FFN besides its own layers, in groups, one for each domain; it sees the tokens of a
-    `side`, SOURCE_TOKENS or TARGET_TOKENS."""
+    """The experts of an FFN besides its own layers, a group per domain; `side`: the tokens it sees."""
 
     def __init__(self, place: SubLayer, *, top_k: int, texts: TextMask, side: str | None) -> None:
         super().__init__()
@@ -242,8 +241,7 @@ class MoELayer(nn.Module):
 
 
 def choose_blocks(model: PreTrainedModel, freeze: Freeze, *, every: int) -> list[str]:
-    """The names of the blocks whose FFN becomes a mixture: the last of `every` each that is not frozen.
-    Raises ValueError where there are none."""
+    """The blocks whose FFN becomes a mixture: the last of `every` each, unless frozen."""
     if every > len(places := sublayers(model, ("neurons",))):
         raise ValueError(f"method.every={every}; allowed: 1 to {len(places)}, the model's blocks")
     frozen = {id(parameter) for parameter in frozen_parameters(model, freeze)}

@@ -85,8 +85,7 @@ class Gate(nn.Module):
 
 @dataclass(frozen=True)
 class Gates:
-    """The gates of a model, one for each group of units, and the names of their parameters in it. A deep copy
-    of (model, gates) is a model with gates of its own."""
+    """The gates of a model, one for each group of units, and the names of their parameters."""
 
     groups: tuple[Units, ...]
     parts: tuple[Gate, ...]

@@ -224,8 +224,7 @@ def joined_weights(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def export_adapters(folder: Path, model: PreTrainedModel, parts: Mapping[str, Mapping[str, Tensor]]) -> str:
-    """Writes the base to `folder` and each domain's adapter, of any rank, by the names of the newest, to
-    adapters/<name> in peft's format; returns the Python expression that loads it with the last one."""
+    """Writes the base, and each domain's adapter in peft's format; returns the expression that loads both."""
     base, config = without_tuners(model, merged=False), model.peft_config[NEWEST]
     base.save_pretrained(folder)
     for name, weights in parts.items():

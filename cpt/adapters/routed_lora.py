@@ -30,8 +30,7 @@ def weigh_ranks(features: Tensor, weights: Tensor) -> Tensor:
 
 
 class TokenRouter(nn.Linear):
-    """The weights of a layer's adapters for each token: g = softmax(W_g x) [..., E] in 32 bits or more, x the
-    adapters' input, its dropout included."""
+    """The weights of a layer's adapters for each token: softmax(W_g x) [..., E], x their input."""
 
     def weigh(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         """The forward hook of A."""
@@ -41,8 +40,7 @@ class TokenRouter(nn.Linear):
 
 
 def attach_experts(model: PreTrainedModel, *, experts: int, r: int, alpha: float, **pair: Any) -> Scope:
-    """Adds `experts` LoRA adapters of rank r to each linear layer of the targets (`cpt.adapters.lora`), with
-    a router; with one expert it is plain LoRA."""
+    """Adds `experts` LoRA adapters of rank r with a router to each linear layer of the targets."""
     scope = lora.attach_lora(model, r=experts * r, alpha=experts * alpha, **pair, embeddings=False)
     routers = []
     for name, layer in lora.lora_layers(model).items():
@@ -114,8 +112,7 @@ class SampleRouter(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def attend(self, states: Tensor) -> None:
-        """Computes log a from the means e of states [B, T, D] without padding: of the whole rows, or in a
-        causal model up to each place, 0 before the first."""
+        """Computes log a from the means of states [B, T, D]: of whole rows, or causally up to each place."""
         self.inside, self.text = False, (states.shape[0], states.shape[1])
         states, keys = states.to(torch.promote_types(states.dtype, torch.float32)), self.keys
         if self.causal:
@@ -161,8 +158,7 @@ class SampleRouter(nn.Module):
             self.attend(output)
 
     def weights_at(self, features: Tensor) -> Tensor:
-        """a [..., t] for a layer's features [N, T', f], or [B T, f] of all places. Raises ValueError where
-        their samples cannot be identified."""
+        """a [..., t] for a layer's features [N, T', f], or [B T, f]; ValueError for unidentified samples."""
         assert self.logits is not None
         weights, (rows, places) = self.logits.exp(), self.text
         if features.ndim == 2 and len(features) == rows * places:

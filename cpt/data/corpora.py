@@ -47,8 +47,7 @@ class Corpora:
         seq2seq: bool = False,
         packing: str | None = None,
     ) -> Packed:
-        """A split of one name: text in rows of `length` tokens, by another `packing` where one is given, or a
-        row for each example, as a causal or a `seq2seq` model takes it."""
+        """A split: text in rows of `length` tokens, or a row for each example."""
         corpus, how = self.by_name[name], dict[str, Any](name=name, cache=self.cache)
         if self.encoding is not None and name != GENERAL:
             encoder = self.encoder(tokenizer, length, seq2seq=seq2seq)

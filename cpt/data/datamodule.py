@@ -44,8 +44,7 @@ class ProbeLoader:
 
 @dataclass(frozen=True)
 class Domain:
-    """What a stage trains on: the text of its name, or several texts mixed. `recovery` steps on the texts of
-    the stages before, as a share of its own steps, come first."""
+    """What a stage trains on; `recovery` steps on earlier texts, a share of its own steps, come first."""
 
     name: str
     index: int  # in the order

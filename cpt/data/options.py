@@ -16,8 +16,7 @@ class DataOptions(Options):
 
 @dataclass(frozen=True)
 class Budget:
-    """How long a domain is trained: one of `steps`, `epochs` and `tokens`, in global batches of `batch_size`
-    samples."""
+    """How long a domain is trained: `steps`, `epochs` or `tokens`, in batches of `batch_size` samples."""
 
     steps: int | None
     epochs: float | None

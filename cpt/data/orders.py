@@ -88,8 +88,7 @@ def by_texts(order: int | str | Sequence[str]) -> bool:
 
 @dataclass(frozen=True)
 class Similarity:
-    """Cosines between the mean embeddings of domains, [N, N], and with that of the general text, [N], minus
-    the mean over domains, without which all would be close to 1. `names` are sorted."""
+    """Cosines between the centered mean embeddings of domains, [N, N], and with the general text's, [N]."""
 
     names: list[str]
     matrix: np.ndarray

@@ -281,8 +281,7 @@ def frame_of(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
 
 
 def terminator(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The id to append to each document: none if the tokenizer ends it itself, else its end of sequence or
-    its separator. Raises ValueError where it has neither."""
+    """The id to append to each document: none if the tokenizer ends it itself, else its eos or sep."""
     if frame_of(tokenizer)[1]:
         return []
     ending = [each for each in (tokenizer.eos_token_id, tokenizer.sep_token_id) if each is not None]

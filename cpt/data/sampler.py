@@ -80,8 +80,7 @@ class TrainStream(Dataset):
         return samples - sum(pool.count(samples) for pool in self.earlier if not pool.adds)
 
     def samples(self, step: int) -> Located:
-        """The samples of a step; texts of the replay pools are numbered after its own. Replayed samples are
-        at random places, so that each process has its share of them."""
+        """The samples of a step, replayed ones at random places; pools' texts come after its own."""
         first = step - step % LOCATED_AT_ONCE
         if self.located is None or self.located[0] != first:
             last = min(first + LOCATED_AT_ONCE, self.total)

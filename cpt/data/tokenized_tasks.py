@@ -84,8 +84,7 @@ class Encoder:
                 yield EncodedExample(prompt + answer, [False] * len(prompt) + [True] * len(answer), cut)
 
     def encode_chat(self, example: Example, scored_turns: str) -> EncodedExample:
-        """The row of a chat: answers are the assistant's turns, or the last. Cut are the oldest exchanges,
-        then the end of the last question."""
+        """The row of a chat. Cut are the oldest exchanges, then the end of the last question."""
         if self.seq2seq:
             raise ValueError(f"example {example.id} is a chat, which a model with two stacks does not take")
         ids, marks = render_chat(example, self.tokenizer)

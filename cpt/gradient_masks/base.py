@@ -57,8 +57,7 @@ class GradientMask(nn.Module):
         return iter(())
 
     def protected_subspace(self) -> dict[nn.Parameter, Protection]:
-        """By parameter, the projection of a movement on what is protected for the whole domain. Default: the
-        entries whose factor is constant and near 0."""
+        """By parameter, the projection on what is protected; by default entries of a static factor near 0."""
         if not self.static:
             return {}
 
@@ -79,13 +78,11 @@ class Constraint(GradientMask):
     again) or `update` (the step itself, weight decay included)."""
 
     def covered(self) -> Iterable[nn.Parameter]:
-        """The constrained parameters, once per optimizer step; none while there is no constraint yet, so that
-        steps keep their bits."""
+        """The constrained parameters, once per optimizer step; none while there is no constraint yet."""
         return ()
 
     def constrain(self, steps: Sequence[Step], optimizer: Optimizer) -> None:
-        """Changes in place the gradients, or steps p_new - p_old, of the covered parameters that have a
-        gradient, all at once."""
+        """Changes gradients, or steps p_new - p_old, of the covered parameters in place, all at once."""
 
 
 class StepSnapshot:

@@ -141,8 +141,7 @@ class MagnitudeMask(GradientMask):
         self.inside, self.present = False, {}
 
     def record(self, place: slice, side: str | None, module: nn.Module, args: Any, output: Tensor) -> None:
-        """Adds a layer's output; not when recomputed in the backward pass, outside of the model's forward
-        pass or without gradients."""
+        """Adds a layer's output in the model's own forward pass with gradients."""
         if self.inside and torch.is_grad_enabled():
             self.sums[place] += magnitudes(output, self.present.get(side) if side else None)
 
@@ -215,8 +214,7 @@ class MagnitudeMask(GradientMask):
 
 
 def magnitudes(output: Tensor, present: Tensor | None) -> Tensor:
-    """Sum [d] in float32 of |h| over the tokens of an output [..., d]; `present` [B, T] is 0 at padding,
-    which a prompt of an output [B, n + T, d] is not."""
+    """Sum [d] in float32 of |h| over the tokens of an output [..., d]; `present` [B, T] is 0 at padding."""
     tokens = output.detach().reshape(-1, output.shape[-1])
     if present is not None:
         more = len(tokens) // len(present) - present.shape[1]  # before any padding, so that these may lead
@@ -233,8 +231,7 @@ def count_kept(threshold: float, width: int) -> int:
 
 
 def choose_rows(scores: Tensor, segments: Sequence[Tensor], threshold: float) -> Tensor:
-    """1 for the rows of each segment that are updated, else 0, [D]; segments [G, d] hold the places of G
-    groups of d rows, ranked group by group."""
+    """1 for the updated rows of each segment, else 0, [D]; segments [G, d] are places of G groups."""
     mask = torch.zeros_like(scores)
     for places in segments:
         best = scores[places].topk(count_kept(threshold, places.shape[1])).indices

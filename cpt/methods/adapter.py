@@ -21,8 +21,7 @@ from cpt.methods.options import AdapterOptions
 
 
 class Adapter(ContinualMethod):
-    """Trains bottleneck adapters only: one set for all domains, or one `per_domain`, new (`start=base`) or a
-    copy of the previous domain's."""
+    """Trains bottleneck adapters: one set for all domains, or one `per_domain`, new or a copy of the last."""
 
     options: AdapterOptions
 

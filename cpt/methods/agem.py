@@ -93,8 +93,7 @@ class AGEM(ContinualMethod):
         self.reference.gradients = [found for source in sources if (found := self.refer(source))]
 
     def refer(self, source: int | None) -> dict[nn.Parameter, Tensor]:
-        """A reference by parameter: the gradient of the mean loss on a draw of all processes, from a domain's
-        samples or from all (None); empty without samples."""
+        """The mean loss's gradient by parameter on a draw from a domain's samples, or (None) from all."""
         trained = [parameter for parameter in self.parameters() if parameter.grad is not None]
         share = max(1, self.options.draw // self.trainer.world_size)
         slots = self.memory.draw(share, purpose=f"step {self.trainer.global_step}", domain=source)
@@ -113,8 +112,7 @@ class AGEM(ContinualMethod):
 
 
 def solve(gram: Tensor, products: Tensor, *, least: float) -> Tensor:
-    """The v [t] >= least that minimizes 1/2 v^T gram v + products^T v, by coordinate descent in 64 bits;
-    `least` for a zero reference."""
+    """argmin over v [t] >= least of 1/2 v^T gram v + products^T v, by coordinate descent in 64 bits."""
     gram, products = gram.double().cpu(), products.double().cpu()
     found = torch.full_like(products, least)
     for _ in range(SWEEPS):

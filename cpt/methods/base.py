@@ -140,8 +140,7 @@ class ContinualMethod(LightningModule):
         be in the `scope`, if there is one."""
 
     def activate(self, domain: int) -> None:
-        """Switches experts, adapters, requires_grad for a domain, without data; idempotent. Default: freezes
-        what the config freezes."""
+        """Switches experts, adapters, requires_grad for a domain, without data; idempotent."""
         for parameter in self.frozen:
             parameter.requires_grad_(False)
 
@@ -186,8 +185,7 @@ class ContinualMethod(LightningModule):
         return self.router is not None and self.router.in_sequence
 
     def constant_part(self, domain: int) -> int | None:
-        """The domain (-1: the base) whose modules alone decide the scores of a domain's text, which are
-        constant until those are trained again. None where more decides."""
+        """The domain (-1: the base) whose modules alone decide the scores of a domain's text, or None."""
         alone = type(self).nll is ContinualMethod.nll and type(self.router) is Router
         if not alone or type(self.bank) is not DomainParams or self.scope is None:
             return None
@@ -329,9 +327,9 @@ class ContinualMethod(LightningModule):
     def branch_step(self) -> int:
         """The step whose weights the next domain starts from: the last, or the one before a decay branch."""
         steps, ahead = self.data.steps(self.domain), self.data.recovery_steps(self.domain)
-        return (
-            steps if self.trunk is None else ahead + cast(Schedule, self.schedule).branch_step(steps - ahead)
-        )
+        if self.trunk is None:
+            return steps
+        return ahead + cast(Schedule, self.schedule).branch_step(steps - ahead)
 
     def begin_from_trunk(self) -> None:
         """Restores the weights before a decay branch; a resumed stage has them from its checkpoint."""
@@ -378,7 +376,7 @@ class ContinualMethod(LightningModule):
         self.constrain(optimizer)
 
     def mask(self, optimizer: Optimizer) -> None:
-        """Scales gradients, or takes snapshots of the parameters whose steps will be scaled."""
+        """Scales gradients, or takes snapshots of parameters whose steps will be scaled."""
         for mask in self.masks:
             for parameter, factor in mask.factors():
                 if parameter.grad is not None and mask.acts_on == "gradient":
@@ -388,14 +386,13 @@ class ContinualMethod(LightningModule):
 
     @torch.no_grad()
     def constrain(self, optimizer: Optimizer) -> None:
-        """Constrains gradients, or takes snapshots of the parameters whose steps will be constrained."""
-        for each in self.masks:
-            if isinstance(each, Constraint):
-                covered = [parameter for parameter in each.covered() if parameter.grad is not None]
-                if covered and each.acts_on == "gradient":
-                    each.constrain([(p, cast(Tensor, p.grad)) for p in covered], optimizer)
-                elif covered:
-                    self.snapshots.append(StepSnapshot(each, covered))
+        """Constrains gradients, or takes snapshots of parameters whose steps will be constrained."""
+        for each in (mask for mask in self.masks if isinstance(mask, Constraint)):
+            covered = [parameter for parameter in each.covered() if parameter.grad is not None]
+            if covered and each.acts_on == "gradient":
+                each.constrain([(p, cast(Tensor, p.grad)) for p in covered], optimizer)
+            elif covered:
+                self.snapshots.append(StepSnapshot(each, covered))
 
     def configure_gradient_clipping(
         self,

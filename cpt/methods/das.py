@@ -41,8 +41,7 @@ from cpt.models.units import gate_units
 
 
 def contrastive(anchors: Tensor, positives: Tensor, negatives: Tensor, *, temperature: float) -> Tensor:
-    """L_con of vectors, each [N, D], a scalar; sim is the cosine. The positives and negatives of all
-    processes are candidates."""
+    """L_con of vectors, each [N, D], a scalar; candidates are those of all processes."""
     others, before = gather_rows(torch.stack([positives, negatives], dim=1))
     candidates = functional.normalize(torch.cat([others[:, 0], others[:, 1]]), dim=-1)
     similarity = functional.normalize(anchors, dim=-1) @ candidates.T

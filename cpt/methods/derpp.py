@@ -57,8 +57,7 @@ class DERPP(ContinualMethod):
         }
 
     def replayed(self, count: int) -> tuple[Tensor, Tensor]:
-        """Squared error of the outputs on one draw of `count` samples and loss on another, both means; 0
-        from an empty memory."""
+        """Squared error on one draw of `count` samples and loss on another, means; 0 from an empty memory."""
         matching, replaying = (self.memory.draw(count, purpose=name) for name in ("match", "replay"))
         if not len(matching):
             none = torch.zeros((), device=self.device)

@@ -15,8 +15,7 @@ from cpt.methods.base import ContinualMethod, MethodContext
 
 
 class IncLoRA(ContinualMethod):
-    """Trains a new LoRA adapter per domain on top of the earlier ones, which are `stored` in the frozen
-    weights (`merged`: the state does not grow) or apart (`pairs`: the weights stay the base's)."""
+    """Trains a new LoRA adapter per domain; the earlier ones are merged into the weights or stored apart."""
 
     options: StoredPairOptions
 

@@ -47,8 +47,7 @@ log = logging.getLogger(__name__)
 
 
 def balance_loss(sums: Tensor, shares: Tensor, tokens: float) -> Tensor:
-    """E sum_e s_e P_e, a scalar, from sums over tokens of softmax(z) [E] and s [E]; 1 if either is
-    uniform."""
+    """E sum_e s_e P_e, a scalar, from sums over tokens of softmax(z) [E] and s [E]."""
     return len(shares) * (shares.to(sums) * sums).sum() / tokens
 
 

@@ -17,8 +17,7 @@ from cpt.methods.options import LoRAOptions
 
 
 class LoRA(ContinualMethod):
-    """Trains LoRA adapters only: one for all domains, or one `per_domain`, new (`start=base`) or a copy of
-    the previous domain's."""
+    """Trains LoRA adapters: one for all domains, or one `per_domain`, new or a copy of the last."""
 
     options: LoRAOptions
 

@@ -47,8 +47,7 @@ ALIKE = 0.9995  # cosine from which slerp is a lerp
 
 @dataclass(frozen=True)
 class Ended:
-    """A finished domain: tensors by parameter name, in at least 32 bits, local rows where they are sharded.
-    `like` are the parameters themselves."""
+    """A finished domain: tensors in at least 32 bits by parameter name, local rows where sharded."""
 
     like: Mapping[str, Tensor]
     began: Mapping[str, Tensor]

@@ -91,8 +91,7 @@ def samples(batch: Batch) -> list[Batch]:
 def keep_important(
     model: PreTrainedModel, importances: Mapping[str, Tensor]
 ) -> dict[nn.Parameter, Callable[[Tensor], Tensor]]:
-    """For each parameter with an importance above 0, the projection of a movement on its most important
-    twentieth."""
+    """By parameter, the projection of a movement on the entries of its most important twentieth."""
 
     def within_most(importance: Tensor, way: Tensor) -> Tensor:
         count = max(1, importance.numel() // 20)

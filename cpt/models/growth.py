@@ -47,8 +47,7 @@ REPEATABLE = (
 
 @contextmanager
 def adjusted(model: PreTrainedModel, part: str) -> Iterator[Callable[[], PreTrainedModel]]:
-    """A model and its configuration are changed inside the context, and made consistent after it. Yields a
-    function that makes a model of the configuration without storage."""
+    """A model and its configuration change inside the context, which yields what makes a skeleton of it."""
     what = f"{part} of a {model.config.model_type} can not be grown"
 
     def empty() -> PreTrainedModel:
@@ -97,8 +96,7 @@ def grow_neurons(model: PreTrainedModel, more: int, *, noise: float) -> None:
 
 @torch.no_grad()
 def grow_heads(model: PreTrainedModel, more: int, *, noise: float) -> None:
-    """Adds copies of drawn key/value heads with their query heads to each attention, the same in all blocks,
-    which may share relative positions by head."""
+    """Adds copies of drawn key/value heads with their query heads, the same in all blocks."""
     if more == 0:
         return
     with adjusted(model, "heads"):
@@ -118,8 +116,7 @@ def grow_heads(model: PreTrainedModel, more: int, *, noise: float) -> None:
 
 
 def grow_layers(model: PreTrainedModel, more: int) -> None:
-    """Adds copies of the last blocks of each stack that contribute nothing. Raises ValueError if there are
-    fewer to copy."""
+    """Adds copies of each stack's last blocks that contribute nothing. ValueError for too many."""
     if more == 0:
         return
     stacks = Counter(name.rpartition(".")[0] for name, _ in blocks(model))
@@ -142,8 +139,7 @@ def grow_layers(model: PreTrainedModel, more: int) -> None:
 
 @torch.no_grad()
 def copy_block(block: nn.Module, origin: nn.Module) -> nn.Module:
-    """Gives a block without storage the weights, dtype, configuration and modes of another one; a norm that
-    the other lacks starts at one."""
+    """Gives a block without storage the weights, dtype, configuration and modes of another one."""
     own = dict(origin.named_parameters()) | dict(origin.named_buffers())
     like = next(origin.parameters())
     block.to_empty(device=like.device)
@@ -219,8 +215,7 @@ def draw_units(units: int, more: int) -> Tensor:
 
 @torch.no_grad()
 def add_copies(place: SubLayer, chosen: Tensor, *, noise: float) -> None:
-    """Adds copies of the units `chosen` [m] after the existing ones, in the layers that write units and in
-    the one that reads them."""
+    """Adds copies of the units `chosen` [m] to the layers that write units and the one that reads them."""
     for source, members in place.sources:
         found = []  # the output feature of each row: after each segment (Q, K, V) those of its copies
         for segment in source.segments:
@@ -249,8 +244,7 @@ def index_axis(weight: Tensor, axis: int, places: Tensor) -> Tensor:
 
 
 def separate_copies(weight: Tensor, axis: int, origins: Tensor, noise: float) -> Tensor:
-    """Adds noise to the last columns or rows of a weight, those of copies, and subtracts it at their
-    `origins`."""
+    """Adds noise to the last columns or rows of a weight, and subtracts it at their `origins`."""
     if noise == 0:
         return weight
     shape = list(weight.shape)
@@ -285,8 +279,7 @@ def check_head(model: PreTrainedModel) -> None:
 
 
 def fit_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, checkpoint: str) -> None:
-    """Adds rows to the embedding and the head for all entries of the tokenizer, always the same, as
-    transformers draws them. Raises ValueError as `check_head`."""
+    """Adds rows to embedding and head for all entries of the tokenizer, as transformers draws them."""
     rows, needed = model.get_input_embeddings().weight.shape[0], entries(tokenizer)
     if needed <= rows:
         log.info("model.resize=true changes nothing: %d rows, %d entries of the tokenizer", rows, needed)

@@ -57,8 +57,7 @@ def objective_name(wanted: str, config: PretrainedConfig) -> str:
 
 
 def check_packing(name: str, *, isolated: bool, answers: bool) -> None:
-    """Raises ValueError for an objective whose models cannot answer, where domains are `answers`, or cannot
-    separate the samples or documents of a row."""
+    """Raises ValueError for an objective that does not go with `answers` or `isolated` documents."""
     if name == "masked" and answers:
         told = "model.objective=masked does not go with domains of examples: a masked model writes no answers"
         raise ValueError(f"{told}; allowed: a causal model, like model=tiny_gpt2, or one with two stacks")
@@ -109,8 +108,7 @@ def configuration(checkpoint: str) -> PretrainedConfig:
 
 
 def load_model(checkpoint: str | Path, objective: str) -> PreTrainedModel:
-    """The model of a checkpoint in float32 and train mode, with the head that the objective needs; an adapter
-    of peft in its folder is merged."""
+    """A checkpoint's model in float32 and train mode, with an adapter of peft in its folder merged."""
     model = AUTO_MODELS[objective].from_pretrained(checkpoint, dtype=torch.float32, trust_remote_code=False)
     if adapter := find_adapter(checkpoint):
         from peft import PeftModel

@@ -21,8 +21,7 @@ from cpt.models.forward import hidden_states, logits_and_hidden, nll_of
 
 @dataclass(frozen=True)
 class Tables:
-    """A batch as tables: what the model reads, labels of its L outputs or UNSCORED, and the column of the row
-    of tokens that each label stands for."""
+    """A batch as tables, with the column of the row of tokens that each label stands for."""
 
     ids: np.ndarray  # [B, W]
     present: np.ndarray  # [B, W], False at padding
@@ -187,8 +186,7 @@ class Span(Objective):
         return length - tokens + holes + 1, tokens + holes + 1
 
     def holes(self, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Hidden tokens and holes [B] of rows of such lengths; a row of one token counts as one of two.
-        Products are rounded in 32 bits, as in T5's code."""
+        """Hidden tokens and holes [B] of rows of such lengths, rounded in 32 bits as in T5's code."""
         lengths = np.maximum(lengths, 2)
         products = np.float32(self.rate) * lengths.astype(np.float32)
         tokens = np.clip(np.rint(products), 1, lengths - 1).astype(np.int64)
@@ -315,8 +313,7 @@ class Answers(Objective):
 
 
 class CausalAnswers(Answers):
-    """A decoder reads the question and predicts each token of the answer, and its end. The samples of a
-    training batch may share rows."""
+    """A decoder reads the question and predicts each token of the answer, and its end."""
 
     causal = True
 
@@ -330,8 +327,7 @@ class CausalAnswers(Answers):
 
 
 class Seq2SeqAnswers(Answers):
-    """The encoder reads the question, the decoder predicts the answer from itself shifted right after `start`
-    (Raffel et al., JMLR 2020)."""
+    """The encoder reads the question, the decoder predicts the answer from itself shifted right."""
 
     raw: Span
 
@@ -392,8 +388,7 @@ def lowest(lottery: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def draw_composition(keys: np.ndarray, totals: np.ndarray, parts: np.ndarray, *, stream: int) -> np.ndarray:
-    """Random compositions of totals [B] into `parts` [B] positive parts, all equally likely: lengths [B, P],
-    0 beyond a row's parts."""
+    """Uniform random compositions of totals [B] into `parts` [B] positive parts: lengths [B, P]."""
     places = np.arange(totals.max(initial=1) - 1)
     lottery = np.where(places < (totals - 1)[:, None], draws(keys, len(places), stream=stream), 2.0)
     cuts = lowest(lottery, parts - 1)

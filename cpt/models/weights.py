@@ -28,8 +28,7 @@ IN_ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
 
 
 class Snapshot(NamedTensors):
-    """A copy of a model's parameters by name, at first of those at construction; one that came into the model
-    later is left alone until the next `take`."""
+    """A copy of a model's parameters by name; later parameters are left alone until the next `take`."""
 
     def __init__(self, model: nn.Module, *, persistent: bool) -> None:
         super().__init__(dict(model.named_parameters()), persistent=persistent)
@@ -75,8 +74,7 @@ def shared_names(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list
 
 
 class _QuadraticPenalty(torch.autograd.Function):
-    """The penalty with its gradient w (p - a) in closed form; anchors and weights that are `elsewhere` are
-    brought to the parameters' device one after another."""
+    """The penalty with its gradient w (p - a) in closed form; `elsewhere`: anchors on another device."""
 
     @staticmethod
     def forward(
@@ -187,8 +185,7 @@ def frozen_parameters(model: PreTrainedModel, freeze: Freeze) -> list[nn.Paramet
 
 
 def find_trainable(model: nn.Module, entry: str) -> list[nn.Parameter]:
-    """The parameters of all norms, biases or linear layers of `attention`, or those whose names a regular
-    expression finds."""
+    """The parameters of all norms, biases or `attention` layers, or those that an expression finds."""
     if entry == "norms":
         parts = [part for part in model.modules() if type(part).__name__.endswith("Norm")]
         return [parameter for part in parts for parameter in part.parameters(recurse=False)]

@@ -19,8 +19,7 @@ ALPHA = 10  # how steep an inverse square root is: 1 / sqrt(1 + 10 x)
 
 @dataclass(frozen=True)
 class Progress:
-    """A position in a run, counted from 0: step of the domain, domain of the run, step of the run; `first`
-    are the first domain's steps."""
+    """A position in a run, counted from 0; `first` are the first domain's steps."""
 
     step: int
     steps: int
@@ -65,8 +64,7 @@ class Schedule(Options):
 
     @property
     def branches(self) -> bool:
-        """Whether a domain ends in a decay branch: its end is scored and exported, and the next domain starts
-        from the weights before the decay."""
+        """Whether a domain ends in a decay branch, before which the next domain starts."""
         return False
 
     @property
@@ -125,8 +123,7 @@ class Rewarm(Schedule):
 
 @config
 class Once(Schedule):
-    """One warm-up (a share of all steps) and one half cosine over all domains; a further domain changes every
-    rate."""
+    """One warm-up (a share of all steps) and one half cosine over all domains."""
 
     final: Probability = option("the factor at the end of the last domain")
 

@@ -168,8 +168,7 @@ class Source(Options, ABC):
 
     @cached_property
     def groups(self) -> dict[str, list[str]]:
-        """The domains that can be trained on, each with the names whose text it has. Raises ValueError where
-        `only` leaves none, and for a name that M2D2 lists and that is no domain."""
+        """The domains, each with the names whose text it has. Raises ValueError where `only` leaves none."""
         return select_domains(group_names(self.names, self.by), self.only)
 
     @property
@@ -213,8 +212,7 @@ class Source(Options, ABC):
         self.check([member for name in order for member in self.members(name)])
 
     def check(self, order: Sequence[str]) -> None:  # noqa: B027  (most sources have nothing to check)
-        """Raises ValueError for text of these domains, or general text, that cannot be read as it is meant,
-        as far as that is known at once."""
+        """Raises ValueError for text of these domains, or general text, that cannot be read."""
 
     @abstractmethod
     def read(self, name: str) -> Iterator[tuple[str, str]]:

@@ -190,8 +190,7 @@ class Template(Options):
 
 @config
 class Tasks(Source):
-    """Supervised tasks in a folder, in a published layout; without a folder those of
-    `cpt.data.sources.docstrings.package_task`."""
+    """Supervised tasks in a folder, in a published layout; without a folder those of `package_task`."""
 
     root: Text | None = option("the folder of all tasks; null: some of installed packages")
     format: Layout = option("how the folder is laid out")

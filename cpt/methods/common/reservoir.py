@@ -109,8 +109,7 @@ class Reservoir(nn.Module):
 
     @torch.no_grad()
     def count(self) -> int:
-        """The number of samples offered to this process. Rebalances the state of another number of processes:
-        filled slots to the front, so that each process has as many, and equal counts."""
+        """The samples offered to this process; rebalances a state of another number of processes."""
         rank, world = rank_and_world()
         if int((self.seen > 0).sum()) not in (0, world):
             order, total = (self.lengths == 0).int().argsort(stable=True), int(self.seen.sum())
@@ -171,8 +170,7 @@ class Reservoir(nn.Module):
         self.outputs[slot] = functional.pad(outputs.float().clamp(-limit, limit), (0, 0, 0, missing))
 
     def draw(self, count: int, *, purpose: str, domain: int | None = None) -> Tensor:
-        """Up to `count` distinct filled slots of this process, uniform, of a domain or of all; the purpose
-        seeds the draw."""
+        """Up to `count` distinct filled slots of this process, of a domain or all, by the purpose."""
         stream = key(self.seed, purpose, *rank_and_world(), self.count())
         own = torch.from_numpy(self.slots())
         own = own if domain is None else own[self.domains[own] == domain]
