@@ -191,8 +191,9 @@ def train_tokenizer(texts: Iterator[str], *, vocabulary: int, objective: str) ->
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    how = {"special_tokens": [*tokens.values()], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
-    trainer = trainers.BpeTrainer(vocab_size=vocabulary - SENTINELS * span, show_progress=False, **how)
+    how: dict[str, Any] = {"special_tokens": [*tokens.values()], "show_progress": False}
+    how["initial_alphabet"] = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocabulary - SENTINELS * span, **how)
     bpe.train_from_iterator(texts, trainer)
     single, pair = {
         "masked": (f"{start} $A {end}", f"{start} $A {end} {end} $B {end}"),

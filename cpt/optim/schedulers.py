@@ -108,45 +108,37 @@ class Constant(Schedule):
 
 
 @config
-class Rewarm(Schedule):
-    """Warm-up and half a cosine in each domain, to a peak of its own (Gupta et al. 2023, arXiv 2308.04014;
-    Ibrahim et al., TMLR 2024, arXiv 2403.08763)."""
+class Rewarm(Cosine):
+    """Cosine in each domain, to a peak of its own (Gupta et al. 2023, arXiv 2308.04014; Ibrahim et al., TMLR
+    2024, arXiv 2403.08763)."""
 
-    final: Probability = option("the factor at the end of a domain, of its peak")
     peaks: Peaks = option("share of the rate at each domain's peak, the last for all further ones; null: 1")
 
     def __call__(self, progress: Progress) -> float:
-        rise = self.warmup * progress.steps
         peak = self.peaks[min(progress.domain, len(self.peaks) - 1)] if self.peaks else 1.0
-        return peak * warm_cosine(progress.step, progress.steps, rise=rise, low=self.final)
+        return peak * super().__call__(progress)
 
 
 @config
-class Once(Schedule):
+class Once(Cosine):
     """One warm-up (a share of all steps) and one half cosine over all domains."""
-
-    final: Probability = option("the factor at the end of the last domain")
 
     @property
     def needs_end(self) -> bool:
         return True
 
     def __call__(self, progress: Progress) -> float:
-        rise = self.warmup * progress.total_steps
-        return warm_cosine(progress.total_step, progress.total_steps, rise=rise, low=self.final)
+        return super().__call__(progress.joined)
 
 
 @config
-class Decayed(Schedule):
-    """Warm-up and half a cosine in the first domain; then constant."""
+class Decayed(Cosine):
+    """Cosine in the first domain; then constant at `final`."""
 
     final: PositiveShare = option("the factor from the end of the first domain on")
 
     def __call__(self, progress: Progress) -> float:
-        if progress.domain:
-            return self.final
-        rise = self.warmup * progress.steps
-        return warm_cosine(progress.step, progress.steps, rise=rise, low=self.final)
+        return self.final if progress.domain else super().__call__(progress)
 
 
 @config

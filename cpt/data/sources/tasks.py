@@ -284,9 +284,10 @@ class Tasks(Source):
 
     def read(self, name: str) -> Iterator[tuple[str, str]]:
         if name == GENERAL:
-            own = self.general_folder
-            how = {"column": "text", "document": "auto"}
-            yield from readers.read_folder(own, name, **how) if own else docstrings.read_general()
+            if (own := self.general_folder) is None:
+                yield from docstrings.read_general()
+            else:
+                yield from readers.read_folder(own, name, column="text", document="auto")
             return
         choices, dropped, task = self.choices_of(name), 0, self.task_of(name)
         asked: dict[str, Any] = {"task": task, "dataset": name, "seed": int(self.held_out["seed"])}
