@@ -38,6 +38,7 @@ from cpt.models.forward import check_dropout, dropout, mean_over, nll_of
 from cpt.models.memory import keep_activations
 from cpt.models.objectives import Objective
 from cpt.models.units import gate_units
+from cpt.models.weights import Snapshot
 
 
 def contrastive(anchors: Tensor, positives: Tensor, negatives: Tensor, *, temperature: float) -> Tensor:
@@ -131,3 +132,26 @@ class DAS(ContrastMethod):
         if self.options.domains:
             losses = partial(domain_losses, objective=self.objective)
             self.soft.update_max(self.soft.measure(self.model, probe, losses))
+
+
+class DGA(ContrastMethod):
+    """DGA, adapting a language model while preserving its general knowledge (Ke et al., EMNLP 2022).
+
+    Each domain starts from the base. The heads that matter to the base's general knowledge, measured on the
+    domain's text, are protected, and a contrast separates the domain from it:
+
+        I_h    = 1/N sum_n |dKL(f1(x_n) || f2(x_n))/dg_h|       f1, f2: two dropout passes of the base
+        step_h <- (1 - I_h) * step_h,    L = L_lm + lambda L_con
+
+    The formulas are those of DAS (cpt.gradient_masks.soft, cpt.methods.das)."""
+
+    alone = True
+    options: DGAOptions
+
+    def __init__(self, options: DGAOptions, context: MethodContext) -> None:
+        super().__init__(options, context)
+        self.base = Snapshot(self.model, persistent=False)
+
+    def before_domain(self, probe: Iterable[Batch]) -> None:
+        self.base.restore(self.model)
+        self.soft.set(self.proxy.measure(self.soft, probe))

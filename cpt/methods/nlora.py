@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from cpt.adapters import lora
 from cpt.data.collate import Batch
-from cpt.methods.inclora import IncLoRA
+from cpt.methods.lora import IncLoRA
 from cpt.methods.options import NLoRAOptions
 
 Pair = tuple[Tensor, Tensor]  # A [r, d_in], B [d_out, r]

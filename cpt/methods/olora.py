@@ -15,7 +15,7 @@ from torch import Tensor
 from cpt.adapters.domain_store import DomainParams
 from cpt.data.collate import Batch
 from cpt.methods.base import MethodContext
-from cpt.methods.inclora import IncLoRA
+from cpt.methods.lora import IncLoRA
 from cpt.methods.options import OLoRAOptions
 
 Group = tuple[list[Tensor], Tensor]  # A of G layers, each [r, d]; the earlier ones, [G, t r, d]
