@@ -37,9 +37,9 @@ def export_parts(
     attach: Callable[..., Scope] | None,
     options: Mapping[str, Any],
 ) -> str:
-    """Writes a model without its adapters, and the parameters of each domain; returns the Python expression
-    that loads it with the last one. `attach(model, **options)` adds the adapters to a plain model; None: the
-    parts are weights of the plain model, which gets the last."""
+    """Writes a model without its adapters, and the parameters of each domain; returns the expression that
+    loads it with the last one. `attach(model, **options)` adds the adapters; None: the parts are weights of
+    the model."""
     folder, names, state = Path(folder), list(parts), model.state_dict()
     last = parts[names[-1]] if parts and attach is None else {}
     # By address, so that what is tied to a changed weight changes with it.
@@ -65,9 +65,9 @@ def export_parts(
 
 
 def load(folder: Path | str, domain: str | None = None) -> PreTrainedModel:
-    """The model of an exported folder with the parameters of a domain, None for the last, in eval mode and
-    its own dtype. Raises ValueError for a folder or domain without parts, and for a function in parts.json
-    that is not an `attach…` of a TRUSTED package."""
+    """The model of an exported folder with the parameters of a domain, None for the last, in eval mode.
+    ValueError for a folder or domain without parts, and for a function that is not an `attach…` of a TRUSTED
+    package."""
     folder = Path(folder)
     kind = getattr(transformers, AutoConfig.from_pretrained(folder, trust_remote_code=False).architectures[0])
     if not (folder / PARTS_INDEX).is_file():

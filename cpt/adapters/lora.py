@@ -41,9 +41,8 @@ LoraFactors = tuple[nn.Parameter, nn.Parameter]  # A [r, d_in] and B [d_out, r]
 
 
 class FusedLoraLinear(Linear):
-    """peft's linear layer with y = (W x + b) + alpha / r B (A x) computed by one addmm in place of a product,
-    a scaling and a sum, which at rank 8 take longer than the products. In 32 bits the last digits differ; in
-    16 bits a sum is rounded once, not thrice."""
+    """peft's linear layer with y = (W x + b) + alpha / r B (A x) computed by one addmm, which at rank 8 is
+    faster than a product, a scaling and a sum. In 32 bits the last digits differ."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if args or kwargs or self.disable_adapters or self.merged or self.lora_variant:
@@ -65,8 +64,7 @@ def attach_lora(
     model: PreTrainedModel, *, r: int, alpha: float, dropout: float, targets: Targets, embeddings: bool
 ) -> Scope:
     """Adds an adapter to each linear layer of the targets (`find_targets`), and to the `embeddings`: a head
-    that is tied to them gets a frozen one of its own. Raises ValueError for targets without a match, and for
-    embeddings of an encoder-decoder."""
+    that is tied to them gets a frozen one of its own. ValueError for embeddings of an encoder-decoder."""
     if embeddings and model.config.is_encoder_decoder:
         told = f"method.embeddings=true does not go with a {model.config.model_type}"
         raise ValueError(f"{told}, whose encoder and decoder look tokens up apart; allowed: false")

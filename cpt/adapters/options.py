@@ -93,13 +93,11 @@ class GateOptions(Options):
 
 @config
 class Routing(Options):
-    """`learned` and `unlearned` say what scores text of domains with and without a part: `domain`, the own
-    part; `base` and `last`; `posterior`, the mixture of all; `nearest`, of all the most probable so far, the
-    first of equals.
+    """`learned` and `unlearned` say what scores text of domains with and without a part: the own part
+    (`domain`); `base` and `last`; `posterior`, the mixture of all; `nearest`, the most probable so far.
 
-    The prior is `uniform`, `updating`: p <- (1 - decay) p + decay * posterior, row by row, from uniform on,
-    or `cached`: the mean posterior of a text's first `cached` rows, uniform until then. With several
-    processes each has the prior of its share of a text."""
+    The prior is `uniform`, `updating`: p <- (1 - decay) p + decay * posterior, row by row, or `cached`: the
+    mean posterior of a text's first `cached` rows, uniform until then."""
 
     learned: Literal["domain", "posterior", "nearest"] = option("what scores text of a learned domain")
     unlearned: Literal["base", "last", "posterior", "nearest"] = option("what scores all other text")

@@ -59,10 +59,9 @@ class SampleRouter(nn.Module):
     attention   a = softmax_i(q k_i / sqrt(D)),  q = LN(silu(W_up W_down e))             (SAPT)
     cosine      a = softmax_i(scale cos(e, k_i))                                         (MoCL)
 
-    e [D] is the mean over a sample's tokens, in a causal model up to the place itself, of their `embeddings`,
-    or of the last hidden states of the `encoder` (or body) without adapters, in eval mode and detached. Text
-    written with a key-value cache has the weights of its beginning's last place. A key starts as U(-1, 1);
-    only the newest adapter's is trained."""
+    e [D] is the mean over a sample's tokens, in a causal model up to the place itself, of their
+    `embeddings`, or of the last hidden states of the `encoder` (or body) without adapters, in eval mode and
+    detached. Only the newest adapter's key is trained; it starts as U(-1, 1)."""
 
     earlier: Tensor
 
@@ -180,9 +179,9 @@ class SampleRouter(nn.Module):
 def attach_routed(
     model: PreTrainedModel, *, r: int, alpha: float, dropout: float, targets: Any, causal: bool, **router: Any
 ) -> Scope:
-    """Adds a LoRA adapter to each linear layer of the targets within the model's body, as a head sees scored
-    places only, and a router that weights it and those of earlier domains (`begin_routed`) for each sample.
-    Raises ValueError for targets without a layer in the body."""
+    """Adds a LoRA adapter to each linear layer of the targets within the model's body, and a router that
+    weights it and those of earlier domains for each sample. ValueError for targets without a layer in the
+    body."""
     maps = [name for name in lora.find_targets(model, targets) if tokens_of(model, name) is not None]
     if not maps:
         raise ValueError(f"method.targets={show(targets)}; allowed: what finds maps outside the head")

@@ -44,9 +44,9 @@ def in_batches(documents: Dataset) -> Iterator[list[str]]:
 
 
 class DocumentHashes:
-    """What memory holds of the documents of a corpus, in their order, by column: their `hash`, the split
-    that the source has `given`, their `size` in bytes, and a `key` that equal documents share: of a text its
-    words, of an example its question. 25 bytes of a text; 33 of an example, with the hash of its `answer`."""
+    """What memory holds of the documents of a corpus, by column: their `hash`, the split that the source has
+    `given`, their `size` in bytes, and a `key` that equal documents share: of a text its words, of an
+    example its question. 25 bytes of a text; 33 of an example, with the hash of its `answer`."""
 
     def __init__(self, form: str) -> None:
         self.form = form
@@ -165,10 +165,10 @@ def assign(
     hint: str = "",
     known_by: np.ndarray | None = None,
 ) -> np.ndarray:
-    """The split of each document, [documents] int8; DROPPED for copies, which are `known_by` the same
-    (None: hash), SPARED for held-out documents beyond `most`. Of equal documents the first stays, in train
-    rather than in valid rather than in test. A split that the source does not give is held out of train: the
-    documents with the smallest hashes under the seed. Raises ValueError where a split would be empty."""
+    """The split of each document, [documents] int8; DROPPED for copies, which are `known_by` the same,
+    SPARED for held-out documents beyond `most`. Of equal documents the first stays, in train rather than in
+    valid or test. A split that the source does not give is held out of train, by hashes. ValueError for an
+    empty split."""
     if not len(hashes):
         raise ValueError(f"domain {name} has no text: its files are empty")
     known_by, seed = hashes if known_by is None else known_by, int(held_out["seed"])

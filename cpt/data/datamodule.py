@@ -54,10 +54,9 @@ class Domain:
 
 @dataclass(eq=False, repr=False)
 class DomainSequence(LightningDataModule):
-    """The stages in their order; `enter` chooses the one that the loaders are of.
-
-    `train`, `held_out` and `validation` (evaluated during training) are packed texts by name: the domains in
-    the order of the matrix's columns, then `general`. Raises ValueError for invalid replay."""
+    """The stages in their order; `enter` chooses the one that the loaders are of. `train`, `held_out` and
+    `validation` (evaluated during training) are packed texts by name: the domains in the order of the
+    matrix's columns, then `general`. Raises ValueError for invalid replay."""
 
     domains: Sequence[Domain]
     _: KW_ONLY

@@ -33,9 +33,9 @@ def resolve_order(
     orders: Sequence[Sequence[str]] | Mapping[int, Sequence[str]] | None,
     seed: int,
 ) -> list[str]:
-    """The domains to train on: a named order by its number, a word about the first one, one domain, or the
-    list as it is. Orders by similarity are the first one until `arrange_domains`. Raises ValueError for an
-    order or a domain that does not exist."""
+    """The domains to train on: a named order by its number, a word about the first one, one domain, or a
+    list. Orders by similarity are the first one until `arrange_domains`. ValueError for an unknown order or
+    domain."""
     given = orders or [sorted(names)]
     numbered = given.items() if isinstance(given, Mapping) else enumerate(given)
     named = {int(number): list(each) for number, each in numbered}
@@ -121,8 +121,8 @@ def round_cosines(values: np.ndarray) -> np.ndarray:
 
 def arrange_domains(word: str, given: Similarity) -> list[str]:
     """The order that a word of BY_TEXTS gives, from the domain nearest to the general text on: always the
-    nearest next (similar) or the farthest (dissimilar). similar_tree: coarse domains, by the mean similarity
-    of their members; within each its members, from the one nearest to the last trained on."""
+    nearest next (similar) or the farthest (dissimilar). similar_tree: coarse domains by the mean similarity
+    of their members, and within each its members, from the one nearest to the last trained on."""
 
     def chain(matrix: np.ndarray, start: np.ndarray) -> list[int]:
         """The greatest of `start` first, then the remaining one that is greatest in the row of the last."""

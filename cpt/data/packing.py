@@ -69,10 +69,9 @@ class ConcatPacker:
 
 
 class DocumentPacker:
-    """Whole documents in rows; one that is longer than a row continues in the next. With `open_rows`, those
-    that fit into a row together share it, also the rest of a longer one. Each goes where it leaves the least
-    room (best fit: Ding et al., ICML 2024, arXiv 2404.10830); where it fits into none of so many open rows,
-    the fullest is done."""
+    """Whole documents in rows; a longer one continues in the next. With `open_rows`, those that fit into a
+    row together share it, each where it leaves the least room (best fit: Ding et al., ICML 2024, arXiv
+    2404.10830); where it fits into none of so many open rows, the fullest is done."""
 
     def __init__(self, length: int, special: Sequence[int], *, open_rows: int) -> None:
         self.length, self.special, self.open_rows = length, special, open_rows

@@ -117,11 +117,9 @@ class ReplaySource(ABC):
 
 @dataclass(frozen=True)
 class ReplayPool:
-    """Texts that a stage draws a `share` of its samples from; `place` names the stage and the kind.
-
-    Texts take turns; each turn draws a row of every text in a random order. The rows of a text come in a
-    shuffle of what is kept of it, epoch by epoch: of t texts in a memory of m samples the first m div t of a
-    fixed shuffle."""
+    """Texts that a stage draws a `share` of its samples from; `place` names the stage and the kind. Each
+    turn draws a row of every text in a random order, epoch by epoch from a shuffle of what is kept of it: of
+    t texts in a memory of m samples the first m div t of a fixed shuffle."""
 
     texts: Mapping[str, Packed]
     _: KW_ONLY

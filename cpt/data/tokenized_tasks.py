@@ -56,9 +56,8 @@ class TaskPrompt:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Tokenizes examples for a model of `length` tokens: of a causal one these hold question and answer, of
-    an encoder-decoder (`seq2seq`) either of the two. Raises ValueError, with the example's id, where what may
-    not be cut does not fit."""
+    """Tokenizes examples for a model of `length` tokens, of an encoder-decoder (`seq2seq`) in each of the
+    two. Raises ValueError, with the example's id, where what may not be cut does not fit."""
 
     tokenizer: PreTrainedTokenizerBase
     length: int

@@ -275,9 +275,8 @@ class _RowGradient(torch.autograd.Function):
 
 
 class RowGradients:
-    """Computes a linear layer's weight gradient for the chosen rows only (`axis` of the weight is over output
-    features). A detached copy replaces the weight in the forward pass, so that the layer's own backward pass
-    gives its input's gradient only."""
+    """Computes a linear layer's weight gradient for the chosen rows only: a detached copy replaces the
+    weight in the forward pass, so that the layer's own backward pass gives its input's gradient only."""
 
     def __init__(self, module: nn.Module, *, axis: int, mask: MagnitudeMask, place: slice) -> None:
         self.axis, self.mask, self.place = axis, mask, place

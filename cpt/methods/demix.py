@@ -30,11 +30,9 @@ RECORD = ("sources", "perplexities")
 
 
 class CopyingMethod(ContinualMethod):
-    """A method whose new modules are copies of the base's, of the last domain's, or of those `nearest` to the
-    domain, by `options.start`.
-
-    `sources` [domains]: the domain (-1: the base) whose modules each domain's began as. `perplexities`: those
-    of the last domain's probe with each candidate, in the order of their domains."""
+    """A method whose new modules are copies of the base's, of the last domain's, or of those `nearest` to
+    the domain, by `options.start`. `sources` [domains]: the domain (-1: the base) that each was copied from;
+    `perplexities`: those of the last domain's probe with each candidate."""
 
     options: DEMIXOptions | LifelongMoEOptions
     sources: Tensor

@@ -123,8 +123,8 @@ def quadratic_penalty(
 @contextmanager
 def swap_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
     """The model with other weights, by the names of its parameters, inside the context, also where they are
-    tied; gradients go to the given weights. Of a sharded model the own rows are overwritten and restored, and
-    gradients go nowhere. Raises AttributeError for a name that no parameter has."""
+    tied; gradients go to the given weights, of a sharded model nowhere. AttributeError for an unknown
+    name."""
     reshard(model)
     targets = {name: model.get_parameter(name) for name in weights}
     sharded = {name: weights[name] for name, each in targets.items() if is_sharded(each)}

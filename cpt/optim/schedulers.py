@@ -193,9 +193,8 @@ class Infinite(Schedule):
 
 @config
 class WSD(Schedule):
-    """Warm-up, stable, decay (Hu et al. 2024, MiniCPM, arXiv 2404.06395; the form 1 - sqrt: Hägele et al.,
-    NeurIPS 2024, arXiv 2405.18392). With `branched` a domain's decay is a branch, and the next domain starts
-    before it, at the peak; else each domain warms up again."""
+    """Warm-up, stable, decay (Hu et al. 2024, MiniCPM, arXiv 2404.06395; 1 - sqrt: Hägele et al., NeurIPS
+    2024). With `branched` a domain's decay is a branch, and the next domain starts before it, at the peak."""
 
     decay: Probability = option("share of a domain's steps, its last, in which the rate decays")
     form: Literal["root", "linear"] = option("of the decay, x from 0 to 1: 1 - sqrt(x) or 1 - x")
@@ -260,9 +259,8 @@ class ReciprocalRoot(Schedule):
 
 @config
 class Autoregressive(Schedule):
-    """Half a cosine in each domain, from a peak that falls from domain to domain (TiC-LM, Li et al., ACL
-    2025): a domain of n steps after b starts at the height of one cosine over all b + n steps at b / (b +
-    n)."""
+    """Half a cosine in each domain, from a falling peak (TiC-LM, Li et al., ACL 2025): a domain of n steps
+    after b starts at the height of one cosine over all b + n steps at b / (b + n)."""
 
     final: Probability = option("the factor at a domain's end")
 

@@ -238,9 +238,8 @@ def read_members(source: Source, name: str) -> Iterator[tuple[str, str]]:
 
 
 def parse_name(name: str) -> tuple[str, str | None]:
-    """The coarse and the fine domain of a name of M2D2: `A__b` of Wikipedia, `cs.AI` of S2ORC; None for
-    fine of a coarse name. An archive without classes, like `hep-th`, is a coarse domain's only fine one.
-    Raises ValueError for a name of the list that is not a domain."""
+    """The coarse and the fine domain of a name of M2D2: `A__b` of Wikipedia, `cs.AI` of S2ORC; None for fine
+    of a coarse name. An archive without classes, like `hep-th`, is a coarse domain's only fine one."""
     if name in NOT_DOMAINS:
         raise ValueError(f"{name} stands in M2D2's list and is no domain; allowed: domains.ignore=[{name}]")
     if name in COARSE_OF_WIKIPEDIA or name.endswith("_l1"):

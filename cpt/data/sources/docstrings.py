@@ -204,9 +204,9 @@ def prose(text: str) -> list[str]:
 
 
 def running_lines(lines: Iterable[str]) -> Iterator[str]:
-    """Lines of a docstring; what is no running text is empty: Markdown code blocks, doctests and tables (both
-    last until a blank line), literal blocks and directives (but notes, warnings and version changes),
-    headings, and the sections that list references."""
+    """Lines of a docstring; empty for what is no running text: code blocks, doctests and tables (until a
+    blank line), literal blocks and directives (but notes, warnings and version changes), headings,
+    references."""
     fenced = in_table = False
     block, kept = None, []
     for line in lines:

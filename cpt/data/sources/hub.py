@@ -22,8 +22,8 @@ SAVED = ("dataset_dict.json", "state.json")  # of a folder that `save_to_disk` h
 class Hub(Source):
     """Data sets of the Hugging Face Hub, or local ones, one per domain: `catalogue[name]` has `path` (also a
     folder of `save_to_disk`), and optionally `name` (the configuration), `data_files` (a file, a pattern, a
-    list of such, or one of these for each split), `splits` (the data set's splits to read as train, valid and
-    test) and `column` (of the text, if not that of the others)."""
+    list, or one of these for each split), `splits` (to read as train, valid and test) and `column` (of the
+    text)."""
 
     catalogue: Mapping[str, Any] = option("each domain's data set, as datasets.load_dataset takes it")
     column: Text = option("the column of the text")

@@ -81,9 +81,9 @@ def files_of(folder: Path, *, ignored: Callable[[Path], bool] | None = None) -> 
 def read_folder(
     folder: Path, name: str, *, column: str, document: str, ignored: Callable[[Path], bool] | None = None
 ) -> Iterator[tuple[str, str]]:
-    """(split, document) of the files of a folder, streamed, with the progress of reading `name`. A split is
-    what a file's name or a folder it is in says (test.txt, train-00000-of-00002.parquet, dev/a), else train.
-    ValueError if a file cannot be read, or not as what its name says."""
+    """(split, document) of the files of a folder, streamed. A split is what a file's name or a folder it is
+    in says (test.txt, train-00000-of-00002.parquet, dev/a), else train. ValueError for a file that cannot be
+    read."""
     files = files_of(folder, ignored=ignored)
     texts, unit = [path for path in files if kind(path) == ".txt"], document
     if document == "auto" and (len(texts) >= MANY_FILES or not texts):

@@ -47,12 +47,10 @@ def capacity(memory: int | None, memory_bytes: float | None, *, sample_bytes: in
 
 class Reservoir(nn.Module):
     """`samples` slots: a row of `length` ids with its labels, and outputs [scored, width] at its scored
-    positions, padded. With `target` a slot has that many decoder ids, and labels of these; with `isolated`
-    documents the document of each token; `by_domain`, its domain.
+    positions, padded; `target` decoder ids; `isolated`: the document of each token; `by_domain`: the domain.
 
-    Of w processes, r keeps its own samples in the slots r, r + w, r + 2w, ... and draws from these; `seen[r]`
-    counts the samples that it was offered. A state_dict gathers all slots (a collective). On resume with
-    another number of processes, samples and counts are rebalanced, so that each is as likely to be kept."""
+    Of w processes, r keeps its own samples in the slots r, r + w, r + 2w, ... and draws from these;
+    `seen[r]` counts the samples that it was offered. A state_dict gathers all slots (a collective)."""
 
     input_ids: Tensor
     decoder_input_ids: Tensor
