@@ -56,7 +56,8 @@ class MagnitudeMaskOptions(Options):
     def __post_init__(self) -> None:
         if (self.threshold is None) == (self.mass is None):
             raise ValueError(
-                f"threshold={show(self.threshold)} and mass={show(self.mass)}; allowed: one, the other null"
+                f"threshold={show(self.threshold)} and mass={show(self.mass)}: one of them says how many "
+                "rows are chosen; allowed: null for the other"
             )
         if self.backend == "backward" and self.importance not in KNOWN_IN_TIME:
             raise ValueError(
@@ -65,7 +66,7 @@ class MagnitudeMaskOptions(Options):
             )
         if self.backend == "backward" and self.acts_on != "gradient":
             raise ValueError(
-                f"backend=backward does not go with acts_on={self.acts_on}; allowed: acts_on=gradient, or "
+                f"backend=backward is invalid with acts_on={self.acts_on}; allowed: acts_on=gradient, or "
                 "backend=hooks"
             )
 
