@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import nn
 from transformers import (
@@ -111,8 +112,6 @@ def load_model(checkpoint: str | Path, objective: str) -> PreTrainedModel:
     """A checkpoint's model in float32 and train mode, with an adapter of peft in its folder merged."""
     model = AUTO_MODELS[objective].from_pretrained(checkpoint, dtype=torch.float32, trust_remote_code=False)
     if adapter := find_adapter(checkpoint):
-        from peft import PeftModel
-
         model = PeftModel.from_pretrained(model, adapter).merge_and_unload().requires_grad_(True)
     return model.train()
 
