@@ -20,8 +20,7 @@ QUERY = re.compile(r"(w?q|query)(?![a-z])\w*", re.IGNORECASE)
 
 
 class Bottleneck(nn.Module):
-    """up(act(down(h))), of `width` features through `size`, which is added to h; in a block whose output h is
-    a norm of a sum, to that sum."""
+    """Adds up(act(down(h))) to h; in a block whose output h is a norm of a sum, to that sum."""
 
     def __init__(self, width: int, size: int, *, activation: str, like: Tensor) -> None:
         super().__init__()
@@ -101,8 +100,8 @@ class Plugin(Bottleneck):
             self.up.weight.data.copy_(drawn)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        made = super().forward(hidden)
-        return made.relu() if self.output_relu else made
+        added = super().forward(hidden)
+        return added.relu() if self.output_relu else added
 
     def take(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         """The pre-hook of a layer that reads the sub-layer's input."""

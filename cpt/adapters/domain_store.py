@@ -6,7 +6,7 @@ mixture by Bayes as in DEMIX (Gururangan et al., NAACL 2022, section 5): with ex
 
     p(x_i | x_<i) = sum_j p(x_i | x_<i, D = j) p(D = j | x_<i),    p(D = j | x_<i) ~ p(D = j) p(x_<i | D = j)
 
-x_<i are the scored tokens before i in the same row. The released code takes the token before i alone."""
+x_<i are the scored tokens before i in the same row."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -43,8 +43,7 @@ class Scope:
 
 
 class DomainParams(NamedTensors):
-    """A copy of some of a model's parameters, by name, for each trained domain; the base's, those at
-    construction or `base`, are not in the state_dict."""
+    """Some of a model's parameters by name for each trained domain; the base's are in no state_dict."""
 
     def __init__(
         self, model: nn.Module, names: Iterable[str], *, base: Mapping[str, Tensor] | None = None
@@ -80,13 +79,10 @@ class DomainParams(NamedTensors):
     def map_to(self, stored: Mapping[str, Tensor], *, only: bool = False) -> None:
         """Replaces buffers by the same tensors mapped from a file, by name; what the file lacks, or has in
         shards, stays in memory. With `only`, the file's are all there are."""
-        if only:
-            self._buffers, self.mapped = {**stored}, frozenset(stored)
-            return
         own = self._buffers.items()
         same = [n for n, t in own if type(t) is Tensor and n in stored and stored[n].shape == t.shape]
-        self._buffers |= {name: stored[name] for name in same}
-        self.mapped = frozenset(same)
+        self.mapped = frozenset(stored if only else same)
+        self._buffers = {**stored} if only else self._buffers | {name: stored[name] for name in same}
 
     def shard(self, parameters: Mapping[str, Tensor]) -> None:
         super().shard(parameters)
@@ -109,10 +105,8 @@ class DomainParams(NamedTensors):
     def room(self, name: str, stored: Tensor) -> Tensor:
         # Of the parameter's shape, on the module's device and in its type.
         parameter, base = name.partition(":")[2], self.base.named()
-        like = base.get(parameter, next(iter(base.values())))
-        if is_sharded(stored):
-            return torch.empty_like(stored, dtype=like.dtype)
-        return like.new_empty(self.shapes.get(parameter, stored.shape))
+        like, shape = base.get(parameter, next(iter(base.values()))), self.shapes.get(parameter, stored.shape)
+        return torch.empty_like(stored, dtype=like.dtype) if is_sharded(stored) else like.new_empty(shape)
 
 
 def domain_params(module: nn.Module) -> dict[str, DomainParams]:
@@ -148,8 +142,7 @@ def in_memory(module: nn.Module) -> list[Tensor]:
 
 
 class DomainScorer(ABC):
-    """Scores texts with parameters of domains, and records which of them it used for each text in the last
-    evaluation; in no state_dict."""
+    """Scores texts with parameters of domains, and records which it used for each text."""
 
     needs_domain = False  # whether a text's domain must be known at test time
     in_sequence = False  # whether a row's score depends on the rows before it

@@ -113,8 +113,7 @@ class ExpertGroup(nn.Module):
 
 
 class MoELayer(nn.Module):
-    """The experts of an FFN besides its own layers, in groups, one for each domain; it sees the tokens of a
-    `side`, SOURCE_TOKENS or TARGET_TOKENS."""
+    """The experts of an FFN besides its own layers, a group per domain; `side`: the tokens it sees."""
 
     def __init__(self, place: SubLayer, *, top_k: int, texts: TextMask, side: str | None) -> None:
         super().__init__()
@@ -152,8 +151,7 @@ class MoELayer(nn.Module):
 
     @torch.no_grad()
     def copy(self, group: int) -> None:
-        """Makes the newest experts copies of those of a group, one after another; BASE: of the model's
-        FFN."""
+        """Makes the newest experts copies of those of a group, in turn; BASE: of the model's FFN."""
         source, experts = self.members(group), self.experts
         for number, expert in enumerate(self.groups[-1].experts):
             copied = source[number % len(source)] - 1
@@ -193,14 +191,10 @@ class MoELayer(nn.Module):
         self.passed = RoutingRecord(*found, torch.bincount(found[2][:, 0], minlength=count))
         times = gates.shape[1]
         rows = flat[:, None].expand(-1, times, -1).reshape(-1, flat.shape[1]).index_select(0, order)
-        return Dispatch(
-            x=x,
-            rows=rows.view(*[1] * (x.ndim - 2), *rows.shape),
-            counts=[end - start for start, end in pairwise(starts)],
-            back=torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=x.device)),
-            gates=gates,
-            text=None if text is None else text.repeat_interleave(times)[order],
-        )
+        rows, counts = rows.view(*[1] * (x.ndim - 2), *rows.shape), [b - a for a, b in pairwise(starts)]
+        back = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=x.device))
+        text = None if text is None else text.repeat_interleave(times)[order]
+        return Dispatch(x, rows, counts, back, gates, text)
 
     def read(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         """The pre-hook of layers that read x: selects the tokens of expert 0."""
@@ -214,8 +208,7 @@ class MoELayer(nn.Module):
         return (self.dispatch.rows.split(self.dispatch.counts, dim=-2)[0],)
 
     def append(self, number: int, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        """Their forward hook: a layer's output on the rows of expert 0, followed by those of the others' own
-        layers, [..., N k, F]."""
+        """Their forward hook: the output on expert 0's rows, then those of the others, [..., N k, F]."""
         if self.dispatch is None:
             return output
         counts, text = self.dispatch.counts, self.dispatch.text
@@ -248,16 +241,16 @@ class MoELayer(nn.Module):
 
 
 def choose_blocks(model: PreTrainedModel, freeze: Freeze, *, every: int) -> list[str]:
-    """The names of the blocks whose FFN becomes a mixture: the last of `every` each that is not frozen.
-    Raises ValueError where there are none."""
-    places = sublayers(model, ("neurons",))
-    if every > len(places):
+    """The blocks whose FFN becomes a mixture: the last of `every` each, unless frozen."""
+    if every > len(places := sublayers(model, ("neurons",))):
         raise ValueError(f"method.every={every}; allowed: 1 to {len(places)}, the model's blocks")
     frozen = {id(parameter) for parameter in frozen_parameters(model, freeze)}
     found = [p for p in places[every - 1 :: every] if id(p.out.weight) not in frozen]
     if not found:
-        told = f"freeze leaves no FFN that method.every={every} makes a mixture; allowed"
-        raise ValueError(f"{told}: a smaller method.every or fewer of freeze.layers, and no freeze.only")
+        allowed = "a smaller method.every or fewer of freeze.layers, and no freeze.only"
+        raise ValueError(
+            f"freeze leaves no FFN that method.every={every} makes a mixture; allowed: {allowed}"
+        )
     return [place.name for place in found]
 
 
@@ -269,8 +262,7 @@ def mixtures_of(model: nn.Module) -> dict[str, MoELayer]:
 def attach_mixtures(
     model: PreTrainedModel, *, blocks: Sequence[str], top_k: int, groups: Sequence[int] = ()
 ) -> Scope:
-    """Makes the FFNs of the named blocks mixtures of one expert, or with groups of further ones. Returns
-    what is new."""
+    """Makes the FFNs of the named blocks mixtures of one expert, or with groups of further ones."""
     found = {place.name: place for place in sublayers(model, ("neurons",))}
     texts = TextMask()
     model.register_forward_pre_hook(texts.open, with_kwargs=True)

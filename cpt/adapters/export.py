@@ -27,13 +27,6 @@ from cpt.models.loading import skeleton
 
 PARTS_INDEX = "parts.json"
 TRUSTED = ("cpt.adapters.",)  # packages of which parts.json may have an `attach…` called
-RELOCATED = {  # earlier paths of functions in parts.json
-    "cpt.adapters.plugin.attach_plugins": "cpt.adapters.bottleneck.attach_plugins",
-    "cpt.adapters.prompt.attach_prompt": "cpt.adapters.soft_prompt.attach_prompt",
-    "cpt.adapters.mixtures.attach_experts": "cpt.adapters.routed_lora.attach_experts",
-    "cpt.adapters.routed_pairs.attach_routed": "cpt.adapters.routed_lora.attach_routed",
-    "cpt.adapters.upcycling.attach_mixtures": "cpt.adapters.experts.attach_mixtures",
-}
 
 
 def export_parts(
@@ -44,17 +37,15 @@ def export_parts(
     attach: Callable[..., Scope] | None,
     options: Mapping[str, Any],
 ) -> str:
-    """Writes a model without its adapters, and the parameters of each domain, if any; returns the Python
-    expression that loads it with the last one. `attach(model, **options)`, a function of a module, adds the
-    adapters to a plain model; None: the parts are weights of the plain model, which gets the last."""
+    """Writes a model without its adapters, and the parameters of each domain; returns the expression that
+    loads it with the last one. `attach(model, **options)` adds the adapters; None: the parts are weights of
+    the model."""
     folder, names, state = Path(folder), list(parts), model.state_dict()
     last = parts[names[-1]] if parts and attach is None else {}
     # By address, so that what is tied to a changed weight changes with it.
     changes = {state[name].data_ptr(): own_storage(value) for name, value in last.items()}
-    present = {
-        name.replace(".base_layer.", "."): changes.get(value.data_ptr(), value)  # peft's name
-        for name, value in state.items()
-    }
+    plain = {name.replace(".base_layer.", "."): value for name, value in state.items()}  # peft's name
+    present = {name: changes.get(value.data_ptr(), value) for name, value in plain.items()}
     wanted = skeleton(model).state_dict()
     (folder / PARTS_INDEX).unlink(missing_ok=True)
     if (folder / "parts").exists():
@@ -74,9 +65,9 @@ def export_parts(
 
 
 def load(folder: Path | str, domain: str | None = None) -> PreTrainedModel:
-    """The model of an exported folder with the parameters of a domain, None for the last, in eval mode and
-    its own dtype. Raises ValueError for a folder or domain without parts, and for a function of parts.json
-    that is not an `attach…` of a TRUSTED package: a folder may come from others."""
+    """The model of an exported folder with the parameters of a domain, None for the last, in eval mode.
+    ValueError for a folder or domain without parts, and for a function that is not an `attach…` of a TRUSTED
+    package."""
     folder = Path(folder)
     kind = getattr(transformers, AutoConfig.from_pretrained(folder, trust_remote_code=False).architectures[0])
     if not (folder / PARTS_INDEX).is_file():
@@ -87,7 +78,7 @@ def load(folder: Path | str, domain: str | None = None) -> PreTrainedModel:
         raise ValueError(f"domain={name} has no part in {folder}; allowed: {', '.join(index['parts'])}")
     model = kind.from_pretrained(folder)
     if (path := index["attach"]) is not None:
-        module, _, function = RELOCATED.get(path, path).rpartition(".")
+        module, _, function = path.rpartition(".")
         allowed, attach = f"functions of {', '.join(TRUSTED)}* that are called attach…", None
         if not (f"{module}.".startswith(TRUSTED) and function.startswith("attach")):
             raise ValueError(f"{PARTS_INDEX} names {path}; allowed: {allowed}")

@@ -8,8 +8,7 @@ to the task (HAT; Serra et al., ICML 2018).
     R        = sum a (1 - a^(<t)) / sum (1 - a^(<t))        a domain's share of the free units      (eq. 4)
 
 Since da/de = s / (2 (cosh(s e) + 1)), q' is s_max sigmoid'(e) dL/da, which cannot overflow. In evaluation
-gates are binary, e > 0, so that no domain depends on others; the released code (ContinualLM) uses
-sigmoid(s_max e) there, which leaks, and clips cosh at e^50."""
+gates are binary, e > 0, so that no domain depends on others."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -86,8 +85,7 @@ class Gate(nn.Module):
 
 @dataclass(frozen=True)
 class Gates:
-    """The gates of a model, one for each group of units, and the names of their parameters in it. A deep copy
-    of (model, gates) is a model with gates of its own."""
+    """The gates of a model, one for each group of units, and the names of their parameters."""
 
     groups: tuple[Units, ...]
     parts: tuple[Gate, ...]

@@ -41,9 +41,8 @@ LoraFactors = tuple[nn.Parameter, nn.Parameter]  # A [r, d_in] and B [d_out, r]
 
 
 class FusedLoraLinear(Linear):
-    """peft's linear layer with y = (W x + b) + alpha / r B (A x) computed by one addmm in place of a product,
-    a scaling and a sum, which at rank 8 take longer than the products. In 32 bits the last digits differ; in
-    16 bits a sum is rounded once, not thrice."""
+    """peft's linear layer with y = (W x + b) + alpha / r B (A x) computed by one addmm, which at rank 8 is
+    faster than a product, a scaling and a sum. In 32 bits the last digits differ."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if args or kwargs or self.disable_adapters or self.merged or self.lora_variant:
@@ -65,8 +64,7 @@ def attach_lora(
     model: PreTrainedModel, *, r: int, alpha: float, dropout: float, targets: Targets, embeddings: bool
 ) -> Scope:
     """Adds an adapter to each linear layer of the targets (`find_targets`), and to the `embeddings`: a head
-    that is tied to them gets a frozen one of its own. Raises ValueError for targets without a match, and for
-    embeddings of an encoder-decoder."""
+    that is tied to them gets a frozen one of its own. ValueError for embeddings of an encoder-decoder."""
     if embeddings and model.config.is_encoder_decoder:
         told = f"method.embeddings=true does not go with a {model.config.model_type}"
         raise ValueError(f"{told}, whose encoder and decoder look tokens up apart; allowed: false")
@@ -109,10 +107,8 @@ def attach_lora(
 def find_targets(model: PreTrainedModel, targets: Targets) -> dict[str, nn.Module]:
     """The linear layers meant by `all-linear`, a regular expression for whole names, or a list of names or
     their ends, without the language-model head, by name; raises ValueError if there are none."""
-    head, linear = model.get_output_embeddings(), {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | Conv1D) and module is not head:
-            linear[name] = module
+    head = model.get_output_embeddings()
+    linear = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head}
     if targets == "all-linear":
         return linear
     if isinstance(targets, str):
@@ -192,19 +188,17 @@ def begin_adapter(model: PreTrainedModel, *, stored: str, seed: int) -> None:
 
 def resize_on_load(model: PreTrainedModel) -> None:
     """Lets the model load a state_dict with more earlier adapters than it has, or fewer."""
-    model.register_load_state_dict_pre_hook(_fit_earlier)
 
+    def fit_earlier(model: PreTrainedModel, state: Mapping[str, Tensor], prefix: str, *args: Any) -> None:
+        names = [f"lora_{half}.{EARLIER}.weight" for half in "AB"]
+        names += [f"lora_embedding_{half}.{EARLIER}" for half in "AB"]
+        for name, layer in lora_layers(model).items():
+            if stored := [state[k] for key in names if (k := f"{prefix}{name}.{key}") in state]:
+                set_earlier(layer, model.peft_config[NEWEST], *stored)
+            elif has_earlier(layer):
+                layer.delete_adapter(EARLIER)
 
-def _fit_earlier(model: PreTrainedModel, state: Mapping[str, Tensor], prefix: str, *args: Any) -> None:
-    names = [f"lora_{half}.{EARLIER}.weight" for half in "AB"]
-    names += [f"lora_embedding_{half}.{EARLIER}" for half in "AB"]
-    for name, layer in lora_layers(model).items():
-        keys = [f"{prefix}{name}.{key}" for key in names]
-        stored = [state[key] for key in keys if key in state]
-        if stored:
-            set_earlier(layer, model.peft_config[NEWEST], *stored)
-        elif has_earlier(layer):
-            layer.delete_adapter(EARLIER)
+    model.register_load_state_dict_pre_hook(fit_earlier)
 
 
 def without_tuners(model: PreTrainedModel, *, merged: bool = True) -> PreTrainedModel:
@@ -228,8 +222,7 @@ def joined_weights(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def export_adapters(folder: Path, model: PreTrainedModel, parts: Mapping[str, Mapping[str, Tensor]]) -> str:
-    """Writes the base to `folder` and each domain's adapter, of any rank, by the names of the newest, to
-    adapters/<name> in peft's format; returns the Python expression that loads it with the last one."""
+    """Writes the base, and each domain's adapter in peft's format; returns the expression that loads both."""
     base, config = without_tuners(model, merged=False), model.peft_config[NEWEST]
     base.save_pretrained(folder)
     for name, weights in parts.items():
@@ -242,13 +235,12 @@ def export_adapters(folder: Path, model: PreTrainedModel, parts: Mapping[str, Ma
         rank = len(next(value for key, value in weights.items() if "_A." in key))
         # alpha grows with the rank, as alpha / r is what the adapters were trained with
         scaled = replace(config, r=rank, lora_alpha=config.lora_alpha * rank / config.r, inference_mode=True)
-        scaled.base_model_name_or_path = str(folder.resolve())
+        scaled.base_model_name_or_path, kind = str(folder.resolve()), type(model)
         if model.config.is_encoder_decoder:
             scaled.task_type = "SEQ_2_SEQ_LM"
-        elif type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")):
+        elif kind.__name__.endswith(("ForCausalLM", "LMHeadModel")):
             scaled.task_type = "CAUSAL_LM"
         else:  # peft has no task for a masked model
-            kind = type(model)
             scaled.auto_mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
         scaled.save_pretrained(place)
     loading = f"transformers.{type(base).__name__}.from_pretrained({json.dumps(str(folder))})"
@@ -259,8 +251,7 @@ def attach_tuner(
     model: PreTrainedModel, tuner: str, *, targets: Targets, arguments: Mapping[str, Any]
 ) -> Scope:
     """Adds a tuner of peft to the layers of the targets; `auto` are all linear layers but the head, for
-    ln_tuning the norms. Only what it adds is trained. Raises ValueError for unknown arguments, and for
-    a model that the tuner does not support."""
+    ln_tuning the norms. Raises ValueError for unknown arguments, and a model that does not go with it."""
     kind = PeftType("LORA" if tuner == "dora" else tuner.upper())
     if targets == "auto" and tuner == "ln_tuning":
         norms = [name for name, m in model.named_modules() if type(m).__name__.endswith("Norm")]
@@ -282,14 +273,13 @@ def attach_tuner(
         raise ValueError(f"method.arguments.{unknown[0]} is not known; allowed: {', '.join(known)}")
     try:
         made = config(**given)
-        if (
-            kind == PeftType.VERA
-        ):  # whose layers share what peft does not give to a model that it only injects into
+        if kind == PeftType.VERA:  # its layers share what peft does not inject
             PEFT_TYPE_TO_TUNER_MAPPING[kind](model, {NEWEST: made}, NEWEST)
         else:
             inject_adapter_in_model(made, model, adapter_name=NEWEST)
     except (TypeError, ValueError, NotImplementedError, ImportError) as error:
-        kinds = f"a {model.config.model_type}"
-        told = f"method.tuner={tuner} with method.arguments={show(dict(arguments))}"
-        raise ValueError(f"{told} does not go with {kinds}: {reason(error)}") from error
+        raise ValueError(
+            f"method.tuner={tuner} with method.arguments={show(dict(arguments))} does not go with a "
+            f"{model.config.model_type}: {reason(error)}"
+        ) from error
     return Scope(tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad), ())

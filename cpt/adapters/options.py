@@ -17,8 +17,6 @@ from cpt.core.schema import (
     option,
 )
 
-KEPT = ("memory", "disk")
-
 
 @config
 class PartsOptions(Options):
@@ -38,14 +36,14 @@ class BottleneckOptions(Options):
     """Bottlenecks beside a frozen model (cpt.adapters.bottleneck)."""
 
     placement: Literal["pfeiffer", "ffn", "houlsby"] = option(
-        "behind each block's last residual sum, its FFN, or attention and FFN"
+        "after each block's last residual sum, its FFN, or attention and FFN"
     )
     reduction: Count = option("the hidden size over this is the bottleneck's")
     activation: Literal["relu", "gelu", "silu"] = option("between the two maps")
 
     @property
     def bottleneck(self) -> dict[str, Any]:
-        """What cpt.adapters.bottleneck.attach_bottlenecks is told."""
+        """Arguments of cpt.adapters.bottleneck.attach_bottlenecks."""
         return {name: getattr(self, name) for name in ("placement", "reduction", "activation")}
 
 
@@ -56,13 +54,11 @@ class MapPairOptions(Options):
     r: Count = option("rank of a pair")
     alpha: Positive = option("the pair's product counts alpha / r times")
     dropout: BelowOne = option("of the trained pair's input")
-    targets: Targets = option(
-        "which linear maps: all but the head, names or their ends, or a regular expression for whole names"
-    )
+    targets: Targets = option("linear layers: all but the head, names or their ends, or an expression")
 
     @property
     def pair(self) -> dict[str, Any]:
-        """What a function that attaches pairs is told; it stands in JSON."""
+        """Arguments of a function that attaches adapters, as JSON values."""
         targets = self.targets if isinstance(self.targets, str) else list(self.targets)
         return {"r": self.r, "alpha": self.alpha, "dropout": self.dropout, "targets": targets}
 
@@ -71,14 +67,12 @@ class MapPairOptions(Options):
 class PairOptions(MapPairOptions):
     """Low-rank pairs that are summed, whatever the text."""
 
-    embeddings: bool = option(
-        "a pair on the input embedding too; a head tied to it becomes a matrix of its own, frozen"
-    )
+    embeddings: bool = option("a pair on the input embedding too; a head tied to it is untied, frozen")
     exported: Literal["merged", "peft"] = option("a plain model, or the frozen weights and peft's files")
 
     @property
     def pair(self) -> dict[str, Any]:
-        """What cpt.adapters.lora.attach_pairs is told."""
+        """Arguments of cpt.adapters.lora.attach_lora."""
         return super().pair | {"embeddings": self.embeddings}
 
 
@@ -86,9 +80,7 @@ class PairOptions(MapPairOptions):
 class StoredPairOptions(PairOptions):
     """Low-rank pairs of which each domain has its own, and all are summed."""
 
-    stored: Literal["merged", "pairs"] = option(
-        "earlier pairs: merged into the frozen weights, or beside them"
-    )
+    stored: Literal["merged", "pairs"] = option("earlier pairs: merged into the frozen weights, or apart")
 
 
 @config
@@ -101,15 +93,11 @@ class GateOptions(Options):
 
 @config
 class Routing(Options):
-    """`learned` and `unlearned` say what scores text of domains with and without a part: `domain`, the own
-    part; `base` and `last`; `posterior`, the mixture of all; `nearest`, of all the most probable so far, the
-    first of equals.
+    """`learned` and `unlearned` say what scores text of domains with and without a part: the own part
+    (`domain`); `base` and `last`; `posterior`, the mixture of all; `nearest`, the most probable so far.
 
-    The prior is `uniform`, `updating`: p <- (1 - decay) p + decay * posterior, row by row, from uniform on,
-    or `cached`: the mean posterior of a text's first `cached` rows, uniform until then. Each text begins
-    anew, and with several processes each has the prior of its share. `top_k` parts are mixed at each
-    position, None for all; `base` says whether the base is among them, as it is before anything is
-    learned."""
+    The prior is `uniform`, `updating`: p <- (1 - decay) p + decay * posterior, row by row, or `cached`: the
+    mean posterior of a text's first `cached` rows, uniform until then."""
 
     learned: Literal["domain", "posterior", "nearest"] = option("what scores text of a learned domain")
     unlearned: Literal["base", "last", "posterior", "nearest"] = option("what scores all other text")

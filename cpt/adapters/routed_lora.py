@@ -30,8 +30,7 @@ def weigh_ranks(features: Tensor, weights: Tensor) -> Tensor:
 
 
 class TokenRouter(nn.Linear):
-    """The weights of a layer's adapters for each token: g = softmax(W_g x) [..., E] in 32 bits or more, x the
-    adapters' input, its dropout included."""
+    """The weights of a layer's adapters for each token: softmax(W_g x) [..., E], x their input."""
 
     def weigh(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         """The forward hook of A."""
@@ -41,8 +40,7 @@ class TokenRouter(nn.Linear):
 
 
 def attach_experts(model: PreTrainedModel, *, experts: int, r: int, alpha: float, **pair: Any) -> Scope:
-    """Adds `experts` LoRA adapters of rank r to each linear layer of the targets (`cpt.adapters.lora`), with
-    a router; with one expert it is plain LoRA."""
+    """Adds `experts` LoRA adapters of rank r with a router to each linear layer of the targets."""
     scope = lora.attach_lora(model, r=experts * r, alpha=experts * alpha, **pair, embeddings=False)
     routers = []
     for name, layer in lora.lora_layers(model).items():
@@ -61,10 +59,9 @@ class SampleRouter(nn.Module):
     attention   a = softmax_i(q k_i / sqrt(D)),  q = LN(silu(W_up W_down e))             (SAPT)
     cosine      a = softmax_i(scale cos(e, k_i))                                         (MoCL)
 
-    e [D] is the mean over a sample's tokens, in a causal model up to the place itself, of their `embeddings`,
-    or of the last hidden states of the `encoder` (or body) without adapters, in eval mode and detached. Text
-    written with a key-value cache has the weights of its beginning's last place. A key starts as U(-1, 1);
-    only the newest adapter's is trained."""
+    e [D] is the mean over a sample's tokens, in a causal model up to the place itself, of their
+    `embeddings`, or of the last hidden states of the `encoder` (or body) without adapters, in eval mode and
+    detached. Only the newest adapter's key is trained; it starts as U(-1, 1)."""
 
     earlier: Tensor
 
@@ -114,13 +111,13 @@ class SampleRouter(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def attend(self, states: Tensor) -> None:
-        """Computes log a from the means e of states [B, T, D] without padding: of the whole rows, or in a
-        causal model up to each place, 0 before the first."""
+        """Computes log a from the means of states [B, T, D]: of whole rows, or causally up to each place."""
         self.inside, self.text = False, (states.shape[0], states.shape[1])
         states, keys = states.to(torch.promote_types(states.dtype, torch.float32)), self.keys
         if self.causal:
-            mask = self.mask
-            present = torch.ones_like(states[..., :1]) if mask is None else mask[..., None].to(states)
+            present = (
+                torch.ones_like(states[..., :1]) if self.mask is None else self.mask[..., None].to(states)
+            )
             means = (states * present).cumsum(1) / present.cumsum(1).clamp_min(1)
         else:
             means = mean_over(states, self.mask)[:, None]
@@ -160,8 +157,7 @@ class SampleRouter(nn.Module):
             self.attend(output)
 
     def weights_at(self, features: Tensor) -> Tensor:
-        """a [..., t] for a layer's features [N, T', f], or [B T, f] of all places. Raises ValueError where
-        their samples cannot be identified."""
+        """a [..., t] for a layer's features [N, T', f], or [B T, f]; ValueError for unidentified samples."""
         assert self.logits is not None
         weights, (rows, places) = self.logits.exp(), self.text
         if features.ndim == 2 and len(features) == rows * places:
@@ -183,9 +179,9 @@ class SampleRouter(nn.Module):
 def attach_routed(
     model: PreTrainedModel, *, r: int, alpha: float, dropout: float, targets: Any, causal: bool, **router: Any
 ) -> Scope:
-    """Adds a LoRA adapter to each linear layer of the targets within the model's body, as a head sees scored
-    places only, and a router that weights it and those of earlier domains (`begin_routed`) for each sample.
-    Raises ValueError for targets without a layer in the body."""
+    """Adds a LoRA adapter to each linear layer of the targets within the model's body, and a router that
+    weights it and those of earlier domains for each sample. ValueError for targets without a layer in the
+    body."""
     maps = [name for name in lora.find_targets(model, targets) if tokens_of(model, name) is not None]
     if not maps:
         raise ValueError(f"method.targets={show(targets)}; allowed: what finds maps outside the head")

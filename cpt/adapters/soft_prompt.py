@@ -3,10 +3,9 @@
     [e(x_1); ...; e(x_T)]  ->  [e(x_1); P; e(x_2); ...; e(x_T)]
 
 The prompt follows the first token, so that <s> keeps its place. The output of the model's body is cut back to
-the T places of the text, as without a prompt: of a causal model the first n are, as the prompt's last place
-predicts the second token. With encoder and decoder P precedes the encoder's input, and the decoder attends to
-it too. peft's PromptTuning puts the prompt before <s>, has no form for masked language models, and gives
-causal ones logits that are longer than the text."""
+the T places of the text: of a causal model the first n are cut, as the prompt's last place predicts the
+second token. With encoder and decoder P precedes the encoder's input, and the decoder attends to it too.
+peft's PromptTuning puts the prompt before <s> and has no form for masked language models."""
 
 import inspect
 from typing import Any
@@ -55,8 +54,7 @@ class PromptVectors(nn.Module):
         return torch.cat([given[:, : self.before], between, given[:, self.before :]], dim=1)
 
     def widen(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """The body's pre-hook: adds n places to each row [B, T]. Raises ValueError for inputs that do not go
-        with a prompt."""
+        """The body's pre-hook: adds n places to each row. ValueError for inputs that do not go with it."""
         given = dict(zip(self.names, args, strict=False)) | kwargs
         given = {name: value for name, value in given.items() if value is not None}
         text, width = given.get("input_ids", given.get("inputs_embeds")), self.positions_taken
@@ -93,8 +91,7 @@ class PromptVectors(nn.Module):
         return self.fill(output) if self.within else output
 
     def cut(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """The forward hook of the body: its output, and all layers' where it has them, at the text's
-        places."""
+        """The forward hook of the body: its output, and all layers', at the text's places."""
         self.within, width = False, self.positions_taken
 
         def narrow(hidden: Tensor) -> Tensor:
@@ -111,8 +108,7 @@ class PromptVectors(nn.Module):
         return output
 
     def restore(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """The decoder's pre-hook: it attends to the prompt too. Raises ValueError for hidden states that are
-        not the encoder's output itself, as with several beams."""
+        """The decoder's pre-hook: it attends to the prompt too. ValueError for another encoder's output."""
         seen, mask = kwargs.get("encoder_hidden_states"), kwargs.get("encoder_attention_mask")
         if seen is None or seen not in UNCUT:
             raise ValueError("a decoder takes a prompt from its encoder; to generate: num_beams=1")
@@ -123,8 +119,7 @@ class PromptVectors(nn.Module):
 
 
 class PromptChain(DomainParams):
-    """Prompts of domains; the parameters of domain k are [P_k; ...; P_1] (Progressive Prompts; Razdaibiedina
-    et al., ICLR 2023)."""
+    """Prompts of domains; the parameters of domain k are [P_k; ...; P_1] (Progressive Prompts)."""
 
     def weights(self, domain: int) -> dict[str, Tensor]:
         stored = super().weights
@@ -139,8 +134,7 @@ class PromptChain(DomainParams):
 
 
 def attach_prompt(model: PreTrainedModel, *, tokens: int, causal: bool) -> Scope:
-    """Adds a prompt of `tokens` vectors, those of random ordinary tokens, once per model. `causal`: outputs
-    predict the next token and not their own."""
+    """Adds a prompt of `tokens` random ordinary tokens' vectors; `causal`: outputs predict the next token."""
     both, inner = model.config.is_encoder_decoder, reader(model)
     table = inner.get_input_embeddings() if both else model.get_input_embeddings()
     special = special_ids(model)

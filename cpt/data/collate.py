@@ -16,8 +16,7 @@ WIDTHS = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0)  # widths of shared rows that are tried
 
 
 class Batch(TypedDict, total=False):
-    """B rows of T tokens with K scored places. An objective may add inputs of its model. An encoder-decoder
-    reads T tokens and predicts L."""
+    """B rows of T tokens, K of them scored; an encoder-decoder reads T tokens and predicts L."""
 
     input_ids: Tensor  # [B, T]
     attention_mask: Tensor  # [B, T], 0 at padding; only where a row is padded

@@ -17,16 +17,14 @@ from cpt.data.tokenized_tasks import Encoder, encode_corpus
 
 @dataclass(frozen=True)
 class Corpora:
-    """The corpora of a run by name: the domains in their order, then the general text. `encoding` says how
-    examples become rows, None: the domains are text. With `isolated`, the samples of a batch share rows.
-    Rows of text are filled by `packing`. `workers` processes tokenize a text, None: one per core."""
+    """The corpora of a run by name: the domains in their order, then the general text."""
 
     by_name: dict[str, Corpus]
     cache: Path
-    encoding: Encoding | None = None
-    isolated: bool = False
-    workers: int | None = None
-    packing: str = CONCAT
+    encoding: Encoding | None = None  # how examples become rows; None: the domains are text
+    isolated: bool = False  # whether the samples of a batch share rows
+    workers: int | None = None  # processes that tokenize a text; None: one per core
+    packing: str = CONCAT  # how rows of text are filled
 
     @classmethod
     def read(
@@ -49,8 +47,7 @@ class Corpora:
         seq2seq: bool = False,
         packing: str | None = None,
     ) -> Packed:
-        """A split of one name: text in rows of `length` tokens, by another `packing` where one is given, or a
-        row for each example, as a causal or a `seq2seq` model takes it."""
+        """A split: text in rows of `length` tokens, or a row for each example."""
         corpus, how = self.by_name[name], dict[str, Any](name=name, cache=self.cache)
         if self.encoding is not None and name != GENERAL:
             encoder = self.encoder(tokenizer, length, seq2seq=seq2seq)

@@ -44,10 +44,9 @@ def in_batches(documents: Dataset) -> Iterator[list[str]]:
 
 
 class DocumentHashes:
-    """What memory holds of the documents of a corpus, in their order, by column: their `hash`, the split
-    that the source has `given`, their `size` in bytes, and a `key` that equal documents share. 25 bytes of
-    a text, whose key is its words, whatever white space is between them; 33 of an example, whose key is its
-    question, with the hash of its `answer`."""
+    """What memory holds of the documents of a corpus, by column: their `hash`, the split that the source has
+    `given`, their `size` in bytes, and a `key` that equal documents share: of a text its words, of an
+    example its question. 25 bytes of a text; 33 of an example, with the hash of its `answer`."""
 
     def __init__(self, form: str) -> None:
         self.form = form
@@ -101,15 +100,12 @@ def make_corpus(source: Source, name: str, *, cache: Path) -> Corpus:
         np.save(folder / "splits.npy", splits)
         (folder / "facts.json").write_text(json.dumps(facts))
         if contradicted:
-            message = "%s: %d questions stand there with different answers; the first of each stays"
-            log.warning(message, name, contradicted)
-        log.info(
-            "%s: %.2f MB, documents: %s; left out: %d duplicates and %d valid or test documents that also "
-            "stand elsewhere",
-            *(name, sum(facts["bytes"].values()) / 1e6),
-            ", ".join(f"{count} {split}" for split, count in facts["documents"].items()),
-            *(facts["duplicates"], facts["held_out_copies"]),
-        )
+            told = "%s: %d questions stand there with different answers; the first of each stays"
+            log.warning(told, name, contradicted)
+        counts = ", ".join(f"{count} {split}" for split, count in facts["documents"].items())
+        told = "%s: %.2f MB, documents: %s; left out: %d duplicates and %d valid or test copies"
+        size, copies = sum(facts["bytes"].values()) / 1e6, (facts["duplicates"], facts["held_out_copies"])
+        log.info(told, name, size, counts, *copies)
         if stamp_of(source, name) != stamp:
             raise ValueError(f"the text of {name} changed while it was read; start again when it is complete")
 
@@ -120,9 +116,8 @@ def make_corpus(source: Source, name: str, *, cache: Path) -> Corpus:
 def read_documents(
     source: Source, name: str, *, keep: Callable[[bytes], None] = lambda raw: None
 ) -> tuple[np.ndarray, dict[str, Any], int]:
-    """The split of each document of a domain, in UTF-8 given to `keep`; the facts of the text: digests of it
-    with its splits and of what is trained on, documents and bytes per split, and how many copies were left
-    out; and how many questions have several answers."""
+    """The split of each document of a domain, in UTF-8 given to `keep`; the facts of the text: digests,
+    documents and bytes per split, copies left out; and how many questions have several answers."""
     documents = DocumentHashes(source.form(name))
     for split, text in read_members(source, name):
         raw = text.encode(errors="replace")  # repaired where it is not Unicode
@@ -154,9 +149,8 @@ def split_documents(
         return assign(documents["hash"], given, name=name, held_out=held_out, hint=hint, known_by=keys)
     splits = assign(keys, given, name=name, held_out=held_out)
     train = np.flatnonzero(splits == 0)
-    ranked = train[
-        np.argsort(sample_keys(key("per class", int(held_out["seed"])), keys[train]), kind="stable")
-    ]
+    order = sample_keys(key("per class", int(held_out["seed"])), keys[train])
+    ranked = train[np.argsort(order, kind="stable")]
     for answer in np.unique(answers[train]) if per_class is not None else ():
         splits[ranked[answers[ranked] == answer][per_class:]] = SPARED
     return splits
@@ -171,13 +165,10 @@ def assign(
     hint: str = "",
     known_by: np.ndarray | None = None,
 ) -> np.ndarray:
-    """The split of each document, [documents] int8; DROPPED for copies, which are `known_by` the same
-    (None: hash), SPARED for held-out documents beyond `most`.
-
-    Of equal documents the first stays, in train rather than in valid rather than in test. Where the source
-    gives no valid or test split, its share of train is held out. The documents with the smallest hashes
-    under the seed are chosen, so that the choice is the documents' own. Raises ValueError where a split
-    would be empty."""
+    """The split of each document, [documents] int8; DROPPED for copies, which are `known_by` the same,
+    SPARED for held-out documents beyond `most`. Of equal documents the first stays, in train rather than in
+    valid or test. A split that the source does not give is held out of train, by hashes. ValueError for an
+    empty split."""
     if not len(hashes):
         raise ValueError(f"domain {name} has no text: its files are empty")
     known_by, seed = hashes if known_by is None else known_by, int(held_out["seed"])
@@ -205,6 +196,8 @@ def assign(
     left = [int((splits == split).sum()) for split in range(len(SPLITS))]
     if min(left) == 0:
         found = ", ".join(f"{count} {split}" for count, split in zip(left, SPLITS, strict=True))
-        told = f"domain {name} has {len(given)} documents, too few to train, validate and test on ({found})"
-        raise ValueError(f"{told}; allowed: at least one for each, all different{hint}")
+        raise ValueError(
+            f"domain {name} has {len(given)} documents, too few to train, validate and test on ({found}); "
+            f"allowed: at least one for each, all different{hint}"
+        )
     return splits

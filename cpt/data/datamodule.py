@@ -44,8 +44,7 @@ class ProbeLoader:
 
 @dataclass(frozen=True)
 class Domain:
-    """What a stage trains on: the text of its name, or several texts mixed. `recovery` steps on the texts of
-    the stages before, as a share of its own steps, come first."""
+    """What a stage trains on; `recovery` steps on earlier texts, a share of its own steps, come first."""
 
     name: str
     index: int  # in the order
@@ -55,10 +54,9 @@ class Domain:
 
 @dataclass(eq=False, repr=False)
 class DomainSequence(LightningDataModule):
-    """The stages in their order; `enter` chooses the one that the loaders are of.
-
-    `train`, `held_out` and `validation` (evaluated during training) are packed texts by name: the domains in
-    the order of the matrix's columns, then `general`. Raises ValueError for invalid replay."""
+    """The stages in their order; `enter` chooses the one that the loaders are of. `train`, `held_out` and
+    `validation` (evaluated during training) are packed texts by name: the domains in the order of the
+    matrix's columns, then `general`. Raises ValueError for invalid replay."""
 
     domains: Sequence[Domain]
     _: KW_ONLY
@@ -213,23 +211,13 @@ class DomainSequence(LightningDataModule):
     ) -> DataLoader:
         """Rows of texts in batches of one text each; the process's share of them."""
         world = self.trainer.world_size
-        batches = EvalSubset(
-            texts,
-            rows,
-            objective=self.objective.scoring if purpose == "score" else self.objective,
-            batch_size=self.eval_batch_size,
-            purpose=purpose,
-            places=self.places,
-            together=world if getattr(self.trainer.strategy, "lockstep", False) else 1,
-        )
+        how = dict[str, Any](batch_size=self.eval_batch_size, purpose=purpose, places=self.places)
+        objective = self.objective.scoring if purpose == "score" else self.objective
+        together = world if getattr(self.trainer.strategy, "lockstep", False) else 1
+        batches = EvalSubset(texts, rows, objective=objective, together=together, **how)
         return self.loader(batches, ShardSampler(len(batches), rank=self.trainer.global_rank, world=world))
 
     def loader(self, batches: Dataset, sampler: Sampler[int]) -> DataLoader:
-        return DataLoader(
-            batches,
-            batch_size=None,
-            sampler=sampler,
-            num_workers=self.workers,
-            pin_memory=self.trainer.strategy.root_device.type == "cuda",
-            worker_init_fn=ignore_signals,
-        )
+        pin = self.trainer.strategy.root_device.type == "cuda"
+        how = dict[str, Any](num_workers=self.workers, pin_memory=pin, worker_init_fn=ignore_signals)
+        return DataLoader(batches, batch_size=None, sampler=sampler, **how)

@@ -9,9 +9,8 @@ USER, ASSISTANT = "user", "assistant"
 
 @dataclass(frozen=True)
 class Example:
-    """A `source` with its `target`. `text` is the span (begin, end) of the source that the question is about,
-    the only part that truncation may cut. `choices` are all answers of a closed task. A chat has `turns`,
-    (role, content), instead of a source; its target is the last turn."""
+    """A `source` with its `target`. `text` is the span (begin, end) of the source that truncation may cut.
+    `choices` are all answers of a closed task. A chat has `turns`, (role, content), instead of a source."""
 
     id: str
     source: str

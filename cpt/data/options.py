@@ -11,15 +11,12 @@ from cpt.core.schema import Count, Options, config, option
 class DataOptions(Options):
     """How texts are prepared; nothing of it changes the result."""
 
-    workers: Count | None = option(
-        "processes that tokenise a text; null: one per core that the run may use, fewer for small texts"
-    )
+    workers: Count | None = option("processes that tokenise a text; null: one per core")
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How long a domain is trained: one of `steps`, `epochs` and `tokens`, in global batches of `batch_size`
-    samples."""
+    """How long a domain is trained: `steps`, `epochs` or `tokens`, in batches of `batch_size` samples."""
 
     steps: int | None
     epochs: float | None
@@ -34,8 +31,7 @@ class Budget:
             shown = " ".join(f"trainer.{name}={value}" for name, value in given.items()) or "none"
             raise ValueError(
                 f"the budget of a domain is {shown}, trainer.batch_size={self.batch_size}; allowed: exactly "
-                "one of trainer.steps (whole), trainer.epochs, trainer.tokens above 0 (the others null), and "
-                "batches of 1 or more"
+                "one of trainer.steps (whole), trainer.epochs, trainer.tokens above 0, batches of 1 or more"
             )
 
     def steps_for(self, text: Sized, *, length: float) -> int:

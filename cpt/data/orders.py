@@ -33,9 +33,9 @@ def resolve_order(
     orders: Sequence[Sequence[str]] | Mapping[int, Sequence[str]] | None,
     seed: int,
 ) -> list[str]:
-    """The domains to train on: a named order by its number, a word about the first one, one domain, or the
-    list as it is. Orders by similarity are the first one until `arrange_domains`. Raises ValueError for an
-    order or a domain that does not exist."""
+    """The domains to train on: a named order by its number, a word about the first one, one domain, or a
+    list. Orders by similarity are the first one until `arrange_domains`. ValueError for an unknown order or
+    domain."""
     given = orders or [sorted(names)]
     numbered = given.items() if isinstance(given, Mapping) else enumerate(given)
     named = {int(number): list(each) for number, each in numbered}
@@ -45,8 +45,7 @@ def resolve_order(
         if stem == "similar_tree" and len(groups := group_coarse(first)) in (1, len(first)):
             raise ValueError(
                 f"order=similar_tree: the {len(first)} domains are within {len(groups)} coarse ones, by "
-                "their names; allowed: order=similar, or several coarse ones like those of cs.AI, cs.LG and "
-                "math.AG"
+                "their names; allowed: order=similar, or several coarse ones like those of cs.AI and math.AG"
             )
         words = {"": first, "reverse": first[::-1], "random": random.Random(seed).sample(first, len(first))}
         if stem in BY_TEXTS:
@@ -65,9 +64,8 @@ def resolve_order(
         raise ValueError(f"order: unknown domain {', '.join(unknown)}; there are: {', '.join(sorted(names))}")
     if len(set(chosen)) < len(chosen) or not chosen:
         raise ValueError(f"order={show(chosen)} must name at least one domain, and each only once")
-    if reserved := sorted({"base", "joint", "general"} & set(chosen)):
-        why = f"a domain may not be called {', '.join(reserved)}: scores.json uses it"
-        raise ValueError(f"{why}; allowed: another name")
+    if reserved := ", ".join(sorted({"base", "joint", "general"} & set(chosen))):
+        raise ValueError(f"a domain may not be called {reserved}: scores.json uses it; allowed: another name")
     return chosen
 
 
@@ -90,8 +88,7 @@ def by_texts(order: int | str | Sequence[str]) -> bool:
 
 @dataclass(frozen=True)
 class Similarity:
-    """Cosines between the mean embeddings of domains, [N, N], and with that of the general text, [N], minus
-    the mean over domains, without which all would be close to 1. `names` are sorted."""
+    """Cosines between the centered mean embeddings of domains, [N, N], and with the general text's, [N]."""
 
     names: list[str]
     matrix: np.ndarray
@@ -124,8 +121,8 @@ def round_cosines(values: np.ndarray) -> np.ndarray:
 
 def arrange_domains(word: str, given: Similarity) -> list[str]:
     """The order that a word of BY_TEXTS gives, from the domain nearest to the general text on: always the
-    nearest next (similar) or the farthest (dissimilar). similar_tree: coarse domains, by the mean similarity
-    of their members; within each its members, from the one nearest to the last trained on."""
+    nearest next (similar) or the farthest (dissimilar). similar_tree: coarse domains by the mean similarity
+    of their members, and within each its members, from the one nearest to the last trained on."""
 
     def chain(matrix: np.ndarray, start: np.ndarray) -> list[int]:
         """The greatest of `start` first, then the remaining one that is greatest in the row of the last."""

@@ -69,11 +69,9 @@ class ConcatPacker:
 
 
 class DocumentPacker:
-    """Whole documents in rows; one that is longer than a row continues in the next. With `open_rows`, those
-    that fit into a row together share it, also what of a longer one is left behind its full rows. Each goes
-    where it leaves the least room (best fit: Johnson et al., SIAM Journal on Computing 3(4), 1974; of
-    documents: Ding et al., ICML 2024, arXiv 2404.10830), of so many rows; where it fits into none and no more
-    may be open, the fullest is done."""
+    """Whole documents in rows; a longer one continues in the next. With `open_rows`, those that fit into a
+    row together share it, each where it leaves the least room (best fit: Ding et al., ICML 2024, arXiv
+    2404.10830); where it fits into none of so many open rows, the fullest is done."""
 
     def __init__(self, length: int, special: Sequence[int], *, open_rows: int) -> None:
         self.length, self.special, self.open_rows = length, special, open_rows
@@ -214,14 +212,12 @@ class Packed:
             yield from (chunk for chunk in table.column(name).chunks if len(chunk))
 
     def column(self, name: str) -> np.ndarray:
-        chunks = self.columns[name][:].column(name).chunks
-        return np.concatenate([chunk.to_numpy(zero_copy_only=False) for chunk in chunks])
+        return np.asarray(self.columns[name][:].column(name).to_numpy())
 
 
 def balance(texts: Mapping[str, Packed], *, tokens: int | None = None) -> dict[str, Packed]:
-    """Texts by name, each cut to `tokens`, None: those of the smallest, to the row in which they end;
-    `documents` and `bytes` are still of the whole. What is smaller stays as it is. The rows are drawn by
-    the name."""
+    """Texts by name, each cut to `tokens`, None: those of the smallest; `documents` and `bytes` are still of
+    the whole. The rows are drawn by the name."""
     sizes = {name: int(text.row_lengths.sum()) for name, text in texts.items()}
     smallest = min(sizes, key=lambda name: (sizes[name], name))
     budget = sizes[smallest] if tokens is None else tokens
@@ -230,9 +226,8 @@ def balance(texts: Mapping[str, Packed], *, tokens: int | None = None) -> dict[s
         drawn = texts[name].draw_rows(budget, stream=key("balanced", name))
         balanced[name] = replace(texts[name], rows=texts[name].rows.select(drawn))
     why = "" if tokens is not None else f", those of {smallest}"
-    log.info(
-        "domains.balanced: %d of %d domains are cut to %d tokens%s", len(larger), len(texts), budget, why
-    )
+    told = "domains.balanced: %d of %d domains are cut to %d tokens%s"
+    log.info(told, len(larger), len(texts), budget, why)
     return balanced
 
 
@@ -263,8 +258,10 @@ def pack(
             writer.finalize()
         shutil.rmtree(folder / "tokens")
         if packer.documents != (expected := corpus.facts["documents"][split]):
-            told = f"{corpus.folder} is damaged: {packer.documents} documents in {split}, not {expected}"
-            raise ValueError(f"{told}; delete it, and the text is read again")
+            raise ValueError(
+                f"{corpus.folder} is damaged: {packer.documents} documents in {split}, not {expected}; "
+                "delete it, and the text is read again"
+            )
 
     made_of = [FORMAT, corpus.facts["digest"], split, tokenizer_digest, length]
     made_of += [] if packing == CONCAT else [packing]
@@ -283,14 +280,14 @@ def frame_of(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
 
 
 def terminator(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The id to append to each document: none if the tokenizer ends it itself, else its end of sequence or
-    its separator. Raises ValueError where it has neither."""
+    """The id to append to each document: none if the tokenizer ends it itself, else its eos or sep."""
     if frame_of(tokenizer)[1]:
         return []
     ending = [each for each in (tokenizer.eos_token_id, tokenizer.sep_token_id) if each is not None]
     if not ending:
-        name = tokenizer.name_or_path
-        raise ValueError(f"the tokenizer {name} has no token to separate documents (eos or sep)")
+        raise ValueError(
+            f"the tokenizer {tokenizer.name_or_path} has no token to separate documents (eos or sep)"
+        )
     return ending[:1]
 
 

@@ -39,8 +39,9 @@ class ReplayConfig(Options):
 
     def __post_init__(self) -> None:
         if exact(self.past) + exact(self.general) >= 1:
-            told = f"past={self.past} and general={self.general}"
-            raise ValueError(f"{told}; allowed: shares whose sum is below 1")
+            raise ValueError(
+                f"past={self.past} and general={self.general}; allowed: shares whose sum is below 1"
+            )
         if self.memory is not None and not self.past:
             raise ValueError(f"memory={self.memory} with past={self.past}; allowed: past above 0, or null")
 
@@ -48,11 +49,12 @@ class ReplayConfig(Options):
         """Raises ValueError for a memory below one sample of each past domain, for general text that there is
         not, and for shares that leave no new sample in some batch."""
         if self.memory is not None and self.memory < domains:
-            told = f"replay.memory={self.memory} for {domains} past domains"
-            raise ValueError(f"{told}; allowed: a sample or more for each, or null")
+            allowed = "a sample or more for each, or null"
+            raise ValueError(f"replay.memory={self.memory} for {domains} past domains; allowed: {allowed}")
         if self.general and not general:
-            told = "but there is no general text to train on; allowed: 0"
-            raise ValueError(f"replay.general={self.general}, {told}")
+            raise ValueError(
+                f"replay.general={self.general}, but there is no general text to train on; allowed: 0"
+            )
         # Counts of two kinds may round up in the same step.
         new = batch_size * (1 - exact(self.past) - exact(self.general))
         if self.past and self.general and not self.adds and new < 1:
@@ -115,11 +117,9 @@ class ReplaySource(ABC):
 
 @dataclass(frozen=True)
 class ReplayPool:
-    """Texts that a stage draws a `share` of its samples from; `place` names the stage and the kind.
-
-    Texts take turns; each turn draws a row of every text in a random order. The rows of a text come in a
-    shuffle of what is kept of it, epoch by epoch: of t texts in a memory of m samples the first m div t of a
-    fixed shuffle, so that what is kept later was kept before."""
+    """Texts that a stage draws a `share` of its samples from; `place` names the stage and the kind. Each
+    turn draws a row of every text in a random order, epoch by epoch from a shuffle of what is kept of it: of
+    t texts in a memory of m samples the first m div t of a fixed shuffle."""
 
     texts: Mapping[str, Packed]
     _: KW_ONLY
@@ -139,13 +139,6 @@ class ReplayPool:
         return np.array([len(text) for text in self.texts.values()])
 
     @cached_property
-    def kept(self) -> np.ndarray:
-        """Rows of each text that can be drawn, [t]."""
-        if self.memory is None:
-            return self.sizes
-        return np.minimum(self.sizes, int(self.memory) // len(self.texts))
-
-    @cached_property
     def shuffles(self) -> np.ndarray:
         """Keys of what is kept of each text, the same in all stages, and of the order it comes in, [2, t]."""
         kept = [key(self.seed, "memory", name) for name in self.texts]
@@ -156,7 +149,9 @@ class ReplayPool:
         turns, seats = np.divmod(draws, len(self.texts))
         order = sample_keys(key(self.seed, *self.place, "turns"), turns)
         parts = shuffle(seats, len(self.texts), stream=order)
-        (memory, rows), kept = self.shuffles[:, parts], self.kept[parts]
+        (memory, rows), kept = self.shuffles[:, parts], self.sizes[parts]
+        if self.memory is not None:
+            kept = np.minimum(kept, int(self.memory) // len(self.texts))
         epochs, places = np.divmod(turns, kept)
         items = shuffle(places, kept, stream=sample_keys(rows, epochs))
         rows = shuffle(items, self.sizes[parts], stream=memory)

@@ -22,11 +22,10 @@ Located = tuple[np.ndarray, np.ndarray, np.ndarray]  # index of the text, row an
 class TrainStream(Dataset):
     """The training batches of one stage for one process.
 
-    Position p of a text's stream is row `p mod rows` of the shuffle of epoch `p div rows`. A stage of several
-    texts shuffles the positions of all of them, so it has exactly the samples that they would have one after
-    another. A step takes the next `batch_size` positions, less those that replay displaces, and shares its
-    samples out among the processes and their micro-batches. The `ahead` steps on earlier text alone come
-    first. `places` are the indices of texts in the order of domains."""
+    Position p of a text's stream is row `p mod rows` of the shuffle of epoch `p div rows`; a stage of
+    several texts shuffles the positions of all. A step takes the next `batch_size` positions, less those
+    that replay displaces, and shares its samples out among processes and micro-batches. `ahead` steps on
+    `recovery` come first. `places` are the indices of texts in the order of domains."""
 
     own: Mapping[str, Packed]
     _: KW_ONLY
@@ -80,8 +79,7 @@ class TrainStream(Dataset):
         return samples - sum(pool.count(samples) for pool in self.earlier if not pool.adds)
 
     def samples(self, step: int) -> Located:
-        """The samples of a step; texts of the replay pools are numbered after its own. Replayed samples are
-        at random places, so that each process has its share of them."""
+        """The samples of a step, replayed ones at random places; pools' texts come after its own."""
         first = step - step % LOCATED_AT_ONCE
         if self.located is None or self.located[0] != first:
             last = min(first + LOCATED_AT_ONCE, self.total)
@@ -121,11 +119,9 @@ class TrainStream(Dataset):
 
 @dataclass(eq=False, repr=False)
 class EvalSubset(Dataset):
-    """Fixed rows of several texts in batches of one text each, for evaluation and importance samples. Masks
-    depend on the `purpose`, the text's name and the row alone, so every model gets the same ones.
-
-    Where `together` processes run forward passes collectively, each text is filled up with idle batches to a
-    multiple of them."""
+    """Fixed rows of several texts in batches of one text each. Masks depend on the `purpose`, the text's
+    name and the row alone, so every model gets the same ones. Where `together` processes run forward passes
+    collectively, each text is filled up with idle batches to a multiple of them."""
 
     texts: Mapping[str, Packed]
     rows: Mapping[str, np.ndarray]

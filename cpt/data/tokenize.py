@@ -40,8 +40,7 @@ _work: list[Callable[[Any], Any]] = []  # of a worker process
 
 @dataclass(frozen=True)
 class TokenizeBatch:
-    """Maps documents to their token ids, `ending` after each; special tokens that a text spells out stay
-    text. `tokenizer` is one of transformers, or the JSON of a fast one."""
+    """Maps documents to token ids, `ending` after each; `tokenizer` may be a fast one's JSON."""
 
     tokenizer: PreTrainedTokenizerBase | str
     ending: tuple[int, ...]

@@ -56,9 +56,8 @@ class TaskPrompt:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Tokenizes examples for a model of `length` tokens: of a causal one these hold question and answer, of
-    an encoder-decoder (`seq2seq`) either of the two. Raises ValueError, with the example's id, where what may
-    not be cut does not fit."""
+    """Tokenizes examples for a model of `length` tokens, of an encoder-decoder (`seq2seq`) in each of the
+    two. Raises ValueError, with the example's id, where what may not be cut does not fit."""
 
     tokenizer: PreTrainedTokenizerBase
     length: int
@@ -84,11 +83,9 @@ class Encoder:
                 yield EncodedExample(prompt + answer, [False] * len(prompt) + [True] * len(answer), cut)
 
     def encode_chat(self, example: Example, scored_turns: str) -> EncodedExample:
-        """The row of a chat: answers are the assistant's turns, or the last. Cut are the oldest exchanges,
-        then the end of the last question."""
+        """The row of a chat. Cut are the oldest exchanges, then the end of the last question."""
         if self.seq2seq:
-            told = "is a chat, which a model with two stacks does not take; allowed: a causal model"
-            raise ValueError(f"example {example.id} {told}")
+            raise ValueError(f"example {example.id} is a chat, which a model with two stacks does not take")
         ids, marks = render_chat(example, self.tokenizer)
         whole = len(ids)
         while (over := len(ids) - self.length) > 0:

@@ -30,7 +30,6 @@ class GradientMask(nn.Module):
     `update`, and the optimizer's moments too; its step count is one for all rows of a parameter)."""
 
     static = False  # whether the factors are the same at every step of a domain
-
     limits = False  # whether gradients are computed for some rows only, so that layers are handled one by one
 
     def __init__(self, *, acts_on: str) -> None:
@@ -58,8 +57,7 @@ class GradientMask(nn.Module):
         return iter(())
 
     def protected_subspace(self) -> dict[nn.Parameter, Protection]:
-        """By parameter, the projection of a movement on what is protected for the whole domain. Default: the
-        entries whose factor is constant and near 0."""
+        """By parameter, the projection on what is protected; by default entries of a static factor near 0."""
         if not self.static:
             return {}
 
@@ -80,13 +78,11 @@ class Constraint(GradientMask):
     again) or `update` (the step itself, weight decay included)."""
 
     def covered(self) -> Iterable[nn.Parameter]:
-        """The constrained parameters, once per optimizer step; none while there is no constraint yet, so that
-        steps keep their bits."""
+        """The constrained parameters, once per optimizer step; none while there is no constraint yet."""
         return ()
 
     def constrain(self, steps: Sequence[Step], optimizer: Optimizer) -> None:
-        """Changes in place the gradients, or steps p_new - p_old, of the covered parameters that have a
-        gradient, all at once."""
+        """Changes gradients, or steps p_new - p_old, of the covered parameters in place, all at once."""
 
 
 class StepSnapshot:
@@ -151,8 +147,6 @@ def scale_(tensor: Tensor, factor: Tensor, *, start: Tensor | None = None) -> No
 
 def moments(parameter: nn.Parameter, optimizer: Optimizer) -> dict[str, Tensor]:
     """The optimizer state with an entry per weight of a parameter; empty before the first step."""
-    return {
-        name: value
-        for name, value in optimizer.state.get(parameter, {}).items()
-        if isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim
-    }
+    state = optimizer.state.get(parameter, {}).items()
+    tensors = ((name, value) for name, value in state if isinstance(value, Tensor) and value.ndim)
+    return {name: value for name, value in tensors if value.shape == parameter.shape}

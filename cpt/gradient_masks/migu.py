@@ -8,13 +8,11 @@ Of each linear layer h = W x (+ b) within the blocks, a step changes only the ro
 
 Nothing is kept from step to step. Rows of fused projections (Q, K, V in one layer) are ranked separately. In
 encoder-decoder models each layer counts its own tokens: target tokens in the decoder, source tokens for keys
-and values of cross-attention. The released code also masks the language-model head, sums over padding, skips
-the first domain, and keeps one row less, as it compares with a quantile.
+and values of cross-attention.
 
 importance=fisher is FGGM (arXiv 2601.18261, 2026): n_i is the sum over row i of the diagonal Fisher before
 the domain, on the domain's probe, so that its mask is constant. With `mass` p instead of T, each layer
-changes the fewest rows that hold a share p of the sum of n_i; FGGM's own adaptive threshold could not be
-read."""
+changes the fewest rows that hold a share p of the sum of n_i."""
 
 import logging
 import re
@@ -33,8 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from cpt.adapters.experts import TextRows
-from cpt.core.distributed import all_reduce_sum
-from cpt.core.distributed import full_tensor as all_rows
+from cpt.core.distributed import all_reduce_sum, full_tensor
 from cpt.core.randomness import key
 from cpt.data.collate import Batch
 from cpt.gradient_masks.base import GradientMask
@@ -99,12 +96,8 @@ class MagnitudeMask(GradientMask):
             )
         # Buffers for the rows; counts of known layers are kept by name.
         known = {each.name: self.chosen[place] for each, place in zip(self.maps, self.places, strict=True)}
-        sizes = [each.outputs for each in found]
-        ends = accumulate(sizes)
-        self.maps, self.places = (
-            found,
-            [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)],
-        )
+        self.maps, sizes = found, [each.outputs for each in found]
+        self.places = [slice(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
         self.register_buffer("sums", torch.zeros(sum(sizes)), persistent=False)
         self.register_buffer("chosen", torch.zeros(sum(sizes)))
         if self.options.importance == "fisher":
@@ -148,8 +141,7 @@ class MagnitudeMask(GradientMask):
         self.inside, self.present = False, {}
 
     def record(self, place: slice, side: str | None, module: nn.Module, args: Any, output: Tensor) -> None:
-        """Adds a layer's output; not when recomputed in the backward pass, outside of the model's forward
-        pass or without gradients."""
+        """Adds a layer's output in the model's own forward pass with gradients."""
         if self.inside and torch.is_grad_enabled():
             self.sums[place] += magnitudes(output, self.present.get(side) if side else None)
 
@@ -166,7 +158,7 @@ class MagnitudeMask(GradientMask):
         names = {id(parameter): name for name, parameter in named_weights(model).items()}
         for each, place in zip(self.maps, self.places, strict=True):
             rows = found[names[id(each.weight)]].float().sum(1 - each.axis)
-            self.known[place] = all_rows(rows)
+            self.known[place] = full_tensor(rows)
 
     def decide(self) -> None:
         if self.limiting:
@@ -199,7 +191,7 @@ class MagnitudeMask(GradientMask):
             if values is None:
                 norms.append(weight.new_zeros(each.outputs, dtype=torch.float32))
             else:
-                norms.append(all_rows(values.detach().float().abs().sum(1 - each.axis)))
+                norms.append(full_tensor(values.detach().float().abs().sum(1 - each.axis)))
         return torch.cat(norms)
 
     @torch.no_grad()
@@ -217,15 +209,12 @@ class MagnitudeMask(GradientMask):
 
     def diagnostics(self) -> dict[str, Tensor]:
         """The share of steps in which each row was chosen since the first domain."""
-        shares = self.chosen / self.steps.clamp_min(1)
-        return {
-            f"chosen/{each.name}": shares[place] for each, place in zip(self.maps, self.places, strict=True)
-        }
+        shares, maps = self.chosen / self.steps.clamp_min(1), zip(self.maps, self.places, strict=True)
+        return {f"chosen/{each.name}": shares[place] for each, place in maps}
 
 
 def magnitudes(output: Tensor, present: Tensor | None) -> Tensor:
-    """Sum [d] in float32 of |h| over the tokens of an output [..., d]; `present` [B, T] is 0 at padding,
-    which a prompt of an output [B, n + T, d] is not."""
+    """Sum [d] in float32 of |h| over the tokens of an output [..., d]; `present` [B, T] is 0 at padding."""
     tokens = output.detach().reshape(-1, output.shape[-1])
     if present is not None:
         more = len(tokens) // len(present) - present.shape[1]  # before any padding, so that these may lead
@@ -242,8 +231,7 @@ def count_kept(threshold: float, width: int) -> int:
 
 
 def choose_rows(scores: Tensor, segments: Sequence[Tensor], threshold: float) -> Tensor:
-    """1 for the rows of each segment that are updated, else 0, [D]; segments [G, d] hold the places of G
-    groups of d rows, ranked group by group."""
+    """1 for the updated rows of each segment, else 0, [D]; segments [G, d] are places of G groups."""
     mask = torch.zeros_like(scores)
     for places in segments:
         best = scores[places].topk(count_kept(threshold, places.shape[1])).indices
@@ -287,9 +275,8 @@ class _RowGradient(torch.autograd.Function):
 
 
 class RowGradients:
-    """Computes a linear layer's weight gradient for the chosen rows only (`axis` of the weight is over output
-    features). A detached copy replaces the weight in the forward pass, so that the layer's own backward pass
-    gives its input's gradient only."""
+    """Computes a linear layer's weight gradient for the chosen rows only: a detached copy replaces the
+    weight in the forward pass, so that the layer's own backward pass gives its input's gradient only."""
 
     def __init__(self, module: nn.Module, *, axis: int, mask: MagnitudeMask, place: slice) -> None:
         self.axis, self.mask, self.place = axis, mask, place

@@ -52,9 +52,8 @@ class MomentumFilter(Constraint):
         if self.share == 1:
             return
         for model in self.watched:
-            left = (
-                {*find_trainable(model, "norms"), *find_trainable(model, "biases")} if self.released else ()
-            )
+            kinds = ("norms", "biases") if self.released else ()
+            left = {parameter for kind in kinds for parameter in find_trainable(model, kind)}
             yield from (parameter for parameter in model.parameters() if parameter not in left)
 
     def constrain(self, steps: Sequence[Step], optimizer: Optimizer) -> None:
@@ -66,8 +65,7 @@ class MomentumFilter(Constraint):
             momentum = next((state[name] for name in MOMENTA if isinstance(state.get(name), Tensor)), None)
             if momentum is None:
                 told = f"optim={type(optimizer).__name__} keeps no momentum to choose by"
-                allowed = "adamw, or another with one, as sgd with optim.momentum"
-                raise ValueError(f"{told}; allowed with mask=mofo: {allowed}")
+                raise ValueError(f"{told}; allowed with mask=mofo: adamw, or another with one")
             least = find_least(full_tensor(momentum), self.share)
             size, own = to_local(momentum).abs(), to_local(step)
             kept = torch.ge(size, least, out=size)  # as numbers: a mask of bits is slower here

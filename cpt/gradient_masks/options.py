@@ -24,16 +24,10 @@ class SoftMaskOptions(Options):
     """A soft mask and the proxy of general knowledge (cpt.gradient_masks.soft)."""
 
     units: OneOrMore[Literal["heads", "neurons", "outputs", "tokens"]] = option("what is protected")
-    columns: Subset[Literal["heads", "neurons"]] = option(
-        "units that own the columns of the map that reads them, too"
-    )
+    columns: Subset[Literal["heads", "neurons"]] = option("units that own the columns of their reader too")
     acts_on: ActsOn = option("what is scaled: gradient, the step, or the step and its moments")
-    normalise: Literal["tanh_abs", "tanh_relu", "minmax", "rank"] = option(
-        "how importances come into [0, 1], per layer and kind"
-    )
-    general: Literal["logits", "hidden"] | None = option(
-        "what the KL of two dropout passes compares; null: general knowledge is not measured"
-    )
+    normalise: Literal["tanh_abs", "tanh_relu", "minmax", "rank"] = option("to [0, 1], per layer and kind")
+    general: Literal["logits", "hidden"] | None = option("what the KL of two passes compares; null: no KL")
     proxy_dropout: OpenShare | None = option("rate of these two passes; null: the model's own")
 
 
@@ -45,12 +39,9 @@ class MagnitudeMaskOptions(Options):
     """Options of MIGU's mask."""
 
     threshold: BelowOne | None = option("T, the share of rows left as they are")
-    mass: PositiveShare | None = option(
-        "instead of T: the share of a map's importance that the chosen rows hold", default=None
-    )
+    mass: PositiveShare | None = option("instead of T: the chosen rows' share of importance", default=None)
     importance: Literal["output", "fisher", "gradient", "weight", "random"] = option(
-        "what rows are ranked by: |output|, their Fisher before the domain, or as controls |gradient|, "
-        "|weight|, a draw"
+        "what rows are ranked by: |output|, Fisher before the domain; controls: |gradient|, |weight|, a draw"
     )
     estimator: Literal["per_sample", "batch"] = option("of importance=fisher")
     acts_on: ActsOn = option("what is scaled: gradient, the step, or the step and its moments")
@@ -59,9 +50,7 @@ class MagnitudeMaskOptions(Options):
     head: bool = option("also the linear maps outside the blocks")
     tied: bool = option("of these also the one that shares the embedding's weight")
     skip_first_domain: bool = option("the first domain is learned without the mask")
-    backend: Literal["hooks", "backward"] = option(
-        "what computes the gradients: hooks (all rows', then scaled), or backward (the chosen rows' alone)"
-    )
+    backend: Literal["hooks", "backward"] = option("gradients of all rows, then scaled; or of chosen rows")
     seed: Natural = option("of importance=random")
 
     def __post_init__(self) -> None:
@@ -72,15 +61,13 @@ class MagnitudeMaskOptions(Options):
             )
         if self.backend == "backward" and self.importance not in KNOWN_IN_TIME:
             raise ValueError(
-                f"backend=backward does not go with importance={self.importance}, which is known after the "
-                f"backward pass or not by its rows; allowed: importance={', '.join(KNOWN_IN_TIME)}, or "
-                "backend=hooks"
+                f"backend=backward does not go with importance={self.importance}; allowed: importance="
+                f"{', '.join(KNOWN_IN_TIME)}, or backend=hooks"
             )
         if self.backend == "backward" and self.acts_on != "gradient":
             raise ValueError(
-                f"backend=backward is invalid with acts_on={self.acts_on}: gradients of rows that are not "
-                "chosen are not computed, which clipping and the optimizer's moments would need; allowed: "
-                "acts_on=gradient, or backend=hooks"
+                f"backend=backward is invalid with acts_on={self.acts_on}; allowed: acts_on=gradient, or "
+                "backend=hooks"
             )
 
 

@@ -75,22 +75,17 @@ def gate_gradients(
 
 
 def normalise(scores: Tensor, how: str) -> Tensor:
-    """The scores [units] of one layer and kind normalized to [0, 1]; 0 if they are all equal. `tanh_abs` is
-    the paper's footnote, |tanh(z)| of the z-score, high for units far below the mean too; `tanh_relu` is
-    max(0, tanh(z)); `minmax` and `rank` keep the order."""
+    """The scores [units] of one layer and kind in [0, 1]; 0 if all equal. `tanh_abs` is the paper's
+    |tanh(z)| of the z-score, high for units far below the mean too; `tanh_relu` is max(0, tanh(z))."""
     if scores.max() <= scores.min():
         return torch.zeros_like(scores)
     return NORMALISATIONS[how](scores)
 
 
-def z_score(scores: Tensor) -> Tensor:
-    return (scores - scores.mean()) / scores.std()
-
-
 ROUNDING = 1e-7
 NORMALISATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "tanh_abs": lambda scores: z_score(scores).tanh().abs(),
-    "tanh_relu": lambda scores: z_score(scores).tanh().relu(),
+    "tanh_abs": lambda scores: ((scores - scores.mean()) / scores.std()).tanh().abs(),
+    "tanh_relu": lambda scores: ((scores - scores.mean()) / scores.std()).tanh().relu(),
     "minmax": lambda scores: (scores - scores.min()) / (scores.max() - scores.min()),
     "rank": lambda scores: scores.argsort(stable=True).argsort().to(scores) / (len(scores) - 1),
 }
@@ -111,10 +106,8 @@ class Proxy:
             check_dropout(self.model, self.rate, option="proxy_dropout", without="general=null")
 
     def losses(self, model: PreTrainedModel, batch: Batch) -> Tensor:
-        """The proxy for general knowledge: each sample's KL(f1 || f2), [B], of two dropout passes over its
-        uncorrupted ids, mean over its scored positions; raises ValueError if it is within rounding.
-
-        Both passes run as one batch [2B, T]: rows n and B + n are sample n."""
+        """Each sample's KL(f1 || f2), [B], of two dropout passes over its uncorrupted ids, mean over its
+        scored positions; ValueError if it is within rounding. Both passes run as one batch [2B, T]."""
         once = self.objective.restored(batch)
         twice = cast(Batch, {name: each.repeat(2, 1) for name, each in inputs_of(once).items()})
         twice["positions"] = torch.cat([once["positions"], once["positions"] + output_ids(once).numel()])
@@ -136,10 +129,9 @@ class Proxy:
 
 
 class SoftMask(GradientMask):
-    """Scales a step on the weights of a unit of importance I by 1 - I (eq. 5); importances start at 0.
-
-    `kinds` (cpt.models.units): heads, neurons, outputs, tokens. A unit owns the weights that write it; for
-    the kinds in `columns` also the columns of the layer that reads it."""
+    """Scales a step on the weights of a unit of importance I by 1 - I (eq. 5). `kinds` (cpt.models.units):
+    heads, neurons, outputs, tokens. A unit owns the weights that write it; for `columns` also those that
+    read it."""
 
     static = True
     importance: Tensor

@@ -64,10 +64,8 @@ class Subspaces(Constraint):
         return self.pairs
 
     def protected_subspace(self) -> dict[nn.Parameter, Protection]:
-        return {
-            weight: partial(self.inside, left=left, right=right)
-            for weight, (left, right) in self.known().items()
-        }
+        known = self.known().items()
+        return {weight: partial(self.inside, left=left, right=right) for weight, (left, right) in known}
 
     def constrain(self, steps: Sequence[Step], optimizer: Optimizer) -> None:
         for parameter, step in steps:

@@ -1,1 +1,1 @@
-"""A method is a file here and a YAML of the same name in conf/method."""
+"""A method is a class here, in a file of its own or of its family, and a YAML in conf/method."""

@@ -6,11 +6,8 @@
     pfeiffer   h <- norm(s + A(h))     h = norm(s), s: the last residual sum of a block
                s <- s + A(s)           in pre-norm blocks, whose sum no norm follows
 
-Houlsby's follow attention and FFN, or the FFN alone (`ffn`). Pfeiffer's form is that of adapter-transformers,
-as in the released code: the norm runs before and after, with the sum before it as the adapter's residual.
-Everything else is frozen, the language-model head too. W_up starts at zero, so that the first model is the
-base. The released code (ContinualLM) draws both matrices from N(0, 0.02) and also trains the masked model's
-head."""
+Houlsby's follow attention and FFN, or the FFN alone (`ffn`). Everything else is frozen. W_up starts at zero,
+so that the first model is the base."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -22,12 +19,9 @@ from cpt.data.collate import Batch
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import AdapterOptions
 
-STARTS = ("base", "previous")
-
 
 class Adapter(ContinualMethod):
-    """Trains bottleneck adapters only: one set for all domains, or one `per_domain`, new (`start=base`) or a
-    copy of the previous domain's."""
+    """Trains bottleneck adapters: one set for all domains, or one `per_domain`, new or a copy of the last."""
 
     options: AdapterOptions
 
@@ -50,6 +44,5 @@ class Adapter(ContinualMethod):
             parts = {order[-1]: {name: self.model.get_parameter(name) for name in self.names}}
         else:
             parts = {name: self.bank.weights(index) for index, name in enumerate(order)}
-        return export.export_parts(
-            folder, self.model, parts, attach=attach_bottlenecks, options=self.options.bottleneck
-        )
+        how = self.options.bottleneck
+        return export.export_parts(folder, self.model, parts, attach=attach_bottlenecks, options=how)

@@ -8,8 +8,7 @@ g_ref is the gradient of L_lm on samples from a memory of the domains before. `c
 
     g <- g + G^T v,    v = argmin_{v >= margin} 1/2 v^T G G^T v + (G g)^T v     where an entry of G g is < 0
 
-With `acts_on: update` the same holds for -d of the step d that is made, decay included: under Adam, steps
-from projected gradients violate the constraint."""
+With `acts_on: update` the same holds for -d of the step d that is made, decay included."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -94,8 +93,7 @@ class AGEM(ContinualMethod):
         self.reference.gradients = [found for source in sources if (found := self.refer(source))]
 
     def refer(self, source: int | None) -> dict[nn.Parameter, Tensor]:
-        """A reference by parameter: the gradient of the mean loss on a draw of all processes, from a domain's
-        samples or from all (None); empty without samples."""
+        """The mean loss's gradient by parameter on a draw from a domain's samples, or (None) from all."""
         trained = [parameter for parameter in self.parameters() if parameter.grad is not None]
         share = max(1, self.options.draw // self.trainer.world_size)
         slots = self.memory.draw(share, purpose=f"step {self.trainer.global_step}", domain=source)
@@ -114,8 +112,7 @@ class AGEM(ContinualMethod):
 
 
 def solve(gram: Tensor, products: Tensor, *, least: float) -> Tensor:
-    """The v [t] >= least that minimizes 1/2 v^T gram v + products^T v, by coordinate descent in 64 bits;
-    `least` for a zero reference."""
+    """argmin over v [t] >= least of 1/2 v^T gram v + products^T v, by coordinate descent in 64 bits."""
     gram, products = gram.double().cpu(), products.double().cpu()
     found = torch.full_like(products, least)
     for _ in range(SWEEPS):

@@ -1,35 +1,54 @@
-"""The base of all methods: plain continual pre-training, with hooks for what a method changes.
+"""The base class of all methods: plain continual pre-training, with the hooks that a method overrides.
 
-The hooks follow the constructor of `ContinualMethod`; `cpt.methods.wiring` calls them from Lightning's."""
+The hooks of a stage, in this order; Lightning's own hooks, at the end of the class, call them:
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+    expand(stage)                    the model grows; masks watch it; a resumed stage's state is loaded
+    activate(domain)                 modules and requires_grad of the domain
+    aux_models(), rates()            once per run; the optimizer's groups
+    before_domain(probe)             the method's, then the masks'; not on resume
+      losses(batch)                  of each micro-batch, then backward
+      on_gradients_ready()           gradients averaged over processes and micro-batches
+      transform_gradients(optimizer) after masks on gradients; then constraints, NaN guard, clipping, step
+      after_update()                 after masks and constraints on the step
+    after_domain(probe)              eval mode
+    nll(batch, domain), used(domain) the evaluation
+    model_for(domain), export(...)   end tasks, and the model for others
+
+Where a paper's released code departs from a method here, docs/fidelity.md says so.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
+from lightning import LightningModule
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from cpt.adapters.domain_store import DomainParams, DomainScorer, Router, Scope
 from cpt.adapters.options import Routing
+from cpt.core.distributed import average_gradients, clip_gradients, total_norm
 from cpt.core.randomness import key
 from cpt.core.schema import Options
 from cpt.data.collate import Batch
-from cpt.data.datamodule import Domain
+from cpt.data.datamodule import Domain, DomainSequence
 from cpt.data.replay import ReplayConfig
 from cpt.evaluation.perplexity import DocumentNLL
-from cpt.gradient_masks.base import GradientMask, Protection, StepSnapshot
-from cpt.methods.wiring import LightningWiring
+from cpt.gradient_masks.base import Constraint, GradientMask, Protection, StepSnapshot, recording, scale_
+from cpt.models.forward import in_mode
 from cpt.models.objectives import Objective
 from cpt.models.options import Freeze
 from cpt.models.weights import Snapshot, frozen_parameters
 from cpt.optim.nan_guard import NanGuard
-from cpt.optim.schedulers import Progress
-from cpt.optim.state import CarriedState
+from cpt.optim.schedulers import Progress, Schedule
+from cpt.optim.state import CarriedState, lay_out_moments, unfuse_mixed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +66,7 @@ class MethodContext:
     seed: int
 
 
-class ContinualMethod(LightningWiring):
+class ContinualMethod(LightningModule):
     """Plain continual pre-training on a sequence of domains; a method overrides what it changes.
 
     All state is in the `state_dict`: buffers, neutral at construction. `scope` names the trained part of the
@@ -55,13 +74,10 @@ class ContinualMethod(LightningWiring):
 
     requires_all_domains = False  # whether all domains must be known before the first one starts
     alone = False  # whether each domain starts from the base, so that its model is of that domain only
-
-    depends_on_total_steps = (
-        False  # whether a step depends on the domain's number of steps, beyond its learning rate
-    )
+    depends_on_total_steps = False  # whether a step depends on the domain's steps, beyond its learning rate
     period = 1  # steps after which the computation of a step repeats
-
     needs_32_bits = False  # whether sharded weights must be in at least 32 bits
+    lr_scale = 1.0  # on the schedule's learning rate
     options: Options
 
     def __init__(self, options: Options, context: MethodContext, *, scope: Scope | None = None) -> None:
@@ -99,9 +115,8 @@ class ContinualMethod(LightningWiring):
         self.bank, self.router = bank, Router(bank, routing, self.objective)
 
     def aux_models(self) -> dict[str, nn.Module]:
-        """Auxiliary models by name (teachers, generators), asked for once and then in `self.beside`: they
-        move with the model and are in the state_dict. Parameters that require a gradient are trained; a model
-        without any stays in eval mode. Masks, freezing, scores and export cover `self.model` alone."""
+        """Auxiliary models by name (teachers, generators), kept in `self.beside` and the state_dict; those
+        with parameters that require a gradient are trained. Scores and export cover `self.model` alone."""
         return {}
 
     def train(self, mode: bool = True) -> "ContinualMethod":
@@ -120,14 +135,12 @@ class ContinualMethod(LightningWiring):
         return [Domain(name, index, (name,)) for index, name in enumerate(order)]
 
     def expand(self, stage: Domain) -> None:
-        """Grows the model for a stage (blocks, heads, rows), without data. Called once per stage, in order,
-        before the optimizer is made; a resumed run repeats it for all stages so far before their state is
-        loaded, so that sizes depend on the stage, and draws on seed and stage. New trained parameters must be
-        in the `scope`, if there is one."""
+        """Grows the model for a stage (blocks, heads, rows), without data, before the optimizer is made. A
+        resumed run repeats it for all stages so far before their state is loaded. New trained parameters must
+        be in the `scope`, if there is one."""
 
     def activate(self, domain: int) -> None:
-        """Switches experts, adapters, requires_grad for a domain, without data; idempotent. Default: freezes
-        what the config freezes."""
+        """Switches experts, adapters, requires_grad for a domain, without data; idempotent."""
         for parameter in self.frozen:
             parameter.requires_grad_(False)
 
@@ -172,15 +185,12 @@ class ContinualMethod(LightningWiring):
         return self.router is not None and self.router.in_sequence
 
     def constant_part(self, domain: int) -> int | None:
-        """The domain (-1: the base) whose modules alone decide the scores of a domain's text, where nothing
-        else is trained, so that they are constant until those are trained. None where more decides."""
+        """The domain (-1: the base) whose modules alone decide the scores of a domain's text, or None."""
         alone = type(self).nll is ContinualMethod.nll and type(self.router) is Router
         if not alone or type(self.bank) is not DomainParams or self.scope is None:
             return None
-        if not set(self.scope.names) <= set(self.bank.names):
-            return None
         parts = cast(Router, self.router).mixed(domain)
-        return parts[0] if len(parts) == 1 else None
+        return parts[0] if len(parts) == 1 and {*self.scope.names} <= {*self.bank.names} else None
 
     def model_for(self, domain: int) -> PreTrainedModel:
         """The model for a domain: it is exported, and end tasks fine-tune a copy of it. With a `scope` it is
@@ -199,12 +209,9 @@ class ContinualMethod(LightningWiring):
         return f'transformers.{type(last).__name__}.from_pretrained("{folder}")'
 
     def protected_subspace(self) -> dict[nn.Parameter, Protection]:
-        """By parameter, the projection of a movement on the subspace protected for the whole domain. Default:
-        that of the first mask that protects the parameter."""
-        found: dict[nn.Parameter, Protection] = {}
-        for mask in self.masks:
-            found = mask.protected_subspace() | found
-        return found
+        """By parameter, the projection of a movement on the subspace protected for the whole domain; by
+        default that of the first mask with one."""
+        return {p: each for mask in [*self.masks][::-1] for p, each in mask.protected_subspace().items()}
 
     def diagnostics(self) -> dict[str, Tensor]:
         """Named tensors that the run folder keeps after a domain."""
@@ -223,11 +230,248 @@ class ContinualMethod(LightningWiring):
         """Multiples of the learning rate by parameter. Default: none."""
         return {}
 
-    def parameter_groups(self) -> Iterator[dict]:
-        """The trained parameters as optimizer groups: per multiple of the learning rate (`times`) matrices,
-        and all others, which do not decay."""
-        rates = self.rates()
+    # From here on Lightning's side, which methods do not override.
+
+    @property
+    def data(self) -> DomainSequence:
+        """The trainer's data, which Lightning sets."""
+        found: DomainSequence = self.trainer.datamodule  # type: ignore[attr-defined]
+        return found
+
+    @property
+    def domain(self) -> Domain:
+        """The current stage, or the last one."""
+        return self.data.domain
+
+    def expand_to(self, stage: Domain) -> None:
+        """Grows the model for a stage, once. Raises ValueError where new parameters would not be trained."""
+        if stage in self.shaped:
+            return
+        before = parameter_shapes(self.model)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(key(self.seed, "shape", stage.name) % 2**63)
+            self.expand(stage)
+        self.shaped.append(stage)
+        if (after := parameter_shapes(self.model)) != before:
+            frozen = {id(each) for each in self.frozen}
+            new = {name: self.model.get_parameter(name) for name in after.keys() - before}
+            if left := [name for name, p in new.items() if id(p) in frozen and p.requires_grad]:
+                raise ValueError(
+                    f"shape of {stage.name} has added {first_names(left)}, which would not be trained; "
+                    "allowed: names in the scope, outside of freeze, or requires_grad=False"
+                )
+            self.watch()
+
+    def setup_stage(self, stage: Domain) -> None:
+        """Grows the model and activates its modules. Raises ValueError where `activate` grows."""
+        self.expand_to(stage)
+        before = parameter_shapes(self)
+        self.activate(stage.index)
+        if changed := [name for name, _ in parameter_shapes(self).items() ^ before.items()]:
+            raise ValueError(
+                f"activate of {stage.name} has added, removed or resized {first_names(changed)}; "
+                "allowed: in expand(stage), which a resumed run repeats"
+            )
+
+    def set_lr_scale(self, scale: float) -> None:
+        """Scales the schedule's learning rate from the next step on."""
+        self.lr_scale = scale
+        for config in self.trainer.lr_scheduler_configs:
+            own = cast(LambdaLR, config.scheduler)
+            groups = zip(own.optimizer.param_groups, own.base_lrs, own.lr_lambdas, strict=True)
+            for group, rate, factor in groups:
+                group["lr"] = rate * factor(own.last_epoch)
+
+    def configure_optimizers(self) -> dict[str, Any]:  # type: ignore[override]  # as Lightning takes it
+        rates, groups = self.rates(), []
         for times in dict.fromkeys([1, *rates.values()]):
             own = [p for p in self.parameters() if p.requires_grad and rates.get(p, 1) == times]
-            yield {"params": [p for p in own if p.ndim >= 2], "times": times}
-            yield {"params": [p for p in own if p.ndim < 2], "times": times, "weight_decay": 0.0}
+            groups.append({"params": [p for p in own if p.ndim >= 2], "times": times})
+            vectors = [p for p in own if p.ndim < 2]  # do not decay
+            groups.append({"params": vectors, "times": times, "weight_decay": 0.0})
+        optimizer = self.make_optimizer(groups)
+        unfuse_mixed(optimizer)
+        for group in optimizer.param_groups:
+            group["lr"] *= group.pop("times")
+        if self.carried is not None:
+            self.carried.give(optimizer, self.named_parameters())
+        scheduler = LambdaLR(optimizer, lambda step: self.lr_scale * self.schedule(self.data.progress(step)))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_train_start(self) -> None:
+        self.snapshots.clear()  # of a step that was rolled back
+        for mask in self.masks:
+            mask.activate(self.domain.index)
+        if self.trainer.global_step == 0:
+            self.begin_from_trunk()
+            self.seeded("before")
+            self.before_domain(self.data.probe())
+            for mask in self.masks:
+                mask.before_domain(self.model, self.objective, self.data.probe())
+            self.zero_grad()
+        optimizer = self.trainer.optimizers[0]
+        inside = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        if outside := [n for n, p in self.named_parameters() if p.requires_grad and id(p) not in inside]:
+            raise ValueError(
+                f"{first_names(outside)} requires a gradient in {self.domain.name} but is in no group of the "
+                "optimizer; allowed: what is grown in expand(stage) and switched in activate(domain)"
+            )
+        lay_out_moments(optimizer)
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        self.seeded(batch_idx)
+        if batch_idx == self.branch_step * self.trainer.accumulate_grad_batches:
+            self.keep_trunk()
+
+    @property
+    def branch_step(self) -> int:
+        """The step whose weights the next domain starts from: the last, or the one before a decay branch."""
+        steps, ahead = self.data.steps(self.domain), self.data.recovery_steps(self.domain)
+        if self.trunk is None:
+            return steps
+        return ahead + cast(Schedule, self.schedule).branch_step(steps - ahead)
+
+    def begin_from_trunk(self) -> None:
+        """Restores the weights before a decay branch; a resumed stage has them from its checkpoint."""
+        if self.trunk is not None:
+            self.trunk.restore(self.model)
+        if self.carried is not None:
+            self.carried.clear()  # the optimizer has the state by now
+
+    def keep_trunk(self) -> None:
+        """Stores the optimizer state, and the weights before a decay branch, for the next domain."""
+        if self.trunk is not None:
+            self.trunk.take(self.model)
+        if self.carried is not None:
+            self.carried.take(self.trainer.optimizers[0], self.named_parameters())
+
+    def seeded(self, moment: int | str) -> None:
+        """Seeds torch by seed, domain, moment and process."""
+        seed = key(self.seed, self.domain.name, moment, self.global_rank) % 2**63
+        if self.device.type == "cpu":  # torch.manual_seed takes as long as a small layer
+            torch.default_generator.manual_seed(seed)
+        else:
+            torch.manual_seed(seed)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        with recording(self.masks, alone=self.trainer.accumulate_grad_batches == 1):
+            terms = self.losses(batch)
+        self.guard.see(terms)
+        if self.trainer.global_step == 0 or self.is_logged():  # the bar has a loss from the first step on
+            for term, value in terms.items():
+                name = f"train/{term}/{self.domain.name}"
+                self.log(name, value.detach(), prog_bar=term == "lm", sync_dist=True)
+            self.log(f"train/lr/{self.domain.name}", self.trainer.optimizers[0].param_groups[0]["lr"])
+        return cast(Tensor, sum(terms.values()))
+
+    def is_logged(self) -> bool:
+        """Whether loggers write this step: Lightning's do at the end of every n-th."""
+        return bool((self.trainer.global_step + 1) % cast(Any, self.trainer).log_every_n_steps == 0)
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        average_gradients(self)
+        self.on_gradients_ready()
+        self.mask(optimizer)
+        self.transform_gradients(optimizer)
+        self.constrain(optimizer)
+
+    def mask(self, optimizer: Optimizer) -> None:
+        """Scales gradients, or takes snapshots of parameters whose steps will be scaled."""
+        for mask in self.masks:
+            for parameter, factor in mask.factors():
+                if parameter.grad is not None and mask.acts_on == "gradient":
+                    scale_(parameter.grad, factor)
+                elif parameter.grad is not None:
+                    self.snapshots.append(StepSnapshot(mask, [parameter], factor=factor, optimizer=optimizer))
+
+    @torch.no_grad()
+    def constrain(self, optimizer: Optimizer) -> None:
+        """Constrains gradients, or takes snapshots of parameters whose steps will be constrained."""
+        for each in (mask for mask in self.masks if isinstance(mask, Constraint)):
+            covered = [parameter for parameter in each.covered() if parameter.grad is not None]
+            if covered and each.acts_on == "gradient":
+                each.constrain([(p, cast(Tensor, p.grad)) for p in covered], optimizer)
+            elif covered:
+                self.snapshots.append(StepSnapshot(each, covered))
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: Any = None,
+    ) -> None:
+        # torch's clip_grad_norm_ in two halves: the guard checks the norm in between.
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norm = total_norm([parameter.grad for parameter in parameters])
+        if self.is_logged():
+            self.log(f"train/grad_norm/{self.domain.name}", norm)
+        self.steps = self.guard.allows(self.trainer, norm)
+        if not self.steps:
+            for parameter in parameters:
+                parameter.grad = None  # every optimizer of torch then skips it, moments and decay too
+        elif gradient_clip_algorithm == "value":
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        elif gradient_clip_val:
+            clip_gradients(parameters, gradient_clip_val, norm)
+
+    def optimizer_step(
+        self,
+        epoch: int,
+        batch_idx: int,
+        optimizer: Optimizer | LightningOptimizer,
+        optimizer_closure: Callable[[], Any] | None = None,
+    ) -> None:
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        if self.steps:
+            for snapshot in self.snapshots:
+                snapshot.apply(cast(Optimizer, optimizer))
+            self.after_update()
+        self.snapshots.clear()
+
+    def on_fit_end(self) -> None:
+        # Not in on_train_end: a run killed after its last step comes back to fit_end, but not to train_end.
+        # By then Lightning has taken the module off its device.
+        home = self.device
+        self.to(self.trainer.strategy.root_device)
+        with in_mode(self, training=False):
+            self.zero_grad()
+            self.seeded("after")
+            self.after_domain(self.data.probe())
+            self.zero_grad()
+        if self.branch_step == self.trainer.max_steps:
+            self.keep_trunk()
+        self.to(home)
+
+    def on_validation_start(self) -> None:
+        if self.router is not None:
+            self.router.begin()
+        texts, self.columns = self.data.held_out, list(self.data.held_out)
+        sizes = {name: texts[name].documents for name in self.data.scored_texts}
+        self.evaluation = {name: DocumentNLL(size).to(self.device) for name, size in sizes.items()}
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        name = self.columns[int(batch["column"])]
+        nll, count = self.nll(batch, self.data.places.get(name, -1))
+        self.evaluation[name].update(nll, count, batch["documents"])
+
+    def row(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """The last evaluation: nats and scored tokens by text, each [documents]."""
+        computed = {name: metric.compute() for name, metric in self.evaluation.items()}
+        # torchmetrics makes a scalar of a tensor with one entry.
+        return {name: (nll.view(-1), count.view(-1)) for name, (nll, count) in computed.items()}
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        # DistributedDataParallel would send the first process's buffers to all at every step: copies of the
+        # model, which are equal anyway, and memories that are each process's own.
+        return [name for name, _ in self.named_buffers()]
+
+
+def parameter_shapes(module: nn.Module) -> dict[str, torch.Size]:
+    """Shapes of a module's parameters by name."""
+    return {name: parameter.shape for name, parameter in module.named_parameters()}
+
+
+def first_names(names: Collection[str]) -> str:
+    """Up to three names, sorted, and an ellipsis."""
+    return ", ".join([*sorted(names)[:3], *["…"][: len(names) > 3]])

@@ -3,13 +3,8 @@
     y <- y + m2 (W2 (m1 relu(W1 x + b1)) + b2)
 
 x is the input of an attention or FFN of the frozen model, y its output projection's output; both have a
-parallel plug-in, shared by all domains. m are the gates of a domain, which protect the units that they opened
-as in HAT (cpt.adapters.gates), without its regularizer. Each domain has its own norms of the blocks, which
-start at the base's. The model of an earlier domain never changes, bit for bit.
-
-Released (UIC-Liu-Lab/CPT): the plug-in of the attention is added before the output projection, its input is
-added twice at the FFN, and a ReLU follows W2, so that the first model is not the base; norms are trained, but
-neither saved nor protected."""
+parallel plug-in, shared by all domains. m are a domain's gates, which protect the units that they opened as
+in HAT, without its regularizer. Each domain has its own norms of the blocks, which start at the base's."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -29,8 +24,6 @@ from cpt.methods.base import MethodContext
 from cpt.methods.hat import GatedMethod, units_of_adapters
 from cpt.methods.options import CPTPluginOptions
 from cpt.models.units import blocks
-
-NORMS = ("per_domain", "frozen")
 
 
 def norms_of(model: PreTrainedModel) -> tuple[str, ...]:
@@ -72,10 +65,9 @@ class CPTPlugin(GatedMethod):
     def model_for(self, domain: int) -> PreTrainedModel:
         """A copy with the domain's norms and gates, which stay hard in training."""
         model = super().model_for(domain)
-        for part in model.modules():
-            if isinstance(part, Gate):
-                part.s = None
-                part.e.requires_grad_(False)
+        for gate in (part for part in model.modules() if isinstance(part, Gate)):
+            gate.s = None
+            gate.e.requires_grad_(False)
         return model
 
     def export(self, folder: Path, order: Sequence[str]) -> str:

@@ -8,21 +8,16 @@ apart from what was known (eq. 6):
     step_l  <- (1 - I_l^(<=t-1)) * step_l
     L        = L_lm + lambda L_con
 
-The soft mask scales the step itself: Adam divides the scale of gradients, as released, out again. The mask's
+The soft mask scales the step itself: The mask's
 formulas: cpt.gradient_masks.soft.
-
-The contrast, of DGA too, is of what the model knows now against what it knew (eq. 6):
 
     L_con = -1/N sum_n log  exp(sim(o_n, o_n+) / tau)
                             -----------------------------------------------------------
                             sum_j  exp(sim(o_n, o_j+) / tau) + exp(sim(o_n, o_j-) / tau)
 
 with mean-pooled last hidden states: o and o+ of two dropout passes of the full model, o- of a pass in which
-each unit is multiplied by its importance, so that it represents earlier knowledge. Without dropout o+ equals
-o, and the loss would only push all samples apart.
-
-Its three passes take most of a step's time. A smaller share of `samples` lowers N and the number of
-candidates; every k-th step with k times the weight has the same mean; `fixed` negatives get no gradient."""
+each unit is multiplied by its importance. Three passes take most of a step's time: a share of `samples`
+lowers N, every k-th step with k times the weight has the same mean, `fixed` negatives get no gradient."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -43,11 +38,11 @@ from cpt.models.forward import check_dropout, dropout, mean_over, nll_of
 from cpt.models.memory import keep_activations
 from cpt.models.objectives import Objective
 from cpt.models.units import gate_units
+from cpt.models.weights import Snapshot
 
 
 def contrastive(anchors: Tensor, positives: Tensor, negatives: Tensor, *, temperature: float) -> Tensor:
-    """L_con of vectors, each [N, D], a scalar; sim is the cosine. The positives and negatives of all
-    processes are candidates."""
+    """L_con of vectors, each [N, D], a scalar; candidates are those of all processes."""
     others, before = gather_rows(torch.stack([positives, negatives], dim=1))
     candidates = functional.normalize(torch.cat([others[:, 0], others[:, 1]]), dim=-1)
     similarity = functional.normalize(anchors, dim=-1) @ candidates.T
@@ -75,9 +70,8 @@ class ContrastiveLoss:
 
     def term(self, batch: Batch, *, hidden: Tensor, soft: SoftMask) -> dict[str, Tensor]:
         """The term, a scalar; none at strength 0. `hidden` [B, T, D], of a pass over the batch's own ids, is
-        the anchor where this text is contrasted, unless a decoder made it; else the anchor takes a pass."""
-        options = self.options
-        if options.contrast == 0:
+        the anchor where this text is contrasted, unless a decoder made it."""
+        if (options := self.options).contrast == 0:
             return {}
         text = batch if options.contrast_text == "corrupted" else self.objective.restored(batch)
         count = ceil(options.contrast_samples * len(text["input_ids"]))
@@ -104,8 +98,7 @@ class ContrastMethod(ContinualMethod):
     def __init__(self, options: DASOptions | DGAOptions, context: MethodContext) -> None:
         super().__init__(options, context)
         how: dict[str, Any] = {"acts_on": options.acts_on, "normalise": options.normalise}
-        soft = SoftMask(self.model, kinds=options.units, columns=options.columns, **how)
-        self.masks.append(soft)
+        self.masks.append(SoftMask(self.model, kinds=options.units, columns=options.columns, **how))
         self.proxy = Proxy(self.model, self.objective, options.general, options.proxy_dropout)
         self.contrast = ContrastiveLoss(self.model, self.objective, options)
         self.period = options.contrast_every if options.contrast else 1
@@ -139,3 +132,26 @@ class DAS(ContrastMethod):
         if self.options.domains:
             losses = partial(domain_losses, objective=self.objective)
             self.soft.update_max(self.soft.measure(self.model, probe, losses))
+
+
+class DGA(ContrastMethod):
+    """DGA, adapting a language model while preserving its general knowledge (Ke et al., EMNLP 2022).
+
+    Each domain starts from the base. The heads that matter to the base's general knowledge, measured on the
+    domain's text, are protected, and a contrast separates the domain from it:
+
+        I_h    = 1/N sum_n |dKL(f1(x_n) || f2(x_n))/dg_h|       f1, f2: two dropout passes of the base
+        step_h <- (1 - I_h) * step_h,    L = L_lm + lambda L_con
+
+    The formulas are those of DAS (cpt.gradient_masks.soft, cpt.methods.das)."""
+
+    alone = True
+    options: DGAOptions
+
+    def __init__(self, options: DGAOptions, context: MethodContext) -> None:
+        super().__init__(options, context)
+        self.base = Snapshot(self.model, persistent=False)
+
+    def before_domain(self, probe: Iterable[Batch]) -> None:
+        self.base.restore(self.model)
+        self.soft.set(self.proxy.measure(self.soft, probe))

@@ -2,12 +2,9 @@
 
     expert_t <- expert_k,    k = argmin_j PPL(D_t | expert_j)    over the experts so far, and the base
 
-Then domain t trains expert_t only. An expert is the feed-forward network of every block (`ffn`), or an
-adapter (the baseline of Ke et al., ICLR 2023). `routing` selects what scores a text: the domain's own expert
-or a mixture by posterior. The paper trains the trunk and the first experts together from scratch; here the
-trunk is the frozen base, as in its DEMix-DAPT, and the base's FFN is a first expert. The paper's nearest
-expert has the highest posterior, here the lowest perplexity. ContinualLM's version raises an error before it
-copies an expert."""
+Then domain t trains expert_t only: the feed-forward network of every block (`ffn`), or an adapter (the
+baseline of Ke et al., ICLR 2023). `routing` selects what scores a text: the domain's own expert or a mixture
+by posterior. As in the paper's DEMix-DAPT the trunk is the frozen base, and the base's FFN a first expert."""
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
@@ -33,18 +30,18 @@ RECORD = ("sources", "perplexities")
 
 
 class CopyingMethod(ContinualMethod):
-    """A method whose new modules are copies of the base's, of the last domain's, or of those `nearest` to the
-    domain, by `options.start`.
-
-    `sources` [domains]: the domain (-1: the base) whose modules each domain's began as. `perplexities`: those
-    of the last domain's probe with each candidate, in the order of their domains."""
+    """A method whose new modules are copies of the base's, of the last domain's, or of those `nearest` to
+    the domain, by `options.start`. `sources` [domains]: the domain (-1: the base) that each was copied from;
+    `perplexities`: those of the last domain's probe with each candidate."""
 
     options: DEMIXOptions | LifelongMoEOptions
     sources: Tensor
     perplexities: Tensor
 
-    def record_sources(self) -> None:
-        """Registers the buffers."""
+    def __init__(
+        self, options: DEMIXOptions | LifelongMoEOptions, context: MethodContext, scope: Scope | None
+    ) -> None:
+        super().__init__(options, context, scope=scope)
         self.register_buffer("sources", torch.empty(0, dtype=torch.long))
         self.register_buffer("perplexities", torch.empty(0, dtype=torch.double))
 
@@ -90,10 +87,6 @@ class CopyingMethod(ContinualMethod):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-EXPERTS = ("ffn", "adapter")
-STARTS = ("nearest", "previous", "base")
-
-
 class DEMIX(CopyingMethod):
     """Trains an expert per domain, which starts as a copy of another."""
 
@@ -106,15 +99,12 @@ class DEMIX(CopyingMethod):
         if self.adapted:
             scope = attach_bottlenecks(context.model, **options.bottleneck)
         else:  # weights and biases of the linear layers of every block's FFN
-            places = sublayers(context.model, ("neurons",))
-            maps = [
-                each for place in places for each in (*(source for source, _ in place.sources), place.out)
-            ]
+            networks = sublayers(context.model, ("neurons",))
+            maps = [each for ffn in networks for each in (*(source for source, _ in ffn.sources), ffn.out)]
             names = [f"{each.name}.{name}" for each in maps for name, _ in each.module.named_parameters()]
             scope = Scope(tuple(names), tuple(maps))
-        super().__init__(options, context, scope=scope)
+        super().__init__(options, context, scope)
         self.use_domain_params(DomainParams(self.model, scope.names), options.routing)
-        self.record_sources()
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
         learned, base = self.bank.domains, self.router.routing.base

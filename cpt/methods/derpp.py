@@ -3,12 +3,8 @@
 L = l(f(x), y) + alpha * ||h(x') - z'||^2 + beta * l(f(x''), y''), with x' and x'' two independent draws from
 a reservoir of the whole stream, z' the model's outputs on x' when it was added. No domain labels are needed.
 
-l is the language-model loss; h, at the scored positions, the last hidden states (as in ContinualLM, Ke et
-al., ICLR 2023) or the logits (as in the paper). ||.||^2 is the mean over the draw's scored positions and the
-features, so that alpha depends on no size; the second l is the mean over its draw's scored tokens.
-
-ContinualLM's released code cannot run (three attributes are missing); it uses one draw for both terms, fills
-its buffer after a domain, on one process, and truncates stored outputs to integers when it loads them."""
+l is the language-model loss; h, at the scored positions, the last hidden states or the logits (the paper's).
+||.||^2 is the mean over the draw's scored positions and features, the second l over its scored tokens."""
 
 import torch
 from torch import Tensor
@@ -20,8 +16,6 @@ from cpt.methods.common.reservoir import Reservoir, bytes_per_sample, capacity, 
 from cpt.methods.options import DERPPOptions
 from cpt.models.forward import at, nll_of
 
-MATCHED = ("hidden", "logits")
-
 
 class DERPP(ContinualMethod):
     """Replays a reservoir: matches stored outputs on some of its samples, trains on the labels of others."""
@@ -30,11 +24,8 @@ class DERPP(ContinualMethod):
 
     def __init__(self, options: DERPPOptions, context: MethodContext) -> None:
         super().__init__(options, context)
-        slot = {
-            **slot_of(self.objective, self.length),
-            "width": self.width(options.matched),
-            "precision": options.precision,
-        }
+        slot = slot_of(self.objective, self.length)
+        slot |= {"width": self.width(options.matched), "precision": options.precision}
         samples = capacity(options.memory, options.memory_bytes, sample_bytes=bytes_per_sample(**slot))
         pad = self.model.config.pad_token_id or 0
         self.memory = Reservoir(samples=samples, **slot, seed=self.seed, pad=pad)
@@ -63,8 +54,7 @@ class DERPP(ContinualMethod):
         }
 
     def replayed(self, count: int) -> tuple[Tensor, Tensor]:
-        """Squared error of the outputs on one draw of `count` samples and loss on another, both means; 0
-        from an empty memory."""
+        """Squared error on one draw of `count` samples and loss on another, means; 0 from an empty memory."""
         matching, replaying = (self.memory.draw(count, purpose=name) for name in ("match", "replay"))
         if not len(matching):
             none = torch.zeros((), device=self.device)

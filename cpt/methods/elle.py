@@ -1,22 +1,16 @@
 """ELLE (Qin et al., Findings of ACL 2022): a model that grows before each domain after the first, recovers on
-replayed text, and reads each text with the prompt of its domain.
+replayed text, and reads each text with the prompt of its domain; each part can be used alone.
 
     growth     theta <- G(theta) before the domain: neurons, heads, blocks, hidden size (`cpt.models.growth`)
-    recovery   L_lm(theta; memory) for the first steps of the stage, with a learning-rate schedule of its own
-               and a new optimizer afterwards
+    recovery   L_lm(theta; memory) for the first steps, with their own schedule; then a new optimizer
     prompt     [e(x_1); P_k; e(x_2); ...] for text x of domain k, P_k [n, D] trained with all else
     memory     that of `replay=past`, which is also mixed into the domain's steps
 
-Each part can be used alone. General text is read with the latest prompt, and by the base with none.
-
-The released code copies layers so that each is applied twice, copies width within layer norms, and adds noise
-to copies only; none of it keeps the function, which recovery has to repair. Here growth is exact but for
-blocks of post-norm models, and the change of the loss is measured and logged."""
+General text is read with the latest prompt, and by the base with none."""
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +28,7 @@ from cpt.data.collate import Batch, label_batch
 from cpt.data.datamodule import Domain
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import NOTHING, ELLEOptions
-from cpt.methods.prompt import check_rows, check_tokens
+from cpt.methods.prompt import PER_ROW, check_rows, check_tokens, with_prompt
 from cpt.models import growth
 from cpt.models.forward import in_mode
 from cpt.models.loading import skeleton
@@ -67,12 +61,11 @@ class ByPrompt(DomainScorer):
     @contextmanager
     def reading(self, model: PreTrainedModel, domains: Tensor) -> Iterator[None]:
         """A context in which each of B rows is read with the prompt of its domain, [B]."""
-        if not self.prompts:
-            yield
-            return
-        count = len(self.prompts)
-        parts = torch.where((domains >= 0) & (domains < count), domains, count - 1)
-        with swap_weights(model, {self.name: torch.stack([*self.prompts])[parts]}):
+        count, weights = len(self.prompts), {}
+        if count:
+            parts = torch.where((domains >= 0) & (domains < count), domains, count - 1)
+            weights = {self.name: torch.stack([*self.prompts])[parts]}
+        with swap_weights(model, weights):
             yield
 
     def nll(self, model: PreTrainedModel, batch: Batch, domain: int) -> Tensor:
@@ -95,7 +88,7 @@ class ELLE(ContinualMethod):
         names: tuple[str, ...] = ()
         if options.prompt:
             check_tokens(options.prompt, length=context.length, model=context.model, option="method.prompt")
-            check_rows(context, method="elle")
+            check_rows(context, f"method=elle, {PER_ROW}")
             names = attach_prompt(context.model, **self.attaching).names
         super().__init__(options, context)
         self.prompts = nn.ParameterList()
@@ -114,8 +107,7 @@ class ELLE(ContinualMethod):
 
     def grow(self, model: PreTrainedModel, stage: Domain) -> None:
         """Grows a model for a stage; raises ValueError where it cannot."""
-        gained, noise = self.options.growth(stage.index), self.options.noise
-        name = "hidden"
+        gained, noise, name = self.options.growth(stage.index), self.options.noise, "hidden"
         try:
             growth.grow_hidden(model, int(gained[name]), noise=noise)
             if (times := gained[name := "neurons"]) != 1:
@@ -124,8 +116,10 @@ class ELLE(ContinualMethod):
             growth.grow_heads(model, int(gained[name := "heads"]), noise=noise)
             growth.grow_layers(model, int(gained[name := "layers"]))
         except ValueError as error:
-            told = f"method.{name}={show(getattr(self.options, name))}: before {stage.name}, {error}; allowed"
-            raise ValueError(f"{told}: {NOTHING[name]}, or a value that its configuration can say") from error
+            raise ValueError(
+                f"method.{name}={show(getattr(self.options, name))}: before {stage.name}, {error}; "
+                f"allowed: {NOTHING[name]}, or a value that its configuration can say"
+            ) from error
 
     def expand(self, stage: Domain) -> None:
         self.moved, self.told = None, ""
@@ -189,11 +183,9 @@ class ELLE(ContinualMethod):
     def model_for(self, domain: int) -> PreTrainedModel:
         if self.prompting is None:
             return super().model_for(domain)
-        copy, part = deepcopy(self.model).requires_grad_(True), self.prompting.part_of(domain)
-        owner, _, name = self.prompting.name.rpartition(".")
-        if part != BASE:
-            setattr(copy.get_submodule(owner), name, nn.Parameter(self.prompts[part].detach().clone()))
-        return copy
+        part, name = self.prompting.part_of(domain), self.prompting.name
+        prompt = self.model.get_parameter(name) if part == BASE else self.prompts[part]
+        return with_prompt(self.model, name, prompt)
 
     def export(self, folder: Path, order: Sequence[str]) -> str:
         if self.prompting is None:

@@ -7,10 +7,7 @@ ICML 2018).
 After each domain its Fisher F_new is merged into that of the t domains before it; the penalty stays one
 term:
 
-    mean:  F <- (t F + F_new) / (t + 1)         decay:  F <- gamma F + F_new
-
-The released code (ContinualLM) squares the gradient of a loss that includes the penalty, with dropout. Here
-it is that of the language-model loss, in eval mode and in 32 bits."""
+    mean:  F <- (t F + F_new) / (t + 1)         decay:  F <- gamma F + F_new"""
 
 from abc import abstractmethod
 from collections.abc import Iterable
@@ -18,14 +15,16 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from cpt.core.schema import Options
 from cpt.core.tensors import NamedTensors
 from cpt.data.collate import Batch
 from cpt.gradient_masks.base import Protection
 from cpt.methods.base import ContinualMethod, MethodContext
-from cpt.methods.options import ConsolidationOptions, EWCOptions
-from cpt.models.fisher import fisher, keep_important
+from cpt.methods.options import ConsolidationOptions, EWCOptions, L2Options, MASOptions
+from cpt.models.fisher import fisher, keep_important, sensitivity
+from cpt.models.forward import at
 from cpt.models.weights import Snapshot, quadratic_penalty
 
 
@@ -33,22 +32,21 @@ class AnchorPenalty(ContinualMethod):
     """A method that pulls the weights to `anchor`, those of the base or of the end of the last domain; the
     most important twentieth of each parameter counts as protected."""
 
+    def __init__(self, options: Options, context: MethodContext, *, anchor_moves: bool = True) -> None:
+        super().__init__(options, context)
+        self.anchor = Snapshot(self.model, persistent=anchor_moves)
+
     @property
     def importances(self) -> NamedTensors | None:
         """The weights of the penalty; None: all are 1."""
         return None
-
-    def __init__(self, options: Options, context: MethodContext, *, anchor_moves: bool = True) -> None:
-        super().__init__(options, context)
-        self.anchor = Snapshot(self.model, persistent=anchor_moves)
 
     def zeros(self) -> dict[str, Tensor]:
         """A zero tensor for each parameter, by name."""
         return {name: torch.zeros_like(each) for name, each in self.model.named_parameters()}
 
     def weighted_distance(self, factor: float) -> Tensor:
-        """factor/2 sum_i w_i (theta_i - theta*_i)^2 over the trained parameters, a scalar; w are the
-        importances, or 1."""
+        """factor/2 sum_i w_i (theta_i - theta*_i)^2, a scalar; w are the importances, or 1."""
         weights = None if self.importances is None else self.importances.named()
         away = self.anchor.offloaded
         return factor * quadratic_penalty(self.model, self.anchor.named(), weights, elsewhere=away)
@@ -77,8 +75,7 @@ class Consolidation(AnchorPenalty):
     def after_domain(self, probe: Iterable[Batch]) -> None:
         with torch.autocast(self.device.type, enabled=False):
             found = self.measure(probe)
-        merge, gamma = self.options.merge, self.options.gamma
-        kept = cast(NamedTensors, self.importances)
+        merge, gamma, kept = self.options.merge, self.options.gamma, cast(NamedTensors, self.importances)
         known = kept.named()
         for name, new in found.items():
             old = kept.at_hand(known[name]) if name in known else torch.zeros_like(new)
@@ -114,3 +111,59 @@ class EWC(Consolidation):
 
     def measure(self, probe: Iterable[Batch]) -> dict[str, Tensor]:
         return fisher(self.model, probe, objective=self.objective, estimator=self.options.estimator)
+
+
+class L2(AnchorPenalty):
+    """L2: EWC with every weight equally important, its reference (Kirkpatrick et al., PNAS 2017, fig. 2);
+    towards the base it is L2-SP (Li et al., ICML 2018, eq. 2).
+
+        L(theta) = L_lm(theta) + lambda/2 ||theta - theta*||^2
+
+    theta* is the model at the end of the previous domain, or the base."""
+
+    options: L2Options
+
+    def __init__(self, options: L2Options, context: MethodContext) -> None:
+        super().__init__(options, context, anchor_moves=options.towards == "previous")
+
+    def before_domain(self, probe: Iterable[Batch]) -> None:
+        if self.options.towards == "previous":
+            self.anchor.take(self.model)
+
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
+        return super().losses(batch) | {"l2": self.weighted_distance(self.options.strength)}
+
+
+class MAS(Consolidation):
+    """MAS, memory aware synapses (Aljundi et al., ECCV 2018, eq. 2 to 4): EWC's penalty with importances that
+    need no label.
+
+        L(theta)  = L_lm(theta) + lambda sum_i Omega_i (theta_i - theta*_i)^2
+        Omega_i   = E_x | d mean_k ||f(x)_k||^2 / d theta_i |      at theta*, in eval mode
+
+    f(x)_k are the logits, or the last hidden states, at the k-th scored position of a sample; the mean over
+    positions makes Omega independent of its length. Omega is merged over domains as in EWC; the paper's sum
+    is `merge: decay` at gamma 1."""
+
+    options: MASOptions
+
+    def __init__(self, options: MASOptions, context: MethodContext) -> None:
+        super().__init__(options, context)
+        self.importance = NamedTensors(self.zeros())
+
+    @property
+    def importances(self) -> NamedTensors:
+        return self.importance
+
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
+        penalty = self.weighted_distance(2 * self.options.strength)  # first: the order of sums of gradients
+        return super().losses(batch) | {"mas": penalty}
+
+    def measure(self, probe: Iterable[Batch]) -> dict[str, Tensor]:
+        def squared_norms(model: PreTrainedModel, batch: Batch) -> Tensor:  # ||f||^2, [K]
+            logits, hidden = self.objective.outputs(model, batch)
+            output = logits if self.options.output == "logits" else at(hidden, batch["positions"])
+            return output.float().square().sum(-1)
+
+        estimator = self.options.estimator
+        return sensitivity(self.model, probe, squared_norms, estimator=estimator, power=1, label="MAS")

@@ -5,13 +5,8 @@
     L      = L_lm + c sum a^t (1 - a^(<t)) / sum (1 - a^(<t))              and few units are used
 
 s rises from 1/s_max to s_max over a domain's steps (formulas: cpt.adapters.gates). Parameters that no unit
-owns (embeddings, norms, biases without a gate, the language-model head) are frozen after the first domain;
-then the model of an earlier domain never changes, bit for bit. The base is the model with all gates open, in
-adapters with all gates closed.
-
-Released (ContinualLM), adapters: a linear layer is two, both gated and with GELU; e begins at N(0, 0.02^2);
-the head is trained and leaks; masks scale gradients, so that weight decay and momentum bypass them; without
-DistributedDataParallel no name matches and nothing is protected. Of the whole-model form only hooks exist."""
+owns (embeddings, norms, the head) are frozen after the first domain; then the model of an earlier domain
+never changes, bit for bit. The base has all gates open, in adapters all gates closed."""
 
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
@@ -31,8 +26,6 @@ from cpt.gradient_masks.hat import ClaimedUnits
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import CPTPluginOptions, HATOptions
 from cpt.models.units import Units, find_units
-
-GATED = ("heads", "neurons", "outputs")
 
 
 class GatedMethod(ContinualMethod):
@@ -100,9 +93,9 @@ class HAT(GatedMethod):
     def activate(self, domain: int) -> None:
         super().activate(domain)
         owners = owned_parameters(self.gates.groups) | {part.e for part in self.gates.parts}
-        for parameter in self.model.parameters():
-            if parameter not in owners and self.options.shared == "frozen" and domain > 0:
-                parameter.requires_grad_(False)
+        if self.options.shared == "frozen" and domain > 0:
+            for parameter in self.model.parameters():
+                parameter.requires_grad_(parameter.requires_grad and parameter in owners)
         for part in self.gates.parts:
             part.e.requires_grad_(True)  # also in frozen layers: which of their units a domain uses
 
@@ -116,8 +109,7 @@ class HAT(GatedMethod):
         return self.gated_losses(batch, name="hat", weight=self.options.strength)
 
     def model_for(self, domain: int) -> PreTrainedModel:
-        """A copy with the domain's gates folded into the weights, and also hard and fixed in place: end tasks
-        do not reopen closed units."""
+        """A copy with the domain's gates folded into the weights, and hard and fixed in place."""
         if self.bank is None:
             return self.model
         model, gates = deepcopy((self.model, self.gates))
@@ -133,12 +125,10 @@ class HAT(GatedMethod):
         if self.options.form == "full":
             last = self.model_for(len(order) - 1)
             return export.export_parts(folder, last, {}, attach=None, options={})
-        own = owned_parameters(self.gates.groups)
-        named = [each for each in self.model.named_parameters() if each[1] in own]
-        parts = {}
+        own, parts = owned_parameters(self.gates.groups), {}
         for index, domain in enumerate(order):
-            folded = self.gates.folded(self.opened(index))
-            parts[domain] = {name: folded.get(parameter, parameter.detach()) for name, parameter in named}
+            folded, named = self.gates.folded(self.opened(index)), self.model.named_parameters()
+            parts[domain] = {name: folded.get(p, p.detach()) for name, p in named if p in own}
         attach, options = bottleneck.attach_bottlenecks, self.options.bottleneck
         return export.export_parts(folder, self.model, parts, attach=attach, options=options)
 

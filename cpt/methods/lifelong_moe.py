@@ -2,23 +2,18 @@
 
     L = L_lm + lambda KL(f_{t-1} || f_t) + alpha / M sum over the M mixtures of E sum_e s_e P_e
 
-on text of domain t alone; KL as in learning without forgetting, mean over the scored positions. The experts
-of domain t and their router rows are trained and, unless frozen, the dense parts (everything outside of
-mixtures); earlier experts and rows keep their bits. Tokens are routed to experts (`cpt.adapters.experts`):
-no domain is known at test time.
-
-The paper trains a sparse decoder from scratch, with two experts per token and dropped tokens; no code was
-released. Here a dense checkpoint is up-cycled: its FFN is expert 0, new experts are copies of earlier ones,
-no token is dropped, and f_t starts as f_{t-1}, as new experts open over the first steps (`opening`).
+on text of domain t alone; KL is the mean over the scored positions. Domain t trains its experts, their router
+rows and, unless frozen, all outside of mixtures (`dense`); earlier experts and rows keep their bits. Tokens
+are routed (`cpt.adapters.experts`): no domain is known at test time. The base's FFN is expert 0, new experts
+are copies of earlier ones that open over the first steps (`opening`), so that f_t starts as f_{t-1}.
 
 The last term balances tokens over experts (GShard, Lepikhin et al., ICLR 2021, algorithm 1, times E^2 as in
 Fedus et al., JMLR 2022, eq. 4): P_e is the mean of softmax(z)_e over a step's tokens, s_e the share of tokens
-whose first choice is e. s is that of the previous step over its whole batch, so that it does not depend on
-processes and micro-batches; at a domain's first step it is uniform."""
+whose first choice is e, in the previous step over its whole batch; uniform at a domain's first step."""
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -49,12 +44,10 @@ from cpt.models.fsdp import named_weights, reshard
 from cpt.models.weights import swap_weights
 
 log = logging.getLogger(__name__)
-STARTS = ("base", "last", "nearest")
 
 
 def balance_loss(sums: Tensor, shares: Tensor, tokens: float) -> Tensor:
-    """E sum_e s_e P_e, a scalar, from sums over tokens of softmax(z) [E] and s [E]; 1 if either is
-    uniform."""
+    """E sum_e s_e P_e, a scalar, from sums over tokens of softmax(z) [E] and s [E]."""
     return len(shares) * (shares.to(sums) * sums).sum() / tokens
 
 
@@ -73,14 +66,13 @@ class LifelongMoE(CopyingMethod):
             blocks = choose_blocks(context.model, context.freeze, every=options.every)
             scope = scope_beside(context.model, blocks) if options.dense == "trained" else Scope((), ())
             attach_mixtures(context.model, blocks=blocks, top_k=options.top_k)
-        super().__init__(options, context, scope=scope and with_newest(context.model, scope))
+        super().__init__(options, context, scope and with_newest(context.model, scope))
         self.beside_mixtures = scope
         if self.mixtures:
             self.router = GatedScorer(self.model, context.objective)
         self.teacher = NamedTensors(self.dense() if options.strength else {})
         self.shares = NamedTensors()
         self.firsts: Tensor | None = None  # of the current step so far, [M, E]
-        self.record_sources()
         if not options.experts:
             log.info("method.experts=0: no FFN becomes a mixture, what is said of mixtures has no effect")
         elif options.top_k == 1:
@@ -122,7 +114,12 @@ class LifelongMoE(CopyingMethod):
             return super().losses(batch) | self.balanced(batch)
         logits = self.objective.outputs(self.model, batch)[0]
         terms = {"lm": nll_of(logits, batch).sum() * batch["weight"]} | self.balanced(batch)
-        with self.teaching():
+        last = len(self.mixtures[0].groups) - 1 if self.mixtures else BASE
+        weights, experts = (
+            swap_weights(self.model, self.teacher.named()),
+            working(self.model, last, before=True),
+        )
+        with torch.no_grad(), in_mode(self.model, training=False), weights, experts:
             taught = self.objective.outputs(self.model, batch)[0]
         apart = divergence(taught, logits).sum() * batch["weight"]
         return terms | {"kd": self.options.strength * apart}
@@ -132,15 +129,6 @@ class LifelongMoE(CopyingMethod):
         share = self.options.opening
         for mixture in self.mixtures:
             mixture.opening = min(1.0, progress / share) if share else 1.0
-
-    @contextmanager
-    def teaching(self) -> Iterator[None]:
-        """A context with the model as before the domain, in eval mode and without gradients."""
-        last = len(self.mixtures[0].groups) - 1 if self.mixtures else BASE
-        weights = swap_weights(self.model, self.teacher.named())
-        experts = working(self.model, last, before=True)
-        with torch.no_grad(), in_mode(self.model, training=False), weights, experts:
-            yield
 
     def balanced(self, batch: Batch) -> dict[str, Tensor]:
         """The balance term of the last forward pass; also accumulates its first choices."""
@@ -175,8 +163,8 @@ class LifelongMoE(CopyingMethod):
         groups = [len(group.experts) for group in self.mixtures[0].groups]
         blocks = [name.removesuffix(f".{MIXTURE}") for name in mixtures_of(self.model)]
         how = {"blocks": blocks, "top_k": self.options.top_k, "groups": groups}
-        names = [f"{name}." for name in mixtures_of(self.model)]
-        part = {n: p for n, p in self.model.named_parameters() if n.startswith(tuple(names))}
+        names = tuple(f"{name}." for name in mixtures_of(self.model))
+        part = {n: p for n, p in self.model.named_parameters() if n.startswith(names)}
         return export.export_parts(folder, self.model, {order[-1]: part}, attach=attach_mixtures, options=how)
 
     def diagnostics(self) -> dict[str, Tensor]:

@@ -2,13 +2,10 @@
 
     theta <- rule(theta_0; theta_1, ..., theta_t)
 
-A domain starts from the merged model (`merged`), from the base (`base`: domains are trained separately) or
-from cpt.methods.options import MergeOptions, MergingOptions
-from cpt.core.schema import Options, show
-from the end of the last one (`previous`: training is plain continual pre-training, the merge is scored and
-exported). The papers of task arithmetic, TIES and DARE train each domain from the base, these rules' default;
-that of the others is `merged`. There, average keeps 1/t of domain t, and task_arithmetic at scale 1 and slerp
-at share 1 equal plain continual pre-training, which is logged.
+A domain starts from the merged model (`merged`), from the base (`base`, the default of task arithmetic, TIES
+and DARE) or from the end of the last one (`previous`: plain continual pre-training, whose merge is scored and
+exported). With `merged`, average keeps 1/t of domain t, and task_arithmetic at scale 1 and slerp at share 1
+equal plain continual pre-training, which is logged.
 
 The rules work on one tensor at a time. theta_0 is the base, theta_k the end of domain k and s_k its start,
 tau_k = theta_k - s_k, and m the merged weights of the domains before. A rule keeps 32-bit statistics of
@@ -33,24 +30,26 @@ from math import floor
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from cpt.adapters import lora
 from cpt.core.distributed import dot, full_tensor, local_rows, to_local, total_norm, with_rows
 from cpt.core.randomness import key
 from cpt.core.tensors import NamedTensors, PreciseTensors, precise
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualMethod, MethodContext
-from cpt.methods.options import MergeOptions, MergingOptions
+from cpt.methods.options import MergeLoRAOptions, MergeOptions
 from cpt.models.fisher import fisher
 from cpt.models.fsdp import named_weights
 from cpt.models.weights import Snapshot
 
+log = logging.getLogger(__name__)
 ALIKE = 0.9995  # cosine from which slerp is a lerp
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A finished domain: tensors by parameter name, in at least 32 bits, local rows where they are sharded.
-    `like` are the parameters themselves."""
+    """A finished domain: tensors in at least 32 bits by parameter name, local rows where sharded."""
 
     like: Mapping[str, Tensor]
     began: Mapping[str, Tensor]
@@ -89,7 +88,7 @@ class Merged(nn.Module):
 
     domains: Tensor
 
-    def __init__(self, options: MergingOptions, weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, options: MergeOptions, weights: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.options = options
         self.weights = PreciseTensors(weights)
@@ -120,18 +119,16 @@ class Merged(nn.Module):
         options, began, ended = self.options, domain.began[name], domain.ended[name]
         if task is not None:
             return self.vote(name, task) if options.signs else merged + options.scale * task
-        match options.rule:
-            case "average":
-                return torch.lerp(merged, ended, 1 / (int(self.domains) + 1 + options.base))
-            case "task_arithmetic":  # in this form it is exact where m is s_k and lambda is 1
-                return torch.lerp(began, ended, options.scale) + (merged - began)
-            case "slerp":
-                first = self.domains == 0 and not options.base
-                return slerp(merged, ended, 1.0 if first else options.share, like=domain.like[name])
-            case _:
-                fisher, kept = domain.fisher[name] + options.epsilon, to_local(self.fishers.named()[name])
-                kept += fisher.to(kept.device)
-                return torch.lerp(merged, ended, fisher / self.fishers.at_hand(kept))
+        if options.rule == "average":
+            return torch.lerp(merged, ended, 1 / (int(self.domains) + 1 + options.base))
+        if options.rule == "task_arithmetic":  # in this form it is exact where m is s_k and lambda is 1
+            return torch.lerp(began, ended, options.scale) + (merged - began)
+        if options.rule == "slerp":
+            first = self.domains == 0 and not options.base
+            return slerp(merged, ended, 1.0 if first else options.share, like=domain.like[name])
+        fisher, kept = domain.fisher[name] + options.epsilon, to_local(self.fishers.named()[name])
+        kept += fisher.to(kept.device)
+        return torch.lerp(merged, ended, fisher / self.fishers.at_hand(kept))
 
     def tasks(self, domain: Ended) -> dict[str, Tensor]:
         """tau by name, trimmed and dropped by the rule."""
@@ -144,11 +141,10 @@ class Merged(nn.Module):
         if options.rule == "dare" or options.density == 1:
             return tasks
         sizes = {name: full_tensor(*with_rows([each.abs()], [like[name]])) for name, each in tasks.items()}
+        least = {name: find_threshold(each, options.density) for name, each in sizes.items()}
         if options.trimmed == "model":
-            of_all = find_threshold(torch.cat([each.flatten() for each in sizes.values()]), options.density)
-            least = dict.fromkeys(tasks, of_all)
-        else:
-            least = {name: find_threshold(each, options.density) for name, each in sizes.items()}
+            whole = torch.cat([each.flatten() for each in sizes.values()])
+            least = dict.fromkeys(tasks, find_threshold(whole, options.density))
         return {name: torch.where(each.abs() >= least[name], each, 0) for name, each in tasks.items()}
 
     def vote(self, name: str, task: Tensor) -> Tensor:
@@ -172,7 +168,7 @@ class Merged(nn.Module):
 class Merging(nn.Module):
     """The merged weights of a model's parameters, by name, and the weights that a domain starts from."""
 
-    def __init__(self, options: MergingOptions, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, options: MergeOptions, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.start = options.start
         self.merged = Merged(options, weights)
@@ -187,19 +183,12 @@ class Merging(nn.Module):
         self, model: nn.Module, weights: Mapping[str, Tensor], *, fisher: Mapping[str, Tensor], seed: int
     ) -> dict[str, Tensor]:
         """Merges a finished domain; returns local rows of the merged weights by name."""
-        began = self.merged.rows() if self.start == "merged" else self.origin.named()
-        at_hand = self.origin.at_hand
-        ended = Ended(
-            like=weights,
-            # In the model's precision, which may be coarser than that of the merged weights.
-            began={
-                name: precise(at_hand(to_local(began[name])).to(own.dtype)) for name, own in weights.items()
-            },
-            ended={name: precise(to_local(own)) for name, own in weights.items()},
-            fisher={name: precise(to_local(fisher[name])) for name in weights if name in fisher},
-            seed=seed,
-        )
-        self.merged.add(ended)
+        rows = self.merged.rows() if self.start == "merged" else self.origin.named()
+        # In the model's precision, which may be coarser than that of the merged weights.
+        began = {n: precise(self.origin.at_hand(to_local(rows[n])).to(p.dtype)) for n, p in weights.items()}
+        ended = {name: precise(to_local(own)) for name, own in weights.items()}
+        fishers = {name: precise(to_local(fisher[name])) for name in weights if name in fisher}
+        self.merged.add(Ended(like=weights, began=began, ended=ended, fisher=fishers, seed=seed))
         if self.start == "previous":
             self.origin.take(model)
         return self.merged.rows()
@@ -209,9 +198,6 @@ class Merging(nn.Module):
         """Sets parameters to merged weights, by name."""
         for name, own in weights.items():
             to_local(own).copy_(rows[name])
-
-
-log = logging.getLogger(__name__)
 
 
 class Merge(ContinualMethod):
@@ -224,12 +210,12 @@ class Merge(ContinualMethod):
         self.merging = Merging(options, self.model, named_weights(self.model))
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
-        rule, start = self.options.rule, self.options.start
-        whole = rule == "task_arithmetic" or (rule == "dare" and self.options.drop == 0)
-        unchanged = whole and self.options.scale == 1 or (rule == "slerp" and self.options.share == 1)
-        if self.domain.index == 0 and unchanged and start != "base":
+        options, rule = self.options, self.options.rule
+        whole = rule == "task_arithmetic" or (rule == "dare" and options.drop == 0)
+        unchanged = whole and options.scale == 1 or (rule == "slerp" and options.share == 1)
+        if self.domain.index == 0 and unchanged and options.start != "base":
             told = "method.rule=%s with start=%s merges nothing: the run equals method=ncl by construction"
-            log.info(told, rule, start)
+            log.info(told, rule, options.start)
         self.merging.begin(self.model)
 
     def after_domain(self, probe: Iterable[Batch]) -> None:
@@ -240,3 +226,59 @@ class Merge(ContinualMethod):
         weights, seed = named_weights(self.model), self.drawing().initial_seed()
         rows = self.merging.end(self.model, weights, fisher=found, seed=seed)
         self.merging.put(rows, weights)
+
+
+class MergeLoRA(ContinualMethod):
+    """MERGE_LORA: merges what the LoRA adapters of domains add to the weights.
+
+    A domain trains a new adapter (Hu et al., ICLR 2022); at its end W_k = s_k + alpha / r B_k A_k, and layers
+    are merged: tau_k is the product B_k A_k, not its factors. `truncated` to rank r, W <- W_0 + U_r S_r V_r^T
+    of the singular values of W - W_0."""
+
+    options: MergeLoRAOptions
+
+    def __init__(self, options: MergeLoRAOptions, context: MethodContext) -> None:
+        super().__init__(options, context, scope=lora.attach_lora(context.model, **options.pair))
+        self.merging = Merging(options, self.model, self.maps())
+        if options.truncated is not None:
+            self.base = PreciseTensors(self.maps(), persistent=False)
+
+    def maps(self) -> dict[str, nn.Parameter]:
+        """The frozen weights that have adapters, by name."""
+        present = named_weights(self.model)
+        names = [f"{name}.base_layer.weight" for name in lora.lora_layers(self.model)]
+        return {name: present[name] for name in names}
+
+    def before_domain(self, probe: Iterable[Batch]) -> None:
+        self.merging.begin(self.model)
+        if self.domain.index > 0:
+            lora.reset_newest(self.model, self.drawing().initial_seed())
+
+    def after_domain(self, probe: Iterable[Batch]) -> None:
+        seed = self.drawing().initial_seed()
+        lora.merge_newest(self.model)
+        lora.reset_newest(self.model, seed)  # with product 0
+        found = self.measure(probe) if self.options.rule == "fisher" else {}
+        rows = self.merging.end(self.model, self.maps(), fisher=found, seed=seed)
+        if (rank := self.options.truncated) is not None:
+            for name, parameter in self.maps().items():
+                base = self.base.at_hand(to_local(self.base.named()[name]))
+                (added,) = with_rows([rows[name].to(base) - base], [parameter])
+                # The nearest matrix of that rank in the Frobenius norm (Eckart and Young, 1936).
+                u, s, v = torch.linalg.svd(full_tensor(added), full_matrices=False)
+                rows[name].copy_(base + local_rows(u[:, :rank] * s[:rank] @ v[:rank], parameter))
+        self.merging.put(rows, self.maps())
+
+    def measure(self, probe: Iterable[Batch]) -> dict[str, Tensor]:
+        """The diagonal Fisher of the frozen weights."""
+        flipped = [*(each for each in self.model.parameters() if each.requires_grad), *self.maps().values()]
+        for each in flipped:
+            each.requires_grad_(not each.requires_grad)
+        with torch.autocast(self.device.type, enabled=False):
+            found = fisher(self.model, probe, objective=self.objective, estimator=self.options.estimator)
+        for each in flipped:
+            each.requires_grad_(not each.requires_grad)
+        return found
+
+    def model_for(self, domain: int) -> PreTrainedModel:
+        return lora.without_tuners(self.model, merged=True)

@@ -1,10 +1,50 @@
-"""NCL, naive continual learning: further pre-training on one domain after another, nothing else.
+"""The reference methods: naive continual learning, each domain alone, all at once, and the base."""
 
-theta_t = argmin L_lm(theta; D_t), started from theta_{t-1} (Gururangan et al., ACL 2020, in sequence). It is
-the lower reference: every other method at neutral strength is this one, bit for bit."""
+from collections.abc import Iterable, Sequence
 
-from cpt.methods.base import ContinualMethod
+from cpt.core.schema import Options
+from cpt.data.collate import Batch
+from cpt.data.datamodule import Domain
+from cpt.methods.base import ContinualMethod, MethodContext
+from cpt.models.weights import Snapshot
 
 
 class NCL(ContinualMethod):
-    """The base class as it is."""
+    """NCL, naive continual learning: further pre-training on one domain after another (Gururangan et al., ACL
+    2020, in sequence). theta_t = argmin L_lm(theta; D_t), started from theta_{t-1}.
+
+    The lower reference: every other method at neutral strength is this one, bit for bit."""
+
+
+class One(ContinualMethod):
+    """ONE: each domain learned alone, from the base. theta_t = argmin L_lm(theta; D_t), started from theta_0.
+
+    Its diagonal is domain-adaptive pre-training (Gururangan et al., ACL 2020)."""
+
+    alone = True
+
+    def __init__(self, options: Options, context: MethodContext) -> None:
+        super().__init__(options, context)
+        self.base = Snapshot(self.model, persistent=False)
+
+    def before_domain(self, probe: Iterable[Batch]) -> None:
+        self.base.restore(self.model)
+
+
+class Joint(ContinualMethod):
+    """JOINT: all domains at once, the upper reference. theta = argmin sum_t L_lm(theta; D_t), started from
+    theta_0.
+
+    It trains on the samples of the sequence, with the same masks, in one shuffle and one schedule."""
+
+    requires_all_domains = True
+
+    def stages(self, order: Sequence[str]) -> list[Domain]:
+        return [Domain("joint", 0, tuple(order))]
+
+
+class ZeroShot(ContinualMethod):
+    """NONE: no training; the base model is the zero-shot reference."""
+
+    def stages(self, order: Sequence[str]) -> list[Domain]:
+        return []

@@ -6,7 +6,7 @@ rarely collide.
 
 B_t A_t [d_out, d_in] is what the adapter adds to W but for alpha / r; b_i [d_out] is a column of B_t, a_i
 [d_in] a row of A_t. The second is an upper bound of the first, equal at rank 1, without a matrix as large as
-W. The released code has ||A_t B_t||_1 of the reversed product [r, r], which exists only for d_in = d_out."""
+W."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from cpt.adapters import lora
 from cpt.data.collate import Batch
-from cpt.methods.inclora import IncLoRA
+from cpt.methods.lora import IncLoRA
 from cpt.methods.options import NLoRAOptions
 
 Pair = tuple[Tensor, Tensor]  # A [r, d_in], B [d_out, r]
@@ -53,9 +53,6 @@ def factors_norm(pairs: Iterable[Pair]) -> Tensor:
     """The sum over pairs and ranks of ||b_i||_1 ||a_i||_1, a scalar."""
     terms = [(b.abs().sum(0, dtype=torch.float) * a.abs().sum(1, dtype=torch.float)).sum() for a, b in pairs]
     return torch.stack(terms).sum()
-
-
-PENALTIES = ("product", "factors")
 
 
 class NLoRA(IncLoRA):

@@ -5,8 +5,7 @@
     L_orth = sum over entries of (A_k A_t^T)^2    (`squared`, the paper)
     R = ||A_t||_F + ||B_t||_F summed over maps, not squared
 
-A_k [r, d_in] are the A's of earlier domains; only A_t and B_t have gradients. The released code loops over
-all pairs of parameters at each step; here layers of one width are one product."""
+A_k [r, d_in] are the A's of earlier domains; only A_t and B_t have gradients."""
 
 from collections.abc import Iterable, Sequence
 
@@ -16,10 +15,9 @@ from torch import Tensor
 from cpt.adapters.domain_store import DomainParams
 from cpt.data.collate import Batch
 from cpt.methods.base import MethodContext
-from cpt.methods.inclora import IncLoRA
+from cpt.methods.lora import IncLoRA
 from cpt.methods.options import OLoRAOptions
 
-PENALTIES = ("l1", "squared")
 Group = tuple[list[Tensor], Tensor]  # A of G layers, each [r, d]; the earlier ones, [G, t r, d]
 
 

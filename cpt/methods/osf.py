@@ -1,7 +1,5 @@
 """OSF, orthogonal subspace fine-tuning (Nayak et al., 2025, arXiv 2504.07097): steps avoid the directions
-that matter most to a linear layer.
-
-Before each domain every linear layer within the blocks is decomposed as it is then,
+that matter most to a linear layer, as it is before each domain:
 
     W = U_h S_h V_h^T + U_l S_l V_l^T        k largest singular values, and the others
     dW <- (I - U_h U_h^T) dW (I - V_h V_h^T)
@@ -10,17 +8,9 @@ With `least`, k depends on how little a block changes its input, on the text of 
 3.3):
 
     share_b = least + I_b (protected - least)     I_b the mean cosine of a block's input and output, over
-                                                  the mean of all blocks
+                                                  the mean of all blocks; 1 before the first domain
 
-The paper's cosine is that of each layer's input and output, undefined for layers that are not square; here it
-is the block's, for all its layers. Before the first domain I_b = 1.
-
-The released code (peft, training_hub) trains the factors U_l, S_l, V_l and projects their gradients; AdamW,
-which divides by entry and decays, moves them out of their subspace. Here W itself is trained, by any
-optimizer, and the step is projected (`acts_on: update`).
-
-Paper and released code leave embeddings and head free; `protect: all` decomposes them too. Norms and biases
-are vectors without singular directions, and always free."""
+`protect: all` decomposes embeddings and head too. Norms and biases are vectors and always free."""
 
 import logging
 from collections.abc import Iterable
@@ -48,9 +38,8 @@ class OSF(ContinualMethod):
     def __init__(self, options: OSFOptions, context: MethodContext) -> None:
         super().__init__(options, context)
         self.subspaces = Subspaces(acts_on=options.acts_on, protected=options.sides)
-        self.subspaces.over(
-            weight_matrices(self.model) if options.protect == "all" else projections(self.model)
-        )
+        find_maps = weight_matrices if options.protect == "all" else projections
+        self.subspaces.over(find_maps(self.model))
         self.masks.append(self.subspaces)
         self.blocks = [name for name, _ in blocks(self.model)]
         self.similarity: Tensor
@@ -59,8 +48,11 @@ class OSF(ContinualMethod):
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
         shares = self.shares(self.domain)
-        sizes = {name: min(weight.shape) for name, weight in self.subspaces.maps.items()}
-        self.subspaces.span({name: floor(shares[self.block_of(name)] * size) for name, size in sizes.items()})
+        ranks, blocks = {}, [*enumerate(self.blocks)]
+        for name, weight in self.subspaces.maps.items():
+            block = next((place for place, each in blocks if name.startswith(f"{each}.")), -1)
+            ranks[name] = floor(shares[block] * min(weight.shape))
+        self.subspaces.span(ranks)
         if self.domain.index == 0 and (protected := self.subspaces.known()):
             trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
             free = {name: p for name, p in trained.items() if p not in protected}
@@ -72,23 +64,17 @@ class OSF(ContinualMethod):
                 "".join(f", {name}" for name in wide),
             )
         if self.options.least is not None:
-            told = ", ".join(f"{float(share):.2f}" for share in shares[:-1])
-            log.info("%s: of the directions of each map, protected by block: %s", self.domain.name, told)
+            found = ", ".join(f"{float(share):.2f}" for share in shares[:-1])
+            log.info("%s: protected share of directions by block: %s", self.domain.name, found)
 
     def after_domain(self, probe: Iterable[Batch]) -> None:
         if self.options.least is not None:
             self.similarity = measure_similarity(self.model, self.objective, probe)
 
-    def block_of(self, name: str) -> int:
-        """The index of a layer's block; outside of blocks the number of blocks."""
-        blocks = enumerate(self.blocks)
-        return next((place for place, block in blocks if name.startswith(f"{block}.")), len(self.blocks))
-
     def shares(self, domain: Domain) -> list[Fraction]:
         """The protected share of a layer's singular directions, by block and last for all other layers."""
-        first, growth, most = (
-            Fraction(str(each)) for each in (self.options.protected, self.options.growth, self.options.most)
-        )
+        options = self.options
+        first, growth, most = (Fraction(str(x)) for x in (options.protected, options.growth, options.most))
         most = max(first, most)
         alike = min(first + domain.index * growth, most)
         if self.options.least is None:

@@ -3,6 +3,7 @@ al., NeurIPS 2022), VeRA (Kopiczko et al., ICLR 2024), DoRA (Liu et al., ICML 20
 2023), tuning of norms, and others; shared by all domains, or one per domain."""
 
 from collections.abc import Iterable
+from typing import get_args
 
 from transformers import PreTrainedModel
 
@@ -10,12 +11,9 @@ from cpt.adapters.domain_store import BASE, DomainParams
 from cpt.adapters.lora import attach_tuner, without_tuners
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualMethod, MethodContext
-from cpt.methods.options import PeftOptions
+from cpt.methods.options import PeftOptions, Tuner
 
-TUNERS = (
-    *("boft", "delora", "dora", "fourierft", "gralora", "hira", "hra", "ia3", "ln_tuning", "loha", "lokr"),
-    *("miss", "oft", "randlora", "vera"),
-)
+TUNERS = tuple(name for names in get_args(Tuner) for name in get_args(names))
 
 
 class Peft(ContinualMethod):

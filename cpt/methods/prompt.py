@@ -3,15 +3,13 @@ embeddings are trained.
 
     min_P  -log p(y | [e(x_1); P; e(x_2); ...; e(x_T)]),    P [n, D]
 
-P follows the first token (`cpt.adapters.soft_prompt`); in the paper it precedes the text. Each domain has its
-own prompt (Prompt-ONE), or all share one; without a prompt the model is the base. In the released code
-(ContinualLM) pre-training fails on a missing module; it would put the prompt after the text and its
-positions, add positions again, and leave a prompt vector where classifiers read <s>."""
+P follows the first token (`cpt.adapters.soft_prompt`). Each domain has its own prompt (Prompt-ONE), or all
+share one; without a prompt the model is the base."""
 
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,15 +18,23 @@ from transformers import PreTrainedModel
 from cpt.adapters import export
 from cpt.adapters.domain_store import BASE, DomainParams
 from cpt.adapters.options import Routing
-from cpt.adapters.soft_prompt import attach_prompt, draw_prompt
+from cpt.adapters.soft_prompt import PromptChain, attach_prompt, draw_prompt
 from cpt.data.collate import Batch
+from cpt.data.datamodule import Domain
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import ProgPromptOptions, PromptOptions
 from cpt.models.loading import positions_of
 from cpt.models.weights import swap_weights
 
-STARTS = ("vocabulary", "previous")
 ONLY = 0  # the bank's place of a prompt for all domains
+PER_ROW = "whose vectors follow the first token of a row"
+
+
+def with_prompt(model: PreTrainedModel, name: str, prompt: Tensor) -> PreTrainedModel:
+    """A trainable copy of a model with another prompt [n, D] as the parameter of this name."""
+    copy, (owner, _, own) = deepcopy(model).requires_grad_(True), name.rpartition(".")
+    setattr(copy.get_submodule(owner), own, nn.Parameter(prompt.detach().clone()))
+    return copy
 
 
 class PromptMethod(ContinualMethod):
@@ -46,7 +52,7 @@ class PromptMethod(ContinualMethod):
         routing: Routing | None,
     ) -> None:
         check_tokens(options.tokens, length=context.length, model=context.model)
-        check_rows(context, method=method)
+        check_rows(context, f"method={method}, {PER_ROW}")
         self.prompting: dict[str, Any] = {"tokens": options.tokens, "causal": context.objective.causal}
         scope = attach_prompt(context.model, **self.prompting)
         super().__init__(options, context, scope=scope)
@@ -65,10 +71,7 @@ class PromptMethod(ContinualMethod):
         return self.bank.weights(domain)
 
     def model_for(self, domain: int) -> PreTrainedModel:
-        copy = deepcopy(self.model).requires_grad_(True)
-        owner, _, name = self.name.rpartition(".")
-        setattr(copy.get_submodule(owner), name, nn.Parameter(self.weights(domain)[self.name].clone()))
-        return copy
+        return with_prompt(self.model, self.name, self.weights(domain)[self.name])
 
     def export(self, folder: Path, order: Sequence[str]) -> str:
         parts = {name: self.weights(index) for index, name in enumerate(order)}
@@ -107,13 +110,11 @@ class Prompt(PromptMethod):
         return super().export(folder, order if self.options.per_domain else order[-1:])
 
 
-def check_rows(context: MethodContext, *, method: str) -> None:
-    """Raises ValueError where samples share rows."""
+def check_rows(context: MethodContext, method: str) -> None:
+    """Raises ValueError where samples share rows; `method` says why it needs a row for each."""
     if context.objective.sharing is not None or context.objective.isolated:
-        raise ValueError(
-            f"domains.packing=isolated does not go with method={method}, whose vectors stand behind the "
-            "first token of a row; allowed: domains.packing=none of examples, concat of text"
-        )
+        allowed = "domains.packing=none of examples, concat of text"
+        raise ValueError(f"domains.packing=isolated does not go with {method}; allowed: {allowed}")
 
 
 def check_tokens(tokens: int, *, length: int, model: PreTrainedModel, option: str = "method.tokens") -> None:
@@ -122,3 +123,72 @@ def check_tokens(tokens: int, *, length: int, model: PreTrainedModel, option: st
     most = "or more" if limit is None else f"to {limit - length}, the positions beyond model.length={length}"
     if limit is not None and length + tokens > limit:
         raise ValueError(f"{option}={tokens}; allowed: a whole number, 0 {most}")
+
+
+STD = 0.02  # of W_down
+
+
+class ProgPrompt(PromptMethod):
+    """Progressive Prompts (Razdaibiedina et al., ICLR 2023): the model is frozen, and each domain trains a
+    prompt in front of the frozen prompts of the domains before it.
+
+        min_{P_t}  -log p(y | [P_t; P_{t-1}; ...; P_1; e(x)]),    each P_k [n, D]
+
+    Text of domain k is scored with the chain from P_k on, which later domains do not change. With `residual`,
+    P_t is trained as P_t + W_up relu(W_down P_t), W_up initially 0; the result is stored."""
+
+    options: ProgPromptOptions
+    bank: PromptChain
+
+    def __init__(self, options: ProgPromptOptions, context: MethodContext) -> None:
+        super().__init__(options, context, PromptChain, method="progprompt", routing=options.routing)
+        self.residual: nn.Sequential | None = None  # W_down, relu, W_up
+        if (rows := options.residual) is not None:
+            width, like = (
+                self.prompt.shape[1],
+                cast(Any, {"device": self.prompt.device, "dtype": self.prompt.dtype}),
+            )
+            down, up = nn.Linear(width, rows, **like), nn.Linear(rows, width, **like)
+            self.residual = nn.Sequential(down, nn.ReLU(), up)
+
+    def stages(self, order: Sequence[str]) -> list[Domain]:
+        limit, tokens = positions_of(self.model), self.options.tokens
+        if limit is not None and self.length + tokens * len(order) > limit:
+            most = (limit - self.length) // len(order)
+            raise ValueError(
+                f"method.tokens={tokens} for each of {len(order)} domains; allowed: 0 to {most}, for the "
+                f"{limit - self.length} positions beyond model.length={self.length}"
+            )
+        return super().stages(order)
+
+    def learned(self) -> Tensor:
+        """P_t as in the chain, [n, D]."""
+        return self.prompt if self.residual is None else self.prompt + self.residual(self.prompt)
+
+    def earlier(self) -> list[Tensor]:
+        """[P_{t-1}; ...; P_1], [(t - 1) n, D], in a list; empty in the first domain."""
+        before = self.bank.before(self.domain.index)
+        return [self.bank.weights(before[-1])[self.name]] if before else []
+
+    @torch.no_grad()
+    def before_domain(self, probe: Iterable[Batch]) -> None:
+        drawing, earlier = self.drawing(), self.earlier()
+        if self.options.start == "vocabulary":
+            self.prompt.copy_(draw_prompt(self.model, len(self.prompt), drawing))
+        elif earlier:
+            self.prompt.copy_(earlier[0][: len(self.prompt)])
+        if self.residual is not None:
+            for parameter in self.residual.parameters():
+                parameter.zero_()
+            down = cast(nn.Linear, self.residual[0]).weight
+            down.copy_(STD * torch.randn(down.shape, generator=drawing))
+
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
+        chain = torch.cat([self.learned(), *earlier]) if (earlier := self.earlier()) else self.learned()
+        with swap_weights(self.model, {self.name: chain}):  # [t n, D], of which P_t has a gradient
+            return super().losses(batch)
+
+    @torch.no_grad()
+    def after_domain(self, probe: Iterable[Batch]) -> None:
+        with swap_weights(self.model, {self.name: nn.Parameter(self.learned())}):
+            super().after_domain(probe)

@@ -4,9 +4,8 @@ optimizer, and a weight of the task's step that grows over the domain.
     lambda(t) = 1 / (1 + exp(-k (t - t_0)))
     theta <- theta + lambda(t) step(t);    theta <- theta - eta(t) (1 - lambda(t)) gamma (theta - theta*)
 
-theta* is the base, or the model before the domain. step(t) is the optimizer's, weight decay included (the
-paper does not anneal decay). Without `annealed`, lambda is 1 in the first line and the factor of the second
-is eta gamma: decoupled L2-SP."""
+theta* is the base, or the model before the domain; step(t) is the optimizer's, weight decay included. Without
+`annealed`, lambda is 1 in the first line and the second's factor eta gamma: decoupled L2-SP."""
 
 import logging
 import math
@@ -64,11 +63,9 @@ class RecAdam(ContinualMethod):
         if self.rate * options.strength >= MOST:
             raise ValueError(
                 f"method.strength={options.strength:g} at optim.lr={self.rate:g} pulls weights past where "
-                f"they were by {self.rate * options.strength:g} of the way; allowed: below "
-                f"{MOST / self.rate:g}"
+                f"they were; allowed: below {MOST / self.rate:g}"
             )
-        self.moves = options.towards == "previous"
-        self.anchor = Snapshot(self.model, persistent=self.moves)
+        self.anchor = Snapshot(self.model, persistent=options.towards == "previous")
         self.recall = Recall(self.anchor, options)
         self.masks.append(self.recall)
 
@@ -80,7 +77,7 @@ class RecAdam(ContinualMethod):
                 "the paper: %g, method.strength=%g",
                 *(pull, self.options.strength, self.rate, PAPER, PAPER / self.rate),
             )
-        if self.moves:
+        if self.options.towards == "previous":
             self.anchor.take(self.model)
 
     def transform_gradients(self, optimizer: Optimizer) -> None:

@@ -18,6 +18,7 @@ class ExperienceReplay(ContinualMethod):
 
     def __init__(self, options: ExperienceReplayOptions, context: MethodContext) -> None:
         if context.replay != NO_REPLAY:
-            told = "method=replay has a mixture of its own"
-            raise ValueError(f"{told}; allowed: replay=none, with changes to method.mixture")
+            raise ValueError(
+                "method=replay has its own mixture; allowed: replay=none, changes to method.mixture"
+            )
         super().__init__(options, replace(context, replay=options.mixture))

@@ -7,12 +7,7 @@ adapter per domain, all of them weighted by attention of the text to a key of ea
     cosine      L = L_lm + lambda 1/B sum over rows of domain t of (1 - cos(e(row), k_t))
 
 Domain t trains its adapter, its key and the query; the mean a of each domain is that of its probe at its end,
-0 for later adapters. SAPT computes the KL on generated rows that serve nothing else; here on rows of
-`replay`, B rows per batch. No domain is known at test time.
-
-Released, SAPT: e is a maximum over all positions, padding too, though named mean; earlier adapters run under
-no_grad, so that layers below get no gradient through them; d_in = d_out is required. MoCL on LoRA: one mean a
-per batch, without alpha / r. Both select checkpoints on the test set, or train on 16 texts per class."""
+0 for later adapters. The KL is on rows of `replay`, B rows per batch. No domain is known at test time."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -30,6 +25,7 @@ from cpt.core.tensors import NamedTensors
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import SAPTOptions
+from cpt.methods.prompt import check_rows
 from cpt.models.objectives import Objective
 
 log = logging.getLogger(__name__)
@@ -70,11 +66,7 @@ class SAPT(ContinualMethod):
     options: SAPTOptions
 
     def __init__(self, options: SAPTOptions, context: MethodContext) -> None:
-        if context.objective.sharing is not None or context.objective.isolated:
-            raise ValueError(
-                "domains.packing=isolated does not go with method=sapt, whose pairs are weighed for each row "
-                "of a batch; allowed: domains.packing=none of examples, concat of text"
-            )
+        check_rows(context, "method=sapt, whose pairs are weighed for each row of a batch")
         names = ("key", "query", "bottleneck", "scale")
         self.attaching = options.pair | {name: getattr(options, name) for name in names}
         self.attaching["causal"] = context.objective.causal
@@ -98,10 +90,8 @@ class SAPT(ContinualMethod):
         if self.domain.index > 0:
             begin_routed(self.model, self.drawing())
         elif self.options.key == "attention" and self.options.strength and not self.replay.past:
-            log.info(
-                "method.strength=%g without effect: no text of past domains is replayed (replay=past)",
-                self.options.strength,
-            )
+            told = "method.strength=%g without effect: no text of past domains is replayed (replay=past)"
+            log.info(told, self.options.strength)
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         terms = super().losses(batch)
@@ -143,6 +133,5 @@ class SAPT(ContinualMethod):
 
     def diagnostics(self) -> dict[str, Tensor]:
         """The mean attention of each domain at its end (rows) to each adapter (columns)."""
-        kept = self.kept
-        own = {"sapt/attention": kept_attention(kept, len(kept))} if kept else {}
+        own = {"sapt/attention": kept_attention(self.kept, len(self.kept))} if self.kept else {}
         return super().diagnostics() | own

@@ -6,8 +6,7 @@ importances accumulated along the training path.
     Omega_i <- max(0, Omega_i + omega_i / ((theta_i - theta*_i)^2 + xi))    at a domain's end; omega <- 0
 
 theta' - theta is the step as made, with clipping, decay and masks; g is averaged over processes and
-micro-batches, before masks and clipping. The maximum is from the authors' code, not the paper: without it a
-weight that moved against its gradient would be pushed away from theta*."""
+micro-batches, before masks and clipping. The maximum is from the authors' code."""
 
 from collections.abc import Iterable
 

@@ -47,8 +47,7 @@ def inputs_for(model: PreTrainedModel, batch: Batch, *, causal: bool) -> tuple[d
 
 
 def block_masks(model: PreTrainedModel, segments: Tensor) -> Tensor | dict[str, Tensor]:
-    """An encoder's attention_mask [B, 1, T, T] in which each token sees its own document: boolean, or for
-    eager attention additive; by kind of layer where some have a sliding window."""
+    """An encoder's masks [B, 1, T, T] in which each token sees its own document, by kind of layer."""
     seen = (segments[:, :, None] == segments[:, None, :])[:, None]
     masks = {"full_attention": seen}
     if "sliding_attention" in (getattr(model.config, "layer_types", None) or ()):

@@ -25,8 +25,7 @@ from cpt.models.weights import swap_weights
 def fisher(
     model: PreTrainedModel, probe: Iterable[Batch], *, objective: Objective, estimator: str
 ) -> dict[str, Tensor]:
-    """The diagonal Fisher by parameter name, from the samples of all processes; 0 where one is not
-    trained."""
+    """The diagonal Fisher by parameter name, from the samples of all processes; 0 where not trained."""
     return sensitivity(model, probe, objective.nll, estimator=estimator, power=2, label="Fisher")
 
 
@@ -42,9 +41,8 @@ def sensitivity(
     """|g|^power by parameter name, g the gradient of the mean of what is `measured` at scored positions, [K],
     averaged over the samples of all processes; 0 where a parameter is not trained.
 
-    `per_sample`, g is of one sample; `batch`, of B samples, and B |g|^power is averaged, which is as large
-    where the mean gradient is near 0. Processes of a sharded model make their passes together, and raise
-    gradients before they reduce them, in the precision of the weights."""
+    `per_sample`, g is of one sample; `batch`, of B samples, and B |g|^power is averaged. Processes of a
+    sharded model make their passes together, and raise gradients before they reduce them."""
     sharded = isinstance(model, FSDPModule)
     if sharded:
         weights: dict[str, Tensor] = dict(named_weights(model))
@@ -93,8 +91,7 @@ def samples(batch: Batch) -> list[Batch]:
 def keep_important(
     model: PreTrainedModel, importances: Mapping[str, Tensor]
 ) -> dict[nn.Parameter, Callable[[Tensor], Tensor]]:
-    """For each parameter with an importance above 0, the projection of a movement on its most important
-    twentieth."""
+    """By parameter, the projection of a movement on the entries of its most important twentieth."""
 
     def within_most(importance: Tensor, way: Tensor) -> Tensor:
         count = max(1, importance.numel() // 20)

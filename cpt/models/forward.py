@@ -106,8 +106,7 @@ def dropout(model: nn.Module, rate: float | None) -> Iterator[None]:
 
 
 def check_dropout(model: nn.Module, rate: float | None, *, option: str, without: str) -> None:
-    """Raises ValueError if two passes in train mode with dropout at the rate of an `option` could not differ;
-    `without` names an alternative."""
+    """Raises ValueError if two passes in train mode with dropout at a `rate` could not differ."""
     own = [before for *_, before in dropout_of(model)]
     if not any(own if rate is None else [rate] * len(own)):
         reason = "all its dropout rates are 0" if own else "it has no dropout"
@@ -135,7 +134,7 @@ def reader(model: PreTrainedModel) -> PreTrainedModel:
 CACHES = (
     "past_key_values",
     "cache",
-)  # a model's argument for its key-value cache; `cache` from transformers 5.24 on
+)  # arguments for the key-value cache; the second from transformers 5.24 on
 
 
 def uncached(model: PreTrainedModel) -> dict[str, bool]:

@@ -69,8 +69,7 @@ def named_weights(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @contextmanager
 def raised_gradients(model: nn.Module, power: int, *, weight: float) -> Iterator[None]:
-    """Each backward pass of a sharded model inside the context adds sum_r c_r |g_r|^p to its gradients, with
-    the gradient g_r and the weight c_r of each process; p is 1 or 2."""
+    """Backward passes inside the context add sum_r c_r |g_r|^p over processes r to the gradients."""
     reduction = cast(Reduction, model.reduction)
     reduction.power, reduction.weight = power, weight
     try:

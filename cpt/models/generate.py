@@ -49,8 +49,7 @@ class Sampling:
 
 
 class KeyedSampling(LogitsProcessor):
-    """Leaves one token to greedy search, chosen by the numbers [B, most], number t for token t. `nll`
-    [B, most] are the nats of the chosen tokens under the unmodified model."""
+    """Leaves one token to greedy search, chosen by numbers [B, most]; `nll` [B, most] are its nats."""
 
     def __init__(self, sampling: Sampling, uniforms: Tensor) -> None:
         self.sampling, self.uniforms, self.step = sampling, uniforms, 0

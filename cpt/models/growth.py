@@ -6,10 +6,9 @@ Of y = W_out f(W_in x) with n units, unit j > n is a copy of a drawn m(j); C_i c
     W_in'[j] = W_in[m(j)],    W_out'[:, j] = W_out[:, m(j)] / C_m(j) + d_j,    sum of d_j over copies of i = 0
 
 exact for any f of a unit alone; noise d, of a standard deviation that is a share `noise` of that of W_out,
-gives copies different gradients. Hidden features all come k times, as only then a norm's mean and variance
-stay: layers that read them are divided by k and get d, and so is the last norm before a tied head. New blocks
-are copies of a stack's last ones whose layers to the residual sum are zero; not exact where a norm follows
-the sum (BERT, RoBERTa). Draws are torch's own, on the CPU.
+gives copies different gradients. Hidden features all come k times: layers that read them are divided by k and
+get d, and so is the last norm before a tied head. New blocks are copies of a stack's last ones whose layers
+to the residual sum are zero; not exact where a norm follows the sum (BERT, RoBERTa).
 
 The configuration changes with the model; what it cannot express raises ValueError, after which the model is
 not usable. On the meta device this is a test without cost."""
@@ -48,8 +47,7 @@ REPEATABLE = (
 
 @contextmanager
 def adjusted(model: PreTrainedModel, part: str) -> Iterator[Callable[[], PreTrainedModel]]:
-    """A model and its configuration are changed inside the context, and made consistent after it. Yields a
-    function that makes a model of the configuration without storage."""
+    """A model and its configuration change inside the context, which yields what makes a skeleton of it."""
     what = f"{part} of a {model.config.model_type} can not be grown"
 
     def empty() -> PreTrainedModel:
@@ -98,8 +96,7 @@ def grow_neurons(model: PreTrainedModel, more: int, *, noise: float) -> None:
 
 @torch.no_grad()
 def grow_heads(model: PreTrainedModel, more: int, *, noise: float) -> None:
-    """Adds copies of drawn key/value heads with their query heads to each attention, the same in all blocks,
-    which may share relative positions by head."""
+    """Adds copies of drawn key/value heads with their query heads, the same in all blocks."""
     if more == 0:
         return
     with adjusted(model, "heads"):
@@ -119,14 +116,13 @@ def grow_heads(model: PreTrainedModel, more: int, *, noise: float) -> None:
 
 
 def grow_layers(model: PreTrainedModel, more: int) -> None:
-    """Adds copies of the last blocks of each stack that contribute nothing. Raises ValueError if there are
-    fewer to copy."""
+    """Adds copies of each stack's last blocks that contribute nothing. ValueError for too many."""
     if more == 0:
         return
     stacks = Counter(name.rpartition(".")[0] for name, _ in blocks(model))
     if more > (most := min(stacks.values())):
-        given = f"{more} more blocks for a {model.config.model_type}"
-        raise ValueError(f"{given}, whose stacks have {most} to copy")
+        kind = model.config.model_type
+        raise ValueError(f"{more} more blocks for a {kind}, whose stacks have {most} to copy")
     with adjusted(model, "layers") as empty:
         set_fields(model, {name: getattr(model.config, name, 0) + more for name in DEPTHS})
         if (kinds := getattr(model.config, "layer_types", None)) is not None:
@@ -143,8 +139,7 @@ def grow_layers(model: PreTrainedModel, more: int) -> None:
 
 @torch.no_grad()
 def copy_block(block: nn.Module, origin: nn.Module) -> nn.Module:
-    """Gives a block without storage the weights, dtype, configuration and modes of another one; a norm that
-    the other lacks starts at one."""
+    """Gives a block without storage the weights, dtype, configuration and modes of another one."""
     own = dict(origin.named_parameters()) | dict(origin.named_buffers())
     like = next(origin.parameters())
     block.to_empty(device=like.device)
@@ -168,8 +163,7 @@ def grow_hidden(model: PreTrainedModel, times: int, *, noise: float) -> None:
     """Multiplies the hidden size. Raises ValueError for a model type that is not in REPEATABLE."""
     if times == 1:
         return
-    config = model.config
-    if config.model_type not in REPEATABLE:
+    if (config := model.config).model_type not in REPEATABLE:
         told = f"hidden size of a {config.model_type} can not be grown exactly, as far as is known"
         raise ValueError(f"{told}; known: {', '.join(REPEATABLE)}")
     segments = {each.module: each.segments for each in projections(model)}
@@ -195,29 +189,21 @@ def grow_hidden(model: PreTrainedModel, times: int, *, noise: float) -> None:
 
 
 def repeat_features(
-    module: nn.Module,
-    own: nn.Parameter,
-    shape: tuple[int, ...],
-    segments: tuple[Tensor, ...] | None,
-    times: int,
-    noise: float,
+    module: nn.Module, own: nn.Parameter, shape: tuple[int, ...], segments: Any, times: int, noise: float
 ) -> Tensor:
     """The values of a module's parameter in a shape that is `times` as long along some axes; `segments` are
-    those of layers within blocks. Layers that read repeated features get noise."""
-    linear = isinstance(module, nn.Linear | Conv1D) and own.ndim == 2
-    out = int(isinstance(module, Conv1D)) if linear else 0
-    value = own.detach()
+    those of layers within blocks, or None. Layers that read repeated features get noise."""
+    linear, value = isinstance(module, nn.Linear | Conv1D) and own.ndim == 2, own.detach()
     for axis in [axis for axis in range(own.ndim) if own.shape[axis] != shape[axis]]:
         every = torch.arange(own.shape[axis])
-        if linear and axis != out:
+        if linear and axis != int(isinstance(module, Conv1D)):
             origins = every.repeat(times)
-            value = separate_copies(
-                index_axis(value, axis, origins) / times, axis, origins[len(every) :], noise
-            )
-            continue
-        apart = segments is None or any(len(e) != e[-1] - e[0] + 1 for e in segments)  # by head
-        together = (every,) if segments is None or axis != out or apart else segments
-        value = index_axis(value, axis, torch.cat([each.repeat(times) for each in together]))
+            wide = index_axis(value, axis, origins) / times
+            value = separate_copies(wide, axis, origins[len(every) :], noise)
+        else:
+            apart = segments is None or any(len(e) != e[-1] - e[0] + 1 for e in segments)  # by head
+            together = (every,) if apart or axis != (linear and isinstance(module, Conv1D)) else segments
+            value = index_axis(value, axis, torch.cat([each.repeat(times) for each in together]))
     return value.clone()
 
 
@@ -229,8 +215,7 @@ def draw_units(units: int, more: int) -> Tensor:
 
 @torch.no_grad()
 def add_copies(place: SubLayer, chosen: Tensor, *, noise: float) -> None:
-    """Adds copies of the units `chosen` [m] after the existing ones, in the layers that write units and in
-    the one that reads them."""
+    """Adds copies of the units `chosen` [m] to the layers that write units and the one that reads them."""
     for source, members in place.sources:
         found = []  # the output feature of each row: after each segment (Q, K, V) those of its copies
         for segment in source.segments:
@@ -259,8 +244,7 @@ def index_axis(weight: Tensor, axis: int, places: Tensor) -> Tensor:
 
 
 def separate_copies(weight: Tensor, axis: int, origins: Tensor, noise: float) -> Tensor:
-    """Adds noise to the last columns or rows of a weight, those of copies, and subtracts it at their
-    `origins`."""
+    """Adds noise to the last columns or rows of a weight, and subtracts it at their `origins`."""
     if noise == 0:
         return weight
     shape = list(weight.shape)
@@ -285,20 +269,17 @@ def check_entries(rows: int, tokenizer: PreTrainedTokenizerBase, *, checkpoint: 
 
 
 def check_head(model: PreTrainedModel) -> None:
-    """Raises ValueError for a model whose head transformers would not resize with the embedding (in 5.23
-    DeBERTa-v2 with legacy=false)."""
+    """Raises ValueError for a model whose head transformers would not resize with the embedding."""
     rows, head = model.get_input_embeddings().weight.shape[0], model.get_output_embeddings()
     if head is None or head.weight.shape[0] != rows:
         raise ValueError(
             f"model.resize=true: transformers finds no head of {type(model).__name__} with a row for each "
-            "entry; allowed: model.resize=false with a tokenizer that fits the embedding, which has "
-            "sentinels where model.objective=span"
+            "entry; allowed: model.resize=false with a tokenizer that fits, and has sentinels for span"
         )
 
 
 def fit_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, checkpoint: str) -> None:
-    """Adds rows to the embedding and the head for all entries of the tokenizer, always the same, as
-    transformers draws them. Raises ValueError as `check_head`."""
+    """Adds rows to embedding and head for all entries of the tokenizer, as transformers draws them."""
     rows, needed = model.get_input_embeddings().weight.shape[0], entries(tokenizer)
     if needed <= rows:
         log.info("model.resize=true changes nothing: %d rows, %d entries of the tokenizer", rows, needed)

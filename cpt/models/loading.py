@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import nn
 from transformers import (
@@ -57,8 +58,7 @@ def objective_name(wanted: str, config: PretrainedConfig) -> str:
 
 
 def check_packing(name: str, *, isolated: bool, answers: bool) -> None:
-    """Raises ValueError for an objective whose models cannot answer, where domains are `answers`, or cannot
-    separate the samples or documents of a row."""
+    """Raises ValueError for an objective that does not go with `answers` or `isolated` documents."""
     if name == "masked" and answers:
         told = "model.objective=masked does not go with domains of examples: a masked model writes no answers"
         raise ValueError(f"{told}; allowed: a causal model, like model=tiny_gpt2, or one with two stacks")
@@ -74,8 +74,7 @@ def make_objective(
     """The objective of raw text, or of `answers` to examples; `isolated` documents or samples share rows."""
     name, pad, end = objective_name(options.objective, config), padding_id(tokenizer), tokenizer.eos_token_id
     check_packing(name, isolated=isolated, answers=answers)
-    first = getattr(config, "decoder_start_token_id", None)
-    first = pad if first is None else first
+    first = pad if (first := getattr(config, "decoder_start_token_id", None)) is None else first
     raw: Objective = Causal()
     if name == "masked":
         assert options.mask_rate is not None
@@ -110,12 +109,9 @@ def configuration(checkpoint: str) -> PretrainedConfig:
 
 
 def load_model(checkpoint: str | Path, objective: str) -> PreTrainedModel:
-    """The model of a checkpoint in float32 and train mode, with the head that the objective needs; an adapter
-    of peft in its folder is merged."""
+    """A checkpoint's model in float32 and train mode, with an adapter of peft in its folder merged."""
     model = AUTO_MODELS[objective].from_pretrained(checkpoint, dtype=torch.float32, trust_remote_code=False)
     if adapter := find_adapter(checkpoint):
-        from peft import PeftModel
-
         model = PeftModel.from_pretrained(model, adapter).merge_and_unload().requires_grad_(True)
     return model.train()
 
@@ -124,8 +120,8 @@ def find_adapter(checkpoint: str | Path) -> Path | None:
     """The folder of the only adapter that a checkpoint has; raises ValueError if it has several."""
     found = [path.parent for path in sorted(Path(checkpoint).glob("adapters/*/adapter_config.json"))]
     if len(found) > 1:
-        told = f"{checkpoint} has {len(found)} adapters, and a model starts with one"
-        raise ValueError(f"{told}. Allowed: a copy with one of them merged (peft's merge_and_unload)")
+        allowed = "a copy with one of them merged (peft's merge_and_unload)"
+        raise ValueError(f"{checkpoint} has {len(found)} adapters; allowed: {allowed}")
     return found[0] if found else None
 
 
@@ -194,12 +190,9 @@ def train_tokenizer(texts: Iterator[str], *, vocabulary: int, objective: str) ->
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary - SENTINELS * span,
-        special_tokens=list(tokens.values()),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    how: dict[str, Any] = {"special_tokens": [*tokens.values()], "show_progress": False}
+    how["initial_alphabet"] = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocabulary - SENTINELS * span, **how)
     bpe.train_from_iterator(texts, trainer)
     single, pair = {
         "masked": (f"{start} $A {end}", f"{start} $A {end} {end} $B {end}"),
@@ -223,8 +216,7 @@ def add_sentinels(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def sentinel_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The ids of <extra_id_0>, <extra_id_1>, …; mT5's are words of its vocabulary, with a blank before
-    them."""
+    """The ids of <extra_id_0>, <extra_id_1>, …; mT5's are words with a blank before them."""
     known = tokenizer.get_vocab()
     names = ([f"{blank}<extra_id_{number}>" for blank in ("", "\u2581")] for number in count())
     ids = (next((known[name] for name in pair if name in known), None) for pair in names)

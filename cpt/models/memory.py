@@ -18,8 +18,7 @@ LEVELS_16 = 1 << 16  # values of 16 bits
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Enables activation checkpointing per block (Chen et al. 2016, arXiv 1604.06174). Raises ValueError for
-    a model that does not support it."""
+    """Enables activation checkpointing per block (Chen et al. 2016, arXiv 1604.06174)."""
     if not model.supports_gradient_checkpointing:
         told = f"trainer.gradient_checkpointing=true: {type(model).__name__} cannot compute activations again"
         raise ValueError(f"{told}; allowed: false")

@@ -21,8 +21,7 @@ from cpt.models.forward import hidden_states, logits_and_hidden, nll_of
 
 @dataclass(frozen=True)
 class Tables:
-    """A batch as tables: what the model reads, labels of its L outputs or UNSCORED, and the column of the row
-    of tokens that each label stands for."""
+    """A batch as tables, with the column of the row of tokens that each label stands for."""
 
     ids: np.ndarray  # [B, W]
     present: np.ndarray  # [B, W], False at padding
@@ -32,8 +31,7 @@ class Tables:
 
 
 class Objective(ABC):
-    """Makes batches and runs a model on them. `scored` predicts what `batch` will score, from each row's size
-    alone."""
+    """Makes batches and runs a model on them; `scored` predicts what `batch` will score, from sizes alone."""
 
     scores: str  # in words: the tokens of the performance matrix
     longest: int | None = None  # row, in tokens; None: any
@@ -85,8 +83,7 @@ class Objective(ABC):
         return batch if self.sharing is None else self.sharing.lay_out(batch)
 
     def outputs(self, model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Logits [K, V] at the scored positions, and the last hidden states [B, T, D] at all: of a decoder,
-        where there is one."""
+        """Logits [K, V] at the scored positions, and the last hidden states [B, T, D], a decoder's if any."""
         (inputs, places), positions = inputs_for(model, batch, causal=self.causal), batch["positions"]
         positions = positions if places is None else places[positions]
         logits, hidden = logits_and_hidden(model, inputs, positions=positions)
@@ -110,8 +107,8 @@ class Masked(Objective):
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, rate: float) -> None:
         if tokenizer.mask_token_id is None:
-            told = f"the tokenizer {tokenizer.name_or_path} has no mask token"
-            raise ValueError(f"{told}; allowed: model.objective=causal")
+            name = tokenizer.name_or_path
+            raise ValueError(f"the tokenizer {name} has no mask token; allowed: model.objective=causal")
         self.rate, self.mask = rate, tokenizer.mask_token_id
         self.special = np.asarray(sorted(tokenizer.all_special_ids))
         self.plain = np.setdiff1d(np.arange(len(tokenizer)), self.special)
@@ -162,10 +159,10 @@ class Causal(Objective):
 class Span(Objective):
     """Span corruption, the pre-training of T5 (Raffel et al., JMLR 2020, section 3.1.4; as its code has it).
 
-    Of a row of n tokens, round(rate * n) are hidden in spans of `mean` tokens on average; texts x_k and holes
-    alternate. The source is x_0 s_0 x_1 s_1 … </s> with sentinels s_k for holes, the target
-    s_0 hole_0 s_1 hole_1 … </s>. Lengths of holes and of texts are random compositions, all equally likely.
-    Trained on is the whole target, scored are hidden tokens only. `start` is a decoder's first input."""
+    Of a row of n tokens, round(rate * n) are hidden in spans of `mean` tokens on average; texts x_k and
+    holes alternate. The source is x_0 s_0 x_1 s_1 … </s> with sentinels s_k, the target s_0 hole_0 s_1
+    hole_1 … </s>. Trained on is the whole target, scored are hidden tokens only. `start` is a decoder's
+    first input."""
 
     scores = "hidden tokens, neither sentinels nor the end"
 
@@ -189,8 +186,7 @@ class Span(Objective):
         return length - tokens + holes + 1, tokens + holes + 1
 
     def holes(self, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Hidden tokens and holes [B] of rows of such lengths; a row of one token counts as one of two.
-        Products are rounded in 32 bits, as in T5's code."""
+        """Hidden tokens and holes [B] of rows of such lengths, rounded in 32 bits as in T5's code."""
         lengths = np.maximum(lengths, 2)
         products = np.float32(self.rate) * lengths.astype(np.float32)
         tokens = np.clip(np.rint(products), 1, lengths - 1).astype(np.int64)
@@ -317,8 +313,7 @@ class Answers(Objective):
 
 
 class CausalAnswers(Answers):
-    """A decoder reads the question and predicts each token of the answer, and its end. The samples of a
-    training batch may share rows."""
+    """A decoder reads the question and predicts each token of the answer, and its end."""
 
     causal = True
 
@@ -332,8 +327,7 @@ class CausalAnswers(Answers):
 
 
 class Seq2SeqAnswers(Answers):
-    """The encoder reads the question, the decoder predicts the answer from itself shifted right after `start`
-    (Raffel et al., JMLR 2020)."""
+    """The encoder reads the question, the decoder predicts the answer from itself shifted right."""
 
     raw: Span
 
@@ -394,8 +388,7 @@ def lowest(lottery: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def draw_composition(keys: np.ndarray, totals: np.ndarray, parts: np.ndarray, *, stream: int) -> np.ndarray:
-    """Random compositions of totals [B] into `parts` [B] positive parts, all equally likely: lengths [B, P],
-    0 beyond a row's parts."""
+    """Uniform random compositions of totals [B] into `parts` [B] positive parts: lengths [B, P]."""
     places = np.arange(totals.max(initial=1) - 1)
     lottery = np.where(places < (totals - 1)[:, None], draws(keys, len(places), stream=stream), 2.0)
     cuts = lowest(lottery, parts - 1)

@@ -32,6 +32,10 @@ SIZES = (
 )
 IsPartial = Annotated[Literal[True], Allowed("true: what it optimises is given later")]
 ModelType = Annotated[Text, Allowed("a kind of model that transformers has, like modernbert, gpt2, t5")]
+Trainable = Annotated[
+    Pattern | Annotated[tuple[Pattern, ...], MinLen(1)],
+    Allowed("norms, biases, attention, a regular expression, or a list of such"),
+]
 
 
 @config
@@ -40,17 +44,7 @@ class Freeze(Options):
 
     embeddings: bool = option("tokens, positions and types, with a head that is tied to them")
     layers: Natural = option("the first so many blocks; an encoder's come before its decoder's")
-    only: (
-        Annotated[
-            Pattern | Annotated[tuple[Pattern, ...], MinLen(1)],
-            Allowed("norms, biases, attention, a regular expression, or a list of such"),
-        ]
-        | None
-    ) = option(
-        "all but these: norms, biases, attention (its linear maps), a regular expression for names of "
-        "parameters, or a list of such; null: nothing more",
-        default=None,
-    )
+    only: Trainable | None = option("all but these parameters; null: nothing more", default=None)
 
 
 NOT_FROZEN = Freeze(embeddings=False, layers=0)
@@ -74,27 +68,24 @@ class BaseOptions(Options):
             check_optimizer_arguments(self.optim)
 
 
+Checkpoint = Annotated[Text, Allowed("a Hugging Face name or a folder")]
+
+
 @config
 class ModelOptions(Options):
     """The base model."""
 
     name: Text = option("what the model is called")
-    checkpoint: Annotated[Text, Allowed("a Hugging Face name or a folder")] | None = option(
-        "a Hugging Face name or a folder; null: built from config, pre-trained as base says"
-    )
+    checkpoint: Checkpoint | None = option("null: built from config, pre-trained as base says")
     objective: Literal["masked", "causal", "span", "auto"] = option("auto: what the architecture is for")
-    mask_rate: OpenShare | None = option(
-        "share of tokens that are masked, or hidden in spans; null: for causal models"
-    )
+    mask_rate: OpenShare | None = option("share of tokens that are masked; null: for causal models")
     mean_span: Annotated[Number, Ge(1), Le(10_000)] | None = option(
         "mean tokens of a hidden span; null: for other models", default=None
     )
     length: Annotated[Int, Ge(2)] = option("tokens per sample")
     resize: bool = option("rows are added to an embedding that is too small for the tokenizer", default=False)
     vocabulary: Annotated[Int, Ge(BYTES)] | None = option("of a new model: entries of its tokenizer")
-    config: Mapping[str, Any] | None = option(
-        "of a new model: model_type and its arguments, as transformers takes them"
-    )
+    config: Mapping[str, Any] | None = option("of a new model: model_type and its arguments")
     base: BaseOptions | None = option("of a new model: its pre-training; ignored with a checkpoint")
     lr: NonNegative = option("peak learning rate; methods that train parts multiply it")
 

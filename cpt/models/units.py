@@ -136,8 +136,8 @@ def find_units(model: PreTrainedModel, kinds: Sequence[str]) -> list[Units]:
                 last = name.rpartition(".")[2]
                 shape: tuple[int, ...] = getattr(getattr(module, "weight", None), "shape", ())
                 if re.fullmatch(MIXING_NORM[place.kind], last) and len(shape) == 1 and shape[0] > size:
-                    told = f"{place.kind} can not be separated"
-                    raise ValueError(f"{told}: {name} normalises {shape[0]} features at once")
+                    features = f"{name} normalises {shape[0]} features at once"
+                    raise ValueError(f"{place.kind} can not be separated: {features}")
             parts = [part for source in place.sources for part in row_parts(*source)]
             columns = shared_members(place.count, place.count, size)
             parts.append(Part(out.module, "weight", 1 - out.axis, columns))
@@ -175,8 +175,7 @@ def weight_matrices(model: nn.Module) -> list[Projection]:
 
 
 def factors(group: Units, keep: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """The factor of each parameter's update, broadcastable to it, when unit k keeps keep[k] of [0, 1], and a
-    feature of several units their minimum."""
+    """The factor of each parameter's update when unit k keeps keep[k]; of shared features their minimum."""
     padded, seen = torch.cat([keep.view(group.count), keep.new_ones(1)]), set()
     for part in group.parts:
         parameter = getattr(part.module, part.attribute)
@@ -188,8 +187,7 @@ def factors(group: Units, keep: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]
 
 @contextmanager
 def gate_units(groups: Iterable[Units], gates: Mapping[str, Tensor]) -> Iterator[None]:
-    """Multiplies the activation of each unit by its gate, [count] or per sample [B, count], inside the
-    context, which checkpointed layers need in backward too."""
+    """Multiplies each unit's activation by its gate, [count] or per sample [B, count], inside the context."""
     with ExitStack() as hooks:
         for group in groups:
             if (gate := gates.get(group.name)) is None:
@@ -235,8 +233,7 @@ def linear_by_attention(name: str, block: nn.Module) -> dict[str, list[Projectio
 
 
 def find_sublayer(model: PreTrainedModel, name: str, kind: str, linear: Sequence[Projection]) -> SubLayer:
-    """The units of a module from the widths of its linear layers, the last of which to the hidden size is the
-    out. Raises ValueError where the widths fit no known form."""
+    """Units from the widths of linear layers; the last to the hidden size is the out."""
     module, hidden = model.get_submodule(name), model.config.hidden_size
     wide = [each for each in linear if each.outputs == hidden]
     out = next((w for w in reversed(wide) if not SOURCE_NAME.fullmatch(w.name.rpartition(".")[2])), None)

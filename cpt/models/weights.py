@@ -28,8 +28,7 @@ IN_ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
 
 
 class Snapshot(NamedTensors):
-    """A copy of a model's parameters by name, at first of those at construction; one that came into the model
-    later is left alone until the next `take`."""
+    """A copy of a model's parameters by name; later parameters are left alone until the next `take`."""
 
     def __init__(self, model: nn.Module, *, persistent: bool) -> None:
         super().__init__(dict(model.named_parameters()), persistent=persistent)
@@ -56,8 +55,7 @@ class Snapshot(NamedTensors):
         if not self.offloaded:
             own, others = [each for each, _ in pairs], [other.to(each) for each, other in pairs]
             torch._foreach_lerp_(own, others, share)
-            return
-        for each, other in pairs:  # one after another, on the module's device
+        for each, other in pairs if self.offloaded else ():  # one after another, on the module's device
             moved = each.to(self.device)
             moved.lerp_(other.to(moved), share)
             if moved is not each:
@@ -76,8 +74,7 @@ def shared_names(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list
 
 
 class _QuadraticPenalty(torch.autograd.Function):
-    """The penalty with its gradient w (p - a) in closed form; anchors and weights that are `elsewhere` are
-    brought to the parameters' device one after another."""
+    """The penalty with its gradient w (p - a) in closed form; `elsewhere`: anchors on another device."""
 
     @staticmethod
     def forward(
@@ -126,8 +123,8 @@ def quadratic_penalty(
 @contextmanager
 def swap_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
     """The model with other weights, by the names of its parameters, inside the context, also where they are
-    tied; gradients go to the given weights. Of a sharded model the own rows are overwritten and restored, and
-    gradients go nowhere. Raises AttributeError for a name that no parameter has."""
+    tied; gradients go to the given weights, of a sharded model nowhere. AttributeError for an unknown
+    name."""
     reshard(model)
     targets = {name: model.get_parameter(name) for name in weights}
     sharded = {name: weights[name] for name, each in targets.items() if is_sharded(each)}
@@ -162,8 +159,7 @@ def overwrite_rows(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str,
 
 def frozen_parameters(model: PreTrainedModel, freeze: Freeze) -> list[nn.Parameter]:
     """The parameters that no method trains: embeddings, the first blocks, and all but those of `only`, as
-    biases (BitFit; Ben Zaken et al., ACL 2022). Raises ValueError for more blocks than there are, and where
-    `only` finds nothing."""
+    biases (BitFit; Ben Zaken et al., ACL 2022). Raises ValueError for too many blocks or an empty `only`."""
     chosen: list[nn.Parameter] = []
     if freeze.embeddings or freeze.layers:
         found = blocks(model)
@@ -189,8 +185,7 @@ def frozen_parameters(model: PreTrainedModel, freeze: Freeze) -> list[nn.Paramet
 
 
 def find_trainable(model: nn.Module, entry: str) -> list[nn.Parameter]:
-    """The parameters of all norms, biases or linear layers of `attention`, or those whose names a regular
-    expression finds."""
+    """The parameters of all norms, biases or `attention` layers, or those that an expression finds."""
     if entry == "norms":
         parts = [part for part in model.modules() if type(part).__name__.endswith("Norm")]
         return [parameter for part in parts for parameter in part.parameters(recurse=False)]

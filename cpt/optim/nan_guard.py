@@ -39,7 +39,7 @@ class RollbackError(Exception):
 class NanGuard(Callback):
     """On a non-finite loss or gradient, `stop` raises a ValueError that ends with `advice`, `skip` skips the
     step, and `rollback` returns to the last checkpoint and skips all steps up to this one (Chowdhery et al.,
-    JMLR 2023, section 5.1). In float16 only the loss is checked: the scaler handles gradient overflow."""
+    JMLR 2023, section 5.1). In float16 only the loss is checked."""
 
     def __init__(self, *, policy: str = "stop", advice: str = ADVICE) -> None:
         if policy not in POLICIES:
@@ -68,8 +68,7 @@ class NanGuard(Callback):
             self.terms[name] = self.terms.get(name, 0) + value.detach()
 
     def allows(self, trainer: Trainer, norm: Tensor) -> bool:
-        """Whether to make the step with this gradient norm, alike in all processes. Raises ValueError or
-        RollbackError where the run must not continue."""
+        """Whether to make the step, alike in all processes. ValueError or RollbackError ends the stage."""
         terms, self.terms = self.terms, {}
         value = cast(Tensor, sum(terms.values()))
         scaler = getattr(trainer.precision_plugin, "scaler", None)
@@ -78,14 +77,11 @@ class NanGuard(Callback):
         if step in self.left_out:
             return False
         if not fine:
-            known = terms | {GRADIENT: norm}
+            known = {f"{term} loss": value for term, value in terms.items()} | {GRADIENT: norm}
             values = torch.stack([value.float() for value in known.values()])
             all_reduce_sum(values)  # those that are not finite in some process
-            bad = [
-                f"the {term}{' loss' * (term != GRADIENT)} is {number}"
-                for term, number in zip(known, values.tolist(), strict=True)
-                if not math.isfinite(number)
-            ]
+            numbers = zip(known, values.tolist(), strict=True)
+            bad = [f"the {term} is {number}" for term, number in numbers if not math.isfinite(number)]
             problem = f"{' and '.join(bad)} at step {step} of {name}"
             if self.policy == "stop":
                 self.end(problem)
@@ -144,8 +140,7 @@ def warn_once(trainer: Trainer, message: str) -> None:
 
 
 def exchange(value: Tensor, *, asks: bool = False) -> tuple[bool, int, bool]:
-    """Over all processes: whether a scalar is finite, a signal received, whether one asks for a
-    checkpoint."""
+    """Over all processes: whether a scalar is finite, a signal, and whether one asks for a checkpoint."""
     if not is_distributed():
         return math.isfinite(value.item()), 0, asks
     told = torch.stack([(~value.isfinite()).to(value.dtype), *value.new_tensor([notice.number, asks])])
@@ -170,8 +165,7 @@ def check_finite(state: Mapping[str, Tensor], row: str) -> None:
 
 
 class Spikes:
-    """Counts loss spikes of a stage in this process. `noted` is empty, or the count and the first spike's
-    step, loss and running median."""
+    """Counts loss spikes of a stage; `noted` has the count and the first one's step, loss and median."""
 
     def __init__(self) -> None:
         self.recent: deque[float] = deque(maxlen=WINDOW)

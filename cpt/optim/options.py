@@ -18,10 +18,7 @@ from cpt.core.schema import (
 from cpt.core.sections import GIVEN, Choice, Section
 
 Betas = Annotated[tuple[BelowOne, BelowOne], Allowed("two numbers, 0 or more and below 1")]
-CARRY = (
-    "what each domain goes on with of the one before: none, moments (and counts of steps), all (the "
-    "schedule's place too: it sees one domain)"
-)
+CARRY = "state kept from domain to domain: none, moments (and steps), all (the schedule's place too)"
 Carry = Annotated[bool | Literal["none", "moments", "all"], Allowed("none, moments, all")]
 RULES = {  # of arguments that optimizers of torch have in common
     "lr": NonNegative,
@@ -40,9 +37,7 @@ class AdamWOptions(Options):
     betas: Betas = option("of the moments")
     eps: Positive = option("added to the root of the second moment")
     weight_decay: NonNegative = option("of matrices, times the learning rate")
-    fused: bool | None = option(
-        "a step in one pass over each parameter; null: as torch chooses", default=None
-    )
+    fused: bool | None = option("one pass over each parameter; null: as torch chooses", default=None)
     carry: Carry = option(CARRY, default="none")
 
 

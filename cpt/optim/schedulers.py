@@ -19,8 +19,7 @@ ALPHA = 10  # how steep an inverse square root is: 1 / sqrt(1 + 10 x)
 
 @dataclass(frozen=True)
 class Progress:
-    """A position in a run, counted from 0: step of the domain, domain of the run, step of the run; `first`
-    are the first domain's steps."""
+    """A position in a run, counted from 0; `first` are the first domain's steps."""
 
     step: int
     steps: int
@@ -65,8 +64,7 @@ class Schedule(Options):
 
     @property
     def branches(self) -> bool:
-        """Whether a domain ends in a decay branch: its end is scored and exported, and the next domain starts
-        from the weights before the decay."""
+        """Whether a domain ends in a decay branch, before which the next domain starts."""
         return False
 
     @property
@@ -110,48 +108,37 @@ class Constant(Schedule):
 
 
 @config
-class Rewarm(Schedule):
-    """Warm-up and half a cosine in each domain, to a peak of its own (Gupta et al. 2023, arXiv 2308.04014;
-    Ibrahim et al., TMLR 2024, arXiv 2403.08763)."""
+class Rewarm(Cosine):
+    """Cosine in each domain, to a peak of its own (Gupta et al. 2023, arXiv 2308.04014; Ibrahim et al., TMLR
+    2024, arXiv 2403.08763)."""
 
-    final: Probability = option("the factor at the end of a domain, of its peak")
-    peaks: Peaks = option(
-        "the peak of each domain, a share of the rate; the last is that of all that follow; null: 1"
-    )
+    peaks: Peaks = option("share of the rate at each domain's peak, the last for all further ones; null: 1")
 
     def __call__(self, progress: Progress) -> float:
-        rise = self.warmup * progress.steps
         peak = self.peaks[min(progress.domain, len(self.peaks) - 1)] if self.peaks else 1.0
-        return peak * warm_cosine(progress.step, progress.steps, rise=rise, low=self.final)
+        return peak * super().__call__(progress)
 
 
 @config
-class Once(Schedule):
-    """One warm-up (a share of all steps) and one half cosine over all domains; a further domain changes every
-    rate."""
-
-    final: Probability = option("the factor at the end of the last domain")
+class Once(Cosine):
+    """One warm-up (a share of all steps) and one half cosine over all domains."""
 
     @property
     def needs_end(self) -> bool:
         return True
 
     def __call__(self, progress: Progress) -> float:
-        rise = self.warmup * progress.total_steps
-        return warm_cosine(progress.total_step, progress.total_steps, rise=rise, low=self.final)
+        return super().__call__(progress.joined)
 
 
 @config
-class Decayed(Schedule):
-    """Warm-up and half a cosine in the first domain; then constant."""
+class Decayed(Cosine):
+    """Cosine in the first domain; then constant at `final`."""
 
     final: PositiveShare = option("the factor from the end of the first domain on")
 
     def __call__(self, progress: Progress) -> float:
-        if progress.domain:
-            return self.final
-        rise = self.warmup * progress.steps
-        return warm_cosine(progress.step, progress.steps, rise=rise, low=self.final)
+        return self.final if progress.domain else super().__call__(progress)
 
 
 @config
@@ -166,19 +153,14 @@ class Infinite(Schedule):
     constant: PositiveShare = option("the factor of all later domains")
     form: Literal["cosine", "inverse_square_root"] = option("of the cool-down")
     anneal: Probability = option("share of a domain's steps, its last, in which the rate decays")
-    annealed: Literal["last", "each"] = option(
-        "where it decays: at the end of the last domain, or of each: the next then goes on with the weights "
-        "before it"
-    )
+    annealed: Literal["last", "each"] = option("which domains end in a decay; each: as decay branches")
     final: PositiveShare = option("the factor at the end of that decay")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.warmup + self.cooldown + self.anneal > 1:
-            raise ValueError(
-                f"warmup={self.warmup:g}, cooldown={self.cooldown:g} and anneal={self.anneal:g} are more "
-                "than a domain; allowed: 1 in all"
-            )
+            shares = f"warmup={self.warmup:g}, cooldown={self.cooldown:g} and anneal={self.anneal:g}"
+            raise ValueError(f"{shares} are more than a domain; allowed: 1 in all")
 
     @property
     def needs_end(self) -> bool:
@@ -197,10 +179,6 @@ class Infinite(Schedule):
         if is_annealed and progress.step > start:
             place = min(1.0, (progress.step - start) / (progress.steps - start))
             return self.constant * (self.final / self.constant) ** place
-        return self.settle(progress)
-
-    def settle(self, progress: Progress) -> float:
-        """The factor of warm-up, cool-down and what follows."""
         rise, fall = self.warmup * progress.first, self.cooldown * progress.first
         if progress.total_step < rise:
             return (progress.total_step + 1) / (rise + 1)
@@ -215,9 +193,8 @@ class Infinite(Schedule):
 
 @config
 class WSD(Schedule):
-    """Warm-up, stable, decay (Hu et al. 2024, MiniCPM, arXiv 2404.06395; the form 1 - sqrt: Hägele et al.,
-    NeurIPS 2024, arXiv 2405.18392). With `branched` a domain's decay is a branch, and the next domain starts
-    before it, at the peak; else each domain warms up again."""
+    """Warm-up, stable, decay (Hu et al. 2024, MiniCPM, arXiv 2404.06395; 1 - sqrt: Hägele et al., NeurIPS
+    2024). With `branched` a domain's decay is a branch, and the next domain starts before it, at the peak."""
 
     decay: Probability = option("share of a domain's steps, its last, in which the rate decays")
     form: Literal["root", "linear"] = option("of the decay, x from 0 to 1: 1 - sqrt(x) or 1 - x")
@@ -227,8 +204,8 @@ class WSD(Schedule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.warmup + self.decay > 1:
-            told = f"warmup={self.warmup:g} and decay={self.decay:g} are more than a domain"
-            raise ValueError(f"{told}; allowed: 1 in all")
+            shares = f"warmup={self.warmup:g} and decay={self.decay:g}"
+            raise ValueError(f"{shares} are more than a domain; allowed: 1 in all")
 
     @property
     def branches(self) -> bool:
@@ -282,9 +259,8 @@ class ReciprocalRoot(Schedule):
 
 @config
 class Autoregressive(Schedule):
-    """Half a cosine in each domain, from a peak that falls from domain to domain (TiC-LM, Li et al., ACL
-    2025): a domain of n steps after b starts at the height of one cosine over all b + n steps at b / (b +
-    n)."""
+    """Half a cosine in each domain, from a falling peak (TiC-LM, Li et al., ACL 2025): a domain of n steps
+    after b starts at the height of one cosine over all b + n steps at b / (b + n)."""
 
     final: Probability = option("the factor at a domain's end")
 

@@ -18,8 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class CarriedState(NamedTensors):
-    """An optimizer's state by parameter name between two domains, on the CPU in its own precision; empty
-    during a domain."""
+    """An optimizer's state by parameter name between two domains, on the CPU; empty during a domain."""
 
     def take(self, optimizer: Optimizer, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Takes over the state of an optimizer. Raises ValueError where not all of it is tensors."""
@@ -41,18 +40,16 @@ class CarriedState(NamedTensors):
         names = {parameter: name for name, parameter in named}
         params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         known, new = {}, []
-        for place, parameter in enumerate(params):
-            state = carried.get(names[parameter])
-            if state is not None and broadcasts_to(state, parameter):
-                known[place] = carried.pop(names[parameter])
+        for place, (name, parameter) in enumerate((names[each], each) for each in params):
+            if name in carried and broadcasts_to(carried[name], parameter):
+                known[place] = carried.pop(name)
             else:
-                new.append(names[parameter])
-        if known:
-            left = {"new and begin without a state of the optimizer": new, "gone": list(carried)}
-            for what, those in left.items():
-                if those:
-                    listed = ", ".join([*those[:3], *["…"][: len(those) > 3]])
-                    log.info("optim.carry: of the parameters %d are %s (%s)", len(those), what, listed)
+                new.append(name)
+        left = {"new and begin without a state of the optimizer": new, "gone": list(carried)}
+        for what, those in left.items() if known else ():
+            if those:
+                listed = ", ".join([*those[:3], *["…"][: len(those) > 3]])
+                log.info("optim.carry: of the parameters %d are %s (%s)", len(those), what, listed)
         optimizer.load_state_dict({**optimizer.state_dict(), "state": known})
 
     def parameter_of(self, name: str) -> str:
@@ -64,10 +61,9 @@ class CarriedState(NamedTensors):
 
 def broadcasts_to(state: dict[str, Tensor], parameter: nn.Parameter) -> bool:
     """Whether every tensor of a state broadcasts to the parameter's shape."""
+    shapes = [value.shape for value in state.values()]
     try:
-        return all(
-            torch.broadcast_shapes(v.shape, parameter.shape) == parameter.shape for v in state.values()
-        )
+        return all(torch.broadcast_shapes(each, parameter.shape) == parameter.shape for each in shapes)
     except RuntimeError:
         return False
 

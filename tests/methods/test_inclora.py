@@ -154,7 +154,7 @@ def test_kept_pairs_are_restored(build):
 @pytest.mark.parametrize("step", [0, 3])
 def test_kept_apart_a_run_goes_on_with_the_same_bits(step, small, start, tmp_path, monkeypatch):
     """Killed between the first two domains, or within the third."""
-    from cpt.methods.inclora import IncLoRA
+    from cpt.methods.lora import IncLoRA
 
     cfg = small("method=inclora", THREE, STRONG, "method.stored=pairs")
     whole = learned(start, cfg, tmp_path / "whole")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cpt.data.collate import labels_of
-from cpt.methods.kd import distillation, select_distilled
+from cpt.methods.kd import distillation
 from tests.support.making import (
     DROPOUT,
     ORDER,
@@ -64,15 +64,6 @@ def test_the_softmax_is_over_the_features():
     assert (
         distillation(student + shift.T.new_tensor(range(6)), teacher, temperature=2.0) - expected
     ).abs().min() > 0.1
-
-
-def test_hidden_states_are_those_of_the_scored_positions():
-    hidden = torch.arange(24.0).view(2, 3, 4)
-    batch = {"positions": torch.tensor([1, 5])}
-    assert select_distilled((None, hidden), batch, distilled="hidden").tolist() == [
-        hidden[0, 1].tolist(),
-        hidden[1, 2].tolist(),
-    ]
 
 
 @pytest.mark.parametrize("distilled", ["logits", "hidden"])

@@ -129,7 +129,8 @@ def work_through(work: Made, device: str) -> None:
     module.transform_gradients(optimizer)
     module.constrain(optimizer)
     optimizer.step()
-    module.correct_step(optimizer)
+    for snapshot in module.snapshots:
+        snapshot.apply(optimizer)
     module.snapshots.clear()
     module.after_update()
     module.zero_grad()

@@ -39,8 +39,6 @@ GENERAL = "general"
 TEXT, EXAMPLES = "text", "examples"  # what the documents of a source may be
 NONE, CONCAT, ISOLATED, PER_DOCUMENT = "none", "concat", "isolated", "per_document"  # see Source.packing
 PACKINGS = {TEXT: (CONCAT, ISOLATED, PER_DOCUMENT), EXAMPLES: (NONE, ISOLATED)}  # the default first
-
-
 PACKAGES = {"static": "wordllama", "sentence": "sentence_transformers"}  # that embeddings need
 FORMAT = 4  # part of every stamp: raise it when the files that cpt.data.corpus makes of a text change
 COARSE, FINE = "coarse", "fine"
@@ -54,7 +52,7 @@ COARSE_OF_WIKIPEDIA = {
 
 
 def as_expression(pattern: str) -> str | None:
-    """A regular expression: what stands between slashes; None for a pattern of file names."""
+    """The regular expression between slashes; None for a pattern of file names."""
     return pattern[1:-1] if len(pattern) > 2 and pattern[0] == pattern[-1] == "/" else None
 
 
@@ -77,22 +75,24 @@ class Encoding(Options):
     """How examples become rows of tokens."""
 
     truncate: Literal["tail", "middle", "released"] = option(
-        "what is cut of an example that is too long: the end or the middle of its text, or, as released code "
-        "does, the end of the whole question"
+        "what is cut of a long example: the end or middle of its text, or the end of the question (released)"
     )
     scored_turns: Literal["all", "last"] = option("of a chat: which turns of the assistant are scored")
+
+
+Embedding = Literal["tfidf", "static", "model", "sentence"]
+HeldOutShare = Annotated[Number, Gt(0), Lt(0.5), Allowed("shares above 0 and below 0.5")]
+DomainLists = Annotated[
+    Any, Predicate(is_domain_lists), Allowed("a list of orders like [[a,b],[b,a]], or {1: [a,b], 2: [b,a]}")
+]
 
 
 @config
 class HeldOut(Options):
     """What is held out where files are not split: shares of a domain's documents."""
 
-    valid: Annotated[Number, Gt(0), Lt(0.5), Allowed("shares above 0 and below 0.5")] = option(
-        "share of the documents"
-    )
-    test: Annotated[Number, Gt(0), Lt(0.5), Allowed("shares above 0 and below 0.5")] = option(
-        "share of the documents"
-    )
+    valid: HeldOutShare = option("share of the documents")
+    test: HeldOutShare = option("share of the documents")
     seed: Natural = option("of the split")
     most: Count | None = option("documents of either, at most; null: no bound", default=None)
 
@@ -101,36 +101,21 @@ class HeldOut(Options):
 class Source(Options, ABC):
     """Domains by name, each a stream of (split, document)."""
 
-    orders: (
-        Annotated[
-            Any,
-            Predicate(is_domain_lists),
-            Allowed("a list of orders like [[a,b],[b,a]], or {1: [a,b], 2: [b,a]}"),
-        ]
-        | None
-    ) = option("named orders of the domains; null: one, by name")
+    orders: DomainLists | None = option("named orders of the domains; null: one, by name")
     held_out: Mapping[str, Any] = option("what is split off where files are not split")
     score_on: Literal["valid", "test"] = option("the split that the matrix is made of")
     packing: Literal["none", "concat", "isolated", "per_document"] | None = option(
-        "how rows are filled; of text: one document after another, whole documents isolated from each other, "
-        "or a row for each; of examples: a row for each, or rows that several share, isolated from each "
-        "other; null: concat of text, none of examples",
+        "how rows are filled: one document after another, documents or examples that share a row and do not "
+        "meet, or a row for each document (text) or example (none); null: concat of text, none of examples",
         default=None,
     )
-    only: NamePatterns = option("which domains there are to be, by name; null: all", default=None)
-    by: Literal["fine", "coarse"] | None = option(
-        "of M2D2's names: the fine domains alone, or coarse ones, joined of them; null: names as they are",
-        default=None,
-    )
+    only: NamePatterns = option("which domains to take, by name; null: all", default=None)
+    by: Literal["fine", "coarse"] | None = option("M2D2's fine domains, or joined coarse ones", default=None)
     balanced: Annotated[bool | Count, Allowed("true, false, or tokens: a whole number, 1 or more")] = option(
         "cut every domain's training text to the tokens of the smallest, or to so many tokens", default=False
     )
-    embedding: Literal["tfidf", "static", "model", "sentence"] = option(
-        "what orders by similarity are made of", default="tfidf"
-    )
-    embedding_model: Folder | None = option(
-        "of embedding=sentence: the folder of a sentence-transformers model", default=None
-    )
+    embedding: Embedding = option("what orders by similarity are made of", default="tfidf")
+    embedding_model: Folder | None = option("of embedding=sentence: the model's folder", default=None)
     embedding_samples: Count = option("documents of each text that are embedded, at most", default=1000)
 
     def __post_init__(self) -> None:
@@ -142,8 +127,10 @@ class Source(Options, ABC):
         if self.by == COARSE and self.form("") == EXAMPLES:
             raise ValueError("by=coarse joins text, and these domains are examples; allowed: null, fine")
         if (self.embedding == "sentence") != (self.embedding_model is not None):
-            told = f"embedding={self.embedding} embedding_model={show(self.embedding_model)}; allowed"
-            raise ValueError(f"{told}: both embedding=sentence and embedding_model=FOLDER, or neither")
+            raise ValueError(
+                f"embedding={self.embedding} embedding_model={show(self.embedding_model)}; allowed: both "
+                "embedding=sentence and embedding_model=FOLDER, or neither"
+            )
 
     @property
     def encoding(self) -> Encoding | None:
@@ -181,8 +168,7 @@ class Source(Options, ABC):
 
     @cached_property
     def groups(self) -> dict[str, list[str]]:
-        """The domains that can be trained on, each with the names whose text it has. Raises ValueError where
-        `only` leaves none, and for a name that M2D2 lists and that is no domain."""
+        """The domains, each with the names whose text it has. Raises ValueError where `only` leaves none."""
         return select_domains(group_names(self.names, self.by), self.only)
 
     @property
@@ -195,7 +181,6 @@ class Source(Options, ABC):
         """The orders by name, of the domains that `only` leaves; as they are where it leaves none of one."""
         if self.only is None or not self.orders:
             return self.orders
-
         numbered = self.orders.items() if isinstance(self.orders, Mapping) else enumerate(self.orders)
         left = {at: [name for name in each if name in self.groups] or list(each) for at, each in numbered}
         return left if isinstance(self.orders, Mapping) else list(left.values())
@@ -227,8 +212,7 @@ class Source(Options, ABC):
         self.check([member for name in order for member in self.members(name)])
 
     def check(self, order: Sequence[str]) -> None:  # noqa: B027  (most sources have nothing to check)
-        """Raises ValueError for text of these domains, or general text, that cannot be read as it is meant,
-        as far as that is known at once."""
+        """Raises ValueError for text of these domains, or general text, that cannot be read."""
 
     @abstractmethod
     def read(self, name: str) -> Iterator[tuple[str, str]]:
@@ -254,12 +238,10 @@ def read_members(source: Source, name: str) -> Iterator[tuple[str, str]]:
 
 
 def parse_name(name: str) -> tuple[str, str | None]:
-    """The coarse and the fine domain of a name of M2D2: `A__b` of Wikipedia, `cs.AI` of S2ORC; None for
-    fine of a coarse name. An archive without classes, like `hep-th`, is a coarse domain's only fine one.
-    Raises ValueError for a name of the list that is not a domain."""
+    """The coarse and the fine domain of a name of M2D2: `A__b` of Wikipedia, `cs.AI` of S2ORC; None for fine
+    of a coarse name. An archive without classes, like `hep-th`, is a coarse domain's only fine one."""
     if name in NOT_DOMAINS:
-        told = f"{name} stands in M2D2's list and is no domain"
-        raise ValueError(f"{told}; leave it out: domains.ignore=[{name}]")
+        raise ValueError(f"{name} stands in M2D2's list and is no domain; allowed: domains.ignore=[{name}]")
     if name in COARSE_OF_WIKIPEDIA or name.endswith("_l1"):
         return name.removesuffix("_l1"), None
     coarse, _, fine = name.partition("__" if "__" in name else ".")
@@ -268,16 +250,14 @@ def parse_name(name: str) -> tuple[str, str | None]:
 
 def group_names(names: Sequence[str], by: str | None) -> dict[str, list[str]]:
     """The domains that names make, each with the names whose text it has: the names as they are; M2D2's
-    fine domains alone; or the coarse ones by name, joined of their fine ones, of the coarse name where
-    there are none. Raises ValueError as `parse_name`."""
+    fine domains; or the coarse ones, joined of their fine ones, or the coarse name where there are none."""
     if by is None:
         return {name: [name] for name in names}
     parsed = {name: parse_name(name) for name in names}
     if by == FINE:
         return {name: [name] for name, (_, fine) in parsed.items() if fine is not None}
     groups: dict[str, list[str]] = {}
-    fine_first = sorted(parsed.items(), key=lambda item: item[1][1] is None)
-    for name, (coarse, fine) in fine_first:
+    for name, (coarse, fine) in sorted(parsed.items(), key=lambda item: item[1][1] is None):
         if fine is not None or coarse not in groups:
             groups.setdefault(coarse, []).append(name)
     return dict(sorted(groups.items()))
@@ -293,7 +273,6 @@ def select_domains(
     wanted = [as_expression(each) or translate(each) for each in listed]
     chosen = {name: each for name, each in groups.items() if any(re.fullmatch(one, name) for one in wanted)}
     if not chosen:
-        names = sorted(groups)
-        told = ", ".join(names[:8]) + f", … ({len(names)})" * (len(names) > 8)
-        raise ValueError(f"domains.only={show(patterns)} leaves no domain; there are: {told}")
+        listed = ", ".join(sorted(groups)[:8]) + f", … ({len(groups)})" * (len(groups) > 8)
+        raise ValueError(f"domains.only={show(patterns)} leaves no domain; there are: {listed}")
     return chosen

@@ -167,8 +167,7 @@ def documents_by_module(packages: Sequence[str]) -> Iterator[tuple[str, list[str
 
 
 def texts_of_file(path: Path) -> list[list[str]]:
-    """The docstrings of each document in a file: one document, in the language reference one per topic; none
-    of a file that does not parse."""
+    """The docstrings of each document in a file: one document, in the language reference one per topic."""
     try:
         with tokenize.open(path) as file:
             source = file.read()
@@ -205,9 +204,9 @@ def prose(text: str) -> list[str]:
 
 
 def running_lines(lines: Iterable[str]) -> Iterator[str]:
-    """Lines of a docstring; what is no running text is empty: Markdown code blocks, doctests and tables (both
-    last until a blank line), literal blocks and directives (but notes, warnings and version changes),
-    headings, and the sections that list references."""
+    """Lines of a docstring; empty for what is no running text: code blocks, doctests and tables (until a
+    blank line), literal blocks and directives (but notes, warnings and version changes), headings,
+    references."""
     fenced = in_table = False
     block, kept = None, []
     for line in lines:
@@ -311,8 +310,7 @@ def names_in(labels: Iterable[str]) -> re.Pattern[str]:
 
 
 def package_task(name: str) -> Iterator[RawExample]:
-    """The examples of a task: the first paragraph of a docstring, and the package or the part of one that it
-    is from. The names that are asked for are blanked out of all texts."""
+    """First paragraphs of docstrings with their package or part of one, whose names are blanked out."""
     found: list[tuple[str, str]] = []
     for package in TASK_PACKAGES[name]:
         summaries = package_summaries(package)

@@ -21,14 +21,11 @@ SAVED = ("dataset_dict.json", "state.json")  # of a folder that `save_to_disk` h
 @config
 class Hub(Source):
     """Data sets of the Hugging Face Hub, or local ones, one per domain: `catalogue[name]` has `path` (also a
-    folder of `save_to_disk`), and optionally `name` (the configuration), `data_files` (of path=json or
-    parquet: a file, a pattern, a list of such, or one of these for each split), `splits` (which of the data
-    set's splits to read as train, valid and test) and `column` (of the text, if not that of the others)."""
+    folder of `save_to_disk`), and optionally `name` (the configuration), `data_files` (a file, a pattern, a
+    list, or one of these for each split), `splits` (to read as train, valid and test) and `column` (of the
+    text)."""
 
-    catalogue: Mapping[str, Any] = option(
-        "each domain's data set: {path, name, data_files, splits, column}, as datasets.load_dataset takes "
-        "them; path may be a folder of save_to_disk"
-    )
+    catalogue: Mapping[str, Any] = option("each domain's data set, as datasets.load_dataset takes it")
     column: Text = option("the column of the text")
     streaming: bool = option("rows are fetched while they are read")
     general: Text | None = option("a name of the catalogue; null: prose of the standard library and numpy")
@@ -39,11 +36,10 @@ class Hub(Source):
             raise ValueError("catalogue names no domain; needed: '+domains.catalogue.news={path: ag_news}'")
         for name, entry in self.catalogue.items():
             if not is_entry(entry):
-                told = dict(entry) if isinstance(entry, Mapping) else show(entry)
+                given = dict(entry) if isinstance(entry, Mapping) else show(entry)
                 raise ValueError(
-                    f"catalogue.{name}={told}; allowed: path, and optionally name, data_files, column, "
-                    "splits, like {path: lex_glue, name: ecthr_a, splits: {train: train, valid: validation, "
-                    "test: test}}"
+                    f"catalogue.{name}={given}; allowed: path, and optionally name, data_files, column, "
+                    "splits, like {path: lex_glue, name: ecthr_a, splits: {train: train, test: test}}"
                 )
         if self.general not in (None, *self.catalogue):
             raise ValueError(f"general={self.general}; allowed: null, {', '.join(self.catalogue)}")
@@ -64,15 +60,11 @@ class Hub(Source):
             theirs, load = open_set(entry, streaming=self.streaming)
             chosen = entry.get("splits") or {SPLITS[each]: each for each in theirs if each in SPLITS}
             if not chosen:
-                told = f"{path} has the splits {', '.join(theirs)}; allowed: {', '.join(SPLITS)}"
-                raise ValueError(f"{told}, or to say which to read, like splits={{train: all}}")
+                allowed = f"{', '.join(SPLITS)}, or to say which to read, like splits={{train: all}}"
+                raise ValueError(f"{path} has the splits {', '.join(theirs)}; allowed: {allowed}")
             for split, their_split in chosen.items():
                 where, rows = f"{path} ({their_split})", load(their_split)
-                total: int | None = None
-                if hasattr(rows, "__len__"):
-                    total = len(rows)
-                elif known := (rows.info.splits or {}).get(their_split):  # a stream may know it
-                    total = known.num_examples or None
+                total = len(rows) if hasattr(rows, "__len__") else None
                 with reading_bar(where, total=total, unit=" rows") as bar:
                     for row in rows:
                         bar.update()
@@ -87,10 +79,8 @@ class Hub(Source):
             return stamp_docs()
         patterns = chain.from_iterable((split_files(entry) or {}).values())
         local = [entry["path"], *(path for each in patterns for path in sorted(glob(each, recursive=True)))]
-        found = (
-            each for path in map(Path, local) for each in (path, *sorted(path.rglob("*"))) if each.is_file()
-        )
-        return [self.column, entry, stamps(found)]
+        found = (each for path in map(Path, local) for each in (path, *sorted(path.rglob("*"))))
+        return [self.column, entry, stamps(filter(Path.is_file, found))]
 
     def entry(self, name: str) -> Mapping[str, Any] | None:
         """The catalogue's entry of a domain; None for general text that is not in it."""
@@ -129,11 +119,7 @@ def is_entry(entry: Any) -> bool:
     if not isinstance(entry, Mapping) or not fits(entry.get("path"), Text) or not set(entry) <= ENTRY:
         return False
     splits, files = entry.get("splits") or {}, entry.get("data_files")
-    texts = all(entry.get(key) is None or fits(entry[key], Text) for key in ("name", "column"))
-    known = isinstance(splits, Mapping) and set(splits) <= set(SPLITS.values())
     given = list(files.values()) if isinstance(files, Mapping) else [] if files is None else [files]
-    return (
-        texts
-        and known
-        and all(fits(each, Text) or (fits(each, TextList) and len(each) > 0) for each in given)
-    )
+    texts = all(entry.get(key) is None or fits(entry[key], Text) for key in ("name", "column"))
+    named = all(fits(each, Text) or (fits(each, TextList) and len(each) > 0) for each in given)
+    return texts and named and isinstance(splits, Mapping) and {*splits} <= {*SPLITS.values()}

@@ -53,9 +53,7 @@ def kind(path: Path) -> str:
 
 def files_of(folder: Path, *, ignored: Callable[[Path], bool] | None = None) -> list[Path]:
     """The text files below a folder, in the order they are read, links followed; none that are hidden or
-    `ignored`.
-
-    Raises ValueError for what is neither and cannot be read, and for a folder without text."""
+    `ignored`. Raises ValueError for what is neither and cannot be read, and for a folder without text."""
 
     def walk(inner: Path, above: frozenset[str]) -> Iterator[Path]:
         real = os.path.realpath(inner)
@@ -83,9 +81,9 @@ def files_of(folder: Path, *, ignored: Callable[[Path], bool] | None = None) -> 
 def read_folder(
     folder: Path, name: str, *, column: str, document: str, ignored: Callable[[Path], bool] | None = None
 ) -> Iterator[tuple[str, str]]:
-    """(split, document) of the files of a folder, streamed, with the progress of reading `name`. A split is
-    what a file's name or a folder it is in says (test.txt, train-00000-of-00002.parquet, dev/a), else train.
-    ValueError if a file cannot be read, or not as what its name says."""
+    """(split, document) of the files of a folder, streamed. A split is what a file's name or a folder it is
+    in says (test.txt, train-00000-of-00002.parquet, dev/a), else train. ValueError for a file that cannot be
+    read."""
     files = files_of(folder, ignored=ignored)
     texts, unit = [path for path in files if kind(path) == ".txt"], document
     if document == "auto" and (len(texts) >= MANY_FILES or not texts):
@@ -93,9 +91,8 @@ def read_folder(
     elif document == "auto":
         with naming_file(texts[0]):
             paragraphs = list(islice(split_units(islice(lines(texts[0]), FIRST_LINES), "paragraph"), 2))
-        unit = "paragraph" if len(paragraphs) > 1 else "line"
-        message = "%s: %d .txt files, a document is a %s (domains.document)"
-        log.info(message, texts[0].parent, len(texts), unit)
+        unit, where = "paragraph" if len(paragraphs) > 1 else "line", texts[0].parent
+        log.info("%s: %d .txt files, a document is a %s (domains.document)", where, len(texts), unit)
     ends = list(accumulate(path.stat().st_size * (3 if path.suffix in PACKED else 1) for path in files))
     with reading_bar(name, total=ends[-1], unit="B") as progress:
         for path, end in zip(files, ends, strict=True):
@@ -148,8 +145,8 @@ def lines(path: Path) -> Iterator[str]:
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
-                where = f"line {number}, byte {error.start + 1}"
-                raise ValueError(f"{path} is not UTF-8: {where} ({error.reason})") from error
+                where = f"line {number}, byte {error.start + 1} ({error.reason})"
+                raise ValueError(f"{path} is not UTF-8: {where}") from error
             yield text[:-2] + "\n" if text.endswith("\r\n") else text
 
 
@@ -173,8 +170,8 @@ def json_rows(path: Path) -> Iterator[Row]:
             elif not line.isspace():
                 yield f"{path}, line {number}", json.loads(line)
         except json.JSONDecodeError as error:
-            told = f"{error.msg} (column {error.colno})"
-            raise ValueError(f"{path}, line {number} is not JSON: {told}") from error
+            where = f"{path}, line {number}"
+            raise ValueError(f"{where} is not JSON: {error.msg} (column {error.colno})") from error
 
 
 def csv_rows(path: Path) -> Iterator[Row]:
@@ -182,10 +179,9 @@ def csv_rows(path: Path) -> Iterator[Row]:
     reader = csv.reader(lines(path), strict=True)
     header = next(reader, [])
     for row in filter(None, reader):
-        where = f"{path}, line {reader.line_num}"
-        if len(row) != len(header):
-            allowed = f"allowed: {len(header)}, as many as there are names"
-            raise ValueError(f"{where} has {len(row)} values; {allowed}")
+        where, needed = f"{path}, line {reader.line_num}", len(header)
+        if len(row) != needed:
+            raise ValueError(f"{where} has {len(row)} values; allowed: {needed}, as many as there are names")
         yield where, dict(zip(header, row, strict=True))
 
 

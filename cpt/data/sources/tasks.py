@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from cpt.data.sources import docstrings, readers
 from cpt.data.sources.base import GENERAL, Encoding, Source
 
 log = logging.getLogger(__name__)
-LAYOUTS = ("cl_benchmark", "superni", "alpaca", "fewshot_tsv", "trace", "messages", "jsonl", "csv")
+Layout = Literal["cl_benchmark", "superni", "alpaca", "fewshot_tsv", "trace", "messages", "jsonl", "csv"]
 TABLES = ("jsonl", "csv")  # whose columns the config names
 FIXED = {  # columns
     "cl_benchmark": {"text": "sentence", "target": "label"},
@@ -98,8 +98,9 @@ def read_records(path: Path, layout: str, columns: Mapping[str, str | None]) -> 
             try:
                 given = [(turn["role"], text_field(turn, "content", where)) for turn in row["messages"]]
             except (KeyError, TypeError):
-                allowed = "{messages: [{role, content}, …]}"
-                raise ValueError(f"{where} has no messages; allowed: {allowed}") from None
+                raise ValueError(
+                    f"{where} has no messages; allowed: {{messages: [{{role, content}}, …]}}"
+                ) from None
             while given and given[-1][0] != ASSISTANT:
                 given.pop()
             if not given:
@@ -107,9 +108,7 @@ def read_records(path: Path, layout: str, columns: Mapping[str, str | None]) -> 
             turns, fields = tuple(given), {"text": "", "target": given[-1][1]}
         else:
             place = "domains.columns.{}" if layout in TABLES else "domains.format"
-            fields = {
-                name: text_field(row, column, where, place.format(name)) for name, column in table.items()
-            }
+            fields = {name: text_field(row, table[name], where, place.format(name)) for name in table}
         if layout == "superni":
             fields |= {"instruction": definition, "target": first_of(row.get("output"))}
         elif layout == "alpaca":
@@ -165,9 +164,8 @@ class Template(Options):
             try:
                 text.format_map(known)
             except (ValueError, LookupError, AttributeError) as error:
-                listed = ", ".join(f"{{{name}}}" for name in known)
-                wrong = f"template.{place}={text!r} is not a text with {{fields}} ({error!r})"
-                raise ValueError(f"{wrong}; allowed: {listed}") from error
+                told = f"template.{place}={text!r} is not a text with {{fields}} ({error!r}); allowed: "
+                raise ValueError(told + ", ".join(f"{{{name}}}" for name in known)) from error
         if self.source.count("{text}") > 1:
             raise ValueError(f"template.source={self.source!r} has {{text}} more than once; allowed: once")
 
@@ -192,13 +190,10 @@ class Template(Options):
 
 @config
 class Tasks(Source):
-    """Supervised tasks in a folder, in a published layout; without a folder those of
-    `cpt.data.sources.docstrings.package_task`."""
+    """Supervised tasks in a folder, in a published layout; without a folder those of `package_task`."""
 
     root: Text | None = option("the folder of all tasks; null: some of installed packages")
-    format: Literal[
-        "cl_benchmark", "superni", "alpaca", "fewshot_tsv", "trace", "messages", "jsonl", "csv"
-    ] = option("how the folder is laid out")
+    format: Layout = option("how the folder is laid out")
     columns: Mapping[str, str | None] = option("of jsonl and csv: columns of text, target, id, …")
     template: Mapping[str, Any] = option("how fields become a question, as in conf/domains/template")
     choices: Literal["auto", "none"] = option("a file's labels, else train's few answers; none: open")
@@ -244,8 +239,10 @@ class Tasks(Source):
             for name, split, path in find_files(Path(self.root), self.format) if self.root else ():
                 found.setdefault(name, []).append((split or "train", path))
         if self.root and not found:
-            where = f"root={self.root} has no data set in the layout format={self.format}"
-            raise ValueError(f"{where}; allowed: {', '.join(LAYOUTS)}")
+            allowed = ", ".join(get_args(Layout))
+            raise ValueError(
+                f"root={self.root} has no data set in the layout format={self.format}; allowed: {allowed}"
+            )
         return {name: each for name, each in found.items() if name != self.general}
 
     @property
@@ -287,13 +284,13 @@ class Tasks(Source):
 
     def read(self, name: str) -> Iterator[tuple[str, str]]:
         if name == GENERAL:
-            found = docstrings.read_general()
-            if folder := self.general_folder:
-                found = readers.read_folder(folder, GENERAL, column="text", document="auto")
-            yield from found
+            if (own := self.general_folder) is None:
+                yield from docstrings.read_general()
+            else:
+                yield from readers.read_folder(own, name, column="text", document="auto")
             return
         choices, dropped, task = self.choices_of(name), 0, self.task_of(name)
-        how: dict[str, Any] = {"task": task, "dataset": name, "seed": int(self.held_out["seed"])}
+        asked: dict[str, Any] = {"task": task, "dataset": name, "seed": int(self.held_out["seed"])}
         for split, number, record in self.records(name):
             given, source, span = record.id or f"{name}-{split}-{number}", "", (0, 0)
             if choices and record.target not in choices:
@@ -307,7 +304,7 @@ class Tasks(Source):
             if not record.turns:
                 if not record.target.strip():
                     raise ValueError(f"example {given} of {name} has no answer; needed: a text to learn")
-                source, span = self.prompt.ask(record.fields, choices=choices, **how)
+                source, span = self.prompt.ask(record.fields, choices=choices, **asked)
             example = Example(given, source, record.target, task, choices, span, record.turns)
             yield split, write_example(example)
         if dropped:

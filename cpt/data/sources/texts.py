@@ -15,28 +15,24 @@ from cpt.data.sources.docstrings import read_general, stamp_docs
 from cpt.data.sources.readers import files_of, kind, naming_file, read_folder, stamps
 
 log = logging.getLogger(__name__)
+Columns = Annotated[Mapping[str, Text], Allowed("{domain: column}")]
+Ignored = Annotated[TextList, Allowed("a list of names or patterns, like [README*]")]
 ENDTASKS = "endtasks"  # a folder of labelled examples (conf/endtask), which may lie among the domains
 
 
 @config
 class Texts(Source):
-    """Sub-folders of text files. `document` says what a document of a .txt or .md file is; `auto` takes a .md
-    file as one, and of .txt files the file where a domain has at least 20, else what blank lines separate,
-    else (no blank line among the first 10,000 of the first file) the line."""
+    """Sub-folders of text files. `document=auto` takes a .md file as one document, and of .txt files the file
+    where a domain has at least 20, else what blank lines separate, else (no blank line among the first 10,000
+    of the first file) the line."""
 
     root: Folder = option("the folder of all text")
     folder: Annotated[Text, Allowed("a folder below root")] = option("below root: the domains' sub-folders")
     column: Text = option("of .jsonl, .csv and .parquet files: the column of the text")
-    columns: Annotated[Mapping[str, Text], Allowed("{domain: column}")] | None = option(
-        "the same of some domains alone", default=None
-    )
-    document: Literal["file", "paragraph", "line", "auto"] = option(
-        "what a document of a .txt or .md file is"
-    )
+    columns: Columns | None = option("the same of some domains alone", default=None)
+    document: Literal["file", "paragraph", "line", "auto"] = option("a document of a .txt or .md file")
     general: Text | None = option("below root: the folder of the general text")
-    ignore: Annotated[TextList, Allowed("a list of names or patterns, like [README*]")] | None = option(
-        "what of these folders is not text: names or patterns", default=()
-    )
+    ignore: Ignored | None = option("names or patterns of what is not text", default=())
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,11 +69,8 @@ class Texts(Source):
                 raise ValueError(f"{unreadable[0]} cannot be read: permission denied")
             notes = [path for path in files if kind(path) == ".md"]
             if notes and len(notes) < len(files):
-                log.info(
-                    "%s: %s, one of %d .md files beside %d others, is read as text (or not: "
-                    "domains.ignore=[*.md])",
-                    *(folder, notes[0].relative_to(folder), len(notes), len(files) - len(notes)),
-                )
+                told = "%s: %s, one of %d .md files beside %d others, is read as text (domains.ignore=[*.md])"
+                log.info(told, folder, notes[0].relative_to(folder), len(notes), len(files) - len(notes))
         beside = (path for path in self.corpora.iterdir() if not (path.is_dir() or self.ignored(path)))
         if loose := sorted(path.name for path in beside if path.name[0] != "."):
             log.info("%s: %s: in no domain's folder and not read", self.corpora, ", ".join(loose[:5]))
@@ -87,8 +80,8 @@ class Texts(Source):
         if folder is None:
             yield from read_general()
             return
-        column, document = self.column_of(name), self.document
-        yield from read_folder(folder, name, column=column, document=document, ignored=self.ignored)
+        how: dict[str, Any] = {"column": self.column_of(name), "document": self.document}
+        yield from read_folder(folder, name, ignored=self.ignored, **how)
 
     def fingerprint(self, name: str) -> Any:
         folder = self.folder_of(name)

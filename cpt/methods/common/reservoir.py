@@ -21,24 +21,17 @@ BITS = {2: torch.int16, 4: torch.int32}
 
 
 def slot_of(objective: Objective, length: int) -> dict[str, Any]:
-    """The shape of a slot for rows of `length` tokens: input and decoder ids, scored positions, and whether
-    documents are isolated."""
+    """The arguments of a Reservoir for rows of `length` tokens under an objective."""
     source, target = objective.sides(length)
     slot = {"length": source, "target": target, "scored": objective.most(length)}
     return slot | ({"isolated": True} if objective.isolated else {})
 
 
 def bytes_per_sample(
-    *,
-    length: int,
-    scored: int,
-    width: int,
-    precision: str,
-    target: int | None = None,
-    isolated: bool = False,
+    *, length: int, scored: int, width: int, precision: str, target: int | None = None, isolated: bool = False
 ) -> int:
-    """Bytes of a slot: int32 ids of `length` tokens and of a decoder's `target`, labels, the documents of
-    tokens if `isolated` and the row's length; an int64 count; `scored` outputs of `width` numbers."""
+    """Bytes of a slot: int32 ids, labels, segments if `isolated` and a length; an int64 count; `scored`
+    outputs of `width` numbers."""
     ids = (2 * length if target is None else length + 2 * target) + length * isolated
     return 4 * ids + 12 + scored * width * PRECISIONS[precision].itemsize
 
@@ -52,21 +45,12 @@ def capacity(memory: int | None, memory_bytes: float | None, *, sample_bytes: in
     return int(memory_bytes // sample_bytes)
 
 
-def fill_row(row: Tensor, values: Tensor, filler: int) -> None:
-    """Writes values [t] into a row [T >= t], padded by a filler."""
-    row[: len(values)], row[len(values) :] = values, filler
-
-
 class Reservoir(nn.Module):
     """`samples` slots: a row of `length` ids with its labels, and outputs [scored, width] at its scored
-    positions, padded. For encoder-decoder models a slot has `target` decoder ids, and labels of these; `pad`
-    pads ids. With `isolated` documents a slot has the document of each token; `by_domain`, its domain.
+    positions, padded; `target` decoder ids; `isolated`: the document of each token; `by_domain`: the domain.
 
     Of w processes, r keeps its own samples in the slots r, r + w, r + 2w, ... and draws from these;
-    `seen[r]` counts the samples that it was offered. A state_dict gathers all slots (a collective); until
-    then the others' are stale. On resume with another number of processes, samples and counts are rebalanced,
-    so that each sample is as likely to be kept as before (but for one more slot in some processes where w
-    does not divide their number)."""
+    `seen[r]` counts the samples that it was offered. A state_dict gathers all slots (a collective)."""
 
     input_ids: Tensor
     decoder_input_ids: Tensor
@@ -115,15 +99,15 @@ class Reservoir(nn.Module):
     def slots(self) -> np.ndarray:
         """This process's slots; raises ValueError if there are fewer than processes."""
         rank, world = rank_and_world()
-        if len(self.lengths) < world:
-            told = f"the memory holds {len(self.lengths)} samples"
-            raise ValueError(f"{told}; allowed: one or more for each of {world} processes")
+        if (held := len(self.lengths)) < world:
+            raise ValueError(
+                f"the memory holds {held} samples; allowed: one or more for each of {world} processes"
+            )
         return np.arange(rank, len(self.lengths), world)
 
     @torch.no_grad()
     def count(self) -> int:
-        """The number of samples offered to this process. Rebalances the state of another number of processes:
-        filled slots to the front, so that each process has as many, and equal counts."""
+        """The samples offered to this process; rebalances a state of another number of processes."""
         rank, world = rank_and_world()
         if int((self.seen > 0).sum()) not in (0, world):
             order, total = (self.lengths == 0).int().argsort(stable=True), int(self.seen.sum())
@@ -152,8 +136,8 @@ class Reservoir(nn.Module):
             lengths = batch.get("attention_mask", torch.ones_like(ids)).sum(1)
             for slot, row in rows.items():
                 taken = batch["decoder_input_ids"][row] if self.decodes else None
-                mine = batch["segments"][row] if self.isolated else None
-                how = {"taken": taken, "segments": mine}
+                segments = batch["segments"][row] if self.isolated else None
+                how = {"taken": taken, "segments": segments}
                 self.put(slot, ids[row], labels[row], int(lengths[row]), parts[row], **how)
                 if self.by_domain:
                     self.domains[slot] = domain
@@ -174,19 +158,17 @@ class Reservoir(nn.Module):
         of a skipped step, are ignored."""
         if not outputs.isfinite().all():
             return
-        fill_row(self.input_ids[slot], ids, self.pad)
-        fill_row(self.labels[slot], labels, UNSCORED)
-        if taken is not None:
-            fill_row(self.decoder_input_ids[slot], taken, self.pad)
-        if segments is not None:
-            fill_row(self.segments[slot], segments, PADDING)
+        rows = [(self.input_ids, ids, self.pad), (self.labels, labels, UNSCORED)]
+        rows += [] if taken is None else [(self.decoder_input_ids, taken, self.pad)]
+        rows += [] if segments is None else [(self.segments, segments, PADDING)]
+        for buffer, values, filler in rows:
+            buffer[slot, : len(values)], buffer[slot, len(values) :] = values, filler
         self.lengths[slot] = length
         limit, missing = torch.finfo(self.outputs.dtype).max, self.outputs.shape[1] - len(outputs)
         self.outputs[slot] = functional.pad(outputs.float().clamp(-limit, limit), (0, 0, 0, missing))
 
     def draw(self, count: int, *, purpose: str, domain: int | None = None) -> Tensor:
-        """Up to `count` distinct filled slots of this process, uniform, of a domain or of all; the purpose
-        seeds the draw."""
+        """Up to `count` distinct filled slots of this process, of a domain or all, by the purpose."""
         stream = key(self.seed, purpose, *rank_and_world(), self.count())
         own = torch.from_numpy(self.slots())
         own = own if domain is None else own[self.domains[own] == domain]
@@ -218,11 +200,9 @@ class Reservoir(nn.Module):
         super()._save_to_state_dict(*args, **kwargs)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Reservoir":
-        # Outputs are moved but never cast: double() or Lightning's true half precision would change them. The
-        # other buffers stay on the CPU, where reads wait for no GPU.
+        # Outputs are moved but never cast; the other buffers stay on the CPU, where reads wait for no GPU.
         def moved(buffer: Tensor) -> Tensor:
-            if buffer is not self.outputs:
-                return buffer
-            return fn(buffer.view(BITS[buffer.itemsize])).view(buffer.dtype)
+            bits = BITS[buffer.itemsize] if buffer is self.outputs else None
+            return buffer if bits is None else fn(buffer.view(bits)).view(buffer.dtype)
 
         return super()._apply(moved, recurse)

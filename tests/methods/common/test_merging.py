@@ -1,14 +1,14 @@
 """The rules of merging against their papers' formulas, written out over all domains at once."""
 
 import math
+from typing import get_args
 
 import pytest
 import torch
 
 from cpt.core.randomness import key
-from cpt.methods.common.options import RULES
 from cpt.methods.merge import Ended, Merged, drop_entries, slerp
-from cpt.methods.options import MergingOptions
+from cpt.methods.options import MergeOptions, Rule
 
 SHAPES = {"a.weight": (7, 5), "a.bias": (5,), "b.weight": (3, 4)}
 TIES = {"density": 0.2, "trimmed": "model", "start": "base", "estimator": "per_sample"}
@@ -26,7 +26,7 @@ FISHERS = [{name: each.square() for name, each in draw(seed).items()} for seed i
 
 
 def options(**chosen):
-    return MergingOptions(**{**OPTIONS, **chosen})
+    return MergeOptions(**{**OPTIONS, **chosen})
 
 
 def merge(ends=ENDS, *, fishers=FISHERS, began=None, **chosen):
@@ -49,13 +49,13 @@ def of_each(function, *stacks):
     }
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", get_args(Rule))
 def test_one_domain_gives_its_weights(rule):
     found = merge(ENDS[:1], rule=rule, density=1.0, drop=0.0)
     assert_close(found, ENDS[0])
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", get_args(Rule))
 def test_domains_that_end_alike_give_what_they_ended_with(rule):
     scale = 1 / 3 if rule in ("task_arithmetic", "dare") else 1.0
     found = merge([ENDS[0]] * 3, rule=rule, density=1.0, drop=0.0, scale=scale)
