@@ -1,4 +1,4 @@
-"""Memory that the system takes back, and what tells how much there is."""
+"""Memory that the system takes back, what tells how much there is, and how threads wait."""
 
 import ctypes
 import subprocess
@@ -8,12 +8,15 @@ import psutil
 import pytest
 import torch
 
+from cpt.core import processes
 from cpt.core.memory import forget_peak, give_back, peak
+from cpt.core.processes import SLEEPING, SPINNING, choose_spins
 
 PIECE, PIECES = 2**16, 2000  # floats take four times that; a piece is small enough for the heap
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what a process holds")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what a process holds")
 
 
+@linux
 def test_what_is_free_below_something_that_lives_is_given_back():
     pieces = [torch.ones(PIECE // 4) for _ in range(PIECES)]
     last = pieces.pop()
@@ -24,16 +27,18 @@ def test_what_is_free_below_something_that_lives_is_given_back():
     assert last.sum() == PIECE // 4
 
 
+@linux
 def test_the_peak_is_that_of_what_comes():
-    forget_peak(torch.device("cpu"))
-    low = peak(torch.device("cpu"))
+    cpu = torch.device("cpu")
+    forget_peak(cpu)
+    low = peak(cpu)
     block = torch.ones(50_000_000)
-    assert peak(torch.device("cpu")) >= low + 190_000_000
+    assert peak(cpu) >= low + 190_000_000
     del block
     give_back()
-    assert peak(torch.device("cpu")) >= low + 190_000_000
-    forget_peak(torch.device("cpu"))
-    assert peak(torch.device("cpu")) < low + 100_000_000
+    assert peak(cpu) >= low + 190_000_000
+    forget_peak(cpu)
+    assert peak(cpu) < low + 100_000_000
 
 
 KEEPING = """
@@ -50,11 +55,32 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+@linux
+@pytest.mark.slow
 def test_what_a_step_frees_is_there_for_the_next_one():
     if not hasattr(ctypes.CDLL(None), "mallopt"):
         pytest.skip("the C library does not let its heap be adjusted")
-    faults = {
-        how: int(subprocess.run([sys.executable, "-c", KEEPING, how], capture_output=True, check=True).stdout)
+    command = [sys.executable, "-c", KEEPING]
+    keep, leave = (
+        int(subprocess.run([*command, how], capture_output=True, check=True).stdout)
         for how in ("keep", "leave")
-    }
-    assert faults["keep"] < 100 < faults["leave"]
+    )
+    assert keep < 100 < leave
+
+
+@pytest.mark.parametrize(
+    ("running", "given", "spins"),
+    [
+        *((1, "", SPINNING), (3, "", SPINNING), (4, "", SLEEPING), (9, "", SLEEPING)),
+        *((4, "1", SPINNING), (4, "2", SLEEPING), (4, "many", SLEEPING), (None, "", SLEEPING)),
+    ],
+)
+def test_threads_spin_where_each_has_a_core(running, given, spins, monkeypatch, tmp_path):
+    """On a machine of four cores, of which the process may use two, with this many running threads."""
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    monkeypatch.setattr(processes, "cores", lambda: 2)
+    monkeypatch.setattr(processes.os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(processes, "LOAD", tmp_path / "loadavg")
+    if running is not None:
+        processes.LOAD.write_text(f"0.20 0.18 0.12 {running}/80 11206\n")
+    assert choose_spins() == spins

@@ -1,10 +1,17 @@
-"""What Hydra is given of a sweep's arguments."""
+"""What Hydra is given of a sweep's arguments, and the terminal line of a sweep."""
 
+import io
 import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from cpt.core.heartbeat import Heartbeat, utc_now
+from cpt.sweeps import launcher
 from cpt.sweeps.arguments import check_choices, leave_to_jobs
+from cpt.sweeps.launcher import SweepLine, fit_jobs, job_progress
 
 
 @pytest.mark.parametrize(
@@ -12,62 +19,91 @@ from cpt.sweeps.arguments import check_choices, leave_to_jobs
     [
         ("-m method=lora,olora method.rate=1", "-m method=lora,olora method.rate=choice(1)"),
         (
-            "--multirun method=lora,olora method.targets=[query,value]",
-            "--multirun method=lora,olora method.targets=choice([query,value])",
+            "--multirun method=lora,olora method.t=[a]",
+            "--multirun method=lora,olora method.t=choice([a])",
         ),
         ("-m method=choice(lora,olora) method.rate=1", "-m method=choice(lora,olora) method.rate=choice(1)"),
         ("-m mask=migu,mofo mask.migu.threshold=0.5", "-m mask=migu,mofo mask.migu.threshold=choice(0.5)"),
+        ("method=lora method.rate=1", None),
+        ("-m method=lora method.rate=1", None),
+        ("-m method=lora,olora seed=1 trainer.steps=2 +method.mine=1 ~method.rate", None),
+        ("-m method=lora,olora method.rate=1,3", None),
+        ("-m method=lora,olora method.rate= method.=(", None),
+        ("-m seed=0,1 method.rate=1", None),
     ],
 )
-def test_options_of_a_swept_group_are_left_to_the_jobs(given, taken):
-    assert leave_to_jobs(given.split()) == taken.split()
+def test_options_of_a_swept_group_are_left_to_the_jobs_and_all_else_stays(given, taken):
+    assert leave_to_jobs(given.split()) == (taken or given).split()
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        "method=lora method.rate=1",
-        "-m method=lora method.rate=1",
-        "-m method=lora,olora seed=1 trainer.steps=2 +method.mine=1 ~method.rate",
-        "-m method=lora,olora method.rate=1,3",
-        "-m method=lora,olora method.rate= method.=(",
-        "-m seed=0,1 method.rate=1",
-    ],
-)
-def test_all_else_stays_as_it_is(given):
-    assert leave_to_jobs(given.split()) == given.split()
+WRONG = "optim=[null] optim=5 experiment=null mask=true mask=[migu,5] +schedule=[[linear]] schedule=[{}]"
+FINE = "mask=[migu,mofo] order=[law] order=[1,2] -m a=( optim=adamw ~experiment optim={lr:1} mask=migu,mofo"
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        "optim=[null]",
-        "optim=5",
-        "experiment=null",
-        "mask=true",
-        "mask=[migu,5]",
-        "+schedule=[[linear]]",
-        "schedule=[{}]",
-    ],
-)
-def test_a_choice_that_is_no_name_is_refused(given):
-    with pytest.raises(ValueError, match=rf"{re.escape(given)}; allowed: a choice of conf/\w+, or a list"):
-        check_choices(["seed=1", given])
+def test_a_choice_that_is_no_name_is_refused_and_all_others_are_left_to_hydra():
+    for given in WRONG.split():
+        with pytest.raises(ValueError, match=rf"{re.escape(given)}; allowed: a choice of conf/\w+"):
+            check_choices(["seed=1", given])
+    check_choices(FINE.split())
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        "mask=[migu,mofo]",
-        "order=[law,food]",
-        "order=[1,2]",
-        "-m",
-        "a=(",
-        "optim=adamw",
-        "~experiment",
-        "optim={lr: 1}",
-        "mask=migu,mofo",
-    ],
-)
-def test_all_others_are_left_to_hydra(given):
-    check_choices([given])
+LAW = ("#3 learning law (1/3) 20 %", " 1:02:03")
+BASE = ("#4 starting", "")
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5, 30])
+def test_it_is_never_wider_than_the_terminal_and_times_are_whole(count):
+    for room in range(-3, 120):
+        text = fit_jobs([LAW] * count, room)
+        assert len(text) <= max(0, room)
+        if count and room >= 19 * count:
+            assert text.count("1:02:03") == count
+    assert fit_jobs([LAW, BASE], 60) == "#3 learning law (1/3) 20 % 1:02:03 | #4 starting"
+    assert fit_jobs([LAW, BASE], 40) == "#3 learni… 1:02:03 | #4 starting"
+
+
+def job(folder: Path, **given):
+    """A job that has just begun, with a heartbeat in its folder."""
+    made = SimpleNamespace(number=3, folder=folder, began=utc_now())
+    Heartbeat(**{"state": "running", "began": utc_now(), **given}).write(folder)
+    return made
+
+
+def test_the_time_is_the_run_s_or_as_far_as_it_is_known(tmp_path):
+    at = {"phase": "learning law", "stage": 1, "stages": 3, "step": 3, "steps": 10, "phase_eta_s": 7.0}
+    what = "#3 learning law (1/3) 30 %"
+    assert job_progress(job(tmp_path, **at, run_eta_s=61.0)) == (what, " 1:01")
+    assert job_progress(job(tmp_path, **at, run_eta_s=61.0, untimed=["probes"])) == (what, " 1:01+")
+    assert job_progress(job(tmp_path, **at)) == (what, " 0:07+")
+    assert job_progress(job(tmp_path, state="waiting", phase="x", why="x")) == ("#3 waiting", "")
+    assert job_progress(job(tmp_path, state="finished")) == ("#3 ending", "")
+    earlier = job(tmp_path, state="preempted", written="2026-01-01T00:00:00Z")
+    assert job_progress(earlier) == ("#3 starting", "")
+    (tmp_path / "progress.json").write_text("{")
+    assert job_progress(earlier) == ("#3 starting", "")
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_has_the_line_and_a_file_nothing(tmp_path, monkeypatch):
+    running = [job(tmp_path, phase="learning law", stage=1, stages=3, step=3, steps=10, run_eta_s=61.0)]
+    written = {}
+    for kind in (Terminal, io.StringIO):
+        monkeypatch.setattr(sys, "stderr", written.setdefault(kind, kind()))
+        told = SweepLine(4)
+        told.refresh(running)
+        told.bar.update()
+        running[0].folder = tmp_path / "moved"  # is looked at again after a while only
+        told.refresh(running)
+        monkeypatch.setattr(launcher, "REFRESH_S", 0.0)
+        told.refresh(running)
+        told.bar.close()
+        monkeypatch.undo()
+        running[0].folder = tmp_path
+    assert written[io.StringIO].getvalue() == ""
+    lines = [each.strip() for each in written[Terminal].getvalue().split("\r") if "#3" in each]
+    assert lines[0] == "0/4 jobs [00:00<?], #3 learning law (1/3) 30 % 1:01"
+    assert "#3 learning law" in lines[-3] and "#3 starting" in lines[-1]

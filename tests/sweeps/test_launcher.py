@@ -1,3 +1,5 @@
+"""Jobs of a sweep as processes of their own, what each gets of the machine, and what is told of them."""
+
 import importlib.util
 import json
 import os
@@ -7,26 +9,24 @@ import subprocess
 import sys
 import time
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from shutil import copytree
 from subprocess import CompletedProcess
 from types import SimpleNamespace
 
 import pytest
-from hydra.core.plugins import Plugins
 from omegaconf import OmegaConf
 
 from cpt.core.preemption import GO_ON
 from cpt.status import read_statuses
 from cpt.sweeps.jobs import divide_machine, visible_gpus
 from cpt.sweeps.launcher import ProcessLauncher, stop_jobs
+from tests.conftest import ROOT
+from tests.support.processes import is_there
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 CORES = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
-linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc, prctl")
 
 APP = """
 import atexit, json, os, signal, subprocess, sys, time
@@ -41,7 +41,7 @@ from omegaconf import OmegaConf
 
 class Searcher(BasicSweeper):
     def sweep(self, arguments):
-        batch = [[f"x={x}", *arguments] for x in (1, 2, 1)]
+        batch = [[f"x={x}", f"kind={'refuse' if x == 3 else 'done'}", *arguments] for x in (1, 2, 1, 3)]
         returns = self.launcher.launch(batch, initial_job_idx=0)
         Path("returns.json").write_text(json.dumps([(r.status.name, str(r._return_value)) for r in returns]))
 
@@ -107,11 +107,11 @@ def environment(**variables) -> dict[str, str]:
     return kept | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error", "CUDA_VISIBLE_DEVICES": ""} | variables
 
 
-def sweep(app: Path, *arguments: str, seconds: float = 30, **variables: str) -> CompletedProcess[str]:
-    command = [sys.executable, "app.py", "-m", *arguments]
-    return subprocess.run(
-        command, cwd=app, env=environment(**variables), capture_output=True, text=True, timeout=seconds
-    )
+def sweep(
+    app: Path, *arguments: str, program: tuple = ("app.py",), **variables: str
+) -> CompletedProcess[str]:
+    command, options = [sys.executable, *program, "-m", *arguments], {"capture_output": True, "text": True}
+    return subprocess.run(command, cwd=app, env=environment(**variables), timeout=120, **options)
 
 
 def seen(app: Path) -> list[dict]:
@@ -119,116 +119,60 @@ def seen(app: Path) -> list[dict]:
     return [json.loads(path.read_text()) for path in sorted(app.glob("outputs/app/*/seen.json"))]
 
 
-@pytest.fixture(scope="module")
-def four(tmp_path_factory):
+def test_failures_stop_no_other_job_and_all_is_told(app):
     """Four jobs, two at once; the first raises and the third is killed."""
-    app = write_app(tmp_path_factory.mktemp("four"))
-    return app, sweep(app, "kind=raise,done,kill,other", "hydra.launcher.jobs=2")
-
-
-def test_failures_stop_no_other_job(four):
-    app, process = four
+    process = sweep(app, "kind=raise,done,kill,other", "hydra.launcher.jobs=2")
     assert process.returncode == 1
-    assert len(seen(app)) == 2
     assert process.stderr.splitlines() == ["cpt: 2 of 4 jobs failed: #0 kind=raise, #2 kind=kill"]
-
-
-def test_it_ends_with_how_many_jobs_ended_how_and_why_they_failed(four):
-    _, process = four
-    assert re.fullmatch(
-        r"4 jobs: 2 finished, 2 failed\n"
-        r"#0 kind=raise: failed \(exit 1\): RuntimeError: boom \(outputs/app/\S*kind-raise/console.log\)\n"
-        r"#2 kind=kill: failed \(signal 9, Killed; perhaps for want of memory\): before the end, kind kill "
-        r"\(outputs/\S*/console.log\)\n"
-        r"compare: python -m cpt.report outputs/app",
-        "\n".join(process.stdout.splitlines()[-4:]),
-    )
-
-
-def test_the_folders_of_a_sweep_say_how_their_jobs_ended(four):
-    app, _ = four
-    found = {
-        each.run.rpartition("kind-")[2]: (each.state, each.why) for each in read_statuses([app / "outputs"])
-    }
-    assert found["raise"] == ("failed", "(exit 1): RuntimeError: boom")
-    assert found["kill"] == (
-        "failed",
-        "(signal 9, Killed; perhaps for want of memory): before the end, kind kill",
-    )
-    (queue,) = app.glob("outputs/sweep.json")
-    assert len(json.loads(queue.read_text())["runs"]) == 4
-
-
-def test_start_and_end_are_reported(four):
-    _, process = four
+    total, *failed, compare = process.stdout.splitlines()[-4:]
+    assert (total, compare) == ("4 jobs: 2 finished, 2 failed", "compare: python -m cpt.report outputs/app")
+    boom, last = "(exit 1): RuntimeError: boom", "before the end, kind kill"
+    killed = rf"(signal 9, Killed; perhaps for want of memory): {last}"
+    assert failed[0].startswith(f"#0 kind=raise: failed {boom} (outputs/app/")
+    assert failed[1].startswith(f"#2 kind=kill: failed {killed} (outputs/app/")
     assert re.search(r"^#1 kind=done: started, outputs/app/.*/console.log$", process.stdout, re.MULTILINE)
     assert re.search(r"^#1 kind=done: finished in \d+ s$", process.stdout, re.MULTILINE)
-
-
-def test_jobs_are_processes_without_the_sweep(four):
-    app, _ = four
+    found = {each.run.rpartition("kind-")[2]: each for each in read_statuses([app / "outputs"])}
+    assert (found["raise"].state, found["raise"].why) == ("failed", boom)
+    assert (found["kill"].state, found["kill"].why) == ("failed", killed)
+    (queue,) = app.glob("outputs/sweep.json")
+    assert len(json.loads(queue.read_text())["runs"]) == 4
     jobs = seen(app)
     assert len({job["pid"] for job in jobs}) == 2
     assert [job["argv"][1:] for job in jobs] == [
         ["hydra.launcher.jobs=2", f"kind={kind}", "hydra.mode=RUN"] for kind in ("done", "other")
     ]
-
-
-def test_threads_are_divided(four):
-    app, _ = four
-    env = seen(app)[0]["env"]
-    half = str(max(1, CORES // 2))
+    env, half = jobs[0]["env"], str(max(1, CORES // 2))
     assert (env["OMP_NUM_THREADS"], env["MKL_NUM_THREADS"], env["OMP_WAIT_POLICY"]) == (half, half, "PASSIVE")
 
 
-def test_no_more_jobs_at_once_than_asked(app):
-    assert sweep(app, "x=1,2,3", "hydra.launcher.jobs=1").returncode == 0
-    spans = sorted((job["begun"], job["done"]) for job in seen(app))
-    assert len(spans) == 3
-    assert all(before[1] <= after[0] for before, after in pairwise(spans))
+def test_jobs_overlap_but_no_more_at_once_than_asked(app):
+    assert sweep(app, "x=1,2,3", "hydra.launcher.jobs=2").returncode == 0
+    one, two, three = sorted((job["begun"], job["done"]) for job in seen(app))
+    assert two[0] < one[1] and three[0] >= min(one[1], two[1])
 
 
-def test_jobs_overlap(app):
-    assert sweep(app, "x=1,2", "hydra.launcher.jobs=2").returncode == 0
-    first, second = seen(app)
-    assert max(first["begun"], second["begun"]) < min(first["done"], second["done"])
-
-
-def test_overrides_survive_and_user_threads_stay(app):
-    arguments = (
-        "order=[b,'a c'],[c]",
-        "name='a b, \"c\"'",
-        "+extra={k: [1, 2]}",
-        "hydra.run.dir='outputs/app/${order}'",
-    )
-    assert sweep(app, *arguments, OMP_NUM_THREADS="7").returncode == 0
+def test_overrides_flags_and_threads_of_the_user_reach_the_jobs(app):
+    """Of a program that is started as a module, whose jobs are as well."""
+    (app / "more").mkdir()
+    (app / "more/other.yaml").write_text(CONFIG + "\nonly_here: 1\n")
+    arguments = ["-cd", "more", "--config-name=other", "order=[b,'a c'],[c]", "name='a b, \"c\"'"]
+    arguments += ["+extra={k: [1, 2]}", "hydra.run.dir='outputs/app/${order}'"]
+    process = sweep(app, *arguments, program=("-m", "app"), OMP_NUM_THREADS="7")
+    assert process.returncode == 0, process.stderr
     jobs = seen(app)
     assert [job["order"] for job in jobs] == [["b", "a c"], ["c"]]
     assert {job["name"] for job in jobs} == {'a b, "c"'}
     assert {job["env"]["OMP_NUM_THREADS"] for job in jobs} == {"7"}
 
 
-def test_flags_and_hydra_overrides_reach_the_jobs(app):
-    (app / "more").mkdir()
-    (app / "more/other.yaml").write_text(CONFIG + "\nonly_here: 1\n")
-    process = sweep(app, "-cd", "more", "--config-name=other", "hydra.run.dir=outputs/app/${x}", "x=1,2")
-    assert process.returncode == 0, process.stderr
-    assert sorted(path.name for path in app.glob("outputs/app/*")) == ["1", "2"]
-    assert len(seen(app)) == 2
-
-
 def test_a_searching_sweeper_gets_objectives_and_failures(app):
     """Equal jobs are run once."""
     assert sweep(app, "hydra/sweeper=searcher").returncode == 0
-    assert json.loads((app / "returns.json").read_text()) == [
-        ["COMPLETED", "0.5"],
-        ["COMPLETED", "1.0"],
-        ["COMPLETED", "0.5"],
-    ]
+    *fine, failed = json.loads((app / "returns.json").read_text())
+    assert fine == [["COMPLETED", "0.5"], ["COMPLETED", "1.0"], ["COMPLETED", "0.5"]]
+    assert failed[0] == "FAILED" and "x=3 kind=refuse: failed (exit 1): cpt: no" in failed[1]
     assert len(seen(app)) == 2
-    assert sweep(app, "hydra/sweeper=searcher", "kind=refuse").returncode == 0
-    failures = json.loads((app / "returns.json").read_text())
-    assert failures[0] == ["FAILED", "#0 x=1: failed (exit 1): cpt: no"]
 
 
 def test_console_is_appended_and_last_words_are_of_this_start(app):
@@ -239,33 +183,11 @@ def test_console_is_appended_and_last_words_are_of_this_start(app):
     assert console.read_text() == "before the end, kind kill\n"
 
 
-def test_a_module_starts_its_jobs_as_a_module(app):
-    command = [sys.executable, "-m", "app", "-m", "x=1"]
-    assert subprocess.run(command, cwd=app, env=environment(), stdout=subprocess.DEVNULL).returncode == 0
-    assert len(seen(app)) == 1
-
-
 def test_jobs_that_share_a_folder_are_refused(app):
     process = sweep(app, "x=1,2", "hydra.run.dir=outputs/one")
     assert process.returncode == 1
-    assert re.fullmatch(
-        r"cpt: '#0 x=1' and '#1 x=2' have one hydra.run.dir, outputs/one; allowed: one each\n", process.stderr
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "package"), [("slurm_local", "hydra_submitit_launcher"), ("ray_jobs", "hydra_ray_launcher")]
-)
-def test_other_launchers_on_this_machine(app, name, package):
-    if not importable(f"hydra_plugins.{package}"):
-        pytest.skip(f"needs {package.replace('_', '-')}, an extra")
-    arguments = (f"hydra/launcher={name}", "kind=raise,done", "x=3")
-    process = sweep(app, *arguments, PYTHONWARNINGS="default", seconds=120)
-    assert process.returncode == 1, process.stderr
-    assert process.stderr.splitlines()[-1] == "cpt: 1 of 2 jobs failed: #0 kind=raise"
-    (job,) = seen(app)
-    assert job["argv"][1:] == [arguments[0], "kind=done", "x=3", "hydra.mode=RUN"]
-    assert "RuntimeError: boom (outputs/app/" in process.stdout
+    assert process.stderr.startswith("cpt: '#0 x=1' and '#1 x=2' have one hydra.run.dir, outputs/one")
+    assert process.stderr.count("\n") == 1
 
 
 def importable(name: str) -> bool:
@@ -275,10 +197,19 @@ def importable(name: str) -> bool:
         return False
 
 
-def running(pid: int) -> bool:
-    """Whether a process exists and is not a zombie that nobody has waited for."""
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+@pytest.mark.parametrize(
+    ("name", "package"), [("slurm_local", "hydra_submitit_launcher"), ("ray_jobs", "hydra_ray_launcher")]
+)
+def test_other_launchers_on_this_machine(app, name, package):
+    if not importable(f"hydra_plugins.{package}"):
+        pytest.skip(f"needs {package.replace('_', '-')}, an extra")
+    arguments = (f"hydra/launcher={name}", "kind=raise,done", "x=3")
+    process = sweep(app, *arguments, PYTHONWARNINGS="default")
+    assert process.returncode == 1, process.stderr
+    assert process.stderr.splitlines()[-1] == "cpt: 1 of 2 jobs failed: #0 kind=raise"
+    (job,) = seen(app)
+    assert job["argv"][1:] == [arguments[0], "kind=done", "x=3", "hydra.mode=RUN"]
+    assert "RuntimeError: boom (outputs/app/" in process.stdout
 
 
 def wait_until(condition, *, seconds: float = 15) -> bool:
@@ -288,28 +219,29 @@ def wait_until(condition, *, seconds: float = 15) -> bool:
     return condition()
 
 
-def started_and_sent(app: Path, number: int) -> tuple[int, list[dict]]:
-    """The exit code of a sweep of two waiting jobs that got a signal, and the jobs."""
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc, prctl")
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.campaign), signal.SIGTERM, signal.SIGKILL]
+)
+def test_jobs_end_with_their_sweep(app, number):
+    """With their helpers, where the sweep could do something about it."""
     command = [sys.executable, "app.py", "-m", "x=1,2", "kind=wait", "hydra.launcher.jobs=2"]
-    heed = partial(
-        signal.signal, signal.SIGINT, signal.SIG_DFL
-    )  # a shell's background job inherits a deaf ear
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background job is deaf to it
     options = {"cwd": app, "env": environment(), "stdout": subprocess.DEVNULL, "preexec_fn": heed}
     with subprocess.Popen(command, **options) as process:
         assert wait_until(lambda: len(list(app.glob("outputs/app/*/seen.json"))) == 2)
         time.sleep(0.2)
         process.send_signal(number)
-    return process.returncode, seen(app)
-
-
-@linux
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_jobs_and_their_helpers(app, number):
-    code, jobs = started_and_sent(app, number)
-    assert code == GO_ON
-    pids = [job[key] for job in jobs for key in ("pid", "helper")]
-    assert len(pids) == 4
-    assert not any(map(running, pids))
+    jobs = seen(app)
+    helpers, pids = ([job[key] for job in jobs] for key in ("helper", "pid"))
+    assert len(pids) == 2
+    if number == signal.SIGKILL:
+        for helper in helpers:
+            os.kill(helper, signal.SIGKILL)
+        assert process.returncode == -signal.SIGKILL
+        assert wait_until(lambda: not any(map(is_there, pids)))
+    else:
+        assert process.returncode == GO_ON and not any(map(is_there, pids + helpers))
 
 
 def test_jobs_get_the_signal_that_their_sweep_got():
@@ -321,30 +253,14 @@ def test_jobs_get_the_signal_that_their_sweep_got():
         assert told == [first, signal.SIGKILL]
 
 
-@linux
-def test_jobs_end_with_a_killed_sweep(app):
-    code, jobs = started_and_sent(app, signal.SIGKILL)
-    for job in jobs:
-        os.kill(job["helper"], signal.SIGKILL)
-    assert code == -signal.SIGKILL
-    assert wait_until(lambda: not any(running(job["pid"]) for job in jobs))
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"jobs": 0}, {"jobs": -1}, {"threads": 0}, {"jobs": "two"}, {"threads": 1.5}, {"jobs": True}]
-)
+@pytest.mark.parametrize("wrong", [{"jobs": 0}, {"threads": 1.5}, {"jobs": "two"}, {"jobs": True}])
 def test_wrong_numbers_are_refused_in_one_line(wrong, capsys):
     ((name, value),) = wrong.items()
     launcher = ProcessLauncher(**{"jobs": None, "threads": None, **wrong})
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(SystemExit, match="^1$"):
         launcher.setup(hydra_context=None, task_function=None, config=None)
-    assert end.value.code == 1
-    assert capsys.readouterr().err == f"cpt: hydra.launcher.{name}={value}; allowed: null, 1, 2, …\n"
-
-
-def test_it_is_registered_where_hydra_looks():
-    target = OmegaConf.load(ROOT / "conf/hydra/launcher/processes.yaml")._target_
-    assert Plugins.instance().class_name_to_class[target] is ProcessLauncher
+    said = capsys.readouterr().err
+    assert said.startswith(f"cpt: hydra.launcher.{name}={value}; allowed: ") and said.count("\n") == 1
 
 
 @pytest.fixture
@@ -364,72 +280,37 @@ def machine(monkeypatch, tmp_path):
     return equip
 
 
-def plans(number: int, **trainer) -> list:
-    return [OmegaConf.create({"trainer": trainer})] * number
+def divided(name: str, number: int, *, jobs=None, threads=None, waiting=None, **trainer) -> list:
+    """What of this name each place on the machine has, where so many jobs are to run."""
+    plans = [OmegaConf.create({"trainer": trainer})] * number
+    given = {} if waiting is None else {"waiting": waiting}
+    return [each.get(name) for each in divide_machine(plans, jobs=jobs, threads=threads, **given)]
 
 
-@pytest.mark.parametrize(
-    ("trainer", "jobs", "gpus"),
-    [
-        ({"devices": 1}, None, ["0", "1", "2", "3"]),
-        ({"devices": 2}, None, ["0,1", "2,3"]),
-        ({"devices": 3}, None, ["0,1,2"]),
-        ({"devices": "auto"}, None, ["0,1,2,3"]),
-        ({}, None, ["0,1,2,3"]),
-        ({"devices": [1, 2]}, None, ["0,1,2,3"]),
-        ({"devices": 1}, 5, ["0", "1", "2", "3", "0"]),
-    ],
-)
-def test_gpus_are_divided(machine, trainer, jobs, gpus):
+def test_gpus_are_divided(machine, monkeypatch):
     machine(4)
-    assert [
-        place["CUDA_VISIBLE_DEVICES"]
-        for place in divide_machine(plans(9, **trainer), jobs=jobs, threads=None)
-    ] == gpus
-
-
-def test_only_given_gpus_are_used(machine, monkeypatch):
-    machine(4)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-7")
-    places = divide_machine(plans(9, devices=1), jobs=None, threads=None)
-    assert [place["CUDA_VISIBLE_DEVICES"] for place in places] == ["3", "GPU-7"]
+    share = partial(divided, "CUDA_VISIBLE_DEVICES", 9)
+    assert share(devices=1) == ["0", "1", "2", "3"] and share(devices=2) == ["0,1", "2,3"]
+    assert share(devices=3) == ["0,1,2"]
+    assert share() == share(devices="auto") == share(devices=[1, 2]) == ["0,1,2,3"]
+    assert share(devices=1, jobs=5) == ["0", "1", "2", "3", "0"]
+    assert share(devices=1, accelerator="cpu") == [None] * 8
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-7")  # only these are used
+    assert share(devices=1) == ["3", "GPU-7"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     assert visible_gpus() == []
 
 
-@pytest.mark.parametrize(
-    ("number", "trainer", "jobs", "count", "threads"),
-    [
-        (9, {"devices": 1}, None, 8, "1"),
-        (3, {"devices": 1}, None, 3, "2"),
-        (9, {"devices": 1}, 2, 2, "4"),
-        (9, {"devices": 2}, None, 4, "1"),
-        (9, {"devices": "auto"}, 2, 2, "4"),
-    ],
-)
-def test_cores_are_divided(machine, number, trainer, jobs, count, threads):
-    places = divide_machine(plans(number, **trainer), jobs=jobs, threads=None)
-    assert [place["OMP_NUM_THREADS"] for place in places] == [threads] * count
-    assert all("CUDA_VISIBLE_DEVICES" not in place for place in places)
-
-
-@pytest.mark.parametrize(("waiting", "count"), [(9, 4), (3, 3), (1, 1)])
-def test_what_goes_on_later_has_the_threads_that_it_would_have_had(machine, waiting, count):
-    places = divide_machine(plans(9, devices=1), jobs=4, threads=None, waiting=waiting)
-    assert [place["OMP_NUM_THREADS"] for place in places] == ["2"] * count
-
-
-def test_threads_that_the_user_has_set_stay(machine, monkeypatch):
+def test_cores_are_divided_and_threads_that_the_user_has_set_stay(machine, monkeypatch):
+    share = partial(divided, "OMP_NUM_THREADS")
+    assert share(9, devices=1) == ["1"] * 8 and share(3, devices=1) == ["2"] * 3
+    assert share(9, devices=2) == ["1"] * 4
+    assert share(9, devices=1, jobs=2) == share(9, devices="auto", jobs=2) == ["4"] * 2
+    for waiting, count in ((9, 4), (3, 3), (1, 1)):  # what goes on later has what it would have had
+        assert share(9, devices=1, jobs=4, waiting=waiting) == ["2"] * count
+    assert divided("CUDA_VISIBLE_DEVICES", 2, devices=1) == [None] * 2
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert divide_machine(plans(1), jobs=None, threads=None) == [{}]
-
-
-def test_jobs_on_the_cpu_leave_gpus_alone(machine):
-    machine(1)
-    assert len(divide_machine(plans(9, devices=1, accelerator="cpu"), jobs=None, threads=None)) == 8
-
-
-def test_given_threads_win_and_one_process_may_spin(machine, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    (place,) = divide_machine(plans(9, devices=1), jobs=1, threads=3)
-    assert place == {"OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "3"}
+    assert divide_machine([OmegaConf.create({"trainer": {}})], jobs=None, threads=None) == [{}]
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # those given to the launcher win
+        assert divided(name, 9, devices=1, jobs=1, threads=3) == ["3"]
+    assert divided("OMP_WAIT_POLICY", 9, devices=1, jobs=1, threads=3) == [None]
