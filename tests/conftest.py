@@ -34,33 +34,19 @@ VOCABULARIES = {
     "food": "we ordered fresh pasta with basil and the waiter brought warm bread and a sweet lemon dessert",
     "space": "a telescope measures faint light from distant galaxies whose dust hides young massive stars",
 }
-SMALL = [
-    "model.length=16",
-    "model.vocabulary=300",
-    "model.config.hidden_size=32",
-    "model.config.intermediate_size=48",
-    "model.config.num_hidden_layers=2",
-    "model.config.num_attention_heads=2",
-    "model.base.steps=6",
-    "model.base.batch_size=8",
-    "trainer.steps=6",
-    "trainer.batch_size=8",
-    "trainer.eval_batch_size=16",
-    "trainer.probe_samples=16",
-    "trainer.checkpoint_every=2",
-    "trainer.log_every_n_steps=2",
-    "logger=none",
-]
-
-
+SIZES = """
+model.length=16 model.vocabulary=300 model.config.hidden_size=32 model.config.intermediate_size=48
+model.config.num_hidden_layers=2 model.config.num_attention_heads=2 model.base.steps=6 model.base.batch_size=8
+trainer.steps=6 trainer.batch_size=8 trainer.eval_batch_size=16 trainer.probe_samples=16
+trainer.checkpoint_every=2 trainer.log_every_n_steps=2 logger=none
+"""
+SMALL = SIZES.split()
 SMALL_GPT2 = ["model=tiny_gpt2", *(each for each in SMALL if not each.startswith("model.config."))]
 SMALL_GPT2 += ["model.config.n_embd=32", "model.config.n_head=2"]
 SMALL_T5 = ["model=tiny_t5", "model.mask_rate=0.15", "model.mean_span=3"]
 SMALL_T5 += [each for each in SMALL if not each.startswith(("model.config.", "model.vocabulary"))]
 SMALL_T5 += [f"model.config.{size}" for size in ("d_model=32", "d_kv=16", "d_ff=48", "num_heads=2")]
 SMALL_T5 += ["model.vocabulary=400"]
-
-
 LEARNING = {"start", "small", "small_gpt2", "small_t5", "cache"}  # fixtures of tests in which a model learns
 
 
@@ -207,25 +193,20 @@ def killing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return by
 
 
-@pytest.fixture
-def small(composed: Callable[..., DictConfig], corpora: Path, cache: Path) -> Callable[..., DictConfig]:
-    """The config of a run that takes a second: the small texts, a small model, a few steps."""
-    places = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}"]
-    return lambda *overrides: composed(*places, *SMALL, *overrides)
+def sized(name: str, sizes: list[str]) -> Any:
+    """A fixture: the config of a run that takes a second: the small texts, a small model, a few steps."""
+
+    @pytest.fixture(name=name)
+    def config(composed: Callable[..., DictConfig], corpora: Path, cache: Path) -> Callable[..., DictConfig]:
+        places = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}"]
+        return lambda *overrides: composed(*places, *sizes, *overrides)
+
+    return config
 
 
-@pytest.fixture
-def small_gpt2(composed: Callable[..., DictConfig], corpora: Path, cache: Path) -> Callable[..., DictConfig]:
-    """The same with a causal model."""
-    places = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}"]
-    return lambda *overrides: composed(*places, *SMALL_GPT2, *overrides)
-
-
-@pytest.fixture
-def small_t5(composed: Callable[..., DictConfig], corpora: Path, cache: Path) -> Callable[..., DictConfig]:
-    """The same with a model of encoder and decoder."""
-    places = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}"]
-    return lambda *overrides: composed(*places, *SMALL_T5, *overrides)
+small = sized("small", SMALL)
+small_gpt2 = sized("small_gpt2", SMALL_GPT2)  # a causal model
+small_t5 = sized("small_t5", SMALL_T5)  # of encoder and decoder
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from tests.conftest import ROOT
 from tests.support.processes import ran
 
 FOLDER = ROOT / "benchmarks"
-METHODS = "methods, RoBERTa-base, 128"
 
 
 @pytest.mark.slow
+@pytest.mark.campaign
 def test_every_benchmark_can_be_imported():
     names = sorted(path.stem for path in FOLDER.glob("*.py"))
     assert "methods" in names
@@ -24,14 +24,9 @@ def test_every_benchmark_can_be_imported():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "part",
-    [
-        "packing, GPT-2 124M",
-        *(pytest.param(each, marks=pytest.mark.campaign) for each in ("RoBERTa-base, 128", METHODS)),
-    ],
-)
+@pytest.mark.parametrize("part", ["packing, GPT-2 124M", "RoBERTa-base, 128", "methods, RoBERTa-base, 128"])
 def test_the_one_of_a_gpu_runs_on_a_processor(part, tmp_path):
     few = ["--dry", "--steps", "1", "--repeats", "2", "--together", "3", "--methods", "ewc", "--threads", "1"]
     places = ["--parts", part, "--cache", str(tmp_path / "cache"), "--out", str(tmp_path / "out.json")]

@@ -20,9 +20,8 @@ from tests.conftest import ROOT, with_values
 from tests.test_docs import DOCUMENTS, each_document, lines, told
 
 OF_HYDRA = {"-m", "--multirun", "--help", "--options", "--check"}
-OF_THE_READER = re.compile(
-    r"(method|experiment)=(mine|first|manuals|with_replay|three_methods|monthly)"
-)  # in configs of their own
+# In configs of their own.
+OF_THE_READER = re.compile(r"(method|experiment)=(mine|first|manuals|with_replay|three_methods|monthly)")
 OF_ANOTHER = ("hydra/launcher=slurm", "hydra/launcher=ray_jobs", "hydra.launcher.options.")  # of extras
 NO_FOLDER = re.compile(r"\.root=.*(there is no folder|no such folder)")
 OF_SEARCHES = ("hydra/sweeper=", "hydra.sweeper.")
@@ -31,14 +30,8 @@ EXAMPLES = ROOT / "docs" / "examples"
 
 def calls(path: Path) -> list[list[str]]:
     """The words of each command in blocks of bash; what is joined by && is several."""
-    found = []
-    for line in lines(path):
-        words = shlex.split(line, comments=True)
-        while "&&" in words:
-            found.append(words[: words.index("&&")])
-            words = words[words.index("&&") + 1 :]
-        found.append(words)
-    return [words for words in found if words]
+    parts = (shlex.split(part, comments=True) for line in lines(path) for part in line.split("&&"))
+    return [words for words in parts if words]
 
 
 def overrides_of(words: list[str]) -> list[str] | None:
@@ -74,9 +67,8 @@ def compose_run(given: list[str], configs: Path) -> None:
     own = [word.replace("+experiment", "experiment") for word in wanted]
     with initialize_config_dir(str(CONF), version_base="1.3"):
         if any(OF_THE_READER.fullmatch(word) for word in own):
-            cfg = compose(
-                "config", overrides=[*own, f"hydra.searchpath=[file://{configs},file://{EXAMPLES}]"]
-            )
+            path = f"hydra.searchpath=[file://{configs},file://{EXAMPLES}]"
+            cfg = compose("config", overrides=[*own, path])
         else:
             cfg = with_values(*own)
     try:
@@ -121,9 +113,8 @@ def help_of(program: str) -> str:
 def program_of(words: list[str]) -> tuple[str, list[str]] | None:
     """The module of ours or the file that a command calls, and what it is told."""
     for at, word in enumerate(words[:-1]):
-        if word == "-m" and words[at - 1].startswith("python") and words[at + 1].startswith("cpt."):
-            return words[at + 1], words[at + 2 :]
-        if word == "python" and re.fullmatch(r"benchmarks/\w+\.py", words[at + 1]):
+        ours = word == "-m" and words[at - 1].startswith("python") and words[at + 1].startswith("cpt.")
+        if ours or word == "python" and re.fullmatch(r"benchmarks/\w+\.py", words[at + 1]):
             return words[at + 1], words[at + 2 :]
     return None
 

@@ -19,13 +19,8 @@ from tests.conftest import ROOT
 from tests.support.site import program
 
 README, DOCS, CONF = ROOT / "README.md", ROOT / "docs", ROOT / "conf"
-DOCUMENTS = [
-    README,
-    ROOT / "CONTRIBUTING.md",
-    ROOT / "SECURITY.md",
-    ROOT / "benchmarks" / "README.md",
-    *sorted(DOCS.glob("*.md")),
-]
+MORE = ("CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md")
+DOCUMENTS = [README, *(ROOT / name for name in MORE), *sorted(DOCS.glob("*.md"))]
 TESTS = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
 WRITTEN_BY_THE_READER = {"cpt/methods/l1.py", "conf/method/l1.yaml"}
 CHOSEN_BY_THE_READER = {("method", "mine"), ("experiment", "first"), ("experiment", "manuals")}
@@ -105,19 +100,27 @@ def is_there(name: str) -> bool:
     return whole.is_dir() or whole.with_suffix(".py").exists() or bool(within)
 
 
+def missing(found, is_known):
+    return {each for each in found if not is_known(each)}
+
+
 @each_document
-def test_tests_and_files_that_are_named_exist(path):
-    named = [word.rstrip("/") for word in re.findall(r"`([^`\n]+)`", told(path))]
+def test_tests_files_links_programs_and_extras_that_are_named_exist(path):
+    text, there = told(path), lambda name: (ROOT / name).exists()
+    named = [word.rstrip("/") for word in re.findall(r"`([^`\n]+)`", text)]
     tests = {name for name in named if re.fullmatch(r"test_\w+", name)}
-    assert {name for name in tests if f"def {name}(" not in TESTS} == set()
+    assert missing(tests, lambda name: f"def {name}(" in TESTS) == set()
     files = {name for name in named if re.fullmatch(r"(cpt|conf|tests|benchmarks|docs)/[\w/.]+", name)}
-    assert {name for name in files - WRITTEN_BY_THE_READER if not (ROOT / name).exists()} == set()
-
-
-@each_document
-def test_links_lead_to_files(path):
-    links = re.findall(r"\]\(([^)#:\s]+)[^):]*\)", told(path))
-    assert {link for link in links if not (path.parent / link).exists()} == set()
+    assert missing(files - WRITTEN_BY_THE_READER, there) == set()
+    links = re.findall(r"\]\(([^)#:\s]+)[^):]*\)", text)
+    assert missing(links, lambda link: (path.parent / link).exists()) == set()
+    modules = set(re.findall(r"python -m ([\w.]+)", text))
+    assert missing(modules - OF_EXTRAS, find_spec) == set()
+    assert missing(re.findall(r"python ([\w/]+\.py)", text), there) == set()
+    names = {name for name in spans(path) if re.fullmatch(r"cpt(\.\w+)+", name)} - CONFIG_ON_WANDB
+    assert missing(names, is_there) == set()
+    extras = tomllib.loads(told(ROOT / "pyproject.toml"))["project"]["optional-dependencies"]
+    assert set(re.findall(r"pip install -e ['\"]\.\[(\w+)\]", text)) <= set(extras)
 
 
 @each_document
@@ -125,7 +128,7 @@ def test_choices_that_are_named_exist(path):
     found = {match for word in words(path) if (match := CHOICE.fullmatch(word))}
     choices = {(match[1], name) for match in found for name in re.split(r"[,|]", match[2])}
     wanted = choices - CHOSEN_BY_THE_READER - EXAMPLES
-    assert {(group, name) for group, name in wanted if not (CONF / group / f"{name}.yaml").exists()} == set()
+    assert missing(wanted, lambda each: (CONF / each[0] / f"{each[1]}.yaml").exists()) == set()
 
 
 @pytest.mark.slow
@@ -147,23 +150,6 @@ def test_runs_that_are_shown_are_hydras_and_set_what_there_is(path):
     assert {key for key in set_whole if "." not in key} <= options()
 
 
-@each_document
-def test_modules_and_programs_that_are_named_exist(path):
-    text = told(path)
-    modules = set(re.findall(r"python -m ([\w.]+)", text))
-    assert {name for name in modules - OF_EXTRAS if find_spec(name) is None} == set()
-    programs = set(re.findall(r"python ([\w/]+\.py)", text))
-    assert {name for name in programs if not (ROOT / name).exists()} == set()
-    names = {name for name in spans(path) if re.fullmatch(r"cpt(\.\w+)+", name)} - CONFIG_ON_WANDB
-    assert {name for name in names if not is_there(name)} == set()
-
-
-@each_document
-def test_extras_that_are_named_exist(path):
-    there = tomllib.loads(told(ROOT / "pyproject.toml"))["project"]["optional-dependencies"]
-    assert set(re.findall(r"pip install -e ['\"]\.\[(\w+)\]", told(path))) <= set(there)
-
-
 @pytest.mark.parametrize("name", ["README.md", "docs/comparison.md", "docs/wandb.md", "docs/sweeps.md"])
 def test_options_of_the_comparison_exist(name):
     path, there = ROOT / name, set(report_parser()._option_string_actions) | OF_WANDB
@@ -172,11 +158,9 @@ def test_options_of_the_comparison_exist(name):
     called = {word for given in commands(path, "python -m cpt.report") for word in given if word[:2] == "--"}
     assert (alone | called) - there == set()
 
-
-def test_the_page_of_the_comparison_names_every_option_and_filter():
-    named = set(words(DOCS / "comparison.md"))
-    options = {name for name in report_parser()._option_string_actions if name.startswith("--")} - {"--help"}
-    assert options | set(FILTERS) <= named
+    if name == "docs/comparison.md":  # its page names every option and filter
+        options = {each for each in report_parser()._option_string_actions if each.startswith("--")}
+        assert (options - {"--help"}) | set(FILTERS) <= set(words(path))
 
 
 @pytest.mark.parametrize(
@@ -190,19 +174,12 @@ def test_the_pages_name_every_choice(page, group):
     assert choices <= named
 
 
-def test_every_method_stands_in_the_catalogue_and_in_the_fidelity_page():
-    catalogue, fidelity = told(DOCS / "catalogue.md"), told(DOCS / "fidelity.md")
-    methods = {path.stem for path in (CONF / "method").glob("*.yaml")}
-    rows = [line.split("|")[1] for line in catalogue.splitlines() if line.startswith("| `")]
-    assert {name for name in methods if not any(f"`{name}`" in row for row in rows)} == set()
-    folded = fidelity.lower().replace("-", "_").replace("++", "pp")
-    assert {name for name in methods - {"ncl", "one", "joint", "none"} if name not in folded} == set()
-
-
-def test_every_source_of_text_stands_in_the_catalogue():
+def test_every_method_and_source_stands_in_the_catalogue_and_methods_in_the_fidelity_page():
     rows = [line.split("|")[1] for line in told(DOCS / "catalogue.md").splitlines() if line.startswith("| `")]
-    sources = {path.stem for path in (CONF / "domains").glob("*.yaml")}
-    assert {name for name in sources if not any(f"`{name}`" in row for row in rows)} == set()
+    methods, sources = ({path.stem for path in (CONF / of).glob("*.yaml")} for of in ("method", "domains"))
+    assert missing(methods | sources, lambda name: any(f"`{name}`" in row for row in rows)) == set()
+    folded = told(DOCS / "fidelity.md").lower().replace("-", "_").replace("++", "pp")
+    assert missing(methods - {"ncl", "one", "joint", "none"}, folded.__contains__) == set()
 
 
 def test_the_readme_is_short_begins_with_two_commands_and_leads_to_every_page():
@@ -212,9 +189,7 @@ def test_the_readme_is_short_begins_with_two_commands_and_leads_to_every_page():
     assert "(docs/catalogue.md#methods)" in text
     methods = {path.stem for path in (CONF / "method").glob("*.yaml")} - {"none"}  # which learns nothing
     assert f"| {len(methods)} methods |" in text
-    elsewhere = {
-        page for pages in program("pages").SECTIONS.values() for page in pages
-    }  # of the site's navigation
+    elsewhere = {page for pages in program("pages").SECTIONS.values() for page in pages}
     there = {path.name for path in DOCS.glob("*.md")}
     assert {name for name in there - elsewhere if f"(docs/{name}" not in text} == set()
     assert f"`scores.json` | the same as data (version {VERSION})" in told(DOCS / "running.md")

@@ -41,6 +41,8 @@ def test_every_example_stands_on_its_page_and_is_run_here():
     page = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
     assert sorted(NAMES) == ["monthly", "three_methods", "with_replay"]
     assert {name for name in NAMES if f"experiment={name}" not in page} == set()
+    text = (EXAMPLES / "experiment" / "three_methods.yaml").read_text()
+    assert "method: ncl,kd,replay" in text and "seed: 0,1,2" in text
 
 
 def test_corpora_are_made_of_what_every_python_has(tmp_path):
@@ -74,11 +76,6 @@ def test_a_checkpoint_learns_with_replay_and_three_methods_from_one_base(example
     given = f"model.checkpoint={tmp_path / 'kd' / 'model'}"
     start(example("with_replay", given, "order=[space,law]", checkpoint=True), tmp_path / "replay")
     assert rows(tmp_path / "replay") == ["base", "space", "law"]
-
-
-def test_the_sweep_is_of_three_methods_and_three_seeds():
-    text = (EXAMPLES / "experiment" / "three_methods.yaml").read_text()
-    assert "method: ncl,kd,replay" in text and "seed: 0,1,2" in text
 
 
 @pytest.mark.slow

@@ -48,16 +48,8 @@ FILES = {
 def called(*command, cwd, **variables) -> str:
     """What a command says; it ends well, and sees nothing of this checkout."""
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
-    ended = subprocess.run(
-        list(map(str, command)),
-        cwd=cwd,
-        env=clean,
-        text=True,
-        encoding="utf-8",
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=300,
-    )
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "encoding": "utf-8"}
+    ended = subprocess.run(list(map(str, command)), cwd=cwd, env=clean, timeout=300, **options)
     assert ended.returncode == 0, ended.stdout
     return ended.stdout
 
@@ -83,9 +75,8 @@ def installed(source, tmp_path_factory) -> Path:
 def environment(folder: Path, *given: str | Path) -> Path:
     venv.create(folder, symlinks=True)
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
-    (packages / "libraries.pth").write_text(
-        f"{sysconfig.get_path('purelib')}\n{sysconfig.get_path('platlib')}\n"
-    )
+    libraries = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
+    (packages / "libraries.pth").write_text("\n".join(libraries))
     into = [*PIP, f"--python={folder / 'bin/python'}", "install", "--no-deps", "--no-index"]
     called(*into, "--no-build-isolation", "--ignore-installed", *given, cwd=folder)
     return folder
@@ -130,9 +121,8 @@ def test_the_source_archive_installs_the_same(source, tmp_path):
     said = called(place / "bin/cpt", "--info", "searchpath", cwd=tmp_path)
     (main,) = [line for line in said.splitlines() if line.startswith("| main")]
     folder = Path(main.split("file://")[1].strip(" |"))
-    assert folder.is_relative_to(place) and len(list(folder.rglob("*.yaml"))) == len(
-        list(CONF.rglob("*.yaml"))
-    )
+    count = len(list(CONF.rglob("*.yaml")))
+    assert folder.is_relative_to(place) and len(list(folder.rglob("*.yaml"))) == count
 
 
 def test_an_editable_install_reads_the_configs_of_the_checkout(source, tmp_path):

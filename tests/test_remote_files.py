@@ -8,9 +8,8 @@ import time
 import pytest
 
 from tests.conftest import ROOT
-from tests.support import remote_files
 from tests.support.processes import ended, started
-from tests.support.remote_files import Client, remote
+from tests.support.remote_files import LONGEST_S, Client, remote
 
 LOOK = """
 import json, os, sys, time
@@ -51,23 +50,20 @@ def test_what_others_do_is_seen_late_and_what_is_ones_own_at_once(tmp_path):
     assert told["opened"] == "new" and told["own"] is True and told["moved"] == [False, True]
 
 
-def test_the_same_seed_waits_alike_and_others_do_not(monkeypatch):
+def test_a_seed_says_how_long_calls_wait_and_a_file_that_cannot_be_read_names_itself(monkeypatch, tmp_path):
     slept = []
     monkeypatch.setattr(time, "sleep", slept.append)
 
     def waits(seed):
         slept.clear()
-        client = Client("/nowhere", seed=seed, late=1, unreadable=0)
+        client = Client("/nowhere", seed=seed, late=1)
         for _ in range(2000):
             client.wait()
         return list(slept)
 
     one = waits("a")
     assert one == waits("a") != waits("b")
-    assert 40 < len(one) < 140 and max(one) > 1 and min(one) < remote_files.LONGEST_S
-
-
-def test_a_file_that_cannot_be_read_names_itself(tmp_path):
+    assert 40 < len(one) < 140 and max(one) > 1 and min(one) < LONGEST_S
     (tmp_path / "file").write_text("x")
     client = Client(str(tmp_path), seed="a", late=1, unreadable=1)
     with pytest.raises(OSError) as raised:

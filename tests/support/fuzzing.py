@@ -8,7 +8,6 @@ file."""
 import contextlib
 import io
 import json
-import shutil
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -22,7 +21,7 @@ from hydra.errors import HydraException
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -42,6 +41,7 @@ from tests.conftest import ROOT
 from tests.support.comparing import saved
 from tests.support.data_fixtures import SHARED
 from tests.support.endtask_fixtures import options, write_task
+from tests.support.leaves import keys_of
 
 FORESEEN = (ValueError, OSError, HydraException, OmegaConfBaseException, YAMLError)
 KINDS = (".txt", ".md", ".jsonl", ".json", ".csv", ".parquet")
@@ -58,16 +58,11 @@ def refused(error: BaseException, *, naming: Path | None = None) -> None:
 
 # Overrides
 
-NUMBERS = st.one_of(st.integers(), st.floats(), st.sampled_from([0, -1, 1e400, 10**30, 1e-320, True]))
-WORDS = st.one_of(
-    st.text(max_size=12), st.sampled_from(["null", "true", "nan", "${seed}", "${no.such}", "a/b"])
-)
-LEAVES = st.one_of(st.none(), st.booleans(), NUMBERS, WORDS)
+ODD = st.sampled_from([0, -1, 1e400, 10**30, 1e-320, "null", "true", "nan", "${seed}", "${no.such}", "a/b"])
+LEAVES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), ODD, st.text(max_size=12))
 VALUES = st.recursive(
     LEAVES,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=6), inner, max_size=3)
-    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
     max_leaves=4,
 )
 
@@ -75,16 +70,7 @@ VALUES = st.recursive(
 @cache
 def keys() -> tuple[str, ...]:
     """The dotted keys of the config, with those of its sections."""
-    found = []
-
-    def walk(node: Any, at: str) -> None:
-        found.append(at) if at else None
-        if isinstance(node, DictConfig):
-            for key in node:
-                walk(node._get_node(key), f"{at}.{key}" if at else str(key))
-
-    walk(compose("config"), "")
-    return tuple(found)
+    return tuple(keys_of(compose("config")))
 
 
 def written(value: Any) -> str:
@@ -163,16 +149,8 @@ def check_text(name: str, packed: str, content: bytes) -> None:
         path = Path(folder) / "law" / f"all{name}{packed}"
         path.parent.mkdir()
         path.write_bytes(squeeze(content, packed))
-        source = Texts(
-            root=folder,
-            folder=".",
-            general=None,
-            ignore=(),
-            columns=None,
-            column="text",
-            document="auto",
-            **SHARED,
-        )
+        given = {"root": folder, "folder": ".", "general": None, "ignore": (), "columns": None}
+        source = Texts(**given, column="text", document="auto", **SHARED)
         try:
             source.check(["law"])
             for split, document in read_members(source, "law"):
@@ -204,16 +182,7 @@ def check_task(kind: str, content: bytes) -> None:
 
 # Run folders
 
-FILES = (
-    "scores.json",
-    "scores.jsonl",
-    "progress.json",
-    "config.yaml",
-    "identity.json",
-    "checksums.json",
-    "sweep.json",
-    "documents",
-)
+FILES = "scores.json scores.jsonl progress.json config.yaml identity.json checksums.json sweep.json documents"
 
 
 def write_run(folder: Path, *, finished: bool) -> Path:
@@ -247,46 +216,34 @@ def check_run(
     name: str, how: str, value: Any, at: float, places: list[tuple[int, int]], cut: int | None
 ) -> None:
     """Whatever a file of a run folder has become, it is told of in lines, by each command that reads it."""
-    with (
-        tempfile.TemporaryDirectory() as top,
-        contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO())) as said,
-    ):
+    out = contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO()))
+    with tempfile.TemporaryDirectory() as top, out as said:
         run = write_run(Path(top), finished=name != "scores.jsonl")
-        path = {"sweep.json": run.parent / name, "documents": run / "documents" / "000.npz"}.get(
-            name, run / name
-        )
+        others = {"sweep.json": run.parent / name, "documents": run / "documents" / "000.npz"}
+        path = others.get(name, run / name)
         raw = path.read_bytes()
         json_like = path.suffix in (".json", ".jsonl", ".yaml") and how == "value"
         path.write_bytes(changed_text(raw, value, at) if json_like else spoil(raw, places, cut))
         verify.main([top])
         with contextlib.redirect_stderr(said):
             status.main([top])
-        for look in (read_scores, read_place):
-            with contextlib.suppress(*FORESEEN):
-                look(run)
-        shutil.rmtree(run)
+        with contextlib.suppress(*FORESEEN):
+            format_scores(Scores.load(run / "scores.json"))
+        with contextlib.suppress(*FORESEEN):
+            place = RunDir(run)
+            place.check_config(SETTINGS)
+            OmegaConf.load(place.config)
+            place.lost(full=True)
+            place.check_documents(2)
 
 
-def read_scores(run: Path) -> None:
-    format_scores(Scores.load(run / "scores.json"))
-
-
-def read_place(run: Path) -> None:
-    place = RunDir(run)
-    place.check_config(SETTINGS)
-    OmegaConf.load(place.config)
-    place.lost(full=True)
-    place.check_documents(2)
-
-
+HOW = st.sampled_from(["value", "bytes"])
+RUNS = (st.sampled_from(FILES.split()), HOW, VALUES, st.floats(0, 1), PLACES, CUT)
 AREAS = {
     "overrides": (check_overrides, (overrides(),)),
     "texts": (check_text, (st.sampled_from(KINDS), st.sampled_from(PACKED), CONTENT)),
     "end tasks": (check_task, (st.sampled_from([".jsonl", ".csv", ".parquet", ".json"]), CONTENT)),
-    "run folders": (
-        check_run,
-        (st.sampled_from(FILES), st.sampled_from(["value", "bytes"]), VALUES, st.floats(0, 1), PLACES, CUT),
-    ),
+    "run folders": (check_run, RUNS),
 }
 
 
@@ -295,16 +252,10 @@ def try_examples(area: str, count: int, *, seed: int | None = None) -> int:
     which the smallest that fails is found. Raises what the check raises."""
     check, parts = AREAS[area]
     phases = [Phase.generate] + [Phase.shrink] * (seed is not None)
+    options = {"derandomize": seed is None, "phases": phases, "suppress_health_check": list(HealthCheck)}
     seen = []
 
-    @settings(
-        max_examples=count,
-        derandomize=seed is None,
-        deadline=None,
-        database=None,
-        phases=phases,
-        suppress_health_check=list(HealthCheck),
-    )
+    @settings(max_examples=count, deadline=None, database=None, **options)
     @given(st.tuples(*parts))
     def look(each: tuple) -> None:
         seen.append(each)

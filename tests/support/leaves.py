@@ -25,38 +25,26 @@ from cpt.trainer.plan import Plan, make_plan
 from cpt.trainer.run_dir import RunDir
 from tests.conftest import ROOT, SMALL, SMALL_GPT2, SMALL_T5, with_values
 
-WRONG = {
-    "null": "null",
-    "a list": "[1,a]",
-    "an empty list": "[]",
-    "a mapping": "{a: 1}",
-    "a word": "abc",
-    "an empty word": "''",
-    "negative": "-1",
-    "nothing": "0",
-    "a fraction": "0.5",
-    "nan": "nan",
-    "inf": "inf",
-    "huge": "1e30",
-    "many digits": "1" + "0" * 30,
-    "a bool": "true",
-    "a missing path": "/proc/no/such/place",  # nor can it be made
-    "a class that there is not": "nowhere.Class",
-    "a class of another kind": "collections.OrderedDict",
-    "a made value": "${no.such}",
-    "a date": "2020-01-01",
-}
+WRONG = dict(
+    each.rsplit(" is ", 1)
+    for each in (
+        "null is null|a list is [1,a]|an empty list is []|a mapping is {a: 1}|a word is abc"
+        "|an empty word is ''"
+        "|negative is -1|nothing is 0|a fraction is 0.5|nan is nan|inf is inf|huge is 1e30|a bool is true"
+        "|a missing path is /proc/no/such/place|a class that there is not is nowhere.Class"
+        "|a class of another kind is collections.OrderedDict|a made value is ${no.such}|a date is 2020-01-01"
+        f"|many digits is 1{'0' * 30}"
+    ).split("|")
+)
 GONE = "gone"  # the option taken out of the config: ~key
-HUB = ["+domains.catalogue.news={path: ag_news}"]
 ELSEWHERE = ("experiment", "hydra", "method/parts", "domains/template", "endtask/protocol", "routing")
 TRIED = 3  # values that the config takes which are tried on the model
 PLANNED = 0.1  # share of the options of which a value that is taken is planned
 LONGEST_S = 30  # a refusal of what is known without texts takes none of it
 TOLD = re.compile(
-    r"allowed: |needed: |needs |did you mean|; give |is missing|there is no |there are: "
-    r"|is not a multiple|must "
-    r"|should |Should contain one of|may help|is neither |installed package"
-    r"|Available names are|only possible arguments are|has to be between|expected (str|int|float|bool)"
+    r"allowed: |needed: |needs |did you mean|; give |is missing|there is no |there are: |is not a multiple"
+    r"|must |should |Should contain one of|may help|is neither |installed package|Available names are"
+    r"|only possible arguments are|has to be between|expected (str|int|float|bool)"
 )
 
 
@@ -66,31 +54,27 @@ class TooLongError(BaseException):
 
 def needs(group: str, choice: str, texts: Path) -> list[str]:
     """What a choice cannot be without."""
-    root = [f"domains.root={texts}"]
+    root = f"domains.root={texts}"
     return {
         ("model", "checkpoint"): ["model.checkpoint=/no/such/model"],
-        ("domains", "hub"): HUB,
+        ("domains", "hub"): ["+domains.catalogue.news={path: ag_news}"],
+        ("domains", "installed_docs"): [],
         ("endtask", "hub"): ["+endtask.tasks.news={path: ag_news}"],
         ("endtask", "das6"): [f"endtask.root={texts}"],
         ("endtask", "texts"): [f"endtask.root={texts}"],
         ("probe", "lm_eval"): ["probe.tasks=[hellaswag]"],
         ("replay", "generated"): ["model=tiny_gpt2"],
-    }.get((group, choice), root if group == "domains" and choice != "installed_docs" else [])
+    }.get((group, choice), [root] if group == "domains" else [])
 
 
 def small(texts: Path, cache_dir: Path, group: str, choice: str) -> list[str]:
     """Overrides of a small run in which a choice of a group is made."""
-    sizes = {"tiny_gpt2": SMALL_GPT2, "tiny_t5": SMALL_T5}.get(choice, SMALL)
-    if choice == "generated":
-        sizes = SMALL_GPT2
-    if group == "logger":
-        sizes = [each for each in sizes if not each.startswith("logger=")]
-    if group == "model" and not choice.startswith("tiny_"):
-        sizes = [each for each in sizes if not each.startswith("model.")]
-    places = [f"domains.root={texts}", f"cache_dir={cache_dir}"]
-    domains = [] if group == "domains" else ["domains=texts", *places[:1]]
+    sizes = {"tiny_gpt2": SMALL_GPT2, "tiny_t5": SMALL_T5, "generated": SMALL_GPT2}.get(choice, SMALL)
+    own = {"logger": "logger="} | ({} if choice.startswith("tiny_") else {"model": "model."})
+    sizes = [each for each in sizes if group not in own or not each.startswith(own[group])]
+    domains = [] if group == "domains" else ["domains=texts", f"domains.root={texts}"]
     chosen = [] if not group or f"{group}={choice}" in sizes else [f"{group}={choice}"]
-    return [*domains, places[1], *sizes, *chosen, *needs(group, choice, texts)]
+    return [*domains, f"cache_dir={cache_dir}", *sizes, *chosen, *needs(group, choice, texts)]
 
 
 def choices() -> list[tuple[str, str]]:

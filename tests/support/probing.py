@@ -50,8 +50,7 @@ def write_files(folder: Path, name: str, *, domain: str, count: int, kind: str, 
     for seed, (end, number) in enumerate({"": count, "_shots": 8}.items()):
         rows = make_rows(domain, count=number, seed=seed)
         (folder / f"{name}{end}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    text = TASK.format(name=name, folder=folder, kind=kind, answer=answer)
-    (folder / f"{name}.yaml").write_text(text)
+    (folder / f"{name}.yaml").write_text(TASK.format(name=name, folder=folder, kind=kind, answer=answer))
     return folder
 
 

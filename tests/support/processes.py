@@ -57,35 +57,34 @@ def sent(process: BaseProcess, number: int, *, rank: int = 0) -> None:
     """Sends a signal to a run's first process or to the one that it started."""
     pid = process.pid
     for _ in range(rank):
-        pid = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[-1])
+        pid = last_child(pid)
     os.kill(pid, number)
+
+
+def told_of(place: str) -> str:
+    """What /proc says; nothing of a process that there is no longer."""
+    try:
+        return Path(f"/proc/{place}").read_text()
+    except OSError:
+        return ""
 
 
 def heeds_signals(pid: int | None) -> bool:
     """Whether a process has a handler for SIGTERM: from its program's first lines on, not while Python starts
     or, forked beforehand, it waits for its command line."""
-    try:
-        caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-    except OSError:
-        return False
+    caught = re.search(r"^SigCgt:\s*(\w+)", told_of(f"{pid}/status"), re.MULTILINE)
     return caught is not None and bool(int(caught[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
 def last_child(pid: int) -> int | None:
     """The process that one has started last, if it has any."""
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return None
+    children = told_of(f"{pid}/task/{pid}/children").split()
     return int(children[-1]) if children else None
 
 
 def is_there(pid: int) -> bool:
     """Whether a process has not ended; one that nobody has waited for has."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+    return told_of(f"{pid}/stat").rpartition(")")[2].split()[:1] not in ([], ["Z"], ["X"])
 
 
 def born(
