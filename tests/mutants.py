@@ -61,17 +61,14 @@ class Mutant:
     def place(self, root: Path) -> Path:
         """The file that has the text. Raises ValueError where it does not occur once."""
         paths = [path for path in sorted((root / "cpt").rglob("*.py")) if str(path).endswith(self.file)]
-        counts = {
-            path: count for path in paths if (count := path.read_text(encoding="utf-8").count(self.old))
-        }
+        counts = {path: path.read_text(encoding="utf-8").count(self.old) for path in paths}
+        counts = {str(path.relative_to(root)): count for path, count in counts.items() if count}
         if sum(counts.values()) != 1:
-            found = sum(counts.values())
-            where = ", ".join(f"{path.relative_to(root)}: {count}" for path, count in counts.items())
             raise ValueError(
-                f"mutant {self.name}: its text occurs {found} times ({where or 'nowhere'}), needed is once; "
-                f"change it in {LIST.relative_to(ROOT)}: {self.old.strip()!r}"
+                f"mutant {self.name}: its text occurs {sum(counts.values())} times ({counts or 'nowhere'}), "
+                f"needed is once; change it in tests/mutants.toml: {self.old.strip()!r}"
             )
-        return next(iter(counts))
+        return root / next(iter(counts))
 
     def check(self) -> None:
         """Raises ValueError where it cannot be applied, gives no Python, or names tests that are gone."""
@@ -81,9 +78,7 @@ class Mutant:
             file, _, name = test.partition("::")
             there = (ROOT / file).read_text(encoding="utf-8") if (ROOT / file).exists() else ""
             if not there or (name and f"def {name.partition('[')[0]}(" not in there):
-                raise ValueError(
-                    f"mutant {self.name}: there is no {test}; change it in {LIST.relative_to(ROOT)}"
-                )
+                raise ValueError(f"mutant {self.name}: there is no {test}; change it in tests/mutants.toml")
 
 
 @dataclass
@@ -167,10 +162,8 @@ def run_tests(worker: Worker, tests: Sequence[str]) -> None:
         os.dup2(output.fileno(), 2)
     os.chdir(worker.copy)
     os.environ["PYTHONPATH"] = str(worker.copy)
-    sys.path[:] = [
-        str(worker.copy),
-        *(each for each in sys.path if each not in ("", str(ROOT), str(ROOT / "tests"))),
-    ]
+    ours = ("", str(ROOT), str(ROOT / "tests"))
+    sys.path[:] = [str(worker.copy), *(each for each in sys.path if each not in ours)]
     failed = worker.folder / "failed.txt"
     failed.write_text("")
 
@@ -218,19 +211,17 @@ def is_over(worker: Worker) -> bool:
 
 def run_jobs(workers: Sequence[Worker], jobs: Iterable[Job]) -> Iterable[Job]:
     """Runs jobs, as many at once as there are workers; gives each when it is done."""
-    waiting = iter(jobs)
-    more = True
+    waiting, more = iter(jobs), True
     while more or any(worker.process for worker in workers):
         for worker in workers:
+            done = worker.job
             if worker.process is None and more:
                 job = next(waiting, None)
                 more = job is not None
                 if job is not None:
                     begin(worker, job)
-            elif worker.process is not None:
-                done = worker.job
-                if is_over(worker) and done is not None:
-                    yield done
+            elif worker.process is not None and done is not None and is_over(worker):
+                yield done
 
 
 def check_baseline(workers: Sequence[Worker], jobs: Sequence[Job]) -> None:
@@ -275,9 +266,8 @@ def summarise(states: dict[str, str]) -> str:
 def write_results(results: dict[str, Job], known: Sequence[str]) -> None:
     """Notes results beside those of earlier runs, of mutants that there still are."""
     before = json.loads(RESULTS.read_text(encoding="utf-8"))["mutants"] if RESULTS.exists() else {}
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    ).stdout
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
     noted = {
         name: {"state": job.state, "seconds": job.seconds, "by": job.by} for name, job in results.items()
     }
@@ -286,18 +276,15 @@ def write_results(results: dict[str, Job], known: Sequence[str]) -> None:
     about: dict[str, Any] = {"commit": commit.strip(), "date": time.strftime("%Y-%m-%d"), "run": len(both)}
     about |= {state: states.count(state) for state in STATES}
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(each)}" for name, each in both.items())
-    RESULTS.write_text(
-        f'{{\n "about": {json.dumps(about)},\n "mutants": {{\n{lines}\n }}\n}}\n', encoding="utf-8"
-    )
+    text = f'{{\n "about": {json.dumps(about)},\n "mutants": {{\n{lines}\n }}\n}}\n'
+    RESULTS.write_text(text, encoding="utf-8")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Applies small faults to a copy and runs the tests of each.")
     parser.add_argument("names", nargs="*", help="names or areas of mutants (default: all)")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at once, each in a copy of its own")
-    parser.add_argument(
-        "--list", action="store_true", help="list the mutants and check that each can be applied"
-    )
+    parser.add_argument("--list", action="store_true", help="list them, and check that each can be applied")
     parser.add_argument("--write", action="store_true", help="note the results in tests/mutants.json")
     given = parser.parse_args()
     every = read_mutants()

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from cpt.contrib.wandb_tools.rebuild import build_parser
 from cpt.evaluation.scores import VERSION
@@ -80,10 +79,6 @@ def options() -> set[str]:
     return found
 
 
-def is_override(word: str) -> bool:
-    return "=" in word and not word.startswith("--")
-
-
 def as_in_conf(key: str) -> str:
     """A task's own value is one of all tasks; a choice within a method is one of its own group; callbacks and
     loggers have any name."""
@@ -139,15 +134,6 @@ def test_options_that_are_named_exist(path):
     found = {as_in_conf(match[1]) for word in words(path) if (match := OPTION.fullmatch(word))}
     open_to = ("domains.packages.", "domains.columns.", "domains.catalogue.", "endtask.tasks.")
     assert {key for key in found - options() if not key.startswith(open_to)} == set()
-
-
-@pytest.mark.slow
-@each_document
-def test_runs_that_are_shown_are_hydras_and_set_what_there_is(path):
-    shown = [word for given in commands(path, "python run.py") for word in given if is_override(word)]
-    parsed = OverridesParser.create().parse_overrides([word.replace("…", "x") for word in shown])
-    set_whole = {each.key_or_group for each in parsed} - set(GROUPS)
-    assert {key for key in set_whole if "." not in key} <= options()
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/comparison.md", "docs/wandb.md", "docs/sweeps.md"])

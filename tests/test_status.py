@@ -107,7 +107,7 @@ def test_damaged_scores_are_told_and_later_fields_ignored(tmp_path):
         (make_run(tmp_path / f"b{number}", beat("failed", why="no")) / "scores.json").write_text(text)
     found = status.read_statuses([tmp_path])
     assert [each.state for each in found] == ["unknown"] * 5 + ["failed"] * 5
-    assert found[0].why == "scores.json cannot be read" and found[5].why == "no; scores.json cannot be read"
+    assert all("scores.json cannot be read" in each.why for each in found)
     run = make_run(tmp_path / "run", beat(phase="learning law"))
     data = json.loads((run / "progress.json").read_text())
     data["process"]["rank"] = data["watts"] = 3

@@ -217,6 +217,13 @@ def test_an_archive_of_losses_by_document_with_any_byte_changed_is_told_in_a_lin
             load_documents(tmp_path, [row])
 
 
+def failing(error):
+    def fails(*given):
+        raise error
+
+    return fails
+
+
 def flip_weight(path):
     """A bit of a value, which torch.load does not notice."""
     data = path.read_bytes()
@@ -239,19 +246,13 @@ def test_a_file_that_the_disk_cannot_read_is_damaged(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("text")
     table = hash_files(tmp_path, [tmp_path / "file"])
 
-    def fails(path):
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr("cpt.core.files.file_hash", fails)
+    monkeypatch.setattr("cpt.core.files.file_hash", failing(OSError(5, "Input/output error")))
     assert list(find_damage(tmp_path, table, full=True)) == ["file cannot be read (Input/output error)"]
 
 
 @pytest.mark.parametrize("message", ["[enforce fail at inline_container.cc:672]", "PytorchStreamWriter"])
 def test_a_full_disk_under_torch_names_the_file(message, tmp_path, monkeypatch):
-    def full(state, path):
-        raise RuntimeError(f"{message}\nmore")
-
-    monkeypatch.setattr(torch, "save", full)
+    monkeypatch.setattr(torch, "save", failing(RuntimeError(f"{message}\nmore")))
     (tmp_path / "001.pt").write_bytes(b"before")
     with pytest.raises(OSError, match=rf"{tmp_path}/001.pt cannot be written"):
         save_state({}, tmp_path / "001.pt")
@@ -260,9 +261,7 @@ def test_a_full_disk_under_torch_names_the_file(message, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", [SafetensorError, Exception])  # of safetensors, of tokenizers
 def test_a_full_disk_under_an_artifact_names_its_folder(kind, tmp_path):
-    def make(folder):
-        raise kind("I/O error: No space left on device (os error 28)")
-
+    make = failing(kind("I/O error: No space left on device (os error 28)"))
     with pytest.raises(OSError, match=r"thing.partial cannot be written \(.*No space left on device"):
         make_once(tmp_path / "thing", make=make)
     with pytest.raises(RuntimeError, match="of no kind"), writing(tmp_path / "model"):

@@ -180,9 +180,8 @@ def test_the_options_of_a_users_class_stand_in_its_module_or_in_options_py(besid
 
 def test_cpt_is_imported_without_torch_and_has_its_public_names():
     program = "import sys, cpt; from cpt import Options, Count; print('torch' in sys.modules)"
-    said = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, "-c", program]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert said.stdout == "False\n"
     assert {name for name in cpt.PUBLIC if not hasattr(cpt, name)} == set()
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

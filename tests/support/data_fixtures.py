@@ -73,18 +73,15 @@ def wordpieces() -> PreTrainedTokenizerFast:
     """As BERT: lower-cased word pieces between [CLS] and [SEP]; "q" and a lone "a" are unknown."""
     letters = sorted(set("".join(SYLLABLES)) - {"a"}) + list("0123456789.,[]<>/")
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    words = list(
-        dict.fromkeys([*special, *letters, *(f"##{letter}" for letter in [*letters, "a"]), *SYLLABLES])
-    )
+    pieces = [f"##{letter}" for letter in [*letters, "a"]]
+    words = list(dict.fromkeys([*special, *letters, *pieces, *SYLLABLES]))
     made = Tokenizer(models.WordPiece({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
     made.normalizer = normalizers.BertNormalizer()
     made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     made.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[(token, words.index(token)) for token in ("[CLS]", "[SEP]")]
     )
-    names = dict(
-        zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), special, strict=True)
-    )
+    names = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
     return PreTrainedTokenizerFast(tokenizer_object=made, **names)
 
 
@@ -107,15 +104,8 @@ def written(
 
 def pack(folder: Path, texts: list[str], tokenizer: PreTrainedTokenizerFast, length: int) -> Packed:
     """Documents as the packed train split of a corpus."""
-    return packing.pack(
-        written(folder, texts),
-        "train",
-        tokenizer=tokenizer,
-        length=length,
-        name="a",
-        cache=folder,
-        tokenizer_digest=tokenizer_digest(tokenizer),
-    )
+    given = {"name": "a", "cache": folder, "tokenizer_digest": tokenizer_digest(tokenizer)}
+    return packing.pack(written(folder, texts), "train", tokenizer=tokenizer, length=length, **given)
 
 
 def rows_by_hand(

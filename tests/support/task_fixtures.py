@@ -56,14 +56,8 @@ def prefixed() -> PreTrainedTokenizerFast:
     return made
 
 
-STYLES = {
-    "bare": bare,
-    "opened": opened,
-    "closed": closed,
-    "framed": framed,
-    "metaspace": metaspace,
-    "prefixed": prefixed,
-}
+KINDS = (bare, opened, closed, framed, metaspace, prefixed)
+STYLES = {kind.__name__: kind for kind in KINDS}
 
 
 def some_examples(count: int, *, seed: int = 0, words: tuple[int, int] = (1, 12)) -> list[Example]:

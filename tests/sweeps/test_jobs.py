@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -69,8 +68,7 @@ def kept(tmp_path_factory):
 def done(sweep, start, kept):
     """A job whose run is finished."""
     (job,) = sweep.jobs(["seed=1"])
-    assert not job.before
-    assert job.folder.parent == Path("outputs/default")
+    assert not job.before and job.folder.parent == Path("outputs/default")
     if not kept.exists():
         start(OmegaConf.create({key: job.config[key] for key in job.config if key != "hydra"}), job.folder)
         shutil.copytree(job.folder, kept)
@@ -146,14 +144,8 @@ def job(number, folder, **ended):
 
 
 def test_the_table_counts_and_explains(tmp_path):
-    ended = [
-        {"code": 0},
-        {"before": True},
-        {"code": 1},
-        {"lost": "cancelled"},
-        {"before": True},
-        {"code": 75},
-    ]
+    ended = [{"code": 0}, {"before": True}, {"code": 1}, {"lost": "cancelled"}, {"before": True}]
+    ended += [{"code": 75}]
     place = tmp_path / "name"
     assert summarize_jobs([job(number, tmp_path, **each) for number, each in enumerate(ended)]) == [
         "6 jobs: 1 finished, 2 finished before, 1 preempted, 2 failed",
@@ -228,12 +220,6 @@ def test_a_cluster_runs_the_command_that_a_job_would_have_alone(sweep, cluster, 
     assert sweep.config.hydra.sweep.dir == "outputs/default"
 
 
-def test_finished_runs_are_not_submitted(sweep, done, cluster, tmp_path):
-    returned = sweep.launched(cluster, ["seed=2"], ["seed=1"])
-    assert len((tmp_path / "seen").read_text().splitlines()) == 1
-    assert returned[1].return_value > 0
-
-
 SAVER = """
 import pathlib, signal, sys, time
 def save(*_):
@@ -271,25 +257,26 @@ def test_a_preempted_job_is_neither_finished_nor_failed(sweep, cluster, capsys, 
     assert ("the same command continues" in said) == (code == GO_ON)
 
 
-def test_a_job_that_ends_well_without_a_finished_run_has_failed(sweep, cluster):
+def test_a_job_that_ends_well_without_a_finished_run_or_cannot_start_has_failed(sweep, cluster, monkeypatch):
     (returned,) = sweep.launched(cluster, ["seed=5"])
     assert returned.status is JobStatus.FAILED
     assert "scores.json in its folder is not that of a finished run" in str(returned._return_value)
-
-
-def test_a_lost_job_is_told_and_what_is_finished_stays_so(sweep, done, cluster, monkeypatch):
-    monkeypatch.setattr(Cluster, "lost", True)
-    monkeypatch.setattr("cpt.sweeps.jobs.is_finished_already", lambda cfg, folder: False)
-    returned = sweep.launched(cluster, ["seed=1"], ["seed=2"])
-    assert returned[0].status is JobStatus.COMPLETED
-    assert str(returned[1]._return_value) == "#1 seed=2: failed (lost): a node died"
-
-
-def test_a_job_that_cannot_start_is_lost(sweep, cluster, monkeypatch):
     monkeypatch.setattr("cpt.sweeps.launcher.job_command", lambda config: ["no such program"])
     (returned,) = sweep.launched(cluster, ["seed=2"])
     assert isinstance(returned._return_value, HydraException)
     assert "failed (lost): [Errno 2] No such file" in str(returned._return_value)
+
+
+def test_finished_runs_are_not_submitted_and_stay_so_where_a_job_is_lost(
+    sweep, done, cluster, tmp_path, monkeypatch
+):
+    returned = sweep.launched(cluster, ["seed=2"], ["seed=1"])
+    assert len((tmp_path / "seen").read_text().splitlines()) == 1 and returned[1].return_value > 0
+    monkeypatch.setattr(Cluster, "lost", True)
+    monkeypatch.setattr("cpt.sweeps.jobs.is_finished_already", lambda cfg, folder: False)
+    returned = sweep.launched(cluster, ["seed=1"], ["seed=6"])
+    assert returned[0].status is JobStatus.COMPLETED
+    assert str(returned[1]._return_value) == "#1 seed=6: failed (lost): a node died"
 
 
 @pytest.mark.parametrize(
@@ -307,26 +294,13 @@ def test_a_cluster_that_cannot_be_is_refused_in_one_line(sweep, cluster, capsys,
     assert line in error and error.count("\n") == 1
 
 
-def test_jobs_that_start_together_make_one_base(small, cache, tmp_path, monkeypatch):
-    """Of whatever method, order and seed; the others wait for it."""
-    made, found = [], []
-
-    def pretrain(folder, *given, **options):
-        made.append(folder)
-        time.sleep(0.2)
-
-    monkeypatch.setattr(cpt.trainer.base_model, "pretrain", pretrain)
-    jobs = (["seed=1"], ["method=das"], ["order=reverse"], ["trainer.steps=9"])
-    plans = [make_plan(small(*each, f"cache_dir={tmp_path}")) for each in jobs]
-
-    def work(plan):
+def test_jobs_of_whatever_method_order_and_seed_have_one_base(small, tmp_path, monkeypatch):
+    made, found = [], set()
+    monkeypatch.setattr(
+        cpt.trainer.base_model, "pretrain", lambda folder, *given, **options: made.append(folder)
+    )
+    for each in ("seed=1", "method=das", "order=reverse", "trainer.steps=9"):
+        plan = make_plan(small(each, f"cache_dir={tmp_path}"))
         corpora = Corpora.read(plan.source, plan.order, cache=tmp_path)
-        found.append(cpt.trainer.base_model.make_base(plan.model, corpora, accelerator="cpu").checkpoint)
-
-    threads = [threading.Thread(target=work, args=[plan]) for plan in plans]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(made) == 1
-    assert len(found) == 4 and len(set(found)) == 1
+        found.add(cpt.trainer.base_model.make_base(plan.model, corpora, accelerator="cpu").checkpoint)
+    assert len(made) == len(found) == 1
