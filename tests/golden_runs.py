@@ -39,18 +39,9 @@ WORDS = {
     "law": "the court finds that a party to this contract must pay damages under section four of the act",
     "food": "we ordered fresh pasta with basil and the waiter brought warm bread and a sweet lemon dessert",
 }
-COMMON = [
-    "order=[law,food]",
-    "model.length=16",
-    "model.base.steps=6",
-    "model.base.batch_size=8",
-    "trainer.steps=6",
-    "trainer.batch_size=8",
-    "trainer.eval_batch_size=16",
-    "trainer.probe_samples=16",
-    "trainer.checkpoint_every=2",
-    "logger=none",
-]
+COMMON = """order=[law,food] model.length=16 model.base.steps=6 model.base.batch_size=8 trainer.steps=6
+    trainer.batch_size=8 trainer.eval_batch_size=16 trainer.probe_samples=16 trainer.checkpoint_every=2
+    logger=none"""
 FAMILIES = {
     "masked": """model=tiny_modernbert model.vocabulary=300 model.config.hidden_size=32
         model.config.intermediate_size=48 model.config.num_hidden_layers=2 model.config.num_attention_heads=2
@@ -95,7 +86,7 @@ def all_runs() -> dict[str, list[str]]:
     methods = sorted(path.stem for path in (ROOT / "conf/method").glob("*.yaml"))
     choices = {name: f"method={name}" for name in methods} | COMPOSITIONS
     return {
-        f"{family}/{name}": [*COMMON, *given.split(), *choice.split()]
+        f"{family}/{name}": [*COMMON.split(), *given.split(), *choice.split()]
         for family, given in FAMILIES.items()
         for name, choice in choices.items()
     }
@@ -143,9 +134,8 @@ def hash_tensors(tensors: dict[str, torch.Tensor]) -> str:
 
 
 def raw(value: torch.Tensor) -> bytes:
-    return (
-        value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
-    )
+    flat = value.detach().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if value.numel() else b""
 
 
 def read_hashes(folder: Path) -> dict[str, str]:
@@ -173,10 +163,8 @@ def measure(name: str, overrides: list[str], root: Path) -> dict[str, str]:
         return {"refused": f"exit code {code}"}
     found = read_hashes(folder)
     killed = Path(f"{folder}-killed")
-    given += [
-        "+callbacks.kill._target_=tests.golden_runs.KillOnce",
-        f"+callbacks.kill.marker={killed}.marker",
-    ]
+    given += ["+callbacks.kill._target_=tests.golden_runs.KillOnce"]
+    given += [f"+callbacks.kill.marker={killed}.marker"]
     if overrides[-1] != "method=none":
         assert start(given, killed) == -signal.SIGKILL, f"{name} was not killed"
         if start(given, killed) or read_hashes(killed) != found:
@@ -191,9 +179,8 @@ def main() -> None:
     import cpt.train  # noqa: F401
 
     runs = all_runs()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    kind = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=kind)
     parser.add_argument("mode", choices=("write", "check"))
     parser.add_argument("names", nargs="*", metavar="RUN", help="of them alone; default: all")
     given = parser.parse_args()

@@ -1,12 +1,10 @@
 """The benchmarks can at least begin: what they import of cpt is there; that of a GPU runs on a processor."""
 
-import importlib
 import json
 import subprocess
 import sys
 
 import pytest
-import torch
 
 from tests.conftest import ROOT
 from tests.support.processes import ran
@@ -35,25 +33,3 @@ def test_the_one_of_a_gpu_runs_on_a_processor(part, tmp_path):
     found = json.loads((tmp_path / "out.json").read_text())["parts"][part]
     assert not found.get("failed"), found
     assert found["chunks" if "chunks" in found else "subjects"]
-
-
-def test_subjects_on_a_gpu_warm_up_in_turns_and_untimed_steps_do_not_count(monkeypatch):
-    """The protocol without a GPU: whoever is asked to go has been waited for."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    stage = importlib.import_module("stage")
-    heard: list = []
-
-    class Pipe:
-        def send(self, what):
-            heard.append(len(what["steps"]) if "steps" in what else "ready")
-
-        def recv(self):
-            heard.append("go")
-
-    rhythm = stage.Rhythm(1, rounds=2, chunk=3, device="cuda")
-    beat = stage.Beat(Pipe(), rhythm)
-    beat.enter()
-    for _ in range(rhythm.steps):
-        beat(torch.tensor(1.0), 1)
-    assert rhythm.steps == stage.WARMUP + 2 * (1 + 3)
-    assert heard == ["ready", "go", 0, "go", 3, "go", 3, "go"]

@@ -65,12 +65,8 @@ def test_states(case, tmp_path):
 
 
 def test_without_a_heartbeat_the_scores_tell(tmp_path):
-    for name, given in {
-        "a": {},
-        "b": {"finished": False, "rows": 3},
-        "c": {"finished": True, "rows": 5},
-    }.items():
-        make_run(tmp_path / name, **given)
+    for name, finished, rows in ("a", None, 2), ("b", False, 3), ("c", True, 5):
+        make_run(tmp_path / name, finished=finished, rows=rows)
     found = status.read_statuses([tmp_path])
     assert [each.state for each in found] == ["unfinished", "unfinished", "finished"]
     assert [each.learned for each in found] == [None, 0.5, 1.0]

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -103,24 +102,6 @@ def test_a_build_that_failed_is_continued(tmp_path):
     folder = make_once(tmp_path / "thing", make=continues)
     assert (folder / "file").read_text() == "half and half"
     assert sorted(path.name for path in folder.iterdir()) == ["checksums.json", "file", "kept"]
-
-
-def test_a_process_that_waits_says_so_and_makes_nothing(thing, tmp_path, caplog):
-    caplog.set_level("INFO", logger="cpt.core.cache")
-    opened, made = thing
-    other, held = opened().rename(tmp_path / "other"), threading.Event()
-
-    def hold():
-        with FileLock(tmp_path / "thing.lock"):
-            held.set()
-            time.sleep(0.8)
-            other.rename(tmp_path / "thing")
-
-    holder = threading.Thread(target=hold)
-    holder.start()
-    held.wait(timeout=30)
-    assert opened() == tmp_path / "thing" and len(made) == 1 and "Waiting" in caplog.text
-    holder.join()
 
 
 DAMAGE = {

@@ -8,8 +8,6 @@ import pytest
 import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
-from omegaconf import OmegaConf
-from yaml import YAMLError
 
 from cpt.core.config import identity as identity_of
 from cpt.core.config import list_differences, plain_config
@@ -17,9 +15,8 @@ from cpt.core.errors import readable, reason
 from cpt.core.naming import LONGEST, name_run
 from cpt.optim.schedulers import Progress
 from cpt.trainer.lightning import make_trainer
-from cpt.trainer.plan import make_plan, read_sections
+from cpt.trainer.plan import read_sections
 from tests.conftest import ROOT
-from tests.support.sparing import LOAD
 
 CHOICES = sorted((path.parent.name, path.stem) for path in ROOT.glob("conf/*/*.yaml"))
 
@@ -88,19 +85,6 @@ def test_a_default_that_is_given_outright_is_not_in_the_name(composed):
     assert name_run([f"{place}=last"], "demix", 0, 0) == "demix_order-0_seed-0_routing.method.routing-last"
 
 
-def test_yaml_that_these_tests_read_again_is_what_the_file_says(tmp_path):
-    path = tmp_path / "mine.yaml"
-    path.write_text("a: 1e-3\nb: ${a}\nc: [1, {d: null}]\n")
-    with path.open() as file:
-        one, other = OmegaConf.load(path), OmegaConf.load(file)
-    assert one == other == LOAD(path) and (one.b, one.c[1].d) == (0.001, None)
-    one.a = 2
-    assert (one.b, other.b, OmegaConf.load(str(path)).b) == (2, 0.001, 0.001)
-    path.write_text("a: 1\na: 2\n")
-    with pytest.raises(YAMLError, match=r'duplicate key a(.|\n)*mine.yaml", line 2'):
-        OmegaConf.load(path)
-
-
 def test_what_carries_a_run_out_does_not_identify_it(composed):
     assert identity(composed("strategy=ddp", "logger=none", "name=x")) == identity(composed())
     differ = list_differences(identity(composed()), identity(composed("trainer.steps=7", "seed=1")))
@@ -132,13 +116,6 @@ def test_a_method_or_a_checkpoint_has_a_rate_of_its_own(given, rate, composed):
 
 
 # Errors
-
-
-@pytest.mark.parametrize("key", ["domains.held_out.test", "domains.held_out.most"])
-def test_shares_that_are_held_out_are_refused_by_name(key, composed):
-    with pytest.raises((ValueError, InstantiationException)) as raised:
-        make_plan(composed(f"{key}=0"))
-    assert f"{key}=0" in reason(raised.value) or "held_out" in reason(raised.value)
 
 
 def test_an_error_ends_in_one_line(capsys):

@@ -1,6 +1,5 @@
 """progress.json and sweep.json: what the heartbeat reads from phase and bar; processes that have ended."""
 
-import io
 import json
 import os
 import signal
@@ -137,19 +136,6 @@ def test_an_unwritable_folder_ends_no_run(tmp_path, caplog):
     with heartbeat.heartbeat(tmp_path / "absent"):
         HEARTBEAT.write(HEARTBEAT.read())
     assert len(caplog.records) == 1 and "progress.json" in caplog.text
-
-
-def test_a_bar_without_a_terminal_shares_no_line_with_an_event(monkeypatch):
-    both = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", both)
-    with progress_bar("outer", total=2, hidden=False) as outer, progress_bar("inner", total=1, hidden=False):
-        print("an event", file=both)
-        outer.update()
-        outer.refresh()
-        print("another", file=both)
-    bars = [line for line in both.getvalue().splitlines() if "%|" in line]
-    assert [line for line in both.getvalue().split("\n") if line not in bars] == ["an event", "another", ""]
-    assert len(bars) >= 3 and "\r" not in both.getvalue()
 
 
 def test_an_exit_is_recorded_for_a_process_that_could_not(tmp_path):

@@ -25,26 +25,6 @@ CHANGES = ("rename", "replace", "link", "unlink", "remove", "mkdir", "rmdir", "t
 FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
-class Listing:
-    """Entries of a folder as os.scandir gives them."""
-
-    def __init__(self, entries: list[os.DirEntry]) -> None:
-        self.entries = iter(entries)
-
-    def __iter__(self) -> Iterator[os.DirEntry]:
-        return self.entries
-
-    def __next__(self) -> os.DirEntry:
-        return next(self.entries)
-
-    def __enter__(self) -> "Listing":
-        return self
-
-    def __exit__(self, *raised: Any) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class Client:
     """This process's view of the files below a folder."""
 
@@ -147,10 +127,9 @@ def install() -> None:
         return listdir(path) if place is None else [*client.look("list", f"{place}/", lambda: listdir(path))]
 
     def scanning(path: Any = ".") -> Any:
-        place = client.place(path)
-        if place is None:
-            return scandir(path)
-        return Listing(client.look("scan", f"{place}/", lambda: list(scandir(path))))
+        if client.place(path):
+            client.wait()
+        return scandir(path)
 
     def reading(file: Any, mode: str = "r", *others: Any, **options: Any) -> Any:
         if place := client.place(file):

@@ -1,17 +1,14 @@
 """What Hydra is given of a sweep's arguments, and the terminal line of a sweep."""
 
-import io
 import re
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from cpt.core.heartbeat import Heartbeat, utc_now
-from cpt.sweeps import launcher
 from cpt.sweeps.arguments import check_choices, leave_to_jobs
-from cpt.sweeps.launcher import SweepLine, fit_jobs, job_progress
+from cpt.sweeps.launcher import fit_jobs, job_progress
 
 
 @pytest.mark.parametrize(
@@ -81,29 +78,3 @@ def test_the_time_is_the_run_s_or_as_far_as_it_is_known(tmp_path):
     assert job_progress(earlier) == ("#3 starting", "")
     (tmp_path / "progress.json").write_text("{")
     assert job_progress(earlier) == ("#3 starting", "")
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_a_terminal_has_the_line_and_a_file_nothing(tmp_path, monkeypatch):
-    running = [job(tmp_path, phase="learning law", stage=1, stages=3, step=3, steps=10, run_eta_s=61.0)]
-    written = {}
-    for kind in (Terminal, io.StringIO):
-        monkeypatch.setattr(sys, "stderr", written.setdefault(kind, kind()))
-        told = SweepLine(4)
-        told.refresh(running)
-        told.bar.update()
-        running[0].folder = tmp_path / "moved"  # is looked at again after a while only
-        told.refresh(running)
-        monkeypatch.setattr(launcher, "REFRESH_S", 0.0)
-        told.refresh(running)
-        told.bar.close()
-        monkeypatch.undo()
-        running[0].folder = tmp_path
-    assert written[io.StringIO].getvalue() == ""
-    lines = [each.strip() for each in written[Terminal].getvalue().split("\r") if "#3" in each]
-    assert lines[0] == "0/4 jobs [00:00<?], #3 learning law (1/3) 30 % 1:01"
-    assert "#3 learning law" in lines[-3] and "#3 starting" in lines[-1]
