@@ -37,12 +37,12 @@ def test_a_campaign_ends_with_1_where_a_promise_was_not_kept(bad, code, tmp_path
 
 
 TRIALS = {
-    "a wrong option": (inputs.trial, 3),
     "wrong values of an option": (inputs.trial, len(inputs.CASES) + 40),
     "a number that is none": (nonfinite.trial, 0),
     "a killed run": (kills.trial, 0),
 }
 MORE = {
+    "a wrong option": (inputs.trial, 3),
     "a damaged file": (faults.trial, 2),
     "a second start": (concurrency.trial, 7),
     "a signal": (preemption.trial, 0),

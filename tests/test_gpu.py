@@ -70,9 +70,3 @@ def test_a_head_of_odd_size_gives_its_own_logits():
     plain = head(given)
     head.__class__ = EvenHead
     torch.testing.assert_close(head(given), plain)
-
-
-def test_the_same_command_gives_the_same_bits(scores, tmp_path):
-    for name in ("one", "other"):
-        scores(name, "method=ncl", GPU, SAME, *DROPOUT)
-    assert bits(tmp_path / "one") == bits(tmp_path / "other")

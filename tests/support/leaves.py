@@ -26,9 +26,9 @@ from cpt.trainer.run_dir import RunDir
 from tests.conftest import ROOT, SMALL, SMALL_GPT2, SMALL_T5, with_values
 
 WRONG = """null is null|a list is [1,a]|an empty list is []|a mapping is {a: 1}|a word is abc
-an empty word is ''|negative is -1|nothing is 0|a fraction is 0.5|nan is nan|inf is inf|huge is 1e30|a bool is true
-a missing path is /proc/no/such/place|a class that there is not is nowhere.Class|a date is 2020-01-01
-a class of another kind is collections.OrderedDict|a made value is ${no.such}"""
+an empty word is ''|negative is -1|nothing is 0|a fraction is 0.5|nan is nan|inf is inf|huge is 1e30
+a bool is true|a missing path is /proc/no/such/place|a class that there is not is nowhere.Class
+a date is 2020-01-01|a class of another kind is collections.OrderedDict|a made value is ${no.such}"""
 WRONG = dict(each.rsplit(" is ", 1) for each in WRONG.replace("\n", "|").split("|"))
 WRONG["many digits"] = "1" + "0" * 30
 ELSEWHERE = ("experiment", "hydra", "method/parts", "domains/template", "endtask/protocol", "routing")

@@ -31,7 +31,6 @@ CORES = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_coun
 APP = """
 import atexit, json, os, signal, subprocess, sys, time
 from pathlib import Path
-from types import SimpleNamespace
 import hydra
 import cpt.sweeps.launcher
 from hydra.core.hydra_config import HydraConfig
@@ -57,10 +56,8 @@ def main(cfg):
     atexit.register(print, "last line of all")
     if cfg.kind == "raise":
         raise RuntimeError("boom")
-    if cfg.kind == "refuse":
-        sys.exit("cpt: no")
-    if cfg.kind == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
+    if cfg.kind in ("refuse", "kill"):
+        sys.exit("cpt: no") if cfg.kind == "refuse" else os.kill(os.getpid(), signal.SIGKILL)
     if cfg.kind == "wait":
         seen["helper"] = subprocess.Popen(["sleep", "60"]).pid
         (folder / "seen.json").write_text(json.dumps(seen))
@@ -83,22 +80,18 @@ hydra:
   sweep: {dir: outputs}
   hydra_logging: {formatters: {simple: {format: "%(message)s"}}}
 """
-SEARCHER = "{_target_: hydra_plugins.app.Searcher, max_batch_size: null, params: null}"
-
-
-def write_app(folder: Path) -> Path:
-    """A Hydra program with this launcher's own YAML; without torch, a job takes half a second."""
-    copytree(ROOT / "conf/hydra/launcher", folder / "conf/hydra/launcher")
-    (folder / "conf/hydra/sweeper").mkdir()
-    (folder / "conf/hydra/sweeper/searcher.yaml").write_text(SEARCHER)
-    (folder / "conf/config.yaml").write_text(CONFIG)
-    (folder / "app.py").write_text(APP)
-    return folder
 
 
 @pytest.fixture
 def app(tmp_path):
-    return write_app(tmp_path)
+    """A Hydra program with this launcher's own YAML; without torch, a job takes half a second."""
+    copytree(ROOT / "conf/hydra/launcher", tmp_path / "conf/hydra/launcher")
+    (tmp_path / "conf/hydra/sweeper").mkdir()
+    searcher = "{_target_: hydra_plugins.app.Searcher, max_batch_size: null, params: null}"
+    (tmp_path / "conf/hydra/sweeper/searcher.yaml").write_text(searcher)
+    (tmp_path / "conf/config.yaml").write_text(CONFIG)
+    (tmp_path / "app.py").write_text(APP)
+    return tmp_path
 
 
 def environment(**variables) -> dict[str, str]:
@@ -107,9 +100,7 @@ def environment(**variables) -> dict[str, str]:
     return kept | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error", "CUDA_VISIBLE_DEVICES": ""} | variables
 
 
-def sweep(
-    app: Path, *arguments: str, program: tuple = ("app.py",), **variables: str
-) -> CompletedProcess[str]:
+def sweep(app: Path, *arguments: str, program=("app.py",), **variables: str) -> CompletedProcess[str]:
     command, options = [sys.executable, *program, "-m", *arguments], {"capture_output": True, "text": True}
     return subprocess.run(command, cwd=app, env=environment(**variables), timeout=120, **options)
 

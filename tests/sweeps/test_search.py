@@ -241,10 +241,19 @@ def test_a_preempted_trial_stays_under_way_and_the_search_ends_as_it_did(search,
 
 
 def test_a_finished_search_makes_nothing_and_more_trials_go_on(search, folder):
-    search(loss, LR, n_trials=3)
+    whole = search(loss, LR, n_trials=3).jobs
     assert search(loss, LR, n_trials=3).jobs == []
     assert len(search(loss, LR, n_trials=5).jobs) == 2
     assert results(folder)["finished"] == 5
+    shutil.rmtree(folder / "sweep")
+
+    def fails(values):
+        return None if [f"lr={values['lr']}"] == whole[1] else loss(values)
+
+    assert search(fails, LR, n_trials=3).jobs[:2] == whole[:2]
+    assert search(fails, LR, n_trials=3).jobs == [whole[1]]
+    again = search(loss, LR, n_trials=4).jobs  # what has failed twice is tried once more
+    assert again[0] == whole[1] and len(again) == 2 and again[1] != whole[1]
 
 
 def test_failures_stop_nothing_and_are_tried_again_by_the_same_command(search, folder, caplog, capsys):
