@@ -1,4 +1,5 @@
-"""Jobs of a sweep as processes of their own, what each gets of the machine, and what is told of them."""
+"""Jobs of a sweep as processes of their own: what each gets of the machine and of the command line, and what
+is told of how it ended."""
 
 import importlib.util
 import json
@@ -11,61 +12,35 @@ import time
 from functools import partial
 from pathlib import Path
 from shutil import copytree
-from subprocess import CompletedProcess
 from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
 
+from cpt.core.heartbeat import Heartbeat, utc_now
 from cpt.core.preemption import GO_ON
-from cpt.status import read_statuses
-from cpt.sweeps.jobs import divide_machine, visible_gpus
-from cpt.sweeps.launcher import ProcessLauncher, stop_jobs
+from cpt.sweeps.arguments import check_choices, leave_to_jobs
+from cpt.sweeps.jobs import Job, divide_machine, summarize_jobs, visible_gpus
+from cpt.sweeps.launcher import ProcessLauncher, fit_jobs, job_progress, run_all
 from tests.conftest import ROOT
 from tests.support.processes import is_there
 
-pytestmark = pytest.mark.slow
-
-CORES = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
-
 APP = """
-import atexit, json, os, signal, subprocess, sys, time
+import json, os, sys
 from pathlib import Path
 import hydra
 import cpt.sweeps.launcher
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.plugins import Plugins
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # after Plugins, which loads it once more
 from omegaconf import OmegaConf
-
-class Searcher(BasicSweeper):
-    def sweep(self, arguments):
-        batch = [[f"x={x}", f"kind={'refuse' if x == 3 else 'done'}", *arguments] for x in (1, 2, 1, 3)]
-        returns = self.launcher.launch(batch, initial_job_idx=0)
-        Path("returns.json").write_text(json.dumps([(r.status.name, str(r._return_value)) for r in returns]))
-
-Plugins.instance().class_name_to_class["hydra_plugins.app.Searcher"] = Searcher
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(cfg):
     folder = Path(HydraConfig.get().runtime.output_dir)
-    seen = {"pid": os.getpid(), "argv": sys.argv, "env": dict(os.environ), "begun": time.time(),
-            "order": OmegaConf.to_container(cfg.order), "name": cfg.name}
-    if "QUIET" not in os.environ:
-        print("before the end, kind", cfg.kind)
-    atexit.register(print, "last line of all")
     if cfg.kind == "raise":
         raise RuntimeError("boom")
-    if cfg.kind in ("refuse", "kill"):
-        sys.exit("cpt: no") if cfg.kind == "refuse" else os.kill(os.getpid(), signal.SIGKILL)
-    if cfg.kind == "wait":
-        seen["helper"] = subprocess.Popen(["sleep", "60"]).pid
-        (folder / "seen.json").write_text(json.dumps(seen))
-        time.sleep(60)
-    time.sleep(0.3)
-    (folder / "seen.json").write_text(json.dumps(seen | {"done": time.time()}))
-    scores = {"run": {"finished": cfg.kind != "partial"}, **({"objective": cfg.x / 2} if cfg.x else {})}
-    (folder / "scores.json").write_text(json.dumps(scores))
+    seen = {"argv": sys.argv, "env": dict(os.environ), "order": OmegaConf.to_container(cfg.order)}
+    (folder / "seen.json").write_text(json.dumps(seen | {"name": cfg.name}))
+    (folder / "scores.json").write_text('{"run": {"finished": true}}')
 
 main()
 """
@@ -74,177 +49,173 @@ defaults: [_self_, {override hydra/launcher: processes}]
 kind: done
 order: [a]
 name: given
-x: 0
 hydra:
-  run: {dir: "outputs/${hydra:job.name}/${choices:${hydra.overrides.task},m,${x},0}"}
+  run: {dir: "outputs/${hydra:job.name}/${kind}-${order}"}
   sweep: {dir: outputs}
   hydra_logging: {formatters: {simple: {format: "%(message)s"}}}
 """
 
 
 @pytest.fixture
-def app(tmp_path):
-    """A Hydra program with this launcher's own YAML; without torch, a job takes half a second."""
+def swept(tmp_path):
+    """Sweeps with a Hydra program that has this launcher's own YAML; gives what it said and what jobs saw."""
     copytree(ROOT / "conf/hydra/launcher", tmp_path / "conf/hydra/launcher")
-    (tmp_path / "conf/hydra/sweeper").mkdir()
-    searcher = "{_target_: hydra_plugins.app.Searcher, max_batch_size: null, params: null}"
-    (tmp_path / "conf/hydra/sweeper/searcher.yaml").write_text(searcher)
     (tmp_path / "conf/config.yaml").write_text(CONFIG)
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more/other.yaml").write_text(CONFIG + "\nonly_here: 1\n")
     (tmp_path / "app.py").write_text(APP)
-    return tmp_path
+
+    def sweep(*arguments, program=("app.py",), **variables):
+        hidden = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "HYDRA_FULL_ERROR")
+        kept = {name: value for name, value in os.environ.items() if name not in hidden}
+        env = kept | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""} | variables
+        command = [sys.executable, *program, "-m", *arguments]
+        ended = subprocess.run(command, cwd=tmp_path, env=env, timeout=120, capture_output=True, text=True)
+        seen = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("outputs/app/*/seen.json"))]
+        return ended, seen
+
+    return sweep
 
 
-def environment(**variables) -> dict[str, str]:
-    hidden = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "HYDRA_FULL_ERROR")
-    kept = {name: value for name, value in os.environ.items() if name not in hidden}
-    return kept | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error", "CUDA_VISIBLE_DEVICES": ""} | variables
-
-
-def sweep(app: Path, *arguments: str, program=("app.py",), **variables: str) -> CompletedProcess[str]:
-    command, options = [sys.executable, *program, "-m", *arguments], {"capture_output": True, "text": True}
-    return subprocess.run(command, cwd=app, env=environment(**variables), timeout=120, **options)
-
-
-def seen(app: Path) -> list[dict]:
-    """What the finished jobs saw, in the order of their folders."""
-    return [json.loads(path.read_text()) for path in sorted(app.glob("outputs/app/*/seen.json"))]
-
-
-def test_failures_stop_no_other_job_and_all_is_told(app):
-    """Four jobs, two at once; the first raises and the third is killed."""
-    process = sweep(app, "kind=raise,done,kill,other", "hydra.launcher.jobs=2")
-    assert process.returncode == 1
-    assert process.stderr.splitlines() == ["cpt: 2 of 4 jobs failed: #0 kind=raise, #2 kind=kill"]
-    total, *failed, compare = process.stdout.splitlines()[-4:]
-    assert (total, compare) == ("4 jobs: 2 finished, 2 failed", "compare: python -m cpt.report outputs/app")
-    boom, last = "(exit 1): RuntimeError: boom", "before the end, kind kill"
-    killed = rf"(signal 9, Killed; perhaps for want of memory): {last}"
-    assert failed[0].startswith(f"#0 kind=raise: failed {boom} (outputs/app/")
-    assert failed[1].startswith(f"#2 kind=kill: failed {killed} (outputs/app/")
-    assert re.search(r"^#1 kind=done: started, outputs/app/.*/console.log$", process.stdout, re.MULTILINE)
-    assert re.search(r"^#1 kind=done: finished in \d+ s$", process.stdout, re.MULTILINE)
-    found = {each.run.rpartition("kind-")[2]: each for each in read_statuses([app / "outputs"])}
-    assert (found["raise"].state, found["raise"].why) == ("failed", boom)
-    assert (found["kill"].state, found["kill"].why) == ("failed", killed)
-    (queue,) = app.glob("outputs/sweep.json")
-    assert len(json.loads(queue.read_text())["runs"]) == 4
-    jobs = seen(app)
-    assert len({job["pid"] for job in jobs}) == 2
-    assert [job["argv"][1:] for job in jobs] == [
-        ["hydra.launcher.jobs=2", f"kind={kind}", "hydra.mode=RUN"] for kind in ("done", "other")
-    ]
-    env, half = jobs[0]["env"], str(max(1, CORES // 2))
-    assert (env["OMP_NUM_THREADS"], env["MKL_NUM_THREADS"], env["OMP_WAIT_POLICY"]) == (half, half, "PASSIVE")
-
-
-def test_jobs_overlap_but_no_more_at_once_than_asked(app):
-    assert sweep(app, "x=1,2,3", "hydra.launcher.jobs=2").returncode == 0
-    one, two, three = sorted((job["begun"], job["done"]) for job in seen(app))
-    assert two[0] < one[1] and three[0] >= min(one[1], two[1])
-
-
-def test_overrides_flags_and_threads_of_the_user_reach_the_jobs(app):
+@pytest.mark.slow
+def test_overrides_flags_and_threads_of_the_user_reach_the_jobs_and_failures_stop_no_other(swept):
     """Of a program that is started as a module, whose jobs are as well."""
-    (app / "more").mkdir()
-    (app / "more/other.yaml").write_text(CONFIG + "\nonly_here: 1\n")
-    arguments = ["-cd", "more", "--config-name=other", "order=[b,'a c'],[c]", "name='a b, \"c\"'"]
-    arguments += ["+extra={k: [1, 2]}", "hydra.run.dir='outputs/app/${order}'"]
-    process = sweep(app, *arguments, program=("-m", "app"), OMP_NUM_THREADS="7")
-    assert process.returncode == 0, process.stderr
-    jobs = seen(app)
-    assert [job["order"] for job in jobs] == [["b", "a c"], ["c"]]
-    assert {job["name"] for job in jobs} == {'a b, "c"'}
-    assert {job["env"]["OMP_NUM_THREADS"] for job in jobs} == {"7"}
+    given = ["-cd", "more", "--config-name=other", "order=[b,'a c'],[c]", "name='a b, \"c\"'"]
+    given += ["+extra={k: [1, 2]}", "kind=done,raise", "hydra.launcher.jobs=2"]
+    ended, seen = swept(*given, program=("-m", "app"), OMP_NUM_THREADS="7", PYTHONWARNINGS="error")
+    assert [job["order"] for job in seen] == [["b", "a c"], ["c"]]
+    assert {job["name"] for job in seen} == {'a b, "c"'}
+    assert {job["env"]["OMP_NUM_THREADS"] for job in seen} == {"7"}
+    assert ended.returncode == 1 and ended.stderr.count("\n") == 1
+    assert ended.stderr.startswith("cpt: 2 of 4 jobs failed: #1 order=[b,'a c'] kind=raise, #3 ")
+    assert ended.stdout.count("failed (exit 1): RuntimeError: boom (outputs/app/") == 2
+    assert ended.stdout.splitlines()[-1] == "compare: python -m cpt.report outputs/app"
 
 
-def test_a_searching_sweeper_gets_objectives_and_failures(app):
-    """Equal jobs are run once."""
-    assert sweep(app, "hydra/sweeper=searcher").returncode == 0
-    *fine, failed = json.loads((app / "returns.json").read_text())
-    assert fine == [["COMPLETED", "0.5"], ["COMPLETED", "1.0"], ["COMPLETED", "0.5"]]
-    assert failed[0] == "FAILED" and "x=3 kind=refuse: failed (exit 1): cpt: no" in failed[1]
-    assert len(seen(app)) == 2
-
-
-def test_console_is_appended_and_last_words_are_of_this_start(app):
-    for variables, words in ({}, "before the end, kind kill"), ({"QUIET": "1"}, "(no output)"):
-        process = sweep(app, "kind=kill", **variables)
-        assert f"Killed; perhaps for want of memory): {words} (outputs/" in process.stdout
-    (console,) = app.glob("outputs/app/*/console.log")
-    assert console.read_text() == "before the end, kind kill\n"
-
-
-def test_jobs_that_share_a_folder_are_refused(app):
-    process = sweep(app, "x=1,2", "hydra.run.dir=outputs/one")
-    assert process.returncode == 1
-    assert process.stderr.startswith("cpt: '#0 x=1' and '#1 x=2' have one hydra.run.dir, outputs/one")
-    assert process.stderr.count("\n") == 1
-
-
-def importable(name: str) -> bool:
+def importable(name):
     try:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "package"), [("slurm_local", "hydra_submitit_launcher"), ("ray_jobs", "hydra_ray_launcher")]
 )
-def test_other_launchers_on_this_machine(app, name, package):
+def test_other_launchers_on_this_machine(swept, name, package):
     if not importable(f"hydra_plugins.{package}"):
         pytest.skip(f"needs {package.replace('_', '-')}, an extra")
-    arguments = (f"hydra/launcher={name}", "kind=raise,done", "x=3")
-    process = sweep(app, *arguments, PYTHONWARNINGS="default")
-    assert process.returncode == 1, process.stderr
-    assert process.stderr.splitlines()[-1] == "cpt: 1 of 2 jobs failed: #0 kind=raise"
-    (job,) = seen(app)
-    assert job["argv"][1:] == [arguments[0], "kind=done", "x=3", "hydra.mode=RUN"]
-    assert "RuntimeError: boom (outputs/app/" in process.stdout
+    ended, (job,) = swept(f"hydra/launcher={name}", "kind=raise,done")
+    assert ended.returncode == 1, ended.stderr
+    assert ended.stderr.splitlines()[-1] == "cpt: 1 of 2 jobs failed: #0 kind=raise"
+    assert job["argv"][1:] == [f"hydra/launcher={name}", "kind=done", "hydra.mode=RUN"]
 
 
-def wait_until(condition, *, seconds: float = 15) -> bool:
+PROGRAM = """
+import os, signal, sys, time
+number = int(sys.argv[1][2:])
+if "QUIET" not in os.environ:
+    print("begun", number)
+if number == 0:
+    raise RuntimeError("boom")
+if number == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+began = time.time()
+time.sleep(0.3)
+open(f"{number}/scores.json", "w").write('{"run": {"finished": true}}')
+open(f"{number}/times", "w").write(f"{began} {time.time()}")
+"""
+
+
+def made_job(number, **ended):
+    made = Job(number, (f"x={number}",), f"x={number}", OmegaConf.create(), Path(str(number)))
+    made.folder.mkdir()
+    for key, value in ended.items():
+        setattr(made, key, value)
+    return made
+
+
+def test_failed_jobs_stop_no_other_and_no_more_run_at_once_than_there_are_places(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    jobs, command = [made_job(number) for number in range(5)], [sys.executable, "-S", "-c", PROGRAM]
+    run_all(jobs, command=command, places=[{}, {}], grace=1)
+    assert [job.state for job in jobs] == ["failed"] * 2 + ["finished"] * 3
+    raised, killed = "failed (exit 1): RuntimeError: boom", "failed (signal 9, Killed; perhaps for want of "
+    assert jobs[0].failure() == raised and jobs[1].failure() == f"{killed}memory): begun 1"
+    beats = [Heartbeat.load(job.folder) for job in jobs[:2]]
+    assert [f"{beat.state} {beat.why}" for beat in beats] == [job.failure() for job in jobs[:2]]
+    times = [tuple(map(float, (job.folder / "times").read_text().split())) for job in jobs[2:]]
+    one, two, three = sorted(times)
+    assert two[0] < one[1] and three[0] >= min(one[1], two[1])
+    jobs += [made_job(5, before=True), made_job(6, lost="cancelled"), made_job(7, code=GO_ON)]
+    jobs[7].console.write_text("cpt: no\n")
+    assert summarize_jobs(jobs) == [
+        "8 jobs: 3 finished, 1 finished before, 1 preempted, 3 failed",
+        f"#0 x=0: {raised} (0/console.log)",
+        f"#1 x=1: {killed}memory): begun 1 (1/console.log)",
+        "#6 x=6: failed (lost): cancelled (6/console.log)",
+        "#7 x=7: preempted (exit 75): cpt: no (7/console.log)",
+        "compare: python -m cpt.report .",
+    ]
+    run_all(jobs[1:2], command=command, places=[{"QUIET": "1"}], grace=1)  # appended to the same console
+    assert jobs[1].failure() == f"{killed}memory): (no output)" and jobs[1].console.read_text() == "begun 1\n"
+
+
+SWEEP = """
+import sys
+from pathlib import Path
+from omegaconf import OmegaConf
+from cpt.sweeps.jobs import Job
+from cpt.sweeps.launcher import run_all
+jobs = [Job(n, (f"x={n}",), "", OmegaConf.create(), Path(str(n))) for n in range(2)]
+run_all(jobs, command=[sys.executable, "-c", sys.argv[1]], places=[{}, {}], grace=5)
+"""
+WAITING = """
+import os, signal, subprocess, sys, time
+from cpt.core.processes import die_with_parent
+die_with_parent()
+folder = sys.argv[1][2:]
+def left(number, _):
+    open(folder + "/got", "w").write(str(number))
+    sys.exit(75)
+signal.signal(signal.SIGTERM, left)
+signal.signal(signal.SIGINT, left)
+helper = subprocess.Popen(["sleep", "60"])
+open(folder + "/pids.part", "w").write(f"{os.getpid()} {helper.pid}")
+os.rename(folder + "/pids.part", folder + "/pids")
+time.sleep(60)
+"""
+
+
+def wait_until(condition, *, seconds=15):
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
+        time.sleep(0.02)
     return condition()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc, prctl")
-@pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.campaign), signal.SIGTERM, signal.SIGKILL]
-)
-def test_jobs_end_with_their_sweep(app, number):
-    """With their helpers, where the sweep could do something about it."""
-    command = [sys.executable, "app.py", "-m", "x=1,2", "kind=wait", "hydra.launcher.jobs=2"]
-    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background job is deaf to it
-    options = {"cwd": app, "env": environment(), "stdout": subprocess.DEVNULL, "preexec_fn": heed}
-    with subprocess.Popen(command, **options) as process:
-        assert wait_until(lambda: len(list(app.glob("outputs/app/*/seen.json"))) == 2)
-        time.sleep(0.2)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_jobs_end_with_their_sweep(number, tmp_path, monkeypatch):
+    """With their helpers, where the sweep could do something about it, and by the signal that it got."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    with subprocess.Popen([sys.executable, "-c", SWEEP, WAITING], cwd=tmp_path) as process:
+        assert wait_until(lambda: len(list(tmp_path.glob("*/pids"))) == 2)
         process.send_signal(number)
-    jobs = seen(app)
-    helpers, pids = ([job[key] for job in jobs] for key in ("helper", "pid"))
-    assert len(pids) == 2
+    told = [list(map(int, path.read_text().split())) for path in tmp_path.glob("*/pids")]
+    pids, helpers = zip(*told, strict=True)
     if number == signal.SIGKILL:
         for helper in helpers:
             os.kill(helper, signal.SIGKILL)
-        assert process.returncode == -signal.SIGKILL
         assert wait_until(lambda: not any(map(is_there, pids)))
     else:
         assert process.returncode == GO_ON and not any(map(is_there, pids + helpers))
+        assert [path.read_text() for path in tmp_path.glob("*/got")] == [str(int(number))] * 2
 
 
-def test_jobs_get_the_signal_that_their_sweep_got():
-    """What a job says of its end is then what happened: stopped by SIGINT, not SIGTERM."""
-    for received, first in (([signal.SIGINT], signal.SIGINT), ([], signal.SIGTERM)):
-        told = []
-        process = SimpleNamespace(poll=lambda: 0, wait=lambda: 0)
-        stop_jobs([SimpleNamespace(kill=told.append, process=process)], grace=1, received=received)
-        assert told == [first, signal.SIGKILL]
-
-
-@pytest.mark.parametrize("wrong", [{"jobs": 0}, {"threads": 1.5}, {"jobs": "two"}, {"jobs": True}])
+@pytest.mark.parametrize("wrong", [{"jobs": 0}, {"threads": True}])
 def test_wrong_numbers_are_refused_in_one_line(wrong, capsys):
     ((name, value),) = wrong.items()
     launcher = ProcessLauncher(**{"jobs": None, "threads": None, **wrong})
@@ -256,30 +227,23 @@ def test_wrong_numbers_are_refused_in_one_line(wrong, capsys):
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """Eight cores, and as many GPUs as the test says."""
-
-    def equip(gpus: int) -> None:
-        tool = tmp_path / "nvidia-smi"
-        tool.write_text("#!/bin/sh\n" + "".join(f"echo 'GPU {i}: X (UUID: GPU-{i})'\n" for i in range(gpus)))
-        tool.chmod(0o755)
-
+    """Eight cores, and four GPUs where there is this tool."""
     monkeypatch.setattr("cpt.sweeps.jobs.cores", lambda: 8)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)
-    equip(0)
-    return equip
+    return tmp_path / "nvidia-smi"
 
 
-def divided(name: str, number: int, *, jobs=None, threads=None, waiting=None, **trainer) -> list:
+def divided(name, number, *, jobs=None, threads=None, waiting=None, **trainer):
     """What of this name each place on the machine has, where so many jobs are to run."""
     plans = [OmegaConf.create({"trainer": trainer})] * number
-    given = {} if waiting is None else {"waiting": waiting}
-    return [each.get(name) for each in divide_machine(plans, jobs=jobs, threads=threads, **given)]
+    return [each.get(name) for each in divide_machine(plans, jobs=jobs, threads=threads, waiting=waiting)]
 
 
 def test_gpus_are_divided(machine, monkeypatch):
-    machine(4)
+    machine.write_text("#!/bin/sh\n" + "".join(f"echo 'GPU {i}: X (UUID: GPU-{i})'\n" for i in range(4)))
+    machine.chmod(0o755)
     share = partial(divided, "CUDA_VISIBLE_DEVICES", 9)
     assert share(devices=1) == ["0", "1", "2", "3"] and share(devices=2) == ["0,1", "2,3"]
     assert share(devices=3) == ["0,1,2"]
@@ -293,6 +257,8 @@ def test_gpus_are_divided(machine, monkeypatch):
 
 
 def test_cores_are_divided_and_threads_that_the_user_has_set_stay(machine, monkeypatch):
+    machine.write_text("#!/bin/sh\n")
+    machine.chmod(0o755)
     share = partial(divided, "OMP_NUM_THREADS")
     assert share(9, devices=1) == ["1"] * 8 and share(3, devices=1) == ["2"] * 3
     assert share(9, devices=2) == ["1"] * 4
@@ -300,8 +266,67 @@ def test_cores_are_divided_and_threads_that_the_user_has_set_stay(machine, monke
     for waiting, count in ((9, 4), (3, 3), (1, 1)):  # what goes on later has what it would have had
         assert share(9, devices=1, jobs=4, waiting=waiting) == ["2"] * count
     assert divided("CUDA_VISIBLE_DEVICES", 2, devices=1) == [None] * 2
+    assert divided("OMP_WAIT_POLICY", 2, devices=1) == ["PASSIVE"] * 2
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert divide_machine([OmegaConf.create({"trainer": {}})], jobs=None, threads=None) == [{}]
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # those given to the launcher win
-        assert divided(name, 9, devices=1, jobs=1, threads=3) == ["3"]
-    assert divided("OMP_WAIT_POLICY", 9, devices=1, jobs=1, threads=3) == [None]
+    assert share(1) == [None] and share(9, devices=1, jobs=1, threads=3) == ["3"]
+
+
+# The command line, and the line of a sweep
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ("-m method=lora,olora method.rate=1", "-m method=lora,olora method.rate=choice(1)"),
+        ("--multirun method=lora,olora method.t=[a]", "--multirun method=lora,olora method.t=choice([a])"),
+        ("-m method=choice(lora,olora) method.rate=1", "-m method=choice(lora,olora) method.rate=choice(1)"),
+        ("method=lora method.rate=1", None),
+        ("-m method=lora method.rate=1", None),
+        ("-m method=lora,olora seed=1 trainer.steps=2 +method.mine=1 ~method.rate", None),
+        ("-m method=lora,olora method.rate= method.=( method.x=1,3", None),
+    ],
+)
+def test_options_of_a_swept_group_are_left_to_the_jobs_and_all_else_stays(given, taken):
+    assert leave_to_jobs(given.split()) == (taken or given).split()
+
+
+def test_a_choice_that_is_no_name_is_refused_and_all_others_are_left_to_hydra():
+    for given in [
+        "optim=[null]",
+        "optim=5",
+        "experiment=null",
+        "mask=true",
+        "mask=[migu,5]",
+        "schedule=[{}]",
+    ]:
+        with pytest.raises(ValueError, match=rf"{re.escape(given)}; allowed: a choice of conf/\w+"):
+            check_choices(["seed=1", given])
+    check_choices(
+        ["mask=[migu,mofo]", "order=[law]", "-m", "a=(", "optim=adamw", "~experiment", "optim={lr:1}"]
+    )
+
+
+def test_the_line_is_never_wider_than_the_terminal_and_times_are_whole():
+    law, base = ("#3 learning law (1/3) 20 %", " 1:02:03"), ("#4 starting", "")
+    for count in (0, 1, 2, 5, 30):
+        for room in range(-3, 120):
+            text = fit_jobs([law] * count, room)
+            assert len(text) <= max(0, room)
+            if count and room >= 19 * count:
+                assert text.count("1:02:03") == count
+    assert fit_jobs([law, base], 40) == "#3 learni… 1:02:03 | #4 starting"
+
+
+def test_the_time_is_the_runs_or_as_far_as_it_is_known(tmp_path):
+    def told(**given):
+        job = SimpleNamespace(number=3, folder=tmp_path, began=utc_now())
+        Heartbeat(**{"state": "running", "began": utc_now(), **given}).write(tmp_path)
+        return "".join(job_progress(job))
+
+    at = {"phase": "learning law", "stage": 1, "stages": 3, "step": 3, "steps": 10, "phase_eta_s": 7.0}
+    assert told(**at, run_eta_s=61.0) == "#3 learning law (1/3) 30 % 1:01"
+    assert told(**at, run_eta_s=61.0, untimed=["probes"]).endswith(" 1:01+")
+    assert told(**at).endswith(" 0:07+")
+    assert told(state="waiting", phase="x", why="x") == "#3 waiting"
+    assert told(state="finished") == "#3 ending"
+    assert told(state="preempted", written="2026-01-01T00:00:00Z") == "#3 starting"
