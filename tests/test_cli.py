@@ -11,15 +11,7 @@ from cpt.core.output import UNREAD
 from tests.conftest import ROOT, SMALL
 from tests.support.processes import ran
 
-RUN = [str(ROOT / "run.py")]
-
-
-def called(*arguments, cwd, program=RUN):
-    """What the program says, in a process of its own."""
-    command = [sys.executable, *program, *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, encoding="utf-8", timeout=120)
-
-
+pytestmark = pytest.mark.slow
 CANNOT = """
 method=unheard_of -> method=unheard_of is not known; allowed: adapter,
 logger=[csv,foo] --options -> logger=foo is not known; allowed: csv,
@@ -33,35 +25,28 @@ domains.packages.torch=[torch] -> one more: +domains.packages.torch=…
 order -> order cannot be read:
 -m seed=0,1 mask=migu,mgui -> mask=mgui is not known; did you mean migu?
 -m routing@method.routing=last,first method=hat -> routing=first is not known; allowed: domain,
+--config-dir=mine method=mine -> mine.yaml
 """
 
 
-@pytest.mark.slow
+def called(*arguments, cwd, program=(str(ROOT / "run.py"),), **options):
+    """What the program says, in a process of its own."""
+    given = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "timeout": 120} | options
+    return subprocess.run([sys.executable, *program, *arguments], cwd=cwd, encoding="utf-8", **given)
+
+
 @pytest.mark.parametrize(("arguments", "said"), [each.split(" -> ") for each in CANNOT.split("\n")[1:-1]])
 def test_what_cannot_be_composed_is_told_in_one_line_and_leaves_nothing(arguments, said, tmp_path):
+    (tmp_path / "mine/method").mkdir(parents=True)
+    (tmp_path / "mine/method/mine.yaml").write_text("name: mine\n_target_: [\n")
     ended = ran(ROOT / "run.py", *arguments.split(), cwd=tmp_path)
     assert (ended.returncode, ended.stdout, len(ended.stderr.splitlines())) == (1, "", 1), ended.stderr
     assert ended.stderr.startswith("cpt: ") and said in ended.stderr
-    assert list(tmp_path.iterdir()) == []
+    assert ("line 3" in ended.stderr) == ("mine.yaml" in said)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
-def test_a_config_file_that_is_no_yaml_is_named_with_its_line(tmp_path):
-    path = tmp_path / "mine/method/mine.yaml"
-    path.parent.mkdir(parents=True)
-    path.write_text("name: mine\n_target_: [\n")
-    ended = called("--config-dir=mine", "method=mine", cwd=tmp_path)
-    assert (ended.returncode, len(ended.stderr.splitlines())) == (1, 1), ended.stderr
-    assert ended.stderr.startswith("cpt: ") and "mine.yaml" in ended.stderr and "line 3" in ended.stderr
-
-
-def test_the_traceback_is_there_on_request(tmp_path, monkeypatch):
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    ended = called("method=unheard_of", cwd=tmp_path)
-    assert ended.returncode == 1 and "Traceback" in ended.stderr and "MissingConfig" in ended.stderr
-
-
-@pytest.mark.slow
-def test_the_program_has_the_same_config_under_both_names_and_a_help_with_every_group(tmp_path, monkeypatch):
+def test_the_program_has_the_same_config_under_both_names_and_says_more_on_request(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     given = ["--cfg=all", "seed=3"]
     by_path, by_name = called(*given, cwd=tmp_path), called(*given, cwd=tmp_path, program=["-m", "cpt"])
@@ -70,9 +55,10 @@ def test_the_program_has_the_same_config_under_both_names_and_a_help_with_every_
     ended = called("--help", cwd=tmp_path)
     groups = {path.name for path in (ROOT / "conf").iterdir() if path.is_dir()} - {"hydra"}
     assert ended.returncode == 0 and {name for name in groups if f"\n{name}: " not in ended.stdout} == set()
+    ended = called("method=unheard_of", cwd=tmp_path, env=os.environ | {"HYDRA_FULL_ERROR": "1"})
+    assert ended.returncode == 1 and "Traceback" in ended.stderr and "MissingConfig" in ended.stderr
 
 
-@pytest.mark.slow
 def test_what_is_for_programs_is_json_alone_whatever_else_is_installed(tmp_path, monkeypatch, corpora, cache):
     """datasets tells of a JAX that it finds, and Hydra shows what it is told."""
     for name in ("jax", "jaxlib"):
@@ -87,7 +73,6 @@ def test_what_is_for_programs_is_json_alone_whatever_else_is_installed(tmp_path,
     assert json.loads(ended.stdout)["stages"] and "JAX" not in ended.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "program", ["run.py --help", "run.py method=das --options", "-m cpt.status outputs", "-m cpt.gate --help"]
 )
@@ -99,7 +84,6 @@ def test_a_reader_that_leaves_ends_a_program_without_a_traceback(program, tmp_pa
     reading, writing = os.pipe()
     os.close(reading)
     words = [str(ROOT / each) if each == "run.py" else each for each in program.split()]
-    options = {"stdout": writing, "stderr": subprocess.PIPE, "text": True, "timeout": 120}
-    ended = subprocess.run([sys.executable, *words], cwd=tmp_path, **options)
+    ended = called(cwd=tmp_path, program=words, stdout=writing)
     os.close(writing)
     assert ended.stderr == "" and ended.returncode in (UNREAD, 0)  # 0: argparse's own --help

@@ -1,9 +1,7 @@
 """What the documents name is there: files, tests, links, commands with their options, choices and values."""
 
 import re
-import shlex
 import tomllib
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,18 +18,17 @@ from tests.support.site import program
 README, DOCS, CONF = ROOT / "README.md", ROOT / "docs", ROOT / "conf"
 MORE = ("CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md")
 DOCUMENTS = [README, *(ROOT / name for name in MORE), *sorted(DOCS.glob("*.md"))]
-TESTS = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
 WRITTEN_BY_THE_READER = {"cpt/methods/l1.py", "conf/method/l1.yaml"}
 CHOSEN_BY_THE_READER = {("method", "mine"), ("experiment", "first"), ("experiment", "manuals")}
-EXAMPLES = {("experiment", path.stem) for path in (DOCS / "examples" / "experiment").glob("*.yaml")}
+CHOSEN_BY_THE_READER |= {("experiment", path.stem) for path in DOCS.glob("examples/experiment/*.yaml")}
 LONGEST = 120  # lines of the README
 OF_PROGRAMS = ("options.md", "support.md")  # written from what there is, as tests/test_site.py sees
 OF_EXTRAS = {"mkdocs"}
-OF_WANDB = {"--append"}  # that it no longer has this option is what is told
 CONFIG_ON_WANDB = {"cpt.label", "cpt.measured", "cpt.group", "cpt.order", "cpt.texts", "cpt.versions"}
 GROUPS = sorted({path.parent.relative_to(CONF).as_posix() for path in CONF.rglob("*/*.yaml")})
 CHOICE = re.compile(rf"\+?({'|'.join(GROUPS)})(?:@[\w.]+)?=([\w,|]+)")
 OPTION = re.compile(rf"\+?((?:{'|'.join(g.replace('/', '[.]') for g in GROUPS)}|freeze)(?:\.\w+)+)(?:=.*)?")
+OPEN = ("domains.packages.", "domains.columns.", "domains.catalogue.", "endtask.tasks.")
 each_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 
 
@@ -51,15 +48,9 @@ def spans(path: Path) -> list[str]:
     return [*re.findall(r"`([^`\n]+)`", prose), *lines(path)]
 
 
-def words(path: Path) -> Iterator[str]:
+def words(path: Path) -> list[str]:
     """The words of code, without the quotes around some."""
-    yield from (word.strip("'\"") for span in spans(path) for word in span.split())
-
-
-def commands(path: Path, program: str) -> list[list[str]]:
-    """The arguments of each call of a program."""
-    calls = [call for span in spans(path) for call in span.split("&&") if program in call]
-    return [shlex.split(call.split(program, 1)[1], comments=True) for call in calls]
+    return [word.strip("'\"") for span in spans(path) for word in span.split()]
 
 
 def keys(tree: dict, prefix: str = "") -> set[str]:
@@ -99,54 +90,47 @@ def missing(found, is_known):
     return {each for each in found if not is_known(each)}
 
 
-@each_document
-def test_tests_files_links_programs_and_extras_that_are_named_exist(path):
-    text, there = told(path), lambda name: (ROOT / name).exists()
-    named = [word.rstrip("/") for word in re.findall(r"`([^`\n]+)`", text)]
-    tests = {name for name in named if re.fullmatch(r"test_\w+", name)}
-    assert missing(tests, lambda name: f"def {name}(" in TESTS) == set()
-    files = {name for name in named if re.fullmatch(r"(cpt|conf|tests|benchmarks|docs)/[\w/.]+", name)}
-    assert missing(files - WRITTEN_BY_THE_READER, there) == set()
-    links = re.findall(r"\]\(([^)#:\s]+)[^):]*\)", text)
-    assert missing(links, lambda link: (path.parent / link).exists()) == set()
-    modules = set(re.findall(r"python -m ([\w.]+)", text))
-    assert missing(modules - OF_EXTRAS, find_spec) == set()
-    assert missing(re.findall(r"python ([\w/]+\.py)", text), there) == set()
-    names = {name for name in spans(path) if re.fullmatch(r"cpt(\.\w+)+", name)} - CONFIG_ON_WANDB
-    assert missing(names, is_there) == set()
-    extras = tomllib.loads(told(ROOT / "pyproject.toml"))["project"]["optional-dependencies"]
-    assert set(re.findall(r"pip install -e ['\"]\.\[(\w+)\]", text)) <= set(extras)
+def test_tests_files_links_programs_and_extras_that_are_named_exist():
+    all_tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    extras = set(tomllib.loads(told(ROOT / "pyproject.toml"))["project"]["optional-dependencies"])
 
+    def there(name):
+        return (ROOT / name).exists()
 
-@each_document
-def test_choices_that_are_named_exist(path):
-    found = {match for word in words(path) if (match := CHOICE.fullmatch(word))}
-    choices = {(match[1], name) for match in found for name in re.split(r"[,|]", match[2])}
-    wanted = choices - CHOSEN_BY_THE_READER - EXAMPLES
-    assert missing(wanted, lambda each: (CONF / each[0] / f"{each[1]}.yaml").exists()) == set()
+    for path in DOCUMENTS:
+        text = told(path)
+        named = [word.rstrip("/") for word in re.findall(r"`([^`\n]+)`", text)]
+        tests = {name for name in named if re.fullmatch(r"test_\w+", name)}
+        assert missing(tests, lambda name: f"def {name}(" in all_tests) == set(), path
+        files = {name for name in named if re.fullmatch(r"(cpt|conf|tests|benchmarks|docs)/[\w/.]+", name)}
+        assert missing(files - WRITTEN_BY_THE_READER, there) == set(), path
+        links = re.findall(r"\]\(([^)#:\s]+)[^):]*\)", text)
+        assert missing(links, lambda link, at=path.parent: (at / link).exists()) == set(), path
+        modules = set(re.findall(r"python -m ([\w.]+)", text))
+        assert missing(modules - OF_EXTRAS, find_spec) == set(), path
+        assert missing(re.findall(r"python ([\w/]+\.py)", text), there) == set(), path
+        names = {name for name in spans(path) if re.fullmatch(r"cpt(\.\w+)+", name)} - CONFIG_ON_WANDB
+        assert missing(names, is_there) == set(), path
+        assert set(re.findall(r"pip install -e ['\"]\.\[(\w+)\]", text)) <= extras, path
 
 
 @pytest.mark.slow
-@each_document
-def test_options_that_are_named_exist(path):
-    if path.name in OF_PROGRAMS:
-        return
-    found = {as_in_conf(match[1]) for word in words(path) if (match := OPTION.fullmatch(word))}
-    open_to = ("domains.packages.", "domains.columns.", "domains.catalogue.", "endtask.tasks.")
-    assert {key for key in found - options() if not key.startswith(open_to)} == set()
-
-
-@pytest.mark.parametrize("name", ["README.md", "docs/comparison.md", "docs/wandb.md", "docs/sweeps.md"])
-def test_options_of_the_comparison_exist(name):
-    path, there = ROOT / name, set(report_parser()._option_string_actions) | OF_WANDB
-    there |= set(build_parser()._option_string_actions)
-    alone = {word for span in spans(path) for word in span.split()[:1] if word.startswith("--")}
-    called = {word for given in commands(path, "python -m cpt.report") for word in given if word[:2] == "--"}
-    assert (alone | called) - there == set()
-
-    if name == "docs/comparison.md":  # its page names every option and filter
-        options = {each for each in report_parser()._option_string_actions if each.startswith("--")}
-        assert (options - {"--help"}) | set(FILTERS) <= set(words(path))
+def test_choices_and_options_that_are_named_exist():
+    known = options()
+    for path in DOCUMENTS:
+        found = {match for word in words(path) if (match := CHOICE.fullmatch(word))}
+        wanted = {(match[1], name) for match in found for name in re.split(r"[,|]", match[2])}
+        wanted -= CHOSEN_BY_THE_READER
+        assert missing(wanted, lambda each: (CONF / each[0] / f"{each[1]}.yaml").exists()) == set(), path
+        found = {as_in_conf(match[1]) for word in words(path) if (match := OPTION.fullmatch(word))}
+        if path.name not in OF_PROGRAMS:
+            assert {key for key in found - known if not key.startswith(OPEN)} == set(), path
+    # The page of the comparison names every option and filter of its own.
+    given = {each for each in report_parser()._option_string_actions if each.startswith("--")} - {"--help"}
+    assert given | set(FILTERS) <= set(words(DOCS / "comparison.md"))
+    there = given | set(build_parser()._option_string_actions) | {"--help", "--append"}
+    for name in ("README.md", "docs/comparison.md", "docs/wandb.md", "docs/sweeps.md"):
+        assert {w for span in spans(ROOT / name) for w in span.split()[:1] if w.startswith("--")} <= there
 
 
 @pytest.mark.parametrize(
@@ -156,8 +140,7 @@ def test_options_of_the_comparison_exist(name):
 )
 def test_the_pages_name_every_choice(page, group):
     choices = {path.stem for path in (CONF / group).glob("*.yaml")} - {"none", "processes"}
-    named = {name for word in words(DOCS / page) for name in re.split("[=|,]", word)}
-    assert choices <= named
+    assert choices <= {name for word in words(DOCS / page) for name in re.split("[=|,]", word)}
 
 
 def test_every_method_and_source_stands_in_the_catalogue_and_methods_in_the_fidelity_page():
@@ -172,9 +155,8 @@ def test_the_readme_is_short_begins_with_two_commands_and_leads_to_every_page():
     text = told(README)
     assert len(text.splitlines()) <= LONGEST
     assert lines(README)[:2] == ["pip install -e . && python run.py", 'pip install -e ".[dev]" && pytest']
-    assert "(docs/catalogue.md#methods)" in text
     methods = {path.stem for path in (CONF / "method").glob("*.yaml")} - {"none"}  # which learns nothing
-    assert f"| {len(methods)} methods |" in text
+    assert f"| {len(methods)} methods |" in text and "(docs/catalogue.md#methods)" in text
     elsewhere = {page for pages in program("pages").SECTIONS.values() for page in pages}
     there = {path.name for path in DOCS.glob("*.md")}
     assert {name for name in there - elsewhere if f"(docs/{name}" not in text} == set()

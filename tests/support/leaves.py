@@ -32,6 +32,16 @@ a date is 2020-01-01|a class of another kind is collections.OrderedDict|a made v
 WRONG = dict(each.rsplit(" is ", 1) for each in WRONG.replace("\n", "|").split("|"))
 WRONG["many digits"] = "1" + "0" * 30
 ELSEWHERE = ("experiment", "hydra", "method/parts", "domains/template", "endtask/protocol", "routing")
+NEEDED = {
+    "model=checkpoint": "model.checkpoint=/no/such/model",
+    "domains=hub": "+domains.catalogue.news={{path: ag_news}}",
+    "domains=installed_docs": "",
+    "endtask=hub": "+endtask.tasks.news={{path: ag_news}}",
+    "endtask=das6": "endtask.root={texts}",
+    "endtask=texts": "endtask.root={texts}",
+    "probe=lm_eval": "probe.tasks=[hellaswag]",
+    "replay=generated": "model=tiny_gpt2",
+}
 TRIED = 3  # values that the config takes which are tried on the model
 PLANNED = 0.1  # share of the options of which a value that is taken is planned
 LONGEST_S = 30  # a refusal of what is known without texts takes none of it
@@ -52,19 +62,10 @@ def small(texts: Path, cache_dir: Path, group: str, choice: str) -> list[str]:
     own = {"logger": "logger="} | ({} if choice.startswith("tiny_") else {"model": "model."})
     sizes = [each for each in sizes if group not in own or not each.startswith(own[group])]
     root = f"domains.root={texts}"
-    domains = [] if group == "domains" else ["domains=texts", root]
     chosen = [] if not group or f"{group}={choice}" in sizes else [f"{group}={choice}"]
-    needed = {
-        "model=checkpoint": ["model.checkpoint=/no/such/model"],
-        "domains=hub": ["+domains.catalogue.news={path: ag_news}"],
-        "domains=installed_docs": [],
-        "endtask=hub": ["+endtask.tasks.news={path: ag_news}"],
-        "endtask=das6": [f"endtask.root={texts}"],
-        "endtask=texts": [f"endtask.root={texts}"],
-        "probe=lm_eval": ["probe.tasks=[hellaswag]"],
-        "replay=generated": ["model=tiny_gpt2"],
-    }.get(f"{group}={choice}", [root] if group == "domains" else [])
-    return [*domains, f"cache_dir={cache_dir}", *sizes, *chosen, *needed]
+    needed = NEEDED.get(f"{group}={choice}", root if group == "domains" else "").format(texts=texts)
+    domains = [] if group == "domains" else ["domains=texts", root]
+    return [*domains, f"cache_dir={cache_dir}", *sizes, *chosen, *filter(None, [needed])]
 
 
 def choices() -> list[tuple[str, str]]:
@@ -120,14 +121,10 @@ def say(arguments: list[str], folder: Path, *, depth: str) -> dict[str, Any]:
     told: dict[str, Any] = {"code": 0, "traceback": ""}
     signal.signal(signal.SIGALRM, too_long)
     signal.alarm(LONGEST_S)
+    errors, out = contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO())
+    quiet, there = warnings.catch_warnings(action="ignore"), contextlib.chdir(folder.parent)
     try:
-        with (
-            contextlib.redirect_stderr(said),
-            contextlib.redirect_stdout(io.StringIO()),
-            warnings.catch_warnings(action="ignore"),
-            contextlib.chdir(folder.parent),
-            readable(errors_only=True),
-        ):
+        with errors, out, quiet, there, readable(errors_only=True):
             go(arguments, folder, depth)
     except SystemExit as error:
         told["code"] = error.code

@@ -28,8 +28,7 @@ def started(
     """`python script arguments` in `cwd`, its output appended to `log`, errors perhaps to another file.
 
     With `twin`, the second process that Lightning would start is a fork as well."""
-    logs = (log, errors or log)
-    options = {"cwd": cwd, "logs": logs, "variables": dict(os.environ), "twin": twin}
+    options = {"cwd": cwd, "logs": (log, errors or log), "variables": dict(os.environ), "twin": twin}
     process = FORKS.Process(target=born, args=(str(script), list(arguments)), kwargs=options)
     process.start()
     return process
@@ -93,8 +92,7 @@ def born(
     for stream, log in enumerate(logs, 1):
         with log.open("ab") as file:
             os.dup2(file.fileno(), stream)
-    os.chdir(cwd)
-    environment(variables)
+    environment(variables, cwd)
     second = Twin() if twin else None
     if second and second.pid == 0:
         arguments = second.told()
@@ -109,9 +107,10 @@ def born(
             second.wait()
 
 
-def environment(variables: dict[str, str]) -> None:
+def environment(variables: dict[str, str], cwd: Path | str) -> None:
     os.environ.clear()
     os.environ.update(variables)
+    os.chdir(cwd)
 
 
 class Twin:
@@ -141,8 +140,7 @@ class Twin:
         if not text:
             os._exit(0)
         arguments, variables, cwd = json.loads(text)
-        environment(variables)
-        os.chdir(cwd or ".")
+        environment(variables, cwd or ".")
         return arguments
 
     def poll(self) -> int | None:

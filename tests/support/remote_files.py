@@ -52,16 +52,12 @@ class Client:
         elif luck < SLOW:
             time.sleep(part * LONGEST_S)
 
-    def forget(self, path: str) -> None:
-        for kind in ("stat", "lstat"):
-            self.seen.pop((kind, path), None)
-
     def change(self, path: str) -> None:
         """This process writes there: it is not told what was."""
         if not path.endswith(".lock"):
             self.own.add(os.path.dirname(path))
-        self.forget(path)
-        self.seen.pop(("list", os.path.dirname(path)), None)
+        for key in (("stat", path), ("lstat", path), ("list", os.path.dirname(path))):
+            self.seen.pop(key, None)
 
     def is_own(self, path: str) -> bool:
         """Whether this process has written beside it, or made a folder in which it is."""
@@ -92,7 +88,8 @@ class Client:
         if writes:
             self.change(path)
             return
-        self.forget(path)
+        for kind in ("stat", "lstat"):
+            self.seen.pop((kind, path), None)
         with self.guard:
             broken = self.draw.random() < self.unreadable
         if broken and os.path.isfile(path):

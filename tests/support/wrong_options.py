@@ -19,34 +19,23 @@ def read(table: str) -> dict[str, str]:
 
 
 AT_ONCE = read("""
-name=../../x | name=/x | name=null | order=true | objective=5 | freeze=null | freeze.only=( | data=null
-plan=maybe | endtask._target_=[] | method._target_=null | endtask._target_=cpt.methods.ewc.EWC
+name=../../x | order=true | freeze=null | freeze.only=( | endtask._target_=[] | method._target_=null
+endtask._target_=cpt.methods.ewc.EWC | trainer.checkpoint_every=0min | domains=hub +domains.catalogue.news=5
 domains._target_=collections.OrderedDict | probe._target_=collections.OrderedDict
-answers._target_=collections.OrderedDict | replay._target_=collections.OrderedDict
-schedule._target_=collections.OrderedDict | domains=hub +domains.catalogue.news=5
-endtask=submodules endtask.packages=null | model.base.optim._partial_=no | trainer.checkpoint_every=0min
-trainer.devices=0 | model.base=5 | domains.packing=none | domains=tasks domains.packing=concat
-domains=tasks domains.packing=per_document | domains.only=[] | domains.only=/*/ | domains.balanced=half
-eval.tokens=most | probe=lm_eval probe.when=every:0 | objective=LC.furlongs | method=elle method.neurons=0.5
-method=lora method.targets=( | method=reptile method.every=0
+endtask=submodules endtask.packages=null | model.base.optim._partial_=no
+model.base=5 | domains=tasks domains.packing=concat | domains.only=/*/ | objective=LC.furlongs
+probe=lm_eval probe.when=every:0 | method=elle method.neurons=0.5
 +data.processes=2 -> ? is not known | +unknown=1 -> ? is not known | ~method -> … is missing
 +callbacks.early.patience=3 -> callbacks.early={'patience': 3} has no class
 replay=past ~replay._target_ -> …=null | ~method.name -> … is missing; needed: method.name=…
 ~optim._target_ -> …=null | endtask._target_=nowhere.X -> …:
 name='${no.such}' -> name: Interpolation key 'no.such' not found
 order=[law] -> order: unknown domain law; there are: networkx, pandas, sympy
-+logger.mine=5 -> … has no class
-strategy=fsdp trainer.precision=16-mixed -> … does not go with strategy=fsdp
 strategy=fsdp endtask=submodules -> endtask needs the whole model, of which strategy=fsdp leaves
 strategy=fsdp method._target_=tests.support.seams.Growing -> method: tests.support.seams.Growing does
 strategy=fsdp method=elle -> method: cpt.methods.elle.ELLE does not support sharded weights
 +trainer.reshard_after_forward=true -> … is of strategy=fsdp; allowed
 +trainer.max_steps=1 -> … is set by cpt | +trainer.fast_dev_run=true -> … is set by cpt
-+trainer.limit_val_batches=1 -> … is set by cpt | +trainer.callbacks=[] -> … is set by cpt
-+trainer.enable_checkpointing=true -> … is set by cpt
-+schedule.warmpu=1 -> ? is not known; did you mean schedule.warmup?
-+model.lenght=5 -> ? is not known; did you mean model.length?
-+domains.colunm=x domains=texts domains.root=. -> domains.colunm is not known; did you mean domains.col
 monitor.stop=0.1 -> … with every=null
 monitor.every=2 monitor.stop=1 monitor.past=0 monitor.general=false -> monitor.stop=1 with past=0
 monitor.keep=best -> … with every=null
@@ -54,11 +43,8 @@ monitor.every=2 monitor.patience=1 schedule=wsd -> monitor.stop, patience and ke
 monitor.every=2 monitor.keep=best strategy=fsdp -> monitor.keep=best does not go with strategy=fsdp
 budget.steer=end -> … with general=null, past=null
 budget.general=1 monitor.general=false -> budget.general=1 does not go with monitor.general=false; allo
-budget.past=1 monitor.past=0 -> budget.past=1 does not go with monitor.past=0
 budget.past=1 monitor.every=2 monitor.keep=best -> budget.past=1 does not go with monitor.keep=best, wh
 budget.past=1 schedule=wsd -> budget.past=1 does not go with a schedule whose decay is a branch
-budget.past=1 method=joint -> budget.past=1 does not go with method=joint, which has no past
-budget.general=1 budget.past=1 method=one -> budget.general=1, budget.past=1 does not go with method=on
 budget.general=1 method=dga -> budget.general=1 does not go with method=dga, which trains each domain
 budget.general=1 strategy=fsdp -> budget.general=1 does not go with strategy=fsdp, as it needs whole
 method=agem method.acts_on=update method.margin=1 -> … with acts_on=update
@@ -66,36 +52,25 @@ method=derpp method.memory_bytes=5 -> method.memory=512 and memory_bytes=5
 method=hat method.units=[] -> method.shared=frozen leaves nothing to train without units
 method=ewc +method.strenght=1 -> ? is not known; did you mean method.strength?
 method._target_=cpt.methods.ewc.ECW -> …: cpt.methods.ewc has no ECW
-method._target_=nowhere.Method -> …: No module named 'nowhere'
-method=adapter +method.routing.unlearnd=base -> ? is not known
 mask=migu mask.migu.mass=0.9 -> mask.migu.threshold=0.7 and mass=0.9: one of them says how
-mask=migu mask.migu.threshold=null -> … and mass=null: one of them says
 mask=migu mask.migu.backend=backward mask.migu.importance=gradient -> mask.migu.backend=backward does not go
-method=migu method.mask.backend=backward method.mask.acts_on=update -> method.mask.backend=backward is inval
 mask=migu mask.migu.backend=backward mask.migu.acts_on=frozen -> mask.migu.backend=backward is invalid with
-mask=migu +mask.migu.treshold=0 -> ? is not known; did you mean mask.migu.threshold?
 +mask.mine=5 -> … has no class | replay=past replay.general=0.9 -> replay.past=0.25 and general=0.9
 replay=general replay.memory=5 -> … with past=0.0
 replay=generated replay.past=0.9 replay.general=0.1 -> replay.past=0.9 and general=0.1
-replay=generated +replay.memory=5 -> ? is not known
 replay=generated replay.prefix=9999 -> …, which leaves nothing to write of model.len
 replay=generated strategy=fsdp -> replay=generated needs the whole model, of which strategy=fsdp
 schedule._target_=cpt.optim.schedulers.Wsd -> …: cpt.optim.
-+optim.weigth_decay=1 -> ? is not known; did you mean optim.weight_decay?
 model.vocabulary=null -> model.checkpoint=null of tiny_modernbert is nothing to start from; allowed
-+domains.held_out.train=0.6 -> ? is not known
 domains=texts domains.root=nowhere -> …: there is no folder nowhere
 domains.packing=none domains=texts domains.root=. -> domains.packing=none
-domains.only=law -> … leaves no domain; there are: networkx, pandas, sympy
 domains=tasks +domains.by=coarse -> … joins text, and these domains are examples; allow
 domains.embedding=sentence -> … embedding_model=null
 domains.embedding_model=folder -> domains.embedding=tfidf embedding_model=folder
 order=similar domains.embedding=static -> … needs the package wordllama, which
 order=similar_tree -> …: the 3 domains are within 3 coarse ones, by their names; allow
-order=similar_reverse -> … is not known
 domains=hub -> domains.catalogue names no domain; needed: '+domains.catalogue.news={path: ag_news}'
 domains=tasks answers.measures={a:sarri} -> answers.measures.a=sarri is not known; did you mean sari?
-domains=tasks answers.measures={a:invalid} -> answers.measures.a=invalid is not known
 domains=tasks answers.measures={a:sari} answers.written=false -> answers.measures.a=sari is of what a model
 domains=tasks model=tiny_gpt2 answers.measures={nosuch:sari} -> answers.measures.nosuch is not known;
 domains=tasks domains.root=nowhere -> …: there is no such folder
@@ -122,15 +97,8 @@ method=peft +method.arguments.rank=3 -> ? is not known
 method=progprompt method.tokens=166 -> … for each of 3 domains
 method=elle method.heads=1 -> …: before law, heads of a modernbert can not be grown:
 method=elle method.layers=[0,3] -> …: before space, 3 more blocks for a modernbert,
-+method.tau=1 -> ? is not known
-method=das +method.temprature=1 -> ? is not known; did you mean method.temperature?
-method=ewc +method.seed=3 -> ? is not known | mask=migu +mask.foo=1 -> … has no class
-method=demix +method.routing.foo=1 -> ? is not known | +optim.nesterof=true -> ? is not known
 optim=sgd +optim.nesterov=true -> optim: Nesterov momentum requires a momentum and zero dampening
-optim._target_=torch.optim.Nothing -> …: module 'torch.optim' has no
-model.base.optim._target_=nowhere.Adam -> …: No module named 'now
 model.config.num_attention_heads=5 -> model.config: The hidden size (32) is not a multiple
-model.config.model_type=unheard -> model.config: Unrecognized model identifier: unheard
 model.config=null -> model.checkpoint=null of tiny_modernbert is nothing to start from; allowed
 model.objective=causal -> … does not go with a modernbert model
 freeze.only=nothing -> … finds nothing in a modernbert
@@ -139,36 +107,26 @@ method=recadam method.strength=1e6 -> method.strength=1e+06 at optim.lr=
 domains=tasks domains.root=null -> model.objective=masked does not go with domains of examples: a mask
 method=ewc strategy=fsdp trainer.precision=bf16-true -> … does not go with m
 trainer.accelerator=tpu -> … trainer.devices=1 trainer.strategy=auto
-model.base.optim._target_=abc -> …: that is a module | +callbacks.x._target_=abc -> …: that is a module
 model.checkpoint=/proc -> … is neither a folder nor a name that can be loaded:
 method._target_=collections.OrderedDict -> _target_=collections.OrderedDict
-callbacks=lr_monitor -> callbacks.lr_monitor=LearningRateMonitor writes to loggers, but there is none
-+callbacks.x._target_=nowhere.Class -> …: No module named 'nowhere'
-callbacks=lr_monitor +callbacks.lr_monitor.foo=1 -> ? is not known
 +callbacks.x={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: a} -> callbacks.x=EarlyStopping
 method=lifelong_moe freeze.layers=2 -> freeze leaves no FFN that method.every=2 makes a mixture;
 method=das method.contrast_dropout=null -> two passes of ModernBertForMaskedLM with method.contrast_dro
 mask=migu mask.migu.only=nothing -> only=nothing leaves nothing to mask
-domains=tasks domains.root=null domains.packing=isolated -> model.objective=masked does not go
 domains.packing=isolated trainer.attention=flex_attention -> domains.packing=isolated does not go with
 """)
 
 ON_A_CAUSAL = read("""
 domains=tasks domains.root=null domains.packing=isolated method=prompt -> domains.packing=isolated does not
-domains=tasks domains.root=null domains.packing=isolated method=elle -> domains.packing=isolated does not go
-domains=tasks domains.root=null domains.packing=isolated method=sapt -> domains.packing=isolated does not go
-domains=tasks domains.root=null domains.packing=isolated method=progprompt -> domains.packing=isolated does
 domains.packing=isolated method=prompt -> domains.packing=isolated does not go with method=prompt
 domains.packing=isolated model.config.model_type=bloom -> domains.packing=isolated does not go with a bloom,
 domains=tasks domains.root=null domains.packing=isolated model.config.model_type=bloom -> domains.packing=is
-domains=tasks domains.root=null domains.packing=isolated model.config.model_type=mamba -> domains.packing=is
 """)
 
 ON_A_DECODER = read("""
 model.mask_rate=null | model.mean_span=null | model.length=2010 | model.vocabulary=300 | freeze.layers=9
 method=lora method.targets=[nothing] | method=derpp method.memory=null method.memory_bytes=9
 replay=generated -> … asks a model to write text, and model=tiny_t5 fills spans
-domains=tasks domains.root=null domains.packing=isolated -> … does not go with a model of two stacks
 domains.packing=isolated -> … does not go with a model of two stacks
 model.objective=masked -> … does not go with a t5 model
 model.objective=causal -> … does not go with a t5 model
