@@ -27,6 +27,7 @@ def identity(cfg):
     return identity_of(plain_config(cfg))
 
 
+@pytest.mark.slow
 def test_every_choice_is_called_as_its_file_and_makes_what_it_says(composed):
     for group in ("model", "method", "replay", "domains"):
         for name in choices(group):

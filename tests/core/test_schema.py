@@ -59,7 +59,14 @@ def wrong_values(kind: Any) -> Iterator[Any]:
         yield from (5, [1])
 
 
-@pytest.mark.parametrize("group", sorted({of for of, _ in CHOICES} - {"experiment", "strategy", "hydra"}))
+LARGE = {"method", "model", "domains", "endtask", "replay"}  # whose choices take a second
+GROUPS = [
+    pytest.param(group, marks=[pytest.mark.slow] * (group in LARGE))
+    for group in sorted({of for of, _ in CHOICES} - {"experiment", "strategy", "hydra"})
+]
+
+
+@pytest.mark.parametrize("group", GROUPS)
 def test_what_a_type_does_not_allow_is_told_at_every_option(group, composed):
     seen = set()
     for name in (name for of, name in CHOICES if of == group):

@@ -136,6 +136,7 @@ def made_job(number, **ended):
     return made
 
 
+@pytest.mark.slow
 def test_failed_jobs_stop_no_other_and_no_more_run_at_once_than_there_are_places(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     jobs, command = [made_job(number) for number in range(5)], [sys.executable, "-S", "-c", PROGRAM]
