@@ -109,7 +109,6 @@ def sentences(words: str, *, count: int, seed: int, size: tuple[int, int] = (8, 
 
 @pytest.fixture(scope="session")
 def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three domains and general text, a .txt file each, a document per line."""
     root = tmp_path_factory.mktemp("corpora")
     for seed, (name, words) in enumerate(VOCABULARIES.items()):
         (root / name).mkdir()
@@ -141,7 +140,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def composed() -> Iterator[Callable[..., DictConfig]]:
-    """The config of run.py with overrides."""
     from hydra import initialize_config_dir
 
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
@@ -162,7 +160,6 @@ def with_values(*overrides: str) -> DictConfig:
 
 
 def is_choice(override: str) -> bool:
-    """Whether an override chooses from a group, or is one of Hydra's own."""
     key = override.lstrip("+~").partition("=")[0].partition("@")[0]
     return (ROOT / "conf" / key).is_dir() or key.startswith("hydra")
 
@@ -178,7 +175,6 @@ def composed_once(choices: tuple[str, ...]) -> bytes:
 
 @pytest.fixture
 def killing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Makes the next trainers die as a callback says."""
     from cpt.trainer import loop  # not at the start of every test
 
     trainer = loop.make_trainer
@@ -218,8 +214,6 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def start(no_pictures: None) -> Callable[[DictConfig, Path], Any]:
-    """Runs a config in a folder, in this process, without the pictures of its report."""
-
     def run(cfg: DictConfig, folder: Path) -> Any:
         from cpt.train import train
 

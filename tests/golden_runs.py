@@ -56,8 +56,6 @@ COMPOSITIONS = {
 
 
 class KillOnce(Callback):
-    """Kills the process after a step of the second domain, the first time only."""
-
     def __init__(self, marker: str, step: int = 3) -> None:
         self.marker, self.step = Path(marker), step
 
@@ -69,7 +67,6 @@ class KillOnce(Callback):
 
 
 def all_runs() -> dict[str, list[str]]:
-    """The overrides of each run, by its name FAMILY/METHOD or FAMILY/COMPOSITION."""
     methods = sorted(path.stem for path in (ROOT / "conf/method").glob("*.yaml"))
     choices = {name: f"method={name}" for name in methods} | COMPOSITIONS
     return {
@@ -80,7 +77,6 @@ def all_runs() -> dict[str, list[str]]:
 
 
 def start(overrides: list[str], folder: Path) -> int:
-    """Runs the command line in a forked process; gives its exit code, below 0 for a signal."""
     if (child := os.fork()) == 0:
         log = os.open(f"{folder}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, 1), os.dup2(log, 2)
@@ -116,7 +112,6 @@ def raw(value: torch.Tensor) -> bytes:
 
 
 def read_hashes(folder: Path) -> dict[str, str]:
-    """The hashes of a finished run: its exported model, its last stage, its losses and its metrics."""
     model: dict[str, torch.Tensor] = {}
     for path in sorted((folder / "model").rglob("*.safetensors")):
         model |= {f"{path}:{name}": value for name, value in load_file(path).items()}

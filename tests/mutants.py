@@ -144,7 +144,6 @@ def run_tests(copy: Path, tests: Sequence[str], failed: Path, output: Path) -> N
 
 
 def try_tests(copies: queue.Queue[Path], tests: Sequence[str], mutant: Mutant | None = None) -> Result:
-    """Runs tests in a free copy, with a mutant or without."""
     copy, began = copies.get(), time.monotonic()
     failed, output = copy.parent / "failed.txt", copy.parent / "output.txt"
     failed.write_text("")
@@ -171,7 +170,6 @@ def try_tests(copies: queue.Queue[Path], tests: Sequence[str], mutant: Mutant | 
 
 
 def run_mutants(mutants: Sequence[Mutant], *, jobs: int) -> Iterator[tuple[str, Result]]:
-    """Those that share files of tests together, and then these without a mutant."""
     groups: dict[tuple[str, ...], list[Mutant]] = {}
     for mutant in mutants:
         files = dict.fromkeys(each.partition("::")[0] for each in mutant.tests)
@@ -207,7 +205,6 @@ def summarise(states: dict[str, str]) -> str:
 
 
 def write_results(results: dict[str, Result], known: Sequence[str]) -> None:
-    """Notes results beside those of earlier runs, of mutants that there still are."""
     both = json.loads(RESULTS.read_text(encoding="utf-8"))["mutants"] if RESULTS.exists() else {}
     for name, each in results.items():
         both[name] = {"state": each.state, "seconds": each.seconds, "by": each.by}

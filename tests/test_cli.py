@@ -30,7 +30,6 @@ order -> order cannot be read:
 
 
 def called(*arguments, cwd, program=(str(ROOT / "run.py"),), **options):
-    """What the program says, in a process of its own."""
     given = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "timeout": 120} | options
     return subprocess.run([sys.executable, *program, *arguments], cwd=cwd, encoding="utf-8", **given)
 

@@ -29,13 +29,11 @@ NO_FOLDER = re.compile(r"\.root=.*(there is no folder|no such folder)")
 
 
 def calls(path: Path) -> list[list[str]]:
-    """The words of each command in blocks of bash; what is joined by && is several."""
     parts = (shlex.split(part, comments=True) for line in lines(path) for part in line.split("&&"))
     return [words for words in parts if words]
 
 
 def one_of(override: str) -> str:
-    """An override, or the first of those that a sweep makes of it."""
     (parsed,) = OverridesParser.create().parse_overrides([override])
     if not parsed.is_sweep_override():
         return override
@@ -90,7 +88,6 @@ def test_what_starts_a_run_composes_with_values_that_are_allowed(path, tmp_path)
 
 @cache
 def help_of(program: str) -> str:
-    """What a program says of itself, in this process."""
     written = io.StringIO()
     before, sys.argv = sys.argv, [program, "--help"]
     sys.path.insert(0, str((ROOT / program).parent))  # as Python does for a file

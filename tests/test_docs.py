@@ -49,7 +49,6 @@ def spans(path: Path) -> list[str]:
 
 
 def words(path: Path) -> list[str]:
-    """The words of code, without the quotes around some."""
     return [word.strip("'\"") for span in spans(path) for word in span.split()]
 
 

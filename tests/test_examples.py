@@ -18,8 +18,6 @@ TINY = [each for each in SMALL if not each.startswith(("model.base", "logger"))]
 
 @pytest.fixture
 def learned(corpora, cache, start, tmp_path):
-    """Runs an example over the small texts; gives its scores."""
-
     def run(folder, name, *given, checkpoint=False):
         size = [each for each in TINY if not (checkpoint and each.startswith(("model.config", "model.voc")))]
         places = [f"domains.root={corpora}", f"cache_dir={cache}", "logger=none"]
@@ -59,7 +57,6 @@ def test_one_more_domain_next_month_is_learned_alone(learned):
 
 @pytest.mark.slow
 def test_a_checkpoint_learns_with_replay_and_three_methods_from_one_base(learned, tmp_path):
-    """The checkpoint of the first is what one of the second has left."""
     assert learned("kd", "three_methods", "order=[law,food]", "method=kd")["rows"] == ["base", "law", "food"]
     given = f"model.checkpoint={tmp_path / 'kd' / 'model'}"
     found = learned("replay", "with_replay", given, "order=[space,law]", checkpoint=True)

@@ -27,8 +27,6 @@ CLOSE = 0.02  # nats, of what 6 steps from the same weights give in two places: 
 
 @pytest.fixture
 def scores(small, start, tmp_path):
-    """What a run has measured, in a folder by name."""
-
     def run(name, *overrides):
         start(small(ORDER, *overrides), tmp_path / name)
         return json.loads((tmp_path / name / "scores.json").read_text())

@@ -16,7 +16,6 @@ MOST_FILES = 4  # that define a top-level function of one name
 
 
 def block(after: str) -> str:
-    """The first block of code after a heading of the map."""
     return MAP.split(f"\n## {after}\n", 1)[1].split("\n```\n")[1]
 
 

@@ -55,7 +55,6 @@ def called(*command, cwd) -> str:
 
 
 def environment(folder: Path, *given: str | Path) -> Path:
-    """One with the libraries of this one, and what is given installed."""
     venv.create(folder, symlinks=True)
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
     libraries = [sysconfig.get_path(name) for name in ("purelib", "platlib")]

@@ -27,7 +27,6 @@ CANARY = "canary-7f3a9"
 
 
 def test_no_file_is_read_that_could_bring_code():
-    """Nor a checkpoint with its code."""
     called, imported = [], set()
     for path in sorted((ROOT / "cpt").rglob("*.py")):
         where = path.relative_to(ROOT).as_posix()
@@ -68,8 +67,6 @@ def test_a_checkpoint_with_code_of_its_own_is_refused_and_nobody_is_asked(tmp_pa
 
 
 class Evil:
-    """Makes a folder when it is unpickled."""
-
     def __init__(self, path):
         self.path = str(path)
 

@@ -40,7 +40,6 @@ print((make_once(folder, make=make) / "second").read_text())
 
 
 def flip(path, place=-1):
-    """Changes one bit and keeps the time."""
     stat, data = path.stat(), bytearray(path.read_bytes())
     data[place] ^= 4
     path.write_bytes(data)

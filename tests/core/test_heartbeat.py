@@ -49,7 +49,6 @@ def earlier(seconds: float) -> str:
 
 
 def gone() -> ProcessId:
-    """A process that has ended."""
     with subprocess.Popen(["true"]) as process:
         started = psutil.Process(process.pid).create_time()
     return replace(ProcessId.current(), pid=process.pid, start_time=started)
@@ -93,7 +92,6 @@ def test_a_killed_process_takes_its_children_with_it_and_a_rank_ends_without_its
 
 
 def test_the_heartbeat_reads_phase_and_innermost_bar(tmp_path, monkeypatch):
-    """Seconds are exact for bars of a fixed rate."""
     monkeypatch.setattr(heartbeat, "TICK_S", 60.0)
     with heartbeat.heartbeat(tmp_path):
         assert Heartbeat.load(tmp_path).phase == "starting"

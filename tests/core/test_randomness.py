@@ -88,7 +88,6 @@ def test_an_item_depends_on_its_position_count_and_stream_and_stays_what_it_was(
 
 
 def evenness(counts: np.ndarray) -> float:
-    """Chi-squared of counts that should be equal."""
     return float(((counts - counts.mean()) ** 2 / counts.mean()).sum())
 
 

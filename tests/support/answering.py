@@ -27,14 +27,12 @@ def answers(values: dict[str, Sequence[float]], *, rows: Sequence[str]) -> dict[
 
 
 def collected(tasks: Mapping[str, Any], *, rows: Sequence[str]) -> dict[str, Any]:
-    """The `answers` of scores.json of its tasks."""
     made = {"when": "each", "seconds": 2.5, "tasks": dict(tasks), "intervals": {}}
     found = compute_metrics(matrix_of(made), rows=rows, tasks=list(tasks))
     return made | {"metrics": {name: float(value) for name, value in found.items()}, "digest": "d"}
 
 
 def ranked(right: Sequence[bool]) -> TaskAnswers:
-    """Answers to questions of two choices, right where it is said."""
     references = [CHOICES[number % 2] for number in range(len(right))]
     chosen = [
         name if each else CHOICES[1 - CHOICES.index(name)]
@@ -44,7 +42,6 @@ def ranked(right: Sequence[bool]) -> TaskAnswers:
 
 
 def opened(written: Sequence[str], references: Sequence[str]) -> TaskAnswers:
-    """Answers to questions without choices."""
     return TaskAnswers(references, [()] * len(references), written, None, None)
 
 

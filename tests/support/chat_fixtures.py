@@ -39,7 +39,6 @@ def conversations(name: str, *, count: int, exchanges: int, seed: int) -> Iterat
 
 
 def write_chats(root: Path, names: Sequence[str], *, train: int, test: int, exchanges: int = 1) -> Path:
-    """A folder of chats for each domain, and general text; gives the folder."""
     for seed, name in enumerate(names):
         (root / name).mkdir(parents=True)
         for split, count in (("train", train), ("test", test)):

@@ -66,12 +66,10 @@ def endtasks(scores, *, tasks=DOMAINS, seeds=(7, 8), when="last", metric="macro_
 
 
 def run(folder="x", **given):
-    """A run that is only looked at."""
     return MeasuredRun(folder=Path(folder), scores=made(**given))
 
 
 def saved(folder, *, config=None, **given):
-    """A run folder with scores.json and, if given, config.yaml."""
     folder.mkdir(parents=True)
     scores = made(**given)
     scores.save(folder / "scores.json")
@@ -81,7 +79,6 @@ def saved(folder, *, config=None, **given):
 
 
 def section(runs, *, by_order=False, baseline="ncl", domains=()):
-    """The only section of runs."""
     (found,) = build_sections(measure_runs(runs, domains=domains), by_order=by_order, baseline=baseline)
     return found
 

@@ -27,7 +27,6 @@ SYLLABLES = ["ba", "de", "ki", "lo", "mu", "na", "pe", "ri", "so", "tu", "va", "
 
 
 def prose(count: int, *, seed: int = 0, words: tuple[int, int] = (1, 40)) -> list[str]:
-    """Different made-up documents."""
     draw = random.Random(seed)
     made = []
     for number in range(count):
@@ -37,12 +36,10 @@ def prose(count: int, *, seed: int = 0, words: tuple[int, int] = (1, 40)) -> lis
 
 
 def framed() -> PreTrainedTokenizerFast:
-    """<s> … </s>, with a mask and a padding token."""
     return train_tokenizer(iter(prose(50)), vocabulary=330, objective="masked")
 
 
 def restyled(template: str, **tokens: str) -> PreTrainedTokenizerFast:
-    """The same vocabulary with another template and other special tokens."""
     backend = framed().backend_tokenizer
     ids = [(token, backend.token_to_id(token)) for token in ("<s>", "</s>")]
     backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=ids)
@@ -55,17 +52,14 @@ def bare() -> PreTrainedTokenizerFast:
 
 
 def opened() -> PreTrainedTokenizerFast:
-    """As Llama: a beginning, no end."""
     return restyled("<s> $A", bos_token="<s>", eos_token="</s>")
 
 
 def closed() -> PreTrainedTokenizerFast:
-    """As T5: an end, no beginning."""
     return restyled("$A </s>", eos_token="</s>", pad_token="<pad>")
 
 
 def separated() -> PreTrainedTokenizerFast:
-    """A separator, which it does not put anywhere, and no end of sequence."""
     return restyled("$A", sep_token="</s>")
 
 
@@ -103,7 +97,6 @@ def written(
 
 
 def pack(folder: Path, texts: list[str], tokenizer: PreTrainedTokenizerFast, length: int) -> Packed:
-    """Documents as the packed train split of a corpus."""
     given = {"name": "a", "cache": folder, "tokenizer_digest": tokenizer_digest(tokenizer)}
     return packing.pack(written(folder, texts), "train", tokenizer=tokenizer, length=length, **given)
 
@@ -122,6 +115,5 @@ def rows_by_hand(
 
 
 def fake_trainer(*, rank: int = 0, world: int = 1, step: int = 0) -> SimpleNamespace:
-    """As much of a Lightning trainer as the loaders ask for."""
     strategy = SimpleNamespace(root_device=torch.device("cpu"))
     return SimpleNamespace(global_rank=rank, world_size=world, global_step=step, strategy=strategy)

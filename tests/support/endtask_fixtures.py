@@ -29,7 +29,6 @@ def options(name: str, *, root: Path | None = None, **overrides: Any) -> dict[st
 
 
 def rows(domain: str, *, count: int, seed: int) -> list[dict[str, Any]]:
-    """Sentences over a domain's words, with one word that tells the label."""
     draw, made = random.Random(seed), []
     for number, text in enumerate(sentences(VOCABULARIES[domain], count=count, seed=seed)):
         label = draw.choice(sorted(WORDS))
@@ -45,7 +44,6 @@ def write(path: Path, made: Sequence[Mapping[str, Any]]) -> None:
 
 
 def write_task(root: Path, domain: str, *, train: int = 40, test: int = 20, dev: int = 12) -> None:
-    """root/endtasks/<domain>/{train,dev,test}."""
     folder = root / "endtasks" / domain
     for seed, (split, count) in enumerate({"train": train, "dev": dev, "test": test}.items()):
         write(folder / f"{split}.jsonl", rows(domain, count=count, seed=seed))
@@ -68,7 +66,6 @@ DROPOUTS = {"gpt2": ("attn_pdrop", "embd_pdrop", "resid_pdrop"), "t5": ("dropout
 
 
 def model(kind: str, words: Any, *, dropout: float = 0.0) -> Any:
-    """A model of two layers with random weights, in train mode."""
     auto, sizes = MODELS[kind]
     torch.manual_seed(1)
     names = DROPOUTS.get(kind, ("hidden_dropout_prob", "attention_probs_dropout_prob"))

@@ -82,7 +82,6 @@ OVERRIDES = st.lists(
 
 
 def check_overrides(said: list[str]) -> None:
-    """They make a plan, or are refused in a line."""
     try:
         check_choices(said)
         make_plan(compose("config", overrides=said))
@@ -107,7 +106,6 @@ def as_parquet(rows: list[Any]) -> bytes:
 
 
 def spoil(raw: bytes, places: list[tuple[int, int]], cut: int | None) -> bytes:
-    """Bytes of which some are others, and that may end early."""
     changed = bytearray(raw)
     for place, value in places if raw else ():
         changed[place % len(changed)] = value
@@ -174,7 +172,6 @@ def write_run(folder: Path, *, finished: bool) -> Path:
 
 
 def changed_text(raw: bytes, value: Any, at: float) -> bytes:
-    """Text of JSON with another value in the place of one."""
     text = raw.decode()
     begins = [place for place, sign in enumerate(text) if sign in ":[,"] or [0]
     place = begins[int(at * (len(begins) - 1))] + 1

@@ -75,7 +75,6 @@ def choices() -> list[tuple[str, str]]:
 
 
 def keys_of(node: DictConfig, at: str = "") -> Iterator[str]:
-    """The dotted keys of a config, with those of its sections."""
     for name in node:
         key = f"{at}.{name}" if at else str(name)
         yield key
@@ -172,7 +171,6 @@ def try_option(
 
 @cache
 def usual_lines(base: tuple[str, ...], folder: Path, depth: str) -> list[str]:
-    """What is said where no value is wrong."""
     return say([*base], folder, depth=depth)["lines"]
 
 

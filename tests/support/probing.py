@@ -67,7 +67,6 @@ def make_rows(domain: str, *, count: int, seed: int) -> list[dict]:
 
 
 def results(metrics: dict[str, float], *, digest: str, higher: bool = True) -> dict:
-    """A task's file of results."""
     cells = {name: {"value": value, "error": 0.1, "higher": higher} for name, value in metrics.items()}
     return {
         **{"digest": digest, "harness": "0.4.13", "version": "1.0", "shots": 0, "limit": None},
@@ -76,7 +75,6 @@ def results(metrics: dict[str, float], *, digest: str, higher: bool = True) -> d
 
 
 def probes(values: dict[str, list], **given: Any) -> dict:
-    """`probes` of scores.json from the values of each row."""
     facts = {"metric": "acc", "higher": True, "shots": 0, "limit": None, "examples": 9, "version": "1.0"}
     facts |= {"chance": 0.25, "truncated": 0} | given
     tasks = {

@@ -35,7 +35,6 @@ def started(
 
 
 def ended(process: BaseProcess, *, seconds: float = 240) -> int:
-    """The exit code, or minus the number of the signal."""
     process.join(seconds)
     if process.exitcode is None:
         process.kill()
@@ -44,7 +43,6 @@ def ended(process: BaseProcess, *, seconds: float = 240) -> int:
 
 
 def ran(script: Path, *arguments: str, cwd: Path) -> CompletedProcess[str]:
-    """`python script arguments` in `cwd`, to its end, with what it said."""
     with TemporaryDirectory() as folder:
         said, errors = Path(folder) / "said", Path(folder) / "errors"
         code = ended(started(script, *arguments, cwd=cwd, log=said, errors=errors))
@@ -53,7 +51,6 @@ def ran(script: Path, *arguments: str, cwd: Path) -> CompletedProcess[str]:
 
 
 def sent(process: BaseProcess, number: int, *, rank: int = 0) -> None:
-    """Sends a signal to a run's first process or to the one that it started."""
     pid = process.pid
     for _ in range(rank):
         pid = last_child(pid)
@@ -76,7 +73,6 @@ def heeds_signals(pid: int | None) -> bool:
 
 
 def last_child(pid: int) -> int | None:
-    """The process that one has started last, if it has any."""
     children = told_of(f"{pid}/task/{pid}/children").split()
     return int(children[-1]) if children else None
 

@@ -26,8 +26,6 @@ FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
 class Client:
-    """This process's view of the files below a folder."""
-
     def __init__(self, root: str, *, seed: str, late: float, unreadable: float = 0.0) -> None:
         self.root, self.draw = root, random.Random(seed)
         self.late, self.unreadable = late, unreadable
@@ -37,14 +35,12 @@ class Client:
         self.guard = threading.Lock()
 
     def place(self, path: Any) -> str | None:
-        """A path below the folder as text; None for any other."""
         if not isinstance(path, str | bytes | os.PathLike):
             return None
         text = os.path.abspath(os.fsdecode(path))
         return text if text.startswith(self.root) else None
 
     def wait(self) -> None:
-        """Takes its time, as the seed says."""
         with self.guard:
             luck, part = self.draw.random(), self.draw.random()
         if luck < VERY_SLOW:
@@ -53,7 +49,6 @@ class Client:
             time.sleep(part * LONGEST_S)
 
     def change(self, path: str) -> None:
-        """This process writes there: it is not told what was."""
         if not path.endswith(".lock"):
             self.own.add(os.path.dirname(path))
         for key in (("stat", path), ("lstat", path), ("list", os.path.dirname(path))):

@@ -51,8 +51,6 @@ def examined(tasks):
 
 
 def refusing(error):
-    """In place of a function: raises the error."""
-
     def opened(*args, **about):
         raise error
 

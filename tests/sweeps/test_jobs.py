@@ -30,8 +30,6 @@ pytestmark = pytest.mark.slow
 
 
 class Sweep:
-    """The context and the config of a sweep of small runs."""
-
     def __init__(self, shared):
         self.shared, loader = list(shared), GlobalHydra.instance().config_loader()
         self.context = HydraContext(config_loader=loader, callbacks=None)
@@ -58,13 +56,11 @@ def sweep(small, corpora, cache, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
-    """Where the finished run is kept for the next test."""
     return tmp_path_factory.mktemp("kept") / "run"
 
 
 @pytest.fixture
 def done(sweep, start, kept):
-    """The folder of a job whose run is finished."""
     (job,) = sweep.jobs("seed=1")
     assert not job.before and job.folder.parent == Path("outputs/default")
     if not kept.exists():

@@ -96,8 +96,6 @@ def search(folder, monkeypatch):
 
 @pytest.fixture
 def ends(search, capsys):
-    """The one line that a search ends with."""
-
     def line(*given, code=1, **options):
         with pytest.raises(SystemExit) as ended:
             search(*given, **options)
@@ -109,7 +107,6 @@ def ends(search, capsys):
 
 
 def loss(values):
-    """Least at lr=0.01 with das."""
     return abs(math.log10(float(values["lr"])) + 2) + (values.get("method") == "ncl")
 
 
@@ -298,7 +295,6 @@ def test_wrong_options_and_spaces_are_refused_in_one_line(ends, monkeypatch):
 
 def test_a_trial_is_the_mean_of_its_seeds_and_orders(search, ends, folder):
     def by_seed(values):
-        """The least of all is at the larger lr, with seed 2."""
         seeds = {"0": 3.0, "1": 3.0, "2": -5.0}
         return seeds[values["seed"]] + float(values["order"]) if values["lr"] == "0.9" else 0.0
 
