@@ -132,16 +132,6 @@ def test_choices_and_options_that_are_named_exist():
         assert {w for span in spans(ROOT / name) for w in span.split()[:1] if w.startswith("--")} <= there
 
 
-@pytest.mark.parametrize(
-    "page, group",
-    [("sweeps.md", "experiment"), ("sweeps.md", "hydra/launcher"), ("endtasks.md", "endtask")]
-    + [("parts.md", "routing")],
-)
-def test_the_pages_name_every_choice(page, group):
-    choices = {path.stem for path in (CONF / group).glob("*.yaml")} - {"none", "processes"}
-    assert choices <= {name for word in words(DOCS / page) for name in re.split("[=|,]", word)}
-
-
 def test_every_method_and_source_stands_in_the_catalogue_and_methods_in_the_fidelity_page():
     rows = [line.split("|")[1] for line in told(DOCS / "catalogue.md").splitlines() if line.startswith("| `")]
     methods, sources = ({path.stem for path in (CONF / of).glob("*.yaml")} for of in ("method", "domains"))
