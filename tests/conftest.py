@@ -34,33 +34,19 @@ VOCABULARIES = {
     "food": "we ordered fresh pasta with basil and the waiter brought warm bread and a sweet lemon dessert",
     "space": "a telescope measures faint light from distant galaxies whose dust hides young massive stars",
 }
-SMALL = [
-    "model.length=16",
-    "model.vocabulary=300",
-    "model.config.hidden_size=32",
-    "model.config.intermediate_size=48",
-    "model.config.num_hidden_layers=2",
-    "model.config.num_attention_heads=2",
-    "model.base.steps=6",
-    "model.base.batch_size=8",
-    "trainer.steps=6",
-    "trainer.batch_size=8",
-    "trainer.eval_batch_size=16",
-    "trainer.probe_samples=16",
-    "trainer.checkpoint_every=2",
-    "trainer.log_every_n_steps=2",
-    "logger=none",
-]
-
-
+SIZES = """
+model.length=16 model.vocabulary=300 model.config.hidden_size=32 model.config.intermediate_size=48
+model.config.num_hidden_layers=2 model.config.num_attention_heads=2 model.base.steps=6 model.base.batch_size=8
+trainer.steps=6 trainer.batch_size=8 trainer.eval_batch_size=16 trainer.probe_samples=16
+trainer.checkpoint_every=2 trainer.log_every_n_steps=2 logger=none
+"""
+SMALL = SIZES.split()
 SMALL_GPT2 = ["model=tiny_gpt2", *(each for each in SMALL if not each.startswith("model.config."))]
 SMALL_GPT2 += ["model.config.n_embd=32", "model.config.n_head=2"]
 SMALL_T5 = ["model=tiny_t5", "model.mask_rate=0.15", "model.mean_span=3"]
 SMALL_T5 += [each for each in SMALL if not each.startswith(("model.config.", "model.vocabulary"))]
 SMALL_T5 += [f"model.config.{size}" for size in ("d_model=32", "d_kv=16", "d_ff=48", "num_heads=2")]
 SMALL_T5 += ["model.vocabulary=400"]
-
-
 LEARNING = {"start", "small", "small_gpt2", "small_t5", "cache"}  # fixtures of tests in which a model learns
 
 
@@ -123,7 +109,6 @@ def sentences(words: str, *, count: int, seed: int, size: tuple[int, int] = (8, 
 
 @pytest.fixture(scope="session")
 def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three domains and general text, a .txt file each, a document per line."""
     root = tmp_path_factory.mktemp("corpora")
     for seed, (name, words) in enumerate(VOCABULARIES.items()):
         (root / name).mkdir()
@@ -155,7 +140,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def composed() -> Iterator[Callable[..., DictConfig]]:
-    """The config of run.py with overrides."""
     from hydra import initialize_config_dir
 
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
@@ -176,7 +160,6 @@ def with_values(*overrides: str) -> DictConfig:
 
 
 def is_choice(override: str) -> bool:
-    """Whether an override chooses from a group, or is one of Hydra's own."""
     key = override.lstrip("+~").partition("=")[0].partition("@")[0]
     return (ROOT / "conf" / key).is_dir() or key.startswith("hydra")
 
@@ -192,7 +175,6 @@ def composed_once(choices: tuple[str, ...]) -> bytes:
 
 @pytest.fixture
 def killing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Makes the next trainers die as a callback says."""
     from cpt.trainer import loop  # not at the start of every test
 
     trainer = loop.make_trainer
@@ -207,25 +189,20 @@ def killing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return by
 
 
-@pytest.fixture
-def small(composed: Callable[..., DictConfig], corpora: Path, cache: Path) -> Callable[..., DictConfig]:
-    """The config of a run that takes a second: the small texts, a small model, a few steps."""
-    places = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}"]
-    return lambda *overrides: composed(*places, *SMALL, *overrides)
+def sized(name: str, sizes: list[str]) -> Any:
+    """A fixture: the config of a run that takes a second: the small texts, a small model, a few steps."""
+
+    @pytest.fixture(name=name)
+    def config(composed: Callable[..., DictConfig], corpora: Path, cache: Path) -> Callable[..., DictConfig]:
+        places = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}"]
+        return lambda *overrides: composed(*places, *sizes, *overrides)
+
+    return config
 
 
-@pytest.fixture
-def small_gpt2(composed: Callable[..., DictConfig], corpora: Path, cache: Path) -> Callable[..., DictConfig]:
-    """The same with a causal model."""
-    places = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}"]
-    return lambda *overrides: composed(*places, *SMALL_GPT2, *overrides)
-
-
-@pytest.fixture
-def small_t5(composed: Callable[..., DictConfig], corpora: Path, cache: Path) -> Callable[..., DictConfig]:
-    """The same with a model of encoder and decoder."""
-    places = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}"]
-    return lambda *overrides: composed(*places, *SMALL_T5, *overrides)
+small = sized("small", SMALL)
+small_gpt2 = sized("small_gpt2", SMALL_GPT2)  # a causal model
+small_t5 = sized("small_t5", SMALL_T5)  # of encoder and decoder
 
 
 @pytest.fixture
@@ -237,8 +214,6 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def start(no_pictures: None) -> Callable[[DictConfig, Path], Any]:
-    """Runs a config in a folder, in this process, without the pictures of its report."""
-
     def run(cfg: DictConfig, folder: Path) -> Any:
         from cpt.train import train
 

@@ -10,14 +10,11 @@ on the CPU and on the versions of torch and transformers, which the file records
 the file at the older commit first.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json
 import os
 import platform
-import random
 import shutil
 import signal
 import subprocess
@@ -31,34 +28,15 @@ os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVI
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
+import transformers  # noqa: E402
 from lightning.pytorch.callbacks import Callback  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
-WORDS = {
-    "general": "the house stands near a river and people walk along its quiet old streets every morning",
-    "law": "the court finds that a party to this contract must pay damages under section four of the act",
-    "food": "we ordered fresh pasta with basil and the waiter brought warm bread and a sweet lemon dessert",
-}
-COMMON = [
-    "order=[law,food]",
-    "model.length=16",
-    "model.base.steps=6",
-    "model.base.batch_size=8",
-    "trainer.steps=6",
-    "trainer.batch_size=8",
-    "trainer.eval_batch_size=16",
-    "trainer.probe_samples=16",
-    "trainer.checkpoint_every=2",
-    "logger=none",
-]
-FAMILIES = {
-    "masked": """model=tiny_modernbert model.vocabulary=300 model.config.hidden_size=32
-        model.config.intermediate_size=48 model.config.num_hidden_layers=2 model.config.num_attention_heads=2
-        +model.config.embedding_dropout=0.1 +model.config.mlp_dropout=0.1""",
-    "causal": "model=tiny_gpt2 model.vocabulary=300 model.config.n_embd=32 model.config.n_head=2",
-    "t5": """model=tiny_t5 model.mask_rate=0.15 model.mean_span=3 model.vocabulary=400 model.config.d_model=32
-        model.config.d_kv=16 model.config.d_ff=48 model.config.num_heads=2""",
-}
+from tests.conftest import SMALL, SMALL_GPT2, SMALL_T5, VOCABULARIES, sentences  # noqa: E402
+
+TEXTS = ("general", "law", "food")
+DROPOUT = ["+model.config.embedding_dropout=0.1", "+model.config.mlp_dropout=0.1"]
+FAMILIES = {"masked": ["model=tiny_modernbert", *SMALL, *DROPOUT], "causal": SMALL_GPT2, "t5": SMALL_T5}
 # Not a method: masks, replay and other choices under one.
 COMPOSITIONS = {
     "mask-migu": "method=ncl mask=migu",
@@ -78,8 +56,6 @@ COMPOSITIONS = {
 
 
 class KillOnce(Callback):
-    """Kills the process after a step of the second domain, the first time only."""
-
     def __init__(self, marker: str, step: int = 3) -> None:
         self.marker, self.step = Path(marker), step
 
@@ -91,27 +67,16 @@ class KillOnce(Callback):
 
 
 def all_runs() -> dict[str, list[str]]:
-    """The overrides of each run, by its name FAMILY/METHOD or FAMILY/COMPOSITION."""
     methods = sorted(path.stem for path in (ROOT / "conf/method").glob("*.yaml"))
     choices = {name: f"method={name}" for name in methods} | COMPOSITIONS
     return {
-        f"{family}/{name}": [*COMMON, *given.split(), *choice.split()]
+        f"{family}/{name}": ["order=[law,food]", *given, *choice.split()]
         for family, given in FAMILIES.items()
         for name, choice in choices.items()
     }
 
 
-def write_texts(root: Path) -> None:
-    for seed, (name, words) in enumerate(WORDS.items()):
-        draw, lines = random.Random(seed), []
-        for number in range(120):
-            lines.append(" ".join(draw.choices(words.split(), k=draw.randint(8, 30))) + f" {number}.")
-        (root / name).mkdir(parents=True)
-        (root / name / "all.txt").write_text("\n".join(lines) + "\n")
-
-
 def start(overrides: list[str], folder: Path) -> int:
-    """Runs the command line in a forked process; gives its exit code, below 0 for a signal."""
     if (child := os.fork()) == 0:
         log = os.open(f"{folder}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, 1), os.dup2(log, 2)
@@ -129,8 +94,7 @@ def start(overrides: list[str], folder: Path) -> int:
         finally:
             sys.stdout.flush()
             os._exit(code)
-    status = os.waitpid(child, 0)[1]
-    return os.waitstatus_to_exitcode(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def hash_tensors(tensors: dict[str, torch.Tensor]) -> str:
@@ -143,40 +107,33 @@ def hash_tensors(tensors: dict[str, torch.Tensor]) -> str:
 
 
 def raw(value: torch.Tensor) -> bytes:
-    return (
-        value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
-    )
+    flat = value.detach().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if value.numel() else b""
 
 
 def read_hashes(folder: Path) -> dict[str, str]:
-    """The hashes of a finished run: its exported model, its last stage, its losses and its metrics."""
     model: dict[str, torch.Tensor] = {}
     for path in sorted((folder / "model").rglob("*.safetensors")):
         model |= {f"{path}:{name}": value for name, value in load_file(path).items()}
     stages = sorted((folder / "stages").glob("*.pt"))
     stage = torch.load(stages[-1], weights_only=True) if stages else {}
+    found = {"model": hash_tensors(model), "stage": hash_tensors(stage)}
     scores = json.loads((folder / "scores.json").read_text())
-    scores = {key: scores[key] for key in ("nll", "metrics")}
-    return {
-        "model": hash_tensors(model),
-        "stage": hash_tensors(stage),
-        **{key: hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16] for key, value in scores.items()},
-    }
+    for key in ("nll", "metrics"):
+        found[key] = hashlib.sha256(json.dumps(scores[key]).encode()).hexdigest()[:16]
+    return found
 
 
 def measure(name: str, overrides: list[str], root: Path) -> dict[str, str]:
     folder = root / name.replace("/", "-")
     given = [*overrides, "domains=texts", f"domains.root={root}/texts", f"cache_dir={root}/cache"]
     if code := start(given, folder):
-        lines = Path(f"{folder}.log").read_text().strip().splitlines()
-        print(name, lines[-1:], flush=True)
+        print(name, Path(f"{folder}.log").read_text().strip().splitlines()[-1:], flush=True)
         return {"refused": f"exit code {code}"}
     found = read_hashes(folder)
     killed = Path(f"{folder}-killed")
-    given += [
-        "+callbacks.kill._target_=tests.golden_runs.KillOnce",
-        f"+callbacks.kill.marker={killed}.marker",
-    ]
+    given += ["+callbacks.kill._target_=tests.golden_runs.KillOnce"]
+    given += [f"+callbacks.kill.marker={killed}.marker"]
     if overrides[-1] != "method=none":
         assert start(given, killed) == -signal.SIGKILL, f"{name} was not killed"
         if start(given, killed) or read_hashes(killed) != found:
@@ -197,25 +154,24 @@ def main() -> None:
     parser.add_argument("mode", choices=("write", "check"))
     parser.add_argument("names", nargs="*", metavar="RUN", help="of them alone; default: all")
     given = parser.parse_args()
-    mode, chosen = given.mode, given.names
-    if unknown := set(chosen) - set(runs):
+    if unknown := set(given.names) - set(runs):
         parser.error(f"no run {', '.join(sorted(unknown))}; allowed: {', '.join(runs)}")
-    runs = {name: runs[name] for name in chosen or runs}
-    golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {"runs": {}}
-    root, found = Path(tempfile.mkdtemp()), {}
-    write_texts(root / "texts")
-    for name, overrides in runs.items():
-        found[name] = measure(name, overrides, root)
-        differs = mode == "check" and found[name] != golden["runs"].get(name)
-        print(f"{name}: {'DIFFERS ' if differs else ''}{found[name]}", flush=True)
-    shutil.rmtree(root)
-    if mode == "check":
-        differing = [name for name in runs if found[name] != golden["runs"].get(name)]
-        print(f"{len(runs)} runs, {len(differing)} differ: {', '.join(differing) or 'none'}")
+    known = json.loads(GOLDEN.read_text())["runs"] if GOLDEN.exists() else {}
+    found, differing = {}, []
+    with tempfile.TemporaryDirectory() as folder:
+        for seed, text in enumerate(TEXTS):
+            path = Path(folder) / "texts" / text / "all.txt"
+            path.parent.mkdir(parents=True)
+            path.write_text("\n".join(sentences(VOCABULARIES[text], count=120, seed=seed)) + "\n")
+        for name in given.names or runs:
+            found[name] = measure(name, runs[name], Path(folder))
+            differs = given.mode == "check" and found[name] != known.get(name)
+            differing += [name] * differs
+            print(f"{name}: {'DIFFERS ' if differs else ''}{found[name]}", flush=True)
+    if given.mode == "check":
+        print(f"{len(found)} runs, {len(differing)} differ: {', '.join(differing) or 'none'}")
         raise SystemExit(bool(differing))
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    import transformers
-
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     made = {
         "command": "python tests/golden_runs.py write",
@@ -225,8 +181,7 @@ def main() -> None:
         "python": platform.python_version(),
         "cpu": cpu[0].partition(": ")[2] if cpu else platform.processor(),
     }
-    known = golden["runs"] if chosen else {}
-    GOLDEN.write_text(json.dumps(made | {"runs": known | found}, indent=1) + "\n")
+    GOLDEN.write_text(json.dumps(made | {"runs": (known if given.names else {}) | found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@ A mutant is killed where a test fails, survives where all pass, and is invalid w
 without it.
 `--write` records the results in tests/mutants.json. Not part of CI."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib
@@ -17,6 +15,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import queue
 import shutil
 import signal
 import subprocess
@@ -24,9 +23,9 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from multiprocessing.process import BaseProcess
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +39,8 @@ PRELOADED = (
     "transformers.models.auto.modeling_auto, datasets, peft, scipy.stats, hydra, optuna, pytest"
 )
 LEFT_OUT = (".git", ".mypy_cache", ".ruff_cache", ".pytest_cache", "__pycache__", "outputs", "*.egg-info")
-NO_TESTS = 5  # exit code of pytest
 STATES = ("killed", "survived", "timed out", "invalid")
+ENDS = {0: "survived", 5: "invalid"}  # exit codes of pytest; 5: no test was chosen
 
 
 @dataclass(frozen=True)
@@ -54,63 +53,34 @@ class Mutant:
     tests: tuple[str, ...]
     file: str = ""
 
-    @property
-    def area(self) -> str:
-        return self.name.partition(".")[0]
-
-    def place(self, root: Path) -> Path:
-        """The file that has the text. Raises ValueError where it does not occur once."""
+    def mutated(self, root: Path) -> tuple[Path, str]:
+        """The file and its text with the fault. Raises ValueError where its text does not occur once."""
         paths = [path for path in sorted((root / "cpt").rglob("*.py")) if str(path).endswith(self.file)]
-        counts = {
-            path: count for path in paths if (count := path.read_text(encoding="utf-8").count(self.old))
-        }
-        if sum(counts.values()) != 1:
-            found = sum(counts.values())
-            where = ", ".join(f"{path.relative_to(root)}: {count}" for path, count in counts.items())
-            raise ValueError(
-                f"mutant {self.name}: its text occurs {found} times ({where or 'nowhere'}), needed is once; "
-                f"change it in {LIST.relative_to(ROOT)}: {self.old.strip()!r}"
-            )
-        return next(iter(counts))
+        texts = {path: path.read_text(encoding="utf-8") for path in paths}
+        if (times := sum(text.count(self.old) for text in texts.values())) != 1:
+            raise ValueError(f"mutant {self.name}: its text occurs {times} times, not once: {self.old!r}")
+        (path,) = [path for path, text in texts.items() if self.old in text]
+        return path, texts[path].replace(self.old, self.new)
 
     def check(self) -> None:
         """Raises ValueError where it cannot be applied, gives no Python, or names tests that are gone."""
-        path = self.place(ROOT)
-        compile(path.read_text(encoding="utf-8").replace(self.old, self.new), str(path), "exec")
+        path, text = self.mutated(ROOT)
+        compile(text, str(path), "exec")
         for test in self.tests:
             file, _, name = test.partition("::")
             there = (ROOT / file).read_text(encoding="utf-8") if (ROOT / file).exists() else ""
             if not there or (name and f"def {name.partition('[')[0]}(" not in there):
-                raise ValueError(
-                    f"mutant {self.name}: there is no {test}; change it in {LIST.relative_to(ROOT)}"
-                )
+                raise ValueError(f"mutant {self.name}: there is no {test}; change it in tests/mutants.toml")
 
 
 @dataclass
-class Worker:
-    """A copy of the checkout, and the process that works in it."""
+class Result:
+    """What tests said of a mutant, or of the code as it is; `by`: the test that has failed."""
 
-    folder: Path
-    process: BaseProcess | None = None
-    job: Job | None = None
-    began: float = 0.0
-
-    @property
-    def copy(self) -> Path:
-        return self.folder / "checkout"
-
-
-@dataclass
-class Job:
-    """Tests to run with a mutant, or without one: the baseline."""
-
-    tests: tuple[str, ...]
-    mutant: Mutant | None = None
-    state: str = ""
-    seconds: float = 0.0
-    by: str = ""  # the test that has failed
-    output: str = field(default="", repr=False)
-    undo: tuple[Path, str] | None = field(default=None, repr=False)
+    state: str
+    seconds: float
+    by: str
+    output: str
 
 
 def read_mutants() -> list[Mutant]:
@@ -122,7 +92,7 @@ def read_mutants() -> list[Mutant]:
     return found
 
 
-def expand(line: str) -> Iterable[str]:
+def expand(line: str) -> Iterator[str]:
     """`methods/test_l2: one two` names two tests of a file, `methods/test_l2` all of it."""
     path, _, names = line.partition(":")
     yield from (f"tests/{path}.py::test_{name}" for name in names.split())
@@ -130,12 +100,11 @@ def expand(line: str) -> Iterable[str]:
         yield f"tests/{path}.py"
 
 
-def make_worker(folder: Path) -> Worker:
-    worker = Worker(folder)
-    shutil.copytree(ROOT, worker.copy, ignore=shutil.ignore_patterns(*LEFT_OUT), symlinks=True)
+def make_copy(folder: Path) -> Path:
+    shutil.copytree(ROOT, folder / "checkout", ignore=shutil.ignore_patterns(*LEFT_OUT), symlinks=True)
     if (shared := ROOT.parent / "shared").exists():  # numbers of the authors' code, where tests look for them
         (folder / "shared").symlink_to(shared.resolve())
-    return worker
+    return folder / "checkout"
 
 
 def rewrite(path: Path, text: str) -> None:
@@ -144,165 +113,121 @@ def rewrite(path: Path, text: str) -> None:
     Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
 
 
-def begin(worker: Worker, job: Job) -> None:
-    if job.mutant is not None:
-        path = job.mutant.place(worker.copy)
-        source = path.read_text(encoding="utf-8")
-        mutated = source.replace(job.mutant.old, job.mutant.new)
-        compile(mutated, str(path), "exec")
-        rewrite(path, mutated)
-        job.undo = path, source
-    worker.job, worker.began = job, time.monotonic()
-    worker.process = multiprocessing.get_context("fork").Process(target=run_tests, args=(worker, job.tests))
-    worker.process.start()
-
-
-def run_tests(worker: Worker, tests: Sequence[str]) -> None:
-    """The process of one job: pytest in the copy; its exit code is pytest's."""
+def run_tests(copy: Path, tests: Sequence[str], failed: Path, output: Path) -> None:
+    """The process of one mutant: pytest in the copy; its exit code is pytest's."""
     import pytest
 
     os.setsid()
-    with (worker.folder / "output.txt").open("wb") as output:
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
-    os.chdir(worker.copy)
-    os.environ["PYTHONPATH"] = str(worker.copy)
-    sys.path[:] = [
-        str(worker.copy),
-        *(each for each in sys.path if each not in ("", str(ROOT), str(ROOT / "tests"))),
-    ]
-    failed = worker.folder / "failed.txt"
-    failed.write_text("")
+    with output.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(copy)
+    os.environ["PYTHONPATH"] = str(copy)
+    ours = ("", str(ROOT), str(ROOT / "tests"))
+    sys.path[:] = [str(copy), *(each for each in sys.path if each not in ours)]
 
     class Chosen:
         """All of a file but its campaign, and the tests that are named; the first one that fails is noted."""
 
         @pytest.hookimpl(trylast=True)
         def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-            items[:] = [item for item in items if is_chosen(item)]
+            named = {item for item in items if {item.nodeid, item.nodeid.partition("[")[0]} & {*tests}}
+            items[:] = [each for each in items if each in named or not each.get_closest_marker("campaign")]
 
         def pytest_runtest_logreport(self, report: Any) -> None:
             if report.failed:
                 failed.write_text(report.nodeid)
 
-    def is_chosen(item: pytest.Item) -> bool:
-        named = item.nodeid in tests or item.nodeid.partition("[")[0] in tests
-        return named or not item.get_closest_marker("campaign")
-
     options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb=short", "-m", ""]
     options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # plugins are imported by now
-    sys.exit(int(pytest.main([*options, f"--basetemp={worker.folder / 'tmp'}", *tests], plugins=[Chosen()])))
+    sys.exit(int(pytest.main([*options, f"--basetemp={copy.parent / 'tmp'}", *tests], plugins=[Chosen()])))
 
 
-def is_over(worker: Worker) -> bool:
-    """Whether the process of a worker has ended; then its job has a result, and the copy is as it was."""
-    process, job = worker.process, worker.job
-    assert process is not None and process.pid is not None and job is not None
-    process.join(timeout=0.1)
-    late = time.monotonic() - worker.began > LIMIT_S
-    if process.is_alive() and not late:
-        return False
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # also what the tests have left
-    process.join()
-    job.seconds = round(time.monotonic() - worker.began, 1)
-    ends = {0: "survived", NO_TESTS: "invalid"}
-    job.state = "timed out" if late else ends.get(process.exitcode or 0, "killed")
-    job.by = (worker.folder / "failed.txt").read_text()
-    job.output = (worker.folder / "output.txt").read_text(errors="replace")
-    if job.undo is not None:
-        rewrite(*job.undo)
-    worker.process = worker.job = None
-    return True
+def try_tests(copies: queue.Queue[Path], tests: Sequence[str], mutant: Mutant | None = None) -> Result:
+    copy, began = copies.get(), time.monotonic()
+    failed, output = copy.parent / "failed.txt", copy.parent / "output.txt"
+    failed.write_text("")
+    path, text = mutant.mutated(copy) if mutant else (None, "")
+    before = path.read_text(encoding="utf-8") if path else ""
+    try:
+        if path:
+            rewrite(path, text)
+        fork = multiprocessing.get_context("fork")
+        process = fork.Process(target=run_tests, args=(copy, tests, failed, output))
+        process.start()
+        process.join(LIMIT_S)
+        late = process.is_alive()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid or 0, signal.SIGKILL)  # also what the tests have left
+        process.join()
+        state = "timed out" if late else ENDS.get(process.exitcode or 0, "killed")
+        took = round(time.monotonic() - began, 1)
+        return Result(state, took, failed.read_text(), output.read_text(errors="replace"))
+    finally:
+        if path:
+            rewrite(path, before)
+        copies.put(copy)
 
 
-def run_jobs(workers: Sequence[Worker], jobs: Iterable[Job]) -> Iterable[Job]:
-    """Runs jobs, as many at once as there are workers; gives each when it is done."""
-    waiting = iter(jobs)
-    more = True
-    while more or any(worker.process for worker in workers):
-        for worker in workers:
-            if worker.process is None and more:
-                job = next(waiting, None)
-                more = job is not None
-                if job is not None:
-                    begin(worker, job)
-            elif worker.process is not None:
-                done = worker.job
-                if is_over(worker) and done is not None:
-                    yield done
-
-
-def check_baseline(workers: Sequence[Worker], jobs: Sequence[Job]) -> None:
-    """Runs the tests that have killed mutants without any; where one fails, the jobs are invalid."""
-    killed = [job for job in jobs if job.state == "killed"]
-    tests = dict.fromkeys(test for job in killed for test in ([job.by] if job.by else job.tests))
-    for baseline in run_jobs(workers, [Job(tuple(tests))] if tests else []):
-        if baseline.state != "survived":
-            print(f"invalid, as tests fail without a mutant: {baseline.by or baseline.state}", flush=True)
-            print(baseline.output[-OUTPUT:], file=sys.stderr)
-            for job in killed:
-                job.state = "invalid"
-
-
-def run_mutants(mutants: Sequence[Mutant], *, jobs: int) -> Iterator[Job]:
-    """Runs the tests of mutants, those together that share files of tests; those of quick tests first."""
+def run_mutants(mutants: Sequence[Mutant], *, jobs: int) -> Iterator[tuple[str, Result]]:
     groups: dict[tuple[str, ...], list[Mutant]] = {}
     for mutant in mutants:
-        files = dict.fromkeys(test.partition("::")[0] for test in mutant.tests)
+        files = dict.fromkeys(each.partition("::")[0] for each in mutant.tests)
         groups.setdefault(tuple(files), []).append(mutant)
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        workers = [make_worker(Path(folder) / str(number)) for number in range(jobs)]
-        for members in sorted(groups.values(), key=lambda group: ("::" in str(group), -len(group))):
-            done = []
-            for job in run_jobs(workers, [Job(mutant.tests, mutant) for mutant in members]):
-                assert job.mutant is not None
-                print(f"{job.state:9}  {job.seconds:5.1f} s  {job.mutant.name}  {job.by}", flush=True)
-                done.append(job)
-            check_baseline(workers, done)
-            yield from done
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(jobs) as pool:
+        copies: queue.Queue[Path] = queue.Queue()
+        for number in range(jobs):
+            copies.put(make_copy(Path(folder) / str(number)))
+        for members in sorted(groups.values(), key=lambda group: -len(group)):
+            tried = pool.map(lambda each: try_tests(copies, each.tests, each), members)
+            done = dict(zip(members, tried, strict=True))
+            killed = {mutant: found for mutant, found in done.items() if found.state == "killed"}
+            tests = {
+                test for each, found in killed.items() for test in (found.by and [found.by]) or each.tests
+            }
+            plain = try_tests(copies, sorted(tests)) if tests else None
+            if plain and plain.state != "survived":
+                print(f"invalid, as tests fail without a mutant: {plain.by or plain.state}", flush=True)
+                print(plain.output[-OUTPUT:], file=sys.stderr)
+                for found in killed.values():
+                    found.state = "invalid"
+            for mutant, found in done.items():
+                print(f"{found.state:9}  {found.seconds:5.1f} s  {mutant.name}  {found.by}", flush=True)
+                yield mutant.name, found
 
 
 def summarise(states: dict[str, str]) -> str:
-    areas = dict.fromkeys(name.partition(".")[0] for name in states)
     lines = [f"{'area':12}" + "".join(f"{state:>11}" for state in STATES)]
-    for area in (*areas, "all"):
+    for area in (*dict.fromkeys(name.partition(".")[0] for name in states), "all"):
         own = [state for name, state in states.items() if area in ("all", name.partition(".")[0])]
         lines.append(f"{area:12}" + "".join(f"{own.count(state):11}" for state in STATES))
     return "\n".join(lines)
 
 
-def write_results(results: dict[str, Job], known: Sequence[str]) -> None:
-    """Notes results beside those of earlier runs, of mutants that there still are."""
-    before = json.loads(RESULTS.read_text(encoding="utf-8"))["mutants"] if RESULTS.exists() else {}
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    ).stdout
-    noted = {
-        name: {"state": job.state, "seconds": job.seconds, "by": job.by} for name, job in results.items()
-    }
-    both = {name: (before | noted)[name] for name in known if name in before or name in noted}
+def write_results(results: dict[str, Result], known: Sequence[str]) -> None:
+    both = json.loads(RESULTS.read_text(encoding="utf-8"))["mutants"] if RESULTS.exists() else {}
+    for name, each in results.items():
+        both[name] = {"state": each.state, "seconds": each.seconds, "by": each.by}
+    both = {name: both[name] for name in known if name in both}
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
     states = [each["state"] for each in both.values()]
     about: dict[str, Any] = {"commit": commit.strip(), "date": time.strftime("%Y-%m-%d"), "run": len(both)}
     about |= {state: states.count(state) for state in STATES}
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(each)}" for name, each in both.items())
-    RESULTS.write_text(
-        f'{{\n "about": {json.dumps(about)},\n "mutants": {{\n{lines}\n }}\n}}\n', encoding="utf-8"
-    )
+    text = f'{{\n "about": {json.dumps(about)},\n "mutants": {{\n{lines}\n }}\n}}\n'
+    RESULTS.write_text(text, encoding="utf-8")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Applies small faults to a copy and runs the tests of each.")
     parser.add_argument("names", nargs="*", help="names or areas of mutants (default: all)")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at once, each in a copy of its own")
-    parser.add_argument(
-        "--list", action="store_true", help="list the mutants and check that each can be applied"
-    )
+    parser.add_argument("--list", action="store_true", help="list them, and check that each can be applied")
     parser.add_argument("--write", action="store_true", help="note the results in tests/mutants.json")
     given = parser.parse_args()
-    every = read_mutants()
-    mutants = [each for each in every if not given.names or {each.name, each.area} & {*given.names}]
-    wrong = []
+    every, wrong = read_mutants(), []
+    mutants = [m for m in every if not given.names or {m.name, m.name.partition(".")[0]} & {*given.names}]
     for mutant in mutants:
         try:
             mutant.check()
@@ -320,14 +245,13 @@ def main() -> int:
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
     for name in PRELOADED.split(", "):
         importlib.import_module(name)
-    results: dict[str, Job] = {}
-    for job in run_mutants(mutants, jobs=given.jobs):
-        assert job.mutant is not None
-        results[job.mutant.name] = job
+    results = {}
+    for name, found in run_mutants(mutants, jobs=given.jobs):
+        results[name] = found
         if given.write:
             write_results(results, [each.name for each in every])
-    print(summarise({name: job.state for name, job in results.items()}))
-    return int(any(job.state == "survived" for job in results.values()))
+    print(summarise({name: found.state for name, found in results.items()}))
+    return int(any(found.state == "survived" for found in results.values()))
 
 
 if __name__ == "__main__":

@@ -1,37 +1,25 @@
 """The benchmarks can at least begin: what they import of cpt is there; that of a GPU runs on a processor."""
 
-import importlib
 import json
-import subprocess
+import runpy
 import sys
 
 import pytest
-import torch
 
 from tests.conftest import ROOT
 from tests.support.processes import ran
 
 FOLDER = ROOT / "benchmarks"
-METHODS = "methods, RoBERTa-base, 128"
+pytestmark = [pytest.mark.slow, pytest.mark.campaign]
 
 
-@pytest.mark.slow
-def test_every_benchmark_can_be_imported():
-    names = sorted(path.stem for path in FOLDER.glob("*.py"))
-    assert "methods" in names
-    code = f"import sys; sys.path[:0] = [{str(FOLDER)!r}, {str(ROOT)!r}]; import {', '.join(names)}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.py")))
+def test_every_benchmark_can_be_imported(name, monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
+    assert runpy.run_path(str(FOLDER / f"{name}.py"), run_name=name)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "part",
-    [
-        "packing, GPT-2 124M",
-        *(pytest.param(each, marks=pytest.mark.campaign) for each in ("RoBERTa-base, 128", METHODS)),
-    ],
-)
+@pytest.mark.parametrize("part", ["packing, GPT-2 124M", "RoBERTa-base, 128", "methods, RoBERTa-base, 128"])
 def test_the_one_of_a_gpu_runs_on_a_processor(part, tmp_path):
     few = ["--dry", "--steps", "1", "--repeats", "2", "--together", "3", "--methods", "ewc", "--threads", "1"]
     places = ["--parts", part, "--cache", str(tmp_path / "cache"), "--out", str(tmp_path / "out.json")]
@@ -40,25 +28,3 @@ def test_the_one_of_a_gpu_runs_on_a_processor(part, tmp_path):
     found = json.loads((tmp_path / "out.json").read_text())["parts"][part]
     assert not found.get("failed"), found
     assert found["chunks" if "chunks" in found else "subjects"]
-
-
-def test_subjects_on_a_gpu_warm_up_in_turns_and_untimed_steps_do_not_count(monkeypatch):
-    """The protocol without a GPU: whoever is asked to go has been waited for."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    stage = importlib.import_module("stage")
-    heard: list = []
-
-    class Pipe:
-        def send(self, what):
-            heard.append(len(what["steps"]) if "steps" in what else "ready")
-
-        def recv(self):
-            heard.append("go")
-
-    rhythm = stage.Rhythm(1, rounds=2, chunk=3, device="cuda")
-    beat = stage.Beat(Pipe(), rhythm)
-    beat.enter()
-    for _ in range(rhythm.steps):
-        beat(torch.tensor(1.0), 1)
-    assert rhythm.steps == stage.WARMUP + 2 * (1 + 3)
-    assert heard == ["ready", "go", 0, "go", 3, "go", 3, "go"]

@@ -11,94 +11,60 @@ from cpt.core.output import UNREAD
 from tests.conftest import ROOT, SMALL
 from tests.support.processes import ran
 
-RUN = [str(ROOT / "run.py")]
+pytestmark = pytest.mark.slow
+CANNOT = """
+method=unheard_of -> method=unheard_of is not known; allowed: adapter,
+logger=[csv,foo] --options -> logger=foo is not known; allowed: csv,
+--config-dir=nowhere -> nowhere' not found; allowed:
++experiment=mine -> experiment=mine is not known; allowed: das6,
++model=gpt2 -> model has a choice already; allowed:
+--help method=unheard_of -> method=unheard_of is not known; allowed: adapter,
+--cfg=job mask=mgui -> mask=mgui is not known; did you mean migu?
+trainer.setps=5 -> trainer.setps is not known; did you mean trainer.steps?
+domains.packages.torch=[torch] -> one more: +domains.packages.torch=…
+order -> order cannot be read:
+-m seed=0,1 mask=migu,mgui -> mask=mgui is not known; did you mean migu?
+-m routing@method.routing=last,first method=hat -> routing=first is not known; allowed: domain,
+--config-dir=mine method=mine -> mine.yaml
+"""
 
 
-def called(*arguments, cwd, program=RUN):
-    """What the program says, in a process of its own."""
-    command = [sys.executable, *program, *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, encoding="utf-8", timeout=120)
+def called(*arguments, cwd, program=(str(ROOT / "run.py"),), **options):
+    given = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "timeout": 120} | options
+    return subprocess.run([sys.executable, *program, *arguments], cwd=cwd, encoding="utf-8", **given)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("method=unheard_of", "method=unheard_of is not known; allowed: adapter, "),
-        ("mask=mgui", "mask=mgui is not known; did you mean migu? allowed: migu, mofo, none"),
-        ("logger=[csv,foo]", "logger=foo is not known; allowed: csv, mlflow, none, tensorboard, wandb"),
-        (
-            "logger=[csv,foo] --options",
-            "logger=foo is not known; allowed: csv, mlflow, none, tensorboard, wandb",
-        ),
-        ("--config-dir=nowhere", "nowhere' not found; allowed: a folder that there is"),
-        ("experiment=mine", "experiment=mine is not known; allowed: das6, "),
-        ("+experiment=mine", "experiment=mine is not known; allowed: das6, "),
-        ("+model=gpt2", "model has a choice already; allowed: model=gpt2, without +"),
-        ("--help method=unheard_of", "method=unheard_of is not known; allowed: adapter, "),
-        ("--cfg=job method=unheard_of", "method=unheard_of is not known; allowed: adapter, "),
-        (
-            "trainer.setps=5",
-            "trainer.setps is not known; did you mean trainer.steps? allowed: trainer",
-        ),
-        ("domains.packages.torch=[torch]", "domains.packages.pandas; one more: +domains.packages.torch=…"),
-        ("order", "order cannot be read: missing EQUAL at '<EOF>'; allowed: key=value"),
-        (
-            "-m seed=0,1 mask=migu,mgui",
-            "mask=mgui is not known; did you mean migu? allowed: migu, mofo, none",
-        ),
-        ("-m experiment=smoke,mine", "experiment=mine is not known; allowed: das6, "),
-        ("-m routing@method.routing=last,first method=hat", "routing=first is not known; allowed: domain, "),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "said"), [each.split(" -> ") for each in CANNOT.split("\n")[1:-1]])
 def test_what_cannot_be_composed_is_told_in_one_line_and_leaves_nothing(arguments, said, tmp_path):
+    (tmp_path / "mine/method").mkdir(parents=True)
+    (tmp_path / "mine/method/mine.yaml").write_text("name: mine\n_target_: [\n")
     ended = ran(ROOT / "run.py", *arguments.split(), cwd=tmp_path)
     assert (ended.returncode, ended.stdout, len(ended.stderr.splitlines())) == (1, "", 1), ended.stderr
     assert ended.stderr.startswith("cpt: ") and said in ended.stderr
-    assert list(tmp_path.iterdir()) == []
+    assert ("line 3" in ended.stderr) == ("mine.yaml" in said)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
-def test_a_config_file_that_is_no_yaml_is_named_with_its_line(tmp_path):
-    path = tmp_path / "mine/method/mine.yaml"
-    path.parent.mkdir(parents=True)
-    path.write_text("name: mine\n_target_: [\n")
-    ended = called("--config-dir=mine", "method=mine", cwd=tmp_path)
-    assert (ended.returncode, len(ended.stderr.splitlines())) == (1, 1), ended.stderr
-    assert ended.stderr.startswith("cpt: ") and "mine.yaml" in ended.stderr and "line 3" in ended.stderr
-
-
-def test_the_traceback_is_there_on_request(tmp_path, monkeypatch):
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    ended = called("method=unheard_of", cwd=tmp_path)
-    assert ended.returncode == 1 and "Traceback" in ended.stderr and "MissingConfig" in ended.stderr
-
-
-@pytest.mark.slow
-def test_the_program_has_the_same_config_under_both_names(tmp_path, monkeypatch):
+def test_the_program_has_the_same_config_under_both_names_and_says_more_on_request(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     given = ["--cfg=all", "seed=3"]
     by_path, by_name = called(*given, cwd=tmp_path), called(*given, cwd=tmp_path, program=["-m", "cpt"])
     assert by_path.returncode == by_name.returncode == 0
     assert by_path.stdout == by_name.stdout and "seed: 3" in by_name.stdout and "name: run" in by_name.stdout
-
-
-@pytest.mark.slow
-def test_the_help_names_the_program_and_every_group(tmp_path):
     ended = called("--help", cwd=tmp_path)
-    assert ended.returncode == 0 and ended.stdout.startswith("cpt is powered by Hydra.")
     groups = {path.name for path in (ROOT / "conf").iterdir() if path.is_dir()} - {"hydra"}
-    assert {name for name in groups if f"\n{name}: " not in ended.stdout} == set()
+    assert ended.returncode == 0 and {name for name in groups if f"\n{name}: " not in ended.stdout} == set()
+    ended = called("method=unheard_of", cwd=tmp_path, env=os.environ | {"HYDRA_FULL_ERROR": "1"})
+    assert ended.returncode == 1 and "Traceback" in ended.stderr and "MissingConfig" in ended.stderr
 
 
-@pytest.mark.slow
 def test_what_is_for_programs_is_json_alone_whatever_else_is_installed(tmp_path, monkeypatch, corpora, cache):
     """datasets tells of a JAX that it finds, and Hydra shows what it is told."""
     for name in ("jax", "jaxlib"):
         (tmp_path / f"{name}.py").touch()
     (tmp_path / "jax-9.9.dist-info").mkdir()
-    (tmp_path / "jax-9.9.dist-info" / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: jax\nVersion: 9.9\n"
-    )
+    metadata = "Metadata-Version: 2.1\nName: jax\nVersion: 9.9\n"
+    (tmp_path / "jax-9.9.dist-info" / "METADATA").write_text(metadata)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     texts = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", "order=[law,food]"]
     ended = called(*texts, *SMALL, "plan=json", cwd=tmp_path)
@@ -106,17 +72,8 @@ def test_what_is_for_programs_is_json_alone_whatever_else_is_installed(tmp_path,
     assert json.loads(ended.stdout)["stages"] and "JAX" not in ended.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "program",
-    [
-        "run.py --help",
-        "run.py method=das --options",
-        "run.py --cfg=job",
-        "-m cpt.status outputs",
-        "-m cpt.verify outputs",
-        "-m cpt.gate --help",
-    ],
+    "program", ["run.py --help", "run.py method=das --options", "-m cpt.status outputs", "-m cpt.gate --help"]
 )
 def test_a_reader_that_leaves_ends_a_program_without_a_traceback(program, tmp_path, monkeypatch):
     """As `| head` does once it has its lines."""
@@ -126,8 +83,6 @@ def test_a_reader_that_leaves_ends_a_program_without_a_traceback(program, tmp_pa
     reading, writing = os.pipe()
     os.close(reading)
     words = [str(ROOT / each) if each == "run.py" else each for each in program.split()]
-    ended = subprocess.run(
-        [sys.executable, *words], cwd=tmp_path, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120
-    )
+    ended = called(cwd=tmp_path, program=words, stdout=writing)
     os.close(writing)
     assert ended.stderr == "" and ended.returncode in (UNREAD, 0)  # 0: argparse's own --help

@@ -20,41 +20,25 @@ from tests.conftest import ROOT, with_values
 from tests.test_docs import DOCUMENTS, each_document, lines, told
 
 OF_HYDRA = {"-m", "--multirun", "--help", "--options", "--check"}
-OF_THE_READER = re.compile(
-    r"(method|experiment)=(mine|first|manuals|with_replay|three_methods|monthly)"
-)  # in configs of their own
-OF_ANOTHER = ("hydra/launcher=slurm", "hydra/launcher=ray_jobs", "hydra.launcher.options.")  # of extras
+# In configs of their own.
+OF_THE_READER = re.compile(r"(method|experiment)=(mine|first|manuals|with_replay|three_methods|monthly)")
+# Of extras, and of searches.
+OF_ANOTHER = ("hydra/launcher=slurm", "hydra/launcher=ray_jobs", "hydra.launcher.options.", "hydra/sweeper=")
+OF_ANOTHER += ("hydra.sweeper.",)
 NO_FOLDER = re.compile(r"\.root=.*(there is no folder|no such folder)")
-OF_SEARCHES = ("hydra/sweeper=", "hydra.sweeper.")
-EXAMPLES = ROOT / "docs" / "examples"
 
 
 def calls(path: Path) -> list[list[str]]:
-    """The words of each command in blocks of bash; what is joined by && is several."""
-    found = []
-    for line in lines(path):
-        words = shlex.split(line, comments=True)
-        while "&&" in words:
-            found.append(words[: words.index("&&")])
-            words = words[words.index("&&") + 1 :]
-        found.append(words)
-    return [words for words in found if words]
-
-
-def overrides_of(words: list[str]) -> list[str] | None:
-    """What a run is told by a command; None where the command starts no run."""
-    places = [at for at, word in enumerate(words) if word == "run.py" or (word == "cpt" and at == 0)]
-    return words[places[0] + 1 :] if places else None
+    parts = (shlex.split(part, comments=True) for line in lines(path) for part in line.split("&&"))
+    return [words for words in parts if words]
 
 
 def one_of(override: str) -> str:
-    """An override, or the first of those that a sweep makes of it."""
     (parsed,) = OverridesParser.create().parse_overrides([override])
     if not parsed.is_sweep_override():
         return override
-    if parsed.is_choice_sweep():
-        return f"{parsed.get_key_element()}={next(iter(parsed.sweep_string_iterator()))}"
-    return f"{parsed.get_key_element()}=0.001"  # of a range
+    first = next(iter(parsed.sweep_string_iterator())) if parsed.is_choice_sweep() else "0.001"  # of a range
+    return f"{parsed.get_key_element()}={first}"
 
 
 def reader_configs(folder: Path) -> Path:
@@ -70,13 +54,12 @@ def compose_run(given: list[str], configs: Path) -> None:
     """Composes what a run is told, and has its values checked."""
     flags = OF_HYDRA | {word for word in given if word.startswith("--config-dir=")}
     wanted = [one_of(word.replace("…", "x")) for word in given if word not in flags]
-    wanted = [word for word in wanted if not word.startswith(OF_ANOTHER + OF_SEARCHES)]
+    wanted = [word for word in wanted if not word.startswith(OF_ANOTHER)]
     own = [word.replace("+experiment", "experiment") for word in wanted]
     with initialize_config_dir(str(CONF), version_base="1.3"):
         if any(OF_THE_READER.fullmatch(word) for word in own):
-            cfg = compose(
-                "config", overrides=[*own, f"hydra.searchpath=[file://{configs},file://{EXAMPLES}]"]
-            )
+            path = f"hydra.searchpath=[file://{configs},file://{ROOT / 'docs' / 'examples'}]"
+            cfg = compose("config", overrides=[*own, path])
         else:
             cfg = with_values(*own)
     try:
@@ -90,18 +73,21 @@ def compose_run(given: list[str], configs: Path) -> None:
 @each_document
 def test_what_starts_a_run_composes_with_values_that_are_allowed(path, tmp_path):
     configs, wrong = reader_configs(tmp_path), {}
-    for given in map(overrides_of, calls(path)):
-        if given is not None and not any("_target_=my_package" in word for word in given):
+    for words in calls(path):
+        places = [at for at, word in enumerate(words) if word == "run.py" or (word == "cpt" and at == 0)]
+        given = words[places[0] + 1 :] if places else []
+        if places and not any("_target_=my_package" in word for word in given):
             try:
                 compose_run(given, configs)
             except Exception as error:  # whatever is wrong is told of all commands at once
                 wrong[" ".join(given)] = str(error)
     assert wrong == {}
+    with pytest.raises(ValueError, match=r"trainer.steps=-1"):  # that it can fail
+        compose_run(["trainer.steps=-1"], configs)
 
 
 @cache
 def help_of(program: str) -> str:
-    """What a program says of itself, in this process."""
     written = io.StringIO()
     before, sys.argv = sys.argv, [program, "--help"]
     sys.path.insert(0, str((ROOT / program).parent))  # as Python does for a file
@@ -118,41 +104,16 @@ def help_of(program: str) -> str:
     return written.getvalue()
 
 
-def program_of(words: list[str]) -> tuple[str, list[str]] | None:
-    """The module of ours or the file that a command calls, and what it is told."""
-    for at, word in enumerate(words[:-1]):
-        if word == "-m" and words[at - 1].startswith("python") and words[at + 1].startswith("cpt."):
-            return words[at + 1], words[at + 2 :]
-        if word == "python" and re.fullmatch(r"benchmarks/\w+\.py", words[at + 1]):
-            return words[at + 1], words[at + 2 :]
-    return None
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
-@each_document
-def test_other_programs_have_the_options_they_are_given(path):
-    for program, given in filter(None, map(program_of, calls(path))):
-        flags = [word.partition("=")[0] for word in given if word.startswith("--")]
-        there = set(re.findall(r"--[\w-]+", help_of(program)))
-        assert set(flags) <= there, f"{program}: {set(flags) - there}"
-
-
-@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
-def test_every_program_has_a_help():
+def test_other_programs_have_a_help_and_the_options_they_are_given():
     for path in sorted((ROOT / "cpt").glob("*.py")):
         if "def main(" in told(path) and not path.name.startswith("__"):
             assert f"python -m cpt.{path.stem}" in help_of(f"cpt.{path.stem}")
-
-
-def test_a_wrong_command_is_found():
-    """That the tests above can fail."""
-    place = ROOT / "conf"
-    for given in (["method=nothing"], ["trainer.steps=-1"], ["no.such=1"], ["optim.lr=1e-3,x", "order=1,2"]):
-        if given[0].startswith("optim"):
-            compose_run(given, place)  # of a sweep the first is looked at
-        else:
-            with pytest.raises(Exception, match="nothing|steps|such"):
-                compose_run(given, place)
-    assert overrides_of(shlex.split("torchrun --nproc-per-node 8 run.py method=ewc")) == ["method=ewc"]
-    assert overrides_of(["python", "-m", "cpt.report", "x"]) is None
+    for words in (words for path in DOCUMENTS for words in calls(path)):
+        for at, (word, program) in enumerate(zip(words, words[1:], strict=False)):
+            ours = word == "-m" and words[at - 1].startswith("python") and program.startswith("cpt.")
+            if ours or (word == "python" and re.fullmatch(r"benchmarks/\w+\.py", program)):
+                flags = {each.partition("=")[0] for each in words[at + 2 :] if each.startswith("--")}
+                there = set(re.findall(r"--[\w-]+", help_of(program)))
+                assert flags <= there, f"{program}: {flags - there}"

@@ -4,25 +4,18 @@ import ast
 import re
 import subprocess
 import sys
-from collections import defaultdict
-from pathlib import Path
+from collections import Counter
 
-from cpt.gradient_masks.base import Constraint, GradientMask
+from cpt.gradient_masks.base import GradientMask
 from cpt.methods.base import ContinualMethod
 from tests.conftest import ROOT
 from tests.support.campaign import RESTING
 
 CPT, MAP = ROOT / "cpt", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 MOST_FILES = 4  # that define a top-level function of one name
-OF_PROGRAMS = {"main"}
-
-
-def folders(place: Path) -> set[str]:
-    return {path.name for path in place.iterdir() if path.is_dir() and path.name != "__pycache__"}
 
 
 def block(after: str) -> str:
-    """The first block of code after a heading of the map."""
     return MAP.split(f"\n## {after}\n", 1)[1].split("\n```\n")[1]
 
 
@@ -33,33 +26,28 @@ def test_a_wing_imports_from_those_below_it_only():
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
-def test_what_rests_until_the_campaign_is_there():
-    files = defaultdict(set)
-    for path in (ROOT / "tests").rglob("test_*.py"):
-        files[path.name] |= set(
-            re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
-        )
-    assert {
-        name: set(tests) - files[name] for name, tests in RESTING.items() if set(tests) - files[name]
-    } == {}
-
-
-def test_every_wing_has_its_line_in_the_map():
-    wings = {f"{name}/" for name in folders(CPT)}
-    named = set(re.findall(r"^  (\w+/) +\w", block("The map"), re.MULTILINE))
-    assert wings == named
+def test_what_rests_until_the_campaign_and_every_wing_of_the_map_is_there():
+    there = {
+        (path.name, name)
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    assert set(RESTING) - there == set()
+    wings = {f"{path.name}/" for path in CPT.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert wings == set(re.findall(r"^  (\w+/) +\w", block("The map"), re.MULTILINE))
 
 
 def test_the_hooks_that_are_drawn_are_there_and_none_is_missing():
     drawn = set(re.findall(r"(?<![\w.])([a-z_]+)\(", block("The loop")))
     table = set(re.findall(r"`([a-z_]+)\([\w, ]*\)`", MAP.split("\n## Adding a method\n")[0]))
     overridden = {
-        name
+        each.name
         for path in (CPT / "methods").glob("*.py")
         if path.name != "base.py"
         for kind in ast.parse(path.read_text()).body
         if isinstance(kind, ast.ClassDef)
-        for name in vars_of(kind) & set(vars(ContinualMethod)) - set(vars(Constraint))
+        for each in kind.body
+        if isinstance(each, ast.FunctionDef) and each.name in vars(ContinualMethod)
     }
     assert {name for name in (drawn | table) - {"method"} if not hasattr(ContinualMethod, name)} == set()
     assert {name for name in overridden - table if not name.startswith("_")} == set()
@@ -67,15 +55,11 @@ def test_the_hooks_that_are_drawn_are_there_and_none_is_missing():
     assert of_masks and {name for name in of_masks if not hasattr(GradientMask, name)} == set()
 
 
-def vars_of(kind: ast.ClassDef) -> set[str]:
-    """The methods of a class that is read, not imported."""
-    return {each.name for each in kind.body if isinstance(each, ast.FunctionDef)}
-
-
 def test_a_functions_name_is_rarely_that_of_others():
-    files: dict[str, list[str]] = defaultdict(list)
-    for path in CPT.rglob("*.py"):
-        for each in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(each, ast.FunctionDef) and each.name[0] != "_" and each.name not in OF_PROGRAMS:
-                files[each.name].append(str(path.relative_to(CPT)))
-    assert {name: there for name, there in files.items() if len(there) > MOST_FILES} == {}
+    files = Counter(
+        name
+        for path in CPT.rglob("*.py")
+        for name in {e.name for e in ast.parse(path.read_text()).body if isinstance(e, ast.FunctionDef)}
+        if name[0] != "_" and name != "main"
+    )
+    assert {name: count for name, count in files.items() if count > MOST_FILES} == {}

@@ -45,21 +45,30 @@ FILES = {
 }
 
 
-def called(*command, cwd, **variables) -> str:
+def called(*command, cwd) -> str:
     """What a command says; it ends well, and sees nothing of this checkout."""
-    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
-    ended = subprocess.run(
-        list(map(str, command)),
-        cwd=cwd,
-        env=clean,
-        text=True,
-        encoding="utf-8",
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=300,
-    )
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "encoding": "utf-8"}
+    ended = subprocess.run(list(map(str, command)), cwd=cwd, env=clean, timeout=300, **options)
     assert ended.returncode == 0, ended.stdout
     return ended.stdout
+
+
+def environment(folder: Path, *given: str | Path) -> Path:
+    venv.create(folder, symlinks=True)
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
+    libraries = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
+    (packages / "libraries.pth").write_text("\n".join(libraries))
+    into = [*PIP, f"--python={folder / 'bin/python'}", "install", "--no-deps", "--no-index"]
+    called(*into, "--no-build-isolation", "--ignore-installed", *given, cwd=folder)
+    return folder
+
+
+def read_from(place: Path) -> Path:
+    """The folder of configs that an installed cpt reads."""
+    said = called(place / "bin/cpt", "--info", "searchpath", cwd=place)
+    (main,) = [line for line in said.splitlines() if line.startswith("| main")]
+    return Path(main.split("file://")[1].strip(" |"))
 
 
 @pytest.fixture(scope="module")
@@ -74,21 +83,9 @@ def source(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(source, tmp_path_factory) -> Path:
-    """An environment with the wheel in it, and the libraries of this one."""
     folder = tmp_path_factory.mktemp("installed")
     called(*PIP, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, source, cwd=folder)
     return environment(folder / "venv", next(folder.glob("*.whl")))
-
-
-def environment(folder: Path, *given: str | Path) -> Path:
-    venv.create(folder, symlinks=True)
-    packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
-    (packages / "libraries.pth").write_text(
-        f"{sysconfig.get_path('purelib')}\n{sysconfig.get_path('platlib')}\n"
-    )
-    into = [*PIP, f"--python={folder / 'bin/python'}", "install", "--no-deps", "--no-index"]
-    called(*into, "--no-build-isolation", "--ignore-installed", *given, cwd=folder)
-    return folder
 
 
 def test_the_wheel_has_the_code_the_configs_and_the_licence(installed):
@@ -97,11 +94,14 @@ def test_the_wheel_has_the_code_the_configs_and_the_licence(installed):
     code = [path for path in (ROOT / "cpt").rglob("*.*") if path.suffix in (".py", ".typed", ".j2")]
     wanted = {str(path.relative_to(ROOT / "cpt")) for path in code}
     wanted |= {f"conf/{path.relative_to(CONF)}" for path in CONF.rglob("*.yaml")}
-    assert wanted - there == set()
-    assert not (packages / "conf").exists()
+    assert wanted - there == set() and not (packages / "conf").exists()
     about = PathDistribution(next(packages.glob("cpt-*.dist-info")))
     assert about.version == cpt.__version__ and about.metadata["License-Expression"] == "Apache-2.0"
     assert "Apache License" in (about.read_text("licenses/LICENSE") or "")
+
+
+def test_an_editable_install_reads_the_configs_of_the_checkout(source, tmp_path):
+    assert read_from(environment(tmp_path / "venv", "-e", source)) == source / "conf"
 
 
 def test_a_users_own_method_source_and_experiment_are_swept_away_from_the_checkout(
@@ -127,15 +127,7 @@ def test_the_source_archive_installs_the_same(source, tmp_path):
     builds = "from setuptools import build_meta; import sys; build_meta.build_sdist(sys.argv[1])"
     called(sys.executable, "-c", builds, tmp_path, cwd=source)
     place = environment(tmp_path / "venv", next(tmp_path.glob("cpt-*.tar.gz")))
-    said = called(place / "bin/cpt", "--info", "searchpath", cwd=tmp_path)
-    (main,) = [line for line in said.splitlines() if line.startswith("| main")]
-    folder = Path(main.split("file://")[1].strip(" |"))
+    folder = read_from(place)
     assert folder.is_relative_to(place) and len(list(folder.rglob("*.yaml"))) == len(
         list(CONF.rglob("*.yaml"))
     )
-
-
-def test_an_editable_install_reads_the_configs_of_the_checkout(source, tmp_path):
-    place = environment(tmp_path / "venv", "-e", source)
-    said = called(place / "bin/cpt", "--info", "searchpath", cwd=tmp_path)
-    assert f"file://{source / 'conf'}" in said

@@ -21,9 +21,7 @@ def beat(state="running", **given) -> Heartbeat:
     return Heartbeat(**{"state": state, "began": utc_now(), **given})
 
 
-def make_run(
-    folder: Path, made: Heartbeat | None = None, *, finished: bool | None = None, rows: int = 2
-) -> Path:
+def make_run(folder, made=None, *, finished=None, rows=2) -> Path:
     """A run folder with a heartbeat and, unless None, with scores that say whether it is finished."""
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text("name: x\n")
@@ -37,16 +35,9 @@ def make_run(
     return folder
 
 
-def called(*arguments, cwd=ROOT) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "cpt.status", *map(str, arguments)]
-    variables = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
-    return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True)
-
-
 STATES = {
     "here": ({}, None, "running", ""),
     "waits": ({"state": "waiting", "why": "another run"}, None, "waiting", "another run"),
-    "away": ({"process": AWAY}, None, "running", ""),
     "its clock is ahead": ({"process": AWAY, "written": earlier(-86_400)}, None, "running", ""),
     "silent": ({"process": AWAY, "written": earlier(STALE_S + 1)}, None, "silent", ""),
     "here and slow": ({"written": earlier(STALE_S + 1)}, None, "running", ""),
@@ -56,7 +47,6 @@ STATES = {
     "failed away": ({"state": "failed", "written": earlier(1e6), "process": AWAY}, None, "failed", ""),
     "finished": ({"state": "finished"}, True, "finished", ""),
     "failed later": ({"state": "failed", "why": "no"}, True, "finished", "its last start: failed, no"),
-    "killed later": ({"process": gone()}, True, "finished", "its last start: killed"),
     "lost": ({"state": "finished"}, None, "unfinished", "scores.json is not that of a finished run"),
 }
 
@@ -71,49 +61,36 @@ def test_states(case, tmp_path):
 
 
 def test_without_a_heartbeat_the_scores_tell(tmp_path):
-    make_run(tmp_path / "a")
-    make_run(tmp_path / "b", finished=False, rows=3)
-    make_run(tmp_path / "c", finished=True, rows=5)
+    for name, finished, rows in ("a", None, 2), ("b", False, 3), ("c", True, 5):
+        make_run(tmp_path / name, finished=finished, rows=rows)
     found = status.read_statuses([tmp_path])
     assert [each.state for each in found] == ["unfinished", "unfinished", "finished"]
     assert [each.learned for each in found] == [None, 0.5, 1.0]
 
 
-DAMAGES = {
-    "half": b'{"version": 2, "state": "run',
-    "another form": b"[]",
-    "another version": b'{"version": 1}',
-    "deep": b"[" * 100_000,
-    "bytes": b"\xff\xfe\x00",
-    "no process": {"process": None},
-    "no zone": {"written": "2026-01-01T00:00:00"},
-    "no state": {"state": "dancing"},
-    "a text for a number": {"step": "x"},
-}
+DAMAGES = [
+    b'{"version": 2, "state": "run', b'{"version": 1}', b"[" * 100_000, b"\xff\xfe\x00",
+    {"process": None}, {"written": "2026-01-01T00:00:00"}, {"step": "x"},
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_heartbeat_is_told_in_a_line(damage, tmp_path, capsys):
-    for name, finished in ("half", False), ("whole", True):
-        path = make_run(tmp_path / name, beat(), finished=finished) / "progress.json"
-        content = DAMAGES[damage]
-        if isinstance(content, dict):
-            content = json.dumps(json.loads(path.read_text()) | content).encode()
-        path.write_bytes(content)
-    assert status.main([str(tmp_path)]) == 0
-    half, whole, total = capsys.readouterr().out.splitlines()[1:]
-    assert half.startswith("unknown") and "progress.json cannot be read: " in half
-    assert whole.startswith("finished") and "progress.json cannot be read: " in whole
-    assert total == "2 runs: 1 finished, 1 unknown"
-
-
-def test_damaged_scores_are_told_and_later_fields_ignored(tmp_path):
+def test_damaged_files_are_told_in_a_line_and_later_fields_ignored(tmp_path, capsys):
+    for number, damage in enumerate(DAMAGES):
+        place = tmp_path / str(number)
+        for name, finished in ("half", False), ("whole", True):
+            path = make_run(place / name, beat(), finished=finished) / "progress.json"
+            own = json.loads(path.read_text())
+            path.write_bytes(json.dumps(own | damage).encode() if isinstance(damage, dict) else damage)
+        assert status.main([str(place)]) == 0
+        half, whole, total = capsys.readouterr().out.splitlines()[1:]
+        assert half.startswith("unknown") and whole.startswith("finished") and total.startswith("2 runs: ")
+        assert all("progress.json cannot be read: " in line for line in (half, whole))
     for number, text in enumerate(("", "[]", "\0", '"run": 3\n"rows": []', '{"run": {}}')):
-        (make_run(tmp_path / f"a{number}") / "scores.json").write_text(text)
-        (make_run(tmp_path / f"b{number}", beat("failed", why="no")) / "scores.json").write_text(text)
-    found = status.read_statuses([tmp_path])
+        (make_run(tmp_path / f"scores/a{number}") / "scores.json").write_text(text)
+        (make_run(tmp_path / f"scores/b{number}", beat("failed")) / "scores.json").write_text(text)
+    found = status.read_statuses([tmp_path / "scores"])
     assert [each.state for each in found] == ["unknown"] * 5 + ["failed"] * 5
-    assert found[0].why == "scores.json cannot be read" and found[5].why == "no; scores.json cannot be read"
+    assert all("scores.json cannot be read" in each.why for each in found)
     run = make_run(tmp_path / "run", beat(phase="learning law"))
     data = json.loads((run / "progress.json").read_text())
     data["process"]["rank"] = data["watts"] = 3
@@ -129,10 +106,8 @@ def test_the_table_and_json(tmp_path, capsys):
     assert status.main([str(tmp_path)]) == 0
     head, line, _, total = capsys.readouterr().out.splitlines()
     by = f"{ProcessId.current().host}:{os.getpid()}"
-    assert line.split() == [
-        *("running", "31", "%", "1:02:03+", "2", "min", by),
-        *(str(tmp_path / "a"), "learning", "law", "(2/4)", "25", "%,", "0:12"),
-    ]
+    words = f"running 31 % 1:02:03+ 2 min {by} {tmp_path / 'a'} learning law (2/4) 25 %, 0:12"
+    assert line.split() == words.split()
     assert head.split() == [*status.HEADER] and total == "2 runs: 1 running, 1 failed"
     assert status.main(["--json", str(tmp_path)]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -145,17 +120,17 @@ def test_the_table_and_json(tmp_path, capsys):
     assert {seconds: status.format_time(seconds) for seconds in times} == times
 
 
-def test_names_of_any_kind_stay_on_their_line(tmp_path):
+def test_names_of_any_kind_stay_on_their_line(tmp_path, capfd):
     names = [b"new\nline", b"\x1b[31mred", b"no text \xff", "Übung = [a b]".encode(), b"-f"]
     for name in names:
         make_run(tmp_path / os.fsdecode(name), beat("failed", why="what\nhappened\x1b[0m"))
-    ended = called(tmp_path)
-    assert (ended.returncode, ended.stderr) == (0, "")
-    lines = ended.stdout.splitlines()
-    assert len(lines) == len(names) + 2 and "\x1b" not in ended.stdout
-    for said in ("new\\nline", "\\x1b[31mred", "no text \\udcff", "Übung = [a b]"):
-        assert sum(said in line for line in lines) == 1
-    told = json.loads(called("--json", tmp_path).stdout)
+    assert status.main([str(tmp_path)]) == 0
+    said = capfd.readouterr().out
+    assert len(said.splitlines()) == len(names) + 2 and "\x1b" not in said
+    for name in ("new\\nline", "\\x1b[31mred", "no text \\udcff", "Übung = [a b]"):
+        assert said.count(name) == 1
+    assert status.main(["--json", str(tmp_path)]) == 0
+    told = json.loads(capfd.readouterr().out)
     assert {os.fsencode(Path(run["run"]).name) for run in told["runs"]} == set(names)
 
 
@@ -163,13 +138,11 @@ def test_refusals(tmp_path, monkeypatch, capsys):
     (tmp_path / "empty" / ".hydra").mkdir(parents=True)
     (tmp_path / "empty" / ".hydra" / "config.yaml").write_text("")
     monkeypatch.chdir(tmp_path)
-    for given, said in (
-        (["empty"], "cpt: no run in empty\n"),
-        ([], "cpt: no folder outputs. Allowed: run folders, and folders that hold them\n"),
-        (["--watch", "nan"], "cpt: --watch=nan is invalid: not a period. Allowed: seconds, more than 0\n"),
-    ):
-        assert status.main(given) == 1
-        assert capsys.readouterr().err == said
+    refused = {"empty": "no run in empty", "": "no folder outputs", "--watch nan": "--watch=nan is invalid"}
+    for given, said in refused.items():
+        assert status.main(given.split()) == 1
+        line = capsys.readouterr().err
+        assert line.startswith(f"cpt: {said}") and line.count("\n") == 1
 
 
 def test_watching_goes_on_until_it_is_interrupted(tmp_path):
@@ -200,10 +173,8 @@ def test_two_hundred_runs_are_told_in_less_than_a_second(tmp_path):
         run = make_run(tmp_path / f"run {number:03d}", beat(learned=0.5), finished=False)
         with (run / "scores.json").open("a") as file:
             file.write(matrix)
-        (run / "stages" / "deep").mkdir(parents=True)
-    took = []
-    for _ in range(3):  # a busy machine is slow once
-        command = [sys.executable, "-c", QUICK, str(tmp_path)]
+    command, took = [sys.executable, "-c", QUICK, str(tmp_path)], []
+    for _ in range(2):  # a busy machine is slow once
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert ended.stdout.splitlines()[-1] == "200 runs: 200 running"
         seconds, *heavy = ended.stderr.split()

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -29,6 +29,7 @@ from yaml import YAMLError
 from cpt.core.heartbeat import State, record_exit, utc_now
 from cpt.core.preemption import GO_ON
 from cpt.core.processes import PARENT, cores
+from cpt.evaluation.pairs import LEVEL, least_p, needed_pairs
 
 log = logging.getLogger(__name__)
 TAIL_BYTES = 65536
@@ -211,7 +212,26 @@ def compose_jobs(
         if (other := jobs.setdefault(job.folder, job)) is not job:
             raise ValueError(f"'{other}' and '{job}' have one hydra.run.dir, {job.folder}; allowed: one each")
         job.before = is_finished_already(cfg, job.folder)
+    if config.hydra.sweeper._target_ == BASIC_SWEEPER:
+        log_needed_pairs(list(distinct))
     return list(jobs.values())
+
+
+def log_needed_pairs(jobs: Sequence[Sequence[str]]) -> None:
+    """Logs how many pairs (order, seed) a comparison of the sweep's groups needs."""
+    pairs: dict[tuple[str, ...], set[tuple[str, ...]]] = defaultdict(set)
+    for overrides in jobs:
+        pair = tuple(each for each in overrides if each.startswith(("order=", "seed=")))
+        pairs[tuple(each for each in overrides if each not in pair)].add(pair)
+    comparisons, most = len(pairs) - 1, max(map(len, pairs.values()))
+    if not comparisons or (needed := needed_pairs(comparisons)) is None:
+        return
+    smallest = min(1.0, least_p(most) * comparisons)
+    log.info(
+        f"Comparing {len(pairs)} groups of {most} pair{'s' * (most > 1)} (order, seed): p <= {LEVEL} after "
+        f"Holm's correction for {comparisons} comparison{'s' * (comparisons > 1)} needs {needed} pairs"
+        + (f"; the smallest of {most} is {smallest:.2g}" if most < needed else "")
+    )
 
 
 def job_command(config: DictConfig) -> list[str]:

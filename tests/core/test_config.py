@@ -1,92 +1,56 @@
+"""Configs: what their choices make, how a run is named and identified, and errors that end in one line."""
+
+import re
 import subprocess
 import sys
 
 import pytest
+import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
-from omegaconf import OmegaConf
-from yaml import YAMLError
 
 from cpt.core.config import identity as identity_of
 from cpt.core.config import list_differences, plain_config
 from cpt.core.errors import readable, reason
 from cpt.core.naming import LONGEST, name_run
 from cpt.optim.schedulers import Progress
-from cpt.trainer.plan import make_plan, read_sections
+from cpt.trainer.lightning import make_trainer
+from cpt.trainer.plan import read_sections
 from tests.conftest import ROOT
-from tests.support.processes import ran
-from tests.support.sparing import LOAD
 
-GROUPS = sorted(path.parent.name for path in ROOT.glob("conf/*/*.yaml"))
+
+def choices(group):
+    return sorted(path.stem for path in (ROOT / "conf" / group).glob("*.yaml"))
 
 
 def identity(cfg):
     return identity_of(plain_config(cfg))
 
 
-CHOICES = sorted((path.parent.name, path.stem) for path in ROOT.glob("conf/*/*.yaml"))
-
-
-def test_the_groups_are_those_of_the_house():
-    assert {
-        "model",
-        "method",
-        "mask",
-        "replay",
-        "routing",
-        "domains",
-        "optim",
-        "schedule",
-        "trainer",
-        "strategy",
-        "logger",
-    } <= set(GROUPS)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("choice", [name for group, name in CHOICES if group == "model"])
-def test_every_model_names_itself(choice, composed):
-    assert composed(f"model={choice}").model.name == choice
+def test_every_choice_is_called_as_its_file_and_makes_what_it_says(composed):
+    for group in ("model", "method", "replay", "domains"):
+        for name in choices(group):
+            text = (ROOT / "conf" / group / f"{name}.yaml").read_text()
+            assert re.search(rf"^name: {name}$", text, re.MULTILINE), name
+    for name in choices("schedule"):
+        policy = read_sections(composed(f"schedule={name}")).schedule
+        factors = [policy(Progress.alone(step, steps=100)) for step in range(100)]
+        assert 0 < factors[0] < factors[5] <= max(factors) <= 1 and min(factors) >= 0
+    for name in choices("optim"):
+        weight, chosen = torch.nn.Parameter(torch.ones(2, 2)), read_sections(composed(f"optim={name}")).optim
+        optimizer = chosen.load()([weight], **chosen.arguments)
+        weight.grad = torch.ones(2, 2)
+        optimizer.step()
+        assert (weight < 1).all()
+    for name in choices("strategy"):
+        options = read_sections(composed(f"strategy={name}", "trainer.accelerator=cpu")).trainer
+        assert make_trainer(options.lightning, label="").world_size == {"single": 1}.get(name, 2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("group", ["method", "replay", "domains"])
-def test_every_choice_is_called_as_its_file(group, composed):
-    names = [name for each, name in CHOICES if each == group]
-    assert [composed(f"{group}={name}")[group].name for name in names] == names
-
-
-@pytest.mark.parametrize("choice", [name for group, name in CHOICES if group == "schedule"])
-def test_every_schedule_instantiates_and_warms_up(choice, composed):
-    policy = read_sections(composed(f"schedule={choice}")).schedule
-    factors = [policy(Progress.alone(step, steps=100)) for step in range(100)]
-    assert 0 < factors[0] < factors[5] <= max(factors) <= 1
-    assert min(factors) >= 0
-
-
-@pytest.mark.parametrize("choice", [name for group, name in CHOICES if group == "optim"])
-def test_every_optimizer_instantiates(choice, composed):
-    import torch
-
-    weight = torch.nn.Parameter(torch.ones(2, 2))
-    chosen = read_sections(composed(f"optim={choice}")).optim
-    optimizer = chosen.load()([weight], **chosen.arguments)
-    weight.grad = torch.ones(2, 2)
-    optimizer.step()
-    assert (weight < 1).all()
-
-
-@pytest.mark.parametrize("choice", [name for group, name in CHOICES if group == "strategy"])
-def test_every_strategy_makes_a_trainer(choice, composed):
-    from cpt.trainer.lightning import make_trainer
-
-    options = read_sections(composed(f"strategy={choice}", "trainer.accelerator=cpu")).trainer
-    made = make_trainer(options.lightning, label="")
-    assert made.world_size == {"single": 1}.get(choice, 2)
-
-
-def test_a_run_folder_is_named_by_its_choices():
-    assert name_run([], "ncl", 0, 0) == "ncl_order-0_seed-0"
+def test_a_run_folder_is_named_by_its_choices(composed):
+    plain = name_run([], "ncl", 0, 0)
+    assert plain == "ncl_order-0_seed-0"
     overrides = [
         "method=das",
         "order=1",
@@ -98,138 +62,88 @@ def test_a_run_folder_is_named_by_its_choices():
     ]
     assert name_run(overrides, "das", 1, 3) == "das_order-1_seed-3_trainer.steps-5"
     assert name_run(["domains.root=../a b/c"], "ncl", "[b,a]", 0) == "ncl_order-.b.a_seed-0_domains.root-c"
-
-
-def test_a_default_that_is_given_outright_is_not_in_the_name(composed):
-    plain = name_run([], "ncl", 0, 0)
+    long = [name_run([f"domains.root={'x' * 200}{end}"], "ncl", 0, 0) for end in "ab"]
+    assert len(set(long)) == 2 and max(map(len, long)) < LONGEST + 20
     for given in ("model=tiny_modernbert", "mask=none", "trainer.steps=250", "schedule.warmup=0.10"):
-        assert name_run([given], "ncl", 0, 0) == plain
+        assert name_run([given], "ncl", 0, 0) == plain  # a default that is given outright
     for given in ("model=tiny_gpt2", "mask=migu", "trainer.steps=251"):
         assert name_run([given], "ncl", 0, 0) == f"{plain}_{given.replace('=', '-').replace('_', '.')}"
     place = "routing@method.routing"  # a group where the default has no such place
     assert name_run([f"{place}=last"], "demix", 0, 0) == "demix_order-0_seed-0_routing.method.routing-last"
 
 
-def test_yaml_that_these_tests_read_again_is_what_the_file_says(tmp_path):
-    path = tmp_path / "mine.yaml"
-    path.write_text("a: 1e-3\nb: ${a}\nc: [1, {d: null}]\n")
-    with path.open() as file:
-        one, other = OmegaConf.load(path), OmegaConf.load(file)
-    assert one == other == LOAD(path) and (one.b, one.c[1].d) == (0.001, None)
-    one.a = 2
-    assert (one.b, other.b, OmegaConf.load(str(path)).b) == (2, 0.001, 0.001)
-    path.write_text("a: 1\na: 2\n")
-    with pytest.raises(YAMLError, match=r'duplicate key a(.|\n)*mine.yaml", line 2'):
-        OmegaConf.load(path)
-
-
-def test_a_long_name_is_cut_and_stays_different():
-    long = [name_run([f"domains.root={'x' * 200}{end}"], "ncl", 0, 0) for end in "ab"]
-    assert len(set(long)) == 2
-    assert max(map(len, long)) < LONGEST + 20
-
-
-def test_what_carries_a_run_out_does_not_identify_it(composed):
+def test_what_decides_the_result_identifies_a_run(composed):
     assert identity(composed("strategy=ddp", "logger=none", "name=x")) == identity(composed())
-    assert list_differences(identity(composed()), identity(composed("trainer.steps=7", "seed=1"))) == [
-        "seed: 0 -> 1",
-        "trainer.steps: 250 -> 7",
-    ]
-
-
-def test_what_holds_a_budget_is_part_of_a_run_only_where_there_is_one(composed):
+    differ = list_differences(identity(composed()), identity(composed("trainer.steps=7", "seed=1")))
+    assert differ == ["seed: 0 -> 1", "trainer.steps: 250 -> 7"]
     before = composed()
-    before.budget.steer = "rate"  # as it was by default
+    before.budget.steer = "rate"  # part of a run only where there is a budget
     assert identity(before) == identity(composed())
     before.budget.past = 0.1
-    assert list_differences(identity(before), identity(composed("budget.past=0.1"))) == [
-        "budget.steer: rate -> line"
-    ]
+    differ = list_differences(identity(before), identity(composed("budget.past=0.1")))
+    assert differ == ["budget.steer: rate -> line"]
 
 
-def test_a_given_checkpoint_is_not_learned_at_the_rate_of_a_tiny_model(composed):
-    assert composed().optim.lr == 2e-3
-    assert composed("model.checkpoint=somewhere").optim.lr == 1e-4
+@pytest.mark.parametrize(
+    ("given", "rate"),
+    [
+        ("", 2e-3),
+        ("model.checkpoint=somewhere", 1e-4),
+        ("optim=sgd +method.rate=4", 8e-3),
+        ("+method.rate=4 model.checkpoint=somewhere", 4e-4),
+        ("+method.rate=4 optim.lr=0.5", 0.5),
+    ],
+)
+def test_a_method_or_a_checkpoint_has_a_rate_of_its_own(given, rate, composed):
+    assert composed(*given.split()).optim.lr == rate
 
 
-def test_a_method_may_learn_at_a_rate_of_its_own(composed):
-    assert composed("+method.rate=4").optim.lr == composed("optim=sgd", "+method.rate=4").optim.lr == 8e-3
-    assert composed("+method.rate=4", "model.checkpoint=somewhere").optim.lr == 4e-4
-    assert composed("+method.rate=4", "optim.lr=0.5").optim.lr == 0.5
+# Errors
 
 
-def test_an_error_ends_in_one_line(capsys):
-    with pytest.raises(SystemExit) as ended, readable(errors_only=True):
-        raise ValueError("first line\n  second line")
-    assert ended.value.code == 1
-    assert capsys.readouterr().err == "cpt: first line second line\n"
-    with pytest.raises(ValueError, match="kept"), readable(errors_only=False):
-        raise ValueError("kept")
+def failing(error):
+    def fails():
+        raise error
+
+    return fails
 
 
-def test_the_reason_of_a_failed_instantiation_is_the_cause():
+def resolved():
     try:
-        instantiate(
-            {
-                "_target_": "cpt.data.options.Budget",
-                "steps": 0,
-                "epochs": None,
-                "tokens": None,
-                "batch_size": 1,
-            }
-        )
-    except InstantiationException as error:
-        assert reason(error).startswith("the budget of a domain is trainer.steps=0")
-    else:
-        pytest.fail("a budget of 0 steps was accepted")
+        raise MemoryError
+    except MemoryError as error:
+        raise ValueError("variant cannot be resolved") from error
 
 
-@pytest.mark.parametrize(
-    ("override", "told"),
-    [
-        ("order=7", "order=7 is not known; allowed: 0 (sympy networkx pandas), 1"),
-        ("order=[sympy,law]", "order: unknown domain law; there are: networkx, pandas, sympy"),
-        ("order=[sympy,sympy]", "only once"),
-        ("objective=LC.furlongs", "objective=LC.furlongs; allowed: METRIC.UNIT of ZS"),
-        ("domains.score_on=train", "domains.score_on=train; allowed: valid, test"),
-        (
-            "trainer.epochs=2",
-            "trainer.steps=250 trainer.epochs=2, trainer.batch_size=32; allowed: exactly one of",
-        ),
-        ("trainer.accumulate_grad_batches=5", "trainer.batch_size=32 is not a multiple of"),
-        ("domains.held_out.test=0", "shares above 0 and below 0.5"),
-        ("domains.held_out.most=0", "allowed: null or a whole number, 1 or more"),
-    ],
-)
-def test_wrong_choices_are_named_with_what_is_allowed(override, told, composed):
-    with pytest.raises((ValueError, InstantiationException)) as raised:
-        make_plan(composed(override))
-    assert told in reason(raised.value)
+OF_MEMORY = r"memory does not suffice \(.+\); the same command .+"
+ENDING = {
+    "foreseen": (failing(ValueError("first line\n  second line")), "first line second line"),
+    "python": (lambda: bytearray(1 << 62), OF_MEMORY),
+    "torch": (lambda: torch.empty(1 << 50), OF_MEMORY),
+    "oneDNN": (failing(RuntimeError("could not create a primitive")), OF_MEMORY),
+    "a thread": (failing(RuntimeError("can't start new thread")), OF_MEMORY),
+    "a gpu": (failing(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")), OF_MEMORY),
+    "what became of it on the way up": (resolved, OF_MEMORY),
+}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["order=9"], "order=9 is not known"),
-        (["domains=texts"], "domains.root"),
-        (["domains=texts", "domains.root=nowhere"], "there is no folder nowhere"),
-    ],
-)
-def test_bad_input_on_the_command_line(arguments, told, tmp_path):
-    ended = ran(ROOT / "run.py", *arguments, cwd=tmp_path)
-    assert ended.returncode != 0
-    assert told in ended.stderr
-    assert "Traceback" not in ended.stderr
+@pytest.mark.parametrize("what", ENDING)
+def test_an_error_of_the_user_or_of_memory_ends_in_one_line(what, capsys):
+    fails, said = ENDING[what]
+    with pytest.raises(SystemExit) as ended, readable(errors_only=True):
+        fails()
+    assert ended.value.code == 1 and re.fullmatch(f"cpt: {said}\n", capsys.readouterr().err)
 
 
-@pytest.mark.slow
-def test_a_traceback_on_request(tmp_path, monkeypatch):
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    command = [sys.executable, str(ROOT / "run.py"), "order=9"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert ended.returncode != 0
-    assert "Traceback" in ended.stderr
+def test_any_other_error_is_raised_and_on_request_all_are(capsys):
+    for error, errors_only in ((RuntimeError("no"), True), (MemoryError(), False), (ValueError("no"), False)):
+        with pytest.raises(type(error)), readable(errors_only=errors_only):
+            raise error
+    assert capsys.readouterr().err == ""
+    given = {"steps": 0, "epochs": None, "tokens": None, "batch_size": 1}
+    with pytest.raises(InstantiationException) as raised:
+        instantiate({"_target_": "cpt.data.options.Budget", **given})
+    assert reason(raised.value).startswith("the budget of a domain is trainer.steps=0")
 
 
 @pytest.mark.slow
@@ -239,7 +153,6 @@ def test_a_wrong_config_is_found_without_torch(tmp_path):
         f"try: runpy.run_path({str(ROOT / 'run.py')!r}, run_name='__main__')\n"
         "except SystemExit as ended: print(ended.code, {'torch', 'lightning', 'datasets'} & set(sys.modules))"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
-    assert ended.stdout.splitlines()[-1] == "1 set()", ended.stderr
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert ended.stdout.splitlines()[-1] == "1 set()" and "order=9" in ended.stderr, ended.stderr

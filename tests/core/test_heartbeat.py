@@ -49,7 +49,6 @@ def earlier(seconds: float) -> str:
 
 
 def gone() -> ProcessId:
-    """A process that has ended."""
     with subprocess.Popen(["true"]) as process:
         started = psutil.Process(process.pid).create_time()
     return replace(ProcessId.current(), pid=process.pid, start_time=started)
@@ -57,9 +56,14 @@ def gone() -> ProcessId:
 
 def here(program: str, **variables: str) -> subprocess.Popen:
     kept = {name: value for name, value in os.environ.items() if name not in (PARENT, "LOCAL_RANK")}
-    return subprocess.Popen(
-        [sys.executable, "-c", program], cwd=ROOT, env=kept | variables, stdout=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-c", program]
+    return subprocess.Popen(command, cwd=ROOT, env=kept | variables, stdout=subprocess.PIPE, text=True)
+
+
+def wait_while(condition) -> None:
+    deadline = time.monotonic() + 10
+    while condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def test_a_process_is_told_from_another_with_its_pid_and_from_a_zombie():
@@ -67,50 +71,36 @@ def test_a_process_is_told_from_another_with_its_pid_and_from_a_zombie():
     assert own.is_alive() and replace(own, start_time=own.start_time + 2).is_alive()  # the clock was set
     assert replace(own, start_time=own.start_time - 100).is_alive() is False
     assert replace(own, host="away").is_alive() is replace(own, namespace="container").is_alive() is None
-    assert gone().is_alive() is False
-    for pid in (-1, 0, 2**22 + 1, 2**80):
-        assert replace(own, pid=pid).is_alive() is False
+    assert gone().is_alive() is replace(own, pid=-1).is_alive() is replace(own, pid=2**80).is_alive() is False
     with subprocess.Popen(["true"]) as process:  # a zombie until it is waited for
         zombie = replace(own, pid=process.pid, start_time=psutil.Process(process.pid).create_time())
-        deadline = time.monotonic() + 10
-        while zombie.is_alive() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_while(zombie.is_alive)
         assert zombie.is_alive() is False
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl")
-def test_a_killed_process_takes_its_children_with_it():
+def test_a_killed_process_takes_its_children_with_it_and_a_rank_ends_without_its_first():
     with here(PROGRAM) as process:
         child = psutil.Process(int(process.stdout.readline()))
         process.kill()
-    deadline = time.monotonic() + 10
-    while child.is_running() and child.status() != "zombie" and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_while(lambda: child.is_running() and child.status() != "zombie")
     assert not child.is_running() or child.status() == "zombie"
-
-
-@pytest.mark.parametrize(("rank", "code"), [("1", 128 + signal.SIGKILL), (None, 0)])
-def test_a_rank_ends_if_its_first_process_is_gone(rank, code):
-    variables = {PARENT: str(gone().pid)} | ({} if rank is None else {"LOCAL_RANK": rank})
-    with here(CHILD, **variables) as process:
-        said, _ = process.communicate(timeout=60)
-    assert (process.returncode, said.strip()) == (code, "here" if rank is None else "")
+    for rank, code, words in (("1", 128 + signal.SIGKILL, ""), (None, 0, "here")):
+        with here(CHILD, **{PARENT: str(gone().pid)} | ({"LOCAL_RANK": rank} if rank else {})) as process:
+            said, _ = process.communicate(timeout=60)
+        assert (process.returncode, said.strip()) == (code, words)
 
 
 def test_the_heartbeat_reads_phase_and_innermost_bar(tmp_path, monkeypatch):
-    """Seconds are exact for bars of a fixed rate."""
     monkeypatch.setattr(heartbeat, "TICK_S", 60.0)
     with heartbeat.heartbeat(tmp_path):
         assert Heartbeat.load(tmp_path).phase == "starting"
         set_phase("tokenising")
         with progress_bar("tokenising law", total=10, hidden=False, done=4) as bar:
-            bar.smoothing, bar.start_t = 0, bar._time() - 3
-            bar.n = 6
+            bar.smoothing, bar.start_t, bar.n = 0, bar._time() - 3, 6
             beat = HEARTBEAT.read()
-            assert (beat.phase, beat.step, beat.steps, beat.learned, beat.run_eta_s) == (
-                *("tokenising law", 6, 10),
-                *(None, None),
-            )
+            assert (beat.phase, beat.step, beat.steps) == ("tokenising law", 6, 10)
+            assert beat.learned is beat.run_eta_s is None
             assert beat.phase_eta_s == pytest.approx(6.0, abs=0.5)  # (10 - 6) / ((6 - 4) / 3)
         assert HEARTBEAT.read().phase == "tokenising" and HEARTBEAT.read().step is None
         known = {"remaining_s": 14.0, "remaining_steps": 60, "done": 20, "total": 100, "untimed": ("probes",)}
@@ -119,12 +109,8 @@ def test_the_heartbeat_reads_phase_and_innermost_bar(tmp_path, monkeypatch):
             assert HEARTBEAT.read().phase_eta_s is HEARTBEAT.read().run_eta_s is None  # no step yet
             bar.start_t, bar.n = bar._time() - 10, 5
             beat = HEARTBEAT.read()
-            assert (beat.phase, beat.stage, beat.learned, beat.untimed) == (
-                "learning law",
-                1,
-                0.25,
-                ["probes"],
-            )
+            assert (beat.phase, beat.stage, beat.learned) == ("learning law", 1, 0.25)
+            assert beat.untimed == ["probes"]
             assert beat.run_eta_s == pytest.approx(beat.phase_eta_s + 14 + 120, abs=2)
         closed = HEARTBEAT.read()  # between the last step and the next phase
         assert (closed.step, closed.phase_eta_s, closed.learned) == (5, None, 0.25)
@@ -140,8 +126,7 @@ def test_the_heartbeat_reads_phase_and_innermost_bar(tmp_path, monkeypatch):
 def test_an_unwritable_folder_ends_no_run(tmp_path, caplog):
     with heartbeat.heartbeat(tmp_path / "absent"):
         HEARTBEAT.write(HEARTBEAT.read())
-    (record,) = caplog.records
-    assert record.message.startswith("cannot write progress.json: ")
+    assert len(caplog.records) == 1 and "progress.json" in caplog.text
 
 
 def test_an_exit_is_recorded_for_a_process_that_could_not(tmp_path):
@@ -161,24 +146,22 @@ def test_an_exit_is_recorded_for_a_process_that_could_not(tmp_path):
 
 
 def test_a_sweep_lists_its_runs(tmp_path):
-    for run in (tmp_path / "first" / "a", tmp_path / "elsewhere"):
+    def states(place):
+        return [(Path(each.run).name, each.state) for each in status.read_statuses([place])]
+
+    first, elsewhere = tmp_path / "first", tmp_path / "elsewhere"
+    for run in (first / "a", elsewhere):
         run.mkdir(parents=True)
         Heartbeat(state="failed", began=utc_now()).write(run)
-    list_sweep_runs(
-        tmp_path / "first", [tmp_path / "first" / "a", tmp_path / "first" / "b", tmp_path / "elsewhere"]
-    )
-    found = status.read_statuses([tmp_path / "first"])
-    assert [(Path(each.run).name, each.state) for each in found] == [
-        *(("elsewhere", "failed"), ("a", "failed"), ("b", "queued")),
-    ]
-    assert found[2].pid == os.getpid()
-    list_sweep_runs(tmp_path / "first", [tmp_path / "first" / "c"])  # the next batch of a sweep at work
-    assert load_sweep(tmp_path / "first")[0] == ["a", "b", "../elsewhere", "c"]
-    path = tmp_path / "first" / SWEEP_FILE
+    list_sweep_runs(first, [first / "a", first / "b", elsewhere])
+    assert states(first) == [("elsewhere", "failed"), ("a", "failed"), ("b", "queued")]
+    list_sweep_runs(first, [first / "c"])  # the next batch of a sweep at work
+    assert load_sweep(first)[0] == ["a", "b", "../elsewhere", "c"]
+    path = first / SWEEP_FILE
     data = json.loads(path.read_text())
     path.write_text(json.dumps(data | {"process": data["process"] | {"start_time": 1.0}}))
-    assert [each.state for each in status.read_statuses([tmp_path])] == [*["failed"] * 2, *["unbegun"] * 2]
-    list_sweep_runs(tmp_path / "first", [tmp_path / "first" / "d"])
-    assert load_sweep(tmp_path / "first")[0] == ["d"]
+    assert [state for _, state in states(tmp_path)] == [*["failed"] * 2, *["unbegun"] * 2]
+    list_sweep_runs(first, [first / "d"])
+    assert load_sweep(first)[0] == ["d"]
     path.write_text('{"version": 2, "runs": [3]}')
-    assert [each.state for each in status.read_statuses([tmp_path])] == ["failed", "failed"]
+    assert [state for _, state in states(tmp_path)] == ["failed", "failed"]

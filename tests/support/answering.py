@@ -18,30 +18,21 @@ CHOICES = ("yes", "no")
 
 def answers(values: dict[str, Sequence[float]], *, rows: Sequence[str]) -> dict[str, Any]:
     """The `answers` of scores.json of tasks whose ranked accuracy has these values in the rows."""
+    about = {"examples": 40, "chance": 0.25, "majority": 0.3}
     tasks = {
-        name: {
-            "examples": 40,
-            "chance": 0.25,
-            "majority": 0.3,
-            "measures": {"accuracy_ranked": list(each), "invalid": [0.5] * len(each)},
-        }
+        name: about | {"measures": {"accuracy_ranked": list(each), "invalid": [0.5] * len(each)}}
         for name, each in values.items()
     }
     return collected(tasks, rows=rows) | {"intervals": {"AP": [0.1, 0.9]}}
 
 
 def collected(tasks: Mapping[str, Any], *, rows: Sequence[str]) -> dict[str, Any]:
-    """The `answers` of scores.json of its tasks."""
     made = {"when": "each", "seconds": 2.5, "tasks": dict(tasks), "intervals": {}}
     found = compute_metrics(matrix_of(made), rows=rows, tasks=list(tasks))
-    return made | {
-        "metrics": {name: float(value) for name, value in found.items()},
-        "digest": "d",
-    }
+    return made | {"metrics": {name: float(value) for name, value in found.items()}, "digest": "d"}
 
 
 def ranked(right: Sequence[bool]) -> TaskAnswers:
-    """Answers to questions of two choices, right where it is said."""
     references = [CHOICES[number % 2] for number in range(len(right))]
     chosen = [
         name if each else CHOICES[1 - CHOICES.index(name)]
@@ -51,7 +42,6 @@ def ranked(right: Sequence[bool]) -> TaskAnswers:
 
 
 def opened(written: Sequence[str], references: Sequence[str]) -> TaskAnswers:
-    """Answers to questions without choices."""
     return TaskAnswers(references, [()] * len(references), written, None, None)
 
 

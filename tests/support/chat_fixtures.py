@@ -39,7 +39,6 @@ def conversations(name: str, *, count: int, exchanges: int, seed: int) -> Iterat
 
 
 def write_chats(root: Path, names: Sequence[str], *, train: int, test: int, exchanges: int = 1) -> Path:
-    """A folder of chats for each domain, and general text; gives the folder."""
     for seed, name in enumerate(names):
         (root / name).mkdir(parents=True)
         for split, count in (("train", train), ("test", test)):
@@ -47,9 +46,8 @@ def write_chats(root: Path, names: Sequence[str], *, train: int, test: int, exch
             rows = [json.dumps({"messages": turns}) for turns in made]
             (root / name / f"{split}.jsonl").write_text("\n".join(rows))
     (root / "general").mkdir()
-    (root / "general" / "all.txt").write_text(
-        "\n".join(sentences(VOCABULARIES["general"], count=120, seed=0))
-    )
+    general = sentences(VOCABULARIES["general"], count=120, seed=0)
+    (root / "general" / "all.txt").write_text("\n".join(general))
     return root
 
 
@@ -59,18 +57,10 @@ def write_checkpoint(folder: Path, *, template: str | None = TEMPLATE) -> Path:
     tokenizer = train_tokenizer(iter(texts), vocabulary=400, objective="causal")
     tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken(TURN_ENDS, special=True)]})
     tokenizer.chat_template = template
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=256,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 256}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = LlamaConfig(vocab_size=len(tokenizer), **sizes, **heads, **ids)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         LlamaForCausalLM(config).save_pretrained(folder)

@@ -11,14 +11,7 @@ from cpt.reporting.load_runs import MeasuredRun, build_sections, measure_runs
 
 FROM_BASE = ("one", "dga")  # methods that train every domain from the base
 DOMAINS = ["law", "food", "space"]
-NLL = [
-    [5.0, 5.2, 5.4, 4.9],
-    [4.6, 5.1, 5.3, 5.0],
-    [4.7, 4.2, 5.2, 5.1],
-    [4.9, 4.5, 4.0, 5.2],
-]
-
-
+NLL = [[5.0, 5.2, 5.4, 4.9], [4.6, 5.1, 5.3, 5.0], [4.7, 4.2, 5.2, 5.1], [4.9, 4.5, 4.0, 5.2]]
 CONDITIONS = {"score_on": "test", "tokenizer": "0123abcd", "length": 64, "mask_rate": 0.3}
 
 
@@ -66,25 +59,17 @@ def made(*, nll=NLL, order=DOMAINS, rows=None, shift=0.0, digest="d", endtasks=N
 def endtasks(scores, *, tasks=DOMAINS, seeds=(7, 8), when="last", metric="macro_f1"):
     """`endtasks` of scores.json from [row][task], alike for both seeds and all metrics."""
     cube = [[[value] * len(seeds) for value in row] for row in scores]
-    per_task = {"metric": metric, "classes": 2, "examples": 8}
-    return {
-        "when": when,
-        "tasks": list(tasks),
-        "seeds": list(seeds),
-        "digest": "e",
-        **{name: dict.fromkeys(tasks, value) for name, value in per_task.items()},
-        "scores": dict.fromkeys(("macro_f1", "micro_f1", "accuracy"), cube),
-        "seconds": 1.0,
-    }
+    about = {"when": when, "tasks": list(tasks), "seeds": list(seeds), "digest": "e", "seconds": 1.0}
+    for name, value in {"metric": metric, "classes": 2, "examples": 8}.items():
+        about[name] = dict.fromkeys(tasks, value)
+    return about | {"scores": dict.fromkeys(("macro_f1", "micro_f1", "accuracy"), cube)}
 
 
 def run(folder="x", **given):
-    """A run that is only looked at."""
     return MeasuredRun(folder=Path(folder), scores=made(**given))
 
 
 def saved(folder, *, config=None, **given):
-    """A run folder with scores.json and, if given, config.yaml."""
     folder.mkdir(parents=True)
     scores = made(**given)
     scores.save(folder / "scores.json")
@@ -94,7 +79,6 @@ def saved(folder, *, config=None, **given):
 
 
 def section(runs, *, by_order=False, baseline="ncl", domains=()):
-    """The only section of runs."""
     (found,) = build_sections(measure_runs(runs, domains=domains), by_order=by_order, baseline=baseline)
     return found
 

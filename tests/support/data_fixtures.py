@@ -27,7 +27,6 @@ SYLLABLES = ["ba", "de", "ki", "lo", "mu", "na", "pe", "ri", "so", "tu", "va", "
 
 
 def prose(count: int, *, seed: int = 0, words: tuple[int, int] = (1, 40)) -> list[str]:
-    """Different made-up documents."""
     draw = random.Random(seed)
     made = []
     for number in range(count):
@@ -37,12 +36,10 @@ def prose(count: int, *, seed: int = 0, words: tuple[int, int] = (1, 40)) -> lis
 
 
 def framed() -> PreTrainedTokenizerFast:
-    """<s> … </s>, with a mask and a padding token."""
     return train_tokenizer(iter(prose(50)), vocabulary=330, objective="masked")
 
 
 def restyled(template: str, **tokens: str) -> PreTrainedTokenizerFast:
-    """The same vocabulary with another template and other special tokens."""
     backend = framed().backend_tokenizer
     ids = [(token, backend.token_to_id(token)) for token in ("<s>", "</s>")]
     backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=ids)
@@ -55,17 +52,14 @@ def bare() -> PreTrainedTokenizerFast:
 
 
 def opened() -> PreTrainedTokenizerFast:
-    """As Llama: a beginning, no end."""
     return restyled("<s> $A", bos_token="<s>", eos_token="</s>")
 
 
 def closed() -> PreTrainedTokenizerFast:
-    """As T5: an end, no beginning."""
     return restyled("$A </s>", eos_token="</s>", pad_token="<pad>")
 
 
 def separated() -> PreTrainedTokenizerFast:
-    """A separator, which it does not put anywhere, and no end of sequence."""
     return restyled("$A", sep_token="</s>")
 
 
@@ -73,18 +67,15 @@ def wordpieces() -> PreTrainedTokenizerFast:
     """As BERT: lower-cased word pieces between [CLS] and [SEP]; "q" and a lone "a" are unknown."""
     letters = sorted(set("".join(SYLLABLES)) - {"a"}) + list("0123456789.,[]<>/")
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    words = list(
-        dict.fromkeys([*special, *letters, *(f"##{letter}" for letter in [*letters, "a"]), *SYLLABLES])
-    )
+    pieces = [f"##{letter}" for letter in [*letters, "a"]]
+    words = list(dict.fromkeys([*special, *letters, *pieces, *SYLLABLES]))
     made = Tokenizer(models.WordPiece({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
     made.normalizer = normalizers.BertNormalizer()
     made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     made.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[(token, words.index(token)) for token in ("[CLS]", "[SEP]")]
     )
-    names = dict(
-        zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), special, strict=True)
-    )
+    names = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
     return PreTrainedTokenizerFast(tokenizer_object=made, **names)
 
 
@@ -106,16 +97,8 @@ def written(
 
 
 def pack(folder: Path, texts: list[str], tokenizer: PreTrainedTokenizerFast, length: int) -> Packed:
-    """Documents as the packed train split of a corpus."""
-    return packing.pack(
-        written(folder, texts),
-        "train",
-        tokenizer=tokenizer,
-        length=length,
-        name="a",
-        cache=folder,
-        tokenizer_digest=tokenizer_digest(tokenizer),
-    )
+    given = {"name": "a", "cache": folder, "tokenizer_digest": tokenizer_digest(tokenizer)}
+    return packing.pack(written(folder, texts), "train", tokenizer=tokenizer, length=length, **given)
 
 
 def rows_by_hand(
@@ -132,6 +115,5 @@ def rows_by_hand(
 
 
 def fake_trainer(*, rank: int = 0, world: int = 1, step: int = 0) -> SimpleNamespace:
-    """As much of a Lightning trainer as the loaders ask for."""
     strategy = SimpleNamespace(root_device=torch.device("cpu"))
     return SimpleNamespace(global_rank=rank, world_size=world, global_step=step, strategy=strategy)

@@ -36,7 +36,6 @@ class SecondDevice(TorchDispatchMode):
 
 
 def go_over(function: Callable, args: Any, kwargs: dict[str, Any]) -> Any:
-    """What a copy from one device to another gives."""
     if function._schema.name == "aten::_to_copy":
         like = {name: kwargs[name] for name in ("dtype", "device") if kwargs.get(name) is not None}
         return torch.zeros_like(args[0], **like)

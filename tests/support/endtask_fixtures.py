@@ -29,7 +29,6 @@ def options(name: str, *, root: Path | None = None, **overrides: Any) -> dict[st
 
 
 def rows(domain: str, *, count: int, seed: int) -> list[dict[str, Any]]:
-    """Sentences over a domain's words, with one word that tells the label."""
     draw, made = random.Random(seed), []
     for number, text in enumerate(sentences(VOCABULARIES[domain], count=count, seed=seed)):
         label = draw.choice(sorted(WORDS))
@@ -45,7 +44,6 @@ def write(path: Path, made: Sequence[Mapping[str, Any]]) -> None:
 
 
 def write_task(root: Path, domain: str, *, train: int = 40, test: int = 20, dev: int = 12) -> None:
-    """root/endtasks/<domain>/{train,dev,test}."""
     folder = root / "endtasks" / domain
     for seed, (split, count) in enumerate({"train": train, "dev": dev, "test": test}.items()):
         write(folder / f"{split}.jsonl", rows(domain, count=count, seed=seed))
@@ -56,31 +54,22 @@ def tokenizer() -> Any:
     return train_tokenizer(iter([words] * 5), vocabulary=400, objective="masked")
 
 
+BERT = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "max_position_embeddings": 48}
+GPT2 = {"n_embd": 32, "n_head": 2, "n_positions": 48}
 MODELS = {
-    "roberta": (AutoModelForMaskedLM, {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}),
-    "bert": (AutoModelForMaskedLM, {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}),
-    "gpt2": (AutoModelForCausalLM, {"n_embd": 32, "n_head": 2}),
+    "roberta": (AutoModelForMaskedLM, BERT),
+    "bert": (AutoModelForMaskedLM, BERT),
+    "gpt2": (AutoModelForCausalLM, GPT2),
     "t5": (AutoModelForSeq2SeqLM, {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_heads": 2}),
 }
+DROPOUTS = {"gpt2": ("attn_pdrop", "embd_pdrop", "resid_pdrop"), "t5": ("dropout_rate",)}
 
 
 def model(kind: str, words: Any, *, dropout: float = 0.0) -> Any:
-    """A model of two layers with random weights, in train mode."""
     auto, sizes = MODELS[kind]
     torch.manual_seed(1)
-    names = {
-        "gpt2": ("attn_pdrop", "embd_pdrop", "resid_pdrop"),
-        "t5": ("dropout_rate",),
-    }.get(kind, ("hidden_dropout_prob", "attention_probs_dropout_prob"))
-    layers = {"n_layer": 2} if kind == "gpt2" else {"num_hidden_layers": 2}
-    places = {"gpt2": {"n_positions": 48}, "t5": {}}.get(kind, {"max_position_embeddings": 48})
-    config = AutoConfig.for_model(
-        kind,
-        vocab_size=len(words),
-        pad_token_id=words.pad_token_id,
-        **sizes,
-        **layers,
-        **places,
-        **dict.fromkeys(names, dropout),
-    )
+    names = DROPOUTS.get(kind, ("hidden_dropout_prob", "attention_probs_dropout_prob"))
+    layers = "n_layer" if kind == "gpt2" else "num_hidden_layers"
+    given = {**sizes, layers: 2, **dict.fromkeys(names, dropout)}
+    config = AutoConfig.for_model(kind, vocab_size=len(words), pad_token_id=words.pad_token_id, **given)
     return auto.from_config(config).train()

@@ -1,14 +1,11 @@
 """What nobody meant, made by hypothesis: overrides, files of text, examples of end tasks, files of run
-folders.
-
-Each check takes one such input and returns where it is taken, or refused as a user is to see it. Anything
-else is raised: an error that the command line would show as a traceback, or one that does not name its
+folders. Each check takes one such input and returns where it is taken, or refused as a user is to see it.
+Anything else is raised: what the command line would show as a traceback, or a line that does not name its
 file."""
 
 import contextlib
 import io
 import json
-import shutil
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -22,7 +19,7 @@ from hydra.errors import HydraException
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -42,49 +39,28 @@ from tests.conftest import ROOT
 from tests.support.comparing import saved
 from tests.support.data_fixtures import SHARED
 from tests.support.endtask_fixtures import options, write_task
+from tests.support.leaves import keys_of
 
 FORESEEN = (ValueError, OSError, HydraException, OmegaConfBaseException, YAMLError)
-KINDS = (".txt", ".md", ".jsonl", ".json", ".csv", ".parquet")
-PACKED = ("", "", ".gz", ".zst")
 SETTINGS = {"name": "x", "seed": 0, "order": ["law"]}
-
-
-def refused(error: BaseException, *, naming: Path | None = None) -> None:
-    """Raises AssertionError for an error that does not say in a line what it is about."""
-    said = reason(error)
-    assert said and "\n" not in said, repr(said)
-    assert naming is None or str(naming) in said, f"{said!r} does not name {naming}"
-
-
-# Overrides
-
-NUMBERS = st.one_of(st.integers(), st.floats(), st.sampled_from([0, -1, 1e400, 10**30, 1e-320, True]))
-WORDS = st.one_of(
-    st.text(max_size=12), st.sampled_from(["null", "true", "nan", "${seed}", "${no.such}", "a/b"])
-)
-LEAVES = st.one_of(st.none(), st.booleans(), NUMBERS, WORDS)
+ODD = st.sampled_from([0, -1, 1e400, 10**30, 1e-320, "null", "true", "nan", "${seed}", "${no.such}", "a/b"])
 VALUES = st.recursive(
-    LEAVES,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=6), inner, max_size=3)
-    ),
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), ODD, st.text(max_size=12)),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
     max_leaves=4,
 )
 
 
+def refused(error: BaseException, *names: str) -> None:
+    """Raises AssertionError for an error that does not say in a line what it is about, by a name."""
+    said = reason(error)
+    assert said and "\n" not in said, repr(said)
+    assert not names or any(name in said for name in names), f"{said!r} names none of {names}"
+
+
 @cache
 def keys() -> tuple[str, ...]:
-    """The dotted keys of the config, with those of its sections."""
-    found = []
-
-    def walk(node: Any, at: str) -> None:
-        found.append(at) if at else None
-        if isinstance(node, DictConfig):
-            for key in node:
-                walk(node._get_node(key), f"{at}.{key}" if at else str(key))
-
-    walk(compose("config"), "")
-    return tuple(found)
+    return tuple(keys_of(compose("config")))
 
 
 def written(value: Any) -> str:
@@ -96,16 +72,16 @@ def written(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def overrides() -> st.SearchStrategy[list[str]]:
-    """One to three overrides of keys that there are, or nearly."""
-    sign = st.sampled_from(["", "", "", "", "+", "++", "~"])
-    key = st.one_of(st.deferred(lambda: st.sampled_from(keys())), st.text(min_size=1, max_size=8))
-    one = st.builds(lambda sign, key, value: f"{sign}{key}={written(value)}", sign, key, VALUES)
-    return st.lists(one, min_size=1, max_size=3)
+SIGN = st.sampled_from(["", "", "", "", "+", "++", "~"])
+KEY = st.one_of(st.deferred(lambda: st.sampled_from(keys())), st.text(min_size=1, max_size=8))
+OVERRIDES = st.lists(
+    st.builds(lambda sign, key, value: f"{sign}{key}={written(value)}", SIGN, KEY, VALUES),
+    min_size=1,
+    max_size=3,
+)
 
 
 def check_overrides(said: list[str]) -> None:
-    """They make a plan, or are refused in a line."""
     try:
         check_choices(said)
         make_plan(compose("config", overrides=said))
@@ -113,20 +89,11 @@ def check_overrides(said: list[str]) -> None:
         refused(error)
 
 
-# Files
-
-ROWS = st.lists(
-    st.one_of(
-        st.fixed_dictionaries({"text": st.one_of(VALUES, st.text(min_size=40, max_size=60))}),
-        st.dictionaries(st.sampled_from(["text", "label", "id", "", "x"]), VALUES, max_size=3),
-        VALUES,
-    ),
-    max_size=5,
+ROW = st.one_of(
+    st.fixed_dictionaries({"text": st.one_of(VALUES, st.text(min_size=40, max_size=60))}),
+    st.dictionaries(st.sampled_from(["text", "label", "id", "", "x"]), VALUES, max_size=3),
+    VALUES,
 )
-
-
-def as_json(rows: list[Any]) -> bytes:
-    return "\n".join(json.dumps(row) for row in rows).encode()
 
 
 def as_parquet(rows: list[Any]) -> bytes:
@@ -139,53 +106,39 @@ def as_parquet(rows: list[Any]) -> bytes:
 
 
 def spoil(raw: bytes, places: list[tuple[int, int]], cut: int | None) -> bytes:
-    """Bytes of which some are others, and that may end early."""
     changed = bytearray(raw)
-    for place, value in places:
-        if changed:
-            changed[place % len(changed)] = value
+    for place, value in places if raw else ():
+        changed[place % len(changed)] = value
     return bytes(changed[:cut])
 
 
+ROWS = st.lists(ROW, max_size=5)
+JSON = ROWS.map(lambda rows: "\n".join(map(json.dumps, rows)).encode())
 PLACES = st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(0, 255)), max_size=3)
 CUT = st.one_of(st.none(), st.none(), st.integers(0, 200))
 CONTENT = st.one_of(
     st.binary(max_size=60),
     st.text(max_size=60).map(lambda text: text.encode("utf-8", "surrogatepass")),
-    st.builds(spoil, ROWS.map(as_json), PLACES, CUT),
-    st.builds(spoil, ROWS.map(as_parquet), PLACES, CUT),
+    st.builds(spoil, JSON | ROWS.map(as_parquet), PLACES, CUT),
 )
 
 
 def check_text(name: str, packed: str, content: bytes) -> None:
-    """A domain of one such file is read, or refused with the file's name."""
+    """A domain of one such file, perhaps packed, is read, or refused with the file's name."""
+    if packed and len(content) % 3 != 2:  # else it is not what its name says
+        content = pa.compress(content, codec={".gz": "gzip", ".zst": "zstd"}[packed], asbytes=True)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "law" / f"all{name}{packed}"
         path.parent.mkdir()
-        path.write_bytes(squeeze(content, packed))
-        source = Texts(
-            root=folder,
-            folder=".",
-            general=None,
-            ignore=(),
-            columns=None,
-            column="text",
-            document="auto",
-            **SHARED,
-        )
+        path.write_bytes(content)
+        options = {"root": folder, "folder": ".", "general": None, "ignore": (), "columns": None}
+        source = Texts(**options, column="text", document="auto", **SHARED)
         try:
             source.check(["law"])
             for split, document in read_members(source, "law"):
                 assert isinstance(document, str) and split is not None
         except FORESEEN as error:
-            refused(error, naming=path)
-
-
-def squeeze(content: bytes, packed: str) -> bytes:
-    """Packed, but for every third content: then it is not what its name says."""
-    if not packed or len(content) % 3 == 2:
-        return content
-    return pa.compress(content, codec={".gz": "gzip", ".zst": "zstd"}[packed], asbytes=True)
+            refused(error, str(path))
 
 
 def check_task(kind: str, content: bytes) -> None:
@@ -198,32 +151,16 @@ def check_task(kind: str, content: bytes) -> None:
         try:
             plan_endtasks(options("texts", root=Path(folder)), ["law"], ["law"]).task("law")
         except FORESEEN as error:
-            refused(error)
-            assert folder in reason(error) or "law" in reason(error), reason(error)
-
-
-# Run folders
-
-FILES = (
-    "scores.json",
-    "scores.jsonl",
-    "progress.json",
-    "config.yaml",
-    "identity.json",
-    "checksums.json",
-    "sweep.json",
-    "documents",
-)
+            refused(error, folder, "law")
 
 
 def write_run(folder: Path, *, finished: bool) -> Path:
     """A run folder with a file of each kind that is read without torch; lines count where it is not
     finished."""
     run = folder / "run"
-    scores = saved(run, finished=finished)
+    scores, place = saved(run, finished=finished), RunDir(run)
     append_row(run / "scores.json", scores.record(len(scores.rows) - 1))
     Heartbeat(state="running", began=utc_now()).write(run)
-    place = RunDir(run)
     place.write_config(SETTINGS)
     told = {"version": 1, "order": ["law"], "texts": {}, "base": {}, "tokenizer": "0", "endtasks": {}}
     place.manifest.write_text(json.dumps(told))
@@ -235,7 +172,6 @@ def write_run(folder: Path, *, finished: bool) -> Path:
 
 
 def changed_text(raw: bytes, value: Any, at: float) -> bytes:
-    """Text of JSON with another value in the place of one."""
     text = raw.decode()
     begins = [place for place, sign in enumerate(text) if sign in ":[,"] or [0]
     place = begins[int(at * (len(begins) - 1))] + 1
@@ -243,50 +179,39 @@ def changed_text(raw: bytes, value: Any, at: float) -> bytes:
     return (text[:place] + json.dumps(value) + text[end:]).encode()
 
 
+FILES = "scores.json scores.jsonl progress.json config.yaml identity.json checksums.json sweep.json documents"
+
+
 def check_run(
     name: str, how: str, value: Any, at: float, places: list[tuple[int, int]], cut: int | None
 ) -> None:
     """Whatever a file of a run folder has become, it is told of in lines, by each command that reads it."""
-    with (
-        tempfile.TemporaryDirectory() as top,
-        contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO())) as said,
-    ):
+    out = contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO()))
+    with tempfile.TemporaryDirectory() as top, out as said, contextlib.redirect_stderr(said):
         run = write_run(Path(top), finished=name != "scores.jsonl")
-        path = {"sweep.json": run.parent / name, "documents": run / "documents" / "000.npz"}.get(
-            name, run / name
-        )
-        raw = path.read_bytes()
-        json_like = path.suffix in (".json", ".jsonl", ".yaml") and how == "value"
-        path.write_bytes(changed_text(raw, value, at) if json_like else spoil(raw, places, cut))
+        others = {"sweep.json": run.parent / name, "documents": run / "documents" / "000.npz"}
+        path = others.get(name, run / name)
+        raw, is_text = path.read_bytes(), path.suffix in (".json", ".jsonl", ".yaml") and how == "value"
+        path.write_bytes(changed_text(raw, value, at) if is_text else spoil(raw, places, cut))
         verify.main([top])
-        with contextlib.redirect_stderr(said):
-            status.main([top])
-        for look in (read_scores, read_place):
-            with contextlib.suppress(*FORESEEN):
-                look(run)
-        shutil.rmtree(run)
+        status.main([top])
+        with contextlib.suppress(*FORESEEN):
+            format_scores(Scores.load(run / "scores.json"))
+        with contextlib.suppress(*FORESEEN):
+            place = RunDir(run)
+            place.check_config(SETTINGS)
+            OmegaConf.load(place.config)
+            place.lost(full=True)
+            place.check_documents(2)
 
 
-def read_scores(run: Path) -> None:
-    format_scores(Scores.load(run / "scores.json"))
-
-
-def read_place(run: Path) -> None:
-    place = RunDir(run)
-    place.check_config(SETTINGS)
-    OmegaConf.load(place.config)
-    place.lost(full=True)
-    place.check_documents(2)
-
-
+TEXTS = (".txt", ".md", ".jsonl", ".json", ".csv", ".parquet")
+HOW = st.sampled_from(["value", "bytes"])
 AREAS = {
-    "overrides": (check_overrides, (overrides(),)),
-    "texts": (check_text, (st.sampled_from(KINDS), st.sampled_from(PACKED), CONTENT)),
+    "overrides": (check_overrides, (OVERRIDES,)),
+    "texts": (check_text, (st.sampled_from(TEXTS), st.sampled_from(["", "", ".gz", ".zst"]), CONTENT)),
     "end tasks": (check_task, (st.sampled_from([".jsonl", ".csv", ".parquet", ".json"]), CONTENT)),
-    "run folders": (
-        check_run,
-        (st.sampled_from(FILES), st.sampled_from(["value", "bytes"]), VALUES, st.floats(0, 1), PLACES, CUT),
-    ),
+    "run folders": (check_run, (st.sampled_from(FILES.split()), HOW, VALUES, st.floats(0, 1), PLACES, CUT)),
 }
 
 
@@ -295,16 +220,10 @@ def try_examples(area: str, count: int, *, seed: int | None = None) -> int:
     which the smallest that fails is found. Raises what the check raises."""
     check, parts = AREAS[area]
     phases = [Phase.generate] + [Phase.shrink] * (seed is not None)
+    options = {"derandomize": seed is None, "phases": phases, "suppress_health_check": list(HealthCheck)}
     seen = []
 
-    @settings(
-        max_examples=count,
-        derandomize=seed is None,
-        deadline=None,
-        database=None,
-        phases=phases,
-        suppress_health_check=list(HealthCheck),
-    )
+    @settings(max_examples=count, deadline=None, database=None, **options)
     @given(st.tuples(*parts))
     def look(each: tuple) -> None:
         seen.append(each)

@@ -8,8 +8,6 @@ class KilledError(BaseException):
 
 
 class Killer(Callback):
-    """Dies when a stage has made so many steps, or when its fit has ended."""
-
     def __init__(self, *, step: int, domain: str | None = None) -> None:
         self.step, self.domain = step, domain
 

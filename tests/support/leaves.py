@@ -21,42 +21,34 @@ from cpt.cli import check_choices
 from cpt.core.errors import readable
 from cpt.train import train
 from cpt.trainer.domain_order import order_domains
-from cpt.trainer.plan import Plan, make_plan
+from cpt.trainer.plan import make_plan
 from cpt.trainer.run_dir import RunDir
 from tests.conftest import ROOT, SMALL, SMALL_GPT2, SMALL_T5, with_values
 
-WRONG = {
-    "null": "null",
-    "a list": "[1,a]",
-    "an empty list": "[]",
-    "a mapping": "{a: 1}",
-    "a word": "abc",
-    "an empty word": "''",
-    "negative": "-1",
-    "nothing": "0",
-    "a fraction": "0.5",
-    "nan": "nan",
-    "inf": "inf",
-    "huge": "1e30",
-    "many digits": "1" + "0" * 30,
-    "a bool": "true",
-    "a missing path": "/proc/no/such/place",  # nor can it be made
-    "a class that there is not": "nowhere.Class",
-    "a class of another kind": "collections.OrderedDict",
-    "a made value": "${no.such}",
-    "a date": "2020-01-01",
-}
-GONE = "gone"  # the option taken out of the config: ~key
-HUB = ["+domains.catalogue.news={path: ag_news}"]
+WRONG = """null is null|a list is [1,a]|an empty list is []|a mapping is {a: 1}|a word is abc
+an empty word is ''|negative is -1|nothing is 0|a fraction is 0.5|nan is nan|inf is inf|huge is 1e30
+a bool is true|a missing path is /proc/no/such/place|a class that there is not is nowhere.Class
+a date is 2020-01-01|a class of another kind is collections.OrderedDict|a made value is ${no.such}"""
+WRONG = dict(each.rsplit(" is ", 1) for each in WRONG.replace("\n", "|").split("|"))
+WRONG["many digits"] = "1" + "0" * 30
 ELSEWHERE = ("experiment", "hydra", "method/parts", "domains/template", "endtask/protocol", "routing")
+NEEDED = {
+    "model=checkpoint": "model.checkpoint=/no/such/model",
+    "domains=hub": "+domains.catalogue.news={{path: ag_news}}",
+    "domains=installed_docs": "",
+    "endtask=hub": "+endtask.tasks.news={{path: ag_news}}",
+    "endtask=das6": "endtask.root={texts}",
+    "endtask=texts": "endtask.root={texts}",
+    "probe=lm_eval": "probe.tasks=[hellaswag]",
+    "replay=generated": "model=tiny_gpt2",
+}
 TRIED = 3  # values that the config takes which are tried on the model
 PLANNED = 0.1  # share of the options of which a value that is taken is planned
 LONGEST_S = 30  # a refusal of what is known without texts takes none of it
 TOLD = re.compile(
-    r"allowed: |needed: |needs |did you mean|; give |is missing|there is no |there are: "
-    r"|is not a multiple|must "
-    r"|should |Should contain one of|may help|is neither |installed package"
-    r"|Available names are|only possible arguments are|has to be between|expected (str|int|float|bool)"
+    r"allowed: |needed: |needs |did you mean|; give |is missing|there is no |there are: |is not a multiple"
+    r"|must |should |Should contain one of|may help|is neither |installed package|Available names are"
+    r"|only possible arguments are|has to be between|expected (str|int|float|bool)"
 )
 
 
@@ -64,33 +56,16 @@ class TooLongError(BaseException):
     """A trial has taken longer than anybody waits."""
 
 
-def needs(group: str, choice: str, texts: Path) -> list[str]:
-    """What a choice cannot be without."""
-    root = [f"domains.root={texts}"]
-    return {
-        ("model", "checkpoint"): ["model.checkpoint=/no/such/model"],
-        ("domains", "hub"): HUB,
-        ("endtask", "hub"): ["+endtask.tasks.news={path: ag_news}"],
-        ("endtask", "das6"): [f"endtask.root={texts}"],
-        ("endtask", "texts"): [f"endtask.root={texts}"],
-        ("probe", "lm_eval"): ["probe.tasks=[hellaswag]"],
-        ("replay", "generated"): ["model=tiny_gpt2"],
-    }.get((group, choice), root if group == "domains" and choice != "installed_docs" else [])
-
-
 def small(texts: Path, cache_dir: Path, group: str, choice: str) -> list[str]:
-    """Overrides of a small run in which a choice of a group is made."""
-    sizes = {"tiny_gpt2": SMALL_GPT2, "tiny_t5": SMALL_T5}.get(choice, SMALL)
-    if choice == "generated":
-        sizes = SMALL_GPT2
-    if group == "logger":
-        sizes = [each for each in sizes if not each.startswith("logger=")]
-    if group == "model" and not choice.startswith("tiny_"):
-        sizes = [each for each in sizes if not each.startswith("model.")]
-    places = [f"domains.root={texts}", f"cache_dir={cache_dir}"]
-    domains = [] if group == "domains" else ["domains=texts", *places[:1]]
+    """Overrides of a small run in which a choice of a group is made, with what it cannot be without."""
+    sizes = {"tiny_gpt2": SMALL_GPT2, "tiny_t5": SMALL_T5, "generated": SMALL_GPT2}.get(choice, SMALL)
+    own = {"logger": "logger="} | ({} if choice.startswith("tiny_") else {"model": "model."})
+    sizes = [each for each in sizes if group not in own or not each.startswith(own[group])]
+    root = f"domains.root={texts}"
     chosen = [] if not group or f"{group}={choice}" in sizes else [f"{group}={choice}"]
-    return [*domains, places[1], *sizes, *chosen, *needs(group, choice, texts)]
+    needed = NEEDED.get(f"{group}={choice}", root if group == "domains" else "").format(texts=texts)
+    domains = [] if group == "domains" else ["domains=texts", root]
+    return [*domains, f"cache_dir={cache_dir}", *sizes, *chosen, *filter(None, [needed])]
 
 
 def choices() -> list[tuple[str, str]]:
@@ -100,7 +75,6 @@ def choices() -> list[tuple[str, str]]:
 
 
 def keys_of(node: DictConfig, at: str = "") -> Iterator[str]:
-    """The dotted keys of a config, with those of its sections."""
     for name in node:
         key = f"{at}.{name}" if at else str(name)
         yield key
@@ -126,27 +100,31 @@ def options(texts: Path) -> Iterator[tuple[str, str, str]]:
         yield from options_of(texts, group, choice)
 
 
-def given(key: str, kind: str) -> str:
-    """A wrong value as an argument."""
-    return f"~{key}" if kind == GONE else f"{key}={WRONG[kind]}"
+def go(arguments: list[str], folder: Path, depth: str) -> None:
+    """A start, as far as is known without torch (config), on the model's skeleton (model), or as `plan=json`
+    goes (run)."""
+    check_choices(arguments)
+    if depth == "run":
+        train(with_values(*arguments, "plan=json"), run_dir=folder)
+        return
+    plan = make_plan(with_values(*arguments))
+    if depth == "model":
+        from cpt.trainer.preflight import prepare
+
+        prepare(order_domains(plan), RunDir(folder))
 
 
-def say(arguments: list[str], folder: Path, *, depth: str = "config") -> dict[str, Any]:
-    """What the command line says of these arguments: its exit code, its lines of error, and how long it
-    took; as far as a depth of DEPTHS."""
+def say(arguments: list[str], folder: Path, *, depth: str) -> dict[str, Any]:
+    """What the command line says of these arguments: its exit code, its lines of error, its seconds."""
     said, began = io.StringIO(), time.monotonic()
     told: dict[str, Any] = {"code": 0, "traceback": ""}
     signal.signal(signal.SIGALRM, too_long)
     signal.alarm(LONGEST_S)
+    errors, out = contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO())
+    quiet, there = warnings.catch_warnings(action="ignore"), contextlib.chdir(folder.parent)
     try:
-        with (
-            contextlib.redirect_stderr(said),
-            contextlib.redirect_stdout(io.StringIO()),
-            warnings.catch_warnings(action="ignore"),
-            contextlib.chdir(folder.parent),
-            readable(errors_only=True),
-        ):
-            DEPTHS[depth](arguments, folder)
+        with errors, out, quiet, there, readable(errors_only=True):
+            go(arguments, folder, depth)
     except SystemExit as error:
         told["code"] = error.code
     except (Exception, TooLongError):
@@ -161,51 +139,28 @@ def too_long(*args: Any) -> None:
     raise TooLongError
 
 
-def read_config(arguments: list[str], folder: Path) -> Plan:
-    """As far as is known without torch."""
-    check_choices(arguments)
-    return make_plan(with_values(*arguments))
-
-
-def try_model(arguments: list[str], folder: Path) -> None:
-    """As far as the libraries know, on the model's skeleton."""
-    from cpt.trainer.preflight import prepare
-
-    prepare(order_domains(read_config(arguments, folder)), RunDir(folder))
-
-
-def plan_run(arguments: list[str], folder: Path) -> None:
-    """As far as `plan=json` goes: texts read, each stage tried."""
-    check_choices(arguments)
-    train(with_values(*arguments, "plan=json"), run_dir=folder)
-
-
-DEPTHS = {"config": read_config, "model": try_model, "run": plan_run}
-
-
 def try_option(
     texts: Path, home: Path, option: tuple[str, str, str], draw: random.Random
 ) -> dict[str, dict[str, Any]]:
     """What was said of the wrong values of an option that it should not have been; by value.
 
-    Each is tried on the config, of those that it takes some on the model, and of a share of the options one
-    of these up to a plan of the run."""
+    Each, and none (~key), is tried on the config, of those that it takes some on the model, and of a share of
+    the options one of these up to a plan of the run."""
     group, choice, key = option
-    base, found, taken = small(texts, home / "cache", group, choice), {}, []
+    base, found = small(texts, home / "cache", group, choice), {}
     folder = home / "work" / "run"  # a relative path of a value is below work
     shutil.rmtree(folder.parent, ignore_errors=True)
     folder.parent.mkdir()
+    given = {kind: f"{key}={value}" for kind, value in WRONG.items()} | {"gone": f"~{key}"}
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
 
         def look(kind: str, depth: str) -> bool:
-            told = say([*base, given(key, kind)], folder, depth=depth)
+            told = say([*base, given[kind]], folder, depth=depth)
             if told["code"] and (wrong := fault(key, told, usual_lines(tuple(base), folder, depth))):
                 found[kind] = {"wrong": wrong, "depth": depth, **told}
             return told["code"] == 0
 
-        for kind in (*WRONG, GONE):
-            if look(kind, "config"):
-                taken.append(kind)
+        taken = [kind for kind in given if look(kind, "config")]
         tried = draw.sample(taken, min(TRIED, len(taken)))
         taken = [kind for kind in tried if look(kind, "model")]
         if taken and draw.random() < PLANNED:
@@ -216,7 +171,6 @@ def try_option(
 
 @cache
 def usual_lines(base: tuple[str, ...], folder: Path, depth: str) -> list[str]:
-    """What is said where no value is wrong."""
     return say([*base], folder, depth=depth)["lines"]
 
 

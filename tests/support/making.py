@@ -25,14 +25,11 @@ DROPOUT = [f"+model.config.{name}_dropout=0.1" for name in ("attention", "mlp", 
 
 @dataclass
 class Made:
-    """A method's module, its data, and the plan of both."""
-
     module: ContinualMethod
     data: DomainSequence
     plan: Plan
 
     def learn(self, number: int, *callbacks: Callback) -> None:
-        """Learns the domain of this place in the order, as a run does."""
         domain = self.data.domains[number]
         self.data.enter(domain)
         self.module.setup_stage(domain)
@@ -46,7 +43,6 @@ class Made:
         fitting.fit(self.module, datamodule=self.data)
 
     def batches(self, count: int = 1, *, text: str = "law", accumulate: int = 1) -> list[Batch]:
-        """The first training batches of a text, or parts of them."""
         options = {"seed": 0, "batch_size": 8, "steps": [4], "rank": 0, "world": 1}
         stream = TrainStream(
             {text: self.data.train[text]}, objective=self.data.objective, accumulate=accumulate, **options
@@ -54,11 +50,9 @@ class Made:
         return [stream[number] for number in range(count)]
 
     def probe(self) -> list[Batch]:
-        """The last domain's probe."""
         return list(self.data.probe())
 
     def weights(self) -> dict[str, Tensor]:
-        """The model's weights as they are now."""
         return {name: value.detach().clone() for name, value in self.module.model.named_parameters()}
 
 
@@ -71,38 +65,32 @@ def made(cfg: DictConfig) -> Made:
 
 
 def clones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of tensors by their names."""
     return {name: each.clone() for name, each in tensors.items()}
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Whether two sets of weights are equal bit for bit."""
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
 def assert_close(
     one: dict[str, Tensor], other: dict[str, Tensor], *, rtol: float = 1e-5, atol: float = 1e-7
 ) -> None:
-    """Asserts that two sets of tensors, of any precision, agree."""
     assert one.keys() == other.keys()
     for name, value in one.items():
         torch.testing.assert_close(value.double(), other[name].double(), rtol=rtol, atol=atol, msg=name)
 
 
 def learned(start: Callable[..., Any], cfg: DictConfig, folder: Path) -> dict[str, Tensor]:
-    """The model's weights at the end of a run."""
     start(cfg, folder)
     return weights(folder)
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
-    """The model's weights at the end of a run that was learned in a folder."""
     state = torch.load(sorted((folder / "stages").glob("*.pt"))[-1], weights_only=True)
     return {name: value for name, value in state.items() if name.startswith("model.")}
 
 
 def state_beside_the_model(module: ContinualMethod) -> int:
-    """Bytes of the state_dict that are not the model's."""
     return sum(v.nbytes for name, v in module.state_dict().items() if not name.startswith("model."))
 
 
@@ -115,8 +103,6 @@ def parameter_bytes(module: ContinualMethod) -> int:
 
 
 class Watch(Callback):
-    """Notes something after each batch."""
-
     def __init__(self, note: Callable[[Any], Any]) -> None:
         self.note, self.seen = note, []
 

@@ -10,12 +10,10 @@ from tests.support.running import logits_at
 
 
 def base_of(module: ContinualMethod) -> dict[str, Tensor]:
-    """What of the model is not a pair, by name."""
     return {name: p.detach().clone() for name, p in module.model.named_parameters() if ".lora_" not in name}
 
 
 def pair_of(module: ContinualMethod) -> dict[str, Tensor]:
-    """The newest pairs, by name."""
     names = [name for name, _ in module.model.named_parameters() if ".lora_" in name and ".default" in name]
     return {name: module.model.get_parameter(name).detach().clone() for name in names}
 

@@ -50,8 +50,7 @@ def write_files(folder: Path, name: str, *, domain: str, count: int, kind: str, 
     for seed, (end, number) in enumerate({"": count, "_shots": 8}.items()):
         rows = make_rows(domain, count=number, seed=seed)
         (folder / f"{name}{end}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    text = TASK.format(name=name, folder=folder, kind=kind, answer=answer)
-    (folder / f"{name}.yaml").write_text(text)
+    (folder / f"{name}.yaml").write_text(TASK.format(name=name, folder=folder, kind=kind, answer=answer))
     return folder
 
 
@@ -68,7 +67,6 @@ def make_rows(domain: str, *, count: int, seed: int) -> list[dict]:
 
 
 def results(metrics: dict[str, float], *, digest: str, higher: bool = True) -> dict:
-    """A task's file of results."""
     cells = {name: {"value": value, "error": 0.1, "higher": higher} for name, value in metrics.items()}
     return {
         **{"digest": digest, "harness": "0.4.13", "version": "1.0", "shots": 0, "limit": None},
@@ -77,7 +75,6 @@ def results(metrics: dict[str, float], *, digest: str, higher: bool = True) -> d
 
 
 def probes(values: dict[str, list], **given: Any) -> dict:
-    """`probes` of scores.json from the values of each row."""
     facts = {"metric": "acc", "higher": True, "shots": 0, "limit": None, "examples": 9, "version": "1.0"}
     facts |= {"chance": 0.25, "truncated": 0} | given
     tasks = {

@@ -28,15 +28,13 @@ def started(
     """`python script arguments` in `cwd`, its output appended to `log`, errors perhaps to another file.
 
     With `twin`, the second process that Lightning would start is a fork as well."""
-    logs = (log, errors or log)
-    options = {"cwd": cwd, "logs": logs, "variables": dict(os.environ), "twin": twin}
+    options = {"cwd": cwd, "logs": (log, errors or log), "variables": dict(os.environ), "twin": twin}
     process = FORKS.Process(target=born, args=(str(script), list(arguments)), kwargs=options)
     process.start()
     return process
 
 
 def ended(process: BaseProcess, *, seconds: float = 240) -> int:
-    """The exit code, or minus the number of the signal."""
     process.join(seconds)
     if process.exitcode is None:
         process.kill()
@@ -45,7 +43,6 @@ def ended(process: BaseProcess, *, seconds: float = 240) -> int:
 
 
 def ran(script: Path, *arguments: str, cwd: Path) -> CompletedProcess[str]:
-    """`python script arguments` in `cwd`, to its end, with what it said."""
     with TemporaryDirectory() as folder:
         said, errors = Path(folder) / "said", Path(folder) / "errors"
         code = ended(started(script, *arguments, cwd=cwd, log=said, errors=errors))
@@ -54,38 +51,35 @@ def ran(script: Path, *arguments: str, cwd: Path) -> CompletedProcess[str]:
 
 
 def sent(process: BaseProcess, number: int, *, rank: int = 0) -> None:
-    """Sends a signal to a run's first process or to the one that it started."""
     pid = process.pid
     for _ in range(rank):
-        pid = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[-1])
+        pid = last_child(pid)
     os.kill(pid, number)
+
+
+def told_of(place: str) -> str:
+    """What /proc says; nothing of a process that there is no longer."""
+    try:
+        return Path(f"/proc/{place}").read_text()
+    except OSError:
+        return ""
 
 
 def heeds_signals(pid: int | None) -> bool:
     """Whether a process has a handler for SIGTERM: from its program's first lines on, not while Python starts
     or, forked beforehand, it waits for its command line."""
-    try:
-        caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-    except OSError:
-        return False
+    caught = re.search(r"^SigCgt:\s*(\w+)", told_of(f"{pid}/status"), re.MULTILINE)
     return caught is not None and bool(int(caught[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
 def last_child(pid: int) -> int | None:
-    """The process that one has started last, if it has any."""
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return None
+    children = told_of(f"{pid}/task/{pid}/children").split()
     return int(children[-1]) if children else None
 
 
 def is_there(pid: int) -> bool:
     """Whether a process has not ended; one that nobody has waited for has."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+    return told_of(f"{pid}/stat").rpartition(")")[2].split()[:1] not in ([], ["Z"], ["X"])
 
 
 def born(
@@ -94,8 +88,7 @@ def born(
     for stream, log in enumerate(logs, 1):
         with log.open("ab") as file:
             os.dup2(file.fileno(), stream)
-    os.chdir(cwd)
-    environment(variables)
+    environment(variables, cwd)
     second = Twin() if twin else None
     if second and second.pid == 0:
         arguments = second.told()
@@ -110,9 +103,10 @@ def born(
             second.wait()
 
 
-def environment(variables: dict[str, str]) -> None:
+def environment(variables: dict[str, str], cwd: Path | str) -> None:
     os.environ.clear()
     os.environ.update(variables)
+    os.chdir(cwd)
 
 
 class Twin:
@@ -142,8 +136,7 @@ class Twin:
         if not text:
             os._exit(0)
         arguments, variables, cwd = json.loads(text)
-        environment(variables)
-        os.chdir(cwd or ".")
+        environment(variables, cwd or ".")
         return arguments
 
     def poll(self) -> int | None:

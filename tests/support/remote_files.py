@@ -16,62 +16,31 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 VARIABLE = "CPT_REMOTE_FILES"  # JSON: root, seed, late (seconds), unreadable (share of files that are read)
 SLOW, VERY_SLOW = 0.04, 0.0015  # shares of calls
 LONGEST_S, VERY_LONG_S = 0.3, 3.0
 CHANGES = ("rename", "replace", "link", "unlink", "remove", "mkdir", "rmdir", "truncate")
-LOOKS = ("stat", "lstat")
 FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT
-BROKEN = (errno.ESTALE, errno.EIO)
-
-
-class Listing:
-    """Entries of a folder as os.scandir gives them."""
-
-    def __init__(self, entries: list[os.DirEntry]) -> None:
-        self.entries = iter(entries)
-
-    def __iter__(self) -> Iterator[os.DirEntry]:
-        return self.entries
-
-    def __next__(self) -> os.DirEntry:
-        return next(self.entries)
-
-    def __enter__(self) -> "Listing":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Client:
-    """This process's view of the files below a folder."""
-
-    def __init__(self, root: str, *, seed: str, late: float, unreadable: float) -> None:
+    def __init__(self, root: str, *, seed: str, late: float, unreadable: float = 0.0) -> None:
         self.root, self.draw = root, random.Random(seed)
         self.late, self.unreadable = late, unreadable
         self.seen: dict[tuple[str, str], tuple[float, Any]] = {}
         self.own: set[str] = set()  # folders in which this process has written
         self.made: set[str] = set()  # folders that it has made: all in them is its own
-        self.real = {name: getattr(os, name) for name in (*CHANGES, *LOOKS, "open", "fsync", "listdir")}
-        self.scandir, self.read = os.scandir, io.open
         self.guard = threading.Lock()
 
     def place(self, path: Any) -> str | None:
-        """A path below the folder as text; None for any other."""
-        if isinstance(path, int) or path is None:
+        if not isinstance(path, str | bytes | os.PathLike):
             return None
         text = os.path.abspath(os.fsdecode(path))
         return text if text.startswith(self.root) else None
 
     def wait(self) -> None:
-        """Takes its time, as the seed says."""
         with self.guard:
             luck, part = self.draw.random(), self.draw.random()
         if luck < VERY_SLOW:
@@ -80,12 +49,10 @@ class Client:
             time.sleep(part * LONGEST_S)
 
     def change(self, path: str) -> None:
-        """This process writes there: it is not told what was."""
         if not path.endswith(".lock"):
             self.own.add(os.path.dirname(path))
-        for kind in ("stat", "lstat"):
-            self.seen.pop((kind, path), None)
-        self.seen.pop(("list", os.path.dirname(path)), None)
+        for key in (("stat", path), ("lstat", path), ("list", os.path.dirname(path))):
+            self.seen.pop(key, None)
 
     def is_own(self, path: str) -> bool:
         """Whether this process has written beside it, or made a folder in which it is."""
@@ -105,8 +72,7 @@ class Client:
                 found = ask()
             except FileNotFoundError as error:
                 found = error
-            known = time.monotonic(), found
-            self.seen[kind, path] = known
+            known = self.seen[kind, path] = time.monotonic(), found
         if isinstance(known[1], FileNotFoundError):
             raise FileNotFoundError(*known[1].args, path)
         return known[1]
@@ -122,7 +88,7 @@ class Client:
         with self.guard:
             broken = self.draw.random() < self.unreadable
         if broken and os.path.isfile(path):
-            number = self.draw.choice(BROKEN)
+            number = self.draw.choice((errno.ESTALE, errno.EIO))
             raise OSError(number, os.strerror(number), path)
 
 
@@ -130,26 +96,46 @@ def install() -> None:
     """Has this process, and those that it forks, see such files, where the variable says so."""
     if not (told := os.environ.get(VARIABLE)):
         return
-    given = json.loads(told)
-    client = Client(
-        given["root"], seed=given["seed"], late=given["late"], unreadable=given.get("unreadable", 0.0)
-    )
+    client = Client(**json.loads(told))
     for name in CHANGES:
-        setattr(os, name, changing(client, name))
-    for name in LOOKS:
-        setattr(os, name, looking(client, name))
-    os.open, os.fsync = opening(client), delayed(client)
-    os.listdir, os.scandir = listing(client), scanning(client)
-    builtins.open = io.open = reading(client)
+        setattr(os, name, changing(client, name, getattr(os, name)))
+    for name in ("stat", "lstat"):
+        setattr(os, name, looking(client, name, getattr(os, name)))
+    open_, fsync, listdir, scandir, read = os.open, os.fsync, os.listdir, os.scandir, io.open
+
+    def opening(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        if dir_fd is None and (place := client.place(path)):
+            client.wait()
+            if flags & FLAGS:
+                client.change(place)
+        return open_(path, flags, mode, dir_fd=dir_fd)
+
+    def delayed(descriptor: int) -> None:
+        client.wait()
+        fsync(descriptor)
+
+    def listing(path: Any = ".") -> list[str]:
+        place = client.place(path)
+        return listdir(path) if place is None else [*client.look("list", f"{place}/", lambda: listdir(path))]
+
+    def scanning(path: Any = ".") -> Any:
+        if client.place(path):
+            client.wait()
+        return scandir(path)
+
+    def reading(file: Any, mode: str = "r", *others: Any, **options: Any) -> Any:
+        if place := client.place(file):
+            client.opens(place, writes=any(sign in mode for sign in "wax+"))
+        return read(file, mode, *others, **options)
+
+    os.open, os.fsync, os.listdir, os.scandir = opening, delayed, listing, scanning
+    builtins.open = io.open = reading
 
 
-def changing(client: Client, name: str) -> Callable[..., Any]:
-    real = client.real[name]
-
+def changing(client: Client, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
     def call(*paths: Any, **options: Any) -> Any:
         relative = any(value is not None for key, value in options.items() if key.endswith("dir_fd"))
-        given = [] if relative else [client.place(path) for path in paths if is_path(path)]
-        places = [place for place in given if place is not None]
+        places = [] if relative else [place for each in paths if (place := client.place(each)) is not None]
         if places:
             client.wait()
         found = real(*paths, **options)
@@ -162,68 +148,13 @@ def changing(client: Client, name: str) -> Callable[..., Any]:
     return call
 
 
-def is_path(value: Any) -> bool:
-    return isinstance(value, str | bytes | os.PathLike)
-
-
-def looking(client: Client, name: str) -> Callable[..., Any]:
-    real = client.real[name]
-
+def looking(client: Client, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
     def call(path: Any, *, dir_fd: int | None = None, follow_symlinks: bool = True) -> Any:
         options = {"dir_fd": dir_fd} | ({} if name == "lstat" else {"follow_symlinks": follow_symlinks})
         place = client.place(path) if dir_fd is None else None
         if place is None:
             return real(path, **options)
-        kind = name if follow_symlinks else "lstat"
-        return client.look(kind, place, lambda: real(path, **options))
-
-    return call
-
-
-def opening(client: Client) -> Callable[..., int]:
-    def call(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-        if dir_fd is None and (place := client.place(path)):
-            client.wait()
-            if flags & FLAGS:
-                client.change(place)
-        return client.real["open"](path, flags, mode, dir_fd=dir_fd)
-
-    return call
-
-
-def delayed(client: Client) -> Callable[[int], None]:
-    def call(descriptor: int) -> None:
-        client.wait()
-        client.real["fsync"](descriptor)
-
-    return call
-
-
-def listing(client: Client) -> Callable[..., list[str]]:
-    def call(path: Any = ".") -> list[str]:
-        place = client.place(path)
-        if place is None:
-            return client.real["listdir"](path)
-        return list(client.look("list", f"{place}/", lambda: client.real["listdir"](path)))
-
-    return call
-
-
-def scanning(client: Client) -> Callable[..., Any]:
-    def call(path: Any = ".") -> Any:
-        place = client.place(path)
-        if place is None:
-            return client.scandir(path)
-        return Listing(client.look("scan", f"{place}/", lambda: list(client.scandir(path))))
-
-    return call
-
-
-def reading(client: Client) -> Callable[..., Any]:
-    def call(file: Any, mode: str = "r", *others: Any, **options: Any) -> Any:
-        if place := client.place(file):
-            client.opens(place, writes=any(sign in mode for sign in "wax+"))
-        return client.read(file, mode, *others, **options)
+        return client.look(name if follow_symlinks else "lstat", place, lambda: real(path, **options))
 
     return call
 
@@ -231,9 +162,8 @@ def reading(client: Client) -> Callable[..., Any]:
 @contextmanager
 def remote(root: Path, *, seed: str, late: float = 1.0, unreadable: float = 0.0) -> Iterator[None]:
     """Processes that are started meanwhile see the files below a folder so, if they call `install`."""
-    os.environ[VARIABLE] = json.dumps(
-        {"root": str(root), "seed": seed, "late": late, "unreadable": unreadable}
-    )
+    given = {"root": str(root), "seed": seed, "late": late, "unreadable": unreadable}
+    os.environ[VARIABLE] = json.dumps(given)
     try:
         yield
     finally:

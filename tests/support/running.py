@@ -40,6 +40,5 @@ def batch_of(input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = 
 
 
 def some_rows(batch: Batch, rows: list[int]) -> Batch:
-    """Rows of a batch, without a weight."""
     mask = batch["attention_mask"][rows] if "attention_mask" in batch else None
     return batch_of(batch["input_ids"][rows], labels_of(batch)[rows], mask)

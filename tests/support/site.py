@@ -9,7 +9,6 @@ from tests.conftest import ROOT
 
 @cache
 def program(name: str) -> ModuleType:
-    """The module docs/site/NAME.py."""
     spec = importlib.util.spec_from_file_location(f"docs_site_{name}", ROOT / "docs" / "site" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

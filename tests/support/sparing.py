@@ -16,7 +16,6 @@ LOAD = OmegaConf.load
 
 
 def spare() -> None:
-    """For the rest of this process."""
     from lightning.pytorch.trainer.connectors import callback_connector as connector
 
     parse_once()

@@ -50,24 +50,16 @@ def metaspace() -> PreTrainedTokenizerFast:
 
 
 def prefixed() -> PreTrainedTokenizerFast:
-    """Byte-level pieces with a blank put before the text."""
     made = bare()
     made.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     return made
 
 
-STYLES = {
-    "bare": bare,
-    "opened": opened,
-    "closed": closed,
-    "framed": framed,
-    "metaspace": metaspace,
-    "prefixed": prefixed,
-}
+KINDS = (bare, opened, closed, framed, metaspace, prefixed)
+STYLES = {kind.__name__: kind for kind in KINDS}
 
 
 def some_examples(count: int, *, seed: int = 0, words: tuple[int, int] = (1, 12)) -> list[Example]:
-    """Questions with a text and three options."""
     draw = random.Random(seed)
     made = []
     for number, text in enumerate(prose(count, seed=seed, words=words)):
@@ -79,7 +71,6 @@ def some_examples(count: int, *, seed: int = 0, words: tuple[int, int] = (1, 12)
 
 
 def chat(*, seed: int = 0, exchanges: int = 3, words: tuple[int, int] = (3, 6)) -> Example:
-    """A chat of so many questions with answers."""
     texts = prose(2 * exchanges + 1, seed=seed, words=words)
     turns = [("system", texts.pop())]
     for at in range(exchanges):
@@ -102,7 +93,6 @@ def encoder(
 def write_tasks(
     root: Path, names: Sequence[str], *, train: int, test: int, size: tuple[int, int] = (8, 30)
 ) -> Path:
-    """Tasks, whether a made-up text is long, and general text; gives the folder."""
     for seed, name in enumerate(names):
         (root / name).mkdir()
         for split, count in (("train", train), ("test", test)):

@@ -6,32 +6,24 @@ from cpt.evaluation.scores import Scores
 def scores(*, domains=("law", "food"), finished=True, endtasks=True, **run):
     """A run of made-up numbers over these domains: loss 4 at first, 3 when learned, 3.3 after that."""
     texts = [*domains, "general"]
-    keys = {
-        "name": "first",
-        "method": "das",
-        "mask": "none",
-        "replay": "none",
-        "variant": "",
-        "model": "tiny",
-    }
+    keys = {"name": "first", "method": "das", "mask": "none", "replay": "none", "variant": ""}
+    keys |= {"model": "tiny", "order": list(domains), "seed": 0, "finished": finished, "objective": "mlm"}
     made = Scores(
         domains=texts,
         tokens=[100 + i for i in range(len(texts))],
         bytes=[400 + i for i in range(len(texts))],
         scored=[10] * len(texts),
-        run={**keys, "order": list(domains), "seed": 0, "finished": finished, "objective": "mlm", **run},
+        run=keys | run,
         texts={text: {"digest": f"d{text}", "documents": {"train": 3}} for text in texts},
         config_digest="c0",
         versions={"torch": "2"},
     )
     for row, name in enumerate(["base", *domains]):
-        nll = [3.0 if d + 1 == row else 3.3 if d + 1 < row else 4.0 for d in range(len(domains))] + [
-            4.0 + row
-        ]
+        nll = [3.0 if d + 1 == row else 3.3 if d + 1 < row else 4.0 for d in range(len(domains))]
+        nll.append(4.0 + row)
         parts = {text: {"base": 0.25, domains[0]: 0.75} for text in texts} if row else None
-        costs = (
-            {"seen": 100, "flops": 10**12, "memory": 5 + row, "trained": 7, "stored": 8 * row} if row else {}
-        )
+        costs = {"seen": 100, "flops": 10**12, "memory": 5 + row, "trained": 7, "stored": 8 * row}
+        costs = costs if row else {}
         costs |= {"leak": [0.25, 0.5]} if row == 2 else {}
         made.append(name, nll=nll, parts=parts, **costs)
     made.measure()
@@ -59,8 +51,6 @@ def examined(tasks):
 
 
 def refusing(error):
-    """In place of a function: raises the error."""
-
     def opened(*args, **about):
         raise error
 

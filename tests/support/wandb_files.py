@@ -27,7 +27,6 @@ def records(folder: Path) -> Iterator[tuple[Path, Any]]:
 
 
 def of_kind(folder: Path, kind: str) -> list[Any]:
-    """The records of one kind: run, history, summary, exit, metric, ..."""
     return [getattr(each, kind) for _, each in records(folder) if each.WhichOneof("record_type") == kind]
 
 
@@ -36,24 +35,20 @@ def pairs(items: Any) -> dict[str, Any]:
 
 
 def history(folder: Path) -> list[dict[str, Any]]:
-    """What was logged, a dictionary per step."""
     return [pairs(each.item) for each in of_kind(folder, "history")]
 
 
 def summary(folder: Path) -> dict[str, Any]:
-    """The last value of each key that was set outright."""
     return {key: value for each in of_kind(folder, "summary") for key, value in pairs(each.update).items()}
 
 
 def config(folder: Path) -> dict[str, Any]:
-    """The config as W&B shows it."""
     first = [pairs(each.config.update) for each in of_kind(folder, "run")]
     later = [pairs(each.update) for each in of_kind(folder, "config")]
     return {key: value for each in first + later for key, value in each.items()}
 
 
 def table(folder: Path, name: str) -> list[dict[str, Any]]:
-    """The lines of the one table of this name."""
     (path,) = folder.rglob(f"{name}_*.table.json")
     content = json.loads(path.read_text())
     return [dict(zip(content["columns"], line, strict=True)) for line in content["data"]]

@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import pytest
-
 from cpt.trainer.eta import RunETA
 
 NONE = {kind: {} for kind in ("start", "generate", "learn", "score", "endtasks", "answers", "probes")}
