@@ -43,10 +43,10 @@ def spoil() -> None:
 
     It notes, at the end of each step: whether the number was put in (`met`), how often a weight changed in
     that step (`moved`), and a digest of the weights (`weights`)."""
-    from cpt.methods.wiring import LightningWiring
+    from cpt.methods.base import ContinualMethod
 
     plan, notes = json.loads(os.environ["CPT_SPOILT"]), {"met": False, "moved": 0, "weights": ""}
-    training, step = LightningWiring.training_step, LightningWiring.optimizer_step
+    training, step = ContinualMethod.training_step, ContinualMethod.optimizer_step
     value, of_a_weight = float(plan["value"]), plan["place"] == "weight"
 
     def digest(module: Any) -> str:
@@ -87,7 +87,7 @@ def spoil() -> None:
         notes["weights"] = digest(self)
         keep(self)
 
-    LightningWiring.training_step, LightningWiring.optimizer_step = training_step, optimizer_step
+    ContinualMethod.training_step, ContinualMethod.optimizer_step = training_step, optimizer_step
 
 
 def spoilt(arguments: list[str], run: Path, plan: dict[str, Any]) -> int:

@@ -12,11 +12,10 @@ from html.parser import HTMLParser
 
 import pytest
 
-from cpt.reporting import drawing, figures
-from cpt.reporting.drawing import METHODS, description, find_places, inline_svg, own_place
+from cpt.reporting import figures
+from cpt.reporting.drawing import description
 from cpt.reporting.frames import few, strip_controls
 from cpt.reporting.page import Block, align_columns, inline, markdown, write_page
-from tests.conftest import ROOT
 
 HEAD, CELLS = ("group", "LC"), [["das", "−1.5"], ["ncl + <migu>", "20"]]
 GROUPS = {"ncl": ([0.1, 0.2], [50.0, 51.0]), 'das "<&>"': ([0.3], [60.0]), "joint": ([None], [52.0])}
@@ -104,17 +103,6 @@ def test_markdown_has_tables_pictures_and_what_is_folded(tmp_path, picture):
     assert few(names, between=", ") == "d0, d1, d2, … 14 more …, d17, d18, d19"
 
 
-def test_marks_and_lines_of_the_legend_say_whose_they_are(picture):
-    text = inline_svg(picture, prefix="p1-", told='a "plane"')
-    assert text.startswith("<svg viewBox=") and 'aria-label="a &quot;plane&quot;"' in text
-    names = re.findall(r'data-group="([^"]*)"', text)
-    assert names.count("ncl") == 4  # runs, mean, and the legend's mark and text
-    assert names.count("das &quot;&lt;&amp;&gt;&quot;") == 4 and names.count("joint") == 3
-    assert "<title>ncl: FG 0.15 [0.1, 0.2]</title>" in text
-    assert not re.search(r"https?:|<style|<metadata|<!--|xlink", text)
-    assert set(re.findall(r'href="#(...)', text)) == {"p1-"} == set(re.findall(r' id="(...)', text))
-
-
 def test_pictures_are_named_by_content_and_the_same_each_time(tmp_path, picture):
     blocks = [Block(title="Any", picture=picture, name="forgetting_learning"), Block(title="Plain")]
     again = [Block(title="Other", lines=["first"]), *blocks]
@@ -187,20 +175,3 @@ def test_a_page_has_no_element_from_a_name(tmp_path):
 
     assert tags([*NAMES, "</script>", "<i>"]) - {"code"} == tags(["n"] * (len(NAMES) + 2)) - {"code"}
     assert inline("`one` and `a<b`, not <b>") == "<code>one</code> and <code>a&lt;b</code>, not &lt;b&gt;"
-
-
-# --- colours and markers
-
-
-def test_a_method_is_alike_on_pages_with_other_groups():
-    assert {path.stem for path in (ROOT / "conf" / "method").glob("*.yaml")} <= set(METHODS)
-    pages = [("ncl", "das", "kd"), ("hat", "das"), ("das", "ncl + migu", "own_method", "kd")]
-    found = [find_places((name, name) for name in names) for names in pages]
-    assert {page["das"] for page in found} == {own_place("das")}
-    assert found[0]["kd"] == found[2]["kd"] == own_place("kd")
-    eight = dict.fromkeys(["ncl", "ewc", "kd", "derpp", "demix", "migu", "das", "replay"])
-    variants = {name: name for name in eight} | {f"das (seed={place})": "das" for place in range(4)}
-    places = find_places(variants.items())
-    assert places["das"] == own_place("das") and places["replay"] == own_place("replay")
-    styles = [drawing.style(places[name]) for name, plain in variants.items() if plain == "das"]
-    assert len({style["color"] for style in styles}) == 1 and len({style["marker"] for style in styles}) == 5

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cpt.methods.base import ContinualMethod
-from cpt.trainer import extend
+from cpt.trainer import manifest
 from cpt.trainer.plan import make_plan
 from cpt.trainer.run_dir import RunDir
 from tests.conftest import ROOT
@@ -249,7 +249,7 @@ NEVER = {
 @pytest.mark.parametrize("given", NEVER)
 def test_where_no_more_steps_can_follow_that_is_told(given, small):
     plan = make_plan(small("order=[law]", *CONSTANT, "keep_end=true", *given.split()))
-    why = extend.why_end_is_final(plan)
+    why = manifest.why_end_is_final(plan)
     assert why.startswith(NEVER[given]) and bool(why) == (not given.endswith("Said"))
 
 

@@ -9,7 +9,6 @@ import pytest
 from cpt import verify
 from cpt.data.orders import Similarity, arrange_domains
 from cpt.train import is_done
-from cpt.trainer import domain_order
 from cpt.trainer.domain_order import load_cached_order, order_domains
 from cpt.trainer.plan import make_plan
 from tests.conftest import VOCABULARIES, sentences
@@ -57,7 +56,7 @@ def test_domains_of_one_kind_are_learned_one_after_another(embedding, of_pairs, 
     assert np.allclose(np.diagonal(matrix), 1) and (matrix == matrix.T).all()
     if embedding == "model":  # what two steps of learning make of texts is not much
         return
-    monkeypatch.setattr(domain_order, "write_similarity", None)  # of the same texts it is known
+    monkeypatch.setattr("cpt.trainer.similarity.write_similarity", None)  # of the same texts it is known
     tree, far, swapped = (
         order_domains(make_plan(of_pairs(f"order={how}"))).order
         for how in ("similar_tree", "dissimilar", "similar_swapped")

@@ -3,7 +3,8 @@
 from types import SimpleNamespace
 
 import pytest
-from cpt.trainer.eta import RunETA
+
+from cpt.trainer.loop import RunETA
 
 NONE = {kind: {} for kind in ("start", "generate", "learn", "score", "endtasks", "answers", "probes")}
 STEPS = {"law": 10, "food": 20, "art": 40}

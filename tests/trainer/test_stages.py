@@ -9,10 +9,11 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from cpt.adapters.domain_store import DomainParams
 from cpt.core.distributed import full_tensor
 from cpt.core.tensors import NamedTensors
+from cpt.trainer import checkpoint as fsdp
 from cpt.trainer import checkpoint as stages
-from cpt.trainer import fsdp
 from cpt.trainer.checkpoint import check_stage, load_stage, restore_stage, save_stage
 from cpt.trainer.costs import stored_bytes
+from cpt.trainer.lightning import shard_state
 from cpt.trainer.run_dir import RunDir
 from cpt.verify import damage_in_run
 from tests.runs.reading import same_state
@@ -54,7 +55,7 @@ def test_a_checkpoint_is_replaced_as_a_whole(function, tmp_path, monkeypatch):
         assert_read(path, step)
     assert [each.name for each in tmp_path.glob("*.shards")] == ["001-law.2.shards"]
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(f"cpt.trainer.fsdp.{function}", killed)
+        patch.setattr(f"cpt.trainer.checkpoint.{function}", killed)
         fsdp.save_shards(checkpoint(4), path)
     assert_read(path, 2)
     fsdp.save_shards(checkpoint(4), path)
@@ -133,7 +134,7 @@ def test_a_module_is_restored_however_it_is_laid_out(mesh, tmp_path, written, sh
     save_stage(Method(1).share_out(mesh) if written else Method(1), path)
     other = Method(2)
     if shared:
-        other.share_out(mesh).register_load_state_dict_pre_hook(fsdp.shard_state)
+        other.share_out(mesh).register_load_state_dict_pre_hook(shard_state)
     restore_stage(other, path, rests=rests)
     state = {name: full_tensor(each) if shared else each for name, each in other.state_dict().items()}
     assert same_state(state, Method(1).state_dict())
