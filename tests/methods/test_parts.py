@@ -1,0 +1,151 @@
+"""Methods with a part for each domain: what a domain has learned is kept bit for bit, scores its texts, is
+handed over as a copy and is exported."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import cpt.adapters.export
+from cpt.adapters.domain_store import BASE
+from tests.support.making import clones, same, state_beside_the_model
+from tests.support.running import token_nll
+
+HARSH = ["optim.weight_decay=0.3", "optim.lr=0.01", "trainer.steps=3"]
+HAT = "hat method.std=1 method.strength=0.75 method.gate_rate=1 method.form="  # the paper's: half are open
+KINDS = {  # the method with its options, and the family of the model
+    "adapter": ("adapter method.per_domain=true method.placement=houlsby method.activation=silu", "masked"),
+    "adapter in a causal model": ("adapter method.per_domain=true", "causal"),
+    "cpt_plugin": ("cpt_plugin", "masked"),
+    "cpt_plugin in a causal model": ("cpt_plugin method.norms=frozen", "causal"),
+    "demix": ("demix routing@method.routing=domain", "masked"),
+    "demix in a causal model": ("demix routing@method.routing=domain", "causal"),
+    "demix of adapters": ("demix routing@method.routing=domain method.experts=adapter", "masked"),
+    "hat": (f"{HAT}full", "masked"),
+    "hat in a causal model": (f"{HAT}full", "causal"),
+    "hat in adapters": (f"{HAT}adapter method.reduction=4", "masked"),
+    "hat in adapters of networks": (f"{HAT}adapter method.reduction=4 method.placement=ffn", "causal"),
+    "hat in two adapters a block": (f"{HAT}adapter method.reduction=4 method.placement=houlsby", "masked"),
+    "lora": ("lora method.per_domain=true", "masked"),
+    "prompt": ("prompt method.tokens=4", "masked"),
+    "prompt in a causal model": ("prompt method.tokens=4", "causal"),
+    "progprompt": ("progprompt method.tokens=4", "masked"),
+}
+OWN = (".adapter.", ".plugin.", ".lora_", "_gate.e", "prompt")  # what is not the base's
+BESIDE = [kind for kind in KINDS if "demix" not in kind and "form=full" not in KINDS[kind][0]]
+EXPORTED = [kind for kind in KINDS if kind != "lora"]  # tests/methods/test_lora.py has its own
+FOUND: dict[str, SimpleNamespace] = {}
+
+
+@pytest.fixture
+def learned(build):
+    """After two domains, and what was known on the way: losses by what was learned and by domain."""
+
+    def two(kind: str) -> SimpleNamespace:
+        if kind not in FOUND:
+            chosen, family = KINDS[kind]
+            work = build(*chosen.split(), *HARSH, on=family)
+            module, batches = work.module, [work.batches(text=text)[0] for text in ("law", "food")]
+            weights, sizes, rows = work.weights(), [state_beside_the_model(module)], []
+
+            @torch.no_grad()
+            def losses(domain: int) -> torch.Tensor:
+                module.eval()
+                return torch.cat([module.nll(batch, domain)[0] for batch in batches])
+
+            rows.append([losses(domain) for domain in (BASE, 0)])
+            for number in (0, 1):
+                work.learn(number)
+                rows.append([losses(domain) for domain in range(number + 1)])
+                sizes.append(state_beside_the_model(module))
+            FOUND[kind] = SimpleNamespace(**locals())
+        return FOUND[kind]
+
+    return two
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_before_anything_is_learned_it_is_the_base(kind, learned, build):
+    """Bit for bit, and so are its scores."""
+    found = learned(kind)
+    plain = build("ncl", on=found.family).module.eval()
+    with torch.no_grad():
+        expected = torch.cat([token_nll(plain.model, batch) for batch in found.batches])
+    assert all(torch.equal(each, expected) for each in found.rows[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_learned_stays_bit_for_bit(kind, learned):
+    """Under AdamW with weight decay and clipping, on text of any domain; others do learn, and otherwise."""
+    _, (law,), (again, food) = learned(kind).rows
+    assert (
+        torch.equal(law, again)
+        and not torch.equal(law, food)
+        and not torch.equal(law, learned(kind).rows[0][0])
+    )
+
+
+@pytest.mark.parametrize("kind", BESIDE)
+def test_the_base_keeps_its_bits_and_the_parts_learn(kind, learned):
+    found = learned(kind)
+    inside = {name for name in found.weights if any(part in name for part in OWN)}
+    norms = {name for name in found.work.module.bank.names if name not in inside}
+    after = found.work.weights()
+    moved = {name for name, value in found.weights.items() if not torch.equal(value, after[name])}
+    assert moved <= inside | norms and len(moved) > 0.8 * len(inside) > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_text_is_scored_by_its_own_part(kind, learned):
+    module, (batch, _) = learned(kind).module.eval(), learned(kind).batches
+    assert module.needs_domain
+    for domain in (0, 1):
+        with torch.no_grad():
+            nll, count = module.nll(batch, domain)
+            own = token_nll(module.model_for(domain).eval(), batch)
+        torch.testing.assert_close(nll, own, rtol=1e-4, atol=1e-4)
+        assert torch.equal(count, torch.ones_like(nll)) and nll.shape == batch["positions"].shape
+        assert module.used(domain) == {domain: 1.0}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_backbone_is_a_copy_that_computes_its_domain(kind, learned, build):
+    """And another module that is given the state of this one computes the same."""
+    found = learned(kind)
+    work, (batch, _) = found.work, found.batches
+    state = clones(work.module.state_dict())
+    copy = work.module.model_for(0)
+    for parameter in copy.parameters():
+        parameter.data.zero_()
+    assert same(state, work.module.state_dict())
+    other = build(*found.chosen.split(), on=found.family).module.eval()
+    other.load_state_dict(state)
+    with torch.no_grad():
+        for domain in (0, 1):
+            assert torch.equal(other.nll(batch, domain)[0], work.module.eval().nll(batch, domain)[0])
+
+
+@pytest.mark.parametrize("kind", EXPORTED)
+def test_what_is_exported_is_loaded(kind, learned, tmp_path):
+    """Each domain's own; the folder alone is a model that others can load."""
+    module, (batch, _) = learned(kind).module.eval(), learned(kind).batches
+    expression = module.export(tmp_path, ["law", "food"])
+    assert expression == f'cpt.adapters.export.load("{tmp_path}", domain="food")'
+    with torch.no_grad():
+        for domain, name in enumerate(["law", "food"]):
+            loaded = cpt.adapters.export.load(tmp_path, domain=name).eval()
+            assert not any("_gate" in each for each, _ in loaded.named_parameters())
+            torch.testing.assert_close(token_nll(loaded, batch), module.nll(batch, domain)[0])
+        plain = type(module.model).from_pretrained(tmp_path).eval()
+        assert token_nll(plain, batch).isfinite().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sequence_grows_by_a_part_per_domain(kind, learned):
+    """And else by what demix notes of a domain, a number or two."""
+    found = learned(kind)
+    part = sum(value.nbytes for value in found.module.bank.weights(1).values())
+    if "progprompt" in kind:
+        part = 4 * 32 * 4  # its own, of the chain of all
+    noted = found.sizes[2] - found.sizes[1] - part
+    assert 0 <= noted <= 16 * ("demix" in kind)
