@@ -61,13 +61,6 @@ def test_the_released_form_decays_all_entries_and_filters_adams_part():
         torch.testing.assert_close(weight.detach(), expected)
 
 
-def test_the_least_of_the_largest():
-    values = torch.tensor([0.1, -0.5, 0.3, -0.2])
-    assert [find_least(values, share).item() for share in (0.25, 0.5, 0.51, 1.0)] == pytest.approx(
-        [0.5, 0.3, 0.2, 0.1]
-    )
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_it_is_what_torch_finds_and_the_momentum_stays(dtype):
     torch.manual_seed(0)

@@ -207,7 +207,12 @@ def test_a_strong_pull_brings_the_model_back(build):
     assert far[100, "base"] < far[100, "previous"] < far[0, "previous"]
 
 
-def test_a_pull_past_where_a_weight_was_is_refused(build):
+def test_a_pull_past_where_a_weight_was_is_refused(build, caplog):
+    """And a line tells of one that is not the paper's."""
+    caplog.set_level("INFO", logger="cpt")
+    for rate, told in (("1e-3", False), ("1e-4", True)):
+        build("recadam", "method.strength=100", f"optim.lr={rate}", "trainer.steps=1").learn(0)
+        assert ("the paper: 0.1, method.strength=1000" in caplog.text) == told
     with pytest.raises(ValueError, match=r"method.strength=500 at optim\.lr"):
         build("recadam", "method.strength=500", "optim.lr=0.01")
 

@@ -12,17 +12,6 @@ def run_few(names: Iterable[Any], few: Collection[Any]) -> list:
     return [pytest.param(name, marks=[] if name in few else pytest.mark.campaign) for name in names]
 
 
-# Rows of the tables of methods that the campaign has: those whose kind of state another method stands for. A
-# method that is not named here runs always.
-STOOD_FOR = (
-    "adapter", "across", "branched", "cpt_plugin", "dga", "elle", "ema", "ewc", "growing", "inclora", "joint",
-    "kd", "l2", "lora", "peft", "mas", "merge_lora", "migu", "moelora", "nlora", "one", "progprompt",
-    "prompt", "replay", "reptile", "si", "wise_ft",
-)  # fmt: skip
-MANY = "|".join(STOOD_FOR)
-MORE = f"{MANY}|agem|companions|merge|none|osf|recadam"  # of whole runs
-MOST = f"{MORE}|ema|hat|ncl"  # of what few have to show
-
 ALL = ".*"
 # By file and test what rests until `pytest -m campaign`: a regular expression for whole names of rows; of a
 # test without rows, ALL.
@@ -44,31 +33,6 @@ RESTING = {
         "test_killed_within_a_domain_it_ends_with_the_same_bits": ALL,
         "test_long_chats_lose_their_oldest_exchanges": ALL,
     },
-    "test_contract.py": {
-        "test_a_causal_model_is_learned": MORE,
-        "test_compositions_go_on_with_the_same_bits": ".*mask=(?!migu replay).*",
-        "test_every_text_is_scored_by_known_parts": MANY,
-        "test_it_learns_in_16_bits": f"({MOST})-.*",
-        "test_killed_and_started_again_it_ends_with_the_same_bits": MORE,
-        "test_killed_between_domains_it_ends_with_the_same_bits": f".*({MOST})",
-        "test_the_exported_model_is_that_of_the_last_domain": MANY,
-        "test_two_domains_are_learned": MORE,
-    },
-    "test_contract_decoder.py": {
-        "test_it_learns_in_16_bits": "derpp|hat|olora",
-        "test_two_domains_are_learned_and_a_killed_run_ends_with_the_same_bits": (
-            "(ncl|ewc|kd|hat|agem|osf|merge|recadam|demix|derpp)-.*"
-        ),
-        "test_what_a_method_may_be_told": ALL,
-        "test_what_is_known_of_a_learned_domain_stays_bit_for_bit": "(cpt_plugin|prompt|lora).*",
-    },
-    "test_das.py": {
-        "test_a_model_without_dropout_learns_its_domain": ALL,
-    },
-    "test_derpp.py": {
-        "test_killed_with_a_full_memory_it_ends_with_the_same_bits": ALL,
-        "test_two_processes_keep_a_shard_each_and_go_on_with_the_same_bits": ALL,
-    },
     "test_distributed.py": {
         "test_statistics_are_those_of_all_processes": ALL,
         "test_two_processes_agree_where_a_seam_is_used": ALL,
@@ -88,9 +52,6 @@ RESTING = {
         "test_cells_are_counted_as_they_are_measured": ALL,
         "test_options_of_all_methods_are_profiled": ALL,
         "test_the_command_prints_tables_and_leaves_no_folder": ALL,
-    },
-    "test_elle.py": {
-        "test_killed_between_growing_and_the_first_step": ALL,
     },
     "test_experiments.py": {
         "test_an_experiment_has_a_plan_with_each_value_it_sweeps": "methods_table",
@@ -115,37 +76,11 @@ RESTING = {
         "test_two_and_then_one_more_are_three_at_once": "ncl|branched|derpp",
         "test_what_needs_all_domains_beforehand_says_so": "options[1-3].*",
     },
-    "test_guard.py": {
-        "test_a_transient_one_stops_the_run_and_costs_nothing": "(loss|gradient)-(first|last)",
-        "test_all_processes_hear_of_one": "stop.*|rollback-False",
-    },
-    "test_hat.py": {
-        "test_it_goes_on_within_the_third_domain": ALL,
-    },
-    "test_inclora.py": {
-        "test_kept_apart_a_run_goes_on_with_the_same_bits": ALL,
-    },
     "test_kill.py": {
         "test_sigkill_changes_no_bit": "in the base|after a stage|in the last domain|exporting|committing",
     },
     "test_leaks.py": {
         "test_a_killed_stage_has_the_leak_of_an_unbroken_one": ALL,
-    },
-    "test_lifelong_moe.py": {
-        "test_a_domain_begins_with_the_model_before_it": "(causal|both)-(base|last)",
-        "test_earlier_experts_and_their_rows_keep_their_bits": "(masked|both)-frozen",
-        "test_migu_masks_the_rows_of_new_experts_and_no_router": "(causal|both)-frozen",
-    },
-    "test_neutral.py": {
-        "test_at_neutral_strength_it_is_the_plain_method_bit_for_bit": (
-            "das (gradient|frozen)|l2 .*|migu .*|merge.*|mas|wise_ft|ema|reptile|elle|lifelong_moe|"
-            "recadam|si|moelora|nlora|replay|hat"
-        ),
-    },
-    "test_offload.py": {
-        "test_a_killed_run_goes_on_with_it_and_without": "ewc|olora",
-        "test_the_plan_says_what_changes_nothing": ALL,
-        "test_what_rests_elsewhere_has_the_same_bits": "ema|hat|ewc",
     },
     "test_orders.py": {
         "test_a_killed_run_goes_on_in_its_order": ALL,
@@ -153,9 +88,6 @@ RESTING = {
     "test_package.py": {
         "test_a_users_own_method_source_and_experiment_are_swept_away_from_the_checkout": ALL,
         "test_the_source_archive_installs_the_same": ALL,
-    },
-    "test_packing.py": {
-        "test_two_tasks_are_learned_and_a_killed_run_ends_with_the_same_bits": "replay|ncl|migu|derpp",
     },
     "test_parts_on_disk.py": {
         "test_a_run_that_is_begun_again_holds_nothing_that_rests": ALL,
@@ -175,13 +107,6 @@ RESTING = {
         "test_replay_keeps_what_was_learned": ALL,
         "test_the_method_is_ncl_with_replay_bit_for_bit": ALL,
     },
-    "test_reservoir.py": {
-        "test_every_sample_of_a_stream_is_as_likely_to_be_kept": "2",
-    },
-    "test_row_gradients.py": {
-        "test_a_run_ends_with_the_same_weights": "(gradient|update)-fisher|.*-output",
-        "test_a_run_of_low_rank_pairs_ends_with_the_same_weights": ALL,
-    },
     "test_sharded.py": {
         "test_a_killed_run_goes_on_with_the_same_bits": ALL,
         "test_a_process_holds_its_share_and_the_export_is_whole": ALL,
@@ -199,15 +124,6 @@ RESTING = {
     },
     "test_tasks.py": {
         "test_answers_are_learned_in_a_sequence": "(?!replay=past).*",
-    },
-    "test_text_packing.py": {
-        "test_two_domains_are_learned_and_a_killed_run_ends_with_the_same_bits": (
-            "small derpp|small_gpt2 replay|small_gpt2 ncl"
-        ),
-    },
-    "test_twelve_domains.py": {
-        "test_a_domain_adds_what_it_must_and_nothing_else": ALL,
-        "test_what_domains_share_is_stored_once": ALL,
     },
 }
 
