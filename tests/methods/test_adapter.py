@@ -5,11 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import cpt.adapters.export
 from cpt.adapters.bottleneck import Bottleneck
 from cpt.data.datamodule import Domain
 from tests.support.making import same
-from tests.support.running import logits_at, token_nll
 
 OWN = "method.per_domain=true"
 
@@ -40,16 +38,6 @@ def test_the_number_of_trained_parameters_is_the_formula(placement, reduction, s
     trained = {name: p.numel() for name, p in work.module.model.named_parameters() if p.requires_grad}
     assert sum(trained.values()) == 2 * sum(2 * 32 * d + d + 32 for d in sizes)
     assert trained.keys() == slot(work).keys()
-
-
-def test_others_are_scored_by_the_base(build):
-    work, plain = build("adapter", OWN), build("ncl")
-    [batch] = plain.batches()
-    visit(work.module, 0)
-    with torch.no_grad():
-        expected = token_nll(plain.module.model.eval(), batch)
-        assert all(torch.equal(work.module.eval().nll(batch, domain)[0], expected) for domain in (7, -1))
-    assert work.module.used(7) == work.module.used(-1) == {-1: 1.0}
 
 
 @pytest.mark.parametrize("start", ["base", "previous"])
@@ -95,13 +83,3 @@ def test_migu_masks_rows_of_both_maps_by_their_own_outputs(build):
         moved = (linear.weight != old).any(1).nonzero().flatten().tolist()
         count = {16: 16 - 11, 32: 32 - 22}[linear.out_features]
         assert moved == sorted(sums[linear].topk(count).indices.tolist())
-
-
-def test_one_for_all_is_exported_too(build, tmp_path):
-    work = build("adapter")
-    [batch] = work.batches()
-    for index in (0, 1):
-        visit(work.module, index)
-    loaded = eval(work.module.eval().export(tmp_path, ["law", "food"]), {"cpt": cpt})
-    assert torch.equal(logits_at(loaded, batch), logits_at(work.module.model, batch))
-    assert [path.stem for path in (tmp_path / "parts").iterdir()] == ["food"]

@@ -143,15 +143,6 @@ def test_each_domain_goes_on_from_what_the_last_one_ended_with(build):
     assert_close(work.weights(), {name: (ends[0][name] + ends[1][name]) / 2 for name in ends[0]})
 
 
-def test_fishers_add_up_over_domains(build):
-    work = build("merge", "method.rule=fisher")
-    work.learn(0)
-    sums = clones(work.module.merging.merged.fishers.named())
-    work.learn(1)
-    after = work.module.merging.merged.fishers.named()
-    assert all((each > 0).any() and (after[name] >= each).all() for name, each in sums.items())
-
-
 def test_pairs_are_merged_by_their_products(build):
     work = build("merge_lora", "method.rule=task_arithmetic", "method.start=base", "method.scale=0.5")
     apart = build("lora", "method.per_domain=true")

@@ -16,7 +16,6 @@ from tests.support.making import DROPOUT, same
 from tests.support.running import token_nll
 
 DECAY = ["optim.weight_decay=0.5", "optim.lr=0.01"]
-EXPERTS = ["ffn", "adapter"]
 
 
 @pytest.fixture
@@ -93,18 +92,6 @@ def test_an_expert_begins_as_the_nearest(experts, family, demix):
     assert same(rest, {name: value for name, value in work.weights().items() if name in rest})
 
 
-def test_the_nearest_domain_is_found(demix):
-    """Experts of three domains; the next domain's text is that of one of them."""
-    work = demix("model.base.steps=100", "trainer.steps=30", "optim.lr=0.01", on="causal")
-    for number in range(3):
-        work.learn(number)
-    enter(work.module, 3)
-    for planted, name in enumerate(("law", "food", "space")):
-        work.module.before_domain(batches(work, name))
-        assert work.module.sources[3] == planted and same(slot(work), part(work, planted))
-        assert int(work.module.perplexities.argmin()) == planted + 1
-
-
 @pytest.mark.parametrize(
     ("options", "found", "source"),
     [
@@ -169,19 +156,3 @@ def test_of_the_model_the_feed_forward_network_learns_and_all_of_it(family, want
     expected = {name for name in before if any(each in name for each in wanted)}
     assert changed == expected == set(work.module.bank.names) and len(expected) == count
     assert {name for name, p in work.module.model.named_parameters() if p.requires_grad} == expected
-
-
-@torch.no_grad()
-def test_which_expert_scores_a_text(demix):
-    """Text of a learned domain its own; general text and domains to come the mixture, with the base."""
-    work = demix()
-    assert work.module.needs_domain
-    visit(work.module, 0)
-    visit(work.module, 1)
-    [batch] = batches(work, "law", rows=5)
-    work.module.eval()
-    for domain, parts in ((0, {0}), (1, {1}), (2, {BASE, 0, 1}), (BASE, {BASE, 0, 1})):
-        nll, count = work.module.nll(batch, domain)
-        assert torch.equal(count, torch.ones_like(nll)) and nll.shape == batch["positions"].shape
-        assert set(work.module.used(domain)) == parts
-    assert not demix("routing@method.routing=posterior").module.needs_domain

@@ -1,6 +1,5 @@
 """DER++ against its formula, and that it leaves alone what it does not change."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -11,8 +10,6 @@ from cpt.data.collate import UNSCORED, labels_of
 from cpt.data.sampler import TrainStream
 from cpt.methods.common.reservoir import bytes_per_sample
 from cpt.models.objectives import Causal
-from tests.methods.test_contract import bits
-from tests.runs.test_distributed import DDP, batches, run
 from tests.support.running import batch_of
 
 FEW = ["method.memory=20", "method.draw=3"]
@@ -112,19 +109,6 @@ def test_what_is_stored_is_what_the_model_gave(matched, precision, near, derpp):
     torch.testing.assert_close(replay, module.losses(batch)["lm"])
 
 
-@pytest.mark.parametrize(("draw", "sizes"), [("null", [8, 8]), ("3", [8, 6]), ("500", [8, 16])])
-def test_a_step_runs_one_more_forward_for_both_draws(draw, sizes, build):
-    """Draws and decisions leave the global generators alone."""
-    work, seen = build("derpp", *FEW, f"method.draw={draw}"), []
-    one, two = work.batches(2)
-    work.module.eval().losses(one)
-    hook = lambda model, inputs, named: seen.append(len(named["input_ids"]))  # noqa: E731
-    work.module.model.register_forward_pre_hook(hook, with_kwargs=True)
-    before = torch.get_rng_state()
-    work.module.losses(two)
-    assert seen == sizes and torch.equal(torch.get_rng_state(), before)
-
-
 def test_both_domains_are_in_the_memory(build):
     """And every part of an accumulated batch."""
     work = build("derpp", "method.memory=48", "trainer.accumulate_grad_batches=2")
@@ -154,23 +138,3 @@ def test_the_memory_takes_its_budget(matched, family, build):
     assert sum(value.nbytes for value in state) == module.memory.bytes
     with pytest.raises(ValueError, match=r"method\.memory_bytes=9; allowed"):
         build("derpp", *given, "method.memory_bytes=9", on=family)
-
-
-@pytest.mark.campaign
-def test_two_processes_keep_a_shard_each_and_go_on_with_the_same_bits(corpora, cache, tmp_path):
-    """Slot s is of process s mod 2; the file of the first process has both shards."""
-    options, (whole, killed) = [*DDP, "method=derpp", *FEW], (tmp_path / "whole", tmp_path / "killed")
-    places = {"corpora": corpora, "cache": cache}
-    whole.mkdir(), killed.mkdir()
-    assert run(whole, whole / "out", *options, **places) == 0, (whole / "out" / "log").read_text()
-    state = torch.load(sorted((whole / "run" / "stages").glob("*.pt"))[-1], weights_only=True)
-    rows = zip(state["memory.input_ids"].tolist(), state["memory.labels"].tolist(), strict=True)
-    stored = [json.dumps(list(row)) for row in rows]
-    seen = [{json.dumps(s) for batch in batches(whole / "out", rank) for s in batch[2]} for rank in (0, 1)]
-    assert set(stored[0::2]) <= seen[0] and set(stored[1::2]) <= seen[1]
-    assert not set(stored[0::2]) & set(stored[1::2]) and state["memory.seen"].sum() == 96
-    first, second = ((whole / "out" / f"hashes-{rank}.txt").read_text() for rank in (0, 1))
-    assert first == second
-    assert run(killed, killed / "first", *options, **places, death=5) != 0
-    assert run(killed, killed / "second", *options, **places) == 0
-    assert bits(killed / "run") == bits(whole / "run")

@@ -10,9 +10,7 @@ from torch import Tensor
 import cpt.adapters.export
 from cpt.core.randomness import key
 from cpt.models.units import blocks, sublayers
-from tests.methods.test_contract import bits, told
-from tests.support.campaign import run_few
-from tests.support.killing import KilledError
+from tests.methods.test_contract import told
 from tests.support.making import Watch, made
 
 ALONE = {"neurons": 1.5, "heads": 2, "layers": 1, "hidden": 2}  # each part by itself
@@ -189,34 +187,6 @@ def test_text_that_is_not_learned_yet_is_read_with_the_latest_prompt(elle):
     torch.testing.assert_close(found.detach(), prompted(work, batch, 0))
     assert work.module.used(0) == {0: 1.0} and (counts == 1).all()
     assert (found.detach() - prompted(work, batch, 1)).abs().max() > 1e-6
-
-
-class Dies(Callback):
-    """When the model has grown for a stage, and nothing has been learned."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def on_train_start(self, trainer, module):
-        if trainer.datamodule.domain.name == self.name:
-            raise KilledError
-
-
-KILLED = {"all": ["method.hidden=[2,1]"], "branched": BRANCH, "frozen": ["freeze.layers=1"]}
-
-
-@pytest.mark.parametrize("kind", run_few(KILLED, []))
-def test_killed_between_growing_and_the_first_step(kind, killing, small, start, tmp_path):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    options = ["method=elle", THREE, "trainer.steps=3", "replay=past", *KILLED[kind]]
-    start(small(*options), whole)
-    for name in ("food", "space"):
-        killing(Dies(name))
-        with pytest.raises(KilledError):
-            start(small(*options), killed)
-    killing(None)
-    start(small(*options), killed)
-    assert bits(killed) == bits(whole)
 
 
 def test_a_branch_grows_where_it_goes_on(elle):

@@ -27,9 +27,8 @@ from cpt.models.options import NOT_FROZEN
 from cpt.trainer.base_model import learn_tokenizer
 from cpt.trainer.costs import CostMonitor
 from cpt.trainer.plan import make_plan
-from tests.conftest import ROOT, SHARED, SMALL
-from tests.support.making import DROPOUT, ORDER, assert_close, clones, same
-from tests.support.processes import ended, started
+from tests.conftest import SHARED
+from tests.support.making import DROPOUT, assert_close, clones, same
 from tests.support.running import batch_of, some_rows
 
 GOLDEN = SHARED / "golden"
@@ -228,18 +227,6 @@ def test_the_penalty_acts_from_the_second_domain_on(build):
     assert same(*between) and far[0] < 0.8 * far[1]
 
 
-def test_frozen_embeddings_have_no_fisher(build):
-    work = build("ewc", "freeze.embeddings=true")
-    before, frozen = work.weights(), {id(p) for p in work.module.frozen}
-    for number in (0, 1):
-        work.learn(number)
-    names = {name for name, p in work.module.model.named_parameters() if id(p) in frozen}
-    assert names
-    for name, value in fisher_of(work).items():
-        assert bool(value.any()) != (name in names), name
-        assert torch.equal(work.weights()[name], before[name]) == (name in names), name
-
-
 @pytest.mark.parametrize("shares", [(2, 0), (1, 1), (0, 2)])
 def test_the_processes_fishers_are_summed(shares, learnt, monkeypatch):
     """Also where one of them has nothing of the probe."""
@@ -252,23 +239,6 @@ def test_the_processes_fishers_are_summed(shares, learnt, monkeypatch):
     fisher(model, probe[: shares[0]])
     monkeypatch.setattr(distributed, "all_reduce", lambda tensor: tensor.add_(sent.pop(0)))
     assert_close(clones(fisher(model, probe[shares[0] :])), expected, rtol=1e-3, atol=1e-9)
-
-
-@pytest.mark.campaign
-def test_two_processes_learn_as_one(corpora, cache, small, start, tmp_path):
-    """One of them has 16 samples of the probe, the other 8."""
-    options = [ORDER, "method=ewc", "trainer.probe_samples=24"]
-    start(small(*options), tmp_path / "one")
-    places = [f"domains.root={corpora}", f"cache_dir={cache}", f"hydra.run.dir={tmp_path / 'two'}"]
-    both = ["domains=texts", *places, *SMALL, *options, "strategy=ddp", "trainer.accelerator=cpu"]
-    process = started(ROOT / "run.py", *both, cwd=tmp_path, log=tmp_path / "log", twin=True)
-    assert ended(process) == 0, (tmp_path / "log").read_text()
-    paths = [sorted((tmp_path / name / "stages").glob("*.pt"))[-1] for name in ("one", "two")]
-    one, two = (torch.load(path, weights_only=True) for path in paths)
-    assert one["domains"] == two["domains"] == 2
-    for name in one:
-        near = {"rtol": 1e-2, "atol": 1e-4 * one[name].abs().max().item() + 1e-9}
-        torch.testing.assert_close(one[name], two[name], **near, msg=name)
 
 
 def golden_batches(domain: int) -> list[dict[str, torch.Tensor]]:

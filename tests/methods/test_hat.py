@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cpt.adapters.domain_store import BASE
 from cpt.adapters.gates import anneal, hard, regulariser, soft
 from cpt.gradient_masks.hat import ClaimedUnits
 from cpt.models.units import Part, Units, shared_members
 from tests.conftest import SHARED
-from tests.support.making import Made, Watch, same
-from tests.support.running import batch_of, logits_at, token_nll
+from tests.support.making import Made, Watch
+from tests.support.running import batch_of, logits_at
 
 HARSH = ["optim.weight_decay=0.1", "model.lr=1e-2", "trainer.gradient_clip_val=0.5"]
 FORMS = {
@@ -102,15 +101,6 @@ def test_what_no_unit_owns_is_frozen_after_the_first_domain(hat):
     assert set(work.module.gates.names) <= trained
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_its_scores_are_the_bases_before_anything_is_learned(form, hat, build):
-    base, work = build("ncl").module.eval(), hat(*FORMS[form])
-    batch = some_batch(base.model.config.vocab_size)
-    nll, count = work.module.eval().nll(batch, 0)
-    assert torch.equal(nll, token_nll(base.model, batch).detach()) and torch.equal(count, torch.ones(48))
-    assert work.module.used(0) == {BASE: 1.0}
-
-
 def terms(work: Made, step: int = 2) -> dict[str, Tensor]:
     """The terms of a loss at one of six steps, outside a trainer."""
     module = work.module.train()
@@ -169,35 +159,6 @@ def test_what_is_taken_only_grows(hat):
         assert torch.equal(taken, torch.maximum(before, own)) and taken.sum() > before.sum()
 
 
-@pytest.mark.parametrize("form", ["full", "adapter"])
-def test_end_tasks_do_not_open_a_gate_again(form, hat):
-    work = hat(*HARSH, *FORMS[form])
-    work.learn(0)
-    before, model, expected = work.weights(), work.module.model_for(0), function(work, 0)
-    batch = some_batch(model.config.vocab_size)
-    with torch.no_grad():
-        assert all(torch.equal(logits_at(each, batch), expected) for each in (model.eval(), model.train()))
-    held = {name for name, p in model.named_parameters() if not p.requires_grad}
-    assert set(work.module.gates.names) <= held and same(work.weights(), before)
-    assert all(part.e.requires_grad for part in work.module.gates.parts)
-
-
-@pytest.mark.parametrize("form", ["full", "adapter"])
-def test_gates_learn_at_a_rate_of_their_own(form, hat):
-    """Adam's first step is the rate: that of e is gate_rate times that of weights, to the schedule's end."""
-    moved, seen = {}, {}
-    rates = lambda m: [group["lr"] for group in m.trainer.optimizers[0].param_groups]  # noqa: E731
-    for times in (1, 20):
-        work = hat(*FORMS[form], f"method.gate_rate={times}", "trainer.steps=4", "method.strength=0")
-        watch = Watch(lambda m: (torch.cat([part.e.detach() for part in m.gates.parts]), rates(m)))
-        work.learn(0, watch)
-        (_, (first, _)), (_, (second, _)) = watch.seen[:2]
-        moved[times], seen[times] = (second - first).abs().median(), [each for _, (_, each) in watch.seen]
-    assert moved[20] / moved[1] == pytest.approx(20, rel=0.05)
-    for plain, own in zip(seen[1], seen[20], strict=True):
-        assert own == [plain[0], plain[0], 20 * plain[0], 20 * plain[0]] and plain == plain[:1] * 2
-
-
 def test_what_a_domain_opens_is_learned_and_not_drawn(build):
     """At the defaults; with the paper's draw, strength and rate, hardly a gate turns under AdamW."""
     turned = {}
@@ -207,16 +168,6 @@ def test_what_a_domain_opens_is_learned_and_not_drawn(build):
         work.learn(0, watch)
         turned[name] = (watch.seen[0][1] != watch.seen[-1][1]).float().mean().item()
     assert turned["paper"] < 0.1 < 0.2 < turned["default"]
-
-
-def test_frozen_layers_still_have_gates(hat):
-    work = hat("freeze.layers=1", *HARSH)
-    before = work.weights()
-    work.learn(0)
-    after = work.weights()
-    first = [n for n in before if n.startswith("model.layers.0.") and not n.endswith(".e")]
-    assert first and all(torch.equal(before[n], after[n]) for n in first)
-    assert [part.e.requires_grad for part in work.module.gates.parts] == [True] * 6
 
 
 GOLDEN = SHARED / "golden" / "hat_adapter.npz"

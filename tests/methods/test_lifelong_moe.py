@@ -249,18 +249,3 @@ def test_migu_masks_the_rows_of_new_experts_and_no_router(family, dense, moe):
             assert rows.all()
         else:
             assert all(int(each.sum()) == len(each) - int(0.7 * len(each)) for each in segments)
-
-
-def test_blocks_that_are_frozen_have_no_mixture(moe):
-    last = ["model.layers.1.mixture"]
-    assert list(mixtures_of(moe(ALL, "freeze.layers=1").module.model)) == last
-    assert list(mixtures_of(moe().module.model)) == last and len(mixtures_of(moe(ALL).module.model)) == 2
-
-
-@pytest.mark.parametrize(
-    ("option", "line"), [("experts=0", "no FFN becomes a mixture"), ("top_k=1", "each gate is 1")]
-)
-def test_what_has_no_effect_is_told(option, line, moe, caplog):
-    caplog.set_level("INFO")
-    moe(f"method.{option}")
-    assert f"method.{option}: {line}" in caplog.text

@@ -225,20 +225,3 @@ def test_the_rows_are_those_of_brute_force(method, options, family, build):
             factor = factors[id(parameter)]
             assert factor.shape == (len(parameter), 1)
             assert {*factor.flatten().nonzero().flatten().tolist()} == largest(output, present, own, 0.5)
-
-
-@pytest.mark.parametrize("method", ["lora", "olora"])
-def test_rows_that_are_not_chosen_keep_their_bits(method, build):
-    work = build(method, *MIGU, "mask.migu.acts_on=frozen", "trainer.steps=1", DECAY)
-    [mask], starts = work.module.masks, starts_of(work)
-    work.learn(0)
-    counts = mask.chosen.clone()
-    work.learn(1)
-    for each, place in zip(mask.maps, mask.places, strict=True):
-        name = next(n for n, p in work.module.model.named_parameters() if p is each.module.weight)
-        changed, allowed = (
-            (each.module.weight != starts[1][0][name]).any(1),
-            (mask.chosen - counts)[place].bool(),
-        )
-        assert not changed[~allowed].any() and (~allowed).sum() == len(allowed) // 2
-        assert changed.any() or not name.endswith("lora_B.default.weight")

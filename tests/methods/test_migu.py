@@ -207,11 +207,6 @@ def test_biases_and_heads_only_when_asked():
     assert id(untied.lm_head.weight) in covered(untied, head=True)
 
 
-def test_a_head_that_is_asked_for_and_not_there_is_told(build, caplog):
-    build("lora", "mask=migu", "mask.migu.head=true")
-    assert "head=true adds nothing" in caplog.text
-
-
 def test_masked_rows_get_no_gradient_and_the_others_all_of_it(build, monkeypatch):
     """By the outputs on the batch that is learned, in every map and at every step; heads, embeddings, norms
     and biases are not touched."""

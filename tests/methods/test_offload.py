@@ -1,13 +1,10 @@
 """What rests in the host's memory: the same bits, nothing of it on the model's device, and no sum of both."""
 
-import weakref
 from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._pytree import tree_iter
-from torch.utils.weak import WeakIdKeyDictionary
 
 from cpt.adapters.domain_store import BASE, domain_params
 from cpt.core.tensors import NamedTensors
@@ -170,49 +167,6 @@ def test_a_pull_in_pieces_has_the_bits_of_the_whole(weighted):
         (3 * value).backward()
         found.append([value.detach(), *(each.grad.clone() for each in model.parameters())])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
-class Largest(SecondDevice):
-    """Notes the most bytes of meta tensors that were alive at once: held ones and those of operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self.known = WeakIdKeyDictionary(ref_type=weakref.ref)
-
-    def hold(self, tensors):
-        for storage in [each.untyped_storage() for each in tensors if each.is_meta]:
-            if storage not in self.known:
-                self.known[storage] = True
-                self.now += storage.nbytes()
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self.free, storage.nbytes()).atexit = False
-
-    def free(self, size):
-        self.now -= size
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        found = super().__torch_dispatch__(function, types, args, kwargs)
-        self.hold(each for each in tree_iter(found) if isinstance(each, torch.Tensor))
-        return found
-
-
-@pytest.mark.parametrize("elsewhere", [True, False])
-def test_of_what_rests_one_tensor_at_a_time_is_on_the_device(elsewhere):
-    """Of a pull the gradients and, for a while, three tensors of a parameter; not two models more."""
-    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(10)))
-    anchors, weights, size = drawn(model), drawn(model), 64 * 64 * 4
-    model.to("meta")
-    if not elsewhere:
-        anchors, weights = ({k: v.to("meta") for k, v in each.items()} for each in (anchors, weights))
-    watched = Largest()
-    watched.hold([*model.parameters(), *anchors.values(), *weights.values()])
-    before = watched.now
-    with watched:
-        value = quadratic_penalty(model, anchors, weights, elsewhere=elsewhere)
-    most = watched.peak - before
-    assert value.is_meta and before == (10 if elsewhere else 30) * size
-    assert most < 14 * size if elsewhere else most > 19 * size
 
 
 @pytest.mark.parametrize("kind", run_few(KEPT, ["demix"]))

@@ -92,13 +92,6 @@ def scored(run, name: str, *, rows: int = 8, size: int = 4, domain: int = BASE) 
     return torch.cat([run.module.nll(each, domain)[0] for each in batches(run, name, rows=rows, size=size)])
 
 
-def test_posteriors_by_hand():
-    """Two parts and the base; the second token decides nothing yet at its own place."""
-    likelihood = torch.tensor([[0.5, 0.5, 0.1], [0.25, 0.5, 0.1], [0.25, 0.125, 0.8]]).log()
-    expected = torch.tensor([[1 / 3, 0.5, 8 / 13], [1 / 3, 0.25, 4 / 13], [1 / 3, 0.25, 1 / 13]])
-    torch.testing.assert_close(weigh(router(), likelihood, torch.tensor([0, 0, 0])), expected)
-
-
 @pytest.mark.parametrize("prior", PRIORS)
 @pytest.mark.parametrize("size", [12, 7, 3])
 def test_the_weights_are_the_slow_ones(prior, size):
@@ -109,21 +102,6 @@ def test_the_weights_are_the_slow_ones(prior, size):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_updating_by_hand():
-    """One token per row: the posterior of a row is then the token's likelihood times the prior."""
-    mixing, likelihood = router(1, prior="updating", decay=0.5), torch.tensor([[0.3, 0.3], [0.1, 0.1]]).log()
-    found = weigh(mixing, likelihood, torch.tensor([0, 1]))
-    torch.testing.assert_close(found, torch.tensor([[0.5, 0.625], [0.5, 0.375]]))
-    end = 0.625 * 3 / (0.625 * 3 + 0.375)
-    torch.testing.assert_close(mixing.prior, torch.tensor([(0.625 + end) / 2, (1.375 - end) / 2]).double())
-
-
-def test_a_cached_prior_is_the_mean_posterior_of_the_first_rows_and_then_fixed():
-    likelihood = torch.tensor([[0.3, 0.1, 0.5, 0.9], [0.1, 0.1, 0.5, 0.1]]).log()
-    found = weigh(router(1, prior="cached", cached=2), likelihood, torch.tensor([0, 1, 2, 3]))
-    torch.testing.assert_close(found[0], torch.tensor([0.5, 0.5, 0.625, 0.625]))
-
-
 @pytest.mark.parametrize("prior", PRIORS)
 def test_a_token_does_not_decide_its_own_weight(prior):
     other = LIKELIHOOD.clone()
@@ -132,13 +110,6 @@ def test_a_token_does_not_decide_its_own_weight(prior):
     torch.testing.assert_close(after[:, :5], before[:, :5], rtol=0, atol=1e-6)
     assert (after[:, 5] - before[:, 5]).abs().max() > 0.05
     assert ((after[:, 7:] - before[:, 7:]).abs().max() > 1e-4) == (prior == "updating")
-
-
-def test_rows_begin_at_the_prior():
-    mixing = router()
-    mixing.prior = torch.tensor([0.7, 0.2, 0.1]).double()
-    for first in STARTS:
-        torch.testing.assert_close(weigh(mixing)[:, first], torch.tensor([0.7, 0.2, 0.1]))
 
 
 def test_the_largest_are_kept_and_sum_to_one():
@@ -169,17 +140,6 @@ def test_which_parts_are_mixed(options, domains, own, other):
     mixing = router(domains, **options)
     assert mixing.mixed(1) == own and mixing.mixed(BASE) == mixing.mixed(7) == other
     assert mixing.needs_domain == (options.get("learned", "domain") == "domain")
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("part", [BASE, 0, 2])
-def test_a_prior_that_is_sure_is_that_part(part, work):
-    run = work()
-    first, second = batches(run, "law", rows=8, size=4)
-    run.module.nll(first, BASE)
-    run.module.router.prior = torch.eye(4).double()[part + 1]
-    expected = token_nll(run.module.model, second, weights=run.module.bank.weights(part))
-    torch.testing.assert_close(run.module.nll(second, BASE)[0], expected)
 
 
 @torch.no_grad()

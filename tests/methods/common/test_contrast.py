@@ -189,17 +189,6 @@ def test_the_term_contrasts_the_three_passes(text, own):
     assert contrast(model, contrast=0.0, dropout=None).term(batch, hidden=hidden, soft=soft) == {}
 
 
-def test_text_that_is_not_corrupted_costs_no_pass_more():
-    """A causal model's, whose language-model pass is the anchor."""
-    model, batch, passes = roberta(rate=0.1), batch_of(3), []
-    model.roberta.register_forward_hook(lambda *_: passes.append(1))
-    given = {"hidden": torch.randn(3, 12, 32), "soft": soft_mask(model)}
-    contrast(model, text="uncorrupted").term(batch, **given)
-    assert len(passes) == 2
-    contrast(model, text="uncorrupted", objective=Uncorrupting()).term(masked(batch), **given)
-    assert len(passes) == 5
-
-
 @pytest.mark.parametrize("own", [0.0, 0.1])
 def test_a_positive_is_not_its_anchor(own, represented):
     """A model without dropout would only be pushed away; its rates and modes are as they were."""
