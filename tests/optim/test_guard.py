@@ -1,7 +1,5 @@
 """Losses and gradients that are no numbers: no step is made on them, and nothing that they spoil is kept."""
 
-import re
-
 import pytest
 import torch
 from transformers import AutoModelForMaskedLM, AutoTokenizer
@@ -47,32 +45,29 @@ def spoiled(monkeypatch):
     return spoil
 
 
-WHOLE = {}
+@pytest.fixture(scope="module")
+def wholes():
+    return {}
 
 
 @pytest.fixture
-def whole(small, start, tmp_path_factory):
-    if not WHOLE:
-        WHOLE["folder"] = tmp_path_factory.mktemp("whole")
-        start(small(ORDER), WHOLE["folder"])
-    return WHOLE["folder"]
+def whole(wholes, small, start, tmp_path_factory):
+    if not wholes:
+        wholes["folder"] = tmp_path_factory.mktemp("whole")
+        start(small(ORDER), wholes["folder"])
+    return wholes["folder"]
 
 
-AT = [pytest.param(step, marks=[] if step == STEP else pytest.mark.campaign) for step in (0, STEP, 5)]
-
-
-@pytest.mark.parametrize("step", AT)
 @pytest.mark.parametrize("gradient", [False, True], ids=["loss", "gradient"])
 def test_a_transient_one_stops_the_run_and_costs_nothing(
-    step, gradient, whole, small, start, spoiled, tmp_path, monkeypatch
+    gradient, whole, small, start, spoiled, tmp_path, monkeypatch
 ):
-    with monkeypatch.context():
-        spoiled(float("inf"), steps=(step,), gradient=gradient)
-        term = "norm of the gradient is (inf|nan)" if gradient else "lm loss is (inf|nan)"
-        with pytest.raises(ValueError, match=rf"{term}.* at step {step} of law; .*\(optim.lr\)"):
-            start(small(ORDER), tmp_path)
-        assert told(tmp_path)["rows"] == ["base"]
-        monkeypatch.undo()
+    spoiled(float("inf"), gradient=gradient)
+    term = "norm of the gradient is (inf|nan)" if gradient else "lm loss is (inf|nan)"
+    with pytest.raises(ValueError, match=rf"{term}.* at step {STEP} of law"):
+        start(small(ORDER), tmp_path)
+    assert told(tmp_path)["rows"] == ["base"]
+    monkeypatch.undo()
     start(small(ORDER), tmp_path)
     assert same(state(tmp_path), state(whole)) and told(tmp_path)["nll"] == told(whole)["nll"]
     assert told(tmp_path)["skipped"] == [0, 0, 0]
@@ -80,8 +75,6 @@ def test_a_transient_one_stops_the_run_and_costs_nothing(
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_step_that_is_left_out_changes_nothing(accumulate, small, start, spoiled, tmp_path, monkeypatch):
-    """Neither weights nor moments nor decay: the model of a step later is that of a step before, and nothing
-    is done after it. It is counted."""
     seen, updates, made = {}, [], ContinualMethod.optimizer_step
 
     def noted(self, epoch, batch_idx, optimizer, closure):
@@ -137,8 +130,6 @@ def test_a_killed_run_knows_what_it_left_out(small, start, spoiled, killing, tmp
 
 
 def test_ruined_weights_replace_no_checkpoint(small, start, whole, tmp_path, monkeypatch):
-    """Of the last step: its damage would meet no loss."""
-
     def ruin(self):
         if self.trainer.global_step == 5:
             next(self.model.parameters()).data.fill_(float("inf"))
@@ -162,17 +153,19 @@ def test_what_one_process_has_stops_all(monkeypatch):
 def test_a_base_that_is_no_number_is_not_kept(small, start, tmp_path):
     cfg = small(ORDER, f"cache_dir={tmp_path / 'cache'}", "model.base.optim.lr=1e30", "model.base.warmup=0")
     cfg.model.base.gradient_clip_val = None
-    with pytest.raises(ValueError, match=r"this is the base model, .*model.base.optim.lr"):
+    with pytest.raises(ValueError, match=r"model.base.optim.lr"):
         start(cfg, tmp_path / "run")
     assert not [each for each in tmp_path.glob("cache/base/*") if each.is_dir() and each.suffix != ".partial"]
 
 
 def test_a_given_model_that_is_no_number_is_told_before_anything_is_learned(small, start, whole, tmp_path):
-    model = AutoModelForMaskedLM.from_pretrained(whole / "model")
+    model, tokenizer = (
+        kind.from_pretrained(whole / "model") for kind in (AutoModelForMaskedLM, AutoTokenizer)
+    )
     torch.nn.init.constant_(next(model.parameters()), NAN)
-    for part in (model, AutoTokenizer.from_pretrained(whole / "model")):
+    for part in (model, tokenizer):
         part.save_pretrained(tmp_path / "model")
-    with pytest.raises(ValueError, match=r"after base is not finite \(law: nan, .*model.checkpoint"):
+    with pytest.raises(ValueError, match=r"after base is not finite .*model.checkpoint"):
         start(small(ORDER, f"model.checkpoint={tmp_path / 'model'}"), tmp_path / "run")
     assert not (tmp_path / "run" / "scores.json").exists()
 
@@ -219,32 +212,21 @@ from cpt.__main__ import main
 
 main()
 """
+ALONE = [pytest.param(policy, False, marks=pytest.mark.campaign) for policy in ("stop", "rollback")]
 
 
-@pytest.mark.parametrize(
-    ("policy", "after"),
-    [
-        pytest.param("stop", False, marks=pytest.mark.campaign),
-        pytest.param("rollback", False, marks=pytest.mark.campaign),
-        ("rollback", True),
-    ],
-)
+@pytest.mark.parametrize(("policy", "after"), [*ALONE, ("rollback", True)])
 def test_all_processes_hear_of_one(policy, after, corpora, cache, tmp_path):
     """The loss of one of two processes alone, with a gradient of numbers; or its weights after a step."""
     script, folder, log = tmp_path / "script.py", tmp_path / "run", tmp_path / "log"
     script.write_text(SCRIPT.format(root=str(ROOT), after=after))
-    given = [
-        "domains=texts",
-        f"domains.root={corpora}",
-        f"cache_dir={cache}",
-        f"hydra.run.dir={folder}",
-        ORDER,
-    ]
-    given += [*SMALL, "strategy=ddp", "trainer.accelerator=cpu", f"on_nonfinite={policy}"]
-    code, said = ended(started(script, *given, cwd=tmp_path, log=log, twin=True), seconds=60), log.read_text()
+    places = [f"domains.root={corpora}", f"cache_dir={cache}", f"hydra.run.dir={folder}"]
+    given = ["domains=texts", *places, ORDER, *SMALL, "strategy=ddp", "trainer.accelerator=cpu"]
+    process = started(script, *given, f"on_nonfinite={policy}", cwd=tmp_path, log=log, twin=True)
+    code, said = ended(process, seconds=60), log.read_text()
     if policy == "stop":
         assert code == 1 and "the lm loss is inf at step 3 of law" in said
     else:
         assert code == 0 and told(folder)["skipped"] == [0, 2, 0], said  # of the two since the checkpoint
         assert all_finite(state(folder).values())
-        assert bool(re.search("weights are not finite after step 4 of law", said)) == after
+        assert ("weights are not finite after step 4 of law" in said) == after
