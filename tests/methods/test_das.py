@@ -1,13 +1,24 @@
-"""DAS and DGA as runs: what they protect, and when they measure."""
+"""DAS and DGA: the contrastive loss against loops and the authors' numbers; what they protect, and when they
+measure."""
 
+import math
+
+import numpy as np
 import pytest
 import torch
+from transformers import T5Config, T5ForConditionalGeneration
 
-from cpt.data.sampler import TrainStream
+from cpt.core.randomness import sample_keys
+from cpt.data.collate import Rows, labels_of
 from cpt.gradient_masks import soft as soft_masks
-from cpt.models.forward import dropout_of, in_mode
-from tests.conftest import VOCABULARIES, sentences
-from tests.support.running import token_nll
+from cpt.gradient_masks.soft import SoftMask
+from cpt.methods import das as contrasting
+from cpt.methods.das import ContrastiveLoss, contrastive
+from cpt.methods.options import ContrastOptions
+from cpt.models.forward import dropout, dropout_of, mean_over
+from cpt.models.objectives import Causal, Span
+from tests.conftest import SHARED
+from tests.gradient_masks.test_soft import batch_of, needs_golden, roberta
 
 ROBERTA = ["model=tiny_roberta", "model.config.hidden_dropout_prob=0.1", "trainer.steps=3"]
 NEUTRAL = ["method.contrast=0", "method.general=null", "method.domains=false"]
@@ -76,37 +87,225 @@ def test_dga_protects_heads_and_begins_each_domain_at_the_base(build, monkeypatc
         levels.append(module.soft.importance.clone())
     assert len(begun) == 2 and all(torch.equal(each[n], v) for each in begun for n, v in start.items())
     assert not torch.equal(*levels) and not (levels[1] >= levels[0]).all()
-    works = (
-        build("dga", *ROBERTA, "method.contrast=0", "trainer.steps=1"),
-        build("one", *ROBERTA, "trainer.steps=1"),
-    )
+    works = [build(*each.split(), *ROBERTA, "trainer.steps=1") for each in ("dga method.contrast=0", "one")]
     for work in works:
         work.learn(0)
     name = "roberta.encoder.layer.0.output.dense.weight"
     assert torch.equal(*(work.weights()[name] for work in works))
 
 
-@pytest.mark.campaign
-@pytest.mark.parametrize("method", ["das", "dga"])
-def test_a_model_without_dropout_learns_its_domain(method, build, tmp_path):
-    """With the default contrast, in ten steps from a base that has hardly learned, of text that is like what
-    it has: the contrast of corrupted text pushes such a model away from what it knows."""
-    for name, seed in (("general", 0), ("street", 5)):
-        (tmp_path / name).mkdir()
-        text = sentences(VOCABULARIES["general"], count=240, seed=seed)
-        (tmp_path / name / "all.txt").write_text("\n".join(text) + "\n")
-    few = ["model.base.steps=15", "model.base.batch_size=32", "trainer.steps=10", "trainer.batch_size=32"]
-    few += ["model.config.hidden_size=128", "model.config.intermediate_size=192", "model.length=64"]
-    work = build(method, "order=[street]", f"domains.root={tmp_path}", *few)
-    assert not any(rate for *_, rate in dropout_of(work.module.model))
-    options = {"seed": 9, "accumulate": 1, "batch_size": 32, "steps": [4], "rank": 0, "world": 1}
-    stream = TrainStream({"street": work.data.train["street"]}, objective=work.data.objective, **options)
+TEXTS = ["uncorrupted", "corrupted"]
 
-    @torch.no_grad()
-    def loss() -> float:
-        with in_mode(work.module, training=False):
-            return torch.cat([token_nll(work.module.model, stream[n]) for n in range(4)]).mean().item()
 
-    before = loss()
-    work.learn(0)
-    assert loss() < before
+def by_loops(anchors, positives, negatives, temperature):
+    total, others = 0.0, [*positives, *negatives]
+    for n, anchor in enumerate(anchors):
+        cosines = [torch.cosine_similarity(anchor, each, dim=0).item() / temperature for each in others]
+        total -= math.log(math.exp(cosines[n]) / sum(math.exp(each) for each in cosines))
+    return total / len(anchors)
+
+
+def vectors(count: int, *, seed: int = 0):
+    draw = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(count, 6, dtype=torch.float64, generator=draw) for _ in range(3))
+
+
+@needs_golden
+@pytest.mark.parametrize("size", ["b8", "b5"])
+def test_value_and_gradients_are_those_of_the_authors_code(size):
+    """Their second argument is the anchor."""
+    golden = np.load(SHARED / "golden/contrast.npz").items()
+    arrays = {name: torch.from_numpy(np.asarray(value)) for name, value in golden}
+    three = [arrays[f"{size}_z{number}"].requires_grad_() for number in (1, 2, 3)]
+    loss = contrastive(three[1], three[0], three[2], temperature=0.05)
+    torch.testing.assert_close(loss, arrays[f"{size}_loss3"], rtol=1e-4, atol=1e-6)
+    for number, ours in enumerate(torch.autograd.grad(loss, three), start=1):
+        theirs = arrays[f"{size}_loss3_dz{number}"]
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6 * theirs.abs().max().item())
+
+
+@pytest.mark.parametrize("temperature", [0.05, 1.0])
+def test_the_loss_is_the_formula(temperature):
+    three, order = vectors(5), torch.tensor([3, 1, 4, 0, 2])
+    found = contrastive(*three, temperature=temperature)
+    assert found.item() == pytest.approx(by_loops(*three, temperature), rel=1e-9)
+    turned = contrastive(*(4 * each[order] for each in three), temperature=temperature)
+    torch.testing.assert_close(turned, found)
+
+
+def test_a_samples_positive_is_its_own_second_pass():
+    """The released code pairs neighbours: two different texts."""
+    anchors, _, negatives = vectors(6)
+    right = contrastive(anchors, anchors, negatives, temperature=0.05)
+    neighbours = anchors.view(3, 2, 6).flip(1).reshape(6, 6)
+    assert right < 0.05 < 2 < contrastive(anchors, neighbours, negatives, temperature=0.05)
+
+
+def test_the_samples_of_other_processes_are_candidates(monkeypatch):
+    """Of two processes the second one: its positives come after those of the first."""
+    three, others, terms = vectors(3), vectors(3, seed=1), []
+    joined = [torch.cat([first, own]) for first, own in zip(others, three, strict=True)]
+    gathered = torch.stack([joined[1], joined[2]], dim=1), len(others[0])
+    monkeypatch.setattr(contrasting, "gather_rows", lambda rows: gathered)
+    for n, anchor in enumerate(three[0]):
+        both = [*joined[1], *joined[2]]
+        cosines = torch.stack([torch.cosine_similarity(anchor, other, dim=0) for other in both]) / 0.1
+        terms.append(cosines.logsumexp(0) - cosines[len(others[0]) + n])
+    torch.testing.assert_close(contrastive(*three, temperature=0.1), torch.stack(terms).mean())
+
+
+def test_padding_is_left_out_of_the_mean():
+    hidden = torch.arange(12.0).view(1, 4, 3)
+    assert torch.equal(mean_over(hidden, None), hidden.mean(1))
+    assert torch.equal(mean_over(hidden, torch.tensor([[1, 1, 0, 0]])), hidden[:, :2].mean(1))
+
+
+def masked(batch):
+    """The batch with two of each sample's tokens corrupted, and their labels."""
+    ids = batch["input_ids"].clone()
+    ids.flatten()[batch["positions"]] = 4
+    return {**batch, "input_ids": ids, "targets": batch["input_ids"].flatten()[batch["positions"]]}
+
+
+class Uncorrupting(Causal):
+    """As masked text does: the labels are the text."""
+
+    def restored(self, batch):
+        labels = labels_of(batch)
+        return {**batch, "input_ids": torch.where(labels == -100, batch["input_ids"], labels)}
+
+
+def contrast(model, *, objective=None, temperature=0.1, contrast=1.0, **options):
+    given = {"text": "corrupted", "dropout": 0.3, "samples": 1.0, "every": 1, "negatives": "trained"}
+    named = {f"contrast_{name}": value for name, value in (given | options).items()}
+    made = ContrastOptions(contrast=contrast, temperature=temperature, **named)
+    return ContrastiveLoss(model, objective or Causal(), made)
+
+
+def soft_mask(model, kinds=("heads", "neurons", "outputs")):
+    soft = SoftMask(model, kinds=kinds, acts_on="update", normalise="rank")
+    soft.set(torch.rand(len(soft.importance), generator=torch.Generator().manual_seed(1)))
+    return soft
+
+
+def term_of(made, *given, **how):
+    torch.manual_seed(5)
+    return made.term(*given, **how)["contrast"]
+
+
+@pytest.fixture
+def represented(monkeypatch):
+    """The vectors of each pass that is made."""
+    found, own = [], ContrastiveLoss.represented
+
+    def noted(self, batch):
+        found.append(own(self, batch))
+        return found[-1]
+
+    monkeypatch.setattr(ContrastiveLoss, "represented", noted)
+    return found
+
+
+def by_hand(model, batch, soft, *, passes):
+    """Vectors of so many passes with dropout, and of one with each unit times its importance."""
+    inputs, hooks = {name: batch[name] for name in ("input_ids", "attention_mask")}, []
+    mask, gates = batch["attention_mask"][..., None], soft.gates()
+
+    def mean():
+        return (model.roberta(**inputs).last_hidden_state * mask).sum(1) / mask.sum(1)
+
+    with dropout(model, 0.3):
+        found = [mean() for _ in range(passes)]
+        for number, layer in enumerate(model.roberta.encoder.layer):
+            heads, neurons, outputs = (gates[each.name] for each in soft.groups[3 * number : 3 * number + 3])
+            before = {layer.attention.output.dense: heads.repeat_interleave(8), layer.output.dense: neurons}
+            for part, gate in before.items():
+                hooks.append(part.register_forward_pre_hook(lambda m, x, gate=gate: (x[0] * gate,)))
+            hooks.append(layer.output.dense.register_forward_hook(lambda m, x, y, g=outputs: y * g))
+        found.append(mean())
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+@pytest.mark.parametrize("own", [0.0, 0.3])
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_term_contrasts_the_three_passes(text, own):
+    """Each with dropout, also of a model that has none of its own; the head of the language model is not run.
+    Of corrupted text the pass of the language-model loss is the first."""
+    model, whole = roberta(rate=own), batch_of(4)
+    batch, soft, headed = masked(whole), soft_mask(model), []
+    model.lm_head.register_forward_hook(lambda *_: headed.append(1))
+    hidden = torch.randn(4, 12, 32, requires_grad=True)
+    made = contrast(model, contrast=2.0, temperature=0.5, text=text, objective=Uncorrupting())
+    term = term_of(made, batch, hidden=hidden, soft=soft)
+    torch.manual_seed(5)
+    if text == "uncorrupted":
+        passes = by_hand(model, whole, soft, passes=2)
+    else:
+        passes = [mean_over(hidden, batch["attention_mask"]), *by_hand(model, batch, soft, passes=1)]
+    assert term.item() == pytest.approx(2 * by_loops(*passes, 0.5), rel=1e-4) and not headed
+    term.backward()
+    assert (hidden.grad is not None) == (text == "corrupted")
+    assert model.roberta.encoder.layer[0].output.dense.weight.grad.any()
+    assert contrast(model, contrast=0.0, dropout=None).term(batch, hidden=hidden, soft=soft) == {}
+
+
+@pytest.mark.parametrize("own", [0.0, 0.1])
+def test_a_positive_is_not_its_anchor(own, represented):
+    """A model without dropout would only be pushed away; its rates and modes are as they were."""
+    model, batch = roberta(rate=own), batch_of(3)
+    rates = lambda: [(m, name, rate, m.training) for m, name, rate in dropout_of(model)]  # noqa: E731
+    made, before = contrast(model, text="uncorrupted", objective=Uncorrupting(), dropout=0.1), rates()
+    made.term(masked(batch), hidden=torch.randn(3, 12, 32), soft=soft_mask(model))
+    anchor, positive, _ = represented
+    assert not torch.allclose(anchor, positive, rtol=1e-3) and rates() == before
+    with pytest.raises(ValueError, match="contrast_dropout=null"):
+        contrast(roberta(), dropout=None)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_share_of_the_samples_is_contrasted_as_if_there_were_no_others(text):
+    model, batch, hidden = roberta(rate=0.0), masked(batch_of(5)), torch.randn(5, 12, 32)
+    soft, options = soft_mask(model), {"text": text, "objective": Uncorrupting(), "contrast": 2.0}
+    few = {name: batch[name][:3] for name in ("input_ids", "attention_mask")}
+    few |= {name: batch[name][batch["rows"] < 3] for name in ("positions", "targets", "rows")}
+    expected = term_of(contrast(model, **options), few, hidden=hidden[:3], soft=soft)
+    found = term_of(contrast(model, **options, samples=0.5), batch, hidden=hidden, soft=soft)
+    assert found.item() == expected.item()
+
+
+def test_in_some_steps_only_it_weighs_as_much_more():
+    model, batch = roberta(rate=0.0), batch_of(4)
+    soft = soft_mask(model)
+
+    def terms(step, **options):
+        torch.manual_seed(5)
+        return contrast(model, **options).losses({**batch, "weight": 1.0}, soft=soft, step=step)
+
+    plain, rare = terms(0), terms(0, every=3)
+    assert rare["contrast"].item() == pytest.approx(3 * plain["contrast"].item())
+    assert rare["lm"] == plain["lm"]
+    assert [step for step in range(7) if "contrast" in terms(step, every=3)] == [0, 3, 6]
+
+
+def test_fixed_negatives_have_their_values_and_no_gradients(represented):
+    model, batch = roberta(rate=0.1), batch_of(4)
+    given = {"hidden": torch.randn(4, 12, 32), "soft": soft_mask(model)}
+    one, other = (term_of(contrast(model, negatives=each), batch, **given) for each in ("trained", "fixed"))
+    assert one.item() == other.item()
+    assert [each.requires_grad for each in represented] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_with_a_decoder_it_is_the_encoders_states_that_are_contrasted(text):
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2, "vocab_size": 60}
+    model = T5ForConditionalGeneration(T5Config(**sizes))
+    span = Span(rate=0.4, mean=2, sentinels=list(range(59, 49, -1)), end=1, pad=0, start=0)
+    ids = np.random.default_rng(0).integers(2, 50, (4, 12))
+    batch, _ = span.batch(Rows(ids, np.array([12, 9, 12, 5]), sample_keys(1, np.arange(4))))
+    soft, made = soft_mask(model, ["heads"]), contrast(model, text=text, objective=span)
+    hidden = (torch.zeros(4, 6, 16), torch.rand(4, 6, 16))  # whatever the decoder has put out
+    one, other = (term_of(made, batch, hidden=each, soft=soft) for each in hidden)
+    assert torch.equal(one, other) and one > 0

@@ -1,5 +1,4 @@
-"""EWC: the Fisher against slow loops and closed forms; merging; the penalty; and the numbers of the released
-code (ContinualLM)."""
+"""EWC: the Fisher against slow loops and the released code (ContinualLM); merging; the penalty."""
 
 import json
 from dataclasses import replace
@@ -28,17 +27,20 @@ from cpt.trainer.base_model import learn_tokenizer
 from cpt.trainer.costs import CostMonitor
 from cpt.trainer.plan import make_plan
 from tests.conftest import SHARED
+from tests.methods.test_penalties import moved
 from tests.support.making import DROPOUT, assert_close, clones, same
 from tests.support.running import batch_of, some_rows
 
 GOLDEN = SHARED / "golden"
 needs_golden = pytest.mark.skipif(not GOLDEN.exists(), reason="the released code's numbers are not here")
-fisher = partial(subject.fisher, objective=Causal(), estimator="per_sample")
+
+
+def fisher(model, batches, estimator="per_sample") -> dict[str, torch.Tensor]:
+    return clones(subject.fisher(model, batches, objective=Causal(), estimator=estimator))
 
 
 @pytest.fixture
 def learnt(build):
-    """After a domain, with the weights of it and its probe."""
     work = build("ewc")
     work.learn(0)
     work.module.eval()
@@ -49,20 +51,13 @@ def fisher_of(work) -> dict[str, torch.Tensor]:
     return clones(work.module.fisher.named())
 
 
-def moved(model) -> None:
-    torch.manual_seed(1)
-    for parameter in model.parameters():
-        parameter.data.add_(0.05 * torch.randn_like(parameter))
-
-
-def slow_fisher(model, batches, *, estimator: str) -> dict[str, torch.Tensor]:
+def assert_slow(found, model, batches, *, estimator: str = "per_sample") -> dict[str, torch.Tensor]:
     """By backward() of the whole model's mean loss, by sample or by batch, in double precision."""
     model, count = model.double().eval(), 0
     sums = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     for batch in batches:
-        rows = len(batch["input_ids"])
-        size = 1 if estimator == "per_sample" else rows
-        for at in range(0, rows, size):
+        size = 1 if estimator == "per_sample" else len(batch["input_ids"])
+        for at in range(0, len(batch["input_ids"]), size):
             part = some_rows(batch, list(range(at, at + size)))
             logits = model(**{name: part[name] for name in ("input_ids", "attention_mask") if name in part})
             model.zero_grad()
@@ -71,35 +66,29 @@ def slow_fisher(model, batches, *, estimator: str) -> dict[str, torch.Tensor]:
             count += 1
             for name, p in model.named_parameters():
                 sums[name] += 0 if p.grad is None else size * p.grad**2
-    model.zero_grad()
-    return {name: value / count for name, value in sums.items()}
-
-
-def assert_alike(found, expected) -> None:
+    expected = {name: value / count for name, value in sums.items()}
     for name, value in expected.items():
         near = {"rtol": 1e-3, "atol": 1e-5 * value.abs().max().item() + 1e-14}
         torch.testing.assert_close(found[name].double(), value, **near, msg=name)
+    return expected
 
 
-@pytest.mark.parametrize(
-    ("estimator", "family"), [("per_sample", "masked"), ("batch", "masked"), ("batch", "causal")]
-)
+@pytest.mark.parametrize(("estimator", "family"), [("per_sample", "masked"), ("batch", "causal")])
 def test_the_fisher_is_the_slow_loop(estimator, family, build):
-    """It leaves no gradients; without samples there is none."""
     work = build("ewc", "trainer.steps=1", "trainer.probe_samples=20", on=family)
     work.learn(0)
     model, probe = work.module.model.eval(), work.probe()
     assert [len(batch["input_ids"]) for batch in probe] == [16, 4]
-    found = clones(fisher(model, probe, estimator=estimator))
+    found = fisher(model, probe, estimator)
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert not any(each.any() for each in fisher(model, [], estimator=estimator).values())
-    assert_alike(found, slow_fisher(model, probe, estimator=estimator))
+    assert not any(each.any() for each in fisher(model, [], estimator).values())
+    assert_slow(found, model, probe, estimator=estimator)
 
 
-@pytest.fixture
-def deberta(tmp_path, small):
-    """Overrides of a tiny DeBERTa-v2 with a tokenizer, whose encoder hands a parameter to a module."""
-    cfg = small()
+def test_the_fisher_of_deberta_is_the_slow_loop_while_operations_are_counted(build, small, tmp_path):
+    """The hooks by which torch's counter follows modules would break the gradient of single samples there,
+    whose encoder hands a parameter to a module."""
+    cfg, costs = small(), CostMonitor()
     texts = Corpora.read(make_plan(cfg).source, ["law"], cache=Path(cfg.cache_dir))
     tokenizer = load_tokenizer(learn_tokenizer(texts.general, 300, objective="masked", cache=texts.cache))
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
@@ -109,18 +98,12 @@ def deberta(tmp_path, small):
     config = {"model_type": "deberta-v2", **sizes, **positions, **kinds, **rest}
     for part in (build_model(config, tokenizer, "masked", seed=0), tokenizer):
         part.save_pretrained(tmp_path / "deberta")
-    return [f"model.checkpoint={tmp_path / 'deberta'}", "model.objective=masked"]
-
-
-def test_the_fisher_of_deberta_is_the_slow_loop_while_operations_are_counted(build, deberta):
-    """The hooks by which torch's counter follows modules would break the gradient of single samples there."""
-    work, costs = build("ewc", *deberta, "trainer.probe_samples=12"), CostMonitor()
+    deberta = [f"model.checkpoint={tmp_path / 'deberta'}", "model.objective=masked"]
+    work = build("ewc", *deberta, "trainer.probe_samples=12")
     work.learn(0, costs)
-    found = fisher_of(work)
-    expected = slow_fisher(work.module.model.eval(), work.probe(), estimator="per_sample")
+    expected = assert_slow(fisher_of(work), work.module.model, work.probe())
     moving = [name for name, value in expected.items() if value.abs().max() > 0]
     assert any("rel_embeddings" in name for name in moving) and len(moving) > len(expected) / 2
-    assert_alike(found, expected)
     assert costs.flops["after"] > 0
 
 
@@ -131,15 +114,15 @@ def test_a_domain_ends_with_its_fisher_and_its_anchor(build):
     assert same(work.module.anchor.named(), base) and not any(each.any() for each in fisher_of(work).values())
     work.learn(0)
     assert same(work.module.anchor.named(), work.weights()) and not same(work.weights(), base)
-    still = clones(fisher(model.eval(), work.probe()))
+    still = fisher(model.eval(), work.probe())
     assert same(fisher_of(work), still) and work.module.domains == 1
-    assert not same(clones(fisher(model.train(), work.probe())), still)
+    assert not same(fisher(model.train(), work.probe()), still)
 
 
 def test_the_penalty_does_not_leak_into_the_fisher(learnt):
-    """With a penalty a million times the loss, the Fisher is the same."""
+    """With a penalty a million times the loss, the Fisher is the same; the mean of domains' is kept."""
     moved(learnt.module.model)
-    new, before = clones(fisher(learnt.module.model, learnt.probe())), fisher_of(learnt)
+    new, before = fisher(learnt.module.model, learnt.probe()), fisher_of(learnt)
     learnt.module.options = replace(learnt.module.options, strength=1e9)
     assert learnt.module.penalty() > 1e3
     learnt.module.after_domain(learnt.probe())
@@ -147,22 +130,17 @@ def test_the_penalty_does_not_leak_into_the_fisher(learnt):
     assert_close(fisher_of(learnt), mean, rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("precision", ["scaled", "autocast", "half"])
-def test_the_fisher_is_that_of_the_loss_in_32_bits(precision, learnt):
+def test_the_fisher_is_that_of_the_loss_in_32_bits(learnt):
     """Neither what a token's loss is multiplied by, nor autocast, nor weights in 16 bits make it another."""
     model, probe = learnt.module.model, learnt.probe()
-    if precision == "half":
-        model.bfloat16().float()
-    expected = clones(fisher(model, probe))
-    if precision == "scaled":
-        found = clones(fisher(model, [batch | {"weight": batch["weight"] * 65536} for batch in probe]))
-    elif precision == "autocast":
-        learnt.module.domains.zero_()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            learnt.module.after_domain(probe)
-        found = fisher_of(learnt)
-    else:
-        found = clones(fisher(model.bfloat16(), probe))
+    expected = fisher(model, probe)
+    assert same(fisher(model, [batch | {"weight": batch["weight"] * 65536} for batch in probe]), expected)
+    learnt.module.domains.zero_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        learnt.module.after_domain(probe)
+    assert same(fisher_of(learnt), expected)
+    expected = fisher(model.bfloat16().float(), probe)
+    found = fisher(model.bfloat16(), probe)
     assert same(found, expected) and {value.dtype for value in found.values()} == {torch.float32}
 
 
@@ -172,59 +150,39 @@ def test_a_sample_without_anything_to_predict_is_not_counted(learnt):
     labels[3] = -100
     fewer = batch_of(batch["input_ids"], labels, batch.get("attention_mask"))
     rest = some_rows(batch, [row for row in range(len(labels)) if row != 3])
-    assert_close(clones(fisher(model, [fewer])), clones(fisher(model, [rest])), rtol=1e-4, atol=1e-12)
+    assert_close(fisher(model, [fewer]), fisher(model, [rest]), rtol=1e-4, atol=1e-12)
 
 
-@pytest.mark.parametrize(("merge", "factor"), [("mean", 1.0), ("decay", 1.6)])
-def test_two_identical_domains(merge, factor, build):
-    work = build("ewc", f"method.merge={merge}", "method.gamma=0.6")
+@pytest.mark.parametrize(("merge", "factor", "third"), [("mean", 1.0, 5.0), ("decay", 1.6, 12.12)])
+def test_the_mean_counts_each_domain_once(merge, factor, third, build):
+    work, found = build("ewc", f"method.merge={merge}", "method.gamma=0.6"), torch.zeros(())
     work.learn(0)
     once = fisher_of(work)
     work.module.eval().after_domain(work.probe())
     twice = {name: factor * value.double() for name, value in once.items()}
     assert_close(fisher_of(work), twice, rtol=1e-5, atol=0)
     assert work.module.domains == 2
-
-
-@pytest.mark.parametrize(("merge", "expected"), [("mean", 5.0), ("decay", 0.25 * 2 + 0.5 * 4 + 9)])
-def test_the_mean_counts_each_domain_once(merge, expected):
-    found, gamma = torch.zeros(()), {"merge": merge, "gamma": 0.5}
+    merged = partial(merge_importances, merge=merge, gamma=0.6)
     for number, new in enumerate([2.0, 4.0, 9.0]):
-        found = merge_importances(found, torch.tensor(new), domains=torch.tensor(number), **gamma)
-    assert found.item() == pytest.approx(expected)
+        found = merged(found, torch.tensor(new), domains=torch.tensor(number))
+    assert found.item() == pytest.approx(third)
 
 
 def test_away_from_the_anchor_the_fisher_pulls(learnt):
     """The gradient at theta* + delta is strength F delta; at the anchor nothing pulls."""
-    module, anchors, fishers = learnt.module, learnt.weights(), fisher_of(learnt)
+    module, anchors, fishers, expected = learnt.module, learnt.weights(), fisher_of(learnt), 0.0
     penalty = module.penalty()
     penalty.backward()
     assert penalty.item() == 0 and not any(parameter.grad.any() for parameter in module.model.parameters())
     moved(module.model)
-    penalty, expected = module.penalty(), 0.0
+    penalty = module.penalty()
     module.zero_grad()
     penalty.backward()
-    for name, parameter in module.model.named_parameters():
-        delta, pull = (
-            parameter.detach().double() - anchors[name],
-            module.options.strength * fishers[name].double(),
-        )
+    for name, p in module.model.named_parameters():
+        delta, pull = p.detach().double() - anchors[name], module.options.strength * fishers[name].double()
         expected += (pull / 2 * delta**2).sum().item()
-        torch.testing.assert_close(parameter.grad.double(), pull * delta, rtol=1e-4, atol=1e-9)
+        torch.testing.assert_close(p.grad.double(), pull * delta, rtol=1e-4, atol=1e-9)
     assert penalty.item() == pytest.approx(expected, rel=1e-4) != 0
-
-
-def test_the_penalty_acts_from_the_second_domain_on(build):
-    """The first is that of ncl, bit for bit; the second ends nearer to the first, in what matters."""
-    free = "trainer.gradient_clip_val=null"
-    works, between, far = [build("ewc", "method.strength=1e5", free), build("ncl", free)], [], []
-    for work in works:
-        work.learn(0)
-        between.append(work.weights())
-        work.learn(1)
-        ways = {name: value - between[0][name] for name, value in work.weights().items()}
-        far.append(sum(each.square().sum().item() for each in ways.values()))
-    assert same(*between) and far[0] < 0.8 * far[1]
 
 
 @pytest.mark.parametrize("shares", [(2, 0), (1, 1), (0, 2)])
@@ -232,20 +190,20 @@ def test_the_processes_fishers_are_summed(shares, learnt, monkeypatch):
     """Also where one of them has nothing of the probe."""
     model, [batch], sent = learnt.module.model, learnt.probe(), []
     learnt.data.eval_batch_size = 9
-    probe, expected = learnt.probe(), clones(fisher(model, [batch]))
+    probe, expected = learnt.probe(), fisher(model, [batch])
     assert [len(each["input_ids"]) for each in probe] == [9, 7]
     monkeypatch.setattr(collectives, "is_distributed", lambda: True)
     monkeypatch.setattr(distributed, "all_reduce", lambda tensor: sent.append(tensor.clone()))
     fisher(model, probe[: shares[0]])
     monkeypatch.setattr(distributed, "all_reduce", lambda tensor: tensor.add_(sent.pop(0)))
-    assert_close(clones(fisher(model, probe[shares[0] :])), expected, rtol=1e-3, atol=1e-9)
+    assert_close(fisher(model, probe[shares[0] :]), expected, rtol=1e-3, atol=1e-9)
 
 
 def golden_batches(domain: int) -> list[dict[str, torch.Tensor]]:
     arrays, found = np.load(GOLDEN / "batches.npz"), []
     for number in range(3):
-        fields = ("input_ids", "labels", "attention_mask")
-        batch = batch_of(*(torch.from_numpy(arrays[f"d{domain}_b{number}_{name}"]).long() for name in fields))
+        fields = [f"d{domain}_b{number}_{name}" for name in ("input_ids", "labels", "attention_mask")]
+        batch = batch_of(*(torch.from_numpy(arrays[field]).long() for field in fields))
         found.append(batch | {"weight": torch.tensor(1 / len(batch["positions"]))})
     return found
 
@@ -254,9 +212,8 @@ def apart(found: dict[str, torch.Tensor], prefix: str) -> list[float]:
     """The largest differences from released numbers, each in units of its tensor's largest number. Below 1e-9
     there is only rounding: the biases of keys have no gradient."""
     with np.load(GOLDEN / "ewc.npz") as arrays:
-        names = {
-            n.partition("/")[2]: torch.from_numpy(arrays[n]) for n in arrays if n.startswith(f"{prefix}/")
-        }
+        own = [name for name in arrays if name.startswith(f"{prefix}/")]
+        names = {name.partition("/")[2]: torch.from_numpy(arrays[name]) for name in own}
     assert names.keys() <= found.keys() and names
     return [float((found[n] - e).abs().max() / e.abs().max().clamp_min(1e-9)) for n, e in names.items()]
 
@@ -264,12 +221,8 @@ def apart(found: dict[str, torch.Tensor], prefix: str) -> list[float]:
 @needs_golden
 def test_fishers_penalty_and_losses_are_those_of_the_released_code():
     """But for its penalty, which leaks into the second Fisher there."""
-    models = [
-        AutoModelForMaskedLM.from_pretrained(
-            GOLDEN / f"tiny_{name}", dtype=torch.float32, attn_implementation="eager"
-        )
-        for name in "ab"
-    ]
+    given = {"dtype": torch.float32, "attn_implementation": "eager"}
+    models = [AutoModelForMaskedLM.from_pretrained(GOLDEN / f"tiny_{name}", **given) for name in "ab"]
     strength = json.loads((GOLDEN / "ewc.json").read_text())["settings"]["lamb"]
     shared = {"objective": Causal(), "length": 32, "masks": [], "replay": NO_REPLAY, "seed": 0}
     shared |= {"freeze": NOT_FROZEN, "optimizer": None, "schedule": None}
@@ -280,9 +233,8 @@ def test_fishers_penalty_and_losses_are_those_of_the_released_code():
     module.model.load_state_dict(models[1].state_dict())
     arrays, terms = np.load(GOLDEN / "ewc.npz"), module.losses(golden_batches(1)[0])
     found = {"penalty": terms["ewc"], "loss_mlm": terms["lm"], "loss_total": sum(terms.values())}
-    assert {n: v.item() for n, v in found.items()} == pytest.approx(
-        {n: arrays[n].item() for n in found}, rel=1e-4
-    )
+    expected = {name: arrays[name].item() for name in found}
+    assert {name: value.item() for name, value in found.items()} == pytest.approx(expected, rel=1e-4)
     module.after_domain(golden_batches(1))
     merged = clones(module.fisher.named())
     assert max(apart(merged, "fisher01")) < 1e-4 and min(apart(merged, "fisher01_released")) > 0.01

@@ -95,7 +95,6 @@ def scored(run, name: str, *, rows: int = 8, size: int = 4, domain: int = BASE) 
 @pytest.mark.parametrize("prior", PRIORS)
 @pytest.mark.parametrize("size", [12, 7, 3])
 def test_the_weights_are_the_slow_ones(prior, size):
-    """However a text is cut into batches: the first 7 and the first 3 positions are whole rows."""
     mixing, cut = router(prior=prior, decay=0.4, cached=2), [slice(0, size), slice(size, None)]
     found = torch.cat([weigh(mixing, LIKELIHOOD[:, at], ROWS[at]) for at in cut], dim=1)
     expected = slow(LIKELIHOOD, ROWS, prior=prior, decay=0.4, cached=2)
@@ -159,23 +158,14 @@ def test_the_mixture_is_that_of_bayes_by_hand(work):
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("family", "options"),
-    [
-        ("masked", []),
-        ("causal", ["method.routing.top_k=2"]),
-        ("masked", ["method.routing.unlearned=nearest"]),
-    ],
+    [("causal", ["method.routing.top_k=2"]), ("masked", ["method.routing.unlearned=nearest"])],
 )
 def test_the_likelihood_of_all_tokens_is_one(family, options, work):
     """A row once for each token that might stand at its last scored place."""
     run = work(*options, on=family)
-    [batch] = batches(run, "law", rows=1, size=1)
-    count, last, scores = (
-        run.module.model.config.vocab_size,
-        int(batch["positions"][-1]),
-        len(batch["positions"]),
-    )
-    labels = labels_of(batch).repeat(count, 1)
-    labels[:, last] = torch.arange(count)
+    [batch], count = batches(run, "law", rows=1, size=1), run.module.model.config.vocab_size
+    labels, scores = labels_of(batch).repeat(count, 1), len(batch["positions"])
+    labels[:, int(batch["positions"][-1])] = torch.arange(count)
     nll = run.module.nll(batch_of(batch["input_ids"].repeat(count, 1), labels), BASE)[0].view(count, scores)
     assert nll[:, -1].neg().exp().sum().item() == pytest.approx(1, abs=1e-4)
     assert len(run.module.used(BASE)) > 1 < scores
@@ -193,8 +183,6 @@ def test_how_a_text_is_cut_into_batches_is_all_one(prior, work):
 
 @pytest.mark.parametrize("prior", ["updating", "cached"])
 def test_each_text_begins_anew(prior, work):
-    """And each evaluation, also that of a process which has but one text in its share; what was used is of
-    the last one, whatever the parts were before."""
     run = work(f"method.routing.prior={prior}", "method.routing.cached=3", "method.routing.learned=posterior")
     alone = {name: scored(run, name, domain=place) for place, name in enumerate(("law", "food"))}
     for place, name in ((0, "law"), (0, "law"), (1, "food"), (0, "law"), (1, "food")):
@@ -222,16 +210,3 @@ def test_used_weights_are_summed_over_processes(monkeypatch):
     for _ in range(2):
         assert mixing.used(BASE) == {BASE: 0.125, 0: 0.375, 1: 0.5}
     assert calls == [(3,)] * 3
-
-
-def test_it_finds_the_domain_of_a_text(build):
-    """Texts of different words: each is scored by the expert that learned it."""
-    options = ["method.routing.learned=posterior", "method.routing.base=false", "model.base.steps=100"]
-    options += ["order=[law,food,space]", "trainer.steps=30", "optim.lr=0.01"]
-    run = build("demix", *options, on="causal")
-    for number in range(3):
-        run.learn(number)
-    run.module.eval()
-    for place, name in enumerate(("law", "food", "space")):
-        scored(run, name, rows=20, size=20, domain=place)
-        assert run.module.used(place).get(place, 0) > 0.5
