@@ -13,7 +13,6 @@ from tests.support.making import same, state_beside_the_model
 from tests.support.running import logits_at
 
 DECAY = ["optim.weight_decay=0.1", "optim.lr=0.01"]
-FROZEN = "method.norms=frozen"
 
 
 def taking(weights, names) -> dict[str, torch.Tensor]:
@@ -44,34 +43,36 @@ def visit(work, index: int) -> None:
 def test_a_zero_plugin_is_the_base(family, build):
     """Also in training, whatever the gates; with a last ReLU it is not."""
     work, plain = build("cpt_plugin", on=family), build("ncl", on=family)
-    [batch] = work.batches()
+    [batch], found = work.batches(), []
+    work.module.gates.set(7.0)
     for training in (False, True):
-        work.module.train(training), plain.module.train(training)
-        work.module.gates.set(7.0)
-        torch.manual_seed(0)
-        found = logits_at(work.module.model, batch)
-        torch.manual_seed(0)
-        assert torch.equal(found, logits_at(plain.module.model, batch))
+        for each in (work, plain):
+            each.module.train(training)
+            torch.manual_seed(0)
+            found.append(logits_at(each.module.model, batch))
+    assert torch.equal(*found[:2]) and torch.equal(*found[2:])
     other = build("cpt_plugin", "method.output_relu=true", "routing@method.routing=domain", on=family)
     assert not torch.equal(logits_at(other.module.eval().model, batch), answers(other, batch, -1))
     parts = [part for part in other.module.model.modules() if isinstance(part, Plugin)]
     assert parts and all((part(torch.randn(3, 32)) >= 0).all() for part in parts)
 
 
-@pytest.mark.parametrize("options", [[], [FROZEN]], ids=["per domain", "frozen"])
-def test_growth_is_gates_and_norms_only(options, build):
-    """And however far later domains go, what was learned stays."""
-    work = build("cpt_plugin", *options)
+@pytest.mark.parametrize("norms", ["per_domain", "frozen"])
+def test_what_is_trained_and_what_grows(norms, build):
+    """Gates, and norms unless they are frozen; however far later domains go, what was learned stays."""
+    work = build("cpt_plugin", *["method.norms=frozen"] * (norms == "frozen"))
     module, weights, [batch], seen = work.module, work.weights(), work.batches(), []
-    own = [name for name in weights if name.endswith("_gate.e")]
-    own += () if options else norms_of(module.model)
+    own = {name for name in weights if name.endswith("_gate.e")}
+    own |= set() if norms == "frozen" else {*norms_of(module.model)}
     part, start = sum(weights[name].nbytes for name in own), state_beside_the_model(module)
-    count = sum(p.numel() for p in module.parameters())
     for number in range(8):
         visit(work, number)
         seen.append(answers(work, batch, number))
         assert state_beside_the_model(module) == start + part * (number + 1)
-    assert sum(p.numel() for p in module.parameters()) == count and start == module.taken.taken.nbytes
+    trained = {name for name, p in module.model.named_parameters() if p.requires_grad}
+    assert trained == own | {name for name in weights if ".plugin." in name}
+    assert sum(isinstance(each, Gate) for each in module.model.modules()) == 8
+    assert weights.keys() == work.weights().keys() and start == module.taken.taken.nbytes
     assert all(torch.equal(answers(work, batch, number), logits) for number, logits in enumerate(seen))
     assert len({logits.sum().item() for logits in seen}) == 8
 
@@ -82,28 +83,13 @@ def test_weights_of_what_is_taken_keep_their_bits_and_others_move(build):
     work.learn(0)
     part = work.module.model.get_submodule(work.module.plugins[0].rpartition(".down")[0])
     inner, outer = (gate.e.detach() > 0 for gate in (part.up.neurons_gate, part.up.outputs_gate))
-    held = {
-        "down.weight": inner[:, None], "down.bias": inner,
-        "up.weight": outer[:, None] & inner, "up.bias": outer,
-    }  # fmt: skip
+    held = {"down.weight": inner[:, None], "down.bias": inner}
+    held |= {"up.weight": outer[:, None] & inner, "up.bias": outer}
     before = {name: part.get_parameter(name).detach().clone() for name in held}
     work.learn(1)
     for name, taken in held.items():
         taken, stays = taken.expand_as(before[name]), part.get_parameter(name) == before[name]
         assert stays[taken].all() and stays[~taken].float().mean() < 0.6, name
-
-
-@pytest.mark.parametrize("options", [[], [FROZEN]])
-def test_what_is_trained(options, build):
-    work = build("cpt_plugin", *options)
-    work.module.activate(0)
-    model = work.module.model
-    found = {name for name, p in model.named_parameters() if p.requires_grad}
-    expected = {name for name, _ in model.named_parameters() if ".plugin." in name}
-    assert found == expected | (set() if options else set(norms_of(model)))
-    gates = [name for name, part in model.named_modules() if isinstance(part, Gate)]
-    assert len(gates) == 2 * len([p for p in model.modules() if isinstance(p, Plugin)]) == 8
-    assert {f"{name}.e" for name in gates} < found
 
 
 def test_norms_begin_at_the_bases_and_are_kept_for_each_domain(build):
@@ -121,17 +107,14 @@ def test_norms_begin_at_the_bases_and_are_kept_for_each_domain(build):
 
 
 def test_the_regulariser_is_a_term_only_where_it_is_asked_for(build):
-    work = build("cpt_plugin", "method.sparsity=0.5")
-    module = work.module.train()
+    work, plain = build("cpt_plugin", "method.sparsity=0.5"), build("cpt_plugin").module
+    module, [batch] = work.module.train(), work.batches()
     module.taken.taken[:100] = 1
-    module.trainer = SimpleNamespace(global_step=3, max_steps=6)
-    found = module.losses(work.batches()[0])
+    module.trainer = plain.trainer = SimpleNamespace(global_step=3, max_steps=6)
+    found = module.losses(batch)["sparsity"]
     gates, free = torch.sigmoid(anneal(3 / 5, s_max=400) * module.gates.e()), 1 - module.taken.taken
-    assert found["sparsity"].item() == pytest.approx((0.5 * (gates * free).sum() / free.sum()).item())
-    assert found["sparsity"].requires_grad
-    plain = build("cpt_plugin").module
-    plain.trainer = module.trainer
-    assert set(plain.losses(work.batches()[0])) == {"lm"}
+    assert found.item() == pytest.approx((0.5 * (gates * free).sum() / free.sum()).item())
+    assert found.requires_grad and set(plain.losses(batch)) == {"lm"}
 
 
 def test_other_text_is_scored_with_the_last_gates_or_by_the_base(build):

@@ -1,5 +1,5 @@
 """Methods with a part for each domain: what a domain has learned is kept bit for bit, scores its texts, is
-handed over as a copy and is exported."""
+handed over as a copy and is exported; what adapters are."""
 
 from types import SimpleNamespace
 
@@ -7,7 +7,9 @@ import pytest
 import torch
 
 import cpt.adapters.export
+from cpt.adapters.bottleneck import Bottleneck
 from cpt.adapters.domain_store import BASE
+from cpt.data.datamodule import Domain
 from tests.support.making import clones, same, state_beside_the_model
 
 HARSH = ["optim.weight_decay=0.3", "optim.lr=0.01", "trainer.steps=3"]
@@ -18,11 +20,9 @@ KINDS = {  # the method with its options, and the family of the model
     "cpt_plugin": ("cpt_plugin", "masked"),
     "cpt_plugin in a causal model": ("cpt_plugin method.norms=frozen", "causal"),
     "demix": ("demix routing@method.routing=domain", "masked"),
-    "demix in a causal model": ("demix routing@method.routing=domain", "causal"),
     "demix with a decoder": ("demix routing@method.routing=domain", "both"),
     "demix of adapters": ("demix routing@method.routing=domain method.experts=adapter", "masked"),
     "hat": (f"{HAT}full", "masked"),
-    "hat in a causal model": (f"{HAT}full", "causal"),
     "hat with a decoder": (f"{HAT}full", "both"),
     "hat in adapters": (f"{HAT}adapter method.reduction=4", "masked"),
     "hat in adapters of networks": (f"{HAT}adapter method.reduction=4 method.placement=ffn", "causal"),
@@ -67,7 +67,6 @@ def learned(build):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_before_anything_is_learned_it_is_the_base(kind, learned, build):
-    """Bit for bit, and so are its scores."""
     found = learned(kind)
     plain = build("ncl", on=found.family).module.eval()
     with torch.no_grad():
@@ -78,12 +77,8 @@ def test_before_anything_is_learned_it_is_the_base(kind, learned, build):
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_was_learned_stays_bit_for_bit(kind, learned):
     """Under AdamW with weight decay and clipping, on text of any domain; others do learn, and otherwise."""
-    _, (law,), (again, food) = learned(kind).rows
-    assert (
-        torch.equal(law, again)
-        and not torch.equal(law, food)
-        and not torch.equal(law, learned(kind).rows[0][0])
-    )
+    (base, _), (law,), (again, food) = learned(kind).rows
+    assert torch.equal(law, again) and not torch.equal(law, food) and not torch.equal(law, base)
 
 
 @pytest.mark.parametrize("kind", BESIDE)
@@ -111,7 +106,6 @@ def test_each_text_is_scored_by_its_own_part(kind, learned):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_backbone_is_a_copy_that_computes_its_domain(kind, learned, build):
-    """And another module that is given the state of this one computes the same."""
     found = learned(kind)
     work, (batch, _) = found.work, found.batches
     state = clones(work.module.state_dict())
@@ -154,3 +148,76 @@ def test_a_sequence_grows_by_a_part_per_domain(kind, learned):
         part = 4 * 32 * 4  # its own, of the chain of all
     noted = found.sizes[2] - found.sizes[1] - part
     assert 0 <= noted <= 16 * ("demix" in kind)
+
+
+def slot(work) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in work.weights().items() if ".adapter." in name}
+
+
+def visit(module, index: int, name: str = "made-up") -> None:
+    """Learns a domain with weights drawn in place of steps."""
+    module.trainer = SimpleNamespace(datamodule=SimpleNamespace(domain=Domain(name, index, (name,))))
+    module.activate(index)
+    module.before_domain([])
+    torch.manual_seed(index)
+    for parameter in (p for p in module.model.parameters() if p.requires_grad):
+        parameter.data.add_(0.2 * torch.randn_like(parameter))
+    module.after_domain([])
+
+
+@pytest.mark.parametrize(
+    ("placement", "reduction", "sizes"),
+    [("pfeiffer", 16, [2]), ("ffn", 16, [2]), ("houlsby", 4, [8, 8]), ("pfeiffer", 32, [1])],
+)
+def test_the_number_of_trained_parameters_is_the_formula(placement, reduction, sizes, build):
+    """2 D d + d + D for each adapter: 2 blocks, D = 32."""
+    work = build("adapter", f"method.placement={placement}", f"method.reduction={reduction}")
+    work.module.activate(0)
+    trained = {name: p.numel() for name, p in work.module.model.named_parameters() if p.requires_grad}
+    assert sum(trained.values()) == 2 * sum(2 * 32 * d + d + 32 for d in sizes)
+    assert trained.keys() == slot(work).keys()
+
+
+@pytest.mark.parametrize("start", ["base", "previous"])
+def test_how_a_domains_adapter_begins(start, build):
+    work = build("adapter", "method.per_domain=true", f"method.start={start}", "method.placement=houlsby")
+    module = work.module
+    visit(module, 0)
+    previous, begun = slot(work), []
+    for seed, domain in ((1, "food"), (2, "food"), (2, "space")):  # as in other processes
+        torch.manual_seed(seed)
+        module.trainer.datamodule.domain = Domain(domain, 1, (domain,))
+        module.before_domain([])
+        begun.append(slot(work))
+    if start == "previous":
+        assert same(begun[0], previous)
+        return
+    assert same(begun[0], begun[1]) and not same(begun[0], begun[2])
+    for name, value in begun[0].items():
+        assert value.any() == name.endswith("down.weight") and value.abs().max() < 0.1
+        assert not torch.equal(value, previous[name])
+    drawn = [value for name, value in begun[0].items() if name.endswith("down.weight")]
+    assert len({value[0, 0].item() for value in drawn}) == len(drawn)
+
+
+def test_migu_masks_rows_of_both_maps_by_their_own_outputs(build):
+    """One step: of d rows the d - floor(0.7 d) with the largest outputs move, and no others."""
+    work = build("adapter", "mask=migu", "mask.migu.acts_on=update", "trainer.steps=1", "method.reduction=2")
+    model, [mask] = work.module.model, work.module.masks
+    bottlenecks = [part for part in model.modules() if isinstance(part, Bottleneck)]
+    linears = [linear for part in bottlenecks for linear in (part.down, part.up)]
+    assert [each.module for each in mask.maps] == linears
+    visit(work.module, 0)
+    before, sums = [linear.weight.detach().clone() for linear in linears], {}
+
+    def note(module, args, output):
+        if module.training:
+            sums[module] = output.detach().abs().sum((0, 1))
+
+    for linear in linears:
+        linear.register_forward_hook(note)
+    work.learn(0)
+    for linear, old in zip(linears, before, strict=True):
+        moved = (linear.weight != old).any(1).nonzero().flatten().tolist()
+        count = {16: 16 - 11, 32: 32 - 22}[linear.out_features]
+        assert moved == sorted(sums[linear].topk(count).indices.tolist())

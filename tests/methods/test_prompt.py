@@ -27,29 +27,20 @@ def rest(work) -> dict[str, torch.Tensor]:
     return {name: value for name, value in work.weights().items() if name != work.module.name}
 
 
-def test_the_prompt_learns_and_nothing_else_changes(prompt):
-    work = prompt("optim.weight_decay=0.5", *DROPOUT)
-    before, start = rest(work), work.module.prompt.detach().clone()
-    work.learn(0)
-    assert same(rest(work), before)
-    assert [n for n, p in work.module.model.named_parameters() if p.requires_grad] == [work.module.name]
-    assert ((work.module.prompt - start).abs().amax(1) > 1e-3).all()
-
-
 @pytest.mark.parametrize("family", ["masked", "causal"])
-def test_the_first_output_sees_the_prompt(family, prompt):
-    """In a causal model it is the prompt's last place, which predicts the second token. What is put out and
-    encoded is the text's alone, also of a backbone, whose prompt learns."""
-    work = prompt(on=family)
-    [batch], base = work.batches(), work.module.model_for(BASE)
-    ids, model = batch["input_ids"], work.module.model
-    assert not torch.equal(model(ids).logits[:, 0], base(ids).logits[:, 0])
+def test_the_prompt_learns_and_nothing_else_changes(family, prompt):
+    """Outputs are the text's alone, the first of which sees the prompt (in a causal model its last place)."""
+    work = prompt("optim.weight_decay=0.5", *DROPOUT * (family == "masked"), on=family)
+    before, start, [batch] = rest(work), work.module.prompt.detach().clone(), work.batches()
+    ids, base = batch["input_ids"], work.module.model_for(BASE).eval()
+    assert not torch.equal(work.module.model.eval()(ids).logits[:, 0], base(ids).logits[:, 0])
     work.learn(0)
+    assert same(rest(work), before) and ((work.module.prompt - start).abs().amax(1) > 1e-3).all()
+    assert [n for n, p in work.module.model.named_parameters() if p.requires_grad] == [work.module.name]
     model = work.module.model_for(0).eval()
     assert model(ids).logits.shape == (*ids.shape, model.config.vocab_size)
-    assert (
-        encoded(model, batch).shape == (*ids.shape, D) and model.get_parameter(work.module.name).requires_grad
-    )
+    assert encoded(model, batch).shape == (*ids.shape, D)
+    assert model.get_parameter(work.module.name).requires_grad
 
 
 class Start(Callback):
@@ -103,15 +94,7 @@ def test_one_prompt_for_all_domains(prompt, build):
         found = token_nll(module.eval().model, batch)
         assert module.bank.domains == [0] and not torch.equal(found, base)
         assert all(torch.equal(module.nll(batch, domain)[0], found) for domain in (BASE, 0, 1))
-    assert module.used(0) == {}
     assert torch.equal(module.model_for(1).get_parameter(module.name), module.prompt)
-
-
-def test_a_mask_over_linear_maps_has_nothing_to_do(prompt, caplog):
-    masked, plain = prompt("mask=migu"), prompt()
-    for work in (masked, plain):
-        work.learn(0)
-    assert "nothing to mask" in caplog.text and torch.equal(masked.module.prompt, plain.module.prompt)
 
 
 def links(work) -> list[torch.Tensor]:
@@ -120,42 +103,28 @@ def links(work) -> list[torch.Tensor]:
     return [named[f"{domain}:{work.module.name}"] for domain in work.module.bank.domains]
 
 
-def test_one_domain_is_that_of_prompt_tuning(prog, prompt):
-    works = prog(), prompt()
-    for each in works:
+def test_new_prompts_stand_in_front_and_learned_domains_keep_every_bit(prog, prompt):
+    """One domain is that of prompt tuning; the loss is that of the whole chain."""
+    work, plain = prog("optim.weight_decay=0.5"), prompt("optim.weight_decay=0.5")
+    [batch], before, module = work.batches(), rest(work), work.module
+    for each in (work, plain):
         each.learn(0)
-    assert same(*(each.weights() for each in works))
-    [batch] = works[0].batches()
-    assert torch.equal(*(each.module.nll(batch, 0)[0] for each in works))
-
-
-def test_new_prompts_stand_in_front_and_learned_domains_keep_every_bit(prog):
-    work = prog("optim.weight_decay=0.5")
-    [batch], before = work.batches(), rest(work)
-    work.learn(0)
-    known = work.module.nll(batch, 0)[0]
+    known = module.nll(batch, 0)[0]
+    assert same(work.weights(), plain.weights()) and torch.equal(known, plain.module.nll(batch, 0)[0])
     work.learn(1)
     one, two = links(work)
-    assert not torch.equal(one, two) and torch.equal(two, work.module.prompt)
-    assert torch.equal(work.module.nll(batch, 0)[0], known) and same(rest(work), before)
-    chain = {work.module.name: torch.cat([two, one])}
-    assert torch.equal(work.module.nll(batch, 1)[0], token_nll(work.module.model, batch, weights=chain))
-    trained = {name for name, p in work.module.named_parameters() if p.requires_grad}
-    assert trained == {f"model.{work.module.name}"}
-
-
-def test_the_loss_is_that_of_the_whole_chain(prog):
-    work = prog()
-    for number in (0, 1):
-        work.learn(number)
-    [batch], (one, _) = work.batches(), links(work)
+    assert not torch.equal(one, two) and torch.equal(two, module.prompt)
+    assert torch.equal(module.nll(batch, 0)[0], known) and same(rest(work), before)
+    chain = {module.name: torch.cat([two, one])}
+    assert torch.equal(module.nll(batch, 1)[0], token_nll(module.model, batch, weights=chain))
+    assert {n for n, p in module.named_parameters() if p.requires_grad} == {f"model.{module.name}"}
     with torch.no_grad():
-        work.module.prompt.add_(1)
-        chain = {work.module.name: torch.cat([work.module.prompt, one])}
-        expected = token_nll(work.module.model.train(), batch, weights=chain).sum() * batch["weight"]
-    loss = work.module.losses(batch)["lm"]
+        module.prompt.add_(1)
+        chain = {module.name: torch.cat([module.prompt, one])}
+        expected = token_nll(module.model.train(), batch, weights=chain).sum() * batch["weight"]
+    loss = module.losses(batch)["lm"]
     assert loss.item() == expected.item()
-    [gradient] = torch.autograd.grad(loss, [work.module.prompt])
+    [gradient] = torch.autograd.grad(loss, [module.prompt])
     assert gradient.shape == (N, D) and gradient.abs().amax(1).min() > 0
 
 

@@ -160,9 +160,9 @@ def test_the_mixture_is_that_of_bayes_by_hand(work):
     ("family", "options"),
     [("causal", ["method.routing.top_k=2"]), ("masked", ["method.routing.unlearned=nearest"])],
 )
-def test_the_likelihood_of_all_tokens_is_one(family, options, work):
+def test_the_likelihood_of_all_tokens_is_one(family, option, work):
     """A row once for each token that might stand at its last scored place."""
-    run = work(*options, on=family)
+    run = work(option, on=family)
     [batch], count = batches(run, "law", rows=1, size=1), run.module.model.config.vocab_size
     labels, scores = labels_of(batch).repeat(count, 1), len(batch["positions"])
     labels[:, int(batch["positions"][-1])] = torch.arange(count)

@@ -1,4 +1,5 @@
-"""MIGU: which rows are chosen, what happens to them, and what is measured when."""
+"""MIGU: which rows are chosen, what happens to them, what is measured when; the gradients of the chosen rows
+alone are those of all rows, scaled."""
 
 import math
 from copy import deepcopy
@@ -12,6 +13,8 @@ from transformers import (
     GPT2LMHeadModel,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -20,15 +23,21 @@ from cpt.data.collate import label_batch
 from cpt.gradient_masks.base import recording
 from cpt.gradient_masks.migu import CACHED, choose_by_mass, choose_rows, count_kept, magnitudes
 from cpt.models.fisher import samples
+from cpt.models.memory import checkpoint_activations
 from cpt.models.objectives import Causal
 from cpt.models.units import projections
+from cpt.trainer.plan import make_plan
+from cpt.trainer.preflight import prepare
+from cpt.trainer.run_dir import RunDir
 from tests.conftest import SHARED
-from tests.support.making import weights
+from tests.gradient_masks.test_soft import roberta
+from tests.support.making import assert_close, learned, same, weights
 from tests.support.migu import watching
 
 GOLDEN = SHARED / "golden" / "migu_linear.npz"
 needs_golden = pytest.mark.skipif(not GOLDEN.exists(), reason="the authors' numbers are not here")
 IDS = torch.arange(9)[None]
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 
 
 def gpt2(**given) -> GPT2LMHeadModel:
@@ -38,13 +47,17 @@ def gpt2(**given) -> GPT2LMHeadModel:
 
 
 def neox() -> GPTNeoXForCausalLM:
-    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "num_hidden_layers": 2}
-    return GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, vocab_size=60, max_position_embeddings=20))
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES, vocab_size=60, max_position_embeddings=20))
 
 
-def t5(form: str) -> T5ForConditionalGeneration:
+def llama() -> LlamaForCausalLM:
+    return LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2, vocab_size=60))
+
+
+def t5(form: str = "relu") -> T5ForConditionalGeneration:
     sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "vocab_size": 60}
-    return T5ForConditionalGeneration(T5Config(**sizes, feed_forward_proj=form, dropout_rate=0.0))
+    start = {"decoder_start_token_id": 0, "feed_forward_proj": form, "dropout_rate": 0.0}
+    return T5ForConditionalGeneration(T5Config(**sizes, **start))
 
 
 @needs_golden
@@ -73,24 +86,19 @@ def test_magnitudes_count_a_prompt_and_no_padding():
     torch.testing.assert_close(magnitudes(large, None), large.abs().sum((0, 1)), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("threshold", "width", "rows"),
-    [(0.7, 1024, 308), (0.7, 768, 231), (0.7, 8, 3), (0.1, 8, 8), (0.29, 100, 71), (0.0, 5, 5), (0.99, 5, 1)],
-)
-def test_the_number_of_rows_is_the_papers(threshold, width, rows):
-    assert count_kept(threshold, width) == rows
+def test_the_number_of_rows_is_the_papers():
+    counts = {(0.7, 1024): 308, (0.7, 768): 231, (0.1, 8): 8, (0.29, 100): 71, (0.0, 5): 5, (0.99, 5): 1}
+    assert {given: count_kept(*given) for given in counts} == counts
 
 
-@pytest.mark.parametrize(
-    ("mass", "chosen"),
-    [(0.5, [0, 1]), (0.5001, [0, 1, 2]), (0.1, [1]), (0.9, [0, 1, 2, 4]), (0.91, [0, 1, 2, 3, 4])],
-)
-def test_the_fewest_rows_that_hold_a_share_are_chosen(mass, chosen):
+def test_the_fewest_rows_that_hold_a_share_are_chosen():
     scores = torch.tensor([2.0, 3.0, 2.0, 1.0, 2.0, 0.0, 0.0, 0.0, 1.0])
     segments = [torch.arange(6)[None], torch.tensor([[6, 7]]), torch.tensor([[8]])]
-    mask = choose_by_mass(scores, segments, mass)
-    assert mask[:6].nonzero().flatten().tolist() == chosen
-    assert mask[6:].tolist() == [1, 1, 1]  # all of nothing; one row is never none
+    rows = {0.5: [0, 1], 0.5001: [0, 1, 2], 0.1: [1], 0.9: [0, 1, 2, 4], 0.91: [0, 1, 2, 3, 4]}
+    for mass, chosen in rows.items():
+        mask = choose_by_mass(scores, segments, mass)
+        assert mask[:6].nonzero().flatten().tolist() == chosen
+        assert mask[6:].tolist() == [1, 1, 1]  # all of nothing; one row is never none
 
 
 def padded(source: list[int], target: list[int]) -> dict[str, torch.Tensor]:
@@ -105,8 +113,7 @@ def padded(source: list[int], target: list[int]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("family", "target"),
-    [("gpt2", None), ("neox", None), ("relu", [5, 3, 4]), ("relu", [9, 4, 6]), ("gated-gelu", [5, 3, 4])],
+    ("family", "target"), [("gpt2", None), ("neox", None), ("relu", [9, 4, 6]), ("gated-gelu", [5, 3, 4])]
 )
 def test_the_rows_are_those_with_the_largest_outputs(family, target):
     """Brute force, row by row without padding: Conv1D weights, fused projections that are ranked in segments,
@@ -145,15 +152,13 @@ def test_the_rows_are_those_with_the_largest_outputs(family, target):
 
 
 def test_what_is_not_the_training_loss_is_not_measured():
-    """No evaluation, no pass without gradients, no part of the model on its own, nothing recomputed, and
-    nothing after a pass that has failed."""
     model = gpt2()
     mask = watching(model)
     model(input_ids=IDS)
     with recording([mask]), torch.no_grad():
         model(input_ids=IDS)
     with recording([mask]):
-        model.transformer(input_ids=IDS)
+        model.transformer(input_ids=IDS)  # a part on its own
     with recording([mask]), pytest.raises(IndexError):
         model(input_ids=torch.tensor([[99]]))
     assert not mask.sums.any() and not mask.inside
@@ -176,16 +181,12 @@ def test_each_step_chooses_by_its_own_batch_alone():
     list(mask.factors())
     with recording([mask, fresh]):
         model(input_ids=IDS + 30)
-    torch.testing.assert_close(mask.sums, fresh.sums, rtol=0, atol=0)
-    for (_, one), (_, other) in zip(mask.factors(), fresh.factors(), strict=True):
-        assert torch.equal(one, other)
+    assert torch.equal(mask.sums, fresh.sums)
 
 
 def test_a_head_counts_the_scored_positions():
-    """Also where rows are padded: padding is scored nowhere."""
-    model = gpt2().eval()
+    model, ids, present = gpt2().eval(), torch.arange(5, 15).view(2, 5), torch.ones(2, 5, dtype=torch.bool)
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
-    ids, present = torch.arange(5, 15).view(2, 5), torch.ones(2, 5, dtype=torch.bool)
     present[1, 3:] = False
     mask = watching(model, head=True)
     with recording([mask]):
@@ -211,32 +212,29 @@ def test_masked_rows_get_no_gradient_and_the_others_all_of_it(build, monkeypatch
     """By the outputs on the batch that is learned, in every map and at every step; heads, embeddings, norms
     and biases are not touched."""
     work = build("migu", "model=tiny_roberta", "model.config.num_hidden_layers=2", "trainer.steps=2")
-    before, after, outputs, hook = [], [], {}, type(work.module).on_before_optimizer_step
+    seen, outputs, kind = [], {}, type(work.module)
     maps = {f"{each.name}.weight": each.module for each in projections(work.module.model)}
-
-    def gradients(module):
-        return {name: value.grad.clone() for name, value in module.model.named_parameters()}
+    hook = kind.on_before_optimizer_step
 
     def noted(module, optimizer):
-        before.append(gradients(module))
-        hook(module, optimizer)
-        after.append(gradients(module))
+        for turn in (hook, lambda *given: None):
+            seen.append({name: value.grad.clone() for name, value in module.model.named_parameters()})
+            turn(module, optimizer)
 
-    monkeypatch.setattr(type(work.module), "on_before_optimizer_step", noted)
+    monkeypatch.setattr(kind, "on_before_optimizer_step", noted)
     for name, module in maps.items():
         keep = lambda m, a, output, name=name: m.training and outputs.setdefault(name, []).append(output)  # noqa: E731
         module.register_forward_hook(lambda *given, keep=keep: keep(*given) and None)
     work.learn(0)
-    assert len(before) == 2 and len(maps) == 12
-    for step, (plain, masked) in enumerate(zip(before, after, strict=True)):
+    assert len(seen) == 4 and len(maps) == 12
+    for step, (plain, masked) in enumerate(zip(seen[::2], seen[1::2], strict=True)):
         for name, gradient in plain.items():
             chosen = torch.ones(len(gradient), dtype=torch.bool)
             if name in maps:
                 sums = outputs[name][step].detach().flatten(0, -2).abs().sum(0)
                 chosen[sums.argsort()[: math.floor(0.7 * len(sums))]] = False
-            assert torch.equal(masked[name][chosen], gradient[chosen]) and not masked[name][~chosen].any(), (
-                name
-            )
+            expected = torch.where(chosen.view(-1, *[1] * (gradient.ndim - 1)), gradient, 0)
+            assert torch.equal(masked[name], expected), name
 
 
 @pytest.mark.parametrize("acts_on", ["gradient", "update", "frozen"])
@@ -265,22 +263,15 @@ def test_what_masked_rows_do_under_adam(acts_on, build, monkeypatch):
 
 
 def test_the_first_domain_can_be_left_out(small, start, tmp_path):
-    """As the released code does: bit for bit NCL until the second domain. As a method, as a mask and as both
-    it is the same."""
-    skip = "method.mask.skip_first_domain=true"
-    runs = {
-        "ncl": [],
-        "migu": ["method=migu", skip],
-        "mask": ["mask=migu", "mask.migu.skip_first_domain=true"],
-    }
-    runs["both"] = [*runs["migu"], *runs["mask"]]
+    """As the released code does: bit for bit NCL until the second domain. As a mask it is the same."""
+    migu = ["method=migu", "method.mask.skip_first_domain=true"]
+    runs = {"ncl": [], "migu": migu, "both": [*migu, "mask=migu", "mask.migu.skip_first_domain=true"]}
     for name, options in runs.items():
         start(small("order=[law,food]", "keep_stages=true", *options), tmp_path / name)
     first = [torch.load(tmp_path / name / "stages" / "001.pt", weights_only=True) for name in ("ncl", "migu")]
     assert all(torch.equal(value, first[1][name]) for name, value in first[0].items())
-    last = {name: weights(tmp_path / name) for name in runs}
-    same = {run: all(torch.equal(last["migu"][n], v) for n, v in each.items()) for run, each in last.items()}
-    assert same == {"ncl": False, "migu": True, "mask": True, "both": True}
+    ncl, alone, both = (weights(tmp_path / name) for name in runs)
+    assert same({name: alone[name] for name in both}, both) and not same({n: alone[n] for n in ncl}, ncl)
 
 
 def test_other_importances():
@@ -317,3 +308,96 @@ def test_rows_are_ranked_by_their_fisher_before_the_domain(build):
         for segment in each.segments:
             best = segment[sums[each.name][segment].topk(len(segment) - len(segment) // 2).indices]
             assert set(segment[moved[segment]].tolist()) == set(best.tolist()), each.name
+
+
+TEXT = torch.randint(4, 60, (3, 9), generator=torch.Generator().manual_seed(0))
+BACKENDS = ("hooks", "backward")
+FAMILIES = {"gpt2": gpt2, "llama": llama, "roberta": roberta, "t5": t5}  # gpt2: Conv1D, Q, K, V in one
+
+
+def gradients(family, backend, *, change=lambda made: None, dtype=None, passes=1):
+    """The raw gradients, their factors, and those scaled, by name."""
+    torch.manual_seed(0)
+    made = FAMILIES[family]().train()
+    change(made)
+    mask = watching(made, backend=backend)
+    with recording([mask]), torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+        loss = sum(made(input_ids=TEXT + turn, labels=TEXT).loss for turn in range(passes))
+    loss.backward()
+    named = {name: each for name, each in made.named_parameters() if each.grad is not None}
+    raw, factors = {name: each.grad.clone() for name, each in named.items()}, dict(mask.factors())
+    kept = {name: factors[each] for name, each in named.items() if each in factors}
+    return raw, kept, {name: each * kept.get(name, 1) for name, each in raw.items()}
+
+
+@pytest.mark.parametrize(
+    ("family", "given"),
+    [
+        *((family, {}) for family in FAMILIES),
+        ("gpt2", {"passes": 3}),  # of one loss, which are counted together
+        ("roberta", {"dtype": torch.bfloat16}),
+        ("roberta", {"change": checkpoint_activations}),
+        ("roberta", {"change": lambda made: made.roberta.encoder.layer[0].requires_grad_(False)}),
+    ],
+)
+def test_masks_and_gradients_are_those_of_the_hooks(family, given):
+    """What was not chosen was not computed."""
+    (_, masks, expected), (raw, found, scaled) = (gradients(family, each, **given) for each in BACKENDS)
+    near = 0.02 if "dtype" in given else 1e-6
+    assert masks.keys() == found.keys() and expected.keys() == scaled.keys() and masks
+    assert all(torch.equal(masks[name], found[name]) for name in masks)
+    for name, value in expected.items():
+        torch.testing.assert_close(value, scaled[name], rtol=near, atol=near, msg=name)
+        assert name in masks or torch.equal(value, scaled[name]) or family != "roberta" or near > 0.01
+        assert value.dtype == torch.float32
+    for name, factor in found.items():
+        assert raw[name].any() and not raw[name][(factor == 0).expand_as(raw[name])].any(), name
+
+
+def test_passes_that_are_not_of_the_loss_are_as_ever():
+    made = gpt2()
+    mask, copy = watching(made, backend="backward"), deepcopy(made)
+    whole = lambda made: made.transformer.h[0].mlp.c_fc.weight.grad.any(0).all()  # noqa: E731
+    made(input_ids=TEXT, labels=TEXT).loss.backward()
+    assert whole(made)
+    with recording([mask]), torch.no_grad():
+        made(input_ids=TEXT)
+    assert not mask.limiting
+    made.zero_grad()
+    with recording([mask], alone=False):
+        made(input_ids=TEXT, labels=TEXT).loss.backward()
+    assert whole(made)
+    made.zero_grad()
+    with recording([mask]):
+        loss = made(input_ids=TEXT, labels=TEXT).loss + copy(input_ids=TEXT, labels=TEXT).loss
+    loss.backward()
+    assert whole(copy) and not whole(made)
+
+
+def test_a_map_that_fails_has_its_weight_back():
+    made = roberta()
+    mask, dense = watching(made, backend="backward"), made.roberta.encoder.layer[0].intermediate.dense
+    weight, mask.limiting = dense.weight, True
+    with pytest.raises(RuntimeError):
+        dense(torch.zeros(1, 7))
+    assert dense.weight is weight
+    assert deepcopy(made).roberta.encoder.layer[0].intermediate.dense.weight.requires_grad
+
+
+LORA = ["method=lora", "mask.migu.threshold=0.5", "optim.lr=1"]
+
+
+@pytest.mark.parametrize("asked", [[], LORA])
+def test_a_run_ends_with_the_same_weights(asked, small, start, tmp_path):
+    given = ["mask=migu", *asked, "order=[law]", "optim=sgd"]
+    runs = {each: [*given, f"mask.migu.backend={each}"] for each in BACKENDS}
+    runs["free"] = [*given, "mask.migu.threshold=0"]
+    ends = {name: learned(start, small(*each), tmp_path / name) for name, each in runs.items()}
+    assert_close(ends["hooks"], ends["backward"], rtol=1e-5, atol=1e-6)
+    assert not same(ends["hooks"], ends["free"])
+
+
+def test_compiled_blocks_are_refused(small, tmp_path):
+    given = ["mask=migu", "mask.migu.backend=backward", "trainer.compile=true"]
+    with pytest.raises(ValueError, match="trainer.compile=true"):
+        prepare(make_plan(small(*given)), RunDir(tmp_path))
