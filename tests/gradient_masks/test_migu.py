@@ -208,35 +208,6 @@ def test_biases_and_heads_only_when_asked():
     assert id(untied.lm_head.weight) in covered(untied, head=True)
 
 
-def test_masked_rows_get_no_gradient_and_the_others_all_of_it(build, monkeypatch):
-    """By the outputs on the batch that is learned, in every map and at every step; heads, embeddings, norms
-    and biases are not touched."""
-    work = build("migu", "model=tiny_roberta", "model.config.num_hidden_layers=2", "trainer.steps=2")
-    seen, outputs, kind = [], {}, type(work.module)
-    maps = {f"{each.name}.weight": each.module for each in projections(work.module.model)}
-    hook = kind.on_before_optimizer_step
-
-    def noted(module, optimizer):
-        for turn in (hook, lambda *given: None):
-            seen.append({name: value.grad.clone() for name, value in module.model.named_parameters()})
-            turn(module, optimizer)
-
-    monkeypatch.setattr(kind, "on_before_optimizer_step", noted)
-    for name, module in maps.items():
-        keep = lambda m, a, output, name=name: m.training and outputs.setdefault(name, []).append(output)  # noqa: E731
-        module.register_forward_hook(lambda *given, keep=keep: keep(*given) and None)
-    work.learn(0)
-    assert len(seen) == 4 and len(maps) == 12
-    for step, (plain, masked) in enumerate(zip(seen[::2], seen[1::2], strict=True)):
-        for name, gradient in plain.items():
-            chosen = torch.ones(len(gradient), dtype=torch.bool)
-            if name in maps:
-                sums = outputs[name][step].detach().flatten(0, -2).abs().sum(0)
-                chosen[sums.argsort()[: math.floor(0.7 * len(sums))]] = False
-            expected = torch.where(chosen.view(-1, *[1] * (gradient.ndim - 1)), gradient, 0)
-            assert torch.equal(masked[name], expected), name
-
-
 @pytest.mark.parametrize("acts_on", ["gradient", "update", "frozen"])
 def test_what_masked_rows_do_under_adam(acts_on, build, monkeypatch):
     """The lower half of all rows is masked from the second step on. Scaled gradients: momentum and decay go
@@ -372,16 +343,6 @@ def test_passes_that_are_not_of_the_loss_are_as_ever():
         loss = made(input_ids=TEXT, labels=TEXT).loss + copy(input_ids=TEXT, labels=TEXT).loss
     loss.backward()
     assert whole(copy) and not whole(made)
-
-
-def test_a_map_that_fails_has_its_weight_back():
-    made = roberta()
-    mask, dense = watching(made, backend="backward"), made.roberta.encoder.layer[0].intermediate.dense
-    weight, mask.limiting = dense.weight, True
-    with pytest.raises(RuntimeError):
-        dense(torch.zeros(1, 7))
-    assert dense.weight is weight
-    assert deepcopy(made).roberta.encoder.layer[0].intermediate.dense.weight.requires_grad
 
 
 LORA = ["method=lora", "mask.migu.threshold=0.5", "optim.lr=1"]

@@ -66,7 +66,7 @@ def test_no_step_raises_the_loss_on_the_memory(acts_on, constraints, build, monk
     work.learn(1)
     work.learn(2)
     held, free = (
-        (seen["gradient"], seen["step"]) if acts_on == "gradient" else (seen["step"], seen["gradient"])
+        seen[each] for each in (("gradient", "step") if acts_on == "gradient" else ("step", "gradient"))
     )
     assert len(held) == len(free) == 12 and min(held) > -1e-4 and min(free) < -1e-2
     assert (min(seen["each"]) > -1e-4) == (constraints == "each")

@@ -11,7 +11,6 @@ from cpt.core.randomness import key
 from cpt.methods.common.options import RULES
 from cpt.methods.merge import Ended, Merged, drop_entries, slerp
 from cpt.methods.options import MergingOptions
-from tests.methods.test_base import Half
 from tests.support.making import Watch, assert_close, clones, same
 
 
@@ -37,17 +36,6 @@ def test_the_average_is_that_of_the_optimizer_steps(accumulate, build):
         for step, (_, average) in seen:
             assert_close(average, averaged(start, path[:step], decay=0.6), rtol=1e-4, atol=1e-6)
         assert_close(work.weights(), averaged(start, path, decay=0.6), rtol=1e-4, atol=1e-6)
-
-
-def test_masks_count_before_the_average(build):
-    work = build("ema", "method.decay=0.6")
-    work.module.masks.append(Half(acts_on="update", factor=0.0, model=work.module.model))
-    before = work.weights()
-    work.learn(0)
-    for name, value in work.weights().items():
-        if value.ndim == 2:
-            still = (value == before[name]).all(1)
-            assert still[: len(value) // 2].all() and not still[len(value) // 2 :].all(), name
 
 
 def beside_ncl(work, build, *options):
@@ -132,26 +120,6 @@ def test_pairs_are_merged_by_their_products(build):
     for name, product in products.items():
         found = work.weights()[f"{name}.base_layer.weight"]
         torch.testing.assert_close(found, base[f"{name}.base_layer.weight"] + 0.5 * product)
-
-
-def test_all_of_each_pair_is_inclora(build):
-    rule = ["method.rule=task_arithmetic", "method.scale=1", "method.start=merged"]
-    work, sums = build("merge_lora", *rule), build("inclora")
-    for each in (work, sums):
-        each.learn(0)
-        each.learn(1)
-    ours, theirs = (dict(each.module.model_for(1).named_parameters()) for each in (work, sums))
-    assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
-
-
-def test_what_is_added_has_the_rank_that_is_asked_for(build):
-    work = build("merge_lora", "method.truncated=2", "method.rule=average")
-    base = work.weights()
-    for number in (0, 1):
-        work.learn(number)
-        for name, value in work.weights().items():
-            if name.endswith("base_layer.weight"):
-                assert torch.linalg.matrix_rank(value - base[name], rtol=1e-3) == 2
 
 
 SHAPES = {"a.weight": (7, 5), "a.bias": (5,), "b.weight": (3, 4)}

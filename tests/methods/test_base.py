@@ -74,16 +74,6 @@ def test_factor_zero_keeps_the_bits_under_weight_decay(precision, acts_on, fitte
         assert not value[: len(value) // 2].any() and value[len(value) // 2 :].any()
 
 
-def test_masks_multiply_in_any_order(fitted):
-    both, turned, product = (
-        fitted(masks=tuple(("update", factor) for factor in factors))[1]
-        for factors in ((0.5, 0.2), (0.2, 0.5), (0.1,))
-    )
-    for one, other, tenth in zip(both, turned, product, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-7)
-        torch.testing.assert_close(one, tenth, rtol=1e-3, atol=1e-7)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scaling_is_exact_at_both_ends(dtype):
     start, tensor = torch.randn(2, 50, 50, dtype=dtype)
@@ -98,16 +88,6 @@ def test_scaling_is_exact_at_both_ends(dtype):
 
 def norm(tensors) -> float:
     return torch.cat([each.flatten() for each in tensors]).norm().item()
-
-
-def test_a_method_sees_each_steps_gradient_once_when_all_its_parts_are_there(build, monkeypatch):
-    seen = []
-    works = [build("ncl", "trainer.steps=3", f"trainer.accumulate_grad_batches={n}") for n in (1, 2)]
-    noted = lambda module, optimizer: seen.append(norm(p.grad for p in module.model.parameters()))  # noqa: E731
-    monkeypatch.setattr(NCL, "transform_gradients", noted)
-    for work in works:
-        work.learn(0)
-    assert len(seen) == 6 and seen[3:] == pytest.approx(seen[:3], rel=1e-4)
 
 
 def test_gradients_are_masked_before_they_are_clipped(build, monkeypatch):

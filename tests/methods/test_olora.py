@@ -7,7 +7,7 @@ from cpt.adapters import lora
 from cpt.gradient_masks.base import recording
 from cpt.methods.nlora import factors_norm, product_norm
 from cpt.methods.olora import group_by_width, norms, pair_overlap
-from tests.support.making import same, state_beside_the_model
+from tests.support.making import state_beside_the_model
 from tests.support.pairs import base_of, pair_of
 
 STRONG = "optim.lr=0.05"
@@ -75,17 +75,6 @@ def test_the_loss_is_strength_times_the_overlap_with_all_earlier_domains(stored,
     assert moved == {f"model.{name}" for name in names}
 
 
-def test_in_the_first_domain_it_is_inclora(build):
-    """And embeddings are held apart too."""
-    works = [build(name, STRONG, "method.embeddings=true") for name in ("olora", "inclora")]
-    for number, equal in ((0, True), (1, False)):
-        for work in works:
-            work.learn(number)
-        assert same(works[0].weights(), works[1].weights()) == equal
-    names = works[0].module.kept.names
-    assert sum("lora_embedding_A" in name for name in names) == 1 and not any("_B" in name for name in names)
-
-
 @pytest.fixture
 def pairs():
     """A [3, d_in] and B [d_out, 3] of three maps."""
@@ -96,34 +85,31 @@ def pairs():
 
 
 def test_the_product_is_b_a_of_maps_of_any_shape(pairs):
-    """The released ||A B||_1 is one of d_in = d_out alone; the factors bound it, and are it for rank 1."""
-    tensors = [each for pair in pairs for each in pair]
+    """The released ||A B||_1 is one of d_in = d_out alone; the factors bound it, and are it for rank 1; a new
+    pair has none and pulls nothing, and no product waits for the backward pass."""
+    tensors, kept, hooks = (
+        [each for pair in pairs for each in pair],
+        [],
+        torch.autograd.graph.saved_tensors_hooks,
+    )
     by_hand = sum((b[:, :, None] * a[None]).sum(1).abs().sum() for a, b in pairs)
-    assert product_norm(pairs).item() == pytest.approx(by_hand.item(), rel=1e-9)
+    with hooks(lambda each: kept.append(each.numel()) or each, lambda each: each):
+        found = product_norm(pairs)
+    assert found.item() == pytest.approx(by_hand.item(), rel=1e-9) and sum(kept) <= sum(
+        map(torch.numel, tensors)
+    )
     expected = torch.autograd.grad(by_hand, tensors)
-    for one, other in zip(torch.autograd.grad(2 * product_norm(pairs), tensors), expected, strict=True):
+    for one, other in zip(torch.autograd.grad(2 * found, tensors), expected, strict=True):
         torch.testing.assert_close(one, 2 * other)
-    assert factors_norm(pairs).item() > product_norm(pairs).item()
     single = [(a[:1], b[:, :1]) for a, b in pairs]
     assert factors_norm(single).item() == pytest.approx(product_norm(single).item(), rel=1e-6)
     bound = sum(b[:, k].abs().sum() * a[k].abs().sum() for a, b in pairs for k in range(3))
     assert factors_norm(pairs).item() == pytest.approx(bound.item(), rel=1e-6)
-
-
-def test_no_product_waits_for_the_backward_pass():
-    a, b = torch.randn(2, 500, requires_grad=True), torch.randn(400, 2, requires_grad=True)
-    kept, hooks = [], torch.autograd.graph.saved_tensors_hooks
-    with hooks(lambda each: kept.append(each.numel()) or each, lambda each: each):
-        product_norm([(a, b)])
-    assert sum(kept) == a.numel() + b.numel()
-
-
-@pytest.mark.parametrize("norm", [product_norm, factors_norm])
-def test_a_new_pair_has_none_and_pulls_nothing(norm):
-    a, b = torch.randn(2, 5, requires_grad=True), torch.zeros(4, 2, requires_grad=True)
-    found = norm([(a, b)])
-    found.backward()
-    assert found == 0 and not a.grad.any()
+    for norm in (product_norm, factors_norm):
+        a, b = torch.randn(2, 5, requires_grad=True), torch.zeros(4, 2, requires_grad=True)
+        none = norm([(a, b)])
+        none.backward()
+        assert none == 0 and not a.grad.any()
 
 
 @pytest.mark.parametrize(("penalty", "norm"), [("product", product_norm), ("factors", factors_norm)])

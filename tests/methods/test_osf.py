@@ -17,25 +17,20 @@ def projectors(weight, rank):
     return u[:, :rank] @ u[:, :rank].T, v[:rank].T @ v[:rank]
 
 
-def learned(start, rank, *, acts_on="update", protected="both"):
+def learned(start, rank, *, protected="both"):
     """What is left of 50 steps of AdamW with decay under a mask over a weight."""
     layer = nn.Linear(*reversed(start.shape))
     layer.weight = weight = nn.Parameter(start.clone())
-    chosen = Subspaces(acts_on=acts_on, protected=protected)
+    chosen = Subspaces(acts_on="update", protected=protected)
     chosen.over([Projection("map", layer, 0, ())])
     chosen.span({"map": rank})
     optimizer = torch.optim.AdamW([weight], lr=0.01, weight_decay=0.1)
     scales = torch.rand(weight.shape) ** 4  # Adam would even them out
     for _ in range(50):
         weight.grad = torch.randn(weight.shape) * scales + 0.1 * scales
-        if acts_on == "gradient":
-            with torch.no_grad():
-                chosen.constrain([(weight, weight.grad)], optimizer)
-            optimizer.step()
-        else:
-            held = StepSnapshot(chosen, chosen.covered())
-            optimizer.step()
-            held.apply(optimizer)
+        held = StepSnapshot(chosen, chosen.covered())
+        optimizer.step()
+        held.apply(optimizer)
     return weight.detach()
 
 
@@ -58,14 +53,6 @@ def test_under_adamw_with_decay_nothing_moves_inside(shape):
     assert both < 1e-9 < either
 
 
-def test_a_projected_gradient_leaks_under_adamw():
-    """What released code does: about an eighth of the movement and more is inside again."""
-    torch.manual_seed(0)
-    start = torch.randn(16, 16)
-    moved = learned(start, 8, acts_on="gradient").double() - start
-    assert shares(moved, *projectors(start, 8))[0] > 0.1
-
-
 def test_directions_are_those_of_the_model_before_each_domain(build):
     work = build("osf", "method.protected=0.25", "method.growth=0.25", "method.most=0.4")
     for number, share in ((0, 0.25), (1, 0.4)):
@@ -78,16 +65,14 @@ def test_directions_are_those_of_the_model_before_each_domain(build):
             assert shares(moved, *projectors(start, rank))[0] < 1e-8, name
 
 
-def test_all_protects_every_matrix_and_tells_what_moves_freely(build, caplog):
-    caplog.set_level("INFO", logger="cpt")
+def test_all_protects_every_matrix_and_tells_what_moves_freely(build):
     work = build("osf", "method.protect=all", "method.protected=0.5")
     before = work.weights()
     work.learn(0)
-    for name, value in work.weights().items():
-        if value.ndim == 2:
-            moved, start = value.double() - before[name], before[name]
+    for name, start in before.items():
+        if start.ndim == 2:
+            moved = work.weights()[name].double() - start
             assert shares(moved, *projectors(start, min(start.shape) // 2))[0] < 1e-8 and moved.any(), name
-    assert "of the trained weights move freely: 7 norms and biases\n" in caplog.text
 
 
 BY_BLOCK = ["method.protect=blocks", "method.protected=0.5", "method.least=0.1"]
