@@ -51,12 +51,15 @@ def fitted(build):
 @pytest.mark.parametrize("acts_on", ["update", "frozen"])
 @pytest.mark.parametrize("how", ["precision=32-true", "precision=bf16-mixed", "accumulate_grad_batches=4"])
 def test_an_update_mask_scales_the_step_of_adam(acts_on, how, fitted):
-    _, whole = fitted("optim.weight_decay=0.3", f"trainer.{how}")
-    _, masked = fitted("optim.weight_decay=0.3", f"trainer.{how}", masks=((acts_on, 0.1),))
+    """Masks multiply; a factor of 0 keeps the bits under weight decay."""
+    decay = ["optim.weight_decay=0.3", f"trainer.{how}"]
+    whole, masked = (fitted(*decay, masks=masks)[1] for masks in ((), ((acts_on, 0.5), (acts_on, 0.2))))
     for free, tenth in zip(whole, masked, strict=True):
         half = len(free) // 2
         torch.testing.assert_close(tenth[:half], 0.1 * free[:half], rtol=1e-3, atol=1e-7)
         assert torch.equal(tenth[half:], free[half:]) and free[:half].any()
+    for value in fitted(*decay, masks=((acts_on, 0.0),), steps=3)[1]:
+        assert not value[: len(value) // 2].any() and value[len(value) // 2 :].any()
 
 
 def test_a_gradient_mask_is_divided_out_by_adam(fitted):
@@ -64,14 +67,6 @@ def test_a_gradient_mask_is_divided_out_by_adam(fitted):
     plain = ["optim.eps=1e-12", "trainer.gradient_clip_val=null"]
     pairs = zip(fitted(*plain)[1], fitted(*plain, masks=(("gradient", 0.1),))[1], strict=True)
     assert min(tenth[: len(tenth) // 2].norm() / free[: len(free) // 2].norm() for free, tenth in pairs) > 0.9
-
-
-@pytest.mark.parametrize("acts_on", ["update", "frozen"])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_factor_zero_keeps_the_bits_under_weight_decay(precision, acts_on, fitted):
-    chosen = ["optim.weight_decay=0.3", f"trainer.precision={precision}"]
-    for value in fitted(*chosen, masks=((acts_on, 0.0),), steps=3)[1]:
-        assert not value[: len(value) // 2].any() and value[len(value) // 2 :].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -90,8 +85,9 @@ def norm(tensors) -> float:
     return torch.cat([each.flatten() for each in tensors]).norm().item()
 
 
-def test_gradients_are_masked_before_they_are_clipped(build, monkeypatch):
-    """And in between a method may change them."""
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_gradients_are_masked_before_they_are_clipped(accumulate, build, monkeypatch):
+    """And in between, once when all parts of a step are there, a method may change them."""
     seen = []
 
     def large(module, optimizer):
@@ -100,7 +96,8 @@ def test_gradients_are_masked_before_they_are_clipped(build, monkeypatch):
             parameter.grad.fill_(100.0)
 
     monkeypatch.setattr(NCL, "transform_gradients", large)
-    work = build("ncl", *PLAIN, "trainer.steps=1", "trainer.gradient_clip_val=0.5")
+    parts = ["trainer.gradient_clip_val=0.5", f"trainer.accumulate_grad_batches={accumulate}"]
+    work = build("ncl", *PLAIN, "trainer.steps=1", *parts)
     work.module.masks.append(Half(acts_on="gradient", factor=0.0, model=work.module.model))
     before = work.weights()
     work.learn(0)
@@ -109,21 +106,14 @@ def test_gradients_are_masked_before_they_are_clipped(build, monkeypatch):
 
 
 def test_every_step_draws_by_a_seed_of_its_own(build):
+    """And decay reaches matrices only."""
     work, watch = build("ncl"), Watch(lambda module: torch.initial_seed())
     for number in (0, 1):
         work.learn(number, watch)
     assert len({seed for _, seed in watch.seen}) == len(watch.seen) == 12
-
-
-def test_decay_reaches_matrices_only(fitted):
-    work, _ = fitted()
     groups = work.module.trainer.optimizers[0].param_groups
     decay = {id(each): group["weight_decay"] for group in groups for each in group["params"]}
-    model = work.module.model
-    assert [decay.pop(id(p)) for p in model.parameters()] == [
-        0.01 * (p.ndim >= 2) for p in model.parameters()
-    ]
-    assert not decay
+    assert decay == {id(p): 0.01 * (p.ndim >= 2) for p in work.module.model.parameters()}
 
 
 def test_the_hooks_of_a_method_are_called_in_their_order(small, start, tmp_path, monkeypatch):
@@ -167,8 +157,8 @@ def test_gradients_of_probes_are_not_left_behind(build, monkeypatch):
     monkeypatch.setattr(NCL, "training_step", noted)
     work = build("ncl", "trainer.steps=1")
     work.learn(0)
+    left.extend(parameter.grad for parameter in work.module.parameters())
     assert left and all(gradient is None for gradient in left)
-    assert all(parameter.grad is None for parameter in work.module.parameters())
 
 
 def gradient(module: ContinualMethod, batches: list[dict[str, Tensor]]) -> Tensor:
@@ -197,15 +187,14 @@ def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(family, build):
         torch.testing.assert_close(gradient(module, parts), whole, rtol=1e-6, atol=1e-10)
 
 
-def test_the_loss_is_the_mean_over_the_scored_tokens(fitted):
+def test_the_loss_is_the_mean_over_the_scored_tokens(build):
     """That of a text is of all its tokens, not a mean of batch means, and the same for any batch size."""
-    work, _ = fitted()
+    work, rows = build("ncl"), []
     module, data, [batch] = work.module.eval(), work.data, work.batches()
     logits = module.model(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask")).logits
     labels = labels_of(batch).flatten()
     expected = nn.functional.cross_entropy(logits.flatten(0, 1), labels, ignore_index=-100)
     torch.testing.assert_close(module.losses(batch)["lm"], expected)
-    rows = []
     for size in (3, 64):
         data.eval_batch_size = size
         trainer = loop.make_trainer({"accelerator": "cpu", "devices": 1}, label="")
@@ -214,5 +203,4 @@ def test_the_loss_is_the_mean_over_the_scored_tokens(fitted):
     assert rows[0] == pytest.approx(rows[1], rel=1e-5) and len(rows[0]) == 3
     first = [batch for batch in data.val_dataloader() if int(batch["column"]) == 0]
     total = sum(float(module.nll(each, 0)[0].detach().sum()) for each in first)
-    scored = sum(len(each["positions"]) for each in first)
-    assert rows[1][0] == pytest.approx(total / scored, rel=1e-5)
+    assert rows[1][0] == pytest.approx(total / sum(len(each["positions"]) for each in first), rel=1e-5)

@@ -34,16 +34,19 @@ UNTIED = ["model.config.feed_forward_proj=gated-gelu", *TIED[1:], "+model.config
 ON_T5 = [f"{name} on both" for name in LEARNING if name != "growing"] + ["ncl on tied", "hat on tied"]
 FEW_ON_T5 = {f"{name} on both" for name in ("das", "olora", "prompt")}
 TOLD = [  # what methods may be told, on T5
-    "lora method.exported=peft on both",
-    "olora method.stored=pairs on both",
-    "adapter method.per_domain=true method.placement=pfeiffer on both",
-    "hat method.form=adapter on both",
-    "demix method.experts=adapter routing@method.routing=posterior on both",
-    "kd method.distilled=hidden mask=migu mask.migu.acts_on=update on both",
-    "derpp method.matched=logits replay=general freeze.embeddings=true freeze.layers=1 on both",
-    "das method.units=[heads,neurons,outputs,tokens] method.contrast_text=corrupted on both",
-    "sapt method.key=cosine method.query=encoder replay=past on both",
-    "progprompt method.residual=4 on both",
+    f"{case} on both"
+    for case in (
+        "lora method.exported=peft",
+        "olora method.stored=pairs",
+        "adapter method.per_domain=true method.placement=pfeiffer",
+        "hat method.form=adapter",
+        "demix method.experts=adapter routing@method.routing=posterior",
+        "kd method.distilled=hidden mask=migu mask.migu.acts_on=update",
+        "derpp method.matched=logits replay=general freeze.embeddings=true freeze.layers=1",
+        "das method.units=[heads,neurons,outputs,tokens] method.contrast_text=corrupted",
+        "sapt method.key=cosine method.query=encoder replay=past",
+        "progprompt method.residual=4",
+    )
 ]
 
 
@@ -100,7 +103,7 @@ def told(folder: Path) -> dict:
 
 
 ALL = [*METHODS, *(f"{name} on causal" for name in LEARNING), *ON_T5]
-FEW = KINDS | {f"{name} on causal" for name in KINDS} | FEW_ON_T5
+FEW = KINDS | {"das on causal", "derpp on causal", "hat on causal"} | FEW_ON_T5
 
 
 @pytest.mark.parametrize("case", run_few(ALL, FEW))
@@ -154,25 +157,14 @@ def test_the_exported_model_is_that_of_the_last_domain(case, uninterrupted, conf
 
 
 @pytest.mark.parametrize("method", LEARNING)
-def test_every_loss_term_is_finite_and_moves_something(method, config):
-    run, seen = making.made(config(method)), {}
-    module, losses = run.module, run.module.losses
-
-    def listened(batch):
-        terms = losses(batch)
-        for name, value in terms.items():
-            seen.setdefault(name, []).append(value.item())
-        return terms
-
-    module.losses = listened
-    for domain in run.data:
-        before = making.clones(module.state_dict())
-        run.data.enter(domain)
-        module.setup_stage(domain)
-        trainer = loop.make_trainer(run.plan.trainer.lightning, label="", steps=2)
-        trainer.fit(module, datamodule=run.data)
-        assert any(not torch.equal(before[name], value) for name, value in module.state_dict().items())
-    assert "lm" in seen and all(torch.tensor(values).isfinite().all() for values in seen.values())
+def test_every_domain_moves_something(method, config):
+    """And a loss that is not finite ends a run."""
+    run = making.made(config(method, "trainer.steps=1"))
+    for number in range(len(run.data)):
+        before = making.clones(run.module.state_dict())
+        run.learn(number)
+        after = run.module.state_dict()
+        assert not all(torch.equal(value, after[name]) for name, value in before.items() if name in after)
 
 
 @pytest.mark.parametrize("case", run_few([*LEARNING, *ON_T5], KINDS | FEW_ON_T5))
@@ -228,9 +220,7 @@ IN_16_BITS = [*LEARNING, *(f"{name} on both" for name in ("das", "derpp", "hat",
 
 
 @pytest.mark.parametrize("precision", run_few(["bf16-mixed", "bf16-true"], ["bf16-true"]))
-@pytest.mark.parametrize(
-    "case", run_few(IN_16_BITS, {"das", "demix", "derpp", "olora", "das on both", "prompt on both"})
-)
+@pytest.mark.parametrize("case", run_few(IN_16_BITS, {"das", "derpp", "olora", "prompt on both"}))
 def test_it_learns_in_16_bits(case, precision, config, start, tmp_path):
     """T5 keeps a map of each feed-forward network in 32 bits."""
     few = ["trainer.steps=1", "trainer.probe_samples=4", f"trainer.precision={precision}"]
@@ -239,7 +229,18 @@ def test_it_learns_in_16_bits(case, precision, config, start, tmp_path):
     assert scores["run"]["finished"] and all(0 < loss < 20 for row in scores["nll"] for loss in row)
 
 
-@pytest.mark.parametrize("method", run_few(METHODS, {"das", "demix", "derpp", "hat", "ncl", "olora"}))
+def dying(commit, *, at: int):
+    """A step of a commit that is carried out and then kills, for one row."""
+
+    def step(folder, row, *args, **kwargs):
+        commit(folder, row, *args, **kwargs)
+        if row == at:
+            raise KilledError
+
+    return step
+
+
+@pytest.mark.parametrize("method", run_few(METHODS, {"derpp", "hat", "ncl"}))
 @pytest.mark.parametrize("moment", run_few(["save_documents", "cleanup"], ["save_documents"]))
 def test_killed_between_domains_it_ends_with_the_same_bits(
     method, moment, uninterrupted, monkeypatch, config, start, tmp_path
@@ -254,24 +255,14 @@ def test_killed_between_domains_it_ends_with_the_same_bits(
     assert told(tmp_path)["rows"] == rows and bits(tmp_path) == bits(uninterrupted(method))
 
 
-def dying(commit, *, at: int):
-    """A step of a commit that is carried out and then kills, for one row."""
-
-    def step(folder, row, *args, **kwargs):
-        commit(folder, row, *args, **kwargs)
-        if row == at:
-            raise KilledError
-
-    return step
+TRACED = KINDS | {"kd", "lora", "prompt", "agem", "das on tied", "prompt on tied"}
 
 
-@pytest.mark.parametrize(
-    "case", [*METHODS, "das on tied", "demix on tied", "dga on tied", "hat on tied", "prompt on tied"]
-)
+@pytest.mark.parametrize("case", run_few([*METHODS, "das on tied", "prompt on tied"], TRACED))
 def test_probes_and_evaluation_leave_no_trace(case, config):
     """Nor does switching to a domain again; and the state goes around to another module."""
     run, other = making.made(config(case)), making.made(config(case)).module
-    module, data, rows = run.module, run.data, []
+    module, rows = run.module, []
 
     def traces():
         hooks = sum(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in module.modules())
@@ -280,17 +271,18 @@ def test_probes_and_evaluation_leave_no_trace(case, config):
     before, first = making.clones(module.state_dict()), traces()
     for _ in range(2):
         trainer = loop.make_trainer(run.plan.trainer.lightning, label="")
-        trainer.validate(module, datamodule=data, verbose=False)
+        trainer.validate(module, datamodule=run.data, verbose=False)
         rows.append([each.clone() for pair in module.row().values() for each in pair])
     assert all(torch.equal(*each) for each in zip(*rows, strict=True))
     assert making.same(before, module.state_dict()) and traces() == first
     assert all(parameter.grad is None for parameter in module.parameters())
-    for domain in data:
-        module.activate(domain.index)
-        once = {name: (value.clone(), value.requires_grad) for name, value in module.named_parameters()}
-        module.activate(domain.index)
-        for name, value in module.named_parameters():
-            assert torch.equal(value, once[name][0]) and value.requires_grad == once[name][1]
+    for domain in run.data:
+        seen = []
+        for _ in range(2):
+            module.activate(domain.index)
+            named = dict(module.named_parameters())
+            seen.append((making.clones(named), {name for name, each in named.items() if each.requires_grad}))
+        assert making.same(seen[0][0], seen[1][0]) and seen[0][1] == seen[1][1]
     with torch.no_grad():
         for value in module.state_dict().values():
             value.add_(1) if value.is_floating_point() else value
@@ -304,7 +296,6 @@ def test_the_matrix_is_of_hidden_tokens_alone(uninterrupted, config):
     lengths = [text.row_lengths for text in run.data.held_out.values()]
     hidden = [[max(1, round(0.15 * n)) if n > 1 else 0 for n in each.tolist()] for each in lengths]
     assert scores["scored"] == [sum(each) for each in hidden]
-    assert scores["conditions"]["scored"] == "hidden tokens, neither sentinels nor the end"
     assert scores["tokens"] == [int(each.sum()) for each in lengths]
     trainer = loop.make_trainer(run.plan.trainer.lightning, label="")
     trainer.validate(run.module, datamodule=run.data, verbose=False)
@@ -328,17 +319,13 @@ NEUTRAL = {  # what a method is compared with, what makes it that, and what does
     "hat": ("ncl", "units=[] shared=trained", "units=[neurons]"),
     "kd": ("ncl", "strength=0", "strength=1"),
     "l2 base": ("ncl", "towards=base strength=0", "strength=1"),
-    "l2 previous": ("ncl", "towards=previous strength=0", "strength=1"),
     "merge": ("ncl", "rule=task_arithmetic scale=1", "scale=0.5"),
     "merge slerp": ("ncl", "rule=slerp share=1", "share=0.5"),
     "lifelong_moe": ("ncl", "experts=0 strength=0 balance=0 dense=trained", "strength=1"),
     "mas": ("ncl", "strength=0", "strength=1"),
     "migu": ("ncl", "mask.threshold=0", "mask.threshold=0.7"),
     "migu frozen": ("ncl", "mask.threshold=0 mask.acts_on=frozen", "mask.threshold=0.7"),
-    "migu fisher": ("ncl", "mask.threshold=0 mask.importance=fisher", "mask.threshold=0.7"),
     "migu by mass": ("ncl", "mask.threshold=null mask.mass=1", "mask.mass=0.5"),
-    "migu random": ("ncl", "mask.threshold=0 mask.importance=random", "mask.threshold=0.7"),
-    "migu update": ("ncl", "mask.threshold=0 mask.acts_on=update", "mask.threshold=0.7"),
     "moelora": ("lora", "experts=1", "experts=2"),
     "nlora": ("inclora", "strength=0", "strength=1"),
     "olora": ("inclora", "strength=0", "strength=1"),
@@ -366,7 +353,7 @@ def end(whole, config, start, tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("case", run_few(NEUTRAL, {"das", "derpp", "ewc", "kd", "olora", "osf"}))
+@pytest.mark.parametrize("case", run_few(NEUTRAL, {"das", "derpp", "ewc", "olora"}))
 def test_at_neutral_strength_it_is_the_plain_method_bit_for_bit(case, end):
     plain, neutral, strong = NEUTRAL[case]
     expected = end(plain)

@@ -9,12 +9,10 @@ from torch import Tensor
 import cpt.adapters.export
 from cpt.core.randomness import key
 from cpt.models.units import blocks, sublayers
-from tests.methods.test_contract import told
 from tests.support.making import Watch, made
 
 ALONE = {"neurons": 1.5, "heads": 2, "layers": 1, "hidden": 2}  # each part by itself
 THREE = "order=[law,food,space]"
-BRANCH = ["optim.carry=moments", "schedule=wsd", "schedule.decay=0.5"]
 
 
 @pytest.fixture
@@ -65,13 +63,10 @@ def test_a_new_optimizer_and_its_schedule_begin_behind_recovery(carried, elle):
     work.learn(1, watch)
     made_of, rates = zip(*(each for _, each in watch.seen), strict=True)
     assert [step for step, _ in watch.seen] == [1, 2, 3, 4, 5, 6]
-    if carried:
-        assert list(made_of) == [{5}, {6}, {7}, {8}, {9}, {10}]
-        return
-    assert list(made_of) == [{1}, {2}, {1}, {2}, {3}, {4}]
-    peak = work.plan.optim.arguments["lr"]
-    # After each step the rate of the next: of two of recovery, then of four of the domain.
-    assert list(rates) == pytest.approx([peak / 2, peak, peak * 3 / 4, peak / 2, peak / 4, 0])
+    assert list(made_of) == [{5}, {6}, {7}, {8}, {9}, {10}] if carried else [{1}, {2}, {1}, {2}, {3}, {4}]
+    if not carried:  # after each step the rate of the next: of two of recovery, then of four of the domain
+        peak = work.plan.optim.arguments["lr"]
+        assert list(rates) == pytest.approx([peak / 2, peak, peak * 3 / 4, peak / 2, peak / 4, 0])
 
 
 class Seen(Callback):
@@ -101,7 +96,7 @@ def prompted(work, batch, domain: int) -> Tensor:
     return work.module.objective.nll(work.module.model_for(domain).eval(), batch)
 
 
-@pytest.mark.parametrize("family", ["masked", "causal", "both"])
+@pytest.mark.parametrize("family", ["masked", "both"])
 def test_each_row_is_read_with_its_domains_prompt(family, elle):
     work = elle("method.prompt=2", THREE, "replay=past", on=family)
     work.learn(0)
@@ -126,22 +121,25 @@ def test_each_row_is_read_with_its_domains_prompt(family, elle):
 
 
 def test_text_that_is_not_learned_yet_is_read_with_the_latest_prompt(elle):
-    work = elle("method.prompt=1", THREE, "trainer.steps=1")
+    work = elle("method.prompt=1", THREE, "trainer.steps=1", "replay=past")
     part_of = work.module.prompting.part_of
     assert work.module.needs_domain and part_of(0) == -1
     for number in (0, 1):
+        before = [prompt.detach().clone() for prompt in work.module.prompts]
         work.learn(number)
         assert [part_of(domain) for domain in (0, 1, 2, -1)] == [0, number, number, number]
+    assert not torch.equal(before[0], work.module.prompts[0])  # whose text is replayed
     [batch] = work.probe()
-    found, counts = work.module.eval().nll(batch, 0)
+    found, _ = work.module.eval().nll(batch, 0)
     torch.testing.assert_close(found.detach(), prompted(work, batch, 0))
-    assert work.module.used(0) == {0: 1.0} and (counts == 1).all()
+    assert work.module.used(0) == {0: 1.0}
     assert (found.detach() - prompted(work, batch, 1)).abs().max() > 1e-6
 
 
 def test_a_branch_grows_where_it_goes_on(elle):
     """And not from the weights that its decay has ended with."""
-    work = elle("method.neurons=2", "trainer.steps=4", "optim.lr=0.02", *BRANCH)
+    branch = ["optim.carry=moments", "schedule=wsd", "schedule.decay=0.5"]
+    work = elle("method.neurons=2", "trainer.steps=4", "optim.lr=0.02", *branch)
     work.learn(0)
     decayed = work.weights()
     work.module.trunk.restore(work.module.model)
@@ -170,8 +168,6 @@ def test_every_stage_is_exported_in_its_size(small, start, tmp_path):
                 found = work.module.objective.nll(cpt.adapters.export.load(folder, domain=name), batch)
                 torch.testing.assert_close(found, work.module.eval().nll(batch, domain)[0])
     assert sizes == [(32, 48, 2), (64, 60, 3), (64, 75, 4)]
-    trained = told(tmp_path)["trained"]
-    assert sorted(trained[1:]) == trained[1:] and len({*trained}) == 4
 
 
 def test_what_it_draws_is_a_function_of_seed_and_stage(build):

@@ -103,11 +103,9 @@ def test_rolling_back_leaves_out_all_steps_since_the_checkpoint(small, start, sp
     assert same(state(tmp_path / "rolled back"), state(tmp_path / "skipped"))
 
 
-@pytest.mark.parametrize(
-    ("policy", "steps"), [("skip", range(1000)), ("rollback", range(1000)), ("rollback", range(0, 1000, 2))]
-)
-def test_what_goes_on_for_ever_is_ended(policy, steps, small, start, spoiled, tmp_path):
-    spoiled(NAN, steps=steps)
+@pytest.mark.parametrize(("policy", "every"), [("skip", 1), ("rollback", 2)])
+def test_what_goes_on_for_ever_is_ended(policy, every, small, start, spoiled, tmp_path):
+    spoiled(NAN, steps=range(0, 1000, every))
     with pytest.raises(ValueError, match=f"and so was {MOST} times before"):
         start(small(ORDER, f"on_nonfinite={policy}", "trainer.steps=60"), tmp_path)
 
