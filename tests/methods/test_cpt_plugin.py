@@ -7,8 +7,8 @@ import torch
 
 from cpt.adapters.bottleneck import Plugin
 from cpt.adapters.gates import Gate, anneal
-from cpt.data.datamodule import Domain
 from cpt.methods.cpt_plugin import norms_of
+from tests.methods.test_parts import enter, visit
 from tests.support.making import same, state_beside_the_model
 from tests.support.running import logits_at
 
@@ -24,19 +24,6 @@ def answers(work, batch, domain: int) -> torch.Tensor:
     """Logits of what scores text of a domain."""
     module = work.module.eval()
     return logits_at(module.model, batch, weights=module.bank.weights(domain))
-
-
-def visit(work, index: int) -> None:
-    """Learns a domain with weights drawn in place of steps, kept as the masks say."""
-    module, name = work.module, f"domain {index}"
-    module.trainer = SimpleNamespace(datamodule=SimpleNamespace(domain=Domain(name, index, (name,))))
-    module.activate(index)
-    module.before_domain([])
-    kept = dict(module.taken.factors())
-    torch.manual_seed(index)
-    for parameter in (p for p in module.model.parameters() if p.requires_grad):
-        parameter.data.add_(torch.randn_like(parameter) * kept.get(parameter, torch.ones(())))
-    module.after_domain([])
 
 
 @pytest.mark.parametrize("family", ["masked", "causal"])
@@ -66,7 +53,7 @@ def test_what_is_trained_and_what_grows(norms, build):
     own |= set() if norms == "frozen" else {*norms_of(module.model)}
     part, start = sum(weights[name].nbytes for name in own), state_beside_the_model(module)
     for number in range(8):
-        visit(work, number)
+        visit(module, number, scale=1)
         seen.append(answers(work, batch, number))
         assert state_beside_the_model(module) == start + part * (number + 1)
     trained = {name for name, p in module.model.named_parameters() if p.requires_grad}
@@ -99,7 +86,7 @@ def test_norms_begin_at_the_bases_and_are_kept_for_each_domain(build):
     work.learn(0)
     law = taking(work.weights(), names)
     assert names and not same(law, base)
-    module.trainer = SimpleNamespace(datamodule=SimpleNamespace(domain=Domain("food", 1, ("food",))))
+    enter(module, 1)
     module.before_domain([])
     assert same(taking(work.weights(), names), base)
     assert same(taking(module.bank.weights(0), names), law)

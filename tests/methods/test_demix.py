@@ -1,17 +1,15 @@
 """DEMIX: where an expert begins, what is trained, and which expert scores a text."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
 from torch import distributed
 
 from cpt.adapters.domain_store import BASE
 from cpt.core import distributed as collectives
-from cpt.data.datamodule import Domain
 from cpt.data.sampler import EvalSubset
+from tests.methods.test_lifelong_moe import First
+from tests.methods.test_parts import enter, visit
 from tests.support.making import DROPOUT, same
 from tests.support.running import token_nll
 
@@ -21,24 +19,6 @@ DECAY = ["optim.weight_decay=0.5", "optim.lr=0.01"]
 @pytest.fixture
 def demix(build):
     return lambda *overrides, **how: build("demix", "order=[law,food,space]", *overrides, **how)
-
-
-def enter(module, index: int) -> None:
-    """Stands for the trainer at the beginning of a domain."""
-    domain = Domain(str(index), index, (str(index),))
-    module.trainer = SimpleNamespace(datamodule=SimpleNamespace(domain=domain))
-    module.activate(index)
-
-
-def visit(module, index: int) -> None:
-    """Learns a domain with weights drawn in place of steps."""
-    enter(module, index)
-    module.before_domain(())
-    torch.manual_seed(index)
-    for name in module.bank.names:
-        parameter = module.model.get_parameter(name)
-        parameter.data.add_(0.2 * torch.randn_like(parameter))
-    module.after_domain(())
 
 
 def batches(work, name: str, *, rows: int = 20) -> list:
@@ -62,17 +42,6 @@ def perplexity(model, probe) -> float:
     return torch.cat([token_nll(model.eval(), batch) for batch in probe]).double().mean().exp().item()
 
 
-class First(Callback):
-    """Notes the expert when a domain's first step is about to be made, and the probe."""
-
-    def __init__(self, work) -> None:
-        self.work = work
-
-    def on_train_batch_start(self, trainer, module, batch, number):
-        if number == 0:
-            self.slot, self.probe = slot(self.work), self.work.probe()
-
-
 @pytest.mark.parametrize(("experts", "family"), [("ffn", "masked"), ("ffn", "causal"), ("adapter", "masked")])
 def test_an_expert_begins_as_the_nearest(experts, family, demix):
     """Its weights are the source's bit for bit, and so is its perplexity on the probe; whole models that hold
@@ -84,11 +53,12 @@ def test_an_expert_begins_as_the_nearest(experts, family, demix):
     work.learn(0)
     work.learn(1)
     parts = {domain: part(work, domain) for domain in (BASE, 0, 1)}
-    models, first = [work.module.model_for(domain) for domain in parts], First(work)
-    work.learn(2, first)
+    models, seen = [work.module.model_for(domain) for domain in parts], []
+    work.learn(2, First(lambda *given: seen.extend((slot(work), work.probe()))))
+    begun, probe = seen
     source, found = int(work.module.sources[2]), work.module.perplexities.tolist()
-    assert same(first.slot, parts[source]) and work.module.sources[0] == BASE
-    assert found == pytest.approx([perplexity(model, first.probe) for model in models], rel=1e-5)
+    assert same(begun, parts[source]) and work.module.sources[0] == BASE
+    assert found == pytest.approx([perplexity(model, probe) for model in models], rel=1e-5)
     assert found[source + 1] == min(found) and len(set(found)) == 3
     assert all(same(part(work, domain), weights) for domain, weights in parts.items())
     assert {n for n, value in work.weights().items() if not torch.equal(value, before[n])} == names

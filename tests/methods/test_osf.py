@@ -65,16 +65,6 @@ def test_directions_are_those_of_the_model_before_each_domain(build):
             assert shares(moved, *projectors(start, rank))[0] < 1e-8, name
 
 
-def test_all_protects_every_matrix_and_tells_what_moves_freely(build):
-    work = build("osf", "method.protect=all", "method.protected=0.5")
-    before = work.weights()
-    work.learn(0)
-    for name, start in before.items():
-        if start.ndim == 2:
-            moved = work.weights()[name].double() - start
-            assert shares(moved, *projectors(start, min(start.shape) // 2))[0] < 1e-8 and moved.any(), name
-
-
 BY_BLOCK = ["method.protect=blocks", "method.protected=0.5", "method.least=0.1"]
 
 

@@ -14,7 +14,7 @@ from tests.methods.test_contract import bits, told
 from tests.support.campaign import run_few
 from tests.support.data_fixtures import fake_trainer
 from tests.support.killing import KilledError, Killer
-from tests.support.making import ORDER, clones, made, same
+from tests.support.making import ORDER, clones, made
 from tests.support.task_fixtures import write_tasks
 
 ISOLATED = "domains.packing=isolated"
@@ -78,19 +78,6 @@ def stream_of(run, **how):
     given = {"seed": 0, "steps": [4], "batch_size": 16, "rank": 0, "world": 1, "accumulate": 1} | how
     texts = {part: run.data.train[part] for part in domain.parts}
     return TrainStream(texts, objective=run.data.objective, earlier=run.data.replay_pools(domain), **given)
-
-
-@pytest.mark.parametrize("method", ["ncl", "replay"])
-def test_each_part_of_a_batch_shares_its_own_rows(method, config):
-    padded, shared = made(config(f"tasks {method}")), made(config(f"tasks {method}", ISOLATED))
-    samples = rows = 0
-    for rank in range(2):
-        streams = [stream_of(run, accumulate=2, rank=rank, world=2) for run in (padded, shared)]
-        for batch, again in [(streams[0][n], streams[1][n]) for n in range(len(streams[0]))]:
-            samples += len(batch["input_ids"])
-            rows += len(again.pop("layout", batch["input_ids"]))
-            assert same(batch, again)
-    assert samples == 4 * 16 and rows < 0.9 * samples
 
 
 class Noting(Callback):

@@ -154,15 +154,22 @@ def slot(work) -> dict[str, torch.Tensor]:
     return {name: value for name, value in work.weights().items() if ".adapter." in name}
 
 
-def visit(module, index: int, name: str = "made-up") -> None:
-    """Learns a domain with weights drawn in place of steps."""
-    module.trainer = SimpleNamespace(datamodule=SimpleNamespace(domain=Domain(name, index, (name,))))
+def enter(module, index: int, name: str = "") -> None:
+    """Stands for the trainer at the beginning of a domain."""
+    domain = Domain(name or str(index), index, (name or str(index),))
+    module.trainer = SimpleNamespace(datamodule=SimpleNamespace(domain=domain))
     module.activate(index)
-    module.before_domain([])
+
+
+def visit(module, index: int, *, scale: float = 0.2) -> None:
+    """Learns a domain with weights drawn in place of steps, kept as the masks say."""
+    enter(module, index)
+    module.before_domain(())
+    kept = dict(module.taken.factors()) if hasattr(module, "taken") else {}
     torch.manual_seed(index)
     for parameter in (p for p in module.model.parameters() if p.requires_grad):
-        parameter.data.add_(0.2 * torch.randn_like(parameter))
-    module.after_domain([])
+        parameter.data.add_(scale * torch.randn_like(parameter) * kept.get(parameter, torch.ones(())))
+    module.after_domain(())
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
 
 from cpt.adapters.domain_store import BASE
+from tests.methods.test_lifelong_moe import First
 from tests.support.making import DROPOUT, same
 from tests.support.running import encoded, token_nll
 
@@ -43,14 +43,6 @@ def test_the_prompt_learns_and_nothing_else_changes(family, prompt):
     assert model.get_parameter(work.module.name).requires_grad
 
 
-class Start(Callback):
-    """Notes the prompt before a domain's first step."""
-
-    def on_train_batch_start(self, trainer, module, *args):
-        if trainer.global_step == 0:
-            self.prompt = module.prompt.detach().clone()
-
-
 @pytest.mark.parametrize(
     ("options", "carried"),
     [
@@ -60,25 +52,26 @@ class Start(Callback):
     ],
 )
 def test_where_a_prompt_begins(options, carried, prompt):
-    work, starts = prompt(*options), [Start(), Start()]
-    work.learn(0, starts[0])
+    work, starts = prompt(*options), []
+    noted = First(lambda module, batch: starts.append(module.prompt.detach().clone()))
+    work.learn(0, noted)
     last = work.module.prompt.detach().clone()
-    work.learn(1, starts[1])
+    work.learn(1, noted)
     rows = work.module.model.get_input_embeddings().weight
-    from_rows = [(each.prompt[:, None] == rows).all(-1).any(1).all().item() for each in starts]
-    assert from_rows == [True, not carried] and torch.equal(starts[1].prompt, last) == carried
-    assert not torch.equal(starts[0].prompt, starts[1].prompt)
+    from_rows = [(each[:, None] == rows).all(-1).any(1).all().item() for each in starts]
+    assert from_rows == [True, not carried] and torch.equal(starts[1], last) == carried
+    assert not torch.equal(starts[0], starts[1])
 
 
 def test_the_draw_is_that_of_seed_and_domain_in_every_process(prompt, monkeypatch):
     """Gradients are averaged over processes, and parameters are not sent again."""
     found = []
+    noted = First(lambda module, batch: found.append(module.prompt.detach().clone()))
     for rank, seed in ((0, 0), (1, 0), (0, 1)):
-        work, start = prompt(f"seed={seed}", "method.start=vocabulary"), Start()
+        work = prompt(f"seed={seed}", "method.start=vocabulary")
         monkeypatch.setattr(type(work.module), "global_rank", rank)
-        work.learn(0, start)
+        work.learn(0, noted)
         monkeypatch.undo()
-        found.append(start.prompt)
     assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
 
 
