@@ -78,7 +78,6 @@ def test_magnitudes_and_masks_are_those_of_the_authors_code(case, threshold):
 
 
 def test_magnitudes_count_a_prompt_and_no_padding():
-    """Also of more tokens than the cache holds."""
     output, present = torch.randn(2, 3 + 4, 5), torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
     counted = torch.cat([output[0, :6], output[1, :5]]).abs().sum(0)
     torch.testing.assert_close(magnitudes(output, present), counted)
@@ -246,7 +245,6 @@ def test_the_first_domain_can_be_left_out(small, start, tmp_path):
 
 
 def test_other_importances():
-    """The controls rank rows by the L1 norm of gradient or weight, or draw them anew at each step."""
     model = gpt2()
     model(input_ids=IDS, labels=IDS).loss.backward()
     down = model.transformer.h[0].mlp.c_proj
@@ -263,7 +261,6 @@ def test_other_importances():
 
 
 def test_rows_are_ranked_by_their_fisher_before_the_domain(build):
-    """By hand: sums over rows of the squared gradients of each sample, of the model before the domain."""
     options = [f"mask.migu.{each}" for each in ("importance=fisher", "threshold=0.5", "acts_on=frozen")]
     work = build("ncl", "mask=migu", *options, "trainer.probe_samples=6", "optim.weight_decay=0.1")
     (mask,), model = work.module.masks, deepcopy(work.module.model).eval()
@@ -312,7 +309,6 @@ def gradients(family, backend, *, change=lambda made: None, dtype=None, passes=1
     ],
 )
 def test_masks_and_gradients_are_those_of_the_hooks(family, given):
-    """What was not chosen was not computed."""
     (_, masks, expected), (raw, found, scaled) = (gradients(family, each, **given) for each in BACKENDS)
     near = 0.02 if "dtype" in given else 1e-6
     assert masks.keys() == found.keys() and expected.keys() == scaled.keys() and masks

@@ -118,7 +118,6 @@ def test_importances_and_gated_passes_are_those_of_the_authors_code(kind):
 
 @pytest.mark.parametrize("kinds", [["neurons"], ["tokens"], ["heads", "outputs"]])
 def test_one_backward_pass_gives_every_samples_gradient(kinds):
-    """Against a loop: a sample alone, one gate for all its positions."""
     model, batch = roberta().double().eval(), batch_of(4)
     groups = find_units(model, kinds)
     ours = gate_gradients(model, groups, batch, domain_losses, passes=1)

@@ -195,7 +195,6 @@ def ties(tasks, density, trimmed):
 @pytest.mark.parametrize("trimmed", ["model", "tensor"])
 @pytest.mark.parametrize("density", [0.2, 0.5, 1.0])
 def test_ties_is_the_papers_algorithm(density, trimmed):
-    """What two domains changed the other way round is not changed."""
     elected = ties(TASKS, density, trimmed)
     expected = {name: BASE[name] + 0.7 * elected[name] for name in SHAPES}
     alike(merge(rule="ties", density=density, trimmed=trimmed, scale=0.7), expected)
@@ -206,7 +205,6 @@ def test_ties_is_the_papers_algorithm(density, trimmed):
 
 
 def test_fisher_is_the_weighted_mean():
-    """Where no domain knows a weight, the mean."""
     cases = [(ENDS, FISHERS, mean(ENDS, FISHERS)), (ENDS, [FISHERS[0]] * 3, mean(ENDS))]
     cases += [(ENDS[:2], [ZERO, ONE], ENDS[1]), (ENDS[:2], [ZERO, ZERO], mean(ENDS[:2]))]
     for ends, fishers, expected in cases:

@@ -51,7 +51,6 @@ def fitted(build):
 @pytest.mark.parametrize("acts_on", ["update", "frozen"])
 @pytest.mark.parametrize("how", ["precision=32-true", "precision=bf16-mixed", "accumulate_grad_batches=4"])
 def test_an_update_mask_scales_the_step_of_adam(acts_on, how, fitted):
-    """Masks multiply; a factor of 0 keeps the bits under weight decay."""
     decay = ["optim.weight_decay=0.3", f"trainer.{how}"]
     whole, masked = (fitted(*decay, masks=masks)[1] for masks in ((), ((acts_on, 0.5), (acts_on, 0.2))))
     for free, tenth in zip(whole, masked, strict=True):
@@ -87,7 +86,6 @@ def norm(tensors) -> float:
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_gradients_are_masked_before_they_are_clipped(accumulate, build, monkeypatch):
-    """And in between, once when all parts of a step are there, a method may change them."""
     seen = []
 
     def large(module, optimizer):
@@ -106,7 +104,6 @@ def test_gradients_are_masked_before_they_are_clipped(accumulate, build, monkeyp
 
 
 def test_every_step_draws_by_a_seed_of_its_own(build):
-    """And decay reaches matrices only."""
     work, watch = build("ncl"), Watch(lambda module: torch.initial_seed())
     for number in (0, 1):
         work.learn(number, watch)
@@ -117,7 +114,6 @@ def test_every_step_draws_by_a_seed_of_its_own(build):
 
 
 def test_the_hooks_of_a_method_are_called_in_their_order(small, start, tmp_path, monkeypatch):
-    """With its probe, in its mode; an evaluation says whose text it scores."""
     calls, scored, nll = [], [], NCL.nll
 
     def noted(name):
@@ -188,7 +184,6 @@ def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(family, build):
 
 
 def test_the_loss_is_the_mean_over_the_scored_tokens(build):
-    """That of a text is of all its tokens, not a mean of batch means, and the same for any batch size."""
     work, rows = build("ncl"), []
     module, data, [batch] = work.module.eval(), work.data, work.batches()
     logits = module.model(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask")).logits

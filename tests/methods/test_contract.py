@@ -158,7 +158,6 @@ def test_the_exported_model_is_that_of_the_last_domain(case, uninterrupted, conf
 
 @pytest.mark.parametrize("method", LEARNING)
 def test_every_domain_moves_something(method, config):
-    """And a loss that is not finite ends a run."""
     run = making.made(config(method, "trainer.steps=1"))
     for number in range(len(run.data)):
         before = making.clones(run.module.state_dict())
@@ -203,7 +202,6 @@ FEW_COMPOSITIONS = [COMPOSITIONS[3], COMPOSITIONS[4], COMPOSITIONS[6], " ".join(
 
 @pytest.mark.parametrize("choices", run_few(COMPOSITIONS, FEW_COMPOSITIONS))
 def test_compositions_go_on_with_the_same_bits(choices, uninterrupted, killing, config, start, tmp_path):
-    """Killed before a checkpoint and after one, unless a budget has ended the domain before."""
     whole = uninterrupted(choices)
     steps = told(whole).get("monitor", {}).get("food", {}).get("steps", [6])[-1]
     for step in sorted({1, min(3, steps)} - {0}):
@@ -222,7 +220,6 @@ IN_16_BITS = [*LEARNING, *(f"{name} on both" for name in ("das", "derpp", "hat",
 @pytest.mark.parametrize("precision", run_few(["bf16-mixed", "bf16-true"], ["bf16-true"]))
 @pytest.mark.parametrize("case", run_few(IN_16_BITS, {"das", "derpp", "olora", "prompt on both"}))
 def test_it_learns_in_16_bits(case, precision, config, start, tmp_path):
-    """T5 keeps a map of each feed-forward network in 32 bits."""
     few = ["trainer.steps=1", "trainer.probe_samples=4", f"trainer.precision={precision}"]
     start(config(case, *few, *["mask=migu"] * (" on " not in case)), tmp_path)
     scores = told(tmp_path)
@@ -260,7 +257,6 @@ TRACED = KINDS | {"kd", "lora", "prompt", "agem", "das on tied", "prompt on tied
 
 @pytest.mark.parametrize("case", run_few([*METHODS, "das on tied", "prompt on tied"], TRACED))
 def test_probes_and_evaluation_leave_no_trace(case, config):
-    """Nor does switching to a domain again; and the state goes around to another module."""
     run, other = making.made(config(case)), making.made(config(case)).module
     module, rows = run.module, []
 
@@ -291,7 +287,6 @@ def test_probes_and_evaluation_leave_no_trace(case, config):
 
 
 def test_the_matrix_is_of_hidden_tokens_alone(uninterrupted, config):
-    """And all of a target is learned from, sentinels and ends with it."""
     scores, run = told(uninterrupted("ncl on tied")), making.made(config("ncl on tied"))
     lengths = [text.row_lengths for text in run.data.held_out.values()]
     hidden = [[max(1, round(0.15 * n)) if n > 1 else 0 for n in each.tolist()] for each in lengths]

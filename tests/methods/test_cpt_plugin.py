@@ -28,7 +28,6 @@ def answers(work, batch, domain: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", ["masked", "causal"])
 def test_a_zero_plugin_is_the_base(family, build):
-    """Also in training, whatever the gates; with a last ReLU it is not."""
     work, plain = build("cpt_plugin", on=family), build("ncl", on=family)
     [batch], found = work.batches(), []
     work.module.gates.set(7.0)
@@ -46,7 +45,6 @@ def test_a_zero_plugin_is_the_base(family, build):
 
 @pytest.mark.parametrize("norms", ["per_domain", "frozen"])
 def test_what_is_trained_and_what_grows(norms, build):
-    """Gates, and norms unless they are frozen; however far later domains go, what was learned stays."""
     work = build("cpt_plugin", *["method.norms=frozen"] * (norms == "frozen"))
     module, weights, [batch], seen = work.module, work.weights(), work.batches(), []
     own = {name for name in weights if name.endswith("_gate.e")}
@@ -65,7 +63,6 @@ def test_what_is_trained_and_what_grows(norms, build):
 
 
 def test_weights_of_what_is_taken_keep_their_bits_and_others_move(build):
-    """Rows of the first map by its neurons; of the second, a weight between two units that are taken."""
     work = build("cpt_plugin", *DECAY, "trainer.gradient_clip_val=null")
     work.learn(0)
     part = work.module.model.get_submodule(work.module.plugins[0].rpartition(".down")[0])
@@ -102,17 +99,3 @@ def test_the_regulariser_is_a_term_only_where_it_is_asked_for(build):
     gates, free = torch.sigmoid(anneal(3 / 5, s_max=400) * module.gates.e()), 1 - module.taken.taken
     assert found.item() == pytest.approx((0.5 * (gates * free).sum() / free.sum()).item())
     assert found.requires_grad and set(plain.losses(batch)) == {"lm"}
-
-
-def test_other_text_is_scored_with_the_last_gates_or_by_the_base(build):
-    work, other = build("cpt_plugin", *DECAY), build("cpt_plugin", "method.routing.unlearned=base")
-    [batch] = work.batches()
-    base = answers(work, batch, -1)
-    work.learn(0)
-    work.learn(1)
-    other.module.load_state_dict(work.module.state_dict())
-    for each, part in ((work, 1), (other, -1)):
-        with torch.no_grad():
-            each.module.eval().nll(batch, 5)
-        assert each.module.used(5) == {part: 1.0}
-    assert torch.equal(answers(other, batch, -1), base)

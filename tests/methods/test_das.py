@@ -136,7 +136,6 @@ def test_a_samples_positive_is_its_own_second_pass():
 
 
 def test_the_samples_of_other_processes_are_candidates(monkeypatch):
-    """Of two processes the second one: its positives come after those of the first."""
     three, others, terms = vectors(3), vectors(3, seed=1), []
     joined = [torch.cat([first, own]) for first, own in zip(others, three, strict=True)]
     gathered = torch.stack([joined[1], joined[2]], dim=1), len(others[0])

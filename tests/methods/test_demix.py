@@ -10,7 +10,7 @@ from cpt.core import distributed as collectives
 from cpt.data.sampler import EvalSubset
 from tests.methods.test_lifelong_moe import First
 from tests.methods.test_parts import enter, visit
-from tests.support.making import DROPOUT, same
+from tests.support.making import same
 from tests.support.running import token_nll
 
 DECAY = ["optim.weight_decay=0.5", "optim.lr=0.01"]
@@ -89,21 +89,7 @@ def test_where_an_expert_begins(options, found, source, demix, monkeypatch):
     assert measured == ([] if found is None else [[-1, 0, 1, 2][-len(found) :]])
 
 
-def test_the_probe_is_measured_without_dropout_and_without_a_trace(demix):
-    work = demix(*DROPOUT)
-    visit(work.module, 0)
-    probe = batches(work, "law")
-    expected = [perplexity(work.module.model_for(domain), probe) for domain in (BASE, 0)]
-    work.module.train()
-    random, before = torch.get_rng_state(), work.weights()
-    assert work.module.measure(probe, [BASE, 0]).tolist() == pytest.approx(expected, rel=1e-5)
-    assert torch.equal(torch.get_rng_state(), random) and same(work.weights(), before)
-    assert all(each.training for each in work.module.model.modules())
-    assert all(parameter.grad is None for parameter in work.module.parameters())
-
-
 def test_processes_agree_on_the_nearest(demix, monkeypatch):
-    """What another process finds on its share counts as much: sums and counts are added, in one call."""
     work, sums = demix(), []
     visit(work.module, 0)
     shares = batches(work, "food")

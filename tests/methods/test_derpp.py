@@ -87,7 +87,6 @@ def test_the_losses_are_those_of_the_paper(matched, derpp):
     [("hidden", "float32", 1e-6), ("hidden", "bfloat16", 2e-2), ("logits", "float16", 2e-3)],
 )
 def test_what_is_stored_is_what_the_model_gave(matched, precision, near, derpp):
-    """Nothing is to be held right after; padded rows too."""
     module, parts, short = derpp(f"method.matched={matched}", f"method.precision={precision}")
     batch, kept = parts[short], module.eval().memory
     module.losses(batch)

@@ -25,7 +25,6 @@ def test_activations_that_are_computed_again_give_the_same_bits(method, small, s
 
 
 def test_passes_may_keep_their_activations(build, monkeypatch):
-    """And a model that cannot compute them again says so."""
     model = build("ncl", AGAIN).module.model
     recomputed = lambda: [part for part in model.modules() if getattr(part, memory.CHECKPOINTING, False)]  # noqa: E731
     parts = recomputed()

@@ -52,7 +52,6 @@ def test_what_is_known_stays_when_the_model_grows(family, part, elle):
 
 @pytest.mark.parametrize("carried", [False, True])
 def test_a_new_optimizer_and_its_schedule_begin_behind_recovery(carried, elle):
-    """Of two steps; carried moments go on through it."""
     given = ["method.recovery=0.5", "trainer.steps=4", "schedule.warmup=0"]
     work = elle(*given, *["optim.carry=moments"] * carried)
     assert [work.data.steps(domain) for domain in work.data.domains] == [4, 6]
@@ -137,7 +136,6 @@ def test_text_that_is_not_learned_yet_is_read_with_the_latest_prompt(elle):
 
 
 def test_a_branch_grows_where_it_goes_on(elle):
-    """And not from the weights that its decay has ended with."""
     branch = ["optim.carry=moments", "schedule=wsd", "schedule.decay=0.5"]
     work = elle("method.neurons=2", "trainer.steps=4", "optim.lr=0.02", *branch)
     work.learn(0)

@@ -108,7 +108,6 @@ def test_the_fisher_of_deberta_is_the_slow_loop_while_operations_are_counted(bui
 
 
 def test_a_domain_ends_with_its_fisher_and_its_anchor(build):
-    """In eval mode: with dropout in training, the Fisher is that without."""
     work = build("ewc", *DROPOUT)
     base, model = work.weights(), work.module.model
     assert same(work.module.anchor.named(), base) and not any(each.any() for each in fisher_of(work).values())
@@ -120,7 +119,6 @@ def test_a_domain_ends_with_its_fisher_and_its_anchor(build):
 
 
 def test_the_penalty_does_not_leak_into_the_fisher(learnt):
-    """With a penalty a million times the loss, the Fisher is the same; the mean of domains' is kept."""
     moved(learnt.module.model)
     new, before = fisher(learnt.module.model, learnt.probe()), fisher_of(learnt)
     learnt.module.options = replace(learnt.module.options, strength=1e9)
@@ -131,7 +129,6 @@ def test_the_penalty_does_not_leak_into_the_fisher(learnt):
 
 
 def test_the_fisher_is_that_of_the_loss_in_32_bits(learnt):
-    """Neither what a token's loss is multiplied by, nor autocast, nor weights in 16 bits make it another."""
     model, probe = learnt.module.model, learnt.probe()
     expected = fisher(model, probe)
     assert same(fisher(model, [batch | {"weight": batch["weight"] * 65536} for batch in probe]), expected)
@@ -187,7 +184,6 @@ def test_away_from_the_anchor_the_fisher_pulls(learnt):
 
 @pytest.mark.parametrize("shares", [(2, 0), (1, 1), (0, 2)])
 def test_the_processes_fishers_are_summed(shares, learnt, monkeypatch):
-    """Also where one of them has nothing of the probe."""
     model, [batch], sent = learnt.module.model, learnt.probe(), []
     learnt.data.eval_batch_size = 9
     probe, expected = learnt.probe(), fisher(model, [batch])
@@ -220,7 +216,6 @@ def apart(found: dict[str, torch.Tensor], prefix: str) -> list[float]:
 
 @needs_golden
 def test_fishers_penalty_and_losses_are_those_of_the_released_code():
-    """But for its penalty, which leaks into the second Fisher there."""
     given = {"dtype": torch.float32, "attn_implementation": "eager"}
     models = [AutoModelForMaskedLM.from_pretrained(GOLDEN / f"tiny_{name}", **given) for name in "ab"]
     strength = json.loads((GOLDEN / "ewc.json").read_text())["settings"]["lamb"]

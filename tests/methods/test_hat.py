@@ -112,7 +112,6 @@ def test_s_follows_the_steps_and_the_regulariser_the_gates(hat):
 
 
 def test_gates_are_clamped_after_each_step(hat):
-    """The last step is at s_max."""
     work = hat("method.limit=0.3", "model.lr=1e-1")
     watch = Watch(lambda m: ({part.s for part in m.gates.parts}, m.gates.e().detach().abs().max()))
     work.learn(0, watch)
@@ -122,7 +121,6 @@ def test_gates_are_clamped_after_each_step(hat):
 
 
 def test_every_domain_begins_with_a_draw_of_its_own(hat):
-    """Of its name and the run's seed, the same in each process; its width is an option."""
     draws = {}
     for seed, std in ((0, 1), (1, 1), (2, 0.02)):
         work = hat("method.limit=100", "model.lr=0", f"seed={seed}", f"method.std={std}", "trainer.steps=1")

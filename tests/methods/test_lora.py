@@ -6,13 +6,11 @@ import torch
 import transformers
 
 from cpt.adapters import lora
-from cpt.adapters.domain_store import BASE
 from cpt.data.collate import inputs_of
 from cpt.gradient_masks.migu import count_kept
 from cpt.models.units import projections
-from tests.support.making import assert_close, parameter_bytes, same, state_beside_the_model, state_bytes
+from tests.support.making import assert_close, same, state_bytes
 from tests.support.pairs import base_of, logits, pair_of
-from tests.support.running import token_nll
 
 STRONG, DECAY, THREE = "optim.lr=0.05", "optim.weight_decay=0.5", "order=[law,food,space]"
 
@@ -34,7 +32,6 @@ def starts_of(work) -> list:
     "options", [[], ["method.per_domain=true"], ["method.per_domain=true", "method.start=previous"]]
 )
 def test_where_a_domain_begins(options, build):
-    """With one pair for all or where that is asked for, at the end of the domain before; the base stays."""
     work = build("lora", STRONG, DECAY, *options)
     base, first, starts = base_of(work.module), pair_of(work.module), starts_of(work)
     work.learn(0)
@@ -48,26 +45,6 @@ def test_where_a_domain_begins(options, build):
         assert not any(torch.equal(value, first[name]) for name, value in second.items() if "lora_A" in name)
     else:
         assert same(second, end)
-
-
-def test_a_text_is_scored_by_its_domains_pair(build):
-    work = build("lora", STRONG, "method.per_domain=true")
-    [probe], module, ends = work.batches(), work.module, []
-    with torch.no_grad():
-        alone = [token_nll(module.model.eval(), probe)]
-        for number in (0, 1):
-            work.learn(number)
-            ends.append(pair_of(module))
-            alone.append(token_nll(module.model.eval(), probe))
-        for domain, expected in zip((BASE, 0, 1), alone, strict=True):
-            assert torch.equal(module.nll(probe, domain)[0], expected)
-            assert module.used(domain) == {domain: 1.0}
-            own = token_nll(module.model_for(domain).eval(), probe)
-            torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-4)
-    assert all(same(dict(module.bank.weights(number)), end) for number, end in enumerate(ends))
-    assert module.needs_domain and not torch.equal(alone[1], alone[2])
-    pair = sum(value.nbytes for value in ends[0].values())
-    assert state_beside_the_model(module) == 2 * pair < parameter_bytes(module)
 
 
 @pytest.mark.parametrize("stored", ["merged", "pairs"])
@@ -168,7 +145,6 @@ def largest(output, present, segments) -> set[int]:
     [("lora", [], "causal"), ("inclora", [], "masked"), ("olora", ["method.stored=pairs"], "causal")],
 )
 def test_the_rows_are_those_of_brute_force(method, options, family, build):
-    """In the second domain: an earlier pair counts in the layer's output, but is not changed."""
     work = build(method, "mask=migu", "mask.migu.threshold=0.5", STRONG, *options, on=family)
     plain = {each.name: each.segments for each in projections(work.module.model_for(0))}
     work.learn(0)

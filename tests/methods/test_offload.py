@@ -96,7 +96,6 @@ def work_through(work: Made, device: str) -> None:
 
 @pytest.mark.parametrize("kind", run_few([kind for kind in KEPT if kind not in WITHOUT], FEW))
 def test_no_sum_is_of_two_devices(kind, small_gpt2, monkeypatch):
-    """What rests stays where it is while the model goes."""
     work = made(small_gpt2(*options_of(kind), OFFLOAD, "trainer.steps=1"))
     work.learn(0)
     held = [*work.module.parameters()]
@@ -129,7 +128,6 @@ def test_a_pull_in_pieces_has_the_bits_of_the_whole(weighted):
 
 @pytest.mark.parametrize("kind", run_few(KEPT, ["demix"]))
 def test_what_rests_elsewhere_has_the_same_bits(kind, small, start, killing, tmp_path):
-    """A killed run, too, goes on with it and without."""
     chosen = [*options_of(kind), *DROPOUT]
     start(small(*chosen), tmp_path / "plain")
     for name, first, then in (("on", [], [OFFLOAD]), ("back", [OFFLOAD], [])):

@@ -33,7 +33,6 @@ def slow(new, earlier, *, power: int) -> float:
 
 @pytest.mark.parametrize(("penalty", "power"), [("l1", 1), ("squared", 2)])
 def test_the_penalty_is_the_slow_sum(penalty, power, maps):
-    """In one product per width; orthogonal rows cost nothing."""
     groups = group_by_width(*maps)
     assert [(len(new), tuple(earlier.shape)) for new, earlier in groups] == [(3, (3, 12, 8)), (2, (2, 12, 6))]
     assert pair_overlap(groups, penalty=penalty).item() == pytest.approx(slow(*maps, power=power), rel=1e-5)
@@ -50,7 +49,6 @@ def test_norms_are_not_squared_and_have_a_gradient_at_zero():
 
 @pytest.mark.parametrize("stored", ["merged", "pairs"])
 def test_the_loss_is_strength_times_the_overlap_with_all_earlier_domains(stored, build):
-    """It moves the new A alone; beside the model the state grows by the A of each domain."""
     given = [f"method.stored={stored}", "method.strength=2", "method.penalty=squared", "method.norm=0.5"]
     work = build("olora", "order=[law,food,space]", STRONG, *given)
     [batch], module, kept = work.batches(), work.module, []

@@ -43,7 +43,6 @@ def shares(moved, left, right):
 
 @pytest.mark.parametrize("shape", [(12, 20), (20, 12), (16, 16)])
 def test_under_adamw_with_decay_nothing_moves_inside(shape):
-    """Or of a block only what is in both."""
     torch.manual_seed(0)
     start = torch.randn(shape)
     planes = projectors(start, 6)
@@ -69,7 +68,6 @@ BY_BLOCK = ["method.protect=blocks", "method.protected=0.5", "method.least=0.1"]
 
 
 def test_a_block_that_changes_less_is_protected_more(build):
-    """Before the first domain all blocks have the share that is asked for."""
     work = build("osf", *BY_BLOCK, "method.most=0.9")
     assert work.module.shares(work.data.domains[0]) == [Fraction(1, 2)] * (len(work.module.blocks) + 1)
     work.learn(0)
@@ -88,7 +86,6 @@ def test_a_block_that_changes_less_is_protected_more(build):
 
 
 def test_similarity_is_the_mean_cosine_over_tokens_that_are_there(build):
-    """By hand, from what each block is given and gives; tokens of padding do not count."""
     work, seen = build("ncl"), []
     model, objective, batches = work.module.model.eval(), work.module.objective, work.batches(2)
     batches[1] = dict(batches[1], attention_mask=torch.ones_like(batches[1]["input_ids"]))

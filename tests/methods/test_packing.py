@@ -149,7 +149,6 @@ def test_held_out_text_is_scored_as_if_each_document_had_a_row(kind, config, sta
 
 @pytest.mark.parametrize("kind", ["small", "small_gpt2"])
 def test_all_text_of_a_batch_is_isolated(kind, config):
-    """New, past and general text; padding is of no document, and no first token is asked for."""
     run, kinds = made(config(f"{kind} replay", ISOLATED)), set()
     run.data.enter(run.data.domains[1])
     run.data.trainer = fake_trainer()

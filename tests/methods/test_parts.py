@@ -76,7 +76,6 @@ def test_before_anything_is_learned_it_is_the_base(kind, learned, build):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_was_learned_stays_bit_for_bit(kind, learned):
-    """Under AdamW with weight decay and clipping, on text of any domain; others do learn, and otherwise."""
     (base, _), (law,), (again, food) = learned(kind).rows
     assert torch.equal(law, again) and not torch.equal(law, food) and not torch.equal(law, base)
 
@@ -122,7 +121,6 @@ def test_a_backbone_is_a_copy_that_computes_its_domain(kind, learned, build):
 
 @pytest.mark.parametrize("kind", EXPORTED)
 def test_what_is_exported_is_loaded(kind, learned, tmp_path):
-    """Each domain's own; the folder alone is a model that others can load."""
     found = learned(kind)
     module, (batch, _) = found.module.eval(), found.batches
     expression = module.export(tmp_path, ["law", "food"])
@@ -141,7 +139,6 @@ def test_what_is_exported_is_loaded(kind, learned, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sequence_grows_by_a_part_per_domain(kind, learned):
-    """And else by what demix notes of a domain, a number or two."""
     found = learned(kind)
     part = sum(value.nbytes for value in found.module.bank.weights(1).values())
     if "progprompt" in kind:

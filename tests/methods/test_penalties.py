@@ -110,7 +110,6 @@ def sums(monkeypatch):
 
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_importance_is_the_path_integral_over_the_squared_way(accumulated, build, sums):
-    """A later domain may take some away, but none of it becomes negative."""
     parts = f"trainer.accumulate_grad_batches={accumulated}"
     work = build("si", "optim=sgd", "optim.lr=0.01", "optim.weight_decay=5", parts, "method.damping=1e-3")
     known = dict.fromkeys(work.weights(), torch.zeros(()))
@@ -186,7 +185,6 @@ def test_the_divergence_is_that_of_the_student_from_the_teacher(temperature):
 
 @pytest.mark.parametrize("distilled", ["logits", "hidden"])
 def test_the_kd_term_is_the_mean_over_the_scored_tokens(distilled, build):
-    """Of the whole batch or of its parts; nothing where the student is the teacher."""
     work = build("kd", f"method.distilled={distilled}", "method.strength=3", "method.temperature=2")
     [batch], module = work.batches(), work.module.eval()
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
@@ -217,7 +215,6 @@ def test_the_teacher_is_the_model_before_the_domain_and_never_changes(build):
 
 
 def test_the_teacher_is_in_eval_mode_while_the_student_has_dropout(build):
-    """It has no gradient, and modes and random numbers are as they were."""
     work = build("kd", *DROPOUT)
     [batch], module = work.batches(), work.module.eval()
     still, _ = outputs_at(module.model, batch)

@@ -29,7 +29,6 @@ def rest(work) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("family", ["masked", "causal"])
 def test_the_prompt_learns_and_nothing_else_changes(family, prompt):
-    """Outputs are the text's alone, the first of which sees the prompt (in a causal model its last place)."""
     work = prompt("optim.weight_decay=0.5", *DROPOUT * (family == "masked"), on=family)
     before, start, [batch] = rest(work), work.module.prompt.detach().clone(), work.batches()
     ids, base = batch["input_ids"], work.module.model_for(BASE).eval()
@@ -97,7 +96,6 @@ def links(work) -> list[torch.Tensor]:
 
 
 def test_new_prompts_stand_in_front_and_learned_domains_keep_every_bit(prog, prompt):
-    """One domain is that of prompt tuning; the loss is that of the whole chain."""
     work, plain = prog("optim.weight_decay=0.5"), prompt("optim.weight_decay=0.5")
     [batch], before, module = work.batches(), rest(work), work.module
     for each in (work, plain):

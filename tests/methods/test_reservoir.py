@@ -108,7 +108,6 @@ def test_samples_and_outputs_come_back_as_they_went_in():
 
 
 def test_two_draws_are_independent(as_process):
-    """Uniform without repetition; where one chooses a slot, the other does as often as by chance."""
     kept, counts, both = reservoir(10), np.zeros(10), 0
     assert drawn(kept, 4) == []
     for number in range(700):
@@ -162,7 +161,6 @@ def test_a_budget_in_bytes_is_never_exceeded_and_used_up_to_the_last_sample(prec
 @pytest.mark.parametrize(("then", "now"), [(2, 1), (1, 2), (2, 3), (3, 2)])
 @pytest.mark.parametrize("each", [3, 60])
 def test_another_number_of_processes_shares_out_what_is_stored(then, now, each, as_process):
-    """Filled slots stay together, so the new shards are filled as if they had been from the start."""
     total, shards, found = each * then * now, [], []
     for rank in range(then):
         as_process(rank, then)
@@ -187,7 +185,6 @@ def test_another_number_of_processes_shares_out_what_is_stored(then, now, each, 
 
 @pytest.mark.parametrize("steps", [4, 40])
 def test_processes_with_unequal_shares_go_on_as_they_were(steps, as_process):
-    """As where replayed text does not divide among them: each has its own count."""
 
     def step(shard: Reservoir, rank: int, number: int) -> None:
         as_process(rank, 2)
@@ -215,7 +212,6 @@ def test_processes_with_unequal_shares_go_on_as_they_were(steps, as_process):
 
 
 def test_source_and_target_come_back_with_their_lengths():
-    """Of a model with a decoder; also from a batch that is narrower than a slot, where a longer one was."""
     objective = Span(rate=0.3, mean=2, sentinels=list(range(99, 49, -1)), end=1, pad=0, start=0)
     room = {**slot_of(objective, 30), "width": 2, "precision": "float32", "seed": 0}
     assert room["length"] == 26 and room["target"] == room["scored"] == 14

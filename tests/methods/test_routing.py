@@ -112,7 +112,6 @@ def test_a_token_does_not_decide_its_own_weight(prior):
 
 
 def test_the_largest_are_kept_and_sum_to_one():
-    """Nearest is the most probable so far; of equals the first."""
     weights = torch.tensor([[0.1, 0.4], [0.6, 0.2], [0.3, 0.4]]).log()
     expected = [torch.tensor([[0, 1], [1, 0], [0, 0]]), torch.tensor([[0, 0.5], [2 / 3, 0], [1 / 3, 0.5]])]
     for count, kept in enumerate([*expected, weights.exp(), weights.exp()], start=1):
@@ -135,7 +134,6 @@ def test_the_largest_are_kept_and_sum_to_one():
     ids=str,
 )
 def test_which_parts_are_mixed(options, domains, own, other):
-    """For text of domain 1, and for general text and domains to come."""
     mixing = router(domains, **options)
     assert mixing.mixed(1) == own and mixing.mixed(BASE) == mixing.mixed(7) == other
     assert mixing.needs_domain == (options.get("learned", "domain") == "domain")
@@ -161,7 +159,6 @@ def test_the_mixture_is_that_of_bayes_by_hand(work):
     [("causal", "method.routing.top_k=2"), ("masked", "method.routing.unlearned=nearest")],
 )
 def test_the_likelihood_of_all_tokens_is_one(family, option, work):
-    """A row once for each token that might stand at its last scored place."""
     run = work(f"method.routing.{option}", on=family)
     [batch], count = batches(run, "law", rows=1, size=1), run.module.model.config.vocab_size
     labels, scores = labels_of(batch).repeat(count, 1), len(batch["positions"])
@@ -196,7 +193,6 @@ def test_each_text_begins_anew(prior, work):
 
 
 def test_used_weights_are_summed_over_processes(monkeypatch):
-    """Every process makes the one collective call, also where it has scored nothing of the text."""
     theirs, calls = torch.tensor([0.0, 3.0, 1.0]).double(), []
     monkeypatch.setattr(collectives, "is_distributed", lambda: True)
     monkeypatch.setattr(distributed, "get_backend", lambda: "gloo")

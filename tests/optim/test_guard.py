@@ -202,7 +202,6 @@ ALONE = [pytest.param(policy, False, marks=pytest.mark.campaign) for policy in (
 
 @pytest.mark.parametrize(("policy", "after"), [*ALONE, ("rollback", True)])
 def test_all_processes_hear_of_one(policy, after, corpora, cache, tmp_path):
-    """The loss of one of two processes alone, with a gradient of numbers; or its weights after a step."""
     script, folder, log = tmp_path / "script.py", tmp_path / "run", tmp_path / "log"
     script.write_text(SCRIPT.format(root=str(ROOT), after=after))
     places = [f"domains.root={corpora}", f"cache_dir={cache}", f"hydra.run.dir={folder}"]
