@@ -97,9 +97,7 @@ def test_a_step_that_is_left_out_changes_nothing(accumulate, small, start, spoil
 @pytest.mark.parametrize("step", [1, STEP])
 def test_rolling_back_leaves_out_all_steps_since_the_checkpoint(step, small, start, spoiled, tmp_path):
     met = spoiled(NAN, steps=(step,))
-    start(
-        small(ORDER, "on_nonfinite=rollback"), tmp_path / "rolled back"
-    )  # to after 0, 2, 4 steps
+    start(small(ORDER, "on_nonfinite=rollback"), tmp_path / "rolled back")  # to after 0, 2, 4 steps
     assert met == [step, step] and told(tmp_path / "rolled back")["skipped"] == [0, 2, 0]
     spoiled(NAN, steps=(step - 1, step))
     start(small(ORDER, "on_nonfinite=skip"), tmp_path / "skipped")
