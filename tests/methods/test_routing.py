@@ -156,7 +156,7 @@ def test_the_mixture_is_that_of_bayes_by_hand(work):
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("family", "option"),
-    [("causal", "method.routing.top_k=2"), ("masked", "method.routing.unlearned=nearest")],
+    [("causal", "top_k=2"), ("masked", "unlearned=nearest")],
 )
 def test_the_likelihood_of_all_tokens_is_one(family, option, work):
     run = work(f"method.routing.{option}", on=family)
