@@ -1,168 +1,304 @@
-"""DAS and DGA as runs: what they protect, when they measure, and their neutral strength."""
+"""DAS and DGA: the contrastive loss against loops and the authors' numbers; what they protect, and when they
+measure."""
 
+import math
+
+import numpy as np
 import pytest
 import torch
+from transformers import T5Config, T5ForConditionalGeneration
 
-from cpt.data.sampler import TrainStream
+from cpt.core.randomness import sample_keys
+from cpt.data.collate import Rows, labels_of
 from cpt.gradient_masks import soft as soft_masks
-from cpt.models.forward import dropout_of, in_mode
-from cpt.trainer import loop
-from tests.conftest import VOCABULARIES, sentences
-from tests.support import making
-from tests.support.making import ORDER
-from tests.support.running import token_nll
+from cpt.gradient_masks.soft import SoftMask
+from cpt.methods import das as contrasting
+from cpt.methods.das import ContrastiveLoss, contrastive
+from cpt.methods.options import ContrastOptions
+from cpt.models.forward import dropout, dropout_of, mean_over
+from cpt.models.objectives import Causal, Span
+from tests.conftest import SHARED
+from tests.gradient_masks.test_soft import batch_of, needs_golden, roberta
 
-ROBERTA = ["model=tiny_roberta", "model.config.hidden_dropout_prob=0.1"]
-NEUTRAL = ["method=das", "method.contrast=0", "method.general=null", "method.domains=false"]
-
-
-@pytest.fixture
-def made(small):
-    """A method's module, its data and the config's trainer."""
-
-    def build(*overrides: str):
-        run = making.made(small(ORDER, *overrides))
-        return run.module, run.data, run.plan.trainer.lightning
-
-    return build
-
-
-def fit(module, data, options, *, place: int = 0, steps: int = 3) -> None:
-    domain = data.domains[place]
-    data.enter(domain)
-    module.activate(domain.index)
-    loop.make_trainer(options, label="", steps=steps).fit(module, datamodule=data)
+ROBERTA = ["model=tiny_roberta", "model.config.hidden_dropout_prob=0.1", "trainer.steps=3"]
+NEUTRAL = ["method.contrast=0", "method.general=null", "method.domains=false"]
 
 
 @pytest.mark.parametrize("acts_on", ["update", "frozen"])
-def test_a_fully_important_head_does_not_move(acts_on, made):
+def test_a_fully_important_head_does_not_move(acts_on, build):
     """Rows of its query, key and value and columns of the output, under AdamW with decay; all else moves.
     Masked along the input, as in the released code, rows of other heads would stand still."""
-    module, data, options = made(*ROBERTA, *NEUTRAL, f"method.acts_on={acts_on}", "optim.weight_decay=0.3")
-    module.soft.gates()["roberta.encoder.layer.0.attention.heads"][1] = 1
-    attention = module.model.roberta.encoder.layer[0].attention
-    maps = [attention.self.query, attention.self.key, attention.self.value]
-    before = [each.weight.detach().clone() for each in maps] + [
-        attention.output.dense.weight.detach().T.clone()
-    ]
-    fit(module, data, options)
-    after = [each.weight for each in maps] + [attention.output.dense.weight.T]
-    for old, new in zip(before, after, strict=True):
+    work = build("das", *ROBERTA, *NEUTRAL, f"method.acts_on={acts_on}", "optim.weight_decay=0.3")
+    work.module.soft.gates()["roberta.encoder.layer.0.attention.heads"][1] = 1
+    attention = work.module.model.roberta.encoder.layer[0].attention
+    maps = [each.weight for each in (attention.self.query, attention.self.key, attention.self.value)]
+    maps.append(attention.output.dense.weight.T)
+    before = [each.detach().clone() for each in maps]
+    work.learn(0)
+    for old, new in zip(before, maps, strict=True):
         still = (old == new).all(1)
         assert still[16:].all() and not still[:16].any()
-    assert not torch.equal(attention.output.dense.bias, torch.zeros(32))
+    assert attention.output.dense.bias.any()
 
 
-@pytest.mark.parametrize(("acts_on", "low", "high"), [("update", 0.09, 0.11), ("gradient", 0.7, 1.3)])
-def test_importance_scales_the_step_and_not_just_the_gradient(acts_on, low, high, made):
-    """Importance 0.9 on half of the neurons: with AdamW a tenth of the displacement, where steps are
-    scaled; scaled gradients are divided out again."""
-    overrides = [*ROBERTA, *NEUTRAL, f"method.acts_on={acts_on}", "method.units=[neurons]"]
-    overrides += ["optim.eps=1e-12", "trainer.gradient_clip_val=null"]
-    moved = []
-    for value in (0.0, 0.9):
-        module, data, options = made(*overrides)
-        up = module.model.roberta.encoder.layer[0].intermediate.dense.weight
-        before = up.detach().clone()
-        module.soft.gates()["roberta.encoder.layer.0.neurons"][:24] = value
-        fit(module, data, options, steps=1)
-        moved.append((up - before).abs())
-    ratio = moved[1][:24].sum() / moved[0][:24].sum()
-    assert low < ratio < high
-    assert torch.equal(moved[1][24:], moved[0][24:])
-
-
-def test_when_importances_are_measured(made, monkeypatch):
+def test_when_importances_are_measured(build, monkeypatch):
     """General knowledge once, before anything is learned, in train mode, on uncorrupted text; each domain
     after it, in eval mode, on corrupted text; both over the probe; and importances only rise."""
-    module, data, options = made(*ROBERTA, "method=das", "trainer.probe_samples=20")
-    calls, gradients, corrupted = [], soft_masks.gate_gradients, []
-    mask_token = data.objective.mask
-    module.model.register_forward_pre_hook(
-        lambda model, args, inputs: corrupted.append((inputs["input_ids"] == mask_token).any().item()),
-        with_kwargs=True,
-    )
+    work = build("das", *ROBERTA, "trainer.probe_samples=20")
+    module, calls, corrupted, gradients = work.module, [], [], soft_masks.gate_gradients
+
+    def read(model, args, inputs):
+        corrupted.append((inputs["input_ids"] == work.data.objective.mask).any().item())
 
     def noted(model, groups, batch, losses, *, passes):
-        kind = "general" if passes == 2 else "domain"
         corrupted.clear()
         found = gradients(model, groups, batch, losses, passes=passes)
+        kind = "general" if passes == 2 else "domain"
         calls.append((kind, model.training, len(batch["input_ids"]), *corrupted))
         return found
 
+    module.model.register_forward_pre_hook(read, with_kwargs=True)
     monkeypatch.setattr(soft_masks, "gate_gradients", noted)
     levels = [module.soft.importance.clone()]
-    for place in (0, 1):
-        fit(module, data, options, place=place)
+    for number in (0, 1):
+        work.learn(number)
         levels.append(module.soft.importance.clone())
-    general = [("general", True, 16, False), ("general", True, 4, False)]
     domain = [("domain", False, 16, True), ("domain", False, 4, True)]
-    assert calls == [*general, *domain, *domain]
+    assert calls == [("general", True, 16, False), ("general", True, 4, False), *domain, *domain]
     assert all((new >= old).all() for old, new in zip(levels, levels[1:], strict=False))
     assert not torch.equal(levels[1], levels[2])
 
 
-def test_dga_protects_heads_and_begins_each_domain_at_the_base(made, monkeypatch):
-    module, data, options = made(*ROBERTA, "method=dga", "method.contrast=0")
+def test_dga_protects_heads_and_begins_each_domain_at_the_base(build, monkeypatch):
+    work = build("dga", *ROBERTA, "method.contrast=0")
+    module, start, begun = work.module, work.weights(), []
     assert {group.kind for group in module.soft.groups} == {"heads"}
-    start = [parameter.detach().clone() for parameter in module.model.parameters()]
-    begun, proxy = [], type(module.proxy).measure
+    proxy = type(module.proxy).measure
 
     def noted(self, soft, probe):
-        begun.append([parameter.detach().clone() for parameter in module.model.parameters()])
+        begun.append(work.weights())
         return proxy(self, soft, probe)
 
     monkeypatch.setattr(type(module.proxy), "measure", noted)
     levels = []
-    for place in (0, 1):
-        fit(module, data, options, place=place)
+    for number in (0, 1):
+        work.learn(number)
         levels.append(module.soft.importance.clone())
-    assert (
-        all(torch.equal(a, b) for each in begun for a, b in zip(start, each, strict=True)) and len(begun) == 2
-    )
+    assert len(begun) == 2 and all(torch.equal(each[n], v) for each in begun for n, v in start.items())
     assert not torch.equal(*levels) and not (levels[1] >= levels[0]).all()
 
 
-def test_without_its_contrast_dga_moves_what_it_does_not_protect_as_one_does(made):
-    """At the first step, before the protected heads differ: the feed-forward weights."""
-    moved = {}
-    for method in (["method=one"], ["method=dga", "method.contrast=0"]):
-        module, data, options = made(*ROBERTA, *method)
-        fit(module, data, options, steps=1)
-        moved[method[0]] = module.model.roberta.encoder.layer[0].output.dense.weight.detach().clone()
-    assert torch.equal(*moved.values())
+TEXTS = ["uncorrupted", "corrupted"]
 
 
-FEW = ["model.base.steps=15", "model.base.batch_size=32", "trainer.steps=10", "trainer.batch_size=32"]
-WIDE = ["model.config.hidden_size=128", "model.config.intermediate_size=192", "model.length=64"]
+def by_loops(anchors, positives, negatives, temperature):
+    total, others = 0.0, [*positives, *negatives]
+    for n, anchor in enumerate(anchors):
+        cosines = [torch.cosine_similarity(anchor, each, dim=0).item() / temperature for each in others]
+        total -= math.log(math.exp(cosines[n]) / sum(math.exp(each) for each in cosines))
+    return total / len(anchors)
 
 
-@pytest.mark.parametrize("method", ["das", "dga"])
-def test_a_model_without_dropout_learns_its_domain(method, small, tmp_path):
-    """With the default contrast, in ten steps from a base that has hardly learned, of text that is like what
-    it has: the contrast of corrupted text pushes such a model away from what it knows."""
-    for name, seed in (("general", 0), ("street", 5)):
-        (tmp_path / name).mkdir()
-        text = sentences(VOCABULARIES["general"], count=240, seed=seed)
-        (tmp_path / name / "all.txt").write_text("\n".join(text) + "\n")
-    cfg = small("order=[street]", f"domains.root={tmp_path}", f"method={method}", *FEW, *WIDE)
-    run = making.made(cfg)
-    assert not any(rate for *_, rate in dropout_of(run.module.model))
-    batches = other_batches(run.data.train, run.data.objective)
-    before = loss(run.module, batches)
-    fit(run.module, run.data, run.plan.trainer.lightning, steps=10)
-    assert loss(run.module, batches) < before
+def vectors(count: int, *, seed: int = 0):
+    draw = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(count, 6, dtype=torch.float64, generator=draw) for _ in range(3))
 
 
-def other_batches(texts, objective) -> list:
-    """Training text, in an order that it is not learned in."""
-    options = {"seed": 9, "accumulate": 1, "batch_size": 32, "steps": [4], "rank": 0, "world": 1}
-    stream = TrainStream({"street": texts["street"]}, objective=objective, **options)
-    return [stream[number] for number in range(4)]
+@needs_golden
+@pytest.mark.parametrize("size", ["b8", "b5"])
+def test_value_and_gradients_are_those_of_the_authors_code(size):
+    """Their second argument is the anchor."""
+    golden = np.load(SHARED / "golden/contrast.npz").items()
+    arrays = {name: torch.from_numpy(np.asarray(value)) for name, value in golden}
+    three = [arrays[f"{size}_z{number}"].requires_grad_() for number in (1, 2, 3)]
+    loss = contrastive(three[1], three[0], three[2], temperature=0.05)
+    torch.testing.assert_close(loss, arrays[f"{size}_loss3"], rtol=1e-4, atol=1e-6)
+    for number, ours in enumerate(torch.autograd.grad(loss, three), start=1):
+        theirs = arrays[f"{size}_loss3_dz{number}"]
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6 * theirs.abs().max().item())
 
 
-@torch.no_grad()
-def loss(module, text) -> float:
-    """Mean negative log-likelihood of its scored tokens, in eval mode."""
-    with in_mode(module, training=False):
-        return torch.cat([token_nll(module.model, batch) for batch in text]).mean().item()
+@pytest.mark.parametrize("temperature", [0.05, 1.0])
+def test_the_loss_is_the_formula(temperature):
+    three, order = vectors(5), torch.tensor([3, 1, 4, 0, 2])
+    found = contrastive(*three, temperature=temperature)
+    assert found.item() == pytest.approx(by_loops(*three, temperature), rel=1e-9)
+    turned = contrastive(*(4 * each[order] for each in three), temperature=temperature)
+    torch.testing.assert_close(turned, found)
+
+
+def test_a_samples_positive_is_its_own_second_pass():
+    """The released code pairs neighbours: two different texts."""
+    anchors, _, negatives = vectors(6)
+    right = contrastive(anchors, anchors, negatives, temperature=0.05)
+    neighbours = anchors.view(3, 2, 6).flip(1).reshape(6, 6)
+    assert right < 0.05 < 2 < contrastive(anchors, neighbours, negatives, temperature=0.05)
+
+
+def test_the_samples_of_other_processes_are_candidates(monkeypatch):
+    three, others, terms = vectors(3), vectors(3, seed=1), []
+    joined = [torch.cat([first, own]) for first, own in zip(others, three, strict=True)]
+    gathered = torch.stack([joined[1], joined[2]], dim=1), len(others[0])
+    monkeypatch.setattr(contrasting, "gather_rows", lambda rows: gathered)
+    for n, anchor in enumerate(three[0]):
+        both = [*joined[1], *joined[2]]
+        cosines = torch.stack([torch.cosine_similarity(anchor, other, dim=0) for other in both]) / 0.1
+        terms.append(cosines.logsumexp(0) - cosines[len(others[0]) + n])
+    torch.testing.assert_close(contrastive(*three, temperature=0.1), torch.stack(terms).mean())
+
+
+def test_padding_is_left_out_of_the_mean():
+    hidden = torch.arange(12.0).view(1, 4, 3)
+    assert torch.equal(mean_over(hidden, None), hidden.mean(1))
+    assert torch.equal(mean_over(hidden, torch.tensor([[1, 1, 0, 0]])), hidden[:, :2].mean(1))
+
+
+def masked(batch):
+    """The batch with two of each sample's tokens corrupted, and their labels."""
+    ids = batch["input_ids"].clone()
+    ids.flatten()[batch["positions"]] = 4
+    return {**batch, "input_ids": ids, "targets": batch["input_ids"].flatten()[batch["positions"]]}
+
+
+class Uncorrupting(Causal):
+    """As masked text does: the labels are the text."""
+
+    def restored(self, batch):
+        labels = labels_of(batch)
+        return {**batch, "input_ids": torch.where(labels == -100, batch["input_ids"], labels)}
+
+
+def contrast(model, *, objective=None, temperature=0.1, contrast=1.0, **options):
+    given = {"text": "corrupted", "dropout": 0.3, "samples": 1.0, "every": 1, "negatives": "trained"}
+    named = {f"contrast_{name}": value for name, value in (given | options).items()}
+    made = ContrastOptions(contrast=contrast, temperature=temperature, **named)
+    return ContrastiveLoss(model, objective or Causal(), made)
+
+
+def soft_mask(model, kinds=("heads", "neurons", "outputs")):
+    soft = SoftMask(model, kinds=kinds, acts_on="update", normalise="rank")
+    soft.set(torch.rand(len(soft.importance), generator=torch.Generator().manual_seed(1)))
+    return soft
+
+
+def term_of(made, *given, **how):
+    torch.manual_seed(5)
+    return made.term(*given, **how)["contrast"]
+
+
+@pytest.fixture
+def represented(monkeypatch):
+    """The vectors of each pass that is made."""
+    found, own = [], ContrastiveLoss.represented
+
+    def noted(self, batch):
+        found.append(own(self, batch))
+        return found[-1]
+
+    monkeypatch.setattr(ContrastiveLoss, "represented", noted)
+    return found
+
+
+def by_hand(model, batch, soft, *, passes):
+    """Vectors of so many passes with dropout, and of one with each unit times its importance."""
+    inputs, hooks = {name: batch[name] for name in ("input_ids", "attention_mask")}, []
+    mask, gates = batch["attention_mask"][..., None], soft.gates()
+
+    def mean():
+        return (model.roberta(**inputs).last_hidden_state * mask).sum(1) / mask.sum(1)
+
+    with dropout(model, 0.3):
+        found = [mean() for _ in range(passes)]
+        for number, layer in enumerate(model.roberta.encoder.layer):
+            heads, neurons, outputs = (gates[each.name] for each in soft.groups[3 * number : 3 * number + 3])
+            before = {layer.attention.output.dense: heads.repeat_interleave(8), layer.output.dense: neurons}
+            for part, gate in before.items():
+                hooks.append(part.register_forward_pre_hook(lambda m, x, gate=gate: (x[0] * gate,)))
+            hooks.append(layer.output.dense.register_forward_hook(lambda m, x, y, g=outputs: y * g))
+        found.append(mean())
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+@pytest.mark.parametrize("own", [0.0, 0.3])
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_term_contrasts_the_three_passes(text, own):
+    """Each with dropout, also of a model that has none of its own; the head of the language model is not run.
+    Of corrupted text the pass of the language-model loss is the first."""
+    model, whole = roberta(rate=own), batch_of(4)
+    batch, soft, headed = masked(whole), soft_mask(model), []
+    model.lm_head.register_forward_hook(lambda *_: headed.append(1))
+    hidden = torch.randn(4, 12, 32, requires_grad=True)
+    made = contrast(model, contrast=2.0, temperature=0.5, text=text, objective=Uncorrupting())
+    term = term_of(made, batch, hidden=hidden, soft=soft)
+    torch.manual_seed(5)
+    if text == "uncorrupted":
+        passes = by_hand(model, whole, soft, passes=2)
+    else:
+        passes = [mean_over(hidden, batch["attention_mask"]), *by_hand(model, batch, soft, passes=1)]
+    assert term.item() == pytest.approx(2 * by_loops(*passes, 0.5), rel=1e-4) and not headed
+    term.backward()
+    assert (hidden.grad is not None) == (text == "corrupted")
+    assert model.roberta.encoder.layer[0].output.dense.weight.grad.any()
+    assert contrast(model, contrast=0.0, dropout=None).term(batch, hidden=hidden, soft=soft) == {}
+
+
+@pytest.mark.parametrize("own", [0.0, 0.1])
+def test_a_positive_is_not_its_anchor(own, represented):
+    """A model without dropout would only be pushed away; its rates and modes are as they were."""
+    model, batch = roberta(rate=own), batch_of(3)
+    rates = lambda: [(m, name, rate, m.training) for m, name, rate in dropout_of(model)]  # noqa: E731
+    made, before = contrast(model, text="uncorrupted", objective=Uncorrupting(), dropout=0.1), rates()
+    made.term(masked(batch), hidden=torch.randn(3, 12, 32), soft=soft_mask(model))
+    anchor, positive, _ = represented
+    assert not torch.allclose(anchor, positive, rtol=1e-3) and rates() == before
+    with pytest.raises(ValueError, match="contrast_dropout=null"):
+        contrast(roberta(), dropout=None)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_share_of_the_samples_is_contrasted_as_if_there_were_no_others(text):
+    model, batch, hidden = roberta(rate=0.0), masked(batch_of(5)), torch.randn(5, 12, 32)
+    soft, options = soft_mask(model), {"text": text, "objective": Uncorrupting(), "contrast": 2.0}
+    few = {name: batch[name][:3] for name in ("input_ids", "attention_mask")}
+    few |= {name: batch[name][batch["rows"] < 3] for name in ("positions", "targets", "rows")}
+    expected = term_of(contrast(model, **options), few, hidden=hidden[:3], soft=soft)
+    found = term_of(contrast(model, **options, samples=0.5), batch, hidden=hidden, soft=soft)
+    assert found.item() == expected.item()
+
+
+def test_in_some_steps_only_it_weighs_as_much_more():
+    model, batch = roberta(rate=0.0), batch_of(4)
+    soft = soft_mask(model)
+
+    def terms(step, **options):
+        torch.manual_seed(5)
+        return contrast(model, **options).losses({**batch, "weight": 1.0}, soft=soft, step=step)
+
+    plain, rare = terms(0), terms(0, every=3)
+    assert rare["contrast"].item() == pytest.approx(3 * plain["contrast"].item())
+    assert rare["lm"] == plain["lm"]
+    assert [step for step in range(7) if "contrast" in terms(step, every=3)] == [0, 3, 6]
+
+
+def test_fixed_negatives_have_their_values_and_no_gradients(represented):
+    model, batch = roberta(rate=0.1), batch_of(4)
+    given = {"hidden": torch.randn(4, 12, 32), "soft": soft_mask(model)}
+    one, other = (term_of(contrast(model, negatives=each), batch, **given) for each in ("trained", "fixed"))
+    assert one.item() == other.item()
+    assert [each.requires_grad for each in represented] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_with_a_decoder_it_is_the_encoders_states_that_are_contrasted(text):
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2, "vocab_size": 60}
+    model = T5ForConditionalGeneration(T5Config(**sizes))
+    span = Span(rate=0.4, mean=2, sentinels=list(range(59, 49, -1)), end=1, pad=0, start=0)
+    ids = np.random.default_rng(0).integers(2, 50, (4, 12))
+    batch, _ = span.batch(Rows(ids, np.array([12, 9, 12, 5]), sample_keys(1, np.arange(4))))
+    soft, made = soft_mask(model, ["heads"]), contrast(model, text=text, objective=span)
+    hidden = (torch.zeros(4, 6, 16), torch.rand(4, 6, 16))  # whatever the decoder has put out
+    one, other = (term_of(made, batch, hidden=each, soft=soft) for each in hidden)
+    assert torch.equal(one, other) and one > 0

@@ -1,58 +1,29 @@
-"""DEMIX: where an expert begins, what is trained, what rests, what grows, and what others can load."""
-
-import json
-from types import SimpleNamespace
+"""DEMIX: where an expert begins, what is trained, and which expert scores a text."""
 
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
 from torch import distributed
 
-import cpt.adapters.export
 from cpt.adapters.domain_store import BASE
 from cpt.core import distributed as collectives
-from cpt.data.datamodule import Domain
 from cpt.data.sampler import EvalSubset
-from tests.support.making import DROPOUT, made, same
-from tests.support.running import logits_at, token_nll
+from tests.methods.test_lifelong_moe import First
+from tests.methods.test_parts import enter, visit
+from tests.support.making import same
+from tests.support.running import token_nll
 
-THREE = "order=[law,food,space]"
 DECAY = ["optim.weight_decay=0.5", "optim.lr=0.01"]
-EXPERTS = ["ffn", "adapter"]
-
-
-@pytest.fixture(params=["masked", "causal"])
-def small_of(request, small, small_gpt2):
-    return small if request.param == "masked" else small_gpt2
 
 
 @pytest.fixture
-def demix(small):
-    return lambda *overrides: made(small("method=demix", THREE, *overrides))
+def demix(build):
+    return lambda *overrides, **how: build("demix", "order=[law,food,space]", *overrides, **how)
 
 
-def enter(module, index: int) -> None:
-    """Stands for the trainer at the beginning of a domain."""
-    domain = Domain(str(index), index, (str(index),))
-    module.trainer = SimpleNamespace(datamodule=SimpleNamespace(domain=domain))
-    module.activate(index)
-
-
-def visit(module, index: int, probe=()) -> None:
-    """Learns a domain with weights drawn in place of steps."""
-    enter(module, index)
-    module.before_domain(probe)
-    torch.manual_seed(index)
-    for name in module.bank.names:
-        parameter = module.model.get_parameter(name)
-        parameter.data.add_(0.2 * torch.randn_like(parameter))
-    module.after_domain(())
-
-
-def batches(work, name: str, *, rows: int = 20, size: int = 10) -> list:
+def batches(work, name: str, *, rows: int = 20) -> list:
     """Training rows of a text, with fixed masks, as a probe has them."""
-    options = {"objective": work.data.objective, "batch_size": size, "purpose": "probe"}
+    options = {"objective": work.data.objective, "batch_size": 10, "purpose": "probe"}
     made_of = EvalSubset({name: work.data.train[name]}, {name: np.arange(rows)}, **options)
     return [made_of[number] for number in range(len(made_of))]
 
@@ -62,69 +33,42 @@ def slot(work) -> dict[str, torch.Tensor]:
     return {name: weights[name] for name in work.module.bank.names}
 
 
-def trunk(work) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in work.weights().items() if name not in work.module.bank.names}
-
-
 def part(work, domain: int) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in work.module.bank.weights(domain).items()}
 
 
 @torch.no_grad()
 def perplexity(model, probe) -> float:
-    nll = torch.cat([token_nll(model.eval(), batch) for batch in probe])
-    return nll.double().mean().exp().item()
+    return torch.cat([token_nll(model.eval(), batch) for batch in probe]).double().mean().exp().item()
 
 
-class First(Callback):
-    """Notes the expert when a domain's first step is about to be made, and the probe."""
-
-    def __init__(self, work) -> None:
-        self.work = work
-
-    def on_train_batch_start(self, trainer, module, batch, number):
-        if number == 0:
-            self.slot, self.probe = slot(self.work), self.work.probe()
-
-
-@pytest.mark.parametrize("experts", EXPERTS)
-def test_an_expert_begins_as_the_nearest(experts, small_of):
+@pytest.mark.parametrize(("experts", "family"), [("ffn", "masked"), ("ffn", "causal"), ("adapter", "masked")])
+def test_an_expert_begins_as_the_nearest(experts, family, demix):
     """Its weights are the source's bit for bit, and so is its perplexity on the probe; whole models that hold
-    one expert each find the same one nearest."""
-    work = made(small_of("method=demix", THREE, f"method.experts={experts}", *DECAY))
+    one expert each find the same one nearest. The trunk keeps every bit, all of an expert learns."""
+    work = demix(f"method.experts={experts}", *DECAY, on=family)
+    before, names = work.weights(), {*work.module.bank.names}
+    wanted = {"masked": ("mlp.Wi.", "mlp.Wo."), "causal": ("mlp.c_fc.", "mlp.c_proj.")}[family]
+    assert experts == "adapter" or names == {n for n in before if any(each in n for each in wanted)}
     work.learn(0)
     work.learn(1)
     parts = {domain: part(work, domain) for domain in (BASE, 0, 1)}
-    models = [work.module.model_for(domain) for domain in (BASE, 0, 1)]
-    first = First(work)
-    work.learn(2, first)
-    source = int(work.module.sources[2])
-    assert same(first.slot, parts[source])
-    found = work.module.perplexities.tolist()
-    assert found == pytest.approx([perplexity(model, first.probe) for model in models], rel=1e-5)
+    models, seen = [work.module.model_for(domain) for domain in parts], []
+    work.learn(2, First(lambda *given: seen.extend((slot(work), work.probe()))))
+    begun, probe = seen
+    source, found = int(work.module.sources[2]), work.module.perplexities.tolist()
+    assert same(begun, parts[source]) and work.module.sources[0] == BASE
+    assert found == pytest.approx([perplexity(model, probe) for model in models], rel=1e-5)
     assert found[source + 1] == min(found) and len(set(found)) == 3
-    assert work.module.sources[0] == BASE
-
-
-def test_the_nearest_domain_is_found(small_gpt2):
-    """Experts of three domains; the next domain's text is that of one of them."""
-    options = ["model.base.steps=100", "trainer.steps=30", "optim.lr=0.01"]
-    work = made(small_gpt2("method=demix", THREE, *options))
-    for number in range(3):
-        work.learn(number)
-    enter(work.module, 3)
-    for planted, name in enumerate(("law", "food", "space")):
-        work.module.before_domain(batches(work, name))
-        assert work.module.sources[3] == planted
-        assert same(slot(work), part(work, planted))
-        assert int(work.module.perplexities.argmin()) == planted + 1
+    assert all(same(part(work, domain), weights) for domain, weights in parts.items())
+    assert {n for n, value in work.weights().items() if not torch.equal(value, before[n])} == names
+    assert {name for name, p in work.module.model.named_parameters() if p.requires_grad} == names
 
 
 @pytest.mark.parametrize(
     ("options", "found", "source"),
     [
         ([], [3.0, 2.0, 1.5, 1.5], 1),
-        ([], [1.0, 2.0, 1.5, 1.5], BASE),
         ([], [1.5, 1.5, 2.0, 1.5], BASE),
         (["method.routing.base=false"], [2.0, 1.5, 1.5], 1),
         (["method.start=previous"], None, 2),
@@ -133,16 +77,10 @@ def test_the_nearest_domain_is_found(small_gpt2):
     ids=str,
 )
 def test_where_an_expert_begins(options, found, source, demix, monkeypatch):
-    """The first of equals; without the base where it is no part of the mixture."""
-    work = demix(*options)
+    work, measured = demix(*options), []
     for domain in range(3):
         visit(work.module, domain)
-    measured = []
-
-    def measure(probe, parts):
-        measured.append(parts)
-        return torch.tensor(found)
-
+    measure = lambda probe, parts: measured.append(parts) or torch.tensor(found)  # noqa: E731
     monkeypatch.setattr(work.module, "measure", measure)
     enter(work.module, 3)
     work.module.before_domain(())
@@ -151,25 +89,10 @@ def test_where_an_expert_begins(options, found, source, demix, monkeypatch):
     assert measured == ([] if found is None else [[-1, 0, 1, 2][-len(found) :]])
 
 
-def test_the_probe_is_measured_without_dropout_and_without_a_trace(demix):
-    work = demix(*DROPOUT)
-    visit(work.module, 0)
-    probe = batches(work, "law")
-    expected = [perplexity(work.module.model_for(domain), probe) for domain in (BASE, 0)]
-    work.module.train()
-    random, before = torch.get_rng_state(), work.weights()
-    assert work.module.measure(probe, [BASE, 0]).tolist() == pytest.approx(expected, rel=1e-5)
-    assert torch.equal(torch.get_rng_state(), random)
-    assert all(each.training for each in work.module.model.modules())
-    assert same(work.weights(), before)
-    assert all(parameter.grad is None for parameter in work.module.parameters())
-
-
 def test_processes_agree_on_the_nearest(demix, monkeypatch):
-    """What another process finds on its share counts as much: sums and counts are added, in one call."""
-    work = demix()
+    work, sums = demix(), []
     visit(work.module, 0)
-    shares, sums = batches(work, "food", rows=20, size=10), []
+    shares = batches(work, "food")
     expected = work.module.measure(shares, [BASE, 0])
     monkeypatch.setattr(collectives, "is_distributed", lambda: True)
     monkeypatch.setattr(distributed, "all_reduce", lambda values: sums.append(values.clone()))
@@ -177,97 +100,3 @@ def test_processes_agree_on_the_nearest(demix, monkeypatch):
     monkeypatch.setattr(distributed, "all_reduce", lambda values: values.add_(sums[0]))
     torch.testing.assert_close(work.module.measure(shares[:1], [BASE, 0]), expected)
     assert len(sums) == 1
-
-
-@pytest.mark.parametrize("experts", EXPERTS)
-def test_experts_are_isolated(experts, small_of):
-    """Under AdamW with weight decay other experts, trunk and base keep every bit."""
-    work = made(small_of("method=demix", THREE, f"method.experts={experts}", *DECAY))
-    rest, base = trunk(work), part(work, BASE)
-    kept = {}
-    for number in range(3):
-        work.learn(number)
-        kept[number] = slot(work)
-        assert same(trunk(work), rest) and same(part(work, BASE), base)
-        assert all(same(part(work, domain), weights) for domain, weights in kept.items())
-    assert not same(kept[0], kept[1]) and not same(kept[1], kept[2])
-    assert set(rest) | set(base) == set(work.weights())
-
-
-@pytest.mark.parametrize(
-    ("model", "wanted"),
-    [("masked", ("mlp.Wi.", "mlp.Wo.")), ("causal", ("mlp.c_fc.", "mlp.c_proj."))],
-)
-def test_of_the_model_the_feed_forward_network_learns_and_all_of_it(model, wanted, small, small_gpt2):
-    work = made((small if model == "masked" else small_gpt2)("method=demix", THREE, *DECAY))
-    before = work.weights()
-    work.learn(0)
-    changed = {name for name, value in work.weights().items() if not torch.equal(value, before[name])}
-    expected = {name for name in before if any(each in name for each in wanted)}
-    assert changed == expected == set(work.module.bank.names)
-    assert len(expected) == (4 if model == "masked" else 8)
-    assert {name for name, p in work.module.model.named_parameters() if p.requires_grad} == expected
-
-
-@pytest.mark.parametrize("experts", EXPERTS)
-@torch.no_grad()
-def test_what_is_exported_is_what_was_learned(experts, small_of, tmp_path):
-    work = made(small_of("method=demix", THREE, f"method.experts={experts}"))
-    for domain in range(3):
-        visit(work.module, domain)
-    expression = work.module.export(tmp_path, ["law", "food", "space"])
-    assert expression == f'cpt.adapters.export.load("{tmp_path}", domain="space")'
-    index = json.loads((tmp_path / "parts.json").read_text())
-    options = {"placement": "pfeiffer", "reduction": 16, "activation": "relu"}
-    attached = (None, {}) if experts == "ffn" else ("cpt.adapters.bottleneck.attach_bottlenecks", options)
-    assert (index["attach"], index["options"]) == attached
-    [batch] = batches(work, "law", rows=5)
-    work.module.eval()
-    expected = [work.module.nll(batch, domain)[0] for domain in range(3)]
-    for domain, name in enumerate(("law", "food", "space")):
-        assert torch.equal(
-            token_nll(cpt.adapters.export.load(tmp_path, domain=name), batch), expected[domain]
-        )
-        assert torch.equal(token_nll(work.module.model_for(domain).eval(), batch), expected[domain])
-    plain = type(work.module.model).from_pretrained(tmp_path).eval()
-    last = work.module.model_for(2 if experts == "ffn" else BASE).eval()
-    assert torch.equal(logits_at(plain, batch), logits_at(last, batch))
-
-
-@pytest.mark.parametrize("experts", EXPERTS)
-def test_a_backbone_is_a_copy(experts, demix):
-    work = demix(f"method.experts={experts}")
-    for domain in range(2):
-        visit(work.module, domain)
-    [batch] = batches(work, "law", rows=5)
-    work.module.eval()
-    before, copy = work.weights(), work.module.model_for(0).eval()
-    assert same({name: dict(copy.named_parameters())[name].detach() for name in part(work, 0)}, part(work, 0))
-    for parameter in copy.parameters():
-        parameter.data.add_(1)
-    assert not torch.equal(token_nll(copy, batch), work.module.nll(batch, 0)[0])
-    assert same(work.weights(), before)
-
-
-@torch.no_grad()
-def test_which_expert_scores_a_text(demix):
-    """Text of a learned domain its own; general text and domains to come the mixture, with the base."""
-    work = demix()
-    assert work.module.needs_domain
-    visit(work.module, 0)
-    visit(work.module, 1)
-    [batch] = batches(work, "law", rows=5)
-    work.module.eval()
-    for domain, parts in ((0, {0}), (1, {1}), (2, {BASE, 0, 1}), (BASE, {BASE, 0, 1})):
-        nll, count = work.module.nll(batch, domain)
-        assert torch.equal(count, torch.ones_like(nll)) and nll.shape == batch["positions"].shape
-        assert set(work.module.used(domain)) == parts
-    assert not demix("routing@method.routing=posterior").module.needs_domain
-
-
-def test_before_anything_is_learned_it_is_the_base(demix):
-    work = demix("routing@method.routing=posterior")
-    [batch] = batches(work, "law", rows=5)
-    with torch.no_grad():
-        expected = token_nll(work.module.eval().model, batch)
-        assert all(torch.equal(work.module.nll(batch, domain)[0], expected) for domain in (BASE, 0))

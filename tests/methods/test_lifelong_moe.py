@@ -1,6 +1,5 @@
 """Lifelong-MoE: what a domain begins as, what it leaves alone, what holds it to the model before."""
 
-import logging
 from copy import deepcopy
 
 import pytest
@@ -9,24 +8,18 @@ from lightning.pytorch.callbacks import Callback
 
 from cpt.adapters.experts import mixtures_of, working
 from cpt.gradient_masks.base import recording
-from cpt.methods.lifelong_moe import balance_loss
 from cpt.models.forward import divergence
-from tests.support.making import DROPOUT, ORDER, Made, made, same
+from tests.support.making import DROPOUT, Made, same
 from tests.support.running import logits_at
 
-THREE = "order=[law,food,space]"
 STRONG = ["optim.lr=0.01", "optim.weight_decay=0.5"]
 ALL = "method.every=1"
 
 
-@pytest.fixture(params=["masked", "causal", "both"])
-def small_of(request, small, small_gpt2, small_t5):
-    return {"masked": small, "causal": small_gpt2, "both": small_t5}[request.param]
-
-
 @pytest.fixture
-def moe(small):
-    return lambda *overrides: made(small("method=lifelong_moe", THREE, "trainer.steps=4", *overrides))
+def moe(build):
+    given = ["order=[law,food,space]", "trainer.steps=4"]
+    return lambda *overrides, **how: build("lifelong_moe", *given, *overrides, **how)
 
 
 class First(Callback):
@@ -40,54 +33,51 @@ class First(Callback):
             self.look(module, batch)
 
 
-@torch.no_grad()
-def logits(model, batch) -> torch.Tensor:
-    return logits_at(deepcopy(model).eval(), batch)
-
-
 def of_group(work: Made, group: int) -> dict[str, torch.Tensor]:
     """The experts of a domain and their router rows, or of the base, by name."""
     if group >= 0:
         return {name: value for name, value in work.weights().items() if f".groups.{group}." in name}
-    own = {
-        id(p)
-        for m in mixtures_of(work.module.model).values()
-        for each in m.own
-        for p in each.module.parameters()
-    }
+    experts = [each for m in mixtures_of(work.module.model).values() for each in m.own]
+    own = {id(p) for each in experts for p in each.module.parameters()}
     return {n: p.detach().clone() for n, p in work.module.model.named_parameters() if id(p) in own}
 
 
-@pytest.mark.parametrize("dense", ["trained", "frozen"])
-def test_earlier_experts_and_their_rows_keep_their_bits(dense, small_of):
-    """Under AdamW with weight decay; what is trained moves, and nothing else."""
-    work = made(small_of("method=lifelong_moe", ORDER, "method.experts=2", f"method.dense={dense}", *STRONG))
+@pytest.mark.parametrize(
+    ("family", "dense"), [("masked", "trained"), ("causal", "frozen"), ("both", "trained")]
+)
+def test_earlier_experts_and_their_rows_keep_their_bits(family, dense, moe):
+    work = moe("method.experts=2", f"method.dense={dense}", *STRONG, on=family)
     base = of_group(work, -1)
-    assert base
     work.learn(0)
     kept, before = of_group(work, 0), work.weights()
     work.learn(1)
-    assert same(of_group(work, -1), base) and same(of_group(work, 0), kept)
+    assert base and same(of_group(work, -1), base) and same(of_group(work, 0), kept)
     after, new = work.weights(), of_group(work, 1)
     moved = {name for name, value in before.items() if not torch.equal(after[name], value)}
     others = {name for name in before if ".groups." not in name and name not in base}
-    assert moved <= others and (len(moved) > 0.9 * len(others)) == (dense == "trained")
-    assert dense == "trained" or not moved
+    assert moved <= others and (len(moved) > 0.9 * len(others) if dense == "trained" else not moved)
     assert set(new) == set(after) - set(before) and len(new) == len(kept) > 4
 
 
-@pytest.mark.parametrize("start", ["base", "last", "nearest"])
-def test_a_domain_begins_with_the_model_before_it(start, small_of):
-    """To the last digits, whatever its experts are copies of; then they open."""
-    work, seen = made(small_of("method=lifelong_moe", THREE, f"method.start={start}", ALL, *STRONG)), []
+@pytest.mark.parametrize(
+    ("family", "start"), [("masked", "base"), ("masked", "last"), ("causal", "nearest"), ("both", "nearest")]
+)
+def test_a_domain_begins_with_the_model_before_it(family, start, moe):
+    work, seen, copied = moe(f"method.start={start}", ALL, *STRONG, on=family), [], []
+    sums = lambda group: {float(v.sum()) for n, v in of_group(work, group).items() if "router" not in n}  # noqa: E731
+
+    @torch.no_grad()
+    def far(module, batch) -> torch.Tensor:
+        return (logits_at(deepcopy(module.model).eval(), batch) - logits_at(before, batch)).abs().max()
 
     def look(module, batch) -> None:
+        copied.append([sums(group) == sums(module.domain.index) for group in range(-1, module.domain.index)])
         module.losses(batch)  # which opens the experts so far as they are
-        seen.append((logits(module.model, batch) - logits_at(before, batch)).abs().max())
+        seen.append(far(module, batch))
         for mixture in module.mixtures:
             mixture.opening = 1.0
             mixture.groups[-1].router.data.mul_(100)
-        seen.append((logits(module.model, batch) - logits_at(before, batch)).abs().max())
+        seen.append(far(module, batch))
         for mixture in module.mixtures:
             mixture.groups[-1].router.data.div_(100)
 
@@ -96,36 +86,19 @@ def test_a_domain_begins_with_the_model_before_it(start, small_of):
         with torch.no_grad():
             work.learn(number, First(look))
         assert work.module.progress > 0 and all(each.opening == 1 for each in work.module.mixtures)
-    assert all(seen[2 * number] < 1e-6 for number in range(3))
-    assert all(seen[2 * number + 1] > 1e-4 for number in (1, 2))
-
-
-@pytest.mark.parametrize(("start", "sources"), [("base", [-1, -1, -1]), ("last", [-1, 0, 1])])
-def test_new_experts_are_copies(start, sources, moe):
-    work = moe(f"method.start={start}", ALL, *STRONG)
-    for number, source in enumerate(sources):
-        copied = of_group(work, source)
-
-        def look(module, batch, copied=copied, number=number) -> None:
-            new = of_group(work, number)
-            matrices = sorted(float(each.sum()) for name, each in new.items() if "router" not in name)
-            rows = {name for name in copied if "router" in name}
-            assert matrices == sorted(float(copied[name].sum()) for name in copied if name not in rows)
-
-        work.learn(number, First(look))
-    assert work.module.sources.tolist() == sources
+        assert copied[number][work.module.sources[number] + 1]
+    assert all(each < 1e-6 for each in seen[::2]) and all(each > 1e-4 for each in seen[3::2])
+    assert start == "nearest" or work.module.sources.tolist() == {"base": [-1] * 3, "last": [-1, 0, 1]}[start]
 
 
 def test_the_nearest_experts_are_those_with_which_the_probe_is_likeliest(moe):
-    work, noted = moe(ALL, *STRONG), []
+    work, noted, models, losses = moe(ALL, *STRONG), [], [], []
     work.learn(0)
     work.learn(1)
-    models = []
     for group in (-1, 0, 1):
         with working(work.module.model, group):
             models.append(deepcopy(work.module.model).eval())
     work.learn(2, First(lambda module, batch: noted.extend(work.probe())))
-    losses = []
     for model in models:
         with torch.no_grad():
             nll = torch.cat([work.module.objective.nll(model, batch) for batch in noted])
@@ -133,18 +106,14 @@ def test_the_nearest_experts_are_those_with_which_the_probe_is_likeliest(moe):
     found = work.module.perplexities.tolist()
     assert found == pytest.approx(losses, rel=1e-5) and len({*found}) == 3
     assert work.module.sources[2] == found.index(min(found)) - 1
-    assert {f"lifelong_moe/{name}" for name in ("sources", "perplexities", "firsts")} == set(
-        work.module.diagnostics()
-    )
 
 
-@pytest.mark.parametrize("dense", ["trained", "frozen"])
-@pytest.mark.parametrize("experts", [0, 1])
-def test_the_term_is_the_divergence_from_the_model_before(dense, experts, moe):
-    """KL(f_{t-1} || f_t) on the batch, also when all has moved; a frozen trunk takes no copy."""
-    if experts == 0 and dense == "frozen":
-        pytest.skip("nothing to train")
-    work = moe(f"method.dense={dense}", f"method.experts={experts}", "method.strength=2", *STRONG)
+@pytest.mark.parametrize(("dense", "experts"), [("trained", 0), ("trained", 1), ("frozen", 1)])
+def test_the_term_is_the_divergence_from_the_model_before(dense, experts, moe, monkeypatch):
+    """KL(f_{t-1} || f_t) on the batch, also when all has moved; a frozen trunk takes no copy. The teacher
+    has no dropout, the model that learns has; both are the same model, which comes back as it was."""
+    given = [f"method.dense={dense}", f"method.experts={experts}", "method.strength=2"]
+    work, modes = moe(*given, *STRONG), []
     work.learn(0)
     before = deepcopy(work.module.model).eval()
     work.learn(1)
@@ -155,144 +124,8 @@ def test_the_term_is_the_divergence_from_the_model_before(dense, experts, moe):
     with torch.no_grad():
         expected = 2 * divergence(logits_at(before, batch), now).sum() * batch["weight"]
     torch.testing.assert_close(found, expected)
-    assert found > 5e-6
-    assert (len(work.module.teacher.named()) == 0) == (dense == "frozen")
-
-
-def test_the_balance_is_least_where_it_is_uniform():
-    uniform = torch.full((4,), 0.25)
-    assert balance_loss(uniform * 10, uniform, 10) == pytest.approx(1)
-    skewed = torch.tensor([0.7, 0.1, 0.1, 0.1])
-    assert balance_loss(skewed * 10, skewed, 10) == pytest.approx(4 * 0.52)
-    logits = torch.zeros(4, requires_grad=True)
-    balance_loss(logits.softmax(0), skewed, 1).backward()
-    assert logits.grad[0] > 0 > logits.grad[1]  # tokens move away from the expert that has most
-
-
-def test_the_term_balances_by_the_first_choices_of_the_step_before(moe):
-    """E sum_e s_e P_e, its mean over mixtures; a batch in two parts is that batch."""
-    work = moe("method.balance=3", "method.strength=0", "method.experts=2", ALL, *STRONG)
-    work.learn(0)
-    module, (batch,) = work.module, work.batches()
-    module.shares.clear()
-
-    def balance(*parts) -> float:
-        return float(sum(module.losses(part)["balance"].detach() for part in parts)) / len(parts)
-
-    assert balance(batch) == pytest.approx(3)  # nothing is known yet
-    module.on_gradients_ready()
-    found = balance(batch)
-    assert found != pytest.approx(3)
-    shares = module.shares.named()["firsts"].clone()
-    assert shares.shape == (2, 3) and shares.sum(1).tolist() == pytest.approx([1, 1])
-    terms = []
-    for mixture, own in zip(module.mixtures, shares, strict=True):
-        probabilities = mixture.passed.probabilities.detach()
-        firsts = torch.bincount(probabilities.argmax(1), minlength=3)
-        torch.testing.assert_close(own, firsts / firsts.sum())
-        terms.append(3 * float((own * probabilities.mean(0)).sum()))
-    assert found == pytest.approx(3 * sum(terms) / 2, rel=1e-5)
-    module.firsts = None
-    assert balance(*work.batches(2, accumulate=2)) == pytest.approx(found, rel=1e-5)
-    module.on_gradients_ready()
-    assert torch.equal(module.shares.named()["firsts"], shares)
-
-
-def test_padding_is_neither_balanced_nor_ranked(moe):
-    """Where text differs in length, a place counts as in any other part of a batch."""
-    work = moe("method.balance=3", "method.opening=0", "mask=migu", *STRONG, "method.strength=0")
-    work.learn(0)
-    module, (batch,) = work.module, work.batches()
-    (mixture,), (mask,) = module.mixtures, module.masks
-    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-    batch["attention_mask"][:5, 8:] = 0
-    made_of: dict[str, torch.Tensor] = {}
-    [each] = [each for each in mask.maps if each.name.endswith("groups.0.experts.0.maps.0")]
-    handle = each.module.register_forward_hook(lambda m, args, output: made_of.update(all=output))
-    mask.sums.zero_()
-    module.shares.update({"firsts": torch.tensor([[0.8, 0.2]])})
-    with recording(module.masks):
-        found = float(module.losses(batch)["balance"].detach())
-    handle.remove()
-    text, record = batch["attention_mask"].flatten().bool(), mixture.noted
-    expected = 2 * (torch.tensor([0.8, 0.2]) * record.probabilities.sum(0)).sum() / (8 * 16)
-    assert (
-        found == pytest.approx(3 * float(expected.detach()), rel=1e-5)
-        and len(record.chosen) == text.sum() == 8 * 16 - 40
-    )
-    own = mask.sums[mask.places[mask.maps.index(each)]]
-    torch.testing.assert_close(own, made_of["all"].flatten(0, -2)[text].abs().sum(0))  # k is 2 of 2 experts
-
-
-def test_without_text_of_a_domain_known_shares_are_told(moe):
-    work = moe("method.experts=2", *STRONG)
-    (batch,) = work.batches()
-    assert not work.module.needs_domain
-    work.module.router.begin()
-    work.module.nll(batch, 0)
-    assert work.module.used(0) == {-1: 1.0}
-    work.learn(0)
-    work.learn(1)
-    work.module.eval()
-    work.module.router.begin()
-    with torch.no_grad():
-        work.module.nll(batch, 0)
-    told, (mixture,) = work.module.used(0), work.module.mixtures
-    by_hand = [
-        float(sum(mixture.passed.gates[mixture.passed.chosen == e].sum() for e in mixture.members(part)))
-        for part in (-1, 0, 1)
-    ]
-    expected = {part: each / sum(by_hand) for part, each in zip((-1, 0, 1), by_hand, strict=True)}
-    assert told == pytest.approx({part: each for part, each in expected.items() if each > 1e-3}, abs=1e-5)
-
-
-@pytest.mark.parametrize("dense", ["trained", "frozen"])
-def test_migu_masks_the_rows_of_new_experts_and_no_router(dense, small_of):
-    """After one step, of each map's d rows d - floor(0.7 d) have changed, of the router's all."""
-    options = ["mask=migu", "mask.migu.acts_on=update", "trainer.steps=1", "optim.lr=0.1", "method.opening=0"]
-    work = made(small_of("method=lifelong_moe", ORDER, f"method.dense={dense}", *options, "method.experts=2"))
-    noted = {}
-    work.learn(0, First(lambda module, batch: noted.update(work.weights())))
-    changed = {
-        name: (value != noted[name]).any(1 - transposed(work, name))
-        for name, value in work.weights().items()
-        if ".groups." in name and value.ndim == 2
-    }
-    assert {name.rpartition(".")[2] for name in changed} == {"router", "weight"}
-    for name, rows in changed.items():
-        if name.endswith("router"):
-            assert rows.all()
-        else:
-            segments = rows.chunk(2) if rows.numel() == 96 else [rows]  # gate and up are ranked apart
-            assert all(int(each.sum()) == len(each) - int(0.7 * len(each)) for each in segments)
-
-
-def transposed(work: Made, name: str) -> int:
-    """The axis of a weight's rows."""
-    module = work.module.model.get_submodule(name.rpartition(".")[0])
-    return int(type(module).__name__ == "Conv1D")
-
-
-def test_blocks_that_are_frozen_have_no_mixture(moe):
-    work = moe(ALL, "freeze.layers=1")
-    assert list(mixtures_of(work.module.model)) == ["model.layers.1.mixture"]
-    assert list(mixtures_of(moe().module.model)) == ["model.layers.1.mixture"]
-    assert len(mixtures_of(moe(ALL).module.model)) == 2
-
-
-def test_what_has_no_effect_is_told(moe, caplog):
-    with caplog.at_level(logging.INFO):
-        moe("method.experts=0")
-        assert "method.experts=0: no FFN becomes a mixture" in caplog.text
-        assert "method.top_k=1: each gate is 1" not in caplog.text
-        moe("method.top_k=1")
-    assert "method.top_k=1: each gate is 1" in caplog.text
-
-
-@pytest.mark.parametrize("dense", ["trained", "frozen"])
-def test_the_teacher_has_no_dropout(dense, moe, monkeypatch):
-    """The model that learns has; both are the same model, which comes back as it was."""
-    work, modes = moe(f"method.dense={dense}", "method.start=base", *DROPOUT), []
+    assert found > 5e-6 and (len(work.module.teacher.named()) == 0) == (dense == "frozen")
+    work = moe(*given, "method.start=base", *DROPOUT)
     outputs = work.module.objective.outputs
 
     def noted(model, batch):
@@ -302,3 +135,67 @@ def test_the_teacher_has_no_dropout(dense, moe, monkeypatch):
     monkeypatch.setattr(work.module.objective, "outputs", noted)
     work.learn(0)
     assert modes == [(True, True), (False, False)] * 4 and all(m.among is None for m in work.module.mixtures)
+
+
+def test_the_term_balances_by_the_first_choices_of_the_step_before(moe):
+    """E sum_e s_e P_e, its mean over mixtures; a batch in two parts is that batch."""
+    work = moe("method.balance=3", "method.strength=0", "method.experts=2", ALL, *STRONG)
+    work.learn(0)
+    module, (batch,), terms = work.module, work.batches(), []
+    module.shares.clear()
+
+    def balance(*parts) -> float:
+        return float(sum(module.losses(part)["balance"].detach() for part in parts)) / len(parts)
+
+    assert balance(batch) == pytest.approx(3)  # nothing is known yet
+    module.on_gradients_ready()
+    found = balance(batch)
+    shares = module.shares.named()["firsts"].clone()
+    assert shares.shape == (2, 3) and shares.sum(1).tolist() == pytest.approx([1, 1])
+    for mixture, own in zip(module.mixtures, shares, strict=True):
+        probabilities = mixture.passed.probabilities.detach()
+        firsts = torch.bincount(probabilities.argmax(1), minlength=3)
+        torch.testing.assert_close(own, firsts / firsts.sum())
+        terms.append(3 * float((own * probabilities.mean(0)).sum()))
+    assert found == pytest.approx(3 * sum(terms) / 2, rel=1e-5) != 3
+    module.firsts = None
+    assert balance(*work.batches(2, accumulate=2)) == pytest.approx(found, rel=1e-5)
+    module.on_gradients_ready()
+    assert torch.equal(module.shares.named()["firsts"], shares)
+
+
+def test_padding_is_neither_balanced_nor_ranked(moe):
+    work, outputs = moe("method.balance=3", "method.opening=0", "mask=migu", *STRONG, "method.strength=0"), []
+    work.learn(0)
+    module, (batch,) = work.module, work.batches()
+    (mixture,), (mask,) = module.mixtures, module.masks
+    assert not any("router" in each.name for each in mask.maps)
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    batch["attention_mask"][:5, 8:] = 0
+    [each] = [each for each in mask.maps if each.name.endswith("groups.0.experts.0.maps.0")]
+    each.module.register_forward_hook(lambda m, args, output: outputs.append(output))
+    mask.sums.zero_()
+    module.shares.update({"firsts": torch.tensor([[0.8, 0.2]])})
+    with recording(module.masks):
+        found = float(module.losses(batch)["balance"].detach())
+    text, record = batch["attention_mask"].flatten().bool(), mixture.noted
+    expected = 2 * (torch.tensor([0.8, 0.2]) * record.probabilities.detach().sum(0)).sum() / (8 * 16)
+    assert found == pytest.approx(3 * float(expected), rel=1e-5) and len(record.chosen) == text.sum() == 88
+    own = mask.sums[mask.places[mask.maps.index(each)]]
+    torch.testing.assert_close(own, outputs[-1].flatten(0, -2)[text].abs().sum(0))  # k is 2 of 2 experts
+
+
+def test_without_text_of_a_domain_known_shares_are_told(moe):
+    work = moe("method.experts=2", "freeze.layers=1", *STRONG)
+    (batch,), module = work.batches(), work.module
+    assert list(mixtures_of(module.model)) == ["model.layers.1.mixture"] and not module.needs_domain
+    for number in (0, 1):
+        work.learn(number)
+    module.eval().router.begin()
+    with torch.no_grad():
+        module.nll(batch, 0)
+    (mixture,), parts = module.mixtures, (-1, 0, 1)
+    passed, members = mixture.passed, [mixture.members(part) for part in parts]
+    shares = [sum(float(passed.gates[passed.chosen == e].sum()) for e in own) for own in members]
+    expected = {part: each / sum(shares) for part, each in zip(parts, shares, strict=True)}
+    assert module.used(0) == pytest.approx({k: each for k, each in expected.items() if each > 1e-3}, abs=1e-5)

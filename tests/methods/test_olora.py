@@ -1,59 +1,43 @@
-"""O-LoRA: the penalty against loops over pairs and maps, and what it moves."""
+"""O-LoRA, N-LoRA and MoELoRA: penalties against loops over pairs and maps, and what they move."""
 
 import pytest
 import torch
 
 from cpt.adapters import lora
+from cpt.gradient_masks.base import recording
+from cpt.methods.nlora import factors_norm, product_norm
 from cpt.methods.olora import group_by_width, norms, pair_overlap
-from tests.support.making import ORDER, made, same, state_beside_the_model
+from tests.support.making import state_beside_the_model
+from tests.support.pairs import base_of, pair_of
 
-THREE = "order=[law,food,space]"
 STRONG = "optim.lr=0.05"
-
-
-@pytest.fixture
-def build(small):
-    return lambda *overrides: made(small("method=olora", THREE, STRONG, *overrides))
 
 
 @pytest.fixture
 def maps():
     """A of five maps of two widths, rank 3, and those of four earlier domains."""
     torch.manual_seed(0)
-    widths = (8, 6, 8, 8, 6)
-    new = [torch.randn(3, width, dtype=torch.float64, requires_grad=True) for width in widths]
-    earlier = [[torch.randn(3, w, dtype=torch.float64, requires_grad=True) for w in widths] for _ in range(4)]
-    return new, earlier
+    drawn = [[torch.randn(3, width, dtype=torch.float64) for width in (8, 6, 8, 8, 6)] for _ in range(5)]
+    return drawn[0], drawn[1:]
 
 
 def slow(new, earlier, *, power: int) -> float:
     """sum over maps, domains and entries of |row of A_k . row of A_t|^power, product by product."""
     found = 0.0
-    for domain in earlier:
-        for old, a in zip(domain, new, strict=True):
-            for row in a.tolist():
-                for other in old.tolist():
-                    found += abs(sum(x * y for x, y in zip(row, other, strict=True))) ** power
+    for old, a in (each for domain in earlier for each in zip(domain, new, strict=True)):
+        for row in a.tolist():
+            products = [sum(x * y for x, y in zip(row, other, strict=True)) for other in old.tolist()]
+            found += sum(abs(each) ** power for each in products)
     return found
 
 
 @pytest.mark.parametrize(("penalty", "power"), [("l1", 1), ("squared", 2)])
 def test_the_penalty_is_the_slow_sum(penalty, power, maps):
-    found = pair_overlap(group_by_width(*maps), penalty=penalty).item()
-    assert found == pytest.approx(slow(*maps, power=power), rel=1e-5)
-
-
-@pytest.mark.parametrize("penalty", ["l1", "squared"])
-def test_orthogonal_rows_cost_nothing_and_equal_ones_their_norms(penalty):
-    rows = torch.eye(6)
-    new, free, same_rows = [2 * rows[:2]], [[rows[2:4]], [rows[4:]]], [[rows[2:4]], [rows[:2]]]
-    assert pair_overlap(group_by_width(new, free), penalty=penalty) == 0
-    assert pair_overlap(group_by_width(new, same_rows), penalty=penalty) == {"l1": 4, "squared": 8}[penalty]
-
-
-def test_the_groups_are_one_product_per_width(maps):
     groups = group_by_width(*maps)
     assert [(len(new), tuple(earlier.shape)) for new, earlier in groups] == [(3, (3, 12, 8)), (2, (2, 12, 6))]
+    assert pair_overlap(groups, penalty=penalty).item() == pytest.approx(slow(*maps, power=power), rel=1e-5)
+    rows = torch.eye(6)
+    assert pair_overlap(group_by_width([rows[:2]], [[rows[2:4]], [rows[4:]]]), penalty=penalty) == 0
 
 
 def test_norms_are_not_squared_and_have_a_gradient_at_zero():
@@ -63,65 +47,111 @@ def test_norms_are_not_squared_and_have_a_gradient_at_zero():
     assert found.item() == 5 and torch.equal(a.grad, torch.tensor([[0.6, 0.8]])) and not b.grad.any()
 
 
-@pytest.mark.parametrize("stored", ("merged", "pairs"))
+@pytest.mark.parametrize("stored", ["merged", "pairs"])
 def test_the_loss_is_strength_times_the_overlap_with_all_earlier_domains(stored, build):
-    work = build(f"method.stored={stored}", "method.strength=2", "method.penalty=squared", "method.norm=0.5")
-    module, batch = work.module, work.batches()[0]
+    given = [f"method.stored={stored}", "method.strength=2", "method.penalty=squared", "method.norm=0.5"]
+    work = build("olora", "order=[law,food,space]", STRONG, *given)
+    [batch], module, kept = work.batches(), work.module, []
     names = [name for name, _ in module.model.named_parameters() if ".lora_A.default" in name]
-    kept = []
-    assert module.losses(batch)["orthogonality"] == 0
+    widths = sum(layer.in_features for layer in lora.lora_layers(module.model).values())
+    assert module.losses(batch)["orthogonality"] == 0 == state_beside_the_model(module)
     for number in range(3):
         work.learn(number)
         kept.append([module.model.get_parameter(name).detach().clone() for name in names])
         assert module.kept.domains == list(range(number + 1))
-        assert [value.tolist() for value in module.kept.weights(number).values()] == [
-            value.tolist() for value in kept[-1]
-        ]
+        own = module.kept.weights(number).values()
+        assert all(torch.equal(*each) for each in zip(own, kept[-1], strict=True))
+        assert state_beside_the_model(module) == (number + 1) * 4 * 8 * widths
     module.activate(2)
     terms = module.losses(batch)
     assert terms["orthogonality"].item() == pytest.approx(2 * slow(kept[-1], kept, power=2), rel=1e-3)
     pairs = [half for layer in lora.lora_layers(module.model).values() for half in lora.factors_of(layer)]
     assert terms["norm"].item() == pytest.approx(0.5 * sum(p.norm().item() for p in pairs), rel=1e-4)
-
-
-@pytest.mark.parametrize("stored", ("merged", "pairs"))
-def test_the_penalty_moves_the_new_a_alone(stored, build):
-    work = build(f"method.stored={stored}")
-    work.learn(0)
-    work.learn(1)
-    module = work.module
     module.zero_grad()
-    module.losses(work.batches()[0])["orthogonality"].backward()
+    terms["orthogonality"].backward()
     moved = {name for name, p in module.named_parameters() if p.grad is not None and p.grad.any()}
-    assert moved == {
-        f"model.{name}" for name, _ in module.model.named_parameters() if "lora_A.default" in name
-    }
+    assert moved == {f"model.{name}" for name in names}
 
 
-def test_in_the_first_domain_it_is_inclora(small):
-    with_penalty, without = (made(small(f"method={name}", ORDER, STRONG)) for name in ("olora", "inclora"))
-    for number, equal in ((0, True), (1, False)):
-        for work in (with_penalty, without):
-            work.learn(number)
-        assert same(with_penalty.weights(), without.weights()) == equal
+@pytest.fixture
+def pairs():
+    """A [3, d_in] and B [d_out, 3] of three maps."""
+    torch.manual_seed(0)
+    sizes = [((3, d_in), (d_out, 3)) for d_in, d_out in ((8, 6), (6, 8), (5, 5))]
+    drawn = [[torch.randn(size, dtype=torch.float64, requires_grad=True) for size in each] for each in sizes]
+    return [tuple(each) for each in drawn]
 
 
-def test_the_state_grows_by_the_as_alone(build):
-    work = build("trainer.steps=1")
-    widths = sum(layer.in_features for layer in lora.lora_layers(work.module.model).values())
-    assert state_beside_the_model(work.module) == 0
-    for number in range(3):
-        size = sum(v.nbytes for n, v in work.module.state_dict().items() if n.startswith("model."))
-        work.learn(number)
-        assert state_beside_the_model(work.module) == (number + 1) * 4 * 8 * widths
-        after = sum(v.nbytes for n, v in work.module.state_dict().items() if n.startswith("model."))
-        assert after == size
+def test_the_product_is_b_a_of_maps_of_any_shape(pairs):
+    """The released ||A B||_1 is one of d_in = d_out alone; the factors bound it, and are it for rank 1; a new
+    pair has none and pulls nothing, and no product waits for the backward pass."""
+    tensors, kept, hooks = (
+        [each for pair in pairs for each in pair],
+        [],
+        torch.autograd.graph.saved_tensors_hooks,
+    )
+    by_hand = sum((b[:, :, None] * a[None]).sum(1).abs().sum() for a, b in pairs)
+    with hooks(lambda each: kept.append(each.numel()) or each, lambda each: each):
+        found = product_norm(pairs)
+    assert found.item() == pytest.approx(by_hand.item(), rel=1e-9) and sum(kept) <= sum(
+        map(torch.numel, tensors)
+    )
+    expected = torch.autograd.grad(by_hand, tensors)
+    for one, other in zip(torch.autograd.grad(2 * found, tensors), expected, strict=True):
+        torch.testing.assert_close(one, 2 * other)
+    single = [(a[:1], b[:, :1]) for a, b in pairs]
+    assert factors_norm(single).item() == pytest.approx(product_norm(single).item(), rel=1e-6)
+    bound = sum(b[:, k].abs().sum() * a[k].abs().sum() for a, b in pairs for k in range(3))
+    assert factors_norm(pairs).item() == pytest.approx(bound.item(), rel=1e-6)
+    for norm in (product_norm, factors_norm):
+        a, b = torch.randn(2, 5, requires_grad=True), torch.zeros(4, 2, requires_grad=True)
+        none = norm([(a, b)])
+        none.backward()
+        assert none == 0 and not a.grad.any()
 
 
-def test_embeddings_are_held_apart_too(build):
-    work = build("method.embeddings=true")
-    assert sum("lora_embedding_A" in name for name in work.module.kept.names) == 1
-    assert not any("_B" in name for name in work.module.kept.names)
+@pytest.mark.parametrize(("penalty", "norm"), [("product", product_norm), ("factors", factors_norm)])
+def test_the_term_is_of_the_newest_pair_alone(penalty, norm, build):
+    given = ["method.stored=pairs", f"method.penalty={penalty}", "method.strength=1e-4", "trainer.steps=2"]
+    work = build("nlora", STRONG, *given)
+    before = base_of(work.module)
     work.learn(0)
     work.learn(1)
-    assert work.module.losses(work.batches()[0])["orthogonality"] > 0
+    layers, own = lora.lora_layers(work.module.model), pair_of(work.module)
+    assert all(lora.has_earlier(layer) for layer in layers.values())
+    newest = [tuple(own[f"{name}.lora_{half}.default.weight"] for half in "AB") for name in layers]
+    term = work.module.losses(work.batches()[0])["sparsity"]
+    assert term.item() == pytest.approx(1e-4 * norm(newest).item(), rel=1e-6) != 0
+    trained = [p for p in work.module.parameters() if p.requires_grad]
+    assert all(each.any() for each in torch.autograd.grad(term, trained))
+    after = base_of(work.module)
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+def test_pairs_and_routers_learn_and_nothing_else(build):
+    given = ["method.experts=3", "method.r=2", "optim.weight_decay=0.5", "optim.lr=0.01"]
+    work = build("moelora", *given)
+    before = work.weights()
+    work.learn(0)
+    for name, value in work.weights().items():
+        assert torch.equal(value, before[name]) != (".lora_" in name or ".router." in name), name
+    layers = lora.lora_layers(work.module.model).values()
+    sizes = sum(9 * layer.in_features + 6 * layer.out_features for layer in layers)
+    assert sum(p.numel() for p in work.module.parameters() if p.requires_grad) == sizes
+
+
+def test_a_mask_ranks_rows_of_a_by_what_the_gates_leave_of_them(build):
+    work = build("moelora", "method.experts=3", "method.r=2", "mask=migu", "trainer.steps=1")
+    work.learn(0)
+    [mask], [batch], seen = work.module.masks, work.batches(), []
+    mask.sums.zero_()
+    name, layer = next(iter(lora.lora_layers(work.module.model).items()))
+    place = mask.places[[each.name for each in mask.maps].index(f"{name}.lora_A")]
+    layer.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    with recording([mask]):
+        work.module.objective.nll(work.module.model, batch)
+    gates = layer.router(seen[0]).float().softmax(-1).repeat_interleave(2, -1)
+    weighed = gates * (seen[0] @ layer.lora_A["default"].weight.T)
+    present = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))[..., None]
+    expected = (weighed.abs() * present).sum((0, 1))
+    torch.testing.assert_close(mask.sums[place] / mask.sums[place].sum(), expected / expected.sum())

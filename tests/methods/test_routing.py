@@ -14,41 +14,36 @@ from cpt.core import distributed as collectives
 from cpt.data.collate import labels_of
 from cpt.data.sampler import EvalSubset
 from cpt.models.objectives import Causal
-from tests.support.making import made
 from tests.support.running import batch_of, token_nll
 
-THREE = "order=[law,food,space]"
-DEFAULTS = {
-    "learned": "domain",
-    "unlearned": "base",
-    "prior": "uniform",
-    "decay": 0.3,
-    "cached": 100,
-    "top_k": None,
-    "base": True,
-}
+DEFAULTS = {"learned": "domain", "unlearned": "base", "prior": "uniform", "decay": 0.3, "cached": 100}
+DEFAULTS |= {"top_k": None, "base": True}
+PRIORS = ["uniform", "updating", "cached"]
+STARTS = [0, 3, 7, 9]
+# Log-likelihoods [3, 12] at positions of four rows, one of which has no scored position.
+LIKELIHOOD = torch.randn(3, 12, generator=torch.Generator().manual_seed(0)) - 2
+ROWS = torch.tensor([0, 0, 0, 1, 1, 1, 1, 3, 3, 4, 4, 4])
 
 
 def router(domains: int = 2, **options) -> Router:
-    """A router over parts that are never run."""
-    return Router(SimpleNamespace(domains=list(range(domains))), Routing(**(DEFAULTS | options)), Causal())
-
-
-def begun(domains: int = 2, **options) -> Router:
-    """One that has begun a text whose parts are the base and the learned ones."""
-    mixing = router(domains, **options)
+    """A router over parts that are never run, which has begun a text."""
+    parts = SimpleNamespace(domains=list(range(domains)))
+    mixing = Router(parts, Routing(**(DEFAULTS | options)), Causal())
     count = len(mixing.parts)
     mixing.prior = torch.full((count,), 1 / count, dtype=torch.double)
     mixing.cache = torch.zeros_like(mixing.prior)
     return mixing
 
 
-def slow(likelihood, rows, *, prior="uniform", decay=0.3, cached=100) -> list[list[float]]:
-    """The weights [K][n] at each position, by Bayes' rule with products, token by token."""
+def weigh(mixing: Router, likelihood=LIKELIHOOD, rows=ROWS, **how) -> torch.Tensor:
+    return mixing.weights(likelihood, rows, **({"top_k": None} | how)).exp()
+
+
+def slow(likelihood, rows, *, prior="uniform", decay=0.3, cached=100) -> torch.Tensor:
+    """The weights [n, K] at each position, by Bayes' rule with products, token by token."""
     parts, found, cache = len(likelihood), [], []
     p = [1 / parts] * parts
     product, row = list(p), None
-    end = None
     for k, here in enumerate([*rows.tolist(), None]):
         if here != row:
             if row is not None:
@@ -63,22 +58,15 @@ def slow(likelihood, rows, *, prior="uniform", decay=0.3, cached=100) -> list[li
         if here is not None:
             found.append([each / sum(product) for each in product])
             product = [a * math.exp(v) for a, v in zip(product, likelihood[:, k].tolist(), strict=True)]
-    return found
+    return torch.tensor(found).T
 
 
 @pytest.fixture
-def some():
-    """Log-likelihoods [3, 12] at positions of four rows, one of which has no scored position."""
-    torch.manual_seed(0)
-    return torch.randn(3, 12) - 2, torch.tensor([0, 0, 0, 1, 1, 1, 1, 3, 3, 4, 4, 4])
-
-
-@pytest.fixture
-def work(small):
+def work(build):
     """A module with three experts and the base, which differ, and its data."""
 
-    def build(*overrides: str, config=small):
-        run = made(config("method=demix", THREE, *overrides))
+    def made(*overrides: str, **how):
+        run = build("demix", "order=[law,food,space]", *overrides, **how)
         module = run.module.eval()
         for domain in range(3):
             torch.manual_seed(domain)
@@ -88,102 +76,49 @@ def work(small):
             module.bank.keep(module.model, domain)
         return run
 
-    return build
+    return made
 
 
 def batches(run, name: str, *, rows: int, size: int) -> list[dict[str, torch.Tensor]]:
     """The first rows of a held-out text, as an evaluation has them."""
-    text = {name: run.data.held_out[name]}
-    share = {name: np.arange(rows)}
-    made_of = EvalSubset(text, share, objective=run.data.objective, batch_size=size, purpose="score")
+    given = {"objective": run.data.objective, "batch_size": size, "purpose": "score"}
+    made_of = EvalSubset({name: run.data.held_out[name]}, {name: np.arange(rows)}, **given)
     return [made_of[number] for number in range(len(made_of))]
 
 
 @torch.no_grad()
 def scored(run, name: str, *, rows: int = 8, size: int = 4, domain: int = BASE) -> torch.Tensor:
-    module = run.module
-    module.router.begin()
-    return torch.cat([module.nll(batch, domain)[0] for batch in batches(run, name, rows=rows, size=size)])
+    run.module.router.begin()
+    return torch.cat([run.module.nll(each, domain)[0] for each in batches(run, name, rows=rows, size=size)])
 
 
-def test_posteriors_by_hand():
-    """Two parts and the base; the second token decides nothing yet at its own place."""
-    mixing = begun()
-    likelihood = torch.tensor([[0.5, 0.5, 0.1], [0.25, 0.5, 0.1], [0.25, 0.125, 0.8]]).log()
-    found = mixing.weights(likelihood, torch.tensor([0, 0, 0]), top_k=None).exp()
-    expected = torch.tensor([[1 / 3, 0.5, 8 / 13], [1 / 3, 0.25, 4 / 13], [1 / 3, 0.25, 1 / 13]])
-    torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize("prior", ["uniform", "updating", "cached"])
+@pytest.mark.parametrize("prior", PRIORS)
 @pytest.mark.parametrize("size", [12, 7, 3])
-def test_the_weights_are_the_slow_ones(prior, size, some):
-    """However a text is cut into batches: the first 7 and the first 3 positions are whole rows."""
-    likelihood, rows = some
-    mixing = begun(prior=prior, decay=0.4, cached=2)
-    cut = [slice(0, size), slice(size, None)]
-    found = torch.cat([mixing.weights(likelihood[:, at], rows[at], top_k=None) for at in cut], dim=1)
-    expected = slow(likelihood, rows, prior=prior, decay=0.4, cached=2)
-    torch.testing.assert_close(found.exp().T, torch.tensor(expected), rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(found.exp().sum(0), torch.ones(12))
+def test_the_weights_are_the_slow_ones(prior, size):
+    mixing, cut = router(prior=prior, decay=0.4, cached=2), [slice(0, size), slice(size, None)]
+    found = torch.cat([weigh(mixing, LIKELIHOOD[:, at], ROWS[at]) for at in cut], dim=1)
+    expected = slow(LIKELIHOOD, ROWS, prior=prior, decay=0.4, cached=2)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_updating_by_hand():
-    """One token per row: the posterior of a row is then the token's likelihood times the prior."""
-    mixing = begun(1, prior="updating", decay=0.5)
-    likelihood = torch.tensor([[0.3, 0.3], [0.1, 0.1]]).log()
-    found = mixing.weights(likelihood, torch.tensor([0, 1]), top_k=None).exp()
-    torch.testing.assert_close(found, torch.tensor([[0.5, 0.625], [0.5, 0.375]]))
-    end = 0.625 * 3 / (0.625 * 3 + 0.375)
-    torch.testing.assert_close(mixing.prior, torch.tensor([(0.625 + end) / 2, (1.375 - end) / 2]).double())
-
-
-def test_a_cached_prior_is_the_mean_posterior_of_the_first_rows_and_then_fixed():
-    mixing = begun(1, prior="cached", cached=2)
-    likelihood = torch.tensor([[0.3, 0.1, 0.5, 0.9], [0.1, 0.1, 0.5, 0.1]]).log()
-    found = mixing.weights(likelihood, torch.tensor([0, 1, 2, 3]), top_k=None).exp()
-    torch.testing.assert_close(found[0], torch.tensor([0.5, 0.5, 0.625, 0.625]))
-
-
-@pytest.mark.parametrize("prior", ["uniform", "updating", "cached"])
-def test_a_token_does_not_decide_its_own_weight(prior, some):
-    likelihood, rows = some
-    before = begun(prior=prior, cached=1).weights(likelihood, rows, top_k=None)
-    other = likelihood.clone()
+@pytest.mark.parametrize("prior", PRIORS)
+def test_a_token_does_not_decide_its_own_weight(prior):
+    other = LIKELIHOOD.clone()
     other[1, 4] += 5
-    after = begun(prior=prior, cached=1).weights(other, rows, top_k=None)
+    before, after = (weigh(router(prior=prior, cached=1), each) for each in (LIKELIHOOD, other))
     torch.testing.assert_close(after[:, :5], before[:, :5], rtol=0, atol=1e-6)
-    assert (after[:, 5] - before[:, 5]).abs().max() > 0.1
-    later = (after[:, 7:] - before[:, 7:]).abs().max() > 1e-3
-    assert later == (prior == "updating")
-
-
-def test_rows_begin_at_the_prior(some):
-    likelihood, rows = some
-    mixing = begun()
-    mixing.prior = torch.tensor([0.7, 0.2, 0.1]).double()
-    found = mixing.weights(likelihood, rows, top_k=None).exp()
-    for first in (0, 3, 7, 9):
-        torch.testing.assert_close(found[:, first], torch.tensor([0.7, 0.2, 0.1]))
+    assert (after[:, 5] - before[:, 5]).abs().max() > 0.05
+    assert ((after[:, 7:] - before[:, 7:]).abs().max() > 1e-4) == (prior == "updating")
 
 
 def test_the_largest_are_kept_and_sum_to_one():
     weights = torch.tensor([[0.1, 0.4], [0.6, 0.2], [0.3, 0.4]]).log()
     expected = [torch.tensor([[0, 1], [1, 0], [0, 0]]), torch.tensor([[0, 0.5], [2 / 3, 0], [1 / 3, 0.5]])]
-    for count, kept in enumerate(expected, start=1):
+    for count, kept in enumerate([*expected, weights.exp(), weights.exp()], start=1):
         torch.testing.assert_close(keep_largest(weights, count).exp(), kept.float())
-    torch.testing.assert_close(keep_largest(weights, 3), weights)
-    torch.testing.assert_close(keep_largest(weights, 9), weights)
-
-
-def test_nearest_is_the_most_probable_so_far(some):
-    likelihood, rows = some
-    found = begun().weights(likelihood, rows, top_k=1).exp()
-    expected = torch.tensor(slow(likelihood, rows)).T
-    assert found[0, [0, 3, 7, 9]].tolist() == [1] * 4  # of equals the first
-    inner = [k for k in range(12) if k not in (0, 3, 7, 9)]
-    assert torch.equal(found[:, inner].argmax(0), expected[:, inner].argmax(0))
-    assert set(found.flatten().tolist()) == {0, 1}
+    found, inner = weigh(router(), top_k=1), [k for k in range(12) if k not in STARTS]
+    assert found[0, STARTS].tolist() == [1] * 4 and set(found.flatten().tolist()) == {0, 1}
+    assert torch.equal(found[:, inner].argmax(0), slow(LIKELIHOOD, ROWS)[:, inner].argmax(0))
 
 
 @pytest.mark.parametrize(
@@ -199,43 +134,18 @@ def test_nearest_is_the_most_probable_so_far(some):
     ids=str,
 )
 def test_which_parts_are_mixed(options, domains, own, other):
-    """For text of domain 1, and for general text and domains to come."""
     mixing = router(domains, **options)
-    assert mixing.mixed(1) == own
-    assert mixing.mixed(BASE) == mixing.mixed(7) == other
+    assert mixing.mixed(1) == own and mixing.mixed(BASE) == mixing.mixed(7) == other
     assert mixing.needs_domain == (options.get("learned", "domain") == "domain")
-
-
-@torch.no_grad()
-def test_one_part_alone_is_that_part_bit_for_bit(work):
-    run = work("method.routing.unlearned=last")
-    bank, model = run.module.bank, run.module.model
-    for domain, part in ((0, 0), (1, 1), (2, 2), (BASE, 2), (9, 2)):
-        [batch] = batches(run, "law", rows=4, size=4)
-        expected = token_nll(model, batch, weights=bank.weights(part))
-        assert torch.equal(run.module.nll(batch, domain)[0], expected)
-        assert run.module.used(domain) == {part: 1.0}
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("part", [BASE, 0, 1, 2])
-def test_a_prior_that_is_sure_is_that_part(part, work):
-    run = work()
-    first, second = batches(run, "law", rows=8, size=4)
-    run.module.nll(first, BASE)
-    run.module.router.prior = torch.eye(4).double()[part + 1]
-    expected = token_nll(run.module.model, second, weights=run.module.bank.weights(part))
-    torch.testing.assert_close(run.module.nll(second, BASE)[0], expected)
 
 
 @torch.no_grad()
 def test_the_mixture_is_that_of_bayes_by_hand(work):
     run = work()
-    [batch] = batches(run, "food", rows=4, size=4)
-    likelihood = torch.stack(
-        [-token_nll(run.module.model, batch, weights=run.module.bank.weights(part)) for part in (-1, 0, 1, 2)]
-    )
-    weights = torch.tensor(slow(likelihood, batch["positions"] // 16)).T
+    [batch], bank = batches(run, "food", rows=4, size=4), run.module.bank
+    parts = [token_nll(run.module.model, batch, weights=bank.weights(part)) for part in (-1, 0, 1, 2)]
+    likelihood = -torch.stack(parts)
+    weights = slow(likelihood, batch["positions"] // 16)
     found = run.module.nll(batch, BASE)[0]
     torch.testing.assert_close(found, -(weights * likelihood.exp()).sum(0).log(), rtol=1e-4, atol=1e-5)
     used = run.module.used(BASE)
@@ -244,85 +154,52 @@ def test_the_mixture_is_that_of_bayes_by_hand(work):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("options", [[], ["method.routing.top_k=2"], ["method.routing.unlearned=nearest"]])
-@pytest.mark.parametrize("model", ["masked", "causal"])
-def test_the_likelihood_of_all_tokens_is_one(model, options, work, small, small_gpt2):
-    """A row once for each token that might stand at its last scored place."""
-    run = work(*options, config=small if model == "masked" else small_gpt2)
-    [batch] = batches(run, "law", rows=1, size=1)
-    count, last = run.module.model.config.vocab_size, int(batch["positions"][-1])
-    scores = len(batch["positions"])
-    assert scores > 1
-    labels = labels_of(batch).repeat(count, 1)
-    labels[:, last] = torch.arange(count)
-    every = batch_of(batch["input_ids"].repeat(count, 1), labels)
-    nll = run.module.nll(every, BASE)[0].view(count, scores)
+@pytest.mark.parametrize(
+    ("family", "option"),
+    [("causal", "top_k=2"), ("masked", "unlearned=nearest")],
+)
+def test_the_likelihood_of_all_tokens_is_one(family, option, work):
+    run = work(f"method.routing.{option}", on=family)
+    [batch], count = batches(run, "law", rows=1, size=1), run.module.model.config.vocab_size
+    labels, scores = labels_of(batch).repeat(count, 1), len(batch["positions"])
+    labels[:, int(batch["positions"][-1])] = torch.arange(count)
+    nll = run.module.nll(batch_of(batch["input_ids"].repeat(count, 1), labels), BASE)[0].view(count, scores)
     assert nll[:, -1].neg().exp().sum().item() == pytest.approx(1, abs=1e-4)
-    assert len(run.module.used(BASE)) > 1
+    assert len(run.module.used(BASE)) > 1 < scores
 
 
-@pytest.mark.parametrize("prior", ["uniform", "updating", "cached"])
+@pytest.mark.parametrize("prior", PRIORS)
 def test_how_a_text_is_cut_into_batches_is_all_one(prior, work):
     run = work(f"method.routing.prior={prior}", "method.routing.cached=5")
-    whole = scored(run, "space", size=8)
-    used = run.module.used(BASE)
+    whole, used = scored(run, "space", size=8), run.module.used(BASE)
     for size in (1, 3):
         scored(run, "law", domain=7)
         torch.testing.assert_close(scored(run, "space", size=size), whole, rtol=1e-4, atol=1e-5)
         assert run.module.used(BASE) == pytest.approx(used, rel=1e-4)
 
 
-def test_what_was_used_is_of_the_last_evaluation(work):
-    run = work()
-    scored(run, "law")
-    before = run.module.used(BASE)
-    for value in run.module.bank.weights(1).values():
-        value.mul_(2)
-    scored(run, "law")
-    again = run.module.used(BASE)
-    run.module.router = Router(run.module.bank, run.module.router.routing, run.module.objective)
-    scored(run, "law")
-    assert again == run.module.used(BASE) != before
-
-
 @pytest.mark.parametrize("prior", ["updating", "cached"])
 def test_each_text_begins_anew(prior, work):
-    """And each evaluation, also that of a process which has but one text in its share."""
     run = work(f"method.routing.prior={prior}", "method.routing.cached=3", "method.routing.learned=posterior")
     alone = {name: scored(run, name, domain=place) for place, name in enumerate(("law", "food"))}
     for place, name in ((0, "law"), (0, "law"), (1, "food"), (0, "law"), (1, "food")):
         assert torch.equal(scored(run, name, domain=place), alone[name])
-    assert run.module.used(1) and not run.module.used(0)
+    before = run.module.used(1)
+    assert before and not run.module.used(0)
+    for value in run.module.bank.weights(1).values():
+        value.mul_(2)
+    scored(run, "food", domain=1)
+    assert run.module.used(1) != before
 
 
 def test_used_weights_are_summed_over_processes(monkeypatch):
-    """Every process makes the one collective call, also where it has scored nothing of the text."""
     theirs, calls = torch.tensor([0.0, 3.0, 1.0]).double(), []
-
-    def all_reduce(values):
-        calls.append(values.shape)
-        values.add_(theirs)
-
     monkeypatch.setattr(collectives, "is_distributed", lambda: True)
     monkeypatch.setattr(distributed, "get_backend", lambda: "gloo")
-    monkeypatch.setattr(distributed, "all_reduce", all_reduce)
-    mixing = begun()
+    monkeypatch.setattr(distributed, "all_reduce", lambda values: calls.append(values.add_(theirs).shape))
+    mixing = router()
     assert mixing.used(1) == {0: 0.75, 1: 0.25}
     mixing.take(BASE, mixing.parts, torch.tensor([[1.0], [0.0], [3.0]]))
     for _ in range(2):
         assert mixing.used(BASE) == {BASE: 0.125, 0: 0.375, 1: 0.5}
     assert calls == [(3,)] * 3
-
-
-def test_it_finds_the_domain_of_a_text(small_gpt2):
-    """Texts of different words: each is scored by the expert that learned it."""
-    options = ["method.routing.learned=posterior", "method.routing.base=false", "model.base.steps=100"]
-    run = made(small_gpt2("method=demix", THREE, "trainer.steps=30", "optim.lr=0.01", *options))
-    for number in range(3):
-        run.learn(number)
-    run.module.eval()
-    for place, name in enumerate(("law", "food", "space")):
-        scored(run, name, rows=20, size=20, domain=place)
-        used = run.module.used(place)
-        assert max(used, key=used.get) == place
-        assert used[place] > 0.5

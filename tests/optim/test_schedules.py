@@ -1,47 +1,112 @@
-"""Rates within a domain and across all of them, and an optimizer's state that goes along."""
+"""Learning-rate policies within and across domains: hand values, what happens at the edges, decays that are
+branches; and an optimizer's state that goes along."""
 
-import logging
+import math
 
 import pytest
 import torch
 from torch import nn
 
-from cpt.optim.schedulers import Constant, Cosine, Linear, Progress
+from cpt.evaluation.scores import Scores
+from cpt.optim.schedulers import (
+    WSD,
+    Autoregressive,
+    Constant,
+    Cosine,
+    Decayed,
+    Infinite,
+    Linear,
+    Once,
+    Progress,
+    ReciprocalRoot,
+    Rewarm,
+    Schedule,
+)
 from cpt.optim.state import CarriedState
-from tests.support.making import ORDER, Watch, made
+from tests.support.making import ORDER, Watch, made, same
 
+STEPS = (10, 10, 20)
 ACROSS = "schedule._target_=tests.support.seams.Across"
+BRANCHED = ["schedule=wsd", "schedule.warmup=0", "schedule.decay=0.5"]
 
 
-def at(step: int) -> Progress:
-    return Progress.alone(step, steps=10)
+def factor(schedule: Schedule, place: int, step: int, steps: tuple[int, ...] = STEPS) -> float:
+    before = sum(steps[:place])
+    return schedule(Progress(step, steps[place], place, len(steps), before + step, sum(steps), steps[0]))
 
 
-def test_the_schedules_are_warm_ups_and_decays_of_a_domain():
-    assert [Linear(warmup=0.2)(at(step)) for step in (0, 1, 2, 6, 10)] == pytest.approx(
-        [1 / 3, 2 / 3, 1, 0.5, 0]
-    )
-    assert [Cosine(warmup=0.2, final=0.1)(at(step)) for step in (1, 2, 6, 10)] == pytest.approx(
-        [2 / 3, 1, 0.55, 0.1]
-    )
-    assert [Constant(warmup=0.2)(at(step)) for step in (0, 2, 9)] == pytest.approx([1 / 3, 1, 1])
+def infinite(anneal: float, form: str = "cosine") -> Infinite:
+    shape = {"warmup": 0.2, "cooldown": 0.6, "constant": 0.5, "final": 0.05, "annealed": "last"}
+    return Infinite(**shape, form=form, anneal=anneal)
 
 
-SCHEDULES = [Linear(warmup=0.1), Cosine(warmup=0.1, final=0.0), Constant(warmup=0.1)]
+def wsd(form: str, branched: bool) -> WSD:
+    return WSD(warmup=0.1, decay=0.2, form=form, final=0.1, branched=branched)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_what_came_before_a_domain_does_not_change_its_rates(schedule):
-    third = [
-        Progress(step, 10, domain=2, domains=3, total_step=20 + step, total_steps=30, first=10)
-        for step in range(10)
-    ]
-    assert [schedule(each) for each in third] == [schedule(at(step)) for step in range(10)]
+def root(across: bool) -> ReciprocalRoot:
+    return ReciprocalRoot(warmup=0.4, cooldown=0.2, final=0.1, across=across)
+
+
+FALLEN = (1 / math.sqrt(6) - 1) / (1 / math.sqrt(11) - 1)
+PEAKS, AGAIN = ({"warmup": 0.2, "final": 0.1, "peaks": peaks} for peaks in ([1, 0.5], None))
+BY_ROOT = {
+    (0, 0): 0.25,
+    (0, 3): 1,
+    (0, 7): 0.9 * math.sqrt(4 / 8) + 0.1,
+    (0, 9): 0.1 + 0.45 * math.sqrt(4 / 9),
+}
+STABLE = {(0, 0): 0.5, (0, 1): 1, (0, 8): 1}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (Linear(warmup=0.2), {(0, 0): 1 / 3, (0, 1): 2 / 3, (0, 2): 1, (0, 6): 0.5, (0, 10): 0, (1, 6): 0.5}),
+        (Cosine(warmup=0.2, final=0.1), {(0, 1): 2 / 3, (0, 2): 1, (0, 6): 0.55, (0, 10): 0.1, (1, 6): 0.55}),
+        (Constant(warmup=0.2), {(0, 0): 1 / 3, (0, 2): 1, (0, 9): 1, (1, 0): 1 / 3}),
+        (
+            Rewarm(**PEAKS),
+            {(0, 2): 1, (1, 0): 1 / 6, (1, 2): 0.5, (1, 6): 0.275, (2, 4): 0.5, (2, 12): 0.275},
+        ),
+        (Rewarm(**AGAIN), {(0, 2): 1, (1, 2): 1, (2, 12): 0.55}),
+        (Once(warmup=0.1, final=0.1), {(0, 0): 0.2, (0, 4): 1, (2, 2): 0.55, (2, 20): 0.1}),
+        (Decayed(warmup=0.2, final=0.25), {(0, 2): 1, (0, 6): 0.625, (1, 0): 0.25, (2, 19): 0.25}),
+        (infinite(0), {(0, 0): 1 / 3, (0, 2): 1, (0, 5): 0.75, (0, 8): 0.5, (1, 0): 0.5, (2, 19): 0.5}),
+        (infinite(0, "inverse_square_root"), {(0, 5): 1 - 0.5 * FALLEN, (0, 8): 0.5, (2, 19): 0.5}),
+        (infinite(0.2), {(0, 5): 0.75, (1, 9): 0.5, (2, 16): 0.5, (2, 18): 0.5 * 0.1**0.5}),
+        (wsd("root", False), STABLE | {(0, 9): 0.1 + 0.9 * (1 - math.sqrt(0.5)), (1, 0): 0.5}),
+        (wsd("linear", True), STABLE | {(0, 9): 0.55, (1, 0): 1, (1, 9): 0.55}),
+        (root(across=False), BY_ROOT | {(1, 0): 0.25}),
+        (root(across=True), BY_ROOT | {(1, 0): 0.9 * math.sqrt(4 / 11) + 0.1}),
+    ],
+)
+def test_factors_by_hand(schedule, expected):
+    assert {at: factor(schedule, *at) for at in expected} == pytest.approx(expected)
+
+
+def test_a_branch_begins_where_the_decay_does():
+    options = {"warmup": 0.0, "cooldown": 0.1, "constant": 0.5, "form": "cosine", "final": 0.1}
+    stable = WSD(warmup=0.0, decay=0.5, form="root", final=0.1, branched=True)
+    for schedule in (stable, Infinite(**options, anneal=0.5, annealed="each")):
+        assert schedule.branches and schedule.branch_step(6) == 4
+        assert [factor(schedule, 1, step, (6, 6)) < 0.5 for step in range(6)] == [False] * 4 + [True] * 2
+
+
+@pytest.mark.parametrize(("steps", "warmups"), [((100,) * 5, [10] * 5), ((10, 10, 1000), [1, 1, 100])])
+def test_autoregressive_peaks_are_on_one_cosine(steps, warmups):
+    schedule = Autoregressive(warmup=0.1, final=0.1)
+    for place, own in enumerate(steps):
+        before, risen = sum(steps[:place]), sum(warmups[: place + 1])
+        share = (before + warmups[place] - risen) / (before + own - risen)
+        peak = max(factor(schedule, place, step, steps) for step in range(own))
+        assert peak == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * share)))
+        halfway = warmups[place] + (own - warmups[place]) // 2
+        assert own == 10 or factor(schedule, place, halfway, steps) == pytest.approx(0.1 + (peak - 0.1) * 0.5)
 
 
 def test_a_schedule_is_told_where_the_run_is(small):
-    seen = []
-    work = made(small("order=[law,food,space]", "trainer.steps=null", "trainer.epochs=1"))
+    work, seen = made(small("order=[law,food,space]", "trainer.steps=null", "trainer.epochs=1")), []
     work.module.schedule = lambda progress: seen.append(progress) or 1.0
     steps = [work.data.steps(domain) for domain in work.data.domains]
     work.learn(1)
@@ -51,50 +116,82 @@ def test_a_schedule_is_told_where_the_run_is(small):
     assert all(each.total_step == steps[0] + each.step for each in seen)
 
 
-def test_one_decay_may_run_over_all_domains(small):
-    work = made(small(ORDER, ACROSS, "schedule.warmup=0", "optim.lr=1"))
-    watch = Watch(lambda module: module.trainer.optimizers[0].param_groups[0]["lr"])
+def rate(module: object) -> float:
+    return module.trainer.optimizers[0].param_groups[0]["lr"]
+
+
+def counts(module: object) -> set[float]:
+    return {each["step"].item() for each in module.trainer.optimizers[0].state.values()}
+
+
+@pytest.mark.parametrize("given", [ACROSS, "optim.carry=all"])
+def test_all_that_is_carried_makes_one_domain_of_two(given, small):
+    work, watch = made(small(ORDER, given, "optim.lr=1", "schedule.warmup=0")), Watch(rate)
     for number in (0, 1):
         work.learn(number, watch)
-    assert [rate for _, rate in watch.seen] == pytest.approx([1 - step / 12 for step in range(1, 13)])
+    assert [each for _, each in watch.seen] == pytest.approx([1 - step / 12 for step in range(1, 13)])
+    with pytest.raises(ValueError, match=r"^optim\.carry=all makes one domain of all for schedule=WSD"):
+        made(small(ORDER, *BRANCHED, "optim.carry=all"))
 
 
-def moments(module) -> dict[str, torch.Tensor]:
-    optimizer = module.trainer.optimizers[0]
-    return {name: optimizer.state[each]["exp_avg"].clone() for name, each in module.named_parameters()}
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_next_domain_goes_on_with_the_weights_before_the_branch(accumulate, small):
+    parts = f"trainer.accumulate_grad_batches={accumulate}"
+    work = made(small(ORDER, *BRANCHED, "optim.carry=moments", parts))
+    seen, later, start = Watch(lambda module: (work.weights(), counts(module))), Watch(counts), []
+    work.learn(0, seen)
+    # after the fourth step: steps 0 to 3 are at the peak, 6 * 0.5 = 3 of them before x = 0
+    weights, steps = [noted for step, noted in seen.seen if step == 4][-1]
+    assert same(work.module.trunk.named(), weights) and not same(work.weights(), weights)
+    work.module.before_domain = lambda probe: start.append(work.weights())
+    work.learn(1, later)
+    assert same(start[0], weights) and steps == {4.0} and later.seen[accumulate - 1][1] == {5.0}
+    none = made(small(ORDER, "schedule=wsd", "schedule.warmup=0", "schedule.decay=0.1"))  # no steps of decay
+    none.learn(0)
+    assert same(none.module.trunk.named(), none.weights())
 
 
-def counts(module) -> set[float]:
-    return {each["step"].item() for each in module.trainer.optimizers[0].state.values()}
+def test_the_rates_that_were_used_are_in_the_scores(start, small, tmp_path):
+    start(small(ORDER, *BRANCHED, "optim.lr=1e-3"), tmp_path)
+    noted = Scores.load(tmp_path / "scores.json").rates
+    assert noted[0] == [] and noted[1] == noted[2]
+    assert noted[1] == pytest.approx([1e-3, 1e-3, 1e-3 * (1 - math.sqrt(2 / 3))])
+
+
+def test_options_that_do_not_go_together():
+    for kind, options in (
+        (WSD, {"warmup": 0.5, "decay": 0.6, "form": "root", "final": 0.0, "branched": True}),
+        (ReciprocalRoot, {"warmup": 0, "cooldown": 0.1, "final": 0.0, "across": False}),
+    ):
+        with pytest.raises(ValueError, match="allowed: "):
+            kind(**options)
 
 
 @pytest.mark.parametrize(("carry", "step"), [("moments", 7.0), ("true", 7.0), ("none", 1.0)])
 def test_the_optimizer_goes_on_or_begins_anew(carry, step, small):
-    work = made(small(ORDER, f"optim.carry={carry}"))
+    work, first = made(small(ORDER, f"optim.carry={carry}")), Watch(counts)
     work.learn(0)
-    first = Watch(counts)
+    assert any("carried" in name for name in work.module.state_dict()) == (carry != "none")
     work.learn(1, first)
     assert first.seen[0][1] == {step}
 
 
 def test_the_moments_carried_are_those_of_the_domain_before(small):
+    def moments(module) -> dict[str, torch.Tensor]:
+        optimizer = module.trainer.optimizers[0]
+        return {name: optimizer.state[each]["exp_avg"].clone() for name, each in module.named_parameters()}
+
     work = made(small(ORDER, "optim.carry=moments", "trainer.gradient_clip_val=null"))
+    gradients, watch, parts = {}, Watch(moments), dict(work.module.named_parameters())
     work.learn(0)
-    before, state, gradients = moments(work.module), work.module.state_dict(), []
-    assert state["carried.model/head/norm/weight:exp_avg"].equal(before["model.head.norm.weight"])
-    work.module.transform_gradients = lambda optimizer: gradients.append(
-        {name: each.grad.clone() for name, each in work.module.named_parameters()}
-    )
-    watch = Watch(moments)
+    before = moments(work.module)
+    state = work.module.state_dict()["carried.model/head/norm/weight:exp_avg"]
+    assert state.equal(before["model.head.norm.weight"])
+    noted = lambda optimizer: [gradients.setdefault(n, p.grad.clone()) for n, p in parts.items()]  # noqa: E731
+    work.module.transform_gradients = noted
     work.learn(1, watch)
     for name, value in watch.seen[0][1].items():
-        torch.testing.assert_close(value, 0.9 * before[name] + 0.1 * gradients[0][name])
-
-
-def test_without_it_a_stage_file_is_as_ever(small):
-    work = made(small(ORDER))
-    work.learn(0)
-    assert not [name for name in work.module.state_dict() if "carried" in name]
+        torch.testing.assert_close(value, 0.9 * before[name] + 0.1 * gradients[name])
 
 
 def pair(**shapes: int) -> tuple[torch.optim.Optimizer, list[tuple[str, nn.Parameter]]]:
@@ -106,34 +203,27 @@ def pair(**shapes: int) -> tuple[torch.optim.Optimizer, list[tuple[str, nn.Param
 
 
 def test_what_is_new_or_gone_is_told_in_a_line(caplog):
+    caplog.set_level("INFO")
     carried, (first, named) = CarriedState(), pair(kept=3, wider=3, left=3)
+    second, others = pair(kept=3, wider=4, added=3)
     first.step()
     carried.take(first, named)
-    second, others = pair(kept=3, wider=4, added=3)
-    with caplog.at_level(logging.INFO):
-        carried.give(second, others)
-    assert [record.getMessage() for record in caplog.records] == [
-        "optim.carry: of the parameters 2 are new and begin without a state of the optimizer (wider, added)",
-        "optim.carry: of the parameters 2 are gone (wider, left)",
-    ]
+    carried.give(second, others)
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line[line.index("(") :] for line in lines] == ["(wider, added)", "(wider, left)"]
     assert [name for name, each in others if each in second.state] == ["kept"]
 
 
-def test_it_keeps_its_precision_and_goes_around():
-    carried, (optimizer, named) = CarriedState(), pair(one=2)
+def test_carried_state_keeps_its_precision_in_files():
+    carried, (optimizer, [(_, one)]), other = CarriedState(), pair(one=2), CarriedState()
     optimizer.step()
-    optimizer.state[named[0][1]]["step"].fill_(1001)
-    carried.take(optimizer, named)
-    other = CarriedState()
+    optimizer.state[one]["step"].fill_(1001)
+    carried.take(optimizer, [("one", one)])
     other.load_state_dict(carried.bfloat16().state_dict())
-    fresh, others = pair(one=2)
-    other.give(fresh, others)
-    assert fresh.state[others[0][1]]["step"].item() == 1001
-    assert fresh.state[others[0][1]]["exp_avg"].equal(optimizer.state[named[0][1]]["exp_avg"])
-
-
-def test_an_optimizer_whose_state_is_no_tensor_is_named():
-    carried, (optimizer, named) = CarriedState(), pair(one=2)
-    optimizer.state[named[0][1]]["mode"] = "fast"
-    with pytest.raises(ValueError, match=r"^optim\.carry: AdamW keeps mode=fast; allowed: none$"):
-        carried.take(optimizer, named)
+    fresh, [(_, again)] = pair(one=2)
+    other.give(fresh, [("one", again)])
+    assert fresh.state[again]["step"].item() == 1001
+    assert fresh.state[again]["exp_avg"].equal(optimizer.state[one]["exp_avg"])
+    optimizer.state[one]["mode"] = "fast"
+    with pytest.raises(ValueError, match="mode=fast"):
+        carried.take(optimizer, [("one", one)])

@@ -1,0 +1,1 @@
+from tests.methods.conftest import build  # noqa: F401

@@ -1,0 +1,360 @@
+"""MIGU: which rows are chosen, what happens to them, what is measured when; the gradients of the chosen rows
+alone are those of all rows, scaled."""
+
+import math
+from copy import deepcopy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from cpt.data.collate import label_batch
+from cpt.gradient_masks.base import recording
+from cpt.gradient_masks.migu import CACHED, choose_by_mass, choose_rows, count_kept, magnitudes
+from cpt.models.fisher import samples
+from cpt.models.memory import checkpoint_activations
+from cpt.models.objectives import Causal
+from cpt.models.units import projections
+from cpt.trainer.plan import make_plan
+from cpt.trainer.preflight import prepare
+from cpt.trainer.run_dir import RunDir
+from tests.conftest import SHARED
+from tests.gradient_masks.test_soft import roberta
+from tests.support.making import assert_close, learned, same, weights
+from tests.support.migu import watching
+
+GOLDEN = SHARED / "golden" / "migu_linear.npz"
+needs_golden = pytest.mark.skipif(not GOLDEN.exists(), reason="the authors' numbers are not here")
+IDS = torch.arange(9)[None]
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+
+
+def gpt2(**given) -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    still = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=60, **still, **given))
+
+
+def neox() -> GPTNeoXForCausalLM:
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES, vocab_size=60, max_position_embeddings=20))
+
+
+def llama() -> LlamaForCausalLM:
+    return LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2, vocab_size=60))
+
+
+def t5(form: str = "relu") -> T5ForConditionalGeneration:
+    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "vocab_size": 60}
+    start = {"decoder_start_token_id": 0, "feed_forward_proj": form, "dropout_rate": 0.0}
+    return T5ForConditionalGeneration(T5Config(**sizes, **start))
+
+
+@needs_golden
+@pytest.mark.parametrize("threshold", [0.5, 0.7, 0.9])
+@pytest.mark.parametrize("case", ["plain", "two_calls"])
+def test_magnitudes_and_masks_are_those_of_the_authors_code(case, threshold):
+    arrays = {name: torch.from_numpy(np.asarray(value)) for name, value in np.load(GOLDEN).items()}
+    inputs = [arrays["x0"]] if case == "plain" else [arrays["x0"], arrays["x1"]]
+    found = sum(magnitudes(x @ arrays["weight"].T + arrays["bias"], None) for x in inputs)
+    torch.testing.assert_close(found, arrays[f"{case}_magnitude"], rtol=1e-4, atol=1e-6)
+    mask = choose_rows(found, [torch.arange(10)[None]], threshold)
+    assert torch.equal(mask, arrays[f"{case}_T{threshold}_mask"])
+    masked = arrays[f"{case}_grad_w"] * mask[:, None]
+    torch.testing.assert_close(masked, arrays[f"{case}_T{threshold}_grad_w"], rtol=1e-4, atol=1e-6)
+    # Of equal rows no more than the share: their code compares with a quantile, which all that equal it pass.
+    equal = choose_rows(arrays["ties_magnitude"], [torch.arange(10)[None]], threshold)
+    assert equal.sum() == count_kept(threshold, 10)
+
+
+def test_magnitudes_count_a_prompt_and_no_padding():
+    output, present = torch.randn(2, 3 + 4, 5), torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
+    counted = torch.cat([output[0, :6], output[1, :5]]).abs().sum(0)
+    torch.testing.assert_close(magnitudes(output, present), counted)
+    large = torch.randn(7, 1 + CACHED // 96, 32)
+    torch.testing.assert_close(magnitudes(large, None), large.abs().sum((0, 1)), rtol=1e-5, atol=0)
+
+
+def test_the_number_of_rows_is_the_papers():
+    counts = {(0.7, 1024): 308, (0.7, 768): 231, (0.1, 8): 8, (0.29, 100): 71, (0.0, 5): 5, (0.99, 5): 1}
+    assert {given: count_kept(*given) for given in counts} == counts
+
+
+def test_the_fewest_rows_that_hold_a_share_are_chosen():
+    scores = torch.tensor([2.0, 3.0, 2.0, 1.0, 2.0, 0.0, 0.0, 0.0, 1.0])
+    segments = [torch.arange(6)[None], torch.tensor([[6, 7]]), torch.tensor([[8]])]
+    rows = {0.5: [0, 1], 0.5001: [0, 1, 2], 0.1: [1], 0.9: [0, 1, 2, 4], 0.91: [0, 1, 2, 3, 4]}
+    for mass, chosen in rows.items():
+        mask = choose_by_mass(scores, segments, mass)
+        assert mask[:6].nonzero().flatten().tolist() == chosen
+        assert mask[6:].tolist() == [1, 1, 1]  # all of nothing; one row is never none
+
+
+def padded(source: list[int], target: list[int]) -> dict[str, torch.Tensor]:
+    """Rows of a model with a decoder, of so many tokens each, padded with 0."""
+    draw, rows = torch.Generator().manual_seed(3), {}
+    for name, lengths in (("input_ids", source), ("decoder_input_ids", target)):
+        ids = torch.randint(3, 60, (len(lengths), max(lengths)), generator=draw)
+        rows[name] = ids * (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None])
+    rows["decoder_input_ids"][:, 0] = 0  # what a decoder begins with
+    rows["attention_mask"] = (torch.arange(max(source)) < torch.tensor(source)[:, None]).long()
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("family", "target"), [("gpt2", None), ("neox", None), ("relu", [9, 4, 6]), ("gated-gelu", [5, 3, 4])]
+)
+def test_the_rows_are_those_with_the_largest_outputs(family, target):
+    """Brute force, row by row without padding: Conv1D weights, fused projections that are ranked in segments,
+    interleaved ones, and with a decoder of each map the tokens that it works on, be source and target as long
+    in padded tokens."""
+    torch.manual_seed(1)
+    model = {"gpt2": gpt2, "neox": neox}.get(family, lambda: t5(family))().eval()
+    source, target = [9, 5, 7], target or [1, 1, 1]
+    batch, cut = padded(source, target), {"input_ids": source}
+    if family in ("gpt2", "neox"):
+        del batch["decoder_input_ids"]
+    else:
+        cut["decoder_input_ids"] = target
+    mask, maps, captured = watching(model), projections(model), {}
+    hook = lambda module, args, output: captured.setdefault(module, []).append(output.detach())  # noqa: E731
+    handles = [each.module.register_forward_hook(hook) for each in maps]
+    for row in range(3):
+        model(**{name: batch[name][row : row + 1, : sizes[row]] for name, sizes in cut.items()})
+    for handle in handles:
+        handle.remove()
+    for _ in range(2):
+        with recording([mask]):
+            model(**batch)
+    sums = mask.sums.clone()
+    found = {id(p): (f.shape, f.flatten().nonzero().flatten().tolist()) for p, f in mask.factors()}
+    for each, place in zip(mask.maps, mask.places, strict=True):
+        own = sum(output.abs().sum((0, 1)) for output in captured[each.module])
+        torch.testing.assert_close(sums[place], 2 * own, rtol=1e-4, atol=1e-5, msg=each.name)
+        best = []
+        for segment in each.segments:
+            ranked = sorted(segment.tolist(), key=lambda row, own=own: -own[row].item())
+            best += ranked[: len(segment) - math.floor(0.7 * len(segment))]
+        shape = (1, len(own)) if family == "gpt2" else (len(own), 1)
+        assert found[id(each.module.weight)] == (shape, sorted(best))
+    assert len(found) == len(maps) == {"gpt2": 8, "neox": 8, "relu": 32, "gated-gelu": 36}[family]
+
+
+def test_what_is_not_the_training_loss_is_not_measured():
+    model = gpt2()
+    mask = watching(model)
+    model(input_ids=IDS)
+    with recording([mask]), torch.no_grad():
+        model(input_ids=IDS)
+    with recording([mask]):
+        model.transformer(input_ids=IDS)  # a part on its own
+    with recording([mask]), pytest.raises(IndexError):
+        model(input_ids=torch.tensor([[99]]))
+    assert not mask.sums.any() and not mask.inside
+    with recording([mask]):
+        model(input_ids=IDS)
+    once = mask.sums.clone()
+    assert once.all() and not mask.recording
+    model.activation_checkpointing_enable()
+    mask.sums.zero_()
+    with recording([mask]):
+        model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+    torch.testing.assert_close(mask.sums, once)
+
+
+def test_each_step_chooses_by_its_own_batch_alone():
+    model = gpt2()
+    mask, fresh = watching(model), watching(model)
+    with recording([mask]):
+        model(input_ids=IDS)
+    list(mask.factors())
+    with recording([mask, fresh]):
+        model(input_ids=IDS + 30)
+    assert torch.equal(mask.sums, fresh.sums)
+
+
+def test_a_head_counts_the_scored_positions():
+    model, ids, present = gpt2().eval(), torch.arange(5, 15).view(2, 5), torch.ones(2, 5, dtype=torch.bool)
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    present[1, 3:] = False
+    mask = watching(model, head=True)
+    with recording([mask]):
+        batch = label_batch(ids, ids.where(present, torch.tensor(-100)), present)
+        logits, _ = Causal().outputs(model, batch)
+    [place] = [p for each, p in zip(mask.maps, mask.places, strict=True) if each.name == "lm_head"]
+    torch.testing.assert_close(mask.sums[place], logits.detach().abs().sum(0))
+
+
+def test_biases_and_heads_only_when_asked():
+    model = gpt2()
+    maps = [each.module for each in projections(model)]
+    plain, biases = {id(each.weight) for each in maps}, {id(each.bias) for each in maps}
+    covered = lambda model, **given: {id(p) for p, _ in watching(model, **given).factors()}  # noqa: E731
+    assert covered(model) == covered(model, head=True) == plain
+    assert covered(model, biases=True) == plain | biases
+    assert covered(model, head=True, tied=True) == plain | {id(model.lm_head.weight)}
+    untied = gpt2(tie_word_embeddings=False)
+    assert id(untied.lm_head.weight) in covered(untied, head=True)
+
+
+@pytest.mark.parametrize("acts_on", ["gradient", "update", "frozen"])
+def test_what_masked_rows_do_under_adam(acts_on, build, monkeypatch):
+    """The lower half of all rows is masked from the second step on. Scaled gradients: momentum and decay go
+    on moving a row. Scaled updates: it keeps its bits. Frozen: its moments do as well."""
+    work = build("migu", f"method.mask.acts_on={acts_on}", "optim.weight_decay=0.3", "trainer.steps=3")
+    weight, levels = work.module.masks[0].maps[0].module.weight, []
+    upper, lower = slice(None, len(weight) // 2), slice(len(weight) // 2, None)
+
+    def halved(scores, segments, threshold):
+        state = work.module.trainer.optimizers[0].state.get(weight, {})
+        moments = [state[name].clone() for name in ("exp_avg", "exp_avg_sq") if state]
+        levels.append([weight.detach().clone(), *moments])
+        mask = torch.ones(len(scores))
+        if len(levels) > 1:
+            mask[: len(weight)][lower] = 0
+        return mask
+
+    monkeypatch.setattr("cpt.gradient_masks.migu.choose_rows", halved)
+    work.learn(0)
+    one, two = levels[1:]
+    kept = [torch.equal(before[lower], after[lower]) for before, after in zip(one, two, strict=True)]
+    assert kept == [acts_on != "gradient", acts_on == "frozen", acts_on == "frozen"]
+    assert not any(torch.equal(before[upper], after[upper]) for before, after in zip(one, two, strict=True))
+
+
+def test_the_first_domain_can_be_left_out(small, start, tmp_path):
+    """As the released code does: bit for bit NCL until the second domain. As a mask it is the same."""
+    migu = ["method=migu", "method.mask.skip_first_domain=true"]
+    runs = {"ncl": [], "migu": migu, "both": [*migu, "mask=migu", "mask.migu.skip_first_domain=true"]}
+    for name, options in runs.items():
+        start(small("order=[law,food]", "keep_stages=true", *options), tmp_path / name)
+    first = [torch.load(tmp_path / name / "stages" / "001.pt", weights_only=True) for name in ("ncl", "migu")]
+    assert all(torch.equal(value, first[1][name]) for name, value in first[0].items())
+    ncl, alone, both = (weights(tmp_path / name) for name in runs)
+    assert same({name: alone[name] for name in both}, both) and not same({n: alone[n] for n in ncl}, ncl)
+
+
+def test_other_importances():
+    model = gpt2()
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    down = model.transformer.h[0].mlp.c_proj
+    for importance, values in (("weight", down.weight), ("gradient", down.weight.grad)):
+        ((_, factor),) = watching(model, importance=importance, only="h.0.mlp.c_proj").factors()
+        best = values.abs().sum(0).topk(count_kept(0.7, 32)).indices.tolist()
+        assert factor.flatten().nonzero().flatten().tolist() == sorted(best)
+    mask, again = watching(model, importance="random"), watching(model, importance="random")
+    draws = [torch.cat([factor.flatten() for _, factor in mask.factors()]) for _ in range(400)]
+    assert not torch.equal(draws[0], draws[1])
+    assert torch.equal(torch.cat([factor.flatten() for _, factor in again.factors()]), draws[0])
+    frequency = mask.chosen / mask.steps
+    assert frequency.min() > 0.15 and frequency.max() < 0.5
+
+
+def test_rows_are_ranked_by_their_fisher_before_the_domain(build):
+    options = [f"mask.migu.{each}" for each in ("importance=fisher", "threshold=0.5", "acts_on=frozen")]
+    work = build("ncl", "mask=migu", *options, "trainer.probe_samples=6", "optim.weight_decay=0.1")
+    (mask,), model = work.module.masks, deepcopy(work.module.model).eval()
+    names = {each.name: model.get_parameter(f"{each.name}.weight") for each in mask.maps}
+    work.learn(0)
+    sums = dict.fromkeys(names, 0)
+    for sample in (each for batch in work.probe() for each in samples(batch)):
+        loss = work.module.objective.nll(model, sample).mean()
+        for each, gradient in zip(mask.maps, torch.autograd.grad(loss, list(names.values())), strict=True):
+            sums[each.name] += gradient.square().sum(1 - each.axis)
+    for each in mask.maps:
+        moved = (each.module.weight != names[each.name]).any(1 - each.axis)
+        for segment in each.segments:
+            best = segment[sums[each.name][segment].topk(len(segment) - len(segment) // 2).indices]
+            assert set(segment[moved[segment]].tolist()) == set(best.tolist()), each.name
+
+
+TEXT = torch.randint(4, 60, (3, 9), generator=torch.Generator().manual_seed(0))
+BACKENDS = ("hooks", "backward")
+FAMILIES = {"gpt2": gpt2, "llama": llama, "roberta": roberta, "t5": t5}  # gpt2: Conv1D, Q, K, V in one
+
+
+def gradients(family, backend, *, change=lambda made: None, dtype=None, passes=1):
+    """The raw gradients, their factors, and those scaled, by name."""
+    torch.manual_seed(0)
+    made = FAMILIES[family]().train()
+    change(made)
+    mask = watching(made, backend=backend)
+    with recording([mask]), torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+        loss = sum(made(input_ids=TEXT + turn, labels=TEXT).loss for turn in range(passes))
+    loss.backward()
+    named = {name: each for name, each in made.named_parameters() if each.grad is not None}
+    raw, factors = {name: each.grad.clone() for name, each in named.items()}, dict(mask.factors())
+    kept = {name: factors[each] for name, each in named.items() if each in factors}
+    return raw, kept, {name: each * kept.get(name, 1) for name, each in raw.items()}
+
+
+@pytest.mark.parametrize(
+    ("family", "given"),
+    [
+        *((family, {}) for family in FAMILIES),
+        ("gpt2", {"passes": 3}),  # of one loss, which are counted together
+        ("roberta", {"dtype": torch.bfloat16}),
+        ("roberta", {"change": checkpoint_activations}),
+        ("roberta", {"change": lambda made: made.roberta.encoder.layer[0].requires_grad_(False)}),
+    ],
+)
+def test_masks_and_gradients_are_those_of_the_hooks(family, given):
+    (_, masks, expected), (raw, found, scaled) = (gradients(family, each, **given) for each in BACKENDS)
+    near = 0.02 if "dtype" in given else 1e-6
+    assert masks.keys() == found.keys() and expected.keys() == scaled.keys() and masks
+    assert all(torch.equal(masks[name], found[name]) for name in masks)
+    for name, value in expected.items():
+        torch.testing.assert_close(value, scaled[name], rtol=near, atol=near, msg=name)
+        assert name in masks or torch.equal(value, scaled[name]) or family != "roberta" or near > 0.01
+        assert value.dtype == torch.float32
+    for name, factor in found.items():
+        assert raw[name].any() and not raw[name][(factor == 0).expand_as(raw[name])].any(), name
+
+
+def test_passes_that_are_not_of_the_loss_are_as_ever():
+    made = gpt2()
+    mask, copy = watching(made, backend="backward"), deepcopy(made)
+    whole = lambda made: made.transformer.h[0].mlp.c_fc.weight.grad.any(0).all()  # noqa: E731
+    made(input_ids=TEXT, labels=TEXT).loss.backward()
+    assert whole(made)
+    with recording([mask]), torch.no_grad():
+        made(input_ids=TEXT)
+    assert not mask.limiting
+    made.zero_grad()
+    with recording([mask], alone=False):
+        made(input_ids=TEXT, labels=TEXT).loss.backward()
+    assert whole(made)
+    made.zero_grad()
+    with recording([mask]):
+        loss = made(input_ids=TEXT, labels=TEXT).loss + copy(input_ids=TEXT, labels=TEXT).loss
+    loss.backward()
+    assert whole(copy) and not whole(made)
+
+
+LORA = ["method=lora", "mask.migu.threshold=0.5", "optim.lr=1"]
+
+
+@pytest.mark.parametrize("asked", [[], LORA])
+def test_a_run_ends_with_the_same_weights(asked, small, start, tmp_path):
+    given = ["mask=migu", *asked, "order=[law]", "optim=sgd"]
+    runs = {each: [*given, f"mask.migu.backend={each}"] for each in BACKENDS}
+    runs["free"] = [*given, "mask.migu.threshold=0"]
+    ends = {name: learned(start, small(*each), tmp_path / name) for name, each in runs.items()}
+    assert_close(ends["hooks"], ends["backward"], rtol=1e-5, atol=1e-6)
+    assert not same(ends["hooks"], ends["free"])
+
+
+def test_compiled_blocks_are_refused(small, tmp_path):
+    given = ["mask=migu", "mask.migu.backend=backward", "trainer.compile=true"]
+    with pytest.raises(ValueError, match="trainer.compile=true"):
+        prepare(make_plan(small(*given)), RunDir(tmp_path))

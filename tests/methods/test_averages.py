@@ -1,0 +1,253 @@
+"""EMA, WiSE-FT, Reptile and merging: averages of models, against formulas over the runs that they are of; the
+rules of merging against their papers', written out over all domains at once."""
+
+import math
+
+import pytest
+import torch
+from cpt.methods.common.options import RULES
+
+from cpt.adapters import lora
+from cpt.core.randomness import key
+from cpt.methods.merge import Ended, Merged, drop_entries, slerp
+from cpt.methods.options import MergingOptions
+from tests.support.making import Watch, assert_close, clones, same
+
+
+def averaged(start, path, *, decay: float) -> dict[str, torch.Tensor]:
+    """The recurrence of EMA in double precision."""
+    average = {name: value.double() for name, value in start.items()}
+    for weights in path:
+        average = {name: decay * average[name] + (1 - decay) * weights[name].double() for name in average}
+    return average
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_average_is_that_of_the_optimizer_steps(accumulate, build):
+    work = build("ema", "method.decay=0.6", f"trainer.accumulate_grad_batches={accumulate}")
+    for number in (0, 1):
+        for parameter in work.module.model.parameters():
+            parameter.data.add_(0.1)  # it starts at the model that it finds
+        start, watch = work.weights(), Watch(lambda m: (work.weights(), clones(m.average.named())))
+        work.learn(number, watch)
+        seen = watch.seen[accumulate - 1 :: accumulate]
+        path = [weights for _, (weights, _) in seen]
+        assert len(path) == 6 and not same(work.weights(), path[-1])
+        for step, (_, average) in seen:
+            assert_close(average, averaged(start, path[:step], decay=0.6), rtol=1e-4, atol=1e-6)
+        assert_close(work.weights(), averaged(start, path, decay=0.6), rtol=1e-4, atol=1e-6)
+
+
+def beside_ncl(work, build, *options):
+    """Of each domain: the weights before it, after it, and after plain training from the same start."""
+    for number in (0, 1):
+        plain, before = build("ncl", *options), work.weights()
+        plain.module.model.load_state_dict(work.module.model.state_dict())
+        for each in (work, plain):
+            each.learn(number)
+        yield before, work.weights(), plain.weights()
+
+
+@pytest.mark.parametrize("kept", [0.3, 1])
+def test_a_domain_ends_between_before_and_after(kept, build):
+    for before, found, after in beside_ncl(build("wise_ft", f"method.previous={kept}"), build):
+        mixed = {name: (1 - kept) * after[name].double() + kept * before[name].double() for name in before}
+        assert_close(found, mixed, rtol=1e-5, atol=1e-7)
+        assert not same(found, after) and same(found, before) == (kept == 1)
+
+
+def test_a_share_of_the_way_is_gone_at_a_domains_end(build):
+    work = build("reptile", "method.every=9", "method.share=0.3")
+    for before, found, after in beside_ncl(work, build):
+        assert_close(found, {name: torch.lerp(before[name], value, 0.3) for name, value in after.items()})
+
+
+@pytest.mark.parametrize("every", ["2", "0.5"])
+def test_it_is_gone_after_every_so_many_steps(every, build, monkeypatch):
+    work = build("reptile", f"method.every={every}", "method.share=0.5", "trainer.steps=4")
+    ways, kind, interpolate = [], type(work.module), type(work.module).interpolate
+
+    def watched(module):
+        fast, anchor = work.weights(), clones(module.anchor.named())
+        ways.append(int(module.gone))
+        interpolate(module)
+        assert_close(work.weights(), {n: torch.lerp(anchor[n], v, 0.5) for n, v in fast.items()})
+        assert same(work.weights(), module.anchor.named())
+
+    monkeypatch.setattr(kind, "interpolate", watched)
+    work.learn(0)
+    assert ways == [2, 2] and int(work.module.gone) == 0
+
+
+def test_each_domain_starts_from_the_merged_model(build):
+    work = build("merge", "method.rule=slerp", "method.share=0.25")
+    for number, (before, found, after) in enumerate(beside_ncl(work, build)):
+        for name in found if number else ():
+            torch.testing.assert_close(found[name], slerp(before[name], after[name], 0.25, like=after[name]))
+
+
+def test_each_domain_starts_from_the_base(build):
+    work = build("merge", "method.rule=task_arithmetic", "method.start=base", "method.scale=0.5")
+    base, ends = work.weights(), []
+    for number in (0, 1):
+        alone = build("one")
+        alone.learn(number)
+        ends.append(alone.weights())
+        work.learn(number)
+    expected = {name: value + 0.5 * sum(end[name] - value for end in ends) for name, value in base.items()}
+    assert_close(work.weights(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_each_domain_goes_on_from_what_the_last_one_ended_with(build):
+    work, plain, ends = build("merge", "method.start=previous"), build("ncl"), []
+    for number in (0, 1):
+        work.learn(number)
+        plain.learn(number)
+        ends.append(plain.weights())
+    assert_close(work.weights(), {name: (ends[0][name] + ends[1][name]) / 2 for name in ends[0]})
+
+
+def test_pairs_are_merged_by_their_products(build):
+    work = build("merge_lora", "method.rule=task_arithmetic", "method.start=base", "method.scale=0.5")
+    apart = build("lora", "method.per_domain=true")
+    maps, base = lora.lora_layers(apart.module.model), work.weights()
+    products = dict.fromkeys(maps, 0)
+    for number in (0, 1):
+        apart.learn(number)
+        products = {n: products[n] + each.get_delta_weight("default").detach() for n, each in maps.items()}
+        work.learn(number)
+    assert maps
+    for name, product in products.items():
+        found = work.weights()[f"{name}.base_layer.weight"]
+        torch.testing.assert_close(found, base[f"{name}.base_layer.weight"] + 0.5 * product)
+
+
+SHAPES = {"a.weight": (7, 5), "a.bias": (5,), "b.weight": (3, 4)}
+OPTIONS = {"density": 0.2, "trimmed": "model", "start": "base", "estimator": "per_sample", "scale": 1.0}
+OPTIONS |= {"drop": 0.5, "share": 0.5, "base": False, "epsilon": 1e-8}
+
+
+def drawing(seed: int) -> dict[str, torch.Tensor]:
+    made = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=made) for name, shape in SHAPES.items()}
+
+
+BASE, *ENDS = (drawing(seed) for seed in range(4))
+FISHERS = [{name: each.square() for name, each in drawing(seed).items()} for seed in (4, 5, 6)]
+ZERO, ONE = ({name: torch.full(shape, value) for name, shape in SHAPES.items()} for value in (0.0, 1.0))
+TASKS = [{name: end[name] - BASE[name] for name in SHAPES} for end in ENDS]
+
+
+def merge(ends=ENDS, *, start=BASE, fishers=FISHERS, began=None, **chosen):
+    """The merged weights of domains that each began at the base, or where it is told."""
+    merged = Merged(MergingOptions(**{**OPTIONS, **chosen}), start)
+    for place, (end, at) in enumerate(zip(ends, began or [start] * len(ends), strict=True)):
+        merged.add(Ended(like=start, began=at, ended=end, fisher=fishers[place], seed=place))
+    return merged.weights.named()
+
+
+def alike(found, expected, **tolerance):
+    for name in SHAPES:
+        torch.testing.assert_close(found[name], expected[name], **({"rtol": 1e-5, "atol": 1e-6} | tolerance))
+
+
+def mean(ends, weights=None):
+    weights = weights or [ONE] * len(ends)
+    pairs = list(zip(ends, weights, strict=True))
+    return {name: sum(w[name] * e[name] for e, w in pairs) / sum(w[name] for w in weights) for name in SHAPES}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_domains_that_end_alike_give_what_they_ended_with(rule):
+    scale = 1 / 3 if rule in ("task_arithmetic", "dare") else 1.0
+    alike(merge(ENDS[:1], rule=rule, density=1.0, drop=0.0), ENDS[0])
+    alike(merge([ENDS[0]] * 3, rule=rule, density=1.0, drop=0.0, scale=scale), ENDS[0])
+
+
+def test_means_and_sums_of_what_domains_changed():
+    alike(merge(rule="average"), mean(ENDS))
+    alike(merge(rule="average", base=True), mean([BASE, *ENDS]))
+    for began in ([BASE] * 3, [BASE, drawing(7), drawing(8)]):
+        ways = [{name: end[name] - s[name] for name in SHAPES} for end, s in zip(ENDS, began, strict=True)]
+        expected = {name: BASE[name] + 0.4 * sum(way[name] for way in ways) for name in SHAPES}
+        alike(merge(rule="task_arithmetic", scale=0.4, began=began), expected)
+
+
+def ties(tasks, density, trimmed):
+    """Algorithm 1 of the paper, entry by entry."""
+    cut, found = [], {}
+    for task in tasks:
+        groups, own = [list(SHAPES)] if trimmed == "model" else [[name] for name in SHAPES], {}
+        for group in groups:
+            flat = sorted((abs(v) for name in group for v in task[name].flatten().tolist()), reverse=True)
+            least = flat[max(1, int(density * len(flat) + 1e-9)) - 1]
+            own |= {n: [v if abs(v) >= least else 0.0 for v in task[n].flatten().tolist()] for n in group}
+        cut.append(own)
+    for name, shape in SHAPES.items():
+        values = []
+        for entries in zip(*(each[name] for each in cut), strict=True):
+            same = [v for v in entries if v * sum(entries) > 0]
+            values.append(sum(same) / len(same) if same else 0.0)
+        found[name] = torch.tensor(values).view(shape)
+    return found
+
+
+@pytest.mark.parametrize("trimmed", ["model", "tensor"])
+@pytest.mark.parametrize("density", [0.2, 0.5, 1.0])
+def test_ties_is_the_papers_algorithm(density, trimmed):
+    elected = ties(TASKS, density, trimmed)
+    expected = {name: BASE[name] + 0.7 * elected[name] for name in SHAPES}
+    alike(merge(rule="ties", density=density, trimmed=trimmed, scale=0.7), expected)
+    whole = {name: each.round() for name, each in ENDS[0].items()}  # whole numbers: their sums are exact
+    opposite = {name: -each for name, each in whole.items()}
+    found = merge([whole, opposite], start=ZERO, rule="ties", density=1.0)
+    assert not any(each.any() for each in found.values())
+
+
+def test_fisher_is_the_weighted_mean():
+    cases = [(ENDS, FISHERS, mean(ENDS, FISHERS)), (ENDS, [FISHERS[0]] * 3, mean(ENDS))]
+    cases += [(ENDS[:2], [ZERO, ONE], ENDS[1]), (ENDS[:2], [ZERO, ZERO], mean(ENDS[:2]))]
+    for ends, fishers, expected in cases:
+        alike(merge(ends, fishers=fishers, rule="fisher"), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_slerp_keeps_to_the_arc():
+    one, other = torch.tensor([3.0, 0.0]), torch.tensor([0.0, 3.0])
+    third = slerp(one, other, 1 / 3, like=one)
+    torch.testing.assert_close(third, 3 * torch.tensor([math.cos(math.pi / 6), math.sin(math.pi / 6)]))
+    assert torch.equal(slerp(one, other, 1.0, like=one), other)
+    assert torch.equal(slerp(one, other, 0.0, like=one), one)
+    for flat in (one * 2, -one, torch.zeros(2)):  # no arc: a line
+        assert torch.equal(slerp(one, flat, 0.5, like=one), torch.lerp(one, flat, 0.5))
+    for base in (False, True):
+        expected = BASE if base else ENDS[0]
+        for end in ENDS[not base :]:
+            expected = {n: slerp(expected[n], end[n], 0.3, like=end[n]) for n in SHAPES}
+        alike(merge(rule="slerp", share=0.3, base=base), expected)
+
+
+def test_dare_drops_entries_and_keeps_the_mean():
+    task = torch.ones(200, 200)
+    dropped = drop_entries(task, task, p=0.9, seed=3)
+    torch.testing.assert_close(dropped.unique(), torch.tensor([0.0, 10.0]))
+    assert dropped.mean().item() == pytest.approx(1.0, abs=0.06)
+    assert not torch.equal(dropped, drop_entries(task, task, p=0.9, seed=4))
+
+
+def test_dare_before_ties_leaves_out_what_was_dropped():
+    """What one of two domains has dropped has no vote: the other's stands."""
+    found, seed = merge(ENDS[:2], rule="dare_ties", drop=0.5, density=1.0), lambda *of: key(*of) % 2**63
+    tasks = [
+        {n: drop_entries(task[n], BASE[n], p=0.5, seed=seed(place, "drop", n)) for n in SHAPES}
+        for place, task in enumerate(TASKS[:2])
+    ]
+    alike({name: found[name] - BASE[name] for name in SHAPES}, ties(tasks, 1.0, "model"))
+    assert any(((tasks[0][name] == 0) & (found[name] != BASE[name])).any() for name in SHAPES)
+
+
+def test_coarse_weights_are_merged_in_32_bits():
+    coarse = {name: each.bfloat16() for name, each in BASE.items()}
+    merged = Merged(MergingOptions(**{**OPTIONS, "rule": "average"}), coarse)
+    merged.bfloat16()  # as the trainer casts a module
+    assert {each.dtype for each in merged.weights.named().values()} == {torch.float32}
+    alike(merged.double().weights.named(), {name: each.float() for name, each in coarse.items()})

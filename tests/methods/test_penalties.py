@@ -1,0 +1,229 @@
+"""L2, MAS, SI, RecAdam and KD: pulls towards the model before, against sums by hand."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from cpt.data.collate import labels_of
+from cpt.gradient_masks.base import StepSnapshot
+from cpt.methods.kd import distillation
+from cpt.methods.options import RecAdamOptions
+from cpt.methods.recadam import Recall
+from cpt.methods.si import SI, accumulate
+from cpt.models.fisher import samples
+from tests.support.making import (
+    DROPOUT,
+    Watch,
+    assert_close,
+    clones,
+    parameter_bytes,
+    same,
+    state_beside_the_model,
+)
+from tests.support.running import outputs_at
+
+
+def moved(model, scale: float = 0.05) -> None:
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        parameter.data.add_(scale * torch.randn_like(parameter))
+
+
+@pytest.mark.parametrize("towards", ["previous", "base"])
+def test_l2_pulls_to_the_previous_model_or_the_base(towards, build):
+    work = build("l2", "method.strength=0.3", f"method.towards={towards}")
+    base, module = work.weights(), work.module
+    assert module.weighted_distance(0.3).item() == 0
+    work.learn(0)
+    between = work.weights()
+    work.learn(1)
+    anchors, now = between if towards == "previous" else base, dict(module.model.named_parameters())
+    assert same(module.anchor.named(), anchors) and not same(between, base)
+    assert state_beside_the_model(module) == parameter_bytes(module) * (towards == "previous")
+    penalty = module.losses(work.batches()[0])["l2"]
+    by_hand = sum(((p.detach().double() - anchors[n]) ** 2).sum() for n, p in now.items())
+    assert penalty.item() == pytest.approx(0.15 * by_hand.item(), rel=1e-5) != 0
+    for (name, p), gradient in zip(
+        now.items(), torch.autograd.grad(penalty, list(now.values())), strict=True
+    ):
+        torch.testing.assert_close(gradient, 0.3 * (p.detach() - anchors[name]), msg=name)
+
+
+def sensitivity(work, output="logits"):
+    """Means of |gradients| of each sample's mean squared norm, one after another."""
+    model, trained = work.module.model.eval(), dict(work.module.model.named_parameters())
+    sums, count = {name: torch.zeros_like(p) for name, p in trained.items()}, 0
+    for each in (each for batch in work.probe() for each in samples(batch)):
+        logits, hidden = work.module.objective.outputs(model, each)
+        values = logits if output == "logits" else hidden.flatten(0, 1)[each["positions"]]
+        total = (values.float() ** 2).sum(-1).mean()
+        found = torch.autograd.grad(total, list(trained.values()), allow_unused=True)
+        for name, value in zip(trained, found, strict=True):
+            sums[name] += 0 if value is None else value.abs()
+        count += 1
+    return {name: value / count for name, value in sums.items()}
+
+
+@pytest.mark.parametrize("output", ["logits", "hidden"])
+def test_importance_is_the_mean_absolute_gradient_by_sample(output, build):
+    """And those of domains add up (gamma 1), without a look at labels; the penalty is lambda times the
+    weighted way, not half of it."""
+    work = build("mas", f"method.output={output}", "trainer.probe_samples=6", "method.strength=3")
+    work.learn(0)
+    first, module = clones(work.module.importance.named()), work.module
+    assert_close(first, sensitivity(work, output), rtol=1e-3, atol=1e-5)
+    probe = [batch | {"targets": (batch["targets"] + 7) % 50} for batch in work.probe()]
+    assert_close(module.eval().measure(probe), first, rtol=1e-4, atol=1e-6)
+    work.learn(1)
+    expected = {name: first[name] + value for name, value in sensitivity(work, output).items()}
+    assert_close(module.importance.named(), expected, rtol=1e-3, atol=1e-4)
+    anchor, importance = work.weights(), module.importance.named()
+    moved(module.model)
+    ways = [(importance[n] * (value - anchor[n]).square()).sum() for n, value in work.weights().items()]
+    assert module.losses(probe[0])["mas"].item() == pytest.approx(3 * sum(ways).item(), rel=1e-4)
+
+
+@pytest.fixture
+def sums(monkeypatch):
+    """omega by hand: minus the sum of the loss's gradient, without the penalty, times the step."""
+    sums, (gradients, update) = {}, (SI.transform_gradients, SI.after_update)
+
+    def before(module, optimizer):
+        module.began, module.own = clones({n: p.detach() for n, p in module.model.named_parameters()}), {}
+        for name, parameter in module.model.named_parameters():
+            pulled = module.importance.named()[name] * (parameter.detach() - module.anchor.named()[name])
+            module.own[name] = parameter.grad - 2 * module.options.strength * pulled
+        gradients(module, optimizer)
+
+    def after(module):
+        update(module)
+        for name, parameter in module.model.named_parameters():
+            sums[name] = sums.get(name, 0) - module.own[name] * (parameter.detach() - module.began[name])
+
+    monkeypatch.setattr(SI, "transform_gradients", before)
+    monkeypatch.setattr(SI, "after_update", after)
+    return sums
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_importance_is_the_path_integral_over_the_squared_way(accumulated, build, sums):
+    parts = f"trainer.accumulate_grad_batches={accumulated}"
+    work = build("si", "optim=sgd", "optim.lr=0.01", "optim.weight_decay=5", parts, "method.damping=1e-3")
+    known = dict.fromkeys(work.weights(), torch.zeros(()))
+    for number in (0, 1):
+        start = work.weights()
+        sums.clear()
+        work.learn(number)
+        squares = {name: (value - start[name]) ** 2 + 1e-3 for name, value in work.weights().items()}
+        expected = {name: (known[name] + sums[name] / each).clamp_min(0) for name, each in squares.items()}
+        assert any((each < 0).any() for each in sums.values())
+        assert_close(work.module.importance.named(), expected, rtol=1e-3, atol=1e-5)
+        known = clones(work.module.importance.named())
+    assert all((each == 0).all() for each in work.module.brought.named().values())
+
+
+def test_a_domain_without_a_step_leaves_importance_finite():
+    found = torch.tensor([0.0, 0.0, 2.0])
+    accumulate(found, torch.tensor([1.0, -1.0, -0.001]), torch.zeros(3), damping=1e-3)
+    torch.testing.assert_close(found, torch.tensor([1000.0, 0.0, 1.0]))
+
+
+def recalled(share, *, gradient, **options):
+    """A weight that was 3 and whose anchor is 1 after a step of AdamW at a rate of 0.1."""
+    given = {"strength": 5.0, "annealed": True, "middle": 0.5, "slope": 8.0, "towards": "previous"} | options
+    weight, anchor = nn.Parameter(torch.tensor([3.0])), {"weight": torch.tensor([1.0])}
+    anchors = SimpleNamespace(named=lambda: anchor, at_hand=lambda stored: stored)
+    recall = Recall(anchors, RecAdamOptions(**given))
+    recall.anchors, recall.share = {weight: "weight"}, share
+    optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.0)
+    weight.grad = torch.tensor([gradient])
+    held = StepSnapshot(recall, recall.covered())
+    optimizer.step()
+    held.apply(optimizer)
+    return weight.item()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+def test_the_step_counts_its_share_and_the_pull_comes_after_it(share):
+    """x - eta (1 - lambda) gamma (x - 1); Adam's first step is the rate against the gradient's sign."""
+    assert recalled(share, gradient=0.0) == pytest.approx(3 - 0.1 * (1 - share) * 5 * 2)
+    x = 3 - 0.1 * share
+    assert recalled(share, gradient=2.0) == pytest.approx(x - 0.1 * (1 - share) * 5 * (x - 1), rel=1e-5)
+    assert recalled(1.0, gradient=2.0, annealed=False) == pytest.approx(2.9 - 0.1 * 5 * 1.9, rel=1e-5)
+
+
+def test_the_sigmoid_runs_over_a_domains_steps(build):
+    module = build("recadam", "method.middle=0.5", "method.slope=10").module
+    for step in (0, 30, 50, 99):
+        assert module.anneal(step, 100) == pytest.approx(1 / (1 + math.exp(-0.1 * (step - 50))))
+    with pytest.raises(ValueError, match=r"method.strength=500 at optim\.lr"):  # past where a weight was
+        build("recadam", "method.strength=500", "optim.lr=0.01")
+
+
+def slow(student, teacher, *, temperature: float) -> list[float]:
+    """T^2 sum_v p_v (log p_v - log q_v) with the teacher's p and the student's q, term by term."""
+    found = []
+    for z, t in zip(student.tolist(), teacher.tolist(), strict=True):
+        q, p = ([math.exp(v / temperature) for v in row] for row in (z, t))
+        q, p = ([v / sum(row) for v in row] for row in (q, p))
+        found.append(temperature**2 * sum(a * (math.log(a) - math.log(b)) for a, b in zip(p, q, strict=True)))
+    return found
+
+
+@pytest.mark.parametrize("temperature", [0.5, 3.0])
+def test_the_divergence_is_that_of_the_student_from_the_teacher(temperature):
+    torch.manual_seed(0)
+    student, teacher, shift = torch.randn(5, 7), torch.randn(5, 7), torch.randn(5, 1)
+    found = distillation(student, teacher, temperature=temperature)
+    assert found.tolist() == pytest.approx(slow(student, teacher, temperature=temperature), rel=1e-4)
+    again = distillation(student + shift, teacher - shift, temperature=temperature)
+    torch.testing.assert_close(again, found, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("distilled", ["logits", "hidden"])
+def test_the_kd_term_is_the_mean_over_the_scored_tokens(distilled, build):
+    work = build("kd", f"method.distilled={distilled}", "method.strength=3", "method.temperature=2")
+    [batch], module = work.batches(), work.module.eval()
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
+    run, field = {
+        "logits": (module.model, "logits"),
+        "hidden": (module.model.base_model, "last_hidden_state"),
+    }[distilled]
+    teacher, loss = getattr(run(**inputs), field).detach(), module.losses(batch)["kd"]
+    loss.backward()
+    grads = [p.grad.abs().max().item() for p in module.model.parameters() if p.grad is not None]
+    assert loss.item() == 0 and max(grads) < 1e-6
+    moved(module.model)
+    student, at = getattr(run(**inputs), field).detach(), labels_of(batch) != -100
+    expected = slow(student[at], teacher[at], temperature=2)
+    found = module.losses(batch)["kd"].item()
+    assert found == pytest.approx(3 * sum(expected) / len(expected), rel=1e-3) and found > 1e-3
+    parts = [module.losses(part)["kd"].item() for part in work.batches(4, accumulate=4)]
+    assert sum(parts) / 4 == pytest.approx(found, rel=1e-4)
+
+
+def test_the_teacher_is_the_model_before_the_domain_and_never_changes(build):
+    work = build("kd")
+    for number in (0, 1):
+        before, watch = work.weights(), Watch(lambda m: clones(m.teacher.named()))
+        work.learn(number, watch)
+        assert len(watch.seen) == 6 and all(same(teacher, before) for _, teacher in watch.seen)
+        assert not same(work.weights(), before)
+
+
+def test_the_teacher_is_in_eval_mode_while_the_student_has_dropout(build):
+    work = build("kd", *DROPOUT)
+    [batch], module = work.batches(), work.module.eval()
+    still, _ = outputs_at(module.model, batch)
+    module.train()
+    module.model.base_model.layers[0].eval()  # modes of its own are kept
+    modes, random = [each.training for each in module.modules()], torch.get_rng_state()
+    with module.teacher.teaching(module.model):
+        taught, hidden = outputs_at(module.model, batch)
+    assert torch.equal(taught, still) and not taught.requires_grad and not hidden.requires_grad
+    assert [each.training for each in module.modules()] == modes and len(set(modes)) == 2
+    assert torch.equal(torch.get_rng_state(), random)
+    assert not torch.equal(outputs_at(module.model, batch)[0], still)
