@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from cpt.data.collate import UNSCORED, labels_of
+from cpt.data.collate import UNSCORED, label_batch, labels_of, single
 from cpt.data.sampler import EvalSubset, ResumeSampler, ShardSampler, TrainStream
 from cpt.models.objectives import Causal, Masked
 from tests.support.data_fixtures import rows_by_hand
@@ -19,17 +19,15 @@ class Vocabulary(SimpleNamespace):
         return 50
 
 
-VOCABULARY = Vocabulary(mask_token_id=1, all_special_ids=[0, 1], name_or_path="tiny")
-OBJECTIVES = {"masked": Masked(VOCABULARY, rate=0.3), "causal": Causal()}
-
-
-@pytest.fixture(scope="module")
-def texts():
-    return {
-        "a": rows_by_hand(23, last=3, seed=1),
-        "b": rows_by_hand(7, seed=2),
-        "c": rows_by_hand(40, seed=3),
-    }
+MASKED = Masked(Vocabulary(mask_token_id=1, all_special_ids=[0, 1], name_or_path="tiny"), rate=0.3)
+OBJECTIVES = {"masked": MASKED, "causal": Causal()}
+SIZES = {"a": (23, 3), "b": (7, 8), "c": (40, 8)}  # rows, tokens of the last
+TEXTS = {name: rows_by_hand(count, last=last, seed=count) for name, (count, last) in SIZES.items()}
+WHOSE = {
+    tuple(ids): (name, row)
+    for name, text in TEXTS.items()
+    for row, ids in enumerate(text.ids(np.arange(len(text))).tolist())
+}
 
 
 @pytest.fixture(params=OBJECTIVES)
@@ -37,211 +35,138 @@ def objective(request):
     return OBJECTIVES[request.param]
 
 
-def stream(texts, steps, *, objective=OBJECTIVES["masked"], seed=0, batch_size=12, **options):
+def stream(names, steps, *, objective=MASKED, seed=0, batch_size=12, **options):
+    texts = names if isinstance(names, dict) else {name: TEXTS[name] for name in names}
     options = {"accumulate": 1, "rank": 0, "world": 1, **options}
     return TrainStream(texts, objective=objective, seed=seed, batch_size=batch_size, steps=steps, **options)
 
 
-def batches(made):
-    return [made[number] for number in range(len(made))]
-
-
 def samples(batch):
     """The rows of a batch as the model sees them: inputs and labels."""
-    return [
-        (tuple(inputs), tuple(labels))
-        for inputs, labels in zip(batch["input_ids"].tolist(), labels_of(batch).tolist(), strict=True)
-    ]
+    pairs = zip(batch["input_ids"].tolist(), labels_of(batch).tolist(), strict=True)
+    return [(tuple(inputs), tuple(labels)) for inputs, labels in pairs]
 
 
 def all_samples(made):
-    return [sample for batch in batches(made) for sample in samples(batch)]
+    return [sample for number in range(len(made)) for sample in samples(made[number])]
 
 
-def original(sample):
-    """The masked sample's ids before they were masked."""
-    return tuple(label if label != UNSCORED else each for each, label in zip(*sample, strict=True))
+def numbers(made):
+    """Text and row of each sample, before it was masked."""
+    whole = ([b if b != UNSCORED else a for a, b in zip(*each, strict=True)] for each in all_samples(made))
+    return [WHOSE[tuple(each)] for each in whole]
 
 
-def row_numbers(made, text):
-    """Which row of a text each sample of a stream is."""
-    ids = {tuple(row): number for number, row in enumerate(text.ids(np.arange(len(text))).tolist())}
-    return [ids[original(sample)] for sample in all_samples(made)]
-
-
-def test_an_epoch_is_every_row_once_and_each_epoch_in_another_order(texts):
-    text = texts["a"]
-    made = stream({"a": text}, [10])
-    assert len(made) == 10
-    rows = row_numbers(made, text)
-    assert len(rows) == 120
+def test_an_epoch_is_every_row_once_each_in_another_order_and_with_other_masks():
+    made = stream("a", [10])
+    rows = [row for _, row in numbers(made)]
     epochs = [rows[start : start + 23] for start in range(0, 115, 23)]
+    assert len(made) == 10 and len(rows) == 120
     assert all(sorted(epoch) == list(range(23)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 5
-    assert list(range(23)) not in epochs
+    assert len({tuple(epoch) for epoch in epochs}) == 5 and list(range(23)) not in epochs
+    assert len(set(all_samples(made))) > 100
 
 
-def test_masks_change_from_epoch_to_epoch(texts):
-    made = stream({"c": texts["c"]}, [30])
-    seen = Counter()
-    for sample in all_samples(made):
-        seen[original(sample)] += 1
-    assert set(seen.values()) == {9}
-    assert len(set(all_samples(made))) > 300
+def test_the_order_and_the_masks_are_the_domains_and_the_seeds():
+    runs = [stream({name: TEXTS["a"]}, [2], seed=seed) for name, seed in (("a", 0), ("a", 1), ("b", 0))]
+    assert numbers(runs[0]) == numbers(stream("a", [2]))
+    for one, other in itertools.combinations(runs, 2):
+        assert numbers(one) != numbers(other)
+        assert len({*all_samples(one)} & {*all_samples(other)}) < 4
 
 
-def test_the_order_is_the_domains_and_the_seeds(texts):
-    first = row_numbers(stream({"a": texts["a"]}, [2]), texts["a"])
-    assert row_numbers(stream({"a": texts["a"]}, [2]), texts["a"]) == first
-    assert row_numbers(stream({"a": texts["a"]}, [2], seed=1), texts["a"]) != first
-    assert row_numbers(stream({"b": texts["a"]}, [2]), texts["a"]) != first
-    masks = [
-        set(all_samples(stream({name: texts["a"]}, [2], seed=seed)))
-        for name, seed in (("a", 0), ("a", 1), ("b", 0))
-    ]
-    for one, other in itertools.combinations(masks, 2):
-        assert len(one & other) < 4
-
-
-def test_the_samples_do_not_depend_on_the_batch_size(texts):
-    whole = all_samples(stream({"a": texts["a"]}, [12], batch_size=4))
+def test_the_samples_depend_neither_on_the_batch_size_nor_on_the_number_of_steps():
+    whole = all_samples(stream("a", [12], batch_size=4))
     for batch_size, steps in ((1, 48), (3, 16), (16, 3), (48, 1)):
-        assert all_samples(stream({"a": texts["a"]}, [steps], batch_size=batch_size)) == whole
+        assert all_samples(stream("a", [steps], batch_size=batch_size)) == whole
+    assert all_samples(stream("a", [6], batch_size=4)) == whole[:24]
 
 
-def test_the_samples_do_not_depend_on_the_number_of_steps(texts):
-    short, long = (all_samples(stream({"a": texts["a"]}, [steps])) for steps in (3, 9))
-    assert long[: len(short)] == short
+GRID = [(1, 2), (1, 4), (2, 1), (2, 2), (3, 4)]  # parts, processes
 
 
-GRID = [
-    (accumulate, world) for accumulate in (1, 2, 3) for world in (1, 2, 4) if 12 % (accumulate * world) == 0
-]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("names", ["a", "abc"])
 @pytest.mark.parametrize("accumulate, world", GRID)
-def test_processes_and_parts_share_out_the_same_batch(texts, objective, accumulate, world, names):
-    chosen = {name: texts[name] for name in names}
-    steps = [3, 2, 4][: len(names)]
-    whole = batches(stream(chosen, steps, objective=objective))
-    ranks = [
-        stream(chosen, steps, objective=objective, accumulate=accumulate, world=world, rank=rank)
-        for rank in range(world)
-    ]
-    assert {len(rank) for rank in ranks} == {sum(steps) * accumulate}
-    for step, expected in enumerate(whole):
+def test_processes_and_parts_share_out_the_same_batch(objective, accumulate, world, names):
+    """The weights make the mean over all scored tokens: Lightning takes that over processes and parts."""
+    how, pieces = {"steps": [3, 2, 4][: len(names)], "objective": objective}, accumulate * world
+    whole = stream(names, **how)
+    ranks = [stream(names, **how, accumulate=accumulate, world=world, rank=rank) for rank in range(world)]
+    assert {len(rank) for rank in ranks} == {len(whole) * accumulate}
+    for step in range(len(whole)):
         shared = [rank[step * accumulate + part] for part in range(accumulate) for rank in ranks]
-        assert {len(batch["input_ids"]) for batch in shared} == {12 // (accumulate * world)}
-        assert [each for batch in shared for each in samples(batch)] == samples(expected)
+        assert {len(batch["input_ids"]) for batch in shared} == {12 // pieces}
+        assert [each for batch in shared for each in samples(batch)] == samples(whole[step])
+        counts = [int((labels_of(batch) != UNSCORED).sum()) for batch in shared]
+        assert counts == [len(batch["positions"]) for batch in shared]
+        assert [float(batch["weight"]) for batch in shared] == pytest.approx([pieces / sum(counts)] * pieces)
 
 
-@pytest.mark.parametrize("accumulate, world", GRID)
-def test_the_weights_make_the_mean_over_all_scored_tokens(texts, objective, accumulate, world):
-    """Lightning takes the mean over the processes and over the accumulated parts."""
-    chosen, steps = {"a": texts["a"], "b": texts["b"]}, [3, 3]
-    for step in range(6):
-        total, scored = 0.0, 0
-        for rank, part in itertools.product(range(world), range(accumulate)):
-            made = stream(chosen, steps, objective=objective, accumulate=accumulate, world=world, rank=rank)
-            batch = made[step * accumulate + part]
-            count = int((labels_of(batch) != UNSCORED).sum())
-            assert len(batch["positions"]) == count
-            total += float(batch["weight"]) * count / (accumulate * world)
-            scored += count
-        assert total == pytest.approx(1)
-        assert float(batch["weight"]) == pytest.approx(accumulate * world / scored)
+def test_a_batch_with_nothing_to_score_has_weight_1():
+    text = {"a": rows_by_hand(4, length=1)}
+    rows = EvalSubset(text, {"a": np.arange(4)}, objective=Causal(), batch_size=4, purpose="x")
+    for batch in (stream(text, [1], objective=Causal(), batch_size=4)[0], rows[0]):
+        assert batch["positions"].tolist() == [] and float(batch["weight"]) == 1
 
 
-def test_a_batch_with_nothing_to_score():
-    text = rows_by_hand(4, length=1)
-    batch = stream({"a": text}, [1], objective=Causal(), batch_size=4)[0]
-    assert batch["positions"].tolist() == []
-    assert float(batch["weight"]) == 1
-    assert (
-        float(
-            EvalSubset({"a": text}, {"a": np.arange(4)}, objective=Causal(), batch_size=4, purpose="x")[0][
-                "weight"
-            ]
-        )
-        == 1
-    )
+@pytest.mark.parametrize("steps", [[3, 5, 2], [1, 0, 4]])
+def test_the_mixture_is_exactly_the_samples_of_its_parts(objective, steps):
+    mixture = all_samples(stream("abc", steps, objective=objective))
+    parts = [all_samples(stream(n, [s], objective=objective)) for n, s in zip("abc", steps, strict=True)]
+    assert Counter(mixture) == Counter(itertools.chain(*parts)) and mixture != list(itertools.chain(*parts))
 
 
-@pytest.mark.parametrize("steps", [[3, 5, 2], [1, 0, 4], [7, 1, 1]])
-def test_the_mixture_is_exactly_the_samples_of_its_parts(texts, objective, steps):
-    mixture = all_samples(stream(texts, steps, objective=objective))
-    alone = [
-        all_samples(stream({name: texts[name]}, [count], objective=objective))
-        for name, count in zip("abc", steps, strict=True)
-    ]
-    assert Counter(mixture) == Counter(itertools.chain(*alone))
-    assert mixture != list(itertools.chain(*alone))
-
-
-def test_going_on_gives_what_was_left(texts):
-    made = stream(texts, [2, 2, 2], accumulate=2)
+def test_going_on_gives_what_was_left():
+    made, again = (stream("abc", [2, 2, 2], accumulate=2) for _ in range(2))
     sampler = ResumeSampler(5, len(made))
-    assert list(sampler) == [5, 6, 7, 8, 9, 10, 11]
-    assert len(sampler) == 12
-    again = stream(texts, [2, 2, 2], accumulate=2)
+    assert list(sampler) == [5, 6, 7, 8, 9, 10, 11] and len(sampler) == 12
     for number in sampler:
         assert all(torch.equal(made[number][name], each) for name, each in again[number].items())
     assert list(ResumeSampler(12, 12)) == []
 
 
 @pytest.mark.parametrize("accumulate, world", [(5, 1), (1, 5), (4, 2), (0, 1)])
-def test_a_batch_that_cannot_be_shared_out(texts, accumulate, world):
-    with pytest.raises(ValueError) as error:
-        stream(texts, [1, 1, 1], accumulate=accumulate, world=world)
-    assert f"trainer.batch_size=12 is not a multiple of trainer.accumulate_grad_batches={accumulate}" in str(
-        error.value
-    )
-    assert f"times {world} processes" in str(error.value)
-
-
-def subset(texts, rows, *, objective=OBJECTIVES["masked"], batch_size=4, purpose="score"):
-    return EvalSubset(texts, rows, objective=objective, batch_size=batch_size, purpose=purpose)
+def test_a_batch_that_cannot_be_shared_out_is_refused(accumulate, world):
+    with pytest.raises(ValueError, match=f"trainer.batch_size=12 .*_batches={accumulate}"):
+        stream("abc", [1, 1, 1], accumulate=accumulate, world=world)
 
 
 ROWS = {"a": np.array([22, 3, 0, 8, 7, 11]), "c": np.array([5, 39, 1])}
 
 
-def test_a_subset_is_its_rows_in_batches_of_one_text(texts):
-    chosen = {name: texts[name] for name in "ac"}
-    made = subset(chosen, ROWS)
-    found = batches(made)
-    assert [int(batch["column"]) for batch in found] == [0, 0, 1]
+def subset(texts, rows, *, objective=MASKED, batch_size=4, purpose="score", **how):
+    return EvalSubset(texts, rows, objective=objective, batch_size=batch_size, purpose=purpose, **how)
+
+
+def test_a_subset_is_its_rows_in_batches_of_one_text():
+    made = subset(TEXTS, ROWS)
+    found = [made[number] for number in range(len(made))]
+    assert [int(batch["column"]) for batch in found] == [0, 0, 2]
     assert [len(batch["input_ids"]) for batch in found] == [4, 2, 3]
-    expected = [tuple(row) for name in "ac" for row in texts[name].ids(ROWS[name]).tolist()]
-    assert [original(each) for each in all_samples(made)] == expected
+    assert numbers(made) == [(name, row) for name, rows in ROWS.items() for row in rows]
     for batch in found:
         assert float(batch["weight"]) == pytest.approx(1 / len(batch["positions"]))
 
 
-def test_evaluation_masks_are_the_texts_the_rows_and_the_purposes(texts):
-    whole = all_samples(subset({"a": texts["a"], "c": texts["c"]}, ROWS))
-    for batch_size in (1, 2, 9):
-        assert all_samples(subset({"a": texts["a"], "c": texts["c"]}, ROWS, batch_size=batch_size)) == whole
-    reordered = subset({"c": texts["c"], "a": texts["a"]}, {name: rows[::-1] for name, rows in ROWS.items()})
+def test_evaluation_masks_are_the_texts_the_rows_and_the_purposes():
+    whole = all_samples(subset(TEXTS, ROWS))
+    assert all_samples(subset(TEXTS, ROWS, batch_size=9)) == whole
+    reordered = subset(dict(reversed(TEXTS.items())), {name: rows[::-1] for name, rows in ROWS.items()})
     assert Counter(all_samples(reordered)) == Counter(whole)
-    assert len(set(all_samples(subset(texts, ROWS | {"b": np.arange(0)}, purpose="probe"))) & set(whole)) <= 2
-    renamed = subset({"x": texts["a"], "c": texts["c"]}, {"x": ROWS["a"], "c": ROWS["c"]})
-    assert len(set(all_samples(renamed)[:6]) & set(whole)) <= 1
+    assert len({*all_samples(subset(TEXTS, ROWS, purpose="probe"))} & {*whole}) <= 2
+    renamed = subset({"x": TEXTS["a"]}, {"x": ROWS["a"]})
+    assert len({*all_samples(renamed)} & {*whole}) <= 1
 
 
-def test_each_scored_token_has_its_document(texts, objective):
-    made = subset({"a": texts["a"]}, {"a": np.arange(23)}, objective=objective, batch_size=6)
+def test_each_scored_token_has_its_document(objective):
+    made = subset(TEXTS, {"a": np.arange(23)}, objective=objective, batch_size=6)
     ahead = int(isinstance(objective, Causal))
-    for number, batch in enumerate(batches(made)):
+    for number in range(len(made)):
         owners = []
-        for place, labels in enumerate(labels_of(batch).tolist()):
-            row = number * 6 + place
+        for place, labels in enumerate(labels_of(made[number]).tolist()):
             predicted = (t + ahead for t, label in enumerate(labels) if label != UNSCORED)
-            owners += [(row * 8 + t) // 5 for t in predicted]
-        assert batch["documents"].tolist() == owners
-        assert len(owners) == len(batch["positions"])
+            owners += [((number * 6 + place) * 8 + t) // 5 for t in predicted]
+        assert made[number]["documents"].tolist() == owners
 
 
 def test_shares_are_everything_once():
@@ -249,22 +174,34 @@ def test_shares_are_everything_once():
         shares = [ShardSampler(total, rank=rank, world=world) for rank in range(world)]
         assert sorted(itertools.chain(*shares)) == list(range(total))
         assert [len(share) for share in shares] == [len(list(share)) for share in shares]
-        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+        assert {share.common for share in shares} == {min(map(len, shares))}
 
 
-def test_processes_that_go_together_are_at_one_text_and_none_is_left_over(texts, objective):
+def test_processes_that_go_together_are_at_one_text_and_none_is_left_over(objective):
     """Idle batches fill each text up; what is scored is what it was."""
-    rows = {name: np.arange(len(text)) for name, text in texts.items()}
-    how = {"objective": objective, "batch_size": 8, "purpose": "score"}
-    alone, together = EvalSubset(texts, rows, **how), EvalSubset(texts, rows, **how, together=3)
-    shares = [
-        [together[number] for number in ShardSampler(len(together), rank=rank, world=3)] for rank in range(3)
-    ]
-    for pass_ in zip(*shares, strict=True):
-        assert len({int(batch["column"]) for batch in pass_}) == 1
+    rows = {name: np.arange(len(text)) for name, text in TEXTS.items()}
+    how = {"objective": objective, "batch_size": 8}
+    alone, together = subset(TEXTS, rows, **how), subset(TEXTS, rows, **how, together=3)
     every = [together[number] for number in range(len(together))]
+    for pass_ in zip(*(every[rank::3] for rank in range(3)), strict=True):
+        assert len({int(batch["column"]) for batch in pass_}) == 1
     idle = [batch for batch in every if "idle" in batch]
     assert len(idle) == len(every) - len(alone) == 3 and all(len(batch["positions"]) == 0 for batch in idle)
-    kept = [batch for batch in every if "idle" not in batch]
-    for batch, expected in zip(kept, batches(alone), strict=True):
-        assert samples(batch) == samples(expected)
+    kept = [samples(batch) for batch in every if "idle" not in batch]
+    assert kept == [samples(alone[number]) for number in range(len(alone))]
+
+
+def test_places_targets_and_rows_are_those_of_the_labels_and_a_row_is_a_batch():
+    labels = torch.tensor([[-100, 7, -100, 8], [-100] * 4, [9, -100, -100, -100]])
+    ids, present = torch.arange(12).view(3, 4), torch.ones(3, 4, dtype=torch.bool)
+    batch = label_batch(ids, labels, present)
+    assert "attention_mask" not in batch and "labels" not in batch
+    assert batch["positions"].tolist() == [1, 3, 8] and batch["targets"].tolist() == [7, 8, 9]
+    assert batch["rows"].tolist() == [0, 0, 2] and torch.equal(labels_of(batch), labels)
+    present[1, 2:] = False
+    batch = label_batch(ids, labels, present)
+    for row in range(3):
+        one, own = single(batch, row), slice(row, row + 1)
+        alone = label_batch(ids[own], labels[own], present[own])
+        alone.setdefault("attention_mask", torch.ones(1, 4, dtype=torch.long))
+        assert one.keys() == alone.keys() and all(torch.equal(one[name], alone[name]) for name in alone)
