@@ -2,6 +2,7 @@
 
 import csv
 import gzip
+import io
 import json
 import os
 from collections import Counter
@@ -14,7 +15,6 @@ from datasets import load_dataset
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from cpt.data.sources import docstrings
 from cpt.data.sources.base import GENERAL
 from cpt.data.sources.docstrings import InstalledDocs
 from cpt.data.sources.hub import Hub
@@ -61,6 +61,11 @@ def read(root, name="a", **options):
     return list(texts(root, **options).read(name))
 
 
+def parquet_of(**columns):
+    pq.write_table(pa.table(columns), made := io.BytesIO())
+    return made.getvalue()
+
+
 def in_lines(documents, column):
     return "".join(json.dumps({"id": 1, column: text, "meta": None}) + "\n\n" for text in documents)
 
@@ -103,32 +108,20 @@ def test_every_kind_of_table_gives_its_documents(tmp_path, name, column):
     assert read(tmp_path, column=column) == [("train", text) for text in DOCUMENTS]
 
 
-def test_tables_pass_over_what_is_empty(tmp_path):
-    put(tmp_path / "a" / "a.jsonl", '{"text": null}\n{"text": ""}\n{"text": " \\n"}\n{"text": "b"}\n')
+def test_tables_pass_over_what_is_empty_and_files_may_have_other_columns(tmp_path):
+    put(tmp_path / "a" / "a.jsonl", '{"text": null}\n{"text": ""}\n{"text": " \\n"}\n{"text": "b", "n": 1}\n')
     put(tmp_path / "a" / "b.csv", 'text,id\n"",1\n" ",2\n\nc,3\n')
     put_parquet(tmp_path / "a" / "c.parquet", [None, "", "d"], "text")
-    put(tmp_path / "a" / "d.jsonl", "")
-    put(tmp_path / "a" / "e.csv", "")
-    put(tmp_path / "a" / "f.json", "[]")
-    assert [text for _, text in read(tmp_path)] == ["b", "c", "d"]
+    put(tmp_path / "a" / "d.jsonl", '{"n": "x", "m": {"deep": 2}, "text": "e"}\n')
+    for name, empty in (("e.jsonl", ""), ("f.csv", ""), ("g.json", "[]")):
+        put(tmp_path / "a" / name, empty)
+    assert [text for _, text in read(tmp_path)] == ["b", "c", "d", "e"]
 
 
-def test_files_of_one_domain_may_have_other_columns(tmp_path):
-    put(tmp_path / "a" / "a.jsonl", '{"text": "b", "n": 1}\n{"n": "x", "text": "c"}\n')
-    put(tmp_path / "a" / "b.jsonl", '{"text": "d", "m": {"deep": 2}}\n')
-    assert [text for _, text in read(tmp_path)] == ["b", "c", "d"]
-
-
-def test_markdown_is_a_document_a_file_and_told_beside_others(tmp_path, caplog):
-    caplog.set_level("INFO")
+def test_markdown_is_a_document_a_file(tmp_path):
     put(tmp_path / "a" / "one.md", "# One\n\ntext\n")
     put(tmp_path / "a" / "two.md.zst", "# Two\n\nmore\n")
-    assert read(tmp_path) == [("train", "# One\n\ntext\n"), ("train", "# Two\n\nmore\n")]
-    texts(tmp_path).check(["a"])
-    assert "read as text" not in caplog.text
     put(tmp_path / "a" / "three.txt", "b\n\nc\n")
-    texts(tmp_path).check(["a"])
-    assert "one.md, one of 2 .md files beside 1 others, is read as text" in caplog.text
     assert [text for _, text in read(tmp_path)] == ["# One\n\ntext\n", "b", "c", "# Two\n\nmore\n"]
     assert [text for _, text in read(tmp_path, document="line")][:2] == ["# One", "text"]
 
@@ -140,8 +133,6 @@ def test_a_domain_may_have_a_column_of_its_own(tmp_path):
     assert [text for name in ("a", "law") for _, text in source.read(name)] == ["b", "c", "d"]
     assert source.fingerprint("law") != texts(tmp_path).fingerprint("law")
     assert source.fingerprint("a") == texts(tmp_path).fingerprint("a")
-    with pytest.raises(ValueError, match=r"columns.laws is not known; did you mean columns.law"):
-        texts(tmp_path, columns={"laws": "body"})
 
 
 PLAIN = "\ufeffOne.\r\nMore.\r\n\r\n  \r\nTwo.\n\n\nThree.\x0cStill\u2028three."
@@ -159,53 +150,40 @@ def test_what_a_document_of_a_text_file_is(tmp_path, name, document, expected):
     assert [text for _, text in read(tmp_path, document=document)] == expected
 
 
-def test_auto_takes_the_line_where_no_blank_line_separates(tmp_path, caplog):
-    caplog.set_level("INFO")
-    put(tmp_path / "a" / "a.txt", "\n\nOne.\nTwo.\n\n")
+def test_auto_takes_lines_paragraphs_or_files_by_what_the_first_lines_and_the_count_say(tmp_path):
+    put(tmp_path / "a" / "a.txt", "\n\nOne.\nTwo.\n\n")  # no blank line separates
     put(tmp_path / "a" / "b.txt", "Three.\n\nFour.\n")
     assert [text for _, text in read(tmp_path)] == ["One.", "Two.", "Three.", "Four."]
-    assert "2 .txt files, a document is a line" in caplog.text
-
-
-def test_auto_looks_at_the_first_lines_only(tmp_path):
-    put(tmp_path / "a" / "a.txt", "x\n" * 10_000 + "\ny\n")
-    assert len(read(tmp_path)) == 10_001
-    put(tmp_path / "a" / "a.txt", "x\n" * 9_998 + "\ny\n")
-    assert len(read(tmp_path)) == 2
-
-
-@pytest.mark.parametrize("count, expected", [(19, 38), (20, 20)])
-def test_auto_takes_the_file_where_there_are_many(tmp_path, count, expected):
-    for number in range(count):
-        put(tmp_path / "a" / f"{number}.txt", f"One {number}.\n\nTwo.\n")
-    put(tmp_path / "a" / "b.jsonl", '{"text": "of another kind"}\n')
-    assert len(read(tmp_path)) == expected + 1
+    for lines, count in ((10_000, 10_001), (9_998, 2)):
+        put(tmp_path / "b" / "a.txt", "x\n" * lines + "\ny\n")
+        assert len(read(tmp_path, "b")) == count
+    for number in range(20):
+        put(tmp_path / "c" / f"{number}.txt", f"One {number}.\n\nTwo.\n")
+    put(tmp_path / "c" / "b.jsonl", '{"text": "of another kind"}\n')
+    assert len(read(tmp_path, "c")) == 21
+    (tmp_path / "c" / "0.txt").unlink()
+    assert len(read(tmp_path, "c")) == 2 * 19 + 1
 
 
 SPLIT_OF = {
     "train.jsonl": "train",
-    "valid.jsonl.gz": "valid",
     "validation.jsonl": "valid",
-    "dev.jsonl": "valid",
     "val.jsonl": "valid",
     "test.jsonl": "test",
-    "Test.jsonl.gz": "test",
     "test-00000-of-00002.jsonl": "test",
     "dev_3.jsonl": "valid",
     "data/test.jsonl": "test",
     "test/train.jsonl": "test",
-    "valid/2020/a.jsonl": "valid",
-    "news.jsonl": "train",
     "testing.jsonl": "train",
     "test-cases.jsonl": "train",
     "my.test.jsonl": "train",
 }
 
 
-@pytest.mark.parametrize("name, split", SPLIT_OF.items())
-def test_the_split_is_in_the_name(tmp_path, name, split):
-    put(tmp_path / "a" / name, '{"text": "b"}\n')
-    assert read(tmp_path) == [(split, "b")]
+def test_the_split_is_in_the_name(tmp_path):
+    for number, name in enumerate(SPLIT_OF):
+        put(tmp_path / f"{number}" / name, '{"text": "b"}\n')
+        assert read(tmp_path, f"{number}") == [(SPLIT_OF[name], "b")]
 
 
 def test_files_are_read_in_order_with_whatever_names_they_have(tmp_path):
@@ -227,85 +205,50 @@ def test_text_is_streamed(tmp_path):
         next(documents)
 
 
-BROKEN = {
-    "latin.txt": ("caf\xe9\n".encode("latin-1"), "latin.txt is not UTF-8: line 1, byte 4"),
-    "latin.jsonl": (
-        '{"text": "b"}\n{"text": "\xe9"}\n'.encode("latin-1"),
-        "latin.jsonl is not UTF-8: line 2, byte 11",
-    ),
-    "latin.csv.gz": ("text\n\xe9\n".encode("latin-1"), "latin.csv.gz is not UTF-8: line 2, byte 1"),
-    "utf16.txt": ("One.\n".encode("utf-16"), "utf16.txt is not UTF-8: line 1, byte 1"),
-    "no.jsonl": (
-        '{"text": "b"}\n{"body": "b", "id": 1}\n',
-        "no.jsonl, line 2 has no column 'text'; it has body, id",
-    ),
-    "no.csv": ("id,body\n1,b\n", "no.csv, line 2 has no column 'text'; it has id, body (domains.column)"),
-    "number.jsonl": ('{"text": 5}\n', "number.jsonl, line 1: column 'text' is not text: 5"),
-    "list.jsonl": ('["b"]\n', "list.jsonl, value 1 has no column 'text'; it has 'b'"),
-    "later.jsonl": ('{"text": "b"}\n["c"]\n', "later.jsonl, line 2 has no column 'text'; it has ['c']"),
-    "value.jsonl": ('{"text": "b"}\n3\n', "value.jsonl, line 2 has no column 'text'; it has 3"),
-    "half.jsonl": ('{"text": "b"}\n{"text"\n', "half.jsonl, line 2 is not JSON: Expecting ':'"),
-    "deep.jsonl": ("[" * 100_000, "deep.jsonl cannot be read: it is nested too deeply"),
-    "half.json": ('[{"text": "b"},\n', "half.json, line 1 is not JSON: "),
-    "wide.csv": ("id,text\n1,b\n2,b, and c\n", "wide.csv, line 3 has 3 values; allowed: 2"),
-    "narrow.csv": ("id,text\n1\n", "narrow.csv, line 2 has 1 values; allowed: 2"),
-    "quote.csv": ('id,text\n1,"b\n2,c\n', "quote.csv cannot be read: unexpected end of data"),
-    "a.parquet.gz": (b"PAR1", "a.parquet.gz: Parquet is packed already; allowed: .parquet"),
-    "not.parquet": (b"PAR1 but not really", "not.parquet cannot be read: Parquet magic bytes not found"),
+LATIN = '{"text": "b"}\n{"text": "\xe9"}\n'.encode("latin-1")
+PACKED = gzip.compress("".join(f'{{"text": "{number * 7919}"}}\n' for number in range(3000)).encode())
+FRAMES = b"".join(
+    PACK[".zst"](f"{number}\n".encode() * 9) for number in (1, 2)
+)  # as parallel compressors write
+BROKEN = {  # what is said behind the path of the file
+    "latin.txt": ("caf\xe9\n".encode("latin-1"), "is not UTF-8: line 1, byte 4"),
+    "latin.jsonl": (LATIN, "is not UTF-8: line 2, byte 11"),
+    "latin.jsonl.gz": (gzip.compress(LATIN), "is not UTF-8: line 2, byte 11"),
+    "no.jsonl": ('{"text": "b"}\n{"body": "b", "id": 1}\n', ", line 2 has no column 'text'"),
+    "no.csv": ("id,body\n1,b\n", ", line 2 has no column 'text'"),
+    "number.jsonl": ('{"text": 5}\n', ", line 1: column 'text' is not text: 5"),
+    "list.jsonl": ('["b"]\n', ", value 1 has no column 'text'"),
+    "value.jsonl": ('{"text": "b"}\n3\n', ", line 2 has no column 'text'"),
+    "half.jsonl": ('{"text": "b"}\n{"text"\n', ", line 2 is not JSON"),
+    "deep.jsonl": ("[" * 100_000, "cannot be read: it is nested too deeply"),
+    "half.json": ('[{"text": "b"},\n', ", line 1 is not JSON: "),
+    "wide.csv": ("id,text\n1,b\n2,b, and c\n", ", line 3 has 3 values"),
+    "narrow.csv": ("id,text\n1\n", ", line 2 has 1 values"),
+    "quote.csv": ('id,text\n1,"b\n2,c\n', "cannot be read: "),
+    "a.parquet.gz": (b"PAR1", ": Parquet is packed already"),
+    "not.parquet": (b"PAR1 but not really", "cannot be read: "),
+    "short.jsonl.gz": (PACKED[:-900], "cannot be read: "),
+    "changed.jsonl.gz": (PACKED[:10] + b"\xff" * 99 + PACKED[109:], "cannot be read: "),
+    "plain.txt.gz": (b"One.\n", "cannot be read: "),
+    "short.txt.zst": (FRAMES[:-9], "cannot be read: "),
+    "plain.txt.zst": (b"no Zstandard", "cannot be read: "),
+    "latin.parquet": (parquet_of(text=pa.array([b"caf\xe9"]).view(pa.string())), "is not UTF-8: "),
+    "no.parquet": (parquet_of(id=[1], body=["b"]), "has no column 'text'"),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_file_is_named_on_one_line(tmp_path, name):
-    content, message = BROKEN[name]
-    put(tmp_path / "a" / name, content)
+    content, told = BROKEN[name]
+    path = tmp_path / "a" / name
+    path.parent.mkdir()
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(ValueError) as error:
         read(tmp_path, document="line")
-    assert f"{tmp_path / 'a' / message}" in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-def test_broken_compression_and_parquet(tmp_path):
-    whole = gzip.compress("".join(f'{{"text": "{number * 7919}"}}\n' for number in range(3000)).encode())
-    broken = {
-        whole[:-900]: "Compressed file ended",
-        whole[:10] + b"\xff" * 99 + whole[109:]: "Error -3 while decompressing",
-        b'{"text": "b"}\n': "Not a gzipped file",
-    }
-    for name, content in (("a.txt.gz", b"One.\n"), ("a.txt.gz", whole[:10] + b"\xff" * 99)):
-        put(tmp_path / "b" / "x.csv", "text\n")
-        (tmp_path / "b" / name).write_bytes(content)
-        with pytest.raises(ValueError, match=f"b/{name} cannot be read: "):
-            read(tmp_path, "b")
-    path = tmp_path / "a" / "a.jsonl.gz"
-    path.parent.mkdir()
-    for content, reason in broken.items():
-        path.write_bytes(content)
-        with pytest.raises(ValueError, match=f"a.jsonl.gz cannot be read: {reason}"):
-            read(tmp_path)
+    assert str(path) in str(error.value) and told in str(error.value) and "\n" not in str(error.value)
     path.unlink()
-    raw = pa.array([b"caf\xe9"]).view(pa.string())
-    pq.write_table(pa.table({"text": raw}), tmp_path / "a" / "latin.parquet")
-    with pytest.raises(ValueError, match=r"latin.parquet is not UTF-8: "):
-        read(tmp_path)
-    pq.write_table(pa.table({"id": [1], "body": ["b"]}), tmp_path / "a" / "latin.parquet")
-    with pytest.raises(ValueError, match=r"latin.parquet has no column 'text'; it has id, body"):
-        read(tmp_path)
-
-
-@pytest.mark.parametrize("end", [None, -9])
-def test_broken_zstandard_is_named_and_frames_follow_each_other(tmp_path, end):
-    """What parallel compressors write is several frames."""
-    frames = b"".join(PACK[".zst"](f"{number}\n".encode() * 9) for number in (1, 2))
-    path = tmp_path / "a" / "a.txt.zst"
-    put(path, "")
-    path.write_bytes(frames[:end])
-    if end is None:
-        assert len(read(tmp_path, document="line")) == 18
-        frames = b"no Zstandard"
-    path.write_bytes(frames[:end])
-    with pytest.raises(ValueError, match="a.txt.zst cannot be read: "):
-        read(tmp_path, document="line")
+    (tmp_path / "a" / "a.txt.zst").write_bytes(FRAMES)
+    assert len(read(tmp_path, document="line")) == 18
 
 
 def test_a_sub_folder_with_text_is_a_domain(tmp_path):
@@ -331,48 +274,37 @@ def test_without_general_text_it_is_that_of_installed_packages(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize(
-    "options, message",
+    "options, told",
     [
-        ({"document": "page"}, "document=page; allowed: file, paragraph, line, auto"),
+        ({"document": "page"}, "document=page"),
         ({"folder": "corpora"}, "there is no folder"),
-        ({"folder": "empty"}, "has no sub-folder; each would be a domain"),
-        ({"general": "wiki"}, "general=wiki: there is no folder"),
-        ({"ignore": "a"}, "ignore=a; allowed: null or a list of names or patterns, like [README*]"),
-        ({"ignore": [1]}, "ignore=[1]; allowed: null or a list of names or patterns"),
+        ({"folder": "empty"}, "has no sub-folder"),
+        ({"general": "wiki"}, "general=wiki"),
+        ({"ignore": [1]}, r"ignore=\[1\]"),
+        ({"columns": {"laws": "body"}}, "columns.laws"),
     ],
 )
-def test_what_texts_cannot_be_made_of(tmp_path, options, message):
+def test_what_texts_cannot_be_made_of(tmp_path, options, told):
     put(tmp_path / "a" / "a.txt", "One.\n")
     (tmp_path / "empty").mkdir(parents=True)
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=told):
         texts(tmp_path, **options)
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
 
 
-UNREAD = {
-    "b/notes.rst": (
-        "*.rst",
-        "b/notes.rst is not a file of text; allowed: .txt .md .jsonl .json .csv .parquet",
-    ),
-    "a/a.jsonl.xz": ("*.jsonl.xz", "a/a.jsonl.xz is not a file of text"),
-    "a/deep/er/LICENSE": ("LICENSE", "a/deep/er/LICENSE is not a file of text"),
-    "general/a.png": ("*.png", "general/a.png is not a file of text"),
-}
+UNREAD = {"b/notes.rst": "*.rst", "a/a.jsonl.xz": "*.jsonl.xz", "a/deep/LICENSE": "LICENSE"}
 
 
 @pytest.mark.parametrize("name", UNREAD)
 def test_a_file_that_is_not_read_is_named_and_may_be_left_out(tmp_path, name):
-    pattern, message = UNREAD[name]
     for domain in ("a", "b", "general"):
         put(tmp_path / domain / "a.txt", "One.\n")
     put(tmp_path / name, b"?")
     source = texts(tmp_path)
     with pytest.raises(ValueError) as error:
         source.check(source.names)
-    assert str(error.value).startswith(f"{tmp_path}/{message}")
-    assert f"domains.ignore=[{pattern}]" in str(error.value)
-    told = texts(tmp_path, ignore=[pattern])
+    assert str(error.value).startswith(f"{tmp_path}/{name} is not a file of text")
+    assert f"domains.ignore=[{UNREAD[name]}]" in str(error.value)
+    told = texts(tmp_path, ignore=[UNREAD[name]])
     told.check(told.names)
     assert [text for each in ("a", "b") for _, text in told.read(each)] == ["One."] * 2
 
@@ -385,7 +317,7 @@ def test_a_domain_without_text_stays_in_the_order_and_is_named(tmp_path, inside)
         put(tmp_path / "b" / name, b"?")
     source = texts(tmp_path)
     assert source.names == ["a", "b"]
-    with pytest.raises(ValueError, match=rf"^{tmp_path / 'b'}.*domains.ignore=\["):
+    with pytest.raises(ValueError, match=rf"^{tmp_path / 'b'}.*domains.ignore="):
         source.check(source.names)
     source.check(["a"])
     assert texts(tmp_path, ignore=["b"]).names == ["a"]
@@ -430,30 +362,10 @@ def test_links_are_followed_and_broken_ones_named(tmp_path):
         read(tmp_path / "root")
 
 
-def test_what_lies_beside_the_domains_is_named(tmp_path, caplog):
-    caplog.set_level("INFO")
-    for name in ("a/a.txt", "loose.txt", ".hidden.txt", "README.md"):
-        put(tmp_path / name, "One.\n")
-    texts(tmp_path, ignore=["README*"]).check(["a"])
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path}: loose.txt: in no domain's folder and not read"
-    ]
-
-
-@pytest.mark.parametrize(
-    "shared, message",
-    [
-        ({"score_on": "train"}, "score_on=train; allowed: valid, test"),
-        ({"held_out": {"valid": 0.5, "test": 0.1, "seed": 0}}, "allowed: shares above 0 and below 0.5"),
-        ({"held_out": {"valid": 0.1, "test": 0.5, "seed": 0}}, "allowed: shares above 0 and below 0.5"),
-        ({"held_out": {"valid": 0, "test": 0.1, "seed": 0}}, "allowed: shares above 0 and below 0.5"),
-        ({"held_out": {"valid": 0.1, "test": 0, "seed": 0}}, "allowed: shares above 0 and below 0.5"),
-    ],
-)
-def test_what_no_source_can_be_made_of(shared, message):
-    with pytest.raises(ValueError, match=message):
-        InstalledDocs(packages={}, general=["stdlib"], **{**SHARED, **shared})
-    assert InstalledDocs(packages={}, general=["stdlib"], **SHARED).score_on == "test"
+@pytest.mark.parametrize("held_out", [{"valid": 0.5, "test": 0.1}, {"valid": 0.1, "test": 0}])
+def test_held_out_shares_are_above_0_and_below_a_half(held_out):
+    with pytest.raises(ValueError, match="held_out"):
+        InstalledDocs(packages={}, general=["stdlib"], **SHARED | {"held_out": {**held_out, "seed": 0}})
 
 
 def test_the_fingerprint_is_that_of_the_files(tmp_path):
@@ -489,15 +401,9 @@ def test_installed_docs_are_the_prose_of_packages(tmp_path, monkeypatch):
     assert len(list(source.read(GENERAL))) == 2
     before = source.fingerprint("a"), source.fingerprint("b")
     put(tmp_path / "more.py", f'def g():\n    """{HOLDER}"""')
-    assert source.fingerprint("a") != before[0]
-    assert source.fingerprint("b") == before[1]
-
-
-def test_a_package_goes_by_its_import_name():
-    source = InstalledDocs(packages={"a": ["yaml"], "b": ["no_such_package"]}, general=["filelock"], **SHARED)
-    assert len(source.fingerprint("a")) == len(docstrings.modules("yaml")) > 5
+    assert source.fingerprint("a") != before[0] and source.fingerprint("b") == before[1]
     with pytest.raises(ValueError, match="'no_such_package'"):
-        source.fingerprint("b")
+        InstalledDocs(packages={"b": ["no_such_package"]}, general=["docs"], **SHARED).fingerprint("b")
 
 
 @pytest.fixture
@@ -507,13 +413,6 @@ def dataset(tmp_path, monkeypatch):
     for split in ("train", "validation", "test"):
         put(tmp_path / "news" / f"{split}.jsonl", in_lines([f"{split} {n}" for n in range(3)], "text"))
     return tmp_path / "news"
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_data_set_gives_its_splits(dataset, streaming):
-    found = list(hub({"path": str(dataset)}, streaming=streaming).read("news"))
-    theirs = {"train": "train", "valid": "validation", "test": "test"}
-    assert found == [(ours, f"{name} {n}") for ours, name in theirs.items() for n in range(3)]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -538,19 +437,17 @@ def test_saved_folders_and_data_files_are_read(kind, streaming, dataset, monkeyp
     assert source.fingerprint("news") != before
 
 
-def test_a_data_set_gives_the_splits_that_are_asked_for(dataset):
-    wanted = {"train": "validation", "test": "train[:2]"}
-    found = list(hub({"path": str(dataset), "splits": wanted}, streaming=False).read("news"))
-    assert found == [("train", f"validation {n}") for n in range(3)] + [
-        ("test", f"train {n}") for n in range(2)
-    ]
-
-
-def test_the_general_text_may_be_of_the_catalogue(dataset):
-    source = hub(
-        {"path": str(dataset)}, general="wiki", wiki={"path": str(dataset), "splits": {"train": "test"}}
-    )
-    assert source.names == ["news"]
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_data_set_gives_its_splits_or_those_that_are_asked_for(dataset, streaming):
+    entry, theirs = {"path": str(dataset)}, {"train": "train", "valid": "validation", "test": "test"}
+    found = list(hub(entry, streaming=streaming).read("news"))
+    assert found == [(ours, f"{name} {n}") for ours, name in theirs.items() for n in range(3)]
+    wanted = entry | {"splits": {"train": "validation", "test": "train" if streaming else "train[:2]"}}
+    found = list(hub(wanted, streaming=streaming).read("news"))
+    expected = [("train", f"validation {n}") for n in range(3)]
+    assert found == expected + [("test", f"train {n}") for n in range(3 if streaming else 2)]
+    source = hub(entry, general="wiki", wiki={"path": str(dataset), "splits": {"train": "test"}})
+    assert source.names == ["news"]  # the general text may be of the catalogue
     assert [text for _, text in source.read(GENERAL)] == ["test 0", "test 1", "test 2"]
 
 
@@ -568,60 +465,48 @@ def test_the_fingerprint_of_a_local_data_set_is_that_of_its_files(dataset):
     assert len(seen) == 4
 
 
-HUB_ERRORS = {
-    "column": ({}, "news \\(train\\) has no column 'body'; it has id, text, meta \\(domains.column\\)"),
-    "split": ({"splits": {"train": "rest"}}, r"rest.*'train', 'validation', 'test'"),
-    "config": ({"name": "other"}, "'other' not found"),
-    "missing": ({"path": "nowhere"}, "domains.catalogue.news, path=.*nowhere: "),
-}
-
-
-@pytest.mark.parametrize("wrong", HUB_ERRORS)
-def test_what_a_data_set_cannot_give(dataset, monkeypatch, wrong):
-    monkeypatch.chdir(dataset.parent)
-    change, message = HUB_ERRORS[wrong]
-    entry = {"path": str(dataset), **change}
-    if wrong == "missing":
-        entry["path"] = str(dataset.parent / "nowhere")
-    with pytest.raises(ValueError, match=message) as error:
-        list(hub(entry, column="body" if wrong == "column" else "text").read("news"))
+@pytest.mark.parametrize(
+    ("change", "column", "told"),
+    [
+        ({}, "body", r"news \(train\) has no column 'body'"),
+        ({"splits": {"train": "rest"}}, "text", "rest.*'train', 'validation', 'test'"),
+        ({"name": "other"}, "text", "'other' not found"),
+        ({"path": "/nowhere"}, "text", "domains.catalogue.news, path=/nowhere"),
+    ],
+)
+def test_what_a_data_set_cannot_give(dataset, change, column, told):
+    with pytest.raises(ValueError, match=told) as error:
+        list(hub({"path": str(dataset), **change}, column=column).read("news"))
     assert "\n" not in str(error.value)
 
 
-def test_a_data_set_that_is_not_utf8_or_has_none_of_our_splits(dataset):
-    (dataset / "train.jsonl").write_bytes(b'{"id": 1, "text": "caf\xe9", "meta": null}\n')
-    for streaming in (False, True):
-        with pytest.raises(ValueError, match=r"domains.catalogue.news, path=.*news: .*utf-8"):
-            list(hub({"path": str(dataset)}, streaming=streaming).read("news"))
-    (dataset / "train.jsonl").write_bytes(b'{"id": 1, "text"')
-    with pytest.raises(ValueError, match=r"domains.catalogue.news, path=.*news: .*JSON"):
-        list(hub({"path": str(dataset)}, streaming=False).read("news"))
+def test_a_data_set_that_is_damaged_or_has_none_of_our_splits(dataset):
+    latin = b'{"id": 1, "text": "caf\xe9", "meta": null}\n'
+    for raw, kind in ((latin, "utf-8"), (b'{"id": 1, "text"', "JSON")):
+        (dataset / "train.jsonl").write_bytes(raw)
+        with pytest.raises(ValueError, match=rf"domains.catalogue.news, path=.*news: .*{kind}"):
+            list(hub({"path": str(dataset)}, streaming=False).read("news"))
     (dataset / "README.md").write_text(
         "---\nconfigs:\n- config_name: x\n  data_files:\n  - split: all\n    path: test.jsonl\n---\n"
     )
-    with pytest.raises(ValueError, match="has the splits all; allowed: train, .* splits={train: all}"):
+    with pytest.raises(ValueError, match="has the splits all.* splits={train: all}"):
         list(hub({"path": str(dataset)}).read("news"))
     assert len(list(hub({"path": str(dataset), "splits": {"train": "all"}}).read("news"))) == 3
 
 
 @pytest.mark.parametrize(
-    "entry, message",
+    "entry",
     [
-        ({"name": "ecthr_a"}, "catalogue.news={'name': 'ecthr_a'}; allowed: path, and optionally"),
-        ({"path": "x", "config": "y"}, "allowed: path, and optionally name, data_files, column, splits"),
-        ({"path": "json", "data_files": {"train": []}}, "allowed: path, and optionally name, data_files"),
-        (
-            {"path": "x", "splits": {"dev": "y"}},
-            "allowed: path, and optionally name, data_files, column, splits",
-        ),
+        {"name": "ecthr_a"},
+        {"path": "x", "config": "y"},
+        {"path": "json", "data_files": {"train": []}},
+        {"path": "x", "splits": {"dev": "y"}},
     ],
 )
-def test_what_an_entry_must_be(entry, message):
-    with pytest.raises(ValueError, match=message):
+def test_what_an_entry_must_be(entry):
+    with pytest.raises(ValueError, match="catalogue.news=.*allowed: path, and optionally"):
         hub(entry)
-    with pytest.raises(ValueError, match="catalogue names no domain; needed: "):
-        Hub(catalogue={}, column="text", streaming=True, general=None, **SHARED)
-    with pytest.raises(ValueError, match="general=wiki; allowed: null, news"):
+    with pytest.raises(ValueError, match="general=wiki"):
         hub({"path": "x"}, general="wiki")
 
 
@@ -631,32 +516,22 @@ def configured(name, **changes):
     return instantiate(OmegaConf.merge(settings, changes), _convert_="all")
 
 
-def test_the_layout_of_das6(tmp_path):
+def test_the_layouts_of_das6_and_m2d2_and_the_other_configured_sources(tmp_path):
     domains = ["restaurant", "acl", "ai", "phone", "pubmed", "camera"]
     for folder in [*(f"corpora/{name}" for name in domains), "general"]:
         for split in ("train", "valid", "test"):
-            put(tmp_path / folder / f"{split}.jsonl.gz", in_lines([f"{folder} {split}"], "text"))
-    source = configured("das6", root=str(tmp_path))
+            put(tmp_path / "das6" / folder / f"{split}.jsonl.gz", in_lines([f"{folder} {split}"], "text"))
+    source = configured("das6", root=str(tmp_path / "das6"))
     assert source.names == sorted(domains)
     assert all(sorted(order) == sorted(domains) for order in source.orders)
-    assert list(source.read("ai")) == [(split, f"corpora/ai {split}") for split in ("test", "train", "valid")]
-    assert list(source.read(GENERAL)) == [(split, f"general {split}") for split in ("test", "train", "valid")]
-
-
-def test_the_layout_of_m2d2(tmp_path):
-    domains = [f"field.{number}" for number in range(31)]
-    for name in domains:
+    for name, folder in (("ai", "corpora/ai"), (GENERAL, "general")):
+        assert list(source.read(name)) == [(s, f"{folder} {s}") for s in ("test", "train", "valid")]
+    for name in ("field.1", "field.7"):
         for split in ("train", "valid", "test"):
-            put(tmp_path / name / f"{split}.txt", f"First {split} of {name}.\n\nSecond.\n")
-    source = configured("m2d2", root=str(tmp_path))
-    assert source.names == sorted(domains)
+            put(tmp_path / "m2d2" / name / f"{split}.txt", f"First {split} of {name}.\n\nSecond.\n")
+    source = configured("m2d2", root=str(tmp_path / "m2d2"))
+    assert source.names == ["field.1", "field.7"]
     assert Counter(split for split, _ in source.read("field.7")) == {"train": 2, "valid": 2, "test": 2}
-    assert ("valid", "First valid of field.7.") in source.read("field.7")
-
-
-def test_the_other_configured_sources(tmp_path):
-    put(tmp_path / "a" / "a.txt", "One.\n\nTwo.\n")
-    assert len(list(configured("texts", root=str(tmp_path)).read("a"))) == 2
     assert configured("hub", catalogue={"news": {"path": "x"}}).names == ["news"]
     docs = configured("installed_docs")
     assert all(sorted(order) == sorted(docs.names) for order in docs.orders)
