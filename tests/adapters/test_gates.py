@@ -18,7 +18,6 @@ from cpt.adapters.gates import (
 from cpt.gradient_masks.hat import ClaimedUnits
 from cpt.models.units import find_units
 
-KINDS = ("heads", "neurons", "outputs")
 SIZES = {
     "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24,
     "max_position_embeddings": 20, "vocab_size": 40, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
@@ -42,23 +41,9 @@ def model_of(kind: str) -> nn.Module:
     return model
 
 
-def gated_model(kind: str, kinds=KINDS):
-    model = model_of(kind)
-    return model, attach_gates(model, find_units(model, kinds), s_max=400)
-
-
 def logits(model: nn.Module) -> torch.Tensor:
     with torch.no_grad():
         return model(input_ids=torch.arange(12).view(2, 6) + 3).logits
-
-
-@pytest.fixture(params=["bert", "gpt2", "llama"])
-def kind(request):
-    return request.param
-
-
-def test_s_rises_over_the_steps():
-    assert [anneal(p, s_max=400) for p in (0, 0.5, 1)] == pytest.approx([0.0025, 200.00125, 400])
 
 
 @pytest.mark.parametrize("s", [1 / 400, 0.3, 1.0, 20.0, 400.0])
@@ -77,6 +62,7 @@ def test_the_gradient_is_compensated_exactly(s):
 
 
 def test_the_regulariser_by_hand():
+    assert [anneal(p, s_max=400) for p in (0, 0.5, 1)] == pytest.approx([0.0025, 200.00125, 400])
     gates, taken = torch.tensor([1.0, 0.5, 0.25, 0.0]), torch.tensor([1.0, 0.0, 0.0, 0.0])
     assert regulariser(gates, taken).item() == pytest.approx(0.25)
     assert regulariser(taken, taken).item() == 0
@@ -96,9 +82,11 @@ def test_a_gate_is_soft_in_training_and_hard_elsewhere():
     assert torch.equal(gate(x), x * torch.tensor([0.0, 0, 1, 1, 1, 1]))
 
 
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "llama"])
 def test_folded_weights_need_no_gates(kind):
     """The plain model with the folded weights; and the gated one, which they change no more."""
-    model, gates = gated_model(kind)
+    model = model_of(kind)
+    gates = attach_gates(model, find_units(model, ("heads", "neurons", "outputs")), s_max=400)
     chosen = gates.hard(dict(model.named_parameters()))
     assert 0 < chosen.sum() < len(chosen)
     before, plain = logits(model), model_of(kind)
