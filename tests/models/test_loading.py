@@ -1,88 +1,54 @@
+"""Checkpoints and fresh models: their objective, their logits, their sentinels."""
+
 import copy
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from cpt.data.packing import terminator
 from cpt.models import loading
 from cpt.models.objectives import Causal
 from tests.conftest import sentences
+from tests.models.test_units import FAMILIES, build
 from tests.support.running import logits_at
 
-SIZES = {
-    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
-    "max_position_embeddings": 40, "vocab_size": 60, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-MASKED = {
-    "roberta": SIZES,
-    "bert": SIZES,
-    "modernbert": SIZES | {"cls_token_id": 1, "sep_token_id": 2},
-    "electra": SIZES | {"embedding_size": 16},
-    "distilbert": {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32, "vocab_size": 60},
-    "deberta-v2": SIZES,
-    "albert": SIZES | {"embedding_size": 8},
-}
-CAUSAL = {
-    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 40, "vocab_size": 60},
-    "llama": SIZES | {"num_key_value_heads": 2},
-    "qwen2": SIZES | {"num_key_value_heads": 1},
-    "gpt_neox": SIZES,
-    "opt": SIZES | {"ffn_dim": 32, "word_embed_proj_dim": 16},
-    "phi3": SIZES,
-}
-CASES = [(name, "masked") for name in MASKED] + [(name, "causal") for name in CAUSAL]
-
-
-def tiny(name: str, objective: str):
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(name, **(MASKED | CAUSAL)[name])
-    auto = AutoModelForMaskedLM if objective == "masked" else AutoModelForCausalLM
-    return auto.from_config(config).eval()
+NAMES = ["roberta", "bert", "modernbert", "electra", "distilbert", "gpt2", "llama", "gpt_neox", "opt", "phi3"]
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    texts = sentences("alpha beta gamma delta epsilon zeta eta theta", count=40, seed=0)
-    return loading.train_tokenizer(iter(texts), vocabulary=300, objective="masked")
+def texts():
+    return sentences("alpha beta gamma delta epsilon zeta eta theta", count=40, seed=0)
 
 
-@pytest.mark.parametrize(("name", "objective"), CASES)
-def test_logits_at_positions_are_those_of_the_whole_model(name, objective):
-    model = tiny(name, objective)
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_at_positions_are_those_of_the_whole_model_and_it_says_its_objective(name):
+    model = build(name).float()
     ids = torch.randint(3, 60, (3, 12))
     mask = torch.ones_like(ids)
     mask[2, 9:] = 0
     positions = torch.tensor([0, 5, 13, 30])
     batch = {"input_ids": ids, "attention_mask": mask, "positions": positions}
     whole = model(input_ids=ids, attention_mask=mask).logits.flatten(0, 1)[positions]
-    torch.testing.assert_close(logits_at(model, batch), whole, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(logits_at(model, batch), whole, rtol=1e-5, atol=1e-5)
     assert not any(module._forward_hooks for module in model.modules())
-
-
-@pytest.mark.parametrize(("name", "objective"), CASES)
-def test_the_objective_is_that_of_the_architecture(name, objective):
-    config = tiny(name, objective).config
-    fresh = AutoConfig.for_model(name)
-    assert loading.objective_name("auto", config) == objective
-    assert loading.objective_name("auto", fresh) == objective
+    for config in (model.config, AutoConfig.for_model(name)):
+        told = loading.objective_name("auto", config)
+        assert told == ("masked" if FAMILIES[name].auto.__name__.endswith("MaskedLM") else "causal")
 
 
 @pytest.mark.parametrize(("name", "longest"), [("roberta", 39), ("bert", 40), ("gpt2", 40)])
-def test_samples_longer_than_the_positions(name, longest):
-    model = tiny(name, "masked" if name in MASKED else "causal")
+def test_samples_longer_than_the_positions_are_refused(name, longest):
+    model = build(name).float()
     loading.check_length(longest, model, Causal())
-    with pytest.raises(
-        ValueError, match=rf"model.length={longest + 1}; allowed: 2 to {longest}, the positions"
-    ):
+    with pytest.raises(ValueError, match=rf"model.length={longest + 1}; allowed: 2 to {longest}"):
         loading.check_length(longest + 1, model, Causal())
     model(input_ids=torch.full((1, longest), 5))
 
 
 @pytest.fixture(scope="module")
-def with_sentinels():
-    texts = sentences("alpha beta gamma delta epsilon zeta eta theta", count=40, seed=0)
+def with_sentinels(texts):
     return loading.train_tokenizer(iter(texts), vocabulary=400, objective="span")
 
 
@@ -101,7 +67,8 @@ def test_a_learned_tokenizer_has_sentinels_as_t5_has(with_sentinels, tmp_path):
         assert each.decode(each("a", "b").input_ids) == "a</s>b</s>"
 
 
-def test_sentinels_are_found_as_t5_and_as_mt5_have_them(tokenizer):
+def test_sentinels_are_found_as_t5_and_as_mt5_have_them(texts):
+    tokenizer = loading.train_tokenizer(iter(texts), vocabulary=300, objective="masked")
     assert loading.sentinel_ids(tokenizer) == []
     rows = len(tokenizer)
     more = copy.deepcopy(tokenizer)
