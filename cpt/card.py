@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cpt.core.errors import readable
+from cpt.core.files import CHECKSUMS, read_checksums, write_checksums
 from cpt.core.output import run_program
 from cpt.reporting.model_card import write_model_card
 from cpt.trainer.run_dir import RunDir
@@ -21,12 +22,12 @@ def main(arguments: Sequence[str]) -> int:
         if scores is None or not scores.run["finished"] or len(scores.rows) < 2:
             raise ValueError(f"RUN={place.path} is invalid: no finished run that trained a model is in it")
         if not (place.model / "config.json").is_file():
-            raise ValueError(
-                f"{place.model} holds no exported model; the command of the run exports it again"
-            )
+            told = f"{place.model} holds no exported model"
+            raise ValueError(f"{told}; the command of the run exports it again")
         with place.locked():
             card = write_model_card(place.path, scores)
-            place.seal_again([card])
+            if (place.path / CHECKSUMS).exists():
+                write_checksums(place.path, [card], others=read_checksums(place.path))
     print(card)
     return 0
 

@@ -19,7 +19,7 @@ from cpt.evaluation.metrics import objective_value
 from cpt.evaluation.scores import Scores
 from cpt.trainer.domain_order import load_cached_order, order_domains
 from cpt.trainer.extend import check_extension, extend_steps, find_started, resume_from_sibling
-from cpt.trainer.manifest import check_manifest, is_unchanged, resolve_eval_cap, write_manifest
+from cpt.trainer.manifest import Manifest, check_manifest, checkpoint_files, resolve_eval_cap, write_manifest
 from cpt.trainer.plan import Plan, make_plan
 from cpt.trainer.run_dir import RunDir
 
@@ -177,4 +177,10 @@ def is_done(cfg: DictConfig, run_dir: Path) -> bool:
         raise ValueError(reason(error)) from error
     if plan is None or run.changes((plan := resolve_eval_cap(plan, run)).settings):
         return False
-    return is_complete(run.scores(), plan) and not run.lost(full=False) and is_unchanged(plan, run)
+    if not is_complete(run.scores(), plan) or run.lost(full=False):
+        return False
+    then, given = Manifest.load(run), plan.model.checkpoint
+    if then is None or then.order != plan.order:
+        return False
+    texts, base = then.touched(plan, checkpoint_files(given))
+    return not texts and (given is None or not base)

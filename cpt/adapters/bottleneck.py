@@ -53,8 +53,9 @@ class Bottleneck(nn.Module):
     def add_to_sum(self, block: nn.Module, args: Any, output: Any) -> Any:
         """The block's forward hook; its output is hidden states, or a tuple that begins with them."""
         hidden, *others = output if isinstance(output, tuple) else (output,)
-        (norm, summed, normed), self.normed = self.normed or (None, None, None), None
-        if normed is hidden:
+        last, self.normed = self.normed, None
+        if last is not None and last[2] is hidden:
+            norm, summed, _ = last
             hidden = norm.forward(summed + self(hidden).to(summed))
         else:
             hidden = hidden + self(hidden).to(hidden)
@@ -72,7 +73,7 @@ def attach_bottlenecks(model: PreTrainedModel, *, placement: str, reduction: int
     else:
         kinds = ("neurons",) if placement == "ffn" else ("heads", "neurons")
         places = [(place.out.name, place.out.module) for place in sublayers(model, kinds)]
-    added: dict[str, nn.Module] = {}
+    added: dict[str, Bottleneck] = {}
     for name, module in places:
         like = next(module.parameters())
         part = Bottleneck(width, width // reduction, activation=activation, like=like)
@@ -115,10 +116,10 @@ class Plugin(Bottleneck):
 
 def attach_plugins(model: PreTrainedModel, *, attention: float, ffn: float, output_relu: bool) -> Scope:
     """Adds a plug-in parallel to each attention and each FFN, their inner size as a share of the hidden."""
-    added: dict[str, nn.Module] = {}
+    added: dict[str, Bottleneck] = {}
     for kind, share in (("heads", attention), ("neurons", ffn)):
         for place in sublayers(model, (kind,)):
-            like, width = place.out.module.weight, place.out.outputs
+            like, width = place.out.weight, place.out.outputs
             part = Plugin(width, max(1, round(share * width)), output_relu=output_relu, like=like)
             place.out.module.add_module("plugin", part)
             maps = [source for source, _ in place.sources]  # keys and values may come from an encoder
@@ -129,7 +130,7 @@ def attach_plugins(model: PreTrainedModel, *, attention: float, ffn: float, outp
     return scope_of(added)
 
 
-def scope_of(parts: dict[str, nn.Module]) -> Scope:
+def scope_of(parts: dict[str, Bottleneck]) -> Scope:
     """All parameters of bottlenecks or plug-ins, and their linear layers."""
     names = [f"{name}.{key}" for name, part in parts.items() for key, _ in part.named_parameters()]
     maps = [

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from math import log
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -88,14 +88,15 @@ class Expert(nn.Module):
 
     def __init__(self, maps: Sequence[Projection]) -> None:
         super().__init__()
-        self.maps, self.seen = nn.ModuleList(), nn.ModuleList(TextRows() for _ in maps)
+        self.maps = cast(list[nn.Module], nn.ModuleList())
+        self.seen = cast(list[TextRows], nn.ModuleList(TextRows() for _ in maps))
         for like in maps:
             with torch.device("meta"):
                 if isinstance(like.module, Conv1D):
                     new: nn.Module = Conv1D(like.outputs, like.inputs)
                 else:
-                    new = nn.Linear(like.inputs, like.outputs, bias=like.module.bias is not None)
-            weight = like.module.weight
+                    new = nn.Linear(like.inputs, like.outputs, bias=like.bias is not None)
+            weight = like.weight
             self.maps.append(new.to_empty(device=weight.device).to(weight.dtype))
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
@@ -106,8 +107,8 @@ class ExpertGroup(nn.Module):
 
     def __init__(self, maps: Sequence[Projection], count: int) -> None:
         super().__init__()
-        self.experts = nn.ModuleList(Expert(maps) for _ in range(count))
-        rows, like = 0.02 * torch.randn(count, maps[0].inputs), maps[0].module.weight
+        self.experts = cast(list[Expert], nn.ModuleList(Expert(maps) for _ in range(count)))
+        rows, like = 0.02 * torch.randn(count, maps[0].inputs), maps[0].weight
         self.router = nn.Parameter(rows.to(like.device, like.dtype))
 
 
@@ -119,7 +120,7 @@ class MoELayer(nn.Module):
         super().__init__()
         self.own = tuple(place.projections)  # the model's
         self.top_k, self.texts, self.side = top_k, texts, side
-        self.groups = nn.ModuleList()
+        self.groups = cast(list[ExpertGroup], nn.ModuleList())
         self.opening = 1.0  # o
         self.among: range | None = None  # the active experts; None: all
         self.dispatch: Dispatch | None = None
@@ -253,12 +254,10 @@ def choose_blocks(model: PreTrainedModel, freeze: Freeze, *, every: int) -> list
     if every > len(places):
         raise ValueError(f"method.every={every}; allowed: 1 to {len(places)}, the model's blocks")
     frozen = {id(parameter) for parameter in frozen_parameters(model, freeze)}
-    found = [p for p in places[every - 1 :: every] if id(p.out.module.weight) not in frozen]
+    found = [p for p in places[every - 1 :: every] if id(p.out.weight) not in frozen]
     if not found:
-        raise ValueError(
-            f"freeze leaves no FFN that method.every={every} makes a mixture; allowed: a smaller "
-            "method.every or fewer of freeze.layers, and no freeze.only"
-        )
+        told = f"freeze leaves no FFN that method.every={every} makes a mixture; allowed"
+        raise ValueError(f"{told}: a smaller method.every or fewer of freeze.layers, and no freeze.only")
     return [place.name for place in found]
 
 

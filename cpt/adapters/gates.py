@@ -13,7 +13,7 @@ sigmoid(s_max e) there, which leaks, and clips cosh at e^50."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -69,11 +69,12 @@ class Gate(nn.Module):
     def __init__(self, count: int, *, s_max: float) -> None:
         super().__init__()
         self.e = nn.Parameter(torch.randn(count))
-        self.s_max, self.s = s_max, None
+        self.s_max = s_max
+        self.s: float | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        is_soft = self.s is not None and self.training
-        gates = (soft(self.e, self.s, s_max=self.s_max) if is_soft else hard(self.e)).to(x.dtype)
+        is_hard = self.s is None or not self.training
+        gates = (hard(self.e) if is_hard else soft(self.e, cast(float, self.s), s_max=self.s_max)).to(x.dtype)
         if x.shape[-1] == len(gates):
             return x * gates
         return (x.unflatten(-1, (len(gates), -1)) * gates.unsqueeze(-1)).flatten(-2)
@@ -154,7 +155,7 @@ def attach_gates(model: nn.Module, groups: Iterable[Units], *, s_max: float) -> 
     groups = tuple(groups)
     parts = tuple(Gate(group.count, s_max=s_max) for group in groups)
     for group, part in zip(groups, parts, strict=True):
-        part.to(group.gate.weight.device)
+        part.to(cast(Tensor, group.gate.weight).device)
         group.gate.add_module(f"{group.kind}_gate", part)
         hook = "register_forward_pre_hook" if group.side == "in" else "register_forward_hook"
         getattr(group.gate, hook)(part.scale)

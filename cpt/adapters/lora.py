@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import quote
 
 import torch
-from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model
+from peft import LoraConfig, PeftType, get_peft_model_state_dict, inject_adapter_in_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import Linear
@@ -50,7 +50,8 @@ class FusedLoraLinear(Linear):
             return super().forward(x, *args, **kwargs)
         result = self.base_layer(x)
         for name in (each for each in self.active_adapters if each in self.lora_A):
-            a, b, scale = self.lora_A[name], self.lora_B[name], self.scaling[name]
+            a, b = cast(nn.Linear, self.lora_A[name]), cast(nn.Linear, self.lora_B[name])
+            scale = self.scaling[name]
             low = a(self.lora_dropout[name](self._cast_input_dtype(x, a.weight.dtype)))
             if low.dtype != result.dtype:  # adapters in 32 bits on a layer in 16
                 result = (result + b(low) * scale).to(result.dtype)
@@ -67,10 +68,8 @@ def attach_lora(
     that is tied to them gets a frozen one of its own. Raises ValueError for targets without a match, and for
     embeddings of an encoder-decoder."""
     if embeddings and model.config.is_encoder_decoder:
-        raise ValueError(
-            f"method.embeddings=true does not go with a {model.config.model_type}, whose encoder and decoder "
-            "look tokens up apart; allowed: false"
-        )
+        told = f"method.embeddings=true does not go with a {model.config.model_type}"
+        raise ValueError(f"{told}, whose encoder and decoder look tokens up apart; allowed: false")
     maps = find_targets(model, targets)
     try:  # output features that are ranked together
         segments = {each.name: each.segments for each in projections(model)}
@@ -84,8 +83,8 @@ def attach_lora(
             model.config.tie_word_embeddings = False
         adapted.append(next(name for name, module in model.named_modules() if module is table))
     conv = any(isinstance(module, Conv1D) for module in maps.values())
-    given = {"target_modules": adapted, "fan_in_fan_out": conv}
-    config = LoraConfig(r=r, lora_alpha=alpha, lora_dropout=dropout, **given)
+    given: dict[str, Any] = {"target_modules": adapted, "fan_in_fan_out": conv, "lora_alpha": alpha}
+    config = LoraConfig(r=r, lora_dropout=dropout, **given)
     inject_adapter_in_model(config, model, adapter_name=NEWEST)
     for layer in lora_layers(model).values():
         layer.train(layer.get_base_layer().training)
@@ -93,7 +92,7 @@ def attach_lora(
             layer.__class__ = FusedLoraLinear  # its modules and their names stay
         if NEWEST in layer.lora_B:
             # Column after column: on a CPU, B's gradient takes an eighth of the time.
-            weight = layer.lora_B[NEWEST].weight
+            _, weight = factors_of(layer)
             weight.data = weight.data.T.contiguous().T
     names = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
     trained = []
@@ -127,15 +126,16 @@ def find_targets(model: PreTrainedModel, targets: Targets) -> dict[str, nn.Modul
     return found
 
 
-def lora_layers(model: nn.Module) -> dict[str, LoraLayer]:
-    """The layers with adapters, by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+def lora_layers(model: nn.Module) -> dict[str, Linear]:
+    """The layers with adapters, by name: linear ones, and embeddings, which are much alike."""
+    layers = ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
+    return {name: cast(Linear, module) for name, module in layers}
 
 
 def factors_of(layer: LoraLayer, adapter: str = NEWEST) -> LoraFactors:
     """A and B of a layer's adapter."""
     if adapter in layer.lora_A:
-        return layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+        return cast(LoraFactors, (layer.lora_A[adapter].weight, layer.lora_B[adapter].weight))
     return layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
 
 
@@ -155,7 +155,7 @@ def reset_newest(model: nn.Module, seed: int) -> None:
 def merge_newest(model: nn.Module) -> None:
     """Adds the newest adapters to the frozen weights; they themselves stay as they are."""
     for layer in lora_layers(model).values():
-        weight = layer.get_base_layer().weight
+        weight = cast(nn.Parameter, layer.get_base_layer().weight)
         weight.add_(shard_like(layer.get_delta_weight(NEWEST).to(weight.dtype), weight))
 
 
@@ -221,7 +221,7 @@ def without_tuners(model: PreTrainedModel, *, merged: bool = True) -> PreTrained
 
 def joined_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     """All adapters as one, by the names of the newest."""
-    found = {}
+    found: dict[int, Tensor] = {}
     for layer in lora_layers(model).values():
         found |= {id(p): value for p, value in zip(factors_of(layer), join_adapters(layer), strict=True)}
     return {name: found[id(p)] for name, p in model.named_parameters() if id(p) in found}
@@ -235,7 +235,7 @@ def export_adapters(folder: Path, model: PreTrainedModel, parts: Mapping[str, Ma
     for name, weights in parts.items():
         place = folder / "adapters" / quote(name, safe=" ")
         place.mkdir(parents=True, exist_ok=True)
-        how = {"adapter_name": NEWEST, "save_embedding_layers": False}
+        how: dict[str, Any] = {"adapter_name": NEWEST, "save_embedding_layers": False}
         state = get_peft_model_state_dict(model, state_dict=dict(weights), **how)
         written = {f"base_model.model.{key}": own_storage(value) for key, value in state.items()}
         save_file(written, place / "adapter_model.safetensors")
@@ -261,7 +261,7 @@ def attach_tuner(
     """Adds a tuner of peft to the layers of the targets; `auto` are all linear layers but the head, for
     ln_tuning the norms. Only what it adds is trained. Raises ValueError for unknown arguments, and for
     a model that the tuner does not support."""
-    kind = "LORA" if tuner == "dora" else tuner.upper()
+    kind = PeftType("LORA" if tuner == "dora" else tuner.upper())
     if targets == "auto" and tuner == "ln_tuning":
         norms = [name for name, m in model.named_modules() if type(m).__name__.endswith("Norm")]
         given: dict[str, Any] = {"target_modules": norms}
@@ -282,11 +282,14 @@ def attach_tuner(
         raise ValueError(f"method.arguments.{unknown[0]} is not known; allowed: {', '.join(known)}")
     try:
         made = config(**given)
-        if kind == "VERA":  # whose layers share what peft does not give to a model that it only injects into
+        if (
+            kind == PeftType.VERA
+        ):  # whose layers share what peft does not give to a model that it only injects into
             PEFT_TYPE_TO_TUNER_MAPPING[kind](model, {NEWEST: made}, NEWEST)
         else:
             inject_adapter_in_model(made, model, adapter_name=NEWEST)
     except (TypeError, ValueError, NotImplementedError, ImportError) as error:
-        kind = f"method.tuner={tuner} with method.arguments={show(dict(arguments))}"
-        raise ValueError(f"{kind} does not go with a {model.config.model_type}: {reason(error)}") from error
+        kinds = f"a {model.config.model_type}"
+        told = f"method.tuner={tuner} with method.arguments={show(dict(arguments))}"
+        raise ValueError(f"{told} does not go with {kinds}: {reason(error)}") from error
     return Scope(tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad), ())

@@ -18,7 +18,6 @@ from cpt.core.schema import (
 )
 
 KEPT = ("memory", "disk")
-SCORED = ("posterior", "nearest")
 
 
 @config

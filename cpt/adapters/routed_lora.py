@@ -8,7 +8,7 @@ A hook on the rank features A x [..., t r] applies the weights g [..., t]."""
 
 import inspect
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -66,12 +66,14 @@ class SampleRouter(nn.Module):
     written with a key-value cache has the weights of its beginning's last place. A key starts as U(-1, 1);
     only the newest adapter's is trained."""
 
+    earlier: Tensor
+
     def __init__(
         self, width: int, *, key: str, query: str, bottleneck: int, scale: float, causal: bool, like: Tensor
     ) -> None:
         super().__init__()
         self.by, self.of, self.scale, self.causal = key, query, scale, causal
-        made = {"device": like.device, "dtype": like.dtype}
+        made: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
         self.key = nn.Parameter(torch.empty(1, width).uniform_(-1, 1).to(**made))
         self.register_buffer("earlier", torch.empty(0, width, **made))
         if key == "attention":
@@ -140,7 +142,7 @@ class SampleRouter(nn.Module):
         mask, embeddings = given.get("attention_mask"), given.get("inputs_embeds")
         self.mask = mask if mask is not None and mask.ndim == 2 else None
         if self.of == "encoder":  # with all adapters at weight 0, without the module's own hooks
-            text = embeddings if given.get("input_ids") is None else given["input_ids"]
+            text = cast(Tensor, embeddings if given.get("input_ids") is None else given["input_ids"])
             self.text = (text.shape[0], text.shape[1])
             self.logits = self.key.new_full((len(text), 1, len(self.earlier) + 1), -torch.inf)
             inputs = {name: value for name, value in given.items() if name not in CACHES}

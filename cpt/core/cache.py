@@ -47,7 +47,12 @@ def make_once(folder: Path, *, make: Callable[[Path], None]) -> Path:
                 return folder
             log.warning("%s is damaged (%s): making it again", folder, damage)
             discard(folder)
-        remove_abandoned(folder.parent)
+        for partial in folder.parent.glob(f"*{PARTIAL}"):  # without a change for a day, and nobody builds it
+            with suppress(FileNotFoundError, Timeout):  # removed by another process; being built
+                newest = max(path.lstat().st_mtime for path in (partial, *partial.rglob("*")))
+                if time.time() - newest > ABANDONED_S:
+                    with FileLock(partial.with_suffix(".lock"), timeout=0):
+                        discard(partial)
         partial = folder.with_name(folder.name + PARTIAL)
         partial.mkdir(exist_ok=True)
         for pattern in ("*.tmp", f"*{PARTIAL}"):  # atomic writes of the killed build
@@ -92,16 +97,6 @@ def locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-def remove_abandoned(folder: Path) -> None:
-    """Removes partial folders without a change for a day, unless a process is building them."""
-    for partial in folder.glob(f"*{PARTIAL}"):
-        with suppress(FileNotFoundError, Timeout):  # removed by another process; being built
-            newest = max(path.lstat().st_mtime for path in (partial, *partial.rglob("*")))
-            if time.time() - newest > ABANDONED_S:
-                with FileLock(partial.with_suffix(".lock"), timeout=0):
-                    discard(partial)
 
 
 def discard(path: Path) -> None:

@@ -146,9 +146,7 @@ def write_status(path: Path, value: Heartbeat | SweepList) -> None:
     os.replace(partial, path)
 
 
-@cache
-def adapter_of(kind: Any) -> TypeAdapter:
-    return TypeAdapter(kind)
+adapter_of = cache(TypeAdapter)
 
 
 def read_status_file(path: Path, kind: Any) -> Any:

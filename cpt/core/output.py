@@ -19,17 +19,12 @@ def closing_output() -> Iterator[None]:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        if not is_closed():
-            raise  # another pipe
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        if not poll.poll(0):  # somebody reads it: this is of another pipe
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own flush at exit
         sys.exit(UNREAD)
-
-
-def is_closed() -> bool:
-    """Whether standard output is a pipe that nobody reads."""
-    poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)
-    return bool(poll.poll(0))
 
 
 def run_program(main: Callable[[Sequence[str]], int | None]) -> NoReturn:

@@ -16,7 +16,7 @@ from subprocess import Popen, TimeoutExpired
 from types import FrameType
 from typing import Any
 
-from cpt.core.processes import is_distributed, is_first_process, is_one_of_several, is_started_by_lightning
+from cpt.core.processes import is_distributed, is_first_process, is_one_of_several
 
 GO_ON = 75  # EX_TEMPFAIL of BSD's <sysexits.h>: not failed, to be started again
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -63,7 +63,9 @@ notice = SignalState()
 
 def is_waited_for() -> bool:
     """Whether other processes would hang, or be killed, if this one left alone."""
-    return is_distributed() or is_started_by_lightning() or bool(children())
+    others = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID")
+    by_lightning = "LOCAL_RANK" in os.environ and not any(name in os.environ for name in others)
+    return is_distributed() or by_lightning or bool(children())
 
 
 def watch_signals(received: socket.socket) -> None:

@@ -37,12 +37,6 @@ def is_one_of_several() -> bool:
     return "LOCAL_RANK" in os.environ or int(os.environ.get("SLURM_NTASKS") or 1) > 1
 
 
-def is_started_by_lightning() -> bool:
-    """Whether the first process of the run has started this one, and would be killed if it left alone."""
-    others = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID")
-    return "LOCAL_RANK" in os.environ and not any(name in os.environ for name in others)
-
-
 def is_distributed() -> bool:
     """Whether this process works in a group with others now."""
     # Not imported, perhaps only in part: then there is no group.

@@ -35,10 +35,6 @@ def is_pattern(value: Any) -> bool:
         return False
 
 
-def as_int(value: Any) -> Any:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
 Number = int | float
 NonNegative = Annotated[Number, Ge(0)]
 Positive = Annotated[Number, Gt(0)]
@@ -49,7 +45,9 @@ OpenShare = Annotated[Number, Gt(0), Lt(1)]
 Int = Annotated[int, Lt(2**63)]
 Natural = Annotated[Int, Ge(0)]
 Count = Annotated[Int, Ge(1)]
-Steps = Annotated[Count, BeforeValidator(as_int)]  # also 1e3
+Steps = Annotated[  # also 1e3
+    Count, BeforeValidator(lambda n: int(n) if isinstance(n, float) and n.is_integer() else n)
+]
 Text = Annotated[str, Predicate(str.strip)]
 Folder = Annotated[Text, Allowed("a folder")]
 TextList = Annotated[tuple[Text, ...], Allowed("a list of texts")]

@@ -205,8 +205,6 @@ def assign(
     left = [int((splits == split).sum()) for split in range(len(SPLITS))]
     if min(left) == 0:
         found = ", ".join(f"{count} {split}" for count, split in zip(left, SPLITS, strict=True))
-        raise ValueError(
-            f"domain {name} has {len(given)} documents, too few to train, validate and test on ({found}); "
-            f"allowed: at least one for each, all different{hint}"
-        )
+        told = f"domain {name} has {len(given)} documents, too few to train, validate and test on ({found})"
+        raise ValueError(f"{told}; allowed: at least one for each, all different{hint}")
     return splits

@@ -27,13 +27,6 @@ class Example:
         return json.dumps(self.turns[:-1]) if self.turns else self.source
 
     @property
-    def asked_about(self) -> str:
-        """The text of the question, else all of it; of a chat the user's last turn."""
-        if self.turns:
-            return next((text for role, text in reversed(self.turns[:-1]) if role == USER), "")
-        return self.source[slice(*self.text)] or self.source
-
-    @property
     def bytes(self) -> int:
         """UTF-8 bytes of question and answer."""
         return len("".join((self.source, self.target, *(text for _, text in self.turns[:-1]))).encode())

@@ -59,18 +59,15 @@ def resolve_order(
         chosen = [str(name) for name in order]
     if chosen is None:
         listed = ", ".join(f"{number} ({' '.join(each)})" for number, each in named.items())
-        raise ValueError(
-            f"order={show(order)} is not known; allowed: {listed}, {', '.join(WORDS)}, {SWAPPED}, such a "
-            f"word with _{SWAPPED}, or a list like [b,a,c]"
-        )
+        told = f"order={show(order)} is not known; allowed: {listed}, {', '.join(WORDS)}"
+        raise ValueError(f"{told}, {SWAPPED}, such a word with _{SWAPPED}, or a list like [b,a,c]")
     if unknown := [name for name in chosen if name not in names]:
         raise ValueError(f"order: unknown domain {', '.join(unknown)}; there are: {', '.join(sorted(names))}")
     if len(set(chosen)) < len(chosen) or not chosen:
         raise ValueError(f"order={show(chosen)} must name at least one domain, and each only once")
     if reserved := sorted({"base", "joint", "general"} & set(chosen)):
-        raise ValueError(
-            f"a domain may not be called {', '.join(reserved)}: scores.json uses it; allowed: another name"
-        )
+        why = f"a domain may not be called {', '.join(reserved)}: scores.json uses it"
+        raise ValueError(f"{why}; allowed: another name")
     return chosen
 
 

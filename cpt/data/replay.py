@@ -39,9 +39,8 @@ class ReplayConfig(Options):
 
     def __post_init__(self) -> None:
         if exact(self.past) + exact(self.general) >= 1:
-            raise ValueError(
-                f"past={self.past} and general={self.general}; allowed: shares whose sum is below 1"
-            )
+            told = f"past={self.past} and general={self.general}"
+            raise ValueError(f"{told}; allowed: shares whose sum is below 1")
         if self.memory is not None and not self.past:
             raise ValueError(f"memory={self.memory} with past={self.past}; allowed: past above 0, or null")
 
@@ -94,7 +93,7 @@ class ReplayConfig(Options):
 class Replay(ReplayConfig):
     """Training text of past domains, and general text."""
 
-    memory: Steps | None = option(
+    memory: Steps | None = option(  # type: ignore[misc]  # an option here, of other replay a constant
         "samples that are kept of all past domains together; null: all their training text"
     )
 

@@ -22,7 +22,7 @@ from cpt.core.cache import make_once
 from cpt.core.config import digest
 from cpt.data.collate import Sizes
 from cpt.data.corpus import Corpus, in_batches
-from cpt.data.example import ASSISTANT, USER, Example, read_example
+from cpt.data.example import ASSISTANT, Example, read_example
 from cpt.data.packing import PADDING, Packed, frame_of, padding_id, terminator
 from cpt.data.sources.base import NONE, Encoding
 
@@ -175,30 +175,23 @@ class Encoder:
         elif self.encoding.truncate == "released" and room > 0:
             return question[:room], over
         else:
-            begin, end = self.text_span(example, len(question))
+            if not self.tokenizer.is_fast:
+                told = f"example {example.id} is too long, and the tokenizer {self.tokenizer.name_or_path}"
+                allowed = "a fast tokenizer, or a larger model.length"
+                raise ValueError(f"{told} does not say where its tokens stand; allowed: {allowed}")
+            how = {"split_special_tokens": True, "return_offsets_mapping": True, "verbose": False}
+            offsets = self.tokenizer(example.source, **how)["offset_mapping"][: len(question)]
+            first, last = example.text
+            inside = [at for at, (start, stop) in enumerate(offsets) if first <= start < stop <= last]
+            begin, end = (inside[0], inside[-1] + 1) if inside else (0, 0)  # the text among the ids
             kept = end - begin - over
             if kept >= 0:
                 head = kept if self.encoding.truncate == "tail" else (kept + 1) // 2
                 return question[: begin + head] + question[begin + head + over :], over
             tokens = len(question) - (end - begin) + self.length - room
             needed = f"its answer and what may not be cut take {tokens} tokens"
-        raise ValueError(
-            f"example {example.id} of {example.task}: {needed}, and model.length={self.length}; allowed: a "
-            "larger model.length, or a shorter template (domains/template=…)"
-        )
-
-    def text_span(self, example: Example, count: int) -> tuple[int, int]:
-        """Where the example's text is among the first `count` ids of its source."""
-        if not self.tokenizer.is_fast:
-            raise ValueError(
-                f"example {example.id} is too long, and the tokenizer {self.tokenizer.name_or_path} does not "
-                "say where its tokens stand; allowed: a fast tokenizer, or a larger model.length"
-            )
-        begin, end = example.text
-        how = {"split_special_tokens": True, "return_offsets_mapping": True, "verbose": False}
-        offsets = self.tokenizer(example.source, **how)["offset_mapping"][:count]
-        inside = [at for at, (first, last) in enumerate(offsets) if begin <= first < last <= end]
-        return (inside[0], inside[-1] + 1) if inside else (0, 0)
+        why = f"example {example.id} of {example.task}: {needed}, and model.length={self.length}"
+        raise ValueError(f"{why}; allowed: a larger model.length, or a shorter template (domains/template=…)")
 
 
 @dataclass(frozen=True)
@@ -322,9 +315,3 @@ def render_chat(example: Example, tokenizer: PreTrainedTokenizerBase) -> tuple[l
             raise ValueError(f"the tokenizer {name} has no token that ends an answer (eos)")
         ids, marks = [*ids, tokenizer.eos_token_id], [*marks, True]
     return ids, marks
-
-
-def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ValueError for a tokenizer that cannot render a question with its answer."""
-    turns = ((USER, "a question"), (ASSISTANT, "its answer"))
-    render_chat(Example("a question and its answer", "", "its answer", "chat", turns=turns), tokenizer)

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 
 from cpt.core.randomness import key, shuffle
-from cpt.evaluation.finetune_tasks import FinetuneOptions, FinetuneTask, LabelledExample
+from cpt.evaluation.finetune_tasks import FinetuneOptions, LabelledExample
 from cpt.models.forward import in_mode, mean_over, reader, uncached
 from cpt.models.loading import positions_of
 from cpt.optim.schedulers import Linear, Progress
@@ -40,7 +40,7 @@ class EncodedExamples:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def batch(self, rows: Sequence[int], *, pad: int, device: torch.device) -> dict[str, Tensor]:
+    def batch(self, rows: Sequence[int] | np.ndarray, *, pad: int, device: torch.device) -> dict[str, Tensor]:
         """Rows padded at their end to the longest of them: input_ids, attention_mask, perhaps token_type_ids
         [B, T], and labels [B]."""
         chosen = [self.ids[row] for row in rows]
@@ -117,23 +117,6 @@ class FinetuneJob:
         for span in split(rows, size * self.settings.grouped):
             batches += split(span[np.argsort(lengths[span], kind="stable")], size)
         return [batches[place] for place in shuffle(np.arange(len(batches)), len(batches), stream=stream)]
-
-
-def make_job(
-    task: FinetuneTask,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    length: int,
-    **sizes: int,
-) -> FinetuneJob:
-    """A task encoded for a model, in examples of `length` tokens. The tokenizer's truncation is changed."""
-    types = (getattr(model.config, "type_vocab_size", None) or 0) > 1  # tells the texts of a pair apart
-    how = {"length": length, "classes": task.classes, "types": types}
-    train, test = (encode_examples(each, tokenizer, **how) for each in (task.train, task.test))
-    dev = encode_examples(task.dev, tokenizer, **how) if task.dev else None
-    pad = tokenizer.pad_token_id or 0
-    return FinetuneJob(task.name, train, dev, test, len(task.classes), task.settings, pad, **sizes)
 
 
 def longest(model: PreTrainedModel, length: int) -> int:
@@ -272,7 +255,8 @@ def train_epoch(
         loss = functional.cross_entropy(logits.float(), batch["labels"])
         loss.backward()
         fine = (loss.detach() + gradient_norm(classifier)).isfinite()
-        optimizer.found_inf = (~fine).float()  # with which a fused optimizer makes no step
+        # with which a fused optimizer makes no step
+        optimizer.found_inf = (~fine).float()  # type: ignore[attr-defined]
         failed = torch.where(fine, failed, failed.clamp_max(number))
         optimizer.step()
         schedule.step()

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from annotated_types import Ge
 from omegaconf import OmegaConf
@@ -245,10 +245,8 @@ class FileTasks(TaskSource):
         found = [pair for each in FILE_SPLITS for pair in self.examples(name, each)]
         for example, row in found:
             if (its := row.get("das_split")) not in ("train", "test"):
-                raise ValueError(
-                    f"{prefix}.splits=das: {example.id} has das_split={its}; allowed: train, test in every "
-                    f"example, or {prefix}.splits=own"
-                )
+                told = f"{prefix}.splits=das: {example.id} has das_split={its}"
+                raise ValueError(f"{told}; allowed: train, test in every example, or {prefix}.splits=own")
         return [example for example, row in found if row["das_split"] == split]
 
     def classes(self, name: str, train: Sequence[LabelledExample]) -> list[str]:
@@ -375,7 +373,8 @@ def plan_endtasks(
     if not options or options.get("_target_") is None:
         return None
     if OmegaConf.is_config(options):
-        options = OmegaConf.to_container(options, resolve=True, throw_on_missing=True)
+        container = OmegaConf.to_container(options, resolve=True, throw_on_missing=True)
+        options = cast(Mapping[str, Any], container)
     given = {key: value for key, value in options.items() if key not in ("name", "_target_")}
     target = options["_target_"]
     check_value("endtask._target_", target, Text)
@@ -394,10 +393,8 @@ def plan_endtasks(
         check_task_values(prefix, own, allowed=(*SETTINGS, *source.OWN))
     learned = [name for name in order if name in source.names]
     if not learned:
-        raise ValueError(
-            f"endtask={options.get('name')}: no task belongs to a domain of order={show(list(order))}; "
-            f"there are: {', '.join(source.names) or 'none'}"
-        )
+        told = f"endtask={options.get('name')}: no task belongs to a domain of order={show(list(order))}"
+        raise ValueError(f"{told}; there are: {', '.join(source.names) or 'none'}")
     stamp = digest([source.fingerprint(name) for name in learned])
     return FinetunePlan(source, given["when"], list(given["seeds"]), given["eval_batch_size"], learned, stamp)
 

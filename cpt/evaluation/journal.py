@@ -34,14 +34,6 @@ def append_row(scores: Path, line: str) -> None:
         sync(path.parent)
 
 
-def remove_journal(scores: Path) -> None:
-    """Removes the journal, once the disk holds the `scores.json` that has its rows."""
-    path = journal_file(scores)
-    if path.exists():
-        sync(path.parent)
-        path.unlink()
-
-
 def read_journal(scores: Path) -> list[MetricRecord]:
     """The records beside a `scores.json`, if any. Raises ValueError for a damaged one."""
     path, records = journal_file(scores), []

@@ -83,7 +83,20 @@ class Harness:
             if not set(options.tasks) <= set(manager.all_tasks):
                 manager = TaskManager(include_path=options.include)
             for name in options.tasks:
-                self.columns |= {column.name: column for column in load_columns(manager, name)}
+                if name not in manager.all_tasks:
+                    raise ValueError(unknown_name(f"probe.tasks={name}", manager.all_tasks))
+                try:
+                    loaded = manager.load([name])
+                except Exception as error:  # what the harness, a task's code or the reader of its data raises
+                    where = "bring its data into the cache of Hugging Face while there is a network"
+                    told = f"probe.tasks={name} cannot be read ({reason(error)})"
+                    raise ValueError(f"{told}; {where}") from error
+                groups = loaded.get("groups", {})
+                if name in groups and groups[name].has_aggregation:
+                    self.columns[name] = Column(name, loaded["tasks"], groups)
+                else:  # a name stands for itself, or for the tasks of a tag, and of a group without a mean
+                    for leaf, task in loaded["tasks"].items():
+                        self.columns[leaf] = Column(leaf, {leaf: task}, {})
         tasks = {name: task for column in self.columns.values() for name, task in column.tasks.items()}
         for name, task in tasks.items():
             if getattr(task, "UNSAFE_CODE", False):
@@ -101,7 +114,12 @@ class Harness:
             known = {each for task in self.columns[name].tasks.values() for each in task.aggregation()}
             if known and metric.partition(",")[0] not in known:
                 raise ValueError(f"probe.metrics.{name}={metric}; allowed: {', '.join(sorted(known))}")
-        self.contents = {name: hash_task(task) for name, task in tasks.items()}
+        self.contents = {}
+        for name, task in tasks.items():  # its own options, its examples, those that may be shown before them
+            shown = task.fewshot_docs() if task.get_config("num_fewshot") else []
+            documents = [list(task.eval_docs), list(shown or [])]
+            own = json.loads(json.dumps(task.dump_config(), default=str))
+            self.contents[name] = digest([own, documents])
 
     def digest(self, name: str) -> str:
         """What a task's results depend on besides the model: the harness, the task, its data, the options."""
@@ -153,6 +171,16 @@ class Harness:
         truncated = sum("runcat" in message for message in warned)
         if truncated:
             log.info("probe %s: %d requests or more were longer than is read, and cut", name, truncated)
+        # {"acc,none": …, "acc_stderr,none": …}; the filter `none` is left out of a metric's name
+        values, higher = found["results"][name], found["higher_is_better"].get(name, {})
+        metrics = {}
+        for key, value in values.items():
+            metric, comma, kind = key.partition(",")
+            if comma and not metric.endswith("_stderr") and isinstance(value, Real):
+                error = values.get(f"{metric}_stderr,{kind}")
+                error = float(error) if isinstance(error, Real) and isfinite(error) else None
+                told = {"value": float(value), "error": error, "higher": higher.get(metric) is not False}
+                metrics[metric if kind == "none" else key] = told
         return {
             "digest": self.digest(name),
             "harness": self.version,
@@ -161,7 +189,7 @@ class Harness:
             "limit": options.limit,
             "examples": sum(found["n-samples"][task]["effective"] for task in column.tasks),
             "chance": column.chance(options.limit),
-            "metrics": read_metrics(found["results"][name], found["higher_is_better"].get(name, {})),
+            "metrics": metrics,
             "truncated": truncated,
         }
 
@@ -192,40 +220,3 @@ def silence() -> Iterator[list[str]]:
         logger.handlers, logger.propagate = handlers, propagates
         del os.environ["DISABLE_MULTIPROC"]
         os.environ.update({} if before is None else {"DISABLE_MULTIPROC": before})
-
-
-def load_columns(manager: TaskManager, name: str) -> Iterator[Column]:
-    """The columns that a name stands for: itself, or the tasks of a tag, and of a group without a mean."""
-    if name not in manager.all_tasks:
-        raise ValueError(unknown_name(f"probe.tasks={name}", manager.all_tasks))
-    try:
-        loaded = manager.load([name])
-    except Exception as error:  # whatever the harness, a task's own code or the reader of its data raises
-        where = "bring its data into the cache of Hugging Face while there is a network"
-        raise ValueError(f"probe.tasks={name} cannot be read ({reason(error)}); {where}") from error
-    groups = loaded.get("groups", {})
-    if name in groups and groups[name].has_aggregation:
-        yield Column(name, loaded["tasks"], groups)
-    else:
-        yield from (Column(leaf, {leaf: task}, {}) for leaf, task in loaded["tasks"].items())
-
-
-def hash_task(task: Task) -> str:
-    """A hash of a task's own options, of its examples and of those that may be shown before them."""
-    shown = task.fewshot_docs() if task.get_config("num_fewshot") else []
-    documents = [list(task.eval_docs), list(shown or [])]
-    return digest([json.loads(json.dumps(task.dump_config(), default=str)), documents])
-
-
-def read_metrics(found: Mapping[str, Any], higher: Mapping[str, bool | None]) -> dict[str, dict[str, Any]]:
-    """{metric: {value, error, higher}} of a task's results, which are {"acc,none": …, "acc_stderr,none": …};
-    the filter `none` is left out of a metric's name."""
-    metrics = {}
-    for name, value in found.items():
-        metric, comma, kind = name.partition(",")
-        if comma and not metric.endswith("_stderr") and isinstance(value, Real):
-            error = found.get(f"{metric}_stderr,{kind}")
-            error = float(error) if isinstance(error, Real) and isfinite(error) else None
-            told = {"value": float(value), "error": error, "higher": higher.get(metric) is not False}
-            metrics[metric if kind == "none" else name] = told
-    return metrics

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import ge
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -225,18 +225,15 @@ def bootstrap(
     parts = []
     for first in range(0, replicates, chunk):
         size = min(chunk, replicates - first)
-        drawn = [_resample(*s, generator=g, size=size) for s, g in zip(samples, generators, strict=True)]
-        parts.append(compute(np.stack(drawn, -1)))
+        means = []  # of each column, [size, row]
+        for (sums, count), generator in zip(samples, generators, strict=True):
+            drawn = generator.integers(count.size, size=(size, count.size))
+            drawn += np.arange(size)[:, None] * count.size
+            weight = np.bincount(drawn.ravel(), minlength=size * count.size).reshape(size, -1).astype(float)
+            means.append((weight @ sums.T) / (weight @ count)[:, None])  # a row of nan gives nan
+        parts.append(compute(np.stack(means, -1)))
     whole = {m: {u: np.concatenate([part[m][u] for part in parts]) for u in parts[0][m]} for m in parts[0]}
     return {m: {u: np.percentile(x, [2.5, 97.5]).tolist() for u, x in us.items()} for m, us in whole.items()}
-
-
-def _resample(sums: Array, count: Array, *, generator: np.random.Generator, size: int) -> Array:
-    """Mean loss per token of `size` resamples of a column's documents, as [size, row]."""
-    documents = count.size
-    drawn = generator.integers(documents, size=(size, documents)) + np.arange(size)[:, None] * documents
-    weight = np.bincount(drawn.ravel(), minlength=size * documents).reshape(size, documents).astype(float)
-    return (weight @ sums.T) / (weight @ count)[:, None]  # a row of nan gives nan
 
 
 def objective_value(
@@ -245,12 +242,11 @@ def objective_value(
     """What a sweeper minimises, METRIC.UNIT of a finished run, or a list of such; None where the run has no
     such metric. Raises ValueError for an unknown one."""
     if not isinstance(objective, str):
-        return [objective_value(metrics, each) for each in objective]
+        return [cast(float | None, objective_value(metrics, each)) for each in objective]
     metric, _, unit = objective.partition(".")
     if metric not in METRICS or unit not in UNITS:
-        raise ValueError(
-            f"objective={objective}; allowed: METRIC.UNIT of {', '.join(METRICS)} and {', '.join(UNITS)}"
-        )
+        told = f"objective={objective}"
+        raise ValueError(f"{told}; allowed: METRIC.UNIT of {', '.join(METRICS)} and {', '.join(UNITS)}")
     value = metrics.get(metric, {}).get(unit)
     return value if value is None or math.isfinite(value) else None
 

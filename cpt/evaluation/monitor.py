@@ -44,9 +44,8 @@ class MonitorOptions(Options):
         if given and self.every is None:
             raise ValueError(f"{given[0]} with every=null; allowed: every=STEPS, so that there are looks")
         if self.stop is not None and not self.past and not self.general:
-            raise ValueError(
-                f"stop={self.stop} with past=0, general=false; allowed: past=1 or more, or general=true"
-            )
+            told = f"stop={self.stop} with past=0, general=false"
+            raise ValueError(f"{told}; allowed: past=1 or more, or general=true")
 
     @property
     def decides(self) -> bool:

@@ -2,7 +2,7 @@
 Nothing here needs torch or the harness, so that a wrong option is reported at once."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Literal
@@ -87,7 +87,8 @@ class EvalOptions(Options):
             return list(texts)
         chosen = {*stages[number - 1], GENERAL}
         if is_due(self.rows, number, stages=len(stages)):
-            kind, _, count = self.columns.partition(":")
+            kind, _, most = self.columns.partition(":")
+            count = int(most or 0)
             others = [place for place in range(len(stages)) if place != number - 1]
             if kind == "all":
                 return list(texts)
@@ -136,12 +137,6 @@ class TaskEvalOptions(StageOptions):
         """The measure that is asked for of each of some tasks."""
         return self.measures or {}
 
-    def check_tasks(self, names: Iterable[str]) -> None:
-        """Raises ValueError for a measure of an unknown task."""
-        known = list(names)
-        if absent := [task for task in self.known_by if task not in known]:
-            raise ValueError(unknown_name(f"answers.measures.{absent[0]}", known))
-
 
 @config
 class LMEvalOptions(StageOptions):
@@ -168,7 +163,7 @@ class LMEvalOptions(StageOptions):
         """A hash of names, sizes and times of the files in `include`."""
         files = sorted(Path(self.include).rglob("*")) if self.include else []
         kept = [path for path in files if path.is_file() and "__pycache__" not in path.parts]
-        stats = [(str(path.relative_to(self.include)), path.stat()) for path in kept]
+        stats = [(str(path.relative_to(self.include or "")), path.stat()) for path in kept]
         return digest([[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats])
 
     def check_installed(self) -> None:

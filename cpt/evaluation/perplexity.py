@@ -10,6 +10,8 @@ class DocumentNLL(Metric):
     [documents]."""
 
     full_state_update = False
+    nll: Tensor
+    count: Tensor
 
     def __init__(self, documents: int) -> None:
         super().__init__()

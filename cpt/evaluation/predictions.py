@@ -58,7 +58,8 @@ def save_predictions(
 ) -> None:
     """Writes a row for each example; a column that is None is null. The file appears whole or not at all."""
     count = len(columns["id"] or ())
-    table = pa.table({name: pa.array(each or [None] * count, pa.string()) for name, each in columns.items()})
+    rows: dict[str, Sequence[str | None]] = {name: each or [None] * count for name, each in columns.items()}
+    table = pa.table({name: pa.array(each, pa.string()) for name, each in rows.items()})
     with replacing(path) as partial:
         table = table.replace_schema_metadata({KEY: json.dumps(dict(about))})
         parquet.write_table(table, partial, write_page_checksum=True)
@@ -184,9 +185,8 @@ def transitions_of(
             tables = [[load_predictions(path, ENDTASK_COLUMNS)[0] for path in each] for each in files]
             before, after = map(pa.concat_tables, tables)
             if any(not before[name].equals(after[name]) for name in ("id", "label")):
-                raise ValueError(
-                    f"{folder}: {task}: the predictions of two rows are on different test examples"
-                )
+                told = f"{folder}: {task}"
+                raise ValueError(f"{told}: the predictions of two rows are on different test examples")
             right = [compute.equal(end["label"], end["prediction"]).to_numpy() for end in (before, after)]
             found[task] = count_transitions(*right, classes=endtasks["classes"][task])
     return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -13,9 +12,9 @@ import numpy as np
 from annotated_types import Len
 
 from cpt.core.config import digest
-from cpt.core.files import check_archive, replace
+from cpt.core.files import check_archive, replace, sync
 from cpt.core.schema import check_types
-from cpt.evaluation.journal import MetricRecord, read_journal, remove_journal
+from cpt.evaluation.journal import MetricRecord, journal_file, read_journal
 from cpt.evaluation.metrics import METRICS, UNITS, Array, Arrays, Layout, Losses, intervals, summarise_matrix
 from cpt.evaluation.options import FULL
 from cpt.evaluation.task_metrics import ENDTASK_METRICS, cube
@@ -25,11 +24,13 @@ COSTS = ("trained", "stored", "seen", "flops", "memory", "skipped")  # of a stag
 NOTED = ("rates", "leak", "spikes")  # lists of a stage
 # kinds of seconds; "start": what precedes the stages
 PHASES = ("start", "generate", "learn", "score", "endtasks", "answers", "probes")
-RUN = dict.fromkeys(("name", "method", "mask", "replay", "variant", "model", "objective"), str)
+RUN: dict[str, Any] = dict.fromkeys(
+    ("name", "method", "mask", "replay", "variant", "model", "objective"), str
+)
 RUN |= {"order": list[str], "seed": int, "finished": bool}
 RUN_KEYS = tuple(RUN)
 BOUNDS = dict[Literal["nats", "perplexity", "bits_per_byte"], Annotated[list[float | None], Len(2, 2)]]
-OF_METRIC = {"interval": BOUNDS, "terms": list[int], "median": dict[str, float | None]}
+OF_METRIC: dict[str, Any] = {"interval": BOUNDS, "terms": list[int], "median": dict[str, float | None]}
 OF_METRIC |= dict.fromkeys(UNITS, float | None)
 OF_TASKS = {"when": str, "seconds": float, "tasks": list[str], "seeds": list[int], "metric": dict[str, str]}
 OF_TASKS |= {"classes": dict[str, int], "examples": dict[str, int], "scores": dict[str, list[Any]]}
@@ -79,7 +80,7 @@ class Scores(Layout):
 
     def __post_init__(self) -> None:
         """Raises ValueError for fields of another type, shape or name: a file may be damaged."""
-        check_types(vars(self), get_field_types(type(self)))
+        check_types(vars(self), get_type_hints(type(self)))
         check_types(self.run, RUN, of="run")
         for name, metric in self.metrics.items():
             its = {key: kind for key, kind in OF_METRIC.items() if key in (*UNITS, *metric)}
@@ -151,7 +152,7 @@ class Scores(Layout):
         self.parts.append({text: dict(weights) for text, weights in (parts or {}).items() if weights})
         for name in (*NOTED, *COSTS):
             noted: list[Any] = getattr(self, name)
-            none = [] if name in NOTED else 0
+            none: Any = [] if name in NOTED else 0
             noted += [none] * (len(self.rows) - 1 - len(noted))  # of rows that were made without
             given = costs.get(name, none)
             noted.append([*given] if name in NOTED else int(given))
@@ -245,7 +246,9 @@ class Scores(Layout):
             replace(path, "{\n" + ",\n".join(lines) + "\n}\n")
         finally:
             path.with_name(f"{path.name}.partial").unlink(missing_ok=True)
-        remove_journal(path)
+        if (journal := journal_file(path)).exists():
+            sync(path.parent)  # the disk holds its rows now
+            journal.unlink()
 
 
 def encode(value: Any) -> str:
@@ -254,11 +257,6 @@ def encode(value: Any) -> str:
     if "NaN" not in text and "Infinity" not in text:
         return text
     return json.dumps(json.loads(text, parse_constant=lambda constant: None))
-
-
-@cache
-def get_field_types(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
 
 
 def documents_file(folder: Path, row: int) -> Path:

@@ -6,13 +6,15 @@ r of w has batches r, r + w, … So the answers do not change with the number of
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from cpt.data.collate import Rows
+from cpt.data.collate import Batch, Rows
+from cpt.data.example import USER
 from cpt.data.tokenized_tasks import TaskPrompt
 from cpt.models.generate import generating, is_written_whole
 from cpt.models.objectives import Objective
@@ -32,9 +34,11 @@ class Question:
 
     @classmethod
     def of_prompt(cls, prompt: TaskPrompt) -> "Question":
-        given, choices = prompt.example, tuple(prompt.choices)
-        end = prompt.reference[-1]
-        return cls(given.id, prompt.ids, given.target, given.choices, choices, end, given.asked_about)
+        given, choices, end = prompt.example, tuple(prompt.choices), prompt.reference[-1]
+        # The text of the question, else all of it; of a chat the user's last turn.
+        said = (text for role, text in reversed(given.turns[:-1]) if role == USER)
+        about = next(said, "") if given.turns else given.source[slice(*given.text)] or given.source
+        return cls(given.id, prompt.ids, given.target, given.choices, choices, end, about)
 
 
 Sums = Mapping[tuple[int, int], float]  # nats of a choice and its end, by the numbers of question and choice
@@ -55,7 +59,8 @@ def score_choices(
     pairs = [(number, place) for number, each in enumerate(questions) for place in range(len(each.answers))]
     pairs.sort(key=lambda pair: len(questions[pair[0]].prompt) + len(questions[pair[0]].answers[pair[1]]))
     sums: dict[tuple[int, int], float] = {}
-    for chosen in make_batches(pairs, batch_size)[share[0] :: share[1]]:
+    batches = [pairs[at : at + batch_size] for at in range(0, len(pairs), batch_size)]
+    for chosen in batches[share[0] :: share[1]]:
         rows = [(questions[number].prompt, questions[number].answers[place]) for number, place in chosen]
         lengths = np.array([len(prompt) + len(answer) for prompt, answer in rows])
         ids = np.zeros((len(rows), lengths.max()), np.int64)
@@ -64,7 +69,8 @@ def score_choices(
             ids[row, : lengths[row]] = prompt + answer
             answers[row, len(prompt) : lengths[row]] = True
         batch, _ = objective.batch(Rows(ids, lengths, np.zeros(len(rows), np.uint64), answers))
-        nll = objective.nll(model, {name: value.to(model.device) for name, value in batch.items()})
+        moved = {name: cast(Tensor, value).to(model.device) for name, value in batch.items()}
+        nll = objective.nll(model, cast(Batch, moved))
         found = torch.zeros(len(rows), dtype=torch.double, device=nll.device)
         found.index_add_(0, batch["rows"].to(nll.device), nll.double())
         sums |= dict(zip(chosen, found.tolist(), strict=True))
@@ -102,7 +108,8 @@ def write_answers(
     def length(number: int) -> int:
         return len(questions[number].prompt)
 
-    batches = make_batches(sorted(range(len(questions)), key=length), batch_size)
+    numbers = sorted(range(len(questions)), key=length)
+    batches = [numbers[at : at + batch_size] for at in range(0, len(numbers), batch_size)]
     seq2seq, whole = model.config.is_encoder_decoder, is_written_whole(model)
     if whole:
         batches = [list(alike) for batch in batches for _, alike in groupby(batch, key=length)]
@@ -138,7 +145,3 @@ def pad_prompts(prompts: Sequence[list[int]], *, padding: int, left: bool) -> di
         place = slice(width - len(prompt), width) if left else slice(0, len(prompt))
         ids[row, place], mask[row, place] = torch.tensor(prompt), 1
     return {"input_ids": ids, "attention_mask": mask}
-
-
-def make_batches(items: Sequence, size: int) -> list[Sequence]:
-    return [items[at : at + size] for at in range(0, len(items), size)]

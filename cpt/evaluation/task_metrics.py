@@ -159,11 +159,6 @@ def is_no_choice(written: str, choices: Sequence[str]) -> bool:
     return normalise_text(written) not in {*map(normalise_text, choices)}
 
 
-def match_choice(written: str, reference: str, choices: Sequence[str]) -> float:
-    """Exact match where what was written is one of the choices, else nan."""
-    return float("nan") if is_no_choice(written, choices) else is_match(written, reference)
-
-
 def rouge_l(written: str, reference: str) -> float:
     """F of the longest common subsequence of words (Lin 2004, section 3), by torchmetrics."""
     from torchmetrics.functional.text.rouge import rouge_score  # which imports torch
@@ -243,7 +238,10 @@ MEASURES: Mapping[str, AnswerMeasure] = {
     "accuracy_ranked": AnswerMeasure(eq, ("ranked", "references")),
     "exact_match": AnswerMeasure(is_match, WRITTEN),
     "invalid": AnswerMeasure(is_no_choice, ("written", "choices"), higher=False),
-    "accuracy_valid": AnswerMeasure(match_choice, (*WRITTEN, "choices")),
+    "accuracy_valid": AnswerMeasure(
+        lambda one, other, choices: np.nan if is_no_choice(one, choices) else is_match(one, other),
+        (*WRITTEN, "choices"),
+    ),
     "accuracy_ranked_mean": AnswerMeasure(eq, ("ranked_mean", "references")),
     "rouge_l": AnswerMeasure(rouge_l, WRITTEN),
     "edit_similarity": AnswerMeasure(edit_similarity, WRITTEN),

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -61,16 +62,15 @@ class GradientMask(nn.Module):
         entries whose factor is constant and near 0."""
         if not self.static:
             return {}
+
+        def keep_protected(factor: Tensor, movement: Tensor) -> Tensor:
+            return movement * (factor.to(movement) <= PROTECTED_BELOW)
+
         return {parameter: partial(keep_protected, factor) for parameter, factor in self.factors()}
 
     def diagnostics(self) -> dict[str, Tensor]:
         """Named tensors to store after a domain, such as importances."""
         return {}
-
-
-def keep_protected(factor: Tensor, movement: Tensor) -> Tensor:
-    """The movement where the factor is near 0, else 0."""
-    return movement * (factor.to(movement) <= PROTECTED_BELOW)
 
 
 class Constraint(GradientMask):
@@ -113,7 +113,7 @@ class StepSnapshot:
         """Corrects the step just made."""
         if self.factor is None:
             steps = [(parameter, parameter.detach() - old) for parameter, old in self.before]
-            self.mask.constrain(steps, optimizer)
+            cast(Constraint, self.mask).constrain(steps, optimizer)
             for (parameter, step), (_, old) in zip(steps, self.before, strict=True):
                 parameter.copy_(step.add_(old))
             return

@@ -14,6 +14,7 @@ class ClaimedUnits(GradientMask):
     the weights of one unit with gate a in [0, 1], and 1 - min(a_i, a_j) between two units (eq. 2)."""
 
     static = True
+    taken: Tensor
 
     def __init__(self, groups: Sequence[Units], *, acts_on: str) -> None:
         super().__init__(acts_on=acts_on)

@@ -23,7 +23,7 @@ from fractions import Fraction
 from functools import partial
 from itertools import accumulate
 from math import floor
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -53,10 +53,15 @@ CACHED = 1 << 18  # numbers that a core works on without going back to memory
 class MagnitudeMask(GradientMask):
     """Updates the rows of each linear layer that are largest by `importance`."""
 
+    sums: Tensor
+    chosen: Tensor
+    known: Tensor
+    steps: Tensor
+
     def __init__(self, options: MagnitudeMaskOptions) -> None:
         super().__init__(acts_on=options.acts_on)
         self.options, self.skipping = options, False
-        self.static = options.importance == "fisher"
+        self.static, self.limits = options.importance == "fisher", options.backend == "backward"
         self.maps: list[Projection] = []
         self.places: list[slice] = []  # of each map's rows within `sums` and `chosen`
         self.ranked: list[str] = []  # buffers of the segments that are ranked together
@@ -66,10 +71,6 @@ class MagnitudeMask(GradientMask):
         self.inside = self.limiting = False
         self.mask: Tensor | None = None  # of the current step, [rows]
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
-
-    @property
-    def limits(self) -> bool:
-        return self.options.backend == "backward"
 
     def watch(self, model: PreTrainedModel, maps: Sequence[Projection] | None) -> None:
         covered, outside = [*(projections(model) if maps is None else maps)], []
@@ -96,15 +97,14 @@ class MagnitudeMask(GradientMask):
                 f"only={self.options.only} leaves nothing to mask; allowed: a regular expression that finds "
                 f"some of {covered[0].name} … {covered[-1].name}"
             )
-        self.make_buffers(found)
-        self.attach_hooks(model)
-
-    def make_buffers(self, maps: Sequence[Projection]) -> None:
-        """Makes buffers for the rows; counts of known layers are kept by name."""
+        # Buffers for the rows; counts of known layers are kept by name.
         known = {each.name: self.chosen[place] for each, place in zip(self.maps, self.places, strict=True)}
-        sizes = [each.outputs for each in maps]
+        sizes = [each.outputs for each in found]
         ends = accumulate(sizes)
-        self.maps, self.places = maps, [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+        self.maps, self.places = (
+            found,
+            [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)],
+        )
         self.register_buffer("sums", torch.zeros(sum(sizes)), persistent=False)
         self.register_buffer("chosen", torch.zeros(sum(sizes)))
         if self.options.importance == "fisher":
@@ -120,9 +120,7 @@ class MagnitudeMask(GradientMask):
         self.ranked = [f"segments{number}" for number in range(len(by_width))]
         for name, segments in zip(self.ranked, by_width.values(), strict=True):
             self.register_buffer(name, torch.stack(segments), persistent=False)
-
-    def attach_hooks(self, model: PreTrainedModel) -> None:
-        """Sets hooks on the model and its layers, after removing earlier ones."""
+        # Hooks on the model and its layers, in place of earlier ones.
         for hook in self.hooks:
             hook.remove()
         for limited in self.limited:
@@ -167,7 +165,7 @@ class MagnitudeMask(GradientMask):
             found = fisher(model, probe, objective=objective, estimator=self.options.estimator)
         names = {id(parameter): name for name, parameter in named_weights(model).items()}
         for each, place in zip(self.maps, self.places, strict=True):
-            rows = found[names[id(each.module.weight)]].float().sum(1 - each.axis)
+            rows = found[names[id(each.weight)]].float().sum(1 - each.axis)
             self.known[place] = all_rows(rows)
 
     def decide(self) -> None:
@@ -180,8 +178,8 @@ class MagnitudeMask(GradientMask):
             segments = [self.get_buffer(name) for name in self.ranked]
             if self.options.mass is not None:
                 self.mask = choose_by_mass(self.scores(), segments, self.options.mass)
-            else:
-                self.mask = choose_rows(self.scores(), segments, self.options.threshold)
+            else:  # one of the two is given
+                self.mask = choose_rows(self.scores(), segments, cast(float, self.options.threshold))
         return self.mask
 
     def scores(self) -> Tensor:
@@ -196,7 +194,7 @@ class MagnitudeMask(GradientMask):
             return torch.rand(len(self.sums), generator=draw).to(self.sums)
         norms = []  # L1 norms of the rows of weights or gradients, 0 where there is no gradient
         for each in self.maps:
-            weight = each.module.weight
+            weight = each.weight
             values = weight if self.options.importance == "weight" else weight.grad
             if values is None:
                 norms.append(weight.new_zeros(each.outputs, dtype=torch.float32))
@@ -213,9 +211,9 @@ class MagnitudeMask(GradientMask):
         self.steps += 1
         self.sums.zero_()
         for each, place in zip(self.maps, self.places, strict=True):
-            yield each.module.weight, mask[place].unsqueeze(1 - each.axis)
-            if self.options.biases and each.module.bias is not None:
-                yield each.module.bias, mask[place]
+            yield each.weight, mask[place].unsqueeze(1 - each.axis)
+            if self.options.biases and each.bias is not None:
+                yield each.bias, mask[place]
 
     def diagnostics(self) -> dict[str, Tensor]:
         """The share of steps in which each row was chosen since the first domain."""
@@ -306,7 +304,7 @@ class RowGradients:
             hook.remove()
 
     def detach_weight(self, module: nn.Module, args: Any) -> None:
-        weight = module.weight
+        weight = cast(nn.Parameter, module.weight)
         if self.mask.limiting and weight.requires_grad and torch.is_grad_enabled():
             self.weight = weight
             module._parameters["weight"] = nn.Parameter(weight.detach(), requires_grad=False)

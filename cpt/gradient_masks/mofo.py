@@ -36,18 +36,6 @@ def find_least(momentum: Tensor, share: float) -> Tensor:
     return values.kthvalue(place + 1).values
 
 
-def momentum_of(parameter: nn.Parameter, optimizer: Optimizer) -> Tensor:
-    """A parameter's momentum after a step; raises ValueError for an optimizer without."""
-    state = optimizer.state[parameter]
-    for name in MOMENTA:
-        if isinstance(state.get(name), Tensor):
-            return state[name]
-    raise ValueError(
-        f"optim={type(optimizer).__name__} keeps no momentum to choose by; allowed with mask=mofo: adamw, or "
-        "another with one, as sgd with optim.momentum"
-    )
-
-
 class MomentumFilter(Constraint):
     """Moves only the entries of each tensor with the most momentum."""
 
@@ -70,19 +58,21 @@ class MomentumFilter(Constraint):
             yield from (parameter for parameter in model.parameters() if parameter not in left)
 
     def constrain(self, steps: Sequence[Step], optimizer: Optimizer) -> None:
-        decays = {p: decay_of(group) for group in optimizer.param_groups for p in group["params"]}
+        # The share of a weight that decoupled decay takes in a step; other decay is in the gradient.
+        decoupled = [each for each in optimizer.param_groups if each.get("decoupled_weight_decay")]
+        decays = {p: group["lr"] * group["weight_decay"] for group in decoupled for p in group["params"]}
         for parameter, step in steps:
-            momentum = momentum_of(parameter, optimizer)
+            state = optimizer.state[parameter]
+            momentum = next((state[name] for name in MOMENTA if isinstance(state.get(name), Tensor)), None)
+            if momentum is None:
+                told = f"optim={type(optimizer).__name__} keeps no momentum to choose by"
+                allowed = "adamw, or another with one, as sgd with optim.momentum"
+                raise ValueError(f"{told}; allowed with mask=mofo: {allowed}")
             least = find_least(full_tensor(momentum), self.share)
             size, own = to_local(momentum).abs(), to_local(step)
             kept = torch.ge(size, least, out=size)  # as numbers: a mask of bits is slower here
-            if self.released and decays[parameter]:
-                decay = (to_local(parameter) - own).mul_(-decays[parameter])
+            if self.released and (share := decays.get(parameter)):
+                decay = (to_local(parameter) - own).mul_(-share)
                 own.copy_(decay.lerp_(own, kept.to(own)))
             else:
                 own.mul_(kept)
-
-
-def decay_of(group: dict) -> float:
-    """The share of a weight that decoupled weight decay takes in a step; 0 where decay is in the gradient."""
-    return group["lr"] * group["weight_decay"] if group.get("decoupled_weight_decay") else 0.0

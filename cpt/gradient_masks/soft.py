@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,6 @@ from transformers import PreTrainedModel
 from cpt.core.distributed import all_reduce_sum
 from cpt.data.collate import Batch, inputs_of, output_ids
 from cpt.gradient_masks.base import GradientMask
-from cpt.gradient_masks.options import SoftMaskOptions
 from cpt.models.forward import at, check_dropout, divergence, dropout
 from cpt.models.objectives import Objective
 from cpt.models.units import Projection, Units, factors, find_units, gate_units
@@ -37,21 +37,6 @@ def sample_means(values: Tensor, batch: Batch) -> Tensor:
 def domain_losses(model: PreTrainedModel, batch: Batch, *, objective: Objective) -> Tensor:
     """Each sample's mean language-model loss (nats) on its corrupted text, [B]."""
     return sample_means(objective.nll(model, batch), batch)
-
-
-def general_losses(model: PreTrainedModel, batch: Batch, *, objective: Objective, compared: str) -> Tensor:
-    """The proxy for general knowledge: each sample's KL(f1 || f2), [B], of two dropout passes over its
-    uncorrupted ids, mean over its scored positions; `compared` is `logits` or `hidden`.
-
-    Both passes run as one batch [2B, T]: rows n and B + n are sample n."""
-    batch_once = objective.restored(batch)
-    shift = output_ids(batch_once).numel()
-    twice = {name: each.repeat(2, 1) for name, each in inputs_of(batch_once).items()}
-    twice["positions"] = torch.cat([batch_once["positions"], batch_once["positions"] + shift])
-    logits, hidden = objective.outputs(model, twice)
-    if compared == "hidden":
-        logits = at(hidden, twice["positions"])
-    return sample_means(divergence(*logits.chunk(2)), batch)
 
 
 def importance(
@@ -125,18 +110,21 @@ class Proxy:
         if self.compared is not None:
             check_dropout(self.model, self.rate, option="proxy_dropout", without="general=null")
 
-    @classmethod
-    def from_options(cls, model: PreTrainedModel, objective: Objective, options: SoftMaskOptions) -> Proxy:
-        return cls(model, objective, compared=options.general, rate=options.proxy_dropout)
-
     def losses(self, model: PreTrainedModel, batch: Batch) -> Tensor:
-        """Each sample's divergence [B]; raises ValueError if it is within rounding."""
-        found = general_losses(model, batch, objective=self.objective, compared=self.compared)
+        """The proxy for general knowledge: each sample's KL(f1 || f2), [B], of two dropout passes over its
+        uncorrupted ids, mean over its scored positions; raises ValueError if it is within rounding.
+
+        Both passes run as one batch [2B, T]: rows n and B + n are sample n."""
+        once = self.objective.restored(batch)
+        twice = cast(Batch, {name: each.repeat(2, 1) for name, each in inputs_of(once).items()})
+        twice["positions"] = torch.cat([once["positions"], once["positions"] + output_ids(once).numel()])
+        logits, hidden = self.objective.outputs(model, twice)
+        if self.compared == "hidden":
+            logits = at(hidden, twice["positions"])
+        found = sample_means(divergence(*logits.chunk(2)), batch)
         if "idle" not in batch and found.max() < ROUNDING:
-            raise ValueError(
-                f"two dropout passes of {type(model).__name__} do not differ (KL {found.max().item():.1e}); "
-                "allowed: proxy_dropout above 0, or general=null"
-            )
+            told = f"two dropout passes of {type(model).__name__} do not differ (KL {found.max().item():.1e})"
+            raise ValueError(f"{told}; allowed: proxy_dropout above 0, or general=null")
         return found
 
     def measure(self, soft: SoftMask, probe: Iterable[Batch]) -> Tensor:
@@ -154,6 +142,8 @@ class SoftMask(GradientMask):
     the kinds in `columns` also the columns of the layer that reads it."""
 
     static = True
+    importance: Tensor
+    last: Tensor
 
     def __init__(
         self,
@@ -190,11 +180,6 @@ class SoftMask(GradientMask):
             for name, part in self.by_group(values).items():
                 own = known.get(name, part[:0])
                 part[: len(own)] = own
-
-    @classmethod
-    def from_options(cls, model: PreTrainedModel, options: SoftMaskOptions) -> SoftMask:
-        how = {"acts_on": options.acts_on, "normalise": options.normalise, "columns": options.columns}
-        return cls(model, kinds=options.units, **how)
 
     def measure(
         self, model: PreTrainedModel, batches: Iterable[Batch], losses: SampleLosses, **how: int

@@ -33,7 +33,7 @@ class Subspaces(Constraint):
     @property
     def maps(self) -> dict[str, nn.Parameter]:
         """The present weights by name: sharding replaces parameters."""
-        return {each.name: each.module.weight for each in self.projections}
+        return {each.name: each.weight for each in self.projections}
 
     @torch.no_grad()
     def span(self, ranks: Mapping[str, int]) -> None:

@@ -65,12 +65,12 @@ def track(
         logger.log_hyperparams(dict(about["config"]))
     run, status = None, "failed"
     try:
-        if options.get("wandb") and rank_zero_only.rank:
+        if options.get("wandb") and getattr(rank_zero_only, "rank", 0):
             loggers.append(WandbLogger(save_dir=str(folder)))
         elif options.get("wandb"):
             # Lightning would pass an option that W&B warns of, and join a run that is still open. One run
             # folder is one W&B run, also after a restart.
-            place = {name: options.get(name) for name in ("project", "entity", "mode")}
+            place: dict[str, Any] = {name: options.get(name) for name in ("project", "entity", "mode")}
             run = init_wandb(digest([about["group"], folder.name]), folder, **about, **place)
             curves = Curves(run, per_domain=bool(options.get("per_domain")), high=folder / "wandb" / "tokens")
             loggers.append(WandbCurves(curves, histograms=bool(options.get("histograms"))))
@@ -85,13 +85,6 @@ def track(
             run.finish(exit_code=int(status == "failed"))
         for logger in custom:
             logger.finalize(status)
-
-
-def enter_domain(loggers: Sequence[Logger], domain: str, *, tokens: float) -> None:
-    """The points that follow are of this domain, before which the run had read so many tokens."""
-    for logger in loggers:
-        if isinstance(logger, WandbCurves):
-            logger.curves.enter(domain, tokens=tokens)
 
 
 @rank_zero_only

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from PIL import Image
@@ -112,7 +112,8 @@ def publish_stage(
     """Points of one row of the matrix, and a method's diagnostics after it as histograms."""
     import wandb
 
-    histograms = {f"units/{name}": wandb.Histogram(values) for name, values in distributions.items()}
+    values = {name: cast(Sequence[float], each) for name, each in distributions.items()}  # an array, too
+    histograms = {f"units/{name}": wandb.Histogram(each) for name, each in values.items()}
     run.log({**frames.stage_points(scores, row), **histograms})
 
 

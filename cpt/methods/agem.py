@@ -34,6 +34,8 @@ CLOSE = 1e-12  # relative change of v that ends the sweeps
 class Reference(Constraint):
     """Projects steps so that they raise none of the losses whose gradients are the references."""
 
+    steps: Tensor
+
     def __init__(self, *, acts_on: str, margin: float = 0.0) -> None:
         super().__init__(acts_on=acts_on)
         self.margin = margin

@@ -19,7 +19,7 @@ from cpt.adapters.options import Routing
 from cpt.core.randomness import key
 from cpt.core.schema import Options
 from cpt.data.collate import Batch
-from cpt.data.datamodule import Domain, DomainSequence
+from cpt.data.datamodule import Domain
 from cpt.data.replay import ReplayConfig
 from cpt.evaluation.perplexity import DocumentNLL
 from cpt.gradient_masks.base import GradientMask, Protection, StepSnapshot
@@ -209,12 +209,6 @@ class ContinualMethod(LightningWiring):
     def diagnostics(self) -> dict[str, Tensor]:
         """Named tensors that the run folder keeps after a domain."""
         return {name: values for mask in self.masks for name, values in mask.diagnostics().items()}
-
-    @property
-    def domain(self) -> Domain:
-        """The current stage, or the last one."""
-        data: DomainSequence = self.trainer.datamodule  # type: ignore[attr-defined]  # Lightning sets it
-        return data.domain
 
     def drawing(self) -> torch.Generator:
         """A CPU generator for draws before a domain, alike in all processes."""

@@ -44,6 +44,7 @@ class CPTPlugin(GatedMethod):
     """Trains gated plug-ins parallel to attention and FFN, whose weights all domains share."""
 
     options: CPTPluginOptions
+    bank: DomainParams
 
     def __init__(self, options: CPTPluginOptions, context: MethodContext) -> None:
         model = context.model
@@ -78,8 +79,8 @@ class CPTPlugin(GatedMethod):
         return model
 
     def export(self, folder: Path, order: Sequence[str]) -> str:
-        how = {"attach": attach_plugins, "options": self.options.plugin}
-        return export.export_parts(folder, self.model, FoldedPlugins(self, order), **how)
+        parts, options = FoldedPlugins(self, order), self.options.plugin
+        return export.export_parts(folder, self.model, parts, attach=attach_plugins, options=options)
 
 
 class FoldedPlugins(Mapping):

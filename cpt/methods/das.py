@@ -27,7 +27,7 @@ candidates; every k-th step with k times the weight has the same mean; `fixed` n
 from collections.abc import Iterable
 from functools import partial
 from math import ceil
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ from cpt.core.distributed import gather_rows
 from cpt.data.collate import Batch, inputs_of
 from cpt.gradient_masks.soft import Proxy, SoftMask, domain_losses
 from cpt.methods.base import ContinualMethod, MethodContext
-from cpt.methods.options import ContrastOptions, DASOptions
+from cpt.methods.options import ContrastOptions, DASOptions, DGAOptions
 from cpt.models.forward import check_dropout, dropout, mean_over, nll_of
 from cpt.models.memory import keep_activations
 from cpt.models.objectives import Objective
@@ -101,16 +101,18 @@ class ContrastiveLoss:
 class ContrastMethod(ContinualMethod):
     """A soft mask on the units that matter to earlier knowledge, and the contrast to that knowledge."""
 
-    def __init__(self, options: ContrastOptions, context: MethodContext) -> None:
+    def __init__(self, options: DASOptions | DGAOptions, context: MethodContext) -> None:
         super().__init__(options, context)
-        self.masks.append(SoftMask.from_options(self.model, options))
-        self.proxy = Proxy.from_options(self.model, self.objective, options)
+        how: dict[str, Any] = {"acts_on": options.acts_on, "normalise": options.normalise}
+        soft = SoftMask(self.model, kinds=options.units, columns=options.columns, **how)
+        self.masks.append(soft)
+        self.proxy = Proxy(self.model, self.objective, options.general, options.proxy_dropout)
         self.contrast = ContrastiveLoss(self.model, self.objective, options)
         self.period = options.contrast_every if options.contrast else 1
 
     @property
     def soft(self) -> SoftMask:
-        return self.masks[-1]
+        return cast(SoftMask, self.masks[-1])
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         return self.contrast.losses(batch, soft=self.soft, step=self.trainer.global_step)

@@ -17,15 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from cpt.adapters import export
 from cpt.adapters.bottleneck import attach_bottlenecks
-from cpt.adapters.domain_store import BASE, DomainParams, Scope
+from cpt.adapters.domain_store import BASE, DomainParams, Router, Scope
 from cpt.core.distributed import all_reduce_sum
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualMethod, MethodContext
-from cpt.methods.options import DEMIXOptions
+from cpt.methods.options import DEMIXOptions, LifelongMoEOptions
 from cpt.models.forward import in_mode
 from cpt.models.units import sublayers
 from cpt.models.weights import swap_weights
@@ -39,6 +38,10 @@ class CopyingMethod(ContinualMethod):
 
     `sources` [domains]: the domain (-1: the base) whose modules each domain's began as. `perplexities`: those
     of the last domain's probe with each candidate, in the order of their domains."""
+
+    options: DEMIXOptions | LifelongMoEOptions
+    sources: Tensor
+    perplexities: Tensor
 
     def record_sources(self) -> None:
         """Registers the buffers."""
@@ -91,26 +94,24 @@ EXPERTS = ("ffn", "adapter")
 STARTS = ("nearest", "previous", "base")
 
 
-def feed_forwards(model: PreTrainedModel) -> Scope:
-    """Weights and biases of the linear layers of every block's FFN. Raises ValueError if it is not found."""
-    places = sublayers(model, ("neurons",))
-    maps = [each for place in places for each in (*(source for source, _ in place.sources), place.out)]
-    names = [f"{each.name}.{name}" for each in maps for name, _ in each.module.named_parameters()]
-    return Scope(tuple(names), tuple(maps))
-
-
 class DEMIX(CopyingMethod):
     """Trains an expert per domain, which starts as a copy of another."""
 
     options: DEMIXOptions
+    bank: DomainParams
+    router: Router
 
     def __init__(self, options: DEMIXOptions, context: MethodContext) -> None:
         self.adapted = options.experts == "adapter"
-        scope = (
-            attach_bottlenecks(context.model, **options.bottleneck)
-            if self.adapted
-            else feed_forwards(context.model)
-        )
+        if self.adapted:
+            scope = attach_bottlenecks(context.model, **options.bottleneck)
+        else:  # weights and biases of the linear layers of every block's FFN
+            places = sublayers(context.model, ("neurons",))
+            maps = [
+                each for place in places for each in (*(source for source, _ in place.sources), place.out)
+            ]
+            names = [f"{each.name}.{name}" for each in maps for name, _ in each.module.named_parameters()]
+            scope = Scope(tuple(names), tuple(maps))
         super().__init__(options, context, scope=scope)
         self.use_domain_params(DomainParams(self.model, scope.names), options.routing)
         self.record_sources()

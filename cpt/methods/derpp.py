@@ -67,7 +67,8 @@ class DERPP(ContinualMethod):
         from an empty memory."""
         matching, replaying = (self.memory.draw(count, purpose=name) for name in ("match", "replay"))
         if not len(matching):
-            return torch.zeros(2, device=self.device).unbind()
+            none = torch.zeros((), device=self.device)
+            return none, none.clone()
         stored = self.memory.outputs_of(matching).float()
         both = self.objective.lay_out(self.memory.batch(torch.cat([matching, replaying])))
         before, after = both["positions"].tensor_split([len(stored)])

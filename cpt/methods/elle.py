@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -89,7 +90,7 @@ class ELLE(ContinualMethod):
     options: ELLEOptions
 
     def __init__(self, options: ELLEOptions, context: MethodContext) -> None:
-        self.attaching = {"tokens": 0, "causal": context.objective.causal}
+        self.attaching: dict[str, Any] = {"tokens": 0, "causal": context.objective.causal}
         self.prompting: ByPrompt | None = None
         names: tuple[str, ...] = ()
         if options.prompt:
@@ -116,17 +117,15 @@ class ELLE(ContinualMethod):
         gained, noise = self.options.growth(stage.index), self.options.noise
         name = "hidden"
         try:
-            growth.grow_hidden(model, gained[name], noise=noise)
+            growth.grow_hidden(model, int(gained[name]), noise=noise)
             if (times := gained[name := "neurons"]) != 1:
                 more = round((times - 1) * sublayers(model, ("neurons",))[0].count)
                 growth.grow_neurons(model, more, noise=noise)
-            growth.grow_heads(model, gained[name := "heads"], noise=noise)
-            growth.grow_layers(model, gained[name := "layers"])
+            growth.grow_heads(model, int(gained[name := "heads"]), noise=noise)
+            growth.grow_layers(model, int(gained[name := "layers"]))
         except ValueError as error:
-            raise ValueError(
-                f"method.{name}={show(getattr(self.options, name))}: before {stage.name}, {error}; allowed: "
-                f"{NOTHING[name]}, or a value that its configuration can say"
-            ) from error
+            told = f"method.{name}={show(getattr(self.options, name))}: before {stage.name}, {error}; allowed"
+            raise ValueError(f"{told}: {NOTHING[name]}, or a value that its configuration can say") from error
 
     def expand(self, stage: Domain) -> None:
         self.moved, self.told = None, ""
@@ -183,7 +182,7 @@ class ELLE(ContinualMethod):
             return super().losses(batch)
 
     def transform_gradients(self, optimizer: Optimizer) -> None:
-        ahead = self.trainer.datamodule.recovery_steps(self.domain)
+        ahead = self.data.recovery_steps(self.domain)
         if ahead and self.trainer.global_step == ahead and self.carried is None:
             optimizer.state.clear()
 

@@ -14,6 +14,7 @@ it is that of the language-model loss, in eval mode and in 32 bits."""
 
 from abc import abstractmethod
 from collections.abc import Iterable
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,10 @@ class AnchorPenalty(ContinualMethod):
     """A method that pulls the weights to `anchor`, those of the base or of the end of the last domain; the
     most important twentieth of each parameter counts as protected."""
 
-    importances: NamedTensors | None = None
+    @property
+    def importances(self) -> NamedTensors | None:
+        """The weights of the penalty; None: all are 1."""
+        return None
 
     def __init__(self, options: Options, context: MethodContext, *, anchor_moves: bool = True) -> None:
         super().__init__(options, context)
@@ -60,6 +64,7 @@ class Consolidation(AnchorPenalty):
 
     needs_32_bits = True  # the importances do
     options: ConsolidationOptions
+    domains: Tensor
 
     def __init__(self, options: ConsolidationOptions, context: MethodContext) -> None:
         super().__init__(options, context)
@@ -72,7 +77,8 @@ class Consolidation(AnchorPenalty):
     def after_domain(self, probe: Iterable[Batch]) -> None:
         with torch.autocast(self.device.type, enabled=False):
             found = self.measure(probe)
-        kept, merge, gamma = self.importances, self.options.merge, self.options.gamma
+        merge, gamma = self.options.merge, self.options.gamma
+        kept = cast(NamedTensors, self.importances)
         known = kept.named()
         for name, new in found.items():
             old = kept.at_hand(known[name]) if name in known else torch.zeros_like(new)

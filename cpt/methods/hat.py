@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -28,15 +29,10 @@ from cpt.adapters.gates import Gates, anneal, attach_gates, bottleneck_units, ow
 from cpt.data.collate import Batch
 from cpt.gradient_masks.hat import ClaimedUnits
 from cpt.methods.base import ContinualMethod, MethodContext
-from cpt.methods.options import HATOptions
+from cpt.methods.options import CPTPluginOptions, HATOptions
 from cpt.models.units import Units, find_units
 
 GATED = ("heads", "neurons", "outputs")
-
-
-def gate_overlap(masks: Tensor) -> Tensor:
-    """[n, n]: the share of domain i's open units that are open in j, from gates [n, units] of 0 and 1."""
-    return masks @ masks.T / masks.sum(1, keepdim=True).clamp_min(1)
 
 
 class GatedMethod(ContinualMethod):
@@ -44,10 +40,11 @@ class GatedMethod(ContinualMethod):
 
     depends_on_total_steps = True
     gates: Gates
+    options: HATOptions | CPTPluginOptions
 
     @property
     def taken(self) -> ClaimedUnits:
-        return self.masks[-1]
+        return cast(ClaimedUnits, self.masks[-1])
 
     def gated_losses(self, batch: Batch, *, name: str, weight: float | None) -> dict[str, Tensor]:
         """The losses with gates at the annealed s, and the weighted regularizer of the gates."""
@@ -68,10 +65,11 @@ class GatedMethod(ContinualMethod):
 
     def opened(self, domain: int) -> Tensor:
         """The gates of a domain, 0 or 1, [units]."""
+        assert self.bank is not None
         return self.gates.hard(self.bank.weights(domain))
 
 
-def units_of_adapters(model: nn.Module, kind: type[nn.Module]) -> list[Units]:
+def units_of_adapters(model: nn.Module, kind: type[bottleneck.Bottleneck]) -> list[Units]:
     """The neurons and outputs of all bottleneck adapters of a kind."""
     found = [(name, part) for name, part in model.named_modules() if isinstance(part, kind)]
     return [group for name, part in found for group in bottleneck_units(name, part.down, part.up)]
@@ -141,8 +139,8 @@ class HAT(GatedMethod):
         for index, domain in enumerate(order):
             folded = self.gates.folded(self.opened(index))
             parts[domain] = {name: folded.get(parameter, parameter.detach()) for name, parameter in named}
-        how = {"attach": bottleneck.attach_bottlenecks, "options": self.options.bottleneck}
-        return export.export_parts(folder, self.model, parts, **how)
+        attach, options = bottleneck.attach_bottlenecks, self.options.bottleneck
+        return export.export_parts(folder, self.model, parts, attach=attach, options=options)
 
     def diagnostics(self) -> dict[str, Tensor]:
         """Claimed units by group, and the overlap of domains' units by kind."""
@@ -151,7 +149,8 @@ class HAT(GatedMethod):
             masks = torch.stack([self.opened(domain) for domain in learned])
             parts = list(zip(self.gates.groups, masks.split(self.gates.sizes, dim=1), strict=True))
             for kind in dict.fromkeys(group.kind for group, _ in parts):
-                found[f"overlap/{kind}"] = gate_overlap(
-                    torch.cat([p for g, p in parts if g.kind == kind], dim=1)
-                )
+                own = torch.cat(
+                    [part for group, part in parts if group.kind == kind], dim=1
+                )  # [domains, units]
+                found[f"overlap/{kind}"] = own @ own.T / own.sum(1, keepdim=True).clamp_min(1)
         return found

@@ -9,7 +9,7 @@ released code (ContinualLM) takes two more passes over the uncorrupted text, the
 the positions of a sequence, and the KL of the student from the teacher, at T = 1."""
 
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ class KD(ContinualMethod):
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         outputs = self.objective.outputs(self.model, batch)
-        precision = nullcontext()
+        precision: AbstractContextManager[object] = nullcontext()
         if self.options.teacher != "run":  # no cache of casts: the teacher uses the student's parameters
             precision = torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
         with self.teacher.teaching(self.model), precision:

@@ -42,8 +42,8 @@ class MAS(Consolidation):
         return super().losses(batch) | {"mas": penalty}
 
     def measure(self, probe: Iterable[Batch]) -> dict[str, Tensor]:
-        how = {"estimator": self.options.estimator, "power": 1, "label": "MAS"}
-        return sensitivity(self.model, probe, self.squared_norms, **how)
+        estimator = self.options.estimator
+        return sensitivity(self.model, probe, self.squared_norms, estimator=estimator, power=1, label="MAS")
 
     def squared_norms(self, model: PreTrainedModel, batch: Batch) -> Tensor:
         """||f||^2 at each scored position, [K]."""

@@ -87,6 +87,8 @@ def slerp(one: Tensor, other: Tensor, share: float, *, like: Tensor) -> Tensor:
 class Merged(nn.Module):
     """The merged weights of the domains so far, and the rule's statistics of them."""
 
+    domains: Tensor
+
     def __init__(self, options: MergingOptions, weights: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.options = options
@@ -222,11 +224,12 @@ class Merge(ContinualMethod):
         self.merging = Merging(options, self.model, named_weights(self.model))
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
-        if self.domain.index == 0 and self.options.keeps_all:
-            log.info(
-                "method.rule=%s with start=%s merges nothing: the run equals method=ncl by construction",
-                *(self.options.rule, self.options.start),
-            )
+        rule, start = self.options.rule, self.options.start
+        whole = rule == "task_arithmetic" or (rule == "dare" and self.options.drop == 0)
+        unchanged = whole and self.options.scale == 1 or (rule == "slerp" and self.options.share == 1)
+        if self.domain.index == 0 and unchanged and start != "base":
+            told = "method.rule=%s with start=%s merges nothing: the run equals method=ncl by construction"
+            log.info(told, rule, start)
         self.merging.begin(self.model)
 
     def after_domain(self, probe: Iterable[Batch]) -> None:

@@ -27,5 +27,6 @@ class MoELoRA(ContinualMethod):
         super().__init__(options, context, scope=scope)
 
     def export(self, folder: Path, order: Sequence[str]) -> str:
+        assert self.scope is not None
         parts = {order[-1]: {name: self.model.get_parameter(name) for name in self.scope.names}}
         return export.export_parts(folder, self.model, parts, attach=attach_experts, options=self.attaching)

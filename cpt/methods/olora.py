@@ -55,6 +55,7 @@ class OLoRA(IncLoRA):
 
     def __init__(self, options: OLoRAOptions, context: MethodContext) -> None:
         super().__init__(options, context)
+        assert self.scope is not None
         names = self.scope.names
         self.kept = DomainParams(self.model, [n for n in names if ".lora_A." in n or "embedding_A" in n])
         self.trained = [self.model.get_parameter(name) for name in names]

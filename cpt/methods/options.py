@@ -116,13 +116,6 @@ class MergingOptions(Options):
     )
 
     @property
-    def keeps_all(self) -> bool:
-        """Whether the merged model is what the domain has ended with, so that merging changes nothing."""
-        whole = self.rule == "task_arithmetic" or (self.rule == "dare" and self.drop == 0)
-        unchanged = (whole and self.scale == 1) or (self.rule == "slerp" and self.share == 1)
-        return unchanged and self.start != "base"
-
-    @property
     def signs(self) -> bool:
         """Whether domains vote for the sign of each entry."""
         return self.rule in ("ties", "dare_ties")
@@ -181,10 +174,8 @@ class DERPPOptions(Options):
 
     def __post_init__(self) -> None:
         if (self.memory is None) == (self.memory_bytes is None):
-            raise ValueError(
-                f"memory={show(self.memory)} and memory_bytes={show(self.memory_bytes)}; "
-                "allowed: exactly one, the other null"
-            )
+            told = f"memory={show(self.memory)} and memory_bytes={show(self.memory_bytes)}"
+            raise ValueError(f"{told}; allowed: exactly one, the other null")
 
 
 @config
@@ -192,7 +183,8 @@ class DGAOptions(SoftMaskOptions, ContrastOptions):
     """Options of DGA."""
 
 
-NOTHING = {"neurons": 1, "heads": 0, "layers": 0, "hidden": 1}  # gained by a model that stays as it is
+# gained by a model that stays as it is
+NOTHING: dict[str, float] = {"neurons": 1, "heads": 0, "layers": 0, "hidden": 1}
 
 
 @config
@@ -392,9 +384,8 @@ class OSFOptions(Options):
 
     def __post_init__(self) -> None:
         if self.least is not None and self.least > self.protected:
-            raise ValueError(
-                f"least={self.least} with protected={self.protected}; allowed: at most that, or null"
-            )
+            told = f"least={self.least} with protected={self.protected}"
+            raise ValueError(f"{told}; allowed: at most that, or null")
 
 
 @config

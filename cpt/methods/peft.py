@@ -25,8 +25,8 @@ class Peft(ContinualMethod):
     options: PeftOptions
 
     def __init__(self, options: PeftOptions, context: MethodContext) -> None:
-        how = {"targets": options.targets, "arguments": options.arguments}
-        scope = attach_tuner(context.model, options.tuner, **how)
+        targets, arguments = options.targets, options.arguments
+        scope = attach_tuner(context.model, options.tuner, targets=targets, arguments=arguments)
         super().__init__(options, context, scope=scope)
         if options.per_domain:
             self.use_domain_params(DomainParams(self.model, scope.names), options.routing)

@@ -11,6 +11,7 @@ that does not exist, and keeps a domain's prompt from before the first epoch whe
 0."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,12 +33,13 @@ class ProgPrompt(PromptMethod):
     """Trains a prompt for each domain in front of those of the domains before it."""
 
     options: ProgPromptOptions
+    bank: PromptChain
 
     def __init__(self, options: ProgPromptOptions, context: MethodContext) -> None:
         super().__init__(options, context, PromptChain, method="progprompt", routing=options.routing)
         rows, width = options.residual, self.prompt.shape[1]
-        like = {"device": self.prompt.device, "dtype": self.prompt.dtype}
-        self.residual = None  # W_down, relu, W_up
+        like: dict[str, Any] = {"device": self.prompt.device, "dtype": self.prompt.dtype}
+        self.residual: nn.Sequential | None = None  # W_down, relu, W_up
         if rows is not None:
             down, up = nn.Linear(width, rows, **like), nn.Linear(rows, width, **like)
             self.residual = nn.Sequential(down, nn.ReLU(), up)
@@ -71,7 +73,7 @@ class ProgPrompt(PromptMethod):
         if self.residual is not None:
             for parameter in self.residual.parameters():
                 parameter.zero_()
-            down = self.residual[0].weight
+            down = cast(nn.Linear, self.residual[0]).weight
             down.copy_(STD * torch.randn(down.shape, generator=drawing))
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:

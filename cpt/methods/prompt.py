@@ -11,6 +11,7 @@ positions, add positions again, and leave a prompt vector where classifiers read
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +21,9 @@ from cpt.adapters import export
 from cpt.adapters.domain_store import BASE, DomainParams
 from cpt.adapters.options import Routing
 from cpt.adapters.soft_prompt import attach_prompt, draw_prompt
-from cpt.core.schema import Options
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualMethod, MethodContext
-from cpt.methods.options import PromptOptions
+from cpt.methods.options import ProgPromptOptions, PromptOptions
 from cpt.models.loading import positions_of
 from cpt.models.weights import swap_weights
 
@@ -34,9 +34,11 @@ ONLY = 0  # the bank's place of a prompt for all domains
 class PromptMethod(ContinualMethod):
     """Trains prompts only, which are stored per domain in a `store`."""
 
+    bank: DomainParams
+
     def __init__(
         self,
-        options: Options,
+        options: PromptOptions | ProgPromptOptions,
         context: MethodContext,
         store: type[DomainParams],
         *,
@@ -45,7 +47,7 @@ class PromptMethod(ContinualMethod):
     ) -> None:
         check_tokens(options.tokens, length=context.length, model=context.model)
         check_rows(context, method=method)
-        self.prompting = {"tokens": options.tokens, "causal": context.objective.causal}
+        self.prompting: dict[str, Any] = {"tokens": options.tokens, "causal": context.objective.causal}
         scope = attach_prompt(context.model, **self.prompting)
         super().__init__(options, context, scope=scope)
         [self.name] = scope.names

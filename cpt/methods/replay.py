@@ -18,7 +18,6 @@ class ExperienceReplay(ContinualMethod):
 
     def __init__(self, options: ExperienceReplayOptions, context: MethodContext) -> None:
         if context.replay != NO_REPLAY:
-            raise ValueError(
-                "method=replay has a mixture of its own; allowed: replay=none, with changes to method.mixture"
-            )
+            told = "method=replay has a mixture of its own"
+            raise ValueError(f"{told}; allowed: replay=none, with changes to method.mixture")
         super().__init__(options, replace(context, replay=options.mixture))

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterable
 
 import torch
+from torch import Tensor
 
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualMethod, MethodContext
@@ -24,6 +25,7 @@ class Reptile(ContinualMethod):
 
     depends_on_total_steps = True
     options: ReptileOptions
+    gone: Tensor
 
     def __init__(self, options: ReptileOptions, context: MethodContext) -> None:
         super().__init__(options, context)

@@ -109,8 +109,10 @@ class SAPT(ContinualMethod):
             if self.options.key == "attention":
                 name, distances = "reflection", self.forgotten(batch)
             else:  # 1 - cos(e, k_t) of the rows of this domain, [n]
-                cosines = router_of(self.model).cosines[:, -1, -1]
-                name, distances = "matching", 1 - cosines[batch["domains"] == self.domain.index]
+                cosines = router_of(self.model).cosines
+                assert cosines is not None
+                own = batch["domains"] == self.domain.index
+                name, distances = "matching", 1 - cosines[:, -1, -1][own]
             terms[name] = self.options.strength * distances.sum() / len(batch["domains"])
         return terms
 

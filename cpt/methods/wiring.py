@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import torch
 from lightning import LightningModule
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -12,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from cpt.core.distributed import average_gradients, clip_gradients, total_norm
 from cpt.core.randomness import key
 from cpt.data.collate import Batch
-from cpt.data.datamodule import Domain
+from cpt.data.datamodule import Domain, DomainSequence
 from cpt.evaluation.perplexity import DocumentNLL
 from cpt.gradient_masks.base import Constraint, StepSnapshot, recording, scale_
 from cpt.models.forward import in_mode
@@ -24,6 +25,17 @@ class LightningWiring(LightningModule):
     nothing here."""
 
     lr_scale = 1.0  # on the schedule's learning rate
+
+    @property
+    def data(self) -> DomainSequence:
+        """The trainer's data, which Lightning sets."""
+        found: DomainSequence = self.trainer.datamodule  # type: ignore[attr-defined]
+        return found
+
+    @property
+    def domain(self) -> Domain:
+        """The current stage, or the last one."""
+        return self.data.domain
 
     def expand_to(self, stage: Domain) -> None:
         """Grows the model for a stage, once. Raises ValueError where new parameters would not be trained."""
@@ -50,10 +62,8 @@ class LightningWiring(LightningModule):
         before = parameter_shapes(self)
         self.activate(stage.index)
         if changed := [name for name, _ in parameter_shapes(self).items() ^ before.items()]:
-            raise ValueError(
-                f"activate of {stage.name} has added, removed or resized {first_names(changed)}; "
-                "allowed: in expand(stage), which a resumed run repeats"
-            )
+            told = f"activate of {stage.name} has added, removed or resized {first_names(changed)}"
+            raise ValueError(f"{told}; allowed: in expand(stage), which a resumed run repeats")
 
     def set_lr_scale(self, scale: float) -> None:
         """Scales the schedule's learning rate from the next step on."""
@@ -65,15 +75,14 @@ class LightningWiring(LightningModule):
             ):
                 group["lr"] = rate * factor(own.last_epoch)
 
-    def configure_optimizers(self) -> dict:
+    def configure_optimizers(self) -> dict[str, Any]:  # type: ignore[override]  # as Lightning takes it
         optimizer = self.make_optimizer(list(self.parameter_groups()))
         unfuse_mixed(optimizer)
         for group in optimizer.param_groups:
             group["lr"] *= group.pop("times")
         if self.carried is not None:
             self.carried.give(optimizer, self.named_parameters())
-        data = self.trainer.datamodule
-        scheduler = LambdaLR(optimizer, lambda step: self.lr_scale * self.schedule(data.progress(step)))
+        scheduler = LambdaLR(optimizer, lambda step: self.lr_scale * self.schedule(self.data.progress(step)))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_train_start(self) -> None:
@@ -83,9 +92,9 @@ class LightningWiring(LightningModule):
         if self.trainer.global_step == 0:
             self.begin_from_trunk()
             self.seeded("before")
-            self.before_domain(self.trainer.datamodule.probe())
+            self.before_domain(self.data.probe())
             for mask in self.masks:
-                mask.before_domain(self.model, self.objective, self.trainer.datamodule.probe())
+                mask.before_domain(self.model, self.objective, self.data.probe())
             self.zero_grad()
         optimizer = self.trainer.optimizers[0]
         inside = {id(each) for group in optimizer.param_groups for each in group["params"]}
@@ -106,9 +115,11 @@ class LightningWiring(LightningModule):
     def branch_step(self) -> int:
         """The step of the domain whose weights the next domain starts from: the last, or the one before a
         decay branch."""
-        data = self.trainer.datamodule
-        steps, ahead = data.steps(self.domain), data.recovery_steps(self.domain)
-        return steps if self.trunk is None else ahead + self.schedule.branch_step(steps - ahead)
+        steps, ahead = self.data.steps(self.domain), self.data.recovery_steps(self.domain)
+        if self.trunk is None:
+            return steps
+        branch_step: Callable[[int], int] = getattr(self.schedule, "branch_step")  # noqa: B009
+        return ahead + branch_step(steps - ahead)
 
     def begin_from_trunk(self) -> None:
         """Restores the weights before a decay branch; a resumed stage has them from its checkpoint."""
@@ -141,11 +152,12 @@ class LightningWiring(LightningModule):
             for term, value in terms.items():
                 self.log(f"train/{term}/{name}", value.detach(), prog_bar=term == "lm", sync_dist=True)
             self.log(f"train/lr/{name}", self.trainer.optimizers[0].param_groups[0]["lr"])
-        return sum(terms.values())
+        return cast(Tensor, sum(terms.values()))
 
     def is_logged(self) -> bool:
         """Whether loggers write this step: Lightning's do at the end of every n-th."""
-        return (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0
+        every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        return (self.trainer.global_step + 1) % every == 0
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         average_gradients(self)
@@ -197,11 +209,15 @@ class LightningWiring(LightningModule):
             clip_gradients(parameters, gradient_clip_val, norm)
 
     def optimizer_step(
-        self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable
+        self,
+        epoch: int,
+        batch_idx: int,
+        optimizer: Optimizer | LightningOptimizer,
+        optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         if self.steps:
-            self.correct_step(optimizer)
+            self.correct_step(cast(Optimizer, optimizer))
             self.after_update()
         self.snapshots.clear()
 
@@ -218,7 +234,7 @@ class LightningWiring(LightningModule):
         with in_mode(self, training=False):
             self.zero_grad()
             self.seeded("after")
-            self.after_domain(self.trainer.datamodule.probe())
+            self.after_domain(self.data.probe())
             self.zero_grad()
         if self.branch_step == self.trainer.max_steps:
             self.keep_trunk()
@@ -227,7 +243,7 @@ class LightningWiring(LightningModule):
     def on_validation_start(self) -> None:
         if self.router is not None:
             self.router.begin()
-        data = self.trainer.datamodule
+        data = self.data
         self.columns = list(data.held_out)
         self.evaluation = {
             name: DocumentNLL(data.held_out[name].documents).to(self.device) for name in data.scored_texts
@@ -235,7 +251,7 @@ class LightningWiring(LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         name = self.columns[int(batch["column"])]
-        nll, count = self.nll(batch, self.trainer.datamodule.places.get(name, -1))
+        nll, count = self.nll(batch, self.data.places.get(name, -1))
         self.evaluation[name].update(nll, count, batch["documents"])
 
     def row(self) -> dict[str, tuple[Tensor, Tensor]]:

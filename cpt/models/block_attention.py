@@ -29,7 +29,7 @@ def inputs_for(model: PreTrainedModel, batch: Batch, *, causal: bool) -> tuple[d
         begins = torch.ones_like(segments, dtype=torch.bool)
         begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
         table = padded_positions(model)
-        first = 0 if table is None else table.padding_idx + 1
+        first = 0 if table is None or table.padding_idx is None else table.padding_idx + 1
         PRESENT[ids] = segments >= 0
         positions = columns - torch.where(begins, columns, 0).cummax(1).values + first
         inputs: dict[str, Any] = {"input_ids": ids, "position_ids": positions}
@@ -88,10 +88,8 @@ def check_isolation(model: PreTrainedModel, *, causal: bool = True) -> None:
     if "position_ids" not in inspect.signature(model.forward).parameters:
         refuse_isolation(model, "takes no positions")
     if not causal and (kernel := model.config._attn_implementation) not in MASKABLE:
-        raise ValueError(
-            f"domains.packing=isolated does not go with trainer.attention={kernel} of an encoder; "
-            f"allowed: {', '.join(('auto', *MASKABLE))}"
-        )
+        told = f"domains.packing=isolated does not go with trainer.attention={kernel} of an encoder"
+        raise ValueError(f"{told}; allowed: {', '.join(('auto', *MASKABLE))}")
 
 
 @torch.no_grad()
@@ -124,7 +122,5 @@ def try_isolation(model: PreTrainedModel, *, documents: bool, causal: bool = Tru
 
 
 def refuse_isolation(model: PreTrainedModel, why: str) -> NoReturn:
-    raise ValueError(
-        f"domains.packing=isolated does not go with a {model.config.model_type}, which {why}; "
-        "allowed: domains.packing=none of examples, concat of text"
-    )
+    told = f"domains.packing=isolated does not go with a {model.config.model_type}, which {why}"
+    raise ValueError(f"{told}; allowed: domains.packing=none of examples, concat of text")

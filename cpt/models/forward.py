@@ -127,7 +127,7 @@ def body(model: PreTrainedModel) -> nn.Module:
     return inner if inner is not None else model.base_model
 
 
-def reader(model: PreTrainedModel) -> nn.Module:
+def reader(model: PreTrainedModel) -> PreTrainedModel:
     """The encoder of a model, or its body where there is none: a classifier is put on it."""
     return model.get_encoder() if model.config.is_encoder_decoder else body(model)
 

@@ -5,7 +5,7 @@ Each forward pass of a sharded model is a collective: all processes must make it
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, distributed, nn
@@ -49,10 +49,9 @@ def shard_model(
 
 def call_within(model: nn.Module, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
     """The result of a function that runs parts of a model, whose weights FSDP gathers for it."""
-    run = (
-        model.run_part if isinstance(model, FSDPModule) else lambda call, *args, **named: call(*args, **named)
-    )
-    return run(function, *args, **named)
+    if isinstance(model, FSDPModule):
+        return cast(Callable[..., Any], model.run_part)(function, *args, **named)
+    return function(*args, **named)
 
 
 def reshard(model: nn.Module) -> None:
@@ -72,8 +71,9 @@ def named_weights(model: nn.Module) -> dict[str, nn.Parameter]:
 def raised_gradients(model: nn.Module, power: int, *, weight: float) -> Iterator[None]:
     """Each backward pass of a sharded model inside the context adds sum_r c_r |g_r|^p to its gradients, with
     the gradient g_r and the weight c_r of each process; p is 1 or 2."""
-    model.reduction.power, model.reduction.weight = power, weight
+    reduction = cast(Reduction, model.reduction)
+    reduction.power, reduction.weight = power, weight
     try:
         yield
     finally:
-        model.reduction.weight = None
+        reduction.weight = None

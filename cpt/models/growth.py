@@ -170,14 +170,12 @@ def grow_hidden(model: PreTrainedModel, times: int, *, noise: float) -> None:
         return
     config = model.config
     if config.model_type not in REPEATABLE:
-        raise ValueError(
-            f"hidden size of a {config.model_type} can not be grown exactly, as far as is known; "
-            f"known: {', '.join(REPEATABLE)}"
-        )
+        told = f"hidden size of a {config.model_type} can not be grown exactly, as far as is known"
+        raise ValueError(f"{told}; known: {', '.join(REPEATABLE)}")
     segments = {each.module: each.segments for each in projections(model)}
     with adjusted(model, "hidden size") as empty:
         set_fields(model, dict.fromkeys(NEURONS, sublayers(model, ("neurons",))[0].count))
-        scaled = ("hidden_size", "word_embed_proj_dim")
+        scaled: tuple[str, ...] = ("hidden_size", "word_embed_proj_dim")
         if not any(hasattr(config, name) for name in HEAD_SIZES):
             scaled = (*scaled, *HEADS, "num_key_value_heads")
         set_fields(model, {name: times * getattr(config, name) for name in scaled if hasattr(config, name)})
@@ -217,8 +215,8 @@ def repeat_features(
                 index_axis(value, axis, origins) / times, axis, origins[len(every) :], noise
             )
             continue
-        by_head = segments is None or any(len(e) != e[-1] - e[0] + 1 for e in segments)
-        together = (every,) if axis != out or by_head else segments
+        apart = segments is None or any(len(e) != e[-1] - e[0] + 1 for e in segments)  # by head
+        together = (every,) if segments is None or axis != out or apart else segments
         value = index_axis(value, axis, torch.cat([each.repeat(times) for each in together]))
     return value.clone()
 
@@ -244,15 +242,15 @@ def add_copies(place: SubLayer, chosen: Tensor, *, noise: float) -> None:
             copies = number[chosen]
             found += [segment, table[copies[copies >= 0]].flatten()]
         rows = torch.cat(found)
-        replace_parameter(source.module, "weight", index_axis(source.module.weight, source.axis, rows))
-        if source.module.bias is not None:
-            replace_parameter(source.module, "bias", index_axis(source.module.bias, 0, rows))
+        replace_parameter(source.module, "weight", index_axis(source.weight, source.axis, rows))
+        if source.bias is not None:
+            replace_parameter(source.module, "bias", index_axis(source.bias, 0, rows))
     out, axis = place.out, 1 - place.out.axis
     size, times = out.inputs // place.count, torch.bincount(chosen, minlength=place.count) + 1
     features = torch.arange(out.inputs).view(place.count, size)
     origins = torch.cat([features.flatten(), features[chosen].flatten()])
-    shares = times[origins // size].to(out.module.weight)
-    weight = index_axis(out.module.weight, axis, origins) / (shares if axis else shares[:, None])
+    shares = times[origins // size].to(out.weight)
+    weight = index_axis(out.weight, axis, origins) / (shares if axis else shares[:, None])
     replace_parameter(out.module, "weight", separate_copies(weight, axis, origins[out.inputs :], noise))
 
 

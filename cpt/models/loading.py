@@ -51,10 +51,8 @@ def objective_name(wanted: str, config: PretrainedConfig) -> str:
         }
     found = [name for name, mapping in possible.items() if type(config) in mapping]
     if not found or (wanted != "auto" and wanted not in found):
-        raise ValueError(
-            f"model.objective={wanted} does not go with a {config.model_type} {saved or 'model'}; "
-            f"allowed: {', '.join(found) or 'models with a language-model head'}"
-        )
+        told = f"model.objective={wanted} does not go with a {config.model_type} {saved or 'model'}"
+        raise ValueError(f"{told}; allowed: {', '.join(found) or 'models with a language-model head'}")
     return found[0] if wanted == "auto" else wanted
 
 
@@ -62,10 +60,8 @@ def check_packing(name: str, *, isolated: bool, answers: bool) -> None:
     """Raises ValueError for an objective whose models cannot answer, where domains are `answers`, or cannot
     separate the samples or documents of a row."""
     if name == "masked" and answers:
-        raise ValueError(
-            "model.objective=masked does not go with domains of examples: a masked model writes no answers; "
-            "allowed: a causal model, like model=tiny_gpt2, or one with two stacks"
-        )
+        told = "model.objective=masked does not go with domains of examples: a masked model writes no answers"
+        raise ValueError(f"{told}; allowed: a causal model, like model=tiny_gpt2, or one with two stacks")
     if name in SEQ2SEQ and isolated:
         other = "none, or a causal model, like model=tiny_gpt2" if answers else "concat, per_document"
         given = "domains.packing=isolated does not go with a model of two stacks"
@@ -82,15 +78,17 @@ def make_objective(
     first = pad if first is None else first
     raw: Objective = Causal()
     if name == "masked":
+        assert options.mask_rate is not None
         raw = Masked(tokenizer, rate=options.mask_rate)
     elif name == "span":
         if tokenizer.pad_token_id is None or end is None:
             raise ValueError(f"the tokenizer {tokenizer.name_or_path} has no padding or end; allowed: both")
-        ids = {"sentinels": sentinel_ids(tokenizer), "end": end, "pad": pad}
+        assert options.mask_rate is not None and options.mean_span is not None
+        rates = {"rate": options.mask_rate, "mean": options.mean_span}
         start = first if options.checkpoint else pad
-        raw = Span(rate=options.mask_rate, mean=options.mean_span, **ids, start=start)
-    if answers and name == "span":
-        return Seq2SeqAnswers(raw, pad=pad, start=first)
+        raw = span = Span(**rates, sentinels=sentinel_ids(tokenizer), end=end, pad=pad, start=start)
+        if answers:
+            return Seq2SeqAnswers(span, pad=pad, start=first)
     raw.isolated = isolated and not answers
     return CausalAnswers(raw, pad=pad, sharing=sharing_of(config) if isolated else None) if answers else raw
 
@@ -107,9 +105,8 @@ def configuration(checkpoint: str) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"model.checkpoint={checkpoint} is neither a folder nor a name that can be loaded: {error}"
-        ) from error
+        told = f"model.checkpoint={checkpoint} is neither a folder nor a name that can be loaded"
+        raise ValueError(f"{told}: {error}") from error
 
 
 def load_model(checkpoint: str | Path, objective: str) -> PreTrainedModel:
@@ -127,10 +124,8 @@ def find_adapter(checkpoint: str | Path) -> Path | None:
     """The folder of the only adapter that a checkpoint has; raises ValueError if it has several."""
     found = [path.parent for path in sorted(Path(checkpoint).glob("adapters/*/adapter_config.json"))]
     if len(found) > 1:
-        raise ValueError(
-            f"{checkpoint} has {len(found)} adapters, and a model starts with one. Allowed: a copy with "
-            "one of them merged (peft's merge_and_unload)"
-        )
+        told = f"{checkpoint} has {len(found)} adapters, and a model starts with one"
+        raise ValueError(f"{told}. Allowed: a copy with one of them merged (peft's merge_and_unload)")
     return found[0] if found else None
 
 
@@ -163,7 +158,7 @@ def positions_of(model: PreTrainedModel) -> int | None:
     """The longest sequence that a model takes; None: unbounded."""
     limit = getattr(model.config, "max_position_embeddings", None)
     if (table := padded_positions(model)) is not None:
-        limit = table.num_embeddings - table.padding_idx - 1
+        limit = table.num_embeddings - (table.padding_idx or 0) - 1
     return limit if limit and limit > 0 else None
 
 
@@ -233,4 +228,4 @@ def sentinel_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     known = tokenizer.get_vocab()
     names = ([f"{blank}<extra_id_{number}>" for blank in ("", "\u2581")] for number in count())
     ids = (next((known[name] for name in pair if name in known), None) for pair in names)
-    return [*takewhile(lambda each: each is not None, ids)]
+    return [number for number in takewhile(lambda each: each is not None, ids) if number is not None]

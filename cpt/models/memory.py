@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 
-from cpt.models.units import blocks
-
 COMPILE_OPTIONS: dict[str, Any] = {}  # of torch.compile for each block
 CHECKPOINTING = "gradient_checkpointing"  # the attribute of transformers' modules
 EVEN = 64  # outputs of a padded head are a multiple of it
@@ -23,10 +21,8 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
     """Enables activation checkpointing per block (Chen et al. 2016, arXiv 1604.06174). Raises ValueError for
     a model that does not support it."""
     if not model.supports_gradient_checkpointing:
-        raise ValueError(
-            f"trainer.gradient_checkpointing=true: {type(model).__name__} cannot compute activations again; "
-            "allowed: false"
-        )
+        told = f"trainer.gradient_checkpointing=true: {type(model).__name__} cannot compute activations again"
+        raise ValueError(f"{told}; allowed: false")
     # transformers 5 has the second name from some version on, which warns of the first.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
@@ -43,12 +39,6 @@ def keep_activations(model: nn.Module) -> Iterator[None]:
     finally:
         for part in enabled:
             setattr(part, CHECKPOINTING, True)
-
-
-def compile_blocks(model: PreTrainedModel) -> None:
-    """Compiles each transformer block on its own: they are alike, so that one is compiled."""
-    for _, block in blocks(model):
-        block.compile(**COMPILE_OPTIONS)
 
 
 class EvenHead(nn.Linear):

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
@@ -61,8 +62,9 @@ class Objective(ABC):
         """The batch of rows, and for each scored place [K] its token's place in their flattened ids."""
         made, (count, length) = self.tables(rows), rows.ids.shape
         named = {"decoder_input_ids": made.decoder_ids, "segments": rows.segments}
-        named = {name: torch.from_numpy(table) for name, table in named.items() if table is not None}
-        batch = label_batch(*map(torch.from_numpy, (made.ids, made.labels, made.present)), **named)
+        some = {name: torch.from_numpy(table) for name, table in named.items() if table is not None}
+        ids, labels, present = map(torch.from_numpy, (made.ids, made.labels, made.present))
+        batch = label_batch(ids, labels, present, **some)
         places = np.arange(count)[:, None] * length + made.columns
         return batch, torch.from_numpy(places[made.labels != UNSCORED])
 
@@ -108,9 +110,8 @@ class Masked(Objective):
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, rate: float) -> None:
         if tokenizer.mask_token_id is None:
-            raise ValueError(
-                f"the tokenizer {tokenizer.name_or_path} has no mask token; allowed: model.objective=causal"
-            )
+            told = f"the tokenizer {tokenizer.name_or_path} has no mask token"
+            raise ValueError(f"{told}; allowed: model.objective=causal")
         self.rate, self.mask = rate, tokenizer.mask_token_id
         self.special = np.asarray(sorted(tokenizer.all_special_ids))
         self.plain = np.setdiff1d(np.arange(len(tokenizer)), self.special)
@@ -293,7 +294,7 @@ class Answers(Objective):
     def tables(self, rows: Rows) -> Tables:
         if rows.answers is None:
             return self.raw.tables(rows)
-        answered = rows.answers.any(1)
+        answered = cast(np.ndarray, rows.answers.any(1))
         parts = [(answered, self.answer_tables(rows.some(answered)))] if answered.any() else []
         if not answered.all():
             alone = rows.some(~answered)
@@ -326,6 +327,7 @@ class CausalAnswers(Answers):
         self.sharing = sharing
 
     def answer_tables(self, rows: Rows) -> Tables:
+        assert rows.answers is not None
         return next_tokens(rows, rows.answers)
 
 
@@ -354,8 +356,9 @@ class Seq2SeqAnswers(Answers):
             ids, more = each["input_ids"], (0, width - each["input_ids"].shape[1])
             mask = functional.pad(each.get("attention_mask", torch.ones_like(ids)), more)
             wide.append((functional.pad(ids, more, value=self.pad), mask))
-        ids, mask = (torch.where(corrupted[:, None], *pair) for pair in zip(*wide, strict=True))
-        return read_instead(batch, ids, mask)
+        (ids, mask), (own, present) = wide
+        chosen = corrupted[:, None]
+        return read_instead(batch, torch.where(chosen, ids, own), torch.where(chosen, mask, present))
 
     def answer_tables(self, rows: Rows) -> Tables:
         assert rows.answers is not None
@@ -381,7 +384,8 @@ def next_tokens(rows: Rows, predicted: np.ndarray) -> Tables:
 def read_instead(batch: Batch, ids: Tensor, present: Tensor) -> Batch:
     """A batch with other ids [B, T] as its input, which are padding where not `present`."""
     rest = {name: value for name, value in batch.items() if name != "attention_mask"}
-    return {**rest, "input_ids": ids, **({} if present.all() else {"attention_mask": present.long()})}
+    made = cast(Batch, rest | {"input_ids": ids})
+    return made if present.all() else {**made, "attention_mask": present.long()}
 
 
 def lowest(lottery: np.ndarray, counts: np.ndarray) -> np.ndarray:

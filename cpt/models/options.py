@@ -102,7 +102,7 @@ class ModelOptions(Options):
         if self.config is not None and self.checkpoint is None:
             check_value("config.model_type", self.config.get("model_type"), ModelType)
         for name in SIZES:
-            if name in (self.config or {}):
+            if self.config is not None and name in self.config:
                 check_value(f"config.{name}", self.config[name], Count)
         if self.checkpoint is None and (self.config is None or self.base is None or self.vocabulary is None):
             raise ValueError(

@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -60,12 +60,20 @@ class Projection:
     measured: nn.Module | None = None
 
     @property
+    def weight(self) -> nn.Parameter:
+        return cast(nn.Parameter, self.module.weight)
+
+    @property
+    def bias(self) -> nn.Parameter | None:
+        return cast(nn.Parameter | None, self.module.bias)
+
+    @property
     def outputs(self) -> int:
-        return self.module.weight.shape[self.axis]
+        return self.weight.shape[self.axis]
 
     @property
     def inputs(self) -> int:
-        return self.module.weight.shape[1 - self.axis]
+        return self.weight.shape[1 - self.axis]
 
 
 @dataclass(frozen=True)
@@ -125,11 +133,11 @@ def find_units(model: PreTrainedModel, kinds: Sequence[str]) -> list[Units]:
         size, out = place.out.inputs // place.count, place.out
         if place.kind in kinds:
             for name, module in model.get_submodule(place.name).named_modules(prefix=place.name):
-                shape, last = getattr(getattr(module, "weight", None), "shape", ()), name.rpartition(".")[2]
+                last = name.rpartition(".")[2]
+                shape: tuple[int, ...] = getattr(getattr(module, "weight", None), "shape", ())
                 if re.fullmatch(MIXING_NORM[place.kind], last) and len(shape) == 1 and shape[0] > size:
-                    raise ValueError(
-                        f"{place.kind} can not be separated: {name} normalises {shape[0]} features at once"
-                    )
+                    told = f"{place.kind} can not be separated"
+                    raise ValueError(f"{told}: {name} normalises {shape[0]} features at once")
             parts = [part for source in place.sources for part in row_parts(*source)]
             columns = shared_members(place.count, place.count, size)
             parts.append(Part(out.module, "weight", 1 - out.axis, columns))
@@ -145,9 +153,9 @@ def find_units(model: PreTrainedModel, kinds: Sequence[str]) -> list[Units]:
         inner = [part.get_input_embeddings() for part in model.modules() if isinstance(part, PreTrainedModel)]
         tables = [table for table in dict.fromkeys(inner) if table.weight.shape == main.weight.shape]
         members = shared_members(main.num_embeddings, main.num_embeddings, 1)
-        parts = tuple(Part(table, "weight", 0, members) for table in tables)
+        parts = [Part(table, "weight", 0, members) for table in tables]
         name = next(name for name, module in model.named_modules() if module is main)
-        found.append(Units(f"{name}.tokens", "tokens", main.num_embeddings, main, "out", parts))
+        found.append(Units(f"{name}.tokens", "tokens", main.num_embeddings, main, "out", tuple(parts)))
     return found
 
 
@@ -238,7 +246,8 @@ def find_sublayer(model: PreTrainedModel, name: str, kind: str, linear: Sequence
             keys = ("num_heads", "num_attention_heads", "n_heads")
             told = [getattr(part, key, None) for part in module.modules() for key in keys]
             units = next((n for n in told if isinstance(n, int)), model.config.num_attention_heads)
-            shares = [(units, count, count) for count in range(1, units + 1) if units % count == 0]  # Q, K, V
+            divisors = [count for count in range(1, units + 1) if units % count == 0]
+            shares: list[tuple[int, ...]] = [(units, count, count) for count in divisors]  # Q, K, V
         else:
             units = out.inputs
             shares = [(units,), (units, units)]  # up, or gate and up
@@ -249,10 +258,8 @@ def find_sublayer(model: PreTrainedModel, name: str, kind: str, linear: Sequence
                 split = zip(sources, [(w // size,) for w in widths] if separate else [counts], strict=True)
                 written = [split_source(each, own, units, model.config.model_type) for each, own in split]
                 return SubLayer(name, kind, units, written, out)
-    raise ValueError(
-        f"{name}: {kind} can not be told; known: Q, K, V (apart or fused) and an output projection; "
-        f"up, perhaps gate (apart or fused) and down; found {list_matrices(module, name)}"
-    )
+    why = f"{name}: {kind} can not be told; known: Q, K, V (apart or fused) and an output projection; up"
+    raise ValueError(f"{why}, perhaps gate (apart or fused) and down; found {list_matrices(module, name)}")
 
 
 def split_source(
@@ -262,7 +269,7 @@ def split_source(
     rows, size = torch.arange(source.outputs), source.outputs // sum(counts)
     segments = rows.split([count * size for count in counts])
     if len(counts) > 1 and model_type not in FUSED:
-        given = f"{source.name} {list(source.module.weight.shape)} is a fused map of a {model_type}"
+        given = f"{source.name} {list(source.weight.shape)} is a fused map of a {model_type}"
         raise ValueError(f"{given}; layouts are known for {', '.join(FUSED)}")
     if len(counts) > 1 and FUSED[model_type] == "by head":
         segments = rows.view(units, len(counts), size).transpose(0, 1).flatten(1).unbind()
@@ -279,7 +286,7 @@ def shared_members(heads: int, groups: int, size: int) -> Tensor:
 
 def row_parts(linear: Projection, members: Tensor) -> list[Part]:
     """The output features of a linear layer: of its weight, and of its bias if it has one."""
-    bias = [Part(linear.module, "bias", 0, members)] if linear.module.bias is not None else []
+    bias = [Part(linear.module, "bias", 0, members)] if linear.bias is not None else []
     return [Part(linear.module, "weight", linear.axis, members), *bias]
 
 

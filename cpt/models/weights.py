@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
@@ -92,9 +92,9 @@ class _QuadraticPenalty(torch.autograd.Function):
                 scaled.append(apart if by is None else apart * by[place].to(parameter.device))
                 terms.append(torch.dot(apart.flatten(), scaled[-1].flatten()))
         else:
-            apart = torch._foreach_sub(own, to)
-            scaled = list(apart if by is None else torch._foreach_mul(apart, by))
-            terms = [torch.dot(a.flatten(), b.flatten()) for a, b in zip(apart, scaled, strict=True)]
+            ways = torch._foreach_sub(own, to)
+            scaled = list(ways if by is None else torch._foreach_mul(ways, by))
+            terms = [torch.dot(a.flatten(), b.flatten()) for a, b in zip(ways, scaled, strict=True)]
         ctx.gradients = with_rows(scaled, parameters)
         return add_up(terms, parameters) / 2
 
@@ -141,7 +141,8 @@ def swap_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[No
     kept = overwrite_rows(model, sharded)
     try:
         for part, name, parameter in own:
-            part._parameters[name] = others[id(parameter)]  # as torch.func.functional_call does
+            # as torch.func.functional_call does
+            part._parameters[name] = cast(nn.Parameter, others[id(parameter)])
         yield
     finally:
         for part, name, parameter in own:

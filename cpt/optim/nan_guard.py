@@ -7,7 +7,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning import LightningModule, Trainer
@@ -54,7 +54,7 @@ class NanGuard(Callback):
         self.asks = self.asked = False  # for a checkpoint: this process, any process
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        pl_module.guard = self
+        pl_module.guard = self  # type: ignore[assignment]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.terms.clear()
@@ -71,13 +71,22 @@ class NanGuard(Callback):
         """Whether to make the step with this gradient norm, alike in all processes. Raises ValueError or
         RollbackError where the run must not continue."""
         terms, self.terms = self.terms, {}
-        value, scaler = sum(terms.values()), getattr(trainer.precision_plugin, "scaler", None)
+        value = cast(Tensor, sum(terms.values()))
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
         fine, self.heard, self.asked = exchange(value if scaler else value + norm, asks=self.asks)
-        step, name = trainer.global_step, trainer.datamodule.domain.name
+        step, name = trainer.global_step, trainer.datamodule.domain.name  # type: ignore[attr-defined]
         if step in self.left_out:
             return False
         if not fine:
-            problem = f"{name_nonfinite(terms | {GRADIENT: norm})} at step {step} of {name}"
+            known = terms | {GRADIENT: norm}
+            values = torch.stack([value.float() for value in known.values()])
+            all_reduce_sum(values)  # those that are not finite in some process
+            bad = [
+                f"the {term}{' loss' * (term != GRADIENT)} is {number}"
+                for term, number in zip(known, values.tolist(), strict=True)
+                if not math.isfinite(number)
+            ]
+            problem = f"{' and '.join(bad)} at step {step} of {name}"
             if self.policy == "stop":
                 self.end(problem)
             self.in_a_row += 1
@@ -105,7 +114,7 @@ class NanGuard(Callback):
     def check_weights(self, trainer: Trainer, weights: Iterable[Tensor]) -> None:
         """Raises ValueError or RollbackError, in all processes, if weights are not finite in one."""
         if all_reduce_max(int(not all_finite(weights))):
-            step, name = trainer.global_step, trainer.datamodule.domain.name
+            step, name = trainer.global_step, trainer.datamodule.domain.name  # type: ignore[attr-defined]
             problem = f"the weights are not finite after step {step} of {name}"
             if self.policy == "rollback" and self.rollbacks < MOST:
                 self.roll_back(trainer, step - 1, problem)
@@ -145,18 +154,6 @@ def exchange(value: Tensor, *, asks: bool = False) -> tuple[bool, int, bool]:
     return not bad, int(number), bool(asked)
 
 
-def name_nonfinite(terms: Mapping[str, Tensor]) -> str:
-    """Describes the terms that are not finite in some process."""
-    values = torch.stack([value.float() for value in terms.values()])
-    all_reduce_sum(values)
-    found = [
-        f"the {name}{' loss' * (name != GRADIENT)} is {value}"
-        for name, value in zip(terms, values.tolist(), strict=True)
-        if not math.isfinite(value)
-    ]
-    return " and ".join(found)
-
-
 def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether every entry of the floating-point tensors is finite."""
     floats = [each.detach() for each in tensors if each.is_floating_point() and each.numel()]
@@ -170,15 +167,6 @@ def check_finite(state: Mapping[str, Tensor], row: str) -> None:
         bad = [name for name, value in state.items() if not (fine or all_finite([value]))]
         told = ", ".join(bad[:3]) or "what another process has"
         raise ValueError(f"{told} is not finite after {row}; {ADVICE}")
-
-
-def check_losses(means: Mapping[str, float], row: str) -> None:
-    """Raises ValueError if a loss (nats) of a row is not finite."""
-    if bad := [f"{name}: {value}" for name, value in means.items() if not math.isfinite(value)]:
-        advice = "allowed: a model whose losses are numbers (model.checkpoint, trainer.precision)"
-        raise ValueError(
-            f"the loss after {row} is not finite ({', '.join(bad)}); {advice if row == 'base' else ADVICE}"
-        )
 
 
 class Spikes:

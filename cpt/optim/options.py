@@ -66,7 +66,7 @@ FURTHER = {
 
 def read_optimizer(given: Section) -> Choice | None:
     """The optimizer of a section; None if a value is missing. Raises ValueError for an invalid value."""
-    target = given.values.get("_target_")
+    target: Any = given.values.get("_target_")
     if given.complete or target is not None:
         check_value(f"{given.place}._target_", target, Text)
     kind = KNOWN.get(target)
@@ -75,7 +75,8 @@ def read_optimizer(given: Section) -> Choice | None:
         options = given.only(name for name in given.values if name not in (*GIVEN, *further)).read(kind)
         if options is None:
             return None
-        return Choice(target, without_carry(Choice(target, options).arguments) | further)
+        own = {name: value for name, value in Choice(target, options).arguments.items() if name != "carry"}
+        return Choice(target, own | further)
     with prefix_errors(given.place):
         check_optimizer_arguments(given.values)
         check_value("carry", given.values.get("carry", "none"), Carry)
@@ -85,11 +86,6 @@ def read_optimizer(given: Section) -> Choice | None:
 def carried(given: bool | str) -> str:
     """`optim.carry` as none, moments or all."""
     return ("moments" if given else "none") if isinstance(given, bool) else given
-
-
-def without_carry(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The optimizer's own arguments."""
-    return {name: value for name, value in arguments.items() if name != "carry"}
 
 
 def check_optimizer_arguments(given: Mapping[str, Any]) -> None:

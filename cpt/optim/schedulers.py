@@ -227,9 +227,8 @@ class WSD(Schedule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.warmup + self.decay > 1:
-            raise ValueError(
-                f"warmup={self.warmup:g} and decay={self.decay:g} are more than a domain; allowed: 1 in all"
-            )
+            told = f"warmup={self.warmup:g} and decay={self.decay:g} are more than a domain"
+            raise ValueError(f"{told}; allowed: 1 in all")
 
     @property
     def branches(self) -> bool:

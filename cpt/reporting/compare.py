@@ -656,7 +656,16 @@ def measure_overlap(folder: Path, scores: Scores) -> dict[str, tuple[list[str], 
         longest = max(map(len, vectors.values()), default=0)
         vectors = {row: each for row, each in vectors.items() if len(each) == longest}
         if prefix == "chosen":
-            vectors = split_shares(vectors, scores)
+            # Shares [units] of each stage's own steps, from those of all steps so far, by the tokens that
+            # stages read. Leading stages without a mask do not count; nothing is known after a missing stage.
+            read = len(scores.seen) == len(scores.rows) and all(scores.seen[1:])
+            seen, shares = scores.seen if read else [1] * len(scores.rows), vectors
+            vectors, before, steps = {}, 0.0, 0.0
+            for row in itertools.takewhile(shares.__contains__, range(1, len(scores.rows))):
+                if shares[row].any():
+                    total = shares[row] * (steps + seen[row])
+                    vectors[row] = np.clip((total - before) / seen[row], 0, 1)
+                    before, steps = total, steps + seen[row]
         if len(vectors) > 1:
             similarities = soft_jaccard(np.stack([*vectors.values()]))
             found[title] = [scores.rows[row] for row in vectors], similarities
@@ -665,22 +674,6 @@ def measure_overlap(folder: Path, scores: Scores) -> dict[str, tuple[list[str], 
         if prefix == "overlap" and shares.ndim == 2 and 1 < len(shares) < len(scores.rows):
             found[f"gates: {kind}"] = scores.rows[1 : len(shares) + 1], jaccard(shares.astype(float))
     return found
-
-
-def split_shares(shares: Mapping[int, np.ndarray], scores: Scores) -> dict[int, np.ndarray]:
-    """Shares [units] of each stage's own steps, from those of all steps so far, by the tokens that stages
-    read. Leading stages without a mask do not count; what follows a missing stage cannot be told apart."""
-    read = len(scores.seen) == len(scores.rows) and all(scores.seen[1:])
-    seen = scores.seen if read else [1] * len(scores.rows)
-    own, before, steps = {}, 0.0, 0.0
-    for row in range(1, len(scores.rows)):
-        if row not in shares:
-            break
-        if shares[row].any():
-            total = shares[row] * (steps + seen[row])
-            own[row] = np.clip((total - before) / seen[row], 0, 1)
-            before, steps = total, steps + seen[row]
-    return own
 
 
 def soft_jaccard(values: np.ndarray) -> np.ndarray:

@@ -19,7 +19,6 @@ from typing import Any
 
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus, filter_overrides
 from hydra.errors import HydraException
 from hydra.types import HydraContext
@@ -27,8 +26,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from cpt.core.errors import unknown_name
-from cpt.core.heartbeat import record_exit, utc_now
+from cpt.core.heartbeat import State, record_exit, utc_now
 from cpt.core.preemption import GO_ON
 from cpt.core.processes import PARENT, cores
 from cpt.evaluation.pairs import LEVEL, least_p, needed_pairs
@@ -103,9 +101,8 @@ class Job:
         self.code = self.process.returncode
         self.log_end(f"finished in {time.monotonic() - self.started:.0f} s")
         if not self.whole:
-            record_exit(
-                self.folder, self.state, self.failure().removeprefix(f"{self.state} "), began=self.began
-            )
+            state: State = "preempted" if self.state == "preempted" else "failed"
+            record_exit(self.folder, state, self.failure().removeprefix(f"{state} "), began=self.began)
 
     def log_end(self, finished: str) -> None:
         if self.whole:
@@ -201,16 +198,6 @@ def is_finished_already(cfg: DictConfig, folder: Path) -> bool:
         return False  # its own process reports what is wrong
 
 
-def check_swept_choices(context: HydraContext, config: DictConfig) -> None:
-    """Raises ValueError for an unknown choice of a swept group, before the sweep has a folder."""
-    named = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
-    for each in OverridesParser.create().parse_overrides([*named, *config.hydra.overrides.task]):
-        options = context.config_loader.get_group_options(each.key_or_group)
-        for value in each.value().list if options and each.is_choice_sweep() else ():
-            if str(value) not in options:
-                raise ValueError(unknown_name(f"{each.key_or_group}={value}", options))
-
-
 def compose_jobs(
     job_overrides: Sequence[Sequence[str]], first: int, *, context: HydraContext, config: DictConfig
 ) -> list[Job]:
@@ -228,25 +215,20 @@ def compose_jobs(
             raise ValueError(f"'{other}' and '{job}' have one hydra.run.dir, {job.folder}; allowed: one each")
         job.before = is_finished_already(cfg, job.folder)
     if config.hydra.sweeper._target_ == BASIC_SWEEPER:
-        log_needed_pairs(list(distinct))
+        pairs: dict[tuple[str, ...], set[tuple[str, ...]]] = defaultdict(set)  # of a group: order and seed
+        for overrides in distinct:
+            pair = tuple(each for each in overrides if each.startswith(("order=", "seed=")))
+            pairs[tuple(each for each in overrides if each not in pair)].add(pair)
+        comparisons, most = len(pairs) - 1, max(map(len, pairs.values()))
+        if comparisons and (needed := needed_pairs(comparisons)) is not None:
+            smallest = min(1.0, least_p(most) * comparisons)
+            few = f"; the smallest of {most} is {smallest:.2g}" * (most < needed)
+            log.info(
+                f"Comparing {len(pairs)} groups of {most} pair{'s' * (most > 1)} (order, seed): p <= {LEVEL} "
+                f"after Holm's correction for {comparisons} comparison{'s' * (comparisons > 1)} needs "
+                f"{needed} pairs{few}"
+            )
     return list(jobs.values())
-
-
-def log_needed_pairs(jobs: Sequence[Sequence[str]]) -> None:
-    """Logs how many pairs (order, seed) a comparison of the sweep's groups needs."""
-    pairs: dict[tuple[str, ...], set[tuple[str, ...]]] = defaultdict(set)
-    for overrides in jobs:
-        pair = tuple(each for each in overrides if each.startswith(("order=", "seed=")))
-        pairs[tuple(each for each in overrides if each not in pair)].add(pair)
-    comparisons, most = len(pairs) - 1, max(map(len, pairs.values()))
-    if not comparisons or (needed := needed_pairs(comparisons)) is None:
-        return
-    smallest = min(1.0, least_p(most) * comparisons)
-    log.info(
-        f"Comparing {len(pairs)} groups of {most} pair{'s' * (most > 1)} (order, seed): p <= {LEVEL} after "
-        f"Holm's correction for {comparisons} comparison{'s' * (comparisons > 1)} needs {needed} pairs"
-        + (f"; the smallest of {most} is {smallest:.2g}" if most < needed else "")
-    )
 
 
 def job_command(config: DictConfig) -> list[str]:
@@ -265,24 +247,6 @@ def job_command(config: DictConfig) -> list[str]:
         and not line.lstrip("+~").startswith("hydra.sweeper.")
     ]
     return [sys.executable, *program, *flags, *overrides]
-
-
-def conclude_sweep(jobs: Sequence[Job], given: Sequence[Sequence[str]], *, sweeper: str) -> list[JobReturn]:
-    """The results in the order of the overrides given.
-
-    A sweep without a search ends with a summary, and with exit code 1 if a job failed, GO_ON if one was
-    preempted; a search decides itself what a failed job means."""
-    if sweeper == BASIC_SWEEPER:
-        log.info("%s", "\n".join(summarize_jobs(jobs)))
-        for state, code in (("failed", 1), ("preempted", GO_ON)):
-            if names := ", ".join(str(job) for job in jobs if job.state == state):
-                count = sum(job.state == state for job in jobs)
-                were = "failed" if state == "failed" else "were preempted"
-                more = "" if state == "failed" else f"; {CONTINUES}"
-                print(f"cpt: {count} of {len(jobs)} jobs {were}: {names}{more}", file=sys.stderr)
-                raise SystemExit(code)
-    results = {job.overrides: job.result() for job in jobs}
-    return [results[tuple(each)] for each in given]
 
 
 def summarize_jobs(jobs: Sequence[Job]) -> list[str]:

@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import signal
+import sys
 import threading
 import time
 from collections import deque
@@ -21,6 +22,8 @@ from types import FrameType
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
@@ -30,21 +33,21 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 import cpt.core.naming  # noqa: F401  (registers the resolvers of a run folder's name)
-from cpt.core.errors import readable
+from cpt.core.errors import readable, unknown_name
 from cpt.core.heartbeat import Heartbeat, list_sweep_runs
 from cpt.core.preemption import GO_ON, SIGNALS, TOGETHER_S
 from cpt.core.processes import die_with_parent
 from cpt.status import cut_line, format_phase, format_time
 from cpt.sweeps.jobs import (
+    BASIC_SWEEPER,
     CONTINUES,
     Job,
-    check_swept_choices,
     compose_jobs,
-    conclude_sweep,
     divide_machine,
     is_finished_already,
     job_command,
     start_process,
+    summarize_jobs,
 )
 from cpt.sweeps.optuna import OptunaSweeper
 
@@ -71,7 +74,14 @@ class JobLauncher(Launcher):
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         with readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR")):
             self.check()
-            check_swept_choices(hydra_context, config)
+            # An unknown choice of a swept group is reported before the sweep has a folder.
+            named = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
+            for each in OverridesParser.create().parse_overrides([*named, *config.hydra.overrides.task]):
+                options = hydra_context.config_loader.get_group_options(each.key_or_group)
+                swept = each.value() if options else None
+                for value in swept.list if isinstance(swept, ChoiceSweep) else ():
+                    if str(value) not in options:
+                        raise ValueError(unknown_name(f"{each.key_or_group}={value}", options))
         self.context, self.config = hydra_context, config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
@@ -81,7 +91,18 @@ class JobLauncher(Launcher):
             if waiting := [job for job in jobs if not job.before]:
                 list_sweep_runs(Path(self.config.hydra.sweep.dir), [job.folder for job in jobs])
                 self.run(waiting, jobs, initial_job_idx)
-            return conclude_sweep(jobs, job_overrides, sweeper=self.config.hydra.sweeper._target_)
+            # A sweep without a search ends with a summary, and with exit code 1 if a job failed, GO_ON if one
+            # was preempted; a search decides itself what a failed job means.
+            if self.config.hydra.sweeper._target_ == BASIC_SWEEPER:
+                log.info("%s", "\n".join(summarize_jobs(jobs)))
+                for state, code in (("failed", 1), ("preempted", GO_ON)):
+                    if names := [str(job) for job in jobs if job.state == state]:
+                        were, more = ("failed", "") if code == 1 else ("were preempted", f"; {CONTINUES}")
+                        told = f"{len(names)} of {len(jobs)} jobs {were}: {', '.join(names)}{more}"
+                        print(f"cpt: {told}", file=sys.stderr)
+                        raise SystemExit(code)
+            results = {job.overrides: job.result() for job in jobs}
+            return [results[tuple(each)] for each in job_overrides]
 
 
 class ProcessLauncher(JobLauncher):
@@ -117,7 +138,8 @@ class ClusterLauncher(JobLauncher):
 
     def check(self) -> None:
         module, _, name = self.through.rpartition(".")
-        options: Any = OmegaConf.create(OmegaConf.to_container(OmegaConf.create(self.options), resolve=True))
+        resolved = OmegaConf.to_container(OmegaConf.create(dict(self.options)), resolve=True)
+        options: Any = OmegaConf.create(resolved)
         try:
             self.inner = getattr(importlib.import_module(module), name)(**options)
         except ImportError as error:

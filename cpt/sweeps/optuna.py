@@ -20,6 +20,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, RangeSweep
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
+from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
@@ -32,7 +33,6 @@ from cpt.sweeps.jobs import CONTINUES, PreemptedJob
 if TYPE_CHECKING:
     from optuna import Study
     from optuna.distributions import BaseDistribution
-    from optuna.samplers import BaseSampler
     from optuna.trial import FrozenTrial
 
 log = logging.getLogger(__name__)
@@ -46,6 +46,9 @@ class OptunaSweeper(Sweeper):
     """Asks Optuna for `n_jobs` trials, has them run, tells their objectives, until there are `n_trials`.
 
     seeds, orders: a trial is a run with every combination of them, and its objective is their mean."""
+
+    config: DictConfig
+    launcher: Launcher
 
     def __init__(
         self,
@@ -99,7 +102,25 @@ class OptunaSweeper(Sweeper):
             given = {each.get_key_element(): each for each in parser.parse_overrides(lines)}
             space = {key: each for key, each in given.items() if each.is_sweep_override()}
             fixed = [each.input_line or key for key, each in given.items() if key not in space]
-            self.check_space(space, fixed)
+            if not space:
+                values = "values like method=ncl,das or 'optim.lr=tag(log,interval(1e-4,1e-2))'"
+                raise ValueError(f"nothing to search for; give {values}")
+            keys = [line.lstrip("+").partition("=")[0] for line in fixed]
+            for key, asked in self.averaged.items():
+                listed = isinstance(asked, Sequence) and not isinstance(asked, str)
+                if not listed or not asked or len({str(each) for each in asked}) < len(asked):
+                    allowed = "null, or a list of different values as [0,1,2]"
+                    raise ValueError(f"hydra.sweeper.{key}s={asked}; allowed: {allowed}")
+                if key in keys:
+                    raise ValueError(f"{key}=… and hydra.sweeper.{key}s={list(asked)}; allowed: one of them")
+            for key in space:
+                told = f"{key} is invalid as a dimension of a search"
+                if key in ("seed", "order"):
+                    allowed = f"hydra.sweeper.{key}s=[…], the values that each trial is averaged over"
+                    examples = "(hydra.sweeper.seeds=[0,1,2], hydra.sweeper.orders=[0,1])"
+                    raise ValueError(f"{told}: the luckiest would win. Allowed: {allowed} {examples}")
+                if key.startswith("endtask"):
+                    raise ValueError(f"{told}: trials run no end tasks")
             cfg = self.loader.load_sweep_config(self.config, fixed)
             endtask = cfg.get("endtask")
             if endtask is not None and endtask.get("name", "none") != "none":
@@ -116,44 +137,33 @@ class OptunaSweeper(Sweeper):
             except Timeout as error:
                 raise ValueError(f"another search is at work in {folder}; choose another name=…") from error
 
-    def check_space(self, space: Mapping[str, Override], fixed: Sequence[str]) -> None:
-        """Raises ValueError for a search over nothing, over seeds and orders, or over end tasks."""
-        if not space:
-            raise ValueError(
-                "nothing to search for; give values like method=ncl,das or "
-                "'optim.lr=tag(log,interval(1e-4,1e-2))'"
-            )
-        keys = [line.lstrip("+").partition("=")[0] for line in fixed]
-        for key, given in self.averaged.items():
-            listed = isinstance(given, Sequence) and not isinstance(given, str)
-            if not listed or not given or len({str(each) for each in given}) < len(given):
-                raise ValueError(
-                    f"hydra.sweeper.{key}s={given}; allowed: null, or a list of different values as [0,1,2]"
-                )
-            if key in keys:
-                raise ValueError(f"{key}=… and hydra.sweeper.{key}s={list(given)}; allowed: one of them")
-        for key in space:
-            if key in ("seed", "order"):
-                raise ValueError(
-                    f"{key} is invalid as a dimension of a search: the luckiest would win. "
-                    f"Allowed: hydra.sweeper.{key}s=[…], the values that each trial is averaged over "
-                    "(hydra.sweeper.seeds=[0,1,2], hydra.sweeper.orders=[0,1])"
-                )
-            if key.startswith("endtask"):
-                raise ValueError(f"{key} is invalid as a dimension of a search: trials run no end tasks")
-
     def search(
         self, folder: Path, space: Mapping[str, Override], fixed: Sequence[str], objective: Any
     ) -> None:
         """Resumes the study of a folder, runs the missing trials in batches, and writes the best ones."""
+        from optuna import samplers
+
         names = [objective] if isinstance(objective, str) else list(objective or ["objective"])
         study = self.open_study(folder, space, fixed, names)
         grid = self.sampler == "grid"
         total = self.n_trials or math.inf
-        if grid:
-            total = min(total, enqueue_grid(study, space))
+        if grid:  # the points that the study does not know, in the order of a sweep without a search
+            points = list(itertools.product(*map(grid_values, space.values())))
+            total, known = min(total, len(points)), [values_of(trial) for trial in study.trials]
+            for params in (dict(zip(space, point, strict=True)) for point in points):
+                if params not in known:
+                    study.enqueue_trial(params)
         left = int(total) - len(trials(study, "COMPLETE"))
-        retry_failed(study, set(space))
+        # What failed at an earlier start is enqueued again: its run resumes. A trial that was killed while it
+        # was asked for never had a run.
+        for trial in trials(study, "RUNNING"):
+            if trial.params.keys() != space.keys():
+                study.tell(trial.number, state=trial.state.FAIL)
+        others = [values_of(trial) for trial in study.trials if trial.state.name != "FAIL"]
+        for trial in trials(study, "FAIL"):
+            if trial.params.keys() == space.keys() and trial.params not in others:
+                study.enqueue_trial(trial.params)
+                others.append(trial.params)
         made = {key: distribution(key, each, grid=grid) for key, each in space.items()}
         lists = ([f"{key}={value}" for value in given] for key, given in self.averaged.items())
         runs = [list(each) for each in itertools.product(*lists)]  # the overrides of each run of a trial
@@ -161,7 +171,15 @@ class OptunaSweeper(Sweeper):
             size = min(self.n_jobs, left)
             batch = trials(study, "RUNNING")[:size]  # of a search that was killed: their run folders go on
             while len(batch) < size:
-                study.sampler = self.make_sampler(len(study.trials))
+                seed = (self.seed * 1_000_003 + len(study.trials)) % 2**32  # by the number of the trial
+                how = {"seed": seed} | (self.options if self.sampler in ("tpe", "nsga2") else {})
+                # constant_liar: trials at once keep apart
+                how |= {"constant_liar": True} if self.sampler == "tpe" else {}
+                kinds = {"tpe": samplers.TPESampler, "nsga2": samplers.NSGAIISampler}
+                try:
+                    study.sampler = kinds.get(self.sampler, samplers.RandomSampler)(**how)
+                except TypeError as error:
+                    raise ValueError(f"hydra.sweeper.options={self.options}: {error}") from error
                 asked = study.ask(dict(made))
                 batch.append(study.trials[asked.number])
             overrides = [[*fixed, *to_overrides(trial.params), *run] for trial in batch for run in runs]
@@ -202,30 +220,16 @@ class OptunaSweeper(Sweeper):
         backend = JournalFileBackend(path, lock_obj=JournalFileOpenLock(path))
         storage = optuna.storages.JournalStorage(backend)
         if not optuna.study.get_all_study_names(storage):
-            study = optuna.create_study(storage=storage, study_name="search", directions=directions)
+            ways = [optuna.study.StudyDirection[each.upper()] for each in directions]
+            study = optuna.create_study(storage=storage, study_name="search", directions=ways)
             study.set_user_attr("made_of", now)
             return study
         study = optuna.load_study(study_name="search", storage=storage)
         then = study.user_attrs.get("made_of", {})
         if changed := [f"{key}: {then.get(key)} -> {now[key]}" for key in now if then.get(key) != now[key]]:
-            raise ValueError(
-                f"{path} is another search ({'; '.join(changed)}); take them back or choose another name=…"
-            )
+            told = f"{path} is another search ({'; '.join(changed)})"
+            raise ValueError(f"{told}; take them back or choose another name=…")
         return study
-
-    def make_sampler(self, number: int) -> BaseSampler:
-        """The sampler of one trial, seeded by its number."""
-        from optuna import samplers
-
-        seed = (self.seed * 1_000_003 + number) % 2**32
-        try:
-            if self.sampler == "tpe":  # constant_liar: trials at once keep apart
-                return samplers.TPESampler(seed=seed, constant_liar=True, **self.options)
-            if self.sampler == "nsga2":
-                return samplers.NSGAIISampler(seed=seed, **self.options)
-        except TypeError as error:
-            raise ValueError(f"hydra.sweeper.options={self.options}: {error}") from error
-        return samplers.RandomSampler(seed=seed)
 
 
 def distribution(key: str, override: Override, *, grid: bool) -> BaseDistribution:
@@ -239,13 +243,13 @@ def distribution(key: str, override: Override, *, grid: bool) -> BaseDistributio
     logarithmic = "log" in sweep.tags
     if isinstance(sweep, RangeSweep):
         points = sorted(float(f"{float(given):.12g}") for given in grid_values(override))  # 0.1 + 0.2 is 0.3
-        low, high, step = points[0], points[-1], abs(sweep.step)
+        low, high = points[0], points[-1]
+        step: int | float | None = abs(sweep.step)
     else:  # a step of 1 between whole numbers: int(interval(1,8))
         low, high = sweep.start, sweep.end
         step = 1 if isinstance(low, int) and isinstance(high, int) else None
-    is_whole = isinstance(step, int)
     try:
-        if is_whole:
+        if isinstance(step, int):
             return IntDistribution(int(low), int(high), log=logarithmic, step=step)
         return FloatDistribution(float(low), float(high), log=logarithmic, step=step)
     except ValueError as error:
@@ -275,31 +279,6 @@ def trials(study: Study, *states: str) -> list[FrozenTrial]:
 def values_of(trial: FrozenTrial) -> dict[str, Any]:
     """A trial's values, also while it waits."""
     return trial.params or trial.system_attrs.get("fixed_params", {})
-
-
-def enqueue_grid(study: Study, space: Mapping[str, Override]) -> int:
-    """Enqueues the points that the study does not know, in the order of a sweep without a search; returns how
-    many points there are in all."""
-    points = list(itertools.product(*(grid_values(each) for each in space.values())))
-    known = [values_of(trial) for trial in study.trials]
-    for point in points:
-        params = dict(zip(space, point, strict=True))
-        if params not in known:
-            study.enqueue_trial(params)
-    return len(points)
-
-
-def retry_failed(study: Study, keys: set[str]) -> None:
-    """Enqueues again what failed at an earlier start: its run resumes. A trial that was killed while it was
-    asked for never had a run."""
-    for trial in trials(study, "RUNNING"):
-        if trial.params.keys() != keys:
-            study.tell(trial.number, state=trial.state.FAIL)
-    others = [values_of(trial) for trial in study.trials if trial.state.name != "FAIL"]
-    for trial in trials(study, "FAIL"):
-        if trial.params.keys() == keys and trial.params not in others:
-            study.enqueue_trial(trial.params)
-            others.append(trial.params)
 
 
 def tell_trial(study: Study, trial: FrozenTrial, returned: Sequence[JobReturn]) -> None:

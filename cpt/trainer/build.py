@@ -20,8 +20,9 @@ from cpt.data.packing import balance
 from cpt.data.sources.base import CONCAT, GENERAL
 from cpt.evaluation.scores import Scores
 from cpt.methods.base import ContinualMethod, MethodContext
-from cpt.models.memory import checkpoint_activations, compile_blocks, even_head
+from cpt.models.memory import COMPILE_OPTIONS, checkpoint_activations, even_head
 from cpt.models.objectives import Objective
+from cpt.models.units import blocks
 from cpt.models.weights import Snapshot
 from cpt.optim.state import CarriedState
 from cpt.trainer.base_model import Base
@@ -53,7 +54,8 @@ def build_method(plan: Plan, start: Base) -> ContinualMethod:
     if options.gradient_checkpointing:
         checkpoint_activations(module.model)
     if options.compile:
-        compile_blocks(module.model)
+        for _, block in blocks(module.model):  # each on its own: they are alike, so that one is compiled
+            block.compile(**COMPILE_OPTIONS)
     return module
 
 

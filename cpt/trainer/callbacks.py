@@ -44,9 +44,8 @@ def make_callbacks(entries: Mapping[str, Mapping[str, Any]], *, logged: bool) ->
         told = f"callbacks.{name}={type(each).__name__}"
         if isinstance(each, CHANGES_RESULT):
             allowed = "the options of trainer, optim and schedule; method=ema averages weights"
-            raise ValueError(
-                f"{told} is not taken, as it changes how a domain is trained; allowed: {allowed}"
-            )
+            why = f"{told} is not taken, as it changes how a domain is trained"
+            raise ValueError(f"{why}; allowed: {allowed}")
         if isinstance(each, (theirs.LearningRateMonitor, theirs.DeviceStatsMonitor)) and not logged:
             raise ValueError(f"{told} writes to loggers, but there is none; allowed: logger=csv, …")
     return built

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -192,8 +193,19 @@ class FinetuneEvaluator(Evaluator):
         task, began = self.tasks[name], time.perf_counter()
         length = finetune.longest(model, task.settings.length)
         if (name, length) not in self.jobs:  # once for all seeds and stages
-            sizes = {"length": length, "eval_batch_size": self.plan.eval_batch_size}
-            self.jobs[name, length] = finetune.make_job(task, model, self.tokenizer, **sizes)
+            types = (getattr(model.config, "type_vocab_size", None) or 0) > 1  # tells texts of a pair apart
+            given = {"length": length, "classes": task.classes, "types": types}
+            encode = partial(finetune.encode_examples, tokenizer=self.tokenizer, **given)
+            self.jobs[name, length] = finetune.FinetuneJob(
+                name=task.name,
+                train=encode(task.train),
+                dev=encode(task.dev) if task.dev else None,
+                test=encode(task.test),
+                classes=len(task.classes),
+                settings=task.settings,
+                pad=self.tokenizer.pad_token_id or 0,
+                eval_batch_size=self.plan.eval_batch_size,
+            )
         job = self.jobs[name, length]
         predicted, epoch = finetune.fine_tune(model, job, seed=seed, **how)
         about = {"digest": task.digest(seed), "metric": task.settings.metric, "classes": task.classes}
@@ -418,50 +430,41 @@ def make_evaluators(
     module: ContinualMethod,
     data: DomainSequence,
 ) -> list[Evaluator]:
-    """The evaluators of a plan, in the order in which they measure."""
+    """The evaluators of a plan, in the order in which they measure. Raises ValueError for a measure of
+    choices where a task has none."""
     run, found = {"place": place, "module": module, "data": data}, []
     if plan.endtasks is not None:
         found.append(FinetuneEvaluator(plan.endtasks, start.tokenizer, **run))
     if plan.answers is not None:
-        questions = read_questions(plan.answers, plan.order, corpora, start, split=plan.source.score_on)
-        settings = asdict(replace(plan.answers, when="each"))  # which changes no answer
+        options, left, questions = plan.answers, list[str](), dict[str, list[Question]]()
+        encoder = corpora.encoder(start.tokenizer, start.length, seq2seq=start.seq2seq)
+        for task in plan.order:  # open questions only where answers are written
+            examples = read_examples(corpora.by_name[task], plan.source.score_on)
+            asked = list(map(Question.of_prompt, islice(map(encoder.prompt, examples), options.most)))
+            measure, closed = options.known_by.get(task), all(each.choices for each in asked)
+            if measure in task_metrics.RANKED and not closed:
+                told = f"answers.measures.{task}={measure} is of choices, and its answers are open"
+                allowed = ", ".join(name for name in KNOWN_BY if name not in task_metrics.RANKED)
+                raise ValueError(f"{told}; allowed: {allowed}")
+            if closed or options.written:
+                questions[task] = asked
+            else:
+                left.append(task)
+        if left and is_first_process():
+            log.info("answers.written=false: %s, whose answers are open, is not asked", ", ".join(left))
+        settings = asdict(replace(options, when="each"))  # which changes no answer
         del settings["measures"]  # nor do these, but that a file may have to hold the sources
         known_by = [ANSWERS_FORMAT, settings, asdict(corpora.encoding)]
         known_by += [corpora.tokenizer_digest(start.tokenizer), start.length, plan.source.score_on]
         digests = {}
         for task in questions:
-            held = [SOURCE] * needs_sources(plan.answers, task)
+            held = [SOURCE] * needs_sources(options, task)
             digests[task] = digest([*known_by, corpora.by_name[task].facts["digest"], *held])
         if questions:
-            found.append(TaskEvaluator(plan.answers, questions, digests, start.tokenizer, **run))
+            found.append(TaskEvaluator(options, questions, digests, start.tokenizer, **run))
     if plan.probe is not None:
         found.append(LMEvalEvaluator(plan.probe, ready.harness, start.tokenizer, **run))
     return found
-
-
-def read_questions(
-    options: TaskEvalOptions, tasks: Sequence[str], corpora: Corpora, start: Base, *, split: str
-) -> dict[str, list[Question]]:
-    """The questions of each task that is asked: open ones only where answers are written. Raises ValueError
-    for a measure of choices where a task has none."""
-    questions, left = {}, []
-    encoder = corpora.encoder(start.tokenizer, start.length, seq2seq=start.seq2seq)
-    for task in tasks:
-        prompts = islice(map(encoder.prompt, read_examples(corpora.by_name[task], split)), options.most)
-        asked = [Question.of_prompt(prompt) for prompt in prompts]
-        measure, closed = options.known_by.get(task), all(each.choices for each in asked)
-        if measure in task_metrics.RANKED and not closed:
-            raise ValueError(
-                f"answers.measures.{task}={measure} is of choices, and its answers are open; allowed: "
-                + ", ".join(name for name in KNOWN_BY if name not in task_metrics.RANKED)
-            )
-        if closed or options.written:
-            questions[task] = asked
-        else:
-            left.append(task)
-    if left and is_first_process():
-        log.info("answers.written=false: %s, whose answers are open, is not asked", ", ".join(left))
-    return questions
 
 
 def needs_sources(options: TaskEvalOptions, task: str) -> bool:

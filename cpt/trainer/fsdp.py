@@ -26,7 +26,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed import checkpoint as files
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
@@ -34,7 +34,6 @@ from cpt.core.distributed import all_reduce_max, barrier, is_sharded, shard_as, 
 from cpt.core.files import find_damage, sync
 from cpt.core.processes import is_distributed, is_first_process
 from cpt.core.tensors import NamedTensors, load_tensors, save_state
-from cpt.methods.base import ContinualMethod
 from cpt.models.fsdp import named_weights, reshard, shard_model
 from cpt.trainer.costs import own_names
 
@@ -57,9 +56,18 @@ class FSDP2Strategy(DDPStrategy):
         self.accelerator.setup(trainer)
         module, fits = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
         self.precision_plugin.convert_module(module)
-        if self.world_size > 1:
+        model = module.model
+        if self.world_size > 1 and not isinstance(model, FSDPModule):
             mesh = init_device_mesh(self.root_device.type, (self.world_size,))
-            shard_method(module, mesh, reshard=self.reshard)
+            # What the method has added to the model is small, and stays whole in every process.
+            own = own_names(model)
+            added = {p for name, p in model.named_parameters() if name.replace(".base_layer", "") not in own}
+            shard_model(model, mesh, ignored=added, reshard=self.reshard)
+            shared = {name: p for name, p in named_weights(model).items() if is_sharded(p)}
+            for part in module.modules():
+                if isinstance(part, NamedTensors):
+                    part.shard(shared)
+            module.register_load_state_dict_pre_hook(shard_state)
         self.model_to_device()
         if fits:
             self.setup_optimizers(trainer)
@@ -119,22 +127,6 @@ class FSDP2Strategy(DDPStrategy):
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     """An optimizer's parameters, as its state_dict counts them."""
     return [each for group in optimizer.param_groups for each in group["params"]]
-
-
-def shard_method(module: ContinualMethod, mesh: DeviceMesh, *, reshard: bool) -> None:
-    """Shards a method's model and what it keeps of its weights, in place; once. What the method has added to
-    the model is small, and stays whole in every process."""
-    model = module.model
-    if isinstance(model, FSDPModule):
-        return
-    own = own_names(model)
-    added = {p for name, p in model.named_parameters() if name.replace(".base_layer", "") not in own}
-    shard_model(model, mesh, ignored=added, reshard=reshard)
-    shared = {name: p for name, p in named_weights(model).items() if is_sharded(p)}
-    for part in module.modules():
-        if isinstance(part, NamedTensors):
-            part.shard(shared)
-    module.register_load_state_dict_pre_hook(shard_state)
 
 
 def shard_state(module: nn.Module, state: dict[str, Tensor], prefix: str, *args: Any) -> None:

@@ -2,13 +2,11 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
-from lightning import Trainer
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from torch.distributed.fsdp import FSDPModule
 
@@ -23,7 +21,7 @@ from cpt.data.datamodule import Domain, DomainSequence
 from cpt.evaluation.metrics import objective_value
 from cpt.evaluation.monitor import MonitorObserver
 from cpt.evaluation.scores import Scores, gather_documents
-from cpt.loggers.loggers import enter_domain, log_scores, log_stage
+from cpt.loggers.loggers import WandbCurves, log_scores, log_stage
 from cpt.methods.base import ContinualMethod
 from cpt.models.memory import draw_quickly
 from cpt.models.weights import measure_movement
@@ -42,9 +40,10 @@ from cpt.trainer.lightning import drop_optimizer, make_trainer
 from cpt.trainer.monitor import Monitor
 from cpt.trainer.plan import Plan
 from cpt.trainer.run_dir import RunDir
-from cpt.trainer.score import ScoreJournal, Scorer, tell_row
+from cpt.trainer.score import ScoreJournal, Scorer
 
 log = logging.getLogger(__name__)
+ENDS = 6  # texts at both ends of those that a line names
 
 
 @dataclass(kw_only=True, eq=False)
@@ -118,18 +117,38 @@ class ContinualTrainer:
             every = int(self.plan.monitor.every or default)
             monitors = [Monitor(self.plan.monitor, observer, self.data, domain, costs, every=every)]
         guard = NanGuard(policy=self.plan.run.on_nonfinite)
-        parts, every = (
-            self.run.stage(number - 1) if self.to_disk else None,
-            self.plan.trainer.checkpoint_every,
-        )
+        parts = self.run.stage(number - 1) if self.to_disk else None
+        every = self.plan.trainer.checkpoint_every
         saving = StepCheckpoint(checkpoint, every=every, guard=guard, parts=parts)
-        enter_domain(self.loggers, domain.name, tokens=sum(self.scores.seen))
+        for logger in self.loggers:
+            if isinstance(logger, WandbCurves):
+                logger.curves.enter(domain.name, tokens=sum(self.scores.seen))
         # Monitors know the tokens of their step; a checkpoint, last, has the state of the others at its step.
         callbacks = [costs, *monitors, movement, guard, *self.callbacks.entering(number), saving]
+        fitting = None
         with self.eta.timed("learn", number):
-            fitting = self.run_trainer(number, domain, checkpoint, callbacks)
+            while fitting is None:
+                fitting = make_trainer(
+                    self.plan.trainer.lightning,
+                    label=f"{domain.name} ({number}/{len(self.data)})",
+                    folder=self.run.path / "lightning",
+                    loggers=self.loggers,
+                    steps=self.data.steps(domain),
+                    callbacks=callbacks,
+                )
+                path = str(checkpoint) if checkpoint.exists() else None
+                try:
+                    with defer_signals(), draw_quickly(self.plan.trainer.quick_dropout):
+                        fitting.fit(self.module, datamodule=self.data, ckpt_path=path, weights_only=True)
+                except RollbackError:
+                    drop_optimizer(fitting)
+                    self.module.train()
+                    fitting = None
         drop_optimizer(fitting)
-        self.scores.monitor.update((domain.name, each.scores_entry()) for each in monitors)
+        for each in monitors:
+            observed = each.observer.record()
+            entry = asdict(each.record) | ({"budget": observed} if observed else {})
+            self.scores.monitor[domain.name] = entry
         check_finite(self.module.state_dict(), domain.name)
         path = self.run.stage(number)
         state = save_stage(self.module, path)
@@ -144,28 +163,6 @@ class ContinualTrainer:
             "skipped": len(guard.left_out),
         }
 
-    def run_trainer(
-        self, number: int, domain: Domain, checkpoint: Path, callbacks: Sequence[Callback]
-    ) -> Trainer:
-        """The trainer that has trained a stage to its end, after any rollbacks."""
-        while True:
-            fitting = make_trainer(
-                self.plan.trainer.lightning,
-                label=f"{domain.name} ({number}/{len(self.data)})",
-                folder=self.run.path / "lightning",
-                loggers=self.loggers,
-                steps=self.data.steps(domain),
-                callbacks=callbacks,
-            )
-            path = str(checkpoint) if checkpoint.exists() else None
-            try:
-                with defer_signals(), draw_quickly(self.plan.trainer.quick_dropout):
-                    fitting.fit(self.module, datamodule=self.data, ckpt_path=path, weights_only=True)
-                return fitting
-            except RollbackError:
-                drop_optimizer(fitting)
-                self.module.train()
-
     def commit_row(self, row: str, **costs: Any) -> None:
         """Evaluates, and writes the row: a restart resumes after it."""
         number, options = len(self.scores.rows), self.plan.run
@@ -174,7 +171,9 @@ class ContinualTrainer:
         leave_together(f"before {row} was committed")
         nll = [cells.means.get(text) for text in self.scores.domains]
         self.scores.append(row, nll=nll, parts=cells.parts, **costs)
-        tell_row(row, cells.means)
+        shown = [f"{name} {np.exp(value):.1f}" for name, value in cells.means.items()]
+        few = shown if len(shown) <= 2 * ENDS else [*shown[:ENDS], "…", *shown[-ENDS:]]
+        log.info("after %s, perplexity: %s", row, ", ".join(few))
         diagnostics = {
             name: (values.float() if values.dtype == torch.bfloat16 else values).cpu().numpy()
             for name, values in self.module.diagnostics().items()
@@ -249,8 +248,13 @@ class ContinualTrainer:
         sums, counts = gather_documents(run.load_documents(range(len(scores.rows))), scores)
         scores.measure(nll_sums=sums, counts=counts)
         scores.policy = self.plan.evaluation.policy
-        if told := self.scorer.tell_missing():
-            log.info(told)
+        left = {row: len(self.scorer.missing(number)) for number, row in enumerate(scores.rows)}
+        if rows := [row for row, count in left.items() if count]:
+            told = (
+                "%d cells of the matrix are missing, in the rows %s: the weights after these stages were not "
+            )
+            told += "kept (keep_stages=true keeps them for later)"
+            log.info(told, sum(left.values()), ", ".join(rows[:3]) + ", …" * (len(rows) > 3))
         for each in self.evaluators:
             self.journal.collect(each)
         scores.objective = objective_value(scores.metrics, self.plan.run.objective)

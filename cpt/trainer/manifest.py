@@ -119,14 +119,6 @@ def check_manifest(plan: Plan, run: RunDir, *, update: bool = True) -> None:
         then.save(run)
 
 
-def is_unchanged(plan: Plan, run: RunDir) -> bool:
-    """Whether order, sizes and times are those of a run; nothing is read."""
-    if (then := Manifest.load(run)) is None or then.order != plan.order:
-        return False
-    texts, base = then.touched(plan, checkpoint_files(plan.model.checkpoint))
-    return not texts and (plan.model.checkpoint is None or not base)
-
-
 def list_changed_contents(run: RunDir, plan: Plan) -> list[str]:
     """How a plan's texts and base differ from those of a run, whose domains it may add to."""
     if (then := Manifest.load(run)) is None:

@@ -71,7 +71,19 @@ class Monitor(Callback):
             return
         if not why:
             self.evaluate(trainer, pl_module)
-            self.log_losses(trainer, pl_module)
+            stage, nll, device = trainer.datamodule.domain.name, self.record.nll, trainer.strategy.root_device
+            own = torch.tensor(self.compute.tokens, dtype=torch.float64, device=device)
+            tokens = {f"train/tokens/{stage}": trainer.strategy.reduce(own, reduce_op="sum").item()}
+            values = {f"monitor/{text}/{stage}": each[-1] for text, each in nll.items()}
+            for logger in trainer.loggers:
+                logger.log_metrics(tokens, step=step - 1)  # as in training
+                logger.log_metrics(values | self.observer.series(stage), step=step)
+            # In the bar the rise of the loss on general and on past text.
+            rises = {text: each[-1] - each[0] for text, each in nll.items() if text not in self.own}
+            past = max((rise for text, rise in rises.items() if text != GENERAL), default=None)
+            for name, rise in (("past", past), (GENERAL, rises.get(GENERAL))):
+                if rise is not None:
+                    pl_module.log(f"monitor/{name}+", rise, prog_bar=True, logger=False)
             why = self.observer.ended or self.record.why_stop(self.options, own=self.own)
         if why and step < trainer.max_steps:
             self.record.ended, trainer.should_stop = why, True
@@ -119,26 +131,6 @@ class Monitor(Callback):
             router.begin()
         return {name: torch.stack([each.view(-1) for each in metric.compute()]).cpu()
                 for name, metric in losses.items()}  # fmt: skip
-
-    def log_losses(self, trainer: Trainer, module: ContinualMethod) -> None:
-        """Losses for the loggers; in the bar the rise of the loss on general and on past text."""
-        stage, nll = trainer.datamodule.domain.name, self.record.nll
-        own = torch.tensor(self.compute.tokens, dtype=torch.float64, device=trainer.strategy.root_device)
-        tokens = {f"train/tokens/{stage}": trainer.strategy.reduce(own, reduce_op="sum").item()}
-        values = {f"monitor/{text}/{stage}": each[-1] for text, each in nll.items()}
-        for logger in trainer.loggers:
-            logger.log_metrics(tokens, step=trainer.global_step - 1)  # as in training
-            logger.log_metrics(values | self.observer.series(stage), step=trainer.global_step)
-        rises = {text: each[-1] - each[0] for text, each in nll.items() if text not in self.own}
-        past = [rise for text, rise in rises.items() if text != GENERAL]
-        for name, rise in (("past", max(past, default=None)), (GENERAL, rises.get(GENERAL))):
-            if rise is not None:
-                module.log(f"monitor/{name}+", rise, prog_bar=True, logger=False)
-
-    def scores_entry(self) -> dict[str, Any]:
-        """The stage's entry of scores.json; what is no number is null there."""
-        observed = self.observer.record()
-        return asdict(self.record) | ({"budget": observed} if observed else {})
 
     def state_dict(self) -> dict[str, Any]:
         own = {"record": asdict(self.record), "began": self.began, "best": self.best}

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
-from annotated_types import MinLen, Predicate
+from annotated_types import Len, MinLen, Predicate
 
 from cpt.core.naming import LONGEST_TAG
 from cpt.core.schema import (
@@ -25,13 +25,6 @@ from cpt.core.schema import (
 )
 from cpt.data.orders import WORDS
 
-# A copy of the model per process, or its weights shared out (fsdp: cpt.trainer.fsdp). With others that
-# shard (deepspeed) masks and what is kept of a model would be those of a shard, without a word.
-STRATEGIES = ("auto", "ddp", "ddp_find_unused_parameters_true", "ddp_find_unused_parameters_false", "fsdp")
-PRECISIONS = (
-    *("auto", "32-true", "32", 32, "16-mixed", "bf16-mixed", "bf16-true", "16-true", "16", 16, "bf16"),
-    *("64-true", "64", 64, "transformer-engine", "transformer-engine-float16"),
-)
 SHARDED_PRECISIONS = ("auto", "32-true", "32", 32, "bf16-mixed", "bf16", "bf16-true")
 BF16 = ("bf16-mixed", "bf16", "bf16-true")
 
@@ -56,10 +49,6 @@ def is_order(value: Any) -> bool:
         or fits(value, Text)
         or (isinstance(value, list | tuple) and all(not isinstance(entry, bool) for entry in value))
     )
-
-
-def is_tag(value: Any) -> bool:
-    return isinstance(value, str) and 0 < len(value) <= LONGEST_TAG
 
 
 def is_devices(value: Any) -> bool:
@@ -90,7 +79,7 @@ class RunOptions(Options):
     ] = option("runs that belong together: outputs/NAME/…, the group on W&B")
     variant: Any = option("what tells this run from others of its method in a comparison")
     tags: Annotated[
-        tuple[Annotated[str, Predicate(is_tag)], ...],
+        tuple[Annotated[str, Len(1, LONGEST_TAG)], ...],
         Allowed(f"a list of texts, 1 to {LONGEST_TAG} characters each"),
     ] = option("labels for W&B")
     seed: Natural = option(
@@ -179,6 +168,8 @@ class TrainerOptions(Options):
         Any, Predicate(is_devices), Allowed("1, 2, …; auto or -1 for all; a list like [0,2]")
     ] = option("processes on this machine")
     num_nodes: Count = option("machines", default=1)
+    # A copy of the model per process, or its weights shared out (fsdp: cpt.trainer.fsdp). With others that
+    # shard (deepspeed) masks and what is kept of a model would be those of a shard, without a word.
     strategy: Literal[
         "auto", "ddp", "ddp_find_unused_parameters_true", "ddp_find_unused_parameters_false", "fsdp"
     ] = option("how processes work together")
@@ -191,18 +182,13 @@ class TrainerOptions(Options):
     def __post_init__(self) -> None:
         if self.quick_dropout and self.compile:
             raise ValueError("quick_dropout=true does not go with compile=true; allowed: one of them")
-        if self.strategy != "fsdp":
-            if self.reshard_after_forward is not None:
-                raise ValueError(
-                    f"reshard_after_forward={show(self.reshard_after_forward)} is of strategy=fsdp; "
-                    f"allowed with {self.strategy}: null"
-                )
-            return
-        if self.precision not in SHARDED_PRECISIONS:
-            raise ValueError(
-                f"precision={show(self.precision)} does not go with strategy=fsdp; allowed: "
-                f"{', '.join(dict.fromkeys(map(str, SHARDED_PRECISIONS)))}"
-            )
+        if self.strategy != "fsdp" and self.reshard_after_forward is not None:
+            told = f"reshard_after_forward={show(self.reshard_after_forward)} is of strategy=fsdp"
+            raise ValueError(f"{told}; allowed with {self.strategy}: null")
+        if self.strategy == "fsdp" and self.precision not in SHARDED_PRECISIONS:
+            known = ", ".join(dict.fromkeys(map(str, SHARDED_PRECISIONS)))
+            why = f"precision={show(self.precision)} does not go with strategy=fsdp"
+            raise ValueError(f"{why}; allowed: {known}")
 
     @property
     def lightning(self) -> dict[str, Any]:
@@ -213,18 +199,10 @@ class TrainerOptions(Options):
         return {name: value for name, value in own.items() if name not in OURS} | dict(self.others)
 
 
-OURS = (
+OURS = (  # not for lightning.Trainer
     *("steps", "epochs", "tokens", "batch_size", "eval_batch_size", "probe_samples", "checkpoint_every"),
-    *(
-        "workers",
-        "others",
-        "gradient_checkpointing",
-        "attention",
-        "quick_dropout",
-        "offload",
-        "compile",
-        "reshard_after_forward",
-    ),
+    *("workers", "others", "gradient_checkpointing", "attention", "quick_dropout", "offload", "compile"),
+    "reshard_after_forward",
 )
 
 

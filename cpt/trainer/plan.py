@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -144,8 +144,9 @@ class Plan(Sections):
 
 def read_sections(cfg: DictConfig) -> Sections:
     """Raises ValueError for an unknown key and an invalid value; missing values (`???`) are not checked."""
-    written = as_written(cfg)
-    known = top_level()
+    written, top = as_written(cfg), OmegaConf.load(CONF / "config.yaml")
+    groups = [name for each in top.pop("defaults") if each != "_self_" for name in each]
+    known = tuple(key for key in (*top, *groups) if key not in ELSEWHERE and " " not in key)
     for key in map(str, cfg):
         if key not in known and key not in ELSEWHERE and not is_used(key, written):
             raise ValueError(unknown_name(key, known, whole=", ".join(known)))
@@ -191,14 +192,6 @@ def read_sections(cfg: DictConfig) -> Sections:
         logger=replace(logger, values=flags).read(LoggerOptions),
         callbacks=check_targets(read("callbacks").values, "callbacks"),
     )
-
-
-@cache
-def top_level() -> tuple[str, ...]:
-    """The keys at the top of a composed config."""
-    text = OmegaConf.load(CONF / "config.yaml")
-    groups = [name for each in text.pop("defaults") if each != "_self_" for name in each]
-    return tuple(key for key in (*text, *groups) if key not in ELSEWHERE and " " not in key)
 
 
 def instantiate_now(chosen: Any) -> Any:
@@ -282,8 +275,9 @@ def make_plan(cfg: DictConfig) -> Plan:
     )
     if plan.probe is not None:
         plan.probe.check_installed()
-    if plan.answers is not None:
-        plan.answers.check_tasks(source.domains)
+    asked = plan.answers.known_by if plan.answers is not None else {}
+    if absent := [task for task in asked if task not in source.domains]:
+        raise ValueError(unknown_name(f"answers.measures.{absent[0]}", source.domains))
     if plan.by_texts:
         source.check_embedding()
     if conflict := next(conflicts(plan), None):

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from safetensors import safe_open
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from cpt.adapters.export import PARTS_INDEX
 from cpt.core.errors import reason
@@ -26,7 +26,8 @@ from cpt.core.memory import keep_free
 from cpt.core.processes import is_first_process
 from cpt.core.schema import show
 from cpt.core.sections import check_arguments, load_target
-from cpt.data.tokenized_tasks import check_template
+from cpt.data.example import ASSISTANT, USER, Example
+from cpt.data.tokenized_tasks import render_chat
 from cpt.models import loading
 from cpt.models.block_attention import check_isolation
 from cpt.models.growth import check_entries, check_head
@@ -139,12 +140,30 @@ def check_model(plan: Plan) -> PretrainedConfig:
         with naming_cause("model.config"):
             config = loading.AutoConfig.for_model(**options.config)
     else:
-        config, tokenizer = loading.configuration(given), check_tokenizer(given)
+        config, folder = loading.configuration(given), Path(given)
+        for path in sorted(folder.glob("*.safetensors")):
+            try:
+                with safe_open(path, "pt"):
+                    pass
+            except Exception as error:  # safetensors has its own exception, which is not an OSError
+                told = f"{path} is truncated or damaged ({reason(error)})"
+                raise ValueError(f"{told}; bring it here again") from error
+        if folder.is_dir() and not any(path for kind in TOKENIZERS for path in folder.glob(kind)):
+            # transformers would make an empty one of the model's type
+            allowed = f"a folder with the files of one, {', '.join(TOKENIZERS)}"
+            raise ValueError(f"model.checkpoint={folder} has no tokenizer; allowed: {allowed}")
+        with naming_cause(f"the tokenizer of model.checkpoint={given}"):
+            tokenizer = loading.load_tokenizer(given)
         if not options.resize:
             check_entries(config.get_text_config().vocab_size, tokenizer, checkpoint=given)
-        loading.find_adapter(given)
-        if is_first_process():
-            log_parts(Path(given))
+        adapter = loading.find_adapter(given)
+        if is_first_process() and (folder / PARTS_INDEX).is_file():
+            index = json.loads((folder / PARTS_INDEX).read_text(encoding="utf-8"))
+            used = f"with those of {index['parts'][-1]}" if index["attach"] is None else "without any of them"
+            names, advice = ", ".join(index["parts"]), "cpt.adapters.export.load gives others"
+            log.warning("%s has modules for %s; it starts %s: %s", folder, names, used, advice)
+        elif is_first_process() and adapter:
+            log.info("Merging the adapter %s into the model of %s", adapter.name, folder)
         sentinels = len(loading.sentinel_ids(tokenizer))
     objective = loading.objective_name(options.objective, config)
     check_objective(plan, objective, tokenizer)
@@ -169,39 +188,24 @@ def check_model(plan: Plan) -> PretrainedConfig:
     frozen_parameters(model, plan.freeze)
     if options.resize or (objective == "span" and given and not sentinels):
         check_head(model)
-    check_method(plan, model, stand_in)
-    return config
-
-
-def check_tokenizer(checkpoint: str) -> Any:
-    """The tokenizer of a checkpoint. Raises ValueError for one that is missing or damaged, and for truncated
-    weights of a local folder."""
-    folder = Path(checkpoint)
-    for path in sorted(folder.glob("*.safetensors")):
+    shared, name, module = build_context(plan, model, stand_in), plan.names["method"], None
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
         try:
-            with safe_open(path, "pt"):
-                pass
-        except Exception as error:  # safetensors has its own exception, which is not an OSError
-            told = f"{path} is truncated or damaged ({reason(error)})"
-            raise ValueError(f"{told}; bring it here again") from error
-    if folder.is_dir() and not any(path for kind in TOKENIZERS for path in folder.glob(kind)):
-        # transformers would make an empty one of the model's type
-        allowed = f"a folder with the files of one, {', '.join(TOKENIZERS)}"
-        raise ValueError(f"model.checkpoint={folder} has no tokenizer; allowed: {allowed}")
-    with naming_cause(f"the tokenizer of model.checkpoint={checkpoint}"):
-        return loading.load_tokenizer(checkpoint)
-
-
-def log_parts(folder: Path) -> None:
-    """Warns which modules of an exported model with modules per domain are used, as transformers reads one
-    model."""
-    if (folder / PARTS_INDEX).is_file():
-        index = json.loads((folder / PARTS_INDEX).read_text(encoding="utf-8"))
-        used = f"with those of {index['parts'][-1]}" if index["attach"] is None else "without any of them"
-        names, advice = ", ".join(index["parts"]), "cpt.adapters.export.load gives others"
-        log.warning("%s has modules for %s; it starts %s: %s", folder, names, used, advice)
-    elif adapter := loading.find_adapter(folder):
-        log.info("Merging the adapter %s into the model of %s", adapter.name, folder)
+            made = plan.method.make(shared)
+            made.stages(plan.order)
+            module = made
+        except ValueError:  # a refusal
+            raise
+        except Exception as error:  # of an operation that the meta device lacks
+            log.debug("method %s was not tried on a skeleton: %s", name, error)
+    if module is not None:
+        if plan.trainer.compile and any(mask.limits for mask in module.masks):
+            raise ValueError("trainer.compile=true does not go with backend=backward; allowed: backend=hooks")
+        frozen, only = {id(parameter) for parameter in module.frozen}, plan.freeze.only
+        if only is not None and all(id(each) in frozen for each in module.model.parameters()):
+            why = f"leaves nothing of what method={name} trains; allowed: null, or what finds some of it"
+            raise ValueError(f"freeze.only={show(only)} {why}")
+    return config
 
 
 def check_objective(plan: Plan, objective: str, tokenizer: Any) -> None:
@@ -222,31 +226,12 @@ def check_objective(plan: Plan, objective: str, tokenizer: Any) -> None:
         if why := "is an encoder-decoder" if objective in loading.SEQ2SEQ else why:
             allowed = "an instruction-tuned checkpoint, or examples with a question and an answer"
             raise ValueError(f"{name} does not go with chats, as it {why}; allowed: {allowed}")
-        check_template(tokenizer)
+        turns = ((USER, "a question"), (ASSISTANT, "its answer"))
+        render_chat(Example("a question and its answer", "", "its answer", "chat", turns=turns), tokenizer)
     if objective == "masked" and plan.probe is not None:
         allowed = "probe=none, or a causal model like model=tiny_gpt2"
         raise ValueError(f"probe=lm_eval continues a text, and {name} fills masks; allowed: {allowed}")
     plan.mixture.check_objective(objective, model=name, examples=has_answers)
-
-
-def check_method(plan: Plan, model: PreTrainedModel, objective: Objective) -> None:
-    """Raises ValueError for a method that cannot be built on a skeleton, does not take the order, or has
-    nothing to train."""
-    shared, name = build_context(plan, model, objective), plan.names["method"]
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        try:
-            (module := plan.method.make(shared)).stages(plan.order)
-        except ValueError:  # a refusal
-            raise
-        except Exception as error:  # of an operation that the meta device lacks
-            log.debug("method %s was not tried on a skeleton: %s", name, error)
-            return
-    if plan.trainer.compile and any(mask.limits for mask in module.masks):
-        raise ValueError("trainer.compile=true does not go with backend=backward; allowed: backend=hooks")
-    frozen, only = {id(parameter) for parameter in module.frozen}, plan.freeze.only
-    if only is not None and all(id(each) in frozen for each in module.model.parameters()):
-        why = f"leaves nothing of what method={name} trains; allowed: null, or what finds some of it"
-        raise ValueError(f"freeze.only={show(only)} {why}")
 
 
 class DummyTokenizer:

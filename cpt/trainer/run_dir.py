@@ -58,9 +58,8 @@ class RunDir:
         try:
             return dict(flatten(plain_config(OmegaConf.load(self.config)))).get(key)
         except (YAMLError, OmegaConfBaseException) as error:
-            raise ValueError(
-                f"{self.config} is damaged ({reason(error)}); bring it back from a copy"
-            ) from error
+            told = f"{self.config} is damaged ({reason(error)})"
+            raise ValueError(f"{told}; bring it back from a copy") from error
 
     def changes(self, settings: Mapping[str, Any]) -> list[str]:
         """How a config differs from the stored one, apart from keys whose contents are compared."""
@@ -122,11 +121,6 @@ class RunDir:
         """Stores the checksums of the model and the report, which are flushed to disk."""
         outputs = (*self.model.rglob("*"), self.path / "report.html", self.path / "report.md")
         files.write_checksums(self.path, (path for path in outputs if path.is_file()))
-
-    def seal_again(self, paths: Iterable[Path]) -> None:
-        """Updates the checksums of these files, if the directory has any."""
-        if (self.path / files.CHECKSUMS).exists():
-            files.write_checksums(self.path, paths, others=files.read_checksums(self.path))
 
     def lost(self, *, full: bool) -> list[str]:
         """The files of model and report that are missing or have another size; if `full`, another hash."""

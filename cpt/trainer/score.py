@@ -1,6 +1,7 @@
 """Cells of the matrix: which are due, measuring them, and keeping them on disk row by row."""
 
 import logging
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
@@ -15,14 +16,15 @@ from cpt.evaluation.journal import append_row
 from cpt.evaluation.options import EvalOptions
 from cpt.evaluation.scores import Scores
 from cpt.methods.base import ContinualMethod
-from cpt.optim.nan_guard import check_losses
+from cpt.optim.nan_guard import ADVICE
 from cpt.trainer.evaluators import Evaluator
 from cpt.trainer.lightning import make_trainer
 from cpt.trainer.options import TrainerOptions
 from cpt.trainer.run_dir import RunDir
 
 log = logging.getLogger(__name__)
-ENDS = 6  # texts at both ends of those that a line names
+
+
 HEAVIEST = 20  # parts that a text's row names, of more
 SHARE = 32  # of this many rows one may be in the journal alone
 
@@ -107,7 +109,10 @@ class Scorer:
             {text: np.stack([each.cpu() for each in pair]) for text, pair in losses.items()},
             self.parts(losses),
         )
-        check_losses(cells.means, row)
+        if bad := [f"{name}: {value}" for name, value in cells.means.items() if not math.isfinite(value)]:
+            advice = "allowed: a model whose losses are numbers (model.checkpoint, trainer.precision)"
+            advice = advice if row == "base" else ADVICE
+            raise ValueError(f"the loss after {row} is not finite ({', '.join(bad)}); {advice}")
         return cells
 
     def parts(self, texts: Collection[str]) -> dict[str, dict[str, float]]:
@@ -118,25 +123,6 @@ class Scorer:
             text: {names[part]: round(each[part], 4) for part in nlargest(HEAVIEST, each, key=each.get)}
             for text, each in used.items()
         }
-
-    def tell_missing(self) -> str:
-        """Which cells a finished run lacks and why, in words; nothing where none is."""
-        left = {row: len(self.missing(number)) for number, row in enumerate(self.scores.rows)}
-        rows = [row for row, count in left.items() if count]
-        if not rows:
-            return ""
-        listed = ", ".join(rows[:3]) + ", …" * (len(rows) > 3)
-        return (
-            f"{sum(left.values())} cells of the matrix are missing, in the rows {listed}: the weights after "
-            "these stages were not kept (keep_stages=true keeps them for later)"
-        )
-
-
-def tell_row(row: str, means: Mapping[str, float]) -> None:
-    """Logs the perplexities of a row; of many texts the first and last."""
-    shown = [f"{name} {value:.1f}" for name, value in zip(means, np.exp([*means.values()]), strict=True)]
-    few = shown if len(shown) <= 2 * ENDS else [*shown[:ENDS], "…", *shown[-ENDS:]]
-    log.info("after %s, perplexity: %s", row, ", ".join(few))
 
 
 class ScoreJournal:

@@ -18,29 +18,11 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from cpt.contrib.advise import candidates, runs
 from cpt.contrib.advise.advice import Subject, make_advice, make_blocks, tell
-from cpt.contrib.advise.candidates import (
-    Model,
-    Setting,
-    check_overrides,
-    choose_arms,
-    choose_domains,
-    find_model,
-    find_texts,
-)
+from cpt.contrib.advise.candidates import Model, Setting
 from cpt.contrib.advise.results import Measured, Wish, load_run
-from cpt.contrib.advise.runs import (
-    SEEDS,
-    Costs,
-    Round,
-    Sweep,
-    SweepPlan,
-    find_folder,
-    measure_costs,
-    open_sweep,
-    plan_sweep,
-    time_round,
-)
+from cpt.contrib.advise.runs import SEEDS, Costs, Round, Sweep, SweepPlan
 from cpt.core.config import CONF
 from cpt.core.errors import readable
 from cpt.core.output import run_program
@@ -82,19 +64,21 @@ def main(arguments: Sequence[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
     with readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR")):
         check(given)
-        began, arms = time.monotonic(), choose_arms(given.arms)
-        model, texts = find_model(given.model), find_texts(given.folder, given.overrides)
+        began, arms = time.monotonic(), candidates.choose_arms(given.arms)
+        model, texts = (
+            candidates.find_model(given.model),
+            candidates.find_texts(given.folder, given.overrides),
+        )
         cap = [CAP] * (not any(each.startswith("eval.tokens=") for each in given.overrides))
         shared = [*texts, *model.tried, "name=advice", "logger=none", *cap, *given.overrides]
-        runs = given.out / "runs"
-        with open_sweep(shared, runs, jobs=given.jobs) as sweep:
+        how = {"folder": given.out / "runs", "jobs": given.jobs}
+        with runs.open_sweep(shared, **how) as sweep:
             order = sweep.plan().order
-        only = choose_domains(order)
-        left_out = len(order) - len(only)
-        if left_out:
+        only = candidates.choose_domains(order)
+        if left_out := len(order) - len(only):
             shared.append(f"domains.only=[{','.join(only)}]")
             log.info("%d of %d domains: %s", len(only), len(order), ", ".join(only))
-        with open_sweep(shared, runs, jobs=given.jobs) as sweep:
+        with runs.open_sweep(shared, **how) as sweep:
             advise(given, sweep, arms, model, texts, began=began, left_out=left_out)
     return 0
 
@@ -129,7 +113,7 @@ def check(given: argparse.Namespace) -> None:
         raise ValueError(f"--jobs {given.jobs}; allowed: 1, 2, …")
     if not 1 <= given.seeds <= SEEDS:
         raise ValueError(f"--seeds {given.seeds}; allowed: 1 to {SEEDS}")
-    check_overrides(given.overrides)
+    candidates.check_overrides(given.overrides)
 
 
 def advise(
@@ -179,14 +163,14 @@ def settle(
     kept = Ready.load(file, question) if file.exists() else None
     if kept is None:
         log.info("a first run reads the texts, makes the base and is timed")
-        costs, pilot = measure_costs(sweep, setting)
+        costs, pilot = runs.measure_costs(sweep, setting)
         # Mean steps of an epoch, about: bytes of training text by those of a token of held-out text.
         tokens = []
         for at, name in [(pilot.domains.index(name), name) for name in pilot.run["order"]]:
             train = pilot.texts[name].get("bytes", {}).get("train", 0)
             tokens.append(train * pilot.tokens[at] / pilot.bytes[at])
         epoch = math.fsum(tokens) / len(tokens) / per_step
-        plan = plan_sweep(
+        plan = runs.plan_sweep(
             arms,
             costs,
             seconds=SPARED * (3600 * given.hours - (time.monotonic() - began)),
@@ -201,9 +185,8 @@ def settle(
     shorter = f", and {plan.rounds[1].steps} steps with the first seed" if plan.short else ""
     log.info("plan: %d arms x %s x %d steps a domain%s", len(plan.arms), seeds, plan.steps, shorter)
     log.info("arms: %s%s", ", ".join(plan.arms), f"; {left_out} more do not fit" * bool(left_out))
-    runs, time_all = len(plan.arms) * len(plan.rounds), format_time(plan.seconds)
     each = f"a step {costs.step:.3f} s, {costs.fixed:.1f} s of each run beside its steps"
-    log.info("%d runs, about %s: %s", runs, time_all, each)
+    log.info("%d runs, about %s: %s", len(plan.arms) * len(plan.rounds), format_time(plan.seconds), each)
     return kept
 
 
@@ -220,7 +203,7 @@ def carry_out(
         arms = [arm for arm in plan.arms if arm not in failed]
         batch = sweep.compose(arms, each, setting)
         waiting = [arm for arm, job in zip(arms, batch, strict=True) if not job.before]
-        expected = time_round(waiting, each.steps, ready.costs, jobs=sweep.at_once(len(arms)))
+        expected = runs.time_round(waiting, each.steps, ready.costs, jobs=sweep.at_once(len(arms)))
         left = (took / foreseen if foreseen else 1.0) * expected  # by what the earlier ones really took
         about = f"seed {each.seed}, {each.steps} steps"
         if each.seed > 0 and waiting and time.monotonic() + left > deadline:
@@ -236,8 +219,8 @@ def carry_out(
     if len(arms) < 2:
         raise ValueError(f"fewer than two arms were measured: {'; '.join(lost)}")
     keys = [(arm, each) for each in done for arm in arms]
-    runs = {(arm, at.steps, at.seed): load_run(find_folder(sweep.folder, arm, at)) for arm, at in keys}
-    return Measured(runs), lost
+    found = {(arm, at.steps, at.seed): load_run(runs.find_folder(sweep.folder, arm, at)) for arm, at in keys}
+    return Measured(found), lost
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 
 from cpt.contrib.advise.candidates import MEANINGS, Model, Setting, overrides
 from cpt.contrib.advise.results import Measured, Recommendation, Wish, choose, find_front, judge
@@ -95,29 +94,26 @@ def find_unknown(
 ) -> list[str]:
     """A line for each thing that the runs cannot say."""
     lines = [subject.model.gap] * bool(subject.model.gap)
-    alike = [arm for arm, each in bounds.items() if arm != choice.arm and reaches_zero(each["worth"])]
+    worth = {arm: each["worth"] for arm, each in bounds.items() if arm != choice.arm}
+    alike = [arm for arm, (low, high) in worth.items() if not (np.isfinite(low + high) and low * high > 0)]
     if alike:
         lines.append(f"not told apart from {choice.arm} by these runs: {', '.join(alike)}")
     if seeds == 1:
         lines.append("how much another seed changes: one seed was run, intervals are over documents alone")
     elif seeds < 5:
-        lines.append(
-            f"how much seeds differ is known from {seeds} of them: a bootstrap of so few is too narrow"
-        )
+        told = f"how much seeds differ is known from {seeds} of them"
+        lines.append(f"{told}: a bootstrap of so few is too narrow")
     if subject.epoch > ABOUT * plan.steps:
         times = f"an epoch of the text is {subject.epoch / plan.steps:.1f} times what was learned here"
-        how = (
-            "the figures for it are a line through two lengths over the logarithm of the tokens, extrapolated"
-        )
-        lines.append(f"{times}; {how if many else 'one length was run, so nothing is said of it'}")
+        how = "one length was run, so nothing is said of it"
+        if many:
+            how = "the figures for it are a line through two lengths over the logarithm of the tokens"
+            how += ", extrapolated"
+        lines.append(f"{times}; {how}")
     if subject.left_out:
         lines.append(f"{subject.left_out} more domains, which were not tried: more of them forget more")
     lines.append("settings between the arms, other orders of the domains, end tasks")
     return lines
-
-
-def reaches_zero(interval: tuple[float, float]) -> bool:
-    return not (np.isfinite(interval).all() and (interval[0] > 0 or interval[1] < 0))
 
 
 HEAD = ["arm", "what it is", "front", "learned", "forgotten", "of it: FG", "drift", "worth against it"]
@@ -193,8 +189,18 @@ def draw(advice: Mapping[str, Any]) -> bytes:
     """The plane, its front, the lines over tokens, the bound and the recommended arm."""
     drawn = figure((8.0, 5.2))
     axes = drawn.subplots()
-    for number, arm in enumerate(advice["arms"]):
-        draw_arm(axes, arm, style(number))
+    for number, arm in enumerate(advice["arms"]):  # a point with its intervals, and the way to it
+        there, look = (arm["learned"], arm["forgotten"]), style(number)
+        own, bounds = {"color": look["color"]}, [arm["intervals"][name] for name in ("learned", "forgotten")]
+        both = zip(there, bounds, strict=True)
+        xerr, yerr = ([[max(0.0, at - low)], [max(0.0, high - at)]] for at, (low, high) in both)
+        how = {"marker": look["marker"], "markersize": 6, "linewidth": 0.7}
+        axes.errorbar(*there, xerr=xerr, yerr=yerr, **how, **own)
+        path = sorted(arm["lengths"], key=lambda each: each["steps"])
+        places = [[each[name] for each in path] for name in ("learned", "forgotten")]
+        axes.plot(*places, linestyle=":", linewidth=1, **own)
+        beside = {"textcoords": "offset points", "xytext": (6, 6), "fontsize": 8}
+        axes.annotate(literal(arm["arm"], width=30), there, **beside, **own)
     front = sorted((arm for arm in advice["arms"] if arm["on_front"]), key=lambda arm: arm["learned"])
     places = [[arm[name] for arm in front] for name in ("learned", "forgotten")]
     axes.plot(*places, color="0.6", linewidth=1, zorder=0, label="front")
@@ -211,23 +217,3 @@ def draw(advice: Mapping[str, Any]) -> bytes:
     axes.legend(fontsize=8, markerscale=0.5, loc="upper left")
     told = "; ".join(f"{arm['arm']}: {arm['learned']:.3f}, {arm['forgotten']:.3f}" for arm in advice["arms"])
     return png(drawn, told=f"Learned against forgotten, {best['arm']} recommended. {told}")
-
-
-def draw_arm(axes: Axes, arm: Arm, look: Mapping[str, str]) -> None:
-    """A point with its intervals, and the way to it from its shorter length."""
-    there, own = (arm["learned"], arm["forgotten"]), {"color": look["color"]}
-    reach = [
-        [[max(0.0, value - low)], [max(0.0, high - value)]]
-        for value, (low, high) in zip(
-            there, (arm["intervals"][name] for name in ("learned", "forgotten")), strict=True
-        )
-    ]
-    axes.errorbar(
-        *there, xerr=reach[0], yerr=reach[1], marker=look["marker"], markersize=6, linewidth=0.7, **own
-    )
-    path = sorted(arm["lengths"], key=lambda each: each["steps"])
-    places = [[each[name] for each in path] for name in ("learned", "forgotten")]
-    axes.plot(*places, linestyle=":", linewidth=1, **own)
-    axes.annotate(
-        literal(arm["arm"], width=30), there, textcoords="offset points", xytext=(6, 6), fontsize=8, **own
-    )

@@ -139,10 +139,8 @@ def find_texts(folder: Path, given: Sequence[str]) -> list[str]:
 
 def quote(value: str) -> str:
     """A value as Hydra takes it, whatever is in it."""
-    if PLAIN.fullmatch(value):
-        return value
     escaped = value.replace("'", "\\'")
-    return f"'{escaped}'"
+    return value if PLAIN.fullmatch(value) else f"'{escaped}'"
 
 
 def check_overrides(given: Iterable[str]) -> None:
@@ -165,21 +163,18 @@ def find_model(given: str) -> Model:
     try:
         config = configuration(given)
     except ValueError as error:
-        raise ValueError(
-            f"--model {given}: {reason(error)}; allowed: tiny, {', '.join(names)}, a checkpoint"
-        ) from error
+        allowed = f"tiny, {', '.join(names)}, a checkpoint"
+        raise ValueError(f"--model {given}: {reason(error)}; allowed: {allowed}") from error
     real = ("model=checkpoint", f"model.checkpoint={quote(given)}")
-    size, blocks = count_parameters(config), config.num_hidden_layers
+    with torch.device("meta"):
+        size = sum(each.numel() for each in AutoModel.from_config(config).parameters())
     if size <= SMALL:
         return Model(real, real)
     told = f"{given} has {size / 1e6:.0f} M parameters: what was tried is a sibling of about 1 M, made and "
     told += "pre-trained here; how much of the trade, and which strength, carries over is not known"
-    return Model(tuple(make_sibling(config, objective_name("auto", config))), real, blocks, told)
-
-
-def count_parameters(config: Any) -> int:
-    with torch.device("meta"):
-        return sum(each.numel() for each in AutoModel.from_config(config).parameters())
+    return Model(
+        tuple(make_sibling(config, objective_name("auto", config))), real, config.num_hidden_layers, told
+    )
 
 
 def make_sibling(config: Any, objective: str) -> list[str]:

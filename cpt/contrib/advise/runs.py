@@ -109,7 +109,6 @@ def fitting(arms: Sequence[str], seeds: int, short: bool, costs: Costs, *, secon
 
 PILOT = 30  # steps per domain of the run whose steps are timed
 STARTS_S = 5.0  # of a process, of which its scores know nothing
-COMMAND = (sys.executable, "-m", "cpt")
 
 
 @dataclass(frozen=True)
@@ -135,16 +134,9 @@ class Sweep:
 
     def compose(self, arms: Sequence[str], given: Round, setting: Setting) -> list[Job]:
         """A job of each arm."""
-        each = [
-            [
-                *self.shared,
-                *overrides(arm, setting),
-                f"trainer.steps={given.steps}",
-                f"seed={given.seed}",
-                f"hydra.run.dir={find_folder(self.folder, arm, given)}",
-            ]
-            for arm in arms
-        ]
+        own = [*self.shared, f"trainer.steps={given.steps}", f"seed={given.seed}"]
+        places = {arm: f"hydra.run.dir={find_folder(self.folder, arm, given)}" for arm in arms}
+        each = [[*own, *overrides(arm, setting), places[arm]] for arm in arms]
         jobs = compose_jobs(each, 0, context=self.context, config=self.config)
         for job, arm in zip(jobs, arms, strict=True):
             job.label = arm
@@ -159,7 +151,7 @@ class Sweep:
         list_sweep_runs(self.folder, [job.folder for job in jobs])
         configs = [job.config for job in jobs]
         places = divide_machine(configs, jobs=self.jobs, threads=None, waiting=len(waiting))
-        run_all(waiting, command=COMMAND, places=places, grace=60)
+        run_all(waiting, command=(sys.executable, "-m", "cpt"), places=places, grace=60)
         return time.monotonic() - began
 
 
@@ -170,9 +162,8 @@ def open_sweep(shared: Sequence[str], folder: Path, *, jobs: int | None) -> Iter
         loader = GlobalHydra.instance().config_loader()
         config = loader.load_configuration("config", list(shared), RunMode.MULTIRUN)
         try:
-            yield Sweep(
-                HydraContext(config_loader=loader, callbacks=None), config, tuple(shared), folder, jobs
-            )
+            context = HydraContext(config_loader=loader, callbacks=None)
+            yield Sweep(context, config, tuple(shared), folder, jobs)
         finally:
             HydraConfig.instance().cfg = None
 

@@ -12,7 +12,7 @@ from annotated_types import Ge, Predicate
 from cpt.core.cache import make_once
 from cpt.core.config import digest
 from cpt.core.randomness import key
-from cpt.core.schema import Allowed, Count, Int, Natural, check_value, fits, show
+from cpt.core.schema import Allowed, Count, Int, Natural, check_value, show
 from cpt.data.sources.docstrings import documents_by_module, names_in, stamp_docs, subpackages
 from cpt.evaluation.finetune_tasks import LabelledExample, TaskSource
 
@@ -21,19 +21,13 @@ FILE = "documents.jsonl"
 SPLITS = {"train": 0, "dev": 1, "test": 2}  # as the numbers of cpt.data.corpus.assign
 
 
-def is_examples(value: Any) -> bool:
-    return (
-        isinstance(value, Mapping)
-        and set(value) == set(SPLITS)
-        and all(fits(count, Count) for count in value.values())
-    )
-
-
 RULES = {
     "classes": Annotated[Int, Ge(2)],
     "seed": Natural,
     "examples": Annotated[
-        Any, Predicate(is_examples), Allowed("a whole number, 1 or more, for each of train, dev, test")
+        Mapping[str, Count],
+        Predicate(lambda given: set(given) == set(SPLITS)),
+        Allowed("a whole number, 1 or more, for each of train, dev, test"),
     ],
 }
 
@@ -101,11 +95,11 @@ class SubmoduleTasks(TaskSource):
         ranked = sorted((label for label in ranks if ranks[label]), key=lambda label: (-ranks[label], label))
         classes = sorted(ranked[: values["classes"]])
         if len(classes) < 2:
-            raise ValueError(
-                f"endtask.tasks.{name}: packages={packages} have {len(classes)} sub-packages with "
-                "docstrings in both train and test; allowed: two or more, or without this task "
-                f"(+endtask.tasks.{name}=null)"
+            told = (
+                f"packages={packages} have {len(classes)} sub-packages with docstrings in both train and test"
             )
+            allowed = f"two or more, or without this task (+endtask.tasks.{name}=null)"
+            raise ValueError(f"endtask.tasks.{name}: {told}; allowed: {allowed}")
         found, names = dict[str, list[LabelledExample]](), names_in(classes)
         for split, number in SPLITS.items():
             paragraphs = [
@@ -115,9 +109,8 @@ class SubmoduleTasks(TaskSource):
                 for place, text in enumerate(paragraphs)
             ]
             taken, found[split] = Counter[str](), []
-            for id, text, label in sorted(
-                paragraphs, key=lambda each: key("end task", values["seed"], each[1])
-            ):
+            paragraphs.sort(key=lambda each: key("end task", values["seed"], each[1]))
+            for id, text, label in paragraphs:
                 taken[label] += 1
                 if taken[label] <= values["examples"][split]:
                     found[split].append(LabelledExample(id, names.sub("_", text), None, label))

@@ -59,10 +59,8 @@ class GeneratedReplay(ReplayConfig):
     def check_objective(self, objective: str, *, model: str, examples: bool) -> None:
         if objective != "causal" and not examples:
             fills = "masks" if objective == "masked" else "spans"
-            raise ValueError(
-                f"replay=generated asks a model to write text, and {model} fills {fills}; allowed: "
-                "replay=past, or a causal model like model=tiny_gpt2"
-            )
+            told = f"replay=generated asks a model to write text, and {model} fills {fills}"
+            raise ValueError(f"{told}; allowed: replay=past, or a causal model like model=tiny_gpt2")
 
     def open_source(self, folder: Path, *, corpora: Any, **run: Any) -> ReplaySource:
         from cpt.contrib.generative_replay import writer  # loads torch

@@ -201,9 +201,8 @@ class TextWriter(ReplaySource):
         count, prefix, rows = self.options.starts, self.options.prefix, self.data.train[text]
         drawn = shuffle(np.arange(min(count, len(rows))), len(rows), stream=key("probe", text))
         if prefix and not len(drawn := drawn[rows.row_lengths[drawn] > prefix]):
-            raise ValueError(
-                f"replay.prefix={prefix}: no row of {text} that could be kept has more tokens; allowed: fewer"
-            )
+            told = f"replay.prefix={prefix}: no row of {text} that could be kept has more tokens"
+            raise ValueError(f"{told}; allowed: fewer")
         return rows.ids(drawn)[:, :prefix].tolist() if prefix else None
 
     def recall(self, text: str) -> Any:

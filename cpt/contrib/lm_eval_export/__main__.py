@@ -59,17 +59,13 @@ def export(plan: Plan, folder: Path) -> list[str]:
         done[task] = export_task(folder, task, islice(prompts, most), texts)
     written = [each for each in done.values() if each is not None]
     if not written:
-        raise ValueError(
-            f"no task of {', '.join(done)} has choices, which the harness is to rank; needed: one"
-        )
+        why = "has choices, which the harness is to rank; needed: one"
+        raise ValueError(f"no task of {', '.join(done)} {why}")
     group, other = export_group(folder, written), "the harness makes other tokens of"
+    differing = {each.name: each.differing for each in written if each.differing}
     return [
         *(f"{each.name}: {each.examples:,} examples" for each in written),
-        *(
-            f"{each.name}: {other} {len(each.differing):,}, like {each.differing[0]}"
-            for each in written
-            if each.differing
-        ),
+        *(f"{name}: {other} {len(ids):,}, like {ids[0]}" for name, ids in differing.items()),
         *(f"{task} has no choices and is left out" for task, each in done.items() if each is None),
         f"probe=lm_eval probe.include={folder} 'probe.tasks=[{group}]'",
     ]

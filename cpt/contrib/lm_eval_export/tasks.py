@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -62,18 +63,14 @@ class HarnessTexts:
         self.delimiter = "" if encoder.seq2seq else " "  # between question and choice
         self.ending = tokenizer.decode(encoder.ending)
         before = encoder.frame[0]
-        begin, wanted = tokenizer.decode(before), before + tokenizer.encode("a", add_special_tokens=False)
-        fits = (
-            each
-            for each in (begin, f"{begin} ")
-            if tokenizer.encode(f"{each}a", add_special_tokens=False) == wanted
-        )
-        self.beginning = next(fits, begin)
+        begin, encode = tokenizer.decode(before), partial(tokenizer.encode, add_special_tokens=False)
+        wanted = before + encode("a")
+        self.beginning = next((each for each in (begin, f"{begin} ") if encode(f"{each}a") == wanted), begin)
         first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         self.prefix = tokenizer.decode(first)  # tells the harness that a question has its first token
 
     def choice(self, text: str) -> str:
-        return (self.beginning if self.encoder.seq2seq else "") + text + self.ending
+        return self.beginning * self.encoder.seq2seq + text + self.ending
 
     def row(self, prompt: TaskPrompt) -> dict[str, Any]:
         """A line of the file of examples, with as much of the question as was not cut."""
@@ -88,17 +85,6 @@ class HarnessTexts:
             "answer": example.choices.index(example.target),
         }
 
-    def encode_pair(self, question: str, choice: str) -> tuple[list[int], list[int]]:
-        """The ids that the harness makes of a question and a choice: blanks at the question's end belong to
-        the choice."""
-        stripped, encode = question.rstrip(), self.encoder.tokenizer.encode
-        question, choice = stripped, question[len(stripped) :] + choice
-        if self.encoder.seq2seq:
-            return encode(question), encode(choice, add_special_tokens=False)
-        special = not self.encoder.frame[1] and not question.startswith(self.prefix)
-        alone = encode(question, add_special_tokens=special)
-        return alone, encode(question + choice, add_special_tokens=special)[len(alone) :]
-
 
 def export_task(
     folder: Path, task: str, prompts: Iterable[TaskPrompt], texts: HarnessTexts
@@ -109,7 +95,16 @@ def export_task(
         if not prompt.example.choices:
             return None
         rows.append(row := texts.row(prompt))
-        pairs = [texts.encode_pair(row["question"], texts.delimiter + choice) for choice in row["choices"]]
+        # The ids that the harness makes: blanks at the question's end belong to the choice.
+        question, encode = row["question"].rstrip(), texts.encoder.tokenizer.encode
+        after = [row["question"][len(question) :] + texts.delimiter + choice for choice in row["choices"]]
+        if texts.encoder.seq2seq:
+            pairs = [(encode(question), encode(each, add_special_tokens=False)) for each in after]
+        else:
+            special = not texts.encoder.frame[1] and not question.startswith(texts.prefix)
+            alone = encode(question, add_special_tokens=special)
+            whole = [encode(question + each, add_special_tokens=special) for each in after]
+            pairs = [(alone, each[len(alone) :]) for each in whole]
         if pairs != [(prompt.ids, choice) for choice in prompt.choices]:
             differing.append(prompt.example.id)
     if not rows:

@@ -104,16 +104,15 @@ def sync_runs(runs: Mapping[Path, Scores], *, project: str | None, entity: str |
                     continue
             try:
                 record = read_run(path.resolve(), scores)
-                if mode == "online":
-                    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-                        rebuild(
-                            record, scores, folder=Path(folder), project=project, entity=entity, mode=mode
-                        )
-                else:
+                if mode == "offline":
                     folder = record.path / REBUILT  # of an earlier rebuild nothing is to be sent twice
                     shutil.rmtree(folder, ignore_errors=True)
                     folder.mkdir()
-                    rebuild(record, scores, folder=folder, project=project, entity=entity, mode=mode)
+                    place = nullcontext(folder)
+                else:
+                    place = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+                with place as folder:
+                    rebuild(record, scores, folder=Path(folder), project=project, entity=entity, mode=mode)
                 sent += 1
             except (UnreadableError, ConnectionError) as error:
                 failed += 1

@@ -39,7 +39,8 @@ GENERAL = "general"
 TEXT, EXAMPLES = "text", "examples"  # what the documents of a source may be
 NONE, CONCAT, ISOLATED, PER_DOCUMENT = "none", "concat", "isolated", "per_document"  # see Source.packing
 PACKINGS = {TEXT: (CONCAT, ISOLATED, PER_DOCUMENT), EXAMPLES: (NONE, ISOLATED)}  # the default first
-EMBEDDINGS = ("tfidf", "static", "model", "sentence")
+
+
 PACKAGES = {"static": "wordllama", "sentence": "sentence_transformers"}  # that embeddings need
 FORMAT = 4  # part of every stamp: raise it when the files that cpt.data.corpus makes of a text change
 COARSE, FINE = "coarse", "fine"
@@ -50,10 +51,6 @@ COARSE_OF_WIKIPEDIA = {
     *("Philosophy_and_thinking", "Religion_and_belief_systems", "Society_and_social_sciences"),
     "Technology_and_applied_sciences",
 }
-
-
-def is_name_pattern(value: Any) -> bool:
-    return fits(value, Text) and (as_expression(value) is None or is_pattern(as_expression(value)))
 
 
 def as_expression(pattern: str) -> str | None:
@@ -68,7 +65,7 @@ def is_domain_lists(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(fits(each, TextList) for each in value)
 
 
-NamePattern = Annotated[str, Predicate(is_name_pattern)]
+NamePattern = Annotated[Text, Predicate(lambda text: is_pattern(as_expression(text) or ""))]
 NamePatterns = Annotated[
     NamePattern | Annotated[tuple[NamePattern, ...], MinLen(1)] | None,
     Allowed("null, names or patterns like [cs.*,Art], or a regular expression between slashes"),
@@ -145,10 +142,8 @@ class Source(Options, ABC):
         if self.by == COARSE and self.form("") == EXAMPLES:
             raise ValueError("by=coarse joins text, and these domains are examples; allowed: null, fine")
         if (self.embedding == "sentence") != (self.embedding_model is not None):
-            raise ValueError(
-                f"embedding={self.embedding} embedding_model={show(self.embedding_model)}; allowed: both "
-                "embedding=sentence and embedding_model=FOLDER, or neither"
-            )
+            told = f"embedding={self.embedding} embedding_model={show(self.embedding_model)}; allowed"
+            raise ValueError(f"{told}: both embedding=sentence and embedding_model=FOLDER, or neither")
 
     @property
     def encoding(self) -> Encoding | None:
@@ -263,9 +258,8 @@ def parse_name(name: str) -> tuple[str, str | None]:
     fine of a coarse name. An archive without classes, like `hep-th`, is a coarse domain's only fine one.
     Raises ValueError for a name of the list that is not a domain."""
     if name in NOT_DOMAINS:
-        raise ValueError(
-            f"{name} stands in M2D2's list and is no domain; leave it out: domains.ignore=[{name}]"
-        )
+        told = f"{name} stands in M2D2's list and is no domain"
+        raise ValueError(f"{told}; leave it out: domains.ignore=[{name}]")
     if name in COARSE_OF_WIKIPEDIA or name.endswith("_l1"):
         return name.removesuffix("_l1"), None
     coarse, _, fine = name.partition("__" if "__" in name else ".")

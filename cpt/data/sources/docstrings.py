@@ -143,10 +143,8 @@ def modules(package: str) -> dict[Path, str]:
             parts = path.relative_to(root).with_suffix("").parts if path != root else ()
             found[path] = ".".join([package, *(part for part in parts if part != "__init__")])
     if not found:
-        raise ValueError(
-            f"no Python sources for package {package!r}: it must be 'stdlib' or the top-level import name of "
-            "an installed package"
-        )
+        told = f"no Python sources for package {package!r}"
+        raise ValueError(f"{told}: it must be 'stdlib' or the top-level import name of an installed package")
     return found
 
 
@@ -244,21 +242,19 @@ def paragraphs(lines: Iterable[str]) -> Iterator[str]:
     """Joins wrapped lines; a blank line, a list item or another indentation starts the next paragraph."""
     current: list[str] = []
     for line in [*lines, ""]:
-        if current and not (line and _continues(current, line)):
+        if current and line:
+            last = current[-1]
+            wrapped = len(last) > 50 and not _SENTENCE_END.search(last)  # a line break that means nothing
+            starts = bool(_ITEM.match(line) or _TERM.match(line) or _TERM.match(last))
+            deeper = _indent(line) - _indent(last)
+            hangs = len(current) == 1 and (_ITEM.match(last) or _LABEL.match(last))
+            goes_on = deeper > 0 and (hangs or (wrapped and not line.lstrip()[0].isupper()))
+            starts |= bool(_LABEL.match(line) and not wrapped) or bool(deeper and not goes_on)
+        if current and (not line or starts):
             yield _ITEM.sub("", " ".join(each.strip() for each in current), count=1)
             current = []
         if line:
             current.append(line)
-
-
-def _continues(current: Sequence[str], line: str) -> bool:
-    last = current[-1]
-    wrapped = len(last) > 50 and not _SENTENCE_END.search(last)  # a line break that certainly means nothing
-    if _ITEM.match(line) or _TERM.match(line) or _TERM.match(last) or (_LABEL.match(line) and not wrapped):
-        return False
-    deeper = _indent(line) - _indent(last)
-    hangs = len(current) == 1 and bool(_ITEM.match(last) or _LABEL.match(last))
-    return deeper == 0 or (deeper > 0 and (hangs or (wrapped and not line.lstrip()[0].isupper())))
 
 
 def plain_text(text: str) -> str:

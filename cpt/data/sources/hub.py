@@ -64,10 +64,8 @@ class Hub(Source):
             theirs, load = open_set(entry, streaming=self.streaming)
             chosen = entry.get("splits") or {SPLITS[each]: each for each in theirs if each in SPLITS}
             if not chosen:
-                raise ValueError(
-                    f"{path} has the splits {', '.join(theirs)}; allowed: {', '.join(SPLITS)}, "
-                    "or to say which to read, like splits={train: all}"
-                )
+                told = f"{path} has the splits {', '.join(theirs)}; allowed: {', '.join(SPLITS)}"
+                raise ValueError(f"{told}, or to say which to read, like splits={{train: all}}")
             for split, their_split in chosen.items():
                 where, rows = f"{path} ({their_split})", load(their_split)
                 total: int | None = None

@@ -72,15 +72,11 @@ def files_of(folder: Path, *, ignored: Callable[[Path], bool] | None = None) -> 
     if unread := [path for path in found if kind(path) not in KINDS or not path.is_file()]:
         more = f" (nor are {len(unread) - 1} more)" * (len(unread) > 1)
         pattern = f"*{''.join(unread[0].suffixes[-2:])}" if unread[0].suffix else unread[0].name
-        raise ValueError(
-            f"{unread[0]} is not a file of text{more}; allowed: {' '.join(KINDS)}, also "
-            f"{' '.join(PACKED)}, or leave out what is not text: domains.ignore=[{pattern}]"
-        )
+        told = f"{unread[0]} is not a file of text{more}; allowed: {' '.join(KINDS)}, also {' '.join(PACKED)}"
+        raise ValueError(f"{told}, or leave out what is not text: domains.ignore=[{pattern}]")
     if not found:
-        raise ValueError(
-            f"{folder} has no {' '.join(KINDS)} file; each sub-folder is a domain, but for "
-            f"domains.ignore=[{folder.name}]"
-        )
+        told = f"{folder} has no {' '.join(KINDS)} file"
+        raise ValueError(f"{told}; each sub-folder is a domain, but for domains.ignore=[{folder.name}]")
     return found
 
 

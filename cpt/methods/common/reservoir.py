@@ -2,7 +2,7 @@
 
 Reservoir sampling: Vitter, ACM Transactions on Mathematical Software 11(1), 1985, algorithm R."""
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -47,7 +47,7 @@ def capacity(memory: int | None, memory_bytes: float | None, *, sample_bytes: in
     """The number of slots, from samples or else from bytes; raises ValueError for bytes below one sample."""
     if memory is not None:
         return int(memory)
-    if memory_bytes < sample_bytes:
+    if memory_bytes is None or memory_bytes < sample_bytes:
         raise ValueError(f"method.memory_bytes={memory_bytes}; allowed: {sample_bytes} or more, one sample")
     return int(memory_bytes // sample_bytes)
 
@@ -67,6 +67,15 @@ class Reservoir(nn.Module):
     then the others' are stale. On resume with another number of processes, samples and counts are rebalanced,
     so that each sample is as likely to be kept as before (but for one more slot in some processes where w
     does not divide their number)."""
+
+    input_ids: Tensor
+    decoder_input_ids: Tensor
+    labels: Tensor
+    lengths: Tensor
+    outputs: Tensor
+    seen: Tensor
+    segments: Tensor
+    domains: Tensor
 
     def __init__(
         self,
@@ -107,10 +116,8 @@ class Reservoir(nn.Module):
         """This process's slots; raises ValueError if there are fewer than processes."""
         rank, world = rank_and_world()
         if len(self.lengths) < world:
-            raise ValueError(
-                f"the memory holds {len(self.lengths)} samples; allowed: one or more for each of {world} "
-                "processes"
-            )
+            told = f"the memory holds {len(self.lengths)} samples"
+            raise ValueError(f"{told}; allowed: one or more for each of {world} processes")
         return np.arange(rank, len(self.lengths), world)
 
     @torch.no_grad()
@@ -194,7 +201,8 @@ class Reservoir(nn.Module):
         taken = self.decoder_input_ids[slots].long() if self.decodes else None
         segments = self.segments[slots].long() if self.isolated else None
         batch = label_batch(ids, labels, present, decoder_input_ids=taken, segments=segments)
-        return {name: value.to(self.outputs.device) for name, value in batch.items()}
+        device = self.outputs.device
+        return cast(Batch, {name: cast(Tensor, value).to(device) for name, value in batch.items()})
 
     def outputs_of(self, slots: Tensor) -> Tensor:
         """The stored outputs [K, width] at the scored positions of the samples in slots [B]."""
