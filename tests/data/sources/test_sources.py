@@ -5,7 +5,6 @@ import gzip
 import io
 import json
 import os
-from collections import Counter
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,37 +14,43 @@ from datasets import load_dataset
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from cpt.data.sources.base import GENERAL
+from cpt.data.corpus import make_corpus
+from cpt.data.sources.base import (
+    GENERAL,
+    NOT_DOMAINS,
+    group_names,
+    parse_name,
+    read_members,
+    select_domains,
+    stamp_of,
+)
 from cpt.data.sources.docstrings import InstalledDocs
 from cpt.data.sources.hub import Hub
 from cpt.data.sources.texts import Texts
+from tests.conftest import ROOT
 from tests.support.data_fixtures import SHARED
 
-ROOT = Path(__file__).parents[3]
 DOCUMENTS = [
     'One, "quoted".',
-    "Zwei\nZeilen, ä 漢 🙂",
+    "Zwei\nZeilen, ä 🙂",
     "form\x0cfeed\u2028and\x85others",
     "NA",
     "7",
     "x" * 200_000,
 ]
-HOLDER = (
-    "Documentation that is long enough to be prose, and worded like the English of any other text at all."
-)
+HOLDER = "Documentation that is long enough to be prose, and worded like the English of any other text."
+PACK = {".gz": gzip.compress, ".zst": lambda raw: pa.compress(raw, codec="zstd", asbytes=True)}
 
 
-def texts(root, *, folder=".", column="text", document="auto", general="general", ignore=(), columns=None):
-    places = {"root": str(root), "folder": folder, "general": general, "ignore": ignore, "columns": columns}
-    return Texts(column=column, document=document, **places, **SHARED)
+def texts(root, **options):
+    how = {"folder": ".", "column": "text", "document": "auto", "general": "general", **SHARED}
+    return Texts(**how | {"ignore": (), "columns": None, "root": str(root)} | options)
 
 
 def hub(entry, *, column="text", streaming=True, general=None, **others):
-    catalogue = {"news": entry, **others}
-    return Hub(catalogue=catalogue, column=column, streaming=streaming, general=general, **SHARED)
-
-
-PACK = {".gz": gzip.compress, ".zst": lambda raw: pa.compress(raw, codec="zstd", asbytes=True)}
+    return Hub(
+        catalogue={"news": entry, **others}, column=column, streaming=streaming, general=general, **SHARED
+    )
 
 
 def put(path, content):
@@ -59,12 +64,11 @@ def read(root, name="a", **options):
     return list(texts(root, **options).read(name))
 
 
-def parquet_of(**columns):
-    pq.write_table(pa.table(columns), made := io.BytesIO(), row_group_size=2)
-    return made.getvalue()
+def said(root, name="a", **options):
+    return [text for _, text in read(root, name, **options)]
 
 
-def in_lines(documents, column):
+def in_lines(documents, column="text"):
     return "".join(json.dumps({"id": 1, column: text, "meta": None}) + "\n\n" for text in documents)
 
 
@@ -79,7 +83,8 @@ def in_array(documents, column):
 
 
 def in_parquet(documents, column):
-    return parquet_of(id=list(range(len(documents))), **{column: documents})
+    pq.write_table(pa.table({column: documents}), made := io.BytesIO(), row_group_size=2)
+    return made.getvalue()
 
 
 WRITERS = {
@@ -89,36 +94,23 @@ WRITERS = {
 }
 
 
-@pytest.mark.parametrize("column", ["text", "body"])
 @pytest.mark.parametrize("name", WRITERS)
-def test_every_kind_of_table_gives_its_documents(tmp_path, name, column):
-    put(tmp_path / "a" / name, WRITERS[name](DOCUMENTS, column))
-    assert read(tmp_path, column=column) == [("train", text) for text in DOCUMENTS]
+def test_every_kind_of_table_gives_its_documents(tmp_path, name):
+    for column in ("text", "body"):
+        put(tmp_path / column / name, WRITERS[name](DOCUMENTS, column))
+        assert read(tmp_path, column, column=column) == [("train", text) for text in DOCUMENTS]
 
 
-def test_tables_pass_over_what_is_empty_and_files_may_have_other_columns(tmp_path):
+def test_tables_pass_over_what_is_empty_and_domains_may_have_other_columns(tmp_path):
     put(tmp_path / "a" / "a.jsonl", '{"text": null}\n{"text": ""}\n{"text": " \\n"}\n{"text": "b", "n": 1}\n')
     put(tmp_path / "a" / "b.csv", 'text,id\n"",1\n" ",2\n\nc,3\n')
-    put(tmp_path / "a" / "c.parquet", parquet_of(text=[None, "", "d"]))
+    put(tmp_path / "a" / "c.parquet", in_parquet([None, "", "d"], "text"))
     put(tmp_path / "a" / "d.jsonl", '{"n": "x", "m": {"deep": 2}, "text": "e"}\n')
     for name, empty in (("e.jsonl", ""), ("f.csv", ""), ("g.json", "[]")):
         put(tmp_path / "a" / name, empty)
-    assert [text for _, text in read(tmp_path)] == ["b", "c", "d", "e"]
-
-
-def test_markdown_is_a_document_a_file(tmp_path):
-    put(tmp_path / "a" / "one.md", "# One\n\ntext\n")
-    put(tmp_path / "a" / "two.md.zst", "# Two\n\nmore\n")
-    put(tmp_path / "a" / "three.txt", "b\n\nc\n")
-    assert [text for _, text in read(tmp_path)] == ["# One\n\ntext\n", "b", "c", "# Two\n\nmore\n"]
-    assert [text for _, text in read(tmp_path, document="line")][:2] == ["# One", "text"]
-
-
-def test_a_domain_may_have_a_column_of_its_own(tmp_path):
-    put(tmp_path / "a" / "a.jsonl", in_lines(["b", "c"], "text"))
     put(tmp_path / "law" / "a.jsonl", in_lines(["d"], "body"))
     source = texts(tmp_path, columns={"law": "body"})
-    assert [text for name in ("a", "law") for _, text in source.read(name)] == ["b", "c", "d"]
+    assert said(tmp_path) == ["b", "c", "d", "e"] and list(source.read("law")) == [("train", "d")]
     assert source.fingerprint("law") != texts(tmp_path).fingerprint("law")
     assert source.fingerprint("a") == texts(tmp_path).fingerprint("a")
 
@@ -132,16 +124,17 @@ UNITS = {
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.txt.zst"])
-@pytest.mark.parametrize("document, expected", [*UNITS.items(), ("auto", UNITS["paragraph"])])
-def test_what_a_document_of_a_text_file_is(tmp_path, name, document, expected):
+def test_what_a_document_of_a_text_file_is(tmp_path, name):
     put(tmp_path / "a" / name, PLAIN)
-    assert [text for _, text in read(tmp_path, document=document)] == expected
+    for document, expected in [*UNITS.items(), ("auto", UNITS["paragraph"])]:
+        assert said(tmp_path, document=document) == expected
 
 
-def test_auto_takes_lines_paragraphs_or_files_by_what_the_first_lines_and_the_count_say(tmp_path):
+def test_auto_takes_lines_paragraphs_or_files_by_the_first_lines_the_count_and_the_kind(tmp_path):
     put(tmp_path / "a" / "a.txt", "\n\nOne.\nTwo.\n\n")  # no blank line separates
     put(tmp_path / "a" / "b.txt", "Three.\n\nFour.\n")
-    assert [text for _, text in read(tmp_path)] == ["One.", "Two.", "Three.", "Four."]
+    put(tmp_path / "a" / "two.md.zst", "# Two\n\nmore\n")
+    assert said(tmp_path) == ["One.", "Two.", "Three.", "Four.", "# Two\n\nmore\n"]
     for lines, count in ((10_000, 10_001), (9_998, 2)):
         put(tmp_path / "b" / "a.txt", "x\n" * lines + "\ny\n")
         assert len(read(tmp_path, "b")) == count
@@ -167,20 +160,16 @@ def test_the_split_is_in_the_name(tmp_path):
             assert read(tmp_path, f"{split}{number}") == [(split, "b")]
 
 
-def test_files_are_read_in_order_with_whatever_names_they_have(tmp_path):
+def test_files_are_read_in_order_with_whatever_names_they_have_and_streamed(tmp_path):
     names = ["[1].txt", "a b.txt", "a%20b::c.txt", "a*?.txt", "sub/deep/x.txt"]
     for name in reversed(names):
         put(tmp_path / "a" / name, f"{name}\n")
-    for hidden in (".b.txt", "._a.txt", ".cache/c.txt"):
+    for hidden in (".b.txt", "._a.txt", ".cache/c.txt", "readme.md"):
         put(tmp_path / "a" / hidden, "hidden\n")
-    put(tmp_path / "a" / "readme.md", "not text\n")
     (tmp_path / "a" / "folder.txt").mkdir()
-    assert [text for _, text in read(tmp_path, ignore=["*.md"])] == names
-
-
-def test_text_is_streamed(tmp_path):
-    put(tmp_path / "a" / "a.txt", b"One.\nTwo.\n\xff\n")
-    documents = texts(tmp_path, document="line").read("a")
+    assert said(tmp_path, ignore=["*.md"]) == names
+    put(tmp_path / "b" / "a.txt", b"One.\nTwo.\n\xff\n")
+    documents = texts(tmp_path, document="line").read("b")
     assert [next(documents), next(documents)] == [("train", "One."), ("train", "Two.")]
     with pytest.raises(ValueError, match="line 3, byte 1"):
         next(documents)
@@ -188,40 +177,33 @@ def test_text_is_streamed(tmp_path):
 
 LATIN = '{"text": "b"}\n{"text": "\xe9"}\n'.encode("latin-1")
 PACKED = gzip.compress("".join(f'{{"text": "{number * 7919}"}}\n' for number in range(3000)).encode())
-FRAMES = b"".join(
-    PACK[".zst"](f"{number}\n".encode() * 9) for number in (1, 2)
-)  # as parallel compressors write
+FRAMES = b"".join(PACK[".zst"](f"{number}\n".encode() * 9) for number in (1, 2))  # as parallel compressors do
 BROKEN = {  # what is said behind the path of the file
     "latin.txt": ("caf\xe9\n".encode("latin-1"), "is not UTF-8: line 1, byte 4"),
-    "latin.jsonl": (LATIN, "is not UTF-8: line 2, byte 11"),
     "latin.jsonl.gz": (gzip.compress(LATIN), "is not UTF-8: line 2, byte 11"),
+    "latin.parquet": (in_parquet(pa.array([b"caf\xe9"]).view(pa.string()), "text"), "is not UTF-8: "),
     "no.jsonl": ('{"text": "b"}\n{"body": "b", "id": 1}\n', ", line 2 has no column 'text'"),
     "no.csv": ("id,body\n1,b\n", ", line 2 has no column 'text'"),
-    "number.jsonl": ('{"text": 5}\n', ", line 1: column 'text' is not text: 5"),
+    "no.parquet": (in_parquet(["b"], "body"), "has no column 'text'"),
+    "number.jsonl": ('{"text": 5}\n', ", line 1: column 'text' is not text"),
     "list.jsonl": ('["b"]\n', ", value 1 has no column 'text'"),
-    "value.jsonl": ('{"text": "b"}\n3\n', ", line 2 has no column 'text'"),
     "half.jsonl": ('{"text": "b"}\n{"text"\n', ", line 2 is not JSON"),
-    "deep.jsonl": ("[" * 100_000, "cannot be read: it is nested too deeply"),
-    "half.json": ('[{"text": "b"},\n', ", line 1 is not JSON: "),
+    "deep.jsonl": ("[" * 100_000, "nested too deeply"),
+    "half.json": ('[{"text": "b"},\n', ", line 1 is not JSON"),
     "wide.csv": ("id,text\n1,b\n2,b, and c\n", ", line 3 has 3 values"),
-    "narrow.csv": ("id,text\n1\n", ", line 2 has 1 values"),
     "quote.csv": ('id,text\n1,"b\n2,c\n', "cannot be read: "),
     "a.parquet.gz": (b"PAR1", ": Parquet is packed already"),
     "not.parquet": (b"PAR1 but not really", "cannot be read: "),
     "short.jsonl.gz": (PACKED[:-900], "cannot be read: "),
     "changed.jsonl.gz": (PACKED[:10] + b"\xff" * 99 + PACKED[109:], "cannot be read: "),
-    "plain.txt.gz": (b"One.\n", "cannot be read: "),
     "short.txt.zst": (FRAMES[:-9], "cannot be read: "),
     "plain.txt.zst": (b"no Zstandard", "cannot be read: "),
-    "latin.parquet": (parquet_of(text=pa.array([b"caf\xe9"]).view(pa.string())), "is not UTF-8: "),
-    "no.parquet": (parquet_of(id=[1], body=["b"]), "has no column 'text'"),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_file_is_named_on_one_line(tmp_path, name):
-    content, told = BROKEN[name]
-    path = tmp_path / "a" / name
+    (content, told), path = BROKEN[name], tmp_path / "a" / name
     path.parent.mkdir()
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(ValueError) as error:
@@ -230,6 +212,9 @@ def test_a_broken_file_is_named_on_one_line(tmp_path, name):
     path.unlink()
     (tmp_path / "a" / "a.txt.zst").write_bytes(FRAMES)
     assert len(read(tmp_path, document="line")) == 18
+
+
+# --- which domains there are
 
 
 def test_a_sub_folder_with_text_is_a_domain(tmp_path):
@@ -242,29 +227,35 @@ def test_a_sub_folder_with_text_is_a_domain(tmp_path):
     assert list(texts(tmp_path, general="zoo").read(GENERAL)) == [("train", "One.")]
 
 
-def test_without_general_text_it_is_that_of_installed_packages(tmp_path, monkeypatch):
-    put(tmp_path / "a" / "a.txt", "One.\n")
+def test_installed_docs_are_the_prose_of_packages_and_others_general_text(tmp_path, monkeypatch):
     put(tmp_path / "docs" / "__init__.py", f'"""{HOLDER} {HOLDER}"""')
+    put(tmp_path / "more.py", f'def f():\n    """{HOLDER[:-1]} here. {HOLDER}"""')
+    put(tmp_path / "a" / "a.txt", "One.\n")
     monkeypatch.setattr("cpt.data.sources.docstrings.GENERAL_PACKAGES", ("docs",))
     monkeypatch.syspath_prepend(tmp_path)
-    for source in (texts(tmp_path), texts(tmp_path, general=None), hub({"path": "somewhere"})):
-        assert list(source.read(GENERAL)) == [("train", f"{HOLDER} {HOLDER}")]
-        assert source.fingerprint(GENERAL) == InstalledDocs(
-            packages={}, general=["docs"], **SHARED
-        ).fingerprint(GENERAL)
+    source = InstalledDocs(packages={"b": ["docs"], "a": ["more"]}, general=["docs", "more"], **SHARED)
+    assert source.names == ["b", "a"] and len(list(source.read(GENERAL))) == 2
+    for other in (texts(tmp_path), texts(tmp_path, general=None), hub({"path": "somewhere"})):
+        assert list(other.read(GENERAL)) == list(source.read("b")) == [("train", f"{HOLDER} {HOLDER}")]
+        assert other.fingerprint(GENERAL) == source.fingerprint("b")
+    before = source.fingerprint("a"), source.fingerprint("b")
+    put(tmp_path / "more.py", f'def g():\n    """{HOLDER}"""')
+    assert source.fingerprint("a") != before[0] and source.fingerprint("b") == before[1]
+    with pytest.raises(ValueError, match="'no_such_package'"):
+        InstalledDocs(packages={"b": ["no_such_package"]}, general=["docs"], **SHARED).fingerprint("b")
 
 
-@pytest.mark.parametrize(
-    "options, told",
-    [
-        ({"document": "page"}, "document=page"),
-        ({"folder": "corpora"}, "there is no folder"),
-        ({"folder": "empty"}, "has no sub-folder"),
-        ({"general": "wiki"}, "general=wiki"),
-        ({"ignore": [1]}, r"ignore=\[1\]"),
-        ({"columns": {"laws": "body"}}, "columns.laws"),
-    ],
-)
+WRONG = [
+    ({"document": "page"}, "document=page"),
+    ({"folder": "corpora"}, "there is no folder"),
+    ({"folder": "empty"}, "has no sub-folder"),
+    ({"general": "wiki"}, "general=wiki"),
+    ({"ignore": [1]}, r"ignore=\[1\]"),
+    ({"columns": {"laws": "body"}}, "columns.laws"),
+]
+
+
+@pytest.mark.parametrize("options, told", WRONG)
 def test_what_texts_cannot_be_made_of(tmp_path, options, told):
     put(tmp_path / "a" / "a.txt", "One.\n")
     (tmp_path / "empty").mkdir(parents=True)
@@ -280,42 +271,37 @@ def test_a_file_that_is_not_read_is_named_and_may_be_left_out(tmp_path, name):
     for domain in ("a", "b", "general"):
         put(tmp_path / domain / "a.txt", "One.\n")
     put(tmp_path / name, b"?")
-    source = texts(tmp_path)
-    with pytest.raises(ValueError) as error:
-        source.check(source.names)
-    assert str(error.value).startswith(f"{tmp_path}/{name} is not a file of text")
+    with pytest.raises(ValueError, match=f"{name} is not") as error:
+        texts(tmp_path).check(["a", "b"])
     assert f"domains.ignore=[{UNREAD[name]}]" in str(error.value)
     told = texts(tmp_path, ignore=[UNREAD[name]])
     told.check(told.names)
     assert [text for each in ("a", "b") for _, text in told.read(each)] == ["One."] * 2
 
 
-@pytest.mark.parametrize("inside", [[], ["a.jsonl.xz"], [".hidden.txt"]], ids=["empty", "unknown", "hidden"])
-def test_a_domain_without_text_stays_in_the_order_and_is_named(tmp_path, inside):
+def test_a_domain_without_text_stays_in_the_order_and_is_named(tmp_path):
     put(tmp_path / "a" / "a.txt", "One.\n")
     (tmp_path / "b").mkdir()
-    for name in inside:
-        put(tmp_path / "b" / name, b"?")
-    source = texts(tmp_path)
-    assert source.names == ["a", "b"]
-    with pytest.raises(ValueError, match=rf"^{tmp_path / 'b'}.*domains.ignore="):
-        source.check(source.names)
-    source.check(["a"])
-    assert texts(tmp_path, ignore=["b"]).names == ["a"]
+    for name in (None, ".hidden.txt", "a.jsonl.xz"):
+        if name:
+            put(tmp_path / "b" / name, b"?")
+        source = texts(tmp_path)
+        assert source.names == ["a", "b"] and texts(tmp_path, ignore=["b"]).names == ["a"]
+        with pytest.raises(ValueError, match=rf"^{tmp_path / 'b'}.*domains.ignore="):
+            source.check(source.names)
+        source.check(["a"])
 
 
 def test_links_are_followed_and_broken_ones_named(tmp_path):
     put(tmp_path / "elsewhere" / "b.txt", "Two.\n")
     put(tmp_path / "root" / "a" / "a.txt", "One.\n")
     (tmp_path / "root" / "a" / "more").symlink_to(tmp_path / "elsewhere")
-    assert [text for _, text in read(tmp_path / "root")] == ["One.", "Two."]
-    (tmp_path / "root" / "a" / "again").symlink_to(tmp_path / "root" / "a")
-    with pytest.raises(ValueError, match="again is a link to a folder that it is in"):
-        read(tmp_path / "root")
-    (tmp_path / "root" / "a" / "again").unlink()
-    (tmp_path / "root" / "a" / "c.txt").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="c.txt is not a file of text"):
-        read(tmp_path / "root")
+    assert said(tmp_path / "root") == ["One.", "Two."]
+    for name, target, told in (("again", "root/a", "again is a link"), ("c.txt", "nowhere", "c.txt is not")):
+        (tmp_path / "root" / "a" / name).symlink_to(tmp_path / target)
+        with pytest.raises(ValueError, match=told):
+            read(tmp_path / "root")
+        (tmp_path / "root" / "a" / name).unlink()
 
 
 def test_the_fingerprint_is_that_of_the_files(tmp_path):
@@ -343,27 +329,15 @@ def test_the_fingerprint_is_that_of_the_files(tmp_path):
     assert len(set(seen)) == 7
 
 
-def test_installed_docs_are_the_prose_of_packages(tmp_path, monkeypatch):
-    put(tmp_path / "docs" / "__init__.py", f'"""{HOLDER} {HOLDER}"""')
-    put(tmp_path / "more.py", f'def f():\n    """{HOLDER[:-1]} here. {HOLDER}"""')
-    monkeypatch.syspath_prepend(tmp_path)
-    source = InstalledDocs(packages={"b": ["docs"], "a": ["more"]}, general=["docs", "more"], **SHARED)
-    assert source.names == ["b", "a"]
-    assert list(source.read("b")) == [("train", f"{HOLDER} {HOLDER}")]
-    assert len(list(source.read(GENERAL))) == 2
-    before = source.fingerprint("a"), source.fingerprint("b")
-    put(tmp_path / "more.py", f'def g():\n    """{HOLDER}"""')
-    assert source.fingerprint("a") != before[0] and source.fingerprint("b") == before[1]
-    with pytest.raises(ValueError, match="'no_such_package'"):
-        InstalledDocs(packages={"b": ["no_such_package"]}, general=["docs"], **SHARED).fingerprint("b")
+# --- data sets
 
 
 @pytest.fixture
 def dataset(tmp_path, monkeypatch):
-    """A local data set in two files and three splits, as datasets.load_dataset takes it."""
+    """A local data set in three splits, as datasets.load_dataset takes it."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     for split in ("train", "validation", "test"):
-        put(tmp_path / "news" / f"{split}.jsonl", in_lines([f"{split} {n}" for n in range(3)], "text"))
+        put(tmp_path / "news" / f"{split}.jsonl", in_lines([f"{split} {n}" for n in range(3)]))
     return tmp_path / "news"
 
 
@@ -372,20 +346,16 @@ def dataset(tmp_path, monkeypatch):
 def test_saved_folders_and_data_files_are_read(kind, streaming, dataset, monkeypatch):
     monkeypatch.chdir(dataset.parent)
     loaded = load_dataset("news")
-    if kind == "saved":
-        loaded.save_to_disk("copy")
-        entry, file = {"path": "copy"}, Path("copy/dataset_dict.json")
-    else:
-        for name, split in loaded.items():
-            split.to_parquet(f"copy/{name}.parquet") if kind == "parquet" else split.to_json(
-                f"copy/{name}.json"
-            )
-        files = {name: f"copy/{name}.*" for name in loaded} | {"train": [f"copy/train.{kind}"]}
-        entry, file = {"path": kind, "data_files": files}, Path(f"copy/train.{kind}")
+    loaded.save_to_disk("saved")
+    for name, split in loaded.items():
+        split.to_parquet(f"{name}.parquet")
+        split.to_json(f"{name}.json")
+    files = {name: f"{name}.{kind}" for name in loaded} | {"train": [f"train.{kind}"]}
+    entry = {"path": "saved"} if kind == "saved" else {"path": kind, "data_files": files}
     source = hub(entry, streaming=streaming)
     found, before = list(source.read("news")), source.fingerprint("news")
     assert found == list(hub({"path": str(dataset)}).read("news")) and len(found) == 9
-    os.utime(file, (1, 1))
+    os.utime("saved/dataset_dict.json" if kind == "saved" else f"train.{kind}", (1, 1))
     assert source.fingerprint("news") != before
 
 
@@ -405,57 +375,114 @@ def test_a_data_set_gives_its_splits_or_those_that_are_asked_for(dataset, stream
 
 def test_the_fingerprint_of_a_local_data_set_is_that_of_its_files(dataset):
     entry = {"path": str(dataset)}
-    seen = [hub(entry).fingerprint("news"), hub(entry).fingerprint("news")]
-    assert seen.pop() == seen[0]
+    seen = [hub(entry).fingerprint("news")]
+    assert hub(entry).fingerprint("news") == seen[0]
     put(dataset / "test.jsonl", '{"text": "another"}\n')
     for changed in (hub(entry), hub(entry, column="body"), hub(entry | {"name": "default"})):
         seen.append(changed.fingerprint("news"))
     assert len({json.dumps(each) for each in seen}) == 4
 
 
-@pytest.mark.parametrize(
-    ("change", "column", "told"),
-    [
-        ({}, "body", r"news \(train\) has no column 'body'"),
-        ({"splits": {"train": "rest"}}, "text", "rest.*'train', 'validation', 'test'"),
-        ({"name": "other"}, "text", "'other' not found"),
-        ({"path": "/nowhere"}, "text", "domains.catalogue.news, path=/nowhere"),
-    ],
-)
-def test_what_a_data_set_cannot_give(dataset, change, column, told):
-    with pytest.raises(ValueError, match=told) as error:
-        list(hub({"path": str(dataset), **change}, column=column).read("news"))
-    assert "\n" not in str(error.value)
+BAD_ENTRIES = [{"name": "ecthr_a"}, {"path": "x", "config": "y"}, {"path": "x", "splits": {"dev": "y"}}]
+BAD_ENTRIES.append({"path": "json", "data_files": {"train": []}})
 
 
-def test_a_data_set_that_is_damaged_or_has_none_of_our_splits(dataset):
+def test_what_a_data_set_cannot_give_is_told_on_one_line(dataset):
+    def refused(told, change=(), **how):
+        with pytest.raises(ValueError, match=told) as error:
+            list(hub({"path": str(dataset), **dict(change)}, **how).read("news"))
+        assert "\n" not in str(error.value)
+
+    refused(r"news \(train\) has no column 'body'", column="body")
+    refused("rest.*'train', 'validation', 'test'", {"splits": {"train": "rest"}})
+    refused("'other' not found", {"name": "other"})
+    refused("domains.catalogue.news, path=/nowhere", {"path": "/nowhere"})
     latin = b'{"id": 1, "text": "caf\xe9", "meta": null}\n'
     for raw, kind in ((latin, "utf-8"), (b'{"id": 1, "text"', "JSON")):
         (dataset / "train.jsonl").write_bytes(raw)
-        with pytest.raises(ValueError, match=rf"domains.catalogue.news, path=.*news: .*{kind}"):
-            list(hub({"path": str(dataset)}, streaming=False).read("news"))
+        refused(rf"domains.catalogue.news, path=.*news: .*{kind}", streaming=False)
     (dataset / "README.md").write_text(
         "---\nconfigs:\n- config_name: x\n  data_files:\n  - split: all\n    path: test.jsonl\n---\n"
     )
-    with pytest.raises(ValueError, match="has the splits all.* splits={train: all}"):
-        list(hub({"path": str(dataset)}).read("news"))
+    refused("has the splits all.* splits={train: all}")
     assert len(list(hub({"path": str(dataset), "splits": {"train": "all"}}).read("news"))) == 3
-
-
-@pytest.mark.parametrize(
-    "entry",
-    [
-        {"name": "ecthr_a"},
-        {"path": "x", "config": "y"},
-        {"path": "json", "data_files": {"train": []}},
-        {"path": "x", "splits": {"dev": "y"}},
-    ],
-)
-def test_what_an_entry_must_be(entry):
-    with pytest.raises(ValueError, match="catalogue.news=.*allowed: path, and optionally"):
-        hub(entry)
+    for entry in BAD_ENTRIES:
+        with pytest.raises(ValueError, match="catalogue.news="):
+            hub(entry)
     with pytest.raises(ValueError, match="general=wiki"):
         hub({"path": "x"}, general="wiki")
+
+
+# --- names of M2D2, patterns, configured sources
+
+
+def test_names_are_of_a_coarse_domain_and_of_a_fine_one():
+    parsed = {
+        "General_referece__Reference_works": ("General_referece", "Reference_works"),
+        "cond-mat.mes-hall": ("cond-mat", "mes-hall"),
+        "hep-th": ("hep-th", "hep-th"),
+        "cond-mat_l1": ("cond-mat", None),
+        "Culture_and_the_arts": ("Culture_and_the_arts", None),
+    }
+    assert {name: parse_name(name) for name in parsed} == parsed
+    assert group_names(["econ_l1", "cs.AI", "cs_l1"], "coarse") == {"econ": ["econ_l1"], "cs": ["cs.AI"]}
+    assert group_names(["q-bio", "q-bio_l1", "q-bio.BM"], "coarse") == {"q-bio": ["q-bio", "q-bio.BM"]}
+    for stray in NOT_DOMAINS:
+        with pytest.raises(ValueError, match=f"{stray} stands in M2D2's list and is no domain"):
+            parse_name(stray)
+
+
+@pytest.fixture
+def m2d2(tmp_path):
+    for name in ("cs.AI", "cs.CL", "cs_l1", "math.AG", "math.AC", "hep-th", GENERAL):
+        put(tmp_path / name / "all.txt", "".join(f"{name} {number}.\n" for number in range(40)))
+    return tmp_path
+
+
+def test_fine_leaves_the_coarse_ones_out_and_a_coarse_domain_has_the_text_of_its_fine_ones(m2d2):
+    fine = ["cs.AI", "cs.CL", "hep-th", "math.AC", "math.AG"]
+    assert texts(m2d2, by="fine").domains == fine and texts(m2d2).domains == sorted([*fine, "cs_l1"])
+    made = texts(m2d2, by="coarse")
+    assert made.domains == ["cs", "hep-th", "math"] and made.members("cs") == ["cs.AI", "cs.CL"]
+    made.check_domains(made.domains)
+    joined = list(read_members(made, "cs"))
+    assert joined == [each for name in made.members("cs") for each in made.read(name)]
+    corpus = make_corpus(made, "cs", cache=m2d2 / ".cache")
+    assert sum(corpus.facts["documents"].values()) == 80
+    before = stamp_of(made, "cs")
+    (m2d2 / "cs.CL" / "more.txt").write_text("one more line\n")
+    assert stamp_of(made, "cs") != before and before.startswith("cs-")
+    assert stamp_of(made, "hep-th") == stamp_of(texts(m2d2), "hep-th")  # nothing is joined to it
+    put(m2d2 / NOT_DOMAINS[0] / "all.txt", "One.\n")
+    with pytest.raises(ValueError, match="stands in M2D2's list"):
+        _ = texts(m2d2, by="fine").domains
+    assert NOT_DOMAINS[0] in texts(m2d2).domains
+    assert texts(m2d2, by="fine", ignore=[*NOT_DOMAINS]).domains == fine
+
+
+ONLY = [
+    ("cs.*", ["cs.AI", "cs.CL"]),
+    (["math.AC", "hep-th"], ["hep-th", "math.AC"]),
+    ("/(cs|math)\\.A./", ["cs.AI", "math.AC", "math.AG"]),
+    ("*.A[!C]", ["cs.AI", "math.AG"]),
+    (["c?_l1", "/hep.*/"], ["cs_l1", "hep-th"]),
+]
+
+
+def test_only_some_domains_are_left_and_named_orders_are_of_them(m2d2):
+    for only, left in ONLY:
+        assert texts(m2d2, only=only).domains == left
+    orders = [["math.AG", "cs.AI", "cs.CL"], ["cs.CL", "cs.AI"]]
+    assert texts(m2d2, orders=orders, only="cs.*").named_orders == [["cs.AI", "cs.CL"], ["cs.CL", "cs.AI"]]
+    assert texts(m2d2, orders={4: orders[0]}, only="cs.*").named_orders == {4: ["cs.AI", "cs.CL"]}
+    names = {"cs.AI": ["cs.AI"], "/a/": ["/a/"]}
+    for pattern in ("cs", "/cs/"):
+        with pytest.raises(ValueError, match="leaves no domain"):
+            select_domains(names, pattern)
+    assert list(select_domains(names, ["/a/", "?a?"])) == ["/a/"]
+    assert texts(m2d2, by="coarse", only="m*").domains == ["math"]
+    with pytest.raises(ValueError, match="domains.only=cs.AI leaves no domain"):
+        _ = texts(m2d2, by="coarse", only="cs.AI").domains
 
 
 def configured(name, **changes):
@@ -465,21 +492,18 @@ def configured(name, **changes):
 
 
 def test_the_layouts_of_das6_and_m2d2_and_the_other_configured_sources(tmp_path):
-    domains = ["restaurant", "acl", "ai", "phone", "pubmed", "camera"]
+    domains, splits = ["restaurant", "acl", "ai", "phone", "pubmed", "camera"], ("test", "train", "valid")
     for folder in [*(f"corpora/{name}" for name in domains), "general"]:
-        for split in ("train", "valid", "test"):
-            put(tmp_path / "das6" / folder / f"{split}.jsonl.gz", in_lines([f"{folder} {split}"], "text"))
+        for split in splits:
+            put(tmp_path / "das6" / folder / f"{split}.jsonl.gz", in_lines([f"{folder} {split}"]))
+            put(tmp_path / "m2d2" / Path(folder).name / f"{split}.txt", f"First {split}.\n\nSecond.\n")
     source = configured("das6", root=str(tmp_path / "das6"))
-    assert source.names == sorted(domains)
-    assert all(sorted(order) == sorted(domains) for order in source.orders)
+    assert source.names == sorted(domains) and all(sorted(each) == sorted(domains) for each in source.orders)
     for name, folder in (("ai", "corpora/ai"), (GENERAL, "general")):
-        assert list(source.read(name)) == [(s, f"{folder} {s}") for s in ("test", "train", "valid")]
-    for name in ("field.1", "field.7"):
-        for split in ("train", "valid", "test"):
-            put(tmp_path / "m2d2" / name / f"{split}.txt", f"First {split} of {name}.\n\nSecond.\n")
+        assert list(source.read(name)) == [(s, f"{folder} {s}") for s in splits]
     source = configured("m2d2", root=str(tmp_path / "m2d2"))
-    assert source.names == ["field.1", "field.7"]
-    assert Counter(split for split, _ in source.read("field.7")) == {"train": 2, "valid": 2, "test": 2}
+    assert set(source.names) >= set(domains)
+    assert [split for split, _ in source.read("ai")] == [s for s in splits for _ in range(2)]
     assert configured("hub", catalogue={"news": {"path": "x"}}).names == ["news"]
     docs = configured("installed_docs")
     assert all(sorted(order) == sorted(docs.names) for order in docs.orders)
