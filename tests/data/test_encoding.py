@@ -30,12 +30,8 @@ def chatting():
     return made
 
 
-def marked(row):
-    return [each for each, own in zip(row.ids, row.answer, strict=True) if own]
-
-
-def asked(row):
-    return [each for each, own in zip(row.ids, row.answer, strict=True) if not own]
+def marked(row, mark=True):
+    return [each for each, own in zip(row.ids, row.answer, strict=True) if own == mark]
 
 
 def plain(tokenizer, ids):
@@ -53,6 +49,9 @@ def test_what_is_marked_is_the_answer_and_its_end(tokenizer, seq2seq):
         assert plain(tokenizer, answer).strip() == example.target
         before = row.ids[: row.answer.index(True)]
         assert not any(row.answer[: len(before)]) and plain(tokenizer, before).strip() == example.source
+    with pytest.raises(ValueError, match="example e-0 of TC: its answer .* model.length=40"):
+        long = replace(examples[0], target="tu " * 100, choices=())
+        encoder(tokenizer, length=40, seq2seq=seq2seq).encode(long)
 
 
 def test_a_row_has_one_beginning_and_one_end(tokenizer):
@@ -73,47 +72,33 @@ def test_a_cut_example_keeps_its_question_and_its_whole_answer(tokenizer, trunca
     cut = encoder(tokenizer, length=length, truncate=truncate, seq2seq=seq2seq).encode_all(examples)
     for example, row, full in zip(examples, cut, whole, strict=True):
         assert row.cut > 0 and marked(row) == marked(full)
-        assert len(asked(row)) == length if seq2seq else len(row.ids) <= length
-        text = plain(tokenizer, asked(row)).strip()
+        assert len(marked(row, False)) == length if seq2seq else len(row.ids) <= length
+        text = plain(tokenizer, marked(row, False)).strip()
         assert text.startswith(example.source[: example.text[0]].strip()) and text.endswith("\nAnswer:")
         assert (example.source[example.text[1] - 3 : example.text[1]] in text) == (truncate == "middle")
 
 
 def test_released_code_cuts_the_question_itself(tokenizer):
+    """And no answer changes what is cut."""
     (example,) = some_examples(1, words=(60, 60))
     row = encoder(tokenizer, length=70, truncate="released").encode(example)
     assert len(row.ids) <= 70 and "Answer:" not in plain(tokenizer, row.ids)
-
-
-def test_no_answer_changes_what_is_cut(tokenizer):
-    (example,) = some_examples(1, words=(60, 60))
     made = encoder(tokenizer, length=80)
     assert len({tuple(made.prompt(replace(example, target=each)).ids) for each in LABELS}) == 1
 
 
-@pytest.mark.parametrize("seq2seq", [False, True])
-def test_an_answer_that_does_not_fit_is_named(tokenizer, seq2seq):
-    (example,) = some_examples(1)
-    with pytest.raises(ValueError, match="example e-0 of TC: its answer .* model.length=40"):
-        encoder(tokenizer, length=40, seq2seq=seq2seq).encode(
-            replace(example, target="tu " * 100, choices=())
-        )
-
-
-@pytest.mark.parametrize("template", [CHATML, MARKED])
 @pytest.mark.parametrize("scored_turns", ["all", "last"])
-def test_the_assistant_alone_is_marked_in_a_chat(chatting, template, scored_turns):
+def test_the_assistant_alone_is_marked_in_a_chat(chatting, scored_turns):
     """Marks that are derived are those of a template that has its own."""
-    chatting.chat_template = template
-    example, long = chat(), encoder(chatting, length=4000)
-    row = encoder(chatting, scored_turns=scored_turns, length=4000).encode(example)
+    example, made = chat(), encoder(chatting, scored_turns=scored_turns, length=4000)
+    row = made.encode(example)
     answers = [content for role, content in example.turns if role == "assistant"]
     wanted = answers if scored_turns == "all" else answers[-1:]
     told = chatting.decode(marked(row), clean_up_tokenization_spaces=False)
     assert told == "".join(f"{content}</s>" for content in wanted)
     trailing = next(at for at, mark in enumerate(reversed(row.answer)) if not mark)
-    assert long.prompt(example).ids == row.ids[: len(row.ids) - trailing]
-    chatting.chat_template = CHATML
+    assert made.prompt(example).ids == row.ids[: len(row.ids) - trailing]
+    chatting.chat_template = MARKED
     assert encoder(chatting, scored_turns=scored_turns, length=4000).encode(example) == row
 
 
@@ -127,20 +112,13 @@ def test_a_template_that_changes_earlier_turns_is_refused(chatting):
 
 
 def test_a_long_chat_loses_its_oldest_exchanges_and_ends_in_its_answer(chatting):
-    example = chat(exchanges=6)
-    whole = encoder(chatting, length=4000).encode(example)
-    row = encoder(chatting, length=len(whole.ids) // 2).encode(example)
-    assert row.cut == len(whole.ids) - len(row.ids) > 0
-    end = chatting.decode(row.ids, clean_up_tokenization_spaces=False)
-    assert end.endswith(f"assistant\n{example.target}</s>")
-    assert example.turns[0][1] in end  # the system's turn stays
-    single = chat(exchanges=1, words=(40, 50))
-    room = len(encoder(chatting, length=4000).encode(single).ids) - 30
-    assert chatting.decode(encoder(chatting, length=room).encode(single).ids).endswith(f"{single.target}</s>")
-
-
-def test_an_example_is_written_and_read():
-    for example in (*some_examples(2), chat()):
+    for example, drop in ((chat(exchanges=6), None), (chat(exchanges=1, words=(40, 50)), 30)):
+        whole = encoder(chatting, length=4000).encode(example)
+        room = len(whole.ids) - drop if drop else len(whole.ids) // 2
+        row = encoder(chatting, length=room).encode(example)
+        assert row.cut == len(whole.ids) - len(row.ids) > 0
+        end = chatting.decode(row.ids, clean_up_tokenization_spaces=False)
+        assert end.endswith(f"{example.target}</s>") and (drop or example.turns[0][1] in end)
         assert read_example(write_example(example)) == example
 
 

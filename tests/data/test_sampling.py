@@ -1,17 +1,23 @@
-"""Batches by their number: any number of processes, parts and restarts gives the same samples."""
+"""Batches by their number: processes, parts and restarts gives the same samples, replayed ones too."""
 
 import itertools
+import json
 from collections import Counter
+from decimal import Decimal
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from cpt.core.randomness import key, sample_keys, shuffle
 from cpt.data.collate import UNSCORED, label_batch, labels_of, single
+from cpt.data.datamodule import Domain, DomainSequence
+from cpt.data.options import Budget
+from cpt.data.replay import NO_REPLAY, Replay
 from cpt.data.sampler import EvalSubset, ResumeSampler, ShardSampler, TrainStream
 from cpt.models.objectives import Causal, Masked
-from tests.support.data_fixtures import rows_by_hand
+from tests.support.data_fixtures import fake_trainer, rows_by_hand
 
 
 class Vocabulary(SimpleNamespace):
@@ -21,8 +27,8 @@ class Vocabulary(SimpleNamespace):
 
 MASKED = Masked(Vocabulary(mask_token_id=1, all_special_ids=[0, 1], name_or_path="tiny"), rate=0.3)
 OBJECTIVES = {"masked": MASKED, "causal": Causal()}
-SIZES = {"a": (23, 3), "b": (7, 8), "c": (40, 8)}  # rows, tokens of the last
-TEXTS = {name: rows_by_hand(count, last=last, seed=count) for name, (count, last) in SIZES.items()}
+SIZES = {"a": 23, "b": 7, "c": 40, "now": 31, "general": 9}
+TEXTS = {name: rows_by_hand(size, last=5, seed=size) for name, size in SIZES.items()}
 WHOSE = {
     tuple(ids): (name, row)
     for name, text in TEXTS.items()
@@ -57,36 +63,34 @@ def numbers(made):
     return [WHOSE[tuple(each)] for each in whole]
 
 
-def test_an_epoch_is_every_row_once_each_in_another_order_and_with_other_masks():
+def equal(batches, others):
+    pairs = zip(batches, others, strict=True)
+    return all(
+        one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+        for one, other in pairs
+    )
+
+
+def test_an_epoch_is_every_row_once_in_an_order_and_with_masks_of_the_epoch_the_domain_and_the_seed():
     made = stream("a", [10])
     rows = [row for _, row in numbers(made)]
     epochs = [rows[start : start + 23] for start in range(0, 115, 23)]
-    assert len(made) == 10 and len(rows) == 120
+    assert len(made) == 10 and len(rows) == 120 and len(set(all_samples(made))) > 100
     assert all(sorted(epoch) == list(range(23)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 5 and list(range(23)) not in epochs
-    assert len(set(all_samples(made))) > 100
-
-
-def test_the_order_and_the_masks_are_the_domains_and_the_seeds():
     runs = [stream({name: TEXTS["a"]}, [2], seed=seed) for name, seed in (("a", 0), ("a", 1), ("b", 0))]
     assert numbers(runs[0]) == numbers(stream("a", [2]))
     for one, other in itertools.combinations(runs, 2):
         assert numbers(one) != numbers(other)
         assert len({*all_samples(one)} & {*all_samples(other)}) < 4
-
-
-def test_the_samples_depend_neither_on_the_batch_size_nor_on_the_number_of_steps():
     whole = all_samples(stream("a", [12], batch_size=4))
-    for batch_size, steps in ((1, 48), (3, 16), (16, 3), (48, 1)):
+    for batch_size, steps in ((1, 48), (16, 3), (48, 1)):
         assert all_samples(stream("a", [steps], batch_size=batch_size)) == whole
     assert all_samples(stream("a", [6], batch_size=4)) == whole[:24]
 
 
-GRID = [(1, 2), (1, 4), (2, 1), (2, 2), (3, 4)]  # parts, processes
-
-
 @pytest.mark.parametrize("names", ["a", "abc"])
-@pytest.mark.parametrize("accumulate, world", GRID)
+@pytest.mark.parametrize("accumulate, world", [(1, 2), (2, 1), (3, 4)])
 def test_processes_and_parts_share_out_the_same_batch(objective, accumulate, world, names):
     """The weights make the mean over all scored tokens: Lightning takes that over processes and parts."""
     how, pieces = {"steps": [3, 2, 4][: len(names)], "objective": objective}, accumulate * world
@@ -102,11 +106,14 @@ def test_processes_and_parts_share_out_the_same_batch(objective, accumulate, wor
         assert [float(batch["weight"]) for batch in shared] == pytest.approx([pieces / sum(counts)] * pieces)
 
 
-def test_a_batch_with_nothing_to_score_has_weight_1():
+def test_a_batch_with_nothing_to_score_has_weight_1_and_one_that_cannot_be_shared_out_is_refused():
     text = {"a": rows_by_hand(4, length=1)}
     rows = EvalSubset(text, {"a": np.arange(4)}, objective=Causal(), batch_size=4, purpose="x")
     for batch in (stream(text, [1], objective=Causal(), batch_size=4)[0], rows[0]):
         assert batch["positions"].tolist() == [] and float(batch["weight"]) == 1
+    for accumulate, world in ((5, 1), (1, 5), (4, 2), (0, 1)):
+        with pytest.raises(ValueError, match=f"trainer.batch_size=12 .*_batches={accumulate}"):
+            stream("abc", [1, 1, 1], accumulate=accumulate, world=world)
 
 
 @pytest.mark.parametrize("steps", [[3, 5, 2], [1, 0, 4]])
@@ -116,19 +123,15 @@ def test_the_mixture_is_exactly_the_samples_of_its_parts(objective, steps):
     assert Counter(mixture) == Counter(itertools.chain(*parts)) and mixture != list(itertools.chain(*parts))
 
 
-def test_going_on_gives_what_was_left():
-    made, again = (stream("abc", [2, 2, 2], accumulate=2) for _ in range(2))
-    sampler = ResumeSampler(5, len(made))
+def test_going_on_gives_what_was_left_and_shares_are_everything_once():
+    sampler = ResumeSampler(5, 12)
     assert list(sampler) == [5, 6, 7, 8, 9, 10, 11] and len(sampler) == 12
-    for number in sampler:
-        assert all(torch.equal(made[number][name], each) for name, each in again[number].items())
     assert list(ResumeSampler(12, 12)) == []
-
-
-@pytest.mark.parametrize("accumulate, world", [(5, 1), (1, 5), (4, 2), (0, 1)])
-def test_a_batch_that_cannot_be_shared_out_is_refused(accumulate, world):
-    with pytest.raises(ValueError, match=f"trainer.batch_size=12 .*_batches={accumulate}"):
-        stream("abc", [1, 1, 1], accumulate=accumulate, world=world)
+    for total, world in itertools.product((0, 1, 7, 8), (1, 2, 3, 9)):
+        shares = [ShardSampler(total, rank=rank, world=world) for rank in range(world)]
+        assert sorted(itertools.chain(*shares)) == list(range(total))
+        assert [len(share) for share in shares] == [len(list(share)) for share in shares]
+        assert {share.common for share in shares} == {min(map(len, shares))}
 
 
 ROWS = {"a": np.array([22, 3, 0, 8, 7, 11]), "c": np.array([5, 39, 1])}
@@ -138,24 +141,20 @@ def subset(texts, rows, *, objective=MASKED, batch_size=4, purpose="score", **ho
     return EvalSubset(texts, rows, objective=objective, batch_size=batch_size, purpose=purpose, **how)
 
 
-def test_a_subset_is_its_rows_in_batches_of_one_text():
-    made = subset(TEXTS, ROWS)
+def test_a_subset_is_its_rows_with_masks_of_the_text_the_row_and_the_purpose():
+    made, texts = subset(TEXTS, ROWS), {name: TEXTS[name] for name in "abc"}
     found = [made[number] for number in range(len(made))]
     assert [int(batch["column"]) for batch in found] == [0, 0, 2]
     assert [len(batch["input_ids"]) for batch in found] == [4, 2, 3]
     assert numbers(made) == [(name, row) for name, rows in ROWS.items() for row in rows]
     for batch in found:
         assert float(batch["weight"]) == pytest.approx(1 / len(batch["positions"]))
-
-
-def test_evaluation_masks_are_the_texts_the_rows_and_the_purposes():
-    whole = all_samples(subset(TEXTS, ROWS))
+    whole = all_samples(made)
     assert all_samples(subset(TEXTS, ROWS, batch_size=9)) == whole
-    reordered = subset(dict(reversed(TEXTS.items())), {name: rows[::-1] for name, rows in ROWS.items()})
+    reordered = subset(dict(reversed(texts.items())), {name: rows[::-1] for name, rows in ROWS.items()})
     assert Counter(all_samples(reordered)) == Counter(whole)
     assert len({*all_samples(subset(TEXTS, ROWS, purpose="probe"))} & {*whole}) <= 2
-    renamed = subset({"x": TEXTS["a"]}, {"x": ROWS["a"]})
-    assert len({*all_samples(renamed)} & {*whole}) <= 1
+    assert len({*all_samples(subset({"x": TEXTS["a"]}, {"x": ROWS["a"]}))} & {*whole}) <= 1
 
 
 def test_each_scored_token_has_its_document(objective):
@@ -169,17 +168,9 @@ def test_each_scored_token_has_its_document(objective):
         assert made[number]["documents"].tolist() == owners
 
 
-def test_shares_are_everything_once():
-    for total, world in itertools.product((0, 1, 7, 8), (1, 2, 3, 9)):
-        shares = [ShardSampler(total, rank=rank, world=world) for rank in range(world)]
-        assert sorted(itertools.chain(*shares)) == list(range(total))
-        assert [len(share) for share in shares] == [len(list(share)) for share in shares]
-        assert {share.common for share in shares} == {min(map(len, shares))}
-
-
 def test_processes_that_go_together_are_at_one_text_and_none_is_left_over(objective):
     """Idle batches fill each text up; what is scored is what it was."""
-    rows = {name: np.arange(len(text)) for name, text in TEXTS.items()}
+    rows = {name: np.arange(len(TEXTS[name])) for name in "abc"}
     how = {"objective": objective, "batch_size": 8}
     alone, together = subset(TEXTS, rows, **how), subset(TEXTS, rows, **how, together=3)
     every = [together[number] for number in range(len(together))]
@@ -204,4 +195,349 @@ def test_places_targets_and_rows_are_those_of_the_labels_and_a_row_is_a_batch():
         one, own = single(batch, row), slice(row, row + 1)
         alone = label_batch(ids[own], labels[own], present[own])
         alone.setdefault("attention_mask", torch.ones(1, 4, dtype=torch.long))
-        assert one.keys() == alone.keys() and all(torch.equal(one[name], alone[name]) for name in alone)
+        assert equal([one], [alone])
+
+
+# --- the loaders that a Trainer and a method ask for
+
+
+DOMAINS = [Domain("a", 0, ("a",)), Domain("b", 1, ("b",)), Domain("c", 2, ("c",))]
+JOINT = [Domain("joint", 0, ("a", "b", "c"))]
+PLAIN = {name: TEXTS[name] for name in ("a", "b", "c", "general")}
+
+
+def budget(**changes):
+    return Budget(**{"steps": None, "epochs": None, "tokens": None, "batch_size": 4, **changes})
+
+
+def sequence(*, domains=DOMAINS, enter=0, trainer=None, **changes):
+    options = {
+        **{"train": {name: TEXTS[name] for name in "abc"}, "held_out": PLAIN, "objective": MASKED},
+        **{"budget": budget(steps=6), "replay": NO_REPLAY, "seed": 0, "accumulate": 1, "workers": 0},
+        **{"eval_batch_size": 4, "probe_samples": 10},
+    }
+    made = DomainSequence(domains, **{**options, **changes})
+    made.trainer = trainer or fake_trainer()
+    made.enter(domains[enter])
+    return made
+
+
+def whole(*batches):
+    """Text and row of each sample of batches, before they were masked."""
+    rows = (MASKED.restored(batch)["input_ids"].tolist() for batch in batches)
+    return [WHOSE[tuple(ids)] for ids in itertools.chain(*rows)]
+
+
+def test_samples_and_masks_stay_what_they_were_in_earlier_versions():
+    """A run that goes on, and one that is compared with an older one, meets the same samples."""
+    made, joint = sequence(), sequence(domains=JOINT)
+    loaders = [made.train_dataloader(), made.val_dataloader(), made.probe(), joint.train_dataloader()]
+    first = [next(iter(loader)) for loader in loaders]
+    places = [[2, 7, 14, 15], [1, 3, 8, 15], [2, 3, 13, 15], [0, 5, 8, 13]]
+    assert [batch["positions"].tolist()[:4] for batch in first] == places
+    inside = [(name, row) for name in "abc" for row in range(SIZES[name])]
+    rows = [[14, 7, 5, 12], [0, 1, 2, 3], [4, 17, 6, 12], [10, 39, 25, 37]]
+    assert [[inside.index(each) for each in whole(batch)] for batch in first] == rows
+
+
+def test_training_is_on_the_current_domain_and_a_batch_says_whose_text_it_is():
+    made = sequence()
+    assert list(made) == DOMAINS and made.places == {"a": 0, "b": 1, "c": 2}
+    assert sequence(domains=JOINT).places == {"a": 0, "b": 1, "c": 2}
+    for domain in DOMAINS:
+        made.enter(domain)
+        batches = list(made.train_dataloader())
+        assert len(batches) == made.steps(domain) == 6
+        assert {name for name, _ in whole(*batches)} == {domain.name}
+        assert {each for batch in made.probe() for each in batch["domains"].tolist()} == {domain.index}
+    told = {(int(batch["column"]), *batch["domains"].tolist()[:1]) for batch in made.val_dataloader()}
+    assert told == {(0, 0), (1, 1), (2, 2), (3, -1)}
+    progress = [sequence(enter=1).progress(step) for step in (0, 5)]
+    assert [(p.total_step, p.first, p.domain, p.steps, p.total_steps) for p in progress] == [
+        (6, 6, 1, 6, 18),
+        (11, 6, 1, 6, 18),
+    ]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_training_goes_on_at_the_trainers_step(accumulate):
+    loader = sequence(domains=JOINT, accumulate=accumulate).train_dataloader()
+    assert len(loader) == 18 * accumulate
+    for step in (0, 7, 18):
+        rest = sequence(domains=JOINT, accumulate=accumulate, trainer=fake_trainer(step=step))
+        assert equal(list(rest.train_dataloader()), list(loader)[step * accumulate :])
+        assert len(rest.train_dataloader()) == len(loader)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("loader", ["train_dataloader", "probe"])
+def test_workers_change_nothing(loader):
+    alone, helped = (getattr(sequence(domains=JOINT, workers=n), loader)() for n in (0, 2))
+    assert [getattr(each, "loader", each).num_workers for each in (alone, helped)] == [0, 2]
+    assert len(alone) > 2 and equal(list(alone), list(helped))
+
+
+def test_evaluation_is_every_row_of_every_text_whatever_is_learned_and_shared_out():
+    batches, probe = list(sequence().val_dataloader()), list(sequence().probe())
+    assert whole(*batches) == [(name, row) for name in PLAIN for row in range(SIZES[name])]
+    others = {"enter": 2, "seed": 5, "budget": budget(steps=1, batch_size=2), "probe_samples": 3}
+    for name, value in (others | {"trainer": fake_trainer(step=4)}).items():
+        assert equal(list(sequence(**{name: value}).val_dataloader()), batches)
+    for rank in (0, 1):
+        share = sequence(trainer=fake_trainer(rank=rank, world=2))
+        assert equal(list(share.val_dataloader()), batches[rank::2])
+        assert equal(list(share.probe()), probe[rank::2])
+
+
+def probed(**how):
+    """The rows of a probe, and where its masks are."""
+    batches = list(sequence(**how).probe())
+    return whole(*batches), torch.cat([labels_of(batch) for batch in batches]).tolist()
+
+
+def test_a_probe_is_a_fixed_random_subset_of_the_domain_with_masks_of_its_own():
+    rows, masks = probed(enter=2)
+    places = [row for name, row in rows if name == "c"]
+    assert len(set(places)) == len(rows) == 10 and places != sorted(places) and max(places) > 19
+    later = {"trainer": fake_trainer(step=3), "seed": 7, "budget": budget(epochs=2.0), "eval_batch_size": 3}
+    for name, value in later.items():
+        assert probed(enter=2, **{name: value}) == (rows, masks)
+    assert probed(enter=2, probe_samples=6)[0] == rows[:6] and len(probed(enter=1)[0]) == SIZES["b"]
+    mixed = probed(domains=JOINT)[0]  # a share of each text
+    assert Counter(name for name, _ in mixed) == dict.fromkeys("abc", 4)
+    assert mixed[:4] == probed(probe_samples=4)[0]
+    how = {"held_out": {"a": TEXTS["a"]}, "probe_samples": 23}
+    scored = torch.cat([labels_of(batch) for batch in sequence(**how).val_dataloader()]).tolist()
+    assert 0 < sum(mask in scored for mask in probed(**how)[1]) < 5
+
+
+BUDGETS = [
+    ({"steps": 6.0}, 6),
+    ({"epochs": 1}, 6),
+    ({"epochs": 0.001}, 1),
+    ({"tokens": 320}, 10),
+    ({"tokens": 321}, 11),
+    ({"epochs": 1, "batch_size": 23}, 1),
+    ({"epochs": 1, "batch_size": 22}, 2),
+]
+
+
+def test_a_budget_in_steps_is_exactly_one_of_steps_epochs_and_tokens():
+    for given, expected in BUDGETS:
+        steps = budget(**given).steps_for(TEXTS["a"], length=8)
+        assert (steps, type(steps)) == (expected, int)
+    made = sequence(domains=JOINT, budget=budget(epochs=1.0))
+    assert made.steps_by_part(JOINT[0]) == [6, 2, 10]
+    assert made.steps(JOINT[0]) == len(made.train_dataloader()) == 18
+    for given in ({}, {"steps": 3, "epochs": 1}, {"epochs": 1, "tokens": 5}, {"steps": 2.5}, {"epochs": 0.0}):
+        with pytest.raises(ValueError, match="exactly one of trainer.steps"):
+            budget(**given)
+
+
+# --- replay: an oracle that walks through the stage, with decks of cards
+
+
+BATCH = 8
+
+
+def replay(**given) -> Replay:
+    return Replay(**{"past": 0.0, "general": 0.0, "memory": None, "adds": False, **given})
+
+
+def replayed(mixture, *, names=("now",), past="abc", steps=(20,), stage="now", seed=0, **options):
+    """The batches of a stage whose text is "now", after the domains of `past`."""
+    general = {"general": TEXTS["general"]} if mixture.general else {}
+    pools = mixture.pools({name: TEXTS[name] for name in past}, general, stage=stage, seed=seed)
+    options = {"batch_size": BATCH, "objective": Causal(), "seed": seed, "earlier": pools, **options}
+    texts, places = {name: TEXTS[name] for name in names}, {name: at for at, name in enumerate("abc")}
+    return stream(texts, list(steps), places=places, **options)
+
+
+class Deck:
+    """Cards that are dealt in a shuffle, and shuffled again when none is left."""
+
+    def __init__(self, count, stream):
+        self.count, self.stream, self.epoch, self.left = count, stream, 0, []
+
+    def deal(self):
+        if not self.left:
+            (name,) = sample_keys(self.stream, np.array([self.epoch]))
+            self.left = shuffle(np.arange(self.count), self.count, stream=int(name)).tolist()
+            self.epoch += 1
+        return self.left.pop(0)
+
+
+def walked(mixture, *, past, general, own, steps, seed, stage):
+    """What each step holds, in the order: own samples, of the past, general."""
+    fresh = Deck(own, key(seed, "now"))
+    kinds = []
+    for kind, share, sizes in (("past", mixture.past, past), ("general", mixture.general, general)):
+        names = list(sizes)
+        quota = mixture.memory // len(names) if kind == "past" and mixture.memory and names else None
+        kept = {
+            name: shuffle(np.arange(size), size, stream=key(seed, "memory", name))[:quota].tolist()
+            for name, size in sizes.items()
+        }
+        decks = {name: Deck(len(kept[name]), key(seed, stage, kind, "rows", name)) for name in names}
+        turns = Deck(len(names), key(seed, stage, kind, "turns")) if names else None
+        kinds.append((Decimal(str(share)) if names else Decimal(0), turns, names, decks, kept))
+    for step in range(steps):
+        drawn = []
+        for share, turns, names, decks, kept in kinds:
+            before, after = (int(share * BATCH * each) for each in (step, step + 1))
+            for _ in range(after - before):
+                name = names[turns.deal()]
+                drawn.append((name, kept[name][decks[name].deal()]))
+        new = BATCH if mixture.adds else BATCH - len(drawn)
+        yield [("now", fresh.deal()) for _ in range(new)], drawn
+
+
+MIXTURES = [
+    replay(past=0.1, adds=True),
+    replay(past=0.3, general=0.2),
+    replay(past=0.7, memory=11),
+    replay(general=0.35),
+    replay(past=0.5, general=0.25, memory=3, adds=True),
+]
+
+
+@pytest.mark.parametrize("mixture", MIXTURES, ids=str)
+def test_the_rows_are_those_of_the_oracle(mixture):
+    """The new samples are those of the same stream without replay, displaced or not; each says its domain."""
+    for past, seed, stage in (("abc", 0, "now"), ("b", 3, "later"), ("", 1, "now")):
+        made = replayed(mixture, past=past, steps=[40], seed=seed, stage=stage)
+        general = {"general": SIZES["general"]} if mixture.general else {}
+        how = {"past": {name: SIZES[name] for name in past}, "seed": seed, "stage": stage, "steps": 40}
+        expected = walked(mixture, general=general, own=SIZES["now"], **how)
+        for number, (new, drawn) in enumerate(expected):
+            rows = [WHOSE[tuple(ids)] for ids in made[number]["input_ids"].tolist()]
+            assert [row for row in rows if row[0] == "now"] == new
+            assert Counter(rows) == Counter(new + drawn)
+            assert made[number]["domains"].tolist() == ["abc".find(name) for name, _ in rows]
+
+
+def test_the_masks_of_a_draw_are_those_of_its_number_and_replayed_rows_stand_everywhere():
+    """Otherwise one process would learn the past and another the present."""
+    made = replayed(replay(past=0.5), past="a", steps=[12], objective=MASKED, seed=4, stage="later")
+    for number in range(12):
+        parts, rows, keys = made.samples(number)
+        inside = whole(made[number])
+        assert all(inside[at] == ("a", rows[at]) for at in np.flatnonzero(parts == 1))
+        expected = sample_keys(key(4, "later", "past", "masks"), np.arange(4 * number, 4 * number + 4))
+        assert sorted(keys[parts == 1].tolist()) == sorted(expected.tolist())
+    places, made = Counter(), replayed(replay(past=0.25), steps=[400])
+    for step in range(400):
+        places.update(np.flatnonzero(made.samples(step)[0] > 0).tolist())
+    assert set(places) == set(range(BATCH)) and all(60 < count < 140 for count in places.values())
+
+
+@pytest.mark.parametrize("share", [0.29, 0.57, 1e-3, 1 / 3])
+def test_counts_are_exact_for_millions_of_steps(share):
+    """Floats do not serve: 0.29 * 100 is 28.999999999999996."""
+    (pool,) = replay(past=share).pools({"a": TEXTS["a"]}, {}, stage="now", seed=0)
+    for count in [*range(200), 7 * 10**6, 256 * (10**7 + 3), 10 * (10**12 + 7)]:
+        assert pool.count(count) == int(Decimal(str(share)) * count)
+
+
+@pytest.mark.parametrize("names, steps", [(["now"], [20]), (["a", "now"], [7, 9])])
+def test_nothing_replayed_is_no_replay_bit_for_bit(names, steps):
+    how = {"names": names, "steps": steps, "accumulate": 2, "rank": 1, "world": 2}
+    plain = replayed(NO_REPLAY, **how, past="")
+    for mixture, past in itertools.product((replay(past=1e-9), replay(past=1e-9, adds=True)), ("", "abc")):
+        assert equal(
+            *([made[n] for n in range(len(made))] for made in (plain, replayed(mixture, past=past, **how)))
+        )
+
+
+@pytest.mark.parametrize("mixture", MIXTURES[1:3] + MIXTURES[4:], ids=str)
+@pytest.mark.parametrize("accumulate, world", [(2, 1), (4, 2)])
+def test_processes_and_parts_share_out_the_same_step(accumulate, world, mixture):
+    how = {"steps": [14], "accumulate": accumulate, "world": world}
+    undivided, ranks = replayed(mixture, steps=[14]), [replayed(mixture, rank=r, **how) for r in range(world)]
+    for step in range(14):
+        pieces = [rank[step * accumulate + part] for part in range(accumulate) for rank in ranks]
+        sizes = [len(piece["input_ids"]) for piece in pieces]
+        assert min(sizes) >= 1 and max(sizes) - min(sizes) <= 1
+        for name in ("input_ids", "targets", "domains"):
+            assert torch.equal(torch.cat([piece[name] for piece in pieces]), undivided[step][name])
+        weights = [float(piece["weight"]) * len(piece["positions"]) for piece in pieces]
+        assert sum(weights) / (accumulate * world) == pytest.approx(1)
+        assert len({float(piece["weight"]) for piece in pieces}) == 1
+
+
+LATER = [*DOMAINS, Domain("now", 3, ("now",))]
+
+
+def after(mixture, *, enter=3, step=0, **changes):
+    """A sequence of four domains with general text."""
+    how = {"domains": LATER, "train": TEXTS, "objective": Causal(), "accumulate": 2}
+    how |= {"budget": budget(steps=9, batch_size=BATCH), "trainer": fake_trainer(step=step)}
+    return sequence(**how | {"replay": mixture, "enter": enter, "held_out": {}} | changes)
+
+
+def names_in(made):
+    """How many samples of each text the entered domain's batches hold."""
+    batches = made.train_dataloader()
+    return Counter(WHOSE[tuple(ids)][0] for batch in batches for ids in batch["input_ids"].tolist())
+
+
+def test_a_domain_with_replay_that_is_resumed_gives_what_was_left():
+    for mixture, step in itertools.product(MIXTURES, (1, 4, 9)):
+        everything = list(after(mixture).train_dataloader())
+        assert equal(list(after(mixture, step=step).train_dataloader()), everything[2 * step :])
+
+
+def test_the_past_is_what_came_before():
+    for place, (name, past) in enumerate((("a", ""), ("b", "a"), ("c", "ab"), ("now", "abc"))):
+        counts = names_in(after(replay(past=0.5, general=0.25), enter=place))
+        assert set(counts) == {name, "general", *past} and counts["general"] == 18
+        assert counts[name] == (18 if past else 54)
+        assert [counts[each] * len(past) for each in past] == [36] * len(past)
+    # A stage of several texts has general text and no past, and a text is past once.
+    joint, later = Domain("joint", 0, ("a", "b", "now")), Domain("b", 2, ("c",))
+    made = after(replay(past=0.5, general=0.1), domains=[joint, Domain("x", 1, ("a",)), later], enter=0)
+    counts = names_in(made)
+    assert set(counts) == {"a", "b", "now", "general"} and counts.total() == 27 * BATCH
+    assert counts["general"] == int(27 * BATCH * 0.1) and made.past(later) == ["a", "b", "now"]
+
+
+REFUSED = [
+    ({"past": 0.9, "general": 0.1}, {}, "past=0.9 and general=0.1"),
+    ({"general": 0.5, "memory": 5}, {}, "memory=5 with past=0.0"),
+    ({"past": 0.5, "memory": 2}, {}, "memory=2 for 3 past domains"),
+    ({"general": 0.1}, {"train": {name: TEXTS[name] for name in ("a", "b", "c", "now")}}, "no general text"),
+    (
+        {"past": 0.5, "general": 0.3},
+        {"budget": budget(steps=9, batch_size=2), "accumulate": 1},
+        "batch_size=2",
+    ),
+]
+
+
+def test_what_cannot_be_replayed_is_refused_and_room_is_left_whenever_it_is_promised():
+    for given, how, told in REFUSED:
+        with pytest.raises(ValueError, match=told):
+            after(replay(**given), **how)
+    for batch_size, past, general in itertools.product((2, 3, 5, 8), (0.1, 0.3, 0.45), (0.05, 0.2, 0.5)):
+        mixture = replay(past=past, general=general)
+        try:
+            mixture.check(domains=1, general=True, batch_size=batch_size)
+        except ValueError:
+            continue
+        made = replayed(mixture, batch_size=batch_size, steps=[200])
+        new = [made.new(step + 1) - made.new(step) for step in range(200)]
+        assert min(new) >= 0 and len(made.samples(int(np.argmin(new)))[0]) == batch_size
+
+
+@pytest.mark.campaign
+def test_the_method_is_ncl_with_replay_bit_for_bit(small, start, tmp_path):
+    runs = {"ncl": ["method=ncl"], "over": ["method=ncl", "replay=past"], "method": ["method=replay"]}
+    runs["nothing"] = [*runs["over"], "replay.past=0"]
+    results = {}
+    for name, chosen in runs.items():
+        start(small("order=[law,food]", "trainer.steps=4", *chosen), tmp_path / name)
+        scores = json.loads((tmp_path / name / "scores.json").read_text())
+        state = torch.load(sorted((tmp_path / name / "stages").glob("*.pt"))[-1], weights_only=True)
+        results[name] = scores["nll"], {key: value.numpy().tobytes() for key, value in state.items()}
+    assert results["method"] == results["over"] != results["ncl"] == results["nothing"]
+    assert results["over"][0][:2] == results["ncl"][0][:2]  # the first domain has no past
