@@ -1,5 +1,7 @@
-"""What has to be predicted: against loops over rows and places; of examples the answers alone."""
+"""What has to be predicted: against loops over rows and places; of examples the answers alone; spans."""
 
+import math
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +17,7 @@ from cpt.data.example import write_example
 from cpt.data.sampler import TrainStream, stack_rows
 from cpt.data.sources.base import EXAMPLES
 from cpt.data.tokenized_tasks import encode_corpus
-from cpt.models.objectives import Causal, CausalAnswers, Masked, Seq2SeqAnswers, Span
+from cpt.models.objectives import Causal, CausalAnswers, Masked, Seq2SeqAnswers, Span, draw_composition
 from tests.support.data_fixtures import HELD_OUT, opened, rows_by_hand
 from tests.support.task_fixtures import encoder, some_examples
 
@@ -45,7 +47,7 @@ def scored_places(batch):
 
 
 @pytest.mark.parametrize("rate", [0.01, 0.15, 0.99])
-def test_masks_are_of_text_alone_and_counted_ahead(rate):
+def test_masks_are_of_text_alone_counted_ahead_and_the_same_in_any_batch(rate):
     objective, rows = masked(rate), random_rows(300, 21)
     text = [
         [place for place in range(size) if row[place] not in SPECIAL]
@@ -61,6 +63,12 @@ def test_masks_are_of_text_alone_and_counted_ahead(rate):
     scored = labels != UNSCORED  # labels are the ids, and all else is untouched
     assert (labels[scored] == rows.ids[scored]).all() and (inputs[~scored] == rows.ids[~scored]).all()
     assert (inputs != rows.ids).any() and batch["positions"].tolist() == np.flatnonzero(scored).tolist()
+    for picked in ([7], [39, 0, 7, 7], list(range(10, 30))):
+        part = objective.batch(rows.some(np.array(picked)))[0]
+        assert torch.equal(part["input_ids"], batch["input_ids"][picked])
+        assert torch.equal(labels_of(part), labels_of(batch)[picked])
+        present = torch.from_numpy(rows.present[picked]).long()
+        assert torch.equal(part.get("attention_mask", torch.ones_like(present)), present)
 
 
 def test_of_the_masked_80_percent_are_masks_10_random_10_themselves():
@@ -76,21 +84,9 @@ def test_of_the_masked_80_percent_are_masks_10_random_10_themselves():
     assert len(replaced) / len(before) == pytest.approx(0.1 * 95 / 96, abs=0.006)
     assert (after == before).mean() == pytest.approx(0.1 * 97 / 96, abs=0.006)
     seen = np.bincount(replaced, minlength=100)
-    assert seen[SPECIAL].tolist() == [0, 0, 0, 0]
     usual = np.delete(seen, [*SPECIAL, 50])
-    assert usual.min() > 0
+    assert not seen[SPECIAL].any() and usual.min() > 0
     assert ((usual - usual.mean()) ** 2 / usual.mean()).sum() < 95 + 4 * np.sqrt(2 * 95)
-
-
-def test_a_row_is_the_same_in_any_batch():
-    objective, rows = masked(), random_rows(40, 25)
-    whole = objective.batch(rows)[0]
-    for picked in ([7], [39, 0, 7, 7], list(range(10, 30))):
-        part = objective.batch(rows.some(np.array(picked)))[0]
-        assert torch.equal(part["input_ids"], whole["input_ids"][picked])
-        assert torch.equal(labels_of(part), labels_of(whole)[picked])
-        present = torch.from_numpy(rows.present[picked]).long()
-        assert torch.equal(part.get("attention_mask", torch.ones_like(present)), present)
 
 
 def test_causal_labels_are_the_tokens_that_follow():
@@ -140,9 +136,9 @@ def t5():
 
 
 def rows_of(*texts, count):
-    """The first rows of each text together."""
-    parts, rows = np.repeat(np.arange(len(texts)), count), np.tile(np.arange(count), len(texts))
-    return stack_rows(texts, parts, rows, np.arange(len(rows), dtype=np.uint64))
+    """The first rows of each text in turn."""
+    parts, rows = np.tile(np.arange(len(texts)), count), np.repeat(np.arange(count), len(texts))
+    return stack_rows(texts, parts, rows, np.zeros(len(rows), np.uint64))
 
 
 def test_the_loss_is_that_of_a_loop_over_answer_tokens_and_what_is_scored_is_known_ahead(model, answered):
@@ -154,7 +150,6 @@ def test_the_loss_is_that_of_a_loop_over_answer_tokens_and_what_is_scored_is_kno
         wanted += [-logits[at - 1, ids[at]] for at in np.flatnonzero(rows.answers[row])]
     torch.testing.assert_close(ANSWERS.nll(model, batch), torch.stack(wanted))
     assert (rows.ids.ravel()[places] == batch["targets"].numpy()).all() and rows.answers.ravel()[places].all()
-    assert batch["rows"].tolist() == np.repeat(np.arange(5), rows.answers.sum(1)).tolist()
     for made in (answered(), rows_by_hand(6, length=30, seed=1)):
         counts = torch.bincount(ANSWERS.batch(rows_of(made, count=6))[0]["rows"], minlength=6)
         assert ANSWERS.scored(made.sizes(np.arange(6))).tolist() == counts.tolist()
@@ -163,8 +158,7 @@ def test_the_loss_is_that_of_a_loop_over_answer_tokens_and_what_is_scored_is_kno
 
 def test_raw_text_beside_examples_keeps_its_own_objective(model, answered):
     text = rows_by_hand(4, length=30, last=7, seed=1)
-    parts, numbers = np.tile([1, 0], 4), np.repeat(np.arange(4), 2)  # one of each in turn
-    mixed = stack_rows([answered(), text], parts, numbers, np.zeros(8, np.uint64))
+    mixed = rows_of(text, answered(), count=4)
     batch, places = ANSWERS.batch(mixed)
     own = batch["rows"] % 2 == 0
     raw, raw_places = Causal().batch(rows_of(text, count=4))
@@ -218,14 +212,11 @@ def test_span_corruption_beside_answers_is_each_as_it_is_alone(t5):
         assert ids.ravel()[places[~examples]].tolist() == text.ids.ravel()[alone_places].tolist()
         counts = objective.scored(Sizes(lengths, lengths, answers.sum(1)))
         assert counts.tolist() == torch.bincount(batch["rows"], minlength=6).tolist()
-    batch = both.batch(rows)[0]
-    whole = both.restored(batch)
+    whole = both.restored(both.batch(rows)[0])
     mask = whole.get("attention_mask", torch.ones_like(whole["input_ids"])).bool()
     for row in range(6):
         kept = rows.present[row] & ~answers[row]
         assert whole["input_ids"][row][mask[row]].tolist() == ids[row][kept].tolist()
-    assert torch.equal(both.restored(batch)["input_ids"], whole["input_ids"])
-    assert both.restored(questions := both.batch(asked)[0]) is questions
 
 
 @pytest.mark.parametrize(("accumulate", "world"), [(2, 1), (1, 4)])
@@ -244,3 +235,118 @@ def test_splitting_a_batch_changes_no_gradient(model, answered, accumulate, worl
         return total
 
     torch.testing.assert_close(gradient(accumulate, world), gradient(1, 1), rtol=1e-5, atol=1e-6)
+
+
+# --- spans
+
+
+END, PAD, SENTINELS = 2, 1, list(range(329, 229, -1))
+TABLE = {  # row: source, target, hidden tokens, holes
+    34: (32, 8, 5, 2),
+    70: (64, 14, 10, 3),
+    190: (172, 40, 29, 10),  # 28.5 hidden tokens, which are 28.500002 in 32 bits
+    568: (512, 114, 85, 28),
+    1137: (1024, 229, 171, 57),
+}
+
+
+def span(rate=0.15, mean=3):
+    return Span(rate=rate, mean=mean, sentinels=SENTINELS, end=END, pad=PAD, start=PAD)
+
+
+def texts(lengths, *, key=5):
+    """Rows of random ordinary tokens and ends of documents."""
+    lengths = np.asarray(lengths)
+    ids = np.random.default_rng(0).integers(2, 90, (len(lengths), lengths.max()))
+    ids[np.arange(ids.shape[1]) >= lengths[:, None]] = PAD
+    return Rows(ids, lengths, sample_keys(key, np.arange(len(lengths))))
+
+
+def sides(batch):
+    """The source and the target of each row, without padding."""
+    mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+    source = [ids[here.bool()].tolist() for ids, here in zip(batch["input_ids"], mask, strict=True)]
+    target = [[each for each in row if each != -100] for row in labels_of(batch).tolist()]
+    return list(zip(source, target, strict=True))
+
+
+def joined(source, target):
+    """A text from the definition: each sentinel of the source replaced by what follows it in the target."""
+    assert source[-1] == END and target[-1] == END
+    holes, name = {}, None
+    for token in target[:-1]:
+        if token in SENTINELS:
+            name, holes[token] = token, []
+        else:
+            holes[name].append(token)
+    return [each for token in source[:-1] for each in holes.get(token, [token])]
+
+
+def test_counts_are_those_of_the_table():
+    for length, (source, target, *counts) in TABLE.items():
+        assert [int(each[0]) for each in span().holes(np.array([length]))] == counts
+        assert span().sides(length) == (source, target)
+
+
+@pytest.mark.parametrize(("rate", "mean"), [(0.15, 3), (0.5, 1), (0.5, 8), (0.9, 3)])
+def test_source_and_target_joined_at_the_sentinels_are_the_row(rate, mean):
+    given, objective = texts([64, 33, 2, 64, 1, 7, 50]), span(rate, mean)
+    batch, _ = objective.batch(given)
+    for (source, target), ids, length in zip(sides(batch), given.ids, given.lengths, strict=True):
+        assert joined(source, target) == ids[:length].tolist()
+    for _ in range(2):
+        restored = objective.restored(batch)
+        assert torch.equal(restored["input_ids"], torch.from_numpy(given.ids))
+        assert torch.equal(restored["attention_mask"], torch.from_numpy(given.present).long())
+    full = objective.restored(objective.batch(given.some(np.array([0, 3])))[0])
+    assert "attention_mask" not in full and full["input_ids"].tolist() == given.ids[[0, 3]].tolist()
+
+
+@pytest.mark.parametrize(("total", "parts"), [(12, 1), (12, 3), (12, 12)])
+def test_every_composition_is_equally_likely(total, parts):
+    expected = math.comb(total - 1, parts - 1)
+    draws = 200 * expected
+    keys = sample_keys(3, np.arange(draws))
+    found = draw_composition(keys, np.full(draws, total), np.full(draws, parts), stream=0)
+    assert (found.sum(1) == total).all() and (found > 0).all() and found.shape == (draws, parts)
+    counts = Counter(map(tuple, found.tolist()))
+    chi2 = sum((count - 200) ** 2 / 200 for count in counts.values())
+    assert len(counts) == expected and chi2 <= expected - 1 + 4 * math.sqrt(2 * expected)
+
+
+@pytest.mark.parametrize("lengths", [[40] * 3, [40, 12, 1]])
+def test_the_loss_is_the_models_own(lengths, t5):
+    batch, _ = span().batch(texts(lengths))
+    given = {"input_ids": batch["input_ids"], "attention_mask": batch.get("attention_mask")}
+    found = span().nll(t5, batch)
+    torch.testing.assert_close(found.mean(), t5(**given, labels=labels_of(batch)).loss)
+    scored, _ = span().scoring.batch(texts(lengths))
+    places = torch.isin(batch["positions"], scored["positions"])
+    torch.testing.assert_close(span().nll(t5, scored), found[places])
+    assert not set(scored["targets"].tolist()) & set(SENTINELS)
+
+
+def test_a_place_is_that_of_the_hidden_token_or_of_the_hole_that_follows():
+    given = texts([40, 12, 1])
+    batch, places = span().batch(given)
+    scored, of_text = span().scoring.batch(given)
+    assert (scored["targets"].numpy() == given.ids.ravel()[of_text.numpy()]).all()
+    assert (places.numpy() // 40 == batch["rows"].numpy()).all()
+    hidden = span().hidden(given)
+    for row in range(2):
+        own = batch["rows"] == row
+        inner, targets = (places[own] - 40 * row).tolist(), batch["targets"][own].tolist()
+        firsts = [at for at in range(40) if hidden[row, at] and not hidden[row, at - 1]]
+        names = [place for place, target in zip(inner, targets, strict=True) if target in SENTINELS]
+        assert names == firsts
+        assert inner[-1] == given.lengths[row] - 1 and targets[-1] == END
+    assert places[batch["rows"] == 2].tolist() == [80, 80]
+
+
+def test_a_row_is_hidden_alike_in_any_batch():
+    given = texts([60, 12, 60, 1, 45])
+    alone = [sides(span().batch(given.some(np.array([row])))[0])[0] for row in range(5)]
+    assert sides(span().batch(given)[0]) == alone
+    assert sides(span().batch(given.some(np.array([4, 1, 1])))[0]) == [alone[4], alone[1], alone[1]]
+    other = sides(span().batch(texts([60, 12, 60, 1, 45], key=6))[0])
+    assert other[0] != alone[0] and other[2] != alone[2]
