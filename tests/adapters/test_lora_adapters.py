@@ -1,16 +1,18 @@
-"""LoRA on unmodified models: where pairs stand, what they add, and what others can load."""
+"""LoRA and other tuners on unmodified models: where they stand, what they add, and what others can load."""
 
 import json
 from copy import deepcopy
 
-import peft  # noqa: F401  (the expressions of `export` name it)
+import peft
 import pytest
 import torch
 import transformers
 from peft.tuners.lora.layer import Linear
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from cpt.adapters import lora
+from cpt.methods.peft import TUNERS
 from cpt.models.units import projections
 from tests.models import test_units
 
@@ -69,10 +71,8 @@ def test_one_product_adds_what_peft_adds(kind):
     plain = deepcopy(model)
     for layer in lora.lora_layers(plain).values():
         layer.__class__ = Linear
-    calls = [watch_calls(each) for each in (model, plain)]
     for each in (model, plain):
         each(input_ids=TOKENS).logits.square().sum().backward()
-    assert not calls[0] and calls[1]
     assert torch.allclose(logits(model), logits(plain), rtol=1e-12)
     for name in scope.names:
         own, other = (each.get_parameter(name).grad for each in (model, plain))
@@ -80,22 +80,12 @@ def test_one_product_adds_what_peft_adds(kind):
         assert torch.allclose(own, other, rtol=1e-9, atol=1e-12)
 
 
-def watch_calls(model) -> list[str]:
-    """The pairs' second maps as they are called, without a hook."""
-    calls: list[str] = []
-    for name, layer in lora.lora_layers(model).items():
-        b = layer.lora_B[lora.NEWEST]
-        b.forward = lambda x, b=b, name=name: calls.append(name) or nn.functional.linear(x, b.weight)
-    return calls
-
-
 def test_dropout_is_that_of_the_pairs_input_in_training_alone():
     model = build()
     learn(model, attach(model, dropout=0.5).names)
     layer = next(iter(lora.lora_layers(model).values()))
     x, (a, b) = torch.randn(4, layer.in_features), lora.factors_of(layer)
-    still = layer.base_layer(x) + 3 * (x @ a.T @ b.T)
-    torch.testing.assert_close(layer(x), still)
+    torch.testing.assert_close(layer(x), layer.base_layer(x) + 3 * (x @ a.T @ b.T))
     torch.manual_seed(0)
     dropped = layer.train()(x)
     torch.manual_seed(0)
@@ -103,18 +93,14 @@ def test_dropout_is_that_of_the_pairs_input_in_training_alone():
     torch.testing.assert_close(dropped, layer.base_layer(x) + 3 * (kept @ a.T @ b.T))
 
 
-@pytest.mark.parametrize(
-    ("targets", "found"),
-    [
+def test_targets_are_ends_of_names_or_a_regular_expression():
+    for targets, found in (
         (["0.attn.Wo", "layers.1.mlp.Wi"], ["model.layers.0.attn.Wo", "model.layers.1.mlp.Wi"]),
         (r"model|.*\.1\.mlp\..*", ["model.layers.1.mlp.Wi", "model.layers.1.mlp.Wo"]),
-    ],
-)
-def test_targets_are_ends_of_names_or_a_regular_expression(targets, found):
-    model = build()
-    scope = attach(model, targets=targets)
-    assert list(lora.lora_layers(model)) == found
-    assert len(scope.maps) == 2 * len(found)
+    ):
+        model = build()
+        scope = attach(model, targets=targets)
+        assert list(lora.lora_layers(model)) == found and len(scope.maps) == 2 * len(found)
 
 
 def test_an_adapted_embedding_is_no_longer_the_heads():
@@ -163,17 +149,15 @@ def test_merged_pairs_and_pairs_kept_apart_are_one_function(kind, embeddings):
                 lora.begin_adapter(model, stored=stored, seed=domain)
                 start = logits(model)
             learn(model, names, seed=domain)
-        models[stored] = model, start
+        models[stored] = logits(model), start
     for one, other in zip(*models.values(), strict=True):
-        found = [logits(each) if isinstance(each, nn.Module) else each for each in (one, other)]
-        torch.testing.assert_close(*found, rtol=0, atol=1e-10)
-    assert (logits(models["pairs"][0]) - logits(build(kind).double())).abs().max() > 1e-3
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+    assert (models["pairs"][0] - logits(build(kind).double())).abs().max() > 1e-3
 
 
 def test_earlier_pairs_have_no_dropout():
     model = build()
-    names = attach(model, dropout=0.9).names
-    learn(model, names)
+    learn(model, attach(model, dropout=0.9).names)
     lora.begin_adapter(model, stored="pairs", seed=1)  # B = 0: all that is seen is the earlier pair
     before = logits(model)
     assert torch.equal(logits(model.train()), before)
@@ -205,7 +189,7 @@ def test_a_state_with_more_pairs_or_fewer_is_taken():
 def test_what_is_exported_is_loaded_by_peft(kind, embeddings, tmp_path):
     """Two parts of one pair, and in the end three pairs as one adapter of three times the rank."""
     model, outputs, parts = build(kind), [], {}
-    names = attach(model, embeddings=embeddings, targets="all-linear").names
+    names = attach(model, embeddings=embeddings).names
     for domain in ("law", "food/wine"):
         learn(model, names, seed=len(domain))
         parts[domain] = {name: model.get_parameter(name).detach().clone() for name in names}
@@ -220,12 +204,10 @@ def test_what_is_exported_is_loaded_by_peft(kind, embeddings, tmp_path):
     for expression, expected in zip((first, last, summed), outputs, strict=True):
         loaded = eval(expression, {"peft": peft, "transformers": transformers}).eval()
         torch.testing.assert_close(logits(loaded), expected, rtol=1e-4, atol=1e-4)
-    ranks = [
-        json.loads((tmp_path / name / "adapters/law/adapter_config.json").read_text())
-        for name in ("two", "sum")
-    ]
-    assert [(each["r"], each["lora_alpha"]) for each in ranks] == [(4, 12), (12, 36)]
-    assert ranks[0]["base_model_name_or_path"] == str(tmp_path / "two")
+    for name, rank in (("two", 4), ("sum", 12)):
+        told = json.loads((tmp_path / name / "adapters/law/adapter_config.json").read_text())
+        assert (told["r"], told["lora_alpha"]) == (rank, 3 * rank)
+        assert told["base_model_name_or_path"] == str(tmp_path / name)
     plain = type(model).from_pretrained(tmp_path / "two").eval()
     torch.testing.assert_close(logits(plain), logits(build(kind)))
 
@@ -246,13 +228,46 @@ def test_what_is_drawn_is_a_function_of_the_seed():
 def test_only_the_newest_pair_has_gradients_and_a_frozen_one_stays_frozen():
     model = build().train()
     names = attach(model, dropout=0.1).names
-    still = names[0]
-    for half in lora.factors_of(lora.lora_layers(model)[still.partition(".lora_")[0]]):
+    frozen = names[0].partition(".lora_")[0]
+    for half in lora.factors_of(lora.lora_layers(model)[frozen]):
         half.requires_grad_(False)
     for domain in (1, 2):
         lora.begin_adapter(model, stored="pairs", seed=domain)
         learn(model, names)
     model(input_ids=TOKENS).logits.sum().backward()
-    frozen = still.partition(".lora_")[0]
     moved = {name for name, p in model.named_parameters() if p.grad is not None}
     assert moved == {name for name in names if not name.startswith(frozen)}
+
+
+# --- other tuners of peft
+
+
+ARGUMENTS = {"miss": {"r": 8}, "fourierft": {"n_frequency": 20}}
+CONV1D = ("dora", "gralora", "hira", "ia3", "ln_tuning", "fourierft", "randlora", "vera")
+CASES = [("modernbert", name) for name in TUNERS] + [("gpt2", name) for name in CONV1D]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("kind", "tuner"), [*CASES, ("t5", "ia3"), ("t5", "vera")])
+def test_a_tuner_learns_and_is_merged(kind, tuner):
+    def logits():
+        return model(**inputs).logits
+
+    model = build(kind)
+    inputs, names = test_units.inputs_of(model), set(model.state_dict())
+    first = logits()
+    scope = lora.attach_tuner(model, tuner, targets="auto", arguments=ARGUMENTS.get(tuner, {}))
+    assert {name for name, each in model.named_parameters() if each.requires_grad} == set(scope.names)
+    assert sum(model.get_parameter(name).numel() for name in scope.names) > 0
+    torch.testing.assert_close(logits(), first, rtol=1e-4, atol=1e-5)  # begins as the base
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for _ in range(3):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(logits().flatten(0, 1), inputs["input_ids"].flatten()).backward()
+        optimizer.step()
+    last = logits()
+    assert (last - first).abs().max() > 1e-3
+    plain = lora.without_tuners(model)
+    assert set(plain.state_dict()) == names and type(plain) is type(model)
+    assert not any(isinstance(each, BaseTunerLayer) for each in plain.modules())
+    torch.testing.assert_close(plain.eval()(**inputs).logits, last, rtol=1e-3, atol=1e-4)

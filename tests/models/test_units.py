@@ -1,7 +1,5 @@
-"""Where units live is checked against the models themselves, in float64: gates against finite differences and
-against slices zeroed by hand, what units own against gradients that are exactly zero."""
+"""Where units live is checked against the models themselves, in float64: gates against zeroed slices."""
 
-from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -11,6 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
+from cpt.adapters.bottleneck import attach_bottlenecks, attach_plugins
+from cpt.adapters.lora import attach_lora
+from cpt.models.forward import SOURCE_TOKENS, TARGET_TOKENS, tokens_of
 from cpt.models.units import UNIT_KINDS, Units, factors, find_units, gate_units, projections
 
 pytestmark = pytest.mark.slow
@@ -144,42 +145,19 @@ def loss(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     return functional.cross_entropy(logits(model, inputs).flatten(0, 1), labels.flatten(), reduction="sum")
 
 
-def drawn(groups: list[Units], shape: Callable[[int], tuple[int, ...]]) -> dict[str, Tensor]:
-    """Gates between 1/2 and 3/2."""
-    generator = torch.Generator().manual_seed(3)
-    return {
-        group.name: (torch.rand(shape(group.count), generator=generator, dtype=torch.float64) + 0.5)
-        for group in groups
-    }
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("shape", [lambda n: (n,), lambda n: (B, n)], ids=["shared", "per_sample"])
-def test_open_gates_change_no_bit(name, shape):
-    model = shared_model(name)
-    groups, inputs = find_units(model, UNIT_KINDS), inputs_of(model)
-    gates = {group.name: torch.ones(shape(group.count)) for group in groups}
-    with torch.no_grad():
-        before = logits(model, inputs)
-        with gate_units(groups, gates):
-            inside = logits(model, inputs)
-    assert torch.equal(inside, before)
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_gates_shut_what_zeroed_weights_shut(name):
     """The out map's columns, or the down map's rows and bias, zeroed by their place in the model."""
     model = build(name)
     groups, inputs = find_units(model, ["heads", "neurons", "outputs"]), inputs_of(model)
-    picks = [(g, 1) for g in groups if g.kind == "heads"][-2:] + [
-        (g, 5) for g in groups if g.kind != "heads"
-    ][-2:]
+    heads, others = (
+        [(g, 1 if own else 5) for g in groups if (g.kind == "heads") == own] for own in (True, False)
+    )
+    picks = heads[-2:] + others[-2:]
     for group, unit in picks:
         suffix = FAMILIES[name].out if group.kind == "heads" else FAMILIES[name].down
-        with (
-            torch.no_grad(),
-            gate_units([group], {group.name: torch.ones(group.count).index_fill(0, torch.tensor(unit), 0)}),
-        ):
+        gate = torch.ones(group.count).index_fill(0, torch.tensor(unit), 0)
+        with torch.no_grad(), gate_units([group], {group.name: gate}):
             shut = logits(model, inputs)
         linear = group.gate
         assert [n for n, m in model.named_modules() if m is linear][0].endswith(suffix.rpartition(".")[2])
@@ -207,10 +185,16 @@ def per_sample(model: nn.Module, groups: list[Units], inputs: dict[str, Tensor],
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_gates_of_samples_are_apart(name):
+def test_gates_of_samples_are_apart_and_open_ones_change_no_bit(name):
     model = shared_model(name)
     groups, inputs = find_units(model, UNIT_KINDS), inputs_of(model)
-    gates = drawn(groups, lambda n: (B, n))
+    with torch.no_grad():
+        for shape in ((), (B,)):
+            with gate_units(groups, {group.name: torch.ones(*shape, group.count) for group in groups}):
+                inside = logits(model, inputs)
+            assert torch.equal(inside, logits(model, inputs))
+    torch.manual_seed(3)
+    gates = {group.name: torch.rand(B, group.count, dtype=torch.float64) + 0.5 for group in groups}
     together = per_sample(model, groups, inputs, gates)
     one = {key: x[1:2] for key, x in inputs.items()}
     alone = per_sample(model, groups, one, {key: gate[1] for key, gate in gates.items()})
@@ -245,13 +229,10 @@ def test_segments_are_what_the_model_uses_as_q_k_v(name):
         return [g[..., segment] for segment in fused.segments]
 
     query, key, value = gradient(ids)
-    assert not query[:, :-1].any()
-    assert (query[:, -1] != 0).any(0).all()
+    assert not query[:, :-1].any() and (query[:, -1] != 0).any(0).all()
     assert all((x[:, :-1] != 0).any(0).any(0).all() for x in (key, value))
     query, key, value = gradient(ids[:, :1])
-    assert query.abs().max() < 1e-12
-    assert key.abs().max() < 1e-12
-    assert (value != 0).any(0).all()
+    assert max(query.abs().max(), key.abs().max()) < 1e-12 and (value != 0).any(0).all()
 
 
 @pytest.mark.parametrize("name", ["phi3", "modernbert"])
@@ -310,3 +291,41 @@ def test_factors_of_separate_grouped_and_fused_maps():
     for name in ("gpt_neox", "bloom"):
         found = kept(find_units(shared_model(name), ["heads"])[0], *keep)
         assert found == [((96, 1), neox), ((96,), neox), ((1, 32), eight)]
+
+
+S, L = 9, 4
+PAIRS = {"r": 2, "alpha": 4, "dropout": 0.1, "targets": "all-linear", "embeddings": False}
+BOTTLENECK = {"reduction": 4, "activation": "relu"}
+ATTACHED = {
+    "nothing": lambda model: None,
+    "pairs": lambda model: attach_lora(model, **PAIRS),
+    "houlsby": lambda model: attach_bottlenecks(model, placement="houlsby", **BOTTLENECK),
+    "pfeiffer": lambda model: attach_bottlenecks(model, placement="pfeiffer", **BOTTLENECK),
+    "plugins": lambda model: attach_plugins(model, attention=0.5, ffn=0.5, output_relu=False),
+}
+
+
+def head_of(model: nn.Module) -> str:
+    return next(each for each, module in model.named_modules() if module is model.get_output_embeddings())
+
+
+@pytest.mark.parametrize("attached", ATTACHED)
+@pytest.mark.parametrize("name", ["t5", "t5-gated", "bart"])
+def test_a_map_works_on_the_tokens_that_go_through_it(name, attached):
+    model, found = build(name).float(), {}
+    ATTACHED[attached](model)
+    for each, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(lambda m, args, y, each=each: found.update({each: y.shape[1]}))
+    model(input_ids=torch.randint(3, 60, (2, S)), decoder_input_ids=torch.randint(3, 60, (2, L)))
+    told = {each: tokens_of(model, each) for each in found}
+    assert told.pop(head_of(model)) is None and found.pop(head_of(model)) == L
+    assert told == {each: SOURCE_TOKENS if length == S else TARGET_TOKENS for each, length in found.items()}
+    assert len({*told.values()}) == 2 and len(told) >= 20
+
+
+@pytest.mark.parametrize("name", ["roberta", "gpt2", "opt", "gpt_neox"])
+def test_without_a_decoder_all_but_the_head_work_on_the_source(name):
+    model = shared_model(name)
+    assert {tokens_of(model, each.name) for each in projections(model)} == {SOURCE_TOKENS}
+    assert tokens_of(model, head_of(model)) is None

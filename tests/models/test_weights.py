@@ -18,13 +18,6 @@ def values_of(model):
     return {name: each.detach().clone() for name, each in model.named_parameters()}
 
 
-def added(model, number):
-    with torch.no_grad():
-        for each in model.parameters():
-            each.add_(number)
-    return model
-
-
 def test_the_pull_is_the_weighted_sum_of_squares_of_what_is_trained():
     """1/2 sum_i w_i (p_i - a_i)^2, number by number."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
@@ -43,8 +36,19 @@ def test_the_pull_is_the_weighted_sum_of_squares_of_what_is_trained():
         torch.testing.assert_close(p.grad, 7 * weights[name] * (p - anchors[name]).detach())
 
 
-def test_a_snapshot_takes_what_has_grown_and_its_state_goes_around():
-    model = nn.Sequential(nn.Linear(2, 2))
+def test_a_snapshot_moves_by_shares_and_takes_what_has_grown_and_its_state_goes_around():
+    model = nn.Linear(2, 2)
+    snapshot, before = Snapshot(model, persistent=True), values_of(model)
+    with torch.no_grad():
+        for each in model.parameters():
+            each.add_(1)
+    snapshot.take(model, share=0.25)
+    for name, stored in snapshot.named().items():
+        torch.testing.assert_close(stored, before[name] + 0.25)
+    snapshot.restore(model, share=0.5)
+    for name, each in values_of(model).items():
+        torch.testing.assert_close(each, before[name] + 0.625)
+    model = nn.Sequential(model)
     young, old, before = Snapshot(model, persistent=True), Snapshot(model, persistent=True), values_of(model)
     model.append(nn.Linear(2, 2))
     grown = values_of(model)
@@ -59,20 +63,6 @@ def test_a_snapshot_takes_what_has_grown_and_its_state_goes_around():
     assert all(p.any() == (name in before) for name, p in model.named_parameters())
     other.restore(model)
     assert all(torch.equal(p, grown[name]) for name, p in model.named_parameters())
-
-
-def test_a_snapshot_moves_by_shares_and_back():
-    model = nn.Linear(2, 2)
-    snapshot, before = Snapshot(model, persistent=True), values_of(model)
-    added(model, 1)
-    snapshot.take(model, share=0.25)
-    for name, stored in snapshot.named().items():
-        torch.testing.assert_close(stored, before[name] + 0.25)
-    snapshot.restore(model, share=0.5)
-    for name, each in values_of(model).items():
-        torch.testing.assert_close(each, before[name] + 0.625)
-    snapshot.take(model)
-    assert all(torch.equal(each, snapshot.named()[name]) for name, each in values_of(model).items())
 
 
 class Tied(nn.Module):
