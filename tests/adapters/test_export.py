@@ -6,19 +6,21 @@ import json
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
-from transformers import RobertaConfig, RobertaForMaskedLM
+from transformers import RobertaForMaskedLM
 
 import cpt.adapters.export
 from cpt.adapters.domain_store import Scope
 from cpt.adapters.export import export_parts, load
+from tests.models.test_units import build
 
 pytestmark = pytest.mark.slow
 
 IDS = torch.tensor([[1, 7, 8, 9, 2], [1, 5, 6, 2, 0]])
 BIAS = "lm_head.scale.bias"
 TABLE = "roberta.embeddings.word_embeddings.weight"
-ONE, OTHER = torch.arange(60.0).split(30)  # views of one storage, as a bank gives them
+ONE, OTHER = torch.arange(120.0).split(60)  # views of one storage, as a bank gives them
 PARTS = {"law": {BIAS: ONE}, "food": {BIAS: OTHER}}
 
 
@@ -27,8 +29,7 @@ class Scale(nn.Module):
 
     def __init__(self, size: int, factor: float) -> None:
         super().__init__()
-        self.bias = nn.Parameter(torch.zeros(size))
-        self.factor, self.dropout = factor, nn.Dropout(0.5)
+        self.bias, self.factor, self.dropout = nn.Parameter(torch.zeros(size)), factor, nn.Dropout(0.5)
 
     def hook(self, module, args, output):
         return output + self.dropout(self.factor * self.bias.to(output))
@@ -47,13 +48,9 @@ def trusting(monkeypatch):
     monkeypatch.setattr(cpt.adapters.export, "TRUSTED", (*cpt.adapters.export.TRUSTED, f"{__name__}."))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def untouched():
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    limits = {"vocab_size": 30, "max_position_embeddings": 20, "type_vocab_size": 1}
-    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    return RobertaForMaskedLM(RobertaConfig(**sizes, **limits, **ids)).eval()
+    return build("roberta", tie_word_embeddings=True).float()
 
 
 @pytest.fixture
@@ -78,7 +75,9 @@ def bias_of(folder, **how) -> torch.Tensor:
     return load(folder, **how).get_parameter(BIAS)
 
 
-def test_the_folder_is_the_plain_model_and_each_domain_has_its_part(export, untouched, tmp_path):
+def test_the_folder_is_the_plain_model_and_each_domain_has_its_part_and_nothing_old(
+    export, untouched, tmp_path
+):
     export()
     model, info = RobertaForMaskedLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["unexpected_keys"] and not info["missing_keys"]
@@ -89,26 +88,6 @@ def test_the_folder_is_the_plain_model_and_each_domain_has_its_part(export, unto
         assert torch.equal(found.get_parameter(BIAS), part[BIAS])
         assert torch.equal(logits(found), logits(untouched) + 2 * part[BIAS])
     assert torch.equal(bias_of(tmp_path), OTHER)  # the last is the default
-    export(dict(reversed(PARTS.items())))
-    assert torch.equal(bias_of(tmp_path), ONE)
-
-
-NAMES = ["a/b", "../up", "..", "é ü", 'quo"te\\', "100%", "a%2Fb", "new\nline", "語" * 60]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_name_of_any_characters(name, export, tmp_path):
-    folder = tmp_path / "it's a folder"
-    expression = export({"a?b": {BIAS: ONE}, name: {BIAS: OTHER}}, folder=folder)
-    assert torch.equal(bias_of(folder, domain=name), OTHER)
-    assert torch.equal(bias_of(folder, domain="a?b"), ONE)
-    assert torch.equal(eval(expression).get_parameter(BIAS), OTHER)
-    assert [path.name for path in tmp_path.iterdir()] == ["it's a folder"]
-    assert len(list((folder / "parts").glob("*.safetensors"))) == 2
-
-
-def test_written_again_nothing_old_is_left(export, untouched, tmp_path):
-    export()
     export({"food": {BIAS: ONE}}, factor=3.0)
     assert torch.equal(bias_of(tmp_path), ONE) and load(tmp_path).get_submodule("lm_head.scale").factor == 3
     assert [path.name for path in (tmp_path / "parts").iterdir()] == ["food.safetensors"]
@@ -121,12 +100,20 @@ def test_written_again_nothing_old_is_left(export, untouched, tmp_path):
         load(tmp_path)
 
 
-def test_a_tied_part_stays_tied_and_peft_leaves_no_names(untouched, tmp_path):
-    from peft import LoraConfig, inject_adapter_in_model
+@pytest.mark.parametrize("name", ["../up", "..", "é ü", 'quo"te\\', "a%2Fb", "new\nline", "語" * 60])
+def test_a_name_of_any_characters(name, export, tmp_path):
+    folder = tmp_path / "it's a folder"
+    expression = export({"a?b": {BIAS: ONE}, name: {BIAS: OTHER}}, folder=folder)
+    assert torch.equal(bias_of(folder, domain=name), OTHER)
+    assert torch.equal(bias_of(folder, domain="a?b"), ONE)
+    assert torch.equal(eval(expression).get_parameter(BIAS), OTHER)
+    assert [path.name for path in tmp_path.iterdir()] == ["it's a folder"]
+    assert len(list((folder / "parts").glob("*.safetensors"))) == 2
 
-    plain = copy.deepcopy(untouched)
-    changed = plain.get_parameter(TABLE).detach() + 1
-    export_parts(tmp_path, plain, {"law": {TABLE: changed}}, attach=None, options={})
+
+def test_a_tied_part_stays_tied_and_peft_leaves_no_names(untouched, tmp_path):
+    changed = untouched.get_parameter(TABLE).detach() + 1
+    export_parts(tmp_path, copy.deepcopy(untouched), {"law": {TABLE: changed}}, attach=None, options={})
     for found in (RobertaForMaskedLM.from_pretrained(tmp_path), load(tmp_path)):
         assert found.lm_head.decoder.weight is found.get_parameter(TABLE)
         assert torch.equal(found.get_parameter(TABLE), changed)
