@@ -22,19 +22,13 @@ SIZES = {
     "max_position_embeddings": 40, "vocab_size": V, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 GROUPED = SIZES | {"num_key_value_heads": 2, "head_dim": 8}
-GPT2 = {
-    "n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 48, "n_positions": 40, "vocab_size": V,
-    "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-T5 = {
-    "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": V,
-    "feed_forward_proj": "gelu",
-}  # fmt: skip
-BART = {
-    "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "vocab_size": V,
-    "max_position_embeddings": 40,
-}  # fmt: skip
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 48, "n_positions": 40, "vocab_size": V}
+GPT2 |= {"bos_token_id": 1, "eos_token_id": 2}
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": V}
+T5 |= {"feed_forward_proj": "gelu"}
+BART = {"d_model": 32, "vocab_size": V, "max_position_embeddings": 40}
+for side in ("encoder", "decoder"):
+    BART |= {f"{side}_layers": 2, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 48}
 MASKED, CAUSAL, SEQ2SEQ = AutoModelForMaskedLM, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 
@@ -51,46 +45,43 @@ class Family(NamedTuple):
 
 
 BERT = ("attention.output.dense", "output.dense")
-LLAMA = (("model.layers",), "self_attn.o_proj", "mlp.down_proj", "model.embed_tokens")
+LLAMA = (CAUSAL, GROUPED, ("model.layers",), "self_attn.o_proj", "mlp.down_proj", "model.embed_tokens")
 T5_PLACES = (("encoder.block", "decoder.block"), "o", "DenseReluDense.wo", "shared", "t5")
 DISTILBERT = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48, "vocab_size": V}
 OPT = SIZES | {"ffn_dim": 48, "word_embed_proj_dim": 32, "activation_function": "gelu"}
 BLOOM = {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": V}
-FAMILIES = {
-    "roberta": Family(MASKED, SIZES, ("roberta.encoder.layer",), *BERT, "roberta.embeddings.word_embeddings"),
-    "bert": Family(MASKED, SIZES, ("bert.encoder.layer",), *BERT, "bert.embeddings.word_embeddings"),
-    "modernbert": Family(
-        MASKED, SIZES | {"cls_token_id": 1, "sep_token_id": 2}, ("model.layers",),
-        "attn.Wo", "mlp.Wo", "model.embeddings.tok_embeddings",
-    ),
-    "distilbert": Family(
+MODERN = SIZES | {"cls_token_id": 1, "sep_token_id": 2}
+STACKS = ("model.encoder.layers", "model.decoder.layers")
+# fmt: off
+FAMILIES = {name: Family(*values) for name, values in {
+    "roberta": (MASKED, SIZES, ("roberta.encoder.layer",), *BERT, "roberta.embeddings.word_embeddings"),
+    "bert": (MASKED, SIZES, ("bert.encoder.layer",), *BERT, "bert.embeddings.word_embeddings"),
+    "modernbert": (MASKED, MODERN, ("model.layers",), "attn.Wo", "mlp.Wo", "model.embeddings.tok_embeddings"),
+    "distilbert": (
         MASKED, DISTILBERT, ("distilbert.transformer.layer",),
         "attention.out_lin", "ffn.lin2", "distilbert.embeddings.word_embeddings",
     ),
-    "electra": Family(
+    "electra": (
         MASKED, SIZES | {"embedding_size": 16}, ("electra.encoder.layer",), *BERT,
         "electra.embeddings.word_embeddings",
     ),
-    "gpt2": Family(CAUSAL, GPT2, ("transformer.h",), "attn.c_proj", "mlp.c_proj", "transformer.wte"),
-    **{name: Family(CAUSAL, GROUPED, *LLAMA) for name in ("llama", "mistral", "qwen2", "qwen3")},
-    "gpt_neox": Family(
-        CAUSAL, SIZES, ("gpt_neox.layers",), "attention.dense", "mlp.dense_4h_to_h", "gpt_neox.embed_in"
+    "gpt2": (CAUSAL, GPT2, ("transformer.h",), "attn.c_proj", "mlp.c_proj", "transformer.wte"),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2"), LLAMA),
+    "gpt_neox": (
+        CAUSAL, SIZES, ("gpt_neox.layers",), "attention.dense", "mlp.dense_4h_to_h", "gpt_neox.embed_in",
     ),
-    "opt": Family(
-        CAUSAL, OPT, ("model.decoder.layers",), "self_attn.out_proj", "fc2", "model.decoder.embed_tokens"
+    "opt": (
+        CAUSAL, OPT, ("model.decoder.layers",), "self_attn.out_proj", "fc2", "model.decoder.embed_tokens",
     ),
-    **{name: Family(CAUSAL, GROUPED, *LLAMA) for name in ("phi3", "gemma2")},
-    "t5": Family(SEQ2SEQ, T5, *T5_PLACES),
-    "t5-gated": Family(SEQ2SEQ, T5 | {"feed_forward_proj": "gated-gelu"}, *T5_PLACES),
-    "bart": Family(
-        SEQ2SEQ, BART, ("model.encoder.layers", "model.decoder.layers"),
-        "self_attn.out_proj", "fc2", "model.shared",
-    ),
-    "bloom": Family(
+    "t5": (SEQ2SEQ, T5, *T5_PLACES),
+    "t5-gated": (SEQ2SEQ, T5 | {"feed_forward_proj": "gated-gelu"}, *T5_PLACES),
+    "bart": (SEQ2SEQ, BART, STACKS, "self_attn.out_proj", "fc2", "model.shared"),
+    "bloom": (
         CAUSAL, BLOOM, ("transformer.h",),
         "self_attention.dense", "mlp.dense_4h_to_h", "transformer.word_embeddings",
     ),
-}  # fmt: skip
+}.items()}
+# fmt: on
 FUSED = ("gpt2", "modernbert", "phi3", "gpt_neox", "bloom")
 # These compute something in float32 whatever the weights' type, so that differences of losses are no better:
 # an RMS norm; ModernBERT the rotation of queries and keys; Bloom the softmax of attention.

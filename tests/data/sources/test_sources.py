@@ -138,12 +138,10 @@ def test_auto_takes_lines_paragraphs_or_files_by_the_first_lines_the_count_and_t
     for lines, count in ((10_000, 10_001), (9_998, 2)):
         put(tmp_path / "b" / "a.txt", "x\n" * lines + "\ny\n")
         assert len(read(tmp_path, "b")) == count
-    for number in range(20):
-        put(tmp_path / "c" / f"{number}.txt", f"One {number}.\n\nTwo.\n")
-    put(tmp_path / "c" / "b.jsonl", '{"text": "of another kind"}\n')
-    assert len(read(tmp_path, "c")) == 21
-    (tmp_path / "c" / "0.txt").unlink()
-    assert len(read(tmp_path, "c")) == 2 * 19 + 1
+    for count in (19, 20):  # so many files are documents themselves
+        for number in range(count):
+            put(tmp_path / "c" / f"{number}.txt", "One.\n\nTwo.\n")
+        assert len(read(tmp_path, "c")) == (38 if count == 19 else 20)
 
 
 SPLIT_OF = {
@@ -181,23 +179,17 @@ FRAMES = b"".join(PACK[".zst"](f"{number}\n".encode() * 9) for number in (1, 2))
 BROKEN = {  # what is said behind the path of the file
     "latin.txt": ("caf\xe9\n".encode("latin-1"), "is not UTF-8: line 1, byte 4"),
     "latin.jsonl.gz": (gzip.compress(LATIN), "is not UTF-8: line 2, byte 11"),
-    "latin.parquet": (in_parquet(pa.array([b"caf\xe9"]).view(pa.string()), "text"), "is not UTF-8: "),
     "no.jsonl": ('{"text": "b"}\n{"body": "b", "id": 1}\n', ", line 2 has no column 'text'"),
-    "no.csv": ("id,body\n1,b\n", ", line 2 has no column 'text'"),
     "no.parquet": (in_parquet(["b"], "body"), "has no column 'text'"),
     "number.jsonl": ('{"text": 5}\n', ", line 1: column 'text' is not text"),
-    "list.jsonl": ('["b"]\n', ", value 1 has no column 'text'"),
     "half.jsonl": ('{"text": "b"}\n{"text"\n', ", line 2 is not JSON"),
     "deep.jsonl": ("[" * 100_000, "nested too deeply"),
     "half.json": ('[{"text": "b"},\n', ", line 1 is not JSON"),
     "wide.csv": ("id,text\n1,b\n2,b, and c\n", ", line 3 has 3 values"),
     "quote.csv": ('id,text\n1,"b\n2,c\n', "cannot be read: "),
     "a.parquet.gz": (b"PAR1", ": Parquet is packed already"),
-    "not.parquet": (b"PAR1 but not really", "cannot be read: "),
     "short.jsonl.gz": (PACKED[:-900], "cannot be read: "),
-    "changed.jsonl.gz": (PACKED[:10] + b"\xff" * 99 + PACKED[109:], "cannot be read: "),
     "short.txt.zst": (FRAMES[:-9], "cannot be read: "),
-    "plain.txt.zst": (b"no Zstandard", "cannot be read: "),
 }
 
 
@@ -281,15 +273,12 @@ def test_a_file_that_is_not_read_is_named_and_may_be_left_out(tmp_path, name):
 
 def test_a_domain_without_text_stays_in_the_order_and_is_named(tmp_path):
     put(tmp_path / "a" / "a.txt", "One.\n")
-    (tmp_path / "b").mkdir()
-    for name in (None, ".hidden.txt", "a.jsonl.xz"):
-        if name:
-            put(tmp_path / "b" / name, b"?")
-        source = texts(tmp_path)
-        assert source.names == ["a", "b"] and texts(tmp_path, ignore=["b"]).names == ["a"]
-        with pytest.raises(ValueError, match=rf"^{tmp_path / 'b'}.*domains.ignore="):
-            source.check(source.names)
-        source.check(["a"])
+    put(tmp_path / "b" / ".hidden.txt", b"?")
+    source = texts(tmp_path)
+    assert source.names == ["a", "b"] and texts(tmp_path, ignore=["b"]).names == ["a"]
+    with pytest.raises(ValueError, match=rf"^{tmp_path / 'b'}.*domains.ignore="):
+        source.check(source.names)
+    source.check(["a"])
 
 
 def test_links_are_followed_and_broken_ones_named(tmp_path):
@@ -305,28 +294,24 @@ def test_links_are_followed_and_broken_ones_named(tmp_path):
 
 
 def test_the_fingerprint_is_that_of_the_files(tmp_path):
-    path, seen = tmp_path / "a" / "a.txt", []
+    path, seen = tmp_path / "a" / "a.txt", set()
 
     def look(**options):
-        seen.append(json.dumps(texts(tmp_path, **options).fingerprint("a")))
+        seen.add(json.dumps(texts(tmp_path, **options).fingerprint("a")))
+        return len(seen)
 
     put(path, "One.\n")
     put(tmp_path / "b" / "b.txt", "One.\n")
-    look()
+    assert look() == 1
     put(tmp_path / "b" / "c.txt", "Two.\n")
-    look()
-    assert len(set(seen)) == 1
+    assert look() == 1
     os.utime(path, ns=(1, 1))
-    for options in ({}, {"column": "body"}, {"document": "line"}):
-        look(**options)
+    assert [look(), look(column="body"), look(document="line")] == [2, 3, 4]
     path.write_text("Longer.\n")
     os.utime(path, ns=(1, 1))
-    look()
+    assert look() == 5
     path.rename(path.with_name("test.txt"))
-    look()
-    put(tmp_path / "a" / "b.txt", "Two.\n")
-    look()
-    assert len(set(seen)) == 7
+    assert look() == 6
 
 
 # --- data sets
@@ -355,6 +340,7 @@ def test_saved_folders_and_data_files_are_read(kind, streaming, dataset, monkeyp
     source = hub(entry, streaming=streaming)
     found, before = list(source.read("news")), source.fingerprint("news")
     assert found == list(hub({"path": str(dataset)}).read("news")) and len(found) == 9
+    assert hub(entry, column="body").fingerprint("news") != before
     os.utime("saved/dataset_dict.json" if kind == "saved" else f"train.{kind}", (1, 1))
     assert source.fingerprint("news") != before
 
@@ -371,16 +357,6 @@ def test_a_data_set_gives_its_splits_or_those_that_are_asked_for(dataset, stream
     source = hub(entry, general="wiki", wiki={"path": str(dataset), "splits": {"train": "test"}})
     assert source.names == ["news"]  # the general text may be of the catalogue
     assert [text for _, text in source.read(GENERAL)] == ["test 0", "test 1", "test 2"]
-
-
-def test_the_fingerprint_of_a_local_data_set_is_that_of_its_files(dataset):
-    entry = {"path": str(dataset)}
-    seen = [hub(entry).fingerprint("news")]
-    assert hub(entry).fingerprint("news") == seen[0]
-    put(dataset / "test.jsonl", '{"text": "another"}\n')
-    for changed in (hub(entry), hub(entry, column="body"), hub(entry | {"name": "default"})):
-        seen.append(changed.fingerprint("news"))
-    assert len({json.dumps(each) for each in seen}) == 4
 
 
 BAD_ENTRIES = [{"name": "ecthr_a"}, {"path": "x", "config": "y"}, {"path": "x", "splits": {"dev": "y"}}]
