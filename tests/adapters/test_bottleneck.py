@@ -46,7 +46,6 @@ def assert_equal_outputs(model, plain) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_at_first_the_model_is_the_base_bit_for_bit_and_then_it_is_not(family, put, options):
-    """And a copy has parts of its own."""
     model = build(family)
     inputs, keys, before = inputs_of(model), set(model.state_dict()), logits(model, inputs_of(model))
     scope = put(model, **options)

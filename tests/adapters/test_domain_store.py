@@ -58,7 +58,6 @@ def test_what_is_kept_is_given_back_bit_for_bit_and_putting_changes_nothing_else
 
 @pytest.mark.parametrize("before", [[], [0, 1, 2, 7], [5, 6]], ids=str)
 def test_a_bank_becomes_what_the_state_holds(before, model):
-    """With more domains than it has, with fewer, and with others."""
     bank, parts = nn.ModuleDict({"bank": DomainParams(model, NAMES)}), {}
     for domain in (0, 1, 11):
         parts[domain] = moved(model, domain)
@@ -77,7 +76,6 @@ def test_a_bank_becomes_what_the_state_holds(before, model):
 
 
 def test_another_text_starts_from_the_uniform_prior():
-    """The prior of a text goes from batch to batch, and not to the next text."""
     nats = cycle([1.0, 3.0])  # of the parts in turn
     objective = SimpleNamespace(nll=lambda model, batch: torch.tensor([next(nats)]))
     how = {"learned": "posterior", "unlearned": "posterior", "prior": "updating", "decay": 1.0}

@@ -1,14 +1,12 @@
 """Feed-forward networks that are mixtures against sums over experts written out, tiny, in float64."""
 
 from copy import deepcopy
-from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from cpt.adapters.domain_store import Scope
-from cpt.adapters.experts import attach_mixtures, mixtures_of, with_newest, working
+from cpt.adapters.experts import attach_mixtures, mixtures_of, working
 from cpt.models.units import blocks
 from tests.models.test_units import build, inputs_of
 
@@ -48,7 +46,6 @@ def with_expert(plain: nn.Module, block: str, mixture, number: int) -> nn.Module
 @pytest.mark.parametrize("name", FFN)
 @torch.no_grad()
 def test_each_token_is_the_sum_of_its_experts_by_their_gates(name, top_k):
-    """Masked, causal, encoder and decoder; fused and gated maps, and those that see no samples (OPT)."""
     (model, plain), noted = mixed(name, top_k=top_k), {}
     for path, mixture in mixtures_of(model).items():
         own, first, last = noted.setdefault(path, {}), mixture.own[0].module, mixture.own[-1].module
@@ -89,7 +86,6 @@ def test_one_expert_is_the_model_bit_for_bit(name):
 @pytest.mark.parametrize("source", [-1, 0, 1])
 @torch.no_grad()
 def test_right_after_growth_the_function_is_the_old_one(name, source):
-    """Whatever the new experts are copies of; once they are open, it need not be."""
     model, _ = mixed(name)
     inputs = inputs_of(model)
     expected = model(**inputs).logits
@@ -122,7 +118,6 @@ def test_new_experts_are_copies_of_those_of_a_group():
 
 @torch.no_grad()
 def test_what_is_noted_of_a_pass_is_of_text_alone():
-    """First choices, gates whose sum is 1, softmax over all experts; encoder and decoder apart."""
     model, _ = mixed("t5")
     inputs = inputs_of(model)
     mask = torch.ones_like(inputs["input_ids"])
@@ -138,20 +133,3 @@ def test_what_is_noted_of_a_pass_is_of_text_alone():
         assert (passed.gates[:, 0] >= passed.gates[:, 1]).all()
         assert int(passed.firsts.sum()) == tokens and float(passed.taken.sum()) == pytest.approx(tokens)
         assert torch.equal(passed.probabilities.argmax(1), passed.chosen[:, 0])
-
-
-@torch.no_grad()
-def test_what_masks_see_of_experts_are_the_outputs_on_text():
-    (model, _), rows = mixed("roberta"), {}
-    ids = inputs_of(model)["input_ids"]
-    mask = torch.ones_like(ids)
-    mask[0, 5:] = 0
-    maps = with_newest(model, Scope((), ())).maps
-    assert [model.get_submodule(each.name) for each in maps] == [each.module for each in maps]
-    for each in maps:
-        note = partial(lambda name, module, args, output: rows.update({name: output.shape[-2]}), each.name)
-        each.measured.register_forward_hook(note)
-    model(input_ids=ids, attention_mask=mask)
-    for name, mixture in mixtures_of(model).items():
-        own = [count for key, count in rows.items() if key.startswith(f"{name}.")]
-        assert own == [int((mixture.passed.chosen == 3).sum())] * 2

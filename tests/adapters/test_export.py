@@ -131,7 +131,6 @@ THEIRS += ["cpt.methods.hat.attach_gates"]
 
 @pytest.mark.parametrize("path", THEIRS)
 def test_a_folder_from_others_calls_nothing_of_theirs(path, export, tmp_path):
-    """cpt.trainer.callbacks.make_entry calls whatever a config names: a folder must not reach it."""
     export()
     index = json.loads((tmp_path / "parts.json").read_text())
     options = {"entry": {"_target_": "os.mkdir", "path": str(tmp_path / "theirs")}, "kind": "x"}

@@ -21,7 +21,6 @@ from tests.models.test_units import build, inputs_of, logits
 
 @pytest.mark.parametrize("s", [1 / 400, 1.0, 400.0])
 def test_the_gradient_is_compensated_exactly(s):
-    """q s_max (cosh(s e) + 1) / (s (cosh(e) + 1)) in float64, and s_max sigmoid'(e) where q has vanished."""
     e = torch.linspace(-6, 6, 25, dtype=torch.float64, requires_grad=True)
     weight = torch.linspace(1, 3, 25, dtype=torch.float64)
     [found] = torch.autograd.grad((soft(e, s, s_max=400) * weight).sum(), e)
@@ -57,7 +56,6 @@ def test_a_gate_is_soft_in_training_and_hard_elsewhere():
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "llama"])
 @torch.no_grad()
 def test_folded_weights_need_no_gates(kind):
-    """The plain model with the folded weights; and the gated one, which they change no more."""
     model, plain = build(kind).float(), build(kind).float()
     inputs = inputs_of(model)
     without = logits(model, inputs)

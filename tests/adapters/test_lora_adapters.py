@@ -104,7 +104,6 @@ def test_targets_are_ends_of_names_or_a_regular_expression():
 
 
 def test_an_adapted_embedding_is_no_longer_the_heads():
-    """The pair stands at the input alone; the head keeps the base's matrix, a frozen one of its own."""
     model, base = build(), build()
     names = attach(model, embeddings=True, targets=["Wqkv"]).names
     assert model.config.tie_word_embeddings is False
@@ -139,7 +138,6 @@ def test_maps_are_both_halves_with_the_segments_of_a_fused_map(kind, count):
 @pytest.mark.parametrize("kind", ["modernbert", "gpt2"])
 @pytest.mark.parametrize("embeddings", [False, True])
 def test_merged_pairs_and_pairs_kept_apart_are_one_function(kind, embeddings):
-    """Three domains: in float64 within 1e-10, the rounding of another order of sums."""
     models = {}
     for stored in ("merged", "pairs"):
         model = build(kind).double()
@@ -187,7 +185,6 @@ def test_a_state_with_more_pairs_or_fewer_is_taken():
 @pytest.mark.parametrize("kind", ["modernbert", "gpt2"])
 @pytest.mark.parametrize("embeddings", [False, True])
 def test_what_is_exported_is_loaded_by_peft(kind, embeddings, tmp_path):
-    """Two parts of one pair, and in the end three pairs as one adapter of three times the rank."""
     model, outputs, parts = build(kind), [], {}
     names = attach(model, embeddings=embeddings).names
     for domain in ("law", "food/wine"):
@@ -213,7 +210,6 @@ def test_what_is_exported_is_loaded_by_peft(kind, embeddings, tmp_path):
 
 
 def test_what_is_drawn_is_a_function_of_the_seed():
-    """Not of the generator, which is another in each process, nor of where earlier pairs are."""
     drawn = []
     for stored, noise, seed in (("merged", 1, 3), ("pairs", 2, 3), ("pairs", 2, 4)):
         model = build()
@@ -237,9 +233,6 @@ def test_only_the_newest_pair_has_gradients_and_a_frozen_one_stays_frozen():
     model(input_ids=TOKENS).logits.sum().backward()
     moved = {name for name, p in model.named_parameters() if p.grad is not None}
     assert moved == {name for name in names if not name.startswith(frozen)}
-
-
-# --- other tuners of peft
 
 
 ARGUMENTS = {"miss": {"r": 8}, "fourierft": {"n_frequency": 20}}

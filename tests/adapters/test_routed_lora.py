@@ -135,7 +135,6 @@ def test_padding_is_no_part_of_the_query(name, form):
 
 @pytest.mark.parametrize("name", ["roberta", "gpt2"])
 def test_gradients_go_through_the_frozen_pairs(name):
-    """The released code runs them under no_grad: what it gives here is another number."""
     model = routed(name)
     inputs = inputs_of(model)
     weight, step = lora.factors_of(next(iter(lora.lora_layers(model).values())))[1], 1e-6
@@ -182,9 +181,6 @@ def test_what_is_written_with_a_cache_is_weighed_as_its_beginning():
     name = next(name for name in CACHES if name in inspect.signature(model.forward).parameters)
     model(input_ids=ids[:, :1], use_cache=True, **{name: begun[name]})
     assert torch.equal(router_of(model).logits, last)
-
-
-# --- pairs that are weighed by the token
 
 
 def with_experts(name, dtype):

@@ -40,7 +40,6 @@ def close(one: torch.Tensor, other: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("name", [*MASKED, *CAUSAL])
 def test_it_is_the_model_of_the_widened_input(name):
-    """Causal: the outputs for tokens 2 to T + 1, wherever the tokens before them stand."""
     model, part, none = prompted(name)
     inputs = inputs_of(model)
     found = model.get_input_embeddings()(inputs["input_ids"])
@@ -77,7 +76,6 @@ def test_a_padded_row_is_the_row_without_padding(name):
 
 
 def test_the_first_token_stays_first_and_no_place_counts_as_padding():
-    """RoBERTa counts positions from ids that are not the padding's."""
     (model, *_), batch, seen = prompted("roberta"), padded_batch(), []
     for name in ("word", "position"):
         table = model.get_submodule(f"roberta.embeddings.{name}_embeddings")
@@ -128,7 +126,6 @@ def test_a_model_generates_as_it_scores(name):
 
 @pytest.mark.parametrize("name", ["t5", "t5-gated", "bart"])
 def test_with_a_decoder_it_is_the_model_of_the_source_behind_the_prompt(name):
-    """The decoder attends to the prompt; what is encoded has the text's places."""
     model, part, none = prompted(name)
     target = torch.randint(3, V, (B, 4), generator=torch.Generator().manual_seed(4))
     batch = {**padded_batch(), "decoder_input_ids": target, "positions": torch.tensor([0, 2, 5, 11])}

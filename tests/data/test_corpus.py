@@ -60,7 +60,6 @@ def hashed(draw):
 @given(found=hashed(), most=st.sampled_from([None, 1, 5]))
 @settings(max_examples=100, deadline=None)
 def test_the_split_is_that_of_a_slow_loop(found, most):
-    """Of equal documents one stays: the first, in train rather than in valid rather than in test."""
     hashes, told = found
     held_out = {"valid": 0.1, "test": 0.2, "seed": 3, "most": most}
     expected = np.full(len(told), -1)
@@ -86,23 +85,6 @@ def test_the_split_is_that_of_a_slow_loop(found, most):
     else:
         with pytest.raises(ValueError, match="too few to train, validate and test on"):
             assign(hashes, told, name="x", held_out=held_out)
-
-
-def test_the_split_is_the_documents_own(tmp_path):
-    """Neither its place in the source nor other documents decide it."""
-    texts = prose(1000)
-    first = split_up(made(tmp_path, as_train(texts)))
-    assert sorted(sum(first.values(), [])) == sorted(texts)
-    assert {split: len(each) for split, each in first.items()} == {"train": 700, "valid": 100, "test": 200}
-    places = [texts.index(text) for text in first["test"]]
-    assert places == sorted(places) and 400 < np.mean(places) < 600 and np.mean(np.diff(places) == 1) < 0.3
-    shuffled = random.Random(1).sample(texts, len(texts))
-    again = split_up(made(tmp_path, as_train([*shuffled, *texts[:50]])))
-    assert {split: set(each) for split, each in again.items()} == {s: set(each) for s, each in first.items()}
-    more = split_up(made(tmp_path, as_train([*texts, "one more"])))
-    assert len(set(more["test"]) ^ set(first["test"])) <= 2
-    other = split_up(made(tmp_path, as_train(texts), held_out={**HELD_OUT, "seed": 1}))
-    assert len(other["test"]) == 200 and len(set(other["test"]) & set(first["test"])) < 80
 
 
 def test_copies_are_left_out_and_counted_and_text_that_is_no_unicode_is_mended(tmp_path):

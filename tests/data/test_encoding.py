@@ -55,7 +55,6 @@ def test_what_is_marked_is_the_answer_and_its_end(tokenizer, seq2seq):
 
 
 def test_a_row_has_one_beginning_and_one_end(tokenizer):
-    """Also where a text spells out special tokens."""
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     spelled = [replace(each, source=f"<s></s> {each.source}", text=(0, 3)) for each in some_examples(3)]
     for row in encoder(tokenizer).encode_all(some_examples(20) + spelled):
@@ -79,7 +78,6 @@ def test_a_cut_example_keeps_its_question_and_its_whole_answer(tokenizer, trunca
 
 
 def test_released_code_cuts_the_question_itself(tokenizer):
-    """And no answer changes what is cut."""
     (example,) = some_examples(1, words=(60, 60))
     row = encoder(tokenizer, length=70, truncate="released").encode(example)
     assert len(row.ids) <= 70 and "Answer:" not in plain(tokenizer, row.ids)
@@ -89,7 +87,6 @@ def test_released_code_cuts_the_question_itself(tokenizer):
 
 @pytest.mark.parametrize("scored_turns", ["all", "last"])
 def test_the_assistant_alone_is_marked_in_a_chat(chatting, scored_turns):
-    """Marks that are derived are those of a template that has its own."""
     example, made = chat(), encoder(chatting, scored_turns=scored_turns, length=4000)
     row = made.encode(example)
     answers = [content for role, content in example.turns if role == "assistant"]
@@ -123,7 +120,6 @@ def test_a_long_chat_loses_its_oldest_exchanges_and_ends_in_its_answer(chatting)
 
 
 def test_tokens_that_run_into_each_other_are_told_apart(monkeypatch):
-    """A tokenizer that joins the question's end with the answer: both are tokenised for themselves."""
     tokenizer = STYLES["opened"]()
     (example,) = some_examples(1)
     joined = Encoder.together

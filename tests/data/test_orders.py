@@ -67,9 +67,6 @@ def test_what_is_not_an_order_and_names_that_the_scores_need_are_refused():
             resolved("similar_tree_swapped", names=names, orders=None)
 
 
-# --- by similarity
-
-
 GROUPS = ["aa", "bb", "cc", "dd"]
 PLANTED = sorted(f"{group}.{number}" for number in range(5) for group in GROUPS)
 
@@ -142,9 +139,6 @@ def test_means_are_centred_before_their_cosines_and_names_sorted():
     assert arrange_domains("dissimilar", same) == ["a", "b"] and same.matrix.tolist() == [[0, 0], [0, 0]]
 
 
-# --- texts as vectors
-
-
 def sampled(folder, texts, *, most, form="text", name="a"):
     return list(sample_documents(written(folder, texts), name, form=form, most=most))
 
@@ -162,7 +156,6 @@ def test_a_sample_is_drawn_by_key_from_the_training_documents_a_few_at_a_time_an
 
 
 def test_words_of_any_alphabet_weigh_by_their_counts_and_by_how_few_documents_have_them():
-    """The definition, in words: no hashes."""
     texts = {"law": ["the court court rules", "the act"], "food": ["the warm bread", "bread basil bread the"]}
     found = embed_by_words({name: [each] for name, each in texts.items()})
     documents = [document.split() for each in texts.values() for document in each]
@@ -180,7 +173,6 @@ def test_words_of_any_alphabet_weigh_by_their_counts_and_by_how_few_documents_ha
 
 
 def test_static_means_rows_of_a_table_without_importing_the_package(tmp_path, monkeypatch):
-    """A package laid out as the published one: a table of half-precision numbers, and a tokenizer."""
     from safetensors.numpy import save_file
 
     place, tokenizer = tmp_path / "wordllama", framed().backend_tokenizer

@@ -5,9 +5,7 @@ import itertools
 import random
 import threading
 import time
-import tracemalloc
 from multiprocessing import active_children
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -25,7 +23,7 @@ from cpt.data.sampler import stack_rows
 from cpt.data.tokenize import TokenizeBatch, to_json
 from cpt.models.objectives import Causal
 from tests.support import data_fixtures as made
-from tests.support.data_fixtures import HELD_OUT, OF_TEXT, pack, prose, rows_by_hand, written
+from tests.support.data_fixtures import pack, prose, rows_by_hand, written
 from tests.support.killing import KilledError
 from tests.support.processes import heeds_signals
 
@@ -53,7 +51,6 @@ def ids_of(tokenizer, tokens):
 
 @pytest.mark.parametrize("style", STYLES)
 def test_no_token_is_lost_doubled_or_moved(tmp_path, tokenizers, monkeypatch, style):
-    """Special tokens that a text spells out stay text; a tokenizer's JSON gives the same ids."""
     monkeypatch.setattr(corpus, "BATCH", 5)
     tokenizer, texts = tokenizers[style], [*prose(43), *TRICKY, "ba"]
     (before, after, appended), documents = STYLES[style], []
@@ -117,41 +114,6 @@ def test_a_text_is_tokenised_once_for_what_its_tokenizer_gives(tmp_path, tokeniz
     assert tokenizer_digest(changed) == digests["framed"]
     changed.add_tokens(["new"])
     assert tokenizer_digest(changed) != digests["framed"]
-
-
-@pytest.mark.slow
-def test_memory_does_not_grow_with_the_text(tmp_path):
-    """18 MB of documents of 60 kB, a token for four bytes: what Python, NumPy and Arrow hold at once."""
-
-    class Fake:
-        eos_token_id, sep_token_id, all_special_ids, pad_token_id, vocab_size = 7, None, [7], None, 200
-
-        def __call__(self, texts, **options):
-            if isinstance(texts, str):
-                return {"input_ids": [1]}
-            return {"input_ids": [(np.frombuffer(each.encode(), np.int32) % 200).tolist() for each in texts]}
-
-    text = " ".join(prose(1000))[:59_000]
-    documents = (("train", f"{number} {text}".ljust(60_000)) for number in range(300))
-    source = SimpleNamespace(**OF_TEXT, held_out=HELD_OUT, fingerprint=lambda name: 0)
-    source.read, how = lambda name: documents, {"length": 64, "name": "a", "tokenizer_digest": "fake"}
-    usual, pool = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
-    pa.set_memory_pool(pool)
-    tracemalloc.start()
-    try:
-        read = corpus.make_corpus(source, "a", cache=tmp_path)
-        assert pool.max_memory() < 3e6
-        found = packing.pack(read, "train", tokenizer=Fake(), cache=tmp_path, **how)
-        for start in range(0, len(found), 100):
-            found.ids(np.arange(start, min(start + 100, len(found))))
-        peak = tracemalloc.get_traced_memory()[1] + pool.max_memory()
-    finally:
-        tracemalloc.stop()
-        pa.set_memory_pool(usual)
-    assert len(found) * 64 * 8 > 20e6 and peak < 11e6  # bytes of ids and documents
-
-
-# --- how documents fill rows
 
 
 LENGTH, SPECIAL = 16, (0, 1)
@@ -276,9 +238,6 @@ def test_every_balanced_domain_has_the_tokens_of_the_smallest_but_for_a_row():
     assert list(chosen.row_lengths) == (chosen.document_of(np.arange(len(chosen))) >= 0).sum(1).tolist()
 
 
-# --- shards, processes, kills
-
-
 @pytest.fixture
 def small_shards(monkeypatch):
     """A few documents each."""
@@ -297,8 +256,6 @@ def packed_by(folder, tokenizer, *, workers=1):
 
 @pytest.mark.slow
 def test_rows_do_not_depend_on_how_many_make_them(tmp_path, tokenizers, small_shards, monkeypatch):
-    """A tokenizer with code of its own is called in this process."""
-
     class Own(PreTrainedTokenizerFast):
         def _encode_plus(self, *arguments, **options):
             return super()._encode_plus(*arguments, **options)

@@ -92,7 +92,6 @@ def test_an_epoch_is_every_row_once_in_an_order_and_with_masks_of_the_epoch_the_
 @pytest.mark.parametrize("names", ["a", "abc"])
 @pytest.mark.parametrize("accumulate, world", [(1, 2), (2, 1), (3, 4)])
 def test_processes_and_parts_share_out_the_same_batch(objective, accumulate, world, names):
-    """The weights make the mean over all scored tokens: Lightning takes that over processes and parts."""
     how, pieces = {"steps": [3, 2, 4][: len(names)], "objective": objective}, accumulate * world
     whole = stream(names, **how)
     ranks = [stream(names, **how, accumulate=accumulate, world=world, rank=rank) for rank in range(world)]
@@ -169,7 +168,6 @@ def test_each_scored_token_has_its_document(objective):
 
 
 def test_processes_that_go_together_are_at_one_text_and_none_is_left_over(objective):
-    """Idle batches fill each text up; what is scored is what it was."""
     rows = {name: np.arange(len(TEXTS[name])) for name in "abc"}
     how = {"objective": objective, "batch_size": 8}
     alone, together = subset(TEXTS, rows, **how), subset(TEXTS, rows, **how, together=3)
@@ -196,9 +194,6 @@ def test_places_targets_and_rows_are_those_of_the_labels_and_a_row_is_a_batch():
         alone = label_batch(ids[own], labels[own], present[own])
         alone.setdefault("attention_mask", torch.ones(1, 4, dtype=torch.long))
         assert equal([one], [alone])
-
-
-# --- the loaders that a Trainer and a method ask for
 
 
 DOMAINS = [Domain("a", 0, ("a",)), Domain("b", 1, ("b",)), Domain("c", 2, ("c",))]
@@ -229,7 +224,6 @@ def whole(*batches):
 
 
 def test_samples_and_masks_stay_what_they_were_in_earlier_versions():
-    """A run that goes on, and one that is compared with an older one, meets the same samples."""
     made, joint = sequence(), sequence(domains=JOINT)
     loaders = [made.train_dataloader(), made.val_dataloader(), made.probe(), joint.train_dataloader()]
     first = [next(iter(loader)) for loader in loaders]
@@ -326,9 +320,6 @@ def test_a_budget_in_steps_is_exactly_one_of_steps_epochs_and_tokens():
             budget(**given)
 
 
-# --- replay: an oracle that walks through the stage, with decks of cards
-
-
 BATCH = 8
 
 
@@ -395,7 +386,6 @@ MIXTURES = [
 
 @pytest.mark.parametrize("mixture", MIXTURES, ids=str)
 def test_the_rows_are_those_of_the_oracle(mixture):
-    """The new samples are those of the same stream without replay, displaced or not; each says its domain."""
     for past, seed, stage in (("abc", 0, "now"), ("b", 3, "later"), ("", 1, "now")):
         made = replayed(mixture, past=past, steps=[40], seed=seed, stage=stage)
         general = {"general": SIZES["general"]} if mixture.general else {}
@@ -409,7 +399,6 @@ def test_the_rows_are_those_of_the_oracle(mixture):
 
 
 def test_the_masks_of_a_draw_are_those_of_its_number_and_replayed_rows_stand_everywhere():
-    """Otherwise one process would learn the past and another the present."""
     made = replayed(replay(past=0.5), past="a", steps=[12], objective=MASKED, seed=4, stage="later")
     for number in range(12):
         parts, rows, keys = made.samples(number)

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from cpt.core.randomness import sample_keys
 from cpt.data.collate import Rows, Sharing
-from cpt.models.block_attention import block_masks, try_isolation
+from cpt.models.block_attention import try_isolation
 from cpt.models.objectives import Causal, CausalAnswers, Masked
 
 PADDED = CausalAnswers(Causal(), pad=1)
@@ -47,9 +47,6 @@ def model_of(kind, kernel=None, **sizes):
     return model
 
 
-# --- samples
-
-
 def batch_of(objective, *, changed=None):
     """Samples whose last third is their answer, every fourth of raw text; all ids of one may be changed."""
     ids = np.random.default_rng(0).integers(5, 300, (len(LENGTHS), LENGTHS.max()))
@@ -68,7 +65,6 @@ def batch_of(objective, *, changed=None):
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("kind", DECODERS)
 def test_no_bit_of_a_sample_depends_on_another_and_its_gradients_are_the_padded_ones(kind, kernel, sharing):
-    """Every logit and hidden state, whichever of the others is changed."""
     model, one, found = model_of(kind, kernel).eval(), batch_of(sharing), []
     with torch.no_grad():
         logits, hidden = sharing.outputs(model, one)
@@ -88,9 +84,6 @@ def test_no_bit_of_a_sample_depends_on_another_and_its_gradients_are_the_padded_
     assert len(nll) == len(shared_nll) and float(gradient.norm()) > 0.1
     torch.testing.assert_close(shared_nll, nll, rtol=1e-5, atol=1e-6)
     assert float((gradient - shared_gradient).norm() / gradient.norm()) < 1e-6
-
-
-# --- documents
 
 
 DOCUMENTS = (9, 30, 1, 18, 2)  # lengths in a row; the second row has them in another order
@@ -154,18 +147,6 @@ def test_losses_and_gradients_are_those_of_documents_in_rows_of_their_own(kind):
     (one, own), (other, again) = found
     assert float((one - other).abs().max() / other.abs().max()) < 1e-5
     assert float((own - again).norm() / again.norm()) < 1e-12
-
-
-def test_a_window_stays_within_its_document():
-    masks = block_masks(model_of("modernbert"), torch.tensor([[0] * 12 + [1] * 4]))
-    assert set(masks) == {"full_attention", "sliding_attention"}
-    full, near = masks["full_attention"][0, 0], masks["sliding_attention"][0, 0]
-    assert full[0].tolist() == [True] * 12 + [False] * 4
-    assert near[0].tolist() == [True] * 5 + [False] * 11  # 4 to each side
-    assert near[13].tolist() == [False] * 12 + [True] * 4
-
-
-# --- what cannot
 
 
 NEW = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 300}

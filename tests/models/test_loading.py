@@ -96,9 +96,6 @@ def test_a_checkpoint_of_t5_gives_its_own_logits(form, with_sentinels, tmp_path)
     assert (objective.pad, objective.end, objective.start, len(objective.sentinels)) == (0, 1, 0, 100)
 
 
-# --- a model that grows is the same function, and one that others can load
-
-
 NOISE = 0.5
 MODES = {
     "neurons": lambda model: growth.grow_neurons(model, 20, noise=NOISE),
@@ -132,7 +129,6 @@ def outputs(model: nn.Module) -> Tensor:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(("name", "mode"), EXACT)
 def test_the_function_stays(name, mode, tied, tmp_path):
-    """And others load what has grown."""
     for dtype, apart in ((torch.float32, 1e-5), (torch.float64, 1e-10)):
         model = build(name, tie_word_embeddings=tied).to(dtype)
         before, size = outputs(model), model.num_parameters()
@@ -149,7 +145,6 @@ def test_the_function_stays(name, mode, tied, tmp_path):
 
 
 def test_copies_get_gradients_of_their_own():
-    """With equal shares they would learn the same for ever."""
     for noise, parted in ((0.0, False), (NOISE, True)):
         model = build("llama")
         torch.manual_seed(0)
@@ -175,9 +170,6 @@ def test_every_other_family_grows_or_is_refused(name):
         assert (outputs(model) - before).abs().max() < 1e-5 or mode in ("layers", "all")
 
 
-# --- a tokenizer with more entries than the embedding has rows
-
-
 ADDED = ["contract", "pasta", "section"]
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 T5 = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2}
@@ -193,8 +185,6 @@ CONFIGS = {
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_head_stays_tied_or_untied(kind, tmp_path):
-    """Rows are added to embedding and head, the same ones each time. transformers 5 says of every T5 that it
-    is tied, and ties what it resizes."""
     objective, sizes = CONFIGS[kind]
     size = 400 if objective == "span" else 300
     words = train_tokenizer(iter(TEXTS), vocabulary=size, objective=objective)

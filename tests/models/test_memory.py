@@ -8,25 +8,21 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from cpt.models.memory import LEVELS_16, EvenHead, draw_quickly, drops_attention, even_head
 
+AUTO = {"gpt2": AutoModelForCausalLM, "roberta": AutoModelForMaskedLM}
 SIZES = {
-    "gpt2": (AutoModelForCausalLM, {"n_embd": 16, "n_layer": 1, "n_head": 2}),
-    "roberta": (
-        AutoModelForMaskedLM,
-        {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
-    ),
+    "gpt2": {"n_embd": 16, "n_layer": 1, "n_head": 2},
+    "roberta": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
 }
 
 
 def model_of(kind: str, entries: int) -> nn.Module:
-    auto, sizes = SIZES[kind]
     torch.manual_seed(0)
-    return auto.from_config(AutoConfig.for_model(kind, vocab_size=entries, **sizes)).double()
+    return AUTO[kind].from_config(AutoConfig.for_model(kind, vocab_size=entries, **SIZES[kind])).double()
 
 
 @pytest.mark.parametrize("entries", [257, 260])
 @pytest.mark.parametrize("kind", SIZES)
 def test_logits_and_gradients_are_those_of_the_plain_head(kind, entries, monkeypatch):
-    """Heads are computed as on a GPU in 16 bits."""
     monkeypatch.setattr(EvenHead, "forward", EvenHead.padded)
     plain, even = (model_of(kind, entries) for _ in range(2))
     even_head(even)
@@ -80,20 +76,17 @@ def test_a_seed_gives_a_mask_and_modules_draw_so_while_it_lasts_and_only_then():
         assert functional.dropout is plain
 
 
-@pytest.mark.parametrize(
-    ("kind", "given", "attention"),
-    [
-        ("roberta", {}, True),
-        ("roberta", {"attention_probs_dropout_prob": 0.0}, False),
-        ("gpt2", {}, True),
-        ("gpt2", {"attn_pdrop": 0.0}, False),
-        ("t5", {}, True),
-        ("modernbert", {}, False),
-        ("llama", {"attention_dropout": 0.1}, True),
-        ("opt", {}, False),  # dropout=0.1, attention_dropout=0
-        ("distilbert", {"dropout": 0.0, "attention_dropout": 0.1}, True),
-    ],
-)
-def test_what_a_configuration_says_of_dropout(kind, given, attention):
-    config = AutoConfig.for_model(kind, **given)
-    assert drops_attention(config) == attention
+DROPS = [
+    ("roberta", {}, True),
+    ("roberta", {"attention_probs_dropout_prob": 0.0}, False),
+    ("gpt2", {"attn_pdrop": 0.0}, False),
+    ("t5", {}, True),
+    ("llama", {"attention_dropout": 0.1}, True),
+    ("opt", {}, False),  # dropout=0.1, attention_dropout=0
+    ("distilbert", {"dropout": 0.0, "attention_dropout": 0.1}, True),
+]
+
+
+def test_what_a_configuration_says_of_dropout():
+    for kind, given, attention in DROPS:
+        assert drops_attention(AutoConfig.for_model(kind, **given)) == attention

@@ -99,9 +99,6 @@ def test_causal_labels_are_the_tokens_that_follow():
     assert objective.scored(sizes).tolist() == [len(each) for each in scored_places(batch)]
 
 
-# --- answers
-
-
 ANSWERS = CausalAnswers(Causal(), pad=1)
 TWO_STACKS = Seq2SeqAnswers(Causal(), pad=1, start=1)
 
@@ -192,7 +189,6 @@ def test_two_stacks_read_the_question_and_write_the_answer(t5, answered):
 
 
 def test_span_corruption_beside_answers_is_each_as_it_is_alone(t5):
-    """Examples and raw text in turn; what is hidden is put back, and a question stays."""
     raw = Span(rate=0.3, mean=2, sentinels=list(range(329, 300, -1)), end=2, pad=1, start=1)
     both, lengths = Seq2SeqAnswers(raw, pad=1, start=1), np.array([20, 9, 14, 25, 17, 6])
     ids = np.random.default_rng(0).integers(5, 300, (6, 25))
@@ -235,9 +231,6 @@ def test_splitting_a_batch_changes_no_gradient(model, answered, accumulate, worl
         return total
 
     torch.testing.assert_close(gradient(accumulate, world), gradient(1, 1), rtol=1e-5, atol=1e-6)
-
-
-# --- spans
 
 
 END, PAD, SENTINELS = 2, 1, list(range(329, 229, -1))

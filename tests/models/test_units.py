@@ -138,7 +138,6 @@ def loss(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_gates_shut_what_zeroed_weights_shut(name):
-    """The out map's columns, or the down map's rows and bias, zeroed by their place in the model."""
     model = build(name)
     groups, inputs = find_units(model, ["heads", "neurons", "outputs"]), inputs_of(model)
     heads, others = (
@@ -201,8 +200,6 @@ def test_gates_of_samples_are_apart_and_open_ones_change_no_bit(name):
 
 @pytest.mark.parametrize("name", FUSED)
 def test_segments_are_what_the_model_uses_as_q_k_v(name):
-    """In the last block, a loss at the last position asks no earlier query, but their keys and values; over a
-    single position all attention is 1, so that only its value counts."""
     model = shared_model(name)
     fused = [p for p in projections(model) if len(p.segments) == 3][-1]
     ids = inputs_of(model)["input_ids"]
@@ -226,22 +223,6 @@ def test_segments_are_what_the_model_uses_as_q_k_v(name):
     assert max(query.abs().max(), key.abs().max()) < 1e-12 and (value != 0).any(0).all()
 
 
-@pytest.mark.parametrize("name", ["phi3", "modernbert"])
-def test_segments_of_a_fused_gate_are_its_halves(name):
-    """Without the one half the other does nothing, so the feed-forward gives zeros."""
-    model = build(name)
-    fused = next(p for p in projections(model) if len(p.segments) == 2)
-    block = next(module for key, module in model.named_modules() if fused.name.startswith(f"{key}.mlp."))
-    x = torch.randn(2, 3, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    for segment in fused.segments:
-        saved = fused.module.weight.detach().clone()
-        with torch.no_grad():
-            fused.module.weight[segment] = 0
-            assert not block.mlp(x).any()
-            fused.module.weight.copy_(saved)
-            assert block.mlp(x).any()
-
-
 def test_a_norm_over_all_heads_can_not_be_separated():
     model = CAUSAL.from_config(configured("olmo2", SIZES))
     with pytest.raises(ValueError, match=r"heads can not be separated: .*q_norm normalises 32"):
@@ -251,7 +232,6 @@ def test_a_norm_over_all_heads_can_not_be_separated():
 
 
 def test_tied_tables_of_encoder_and_decoder_are_gated_once_each():
-    """What is looked up in either is gated, and the weight that they share has one factor."""
     for name in ("bart", "t5"):
         model = build(name, tie_word_embeddings=True)
         (group,) = find_units(model, ["tokens"])

@@ -19,7 +19,6 @@ def values_of(model):
 
 
 def test_the_pull_is_the_weighted_sum_of_squares_of_what_is_trained():
-    """1/2 sum_i w_i (p_i - a_i)^2, number by number."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     anchors, weights = ({n: torch.randn_like(p) for n, p in model.named_parameters()} for _ in range(2))
     weights = {name: each.abs() for name, each in weights.items()}

@@ -2,7 +2,6 @@
 
 import importlib
 import sys
-import sysconfig
 import warnings
 
 import pytest
@@ -13,10 +12,6 @@ NUMPYDOC = r"""Return the shortest path between two nodes
     of a graph that may be `directed`; see :func:`~networkx.algorithms.bfs` and
     :class:`the graph class <networkx.Graph>` for the *structures* that ``G[u]`` walks over [2]_.
 
-    .. math::
-
-       d(u, v) = \min_{w} \left( d(u, w) + 1 \right)
-
     .. versionchanged:: 3.2
        Negative weights are refused because the heap would return wrong paths for them.
 
@@ -24,9 +19,6 @@ NUMPYDOC = r"""Return the shortest path between two nodes
     ----------
     G : NetworkX graph that holds all of the nodes, edges and attributes of it
         The graph in which the path is searched, its edges may carry weights.
-    source, target : node, optional
-        Ends of the path. They must both be in the graph
-        or an error is raised.
     *args : tuple
         too short
 
@@ -43,10 +35,6 @@ NUMPYDOC = r"""Return the shortest path between two nodes
     For the path graph there is only one possible answer to give:
     >>> for node in shortest_path(nx.path_graph(4), 0, 3): print(node in the_graph)
     The output of this example is printed on one line.
-
-    See Also
-    --------
-    has_path : Return True if there is a path between the two nodes of the graph.
 
     References
     ----------
@@ -70,7 +58,6 @@ def test_numpydoc_keeps_the_sentences_and_nothing_else():
         "class for the structures that G[u] walks over [2].",
         "Negative weights are refused because the heap would return wrong paths for them.",
         "The graph in which the path is searched, its edges may carry weights.",
-        "Ends of the path. They must both be in the graph or an error is raised.",
         "Here alpha <= R bounds all of the things and so it goes on.",
         "The second of them is on one line.",
         "For the path graph there is only one possible answer to give:",
@@ -121,10 +108,3 @@ def test_documents_are_read_without_importing_and_hold_each_paragraph_once(tmp_p
     for name in ("no_such_package", "os.path", "sys"):
         with pytest.raises(ValueError, match=f"{name!r}.*installed package"):
             list(documents([name]))
-
-
-def test_stdlib_has_its_modules_and_the_language_reference_but_not_what_is_installed():
-    root = sysconfig.get_paths()["stdlib"]
-    names = [path.relative_to(root).as_posix() for path in modules("stdlib")]
-    assert {"ast.py", "json/decoder.py", "pydoc_data/topics.py"} <= set(names)
-    assert not {"site-packages", "dist-packages", "test", "idlelib"} & {name.split("/")[0] for name in names}

@@ -206,9 +206,6 @@ def test_a_broken_file_is_named_on_one_line(tmp_path, name):
     assert len(read(tmp_path, document="line")) == 18
 
 
-# --- which domains there are
-
-
 def test_a_sub_folder_with_text_is_a_domain(tmp_path):
     for name in ("zoo", "b.c", "1", "ä b", "general", ".git", "data"):
         put(tmp_path / name / "train.txt", "One.\n")
@@ -314,9 +311,6 @@ def test_the_fingerprint_is_that_of_the_files(tmp_path):
     assert look() == 6
 
 
-# --- data sets
-
-
 @pytest.fixture
 def dataset(tmp_path, monkeypatch):
     """A local data set in three splits, as datasets.load_dataset takes it."""
@@ -387,9 +381,6 @@ def test_what_a_data_set_cannot_give_is_told_on_one_line(dataset):
             hub(entry)
     with pytest.raises(ValueError, match="general=wiki"):
         hub({"path": "x"}, general="wiki")
-
-
-# --- names of M2D2, patterns, configured sources
 
 
 def test_names_are_of_a_coarse_domain_and_of_a_fine_one():

@@ -94,7 +94,6 @@ def examples(source, name, cache, split="train"):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_is_read(source, tmp_path, layout):
-    """What is tuned on is of train; the files of the development split are not read."""
     write(tmp_path, layout)
     made = source(f"domains.format={layout}")
     (name,) = made.names
