@@ -157,6 +157,7 @@ def test_raw_text_beside_examples_keeps_its_own_objective(model, answered):
     text = rows_by_hand(4, length=30, last=7, seed=1)
     mixed = rows_of(text, answered(), count=4)
     batch, places = ANSWERS.batch(mixed)
+    assert mixed.ids.shape[1] > 30 and (mixed.ids[::2, 30:] == text.pad).all()
     own = batch["rows"] % 2 == 0
     raw, raw_places = Causal().batch(rows_of(text, count=4))
     torch.testing.assert_close(ANSWERS.nll(model, batch)[own], Causal().nll(model, raw))
