@@ -1,46 +1,35 @@
 """Feed-forward networks that are mixtures against sums over experts written out, tiny, in float64."""
 
 from copy import deepcopy
-from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from cpt.adapters.domain_store import Scope
-from cpt.adapters.experts import attach_mixtures, mixtures_of, with_newest, working
+from cpt.adapters.experts import attach_mixtures, mixtures_of, working
 from cpt.models.units import blocks
 from tests.models.test_units import build, inputs_of
 
 FFN = {  # how a block computes its FFN of x
     "roberta": lambda block, x: block.output.dense(block.intermediate(x)),
-    "modernbert": lambda block, x: block.mlp(x),
-    "gpt2": lambda block, x: block.mlp(x),
-    "llama": lambda block, x: block.mlp(x),
-    "phi3": lambda block, x: block.mlp(x),
+    **dict.fromkeys(("modernbert", "gpt2", "llama", "phi3"), lambda block, x: block.mlp(x)),
     "opt": lambda block, x: block.fc2(block.activation_fn(block.fc1(x))),
-    "t5": lambda block, x: block.layer[-1].DenseReluDense(x),
-    "t5-gated": lambda block, x: block.layer[-1].DenseReluDense(x),
+    **dict.fromkeys(("t5", "t5-gated"), lambda block, x: block.layer[-1].DenseReluDense(x)),
 }
-GROUPS = (2, 1)  # experts beside the model's own
 
 
-def names_of(model) -> list[str]:
-    return [name for name, _ in blocks(model)]
-
-
-def mixed(name: str, *, top_k: int = 2, groups=GROUPS):
-    """A model all of whose FFNs are mixtures of drawn experts, and plain copies of its blocks."""
+@torch.no_grad()
+def mixed(name: str, *, top_k: int = 2, groups=(2, 1)):
+    """A model whose FFNs are mixtures of drawn experts beside its own, and plain copies of its blocks."""
     model = build(name)
     plain = deepcopy(dict(blocks(model)))
-    attach_mixtures(model, blocks=names_of(model), top_k=top_k)
+    attach_mixtures(model, blocks=list(plain), top_k=top_k)
     torch.manual_seed(3)
     for mixture in mixtures_of(model).values():
         for count in groups:
             mixture.grow(count)
-        with torch.no_grad():
-            for parameter in mixture.groups.parameters():
-                parameter.normal_(std=0.2)
+        for parameter in mixture.groups.parameters():
+            parameter.normal_(std=0.2)
     return model.eval(), plain
 
 
@@ -53,34 +42,23 @@ def with_expert(plain: nn.Module, block: str, mixture, number: int) -> nn.Module
     return copy
 
 
-def watch_ffns(model) -> dict[str, dict]:
-    """What goes into and comes out of each FFN, by block."""
-    noted: dict[str, dict] = {}
-    for name, mixture in mixtures_of(model).items():
-        block = name.removesuffix(".mixture")
-        own = noted.setdefault(block, {})
-        first, last = mixture.own[0].module, mixture.own[-1].module
-        first.register_forward_pre_hook(lambda m, args, own=own: own.update(x=args[0]), prepend=True)
-        last.register_forward_hook(lambda m, args, output, own=own: own.update(y=output))
-    return noted
-
-
 @pytest.mark.parametrize("top_k", [1, 2, 9])
 @pytest.mark.parametrize("name", FFN)
+@torch.no_grad()
 def test_each_token_is_the_sum_of_its_experts_by_their_gates(name, top_k):
-    """Masked, causal, encoder and decoder; fused and gated maps, and those that see no samples (OPT)."""
-    model, plain = mixed(name, top_k=top_k)
-    noted = watch_ffns(model)
-    with torch.no_grad():
-        model(**inputs_of(model))
+    (model, plain), noted = mixed(name, top_k=top_k), {}
+    for path, mixture in mixtures_of(model).items():
+        own, first, last = noted.setdefault(path, {}), mixture.own[0].module, mixture.own[-1].module
+        first.register_forward_pre_hook(lambda m, args, own=own: own.update(x=args[0]), prepend=True)
+        last.register_forward_hook(lambda m, args, output, own=own: own.update(y=output))
+    model(**inputs_of(model))
     for path, mixture in mixtures_of(model).items():
         block = path.removesuffix(".mixture")
-        x, y = (noted[block][key].flatten(0, -2) for key in "xy")
+        x, y = (noted[path][key].flatten(0, -2) for key in "xy")
         rows = torch.cat([torch.zeros_like(x[:1]), *(group.router for group in mixture.groups)])
         z = x @ rows.T
-        with torch.no_grad():
-            copies = [with_expert(plain[block], block, mixture, e) for e in range(len(rows))]
-            each = torch.stack([FFN[name](copy, x) for copy in copies], dim=1)
+        copies = [with_expert(plain[block], block, mixture, e) for e in range(len(rows))]
+        each = torch.stack([FFN[name](copy, x) for copy in copies], dim=1)
         kept = z.sort(dim=1, descending=True).indices[:, :top_k]
         for token, experts in enumerate(kept):
             gates = z[token, experts].softmax(0)
@@ -90,40 +68,38 @@ def test_each_token_is_the_sum_of_its_experts_by_their_gates(name, top_k):
 
 
 @pytest.mark.parametrize("name", FFN)
+@torch.no_grad()
 def test_one_expert_is_the_model_bit_for_bit(name):
     model = build(name)
     inputs = inputs_of(model)
-    with torch.no_grad():
-        expected = model(**inputs).logits
-        attach_mixtures(model, blocks=names_of(model), top_k=2)
-        assert torch.equal(model(**inputs).logits, expected)
-        grown, _ = mixed(name)
-        assert not torch.allclose(grown(**inputs).logits, expected)
-        with working(grown, -1):
-            assert torch.equal(grown(**inputs).logits, expected)
-        with working(grown, 0, before=True):
+    expected = model(**inputs).logits
+    alone, _ = mixed(name, groups=())
+    assert torch.equal(alone(**inputs).logits, expected)
+    grown, _ = mixed(name)
+    assert not torch.allclose(grown(**inputs).logits, expected)
+    for group, how in ((-1, {}), (0, {"before": True})):
+        with working(grown, group, **how):
             assert torch.equal(grown(**inputs).logits, expected)
 
 
 @pytest.mark.parametrize("name", ["roberta", "gpt2", "t5-gated"])
 @pytest.mark.parametrize("source", [-1, 0, 1])
+@torch.no_grad()
 def test_right_after_growth_the_function_is_the_old_one(name, source):
-    """Whatever the new experts are copies of; once they are open, it need not be."""
     model, _ = mixed(name)
     inputs = inputs_of(model)
-    with torch.no_grad():
-        expected = model(**inputs).logits
-        for mixture in mixtures_of(model).values():
-            mixture.grow(2)
-            mixture.groups[-1].router.mul_(50)
-            mixture.copy(source)
-            mixture.opening = 0.0
+    expected = model(**inputs).logits
+    for mixture in mixtures_of(model).values():
+        mixture.grow(2)
+        mixture.groups[-1].router.mul_(50)
+        mixture.copy(source)
+        mixture.opening = 0.0
+    assert (model(**inputs).logits - expected).abs().max() < 1e-6
+    with working(model, 2, before=True):
         assert (model(**inputs).logits - expected).abs().max() < 1e-6
-        with working(model, 2, before=True):
-            assert (model(**inputs).logits - expected).abs().max() < 1e-6
-        for mixture in mixtures_of(model).values():
-            mixture.opening = 1.0
-        assert (model(**inputs).logits - expected).abs().max() > 1e-3
+    for mixture in mixtures_of(model).values():
+        mixture.opening = 1.0
+    assert (model(**inputs).logits - expected).abs().max() > 1e-3
 
 
 def test_new_experts_are_copies_of_those_of_a_group():
@@ -140,15 +116,14 @@ def test_new_experts_are_copies_of_those_of_a_group():
     assert [list(mixture.members(group)) for group in (-1, 0, 1, 2)] == [[0], [1, 2], [3], [4, 5]]
 
 
+@torch.no_grad()
 def test_what_is_noted_of_a_pass_is_of_text_alone():
-    """First choices, gates whose sum is 1, softmax over all experts; encoder and decoder apart."""
     model, _ = mixed("t5")
     inputs = inputs_of(model)
     mask = torch.ones_like(inputs["input_ids"])
     mask[1, 4:] = 0
     inputs["decoder_input_ids"][2, 3:] = model.config.pad_token_id
-    with torch.no_grad():
-        model(**inputs, attention_mask=mask)
+    model(**inputs, attention_mask=mask)
     text = {"encoder": int(mask.sum()), "decoder": int((inputs["decoder_input_ids"] != 0).sum())}
     assert text["encoder"] != text["decoder"]
     for name, mixture in mixtures_of(model).items():
@@ -158,24 +133,3 @@ def test_what_is_noted_of_a_pass_is_of_text_alone():
         assert (passed.gates[:, 0] >= passed.gates[:, 1]).all()
         assert int(passed.firsts.sum()) == tokens and float(passed.taken.sum()) == pytest.approx(tokens)
         assert torch.equal(passed.probabilities.argmax(1), passed.chosen[:, 0])
-
-
-def test_what_masks_see_of_experts_are_the_outputs_on_text():
-    model, _ = mixed("roberta")
-    inputs, rows = inputs_of(model), {}
-    mask = torch.ones_like(inputs["input_ids"])
-    mask[0, 5:] = 0
-
-    def note(name, module, args, output):
-        rows[name] = output.shape
-
-    maps = with_newest(model, Scope((), ())).maps
-    assert [model.get_submodule(each.name) for each in maps] == [each.module for each in maps]
-    for each in maps:
-        each.measured.register_forward_hook(partial(note, each.name))
-    with torch.no_grad():
-        model(**inputs, attention_mask=mask)
-    for name, mixture in mixtures_of(model).items():
-        chosen = int((mixture.passed.chosen == 3).sum())
-        own = {key: value for key, value in rows.items() if key.startswith(f"{name}.")}
-        assert len(own) == 2 and all(shape[-2] == chosen for shape in own.values())

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from cpt.adapters.bottleneck import Bottleneck
 from cpt.adapters.gates import (
@@ -17,53 +16,11 @@ from cpt.adapters.gates import (
 )
 from cpt.gradient_masks.hat import ClaimedUnits
 from cpt.models.units import find_units
-
-KINDS = ("heads", "neurons", "outputs")
-SIZES = {
-    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24,
-    "max_position_embeddings": 20, "vocab_size": 40, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-GPT2 = {
-    "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 20, "vocab_size": 40,
-    "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+from tests.models.test_units import build, inputs_of, logits
 
 
-def model_of(kind: str) -> nn.Module:
-    torch.manual_seed(0)
-    auto = AutoModelForMaskedLM if kind in ("bert", "modernbert") else AutoModelForCausalLM
-    sizes = GPT2 if kind == "gpt2" else SIZES | ({"num_key_value_heads": 2} if kind == "llama" else {})
-    model = auto.from_config(AutoConfig.for_model(kind, **sizes)).eval()
-    for parameter in model.parameters():
-        parameter.data.add_(0.1 * torch.randn_like(parameter))
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    return model
-
-
-def gated_model(kind: str, kinds=KINDS):
-    model = model_of(kind)
-    return model, attach_gates(model, find_units(model, kinds), s_max=400)
-
-
-def logits(model: nn.Module) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids=torch.arange(12).view(2, 6) + 3).logits
-
-
-@pytest.fixture(params=["bert", "gpt2", "llama"])
-def kind(request):
-    return request.param
-
-
-def test_s_rises_over_the_steps():
-    assert [anneal(p, s_max=400) for p in (0, 0.5, 1)] == pytest.approx([0.0025, 200.00125, 400])
-
-
-@pytest.mark.parametrize("s", [1 / 400, 0.3, 1.0, 20.0, 400.0])
+@pytest.mark.parametrize("s", [1 / 400, 1.0, 400.0])
 def test_the_gradient_is_compensated_exactly(s):
-    """q s_max (cosh(s e) + 1) / (s (cosh(e) + 1)) in float64, and s_max sigmoid'(e) where q has vanished."""
     e = torch.linspace(-6, 6, 25, dtype=torch.float64, requires_grad=True)
     weight = torch.linspace(1, 3, 25, dtype=torch.float64)
     [found] = torch.autograd.grad((soft(e, s, s_max=400) * weight).sum(), e)
@@ -77,50 +34,52 @@ def test_the_gradient_is_compensated_exactly(s):
 
 
 def test_the_regulariser_by_hand():
+    assert [anneal(p, s_max=400) for p in (0, 0.5, 1)] == pytest.approx([0.0025, 200.00125, 400])
     gates, taken = torch.tensor([1.0, 0.5, 0.25, 0.0]), torch.tensor([1.0, 0.0, 0.0, 0.0])
-    assert regulariser(gates, taken).item() == pytest.approx(0.25)
-    assert regulariser(taken, taken).item() == 0
-    assert regulariser(torch.ones(4), taken).item() == 1
-    assert regulariser(torch.ones(4), torch.ones(4)).item() == 0
+    cases = ((gates, taken, 0.25), (taken, taken, 0), (torch.ones(4), taken, 1), (torch.ones(4),) * 2 + (0,))
+    for own, others, expected in cases:
+        assert regulariser(own, others).item() == pytest.approx(expected)
 
 
 def test_a_gate_is_soft_in_training_and_hard_elsewhere():
     gate = Gate(3, s_max=400)
     gate.e.data.copy_(torch.tensor([-1.0, 0.1, 1.0]))
     x = torch.arange(12.0).view(2, 6)
-    assert torch.equal(gate(x), x * torch.tensor([0.0, 0, 1, 1, 1, 1]))
+    hard = x * torch.tensor([0.0, 0, 1, 1, 1, 1])
+    assert torch.equal(gate(x), hard)
     gate.s = 0.5
     expected = x * torch.sigmoid(torch.tensor([-0.5, 0.05, 0.5])).repeat_interleave(2)
     torch.testing.assert_close(gate(x), expected)
-    gate.eval()
-    assert torch.equal(gate(x), x * torch.tensor([0.0, 0, 1, 1, 1, 1]))
+    assert torch.equal(gate.eval()(x), hard)
 
 
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "llama"])
+@torch.no_grad()
 def test_folded_weights_need_no_gates(kind):
-    """The plain model with the folded weights; and the gated one, which they change no more."""
-    model, gates = gated_model(kind)
+    model, plain = build(kind).float(), build(kind).float()
+    inputs = inputs_of(model)
+    without = logits(model, inputs)
+    torch.manual_seed(0)
+    gates = attach_gates(model, find_units(model, ("heads", "neurons", "outputs")), s_max=400)
     chosen = gates.hard(dict(model.named_parameters()))
     assert 0 < chosen.sum() < len(chosen)
-    before, plain = logits(model), model_of(kind)
+    before, own = logits(model, inputs), set(plain.state_dict())
     gates.fold(chosen)
-    own = set(plain.state_dict())
     plain.load_state_dict({name: value for name, value in model.state_dict().items() if name in own})
-    assert torch.equal(logits(plain), before)
-    assert torch.equal(logits(model), before)
-    assert not torch.equal(logits(model_of(kind)), before)
+    assert torch.equal(logits(plain, inputs), before) and torch.equal(logits(model, inputs), before)
+    assert not torch.equal(without, before)
 
 
 def test_factors_between_two_groups_are_one_minus_the_minimum():
     down, up = nn.Linear(3, 2), nn.Linear(2, 3)
     taken = ClaimedUnits(bottleneck_units("a", down, up), acts_on="update")
     assert list(taken.factors()) == []
-    taken.update_max(torch.tensor([1.0, 0.25, 0.5, 0.0, 1.0]))
-    found = {id(p): factor.expand(p.shape) for p, factor in taken.factors()}
+    taken.update_max(torch.tensor([1.0, 0.25, 0.5, 0.0, 0.5]))
+    taken.update_max(torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0]))
+    found = {id(p): factor.expand(p.shape).tolist() for p, factor in taken.factors()}
     assert len(found) == 4
-    assert found[id(down.weight)].tolist() == [[0, 0, 0], [0.75, 0.75, 0.75]]
-    assert found[id(down.bias)].tolist() == [0, 0.75]
-    assert found[id(up.weight)].tolist() == [[0.5, 0.75], [1, 1], [0, 0.75]]
-    assert found[id(up.bias)].tolist() == [0.5, 1, 0]
+    assert found[id(down.weight)] == [[0, 0, 0], [0.75, 0.75, 0.75]] and found[id(down.bias)] == [0, 0.75]
+    assert found[id(up.weight)] == [[0.5, 0.75], [1, 1], [0, 0.75]] and found[id(up.bias)] == [0.5, 1, 0]
 
 
 def test_an_adapters_units():

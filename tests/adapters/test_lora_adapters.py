@@ -1,50 +1,32 @@
-"""LoRA on unmodified models: where pairs stand, what they add, and what others can load."""
+"""LoRA and other tuners on unmodified models: where they stand, what they add, and what others can load."""
 
 import json
 from copy import deepcopy
 
-import peft  # noqa: F401  (the expressions of `export` name it)
+import peft
 import pytest
 import torch
 import transformers
 from peft.tuners.lora.layer import Linear
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from cpt.adapters import lora
+from cpt.methods.peft import TUNERS
 from cpt.models.units import projections
+from tests.models import test_units
 
 pytestmark = pytest.mark.slow
 
-IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
-SIZES = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "vocab_size": 40,
-}
-CONFIGS = {
-    "modernbert": SIZES,
-    "roberta": SIZES,
-    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 40},
-    "llama": {**SIZES, "num_key_value_heads": 1, "tie_word_embeddings": False},
-}
 TOKENS = torch.arange(24).view(2, 12) % 37 + 3
+KINDS = ("modernbert", "roberta", "gpt2", "llama")
 # peft asks for a property that transformers has renamed.
 OLD_NAME = "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
 
 
-@pytest.fixture
-def build():
+def build(kind="modernbert"):
     """A small model of a type, in eval mode, the same at each call."""
-
-    def built(kind: str = "modernbert"):
-        torch.manual_seed(0)
-        auto = AutoModelForCausalLM if kind in ("gpt2", "llama") else AutoModelForMaskedLM
-        return auto.from_config(AutoConfig.for_model(kind, **IDS, **CONFIGS[kind])).eval()
-
-    return built
+    return test_units.build(kind, tie_word_embeddings=kind != "llama").float()
 
 
 def attach(model, **options):
@@ -65,27 +47,22 @@ def logits(model):
     return model(input_ids=TOKENS).logits
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize("embeddings", [False, True])
-def test_the_first_model_is_the_base_bit_for_bit(kind, embeddings, build):
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_model_is_the_base_and_a_layer_adds_alpha_over_r_times_the_product(kind, embeddings):
     model = build(kind)
     before = logits(model)
-    attach(model, embeddings=embeddings)
+    names = attach(model, embeddings=embeddings).names
     assert torch.equal(logits(model), before)
-
-
-@pytest.mark.parametrize("kind", ["modernbert", "gpt2"])
-def test_a_layer_adds_alpha_over_r_times_the_product(kind, build):
-    model = build(kind)
-    names = attach(model, r=4, alpha=12).names
     learn(model, names)
-    for layer in lora.lora_layers(model).values():
+    for layer in (each for each in lora.lora_layers(model).values() if hasattr(each, "in_features")):
         x, (a, b) = torch.randn(5, layer.in_features), lora.factors_of(layer)
-        torch.testing.assert_close(layer(x), layer.base_layer(x) + 3 * (x @ a.T @ b.T))
+        if not isinstance(layer.base_layer, nn.Embedding):
+            torch.testing.assert_close(layer(x), layer.base_layer(x) + 3 * (x @ a.T @ b.T))
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_one_product_adds_what_peft_adds(kind, build):
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_product_adds_what_peft_adds(kind):
     model = build(kind).double()
     scope = attach(model)
     learn(model, scope.names)
@@ -94,10 +71,8 @@ def test_one_product_adds_what_peft_adds(kind, build):
     plain = deepcopy(model)
     for layer in lora.lora_layers(plain).values():
         layer.__class__ = Linear
-    calls = [watch_calls(each) for each in (model, plain)]
     for each in (model, plain):
         each(input_ids=TOKENS).logits.square().sum().backward()
-    assert not calls[0] and calls[1]
     assert torch.allclose(logits(model), logits(plain), rtol=1e-12)
     for name in scope.names:
         own, other = (each.get_parameter(name).grad for each in (model, plain))
@@ -105,22 +80,12 @@ def test_one_product_adds_what_peft_adds(kind, build):
         assert torch.allclose(own, other, rtol=1e-9, atol=1e-12)
 
 
-def watch_calls(model) -> list[str]:
-    """The pairs' second maps as they are called, without a hook."""
-    calls: list[str] = []
-    for name, layer in lora.lora_layers(model).items():
-        b = layer.lora_B[lora.NEWEST]
-        b.forward = lambda x, b=b, name=name: calls.append(name) or nn.functional.linear(x, b.weight)
-    return calls
-
-
-def test_dropout_is_that_of_the_pairs_input_in_training_alone(build):
+def test_dropout_is_that_of_the_pairs_input_in_training_alone():
     model = build()
     learn(model, attach(model, dropout=0.5).names)
     layer = next(iter(lora.lora_layers(model).values()))
     x, (a, b) = torch.randn(4, layer.in_features), lora.factors_of(layer)
-    still = layer.base_layer(x) + 3 * (x @ a.T @ b.T)
-    torch.testing.assert_close(layer(x), still)
+    torch.testing.assert_close(layer(x), layer.base_layer(x) + 3 * (x @ a.T @ b.T))
     torch.manual_seed(0)
     dropped = layer.train()(x)
     torch.manual_seed(0)
@@ -128,32 +93,23 @@ def test_dropout_is_that_of_the_pairs_input_in_training_alone(build):
     torch.testing.assert_close(dropped, layer.base_layer(x) + 3 * (kept @ a.T @ b.T))
 
 
-@pytest.mark.parametrize(
-    ("targets", "found"),
-    [
-        (["Wqkv"], ["model.layers.0.attn.Wqkv", "model.layers.1.attn.Wqkv"]),
-        (
-            ["attn.Wo", "model.layers.1.mlp.Wi"],
-            ["model.layers.0.attn.Wo", "model.layers.1.attn.Wo", "model.layers.1.mlp.Wi"],
-        ),
+def test_targets_are_ends_of_names_or_a_regular_expression():
+    for targets, found in (
+        (["0.attn.Wo", "layers.1.mlp.Wi"], ["model.layers.0.attn.Wo", "model.layers.1.mlp.Wi"]),
         (r"model|.*\.1\.mlp\..*", ["model.layers.1.mlp.Wi", "model.layers.1.mlp.Wo"]),
-    ],
-)
-def test_targets_are_ends_of_names_or_a_regular_expression(targets, found, build):
-    model = build()
-    scope = attach(model, targets=targets)
-    assert list(lora.lora_layers(model)) == found
-    assert len(scope.maps) == 2 * len(found)
+    ):
+        model = build()
+        scope = attach(model, targets=targets)
+        assert list(lora.lora_layers(model)) == found and len(scope.maps) == 2 * len(found)
 
 
-def test_an_adapted_embedding_is_no_longer_the_heads(build):
-    """The pair stands at the input alone; the head keeps the base's matrix, a frozen one of its own."""
+def test_an_adapted_embedding_is_no_longer_the_heads():
     model, base = build(), build()
     names = attach(model, embeddings=True, targets=["Wqkv"]).names
     assert model.config.tie_word_embeddings is False
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     a, b = lora.factors_of(table)
-    assert a.numel() + b.numel() == 4 * (40 + 16)
+    assert a.numel() + b.numel() == 4 * (60 + 32)
     assert sum("embedding" in name for name in names) == 2
     assert not head.weight.requires_grad and head.weight is not table.base_layer.weight
     learn(model, names)
@@ -163,7 +119,7 @@ def test_an_adapted_embedding_is_no_longer_the_heads(build):
 
 
 @pytest.mark.parametrize(("kind", "count"), [("modernbert", 3), ("gpt2", 3), ("roberta", 1)])
-def test_maps_are_both_halves_with_the_segments_of_a_fused_map(kind, count, build):
+def test_maps_are_both_halves_with_the_segments_of_a_fused_map(kind, count):
     model = build(kind)
     segments = {each.name: each.segments for each in projections(model)}
     maps = {each.name: each for each in attach(model).maps}
@@ -181,8 +137,7 @@ def test_maps_are_both_halves_with_the_segments_of_a_fused_map(kind, count, buil
 
 @pytest.mark.parametrize("kind", ["modernbert", "gpt2"])
 @pytest.mark.parametrize("embeddings", [False, True])
-def test_merged_pairs_and_pairs_kept_apart_are_one_function(kind, embeddings, build):
-    """Three domains: in float64 within 1e-10, the rounding of another order of sums."""
+def test_merged_pairs_and_pairs_kept_apart_are_one_function(kind, embeddings):
     models = {}
     for stored in ("merged", "pairs"):
         model = build(kind).double()
@@ -192,23 +147,21 @@ def test_merged_pairs_and_pairs_kept_apart_are_one_function(kind, embeddings, bu
                 lora.begin_adapter(model, stored=stored, seed=domain)
                 start = logits(model)
             learn(model, names, seed=domain)
-        models[stored] = model, start
+        models[stored] = logits(model), start
     for one, other in zip(*models.values(), strict=True):
-        found = [logits(each) if isinstance(each, nn.Module) else each for each in (one, other)]
-        torch.testing.assert_close(*found, rtol=0, atol=1e-10)
-    assert (logits(models["pairs"][0]) - logits(build(kind).double())).abs().max() > 1e-3
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+    assert (models["pairs"][0] - logits(build(kind).double())).abs().max() > 1e-3
 
 
-def test_earlier_pairs_have_no_dropout(build):
+def test_earlier_pairs_have_no_dropout():
     model = build()
-    names = attach(model, dropout=0.9).names
-    learn(model, names)
+    learn(model, attach(model, dropout=0.9).names)
     lora.begin_adapter(model, stored="pairs", seed=1)  # B = 0: all that is seen is the earlier pair
     before = logits(model)
     assert torch.equal(logits(model.train()), before)
 
 
-def test_a_state_with_more_pairs_or_fewer_is_taken(build):
+def test_a_state_with_more_pairs_or_fewer_is_taken():
     states, outputs, model = [], [], build()
     names = attach(model, embeddings=True).names
     lora.resize_on_load(model)
@@ -231,10 +184,9 @@ def test_a_state_with_more_pairs_or_fewer_is_taken(build):
 @pytest.mark.filterwarnings(OLD_NAME)
 @pytest.mark.parametrize("kind", ["modernbert", "gpt2"])
 @pytest.mark.parametrize("embeddings", [False, True])
-def test_what_is_exported_is_loaded_by_peft(kind, embeddings, build, tmp_path):
-    """Two parts of one pair, and in the end three pairs as one adapter of three times the rank."""
+def test_what_is_exported_is_loaded_by_peft(kind, embeddings, tmp_path):
     model, outputs, parts = build(kind), [], {}
-    names = attach(model, embeddings=embeddings, targets="all-linear").names
+    names = attach(model, embeddings=embeddings).names
     for domain in ("law", "food/wine"):
         learn(model, names, seed=len(domain))
         parts[domain] = {name: model.get_parameter(name).detach().clone() for name in names}
@@ -249,18 +201,15 @@ def test_what_is_exported_is_loaded_by_peft(kind, embeddings, build, tmp_path):
     for expression, expected in zip((first, last, summed), outputs, strict=True):
         loaded = eval(expression, {"peft": peft, "transformers": transformers}).eval()
         torch.testing.assert_close(logits(loaded), expected, rtol=1e-4, atol=1e-4)
-    ranks = [
-        json.loads((tmp_path / name / "adapters/law/adapter_config.json").read_text())
-        for name in ("two", "sum")
-    ]
-    assert [(each["r"], each["lora_alpha"]) for each in ranks] == [(4, 12), (12, 36)]
-    assert ranks[0]["base_model_name_or_path"] == str(tmp_path / "two")
+    for name, rank in (("two", 4), ("sum", 12)):
+        told = json.loads((tmp_path / name / "adapters/law/adapter_config.json").read_text())
+        assert (told["r"], told["lora_alpha"]) == (rank, 3 * rank)
+        assert told["base_model_name_or_path"] == str(tmp_path / name)
     plain = type(model).from_pretrained(tmp_path / "two").eval()
     torch.testing.assert_close(logits(plain), logits(build(kind)))
 
 
-def test_what_is_drawn_is_a_function_of_the_seed(build):
-    """Not of the generator, which is another in each process, nor of where earlier pairs are."""
+def test_what_is_drawn_is_a_function_of_the_seed():
     drawn = []
     for stored, noise, seed in (("merged", 1, 3), ("pairs", 2, 3), ("pairs", 2, 4)):
         model = build()
@@ -272,16 +221,46 @@ def test_what_is_drawn_is_a_function_of_the_seed(build):
     assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[1], drawn[2])
 
 
-def test_only_the_newest_pair_has_gradients_and_a_frozen_one_stays_frozen(build):
+def test_only_the_newest_pair_has_gradients_and_a_frozen_one_stays_frozen():
     model = build().train()
     names = attach(model, dropout=0.1).names
-    still = names[0]
-    for half in lora.factors_of(lora.lora_layers(model)[still.partition(".lora_")[0]]):
+    frozen = names[0].partition(".lora_")[0]
+    for half in lora.factors_of(lora.lora_layers(model)[frozen]):
         half.requires_grad_(False)
     for domain in (1, 2):
         lora.begin_adapter(model, stored="pairs", seed=domain)
         learn(model, names)
     model(input_ids=TOKENS).logits.sum().backward()
-    frozen = still.partition(".lora_")[0]
     moved = {name for name, p in model.named_parameters() if p.grad is not None}
     assert moved == {name for name in names if not name.startswith(frozen)}
+
+
+ARGUMENTS = {"miss": {"r": 8}, "fourierft": {"n_frequency": 20}}
+CONV1D = ("dora", "gralora", "hira", "ia3", "ln_tuning", "fourierft", "randlora", "vera")
+CASES = [("modernbert", name) for name in TUNERS] + [("gpt2", name) for name in CONV1D]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("kind", "tuner"), [*CASES, ("t5", "ia3"), ("t5", "vera")])
+def test_a_tuner_learns_and_is_merged(kind, tuner):
+    def logits():
+        return model(**inputs).logits
+
+    model = build(kind)
+    inputs, names = test_units.inputs_of(model), set(model.state_dict())
+    first = logits()
+    scope = lora.attach_tuner(model, tuner, targets="auto", arguments=ARGUMENTS.get(tuner, {}))
+    assert {name for name, each in model.named_parameters() if each.requires_grad} == set(scope.names)
+    assert sum(model.get_parameter(name).numel() for name in scope.names) > 0
+    torch.testing.assert_close(logits(), first, rtol=1e-4, atol=1e-5)  # begins as the base
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for _ in range(3):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(logits().flatten(0, 1), inputs["input_ids"].flatten()).backward()
+        optimizer.step()
+    last = logits()
+    assert (last - first).abs().max() > 1e-3
+    plain = lora.without_tuners(model)
+    assert set(plain.state_dict()) == names and type(plain) is type(model)
+    assert not any(isinstance(each, BaseTunerLayer) for each in plain.modules())
+    torch.testing.assert_close(plain.eval()(**inputs).logits, last, rtol=1e-3, atol=1e-4)

@@ -1,4 +1,4 @@
-"""Pairs that are weighed by the text, against sums over pairs written out, on tiny models in float64."""
+"""Pairs that are weighed by the text or by the token, against sums over pairs written out, on tiny models."""
 
 import inspect
 from copy import deepcopy
@@ -8,7 +8,14 @@ import torch
 from torch.nn import functional
 
 from cpt.adapters import lora
-from cpt.adapters.routed_lora import attach_routed, begin_routed, routed_part, router_of
+from cpt.adapters.routed_lora import (
+    attach_experts,
+    attach_routed,
+    begin_routed,
+    routed_part,
+    router_of,
+    weigh_ranks,
+)
 from cpt.models.forward import CACHES, reader
 from tests.models.test_units import build, inputs_of
 
@@ -16,26 +23,27 @@ R, ALPHA, PAIRS = 2, 5.0, 3
 SAPT, MOCL = {"key": "attention", "query": "embeddings"}, {"key": "cosine", "query": "encoder"}
 FAMILIES = ["roberta", "gpt2", "llama", "opt", "t5"]  # of llama, keys and values are narrower than the input
 CAUSAL = ["gpt2", "llama", "opt"]
+by_form = pytest.mark.parametrize("form", [SAPT, MOCL], ids=["sapt", "mocl"])
 
 
-def attached(name: str, form: dict[str, str]):
+def attached(name: str, form: dict[str, str] = SAPT):
     """A model with a pair, without more."""
     model, how = build(name), {"r": R, "alpha": ALPHA, "dropout": 0.0, "targets": "all-linear"}
     attach_routed(model, **how, **form, bottleneck=4, scale=8.0, causal=name in CAUSAL)
-    return model.double()
+    return model.double().eval()
 
 
-def routed(name: str, form: dict[str, str] = SAPT, *, pairs: int = PAIRS):
+@torch.no_grad()
+def routed(name: str, form: dict[str, str] = SAPT):
     """A model with pairs whose B are not 0."""
     model = attached(name, form)
-    for number in range(pairs):
+    for number in range(PAIRS):
         if number:
             begin_routed(model, torch.Generator().manual_seed(number))
         torch.manual_seed(number)
         for layer in lora.lora_layers(model).values():
-            with torch.no_grad():
-                lora.factors_of(layer)[1].normal_(std=0.05)
-    return model.eval()
+            lora.factors_of(layer)[1].normal_(std=0.05)
+    return model
 
 
 def summaries(model, inputs, form) -> torch.Tensor:
@@ -44,8 +52,7 @@ def summaries(model, inputs, form) -> torch.Tensor:
         states = model.get_input_embeddings()(inputs["input_ids"])
     else:
         alone = lora.without_tuners(model, merged=False)
-        read = {name: value for name, value in inputs.items() if not name.startswith("decoder")}
-        states = reader(alone)(**read).last_hidden_state
+        states = reader(alone)(input_ids=inputs["input_ids"]).last_hidden_state
     if not router_of(model).causal:
         return states.mean(1, keepdim=True)
     return torch.stack([states[:, : place + 1].mean(1) for place in range(states.shape[1])], dim=1)
@@ -62,37 +69,45 @@ def weights_by_hand(model, inputs, form) -> torch.Tensor:
     return (query @ keys.T / keys.shape[1] ** 0.5).softmax(-1)
 
 
-@pytest.mark.parametrize("form", [SAPT, MOCL], ids=["sapt", "mocl"])
-@pytest.mark.parametrize("name", FAMILIES)
-@torch.no_grad()
-def test_each_map_is_the_sum_of_its_pairs_by_their_weights(name, form):
-    model, noted = routed(name, form), {}
-    inputs = inputs_of(model)
+def through_maps(model, inputs):
+    """What went into each map with pairs, and what came out."""
+    noted = {}
     for layer in lora.lora_layers(model).values():
         layer.register_forward_hook(lambda module, args, output: noted.update({module: (args[0], output)}))
     model(**inputs)
-    a = weights_by_hand(model, inputs, form)
-    assert a.shape[2] == PAIRS and a.std(0).max() > 1e-3 and len(noted) > 4
-    assert {layer.in_features == layer.out_features for layer in noted} == {True, False}
-    for layer, (x, output) in noted.items():
-        pairs_a, pairs_b = (
-            torch.cat(both, dim)
-            for both, dim in zip(
-                zip(lora.factors_of(layer, "earlier"), lora.factors_of(layer), strict=True),
-                (0, 1),
-                strict=True,
-            )
+    assert len(noted) > 4
+    return noted.items()
+
+
+def summed(layer, x, pairs_a, pairs_b, weights) -> torch.Tensor:
+    """The map with pairs, by their weights [..., pairs]."""
+    expected = layer.get_base_layer()(x)
+    for pair in range(PAIRS):
+        own = slice(pair * R, (pair + 1) * R)
+        expected = expected + ALPHA / R * weights[..., pair : pair + 1] * (
+            x @ pairs_a[own].T @ pairs_b[:, own].T
         )
-        expected = layer.get_base_layer()(x)
-        for pair in range(PAIRS):
-            own = slice(pair * R, (pair + 1) * R)
-            weight = a[..., pair : pair + 1]
-            weight = weight.expand(-1, 7, -1).flatten(0, 1) if x.ndim == 2 else weight
-            expected = expected + ALPHA / R * weight * (x @ pairs_a[own].T @ pairs_b[:, own].T)
-        torch.testing.assert_close(output, expected, rtol=1e-6, atol=1e-8)
+    return expected
 
 
-@pytest.mark.parametrize("form", [SAPT, MOCL], ids=["sapt", "mocl"])
+@by_form
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_each_map_is_the_sum_of_its_pairs_by_their_weights(name, form):
+    model = routed(name, form)
+    inputs = inputs_of(model)
+    noted = through_maps(model, inputs)
+    a = weights_by_hand(model, inputs, form)
+    assert a.shape[2] == PAIRS and a.std(0).max() > 1e-3
+    assert {layer.in_features == layer.out_features for layer, _ in noted} == {True, False}
+    for layer, (x, output) in noted:
+        halves = zip(lora.factors_of(layer, "earlier"), lora.factors_of(layer), strict=True)
+        pairs = [torch.cat(both, dim) for dim, both in enumerate(halves)]
+        weights = a.expand(-1, 7, -1).flatten(0, 1) if x.ndim == 2 else a
+        torch.testing.assert_close(output, summed(layer, x, *pairs, weights), rtol=1e-6, atol=1e-8)
+
+
+@by_form
 @torch.no_grad()
 def test_a_place_of_a_causal_model_does_not_know_what_comes(form):
     model = routed("gpt2", form)
@@ -104,7 +119,7 @@ def test_a_place_of_a_causal_model_does_not_know_what_comes(form):
     assert torch.equal(before[:, :4], after[:, :4]) and not torch.equal(before[:, 4], after[:, 4])
 
 
-@pytest.mark.parametrize("form", [SAPT, MOCL], ids=["sapt", "mocl"])
+@by_form
 @pytest.mark.parametrize("name", ["roberta", "gpt2"])
 @torch.no_grad()
 def test_padding_is_no_part_of_the_query(name, form):
@@ -120,11 +135,9 @@ def test_padding_is_no_part_of_the_query(name, form):
 
 @pytest.mark.parametrize("name", ["roberta", "gpt2"])
 def test_gradients_go_through_the_frozen_pairs(name):
-    """The released code runs them under no_grad: what it gives here is another number."""
     model = routed(name)
     inputs = inputs_of(model)
-    first = next(iter(lora.lora_layers(model).values()))
-    weight, step = lora.factors_of(first)[1], 1e-6
+    weight, step = lora.factors_of(next(iter(lora.lora_layers(model).values())))[1], 1e-6
 
     def loss():
         return model(**inputs).logits.square().sum()
@@ -146,7 +159,7 @@ def test_a_state_of_more_pairs_is_taken_and_a_copy_is_the_model(name):
     model = routed(name)
     inputs = inputs_of(model)
     expected = model(**inputs).logits
-    other = attached(name, SAPT).eval()
+    other = attached(name)
     for _ in range(2):
         other.load_state_dict(model.state_dict())
         assert torch.equal(other(**inputs).logits, expected)
@@ -154,10 +167,9 @@ def test_a_state_of_more_pairs_is_taken_and_a_copy_is_the_model(name):
     router_of(model).key.zero_()
     assert torch.equal(copy(**inputs).logits, expected)
     assert not torch.equal(model(**inputs).logits, expected)
-    third = attached(name, SAPT).eval()
+    third = attached(name)
     missing, unknown = third.load_state_dict(routed_part(copy), strict=False)
-    assert not unknown and missing
-    assert torch.equal(third(**inputs).logits, expected)
+    assert missing and not unknown and torch.equal(third(**inputs).logits, expected)
 
 
 @torch.no_grad()
@@ -169,3 +181,39 @@ def test_what_is_written_with_a_cache_is_weighed_as_its_beginning():
     name = next(name for name in CACHES if name in inspect.signature(model.forward).parameters)
     model(input_ids=ids[:, :1], use_cache=True, **{name: begun[name]})
     assert torch.equal(router_of(model).logits, last)
+
+
+def with_experts(name, dtype):
+    model = build(name).to(dtype)
+    attach_experts(model, experts=PAIRS, r=R, alpha=ALPHA, dropout=0.0, targets="all-linear")
+    return model.eval()
+
+
+def test_each_pair_counts_as_its_weight_says():
+    torch.manual_seed(0)
+    features, weights = torch.randn(2, 4, PAIRS * R), torch.rand(2, 4, PAIRS)
+    expected = features * weights.repeat_interleave(R, -1)
+    assert torch.equal(weigh_ranks(features, weights), expected)
+
+
+@pytest.mark.parametrize("name", ["roberta", "gpt2", "t5"])
+@torch.no_grad()
+def test_experts_are_summed_by_the_gates_of_each_token(name):
+    torch.manual_seed(1)
+    model = with_experts(name, torch.float32)
+    for layer in lora.lora_layers(model).values():
+        lora.factors_of(layer)[1].normal_(std=0.1)
+        layer.router.weight.normal_()
+    for layer, (x, output) in through_maps(model, inputs_of(model)):
+        gates = torch.softmax(x @ layer.router.weight.T, -1)
+        expected = summed(layer, x, *lora.factors_of(layer), gates)
+        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+        assert (gates.sum(-1) - 1).abs().max() < 1e-6 and gates.std() > 0.01
+
+
+def test_gates_are_made_in_32_bits():
+    layer = next(iter(lora.lora_layers(with_experts("roberta", torch.bfloat16)).values()))
+    assert layer.router.weight.dtype == torch.bfloat16
+    x = torch.randn(5, layer.in_features, dtype=torch.bfloat16)
+    gates = layer.router.weigh(layer, (x,), torch.ones(5, PAIRS * R))
+    assert (gates.unflatten(-1, (PAIRS, R)).sum(1) - 1).abs().max() < 1e-6

@@ -11,6 +11,7 @@ from tests.support.running import batch_of, encoded, outputs_at
 pytestmark = pytest.mark.slow
 
 N, B, T = 5, 3, 7
+LENGTHS = (7, 5, 3)
 CAUSAL = [name for name, family in FAMILIES.items() if "CausalLM" in family.auto.__name__]
 MASKED = [name for name, family in FAMILIES.items() if "MaskedLM" in family.auto.__name__]
 
@@ -23,20 +24,14 @@ def prompted(name: str, *, tokens: int = N, **changes):
     return model, part, {parameter: part.weight.detach()[:0]}
 
 
-def padded_batch(seed: int = 2) -> dict[str, torch.Tensor]:
+def padded_batch() -> dict[str, torch.Tensor]:
     """Ids [B, T] with rows of 7, 5 and 3 tokens, as an objective makes them."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(2)
     ids = torch.randint(3, V, (B, T), generator=generator)
-    present = torch.arange(T) < torch.tensor([[7], [5], [3]])
+    present = torch.arange(T) < torch.tensor(LENGTHS)[:, None]
     labels = torch.where(present & (torch.rand(B, T, generator=generator) < 0.6), ids, -100)
     labels[:, 1] = ids[:, 1]
     return batch_of(ids.where(present, 0), labels, present.long())
-
-
-def widened(model, prompt: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Embeddings [B, T + n, D] by hand."""
-    found = model.get_input_embeddings()(ids)
-    return torch.cat([found[:, :1], prompt.expand(len(ids), -1, -1), found[:, 1:]], dim=1)
 
 
 def close(one: torch.Tensor, other: torch.Tensor) -> None:
@@ -45,11 +40,11 @@ def close(one: torch.Tensor, other: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("name", [*MASKED, *CAUSAL])
 def test_it_is_the_model_of_the_widened_input(name):
-    """Causal: the outputs for tokens 2 to T + 1, wherever the tokens before them stand."""
     model, part, none = prompted(name)
     inputs = inputs_of(model)
-    embeddings = widened(model, part.weight, inputs["input_ids"])
-    expected = functional_call(model, none, kwargs={"inputs_embeds": embeddings}).logits
+    found = model.get_input_embeddings()(inputs["input_ids"])
+    widened = torch.cat([found[:, :1], part.weight.expand(B, -1, -1), found[:, 1:]], dim=1)
+    expected = functional_call(model, none, kwargs={"inputs_embeds": widened}).logits
     places = [0, *range(N + 1, N + T)] if name in MASKED else list(range(N, N + T))
     found = model(**inputs).logits
     assert found.shape == (B, T, V)
@@ -59,8 +54,7 @@ def test_it_is_the_model_of_the_widened_input(name):
 
 @pytest.mark.parametrize("name", [*MASKED, *CAUSAL])
 def test_without_tokens_it_is_the_base_bit_for_bit(name):
-    inputs = inputs_of(model := build(name))
-    batch = padded_batch()
+    inputs, batch = inputs_of(model := build(name)), padded_batch()
     base, padded = model(**inputs).logits, outputs_at(model, batch)
     with_prompt, part, none = prompted(name)
     assert torch.equal(functional_call(with_prompt, none, kwargs=inputs).logits, base)
@@ -73,39 +67,25 @@ def test_without_tokens_it_is_the_base_bit_for_bit(name):
 
 @pytest.mark.parametrize("name", [*MASKED, *CAUSAL])
 def test_a_padded_row_is_the_row_without_padding(name):
-    model, *_ = prompted(name)
-    batch = padded_batch()
+    (model, *_), batch = prompted(name), padded_batch()
     found = encoded(model, batch)
     assert found.shape == (B, T, 32)
-    for row, length in enumerate((7, 5, 3)):
+    for row, length in enumerate(LENGTHS):
         alone = encoded(model, {"input_ids": batch["input_ids"][row : row + 1, :length]})
         close(found[row, :length], alone[0])
 
 
-class Listener:
-    """Notes the inputs of the body's layers and what the body looks up."""
-
-    def __init__(self, model, *names: str) -> None:
-        self.seen = {}
-        for name in names:
-            model.get_submodule(name).register_forward_pre_hook(self.note(name), with_kwargs=True)
-
-    def note(self, name):
-        return lambda module, args, kwargs: self.seen.update({name: (args, kwargs)})
-
-
 def test_the_first_token_stays_first_and_no_place_counts_as_padding():
-    """RoBERTa counts positions from ids that are not the padding's."""
-    model, *_ = prompted("roberta")
-    batch = padded_batch()
-    listener = Listener(model, "roberta.embeddings.word_embeddings", "roberta.embeddings.position_embeddings")
+    (model, *_), batch, seen = prompted("roberta"), padded_batch(), []
+    for name in ("word", "position"):
+        table = model.get_submodule(f"roberta.embeddings.{name}_embeddings")
+        table.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     encoded(model, batch)
-    (ids,), (positions,) = (args for args, _ in listener.seen.values())
-    assert ids.shape == (B, T + N)
-    assert torch.equal(ids[:, 0], batch["input_ids"][:, 0])
+    ids, positions = seen
+    assert ids.shape == (B, T + N) and torch.equal(ids[:, 0], batch["input_ids"][:, 0])
     assert torch.equal(ids[:, N + 1 :], batch["input_ids"][:, 1:])
     assert (ids[:, 1 : N + 1] != model.config.pad_token_id).all()
-    for row, length in enumerate((7, 5, 3)):
+    for row, length in enumerate(LENGTHS):
         assert positions[row].tolist() == [*range(1, N + length + 1), *[0] * (T - length)]
 
 
@@ -119,57 +99,47 @@ def test_positions_that_are_given_count_on_through_the_prompt(name):
     assert not torch.allclose(model(input_ids=ids, position_ids=given + 1).logits, logits) or name == "llama"
 
 
-def test_a_causal_model_generates_as_it_scores():
-    model, *_ = prompted("gpt2")
-    ids = inputs_of(model)["input_ids"]
-    options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    found = model.generate(ids, attention_mask=torch.ones_like(ids), use_cache=False, **options)
-    for _ in range(3):
-        ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
-    assert torch.equal(found, ids)
-    with pytest.raises(ValueError, match="takes no (past_key_values|cache); to generate: use_cache=False$"):
-        model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+GREEDY = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
-def pair_batch() -> dict[str, torch.Tensor]:
-    """Sources of 7, 5 and 3 tokens, targets of 4."""
-    batch = padded_batch()
-    ids = torch.randint(3, V, (B, 4), generator=torch.Generator().manual_seed(4))
-    return {**batch, "decoder_input_ids": ids, "positions": torch.tensor([0, 2, 5, 11])}
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+def test_a_model_generates_as_it_scores(name):
+    model, *_ = prompted(name)
+    ids, written = inputs_of(model)["input_ids"], torch.zeros(B, 1, dtype=torch.long)
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if name == "t5":
+        model.generation_config.decoder_start_token_id = 0
+        found = model.generate(**given, **GREEDY, use_cache=False)
+        for _ in range(3):
+            last = model(**given, decoder_input_ids=written).logits[:, -1:]
+            written = torch.cat([written, last.argmax(-1)], dim=1)
+        with pytest.raises(ValueError, match="to generate: num_beams=1"):
+            model.generate(input_ids=ids, num_beams=2, **GREEDY, use_cache=False)
+    else:
+        found, written = model.generate(**given, **GREEDY, use_cache=False), ids
+        for _ in range(3):
+            written = torch.cat([written, model(written).logits[:, -1:].argmax(-1)], dim=1)
+        with pytest.raises(ValueError, match="takes no (past_key_values|cache); to generate: use_cache"):
+            model.generate(**given, **GREEDY)
+    assert torch.equal(found, written)
 
 
 @pytest.mark.parametrize("name", ["t5", "t5-gated", "bart"])
 def test_with_a_decoder_it_is_the_model_of_the_source_behind_the_prompt(name):
-    """The decoder attends to the prompt; what is encoded has the text's places."""
     model, part, none = prompted(name)
-    batch = pair_batch()
+    target = torch.randint(3, V, (B, 4), generator=torch.Generator().manual_seed(4))
+    batch = {**padded_batch(), "decoder_input_ids": target, "positions": torch.tensor([0, 2, 5, 11])}
     inputs = {key: batch[key] for key in ("input_ids", "attention_mask", "decoder_input_ids")}
-    encoder = model.get_encoder()
-    lookup = encoder.get_input_embeddings()
+    lookup = model.get_encoder().get_input_embeddings()
     embeddings = torch.cat([part.weight.expand(B, -1, -1), lookup(batch["input_ids"])], dim=1)
     mask = torch.cat([torch.ones(B, N, dtype=torch.long), batch["attention_mask"]], dim=1)
     handle = lookup.register_forward_hook(lambda module, args, y: embeddings if y.shape[1] == T + N else y)
     wide = {**inputs, "input_ids": torch.full((B, T + N), 3), "attention_mask": mask}
     whole = functional_call(model, none, kwargs=wide)
     handle.remove()
-    base = functional_call(model, none, kwargs=inputs)
     found = model(**inputs)
     close(found.logits, whole.logits)
     close(found.encoder_last_hidden_state, whole.encoder_last_hidden_state[:, N:])
-    assert (found.logits - base.logits).abs().max() > 0.01
+    assert (found.logits - functional_call(model, none, kwargs=inputs).logits).abs().max() > 0.01
     close(encoded(model, batch), whole.encoder_last_hidden_state[:, N:])
     close(outputs_at(model, batch)[0], whole.logits.flatten(0, 1)[batch["positions"]])
-
-
-def test_with_a_decoder_a_model_generates_with_its_prompt():
-    model, part, none = prompted("t5")
-    model.generation_config.pad_token_id = model.generation_config.decoder_start_token_id = 0
-    ids, greedy = pair_batch()["input_ids"], {"max_new_tokens": 5, "do_sample": False, "use_cache": False}
-    told = model.generate(input_ids=ids, attention_mask=(ids != 0).long(), **greedy)
-    step = torch.zeros(B, 1, dtype=torch.long)
-    for _ in range(5):
-        logits = model(input_ids=ids, attention_mask=(ids != 0).long(), decoder_input_ids=step).logits
-        step = torch.cat([step, logits[:, -1:].argmax(-1)], dim=1)
-    assert torch.equal(told[:, : step.shape[1]], step)
-    with pytest.raises(ValueError, match="to generate: num_beams=1"):
-        model.generate(input_ids=ids, num_beams=2, **greedy)

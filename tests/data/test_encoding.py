@@ -1,5 +1,7 @@
 """Examples as rows: exactly the answer is marked, for any tokenizer, and the question is never cut."""
 
+from dataclasses import replace
+
 import pytest
 
 from cpt.data.example import read_example, write_example
@@ -21,15 +23,15 @@ def tokenizer(request):
     return STYLES[request.param]()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def chatting():
     made = STYLES["opened"]()
     made.chat_template = CHATML
     return made
 
 
-def marked(row):
-    return [each for each, own in zip(row.ids, row.answer, strict=True) if own]
+def marked(row, mark=True):
+    return [each for each, own in zip(row.ids, row.answer, strict=True) if own == mark]
 
 
 def plain(tokenizer, ids):
@@ -43,136 +45,81 @@ def test_what_is_marked_is_the_answer_and_its_end(tokenizer, seq2seq):
     examples = some_examples(40)
     for example, row in zip(examples, encoder(tokenizer, seq2seq=seq2seq).encode_all(examples), strict=True):
         answer = marked(row)
-        assert answer[-1] == tokenizer.eos_token_id
-        assert answer.count(tokenizer.eos_token_id) == 1
+        assert answer[-1] == tokenizer.eos_token_id and answer.count(tokenizer.eos_token_id) == 1
         assert plain(tokenizer, answer).strip() == example.target
-        asked = row.ids[: row.answer.index(True)]
-        assert not any(row.answer[: len(asked)])
-        assert plain(tokenizer, asked).strip() == example.source
+        before = row.ids[: row.answer.index(True)]
+        assert not any(row.answer[: len(before)]) and plain(tokenizer, before).strip() == example.source
+    with pytest.raises(ValueError, match="example e-0 of TC: its answer .* model.length=40"):
+        long = replace(examples[0], target="tu " * 100, choices=())
+        encoder(tokenizer, length=40, seq2seq=seq2seq).encode(long)
 
 
 def test_a_row_has_one_beginning_and_one_end(tokenizer):
-    bos = tokenizer.bos_token_id
-    for row in encoder(tokenizer).encode_all(some_examples(20)):
-        assert row.ids.count(tokenizer.eos_token_id) == 1
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    spelled = [replace(each, source=f"<s></s> {each.source}", text=(0, 3)) for each in some_examples(3)]
+    for row in encoder(tokenizer).encode_all(some_examples(20) + spelled):
+        assert row.ids.count(eos) == 1
         if bos is not None and tokenizer("a")["input_ids"][0] == bos:
-            assert row.ids[0] == bos
-            assert row.ids.count(bos) == 1
+            assert row.ids[0] == bos and row.ids.count(bos) == 1
 
 
 @pytest.mark.parametrize("truncate", ["tail", "middle"])
 @pytest.mark.parametrize("seq2seq", [False, True])
 def test_a_cut_example_keeps_its_question_and_its_whole_answer(tokenizer, truncate, seq2seq):
-    examples = some_examples(20, words=(30, 60))
-    length = 75
-    whole = encoder(tokenizer, length=4000, seq2seq=seq2seq)
-    cut = encoder(tokenizer, length=length, truncate=truncate, seq2seq=seq2seq)
-    for example, row, full in zip(
-        examples, cut.encode_all(examples), whole.encode_all(examples), strict=True
-    ):
-        assert row.cut > 0
-        assert marked(row) == marked(full)
-        asked = [each for each, own in zip(row.ids, row.answer, strict=True) if not own]
-        assert len(asked) == length if seq2seq else len(row.ids) <= length
-        text = plain(tokenizer, asked).strip()
-        assert text.startswith(example.source[: example.text[0]].strip())
-        assert text.endswith("\nAnswer:")
+    examples, length = some_examples(20, words=(30, 60)), 75
+    whole = encoder(tokenizer, length=4000, seq2seq=seq2seq).encode_all(examples)
+    cut = encoder(tokenizer, length=length, truncate=truncate, seq2seq=seq2seq).encode_all(examples)
+    for example, row, full in zip(examples, cut, whole, strict=True):
+        assert row.cut > 0 and marked(row) == marked(full)
+        assert len(marked(row, False)) == length if seq2seq else len(row.ids) <= length
+        text = plain(tokenizer, marked(row, False)).strip()
+        assert text.startswith(example.source[: example.text[0]].strip()) and text.endswith("\nAnswer:")
         assert (example.source[example.text[1] - 3 : example.text[1]] in text) == (truncate == "middle")
 
 
 def test_released_code_cuts_the_question_itself(tokenizer):
     (example,) = some_examples(1, words=(60, 60))
     row = encoder(tokenizer, length=70, truncate="released").encode(example)
-    assert len(row.ids) <= 70
-    assert "Answer:" not in plain(tokenizer, row.ids)
-
-
-def test_no_answer_changes_what_is_cut(tokenizer):
-    (example,) = some_examples(1, words=(60, 60))
+    assert len(row.ids) <= 70 and "Answer:" not in plain(tokenizer, row.ids)
     made = encoder(tokenizer, length=80)
-    prompts = {tuple(made.prompt(type(example)(**{**vars(example), "target": each})).ids) for each in LABELS}
-    assert len(prompts) == 1
+    assert len({tuple(made.prompt(replace(example, target=each)).ids) for each in LABELS}) == 1
 
 
-def test_an_answer_that_does_not_fit_is_named(tokenizer):
-    (example,) = some_examples(1)
-    long = type(example)(**{**vars(example), "target": "tu " * 100, "choices": ()})
-    for seq2seq in (False, True):
-        with pytest.raises(ValueError, match=r"example e-0 of TC: its answer .* model.length=40"):
-            encoder(tokenizer, length=40, seq2seq=seq2seq).encode(long)
-
-
-def test_a_special_token_in_the_text_stays_text():
-    tokenizer = STYLES["opened"]()
-    (example,) = some_examples(1)
-    spelled = type(example)(**{**vars(example), "source": f"<s></s> {example.source}", "text": (0, 3)})
-    ids = encoder(tokenizer).encode(spelled).ids
-    assert ids.count(tokenizer.bos_token_id) == ids.count(tokenizer.eos_token_id) == 1
-
-
-@pytest.mark.parametrize("template", [CHATML, MARKED])
 @pytest.mark.parametrize("scored_turns", ["all", "last"])
-def test_the_assistant_alone_is_marked_in_a_chat(chatting, template, scored_turns):
-    chatting.chat_template = template
-    example = chat()
-    row = encoder(chatting, scored_turns=scored_turns, length=4000).encode(example)
+def test_the_assistant_alone_is_marked_in_a_chat(chatting, scored_turns):
+    example, made = chat(), encoder(chatting, scored_turns=scored_turns, length=4000)
+    row = made.encode(example)
     answers = [content for role, content in example.turns if role == "assistant"]
     wanted = answers if scored_turns == "all" else answers[-1:]
-    assert chatting.decode(marked(row), clean_up_tokenization_spaces=False) == "".join(
-        f"{content}</s>" for content in wanted
-    )
-    assert (
-        encoder(chatting, length=4000).prompt(example).ids == row.ids[: len(row.ids) - trailing(row.answer)]
-    )
-
-
-def trailing(marks):
-    return next(at for at, mark in enumerate(reversed(marks)) if not mark)
-
-
-def test_marks_that_are_derived_are_those_of_the_template(chatting):
-    rows = []
-    for template in (CHATML, MARKED):
-        chatting.chat_template = template
-        rows.append(encoder(chatting, length=4000).encode(chat()))
-    assert rows[0] == rows[1]
+    told = chatting.decode(marked(row), clean_up_tokenization_spaces=False)
+    assert told == "".join(f"{content}</s>" for content in wanted)
+    trailing = next(at for at, mark in enumerate(reversed(row.answer)) if not mark)
+    assert made.prompt(example).ids == row.ids[: len(row.ids) - trailing]
+    chatting.chat_template = MARKED
+    assert encoder(chatting, scored_turns=scored_turns, length=4000).encode(example) == row
 
 
 def test_a_template_that_changes_earlier_turns_is_refused(chatting):
-    chatting.chat_template = FORGETFUL
-    with pytest.raises(ValueError, match="changes earlier turns when a turn follows"):
-        encoder(chatting).encode(chat())
-
-
-def test_a_chat_needs_a_template_and_a_causal_model(chatting):
-    chatting.chat_template = None
-    with pytest.raises(ValueError, match="has no chat template, and example chat-0 is a chat"):
-        encoder(chatting).encode(chat())
+    for template, kind in ((FORGETFUL, "changes earlier turns"), (None, "has no chat template.* chat-0")):
+        chatting.chat_template = template
+        with pytest.raises(ValueError, match=kind):
+            encoder(chatting).encode(chat())
     with pytest.raises(ValueError, match="example chat-0 is a chat, which a model with two stacks"):
         encoder(chatting, seq2seq=True).encode(chat())
 
 
 def test_a_long_chat_loses_its_oldest_exchanges_and_ends_in_its_answer(chatting):
-    chatting.chat_template = CHATML
-    example = chat(exchanges=6)
-    whole = encoder(chatting, length=4000).encode(example)
-    row = encoder(chatting, length=len(whole.ids) // 2).encode(example)
-    assert row.cut == len(whole.ids) - len(row.ids) > 0
-    end = chatting.decode(row.ids, clean_up_tokenization_spaces=False)
-    assert end.endswith(f"assistant\n{example.target}</s>")
-    assert example.turns[0][1] in end  # the system's turn stays
-    single = chat(exchanges=1, words=(40, 50))
-    room = len(encoder(chatting, length=4000).encode(single).ids) - 30
-    assert chatting.decode(encoder(chatting, length=room).encode(single).ids).endswith(f"{single.target}</s>")
-
-
-def test_an_example_is_written_and_read():
-    for example in (*some_examples(2), chat()):
+    for example, drop in ((chat(exchanges=6), None), (chat(exchanges=1, words=(40, 50)), 30)):
+        whole = encoder(chatting, length=4000).encode(example)
+        room = len(whole.ids) - drop if drop else len(whole.ids) // 2
+        row = encoder(chatting, length=room).encode(example)
+        assert row.cut == len(whole.ids) - len(row.ids) > 0
+        end = chatting.decode(row.ids, clean_up_tokenization_spaces=False)
+        assert end.endswith(f"{example.target}</s>") and (drop or example.turns[0][1] in end)
         assert read_example(write_example(example)) == example
 
 
 def test_tokens_that_run_into_each_other_are_told_apart(monkeypatch):
-    """A tokenizer that joins the question's end with the answer: both are tokenised for themselves."""
     tokenizer = STYLES["opened"]()
     (example,) = some_examples(1)
     joined = Encoder.together

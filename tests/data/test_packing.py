@@ -1,45 +1,43 @@
-"""Token by token: the rows of a text, laid end to end, are the encodings of its documents."""
+"""Token by token: rows are the encodings of documents, whoever makes them, and whenever it was killed."""
 
+import hashlib
 import itertools
 import random
-import tracemalloc
-from types import SimpleNamespace
+import threading
+import time
+from multiprocessing import active_children
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
 from cpt.core.randomness import key, sample_keys
-from cpt.data import corpus, packing
+from cpt.data import corpus, packing, tokenize
 from cpt.data.corpora import Corpora, tokenizer_digest
 from cpt.data.packing import OPEN_ROWS, PACKERS, balance, padding_id, terminator
 from cpt.data.sampler import stack_rows
+from cpt.data.tokenize import TokenizeBatch, to_json
 from cpt.models.objectives import Causal
 from tests.support import data_fixtures as made
-from tests.support.data_fixtures import HELD_OUT, OF_TEXT, pack, prose, rows_by_hand, written
+from tests.support.data_fixtures import pack, prose, rows_by_hand, written
+from tests.support.killing import KilledError
+from tests.support.processes import heeds_signals
 
-# What stands before and after a document's own tokens.
-STYLES = {
-    "framed": ("<s>", "</s>"),
-    "wordpieces": ("[CLS]", "[SEP]"),
-    "wordpieces_without_frame": (None, "[SEP]"),
-    "bare": (None, "</s>"),
-    "opened": ("<s>", "</s>"),
-    "closed": (None, "</s>"),
-    "separated": (None, "</s>"),
+STYLES = {  # what stands before and after a document's own tokens, and what is appended for that
+    "framed": ("<s>", "</s>", None),
+    "wordpieces": ("[CLS]", "[SEP]", None),
+    "wordpieces_without_frame": (None, "[SEP]", "[SEP]"),
+    "bare": (None, "</s>", "</s>"),
+    "opened": ("<s>", "</s>", "</s>"),
+    "closed": (None, "</s>", None),
+    "separated": (None, "</s>", "</s>"),
 }
-TRICKY = [
-    "a",
-    "a </s><s> a",
-    "<mask> ba <pad></s>",
-    "[CLS] de [SEP] [MASK]",
-    "qqq",
-    "\u200b",
-    " ".join(prose(400, seed=1)),
-    "\n\nlo  mu\t",
-]
+TRICKY = ["a", "qqq", "\u200b", "\n\nlo  mu\t", " ".join(prose(400, seed=1))]
+TRICKY += [f"ba {token} de" for token in ("<s>", "</s>", "<pad>", "<mask>", "[SEP]", "[CLS]", "[MASK]")]
 
 
 @pytest.fixture(scope="module")
@@ -47,204 +45,75 @@ def tokenizers():
     return {style: getattr(made, style)() for style in STYLES}
 
 
-def encoded(tokenizer, style, text):
-    """The ids of one document, put together by hand."""
-    own = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-    before, after = ([tokenizer.convert_tokens_to_ids(each)] if each else [] for each in STYLES[style])
-    return before + own + after
+def ids_of(tokenizer, tokens):
+    return [tokenizer.convert_tokens_to_ids(each) for each in tokens if each]
 
 
-def rows(packed):
-    return packed.rows[:]["ids"]
-
-
-def owners(packed):
-    return packed.rows[:]["documents"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("length", [2, 7, 64, 5000])
 @pytest.mark.parametrize("style", STYLES)
-def test_no_token_is_lost_doubled_or_moved(tmp_path, tokenizers, monkeypatch, style, length):
+def test_no_token_is_lost_doubled_or_moved(tmp_path, tokenizers, monkeypatch, style):
     monkeypatch.setattr(corpus, "BATCH", 5)
     tokenizer, texts = tokenizers[style], [*prose(43), *TRICKY, "ba"]
-    documents = [encoded(tokenizer, style, text) for text in texts]
-    found = pack(tmp_path, texts, tokenizer, length)
-    assert list(itertools.chain(*rows(found))) == list(itertools.chain(*documents))
-    numbers = [[number] * len(ids) for number, ids in enumerate(documents)]
-    assert list(itertools.chain(*owners(found))) == list(itertools.chain(*numbers))
-    assert {len(row) for row in rows(found)[:-1]} <= {length}
-    assert 1 <= len(rows(found)[-1]) <= length
-    special = {tokenizer.convert_tokens_to_ids(each) for each in tokenizer.all_special_tokens}
-    assert found.text_tokens.tolist() == [sum(each not in special for each in row) for row in rows(found)]
-
-
-@pytest.mark.parametrize("style", STYLES)
-def test_special_tokens_in_the_text_stay_text(tmp_path, tokenizers, style):
-    tokenizer = tokenizers[style]
-    texts = [
-        "ba " + token + " de" for token in ("<s>", "</s>", "<pad>", "<mask>", "[SEP]", "[CLS]", "[MASK]")
-    ]
-    found = pack(tmp_path, texts, tokenizer, 9)
-    ids = list(itertools.chain(*rows(found)))
-    for token in set(STYLES[style]) - {None}:
-        assert ids.count(tokenizer.convert_tokens_to_ids(token)) == len(texts)
-    others = set(tokenizer.all_special_tokens) - set(STYLES[style]) - {"[UNK]"}
-    assert not set(ids) & {tokenizer.convert_tokens_to_ids(token) for token in others}
-
-
-def test_what_ends_a_document(tokenizers):
-    ends = {style: tokenizers[style].convert_ids_to_tokens(terminator(tokenizers[style])) for style in STYLES}
-    assert ends == {
-        "framed": [],
-        "wordpieces": [],
-        "wordpieces_without_frame": ["[SEP]"],
-        "bare": ["</s>"],
-        "opened": ["</s>"],
-        "closed": [],
-        "separated": ["</s>"],
-    }
-    with pytest.raises(ValueError, match="has no token to separate documents"):
-        terminator(made.restyled("$A", pad_token="<pad>"))
-
-
-def test_what_fills_a_row(tokenizers):
-    assert padding_id(tokenizers["framed"]) == tokenizers["framed"].convert_tokens_to_ids("<pad>")
-    assert padding_id(tokenizers["bare"]) == 0
+    (before, after, appended), documents = STYLES[style], []
+    for text in texts:
+        own = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        documents.append([*ids_of(tokenizer, [before]), *own, *ids_of(tokenizer, [after])])
+    whole, special = list(itertools.chain(*documents)), set(ids_of(tokenizer, tokenizer.all_special_tokens))
+    for length in (2, 64, 5000):
+        found = pack(tmp_path, texts, tokenizer, length)
+        rows, owners = found.rows[:]["ids"], found.rows[:]["documents"]
+        assert list(itertools.chain(*rows)) == whole
+        numbers = [[number] * len(ids) for number, ids in enumerate(documents)]
+        assert list(itertools.chain(*owners)) == list(itertools.chain(*numbers))
+        assert {len(row) for row in rows[:-1]} <= {length} and 1 <= len(rows[-1]) <= length
+        assert found.text_tokens.tolist() == [sum(each not in special for each in row) for row in rows]
+        assert (found.documents, found.bytes) == (len(texts), sum(len(each.encode()) for each in texts))
+    assert all(whole.count(each) == len(texts) for each in ids_of(tokenizer, [before, after]))
+    assert not set(whole) & (special - set(ids_of(tokenizer, [before, after, "[UNK]"])))
+    assert terminator(tokenizer) == ids_of(tokenizer, [appended])
+    table = pa.table({"text": texts})
+    expected = TokenizeBatch(tokenizer, (7,))(table)
+    by_hand = tokenizer(texts, split_special_tokens=True)["input_ids"]
+    assert expected["ids"].to_pylist() == [[*ids, 7] for ids in by_hand]
+    tokenizer(TRICKY, truncation=True, max_length=3)  # leaves its settings in the backend
+    assert TokenizeBatch(to_json(tokenizer), (7,))(table) == expected == TokenizeBatch(tokenizer, (7,))(table)
 
 
 def test_batches_of_rows_are_padded_and_in_the_order_asked_for(tmp_path, tokenizers):
-    found = pack(tmp_path, prose(30), tokenizers["framed"], 32)
-    ids, numbers = rows(found), owners(found)
+    found, pad = pack(tmp_path, prose(30), tokenizers["framed"], 32), tokenizers["framed"].pad_token_id
+    ids, numbers = found.rows[:]["ids"], found.rows[:]["documents"]
     last = len(ids) - 1
-    assert 0 < len(ids[last]) < 32
-    pad = tokenizers["framed"].pad_token_id
-    for asked in (
-        [3],
-        [last],
-        [last, 0, 5, 5, 2],
-        [0, 1, 2, 3],
-        random.Random(0).choices(range(last + 1), k=40),
-    ):
+    assert 0 < len(ids[last]) < 32 and len(found) == len(ids) and padding_id(tokenizers["framed"]) == pad > 0
+    for asked in ([last], [last, 0, 5, 5, 2], random.Random(0).choices(range(last + 1), k=40)):
         expected = [ids[row] + [pad] * (32 - len(ids[row])) for row in asked]
         assert found.ids(np.array(asked)).tolist() == expected
         expected = [numbers[row] + [-1] * (32 - len(numbers[row])) for row in asked]
         assert found.document_of(np.array(asked)).tolist() == expected
-    assert found.ids(np.array([1])).dtype == found.document_of(np.array([1])).dtype == np.int64
-    assert found.row_lengths.tolist() == [len(row) for row in ids]
-    assert len(found) == len(ids)
+    assert found.row_lengths.tolist() == [len(row) for row in ids] and padding_id(tokenizers["bare"]) == 0
+    with pytest.raises(ValueError, match="no token to separate documents"):
+        terminator(made.restyled("$A", pad_token="<pad>"))
 
 
-def test_a_text_shorter_than_a_row(tmp_path, tokenizers):
-    found = pack(tmp_path, ["ba"], tokenizers["framed"], 16)
-    assert found.row_lengths.tolist() == [len(rows(found)[0])]
-    assert found.ids(np.array([0]))[0, -1] == tokenizers["framed"].pad_token_id
-
-
-def test_rows_that_come_out_even(tmp_path, tokenizers):
-    ids = tokenizers["bare"]("ba de ki")["input_ids"]
-    found = pack(tmp_path, ["ba de ki"] + ["lo"] * 2, tokenizers["bare"], len(ids) + 1)
-    assert rows(found)[0] == [*ids, tokenizers["bare"].eos_token_id]
-    whole = sum(map(len, rows(found)))
-    even = pack(tmp_path, ["ba de ki", "lo"], tokenizers["bare"], whole)
-    assert even.row_lengths.tolist() == [whole]
-
-
-def test_the_size_of_a_packed_text(tmp_path, tokenizers):
-    texts = ["ä 🙂", "ba", "de"]
-    found = pack(tmp_path, texts, tokenizers["framed"], 8)
-    assert (found.documents, found.bytes) == (3, 7 + 2 + 2)
-
-
-def test_a_text_is_tokenised_once(tmp_path, tokenizers):
-    class Counted:
-        def __init__(self, tokenizer):
-            self.tokenizer, self.calls = tokenizer, 0
-
-        def __getattr__(self, name):
-            return getattr(self.tokenizer, name)
-
-        def __call__(self, *texts, **options):
-            self.calls += 1
-            return self.tokenizer(*texts, **options)
-
-    tokenizer = Counted(tokenizers["framed"])
+def test_a_text_is_tokenised_once_for_what_its_tokenizer_gives(tmp_path, tokenizers, monkeypatch):
+    calls, real = [], TokenizeBatch.__call__
+    monkeypatch.setattr(TokenizeBatch, "__call__", lambda *given: calls.append(1) or real(*given))
     texts = Corpora({"a": written(tmp_path, prose(20)), "b": written(tmp_path, prose(9), name="b")}, tmp_path)
-    texts.packed("a", "train", tokenizer=tokenizer, length=16)
-    calls = tokenizer.calls
-    first = texts.packed("a", "train", tokenizer=tokenizer, length=16)
-    assert tokenizer.calls == calls > 0
-    for changed in (("b", "train", 16), ("a", "valid", 16), ("a", "train", 17)):
-        other = texts.packed(*changed[:2], tokenizer=tokenizer, length=changed[2])
-        assert tokenizer.calls > calls
-        assert rows(other) != rows(first)
-        calls = tokenizer.calls
-    bare = texts.packed("a", "train", tokenizer=tokenizers["bare"], length=16)
-    assert rows(bare) != rows(first)
-    again = texts.packed("a", "train", tokenizer=tokenizer, length=16)
-    assert rows(again) == rows(first)
-
-
-def test_the_digest_of_a_tokenizer(tokenizers):
+    seen, how = [], {"tokenizer": tokenizers["framed"], "length": 16}
+    for name, split, changed in (
+        ("a", "train", {}), ("b", "train", {}), ("a", "valid", {}), ("a", "train", {"length": 17}),
+        ("a", "train", {"tokenizer": tokenizers["bare"]}),
+    ):  # fmt: skip
+        before = len(calls)
+        seen.append(texts.packed(name, split, **how | changed).rows[:])
+        assert len(calls) > before and seen.count(seen[-1]) == 1
+    before = len(calls)
+    assert texts.packed("a", "train", **how).rows[:] == seen[0] and len(calls) == before
     digests = {style: tokenizer_digest(tokenizer) for style, tokenizer in tokenizers.items()}
     assert len(set(digests.values())) == len(digests)
     changed = made.framed()
-    assert tokenizer_digest(changed) == digests["framed"]
     changed(["ba de", "lo"], truncation=True, max_length=3, padding=True)
     assert tokenizer_digest(changed) == digests["framed"]
     changed.add_tokens(["new"])
     assert tokenizer_digest(changed) != digests["framed"]
-    slow = SimpleNamespace(get_vocab=lambda: {"truncation": 1}, special_tokens_map={})
-    other = SimpleNamespace(get_vocab=lambda: {"truncation": 2}, special_tokens_map={})
-    assert tokenizer_digest(slow) != tokenizer_digest(other)
-
-
-@pytest.mark.slow
-def test_memory_does_not_grow_with_the_text(tmp_path):
-    """36 MB of documents of 60 kB, a token for four bytes: what Python, NumPy and Arrow hold at once."""
-
-    def tokenizer(texts, add_special_tokens=True, **options):
-        if isinstance(texts, str):
-            return {"input_ids": [1]}
-        return {
-            "input_ids": [
-                (np.frombuffer(each.encode().ljust(60_000), np.int32) % 200).tolist() for each in texts
-            ]
-        }
-
-    fake = SimpleNamespace(
-        eos_token_id=7, sep_token_id=None, all_special_ids=[7], pad_token_id=None, vocab_size=200
-    )
-    fake = type("Fake", (), {**vars(fake), "__call__": lambda self, *a, **b: tokenizer(*a, **b)})()
-    text = " ".join(prose(1000))[:59_000]
-    documents = (("train", f"{number} {text}") for number in range(600))
-    source = SimpleNamespace(
-        **OF_TEXT, held_out=HELD_OUT, fingerprint=lambda name: 0, read=lambda name: documents
-    )
-    read = corpus.make_corpus(source, "a", cache=tmp_path)
-    usual, pool = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
-    pa.set_memory_pool(pool)
-    tracemalloc.start()
-    try:
-        options = {
-            "tokenizer": fake,
-            "length": 64,
-            "name": "a",
-            "cache": tmp_path,
-            "tokenizer_digest": "fake",
-        }
-        found = packing.pack(read, "train", **options)
-        written_peak, held = tracemalloc.get_traced_memory()[1] + pool.max_memory(), pool.bytes_allocated()
-        for start in range(0, len(found), 100):
-            found.ids(np.arange(start, min(start + 100, len(found))))
-        read_peak = tracemalloc.get_traced_memory()[1] + pool.max_memory()
-    finally:
-        tracemalloc.stop()
-        pa.set_memory_pool(usual)
-    assert len(found) * 64 * 8 > 40e6  # bytes of ids and documents
-    assert written_peak < 10e6
-    assert held < 1e5
-    assert read_peak < written_peak + 1e6
 
 
 LENGTH, SPECIAL = 16, (0, 1)
@@ -271,20 +140,19 @@ def by_best_fit(documents):
         for at in range(0, len(ids), LENGTH):
             piece = [number] * len(ids[at : at + LENGTH])
             fitting = [row for row in waiting if len(row) + len(piece) <= LENGTH]
+            best = max(fitting, key=len, default=None)  # the oldest of equal ones
+            done = None
             if fitting:
-                best = max(fitting, key=len)  # the oldest of equal ones
                 best += piece
-                if len(best) == LENGTH:
-                    rows.append(best)
-                    waiting = [row for row in waiting if row is not best]
+                done = best if len(best) == LENGTH else None
             elif len(piece) == LENGTH:
                 rows.append(piece)
             else:
-                if len(waiting) == OPEN_ROWS:
-                    fullest = max(waiting, key=len)
-                    rows.append(fullest)
-                    waiting = [row for row in waiting if row is not fullest]
+                done = max(waiting, key=len) if len(waiting) == OPEN_ROWS else None
                 waiting.append(piece)
+            if done:
+                rows.append(done)
+                waiting = [row for row in waiting if row is not done]
     return rows + waiting
 
 
@@ -321,94 +189,137 @@ def test_rows_of_documents_that_fit_are_nearly_full_and_few_are_open():
     assert len(found[0][0]) == 15  # the fullest is done first
 
 
-@pytest.fixture(params=list(PACKERS))
-def packed(request, tmp_path):
+@pytest.mark.parametrize("kind", PACKERS)
+def test_a_packed_text_says_what_its_rows_hold_and_what_will_be_scored(tmp_path, kind):
     how = {"tokenizer": made.framed(), "length": LENGTH, "name": "a", "tokenizer_digest": "0"}
-    return packing.pack(written(tmp_path, prose(200)), "train", cache=tmp_path, packing=request.param, **how)
-
-
-def test_a_packed_text_says_what_its_rows_hold(packed):
+    packed = packing.pack(written(tmp_path, prose(200)), "train", cache=tmp_path, packing=kind, **how)
     numbers = np.arange(len(packed))
-    documents = packed.document_of(numbers)
+    documents, sizes = packed.document_of(numbers), packed.sizes(numbers)
     assert packed.row_lengths.tolist() == (documents >= 0).sum(1).tolist()
-    assert packed.tokens_per_row == (
-        LENGTH if packed.packing == "concat" else pytest.approx(packed.row_lengths.mean())
-    )
+    assert packed.tokens_per_row == (LENGTH if kind == "concat" else pytest.approx(packed.row_lengths.mean()))
     assert set(documents.ravel().tolist()) - {-1} == set(range(packed.documents))
-    counted = [len(set(row[row >= 0].tolist())) for row in documents]
-    sizes = packed.sizes(numbers)
-    if packed.packing == "isolated":
+    if kind == "isolated":
+        counted = [len(set(row[row >= 0].tolist())) for row in documents]
         assert packed.sharing.tolist() == counted == sizes.documents.tolist() and max(counted) > 1
     else:
         assert sizes.documents is None
-    assert packed.packing != "per_document" or counted == [1] * len(packed)
-
-
-def test_what_will_be_scored_is_known_before_rows_are_read(packed):
-    numbers = np.arange(len(packed))
-    gathered = stack_rows([packed], np.zeros_like(numbers), numbers, sample_keys(7, numbers))
-    batch, places = Causal().batch(gathered)
-    counts = np.bincount(batch["rows"].numpy(), minlength=len(packed))
-    assert counts.tolist() == Causal().scored(packed.sizes(numbers)).tolist()
-    assert ("segments" in batch) == (packed.packing == "isolated")
-    if packed.packing == "isolated":
-        documents = packed.document_of(numbers).ravel()
-        assert (documents[places] == documents[batch["positions"]]).all()
+    stacked = stack_rows([packed], np.zeros_like(numbers), numbers, sample_keys(7, numbers))
+    batch, places = Causal().batch(stacked)
+    scored = np.bincount(batch["rows"].numpy(), minlength=len(packed))
+    assert scored.tolist() == Causal().scored(sizes).tolist()
+    assert ("segments" in batch) == (kind == "isolated")
+    if kind == "isolated":
+        assert (documents.ravel()[places] == documents.ravel()[batch["positions"]]).all()
     few = np.argsort(packed.row_lengths)[:3]
+    longest = np.argsort(-packed.row_lengths, kind="stable") if kind == "per_document" else numbers
+    assert packed.by_length(numbers).tolist() == longest.tolist()
     width = stack_rows([packed], np.zeros(3, int), few, sample_keys(7, few)).ids.shape[1]
-    assert width == (packed.row_lengths[few].max() if packed.packing == "per_document" else LENGTH)
+    assert width == (packed.row_lengths[few].max() if kind == "per_document" else LENGTH)
 
 
-@pytest.fixture
-def texts():
-    sizes = {"a": (40, 8), "b": (7, 3), "c": (25, 1)}  # rows, tokens of the last
-    return {name: rows_by_hand(count, last=last, seed=count) for name, (count, last) in sizes.items()}
-
-
-def scored(text) -> int:
-    return int(Causal().scored(text.sizes()).sum())
-
-
-def test_every_balanced_domain_has_the_tokens_of_the_smallest_but_for_a_row(texts, caplog):
-    with caplog.at_level("INFO"):
-        equal = balance(texts)
+def test_every_balanced_domain_has_the_tokens_of_the_smallest_but_for_a_row():
+    sizes = {"a": (40, 8), "b": (7, 3), "c": (25, 1), "short": (9, 2)}  # rows, tokens of the last
+    texts = {name: rows_by_hand(count, last=last, seed=count) for name, (count, last) in sizes.items()}
+    short = texts.pop("short")
+    equal, whole = balance(texts), texts["a"]
     tokens = {name: int(text.row_lengths.sum()) for name, text in equal.items()}
     assert tokens["b"] == 6 * 8 + 3 and all(51 <= count < 51 + 8 for count in tokens.values())
-    assert all(abs(scored(text) - scored(equal["b"])) <= 8 for text in equal.values())
-    assert "2 of 3 domains are cut to 51 tokens, those of b" in caplog.text
-    assert scored(texts["a"]) > 4 * scored(equal["a"])
-
-
-def test_what_is_balanced_reads_as_the_rows_that_were_drawn(texts):
-    chosen, whole = balance(texts)["a"], texts["a"]
-    drawn = whole.draw_rows(51, stream=key("balanced", "a"))
+    chosen, drawn, here = equal["a"], whole.draw_rows(51, stream=key("balanced", "a")), np.arange(7)
     assert len(chosen) == len(drawn) == 7 and list(drawn) != list(range(7))
-    here = np.arange(len(chosen))
     assert (chosen.ids(here) == whole.ids(drawn)).all()
     assert (chosen.document_of(here) == whole.document_of(drawn)).all()
     assert (chosen.text_tokens == whole.text_tokens[drawn]).all()
     assert (chosen.row_lengths == whole.row_lengths[drawn]).all()
-
-
-def test_a_short_last_row_that_is_drawn_keeps_its_length():
-    text = rows_by_hand(9, last=2)
-    chosen = balance({"a": text}, tokens=57)["a"]
-    assert 8 in text.draw_rows(57, stream=key("balanced", "a")) and len(chosen) < 9
+    told = balance(texts, tokens=100)  # what is smaller stays
+    assert len(told["b"]) == 7 and len(told["a"]) == 13 and len(told["c"]) in (13, 14)
+    assert {*whole.draw_rows(50, stream=3)} < {*whole.draw_rows(150, stream=3)}
+    chosen = balance({"a": short}, tokens=57)["a"]  # with the last row, which is short
+    assert len(chosen) < 9 and chosen.row_lengths[-1] == 2
     assert list(chosen.row_lengths) == (chosen.document_of(np.arange(len(chosen))) >= 0).sum(1).tolist()
-    assert chosen.row_lengths[-1] == 2
 
 
-def test_a_budget_leaves_what_is_smaller(texts, caplog):
-    with caplog.at_level("INFO"):
-        equal = balance(texts, tokens=100)
-    assert len(equal["b"]) == 7 and len(equal["a"]) == 13 and len(equal["c"]) in (13, 14)
-    assert "2 of 3 domains are cut to 100 tokens" in caplog.text and "those of" not in caplog.text
-    few, more = (set(texts["a"].draw_rows(count, stream=3)) for count in (50, 150))
-    assert few < more
+@pytest.fixture
+def small_shards(monkeypatch):
+    """A few documents each."""
+    monkeypatch.setattr(tokenize, "SHARD", 900)
+    monkeypatch.setattr(tokenize, "BATCH", 500)
 
 
-def test_rows_made_by_hand_are_like_packed_ones():
-    found = rows_by_hand(5, length=8, last=3)
-    assert found.row_lengths.tolist() == [8, 8, 8, 8, 3]
-    assert found.text_tokens.tolist() == [sum(each not in (0, 1) for each in row) for row in rows(found)]
-    assert found.ids(np.array([4])).tolist() == [rows(found)[4] + [49] * 5]
+def packed_by(folder, tokenizer, *, workers=1):
+    """The digest of the rows that so many processes make."""
+    how = {"tokenizer": tokenizer, "length": 16, "name": "a", "cache": folder, "workers": workers}
+    packing.pack(written(folder, prose(80)), "train", **how, tokenizer_digest=tokenizer_digest(tokenizer))
+    (path,) = (folder / "packed").glob("*/rows.arrow")
+    assert sorted(each.name for each in path.parent.iterdir()) == ["checksums.json", "rows.arrow"]
+    return hashlib.sha256(repr(Dataset.from_file(str(path)).to_dict()).encode()).hexdigest()
+
+
+@pytest.mark.slow
+def test_rows_do_not_depend_on_how_many_make_them(tmp_path, tokenizers, small_shards, monkeypatch):
+    class Own(PreTrainedTokenizerFast):
+        def _encode_plus(self, *arguments, **options):
+            return super()._encode_plus(*arguments, **options)
+
+    whole = packed_by(tmp_path / "1", tokenizers["framed"])
+    assert packed_by(tmp_path / "2", tokenizers["framed"], workers=2) == whole
+    own = Own(tokenizer_object=made.framed().backend_tokenizer)
+    assert to_json(own) is None and to_json(tokenizers["framed"])
+    monkeypatch.setattr(tokenize, "map_in_processes", None)
+    assert packed_by(tmp_path / "4", own, workers=4)
+    texts = [*prose(60), "x" * 3000, *prose(20, seed=1)]
+    for split, shards in itertools.product(("train", "test"), (1, 7, 81)):
+        found = written(tmp_path, texts, split=split)
+        read = [list(found.documents(split, number, shards)["text"]) for number in range(shards)]
+        assert sum(read, []) == texts and all(read)
+
+
+@pytest.mark.parametrize("at", [0, 5])
+def test_tokenizing_continues_where_it_was_killed(tmp_path, tokenizers, small_shards, monkeypatch, at):
+    whole = packed_by(tmp_path / "whole", tokenizers["framed"])
+    real, asked, most = TokenizeBatch.__call__, [], [at]
+
+    def counted(self, documents):
+        asked.append(documents["text"].to_pylist())
+        if len(asked) > most[0]:
+            raise KilledError
+        return real(self, documents)
+
+    monkeypatch.setattr(TokenizeBatch, "__call__", counted)
+    with pytest.raises(KilledError):
+        packed_by(tmp_path, tokenizers["framed"])
+    done = list(tmp_path.glob("packed/*.partial/tokens/*-of-*.arrow"))
+    asked.clear()
+    most[0] = 10**6
+    assert packed_by(tmp_path, tokenizers["framed"]) == whole
+    again = sum(map(len, asked))  # the shards that were complete are not made again
+    assert (again < 80 and done) if at == 5 else again == 80
+
+
+def test_a_corpus_that_lacks_documents_is_not_packed(tmp_path, tokenizers):
+    found = written(tmp_path, prose(80))
+    facts = {**found.facts, "documents": {**found.facts["documents"], "train": 81}}
+    how = {"tokenizer": tokenizers["framed"], "length": 8, "name": "a", "cache": tmp_path, "workers": 1}
+    with pytest.raises(ValueError, match="is damaged: 80 documents in train, not 81"):
+        packing.pack(corpus.Corpus(found.folder, facts), "train", **how, tokenizer_digest="")
+    assert not list((tmp_path / "packed").glob("*[0-9a-f]"))
+
+
+@pytest.mark.slow
+def test_where_one_process_is_killed_the_others_are_not_waited_for():
+    before = set(active_children())
+
+    def left():
+        return set(active_children()) - before
+
+    found = tokenize.map_in_processes(time.sleep, [0.0] + [60.0] * 9, 2)
+    assert next(found) is None
+    while not all(heeds_signals(each.pid) for each in left()):  # one that is at work ignores a first SIGTERM
+        time.sleep(0.05)
+    at_last = threading.Timer(15, lambda: [each.kill() for each in left()])
+    at_last.start()
+    left().pop().kill()  # as the kernel does where memory does not suffice
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="a process that tokenises was ended"):
+        next(found)
+    at_last.cancel()
+    assert time.monotonic() - began < 10 and not left()

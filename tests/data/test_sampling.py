@@ -1,17 +1,23 @@
-"""Batches by their number: any number of processes, parts and restarts gives the same samples."""
+"""Batches by their number: processes, parts and restarts gives the same samples, replayed ones too."""
 
 import itertools
+import json
 from collections import Counter
+from decimal import Decimal
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from cpt.data.collate import UNSCORED, labels_of
+from cpt.core.randomness import key, sample_keys, shuffle
+from cpt.data.collate import UNSCORED, label_batch, labels_of, single
+from cpt.data.datamodule import Domain, DomainSequence
+from cpt.data.options import Budget
+from cpt.data.replay import NO_REPLAY, Replay
 from cpt.data.sampler import EvalSubset, ResumeSampler, ShardSampler, TrainStream
 from cpt.models.objectives import Causal, Masked
-from tests.support.data_fixtures import rows_by_hand
+from tests.support.data_fixtures import fake_trainer, rows_by_hand
 
 
 class Vocabulary(SimpleNamespace):
@@ -19,17 +25,15 @@ class Vocabulary(SimpleNamespace):
         return 50
 
 
-VOCABULARY = Vocabulary(mask_token_id=1, all_special_ids=[0, 1], name_or_path="tiny")
-OBJECTIVES = {"masked": Masked(VOCABULARY, rate=0.3), "causal": Causal()}
-
-
-@pytest.fixture(scope="module")
-def texts():
-    return {
-        "a": rows_by_hand(23, last=3, seed=1),
-        "b": rows_by_hand(7, seed=2),
-        "c": rows_by_hand(40, seed=3),
-    }
+MASKED = Masked(Vocabulary(mask_token_id=1, all_special_ids=[0, 1], name_or_path="tiny"), rate=0.3)
+OBJECTIVES = {"masked": MASKED, "causal": Causal()}
+SIZES = {"a": 23, "b": 7, "c": 40, "now": 31, "general": 9}
+TEXTS = {name: rows_by_hand(size, last=5, seed=size) for name, size in SIZES.items()}
+WHOSE = {
+    tuple(ids): (name, row)
+    for name, text in TEXTS.items()
+    for row, ids in enumerate(text.ids(np.arange(len(text))).tolist())
+}
 
 
 @pytest.fixture(params=OBJECTIVES)
@@ -37,234 +41,467 @@ def objective(request):
     return OBJECTIVES[request.param]
 
 
-def stream(texts, steps, *, objective=OBJECTIVES["masked"], seed=0, batch_size=12, **options):
+def stream(names, steps, *, objective=MASKED, seed=0, batch_size=12, **options):
+    texts = names if isinstance(names, dict) else {name: TEXTS[name] for name in names}
     options = {"accumulate": 1, "rank": 0, "world": 1, **options}
     return TrainStream(texts, objective=objective, seed=seed, batch_size=batch_size, steps=steps, **options)
 
 
-def batches(made):
-    return [made[number] for number in range(len(made))]
-
-
 def samples(batch):
     """The rows of a batch as the model sees them: inputs and labels."""
-    return [
-        (tuple(inputs), tuple(labels))
-        for inputs, labels in zip(batch["input_ids"].tolist(), labels_of(batch).tolist(), strict=True)
-    ]
+    pairs = zip(batch["input_ids"].tolist(), labels_of(batch).tolist(), strict=True)
+    return [(tuple(inputs), tuple(labels)) for inputs, labels in pairs]
 
 
 def all_samples(made):
-    return [sample for batch in batches(made) for sample in samples(batch)]
+    return [sample for number in range(len(made)) for sample in samples(made[number])]
 
 
-def original(sample):
-    """The masked sample's ids before they were masked."""
-    return tuple(label if label != UNSCORED else each for each, label in zip(*sample, strict=True))
+def numbers(made):
+    """Text and row of each sample, before it was masked."""
+    whole = ([b if b != UNSCORED else a for a, b in zip(*each, strict=True)] for each in all_samples(made))
+    return [WHOSE[tuple(each)] for each in whole]
 
 
-def row_numbers(made, text):
-    """Which row of a text each sample of a stream is."""
-    ids = {tuple(row): number for number, row in enumerate(text.ids(np.arange(len(text))).tolist())}
-    return [ids[original(sample)] for sample in all_samples(made)]
+def equal(batches, others):
+    pairs = zip(batches, others, strict=True)
+    return all(
+        one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+        for one, other in pairs
+    )
 
 
-def test_an_epoch_is_every_row_once_and_each_epoch_in_another_order(texts):
-    text = texts["a"]
-    made = stream({"a": text}, [10])
-    assert len(made) == 10
-    rows = row_numbers(made, text)
-    assert len(rows) == 120
+def test_an_epoch_is_every_row_once_in_an_order_and_with_masks_of_the_epoch_the_domain_and_the_seed():
+    made = stream("a", [10])
+    rows = [row for _, row in numbers(made)]
     epochs = [rows[start : start + 23] for start in range(0, 115, 23)]
+    assert len(made) == 10 and len(rows) == 120 and len(set(all_samples(made))) > 100
     assert all(sorted(epoch) == list(range(23)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 5
-    assert list(range(23)) not in epochs
+    assert len({tuple(epoch) for epoch in epochs}) == 5 and list(range(23)) not in epochs
+    runs = [stream({name: TEXTS["a"]}, [2], seed=seed) for name, seed in (("a", 0), ("a", 1), ("b", 0))]
+    assert numbers(runs[0]) == numbers(stream("a", [2]))
+    for one, other in itertools.combinations(runs, 2):
+        assert numbers(one) != numbers(other)
+        assert len({*all_samples(one)} & {*all_samples(other)}) < 4
+    whole = all_samples(stream("a", [12], batch_size=4))
+    for batch_size, steps in ((1, 48), (16, 3), (48, 1)):
+        assert all_samples(stream("a", [steps], batch_size=batch_size)) == whole
+    assert all_samples(stream("a", [6], batch_size=4)) == whole[:24]
 
 
-def test_masks_change_from_epoch_to_epoch(texts):
-    made = stream({"c": texts["c"]}, [30])
-    seen = Counter()
-    for sample in all_samples(made):
-        seen[original(sample)] += 1
-    assert set(seen.values()) == {9}
-    assert len(set(all_samples(made))) > 300
-
-
-def test_the_order_is_the_domains_and_the_seeds(texts):
-    first = row_numbers(stream({"a": texts["a"]}, [2]), texts["a"])
-    assert row_numbers(stream({"a": texts["a"]}, [2]), texts["a"]) == first
-    assert row_numbers(stream({"a": texts["a"]}, [2], seed=1), texts["a"]) != first
-    assert row_numbers(stream({"b": texts["a"]}, [2]), texts["a"]) != first
-    masks = [
-        set(all_samples(stream({name: texts["a"]}, [2], seed=seed)))
-        for name, seed in (("a", 0), ("a", 1), ("b", 0))
-    ]
-    for one, other in itertools.combinations(masks, 2):
-        assert len(one & other) < 4
-
-
-def test_the_samples_do_not_depend_on_the_batch_size(texts):
-    whole = all_samples(stream({"a": texts["a"]}, [12], batch_size=4))
-    for batch_size, steps in ((1, 48), (3, 16), (16, 3), (48, 1)):
-        assert all_samples(stream({"a": texts["a"]}, [steps], batch_size=batch_size)) == whole
-
-
-def test_the_samples_do_not_depend_on_the_number_of_steps(texts):
-    short, long = (all_samples(stream({"a": texts["a"]}, [steps])) for steps in (3, 9))
-    assert long[: len(short)] == short
-
-
-GRID = [
-    (accumulate, world) for accumulate in (1, 2, 3) for world in (1, 2, 4) if 12 % (accumulate * world) == 0
-]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("names", ["a", "abc"])
-@pytest.mark.parametrize("accumulate, world", GRID)
-def test_processes_and_parts_share_out_the_same_batch(texts, objective, accumulate, world, names):
-    chosen = {name: texts[name] for name in names}
-    steps = [3, 2, 4][: len(names)]
-    whole = batches(stream(chosen, steps, objective=objective))
-    ranks = [
-        stream(chosen, steps, objective=objective, accumulate=accumulate, world=world, rank=rank)
-        for rank in range(world)
-    ]
-    assert {len(rank) for rank in ranks} == {sum(steps) * accumulate}
-    for step, expected in enumerate(whole):
+@pytest.mark.parametrize("accumulate, world", [(1, 2), (2, 1), (3, 4)])
+def test_processes_and_parts_share_out_the_same_batch(objective, accumulate, world, names):
+    how, pieces = {"steps": [3, 2, 4][: len(names)], "objective": objective}, accumulate * world
+    whole = stream(names, **how)
+    ranks = [stream(names, **how, accumulate=accumulate, world=world, rank=rank) for rank in range(world)]
+    assert {len(rank) for rank in ranks} == {len(whole) * accumulate}
+    for step in range(len(whole)):
         shared = [rank[step * accumulate + part] for part in range(accumulate) for rank in ranks]
-        assert {len(batch["input_ids"]) for batch in shared} == {12 // (accumulate * world)}
-        assert [each for batch in shared for each in samples(batch)] == samples(expected)
+        assert {len(batch["input_ids"]) for batch in shared} == {12 // pieces}
+        assert [each for batch in shared for each in samples(batch)] == samples(whole[step])
+        counts = [int((labels_of(batch) != UNSCORED).sum()) for batch in shared]
+        assert counts == [len(batch["positions"]) for batch in shared]
+        assert [float(batch["weight"]) for batch in shared] == pytest.approx([pieces / sum(counts)] * pieces)
 
 
-@pytest.mark.parametrize("accumulate, world", GRID)
-def test_the_weights_make_the_mean_over_all_scored_tokens(texts, objective, accumulate, world):
-    """Lightning takes the mean over the processes and over the accumulated parts."""
-    chosen, steps = {"a": texts["a"], "b": texts["b"]}, [3, 3]
-    for step in range(6):
-        total, scored = 0.0, 0
-        for rank, part in itertools.product(range(world), range(accumulate)):
-            made = stream(chosen, steps, objective=objective, accumulate=accumulate, world=world, rank=rank)
-            batch = made[step * accumulate + part]
-            count = int((labels_of(batch) != UNSCORED).sum())
-            assert len(batch["positions"]) == count
-            total += float(batch["weight"]) * count / (accumulate * world)
-            scored += count
-        assert total == pytest.approx(1)
-        assert float(batch["weight"]) == pytest.approx(accumulate * world / scored)
+def test_a_batch_with_nothing_to_score_has_weight_1_and_one_that_cannot_be_shared_out_is_refused():
+    text = {"a": rows_by_hand(4, length=1)}
+    rows = EvalSubset(text, {"a": np.arange(4)}, objective=Causal(), batch_size=4, purpose="x")
+    for batch in (stream(text, [1], objective=Causal(), batch_size=4)[0], rows[0]):
+        assert batch["positions"].tolist() == [] and float(batch["weight"]) == 1
+    for accumulate, world in ((5, 1), (1, 5), (4, 2), (0, 1)):
+        with pytest.raises(ValueError, match=f"trainer.batch_size=12 .*_batches={accumulate}"):
+            stream("abc", [1, 1, 1], accumulate=accumulate, world=world)
 
 
-def test_a_batch_with_nothing_to_score():
-    text = rows_by_hand(4, length=1)
-    batch = stream({"a": text}, [1], objective=Causal(), batch_size=4)[0]
-    assert batch["positions"].tolist() == []
-    assert float(batch["weight"]) == 1
-    assert (
-        float(
-            EvalSubset({"a": text}, {"a": np.arange(4)}, objective=Causal(), batch_size=4, purpose="x")[0][
-                "weight"
-            ]
-        )
-        == 1
-    )
+@pytest.mark.parametrize("steps", [[3, 5, 2], [1, 0, 4]])
+def test_the_mixture_is_exactly_the_samples_of_its_parts(objective, steps):
+    mixture = all_samples(stream("abc", steps, objective=objective))
+    parts = [all_samples(stream(n, [s], objective=objective)) for n, s in zip("abc", steps, strict=True)]
+    assert Counter(mixture) == Counter(itertools.chain(*parts)) and mixture != list(itertools.chain(*parts))
 
 
-@pytest.mark.parametrize("steps", [[3, 5, 2], [1, 0, 4], [7, 1, 1]])
-def test_the_mixture_is_exactly_the_samples_of_its_parts(texts, objective, steps):
-    mixture = all_samples(stream(texts, steps, objective=objective))
-    alone = [
-        all_samples(stream({name: texts[name]}, [count], objective=objective))
-        for name, count in zip("abc", steps, strict=True)
-    ]
-    assert Counter(mixture) == Counter(itertools.chain(*alone))
-    assert mixture != list(itertools.chain(*alone))
-
-
-def test_going_on_gives_what_was_left(texts):
-    made = stream(texts, [2, 2, 2], accumulate=2)
-    sampler = ResumeSampler(5, len(made))
-    assert list(sampler) == [5, 6, 7, 8, 9, 10, 11]
-    assert len(sampler) == 12
-    again = stream(texts, [2, 2, 2], accumulate=2)
-    for number in sampler:
-        assert all(torch.equal(made[number][name], each) for name, each in again[number].items())
+def test_going_on_gives_what_was_left_and_shares_are_everything_once():
+    sampler = ResumeSampler(5, 12)
+    assert list(sampler) == [5, 6, 7, 8, 9, 10, 11] and len(sampler) == 12
     assert list(ResumeSampler(12, 12)) == []
-
-
-@pytest.mark.parametrize("accumulate, world", [(5, 1), (1, 5), (4, 2), (0, 1)])
-def test_a_batch_that_cannot_be_shared_out(texts, accumulate, world):
-    with pytest.raises(ValueError) as error:
-        stream(texts, [1, 1, 1], accumulate=accumulate, world=world)
-    assert f"trainer.batch_size=12 is not a multiple of trainer.accumulate_grad_batches={accumulate}" in str(
-        error.value
-    )
-    assert f"times {world} processes" in str(error.value)
-
-
-def subset(texts, rows, *, objective=OBJECTIVES["masked"], batch_size=4, purpose="score"):
-    return EvalSubset(texts, rows, objective=objective, batch_size=batch_size, purpose=purpose)
+    for total, world in itertools.product((0, 1, 7, 8), (1, 2, 3, 9)):
+        shares = [ShardSampler(total, rank=rank, world=world) for rank in range(world)]
+        assert sorted(itertools.chain(*shares)) == list(range(total))
+        assert [len(share) for share in shares] == [len(list(share)) for share in shares]
+        assert {share.common for share in shares} == {min(map(len, shares))}
 
 
 ROWS = {"a": np.array([22, 3, 0, 8, 7, 11]), "c": np.array([5, 39, 1])}
 
 
-def test_a_subset_is_its_rows_in_batches_of_one_text(texts):
-    chosen = {name: texts[name] for name in "ac"}
-    made = subset(chosen, ROWS)
-    found = batches(made)
-    assert [int(batch["column"]) for batch in found] == [0, 0, 1]
+def subset(texts, rows, *, objective=MASKED, batch_size=4, purpose="score", **how):
+    return EvalSubset(texts, rows, objective=objective, batch_size=batch_size, purpose=purpose, **how)
+
+
+def test_a_subset_is_its_rows_with_masks_of_the_text_the_row_and_the_purpose():
+    made, texts = subset(TEXTS, ROWS), {name: TEXTS[name] for name in "abc"}
+    found = [made[number] for number in range(len(made))]
+    assert [int(batch["column"]) for batch in found] == [0, 0, 2]
     assert [len(batch["input_ids"]) for batch in found] == [4, 2, 3]
-    expected = [tuple(row) for name in "ac" for row in texts[name].ids(ROWS[name]).tolist()]
-    assert [original(each) for each in all_samples(made)] == expected
+    assert numbers(made) == [(name, row) for name, rows in ROWS.items() for row in rows]
     for batch in found:
         assert float(batch["weight"]) == pytest.approx(1 / len(batch["positions"]))
-
-
-def test_evaluation_masks_are_the_texts_the_rows_and_the_purposes(texts):
-    whole = all_samples(subset({"a": texts["a"], "c": texts["c"]}, ROWS))
-    for batch_size in (1, 2, 9):
-        assert all_samples(subset({"a": texts["a"], "c": texts["c"]}, ROWS, batch_size=batch_size)) == whole
-    reordered = subset({"c": texts["c"], "a": texts["a"]}, {name: rows[::-1] for name, rows in ROWS.items()})
+    whole = all_samples(made)
+    assert all_samples(subset(TEXTS, ROWS, batch_size=9)) == whole
+    reordered = subset(dict(reversed(texts.items())), {name: rows[::-1] for name, rows in ROWS.items()})
     assert Counter(all_samples(reordered)) == Counter(whole)
-    assert len(set(all_samples(subset(texts, ROWS | {"b": np.arange(0)}, purpose="probe"))) & set(whole)) <= 2
-    renamed = subset({"x": texts["a"], "c": texts["c"]}, {"x": ROWS["a"], "c": ROWS["c"]})
-    assert len(set(all_samples(renamed)[:6]) & set(whole)) <= 1
+    assert len({*all_samples(subset(TEXTS, ROWS, purpose="probe"))} & {*whole}) <= 2
+    assert len({*all_samples(subset({"x": TEXTS["a"]}, {"x": ROWS["a"]}))} & {*whole}) <= 1
 
 
-def test_each_scored_token_has_its_document(texts, objective):
-    made = subset({"a": texts["a"]}, {"a": np.arange(23)}, objective=objective, batch_size=6)
+def test_each_scored_token_has_its_document(objective):
+    made = subset(TEXTS, {"a": np.arange(23)}, objective=objective, batch_size=6)
     ahead = int(isinstance(objective, Causal))
-    for number, batch in enumerate(batches(made)):
+    for number in range(len(made)):
         owners = []
-        for place, labels in enumerate(labels_of(batch).tolist()):
-            row = number * 6 + place
+        for place, labels in enumerate(labels_of(made[number]).tolist()):
             predicted = (t + ahead for t, label in enumerate(labels) if label != UNSCORED)
-            owners += [(row * 8 + t) // 5 for t in predicted]
-        assert batch["documents"].tolist() == owners
-        assert len(owners) == len(batch["positions"])
+            owners += [((number * 6 + place) * 8 + t) // 5 for t in predicted]
+        assert made[number]["documents"].tolist() == owners
 
 
-def test_shares_are_everything_once():
-    for total, world in itertools.product((0, 1, 7, 8), (1, 2, 3, 9)):
-        shares = [ShardSampler(total, rank=rank, world=world) for rank in range(world)]
-        assert sorted(itertools.chain(*shares)) == list(range(total))
-        assert [len(share) for share in shares] == [len(list(share)) for share in shares]
-        assert max(map(len, shares)) - min(map(len, shares)) <= 1
-
-
-def test_processes_that_go_together_are_at_one_text_and_none_is_left_over(texts, objective):
-    """Idle batches fill each text up; what is scored is what it was."""
-    rows = {name: np.arange(len(text)) for name, text in texts.items()}
-    how = {"objective": objective, "batch_size": 8, "purpose": "score"}
-    alone, together = EvalSubset(texts, rows, **how), EvalSubset(texts, rows, **how, together=3)
-    shares = [
-        [together[number] for number in ShardSampler(len(together), rank=rank, world=3)] for rank in range(3)
-    ]
-    for pass_ in zip(*shares, strict=True):
-        assert len({int(batch["column"]) for batch in pass_}) == 1
+def test_processes_that_go_together_are_at_one_text_and_none_is_left_over(objective):
+    rows = {name: np.arange(len(TEXTS[name])) for name in "abc"}
+    how = {"objective": objective, "batch_size": 8}
+    alone, together = subset(TEXTS, rows, **how), subset(TEXTS, rows, **how, together=3)
     every = [together[number] for number in range(len(together))]
+    for pass_ in zip(*(every[rank::3] for rank in range(3)), strict=True):
+        assert len({int(batch["column"]) for batch in pass_}) == 1
     idle = [batch for batch in every if "idle" in batch]
     assert len(idle) == len(every) - len(alone) == 3 and all(len(batch["positions"]) == 0 for batch in idle)
-    kept = [batch for batch in every if "idle" not in batch]
-    for batch, expected in zip(kept, batches(alone), strict=True):
-        assert samples(batch) == samples(expected)
+    kept = [samples(batch) for batch in every if "idle" not in batch]
+    assert kept == [samples(alone[number]) for number in range(len(alone))]
+
+
+def test_places_targets_and_rows_are_those_of_the_labels_and_a_row_is_a_batch():
+    labels = torch.tensor([[-100, 7, -100, 8], [-100] * 4, [9, -100, -100, -100]])
+    ids, present = torch.arange(12).view(3, 4), torch.ones(3, 4, dtype=torch.bool)
+    batch = label_batch(ids, labels, present)
+    assert "attention_mask" not in batch and "labels" not in batch
+    assert batch["positions"].tolist() == [1, 3, 8] and batch["targets"].tolist() == [7, 8, 9]
+    assert batch["rows"].tolist() == [0, 0, 2] and torch.equal(labels_of(batch), labels)
+    present[1, 2:] = False
+    batch = label_batch(ids, labels, present)
+    for row in range(3):
+        one, own = single(batch, row), slice(row, row + 1)
+        alone = label_batch(ids[own], labels[own], present[own])
+        alone.setdefault("attention_mask", torch.ones(1, 4, dtype=torch.long))
+        assert equal([one], [alone])
+
+
+DOMAINS = [Domain("a", 0, ("a",)), Domain("b", 1, ("b",)), Domain("c", 2, ("c",))]
+JOINT = [Domain("joint", 0, ("a", "b", "c"))]
+PLAIN = {name: TEXTS[name] for name in ("a", "b", "c", "general")}
+
+
+def budget(**changes):
+    return Budget(**{"steps": None, "epochs": None, "tokens": None, "batch_size": 4, **changes})
+
+
+def sequence(*, domains=DOMAINS, enter=0, trainer=None, **changes):
+    options = {
+        **{"train": {name: TEXTS[name] for name in "abc"}, "held_out": PLAIN, "objective": MASKED},
+        **{"budget": budget(steps=6), "replay": NO_REPLAY, "seed": 0, "accumulate": 1, "workers": 0},
+        **{"eval_batch_size": 4, "probe_samples": 10},
+    }
+    made = DomainSequence(domains, **{**options, **changes})
+    made.trainer = trainer or fake_trainer()
+    made.enter(domains[enter])
+    return made
+
+
+def whole(*batches):
+    """Text and row of each sample of batches, before they were masked."""
+    rows = (MASKED.restored(batch)["input_ids"].tolist() for batch in batches)
+    return [WHOSE[tuple(ids)] for ids in itertools.chain(*rows)]
+
+
+def test_samples_and_masks_stay_what_they_were_in_earlier_versions():
+    made, joint = sequence(), sequence(domains=JOINT)
+    loaders = [made.train_dataloader(), made.val_dataloader(), made.probe(), joint.train_dataloader()]
+    first = [next(iter(loader)) for loader in loaders]
+    places = [[2, 7, 14, 15], [1, 3, 8, 15], [2, 3, 13, 15], [0, 5, 8, 13]]
+    assert [batch["positions"].tolist()[:4] for batch in first] == places
+    inside = [(name, row) for name in "abc" for row in range(SIZES[name])]
+    rows = [[14, 7, 5, 12], [0, 1, 2, 3], [4, 17, 6, 12], [10, 39, 25, 37]]
+    assert [[inside.index(each) for each in whole(batch)] for batch in first] == rows
+
+
+def test_training_is_on_the_current_domain_and_a_batch_says_whose_text_it_is():
+    made = sequence()
+    assert list(made) == DOMAINS and made.places == {"a": 0, "b": 1, "c": 2}
+    assert sequence(domains=JOINT).places == {"a": 0, "b": 1, "c": 2}
+    for domain in DOMAINS:
+        made.enter(domain)
+        batches = list(made.train_dataloader())
+        assert len(batches) == made.steps(domain) == 6
+        assert {name for name, _ in whole(*batches)} == {domain.name}
+        assert {each for batch in made.probe() for each in batch["domains"].tolist()} == {domain.index}
+    told = {(int(batch["column"]), *batch["domains"].tolist()[:1]) for batch in made.val_dataloader()}
+    assert told == {(0, 0), (1, 1), (2, 2), (3, -1)}
+    progress = [sequence(enter=1).progress(step) for step in (0, 5)]
+    assert [(p.total_step, p.first, p.domain, p.steps, p.total_steps) for p in progress] == [
+        (6, 6, 1, 6, 18),
+        (11, 6, 1, 6, 18),
+    ]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_training_goes_on_at_the_trainers_step(accumulate):
+    loader = sequence(domains=JOINT, accumulate=accumulate).train_dataloader()
+    assert len(loader) == 18 * accumulate
+    for step in (0, 7, 18):
+        rest = sequence(domains=JOINT, accumulate=accumulate, trainer=fake_trainer(step=step))
+        assert equal(list(rest.train_dataloader()), list(loader)[step * accumulate :])
+        assert len(rest.train_dataloader()) == len(loader)
+
+
+def test_evaluation_is_every_row_of_every_text_whatever_is_learned_and_shared_out():
+    batches, probe = list(sequence().val_dataloader()), list(sequence().probe())
+    assert whole(*batches) == [(name, row) for name in PLAIN for row in range(SIZES[name])]
+    others = {"enter": 2, "seed": 5, "budget": budget(steps=1, batch_size=2), "probe_samples": 3}
+    for name, value in (others | {"trainer": fake_trainer(step=4)}).items():
+        assert equal(list(sequence(**{name: value}).val_dataloader()), batches)
+    for rank in (0, 1):
+        share = sequence(trainer=fake_trainer(rank=rank, world=2))
+        assert equal(list(share.val_dataloader()), batches[rank::2])
+        assert equal(list(share.probe()), probe[rank::2])
+
+
+def probed(**how):
+    """The rows of a probe, and where its masks are."""
+    batches = list(sequence(**how).probe())
+    return whole(*batches), torch.cat([labels_of(batch) for batch in batches]).tolist()
+
+
+def test_a_probe_is_a_fixed_random_subset_of_the_domain_with_masks_of_its_own():
+    rows, masks = probed(enter=2)
+    places = [row for name, row in rows if name == "c"]
+    assert len(set(places)) == len(rows) == 10 and places != sorted(places) and max(places) > 19
+    later = {"trainer": fake_trainer(step=3), "seed": 7, "budget": budget(epochs=2.0), "eval_batch_size": 3}
+    for name, value in later.items():
+        assert probed(enter=2, **{name: value}) == (rows, masks)
+    assert probed(enter=2, probe_samples=6)[0] == rows[:6] and len(probed(enter=1)[0]) == SIZES["b"]
+    mixed = probed(domains=JOINT)[0]  # a share of each text
+    assert Counter(name for name, _ in mixed) == dict.fromkeys("abc", 4)
+    assert mixed[:4] == probed(probe_samples=4)[0]
+    how = {"held_out": {"a": TEXTS["a"]}, "probe_samples": 23}
+    scored = torch.cat([labels_of(batch) for batch in sequence(**how).val_dataloader()]).tolist()
+    assert 0 < sum(mask in scored for mask in probed(**how)[1]) < 5
+
+
+BUDGETS = [
+    ({"steps": 6.0}, 6),
+    ({"epochs": 1}, 6),
+    ({"epochs": 0.001}, 1),
+    ({"tokens": 320}, 10),
+    ({"tokens": 321}, 11),
+    ({"epochs": 1, "batch_size": 23}, 1),
+    ({"epochs": 1, "batch_size": 22}, 2),
+]
+
+
+def test_a_budget_in_steps_is_exactly_one_of_steps_epochs_and_tokens():
+    for given, expected in BUDGETS:
+        steps = budget(**given).steps_for(TEXTS["a"], length=8)
+        assert (steps, type(steps)) == (expected, int)
+    made = sequence(domains=JOINT, budget=budget(epochs=1.0))
+    assert made.steps_by_part(JOINT[0]) == [6, 2, 10]
+    assert made.steps(JOINT[0]) == len(made.train_dataloader()) == 18
+    for given in ({}, {"steps": 3, "epochs": 1}, {"epochs": 1, "tokens": 5}, {"steps": 2.5}, {"epochs": 0.0}):
+        with pytest.raises(ValueError, match="exactly one of trainer.steps"):
+            budget(**given)
+
+
+BATCH = 8
+
+
+def replay(**given) -> Replay:
+    return Replay(**{"past": 0.0, "general": 0.0, "memory": None, "adds": False, **given})
+
+
+def replayed(mixture, *, names=("now",), past="abc", steps=(20,), stage="now", seed=0, **options):
+    """The batches of a stage whose text is "now", after the domains of `past`."""
+    general = {"general": TEXTS["general"]} if mixture.general else {}
+    pools = mixture.pools({name: TEXTS[name] for name in past}, general, stage=stage, seed=seed)
+    options = {"batch_size": BATCH, "objective": Causal(), "seed": seed, "earlier": pools, **options}
+    texts, places = {name: TEXTS[name] for name in names}, {name: at for at, name in enumerate("abc")}
+    return stream(texts, list(steps), places=places, **options)
+
+
+class Deck:
+    """Cards that are dealt in a shuffle, and shuffled again when none is left."""
+
+    def __init__(self, count, stream):
+        self.count, self.stream, self.epoch, self.left = count, stream, 0, []
+
+    def deal(self):
+        if not self.left:
+            (name,) = sample_keys(self.stream, np.array([self.epoch]))
+            self.left = shuffle(np.arange(self.count), self.count, stream=int(name)).tolist()
+            self.epoch += 1
+        return self.left.pop(0)
+
+
+def walked(mixture, *, past, general, own, steps, seed, stage):
+    """What each step holds, in the order: own samples, of the past, general."""
+    fresh = Deck(own, key(seed, "now"))
+    kinds = []
+    for kind, share, sizes in (("past", mixture.past, past), ("general", mixture.general, general)):
+        names = list(sizes)
+        quota = mixture.memory // len(names) if kind == "past" and mixture.memory and names else None
+        kept = {
+            name: shuffle(np.arange(size), size, stream=key(seed, "memory", name))[:quota].tolist()
+            for name, size in sizes.items()
+        }
+        decks = {name: Deck(len(kept[name]), key(seed, stage, kind, "rows", name)) for name in names}
+        turns = Deck(len(names), key(seed, stage, kind, "turns")) if names else None
+        kinds.append((Decimal(str(share)) if names else Decimal(0), turns, names, decks, kept))
+    for step in range(steps):
+        drawn = []
+        for share, turns, names, decks, kept in kinds:
+            before, after = (int(share * BATCH * each) for each in (step, step + 1))
+            for _ in range(after - before):
+                name = names[turns.deal()]
+                drawn.append((name, kept[name][decks[name].deal()]))
+        new = BATCH if mixture.adds else BATCH - len(drawn)
+        yield [("now", fresh.deal()) for _ in range(new)], drawn
+
+
+MIXTURES = [
+    replay(past=0.1, adds=True),
+    replay(past=0.29, general=0.2),  # in floats, 0.29 * 100 is 28.999999999999996
+    replay(past=0.7, memory=11),
+    replay(general=0.35),
+    replay(past=0.5, general=0.25, memory=3, adds=True),
+]
+
+
+@pytest.mark.parametrize("mixture", MIXTURES, ids=str)
+def test_the_rows_are_those_of_the_oracle(mixture):
+    for past, seed, stage in (("abc", 0, "now"), ("b", 3, "later"), ("", 1, "now")):
+        made = replayed(mixture, past=past, steps=[40], seed=seed, stage=stage)
+        general = {"general": SIZES["general"]} if mixture.general else {}
+        how = {"past": {name: SIZES[name] for name in past}, "seed": seed, "stage": stage, "steps": 40}
+        expected = walked(mixture, general=general, own=SIZES["now"], **how)
+        for number, (new, drawn) in enumerate(expected):
+            rows = [WHOSE[tuple(ids)] for ids in made[number]["input_ids"].tolist()]
+            assert [row for row in rows if row[0] == "now"] == new
+            assert Counter(rows) == Counter(new + drawn)
+            assert made[number]["domains"].tolist() == ["abc".find(name) for name, _ in rows]
+
+
+def test_the_masks_of_a_draw_are_those_of_its_number_and_replayed_rows_stand_everywhere():
+    made = replayed(replay(past=0.5), past="a", steps=[12], objective=MASKED, seed=4, stage="later")
+    for number in range(12):
+        parts, rows, keys = made.samples(number)
+        inside = whole(made[number])
+        assert all(inside[at] == ("a", rows[at]) for at in np.flatnonzero(parts == 1))
+        expected = sample_keys(key(4, "later", "past", "masks"), np.arange(4 * number, 4 * number + 4))
+        assert sorted(keys[parts == 1].tolist()) == sorted(expected.tolist())
+    places, made = Counter(), replayed(replay(past=0.25), steps=[400])
+    for step in range(400):
+        places.update(np.flatnonzero(made.samples(step)[0] > 0).tolist())
+    assert set(places) == set(range(BATCH)) and all(60 < count < 140 for count in places.values())
+
+
+@pytest.mark.parametrize("names, steps", [(["now"], [20]), (["a", "now"], [7, 9])])
+def test_nothing_replayed_is_no_replay_bit_for_bit(names, steps):
+    how = {"names": names, "steps": steps, "accumulate": 2, "rank": 1, "world": 2}
+    plain = replayed(NO_REPLAY, **how, past="")
+    for mixture, past in itertools.product((replay(past=1e-9), replay(past=1e-9, adds=True)), ("", "abc")):
+        assert equal(
+            *([made[n] for n in range(len(made))] for made in (plain, replayed(mixture, past=past, **how)))
+        )
+
+
+@pytest.mark.parametrize("mixture", MIXTURES[1:3] + MIXTURES[4:], ids=str)
+@pytest.mark.parametrize("accumulate, world", [(2, 1), (4, 2)])
+def test_processes_and_parts_share_out_the_same_step(accumulate, world, mixture):
+    how = {"steps": [14], "accumulate": accumulate, "world": world}
+    undivided, ranks = replayed(mixture, steps=[14]), [replayed(mixture, rank=r, **how) for r in range(world)]
+    for step in range(14):
+        pieces = [rank[step * accumulate + part] for part in range(accumulate) for rank in ranks]
+        sizes = [len(piece["input_ids"]) for piece in pieces]
+        assert min(sizes) >= 1 and max(sizes) - min(sizes) <= 1
+        for name in ("input_ids", "targets", "domains"):
+            assert torch.equal(torch.cat([piece[name] for piece in pieces]), undivided[step][name])
+        weights = [float(piece["weight"]) * len(piece["positions"]) for piece in pieces]
+        assert sum(weights) / (accumulate * world) == pytest.approx(1)
+        assert len({float(piece["weight"]) for piece in pieces}) == 1
+
+
+LATER = [*DOMAINS, Domain("now", 3, ("now",))]
+
+
+def after(mixture, *, enter=3, step=0, **changes):
+    """A sequence of four domains with general text."""
+    how = {"domains": LATER, "train": TEXTS, "objective": Causal(), "accumulate": 2}
+    how |= {"budget": budget(steps=9, batch_size=BATCH), "trainer": fake_trainer(step=step)}
+    return sequence(**how | {"replay": mixture, "enter": enter, "held_out": {}} | changes)
+
+
+def names_in(made):
+    """How many samples of each text the entered domain's batches hold."""
+    batches = made.train_dataloader()
+    return Counter(WHOSE[tuple(ids)][0] for batch in batches for ids in batch["input_ids"].tolist())
+
+
+def test_a_domain_with_replay_that_is_resumed_gives_what_was_left():
+    for mixture, step in itertools.product(MIXTURES, (1, 4, 9)):
+        everything = list(after(mixture).train_dataloader())
+        assert equal(list(after(mixture, step=step).train_dataloader()), everything[2 * step :])
+
+
+def test_the_past_is_what_came_before():
+    for place, (name, past) in enumerate((("a", ""), ("b", "a"), ("c", "ab"), ("now", "abc"))):
+        counts = names_in(after(replay(past=0.5, general=0.25), enter=place))
+        assert set(counts) == {name, "general", *past} and counts["general"] == 18
+        assert counts[name] == (18 if past else 54)
+        assert [counts[each] * len(past) for each in past] == [36] * len(past)
+    # A stage of several texts has general text and no past, and a text is past once.
+    joint, later = Domain("joint", 0, ("a", "b", "now")), Domain("b", 2, ("c",))
+    made = after(replay(past=0.5, general=0.1), domains=[joint, Domain("x", 1, ("a",)), later], enter=0)
+    counts = names_in(made)
+    assert set(counts) == {"a", "b", "now", "general"} and counts.total() == 27 * BATCH
+    assert counts["general"] == int(27 * BATCH * 0.1) and made.past(later) == ["a", "b", "now"]
+
+
+REFUSED = [
+    ({"past": 0.9, "general": 0.1}, {}, "past=0.9 and general=0.1"),
+    ({"general": 0.5, "memory": 5}, {}, "memory=5 with past=0.0"),
+    ({"past": 0.5, "memory": 2}, {}, "memory=2 for 3 past domains"),
+    ({"general": 0.1}, {"train": {name: TEXTS[name] for name in ("a", "b", "c", "now")}}, "no general text"),
+    (
+        {"past": 0.5, "general": 0.3},
+        {"budget": budget(steps=9, batch_size=2), "accumulate": 1},
+        "batch_size=2",
+    ),
+]
+
+
+def test_what_cannot_be_replayed_is_refused():
+    for given, how, told in REFUSED:
+        with pytest.raises(ValueError, match=told):
+            after(replay(**given), **how)
+
+
+@pytest.mark.campaign
+def test_the_method_is_ncl_with_replay_bit_for_bit(small, start, tmp_path):
+    runs = {"ncl": ["method=ncl"], "over": ["method=ncl", "replay=past"], "method": ["method=replay"]}
+    runs["nothing"] = [*runs["over"], "replay.past=0"]
+    results = {}
+    for name, chosen in runs.items():
+        start(small("order=[law,food]", "trainer.steps=4", *chosen), tmp_path / name)
+        scores = json.loads((tmp_path / name / "scores.json").read_text())
+        state = torch.load(sorted((tmp_path / name / "stages").glob("*.pt"))[-1], weights_only=True)
+        results[name] = scores["nll"], {key: value.numpy().tobytes() for key, value in state.items()}
+    assert results["method"] == results["over"] != results["ncl"] == results["nothing"]
+    assert results["over"][0][:2] == results["ncl"][0][:2]  # the first domain has no past

@@ -1,88 +1,80 @@
-"""Samples that share rows: each is as if it had a row of its own, bit for bit whatever stands beside it."""
+"""Samples and documents that share rows: each is as if it had a row of its own, bit for bit whatever stands
+beside it."""
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from cpt.core.randomness import sample_keys
 from cpt.data.collate import Rows, Sharing
-from cpt.models.block_attention import inputs_for, try_isolation
-from cpt.models.objectives import Causal, CausalAnswers
+from cpt.models.block_attention import try_isolation
+from cpt.models.objectives import Causal, CausalAnswers, Masked
 
 PADDED = CausalAnswers(Causal(), pad=1)
 SHARED = CausalAnswers(Causal(), pad=1, sharing=Sharing(even=1))
 WIDE = CausalAnswers(Causal(), pad=1, sharing=Sharing(even=10_000))  # in few rows, of several samples' length
 LENGTHS = np.array([9, 30, 12, 21, 1, 5, 18, 25, 7, 3])
-OLD = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 300, "bos_token_id": 0, "eos_token_id": 0}
-NEW = {
-    **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2},
-    **{"intermediate_size": 64, "vocab_size": 300},
+SIZES = {
+    **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64},
+    **{"vocab_size": 300, "max_position_embeddings": 66, "pad_token_id": 1, "bos_token_id": 0},
+    **{"eos_token_id": 2, "cls_token_id": 0, "sep_token_id": 2},
 }
-MODELS = {
-    "gpt2": {**OLD, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-    "llama": NEW,
-    "mistral": {**NEW, "sliding_window": 6},  # a window that is shorter than samples
-    "gpt_neox": {**NEW, "hidden_dropout": 0.0},
+STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+ENCODERS = {
+    "roberta": SIZES | STILL,
+    "bert": SIZES | STILL,
+    "modernbert": SIZES | {"num_hidden_layers": 3, "local_attention": 8, "global_attn_every_n_layers": 2},
+}
+DECODERS = {
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 300, "bos_token_id": 0, "eos_token_id": 0}
+    | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "llama": SIZES | {"num_key_value_heads": 2},
+    "mistral": SIZES | {"num_key_value_heads": 2, "sliding_window": 6},  # shorter than samples
+    "gpt_neox": SIZES | {"hidden_dropout": 0.0},
 }
 KERNELS = ("sdpa", "eager")
 
 
-def model_of(kind: str, kernel: str | None = None, **sizes):
+def model_of(kind, kernel=None, **sizes):
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **(sizes or MODELS[kind]))
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=kernel)
+    config = AutoConfig.for_model(kind, **(sizes or (ENCODERS | DECODERS)[kind]))
+    auto = AutoModelForMaskedLM if kind in ENCODERS else AutoModelForCausalLM
+    model = auto.from_config(config, attn_implementation=kernel)
     with torch.no_grad():  # weights so large that what a sample sees matters
         for weight in model.parameters():
             weight.mul_(3 if weight.ndim > 1 else 1)
     return model
 
 
-def rows_of(lengths=LENGTHS, *, changed: int | None = None) -> Rows:
+def batch_of(objective, *, changed=None):
     """Samples whose last third is their answer, every fourth of raw text; all ids of one may be changed."""
-    draw = np.random.default_rng(0)
-    ids = draw.integers(5, 300, (len(lengths), lengths.max()))
+    ids = np.random.default_rng(0).integers(5, 300, (len(LENGTHS), LENGTHS.max()))
     if changed is not None:
         ids[changed] = 5 + (ids[changed] + 7) % 290
-    columns = np.arange(ids.shape[1])
-    ids[columns >= lengths[:, None]] = 1
-    answers = (columns < lengths[:, None]) & (
-        columns >= lengths[:, None] - np.maximum(1, lengths[:, None] // 3)
-    )
+    columns, ends = np.arange(ids.shape[1]), LENGTHS[:, None]
+    ids[columns >= ends] = 1
+    answers = (columns < ends) & (columns >= ends - np.maximum(1, ends // 3))
     answers[3::4] = False
-    return Rows(ids, lengths, sample_keys(7, np.arange(len(lengths))), answers)
-
-
-def batch_of(objective, **how):
-    batch, _ = objective.batch(rows_of(**how))
+    batch, _ = objective.batch(Rows(ids, LENGTHS, sample_keys(7, np.arange(len(LENGTHS))), answers))
     batch["weight"] = torch.tensor(1 / len(batch["positions"]))
     return objective.lay_out(batch)
 
 
-@pytest.mark.parametrize("objective", [SHARED, WIDE])
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("kind", MODELS)
-def test_no_bit_of_a_sample_depends_on_another(kind, kernel, objective):
-    """Every logit and hidden state, whichever of the others is changed."""
-    model, one = model_of(kind, kernel).eval(), batch_of(objective)
-    with torch.no_grad():
-        logits, hidden = objective.outputs(model, one)
-        for changed in range(len(LENGTHS)):
-            again, anew = objective.outputs(model, batch_of(objective, changed=changed))
-            other = one["rows"] != changed
-            assert torch.equal(logits[other], again[other])
-            assert not torch.equal(logits[~other], again[~other]) or not (~other).any()
-            present = one["attention_mask"].bool()
-            present[changed] = False
-            assert torch.equal(hidden[present], anew[present])
-
-
 @pytest.mark.parametrize("sharing", [SHARED, WIDE])
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("kind", MODELS)
-def test_losses_and_gradients_are_those_of_the_padded_batch(kind, kernel, sharing):
-    model = model_of(kind, kernel)
-    found = []
+@pytest.mark.parametrize("kind", DECODERS)
+def test_no_bit_of_a_sample_depends_on_another_and_its_gradients_are_the_padded_ones(kind, kernel, sharing):
+    model, one, found = model_of(kind, kernel).eval(), batch_of(sharing), []
+    with torch.no_grad():
+        logits, hidden = sharing.outputs(model, one)
+        for changed in range(0, len(LENGTHS), 3):
+            again, anew = sharing.outputs(model, batch_of(sharing, changed=changed))
+            other, present = one["rows"] != changed, one["attention_mask"].bool()
+            assert torch.equal(logits[other], again[other])
+            assert not torch.equal(logits[~other], again[~other]) or not (~other).any()
+            present[changed] = False
+            assert torch.equal(hidden[present], anew[present])
     for objective in (PADDED, sharing):
         batch = batch_of(objective)
         nll = objective.nll(model, batch)
@@ -94,54 +86,85 @@ def test_losses_and_gradients_are_those_of_the_padded_batch(kind, kernel, sharin
     assert float((gradient - shared_gradient).norm() / gradient.norm()) < 1e-6
 
 
-MANY = {name: value for name, value in NEW.items() if name != "num_key_value_heads"}
+DOCUMENTS = (9, 30, 1, 18, 2)  # lengths in a row; the second row has them in another order
+
+
+def packed_batch(*, changed=None):
+    """Rows [2, 64] of documents, four places of padding behind them; one of them may be changed in both."""
+    draw, ids, segments = np.random.default_rng(0), [], []
+    texts = [draw.integers(5, 300, length) for length in DOCUMENTS]
+    if changed is not None:
+        texts[changed] = 5 + (texts[changed] + 7) % 290
+    for order in ((0, 1, 2, 3, 4), (3, 2, 4, 1, 0)):
+        ids.append(np.concatenate([*(texts[each] for each in order), np.full(4, 1)]))
+        segments.append(np.concatenate([*(np.full(DOCUMENTS[each], each) for each in order), np.full(4, -1)]))
+    ids, segments = torch.from_numpy(np.stack(ids)), torch.from_numpy(np.stack(segments))
+    places = (segments.flatten() >= 0).nonzero().flatten()
+    rest = {"attention_mask": (segments >= 0).long(), "segments": segments}
+    return {"input_ids": ids, "positions": places, "targets": ids.flatten()[places], **rest}
+
+
+def padded_batch():
+    """The documents of `packed_batch` in a row each."""
+    batch, own = packed_batch(), []
+    for row, owners in zip(batch["input_ids"], batch["segments"], strict=True):
+        own += [row[owners == each] for each in dict.fromkeys(owners[owners >= 0].tolist())]
+    table = torch.nn.utils.rnn.pad_sequence(own, batch_first=True, padding_value=1)
+    mask = torch.arange(table.shape[1]) < torch.tensor([len(each) for each in own])[:, None]
+    places = mask.flatten().nonzero().flatten()
+    batch = {"input_ids": table, "attention_mask": mask.long(), "positions": places}
+    return batch | {"targets": table.flatten()[places]}
+
+
+def objective_of(kind):
+    return Masked.__new__(Masked) if kind in ENCODERS else Causal()  # what is masked is given
+
+
+@pytest.mark.parametrize("changed", [0, 1])
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kind", [*ENCODERS, "gpt2", "llama"])
+@torch.no_grad()
+def test_another_document_changes_no_bit_of_a_logit(kind, kernel, changed):
+    model, objective = model_of(kind, kernel).eval(), objective_of(kind)
+    one, other = (objective.outputs(model, packed_batch(changed=each))[0] for each in (None, changed))
+    mine = packed_batch()["segments"].flatten()
+    mine = mine[mine >= 0] == changed
+    assert torch.equal(one[~mine], other[~mine]) and not torch.equal(one[mine], other[mine])
+
+
+@pytest.mark.parametrize("kind", [*ENCODERS, "gpt2", "llama"])
+def test_losses_and_gradients_are_those_of_documents_in_rows_of_their_own(kind):
+    found = []
+    for batch in (packed_batch(), padded_batch()):
+        model, objective = model_of(kind).double().train(), objective_of(kind)
+        logits, hidden = objective.outputs(model, batch)
+        nll = torch.nn.functional.cross_entropy(logits, batch["targets"], reduction="none")
+        nll.mean().backward()
+        gradient = torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
+        read = objective.encode(model, batch).flatten(0, 1)[batch["positions"]]
+        torch.testing.assert_close(read, hidden.flatten(0, 1)[batch["positions"]])
+        found.append((nll.detach(), gradient))
+    (one, own), (other, again) = found
+    assert float((one - other).abs().max() / other.abs().max()) < 1e-5
+    assert float((own - again).norm() / again.norm()) < 1e-12
+
+
+NEW = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 300}
+OLD = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 300}
 WRONG = {
-    "bloom": ({"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 300}, "takes no positions"),
-    "mpt": ({"d_model": 32, "n_layers": 2, "n_heads": 2, "vocab_size": 300}, "takes no positions"),
+    "bloom": (OLD, "takes no positions"),
     "mamba": (NEW, "carries a state from token to token"),
-    "recurrent_gemma": (NEW, "carries a state from token to token"),
-    "opt": ({**MANY, "ffn_dim": 64, "word_embed_proj_dim": 32}, "mixes the samples of a row"),
-    "lfm2": ({**NEW, "layer_types": ["conv", "full_attention"]}, "mixes the samples of a row"),
+    "opt": ({**NEW, "ffn_dim": 64, "word_embed_proj_dim": 32}, "mixes the samples of a row"),
+    "lfm2": (
+        {**NEW, "intermediate_size": 64, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]},
+        "mixes the samples of a row",
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_model_that_cannot_keep_them_apart_is_refused(kind):
     sizes, why = WRONG[kind]
-    model = model_of(kind, **sizes)
-    with pytest.raises(
-        ValueError, match=f"packing=isolated does not go with a {kind}, which {why}; allowed: "
-    ):
-        try_isolation(model, documents=False)
-
-
-def without_anew(*given, **how):
-    """Positions that count on through a row."""
-    inputs, places = inputs_for(*given, **how)
-    if "position_ids" in inputs:
-        inputs["position_ids"] = torch.arange(inputs["position_ids"].shape[1]).expand_as(
-            inputs["position_ids"]
-        )
-    return inputs, places
-
-
-def one_late(*given, **how):
-    """Samples that begin a token late, so that the first is the last of the one before."""
-    inputs, places = inputs_for(*given, **how)
-    if "position_ids" in inputs:
-        inputs["position_ids"] = inputs["position_ids"].roll(1, dims=1)
-    return inputs, places
-
-
-def unmasked(*given, **how):
-    """All of a row is seen, by positions that are right."""
-    inputs, places = inputs_for(*given, **how)
-    return inputs | {"attention_mask": torch.ones_like(inputs["input_ids"])}, places
-
-
-@pytest.mark.parametrize("broken", [without_anew, one_late, unmasked])
-def test_the_trial_sees_what_is_broken(broken, monkeypatch):
-    model = model_of("gpt2")
-    monkeypatch.setattr("cpt.models.block_attention.inputs_for", broken)
-    with pytest.raises(ValueError, match="mixes the samples of a row"):
-        try_isolation(model, documents=False)
+    with pytest.raises(ValueError, match=f"packing=isolated does not go with a {kind}, which {why}"):
+        try_isolation(model_of(kind, **sizes), documents=False)
+    try_isolation(model_of("gpt2"), documents=False)

@@ -36,12 +36,6 @@ def sampling(**given) -> Sampling:
     return Sampling(**{"temperature": 1.0, "top_p": 1.0, "entries": ENTRIES, "end": END, **given})
 
 
-# --- one token
-
-
-# --- texts
-
-
 def by_hand(model, context, uniforms, how):
     """A text, token by token, by whole forward passes in double precision."""
     ids, nll = list(context), []

@@ -1,113 +1,71 @@
+"""Checkpoints, fresh models and models that grow: their objective, logits, sentinels, rows and functions."""
+
 import copy
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoTokenizer
 
 from cpt.data.packing import terminator
-from cpt.models import loading
+from cpt.models import growth, loading
+from cpt.models.loading import build_model, is_tied, load_model, skeleton, train_tokenizer
 from cpt.models.objectives import Causal
 from tests.conftest import sentences
+from tests.models.test_units import FAMILIES, build, inputs_of, logits, loss
 from tests.support.running import logits_at
 
-SIZES = {
-    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
-    "max_position_embeddings": 40, "vocab_size": 60, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-MASKED = {
-    "roberta": SIZES,
-    "bert": SIZES,
-    "modernbert": SIZES | {"cls_token_id": 1, "sep_token_id": 2},
-    "electra": SIZES | {"embedding_size": 16},
-    "distilbert": {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32, "vocab_size": 60},
-    "deberta-v2": SIZES,
-    "albert": SIZES | {"embedding_size": 8},
-}
-CAUSAL = {
-    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 40, "vocab_size": 60},
-    "llama": SIZES | {"num_key_value_heads": 2},
-    "qwen2": SIZES | {"num_key_value_heads": 1},
-    "gpt_neox": SIZES,
-    "opt": SIZES | {"ffn_dim": 32, "word_embed_proj_dim": 16},
-    "phi3": SIZES,
-}
-CASES = [(name, "masked") for name in MASKED] + [(name, "causal") for name in CAUSAL]
+pytestmark = pytest.mark.slow
+
+NAMES = ["roberta", "bert", "modernbert", "electra", "distilbert", "gpt2", "llama", "gpt_neox", "opt", "phi3"]
+TEXTS = sentences("alpha beta gamma delta epsilon zeta eta theta", count=40, seed=0)
 
 
-def tiny(name: str, objective: str):
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(name, **(MASKED | CAUSAL)[name])
-    auto = AutoModelForMaskedLM if objective == "masked" else AutoModelForCausalLM
-    return auto.from_config(config).eval()
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    texts = sentences("alpha beta gamma delta epsilon zeta eta theta", count=40, seed=0)
-    return loading.train_tokenizer(iter(texts), vocabulary=300, objective="masked")
-
-
-@pytest.mark.parametrize(("name", "objective"), CASES)
-def test_logits_at_positions_are_those_of_the_whole_model(name, objective):
-    model = tiny(name, objective)
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_at_positions_are_those_of_the_whole_model_and_it_says_its_objective(name):
+    model = build(name).float()
     ids = torch.randint(3, 60, (3, 12))
     mask = torch.ones_like(ids)
     mask[2, 9:] = 0
-    positions = torch.tensor([0, 5, 13, 30])
-    batch = {"input_ids": ids, "attention_mask": mask, "positions": positions}
-    whole = model(input_ids=ids, attention_mask=mask).logits.flatten(0, 1)[positions]
-    torch.testing.assert_close(logits_at(model, batch), whole, rtol=1e-5, atol=1e-6)
-    assert not any(module._forward_hooks for module in model.modules())
-
-
-@pytest.mark.parametrize(("name", "objective"), CASES)
-def test_the_objective_is_that_of_the_architecture(name, objective):
-    config = tiny(name, objective).config
-    fresh = AutoConfig.for_model(name)
-    assert loading.objective_name("auto", config) == objective
-    assert loading.objective_name("auto", fresh) == objective
+    batch = {"input_ids": ids, "attention_mask": mask, "positions": torch.tensor([0, 5, 13, 30])}
+    whole = model(input_ids=ids, attention_mask=mask).logits.flatten(0, 1)[batch["positions"]]
+    torch.testing.assert_close(logits_at(model, batch), whole, rtol=1e-5, atol=1e-5)
+    for config in (model.config, AutoConfig.for_model(name)):
+        told = loading.objective_name("auto", config)
+        assert told == ("masked" if FAMILIES[name].auto.__name__.endswith("MaskedLM") else "causal")
 
 
 @pytest.mark.parametrize(("name", "longest"), [("roberta", 39), ("bert", 40), ("gpt2", 40)])
-def test_samples_longer_than_the_positions(name, longest):
-    model = tiny(name, "masked" if name in MASKED else "causal")
+def test_samples_longer_than_the_positions_are_refused(name, longest):
+    model = build(name).float()
     loading.check_length(longest, model, Causal())
-    with pytest.raises(
-        ValueError, match=rf"model.length={longest + 1}; allowed: 2 to {longest}, the positions"
-    ):
+    with pytest.raises(ValueError, match=rf"model.length={longest + 1}; allowed: 2 to {longest}"):
         loading.check_length(longest + 1, model, Causal())
     model(input_ids=torch.full((1, longest), 5))
 
 
 @pytest.fixture(scope="module")
 def with_sentinels():
-    texts = sentences("alpha beta gamma delta epsilon zeta eta theta", count=40, seed=0)
-    return loading.train_tokenizer(iter(texts), vocabulary=400, objective="span")
+    return train_tokenizer(iter(TEXTS), vocabulary=400, objective="span")
 
 
-def test_a_learned_tokenizer_has_sentinels_as_t5_has(with_sentinels, tmp_path):
+def test_a_learned_tokenizer_has_sentinels_as_t5_has_and_others_are_found(with_sentinels, tmp_path):
     with_sentinels.save_pretrained(tmp_path)
     for each in (with_sentinels, AutoTokenizer.from_pretrained(tmp_path)):
-        assert len(each) == 400
+        assert len(each) == 400 and each.bos_token is None
         assert (each.pad_token_id, each.eos_token_id, each.unk_token_id) == (0, 1, 2)
-        assert each.bos_token is None
         assert loading.sentinel_ids(each) == list(range(399, 299, -1))
         assert each.convert_ids_to_tokens(399) == "<extra_id_0>"
         text = "Alpha, beta; ünïcode <extra_id_3>"
         ids = each(text, split_special_tokens=True).input_ids
         assert ids[-1] == 1 and max(ids) < 300 and each.decode(ids[:-1]) == text
-        assert terminator(each) == []
-        assert each.decode(each("a", "b").input_ids) == "a</s>b</s>"
-
-
-def test_sentinels_are_found_as_t5_and_as_mt5_have_them(tokenizer):
+        assert terminator(each) == [] and each.decode(each("a", "b").input_ids) == "a</s>b</s>"
+    tokenizer = train_tokenizer(iter(TEXTS), vocabulary=300, objective="masked")
+    mt5, rows = copy.deepcopy(tokenizer), len(tokenizer)
     assert loading.sentinel_ids(tokenizer) == []
-    rows = len(tokenizer)
-    more = copy.deepcopy(tokenizer)
-    loading.add_sentinels(more)
-    assert loading.sentinel_ids(more) == list(range(rows + 99, rows - 1, -1))
-    mt5 = copy.deepcopy(tokenizer)
+    loading.add_sentinels(tokenizer)
+    assert loading.sentinel_ids(tokenizer) == list(range(rows + 99, rows - 1, -1))
     mt5.add_tokens([f"\u2581<extra_id_{number}>" for number in (2, 1, 0)])
     assert loading.sentinel_ids(mt5) == [rows + 2, rows + 1, rows]
 
@@ -123,18 +81,133 @@ FORMS = {
 def test_a_checkpoint_of_t5_gives_its_own_logits(form, with_sentinels, tmp_path):
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
     config = {"model_type": form.split()[0], **sizes, **FORMS[form]}
-    model = loading.build_model(config, with_sentinels, "span", seed=0).eval()
+    model = build_model(config, with_sentinels, "span", seed=0).eval()
     assert model.config.decoder_start_token_id == model.config.pad_token_id == 0
     model.save_pretrained(tmp_path)
     with_sentinels.save_pretrained(tmp_path)
-    again = loading.load_model(tmp_path, "span").eval()
-    found = loading.configuration(str(tmp_path))
-    assert loading.objective_name("auto", found) == "span"
+    again, found = load_model(tmp_path, "span").eval(), loading.configuration(str(tmp_path))
     ids = torch.randint(3, 300, (2, 9))
     inputs = {"input_ids": ids, "decoder_input_ids": ids[:, :5]}
     assert torch.equal(again(**inputs).logits, model(**inputs).logits)
     head = again.get_output_embeddings().weight is again.get_input_embeddings().weight
-    assert head == (form != "t5 v1.1")
+    assert head == (form != "t5 v1.1") and loading.objective_name("auto", found) == "span"
     options = SimpleNamespace(objective="auto", checkpoint=str(tmp_path), mask_rate=0.15, mean_span=3)
     objective = loading.make_objective(options, with_sentinels, found, answers=False, isolated=False)
     assert (objective.pad, objective.end, objective.start, len(objective.sentinels)) == (0, 1, 0, 100)
+
+
+NOISE = 0.5
+MODES = {
+    "neurons": lambda model: growth.grow_neurons(model, 20, noise=NOISE),
+    "many neurons": lambda model: growth.grow_neurons(model, 120, noise=NOISE),
+    "heads": lambda model: growth.grow_heads(model, 4 // shared_by(model), noise=NOISE),
+    "layers": lambda model: growth.grow_layers(model, 2),
+    "hidden": lambda model: growth.grow_hidden(model, 2, noise=NOISE),
+    "all": lambda model: [MODES[mode](model) for mode in ("hidden", "neurons", "layers")],
+}
+POST_NORM = ("bert", "roberta")
+OWN_SIZE = ("llama", "mistral", "qwen2", "qwen3", "phi3", "t5", "t5-gated")  # of heads
+EXACT = [
+    (name, mode)
+    for name in [*POST_NORM, "modernbert", "gpt2", "gpt_neox", *OWN_SIZE]
+    for mode in MODES
+    if (mode != "heads" or name in OWN_SIZE) and (mode not in ("layers", "all") or name not in POST_NORM)
+]
+
+
+def shared_by(model: nn.Module) -> int:
+    """Query heads of a key/value head."""
+    heads = model.config.num_attention_heads
+    return heads // (getattr(model.config, "num_key_value_heads", None) or heads)
+
+
+@torch.no_grad()
+def outputs(model: nn.Module) -> Tensor:
+    return logits(model, inputs_of(model)).double()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("name", "mode"), EXACT)
+def test_the_function_stays(name, mode, tied, tmp_path):
+    for dtype, apart in ((torch.float32, 1e-5), (torch.float64, 1e-10)):
+        model = build(name, tie_word_embeddings=tied).to(dtype)
+        before, size = outputs(model), model.num_parameters()
+        torch.manual_seed(0)
+        MODES[mode](model)
+        assert model.num_parameters() > size
+        assert before.std() > 0.1 and (outputs(model) - before).abs().max() < apart
+    if mode in ("heads", "all") and not tied:
+        MODES[mode](model) if mode == "all" else None
+        model.save_pretrained(tmp_path)
+        loaded = type(model).from_pretrained(tmp_path, dtype=torch.float64).eval()
+        shapes = ({name: p.shape for name, p in each.named_parameters()} for each in (loaded, model))
+        assert next(shapes) == next(shapes) and (outputs(loaded) - outputs(model)).abs().max() < 1e-6
+
+
+def test_copies_get_gradients_of_their_own():
+    for noise, parted in ((0.0, False), (NOISE, True)):
+        model = build("llama")
+        torch.manual_seed(0)
+        growth.grow_neurons(model, 48, noise=noise)
+        torch.manual_seed(0)
+        chosen = growth.draw_units(48, 48)  # what each of the new ones is a copy of, in the first block
+        loss(model, inputs_of(model)).backward()
+        up = model.model.layers[0].mlp.up_proj.weight
+        assert torch.equal(up[48:], up[chosen])
+        assert torch.allclose(up.grad[48:], up.grad[chosen]) != parted
+
+
+@pytest.mark.parametrize("name", ["distilbert", "electra", "opt", "gemma2", "bart", "bloom"])
+def test_every_other_family_grows_or_is_refused(name):
+    for mode in MODES:
+        model = build(name)
+        before = outputs(model)
+        try:
+            MODES[mode](model)
+        except ValueError as error:
+            assert "can not be grown" in str(error) and (mode not in ("neurons", "layers") or name == "bloom")
+            continue
+        assert (outputs(model) - before).abs().max() < 1e-5 or mode in ("layers", "all")
+
+
+ADDED = ["contract", "pasta", "section"]
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+T5 = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2}
+CONFIGS = {
+    "roberta": ("masked", {**SIZES, "max_position_embeddings": 64}),
+    "deberta-v2": ("masked", SIZES),
+    "gpt2": ("causal", {"n_embd": 32, "n_layer": 2, "n_head": 2}),
+    "gpt_neox": ("causal", SIZES),  # its head is not tied
+    "t5": ("span", T5),
+    "t5 v1.1": ("span", {**T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_head_stays_tied_or_untied(kind, tmp_path):
+    objective, sizes = CONFIGS[kind]
+    size = 400 if objective == "span" else 300
+    words = train_tokenizer(iter(TEXTS), vocabulary=size, objective=objective)
+    start = build_model({"model_type": kind.split()[0], **sizes}, words, objective, seed=0).eval()
+    more, rows, tied = copy.deepcopy(words), len(words), is_tied(start)
+    assert tied == (kind not in ("gpt_neox", "t5 v1.1")) and more.add_tokens(ADDED) == 3
+    tables = start.get_input_embeddings(), start.get_output_embeddings()
+    old = [each.weight.detach().clone() for each in tables]
+    one, other = copy.deepcopy(start), copy.deepcopy(start)
+    for number, each in enumerate((one, other)):
+        torch.manual_seed(number)
+        growth.fit_rows(each, more, checkpoint="x")
+    pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs) and is_tied(one) == tied
+    new = one.get_input_embeddings().weight, one.get_output_embeddings().weight
+    assert all(torch.equal(table[:rows], before[:rows]) for table, before in zip(new, old, strict=True))
+    assert {len(table) for table in new} == {rows + 3, growth.entries(more), one.config.vocab_size}
+    inputs = {"input_ids": torch.tensor([more.convert_tokens_to_ids(ADDED)])}
+    if objective == "span":
+        inputs["decoder_input_ids"] = inputs["input_ids"]
+        assert one.encoder.embed_tokens.weight is one.decoder.embed_tokens.weight is one.shared.weight
+    one.save_pretrained(tmp_path)
+    loaded, found = load_model(tmp_path, objective).eval(), one(**inputs).logits
+    assert is_tied(loaded) == tied and torch.equal(loaded(**inputs).logits, found)
+    assert found.shape[-1] == rows + 3 and torch.isfinite(found).all()
+    assert {*skeleton(loaded).state_dict()} == {*loaded.state_dict()}

@@ -8,30 +8,22 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from cpt.models.memory import LEVELS_16, EvenHead, draw_quickly, drops_attention, even_head
 
+AUTO = {"gpt2": AutoModelForCausalLM, "roberta": AutoModelForMaskedLM}
 SIZES = {
-    "gpt2": (AutoModelForCausalLM, {"n_embd": 16, "n_layer": 1, "n_head": 2}),
-    "roberta": (
-        AutoModelForMaskedLM,
-        {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
-    ),
+    "gpt2": {"n_embd": 16, "n_layer": 1, "n_head": 2},
+    "roberta": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
 }
 
 
 def model_of(kind: str, entries: int) -> nn.Module:
-    auto, sizes = SIZES[kind]
     torch.manual_seed(0)
-    return auto.from_config(AutoConfig.for_model(kind, vocab_size=entries, **sizes)).double()
+    return AUTO[kind].from_config(AutoConfig.for_model(kind, vocab_size=entries, **SIZES[kind])).double()
 
 
-@pytest.fixture
-def filled(monkeypatch):
-    """Heads are computed as on a GPU in 16 bits."""
-    monkeypatch.setattr(EvenHead, "forward", EvenHead.padded)
-
-
-@pytest.mark.parametrize("entries", [257, 260, 319])
+@pytest.mark.parametrize("entries", [257, 260])
 @pytest.mark.parametrize("kind", SIZES)
-def test_logits_and_gradients_are_those_of_the_plain_head(kind, entries, filled):
+def test_logits_and_gradients_are_those_of_the_plain_head(kind, entries, monkeypatch):
+    monkeypatch.setattr(EvenHead, "forward", EvenHead.padded)
     plain, even = (model_of(kind, entries) for _ in range(2))
     even_head(even)
     assert isinstance(even.get_output_embeddings(), EvenHead)
@@ -55,7 +47,7 @@ def dropped_of(given, p, **how):
         return functional.dropout(given, p, True, **how)
 
 
-@pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.93])
+@pytest.mark.parametrize("p", [0.01, 0.5, 0.93])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_as_many_are_dropped_as_said_and_the_others_are_scaled(p, dtype):
     found = dropped_of(torch.ones(MANY, dtype=dtype), p)
@@ -68,41 +60,33 @@ def test_as_many_are_dropped_as_said_and_the_others_are_scaled(p, dtype):
         assert abs(share - p) < 5 * spread, lane
 
 
-def test_a_seed_gives_a_mask_and_the_generator_goes_on():
-    ones = torch.ones(1000)
-    first, again = dropped_of(ones, 0.5), dropped_of(ones, 0.5)
-    assert torch.equal(first, again)
-    with draw_quickly(True):
-        assert not torch.equal(functional.dropout(ones, 0.5), first)
-
-
-def test_modules_draw_so_while_it_lasts_and_only_then():
-    plain, module, ones = functional.dropout, nn.Dropout(0.5), torch.ones(64)
-    torch.manual_seed(3)
+def test_a_seed_gives_a_mask_and_modules_draw_so_while_it_lasts_and_only_then():
+    ones, plain, module = torch.ones(1000), functional.dropout, nn.Dropout(0.5)
+    first = dropped_of(ones, 0.5)
+    assert torch.equal(first, dropped_of(ones, 0.5))
+    torch.manual_seed(0)
     by_torch = module(ones)
     with pytest.raises(KeyError), draw_quickly(True):
-        torch.manual_seed(3)
-        assert not torch.equal(module(ones), by_torch)
+        assert not torch.equal(functional.dropout(ones, 0.5), first)  # the generator goes on
+        torch.manual_seed(0)
+        assert torch.equal(module(ones), first) and not torch.equal(first, by_torch)
         raise KeyError
     assert functional.dropout is plain
     with draw_quickly(False):
         assert functional.dropout is plain
 
 
-@pytest.mark.parametrize(
-    ("kind", "given", "attention"),
-    [
-        ("roberta", {}, True),
-        ("roberta", {"attention_probs_dropout_prob": 0.0}, False),
-        ("gpt2", {}, True),
-        ("gpt2", {"attn_pdrop": 0.0}, False),
-        ("t5", {}, True),
-        ("modernbert", {}, False),
-        ("llama", {"attention_dropout": 0.1}, True),
-        ("opt", {}, False),  # dropout=0.1, attention_dropout=0
-        ("distilbert", {"dropout": 0.0, "attention_dropout": 0.1}, True),
-    ],
-)
-def test_what_a_configuration_says_of_dropout(kind, given, attention):
-    config = AutoConfig.for_model(kind, **given)
-    assert drops_attention(config) == attention
+DROPS = [
+    ("roberta", {}, True),
+    ("roberta", {"attention_probs_dropout_prob": 0.0}, False),
+    ("gpt2", {"attn_pdrop": 0.0}, False),
+    ("t5", {}, True),
+    ("llama", {"attention_dropout": 0.1}, True),
+    ("opt", {}, False),  # dropout=0.1, attention_dropout=0
+    ("distilbert", {"dropout": 0.0, "attention_dropout": 0.1}, True),
+]
+
+
+def test_what_a_configuration_says_of_dropout():
+    for kind, given, attention in DROPS:
+        assert drops_attention(AutoConfig.for_model(kind, **given)) == attention

@@ -1,126 +1,346 @@
-"""What has to be predicted: against loops over rows and places."""
+"""What has to be predicted: against loops over rows and places; of examples the answers alone; spans."""
 
+import math
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional
+from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 from cpt.core.randomness import sample_keys
 from cpt.data.collate import UNSCORED, Rows, Sizes, labels_of
-from cpt.models.objectives import Causal, Masked
+from cpt.data.corpus import make_corpus
+from cpt.data.example import write_example
+from cpt.data.sampler import TrainStream, stack_rows
+from cpt.data.sources.base import EXAMPLES
+from cpt.data.tokenized_tasks import encode_corpus
+from cpt.models.objectives import Causal, CausalAnswers, Masked, Seq2SeqAnswers, Span, draw_composition
+from tests.support.data_fixtures import HELD_OUT, opened, rows_by_hand
+from tests.support.task_fixtures import encoder, some_examples
 
-SPECIAL = [0, 1, 2, 98]
-MASK = 2
+SPECIAL, MASK = [0, 1, 2, 98], 2
 
 
 class Vocabulary(SimpleNamespace):
     def __len__(self):
-        return self.size
-
-
-def vocabulary(**changes):
-    fields = {"mask_token_id": MASK, "all_special_ids": SPECIAL, "size": 100, "name_or_path": "tiny"}
-    return Vocabulary(**fields | changes)
+        return 100
 
 
 def masked(rate=0.15):
-    return Masked(vocabulary(), rate=rate)
+    return Masked(Vocabulary(mask_token_id=MASK, all_special_ids=SPECIAL, name_or_path="tiny"), rate=rate)
 
 
-def random_rows(count, length, *, seed=0, short=True):
+def random_rows(count, length, *, short=True):
     """Ids with special tokens among them, the lengths of the rows, and a key for each."""
-    draw = np.random.default_rng(seed)
+    draw = np.random.default_rng(0)
     ids = draw.integers(0, 100, (count, length))
     lengths = draw.integers(1, length + 1, count) if short else np.full(count, length)
-    return ids, lengths, sample_keys(5, np.arange(count))
-
-
-def text_places(ids, lengths):
-    """Per row, the places of what is neither special nor padding."""
-    return [
-        [place for place in range(size) if row[place] not in SPECIAL]
-        for row, size in zip(ids.tolist(), lengths.tolist(), strict=True)
-    ]
-
-
-def batch_of(objective, ids, lengths, keys):
-    return objective.batch(Rows(ids, lengths, keys))[0]
+    return Rows(ids, lengths, sample_keys(5, np.arange(count)))
 
 
 def scored_places(batch):
-    return [
-        [place for place, label in enumerate(row) if label != UNSCORED] for row in labels_of(batch).tolist()
+    rows = labels_of(batch).tolist()
+    return [[place for place, label in enumerate(row) if label != UNSCORED] for row in rows]
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.15, 0.99])
+def test_masks_are_of_text_alone_counted_ahead_and_the_same_in_any_batch(rate):
+    objective, rows = masked(rate), random_rows(300, 21)
+    text = [
+        [place for place in range(size) if row[place] not in SPECIAL]
+        for row, size in zip(rows.ids.tolist(), rows.lengths.tolist(), strict=True)
     ]
-
-
-@pytest.mark.parametrize("rate", [0.01, 0.15, 0.3, 0.99])
-def test_masks_are_of_text_alone_and_counted_ahead(rate):
-    objective = masked(rate)
-    ids, lengths, keys = random_rows(300, 21)
-    text = text_places(ids, lengths)
-    batch = batch_of(objective, ids, lengths, keys)
-    counts = objective.scored(Sizes(np.array([len(places) for places in text]), lengths))
+    sizes = Sizes(np.array([len(places) for places in text]), rows.lengths)
+    batch, counts = objective.batch(rows)[0], objective.scored(sizes)
     for places, chosen, count in zip(text, scored_places(batch), counts, strict=True):
-        assert set(chosen) <= set(places)
-        assert len(chosen) == count
+        assert set(chosen) <= set(places) and len(chosen) == count >= min(1, len(places))
         assert abs(count - rate * len(places)) <= max(0.5, 1 - rate * len(places))
-        assert count >= min(1, len(places))
-    assert {0, 1} <= set(counts.tolist())
-    assert objective.scorable(Sizes(counts, lengths)) is counts
-
-
-def test_labels_are_the_ids_and_all_else_is_untouched():
-    ids, lengths, keys = random_rows(200, 30)
-    batch = batch_of(masked(), ids, lengths, keys)
+    assert {0, 1} <= set(counts.tolist()) and objective.scorable(sizes) is sizes.text
     labels, inputs = labels_of(batch).numpy(), batch["input_ids"].numpy()
-    scored = labels != UNSCORED
-    assert (labels[scored] == ids[scored]).all()
-    assert (inputs[~scored] == ids[~scored]).all()
-    assert (inputs != ids).any()
-    flat = [number for number, label in enumerate(labels.ravel().tolist()) if label != UNSCORED]
-    assert batch["positions"].tolist() == flat
-    assert all(tensor.dtype == torch.int64 for tensor in batch.values())
-    assert torch.nn.CrossEntropyLoss().ignore_index == UNSCORED
+    scored = labels != UNSCORED  # labels are the ids, and all else is untouched
+    assert (labels[scored] == rows.ids[scored]).all() and (inputs[~scored] == rows.ids[~scored]).all()
+    assert (inputs != rows.ids).any() and batch["positions"].tolist() == np.flatnonzero(scored).tolist()
+    for picked in ([7], [39, 0, 7, 7], list(range(10, 30))):
+        part = objective.batch(rows.some(np.array(picked)))[0]
+        assert torch.equal(part["input_ids"], batch["input_ids"][picked])
+        assert torch.equal(labels_of(part), labels_of(batch)[picked])
+        present = torch.from_numpy(rows.present[picked]).long()
+        assert torch.equal(part.get("attention_mask", torch.ones_like(present)), present)
 
 
 def test_of_the_masked_80_percent_are_masks_10_random_10_themselves():
-    ids, lengths, keys = random_rows(3000, 64, short=False)
+    rows = random_rows(3000, 64, short=False)
+    ids = rows.ids
     ids[np.isin(ids, SPECIAL)] = 50
-    batch = batch_of(masked(), ids, lengths, keys)
-    inputs, labels = batch["input_ids"].numpy(), labels_of(batch).numpy()
-    scored = labels != UNSCORED
+    batch = masked().batch(rows)[0]
+    scored = labels_of(batch).numpy() != UNSCORED
     assert scored.mean() == pytest.approx(10 / 64)
-    before, after = ids[scored], inputs[scored]
-    count = len(before)
+    before, after = ids[scored], batch["input_ids"].numpy()[scored]
     assert (after == MASK).mean() == pytest.approx(0.8, abs=0.01)
     replaced = after[(after != MASK) & (after != before)]
-    assert len(replaced) / count == pytest.approx(0.1 * 95 / 96, abs=0.006)
+    assert len(replaced) / len(before) == pytest.approx(0.1 * 95 / 96, abs=0.006)
     assert (after == before).mean() == pytest.approx(0.1 * 97 / 96, abs=0.006)
     seen = np.bincount(replaced, minlength=100)
-    assert seen[SPECIAL].tolist() == [0, 0, 0, 0]
     usual = np.delete(seen, [*SPECIAL, 50])
-    assert usual.min() > 0
+    assert not seen[SPECIAL].any() and usual.min() > 0
     assert ((usual - usual.mean()) ** 2 / usual.mean()).sum() < 95 + 4 * np.sqrt(2 * 95)
 
 
-def test_a_row_is_the_same_in_any_batch():
-    objective = masked()
-    ids, lengths, keys = random_rows(40, 25)
-    whole = batch_of(objective, ids, lengths, keys)
-    for picked in ([7], [39, 0, 7, 7], list(range(10, 30))):
-        part = batch_of(objective, ids[picked], lengths[picked], keys[picked])
-        assert torch.equal(part["input_ids"], whole["input_ids"][picked])
-        assert torch.equal(labels_of(part), labels_of(whole)[picked])
-
-
 def test_causal_labels_are_the_tokens_that_follow():
-    objective = Causal()
-    ids, lengths, keys = random_rows(60, 9)
-    batch = batch_of(objective, ids, lengths, keys)
-    for row, size, labels in zip(ids.tolist(), lengths.tolist(), labels_of(batch).tolist(), strict=True):
+    objective, rows = Causal(), random_rows(60, 9)
+    batch = objective.batch(rows)[0]
+    for row, size, labels in zip(rows.ids, rows.lengths, labels_of(batch).tolist(), strict=True):
         assert labels == [row[t + 1] if t + 1 < size else UNSCORED for t in range(9)]
-    assert torch.equal(batch["input_ids"], torch.from_numpy(ids))
-    sizes = Sizes(np.zeros(60), lengths)
+    assert torch.equal(batch["input_ids"], torch.from_numpy(rows.ids))
+    sizes = Sizes(np.zeros(60), rows.lengths)
     assert objective.scored(sizes).tolist() == [len(each) for each in scored_places(batch)]
-    assert objective.scorable(sizes) is lengths
+
+
+ANSWERS = CausalAnswers(Causal(), pad=1)
+TWO_STACKS = Seq2SeqAnswers(Causal(), pad=1, start=1)
+
+
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory):
+    source = SimpleNamespace(held_out=HELD_OUT, class_limit=None, form=lambda name: EXAMPLES)
+    source.fingerprint, source.members = lambda name: 0, lambda name: [name]
+    source.read = lambda name: (("train", write_example(each)) for each in some_examples(60))
+    corpus, tokenizer = make_corpus(source, "a", cache=tmp_path_factory.mktemp("corpus")), opened()
+
+    def made(**how):
+        where = {"name": "a", "cache": tmp_path_factory.mktemp("rows"), "tokenizer_digest": "0"}
+        return encode_corpus(corpus, "train", encoder=encoder(tokenizer, **how), **where)
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 256}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=330, **sizes)).eval()
+
+
+@pytest.fixture(scope="module")
+def t5():
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
+    ids = {"pad_token_id": 1, "decoder_start_token_id": 1, "eos_token_id": 2}
+    return T5ForConditionalGeneration(T5Config(vocab_size=330, **ids, **sizes)).eval()
+
+
+def rows_of(*texts, count):
+    """The first rows of each text in turn."""
+    parts, rows = np.tile(np.arange(len(texts)), count), np.repeat(np.arange(count), len(texts))
+    return stack_rows(texts, parts, rows, np.zeros(len(rows), np.uint64))
+
+
+def test_the_loss_is_that_of_a_loop_over_answer_tokens_and_what_is_scored_is_known_ahead(model, answered):
+    rows, wanted = rows_of(answered(), count=5), []
+    batch, places = ANSWERS.batch(rows)
+    for row in range(5):
+        ids = torch.from_numpy(rows.ids[row, : rows.lengths[row]])
+        logits = model(ids[None]).logits[0].log_softmax(-1)
+        wanted += [-logits[at - 1, ids[at]] for at in np.flatnonzero(rows.answers[row])]
+    torch.testing.assert_close(ANSWERS.nll(model, batch), torch.stack(wanted))
+    assert (rows.ids.ravel()[places] == batch["targets"].numpy()).all() and rows.answers.ravel()[places].all()
+    for made in (answered(), rows_by_hand(6, length=30, seed=1)):
+        counts = torch.bincount(ANSWERS.batch(rows_of(made, count=6))[0]["rows"], minlength=6)
+        assert ANSWERS.scored(made.sizes(np.arange(6))).tolist() == counts.tolist()
+    assert (ANSWERS.scorable(answered().sizes()) == answered().answer_tokens).all()
+
+
+def test_raw_text_beside_examples_keeps_its_own_objective(model, answered):
+    text = rows_by_hand(4, length=30, last=7, seed=1)
+    mixed = rows_of(text, answered(), count=4)
+    batch, places = ANSWERS.batch(mixed)
+    assert mixed.ids.shape[1] > 30 and (mixed.ids[::2, 30:] == text.pad).all()
+    own = batch["rows"] % 2 == 0
+    raw, raw_places = Causal().batch(rows_of(text, count=4))
+    torch.testing.assert_close(ANSWERS.nll(model, batch)[own], Causal().nll(model, raw))
+    assert mixed.ids.ravel()[places[own]].tolist() == rows_of(text, count=4).ids.ravel()[raw_places].tolist()
+    assert batch["positions"].tolist() == sorted(batch["positions"].tolist())
+    assert batch["rows"].tolist() == (batch["positions"] // batch["input_ids"].shape[1]).tolist()
+    examples, _ = ANSWERS.batch(rows_of(answered(), count=4))
+    torch.testing.assert_close(ANSWERS.nll(model, batch)[~own], ANSWERS.nll(model, examples))
+    alone, _ = ANSWERS.batch(rows_of(text, count=4))  # to the bit
+    assert alone.keys() == raw.keys() and all(torch.equal(alone[name], raw[name]) for name in raw)
+
+
+def test_two_stacks_read_the_question_and_write_the_answer(t5, answered):
+    rows = rows_of(answered(seq2seq=True), count=5)
+    batch, places = TWO_STACKS.batch(rows)
+    assert batch["decoder_input_ids"].shape[1] == rows.answers.sum(1).max()
+    given = {name: batch[name] for name in ("input_ids", "attention_mask", "decoder_input_ids")}
+    mine = functional.cross_entropy(t5(**given).logits.flatten(0, 1)[batch["positions"]], batch["targets"])
+    labels = torch.full(batch["decoder_input_ids"].shape, -100)
+    for row in range(5):
+        answer = torch.from_numpy(rows.ids[row][rows.answers[row]])
+        labels[row, : len(answer)] = answer
+        assert (batch["decoder_input_ids"][row, len(answer) :] == 1).all()
+        source = rows.ids[row][rows.present[row] & ~rows.answers[row]]
+        assert batch["input_ids"][row, : len(source)].tolist() == source.tolist()
+        assert int(batch["attention_mask"][row].sum()) == len(source)
+    theirs = t5(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=labels).loss
+    torch.testing.assert_close(mine, theirs)
+    assert (rows.ids.ravel()[places] == batch["targets"].numpy()).all()
+
+
+def test_span_corruption_beside_answers_is_each_as_it_is_alone(t5):
+    raw = Span(rate=0.3, mean=2, sentinels=list(range(329, 300, -1)), end=2, pad=1, start=1)
+    both, lengths = Seq2SeqAnswers(raw, pad=1, start=1), np.array([20, 9, 14, 25, 17, 6])
+    ids = np.random.default_rng(0).integers(5, 300, (6, 25))
+    ids[np.arange(25) >= lengths[:, None]] = 1
+    answers = np.zeros(ids.shape, bool)
+    for row in (0, 2, 4):
+        answers[row, lengths[row] - 3 : lengths[row]] = True
+    rows = Rows(ids, lengths, sample_keys(7, np.arange(6)), answers)
+    asked, text = rows.some(np.array([0, 2, 4])), rows.some(np.array([1, 3, 5]))
+    for objective, own in ((both, raw), (both.scoring, raw.scoring)):
+        batch, places = objective.batch(rows)
+        nll, examples = objective.nll(t5, batch), batch["rows"] % 2 == 0
+        assert (ids.ravel()[places[examples]] == batch["targets"][examples].numpy()).all()
+        torch.testing.assert_close(nll[examples], objective.nll(t5, objective.batch(asked)[0]))
+        alone, alone_places = own.batch(Rows(text.ids, text.lengths, text.keys))
+        torch.testing.assert_close(nll[~examples], own.nll(t5, alone))
+        assert ids.ravel()[places[~examples]].tolist() == text.ids.ravel()[alone_places].tolist()
+        counts = objective.scored(Sizes(lengths, lengths, answers.sum(1)))
+        assert counts.tolist() == torch.bincount(batch["rows"], minlength=6).tolist()
+    whole = both.restored(both.batch(rows)[0])
+    mask = whole.get("attention_mask", torch.ones_like(whole["input_ids"])).bool()
+    for row in range(6):
+        kept = rows.present[row] & ~answers[row]
+        assert whole["input_ids"][row][mask[row]].tolist() == ids[row][kept].tolist()
+
+
+@pytest.mark.parametrize(("accumulate", "world"), [(2, 1), (1, 4)])
+def test_splitting_a_batch_changes_no_gradient(model, answered, accumulate, world):
+    texts = {"a": answered(), "b": rows_by_hand(7, length=30, seed=2)}
+    how = {"seed": 0, "batch_size": 8, "steps": [1, 1], "objective": ANSWERS}
+
+    def gradient(accumulate, world):
+        total = 0
+        for rank in range(world):
+            stream = TrainStream(texts, accumulate=accumulate, rank=rank, world=world, **how)
+            for batch in (stream[part] for part in range(accumulate)):
+                loss = (ANSWERS.nll(model, batch) * batch["weight"]).sum() / (accumulate * world)
+                grads = torch.autograd.grad(loss, list(model.parameters()))
+                total = total + torch.cat([each.flatten() for each in grads])
+        return total
+
+    torch.testing.assert_close(gradient(accumulate, world), gradient(1, 1), rtol=1e-5, atol=1e-6)
+
+
+END, PAD, SENTINELS = 2, 1, list(range(329, 229, -1))
+TABLE = {  # row: source, target, hidden tokens, holes
+    34: (32, 8, 5, 2),
+    70: (64, 14, 10, 3),
+    190: (172, 40, 29, 10),  # 28.5 hidden tokens, which are 28.500002 in 32 bits
+    568: (512, 114, 85, 28),
+    1137: (1024, 229, 171, 57),
+}
+
+
+def span(rate=0.15, mean=3):
+    return Span(rate=rate, mean=mean, sentinels=SENTINELS, end=END, pad=PAD, start=PAD)
+
+
+def texts(lengths, *, key=5):
+    """Rows of random ordinary tokens and ends of documents."""
+    lengths = np.asarray(lengths)
+    ids = np.random.default_rng(0).integers(2, 90, (len(lengths), lengths.max()))
+    ids[np.arange(ids.shape[1]) >= lengths[:, None]] = PAD
+    return Rows(ids, lengths, sample_keys(key, np.arange(len(lengths))))
+
+
+def sides(batch):
+    """The source and the target of each row, without padding."""
+    mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+    source = [ids[here.bool()].tolist() for ids, here in zip(batch["input_ids"], mask, strict=True)]
+    target = [[each for each in row if each != -100] for row in labels_of(batch).tolist()]
+    return list(zip(source, target, strict=True))
+
+
+def joined(source, target):
+    """A text from the definition: each sentinel of the source replaced by what follows it in the target."""
+    assert source[-1] == END and target[-1] == END
+    holes, name = {}, None
+    for token in target[:-1]:
+        if token in SENTINELS:
+            name, holes[token] = token, []
+        else:
+            holes[name].append(token)
+    return [each for token in source[:-1] for each in holes.get(token, [token])]
+
+
+def test_counts_are_those_of_the_table():
+    for length, (source, target, *counts) in TABLE.items():
+        assert [int(each[0]) for each in span().holes(np.array([length]))] == counts
+        assert span().sides(length) == (source, target)
+
+
+@pytest.mark.parametrize(("rate", "mean"), [(0.15, 3), (0.5, 1), (0.5, 8), (0.9, 3)])
+def test_source_and_target_joined_at_the_sentinels_are_the_row(rate, mean):
+    given, objective = texts([64, 33, 2, 64, 1, 7, 50]), span(rate, mean)
+    batch, _ = objective.batch(given)
+    for (source, target), ids, length in zip(sides(batch), given.ids, given.lengths, strict=True):
+        assert joined(source, target) == ids[:length].tolist()
+    for _ in range(2):
+        restored = objective.restored(batch)
+        assert torch.equal(restored["input_ids"], torch.from_numpy(given.ids))
+        assert torch.equal(restored["attention_mask"], torch.from_numpy(given.present).long())
+    full = objective.restored(objective.batch(given.some(np.array([0, 3])))[0])
+    assert "attention_mask" not in full and full["input_ids"].tolist() == given.ids[[0, 3]].tolist()
+
+
+@pytest.mark.parametrize(("total", "parts"), [(12, 1), (12, 3), (12, 12)])
+def test_every_composition_is_equally_likely(total, parts):
+    expected = math.comb(total - 1, parts - 1)
+    draws = 200 * expected
+    keys = sample_keys(3, np.arange(draws))
+    found = draw_composition(keys, np.full(draws, total), np.full(draws, parts), stream=0)
+    assert (found.sum(1) == total).all() and (found > 0).all() and found.shape == (draws, parts)
+    counts = Counter(map(tuple, found.tolist()))
+    chi2 = sum((count - 200) ** 2 / 200 for count in counts.values())
+    assert len(counts) == expected and chi2 <= expected - 1 + 4 * math.sqrt(2 * expected)
+
+
+@pytest.mark.parametrize("lengths", [[40] * 3, [40, 12, 1]])
+def test_the_loss_is_the_models_own(lengths, t5):
+    batch, _ = span().batch(texts(lengths))
+    given = {"input_ids": batch["input_ids"], "attention_mask": batch.get("attention_mask")}
+    found = span().nll(t5, batch)
+    torch.testing.assert_close(found.mean(), t5(**given, labels=labels_of(batch)).loss)
+    scored, _ = span().scoring.batch(texts(lengths))
+    places = torch.isin(batch["positions"], scored["positions"])
+    torch.testing.assert_close(span().nll(t5, scored), found[places])
+    assert not set(scored["targets"].tolist()) & set(SENTINELS)
+
+
+def test_a_place_is_that_of_the_hidden_token_or_of_the_hole_that_follows():
+    given = texts([40, 12, 1])
+    batch, places = span().batch(given)
+    scored, of_text = span().scoring.batch(given)
+    assert (scored["targets"].numpy() == given.ids.ravel()[of_text.numpy()]).all()
+    assert (places.numpy() // 40 == batch["rows"].numpy()).all()
+    hidden = span().hidden(given)
+    for row in range(2):
+        own = batch["rows"] == row
+        inner, targets = (places[own] - 40 * row).tolist(), batch["targets"][own].tolist()
+        firsts = [at for at in range(40) if hidden[row, at] and not hidden[row, at - 1]]
+        names = [place for place, target in zip(inner, targets, strict=True) if target in SENTINELS]
+        assert names == firsts
+        assert inner[-1] == given.lengths[row] - 1 and targets[-1] == END
+    assert places[batch["rows"] == 2].tolist() == [80, 80]
+
+
+def test_a_row_is_hidden_alike_in_any_batch():
+    given = texts([60, 12, 60, 1, 45])
+    alone = [sides(span().batch(given.some(np.array([row])))[0])[0] for row in range(5)]
+    assert sides(span().batch(given)[0]) == alone
+    assert sides(span().batch(given.some(np.array([4, 1, 1])))[0]) == [alone[4], alone[1], alone[1]]
+    other = sides(span().batch(texts([60, 12, 60, 1, 45], key=6))[0])
+    assert other[0] != alone[0] and other[2] != alone[2]

@@ -1,7 +1,5 @@
-"""Where units live is checked against the models themselves, in float64: gates against finite differences and
-against slices zeroed by hand, what units own against gradients that are exactly zero."""
+"""Where units live is checked against the models themselves, in float64: gates against zeroed slices."""
 
-from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -11,6 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
+from cpt.adapters.bottleneck import attach_bottlenecks, attach_plugins
+from cpt.adapters.lora import attach_lora
+from cpt.models.forward import SOURCE_TOKENS, TARGET_TOKENS, tokens_of
 from cpt.models.units import UNIT_KINDS, Units, factors, find_units, gate_units, projections
 
 pytestmark = pytest.mark.slow
@@ -21,19 +22,13 @@ SIZES = {
     "max_position_embeddings": 40, "vocab_size": V, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 GROUPED = SIZES | {"num_key_value_heads": 2, "head_dim": 8}
-GPT2 = {
-    "n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 48, "n_positions": 40, "vocab_size": V,
-    "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-T5 = {
-    "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": V,
-    "feed_forward_proj": "gelu",
-}  # fmt: skip
-BART = {
-    "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "vocab_size": V,
-    "max_position_embeddings": 40,
-}  # fmt: skip
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 48, "n_positions": 40, "vocab_size": V}
+GPT2 |= {"bos_token_id": 1, "eos_token_id": 2}
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": V}
+T5 |= {"feed_forward_proj": "gelu"}
+BART = {"d_model": 32, "vocab_size": V, "max_position_embeddings": 40}
+for side in ("encoder", "decoder"):
+    BART |= {f"{side}_layers": 2, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 48}
 MASKED, CAUSAL, SEQ2SEQ = AutoModelForMaskedLM, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 
@@ -43,61 +38,50 @@ class Family(NamedTuple):
     auto: type
     config: dict
     stacks: tuple[str, ...]  # lists of blocks
-    attention: str
     out: str
     down: str
     table: str
-    maps: int = 6  # linear maps of a block
     type: str | None = None
 
 
-BERT = ("attention", "attention.output.dense", "output.dense")
-LLAMA = (("model.layers",), "self_attn", "self_attn.o_proj", "mlp.down_proj", "model.embed_tokens")
-T5_PLACES = (("encoder.block", "decoder.block"), "SelfAttention", "o", "DenseReluDense.wo", "shared")
-FAMILIES = {
-    "roberta": Family(MASKED, SIZES, ("roberta.encoder.layer",), *BERT, "roberta.embeddings.word_embeddings"),
-    "bert": Family(MASKED, SIZES, ("bert.encoder.layer",), *BERT, "bert.embeddings.word_embeddings"),
-    "modernbert": Family(
-        MASKED, SIZES | {"cls_token_id": 1, "sep_token_id": 2}, ("model.layers",),
-        "attn", "attn.Wo", "mlp.Wo", "model.embeddings.tok_embeddings", 4,
+BERT = ("attention.output.dense", "output.dense")
+LLAMA = (CAUSAL, GROUPED, ("model.layers",), "self_attn.o_proj", "mlp.down_proj", "model.embed_tokens")
+T5_PLACES = (("encoder.block", "decoder.block"), "o", "DenseReluDense.wo", "shared", "t5")
+DISTILBERT = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48, "vocab_size": V}
+OPT = SIZES | {"ffn_dim": 48, "word_embed_proj_dim": 32, "activation_function": "gelu"}
+BLOOM = {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": V}
+MODERN = SIZES | {"cls_token_id": 1, "sep_token_id": 2}
+STACKS = ("model.encoder.layers", "model.decoder.layers")
+# fmt: off
+FAMILIES = {name: Family(*values) for name, values in {
+    "roberta": (MASKED, SIZES, ("roberta.encoder.layer",), *BERT, "roberta.embeddings.word_embeddings"),
+    "bert": (MASKED, SIZES, ("bert.encoder.layer",), *BERT, "bert.embeddings.word_embeddings"),
+    "modernbert": (MASKED, MODERN, ("model.layers",), "attn.Wo", "mlp.Wo", "model.embeddings.tok_embeddings"),
+    "distilbert": (
+        MASKED, DISTILBERT, ("distilbert.transformer.layer",),
+        "attention.out_lin", "ffn.lin2", "distilbert.embeddings.word_embeddings",
     ),
-    "distilbert": Family(
-        MASKED, {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48, "vocab_size": V},
-        ("distilbert.transformer.layer",),
-        "attention", "attention.out_lin", "ffn.lin2", "distilbert.embeddings.word_embeddings",
-    ),
-    "electra": Family(
+    "electra": (
         MASKED, SIZES | {"embedding_size": 16}, ("electra.encoder.layer",), *BERT,
         "electra.embeddings.word_embeddings",
     ),
-    "gpt2": Family(
-        CAUSAL, GPT2, ("transformer.h",), "attn", "attn.c_proj", "mlp.c_proj", "transformer.wte", 4
+    "gpt2": (CAUSAL, GPT2, ("transformer.h",), "attn.c_proj", "mlp.c_proj", "transformer.wte"),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2"), LLAMA),
+    "gpt_neox": (
+        CAUSAL, SIZES, ("gpt_neox.layers",), "attention.dense", "mlp.dense_4h_to_h", "gpt_neox.embed_in",
     ),
-    "llama": Family(CAUSAL, GROUPED, *LLAMA, 7),
-    "mistral": Family(CAUSAL, GROUPED, *LLAMA, 7),
-    "qwen2": Family(CAUSAL, GROUPED, *LLAMA, 7),
-    "qwen3": Family(CAUSAL, GROUPED, *LLAMA, 7),
-    "gpt_neox": Family(
-        CAUSAL, SIZES, ("gpt_neox.layers",),
-        "attention", "attention.dense", "mlp.dense_4h_to_h", "gpt_neox.embed_in", 4,
+    "opt": (
+        CAUSAL, OPT, ("model.decoder.layers",), "self_attn.out_proj", "fc2", "model.decoder.embed_tokens",
     ),
-    "opt": Family(
-        CAUSAL, SIZES | {"ffn_dim": 48, "word_embed_proj_dim": 32, "activation_function": "gelu"},
-        ("model.decoder.layers",), "self_attn", "self_attn.out_proj", "fc2", "model.decoder.embed_tokens",
+    "t5": (SEQ2SEQ, T5, *T5_PLACES),
+    "t5-gated": (SEQ2SEQ, T5 | {"feed_forward_proj": "gated-gelu"}, *T5_PLACES),
+    "bart": (SEQ2SEQ, BART, STACKS, "self_attn.out_proj", "fc2", "model.shared"),
+    "bloom": (
+        CAUSAL, BLOOM, ("transformer.h",),
+        "self_attention.dense", "mlp.dense_4h_to_h", "transformer.word_embeddings",
     ),
-    "phi3": Family(CAUSAL, GROUPED, *LLAMA, 4),
-    "gemma2": Family(CAUSAL, GROUPED, *LLAMA, 7),
-    "t5": Family(SEQ2SEQ, T5, *T5_PLACES, 6, "t5"),
-    "t5-gated": Family(SEQ2SEQ, T5 | {"feed_forward_proj": "gated-gelu"}, *T5_PLACES, 7, "t5"),
-    "bart": Family(
-        SEQ2SEQ, BART, ("model.encoder.layers", "model.decoder.layers"),
-        "self_attn", "self_attn.out_proj", "fc2", "model.shared",
-    ),
-    "bloom": Family(
-        CAUSAL, {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": V}, ("transformer.h",),
-        "self_attention", "self_attention.dense", "mlp.dense_4h_to_h", "transformer.word_embeddings", 4,
-    ),
-}  # fmt: skip
+}.items()}
+# fmt: on
 FUSED = ("gpt2", "modernbert", "phi3", "gpt_neox", "bloom")
 # These compute something in float32 whatever the weights' type, so that differences of losses are no better:
 # an RMS norm; ModernBERT the rotation of queries and keys; Bloom the softmax of attention.
@@ -152,57 +136,18 @@ def loss(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     return functional.cross_entropy(logits(model, inputs).flatten(0, 1), labels.flatten(), reduction="sum")
 
 
-def gradients(model: nn.Module, inputs: dict[str, Tensor]) -> dict[int, Tensor]:
-    """By the parameter's id; zeros for those that the loss does not reach."""
-    parameters = list(model.parameters())
-    found = torch.autograd.grad(loss(model, inputs), parameters, allow_unused=True)
-    return {
-        id(p): torch.zeros_like(p) if gradient is None else gradient
-        for p, gradient in zip(parameters, found, strict=True)
-    }
-
-
-def drawn(
-    groups: list[Units], shape: Callable[[int], tuple[int, ...]], *, seed: int = 3
-) -> dict[str, Tensor]:
-    """Gates between 1/2 and 3/2."""
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        group.name: (torch.rand(shape(group.count), generator=generator, dtype=torch.float64) + 0.5)
-        for group in groups
-    }
-
-
-@pytest.fixture(params=FAMILIES)
-def name(request) -> str:
-    return request.param
-
-
-@pytest.mark.parametrize("shape", [lambda n: (n,), lambda n: (B, n)], ids=["shared", "per_sample"])
-def test_open_gates_change_no_bit(name, shape):
-    model = shared_model(name)
-    groups, inputs = find_units(model, UNIT_KINDS), inputs_of(model)
-    gates = {group.name: torch.ones(shape(group.count)) for group in groups}
-    with torch.no_grad():
-        before = logits(model, inputs)
-        with gate_units(groups, gates):
-            inside = logits(model, inputs)
-    assert torch.equal(inside, before)
-
-
+@pytest.mark.parametrize("name", FAMILIES)
 def test_gates_shut_what_zeroed_weights_shut(name):
-    """The out map's columns, or the down map's rows and bias, zeroed by their place in the model."""
     model = build(name)
     groups, inputs = find_units(model, ["heads", "neurons", "outputs"]), inputs_of(model)
-    picks = [(g, 1) for g in groups if g.kind == "heads"][-2:] + [
-        (g, 5) for g in groups if g.kind != "heads"
-    ][-2:]
+    heads, others = (
+        [(g, 1 if own else 5) for g in groups if (g.kind == "heads") == own] for own in (True, False)
+    )
+    picks = heads[-2:] + others[-2:]
     for group, unit in picks:
         suffix = FAMILIES[name].out if group.kind == "heads" else FAMILIES[name].down
-        with (
-            torch.no_grad(),
-            gate_units([group], {group.name: torch.ones(group.count).index_fill(0, torch.tensor(unit), 0)}),
-        ):
+        gate = torch.ones(group.count).index_fill(0, torch.tensor(unit), 0)
+        with torch.no_grad(), gate_units([group], {group.name: gate}):
             shut = logits(model, inputs)
         linear = group.gate
         assert [n for n, m in model.named_modules() if m is linear][0].endswith(suffix.rpartition(".")[2])
@@ -229,10 +174,17 @@ def per_sample(model: nn.Module, groups: list[Units], inputs: dict[str, Tensor],
         return list(torch.autograd.grad(loss(model, inputs), list(leaves.values())))
 
 
-def test_gates_of_samples_are_apart(name):
+@pytest.mark.parametrize("name", FAMILIES)
+def test_gates_of_samples_are_apart_and_open_ones_change_no_bit(name):
     model = shared_model(name)
     groups, inputs = find_units(model, UNIT_KINDS), inputs_of(model)
-    gates = drawn(groups, lambda n: (B, n))
+    with torch.no_grad():
+        for shape in ((), (B,)):
+            with gate_units(groups, {group.name: torch.ones(*shape, group.count) for group in groups}):
+                inside = logits(model, inputs)
+            assert torch.equal(inside, logits(model, inputs))
+    torch.manual_seed(3)
+    gates = {group.name: torch.rand(B, group.count, dtype=torch.float64) + 0.5 for group in groups}
     together = per_sample(model, groups, inputs, gates)
     one = {key: x[1:2] for key, x in inputs.items()}
     alone = per_sample(model, groups, one, {key: gate[1] for key, gate in gates.items()})
@@ -248,8 +200,6 @@ def test_gates_of_samples_are_apart(name):
 
 @pytest.mark.parametrize("name", FUSED)
 def test_segments_are_what_the_model_uses_as_q_k_v(name):
-    """In the last block, a loss at the last position asks no earlier query, but their keys and values; over a
-    single position all attention is 1, so that only its value counts."""
     model = shared_model(name)
     fused = [p for p in projections(model) if len(p.segments) == 3][-1]
     ids = inputs_of(model)["input_ids"]
@@ -267,29 +217,10 @@ def test_segments_are_what_the_model_uses_as_q_k_v(name):
         return [g[..., segment] for segment in fused.segments]
 
     query, key, value = gradient(ids)
-    assert not query[:, :-1].any()
-    assert (query[:, -1] != 0).any(0).all()
+    assert not query[:, :-1].any() and (query[:, -1] != 0).any(0).all()
     assert all((x[:, :-1] != 0).any(0).any(0).all() for x in (key, value))
     query, key, value = gradient(ids[:, :1])
-    assert query.abs().max() < 1e-12
-    assert key.abs().max() < 1e-12
-    assert (value != 0).any(0).all()
-
-
-@pytest.mark.parametrize("name", ["phi3", "modernbert"])
-def test_segments_of_a_fused_gate_are_its_halves(name):
-    """Without the one half the other does nothing, so the feed-forward gives zeros."""
-    model = build(name)
-    fused = next(p for p in projections(model) if len(p.segments) == 2)
-    block = next(module for key, module in model.named_modules() if fused.name.startswith(f"{key}.mlp."))
-    x = torch.randn(2, 3, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    for segment in fused.segments:
-        saved = fused.module.weight.detach().clone()
-        with torch.no_grad():
-            fused.module.weight[segment] = 0
-            assert not block.mlp(x).any()
-            fused.module.weight.copy_(saved)
-            assert block.mlp(x).any()
+    assert max(query.abs().max(), key.abs().max()) < 1e-12 and (value != 0).any(0).all()
 
 
 def test_a_norm_over_all_heads_can_not_be_separated():
@@ -301,7 +232,6 @@ def test_a_norm_over_all_heads_can_not_be_separated():
 
 
 def test_tied_tables_of_encoder_and_decoder_are_gated_once_each():
-    """What is looked up in either is gated, and the weight that they share has one factor."""
     for name in ("bart", "t5"):
         model = build(name, tie_word_embeddings=True)
         (group,) = find_units(model, ["tokens"])
@@ -332,3 +262,41 @@ def test_factors_of_separate_grouped_and_fused_maps():
     for name in ("gpt_neox", "bloom"):
         found = kept(find_units(shared_model(name), ["heads"])[0], *keep)
         assert found == [((96, 1), neox), ((96,), neox), ((1, 32), eight)]
+
+
+S, L = 9, 4
+PAIRS = {"r": 2, "alpha": 4, "dropout": 0.1, "targets": "all-linear", "embeddings": False}
+BOTTLENECK = {"reduction": 4, "activation": "relu"}
+ATTACHED = {
+    "nothing": lambda model: None,
+    "pairs": lambda model: attach_lora(model, **PAIRS),
+    "houlsby": lambda model: attach_bottlenecks(model, placement="houlsby", **BOTTLENECK),
+    "pfeiffer": lambda model: attach_bottlenecks(model, placement="pfeiffer", **BOTTLENECK),
+    "plugins": lambda model: attach_plugins(model, attention=0.5, ffn=0.5, output_relu=False),
+}
+
+
+def head_of(model: nn.Module) -> str:
+    return next(each for each, module in model.named_modules() if module is model.get_output_embeddings())
+
+
+@pytest.mark.parametrize("attached", ATTACHED)
+@pytest.mark.parametrize("name", ["t5", "t5-gated", "bart"])
+def test_a_map_works_on_the_tokens_that_go_through_it(name, attached):
+    model, found = build(name).float(), {}
+    ATTACHED[attached](model)
+    for each, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(lambda m, args, y, each=each: found.update({each: y.shape[1]}))
+    model(input_ids=torch.randint(3, 60, (2, S)), decoder_input_ids=torch.randint(3, 60, (2, L)))
+    told = {each: tokens_of(model, each) for each in found}
+    assert told.pop(head_of(model)) is None and found.pop(head_of(model)) == L
+    assert told == {each: SOURCE_TOKENS if length == S else TARGET_TOKENS for each, length in found.items()}
+    assert len({*told.values()}) == 2 and len(told) >= 20
+
+
+@pytest.mark.parametrize("name", ["roberta", "gpt2", "opt", "gpt_neox"])
+def test_without_a_decoder_all_but_the_head_work_on_the_source(name):
+    model = shared_model(name)
+    assert {tokens_of(model, each.name) for each in projections(model)} == {SOURCE_TOKENS}
+    assert tokens_of(model, head_of(model)) is None

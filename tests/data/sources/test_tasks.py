@@ -22,70 +22,58 @@ def rows(count, *, first=0):
     return [{"text": f"text {first + at}", "label": ANSWERS[at % 2]} for at in range(count)]
 
 
-def write(path: Path, value, *, lines=False):
+def put(path: Path, value, *, lines=False):
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(map(json.dumps, value)) if lines else json.dumps(value))
+    text = "\n".join(map(json.dumps, value)) if lines else value
+    path.write_text(text if isinstance(text, str) else json.dumps(text))
 
 
-def write_cl_benchmark(root):
-    for split, first in (("train", 0), ("dev", 100), ("test", 100)):
-        given = [{"label": each["label"], "sentence": each["text"]} for each in rows(40, first=first)]
-        write(root / "SC" / "SST-2" / f"{split}.json", given)
-    write(root / "SC" / "SST-2" / "labels.json", ["good", "bad"])
+def cl_benchmark(root, split, own):
+    given = [{"label": each["label"], "sentence": each["text"]} for each in own]
+    put(root / "SC" / "SST-2" / f"{split}.json", given)
+    put(root / "SC" / "SST-2" / "labels.json", ["good", "bad"])
 
 
-def write_superni(root):
-    for split, first in (("train", 0), ("test", 100)):
-        instances = [{"input": each["text"], "output": [each["label"]]} for each in rows(40, first=first)]
-        whole = {"Definition": ["Say what it is."], "Instances": instances}
-        write(root / "task1_sst-2" / f"{split}.json", whole)
+def superni(root, split, own):
+    instances = [{"input": each["text"], "output": [each["label"]]} for each in own]
+    whole = {"Definition": ["Say what it is."], "Instances": instances}
+    put(root / "task1_sst-2" / f"{split}.json", whole)
 
 
-def write_alpaca(root):
+def alpaca(root, split, own):
+    given = [
+        {"id": f"{split}{at}", "instruction": "Say it.", "input": each["text"], "output": each["label"]}
+        for at, each in enumerate(own)
+    ]
+    for name in ("sst-2", "sst-2_T5"):
+        put(root / split / f"{name}.json", given)
+
+
+def fewshot_tsv(root, split, own):
+    lines = "".join(f"{each['text']}\t{each['label']}\n" for each in own)
+    put(root / "sst-2_csv" / "0_42" / f"{split.replace('dev', 'valid')}.txt", lines)
+
+
+def trace(root, split, own):
+    given = [{"prompt": each["text"], "answer": each["label"]} for each in own]
+    put(root / "sst-2" / f"{split.replace('dev', 'eval')}.json", given)
+
+
+def jsonl(root, split, own):
+    put(root / "sst-2" / f"{split}.jsonl", own, lines=True)
+
+
+def csv(root, split, own):
+    lines = (f"{each['text']},{each['label']}\n" for each in own)
+    put(root / "sst-2" / f"{split}.csv", "".join(["text,label\n", *lines]))
+
+
+LAYOUTS = {each.__name__: each for each in (cl_benchmark, superni, alpaca, fewshot_tsv, trace, jsonl, csv)}
+
+
+def write(root, layout):
     for split, first in (("train", 0), ("dev", 50), ("test", 100)):
-        given = [
-            {"id": f"{split}{at}", "instruction": "Say it.", "input": each["text"], "output": each["label"]}
-            for at, each in enumerate(rows(40, first=first))
-        ]
-        write(root / split / "sst-2.json", given)
-        write(root / split / "sst-2_T5.json", given)
-
-
-def write_fewshot(root):
-    for split, first in (("train", 0), ("valid", 50), ("test", 100)):
-        path = root / "sst-2_csv" / "0_42" / f"{split}.txt"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(f"{each['text']}\t{each['label']}\n" for each in rows(40, first=first)))
-
-
-def write_trace(root):
-    for split, first in (("train", 0), ("eval", 50), ("test", 100)):
-        given = [{"prompt": each["text"], "answer": each["label"]} for each in rows(40, first=first)]
-        write(root / "sst-2" / f"{split}.json", given)
-
-
-def write_jsonl(root):
-    for split, first in (("train", 0), ("dev", 50), ("test", 100)):
-        write(root / "sst-2" / f"{split}.jsonl", rows(40, first=first), lines=True)
-
-
-def write_csv(root):
-    for split, first in (("train", 0), ("test", 100)):
-        path = root / "sst-2" / f"{split}.csv"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        given = [f"{each['text']},{each['label']}\n" for each in rows(40, first=first)]
-        path.write_text("".join(["text,label\n", *given]))
-
-
-LAYOUTS = {
-    "cl_benchmark": write_cl_benchmark,
-    "superni": write_superni,
-    "alpaca": write_alpaca,
-    "fewshot_tsv": write_fewshot,
-    "trace": write_trace,
-    "jsonl": write_jsonl,
-    "csv": write_csv,
-}
+        LAYOUTS[layout](root / "root", split, rows(40, first=first))
 
 
 @pytest.fixture
@@ -106,7 +94,7 @@ def examples(source, name, cache, split="train"):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_is_read(source, tmp_path, layout):
-    LAYOUTS[layout](tmp_path / "root")
+    write(tmp_path, layout)
     made = source(f"domains.format={layout}")
     (name,) = made.names
     assert name in ("sst-2", "task1_sst-2")
@@ -114,226 +102,153 @@ def test_a_layout_is_read(source, tmp_path, layout):
     found = {split: examples(made, name, tmp_path, split) for split in ("train", "valid", "test")}
     texts = {split: {each.source[slice(*each.text)] for each in own} for split, own in found.items()}
     assert {split: len(own) for split, own in texts.items()} == {"train": 38, "valid": 2, "test": 40}
-    # What is tuned on is of train; the files of the development split are not read.
     assert texts["train"] | texts["valid"] == {f"text {at}" for at in range(40)}
     assert texts["test"] == {f"text {at}" for at in range(100, 140)}
-    for own in found.values():
-        for each in own:
-            assert each.target == ANSWERS[int(each.source[slice(*each.text)].split()[1]) % 2]
-            assert sorted(each.choices) == ANSWERS
+    for each in sum(found.values(), []):
+        assert each.target == ANSWERS[int(each.source[slice(*each.text)].split()[1]) % 2]
+        assert sorted(each.choices) == ANSWERS
 
 
-def test_the_prompt_of_o_lora_is_theirs(source, tmp_path):
-    write_cl_benchmark(tmp_path / "root")
-    given = ["domains.format=cl_benchmark", "domains/template=o_lora"]
+def test_the_prompt_of_o_lora_is_theirs_and_options_are_shuffled_by_the_example_alone(source, tmp_path):
+    write(tmp_path, "cl_benchmark")
     asked = "What is the sentiment of the following paragraph? Choose one from the option.\n"
     rest = asked + "Option: good, bad \n{text}\nAnswer:"
-    for names, before in (
-        ("dataset", "Task:SC\nDataset:sst-2\n"),
-        ("task", "Task:SC\n"),
-        ("none", ""),
-    ):
-        for each in examples(source(*given, f"domains.template.names={names}"), "sst-2", tmp_path):
+    for names, before in (("dataset", "Task:SC\nDataset:sst-2\n"), ("task", "Task:SC\n"), ("none", "")):
+        given = ["domains.format=cl_benchmark", "domains/template=o_lora", f"domains.template.names={names}"]
+        for each in examples(source(*given), "sst-2", tmp_path):
             assert each.source == before + rest.format(text=each.source[slice(*each.text)])
+    made = source("domains.format=cl_benchmark", "domains.template.options=shuffled")
+    first, again = ({each.source for each in examples(made, "sst-2", tmp_path / name)} for name in "ab")
+    heads = {each.partition("\n")[0] for each in first}
+    assert first == again and heads == {"Options: good, bad", "Options: bad, good"}
 
 
 def test_a_task_that_asks_itself_gets_no_question(source, tmp_path):
-    write_cl_benchmark(tmp_path / "root")
+    write(tmp_path, "cl_benchmark")
     (tmp_path / "root" / "SC").rename(tmp_path / "root" / "COPA")
     made = source("domains.format=cl_benchmark", "domains/template=o_lora", "domains.template.names=none")
     assert all(each.source.startswith("text ") for each in examples(made, "sst-2", tmp_path))
-
-
-def test_options_are_shuffled_by_the_example_alone(source, tmp_path):
-    write_cl_benchmark(tmp_path / "root")
-    made = source("domains.format=cl_benchmark", "domains.template.options=shuffled")
-    first = {each.source for each in examples(made, "sst-2", tmp_path)}
-    assert Counter(each.partition("\n")[0] for each in first).keys() == {
-        "Options: good, bad",
-        "Options: bad, good",
-    }
-    again = tmp_path / "again"
-    again.mkdir()
-    assert first == {each.source for each in examples(made, "sst-2", again)}
+    write(tmp_path, "trace")
+    (tmp_path / "root" / "sst-2").rename(tmp_path / "root" / "cooking")
+    with pytest.raises(ValueError, match="no instruction for the task cooking"):
+        source("domains.format=trace", "domains/template=o_lora").check(["cooking"])
 
 
 def test_a_question_of_train_is_no_test_whatever_its_answer_is(source, tmp_path, caplog):
     root = tmp_path / "root" / "a"
-    train = rows(40)
-    train.append({"text": "text 3", "label": "bad"})  # contradicts the one that is there
+    contradicting = {"text": "text 3", "label": "bad"}
     copies = [{"text": "text 1", "label": "good"}, {"text": "text 2", "label": "good"}]
-    write(root / "train.jsonl", train, lines=True)
-    write(root / "test.jsonl", [*copies, *rows(10, first=100)], lines=True)
+    put(root / "train.jsonl", [*rows(40), contradicting], lines=True)
+    put(root / "test.jsonl", [*copies, *rows(10, first=100)], lines=True)
     corpus = make_corpus(source(), "a", cache=tmp_path)
     assert corpus.facts["documents"] == {"train": 38, "valid": 2, "test": 10}
-    assert corpus.facts["duplicates"] == 1
-    assert corpus.facts["held_out_copies"] == 2
+    assert (corpus.facts["duplicates"], corpus.facts["held_out_copies"]) == (1, 2)
     assert "2 questions stand there with different answers" in caplog.text
 
 
 def test_as_many_of_each_answer_as_asked_for(source, tmp_path):
     uneven = [{"text": f"text {at}", "label": "abc"[int(at > 30) + int(at > 50)]} for at in range(60)]
-    write(tmp_path / "root" / "a" / "train.jsonl", uneven, lines=True)
+    put(tmp_path / "root" / "a" / "train.jsonl", uneven, lines=True)
 
-    def drawn(count):
+    def drawn(count, split="train"):
         made = source(f"domains.per_class={count}")
-        return {each.id: each.target for each in examples(made, "a", tmp_path)}
+        return {each.id: each.target for each in examples(made, "a", tmp_path, split)}
 
-    few, more = drawn(4), drawn(8)
+    few = drawn(4)
     assert Counter(few.values()) == {"a": 4, "b": 4, "c": 4}
-    assert few.items() <= more.items()  # the draw grows
-    held_out = [each.id for each in examples(source("domains.per_class=4"), "a", tmp_path, "test")]
-    assert held_out == [each.id for each in examples(source(), "a", tmp_path, "test")]
-    assert len(drawn("all")) == 60 - 3 - 6
+    assert few.items() <= drawn(8).items()  # the draw grows
+    assert drawn(4, "test") == drawn("all", "test") and len(drawn("all")) == 60 - 3 - 6
 
 
 def test_an_answer_that_is_no_choice_is_told_or_left_out(source, tmp_path):
-    write_cl_benchmark(tmp_path / "root")
+    write(tmp_path, "cl_benchmark")
     path = tmp_path / "root" / "SC" / "SST-2" / "test.json"
-    write(path, [*json.loads(path.read_text()), {"label": "-", "sentence": "nobody knows"}])
+    put(path, [*json.loads(path.read_text()), {"label": "-", "sentence": "nobody knows"}])
     given = "domains.format=cl_benchmark"
     with pytest.raises(ValueError, match="example 40 of sst-2, test: its answer '-' is none of the choices"):
         make_corpus(source(given), "sst-2", cache=tmp_path)
     assert len(examples(source(given, "domains.unknown=drop"), "sst-2", tmp_path, "test")) == 40
 
 
-def test_chats_and_open_answers_are_instructions(source, tmp_path):
+def test_chats_and_instructions_are_read_and_one_with_nothing_to_it_has_its_own_prompt(source, tmp_path):
     turns = [{"role": "user", "content": "hello {}"}, {"role": "assistant", "content": "good day {}"}]
     chats = [
         {"messages": [{**turn, "content": turn["content"].format(at)} for turn in [*turns, turns[0]]]}
         for at in range(30)
     ]
-    write(tmp_path / "root" / "talk.jsonl", chats, lines=True)
+    put(tmp_path / "root" / "talk.jsonl", chats, lines=True)
     made = source(group="instructions")
     assert made.names == ["talk"]
     for each in examples(made, "talk", tmp_path):
         number = each.target.split()[-1]
         assert each.turns == (("user", f"hello {number}"), ("assistant", f"good day {number}"))
         assert each.choices == ()
-
-
-def test_an_instruction_with_nothing_to_it_has_its_own_prompt(source, tmp_path):
-    given = [
-        {"instruction": f"Do {at}.", "input": f"in {at}" * (at % 2), "output": f"o {at}"} for at in range(40)
-    ]
-    write(tmp_path / "root" / "train" / "do.json", given)
+    given = [{"instruction": f"Do {n}.", "input": f"in {n}" * (n % 2), "output": f"o {n}"} for n in range(40)]
+    put(tmp_path / "root" / "train" / "do.json", given)
     made = source("domains.format=alpaca", "domains/template=alpaca", group="instructions")
-    found = examples(made, "do", tmp_path)
-    assert {"### Input:" in each.source for each in found} == {True, False}
-    for each in found:
+    for each in examples(made, "do", tmp_path):
         assert ("### Input:" in each.source) == (int(each.target.split()[1]) % 2)
         assert each.source.endswith("### Response:")
 
 
-WRONG = {
-    "domains.format=xml": "format=xml; allowed: cl_benchmark, superni",
-    "domains.template.source='{text} {title}'": "{title}' is not a text with {fields}",
-    "domains.template.source='{text} {text}'": "has {text} more than once",
-    "domains.template.source='{text'": "allowed: {prefix}, {question}, {instruction}, {options}, {text}, {",
-    "domains.template.prefixes.task='{nam}'": "template.prefixes.task='{nam}' is not a text with {fields}",
-    "domains.template.question='{}'": "template.question='{}' is not a text with {fields}",
-    "domains.per_class=0": "per_class=0; allowed: all or a whole number, 1 or more",
-    "domains.truncate=head": "truncate=head; allowed: tail, middle, released",
-    "domains.columns.target=null": "needed: the columns of text and target",
-    "domains.choices=many": "choices=many; allowed: auto, none",
-    "model=tiny_roberta model.objective=masked": "model.objective=masked does not go with domains of exa",
-}
+WRONG = [
+    ("domains.template.source='{text} {title}'", "is not a text with {fields}"),
+    ("domains.template.source='{text} {text}'", "has {text} more than once"),
+    ("domains.template.prefixes.task='{nam}'", "template.prefixes.task='{nam}'"),
+    ("domains.template.question='{}'", "template.question='{}'"),
+    ("domains.columns.target=null", "needed: the columns of text and target"),
+    ("model=tiny_roberta model.objective=masked", "model.objective=masked does not go with"),
+]
 
 
-@pytest.mark.parametrize("given", WRONG)
-def test_what_is_wrong_is_told_of_the_config_alone(composed, tmp_path, given):
-    write_jsonl(tmp_path / "root")
-    values = given.split(" ") if given.startswith("model=") else [given]
+def test_what_is_wrong_is_told_of_the_config_alone(composed, tmp_path):
+    write(tmp_path, "jsonl")
     base = ["model=tiny_gpt2", "domains=tasks", f"domains.root={tmp_path / 'root'}"]
-    with pytest.raises(ValueError) as error:
-        make_plan(composed(*base, *values))
-    assert WRONG[given] in str(error.value)
+    for given, told in WRONG:
+        with pytest.raises(ValueError) as error:
+            make_plan(composed(*base, *(given.split(" ") if given.startswith("model=") else [given])))
+        assert told in str(error.value)
 
 
-def test_a_task_without_an_instruction_is_told(source, tmp_path):
-    write_trace(tmp_path / "root")
-    (tmp_path / "root" / "sst-2").rename(tmp_path / "root" / "cooking")
-    made = source("domains.format=trace", "domains/template=o_lora")
-    with pytest.raises(ValueError, match="no instruction for the task cooking of cooking; allowed: NLI, QQP"):
-        made.check(["cooking"])
+CHAT = '{"messages": [{"role": "%s", "content": %s}]}'
+FILES = [  # what stands in a file, and what is said of it
+    ("jsonl", "law/train.jsonl", "\n\n", " is empty"),
+    ("jsonl", "law/train.jsonl", '{"text": "b", "label": "a"}\n{"text": "a" "b"}', ", line 2 is not JSON"),
+    ("jsonl", "law/train.jsonl", '{"text": null, "label": "a"}', ", line 1: 'text' is not text"),
+    ("jsonl", "law/train.jsonl", "\udcff", " is not UTF-8: line 1, byte 1"),
+    ("csv", "law/train.csv", "text,label\na,b\nc", ", line 3 has 1 values"),
+    ("csv", "law/train.csv", "words,label\na,b", ", line 2 has no 'text'"),
+    ("fewshot_tsv", "agnews/0/train.txt", "a text", ", line 1 has no tab"),
+    ("cl_benchmark", "TC/law/labels.json", '{"a": 1}', " has {'a': 1}; needed: a list"),
+    ("trace", "law/train.json", '[{"prompt": "a"}]', ", value 1 has no 'answer'"),
+    ("superni", "law/train.json", "[]", " has no Instances"),
+    ("messages", "law/train.jsonl", '{"messages": "a"}', ", line 1 has no messages"),
+    ("messages", "law/train.jsonl", CHAT % ("assistant", "null"), ", line 1: 'content' is not text"),
+    ("messages", "law/train.jsonl", CHAT % ("user", '"a"'), ", line 1 has no turn of the assistant"),
+]
 
 
-ROW = {"text": "a text", "label": "yes"}
-FILES = {  # what stands in a file, by the way that it is wrong, and what is said of it behind its path
-    "empty": ("jsonl", "law/train.jsonl", "", " is empty; needed: a row or more, or no such file"),
-    "blank": ("jsonl", "law/train.jsonl", "\n\n", " is empty; needed: a row or more, or no such file"),
-    "broken": (
-        "jsonl",
-        "law/train.jsonl",
-        json.dumps(ROW) + '\n{"text": "a" "b"}',
-        ", line 2 is not JSON: E",
-    ),
-    "a list": ("jsonl", "law/train.jsonl", "[1, 2]", ", value 1 has no 'text'; it has 1 (domains.columns.te"),
-    "null": (
-        "jsonl",
-        "law/train.jsonl",
-        '{"text": null, "label": "a"}',
-        ", line 1: 'text' is not text: None",
-    ),
-    "bytes": ("jsonl", "law/train.jsonl", "\udcff", " is not UTF-8: line 1, byte 1 (invalid start byte)"),
-    "short": ("csv", "law/train.csv", "text,label\na,b\nc", ", line 3 has 1 values; allowed: 2, as many as"),
-    "columns": ("csv", "law/train.csv", "words,label\na,b", ", line 2 has no 'text'; it has words, label (d"),
-    "no tab": ("fewshot_tsv", "agnews/0/train.txt", "a text", ", line 1 has no tab; allowed: text, tab, lab"),
-    "no list": ("cl_benchmark", "TC/law/labels.json", '{"a": 1}', " has {'a': 1}; needed: a list of labels"),
-    "labels": ("cl_benchmark", "TC/law/labels.json", '["a"', ", line 1 is not JSON: Expecting ',' delimiter"),
-    "no answer": ("trace", "law/train.json", '[{"prompt": "a"}]', ", value 1 has no 'answer'; it has prompt"),
-    "object": ("superni", "law/train.json", "[]", " has no Instances; allowed: an object with Definition an"),
-    "no chat": (
-        "messages",
-        "law/train.jsonl",
-        '{"messages": "a"}',
-        ", line 1 has no messages; allowed: {mes",
-    ),
-    "no content": (
-        "messages",
-        "law/train.jsonl",
-        '{"messages": [{"role": "assistant", "content": null}]}',
-        ", line 1: 'content' is not text: None",
-    ),
-    "unanswered": (
-        "messages",
-        "law/train.jsonl",
-        '{"messages": [{"role": "user", "content": "a"}]}',
-        ", line 1 has no turn of the assistant; needed: one to learn",
-    ),
-}
-
-
-@pytest.mark.parametrize("wrong", FILES)
-def test_a_file_that_cannot_be_read_is_named_with_its_line(source, tmp_path, wrong):
-    layout, place, text, told = FILES[wrong]
+@pytest.mark.parametrize(("layout", "place", "text", "told"), FILES)
+def test_a_file_that_cannot_be_read_is_named_with_its_line(source, tmp_path, layout, place, text, told):
     path = tmp_path / "root" / place
     path.parent.mkdir(parents=True)
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
     if path.name == "labels.json":
-        write(path.with_name("train.json"), [])
+        put(path.with_name("train.json"), [])
     made = source(f"domains.format={layout}")
     with pytest.raises(ValueError) as error:
         list(made.read(made.names[0]))
     assert str(error.value).startswith(f"{path}{told}")
 
 
-def test_a_column_that_is_not_there_is_told(source, tmp_path):
-    write_jsonl(tmp_path / "root")
-    made = source("domains.columns={text: sentence, target: label}")
-    with pytest.raises(ValueError, match=r"line 1 has no 'sentence'; it has text, label \(domains.col"):
-        make_corpus(made, "sst-2", cache=tmp_path)
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not MINI.is_dir(), reason="needs the small standard benchmark")
-@pytest.mark.parametrize("order", [1, 2, 3])
-def test_the_standard_benchmark_is_read_in_its_orders(composed, tmp_path, order):
-    cfg = composed("experiment=standard_cl", "domains.format=jsonl", f"domains.root={MINI}", f"order={order}")
-    plan = make_plan(cfg)
-    orders = {1: "dbpedia amazon yahoo agnews", 2: "dbpedia amazon agnews yahoo"}
-    assert " ".join(plan.order) == {**orders, 3: "yahoo amazon agnews dbpedia"}[order]
-    found = make_corpus(plan.source, "agnews", cache=tmp_path)
+def test_the_standard_benchmark_is_read_in_its_orders(composed, tmp_path):
+    orders = ["dbpedia amazon yahoo agnews", "dbpedia amazon agnews yahoo", "yahoo amazon agnews dbpedia"]
+    given = ["experiment=standard_cl", "domains.format=jsonl", f"domains.root={MINI}"]
+    plans = [make_plan(composed(*given, f"order={order}")) for order in (1, 2, 3)]
+    assert [" ".join(plan.order) for plan in plans] == orders
+    found = make_corpus(plans[0].source, "agnews", cache=tmp_path)
     assert sum(found.facts["documents"].values()) == 320 + 1132
     example = read_example(found.documents("test")[0]["text"])
     assert example.source.startswith("Task:TC\nDataset:agnews\nWhat is the topic")
@@ -344,10 +259,8 @@ def test_the_standard_benchmark_is_read_in_its_orders(composed, tmp_path, order)
 def test_without_a_folder_there_are_tasks_of_what_is_installed(composed, monkeypatch):
     monkeypatch.setitem(TASK_PACKAGES, "networkx", ("networkx",))
     plan = make_plan(composed("model=tiny_gpt2", "domains=tasks"))
-    assert set(plan.order) == set(TASK_PACKAGES)
     found = [read_example(each) for _, each in plan.source.read("networkx")]
     sizes = Counter(each.target for each in found)
-    assert len(sizes) == 4
-    assert min(sizes.values()) > 20
+    assert set(plan.order) == set(TASK_PACKAGES) and len(sizes) == 4 and min(sizes.values()) > 20
     assert len({each.question for each in found}) > 0.95 * len(found)
     assert all(not np.isin(each.choices, each.source[slice(*each.text)].split()).any() for each in found)
