@@ -18,7 +18,7 @@ from cpt.data.orders import (
     embed_by_words,
     resolve_order,
 )
-from cpt.trainer.domain_order import CHARACTERS_READ, sample_documents, static_encoder
+from cpt.trainer.similarity import CHARACTERS_READ, sample_documents, static_encoder
 from tests.support.data_fixtures import framed, written
 
 NAMES = ["ai", "acl", "pubmed", "phone"]

@@ -2,15 +2,15 @@
 rules of merging against their papers', written out over all domains at once."""
 
 import math
+from typing import get_args
 
 import pytest
 import torch
-from cpt.methods.common.options import RULES
 
 from cpt.adapters import lora
 from cpt.core.randomness import key
 from cpt.methods.merge import Ended, Merged, drop_entries, slerp
-from cpt.methods.options import MergingOptions
+from cpt.methods.options import MergeOptions, Rule
 from tests.support.making import Watch, assert_close, clones, same
 
 
@@ -140,7 +140,7 @@ TASKS = [{name: end[name] - BASE[name] for name in SHAPES} for end in ENDS]
 
 def merge(ends=ENDS, *, start=BASE, fishers=FISHERS, began=None, **chosen):
     """The merged weights of domains that each began at the base, or where it is told."""
-    merged = Merged(MergingOptions(**{**OPTIONS, **chosen}), start)
+    merged = Merged(MergeOptions(**{**OPTIONS, **chosen}), start)
     for place, (end, at) in enumerate(zip(ends, began or [start] * len(ends), strict=True)):
         merged.add(Ended(like=start, began=at, ended=end, fisher=fishers[place], seed=place))
     return merged.weights.named()
@@ -157,7 +157,7 @@ def mean(ends, weights=None):
     return {name: sum(w[name] * e[name] for e, w in pairs) / sum(w[name] for w in weights) for name in SHAPES}
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", get_args(Rule))
 def test_domains_that_end_alike_give_what_they_ended_with(rule):
     scale = 1 / 3 if rule in ("task_arithmetic", "dare") else 1.0
     alike(merge(ENDS[:1], rule=rule, density=1.0, drop=0.0), ENDS[0])
@@ -247,7 +247,7 @@ def test_dare_before_ties_leaves_out_what_was_dropped():
 
 def test_coarse_weights_are_merged_in_32_bits():
     coarse = {name: each.bfloat16() for name, each in BASE.items()}
-    merged = Merged(MergingOptions(**{**OPTIONS, "rule": "average"}), coarse)
+    merged = Merged(MergeOptions(**{**OPTIONS, "rule": "average"}), coarse)
     merged.bfloat16()  # as the trainer casts a module
     assert {each.dtype for each in merged.weights.named().values()} == {torch.float32}
     alike(merged.double().weights.named(), {name: each.float() for name, each in coarse.items()})
