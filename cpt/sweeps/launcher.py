@@ -260,10 +260,10 @@ def run_all(
 
 def describe_progress(job: Job) -> str:
     """A running job's phase and the time left, of the run if known (`+`: without some phases), else of the
-    phase; `#0 starting` before its first heartbeat."""
+    phase."""
     run = read_status(job.folder)
     if run.state not in ("running", "waiting") or not run.phase:
-        return f"#{job.number} {'ending' if run.state == 'finished' else 'starting'}"
+        return f"#{job.number} starting"
     left, more = run.phase_eta_s if run.run_eta_s is None else run.run_eta_s, "+" * bool(run.untimed)
     time_left = "" if left is None else f" {format_time(left)}{'+' if run.run_eta_s is None else more}"
     return f"#{job.number} {'waiting' if run.state == 'waiting' else run.phase}{time_left}"

@@ -19,7 +19,6 @@ from cpt.reporting.page import Block, align_columns, inline, markdown, write_pag
 
 HEAD, CELLS = ("group", "LC"), [["das", "−1.5"], ["ncl + <migu>", "20"]]
 GROUPS = {"ncl": ([0.1, 0.2], [50.0, 51.0]), 'das "<&>"': ([0.3], [60.0]), "joint": ([None], [52.0])}
-MARKS = {"ncl": "ncl: FG 0.15 [0.1, 0.2]", 'das "<&>"': "das, one run"}
 NAMES = ["law\n\\input{/etc/passwd}\n", "<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "a|b"]
 NAMES += ["a\\|b", "ends with \\", "=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1", "＝1+1"]
 NAMES += [
@@ -62,7 +61,7 @@ def page(tmp_path, *blocks, title="Title"):
 
 @pytest.fixture(scope="module")
 def picture():
-    return figures.draw_plane(GROUPS, marks=MARKS, x="FG", y="LC")
+    return figures.draw_plane(GROUPS, x="FG", y="LC")
 
 
 # --- pages

@@ -307,5 +307,4 @@ def test_the_time_is_the_runs_or_as_far_as_it_is_known(tmp_path):
     assert told(**at, run_eta_s=61.0, untimed=["probes"]).endswith(" 1:01+")
     assert told(**at).endswith(" 0:07+")
     assert told(state="waiting", phase="x", why="x") == "#3 waiting"
-    assert told(state="finished") == "#3 ending"
     assert told(state="preempted") == "#3 starting"
