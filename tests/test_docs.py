@@ -164,7 +164,7 @@ def test_extras_that_are_named_exist(path):
     assert set(re.findall(r"pip install -e ['\"]\.\[(\w+)\]", told(path))) <= set(there)
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/comparison.md", "docs/wandb.md", "docs/sweeps.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/compare.md", "docs/tracking.md", "docs/sweeps.md"])
 def test_options_of_the_comparison_exist(name):
     path, there = ROOT / name, set(report_parser()._option_string_actions) | OF_WANDB
     there |= set(build_parser()._option_string_actions)
@@ -209,7 +209,7 @@ def test_the_readme_is_short_begins_with_two_commands_and_leads_to_every_page():
     text = told(README)
     assert len(text.splitlines()) <= LONGEST
     assert lines(README)[:2] == ["pip install -e . && python run.py", 'pip install -e ".[dev]" && pytest']
-    assert "(docs/catalogue.md#methods)" in text
+    assert "(docs/methods.md#methods)" in text
     methods = {path.stem for path in (CONF / "method").glob("*.yaml")} - {"none"}  # which learns nothing
     assert f"| {len(methods)} methods |" in text
     elsewhere = {

@@ -91,7 +91,7 @@ def test_every_page_is_in_the_navigation_once_and_a_new_one_is_told():
         ("index.md", "[x](CONTRIBUTING.md#the-loop)", "[x](contributing.md#the-loop)"),
         ("plan.md", "[x](../benchmarks/README.md)", "[x](benchmarks.md)"),
         ("results/m2d2.md", "[x](../../SECURITY.md)", "[x](../security.md)"),
-        ("benchmarks.md", "[x](../docs/texts.md)", "[x](texts.md)"),
+        ("benchmarks.md", "[x](../docs/data.md)", "[x](texts.md)"),
         ("plan.md", "[x](clusters.md)", "[x](clusters.md)"),
         ("plan.md", "[x](https://example.org/docs/a.md)", "[x](https://example.org/docs/a.md)"),
     ],

@@ -38,7 +38,7 @@ FAILED_ALLOCATION = re.compile(
     r"|could not create a (primitive|memory)"  # oneDNN
 )
 WANTED = "memory does not suffice"
-LESS = "the same command goes on from here; allowed: more memory, or what needs less: docs/performance.md"
+LESS = "the same command goes on from here; allowed: more memory, or what needs less: docs/studies/performance.md"
 
 
 def reason(error: BaseException) -> str:

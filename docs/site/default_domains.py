@@ -88,7 +88,13 @@ def tables(runs: list[dict[str, Any]]) -> dict[str, str]:
         both = (plain[method], few)
         perplexities = [spread(values(each, "LC", "perplexity"), 1) for each in both]
         mask.append([f"`{method}`", *perplexities, *(spread(values(each, "FG", "nats"), 3) for each in both)])
-    head = ["method", "final perplexity", "just trained, nats", "forgetting, nats", "general-text forgetting, nats"]
+    head = [
+        "method",
+        "final perplexity",
+        "just trained, nats",
+        "forgetting, nats",
+        "general-text forgetting, nats",
+    ]
     costs = ["method", "FLOPs over `ncl`", "trained parameters", "stored, kB", "needs domain"]
     masks = ["method", "final perplexity", "with `mask=migu`", "forgetting, nats", "with `mask=migu`"]
     return {"main": table(head, main), "cost": table(costs, cost), "mask": table(masks, mask)}
