@@ -35,6 +35,8 @@ PUBLIC = {
     "Text": "cpt.core.schema",
     "TextList": "cpt.core.schema",
     "config": "cpt.core.schema",
+    "load_run": "cpt.api",
+    "load_runs": "cpt.api",
     "option": "cpt.core.schema",
 }
 __all__ = list(PUBLIC)
