@@ -3,10 +3,11 @@
 `python benchmarks/advice.py SMALL FULL`: two advice.json of the same texts, the second made with more hours
 (and another --out); the share of the best worth that the recommended arm misses in the larger sweep.
 
-`python benchmarks/advice.py`: the same of the runs behind docs/results.md that are arms of an advice, chosen
-by one seed alone, and missed on the others."""
+`python benchmarks/advice.py`: the same for the runs of docs/studies/das6.md that are candidates of an advice,
+chosen on one seed and measured on the others."""
 
 import argparse
+import gzip
 import json
 import math
 from collections import defaultdict
@@ -18,7 +19,7 @@ import numpy as np
 from cpt.contrib.advise.results import QUANTITIES, Point, Wish, choose, find_front, trade, worth
 from cpt.evaluation.metrics import Layout
 
-PUBLISHED = Path(__file__).parent.parent / "docs/results/scores.jsonl"
+PUBLISHED = Path(__file__).parent / "results/studies/das6_mini.jsonl.gz"
 SHARE = "mixture.past="
 WISHES = [*(Wish(None, weight) for weight in (0.5, 1.0, 2.0)), *(Wish(bound, 1.0) for bound in (0.1, 0.2))]
 
@@ -56,7 +57,7 @@ def compare(small: Path, full: Path) -> Iterable[str]:
 def read_published() -> Mapping[str, Mapping[int, Point]]:
     """By arm and seed, of the runs in the paper's order without a mask."""
     found: dict[str, dict[int, Point]] = defaultdict(dict)
-    for line in PUBLISHED.read_text(encoding="utf-8").splitlines():
+    for line in gzip.decompress(PUBLISHED.read_bytes()).splitlines():
         scores = json.loads(line)
         run = scores["run"]
         arm = run["method"]

@@ -1,9 +1,8 @@
-"""What the papers claim, against runs: the studies, das6_mini.py and standard_cl_mini.py, write it to
-docs/results.md.
+"""Published claims tested on the runs of a study (das6_mini.py, standard_cl_mini.py).
 
 A claim is a difference of two groups in one measure, over the pairs of order and seed that both have. It held
 if the sign-flip test gives p <= 0.05 in the direction claimed, after Holm's correction for the claims of its
-table; the contrary was seen if in the other."""
+table; "opposite" if in the other."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -48,59 +47,59 @@ def perplexity(value: float) -> str:
 ON_GRADIENTS, UNCONTRASTED = "das (acts_on=gradient)", "das (contrast=0, acts_on=gradient)"
 ON_TEXT = (
     Claim(
-        text="DAS beats NCL on end tasks (MF1; Ke et al. 2023; MIGU's own run of it: +0.23)",
+        text="DAS beats NCL in macro-F1 (Ke et al. 2023; MIGU's run of it: +0.23)",
         of="das", against="ncl", measure="endtask/MF1", better=1, show=percent,
     ),
     Claim(
-        text="the same in accuracy (MIGU's run: +0.30)",
+        text="DAS beats NCL in accuracy (MIGU's run of it: +0.30)",
         of="das", against="ncl", measure="endtask/Acc", better=1, show=percent,
     ),
     Claim(
-        text="DAS forgets less than NCL (FG of the test texts)",
+        text="DAS forgets less than NCL (FG)",
         of="das", against="ncl", measure="FG/nats", better=-1, show=nats,
     ),
     Claim(
-        text="DAS forgets less than nothing (its FG is below zero)",
+        text="DAS has negative forgetting (FG < 0)",
         of="das", against="", measure="FG/nats", better=-1, show=nats,
     ),
     Claim(
-        text="MIGU beats fine-tuning, here NCL (MF1; Du et al. 2024: +0.37)",
+        text="MIGU beats NCL in macro-F1 (Du et al. 2024: +0.37)",
         of="migu", against="ncl", measure="endtask/MF1", better=1, show=percent,
     ),
     Claim(
-        text="the same in accuracy (+0.42)",
+        text="MIGU beats NCL in accuracy (+0.42)",
         of="migu", against="ncl", measure="endtask/Acc", better=1, show=percent,
     ),
     Claim(
-        text="the same in average perplexity (no claim of the paper)",
+        text="MIGU beats NCL in final perplexity (not claimed)",
         of="migu", against="ncl", measure="LC/perplexity", better=-1, show=perplexity,
     ),
     Claim(
-        text="DAS gains on the first two domains (accuracy; Du et al., Table 4: +0.61)",
+        text="DAS gains accuracy on the first two domains (Du et al., Table 4: +0.61)",
         of="das", against="ncl", measure="early", better=1, show=percent,
     ),
     Claim(
-        text="DAS loses on the last two domains (-0.91)",
+        text="DAS loses accuracy on the last two domains (-0.91)",
         of="das", against="ncl", measure="late", better=-1, show=percent,
     ),
     Claim(
-        text="DAS learns the last two domains worse than NCL (loss just after learning)",
+        text="DAS has a higher loss than NCL just after training, last two domains",
         of="das", against="ncl", measure="late loss", better=1, show=nats,
     ),
     Claim(
-        text="MIGU does not lose on the last two domains (+0.34)",
+        text="MIGU does not lose accuracy on the last two domains (+0.34)",
         of="migu", against="ncl", measure="late", better=1, show=percent,
     ),
     Claim(
-        text="AdamW cancels soft masks on gradients: more learned with them than with masks on updates",
+        text="AdamW cancels masks on gradients: lower loss just after training than with masks on updates",
         of=ON_GRADIENTS, against="das", measure="CPT/nats", better=-1, show=nats,
     ),
     Claim(
-        text="the same: without the contrast they learn as NCL",
+        text="the same without the contrastive loss: loss just after training as NCL",
         of=UNCONTRASTED, against="ncl", measure="CPT/nats", better=0, show=nats,
     ),
     Claim(
-        text="the same: without the contrast they forget as NCL",
+        text="the same without the contrastive loss: forgetting as NCL",
         of=UNCONTRASTED, against="ncl", measure="FG/nats", better=0, show=nats,
     ),
 )  # fmt: skip
@@ -112,7 +111,7 @@ ON_TASKS = (
         of="joint", against="ncl", measure="answers/AP", better=1, show=percent, least=0.2,
     ),
     Claim(
-        text="MIGU beats fine-tuning, here NCL (78.8 against 75.7)",
+        text="MIGU beats fine-tuning (ncl; 78.8 against 75.7)",
         of="migu", against="ncl", measure="answers/AP", better=1, show=percent,
     ),
     Claim(
@@ -120,7 +119,7 @@ ON_TASKS = (
         of="replay", against="ncl", measure="answers/AP", better=1, show=percent,
     ),
     Claim(
-        text="O-LoRA beats LoRA through all tasks (76.6 against 67.9)",
+        text="O-LoRA beats one LoRA for all tasks (76.6 against 67.9)",
         of="olora", against="lora", measure="answers/AP", better=1, show=percent,
     ),
     Claim(
@@ -148,7 +147,7 @@ ON_TASKS = (
         of="derpp", against="replay", measure="answers/AP", better=1, show=percent,
     ),
 )  # fmt: skip
-HEAD = ("claim", "difference [95 % interval]", "pairs", "p", "Holm", "p (t)", "Holm (t)", "verdict")
+HEAD = ("claim", "difference [95 % interval]", "pairs", "p (Holm)", "p (t, Holm)", "result")
 
 
 def measured(run: MeasuredRun, measure: str) -> float | None:
@@ -194,7 +193,7 @@ def verdict(claim: Claim, found: PairedContrast) -> str:
     if found.p_holm > LEVEL:
         return "not shown"
     if found.mean * claim.better < 0:
-        return "the contrary"
+        return "opposite"
     sure = min(found.low * claim.better, found.high * claim.better)
     return "held" if sure >= claim.least or not claim.least else f"held in direction, {SHORT}"
 
@@ -213,10 +212,10 @@ def tell(tests: Mapping[Claim, Difference | None]) -> list[list[str]]:
     for claim, name in names.items():
         found, show = corrected.get(name), claim.show
         if found is None:
-            lines.append([claim.text, "–", "0", *["–"] * 4, "not run"])
+            lines.append([claim.text, "–", "0", "–", "–", "not run"])
             continue
         bounds = f" [{show(found.low)}, {show(found.high)}]" if math.isfinite(found.low) else ""
-        p = [found.p, found.p_holm, found.p_t, found.p_t_holm]
+        p = [found.p_holm, found.p_t_holm]
         shown = ["–" if each is None else f"{each:.3g}" for each in p]
         lines.append([claim.text, show(found.mean) + bounds, str(found.n), *shown, verdict(claim, found)])
     return lines

@@ -1,8 +1,7 @@
-"""The methods on six real domains: `python benchmarks/das6_mini.py --root FOLDER` makes their part of
-docs/results.md.
+"""Methods on six real domains: `python benchmarks/das6_mini.py --root FOLDER` writes docs/studies/das6.md.
 
 FOLDER holds corpora/<domain>, endtasks/<domain> and general, each with {train,valid,test}.jsonl.gz (dev for
-end tasks). What is finished below --runs is not run again: a killed start goes on with the same command."""
+end tasks). Rerun the same command to resume."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -10,7 +9,6 @@ from itertools import product
 import claims
 import study
 
-from cpt.reporting import compare
 from cpt.reporting.load_runs import RunSection
 from cpt.reporting.page import Block, markdown
 
@@ -29,25 +27,31 @@ SWEEPS = (
 def main() -> None:
     options = study.read_arguments("das6_mini", str(__doc__))
     sweeps = ([order, SEEDS, *sweep] for order, sweep in product(ORDERS, SWEEPS))
-    study.make_study(options, "das6_mini", sweeps, name="comparison", raw="scores.jsonl", parts=parts)
+    study.make_study(options, "das6_mini", sweeps, page="das6", parts=parts)
 
 
 def parts(section: RunSection) -> Iterator[str]:
     yield describe_runs(section)
     cells = claims.rows(section, claims.ON_TEXT)
-    claimed = Block(title="What the papers claim", head=claims.HEAD, cells=cells, words=2)
-    differences, tasks = compare.tabulate_differences(section), compare.tabulate_tasks(section)
-    for block in (claimed, compare.tabulate_main(section), differences, tasks):
-        yield markdown(block, picture="")
+    yield markdown(Block(title="Published claims", head=claims.HEAD, cells=cells, words=2), picture="")
+    measures = {
+        "LC/perplexity": ("final perplexity (LC)", 2),
+        "FG/nats": ("forgetting (FG), nats", 3),
+        "general_drift/nats": ("general-text forgetting, nats", 3),
+        "endtask/MF1": ("macro-F1, %", 1),
+    }
+    yield study.tabulate(section, measures, title="All methods")
+    measures = {"LC/perplexity": ("final perplexity", 2), "FG/nats": ("forgetting, nats", 3)}
+    yield study.tabulate_contrasts(section, measures, title="Differences from ncl")
 
 
 def describe_runs(section: RunSection) -> str:
-    """What was run, from the runs themselves."""
+    """Number and size of the runs."""
     runs = [run.scores for run in section.runs]
-    first = next(scores for scores in runs if len(scores.seen) > 1)
-    tokens = f"{first.seen[1]:,} tokens a domain, {sum(first.scored):,} scored positions in the test texts"
+    first = next(scores for scores in runs if len(scores.seen) > 2)  # not joint
+    tokens = f"{first.seen[1]:,} tokens per domain, {sum(first.scored):,} scored tokens in the test sets"
     orders = study.list_orders(section.runs)
-    return f"{len(runs)} runs of {len(section.groups)} groups; {tokens}. Orders:\n\n{orders}"
+    return f"{len(runs)} runs in {len(section.groups)} groups; {tokens}. Orders:\n\n{orders}"
 
 
 if __name__ == "__main__":

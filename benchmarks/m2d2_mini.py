@@ -1,8 +1,8 @@
-"""The methods on many domains, in similar and in random order: `python benchmarks/m2d2_mini.py --root FOLDER`
-makes their part of docs/results.md.
+"""The methods on 120 domains, in similar and in random order: `python benchmarks/m2d2_mini.py --root FOLDER`
+writes docs/studies/m2d2.md.
 
-FOLDER holds a folder per domain with {train,valid,test}.txt, and general/, what the base is pre-trained on.
-What is finished below --runs is not run again: a killed start goes on with the same command."""
+FOLDER holds a folder per domain with {train,valid,test}.txt, and general/, the pre-training text of the base
+model. Rerun the same command to resume."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,8 +25,8 @@ SWEEPS = (
     ["method=replay", "method.mixture.past=0.05"],
 )
 ORDERS = ("similar", "random")
-SHOWN = ("ZS", "CPT", "LC", "FG", "general_drift")
-PICTURE = "m2d2_mini-places.png"
+SHOWN = ("CPT", "LC", "FG", "general_drift")
+PICTURE = "m2d2-forgetting.png"
 SMOOTHED = 15  # domains of a moving mean
 Losses = Mapping[tuple[str, int], float]  # nats by domain and seed
 
@@ -76,24 +76,21 @@ def losses(run: MeasuredRun, row: str) -> dict[str, float]:
 def main() -> None:
     options = study.read_arguments("m2d2_mini", str(__doc__))
     sweeps = [[*EVERY, *sweep] for sweep in SWEEPS]
-    study.make_study(
-        *(options, "m2d2_mini", sweeps), name="m2d2", raw="m2d2.jsonl", parts=parts, name_orders=name_orders
-    )
+    study.make_study(*(options, "m2d2_mini", sweeps), page="m2d2", parts=parts, name_orders=name_orders)
 
 
 def parts(section: RunSection) -> Iterator[str]:
     told = [order_of(run) for run in section.runs if run.scores.similarity]  # not of published ones
     similar = find_similar(told or map(order_of, section.runs))
     groups = {group.name: Studied(group, similar) for group in section.groups}
-    (study.RESULTS / PICTURE).write_bytes(draw_places(groups))
+    (study.IMAGES / PICTURE).write_bytes(draw_places(groups))
     first = section.runs[0].scores
     yield (
-        f"{len(section.runs)} runs of {len(groups)} groups, {len(first.learned)} domains, "
-        f"{first.seen[1]:,} tokens a domain. Differences, their intervals and p are over domains and seeds "
-        "(of the last two findings over stages and seeds): they hold for other domains; of other seeds two "
-        "say little."
+        f"{len(section.runs)} runs in {len(groups)} groups, {len(first.learned)} domains, {first.seen[1]:,} "
+        "tokens per domain. Pairs are domains and seeds, in the last two rows stages and seeds: intervals "
+        "generalize to other domains, less to other seeds (2)."
     )
-    yield f"![Forgetting by place](results/{PICTURE})"
+    yield f"![Final forgetting by position in the order](../images/{PICTURE})"
     for block in (tabulate_findings(groups), tabulate_levels(groups), tabulate_orders(groups)):
         yield markdown(block, picture="")
 
@@ -103,16 +100,16 @@ def tabulate_findings(groups: Mapping[str, Studied]) -> Block:
     ncl, one = groups["ncl"], groups["one"]
     found = [
         (
-            "what is learned one after another fits better than what is learned alone (CPT below FT)",
+            "sequential training beats individual training on each domain (CPT below FT)",
             of_both(ncl, "own"), of_both(one, "own"), -1,
         ),
-        ("what is learned alone fits better than the base (FT below ZS)",
+        ("individual training beats the base model (FT below ZS)",
          of_both(one, "own"), of_both(one, "base"), -1),
-        ("random order ends better than similar order (LC)",
+        ("random order has the lower final loss (LC)",
          ncl.losses("random", "last"), ncl.losses("similar", "last"), -1),
-        ("similar order specialises: each domain fits better just after it was learned (CPT)",
+        ("similar order has the lower loss just after training (CPT)",
          ncl.losses("similar", "own"), ncl.losses("random", "own"), -1),
-        ("later checkpoints forget more of the eight domains before, similar order",
+        ("later checkpoints forget more of the previous eight domains, similar order",
          *forgotten_by_half(ncl.runs("similar")), 1),
         ("the same, random order", *forgotten_by_half(ncl.runs("random")), 1),
     ]  # fmt: skip
@@ -124,7 +121,7 @@ def tabulate_findings(groups: Mapping[str, Studied]) -> Block:
             for text, ours, theirs, better in found
         }
     )
-    return Block(title="What M2D2's authors found", head=claims.HEAD, cells=cells, words=2)
+    return Block(title="Published claims", head=claims.HEAD, cells=cells, words=2)
 
 
 def of_both(studied: Studied, row: str) -> dict[tuple[str, str, int], float]:
@@ -150,24 +147,19 @@ def forgotten_by_half(runs: Sequence[MeasuredRun]) -> tuple[dict, dict]:
 
 
 def tabulate_levels(groups: Mapping[str, Studied]) -> Block:
-    """Means over seeds of each metric: its mean over domains, and its median."""
+    """The mean over seeds and domains of each metric."""
     cells = []
     for (name, studied), order in product(groups.items(), ORDERS):
         if runs := studied.runs(order):
             told = [[run.scores.metrics.get(metric) for run in runs] for metric in SHOWN]
-            cells.append([name, order, str(len(runs)), *map(show_metric, told)])
-    head = ["method", "order", "seeds", *SHOWN]
-    return Block(title="Nats: the mean over domains (their median)", head=head, cells=cells, words=2)
+            cells.append([name, order, *map(show_metric, told)])
+    head = ["method", "order", "just trained", "final", "forgetting", "general text"]
+    return Block(title="Losses in nats: mean over domains", head=head, cells=cells, words=2)
 
 
 def show_metric(found: Sequence[Mapping | None]) -> str:
-    if any(each is None or each["nats"] is None for each in found):
-        return "–"
-    mean, median = (
-        np.mean([value for each in found if (value := read(each)) is not None])
-        for read in (lambda each: each["nats"], lambda each: each["median"]["nats"])
-    )
-    return f"{mean:.3f} ({median:.3f})"
+    known = [each["nats"] for each in found if each is not None and each["nats"] is not None]
+    return f"{np.mean(known):.3f}" if len(known) == len(found) else "–"
 
 
 def tabulate_orders(groups: Mapping[str, Studied]) -> Block:
@@ -182,7 +174,7 @@ def tabulate_orders(groups: Mapping[str, Studied]) -> Block:
             f"{each.mean:+.4f} [{each.low:+.4f}, {each.high:+.4f}]" if each.n else "–" for each in compared
         )
         cells.append([name, *told])
-    head = ["method", "at the end (LC)", "just learned (CPT)"]
+    head = ["method", "final (LC)", "just trained (CPT)"]
     return Block(title="Random minus similar order, nats [95 % interval]", head=head, cells=cells)
 
 
@@ -198,8 +190,8 @@ def draw_places(groups: Mapping[str, Studied]) -> bytes:
                 axes.plot(np.arange(len(line)) + SMOOTHED // 2 + 1, line, label=literal(name, width=30),
                           color=style(place)["color"], linestyle=style(place)["linestyle"])  # fmt: skip
         axes.axhline(0, color="0.6", linewidth=0.8)
-        axes.set(title=f"{order} order", xlabel=f"place in the order (moving mean of {SMOOTHED})")
-    axes.figure.axes[0].set_ylabel("forgotten at the end, nats")
+        axes.set(title=f"{order} order", xlabel=f"position in the order (moving mean of {SMOOTHED})")
+    axes.figure.axes[0].set_ylabel("final forgetting, nats")
     handles = {
         name: line
         for each in drawn.axes
@@ -207,7 +199,7 @@ def draw_places(groups: Mapping[str, Studied]) -> bytes:
     }
     axes.legend(handles.values(), handles, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     told = "; ".join(f"{name}: {np.mean(mean_lost(studied)):+.3f} nats" for name, studied in groups.items())
-    return png(drawn, told=f"Forgetting at the end by place in the order. Means: {told}")
+    return png(drawn, told=f"Final forgetting by position in the order. Means: {told}")
 
 
 def forgotten(run: MeasuredRun) -> dict[str, float]:

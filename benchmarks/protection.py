@@ -1,5 +1,5 @@
 """How much of a stage's squared movement lies inside what a method protects: `python
-benchmarks/protection.py` makes the table of docs/protection.md.
+benchmarks/protection.py` makes the table of docs/studies/protection.md.
 
 Two default domains, so many steps of AdamW with weight decay each, a process for each row; the second
 stage's `leak` of scores.json, as released code acts and as here."""
@@ -16,8 +16,8 @@ from typing import Any
 
 from measuring import ROOT, save
 
-PAGE = ROOT / "docs" / "protection.md"
-BEGIN, END = "<!-- made by benchmarks/protection.py -->", "<!-- end of what protection made -->"
+PAGE = ROOT / "docs" / "studies" / "protection.md"
+BEGIN, END = "<!-- generated: protection -->", "<!-- end: protection -->"
 UNITS = "method.units=[heads,neurons,outputs,tokens]"
 ROWS: dict[str, dict[str, list[str]]] = {  # what protects: by what it acts on
     "`das`: soft masks on units": {

@@ -1,9 +1,8 @@
 """The methods on four supervised tasks, text to text: `python benchmarks/standard_cl_mini.py --root FOLDER`
-makes their part of docs/results.md.
+writes docs/studies/standard-cl.md.
 
-FOLDER holds {agnews,amazon,dbpedia,yahoo}/{train,test}.jsonl with `text` and `label`, and general/ with text
-to pre-train the base on. What is finished below --runs is not run again: a killed start goes on with the same
-command."""
+FOLDER holds {agnews,amazon,dbpedia,yahoo}/{train,test}.jsonl with `text` and `label`, and general/ with the
+pre-training text of the base model. Rerun the same command to resume."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,7 +16,6 @@ from cpt.core.config import CONF
 from cpt.data.corpora import Corpora
 from cpt.data.example import Example, read_example
 from cpt.evaluation.task_metrics import matrix_of
-from cpt.reporting import compare
 from cpt.reporting.load_runs import MeasuredRun, RunSection
 from cpt.reporting.page import Block, markdown
 from cpt.trainer.plan import make_plan
@@ -35,37 +33,40 @@ def main() -> None:
         options,
         "standard_cl_mini",
         [[*EVERY, *sweep] for sweep in SWEEPS],
-        name="standard_cl",
-        raw="standard_cl.jsonl",
+        page="standard-cl",
         parts=lambda section: parts(section, options.root),
     )
+
+
+MEASURES = {
+    "answers/AP": ("final accuracy (AP), %", 1),
+    "answers/LA": ("just trained (LA), %", 1),
+    "FG/nats": ("forgetting (FG), nats", 2),
+    "general_drift/nats": ("general-text forgetting, nats", 2),
+}
+CONTRASTS = {"answers/AP": ("final accuracy, points", 1), "FG/nats": ("forgetting, nats", 2)}
 
 
 def parts(section: RunSection, root: Path | None) -> Iterator[str]:
     yield describe_runs(section)
     cells = claims.rows(section, claims.ON_TASKS)
-    claimed = Block(title="What the papers claim", head=claims.HEAD, cells=cells, words=2)
-    levels = tabulate_levels(section, root)
-    for block in (
-        claimed,
-        compare.tabulate_main(section),
-        compare.tabulate_differences(section),
-        levels,
-    ):
-        yield markdown(block, picture="")
+    yield markdown(Block(title="Published claims", head=claims.HEAD, cells=cells, words=2), picture="")
+    yield study.tabulate(section, MEASURES, title="All methods")
+    yield study.tabulate_contrasts(section, CONTRASTS, title="Differences from ncl")
+    yield markdown(tabulate_levels(section, root), picture="")
 
 
 def describe_runs(section: RunSection) -> str:
-    """What was run, from the runs themselves."""
+    """Number of the runs and of their test examples."""
     first = section.runs[0].scores
     examples = {task: facts["examples"] for task, facts in first.answers["tasks"].items()}
     asked = ", ".join(f"{task} {count}" for task, count in examples.items())
-    told = f"{len(section.runs)} runs of {len(section.groups)} groups; examples asked: {asked}. Orders:"
-    return f"{told}\n\n{study.list_orders(section.runs)}"
+    runs = f"{len(section.runs)} runs in {len(section.groups)} groups; test examples: {asked}. Orders:"
+    return f"{runs}\n\n{study.list_orders(section.runs)}"
 
 
 def tabulate_levels(section: RunSection, root: Path | None) -> Block:
-    """Each task's chance, majority and bag of words, beside what the methods reach."""
+    """The accuracy per task of chance, the majority class, a bag of words and two methods."""
     first = section.runs[0].scores.answers["tasks"]
     groups = {group.name: group.runs for group in section.groups if group.name in ("ncl", "joint")}
     bags = {} if root is None else {task: learn_bag(root, task) for task in first}
@@ -77,9 +78,9 @@ def tabulate_levels(section: RunSection, root: Path | None) -> Block:
         cells.append(
             [task, *("–" if level is None else f"{100 * level:.1f}" for level in (*levels, own, *last))]
         )
-    head = ["task", "chance", "majority", "bag of words", "ncl, just learned"]
-    head += [f"{name}, at the end" for name in groups]
-    return Block(title="Each task, what is written is right, in %", head=head, cells=cells)
+    head = ["task", "chance", "majority", "bag of words", "ncl, just trained"]
+    head += [f"{name}, final" for name in groups]
+    return Block(title="Accuracy by task, %", head=head, cells=cells)
 
 
 def mean_of(runs: Sequence[MeasuredRun], task: str, *, own: bool) -> float:
@@ -93,7 +94,7 @@ def mean_of(runs: Sequence[MeasuredRun], task: str, *, own: bool) -> float:
 
 
 def learn_bag(root: Path, task: str) -> float:
-    """The accuracy of a bag of words on the examples that a run of the study learns and is asked."""
+    """The accuracy of a bag of words trained and tested on a run's examples."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("config", ["experiment=standard_cl_mini", f"domains.root={root}", "method=ncl"])
     plan = make_plan(cfg)

@@ -1,8 +1,10 @@
-"""What the studies of docs/results.md share: sweeps that go on where they were killed, finished runs, pages.
+"""Common code of the studies in docs/studies/: resumable sweeps, published scores, tables.
 
-A study is an experiment of conf/, learned by several methods; what is finished is not run again."""
+A study is an experiment of conf/ run with several methods. Finished runs are not repeated. The scores of
+every run are in benchmarks/results/studies/NAME.jsonl.gz, one line per run."""
 
 import argparse
+import gzip
 import json
 import os
 import subprocess
@@ -18,9 +20,13 @@ from omegaconf import DictConfig, OmegaConf
 import cpt.core.naming  # noqa: F401  (registers the resolvers)
 from cpt import report
 from cpt.core.config import CONF, digest, plain_config
+from cpt.reporting import compare
 from cpt.reporting.load_runs import MeasuredRun, RunSection, build_sections, find_runs, measure_runs
+from cpt.reporting.page import Block, markdown
 
-RESULTS, PAGE = ROOT / "docs" / "results", ROOT / "docs" / "results.md"
+SCORES, PAGES, IMAGES = (
+    ROOT / name for name in ("benchmarks/results/studies", "docs/studies", "docs/images")
+)
 FEW = 10  # domains of which a folder can have the names
 # Of scores.json: no result, or with a path in it; of similarities, which decided the order, N² numbers.
 LEFT_OUT = ("loading", "versions", "similarity")
@@ -30,10 +36,10 @@ def read_arguments(name: str, about: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--root", type=Path, help="the data; see above")
     parser.add_argument("--runs", type=Path, default=ROOT / "outputs" / name, help="the run folders")
-    parser.add_argument("--jobs", type=int, help="runs at once (default: a fair share of the machine)")
-    parser.add_argument("--report-only", action="store_true", help="no runs, only the pages")
+    parser.add_argument("--jobs", type=int, help="parallel runs (default: by the machine's cores)")
+    parser.add_argument("--report-only", action="store_true", help="start no runs, only write the pages")
     parser.add_argument(
-        "--published", action="store_true", help="no runs, only the pages, of the scores that were published"
+        "--published", action="store_true", help="start no runs, write the pages from the published scores"
     )
     options = parser.parse_args()
     options.report_only |= options.published
@@ -47,23 +53,26 @@ def make_study(
     experiment: str,
     sweeps: Iterable[Sequence[str]],
     *,
-    name: str,
-    raw: str,
+    page: str,
     parts: Callable[[RunSection], Iterable[str]],
-    marked: str | None = None,
+    scores: str = "",
     name_orders: Callable[[Sequence[Sequence[str]]], Sequence[Any]] = list,
 ) -> None:
-    """Runs what is missing of an experiment's sweeps, and makes its comparison's page, its scores and its
-    section, marked by the program's name (default: the experiment's), anew. `name_orders` says what a config
-    has as the order of each of the published runs, where it does not number them."""
+    """Runs what is missing of an experiment's sweeps, then writes the comparison into the folder of the runs,
+    the scores (by default under the experiment's name) and the generated tables of docs/studies/PAGE.md.
+    `name_orders` gives the config's `order` of published runs whose orders are not numbered."""
+    scores = scores or experiment
+    published = SCORES / f"{scores}.jsonl.gz"
     if options.published:
-        restore_runs(RESULTS / raw, options.runs, experiment, name_orders)
+        restore_runs(read_scores(published), options.runs, experiment, name_orders)
     if not options.report_only:
         run_sweeps(options, experiment, sweeps)
     runs = find_finished(options.runs)
-    write_results(options, runs, name=name, raw=raw)
+    report.main([os.path.relpath(options.runs), "--out", str(options.runs), "--name", "comparison"])
+    if not options.published:
+        write_scores(published, runs)
     (section,) = build_sections(runs)
-    write_section(marked or experiment, parts(section))
+    write_section(PAGES / f"{page}.md", scores, parts(section))
 
 
 def run_sweeps(options: argparse.Namespace, experiment: str, sweeps: Iterable[Sequence[str]]) -> None:
@@ -75,18 +84,33 @@ def run_sweeps(options: argparse.Namespace, experiment: str, sweeps: Iterable[Se
         line = [sys.executable, "run.py", "-m", f"experiment={experiment}", *given, *jobs, *sweep]
         failed += subprocess.run(line, cwd=ROOT, check=False).returncode != 0
     if failed:
-        sys.exit(f"{failed} sweeps have jobs that failed; the same command tries them again")
+        sys.exit(f"{failed} sweeps have failed jobs; run the same command again to retry them")
+
+
+def read_scores(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+
+
+def write_scores(path: Path, runs: Sequence[MeasuredRun]) -> None:
+    """One line per run, without what is no result or holds a path; the same runs give the same bytes."""
+    lines = []
+    for run in sorted(runs, key=lambda run: run.folder.name):
+        data = json.loads((run.folder / "scores.json").read_text(encoding="utf-8"))
+        lines.append(json.dumps({key: value for key, value in data.items() if key not in LEFT_OUT}))
+    path.write_bytes(gzip.compress(("\n".join(lines) + "\n").encode(), mtime=0))
 
 
 def restore_runs(
-    raw: Path, into: Path, experiment: str, name_orders: Callable[[Sequence[Sequence[str]]], Sequence[Any]]
+    published: Sequence[Mapping[str, Any]],
+    into: Path,
+    experiment: str,
+    name_orders: Callable[[Sequence[Sequence[str]]], Sequence[Any]],
 ) -> None:
-    """Run folders of published scores, each with the config that gives such a run today."""
-    published = [json.loads(line) for line in raw.read_text(encoding="utf-8").splitlines()]
+    """Writes run folders of published scores, each with the config that gives such a run today."""
     named = name_orders([each["run"]["order"] for each in published])
     with initialize_config_dir(str(CONF), version_base="1.3"):
         for found, order in zip(published, named, strict=True):
-            scores = found | {"versions": {}, "loading": ""}
+            scores = dict(found) | {"versions": {}, "loading": ""}
             run = scores["run"]
             chosen = [f"{name}={run[name]}" for name in ("method", "mask", "replay", "seed")]
             sections = ("trainer.", "optim.", "model.")  # all else is said of the method
@@ -112,32 +136,59 @@ def find_finished(folder: Path) -> list[MeasuredRun]:
     return measure_runs([run for run in find_runs([folder]).runs if run.scores.run["finished"]])
 
 
-def write_results(options: argparse.Namespace, runs: Sequence[MeasuredRun], *, name: str, raw: str) -> None:
-    """The comparison's page with its pictures, and the scores of every run, a line each."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    report.main([os.path.relpath(options.runs), "--out", str(RESULTS), "--name", name])
-    if options.published:
-        return
-    lines = [json.dumps(keep_scores(run)) for run in sorted(runs, key=lambda run: run.folder.name)]
-    (RESULTS / raw).write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def keep_scores(run: MeasuredRun) -> Mapping:
-    data = json.loads((run.folder / "scores.json").read_text(encoding="utf-8"))
-    return {key: value for key, value in data.items() if key not in LEFT_OUT}
-
-
-def write_section(program: str, parts: Iterable[str]) -> None:
-    """Makes what stands between a study's marks in docs/results.md anew, at its end where there are none; the
-    prose around them stays."""
-    begin, end = f"<!-- made by benchmarks/{program}.py -->", f"<!-- end of what {program} made -->"
-    text = PAGE.read_text(encoding="utf-8")
-    before, rest = (text if begin in text else f"{text}\n{begin}\n{end}\n").split(begin)
+def write_section(page: Path, name: str, parts: Iterable[str]) -> None:
+    """Replaces what is between a study's marks in a page; the prose around them is written by hand."""
+    begin, end = f"<!-- generated: {name} -->", f"<!-- end: {name} -->"
+    before, rest = page.read_text(encoding="utf-8").split(begin)
     after = rest.split(end)[1]
-    PAGE.write_text(f"{before}{begin}\n\n" + "\n\n".join(parts) + f"\n\n{end}{after}", encoding="utf-8")
+    page.write_text(f"{before}{begin}\n\n" + "\n\n".join(parts) + f"\n\n{end}{after}", encoding="utf-8")
+
+
+def tabulate(section: RunSection, measures: Mapping[str, tuple[str, int]], *, title: str = "") -> str:
+    """A table of groups by measure: mean ± standard deviation over the runs. `measures`: title and decimals
+    by key; shares (AP, LA, MF1, Acc) are shown in percent."""
+    spreads = compare.spread_values(section)
+    cells = []
+    for group in section.groups:
+        row = [group.name, str(len(group.runs))]
+        for key, (_, digits) in measures.items():
+            found = spreads[group.name].get(key)
+            shown = "–" if found is None else f"{scale(key) * found.mean:.{digits}f}"
+            if found is not None and found.sd is not None:
+                shown += f" ± {scale(key) * found.sd:.{digits}f}"
+            row.append(shown)
+        cells.append(row)
+    head = ["method", "runs", *(name for name, _ in measures.values())]
+    return markdown(Block(title=title, head=head, cells=cells), picture="")
+
+
+def tabulate_contrasts(
+    section: RunSection, measures: Mapping[str, tuple[str, int]], *, title: str = ""
+) -> str:
+    """A table of paired differences from the baseline with 95 % intervals, and the p-value of the paired
+    t test after Holm's correction."""
+    cells = []
+    for group in section.groups:
+        row = []
+        for key, (_, digits) in measures.items():
+            if (found := compare.contrast_groups(section, key).get(group.name)) is None:
+                row += ["–", "–"]
+                continue
+            mean, low, high = (f"{scale(key) * x:+.{digits}f}" for x in (found.mean, found.low, found.high))
+            row.append(f"{mean} [{low}, {high}]" if found.n > 1 else mean)
+            row.append("–" if found.p_t_holm is None else f"{found.p_t_holm:.2g}")
+        if any(cell != "–" for cell in row):
+            cells.append([group.name, *row])
+    head = ["method", *(each for name, _ in measures.values() for each in (f"Δ {name}", "p (t, Holm)"))]
+    return markdown(Block(title=title, head=head, cells=cells), picture="")
+
+
+def scale(key: str) -> int:
+    """Shares are shown in percent."""
+    return 100 if key.startswith(("answers", "endtask")) else 1
 
 
 def list_orders(runs: Sequence[MeasuredRun]) -> str:
-    """The orders of the runs, a line each."""
+    """The orders of the runs, one line each."""
     orders = {tuple(run.scores.run["order"]) for run in runs}
     return "\n".join(f"* {' → '.join(order)}" for order in sorted(orders, reverse=True))

@@ -128,7 +128,7 @@ def test_choices_and_options_that_are_named_exist():
     given = {each for each in report_parser()._option_string_actions if each.startswith("--")} - {"--help"}
     assert given | set(FILTERS) <= set(words(DOCS / "comparison.md"))
     there = given | set(build_parser()._option_string_actions) | {"--help", "--append"}
-    for name in ("README.md", "docs/comparison.md", "docs/wandb.md", "docs/sweeps.md"):
+    for name in ("README.md", "docs/compare.md", "docs/tracking.md", "docs/sweeps.md"):
         assert {w for span in spans(ROOT / name) for w in span.split()[:1] if w.startswith("--")} <= there
 
 
@@ -145,7 +145,7 @@ def test_the_readme_is_short_begins_with_two_commands_and_leads_to_every_page():
     assert len(text.splitlines()) <= LONGEST
     assert lines(README)[:2] == ["pip install -e . && python run.py", 'pip install -e ".[dev]" && pytest']
     methods = {path.stem for path in (CONF / "method").glob("*.yaml")} - {"none"}  # which learns nothing
-    assert f"| {len(methods)} methods |" in text and "(docs/catalogue.md#methods)" in text
+    assert f"| {len(methods)} methods |" in text and "(docs/methods.md#methods)" in text
     elsewhere = {page for pages in program("pages").SECTIONS.values() for page in pages}
     there = {path.name for path in DOCS.glob("*.md")}
     assert {name for name in there - elsewhere if f"(docs/{name}" not in text} == set()

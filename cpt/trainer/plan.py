@@ -325,7 +325,7 @@ def conflicts(plan: Plan) -> Iterator[str]:
         return
     for group, chosen in (("method", plan.method), *(("mask", mask) for mask in plan.masks)):
         if not getattr(chosen.load(), "sharded", chosen.target.startswith(OWN_CODE)):
-            why = "(docs/clusters.md: sharded = True in its class); allowed with it: strategy=single, ddp"
+            why = "(docs/distributed.md: sharded = True in its class); allowed with it: strategy=single, ddp"
             yield f"{group}: {chosen.target} does not support sharded weights, or does not say so {why}"
     if monitor.keep == "best":
         yield "monitor.keep=best does not go with strategy=fsdp; allowed: last"

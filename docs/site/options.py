@@ -57,7 +57,7 @@ Made by `python docs/site/options.py` from the typed options: what stands here i
 before it reads any text. The same for what you have chosen: `python run.py method=das --options`. `???`
 must be given; an empty cell means that the library behind it decides what is allowed. Anything is set
 on the command line (`python run.py trainer.steps=500`) or in a YAML of your own ([your own
-configs](extending.md)).
+configs](extend.md)).
 
 """
 

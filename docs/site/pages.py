@@ -1,7 +1,5 @@
-"""Which pages the site has and in which order; a hook of mkdocs. Pages of docs/ that are named here and
-not there are left out, those that are there and not named stand at the end under *More*; both are told.
-
-What lies outside docs/ (README, CONTRIBUTING, …) becomes a page too, and links to it lead there."""
+"""The pages of the site and their order; a hook of mkdocs. Pages missing in docs/ are left out, pages missing
+here are at the end under *More*; both are logged. README, CONTRIBUTING and the like become pages too."""
 
 import logging
 import re
@@ -19,41 +17,33 @@ OUTSIDE = {
     "benchmarks.md": "benchmarks/README.md",
 }
 SECTIONS: dict[str, tuple[str, ...]] = {
-    "Start": ("index.md", "walk.md", "examples.md", "running.md"),
-    "What there is": ("catalogue.md", "choosing.md", "support.md", "options.md"),
-    "Text": ("texts.md", "orders.md", "replay.md", "tasks.md"),
-    "Learning": (
+    "Start": ("index.md", "tutorial.md", "reading-results.md", "glossary.md"),
+    "Training": (
+        "data.md",
+        "models.md",
+        "methods.md",
+        "replay.md",
+        "per-domain-modules.md",
         "schedules.md",
-        "parts.md",
-        "monitoring.md",
-        "plan.md",
-        "budget.md",
-        "advise.md",
-        "resuming.md",
+        "forgetting-control.md",
+        "tasks.md",
     ),
-    "Measuring": ("evaluation.md", "endtasks.md", "probes.md", "protection.md"),
-    "Many runs": ("sweeps.md", "comparison.md", "wandb.md", "clusters.md"),
-    "Handing on": ("gate.md", "card.md", "contents.md"),
-    "Your own": ("extending.md", "callbacks.md", "contributing.md"),
-    "What was found": (
-        *("fidelity.md", "reliability.md", "methods.md", "results.md"),
-        *(
-            "results/comparison.md",
-            "results/standard_cl.md",
-            "results/m2d2.md",
-            "performance.md",
-            "benchmarks.md",
-        ),
+    "Evaluation": ("downstream-tasks.md", "lm-eval.md", "compare.md", "tracking.md"),
+    "Operation": ("plan.md", "sweeps.md", "distributed.md", "resume.md", "release.md", "advise.md"),
+    "Reference": ("options.md", "cli.md", "files.md", "support.md", "fidelity.md", "extend.md"),
+    "Studies": (
+        "studies/default-domains.md",
+        "studies/das6.md",
+        "studies/standard-cl.md",
+        "studies/m2d2.md",
+        "studies/protection.md",
+        "studies/performance.md",
+        "studies/fault-tolerance.md",
+        "benchmarks.md",
     ),
-    "The project": ("security.md", "changelog.md"),
+    "Project": ("contributing.md", "security.md", "changelog.md"),
 }
-TITLES = {
-    "index.md": "What it is",
-    "contributing.md": "Every hook, and how things are added",
-    "results/comparison.md": "Six domains: the comparison",
-    "results/standard_cl.md": "Four tasks: the comparison",
-    "results/m2d2.md": "120 fields: the comparison",
-}
+TITLES = {"index.md": "Overview", "contributing.md": "Contributing"}
 MORE = "More"
 STYLE = """
 .md-grid { max-width: 76rem; }

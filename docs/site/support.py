@@ -111,13 +111,12 @@ def load() -> dict[str, dict[str, str]]:
     return json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {}
 
 
-INTRODUCTION = """# Which method learns which model
+INTRODUCTION = """# Supported models
 
-Made by `python docs/site/support.py`: each pair with a mark was run, two domains of two steps, scored and
-exported, on a model of its family with a few thousand random weights. ✓: it ran. A number: it was
-refused, by the line below the table. –: not tried yet. What a method of the table does stands in
-the [catalogue](catalogue.md). Any other Hugging Face model of these kinds is taken too
-(`model=checkpoint model.checkpoint=…`); what a method needs and does not find, it says in such a line.
+Each method was run on a small random model of each family: two domains of two steps, evaluated and
+exported. ✓: supported. A number: not supported, with the error message below the table. –: not tested.
+Other Hugging Face models of these kinds work too (`model=checkpoint model.checkpoint=NAME`); a method that
+needs a missing structure is refused with such a message. `python docs/site/support.py` runs the pairs.
 
 """
 
@@ -130,7 +129,7 @@ def page(found: Mapping[str, Mapping[str, str]]) -> str:
         cells = [mark(found.get(row, {}).get(family), lines) for family in FAMILIES]
         table.append(f"| `{row}` | {' | '.join(cells)} |")
     told = [f"{number}. `{line.replace('`', '')}`" for number, line in enumerate(lines, 1)]
-    rest = "The last rows are of `method=ncl` with what they name.\n\n## What the numbers say\n\n"
+    rest = "The last rows are `method=ncl` with the named option.\n\n## Error messages\n\n"
     return INTRODUCTION + "\n".join(table) + "\n\n" + rest + "\n".join(told) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Tables and numbers for W&B, and the sweep of docs/sweep.yaml."""
+"""Tables and numbers for W&B, and the sweep of docs/examples/sweep.yaml."""
 
 import json
 import math

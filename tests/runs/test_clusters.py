@@ -1,4 +1,4 @@
-"""What docs/clusters.md and docs/resuming.md say to type, with two gloo processes and without a cluster."""
+"""What docs/distributed.md and docs/resume.md say to type, with two gloo processes and without a cluster."""
 
 import os
 import re

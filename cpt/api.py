@@ -1,0 +1,72 @@
+"""Finished runs in notebooks and scripts: `from cpt import load_run, load_runs`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import yaml
+
+from cpt.evaluation.scores import Scores
+from cpt.reporting.frames import tidy_scores
+from cpt.reporting.load_runs import find_runs
+
+ABOUT = ("name", "method", "mask", "replay", "variant", "model", "order", "seed", "finished")
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """The results of a run folder."""
+
+    folder: Path
+    scores: Scores
+
+    @cached_property
+    def matrix(self) -> pd.DataFrame:
+        """Losses in nats per scored token [stages, test sets]: row `base` is the base model, row i the model
+        after stage i; NaN where a cell was not evaluated. `numpy.exp(run.matrix)` are perplexities."""
+        return pd.DataFrame(self.scores.matrix, index=self.scores.rows, columns=self.scores.domains)
+
+    @cached_property
+    def frame(self) -> pd.DataFrame:
+        """Every number of the run page, one per row, with its 95 % interval where it has one: columns kind,
+        metric, value, unit, key, stage, row, text, part, seed, low, high."""
+        return tidy_scores(self.scores)
+
+    @cached_property
+    def metrics(self) -> pd.DataFrame:
+        """The metrics (LC, FG, …) by unit: columns metric, unit, value, low, high."""
+        found = self.frame[self.frame["kind"] == "metric"]
+        return found[["metric", "unit", "value", "low", "high"]].reset_index(drop=True)
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The composed config of the run."""
+        found: dict[str, Any] = yaml.safe_load((self.folder / "config.yaml").read_text(encoding="utf-8"))
+        return found
+
+
+def load_run(folder: str | Path) -> Run:
+    """The results of a run folder. Raises FileNotFoundError without scores.json, ValueError for a damaged
+    one."""
+    return Run(Path(folder), Scores.load(Path(folder) / "scores.json"))
+
+
+def load_runs(*folders: str | Path) -> pd.DataFrame:
+    """The numbers of all runs below the folders, one per row: the columns of `Run.frame` and, before them,
+    folder, name, method, mask, replay, variant, model, order (domains joined by commas), seed, finished.
+    Raises ValueError for a folder or file that cannot be read."""
+    found = find_runs([Path(folder) for folder in folders])
+    if found.damaged:
+        raise ValueError("; ".join(found.damaged))
+    frames = []
+    for run in found.runs:
+        about = {name: run.scores.run[name] for name in ABOUT} | {"order": ",".join(run.scores.run["order"])}
+        frame = tidy_scores(run.scores).rename(columns={"seed": "finetuning_seed"})
+        for place, (name, value) in enumerate({"folder": str(run.folder), **about}.items()):
+            frame.insert(place, name, value)
+        frames.append(frame)
+    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()

@@ -1,0 +1,134 @@
+"""The tables and the figure of docs/studies/default-domains.md, from the published scores.
+
+`python docs/site/default_domains.py` writes them. `python docs/site/default_domains.py FOLDER` first adds the
+finished runs below FOLDER (`experiment=methods_table`, default options, no mask) to the scores."""
+
+import gzip
+import json
+import sys
+from collections import defaultdict
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import matplotlib.pyplot as plt
+
+DOCS = Path(__file__).resolve().parents[1]
+PAGE, FIGURE = DOCS / "studies" / "default-domains.md", DOCS / "images" / "default-domains.png"
+SCORES = DOCS.parent / "benchmarks" / "results" / "studies" / "default_domains.jsonl.gz"
+METRICS = ("LC", "CPT", "FG", "general_drift")
+KNOWN, UNKNOWN = "#d55e00", "#0072b2"
+
+
+def read_run(path: Path) -> dict[str, Any]:
+    """A finished run as a line of the scores."""
+    scores = json.loads(path.read_text(encoding="utf-8"))
+    entry = {name: scores["run"][name] for name in ("method", "mask", "replay", "seed")} | {"variant": ""}
+    for name in METRICS:
+        if name in scores["metrics"]:
+            values = scores["metrics"][name]
+            entry[name] = {unit: round(values[unit], 4) for unit in ("nats", "perplexity")}
+    entry["nll"] = [[round(value, 4) for value in row] for row in scores["nll"]]
+    return entry | {name: scores[name] for name in ("trained", "stored", "flops", "needs_domain")}
+
+
+def add_runs(runs: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """Replaces the lines with default options by the runs below a folder, for their methods."""
+    entries = [read_run(path) for path in sorted(folder.glob("*/scores.json"))]
+    methods = {entry["method"] for entry in entries}
+    plain = ("none", "none")
+    kept = [
+        run
+        for run in runs
+        if run["method"] not in methods
+        or run["variant"] not in ("", "earlier form")
+        or (run["mask"], run["replay"]) != plain
+    ]
+    return kept + sorted(entries, key=lambda run: (run["method"], run["seed"]))
+
+
+def spread(values: list[float], digits: int) -> str:
+    """Mean ± standard deviation; a dash without values."""
+    if not values:
+        return "–"
+    shown = f"{mean(values):.{digits}f}" + (f" ± {stdev(values):.{digits}f}" if len(values) > 1 else "")
+    return shown.replace("-", "−")
+
+
+def values(runs: list[dict[str, Any]], metric: str, unit: str) -> list[float]:
+    return [run[metric][unit] for run in runs if metric in run]
+
+
+def group_runs(runs: list[dict[str, Any]], *, mask: str) -> dict[str, list[dict[str, Any]]]:
+    """The runs with default options by method, the lowest LC first."""
+    found = defaultdict(list)
+    for run in runs:
+        if (run["mask"], run["replay"], run["variant"]) == (mask, "none", ""):
+            found[run["method"]].append(run)
+    return dict(sorted(found.items(), key=lambda item: mean(values(item[1], "LC", "nats"))))
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, [":--", *["--:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def tables(runs: list[dict[str, Any]]) -> dict[str, str]:
+    plain, masked = group_runs(runs, mask="none"), group_runs(runs, mask="migu")
+    flops = sum(plain["ncl"][0]["flops"])
+    main, cost, mask = [], [], []
+    for method, few in plain.items():
+        nats = [spread(values(few, name, "nats"), 3) for name in ("CPT", "FG", "general_drift")]
+        main.append([f"`{method}`", spread(values(few, "LC", "perplexity"), 1), *nats])
+        one = few[0]
+        size, stored = f"{max(one['trained']):,}", f"{one['stored'][-1] / 1e3:,.0f}"
+        known = "yes" if one["needs_domain"] else "no"
+        cost.append([f"`{method}`", f"{sum(one['flops']) / flops:.2f}", size, stored, known])
+    for method, few in masked.items():
+        both = (plain[method], few)
+        perplexities = [spread(values(each, "LC", "perplexity"), 1) for each in both]
+        mask.append([f"`{method}`", *perplexities, *(spread(values(each, "FG", "nats"), 3) for each in both)])
+    head = [
+        "method",
+        "final perplexity",
+        "just trained, nats",
+        "forgetting, nats",
+        "general-text forgetting, nats",
+    ]
+    costs = ["method", "FLOPs over `ncl`", "trained parameters", "stored, kB", "needs domain"]
+    masks = ["method", "final perplexity", "with `mask=migu`", "forgetting, nats", "with `mask=migu`"]
+    return {"main": table(head, main), "cost": table(costs, cost), "mask": table(masks, mask)}
+
+
+def draw(groups: dict[str, list[dict[str, Any]]]) -> None:
+    """Forgetting against the final perplexity, a point per method."""
+    figure, axes = plt.subplots(figsize=(9, 6))
+    for method, runs in groups.items():
+        if forgetting := values(runs, "FG", "nats"):
+            x, y = mean(forgetting), mean(values(runs, "LC", "perplexity"))
+            axes.plot(x, y, "o", color=KNOWN if runs[0]["needs_domain"] else UNKNOWN, markersize=5)
+            axes.annotate(method, (x, y), xytext=(4, 3), textcoords="offset points", fontsize=8)
+    axes.set(xlabel="forgetting (FG, nats)", ylabel="final perplexity (LC)")
+    axes.set_title("Blue: domain unknown at test time. Orange: domain given.", fontsize=10)
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(FIGURE, dpi=110)
+
+
+def main(arguments: list[str]) -> None:
+    runs = [json.loads(line) for line in gzip.decompress(SCORES.read_bytes()).splitlines()]
+    if arguments:
+        runs = add_runs(runs, Path(arguments[0]))
+        lines = "".join(json.dumps(run) + "\n" for run in runs)
+        SCORES.write_bytes(gzip.compress(lines.encode(), mtime=0))
+    page = PAGE.read_text(encoding="utf-8")
+    for name, made in tables(runs).items():
+        begin, end = f"<!-- generated: {name} -->", f"<!-- end: {name} -->"
+        before, rest = page.split(begin)
+        page = f"{before}{begin}\n\n{made}\n\n{end}{rest.split(end)[1]}"
+    PAGE.write_text(page, encoding="utf-8")
+    draw(group_runs(runs, mask="none"))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
