@@ -3,8 +3,8 @@
 
 FOLDER, base model and tasks are those of standard_cl_mini.py. Parameter-efficient methods train four times
 the steps at the model's own learning rate, chosen on validation text with method=lora, order 1, seed 0:
-accuracy just after training was 17 % after 150 steps (25 % after 300 with rank 64, 35 % after 600; 7 to 8 % at
-3 and 10 times the rate) and 36 % for ncl after 150. After 600 steps, 3 and 0.3 times the rate gave 19 and
+accuracy just after training was 17 % after 150 steps (25 % after 300 with rank 64, 35 % after 600; 7 to 8 %
+at 3 and 10 times the rate) and 36 % for ncl after 150. After 600 steps, 3 and 0.3 times the rate gave 19 and
 22 %."""
 
 from collections.abc import Iterator

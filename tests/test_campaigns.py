@@ -1,4 +1,4 @@
-"""The campaigns' frame, and a few seeded trials of each; the rest is run by hand: docs/studies/fault-tolerance.md."""
+"""Fault-injection tests: their frame, and a few seeded trials of each (docs/studies/fault-tolerance.md)."""
 
 import json
 import os

@@ -67,14 +67,14 @@ def test_every_page_is_in_the_navigation_once_a_new_one_is_told_and_links_lead_t
     for page, link, wanted in (
         ("index.md", "docs/plan.md#a", "plan.md#a"),
         ("plan.md", "../benchmarks/README.md", "benchmarks.md"),
-        ("results/m2d2.md", "../../SECURITY.md", "../security.md"),
+        ("studies/m2d2.md", "../../SECURITY.md", "../security.md"),
         ("plan.md", "https://example.org/docs/a.md", "https://example.org/docs/a.md"),
     ):
         assert pages.turn_links(f"[x]({link})", page) == f"[x]({wanted})"
 
 
 def test_what_programs_write_is_up_to_date():
-    assert told("choosing.md") == choosing.page(), "python docs/site/choosing.py writes it again"
+    assert told("methods.md") == choosing.page(), "python docs/site/choosing.py writes it again"
     found = json.loads(told("support.json"))
     assert set(found) <= set(support.list_rows())  # what was not tried yet is a dash
     assert {family for cells in found.values() for family in cells} == set(support.FAMILIES)

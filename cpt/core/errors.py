@@ -25,7 +25,7 @@ FAILED_ALLOCATION = re.compile(
     r"out of memory|can't allocate memory|Cannot allocate memory|bad_alloc|can't start new thread"
     r"|could not create a (primitive|memory)"  # oneDNN
 )
-LESS = "the same command goes on from here; allowed: more memory, or what needs less: docs/studies/performance.md"
+LESS = "rerun the same command to resume; allowed: more memory, or less use of it: docs/plan.md"
 
 
 def reason(error: BaseException) -> str:
