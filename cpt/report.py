@@ -99,7 +99,7 @@ def compare_folders(given: argparse.Namespace) -> int:
         for run in found.runs
     }
     states = [[*facts[run.folder], run.scores.state] for run in unfinished]
-    states += [[str(folder), "–", "–", "begun, nothing measured yet"] for folder in found.begun]
+    states += [[str(folder), "–", "–", "started, nothing measured yet"] for folder in found.begun]
     has_domains = {run.folder for run in measured}
     lacking = [
         [*facts[run.folder], few(run.scores.domains)] for run in finished if run.folder not in has_domains

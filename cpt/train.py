@@ -51,7 +51,7 @@ def train(cfg: DictConfig, *, run_dir: Path) -> float | list[float | None] | Non
             scores = run.scores() if is_complete(run.scores(), plan) else None
             if scores is not None and (lost := run.lost(full=plan.run.check == "full")):
                 log.info(
-                    "%s was finished, but %s: made again, without learning", run.path, "; ".join(lost[:5])
+                    "%s was finished, but %s: rebuilding without training", run.path, "; ".join(lost[:5])
                 )
                 scores = None
             if scores is None:
@@ -68,7 +68,7 @@ def train(cfg: DictConfig, *, run_dir: Path) -> float | list[float | None] | Non
 
 @contextmanager
 def open_run_dir(plan: Plan, run: RunDir) -> Iterator[Plan]:
-    """The plan as its directory, or a sibling that it continues, was begun. The first process holds the lock,
+    """The plan as its directory, or the sibling it continues, was started. The first process holds the lock,
     writes the config, removes incomplete files, and reports that the run is alive."""
     if not is_first_process():
         logging.getLogger("cpt").setLevel(logging.WARNING)

@@ -61,7 +61,7 @@ def regulariser(gates: Tensor, taken: Tensor) -> Tensor:
 
 class Gate(nn.Module):
     """Multiplies the activations [..., D] of `count` units, D / count features each, by their gates: soft in
-    train mode at a given `s`, hard in eval mode and where s is None."""
+    train mode at a given `s`, hard in eval mode and without s."""
 
     stays_in_end_tasks = True  # what a domain has closed stays closed
 

@@ -33,7 +33,7 @@ Targets = Annotated[
 
 @config
 class BottleneckOptions(Options):
-    """Bottlenecks beside a frozen model (cpt.adapters.bottleneck)."""
+    """Bottleneck adapters in a frozen model (cpt.adapters.bottleneck)."""
 
     placement: Literal["pfeiffer", "ffn", "houlsby"] = option(
         "after each block's last residual sum, its FFN, or attention and FFN"
@@ -49,7 +49,7 @@ class BottleneckOptions(Options):
 
 @config
 class MapPairOptions(Options):
-    """Low-rank pairs beside linear maps (cpt.adapters.lora)."""
+    """LoRA adapters on linear layers (cpt.adapters.lora)."""
 
     r: Count = option("rank of a pair")
     alpha: Positive = option("the pair's product counts alpha / r times")
@@ -104,5 +104,5 @@ class Routing(Options):
     prior: Literal["uniform", "updating", "cached"] = option("of the posterior")
     decay: Probability = option("of prior=updating: the share of a row's posterior")
     cached: Count = option("of prior=cached: rows")
-    top_k: Count | None = option("so many parts are mixed; null: all")
+    top_k: Count | None = option("number of modules in the mixture; null: all")
     base: bool = option("whether the base is one of the parts that are mixed")

@@ -125,7 +125,7 @@ class Heartbeat:
 
     @classmethod
     def load(cls, folder: Path) -> Heartbeat | None:
-        """None if there is none. Raises ValueError if it cannot be read."""
+        """None without one. Raises ValueError if it cannot be read."""
         return read_status_file(folder / PROGRESS_FILE, cls)
 
 
@@ -149,7 +149,7 @@ adapter_of = cache(TypeAdapter)
 
 
 def read_status_file(path: Path, kind: Any) -> Any:
-    """None if there is none. Fields of later versions are left out. Raises ValueError if it is unreadable."""
+    """None without one. Fields of later versions are left out. Raises ValueError if it is unreadable."""
     try:
         return adapter_of(kind).validate_json(path.read_bytes(), strict=True)
     except FileNotFoundError:

@@ -13,7 +13,7 @@ KEPT, MAPPED = (-1, (1 << 31) - 1), (-3, 1 << 30)  # M_TRIM_THRESHOLD, M_MMAP_TH
 
 def keep_free() -> None:
     """Has the C heap keep what a step frees until `give_back`, where its library can (glibc). Else it maps
-    each large tensor anew and returns it at once, and the system fills every page with zeros again: a tenth
+    each large tensor again and returns it at once, and the system fills every page with zeros again: a tenth
     of a small model's step (`benchmarks/throughput.py --shape given`)."""
     if LINUX and (adjust := getattr(ctypes.CDLL(None), "mallopt", None)):
         adjust(*KEPT)

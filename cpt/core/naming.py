@@ -81,7 +81,7 @@ def is_default(loader: ConfigLoader, override: Override, groups: tuple[str, ...]
 
 @cache
 def has_options(loader: ConfigLoader, group: str) -> bool:
-    """Whether there is a group of this name; Hydra composes a list of configs anew whenever it is asked."""
+    """Whether there is a group of this name; Hydra composes a list of configs again at each call."""
     return bool(loader.get_group_options(group))
 
 

@@ -1,4 +1,4 @@
-"""Which of a run's processes this is, as far as the environment tells before any process group exists; its
+"""Which of a run's processes this is, by the environment, before any process group exists; its
 cores and threads, and its parent."""
 
 import ctypes
@@ -68,7 +68,7 @@ def choose_spins() -> int:
 
 
 def keep_threads(path: Path, *, processes: int) -> None:
-    """Has the processor use as many threads as the run began with, which a file of its folder remembers. With
+    """Uses as many CPU threads as the run began with, which a file of its folder remembers. With
     others the same sums are added in another order, and the last bits differ. `processes` are at work on the
     run on this machine. Raises ValueError for a file that is damaged."""
     import torch  # seconds that sweeps need not wait for

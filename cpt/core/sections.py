@@ -25,7 +25,7 @@ LIBRARIES = ("torch", "lightning", "transformers", "peft", "torchmetrics")  # sl
 
 
 def load_target(target: str, *, place: str = "") -> Any:
-    """The class or function of a `_target_`; raises ValueError where there is none."""
+    """The class or function of a `_target_`; raises ValueError if it does not exist."""
     told = f"{join(place, '_target_')}={target}"
     try:
         found = resolve_name(target)
@@ -51,7 +51,7 @@ class Choice:
         return self.load()(self.options, *shared)
 
     def load(self) -> Any:
-        """The class or function; raises ValueError where there is none, or one of another kind."""
+        """The class or function; raises ValueError if it does not exist or is of another kind."""
         found = load_target(self.target)
         if self.below and not (isinstance(found, type) and issubclass(found, resolve_name(self.below))):
             raise ValueError(f"_target_={self.target}; allowed: a class below {self.below}")
@@ -65,7 +65,7 @@ class Choice:
 
 def options_class(target: str, *, place: str) -> type[Options] | None:
     """The Options of a class: `NameOptions` in options.py of its package, the class itself, or of a user's
-    class `NameOptions` beside it; None where it has none. Raises ValueError where there is no such class."""
+    class `NameOptions` in its module; None if it has none. Raises ValueError where there is no such class."""
     module, _, name = target.rpartition(".")
     package = module.rpartition(".")[0]
     if module.partition(".")[0] in LIBRARIES:

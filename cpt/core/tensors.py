@@ -42,7 +42,7 @@ def check_state(path: Path, *, instead: str) -> None:
 
 class NamedTensors(nn.Module):
     """Tensors by any names, that go where the module goes, or rest on the CPU (`offload`) and are brought to
-    where that is when they are used (`at_hand`).
+    its device when they are used (`at_hand`).
 
     `persistent` says whether they are part of the state_dict; what construction always gives again need not
     be. A state that is loaded says which there are, whatever there was."""

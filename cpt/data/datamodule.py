@@ -135,7 +135,7 @@ class DomainSequence(LightningDataModule):
         return {name: count for name, count in found.items() if count}
 
     def replay_texts(self, names: Sequence[str]) -> dict[str, Packed]:
-        """The replayed texts of these names, as far as there are some."""
+        """The replayed texts of these names that exist."""
         texts = self.train if self.replay_source is None else self.replay_source.texts
         return {name: texts[name] for name in names if name in texts}
 

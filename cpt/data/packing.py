@@ -71,7 +71,7 @@ class ConcatPacker:
 class DocumentPacker:
     """Whole documents in rows; a longer one continues in the next. With `open_rows`, those that fit into a
     row together share it, each where it leaves the least room (best fit: Ding et al., ICML 2024, arXiv
-    2404.10830); where it fits into none of so many open rows, the fullest is done."""
+    2404.10830); if it fits into none of the open rows, the fullest is closed."""
 
     def __init__(self, length: int, special: Sequence[int], *, open_rows: int) -> None:
         self.length, self.special, self.open_rows = length, special, open_rows
@@ -179,7 +179,7 @@ class Packed:
         return Sizes(self.text_tokens[rows], self.row_lengths[rows], documents=sharing)
 
     def draw_rows(self, tokens: int, *, stream: int) -> np.ndarray:
-        """The first rows of a fixed permutation whose tokens come to so many, ascending."""
+        """The first rows of a fixed permutation whose tokens add up to a number, ascending."""
         drawn = shuffle(np.arange(len(self)), len(self), stream=stream)
         before = np.cumsum(self.row_lengths[drawn]) - self.row_lengths[drawn]
         return np.sort(drawn[before < tokens])

@@ -66,7 +66,7 @@ class ReplayConfig(Options):
     def conflicts(
         self, *, examples: bool, chats: bool, length: int, batch_size: int, sharded: bool
     ) -> Iterator[str]:
-        """What of a plan does not go with this replay, as messages, told before torch is imported."""
+        """What of a plan does not go with this replay, as messages, before torch is imported."""
         return iter(())
 
     def check_objective(self, objective: str, *, model: str, examples: bool) -> None:
@@ -130,7 +130,7 @@ class ReplayPool:
     place: tuple[str, str]
 
     def count(self, samples: int) -> int:
-        """Draws in the steps of so many samples; exact, since a float would drift."""
+        """Draws in the steps of a number of samples; exact, since a float would drift."""
         return samples * self.share.numerator // self.share.denominator
 
     @cached_property

@@ -48,7 +48,7 @@ class FinetuneOptions(Options):
     weight_decay: NonNegative = option("on all parameters")
     warmup: BelowOne = option("share of the steps; then linear decay")
     batch_size: Count = option("examples per step")
-    grouped: Count = option("so many batches are sorted by length together; 1: a plain shuffle")
+    grouped: Count = option("batches sorted by length together; 1: a plain shuffle")
     length: Annotated[Int, Ge(8)] = option("tokens of text and pair together, at most")
     precision: Literal["32-true", "bf16-mixed"] = option("of the computation")
     dropout: BelowOne = option("of the head; in the model it is the model's own")
@@ -151,7 +151,7 @@ class TaskSource(ABC):
 
     @abstractmethod
     def exists(self, name: str) -> bool:
-        """Whether a task's data are there, as far as that is known at once."""
+        """Whether a task's data exist, if that is known without reading them."""
 
     @abstractmethod
     def read(self, name: str, split: str) -> list[LabelledExample]:

@@ -22,7 +22,7 @@ def journal_file(scores: Path) -> Path:
 
 
 def append_row(scores: Path, line: str) -> None:
-    """Appends a line to the journal beside a `scores.json`, and flushes it to disk."""
+    """Appends a line to the journal of a `scores.json`, and flushes it to disk."""
     path = journal_file(scores)
     is_new = not path.exists()
     with path.open("a", encoding="utf-8") as file:
@@ -33,7 +33,7 @@ def append_row(scores: Path, line: str) -> None:
 
 
 def read_journal(scores: Path) -> list[MetricRecord]:
-    """The records beside a `scores.json`, if any. Raises ValueError for a damaged one."""
+    """The journal of a `scores.json`, if any. Raises ValueError for a damaged one."""
     path, records = journal_file(scores), []
     raw = path.read_bytes() if path.exists() else b""
     for number, line in enumerate(raw[: raw.rfind(b"\n") + 1].splitlines(), start=1):

@@ -1,4 +1,4 @@
-"""Monitoring evaluations: the losses on a few validation documents every so many steps of a stage, when they
+"""Monitoring evaluations: the losses on a few validation documents every few steps of a stage, when they
 end it (early stopping), and what may observe them and act."""
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ if TYPE_CHECKING:  # a config is checked without torch
 
 @config
 class MonitorOptions(Options):
-    """What is looked at while a domain is learned, on validation text, and what ends its stage."""
+    """What is evaluated during a stage, on validation text, and what ends its stage."""
 
     every: Steps | None = option("steps between looks; null: none")
     tokens: Steps = option("of each text, at most: rows drawn by key, the same at every look")
-    past: Natural = option("of the domains learned before, so many at most, drawn by key")
+    past: Natural = option("number of earlier domains, at most")
     general: bool = option("the general text too")
     stop: NonNegative | None = option(
         "nats per token: a stage ends when the loss of past or general text has risen by more, by all of its "
         "interval"
     )
-    patience: Steps | None = option("a stage ends after so many looks without a lower loss on its own domain")
+    patience: Steps | None = option("evaluations without improvement after which a stage ends")
     keep: Literal["last", "best"] = option(
         "the weights that a stage ends with: the last, or those of the lowest loss on its own domain"
     )

@@ -63,7 +63,7 @@ class EvalOptions(Options):
     ] = option("which columns those are: all, seen (learned so far), near:K (in the order), sample:K (drawn)")
     tokens: Literal["auto"] | Steps | None = option(
         "of each text, at most: rows drawn by key, the same after every stage; null: all that is held out; "
-        f"auto: {CAP:,}, or what the run's folder was begun with"
+        f"auto: {CAP:,}, or the value that the run started with"
     )
 
     @property
@@ -101,14 +101,14 @@ class EvalOptions(Options):
 class StageOptions(Options):
     """What is measured on the base, and after some of the stages."""
 
-    when: When = option("after which stages, beside the base")
+    when: When = option("stages after which to evaluate, in addition to the base")
 
 
 @config
 class TaskEvalOptions(StageOptions):
     """How the held-out examples of a task are asked."""
 
-    written: bool = option("what a model writes by greedy decoding, beside the choices that it ranks")
+    written: bool = option("also generated answers (greedy decoding), not only ranked choices")
     tokens: Count = option("of a written answer, at most")
     most: Count | None = option("examples of a task; null: all that are held out")
     batch_size: Count = option("questions per forward pass")

@@ -12,6 +12,6 @@ def least_p(pairs: int) -> float:
 
 def needed_pairs(comparisons: int) -> int | None:
     """The fewest pairs of which the smallest p-value, by Holm times the number of comparisons, is at most
-    LEVEL; None where no number of pairs has such a p-value."""
+    LEVEL; None if no n has such a p-value."""
     enough = (pairs for pairs in range(1, EXACT + 2) if least_p(pairs) * comparisons <= LEVEL)
     return next(enough, None)

@@ -54,7 +54,7 @@ def answers_file(folder: Path, task: str) -> Path:
 def save_predictions(
     path: Path, columns: Mapping[str, Sequence[str] | None], *, about: Mapping[str, Any]
 ) -> None:
-    """Writes a row for each example; a column that is None is null. The file appears whole or not at all."""
+    """Writes a row for each example; a column without value is null. The file appears whole or not at all."""
     count = len(columns["id"] or ())
     rows: dict[str, Sequence[str | None]] = {name: each or [None] * count for name, each in columns.items()}
     table = pa.table({name: pa.array(each, pa.string()) for name, each in rows.items()})
@@ -126,7 +126,7 @@ def rows_asked(task: Mapping[str, Any]) -> list[int]:
 
 
 def mark_answers(path: Path, measure: str) -> pd.DataFrame:
-    """The answers of a file in a measure. Raises FileNotFoundError, of the path alone, where there is none;
+    """The answers of a file in a measure. Raises FileNotFoundError, of the path alone, without a file;
     ValueError where it is damaged, or lacks what the measure is of."""
     table, about = load_predictions(path, ANSWER_COLUMNS, optional=[SOURCE])
     answered = answers_of(table, about)
@@ -206,7 +206,7 @@ def correct(folder: Path, rows: Sequence[str], endtasks: Mapping[str, Any]) -> d
 def list_endtask_files(
     folder: Path, rows: Sequence[str], endtasks: Mapping[str, Any]
 ) -> dict[str, list[list[Path]]]:
-    """Of each task that was measured the files of all seeds: of its own stage, where that is an earlier one,
+    """Of each task that was measured the files of all seeds: of its own stage, if that is an earlier one,
     and of the last row in which it was."""
     found = {}
     last = last_measured(headline(endtasks)[: len(rows)]) if endtasks else []

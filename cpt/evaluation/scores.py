@@ -1,4 +1,4 @@
-"""Scores of a run: `scores.json`, the losses by document beside it, and what makes runs comparable."""
+"""Scores of a run: `scores.json`, the losses by document, and what makes runs comparable."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ class Scores(Layout):
 
     @classmethod
     def load(cls, path: Path) -> Scores:
-        """The scores in a file and, of a run that is not finished, in the journal beside it; a ValueError of
+        """The scores in a file and, of a run that is not finished, in its journal; a ValueError of
         one line if these are damaged, foreign or of another version."""
         try:
             records = read_journal(path)  # first: see cpt.evaluation.journal
@@ -231,7 +231,7 @@ class Scores(Layout):
                 scores.measure()
                 scores.sum_seconds()
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-            advice = "restore it from a copy, read it with the cpt that wrote it, or delete it to run anew"
+            advice = "restore it from a copy, read it with the cpt that wrote it, or delete it to run again"
             raise ValueError(f"{path}: damaged, foreign or of another version ({error}); {advice}") from None
         return scores
 
@@ -284,7 +284,7 @@ def gather_documents(rows: Sequence[Losses], scores: Scores) -> tuple[list[Array
 
 
 def conditions(scores: Scores) -> dict[str, str]:
-    """What a perplexity depends on beside the model, in words; runs in which all of it is equal are
+    """What a perplexity depends on except the model, in words; runs in which all of it is equal are
     comparable. `texts` is a hash of all of them, `scored` and `cap` are tokens."""
     given, objective = scores.conditions, scores.run["objective"]
     rate = str(given.get("mask_rate", "unknown")) if objective != "causal" else "none"

@@ -25,8 +25,8 @@ LEVELS = (2.5, 97.5)  # percentiles: a 95 % interval
 
 
 class Difference(NamedTuple):
-    """Mean difference of n pairs, its 95 % interval [low, high] (nan where there is none), the two-sided
-    p-value of the sign-flip test, and that of the paired t test (None where there is none)."""
+    """Mean difference of n pairs, its 95 % interval [low, high] (nan if undefined), the two-sided
+    p-value of the sign-flip test, and that of the paired t test (None if undefined)."""
 
     mean: float
     low: float

@@ -60,7 +60,7 @@ def headline(endtasks: Mapping[str, Any]) -> Array:
 
 
 def over_seeds(scores: Array) -> Array:
-    """[row, task, seed] to A as [row, task]: the mean over the seeds there are; nan where there is none."""
+    """[row, task, seed] to A as [row, task]: the mean over the seeds there are; nan without any."""
     there = np.isfinite(scores)
     count = there.sum(-1)
     return np.where(count > 0, np.where(there, scores, 0).sum(-1) / np.maximum(count, 1), np.nan)
@@ -74,7 +74,7 @@ def sd_over_seeds(scores: Array) -> Array:
 
 
 def last_measured(scores: Array) -> list[int | None]:
-    """Per task of [row, task, ...], the last row with a score; None if there is none."""
+    """Per task of [row, task, ...], the last row with a score; None without one."""
     there = np.isfinite(scores).any(tuple(range(2, scores.ndim)))
     return [int(np.flatnonzero(column)[-1]) if column.any() else None for column in there.T]
 
@@ -312,7 +312,7 @@ def matrix_of(answers: Mapping[str, Any]) -> Array:
 def compute_metrics(
     matrix: Array, *, rows: Sequence[str], tasks: Sequence[str], asked: Array | None = None
 ) -> dict[str, Array]:
-    """ANSWER_METRICS of a matrix of scores [..., row, task], each value [...], as far as their terms exist.
+    """ANSWER_METRICS of a matrix of scores [..., row, task], each value [...], if their terms exist.
     `asked`, [row, task], says which cells were (None: all): AP needs those of the last row, the others all of
     them."""
     layout = Layout(rows=list(rows), domains=list(tasks), tokens=[], bytes=[])

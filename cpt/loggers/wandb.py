@@ -77,7 +77,7 @@ class Curves:
         self.logged = float(known) if known.isdigit() else 0.0
 
     def enter(self, domain: str, *, tokens: float) -> None:
-        """The points that follow are of this domain, before which the run had read so many tokens."""
+        """The points that follow are of this domain, before which the run had read this number of tokens."""
         self.domain, self.before, self.tokens = domain, tokens, tokens
 
     def log(self, points: Mapping[str, float], step: int | None) -> None:

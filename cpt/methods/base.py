@@ -14,7 +14,7 @@ The hooks of a stage, in this order; Lightning's own hooks, at the end of the cl
     nll(batch, domain), used(domain) the evaluation
     model_for(domain), export(...)   end tasks, and the model for others
 
-Where a paper's released code departs from a method here, docs/fidelity.md says so.
+Where a paper's released code departs from a method here, docs/fidelity.md has a row.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence

@@ -125,7 +125,7 @@ class LifelongMoE(CopyingMethod):
         return terms | {"kd": self.options.strength * apart}
 
     def open(self, progress: float) -> None:
-        """Opens the newest experts as far as they are at a share of the domain's steps."""
+        """Opens the newest experts by the share of the domain's steps."""
         share = self.options.opening
         for mixture in self.mixtures:
             mixture.opening = min(1.0, progress / share) if share else 1.0

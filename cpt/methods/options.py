@@ -274,7 +274,7 @@ class MIGUOptions(Options):
 
 @config
 class MoELoRAOptions(MapPairOptions):
-    experts: Count = option("E, pairs of rank r beside each map")
+    experts: Count = option("number of experts of rank r per layer")
 
 
 @config

@@ -41,7 +41,7 @@ def logits_and_hidden(
 
 
 def hidden_states(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Tensor:
-    """The last hidden states [B, T, D] of the encoder, or of the body where there is none, without a head."""
+    """The last hidden states [B, T, D] of the encoder, or of the body of a decoder, without a head."""
     inner, read = reader(model), {name: x for name, x in inputs.items() if not name.startswith("decoder_")}
     return call_within(model, inner, **read, **uncached(inner)).last_hidden_state
 
@@ -117,7 +117,7 @@ def check_dropout(model: nn.Module, rate: float | None, *, option: str, without:
 
 
 def body(model: PreTrainedModel) -> nn.Module:
-    """The part of a model whose output its head takes; raises ValueError if there is none."""
+    """The part of a model whose output its head takes; raises ValueError if it is not found."""
     if model.config.is_encoder_decoder:
         return model.get_decoder()
     if model.base_model is model:
@@ -127,7 +127,7 @@ def body(model: PreTrainedModel) -> nn.Module:
 
 
 def reader(model: PreTrainedModel) -> PreTrainedModel:
-    """The encoder of a model, or its body where there is none: a classifier is put on it."""
+    """The encoder of a model, or the body of a decoder: a classifier is put on it."""
     return model.get_encoder() if model.config.is_encoder_decoder else body(model)
 
 

@@ -164,7 +164,7 @@ def grow_hidden(model: PreTrainedModel, times: int, *, noise: float) -> None:
     if times == 1:
         return
     if (config := model.config).model_type not in REPEATABLE:
-        told = f"hidden size of a {config.model_type} can not be grown exactly, as far as is known"
+        told = f"hidden size of a {config.model_type} has no known exact growth"
         raise ValueError(f"{told}; known: {', '.join(REPEATABLE)}")
     segments = {each.module: each.segments for each in projections(model)}
     with adjusted(model, "hidden size") as empty:

@@ -170,7 +170,7 @@ def check_length(length: int, model: PreTrainedModel, objective: Objective) -> N
 
 
 def is_tied(model: PreTrainedModel) -> bool:
-    """Whether the head's weight is the embedding's: transformers 5 says so of every T5."""
+    """Whether the head's weight is the embedding's: transformers 5 sets it for every T5."""
     head = model.get_output_embeddings()
     return head is not None and head.weight is model.get_input_embeddings().weight
 

@@ -43,7 +43,7 @@ class Freeze(Options):
     """What of a model is not trained."""
 
     embeddings: bool = option("tokens, positions and types, with a head that is tied to them")
-    layers: Natural = option("the first so many blocks; an encoder's come before its decoder's")
+    layers: Natural = option("number of frozen blocks from the input on; an encoder's come first")
     only: Trainable | None = option("all but these parameters; null: nothing more", default=None)
 
 

@@ -255,8 +255,8 @@ def find_sublayer(model: PreTrainedModel, name: str, kind: str, linear: Sequence
                 split = zip(sources, [(w // size,) for w in widths] if separate else [counts], strict=True)
                 written = [split_source(each, own, units, model.config.model_type) for each, own in split]
                 return SubLayer(name, kind, units, written, out)
-    why = f"{name}: {kind} can not be told; known: Q, K, V (apart or fused) and an output projection; up"
-    raise ValueError(f"{why}, perhaps gate (apart or fused) and down; found {list_matrices(module, name)}")
+    why = f"{name}: {kind} cannot be identified; supported: Q, K, V (fused or not), an output projection; up"
+    raise ValueError(f"{why}, down, perhaps gate (fused or not); found {list_matrices(module, name)}")
 
 
 def split_source(

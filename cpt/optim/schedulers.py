@@ -73,7 +73,7 @@ class Schedule(Options):
         return False
 
     def branch_step(self, steps: int) -> int:
-        """The first step of that decay in a domain of `steps`; `steps` if there is none."""
+        """The first step of that decay in a domain of `steps`; `steps` without a decay."""
         return steps
 
 
@@ -199,7 +199,7 @@ class WSD(Schedule):
     decay: Probability = option("share of a domain's steps, its last, in which the rate decays")
     form: Literal["root", "linear"] = option("of the decay, x from 0 to 1: 1 - sqrt(x) or 1 - x")
     final: Probability = option("the factor at a domain's end")
-    branched: bool = option("the next domain goes on with the weights before the decay")
+    branched: bool = option("the next domain starts from the weights before the decay")
 
     def __post_init__(self) -> None:
         super().__post_init__()

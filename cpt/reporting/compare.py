@@ -192,7 +192,7 @@ def is_ranked(group: RunGroup, key: str) -> bool:
 @lru_cache(maxsize=64)
 def rank_groups(section: RunSection) -> dict[str, dict[str, float]]:
     """By measure, the mean rank (1: best) of each group among those of its model (and order, where groups are
-    told apart by it), over the orders and seeds that all these have."""
+    distinguished by it), over the orders and seeds that all these have."""
     ranks: dict[str, dict[str, float]] = {}
     for measure in list_present(section, COMPARED):
         pairs, alike, ranks[measure.key] = pair_values(section, measure.key), defaultdict(dict), {}
@@ -505,7 +505,7 @@ def describe_best(
     others = correct_holm({name: each for name, each in against.items() if each.n})
     alike = [name for name, each in others.items() if each.p_holm >= LEVEL]
     most, count = max((each.n for each in others.values()), default=0), len(others)
-    verdict = f"Told apart from {count - len(alike)} of {count} others (Holm p < {LEVEL:.2g})"
+    verdict = f"Distinguished from {count - len(alike)} of {count} others (Holm p < {LEVEL:.2g})"
     if alike and (needed := needed_pairs(count)) and most < needed:
         within = few([n for n, each in others.items() if not (each.low > 0 or each.high < 0)], between=", ")
         verdict += f": Holm over {count} needs {needed} pairs, there are {most}"

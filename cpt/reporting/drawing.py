@@ -46,7 +46,7 @@ def figure(size: tuple[float, float]) -> Figure:
 
 
 def png(drawn: Figure, *, told: str) -> Picture:
-    """The figure in at most 256 colours, a third of the size, described by `told`."""
+    """The figure in at most 256 colours, a third of the size, described by its text."""
     buffer, small, text = io.BytesIO(), io.BytesIO(), PngInfo()
     drawn.savefig(buffer, format="png")
     text.add_itxt("Description", told)

@@ -279,7 +279,7 @@ def draw_stages(
 ) -> Picture:
     """Perplexity over the stages, a mean over the domains learned so far; a group's mean and range over its
     runs. A model that learned no sequence is a line at its mean over all domains. Of more than FEW groups,
-    those that end lowest are told apart."""
+    those that end lowest are named."""
     styles, (drawn, axes) = style_groups(groups, places), open_axes(min(len(groups), 2 * FEW))
     axes.set_yscale("log")
     lines, levels = {}, {}
@@ -366,7 +366,7 @@ def style_groups(groups: Iterable[str], places: Mapping[str, int] | None) -> dic
 
 
 def open_axes(groups: int) -> tuple[Figure, Axes]:
-    """A figure that is high enough for a legend of so many groups."""
+    """A figure that is high enough for the legend of its groups."""
     drawn = figure((8.5, max(4.8, 0.23 * groups + 0.8)))
     axes = drawn.add_subplot(axisbelow=True)
     axes.grid(color="0.9")

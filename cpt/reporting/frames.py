@@ -350,7 +350,7 @@ def format_known(value: float | None, show: Show) -> str:
 
 
 def format_interval(low: float | None, high: float | None, show: Show) -> str:
-    """` [52.80, 53.40]`, with a leading blank; empty where there is none."""
+    """` [52.80, 53.40]`, with a leading blank; empty without an interval."""
     known = low is not None and high is not None and not isnan(low)
     return f" [{show(low)}, {show(high)}]" if known else ""
 

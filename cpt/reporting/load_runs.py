@@ -57,7 +57,7 @@ class MeasuredRun:
 
     @cached_property
     def conditions(self) -> dict[str, str]:
-        """What a perplexity depends on beside the model: see cpt.evaluation.conditions."""
+        """What a perplexity depends on except the model: see cpt.evaluation.conditions."""
         return conditions(self.scores)
 
     @property
@@ -67,7 +67,7 @@ class MeasuredRun:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The leaves of config.yaml without what only says how it was executed; empty where there is none."""
+        """The leaves of config.yaml without what only says how it was executed; empty without the file."""
         try:
             tree = yaml.load((self.folder / "config.yaml").read_text(encoding="utf-8"), Loader=Loader)
         except (OSError, UnicodeDecodeError, yaml.YAMLError):
@@ -203,7 +203,7 @@ class RunGroup:
     orders: Sequence[str]  # names of its orders
     own: frozenset[str]  # the values that set it apart
     runs: Sequence[MeasuredRun]
-    order: tuple[str, ...] | None  # where groups are told apart by it
+    order: tuple[str, ...] | None  # where groups are distinguished by it
     method: str
     alone: bool  # whether its method trains every domain from the base
     needs_domain: bool  # whether the domain of a text is given at test time
@@ -283,8 +283,8 @@ def build_sections(
 
 
 def group_runs(runs: Sequence[MeasuredRun], *, by_order: bool) -> list[RunGroup]:
-    """The groups of comparable runs by their mean LC, those without one last. Runs of one label are told
-    apart by the settings in which their config files differ."""
+    """The groups of comparable runs by their mean LC, those without one last. Runs of one label are
+    distinguished by the settings in which their config files differ."""
     shared = set.intersection(*(set(split_variant(run.scores.run)) for run in runs))
     orders, several = name_orders(runs), len({run.scores.run["model"] for run in runs}) > 1
     split, groups = defaultdict(list), []

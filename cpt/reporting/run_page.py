@@ -162,7 +162,7 @@ def show_run(scores: Scores) -> Block:
         "seed": str(run["seed"]),
         "state": f"{scores.state}; {scores.seconds:,.1f} seconds",
         "trained": f"{max(scores.trained, default=0):,} parameters",
-        "stored beside the model": stored,
+        "stored by the method": stored,
         "steps left out, loss or gradient not finite (on_nonfinite)": ", ".join(skipped),
         "losses that jumped": "; ".join(spikes),
         "moved inside what is protected": leaked * any(scores.leak),

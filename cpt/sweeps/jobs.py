@@ -132,8 +132,8 @@ class Job:
         return f"{self.state} ({ending}): {said}"
 
     def result(self) -> JobReturn:
-        """What the sweeper gets: the objective of this sweep (an earlier one may have had another), None if
-        there is none, or the failure as an exception."""
+        """What the sweeper gets: the objective of this sweep (an earlier one may have had another), None
+        without one, or the failure as an exception."""
         from cpt.evaluation.metrics import objective_value  # numpy: run.py --help need not wait for it
 
         done = JobReturn(overrides=self.overrides, cfg=self.config, working_dir=str(self.folder))

@@ -1,7 +1,7 @@
 """A search over a config's values with Optuna (`hydra/sweeper=optuna`); the same command resumes it.
 
 The study is Optuna's journal in the sweep's folder. What a sampler draws depends on the seed and on the
-trials told so far, not on how often the search was started."""
+trials known so far, not on how often the search was started."""
 
 from __future__ import annotations
 

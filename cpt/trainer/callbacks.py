@@ -46,7 +46,7 @@ def make_callbacks(entries: Mapping[str, Mapping[str, Any]], *, logged: bool) ->
             allowed = "the options of trainer, optim and schedule; method=ema averages weights"
             raise ValueError(f"{told} is not taken: it changes how a domain is trained; allowed: {allowed}")
         if isinstance(each, (theirs.LearningRateMonitor, theirs.DeviceStatsMonitor)) and not logged:
-            raise ValueError(f"{told} writes to loggers, but there is none; allowed: logger=csv, …")
+            raise ValueError(f"{told} writes to loggers, but there is no logger; allowed: logger=csv, …")
     return built
 
 

@@ -211,13 +211,13 @@ def fill_in(checkpoint: dict[str, Any], path: Path, like: Like) -> dict[str, Any
 
 
 def new_folder(path: Path) -> Path:
-    """The next folder beside a checkpoint's file, the same in all processes."""
+    """The next folder of a checkpoint's shards, the same in all processes."""
     there = [int(each.name.split(".")[-2]) for each in path.parent.glob(f"{path.stem}.*.{SHARDS}")]
     return path.with_name(f"{path.stem}.{all_reduce_max(1 + max(there, default=0))}.{SHARDS}")
 
 
 def remove_others(path: Path, folder: Path | None = None) -> None:
-    """Removes the folders of shards beside a file, but for one."""
+    """Removes the folders of a file's shards but one."""
     for old in path.parent.glob(f"{path.stem}.*.{SHARDS}"):
         if old != folder:
             shutil.rmtree(old)

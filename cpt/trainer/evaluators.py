@@ -1,5 +1,5 @@
-"""Evaluators: what a run measures after its stages beside the losses. End tasks are fine-tuned, tasks are
-asked for answers, tasks of the lm-evaluation-harness are measured by the harness itself."""
+"""Evaluators: what a run measures after its stages besides losses: fine-tuned end tasks, answers of
+supervised tasks, and tasks of the lm-evaluation-harness."""
 
 from __future__ import annotations
 

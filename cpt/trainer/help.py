@@ -1,4 +1,4 @@
-"""`--options`: what a run may be told, with what it is told where nothing is said."""
+"""`--options`: the options of a run with help and defaults."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields

@@ -83,7 +83,7 @@ class Manifest:
         for name in list(self.texts) if reads_all else texts:
             from cpt.data.corpus import make_corpus, read_documents  # seconds of imports, rarely needed
 
-            log.info("comparing the text of %s with the one that the run was begun with", name)
+            log.info("comparing the text of %s with that of the run's start", name)
             stamp, source = stamp_of(plan.source, name), plan.source
             known = None if reads_all else make_corpus(source, name, cache=cache).facts
             facts = known or read_documents(source, name)[1]
@@ -101,7 +101,7 @@ class Manifest:
 
 
 def check_manifest(plan: Plan, run: RunDir, *, update: bool = True) -> None:
-    """Compares the contents that a run was begun with to the present ones; stores new sizes and times.
+    """Compares the contents that a run started with to the present ones; stores new sizes and times.
     Raises ValueError for other texts, domains, order or base, by their names."""
     if (then := Manifest.load(run)) is None:
         return
@@ -112,12 +112,12 @@ def check_manifest(plan: Plan, run: RunDir, *, update: bool = True) -> None:
     if old != list(plan.order) and not (is_longer and not why):
         differences = [f"{kind}: {join_first(each)}" for kind, each in (("new", new), ("gone", gone)) if each]
         told = ", ".join(differences) or f"{join_first(old)} -> {join_first(plan.order)}"
-        same = f"'order=[{','.join(old)}]' 'hydra.run.dir={run.path}' goes on with what it had"
+        same = f"'order=[{','.join(old)}]' 'hydra.run.dir={run.path}' resumes with the domains it had"
         if why:
             told = f"{run.path} has learned {join_first(old)} ({told}), and nothing can follow: {why}"
             keep = f"{same}, new domains at the end of the order" if plan.by_texts else "that order"
             raise ValueError(f"{told}; allowed: {keep}; another name=… learns all from the beginning")
-        told = f"order={show(plan.run.order)} means other domains than when {run.path} was begun ({told})"
+        told = f"order={show(plan.run.order)} means other domains than when {run.path} was started ({told})"
         keep = "bring them back" if gone else same
         raise ValueError(f"{told}; {keep}, another name=… begins a new run, or delete the folder")
     reject_changes(run, then.changes(plan))
@@ -137,7 +137,7 @@ def reject_changes(run: RunDir, changes: Iterable[str]) -> None:
     """Raises ValueError if there are changes."""
     if wrong := list(changes):
         remedy = f"bring back what it had, choose another name=…, or delete {run.path}"
-        raise ValueError(f"{run.path} was begun with other contents ({join_first(wrong, '; ')}); {remedy}")
+        raise ValueError(f"{run.path} was started with other contents ({join_first(wrong, '; ')}); {remedy}")
 
 
 def describe_change(name: str, *facts: Mapping[str, Any]) -> str:
@@ -247,7 +247,7 @@ def find_started(plan: Plan, run: RunDir) -> RunDir:
 def find_source(run: RunDir, plan: Plan) -> tuple[RunDir | None, str]:
     """The longest finished sibling that trained the beginning of the order, and a log line: its name, or how
     the nearest one differs. Raises ValueError for a sibling that a budget alone keeps from being continued,
-    and with grow=require if there is none."""
+    and with grow=require without any."""
     if plan.run.grow == "never":
         return None, ""
     near: list[tuple[int, int, Path, list[str], list[str]]] = []

@@ -1,4 +1,4 @@
-"""Evaluates other text while a domain is trained, and ends its stage early where that is asked for."""
+"""Evaluates other text while a domain is trained, and ends its stage early if asked to."""
 
 import logging
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class Monitor(Callback):
-    """The monitoring evaluations of one stage, every so many steps, on validation text of its domain and of
+    """The monitoring evaluations of one stage, every few steps, on validation text of its domain and of
     others. They change training only where they end it or the observer acts."""
 
     def __init__(

@@ -143,7 +143,7 @@ class TrainerOptions(Options):
     checkpoint_every: Interval = option("steps or minutes between checkpoints within a domain")
     log_every_n_steps: Count = option("steps between points of the curves")
     workers: Natural = option("processes that prepare batches")
-    accelerator: Text = option("cpu, gpu, …; auto: what there is")
+    accelerator: Text = option("cpu, gpu, …; auto: the available one")
     devices: Devices = option("processes on this machine")
     num_nodes: Count = option("machines", default=1)
     strategy: Strategy = option("how processes work together")

@@ -68,7 +68,7 @@ class Checked(Callback):
 
 @dataclass(frozen=True, kw_only=True)
 class Sections:
-    """The typed sections of a config; a section with a missing value (`???`), as in a sweep, is None."""
+    """The typed sections of a config; a section with a missing value (`???`), as in a sweep, gives None."""
 
     run: RunOptions
     model: ModelOptions

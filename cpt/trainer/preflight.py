@@ -92,7 +92,7 @@ def resolve_auto(
     """The options with a precision, and an attention implementation for rows of `length` tokens.
 
     `trainer.precision=auto` is what a resumed run has `stored` in its scores.json; else bf16-mixed on a GPU
-    with bf16, and 32-true elsewhere. `trainer.attention=auto` is eager on a CPU where that is faster."""
+    with bf16, and 32-true elsewhere. `trainer.attention=auto` is eager on a CPU if faster."""
     if options.precision == "auto":
         able = device.type == "cuda" and torch.cuda.is_bf16_supported()
         options = replace(options, precision=stored or ("bf16-mixed" if able else "32-true"))

@@ -30,8 +30,8 @@ BEFORE_THE_RUN = (".hydra", "run.log", ".lock", "config.yaml", "threads", PROGRE
 
 
 class RunDir:
-    """The directory of one run. `scores.json`, or a line beside it, is written last in each stage; files of
-    stages that it does not count are made again.
+    """The directory of one run. `scores.json`, or a line of its journal, is written last in each stage; files
+    of stages that it does not count are rebuilt.
 
     stages/NUMBER.pt            the method's state after a stage
     checkpoints/NUMBER-NAME     the trainer's state within one

@@ -109,8 +109,8 @@ class Scorer:
 class ScoreJournal:
     """Keeps the scores of a run on disk: a changed row as a line of the journal, all of them as `scores.json`
     where more than a share of the rows is in the journal alone, and always first, so that no line is appended
-    to what a killed process had begun. Evaluators have files of their own; their results are collected where
-    the scores are written. `digests` has a hash of the options of each, by kind."""
+    to that of a killed process. Evaluators have files of their own; their results are collected when the
+    scores are written. `digests` has a hash of the options of each, by kind."""
 
     def __init__(self, scores: Scores, path: Path, *, digests: Mapping[str, str]) -> None:
         self.scores, self.path, self.digests = scores, path, digests

@@ -53,7 +53,7 @@ class Ready:
             plan = SweepPlan(**{**kept["plan"], "arms": tuple(kept["plan"]["arms"])})
             ready, asked = cls(plan, Costs(**kept["costs"]), float(kept["epoch"])), kept["question"]
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{file} is damaged ({error}); delete it to plan anew") from error
+            raise ValueError(f"{file} is damaged ({error}); delete it to plan again") from error
         if asked != question:
             raise ValueError(f"{file.parent} is the advice on another question; allowed: another --out")
         return ready
@@ -83,12 +83,12 @@ def main(arguments: Sequence[str]) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m cpt.contrib.advise", description=__doc__.split("\n\n")[1])
-    add, few = made.add_argument, f"at most so many; fewer leave more steps (default: {SEEDS})"
+    add, few = made.add_argument, f"upper bound; fewer seeds leave more steps (default: {SEEDS})"
     add("folder", type=Path, metavar="FOLDER", help="folders of text, as domains.root")
     add("--hours", type=float, default=1.0, help="what all of it may take (default: 1)")
     meant = "what is meant: tiny, tiny_gpt2, …, a checkpoint"
     add("--model", default="tiny", metavar="CHECKPOINT", help=meant)
-    wish, beside = made.add_mutually_exclusive_group(), "how much forgetting counts beside learning"
+    wish, beside = made.add_mutually_exclusive_group(), "weight of forgetting against learning"
     wish.add_argument("--forget", type=float, metavar="NATS", help="nats per token that may be forgotten")
     wish.add_argument("--weight", type=float, default=1.0, help=f"{beside} (default: 1)")
     add("--arms", metavar="A,B", help="which ways are tried (default: all that fit)")
@@ -178,7 +178,7 @@ def settle(
     shorter = f", and {plan.rounds[1].steps} steps with the first seed" if plan.short else ""
     log.info("plan: %d arms x %s x %d steps a domain%s", len(plan.arms), seeds, plan.steps, shorter)
     log.info("arms: %s%s", ", ".join(plan.arms), f"; {left_out} more do not fit" * bool(left_out))
-    each = f"a step {costs.step:.3f} s, {costs.fixed:.1f} s of each run beside its steps"
+    each = f"a step {costs.step:.3f} s, {costs.fixed:.1f} s of each run in addition to its steps"
     log.info("%d runs, about %s: %s", len(plan.arms) * len(plan.rounds), format_time(plan.seconds), each)
     return kept
 

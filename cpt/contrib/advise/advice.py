@@ -95,7 +95,7 @@ def find_unknown(
     worth = {arm: each["worth"] for arm, each in bounds.items() if arm != choice.arm}
     alike = [arm for arm, (low, high) in worth.items() if not (np.isfinite(low + high) and low * high > 0)]
     if alike:
-        lines.append(f"not told apart from {choice.arm} by these runs: {', '.join(alike)}")
+        lines.append(f"not distinguished from {choice.arm} by these runs: {', '.join(alike)}")
     if seeds == 1:
         lines.append("how much another seed changes: one seed was run, intervals are over documents alone")
     elif seeds < 5:

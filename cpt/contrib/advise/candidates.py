@@ -22,14 +22,14 @@ NAMES = (  # the first ones stay where a budget is small
     *("ewc-strong", "replay-1"),
 )
 MEANINGS = {
-    REFERENCE: "nothing beside learning on",
+    REFERENCE: "plain further training",
     "replay-1": "1 % of each batch is past and general text",
     "replay-5": "5 % of each batch is past and general text",
     "replay-25": "25 % of each batch is past and general text",
     "lr-1/4": "a quarter of the learning rate",
     "lr-1/2": "half of the learning rate",
     "freeze": "the lower half of the blocks stays",
-    "lora": "low-rank pairs beside a frozen model",
+    "lora": "LoRA adapters in a frozen model",
     "kd": "the model before the domain teaches",
     "ewc": "weights are pulled back by their Fisher",
     "ewc-strong": "the same, a hundred times as strong",
@@ -78,7 +78,7 @@ def choose_arms(asked_for: str | None) -> list[str]:
         overrides(name, Setting(rate=1, blocks=2, domains=2))
     chosen = list(dict.fromkeys([REFERENCE, *names]))
     if len(chosen) < 2:
-        raise ValueError(f"--arms {asked_for}; allowed: one or more beside {REFERENCE}, with commas")
+        raise ValueError(f"--arms {asked_for}; allowed: one or more in addition to {REFERENCE}, with commas")
     return chosen
 
 
@@ -151,7 +151,7 @@ def check_overrides(given: Iterable[str]) -> None:
 
 def find_model(given: str) -> Model:
     """A tiny model of conf/model, a small checkpoint itself, or the sibling of a larger one. Raises
-    ValueError for what is none of these."""
+    ValueError for any other."""
     names = sorted(path.stem for path in (CONF / "model").glob("tiny_*.yaml"))
     chosen = "tiny_modernbert" if given == "tiny" else given
     if chosen in names:

@@ -22,7 +22,7 @@ class Point(NamedTuple):
 
 
 class Wish(NamedTuple):
-    """What is wanted: the most learned with at most `bound` forgotten, or where that is None the most of
+    """What is wanted: the most learned with at most `bound` forgotten, or with bound=None the most of
     learned - `weight` x forgotten."""
 
     bound: float | None
@@ -164,7 +164,7 @@ class Measured:
     def bounds(
         self, *, chosen: str, steps: int, weight: float, at: float | None
     ) -> dict[str, dict[str, Bounds]]:
-        """95 % intervals by arm: QUANTITIES after so many steps, and `learned_at`, `forgotten_at` more
+        """95 % intervals by arm: QUANTITIES after a number of steps, and `learned_at`, `forgotten_at` more
         tokens, `at` in steps, where there are two lengths; `worth`, by the latter where there are such, minus
         the chosen arm's. Documents and seeds are drawn together, alike for all arms: differences are
         paired."""
@@ -197,7 +197,7 @@ class Measured:
 
 
 def judge(found: Mapping[tuple[str, int], Mapping], arm: str, *, steps: int, at: float | None) -> Point:
-    """What an arm learned and forgot after so many steps, or `at` more of them: on a line over the logarithm
+    """What an arm learned and forgot after a number of steps, or `at` more: on a line over the logarithm
     of the lengths."""
     if not at:
         return Point(*(found[arm, steps][name] for _, name in LEADING))

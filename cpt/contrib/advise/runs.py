@@ -46,7 +46,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Round:
-    """Runs that are made together: one of each arm, of a seed and so many steps per domain."""
+    """Runs that are made together: one per arm, of one seed and number of steps per domain."""
 
     seed: int
     steps: int
@@ -54,7 +54,7 @@ class Round:
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """The runs, and the seconds that they take together as far as the pilot tells."""
+    """The runs, and the seconds that they take together by the pilot's timing."""
 
     arms: tuple[str, ...]
     steps: int
@@ -70,14 +70,14 @@ class SweepPlan:
 
 
 def time_round(arms: Sequence[str], steps: int, costs: Costs, *, jobs: int) -> float:
-    """Seconds of a round with so many runs at once."""
+    """Seconds of a round with `jobs` parallel runs."""
     return (len(arms) * costs.fixed + costs.stages * steps * costs.step * work(arms)) / jobs
 
 
 def plan_sweep(
     arms: Sequence[str], costs: Costs, *, seconds: float, jobs: int, most: int, seeds: int = SEEDS
 ) -> Plan:
-    """The first of DESIGNS, as far as it has at most so many seeds, in which each run learns the steps that
+    """The first of DESIGNS, with its seeds limited, in which each run learns the steps that
     it asks for, with as many of them as fit, at most `most`; where none does, one seed of one length, then of
     fewer arms. Raises ValueError where even these do not fit."""
     least = min(LEAST, most)

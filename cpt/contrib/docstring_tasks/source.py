@@ -37,7 +37,7 @@ class SubmoduleTasks(TaskSource):
     cpt.data.sources.docstrings.InstalledDocs has them.
 
     A document is in the split that it has in the domain's text, by `splits` (domains.held_out). The `classes`
-    sub-packages with the most text are told apart, at most `examples` paragraphs of each in a split; their
+    sub-packages with the most text are the classes, at most `examples` paragraphs of each in a split; their
     names are blanked out. `cache` is a folder that keeps the docstrings that were read."""
 
     OPTIONS = ("packages", "classes", "examples", "seed", "cache")

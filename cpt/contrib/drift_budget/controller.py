@@ -156,7 +156,7 @@ class DriftController(MonitorObserver):
 def find_way(share_at: Callable[[float], float], *, least: float, most: float) -> float:
     """The share of a way at which the model is within the budget and has spent nearly all of it: by false
     position, where each trial cuts off a tenth at least. At the beginning of the way a share of the budget
-    is spent of `least`, at most 1, at its end of `most`, above 1 or no number."""
+    is spent of `least`, at most 1, at its end of `most`, above 1 or nan."""
     low, high, unspent = 0.0, 1.0, 1 - least
     for _ in range(TRIALS):
         if least >= 1 - ENOUGH * unspent:

@@ -370,8 +370,8 @@ class ExampleWriter(TextWriter):
 
 class Growing:
     """Append-only files of a folder. `commit` flushes them to disk and records their sizes with a place, any
-    JSON value. Opening them again truncates them to the last commit, whose value is `place`, None if there
-    is none. Files that are shorter than recorded, or were written in another `form`, restart empty."""
+    JSON value. Opening them again truncates them to the last commit, whose value is `place`, None without
+    one. Files that are shorter than recorded, or were written in another `form`, restart empty."""
 
     def __init__(self, folder: Path, names: Sequence[str], *, form: Any) -> None:
         self.folder, self.form = folder, form
@@ -449,7 +449,7 @@ def choose_texts(
 
 
 def count_texts(source: Path, kept: np.ndarray) -> dict[str, Any]:
-    """Counts for the report, of samples of which so many tokens are replayed."""
+    """Counts for the report, of samples with the number of their tokens that are replayed."""
     (_, nll, real, size), chosen, left = measure(source), kept > 0, kept == 0
     first = next(islice(read_samples(source), int(np.argmax(chosen)), None))  # of all, if none is replayed
     return {
@@ -465,7 +465,7 @@ def count_texts(source: Path, kept: np.ndarray) -> dict[str, Any]:
 
 
 def from_form(text: str, *, task: str, number: int, choices: Sequence[str]) -> Example | None:
-    """The example that a model has written; None where it has no question, no answer, or one that is none of
+    """The example that a model has written; None where it has no question, no answer, or one outside
     the choices, if there are some."""
     source, _, target = (part.strip() for part in text.rpartition(MARK))
     if not source or not target or (choices and target not in choices):

@@ -46,7 +46,7 @@ Points = list[tuple[str, int, dict[str, float]]]  # domain, step, values by name
 
 
 class Record(NamedTuple):
-    """What a run folder holds beside its scores."""
+    """What a run folder holds in addition to its scores."""
 
     path: Path
     config: dict[str, Any]

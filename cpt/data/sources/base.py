@@ -112,7 +112,7 @@ class Source(Options, ABC):
     only: NamePatterns = option("which domains to take, by name; null: all", default=None)
     by: Literal["fine", "coarse"] | None = option("M2D2's fine domains, or joined coarse ones", default=None)
     balanced: Annotated[bool | Count, Allowed("true, false, or tokens: a whole number, 1 or more")] = option(
-        "cut every domain's training text to the tokens of the smallest, or to so many tokens", default=False
+        "cut every domain's training text to the tokens of the smallest, or to N tokens", default=False
     )
     embedding: Embedding = option("what orders by similarity are made of", default="tfidf")
     embedding_model: Folder | None = option("of embedding=sentence: the model's folder", default=None)
@@ -158,7 +158,7 @@ class Source(Options, ABC):
 
     @property
     def text_packing(self) -> str:
-        """How rows of text are filled: CONCAT (general text beside examples too), ISOLATED, PER_DOCUMENT."""
+        """How rows of text are filled: CONCAT (also general text of examples), ISOLATED, PER_DOCUMENT."""
         return CONCAT if self.packing is None or self.form("") == EXAMPLES else self.packing
 
     @property

@@ -130,7 +130,7 @@ def read_json(path: Path) -> Any:
 
 
 def text_field(row: Any, column: str, where: str, option: str = "domains.format") -> str:
-    """The text of a column; raises ValueError, with the option to change, where there is none."""
+    """The text of a column; raises ValueError, with the option to change, if it is missing."""
     if not isinstance(row, Mapping) or column not in row:
         has = ", ".join(map(str, row)) if isinstance(row, Mapping) else f"{row!r:.60}"
         raise ValueError(f"{where} has no {column!r}; it has {has} ({option})")
@@ -197,7 +197,7 @@ class Tasks(Source):
     columns: Mapping[str, str | None] = option("of jsonl and csv: columns of text, target, id, …")
     template: Mapping[str, Any] = option("how fields become a question, as in conf/domains/template")
     choices: Literal["auto", "none"] = option("a file's labels, else train's few answers; none: open")
-    unknown: Literal["error", "drop"] = option("examples whose answer is none of the choices")
+    unknown: Literal["error", "drop"] = option("examples whose answer is outside the choices")
     per_class: Literal["all"] | Count = option("training examples of each answer, at most; all: no bound")
     truncate: Literal["tail", "middle", "released"] = option("what is cut of an example that is too long")
     scored_turns: Literal["all", "last"] = option("of a chat: the turns of the assistant that are scored")
@@ -278,7 +278,7 @@ class Tasks(Source):
 
     @property
     def general_folder(self) -> Path | None:
-        """The folder of the general text; None where there is none."""
+        """The folder of the general text; None without one."""
         folder = Path(self.root or "") / (self.general or "")
         return folder if self.root and self.general and folder.is_dir() else None
 
@@ -308,7 +308,7 @@ class Tasks(Source):
             example = Example(given, source, record.target, task, choices, span, record.turns)
             yield split, write_example(example)
         if dropped:
-            log.info("%s: %d examples whose answer is none of the choices are left out", name, dropped)
+            log.info("%s: %d examples with an answer outside the choices are dropped", name, dropped)
 
     def records(self, name: str) -> Iterator[tuple[str, int, RawExample]]:
         """The rows of a data set: split, number in it, row."""

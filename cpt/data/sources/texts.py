@@ -69,7 +69,7 @@ class Texts(Source):
                 raise ValueError(f"{unreadable[0]} cannot be read: permission denied")
             notes = [path for path in files if kind(path) == ".md"]
             if notes and len(notes) < len(files):
-                told = "%s: %s, one of %d .md files beside %d others, is read as text (domains.ignore=[*.md])"
+                told = "%s: %s, one of %d .md files next to %d others, is read as text (see domains.ignore)"
                 log.info(told, folder, notes[0].relative_to(folder), len(notes), len(files) - len(notes))
         beside = (path for path in self.corpora.iterdir() if not (path.is_dir() or self.ignored(path)))
         if loose := sorted(path.name for path in beside if path.name[0] != "."):
