@@ -127,7 +127,7 @@ def test_choices_and_options_that_are_named_exist():
     # The page of the comparison names every option and filter of its own.
     given = {each for each in report_parser()._option_string_actions if each.startswith("--")} - {"--help"}
     assert given | set(FILTERS) <= set(words(DOCS / "compare.md"))
-    there = given | set(build_parser()._option_string_actions) | {"--help", "--append"}
+    there = given | set(build_parser()._option_string_actions) | {"--help", "--append", "--json", "--watch"}
     for name in ("README.md", "docs/compare.md", "docs/tracking.md", "docs/sweeps.md"):
         assert {w for span in spans(ROOT / name) for w in span.split()[:1] if w.startswith("--")} <= there
 

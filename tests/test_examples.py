@@ -32,7 +32,7 @@ def learned(corpora, cache, start, tmp_path):
 
 
 def test_every_example_stands_on_its_page_and_corpora_are_made_of_what_every_python_has(tmp_path):
-    page = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
     names = sorted(path.stem for path in (EXAMPLES / "experiment").glob("*.yaml"))
     assert names == ["monthly", "three_methods", "with_replay"]  # run below
     assert {name for name in names if f"experiment={name}" not in page} == set()

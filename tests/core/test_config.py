@@ -115,7 +115,7 @@ def resolved():
         raise ValueError("variant cannot be resolved") from error
 
 
-OF_MEMORY = r"memory does not suffice \(.+\); the same command .+"
+OF_MEMORY = r"memory does not suffice \(.+\); rerun the same command .+"
 ENDING = {
     "foreseen": (failing(ValueError("first line\n  second line")), "first line second line"),
     "python": (lambda: bytearray(1 << 62), OF_MEMORY),

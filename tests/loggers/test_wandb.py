@@ -50,7 +50,7 @@ def test_no_key_collides_whatever_domains_are_called():
 
 
 def test_each_parameter_of_the_sweep_is_a_valid_override(composed, monkeypatch):
-    sweep = yaml.safe_load((ROOT / "docs" / "sweep.yaml").read_text())
+    sweep = yaml.safe_load((ROOT / "docs" / "examples" / "sweep.yaml").read_text())
     assert (ROOT / sweep["program"]).is_file() and sweep["metric"]["goal"] == "minimize"
     assert sweep["metric"]["name"] in summarize_scores(scores())
     assert sweep["command"][:3] == ["${env}", "${interpreter}", "${program}"]

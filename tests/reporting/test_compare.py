@@ -199,15 +199,17 @@ def test_the_best_is_named_with_its_interval_and_its_lead_and_what_it_is_not_tol
     forgets = begins(findings(*seeds("ncl", NOISE), *seeds("das", better)), "Forgets least: `das`, FG")
     assert " nats (runs: 9); -0.19" in forgets
     assert "against ncl, p 0.0039, Holm 0.0039, paired t 9.6e-17, Holm 9.6e-17 (9 pairs)" in forgets
-    assert "Told apart from 1 of 1 others" in forgets
+    assert "Distinguished from 1 of 1 others" in forgets
     few = seeds("das", [-0.2, -0.19, -0.17]) + seeds("kd", [-0.19, -0.2, -0.16])
     forgets = begins(findings(*seeds("ncl", [0.0, 0.01, 0.02]), *few), "Forgets least: `das`")
-    assert "Told apart from 0 of 2 others (Holm p < 0.05): Holm over 2 needs 7 pairs, there are 3." in forgets
+    assert (
+        "Distinguished from 0 of 2 others (Holm p < 0.05): Holm over 2 needs 7 pairs, there are 3." in forgets
+    )
     assert forgets.endswith("The paired intervals exclude 0 against all others but kd.")
     same = [-0.2 + noise * (-1) ** place for place, noise in enumerate(NOISE)]
     lines = findings(*seeds("ncl", NOISE), *seeds("das", [-0.2] * 9), *seeds("kd", same))
     best = begins(lines, "Forgets least")
-    assert "Told apart from 1 of 2 others (Holm p < 0.05), not from " in best and "ncl" not in best[-6:]
+    assert "Distinguished from 1 of 2 others (Holm p < 0.05), not from " in best and "ncl" not in best[-6:]
     one = begins(findings(run(), run(method="das", shift=-0.1)), "Forgets least: `das`")
     assert "(runs: 1, no interval)" in one and "needs 6 pairs, there are 1." in one
 

@@ -42,7 +42,7 @@ def lines(figure):
     return {line.get_label(): line for line in figure.axes[0].lines}
 
 
-def test_a_plane_shows_runs_means_levels_and_the_front_and_names_outliers(drawn):
+def test_a_plane_shows_runs_means_levels_and_the_front(drawn):
     points = {"slow": ([4e13, 4e13], [10.0, 20.0]), "fast": ([1e13, None], [30.0, 5.0])}
     points |= {"worse": ([5e13], [30.0]), "free": ([0.0], [1.0]), "joint": ([None, None], [12.0, 14.0])}
     points |= {"none": ([None], [None])}
@@ -56,10 +56,6 @@ def test_a_plane_shows_runs_means_levels_and_the_front_and_names_outliers(drawn)
     assert told.startswith("LC against FLOPs; lower is better for both. The front: fast, slow.")
     figure, _ = drawn(figures.draw_plane(points, x="FG", y="LC"))
     assert figure.axes[0].get_xscale() == "linear" and means(figure)["free"] == (0, 1)
-    points = {name: ([place / 10], [50.0 + place]) for place, name in enumerate("abcdef")}
-    figure, _ = drawn(figures.draw_plane(points | {"lost": ([0.2], [9000.0])}, x="FG", y="LC"))
-    low, high = figure.axes[0].get_ylim()
-    assert 45 < low < 50 and 55 < high < 60 and "lost: off the axes, 0.2, 9000" in means(figure)
 
 
 def test_curves_are_means_over_the_domains_so_far_and_over_runs(drawn):
@@ -88,7 +84,7 @@ def test_curves_are_means_over_the_domains_so_far_and_over_runs(drawn):
 def test_heat_maps_share_a_colour_scale(drawn):
     strong = made(nll=[[4.0] * 4, [1.0, 4, 4, 4], [4.0] * 4, [4.0, 4, 4, 6.5]])
     maps = {
-        name: drawing.HeatMap(each.matrix - 4, each.rows, each.domains, name, [(1, 0)])
+        name: drawing.HeatMap(each.matrix - 4, each.rows, each.domains, [(1, 0)])
         for name, each in {"ncl": made(), "strong": strong}.items()
     }
     figure, told = drawn(drawing.draw_heat_maps(maps, label="change", change=True, show="{:+.2f}".format))

@@ -21,9 +21,8 @@ def page(name):
     return (ROOT / "docs" / f"{name}.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["clusters", "resuming"])
-def test_the_batch_script_ends_with_the_code_of_the_run_and_requeues_at_75_alone(name, tmp_path):
-    (script,) = re.findall(r"^(#!/bin/bash\n.*?)^```", page(name), re.DOTALL | re.MULTILINE)
+def test_the_batch_script_ends_with_the_code_of_the_run_and_requeues_at_75_alone(tmp_path):
+    (script,) = re.findall(r"^(#!/bin/bash\n.*?)^```", page("distributed"), re.DOTALL | re.MULTILINE)
     for stub, line in {"srun": "exit $CODE", "scontrol": 'echo "$@" >> told; exit 3'}.items():
         (tmp_path / stub).write_text(f"#!/bin/bash\n{line}\n")
         (tmp_path / stub).chmod(0o755)
@@ -45,7 +44,7 @@ def wait_for(seen, *processes):
 @pytest.mark.campaign
 @pytest.mark.slow
 def test_usr1_to_torchrun_is_handed_on_with_the_flag_of_the_page(corpora, cache, tmp_path):
-    (flags,) = set(re.findall(r"^torchrun (--signals-to-handle \S+)", page("clusters"), re.MULTILINE))
+    (flags,) = set(re.findall(r"^torchrun (--signals-to-handle \S+)", page("distributed"), re.MULTILINE))
     launched = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     folder = tmp_path / "run"
     start = [*command(corpora, cache), *STEPS, f"hydra.run.dir={folder}"]

@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 from cpt.contrib.advise import candidates, runs
 from cpt.contrib.advise.advice import Subject, make_advice, make_blocks, tell
 from cpt.contrib.advise.candidates import Model, Setting
-from cpt.contrib.advise.results import Measured, Wish, load_run
+from cpt.contrib.advise.results import Measured, Wish, read_arm_run
 from cpt.contrib.advise.runs import SEEDS, Costs, Round, Sweep, SweepPlan
 from cpt.core.config import CONF
 from cpt.core.errors import readable
@@ -212,7 +212,9 @@ def carry_out(
     if len(arms) < 2:
         raise ValueError(f"fewer than two arms were measured: {'; '.join(lost)}")
     keys = [(arm, each) for each in done for arm in arms]
-    found = {(arm, at.steps, at.seed): load_run(runs.find_folder(sweep.folder, arm, at)) for arm, at in keys}
+    found = {
+        (arm, at.steps, at.seed): read_arm_run(runs.find_folder(sweep.folder, arm, at)) for arm, at in keys
+    }
     return Measured(found), lost
 
 

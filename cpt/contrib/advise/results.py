@@ -95,7 +95,7 @@ class ArmRun:
     counts: Sequence[Array]
 
 
-def load_run(folder: Path) -> ArmRun:
+def read_arm_run(folder: Path) -> ArmRun:
     """A finished run. Raises OSError, ValueError for one that cannot be read."""
     scores = Scores.load(folder / "scores.json")
     rows = load_documents(folder, range(len(scores.rows)))

@@ -1,0 +1,34 @@
+"""Results in notebooks: `from cpt import load_run, load_runs`."""
+
+import numpy as np
+import pytest
+
+from cpt import load_run, load_runs
+from tests.support.comparing import saved
+
+
+def test_a_run_and_a_sweep_are_data_frames(tmp_path):
+    for seed in (0, 1):
+        for shift, method in enumerate(("ncl", "ewc")):
+            saved(tmp_path / f"{method}-{seed}", method=method, seed=seed, shift=0.1 * shift + 0.01 * seed)
+    run = load_run(tmp_path / "ewc-1")
+    assert list(run.matrix.index) == run.scores.rows and list(run.matrix.columns) == run.scores.domains
+    np.testing.assert_array_equal(run.matrix.to_numpy(), run.scores.matrix)
+    final = run.metrics.query("metric == 'LC' and unit == 'nats'").squeeze()
+    assert final["value"] == run.scores.metrics["LC"]["nats"]
+    frame = load_runs(tmp_path)
+    best = frame.query("metric == 'LC' and unit == 'nats'").groupby("method")["value"].agg(["mean", "count"])
+    assert best["count"].tolist() == [2, 2] and best["mean"]["ewc"] > best["mean"]["ncl"]
+    assert set(frame["seed"]) == {0, 1} and set(frame["folder"]) == {str(f) for f in tmp_path.iterdir()}
+    assert load_runs().empty
+
+
+def test_what_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="scores.json"):
+        load_run(tmp_path / "none")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "scores.json").write_text("{")
+    with pytest.raises(ValueError, match="scores.json"):
+        load_runs(tmp_path)
+    with pytest.raises(ValueError, match="no such folder"):
+        load_runs(tmp_path / "none")
