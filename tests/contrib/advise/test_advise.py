@@ -234,7 +234,7 @@ def test_the_command_is_of_the_model_that_is_meant_and_what_the_runs_cannot_say_
     assert plain == ["settings between the arms, other orders of the domains, end tasks"]
     several = {
         "big is big": unknown(subject(LARGE)),
-        "not told apart from kd by these runs: ncl": unknown(subject(), worth=(math.nan, 0.1)),
+        "not distinguished from kd by these runs: ncl": unknown(subject(), worth=(math.nan, 0.1)),
         "one seed was run, intervals are over documents alone": unknown(subject()),
         "4.0 times what was learned here; one length was run": unknown(subject()),
         "8 more domains, which were not tried": unknown(subject(left_out=8)),
@@ -344,7 +344,7 @@ WRONG = {
     ". --forget nan": "--forget nan; allowed: nats per token, a finite number",
     ". --seeds 4": "--seeds 4; allowed: 1 to 3",
     ". --arms kdd": "--arms kdd; allowed: ncl, ",
-    ". --arms ncl": "--arms ncl; allowed: one or more beside ncl",
+    ". --arms ncl": "--arms ncl; allowed: one or more in addition to ncl",
     ". seed=1": "seed=1: advise sets seed itself",
     ". trainer.steps=9": "advise sets trainer.steps itself",
     ". +method=kd": "advise sets method itself",
