@@ -9,12 +9,11 @@ import torch
 import yaml
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
-from cpt.contrib.lm_eval_export.__main__ import export, main
+from cpt.contrib.lm_eval_export.__main__ import main
 from cpt.contrib.lm_eval_export.tasks import HarnessTexts, export_group, export_task
 from cpt.data.example import Example
 from cpt.evaluation.task_answers import Question, rank_choices, score_choices
 from cpt.models.objectives import Causal, CausalAnswers, Seq2SeqAnswers
-from cpt.trainer.plan import make_plan
 from tests.evaluation.test_lm_eval_options import options
 from tests.support.task_fixtures import LABELS, STYLES, encoder, some_examples, write_tasks
 
@@ -54,20 +53,6 @@ def test_the_tokens_of_every_style_are_ours_and_what_differs_is_told(style, seq2
             assert len(row["question"]) < len(example.source) and row["question"].endswith("\nAnswer:")
 
 
-def test_what_has_no_choices_is_left_out_and_the_others_are_a_group(tmp_path):
-    made = encoder(STYLES["bare"]())
-    texts, open_one = HarnessTexts(made), Example("a", "Why?\nAnswer:", "so", "QA")
-    assert export_task(tmp_path, "QA", map(made.prompt, [open_one]), texts) is None
-    assert export_task(tmp_path, "none", [], texts) is None and not list(tmp_path.iterdir())
-    done = [export_task(tmp_path, name, map(made.prompt, some_examples(2)), texts) for name in ("b/c", "é")]
-    assert export_group(tmp_path, done) == "cpt_tasks"
-    group = yaml.safe_load((tmp_path / "_all.yaml").read_text())
-    assert group["task"] == ["cpt_b%2Fc", "cpt_%C3%A9"]
-    told = yaml.safe_load((tmp_path / "b%2Fc.yaml").read_text())
-    assert told["task"] == "cpt_b%2Fc" and told["num_fewshot"] == 0 and told["target_delimiter"] == " "
-    assert told["dataset_kwargs"]["data_files"]["test"] == str(tmp_path / "b%2Fc.jsonl")
-
-
 # --- the program
 
 
@@ -89,22 +74,6 @@ def test_the_command_line_writes_a_run_s_tasks_and_says_how_to_ask_them(tasks, c
         main([str(tmp_path / "none"), *given, "domains.choices=none", "model.length=64"])
     told = capsys.readouterr().err
     assert "no task of food, law has choices" in told and not list((tmp_path / "none").glob("*"))
-
-
-WRONG = {
-    "": "cpt: nothing is given; needed: a folder to write to",
-    "domains=tasks": "cpt: domains=tasks is given; needed: a folder to write to",
-    "out model=tiny_gpt2": "cpt: domains=installed_docs asks nothing; allowed: domains=tasks",
-    "out domains=tasks answers.mots=5": "cpt: answers.mots is not known; did you mean",
-}
-
-
-@pytest.mark.parametrize("given", WRONG)
-def test_what_is_wrong_is_one_line(given, capsys):
-    with pytest.raises(SystemExit):
-        main(given.split())
-    said = capsys.readouterr().err
-    assert said.startswith(WRONG[given]) and said.count("\n") == 1
 
 
 # --- measured by the harness itself, which takes eight seconds to be read in
@@ -156,21 +125,3 @@ def test_accuracy_is_ours_of_each_task_and_of_all(build, style, length, tmp_path
     found = [harness.measure(n, model, encoding.tokenizer, expect=nothing, step=nothing) for n in names]
     values = [each["metrics"]["acc"]["value"] for each in found]
     assert values == pytest.approx([sum(accuracies) / 2, *accuracies]) and len(chosen) > 1
-
-
-@NEEDED
-def test_a_run_s_tasks_are_exported_and_probed(small_gpt2, start, tasks, tmp_path):
-    """What the matrix of scores says of a run, the probe says of it too."""
-    given = ["domains=tasks", f"domains.root={tasks}", "order=[food,law]", "model.length=64"]
-    given += ["answers.written=false", "optim.lr=0.01"]
-    lines = export(make_plan(small_gpt2(*given)), tmp_path / "exported")
-    assert lines[:2] == ["cpt_food: 24 examples", "cpt_law: 24 examples"]
-    probe = ["probe=lm_eval", f"probe.include={tmp_path / 'exported'}"]
-    probe += ["probe.tasks=[cpt_tasks,cpt_food,cpt_law]", "probe.when=each"]
-    start(small_gpt2(*given, *probe), tmp_path / "run")
-    scores = json.loads((tmp_path / "run" / "scores.json").read_text())
-    answers, probes = scores["answers"], scores["probes"]["tasks"]
-    for task in ("food", "law"):
-        assert probes[f"cpt_{task}"]["values"] == answers["tasks"][task]["measures"]["accuracy_ranked"]
-    assert probes["cpt_tasks"]["values"][-1] == pytest.approx(answers["metrics"]["AP"])
-    assert probes["cpt_food"]["chance"] == answers["tasks"]["food"]["chance"]

@@ -173,9 +173,6 @@ def test_the_base_model_is_the_same_with_fewer_documents_held_out(tmp_path):
     whole, few = (
         made(tmp_path / str(most), documents, held_out={**half, "most": most}) for most in (None, 4)
     )
-    for split in ("valid", "test"):
-        assert len(split_up(few)[split]) == 4 and {*split_up(few)[split]} < {*split_up(whole)[split]}
-    assert few.facts["duplicates"] == few.facts["held_out_copies"] == 0
     assert few.facts["digest"] != whole.facts["digest"]
     assert few.facts["train_digest"] == whole.facts["train_digest"]
     more = made(tmp_path / "more", [*documents, ("train", "one more")], held_out=half)

@@ -1,7 +1,6 @@
 """Batches by their number: processes, parts and restarts gives the same samples, replayed ones too."""
 
 import itertools
-import json
 from collections import Counter
 from decimal import Decimal
 from types import SimpleNamespace
@@ -412,16 +411,6 @@ def test_the_masks_of_a_draw_are_those_of_its_number_and_replayed_rows_stand_eve
     assert set(places) == set(range(BATCH)) and all(60 < count < 140 for count in places.values())
 
 
-@pytest.mark.parametrize("names, steps", [(["now"], [20]), (["a", "now"], [7, 9])])
-def test_nothing_replayed_is_no_replay_bit_for_bit(names, steps):
-    how = {"names": names, "steps": steps, "accumulate": 2, "rank": 1, "world": 2}
-    plain = replayed(NO_REPLAY, **how, past="")
-    for mixture, past in itertools.product((replay(past=1e-9), replay(past=1e-9, adds=True)), ("", "abc")):
-        assert equal(
-            *([made[n] for n in range(len(made))] for made in (plain, replayed(mixture, past=past, **how)))
-        )
-
-
 @pytest.mark.parametrize("mixture", MIXTURES[1:3] + MIXTURES[4:], ids=str)
 @pytest.mark.parametrize("accumulate, world", [(2, 1), (4, 2)])
 def test_processes_and_parts_share_out_the_same_step(accumulate, world, mixture):
@@ -472,36 +461,3 @@ def test_the_past_is_what_came_before():
     counts = names_in(made)
     assert set(counts) == {"a", "b", "now", "general"} and counts.total() == 27 * BATCH
     assert counts["general"] == int(27 * BATCH * 0.1) and made.past(later) == ["a", "b", "now"]
-
-
-REFUSED = [
-    ({"past": 0.9, "general": 0.1}, {}, "past=0.9 and general=0.1"),
-    ({"general": 0.5, "memory": 5}, {}, "memory=5 with past=0.0"),
-    ({"past": 0.5, "memory": 2}, {}, "memory=2 for 3 past domains"),
-    ({"general": 0.1}, {"train": {name: TEXTS[name] for name in ("a", "b", "c", "now")}}, "no general text"),
-    (
-        {"past": 0.5, "general": 0.3},
-        {"budget": budget(steps=9, batch_size=2), "accumulate": 1},
-        "batch_size=2",
-    ),
-]
-
-
-def test_what_cannot_be_replayed_is_refused():
-    for given, how, told in REFUSED:
-        with pytest.raises(ValueError, match=told):
-            after(replay(**given), **how)
-
-
-@pytest.mark.campaign
-def test_the_method_is_ncl_with_replay_bit_for_bit(small, start, tmp_path):
-    runs = {"ncl": ["method=ncl"], "over": ["method=ncl", "replay=past"], "method": ["method=replay"]}
-    runs["nothing"] = [*runs["over"], "replay.past=0"]
-    results = {}
-    for name, chosen in runs.items():
-        start(small("order=[law,food]", "trainer.steps=4", *chosen), tmp_path / name)
-        scores = json.loads((tmp_path / name / "scores.json").read_text())
-        state = torch.load(sorted((tmp_path / name / "stages").glob("*.pt"))[-1], weights_only=True)
-        results[name] = scores["nll"], {key: value.numpy().tobytes() for key, value in state.items()}
-    assert results["method"] == results["over"] != results["ncl"] == results["nothing"]
-    assert results["over"][0][:2] == results["ncl"][0][:2]  # the first domain has no past

@@ -7,7 +7,7 @@ import pytest
 
 from cpt.evaluation import task_metrics
 from cpt.evaluation.options import KNOWN_BY
-from cpt.evaluation.predictions import Moved, answers_in, follow_answers, join_examples, mark_examples
+from cpt.evaluation.predictions import follow_answers, join_examples, mark_examples
 from cpt.evaluation.task_metrics import MEASURES, TaskAnswers, measures_of, sari, summarise_answers
 from tests.support.answering import kept, opened, ranked
 
@@ -133,19 +133,6 @@ def test_sari_by_hand():
     assert values("sari", given) == [1, pytest.approx(sari(SOURCE, SOURCE, REFERENCES[1:2]))]
 
 
-def test_counts_of_sari_by_hand():
-    """I = a a a b, O = a a, R = a and a a b, so 1.5 a and 0.5 b in each. Kept are 2 a, of which 1.5 are to be
-    kept; 1.5 a and 0.5 b of I are to be kept. Deleted are 1 a and 1 b, rightly the 1 a, since R deletes 1.5,
-    and 0.5 b."""
-    source, written, *references = (
-        task_metrics.count_ngrams(text, 1) for text in ("a a a b", "a a", "a", "a a b")
-    )
-    added, kept, deleted = task_metrics.score_ngrams(source, written, references)
-    assert added == 1, "nothing is added, nothing is to be added"
-    assert kept == pytest.approx(2 * (3 / 4) * (3 / 4) / (3 / 4 + 3 / 4))
-    assert deleted == pytest.approx(3 / 4)
-
-
 # --- what became of the answers, of the files of a run
 
 ROWS = ["base", "law", "food"]
@@ -184,17 +171,6 @@ def test_of_a_graded_measure_examples_fall_and_rise(tmp_path):
     kept(tmp_path, {"law": [opened(written, references) for written in rows]}, rows=ROWS)
     (error,) = follow_answers(tmp_path, ROWS, answers)
     assert "has no column of the sources, which sari is of" in str(error)
-
-
-def test_a_file_that_is_gone_or_damaged_is_told_and_the_rest_goes_on(tmp_path):
-    answers = kept(tmp_path, {name: [*map(ranked, LAW)] for name in ("law", "food", "a/b")}, rows=ROWS)
-    answers_in(tmp_path, ROWS, 0, "law").unlink()
-    damaged = answers_in(tmp_path, ROWS, 2, "food")
-    damaged.write_bytes(damaged.read_bytes()[:50])
-    gone, broken, *rest = follow_answers(tmp_path, ROWS, answers)
-    assert isinstance(gone, FileNotFoundError) and str(gone) == str(answers_in(tmp_path, ROWS, 0, "law"))
-    assert str(broken).startswith(f"{damaged}: damaged predictions (")
-    assert [(each.task, each.since) for each in rest if isinstance(each, Moved)] == [("a/b", "base")]
 
 
 def test_examples_are_joined_by_their_ids_where_these_stand_for_the_same():

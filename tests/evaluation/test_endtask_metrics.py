@@ -8,7 +8,7 @@ import pytest
 from pyarrow import parquet
 
 from cpt.evaluation import task_metrics as endscores
-from cpt.evaluation.predictions import correct, transitions_of
+from cpt.evaluation.predictions import transitions_of
 
 TASKS = ["law", "food", "space"]
 ROWS = ["base", *TASKS]
@@ -131,17 +131,6 @@ def test_transitions_are_from_the_own_stage_to_the_last(folder):
     assert list(transitions_of(folder, ROWS, given())) == ["food"]
     assert transitions_of(folder, ["base", "joint"], given(A[[0, 3]])) == {}
     assert transitions_of(folder / "none", ROWS, given()) == transitions_of(folder, ROWS, {}) == {}
-
-
-def test_what_was_right_in_the_last_row(folder):
-    found = correct(folder, ROWS, given())
-    assert list(found) == [(task, seed) for task in TASKS for seed in (0, 1)]
-    assert found["law", 0].tolist() == [True, True, False, False]
-    assert found["law", 1].tolist() == [True, True, False, True] and found["law", 1].dtype == bool
-    assert correct(folder, ROWS[:3], given())["law", 0].tolist() == [False] * 4
-    (folder / "endtasks" / "003-space" / "space-0.parquet").unlink()
-    assert ("space", 0) not in correct(folder, ROWS, given())
-    assert correct(folder / "none", ROWS, given()) == correct(folder, ROWS, {}) == {}
 
 
 def flipped(data):

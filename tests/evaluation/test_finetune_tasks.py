@@ -67,35 +67,6 @@ def test_tasks_are_those_of_learned_domains_in_their_order_each_with_its_own_val
         plan(root, order=["space"])
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ({"columns": {"lable": "y"}}, r"^endtask\.columns names lable; allowed: id, text, text_pair, label$"),
-        ({"tasks": {"low": {}}}, r"^endtask\.tasks\.low: there is no such domain; allowed: food, law"),
-        ({"tasks": {"law": {"rate": 1}}}, r"^endtask\.tasks\.law has rate; allowed: epochs, lr"),
-        ({"tasks": {"law": {"lr": -1}}}, r"^endtask\.tasks\.law\.lr=-1; allowed: above 0$"),
-        ({"folder": "nowhere"}, r"^endtask\.root=.*: there is no folder .*nowhere$"),
-        ({"root": None}, r"^endtask\.root=null; give the folder in which endtasks/ lies$"),
-    ],
-)
-def test_wrong_options_are_told_at_once(root, overrides, message):
-    with pytest.raises(ValueError, match=message):
-        plan_endtasks(options("texts", root=root) | overrides, ("food", "law", "space"), ("law", "food"))
-
-
-@pytest.mark.parametrize(
-    ("tasks", "message"),
-    [
-        ({}, "endtask=hub needs tasks"),
-        ({"law": {"name": "x"}}, r"endtask\.tasks\.law has path=None"),
-        ({"law": {"path": "x", "splits": {"train": None}}}, "allowed: a path, and splits like"),
-    ],
-)
-def test_wrong_entries_of_the_hub_are_told(tasks, message):
-    with pytest.raises(ValueError, match=message):
-        plan_endtasks(options("hub", tasks=tasks), ["law"], ["law"])
-
-
 def test_every_format_gives_the_same_examples_and_no_other_is_read(root, tmp_path):
     made = rows("law", count=10, seed=5)
     folders = {name: tmp_path / "formats" / name for name in ("jsonl.gz", "json", "csv", "parquet")}
@@ -148,21 +119,6 @@ def test_wrong_examples_are_told(root, split, given, message):
     write(root / "endtasks" / "law" / f"{split}.jsonl", given)
     with pytest.raises(ValueError, match=message):
         plan(root).task("law")
-
-
-def test_dev_is_read_only_where_it_is_used(root):
-    dev = root / "endtasks" / "law" / "dev.jsonl"
-    dev.write_text("no JSON")
-    assert plan(root).task("law").dev == []
-    odd = [{"text": "a", "label": "odd"}]
-    for given, said in ((None, "is not JSON"), (odd, "the label 'odd' of dev-0 in dev")):
-        if given:
-            write(dev, given)
-        with pytest.raises(ValueError, match=said):
-            plan(root, select="dev").task("law")
-    dev.unlink()
-    with pytest.raises(ValueError, match="end task law has no example in dev"):
-        plan(root, select="dev").task("law")
 
 
 def test_a_digest_is_of_what_the_result_depends_on(root):

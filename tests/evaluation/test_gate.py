@@ -147,22 +147,3 @@ def test_for_programs_it_is_json_with_the_numbers_of_the_matrix(run, capsys, mon
     assert gate.main([str(run), "--json"]) == 2
     found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert all(each["low"] is None for each in found["changes"])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["{run}", "--since", "food"], "--since=food is no row before the last; allowed: base, law"),
-        (["{top}/empty"], "holds no scores.json"),
-        (["{top}/half"], "needed: a finished run"),
-    ],
-)
-def test_what_cannot_be_judged_is_told_in_a_line(arguments, said, run, tmp_path, capsys):
-    for name in ("empty", "half"):
-        (tmp_path / name).mkdir()
-    scores = json.loads((run / "scores.json").read_text())
-    scores["run"]["finished"] = False
-    (tmp_path / "half" / "scores.json").write_text(json.dumps(scores))
-    with pytest.raises(SystemExit) as ended:
-        gate.main([each.format(run=run, top=tmp_path) for each in arguments])
-    assert ended.value.code == 2 and said in capsys.readouterr().err

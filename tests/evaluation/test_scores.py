@@ -76,13 +76,6 @@ def test_each_metric_by_hand_whatever_the_order_of_columns(order):
         )
 
 
-def test_after_two_of_three_stages():
-    expected = {"CPT": 3.5, "LC": (3.4 + 4.0 + 6.5) / 3, "FG": 0.4, "FG_max": 0.4, "BWT_zs": 1.6}
-    expected |= {"FWT_zs": ((2.2 + 0.2) / 2 + 0.5) / 2, "FWT_gem": 1.35, "general_drift": 0.25}
-    found = measured(NLL[:3], rows=("base", "a", "b"))
-    assert {name: found[name] for name in expected} == pytest.approx(expected)
-
-
 @pytest.mark.parametrize(
     ("rows", "columns", "present"),
     [
@@ -130,15 +123,6 @@ ALL = [*NAMES, "general"]
 def chosen(number, *, rows="each", columns="all", stages=tuple((name,) for name in NAMES)):
     options = EvalOptions(rows=rows, columns=columns, tokens=None)
     return options.choose_columns(number, stages=stages, texts=ALL)
-
-
-@pytest.mark.parametrize("columns", ["all", "seen", "near:2", "sample:3"])
-@pytest.mark.parametrize("rows", ["each", "every:4", "last"])
-def test_base_and_last_see_every_text_and_each_stage_its_own(rows, columns):
-    for number in (0, 10):
-        assert chosen(number, rows=rows, columns=columns) == ALL
-    for number in range(1, 10):
-        assert {NAMES[number - 1], "general"} <= set(chosen(number, rows=rows, columns=columns))
 
 
 def test_each_policy_chooses_what_it_says():

@@ -14,11 +14,11 @@ from cpt.contrib.wandb_tools.rebuild import REBUILT, sync_runs
 from cpt.core.config import digest
 from cpt.evaluation.scores import COSTS, NOTED, Scores
 from cpt.loggers.loggers import LongCSV, log_scores, log_stage, track
-from cpt.loggers.wandb import Curves, init_wandb, run_name
+from cpt.loggers.wandb import Curves, run_name
 from cpt.reporting.frames import choose_headlines, summarize_scores
 from cpt.train import train
 from tests.conftest import ROOT, SMALL, with_values
-from tests.support.tracked import refusing, scores
+from tests.support.tracked import scores
 from tests.support.wandb_files import config, history, of_kind, records, summary, table
 
 pytestmark = pytest.mark.slow
@@ -177,27 +177,3 @@ def test_a_run_that_is_started_again_is_one_run_to_wandb(resumed):
     assert any(key.startswith("units/heads") for row in history(resumed) for key in row)
     assert not (set(summarize_scores(scores())) - set(choose_headlines(scores()))) & set(summary(resumed))
     assert [row["stage"] for row in history(resumed) if "ppl/law" in row] == [1, 2]
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"tags": ["x" * 65]}, r"tags=\['x+'\]; allowed: 1 to 64 characters each"),
-        ({"tags": [], "project": "a/b"}, "W&B: .*a/b.*; logger.mode=offline keeps the run in its folder"),
-    ],
-)
-def test_what_wandb_refuses_ends_in_one_line(tmp_path, given, message):
-    with pytest.raises(ValueError, match=message) as caught:
-        init_wandb("id0", tmp_path, **{"mode": "offline", "project": "p", **given})
-    assert "\n" not in str(caught.value)
-
-
-def test_wandb_that_cannot_be_reached_and_a_wrong_key_are_told_apart(tmp_path, monkeypatch):
-    import wandb
-
-    kinds = {wandb.errors.CommError: ConnectionError, wandb.errors.AuthenticationError: ValueError}
-    for kind, expected in kinds.items():
-        error = kind("no\nanswer")
-        monkeypatch.setattr(wandb, "init", refusing(error))
-        with pytest.raises(expected, match="W&B: no answer; logger.mode=offline keeps"):
-            init_wandb("id0", tmp_path, tags=[], mode="online")

@@ -1,13 +1,9 @@
 """The figures of a comparison show the numbers they are given, for one group as for forty, and say them."""
 
-import io
-
 import numpy as np
 import pytest
-from PIL import Image
 
 from cpt.reporting import drawing, figures
-from cpt.reporting.drawing import description
 from tests.support import comparing
 
 pytestmark = pytest.mark.slow
@@ -98,24 +94,3 @@ def test_heat_maps_share_a_colour_scale(drawn):
     values = np.array([[1.0, np.nan], [np.nan, 0.5]])
     figure, told = drawn(drawing.draw_heat_maps({"a": drawing.HeatMap(values, "ab", "cd")}, label="share"))
     assert figure.axes[0].images[0].get_clim() == (0, 1) and told == "Heat maps, share; means: a 0.75."
-
-
-@pytest.mark.parametrize("count", [1, 100])
-def test_one_domain_and_a_hundred_one_group_and_forty(count):
-    scores = made(count=count)
-    heat = drawing.HeatMap(scores.matrix - 4, scores.rows, scores.domains)
-    names = [f"method {place} + replay past (temperature=0.{place})" for place in range(40)]
-    groups = {name: ([0.01 * place], [50.0 - place]) for place, name in enumerate(names[:count])}
-    pictures = [
-        drawing.draw_heat_maps({"ncl": heat}, label="x", change=True),
-        figures.draw_stages({"ncl": [scores]}),
-        figures.draw_plane(groups, x="x", y="y", logarithmic=True),
-    ]
-    assert all(20 < len(description(picture)) < 900 for picture in pictures)
-    sizes = [Image.open(io.BytesIO(picture)).size for picture in pictures]
-    assert all(len(picture) < 250_000 for picture in pictures) and max(map(max, sizes)) < 2000
-    assert sizes[2][1] >= len(groups) * 24  # its legend has room
-    if count == 1:
-        assert "no group" in description(figures.draw_plane({}, x="x", y="y", logarithmic=True))
-        assert description(figures.draw_stages({})).endswith("None.")
-        assert figures.draw_plane({"$\\frac$": ([0.1], [2.0])}, x="x", y="y").startswith(b"\x89PNG")

@@ -62,14 +62,6 @@ def test_rows_are_compared_by_each_domains_own_steps(tmp_path, steps):
     np.testing.assert_allclose(values, soft_jaccard(np.array(OWN[first:])), atol=1e-4)
 
 
-def test_gates_are_those_of_the_last_model(tmp_path):
-    save(tmp_path, 2, overlap__neurons=[[1, 0], [0, 1]], taken__a=[1, 0])
-    save(tmp_path, 3, overlap__neurons=[[1, 0.5, 0], [1, 1, 0], [0, 0, 1]], overlap__heads=np.eye(3))
-    found = overlap(tmp_path)
-    assert set(found) == {"gates: neurons", "gates: heads"} and found["gates: neurons"][0] == ROWS[1:]
-    np.testing.assert_allclose(found["gates: neurons"][1], [[1, 0.5, 0], [0.5, 1, 0], [0, 0, 1]])
-
-
 def test_what_is_missing_damaged_single_or_no_vector_of_units_is_left_out(tmp_path):
     assert overlap(tmp_path / "nowhere") == {}
     save(tmp_path, 1, importance__a=[1, 0])

@@ -6,8 +6,6 @@ import hashlib
 import json
 import random
 import re
-import subprocess
-import sys
 from html.parser import HTMLParser
 
 import pytest
@@ -117,15 +115,6 @@ def test_pictures_are_named_by_content_and_the_same_each_time(tmp_path, picture)
     assert {path.name for path in tmp_path.glob("report-*")} == names
 
 
-@pytest.mark.slow
-def test_pages_leave_pyplot_and_torch_alone():
-    code = "import sys; from cpt.reporting import run_page; from cpt import report; "
-    heavy = ("matplotlib.pyplot", "torch", "transformers", "lightning", "wandb")
-    code += f"print([m for m in {heavy} if m in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "[]"
-
-
 # --- names
 
 
@@ -155,13 +144,6 @@ def test_markdown_shows_names_as_they_are():
     for code in ("x: 1", "~~~~\n<script>", "a\n~~~~~~~~\n# b"):
         (token,) = rendered(markdown(Block(code=code), picture=""))
         assert (token.type, token.content) == ("fence", f"{code}\n")
-
-
-def test_a_console_gets_a_line_per_row_and_no_control_signs():
-    for name in NAMES:
-        text = align_columns(Block(head=["group", name], cells=[[name, "1"], ["x", "2"]]))
-        assert len(text.splitlines()) == 3
-        assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", text)
 
 
 def test_a_page_has_no_element_from_a_name(tmp_path):

@@ -1,9 +1,6 @@
 """The page of a run says what scores.json says, needs nothing but itself, and survives odd and large runs."""
 
-import json
 import math
-import re
-import time
 from html.parser import HTMLParser
 
 import numpy as np
@@ -12,9 +9,8 @@ import pytest
 from cpt.evaluation.metrics import METRICS
 from cpt.evaluation.predictions import answers_file
 from cpt.evaluation.task_metrics import MEASURES
-from cpt.reporting import figures, run_page
+from cpt.reporting import run_page
 from cpt.reporting.drawing import description
-from cpt.reporting.frames import perplexity
 from tests.evaluation.test_endtask_metrics import A, given, predicted
 from tests.support.answering import kept, ranked
 from tests.support.comparing import DOMAINS, NLL, made
@@ -54,48 +50,6 @@ class Page(HTMLParser):
             self.cells[-1] += data
 
 
-def test_a_report_shows_the_run_its_matrix_and_its_texts_and_loads_nothing(tmp_path):
-    parts = [{}, {"law": {"law": 1.0}, "general": {"base": 1.0}}, {}, {name: {name: 1.0} for name in DOMAINS}]
-    parts[3]["general"] = {"space": 0.6251, "base": 0.2249, "law": 0.149, "food": 0.001}
-    how = {"method": "ewc", "mask": "migu", "seed": 41, "needs_domain": True, "loading": 'load("model")'}
-    scores = made(**how, stored=[0, 2_000_000, 3_000_000, 4_500_000])
-    scores.parts = parts
-    markdown, html = written(tmp_path, scores)
-    page = Page(html)
-    for shown in (perplexity(math.exp(value)) for value in np.ravel(NLL)):
-        assert shown in page.cells and f" {shown} " in markdown
-    measured = "masked, mask_rate 0.3, length 64, tokenizer 0123abcd"
-    about = ("ewc + migu", "tiny (masked)", "law → food → space", "41", "python 3.11", "20.0", measured)
-    for part in (*about, "d-space", "1,000", "documents", "0123abcd", "<details>"):
-        assert part in markdown and part in html, part
-    assert "a &lt; b" in html and "a < b" in markdown
-    mixed = "space 0.63, base 0.22, law 0.15, …"
-    assert {mixed, "base", "must be known", "5,120 parameters", 'load("model")'} <= {*page.cells}
-    assert "4.50 MB, 1.25 MB more with each domain" in page.cells
-    assert "general: space 0.63" in description(figures.draw_parts(scores))
-    assert len(page.loads) == 3 and all(load.startswith("data:image/png;base64,iVBOR") for load in page.loads)
-    assert not re.search(r"(https?:)?//[\w.]|@import|url\(", re.sub(r"base64,[^\"]+", "", html))
-    pictures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", markdown)
-    assert pictures == ["report-matrix.png", "report-stages.png", "report-parts.png"]
-    assert all((tmp_path / picture).read_bytes().startswith(b"\x89PNG") for picture in pictures)
-    data = json.loads((tmp_path / "scores.json").read_text())
-    data["metrics"]["LC"]["nats"] = 3.2345
-    (tmp_path / "scores.json").write_text(json.dumps(data))
-    run_page.write_report(tmp_path)  # from the file alone
-    assert "3.2345" in (tmp_path / "report.md").read_text()
-
-
-def test_a_metric_without_terms_is_a_dash(tmp_path):
-    scores = made()
-    for row, column in ((1, 1), (1, 2), (2, 2)):  # no domain before it was learned
-        scores.nll[row][column] = None
-    scores.measure()
-    cells = Page(written(tmp_path, scores)[1]).cells
-    at = next(place for place, cell in enumerate(cells) if cell.startswith("FWT_zs (0 of"))
-    assert cells[at + 3 : at + 7] == ["–"] * 4
-    assert re.match(r"\d\.\d{4}", cells[cells.index("ZS") + 3]) and "nan" not in " ".join(cells)
-
-
 LACKING = {
     "base": {"nll": NLL[:1], "finished": False},
     "one stage": {"nll": NLL[:2], "finished": False},
@@ -114,25 +68,6 @@ def test_runs_that_lack_something(tmp_path, given):
     assert ("unfinished" in markdown) == (not scores.run["finished"])
     assert all(row in run_page.format_scores(scores) for row in scores.rows)
     assert not any(f"## {title}" in markdown for title in ("Parts", "Training", "End tasks", "Answers"))
-
-
-def test_a_hundred_domains_take_seconds(tmp_path):
-    generator, size = np.random.default_rng(0), 101
-    names = [f"Natural_and_physical_sciences__Topic_{place}" for place in range(size - 1)]
-    nll = generator.normal(3.3, 0.4, size=(1, size)) + generator.normal(0, 0.1, size=(size, size))
-    scores = made(nll=nll, order=names)
-    scores.parts[-1] = {name: {name: 0.5, "base": 0.5} for name in names}
-    learned = np.tril(generator.random((size, size - 1)), -1)
-    scores.endtasks = given(np.where(learned > 0, learned, np.nan), tasks=names)
-    began = time.perf_counter()
-    _, html = written(tmp_path, scores)
-    text = run_page.format_scores(scores)
-    assert time.perf_counter() - began < 10
-    assert {perplexity(value) for value in np.exp(scores.matrix).ravel().tolist()} <= {*Page(html).cells}
-    assert max(map(len, text.splitlines()[1:])) <= 100 and len(text.splitlines()) < 28
-    assert "8 of 101 test texts" in text
-    shown = {44.256: "44.26", 133.04: "133.0", -0.5: "-0.50", 12345.6: "12,346", 2.5e7: "2.5e+07"}
-    assert {value: perplexity(value) for value in shown} == shown and perplexity(math.nan) == "nan"
 
 
 def test_what_is_damaged_or_was_not_measured_is_told_and_the_rest_is_there(tmp_path):

@@ -10,14 +10,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from hydra import compose, initialize_config_dir
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from PIL import Image
-from transformers import AutoConfig
 
 from cpt.contrib.advise import __main__ as advise
 from cpt.contrib.advise import advice, candidates, results
-from cpt.contrib.advise.candidates import NAMES, Model, Setting, find_texts, overrides
+from cpt.contrib.advise.candidates import NAMES, Model, Setting, overrides
 from cpt.contrib.advise.results import ArmRun, Measured, Point, Recommendation, Wish
 from cpt.contrib.advise.runs import Costs, Round, SweepPlan, plan_sweep
 from cpt.core.config import CONF
@@ -31,42 +29,6 @@ LARGE = Model(("model=tiny_gpt2",), ("model=checkpoint", "model.checkpoint=big")
 
 
 # --- texts, models, arms
-
-
-def parsed(override):
-    (found,) = OverridesParser.create().parse_overrides([override])
-    return found.value()
-
-
-def test_folders_of_text_are_domains_or_those_of_their_corpora(tmp_path):
-    assert find_texts(tmp_path, []) == ["domains=texts", f"domains.root={tmp_path}"]
-    assert find_texts(tmp_path, ["domains=m2d2"]) == [f"domains.root={tmp_path}"]
-    (tmp_path / "corpora").mkdir()
-    assert find_texts(tmp_path, [])[2:] == ["domains.folder=corpora"]
-    names = [f"d{number}" for number in range(14)]
-    assert candidates.choose_domains(names) == ["d0", "d2", "d4", "d7", "d9", "d11"]  # of many some are tried
-    assert candidates.choose_domains(names[:6]) == names[:6] and candidates.choose_domains(["d1"]) == ["d1"]
-    for name in ("plain/a-b_c.d", "with space", "a,b", "it's", "key=value", "[x]", "{y}"):
-        assert str(parsed(f"domains.root={candidates.quote(name)}")) == name
-
-
-def test_a_small_model_is_tried_itself_and_a_large_one_by_a_sibling_of_its_family(tmp_path):
-    def saved(name, **sizes):
-        config = AutoConfig.for_model("gpt2", **sizes)
-        config.architectures = ["GPT2LMHeadModel"]
-        config.save_pretrained(tmp_path / name)
-        return candidates.find_model(str(tmp_path / name))
-
-    assert candidates.find_model("tiny").tried == ("model=tiny_modernbert",)
-    small, large = saved("small", n_embd=64, n_layer=2, n_head=2), saved("large", n_embd=768, n_layer=7)
-    assert small.is_itself and small.real == ("model=checkpoint", f"model.checkpoint={tmp_path}/small")
-    assert large.tried == ("model=tiny_gpt2",) and large.real[1].endswith("/large")
-    assert large.blocks == 7 and "89 M parameters" in large.gap
-    llama = AutoConfig.for_model("llama", num_key_value_heads=8)
-    model, without, config = candidates.make_sibling(llama, "causal")
-    assert (model, without) == ("model=tiny_gpt2", "~model.config")
-    made = [parsed(config)[name] for name in ("model_type", "hidden_size", "num_key_value_heads")]
-    assert made == ["llama", 128, 2]
 
 
 def test_every_arm_says_what_it_sets_and_is_chosen_by_name_beside_the_reference():
@@ -319,23 +281,6 @@ def check_command(command, corpora):
     with initialize_config_dir(str(CONF), version_base="1.3"):
         plan = make_plan(compose("config", overrides=words[2:]))
     assert plan.order == ["food", "law", "space"] and plan.budget.epochs == 1
-
-
-@pytest.mark.slow
-def test_an_arm_that_fails_is_left_out_and_named_the_first_ends_it(here, tmp_path, monkeypatch, capsys):
-    with pytest.raises(SystemExit) as ended:
-        here(fails="ncl")
-    told = capsys.readouterr().err.splitlines()
-    assert ended.value.code == 1 and told[-1].startswith("cpt: the first run: failed (exit 1): cpt: broken (")
-    assert not (tmp_path / "outputs/advice/plan.json").exists()
-    monkeypatch.setattr("cpt.contrib.advise.runs.DESIGNS", ((2, False, 1), (1, False, 1)))
-    monkeypatch.setattr("cpt.contrib.advise.runs.PILOT", 4)  # one and the same run
-    here("--out", "failed", "--seeds", "1", fails="freeze")
-    found = json.loads((tmp_path / "failed/advice.json").read_text())
-    assert {arm["arm"] for arm in found["arms"]} == {"ncl", "replay-25"}
-    assert found["measured"]["seeds"] == [0]
-    assert "freeze: failed (exit 1): cpt: broken" in found["unknown"]
-    assert capsys.readouterr().out.splitlines()[-1] == found["recommended"]["command"]
 
 
 WRONG = {

@@ -224,23 +224,6 @@ def test_it_goes_with_methods_of_every_kind(start, small_gpt2, tmp_path, given):
     assert len(written(tmp_path)) == 3
 
 
-def test_a_prompt_comes_first_and_is_not_replayed(start, small_gpt2, tmp_path, monkeypatch):
-    seen, write = [], TextWriter.write_block
-
-    def writes(generation, model, task, *arguments, **options):
-        seen.append((task, generation.tokenizer))
-        return write(generation, model, task, *arguments, **options)
-
-    monkeypatch.setattr(TextWriter, "write_block", writes)
-    start(small_gpt2(TWO, *FEW, "replay.prompt='on {domain}:'", "model.length=24"), tmp_path)
-    task, tokenizer = seen[0]
-    told = tokenizer("on law:", add_special_tokens=False)["input_ids"]
-    assert all(context[:-3] == [tokenizer.bos_token_id, *told] for context in task.contexts)
-    rows = written(tmp_path)["002-food/law"]
-    assert all(row["ids"][: len(told)] != told for row in rows)
-    assert any(row["ids"][:3] in [context[-3:] for context in task.contexts] for row in rows)
-
-
 def test_a_finished_run_is_read_through_and_without_its_beginnings_does_not_go_on(
     start, small_gpt2, tmp_path, capsys
 ):
@@ -334,15 +317,6 @@ def test_valid_examples_are_replayed_and_learned_to_be_written_again(
     assert np.bincount(rows["law"]).tolist() == [36, 12]
 
 
-def test_what_has_no_valid_answer_is_not_replayed(start, config, tmp_path, caplog):
-    with caplog.at_level(logging.INFO):
-        start(config(TWO, "replay.tokens=50"), tmp_path / "some")
-    # A model of six steps writes none.
-    assert "examples written for law are no examples of it: nothing of it is replayed" in caplog.text
-    assert facts(tmp_path / "some", "002-food")["law"]["texts"] == 0
-    assert "| food | law |" in (tmp_path / "some" / "report.md").read_text()
-
-
 def test_killed_it_goes_on_with_the_same_bits(start, config, tmp_path, gifted, killing, blocks):
     start(config(TWO), tmp_path / "whole")
     blocks["written"], blocks["deadly"] = 0, 2
@@ -355,19 +329,3 @@ def test_killed_it_goes_on_with_the_same_bits(start, config, tmp_path, gifted, k
     killing(None)
     start(config(TWO), tmp_path / "killed")
     assert_same(tmp_path / "whole", tmp_path / "killed")
-
-
-@pytest.mark.parametrize("config", ["causal"], indirect=True)
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (["replay.prompt=Write:"], "replay.prompt=Write: does not say of which domain an example is to be"),
-        (["replay.general=0.1"], "replay.general=0.1 with replay=generated and domains of examples, which"),
-        (["replay.past=0.6", "replay.forms=0.4"], "replay.past=0.6 and replay.forms=0.4, which leaves 0 new"),
-        (["replay.forms=0", f"replay.prompt='{'{domain} ' * 90}'"], "tokens, and model.length=160; allowed"),
-    ],
-)
-def test_what_cannot_be_is_refused(start, config, tmp_path, given, said):
-    with pytest.raises(ValueError) as error:
-        start(config(TWO, *given), tmp_path / "run")
-    assert said in str(error.value) and "\n" not in str(error.value)

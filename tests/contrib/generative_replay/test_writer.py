@@ -10,7 +10,6 @@ from datasets import Dataset
 
 from cpt.contrib.generative_replay import writer
 from cpt.contrib.generative_replay.writer import (
-    MARK,
     ExampleWriter,
     Sample,
     TextWriter,
@@ -20,10 +19,9 @@ from cpt.contrib.generative_replay.writer import (
     sample_file,
 )
 from cpt.core.files import read_checked_json, write_checked_json
-from cpt.core.randomness import key, shuffle
 from cpt.data.example import Example
 from cpt.data.packing import Packed
-from tests.support.data_fixtures import bare, rows_by_hand
+from tests.support.data_fixtures import bare
 from tests.support.task_fixtures import LABELS, some_examples
 from tests.support.task_fixtures import encoder as made_encoder
 
@@ -112,21 +110,6 @@ def test_rows_hold_every_token_that_is_kept(tmp_path: Path, tokens):
     assert facts["excerpt"] == "text 0" and facts["real"] > 0
 
 
-def test_prefixes_are_of_the_rows_of_the_probe():
-    text = rows_by_hand(31, last=2, seed=1)
-    data = SimpleNamespace(train={"law": text})
-
-    def kept(prefix):
-        options = SimpleNamespace(starts=12, prefix=prefix)
-        return TextWriter.to_keep(SimpleNamespace(options=options, data=data), "law")
-
-    rows = shuffle(np.arange(12), 31, stream=key("probe", "law"))
-    rows = rows[rows != 30]  # which has two tokens
-    assert kept(3) == text.ids(rows)[:, :3].tolist() and kept(0) is None
-    with pytest.raises(ValueError, match=r"^replay.prefix=8: no row of law that could be kept has more tok"):
-        kept(text.length)
-
-
 def example_writer(*, seq2seq: bool = False, **how) -> ExampleWriter:
     """One that has what it needs to make forms and rows."""
     made = object.__new__(ExampleWriter)
@@ -151,14 +134,6 @@ def test_what_is_written_is_read_back(monkeypatch):
     assert kept.to_keep("law") == list(LABELS)
     examples.append(Example("other", "a", "b", "TC", ("b",)))
     assert kept.to_keep("law") == []  # choices that differ are no task's
-
-
-def test_an_answer_has_to_be_one_of_the_choices():
-    valid = [f"a question {MARK} tu", f"a question{MARK}tu ", f"a {MARK} b {MARK} mu na"]
-    invalid = [f"a question {MARK} mu", f"a question {MARK} TU", f"{MARK} tu", f"a {MARK}", "a tu", ""]
-    for text in (*valid, *invalid):
-        assert (from_form(text, task="law", number=0, choices=LABELS) is not None) == (text in valid)
-    assert from_form(f"a {MARK} b", task="law", number=0, choices=()).target == "b", "open ones may be any"
 
 
 @pytest.mark.parametrize("seq2seq", [False, True])

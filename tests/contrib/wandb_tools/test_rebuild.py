@@ -13,7 +13,7 @@ from cpt.core.config import digest
 from cpt.evaluation.scores import COSTS, NOTED
 from cpt.reporting.frames import MAX_HEADLINES, choose_headlines, tabulate
 from tests.support import wandb_files
-from tests.support.tracked import refusing, scores
+from tests.support.tracked import scores
 
 pytestmark = pytest.mark.slow
 
@@ -144,14 +144,6 @@ def test_the_summary_has_the_headlines_and_every_table_and_picture_is_there(sync
     assert wandb_files.table(done, "matrix")[1]["law"] == pytest.approx(np.exp(3))
 
 
-def test_the_identifier_is_that_of_the_last_start_with_wandb(tmp_path):
-    for name in ("run-20260102_000000-new-er", "offline-run-20260101_000000-older", "latest-run"):
-        (tmp_path / "wandb" / name).mkdir(parents=True)
-    assert rebuild.identifier(tmp_path, scores()) == "new-er"
-    assert rebuild.identifier(tmp_path / "elsewhere", scores()) == digest(["first", "elsewhere"])
-    assert rebuild.read_run(tmp_path, scores()) == (tmp_path, {}, [], [{}, {}, {}])  # a bare folder is enough
-
-
 def test_a_run_that_wandb_knows_gets_what_is_missing(tmp_path, monkeypatch):
     logged, codes = [], []
     run = SimpleNamespace(resumed=True, config={}, summary={"stage": 1}, log=logged.append)
@@ -165,18 +157,6 @@ def test_a_run_that_wandb_knows_gets_what_is_missing(tmp_path, monkeypatch):
     assert not (tmp_path / "done" / "rebuilt").exists()
 
 
-def test_wandb_that_takes_no_run_ends_in_one_line(tmp_path, monkeypatch):
-    runs = {folder(tmp_path / str(place), scores()): scores() for place in range(5)}
-    monkeypatch.setattr(rebuild, "init_wandb", refusing(ConnectionError("W&B: no answer")))
-    with pytest.raises(ValueError, match="W&B took none of 3 runs; W&B: no answer"):
-        rebuild.sync_runs(runs, project=None, entity=None, mode="online")
-    few = dict(list(runs.items())[:2])
-    assert rebuild.sync_runs(few, project=None, entity=None, mode="online") == 2
-    monkeypatch.setattr(rebuild, "init_wandb", refusing(ValueError("W&B: no key")))
-    with pytest.raises(ValueError, match="W&B: no key"):
-        rebuild.sync_runs(few, project=None, entity=None, mode="online")
-
-
 def test_of_a_table_that_wandb_cuts_the_last_stages_are_shown(tmp_path):
     import wandb
 
@@ -187,19 +167,3 @@ def test_of_a_table_that_wandb_cuts_the_last_stages_are_shown(tmp_path):
     assert len(lines) == wandb.Table.MAX_ROWS < 101**2
     assert {line["stage"] for line in lines[:101]} == {100}
     assert min(line["stage"] for line in lines) > 0
-
-
-def test_the_program_sends_what_is_below_folders(tmp_path, monkeypatch, capsys):
-    sent = []
-    monkeypatch.setattr(rebuild, "sync_runs", lambda runs, **options: sent.append(([*runs], options)) or 0)
-    made = scores(finished=False)
-    made_at = folder(tmp_path / "runs" / "half", made)
-    assert rebuild.main([str(tmp_path), "--project", "p", "--mode", "offline"]) == 0
-    assert sent == [([made_at], {"project": "p", "entity": None, "mode": "offline"})]
-    (tmp_path / "runs" / "bad").mkdir()
-    (tmp_path / "runs" / "bad" / "scores.json").write_text("{")
-    assert rebuild.main([str(tmp_path)]) == 1 and len(sent) == 2
-    assert str(tmp_path / "runs" / "bad" / "scores.json") in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        rebuild.main([str(tmp_path / "runs" / "bad")])
-    assert "cpt: no readable scores.json below" in capsys.readouterr().err

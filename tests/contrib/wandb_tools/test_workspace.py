@@ -6,8 +6,8 @@ import warnings
 import pytest
 
 from cpt.contrib.wandb_tools import workspace as program
-from cpt.loggers.wandb import describe_run, pictures
-from cpt.reporting.frames import choose_headlines, stage_points, summarize_scores, tabulate, task_points
+from cpt.loggers.wandb import pictures
+from cpt.reporting.frames import stage_points, summarize_scores, tabulate, task_points
 from tests.support.tracked import scores
 
 
@@ -42,24 +42,3 @@ def test_the_workspace_shows_what_there_is(workspace):
     for pattern in given:
         assert [name for name in ("ppl/law", "ppl/a%2Fb", "tasks/law") if re.search(pattern, name)]
         assert not any(re.search(pattern, name) for name in summarize_scores(scores()))
-
-
-def test_the_workspace_groups_by_what_can_be_compared_and_sorts_by_perplexity(workspace):
-    (order,) = workspace.runset_settings.order
-    assert (order.item.name, order.ascending) == ("LC/perplexity", True)
-    assert [config.name for config in workspace.runset_settings.groupby] == ["cpt.measured", "cpt.label"]
-    pinned = workspace.runset_settings.pinned_columns
-    assert {name.removeprefix("summary:") for name in pinned[1:]} <= set(choose_headlines(scores()))
-    one, other = scores(), scores()
-    other.conditions = {"length": 128}
-    told = [describe_run(each) for each in (one, other)]
-    assert [each["label"] for each in told] == ["das", "das"]
-    for name in (program.MEASURED, program.GROUP):
-        assert name.startswith("cpt.") and told[0][name[4:]] != told[1][name[4:]]
-
-
-def test_without_the_package_one_line_says_what_is_needed(monkeypatch, capsys):
-    monkeypatch.setattr(program, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit):
-        program.main(["me", "p"])
-    assert "needed is the package wandb-workspaces" in capsys.readouterr().err

@@ -2,11 +2,10 @@
 
 import importlib
 import sys
-import warnings
 
 import pytest
 
-from cpt.data.sources.docstrings import docstrings, documents, modules, prose
+from cpt.data.sources.docstrings import documents, modules, prose
 
 NUMPYDOC = r"""Return the shortest path between two nodes
     of a graph that may be `directed`; see :func:`~networkx.algorithms.bfs` and
@@ -63,18 +62,6 @@ def test_numpydoc_keeps_the_sentences_and_nothing_else():
         "For the path graph there is only one possible answer to give:",
     ]
     assert [prose(text) for text in DROPPED] == [[]] * len(DROPPED)
-
-
-def test_source_that_does_not_parse_gives_nothing_and_every_statement_is_looked_into_in_order():
-    for source in ("'text'\ndef f(:", "'text'\0", "'text \ud800'", "'text'\nprint 'Py2'"):
-        assert list(docstrings(source)) == []
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert list(docstrings('"""a \\d escape"""')) == ["a \\d escape"]
-    source = "if a:\n  'x'\n  def f():\n    'f'\nelse:\n  class A:\n    'A'\n    async def g():\n      'g'\n"
-    source += "try:\n  def h(): 'h'\nexcept E:\n  def i(): 'i'\nfinally:\n  def k(): 'k'\n"
-    source += "match m:\n  case 1:\n    def l(): 'l'\nwhile a:\n  with b:\n    def o(): 'o'\n"
-    assert "".join(docstrings(source)) == "fAghiklo"
 
 
 SHARED = "This sentence stands in the licence of every single file of the package."
