@@ -11,11 +11,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditional
 
 from cpt.contrib.lm_eval_export.__main__ import main
 from cpt.contrib.lm_eval_export.tasks import HarnessTexts, export_group, export_task
-from cpt.data.example import Example
 from cpt.evaluation.task_answers import Question, rank_choices, score_choices
 from cpt.models.objectives import Causal, CausalAnswers, Seq2SeqAnswers
 from tests.evaluation.test_lm_eval_options import options
-from tests.support.task_fixtures import LABELS, STYLES, encoder, some_examples, write_tasks
+from tests.support.task_fixtures import STYLES, encoder, some_examples, write_tasks
 
 CHOICES = ("mu", "na", "pe", "so", "tu")  # of one length, so that not always the same is the likeliest
 NEEDED = pytest.mark.skipif(not find_spec("lm_eval"), reason="the extra: pip install -e '.[lm-eval]'")
@@ -23,37 +22,6 @@ NEEDED = pytest.mark.skipif(not find_spec("lm_eval"), reason="the extra: pip ins
 
 def rows(folder, task):
     return [json.loads(line) for line in (folder / f"{task}.jsonl").read_text().splitlines()]
-
-
-@pytest.mark.parametrize("seq2seq", [False, True])
-@pytest.mark.parametrize("style", STYLES)
-def test_the_tokens_of_every_style_are_ours_and_what_differs_is_told(style, seq2seq, tmp_path):
-    made, examples = encoder(STYLES[style](), seq2seq=seq2seq), some_examples(20)
-    texts = HarnessTexts(made)
-    found = export_task(tmp_path, "TC", map(made.prompt, examples), texts)
-    assert (found.name, found.examples, found.differing) == ("cpt_TC", 20, [])
-    for row, example in zip(rows(tmp_path, "TC"), examples, strict=True):
-        assert row["id"] == example.id and row["question"].endswith(example.source)
-        assert row["choices"] == [texts.choice(label) for label in LABELS]
-        endings = [label + texts.ending for label in LABELS]
-        assert all(each.endswith(end) for each, end in zip(row["choices"], endings, strict=True))
-        assert LABELS[row["answer"]] == example.target
-    if style in ("bare", "opened", "framed") and not seq2seq:  # a special token that is spelled out
-        special = made.tokenizer.eos_token or made.tokenizer.sep_token
-        odd = Example("odd", f"What is {special} for?\nAnswer:", LABELS[0], "TC", LABELS)
-        found = export_task(tmp_path, "TC", map(made.prompt, [*examples, odd]), texts)
-        assert found.differing == ["odd"] and found.examples == 21
-    if style == "opened":  # a question that was cut is exported as cut
-        made, examples = (
-            encoder(STYLES[style](), length=60, seq2seq=seq2seq),
-            some_examples(9, words=(30, 40)),
-        )
-        assert export_task(tmp_path, "TC", map(made.prompt, examples), HarnessTexts(made)).differing == []
-        for row, example in zip(rows(tmp_path, "TC"), examples, strict=True):
-            assert len(row["question"]) < len(example.source) and row["question"].endswith("\nAnswer:")
-
-
-# --- the program
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +42,6 @@ def test_the_command_line_writes_a_run_s_tasks_and_says_how_to_ask_them(tasks, c
         main([str(tmp_path / "none"), *given, "domains.choices=none", "model.length=64"])
     told = capsys.readouterr().err
     assert "no task of food, law has choices" in told and not list((tmp_path / "none").glob("*"))
-
-
-# --- measured by the harness itself, which takes eight seconds to be read in
 
 
 def causal(vocabulary):

@@ -5,15 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cpt.data.example import read_example, write_example
-from tests.support.task_fixtures import (
-    CHATML,
-    FORGETFUL,
-    MARKED,
-    STYLES,
-    chat,
-    encoder,
-    some_examples,
-)
+from tests.support.task_fixtures import CHATML, FORGETFUL, MARKED, STYLES, chat, encoder, some_examples
 
 
 @pytest.fixture(scope="module", params=STYLES)

@@ -7,17 +7,7 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from cpt.data.example import Example, write_example
-from cpt.data.orders import (
-    BUCKETS,
-    Similarity,
-    arrange_domains,
-    bucket_of,
-    embed_by_words,
-    resolve_order,
-)
-from cpt.trainer.similarity import CHARACTERS_READ, sample_documents
-from tests.support.data_fixtures import written
+from cpt.data.orders import BUCKETS, Similarity, arrange_domains, bucket_of, embed_by_words, resolve_order
 
 NAMES = ["ai", "acl", "pubmed", "phone"]
 ORDERS = [["pubmed", "acl", "ai"], ["ai", "pubmed", "acl"]]
@@ -118,22 +108,6 @@ def test_means_are_centred_before_their_cosines_and_names_sorted():
     assert found.matrix.tolist() == [[1, 0, 0, -1], [0, 1, -1, 0], [0, -1, 1, 0], [-1, 0, 0, 1]]
     same = Similarity.of({"b": np.ones(3), "a": np.ones(3)}, general=np.ones(3))
     assert arrange_domains("dissimilar", same) == ["a", "b"] and same.matrix.tolist() == [[0, 0], [0, 0]]
-
-
-def sampled(folder, texts, *, most, form="text", name="a"):
-    return list(sample_documents(written(folder, texts), name, form=form, most=most))
-
-
-def test_a_sample_is_drawn_by_key_from_the_training_documents_a_few_at_a_time_and_cut(tmp_path):
-    texts = [f"document {number}" for number in range(200)]
-    few, again, other = (sum(sampled(tmp_path, texts, most=30, name=name), []) for name in "aab")
-    assert few == again != other and len(set(few)) == 30 and set(few) < set(texts) and few != texts[:30]
-    assert sorted(sum(sampled(tmp_path, texts, most=1000), [])) == sorted(texts)
-    batches = sampled(tmp_path, [f"{number} " + "word " * 20_000 for number in range(20)], most=20)
-    assert len(batches) > 1 and all(len(each) == CHARACTERS_READ for each in sum(batches, []))
-    asked = [write_example(Example(str(n), f"question {n}", f"answer {n}", "task")) for n in range(3)]
-    found = sum(sampled(tmp_path, asked, most=9, form="examples"), [])
-    assert sorted(found) == [f"question {n}" for n in range(3)]
 
 
 def test_words_of_any_alphabet_weigh_by_their_counts_and_by_how_few_documents_have_them():

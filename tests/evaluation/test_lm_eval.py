@@ -22,12 +22,7 @@ pytestmark = pytest.mark.slow  # the harness takes eight seconds to be read in
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = write_probe(tmp_path_factory.mktemp("tasks"), count=COUNT)
-    write_probe(folder, "other_word", domain="food")
-    mean = "aggregate_metric_list: [{metric: acc, aggregation: mean, weight_by_size: true}]"
-    (folder / "group.yaml").write_text(f"group: words\ntask: [next_word, other_word]\n{mean}\n")
-    (folder / "loose.yaml").write_text("group: loose\ntask: [next_word, other_word]\n")
-    return write_generation(folder)
+    return write_generation(write_probe(tmp_path_factory.mktemp("tasks"), count=COUNT))
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +62,6 @@ def rank_choices(model, words, text, choices, *, begin=True):
 @torch.no_grad()
 @pytest.mark.parametrize("objective", ["causal", "masked"])
 def test_accuracy_is_that_of_the_likeliest_choice(objective, folder, model, words):
-    """Where a tokenizer ends texts, it does not end the question."""
     if objective == "masked":
         text = iter([" ".join(VOCABULARIES.values())] * 5)
         words = train_tokenizer(text, vocabulary=400, objective="masked")
@@ -85,23 +79,22 @@ def test_accuracy_is_that_of_the_likeliest_choice(objective, folder, model, word
     assert facts == {"chance": 0.25, "examples": COUNT, "shots": 0, "version": "3.0", "truncated": 0}
 
 
-@pytest.mark.parametrize("given", [{"shots": 2}, {"limit": 0.5}])
-def test_numbers_are_those_of_the_harness_called_from_outside(given, folder, model, words):
+def test_numbers_are_those_of_the_harness_called_from_outside(folder, model, words):
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    found = measure(harness(folder, "next_word", **given), "next_word", model, words)
+    found = measure(harness(folder, "next_word", shots=2, limit=0.5), "next_word", model, words)
     whole = simple_evaluate(
         model=HFLM(pretrained=model, tokenizer=words, backend="causal", batch_size=3),
         tasks=["next_word"],
         task_manager=TaskManager(include_path=str(folder), include_defaults=False),
-        num_fewshot=given.get("shots"),
-        limit=given.get("limit"),
+        num_fewshot=2,
+        limit=0.5,
     )["results"]["next_word"]
     for metric, cell in found["metrics"].items():
         assert (cell["value"], cell["error"]) == (whole[f"{metric},none"], whole[f"{metric}_stderr,none"])
-    assert found["examples"] == whole["sample_len"] and found["shots"] == given.get("shots", 0)
+    assert found["examples"] == whole["sample_len"] and found["shots"] == 2
 
 
 def test_weights_mode_generators_and_tokenizer_stay_and_nothing_is_said(folder, model, words, capfd):

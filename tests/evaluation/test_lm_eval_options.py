@@ -24,15 +24,3 @@ def harness(folder, *tasks, **given):
 )
 def test_the_base_and_the_last_stage_are_always_measured(when, due):
     assert [n for n in range(8) if is_due(options(when=when).when, n, stages=7)] == due
-
-
-def test_other_files_in_the_folder_make_another_stamp(tmp_path):
-    probe = options(include=str(tmp_path))
-    stamps = [probe.stamp]
-    (tmp_path / "task.yaml").write_text("task: a")
-    stamps.append(probe.stamp)
-    (tmp_path / "task.yaml").write_text("task: ab")
-    stamps.append(probe.stamp)
-    (tmp_path / "__pycache__").mkdir()
-    (tmp_path / "__pycache__" / "task.pyc").write_text("left by Python")
-    assert len(set(stamps)) == 3 and probe.stamp == stamps[-1]

@@ -72,9 +72,6 @@ def test_every_value_is_a_finite_number_however_little_was_measured():
     assert all(type(value) is float and math.isfinite(value) for value in found.values())
     assert not {"LC/nats", "ppl/law/final", "ppl/food/final", "ZS/nats", "ZS/nats/low"} & set(found)
     assert found["ZS/nats/high"] == 2
-    for rows in range(3):
-        found = summarize_scores(made(rows=rows))
-        assert found["cost/seconds"] == 99 and ("LC/nats" in found) == (rows > 0)
 
 
 @pytest.mark.parametrize("pair", [("law", "law/macro_f1"), ("MF1", "forward"), ("a/b", "a%2Fb")])

@@ -21,9 +21,6 @@ def configured(tmp_path, configs, **given):
     return runs
 
 
-# --- finding, filtering, naming
-
-
 def test_runs_are_found_at_any_depth_once_and_what_cannot_be_read_or_was_only_begun_is_named(tmp_path):
     for name in ("a/deep/1", "b"):
         saved(tmp_path / name, config={"seed": 0})
@@ -44,15 +41,8 @@ def test_filters_choose_runs_and_a_wrong_one_says_what_is_allowed():
     counts = {"method=das": 4, "method=das,ncl": 8, "variant=a=1; b=[x,y]": 4, "variant=b=[x,y]": 4}
     assert {word: len(filter_runs(runs, [word])) for word in counts} == counts
     assert len(filter_runs(runs, ["method=das,ncl", "seed=1"])) == 4 and len(filter_runs(runs, [])) == 8
-    apart = [run(method="ncl", seed=0), run(method="das", seed=1)]
-    wrong = {("speed=1",): "allowed: KEY=VALUE.*method, mask", ("method=",): "allowed: KEY=VALUE"}
-    wrong |= {("method=das,ewc",): "method=ewc; there is: das, ncl", ("method=das", "seed=0"): "no run has"}
-    for where, said in wrong.items():
-        with pytest.raises(ValueError, match=said):
-            filter_runs(apart, where)
-
-
-# --- measurements
+    with pytest.raises(ValueError, match="method=ewc; there is: das, ncl"):
+        filter_runs(runs, ["method=das,ewc"])
 
 
 def test_metrics_end_tasks_and_answers_on_some_domains():
@@ -112,21 +102,20 @@ def test_intransigence_against_one_of_the_same_seed_model_order_and_conditions()
     assert some.values["intransigence/nats"] == pytest.approx(0.7)
 
 
-# --- sections
-
 OTHERS = {
     "objective": {"objective": "causal"},
     "texts": {"digest": "other"},
     "domains": {"order": DOMAINS[:2], "nll": [row[:3] for row in NLL[:3]]},
 }
-CHANGED = {
-    "score_on": "valid",
-    "tokenizer": "4567cdef",
-    "length": 128,
-    "mask_rate": 0.15,
-    "packing": "isolated",
+OTHERS |= {
+    name: {"conditions": CONDITIONS | {name: value}}
+    for name, value in (
+        ("score_on", "valid"),
+        ("tokenizer", "4567cdef"),
+        ("length", 128),
+        ("packing", "isolated"),
+    )
 }
-OTHERS |= {name: {"conditions": CONDITIONS | {name: value}} for name, value in CHANGED.items()}
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -136,9 +125,6 @@ def test_what_perplexity_depends_on_makes_a_section(name):
     assert [len(first.runs), len(second.runs)] == [4, 1]
     assert second.baselines == {} and first.title != second.title
     assert first.places is second.places and sorted(first.places) == ["das", "ncl"]
-
-
-# --- groups and baselines
 
 
 def test_groups_are_over_seeds_and_orders_the_best_first():
@@ -163,9 +149,6 @@ def test_labels_models_values_and_configs_make_groups(tmp_path):
     assert load_runs.differing_settings(runs) == ["trainer.steps"]
     configs = [{"seed": s, "order": s, "mask": {"seed": s}, "domains": {"root": f"/{s}"}} for s in (0, 1, 2)]
     assert names(configured(tmp_path / "seeds", configs)) == ["ncl"]  # what follows the seed does not
-    configs = [{f"key{n}": 0 for n in range(5)} | {"key4": value} for value in (0, 1)]
-    configs += [{f"key{n}": 1 for n in range(4)} | {"key4": value} for value in (1, 7)]
-    assert len(set(names(configured(tmp_path / "many", configs)))) == 4
 
 
 def test_the_baseline_shares_model_and_orders_and_most_values():

@@ -59,11 +59,6 @@ def test_thirty_runs_are_compared_all_and_those_that_are_asked_for(thirty, tmp_p
     found = {each["name"]: (each["runs"], each["baseline"]) for each in told["groups"]}
     assert found == {"joint": (5, None), "das": (5, "joint")}
     assert "Metrics on law, food only." in (out / "mine.md").read_text()
-    capsys.readouterr()
-    options = ["--by", "order", "--export", "none", "--where", "method=ncl", "--out", str(out)]
-    assert main([str(thirty), *options]) == 0
-    assert rows_of(capsys.readouterr().out, "masked")["ncl, order 1"][0] == "5 (5 seeds x 1 order)"
-    assert (out / "comparison_method-ncl.html").is_file() and not (out / "comparison.html").exists()
 
 
 def test_unfinished_begun_and_damaged_runs_are_named(tmp_path, capsys, no_figures):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -111,19 +110,6 @@ def test_curves_come_from_metrics_csv_of_two_lines_the_later_one(synced):
     assert len(patterns) == len({name.partition("/")[0] for name in patterns})  # of which none meets another
 
 
-def test_rows_costs_and_end_tasks_are_points_over_the_stages(synced):
-    logged = [row for row in wandb_files.history(synced[0] / "done") if "stage" in row]
-    rows = [row for row in logged if "ppl/law" in row]
-    learned = [None, pytest.approx(np.exp(3)), pytest.approx((np.exp(3) + np.exp(3.3)) / 2)]
-    expected = {"stage": [0, 1, 2], "ppl/food": pytest.approx(np.exp([4, 4, 3])), "stages/learned": learned}
-    expected |= {"stages/tokens": [0, 100, 200], "stages/stored": [0, 8, 16], "stages/seconds": [0, 10, 20]}
-    expected |= {"stages/leak": [None, None, 0.25]}
-    assert {name: [row.get(name) for row in rows] for name in expected} == expected
-    law = [(row["stage"], row["tasks/law"]) for row in logged if "tasks/law" in row]
-    assert law == [(1, pytest.approx(0.6)), (2, pytest.approx(0.5))]
-    assert [key for row in rows for key in row if key.startswith("units/importance/heads")]
-
-
 def test_the_summary_has_the_headlines_and_every_table_and_picture_is_there(synced):
     done, tables, known = synced[0] / "done", set(tabulate(scores())), choose_headlines(scores())
     shown = wandb_files.summary(done)
@@ -142,19 +128,6 @@ def test_the_summary_has_the_headlines_and_every_table_and_picture_is_there(sync
     assert cells[0] == expected | {name: pytest.approx(value) for name, value in numbers.items()}
     assert [row["learned"] for row in cells[3:]] == [True] + [False] * 5
     assert wandb_files.table(done, "matrix")[1]["law"] == pytest.approx(np.exp(3))
-
-
-def test_a_run_that_wandb_knows_gets_what_is_missing(tmp_path, monkeypatch):
-    logged, codes = [], []
-    run = SimpleNamespace(resumed=True, config={}, summary={"stage": 1}, log=logged.append)
-    run.finish = lambda exit_code: codes.append(exit_code)
-    monkeypatch.setattr(rebuild, "init_wandb", lambda *args, **about: run)
-    runs = {folder(tmp_path / "done", scores()): scores()}
-    assert rebuild.sync_runs(runs, project=None, entity=None, mode="online") == 0
-    assert [row["stage"] for row in logged if "ppl/law" in row] == [2]
-    assert not any("train/lm/law" in row for row in logged)
-    assert run.summary["LC/nats"] == pytest.approx(3.15) and codes == [0]
-    assert not (tmp_path / "done" / "rebuilt").exists()
 
 
 def test_of_a_table_that_wandb_cuts_the_last_stages_are_shown(tmp_path):

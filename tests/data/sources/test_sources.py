@@ -15,12 +15,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from cpt.data.corpus import make_corpus
-from cpt.data.sources.base import (
-    GENERAL,
-    NOT_DOMAINS,
-    read_members,
-    stamp_of,
-)
+from cpt.data.sources.base import GENERAL, NOT_DOMAINS, read_members, stamp_of
 from cpt.data.sources.hub import Hub
 from cpt.data.sources.texts import Texts
 from tests.conftest import ROOT
@@ -32,7 +27,7 @@ DOCUMENTS = [
     "form\x0cfeed\u2028and\x85others",
     "NA",
     "7",
-    "x" * 200_000,
+    "x" * 10**5,
 ]
 PACK = {".gz": gzip.compress, ".zst": lambda raw: pa.compress(raw, codec="zstd", asbytes=True)}
 
@@ -43,9 +38,8 @@ def texts(root, **options):
 
 
 def hub(entry, *, column="text", streaming=True, general=None, **others):
-    return Hub(
-        catalogue={"news": entry, **others}, column=column, streaming=streaming, general=general, **SHARED
-    )
+    how = {"column": column, "streaming": streaming, "general": general, **SHARED}
+    return Hub(catalogue={"news": entry, **others}, **how)
 
 
 def put(path, content):
@@ -130,9 +124,6 @@ def test_auto_takes_lines_paragraphs_or_files_by_the_first_lines_the_count_and_t
     put(tmp_path / "a" / "b.txt", "Three.\n\nFour.\n")
     put(tmp_path / "a" / "two.md.zst", "# Two\n\nmore\n")
     assert said(tmp_path) == ["One.", "Two.", "Three.", "Four.", "# Two\n\nmore\n"]
-    for lines, count in ((10_000, 10_001), (9_998, 2)):
-        put(tmp_path / "b" / "a.txt", "x\n" * lines + "\ny\n")
-        assert len(read(tmp_path, "b")) == count
     for count in (19, 20):  # so many files are documents themselves
         for number in range(count):
             put(tmp_path / "c" / f"{number}.txt", "One.\n\nTwo.\n")
@@ -226,9 +217,8 @@ def test_the_fingerprint_is_that_of_the_files(tmp_path):
         return len(seen)
 
     put(path, "One.\n")
-    put(tmp_path / "b" / "b.txt", "One.\n")
     assert look() == 1
-    put(tmp_path / "b" / "c.txt", "Two.\n")
+    put(tmp_path / "b" / "b.txt", "One.\n")
     assert look() == 1
     os.utime(path, ns=(1, 1))
     assert [look(), look(column="body"), look(document="line")] == [2, 3, 4]
@@ -276,13 +266,6 @@ def test_a_data_set_gives_its_splits_or_those_that_are_asked_for(dataset, stream
     found = list(hub(wanted, streaming=streaming).read("news"))
     expected = [("train", f"validation {n}") for n in range(3)]
     assert found == expected + [("test", f"train {n}") for n in range(3 if streaming else 2)]
-    source = hub(entry, general="wiki", wiki={"path": str(dataset), "splits": {"train": "test"}})
-    assert source.names == ["news"]  # the general text may be of the catalogue
-    assert [text for _, text in source.read(GENERAL)] == ["test 0", "test 1", "test 2"]
-
-
-BAD_ENTRIES = [{"name": "ecthr_a"}, {"path": "x", "config": "y"}, {"path": "x", "splits": {"dev": "y"}}]
-BAD_ENTRIES.append({"path": "json", "data_files": {"train": []}})
 
 
 @pytest.fixture
@@ -313,16 +296,9 @@ def test_fine_leaves_the_coarse_ones_out_and_a_coarse_domain_has_the_text_of_its
     assert texts(m2d2, by="fine", ignore=[*NOT_DOMAINS]).domains == fine
 
 
-ONLY = [
-    ("cs.*", ["cs.AI", "cs.CL"]),
-    (["math.AC", "hep-th"], ["hep-th", "math.AC"]),
-    ("/(cs|math)\\.A./", ["cs.AI", "math.AC", "math.AG"]),
-]
-
-
 def test_only_some_domains_are_left_and_named_orders_are_of_them(m2d2):
-    for only, left in ONLY:
-        assert texts(m2d2, only=only).domains == left
+    assert texts(m2d2, only=["math.AC", "hep-th"]).domains == ["hep-th", "math.AC"]
+    assert texts(m2d2, only="/(cs|math)\\.A./").domains == ["cs.AI", "math.AC", "math.AG"]
     orders = [["math.AG", "cs.AI", "cs.CL"], ["cs.CL", "cs.AI"]]
     assert texts(m2d2, orders=orders, only="cs.*").named_orders == [["cs.AI", "cs.CL"], ["cs.CL", "cs.AI"]]
     assert texts(m2d2, by="coarse", only="m*").domains == ["math"]

@@ -172,7 +172,6 @@ FILES = [  # what stands in a file, and what is said of it
     ("jsonl", "law/train.jsonl", "\udcff", " is not UTF-8: line 1, byte 1"),
     ("csv", "law/train.csv", "text,label\na,b\nc", ", line 3 has 1 values"),
     ("csv", "law/train.csv", "words,label\na,b", ", line 2 has no 'text'"),
-    ("fewshot_tsv", "agnews/0/train.txt", "a text", ", line 1 has no tab"),
     ("superni", "law/train.json", "[]", " has no Instances"),
 ]
 
