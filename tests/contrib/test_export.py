@@ -38,10 +38,6 @@ def test_the_command_line_writes_a_run_s_tasks_and_says_how_to_ask_them(tasks, c
     assert second == f"probe=lm_eval probe.include={tmp_path / 'out'} 'probe.tasks=[cpt_tasks]'"
     assert [row["id"] for row in rows(tmp_path / "out", "law")] == [f"law-test-{place}" for place in range(5)]
     assert yaml.safe_load((tmp_path / "out" / "_all.yaml").read_text())["task"] == ["cpt_law"]
-    with pytest.raises(SystemExit):
-        main([str(tmp_path / "none"), *given, "domains.choices=none", "model.length=64"])
-    told = capsys.readouterr().err
-    assert "no task of food, law has choices" in told and not list((tmp_path / "none").glob("*"))
 
 
 def causal(vocabulary):

@@ -84,14 +84,14 @@ def test_labels_are_the_sub_packages_which_no_text_names_and_a_module_is_in_the_
         assert max(sum(example.label == label for example in own) for label in found.classes) == most
 
 
-def test_the_same_text_gives_the_same_examples_wherever_it_lies(task, package, tmp_path, monkeypatch):
+def test_the_same_text_gives_the_same_examples_and_other_text_others(task, package, tmp_path, monkeypatch):
     first, many = task(), task(examples={"train": 99, "dev": 6, "test": 8}).train
     assert task(seed=1).content != first.content
     assert {module_of(each) for each in task(seed=1).train} <= {module_of(each) for each in many}
     with monkeypatch.context() as patched:  # docstrings are read once
         patched.setattr("cpt.contrib.docstring_tasks.source.documents_by_module", pytest.fail)
         assert task().content == first.content
-    write_module(tmp_path / "elsewhere/made_up/hills/m0.py", "hills", "0 b")
+    write_module(package / "made_up/hills/m0.py", "hills", "0 b")
     assert task(cache=str(tmp_path / "another")).content != first.content
 
 

@@ -14,7 +14,7 @@ from cpt.contrib.wandb_tools.rebuild import REBUILT, sync_runs
 from cpt.core.config import digest
 from cpt.evaluation.scores import COSTS, NOTED, Scores
 from cpt.loggers.loggers import LongCSV, log_scores, log_stage, track
-from cpt.loggers.wandb import Curves, run_name
+from cpt.loggers.wandb import Curves
 from cpt.reporting.frames import choose_headlines, summarize_scores
 from cpt.train import train
 from tests.conftest import ROOT, SMALL, with_values
@@ -62,10 +62,6 @@ def test_every_run_is_one_run_with_its_own_id_and_group_and_shown_as_it_ended(ru
     assert (config(runs / "s1")["seed"], config(runs / "s1")["trainer"]["steps"]) == (1, 4)
     codes = {name: end.exit_code for name, end in by_run(runs, "exit").items()}
     assert codes == {"s0": 0, "s1": 0, "failing": 1}
-    about = {"method": "das", "mask": "none", "replay": "none", "seed": 1, "variant": "temperature=0.1"}
-    assert run_name(about, "reverse") == "das order=reverse seed=1 (temperature=0.1)"
-    many = [f"domain-{place}" for place in range(120)]
-    assert run_name(about | {"variant": ""}, many) == "das order=120 domains seed=1"
 
 
 def test_losses_are_one_curve_over_the_tokens_of_the_whole_run(runs):

@@ -107,15 +107,8 @@ OTHERS = {
     "texts": {"digest": "other"},
     "domains": {"order": DOMAINS[:2], "nll": [row[:3] for row in NLL[:3]]},
 }
-OTHERS |= {
-    name: {"conditions": CONDITIONS | {name: value}}
-    for name, value in (
-        ("score_on", "valid"),
-        ("tokenizer", "4567cdef"),
-        ("length", 128),
-        ("packing", "isolated"),
-    )
-}
+CHANGED = {"score_on": "valid", "tokenizer": "4567cdef", "length": 128, "packing": "isolated"}
+OTHERS |= {name: {"conditions": CONDITIONS | {name: value}} for name, value in CHANGED.items()}
 
 
 @pytest.mark.parametrize("name", OTHERS)

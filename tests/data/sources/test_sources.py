@@ -119,17 +119,6 @@ def test_what_a_document_of_a_text_file_is(tmp_path, name):
         assert said(tmp_path, document=document) == expected
 
 
-def test_auto_takes_lines_paragraphs_or_files_by_the_first_lines_the_count_and_the_kind(tmp_path):
-    put(tmp_path / "a" / "a.txt", "\n\nOne.\nTwo.\n\n")  # no blank line separates
-    put(tmp_path / "a" / "b.txt", "Three.\n\nFour.\n")
-    put(tmp_path / "a" / "two.md.zst", "# Two\n\nmore\n")
-    assert said(tmp_path) == ["One.", "Two.", "Three.", "Four.", "# Two\n\nmore\n"]
-    for count in (19, 20):  # so many files are documents themselves
-        for number in range(count):
-            put(tmp_path / "c" / f"{number}.txt", "One.\n\nTwo.\n")
-        assert len(read(tmp_path, "c")) == (38 if count == 19 else 20)
-
-
 SPLIT_OF = {
     "train": "train.jsonl testing.jsonl test-cases.jsonl my.test.jsonl",
     "valid": "validation.jsonl val.jsonl dev_3.jsonl dev.jsonl.gz",

@@ -166,12 +166,10 @@ def test_chats_and_instructions_are_read_and_one_with_nothing_to_it_has_its_own_
 
 
 FILES = [  # what stands in a file, and what is said of it
-    ("jsonl", "law/train.jsonl", "\n\n", " is empty"),
     ("jsonl", "law/train.jsonl", '{"text": "b", "label": "a"}\n{"text": "a" "b"}', ", line 2 is not JSON"),
     ("jsonl", "law/train.jsonl", '{"text": null, "label": "a"}', ", line 1: 'text' is not text"),
     ("jsonl", "law/train.jsonl", "\udcff", " is not UTF-8: line 1, byte 1"),
     ("csv", "law/train.csv", "text,label\na,b\nc", ", line 3 has 1 values"),
-    ("csv", "law/train.csv", "words,label\na,b", ", line 2 has no 'text'"),
     ("superni", "law/train.json", "[]", " has no Instances"),
 ]
 
