@@ -11,10 +11,11 @@ from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditional
 
 from cpt.contrib.lm_eval_export.__main__ import main
 from cpt.contrib.lm_eval_export.tasks import HarnessTexts, export_group, export_task
+from cpt.data.example import Example
 from cpt.evaluation.task_answers import Question, rank_choices, score_choices
 from cpt.models.objectives import Causal, CausalAnswers, Seq2SeqAnswers
 from tests.evaluation.test_lm_eval_options import options
-from tests.support.task_fixtures import STYLES, encoder, some_examples, write_tasks
+from tests.support.task_fixtures import LABELS, STYLES, encoder, some_examples, write_tasks
 
 CHOICES = ("mu", "na", "pe", "so", "tu")  # of one length, so that not always the same is the likeliest
 NEEDED = pytest.mark.skipif(not find_spec("lm_eval"), reason="the extra: pip install -e '.[lm-eval]'")
@@ -22,6 +23,24 @@ NEEDED = pytest.mark.skipif(not find_spec("lm_eval"), reason="the extra: pip ins
 
 def rows(folder, task):
     return [json.loads(line) for line in (folder / f"{task}.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("seq2seq", [False, True])
+@pytest.mark.parametrize("style", STYLES)
+def test_the_tokens_of_every_style_are_ours_and_what_differs_is_told(style, seq2seq, tmp_path):
+    made, examples = encoder(STYLES[style](), seq2seq=seq2seq), some_examples(20)
+    texts = HarnessTexts(made)
+    found = export_task(tmp_path, "TC", map(made.prompt, examples), texts)
+    assert (found.name, found.examples, found.differing) == ("cpt_TC", 20, [])
+    for row, example in zip(rows(tmp_path, "TC"), examples, strict=True):
+        assert row["id"] == example.id and row["question"].endswith(example.source)
+        assert row["choices"] == [texts.choice(label) for label in LABELS]
+        assert LABELS[row["answer"]] == example.target
+    if style in ("bare", "opened", "framed") and not seq2seq:  # a special token that is spelled out
+        special = made.tokenizer.eos_token or made.tokenizer.sep_token
+        odd = Example("odd", f"What is {special} for?\nAnswer:", LABELS[0], "TC", LABELS)
+        found = export_task(tmp_path, "TC", map(made.prompt, [*examples, odd]), texts)
+        assert found.differing == ["odd"] and found.examples == 21
 
 
 @pytest.fixture(scope="module")

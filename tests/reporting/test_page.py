@@ -95,17 +95,6 @@ def test_markdown_has_tables_pictures_and_what_is_folded(tmp_path, picture):
     assert align_columns(Block(head=HEAD, cells=CELLS)) == shown
 
 
-def test_pictures_are_named_by_content_and_the_same_each_time(tmp_path, picture):
-    blocks = [Block(title="Any", picture=picture, name="forgetting_learning"), Block(title="Plain")]
-    again = [Block(title="Other", lines=["first"]), *blocks]
-    kept = []
-    for each in (blocks, again):
-        write_page(each, title="t", stem=tmp_path / "v1.5", vectors=True)
-        kept.append({path.name: path.read_bytes() for path in tmp_path.glob("v1.5-*.*")})
-    assert set(kept[0]) == {f"v1.5-forgetting_learning.{kind}" for kind in ("png", "svg", "pdf")}
-    assert kept[0] == kept[1] and kept[0]["v1.5-forgetting_learning.pdf"].startswith(b"%PDF")
-
-
 def rendered(text):
     markdown_it = pytest.importorskip("markdown_it")
     return markdown_it.MarkdownIt("commonmark").enable(["table", "strikethrough"]).parse(text)

@@ -10,7 +10,6 @@ from filelock import FileLock
 from cpt.contrib.wandb_tools import rebuild
 from cpt.core.config import digest
 from cpt.evaluation.scores import COSTS, NOTED
-from cpt.reporting.frames import MAX_HEADLINES, choose_headlines, tabulate
 from tests.support import wandb_files
 from tests.support.tracked import scores
 
@@ -108,26 +107,6 @@ def test_curves_come_from_metrics_csv_of_two_lines_the_later_one(synced):
     assert axes == dict.fromkeys(("ppl", "stages", "tasks", "units"), "stage") | {"train": "train/tokens"}
     patterns = [name for name in metrics if "*" in name]
     assert len(patterns) == len({name.partition("/")[0] for name in patterns})  # of which none meets another
-
-
-def test_the_summary_has_the_headlines_and_every_table_and_picture_is_there(synced):
-    done, tables, known = synced[0] / "done", set(tabulate(scores())), choose_headlines(scores())
-    shown = wandb_files.summary(done)
-    assert {key: shown[key] for key in known} == pytest.approx(known)
-    entries = {key.split(".")[0] for key in shown if not key.startswith("_")}
-    assert len(known) <= MAX_HEADLINES and len(entries) <= 40
-    assert entries - set(known) - {"stage", "train/tokens", "trainer/global_step"} >= tables
-    (last,) = [row for row in wandb_files.history(done) if any(key.startswith("matrix_image") for key in row)]
-    images = {f"{name}_image" for name in ("matrix", "stages", "parts", "endtasks")}
-    assert {key.split(".")[0] for key in last} >= images | tables | {"report"}
-    assert len(list(done.rglob("media/images/*.png"))) == 4
-    assert [page.read_text() for page in done.rglob("media/html/*.html")] == ["<p>the page</p>"]
-    cells = wandb_files.table(done, "losses")
-    expected = {"stage": 2, "after": "food", "text": "law", "learned": True, "nats": 3.3}
-    numbers = {"perplexity": np.exp(3.3), "bits_per_byte": 3.3 * 100 / 400 / np.log(2)}
-    assert cells[0] == expected | {name: pytest.approx(value) for name, value in numbers.items()}
-    assert [row["learned"] for row in cells[3:]] == [True] + [False] * 5
-    assert wandb_files.table(done, "matrix")[1]["law"] == pytest.approx(np.exp(3))
 
 
 def test_of_a_table_that_wandb_cuts_the_last_stages_are_shown(tmp_path):
