@@ -123,6 +123,13 @@ def test_markdown_shows_names_as_they_are():
         assert (token.type, token.content) == ("fence", f"{code}\n")
 
 
+def test_a_console_gets_a_line_per_row_and_no_control_signs():
+    for name in NAMES:
+        text = align_columns(Block(head=["group", name], cells=[[name, "1"], ["x", "2"]]))
+        assert len(text.splitlines()) == 3
+        assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", text)
+
+
 def test_a_page_has_no_element_from_a_name(tmp_path):
     def tags(names):
         same = [dict.fromkeys(("title", "folded", "code"), name) for name in names]

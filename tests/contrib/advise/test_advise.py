@@ -223,7 +223,7 @@ def test_an_advice_is_planned_run_stopped_gone_on_with_and_told(here, tmp_path, 
         assert low <= arm["learned"] <= high and "learned_at" in arm["intervals"]
     assert any("one seed was run" in line for line in found["unknown"])
     with Image.open(out / "advice-plane.png") as picture:
-        assert f"{found['recommended']['arm']} recommended" in picture.text["Description"]
+        assert f"{found['recommended']['arm']} (recommended)" in picture.text["Description"]
     assert here("--weight", "0") == []  # nothing is learned again
     assert json.loads((out / "advice.json").read_text()) == found
     with pytest.raises(SystemExit):

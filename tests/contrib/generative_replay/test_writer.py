@@ -9,11 +9,13 @@ import pytest
 from datasets import Dataset
 
 from cpt.contrib.generative_replay.writer import (
+    MARK,
     ExampleWriter,
     Sample,
     TextWriter,
     WritingJob,
     choose_texts,
+    from_form,
     sample_file,
 )
 from cpt.core.files import read_checked_json, write_checked_json
@@ -117,6 +119,14 @@ def example_writer(*, seq2seq: bool = False, **how) -> ExampleWriter:
     for name, value in how.items():
         setattr(made, name, value)
     return made
+
+
+def test_an_answer_has_to_be_one_of_the_choices():
+    valid = [f"a question {MARK} tu", f"a question{MARK}tu ", f"a {MARK} b {MARK} mu na"]
+    invalid = [f"a question {MARK} mu", f"a question {MARK} TU", f"{MARK} tu", f"a {MARK}", "a tu", ""]
+    for text in (*valid, *invalid):
+        assert (from_form(text, task="law", number=0, choices=LABELS) is not None) == (text in valid)
+    assert from_form(f"a {MARK} b", task="law", number=0, choices=()).target == "b", "open ones may be any"
 
 
 @pytest.mark.parametrize("seq2seq", [False, True])

@@ -118,6 +118,13 @@ def test_the_prompt_of_o_lora_is_theirs_and_options_are_shuffled_by_the_example_
     assert first == again and heads == {"Options: good, bad", "Options: bad, good"}
 
 
+def test_a_task_that_asks_itself_gets_no_question(source, tmp_path):
+    write(tmp_path, "cl_benchmark")
+    (tmp_path / "root" / "SC").rename(tmp_path / "root" / "COPA")
+    made = source("domains.format=cl_benchmark", "domains/template=o_lora", "domains.template.names=none")
+    assert all(each.source.startswith("text ") for each in examples(made, "sst-2", tmp_path))
+
+
 def test_a_question_of_train_is_no_test_whatever_its_answer_is(source, tmp_path, caplog):
     root = tmp_path / "root" / "a"
     contradicting = {"text": "text 3", "label": "bad"}
@@ -142,6 +149,16 @@ def test_as_many_of_each_answer_as_asked_for(source, tmp_path):
     assert Counter(few.values()) == {"a": 4, "b": 4, "c": 4}
     assert few.items() <= drawn(8).items()  # the draw grows
     assert drawn(4, "test") == drawn("all", "test") and len(drawn("all")) == 60 - 3 - 6
+
+
+def test_an_answer_that_is_no_choice_is_told_or_left_out(source, tmp_path):
+    write(tmp_path, "cl_benchmark")
+    path = tmp_path / "root" / "SC" / "SST-2" / "test.json"
+    put(path, [*json.loads(path.read_text()), {"label": "-", "sentence": "nobody knows"}])
+    given = "domains.format=cl_benchmark"
+    with pytest.raises(ValueError, match="example 40 of sst-2, test: its answer '-' is none of the choices"):
+        make_corpus(source(given), "sst-2", cache=tmp_path)
+    assert len(examples(source(given, "domains.unknown=drop"), "sst-2", tmp_path, "test")) == 40
 
 
 def test_chats_and_instructions_are_read_and_one_with_nothing_to_it_has_its_own_prompt(source, tmp_path):
