@@ -7,7 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from cpt.data.corpus import make_corpus
-from cpt.data.sources.docstrings import InstalledDocs, documents, documents_by_module, names_in, subpackages
+from cpt.data.sources.docstrings import InstalledDocs, names_in, subpackages
 from cpt.evaluation.finetune_tasks import plan_endtasks
 from tests.conftest import ROOT
 
@@ -84,19 +84,14 @@ def test_labels_are_the_sub_packages_which_no_text_names_and_a_module_is_in_the_
         assert max(sum(example.label == label for example in own) for label in found.classes) == most
 
 
-def test_the_same_text_gives_the_same_examples_wherever_it_lies(task, package, tmp_path, monkeypatch):
+def test_the_same_text_gives_the_same_examples_and_other_text_others(task, package, tmp_path, monkeypatch):
     first, many = task(), task(examples={"train": 99, "dev": 6, "test": 8}).train
     assert task(seed=1).content != first.content
     assert {module_of(each) for each in task(seed=1).train} <= {module_of(each) for each in many}
     with monkeypatch.context() as patched:  # docstrings are read once
         patched.setattr("cpt.contrib.docstring_tasks.source.documents_by_module", pytest.fail)
         assert task().content == first.content
-    (tmp_path / "elsewhere").mkdir()
-    (package / "made_up").rename(tmp_path / "elsewhere" / "made_up")
-    monkeypatch.syspath_prepend(tmp_path / "elsewhere")
-    importlib.invalidate_caches()
-    assert task(cache=str(tmp_path / "another")).content == first.content
-    write_module(tmp_path / "elsewhere/made_up/hills/m0.py", "hills", "0 b")
+    write_module(package / "made_up/hills/m0.py", "hills", "0 b")
     assert task(cache=str(tmp_path / "another")).content != first.content
 
 
@@ -110,45 +105,3 @@ def test_names_are_blanked_as_words_and_a_sub_package_with_more_than_half_of_the
     assert found == {name: name for name in sizes} | divided
     halves = subpackages([("p.core.x", ["text"] * 2), ("p.io.a", ["text"] * 2)])
     assert set(halves.values()) == {"p.core", "p.io"}
-
-
-def test_modules_come_with_the_documents(package):
-    found = list(documents_by_module(["made_up"]))
-    assert ["\n\n".join(paragraphs) for _, paragraphs in found] == list(documents(["made_up"]))
-    names = [module for module, _ in found]
-    assert {"made_up", "made_up.alone", "made_up.hills.m11"} < set(names)
-    assert len(set(names)) == len(names) == 38
-    write_module(package / "one_file.py", "hills", 0)
-    importlib.invalidate_caches()
-    assert [module for module, _ in documents_by_module(["one_file"])] == ["one_file"]
-
-
-def test_tasks_are_those_of_the_runs_domains_and_one_without_sub_packages_is_told(package, given):
-    for place in range(9):
-        write_module(package / "flat" / f"m{place}.py", "woods", place)
-    packages = {"sea": ["made_up"], "land": ["made_up"], "flat": ["flat"]}
-    order, own = ["land", "sea", "flat"], given(packages, tasks={"land": {"classes": 2}})
-    plan = plan_endtasks(own, [*packages], order)
-    assert plan.tasks == order
-    tasks = [plan.task(name) for name in ("land", "sea")]
-    assert [len(task.classes) for task in tasks] == [2, 3]
-    assert tasks[1].steps == -(-60 // 16) * plan.settings("sea").epochs
-    with pytest.raises(ValueError, match=r"^endtask\.tasks\.flat: packages=\['flat'\] have 0 sub-packages"):
-        plan.task("flat")
-    without = given(packages, tasks={"flat": None})
-    assert plan_endtasks(without, [*packages], ["land", "flat"]).tasks == ["land"]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ({"examples": {"test": 0}}, r"^endtask\.examples=.*'test': 0.*; allowed: a whole number, 1 or more"),
-        ({"tasks": {"land": {"classes": 1}}}, r"^endtask\.tasks\.land\.classes=1; allowed"),
-        ({"tasks": {"land": {"cache": "x"}}}, r"^endtask\.tasks\.land has cache; allowed: epochs"),
-        ({"tasks": {"sea": {"classes": 2}}}, r"^endtask\.tasks\.sea: there is no such domain; allowed: land"),
-        ({"packages": None}, r"^endtask\.packages=null; allowed: packages by domain, like those"),
-    ],
-)
-def test_wrong_options_are_told_at_once(given, overrides, message):
-    with pytest.raises(ValueError, match=message):
-        plan_endtasks(given(**{k: v for k, v in overrides.items() if v}) | overrides, ["land"], ["land"])

@@ -166,17 +166,3 @@ def test_the_digest_is_that_of_the_text_and_its_splits_and_a_killed_reader_chang
         made(tmp_path / "second", [*documents[:15], KeyboardInterrupt, *documents[15:]])
     again = made(tmp_path / "second", documents)
     assert again.facts["digest"] == digests[0] and split_up(again)["train"] == texts[2:]
-
-
-def test_the_base_model_is_the_same_with_fewer_documents_held_out(tmp_path):
-    documents, half = as_train(prose(60)), {**HELD_OUT, "valid": 0.2, "test": 0.2}
-    whole, few = (
-        made(tmp_path / str(most), documents, held_out={**half, "most": most}) for most in (None, 4)
-    )
-    for split in ("valid", "test"):
-        assert len(split_up(few)[split]) == 4 and {*split_up(few)[split]} < {*split_up(whole)[split]}
-    assert few.facts["duplicates"] == few.facts["held_out_copies"] == 0
-    assert few.facts["digest"] != whole.facts["digest"]
-    assert few.facts["train_digest"] == whole.facts["train_digest"]
-    more = made(tmp_path / "more", [*documents, ("train", "one more")], held_out=half)
-    assert more.facts["train_digest"] != whole.facts["train_digest"]

@@ -6,16 +6,7 @@ import pytest
 
 from cpt.data.example import read_example, write_example
 from cpt.data.tokenized_tasks import Encoder
-from tests.support.task_fixtures import (
-    CHATML,
-    FORGETFUL,
-    LABELS,
-    MARKED,
-    STYLES,
-    chat,
-    encoder,
-    some_examples,
-)
+from tests.support.task_fixtures import CHATML, FORGETFUL, MARKED, STYLES, chat, encoder, some_examples
 
 
 @pytest.fixture(scope="module", params=STYLES)
@@ -82,7 +73,16 @@ def test_released_code_cuts_the_question_itself(tokenizer):
     row = encoder(tokenizer, length=70, truncate="released").encode(example)
     assert len(row.ids) <= 70 and "Answer:" not in plain(tokenizer, row.ids)
     made = encoder(tokenizer, length=80)
-    assert len({tuple(made.prompt(replace(example, target=each)).ids) for each in LABELS}) == 1
+    assert len({tuple(made.prompt(replace(example, target=each)).ids) for each in example.choices}) == 1
+
+
+def test_tokens_that_run_into_each_other_are_told_apart(monkeypatch):
+    tokenizer = STYLES["opened"]()
+    (example,) = some_examples(1)
+    joined = Encoder.together
+    monkeypatch.setattr(Encoder, "together", lambda self, pairs: [ids[1:] for ids in joined(self, pairs)])
+    row = encoder(tokenizer).encode(example)
+    assert plain(tokenizer, marked(row)) == f" {example.target}"
 
 
 @pytest.mark.parametrize("scored_turns", ["all", "last"])
@@ -117,12 +117,3 @@ def test_a_long_chat_loses_its_oldest_exchanges_and_ends_in_its_answer(chatting)
         end = chatting.decode(row.ids, clean_up_tokenization_spaces=False)
         assert end.endswith(f"{example.target}</s>") and (drop or example.turns[0][1] in end)
         assert read_example(write_example(example)) == example
-
-
-def test_tokens_that_run_into_each_other_are_told_apart(monkeypatch):
-    tokenizer = STYLES["opened"]()
-    (example,) = some_examples(1)
-    joined = Encoder.together
-    monkeypatch.setattr(Encoder, "together", lambda self, pairs: [ids[1:] for ids in joined(self, pairs)])
-    row = encoder(tokenizer).encode(example)
-    assert plain(tokenizer, marked(row)) == f" {example.target}"

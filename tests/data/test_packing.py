@@ -13,7 +13,6 @@ import pytest
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerFast
 
 from cpt.core.randomness import key, sample_keys
 from cpt.data import corpus, packing, tokenize
@@ -230,9 +229,6 @@ def test_every_balanced_domain_has_the_tokens_of_the_smallest_but_for_a_row():
     assert (chosen.document_of(here) == whole.document_of(drawn)).all()
     assert (chosen.text_tokens == whole.text_tokens[drawn]).all()
     assert (chosen.row_lengths == whole.row_lengths[drawn]).all()
-    told = balance(texts, tokens=100)  # what is smaller stays
-    assert len(told["b"]) == 7 and len(told["a"]) == 13 and len(told["c"]) in (13, 14)
-    assert {*whole.draw_rows(50, stream=3)} < {*whole.draw_rows(150, stream=3)}
     chosen = balance({"a": short}, tokens=57)["a"]  # with the last row, which is short
     assert len(chosen) < 9 and chosen.row_lengths[-1] == 2
     assert list(chosen.row_lengths) == (chosen.document_of(np.arange(len(chosen))) >= 0).sum(1).tolist()
@@ -255,17 +251,9 @@ def packed_by(folder, tokenizer, *, workers=1):
 
 
 @pytest.mark.slow
-def test_rows_do_not_depend_on_how_many_make_them(tmp_path, tokenizers, small_shards, monkeypatch):
-    class Own(PreTrainedTokenizerFast):
-        def _encode_plus(self, *arguments, **options):
-            return super()._encode_plus(*arguments, **options)
-
+def test_rows_do_not_depend_on_how_many_make_them(tmp_path, tokenizers, small_shards):
     whole = packed_by(tmp_path / "1", tokenizers["framed"])
     assert packed_by(tmp_path / "2", tokenizers["framed"], workers=2) == whole
-    own = Own(tokenizer_object=made.framed().backend_tokenizer)
-    assert to_json(own) is None and to_json(tokenizers["framed"])
-    monkeypatch.setattr(tokenize, "map_in_processes", None)
-    assert packed_by(tmp_path / "4", own, workers=4)
     texts = [*prose(60), "x" * 3000, *prose(20, seed=1)]
     for split, shards in itertools.product(("train", "test"), (1, 7, 81)):
         found = written(tmp_path, texts, split=split)

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from cpt.evaluation import task_metrics
-from cpt.evaluation.options import KNOWN_BY
-from cpt.evaluation.predictions import Moved, answers_in, follow_answers, join_examples, mark_examples
-from cpt.evaluation.task_metrics import MEASURES, TaskAnswers, measures_of, sari, summarise_answers
-from tests.support.answering import kept, opened, ranked
+from cpt.evaluation.predictions import follow_answers, join_examples, mark_examples
+from cpt.evaluation.task_metrics import MEASURES, TaskAnswers, sari, summarise_answers
+from tests.support.answering import kept, ranked
 
 CHOICES = ("World", "Sports", "Science or Technology")
 
@@ -65,22 +64,6 @@ def test_rouge_is_that_of_the_longest_common_subsequence():
         assert found == pytest.approx(2 * common / sizes, abs=1e-6)
 
 
-def test_a_task_has_the_measures_that_there_is_something_for_and_is_known_by_what_is_asked_for():
-    assert measures_of(answered())[0] == "accuracy_ranked"
-    assert measures_of(answered(written=None)) == ["accuracy_ranked", "accuracy_ranked_mean"]
-    assert measures_of(free()) == ["rouge_l", "exact_match", "edit_similarity"]
-    with_sources = free(sources=["a"] * 4)
-    assert measures_of(with_sources, "sari") == ["sari", "rouge_l", "exact_match", "edit_similarity"]
-    assert measures_of(with_sources, "edit_similarity")[0] == "edit_similarity"
-    told = summarise_answers(answered(), known_by="exact_match")
-    assert told.head.tolist() == [1, 0, 0, 1] and list(told.means)[:2] == ["exact_match", "accuracy_ranked"]
-    with pytest.raises(ValueError, match="sari is of answers that there are not; allowed: rouge_l"):
-        measures_of(answered(ranked=None, ranked_mean=None), "sari")
-    # What may be asked for are measures in which higher is better and every example counts.
-    assert set(KNOWN_BY) == {name for name, each in MEASURES.items() if each.higher} - {"accuracy_valid"}
-    assert all(("written" in MEASURES[name].needs) is of for name, of in KNOWN_BY.items())
-
-
 def test_chance_and_majority():
     several = answered(choices=[CHOICES, CHOICES[:2]] * 2, references=["World", "World", "World", "Sports"])
     told = summarise_answers(several)
@@ -98,7 +81,6 @@ def test_the_metrics_are_those_of_the_papers_as_soon_as_their_terms_are_there():
 
 
 def test_intervals_are_of_examples_and_paired_between_rows():
-    """What every row has alike cancels in a difference: the interval of BWT is a point."""
     right = np.random.default_rng(0).integers(0, 2, (2, 400)).astype(float)
     alike = {"a": [right[0]] * 3, "b": [right[1]] * 3}
     found = task_metrics.compute_intervals(alike, rows=["base", "a", "b"])
@@ -106,8 +88,6 @@ def test_intervals_are_of_examples_and_paired_between_rows():
     error = 1.96 * np.sqrt(0.25 / 400 / 2)
     assert found["AP"] == pytest.approx([right.mean() - error, right.mean() + error], abs=0.01)
 
-
-# --- SARI
 
 SOURCE = "About 95 species are currently accepted ."
 REFERENCES = ["About 95 species are currently known .", "About 95 species are now accepted ."]
@@ -121,9 +101,6 @@ def test_sari_is_that_of_other_programs(count, expected):
 
 
 def test_sari_by_hand():
-    """I = a b, O = a c c, R = a c. Single words: c is added, rightly; a kept, rightly; b deleted, rightly.
-    Pairs: O adds ac and cc, R wants ac, F = 2/3; none is kept or to be kept; ab is deleted, rightly.
-    Triples: O adds acc and R nothing, precision 0, recall 0 / 0 = 1, F = 0. There are none of four words."""
     expected = ((1 + 1 + 1) + (2 / 3 + 1 + 1) + (0 + 1 + 1) + (1 + 1 + 1)) / 12
     assert sari("a b", "a c c", ["a c"]) == pytest.approx(expected)
     assert sari(SOURCE, REFERENCES[0], REFERENCES[:1]) == 1
@@ -146,8 +123,6 @@ def test_counts_of_sari_by_hand():
     assert deleted == pytest.approx(3 / 4)
 
 
-# --- what became of the answers, of the files of a run
-
 ROWS = ["base", "law", "food"]
 LAW = ([0, 0, 1, 0, 1], [1, 1, 1, 1, 0], [1, 0, 0, 1, 1])
 
@@ -165,36 +140,6 @@ def test_from_the_own_stage_and_from_the_base_to_the_end(tmp_path):
     assert (learned["before"], learned["after"]) == (0.8, 0.6)
     assert learned["forgotten_adjusted"] == pytest.approx(2 / 5 - 0.2 * 0.4 / (2 - 1))
     assert (since["forgotten"], since["gained"], found["food", "base"]["gained"]) == (1, 2, 1)
-
-
-def test_of_a_graded_measure_examples_fall_and_rise(tmp_path):
-    references = ["a b c d", "x y", "same"]
-    rows = (["a b", "x y", "same"], ["a b c", "x y", "same"], ["a b c d", "x", "same"])
-    given = {"law": [opened(each, references) for each in rows]}
-    found = moved(tmp_path, kept(tmp_path, given, rows=ROWS))
-    for since in ("law", "base"):
-        assert [found["law", since][name] for name in ("examples", "forgotten", "gained")] == [3, 1, 1]
-    assert "forgotten_adjusted" not in found["law", "law"], "a guess is among choices"
-    sources, references = ["a b c", "x y z"], ["a b", "x y"]
-    rows = (sources, references, ["a b", "x y z"])
-    given = [TaskAnswers(references, [()] * 2, written, None, None, sources) for written in rows]
-    answers = kept(tmp_path, {"law": given}, rows=ROWS, known_by="sari")
-    counts = moved(tmp_path, answers)["law", "law"]
-    assert (counts["before"], counts["forgotten"], counts["gained"]) == (1, 1, 0)
-    kept(tmp_path, {"law": [opened(written, references) for written in rows]}, rows=ROWS)
-    (error,) = follow_answers(tmp_path, ROWS, answers)
-    assert "has no column of the sources, which sari is of" in str(error)
-
-
-def test_a_file_that_is_gone_or_damaged_is_told_and_the_rest_goes_on(tmp_path):
-    answers = kept(tmp_path, {name: [*map(ranked, LAW)] for name in ("law", "food", "a/b")}, rows=ROWS)
-    answers_in(tmp_path, ROWS, 0, "law").unlink()
-    damaged = answers_in(tmp_path, ROWS, 2, "food")
-    damaged.write_bytes(damaged.read_bytes()[:50])
-    gone, broken, *rest = follow_answers(tmp_path, ROWS, answers)
-    assert isinstance(gone, FileNotFoundError) and str(gone) == str(answers_in(tmp_path, ROWS, 0, "law"))
-    assert str(broken).startswith(f"{damaged}: damaged predictions (")
-    assert [(each.task, each.since) for each in rest if isinstance(each, Moved)] == [("a/b", "base")]
 
 
 def test_examples_are_joined_by_their_ids_where_these_stand_for_the_same():

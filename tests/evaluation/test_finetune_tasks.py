@@ -29,21 +29,11 @@ def plan(root, *, names=("food", "law", "space"), order=("law", "food"), **overr
 
 
 @needs_das6
-@pytest.mark.parametrize(
-    ("name", "path", "sizes"),
-    [
-        ("pubmed", "pubmed", (2667, 7394, 13)),
-        ("phone", "phone", (239, 552, 2)),
-    ],
-)
-def test_the_split_of_das_reproduces(name, path, sizes):
-    own = {"path": path, "splits": "das"}
-    task = plan_endtasks(options("das6", root=DAS6, tasks={name: own}), SIX, SIX).task(name)
-    assert (len(task.train), len(task.test), len(task.classes)) == sizes and not task.dev
-
-
-@needs_das6
-def test_the_preset_is_the_protocol_of_das():
+def test_the_preset_is_the_protocol_of_das_and_its_split_reproduces():
+    for name, sizes in {"pubmed": (2667, 7394, 13), "phone": (239, 552, 2)}.items():
+        own = {"path": name, "splits": "das"}
+        task = plan_endtasks(options("das6", root=DAS6, tasks={name: own}), SIX, SIX).task(name)
+        assert (len(task.train), len(task.test), len(task.classes)) == sizes and not task.dev
     found = plan_endtasks(options("das6", root=DAS6), SIX, SIX)
     assert found.tasks == SIX and [found.settings(name).epochs for name in SIX] == [5, 10, 5, 15, 10, 15]
     assert {name for name in SIX if found.settings(name).metric == "micro_f1"} == {"pubmed"}
@@ -51,9 +41,6 @@ def test_the_preset_is_the_protocol_of_das():
     assert (len(task.train), len(task.test), len(task.classes)) == (3451, 1120, 3)
     assert (task.train[0].text, task.train[0].text_pair) == ("staff", "But the staff was so horrible to us.")
     assert found.task("ai").train[0].text_pair is None
-    found = plan_endtasks(options("das6", root=DAS6, splits="das"), SIX, SIX)
-    with pytest.raises(ValueError, match=r"^endtask\.tasks\.restaurant\.splits=das: rt-0 has das_split=None"):
-        found.task("restaurant")
 
 
 def test_tasks_are_those_of_learned_domains_in_their_order_each_with_its_own_values(root):
@@ -65,35 +52,6 @@ def test_tasks_are_those_of_learned_domains_in_their_order_each_with_its_own_val
     assert (found.settings("law").metric, found.settings("food").metric) == ("accuracy", "macro_f1")
     with pytest.raises(ValueError, match=r"no task belongs to a domain of order=\[space\]; there are: food"):
         plan(root, order=["space"])
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ({"columns": {"lable": "y"}}, r"^endtask\.columns names lable; allowed: id, text, text_pair, label$"),
-        ({"tasks": {"low": {}}}, r"^endtask\.tasks\.low: there is no such domain; allowed: food, law"),
-        ({"tasks": {"law": {"rate": 1}}}, r"^endtask\.tasks\.law has rate; allowed: epochs, lr"),
-        ({"tasks": {"law": {"lr": -1}}}, r"^endtask\.tasks\.law\.lr=-1; allowed: above 0$"),
-        ({"folder": "nowhere"}, r"^endtask\.root=.*: there is no folder .*nowhere$"),
-        ({"root": None}, r"^endtask\.root=null; give the folder in which endtasks/ lies$"),
-    ],
-)
-def test_wrong_options_are_told_at_once(root, overrides, message):
-    with pytest.raises(ValueError, match=message):
-        plan_endtasks(options("texts", root=root) | overrides, ("food", "law", "space"), ("law", "food"))
-
-
-@pytest.mark.parametrize(
-    ("tasks", "message"),
-    [
-        ({}, "endtask=hub needs tasks"),
-        ({"law": {"name": "x"}}, r"endtask\.tasks\.law has path=None"),
-        ({"law": {"path": "x", "splits": {"train": None}}}, "allowed: a path, and splits like"),
-    ],
-)
-def test_wrong_entries_of_the_hub_are_told(tasks, message):
-    with pytest.raises(ValueError, match=message):
-        plan_endtasks(options("hub", tasks=tasks), ["law"], ["law"])
 
 
 def test_every_format_gives_the_same_examples_and_no_other_is_read(root, tmp_path):
@@ -114,15 +72,9 @@ def test_every_format_gives_the_same_examples_and_no_other_is_read(root, tmp_pat
     assert len({task.content for task in read}) == 1
     folder = root / "endtasks" / "law"
     (folder / "test.jsonl").unlink()
-    with pytest.raises(ValueError, match=r"^endtask\.tasks\.law: no test file in .*allowed: test\.jsonl"):
-        plan(root).task("law")
-    (folder / "README.md").write_text("beside the splits")
     (folder / "test.jsonl.gz").write_bytes(b"no gzip")
     with pytest.raises(ValueError, match=r"test\.jsonl\.gz cannot be read: Not a gzipped file"):
         plan(root).task("law")
-    (folder / "test.tsv").write_text("text\tlabel\n")
-    with pytest.raises(ValueError, match=r"law/test\.tsv cannot be read; allowed: \.jsonl"):
-        plan(root)
 
 
 def broken(root, split, change):
@@ -133,13 +85,9 @@ def broken(root, split, change):
 
 WRONG = [
     ("test", [], r"^end task law has no example in test"),
-    ("train", [], r"^end task law has no example in train"),
     ("train", [{"text": "a", "label": "x"}] * 2, r"^end task law has one class in train, 'x'; needed"),
     ("test", [{"text": "a", "label": "so so"}], r"the label 'so so' of test-0 in test is not"),
     ("test", [{"txt": "a", "label": "bad"}], r"test\.jsonl, line 1 has no column 'text'; it has txt, label"),
-    ("test", [{"text": 3, "label": "bad"}], r"column 'text' is not text: 3$"),
-    ("train", [{"text": "a", "label": None}], r"line 1: the label is None; allowed"),
-    ("train", [7], r"line 1 has no column 'text'; it has 7"),
 ]
 
 
@@ -148,21 +96,6 @@ def test_wrong_examples_are_told(root, split, given, message):
     write(root / "endtasks" / "law" / f"{split}.jsonl", given)
     with pytest.raises(ValueError, match=message):
         plan(root).task("law")
-
-
-def test_dev_is_read_only_where_it_is_used(root):
-    dev = root / "endtasks" / "law" / "dev.jsonl"
-    dev.write_text("no JSON")
-    assert plan(root).task("law").dev == []
-    odd = [{"text": "a", "label": "odd"}]
-    for given, said in ((None, "is not JSON"), (odd, "the label 'odd' of dev-0 in dev")):
-        if given:
-            write(dev, given)
-        with pytest.raises(ValueError, match=said):
-            plan(root, select="dev").task("law")
-    dev.unlink()
-    with pytest.raises(ValueError, match="end task law has no example in dev"):
-        plan(root, select="dev").task("law")
 
 
 def test_a_digest_is_of_what_the_result_depends_on(root):

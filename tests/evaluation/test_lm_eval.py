@@ -10,7 +10,6 @@ from torch import log_softmax
 
 pytest.importorskip("lm_eval", reason="the extra: pip install -e '.[lm-eval]'")
 
-from cpt.core.errors import reason
 from cpt.models.loading import train_tokenizer
 from tests.conftest import VOCABULARIES
 from tests.evaluation.test_lm_eval_options import harness
@@ -23,12 +22,7 @@ pytestmark = pytest.mark.slow  # the harness takes eight seconds to be read in
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = write_probe(tmp_path_factory.mktemp("tasks"), count=COUNT)
-    write_probe(folder, "other_word", domain="food")
-    mean = "aggregate_metric_list: [{metric: acc, aggregation: mean, weight_by_size: true}]"
-    (folder / "group.yaml").write_text(f"group: words\ntask: [next_word, other_word]\n{mean}\n")
-    (folder / "loose.yaml").write_text("group: loose\ntask: [next_word, other_word]\n")
-    return write_generation(folder)
+    return write_generation(write_probe(tmp_path_factory.mktemp("tasks"), count=COUNT))
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +62,6 @@ def rank_choices(model, words, text, choices, *, begin=True):
 @torch.no_grad()
 @pytest.mark.parametrize("objective", ["causal", "masked"])
 def test_accuracy_is_that_of_the_likeliest_choice(objective, folder, model, words):
-    """Where a tokenizer ends texts, it does not end the question."""
     if objective == "masked":
         text = iter([" ".join(VOCABULARIES.values())] * 5)
         words = train_tokenizer(text, vocabulary=400, objective="masked")
@@ -86,23 +79,22 @@ def test_accuracy_is_that_of_the_likeliest_choice(objective, folder, model, word
     assert facts == {"chance": 0.25, "examples": COUNT, "shots": 0, "version": "3.0", "truncated": 0}
 
 
-@pytest.mark.parametrize("given", [{"shots": 2}, {"limit": 0.5}])
-def test_numbers_are_those_of_the_harness_called_from_outside(given, folder, model, words):
+def test_numbers_are_those_of_the_harness_called_from_outside(folder, model, words):
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    found = measure(harness(folder, "next_word", **given), "next_word", model, words)
+    found = measure(harness(folder, "next_word", shots=2, limit=0.5), "next_word", model, words)
     whole = simple_evaluate(
         model=HFLM(pretrained=model, tokenizer=words, backend="causal", batch_size=3),
         tasks=["next_word"],
         task_manager=TaskManager(include_path=str(folder), include_defaults=False),
-        num_fewshot=given.get("shots"),
-        limit=given.get("limit"),
+        num_fewshot=2,
+        limit=0.5,
     )["results"]["next_word"]
     for metric, cell in found["metrics"].items():
         assert (cell["value"], cell["error"]) == (whole[f"{metric},none"], whole[f"{metric}_stderr,none"])
-    assert found["examples"] == whole["sample_len"] and found["shots"] == given.get("shots", 0)
+    assert found["examples"] == whole["sample_len"] and found["shots"] == 2
 
 
 def test_weights_mode_generators_and_tokenizer_stay_and_nothing_is_said(folder, model, words, capfd):
@@ -127,28 +119,6 @@ def test_weights_mode_generators_and_tokenizer_stay_and_nothing_is_said(folder, 
     assert capfd.readouterr() == ("", "")
 
 
-def test_requests_beyond_the_length_are_counted(folder, model, words, caplog):
-    each = harness(folder, "next_word", shots=4, max_length=8, limit=10)
-    with caplog.at_level("INFO"):
-        found = measure(each, "next_word", model, words)
-    counted = found["truncated"]  # the harness asks choices of one token together, and warns once
-    assert 30 <= counted <= 40
-    assert f"probe next_word: {counted} requests or more were longer than is read" in caplog.text
-
-
-def test_a_group_with_a_mean_is_one_column_another_is_its_tasks(folder, model, words):
-    each = harness(folder, "words", metrics={"words": "acc"})
-    assert list(each.columns) == ["words"]
-    found = measure(each, "words", model, words)
-    parts = [measure(harness(folder, name), name, model, words) for name in ("next_word", "other_word")]
-    sizes = [part["examples"] for part in parts]
-    values = [part["metrics"]["acc"]["value"] for part in parts]
-    assert sizes == [COUNT, 12] and found["examples"] == COUNT + 12
-    assert found["metrics"]["acc"]["value"] == pytest.approx(np.average(values, weights=sizes))
-    assert found["chance"] == 0.25 and found["shots"] == 0
-    assert list(harness(folder, "loose").columns) == ["next_word", "other_word"]
-
-
 def test_what_decides_a_number_is_in_its_digest(folder, tmp_path):
     plain = harness(folder, "next_word").digest("next_word")
     assert harness(folder, "next_word", batch_size=1, when="each").digest("next_word") == plain
@@ -156,33 +126,3 @@ def test_what_decides_a_number_is_in_its_digest(folder, tmp_path):
     digests = {harness(folder, "next_word", **given).digest("next_word") for given in others}
     changed = harness(write_probe(tmp_path, count=COUNT - 1), "next_word").digest("next_word")
     assert len(digests | {plain, changed}) == 5
-
-
-@pytest.mark.parametrize(
-    ("task", "metrics", "told"),
-    [
-        ("next_wrd", {}, "probe.tasks=next_wrd is not known; did you mean next_word?"),
-        ("next_word", {"next_word": "f1"}, "probe.metrics.next_word=f1; allowed: acc, acc_norm"),
-        ("lost", {}, "probe.tasks=lost cannot be read (Unable to find"),
-        ("unsafe", {}, "probe.tasks=unsafe runs code that the model writes"),
-    ],
-)
-def test_what_cannot_be_measured_is_told_at_once(task, metrics, told, tmp_path, monkeypatch, caplog):
-    from lm_eval.tasks import TaskManager
-
-    for name, more in (("next_word", "num_fewshot: 0"), ("lost", ""), ("unsafe", "unsafe_code: true")):
-        write_probe(tmp_path, name)
-        with (tmp_path / f"{name}.yaml").open("a") as file:
-            file.write(f"{more}\n")
-    (tmp_path / "lost.jsonl").unlink()
-    whole = TaskManager.__init__
-    monkeypatch.setattr(  # the harness's own names take 18 seconds
-        TaskManager, "__init__", lambda self, **given: whole(self, **{**given, "include_defaults": False})
-    )
-    with pytest.raises(ValueError) as raised:
-        harness(tmp_path, task, metrics=metrics)
-    assert reason(raised.value).startswith(told)
-    # A task that is asked without examples keeps that, and says so.
-    with caplog.at_level("INFO"):
-        assert harness(tmp_path, "next_word", shots=3).columns["next_word"].shots == 0
-    assert "probe.shots=3 has no effect on next_word" in caplog.text

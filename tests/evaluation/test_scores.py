@@ -76,21 +76,12 @@ def test_each_metric_by_hand_whatever_the_order_of_columns(order):
         )
 
 
-def test_after_two_of_three_stages():
-    expected = {"CPT": 3.5, "LC": (3.4 + 4.0 + 6.5) / 3, "FG": 0.4, "FG_max": 0.4, "BWT_zs": 1.6}
-    expected |= {"FWT_zs": ((2.2 + 0.2) / 2 + 0.5) / 2, "FWT_gem": 1.35, "general_drift": 0.25}
-    found = measured(NLL[:3], rows=("base", "a", "b"))
-    assert {name: found[name] for name in expected} == pytest.approx(expected)
-
-
 @pytest.mark.parametrize(
     ("rows", "columns", "present"),
     [
         (["base"], TEXTS, {"ZS", "LC"}),
         (["base", "joint"], TEXTS, {"ZS", "LC", "general_drift"}),
-        (["base", "a+b", "c"], TEXTS[:3], {"ZS", "LC"}),
         (["base", "a"], TEXTS[:3], {"ZS", "LC", "CPT", "FWT_zs", "FWT_gem"}),
-        (["base", "a"], ["a", "general"], {"ZS", "LC", "CPT", "general_drift"}),
         (["base", "a", "b", "c"], TEXTS[:3], set(METRICS) - {"general_drift"}),
         ([], ["a"], set()),
     ],
@@ -121,8 +112,6 @@ def test_units_and_intransigence_by_hand():
     assert metrics.intransigence(np.array([3.0, 4.0, 5.0]), one=one) == pytest.approx(0.7 / 3)
 
 
-# --- cells that are not measured
-
 NAMES = [f"d{number}" for number in range(10)]
 ALL = [*NAMES, "general"]
 
@@ -130,15 +119,6 @@ ALL = [*NAMES, "general"]
 def chosen(number, *, rows="each", columns="all", stages=tuple((name,) for name in NAMES)):
     options = EvalOptions(rows=rows, columns=columns, tokens=None)
     return options.choose_columns(number, stages=stages, texts=ALL)
-
-
-@pytest.mark.parametrize("columns", ["all", "seen", "near:2", "sample:3"])
-@pytest.mark.parametrize("rows", ["each", "every:4", "last"])
-def test_base_and_last_see_every_text_and_each_stage_its_own(rows, columns):
-    for number in (0, 10):
-        assert chosen(number, rows=rows, columns=columns) == ALL
-    for number in range(1, 10):
-        assert {NAMES[number - 1], "general"} <= set(chosen(number, rows=rows, columns=columns))
 
 
 def test_each_policy_chooses_what_it_says():
@@ -177,9 +157,6 @@ def test_what_is_missing_enters_no_mean_and_is_counted():
     some[4, 0] = 800.0  # an overflow is not taken for a missing cell
     values = metrics.compute_values(some, layout=about)["LC"]
     assert values["perplexity"] == np.inf and np.isfinite(values["nats"])
-
-
-# --- intervals
 
 
 def documents(*, seed, size, rows=4, columns=4):
@@ -244,31 +221,6 @@ def test_documents_without_scored_tokens_count_for_nothing():
     assert bounds_of(padded, zeros) == bounds_of(sums, counts)
     with pytest.raises(ValueError, match="a: none of 20 documents has a scored token"):
         bounds_of(sums, [np.zeros(20), *counts[1:]])
-    with pytest.raises(ValueError, match=r"b: nll_sums is \(3, 20\), needed \(4, 20\)"):
-        bounds_of([sums[0], sums[1][:3], *sums[2:]], counts)
-
-
-# --- the file
-
-
-def test_rows_are_added_and_measured_when_asked(tmp_path):
-    scores = made(rows=(), nll=np.empty((0, 4)))
-    scores.append("base", nll=NLL[0], parts={"a": {"base": 1.0}, "general": {}})
-    scores.append("a", nll=NLL[1], parts={"a": {"a": 0.75, "base": 0.25}}, trained=7, stored=100)
-    assert scores.growth is None and "CPT" not in scores.metrics
-    scores.measure()
-    assert scores.metrics["CPT"]["nats"] == 3.0
-    with pytest.raises(ValueError, match="row a: 4 losses"):
-        scores.append("a", nll=NLL[2])
-    with pytest.raises(ValueError, match="row b: 3 losses; needed: 4"):
-        scores.append("b", nll=NLL[2, :3])
-    scores.append("b", nll=NLL[2], trained=7, stored=150)
-    scores.append("c", nll=NLL[3], trained=9, stored=180)
-    scores.phases["score"]["base"], scores.seconds = np.float32(1.5), np.float64(2.5)
-    scores.save(tmp_path / "scores.json")
-    back = Scores.load(tmp_path / "scores.json")
-    assert back.parts == [{"a": {"base": 1.0}}, {"a": {"a": 0.75, "base": 0.25}}, {}, {}]
-    assert (back.trained, back.stored, back.growth) == ([0, 7, 7, 9], [0, 100, 150, 180], 40.0)
 
 
 KEYS = """alone answers base bytes conditions config_digest domains endtasks flops grown leak loading memory
@@ -296,15 +248,10 @@ def test_the_file_is_a_contract_and_what_is_not_finite_is_null_in_it(tmp_path):
 DAMAGE = {
     "Expecting|Unterminated": lambda data: json.dumps(data)[:-20],
     "version 3": {"version": 1},
-    "version.3": lambda data: "[1, 2]",
-    "unknown: extra": {"extra": 2},
     "are not of the rows": {"nll": [[1.0] * 4]},
     "not of the columns": {"nll": [[1.0], [1.0, 2.0]]},
-    "base is not first": {"rows": ["a", "base", "b", "c"]},
     "occur twice": {"domains": ["a", "b", "a", "general"]},
     r"nll\[0\]\[1\]": {"nll": [[None, "x", 1.0, 1.0], *NLL[1:].tolist()]},
-    "unknown: XY": {"metrics": {"XY": {"nats": 1.0, "perplexity": 1.0, "bits_per_byte": 1.0}}},
-    "unknown: sleep": {"phases": {"sleep": {"a": 1.0}}},
     "recursion": lambda data: "[" * 100_000,
 }
 

@@ -96,9 +96,6 @@ def test_p_values_are_uniform_under_no_difference():
     assert 0.02 <= np.mean(np.array(p) <= 0.1) <= 0.18
 
 
-# --- over test examples
-
-
 def test_examples_as_plain_resampling():
     """The same as drawing examples and signs one by one."""
     generator = np.random.default_rng(4)

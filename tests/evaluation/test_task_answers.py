@@ -4,7 +4,6 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
-from cpt.adapters.soft_prompt import attach_prompt
 from cpt.evaluation.task_answers import Question, rank_choices, score_choices, write_answers
 from cpt.models.objectives import Causal, CausalAnswers, Seq2SeqAnswers
 from tests.support.data_fixtures import framed
@@ -107,14 +106,6 @@ def test_what_is_written_is_greedy_in_any_batch(kind):
             assert written_by(model, tokenizer, batch_size=batch_size) == expected
         differing |= {*expected.values()}
     assert len(differing) > 1
-
-
-def test_a_causal_model_with_a_prompt_writes_what_it_is_likeliest_to():
-    """A row at a time and without a cache, which a prompt does not take."""
-    model, tokenizer = causal(seed=1), framed()
-    attach_prompt(model, tokens=3, causal=True)
-    expected = by_hand(model, tokenizer)
-    assert written_by(model, tokenizer) == expected and len({*expected.values()}) > 1
 
 
 @torch.no_grad()

@@ -10,10 +10,8 @@ import time
 import numpy as np
 import pytest
 
-from cpt.report import main
 from cpt.reporting import figures
 from cpt.reporting.page import Block, write_page
-from tests.support.comparing import endtasks, saved
 
 KNOWN = ("chromium", "chromium-browser", "google-chrome", "chrome")
 BROWSER = next(filter(None, map(shutil.which, KNOWN)), "")
@@ -238,33 +236,6 @@ def test_one_search_and_boxes_to_tick_choose_rows_in_all_tables_that_are_filtere
         tick(opened, box)
     assert column(opened, 0) == column(opened, 0, table=1) == ["ewc", "das (order 10)"]
     assert opened.run(summaries) == ["method: 2 of 3", "model: 1 of 2"]
-    typed(opened, "ewc")
-    assert column(opened, 0) == ["ewc"]
     opened.run("document.querySelector('.page button').click()")
     assert column(opened, 0) == [row[0] for row in ROWS]
     assert opened.run(summaries) == ["method: all", "model: all"]
-
-
-NARROW = ["group", "LC (perplexity)", "CPT", "FG", "MF1 (%)", "FLOPs (x baseline)"]
-
-
-def test_a_comparison_is_narrow_and_shows_other_columns_by_choice(browser, tmp_path):
-    for place, method in enumerate(("ncl", "das", "ewc")):
-        for seed in range(2):
-            given = {"method": method, "seed": seed, "shift": 0.1 * place + 0.01 * seed}
-            given |= {"endtasks": endtasks([[None] * 3] * 3 + [[0.5 + 0.01 * seed, 0.6, 0.7]])}
-            variant = {"variant": "a_long_setting=0.25; another=true"} if method == "ewc" else {}
-            saved(tmp_path / f"{method}-{seed}", **given, **variant)
-    assert main([str(tmp_path), "--export", "none"]) == 0
-    browser.open(tmp_path / "comparison.html", size=LAPTOP)
-    heads = "[...document.querySelector('[data-chosen]').tHead.rows[0].cells]"
-    shown = f"{heads}.filter(c => c.checkVisibility()).map(c => c.textContent)"
-    assert browser.run(shown) == NARROW
-    choose = "[...document.querySelectorAll('.columns label')].find(l => l.textContent == ' orders')"
-    browser.run(f"{choose}.querySelector('input').click()")
-    assert browser.run(shown) == ["group", "orders", *NARROW[1:]]
-    browser.send("Emulation.setEmulatedMedia", media="print")
-    assert len(browser.run(shown)) == browser.run(f"{heads}.length") > 10
-    wide = "[...document.querySelectorAll('.wide')].filter(w => w.scrollWidth > innerWidth).length"
-    assert browser.run(wide) == 0
-    browser.send("Emulation.setEmulatedMedia", media="")

@@ -12,8 +12,7 @@ from cpt.evaluation.scores import Scores
 from cpt.reporting.frames import perplexity
 from cpt.reporting.model_card import write_model_card
 from cpt.trainer.run_dir import RunDir
-from tests.reporting.test_page import ALL, NAMES, inner, rendered
-from tests.support.comparing import endtasks, saved
+from tests.support.comparing import saved
 
 HUB = {"origin": "hub", "revision": "0" * 40}
 
@@ -85,56 +84,3 @@ def test_a_card_shows_no_paths_accounts_or_secrets_and_no_mask_rate_of_a_causal_
     page = card_of(tmp_path / "causal", objective="causal", config=config)
     assert "mask_rate" not in page and cells(page, "model.length") == ["64"]
     assert ModelCard(page).data.pipeline_tag == "text-generation"
-
-
-@pytest.mark.parametrize(
-    ("base", "named"),
-    [
-        (HUB | {"name": "google-t5/t5-small"}, "google-t5/t5-small"),
-        ({"name": "checkpoint", "origin": "folder"}, None),
-        ({"name": "tiny", "origin": "built"}, None),
-        ({"name": "../../etc/x\n- y", "origin": "hub"}, None),
-        ({}, None),
-    ],
-)
-def test_only_a_base_of_the_hub_is_named_for_it(base, named, tmp_path):
-    page = card_of(tmp_path / "run", base=base)
-    assert ModelCard(page).data.base_model == named
-    assert ("is unknown to cpt" in page) is (base.get("origin") != "built")
-
-
-def test_what_was_not_measured_is_a_limit(tmp_path):
-    nll = [[5.0, 5.2, 5.4], [4.6, 5.1, 5.3], [4.7, 4.2, 5.2], [4.9, np.nan, 4.0]]
-    page = card_of(tmp_path / "run", nll=nll, method="one")
-    limits = ("one seed (0)", "general text was not", "1 of 12 cells", "no downstream task", "on space alone")
-    assert all(limit in page for limit in limits)
-    assert cells(page.split("## Evaluation")[1].split("L[i]")[0], "space")[1] == "–"
-    page = card_of(tmp_path / "tasks", endtasks=endtasks([[0.5] * 3] * 4))
-    assert "no downstream task" not in page and "| law | macro_f1 | space | 50.00 |" in page
-
-
-@pytest.mark.parametrize("names", [NAMES[:11], [*NAMES, *ALL[29:40]]], ids=["few", "many"])
-def test_names_are_nothing_but_names(names, tmp_path):
-    names = list(dict.fromkeys(names))
-    nll = np.random.default_rng(0).uniform(3, 5, (len(names) + 1, len(names) + 1)).tolist()
-    given = {"method": "`x`|<b>\n# y", "model": "m\n---\nx: 1", "overrides": [f"order=[{','.join(names)}]"]}
-    page = card_of(tmp_path / "run", order=names, nll=nll, **given)
-    assert set(ModelCard(page).data.to_dict()) == {"library_name", "pipeline_tag", "tags", "model-index"}
-    body = rendered(page.split("\n---\n", 1)[1])
-    kinds = [token.type for token in body]
-    assert (kinds.count("heading_open"), kinds.count("fence"), kinds.count("html_block")) == (7, 2, 0)
-    assert inner(body) <= {"text", "text_special", "code_inline", "softbreak"}
-    tables = [block.splitlines() for block in page.split("\n\n") if block.startswith("|")]
-    assert all(line.count("|") == table[0].count("|") for table in tables for line in table)
-
-
-def test_folders_without_a_trained_model_are_refused_in_a_line(small, start, tmp_path, capsys):
-    start(small("method=none"), tmp_path / "none")
-    saved(tmp_path / "unfinished", finished=False)
-    saved(tmp_path / "bare")
-    assert not list(tmp_path.rglob("README.md"))
-    refused = {"none": "no finished run", "unfinished": "no finished run", "bare": "no exported model"}
-    for name, said in refused.items():
-        with pytest.raises(SystemExit) as ended:
-            program.main([str(tmp_path / name)])
-        assert ended.value.code == 1 and said in capsys.readouterr().err

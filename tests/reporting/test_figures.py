@@ -1,13 +1,9 @@
 """The figures of a comparison show the numbers they are given, for one group as for forty, and say them."""
 
-import io
-
 import numpy as np
 import pytest
-from PIL import Image
 
 from cpt.reporting import drawing, figures
-from cpt.reporting.drawing import description
 from tests.support import comparing
 
 pytestmark = pytest.mark.slow
@@ -75,47 +71,3 @@ def test_curves_are_means_over_the_domains_so_far_and_over_runs(drawn):
     level = (np.exp(2.0) + 2 * np.exp(3.0)) / 3
     assert list(lines(figure)[f"joint: {level:.2f}"].get_ydata()) == pytest.approx([level] * 2)
     assert told.endswith(f"ncl {last:.2f}; short {last:.2f}; lost 20.09; joint {level:.2f}.")
-    groups = {f"m{place}": [made(nll=np.full((4, 4), 4.0 - 0.01 * place))] for place in range(20)}
-    figure, _ = drawn(figures.draw_stages(groups))  # of many the lowest are told apart
-    known = [label.split(":")[0] for label in lines(figure) if not label.startswith("_")]
-    assert known == ["14 others", "m19", "m18", "m17", "m16", "m15", "m14"]
-
-
-def test_heat_maps_share_a_colour_scale(drawn):
-    strong = made(nll=[[4.0] * 4, [1.0, 4, 4, 4], [4.0] * 4, [4.0, 4, 4, 6.5]])
-    maps = {
-        name: drawing.HeatMap(each.matrix - 4, each.rows, each.domains, [(1, 0)])
-        for name, each in {"ncl": made(), "strong": strong}.items()
-    }
-    figure, told = drawn(drawing.draw_heat_maps(maps, label="change", change=True, show="{:+.2f}".format))
-    shown = {axes.get_title(): axes for axes in figure.axes if axes.get_title()}
-    assert list(shown) == ["ncl", "strong"]
-    assert all(axes.images[0].get_clim() == (-3, 3) for axes in shown.values())
-    np.testing.assert_allclose(shown["ncl"].images[0].get_array(), made().matrix - 4)
-    assert [text.get_text() for text in shown["ncl"].texts][:5] == ["+0.00"] * 4 + ["−1.00"]
-    assert [patch.get_xy() for patch in shown["ncl"].patches] == [(-0.5, 0.5)]
-    assert [label.get_text() for label in shown["ncl"].get_xticklabels()] == made().domains
-    values = np.array([[1.0, np.nan], [np.nan, 0.5]])
-    figure, told = drawn(drawing.draw_heat_maps({"a": drawing.HeatMap(values, "ab", "cd")}, label="share"))
-    assert figure.axes[0].images[0].get_clim() == (0, 1) and told == "Heat maps, share; means: a 0.75."
-
-
-@pytest.mark.parametrize("count", [1, 100])
-def test_one_domain_and_a_hundred_one_group_and_forty(count):
-    scores = made(count=count)
-    heat = drawing.HeatMap(scores.matrix - 4, scores.rows, scores.domains)
-    names = [f"method {place} + replay past (temperature=0.{place})" for place in range(40)]
-    groups = {name: ([0.01 * place], [50.0 - place]) for place, name in enumerate(names[:count])}
-    pictures = [
-        drawing.draw_heat_maps({"ncl": heat}, label="x", change=True),
-        figures.draw_stages({"ncl": [scores]}),
-        figures.draw_plane(groups, x="x", y="y", logarithmic=True),
-    ]
-    assert all(20 < len(description(picture)) < 900 for picture in pictures)
-    sizes = [Image.open(io.BytesIO(picture)).size for picture in pictures]
-    assert all(len(picture) < 250_000 for picture in pictures) and max(map(max, sizes)) < 2000
-    assert sizes[2][1] >= len(groups) * 24  # its legend has room
-    if count == 1:
-        assert "no group" in description(figures.draw_plane({}, x="x", y="y", logarithmic=True))
-        assert description(figures.draw_stages({})).endswith("None.")
-        assert figures.draw_plane({"$\\frac$": ([0.1], [2.0])}, x="x", y="y").startswith(b"\x89PNG")

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from cpt.evaluation.metrics import UNITS
-from cpt.evaluation.scores import Scores
 from cpt.reporting import frames
-from cpt.reporting.frames import escape_name, stage_points, summarize_scores, tabulate, tidy_scores
+from cpt.reporting.frames import escape_name, summarize_scores, tidy_scores
 from tests.support import comparing
 from tests.support.answering import answers
 from tests.support.probing import probes
@@ -40,17 +39,6 @@ def endtasks(tasks=("law", "food")):
     other = [[[None if x is None else x / 2 for x in seeds] for seeds in row] for row in macro]
     given = comparing.endtasks([], tasks=tasks, seeds=(0, 1), when="each") | {"seconds": 7.5}
     return given | {"scores": {"macro_f1": macro, "micro_f1": other, "accuracy": other}}
-
-
-def test_what_was_not_counted_is_no_cost_and_what_was_not_measured_has_no_key():
-    scores = made()
-    scores.stored, scores.flops, scores.seen, scores.memory = [0, 50, 30], [], [0, 0, 0], [0, 0, 0]
-    found = summarize_scores(scores)
-    assert found["cost/stored"] == 30 and not {"cost/flops", "cost/tokens", "cost/memory"} & set(found)
-    assert not [key for key in found if key.startswith(("endtask", "answers", "probe", "objective"))]
-    assert not {"answers", "probes", "endtasks"} & set(tabulate(made()))
-    several = summarize_scores(made(objective=[3.0, 4.0]))
-    assert (several["objective/0"], several["objective/1"]) == (3.0, 4.0)
 
 
 def test_the_table_has_a_line_per_number_and_a_key_for_those_of_a_summary():
@@ -84,9 +72,6 @@ def test_every_value_is_a_finite_number_however_little_was_measured():
     assert all(type(value) is float and math.isfinite(value) for value in found.values())
     assert not {"LC/nats", "ppl/law/final", "ppl/food/final", "ZS/nats", "ZS/nats/low"} & set(found)
     assert found["ZS/nats/high"] == 2
-    for rows in range(3):
-        found = summarize_scores(made(rows=rows))
-        assert found["cost/seconds"] == 99 and ("LC/nats" in found) == (rows > 0)
 
 
 @pytest.mark.parametrize("pair", [("law", "law/macro_f1"), ("MF1", "forward"), ("a/b", "a%2Fb")])
@@ -96,12 +81,3 @@ def test_no_two_numbers_share_a_key(pair):
     renamed = {"/".join(names.get(part, part) for part in key.split("/")) for key in summarize_scores(plain)}
     assert set(summarize_scores(odd)) == renamed and len(renamed) == len(summarize_scores(plain))
     assert "/" not in "".join(names.values()) and escape_name("cs.AI") == "cs.AI"
-
-
-def test_the_points_of_a_stage_are_of_its_row_and_not_of_the_whole_matrix(monkeypatch):
-    scores = made()
-    monkeypatch.setattr(Scores, "matrix", property(lambda self: pytest.fail("the whole matrix is looked at")))
-    points, later = stage_points(scores, 1), stage_points(scores, 2)
-    assert points["ppl/law"] == pytest.approx(math.exp(3.0)) == points["stages/learned"]
-    facts = {"tokens": (1000, 3000), "seconds": (2.0, 6.0), "memory": (90, 80), "trained": (700, 800)}
-    assert {name: (points[f"stages/{name}"], later[f"stages/{name}"]) for name in facts} == facts

@@ -2,10 +2,7 @@
 
 import numpy as np
 import pytest
-from hydra import compose
-from hydra.core.hydra_config import HydraConfig
 
-from cpt.core import naming
 from cpt.reporting import load_runs
 from cpt.reporting.load_runs import build_sections, filter_runs, measure_runs
 from tests.support.answering import answers
@@ -22,9 +19,6 @@ def configured(tmp_path, configs, **given):
         saved(tmp_path / str(place), config=config, seed=config.get("seed", 0), **given)
         runs.append(run(tmp_path / str(place), seed=config.get("seed", 0), **given))
     return runs
-
-
-# --- finding, filtering, naming
 
 
 def test_runs_are_found_at_any_depth_once_and_what_cannot_be_read_or_was_only_begun_is_named(tmp_path):
@@ -47,33 +41,8 @@ def test_filters_choose_runs_and_a_wrong_one_says_what_is_allowed():
     counts = {"method=das": 4, "method=das,ncl": 8, "variant=a=1; b=[x,y]": 4, "variant=b=[x,y]": 4}
     assert {word: len(filter_runs(runs, [word])) for word in counts} == counts
     assert len(filter_runs(runs, ["method=das,ncl", "seed=1"])) == 4 and len(filter_runs(runs, [])) == 8
-    apart = [run(method="ncl", seed=0), run(method="das", seed=1)]
-    wrong = {("speed=1",): "allowed: KEY=VALUE.*method, mask", ("method=",): "allowed: KEY=VALUE"}
-    wrong |= {("method=das,ewc",): "method=ewc; there is: das, ncl", ("method=das", "seed=0"): "no run has"}
-    for where, said in wrong.items():
-        with pytest.raises(ValueError, match=said):
-            filter_runs(apart, where)
-
-
-def test_an_order_has_the_name_of_its_config_and_is_numbered_where_that_stands_for_several(tmp_path):
-    orders = {"0": DOMAINS, "random": DOMAINS[::-1], "random ": DOMAINS[1:] + DOMAINS[:1]}
-    for name, order in orders.items():
-        saved(tmp_path / name, config={"order": name.strip()}, order=order)
-    runs = [run(tmp_path / name, order=order) for name, order in orders.items()]
-    assert sorted(load_runs.name_orders(runs).values()) == ["0", "random #1", "random #2"]
-    for where in ("order=0", "order=law,food,space"):
-        assert [each.folder.name for each in filter_runs(runs, [where])] == ["0"]
-
-
-def test_a_variant_is_what_the_command_line_gives_beyond_the_names(composed, monkeypatch):
-    given = ["method=migu", "method.mask.threshold=0.5", "trainer.steps=7", "seed=2", "logger=none", "name=x"]
-    given += ["trainer.workers=1", "order=1", "model=tiny_gpt2", "hydra.verbose=false"]
-    cfg = compose("config", overrides=given, return_hydra_config=True)
-    monkeypatch.setattr(HydraConfig.instance(), "cfg", cfg)
-    assert naming.variant() == "mask.threshold=0.5; trainer.steps=7"
-
-
-# --- measurements
+    with pytest.raises(ValueError, match="method=ewc; there is: das, ncl"):
+        filter_runs(runs, ["method=das,ewc"])
 
 
 def test_metrics_end_tasks_and_answers_on_some_domains():
@@ -107,14 +76,6 @@ def test_metrics_end_tasks_and_answers_on_some_domains():
         measure_runs(runs, domains=["law", "lake"])
 
 
-def test_end_tasks_count_in_their_last_row():
-    none = [None] * 3
-    given = endtasks([none, [0.9, None, None], [None, 0.8, None], [0.5, 0.6, 0.7]], when="each")
-    (only,) = measure_runs([run(endtasks=given)])
-    assert only.values["endtask/MF1"] == only.values["task/food"] == pytest.approx(0.6)
-    assert only.values["endtask/forget_rate"] == pytest.approx((0.4 + 0.2) / 2)
-
-
 def test_costs_are_measured_and_what_is_not_finite_or_was_not_counted_is_not():
     diverged = np.array(NLL)
     diverged[3, 0] = np.nan
@@ -141,20 +102,12 @@ def test_intransigence_against_one_of_the_same_seed_model_order_and_conditions()
     assert some.values["intransigence/nats"] == pytest.approx(0.7)
 
 
-# --- sections
-
 OTHERS = {
     "objective": {"objective": "causal"},
     "texts": {"digest": "other"},
     "domains": {"order": DOMAINS[:2], "nll": [row[:3] for row in NLL[:3]]},
 }
-CHANGED = {
-    "score_on": "valid",
-    "tokenizer": "4567cdef",
-    "length": 128,
-    "mask_rate": 0.15,
-    "packing": "isolated",
-}
+CHANGED = {"score_on": "valid", "tokenizer": "4567cdef", "length": 128, "packing": "isolated"}
 OTHERS |= {name: {"conditions": CONDITIONS | {name: value}} for name, value in CHANGED.items()}
 
 
@@ -165,20 +118,6 @@ def test_what_perplexity_depends_on_makes_a_section(name):
     assert [len(first.runs), len(second.runs)] == [4, 1]
     assert second.baselines == {} and first.title != second.title
     assert first.places is second.places and sorted(first.places) == ["das", "ncl"]
-
-
-def test_runs_that_were_measured_alike_are_one_section_whatever_else_differs():
-    runs = [run(), run(seed=1), run(method="das"), run(model="large"), run(order=DOMAINS[::-1])]
-    assert section(runs).title == "masked: food, law, space"
-    rates = [CONDITIONS | {"mask_rate": rate} for rate in (None, 0.3)]
-    assert section([run(objective="causal", conditions=given) for given in rates])
-    found = section([run(seed=seed, method=method) for method in ("ncl", "das") for seed in (0, 1)])
-    assert len(found.frame) == sum(len(each.values) for each in found.runs)
-    (row,) = found.frame.query("group == 'das' and seed == 1 and key == 'FG/nats'").to_dict("records")
-    assert row["value"] == made().metrics["FG"]["nats"] and row["order"] == tuple(DOMAINS)
-
-
-# --- groups and baselines
 
 
 def test_groups_are_over_seeds_and_orders_the_best_first():
@@ -203,9 +142,6 @@ def test_labels_models_values_and_configs_make_groups(tmp_path):
     assert load_runs.differing_settings(runs) == ["trainer.steps"]
     configs = [{"seed": s, "order": s, "mask": {"seed": s}, "domains": {"root": f"/{s}"}} for s in (0, 1, 2)]
     assert names(configured(tmp_path / "seeds", configs)) == ["ncl"]  # what follows the seed does not
-    configs = [{f"key{n}": 0 for n in range(5)} | {"key4": value} for value in (0, 1)]
-    configs += [{f"key{n}": 1 for n in range(4)} | {"key4": value} for value in (1, 7)]
-    assert len(set(names(configured(tmp_path / "many", configs)))) == 4
 
 
 def test_the_baseline_shares_model_and_orders_and_most_values():

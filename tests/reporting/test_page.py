@@ -6,15 +6,13 @@ import hashlib
 import json
 import random
 import re
-import subprocess
-import sys
 from html.parser import HTMLParser
 
 import pytest
 
 from cpt.reporting import figures
 from cpt.reporting.drawing import description
-from cpt.reporting.frames import few, strip_controls
+from cpt.reporting.frames import strip_controls
 from cpt.reporting.page import Block, align_columns, inline, markdown, write_page
 
 HEAD, CELLS = ("group", "LC"), [["das", "−1.5"], ["ncl + <migu>", "20"]]
@@ -64,9 +62,6 @@ def picture():
     return figures.draw_plane(GROUPS, x="FG", y="LC")
 
 
-# --- pages
-
-
 def test_the_page_runs_its_own_script_alone_and_says_what_the_reader_may_do_with_its_tables(tmp_path):
     facets = [{"method": "das", "domains": 'a "b"'}, {"method": "ncl <x>", "domains": "c"}]
     filtered = {"sortable": False, "filtered": True, "facets": facets}
@@ -98,35 +93,6 @@ def test_markdown_has_tables_pictures_and_what_is_folded(tmp_path, picture):
     assert (tmp_path / "report-picture.png").read_bytes() == picture
     shown = "group           LC\ndas           −1.5\nncl + <migu>    20"
     assert align_columns(Block(head=HEAD, cells=CELLS)) == shown
-    names = [f"d{place}" for place in range(20)]
-    assert few(names, between=", ") == "d0, d1, d2, … 14 more …, d17, d18, d19"
-
-
-def test_pictures_are_named_by_content_and_the_same_each_time(tmp_path, picture):
-    blocks = [Block(title="Any", picture=picture, name="forgetting_learning"), Block(title="Plain")]
-    again = [Block(title="Other", lines=["first"]), *blocks]
-    kept = []
-    for each in (blocks, again):
-        write_page(each, title="t", stem=tmp_path / "v1.5", vectors=True)
-        kept.append({path.name: path.read_bytes() for path in tmp_path.glob("v1.5-*.*")})
-    assert set(kept[0]) == {f"v1.5-forgetting_learning.{kind}" for kind in ("png", "svg", "pdf")}
-    assert kept[0] == kept[1] and kept[0]["v1.5-forgetting_learning.pdf"].startswith(b"%PDF")
-    titles = ("Ä/../b: c", "ä … b c", "b c", "…", "x" * 99)
-    write_page([Block(title=title, picture=picture) for title in titles], title="t", stem=tmp_path / "report")
-    names = {f"report-{name}.png" for name in ("b_c", "b_c-2", "b_c-3", "picture", "x" * 60)}
-    assert {path.name for path in tmp_path.glob("report-*")} == names
-
-
-@pytest.mark.slow
-def test_pages_leave_pyplot_and_torch_alone():
-    code = "import sys; from cpt.reporting import run_page; from cpt import report; "
-    heavy = ("matplotlib.pyplot", "torch", "transformers", "lightning", "wandb")
-    code += f"print([m for m in {heavy} if m in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "[]"
-
-
-# --- names
 
 
 def rendered(text):

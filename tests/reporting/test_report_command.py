@@ -7,7 +7,7 @@ import pytest
 
 from cpt.report import main
 from cpt.reporting import figures
-from tests.support.comparing import CONDITIONS, DOMAINS, NLL, endtasks, made, rows_of, saved
+from tests.support.comparing import DOMAINS, NLL, endtasks, made, rows_of, saved
 
 FIGURES = {"forgetting_learning", "quality_compute", "perplexity_forgetting", "stages", "matrices", "overlap"}
 
@@ -59,40 +59,6 @@ def test_thirty_runs_are_compared_all_and_those_that_are_asked_for(thirty, tmp_p
     found = {each["name"]: (each["runs"], each["baseline"]) for each in told["groups"]}
     assert found == {"joint": (5, None), "das": (5, "joint")}
     assert "Metrics on law, food only." in (out / "mine.md").read_text()
-    capsys.readouterr()
-    options = ["--by", "order", "--export", "none", "--where", "method=ncl", "--out", str(out)]
-    assert main([str(thirty), *options]) == 0
-    assert rows_of(capsys.readouterr().out, "masked")["ncl, order 1"][0] == "5 (5 seeds x 1 order)"
-    assert (out / "comparison_method-ncl.html").is_file() and not (out / "comparison.html").exists()
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    ["--where method=magic", "--domains sea", "--baseline magic", "--export xls", "--by colour", "--curve x"],
-)
-def test_wrong_options_are_one_line_that_says_what_is_allowed(thirty, capsys, no_figures, wrong):
-    assert main([str(thirty), *wrong.split()]) == 1
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and error.startswith("cpt: ") and wrong.split()[0] in error
-    assert any(said in error for said in ("there is: ", "allowed: ", "invalid choice"))
-    assert list(thirty.glob("comparison*")) == []
-
-
-def test_other_conditions_get_sections(tmp_path, capsys, no_figures):
-    for place, given in enumerate(({}, {"seed": 1}, {"conditions": CONDITIONS | {"length": 128}})):
-        saved(tmp_path / str(place), **given)
-    saved(tmp_path / "3", nll=[row[:3] for row in NLL[:3]], order=DOMAINS[:2])
-    assert main([str(tmp_path)]) == 0
-    assert capsys.readouterr().out.startswith("3 sections, each with its own tables")
-    markdown = (tmp_path / "comparison.md").read_text()
-    assert markdown.index("(section 1)") < markdown.index("## Compute (section 3)")
-    told = json.loads((tmp_path / "comparison.json").read_text())
-    assert [len(each["runs"]) for each in told["sections"]] == [2, 1, 1]
-    assert (tmp_path / "comparison.tex").read_text().count(r"\begin{tabular}") == 3
-    assert main([str(tmp_path), "--domains", "space", "--export", "json"]) == 0
-    assert "Runs without these domains" in capsys.readouterr().out
-    ((folder, *_),) = json.loads((tmp_path / "comparison.json").read_text())["runs_without_these_domains"]
-    assert folder == str(tmp_path / "3")
 
 
 def test_unfinished_begun_and_damaged_runs_are_named(tmp_path, capsys, no_figures):
@@ -115,21 +81,6 @@ def test_unfinished_begun_and_damaged_runs_are_named(tmp_path, capsys, no_figure
     assert unfinished[str(tmp_path / "begun")][-1] == "started, nothing measured yet"
     told = json.loads((tmp_path / "comparison.json").read_text())
     assert len(told["unfinished_runs"]) == 2 and len(told["runs_that_could_not_be_read"]) == 4
-
-
-def test_no_finished_run_is_code_2(tmp_path, monkeypatch, capsys):
-    saved(tmp_path / "half" / "1", nll=NLL[:2], finished=False)
-    assert main([str(tmp_path / "half"), "--where", "method=ncl"]) == 2
-    said = capsys.readouterr()
-    assert "Unfinished runs" in said.out
-    assert said.err == f"no finished run below {tmp_path / 'half'}: 1 unfinished\n"
-    (tmp_path / "empty").mkdir()
-    monkeypatch.chdir(tmp_path / "empty")
-    for folders in ([], ["nowhere"], ["."]):
-        assert main(folders) == 2
-        said = capsys.readouterr()
-        assert said.out == "" and said.err.startswith("no scores.json below") and said.err.count("\n") == 1
-        assert list((tmp_path / "empty").iterdir()) == []
 
 
 @pytest.mark.slow

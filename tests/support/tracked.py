@@ -48,10 +48,3 @@ def examined(tasks):
     about = {"metric": dict.fromkeys(tasks, "macro_f1"), "classes": dict.fromkeys(tasks, 2)}
     sizes = {"examples": dict.fromkeys(tasks, 50), "seconds": 9.0}
     return {"when": "each", "tasks": tasks, "seeds": [3, 5], "digest": "e", **about, **sizes, "scores": kinds}
-
-
-def refusing(error):
-    def opened(*args, **about):
-        raise error
-
-    return opened

@@ -10,63 +10,21 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from hydra import compose, initialize_config_dir
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from PIL import Image
-from transformers import AutoConfig
 
 from cpt.contrib.advise import __main__ as advise
 from cpt.contrib.advise import advice, candidates, results
-from cpt.contrib.advise.candidates import NAMES, Model, Setting, find_texts, overrides
+from cpt.contrib.advise.candidates import NAMES, Model, Setting, overrides
 from cpt.contrib.advise.results import ArmRun, Measured, Point, Recommendation, Wish
 from cpt.contrib.advise.runs import Costs, Round, SweepPlan, plan_sweep
 from cpt.core.config import CONF
 from cpt.core.preemption import GO_ON
 from cpt.trainer.plan import make_plan
-from tests.conftest import ROOT, SMALL
+from tests.conftest import SMALL
 
 OWN = [each for each in SMALL if not each.startswith(("trainer.steps", "logger"))]
 TINY = Model(("model=tiny_gpt2",), ("model=tiny_gpt2",))
-LARGE = Model(("model=tiny_gpt2",), ("model=checkpoint", "model.checkpoint=big"), 24, "big is big")
-
-
-# --- texts, models, arms
-
-
-def parsed(override):
-    (found,) = OverridesParser.create().parse_overrides([override])
-    return found.value()
-
-
-def test_folders_of_text_are_domains_or_those_of_their_corpora(tmp_path):
-    assert find_texts(tmp_path, []) == ["domains=texts", f"domains.root={tmp_path}"]
-    assert find_texts(tmp_path, ["domains=m2d2"]) == [f"domains.root={tmp_path}"]
-    (tmp_path / "corpora").mkdir()
-    assert find_texts(tmp_path, [])[2:] == ["domains.folder=corpora"]
-    names = [f"d{number}" for number in range(14)]
-    assert candidates.choose_domains(names) == ["d0", "d2", "d4", "d7", "d9", "d11"]  # of many some are tried
-    assert candidates.choose_domains(names[:6]) == names[:6] and candidates.choose_domains(["d1"]) == ["d1"]
-    for name in ("plain/a-b_c.d", "with space", "a,b", "it's", "key=value", "[x]", "{y}"):
-        assert str(parsed(f"domains.root={candidates.quote(name)}")) == name
-
-
-def test_a_small_model_is_tried_itself_and_a_large_one_by_a_sibling_of_its_family(tmp_path):
-    def saved(name, **sizes):
-        config = AutoConfig.for_model("gpt2", **sizes)
-        config.architectures = ["GPT2LMHeadModel"]
-        config.save_pretrained(tmp_path / name)
-        return candidates.find_model(str(tmp_path / name))
-
-    assert candidates.find_model("tiny").tried == ("model=tiny_modernbert",)
-    small, large = saved("small", n_embd=64, n_layer=2, n_head=2), saved("large", n_embd=768, n_layer=7)
-    assert small.is_itself and small.real == ("model=checkpoint", f"model.checkpoint={tmp_path}/small")
-    assert large.tried == ("model=tiny_gpt2",) and large.real[1].endswith("/large")
-    assert large.blocks == 7 and "89 M parameters" in large.gap
-    llama = AutoConfig.for_model("llama", num_key_value_heads=8)
-    model, without, config = candidates.make_sibling(llama, "causal")
-    assert (model, without) == ("model=tiny_gpt2", "~model.config")
-    made = [parsed(config)[name] for name in ("model_type", "hidden_size", "num_key_value_heads")]
-    assert made == ["llama", 128, 2]
 
 
 def test_every_arm_says_what_it_sets_and_is_chosen_by_name_beside_the_reference():
@@ -75,18 +33,10 @@ def test_every_arm_says_what_it_sets_and_is_chosen_by_name_beside_the_reference(
     assert made["ncl"] == [] and made["freeze"] == ["freeze.layers=6"]
     assert made["lr-1/4"] == ["model.lr=0.00025"] and made["lr-1/2"] == ["model.lr=0.0005"]
     assert made["replay-5"] == ["replay=past", "replay.past=0.025", "replay.general=0.025"]
-    assert made["ewc-strong"] == ["method=ewc", "method.strength=500000"]  # whatever the method's default
     assert len(set(map(tuple, made.values()))) == len(NAMES)
-    alone = overrides("replay-25", Setting(rate=1e-3, blocks=2, domains=1))
-    assert alone == ["replay=past", "replay.past=0", "replay.general=0.25"]
     assert candidates.choose_arms(None) == list(NAMES)
     assert candidates.choose_arms("kd,lora,kd") == ["ncl", "kd", "lora"]
-    page = (ROOT / "docs/advise.md").read_text(encoding="utf-8")
-    options = {name for name in advise.make_parser()._option_string_actions if name.startswith("--")}
-    assert {name for name in (options - {"--help"}) | {*NAMES} if f"`{name}`" not in page} == set()
 
-
-# --- what fits into the time: 10 s a run, 0.1 s a step, two stages
 
 FIVE = ["ncl", "replay-5", "lr-1/4", "replay-25", "lora"]
 
@@ -109,16 +59,12 @@ def test_more_time_is_for_more_steps_up_to_an_epoch_then_for_more_seeds_and_less
     plan = fitted(1000)
     assert plan.seconds == pytest.approx(3 * 220 + 70)
     assert plan.rounds == [Round(0, 500), Round(0, 125), Round(1, 500), Round(2, 500)]
-    teacher = fitted(1000, arms=["ncl", "kd"]).seconds  # and its passes
-    assert teacher == pytest.approx(plan.seconds + 0.4 * 0.2 * (1500 + 125))
     assert planned(1000, most=900) == (3, True, 707) and planned(1000, most=900, seeds=2) == (2, True, 900)
     assert (len(fitted(60, arms=FIVE).arms), fitted(60, arms=FIVE).steps) == (5, 10)
     assert (fitted(50, arms=FIVE).arms, fitted(50, arms=FIVE).steps) == (tuple(FIVE[:4]), 12)
     with pytest.raises(ValueError, match=r"30 s are left of --hours, and 3 runs of 10 steps take 36 s"):
         fitted(30, arms=FIVE)
 
-
-# --- what runs learned and forgot
 
 NLL = np.array([[4.0, 5.0, 3.0], [3.0, 5.0, 3.1], [3.4, 4.5, 3.3]])  # base, law, food x law, food, general
 COUNTS = np.array([10.0, 30.0, 0.0])  # the last document scores nothing
@@ -167,8 +113,6 @@ def test_documents_and_seeds_are_redrawn_paired_and_more_tokens_are_told_by_the_
     assert results.weigh_lengths([10, 100, 1000], 100) == pytest.approx([1 / 3] * 3)
 
 
-# --- which arm, and what is said of it
-
 POINTS = {"strong": Point(1.0, 0.5), "mild": Point(0.8, 0.1), "weak": Point(0.5, 0.2)}
 POINTS |= {"same": Point(1.0, 0.6)}
 HIGHEST = {"strong": 0.7, "mild": 0.35, "weak": 0.25, "same": 0.8}
@@ -190,8 +134,6 @@ def test_a_weight_says_what_forgetting_costs_and_a_bound_is_kept_by_the_interval
     assert choice.arm == arm and why in choice.why
     unknown = results.choose({"one": Point(1.0, 0.1)}, {"one": math.nan}, Wish(0.2, 1.0))
     assert unknown.arm == "one" and "by its mean" in unknown.why
-    assert results.find_front(POINTS | {"none": Point(0.0, 0.0)}) == ["strong", "mild", "none"]
-    assert results.find_front({"one": Point(1.0, 0.5), "twin": Point(1.0, 0.5)}) == ["one"]
 
 
 def subject(model=TINY, *, epoch=400.0, left_out=0, given=()):
@@ -216,34 +158,12 @@ def test_an_arm_is_recommended_by_what_an_epoch_brings(wish, epoch, arm, at):
     assert "40 steps" in first.lines[1] and [row[0] for row in table.cells] == ["kd", "ncl"] and last.lines
 
 
-def unknown(about, *, worth=(-0.2, -0.1), seeds=1, many=False):
-    found = {"kd": {"worth": (0, 0)}, "ncl": {"worth": worth}}
-    plan = SweepPlan(("ncl", "kd"), 100, 1, False, 60.0)
-    return advice.find_unknown(found, Recommendation("kd", ""), about, plan, seeds=seeds, many=many)
-
-
-def test_the_command_is_of_the_model_that_is_meant_and_what_the_runs_cannot_say_is_said():
+def test_the_command_is_of_the_model_that_is_meant():
     given = ("model.length=32", "trainer.batch_size=4")
     small = advice.say_command(Recommendation("lr-1/4", ""), subject(given=given))
     words = ["python", "run.py", "domains=texts", "domains.root='my texts'", "model=tiny_gpt2"]
     words += ["model.lr=2.5e-05", *given, "trainer.steps=null", "trainer.epochs=1"]
     assert "\n" not in small and shlex.split(small) == words
-    large = advice.say_command(Recommendation("freeze", ""), subject(LARGE, given=given))
-    assert "model.checkpoint=big freeze.layers=12 trainer.batch_size=4 trainer.steps=null" in large
-    plain = unknown(subject(epoch=101.0), seeds=5, many=True)
-    assert plain == ["settings between the arms, other orders of the domains, end tasks"]
-    several = {
-        "big is big": unknown(subject(LARGE)),
-        "not distinguished from kd by these runs: ncl": unknown(subject(), worth=(math.nan, 0.1)),
-        "one seed was run, intervals are over documents alone": unknown(subject()),
-        "4.0 times what was learned here; one length was run": unknown(subject()),
-        "8 more domains, which were not tried": unknown(subject(left_out=8)),
-    }
-    for said, lines in several.items():
-        assert sum(said in line for line in lines) == 1, (said, lines)
-
-
-# --- the program
 
 
 @pytest.fixture
@@ -257,7 +177,7 @@ def here(corpora, cache, start, tmp_path, monkeypatch):
     monkeypatch.setattr("cpt.contrib.advise.runs.DESIGNS", ((1, True, 2),))
     begun = []
 
-    def ask(*arguments, most=99, fails=""):
+    def ask(*arguments, most=99):
         def run_all(jobs, *, command, places, grace):
             assert command == (sys.executable, "-m", "cpt") and len(places) <= len(jobs)
             for job in jobs:
@@ -266,10 +186,9 @@ def here(corpora, cache, start, tmp_path, monkeypatch):
                 begun.append(job.folder.name)
                 cfg = OmegaConf.create({key: job.config[key] for key in job.config if key != "hydra"})
                 job.folder.mkdir(parents=True, exist_ok=True)
-                job.console.write_text("cpt: broken\n" if job.label == fails else "")
-                if job.label != fails:
-                    start(cfg, job.folder)
-                job.code = int(job.label == fails)
+                job.console.write_text("")
+                start(cfg, job.folder)
+                job.code = 0
 
         begun.clear()
         monkeypatch.setattr("cpt.contrib.advise.runs.run_all", run_all)
@@ -304,7 +223,7 @@ def test_an_advice_is_planned_run_stopped_gone_on_with_and_told(here, tmp_path, 
         assert low <= arm["learned"] <= high and "learned_at" in arm["intervals"]
     assert any("one seed was run" in line for line in found["unknown"])
     with Image.open(out / "advice-plane.png") as picture:
-        assert f"{found['recommended']['arm']} recommended" in picture.text["Description"]
+        assert f"{found['recommended']['arm']} (recommended)" in picture.text["Description"]
     assert here("--weight", "0") == []  # nothing is learned again
     assert json.loads((out / "advice.json").read_text()) == found
     with pytest.raises(SystemExit):
@@ -321,35 +240,12 @@ def check_command(command, corpora):
     assert plan.order == ["food", "law", "space"] and plan.budget.epochs == 1
 
 
-@pytest.mark.slow
-def test_an_arm_that_fails_is_left_out_and_named_the_first_ends_it(here, tmp_path, monkeypatch, capsys):
-    with pytest.raises(SystemExit) as ended:
-        here(fails="ncl")
-    told = capsys.readouterr().err.splitlines()
-    assert ended.value.code == 1 and told[-1].startswith("cpt: the first run: failed (exit 1): cpt: broken (")
-    assert not (tmp_path / "outputs/advice/plan.json").exists()
-    monkeypatch.setattr("cpt.contrib.advise.runs.DESIGNS", ((2, False, 1), (1, False, 1)))
-    monkeypatch.setattr("cpt.contrib.advise.runs.PILOT", 4)  # one and the same run
-    here("--out", "failed", "--seeds", "1", fails="freeze")
-    found = json.loads((tmp_path / "failed/advice.json").read_text())
-    assert {arm["arm"] for arm in found["arms"]} == {"ncl", "replay-25"}
-    assert found["measured"]["seeds"] == [0]
-    assert "freeze: failed (exit 1): cpt: broken" in found["unknown"]
-    assert capsys.readouterr().out.splitlines()[-1] == found["recommended"]["command"]
-
-
 WRONG = {
     "nowhere": "no folder nowhere; allowed: ",
-    ". --hours 0": "--hours 0; allowed: more than 0",
-    ". --forget nan": "--forget nan; allowed: nats per token, a finite number",
     ". --seeds 4": "--seeds 4; allowed: 1 to 3",
     ". --arms kdd": "--arms kdd; allowed: ncl, ",
-    ". --arms ncl": "--arms ncl; allowed: one or more in addition to ncl",
     ". seed=1": "seed=1: advise sets seed itself",
-    ". trainer.steps=9": "advise sets trainer.steps itself",
-    ". +method=kd": "advise sets method itself",
     ". trainer.batch=4": "trainer.batch is not known; did you mean",
-    ". --model tiny_gpt3": "--model tiny_gpt3: ",
     ".": "domains.root",  # no text in it
 }
 

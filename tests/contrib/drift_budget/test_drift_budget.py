@@ -6,9 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
-import torch
 
-from cpt.contrib.drift_budget.options import DriftBudget
 from tests.support.killing import KilledError, Killer
 from tests.support.making import DROPOUT, same, weights
 
@@ -60,24 +58,6 @@ def test_it_is_held_where_it_would_not_have_been(steer, small, start, tmp_path):
     assert len(rates) > 5 and (min(rates.values()) < 0.0299) == (steer == "rate")
 
 
-def test_by_line_it_is_left_between_where_the_stage_began_and_where_it_got(small, start, tmp_path):
-    """With one look, at the end, it is on the line between the base and what is learned without a budget."""
-    given = ["order=[law]", "trainer.steps=6", "monitor.every=6", "monitor.tokens=1000000", *STEEP]
-    start(small("method=ncl", *given), tmp_path / "free")
-    left = {}  # of the way between them, by the share that is kept
-    for bound in (0.2, 0.1):
-        start(small("method=ncl", *given, f"budget.general={bound}"), tmp_path / f"{bound}")
-        seen = scores_of(tmp_path / f"{bound}")["monitor"]["law"]
-        way, (_, upper) = seen["budget"]["ways"][-1], seen["budget"]["drift"]["general"][-1]
-        assert 0 < way < 0.9 and 0.95 * bound <= upper <= bound
-        left[way] = weights(tmp_path / f"{bound}")
-    (one, first), (other, second) = left.items()
-    for name, free in weights(tmp_path / "free").items():
-        moved = (free - first[name]) / (1 - one)
-        assert torch.allclose(moved, (free - second[name]) / (1 - other), atol=1e-5)
-    assert one > other and moved.abs().max() > 1e-3
-
-
 def test_a_budget_that_is_never_touched_changes_no_bit_and_is_part_of_what_a_run_is(small, start, tmp_path):
     """And where nothing is said of looks, there are a few."""
     every = ["method=ewc", "order=[law,food]", "trainer.steps=12", *DROPOUT, "monitor.past=0"]
@@ -87,16 +67,6 @@ def test_a_budget_that_is_never_touched_changes_no_bit_and_is_part_of_what_a_run
     assert same(weights(tmp_path / "free"), weights(tmp_path / "held"))
     with pytest.raises(ValueError, match="budget.general"):
         start(small(*every, "budget.general=8"), tmp_path / "held")
-
-
-def test_spent_before_a_stage_it_learns_nothing(small, start, tmp_path, monkeypatch):
-    """One step is made, at no rate; the stages after it are learned."""
-    allowed = {1: 9.0, 2: 1e-6, 3: 9.0}
-    monkeypatch.setattr(DriftBudget, "allow", lambda self, number, stages: {"general": allowed[number]})
-    start(small("method=ncl", *THREE, *STEEP, "budget.general=0.5"), tmp_path)
-    found = scores_of(tmp_path)
-    assert "before its first step" in found["monitor"]["food"]["ended"]
-    assert found["nll"][1] == pytest.approx(found["nll"][2], abs=1e-6) != found["nll"][3]
 
 
 @pytest.mark.parametrize(("method", "steer"), [("ewc", "line"), ("lora", "rate")])

@@ -20,7 +20,6 @@ from cpt.data.tokenized_tasks import TokenizedTask
 from cpt.evaluation.scores import Scores
 from tests.conftest import SMALL_GPT2
 from tests.runs.test_distributed import DDP, launch
-from tests.support.campaign import run_few
 from tests.support.killing import KilledError, Killer
 from tests.support.making import same, weights
 from tests.support.task_fixtures import write_tasks
@@ -64,9 +63,6 @@ def blocks(monkeypatch):
     return counts
 
 
-# --- the mixture
-
-
 def test_without_a_share_it_is_ncl_and_nothing_is_written(start, small_gpt2, tmp_path, caplog):
     start(small_gpt2(THREE), tmp_path / "ncl")
     with caplog.at_level(logging.INFO):
@@ -81,7 +77,6 @@ def test_without_a_share_it_is_ncl_and_nothing_is_written(start, small_gpt2, tmp
 
 @pytest.mark.parametrize("given", [["replay.adds=true"], ["replay.general=0.2", "replay.past=0.3"]])
 def test_the_mixture_is_that_of_real_text(start, small_gpt2, tmp_path, monkeypatch, given):
-    """Whose sample stands where in which step, and which new samples there are."""
     made, seen, now = TrainStream.__getitem__, defaultdict(list), [""]
 
     def noted(stream, number):
@@ -133,28 +128,6 @@ def test_no_past_text_is_read_to_replay_it(start, small_gpt2, tmp_path, read):
     assert len(kept) <= 5 and {len(ids) for ids in kept} == {3}
 
 
-# --- what is written
-
-
-def test_the_budget_and_the_filter(start, small_gpt2, tmp_path):
-    start(small_gpt2(THREE, *FEW, "replay.tokens=40", "replay.drop=0.5"), tmp_path)
-    for stage in ("002-food", "003-space"):
-        for text, told in facts(tmp_path, stage).items():
-            lines = (tmp_path / "generated" / stage / f"{text}.jsonl").read_text().splitlines()
-            rows = written(tmp_path)[f"{stage}/{text}"]
-            held = [each for row in rows for each in row["ids"]]
-            assert len(held) == told["tokens"] == 40
-            assert told["nll"] < told["nll_left_out"] and told["left_out"] > 0
-            kept = sorted(map(json.loads, lines), key=lambda line: line["nll"])[: told["texts"]]
-            assert tuple(held[:2]) in {tuple(line["ids"][:2]) for line in kept}
-            assert told["real"] == 3 * told["texts"]
-    report = (tmp_path / "report.md").read_text()
-    assert "## Generated text" in report and "| space | food |" in report
-
-
-# --- killed, damaged, grown, shared out
-
-
 def test_a_run_killed_while_it_writes_goes_on_with_the_same_bits(start, small_gpt2, tmp_path, blocks):
     start(small_gpt2(THREE, *FEW), tmp_path / "whole")
     total = blocks["written"]
@@ -172,7 +145,6 @@ def test_a_run_killed_while_it_writes_goes_on_with_the_same_bits(start, small_gp
 def test_killed_in_a_stage_it_replays_what_was_written_and_writes_what_is_damaged_again_alike(
     start, small_gpt2, tmp_path, killing, caplog, blocks
 ):
-    """However many texts are written at once."""
     start(small_gpt2(TWO, *FEW, "replay.batch_size=64"), tmp_path / "whole")
     killing(Killer(step=3, domain="food"))
     with pytest.raises(KilledError):
@@ -211,42 +183,9 @@ def test_two_processes_write_what_one_writes(corpora, cache, tmp_path):
     np.testing.assert_allclose(one, two, atol=1e-4)
 
 
-KINDS = [["method=demix", "routing@method.routing=posterior"], ["method=prompt", "method.tokens=3"]]
-KINDS += [["method=lora", "method.per_domain=true", "parts.keep=disk"], ["method=kd", "mask=migu"]]
-KINDS += [["method=replay", "replay@method.mixture=generated", "replay=none"]]
-
-
-@pytest.mark.parametrize("given", run_few(KINDS, KINDS[:1]), ids=" ".join)
-def test_it_goes_with_methods_of_every_kind(start, small_gpt2, tmp_path, given):
-    mixture = [each.replace("replay.", "method.mixture.") for each in FEW[1:]]
-    few = mixture if "replay=none" in given else FEW
-    start(small_gpt2(THREE, *few, *given), tmp_path)
-    assert len(written(tmp_path)) == 3
-
-
-def test_a_prompt_comes_first_and_is_not_replayed(start, small_gpt2, tmp_path, monkeypatch):
-    seen, write = [], TextWriter.write_block
-
-    def writes(generation, model, task, *arguments, **options):
-        seen.append((task, generation.tokenizer))
-        return write(generation, model, task, *arguments, **options)
-
-    monkeypatch.setattr(TextWriter, "write_block", writes)
-    start(small_gpt2(TWO, *FEW, "replay.prompt='on {domain}:'", "model.length=24"), tmp_path)
-    task, tokenizer = seen[0]
-    told = tokenizer("on law:", add_special_tokens=False)["input_ids"]
-    assert all(context[:-3] == [tokenizer.bos_token_id, *told] for context in task.contexts)
-    rows = written(tmp_path)["002-food/law"]
-    assert all(row["ids"][: len(told)] != told for row in rows)
-    assert any(row["ids"][:3] in [context[-3:] for context in task.contexts] for row in rows)
-
-
 def test_a_finished_run_is_read_through_and_without_its_beginnings_does_not_go_on(
     start, small_gpt2, tmp_path, capsys
 ):
-    start(small_gpt2(THREE, *FEW, "plan=json"), tmp_path / "run")
-    said = json.loads(capsys.readouterr().out)
-    assert "generated text" in said["not_included"] and not (tmp_path / "run").exists()
     given = [*FEW, "replay.general=0.25"]  # what stands for the general text is written by the base
     start(small_gpt2(TWO, *given), tmp_path / "run")
     assert written(tmp_path / "run").keys() == {"001-law/general", "002-food/general", "002-food/law"}
@@ -262,8 +201,6 @@ def test_a_finished_run_is_read_through_and_without_its_beginnings_does_not_go_o
     with pytest.raises(ValueError, match=r"kept/law.json is gone; bring it back from a copy, or"):
         start(small_gpt2(THREE, *given), tmp_path / "run")
 
-
-# --- examples of past tasks that the model writes itself, LFPT5's way, by both kinds of model
 
 EXAMPLES = ["replay=generated", "replay.past=0.25", "replay.forms=0.25", "replay.batch_size=4"]
 EXAMPLES += ["answers=none"]
@@ -334,15 +271,6 @@ def test_valid_examples_are_replayed_and_learned_to_be_written_again(
     assert np.bincount(rows["law"]).tolist() == [36, 12]
 
 
-def test_what_has_no_valid_answer_is_not_replayed(start, config, tmp_path, caplog):
-    with caplog.at_level(logging.INFO):
-        start(config(TWO, "replay.tokens=50"), tmp_path / "some")
-    # A model of six steps writes none.
-    assert "examples written for law are no examples of it: nothing of it is replayed" in caplog.text
-    assert facts(tmp_path / "some", "002-food")["law"]["texts"] == 0
-    assert "| food | law |" in (tmp_path / "some" / "report.md").read_text()
-
-
 def test_killed_it_goes_on_with_the_same_bits(start, config, tmp_path, gifted, killing, blocks):
     start(config(TWO), tmp_path / "whole")
     blocks["written"], blocks["deadly"] = 0, 2
@@ -355,19 +283,3 @@ def test_killed_it_goes_on_with_the_same_bits(start, config, tmp_path, gifted, k
     killing(None)
     start(config(TWO), tmp_path / "killed")
     assert_same(tmp_path / "whole", tmp_path / "killed")
-
-
-@pytest.mark.parametrize("config", ["causal"], indirect=True)
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (["replay.prompt=Write:"], "replay.prompt=Write: does not say of which domain an example is to be"),
-        (["replay.general=0.1"], "replay.general=0.1 with replay=generated and domains of examples, which"),
-        (["replay.past=0.6", "replay.forms=0.4"], "replay.past=0.6 and replay.forms=0.4, which leaves 0 new"),
-        (["replay.forms=0", f"replay.prompt='{'{domain} ' * 90}'"], "tokens, and model.length=160; allowed"),
-    ],
-)
-def test_what_cannot_be_is_refused(start, config, tmp_path, given, said):
-    with pytest.raises(ValueError) as error:
-        start(config(TWO, *given), tmp_path / "run")
-    assert said in str(error.value) and "\n" not in str(error.value)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from cpt.contrib.generative_replay import writer
 from cpt.contrib.generative_replay.writer import (
     MARK,
     ExampleWriter,
@@ -20,10 +19,9 @@ from cpt.contrib.generative_replay.writer import (
     sample_file,
 )
 from cpt.core.files import read_checked_json, write_checked_json
-from cpt.core.randomness import key, shuffle
 from cpt.data.example import Example
 from cpt.data.packing import Packed
-from tests.support.data_fixtures import bare, rows_by_hand
+from tests.support.data_fixtures import bare
 from tests.support.task_fixtures import LABELS, some_examples
 from tests.support.task_fixtures import encoder as made_encoder
 
@@ -112,21 +110,6 @@ def test_rows_hold_every_token_that_is_kept(tmp_path: Path, tokens):
     assert facts["excerpt"] == "text 0" and facts["real"] > 0
 
 
-def test_prefixes_are_of_the_rows_of_the_probe():
-    text = rows_by_hand(31, last=2, seed=1)
-    data = SimpleNamespace(train={"law": text})
-
-    def kept(prefix):
-        options = SimpleNamespace(starts=12, prefix=prefix)
-        return TextWriter.to_keep(SimpleNamespace(options=options, data=data), "law")
-
-    rows = shuffle(np.arange(12), 31, stream=key("probe", "law"))
-    rows = rows[rows != 30]  # which has two tokens
-    assert kept(3) == text.ids(rows)[:, :3].tolist() and kept(0) is None
-    with pytest.raises(ValueError, match=r"^replay.prefix=8: no row of law that could be kept has more tok"):
-        kept(text.length)
-
-
 def example_writer(*, seq2seq: bool = False, **how) -> ExampleWriter:
     """One that has what it needs to make forms and rows."""
     made = object.__new__(ExampleWriter)
@@ -136,21 +119,6 @@ def example_writer(*, seq2seq: bool = False, **how) -> ExampleWriter:
     for name, value in how.items():
         setattr(made, name, value)
     return made
-
-
-def test_what_is_written_is_read_back(monkeypatch):
-    examples = some_examples(20)
-    for example in examples:
-        form = example_writer().to_form(example, "law")
-        assert form.source == SIGN and form.choices == ()
-        found = from_form(form.target, task="law", number=3, choices=LABELS)
-        assert (found.source, found.target, found.choices) == (example.source, example.target, LABELS)
-        assert found.text == (0, len(example.source)) and found.task == "law"
-    kept = example_writer(corpora=SimpleNamespace(by_name={"law": examples}))
-    monkeypatch.setattr(writer.tokenized_tasks, "read_examples", lambda corpus, split: corpus)
-    assert kept.to_keep("law") == list(LABELS)
-    examples.append(Example("other", "a", "b", "TC", ("b",)))
-    assert kept.to_keep("law") == []  # choices that differ are no task's
 
 
 def test_an_answer_has_to_be_one_of_the_choices():

@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,9 +10,8 @@ from filelock import FileLock
 from cpt.contrib.wandb_tools import rebuild
 from cpt.core.config import digest
 from cpt.evaluation.scores import COSTS, NOTED
-from cpt.reporting.frames import MAX_HEADLINES, choose_headlines, tabulate
 from tests.support import wandb_files
-from tests.support.tracked import refusing, scores
+from tests.support.tracked import scores
 
 pytestmark = pytest.mark.slow
 
@@ -111,72 +109,6 @@ def test_curves_come_from_metrics_csv_of_two_lines_the_later_one(synced):
     assert len(patterns) == len({name.partition("/")[0] for name in patterns})  # of which none meets another
 
 
-def test_rows_costs_and_end_tasks_are_points_over_the_stages(synced):
-    logged = [row for row in wandb_files.history(synced[0] / "done") if "stage" in row]
-    rows = [row for row in logged if "ppl/law" in row]
-    learned = [None, pytest.approx(np.exp(3)), pytest.approx((np.exp(3) + np.exp(3.3)) / 2)]
-    expected = {"stage": [0, 1, 2], "ppl/food": pytest.approx(np.exp([4, 4, 3])), "stages/learned": learned}
-    expected |= {"stages/tokens": [0, 100, 200], "stages/stored": [0, 8, 16], "stages/seconds": [0, 10, 20]}
-    expected |= {"stages/leak": [None, None, 0.25]}
-    assert {name: [row.get(name) for row in rows] for name in expected} == expected
-    law = [(row["stage"], row["tasks/law"]) for row in logged if "tasks/law" in row]
-    assert law == [(1, pytest.approx(0.6)), (2, pytest.approx(0.5))]
-    assert [key for row in rows for key in row if key.startswith("units/importance/heads")]
-
-
-def test_the_summary_has_the_headlines_and_every_table_and_picture_is_there(synced):
-    done, tables, known = synced[0] / "done", set(tabulate(scores())), choose_headlines(scores())
-    shown = wandb_files.summary(done)
-    assert {key: shown[key] for key in known} == pytest.approx(known)
-    entries = {key.split(".")[0] for key in shown if not key.startswith("_")}
-    assert len(known) <= MAX_HEADLINES and len(entries) <= 40
-    assert entries - set(known) - {"stage", "train/tokens", "trainer/global_step"} >= tables
-    (last,) = [row for row in wandb_files.history(done) if any(key.startswith("matrix_image") for key in row)]
-    images = {f"{name}_image" for name in ("matrix", "stages", "parts", "endtasks")}
-    assert {key.split(".")[0] for key in last} >= images | tables | {"report"}
-    assert len(list(done.rglob("media/images/*.png"))) == 4
-    assert [page.read_text() for page in done.rglob("media/html/*.html")] == ["<p>the page</p>"]
-    cells = wandb_files.table(done, "losses")
-    expected = {"stage": 2, "after": "food", "text": "law", "learned": True, "nats": 3.3}
-    numbers = {"perplexity": np.exp(3.3), "bits_per_byte": 3.3 * 100 / 400 / np.log(2)}
-    assert cells[0] == expected | {name: pytest.approx(value) for name, value in numbers.items()}
-    assert [row["learned"] for row in cells[3:]] == [True] + [False] * 5
-    assert wandb_files.table(done, "matrix")[1]["law"] == pytest.approx(np.exp(3))
-
-
-def test_the_identifier_is_that_of_the_last_start_with_wandb(tmp_path):
-    for name in ("run-20260102_000000-new-er", "offline-run-20260101_000000-older", "latest-run"):
-        (tmp_path / "wandb" / name).mkdir(parents=True)
-    assert rebuild.identifier(tmp_path, scores()) == "new-er"
-    assert rebuild.identifier(tmp_path / "elsewhere", scores()) == digest(["first", "elsewhere"])
-    assert rebuild.read_run(tmp_path, scores()) == (tmp_path, {}, [], [{}, {}, {}])  # a bare folder is enough
-
-
-def test_a_run_that_wandb_knows_gets_what_is_missing(tmp_path, monkeypatch):
-    logged, codes = [], []
-    run = SimpleNamespace(resumed=True, config={}, summary={"stage": 1}, log=logged.append)
-    run.finish = lambda exit_code: codes.append(exit_code)
-    monkeypatch.setattr(rebuild, "init_wandb", lambda *args, **about: run)
-    runs = {folder(tmp_path / "done", scores()): scores()}
-    assert rebuild.sync_runs(runs, project=None, entity=None, mode="online") == 0
-    assert [row["stage"] for row in logged if "ppl/law" in row] == [2]
-    assert not any("train/lm/law" in row for row in logged)
-    assert run.summary["LC/nats"] == pytest.approx(3.15) and codes == [0]
-    assert not (tmp_path / "done" / "rebuilt").exists()
-
-
-def test_wandb_that_takes_no_run_ends_in_one_line(tmp_path, monkeypatch):
-    runs = {folder(tmp_path / str(place), scores()): scores() for place in range(5)}
-    monkeypatch.setattr(rebuild, "init_wandb", refusing(ConnectionError("W&B: no answer")))
-    with pytest.raises(ValueError, match="W&B took none of 3 runs; W&B: no answer"):
-        rebuild.sync_runs(runs, project=None, entity=None, mode="online")
-    few = dict(list(runs.items())[:2])
-    assert rebuild.sync_runs(few, project=None, entity=None, mode="online") == 2
-    monkeypatch.setattr(rebuild, "init_wandb", refusing(ValueError("W&B: no key")))
-    with pytest.raises(ValueError, match="W&B: no key"):
-        rebuild.sync_runs(few, project=None, entity=None, mode="online")
-
-
 def test_of_a_table_that_wandb_cuts_the_last_stages_are_shown(tmp_path):
     import wandb
 
@@ -187,19 +119,3 @@ def test_of_a_table_that_wandb_cuts_the_last_stages_are_shown(tmp_path):
     assert len(lines) == wandb.Table.MAX_ROWS < 101**2
     assert {line["stage"] for line in lines[:101]} == {100}
     assert min(line["stage"] for line in lines) > 0
-
-
-def test_the_program_sends_what_is_below_folders(tmp_path, monkeypatch, capsys):
-    sent = []
-    monkeypatch.setattr(rebuild, "sync_runs", lambda runs, **options: sent.append(([*runs], options)) or 0)
-    made = scores(finished=False)
-    made_at = folder(tmp_path / "runs" / "half", made)
-    assert rebuild.main([str(tmp_path), "--project", "p", "--mode", "offline"]) == 0
-    assert sent == [([made_at], {"project": "p", "entity": None, "mode": "offline"})]
-    (tmp_path / "runs" / "bad").mkdir()
-    (tmp_path / "runs" / "bad" / "scores.json").write_text("{")
-    assert rebuild.main([str(tmp_path)]) == 1 and len(sent) == 2
-    assert str(tmp_path / "runs" / "bad" / "scores.json") in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        rebuild.main([str(tmp_path / "runs" / "bad")])
-    assert "cpt: no readable scores.json below" in capsys.readouterr().err

@@ -1,12 +1,6 @@
 """Prose of docstrings: what of them is text, and which files of a package are read."""
 
-import importlib
-import sys
-import warnings
-
-import pytest
-
-from cpt.data.sources.docstrings import docstrings, documents, modules, prose
+from cpt.data.sources.docstrings import prose
 
 NUMPYDOC = r"""Return the shortest path between two nodes
     of a graph that may be `directed`; see :func:`~networkx.algorithms.bfs` and
@@ -63,48 +57,3 @@ def test_numpydoc_keeps_the_sentences_and_nothing_else():
         "For the path graph there is only one possible answer to give:",
     ]
     assert [prose(text) for text in DROPPED] == [[]] * len(DROPPED)
-
-
-def test_source_that_does_not_parse_gives_nothing_and_every_statement_is_looked_into_in_order():
-    for source in ("'text'\ndef f(:", "'text'\0", "'text \ud800'", "'text'\nprint 'Py2'"):
-        assert list(docstrings(source)) == []
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert list(docstrings('"""a \\d escape"""')) == ["a \\d escape"]
-    source = "if a:\n  'x'\n  def f():\n    'f'\nelse:\n  class A:\n    'A'\n    async def g():\n      'g'\n"
-    source += "try:\n  def h(): 'h'\nexcept E:\n  def i(): 'i'\nfinally:\n  def k(): 'k'\n"
-    source += "match m:\n  case 1:\n    def l(): 'l'\nwhile a:\n  with b:\n    def o(): 'o'\n"
-    assert "".join(docstrings(source)) == "fAghiklo"
-
-
-SHARED = "This sentence stands in the licence of every single file of the package."
-LONG = "The second module has something else to say, and it needs a few more words to say all of it."
-ASSERT = "The assert is a way to put it into a program, and it is a part of the language as such."
-FILES = {
-    "__init__.py": f"'{SHARED}'\ndef f():\n  'The package tells about many things.'\nraise ImportError",
-    "b.py": f"'{SHARED}'\ndef f():\n  '{LONG}'\nraise ImportError",
-    "short.py": "'There is not enough in this to be a document.'",
-    "broken.py": "'The text of this file is lost because the file is not Python at all.'\ndef (",
-    "latin.py": "'It is not UTF-8, as it should be for the word été; Python would refuse it, so it is lost.'",
-    "coding.py": f"# coding: latin-1\n'{LONG[:-1]}, été and the like.'",
-    "tests/test_b.py": f"'{ASSERT} It is of the tests, which are left out.'",
-    "pydoc_data/topics.py": f"raise ImportError\ntopics = {{'assert': '{ASSERT}\\n\\n   stmt ::= no prose'}}",
-}
-
-
-def test_documents_are_read_without_importing_and_hold_each_paragraph_once(tmp_path, monkeypatch):
-    for name, text in FILES.items():
-        path = tmp_path / "fake_package" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(text.encode("latin-1"))  # ASCII, but for the two files that are about it
-    (tmp_path / "fake_module.py").write_text('"""A module that is one file is also a package for us."""\n')
-    monkeypatch.syspath_prepend(tmp_path)
-    importlib.invalidate_caches()
-    assert list(documents(["fake_package"])) == [LONG, f"{LONG[:-1]}, été and the like.", ASSERT]
-    assert not any(name.startswith("fake_") for name in sys.modules)
-    names = [path.relative_to(tmp_path / "fake_package").as_posix() for path in modules("fake_package")]
-    assert names == sorted(FILES.keys() - {"tests/test_b.py"})
-    assert [*modules("fake_module").values()] == ["fake_module"]
-    for name in ("no_such_package", "os.path", "sys"):
-        with pytest.raises(ValueError, match=f"{name!r}.*installed package"):
-            list(documents([name]))

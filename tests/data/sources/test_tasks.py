@@ -4,17 +4,12 @@ import json
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hydra.utils import instantiate
 
 from cpt.data.corpus import make_corpus
 from cpt.data.example import read_example
-from cpt.data.sources.docstrings import TASK_PACKAGES
-from cpt.trainer.plan import make_plan
-from tests.conftest import SHARED
 
-MINI = SHARED / "data" / "standard-cl-mini"
 ANSWERS = ["bad", "good"]
 
 
@@ -128,10 +123,6 @@ def test_a_task_that_asks_itself_gets_no_question(source, tmp_path):
     (tmp_path / "root" / "SC").rename(tmp_path / "root" / "COPA")
     made = source("domains.format=cl_benchmark", "domains/template=o_lora", "domains.template.names=none")
     assert all(each.source.startswith("text ") for each in examples(made, "sst-2", tmp_path))
-    write(tmp_path, "trace")
-    (tmp_path / "root" / "sst-2").rename(tmp_path / "root" / "cooking")
-    with pytest.raises(ValueError, match="no instruction for the task cooking"):
-        source("domains.format=trace", "domains/template=o_lora").check(["cooking"])
 
 
 def test_a_question_of_train_is_no_test_whatever_its_answer_is(source, tmp_path, caplog):
@@ -191,40 +182,12 @@ def test_chats_and_instructions_are_read_and_one_with_nothing_to_it_has_its_own_
         assert each.source.endswith("### Response:")
 
 
-WRONG = [
-    ("domains.template.source='{text} {title}'", "is not a text with {fields}"),
-    ("domains.template.source='{text} {text}'", "has {text} more than once"),
-    ("domains.template.prefixes.task='{nam}'", "template.prefixes.task='{nam}'"),
-    ("domains.template.question='{}'", "template.question='{}'"),
-    ("domains.columns.target=null", "needed: the columns of text and target"),
-    ("model=tiny_roberta model.objective=masked", "model.objective=masked does not go with"),
-]
-
-
-def test_what_is_wrong_is_told_of_the_config_alone(composed, tmp_path):
-    write(tmp_path, "jsonl")
-    base = ["model=tiny_gpt2", "domains=tasks", f"domains.root={tmp_path / 'root'}"]
-    for given, told in WRONG:
-        with pytest.raises(ValueError) as error:
-            make_plan(composed(*base, *(given.split(" ") if given.startswith("model=") else [given])))
-        assert told in str(error.value)
-
-
-CHAT = '{"messages": [{"role": "%s", "content": %s}]}'
 FILES = [  # what stands in a file, and what is said of it
-    ("jsonl", "law/train.jsonl", "\n\n", " is empty"),
     ("jsonl", "law/train.jsonl", '{"text": "b", "label": "a"}\n{"text": "a" "b"}', ", line 2 is not JSON"),
     ("jsonl", "law/train.jsonl", '{"text": null, "label": "a"}', ", line 1: 'text' is not text"),
     ("jsonl", "law/train.jsonl", "\udcff", " is not UTF-8: line 1, byte 1"),
     ("csv", "law/train.csv", "text,label\na,b\nc", ", line 3 has 1 values"),
-    ("csv", "law/train.csv", "words,label\na,b", ", line 2 has no 'text'"),
-    ("fewshot_tsv", "agnews/0/train.txt", "a text", ", line 1 has no tab"),
-    ("cl_benchmark", "TC/law/labels.json", '{"a": 1}', " has {'a': 1}; needed: a list"),
-    ("trace", "law/train.json", '[{"prompt": "a"}]', ", value 1 has no 'answer'"),
     ("superni", "law/train.json", "[]", " has no Instances"),
-    ("messages", "law/train.jsonl", '{"messages": "a"}', ", line 1 has no messages"),
-    ("messages", "law/train.jsonl", CHAT % ("assistant", "null"), ", line 1: 'content' is not text"),
-    ("messages", "law/train.jsonl", CHAT % ("user", '"a"'), ", line 1 has no turn of the assistant"),
 ]
 
 
@@ -233,34 +196,7 @@ def test_a_file_that_cannot_be_read_is_named_with_its_line(source, tmp_path, lay
     path = tmp_path / "root" / place
     path.parent.mkdir(parents=True)
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
-    if path.name == "labels.json":
-        put(path.with_name("train.json"), [])
     made = source(f"domains.format={layout}")
     with pytest.raises(ValueError) as error:
         list(made.read(made.names[0]))
     assert str(error.value).startswith(f"{path}{told}")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not MINI.is_dir(), reason="needs the small standard benchmark")
-def test_the_standard_benchmark_is_read_in_its_orders(composed, tmp_path):
-    orders = ["dbpedia amazon yahoo agnews", "dbpedia amazon agnews yahoo", "yahoo amazon agnews dbpedia"]
-    given = ["experiment=standard_cl", "domains.format=jsonl", f"domains.root={MINI}"]
-    plans = [make_plan(composed(*given, f"order={order}")) for order in (1, 2, 3)]
-    assert [" ".join(plan.order) for plan in plans] == orders
-    found = make_corpus(plans[0].source, "agnews", cache=tmp_path)
-    assert sum(found.facts["documents"].values()) == 320 + 1132
-    example = read_example(found.documents("test")[0]["text"])
-    assert example.source.startswith("Task:TC\nDataset:agnews\nWhat is the topic")
-    assert "Option: business, science, sports, world \n" in example.source
-
-
-@pytest.mark.slow
-def test_without_a_folder_there_are_tasks_of_what_is_installed(composed, monkeypatch):
-    monkeypatch.setitem(TASK_PACKAGES, "networkx", ("networkx",))
-    plan = make_plan(composed("model=tiny_gpt2", "domains=tasks"))
-    found = [read_example(each) for _, each in plan.source.read("networkx")]
-    sizes = Counter(each.target for each in found)
-    assert set(plan.order) == set(TASK_PACKAGES) and len(sizes) == 4 and min(sizes.values()) > 20
-    assert len({each.question for each in found}) > 0.95 * len(found)
-    assert all(not np.isin(each.choices, each.source[slice(*each.text)].split()).any() for each in found)
