@@ -1,4 +1,4 @@
-"""A run goes on with the texts, the order, the base and the tokenizer that it was begun with, or says what
+"""A run goes on with the texts, the order, the base and the tokenizer that it was started with, or says what
 differs."""
 
 import json
@@ -94,7 +94,7 @@ def test_new_and_vanished_domains_are_told_by_name(run, config, start, killing, 
     folder = tmp_path / "run"
     killed(start, killing, config("order=0"), folder, step=1, domain="law")
     shutil.copytree(corpora / "space", texts / "art")  # the first by name: not one more at the end
-    said = rf"^order=0 means other domains than when {folder} was begun \(new: art\); 'order=\[food,law\]' "
+    said = rf"^order=0 means other domains than when {folder} was started \(new: art\); 'order=\[food,law\]' "
     with pytest.raises(ValueError, match=said):
         run("order=0")
     scores = run("order=[food,law]")
@@ -172,5 +172,5 @@ def test_text_that_changes_while_it_is_read_is_told(
         return prepare(*given)
 
     monkeypatch.setattr(preflight, "prepare", late)
-    with pytest.raises(ValueError, match="begun with other contents .the text of law changed"):
+    with pytest.raises(ValueError, match="started with other contents .the text of law changed"):
         start(config(ORDER), tmp_path / "begun")
