@@ -175,7 +175,7 @@ def test_a_checkpoint_or_a_run_is_the_base_of_another(done, other, small, small_
     assert second.matrix[0, -1] == pytest.approx(first.matrix[-1, -1], abs=1e-6)
     assert second.run["model"] == f"{first.run['model']} from run" and second.run["method"] == "ewc"
     start(further, tmp_path / "second")  # finished already
-    with pytest.raises(ValueError, match=r"begun with other contents \(model.safetensors"):
+    with pytest.raises(ValueError, match=r"started with other contents \(model.safetensors"):
         start(small("order=[space]", "method=ewc", f"from={other}"), tmp_path / "second")
     for wrong, why in (
         (small_gpt2(ORDER, f"from={done}"), "causal"),
