@@ -15,8 +15,6 @@ from cpt.methods.ncl import NCL
 from cpt.trainer import loop
 from tests.support.making import Watch
 
-PLAIN = ["optim=sgd", "optim.lr=1", "schedule.warmup=0", "schedule=constant"]
-
 
 class Half(GradientMask):
     """A factor on the upper half of the rows of every matrix."""
@@ -33,31 +31,21 @@ class Half(GradientMask):
                 yield parameter, factor
 
 
-@pytest.fixture
-def fitted(build):
-    """Learns a domain under masks and config overrides; gives what is learned and how far matrices moved."""
-
-    def fit(*overrides: str, masks: tuple[tuple[str, float], ...] = (), steps: int = 1):
-        work = build("ncl", *overrides, f"trainer.steps={steps}")
-        model = work.module.model
-        work.module.masks.extend(Half(acts_on=kind, factor=factor, model=model) for kind, factor in masks)
-        old = work.weights()
-        work.learn(0)
-        return work, [value - old[name] for name, value in work.weights().items() if value.ndim == 2]
-
-    return fit
-
-
 @pytest.mark.parametrize("acts_on", ["update", "frozen"])
 @pytest.mark.parametrize("how", ["precision=32-true", "precision=bf16-mixed", "accumulate_grad_batches=4"])
-def test_an_update_mask_scales_the_step_of_adam(acts_on, how, fitted):
-    decay = ["optim.weight_decay=0.3", f"trainer.{how}"]
-    whole, masked = (fitted(*decay, masks=masks)[1] for masks in ((), ((acts_on, 0.5), (acts_on, 0.2))))
-    for free, tenth in zip(whole, masked, strict=True):
+def test_an_update_mask_scales_the_step_of_adam(acts_on, how, build):
+    def moved(*masks: float, steps: int = 1) -> list[Tensor]:
+        work = build("ncl", "optim.weight_decay=0.3", f"trainer.{how}", f"trainer.steps={steps}")
+        model, old = work.module.model, work.weights()
+        work.module.masks.extend(Half(acts_on=acts_on, factor=factor, model=model) for factor in masks)
+        work.learn(0)
+        return [value - old[name] for name, value in work.weights().items() if value.ndim == 2]
+
+    for free, tenth in zip(moved(), moved(0.5, 0.2), strict=True):
         half = len(free) // 2
         torch.testing.assert_close(tenth[:half], 0.1 * free[:half], rtol=1e-3, atol=1e-7)
         assert torch.equal(tenth[half:], free[half:]) and free[:half].any()
-    for value in fitted(*decay, masks=((acts_on, 0.0),), steps=3)[1]:
+    for value in moved(0.0, steps=3):
         assert not value[: len(value) // 2].any() and value[len(value) // 2 :].any()
 
 
@@ -75,8 +63,9 @@ def test_gradients_are_masked_before_they_are_clipped(accumulate, build, monkeyp
             parameter.grad.fill_(100.0)
 
     monkeypatch.setattr(NCL, "transform_gradients", large)
+    plain = ["optim=sgd", "optim.lr=1", "schedule.warmup=0", "schedule=constant", "trainer.steps=1"]
     parts = ["trainer.gradient_clip_val=0.5", f"trainer.accumulate_grad_batches={accumulate}"]
-    work = build("ncl", *PLAIN, "trainer.steps=1", *parts)
+    work = build("ncl", *plain, *parts)
     work.module.masks.append(Half(acts_on="gradient", factor=0.0, model=work.module.model))
     before = work.weights()
     work.learn(0)

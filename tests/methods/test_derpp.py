@@ -10,23 +10,6 @@ from cpt.data.collate import UNSCORED, labels_of
 from cpt.data.sampler import TrainStream
 from cpt.methods.common.reservoir import bytes_per_sample
 
-FEW = ["method.memory=20", "method.draw=3"]
-
-
-@pytest.fixture(params=["masked", "causal"])
-def derpp(request, build):
-    """A module on a masked and on a causal model, and its first domain in batches of 8."""
-
-    def made(*overrides: str):
-        work = build("derpp", *FEW, *overrides, on=request.param)
-        text = work.data.train["law"]
-        options = {"objective": work.data.objective, "seed": 0, "batch_size": 8, "rank": 0, "world": 1}
-        parts = TrainStream({"law": text}, **options, accumulate=1, steps=[len(text) // 8 + 2])
-        short = next(number for number in range(len(parts)) if "attention_mask" in parts[number])
-        return work.module, parts, short
-
-    return made
-
 
 def scored_outputs(module, ids, labels, length):
     """Logits [K, V] and last hidden states [K, D] at a row's scored positions, by a plain forward."""
@@ -35,11 +18,15 @@ def scored_outputs(module, ids, labels, length):
     return module.model(input_ids=ids).logits[0, places], hidden[places]
 
 
+@pytest.mark.parametrize("family", ["masked", "causal"])
 @pytest.mark.parametrize("matched", ["hidden", "logits"])
-def test_the_losses_are_those_of_the_paper(matched, derpp):
+def test_the_losses_are_those_of_the_paper(matched, family, build):
     options = [f"method.matched={matched}", "method.alpha=0.3", "method.beta=0.7", "method.precision=float32"]
-    module, parts, short = derpp(*options)
-    module.double().eval()
+    work = build("derpp", "method.memory=20", "method.draw=3", *options, on=family)
+    text, module = work.data.train["law"], work.module.double().eval()
+    options = {"objective": work.data.objective, "seed": 0, "batch_size": 8, "rank": 0, "world": 1}
+    parts = TrainStream({"law": text}, **options, accumulate=1, steps=[len(text) // 8 + 2])
+    short = next(number for number in range(len(parts)) if "attention_mask" in parts[number])
     first = module.losses(parts[short])
     assert first["derpp_match"] == first["derpp_replay"] == 0 < first["lm"]
     for number in (0, short):

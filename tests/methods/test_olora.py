@@ -12,14 +12,6 @@ from tests.support.pairs import base_of, pair_of
 STRONG = "optim.lr=0.05"
 
 
-@pytest.fixture
-def maps():
-    """A of five maps of two widths, rank 3, and those of four earlier domains."""
-    torch.manual_seed(0)
-    drawn = [[torch.randn(3, width, dtype=torch.float64) for width in (8, 6, 8, 8, 6)] for _ in range(5)]
-    return drawn[0], drawn[1:]
-
-
 def slow(new, earlier, *, power: int) -> float:
     """sum over maps, domains and entries of |row of A_k . row of A_t|^power, product by product."""
     found = 0.0
@@ -31,7 +23,10 @@ def slow(new, earlier, *, power: int) -> float:
 
 
 @pytest.mark.parametrize(("penalty", "power"), [("l1", 1), ("squared", 2)])
-def test_the_penalty_is_the_slow_sum(penalty, power, maps):
+def test_the_penalty_is_the_slow_sum(penalty, power):
+    torch.manual_seed(0)  # A of five maps of two widths, rank 3, and those of four earlier domains
+    drawn = [[torch.randn(3, width, dtype=torch.float64) for width in (8, 6, 8, 8, 6)] for _ in range(5)]
+    maps = drawn[0], drawn[1:]
     groups = group_by_width(*maps)
     assert [(len(new), tuple(earlier.shape)) for new, earlier in groups] == [(3, (3, 12, 8)), (2, (2, 12, 6))]
     assert pair_overlap(groups, penalty=penalty).item() == pytest.approx(slow(*maps, power=power), rel=1e-5)
@@ -72,16 +67,11 @@ def test_the_loss_is_strength_times_the_overlap_with_all_earlier_domains(stored,
     assert moved == {f"model.{name}" for name in names}
 
 
-@pytest.fixture
-def pairs():
-    """A [3, d_in] and B [d_out, 3] of three maps."""
+def test_the_product_is_b_a_of_maps_of_any_shape():
     torch.manual_seed(0)
     sizes = [((3, d_in), (d_out, 3)) for d_in, d_out in ((8, 6), (6, 8), (5, 5))]
     drawn = [[torch.randn(size, dtype=torch.float64, requires_grad=True) for size in each] for each in sizes]
-    return [tuple(each) for each in drawn]
-
-
-def test_the_product_is_b_a_of_maps_of_any_shape(pairs):
+    pairs = [tuple(each) for each in drawn]
     tensors = [each for pair in pairs for each in pair]
     by_hand = sum((b[:, :, None] * a[None]).sum(1).abs().sum() for a, b in pairs)
     found = product_norm(pairs)
