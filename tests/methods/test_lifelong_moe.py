@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from cpt.adapters.experts import mixtures_of, working
+from cpt.adapters.experts import mixtures_of
 from cpt.models.forward import divergence
 from tests.support.making import Made, same
 from tests.support.running import logits_at
@@ -88,23 +88,6 @@ def test_a_domain_begins_with_the_model_before_it(family, start, moe):
         assert copied[number][work.module.sources[number] + 1]
     assert all(each < 1e-6 for each in seen[::2]) and all(each > 1e-4 for each in seen[3::2])
     assert start == "nearest" or work.module.sources.tolist() == {"base": [-1] * 3, "last": [-1, 0, 1]}[start]
-
-
-def test_the_nearest_experts_are_those_with_which_the_probe_is_likeliest(moe):
-    work, noted, models, losses = moe(ALL, *STRONG), [], [], []
-    work.learn(0)
-    work.learn(1)
-    for group in (-1, 0, 1):
-        with working(work.module.model, group):
-            models.append(deepcopy(work.module.model).eval())
-    work.learn(2, First(lambda module, batch: noted.extend(work.probe())))
-    for model in models:
-        with torch.no_grad():
-            nll = torch.cat([work.module.objective.nll(model, batch) for batch in noted])
-        losses.append(float(nll.double().mean().exp()))
-    found = work.module.perplexities.tolist()
-    assert found == pytest.approx(losses, rel=1e-5) and len({*found}) == 3
-    assert work.module.sources[2] == found.index(min(found)) - 1
 
 
 @pytest.mark.parametrize(("dense", "experts"), [("trained", 0), ("trained", 1), ("frozen", 1)])
