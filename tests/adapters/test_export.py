@@ -75,9 +75,7 @@ def bias_of(folder, **how) -> torch.Tensor:
     return load(folder, **how).get_parameter(BIAS)
 
 
-def test_the_folder_is_the_plain_model_and_each_domain_has_its_part_and_nothing_old(
-    export, untouched, tmp_path
-):
+def test_the_folder_is_the_plain_model_and_each_domain_has_its_part(export, untouched, tmp_path):
     export()
     model, info = RobertaForMaskedLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["unexpected_keys"] and not info["missing_keys"]

@@ -4,16 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from cpt.adapters.bottleneck import Bottleneck
-from cpt.adapters.gates import (
-    Gate,
-    anneal,
-    attach_gates,
-    bottleneck_units,
-    owned_parameters,
-    regulariser,
-    soft,
-)
+from cpt.adapters.gates import Gate, anneal, attach_gates, bottleneck_units, regulariser, soft
 from cpt.gradient_masks.hat import ClaimedUnits
 from cpt.models.units import find_units
 from tests.models.test_units import build, inputs_of, logits
@@ -80,13 +71,3 @@ def test_factors_between_two_groups_are_one_minus_the_minimum():
     assert len(found) == 4
     assert found[id(down.weight)] == [[0, 0, 0], [0.75, 0.75, 0.75]] and found[id(down.bias)] == [0, 0.75]
     assert found[id(up.weight)] == [[0.5, 0.75], [1, 1], [0, 0.75]] and found[id(up.bias)] == [0.5, 1, 0]
-
-
-def test_an_adapters_units():
-    part = Bottleneck(6, 2, activation="relu", like=torch.zeros(1))
-    neurons, outputs = bottleneck_units("a", part.down, part.up)
-    assert (neurons.name, neurons.kind, neurons.count, neurons.side) == ("a.neurons", "neurons", 2, "in")
-    assert (outputs.name, outputs.kind, outputs.count, outputs.side) == ("a.outputs", "outputs", 6, "out")
-    assert neurons.gate is outputs.gate is part.up
-    assert owned_parameters([neurons, outputs]) == set(part.parameters())
-    assert owned_parameters([outputs]) == {part.up.weight, part.up.bias}

@@ -1,27 +1,21 @@
 """LoRA and other tuners on unmodified models: where they stand, what they add, and what others can load."""
 
-import json
 from copy import deepcopy
 
-import peft
 import pytest
 import torch
-import transformers
 from peft.tuners.lora.layer import Linear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from cpt.adapters import lora
 from cpt.methods.peft import TUNERS
-from cpt.models.units import projections
 from tests.models import test_units
 
 pytestmark = pytest.mark.slow
 
 TOKENS = torch.arange(24).view(2, 12) % 37 + 3
 KINDS = ("modernbert", "roberta", "gpt2", "llama")
-# peft asks for a property that transformers has renamed.
-OLD_NAME = "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
 
 
 def build(kind="modernbert"):
@@ -118,23 +112,6 @@ def test_an_adapted_embedding_is_no_longer_the_heads():
     assert torch.equal(head.weight, base.get_output_embeddings().weight)
 
 
-@pytest.mark.parametrize(("kind", "count"), [("modernbert", 3), ("gpt2", 3), ("roberta", 1)])
-def test_maps_are_both_halves_with_the_segments_of_a_fused_map(kind, count):
-    model = build(kind)
-    segments = {each.name: each.segments for each in projections(model)}
-    maps = {each.name: each for each in attach(model).maps}
-    body = [name for name in lora.lora_layers(model) if name.startswith(f"{model.base_model_prefix}.")]
-    assert len(maps) == 2 * len(body) and set(segments) == set(body)
-    for name, layer in ((name, model.get_submodule(name)) for name in body):
-        a, b = maps[f"{name}.lora_A"], maps[f"{name}.lora_B"]
-        assert (a.module.weight, b.module.weight) == lora.factors_of(layer)
-        assert a.outputs == 4 and [s.tolist() for s in a.segments] == [[0, 1, 2, 3]] and a.measured is None
-        assert b.outputs == layer.out_features and b.measured is layer
-        expected = segments.get(name, (torch.arange(layer.out_features),))
-        assert [s.tolist() for s in b.segments] == [s.tolist() for s in expected]
-    assert len(next(each for each in maps.values() if each.measured).segments) == count
-
-
 @pytest.mark.parametrize("kind", ["modernbert", "gpt2"])
 @pytest.mark.parametrize("embeddings", [False, True])
 def test_merged_pairs_and_pairs_kept_apart_are_one_function(kind, embeddings):
@@ -161,54 +138,6 @@ def test_earlier_pairs_have_no_dropout():
     assert torch.equal(logits(model.train()), before)
 
 
-def test_a_state_with_more_pairs_or_fewer_is_taken():
-    states, outputs, model = [], [], build()
-    names = attach(model, embeddings=True).names
-    lora.resize_on_load(model)
-    for domain in range(3):
-        if domain:
-            lora.begin_adapter(model, stored="pairs", seed=domain)
-        learn(model, names, seed=domain)
-        states.append({name: value.clone() for name, value in model.state_dict().items()})
-        outputs.append(logits(model))
-    other = build()
-    attach(other, embeddings=True)
-    lora.resize_on_load(other)
-    for domain in (2, 0, 1):
-        other.load_state_dict(states[domain])
-        assert other.state_dict().keys() == states[domain].keys()
-        assert torch.equal(logits(other), outputs[domain])
-        assert {name for name, p in other.named_parameters() if p.requires_grad} == set(names)
-
-
-@pytest.mark.filterwarnings(OLD_NAME)
-@pytest.mark.parametrize("kind", ["modernbert", "gpt2"])
-@pytest.mark.parametrize("embeddings", [False, True])
-def test_what_is_exported_is_loaded_by_peft(kind, embeddings, tmp_path):
-    model, outputs, parts = build(kind), [], {}
-    names = attach(model, embeddings=embeddings).names
-    for domain in ("law", "food/wine"):
-        learn(model, names, seed=len(domain))
-        parts[domain] = {name: model.get_parameter(name).detach().clone() for name in names}
-        outputs.append(logits(model))
-    last = lora.export_adapters(tmp_path / "two", model, parts)
-    first = last.replace("food%2Fwine", "law")
-    for domain in range(2):
-        lora.begin_adapter(model, stored="pairs", seed=domain)
-        learn(model, names)
-    outputs.append(logits(model))
-    summed = lora.export_adapters(tmp_path / "sum", model, {"law": lora.joined_weights(model)})
-    for expression, expected in zip((first, last, summed), outputs, strict=True):
-        loaded = eval(expression, {"peft": peft, "transformers": transformers}).eval()
-        torch.testing.assert_close(logits(loaded), expected, rtol=1e-4, atol=1e-4)
-    for name, rank in (("two", 4), ("sum", 12)):
-        told = json.loads((tmp_path / name / "adapters/law/adapter_config.json").read_text())
-        assert (told["r"], told["lora_alpha"]) == (rank, 3 * rank)
-        assert told["base_model_name_or_path"] == str(tmp_path / name)
-    plain = type(model).from_pretrained(tmp_path / "two").eval()
-    torch.testing.assert_close(logits(plain), logits(build(kind)))
-
-
 def test_what_is_drawn_is_a_function_of_the_seed():
     drawn = []
     for stored, noise, seed in (("merged", 1, 3), ("pairs", 2, 3), ("pairs", 2, 4)):
@@ -219,20 +148,6 @@ def test_what_is_drawn_is_a_function_of_the_seed():
         lora.begin_adapter(model, stored=stored, seed=seed)
         drawn.append(torch.cat([model.get_parameter(name).flatten() for name in names]))
     assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[1], drawn[2])
-
-
-def test_only_the_newest_pair_has_gradients_and_a_frozen_one_stays_frozen():
-    model = build().train()
-    names = attach(model, dropout=0.1).names
-    frozen = names[0].partition(".lora_")[0]
-    for half in lora.factors_of(lora.lora_layers(model)[frozen]):
-        half.requires_grad_(False)
-    for domain in (1, 2):
-        lora.begin_adapter(model, stored="pairs", seed=domain)
-        learn(model, names)
-    model(input_ids=TOKENS).logits.sum().backward()
-    moved = {name for name, p in model.named_parameters() if p.grad is not None}
-    assert moved == {name for name in names if not name.startswith(frozen)}
 
 
 ARGUMENTS = {"miss": {"r": 8}, "fourierft": {"n_frequency": 20}}

@@ -75,55 +75,6 @@ def test_a_padded_row_is_the_row_without_padding(name):
         close(found[row, :length], alone[0])
 
 
-def test_the_first_token_stays_first_and_no_place_counts_as_padding():
-    (model, *_), batch, seen = prompted("roberta"), padded_batch(), []
-    for name in ("word", "position"):
-        table = model.get_submodule(f"roberta.embeddings.{name}_embeddings")
-        table.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    encoded(model, batch)
-    ids, positions = seen
-    assert ids.shape == (B, T + N) and torch.equal(ids[:, 0], batch["input_ids"][:, 0])
-    assert torch.equal(ids[:, N + 1 :], batch["input_ids"][:, 1:])
-    assert (ids[:, 1 : N + 1] != model.config.pad_token_id).all()
-    for row, length in enumerate(LENGTHS):
-        assert positions[row].tolist() == [*range(1, N + length + 1), *[0] * (T - length)]
-
-
-@pytest.mark.parametrize("name", ["bert", "roberta", "gpt2", "llama"])
-def test_positions_that_are_given_count_on_through_the_prompt(name):
-    model, *_ = prompted(name)
-    ids, first = inputs_of(model)["input_ids"], 1 if name == "roberta" else 0
-    given = torch.arange(first, first + T).expand(B, T)
-    logits = model(input_ids=ids).logits
-    close(model(input_ids=ids, position_ids=given).logits, logits)
-    assert not torch.allclose(model(input_ids=ids, position_ids=given + 1).logits, logits) or name == "llama"
-
-
-GREEDY = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-
-
-@pytest.mark.parametrize("name", ["gpt2", "t5"])
-def test_a_model_generates_as_it_scores(name):
-    model, *_ = prompted(name)
-    ids, written = inputs_of(model)["input_ids"], torch.zeros(B, 1, dtype=torch.long)
-    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if name == "t5":
-        model.generation_config.decoder_start_token_id = 0
-        found = model.generate(**given, **GREEDY, use_cache=False)
-        for _ in range(3):
-            last = model(**given, decoder_input_ids=written).logits[:, -1:]
-            written = torch.cat([written, last.argmax(-1)], dim=1)
-        with pytest.raises(ValueError, match="to generate: num_beams=1"):
-            model.generate(input_ids=ids, num_beams=2, **GREEDY, use_cache=False)
-    else:
-        found, written = model.generate(**given, **GREEDY, use_cache=False), ids
-        for _ in range(3):
-            written = torch.cat([written, model(written).logits[:, -1:].argmax(-1)], dim=1)
-        with pytest.raises(ValueError, match="takes no (past_key_values|cache); to generate: use_cache"):
-            model.generate(**given, **GREEDY)
-    assert torch.equal(found, written)
-
-
 @pytest.mark.parametrize("name", ["t5", "t5-gated", "bart"])
 def test_with_a_decoder_it_is_the_model_of_the_source_behind_the_prompt(name):
     model, part, none = prompted(name)

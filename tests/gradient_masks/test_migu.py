@@ -1,63 +1,41 @@
-"""MIGU: which rows are chosen, what happens to them, what is measured when; the gradients of the chosen rows
-alone are those of all rows, scaled."""
+"""MIGU: which rows are chosen, what happens to them, what is measured when."""
 
 import math
 from copy import deepcopy
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 
-from cpt.data.collate import label_batch
 from cpt.gradient_masks.base import recording
 from cpt.gradient_masks.migu import CACHED, choose_by_mass, choose_rows, count_kept, magnitudes
 from cpt.models.fisher import samples
 from cpt.models.memory import checkpoint_activations
-from cpt.models.objectives import Causal
 from cpt.models.units import projections
-from cpt.trainer.plan import make_plan
-from cpt.trainer.preflight import prepare
-from cpt.trainer.run_dir import RunDir
 from tests.conftest import SHARED
 from tests.gradient_masks.test_soft import roberta
-from tests.support.making import assert_close, learned, same, weights
+from tests.models import test_units
+from tests.support.making import same, weights
 from tests.support.migu import watching
 
 GOLDEN = SHARED / "golden" / "migu_linear.npz"
 needs_golden = pytest.mark.skipif(not GOLDEN.exists(), reason="the authors' numbers are not here")
 IDS = torch.arange(9)[None]
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+STILL = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0)
 
 
-def gpt2(**given) -> GPT2LMHeadModel:
-    torch.manual_seed(0)
-    still = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
-    return GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=60, **still, **given))
+def gpt2(**given):
+    options = {"tie_word_embeddings": True, **STILL, **given}
+    return test_units.build("gpt2", **options).float().train()
 
 
-def neox() -> GPTNeoXForCausalLM:
-    return GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES, vocab_size=60, max_position_embeddings=20))
-
-
-def llama() -> LlamaForCausalLM:
-    return LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2, vocab_size=60))
-
-
-def t5(form: str = "relu") -> T5ForConditionalGeneration:
-    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "vocab_size": 60}
-    start = {"decoder_start_token_id": 0, "feed_forward_proj": form, "dropout_rate": 0.0}
-    return T5ForConditionalGeneration(T5Config(**sizes, **start))
+T5 = {"decoder_start_token_id": 0, "dropout_rate": 0.0}
+FAMILIES = {  # gpt2: Conv1D, Q, K, V in one; gpt_neox: interleaved
+    **{name: partial(test_units.build, name) for name in ("llama", "gpt_neox")},
+    **{"gpt2": gpt2, "roberta": roberta, "t5-gated": partial(test_units.build, "t5-gated", **T5)},
+    "t5": partial(test_units.build, "t5", feed_forward_proj="relu", **T5),
+}
 
 
 @needs_golden
@@ -111,18 +89,14 @@ def padded(source: list[int], target: list[int]) -> dict[str, torch.Tensor]:
     return rows
 
 
-@pytest.mark.parametrize(
-    ("family", "target"), [("gpt2", None), ("neox", None), ("relu", [9, 4, 6]), ("gated-gelu", [5, 3, 4])]
-)
-def test_the_rows_are_those_with_the_largest_outputs(family, target):
-    """Brute force, row by row without padding: Conv1D weights, fused projections that are ranked in segments,
-    interleaved ones, and with a decoder of each map the tokens that it works on, be source and target as long
-    in padded tokens."""
-    torch.manual_seed(1)
-    model = {"gpt2": gpt2, "neox": neox}.get(family, lambda: t5(family))().eval()
-    source, target = [9, 5, 7], target or [1, 1, 1]
+TARGETS = {"gpt2": None, "gpt_neox": None, "t5": [9, 4, 6], "t5-gated": [5, 3, 4]}
+
+
+@pytest.mark.parametrize("family", TARGETS)
+def test_the_rows_are_those_with_the_largest_outputs(family):
+    model, source, target = FAMILIES[family]().float().eval(), [9, 5, 7], TARGETS[family] or [1, 1, 1]
     batch, cut = padded(source, target), {"input_ids": source}
-    if family in ("gpt2", "neox"):
+    if family.startswith("gpt"):
         del batch["decoder_input_ids"]
     else:
         cut["decoder_input_ids"] = target
@@ -147,7 +121,7 @@ def test_the_rows_are_those_with_the_largest_outputs(family, target):
             best += ranked[: len(segment) - math.floor(0.7 * len(segment))]
         shape = (1, len(own)) if family == "gpt2" else (len(own), 1)
         assert found[id(each.module.weight)] == (shape, sorted(best))
-    assert len(found) == len(maps) == {"gpt2": 8, "neox": 8, "relu": 32, "gated-gelu": 36}[family]
+    assert len(found) == len(maps) == {"gpt2": 8, "gpt_neox": 8, "t5": 32, "t5-gated": 36}[family]
 
 
 def test_what_is_not_the_training_loss_is_not_measured():
@@ -183,18 +157,6 @@ def test_each_step_chooses_by_its_own_batch_alone():
     assert torch.equal(mask.sums, fresh.sums)
 
 
-def test_a_head_counts_the_scored_positions():
-    model, ids, present = gpt2().eval(), torch.arange(5, 15).view(2, 5), torch.ones(2, 5, dtype=torch.bool)
-    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
-    present[1, 3:] = False
-    mask = watching(model, head=True)
-    with recording([mask]):
-        batch = label_batch(ids, ids.where(present, torch.tensor(-100)), present)
-        logits, _ = Causal().outputs(model, batch)
-    [place] = [p for each, p in zip(mask.maps, mask.places, strict=True) if each.name == "lm_head"]
-    torch.testing.assert_close(mask.sums[place], logits.detach().abs().sum(0))
-
-
 def test_biases_and_heads_only_when_asked():
     model = gpt2()
     maps = [each.module for each in projections(model)]
@@ -209,8 +171,6 @@ def test_biases_and_heads_only_when_asked():
 
 @pytest.mark.parametrize("acts_on", ["gradient", "update", "frozen"])
 def test_what_masked_rows_do_under_adam(acts_on, build, monkeypatch):
-    """The lower half of all rows is masked from the second step on. Scaled gradients: momentum and decay go
-    on moving a row. Scaled updates: it keeps its bits. Frozen: its moments do as well."""
     work = build("migu", f"method.mask.acts_on={acts_on}", "optim.weight_decay=0.3", "trainer.steps=3")
     weight, levels = work.module.masks[0].maps[0].module.weight, []
     upper, lower = slice(None, len(weight) // 2), slice(len(weight) // 2, None)
@@ -233,7 +193,6 @@ def test_what_masked_rows_do_under_adam(acts_on, build, monkeypatch):
 
 
 def test_the_first_domain_can_be_left_out(small, start, tmp_path):
-    """As the released code does: bit for bit NCL until the second domain. As a mask it is the same."""
     migu = ["method=migu", "method.mask.skip_first_domain=true"]
     runs = {"ncl": [], "migu": migu, "both": [*migu, "mask=migu", "mask.migu.skip_first_domain=true"]}
     for name, options in runs.items():
@@ -280,13 +239,12 @@ def test_rows_are_ranked_by_their_fisher_before_the_domain(build):
 
 TEXT = torch.randint(4, 60, (3, 9), generator=torch.Generator().manual_seed(0))
 BACKENDS = ("hooks", "backward")
-FAMILIES = {"gpt2": gpt2, "llama": llama, "roberta": roberta, "t5": t5}  # gpt2: Conv1D, Q, K, V in one
 
 
 def gradients(family, backend, *, change=lambda made: None, dtype=None, passes=1):
     """The raw gradients, their factors, and those scaled, by name."""
     torch.manual_seed(0)
-    made = FAMILIES[family]().train()
+    made = FAMILIES[family]().float().train()
     change(made)
     mask = watching(made, backend=backend)
     with recording([mask]), torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
@@ -298,16 +256,13 @@ def gradients(family, backend, *, change=lambda made: None, dtype=None, passes=1
     return raw, kept, {name: each * kept.get(name, 1) for name, each in raw.items()}
 
 
-@pytest.mark.parametrize(
-    ("family", "given"),
-    [
-        *((family, {}) for family in FAMILIES),
-        ("gpt2", {"passes": 3}),  # of one loss, which are counted together
-        ("roberta", {"dtype": torch.bfloat16}),
-        ("roberta", {"change": checkpoint_activations}),
-        ("roberta", {"change": lambda made: made.roberta.encoder.layer[0].requires_grad_(False)}),
-    ],
-)
+@pytest.mark.parametrize(("family", "given"), [
+    *((family, {}) for family in ("gpt2", "roberta", "llama", "t5")),
+    ("gpt2", {"passes": 3}),  # of one loss, which are counted together
+    ("roberta", {"dtype": torch.bfloat16}),
+    ("roberta", {"change": checkpoint_activations}),
+    ("roberta", {"change": lambda made: made.roberta.encoder.layer[0].requires_grad_(False)}),
+])  # fmt: skip
 def test_masks_and_gradients_are_those_of_the_hooks(family, given):
     (_, masks, expected), (raw, found, scaled) = (gradients(family, each, **given) for each in BACKENDS)
     near = 0.02 if "dtype" in given else 1e-6
@@ -319,42 +274,3 @@ def test_masks_and_gradients_are_those_of_the_hooks(family, given):
         assert value.dtype == torch.float32
     for name, factor in found.items():
         assert raw[name].any() and not raw[name][(factor == 0).expand_as(raw[name])].any(), name
-
-
-def test_passes_that_are_not_of_the_loss_are_as_ever():
-    made = gpt2()
-    mask, copy = watching(made, backend="backward"), deepcopy(made)
-    whole = lambda made: made.transformer.h[0].mlp.c_fc.weight.grad.any(0).all()  # noqa: E731
-    made(input_ids=TEXT, labels=TEXT).loss.backward()
-    assert whole(made)
-    with recording([mask]), torch.no_grad():
-        made(input_ids=TEXT)
-    assert not mask.limiting
-    made.zero_grad()
-    with recording([mask], alone=False):
-        made(input_ids=TEXT, labels=TEXT).loss.backward()
-    assert whole(made)
-    made.zero_grad()
-    with recording([mask]):
-        loss = made(input_ids=TEXT, labels=TEXT).loss + copy(input_ids=TEXT, labels=TEXT).loss
-    loss.backward()
-    assert whole(copy) and not whole(made)
-
-
-LORA = ["method=lora", "mask.migu.threshold=0.5", "optim.lr=1"]
-
-
-@pytest.mark.parametrize("asked", [[], LORA])
-def test_a_run_ends_with_the_same_weights(asked, small, start, tmp_path):
-    given = ["mask=migu", *asked, "order=[law]", "optim=sgd"]
-    runs = {each: [*given, f"mask.migu.backend={each}"] for each in BACKENDS}
-    runs["free"] = [*given, "mask.migu.threshold=0"]
-    ends = {name: learned(start, small(*each), tmp_path / name) for name, each in runs.items()}
-    assert_close(ends["hooks"], ends["backward"], rtol=1e-5, atol=1e-6)
-    assert not same(ends["hooks"], ends["free"])
-
-
-def test_compiled_blocks_are_refused(small, tmp_path):
-    given = ["mask=migu", "mask.migu.backend=backward", "trainer.compile=true"]
-    with pytest.raises(ValueError, match="trainer.compile=true"):
-        prepare(make_plan(small(*given)), RunDir(tmp_path))

@@ -7,19 +7,12 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, RobertaConfig, RobertaForMaskedLM
+from transformers import RobertaConfig, RobertaForMaskedLM
 
 from cpt.data.collate import labels_of
 from cpt.gradient_masks import soft as module
-from cpt.gradient_masks.soft import (
-    Proxy,
-    SoftMask,
-    gate_gradients,
-    importance,
-    normalise,
-    sample_means,
-)
-from cpt.models.forward import check_dropout, dropout, dropout_of
+from cpt.gradient_masks.soft import Proxy, SoftMask, gate_gradients, importance, normalise, sample_means
+from cpt.models.forward import dropout
 from cpt.models.objectives import Causal
 from cpt.models.units import find_units, gate_units
 from tests.conftest import SHARED
@@ -90,8 +83,6 @@ def near(found, expected, *, rtol=1e-4, atol=1e-6) -> None:
 @needs_golden
 @pytest.mark.parametrize("kind", KINDS)
 def test_importances_and_gated_passes_are_those_of_the_authors_code(kind):
-    """Gradients: theirs are signed, of the batch's mean loss, over the tokens attended to, from unmasked ids
-    (their slip; only the sum over samples can be compared)."""
     model, names = golden_model(), ("das_importance_mlm", "das_accumulate", "das_forward_masked", "batches")
     arrays, stages, passes, ids = (np.load(GOLDEN / f"{name}.npz") for name in names)
     groups = released_groups(model, kind)
@@ -158,8 +149,6 @@ def test_importance_is_a_mean_of_absolute_values(monkeypatch):
 
 @pytest.mark.parametrize("compared", ["logits", "hidden"])
 def test_the_proxy_compares_two_dropout_passes_of_uncorrupted_text(compared, monkeypatch):
-    """Both passes read the text as it is, are gated by the sample's own gates, and differ by dropout: as by
-    finite differences of a head's gate. Without general knowledge nothing is important."""
     model, batch, seen, raw = roberta(rate=0.2), batch_of(4), [], []
     model.register_forward_pre_hook(lambda m, a, k: seen.append(k["input_ids"].clone()), with_kwargs=True)
 
@@ -169,6 +158,8 @@ def test_the_proxy_compares_two_dropout_passes_of_uncorrupted_text(compared, mon
 
     proxy, soft = Proxy(model, Text(), compared=compared, rate=None), mask_over(model, "heads", "neurons")
     assert not Proxy(model, Text(), compared=None, rate=None).measure(soft, [batch]).any()
+    with pytest.raises(ValueError, match="proxy_dropout=null"):
+        Proxy(roberta(), Causal(), compared=compared, rate=None)
     monkeypatch.setattr(module, "normalise", lambda scores, how: raw.append(scores) or scores)
     torch.manual_seed(3)
     scores = proxy.measure(soft, [batch])
@@ -187,36 +178,6 @@ def test_the_proxy_compares_two_dropout_passes_of_uncorrupted_text(compared, mon
     assert scores[0].item() == pytest.approx(expected.abs().mean().item(), rel=0.05)
 
 
-def test_the_proxy_needs_dropout():
-    with pytest.raises(ValueError, match="proxy_dropout=null"):
-        Proxy(roberta(), Causal(), compared="logits", rate=None)
-    with pytest.raises(ValueError, match="it has no dropout"):
-        check_dropout(torch.nn.Linear(2, 2), 0.1, option="proxy_dropout", without="general=null")
-    model = roberta(rate=0.1).eval()
-    with pytest.raises(ValueError, match="do not differ"):
-        Proxy(model, Causal(), compared="logits", rate=None).losses(model, batch_of(2))
-
-
-def llama() -> LlamaForCausalLM:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 60, "num_attention_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=48))
-
-
-@pytest.mark.parametrize("family", [llama, roberta])  # of attention alone, and in modules
-def test_dropout_is_switched_on_for_a_while_only(family):
-    model, ids = family().eval(), torch.arange(10)[None]
-    rates = lambda: [(id(each), name, rate) for each, name, rate in dropout_of(model)]  # noqa: E731
-    before = rates()
-    with torch.no_grad():
-        plain = model(input_ids=ids).logits
-        with dropout(model, 0.3):
-            one, other = model(input_ids=ids).logits, model(input_ids=ids).logits
-        assert not torch.equal(one, other) and torch.equal(model(input_ids=ids).logits, plain)
-    with pytest.raises(KeyError), dropout(model, 0.3):
-        raise KeyError
-    assert rates() == before and not any(each.training for each in model.modules())
-
-
 def test_normalisations_by_hand():
     scores, sd = torch.tensor([1.0, 2.0, 3.0, 6.0]), math.sqrt((4 + 1 + 0 + 9) / 3)
     z = [math.tanh((value - 3) / sd) for value in scores.tolist()]
@@ -228,21 +189,14 @@ def test_normalisations_by_hand():
         assert not normalise(torch.full((5,), 0.3), how).any() and not normalise(torch.ones(1), how).any()
 
 
-def test_a_soft_mask_only_rises():
-    soft, one, other = mask_over(roberta(), "heads"), torch.rand(8), torch.rand(8)
-    assert soft.importance.shape == (8,) and not soft.importance.any()
-    for pair in ((one, other), (other, one)):
-        soft.set(torch.zeros(8))
-        for scores in pair:
-            soft.update_max(scores)
-        assert torch.equal(soft.importance, torch.maximum(one, other))
-
-
 @pytest.mark.parametrize("columns", [["heads"], ["heads", "neurons"], []])
 def test_factors_follow_the_importances(columns):
     model = roberta()
     soft = mask_over(model, "heads", "neurons", "outputs", columns=columns)
-    soft.set(torch.rand(len(soft.importance)))
+    one, other = torch.rand(2, len(soft.importance))
+    for scores in (one, other, one):
+        soft.update_max(scores)
+    assert torch.equal(soft.importance, torch.maximum(one, other))  # it only rises
     heads, neurons, outputs = (1 - soft.gates()[group.name] for group in soft.groups[:3])
     layer, found = model.roberta.encoder.layer[0], {}
     for parameter, factor in soft.factors():

@@ -31,8 +31,6 @@ def along(moved, references) -> float:
 @pytest.mark.parametrize("constraints", ["mean", "each"])
 @pytest.mark.parametrize("acts_on", ["gradient", "update"])
 def test_no_step_raises_the_loss_on_the_memory(acts_on, constraints, build, monkeypatch):
-    """In the third domain, of all before together (A-GEM) or of each (GEM). With `update` none, under Adam
-    with decay; with `gradient` no gradient, but steps do; A-GEM's one constraint is broken for a domain."""
     seen = {"gradient": [], "step": [], "each": []}
     constrain, gradients, update = AGEM.constrain, AGEM.transform_gradients, AGEM.after_update
 
@@ -65,9 +63,8 @@ def test_no_step_raises_the_loss_on_the_memory(acts_on, constraints, build, monk
     monkeypatch.setattr(AGEM, "transform_gradients", before)
     work.learn(1)
     work.learn(2)
-    held, free = (
-        seen[each] for each in (("gradient", "step") if acts_on == "gradient" else ("step", "gradient"))
-    )
+    order = ("gradient", "step") if acts_on == "gradient" else ("step", "gradient")
+    held, free = (seen[each] for each in order)
     assert len(held) == len(free) == 12 and min(held) > -1e-4 and min(free) < -1e-2
     assert (min(seen["each"]) > -1e-4) == (constraints == "each")
 

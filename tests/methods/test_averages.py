@@ -1,5 +1,4 @@
-"""EMA, WiSE-FT, Reptile and merging: averages of models, against formulas over the runs that they are of; the
-rules of merging against their papers', written out over all domains at once."""
+"""EMA, WiSE-FT, Reptile and merging: averages of models."""
 
 import math
 from typing import get_args
@@ -79,13 +78,6 @@ def test_it_is_gone_after_every_so_many_steps(every, build, monkeypatch):
     assert ways == [2, 2] and int(work.module.gone) == 0
 
 
-def test_each_domain_starts_from_the_merged_model(build):
-    work = build("merge", "method.rule=slerp", "method.share=0.25")
-    for number, (before, found, after) in enumerate(beside_ncl(work, build)):
-        for name in found if number else ():
-            torch.testing.assert_close(found[name], slerp(before[name], after[name], 0.25, like=after[name]))
-
-
 def test_each_domain_starts_from_the_base(build):
     work = build("merge", "method.rule=task_arithmetic", "method.start=base", "method.scale=0.5")
     base, ends = work.weights(), []
@@ -96,15 +88,6 @@ def test_each_domain_starts_from_the_base(build):
         work.learn(number)
     expected = {name: value + 0.5 * sum(end[name] - value for end in ends) for name, value in base.items()}
     assert_close(work.weights(), expected, rtol=1e-5, atol=1e-6)
-
-
-def test_each_domain_goes_on_from_what_the_last_one_ended_with(build):
-    work, plain, ends = build("merge", "method.start=previous"), build("ncl"), []
-    for number in (0, 1):
-        work.learn(number)
-        plain.learn(number)
-        ends.append(plain.weights())
-    assert_close(work.weights(), {name: (ends[0][name] + ends[1][name]) / 2 for name in ends[0]})
 
 
 def test_pairs_are_merged_by_their_products(build):
@@ -235,7 +218,6 @@ def test_dare_drops_entries_and_keeps_the_mean():
 
 
 def test_dare_before_ties_leaves_out_what_was_dropped():
-    """What one of two domains has dropped has no vote: the other's stands."""
     found, seed = merge(ENDS[:2], rule="dare_ties", drop=0.5, density=1.0), lambda *of: key(*of) % 2**63
     tasks = [
         {n: drop_entries(task[n], BASE[n], p=0.5, seed=seed(place, "drop", n)) for n in SHAPES}

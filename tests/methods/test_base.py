@@ -9,13 +9,11 @@ from torch import Tensor, nn
 
 from cpt.data.collate import labels_of
 from cpt.data.sampler import TrainStream
-from cpt.gradient_masks.base import GradientMask, scale_
+from cpt.gradient_masks.base import GradientMask
 from cpt.methods.base import ContinualMethod
 from cpt.methods.ncl import NCL
 from cpt.trainer import loop
 from tests.support.making import Watch
-
-PLAIN = ["optim=sgd", "optim.lr=1", "schedule.warmup=0", "schedule=constant"]
 
 
 class Half(GradientMask):
@@ -33,51 +31,22 @@ class Half(GradientMask):
                 yield parameter, factor
 
 
-@pytest.fixture
-def fitted(build):
-    """Learns a domain under masks and config overrides; gives what is learned and how far matrices moved."""
-
-    def fit(*overrides: str, masks: tuple[tuple[str, float], ...] = (), steps: int = 1):
-        work = build("ncl", *overrides, f"trainer.steps={steps}")
-        model = work.module.model
-        work.module.masks.extend(Half(acts_on=kind, factor=factor, model=model) for kind, factor in masks)
-        old = work.weights()
-        work.learn(0)
-        return work, [value - old[name] for name, value in work.weights().items() if value.ndim == 2]
-
-    return fit
-
-
 @pytest.mark.parametrize("acts_on", ["update", "frozen"])
 @pytest.mark.parametrize("how", ["precision=32-true", "precision=bf16-mixed", "accumulate_grad_batches=4"])
-def test_an_update_mask_scales_the_step_of_adam(acts_on, how, fitted):
-    decay = ["optim.weight_decay=0.3", f"trainer.{how}"]
-    whole, masked = (fitted(*decay, masks=masks)[1] for masks in ((), ((acts_on, 0.5), (acts_on, 0.2))))
-    for free, tenth in zip(whole, masked, strict=True):
+def test_an_update_mask_scales_the_step_of_adam(acts_on, how, build):
+    def moved(*masks: float, steps: int = 1) -> list[Tensor]:
+        work = build("ncl", "optim.weight_decay=0.3", f"trainer.{how}", f"trainer.steps={steps}")
+        model, old = work.module.model, work.weights()
+        work.module.masks.extend(Half(acts_on=acts_on, factor=factor, model=model) for factor in masks)
+        work.learn(0)
+        return [value - old[name] for name, value in work.weights().items() if value.ndim == 2]
+
+    for free, tenth in zip(moved(), moved(0.5, 0.2), strict=True):
         half = len(free) // 2
         torch.testing.assert_close(tenth[:half], 0.1 * free[:half], rtol=1e-3, atol=1e-7)
         assert torch.equal(tenth[half:], free[half:]) and free[:half].any()
-    for value in fitted(*decay, masks=((acts_on, 0.0),), steps=3)[1]:
+    for value in moved(0.0, steps=3):
         assert not value[: len(value) // 2].any() and value[len(value) // 2 :].any()
-
-
-def test_a_gradient_mask_is_divided_out_by_adam(fitted):
-    """The finding that `acts_on` exists for: Adam's first step is lr times the sign, whatever the factor."""
-    plain = ["optim.eps=1e-12", "trainer.gradient_clip_val=null"]
-    pairs = zip(fitted(*plain)[1], fitted(*plain, masks=(("gradient", 0.1),))[1], strict=True)
-    assert min(tenth[: len(tenth) // 2].norm() / free[: len(free) // 2].norm() for free, tenth in pairs) > 0.9
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_scaling_is_exact_at_both_ends(dtype):
-    start, tensor = torch.randn(2, 50, 50, dtype=dtype)
-    for factor, whole, moved in ((0.0, torch.zeros_like(tensor), start), (1.0, tensor, tensor)):
-        scaled, step = tensor.clone(), tensor.clone()
-        scale_(scaled, torch.tensor([[factor]]))
-        scale_(step, torch.tensor([[factor]]), start=start)
-        assert torch.equal(scaled, whole) and torch.equal(step, moved)
-    scale_(tensor, torch.tensor([[0.25]]), start=start.fill_(4))
-    assert tensor.float().mean().item() == pytest.approx(3, abs=0.1)
 
 
 def norm(tensors) -> float:
@@ -94,8 +63,9 @@ def test_gradients_are_masked_before_they_are_clipped(accumulate, build, monkeyp
             parameter.grad.fill_(100.0)
 
     monkeypatch.setattr(NCL, "transform_gradients", large)
+    plain = ["optim=sgd", "optim.lr=1", "schedule.warmup=0", "schedule=constant", "trainer.steps=1"]
     parts = ["trainer.gradient_clip_val=0.5", f"trainer.accumulate_grad_batches={accumulate}"]
-    work = build("ncl", *PLAIN, "trainer.steps=1", *parts)
+    work = build("ncl", *plain, *parts)
     work.module.masks.append(Half(acts_on="gradient", factor=0.0, model=work.module.model))
     before = work.weights()
     work.learn(0)
@@ -138,25 +108,6 @@ def test_the_hooks_of_a_method_are_called_in_their_order(small, start, tmp_path,
     assert list(dict.fromkeys(scored)) == [0, 1, -1]
 
 
-def test_gradients_of_probes_are_not_left_behind(build, monkeypatch):
-    def probing(module, probe):
-        sum(sum(module.losses(batch).values()) for batch in probe).backward()
-
-    left, losses = [], NCL.training_step
-
-    def noted(module, *given):
-        left.extend(p.grad for p in module.parameters())
-        return losses(module, *given)
-
-    for hook in ("before_domain", "after_domain"):
-        monkeypatch.setattr(NCL, hook, probing)
-    monkeypatch.setattr(NCL, "training_step", noted)
-    work = build("ncl", "trainer.steps=1")
-    work.learn(0)
-    left.extend(parameter.grad for parameter in work.module.parameters())
-    assert left and all(gradient is None for gradient in left)
-
-
 def gradient(module: ContinualMethod, batches: list[dict[str, Tensor]]) -> Tensor:
     """The gradient of the mean of the batches' losses, as Lightning accumulates it."""
     module.zero_grad()
@@ -175,11 +126,8 @@ def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(family, build):
     number = rows // 8  # the step that holds the short last row
     whole = gradient(module, [stream(accumulate=1, rank=0, world=1)[number]])
     for accumulate, world in ((2, 1), (1, 2), (2, 4), (8, 1)):
-        parts = [
-            stream(accumulate=accumulate, rank=rank, world=world)[number * accumulate + part]
-            for rank in range(world)
-            for part in range(accumulate)
-        ]
+        own = [stream(accumulate=accumulate, rank=rank, world=world) for rank in range(world)]
+        parts = [each[number * accumulate + part] for each in own for part in range(accumulate)]
         torch.testing.assert_close(gradient(module, parts), whole, rtol=1e-6, atol=1e-10)
 
 

@@ -69,6 +69,14 @@ def test_a_new_optimizer_and_its_schedule_begin_behind_recovery(carried, elle):
         assert list(rates) == pytest.approx([peak / 2, peak, peak * 3 / 4, peak / 2, peak / 4, 0])
 
 
+def test_a_branch_begins_behind_recovery(elle):
+    branch = ["optim.carry=moments", "schedule=wsd", "schedule.decay=0.5"]
+    work = elle("method.recovery=0.5", "trainer.steps=4", *branch)
+    work.learn(0)
+    entered(work, 1)
+    assert work.module.branch_step == 2 + 3
+
+
 class Seen(Callback):
     def __init__(self) -> None:
         self.domains, self.ids = [], []
@@ -118,39 +126,6 @@ def test_each_row_is_read_with_its_domains_prompt(family, elle):
         module.objective.nll(module.model, batch).sum().backward()
     grads = [None if each.grad is None else bool(each.grad.any()) for each in module.prompts]
     assert grads == [False, True, False]
-
-
-def test_text_that_is_not_learned_yet_is_read_with_the_latest_prompt(elle):
-    work = elle("method.prompt=1", THREE, "trainer.steps=1", "replay=past")
-    part_of = work.module.prompting.part_of
-    assert work.module.needs_domain and part_of(0) == -1
-    for number in (0, 1):
-        before = [prompt.detach().clone() for prompt in work.module.prompts]
-        work.learn(number)
-        assert [part_of(domain) for domain in (0, 1, 2, -1)] == [0, number, number, number]
-    assert not torch.equal(before[0], work.module.prompts[0])  # whose text is replayed
-    [batch] = work.probe()
-    found, _ = work.module.eval().nll(batch, 0)
-    torch.testing.assert_close(found.detach(), prompted(work, batch, 0))
-    assert work.module.used(0) == {0: 1.0}
-    assert (found.detach() - prompted(work, batch, 1)).abs().max() > 1e-6
-
-
-def test_a_branch_grows_where_it_goes_on(elle):
-    branch = ["optim.carry=moments", "schedule=wsd", "schedule.decay=0.5"]
-    work = elle("method.neurons=2", "method.recovery=0.5", "trainer.steps=4", "optim.lr=0.02", *branch)
-    work.learn(0)
-    decayed = work.weights()
-    work.module.trunk.restore(work.module.model)
-    before = loss(work)
-    work.module.model.load_state_dict(decayed, strict=False)
-    assert (loss(work) - before).abs().max() > 1e-4
-    work.module.expand_to(work.data.domains[1])
-    work.module.begin_from_trunk()
-    assert sublayers(work.module.model, ("neurons",))[0].count == 96
-    assert (loss(work) - before).abs().max() < 1e-5
-    work.data.enter(work.data.domains[1])
-    assert work.module.branch_step == 2 + 3  # behind two steps of recovery
 
 
 def test_every_stage_is_exported_in_its_size(small, start, tmp_path):

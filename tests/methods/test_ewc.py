@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,18 +13,13 @@ from transformers import AutoModelForMaskedLM
 
 from cpt.core import distributed as collectives
 from cpt.data.collate import labels_of
-from cpt.data.corpora import Corpora
 from cpt.data.replay import NO_REPLAY
 from cpt.methods import ewc as subject
 from cpt.methods.base import MethodContext
 from cpt.methods.ewc import EWC, merge_importances
 from cpt.methods.options import EWCOptions
-from cpt.models.loading import build_model, load_tokenizer
 from cpt.models.objectives import Causal
 from cpt.models.options import NOT_FROZEN
-from cpt.trainer.base_model import learn_tokenizer
-from cpt.trainer.costs import CostMonitor
-from cpt.trainer.plan import make_plan
 from tests.conftest import SHARED
 from tests.methods.test_penalties import moved
 from tests.support.making import DROPOUT, assert_close, clones, same
@@ -83,28 +77,6 @@ def test_the_fisher_is_the_slow_loop(estimator, family, build):
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not any(each.any() for each in fisher(model, [], estimator).values())
     assert_slow(found, model, probe, estimator=estimator)
-
-
-def test_the_fisher_of_deberta_is_the_slow_loop_while_operations_are_counted(build, small, tmp_path):
-    """The hooks by which torch's counter follows modules would break the gradient of single samples there,
-    whose encoder hands a parameter to a module."""
-    cfg, costs = small(), CostMonitor()
-    texts = Corpora.read(make_plan(cfg).source, ["law"], cache=Path(cfg.cache_dir))
-    tokenizer = load_tokenizer(learn_tokenizer(texts.general, 300, objective="masked", cache=texts.cache))
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
-    positions = {"max_position_embeddings": 64, "relative_attention": True, "position_buckets": 8}
-    kinds = {"norm_rel_ebd": "layer_norm", "share_att_key": True, "pos_att_type": "p2c|c2p"}
-    rest = {"type_vocab_size": 0, "position_biased_input": False}
-    config = {"model_type": "deberta-v2", **sizes, **positions, **kinds, **rest}
-    for part in (build_model(config, tokenizer, "masked", seed=0), tokenizer):
-        part.save_pretrained(tmp_path / "deberta")
-    deberta = [f"model.checkpoint={tmp_path / 'deberta'}", "model.objective=masked"]
-    work = build("ewc", *deberta, "trainer.probe_samples=12")
-    work.learn(0, costs)
-    expected = assert_slow(fisher_of(work), work.module.model, work.probe())
-    moving = [name for name, value in expected.items() if value.abs().max() > 0]
-    assert any("rel_embeddings" in name for name in moving) and len(moving) > len(expected) / 2
-    assert costs.flops["after"] > 0
 
 
 def test_a_domain_ends_with_its_fisher_and_its_anchor(build):
@@ -166,7 +138,6 @@ def test_the_mean_counts_each_domain_once(merge, factor, third, build):
 
 
 def test_away_from_the_anchor_the_fisher_pulls(learnt):
-    """The gradient at theta* + delta is strength F delta; at the anchor nothing pulls."""
     module, anchors, fishers, expected = learnt.module, learnt.weights(), fisher_of(learnt), 0.0
     penalty = module.penalty()
     penalty.backward()
@@ -205,8 +176,7 @@ def golden_batches(domain: int) -> list[dict[str, torch.Tensor]]:
 
 
 def apart(found: dict[str, torch.Tensor], prefix: str) -> list[float]:
-    """The largest differences from released numbers, each in units of its tensor's largest number. Below 1e-9
-    there is only rounding: the biases of keys have no gradient."""
+    """The largest differences from released numbers, each in units of its tensor's largest number."""
     with np.load(GOLDEN / "ewc.npz") as arrays:
         own = [name for name in arrays if name.startswith(f"{prefix}/")]
         names = {name.partition("/")[2]: torch.from_numpy(arrays[name]) for name in own}

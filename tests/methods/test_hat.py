@@ -1,5 +1,4 @@
-"""HAT: what gates take, keep and score with, and the numbers of the released code's adapters (ContinualLM),
-whose linear maps are two each, fc1 and fc2, both gated at their outputs; its gates at s_max are not hard."""
+"""HAT: what gates take, keep and score with."""
 
 from types import SimpleNamespace
 
@@ -16,7 +15,6 @@ from tests.support.making import Made, Watch
 from tests.support.running import batch_of, logits_at
 
 HARSH = ["optim.weight_decay=0.1", "model.lr=1e-2", "trainer.gradient_clip_val=0.5"]
-ADAPTER = ["method.form=adapter", "method.reduction=4"]
 PAPER = ["method.std=1", "method.strength=0.75", "method.gate_rate=1"]
 
 
@@ -39,20 +37,14 @@ def function(work: Made, domain: int) -> Tensor:
     return logits_at(module.model, batch, weights=module.bank.weights(domain))
 
 
-@pytest.mark.parametrize(
-    ("options", "kept"),
-    [
-        ([], True),
-        (["method.acts_on=frozen"], True),
-        (["method.acts_on=gradient"], False),
-        ([*ADAPTER, "method.acts_on=gradient"], False),
-        (["method.shared=trained"], False),
-    ],
-    ids=["updates", "frozen moments", "gradients", "gradients in adapters", "shared trained"],
-)
-def test_masked_gradients_alone_do_not_hold(options, kept, hat):
-    """Weight decay gets around them; and what is shared and trained leaks. What is taken only grows."""
-    work, seen, taken = hat(*HARSH, *options), [], torch.zeros(())
+HOLD = {"updates": True, "acts_on=frozen": True, "acts_on=gradient": False}
+HOLD |= {"acts_on=gradient form=adapter reduction=4": False, "shared=trained": False}
+
+
+@pytest.mark.parametrize("options", HOLD)
+def test_masked_gradients_alone_do_not_hold(options, hat):
+    given, seen, taken = [f"method.{each}" for each in options.split() if "=" in each], [], torch.zeros(())
+    work = hat(*HARSH, *given)
     for domain in range(3):
         work.learn(domain)
         seen.append([function(work, each) for each in range(domain + 1)])
@@ -61,31 +53,24 @@ def test_masked_gradients_alone_do_not_hold(options, kept, hat):
         assert torch.equal(own, (work.module.gates.e() > 0).float())
         assert torch.equal(taken, torch.maximum(before, own)) and taken.sum() > before.sum()
     found = [torch.equal(seen[n][n], seen[m][n]) for n, m in ((0, 1), (0, 2), (1, 2))]
-    assert found == [kept] * 3 and not torch.equal(seen[1][1], seen[2][2])
+    assert found == [HOLD[options]] * 3 and not torch.equal(seen[1][1], seen[2][2])
 
 
-def test_taken_units_do_not_move_and_free_ones_do(hat):
+def test_taken_units_and_what_no_unit_owns_do_not_move_and_free_ones_do(hat):
     work = hat(*HARSH)
+    model, table = work.module.model, work.module.model.get_input_embeddings().weight
+    base = table.detach().clone()
     work.learn(0)
-    module, taken = work.module, work.module.gates.split(work.module.taken.taken)
-    block, ends = module.model.base_model.layers[0], ("0.neurons", "0.outputs", "heads")
+    taken, ends = work.module.gates.split(work.module.taken.taken), ("0.neurons", "0.outputs", "heads")
     c_in, c_out, head = (next(v for name, v in taken.items() if name.endswith(end)).bool() for end in ends)
+    block = model.base_model.layers[0]
     down, out = block.mlp.Wo.weight, block.attn.Wo.weight
-    before, before_out = down.detach().clone(), out.detach().clone()
+    before, before_out, known = (each.detach().clone() for each in (down, out, table))
     work.learn(1)
     still, kept = before == down, c_out[:, None] & c_in[None]
     assert kept.any() and not kept.all() and torch.equal(still, kept)
     assert torch.equal((out == before_out).all(0).view(len(head), -1).all(1), head)
-
-
-def test_what_no_unit_owns_is_frozen_after_the_first_domain(hat):
-    work = hat()
-    model, table = work.module.model, work.module.model.get_input_embeddings().weight
-    before = table.detach().clone()
-    work.learn(0)
-    after = table.detach().clone()
-    work.learn(1)
-    assert not torch.equal(before, after) and torch.equal(table, after)
+    assert not torch.equal(base, known) and torch.equal(table, known)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert trained == {name for name in trained if ".attn.W" in name or ".mlp.W" in name}
     assert set(work.module.gates.names) <= trained
@@ -96,7 +81,6 @@ def test_s_follows_the_steps_and_the_regulariser_the_gates(hat):
     module, gates = work.module.train(), work.module.gates
 
     def term(step: int) -> float:
-        """That of a loss at one of six steps, outside a trainer."""
         module._trainer = SimpleNamespace(global_step=step, max_steps=6)
         batch = some_batch(module.model.config.vocab_size) | {"weight": torch.tensor(1 / 48)}
         return module.losses(batch)["hat"].item()
@@ -173,8 +157,6 @@ def back_masks(masks: dict[str, Tensor]) -> dict[str, Tensor]:
 @needs_golden
 @pytest.mark.parametrize("step", STEPS)
 def test_gates_and_their_gradients_are_those_of_the_released_code(step):
-    """s, gates, regulariser (lambda 0.75), and the compensated gradient from that of the gate, wherever that
-    has not vanished."""
     (domain, number), compared = STEPS[step], 0
     s, masks = anneal(number / 10, s_max=400), under(f"{step}_mask")
     with np.load(GOLDEN) as arrays:
@@ -202,7 +184,6 @@ def test_gates_and_their_gradients_are_those_of_the_released_code(step):
 
 @needs_golden
 def test_what_is_taken_and_held_back_is_that_of_the_released_code():
-    """Theirs is sigmoid(400 e), ours the same rounded; what two domains took is the maximum."""
     first, second = under("task0_mask"), under("task1_mask_pre")
     for name, mask in first.items():
         e = gate(name)

@@ -6,10 +6,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from cpt.adapters.experts import mixtures_of, working
-from cpt.gradient_masks.base import recording
+from cpt.adapters.experts import mixtures_of
 from cpt.models.forward import divergence
-from tests.support.making import DROPOUT, Made, same
+from tests.support.making import Made, same
 from tests.support.running import logits_at
 
 STRONG = ["optim.lr=0.01", "optim.weight_decay=0.5"]
@@ -42,9 +41,11 @@ def of_group(work: Made, group: int) -> dict[str, torch.Tensor]:
     return {n: p.detach().clone() for n, p in work.module.model.named_parameters() if id(p) in own}
 
 
-@pytest.mark.parametrize(
-    ("family", "dense"), [("masked", "trained"), ("causal", "frozen"), ("both", "trained")]
-)
+TRUNKS = [("masked", "trained"), ("causal", "frozen"), ("both", "trained")]
+STARTS = [("masked", "base"), ("masked", "last"), ("causal", "nearest"), ("both", "nearest")]
+
+
+@pytest.mark.parametrize(("family", "dense"), TRUNKS)
 def test_earlier_experts_and_their_rows_keep_their_bits(family, dense, moe):
     work = moe("method.experts=2", f"method.dense={dense}", *STRONG, on=family)
     base = of_group(work, -1)
@@ -59,9 +60,7 @@ def test_earlier_experts_and_their_rows_keep_their_bits(family, dense, moe):
     assert set(new) == set(after) - set(before) and len(new) == len(kept) > 4
 
 
-@pytest.mark.parametrize(
-    ("family", "start"), [("masked", "base"), ("masked", "last"), ("causal", "nearest"), ("both", "nearest")]
-)
+@pytest.mark.parametrize(("family", "start"), STARTS)
 def test_a_domain_begins_with_the_model_before_it(family, start, moe):
     work, seen, copied = moe(f"method.start={start}", ALL, *STRONG, on=family), [], []
     sums = lambda group: {float(v.sum()) for n, v in of_group(work, group).items() if "router" not in n}  # noqa: E731
@@ -91,29 +90,10 @@ def test_a_domain_begins_with_the_model_before_it(family, start, moe):
     assert start == "nearest" or work.module.sources.tolist() == {"base": [-1] * 3, "last": [-1, 0, 1]}[start]
 
 
-def test_the_nearest_experts_are_those_with_which_the_probe_is_likeliest(moe):
-    work, noted, models, losses = moe(ALL, *STRONG), [], [], []
-    work.learn(0)
-    work.learn(1)
-    for group in (-1, 0, 1):
-        with working(work.module.model, group):
-            models.append(deepcopy(work.module.model).eval())
-    work.learn(2, First(lambda module, batch: noted.extend(work.probe())))
-    for model in models:
-        with torch.no_grad():
-            nll = torch.cat([work.module.objective.nll(model, batch) for batch in noted])
-        losses.append(float(nll.double().mean().exp()))
-    found = work.module.perplexities.tolist()
-    assert found == pytest.approx(losses, rel=1e-5) and len({*found}) == 3
-    assert work.module.sources[2] == found.index(min(found)) - 1
-
-
 @pytest.mark.parametrize(("dense", "experts"), [("trained", 0), ("trained", 1), ("frozen", 1)])
-def test_the_term_is_the_divergence_from_the_model_before(dense, experts, moe, monkeypatch):
-    """KL(f_{t-1} || f_t) on the batch, also when all has moved; a frozen trunk takes no copy. The teacher
-    has no dropout, the model that learns has; both are the same model, which comes back as it was."""
+def test_the_term_is_the_divergence_from_the_model_before(dense, experts, moe):
     given = [f"method.dense={dense}", f"method.experts={experts}", "method.strength=2"]
-    work, modes = moe(*given, *STRONG), []
+    work = moe(*given, *STRONG)
     work.learn(0)
     before = deepcopy(work.module.model).eval()
     work.learn(1)
@@ -125,20 +105,9 @@ def test_the_term_is_the_divergence_from_the_model_before(dense, experts, moe, m
         expected = 2 * divergence(logits_at(before, batch), now).sum() * batch["weight"]
     torch.testing.assert_close(found, expected)
     assert found > 5e-6 and (len(work.module.teacher.named()) == 0) == (dense == "frozen")
-    work = moe(*given, "method.start=base", *DROPOUT)
-    outputs = work.module.objective.outputs
-
-    def noted(model, batch):
-        modes.append((model.training, torch.is_grad_enabled()))
-        return outputs(model, batch)
-
-    monkeypatch.setattr(work.module.objective, "outputs", noted)
-    work.learn(0)
-    assert modes == [(True, True), (False, False)] * 4 and all(m.among is None for m in work.module.mixtures)
 
 
 def test_the_term_balances_by_the_first_choices_of_the_step_before(moe):
-    """E sum_e s_e P_e, its mean over mixtures; a batch in two parts is that batch."""
     work = moe("method.balance=3", "method.strength=0", "method.experts=2", ALL, *STRONG)
     work.learn(0)
     module, (batch,), terms = work.module, work.batches(), []
@@ -162,40 +131,3 @@ def test_the_term_balances_by_the_first_choices_of_the_step_before(moe):
     assert balance(*work.batches(2, accumulate=2)) == pytest.approx(found, rel=1e-5)
     module.on_gradients_ready()
     assert torch.equal(module.shares.named()["firsts"], shares)
-
-
-def test_padding_is_neither_balanced_nor_ranked(moe):
-    work, outputs = moe("method.balance=3", "method.opening=0", "mask=migu", *STRONG, "method.strength=0"), []
-    work.learn(0)
-    module, (batch,) = work.module, work.batches()
-    (mixture,), (mask,) = module.mixtures, module.masks
-    assert not any("router" in each.name for each in mask.maps)
-    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-    batch["attention_mask"][:5, 8:] = 0
-    [each] = [each for each in mask.maps if each.name.endswith("groups.0.experts.0.maps.0")]
-    each.module.register_forward_hook(lambda m, args, output: outputs.append(output))
-    mask.sums.zero_()
-    module.shares.update({"firsts": torch.tensor([[0.8, 0.2]])})
-    with recording(module.masks):
-        found = float(module.losses(batch)["balance"].detach())
-    text, record = batch["attention_mask"].flatten().bool(), mixture.noted
-    expected = 2 * (torch.tensor([0.8, 0.2]) * record.probabilities.detach().sum(0)).sum() / (8 * 16)
-    assert found == pytest.approx(3 * float(expected), rel=1e-5) and len(record.chosen) == text.sum() == 88
-    own = mask.sums[mask.places[mask.maps.index(each)]]
-    torch.testing.assert_close(own, outputs[-1].flatten(0, -2)[text].abs().sum(0))  # k is 2 of 2 experts
-
-
-def test_without_text_of_a_domain_known_shares_are_told(moe):
-    work = moe("method.experts=2", "freeze.layers=1", *STRONG)
-    (batch,), module = work.batches(), work.module
-    assert list(mixtures_of(module.model)) == ["model.layers.1.mixture"] and not module.needs_domain
-    for number in (0, 1):
-        work.learn(number)
-    module.eval().router.begin()
-    with torch.no_grad():
-        module.nll(batch, 0)
-    (mixture,), parts = module.mixtures, (-1, 0, 1)
-    passed, members = mixture.passed, [mixture.members(part) for part in parts]
-    shares = [sum(float(passed.gates[passed.chosen == e].sum()) for e in own) for own in members]
-    expected = {part: each / sum(shares) for part, each in zip(parts, shares, strict=True)}
-    assert module.used(0) == pytest.approx({k: each for k, each in expected.items() if each > 1e-3}, abs=1e-5)

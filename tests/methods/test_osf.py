@@ -76,10 +76,8 @@ def test_a_block_that_changes_less_is_protected_more(build):
     work.learn(1)  # measures anew behind it
     part, bases = similar / similar.mean(), work.module.subspaces.bases.named()
     for name, weight in work.module.subspaces.maps.items():
-        share = (
-            0.1
-            + 0.4 * part[next(k for k, b in enumerate(work.module.blocks) if name.startswith(f"{b}."))].item()
-        )
+        place = next(k for k, block in enumerate(work.module.blocks) if name.startswith(f"{block}."))
+        share = 0.1 + 0.4 * part[place].item()
         assert bases[f"{name}.left"].shape[1] == int(share * min(weight.shape)), name
     work = build("osf", *BY_BLOCK, "method.most=0.8")
     for given, expected in (([0.2, 0.6], [0.3, 0.7, 0.5]), ([-1.0, 0.5], [0.1, 0.8, 0.5])):

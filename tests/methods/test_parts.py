@@ -1,5 +1,4 @@
-"""Methods with a part for each domain: what a domain has learned is kept bit for bit, scores its texts, is
-handed over as a copy and is exported; what adapters are."""
+"""Methods with a part for each domain: what a domain has learned is kept bit for bit, scores its texts."""
 
 from types import SimpleNamespace
 
@@ -7,11 +6,15 @@ import pytest
 import torch
 
 import cpt.adapters.export
-from cpt.adapters.bottleneck import Bottleneck
 from cpt.adapters.domain_store import BASE
+from cpt.adapters.gates import anneal
 from cpt.data.datamodule import Domain
+from cpt.methods.cpt_plugin import norms_of
+from tests.methods.test_lifelong_moe import First
 from tests.support.making import clones, same, state_beside_the_model
+from tests.support.running import token_nll
 
+DECAY = ["optim.weight_decay=0.5", "optim.lr=0.01"]
 HARSH = ["optim.weight_decay=0.3", "optim.lr=0.01", "trainer.steps=3"]
 HAT = "hat method.std=1 method.strength=0.75 method.gate_rate=1 method.form="  # the paper's: half are open
 KINDS = {  # the method with its options, and the family of the model
@@ -20,13 +23,11 @@ KINDS = {  # the method with its options, and the family of the model
     "cpt_plugin": ("cpt_plugin", "masked"),
     "cpt_plugin in a causal model": ("cpt_plugin method.norms=frozen", "causal"),
     "demix": ("demix routing@method.routing=domain", "masked"),
-    "demix with a decoder": ("demix routing@method.routing=domain", "both"),
     "demix of adapters": ("demix routing@method.routing=domain method.experts=adapter", "masked"),
     "hat": (f"{HAT}full", "masked"),
     "hat with a decoder": (f"{HAT}full", "both"),
     "hat in adapters": (f"{HAT}adapter method.reduction=4", "masked"),
     "hat in adapters of networks": (f"{HAT}adapter method.reduction=4 method.placement=ffn", "causal"),
-    "hat in two adapters a block": (f"{HAT}adapter method.reduction=4 method.placement=houlsby", "masked"),
     "lora": ("lora method.per_domain=true", "masked"),
     "prompt": ("prompt method.tokens=4", "masked"),
     "prompt in a causal model": ("prompt method.tokens=4", "causal"),
@@ -91,20 +92,7 @@ def test_the_base_keeps_its_bits_and_the_parts_learn(kind, learned):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_text_is_scored_by_its_own_part(kind, learned):
-    module, (batch, _) = learned(kind).module.eval(), learned(kind).batches
-    assert module.needs_domain
-    for domain in (0, 1):
-        with torch.no_grad():
-            nll, count = module.nll(batch, domain)
-            own = module.objective.nll(module.model_for(domain).eval(), batch)
-        torch.testing.assert_close(nll, own, rtol=1e-4, atol=1e-4)
-        assert torch.equal(count, torch.ones_like(nll)) and nll.shape == batch["positions"].shape
-        assert module.used(domain) == {domain: 1.0}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_backbone_is_a_copy_that_computes_its_domain(kind, learned, build):
+def test_each_text_is_scored_by_its_own_part_and_a_backbone_is_a_copy_of_it(kind, learned, build):
     found = learned(kind)
     work, (batch, _) = found.work, found.batches
     state = clones(work.module.state_dict())
@@ -114,9 +102,14 @@ def test_a_backbone_is_a_copy_that_computes_its_domain(kind, learned, build):
     assert same(state, work.module.state_dict())
     other = build(*found.chosen.split(), on=found.family).module.eval()
     other.load_state_dict(state)
+    assert other.needs_domain
     with torch.no_grad():
         for domain in (0, 1):
-            assert torch.equal(other.nll(batch, domain)[0], work.module.eval().nll(batch, domain)[0])
+            nll, count = work.module.eval().nll(batch, domain)
+            own = other.objective.nll(other.model_for(domain).eval(), batch)
+            torch.testing.assert_close(nll, own, rtol=1e-4, atol=1e-4)
+            assert torch.equal(other.nll(batch, domain)[0], nll) and torch.equal(count, torch.ones_like(nll))
+            assert other.used(domain) == {domain: 1.0}
 
 
 @pytest.mark.parametrize("kind", EXPORTED)
@@ -147,8 +140,16 @@ def test_a_sequence_grows_by_a_part_per_domain(kind, learned):
     assert 0 <= noted <= 16 * ("demix" in kind)
 
 
+def taking(weights, names) -> dict[str, torch.Tensor]:
+    return {name: weights[name].detach().clone() for name in names}
+
+
 def slot(work) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in work.weights().items() if ".adapter." in name}
+    return taking(work.weights(), work.module.bank.names)
+
+
+def part(work, domain: int) -> dict[str, torch.Tensor]:
+    return clones(work.module.bank.weights(domain))
 
 
 def enter(module, index: int, name: str = "") -> None:
@@ -158,70 +159,125 @@ def enter(module, index: int, name: str = "") -> None:
     module.activate(index)
 
 
-def visit(module, index: int, *, scale: float = 0.2) -> None:
-    """Learns a domain with weights drawn in place of steps, kept as the masks say."""
+def visit(module, index: int) -> None:
+    """Learns a domain with weights drawn in place of steps."""
     enter(module, index)
     module.before_domain(())
-    kept = dict(module.taken.factors()) if hasattr(module, "taken") else {}
     torch.manual_seed(index)
     for parameter in (p for p in module.model.parameters() if p.requires_grad):
-        parameter.data.add_(scale * torch.randn_like(parameter) * kept.get(parameter, torch.ones(())))
+        parameter.data.add_(0.2 * torch.randn_like(parameter))
     module.after_domain(())
 
 
-@pytest.mark.parametrize(
-    ("placement", "reduction", "sizes"),
-    [("pfeiffer", 16, [2]), ("ffn", 16, [2]), ("houlsby", 4, [8, 8]), ("pfeiffer", 32, [1])],
-)
+SIZES = [("pfeiffer", 16, [2]), ("ffn", 16, [2]), ("houlsby", 4, [8, 8]), ("pfeiffer", 32, [1])]
+
+
+@pytest.mark.parametrize(("placement", "reduction", "sizes"), SIZES)
 def test_the_number_of_trained_parameters_is_the_formula(placement, reduction, sizes, build):
-    """2 D d + d + D for each adapter: 2 blocks, D = 32."""
     work = build("adapter", f"method.placement={placement}", f"method.reduction={reduction}")
     work.module.activate(0)
     trained = {name: p.numel() for name, p in work.module.model.named_parameters() if p.requires_grad}
+    # 2 D d + d + D for each adapter: 2 blocks, D = 32
     assert sum(trained.values()) == 2 * sum(2 * 32 * d + d + 32 for d in sizes)
-    assert trained.keys() == slot(work).keys()
+    assert all(".adapter." in name for name in trained)
 
 
 @pytest.mark.parametrize("start", ["base", "previous"])
 def test_how_a_domains_adapter_begins(start, build):
-    work = build("adapter", "method.per_domain=true", f"method.start={start}", "method.placement=houlsby")
-    module = work.module
-    visit(module, 0)
-    previous, begun = slot(work), []
+    work, begun = build("adapter", "method.per_domain=true", f"method.start={start}"), []
+    visit(work.module, 0)
+    previous = slot(work)
     for seed, domain in ((1, "food"), (2, "food"), (2, "space")):  # as in other processes
         torch.manual_seed(seed)
-        module.trainer.datamodule.domain = Domain(domain, 1, (domain,))
-        module.before_domain([])
+        enter(work.module, 1, domain)
+        work.module.before_domain([])
         begun.append(slot(work))
-    if start == "previous":
-        assert same(begun[0], previous)
-        return
-    assert same(begun[0], begun[1]) and not same(begun[0], begun[2])
-    for name, value in begun[0].items():
+    assert same(begun[0], begun[1]) and same(begun[0], begun[2]) == same(begun[0], previous)
+    assert same(begun[0], previous) == (start == "previous")
+    for name, value in begun[0].items() if start == "base" else ():
         assert value.any() == name.endswith("down.weight") and value.abs().max() < 0.1
-        assert not torch.equal(value, previous[name])
-    drawn = [value for name, value in begun[0].items() if name.endswith("down.weight")]
-    assert len({value[0, 0].item() for value in drawn}) == len(drawn)
 
 
-def test_migu_masks_rows_of_both_maps_by_their_own_outputs(build):
-    """One step: of d rows the d - floor(0.7 d) with the largest outputs move, and no others."""
-    work = build("adapter", "mask=migu", "mask.migu.acts_on=update", "trainer.steps=1", "method.reduction=2")
-    model, [mask] = work.module.model, work.module.masks
-    bottlenecks = [part for part in model.modules() if isinstance(part, Bottleneck)]
-    linears = [linear for part in bottlenecks for linear in (part.down, part.up)]
-    assert [each.module for each in mask.maps] == linears
-    visit(work.module, 0)
-    before, sums = [linear.weight.detach().clone() for linear in linears], {}
+@torch.no_grad()
+def perplexity(model, probe) -> float:
+    return torch.cat([token_nll(model.eval(), batch) for batch in probe]).double().mean().exp().item()
 
-    def note(module, args, output):
-        if module.training:
-            sums[module] = output.detach().abs().sum((0, 1))
 
-    for linear in linears:
-        linear.register_forward_hook(note)
+THREE = "order=[law,food,space]"
+
+
+@pytest.mark.parametrize(("experts", "family"), [("ffn", "masked"), ("ffn", "causal"), ("adapter", "masked")])
+def test_an_expert_begins_as_the_nearest(experts, family, build):
+    work = build("demix", THREE, f"method.experts={experts}", *DECAY, on=family)
+    before, names = work.weights(), {*work.module.bank.names}
+    wanted = {"masked": ("mlp.Wi.", "mlp.Wo."), "causal": ("mlp.c_fc.", "mlp.c_proj.")}[family]
+    assert experts == "adapter" or names == {n for n in before if any(each in n for each in wanted)}
     work.learn(0)
-    for linear, old in zip(linears, before, strict=True):
-        moved = (linear.weight != old).any(1).nonzero().flatten().tolist()
-        count = {16: 16 - 11, 32: 32 - 22}[linear.out_features]
-        assert moved == sorted(sums[linear].topk(count).indices.tolist())
+    work.learn(1)
+    parts = {domain: part(work, domain) for domain in (BASE, 0, 1)}
+    models, seen = [work.module.model_for(domain) for domain in parts], []
+    work.learn(2, First(lambda *given: seen.extend((slot(work), work.probe()))))
+    begun, probe = seen
+    source, found = int(work.module.sources[2]), work.module.perplexities.tolist()
+    assert same(begun, parts[source]) and work.module.sources[0] == BASE
+    assert found == pytest.approx([perplexity(model, probe) for model in models], rel=1e-5)
+    assert found[source + 1] == min(found) and len(set(found)) == 3
+    assert all(same(part(work, domain), weights) for domain, weights in parts.items())
+    assert {n for n, value in work.weights().items() if not torch.equal(value, before[n])} == names
+    assert {name for name, p in work.module.model.named_parameters() if p.requires_grad} == names
+
+
+FOUR = [([3.0, 2.0, 1.5, 1.5], 1, []), ([1.5, 1.5, 2.0, 1.5], BASE, [])]
+FOUR += [([2.0, 1.5, 1.5], 1, ["method.routing.base=false"])]
+FOUR += [(None, 2, ["method.start=previous"]), (None, BASE, ["method.start=base"])]
+
+
+@pytest.mark.parametrize(("found", "source", "options"), FOUR, ids=str)
+def test_where_an_expert_begins(found, source, options, build, monkeypatch):
+    work = build("demix", THREE, *options)
+    for domain in range(3):
+        visit(work.module, domain)
+    monkeypatch.setattr(work.module, "measure", lambda probe, parts: torch.tensor(found))
+    enter(work.module, 3)
+    work.module.before_domain(())
+    assert int(work.module.sources[-1]) == source and len(work.module.sources) == 4
+    assert same(slot(work), part(work, source))
+
+
+def test_weights_of_what_is_taken_keep_their_bits_and_others_move(build):
+    work = build("cpt_plugin", *DECAY, "trainer.gradient_clip_val=null")
+    work.learn(0)
+    part = work.module.model.get_submodule(work.module.plugins[0].rpartition(".down")[0])
+    inner, outer = (gate.e.detach() > 0 for gate in (part.up.neurons_gate, part.up.outputs_gate))
+    held = {"down.weight": inner[:, None], "down.bias": inner}
+    held |= {"up.weight": outer[:, None] & inner, "up.bias": outer}
+    before = {name: part.get_parameter(name).detach().clone() for name in held}
+    work.learn(1)
+    for name, taken in held.items():
+        taken, stays = taken.expand_as(before[name]), part.get_parameter(name) == before[name]
+        assert stays[taken].all() and stays[~taken].float().mean() < 0.6, name
+
+
+def test_norms_begin_at_the_bases_and_are_kept_for_each_domain(build):
+    work = build("cpt_plugin", *DECAY)
+    module, names = work.module, norms_of(work.module.model)
+    base = taking(work.weights(), names)
+    work.learn(0)
+    law = taking(work.weights(), names)
+    assert names and not same(law, base)
+    enter(module, 1)
+    module.before_domain([])
+    assert same(taking(work.weights(), names), base)
+    assert same(taking(module.bank.weights(0), names), law)
+    assert same(taking(dict(module.model_for(0).named_parameters()), names), law)
+
+
+def test_the_regulariser_is_a_term_only_where_it_is_asked_for(build):
+    work, plain = build("cpt_plugin", "method.sparsity=0.5"), build("cpt_plugin").module
+    module, [batch] = work.module.train(), work.batches()
+    module.taken.taken[:100] = 1
+    module.trainer = plain.trainer = SimpleNamespace(global_step=3, max_steps=6)
+    found = module.losses(batch)["sparsity"]
+    gates, free = torch.sigmoid(anneal(3 / 5, s_max=400) * module.gates.e()), 1 - module.taken.taken
+    assert found.item() == pytest.approx((0.5 * (gates * free).sum() / free.sum()).item())
+    assert found.requires_grad and set(plain.losses(batch)) == {"lm"}

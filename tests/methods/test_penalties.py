@@ -14,15 +14,7 @@ from cpt.methods.options import RecAdamOptions
 from cpt.methods.recadam import Recall
 from cpt.methods.si import SI, accumulate
 from cpt.models.fisher import samples
-from tests.support.making import (
-    DROPOUT,
-    Watch,
-    assert_close,
-    clones,
-    parameter_bytes,
-    same,
-    state_beside_the_model,
-)
+from tests.support.making import DROPOUT, Watch, assert_close, clones, same, state_beside_the_model
 from tests.support.running import outputs_at
 
 
@@ -42,13 +34,12 @@ def test_l2_pulls_to_the_previous_model_or_the_base(towards, build):
     work.learn(1)
     anchors, now = between if towards == "previous" else base, dict(module.model.named_parameters())
     assert same(module.anchor.named(), anchors) and not same(between, base)
-    assert state_beside_the_model(module) == parameter_bytes(module) * (towards == "previous")
+    assert state_beside_the_model(module) == sum(p.nbytes for p in now.values()) * (towards == "previous")
     penalty = module.losses(work.batches()[0])["l2"]
     by_hand = sum(((p.detach().double() - anchors[n]) ** 2).sum() for n, p in now.items())
     assert penalty.item() == pytest.approx(0.15 * by_hand.item(), rel=1e-5) != 0
-    for (name, p), gradient in zip(
-        now.items(), torch.autograd.grad(penalty, list(now.values())), strict=True
-    ):
+    gradients = torch.autograd.grad(penalty, list(now.values()))
+    for (name, p), gradient in zip(now.items(), gradients, strict=True):
         torch.testing.assert_close(gradient, 0.3 * (p.detach() - anchors[name]), msg=name)
 
 
@@ -69,8 +60,6 @@ def sensitivity(work, output="logits"):
 
 @pytest.mark.parametrize("output", ["logits", "hidden"])
 def test_importance_is_the_mean_absolute_gradient_by_sample(output, build):
-    """And those of domains add up (gamma 1), without a look at labels; the penalty is lambda times the
-    weighted way, not half of it."""
     work = build("mas", f"method.output={output}", "trainer.probe_samples=6", "method.strength=3")
     work.learn(0)
     first, module = clones(work.module.importance.named()), work.module
@@ -148,7 +137,6 @@ def recalled(share, *, gradient, **options):
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
 def test_the_step_counts_its_share_and_the_pull_comes_after_it(share):
-    """x - eta (1 - lambda) gamma (x - 1); Adam's first step is the rate against the gradient's sign."""
     assert recalled(share, gradient=0.0) == pytest.approx(3 - 0.1 * (1 - share) * 5 * 2)
     x = 3 - 0.1 * share
     assert recalled(share, gradient=2.0) == pytest.approx(x - 0.1 * (1 - share) * 5 * (x - 1), rel=1e-5)

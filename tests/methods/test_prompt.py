@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from cpt.adapters.domain_store import BASE
 from tests.methods.test_lifelong_moe import First
-from tests.support.making import DROPOUT, same
-from tests.support.running import encoded, token_nll
+from tests.support.making import same
+from tests.support.running import token_nll
 
 N, D = 4, 32
 FEW = [f"method.tokens={N}", "trainer.steps=3", "optim.lr=0.03"]
@@ -27,31 +26,12 @@ def rest(work) -> dict[str, torch.Tensor]:
     return {name: value for name, value in work.weights().items() if name != work.module.name}
 
 
-@pytest.mark.parametrize("family", ["masked", "causal"])
-def test_the_prompt_learns_and_nothing_else_changes(family, prompt):
-    work = prompt("optim.weight_decay=0.5", *DROPOUT * (family == "masked"), on=family)
-    before, start, [batch] = rest(work), work.module.prompt.detach().clone(), work.batches()
-    ids, base = batch["input_ids"], work.module.model_for(BASE).eval()
-    assert not torch.equal(work.module.model.eval()(ids).logits[:, 0], base(ids).logits[:, 0])
-    work.learn(0)
-    assert same(rest(work), before) and ((work.module.prompt - start).abs().amax(1) > 1e-3).all()
-    assert [n for n, p in work.module.model.named_parameters() if p.requires_grad] == [work.module.name]
-    model = work.module.model_for(0).eval()
-    assert model(ids).logits.shape == (*ids.shape, model.config.vocab_size)
-    assert encoded(model, batch).shape == (*ids.shape, D)
-    assert model.get_parameter(work.module.name).requires_grad
+BEGUN = {"start=vocabulary": False, "start=previous": True, "start=vocabulary method.per_domain=false": True}
 
 
-@pytest.mark.parametrize(
-    ("options", "carried"),
-    [
-        (["method.start=vocabulary"], False),
-        (["method.start=previous"], True),
-        (["method.start=vocabulary", "method.per_domain=false"], True),
-    ],
-)
-def test_where_a_prompt_begins(options, carried, prompt):
-    work, starts = prompt(*options), []
+@pytest.mark.parametrize("options", BEGUN)
+def test_where_a_prompt_begins(options, prompt):
+    work, starts, carried = prompt(*f"method.{options}".split()), [], BEGUN[options]
     noted = First(lambda module, batch: starts.append(module.prompt.detach().clone()))
     work.learn(0, noted)
     last = work.module.prompt.detach().clone()
@@ -63,7 +43,6 @@ def test_where_a_prompt_begins(options, carried, prompt):
 
 
 def test_the_draw_is_that_of_seed_and_domain_in_every_process(prompt, monkeypatch):
-    """Gradients are averaged over processes, and parameters are not sent again."""
     found = []
     noted = First(lambda module, batch: found.append(module.prompt.detach().clone()))
     for rank, seed in ((0, 0), (1, 0), (0, 1)):
@@ -72,21 +51,6 @@ def test_the_draw_is_that_of_seed_and_domain_in_every_process(prompt, monkeypatc
         work.learn(0, noted)
         monkeypatch.undo()
     assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
-
-
-@torch.no_grad()
-def test_one_prompt_for_all_domains(prompt, build):
-    work, plain = prompt("method.per_domain=false"), build("ncl").module.eval()
-    [batch], module = work.batches(), work.module
-    base = module.eval().nll(batch, 1)[0]
-    assert torch.equal(base, token_nll(plain.model, batch)) and not module.needs_domain
-    for number in (0, 1):
-        with torch.enable_grad():
-            work.learn(number)
-        found = token_nll(module.eval().model, batch)
-        assert module.bank.domains == [0] and not torch.equal(found, base)
-        assert all(torch.equal(module.nll(batch, domain)[0], found) for domain in (BASE, 0, 1))
-    assert torch.equal(module.model_for(1).get_parameter(module.name), module.prompt)
 
 
 def links(work) -> list[torch.Tensor]:
@@ -130,12 +94,3 @@ def test_what_is_learned_through_maps_is_kept_without_them(prog):
     assert torch.equal(links(work)[0], kept) and not torch.equal(work.module.residual[0].weight, down)
     [batch], chain = work.batches(), {work.module.name: torch.cat([work.module.learned(), kept])}
     assert torch.equal(work.module.nll(batch, 1)[0], token_nll(work.module.model, batch, weights=chain))
-
-
-def test_a_new_prompt_is_a_copy_of_the_last_one_where_that_is_asked_for(prog):
-    work = prog("method.start=previous", "method.residual=8", "trainer.steps=1", "optim.lr=0")
-    work.learn(0)
-    with torch.no_grad():
-        links(work)[0].add_(1)
-    work.learn(1)
-    assert torch.equal(*links(work))

@@ -1,20 +1,19 @@
 """Which part scores a text: posteriors against Bayes by hand, priors, and what is remembered of them."""
 
 import math
+from itertools import cycle
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from torch import distributed
+from torch import nn
 
 from cpt.adapters.domain_store import BASE, Router, keep_largest
 from cpt.adapters.options import Routing
-from cpt.core import distributed as collectives
-from cpt.data.collate import labels_of
 from cpt.data.sampler import EvalSubset
 from cpt.models.objectives import Causal
-from tests.support.running import batch_of, token_nll
+from tests.support.running import token_nll
 
 DEFAULTS = {"learned": "domain", "unlearned": "base", "prior": "uniform", "decay": 0.3, "cached": 100}
 DEFAULTS |= {"top_k": None, "base": True}
@@ -121,18 +120,14 @@ def test_the_largest_are_kept_and_sum_to_one():
     assert torch.equal(found[:, inner].argmax(0), slow(LIKELIHOOD, ROWS)[:, inner].argmax(0))
 
 
-@pytest.mark.parametrize(
-    ("options", "domains", "own", "other"),
-    [
-        ({}, 2, [1], [BASE]),
-        ({"unlearned": "last"}, 2, [1], [1]),
-        ({"unlearned": "last"}, 0, [BASE], [BASE]),
-        ({"learned": "posterior", "unlearned": "posterior"}, 2, [BASE, 0, 1], [BASE, 0, 1]),
-        ({"learned": "nearest", "unlearned": "nearest", "base": False}, 2, [0, 1], [0, 1]),
-        ({"unlearned": "posterior", "base": False}, 0, [BASE], [BASE]),
-    ],
-    ids=str,
-)
+EACH, NEAR = ({"learned": how, "unlearned": how} for how in ("posterior", "nearest"))
+LAST = {"unlearned": "last"}
+MIXED = [({}, 2, [1], [BASE]), (LAST, 2, [1], [1]), (LAST, 0, [BASE], [BASE])]
+MIXED += [(EACH, 2, [BASE, 0, 1], [BASE, 0, 1]), (NEAR | {"base": False}, 2, [0, 1], [0, 1])]
+MIXED += [({"unlearned": "posterior", "base": False}, 0, [BASE], [BASE])]
+
+
+@pytest.mark.parametrize(("options", "domains", "own", "other"), MIXED, ids=str)
 def test_which_parts_are_mixed(options, domains, own, other):
     mixing = router(domains, **options)
     assert mixing.mixed(1) == own and mixing.mixed(BASE) == mixing.mixed(7) == other
@@ -153,21 +148,6 @@ def test_the_mixture_is_that_of_bayes_by_hand(work):
     assert list(used.values()) == pytest.approx(weights.mean(1).tolist(), rel=1e-4)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize(
-    ("family", "option"),
-    [("causal", "top_k=2"), ("masked", "unlearned=nearest")],
-)
-def test_the_likelihood_of_all_tokens_is_one(family, option, work):
-    run = work(f"method.routing.{option}", on=family)
-    [batch], count = batches(run, "law", rows=1, size=1), run.module.model.config.vocab_size
-    labels, scores = labels_of(batch).repeat(count, 1), len(batch["positions"])
-    labels[:, int(batch["positions"][-1])] = torch.arange(count)
-    nll = run.module.nll(batch_of(batch["input_ids"].repeat(count, 1), labels), BASE)[0].view(count, scores)
-    assert nll[:, -1].neg().exp().sum().item() == pytest.approx(1, abs=1e-4)
-    assert len(run.module.used(BASE)) > 1 < scores
-
-
 @pytest.mark.parametrize("prior", PRIORS)
 def test_how_a_text_is_cut_into_batches_is_all_one(prior, work):
     run = work(f"method.routing.prior={prior}", "method.routing.cached=5")
@@ -178,28 +158,12 @@ def test_how_a_text_is_cut_into_batches_is_all_one(prior, work):
         assert run.module.used(BASE) == pytest.approx(used, rel=1e-4)
 
 
-@pytest.mark.parametrize("prior", ["updating", "cached"])
-def test_each_text_begins_anew(prior, work):
-    run = work(f"method.routing.prior={prior}", "method.routing.cached=3", "method.routing.learned=posterior")
-    alone = {name: scored(run, name, domain=place) for place, name in enumerate(("law", "food"))}
-    for place, name in ((0, "law"), (0, "law"), (1, "food"), (0, "law"), (1, "food")):
-        assert torch.equal(scored(run, name, domain=place), alone[name])
-    before = run.module.used(1)
-    assert before and not run.module.used(0)
-    for value in run.module.bank.weights(1).values():
-        value.mul_(2)
-    scored(run, "food", domain=1)
-    assert run.module.used(1) != before
-
-
-def test_used_weights_are_summed_over_processes(monkeypatch):
-    theirs, calls = torch.tensor([0.0, 3.0, 1.0]).double(), []
-    monkeypatch.setattr(collectives, "is_distributed", lambda: True)
-    monkeypatch.setattr(distributed, "get_backend", lambda: "gloo")
-    monkeypatch.setattr(distributed, "all_reduce", lambda values: calls.append(values.add_(theirs).shape))
-    mixing = router()
-    assert mixing.used(1) == {0: 0.75, 1: 0.25}
-    mixing.take(BASE, mixing.parts, torch.tensor([[1.0], [0.0], [3.0]]))
-    for _ in range(2):
-        assert mixing.used(BASE) == {BASE: 0.125, 0: 0.375, 1: 0.5}
-    assert calls == [(3,)] * 3
+def test_another_text_starts_from_the_uniform_prior():
+    nats = cycle([1.0, 3.0])  # of the parts in turn
+    objective = SimpleNamespace(nll=lambda model, batch: torch.tensor([next(nats)]))
+    how = {"learned": "posterior", "unlearned": "posterior", "prior": "updating", "decay": 1.0}
+    routing = Routing(**how, cached=1, top_k=None, base=False)
+    store = SimpleNamespace(domains=[0, 1], weights=lambda part: {})
+    router, batch = Router(store, routing, objective), {"positions": torch.zeros(1), "rows": torch.zeros(1)}
+    first, second, other = (router.nll(nn.Linear(1, 1), batch, text) for text in (0, 0, 1))
+    assert second < first - 0.1 and torch.equal(other, first)

@@ -7,7 +7,6 @@ import torch
 
 from cpt.adapters import lora
 from cpt.adapters.routed_lora import router_of
-from cpt.gradient_masks.base import recording
 from cpt.methods.sapt import attention_divergence, kept_attention
 from tests.support.making import ORDER, made, same
 from tests.support.pairs import pair_of
@@ -105,20 +104,3 @@ def test_mocl_pulls_the_new_key_to_new_texts(sapt):
     torch.testing.assert_close(router.logits.exp(), (8 * router.cosines).softmax(-1))
     [gradient] = torch.autograd.grad(terms["matching"], [router.key])
     assert gradient.any()
-
-
-def test_a_mask_does_not_see_the_pass_of_the_query(sapt):
-    sums = []
-    for form in ([], MOCL):
-        work = sapt("mask=migu", "trainer.steps=1", *form)
-        work.learn(0)
-        [mask] = work.module.masks
-        mask.sums.zero_()
-        with torch.no_grad():
-            for layer in lora.lora_layers(work.module.model).values():
-                lora.factors_of(layer)[1].zero_()
-                lora.factors_of(layer)[0].fill_(0.1)
-        with recording([mask]):
-            work.module.losses(work.batches()[0] | {"domains": torch.zeros(8)})
-        sums.append(mask.sums.clone())
-    torch.testing.assert_close(*sums)

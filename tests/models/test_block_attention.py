@@ -1,5 +1,4 @@
-"""Samples and documents that share rows: each is as if it had a row of its own, bit for bit whatever stands
-beside it."""
+"""Samples and documents that share rows: each is as if it had a row of its own."""
 
 import numpy as np
 import pytest
@@ -155,10 +154,6 @@ WRONG = {
     "bloom": (OLD, "takes no positions"),
     "mamba": (NEW, "carries a state from token to token"),
     "opt": ({**NEW, "ffn_dim": 64, "word_embed_proj_dim": 32}, "mixes the samples of a row"),
-    "lfm2": (
-        {**NEW, "intermediate_size": 64, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]},
-        "mixes the samples of a row",
-    ),
 }
 
 

@@ -1,7 +1,7 @@
 """Checkpoints, fresh models and models that grow: their objective, logits, sentinels, rows and functions."""
 
 import copy
-from types import SimpleNamespace
+import re
 
 import pytest
 import torch
@@ -11,7 +11,6 @@ from transformers import AutoConfig, AutoTokenizer
 from cpt.data.packing import terminator
 from cpt.models import growth, loading
 from cpt.models.loading import build_model, is_tied, load_model, skeleton, train_tokenizer
-from cpt.models.objectives import Causal
 from tests.conftest import sentences
 from tests.models.test_units import FAMILIES, build, inputs_of, logits, loss
 from tests.support.running import logits_at
@@ -34,15 +33,6 @@ def test_logits_at_positions_are_those_of_the_whole_model_and_it_says_its_object
     for config in (model.config, AutoConfig.for_model(name)):
         told = loading.objective_name("auto", config)
         assert told == ("masked" if FAMILIES[name].auto.__name__.endswith("MaskedLM") else "causal")
-
-
-@pytest.mark.parametrize(("name", "longest"), [("roberta", 39), ("bert", 40), ("gpt2", 40)])
-def test_samples_longer_than_the_positions_are_refused(name, longest):
-    model = build(name).float()
-    loading.check_length(longest, model, Causal())
-    with pytest.raises(ValueError, match=rf"model.length={longest + 1}; allowed: 2 to {longest}"):
-        loading.check_length(longest + 1, model, Causal())
-    model(input_ids=torch.full((1, longest), 5))
 
 
 @pytest.fixture(scope="module")
@@ -68,32 +58,6 @@ def test_a_learned_tokenizer_has_sentinels_as_t5_has_and_others_are_found(with_s
     assert loading.sentinel_ids(tokenizer) == list(range(rows + 99, rows - 1, -1))
     mt5.add_tokens([f"\u2581<extra_id_{number}>" for number in (2, 1, 0)])
     assert loading.sentinel_ids(mt5) == [rows + 2, rows + 1, rows]
-
-
-FORMS = {
-    "t5": {"feed_forward_proj": "relu"},
-    "t5 v1.1": {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
-    "mt5": {"feed_forward_proj": "gated-gelu"},
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_checkpoint_of_t5_gives_its_own_logits(form, with_sentinels, tmp_path):
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
-    config = {"model_type": form.split()[0], **sizes, **FORMS[form]}
-    model = build_model(config, with_sentinels, "span", seed=0).eval()
-    assert model.config.decoder_start_token_id == model.config.pad_token_id == 0
-    model.save_pretrained(tmp_path)
-    with_sentinels.save_pretrained(tmp_path)
-    again, found = load_model(tmp_path, "span").eval(), loading.configuration(str(tmp_path))
-    ids = torch.randint(3, 300, (2, 9))
-    inputs = {"input_ids": ids, "decoder_input_ids": ids[:, :5]}
-    assert torch.equal(again(**inputs).logits, model(**inputs).logits)
-    head = again.get_output_embeddings().weight is again.get_input_embeddings().weight
-    assert head == (form != "t5 v1.1") and loading.objective_name("auto", found) == "span"
-    options = SimpleNamespace(objective="auto", checkpoint=str(tmp_path), mask_rate=0.15, mean_span=3)
-    objective = loading.make_objective(options, with_sentinels, found, answers=False, isolated=False)
-    assert (objective.pad, objective.end, objective.start, len(objective.sentinels)) == (0, 1, 0, 100)
 
 
 NOISE = 0.5
@@ -165,7 +129,8 @@ def test_every_other_family_grows_or_is_refused(name):
         try:
             MODES[mode](model)
         except ValueError as error:
-            assert "has no known exact growth" in str(error) and (mode not in ("neurons", "layers") or name == "bloom")
+            assert re.search("has no known exact growth|can not be grown", str(error))
+            assert mode not in ("neurons", "layers") or name == "bloom"
             continue
         assert (outputs(model) - before).abs().max() < 1e-5 or mode in ("layers", "all")
 

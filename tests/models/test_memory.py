@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-from cpt.models.memory import LEVELS_16, EvenHead, draw_quickly, drops_attention, even_head
+from cpt.models.memory import LEVELS_16, EvenHead, draw_quickly, even_head
 
 AUTO = {"gpt2": AutoModelForCausalLM, "roberta": AutoModelForMaskedLM}
 SIZES = {
@@ -74,19 +74,3 @@ def test_a_seed_gives_a_mask_and_modules_draw_so_while_it_lasts_and_only_then():
     assert functional.dropout is plain
     with draw_quickly(False):
         assert functional.dropout is plain
-
-
-DROPS = [
-    ("roberta", {}, True),
-    ("roberta", {"attention_probs_dropout_prob": 0.0}, False),
-    ("gpt2", {"attn_pdrop": 0.0}, False),
-    ("t5", {}, True),
-    ("llama", {"attention_dropout": 0.1}, True),
-    ("opt", {}, False),  # dropout=0.1, attention_dropout=0
-    ("distilbert", {"dropout": 0.0, "attention_dropout": 0.1}, True),
-]
-
-
-def test_what_a_configuration_says_of_dropout():
-    for kind, given, attention in DROPS:
-        assert drops_attention(AutoConfig.for_model(kind, **given)) == attention

@@ -223,26 +223,6 @@ def test_segments_are_what_the_model_uses_as_q_k_v(name):
     assert max(query.abs().max(), key.abs().max()) < 1e-12 and (value != 0).any(0).all()
 
 
-def test_a_norm_over_all_heads_can_not_be_separated():
-    model = CAUSAL.from_config(configured("olmo2", SIZES))
-    with pytest.raises(ValueError, match=r"heads can not be separated: .*q_norm normalises 32"):
-        find_units(model, ["heads"])
-    assert len(find_units(model, ["neurons", "outputs", "tokens"])) == 5
-    assert len(projections(model)) == 14
-
-
-def test_tied_tables_of_encoder_and_decoder_are_gated_once_each():
-    for name in ("bart", "t5"):
-        model = build(name, tie_word_embeddings=True)
-        (group,) = find_units(model, ["tokens"])
-        assert len(list(factors(group, torch.rand(V)))) == 1
-        inputs = {key: torch.full((1, 1), ids) for key, ids in (("input_ids", 5), ("decoder_input_ids", 9))}
-        gate = torch.ones(V, requires_grad=True)
-        with gate_units([group], {group.name: gate}):
-            loss(model, inputs).backward()
-        assert gate.grad.nonzero().flatten().tolist() == [5, 9]
-
-
 def kept(group: Units, *keep: float) -> list[tuple[tuple[int, ...], list[float]]]:
     return [(tuple(f.shape), f.flatten().tolist()) for _, f in factors(group, torch.tensor(keep))]
 
@@ -293,10 +273,3 @@ def test_a_map_works_on_the_tokens_that_go_through_it(name, attached):
     assert told.pop(head_of(model)) is None and found.pop(head_of(model)) == L
     assert told == {each: SOURCE_TOKENS if length == S else TARGET_TOKENS for each, length in found.items()}
     assert len({*told.values()}) == 2 and len(told) >= 20
-
-
-@pytest.mark.parametrize("name", ["roberta", "gpt2", "opt", "gpt_neox"])
-def test_without_a_decoder_all_but_the_head_work_on_the_source(name):
-    model = shared_model(name)
-    assert {tokens_of(model, each.name) for each in projections(model)} == {SOURCE_TOKENS}
-    assert tokens_of(model, head_of(model)) is None

@@ -1,12 +1,14 @@
 """Losses and gradients that are no numbers: no step is made on them, and nothing that they spoil is kept."""
 
+import json
+
 import pytest
 import torch
 
 from cpt.methods import derpp, ewc
 from cpt.methods.base import ContinualMethod
 from cpt.methods.ncl import NCL
-from cpt.optim.nan_guard import MOST, all_finite, check_finite
+from cpt.optim.nan_guard import DEVIATIONS, ENOUGH, MOST, TIMES, Spikes, all_finite
 from tests.conftest import ROOT, SMALL
 from tests.methods.test_contract import told
 from tests.support.killing import KilledError, Killer
@@ -44,17 +46,15 @@ def spoiled(monkeypatch):
     return spoil
 
 
-@pytest.fixture(scope="module")
-def wholes():
-    return {}
+WHOLE = {}
 
 
 @pytest.fixture
-def whole(wholes, small, start, tmp_path_factory):
-    if not wholes:
-        wholes["folder"] = tmp_path_factory.mktemp("whole")
-        start(small(ORDER), wholes["folder"])
-    return wholes["folder"]
+def whole(small, start, tmp_path_factory):
+    if not WHOLE:
+        WHOLE["folder"] = tmp_path_factory.mktemp("whole")
+        start(small(ORDER), WHOLE["folder"])
+    return WHOLE["folder"]
 
 
 @pytest.mark.parametrize("gradient", [False, True], ids=["loss", "gradient"])
@@ -141,21 +141,6 @@ def test_ruined_weights_replace_no_checkpoint(small, start, whole, tmp_path, mon
     assert same(state(tmp_path), state(whole))
 
 
-def test_what_one_process_has_stops_all(monkeypatch):
-    check_finite({"weight": torch.ones(2)}, "law")
-    monkeypatch.setattr("cpt.optim.nan_guard.all_reduce_max", lambda own: True)  # another has said so
-    with pytest.raises(ValueError, match="another process"):
-        check_finite({"weight": torch.ones(2)}, "law")
-
-
-def test_a_base_that_is_no_number_is_not_kept(small, start, tmp_path):
-    cfg = small(ORDER, f"cache_dir={tmp_path / 'cache'}", "model.base.optim.lr=1e30", "model.base.warmup=0")
-    cfg.model.base.gradient_clip_val = None
-    with pytest.raises(ValueError, match=r"model.base.optim.lr"):
-        start(cfg, tmp_path / "run")
-    assert not [each for each in tmp_path.glob("cache/base/*") if each.is_dir() and each.suffix != ".partial"]
-
-
 def test_what_a_method_measures_must_be_a_number(small, start, tmp_path, monkeypatch):
     nothing = lambda model, *args, **how: {n: torch.full_like(p, NAN) for n, p in model.named_parameters()}  # noqa: E731
     monkeypatch.setattr(ewc, "fisher", nothing)
@@ -177,41 +162,56 @@ def test_a_memory_takes_nothing_that_is_no_number(small, start, tmp_path, monkey
 SCRIPT = """
 import sys
 sys.path.insert(0, {root!r})
-from cpt.methods.base import ContinualMethod
 from cpt.methods.ncl import NCL
 
-losses, met = ContinualMethod.losses, []
-def here(self):
-    return self.global_rank == 1 and self.trainer.global_step == 3 and self.domain.name == "law"
-def bad(self, batch):
-    terms = losses(self, batch)
-    return terms | {{"lm": terms["lm"] + float("inf")}} if here(self) else terms
+met = []
 def ruin(self):
-    if here(self) and not met:
+    here = self.global_rank == 1 and self.trainer.global_step == 3 and self.domain.name == "law"
+    if here and not met:
         met.append(next(self.model.parameters()).data.fill_(float("inf")))
-if {after}:
-    NCL.after_update = ruin
-else:
-    NCL.losses = bad
+NCL.after_update = ruin
 sys.argv[0] = __file__
 from cpt.__main__ import main
 
 main()
 """
-ALONE = [pytest.param(policy, False, marks=pytest.mark.campaign) for policy in ("stop", "rollback")]
 
 
-@pytest.mark.parametrize(("policy", "after"), [*ALONE, ("rollback", True)])
-def test_all_processes_hear_of_one(policy, after, corpora, cache, tmp_path):
+def test_all_processes_hear_of_one(corpora, cache, tmp_path):
     script, folder, log = tmp_path / "script.py", tmp_path / "run", tmp_path / "log"
-    script.write_text(SCRIPT.format(root=str(ROOT), after=after))
+    script.write_text(SCRIPT.format(root=str(ROOT)))
     places = [f"domains.root={corpora}", f"cache_dir={cache}", f"hydra.run.dir={folder}"]
     given = ["domains=texts", *places, ORDER, *SMALL, "strategy=ddp", "trainer.accelerator=cpu"]
-    process = started(script, *given, f"on_nonfinite={policy}", cwd=tmp_path, log=log, twin=True)
+    process = started(script, *given, "on_nonfinite=rollback", cwd=tmp_path, log=log, twin=True)
     code, said = ended(process, seconds=60), log.read_text()
-    if policy == "stop":
-        assert code == 1 and "the lm loss is inf at step 3 of law" in said
-    else:
-        assert code == 0 and told(folder)["skipped"] == [0, 2, 0], said  # of the two since the checkpoint
-        assert all_finite(state(folder).values())
-        assert ("weights are not finite after step 4 of law" in said) == after
+    assert code == 0 and told(folder)["skipped"] == [0, 2, 0], said  # of the two since the checkpoint
+    assert all_finite(state(folder).values()) and "weights are not finite after step 4 of law" in said
+
+
+def seen(losses, spikes=None):
+    spikes = spikes or Spikes()
+    return [step for step, loss in enumerate(losses) if spikes.see(step, loss)], spikes.noted
+
+
+CALM = [4.0] * ENOUGH
+
+
+@pytest.mark.parametrize(("calm", "loss", "spike"), [
+    (CALM, TIMES * 4.0 + 0.1, True),
+    (CALM, TIMES * 4.0 - 0.1, False),
+    ([4.0] * (ENOUGH - 1), 400.0, False),  # too few to judge by
+    ([2.0, 3.0, 4.0] * ENOUGH, 3.0 + DEVIATIONS - 0.1, False),  # as uneven as that
+    ([2.0, 3.0, 4.0] * ENOUGH, 3.0 + DEVIATIONS + 0.1, True),
+    ([9.0] * 60 + [1.0] * 60, 2.0, True),  # of the last steps, not of all
+])  # fmt: skip
+def test_a_loss_far_above_its_running_median_is_a_spike(calm, loss, spike):
+    assert seen([*calm, loss])[0] == [len(calm)] * spike
+
+
+def test_a_stage_tells_of_its_first_one_and_counts_the_others():
+    losses = [4.0] * 30 + [9.0, 4.0, 10.0, 4.0]
+    assert seen(losses) == ([30], [2, 30, 9.0, 4.0])
+    one, other = Spikes(), Spikes()
+    seen(losses[:31], one)
+    other.load(json.loads(json.dumps(one.state())))
+    assert seen(losses[31:], other)[0] == [] and other.noted == [2, 30, 9.0, 4.0]

@@ -28,7 +28,6 @@ TABLE = r"""
 advise an_advice_is_planned_run_stopped_gone_on_with_and_told
 task_evaluator methods_answer_with_the_part_of_a_task
 contract killed_between_domains_it_ends_with_the_same_bits after a commit
-contract compositions_go_on_with_the_same_bits .*mask=(?!migu replay).*
 contract every_text_is_scored_by_known_parts MANY
 contract it_learns_in_16_bits (MORE|ema|hat|ncl)-.*
 contract killed_and_started_again_it_ends_with_the_same_bits MORE
@@ -54,7 +53,6 @@ weights frozen_weights_keep_their_bits_through_a_run das|ewc|derpp
 growth two_and_then_one_more_are_three_at_once ncl|branched|derpp
 growth what_needs_all_domains_beforehand_says_so options[1-3].*
 guard a_transient_one_stops_the_run_and_costs_nothing (loss|gradient)-(first|last)
-guard all_processes_hear_of_one stop.*|rollback-False
 lifelong_moe a_domain_begins_with_the_model_before_it (causal|both)-(base|last)
 lifelong_moe earlier_experts_and_their_rows_keep_their_bits (masked|both)-frozen
 contract at_neutral_strength_it_is_the_plain_method_bit_for_bit das (gradient|frozen)|l2 .*|migu .*|merge.*
@@ -65,7 +63,6 @@ package a_users_own_method_source_and_experiment_are_swept_away_from_the_checkou
 package the_source_archive_installs_the_same
 parts_on_disk what_rests_on_disk_is_what_rests_in_memory hat|olora
 reservoir every_sample_of_a_stream_is_as_likely_to_be_kept 2
-migu a_run_ends_with_the_same_weights (gradient|update)-fisher|.*-output
 sharded a_stage_that_was_half_written_does_not_count
 sharded shared_out_weights_are_those_of_one_process ewc
 sharded stages_in_shards_grow_and_are_filled_by_any_number_of_processes

@@ -98,10 +98,6 @@ def state_bytes(module: ContinualMethod) -> int:
     return sum(value.nbytes for value in module.state_dict().values())
 
 
-def parameter_bytes(module: ContinualMethod) -> int:
-    return sum(parameter.nbytes for parameter in module.model.parameters())
-
-
 class Watch(Callback):
     def __init__(self, note: Callable[[Any], Any]) -> None:
         self.note, self.seen = note, []
