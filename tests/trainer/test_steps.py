@@ -61,18 +61,6 @@ def test_precision_auto_is_by_capability(device, bf16, chosen, small, tmp_path, 
     assert settled(small("trainer.precision=auto"), tmp_path, device).precision == chosen
 
 
-@pytest.mark.parametrize(
-    ("given", "found"),
-    [
-        ("seed=0", "auto"),
-        ("trainer.precision=bf16-mixed", "eager"),
-        ("trainer.precision=bf16-mixed model.length=513", "auto"),
-    ],
-)
-def test_attention_is_eager_on_a_processor_in_16_bits_of_short_rows(given, found, small, tmp_path):
-    assert settled(small(*given.split()), tmp_path).attention == found
-
-
 def test_the_model_computes_attention_as_said_and_a_resumed_run_keeps_its_precision(
     small, start, tmp_path, monkeypatch
 ):
