@@ -99,16 +99,12 @@ def start(overrides: list[str], folder: Path) -> int:
 
 def hash_tensors(tensors: dict[str, torch.Tensor]) -> str:
     """Names may change, contents may not: the hash is over the sorted hashes of the tensors."""
-    each = sorted(
-        hashlib.sha256(f"{value.dtype}{tuple(value.shape)}".encode() + raw(value)).hexdigest()
-        for value in tensors.values()
-    )
-    return hashlib.sha256("".join(each).encode()).hexdigest()[:16]
-
-
-def raw(value: torch.Tensor) -> bytes:
-    flat = value.detach().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes() if value.numel() else b""
+    each = []
+    for value in tensors.values():
+        flat = value.detach().contiguous().reshape(-1)
+        raw = flat.view(torch.uint8).numpy().tobytes() if value.numel() else b""
+        each.append(hashlib.sha256(f"{value.dtype}{tuple(value.shape)}".encode() + raw).hexdigest())
+    return hashlib.sha256("".join(sorted(each)).encode()).hexdigest()[:16]
 
 
 def read_hashes(folder: Path) -> dict[str, str]:
@@ -173,14 +169,10 @@ def main() -> None:
         raise SystemExit(bool(differing))
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    made = {
-        "command": "python tests/golden_runs.py write",
-        "commit": commit.stdout.strip(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "cpu": cpu[0].partition(": ")[2] if cpu else platform.processor(),
-    }
+    made = {"command": "python tests/golden_runs.py write", "commit": commit.stdout.strip()}
+    made |= {"torch": torch.__version__, "transformers": transformers.__version__}
+    made["python"] = platform.python_version()
+    made["cpu"] = cpu[0].partition(": ")[2] if cpu else platform.processor()
     GOLDEN.write_text(json.dumps(made | {"runs": (known if given.names else {}) | found}, indent=1) + "\n")
 
 

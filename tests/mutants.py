@@ -196,18 +196,9 @@ def run_mutants(mutants: Sequence[Mutant], *, jobs: int) -> Iterator[tuple[str, 
                 yield mutant.name, found
 
 
-def summarise(states: dict[str, str]) -> str:
-    lines = [f"{'area':12}" + "".join(f"{state:>11}" for state in STATES)]
-    for area in (*dict.fromkeys(name.partition(".")[0] for name in states), "all"):
-        own = [state for name, state in states.items() if area in ("all", name.partition(".")[0])]
-        lines.append(f"{area:12}" + "".join(f"{own.count(state):11}" for state in STATES))
-    return "\n".join(lines)
-
-
 def write_results(results: dict[str, Result], known: Sequence[str]) -> None:
     both = json.loads(RESULTS.read_text(encoding="utf-8"))["mutants"] if RESULTS.exists() else {}
-    for name, each in results.items():
-        both[name] = {"state": each.state, "seconds": each.seconds, "by": each.by}
+    both |= {name: {"state": r.state, "seconds": r.seconds, "by": r.by} for name, r in results.items()}
     both = {name: both[name] for name in known if name in both}
     command = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
@@ -250,8 +241,9 @@ def main() -> int:
         results[name] = found
         if given.write:
             write_results(results, [each.name for each in every])
-    print(summarise({name: found.state for name, found in results.items()}))
-    return int(any(found.state == "survived" for found in results.values()))
+    states = [found.state for found in results.values()]
+    print(", ".join(f"{states.count(state)} {state}" for state in STATES))
+    return int("survived" in states)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
 """Fault-injection tests: their frame, and a few seeded trials of each (docs/studies/fault-tolerance.md)."""
 
-import json
 import os
-import sys
 
 import pytest
 
@@ -24,28 +22,6 @@ TRIALS = {
     "a disk that fills up": (faults.trial, 3),
 }
 QUICK = ("a killed run",)
-
-
-def test_a_trial_is_a_function_of_its_number_and_the_seed(tmp_path):
-    def drawn(place, number, draw):
-        return {"fine": True, "drew": draw.random()}
-
-    one, other = (list(frame.run_trials(drawn, tmp_path, each, seed=0)) for each in ((0, 1, 2), (2,)))
-    assert one[2]["drew"] == other[0]["drew"] != one[1]["drew"]
-
-
-@pytest.mark.parametrize(("bad", "code"), [((), 0), ((1,), 1)])
-def test_a_campaign_ends_with_1_where_a_promise_was_not_kept(bad, code, tmp_path, monkeypatch):
-    def trial(place, number, draw):
-        if number in bad:
-            raise RuntimeError("no")
-        return {"fine": True}
-
-    out = tmp_path / "found.json"
-    monkeypatch.setattr(sys, "argv", ["x", "--trials", "3", "--out", str(out)])
-    assert frame.conduct(trial, name="some", about="", trials=9) == code
-    told = json.loads(out.read_text())
-    assert (told["asked"], told["made"], told["fine"]) == (3, 3, 3 - len(bad))
 
 
 @pytest.fixture(scope="module")

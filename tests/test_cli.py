@@ -1,6 +1,5 @@
 """The command line: one program under three names, and what it says of what Hydra cannot compose."""
 
-import json
 import os
 import subprocess
 import sys
@@ -8,20 +7,16 @@ import sys
 import pytest
 
 from cpt.core.output import UNREAD
-from tests.conftest import ROOT, SMALL
+from tests.conftest import ROOT
 from tests.support.processes import ran
 
 pytestmark = pytest.mark.slow
 CANNOT = """
 method=unheard_of -> method=unheard_of is not known; allowed: adapter,
-logger=[csv,foo] --options -> logger=foo is not known; allowed: csv,
 --config-dir=nowhere -> nowhere' not found; allowed:
 +experiment=mine -> experiment=mine is not known; allowed: das6,
 +model=gpt2 -> model has a choice already; allowed:
---help method=unheard_of -> method=unheard_of is not known; allowed: adapter,
---cfg=job mask=mgui -> mask=mgui is not known; did you mean migu?
 trainer.setps=5 -> trainer.setps is not known; did you mean trainer.steps?
-domains.packages.torch=[torch] -> one more: +domains.packages.torch=…
 order -> order cannot be read:
 -m seed=0,1 mask=migu,mgui -> mask=mgui is not known; did you mean migu?
 -m routing@method.routing=last,first method=hat -> routing=first is not known; allowed: domain,
@@ -45,7 +40,7 @@ def test_what_cannot_be_composed_is_told_in_one_line_and_leaves_nothing(argument
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
-def test_the_program_has_the_same_config_under_both_names_and_says_more_on_request(tmp_path, monkeypatch):
+def test_the_program_has_the_same_config_under_both_names(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     given = ["--cfg=all", "seed=3"]
     by_path, by_name = called(*given, cwd=tmp_path), called(*given, cwd=tmp_path, program=["-m", "cpt"])
@@ -54,27 +49,9 @@ def test_the_program_has_the_same_config_under_both_names_and_says_more_on_reque
     ended = called("--help", cwd=tmp_path)
     groups = {path.name for path in (ROOT / "conf").iterdir() if path.is_dir()} - {"hydra"}
     assert ended.returncode == 0 and {name for name in groups if f"\n{name}: " not in ended.stdout} == set()
-    ended = called("method=unheard_of", cwd=tmp_path, env=os.environ | {"HYDRA_FULL_ERROR": "1"})
-    assert ended.returncode == 1 and "Traceback" in ended.stderr and "MissingConfig" in ended.stderr
 
 
-def test_what_is_for_programs_is_json_alone_whatever_else_is_installed(tmp_path, monkeypatch, corpora, cache):
-    """datasets tells of a JAX that it finds, and Hydra shows what it is told."""
-    for name in ("jax", "jaxlib"):
-        (tmp_path / f"{name}.py").touch()
-    (tmp_path / "jax-9.9.dist-info").mkdir()
-    metadata = "Metadata-Version: 2.1\nName: jax\nVersion: 9.9\n"
-    (tmp_path / "jax-9.9.dist-info" / "METADATA").write_text(metadata)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    texts = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", "order=[law,food]"]
-    ended = called(*texts, *SMALL, "plan=json", cwd=tmp_path)
-    assert ended.returncode == 0, ended.stderr
-    assert json.loads(ended.stdout)["stages"] and "JAX" not in ended.stderr
-
-
-@pytest.mark.parametrize(
-    "program", ["run.py --help", "run.py method=das --options", "-m cpt.status outputs", "-m cpt.gate --help"]
-)
+@pytest.mark.parametrize("program", ["run.py method=das --options", "-m cpt.status outputs"])
 def test_a_reader_that_leaves_ends_a_program_without_a_traceback(program, tmp_path, monkeypatch):
     """As `| head` does once it has its lines."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

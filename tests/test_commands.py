@@ -1,13 +1,8 @@
 """Commands of the documents: what starts a run composes with values that are allowed, and every other program
 has the options that it is given. Nothing is run."""
 
-import contextlib
-import io
 import re
-import runpy
 import shlex
-import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -84,36 +79,3 @@ def test_what_starts_a_run_composes_with_values_that_are_allowed(path, tmp_path)
     assert wrong == {}
     with pytest.raises(ValueError, match=r"trainer.steps=-1"):  # that it can fail
         compose_run(["trainer.steps=-1"], configs)
-
-
-@cache
-def help_of(program: str) -> str:
-    written = io.StringIO()
-    before, sys.argv = sys.argv, [program, "--help"]
-    sys.path.insert(0, str((ROOT / program).parent))  # as Python does for a file
-    try:
-        with contextlib.redirect_stdout(written), pytest.raises(SystemExit) as ended:
-            if program.endswith(".py"):
-                runpy.run_path(str(ROOT / program), run_name="__main__")
-            else:
-                runpy.run_module(program, run_name="__main__", alter_sys=True)
-    finally:
-        sys.argv = before
-        sys.path.pop(0)
-    assert not ended.value.code, f"{program} --help ended with {ended.value.code}"
-    return written.getvalue()
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
-def test_other_programs_have_a_help_and_the_options_they_are_given():
-    for path in sorted((ROOT / "cpt").glob("*.py")):
-        if "def main(" in told(path) and not path.name.startswith("__"):
-            assert f"python -m cpt.{path.stem}" in help_of(f"cpt.{path.stem}")
-    for words in (words for path in DOCUMENTS for words in calls(path)):
-        for at, (word, program) in enumerate(zip(words, words[1:], strict=False)):
-            ours = word == "-m" and words[at - 1].startswith("python") and program.startswith("cpt.")
-            if ours or (word == "python" and re.fullmatch(r"benchmarks/\w+\.py", program)):
-                flags = {each.partition("=")[0] for each in words[at + 2 :] if each.startswith("--")}
-                there = set(re.findall(r"--[\w-]+", help_of(program)))
-                assert flags <= there, f"{program}: {flags - there}"

@@ -9,11 +9,9 @@ import pytest
 import yaml
 
 from cpt.contrib.wandb_tools.rebuild import build_parser
-from cpt.evaluation.scores import VERSION
 from cpt.report import report_parser
 from cpt.reporting.load_runs import FILTERS
 from tests.conftest import ROOT
-from tests.support.site import program
 
 README, DOCS, CONF = ROOT / "README.md", ROOT / "docs", ROOT / "conf"
 MORE = ("CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md")
@@ -21,7 +19,6 @@ DOCUMENTS = [README, *(ROOT / name for name in MORE), *sorted(DOCS.glob("*.md"))
 WRITTEN_BY_THE_READER = {"cpt/methods/l1.py", "conf/method/l1.yaml"}
 CHOSEN_BY_THE_READER = {("method", "mine"), ("experiment", "first"), ("experiment", "manuals")}
 CHOSEN_BY_THE_READER |= {("experiment", path.stem) for path in DOCS.glob("examples/experiment/*.yaml")}
-LONGEST = 120  # lines of the README
 OF_PROGRAMS = ("options.md", "support.md")  # written from what there is, as tests/test_site.py sees
 OF_EXTRAS = {"mkdocs"}
 CONFIG_ON_WANDB = {"cpt.label", "cpt.measured", "cpt.group", "cpt.order", "cpt.texts", "cpt.versions"}
@@ -139,15 +136,3 @@ def test_every_method_and_source_stands_in_the_catalogue_and_methods_in_the_fide
     assert missing(methods | sources, lambda name: any(f"`{name}`" in row for row in rows)) == set()
     folded = told(DOCS / "fidelity.md").lower().replace("-", "_").replace("++", "pp")
     assert missing(methods - {"ncl", "one", "joint", "none"}, folded.__contains__) == set()
-
-
-def test_the_readme_is_short_begins_with_two_commands_and_leads_to_every_page():
-    text = told(README)
-    assert len(text.splitlines()) <= LONGEST
-    assert lines(README)[:2] == ["pip install -e . && python run.py", 'pip install -e ".[dev]" && pytest']
-    methods = {path.stem for path in (CONF / "method").glob("*.yaml")} - {"none"}  # which learns nothing
-    assert f"{len(methods)} methods" in text and "(docs/methods.md)" in text
-    elsewhere = {page for pages in program("pages").SECTIONS.values() for page in pages}
-    there = {path.name for path in DOCS.glob("*.md")}
-    assert {name for name in there - elsewhere if f"(docs/{name}" not in text} == set()
-    assert f"`version` is {VERSION}" in told(DOCS / "files.md")

@@ -37,12 +37,10 @@ def test_every_example_stands_on_its_page_and_corpora_are_made_of_what_every_pyt
     assert names == ["monthly", "three_methods", "with_replay"]  # run below
     assert {name for name in names if f"experiment={name}" not in page} == set()
     program = [sys.executable, EXAMPLES / "make_corpora.py", tmp_path]
-    said = subprocess.run(program, capture_output=True, text=True, check=True).stdout
+    subprocess.run(program, capture_output=True, check=True)
     for name in ("network", "files", "numbers", "general"):
         lines = (tmp_path / name / "all.jsonl").read_text(encoding="utf-8").splitlines()
-        texts = [json.loads(line)["text"] for line in lines]
-        assert f"{name}: {len(texts)} documents" in said
-        assert len(texts) > 200 and len(set(texts)) == len(texts)
+        assert len({json.loads(line)["text"] for line in lines}) == len(lines) > 200
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ import ast
 import re
 import subprocess
 import sys
-from collections import Counter
 
 from cpt.gradient_masks.base import Constraint, GradientMask
 from cpt.methods.base import ContinualMethod
@@ -12,7 +11,6 @@ from tests.conftest import ROOT
 from tests.support.campaign import RESTING
 
 CPT, MAP = ROOT / "cpt", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-MOST_FILES = 4  # that define a top-level function of one name
 
 
 def block(after: str) -> str:
@@ -55,13 +53,3 @@ def test_the_hooks_that_are_drawn_are_there_and_none_is_missing():
     assert {name for name in overridden - table if not name.startswith("_")} == set()
     of_masks = set(re.findall(r"mask\.(\w+)\(", block("The loop")))
     assert of_masks and {name for name in of_masks if not hasattr(GradientMask, name)} == set()
-
-
-def test_a_functions_name_is_rarely_that_of_others():
-    files = Counter(
-        name
-        for path in CPT.rglob("*.py")
-        for name in {e.name for e in ast.parse(path.read_text()).body if isinstance(e, ast.FunctionDef)}
-        if name[0] != "_" and name != "main"
-    )
-    assert {name: count for name, count in files.items() if count > MOST_FILES} == {}

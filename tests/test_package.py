@@ -64,13 +64,6 @@ def environment(folder: Path, *given: str | Path) -> Path:
     return folder
 
 
-def read_from(place: Path) -> Path:
-    """The folder of configs that an installed cpt reads."""
-    said = called(place / "bin/cpt", "--info", "searchpath", cwd=place)
-    (main,) = [line for line in said.splitlines() if line.startswith("| main")]
-    return Path(main.split("file://")[1].strip(" |"))
-
-
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
     """A copy of what the package is built from: setuptools writes beside it."""
@@ -100,10 +93,6 @@ def test_the_wheel_has_the_code_the_configs_and_the_licence(installed):
     assert "Apache License" in (about.read_text("licenses/LICENSE") or "")
 
 
-def test_an_editable_install_reads_the_configs_of_the_checkout(source, tmp_path):
-    assert read_from(environment(tmp_path / "venv", "-e", source)) == source / "conf"
-
-
 def test_a_users_own_method_source_and_experiment_are_swept_away_from_the_checkout(
     installed, corpora, cache, tmp_path
 ):
@@ -121,13 +110,3 @@ def test_a_users_own_method_source_and_experiment_are_swept_away_from_the_checko
     assert all(each["versions"]["cpt"] == cpt.__version__ for each in scores)
     compared = called(installed / "bin/python", "-m", "cpt.report", "outputs/mine", cwd=tmp_path)
     assert "mine" in compared and (tmp_path / "outputs/mine/comparison.html").exists()
-
-
-def test_the_source_archive_installs_the_same(source, tmp_path):
-    builds = "from setuptools import build_meta; import sys; build_meta.build_sdist(sys.argv[1])"
-    called(sys.executable, "-c", builds, tmp_path, cwd=source)
-    place = environment(tmp_path / "venv", next(tmp_path.glob("cpt-*.tar.gz")))
-    folder = read_from(place)
-    assert folder.is_relative_to(place) and len(list(folder.rglob("*.yaml"))) == len(
-        list(CONF.rglob("*.yaml"))
-    )

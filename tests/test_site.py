@@ -1,22 +1,33 @@
 """The site is built without a warning and loads nothing from outside; what programs write is up to date."""
 
 import html.parser
+import importlib.util
 import json
 import re
 import subprocess
 import sys
 from importlib.util import find_spec
+from types import ModuleType
 
 import pytest
 
 from tests.conftest import ROOT
-from tests.support.site import program
 
 DOCS = ROOT / "docs"
-pages, options, choosing, support = map(program, ("pages", "options", "choosing", "support"))
+
+
+def program(name: str) -> ModuleType:
+    """One of those that write pages of docs/, which are no package."""
+    spec = importlib.util.spec_from_file_location(f"docs_site_{name}", DOCS / "site" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+options, choosing, support = map(program, ("options", "choosing", "support"))
 # Pairs of which each is tried again: taken, and refused for units that a model does not tell.
 TRIED = [("ncl", "Llama"), ("ewc", "T5 v1.1"), ("das", "Mixtral"), ("mask=mofo", "BERT")]
-EVERY = [pytest.param(row, "", marks=pytest.mark.campaign) for row in support.list_rows()]
 
 
 def told(name: str) -> str:
@@ -53,24 +64,6 @@ def test_the_site_is_built_without_a_warning_and_loads_nothing_from_outside(tmp_
     assert reader.loads and {link for link in reader.loads if re.match(r"(https?:)?//", link)} == set()
     styles = "".join(path.read_text(encoding="utf-8") for path in (tmp_path / "site").rglob("*.css"))
     assert re.findall(r"(?:url\(|@import )['\"]?(?:https?:)?//[^)]*", styles) == []
-
-
-def test_every_page_is_in_the_navigation_once_a_new_one_is_told_and_links_lead_to_pages():
-    there = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")} | set(pages.OUTSIDE)
-    named = [page for group in pages.SECTIONS.values() for page in group]
-    assert len(named) == len(set(named))
-    nav = pages.make_nav(there | {"new.md"})
-    groups = [each for section in nav for each in next(iter(section.values()))]
-    flat = [next(iter(each.values())) if isinstance(each, dict) else each for each in groups]
-    assert sorted(flat) == sorted(there | {"new.md"})
-    assert nav[-1] == {pages.MORE: sorted({*there, "new.md"} - set(named))}
-    for page, link, wanted in (
-        ("index.md", "docs/plan.md#a", "plan.md#a"),
-        ("plan.md", "../benchmarks/README.md", "benchmarks.md"),
-        ("studies/m2d2.md", "../../SECURITY.md", "../security.md"),
-        ("plan.md", "https://example.org/docs/a.md", "https://example.org/docs/a.md"),
-    ):
-        assert pages.turn_links(f"[x]({link})", page) == f"[x]({wanted})"
 
 
 def test_what_programs_write_is_up_to_date():

@@ -37,14 +37,11 @@ def make_run(folder, made=None, *, finished=None, rows=2) -> Path:
 
 STATES = {
     "here": ({}, None, "running", ""),
-    "waits": ({"state": "waiting", "why": "another run"}, None, "waiting", "another run"),
     "its clock is ahead": ({"process": AWAY, "written": earlier(-86_400)}, None, "running", ""),
     "silent": ({"process": AWAY, "written": earlier(STALE_S + 1)}, None, "silent", ""),
-    "here and slow": ({"written": earlier(STALE_S + 1)}, None, "running", ""),
     "killed": ({"process": gone(), "run_eta_s": 3.0}, None, "killed", ""),
     "adds end tasks": ({}, True, "running", ""),
     "preempted": ({"state": "preempted", "why": "by SIGTERM"}, False, "preempted", "by SIGTERM"),
-    "failed away": ({"state": "failed", "written": earlier(1e6), "process": AWAY}, None, "failed", ""),
     "finished": ({"state": "finished"}, True, "finished", ""),
     "failed later": ({"state": "failed", "why": "no"}, True, "finished", "its last start: failed, no"),
     "lost": ({"state": "finished"}, None, "unfinished", "scores.json is not that of a finished run"),
@@ -85,12 +82,6 @@ def test_damaged_files_are_told_in_a_line_and_later_fields_ignored(tmp_path, cap
         half, whole, total = capsys.readouterr().out.splitlines()[1:]
         assert half.startswith("unknown") and whole.startswith("finished") and total.startswith("2 runs: ")
         assert all("progress.json cannot be read: " in line for line in (half, whole))
-    for number, text in enumerate(("", "[]", "\0", '"run": 3\n"rows": []', '{"run": {}}')):
-        (make_run(tmp_path / f"scores/a{number}") / "scores.json").write_text(text)
-        (make_run(tmp_path / f"scores/b{number}", beat("failed")) / "scores.json").write_text(text)
-    found = status.read_statuses([tmp_path / "scores"])
-    assert [each.state for each in found] == ["unknown"] * 5 + ["failed"] * 5
-    assert all("scores.json cannot be read" in each.why for each in found)
     run = make_run(tmp_path / "run", beat(phase="learning law"))
     data = json.loads((run / "progress.json").read_text())
     data["process"]["rank"] = data["watts"] = 3
@@ -116,33 +107,6 @@ def test_the_table_and_json(tmp_path, capsys):
     assert first == first | where | how | {"run": str(tmp_path / "a"), "state": "running"}
     assert first["seen_s"] == pytest.approx(130, abs=60) and first["moved_s"] < 60
     assert (second["state"], second["why"], second["pid"]) == ("failed", "no", os.getpid())
-    times = {0: "0:00", 59.6: "1:00", 3600: "1:00:00", 90000: "1 d 1 h"}
-    assert {seconds: status.format_time(seconds) for seconds in times} == times
-
-
-def test_names_of_any_kind_stay_on_their_line(tmp_path, capfd):
-    names = [b"new\nline", b"\x1b[31mred", b"no text \xff", "Übung = [a b]".encode(), b"-f"]
-    for name in names:
-        make_run(tmp_path / os.fsdecode(name), beat("failed", why="what\nhappened\x1b[0m"))
-    assert status.main([str(tmp_path)]) == 0
-    said = capfd.readouterr().out
-    assert len(said.splitlines()) == len(names) + 2 and "\x1b" not in said
-    for name in ("new\\nline", "\\x1b[31mred", "no text \\udcff", "Übung = [a b]"):
-        assert said.count(name) == 1
-    assert status.main(["--json", str(tmp_path)]) == 0
-    told = json.loads(capfd.readouterr().out)
-    assert {os.fsencode(Path(run["run"]).name) for run in told["runs"]} == set(names)
-
-
-def test_refusals(tmp_path, monkeypatch, capsys):
-    (tmp_path / "empty" / ".hydra").mkdir(parents=True)
-    (tmp_path / "empty" / ".hydra" / "config.yaml").write_text("")
-    monkeypatch.chdir(tmp_path)
-    refused = {"empty": "no run in empty", "": "no folder outputs", "--watch nan": "--watch=nan is invalid"}
-    for given, said in refused.items():
-        assert status.main(given.split()) == 1
-        line = capsys.readouterr().err
-        assert line.startswith(f"cpt: {said}") and line.count("\n") == 1
 
 
 def test_watching_goes_on_until_it_is_interrupted(tmp_path):
@@ -155,29 +119,3 @@ def test_watching_goes_on_until_it_is_interrupted(tmp_path):
         process.send_signal(signal.SIGINT)
         process.stdout.read()
     assert process.returncode == 0
-
-
-QUICK = """
-import sys, time
-began = time.perf_counter()
-from cpt import status
-status.main([sys.argv[1]])
-heavy = {"torch", "numpy", "hydra", "omegaconf", "lightning", "pandas"} & set(sys.modules)
-print(time.perf_counter() - began, *heavy, file=sys.stderr)
-"""
-
-
-def test_two_hundred_runs_are_told_in_less_than_a_second(tmp_path):
-    matrix = '\n"nll": [' + "[0.123456789], " * 20_000
-    for number in range(200):
-        run = make_run(tmp_path / f"run {number:03d}", beat(learned=0.5), finished=False)
-        with (run / "scores.json").open("a") as file:
-            file.write(matrix)
-    command, took = [sys.executable, "-c", QUICK, str(tmp_path)], []
-    for _ in range(2):  # a busy machine is slow once
-        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert ended.stdout.splitlines()[-1] == "200 runs: 200 running"
-        seconds, *heavy = ended.stderr.split()
-        assert heavy == []
-        took.append(float(seconds))
-    assert min(took) < 1

@@ -10,12 +10,10 @@ import time
 import numpy as np
 import pytest
 import torch
-from filelock import FileLock
-from safetensors import SafetensorError
 
 from cpt.core import cache
 from cpt.core.cache import full_check, make_once
-from cpt.core.files import CHECKSUMS, check_archive, find_damage, hash_files, writing
+from cpt.core.files import CHECKSUMS, check_archive
 from cpt.core.tensors import check_state, save_state
 from cpt.evaluation.scores import documents_file, load_documents
 from tests.conftest import ROOT
@@ -44,13 +42,6 @@ def flip(path, place=-1):
     data[place] ^= 4
     path.write_bytes(data)
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-
-
-def failing(error):
-    def fails(*given):
-        raise error
-
-    return fails
 
 
 @pytest.fixture
@@ -91,25 +82,9 @@ def test_a_killed_maker_leaves_nothing_that_is_loaded_and_those_that_start_toget
     assert log.read_text() == "made\nmade\n"
 
 
-def test_a_build_that_failed_is_continued(tmp_path):
-    def fails(partial):
-        (partial / "kept").write_text("half")
-        (partial / "base.ckpt.partial").write_text("half a file")
-        raise ValueError("no text")
-
-    with pytest.raises(ValueError, match="no text"):
-        make_once(tmp_path / "thing", make=fails)
-    assert not (tmp_path / "thing").exists()
-    folder = make_once(
-        tmp_path / "thing", make=lambda partial: (partial / "kept").rename(partial / "file") and None
-    )
-    assert sorted(path.name for path in folder.iterdir()) == ["checksums.json", "file"]
-
-
 DAMAGE = {
     "a bit": (lambda folder: flip(folder / "first", 500), "first"),
     "a bit of a deep file": (lambda folder: flip(folder / "deep" / "second"), "deep/second"),
-    "a bit of a checksum": (lambda folder: flip(folder / CHECKSUMS, -10), "first"),
     "half the checksums": (lambda folder: os.truncate(folder / CHECKSUMS, 50), CHECKSUMS),
     "truncated": (lambda folder: os.truncate(folder / "first", 10), "first has 10 bytes, not 1000"),
     "a file": (lambda folder: (folder / "first").unlink(), "first is gone"),
@@ -154,19 +129,6 @@ def test_all_is_on_the_disk_before_it_has_its_name(thing, tmp_path, monkeypatch)
     assert done[checksums + 1 : renamed] == [str(partial)] and done[renamed + 1 :] == [str(tmp_path)]
 
 
-def test_what_the_dead_left_long_ago_is_removed_and_the_living_keep_theirs(thing, tmp_path):
-    for name in ("dead", "living", "fresh", "thing"):
-        (tmp_path / f"{name}.partial").mkdir()
-        (tmp_path / f"{name}.partial" / "half").write_text("")
-        for path in (tmp_path / f"{name}.partial" / "half", tmp_path / f"{name}.partial"):
-            os.utime(path, None if name == "fresh" else (1, 1))
-    with FileLock(tmp_path / "living.lock"):
-        folder = thing[0]()
-    left = sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".lock")
-    assert left == ["fresh.partial", "living.partial", "thing"]
-    assert (folder / "half").exists()  # its own is continued
-
-
 # Files
 
 
@@ -208,22 +170,3 @@ def test_a_damaged_state_is_refused_before_it_is_used(tmp_path, harm):
     harm(path)
     with pytest.raises(ValueError, match=r"001.pt is (truncated or damaged|gone).*; do this$"):
         check_state(path, instead="do this")
-
-
-def test_a_disk_that_cannot_be_read_or_is_full_is_told_with_the_file(tmp_path, monkeypatch):
-    path = tmp_path / "001.pt"
-    path.write_bytes(b"before")
-    table = hash_files(tmp_path, [path])
-    monkeypatch.setattr("cpt.core.files.file_hash", failing(OSError(5, "Input/output error")))
-    assert list(find_damage(tmp_path, table, full=True)) == ["001.pt cannot be read (Input/output error)"]
-    for message in ("[enforce fail at inline_container.cc:672]", "PytorchStreamWriter"):
-        monkeypatch.setattr(torch, "save", failing(RuntimeError(f"{message}\nmore")))
-        with pytest.raises(OSError, match=rf"{path} cannot be written"):
-            save_state({}, path)
-        assert path.read_bytes() == b"before"
-    for kind in (SafetensorError, Exception):  # of safetensors, of tokenizers
-        make = failing(kind("I/O error: No space left on device (os error 28)"))
-        with pytest.raises(OSError, match=r"thing.partial cannot be written \(.*No space left on device"):
-            make_once(tmp_path / "thing", make=make)
-    with pytest.raises(RuntimeError, match="of no kind"), writing(tmp_path / "model"):
-        raise RuntimeError("a tensor of no kind")  # no failed write

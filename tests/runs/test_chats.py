@@ -55,12 +55,9 @@ def test_chats_are_learned_and_answered(whole):
     assert scores["domains"] == [*DOMAINS, "general"]
     assert all(scores["nll"][2][place] < scores["nll"][0][place] - 1 for place in (0, 1))
     answers, files = scores["answers"]["tasks"], answers_of(whole)
-    assert list(answers) == list(DOMAINS) and answers["law"]["examples"] == 10
-    assert list(answers["law"]["measures"]) == ["rouge_l", "exact_match", "edit_similarity"]
     assert answers["law"]["measures"]["rouge_l"][-1] > 0.3 > answers["law"]["measures"]["rouge_l"][0]
     last = files["answers/002-law/law.parquet"]
-    assert len(files) == 6 and {row["reference"][:5] for row in last} == {"It is"}
-    assert all(row["ranked"] is None for row in last)
+    assert len(files) == 6
     assert sum(row["written"].startswith("It is") and row["written"].endswith(".") for row in last) > 5
 
 

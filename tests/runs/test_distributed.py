@@ -2,19 +2,14 @@
 
 import json
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from cpt.core.preemption import GO_ON
-from tests.conftest import ROOT, SMALL, SMALL_GPT2, SMALL_T5
+from tests.conftest import ROOT, SMALL, SMALL_T5
 from tests.runs.reading import answers_of, state_of, told_by
-from tests.runs.test_preemption import run_folder, stopped
 from tests.support.campaign import run_few
 from tests.support.endtask_fixtures import QUICK, write_task
 from tests.support.processes import ended, started
@@ -25,7 +20,6 @@ pytestmark = pytest.mark.slow
 
 ORDER = "order=[law,food]"
 DDP = ["strategy=ddp", "trainer.accelerator=cpu"]
-KINDS = ("text of T5", "tasks of T5", "tasks of GPT-2")
 # Lightning starts the second process with this script's own command line, so the callbacks are in both.
 SCRIPT = """
 import hashlib, json, os, sys
@@ -36,7 +30,7 @@ from cpt.core.distributed import to_local
 from cpt.data import sampler
 from cpt.data.collate import labels_of
 from cpt.models import memory
-from cpt.trainer import checkpoint, loop
+from cpt.trainer import loop
 
 memory.COMPILE_OPTIONS = {{"backend": "eager"}}  # traced, and run as it was
 made = sampler.TrainStream.__getitem__
@@ -71,9 +65,6 @@ class Notes(Callback):
         with open(f"{out}/hashes-{{trainer.global_rank}}.txt", "a") as file:
             file.write(hashlib.sha256(state).hexdigest() + "\\n")
 
-if {torn}:  # the shards of a stage are written, and then nothing more
-    summed = checkpoint.gather_objects
-    checkpoint.gather_objects = lambda value: (summed(value), os._exit(9))
 sampler.TrainStream.__getitem__ = noted
 trainer = loop.make_trainer
 def watched(options, *, callbacks=(), **others):
@@ -86,13 +77,13 @@ main()
 """
 
 
-def launch(folder: Path, out: Path, *command: str, death: int = -1, torn=False, starts=False) -> int:
+def launch(folder: Path, out: Path, *command: str, death: int = -1, starts=False) -> int:
     """A run in `folder / "run"`, watched from within; gives its exit code.
 
     If it `starts` its second process, that is no fork of the first and orders sets in another way."""
     out.mkdir(parents=True)
     script, log = folder / f"{out.name}.py", out / "log"
-    script.write_text(SCRIPT.format(root=str(ROOT), out=str(out), death=death, torn=torn))
+    script.write_text(SCRIPT.format(root=str(ROOT), out=str(out), death=death))
     twin = not starts and any(each in command for each in (DDP[0], "strategy=fsdp"))
     given = (*command, f"hydra.run.dir={folder / 'run'}")
     return ended(started(script, *given, cwd=folder, log=log, twin=twin), seconds=180)
@@ -210,7 +201,6 @@ def test_statistics_are_those_of_all_processes(corpora, cache, tmp_path):
 
 PARTS = {
     "demix": ["method=demix", "routing@method.routing=posterior"],
-    "hat": ["method=hat", "method.form=adapter", "method.routing.unlearned=posterior"],
     "lifelong_moe": ["method=lifelong_moe", "method.experts=2", "method.balance=1"],
 }
 
@@ -223,7 +213,6 @@ def test_two_processes_have_the_same_parts_as_one(method, small, start, corpora,
     assert_agree(tmp_path / "out", 2)
     assert_scored_alike(tmp_path / "alone", tmp_path / "run", rel=1e-4)
     alone, together = told_by(tmp_path / "alone"), told_by(tmp_path / "run")
-    assert len(alone["parts"][-1]["general"]) == 3 - (method == "hat")  # hat mixes no base
     for row, expected in zip(together["parts"], alone["parts"], strict=True):
         assert {text: pytest.approx(weights, abs=1e-3) for text, weights in expected.items()} == row
 
@@ -241,35 +230,6 @@ def test_two_processes_agree_where_a_seam_is_used(method, small, start, corpora,
         assert_scored_alike(tmp_path / "alone", tmp_path / "run", rel=1e-4)
 
 
-@pytest.mark.campaign
-def test_a_sweep_of_distributed_runs_is_swept_by_the_first_process_alone(
-    small, start, corpora, cache, tmp_path
-):
-    """With `-m` on their command line, the second processes would run the sweep themselves and cross."""
-    places = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", ORDER]
-    command = [sys.executable, str(ROOT / "run.py"), "-m", *places, *SMALL, *DDP, "seed=1"]
-    swept = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
-    assert swept.returncode == 0, swept.stdout + swept.stderr
-    [found] = [path.parent for path in tmp_path.rglob("scores.json")]
-    start(small(ORDER, "seed=1"), tmp_path / "alone")
-    assert told_by(found)["run"]["seed"] == 1
-    assert_scored_alike(tmp_path / "alone", found)
-
-
-# What has two lengths or answers: span corruption of T5, and tasks of both kinds of model
-
-
-@pytest.fixture(scope="module")
-def commands(corpora, cache, tmp_path_factory):
-    """The command of a run of each kind."""
-    root = write_tasks(tmp_path_factory.mktemp("tasks"), ("law", "food"), train=60, test=25)
-    tasks = ["domains=tasks", f"domains.root={root}", "answers.tokens=6", "answers.batch_size=7"]
-    tasks += ["model.length=64", ORDER, f"cache_dir={cache}"]
-    texts = ["domains=texts", f"domains.root={corpora}", ORDER, f"cache_dir={cache}"]
-    runs = ([*SMALL_T5, *texts], [*SMALL_T5, *tasks], [*SMALL_GPT2, *tasks])
-    return dict(zip(KINDS, runs, strict=True))
-
-
 def unpadded(rows: list) -> list:
     """Rows without what fills them up, 0 or 1: a process pads to its own longest."""
     shown = (
@@ -278,9 +238,12 @@ def unpadded(rows: list) -> list:
     return sorted(shown)
 
 
-@pytest.mark.parametrize("kind", run_few(KINDS, ["tasks of T5"]))
-def test_two_processes_learn_and_answer_as_one_whether_killed_or_not(kind, commands, tmp_path):
-    one, two, command = tmp_path / "one", tmp_path / "two", commands[kind]
+def test_two_processes_learn_and_answer_as_one_whether_killed_or_not(cache, tmp_path):
+    """Tasks of T5: what has two lengths, and answers."""
+    root = write_tasks(tmp_path, ("law", "food"), train=60, test=25)
+    command = [*SMALL_T5, "domains=tasks", f"domains.root={root}", "answers.tokens=6", "answers.batch_size=7"]
+    command += ["model.length=64", ORDER, f"cache_dir={cache}"]
+    one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir()
     two.mkdir()
     assert launch(one, one / "out", *command) == 0, (one / "out" / "log").read_text()
@@ -294,22 +257,6 @@ def test_two_processes_learn_and_answer_as_one_whether_killed_or_not(kind, comma
         assert_agree(two / out, 1)
     assert_scored_alike(one / "run", two / "run")
     found = answers_of(two / "run")
-    assert len(found) == (0 if kind == "text of T5" else 6) and found == answers_of(one / "run")
+    assert len(found) == 6 and found == answers_of(one / "run")
     mine, theirs = told_by(two / "run")["answers"], told_by(one / "run")["answers"]
-    for name in ("tasks", "metrics", "intervals") if found else ():
-        assert mine[name] == theirs[name]
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_signal_within_the_answers_ends_both_and_they_go_on(rank, commands, tmp_path):
-    """Whichever process it comes to; a task that was answered is not asked again."""
-    command = [*commands["tasks of GPT-2"], *DDP, "answers.tokens=40", "trainer.steps=2"]
-    seen = lambda: any(tmp_path.glob("outputs/default/*/answers/001-law/law.parquet"))  # noqa: E731
-    code, lines = stopped(command, tmp_path, seen=seen, number=signal.SIGTERM, rank=rank, twin=True)
-    assert (code, [line[2] for line in lines]) == (GO_ON, ["in the answers after law"])
-    before = {path: path.read_bytes() for path in run_folder(tmp_path).glob("answers/*/*.parquet")}
-    process = started(ROOT / "run.py", *command, cwd=tmp_path, log=tmp_path / "log", twin=True)
-    assert ended(process) == 0 and len(before) == 3
-    assert all(path.read_bytes() == was for path, was in before.items())
-    assert len([*run_folder(tmp_path).glob("answers/*/*.parquet")]) == 6
+    assert all(mine[name] == theirs[name] for name in ("tasks", "metrics", "intervals"))

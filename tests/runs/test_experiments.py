@@ -4,18 +4,15 @@ import re
 import shlex
 
 import pytest
-import torch
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from cpt.data.orders import resolve_order
-from cpt.trainer.build import log_ineffective
 from cpt.trainer.plan import make_plan, read_sections
 from tests.conftest import ROOT
 from tests.support.campaign import run_few
-from tests.support.making import made
 
 pytestmark = pytest.mark.slow
 
@@ -62,7 +59,6 @@ def test_an_experiment_has_a_plan_with_each_value_it_sweeps_and_the_commands_it_
     for key, values in ({"seed": ["0"]} | swept(*needs)).items():
         for value in values:
             order_of(composed(*needs, f"{key}={value}"))
-    assert OmegaConf.is_interpolation(composed(*needs, "method=lora").optim, "lr")  # a method's rate counts
     commands = re.findall(r"^# .*?python run\.py ([^(;&\n]*?)[.:]?(?: &&.*)?$", text, re.MULTILINE)
     assert commands or "python run.py" not in text
     for command in commands:
@@ -80,36 +76,3 @@ def test_the_methods_table_has_every_method(swept):
     params = swept("experiment=methods_table")
     assert set(params["method"]) == methods - {"migu", "none"}  # which is ncl, and learns nothing
     assert (params["mask"], params["seed"]) == (["none", "migu"], ["0", "1", "2"])
-
-
-def test_das6_is_of_the_papers_size(composed):
-    cfg = composed("experiment=das6", DATA, "method=das")
-    assert (cfg.model.checkpoint, cfg.model.length, cfg.model.mask_rate) == ("roberta-base", 164, 0.15)
-    assert (cfg.trainer.steps, cfg.trainer.batch_size, cfg.trainer.probe_samples) == (2580, 248, 10000)
-    assert order_of(cfg) == ["restaurant", "acl", "ai", "phone", "pubmed", "camera"]
-
-
-def test_a_line_tells_where_a_rate_has_no_effect(small, caplog):
-    caplog.set_level("INFO", logger="cpt")
-    for given in ([], ["optim.lr=0.5"]):
-        work = made(small("method=lora", *given))
-        log_ineffective(work.plan, work.module, torch.device("cpu"))
-    (line,) = [each for each in caplog.messages if "optim.lr" in each]
-    assert line.startswith("No effect of method.rate=3: optim.lr is a number")
-
-
-def test_m2d2_plans_by_names_alone(composed, swept, tmp_path):
-    fine = ["Human_activites__Society", "cs.AI", "cs.CL", "hep-th", "math.AG"]
-    for name in (*fine, "cs_l1", "Human_activites"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "train.txt").write_text("never read\n")
-    domains = f"domains.root={tmp_path}"
-    plan = make_plan(composed("experiment=m2d2", domains))
-    assert plan.by_texts and plan.order == fine
-    assert plan.evaluation.policy == {"rows": "each", "columns": "all"}
-    assert swept("experiment=m2d2", domains) == {"seed": ["0", "1"], "order": ["similar", "random"]}
-    only = make_plan(composed("experiment=m2d2", domains, "domains.only='/.*__.*/'"))
-    assert only.order == fine[:1]
-    mini = make_plan(composed("experiment=m2d2_mini", domains, "order=random"))
-    assert mini.evaluation.policy == {"rows": "every:10", "columns": "near:8"}
-    assert sorted(mini.order) == fine and not mini.by_texts

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch import nn
 
-from cpt.adapters.domain_store import DomainParams, map_stored
+from cpt.adapters.domain_store import DomainParams
 from cpt.trainer import loop
 from tests.runs.reading import killed, same_state, state_of, told_by
 from tests.support.campaign import run_few
@@ -15,16 +14,11 @@ from tests.support.campaign import run_few
 METHODS = [
     "demix",
     "demix method.start=previous routing@method.routing=posterior",
-    "demix method.experts=adapter",
     "adapter method.per_domain=true",
-    "lora method.per_domain=true",
-    "prompt method.tokens=3",
     "prompt method.tokens=3 method.per_domain=false",
     "hat",
-    "hat method.form=adapter",
     "cpt_plugin",
     "olora",
-    "peft method.per_domain=true",
 ]
 OPTIONS = ["order=[food,law,space]", "trainer.steps=2", "trainer.checkpoint_every=1", "keep_stages=true"]
 
@@ -79,33 +73,3 @@ def test_what_rests_on_disk_is_what_rests_in_memory(start, small, killing, tmp_p
     killed(start, killing, small(*options, "parts.keep=disk"), tmp_path / "killed", step=1, domain="space")
     start(small(*options, "parts.keep=memory"), tmp_path / "killed")
     assert_same(tmp_path / "killed", tmp_path / "memory")
-
-
-def test_what_the_file_lacks_stays_in_memory_and_what_is_kept_anew_does_not_change_it(tmp_path):
-    """A bank of three parts, one of which is not in the file yet."""
-    torch.manual_seed(0)
-    module, own, path = nn.Module(), nn.Linear(3, 4), tmp_path / "stages" / "002.pt"
-    path.parent.mkdir()
-    module.bank = DomainParams(own, ["weight", "bias"])
-    for domain in range(3):
-        own.weight.data.normal_()
-        module.bank.keep(own, domain)
-        if domain == 1:
-            torch.save(module.state_dict(), path)
-    before = {domain: {k: v.clone() for k, v in module.bank.weights(domain).items()} for domain in range(3)}
-    map_stored(module, path)
-    for domain in range(3):
-        found = module.bank.weights(domain)
-        assert same_state(found, before[domain])
-        assert [mapped(values) for values in found.values()] == [domain < 2] * 2
-    content = path.read_bytes()
-    own.weight.data.normal_()
-    module.bank.keep(own, 0)
-    assert torch.equal(module.bank.weights(0)["weight"], own.weight) and path.read_bytes() == content
-    map_stored(module, path)
-    order = list(module.bank._buffers)
-    module.to("meta")  # to where they are used alone
-    kept = {name: each.device.type for name, each in module.bank._buffers.items()}
-    assert list(kept) == order
-    assert kept == {name: "meta" if name.startswith("2:") else "cpu" for name in order}
-    assert {each.device.type for each in module.bank.weights(0).values()} == {"meta"}

@@ -15,7 +15,6 @@ from tests.conftest import ROOT, SMALL, SMALL_GPT2, SMALL_T5
 from tests.runs.reading import assert_same_bits, state_of, told_by
 from tests.runs.test_distributed import launch
 from tests.support.campaign import run_few
-from tests.support.endtask_fixtures import QUICK, write_task
 
 pytestmark = pytest.mark.slow
 
@@ -28,12 +27,11 @@ def run(tmp_path, corpora, cache):
     """Runs a command in a folder by its name, to its end unless it is to die; gives the run's folder."""
     count = itertools.count()
 
-    def go(name: str, *given: str, small=SMALL, death: int = -1, torn: bool = False) -> Path:
+    def go(name: str, *given: str, small=SMALL, death: int = -1) -> Path:
         folder, out = tmp_path / name, tmp_path / name / f"out-{next(count)}"
         places = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", "order=[law,food]"]
-        how = {"death": death, "torn": torn}
-        code = launch(folder, out, *places, "trainer.accelerator=cpu", *small, *given, **how)
-        assert (code == 0) == (death < 0 and not torn), (out / "log").read_text()
+        code = launch(folder, out, *places, "trainer.accelerator=cpu", *small, *given, death=death)
+        assert (code == 0) == (death < 0), (out / "log").read_text()
         return folder / "run"
 
     return go
@@ -59,21 +57,16 @@ METHODS = {
     "demix": ["method=demix", "routing@method.routing=posterior"],
     "hat": ["method=hat", "method.form=full"],
     **{name: [f"method={name}"] for name in ("adapter", "olora", "inclora", "prompt", "cpt_plugin")},
-    "pairs apart": ["method=inclora", "method.stored=pairs"],
     "osf": ["method=osf"],
     "recadam": ["method=recadam"],
     "reptile": ["method=reptile", "method.every=2"],
     "si": ["method=si", "method.strength=10"],
-    "mas": ["method=mas"],
     "mofo": ["mask=mofo", "mask.mofo.share=0.5"],
     "migu by fisher": ["method=migu", "method.mask.importance=fisher", "method.mask.acts_on=update"],
-    "a chain of prompts": ["method=progprompt", "method.residual=8"],
     "mixed by text": ["method=sapt", "replay=past"],
     "mixed by token": ["method=moelora"],
     "mixtures of experts": ["method=lifelong_moe", "method.experts=2", "method.balance=1"],
-    "sparse pairs": ["method=nlora", "method.strength=1e-4"],
     "merge": ["method=merge", "method.rule=slerp"],
-    "merge by ties": ["method=merge", "method.rule=ties", "method.start=base"],
     "merge by fisher": ["method=merge", "method.rule=fisher", "method.start=previous"],
     "merge of pairs": ["method=merge_lora", "method.truncated=2"],
     "parts on disk": ["method=lora", "method.per_domain=true", "parts.keep=disk"],
@@ -97,7 +90,6 @@ DRAWN = {  # where a process draws for itself: dropout, its part of a memory
     "das": ["method=das", "mask=migu"],
     "dga": ["method=dga"],
     "derpp": ["method=derpp"],
-    "derpp by logits": ["method=derpp", "method.matched=logits"],
 }
 
 
@@ -119,11 +111,9 @@ def test_tied_tables_and_two_stacks_are_shared_out(small, method, run):
 WAYS = {
     "trainer.accumulate_grad_batches=2": NATS,
     "trainer.gradient_clip_val=0.05": NATS,
-    "trainer.gradient_clip_val=1e-3 +trainer.gradient_clip_algorithm=value": NATS,
     "trainer.reshard_after_forward=false": NATS,
     "trainer.gradient_checkpointing=true": NATS,
     "trainer.compile=true": NATS,
-    "trainer.precision=bf16-mixed": 2e-3,
     "trainer.precision=bf16-true": 2e-2,
 }
 
@@ -160,18 +150,14 @@ def test_what_is_shared_out_may_rest_on_the_cpu(method, run):
     assert_same_bits(run("killed", *how, "trainer.offload=true"), plain)
 
 
-def assert_halves(sizes: list[int]) -> None:
-    """Each process has written its rows."""
-    assert len(sizes) == 2 and 0.8 < sizes[0] / sizes[1] < 1.25
-
-
 @pytest.mark.campaign
 def test_a_process_holds_its_share_and_the_export_is_whole_and_a_kill_changes_no_bit(run, tmp_path):
     """Of weights, moments, anchor and Fisher half each; the model for others is a plain one."""
     how = [FSDP, "method=ewc", "optim.carry=moments"]
     through, folder = run("through", *how), run("killed", *how, death=3)
     assert told_by(folder)["rows"] == ["base", "law"]
-    assert_halves([each.stat().st_size for each in (folder / "checkpoints").glob("*.1.shards/*.distcp")])
+    sizes = [each.stat().st_size for each in (folder / "checkpoints").glob("*.1.shards/*.distcp")]
+    assert len(sizes) == 2 and 0.8 < sizes[0] / sizes[1] < 1.25
     assert_same_bits(run("killed", *how), through)
     for rank in (0, 1):
         (path,) = (tmp_path / "through").glob(f"out-*/held-{rank}.json")
@@ -188,42 +174,3 @@ def test_a_killed_run_goes_on_in_another_way(first, second, run):
     alone, folder = run("alone", "method=kd"), run("killed", first, "method=kd", death=3)
     run("killed", *filter(None, [second]), "method=kd")
     assert_same(alone, folder)
-
-
-def stages_of(folder: Path) -> list[str]:
-    return sorted(each.name for each in (folder / "stages").iterdir())
-
-
-@pytest.mark.campaign
-def test_a_stage_that_was_half_written_does_not_count(run):
-    """Its shards are there and its file is not: it is learned on from its checkpoint, by one process."""
-    alone, folder = run("alone", "method=ewc"), run("killed", FSDP, "method=ewc", torn=True)
-    assert stages_of(folder) == ["001.1.shards"] and told_by(folder)["rows"] == ["base"]
-    assert len([*(folder / "stages" / "001.1.shards").glob("*.distcp")]) == 2
-    run("killed", "method=ewc")
-    assert_same(alone, folder)
-    assert stages_of(folder) == ["002.pt"]
-
-
-@pytest.mark.campaign
-def test_stages_in_shards_grow_and_are_filled_by_any_number_of_processes(run, tmp_path):
-    """Stages of two processes: one more domain, and cells of an earlier stage, of one process and of two; and
-    the end tasks, which ask a model as a whole."""
-    every = ["method=kd", "keep_stages=true"]
-    alone, few_cells = run("alone", *every), ["eval.columns=seen"]
-    folder = run("grown", FSDP, *every, *few_cells, "order=[law]")
-    assert stages_of(folder) == ["001.1.shards", "001.pt"]
-    assert_halves([each.stat().st_size for each in (folder / "stages").glob("*.shards/*.distcp")])
-    run("grown", *every, *few_cells)
-    assert stages_of(folder) == ["001.1.shards", "001.pt", "002.pt"]
-    assert None in told_by(folder)["nll"][1]
-    run("grown", FSDP, *every)
-    assert_same(alone, folder)
-    for domain in ("law", "food"):
-        write_task(tmp_path / "tasks", domain)
-    quick = QUICK | {"root": tmp_path / "tasks", "when": "last", "seeds": "[3]"}
-    before = told_by(folder)
-    run("grown", *every, "endtask=texts", *(f"endtask.{name}={value}" for name, value in quick.items()))
-    after = told_by(folder)
-    assert not before["endtasks"].get("scores") and after["endtasks"]["scores"]
-    assert after["nll"] == before["nll"]

@@ -26,7 +26,6 @@ MORE = f"{MANY}|agem|companions|merge|none|osf|recadam"  # of whole runs
 # for whole names of rows (a second line adds to it); all of the test where there is none.
 TABLE = r"""
 advise an_advice_is_planned_run_stopped_gone_on_with_and_told
-task_evaluator methods_answer_with_the_part_of_a_task
 contract killed_between_domains_it_ends_with_the_same_bits after a commit
 contract every_text_is_scored_by_known_parts MANY
 contract it_learns_in_16_bits (MORE|ema|hat|ncl)-.*
@@ -40,8 +39,7 @@ packing two_domains_are_learned_and_a_killed_run_ends_with_the_same_bits (agem|o
 packing two_domains_are_learned_and_a_killed_run_ends_with_the_same_bits (recadam|demix|derpp)-.*
 distributed statistics_are_those_of_all_processes
 distributed two_processes_agree_where_a_seam_is_used
-distributed two_processes_have_the_same_parts_as_one method=(hat|lifelong_moe)
-distributed a_signal_within_the_answers_ends_both_and_they_go_on
+distributed two_processes_have_the_same_parts_as_one method=lifelong_moe
 distributed two_processes_score_as_one
 dry_run bytes_steps_and_tokens_are_those_of_the_run ncl|joint|ewc
 runs a_run_that_grows_writes_for_the_new_stage_alone
@@ -51,7 +49,6 @@ runs killed_it_goes_on_with_the_same_bits causal
 runs valid_examples_are_replayed_and_learned_to_be_written_again causal
 weights frozen_weights_keep_their_bits_through_a_run das|ewc|derpp
 growth two_and_then_one_more_are_three_at_once ncl|branched|derpp
-growth what_needs_all_domains_beforehand_says_so options[1-3].*
 guard a_transient_one_stops_the_run_and_costs_nothing (loss|gradient)-(first|last)
 lifelong_moe a_domain_begins_with_the_model_before_it (causal|both)-(base|last)
 lifelong_moe earlier_experts_and_their_rows_keep_their_bits (masked|both)-frozen
@@ -60,12 +57,9 @@ contract at_neutral_strength_it_is_the_plain_method_bit_for_bit mas|wise_ft|ema|
 contract at_neutral_strength_it_is_the_plain_method_bit_for_bit recadam|si|moelora|nlora|replay|hat
 offload what_rests_elsewhere_has_the_same_bits ema|hat|ewc
 package a_users_own_method_source_and_experiment_are_swept_away_from_the_checkout
-package the_source_archive_installs_the_same
 parts_on_disk what_rests_on_disk_is_what_rests_in_memory hat|olora
 reservoir every_sample_of_a_stream_is_as_likely_to_be_kept 2
-sharded a_stage_that_was_half_written_does_not_count
 sharded shared_out_weights_are_those_of_one_process ewc
-sharded stages_in_shards_grow_and_are_filled_by_any_number_of_processes
 sharded what_is_shared_out_may_rest_on_the_cpu
 drift_budget killed_it_ends_with_the_same_bits lora-end
 rebuild of_a_table_that_wandb_cuts_the_last_stages_are_shown

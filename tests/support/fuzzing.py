@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import tempfile
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from hydra.errors import HydraException
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -39,7 +40,6 @@ from tests.conftest import ROOT
 from tests.support.comparing import saved
 from tests.support.data_fixtures import SHARED
 from tests.support.endtask_fixtures import options, write_task
-from tests.support.leaves import keys_of
 
 FORESEEN = (ValueError, OSError, HydraException, OmegaConfBaseException, YAMLError)
 SETTINGS = {"name": "x", "seed": 0, "order": ["law"]}
@@ -56,6 +56,15 @@ def refused(error: BaseException, *names: str) -> None:
     said = reason(error)
     assert said and "\n" not in said, repr(said)
     assert not names or any(name in said for name in names), f"{said!r} names none of {names}"
+
+
+def keys_of(node: DictConfig, at: str = "") -> Iterator[str]:
+    for name in node:
+        key = f"{at}.{name}" if at else str(name)
+        yield key
+        inner = node._get_node(name)
+        if isinstance(inner, DictConfig) and not inner._is_none() and not inner._is_missing():
+            yield from keys_of(inner, key)
 
 
 @cache

@@ -19,31 +19,21 @@ def read(table: str) -> dict[str, str]:
 
 
 AT_ONCE = read("""
-name=../../x | order=true | freeze=null | freeze.only=( | endtask._target_=[] | method._target_=null
-endtask._target_=cpt.methods.ewc.EWC | trainer.checkpoint_every=0min | domains=hub +domains.catalogue.news=5
-domains._target_=collections.OrderedDict | probe._target_=collections.OrderedDict
-endtask=submodules endtask.packages=null | model.base.optim._partial_=no | model.base=5
-domains=tasks domains.packing=concat | domains.only=/*/ | objective=LC.furlongs
-probe=lm_eval probe.when=every:0 | method=elle method.neurons=0.5 | +data.processes=2 -> ? is not known
-+unknown=1 -> ? is not known | ~method -> … is missing
-+callbacks.early.patience=3 -> callbacks.early={'patience': 3} has no
-replay=past ~replay._target_ -> …=null | ~method.name -> … is missing; needed: | ~optim._target_ -> …=null
-endtask._target_=nowhere.X -> …: | name='${no.such}' -> name: Interpolation key 'no.such'
-order=[law] -> order: unknown domain law; | strategy=fsdp endtask=submodules -> endtask needs the whole
-strategy=fsdp method._target_=tests.support.seams.Growing -> method: tests.support.seams.Growing does
+name=../../x | order=true | freeze.only=( | method._target_=null | endtask._target_=cpt.methods.ewc.EWC
+trainer.checkpoint_every=0min | domains._target_=collections.OrderedDict | domains.only=/*/
+objective=LC.furlongs | method=elle method.neurons=0.5 | +data.processes=2 -> ? is not known
++unknown=1 -> ? is not known | ~method -> … is missing | endtask._target_=nowhere.X -> …:
+name='${no.such}' -> name: Interpolation key 'no.such' | order=[law] -> order: unknown domain law;
+strategy=fsdp endtask=submodules -> endtask needs the whole
 strategy=fsdp method=elle -> method: cpt.methods.elle.ELLE does not
-+trainer.reshard_after_forward=true -> … is of strategy=fsdp; | +trainer.max_steps=1 -> … is set by
-+trainer.fast_dev_run=true -> … is set by | monitor.stop=0.1 -> … with every=null
++trainer.max_steps=1 -> … is set by | monitor.stop=0.1 -> … with every=null
 monitor.every=2 monitor.stop=1 monitor.past=0 monitor.general=false -> monitor.stop=1 with past=0
-monitor.keep=best -> … with every=null
 monitor.every=2 monitor.patience=1 schedule=wsd -> monitor.stop, patience and keep
 monitor.every=2 monitor.keep=best strategy=fsdp -> monitor.keep=best does not go with strategy=fsdp
 budget.steer=end -> … with general=null, past=null
 budget.general=1 monitor.general=false -> budget.general=1 does not go with monitor.general=false;
 budget.past=1 monitor.every=2 monitor.keep=best -> budget.past=1 does not go with monitor.keep=best,
-budget.past=1 schedule=wsd -> budget.past=1 does not go with a
 budget.general=1 method=dga -> budget.general=1 does not go with method=dga,
-budget.general=1 strategy=fsdp -> budget.general=1 does not go with strategy=fsdp,
 method=agem method.acts_on=update method.margin=1 -> … with acts_on=update
 method=derpp method.memory_bytes=5 -> method.memory=512 and memory_bytes=5
 method=hat method.units=[] -> method.shared=frozen leaves nothing to
@@ -51,25 +41,16 @@ method=ewc +method.strenght=1 -> ? is not known;
 method._target_=cpt.methods.ewc.ECW -> …: cpt.methods.ewc has no
 mask=migu mask.migu.mass=0.9 -> mask.migu.threshold=0.7 and mass=0.9: one
 mask=migu mask.migu.backend=backward mask.migu.importance=gradient -> mask.migu.backend=backward does not go
-mask=migu mask.migu.backend=backward mask.migu.acts_on=frozen -> mask.migu.backend=backward is invalid with
 +mask.mine=5 -> … has no class | replay=past replay.general=0.9 -> replay.past=0.25 and general=0.9
 replay=general replay.memory=5 -> … with past=0.0
-replay=generated replay.past=0.9 replay.general=0.1 -> replay.past=0.9 and general=0.1
-replay=generated replay.prefix=9999 -> …, which leaves nothing
 replay=generated strategy=fsdp -> replay=generated needs the whole
-schedule._target_=cpt.optim.schedulers.Wsd -> …: cpt.optim.
 model.vocabulary=null -> model.checkpoint=null of tiny_modernbert is
 domains=texts domains.root=nowhere -> …: there is no
 domains.packing=none domains=texts domains.root=. -> domains.packing=none
-domains=tasks +domains.by=coarse -> … joins text, and | domains.embedding=sentence -> … embedding_model=null
-domains.embedding_model=folder -> domains.embedding=tfidf embedding_model=folder
-order=similar domains.embedding=static -> … needs the package | order=similar_tree -> …: the 3 domains
+domains.embedding=sentence -> … embedding_model=null | order=similar_tree -> …: the 3 domains
 domains=hub -> domains.catalogue names no domain;
-domains=tasks answers.measures={a:sarri} -> answers.measures.a=sarri is not known;
 domains=tasks answers.measures={a:sari} answers.written=false -> answers.measures.a=sari is of what
 domains=tasks model=tiny_gpt2 answers.measures={nosuch:sari} -> answers.measures.nosuch is not known;
-domains=tasks domains.root=nowhere -> …: there is no
-domains=tasks domains.format=trace domains.root=cpt -> … has no data
 domains=tasks model.objective=masked -> … does not go with domains | order=9 -> … is not known
 trainer.accumulate_grad_batches=5 -> trainer.batch_size=32 is not a | trainer.epochs=2 -> the budget of a
 method=lifelong_moe method.experts=0 method.dense=frozen -> method.experts=0 with dense=frozen lea
@@ -78,48 +59,34 @@ method=merge_lora method.exported=peft -> … has no pair
 
 ON_THE_MODEL = read("""
 method=adapter method.reduction=100000 | method=lora method.targets=[nothing]
-method=prompt method.tokens=497 | method=elle method.prompt=497
+method=prompt method.tokens=497
 method=hat method.form=adapter method.reduction=33 | model.mask_rate=null | model.length=9999
 freeze.layers=9 | optim._target_=collections.OrderedDict | +callbacks.x._target_=builtins.dict
-+logger.x._target_=lightning.pytorch.callbacks.Timer | method=sapt method.targets=[head.dense]
-method=lifelong_moe method.every=3 | method=moelora method.targets=[nothing]
-method=derpp method.memory=null method.memory_bytes=9 | replay=generated -> … asks a model
-method=replay replay@method.mixture=generated -> replay=generated asks a model
+method=lifelong_moe method.every=3 | replay=generated -> … asks a model
 method=peft +method.arguments.rank=3 -> ? is not known
 method=progprompt method.tokens=166 -> … for each of | method=elle method.heads=1 -> …: before law, heads
-method=elle method.layers=[0,3] -> …: before space, 3
 optim=sgd +optim.nesterov=true -> optim: Nesterov momentum requires
 model.config.num_attention_heads=5 -> model.config: The hidden size
-model.config=null -> model.checkpoint=null of tiny_modernbert is
 model.objective=causal -> … does not go with a | freeze.only=nothing -> … finds nothing in
 freeze.only=norms method=lora -> freeze.only=norms leaves nothing of
 method=recadam method.strength=1e6 -> method.strength=1e+06 at optim.lr=
-domains=tasks domains.root=null -> model.objective=masked does not go with domains
 method=ewc strategy=fsdp trainer.precision=bf16-true -> … does not go with m
 trainer.accelerator=tpu -> … trainer.devices=1 trainer.strategy=auto
 model.checkpoint=/proc -> … is neither a
-method._target_=collections.OrderedDict -> _target_=collections.OrderedDict
 +callbacks.x={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: a} -> callbacks.x=EarlyStopping
 method=lifelong_moe freeze.layers=2 -> freeze leaves no FFN
 method=das method.contrast_dropout=null -> two passes of ModernBertForMaskedLM
-mask=migu mask.migu.only=nothing -> only=nothing leaves nothing to
 domains.packing=isolated trainer.attention=flex_attention -> domains.packing=isolated does not go with
 """)
 
 ON_A_CAUSAL = read("""
-domains=tasks domains.root=null domains.packing=isolated method=prompt -> domains.packing=isolated does not
 domains.packing=isolated method=prompt -> domains.packing=isolated does not go with method=prompt
 domains.packing=isolated model.config.model_type=bloom -> domains.packing=isolated does not go with a
-domains=tasks domains.root=null domains.packing=isolated model.config.model_type=bloom -> domains.packing=is
 """)
 
 ON_A_DECODER = read("""
-model.mask_rate=null | model.mean_span=null | model.length=2010 | model.vocabulary=300 | freeze.layers=9
-method=lora method.targets=[nothing] | method=derpp method.memory=null method.memory_bytes=9
-replay=generated -> … asks a model | domains.packing=isolated -> … does not go with a
-model.objective=masked -> … does not go with a | model.objective=causal -> … does not go with a
+model.mean_span=null | model.length=2010 | model.vocabulary=300
+domains.packing=isolated -> … does not go with a | model.objective=masked -> … does not go with a
 model.length=600 model.mask_rate=0.5 model.mean_span=1 -> model.length=600
 method=lora method.embeddings=true -> … does not go with a
-mask=migu mask.migu.only=nothing -> only=nothing leaves nothing to
-method=das method.contrast_dropout=null -> two passes of T5ForConditionalGeneration
 """)

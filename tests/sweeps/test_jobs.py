@@ -18,12 +18,9 @@ from hydra.errors import HydraException
 from hydra.types import HydraContext, RunMode
 from omegaconf import OmegaConf, open_dict
 
-import cpt.trainer.base_model
 from cpt.core.preemption import GO_ON
-from cpt.data.corpora import Corpora
 from cpt.sweeps.jobs import BASIC_SWEEPER, compose_jobs
 from cpt.sweeps.launcher import ClusterLauncher, ProcessLauncher, forward_signals
-from cpt.trainer.plan import make_plan
 from tests.conftest import SMALL
 
 pytestmark = pytest.mark.slow
@@ -36,14 +33,16 @@ class Sweep:
         self.config = loader.load_configuration("config", self.shared, RunMode.MULTIRUN)
 
     def jobs(self, *each):
-        given = [[*self.shared, *overrides.split()] for overrides in each]
-        return compose_jobs(given, 0, context=self.context, config=self.config)
+        return compose_jobs(self.given(each), 0, context=self.context, config=self.config)
+
+    def given(self, each):
+        return [[*self.shared, *overrides.split()] for overrides in each]
 
     def launched(self, launcher, *each, sweeper="hydra_plugins.cpt.OptunaSweeper"):
         with open_dict(self.config):
             self.config.hydra.sweeper._target_ = sweeper
         launcher.setup(hydra_context=self.context, task_function=None, config=self.config)
-        return launcher.launch([[*self.shared, *overrides.split()] for overrides in each], 0)
+        return launcher.launch(self.given(each), 0)
 
 
 @pytest.fixture
@@ -70,18 +69,8 @@ def done(sweep, start, kept):
     return job.folder
 
 
-def test_a_sweep_says_how_many_pairs_its_comparison_needs(sweep, caplog):
-    caplog.set_level(logging.INFO)
-    sweep.jobs(
-        *(f"method={each} seed={seed}" for each in ("ncl", "ewc", "kd", "l2", "ema") for seed in (0, 1))
-    )
-    assert "needs 8 pairs; the smallest of 2 is 1" in caplog.text
-
-
 def test_equal_jobs_are_one_and_labels_say_what_differs(sweep):
     assert [str(job) for job in sweep.jobs("seed=1", "seed=2", "seed=1")] == ["#0 seed=1", "#1 seed=2"]
-    moved = Sweep([*sweep.shared, "hydra.sweep.dir=elsewhere"])
-    assert [job.folder.parent for job in moved.jobs("seed=1", "seed=2")] == [Path("elsewhere")] * 2
     with pytest.raises(ValueError, match="'#0 seed=1' and '#1 seed=2' have one hydra.run.dir, outputs/one"):
         sweep.jobs("hydra.run.dir=outputs/one seed=1", "hydra.run.dir=outputs/one seed=2")
 
@@ -113,8 +102,6 @@ def test_what_is_not_finished_gets_its_process(sweep, done):
         assert not before()
     scores.write_text(finished)
     assert before()
-    config.write_text("a: [")
-    assert not before()
     config.unlink()
     assert not before()
 
@@ -175,9 +162,6 @@ def test_a_cluster_runs_the_command_that_a_job_would_have_alone(sweep, cluster, 
     assert lines == [" ".join([*sweep.shared, f"seed={seed}", "hydra.mode=RUN"]) for seed in (2, 3)]
     consoles = sorted(tmp_path.glob("outputs/default/*/console.log"))
     assert len(consoles) == 2 and consoles[0].read_text().strip().endswith(f"{tmp_path} True")
-    # What the cluster writes stands apart.
-    assert cluster.inner.config.hydra.sweep.dir == "outputs/default/.jobs"
-    assert sweep.config.hydra.sweep.dir == "outputs/default"
 
 
 @pytest.mark.parametrize(("seed", "code", "how"), [(3, 1, "failed"), (4, GO_ON, "were preempted")])
@@ -185,9 +169,7 @@ def test_a_preempted_job_is_neither_finished_nor_failed(sweep, cluster, capsys, 
     with pytest.raises(SystemExit) as end:
         sweep.launched(cluster, "seed=2", f"seed={seed}", sweeper=BASIC_SWEEPER)
     assert end.value.code == code
-    said = capsys.readouterr().err
-    assert said.startswith(f"cpt: 1 of 2 jobs {how}: #1 seed={seed}") and said.count("\n") == 1
-    assert ("the same command continues" in said) == (code == GO_ON)
+    assert capsys.readouterr().err.startswith(f"cpt: 1 of 2 jobs {how}: #1 seed={seed}")
 
 
 def test_a_job_that_ends_well_without_a_finished_run_or_cannot_start_has_failed(sweep, cluster, monkeypatch):
@@ -210,18 +192,6 @@ def test_finished_runs_are_not_submitted_and_stay_so_where_a_job_is_lost(
     returned = sweep.launched(cluster, "seed=1", "seed=6")
     assert returned[0].status is JobStatus.COMPLETED
     assert str(returned[1]._return_value) == "#1 seed=6: failed (lost): a node died"
-
-
-def test_a_cluster_that_cannot_be_is_refused_in_one_line(sweep, cluster, capsys):
-    given = {"through": cluster.through, "extra": "slurm", "options": cluster.options}
-    for wrong, line in (
-        ({"through": "no_such_package.Launcher"}, "pip install -e '.[slurm]'"),
-        ({"options": {"nodes": 1, "wrong": 2}}, "hydra.launcher.options={'nodes': 1, 'wrong': 2}: "),
-    ):
-        with pytest.raises(SystemExit, match="^1$"):
-            sweep.launched(ClusterLauncher(**given | wrong), "seed=2")
-        error = capsys.readouterr().err
-        assert line in error and error.count("\n") == 1
 
 
 SAVER = """
@@ -249,15 +219,3 @@ def test_a_clusters_signal_reaches_the_job_before_the_clusters_own_handler(tmp_p
     finally:
         signal.signal(signal.SIGUSR2, before)
     assert saved == [True]
-
-
-def test_jobs_of_whatever_method_order_and_seed_have_one_base(small, tmp_path, monkeypatch):
-    made, found = [], set()
-    monkeypatch.setattr(
-        cpt.trainer.base_model, "pretrain", lambda folder, *given, **options: made.append(folder)
-    )
-    for each in ("seed=1", "method=das", "order=reverse", "trainer.steps=9"):
-        plan = make_plan(small(each, f"cache_dir={tmp_path}"))
-        corpora = Corpora.read(plan.source, plan.order, cache=tmp_path)
-        found.add(cpt.trainer.base_model.make_base(plan.model, corpora, accelerator="cpu").checkpoint)
-    assert len(made) == len(found) == 1

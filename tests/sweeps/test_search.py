@@ -2,12 +2,10 @@
 
 import logging
 import math
-import re
 import shutil
 import sys
 
 import pytest
-from filelock import FileLock
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
@@ -51,10 +49,9 @@ class Runs:
         return [self.ended(dict(line.split("=", 1) for line in job)) for job in job_overrides]
 
     def ended(self, values):
-        done = JobReturn()
-        done.status, done.return_value = JobStatus.COMPLETED, self.objective(values)
-        if isinstance(done._return_value, HydraException):
-            done.status = JobStatus.FAILED
+        done, found = JobReturn(), self.objective(values)
+        failed = isinstance(found, HydraException)
+        done.status, done.return_value = (JobStatus.FAILED if failed else JobStatus.COMPLETED), found
         return done
 
     @property
@@ -85,8 +82,7 @@ def search(folder, monkeypatch):
             config = loader.load_configuration("config", list(overrides), RunMode.MULTIRUN)
             made = {**config.hydra.sweeper, "n_trials": 4, "n_jobs": 1, "sampler": "random"} | options
             made.pop("_target_")
-            sweeper = OptunaSweeper(**made)
-            context = HydraContext(config_loader=loader, callbacks=None)
+            sweeper, context = OptunaSweeper(**made), HydraContext(config_loader=loader, callbacks=None)
             sweeper.setup(hydra_context=context, task_function=None, config=config)
             sweeper.sweep(list(overrides))
         return runs
@@ -120,14 +116,11 @@ def results(folder):
 
 def test_trials_are_the_given_overrides_with_values_of_the_space_and_the_best_is_told(search, folder, caplog):
     caplog.set_level(logging.INFO)
-    runs = search(loss, "steps=7", LR, "method=ncl,das", "trainer.workers=range(0,9,4)", n_trials=6, n_jobs=4)
+    runs = search(loss, "steps=7", LR, "method=ncl,das", n_trials=6, n_jobs=4)
     assert [len(batch) for batch in runs.batches] == [4, 2]
-    for fixed, lr, method, workers in runs.jobs:
-        assert fixed == "steps=7" and method in ("method=ncl", "method=das")
-        assert re.fullmatch(r"lr=\d\S*", lr) and 1e-4 <= float(lr[3:]) <= 1
+    for fixed, lr, method in runs.jobs:
+        assert fixed == "steps=7" and method in ("method=ncl", "method=das") and 1e-4 <= float(lr[3:]) <= 1
         assert lr == f"lr={float(f'{float(lr[3:]):.6g}')!r}"  # six digits
-        assert workers in ("trainer.workers=0", "trainer.workers=4", "trainer.workers=8")
-    assert len(set(map(tuple, runs.jobs))) == 6
     values = [loss(dict(line.split("=") for line in job)) for job in runs.jobs]
     (best,) = results(folder)["best"]
     assert best["values"] == [min(values)] and best["trial"] == values.index(min(values))
@@ -141,25 +134,8 @@ def test_numbers_are_on_the_scale_asked_for(search):
         assert least <= sum(float(job[0][3:]) < 0.01 for job in jobs) <= most
 
 
-def test_what_values_there_are_also_of_the_yaml(search):
-    spaces = {
-        "steps=range(0.1,0.35,0.1)": {"0.1", "0.2", "0.3"},
-        "steps=int(interval(2,4))": {"2", "3", "4"},
-        "steps=choice(1,true,'a b')": {"1", "True", r"a\ b"},
-        "steps=range(5,2,-1)": {"5", "4", "3"},
-    }
-    for given, allowed in spaces.items():
-        jobs = search(one, given, n_trials=30, anew=True).jobs
-        assert {job[0].partition("=")[2] for job in jobs} == allowed
-    params = {"lr": "interval(0.1,0.2)", "steps": 3, "method": "ncl,das"}
-    jobs = search(one, "method=ncl", params=params, anew=True).jobs  # the command line wins
-    assert all(line.startswith("lr=0.1") or line == "lr=0.2" for job in jobs for line in job if "lr" in line)
-    assert {line for job in jobs for line in job if not line.startswith("lr=")} == {"steps=3", "method=ncl"}
-
-
-@pytest.mark.parametrize("sampler", ["tpe", "nsga2"])
-def test_a_killed_search_goes_on_as_if_it_had_not_been(search, folder, sampler):
-    given = {"n_trials": 14, "n_jobs": 2, "sampler": sampler}
+def test_a_killed_search_goes_on_as_if_it_had_not_been(search, folder):
+    given = {"n_trials": 14, "n_jobs": 2, "sampler": "tpe"}
     whole, seen = search(loss, LR, "method=ncl,das", **given).jobs, []
     best = results(folder)
 
@@ -184,27 +160,17 @@ def test_a_preempted_trial_stays_under_way_and_the_search_ends_as_it_did(search,
     said = ends(preempted, LR, anew=True, code=GO_ON)
     assert said == "cpt: #2: preempted (exit 75): …; the same command continues"
     assert search(loss, LR).jobs == whole[2:]
-    by_seed = {**GRID, "seeds": [0, 1], "anew": True}
-    ends(lambda values: LEFT if values["seed"] == "1" else 1.0, "steps=1,2", code=GO_ON, **by_seed)
-    jobs = search(one, "steps=1,2", **by_seed | {"anew": False}).jobs
-    assert jobs == [[f"steps={steps}", f"seed={seed}"] for steps in (1, 2) for seed in (0, 1)]
 
 
 def test_the_same_command_makes_the_same_trials_and_goes_on_with_more(search, folder):
     whole = search(loss, LR, n_trials=3).jobs
     assert search(loss, LR, n_trials=3).jobs == []
     assert len(search(loss, LR, n_trials=5).jobs) == 2 and results(folder)["finished"] == 5
-    assert search(loss, LR, n_trials=3, seed=1, anew=True).jobs != whole
-    tpe, told = (
-        search(loss, LR, n_trials=6, sampler="tpe", options={"n_startup_trials": count}, anew=True).jobs
-        for count in (6, 2)
-    )
-    assert tpe[:2] == told[:2] and tpe[2:] != told[2:]  # it draws its first trials at random
 
     def fails(values):
         return None if [f"lr={values['lr']}"] == whole[1] else loss(values)
 
-    assert search(fails, LR, n_trials=3, anew=True).jobs[:2] == whole[:2]
+    search(fails, LR, n_trials=3, anew=True)
     assert search(fails, LR, n_trials=3).jobs == [whole[1]]
     again = search(loss, LR, n_trials=4).jobs  # what has failed twice is tried once more
     assert again[0] == whole[1] and len(again) == 2 and again[1] != whole[1]
@@ -226,25 +192,22 @@ def test_failures_stop_nothing_and_are_tried_again_by_the_same_command(search, e
 
 
 def test_a_grid_is_all_points_once_in_the_order_of_a_sweep(search):
-    options, space = {**GRID, "n_jobs": 3}, ("method=ncl,das", "steps=range(1,4)")
+    space = ("method=ncl,das", "steps=range(1,4)")
     points = [[f"method={m}", f"steps={s}"] for m in ("ncl", "das") for s in (1, 2, 3)]
-    assert search(one, *space, **options | {"n_trials": 2}).jobs == points[:2]
-    assert search(one, *space, **options).jobs == points[2:]
-    assert search(one, *space, **options).jobs == []
+    assert search(one, *space, **GRID | {"n_trials": 2}).jobs == points[:2]
+    assert search(one, *space, **GRID).jobs == points[2:]
     with pytest.raises(SystemExit):
         search(lambda v: 1.0 if v["steps"] != "3" else sys.exit(143), "steps=range(1,6)", anew=True, **GRID)
     rest = search(one, "steps=range(1,6)", **GRID)
     assert [job[0] for job in rest.jobs] == ["steps=3", "steps=4", "steps=5"]
 
 
-def test_two_objectives_give_the_pareto_front_and_maximize_the_greatest(search, folder, caplog):
-    caplog.set_level(logging.INFO)
+def test_two_objectives_give_the_pareto_front_and_maximize_the_greatest(search, folder):
     costs = {"0": [3, 1], "1": [2, 2], "2": [3, 3], "3": [1, 3], "4": [1, None], "5": [0]}
     runs = search(lambda values: costs[values["steps"]], BOTH, "steps=range(0,6)", **GRID)
     assert runs.jobs[0] == [BOTH, "steps=0"]
     front = {each["params"]["steps"]: each["values"] for each in results(folder)["best"]}
     assert front == {"0": [3, 1], "1": [2, 2], "3": [1, 3]} and results(folder)["finished"] == 4
-    assert "Pareto front" in caplog.messages[-1] and "trial 0: 3, 1: steps=0" in caplog.messages[-1]
     most = {**GRID, "direction": "maximize", "anew": True}
     search(lambda values: float(values["steps"]), "steps=range(0,9)", **most)
     assert results(folder)["best"][0]["params"] == {"steps": "8"}
@@ -256,34 +219,17 @@ def test_a_folder_of_another_search_is_refused(search, ends, folder):
     for changed in (["lr=interval(0.1,1)"], [LR, "steps=2"], [LR, "objective=FG.nats"]):
         assert "is another search (" in ends(loss, *changed, n_trials=6)
     assert "directions: " in ends(loss, LR, direction="maximize")
-    with FileLock(folder / "sweep/.study.lock"):
-        assert "another search is at work in" in ends(loss, LR)
-
-
-def test_what_was_killed_while_it_was_asked_for_is_forgotten(search, folder):
-    search(loss, LR, "method=ncl,das", n_trials=1)
-    backend = optuna.storages.journal.JournalFileBackend(str(folder / "sweep/study.journal"))
-    study = optuna.load_study(study_name="search", storage=optuna.storages.JournalStorage(backend))
-    study.ask({"method": optuna.distributions.CategoricalDistribution(["ncl", "das"])})
-    jobs = search(loss, LR, "method=ncl,das", n_trials=3).jobs
-    assert [len(job) for job in jobs] == [2, 2]
-    assert len(search(loss, LR, "method=ncl,das", n_trials=3).jobs) == 0
 
 
 WRONG = [
-    ([LR], {"sampler": "cma"}, "hydra.sweeper.sampler=cma; allowed: tpe, random, nsga2, grid"),
-    ([LR], {"n_trials": None}, "hydra.sweeper.n_trials=None; allowed"),
+    ([LR], {"sampler": "cma"}, "hydra.sweeper.sampler=cma; allowed"),
     ([LR], {"direction": ["minimize"] * 2}, "allowed: minimize or maximize, or a list of 1"),
-    ([LR], {"sampler": "tpe", "options": {"wrong": 1}}, "hydra.sweeper.options={'wrong': 1}: "),
-    ([LR], {"sampler": "grid"}, "has no grid; allowed with sampler=grid"),
+    ([LR], {"sampler": "grid"}, "has no grid"),
     (["steps=1"], {}, "nothing to search for"),
-    (["lr=tag(log,interval(0,1))"], {}, "lr=tag(log,interval(0,1)): "),
-    ([LR, "seed=3"], {"seeds": [0, 1]}, "hydra.sweeper.seeds=[0, 1]; allowed: one of them"),
-    ([LR, "order=0,1"], {"orders": [0]}, "Allowed: hydra.sweeper.orders=[…]"),
+    ([LR, "seed=3"], {"seeds": [0, 1]}, "hydra.sweeper.seeds=[0, 1]; allowed"),
     ([LR, "endtask=none,texts"], {}, "endtask is invalid as a dimension of a search"),
-    *(([LR], {each: value}, f"hydra.sweeper.{each}={value}; allowed")
-      for each, value in {"n_jobs": 0, "seed": -1, "seeds": [1, 1], "orders": 3}.items()),
-]  # fmt: skip
+    ([LR], {"n_jobs": 0}, "hydra.sweeper.n_jobs=0; allowed"),
+]
 
 
 def test_wrong_options_and_spaces_are_refused_in_one_line(ends, monkeypatch):
@@ -293,20 +239,15 @@ def test_wrong_options_and_spaces_are_refused_in_one_line(ends, monkeypatch):
     assert "pip install -e '.[optuna]'" in ends(loss, LR)
 
 
-def test_a_trial_is_the_mean_of_its_seeds_and_orders(search, ends, folder):
+def test_a_trial_is_the_mean_of_its_seeds_and_orders(search, folder):
     def by_seed(values):
         seeds = {"0": 3.0, "1": 3.0, "2": -5.0}
         return seeds[values["seed"]] + float(values["order"]) if values["lr"] == "0.9" else 0.0
 
-    both = {**GRID, "orders": [0, 1]}
-    runs = search(by_seed, "lr=0.1,0.9", seeds=[0, 1, 2], **both)
+    runs = search(by_seed, "lr=0.1,0.9", seeds=[0, 1, 2], orders=[0, 1], **GRID)
     places = [(lr, seed, order) for lr in ("0.1", "0.9") for seed in range(3) for order in range(2)]
     assert runs.jobs == [[f"lr={lr}", f"seed={seed}", f"order={order}"] for lr, seed, order in places]
-    assert [len(batch) for batch in runs.batches] == [6, 6]
     assert results(folder)["best"][0]["params"] == {"lr": "0.1"}
-    assert not search(by_seed, "lr=0.1,0.9", seeds=[0, 1, 2], **both).jobs
-    said = ends(by_seed, "lr=0.1,0.9", seeds=[0, 1], **both)
-    assert "is another search (seed: [0, 1, 2] -> [0, 1])" in said
 
 
 def test_means_are_by_objective_and_a_failed_run_fails_its_trial(search, folder):

@@ -1,11 +1,9 @@
 """What plan=true and plan=json say a run will cost, compared with the run."""
 
 import json
-import logging
 
 import pytest
 
-from cpt.train import train
 from tests.conftest import ROOT, SMALL, VOCABULARIES, sentences
 from tests.runs.reading import killed, scores_of, times
 from tests.support.campaign import run_few
@@ -36,9 +34,7 @@ def planned(start, capsys):
         capsys.readouterr()
         folder.mkdir(exist_ok=True)  # as Hydra does
         cfg.plan = "json"
-        level = logging.getLogger("cpt").level
         start(cfg, folder)
-        assert logging.getLogger("cpt").level == level  # what is told later is told
         cfg.plan = False
         return json.loads(capsys.readouterr().out)
 
@@ -49,8 +45,6 @@ COMPOSED = [
     "optim.carry=moments schedule=wsd schedule.decay=0.5",
     "method=ewc mask=migu replay=past replay.memory=8",
     "method=das method.contrast_every=3",
-    "method=lora method.per_domain=true trainer.precision=bf16-mixed parts.keep=disk",
-    "method=derpp optim=sgd trainer.accumulate_grad_batches=2",
 ]
 GIVEN = [*(f"method={name}" for name in METHODS), *COMPOSED]
 
@@ -74,8 +68,6 @@ def test_bytes_steps_and_tokens_are_those_of_the_run(start, composed, five, cach
     files = sum(path.stat().st_size for path in (tmp_path / "done" / "stages").glob("*.pt"))
     expected = said["disk"]["all stage files (keep_stages=true)"]
     assert expected == pytest.approx(files, rel=0.03) or (said["lower_bound"] and expected < files)
-    documents = sum(path.stat().st_size for path in (tmp_path / "done" / "documents").iterdir())
-    assert said["disk"]["losses by document"] == pytest.approx(documents, rel=0.05)
     if given in COMPOSED:
         return
     assert said["memory"]["first"]["gradients"] == 4 * done.trained[1]  # of parameters in 32 bits
@@ -121,32 +113,3 @@ def test_what_is_left_of_a_run_that_was_killed_or_is_to_have_more(start, small, 
     wider = left(planned(small(THREE, "keep_stages=true"), tmp_path / "run"))
     assert wider["law"][1] > wider["food"][1] > wider["base"][1] == wider["space"][1] == 0
     assert not any(steps for steps, _ in wider.values())
-
-
-@pytest.mark.adopts
-def test_a_run_that_goes_on_from_another_has_its_last_domains_left_or_is_refused(
-    start, small, planned, tmp_path
-):
-    start(small("order=[law,food]"), tmp_path / "two")
-    said = planned(small(THREE), tmp_path / "three")
-    assert str(tmp_path / "two") in said["state"] and not (tmp_path / "three").exists()
-    assert [steps for steps, _ in left(said).values()] == [0, 0, 0, 6]
-    assert planned(small(THREE, "method=joint"), tmp_path / "joint")["state"] == "new"
-    with pytest.raises(ValueError, match=r"made with another config \(seed: 0 -> 1\)"):
-        planned(small("order=[law,food]", "seed=1"), tmp_path / "two")
-    with pytest.raises(ValueError, match="order=.* means other domains"):
-        planned(small("order=[food]"), tmp_path / "two")
-
-
-def test_more_processes_share_the_work_and_one_makes_the_plan(small, planned, tmp_path, monkeypatch):
-    alone = planned(small("order=[law]"), tmp_path / "one")
-    both = planned(small("order=[law]", "strategy=ddp", "trainer.devices=2"), tmp_path / "two")
-    assert both["processes"] == 2 and both["stages"][1]["tokens"] == alone["stages"][1]["tokens"]
-    memory = both["memory"]["last"]
-    assert memory["gradient buckets"] == memory["gradients"] == alone["memory"]["last"]["gradients"]
-    shared = planned(small("order=[law]", "strategy=fsdp", "trainer.devices=2"), tmp_path / "fsdp")
-    assert shared["memory"]["last"]["weights"] == alone["memory"]["last"]["weights"] // 2
-    assert alone["memory"]["last"]["gradient buckets"] == shared["memory"]["last"]["gradient buckets"] == 0
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(ValueError, match="plan=true is made by one process"):
-        train(small("plan=true"), run_dir=tmp_path / "run")

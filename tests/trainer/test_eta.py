@@ -33,7 +33,7 @@ def outlook(phases, rows, *, endtasks=(), generates=False):
 
 BASE, LAW = {"base": 4.0}, {"law": 20.0}
 BOTH = {"score": BASE, "learn": LAW}
-TASKS, TIMED = {"endtasks": (2, 3), "generates": True}, BOTH | {"endtasks": {"food": 7.0}}
+TASKS = {"endtasks": (2, 3), "generates": True}
 MADE = {"score": {"base": 4.0, "law": 8.0}, "learn": {"law": 20.0, "food": 80.0}}
 
 
@@ -45,28 +45,10 @@ MADE = {"score": {"base": 4.0, "law": 8.0}, "learn": {"law": 20.0, "food": 80.0}
         ({"score": BASE}, "base", {}, ("learn", 1), 2 * (2 + 2 + 3), 60, []),
         # What is done is the measure; food is on its way for the second time: its row is not there.
         (MADE, "base law", {}, ("learn", 2), 3.0 * (2 + 3) + 2.0 * 40, 0, []),
-        (MADE, "base law", {}, ("score", 2), 3.0 * 3 + 2.0 * 40, 0, []),
         # What was never timed is named.
         (BOTH, "base law", TASKS, ("learn", 2), 2.0 * (2 + 3) + 2.0 * 40, 0, ["generate", "endtasks"]),
-        (TIMED, "base law food", {"endtasks": (2, 3)}, ("endtasks", 2), 93.0, 0, []),
-        (BOTH, "base law food", {}, ("probes", 3), 0.0, 0, []),
-        # Stages that are learned are not foreseen again.
-        (BOTH, "base law food", {"endtasks": (0, 1, 2, 3)}, ("endtasks", 0), 86.0, 0, ["endtasks"]),
     ],
 )
 def test_what_is_left_by_what_is_done(phases, rows, how, phase, seconds, steps, untimed):
     found = outlook(phases, rows, **how).phase(*phase)
     assert (found.remaining_s, found.remaining_steps, list(found.untimed)) == (seconds, steps, untimed)
-
-
-def test_a_phase_has_its_place_and_the_latest_stages_set_the_pace():
-    """The stage that is not committed yet does not."""
-    phase = outlook(MADE, "base law").phase("learn", 2)
-    assert (phase.name, phase.done, phase.total, phase.trains) == ("learning food", 10, 70, True)
-    assert outlook(MADE, "base law").phase("score", 2).done == 30
-    names = [f"d{number}" for number in range(300)]
-    took = dict.fromkeys(names[:200], 90.0) | dict.fromkeys(names[200:280], 2.0) | {names[280]: 50.0}
-    many = outlook({"learn": took}, " ".join(["base", *names[:280]]))
-    many.data[:] = [SimpleNamespace(name=name) for name in names]
-    phase = many.phase("learn", 281)
-    assert (phase.done, phase.total, phase.remaining_s) == (280, 300, 19 * 2.0)

@@ -1,6 +1,5 @@
 """What torch, Lightning and transformers say of a config is told in a line, before any text is read."""
 
-import json
 import shutil
 
 import pytest
@@ -14,11 +13,8 @@ from cpt.trainer.plan import make_plan
 from cpt.trainer.preflight import prepare
 from cpt.trainer.run_dir import RunDir
 from tests.runs.reading import told_by
-from tests.support.chat_fixtures import write_chats, write_checkpoint
 from tests.support.wrong_options import ON_A_CAUSAL, ON_A_DECODER, ON_THE_MODEL
 
-FORGETTING = "{% for m in messages %}{{ loop.revindex }}{{ m['content'] }}</s>{% endfor %}"
-STRICT = "{{ raise_exception('I take no chats') }}"
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 WRONG = {"small": ON_THE_MODEL, "small_gpt2": ON_A_CAUSAL, "small_t5": ON_A_DECODER}
 
@@ -43,23 +39,6 @@ def unread(monkeypatch, start, tmp_path):
 def test_what_only_the_libraries_know_is_told_before_any_text_is_read(size, given, request, unread):
     words = [given] if "{" in given else given.split()
     assert unread(request.getfixturevalue(size)(*words)).startswith(WRONG[size][given])
-
-
-def test_what_takes_no_chats_is_told_before_any_text_is_read(
-    composed, small_t5, small_gpt2, unread, tmp_path
-):
-    root = write_chats(tmp_path / "chats", ["law"], train=9, test=3)
-    chats = ["domains=instructions", f"domains.root={root}"]
-    for template, told in (
-        (None, "model=checkpoint does not go with chats, as it has no chat template"),
-        (STRICT, "assistant): I take no chats; allowed: roles that it knows"),
-        (FORGETTING, "changes earlier turns when a turn follows"),
-    ):
-        folder = write_checkpoint(tmp_path / "decoder", template=template)
-        cfg = composed(*chats, "model=checkpoint", f"model.checkpoint={folder}", "logger=none")
-        assert told in unread(cfg)
-    assert "model=tiny_t5 does not go with chats, as it is an encoder-decoder" in unread(small_t5(*chats))
-    assert "model=tiny_gpt2 does not go with chats, as it has no chat templ" in unread(small_gpt2(*chats))
 
 
 def some_words():
@@ -113,16 +92,7 @@ def test_a_checkpoint_that_is_damaged_or_does_not_fit_is_told(checkpoint, small,
         path.unlink()
     assert f"model.checkpoint={checkpoint} has no tokenizer" in unread(cfg)
     words = AutoTokenizer.from_pretrained(whole)
-    rows = len(words)
     words.add_tokens(["contract", "section"])
     words.save_pretrained(checkpoint)
-    assert f"has {rows + 2} entries, its embedding {rows} rows; allowed: model.resize=true" in unread(cfg)
+    assert "allowed: model.resize=true" in unread(cfg)
     prepare(make_plan(small(f"model.checkpoint={checkpoint}", "model.resize=true")), RunDir(checkpoint))
-
-
-def test_an_exported_model_in_parts_says_which_is_used(checkpoint, small, tmp_path, caplog):
-    for attach, told in ((None, "it starts with those of food"), ("cpt.adapters.x", "without any of them")):
-        index = {"attach": attach, "options": {}, "parts": ["law", "food"]}
-        (checkpoint / "parts.json").write_text(json.dumps(index))
-        prepare(make_plan(small(f"model.checkpoint={checkpoint}")), RunDir(tmp_path))
-        assert told in caplog.text

@@ -11,7 +11,6 @@ import pytest
 from cpt import status
 from cpt.evaluation.journal import journal_file
 from cpt.evaluation.scores import Scores
-from cpt.trainer.run_dir import RunDir
 from cpt.trainer.score import SHARE, ScoreJournal
 from tests.support.killing import KilledError
 
@@ -147,7 +146,7 @@ def begun(tmp_path):
 
 def test_a_line_counts_when_its_end_is_there_and_a_damaged_one_is_told(begun):
     path, (line, after) = begun
-    for size in (1, 40, None):  # a sign, the half, all but its end
+    for size in (40, None):  # the half, all but its end
         journal_file(path).write_text(f"{line}\n{after[:size]}")
         assert Scores.load(path).rows[-1] == json.loads(line)["name"]
     harms = [*({"row": row} for row in ("66", 70, -1, 3)), {"nll": {"law": 1.0}}, {"phases": {"sleep": 1.0}}]
@@ -157,57 +156,3 @@ def test_a_line_counts_when_its_end_is_there_and_a_damaged_one_is_told(begun):
         with pytest.raises(ValueError, match=r"scores\.json: damaged, foreign or of another") as told:
             Scores.load(path)
         assert "\n" not in str(told.value), text
-
-
-@pytest.mark.parametrize("finished", [False, True])
-def test_lines_that_a_file_has_by_now_change_nothing(finished, begun, tmp_path):
-    path, added = begun
-    scores = Scores.load(path)
-    scores.fill(67, {"d0001": 1.5}, {})
-    scores.phases["score"]["d0066"] += 5.0
-    scores.measure()
-    scores.sum_seconds()
-    scores.run["finished"] = finished
-    if finished:
-        scores.metrics["LC"]["interval"] = {"nats": [1.0, 2.0]}
-    scores.save(path)
-    whole = path.read_bytes()
-    journal_file(path).write_text("".join(f"{line}\n" for line in added))
-    Scores.load(path).save(tmp_path / "again.json")
-    assert (tmp_path / "again.json").read_bytes() == whole
-    path.unlink()
-    RunDir(tmp_path).clean()
-    assert not journal_file(path).exists()  # one that begins anew forgets them
-
-
-def test_a_line_says_all_of_a_row(tmp_path):
-    """Also cells that are added later, and what is no number."""
-    scores, path = empty(80), tmp_path / FILE
-    for number in range(70):
-        learn(scores, number)
-    keeps = ScoreJournal(scores, path, digests={})
-    keeps.keep_row(69)
-    scores.fill(5, {"d0033": 2.5, "d0034": float("nan")}, {"d0033": {"base": 1.0}})
-    scores.phases["endtasks"]["d0004"] = 7.0
-    keeps.keep_row(5)
-    back = Scores.load(path)
-    assert journal_file(path).exists() and back.nll[5][33] == 2.5 and back.parts[5] == scores.parts[5]
-    assert back.measured(5) == [text for text in scores.measured(5) if text != "d0034"]
-    assert back.phases == scores.phases and back.monitor == scores.monitor
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_reader_may_meet_the_moment_at_which_the_scores_are_written(begun, monkeypatch, when):
-    path, own, gone_on = begun[0], Path.read_text, []
-    rows = Scores.load(path).rows
-
-    def read(self, **how):
-        old = own(self, **how)
-        if self == path and not gone_on:
-            gone_on.append(True)
-            go_on(path, 73, domains=80)
-        return old if when == "after" else own(self, **how)
-
-    monkeypatch.setattr(Path, "read_text", read)
-    found = Scores.load(path).rows
-    assert gone_on and found[: len(rows)] == rows and (len(found) > len(rows)) == (when == "before")

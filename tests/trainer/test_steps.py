@@ -1,26 +1,21 @@
-"""How a run steps, where the config leaves it open: checkpoints, precision, attention, dropout; and how many
-tokens of each text it scores."""
+"""How a run steps, where the config leaves it open: checkpoints, precision, attention."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoConfig
 
-from cpt.models import memory
 from cpt.optim import nan_guard as guards
 from cpt.optim.nan_guard import NanGuard
-from cpt.reporting.load_runs import MeasuredRun, build_sections, measure_runs
 from cpt.trainer import checkpoint
 from cpt.trainer.checkpoint import StepCheckpoint
-from cpt.trainer.manifest import resolve_eval_cap
 from cpt.trainer.plan import make_plan
 from cpt.trainer.preflight import resolve_auto
 from cpt.trainer.run_dir import RunDir
-from tests.runs.reading import assert_same_bits, killed, scores_of, told_by
+from tests.runs.reading import told_by
 
-ONE, ALL, PART = "order=[law]", "eval.tokens=null", "eval.tokens=64"
+ONE = "order=[law]"
 
 
 @pytest.mark.parametrize(
@@ -66,21 +61,6 @@ def test_precision_auto_is_by_capability(device, bf16, chosen, small, tmp_path, 
     assert settled(small("trainer.precision=auto"), tmp_path, device).precision == chosen
 
 
-@pytest.mark.parametrize(
-    ("given", "found"),
-    [
-        ("seed=0", "auto"),
-        ("trainer.precision=bf16-mixed", "eager"),
-        ("trainer.precision=bf16-mixed trainer.attention=sdpa", "sdpa"),
-        ("trainer.attention=eager", "eager"),
-        ("trainer.precision=bf16-mixed model.length=512", "eager"),
-        ("trainer.precision=bf16-mixed model.length=513", "auto"),
-    ],
-)
-def test_attention_is_eager_on_a_processor_in_16_bits_of_short_rows(given, found, small, tmp_path):
-    assert settled(small(*given.split()), tmp_path).attention == found
-
-
 def test_the_model_computes_attention_as_said_and_a_resumed_run_keeps_its_precision(
     small, start, tmp_path, monkeypatch
 ):
@@ -95,51 +75,3 @@ def test_the_model_computes_attention_as_said_and_a_resumed_run_keeps_its_precis
     assert "in bf16-mixed, attention by eager" in (tmp_path / "run" / "report.md").read_text()
     assert settled(small("trainer.precision=auto"), tmp_path / "run").precision == "bf16-mixed"
     assert settled(small("trainer.precision=bf16-true"), tmp_path / "run").precision == "bf16-true"
-
-
-def test_a_run_learns_with_quick_dropout_and_makes_its_base_without(
-    small, start, killing, tmp_path, monkeypatch
-):
-    """With the same bits where it is killed."""
-    drawn, quick = [], memory.quick_dropout
-
-    def noting(given, p, *rest, **how):
-        drawn.append(p)
-        return quick(given, p, *rest, **how)
-
-    monkeypatch.setattr(memory, "quick_dropout", noting)
-    rates = [f"model.config.{name}_dropout_prob=0.1" for name in ("hidden", "attention_probs")]
-    given = ("model=tiny_roberta", *rates, ONE, "trainer.steps=3", f"cache_dir={tmp_path / 'cache'}")
-    start(small(*given), tmp_path / "plain")
-    assert not drawn
-    cfg = small(*given, "trainer.quick_dropout=true")
-    start(cfg, tmp_path / "quick")
-    layers = make_plan(cfg).model.config["num_hidden_layers"]
-    assert len(drawn) == 3 * (1 + 3 * layers) and set(drawn) == {0.1}  # of the domain's steps, not the base's
-    killed(start, killing, cfg, tmp_path / "killed", step=3)
-    start(cfg, tmp_path / "killed")
-    assert_same_bits(tmp_path / "killed", tmp_path / "quick")
-
-
-def compared(*scores):
-    runs = [MeasuredRun(folder=Path(str(number)), scores=each) for number, each in enumerate(scores)]
-    return build_sections(measure_runs(runs))
-
-
-def test_the_bound_of_scored_tokens_is_told_and_kept_and_parts_are_not_compared(
-    start, small, tmp_path, monkeypatch
-):
-    monkeypatch.setattr("cpt.evaluation.options.CAP", 64)
-    given = {"usual": [], "part": [PART], "whole": [ALL], "own": ["eval.tokens=100"]}
-    for name, options in given.items():
-        start(small(ONE, "trainer.steps=2", *options), tmp_path / name)
-    usual, part, whole, own = (scores_of(tmp_path / name) for name in given)
-    assert usual.nll == part.nll and usual.scored == part.scored and usual.conditions == part.conditions
-    assert usual.conditions["cap"] == 64 and usual.config_digest == part.config_digest
-    assert "at most 64 tokens of each text scored" in (tmp_path / "usual" / "model" / "README.md").read_text()
-    start(small(ONE, "trainer.steps=2"), tmp_path / "part")  # the same run, said in another way
-    assert scores_of(tmp_path / "part").nll == part.nll and len(compared(usual, part)) == 1
-    plan = resolve_eval_cap(make_plan(small(ONE, "trainer.steps=2")), RunDir(tmp_path / "own"))
-    assert plan.cap == 100 == plan.settings["eval"]["tokens"] and plan.config_digest == own.config_digest
-    assert resolve_eval_cap(make_plan(small(ONE, ALL)), RunDir(tmp_path / "own")).cap is None
-    assert [section.conditions["cap"] for section in compared(whole, part)] == ["none", "64"]
