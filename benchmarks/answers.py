@@ -215,7 +215,7 @@ def make_course(chosen: argparse.Namespace) -> Course:
     place = ground(
         chosen.cache,
         "domains=tasks",
-        f"model.length={chosen.length}",
+        f"model.max_seq_length={chosen.length}",
         f"trainer.batch_size={chosen.batch}",
         f"trainer.steps={chosen.steps}",
         f"optim.lr={chosen.lr}",

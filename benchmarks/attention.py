@@ -3,7 +3,7 @@ backward, in turns.
 
     python benchmarks/attention.py
 
-`trainer.attention=auto` rests on it: eager in 16 bits, of rows of up to 512 tokens."""
+`trainer.attn_implementation=auto` rests on it: eager in 16 bits, of rows of up to 512 tokens."""
 
 import argparse
 import statistics

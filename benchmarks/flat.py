@@ -198,7 +198,7 @@ def main() -> None:
     chosen = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": str(chosen.threads), "HF_HUB_OFFLINE": "1"}
     given = ["experiment=m2d2_mini", f"domains.root={chosen.root.absolute()}", "order=random"]
-    given += ["keep_stages=true", *chosen.config]
+    given += ["save_all_stages=true", *chosen.config]
     straight = chosen.runs / "straight"
     kept = straight.with_suffix(".json")
     if not kept.exists():

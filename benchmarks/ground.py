@@ -24,13 +24,13 @@ from cpt.trainer.base_model import Base, make_base
 from cpt.trainer.build import build_data, build_method
 from cpt.trainer.plan import Plan, make_plan
 
-MADE = ["model.vocabulary=8192", "model.base.steps=1", "model.base.batch_size=8"]
+MADE = ["model.vocab_size=8192", "model.base.steps=1", "model.base.batch_size=8"]
 SHAPES: dict[str, list[str]] = {
     "given": [],  # the overrides choose the model
     "roberta": [
         "model=tiny_roberta",
         *MADE,
-        "model.mask_rate=0.15",
+        "model.mlm_probability=0.15",
         "model.config.hidden_size=256",
         "model.config.intermediate_size=1024",
         "model.config.num_hidden_layers=4",
@@ -38,7 +38,7 @@ SHAPES: dict[str, list[str]] = {
     "t5": [
         "model=tiny_t5",
         *MADE,
-        "model.mask_rate=0.15",
+        "model.mlm_probability=0.15",
         "model.mean_span=3",
         "model.config.d_model=256",
         "model.config.d_kv=64",

@@ -35,10 +35,10 @@ WORDS = [
 ]
 ALWAYS = [
     *("domains=texts", "logger=none", "trainer.accelerator=cpu", "trainer.steps=1", "trainer.batch_size=2"),
-    *("trainer.eval_batch_size=2", "trainer.probe_samples=2", "trainer.checkpoint_every=1000"),
-    *("model.length=32", "eval.rows=last", "eval.columns=seen", "eval.tokens=32"),
+    *("trainer.eval_batch_size=2", "trainer.importance_samples=2", "trainer.checkpoint_every=1000"),
+    *("model.max_seq_length=32", "eval.rows=last", "eval.columns=seen", "eval.tokens=32"),
 ]
-TINY = ["model=tiny_gpt2", "model.base.steps=1", "model.base.batch_size=2", "model.vocabulary=300"]
+TINY = ["model=tiny_gpt2", "model.base.steps=1", "model.base.batch_size=2", "model.vocab_size=300"]
 ROW = "{:8}{:14}{:>16}{:>16}{:>18}{:>18}"
 
 
@@ -55,7 +55,9 @@ def write_texts(root: Path, domains: int) -> list[str]:
 
 def model_of(size: str, cache: Path) -> list[str]:
     return (
-        TINY if size == "tiny" else [f"model={CHOICES[size]}", f"model.checkpoint={make_model(size, cache)}"]
+        TINY
+        if size == "tiny"
+        else [f"model={CHOICES[size]}", f"model.name_or_path={make_model(size, cache)}"]
     )
 
 

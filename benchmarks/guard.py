@@ -21,12 +21,12 @@ from cpt.optim.nan_guard import NanGuard
 from cpt.trainer.lightning import make_trainer
 
 SHAPES = {
-    "4 x 256, 32 x 128 tokens": ["model.length=128", "trainer.batch_size=32"],
+    "4 x 256, 32 x 128 tokens": ["model.max_seq_length=128", "trainer.batch_size=32"],
     "2 x 128, 32 x 64 tokens (the default's size)": [
         "model.config.hidden_size=128",
         "model.config.intermediate_size=512",
         "model.config.num_hidden_layers=2",
-        "model.vocabulary=2048",
+        "model.vocab_size=2048",
     ],
 }
 

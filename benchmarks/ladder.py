@@ -55,8 +55,8 @@ class Lane(Rhythm):
         return ground(self.cache, *self.given(), *overrides, shape="given")
 
     def given(self) -> Iterator[str]:
-        yield from (f"model={CHOICES[self.size.model]}", f"model.checkpoint={self.folder}")
-        yield from (f"model.length={self.size.length}", f"trainer.batch_size={self.size.batch}")
+        yield from (f"model={CHOICES[self.size.model]}", f"model.name_or_path={self.folder}")
+        yield from (f"model.max_seq_length={self.size.length}", f"trainer.batch_size={self.size.batch}")
         yield from (f"trainer.steps={self.steps}", accelerator(self.device))
 
 

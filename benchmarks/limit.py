@@ -29,7 +29,7 @@ DTYPES = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16}
 CPT = ("cpt", "cpt, quick dropout", "cpt, bf16", "cpt, bf16, quick dropout")
 # What a subject computes in; the others in 32-true.
 IN = {name: "bf16-mixed" for name in CPT if "bf16" in name}
-COARSE = ("trainer.precision=bf16-mixed", "trainer.attention=eager")
+COARSE = ("trainer.precision=bf16-mixed", "trainer.attn_implementation=eager")
 WAYS: dict[str, tuple[str, ...]] = {
     "32-true": (),
     "32-true, quick dropout": QUICK,

@@ -31,12 +31,12 @@ CHOICES = {"roberta": "roberta_base", "gpt2": "gpt2", "gpt2_medium": "gpt2"}
 ENTRIES = 8192  # of the tokenizer, which the rows are more than
 ALWAYS = [
     "order=[sympy,networkx]",
-    "model.length=128",
+    "model.max_seq_length=128",
     "logger=none",
     "trainer.accelerator=cpu",
     "trainer.batch_size=8",
     "trainer.eval_batch_size=8",
-    "trainer.probe_samples=8",
+    "trainer.importance_samples=8",
     "trainer.checkpoint_every=1000",
     "eval.rows=last",
     "eval.columns=seen",
@@ -75,7 +75,7 @@ def measure(method: str, size: str, *, chosen: argparse.Namespace) -> dict[str, 
     """Bytes that a run was said to need, and needed."""
     with tempfile.TemporaryDirectory() as folder:
         given = [
-            *(f"model={CHOICES[size]}", f"model.checkpoint={make_model(size, Path(chosen.cache))}"),
+            *(f"model={CHOICES[size]}", f"model.name_or_path={make_model(size, Path(chosen.cache))}"),
             *(*ALWAYS, f"method={method}", f"trainer.steps={chosen.steps}", f"cache_dir={chosen.cache}"),
             *chosen.config,
         ]

@@ -31,13 +31,13 @@ NCL = "ncl"
 EXCLUDED = ("none", "joint")  # they have no second domain
 SHAPE = [
     "order=[sympy,networkx]",
-    "model.vocabulary=5000",
-    "model.length=164",
+    "model.vocab_size=5000",
+    "model.max_seq_length=164",
     "model.config.num_hidden_layers=6",
     "model.config.hidden_dropout_prob=0.1",
     "model.config.attention_probs_dropout_prob=0.1",
     "trainer.batch_size=16",
-    "trainer.probe_samples=32",
+    "trainer.importance_samples=32",
 ]  # the rest is ground.ALWAYS
 HEADINGS = ("over dense", "scored", "peak", "in steps", "state", "held", "trained")
 ROW = "{:22}{:>9}{:>10} {:16}{:>7} {:7}{:>10}{:>8}{:>9}{:>9}{:>8}{:>8}  {}"

@@ -96,7 +96,7 @@ def make_subjects(chosen: argparse.Namespace, extra: Sequence[str]) -> dict[str,
     root = [] if chosen.root is None else [f"domains.root={chosen.root}", "domains.format=jsonl"]
     options = [
         *("domains=tasks", *root, f"domains/template={chosen.template}", f"order=[{','.join(chosen.tasks)}]"),
-        *("method=joint", f"model.length={chosen.length}", f"trainer.batch_size={chosen.batch}"),
+        *("method=joint", f"model.max_seq_length={chosen.length}", f"trainer.batch_size={chosen.batch}"),
         *extra,
     ]
     return {
@@ -122,7 +122,7 @@ def make_readers(chosen: argparse.Namespace, names: Sequence[str], folder: Path)
     draw_documents(Path(chosen.documents), folder, names, chosen.most)
     options = [
         *("domains=das6", f"domains.root={folder}", f"order=[{','.join(names)}]", "method=joint"),
-        *(f"model.length={chosen.length}", f"trainer.batch_size={chosen.batch}"),
+        *(f"model.max_seq_length={chosen.length}", f"trainer.batch_size={chosen.batch}"),
     ]
     return {
         packing: Subject(ground(chosen.cache, *options, f"domains.packing={packing}"))

@@ -211,7 +211,7 @@ def main() -> None:
     parser.add_argument("--hf-streamed-steps", type=int, default=2_000, help="and with a streamed data set")
     chosen = parser.parse_args()
     torch.set_num_threads(chosen.threads)
-    sizes = ("model.length=128", "trainer.batch_size=16", f"trainer.steps={chosen.steps}")
+    sizes = ("model.max_seq_length=128", "trainer.batch_size=16", f"trainer.steps={chosen.steps}")
     place = ground(chosen.cache, *sizes)
     before, began = busy(), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:

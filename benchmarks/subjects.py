@@ -41,7 +41,7 @@ class Course(Rhythm):
         dropout = 0.0 if self.equal else 0.1
         return ground(
             self.cache,
-            f"model.length={self.length}",
+            f"model.max_seq_length={self.length}",
             *(f"{name}={dropout}" for name in DROPOUT.get(self.shape, [])),
             f"trainer.batch_size={self.batch}",
             f"trainer.steps={self.steps}",
@@ -98,7 +98,7 @@ def fleeting(course: Course, beat: Beat) -> None:
 
 def coarse(course: Course, beat: Beat) -> None:
     """The same with trainer.precision=bf16-mixed."""
-    place = course.ground("trainer.precision=bf16-mixed", "trainer.attention=eager")
+    place = course.ground("trainer.precision=bf16-mixed", "trainer.attn_implementation=eager")
     fit(place, place.data.domain, steps=place.steps, callbacks=[Pulse(beat)])
 
 
@@ -200,7 +200,7 @@ def unmasked(place: Ground) -> tuple[Any, Any]:
         raise RuntimeError("the rows are not those of cpt")
     masked = place.start.objective_name == "masked"
     return texts, DataCollatorForLanguageModeling(
-        place.start.tokenizer, mlm=masked, mlm_probability=model.mask_rate if masked else None
+        place.start.tokenizer, mlm=masked, mlm_probability=model.mlm_probability if masked else None
     )
 
 

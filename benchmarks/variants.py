@@ -39,18 +39,18 @@ TARGETS = {
     "osf": 1.2,
     "agem, a batch": 2.0,
 }
-QUICK = ("trainer.quick_dropout=true", "trainer.attention=eager")
+QUICK = ("trainer.quick_dropout=true", "trainer.attn_implementation=eager")
 VARIANTS = {
     DENSE: ["method=ncl"],
-    "ncl, bf16": ["method=ncl", "trainer.precision=bf16-mixed", "trainer.attention=eager"],
-    "ncl, bf16, sdpa": ["method=ncl", "trainer.precision=bf16-mixed", "trainer.attention=sdpa"],
+    "ncl, bf16": ["method=ncl", "trainer.precision=bf16-mixed", "trainer.attn_implementation=eager"],
+    "ncl, bf16, sdpa": ["method=ncl", "trainer.precision=bf16-mixed", "trainer.attn_implementation=sdpa"],
     "ncl, quick dropout": ["method=ncl", *QUICK],
     "ncl, bf16, quick dropout": ["method=ncl", "trainer.precision=bf16-mixed", *QUICK],
     "ncl, not fused": ["method=ncl", "optim.fused=false"],
     "ncl + migu": ["method=ncl", "mask=migu"],
     "ncl + fisher": ["method=ncl", "mask=migu", "mask.migu.importance=fisher"],
     "ncl + mofo": ["method=ncl", "mask=mofo"],
-    "ncl, freeze": ["method=ncl", "freeze.only=attention"],
+    "ncl, freeze": ["method=ncl", "trainable=attention"],
     "agem, a batch": ["method=agem", "method.draw=16"],
     "agem, update": ["method=agem", "method.acts_on=update"],
     "agem, gem": ["method=agem", "method.constraints=each"],

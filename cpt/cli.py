@@ -16,9 +16,11 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 import cpt.sweeps.launcher  # noqa: F401  (registers the sweep launcher)
+from cpt import __version__
 from cpt.core.config import CONF
 from cpt.core.output import closing_output
 from cpt.core.processes import choose_spins, die_with_parent
+from cpt.core.renames import rename_overrides
 from cpt.trainer.help import FLAG, describe_options
 from cpt.trainer.plan import readable_errors
 
@@ -32,9 +34,13 @@ def start() -> None:
     sys.path.append(os.getcwd())
     utils.run_and_report = run_step  # type: ignore[assignment]
     # The group is there already, as null: for Hydra a plus would choose it twice.
-    sys.argv = leave_to_jobs([each.replace("+experiment=", "experiment=") for each in sys.argv])
+    sys.argv = leave_to_jobs(
+        rename_overrides([each.replace("+experiment=", "experiment=") for each in sys.argv])
+    )
     with closing_output(), readable_errors():  # --help is not a step of Hydra's
-        if FLAG in sys.argv:
+        if "--version" in sys.argv:
+            print(f"cpt {__version__}")
+        elif FLAG in sys.argv:
             print(describe_options(sys.argv[1:]))
         else:
             check_choices(sys.argv[1:])

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from cpt.core.errors import readable
 from cpt.core.output import run_program
+from cpt.core.renames import warn
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.metrics import Change, Losses, compare_losses
 from cpt.evaluation.scores import Scores, encode
@@ -63,14 +64,18 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m cpt.gate", description=__doc__.split("\n\n")[1])
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a finished run")
     said = "nats per token, default 0"
-    parser.add_argument("--gain", type=float, default=0.0, help=f"what new text must gain: {said}")
-    parser.add_argument("--loss", type=float, default=0.0, help=f"what old text may lose: {said}")
+    gain, loss = "least improvement of each new text", "largest rise of the loss on each old text"
+    parser.add_argument("--min-gain", "--gain", type=float, default=0.0, dest="gain", help=f"{gain}; {said}")
+    parser.add_argument("--max-forgetting", "--loss", type=float, default=0.0, help=f"{loss}; {said}")
     parser.add_argument("--since", metavar="ROW", help="the row to compare with; default: the last but one")
     parser.add_argument("--json", action="store_true", help="for programs")
     given = parser.parse_args(arguments)
+    for old, new in (("--gain", "--min-gain"), ("--loss", "--max-forgetting")):
+        if any(each.partition("=")[0] == old for each in arguments):
+            warn(old, new)
     with readable(errors_only=True, code=UNKNOWN):
-        for name in ("gain", "loss"):
-            if not math.isfinite(value := getattr(given, name)):
+        for name, value in (("min-gain", given.gain), ("max-forgetting", given.max_forgetting)):
+            if not math.isfinite(value):
                 raise ValueError(f"--{name}={value}; allowed: nats per token, a finite number")
         place = RunDir(given.run)
         if (scores := place.scores()) is None:
@@ -87,7 +92,9 @@ def main(arguments: Sequence[str]) -> int:
         place.check_documents(len(scores.rows))
         since = earlier.index(given.since or earlier[-1])
         losses = place.load_documents([since, len(earlier)])
-        changes, unmeasured = judge_run(scores, *losses, since=since, gain=given.gain, loss=given.loss)
+        changes, unmeasured = judge_run(
+            scores, *losses, since=since, gain=given.gain, loss=given.max_forgetting
+        )
         damage = [line for line in place.lost(full=True) if not line.startswith("report.")]
     failed = [*damage, *(f"{e.text} {e.verdict}" for e in changes if e.verdict not in ("gained", "held"))]
     failed += [f"{name} not measured" for name in unmeasured]

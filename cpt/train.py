@@ -45,11 +45,11 @@ def train(cfg: DictConfig, *, run_dir: Path) -> float | list[float | None] | Non
         if plan.run.plan:
             print_estimate(plan, run)
             return None
-        with open_run_dir(plan, run) as plan, full_check(plan.run.check == "full"):
+        with open_run_dir(plan, run) as plan, full_check(plan.run.verify_inputs == "full"):
             plan = order_domains(plan)  # by their texts, if the config says so
             check_manifest(plan, run)
             scores = run.scores() if is_complete(run.scores(), plan) else None
-            if scores is not None and (lost := run.lost(full=plan.run.check == "full")):
+            if scores is not None and (lost := run.lost(full=plan.run.verify_inputs == "full")):
                 log.info(
                     "%s was finished, but %s: rebuilding without training", run.path, "; ".join(lost[:5])
                 )
@@ -63,7 +63,7 @@ def train(cfg: DictConfig, *, run_dir: Path) -> float | list[float | None] | Non
     from cpt.reporting.run_page import format_scores  # matplotlib is not loaded to refuse a config
 
     log.info("\n%s\n%s", format_scores(scores), run.path / "report.html")
-    return objective_value(scores.metrics, plan.run.objective)
+    return objective_value(scores.metrics, plan.run.optimized_metric)
 
 
 @contextmanager
@@ -131,7 +131,7 @@ def is_done(cfg: DictConfig, run_dir: Path) -> bool:
         return False
     if not is_complete(run.scores(), plan) or run.lost(full=False):
         return False
-    then, given = Manifest.load(run), plan.model.checkpoint
+    then, given = Manifest.load(run), plan.model.name_or_path
     if then is None or then.order != plan.order:
         return False
     texts, base = then.touched(plan.source, checkpoint_files(given))

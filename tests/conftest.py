@@ -35,18 +35,18 @@ VOCABULARIES = {
     "space": "a telescope measures faint light from distant galaxies whose dust hides young massive stars",
 }
 SIZES = """
-model.length=16 model.vocabulary=300 model.config.hidden_size=32 model.config.intermediate_size=48
+model.max_seq_length=16 model.vocab_size=300 model.config.hidden_size=32 model.config.intermediate_size=48
 model.config.num_hidden_layers=2 model.config.num_attention_heads=2 model.base.steps=6 model.base.batch_size=8
-trainer.steps=6 trainer.batch_size=8 trainer.eval_batch_size=16 trainer.probe_samples=16
+trainer.steps=6 trainer.batch_size=8 trainer.eval_batch_size=16 trainer.importance_samples=16
 trainer.checkpoint_every=2 trainer.log_every_n_steps=2 logger=none
 """
 SMALL = SIZES.split()
 SMALL_GPT2 = ["model=tiny_gpt2", *(each for each in SMALL if not each.startswith("model.config."))]
 SMALL_GPT2 += ["model.config.n_embd=32", "model.config.n_head=2"]
-SMALL_T5 = ["model=tiny_t5", "model.mask_rate=0.15", "model.mean_span=3"]
-SMALL_T5 += [each for each in SMALL if not each.startswith(("model.config.", "model.vocabulary"))]
+SMALL_T5 = ["model=tiny_t5", "model.mlm_probability=0.15", "model.mean_span=3"]
+SMALL_T5 += [each for each in SMALL if not each.startswith(("model.config.", "model.vocab_size"))]
 SMALL_T5 += [f"model.config.{size}" for size in ("d_model=32", "d_kv=16", "d_ff=48", "num_heads=2")]
-SMALL_T5 += ["model.vocabulary=400"]
+SMALL_T5 += ["model.vocab_size=400"]
 LEARNING = {"start", "small", "small_gpt2", "small_t5", "cache"}  # fixtures of tests in which a model learns
 
 

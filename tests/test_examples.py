@@ -56,7 +56,7 @@ def test_one_more_domain_next_month_is_learned_alone(learned):
 @pytest.mark.slow
 def test_a_checkpoint_learns_with_replay_and_three_methods_from_one_base(learned, tmp_path):
     assert learned("kd", "three_methods", "order=[law,food]", "method=kd")["rows"] == ["base", "law", "food"]
-    given = f"model.checkpoint={tmp_path / 'kd' / 'model'}"
+    given = f"model.name_or_path={tmp_path / 'kd' / 'model'}"
     found = learned("replay", "with_replay", given, "order=[space,law]", checkpoint=True)
     assert found["rows"] == ["base", "space", "law"]
 

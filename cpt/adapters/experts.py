@@ -247,7 +247,7 @@ def choose_blocks(model: PreTrainedModel, freeze: Freeze, *, every: int) -> list
     frozen = {id(parameter) for parameter in frozen_parameters(model, freeze)}
     found = [p for p in places[every - 1 :: every] if id(p.out.weight) not in frozen]
     if not found:
-        allowed = "a smaller method.every or fewer of freeze.layers, and no freeze.only"
+        allowed = "a smaller method.every or fewer of freeze.layers, and no trainable=…"
         raise ValueError(
             f"freeze leaves no FFN that method.every={every} makes a mixture; allowed: {allowed}"
         )

@@ -19,10 +19,12 @@ from cpt.core.schema import (
 
 
 @config
-class PartsOptions(Options):
+class ModulesOptions(Options):
     """The parts of learned domains, of methods that keep one for each."""
 
-    keep: Literal["memory", "disk"] = option("where they rest: in memory, or in the file of the last stage")
+    storage: Literal["memory", "disk"] = option(
+        "where they rest: in memory, or in the file of the last stage"
+    )
 
 
 Targets = Annotated[

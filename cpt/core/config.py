@@ -16,12 +16,42 @@ PACKAGE = Path(__file__).parents[1]
 CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
 # How a run is carried out, not what it computes: free to change between two starts of the same run.
 EXECUTION = (
-    *("name", "tags", "variant", "plan", "logger", "cache_dir", "check", "grow", "data", "parts", "probe"),
-    *("objective", "domains.ignore", "keep_stages", "keep_end", "on_nonfinite", "endtask", "answers"),
+    *(
+        "name",
+        "tags",
+        "variant",
+        "plan",
+        "logger",
+        "cache_dir",
+        "verify_inputs",
+        "grow",
+        "data",
+        "modules",
+        "benchmark",
+    ),
+    *(
+        "optimized_metric",
+        "domains.ignore",
+        "save_all_stages",
+        "save_trainer_state",
+        "on_nonfinite",
+        "endtask",
+        "answers",
+    ),
     *("eval.rows", "eval.columns"),  # a finished run may be given more of the matrix
-    *("trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.strategy", "trainer.workers"),
+    *(
+        "trainer.accelerator",
+        "trainer.devices",
+        "trainer.num_nodes",
+        "trainer.strategy",
+        "trainer.num_workers",
+    ),
     *("trainer.reshard_after_forward", "trainer.eval_batch_size", "trainer.checkpoint_every"),
-    *("trainer.log_every_n_steps", "trainer.gradient_checkpointing", "trainer.offload"),  # tests/methods
+    *(
+        "trainer.log_every_n_steps",
+        "trainer.gradient_checkpointing",
+        "trainer.offload_method_state",
+    ),  # tests/methods
 )
 WATCHES = {"stop": None, "patience": None, "keep": "last"}  # of a monitor that ends no stage
 HIDDEN = "(hidden)"  # stands where a secret was

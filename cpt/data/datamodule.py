@@ -68,7 +68,7 @@ class DomainSequence(LightningDataModule):
     seed: int
     accumulate: int
     eval_batch_size: int
-    probe_samples: int
+    importance_samples: int
     workers: int
     eval_tokens: int | None = None
     validation: Mapping[str, Packed] = field(default_factory=dict)
@@ -200,7 +200,7 @@ class DomainSequence(LightningDataModule):
         """A fixed sample of the current stage's training text with fixed masks; the process's share of it."""
         texts, rows = {part: self.train[part] for part in self.domain.parts}, {}
         for name, text in texts.items():
-            places = np.arange(min(math.ceil(self.probe_samples / len(texts)), len(text)))
+            places = np.arange(min(math.ceil(self.importance_samples / len(texts)), len(text)))
             rows[name] = shuffle(places, len(text), stream=key("probe", name))
         loader = self.shared_out(texts, rows, purpose="probe")
         common = cast(ShardSampler, loader.sampler).common

@@ -103,7 +103,7 @@ class Encoder:
             else:
                 raise ValueError(
                     f"example {example.id} of {example.task}: its last answer and what may not be cut take "
-                    f"{len(ids)} tokens; allowed: model.length={self.length}"
+                    f"{len(ids)} tokens; allowed: model.max_seq_length={self.length}"
                 )
             example = replace(example, turns=tuple(turns))
             ids, marks = render_chat(example, self.tokenizer)
@@ -174,7 +174,7 @@ class Encoder:
         else:
             if not self.tokenizer.is_fast:
                 told = f"example {example.id} is too long, and the tokenizer {self.tokenizer.name_or_path}"
-                allowed = "a fast tokenizer, or a larger model.length"
+                allowed = "a fast tokenizer, or a larger model.max_seq_length"
                 raise ValueError(f"{told} does not say where its tokens stand; allowed: {allowed}")
             how = {"split_special_tokens": True, "return_offsets_mapping": True, "verbose": False}
             offsets = self.tokenizer(example.source, **how)["offset_mapping"][: len(question)]
@@ -187,8 +187,10 @@ class Encoder:
                 return question[: begin + head] + question[begin + head + over :], over
             tokens = len(question) - (end - begin) + self.length - room
             needed = f"its answer and what may not be cut take {tokens} tokens"
-        why = f"example {example.id} of {example.task}: {needed}, and model.length={self.length}"
-        raise ValueError(f"{why}; allowed: a larger model.length, or a shorter template (domains/template=…)")
+        why = f"example {example.id} of {example.task}: {needed}, and model.max_seq_length={self.length}"
+        raise ValueError(
+            f"{why}; allowed: a larger model.max_seq_length, or a shorter template (domains/template=…)"
+        )
 
 
 @dataclass(frozen=True)
@@ -250,7 +252,7 @@ def encode_corpus(
         count, cut = write_examples(folder / ROWS_FILE, bar, tokenizer=encoder.tokenizer)
         if cut:
             log.info(
-                "%s, %s: %d of %d examples are cut to model.length=%d (domains.truncate=%s)",
+                "%s, %s: %d of %d examples are cut to model.max_seq_length=%d (domains.truncate=%s)",
                 *(name, split, cut, count, encoder.length, encoder.encoding.truncate),
             )
 

@@ -84,12 +84,12 @@ class Harness:
                 manager = TaskManager(include_path=options.include)
             for name in options.tasks:
                 if name not in manager.all_tasks:
-                    raise ValueError(unknown_name(f"probe.tasks={name}", manager.all_tasks))
+                    raise ValueError(unknown_name(f"benchmark.tasks={name}", manager.all_tasks))
                 try:
                     loaded = manager.load([name])
                 except Exception as error:  # what the harness, a task's code or the reader of its data raises
                     where = "bring its data into the cache of Hugging Face while there is a network"
-                    told = f"probe.tasks={name} cannot be read ({reason(error)})"
+                    told = f"benchmark.tasks={name} cannot be read ({reason(error)})"
                     raise ValueError(f"{told}; {where}") from error
                 groups = loaded.get("groups", {})
                 if name in groups and groups[name].has_aggregation:
@@ -100,20 +100,22 @@ class Harness:
         tasks = {name: task for column in self.columns.values() for name, task in column.tasks.items()}
         for name, task in tasks.items():
             if getattr(task, "UNSAFE_CODE", False):
-                raise ValueError(f"probe.tasks={name} runs code that the model writes; not allowed")
+                raise ValueError(f"benchmark.tasks={name} runs code that the model writes; not allowed")
             if getattr(task, "MULTIMODAL", False):
-                raise ValueError(f"probe.tasks={name} has pictures or sounds; allowed: tasks of text")
+                raise ValueError(f"benchmark.tasks={name} has pictures or sounds; allowed: tasks of text")
             own, shots = task.get_config("num_fewshot"), options.shots
             if shots is not None and own == 0 != shots:  # as the harness's own program: 0 stays 0
-                log.info("probe.shots=%d has no effect on %s, which is asked without examples", shots, name)
+                log.info(
+                    "benchmark.shots=%d has no effect on %s, which is asked without examples", shots, name
+                )
             elif shots is not None or own is None:
                 task.set_config("num_fewshot", shots or 0)
         for name, metric in options.metrics.items():
             if name not in self.columns:
-                raise ValueError(unknown_name(f"probe.metrics.{name}", self.columns))
+                raise ValueError(unknown_name(f"benchmark.metrics.{name}", self.columns))
             known = {each for task in self.columns[name].tasks.values() for each in task.aggregation()}
             if known and metric.partition(",")[0] not in known:
-                raise ValueError(f"probe.metrics.{name}={metric}; allowed: {', '.join(sorted(known))}")
+                raise ValueError(f"benchmark.metrics.{name}={metric}; allowed: {', '.join(sorted(known))}")
         self.contents = {}
         for name, task in tasks.items():  # its own options, its examples, those that may be shown before them
             shown = task.fewshot_docs() if task.get_config("num_fewshot") else []

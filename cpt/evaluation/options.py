@@ -163,14 +163,12 @@ class LMEvalOptions(StageOptions):
         """Raises ValueError where the folder is missing, or lm_eval is not installed in a version that we
         read."""
         if self.include is not None and not Path(self.include).is_dir():
-            raise ValueError(f"probe.include={self.include} is no folder; allowed: null or a folder")
+            raise ValueError(f"benchmark.include={self.include} is no folder; allowed: null or a folder")
         try:
             version = metadata.version("lm_eval")
         except metadata.PackageNotFoundError:
-            raise ValueError(f"probe=lm_eval needs the lm-evaluation-harness: {EXTRA}") from None
+            raise ValueError(f"benchmark=lm_eval needs the lm-evaluation-harness: {EXTRA}") from None
         if not OLDEST <= tuple(map(int, re.findall(r"\d+", version)[:3])) < TOO_NEW:
             oldest, too_new = (".".join(map(str, each)) for each in (OLDEST, TOO_NEW))
-            told = (
-                f"probe=lm_eval: lm_eval {version} is installed; needed: {oldest} or later, below {too_new}"
-            )
+            told = f"benchmark=lm_eval: {version} is installed; needed: {oldest} or later, below {too_new}"
             raise ValueError(f"{told}: {EXTRA}")

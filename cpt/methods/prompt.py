@@ -120,7 +120,11 @@ def check_rows(context: MethodContext, method: str) -> None:
 def check_tokens(tokens: int, *, length: int, model: PreTrainedModel, option: str = "method.tokens") -> None:
     """Raises ValueError where prompt and sample exceed the model's positions."""
     limit = positions_of(model)
-    most = "or more" if limit is None else f"to {limit - length}, the positions beyond model.length={length}"
+    most = (
+        "or more"
+        if limit is None
+        else f"to {limit - length}, the positions beyond model.max_seq_length={length}"
+    )
     if limit is not None and length + tokens > limit:
         raise ValueError(f"{option}={tokens}; allowed: a whole number, 0 {most}")
 
@@ -157,7 +161,7 @@ class ProgPrompt(PromptMethod):
             most = (limit - self.length) // len(order)
             raise ValueError(
                 f"method.tokens={tokens} for each of {len(order)} domains; allowed: 0 to {most}, for the "
-                f"{limit - self.length} positions beyond model.length={self.length}"
+                f"{limit - self.length} positions beyond model.max_seq_length={self.length}"
             )
         return super().stages(order)
 

@@ -87,7 +87,7 @@ def check_isolation(model: PreTrainedModel, *, causal: bool = True) -> None:
     if "position_ids" not in inspect.signature(model.forward).parameters:
         refuse_isolation(model, "takes no positions")
     if not causal and (kernel := model.config._attn_implementation) not in MASKABLE:
-        told = f"domains.packing=isolated does not go with trainer.attention={kernel} of an encoder"
+        told = f"domains.packing=isolated does not go with trainer.attn_implementation={kernel} of an encoder"
         raise ValueError(f"{told}; allowed: {', '.join(('auto', *MASKABLE))}")
 
 

@@ -77,14 +77,14 @@ def make_objective(
     first = pad if (first := getattr(config, "decoder_start_token_id", None)) is None else first
     raw: Objective = Causal()
     if name == "masked":
-        assert options.mask_rate is not None
-        raw = Masked(tokenizer, rate=options.mask_rate)
+        assert options.mlm_probability is not None
+        raw = Masked(tokenizer, rate=options.mlm_probability)
     elif name == "span":
         if tokenizer.pad_token_id is None or end is None:
             raise ValueError(f"the tokenizer {tokenizer.name_or_path} has no padding or end; allowed: both")
-        assert options.mask_rate is not None and options.mean_span is not None
-        rates = {"rate": options.mask_rate, "mean": options.mean_span}
-        start = first if options.checkpoint else pad
+        assert options.mlm_probability is not None and options.mean_span is not None
+        rates = {"rate": options.mlm_probability, "mean": options.mean_span}
+        start = first if options.name_or_path else pad
         raw = span = Span(**rates, sentinels=sentinel_ids(tokenizer), end=end, pad=pad, start=start)
         if answers:
             return Seq2SeqAnswers(span, pad=pad, start=first)
@@ -104,7 +104,7 @@ def configuration(checkpoint: str) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        told = f"model.checkpoint={checkpoint} is neither a folder nor a name that can be loaded"
+        told = f"model.name_or_path={checkpoint} is neither a folder nor a name that can be loaded"
         raise ValueError(f"{told}: {error}") from error
 
 
@@ -166,7 +166,7 @@ def check_length(length: int, model: PreTrainedModel, objective: Objective) -> N
     }
     for limit, what in limits.items():
         if limit is not None and length > limit:
-            raise ValueError(f"model.length={length}; allowed: 2 to {limit}, {what}")
+            raise ValueError(f"model.max_seq_length={length}; allowed: 2 to {limit}, {what}")
 
 
 def is_tied(model: PreTrainedModel) -> bool:

@@ -44,7 +44,7 @@ class Freeze(Options):
 
     embeddings: bool = option("tokens, positions and types, with a head that is tied to them")
     layers: Natural = option("number of frozen blocks from the input on; an encoder's come first")
-    only: Trainable | None = option("all but these parameters; null: nothing more", default=None)
+    trainable: Trainable | None = None  # all but these are frozen; the root's option
 
 
 NOT_FROZEN = Freeze(embeddings=False, layers=0)
@@ -76,27 +76,29 @@ class ModelOptions(Options):
     """The base model."""
 
     name: Text = option("what the model is called")
-    checkpoint: Checkpoint | None = option("null: built from config, pre-trained as base says")
+    name_or_path: Checkpoint | None = option("null: built from config, pre-trained as base says")
     objective: Literal["masked", "causal", "span", "auto"] = option("auto: what the architecture is for")
-    mask_rate: OpenShare | None = option("share of tokens that are masked; null: for causal models")
+    mlm_probability: OpenShare | None = option("share of tokens that are masked; null: for causal models")
     mean_span: Annotated[Number, Ge(1), Le(10_000)] | None = option(
         "mean tokens of a hidden span; null: for other models", default=None
     )
-    length: Annotated[Int, Ge(2)] = option("tokens per sample")
+    max_seq_length: Annotated[Int, Ge(2)] = option("tokens per sample")
     resize: bool = option("rows are added to an embedding that is too small for the tokenizer", default=False)
-    vocabulary: Annotated[Int, Ge(BYTES)] | None = option("of a new model: entries of its tokenizer")
+    vocab_size: Annotated[Int, Ge(BYTES)] | None = option("of a new model: entries of its tokenizer")
     config: Mapping[str, Any] | None = option("of a new model: model_type and its arguments")
     base: BaseOptions | None = option("of a new model: its pre-training; ignored with a checkpoint")
     lr: NonNegative = option("peak learning rate; methods that train parts multiply it")
 
     def __post_init__(self) -> None:
-        if self.config is not None and self.checkpoint is None:
+        if self.config is not None and self.name_or_path is None:
             check_value("config.model_type", self.config.get("model_type"), ModelType)
         for name in SIZES:
             if self.config is not None and name in self.config:
                 check_value(f"config.{name}", self.config[name], Count)
-        if self.checkpoint is None and (self.config is None or self.base is None or self.vocabulary is None):
+        if self.name_or_path is None and (
+            self.config is None or self.base is None or self.vocab_size is None
+        ):
             raise ValueError(
-                f"checkpoint=null of {self.name} is nothing to start from; allowed: a Hugging Face name or a "
-                "folder, or model.config, model.base and model.vocabulary"
+                f"name_or_path=null of {self.name} is nothing to start from; allowed: a Hugging Face name or "
+                "a folder, or model.config, model.base and model.vocab_size"
             )

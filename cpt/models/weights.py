@@ -170,13 +170,13 @@ def frozen_parameters(model: PreTrainedModel, freeze: Freeze) -> list[nn.Paramet
         first = [block for _, block in found[: freeze.layers]]
         for module in first + (embedded if freeze.embeddings else []):
             chosen += module.parameters()
-    if freeze.only is not None:
+    if freeze.trainable is not None:
         trained: set[nn.Parameter] = set()
-        for entry in [freeze.only] if isinstance(freeze.only, str) else freeze.only:
+        for entry in [freeze.trainable] if isinstance(freeze.trainable, str) else freeze.trainable:
             if not (meant := find_trainable(model, entry)):
                 names = ", ".join([name for name, _ in model.named_parameters()][:6])
                 raise ValueError(
-                    f"freeze.only={show(entry)} finds nothing in a {model.config.model_type}; allowed: "
+                    f"trainable={show(entry)} finds nothing in a {model.config.model_type}; allowed: "
                     f"norms, biases, attention, or a regular expression that finds some of {names} …"
                 )
             trained |= {*meant}

@@ -38,7 +38,7 @@ class AdamWOptions(Options):
     eps: Positive = option("added to the root of the second moment")
     weight_decay: NonNegative = option("of matrices, times the learning rate")
     fused: bool | None = option("one pass over each parameter; null: as torch chooses", default=None)
-    carry: Carry = option(CARRY, default="none")
+    state_across_domains: Carry = option(CARRY, default="none")
 
 
 @config
@@ -48,7 +48,7 @@ class SGDOptions(Options):
     lr: NonNegative = option("peak learning rate")
     momentum: NonNegative = option("share of the step before")
     weight_decay: NonNegative = option("of matrices, times the learning rate")
-    carry: Carry = option(CARRY, default="none")
+    state_across_domains: Carry = option(CARRY, default="none")
 
 
 KNOWN: Mapping[str, type[Options]] = {"torch.optim.AdamW": AdamWOptions, "torch.optim.SGD": SGDOptions}
@@ -70,16 +70,20 @@ def read_optimizer(given: Section) -> Choice | None:
         options = given.only(name for name in given.values if name not in (*GIVEN, *further)).read(kind)
         if options is None:
             return None
-        own = {name: value for name, value in Choice(target, options).arguments.items() if name != "carry"}
+        own = {
+            name: value
+            for name, value in Choice(target, options).arguments.items()
+            if name != "state_across_domains"
+        }
         return Choice(target, own | further)
     with prefix_errors(given.place):
         check_optimizer_arguments(given.values)
-        check_value("carry", given.values.get("carry", "none"), Carry)
-    return given.only(name for name in given.values if name != "carry").choose()
+        check_value("state_across_domains", given.values.get("state_across_domains", "none"), Carry)
+    return given.only(name for name in given.values if name != "state_across_domains").choose()
 
 
 def carried(given: bool | str) -> str:
-    """`optim.carry` as none, moments or all."""
+    """`optim.state_across_domains` as none, moments or all."""
     return ("moments" if given else "none") if isinstance(given, bool) else given
 
 

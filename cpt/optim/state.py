@@ -29,7 +29,7 @@ class CarriedState(NamedTensors):
                     self.update({f"{name}:{key}": value.cpu()})
                 elif value is not None:
                     kind = type(optimizer).__name__
-                    raise ValueError(f"optim.carry: {kind} keeps {key}={value}; allowed: none")
+                    raise ValueError(f"optim.state_across_domains: {kind} keeps {key}={value}; allowed: none")
 
     def give(self, optimizer: Optimizer, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Loads the state into a new optimizer, and logs which parameters are new or gone."""
@@ -49,7 +49,9 @@ class CarriedState(NamedTensors):
         for what, those in left.items() if known else ():
             if those:
                 listed = ", ".join([*those[:3], *["…"][: len(those) > 3]])
-                log.info("optim.carry: of the parameters %d are %s (%s)", len(those), what, listed)
+                log.info(
+                    "optim.state_across_domains: of the parameters %d are %s (%s)", len(those), what, listed
+                )
         optimizer.load_state_dict({**optimizer.state_dict(), "state": known})
 
     def parameter_of(self, name: str) -> str:

@@ -25,7 +25,7 @@ from cpt.reporting.run_page import format_matrix, format_metric
 
 PIPELINES = {"masked": "fill-mask", "causal": "text-generation"}  # by objective
 SHOWN = re.compile(
-    r"(method|mask|replay|freeze|optim|schedule)\..+|domains\.packing|model\.(length|mask_rate|mean_span)|seed"
+    r"(method|mask|replay|freeze|optim|schedule)\..+|domains\.packing|model\.(max_seq_length|mlm_probability|mean_span)|seed"
     r"|trainer\.(steps|epochs|tokens|batch_size|accumulate_grad_batches|gradient_clip_val|strategy|devices)"
 )
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
@@ -46,7 +46,7 @@ def write_model_card(folder: Path, scores: Scores) -> Path:
     title = strip_controls(f"{base['name']}, {method}: {few(run['order'])}")
 
     # A causal model has no mask rate.
-    unused = {"name", "_partial_"} | ({"mask_rate"} if run["objective"] == "causal" else set())
+    unused = {"name", "_partial_"} | ({"mlm_probability"} if run["objective"] == "causal" else set())
     shown = []
     for key, value in (settings | scores.numerics).items():
         last = key.rpartition(".")[2]

@@ -139,7 +139,7 @@ class Job:
         done = JobReturn(overrides=self.overrides, cfg=self.config, working_dir=str(self.folder))
         done.status = JobStatus.COMPLETED if self.whole else JobStatus.FAILED
         if self.whole:
-            scores, wanted = read_scores(self.folder), self.config.get("objective")
+            scores, wanted = read_scores(self.folder), self.config.get("optimized_metric")
             value = objective_value(scores["metrics"], wanted) if "metrics" in scores else None
             done.return_value = scores.get("objective") if value is None else value
         else:

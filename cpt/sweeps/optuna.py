@@ -133,7 +133,7 @@ class OptunaSweeper(Sweeper):
             folder.mkdir(parents=True, exist_ok=True)
             try:
                 with FileLock(folder / ".study.lock", timeout=0):
-                    self.search(folder, space, fixed, cfg.get("objective"))
+                    self.search(folder, space, fixed, cfg.get("optimized_metric"))
             except Timeout as error:
                 raise ValueError(f"another search is at work in {folder}; choose another name=…") from error
 
@@ -204,7 +204,9 @@ class OptunaSweeper(Sweeper):
         many = isinstance(self.direction, Sequence) and not isinstance(self.direction, str)
         directions = [str(each) for each in self.direction] if many else [str(self.direction)] * len(names)
         if len(directions) != len(names) or set(directions) - set(DIRECTIONS):
-            allowed = f"{' or '.join(DIRECTIONS)}, or a list of {len(names)}, for objective={list(names)}"
+            allowed = (
+                f"{' or '.join(DIRECTIONS)}, or a list of {len(names)}, for optimized_metric={list(names)}"
+            )
             raise ValueError(f"hydra.sweeper.direction={self.direction}; allowed: {allowed}")
         now = {
             "space": {key: str(each.get_value_string()) for key, each in sorted(space.items())},

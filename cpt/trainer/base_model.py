@@ -78,11 +78,12 @@ def make_base(options: ModelOptions, corpora: Corpora, *, accelerator: str, trai
     """The base of a model config; one that the cache lacks is pre-trained, or unless it `trains` left
     untrained. Raises ValueError for an objective that does not fit."""
     new = describe_base(options, corpora)
-    if options.checkpoint is not None:
+    if options.name_or_path is not None:
         return new
     assert options.base is not None and options.config is not None
-    names = ["config", "objective", "mask_rate", "length"] + ["mean_span"] * (new.objective_name == "span")
-    settings: dict[str, Any] = {name: getattr(options, name) for name in names}
+    settings: dict[str, Any] = {"config": options.config, "objective": options.objective}
+    settings |= {"mask_rate": options.mlm_probability, "length": options.max_seq_length}
+    settings |= {"mean_span": options.mean_span} if new.objective_name == "span" else {}
     facts, settings = corpora.general.facts, settings | {"base": asdict(options.base)}
     made_of = [FORMAT, facts["train_digest"], tokenizer_digest(new.tokenizer), settings]
     folder = corpora.cache / "base" / f"{options.name}-{digest(made_of)}"
@@ -95,17 +96,20 @@ def make_base(options: ModelOptions, corpora: Corpora, *, accelerator: str, trai
 
 def describe_base(options: ModelOptions, corpora: Corpora) -> Base:
     """The base of a checkpoint; of a new model its tokenizer and its objective in pre-training."""
-    if options.checkpoint is None:
-        assert options.config is not None and options.vocabulary is not None
+    if options.name_or_path is None:
+        assert options.config is not None and options.vocab_size is not None
         untrained = loading.AutoConfig.for_model(**options.config)
         name = loading.objective_name(options.objective, untrained)
-        learned = learn_tokenizer(corpora.general, options.vocabulary, objective=name, cache=corpora.cache)
+        learned = learn_tokenizer(corpora.general, options.vocab_size, objective=name, cache=corpora.cache)
         return assemble_base(options, loading.load_tokenizer(learned), untrained)
-    config, tokenizer = loading.configuration(options.checkpoint), loading.load_tokenizer(options.checkpoint)
+    config, tokenizer = (
+        loading.configuration(options.name_or_path),
+        loading.load_tokenizer(options.name_or_path),
+    )
     resize, is_span = options.resize, loading.objective_name(options.objective, config) == "span"
     if is_span and not loading.sentinel_ids(tokenizer):
         loading.add_sentinels(tokenizer)
-        log.info("the tokenizer of %s has no sentinels: it gets %d", options.checkpoint, loading.SENTINELS)
+        log.info("the tokenizer of %s has no sentinels: it gets %d", options.name_or_path, loading.SENTINELS)
         resize = resize or entries(tokenizer) > config.get_text_config().vocab_size
     return replace(assemble_base(options, tokenizer, config, corpora), resize=resize)
 
@@ -118,7 +122,7 @@ def assemble_base(
     answers = corpora is not None and corpora.encoding is not None
     isolated = corpora is not None and corpora.isolated
     objective = loading.make_objective(options, tokenizer, config, answers=answers, isolated=isolated)
-    return Base(options.checkpoint or "", tokenizer, name, objective, options.length)
+    return Base(options.name_or_path or "", tokenizer, name, objective, options.max_seq_length)
 
 
 def learn_tokenizer(general: Corpus, vocabulary: int, *, objective: str, cache: Path) -> Path:
@@ -140,11 +144,11 @@ def pretrain(folder: Path, options: ModelOptions, new: Base, corpora: Corpora, *
     assert how is not None and config is not None
     log.info("pre-training the base model %s on the general text: %d steps", options.name, how.steps)
     model = loading.build_model(config, new.tokenizer, new.objective_name, seed=how.seed)
-    loading.check_length(options.length, model, new.objective)
+    loading.check_length(options.max_seq_length, model, new.objective)
     context = MethodContext(
         model=model.train(),
         objective=new.objective,
-        length=options.length,
+        length=options.max_seq_length,
         masks=(),
         replay=NO_REPLAY,
         freeze=NOT_FROZEN,
@@ -153,7 +157,9 @@ def pretrain(folder: Path, options: ModelOptions, new: Base, corpora: Corpora, *
         seed=how.seed,
     )
     module, domain = NCL(Options(), context), Domain(GENERAL, 0, (GENERAL,))
-    packed = corpora.packed(GENERAL, "train", tokenizer=new.tokenizer, length=options.length, packing=CONCAT)
+    packed = corpora.packed(
+        GENERAL, "train", tokenizer=new.tokenizer, length=options.max_seq_length, packing=CONCAT
+    )
     data = DomainSequence(
         [domain],
         train={GENERAL: packed},
@@ -164,7 +170,7 @@ def pretrain(folder: Path, options: ModelOptions, new: Base, corpora: Corpora, *
         seed=how.seed,
         accumulate=1,
         eval_batch_size=how.batch_size,
-        probe_samples=how.batch_size,
+        importance_samples=how.batch_size,
         workers=0,
     )
     data.enter(domain)

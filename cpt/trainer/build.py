@@ -40,15 +40,15 @@ def build_method(plan: Plan, start: Base) -> ContinualMethod:
     torch.manual_seed(key(plan.run.seed, "method") % 2**63)
     model = start.model()
     even_head(model)
-    if options.attention != "auto":
-        model.set_attn_implementation(options.attention)
+    if options.attn_implementation != "auto":
+        model.set_attn_implementation(options.attn_implementation)
     module = plan.method.make(build_context(plan, model, start.objective))
     module.beside.update(module.aux_models())
     if plan.carry != "none":
         module.carried = CarriedState()
     if getattr(plan.schedule, "branches", False):
         module.trunk = Snapshot(module.model, persistent=True)
-    if options.offload:
+    if options.offload_method_state:
         offload(module)
     if options.gradient_checkpointing:
         checkpoint_activations(module.model)
@@ -66,7 +66,7 @@ def build_context(plan: Plan, model: PreTrainedModel, objective: Objective) -> M
     return MethodContext(
         model=model,
         objective=objective,
-        length=plan.model.length,
+        length=plan.model.max_seq_length,
         masks=[mask.make() for mask in plan.masks],
         replay=plan.replay,
         freeze=plan.freeze,
@@ -81,21 +81,22 @@ def log_ineffective(plan: Plan, module: ContinualMethod, device: torch.device) -
     options, name, model, rate = plan.trainer, plan.names["method"], plan.model, plan.ignored_rate
     tensors = [each for each in module.modules() if isinstance(each, NamedTensors)]
     offloads = any(not isinstance(each, CarriedState) for each in tensors)
-    final = why_end_is_final(plan) if plan.run.keep_end else ""
-    has_parts, on_disk = bool(domain_params(module)), plan.parts.keep == "disk"
-    not_pretrained = model.checkpoint and plan.settings["model"]["base"]
+    final = why_end_is_final(plan) if plan.run.save_trainer_state else ""
+    has_parts, on_disk = bool(domain_params(module)), plan.modules.storage == "disk"
+    not_pretrained = model.name_or_path and plan.settings["model"]["base"]
     by_backward = options.accumulate_grad_batches > 1 and any(mask.limits for mask in module.masks)
     reasons = {
-        f"model.base: model.checkpoint={model.checkpoint} is not pre-trained": not_pretrained,
+        f"model.base: model.name_or_path={model.name_or_path} is not pre-trained": not_pretrained,
         f"method.rate={rate}: optim.lr is a number (model.lr=… is multiplied by it)": rate not in (None, 1),
-        f"trainer.offload=true: {name} keeps no weights to offload": options.offload and not offloads,
-        "trainer.offload=true: on a CPU all is in the host's memory": (
-            options.offload and offloads and device.type == "cpu"
+        f"trainer.offload_method_state=true: {name} keeps no weights to offload": options.offload_method_state
+        and not offloads,
+        "trainer.offload_method_state=true: on a CPU all is in the host's memory": (
+            options.offload_method_state and offloads and device.type == "cpu"
         ),
-        f"keep_end=true: {final}": final,
+        f"save_trainer_state=true: {final}": final,
         "the mask's backend=backward: later micro-batches of a step select rows too": by_backward,
-        f"parts.keep=disk: {name} has no modules per domain": on_disk and not has_parts,
-        "parts.keep=disk: with strategy=fsdp sharded modules stay in memory": (
+        f"modules.storage=disk: {name} has no modules per domain": on_disk and not has_parts,
+        "modules.storage=disk: with strategy=fsdp sharded modules stay in memory": (
             on_disk and has_parts and options.strategy == "fsdp"
         ),
     }
@@ -110,7 +111,7 @@ def build_data(plan: Plan, corpora: Corpora, start: Base, module: ContinualMetho
 
     def packed(name: str, split: str) -> Packed:
         return corpora.packed(
-            name, split, tokenizer=start.tokenizer, length=plan.model.length, seq2seq=start.seq2seq
+            name, split, tokenizer=start.tokenizer, length=plan.model.max_seq_length, seq2seq=start.seq2seq
         )
 
     train = {part: packed(part, "train") for domain in domains for part in domain.parts}
@@ -126,8 +127,8 @@ def build_data(plan: Plan, corpora: Corpora, start: Base, module: ContinualMetho
         seed=plan.run.seed,
         accumulate=options.accumulate_grad_batches,
         eval_batch_size=options.eval_batch_size,
-        probe_samples=options.probe_samples,
-        workers=options.workers,
+        importance_samples=options.importance_samples,
+        workers=options.num_workers,
         eval_tokens=plan.cap,
         validation={name: packed(name, "valid") for name in (*plan.order, GENERAL)} if plan.watches else {},
     )
@@ -146,7 +147,7 @@ def log_eval_cap(data: DomainSequence) -> None:
 
 def empty_scores(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence) -> Scores:
     """Scores without rows: what is measured, on what."""
-    objective, names, given = start.objective.scoring, plan.names, plan.model.checkpoint
+    objective, names, given = start.objective.scoring, plan.names, plan.model.name_or_path
     kind, similarity = start.objective_name, plan.similarity
     base = {"name": names["model"], "origin": "built"}
     if given is not None and Path(given).is_dir():
@@ -174,7 +175,7 @@ def empty_scores(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence
             "score_on": plan.source.score_on,
             "tokenizer": corpora.tokenizer_digest(start.tokenizer)[:8],
             "length": start.length,
-            "mask_rate": plan.model.mask_rate if kind != "causal" else None,
+            "mask_rate": plan.model.mlm_probability if kind != "causal" else None,
             "scored": objective.scores,
             **({"mean_span": plan.model.mean_span} if kind == "span" else {}),
             **({"packing": corpora.packing} if corpora.packing != CONCAT else {}),
@@ -183,7 +184,7 @@ def empty_scores(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence
         base=base,
         similarity=similarity.tell(plan.order) | {"embedding": plan.source.embedding} if similarity else {},
         config_digest=plan.config_digest,
-        numerics={"precision": str(plan.trainer.precision), "attention": plan.trainer.attention},
+        numerics={"precision": str(plan.trainer.precision), "attention": plan.trainer.attn_implementation},
         versions={"python": platform.python_version()}
         | {name: metadata.version(name) for name in PACKAGES}
         | {"cpt": cpt.__version__},

@@ -59,7 +59,7 @@ def similarity_folder(plan: Plan) -> Path:
         files = sorted(path for path in Path(str(source.embedding_model)).rglob("*") if path.is_file())
         embedder = [source.embedding_model, {str(path): file_stat(path) for path in files}]
     elif source.embedding == "model":
-        given = checkpoint_files(plan.model.checkpoint) if plan.model.checkpoint else {}
+        given = checkpoint_files(plan.model.name_or_path) if plan.model.name_or_path else {}
         embedder = [asdict(plan.model), {name: file_stat(path) for name, path in given.items()}]
     texts = {name: stamp_of(source, name) for name in (*sorted(plan.order), GENERAL)}
     made_of = [CACHE_FORMAT, texts, source.embedding, source.embedding_samples, embedder]

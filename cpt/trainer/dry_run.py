@@ -106,8 +106,8 @@ class Profiler(Callback):
 
 
 def bytes_by_use(module: Any, trainer: Trainer) -> dict[str, int]:
-    """Bytes of the tensors on the device of a stage, each counted once, and of those that trainer.offload
-    keeps on the host."""
+    """Bytes of the tensors on the device of a stage, each counted once, and of those that are offloaded to
+    the host."""
     states = [value for each in trainer.optimizers for kept in each.state.values() for value in kept.values()]
     uses: dict[str, Iterable[Tensor]] = {
         "weights": in_memory(module.model),
@@ -130,7 +130,7 @@ def estimate(plan: Plan, place: RunDir) -> dict[str, Any]:
     ready = prepare(plan, place)
     plan, world = ready.plan, ready.processes * ready.plan.trainer.num_nodes
     options, cache = plan.trainer, Path(plan.run.cache_dir)
-    corpora = Corpora.read(plan.source, plan.order, cache=cache, workers=plan.data.workers)
+    corpora = Corpora.read(plan.source, plan.order, cache=cache, workers=plan.data.preprocessing_num_workers)
     start = make_base(plan.model, corpora, accelerator=options.accelerator, trains=False)
     module = build_method(plan, start)
     data = build_data(plan, corpora, start, module)
@@ -152,21 +152,24 @@ def estimate(plan: Plan, place: RunDir) -> dict[str, Any]:
     if not any(each["left_steps"] or each["left_read_tokens"] for each in stages):
         return about | {"left": "nothing"}
     # What one process does of a batch, with the same few steps for every domain.
-    probe, steps = min(options.probe_samples, options.eval_batch_size), WARMUP + max(TIMED, 2 * module.period)
+    probe, steps = (
+        min(options.importance_samples, options.eval_batch_size),
+        WARMUP + max(TIMED, 2 * module.period),
+    )
     alone: dict[str, Any] = {"devices": 1, "num_nodes": 1, "strategy": "auto", "reshard_after_forward": None}
     few = replace(
         plan,
         order=plan.order[:STAGES],
         budget=Budget(steps=steps, epochs=None, tokens=None, batch_size=plan.budget.batch_size // world),
-        trainer=replace(options, **alone, workers=0, probe_samples=probe),
+        trainer=replace(options, **alone, num_workers=0, importance_samples=probe),
     )
     part = build_data(few, corpora, start, module)
-    part.eval_tokens = options.eval_batch_size * plan.model.length
+    part.eval_tokens = options.eval_batch_size * plan.model.max_seq_length
     with tempfile.TemporaryDirectory(prefix="plan-", dir=corpora.cache) as scratch:
         sizes = [sum(len(data.train[text]) for text in each.parts) for each in data] or [0]
-        times = max(1, min(options.probe_samples, sum(sizes) / len(sizes)) / probe / world)
+        times = max(1, min(options.importance_samples, sum(sizes) / len(sizes)) / probe / world)
         profiles = profile_stages(few, module, part, ready.device, Path(scratch), times)
-    measured = {"end tasks": plan.endtasks, "answers": plan.answers, "probe": plan.probe}
+    measured = {"end tasks": plan.endtasks, "answers": plan.answers, "benchmark": plan.benchmark}
     left_out = [name for name, asked in measured.items() if asked is not None]
     left_out += ["monitoring"] * plan.watches + ["generated text"] * plan.mixture.generates
     left_out += ["training of the base model"] * (start.untrained is not None)
@@ -247,7 +250,7 @@ def profile_stages(
             now.stored = stored_beside(module, save_stage(module, path))
             now.save_s, now.file = time.perf_counter() - began, path.stat().st_size
             now.trained = trained_parameters(module)
-            if plan.parts.keep == "disk":
+            if plan.modules.storage == "disk":
                 map_stored(module, path)
         trainer = make_trainer(arguments, label="profiling evaluation", callbacks=[profiler])
         trainer.validate(module, datamodule=data, verbose=False)
@@ -310,7 +313,7 @@ def extrapolate(
         "disk": {
             "stage file": sum(files[-1:]),
             "last two stage files, until the last is committed": sum(files[-2:]) * (len(files) > 1),
-            "all stage files (keep_stages=true)": sum(files),
+            "all stage files (save_all_stages=true)": sum(files),
             "checkpoint while training": checkpoint + final["weights to go back to"],
             "losses by document": sum(row["documents_bytes"] for row in stages),
             "exported model": each[-1].memory["weights"],

@@ -340,7 +340,7 @@ class LMEvalEvaluator(Evaluator):
     """Tasks of the lm-evaluation-harness, measured on what the module hands on after a stage. The first
     process has the harness and works; the others wait."""
 
-    GROUP, KIND, LABEL = "probe", "probes", "probe"
+    GROUP, KIND, LABEL = "benchmark", "probes", "benchmark"
 
     def __init__(
         self, options: LMEvalOptions, harness: Harness | None, tokenizer: PreTrainedTokenizerBase, **run: Any
@@ -397,7 +397,7 @@ class LMEvalEvaluator(Evaluator):
             metric = self.options.metrics.get(task) or next(iter(there["metrics"]))
             if metric not in there["metrics"]:
                 allowed = ", ".join(there["metrics"])
-                raise ValueError(f"probe.metrics.{task}={metric}; allowed: {allowed}")
+                raise ValueError(f"benchmark.metrics.{task}={metric}; allowed: {allowed}")
             values = [cell["metrics"].get(metric, {}) if cell else {} for cell in cells]
             tasks[task] = {
                 **{name: there[name] for name in ("shots", "limit", "examples", "version", "truncated")},
@@ -454,8 +454,8 @@ def make_evaluators(
             digests[task] = digest([*known_by, corpora.by_name[task].facts["digest"], *held])
         if questions:
             found.append(TaskEvaluator(options, questions, digests, start.tokenizer, **run))
-    if plan.probe is not None:
-        found.append(LMEvalEvaluator(plan.probe, ready.harness, start.tokenizer, **run))
+    if plan.benchmark is not None:
+        found.append(LMEvalEvaluator(plan.benchmark, ready.harness, start.tokenizer, **run))
     return found
 
 

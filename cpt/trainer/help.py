@@ -8,7 +8,7 @@ from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig, OmegaConf
 
-from cpt.adapters.options import PartsOptions
+from cpt.adapters.options import ModulesOptions
 from cpt.core.config import CONF
 from cpt.core.naming import CONFIG
 from cpt.core.schema import Options, allowed, join, option_types, show
@@ -30,7 +30,7 @@ FIXED: dict[str, tuple[type[Options], ...]] = {
     "eval": (EvalOptions,),
     "monitor": (MonitorOptions,),
     "data": (DataOptions,),
-    "parts": (PartsOptions,),
+    "modules": (ModulesOptions,),
     "model": (ModelOptions,),
     "model.base": (BaseOptions,),
     "domains.held_out": (HeldOut,),

@@ -69,7 +69,9 @@ def train_run(plan: Plan, run: RunDir) -> Scores:
     set_phase("reading texts")
     with time_phase(took, "read the texts"):
         cache = Path(plan.run.cache_dir)
-        corpora = Corpora.read(plan.source, plan.order, cache=cache, workers=plan.data.workers)
+        corpora = Corpora.read(
+            plan.source, plan.order, cache=cache, workers=plan.data.preprocessing_num_workers
+        )
     set_phase("making the base")
     with time_phase(took, "make the base"):
         base = make_base(plan.model, corpora, accelerator=plan.trainer.accelerator)
@@ -190,7 +192,7 @@ class ContinualTrainer:
         how = plan.evaluation, plan.trainer.lightning
         self.scorer = Scorer(*how, module=module, data=data, scores=scores, place=self.run)
         self.journal = ScoreJournal(scores, self.run.scores_file, digests=plan.digests)
-        self.to_disk = plan.parts.keep == "disk"  # the modules of earlier domains
+        self.to_disk = plan.modules.storage == "disk"  # the modules of earlier domains
         self.eta = RunETA(data, self.scorer, scores, self.evaluators)
         scores.needs_domain, scores.alone = module.needs_domain, module.alone
 
@@ -308,8 +310,8 @@ class ContinualTrainer:
             if diagnostics:
                 self.run.save_arrays(self.run.path / "diagnostics" / f"{number:03d}.npz", diagnostics)
             self.journal.keep_row(number)
-            end = options.keep_end and not why_end_is_final(self.plan)
-            self.run.cleanup(number, keep=options.keep_stages, end=end)
+            end = options.save_trainer_state and not why_end_is_final(self.plan)
+            self.run.cleanup(number, keep=options.save_all_stages, end=end)
 
     def backfill(self, number: int) -> None:
         """Scores the texts that a row lacks, where the weights of its stage are there."""
@@ -341,7 +343,7 @@ class ContinualTrainer:
                     log.info("%s of %s is missing of what was added: its weights were not kept", group, row)
                     continue
                 told = f"{group}.when={each.when} needs the weights after {row}, which were not kept"
-                allowed = f"{group}.when=last, or a new name=… (keep_stages=true keeps them for later)"
+                allowed = f"{group}.when=last, or a new name=… (save_all_stages=true keeps them for later)"
                 raise ValueError(f"{told}; allowed: {allowed}")
             self.scores.run["finished"] = False
             self.restore(number)
@@ -375,12 +377,12 @@ class ContinualTrainer:
         scores.policy = self.plan.evaluation.policy
         left = {row: len(self.scorer.missing(number)) for number, row in enumerate(scores.rows)}
         if rows := [row for row, count in left.items() if count]:
-            why = "the weights after these stages were not kept (keep_stages=true keeps them for later)"
+            why = "the weights after these stages were not kept (save_all_stages=true keeps them for later)"
             few = ", ".join(rows[:3]) + ", …" * (len(rows) > 3)
             log.info("%d cells of the matrix are missing, in the rows %s: %s", sum(left.values()), few, why)
         for each in self.evaluators:
             self.journal.collect(each)
-        scores.objective = objective_value(scores.metrics, self.plan.run.objective)
+        scores.objective = objective_value(scores.metrics, self.plan.run.optimized_metric)
         scores.run["finished"] = True
         run_page.write_report(run.path, scores)
         if len(scores.rows) > 1:

@@ -2,8 +2,8 @@
 finished run is extended by further domains or more steps, in its directory or in a copy of a sibling.
 
 A run directory stores its contents (`identity.json`) at its first start. Later starts compare sizes and times
-first, and hashes where those differ, or of every file with `check=full`. `trainer.steps` is raised where the
-result is bitwise the same as training that long from scratch."""
+first, and hashes where those differ, or of every file with `verify_inputs=full`. `trainer.steps` is raised
+where the result is bitwise the same as training that long from scratch."""
 
 from __future__ import annotations
 
@@ -77,7 +77,11 @@ class Manifest:
     def changes(self, plan: Plan) -> Iterator[str]:
         """How the texts and the given checkpoint differ now, as messages; updates the sizes and times of
         those with the same contents."""
-        full, given, cache = plan.run.check == "full", plan.model.checkpoint, Path(plan.run.cache_dir)
+        full, given, cache = (
+            plan.run.verify_inputs == "full",
+            plan.model.name_or_path,
+            Path(plan.run.cache_dir),
+        )
         found = checkpoint_files(given) if self.base else {}
         (texts, base), reads_all = self.touched(plan.source, found), full and is_first_process()
         for name in list(self.texts) if reads_all else texts:
@@ -93,9 +97,9 @@ class Manifest:
                 yield describe_change(name, self.texts[name], facts)
         for name in [] if given is None else list(self.base) if full else base:
             if name not in found:
-                yield f"model.checkpoint={given} has no {name} any more"
+                yield f"model.name_or_path={given} has no {name} any more"
             elif (now := [*file_stat(found[name]), files.file_hash(found[name])])[2] != self.base[name][2]:
-                yield f"{name} of model.checkpoint={given} changed"
+                yield f"{name} of model.name_or_path={given} changed"
             else:
                 self.base[name] = now
 
@@ -174,7 +178,7 @@ def write_manifest(
     }
     base = {}
     for name, path in checkpoint_files(start.checkpoint).items():
-        if plan.model.checkpoint is not None or path.suffix in WEIGHTS:  # a new one is in the config
+        if plan.model.name_or_path is not None or path.suffix in WEIGHTS:  # a new one is in the config
             stored, stat = old.base.get(name, []), file_stat(path)
             base[name] = stored if stored[:2] == stat else [*stat, files.file_hash(path)]
     contents = {name: content for each in evaluators for name, content in each.contents.items()}
@@ -339,7 +343,7 @@ def check_extension(plan: Plan, run: RunDir) -> int | None:
         done = 0 if path is None else int(load_last(path)["global_step"])
         why = why_steps_differ(plan, before, plan.trainer.steps, done=done)
     elif rows:
-        why = "what the optimizer had at its end was not kept (keep_end=true keeps it)"
+        why = "what the optimizer had at its end was not kept (save_trainer_state=true keeps it)"
     if why:
         told = f"{run.path} was made with trainer.steps={before}, and does not go on to {plan.trainer.steps}"
         remedy = f"take {before} back, choose another name=…, or delete the folder"

@@ -24,6 +24,7 @@ from cpt.core.schema import (
     show,
 )
 from cpt.data.orders import WORDS
+from cpt.models.options import Trainable
 
 BF16 = ("bf16-mixed", "bf16", "bf16-true")
 SHARDED_PRECISIONS = ("auto", "32-true", "32", 32, *BF16)
@@ -94,9 +95,14 @@ class RunOptions(Options):
     tags: Tags = option("labels for W&B")
     seed: Natural = option("order of samples, masked positions, dropout; never base model or evaluation")
     order: Order = option("in which order domains are learned")
-    objective: Metrics = option("what a sweeper minimises, of scores.json")
-    check: Literal["fast", "full"] = option(
+    optimized_metric: Metrics = option("what a sweeper minimises, of scores.json")
+    verify_inputs: Literal["fast", "full"] = option(
         "whether a run's texts and base are what it began with: by size and time, or every byte"
+    )
+    trainable: Trainable | None = option(
+        "train only these parameters: norms, biases, attention (its linear layers), a regular expression for "
+        "names, or a list of such; null: all that are not frozen",
+        default=None,
     )
     grow: Literal["auto", "require", "never"] = option(
         "whether a new folder continues from the longest finished sibling that learned the beginning of its "
@@ -108,8 +114,8 @@ class RunOptions(Options):
     plan: Annotated[bool | Literal["json"], Allowed("true, false, json")] = option(
         "say what the run will cost, and stop: as a table, or as JSON"
     )
-    keep_stages: bool = option("keep the weights after every domain, not of the last one only")
-    keep_end: bool = option(
+    save_all_stages: bool = option("keep the weights after every domain, not of the last one only")
+    save_trainer_state: bool = option(
         "keep the trainer's state at the end of a run of one domain, so that trainer.steps may be raised"
     )
     cache_dir: Folder = option("tokenised text and base models, shared by all runs")
@@ -125,24 +131,26 @@ class TrainerOptions(Options):
     batch_size: Count = option("samples per optimizer step, over all processes and parts")
     accumulate_grad_batches: Count = option("parts that a process splits its share of a batch into")
     eval_batch_size: Count = option("samples per forward pass of evaluation and probes, per process")
-    probe_samples: Count = option("samples that importance, Fisher and routing are estimated on")
+    importance_samples: Count = option("samples that importance, Fisher and routing are estimated on")
     gradient_clip_val: NonNegative | None = option("global norm; null: no clipping")
     precision: Precision = option("auto: bf16-mixed on a GPU that has it, else 32-true")
-    attention: Text = option("attention implementation, by its name in transformers")
+    attn_implementation: Text = option("attention implementation, by its name in transformers")
     quick_dropout: bool = option(
         "on a CPU draw dropout masks 16 bits an entry: faster, other masks than torch's", default=False
     )
     gradient_checkpointing: bool = option(
         "recompute activations in the backward pass: less memory, more time"
     )
-    offload: bool = option("keep method state (teachers, anchors, averages, parts) in CPU memory")
+    offload_method_state: bool = option(
+        "keep method state (teachers, anchors, averages, parts) in CPU memory"
+    )
     deterministic: bool = option(
         "on a GPU sums are taken in a fixed order, slower: the same bits", default=False
     )
     compile: bool = option("torch.compile of each transformer block")
     checkpoint_every: Interval = option("steps or minutes between checkpoints within a domain")
     log_every_n_steps: Count = option("steps between points of the curves")
-    workers: Natural = option("processes that prepare batches")
+    num_workers: Natural = option("processes that prepare batches")
     accelerator: Text = option("cpu, gpu, …; auto: the available one")
     devices: Devices = option("processes on this machine")
     num_nodes: Count = option("machines", default=1)

@@ -12,9 +12,10 @@ from typing import Any, cast
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from cpt.adapters.options import PartsOptions
+from cpt.adapters.options import ModulesOptions
 from cpt.core.config import CONF, digest, identity, plain_config, redact
 from cpt.core.errors import readable, unknown_name
+from cpt.core.renames import rename_keys
 from cpt.core.schema import NonNegative, Text, check_value, fits, show
 from cpt.core.sections import Choice, Section, as_written, is_used, read_section
 from cpt.data import orders
@@ -51,6 +52,7 @@ class Checked(Callback):
     """Hydra callback that rejects an invalid config before a folder is made for it."""
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        rename_keys(config)
         with readable_errors():
             read_sections(config)
         if config.get("plan"):  # Hydra writes neither its files nor a log
@@ -60,6 +62,7 @@ class Checked(Callback):
                 config.hydra.job_logging.handlers.pop("file", None)
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        rename_keys(config)
         with readable_errors():
             run = read_sections(config).run
             if run is not None and run.plan:
@@ -77,7 +80,7 @@ class Sections:
     monitor: MonitorOptions
     observer: ObserverConfig  # of the monitoring evaluations: the section `budget`
     data: DataOptions
-    parts: PartsOptions
+    modules: ModulesOptions
     method: Choice
     masks: tuple[Choice, ...]
     replay: ReplayConfig
@@ -88,7 +91,7 @@ class Sections:
     logger: LoggerOptions
     callbacks: Mapping[str, Any]
     answers: TaskEvalOptions | None  # where the domains are tasks
-    probe: LMEvalOptions | None
+    benchmark: LMEvalOptions | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,8 +138,8 @@ class Plan(Sections):
     def digests(self) -> dict[str, str]:
         """Hashes of what is measured in addition to the losses (options, sizes and times of data), by its key
         in scores.json."""
-        measured = {"endtasks": self.endtasks, "answers": self.answers, "probes": self.probe}
-        groups = dict(zip(measured, ("endtask", "answers", "probe"), strict=True))
+        measured = {"endtasks": self.endtasks, "answers": self.answers, "probes": self.benchmark}
+        groups = dict(zip(measured, ("endtask", "answers", "benchmark"), strict=True))
         return {
             kind: digest([self.settings[groups[kind]], getattr(options, "stamp", "")])
             for kind, options in measured.items()
@@ -173,23 +176,28 @@ def read_sections(cfg: DictConfig) -> Sections:
     if (endtask := read("endtask").values).get("_target_") is not None:
         check_task_values("endtask", endtask)
     method, model, logger = read("method").choose(needed=True), read("model"), read("logger")
-    is_new = model.values.get("checkpoint", ...) is None  # else not pre-trained, whatever an experiment says
+    is_new = (
+        model.values.get("name_or_path", ...) is None
+    )  # else not pre-trained, whatever an experiment says
     model = replace(model, values={**model.values, "base": model.values.get("base") if is_new else None})
     schedule = read("schedule").choose(needed=True)
     schedule = schedule.load()(**schedule.arguments) if isinstance(schedule, Choice) else schedule
     if schedule is not None and not callable(schedule):
         allowed = "a class like cpt.optim.schedulers.Linear"
         raise ValueError(f"schedule._target_={name_of(type(schedule))}; allowed: {allowed}")
+    run, freeze = read("", names=[each.name for each in fields(RunOptions)]), read("freeze").read(Freeze)
+    if freeze is not None:
+        freeze = replace(freeze, trainable=run.values.get("trainable"))
     flags, loggers = logger.split(LoggerOptions)
     flags["others"] = check_targets(loggers, "logger")
     sections: dict[str, Any] = {
-        "run": read("", names=[each.name for each in fields(RunOptions)]).read(RunOptions),
-        "freeze": read("freeze").read(Freeze),
+        "run": run.read(RunOptions),
+        "freeze": freeze,
         "evaluation": read("eval").read(EvalOptions),
         "monitor": read("monitor").read(MonitorOptions),
         "observer": choose("budget", ObserverConfig, otherwise=ObserverConfig()),
         "data": read("data").read(DataOptions),
-        "parts": read("parts").read(PartsOptions),
+        "modules": read("modules").read(ModulesOptions),
         "model": model.read(ModelOptions),
         "method": None if method is None else replace(method, below="cpt.methods.base.ContinualMethod"),
         "masks": tuple(read(f"mask.{name}").choose() for name in check_targets(read("mask").values, "mask")),
@@ -198,7 +206,7 @@ def read_sections(cfg: DictConfig) -> Sections:
         "optim": read_optimizer(read("optim")),
         "schedule": schedule,
         "answers": choose("answers", TaskEvalOptions),
-        "probe": choose("probe", LMEvalOptions),
+        "benchmark": choose("benchmark", LMEvalOptions),
         "trainer": read_trainer(read("trainer")),
         "logger": replace(logger, values=flags).read(LoggerOptions),
         "callbacks": check_targets(read("callbacks").values, "callbacks"),
@@ -243,8 +251,8 @@ def make_plan(cfg: DictConfig) -> Plan:
     """The plan of a config; raises ValueError for an invalid one."""
     read = read_sections(cfg)
     settings = with_cap(plain_config(cfg), read.evaluation.cap)  # raises for what is missing
-    objective_value({}, read.run.objective)
-    trainer, source, folder = read.trainer, read.source, settings["from"]
+    objective_value({}, read.run.optimized_metric)
+    trainer, source, folder = read.trainer, read.source, settings["init_from"]
     processes = trainer.devices if isinstance(trainer.devices, int) else 1
     share_batch(trainer.batch_size, accumulate=trainer.accumulate_grad_batches, world=max(1, processes))
     names = {}
@@ -252,14 +260,14 @@ def make_plan(cfg: DictConfig) -> Plan:
         if "name" not in settings[group]:
             raise ValueError(f"{group}.name is missing; needed: {group}.name=…")
         names[group] = str(settings[group]["name"])
-    check_value("from", folder, Text | None)
+    check_value("init_from", folder, Text | None)
     if folder is not None:
         scores = Path(folder) / "scores.json"
         if not scores.exists() or not Scores.load(scores).run["finished"]:
-            raise ValueError(f"from={folder} is no finished run; allowed: null, or the folder of one")
+            raise ValueError(f"init_from={folder} is no finished run; allowed: null, or the folder of one")
         # Without the options of a new model.
         model = replace(
-            read.model, checkpoint=str(Path(folder) / "model"), config=None, base=None, vocabulary=None
+            read.model, name_or_path=str(Path(folder) / "model"), config=None, base=None, vocab_size=None
         )
         read = replace(read, model=model)
         names["model"] = f"{model.name} from {Path(folder).name}"
@@ -271,13 +279,13 @@ def make_plan(cfg: DictConfig) -> Plan:
         names=names | {"mask": "+".join(settings["mask"]) or "none"},
         order=order,
         budget=Budget(trainer.steps, trainer.epochs, trainer.tokens, trainer.batch_size),
-        carry=carried(settings["optim"].get("carry", "none")),
+        carry=carried(settings["optim"].get("state_across_domains", "none")),
         endtasks=plan_endtasks(settings["endtask"], source.domains, order),
         config_digest=digest(identity(redact(settings))),
         ignored_rate=None if OmegaConf.is_interpolation(cfg.optim, "lr") else cfg.method.get("rate", 1),
     )
-    if plan.probe is not None:
-        plan.probe.check_installed()
+    if plan.benchmark is not None:
+        plan.benchmark.check_installed()
     asked = plan.answers.known_by if plan.answers is not None else {}
     if absent := [task for task in asked if task not in source.domains]:
         raise ValueError(unknown_name(f"answers.measures.{absent[0]}", source.domains))
@@ -302,14 +310,14 @@ def conflicts(plan: Plan) -> Iterator[str]:
         yield f"model.objective=masked does not go with domains of examples: {why}"
     if plan.carry == "all" and branches:
         kind = f"schedule={type(plan.schedule).__name__}, whose decay is a branch of each"
-        yield f"optim.carry=all makes one domain of all for {kind}; allowed: optim.carry=moments"
+        yield f"optim.state_across_domains=all makes one domain of all for {kind}; allowed: moments"
     if monitor.decides and branches:
         why = "the next domain starts before it; allowed: stop=null, patience=null, keep=last"
         yield f"monitor.stop, patience and keep do not go with a schedule whose decay is a branch: {why}"
     yield from plan.mixture.conflicts(
         examples=source.encoding is not None,
         chats=source.chats,
-        length=plan.model.length,
+        length=plan.model.max_seq_length,
         batch_size=plan.budget.batch_size,
         sharded=sharded,
     )
@@ -329,7 +337,11 @@ def conflicts(plan: Plan) -> Iterator[str]:
             yield f"{group}: {chosen.target} does not support sharded weights, or does not say so {why}"
     if monitor.keep == "best":
         yield "monitor.keep=best does not go with strategy=fsdp; allowed: last"
-    for group, value in {"endtask": plan.endtasks, "answers": plan.answers, "probe": plan.probe}.items():
+    for group, value in {
+        "endtask": plan.endtasks,
+        "answers": plan.answers,
+        "benchmark": plan.benchmark,
+    }.items():
         if value is not None:
             why = f"{group} needs the whole model, of which strategy=fsdp leaves each process a shard"
             yield f"{why}; allowed: {group}=none, or {group}=… with strategy=single in the end"
@@ -348,7 +360,7 @@ def why_not_growable(plan: Plan) -> str:
         "domains.balanced=true cuts all domains to the smallest of them": plan.source.balanced is True,
         f"method={plan.names['method']} needs all domains "
         "before the first is learned": method.requires_all_domains,
-        "optim.carry=all lets the rate decay over all domains": plan.carry == "all",
+        "optim.state_across_domains=all lets the rate decay over all domains": plan.carry == "all",
         f"schedule={type(schedule).__name__} has rates that depend on how many domains follow": needs_end,
         "budget.* is shared out among the domains of the order": (
             plan.observer.given and plan.observer.counts_domains

@@ -76,7 +76,7 @@ def prepare(plan: Plan, run: RunDir) -> PreflightResult:
     tried = try_trainer(plan.trainer.lightning, loggers=loggers, callbacks=list(callbacks.values()))
     device, scores = tried.strategy.root_device, run.scores()
     stored = scores.numerics.get("precision") if scores else None
-    options = resolve_auto(plan.trainer, config, device, length=plan.model.length, stored=stored)
+    options = resolve_auto(plan.trainer, config, device, length=plan.model.max_seq_length, stored=stored)
     plan = replace(plan, trainer=options)
     return PreflightResult(plan, loggers, callbacks, tried.num_devices, device, make_harness(plan))
 
@@ -92,7 +92,7 @@ def resolve_auto(
     """The options with a precision, and an attention implementation for rows of `length` tokens.
 
     `trainer.precision=auto` is what a resumed run has `stored` in its scores.json; else bf16-mixed on a GPU
-    with bf16, and 32-true elsewhere. `trainer.attention=auto` is eager on a CPU if faster."""
+    with bf16, and 32-true elsewhere. `trainer.attn_implementation=auto` is eager on a CPU if faster."""
     if options.precision == "auto":
         able = device.type == "cuda" and torch.cuda.is_bf16_supported()
         options = replace(options, precision=stored or ("bf16-mixed" if able else "32-true"))
@@ -100,22 +100,22 @@ def resolve_auto(
         log.info("trainer.precision=auto: %s, %s", options.precision, why)
     drops = options.quick_dropout and drops_attention(config)
     is_short = options.precision in BF16 and length <= SHORT
-    if options.attention == "auto" and device.type == "cpu" and (drops or is_short):
+    if options.attn_implementation == "auto" and device.type == "cpu" and (drops or is_short):
         faster = f"is faster in 16 bits in rows of up to {SHORT} tokens"
         why = "draws its dropout quickly" if drops else faster
-        log.info("trainer.attention=auto: eager, which on a CPU %s", why)
-        options = replace(options, attention="eager")
+        log.info("trainer.attn_implementation=auto: eager, which on a CPU %s", why)
+        options = replace(options, attn_implementation="eager")
     return options
 
 
 def make_harness(plan: Plan) -> Harness | None:
     """The benchmark's tasks, read by the process that measures them."""
-    if plan.probe is None or not is_first_process():
+    if plan.benchmark is None or not is_first_process():
         return None
     log.info("reading the tasks of the probe")
     from cpt.evaluation.lm_eval import Harness
 
-    return Harness(plan.probe, precision=plan.trainer.precision)
+    return Harness(plan.benchmark, precision=plan.trainer.precision)
 
 
 def check_optimizer(section: str, options: Mapping[str, Any]) -> None:
@@ -133,7 +133,7 @@ def check_optimizer(section: str, options: Mapping[str, Any]) -> None:
 def check_model(plan: Plan) -> PretrainedConfig:
     """The model's transformers config. Raises ValueError for a model that cannot be built or loaded, or does
     not go with its options, the data or the method: tried on its skeleton."""
-    options, source, given = plan.model, plan.source, plan.model.checkpoint
+    options, source, given = plan.model, plan.source, plan.model.name_or_path
     sentinels, tokenizer = 0, None
     if given is None:
         assert options.base is not None and options.config is not None
@@ -152,8 +152,8 @@ def check_model(plan: Plan) -> PretrainedConfig:
         if folder.is_dir() and not any(path for kind in TOKENIZERS for path in folder.glob(kind)):
             # transformers would make an empty one of the model's type
             allowed = f"a folder with the files of one, {', '.join(TOKENIZERS)}"
-            raise ValueError(f"model.checkpoint={folder} has no tokenizer; allowed: {allowed}")
-        with naming_cause(f"the tokenizer of model.checkpoint={given}"):
+            raise ValueError(f"model.name_or_path={folder} has no tokenizer; allowed: {allowed}")
+        with naming_cause(f"the tokenizer of model.name_or_path={given}"):
             tokenizer = loading.load_tokenizer(given)
         if not options.resize:
             check_entries(config.get_text_config().vocab_size, tokenizer, checkpoint=given)
@@ -168,11 +168,11 @@ def check_model(plan: Plan) -> PretrainedConfig:
     check_objective(plan, objective, tokenizer)
     with naming_cause(given or "model.config"), torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = loading.AUTO_MODELS[objective].from_config(config)
-    if plan.trainer.attention != "auto":
-        with naming_cause(f"trainer.attention={plan.trainer.attention}"):
-            model.set_attn_implementation(plan.trainer.attention)
+    if plan.trainer.attn_implementation != "auto":
+        with naming_cause(f"trainer.attn_implementation={plan.trainer.attn_implementation}"):
+            model.set_attn_implementation(plan.trainer.attn_implementation)
     stand_in: Objective = Causal()  # without a tokenizer, which may not be trained yet
-    rate, mean = options.mask_rate or 0.0, options.mean_span or 0.0
+    rate, mean = options.mlm_probability or 0.0, options.mean_span or 0.0
     if objective == "span":
         ids = range(sentinels or loading.SENTINELS)
         stand_in = Span(rate=rate, mean=mean, sentinels=ids, end=0, pad=0, start=0)
@@ -184,7 +184,7 @@ def check_model(plan: Plan) -> PretrainedConfig:
             stand_in.isolated = True
         else:
             stand_in = CausalAnswers(stand_in, pad=0, sharing=loading.sharing_of(config))
-    loading.check_length(options.length, model, stand_in)
+    loading.check_length(options.max_seq_length, model, stand_in)
     frozen_parameters(model, plan.freeze)
     if options.resize or (objective == "span" and given and not sentinels):
         check_head(model)
@@ -201,10 +201,10 @@ def check_model(plan: Plan) -> PretrainedConfig:
     if module is not None:
         if plan.trainer.compile and any(mask.limits for mask in module.masks):
             raise ValueError("trainer.compile=true does not go with backend=backward; allowed: backend=hooks")
-        frozen, only = {id(parameter) for parameter in module.frozen}, plan.freeze.only
+        frozen, only = {id(parameter) for parameter in module.frozen}, plan.freeze.trainable
         if only is not None and all(id(each) in frozen for each in module.model.parameters()):
             why = f"leaves nothing of what method={name} trains; allowed: null, or what finds some of it"
-            raise ValueError(f"freeze.only={show(only)} {why}")
+            raise ValueError(f"trainable={show(only)} {why}")
     return config
 
 
@@ -213,13 +213,16 @@ def check_objective(plan: Plan, objective: str, tokenizer: Any) -> None:
     options, source, least = plan.model, plan.source, BYTES + loading.SENTINELS
     name, has_answers = f"model={options.name}", source.encoding is not None
     kind = {"masked": "is masked", "span": "learns by span corruption"}.get(objective)
-    if kind and options.mask_rate is None:
-        raise ValueError(f"model.mask_rate=null; allowed: above 0 and below 1, as the model {kind}")
+    if options.objective == "causal" and options.mlm_probability is not None:
+        told = f"model.mlm_probability={options.mlm_probability} has no effect with model.objective=causal"
+        raise ValueError(f"{told}; allowed: null")
+    if kind and options.mlm_probability is None:
+        raise ValueError(f"model.mlm_probability=null; allowed: above 0 and below 1, as the model {kind}")
     if objective == "span" and options.mean_span is None:
         raise ValueError(f"model.mean_span=null; allowed: 1 or more, as the model {kind}")
-    if objective == "span" and options.checkpoint is None and (options.vocabulary or 0) < least:
+    if objective == "span" and options.name_or_path is None and (options.vocab_size or 0) < least:
         needed = f"{least} or more, {loading.SENTINELS} of them sentinels"
-        raise ValueError(f"model.vocabulary={options.vocabulary}; allowed: {needed}")
+        raise ValueError(f"model.vocab_size={options.vocab_size}; allowed: {needed}")
     loading.check_packing(objective, isolated=source.isolated, answers=has_answers)
     if source.chats:
         why = "has no chat template" if tokenizer is None or not tokenizer.chat_template else ""
@@ -228,9 +231,9 @@ def check_objective(plan: Plan, objective: str, tokenizer: Any) -> None:
             raise ValueError(f"{name} does not go with chats, as it {why}; allowed: {allowed}")
         turns = ((USER, "a question"), (ASSISTANT, "its answer"))
         render_chat(Example("a question and its answer", "", "its answer", "chat", turns=turns), tokenizer)
-    if objective == "masked" and plan.probe is not None:
-        allowed = "probe=none, or a causal model like model=tiny_gpt2"
-        raise ValueError(f"probe=lm_eval continues a text, and {name} fills masks; allowed: {allowed}")
+    if objective == "masked" and plan.benchmark is not None:
+        allowed = "benchmark=none, or a causal model like model=tiny_gpt2"
+        raise ValueError(f"benchmark=lm_eval continues a text, and {name} fills masks; allowed: {allowed}")
     plan.mixture.check_objective(objective, model=name, examples=has_answers)
 
 

@@ -22,7 +22,7 @@ from cpt.evaluation.journal import journal_file
 from cpt.evaluation.scores import Scores, documents_file, load_documents
 
 # Config keys that choose texts: a run is compared by the texts' contents, not by these.
-BY_CONTENT = ("order", "domains.root", "domains.only", "domains.by", "from")
+BY_CONTENT = ("order", "domains.root", "domains.only", "domains.by", "init_from")
 WEIGHTS = (".safetensors", ".bin")
 OF_A_CHECKPOINT = (*WEIGHTS, ".json", ".model", ".txt", ".jinja")
 # The files of a run that was rejected: Hydra's, and those that the next start writes again.

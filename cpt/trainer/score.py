@@ -100,7 +100,7 @@ class Scorer:
             documents = np.stack([nll.cpu(), count.cpu()])
             cells[text] = Cell((nll.sum() / count.sum()).item(), documents, parts)
         if bad := [f"{text}: {cell.mean}" for text, cell in cells.items() if not math.isfinite(cell.mean)]:
-            advice = "allowed: a model whose losses are numbers (model.checkpoint, trainer.precision)"
+            advice = "allowed: a model whose losses are numbers (model.name_or_path, trainer.precision)"
             advice = advice if row == "base" else ADVICE
             raise ValueError(f"the loss after {row} is not finite ({', '.join(bad)}); {advice}")
         return cells

@@ -36,7 +36,9 @@ Encode = Callable[[list[str]], np.ndarray]  # the vectors of documents, [B, D]
 def write_similarity(folder: Path, plan: Plan) -> None:
     """Reads and embeds the texts of a plan, and writes their similarity."""
     source, kind = plan.source, plan.source.embedding
-    corpora = Corpora.read(source, plan.order, cache=Path(plan.run.cache_dir), workers=plan.data.workers)
+    corpora = Corpora.read(
+        source, plan.order, cache=Path(plan.run.cache_dir), workers=plan.data.preprocessing_num_workers
+    )
     log.info("Embedding samples of %d texts (domains.embedding=%s)", len(corpora.by_name), kind)
     texts = {
         name: sample_documents(corpus, name, form=source.form(name), most=source.embedding_samples)
@@ -83,7 +85,7 @@ def static_encoder() -> Encode:
 
 def model_encoder(plan: Plan, corpora: Corpora) -> Encode:
     """A document is the mean of the base model's last hidden states (of an encoder-decoder's encoder) over
-    its first tokens, at most model.length."""
+    its first tokens, at most model.max_seq_length."""
     base = make_base(plan.model, corpora, accelerator=plan.trainer.accelerator)
     device = try_trainer(plan.trainer.lightning).strategy.root_device
     model, pad = base.model().eval().to(device), padding_id(base.tokenizer)

@@ -50,7 +50,7 @@ SET_BY = {
     "routing": "method=demix routing@method.routing",
     "strategy": "strategy",
 }  # a group that stands elsewhere
-NEEDED = {"probe": ["probe.tasks=[hellaswag]"]}
+NEEDED = {"probe": ["benchmark.tasks=[hellaswag]"]}
 INTRODUCTION = """# Every option
 
 Made by `python docs/site/options.py` from the typed options: what stands here is what a run checks

@@ -56,8 +56,13 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "T5 v1.1": ("tiny_t5", f"{T5}, feed_forward_proj: gated-gelu, tie_word_embeddings: false"),
 }
 SMALL = [
-    *("model.length=16", "model.vocabulary=400", "model.base.steps=2", "model.base.batch_size=4"),
-    *("trainer.steps=2", "trainer.batch_size=4", "trainer.eval_batch_size=16", "trainer.probe_samples=4"),
+    *("model.max_seq_length=16", "model.vocab_size=400", "model.base.steps=2", "model.base.batch_size=4"),
+    *(
+        "trainer.steps=2",
+        "trainer.batch_size=4",
+        "trainer.eval_batch_size=16",
+        "trainer.importance_samples=4",
+    ),
     *("domains=texts", "order=[law,food]", "logger=none", "trainer.accelerator=cpu"),
 ]
 BESIDE = ("mask=migu", "mask=mofo", "replay=past", "freeze.layers=1")  # of ncl
@@ -115,7 +120,7 @@ INTRODUCTION = """# Supported models
 
 Each method was run on a small random model of each family: two domains of two steps, evaluated and
 exported. ✓: supported. A number: not supported, with the error message below the table. –: not tested.
-Other Hugging Face models of these kinds work too (`model=checkpoint model.checkpoint=NAME`); a method that
+Other Hugging Face models of these kinds work too (`model=hf model.name_or_path=NAME`); a method that
 needs a missing structure is refused with such a message. `python docs/site/support.py` runs the pairs.
 
 """

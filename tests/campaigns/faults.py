@@ -29,7 +29,7 @@ from tests.campaigns import runs  # noqa: E402
 from tests.campaigns.frame import ROOT, conduct  # noqa: E402
 from tests.support.processes import ended, started  # noqa: E402
 
-GIVEN = ("trainer.steps=12", "keep_stages=true", "logger=csv")
+GIVEN = ("trainer.steps=12", "save_all_stages=true", "logger=csv")
 LARGE = "1g"
 MOST_KIB = {"outputs": 1200, "cache": 1500, "tmp": 64}  # what a run writes there, about
 NUMBER = re.compile(r"[0-9a-f]{16}|\d+")

@@ -51,10 +51,10 @@ def tasks(tmp_path_factory):
 @pytest.mark.slow
 def test_the_command_line_writes_a_run_s_tasks_and_says_how_to_ask_them(tasks, cache, tmp_path, capsys):
     given = ["domains=tasks", f"domains.root={tasks}", f"cache_dir={cache}", "model=tiny_gpt2"]
-    main([str(tmp_path / "out"), *given, "model.vocabulary=300", "order=[law]", "answers.most=5"])
+    main([str(tmp_path / "out"), *given, "model.vocab_size=300", "order=[law]", "answers.most=5"])
     first, second = capsys.readouterr().out.splitlines()
     assert first == "cpt_law: 5 examples"
-    assert second == f"probe=lm_eval probe.include={tmp_path / 'out'} 'probe.tasks=[cpt_tasks]'"
+    assert second == f"benchmark=lm_eval benchmark.include={tmp_path / 'out'} 'benchmark.tasks=[cpt_tasks]'"
     assert [row["id"] for row in rows(tmp_path / "out", "law")] == [f"law-test-{place}" for place in range(5)]
     assert yaml.safe_load((tmp_path / "out" / "_all.yaml").read_text())["task"] == ["cpt_law"]
 

@@ -56,8 +56,8 @@ def test_what_decides_the_result_identifies_a_run(composed):
     ("given", "rate"),
     [
         ("", 2e-3),
-        ("model.checkpoint=somewhere", 1e-4),
-        ("+method.rate=4 model.checkpoint=somewhere", 4e-4),
+        ("model.name_or_path=somewhere", 1e-4),
+        ("+method.rate=4 model.name_or_path=somewhere", 4e-4),
         ("+method.rate=4 optim.lr=0.5", 0.5),
     ],
 )

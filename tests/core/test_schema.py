@@ -17,7 +17,7 @@ from tests.conftest import ROOT
 
 CHOICES = sorted((path.parent.name, path.stem) for path in ROOT.glob("conf/*/*.yaml") if path.stem != "none")
 NEEDED = {
-    ("probe", "lm_eval"): ["probe.tasks=[a]"],
+    ("probe", "lm_eval"): ["benchmark.tasks=[a]"],
     ("domains", "hub"): ["+domains.catalogue.news={path: ag_news}"],
     ("domains", "texts"): ["domains.root=."],
 }

@@ -208,7 +208,7 @@ def sequence(*, domains=DOMAINS, enter=0, trainer=None, **changes):
     options = {
         **{"train": {name: TEXTS[name] for name in "abc"}, "held_out": PLAIN, "objective": MASKED},
         **{"budget": budget(steps=6), "replay": NO_REPLAY, "seed": 0, "accumulate": 1, "workers": 0},
-        **{"eval_batch_size": 4, "probe_samples": 10},
+        **{"eval_batch_size": 4, "importance_samples": 10},
     }
     made = DomainSequence(domains, **{**options, **changes})
     made.trainer = trainer or fake_trainer()
@@ -249,7 +249,7 @@ def test_training_goes_on_at_the_trainers_step(accumulate):
 def test_evaluation_is_every_row_of_every_text_whatever_is_learned_and_shared_out():
     batches, probe = list(sequence().val_dataloader()), list(sequence().probe())
     assert whole(*batches) == [(name, row) for name in PLAIN for row in range(SIZES[name])]
-    others = {"enter": 2, "seed": 5, "budget": budget(steps=1, batch_size=2), "probe_samples": 3}
+    others = {"enter": 2, "seed": 5, "budget": budget(steps=1, batch_size=2), "importance_samples": 3}
     for name, value in (others | {"trainer": fake_trainer(step=4)}).items():
         assert equal(list(sequence(**{name: value}).val_dataloader()), batches)
     for rank in (0, 1):
@@ -271,11 +271,11 @@ def test_a_probe_is_a_fixed_random_subset_of_the_domain_with_masks_of_its_own():
     later = {"trainer": fake_trainer(step=3), "seed": 7, "budget": budget(epochs=2.0), "eval_batch_size": 3}
     for name, value in later.items():
         assert probed(enter=2, **{name: value}) == (rows, masks)
-    assert probed(enter=2, probe_samples=6)[0] == rows[:6] and len(probed(enter=1)[0]) == SIZES["b"]
+    assert probed(enter=2, importance_samples=6)[0] == rows[:6] and len(probed(enter=1)[0]) == SIZES["b"]
     mixed = probed(domains=JOINT)[0]  # a share of each text
     assert Counter(name for name, _ in mixed) == dict.fromkeys("abc", 4)
-    assert mixed[:4] == probed(probe_samples=4)[0]
-    how = {"held_out": {"a": TEXTS["a"]}, "probe_samples": 23}
+    assert mixed[:4] == probed(importance_samples=4)[0]
+    how = {"held_out": {"a": TEXTS["a"]}, "importance_samples": 23}
     scored = torch.cat([labels_of(batch) for batch in sequence(**how).val_dataloader()]).tolist()
     assert 0 < sum(mask in scored for mask in probed(**how)[1]) < 5
 

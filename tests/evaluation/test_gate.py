@@ -115,21 +115,21 @@ def run(learned, small, start):
 
 
 def test_the_exit_code_is_the_answer_and_damage_or_a_missing_text_closes_it(run, tmp_path, capsys):
-    assert gate.main([str(run), "--gain", "-9", "--loss", "9"]) == 0
+    assert gate.main([str(run), "--min-gain", "-9", "--max-forgetting", "9"]) == 0
     told = capsys.readouterr().out
     assert "after food, compared with law" in told and told.splitlines()[-1].startswith("open: ")
-    assert gate.main([str(run), "--gain", "9", "--loss", "9"]) == 1
+    assert gate.main([str(run), "--min-gain", "9", "--max-forgetting", "9"]) == 1
     assert "closed: food gained too little" in capsys.readouterr().out
     shutil.copytree(run, tmp_path / "run")
     scores = json.loads((run / "scores.json").read_text())
     scores["nll"][-1][scores["domains"].index("general")] = None
     (tmp_path / "run" / "scores.json").write_text(json.dumps(scores))
-    assert gate.main([str(tmp_path / "run"), "--gain", "-9", "--loss", "9"]) == 2
+    assert gate.main([str(tmp_path / "run"), "--min-gain", "-9", "--max-forgetting", "9"]) == 2
     assert "closed: general not measured" in capsys.readouterr().out
     path = tmp_path / "run" / "model" / "model.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    assert gate.main([str(tmp_path / "run"), "--gain", "-9", "--loss", "9"]) == 1
+    assert gate.main([str(tmp_path / "run"), "--min-gain", "-9", "--max-forgetting", "9"]) == 1
     assert "closed: model/model.safetensors differs from its checksum" in capsys.readouterr().out
 
 

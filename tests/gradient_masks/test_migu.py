@@ -196,7 +196,7 @@ def test_the_first_domain_can_be_left_out(small, start, tmp_path):
     migu = ["method=migu", "method.mask.skip_first_domain=true"]
     runs = {"ncl": [], "migu": migu, "both": [*migu, "mask=migu", "mask.migu.skip_first_domain=true"]}
     for name, options in runs.items():
-        start(small("order=[law,food]", "keep_stages=true", *options), tmp_path / name)
+        start(small("order=[law,food]", "save_all_stages=true", *options), tmp_path / name)
     first = [torch.load(tmp_path / name / "stages" / "001.pt", weights_only=True) for name in ("ncl", "migu")]
     assert all(torch.equal(value, first[1][name]) for name, value in first[0].items())
     ncl, alone, both = (weights(tmp_path / name) for name in runs)
@@ -221,7 +221,7 @@ def test_other_importances():
 
 def test_rows_are_ranked_by_their_fisher_before_the_domain(build):
     options = [f"mask.migu.{each}" for each in ("importance=fisher", "threshold=0.5", "acts_on=frozen")]
-    work = build("ncl", "mask=migu", *options, "trainer.probe_samples=6", "optim.weight_decay=0.1")
+    work = build("ncl", "mask=migu", *options, "trainer.importance_samples=6", "optim.weight_decay=0.1")
     (mask,), model = work.module.masks, deepcopy(work.module.model).eval()
     names = {each.name: model.get_parameter(f"{each.name}.weight") for each in mask.maps}
     work.learn(0)

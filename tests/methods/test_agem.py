@@ -108,7 +108,12 @@ def test_the_constraints_of_several_domains_are_those_of_brute_force(least):
 
 
 def test_each_domain_has_a_reference_of_its_own_samples(build):
-    given = ["method.memory=40", "trainer.steps=2", "trainer.probe_samples=20", "method.constraints=each"]
+    given = [
+        "method.memory=40",
+        "trainer.steps=2",
+        "trainer.importance_samples=20",
+        "method.constraints=each",
+    ]
     work = build("agem", *given)
     for number in (0, 1):
         work.learn(number)

@@ -101,7 +101,7 @@ def test_the_hooks_of_a_method_are_called_in_their_order(small, start, tmp_path,
         monkeypatch.setattr(NCL, name, noted(name), raising=False)
     listened = lambda module, batch, domain: (scored.append(domain), nll(module, batch, domain))[1]  # noqa: E731
     monkeypatch.setattr(NCL, "nll", listened)
-    start(small("order=[law,food]", "trainer.steps=2", "trainer.probe_samples=20"), tmp_path)
+    start(small("order=[law,food]", "trainer.steps=2", "trainer.importance_samples=20"), tmp_path)
     learned = [("before_domain", "train", 16, 4), *[("after_update", "train")] * 2]
     ended = ("after_domain", "eval", 16, 4)
     assert calls == [call for number in (0, 1) for call in (("activate", "train", number), *learned, ended)]

@@ -53,7 +53,9 @@ def config(small, small_gpt2, small_t5):
         told, _, family = case.partition(" on ")
         method, *options = told.split()
         mask = ["mask=migu"] if method != "migu" and method not in SEAMS and "mask=" not in told else []
-        few = ["trainer.steps=2", "trainer.probe_samples=4", "replay=general"][: 2 + (method != "replay")]
+        few = ["trainer.steps=2", "trainer.importance_samples=4", "replay=general"][
+            : 2 + (method != "replay")
+        ]
         build, given = {
             "": (small, DROPOUT),
             "causal": (small_gpt2, [*few, *mask]),
@@ -166,7 +168,7 @@ IN_16_BITS = [*LEARNING, *(f"{name} on both" for name in ("das", "derpp", "hat",
 @pytest.mark.parametrize("precision", run_few(["bf16-mixed", "bf16-true"], ["bf16-true"]))
 @pytest.mark.parametrize("case", run_few(IN_16_BITS, {"das", "derpp", "olora", "prompt on both"}))
 def test_it_learns_in_16_bits(case, precision, config, start, tmp_path):
-    few = ["trainer.steps=1", "trainer.probe_samples=4", f"trainer.precision={precision}"]
+    few = ["trainer.steps=1", "trainer.importance_samples=4", f"trainer.precision={precision}"]
     start(config(case, *few, *["mask=migu"] * (" on " not in case)), tmp_path)
     scores = told(tmp_path)
     assert scores["run"]["finished"] and all(0 < loss < 20 for row in scores["nll"] for loss in row)

@@ -37,7 +37,7 @@ def test_a_fully_important_head_does_not_move(acts_on, build):
 
 
 def test_when_importances_are_measured(build, monkeypatch):
-    work = build("das", *ROBERTA, "trainer.probe_samples=20")
+    work = build("das", *ROBERTA, "trainer.importance_samples=20")
     module, calls, corrupted, gradients = work.module, [], [], soft_masks.gate_gradients
 
     def read(model, args, inputs):

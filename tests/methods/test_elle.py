@@ -53,7 +53,7 @@ def test_what_is_known_stays_when_the_model_grows(family, part, elle):
 @pytest.mark.parametrize("carried", [False, True])
 def test_a_new_optimizer_and_its_schedule_begin_behind_recovery(carried, elle):
     given = ["method.recovery=0.5", "trainer.steps=4", "schedule.warmup=0"]
-    work = elle(*given, *["optim.carry=moments"] * carried)
+    work = elle(*given, *["optim.state_across_domains=moments"] * carried)
     assert [work.data.steps(domain) for domain in work.data.domains] == [4, 6]
     counts = lambda optimizer: {int(state["step"]) for state in optimizer.state.values()}  # noqa: E731
     rate = lambda optimizer: optimizer.param_groups[0]["lr"]  # noqa: E731
@@ -70,7 +70,7 @@ def test_a_new_optimizer_and_its_schedule_begin_behind_recovery(carried, elle):
 
 
 def test_a_branch_begins_behind_recovery(elle):
-    branch = ["optim.carry=moments", "schedule=wsd", "schedule.decay=0.5"]
+    branch = ["optim.state_across_domains=moments", "schedule=wsd", "schedule.decay=0.5"]
     work = elle("method.recovery=0.5", "trainer.steps=4", *branch)
     work.learn(0)
     entered(work, 1)
@@ -129,7 +129,7 @@ def test_each_row_is_read_with_its_domains_prompt(family, elle):
 
 
 def test_every_stage_is_exported_in_its_size(small, start, tmp_path):
-    options = small("method=elle", THREE, "trainer.steps=2", "keep_stages=true", "method.hidden=[2,1]")
+    options = small("method=elle", THREE, "trainer.steps=2", "save_all_stages=true", "method.hidden=[2,1]")
     start(options, tmp_path)
     work, sizes, names = made(options), [], ["law", "food", "space"]
     for number in range(1, 4):

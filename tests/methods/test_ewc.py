@@ -69,7 +69,7 @@ def assert_slow(found, model, batches, *, estimator: str = "per_sample") -> dict
 
 @pytest.mark.parametrize(("estimator", "family"), [("per_sample", "masked"), ("batch", "causal")])
 def test_the_fisher_is_the_slow_loop(estimator, family, build):
-    work = build("ewc", "trainer.steps=1", "trainer.probe_samples=20", on=family)
+    work = build("ewc", "trainer.steps=1", "trainer.importance_samples=20", on=family)
     work.learn(0)
     model, probe = work.module.model.eval(), work.probe()
     assert [len(batch["input_ids"]) for batch in probe] == [16, 4]

@@ -27,8 +27,8 @@ def tasks(tmp_path_factory):
 
 @pytest.fixture
 def config(small, small_gpt2, tasks):
-    on_tasks = ["domains=tasks", "domains/template=bare", f"domains.root={tasks}", "model.length=64"]
-    on_text, on_tasks = [ORDER, "model.length=48"], [*on_tasks, "answers=none"]
+    on_tasks = ["domains=tasks", "domains/template=bare", f"domains.root={tasks}", "model.max_seq_length=64"]
+    on_text, on_tasks = [ORDER, "model.max_seq_length=48"], [*on_tasks, "answers=none"]
     kinds = {"small": (small, on_text), "small_gpt2": (small_gpt2, on_text), "tasks": (small_gpt2, on_tasks)}
 
     def build(which: str, *overrides: str):

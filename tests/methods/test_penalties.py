@@ -60,7 +60,7 @@ def sensitivity(work, output="logits"):
 
 @pytest.mark.parametrize("output", ["logits", "hidden"])
 def test_importance_is_the_mean_absolute_gradient_by_sample(output, build):
-    work = build("mas", f"method.output={output}", "trainer.probe_samples=6", "method.strength=3")
+    work = build("mas", f"method.output={output}", "trainer.importance_samples=6", "method.strength=3")
     work.learn(0)
     first, module = clones(work.module.importance.named()), work.module
     assert_close(first, sensitivity(work, output), rtol=1e-3, atol=1e-5)

@@ -25,19 +25,19 @@ def test_what_is_frozen_is_embeddings_or_all_but_what_names_or_expressions_mean(
     every = {name for name, _ in model.named_parameters()}
     assert frozen(model, embeddings=True) == {"transformer.wte.weight", "transformer.wpe.weight"}
     last = {name for name in every if ".h.1." in name}
-    assert every - frozen(model, only="attention") == {name for name in every if ".attn." in name}
-    assert every - frozen(model, only=r"\.h\.1\.") == last
-    norms = every - frozen(model, only="norms")
-    assert every - frozen(model, only=["norms", r"\.h\.1\."]) == last | norms and not norms <= last
+    assert every - frozen(model, trainable="attention") == {name for name in every if ".attn." in name}
+    assert every - frozen(model, trainable=r"\.h\.1\.") == last
+    norms = every - frozen(model, trainable="norms")
+    assert every - frozen(model, trainable=["norms", r"\.h\.1\."]) == last | norms and not norms <= last
     parts = {f"{part}.{each}.weight" for part in ("SelfAttention", "EncDecAttention") for each in "qkvo"}
-    kept = {name for name, _ in t5.named_parameters()} - frozen(t5, only="attention")
+    kept = {name for name, _ in t5.named_parameters()} - frozen(t5, trainable="attention")
     assert {".".join(name.split(".")[-3:]) for name in kept} == parts
 
 
 @pytest.mark.parametrize("method", ["das", "derpp"])
 def test_frozen_weights_keep_their_bits_through_a_run(method, small, start, tmp_path):
     options = ["freeze.embeddings=true", "freeze.layers=1", "optim.weight_decay=0.3", "trainer.steps=4"]
-    start(small(ORDER, f"method={method}", "keep_stages=true", *options), tmp_path)
+    start(small(ORDER, f"method={method}", "save_all_stages=true", *options), tmp_path)
     assert json.loads((tmp_path / "scores.json").read_text())["run"]["finished"]
     first, last = (torch.load(tmp_path / "stages" / f"00{n}.pt", weights_only=True) for n in (1, 2))
     kept = {name for name, value in first.items() if torch.equal(value, last[name])}

@@ -99,20 +99,20 @@ def counts(module: object) -> set[float]:
     return {each["step"].item() for each in module.trainer.optimizers[0].state.values()}
 
 
-@pytest.mark.parametrize("given", [ACROSS, "optim.carry=all"])
+@pytest.mark.parametrize("given", [ACROSS, "optim.state_across_domains=all"])
 def test_all_that_is_carried_makes_one_domain_of_two(given, small):
     work, watch = made(small(ORDER, given, "optim.lr=1", "schedule.warmup=0")), Watch(rate)
     for number in (0, 1):
         work.learn(number, watch)
     assert [each for _, each in watch.seen] == pytest.approx([1 - step / 12 for step in range(1, 13)])
     with pytest.raises(ValueError, match=r"^optim\.carry=all makes one domain of all for schedule=WSD"):
-        made(small(ORDER, *BRANCHED, "optim.carry=all"))
+        made(small(ORDER, *BRANCHED, "optim.state_across_domains=all"))
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_the_next_domain_goes_on_with_the_weights_before_the_branch(accumulate, small):
     parts = f"trainer.accumulate_grad_batches={accumulate}"
-    work = made(small(ORDER, *BRANCHED, "optim.carry=moments", parts))
+    work = made(small(ORDER, *BRANCHED, "optim.state_across_domains=moments", parts))
     seen, later, start = Watch(lambda module: (work.weights(), counts(module))), Watch(counts), []
     work.learn(0, seen)
     # after the fourth step: steps 0 to 3 are at the peak, 6 * 0.5 = 3 of them before x = 0
@@ -128,7 +128,7 @@ def test_the_next_domain_goes_on_with_the_weights_before_the_branch(accumulate, 
 
 @pytest.mark.parametrize(("carry", "step"), [("moments", 7.0), ("true", 7.0), ("none", 1.0)])
 def test_the_optimizer_goes_on_or_begins_anew(carry, step, small):
-    work, first = made(small(ORDER, f"optim.carry={carry}")), Watch(counts)
+    work, first = made(small(ORDER, f"optim.state_across_domains={carry}")), Watch(counts)
     work.learn(0)
     assert any("carried" in name for name in work.module.state_dict()) == (carry != "none")
     work.learn(1, first)
@@ -140,7 +140,7 @@ def test_the_moments_carried_are_those_of_the_domain_before(small):
         optimizer = module.trainer.optimizers[0]
         return {name: optimizer.state[each]["exp_avg"].clone() for name, each in module.named_parameters()}
 
-    work = made(small(ORDER, "optim.carry=moments", "trainer.gradient_clip_val=null"))
+    work = made(small(ORDER, "optim.state_across_domains=moments", "trainer.gradient_clip_val=null"))
     gradients, watch, parts = {}, Watch(moments), dict(work.module.named_parameters())
     work.learn(0)
     before = moments(work.module)

@@ -51,7 +51,7 @@ def test_a_run_leaves_a_card_that_is_written_again_and_hides_no_damage(
     assert cells(page, "LC")[1] == f"{metric['nats']:.4f} [{low:.4f}, {high:.4f}]"
     matrix = page.split("## Evaluation")[1].split("L[i][j]")[0]
     assert cells(matrix, "food") == [perplexity(np.exp(loss)) for loss in scores["nll"][2]]
-    assert cells(page, "optim.lr") == ["0.01"] and cells(page, "model.mask_rate") == ["0.3"]
+    assert cells(page, "optim.lr") == ["0.01"] and cells(page, "model.mlm_probability") == ["0.3"]
     assert not any(private in page for private in ("secret_user", str(corpora), "/tmp", "http"))
     code, names = page.split("```python\n")[1].split("```")[0], {}
     monkeypatch.chdir(run)
@@ -69,18 +69,18 @@ def test_a_run_leaves_a_card_that_is_written_again_and_hides_no_damage(
 def test_a_card_shows_no_paths_accounts_or_secrets_and_no_mask_rate_of_a_causal_model(tmp_path):
     method = {"name": "ncl", "teacher": "/srv/alice/t", "api_key": "hf_1", "files": ["C:\\alice\\x"]}
     config = {"method": method | {"beta": 0.5}, "logger": {"entity": "alice"}}
-    config |= {"model": {"checkpoint": "/srv/alice/base", "mask_rate": 0.15, "length": 64}}
+    config |= {"model": {"name_or_path": "/srv/alice/base", "mlm_probability": 0.15, "max_seq_length": 64}}
     config |= {"optim": {"_target_": "alice.own.Step", "_partial_": True}}
     overrides = ["method=kd", "order=[a/b,c]", "+hub.token=hf_1", "domains.root=/srv/alice/x"]
-    overrides += ["logger.entity=alice", "+callbacks.a._target_=alice.A", "model.checkpoint=own/er"]
+    overrides += ["logger.entity=alice", "+callbacks.a._target_=alice.A", "model.name_or_path=own/er"]
     overrides += ["+domains.catalogue.x={path: /home/alice}"]
     how = {"config": config, "overrides": overrides, "base": HUB | {"name": "own/er"}}
     page = card_of(tmp_path / "run", variant="x=/srv/alice", **how)
     assert "alice" not in page and "hf_1" not in page
-    command = "python run.py method=kd 'order=[a/b,c]' 'domains.root=<path>' model.checkpoint=own/er"
+    command = "python run.py method=kd 'order=[a/b,c]' 'domains.root=<path>' model.name_or_path=own/er"
     assert f"{command} '+domains.catalogue.x=<path>'\n" in page
     assert cells(page, "method.beta") == ["0.5"] and cells(page, "optim") == ["Step"]
-    assert cells(page, "method.files") == ["&lt;path>"] and cells(page, "model.mask_rate") == ["0.15"]
+    assert cells(page, "method.files") == ["&lt;path>"] and cells(page, "model.mlm_probability") == ["0.15"]
     page = card_of(tmp_path / "causal", objective="causal", config=config)
-    assert "mask_rate" not in page and cells(page, "model.length") == ["64"]
+    assert "mlm_probability" not in page and cells(page, "model.max_seq_length") == ["64"]
     assert ModelCard(page).data.pipeline_tag == "text-generation"

@@ -32,10 +32,15 @@ def config(composed, place, cache):
     """A run on chats that takes seconds."""
 
     def build(*overrides, root=place / "texts", model=place / "decoder"):
-        places = [f"domains.root={root}", f"model.checkpoint={model}", f"cache_dir={cache}"]
-        sizes = ["model.length=128", "trainer.steps=30", "trainer.batch_size=8", "trainer.checkpoint_every=4"]
+        places = [f"domains.root={root}", f"model.name_or_path={model}", f"cache_dir={cache}"]
+        sizes = [
+            "model.max_seq_length=128",
+            "trainer.steps=30",
+            "trainer.batch_size=8",
+            "trainer.checkpoint_every=4",
+        ]
         how = ["optim.lr=1e-2", "answers.tokens=12", "logger=none"]
-        return composed("domains=instructions", "model=checkpoint", *places, *sizes, *how, *overrides)
+        return composed("domains=instructions", "model=hf", *places, *sizes, *how, *overrides)
 
     return build
 
@@ -115,5 +120,5 @@ def test_another_template_is_another_text(config, start, killing, tmp_path):
     killed(start, killing, cfg, tmp_path / "run", step=1, domain="law")
     write_checkpoint(folder, template=TEMPLATE.replace(":\n", " says "))
     assert made(cfg).data.train["law"].ids(np.arange(1)).tolist() != before.tolist()
-    with pytest.raises(ValueError, match="chat_template.jinja of model.checkpoint=.* changed"):
+    with pytest.raises(ValueError, match="chat_template.jinja of model.name_or_path=.* changed"):
         start(cfg, tmp_path / "run")

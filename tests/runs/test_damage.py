@@ -88,7 +88,7 @@ def test_a_damaged_file_of_a_run_is_made_again_or_refused(row, done, request, co
         monkeypatch.setattr(loop.ContinualTrainer, "fit_stage", None)
     before = {path: time for path, time in times(run).items() if "identity" not in path}
     try:
-        start(config("check=full"), run)
+        start(config("verify_inputs=full"), run)
     except ValueError as error:
         assert "\n" not in str(error) and str((run / name).parent) in str(error)
         assert before.items() <= times(run).items()

@@ -184,7 +184,7 @@ def test_a_run_goes_on_with_another_number_of_processes(one, two, corpora, cache
 @pytest.mark.campaign
 def test_statistics_are_those_of_all_processes(corpora, cache, tmp_path):
     """Importances, magnitudes, candidates of the contrast: of the whole batch and probe."""
-    method = ["method=das", "mask=migu", "method.general=null", "trainer.probe_samples=40"]
+    method = ["method=das", "mask=migu", "method.general=null", "trainer.importance_samples=40"]
     method += ["trainer.accumulate_grad_batches=2"]
     method += ["method.contrast_dropout=1e-9"]  # what is dropped is each process's own draw
     for name, strategy in (("one", []), ("two", DDP)):
@@ -222,7 +222,7 @@ def test_two_processes_have_the_same_parts_as_one(method, small, start, corpora,
 def test_two_processes_agree_where_a_seam_is_used(method, small, start, corpora, cache, tmp_path):
     """A projected gradient, a grown block and a peer are the same in both, and as in one process; the memory
     of A-GEM alone is each process's own."""
-    options = [*chosen(method), "optim.carry=moments"]
+    options = [*chosen(method), "optim.state_across_domains=moments"]
     assert run(tmp_path, tmp_path / "out", *DDP, *options, corpora=corpora, cache=cache) == 0
     assert_agree(tmp_path / "out", 2)
     start(small(ORDER, *options), tmp_path / "alone")
@@ -242,7 +242,7 @@ def test_two_processes_learn_and_answer_as_one_whether_killed_or_not(cache, tmp_
     """Tasks of T5: what has two lengths, and answers."""
     root = write_tasks(tmp_path, ("law", "food"), train=60, test=25)
     command = [*SMALL_T5, "domains=tasks", f"domains.root={root}", "answers.tokens=6", "answers.batch_size=7"]
-    command += ["model.length=64", ORDER, f"cache_dir={cache}"]
+    command += ["model.max_seq_length=64", ORDER, f"cache_dir={cache}"]
     one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir()
     two.mkdir()

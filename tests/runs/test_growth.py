@@ -18,7 +18,7 @@ from tests.support.seams import chosen
 pytestmark = pytest.mark.adopts
 THREE, TWO = "order=[law,food,space]", "order=[law,food]"
 CONSTANT = ["schedule=constant", "schedule.warmup=0"]
-ONE = ["order=[law]", *CONSTANT, "keep_end=true"]
+ONE = ["order=[law]", *CONSTANT, "save_trainer_state=true"]
 SAME = ("nll", "metrics", "parts", "seen", "flops", "rates", "leak", "spikes", "skipped", "trained", "stored")
 SAME += ("objective", "moved", "monitor", "rows", "conditions", "loading", "domains")
 
@@ -33,7 +33,7 @@ def assert_same(one, other) -> None:
 
 @pytest.mark.parametrize("method", run_few(["demix", "ncl", "derpp", "branched", "ewc", "hat"], ["demix"]))
 def test_two_and_then_one_more_are_three_at_once(method, start, small, tmp_path):
-    options = [*chosen(method), "keep_stages=true"]
+    options = [*chosen(method), "save_all_stages=true"]
     start(small(TWO, *options), tmp_path / "grown")
     start(small(THREE, *options), tmp_path / "grown")
     start(small(THREE, *options, "grow=never"), tmp_path / "whole")
@@ -72,7 +72,7 @@ def test_a_new_folder_goes_on_with_a_copy_of_the_finished_run_beside_it(
 
 NOT_AFTER = {
     "method=joint": "method=joint needs all domains before the first is learned",
-    "optim.carry=all": "optim.carry=all lets the rate decay over all domains",
+    "optim.state_across_domains=all": "optim.state_across_domains=all lets the rate decay over all domains",
 }
 
 
@@ -91,7 +91,7 @@ def test_what_needs_all_domains_beforehand_says_so(given, start, small, tmp_path
 
 def test_a_finished_run_goes_on_to_what_it_would_have_come_to(start, small, tmp_path, caplog):
     caplog.set_level(logging.INFO)
-    how = [*ONE, *DROPOUT, "method=ewc", "mask=migu", "replay=general", "optim.carry=moments"]
+    how = [*ONE, *DROPOUT, "method=ewc", "mask=migu", "replay=general", "optim.state_across_domains=moments"]
     how.append("trainer.accumulate_grad_batches=2")
     start(small(*how), tmp_path / "raised")
     early = state_of(tmp_path / "raised")
@@ -137,7 +137,7 @@ def test_a_run_within_its_first_domain_goes_on_to_more(start, small, tmp_path, k
 
 REFUSED = {
     "several": ([TWO, *CONSTANT], "law was learned with 6 steps, and what followed rests on it"),
-    "not kept": (["order=[law]", *CONSTANT], r"was not kept \(keep_end=true keeps it\)"),
+    "not kept": (["order=[law]", *CONSTANT], r"was not kept \(save_trainer_state=true keeps it\)"),
 }
 
 
@@ -182,6 +182,6 @@ NEVER = {
 
 @pytest.mark.parametrize("given", NEVER)
 def test_where_no_more_steps_can_follow_that_is_told(given, small):
-    plan = make_plan(small("order=[law]", *CONSTANT, "keep_end=true", *given.split()))
+    plan = make_plan(small("order=[law]", *CONSTANT, "save_trainer_state=true", *given.split()))
     why = manifest.why_end_is_final(plan)
     assert why.startswith(NEVER[given]) and bool(why) == (not given.endswith("Said"))

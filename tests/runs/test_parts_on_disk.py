@@ -20,7 +20,7 @@ METHODS = [
     "cpt_plugin",
     "olora",
 ]
-OPTIONS = ["order=[food,law,space]", "trainer.steps=2", "trainer.checkpoint_every=1", "keep_stages=true"]
+OPTIONS = ["order=[food,law,space]", "trainer.steps=2", "trainer.checkpoint_every=1", "save_all_stages=true"]
 
 
 def assert_same(one: Path, other: Path) -> None:
@@ -60,16 +60,18 @@ def test_what_rests_on_disk_is_what_rests_in_memory(start, small, killing, tmp_p
         for bank in (each for each in module.modules() if isinstance(each, DomainParams)):
             rested.append([mapped(each) for each in bank._buffers.values()])
 
-    start(small(*options, "parts.keep=memory"), tmp_path / "memory")
+    start(small(*options, "modules.storage=memory"), tmp_path / "memory")
     monkeypatch.setattr(loop, "map_stored", watched)
-    killed(start, killing, small(*options, "parts.keep=disk"), tmp_path / "disk", step=1, domain="space")
+    killed(start, killing, small(*options, "modules.storage=disk"), tmp_path / "disk", step=1, domain="space")
     held = Held()
     if method == "demix":
         killing(held)
-    start(small(*options, "parts.keep=disk"), tmp_path / "disk")
+    start(small(*options, "modules.storage=disk"), tmp_path / "disk")
     assert_same(tmp_path / "disk", tmp_path / "memory")
     assert len(rested) >= 3 and all(each and all(each) for each in [*rested, *held.seen])
     killing(None)
-    killed(start, killing, small(*options, "parts.keep=disk"), tmp_path / "killed", step=1, domain="space")
-    start(small(*options, "parts.keep=memory"), tmp_path / "killed")
+    killed(
+        start, killing, small(*options, "modules.storage=disk"), tmp_path / "killed", step=1, domain="space"
+    )
+    start(small(*options, "modules.storage=memory"), tmp_path / "killed")
     assert_same(tmp_path / "killed", tmp_path / "memory")

@@ -31,7 +31,7 @@ def whole(place, start, small):
 
 def test_a_policy_that_is_widened_fills_what_is_missing(whole, start, small, tmp_path, caplog):
     caplog.set_level("INFO")
-    start(small(*FEW, "keep_stages=true"), tmp_path / "few")
+    start(small(*FEW, "save_all_stages=true"), tmp_path / "few")
     few = scores_of(tmp_path / "few")
     assert few.measured(1) == ["law", "general"] and few.measured(2) == ["food", "general"]
     assert few.measured(0) == few.measured(3) == whole.domains
@@ -89,7 +89,7 @@ def test_a_run_whose_rows_are_in_lines_is_read_and_goes_on(
     """As one of very many domains is between two times that its scores are written as a whole: killed while
     it learns, and while another start fills what is missing of its rows."""
     lines = journal_file(tmp_path / "scores.json")
-    few, written = small(*FEW, "keep_stages=true"), tmp_path / "scores.json"
+    few, written = small(*FEW, "save_all_stages=true"), tmp_path / "scores.json"
     monkeypatch.setattr(score, "SHARE", 1)
     killed(start, killing, few, tmp_path, step=3, domain="food")
     assert '"rows": ["base"]' in written.read_text() and lines.exists()

@@ -77,7 +77,7 @@ def test_a_finished_run_is_not_learned_again_and_a_folder_of_another_config_is_r
 def test_killed_and_started_again_it_has_the_same_bits_and_another_seed_has_others(
     done, other, small, start, killing, tmp_path
 ):
-    cfg = small(ORDER, "keep_stages=true")
+    cfg = small(ORDER, "save_all_stages=true")
     for step, domain in ((1, "law"), (3, "food")):
         killed(start, killing, cfg, tmp_path, step=step, domain=domain)
     start(cfg, tmp_path)
@@ -103,18 +103,20 @@ def test_accumulated_parts_learn_what_the_whole_batch_does(done, small, start, t
 
 
 def test_a_checkpoint_or_a_run_is_the_base_of_another(done, other, small, small_gpt2, start, tmp_path):
-    start(small("order=[space]", "trainer.steps=1", f"model.checkpoint={done / 'model'}"), tmp_path / "model")
+    start(
+        small("order=[space]", "trainer.steps=1", f"model.name_or_path={done / 'model'}"), tmp_path / "model"
+    )
     assert told_by(tmp_path / "model")["nll"][0][-1] == told_by(done)["nll"][-1][-1]
-    further = small("order=[space]", "method=ewc", f"from={done}")
+    further = small("order=[space]", "method=ewc", f"init_from={done}")
     start(further, tmp_path / "second")
     first, second = scores_of(done), scores_of(tmp_path / "second")
     assert second.matrix[0, -1] == pytest.approx(first.matrix[-1, -1], abs=1e-6)
     assert second.run["model"] == f"{first.run['model']} from run" and second.run["method"] == "ewc"
     start(further, tmp_path / "second")  # finished already
     with pytest.raises(ValueError, match=r"with other contents \(model.safetensors"):
-        start(small("order=[space]", "method=ewc", f"from={other}"), tmp_path / "second")
+        start(small("order=[space]", "method=ewc", f"init_from={other}"), tmp_path / "second")
     for wrong, why in (
-        (small_gpt2(ORDER, f"from={done}"), "causal"),
+        (small_gpt2(ORDER, f"init_from={done}"), "causal"),
         (small("from=no"), "is no finished run"),
     ):
         with pytest.raises(ValueError, match=why):

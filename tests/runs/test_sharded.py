@@ -69,8 +69,13 @@ METHODS = {
     "merge": ["method=merge", "method.rule=slerp"],
     "merge by fisher": ["method=merge", "method.rule=fisher", "method.start=previous"],
     "merge of pairs": ["method=merge_lora", "method.truncated=2"],
-    "parts on disk": ["method=lora", "method.per_domain=true", "parts.keep=disk"],
-    "moments carried": ["method=ncl", "optim.carry=moments", "schedule=wsd", "schedule.decay=0.5"],
+    "parts on disk": ["method=lora", "method.per_domain=true", "modules.storage=disk"],
+    "moments carried": [
+        "method=ncl",
+        "optim.state_across_domains=moments",
+        "schedule=wsd",
+        "schedule.decay=0.5",
+    ],
 }
 
 
@@ -146,14 +151,14 @@ def test_what_is_shared_out_may_rest_on_the_cpu(method, run):
     """With the same bits, also of a run that is killed and goes on with it."""
     how = [FSDP, *METHODS[method]]
     plain = run("plain", *how)
-    run("killed", *how, "trainer.offload=true", death=3)
-    assert_same_bits(run("killed", *how, "trainer.offload=true"), plain)
+    run("killed", *how, "trainer.offload_method_state=true", death=3)
+    assert_same_bits(run("killed", *how, "trainer.offload_method_state=true"), plain)
 
 
 @pytest.mark.campaign
 def test_a_process_holds_its_share_and_the_export_is_whole_and_a_kill_changes_no_bit(run, tmp_path):
     """Of weights, moments, anchor and Fisher half each; the model for others is a plain one."""
-    how = [FSDP, "method=ewc", "optim.carry=moments"]
+    how = [FSDP, "method=ewc", "optim.state_across_domains=moments"]
     through, folder = run("through", *how), run("killed", *how, death=3)
     assert told_by(folder)["rows"] == ["base", "law"]
     sizes = [each.stat().st_size for each in (folder / "checkpoints").glob("*.1.shards/*.distcp")]

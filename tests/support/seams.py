@@ -17,8 +17,12 @@ from cpt.optim.schedulers import Progress, Schedule
 SEAMS: dict[str, list[str]] = {
     "companions": ["method=ncl", "method._target_=tests.support.seams.Companions", "mask=migu"],
     "growing": ["method=ncl", "method._target_=tests.support.seams.Growing", "mask=migu"],
-    "branched": ["method=ncl", "optim.carry=moments", "schedule=wsd", "schedule.decay=0.5"],
-    "across": ["method=ncl", "optim.carry=moments", "schedule._target_=tests.support.seams.Across"],
+    "branched": ["method=ncl", "optim.state_across_domains=moments", "schedule=wsd", "schedule.decay=0.5"],
+    "across": [
+        "method=ncl",
+        "optim.state_across_domains=moments",
+        "schedule._target_=tests.support.seams.Across",
+    ],
 }
 
 

@@ -19,9 +19,9 @@ def read(table: str) -> dict[str, str]:
 
 
 AT_ONCE = read("""
-name=../../x | order=true | freeze.only=( | method._target_=null | endtask._target_=cpt.methods.ewc.EWC
+name=../../x | order=true | trainable=( | method._target_=null | endtask._target_=cpt.methods.ewc.EWC
 trainer.checkpoint_every=0min | domains._target_=collections.OrderedDict | domains.only=/*/
-objective=LC.furlongs | method=elle method.neurons=0.5 | +data.processes=2 -> ? is not known
+optimized_metric=LC.furlongs | method=elle method.neurons=0.5 | +data.processes=2 -> ? is not known
 +unknown=1 -> ? is not known | ~method -> … is missing | endtask._target_=nowhere.X -> …:
 name='${no.such}' -> name: Interpolation key 'no.such' | order=[law] -> order: unknown domain law;
 strategy=fsdp endtask=submodules -> endtask needs the whole
@@ -44,7 +44,7 @@ mask=migu mask.migu.backend=backward mask.migu.importance=gradient -> mask.migu.
 +mask.mine=5 -> … has no class | replay=past replay.general=0.9 -> replay.past=0.25 and general=0.9
 replay=general replay.memory=5 -> … with past=0.0
 replay=generated strategy=fsdp -> replay=generated needs the whole
-model.vocabulary=null -> model.checkpoint=null of tiny_modernbert is
+model.vocab_size=null -> model.name_or_path=null of tiny_modernbert is
 domains=texts domains.root=nowhere -> …: there is no
 domains.packing=none domains=texts domains.root=. -> domains.packing=none
 domains.embedding=sentence -> … embedding_model=null | order=similar_tree -> …: the 3 domains
@@ -60,23 +60,23 @@ method=merge_lora method.exported=peft -> … has no pair
 ON_THE_MODEL = read("""
 method=adapter method.reduction=100000 | method=lora method.targets=[nothing]
 method=prompt method.tokens=497
-method=hat method.form=adapter method.reduction=33 | model.mask_rate=null | model.length=9999
+method=hat method.form=adapter method.reduction=33 | model.mlm_probability=null | model.max_seq_length=9999
 freeze.layers=9 | optim._target_=collections.OrderedDict | +callbacks.x._target_=builtins.dict
 method=lifelong_moe method.every=3 | replay=generated -> … asks a model
 method=peft +method.arguments.rank=3 -> ? is not known
 method=progprompt method.tokens=166 -> … for each of | method=elle method.heads=1 -> …: before law, heads
 optim=sgd +optim.nesterov=true -> optim: Nesterov momentum requires
 model.config.num_attention_heads=5 -> model.config: The hidden size
-model.objective=causal -> … does not go with a | freeze.only=nothing -> … finds nothing in
-freeze.only=norms method=lora -> freeze.only=norms leaves nothing of
+model.objective=causal -> … does not go with a | trainable=nothing -> … finds nothing in
+trainable=norms method=lora -> trainable=norms leaves nothing of
 method=recadam method.strength=1e6 -> method.strength=1e+06 at optim.lr=
 method=ewc strategy=fsdp trainer.precision=bf16-true -> … does not go with m
 trainer.accelerator=tpu -> … trainer.devices=1 trainer.strategy=auto
-model.checkpoint=/proc -> … is neither a
+model.name_or_path=/proc -> … is neither a
 +callbacks.x={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: a} -> callbacks.x=EarlyStopping
 method=lifelong_moe freeze.layers=2 -> freeze leaves no FFN
 method=das method.contrast_dropout=null -> two passes of ModernBertForMaskedLM
-domains.packing=isolated trainer.attention=flex_attention -> domains.packing=isolated does not go with
+domains.packing=isolated trainer.attn_implementation=flex_attention -> domains.packing=isolated does not go
 """)
 
 ON_A_CAUSAL = read("""
@@ -85,8 +85,8 @@ domains.packing=isolated model.config.model_type=bloom -> domains.packing=isolat
 """)
 
 ON_A_DECODER = read("""
-model.mean_span=null | model.length=2010 | model.vocabulary=300
+model.mean_span=null | model.max_seq_length=2010 | model.vocab_size=300
 domains.packing=isolated -> … does not go with a | model.objective=masked -> … does not go with a
-model.length=600 model.mask_rate=0.5 model.mean_span=1 -> model.length=600
+model.max_seq_length=600 model.mlm_probability=0.5 model.mean_span=1 -> model.max_seq_length=600
 method=lora method.embeddings=true -> … does not go with a
 """)

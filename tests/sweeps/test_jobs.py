@@ -84,7 +84,7 @@ def test_finished_runs_are_known_without_a_process(sweep, done, monkeypatch, cap
     assert (returned.status, returned.return_value) == (JobStatus.COMPLETED, scores["objective"])
     assert caplog.messages == ["1 job: 1 finished before\ncompare: python -m cpt.report outputs/default"]
     # Another objective is no other run: it is computed from what was measured.
-    (returned,) = sweep.launched(launcher, "seed=1 objective=[FG.nats,LC.nats]")
+    (returned,) = sweep.launched(launcher, "seed=1 optimized_metric=[FG.nats,LC.nats]")
     assert returned.return_value == [scores["metrics"][name]["nats"] for name in ("FG", "LC")]
 
 
@@ -92,7 +92,7 @@ def test_what_is_not_finished_gets_its_process(sweep, done):
     def before(overrides="seed=1"):
         return sweep.jobs(f"{overrides} hydra.run.dir={done}")[0].before
 
-    assert before() and before("seed=1 trainer.workers=1")  # how a run is carried out only
+    assert before() and before("seed=1 trainer.num_workers=1")  # how a run is carried out only
     for lacking in ("seed=2", "seed=1 trainer.steps=7", "seed=1 trainer.steps=???", "seed=1 endtask=texts"):
         assert not before(lacking)
     scores, config = done / "scores.json", done / "config.yaml"

@@ -35,7 +35,7 @@ trainer: {workers: 0}
 hydra: {sweep: {dir: FOLDER}}
 """
 GRID, LR = {"sampler": "grid", "n_trials": None}, "lr=tag(log,interval(1e-4,1))"
-BOTH, LEFT = "objective=[LC.perplexity,FG.nats]", PreemptedJob("#2: preempted (exit 75): …")
+BOTH, LEFT = "optimized_metric=[LC.perplexity,FG.nats]", PreemptedJob("#2: preempted (exit 75): …")
 
 
 class Runs:
@@ -214,9 +214,11 @@ def test_two_objectives_give_the_pareto_front_and_maximize_the_greatest(search, 
 
 
 def test_a_folder_of_another_search_is_refused(search, ends, folder):
-    search(loss, LR, "trainer.workers=1")
-    assert len(search(loss, LR, "trainer.workers=2", n_trials=5).jobs) == 1  # how it is carried out is free
-    for changed in (["lr=interval(0.1,1)"], [LR, "steps=2"], [LR, "objective=FG.nats"]):
+    search(loss, LR, "trainer.num_workers=1")
+    assert (
+        len(search(loss, LR, "trainer.num_workers=2", n_trials=5).jobs) == 1
+    )  # how it is carried out is free
+    for changed in (["lr=interval(0.1,1)"], [LR, "steps=2"], [LR, "optimized_metric=FG.nats"]):
         assert "is another search (" in ends(loss, *changed, n_trials=6)
     assert "directions: " in ends(loss, LR, direction="maximize")
 

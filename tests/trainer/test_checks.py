@@ -31,7 +31,7 @@ def test_a_wrong_value_is_told_with_what_is_allowed(given, composed):
 def test_every_choice_of_the_config_is_right(group, choice, composed):
     chosen = {"routing": ["method=adapter", f"routing@method.routing={choice}"]}
     hub = ["+domains.catalogue.news={path: ag_news}"] * (choice == "hub" and group == "domains")
-    cfg = composed(*chosen.get(group, [f"{group}={choice}"]), *hub, "model.checkpoint=somewhere")
+    cfg = composed(*chosen.get(group, [f"{group}={choice}"]), *hub, "model.name_or_path=somewhere")
     assert read_sections(cfg).run
     for missing in OmegaConf.missing_keys(cfg):
         OmegaConf.update(cfg, missing, "given")

@@ -42,7 +42,7 @@ def planned(start, capsys):
 
 
 COMPOSED = [
-    "optim.carry=moments schedule=wsd schedule.decay=0.5",
+    "optim.state_across_domains=moments schedule=wsd schedule.decay=0.5",
     "method=ewc mask=migu replay=past replay.memory=8",
     "method=das method.contrast_every=3",
 ]
@@ -52,7 +52,7 @@ GIVEN = [*(f"method={name}" for name in METHODS), *COMPOSED]
 @pytest.mark.parametrize("given", run_few(GIVEN, ["method=joint", COMPOSED[1]]))
 def test_bytes_steps_and_tokens_are_those_of_the_run(start, composed, five, cache, planned, tmp_path, given):
     places = ["domains=texts", f"domains.root={five}", f"cache_dir={cache}", f"order=[{','.join(DOMAINS)}]"]
-    cfg = composed(*places, *SMALL, *FEW, *given.split(), "keep_stages=true")
+    cfg = composed(*places, *SMALL, *FEW, *given.split(), "save_all_stages=true")
     said = planned(cfg, tmp_path / "said")
     start(cfg, tmp_path / "done")
     done = scores_of(tmp_path / "done")
@@ -66,7 +66,7 @@ def test_bytes_steps_and_tokens_are_those_of_the_run(start, composed, five, cach
         return
     assert said["trained_parameters"] == max(done.trained) and said["step_seconds"] > 0
     files = sum(path.stat().st_size for path in (tmp_path / "done" / "stages").glob("*.pt"))
-    expected = said["disk"]["all stage files (keep_stages=true)"]
+    expected = said["disk"]["all stage files (save_all_stages=true)"]
     assert expected == pytest.approx(files, rel=0.03) or (said["lower_bound"] and expected < files)
     if given in COMPOSED:
         return
@@ -101,7 +101,7 @@ def test_nothing_is_left_behind_and_cells_are_counted_as_they_are_measured(start
 
 
 def test_what_is_left_of_a_run_that_was_killed_or_is_to_have_more(start, small, planned, killing, tmp_path):
-    seen = small(THREE, "eval.columns=seen", "keep_stages=true")
+    seen = small(THREE, "eval.columns=seen", "save_all_stages=true")
     killed(start, killing, seen, tmp_path / "run", step=5, domain="food")
     before = times(tmp_path / "run")
     said = planned(seen, tmp_path / "run")
@@ -110,6 +110,6 @@ def test_what_is_left_of_a_run_that_was_killed_or_is_to_have_more(start, small, 
     assert steps == {"base": 0, "law": 0, "food": 2, "space": 6}  # a checkpoint after 4 of 6 steps
     assert left(said)["law"][1] == 0 < left(said)["food"][1]
     start(seen, tmp_path / "run")
-    wider = left(planned(small(THREE, "keep_stages=true"), tmp_path / "run"))
+    wider = left(planned(small(THREE, "save_all_stages=true"), tmp_path / "run"))
     assert wider["law"][1] > wider["food"][1] > wider["base"][1] == wider["space"][1] == 0
     assert not any(steps for steps, _ in wider.values())

@@ -185,16 +185,16 @@ def test_a_part_is_measured_on_its_own_task(run, root):
 
 def test_end_tasks_are_added_to_a_finished_run_and_change_nothing_of_it(run, root, small, noted):
     """Whose weights were kept, after each of its stages."""
-    before = run("keep_stages=true", when=None)
+    before = run("save_all_stages=true", when=None)
     weights, own = root / "run" / "model" / "model.safetensors", ("order=[law,food]", "trainer.steps=2")
     whole, plain, wanted = weights.read_bytes(), small(*own), small(*own, *asked_for(root, "each"))
     assert is_done(plain, root / "run") and not is_done(wanted, root / "run")
     noted.deadly = {(2, "law")}
     with pytest.raises(KeyError):
-        run("keep_stages=true", when="each")
+        run("save_all_stages=true", when="each")
     assert not told_by(root / "run")["run"]["finished"]
     noted.deadly = ()
-    after = run("keep_stages=true", when="each")
+    after = run("save_all_stages=true", when="each")
     assert files(root) == EACH and len(noted.asked) == 3 and len(after["endtasks"]["digest"]) == 16
     for key in ("rows", "nll", "metrics", "trained", "seen", "flops", "objective", "run"):
         assert after[key] == before[key], key

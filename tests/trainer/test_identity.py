@@ -69,7 +69,7 @@ def test_changed_text_is_refused_by_name_whether_finished_or_not(
     os.utime(law, ns=(before.st_atime_ns, before.st_mtime_ns))
     run("order=0")
     with pytest.raises(ValueError, match="the text of law changed"):  # every document is read
-        run("order=0", "check=full")
+        run("order=0", "verify_inputs=full")
 
 
 def test_text_that_only_looks_changed_goes_on_and_texts_may_move(
@@ -105,7 +105,7 @@ def test_new_and_vanished_domains_are_told_by_name(run, config, start, killing, 
 def test_a_checkpoint_that_changed_is_told_by_its_file(run, config, killing, tmp_path, small, start):
     start(small("order=[law]", "trainer.steps=1"), tmp_path / "first")
     base = tmp_path / "first" / "model"
-    given = [ORDER, f"model.checkpoint={base}"]
+    given = [ORDER, f"model.name_or_path={base}"]
     killed(start, killing, config(*given), tmp_path / "run", step=1, domain="food")
     for path in base.iterdir():
         os.utime(path, ns=(1, 1))

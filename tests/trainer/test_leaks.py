@@ -9,7 +9,7 @@ from cpt.trainer.callbacks import protected_shares
 from tests.runs.reading import killed, told_by
 from tests.support.making import ORDER
 
-FEW = [ORDER, "trainer.steps=6", "trainer.probe_samples=8", "optim.weight_decay=0.1"]
+FEW = [ORDER, "trainer.steps=6", "trainer.importance_samples=8", "optim.weight_decay=0.1"]
 
 
 class Half(GradientMask):

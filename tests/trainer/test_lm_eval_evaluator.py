@@ -15,13 +15,13 @@ DROPOUT = "model.config.attn_pdrop=0.1"
 @pytest.fixture
 def run(small_gpt2, start, tmp_path, monkeypatch):
     def harness(plan):
-        return FakeHarness(plan.probe) if plan.probe is not None else None
+        return FakeHarness(plan.benchmark) if plan.benchmark is not None else None
 
     monkeypatch.setattr(LMEvalOptions, "check_installed", lambda self: None)
     monkeypatch.setattr(preflight, "make_harness", harness)
 
     def go(*overrides, when="last", folder=tmp_path):
-        asked = [f"probe.when={when}", "probe=lm_eval", "probe.tasks=[say,ask]"] if when else []
+        asked = [f"benchmark.when={when}", "benchmark=lm_eval", "benchmark.tasks=[say,ask]"] if when else []
         start(small_gpt2("order=[law,food]", "trainer.steps=4", *asked, *overrides), folder)
         return told_by(folder)
 
@@ -73,7 +73,7 @@ def test_a_second_start_measures_what_is_missing_damaged_or_of_other_settings(
         return measure(self, name, *given, **how)
 
     measure = FakeHarness.measure
-    with monkeypatch.context() as patched, pytest.raises(error, match="15|in the probe after base"):
+    with monkeypatch.context() as patched, pytest.raises(error, match="15|in the benchmark after base"):
         patched.setattr(FakeHarness, "measure", stop)
         run(when="every:2")
     monkeypatch.setattr("cpt.core.preemption.notice.number", 0)
@@ -84,8 +84,8 @@ def test_a_second_start_measures_what_is_missing_damaged_or_of_other_settings(
     assert [*before] == BASE + FOOD and left.items() <= before.items()
     (tmp_path / "probes" / FOOD[0]).unlink()
     (tmp_path / "probes" / FOOD[1]).write_text("{")
-    run("probe.batch_size=2", when="every:2")
+    run("benchmark.batch_size=2", when="every:2")
     again = files(tmp_path)
     assert {name for name in before if again[name] != before[name]} == {*FOOD}
-    run("probe.limit=3", when="every:2")
+    run("benchmark.limit=3", when="every:2")
     assert all(when != again[name] for name, when in files(tmp_path).items())

@@ -62,7 +62,7 @@ def bart(tmp_path):
 
 
 def test_a_tokenizer_without_sentinels_gets_them_and_the_embedding_rows(bart, small, start, tmp_path):
-    options = [f"model.checkpoint={bart}", "model.mean_span=3", "order=[law]", "trainer.steps=2"]
+    options = [f"model.name_or_path={bart}", "model.mean_span=3", "order=[law]", "trainer.steps=2"]
     start(small(*options), tmp_path / "run")
     words = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "run" / "model")
@@ -83,16 +83,16 @@ def checkpoint(tmp_path):
 
 
 def test_a_checkpoint_that_is_damaged_or_does_not_fit_is_told(checkpoint, small, unread, tmp_path):
-    cfg, whole = small(f"model.checkpoint={checkpoint}"), shutil.copytree(checkpoint, tmp_path / "whole")
+    cfg, whole = small(f"model.name_or_path={checkpoint}"), shutil.copytree(checkpoint, tmp_path / "whole")
     weights = checkpoint / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     assert "model.safetensors is truncated or damaged (" in unread(cfg)
     shutil.copytree(whole, checkpoint, dirs_exist_ok=True)
     for path in checkpoint.glob("tokenizer*"):
         path.unlink()
-    assert f"model.checkpoint={checkpoint} has no tokenizer" in unread(cfg)
+    assert f"model.name_or_path={checkpoint} has no tokenizer" in unread(cfg)
     words = AutoTokenizer.from_pretrained(whole)
     words.add_tokens(["contract", "section"])
     words.save_pretrained(checkpoint)
     assert "allowed: model.resize=true" in unread(cfg)
-    prepare(make_plan(small(f"model.checkpoint={checkpoint}", "model.resize=true")), RunDir(checkpoint))
+    prepare(make_plan(small(f"model.name_or_path={checkpoint}", "model.resize=true")), RunDir(checkpoint))

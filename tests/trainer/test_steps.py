@@ -49,7 +49,9 @@ def settled(cfg, folder, device="cpu"):
     plan, scores = make_plan(cfg), RunDir(folder).scores()
     stored = scores.numerics["precision"] if scores else None
     config = AutoConfig.for_model(**plan.model.config)
-    return resolve_auto(plan.trainer, config, torch.device(device), length=plan.model.length, stored=stored)
+    return resolve_auto(
+        plan.trainer, config, torch.device(device), length=plan.model.max_seq_length, stored=stored
+    )
 
 
 @pytest.mark.parametrize(

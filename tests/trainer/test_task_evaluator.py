@@ -23,7 +23,12 @@ def place(tmp_path_factory):
 @pytest.fixture
 def asked(small_gpt2, place, start):
     def run(folder, *overrides):
-        given = ["domains=tasks", f"domains.root={place / 'tasks'}", "model.length=64", "keep_stages=true"]
+        given = [
+            "domains=tasks",
+            f"domains.root={place / 'tasks'}",
+            "model.max_seq_length=64",
+            "save_all_stages=true",
+        ]
         given += ["answers.tokens=4"] * ("answers=none" not in overrides)
         start(small_gpt2(*given, "trainer.steps=4", *overrides), folder)
         return told_by(folder)

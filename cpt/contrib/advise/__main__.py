@@ -130,9 +130,9 @@ def advise(
     built = asked.model.config or {"num_hidden_layers": configuration(given.model).num_hidden_layers}
     blocks = next((int(built[name]) for name in LAYERS if name in built), 1)
     tried = Setting(rate=asked.model.lr, blocks=blocks, domains=len(asked.order))
-    checkpoint_rate = float(OmegaConf.load(CONF / "model/checkpoint.yaml").lr)
+    checkpoint_rate = float(OmegaConf.load(CONF / "model/hf.yaml").lr)
     real = tried if model.is_itself else replace(tried, rate=checkpoint_rate, blocks=model.blocks)
-    per_step = asked.trainer.batch_size * asked.model.length
+    per_step = asked.trainer.batch_size * asked.model.max_seq_length
     ready = settle(given, sweep, arms, tried, per_step=per_step, began=began)
     measured, lost = carry_out(given, sweep, ready, tried, began=began)
     subject = Subject(tuple(texts), tuple(given.overrides), model, real, ready.epoch, per_step, left_out)

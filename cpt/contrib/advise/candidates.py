@@ -92,7 +92,16 @@ MOST_DOMAINS = 6
 PLAIN = re.compile(r"[\w./+@-]+")  # what needs no quotes for Hydra
 OWN = (  # what advise sets itself
     *("method", "replay", "model", "seed", "name", "trainer.steps", "trainer.epochs", "trainer.tokens"),
-    *("freeze.layers", "keep_stages", "eval.rows", "eval.columns", "plan", "from", "domains.root", "endtask"),
+    *(
+        "freeze.layers",
+        "save_all_stages",
+        "eval.rows",
+        "eval.columns",
+        "plan",
+        "init_from",
+        "domains.root",
+        "endtask",
+    ),
 )
 TINY = {"masked": "tiny_roberta", "causal": "tiny_gpt2", "span": "tiny_t5"}
 OF_TYPE = {"modernbert": "tiny_modernbert", "roberta": "tiny_roberta", "gpt2": "tiny_gpt2", "t5": "tiny_t5"}
@@ -161,7 +170,7 @@ def find_model(given: str) -> Model:
     except ValueError as error:
         allowed = f"tiny, {', '.join(names)}, a checkpoint"
         raise ValueError(f"--model {given}: {reason(error)}; allowed: {allowed}") from error
-    real = ("model=checkpoint", f"model.checkpoint={quote(given)}")
+    real = ("model=hf", f"model.name_or_path={quote(given)}")
     with torch.device("meta"):
         size = sum(each.numel() for each in AutoModel.from_config(config).parameters())
     if size <= SMALL:

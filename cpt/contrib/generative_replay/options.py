@@ -37,7 +37,7 @@ class GeneratedReplay(ReplayConfig):
         new = batch_size * (1 - exact(self.past) - exact(self.forms))
         prompt = self.prompt or "{domain}"
         found = {
-            f"replay.prefix={self.prefix}, which leaves nothing to write of model.length={length}; "
+            f"replay.prefix={self.prefix}, which leaves nothing to write of model.max_seq_length={length}; "
             "allowed: fewer": self.prefix >= length and not examples,
             f"replay.prompt={prompt} does not say of which domain an example is to be written; "
             "allowed: null, or a text with {domain}": examples and "{domain}" not in prompt,

@@ -221,7 +221,7 @@ class TextWriter(ReplaySource):
         if (taken := len(self.begin) + len(ids) + how.prefix) >= self.length:
             raise ValueError(
                 f"replay.prompt={how.prompt} and replay.prefix={how.prefix} take {taken} tokens and leave "
-                f"nothing to write of model.length={self.length}; allowed: fewer"
+                f"nothing to write of model.max_seq_length={self.length}; allowed: fewer"
             )
         return [*self.begin, *ids] if ids else []
 
@@ -313,8 +313,8 @@ class ExampleWriter(TextWriter):
             path = folder / "rows.arrow"
             if not tokenized_tasks.write_examples(path, rows, tokenizer=self.tokenizer)[0]:
                 raise ValueError(
-                    f"no example of {name} fits into model.length={self.length} in the form in which it "
-                    "would be written (replay=generated); allowed: a larger model.length, replay=past"
+                    f"no example of {name} fits into model.max_seq_length={self.length} in the form that "
+                    "is written (replay=generated); allowed: a larger model.max_seq_length, replay=past"
                 )
 
         folder = make_once(self.corpora.cache / "packed" / f"{name}-forms-{digest(made_of)}", make=make)

@@ -49,7 +49,9 @@ def export(plan: Plan, folder: Path) -> list[str]:
     from cpt.trainer.base_model import describe_base
 
     plan.source.check_domains(plan.order)
-    corpora = Corpora.read(plan.source, plan.order, cache=Path(plan.run.cache_dir), workers=plan.data.workers)
+    corpora = Corpora.read(
+        plan.source, plan.order, cache=Path(plan.run.cache_dir), workers=plan.data.preprocessing_num_workers
+    )
     base, done = describe_base(plan.model, corpora), {}
     texts = HarnessTexts(Encoder(base.tokenizer, base.length, plan.source.encoding, base.seq2seq))
     for task in plan.order:
@@ -66,7 +68,7 @@ def export(plan: Plan, folder: Path) -> list[str]:
         *(f"{each.name}: {each.examples:,} examples" for each in written),
         *(f"{name}: {other} {len(ids):,}, like {ids[0]}" for name, ids in differing.items()),
         *(f"{task} has no choices and is left out" for task, each in done.items() if each is None),
-        f"probe=lm_eval probe.include={folder} 'probe.tasks=[{group}]'",
+        f"benchmark=lm_eval benchmark.include={folder} 'benchmark.tasks=[{group}]'",
     ]
 
 

@@ -162,10 +162,10 @@ def test_killed_in_a_stage_it_replays_what_was_written_and_writes_what_is_damage
 
 @pytest.mark.adopts
 def test_a_run_that_grows_writes_for_the_new_stage_alone(start, small_gpt2, tmp_path, blocks):
-    start(small_gpt2(THREE, *FEW, "keep_stages=true"), tmp_path / "apart" / "whole")
+    start(small_gpt2(THREE, *FEW, "save_all_stages=true"), tmp_path / "apart" / "whole")
     total = blocks["written"]
-    start(small_gpt2(TWO, *FEW, "keep_stages=true"), tmp_path / "two")
-    start(small_gpt2(THREE, *FEW, "keep_stages=true"), tmp_path / "three")
+    start(small_gpt2(TWO, *FEW, "save_all_stages=true"), tmp_path / "two")
+    start(small_gpt2(THREE, *FEW, "save_all_stages=true"), tmp_path / "three")
     assert blocks["written"] == 2 * total
     assert_same(tmp_path / "apart" / "whole", tmp_path / "three")
 
@@ -217,7 +217,7 @@ def tasks(tmp_path_factory):
 def config(request, small_gpt2, small_t5, tasks):
     """The config of a run on tasks by a kind of model."""
     made = small_gpt2 if request.param == "causal" else small_t5
-    places = ["domains=tasks", f"domains.root={tasks}", f"model.length={LENGTH}"]
+    places = ["domains=tasks", f"domains.root={tasks}", f"model.max_seq_length={LENGTH}"]
     return lambda *overrides: made(*places, *EXAMPLES, *overrides)
 
 
