@@ -30,8 +30,8 @@ lr: 0.1
 steps: 1
 seed: 0
 order: 0
-objective: LC.perplexity
-trainer: {workers: 0}
+optimized_metric: LC.perplexity
+trainer: {num_workers: 0}
 hydra: {sweep: {dir: FOLDER}}
 """
 GRID, LR = {"sampler": "grid", "n_trials": None}, "lr=tag(log,interval(1e-4,1))"
