@@ -47,7 +47,7 @@ COMPOSITIONS = {
     "isolated": "method=ncl domains.packing=isolated",
     "per-document": "method=ncl domains.packing=per_document",
     "demix-posterior": "method=demix routing@method.routing=posterior",
-    "carry-wsd": "method=ncl optim.carry=moments schedule=wsd schedule.decay=0.5",
+    "carry-wsd": "method=ncl optim.state_across_domains=moments schedule=wsd schedule.decay=0.5",
     "rewarm": "method=kd schedule=rewarm",
     "monitor": "method=ncl monitor.every=2 monitor.tokens=200",
     "accumulate": "method=das trainer.accumulate_grad_batches=2",
