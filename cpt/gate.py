@@ -1,4 +1,4 @@
-"""A gate for models: `python -m cpt.gate RUN --gain 0.05 --loss 0.02`.
+"""A gate for models: `python -m cpt.gate RUN --min-gain 0.05 --max-forgetting 0.02`.
 
 Exit code 0 only where the run's last model has gained on what is new and nothing old has lost more than is
 allowed, by the whole of each 95 % interval over documents, and the exported model is undamaged. 1: that

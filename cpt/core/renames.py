@@ -26,8 +26,8 @@ KEYS = {
     "trainer.probe_samples": "trainer.importance_samples",
     "trainer.workers": "trainer.num_workers",
 }
-CHOICES = {"model=checkpoint": "model=hf"}
-OVERRIDE = re.compile(r"([+~]{0,2})([\w/.@]+)(=.*|$)", re.DOTALL)
+CHOICES = {("model", "checkpoint"): "hf"}
+OVERRIDE = re.compile(r"(~)([\w/.@]+)()|([+~]{0,2})([\w/.@]+)(=.*)", re.DOTALL)
 
 
 def new_name(key: str) -> str:
@@ -44,20 +44,24 @@ def rename_overrides(arguments: Sequence[str]) -> list[str]:
     """Command-line arguments with present names; warns of each old one on stderr."""
     renamed = []
     for each in arguments:
-        found = OVERRIDE.fullmatch(each)
-        if found and not each.startswith("-") and (new := new_name(found[2])) != found[2]:
-            warn(found[2], new)
-            each = f"{found[1]}{new}{found[3]}"
-        if each in CHOICES:
-            warn(each, CHOICES[each])
-            each = CHOICES[each]
+        if found := OVERRIDE.fullmatch(each):
+            sign, key, value = (part for part in found.groups() if part is not None)
+            if (new := new_name(key)) != key:
+                warn(key, new)
+            for (group, old), choice in CHOICES.items():
+                if key == group and re.search(rf"\b{old}\b", value):
+                    warn(f"{group}={old}", f"{group}={choice}")
+                    value = re.sub(rf"\b{old}\b", choice, value)
+            each = f"{sign}{new}{value}"
         renamed.append(each)
     return renamed
 
 
 def rename_keys(cfg: DictConfig) -> None:
-    """Moves the values of old keys that a YAML file has set to the present ones, in place; warns of each on
-    stderr."""
+    """Moves the values of old keys that a YAML file has set to the present ones, in place, where the command
+    line does not set these; warns of each on stderr."""
+    given = OmegaConf.select(cfg, "hydra.overrides.task") or ()
+    on_command_line = {each.lstrip("+").partition("=")[0] for each in given}
     for old in (*KEYS, *GROUPS):
         place, _, name = old.rpartition(".")
         node = OmegaConf.select(cfg, place) if place else cfg
@@ -65,4 +69,5 @@ def rename_keys(cfg: DictConfig) -> None:
             warn(old, new_name(old))
             with open_dict(cfg):
                 value = node.pop(name)
-                OmegaConf.update(cfg, new_name(old), value, merge=True)
+                if new_name(old) not in on_command_line:
+                    OmegaConf.update(cfg, new_name(old), value, merge=True)

@@ -27,6 +27,7 @@ from cpt.models.weights import Snapshot
 from cpt.optim.state import CarriedState
 from cpt.trainer.base_model import Base
 from cpt.trainer.manifest import why_end_is_final
+from cpt.trainer.options import BF16
 from cpt.trainer.plan import Plan
 from cpt.trainer.run_dir import checkpoint_files
 
@@ -94,6 +95,14 @@ def log_ineffective(plan: Plan, module: ContinualMethod, device: torch.device) -
             options.offload_method_state and offloads and device.type == "cpu"
         ),
         f"save_trainer_state=true: {final}": final,
+        "domains.packing=isolated: samples come one by one": (
+            plan.source.isolated
+            and plan.source.encoding is not None
+            and plan.budget.batch_size == options.accumulate_grad_batches
+        ),
+        f"method.teacher: all is in 16 bits (trainer.precision={options.precision})": (
+            getattr(module.options, "teacher", "run") != "run" and options.precision in BF16
+        ),
         "the mask's backend=backward: later micro-batches of a step select rows too": by_backward,
         f"modules.storage=disk: {name} has no modules per domain": on_disk and not has_parts,
         "modules.storage=disk: with strategy=fsdp sharded modules stay in memory": (

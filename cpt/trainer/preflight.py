@@ -157,7 +157,8 @@ def check_model(plan: Plan) -> PretrainedConfig:
             tokenizer = loading.load_tokenizer(given)
         if not options.resize:
             check_entries(config.get_text_config().vocab_size, tokenizer, checkpoint=given)
-        loading.find_adapter(given)  # raises ValueError for one that is damaged
+        if (adapter := loading.find_adapter(given)) and is_first_process():
+            log.info("Merging the adapter %s into the model of %s", adapter.name, folder)
         if is_first_process() and (folder / PARTS_INDEX).is_file():
             index = json.loads((folder / PARTS_INDEX).read_text(encoding="utf-8"))
             used = f"with those of {index['parts'][-1]}" if index["attach"] is None else "without any of them"

@@ -35,7 +35,16 @@ def test_present_names_are_those_of_the_config_and_are_left_alone(capsys):
     same = ["optimized_metric=LC.nats", "model.objective=auto", "benchmark.tasks=[a]", "hydra.job.name=check"]
     assert rename_overrides(same) == same and rename_overrides(["probe.tasks=[a]"]) == ["benchmark.tasks=[a]"]
     assert capsys.readouterr().err.count("deprecated") == 1
-    assert rename_overrides(["model=checkpoint"]) == ["model=hf"]
+    assert rename_overrides(["model=gpt2,checkpoint"]) == ["model=gpt2,hf"]
+    flags = ["--config-name", "check", "model.name_or_path=checkpoint"]  # values are no keys
+    assert rename_overrides(flags) == flags
+
+
+def test_the_command_line_goes_before_an_old_name_in_a_file():
+    cfg = OmegaConf.create({"model": {"checkpoint": "file", "name_or_path": "given"}, "check": "full"})
+    OmegaConf.update(cfg, "hydra.overrides.task", ["model.name_or_path=given"], force_add=True)
+    rename_keys(cfg)
+    assert cfg.model == {"name_or_path": "given"} and cfg.verify_inputs == "full"
 
 
 def test_the_gates_old_flags_are_warned_of(tmp_path, capsys):

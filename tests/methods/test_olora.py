@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from cpt.adapters import lora
+from cpt.gradient_masks.base import recording
 from cpt.methods.nlora import factors_norm, product_norm
 from cpt.methods.olora import group_by_width, norms, pair_overlap
 from tests.support.making import state_beside_the_model
@@ -106,3 +107,20 @@ def test_the_term_is_of_the_newest_pair_alone(penalty, norm, build):
     assert all(each.any() for each in torch.autograd.grad(term, trained))
     after = base_of(work.module)
     assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+def test_a_mask_ranks_rows_of_a_by_what_the_gates_leave_of_them(build):
+    work = build("moelora", "method.experts=3", "method.r=2", "mask=migu", "trainer.steps=1")
+    work.learn(0)
+    [mask], [batch], seen = work.module.masks, work.batches(), []
+    mask.sums.zero_()
+    name, layer = next(iter(lora.lora_layers(work.module.model).items()))
+    place = mask.places[[each.name for each in mask.maps].index(f"{name}.lora_A")]
+    layer.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    with recording([mask]):
+        work.module.objective.nll(work.module.model, batch)
+    gates = layer.router(seen[0]).float().softmax(-1).repeat_interleave(2, -1)
+    weighed = gates * (seen[0] @ layer.lora_A["default"].weight.T)
+    present = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))[..., None]
+    expected = (weighed.abs() * present).sum((0, 1))
+    torch.testing.assert_close(mask.sums[place] / mask.sums[place].sum(), expected / expected.sum())
