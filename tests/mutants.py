@@ -5,7 +5,7 @@
     python tests/mutants.py --list          # what there is; checks that each text and each test is there
 
 A mutant is killed where a test fails, survives where all pass, and is invalid where its tests fail
-without it.
+without it, or end otherwise than by a failed test.
 `--write` records the results in tests/mutants.json. Not part of CI."""
 
 import argparse
@@ -40,7 +40,6 @@ PRELOADED = (
 )
 LEFT_OUT = (".git", ".mypy_cache", ".ruff_cache", ".pytest_cache", "__pycache__", "outputs", "*.egg-info")
 STATES = ("killed", "survived", "timed out", "invalid")
-ENDS = {0: "survived", 5: "invalid"}  # exit codes of pytest; 5: no test was chosen
 
 
 @dataclass(frozen=True)
@@ -138,6 +137,8 @@ def run_tests(copy: Path, tests: Sequence[str], failed: Path, output: Path) -> N
             if report.failed:
                 failed.write_text(report.nodeid)
 
+        pytest_collectreport = pytest_runtest_logreport  # a file that cannot be imported
+
     options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb=short", "-m", ""]
     options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # plugins are imported by now
     sys.exit(int(pytest.main([*options, f"--basetemp={copy.parent / 'tmp'}", *tests], plugins=[Chosen()])))
@@ -160,9 +161,11 @@ def try_tests(copies: queue.Queue[Path], tests: Sequence[str], mutant: Mutant | 
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid or 0, signal.SIGKILL)  # also what the tests have left
         process.join()
-        state = "timed out" if late else ENDS.get(process.exitcode or 0, "killed")
+        by = failed.read_text()
+        # A process that ends otherwise than by a failed test says nothing about the mutant.
+        state = "killed" if by else "survived" if process.exitcode == 0 else "invalid"
         took = round(time.monotonic() - began, 1)
-        return Result(state, took, failed.read_text(), output.read_text(errors="replace"))
+        return Result("timed out" if late else state, took, by, output.read_text(errors="replace"))
     finally:
         if path:
             rewrite(path, before)
@@ -192,6 +195,8 @@ def run_mutants(mutants: Sequence[Mutant], *, jobs: int) -> Iterator[tuple[str, 
                 for found in killed.values():
                     found.state = "invalid"
             for mutant, found in done.items():
+                if found.state == "invalid" and not found.by:
+                    print(found.output[-OUTPUT:], file=sys.stderr)
                 print(f"{found.state:9}  {found.seconds:5.1f} s  {mutant.name}  {found.by}", flush=True)
                 yield mutant.name, found
 

@@ -274,3 +274,27 @@ def test_masks_and_gradients_are_those_of_the_hooks(family, given):
         assert value.dtype == torch.float32
     for name, factor in found.items():
         assert raw[name].any() and not raw[name][(factor == 0).expand_as(raw[name])].any(), name
+
+
+def test_passes_that_are_not_of_the_loss_have_all_gradients():
+    made = gpt2()
+    mask, copy = watching(made, backend="backward"), deepcopy(made)
+    weight = made.transformer.h[0].mlp.c_fc.weight
+
+    def every_row(model):
+        return bool(model.transformer.h[0].mlp.c_fc.weight.grad.any(0).all())
+
+    made(input_ids=TEXT, labels=TEXT).loss.backward()
+    assert every_row(made)
+    with recording([mask]), torch.no_grad():
+        made(input_ids=TEXT)
+    assert not mask.limiting
+    weight.grad = None
+    with recording([mask], alone=False):
+        made(input_ids=TEXT, labels=TEXT).loss.backward()
+    assert every_row(made)
+    weight.grad = None
+    with recording([mask]):
+        loss = made(input_ids=TEXT, labels=TEXT).loss + copy(input_ids=TEXT, labels=TEXT).loss
+    loss.backward()
+    assert every_row(copy) and not every_row(made)
