@@ -141,7 +141,9 @@ def run_tests(copy: Path, tests: Sequence[str], failed: Path, output: Path) -> N
 
     options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb=short", "-m", ""]
     options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # plugins are imported by now
-    sys.exit(int(pytest.main([*options, f"--basetemp={copy.parent / 'tmp'}", *tests], plugins=[Chosen()])))
+    code = pytest.main([*options, f"--basetemp={copy.parent / 'tmp'}", *tests], plugins=[Chosen()])
+    sys.stdout.flush()
+    os._exit(int(code))  # the end of Python would join the pool's thread that forked this process, and fail
 
 
 def try_tests(copies: queue.Queue[Path], tests: Sequence[str], mutant: Mutant | None = None) -> Result:
