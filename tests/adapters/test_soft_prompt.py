@@ -75,6 +75,16 @@ def test_a_padded_row_is_the_row_without_padding(name):
         close(found[row, :length], alone[0])
 
 
+@pytest.mark.parametrize("name", ["bert", "roberta", "gpt2", "llama"])
+def test_positions_that_are_given_count_on_through_the_prompt(name):
+    model, *_ = prompted(name)
+    ids, first = inputs_of(model)["input_ids"], 1 if name == "roberta" else 0
+    given = torch.arange(first, first + T).expand(B, T)
+    logits = model(input_ids=ids).logits
+    close(model(input_ids=ids, position_ids=given).logits, logits)
+    assert not torch.allclose(model(input_ids=ids, position_ids=given + 1).logits, logits) or name == "llama"
+
+
 @pytest.mark.parametrize("name", ["t5", "t5-gated", "bart"])
 def test_with_a_decoder_it_is_the_model_of_the_source_behind_the_prompt(name):
     model, part, none = prompted(name)

@@ -95,6 +95,8 @@ def test_two_domains_are_learned(case, uninterrupted):
     objective = {"": "masked", "causal": "causal"}.get(case.partition(" on ")[2], "span")
     assert scores["run"]["finished"] and scores["run"]["objective"] == objective
     assert scores["domains"] == ["law", "food", "general"]
+    learned = {"joint": ["joint"], "none": []}.get(case.partition(" on ")[0], ["law", "food"])
+    assert scores["rows"] == ["base", *learned]
     assert all(isinstance(loss, float) and 0 < loss < 20 for row in scores["nll"] for loss in row)
     assert (scores["nll"][-1] != scores["nll"][0]) == (case in METHODS and case != "none" or " on " in case)
 

@@ -170,6 +170,15 @@ def ruin(self):
     if here and not met:
         met.append(next(self.model.parameters()).data.fill_(float("inf")))
 NCL.after_update = ruin
+
+own = NCL.losses
+def add_infinity(self, *given):  # the gradient stays finite
+    terms = own(self, *given)
+    if self.global_rank == 1 and self.trainer.global_step == 3 and self.domain.name == "law":
+        terms["lm"] = terms["lm"] + float("inf")
+    return terms
+if {policy!r} == "stop":
+    NCL.losses, NCL.after_update = add_infinity, lambda self: None
 sys.argv[0] = __file__
 from cpt.__main__ import main
 
@@ -177,13 +186,18 @@ main()
 """
 
 
-def test_all_processes_hear_of_one(corpora, cache, tmp_path):
+@pytest.mark.parametrize("policy", ["stop", "rollback"])
+def test_all_processes_hear_of_one(policy, corpora, cache, tmp_path):
+    """Of a loss, or of weights, that are not finite in one of two processes alone."""
     script, folder, log = tmp_path / "script.py", tmp_path / "run", tmp_path / "log"
-    script.write_text(SCRIPT.format(root=str(ROOT)))
+    script.write_text(SCRIPT.format(root=str(ROOT), policy=policy))
     places = [f"domains.root={corpora}", f"cache_dir={cache}", f"hydra.run.dir={folder}"]
     given = ["domains=texts", *places, ORDER, *SMALL, "strategy=ddp", "trainer.accelerator=cpu"]
-    process = started(script, *given, "on_nonfinite=rollback", cwd=tmp_path, log=log, twin=True)
+    process = started(script, *given, f"on_nonfinite={policy}", cwd=tmp_path, log=log, twin=True)
     code, said = ended(process, seconds=60), log.read_text()
+    if policy == "stop":
+        assert code == 1 and "the lm loss is inf at step 3 of law" in said, said
+        return
     assert code == 0 and told(folder)["skipped"] == [0, 2, 0], said  # of the two since the checkpoint
     assert all_finite(state(folder).values()) and "weights are not finite after step 4 of law" in said
 
