@@ -118,7 +118,7 @@ def find_targets(model: PreTrainedModel, targets: Targets) -> dict[str, nn.Modul
         found = {name: module for name, module in linear.items() if f".{name}".endswith(ends)}
     if not found:
         allowed = f"all-linear, a regular expression or a list that finds some of {[*linear][:6]} …"
-        raise ValueError(f"method.targets={show(targets)}; allowed: {allowed}")
+        raise ValueError(f"method.target_modules={show(targets)}; allowed: {allowed}")
     return found
 
 

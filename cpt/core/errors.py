@@ -16,10 +16,12 @@ from cpt.core.config import CONF
 from cpt.core.processes import is_one_of_several
 from cpt.core.schema import unknown_name
 
+RENAMED_GROUPS = {"probe": "benchmark", "schedule": "lr_scheduler"}  # accepted: cpt.core.renames
 LOADED = re.compile(r"Could not load '(.+)/([^/']+)'")
 TWICE = re.compile(r"Multiple values for (\S+)\. To override a value use 'override \S+: (.*)'")
 MERGED = re.compile(r"Cannot merge DictConfig with")
 MADE_OF = re.compile(r"Error resolving interpolation '(.*)', possible interpolation keys: (.*)")
+NO_DEFAULT = re.compile(r"In '(\S+)': Could not override '([\w/@.]+)'")
 DELETED = re.compile(r"Could not delete from config. '(.*)' does not exist")
 FAILED_ALLOCATION = re.compile(
     r"out of memory|can't allocate memory|Cannot allocate memory|bad_alloc|can't start new thread"
@@ -55,6 +57,10 @@ def message_of(error: BaseException) -> str:
             section = key.rpartition(".")[0]
             names = [f"{section}.{name}" if section else str(name) for name in node or ()]
             return unknown_name(key, names) + (f"; one more: +{key}=…" if section else "")
+        case ConfigCompositionException() if (old := NO_DEFAULT.search(str(error))) and old[
+            2
+        ] in RENAMED_GROUPS:
+            return f"{old[1]}: `override /{old[2]}` is invalid; allowed: `override /{RENAMED_GROUPS[old[2]]}`"
         case ConfigCompositionException() if twice := TWICE.match(str(error)):
             return f"{twice[1]} has a choice already; allowed: {twice[1]}={twice[2]}, without +"
         case ConfigCompositionException() if made := MADE_OF.match(str(error)):

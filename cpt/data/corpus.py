@@ -192,7 +192,7 @@ def assign(
     for split in (1, 2):
         held = np.flatnonzero(splits == split)
         held = held[np.argsort(sample_keys(key("most", seed), hashes[held]), kind="stable")]
-        splits[held[held_out.get("most") or len(held) :]] = SPARED
+        splits[held[held_out.get("max_documents") or len(held) :]] = SPARED
     left = [int((splits == split).sum()) for split in range(len(SPLITS))]
     if min(left) == 0:
         found = ", ".join(f"{count} {split}" for count, split in zip(left, SPLITS, strict=True))

@@ -126,7 +126,7 @@ class Harness:
     def digest(self, name: str) -> str:
         """What a task's results depend on besides the model: the harness, the task, its data, the options."""
         contents = [self.contents[task] for task in self.columns[name].tasks]
-        options = [self.options.limit, self.options.max_length, self.mixed]
+        options = [self.options.max_documents, self.options.max_length, self.mixed]
         return digest([RESULTS_FORMAT, self.version, name, contents, options])
 
     def measure(
@@ -166,7 +166,7 @@ class Harness:
             # in the place of the harness's cache, which is told of each request that is answered
             lm.cache_hook = SimpleNamespace(add_partial=lambda *answered: step())
             found = evaluate(
-                lm=lm, task_dict=tasks, limit=options.limit, bootstrap_iters=DRAWS, log_samples=False
+                lm=lm, task_dict=tasks, limit=options.max_documents, bootstrap_iters=DRAWS, log_samples=False
             )
         truncated = sum("runcat" in message for message in warned)
         if truncated:
@@ -186,9 +186,9 @@ class Harness:
             "harness": self.version,
             "version": str(found["versions"].get(name)),
             "shots": column.shots,
-            "limit": options.limit,
+            "limit": options.max_documents,
             "examples": sum(found["n-samples"][task]["effective"] for task in column.tasks),
-            "chance": column.chance(options.limit),
+            "chance": column.chance(options.max_documents),
             "metrics": metrics,
             "truncated": truncated,
         }

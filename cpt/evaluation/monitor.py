@@ -24,7 +24,7 @@ class MonitorOptions(Options):
     """What is evaluated during a stage, on validation text, and what ends its stage."""
 
     every: Steps | None = option("steps between looks; null: none")
-    tokens: Steps = option("of each text, at most: rows drawn by key, the same at every look")
+    max_tokens: Steps = option("of each text, at most: rows drawn by key, the same at every look")
     past: Natural = option("number of earlier domains, at most")
     general: bool = option("the general text too")
     stop: NonNegative | None = option(

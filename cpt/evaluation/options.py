@@ -30,7 +30,7 @@ from cpt.core.schema import (
 from cpt.data.sources.base import GENERAL
 
 FULL = {"rows": "each", "columns": "all"}  # the policy of which no cell is missing
-AUTO, CAP = "auto", 200_000  # tokens of each text that are scored where eval.tokens is not set
+AUTO, CAP = "auto", 200_000  # tokens of each text that are scored where eval.max_tokens is not set
 EVERY, SOME = re.compile(r"every:([1-9]\d*)"), re.compile(r"(near|sample):([1-9]\d*)")
 # Measures that a task may be reported by, and whether each is of what the model writes.
 KNOWN_BY = {"accuracy_ranked": False, "accuracy_ranked_mean": False}
@@ -61,7 +61,7 @@ class EvalOptions(Options):
         Literal["all", "seen"] | Annotated[str, Predicate(SOME.fullmatch)],
         Allowed("all, seen, near:K, sample:K"),
     ] = option("which columns those are: all, seen (learned so far), near:K (in the order), sample:K (drawn)")
-    tokens: Literal["auto"] | Steps | None = option(
+    max_tokens: Literal["auto"] | Steps | None = option(
         "of each text, at most: rows drawn by key, the same after every stage; null: all that is held out; "
         f"auto: {CAP:,}, or the value that the run started with"
     )
@@ -69,7 +69,7 @@ class EvalOptions(Options):
     @property
     def cap(self) -> int | None:
         """Tokens of each text that are scored at most, where no folder says otherwise; None: no bound."""
-        return CAP if self.tokens == AUTO else self.tokens  # type: ignore[return-value]
+        return CAP if self.max_tokens == AUTO else self.max_tokens  # type: ignore[return-value]
 
     @property
     def policy(self) -> dict[str, str]:
@@ -109,8 +109,8 @@ class TaskEvalOptions(StageOptions):
     """How the held-out examples of a task are asked."""
 
     written: bool = option("also generated answers (greedy decoding), not only ranked choices")
-    tokens: Count = option("of a written answer, at most")
-    most: Count | None = option("examples of a task; null: all that are held out")
+    max_new_tokens: Count = option("of a written answer, at most")
+    max_documents: Count | None = option("examples of a task; null: all that are held out")
     batch_size: Count = option("questions per forward pass")
     measures: Annotated[Mapping[str, str], Allowed("a measure for each of some tasks")] | None = option(
         "what some tasks are known by, instead of the usual; null: none"
@@ -144,7 +144,7 @@ class LMEvalOptions(StageOptions):
         Mapping[str, Text], Allowed("a metric for each of some tasks, {hellaswag: acc_norm}")
     ] = option("what a task's column shows; else the first that the harness gives")
     shots: Natural | None = option("examples before each question; null: as the task says")
-    limit: (
+    max_documents: (
         Annotated[Count | OpenShare, Allowed("a whole number, 1 or more, or a share above 0 and below 1")]
         | None
     ) = option("examples of a task; null: all")

@@ -141,17 +141,17 @@ class TaskAnswers:
     sources: Sequence[str] | None = None  # the texts that were asked about, where a measure is of them
 
 
-def normalise_text(text: str) -> str:
+def normalize_text(text: str) -> str:
     """A text without what exact match overlooks."""
     return " ".join(text.lower().translate(NO_PUNCTUATION).split())
 
 
 def is_match(one: str, other: str) -> bool:
-    return normalise_text(one) == normalise_text(other)
+    return normalize_text(one) == normalize_text(other)
 
 
 def is_no_choice(written: str, choices: Sequence[str]) -> bool:
-    return normalise_text(written) not in {*map(normalise_text, choices)}
+    return normalize_text(written) not in {*map(normalize_text, choices)}
 
 
 def rouge_l(written: str, reference: str) -> float:

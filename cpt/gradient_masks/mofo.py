@@ -40,7 +40,7 @@ class MomentumFilter(Constraint):
     """Moves only the entries of each tensor with the most momentum."""
 
     def __init__(self, options: MomentumFilterOptions) -> None:
-        super().__init__(acts_on="update")
+        super().__init__(apply_to="update")
         self.share, self.released = options.share, options.form == "released"
         self.watched: list[nn.Module] = []  # in a list: it is no part of the mask
 

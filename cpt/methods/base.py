@@ -379,7 +379,7 @@ class ContinualMethod(LightningModule):
         """Scales gradients, or takes snapshots of parameters whose steps will be scaled."""
         for mask in self.masks:
             for parameter, factor in mask.factors():
-                if parameter.grad is not None and mask.acts_on == "gradient":
+                if parameter.grad is not None and mask.apply_to == "gradient":
                     scale_(parameter.grad, factor)
                 elif parameter.grad is not None:
                     self.snapshots.append(StepSnapshot(mask, [parameter], factor=factor, optimizer=optimizer))
@@ -389,7 +389,7 @@ class ContinualMethod(LightningModule):
         """Constrains gradients, or takes snapshots of parameters whose steps will be constrained."""
         for each in (mask for mask in self.masks if isinstance(mask, Constraint)):
             covered = [parameter for parameter in each.covered() if parameter.grad is not None]
-            if covered and each.acts_on == "gradient":
+            if covered and each.apply_to == "gradient":
                 each.constrain([(p, cast(Tensor, p.grad)) for p in covered], optimizer)
             elif covered:
                 self.snapshots.append(StepSnapshot(each, covered))

@@ -159,14 +159,14 @@ class ELLE(ContinualMethod):
         super().activate(domain)
         if self.prompting is not None:
             self.model.get_parameter(self.prompting.name).requires_grad_(False)
-        replayed = bool(self.replay.past or self.options.recovery)  # earlier prompts see text
+        replayed = bool(self.replay.past_ratio or self.options.recovery)  # earlier prompts see text
         for place, prompt in enumerate(self.prompts):
             prompt.requires_grad_(place == domain or replayed)
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
         if self.told:
             log.info("%s: %s", self.domain.name, self.told)
-        if self.domain.index == 0 and not self.replay.past:
+        if self.domain.index == 0 and not self.replay.past_ratio:
             log.info("no text of past domains is mixed in (replay=past), as ELLE does")
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:

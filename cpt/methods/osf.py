@@ -37,7 +37,7 @@ class OSF(ContinualMethod):
 
     def __init__(self, options: OSFOptions, context: MethodContext) -> None:
         super().__init__(options, context)
-        self.subspaces = Subspaces(acts_on=options.acts_on, protected=options.sides)
+        self.subspaces = Subspaces(apply_to=options.apply_to, protected=options.sides)
         find_maps = weight_matrices if options.protect == "all" else projections
         self.subspaces.over(find_maps(self.model))
         self.masks.append(self.subspaces)

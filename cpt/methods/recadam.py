@@ -31,7 +31,7 @@ class Recall(Constraint):
     """Keeps the share lambda of a step and adds the pull to the anchor."""
 
     def __init__(self, anchor: Snapshot, options: RecAdamOptions) -> None:
-        super().__init__(acts_on="update")
+        super().__init__(apply_to="update")
         self.options = options
         self.anchors: dict[nn.Parameter, str] = {}
         self.share = 1.0  # lambda of the current step

@@ -63,8 +63,8 @@ def check_packing(name: str, *, isolated: bool, answers: bool) -> None:
         told = "model.objective=masked does not go with domains of examples: a masked model writes no answers"
         raise ValueError(f"{told}; allowed: a causal model, like model=tiny_gpt2, or one with two stacks")
     if name in SEQ2SEQ and isolated:
-        other = "none, or a causal model, like model=tiny_gpt2" if answers else "concat, per_document"
-        given = "domains.packing=isolated does not go with a model of two stacks"
+        other = "none, or a causal model, like model=tiny_gpt2" if answers else "concat, none"
+        given = "domains.packing=document_mask does not go with a model of two stacks"
         raise ValueError(f"{given}; allowed: domains.packing={other}")
 
 

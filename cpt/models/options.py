@@ -57,7 +57,7 @@ class BaseOptions(Options):
     steps: Natural = option("optimizer steps")
     batch_size: Count = option("samples per step")
     seed: Natural = option("of weights, samples and masks")
-    warmup: Probability = option("share of the steps; then linear decay to 0")
+    warmup_ratio: Probability = option("share of the steps; then linear decay to 0")
     gradient_clip_val: NonNegative | None = option("global norm; null: none")
     optim: Mapping[str, Any] = option("the optimizer, as in conf/optim")
 

@@ -17,6 +17,7 @@ import yaml
 from pandas import DataFrame
 
 from cpt.core.config import executes, flatten
+from cpt.core.renames import rename_leaves
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation import task_metrics
 from cpt.evaluation.metrics import METRICS, UNITS, compute_values, intransigence
@@ -30,7 +31,7 @@ SUBFOLDERS = {  # of a run folder; none holds another run
 }
 FILTERS = ("method", "mask", "replay", "variant", "model", "order", "seed", "name", "objective")
 COSTS = ("tokens", "flops", "seconds_learn", "seconds", "memory", "trained", "stored", "stored_per_domain")
-SOURCES = ("domains.", "eval.tokens", "order")  # settings that digests, counts and the order stand for
+SOURCES = ("domains.", "eval.max_tokens", "order")  # settings that digests, counts and the order stand for
 NAMED_SETTINGS = 3  # in a group's name, if it differs in more
 Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the former is ten times as fast
 Pair = tuple[tuple[str, ...], int]  # order and seed
@@ -72,8 +73,8 @@ class MeasuredRun:
             tree = yaml.load((self.folder / "config.yaml").read_text(encoding="utf-8"), Loader=Loader)
         except (OSError, UnicodeDecodeError, yaml.YAMLError):
             return {}
-        leaves = flatten(tree) if isinstance(tree, dict) else ()
-        return {key: value for key, value in leaves if not executes(key)}
+        leaves = rename_leaves(dict(flatten(tree))) if isinstance(tree, dict) else {}
+        return {key: value for key, value in leaves.items() if not executes(key)}
 
     @property
     def order(self) -> str:

@@ -153,7 +153,7 @@ def pretrain(folder: Path, options: ModelOptions, new: Base, corpora: Corpora, *
         replay=NO_REPLAY,
         freeze=NOT_FROZEN,
         optimizer=instantiate(how.optim, _convert_="all"),
-        schedule=Linear(warmup=how.warmup),
+        schedule=Linear(warmup_ratio=how.warmup_ratio),
         seed=how.seed,
     )
     module, domain = NCL(Options(), context), Domain(GENERAL, 0, (GENERAL,))

@@ -201,10 +201,10 @@ def write_manifest(
 
 
 def resolve_eval_cap(plan: Plan, run: RunDir) -> Plan:
-    """The plan with `eval.tokens` as a run stored it, where the config leaves it to cpt."""
-    if plan.evaluation.tokens != AUTO or not run.config.exists():
+    """The plan with `eval.max_tokens` as a run stored it, where the config leaves it to cpt."""
+    if plan.evaluation.max_tokens != AUTO or not run.config.exists():
         return plan
-    settings = with_cap(plan.settings, run.stored("eval.tokens"))  # absent: no bound
+    settings = with_cap(plan.settings, run.stored("eval.max_tokens"))  # absent: no bound
     return replace(plan, settings=settings, config_digest=digest(identity(settings)))
 
 
@@ -363,7 +363,7 @@ def why_end_is_final(plan: Plan) -> str:
 def why_steps_differ(plan: Plan, before: int, now: int, *, done: int) -> str:
     """Why the steps that were made would have been others if `now` steps were made, not `before`, by their
     learning rates and by what else counts steps; empty where they would not."""
-    method, schedule, name = plan.method.load(), plan.schedule, f"method={plan.names['method']}"
+    method, schedule, name = plan.method.load(), plan.lr_scheduler, f"method={plan.names['method']}"
     foreign = [each.target for each in plan.masks if not each.target.startswith(OWN_CODE)]
     theirs = [vars(each) for each in method.__mro__ if not each.__module__.startswith(OWN_CODE)]
     declares = any("depends_on_total_steps" in each for each in theirs)
@@ -389,8 +389,8 @@ def why_steps_differ(plan: Plan, before: int, now: int, *, done: int) -> str:
         then, wanted = (schedule(each.joined if plan.carry == "all" else each) for each in at)
         if then != wanted:
             rates = f"{then:.4g} of optim.lr where {before} steps are made, {wanted:.4g} where {now} are"
-            advice = "(schedule=constant schedule.warmup=0 does not ask how many follow)"
-            return f"schedule={type(schedule).__name__} gives step {step} {rates} {advice}"
+            advice = "(lr_scheduler=constant lr_scheduler.warmup_ratio=0 does not ask how many follow)"
+            return f"lr_scheduler={type(schedule).__name__} gives step {step} {rates} {advice}"
     return ""
 
 

@@ -44,7 +44,7 @@ class Monitor(Callback):
         names = [*options.choose(domain.parts, data.past(domain), stage=domain.name), *observer.texts]
         self.texts = {name: data.validation[name] for name in names}
         self.rows = {
-            name: text.draw_rows(options.tokens, stream=key("monitor rows", name))
+            name: text.draw_rows(options.max_tokens, stream=key("monitor rows", name))
             for name, text in self.texts.items()
         }
         self.record = MonitorRecord()

@@ -86,7 +86,7 @@ class Sections:
     replay: ReplayConfig
     source: Source
     optim: Choice
-    schedule: Schedule
+    lr_scheduler: Schedule
     trainer: TrainerOptions
     logger: LoggerOptions
     callbacks: Mapping[str, Any]
@@ -105,13 +105,13 @@ class Plan(Sections):
     carry: str  # what of the optimizer's state passes from domain to domain: none, moments, all
     endtasks: FinetunePlan | None
     config_digest: str  # of what decides the result
-    ignored_rate: float | None  # method.rate, where optim.lr is given as a number
+    ignored_rate: float | None  # method.lr_multiplier, where optim.lr is given as a number
     similarity: orders.Similarity | None = None  # of the domains' texts, where it decides the order
 
     @property
     def cap(self) -> int | None:
         """Tokens of each text that are scored at most; None: no bound."""
-        return self.settings["eval"]["tokens"]
+        return self.settings["eval"]["max_tokens"]
 
     @property
     def by_texts(self) -> bool:
@@ -172,7 +172,7 @@ def read_sections(cfg: DictConfig) -> Sections:
             raise ValueError(f"{section}._target_={name}; allowed: a class below {name_of(kind)}")
         return made
 
-    check_value("method.rate", read("method").values.get("rate", 1), NonNegative)
+    check_value("method.lr_multiplier", read("method").values.get("lr_multiplier", 1), NonNegative)
     if (endtask := read("endtask").values).get("_target_") is not None:
         check_task_values("endtask", endtask)
     method, model, logger = read("method").choose(needed=True), read("model"), read("logger")
@@ -180,11 +180,11 @@ def read_sections(cfg: DictConfig) -> Sections:
         model.values.get("name_or_path", ...) is None
     )  # else not pre-trained, whatever an experiment says
     model = replace(model, values={**model.values, "base": model.values.get("base") if is_new else None})
-    schedule = read("schedule").choose(needed=True)
+    schedule = read("lr_scheduler").choose(needed=True)
     schedule = schedule.load()(**schedule.arguments) if isinstance(schedule, Choice) else schedule
     if schedule is not None and not callable(schedule):
         allowed = "a class like cpt.optim.schedulers.Linear"
-        raise ValueError(f"schedule._target_={name_of(type(schedule))}; allowed: {allowed}")
+        raise ValueError(f"lr_scheduler._target_={name_of(type(schedule))}; allowed: {allowed}")
     run, freeze = read("", names=[each.name for each in fields(RunOptions)]), read("freeze").read(Freeze)
     if freeze is not None:
         freeze = replace(freeze, trainable=run.values.get("trainable"))
@@ -204,7 +204,7 @@ def read_sections(cfg: DictConfig) -> Sections:
         "replay": choose("replay", ReplayConfig, otherwise=NO_REPLAY),
         "source": choose("domains", Source),
         "optim": read_optimizer(read("optim")),
-        "schedule": schedule,
+        "lr_scheduler": schedule,
         "answers": choose("answers", TaskEvalOptions),
         "benchmark": choose("benchmark", LMEvalOptions),
         "trainer": read_trainer(read("trainer")),
@@ -282,7 +282,9 @@ def make_plan(cfg: DictConfig) -> Plan:
         carry=carried(settings["optim"].get("state_across_domains", "none")),
         endtasks=plan_endtasks(settings["endtask"], source.domains, order),
         config_digest=digest(identity(redact(settings))),
-        ignored_rate=None if OmegaConf.is_interpolation(cfg.optim, "lr") else cfg.method.get("rate", 1),
+        ignored_rate=None
+        if OmegaConf.is_interpolation(cfg.optim, "lr")
+        else cfg.method.get("lr_multiplier", 1),
     )
     if plan.benchmark is not None:
         plan.benchmark.check_installed()
@@ -298,18 +300,18 @@ def make_plan(cfg: DictConfig) -> Plan:
 
 def with_cap(settings: Mapping[str, Any], cap: int | None) -> dict[str, Any]:
     """A config with another bound of how many tokens of each text are scored."""
-    return {**settings, "eval": {**settings["eval"], "tokens": cap}}
+    return {**settings, "eval": {**settings["eval"], "max_tokens": cap}}
 
 
 def conflicts(plan: Plan) -> Iterator[str]:
     """Options of different sections that contradict each other, as messages."""
     source, monitor, method, name = plan.source, plan.monitor, plan.method.load(), plan.names["method"]
-    branches, sharded = getattr(plan.schedule, "branches", False), plan.trainer.strategy == "fsdp"
+    branches, sharded = getattr(plan.lr_scheduler, "branches", False), plan.trainer.strategy == "fsdp"
     if source.encoding is not None and plan.model.objective == "masked":
         why = "a masked model writes no answers; allowed: a causal model, or an encoder-decoder"
         yield f"model.objective=masked does not go with domains of examples: {why}"
     if plan.carry == "all" and branches:
-        kind = f"schedule={type(plan.schedule).__name__}, whose decay is a branch of each"
+        kind = f"lr_scheduler={type(plan.lr_scheduler).__name__}, whose decay is a branch of each"
         yield f"optim.state_across_domains=all makes one domain of all for {kind}; allowed: moments"
     if monitor.decides and branches:
         why = "the next domain starts before it; allowed: stop=null, patience=null, keep=last"
@@ -353,7 +355,7 @@ def conflicts(plan: Plan) -> Iterator[str]:
 def why_not_growable(plan: Plan) -> str:
     """Why the first domains of a plan would have been trained differently without those that follow; empty
     where they would not."""
-    order, schedule, method = plan.run.order, plan.schedule, plan.method.load()
+    order, schedule, method = plan.run.order, plan.lr_scheduler, plan.method.load()
     needs_end = getattr(schedule, "needs_end", False)
     reasons = {
         f"order={order} gives a further domain its place among those that are learned": plan.by_texts,
@@ -361,7 +363,7 @@ def why_not_growable(plan: Plan) -> str:
         f"method={plan.names['method']} needs all domains "
         "before the first is learned": method.requires_all_domains,
         "optim.state_across_domains=all lets the rate decay over all domains": plan.carry == "all",
-        f"schedule={type(schedule).__name__} has rates that depend on how many domains follow": needs_end,
+        f"lr_scheduler={type(schedule).__name__} has rates that depend on how many domains follow": needs_end,
         "budget.* is shared out among the domains of the order": (
             plan.observer.given and plan.observer.counts_domains
         ),

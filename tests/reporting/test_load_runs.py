@@ -107,7 +107,7 @@ OTHERS = {
     "texts": {"digest": "other"},
     "domains": {"order": DOMAINS[:2], "nll": [row[:3] for row in NLL[:3]]},
 }
-CHANGED = {"score_on": "valid", "tokenizer": "4567cdef", "length": 128, "packing": "isolated"}
+CHANGED = {"score_on": "valid", "tokenizer": "4567cdef", "length": 128, "packing": "document_mask"}
 OTHERS |= {name: {"conditions": CONDITIONS | {name: value}} for name, value in CHANGED.items()}
 
 

@@ -31,7 +31,7 @@ from cpt.reporting.page import write_page
 from cpt.status import format_time
 
 log = logging.getLogger("cpt.contrib.advise")
-CAP = "eval.tokens=5000"
+CAP = "eval.max_tokens=5000"
 MOST_STEPS = 2000
 SPARED = 0.9  # of the time that is left, what is planned for: a pilot's steps say not all that others take
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
         began, arms = time.monotonic(), candidates.choose_arms(given.arms)
         model = candidates.find_model(given.model)
         texts = candidates.find_texts(given.folder, given.overrides)
-        cap = [CAP] * (not any(each.startswith("eval.tokens=") for each in given.overrides))
+        cap = [CAP] * (not any(each.startswith("eval.max_tokens=") for each in given.overrides))
         shared = [*texts, *model.tried, "name=advice", "logger=none", *cap, *given.overrides]
         how = {"folder": given.out / "runs", "jobs": given.jobs}
         with runs.open_sweep(shared, **how) as sweep:

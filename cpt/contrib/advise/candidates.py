@@ -56,7 +56,7 @@ def overrides(arm: str, setting: Setting) -> list[str]:
         case "replay" if value in ("1", "5", "25"):
             share = int(value) / 100  # half of it past domains' text, half general; of one domain all general
             past = share / 2 if setting.domains > 1 else 0.0
-            return ["replay=past", f"replay.past={past:g}", f"replay.general={share - past:g}"]
+            return ["replay=past", f"replay.past_ratio={past:g}", f"replay.general_ratio={share - past:g}"]
         case "lr" if value in ("1/4", "1/2"):
             return [f"model.lr={setting.rate / int(value[-1]):g}"]
         case "freeze":

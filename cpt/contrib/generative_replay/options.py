@@ -16,7 +16,7 @@ class GeneratedReplay(ReplayConfig):
 
     generates: ClassVar[bool] = True
 
-    tokens: Steps | None = option(
+    max_tokens: Steps | None = option(
         "tokens written of each past domain before a stage; null: as many as it replays"
     )
     drop: BelowOne = option("share of the tokens written to leave out: texts of the highest perplexity")
@@ -34,17 +34,17 @@ class GeneratedReplay(ReplayConfig):
     def conflicts(
         self, *, examples: bool, chats: bool, length: int, batch_size: int, sharded: bool
     ) -> Iterator[str]:
-        new = batch_size * (1 - exact(self.past) - exact(self.forms))
+        new = batch_size * (1 - exact(self.past_ratio) - exact(self.forms))
         prompt = self.prompt or "{domain}"
         found = {
             f"replay.prefix={self.prefix}, which leaves nothing to write of model.max_seq_length={length}; "
             "allowed: fewer": self.prefix >= length and not examples,
             f"replay.prompt={prompt} does not say of which domain an example is to be written; "
             "allowed: null, or a text with {domain}": examples and "{domain}" not in prompt,
-            f"replay.general={self.general} with replay=generated and domains of examples, which are no "
-            "text; allowed: 0": examples and self.general,
-            f"replay.past={self.past} and replay.forms={self.forms}, which leaves {float(new):g} new "
-            f"samples in a batch of trainer.batch_size={batch_size}; allowed: 1 or more": (
+            f"replay.general_ratio={self.general_ratio} with replay=generated and domains of examples, which "
+            "are no text; allowed: 0": examples and self.general_ratio,
+            f"replay.past_ratio={self.past_ratio} and replay.forms={self.forms}, which leaves {float(new):g} "
+            f"new samples in a batch of trainer.batch_size={batch_size}; allowed: 1 or more": (
                 examples and new < 1 and (not self.adds or new <= 0)
             ),
             "replay=generated does not go with chats, which no model learns to write; "

@@ -117,13 +117,13 @@ class TextWriter(ReplaySource):
             log.info("replay.prefix=0: what is generated of all past domains is alike, %s", why)
 
     def prepare(self, number: int, stage: Domain, device: torch.device) -> None:
-        general, replayed = [GENERAL] * (self.options.general > 0), self.data.replayed(stage)
+        general, replayed = [GENERAL] * (self.options.general_ratio > 0), self.data.replayed(stage)
         for name in (*stage.parts, *general) if is_first_process() else ():
             path = sample_file(self.folder / "kept", name, "json")
             if not path.exists() and (kept := self.to_keep(name)) is not None:
                 write_checked_json(path, kept)
         barrier()
-        folder, jobs, most = self.folder / f"{number:03d}-{stage.name}", [], self.options.tokens
+        folder, jobs, most = self.folder / f"{number:03d}-{stage.name}", [], self.options.max_tokens
         damage = artifact_damage(folder)
         if replayed and gather_objects(bool(damage))[0]:
             if folder.exists() and is_first_process():
@@ -280,7 +280,7 @@ class ExampleWriter(TextWriter):
     ) -> None:
         self.encoder = corpora.encoder(base.tokenizer, base.length, seq2seq=base.seq2seq)
         super().__init__(options, folder, corpora=corpora, base=base, **run)
-        stages = self.data if options.past and options.forms else ()
+        stages = self.data if options.past_ratio and options.forms else ()
         self.forms = {name: self.encode_forms(name) for stage in stages for name in stage.parts}
 
     def sign(self, domain: str) -> str:

@@ -56,7 +56,7 @@ def export(plan: Plan, folder: Path) -> list[str]:
     texts = HarnessTexts(Encoder(base.tokenizer, base.length, plan.source.encoding, base.seq2seq))
     for task in plan.order:
         prompts = map(texts.encoder.prompt, read_examples(corpora.by_name[task], plan.source.score_on))
-        most = plan.answers.most if plan.answers else None
+        most = plan.answers.max_documents if plan.answers else None
         done[task] = export_task(folder, task, islice(prompts, most), texts)
     written = [each for each in done.values() if each is not None]
     if not written:

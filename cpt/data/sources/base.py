@@ -37,8 +37,8 @@ from cpt.core.schema import (
 log = logging.getLogger(__name__)
 GENERAL = "general"
 TEXT, EXAMPLES = "text", "examples"  # what the documents of a source may be
-NONE, CONCAT, ISOLATED, PER_DOCUMENT = "none", "concat", "isolated", "per_document"  # see Source.packing
-PACKINGS = {TEXT: (CONCAT, ISOLATED, PER_DOCUMENT), EXAMPLES: (NONE, ISOLATED)}  # the default first
+NONE, CONCAT, DOCUMENT_MASK = "none", "concat", "document_mask"  # see Source.packing
+PACKINGS = {TEXT: (CONCAT, DOCUMENT_MASK, NONE), EXAMPLES: (NONE, DOCUMENT_MASK)}  # the default first
 PACKAGES = {"static": "wordllama", "sentence": "sentence_transformers"}  # that embeddings need
 FORMAT = 4  # part of every stamp: raise it when the files that cpt.data.corpus makes of a text change
 COARSE, FINE = "coarse", "fine"
@@ -94,7 +94,7 @@ class HeldOut(Options):
     valid: HeldOutShare = option("share of the documents")
     test: HeldOutShare = option("share of the documents")
     seed: Natural = option("of the split")
-    most: Count | None = option("documents of either, at most; null: no bound", default=None)
+    max_documents: Count | None = option("documents of either, at most; null: no bound", default=None)
 
 
 @config
@@ -104,9 +104,9 @@ class Source(Options, ABC):
     orders: DomainLists | None = option("named orders of the domains; null: one, by name")
     held_out: Mapping[str, Any] = option("what is split off where files are not split")
     score_on: Literal["valid", "test"] = option("the split that the matrix is made of")
-    packing: Literal["none", "concat", "isolated", "per_document"] | None = option(
-        "how rows are filled: one document after another, documents or examples that share a row and do not "
-        "meet, or a row for each document (text) or example (none); null: concat of text, none of examples",
+    packing: Literal["none", "concat", "document_mask"] | None = option(
+        "how sequences are filled: one document after another, with a document mask between those that share "
+        "one, or a sequence for each (none); null: concat of text, none of examples",
         default=None,
     )
     only: NamePatterns = option("which domains to take, by name; null: all", default=None)
@@ -154,11 +154,11 @@ class Source(Options, ABC):
     @property
     def isolated(self) -> bool:
         """Whether samples, or documents, share rows and do not meet."""
-        return self.packing == ISOLATED
+        return self.packing == DOCUMENT_MASK
 
     @property
     def text_packing(self) -> str:
-        """How rows of text are filled: CONCAT (also general text of examples), ISOLATED, PER_DOCUMENT."""
+        """How rows of text are filled: CONCAT (also general text of examples), DOCUMENT_MASK or NONE."""
         return CONCAT if self.packing is None or self.form("") == EXAMPLES else self.packing
 
     @property

@@ -41,7 +41,7 @@ def capacity(memory: int | None, memory_bytes: float | None, *, sample_bytes: in
     if memory is not None:
         return int(memory)
     if memory_bytes is None or memory_bytes < sample_bytes:
-        raise ValueError(f"method.memory_bytes={memory_bytes}; allowed: {sample_bytes} or more, one sample")
+        raise ValueError(f"method.buffer_bytes={memory_bytes}; allowed: {sample_bytes} or more, one sample")
     return int(memory_bytes // sample_bytes)
 
 

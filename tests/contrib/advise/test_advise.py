@@ -32,7 +32,7 @@ def test_every_arm_says_what_it_sets_and_is_chosen_by_name_beside_the_reference(
     made = {arm: overrides(arm, setting) for arm in NAMES}
     assert made["ncl"] == [] and made["freeze"] == ["freeze.layers=6"]
     assert made["lr-1/4"] == ["model.lr=0.00025"] and made["lr-1/2"] == ["model.lr=0.0005"]
-    assert made["replay-5"] == ["replay=past", "replay.past=0.025", "replay.general=0.025"]
+    assert made["replay-5"] == ["replay=past", "replay.past_ratio=0.025", "replay.general_ratio=0.025"]
     assert len(set(map(tuple, made.values()))) == len(NAMES)
     assert candidates.choose_arms(None) == list(NAMES)
     assert candidates.choose_arms("kd,lora,kd") == ["ncl", "kd", "lora"]
