@@ -129,7 +129,7 @@ def rename_keys(cfg: DictConfig) -> None:
     line does not set these, and renames the keys of a sweep; warns of each on stderr."""
     given = OmegaConf.select(cfg, "hydra.overrides.task") or ()
     on_command_line = {each.lstrip("+").partition("=")[0] for each in given}
-    tree = OmegaConf.to_container(OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"]))
+    tree = OmegaConf.to_container(OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"]))
     leaves = dict(flatten(tree))  # type: ignore[arg-type]
     for key, value in leaves.items():
         name = new_name(key, leaves)
@@ -209,7 +209,7 @@ def compose_choices(arguments: Sequence[str]) -> dict[str, Any]:
 def target_of(method: str) -> Any:
     """The class of a method of conf/; None for another."""
     path = CONF / "method" / f"{method}.yaml"
-    return OmegaConf.load(path).get("_target_") if path.is_file() else None
+    return OmegaConf.select(OmegaConf.load(path), "_target_") if path.is_file() else None
 
 
 def rename_variant(variant: str, *, method: str) -> str:
