@@ -107,4 +107,6 @@ def check_choices(arguments: Sequence[str]) -> None:
         value = given.value()
         wrong = (NoneType, int, float, dict, list) if isinstance(value, list) else (NoneType, int, float)
         if any(isinstance(each, wrong) for each in (value if isinstance(value, list) else [value])):
-            raise ValueError(f"{argument}; allowed: a choice of conf/{given.key_or_group}, or a list of them")
+            raise ValueError(
+                f"{argument} is invalid. Allowed: a choice of conf/{given.key_or_group}, or a list of them"
+            )

@@ -151,7 +151,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="RUN", help="of them alone; default: all")
     given = parser.parse_args()
     if unknown := set(given.names) - set(runs):
-        parser.error(f"no run {', '.join(sorted(unknown))}; allowed: {', '.join(runs)}")
+        parser.error(f"no run {', '.join(sorted(unknown))}. Allowed: {', '.join(runs)}")
     known = json.loads(GOLDEN.read_text())["runs"] if GOLDEN.exists() else {}
     found, differing = {}, []
     with tempfile.TemporaryDirectory() as folder:

@@ -197,7 +197,7 @@ def assign(
     if min(left) == 0:
         found = ", ".join(f"{count} {split}" for count, split in zip(left, SPLITS, strict=True))
         raise ValueError(
-            f"domain {name} has {len(given)} documents, too few to train, validate and test on ({found}); "
-            f"allowed: at least one for each, all different{hint}"
+            f"domain {name} has {len(given)} documents, too few to train, validate and test on ({found}). "
+            f"Allowed: at least one for each, all different{hint}"
         )
     return splits

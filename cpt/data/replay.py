@@ -40,12 +40,14 @@ class ReplayConfig(Options):
     def __post_init__(self) -> None:
         if exact(self.past_ratio) + exact(self.general_ratio) >= 1:
             raise ValueError(
-                f"past_ratio={self.past_ratio} and general_ratio={self.general_ratio}; "
-                "allowed: shares whose sum is below 1"
+                f"past_ratio={self.past_ratio} with general_ratio={self.general_ratio} is invalid. "
+                "Allowed: shares whose sum is below 1"
             )
         if self.buffer_size is not None and not self.past_ratio:
-            given = f"buffer_size={self.buffer_size} with past_ratio={self.past_ratio}"
-            raise ValueError(f"{given}; allowed: past_ratio above 0, or null")
+            given = (
+                f"buffer_size={self.buffer_size} is invalid: past_ratio={self.past_ratio} replays none of it"
+            )
+            raise ValueError(f"{given}. Allowed: past_ratio above 0, or null")
 
     @property
     def adds(self) -> bool:
@@ -58,20 +60,23 @@ class ReplayConfig(Options):
         if self.buffer_size is not None and self.buffer_size < domains:
             allowed = "a sample or more for each, or null"
             raise ValueError(
-                f"replay.buffer_size={self.buffer_size} for {domains} past domains; allowed: {allowed}"
+                f"replay.buffer_size={self.buffer_size} is invalid for {domains} past domains. Allowed: "
+                f"{allowed}"
             )
         if self.general_ratio and not general:
             raise ValueError(
-                f"replay.general_ratio={self.general_ratio}, but there is no general text to train on; "
-                "allowed: 0"
+                f"replay.general_ratio={self.general_ratio} is invalid: there is no general text to train "
+                f"on. "
+                "Allowed: 0"
             )
         # Counts of two kinds may round up in the same step.
         new = batch_size * (1 - exact(self.past_ratio) - exact(self.general_ratio))
         if self.past_ratio and self.general_ratio and not self.adds and new < 1:
             raise ValueError(
-                f"replay.past_ratio={self.past_ratio} and replay.general_ratio={self.general_ratio} leave "
-                f"{float(new):g} new samples in a batch of trainer.batch_size={batch_size}; "
-                "allowed: 1 or more, or mode=append"
+                f"replay.past_ratio={self.past_ratio} with replay.general_ratio={self.general_ratio} is "
+                f"invalid: "
+                f"{float(new):g} new samples remain in a batch of trainer.batch_size={batch_size}. "
+                "Allowed: 1 or more, or mode=append"
             )
 
     def conflicts(

@@ -89,7 +89,7 @@ class Harness:
                     loaded = manager.load([name])
                 except Exception as error:  # what the harness, a task's code or the reader of its data raises
                     where = "bring its data into the cache of Hugging Face while there is a network"
-                    told = f"benchmark.tasks={name} cannot be read ({reason(error)})"
+                    told = f"benchmark.tasks={name} is invalid: {reason(error)}"
                     raise ValueError(f"{told}; {where}") from error
                 groups = loaded.get("groups", {})
                 if name in groups and groups[name].has_aggregation:
@@ -100,9 +100,14 @@ class Harness:
         tasks = {name: task for column in self.columns.values() for name, task in column.tasks.items()}
         for name, task in tasks.items():
             if getattr(task, "UNSAFE_CODE", False):
-                raise ValueError(f"benchmark.tasks={name} runs code that the model writes; not allowed")
+                raise ValueError(
+                    f"benchmark.tasks={name} is invalid: it runs code that the model writes. Allowed: other "
+                    f"tasks"
+                )
             if getattr(task, "MULTIMODAL", False):
-                raise ValueError(f"benchmark.tasks={name} has pictures or sounds; allowed: tasks of text")
+                raise ValueError(
+                    f"benchmark.tasks={name} is invalid: it has pictures or sounds. Allowed: tasks of text"
+                )
             own, shots = task.get_config("num_fewshot"), options.shots
             if shots is not None and own == 0 != shots:  # as the harness's own program: 0 stays 0
                 log.info(
@@ -115,7 +120,9 @@ class Harness:
                 raise ValueError(unknown_name(f"benchmark.metrics.{name}", self.columns))
             known = {each for task in self.columns[name].tasks.values() for each in task.aggregation()}
             if known and metric.partition(",")[0] not in known:
-                raise ValueError(f"benchmark.metrics.{name}={metric}; allowed: {', '.join(sorted(known))}")
+                raise ValueError(
+                    f"benchmark.metrics.{name}={metric} is invalid. Allowed: {', '.join(sorted(known))}"
+                )
         self.contents = {}
         for name, task in tasks.items():  # its own options, its examples, those that may be shown before them
             shown = task.fewshot_docs() if task.get_config("num_fewshot") else []

@@ -122,8 +122,8 @@ class TaskEvalOptions(StageOptions):
             if measure not in KNOWN_BY:
                 raise ValueError(unknown_name(f"measures.{task}={measure}", KNOWN_BY))
             if KNOWN_BY[measure] and not self.written:
-                told = f"measures.{task}={measure} is of what a model writes, and written=false"
-                raise ValueError(f"{told}; allowed: {ranked}")
+                told = f"measures.{task}={measure} is invalid: written=false generates no answers"
+                raise ValueError(f"{told}. Allowed: {ranked}")
 
     @property
     def known_by(self) -> Mapping[str, str]:
@@ -163,12 +163,19 @@ class LMEvalOptions(StageOptions):
         """Raises ValueError where the folder is missing, or lm_eval is not installed in a version that we
         read."""
         if self.include is not None and not Path(self.include).is_dir():
-            raise ValueError(f"benchmark.include={self.include} is no folder; allowed: null or a folder")
+            raise ValueError(
+                f"benchmark.include={self.include} is invalid: there is no such folder. Allowed: null or a "
+                f"folder"
+            )
         try:
             version = metadata.version("lm_eval")
         except metadata.PackageNotFoundError:
-            raise ValueError(f"benchmark=lm_eval needs the lm-evaluation-harness: {EXTRA}") from None
+            raise ValueError(
+                f"benchmark=lm_eval is invalid: the lm-evaluation-harness is not installed. Allowed: {EXTRA}"
+            ) from None
         if not OLDEST <= tuple(map(int, re.findall(r"\d+", version)[:3])) < TOO_NEW:
             oldest, too_new = (".".join(map(str, each)) for each in (OLDEST, TOO_NEW))
-            told = f"benchmark=lm_eval: {version} is installed; needed: {oldest} or later, below {too_new}"
-            raise ValueError(f"{told}: {EXTRA}")
+            told = (
+                f"benchmark=lm_eval is invalid: {version} is installed. Allowed: {oldest} to below {too_new}"
+            )
+            raise ValueError(f"{told} ({EXTRA})")

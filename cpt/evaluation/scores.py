@@ -145,7 +145,7 @@ class Scores(Layout):
         if row in self.rows or len(nll) != len(self.domains):
             raise ValueError(f"row {row}: {len(nll)} losses; needed: {len(self.domains)}, not in {self.rows}")
         if unknown := sorted(set(costs) - {*NOTED, *COSTS}):
-            raise TypeError(f"costs {unknown}; allowed: {', '.join((*NOTED, *COSTS))}")
+            raise TypeError(f"costs {unknown}. Allowed: {', '.join((*NOTED, *COSTS))}")
         self.rows.append(row)
         self.nll.append([None if x is None else float(x) for x in nll])
         self.parts.append({text: dict(weights) for text, weights in (parts or {}).items() if weights})

@@ -255,7 +255,7 @@ def measures_of(answered: TaskAnswers, known_by: str | None = None) -> list[str]
     wanted = dict.fromkeys([known_by, *usual] if known_by else usual)
     found = [name for name in wanted if there >= set(MEASURES[name].needs)]
     if known_by and known_by not in found:
-        raise ValueError(f"{known_by} is of answers that there are not; allowed: {', '.join(found)}")
+        raise ValueError(f"{known_by} is of answers that there are not. Allowed: {', '.join(found)}")
     return found
 
 

@@ -91,7 +91,8 @@ class MagnitudeMask(GradientMask):
             log.warning("the method trains no linear maps: mask=migu has nothing to mask")
         elif not found:
             raise ValueError(
-                f"only={self.options.only} leaves nothing to mask; allowed: a regular expression that finds "
+                f"only={self.options.only} is invalid: it leaves nothing to mask. Allowed: a regular "
+                f"expression that finds "
                 f"some of {covered[0].name} … {covered[-1].name}"
             )
         # Buffers for the rows; counts of known layers are kept by name.

@@ -64,8 +64,8 @@ class MomentumFilter(Constraint):
             state = optimizer.state[parameter]
             momentum = next((state[name] for name in MOMENTA if isinstance(state.get(name), Tensor)), None)
             if momentum is None:
-                told = f"optim={type(optimizer).__name__} keeps no momentum to choose by"
-                raise ValueError(f"{told}; allowed with mask=mofo: adamw, or another with one")
+                told = f"optim={type(optimizer).__name__} is invalid with mask=mofo: it has no momentum"
+                raise ValueError(f"{told}. Allowed: adamw, or another with one")
             least = find_least(full_tensor(momentum), self.share)
             size, own = to_local(momentum).abs(), to_local(step)
             kept = torch.ge(size, least, out=size)  # as numbers: a mask of bits is slower here

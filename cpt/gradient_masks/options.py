@@ -56,17 +56,17 @@ class MagnitudeMaskOptions(Options):
     def __post_init__(self) -> None:
         if (self.threshold is None) == (self.top_p is None):
             raise ValueError(
-                f"threshold={show(self.threshold)} and top_p={show(self.top_p)}: one of them says how many "
-                "rows are chosen; allowed: null for the other"
+                f"threshold={show(self.threshold)} with top_p={show(self.top_p)} is invalid. "
+                "Allowed: exactly one, the other null"
             )
         if self.backend == "backward" and self.importance not in KNOWN_IN_TIME:
             raise ValueError(
-                f"backend=backward does not go with importance={self.importance}; allowed: importance="
+                f"backend=backward is invalid with importance={self.importance}. Allowed: importance="
                 f"{', '.join(KNOWN_IN_TIME)}, or backend=hooks"
             )
         if self.backend == "backward" and self.apply_to != "gradient":
             raise ValueError(
-                f"backend=backward is invalid with apply_to={self.apply_to}; allowed: apply_to=gradient, or "
+                f"backend=backward is invalid with apply_to={self.apply_to}. Allowed: apply_to=gradient, or "
                 "backend=hooks"
             )
 

@@ -116,8 +116,8 @@ class Proxy:
             logits = at(hidden, twice["positions"])
         found = sample_means(divergence(*logits.chunk(2)), batch)
         if "idle" not in batch and found.max() < ROUNDING:
-            told = f"two dropout passes of {type(model).__name__} do not differ (KL {found.max().item():.1e})"
-            raise ValueError(f"{told}; allowed: proxy_dropout above 0, or general=null")
+            told = f"proxy_dropout is invalid: two passes of {type(model).__name__} do not differ"
+            raise ValueError(f"{told}. Allowed: proxy_dropout above 0, or general=null")
         return found
 
     def measure(self, soft: SoftMask, probe: Iterable[Batch]) -> Tensor:

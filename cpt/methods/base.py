@@ -257,8 +257,8 @@ class ContinualMethod(LightningModule):
             new = {name: self.model.get_parameter(name) for name in after.keys() - before}
             if left := [name for name, p in new.items() if id(p) in frozen and p.requires_grad]:
                 raise ValueError(
-                    f"shape of {stage.name} has added {first_names(left)}, which would not be trained; "
-                    "allowed: names in the scope, outside of freeze, or requires_grad=False"
+                    f"shape of {stage.name} has added {first_names(left)}, which would not be trained. "
+                    "Allowed: names in the scope, outside of freeze, or requires_grad=False"
                 )
             self.watch()
 
@@ -269,8 +269,8 @@ class ContinualMethod(LightningModule):
         self.activate(stage.index)
         if changed := [name for name, _ in parameter_shapes(self).items() ^ before.items()]:
             raise ValueError(
-                f"activate of {stage.name} has added, removed or resized {first_names(changed)}; "
-                "allowed: in expand(stage), which a resumed run repeats"
+                f"activate of {stage.name} has added, removed or resized {first_names(changed)}. "
+                "Allowed: in expand(stage), which a resumed run repeats"
             )
 
     def set_lr_scale(self, scale: float) -> None:
@@ -314,7 +314,7 @@ class ContinualMethod(LightningModule):
         if outside := [n for n, p in self.named_parameters() if p.requires_grad and id(p) not in inside]:
             raise ValueError(
                 f"{first_names(outside)} requires a gradient in {self.domain.name} but is in no group of the "
-                "optimizer; allowed: what is grown in expand(stage) and switched in activate(domain)"
+                "optimizer. Allowed: what is grown in expand(stage) and switched in activate(domain)"
             )
         lay_out_moments(optimizer)
 

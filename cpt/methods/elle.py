@@ -117,8 +117,8 @@ class ELLE(ContinualMethod):
             growth.grow_layers(model, int(gained[name := "layers"]))
         except ValueError as error:
             raise ValueError(
-                f"method.{name}={show(getattr(self.options, name))}: before {stage.name}, {error}; "
-                f"allowed: {NOTHING[name]}, or a value that its configuration can say"
+                f"method.{name}={show(getattr(self.options, name))} is invalid before {stage.name}: {error}. "
+                f"Allowed: {NOTHING[name]}, or a value that its configuration can say"
             ) from error
 
     def expand(self, stage: Domain) -> None:

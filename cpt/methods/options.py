@@ -54,7 +54,9 @@ class AGEMOptions(Options):
 
     def __post_init__(self) -> None:
         if self.margin and self.apply_to == "update":
-            raise ValueError(f"margin={self.margin} with apply_to=update; allowed: 0, or apply_to=gradient")
+            raise ValueError(
+                f"margin={self.margin} is invalid with apply_to=update. Allowed: 0, or apply_to=gradient"
+            )
 
 
 @config
@@ -153,8 +155,9 @@ class DERPPOptions(Options):
     def __post_init__(self) -> None:
         if (self.buffer_size is None) == (self.buffer_bytes is None):
             raise ValueError(
-                f"buffer_size={show(self.buffer_size)} and buffer_bytes={show(self.buffer_bytes)}; "
-                "allowed: exactly one, the other null"
+                f"buffer_size={show(self.buffer_size)} with buffer_bytes={show(self.buffer_bytes)} is "
+                f"invalid. "
+                "Allowed: exactly one, the other null"
             )
 
 
@@ -210,7 +213,7 @@ class HATOptions(BottleneckOptions, GateOptions):
 
     def __post_init__(self) -> None:
         if self.form == "full" and not self.units and self.shared == "frozen":
-            raise ValueError("shared=frozen leaves nothing to train without units; allowed: trained")
+            raise ValueError("shared=frozen is invalid: without units nothing is trained. Allowed: trained")
 
 
 @config
@@ -248,7 +251,7 @@ class LifelongMoEOptions(Options):
     def __post_init__(self) -> None:
         if self.num_experts == 0 and self.dense == "frozen":
             raise ValueError(
-                "num_experts=0 with dense=frozen leaves nothing to train; allowed: dense=trained"
+                "num_experts=0 is invalid: with dense=frozen nothing is trained. Allowed: dense=trained"
             )
 
 
@@ -270,7 +273,7 @@ class MergeLoRAOptions(MergeOptions, PairOptions):
 
     def __post_init__(self) -> None:
         if self.exported == "peft":
-            raise ValueError("exported=peft has no pair to write once pairs are merged; allowed: merged")
+            raise ValueError("exported=peft is invalid: the adapters are merged. Allowed: merged")
 
 
 @config
@@ -309,7 +312,7 @@ class OSFOptions(Options):
     def __post_init__(self) -> None:
         if self.least is not None and self.least > self.protected:
             raise ValueError(
-                f"least={self.least} with protected={self.protected}; allowed: at most that, or null"
+                f"least={self.least} is invalid. Allowed: at most protected={self.protected}, or null"
             )
 
 

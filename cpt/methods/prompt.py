@@ -117,7 +117,9 @@ def check_rows(context: MethodContext, method: str) -> None:
     """Raises ValueError where samples share rows; `method` says why it needs a row for each."""
     if context.objective.sharing is not None or context.objective.isolated:
         allowed = "domains.packing=none of examples, concat of text"
-        raise ValueError(f"domains.packing=document_mask does not go with {method}; allowed: {allowed}")
+        raise ValueError(
+            f"domains.packing=document_mask is invalid: incompatible with {method}. Allowed: {allowed}"
+        )
 
 
 def check_tokens(
@@ -131,7 +133,7 @@ def check_tokens(
         else f"to {limit - length}, the positions beyond model.max_seq_length={length}"
     )
     if limit is not None and length + tokens > limit:
-        raise ValueError(f"{option}={tokens}; allowed: a whole number, 0 {most}")
+        raise ValueError(f"{option}={tokens} is invalid. Allowed: a whole number, 0 {most}")
 
 
 STD = 0.02  # of W_down
@@ -165,7 +167,8 @@ class ProgPrompt(PromptMethod):
         if limit is not None and self.length + tokens * len(order) > limit:
             most = (limit - self.length) // len(order)
             raise ValueError(
-                f"method.num_virtual_tokens={tokens} for each of {len(order)} domains; allowed: 0 to {most}, "
+                f"method.num_virtual_tokens={tokens} is invalid for {len(order)} domains. Allowed: 0 to "
+                f"{most}, "
                 f"for the {limit - self.length} positions beyond model.max_seq_length={self.length}"
             )
         return super().stages(order)

@@ -62,8 +62,9 @@ class RecAdam(ContinualMethod):
         self.rate = getattr(context.optimizer, "keywords", {}).get("lr", 0.0)
         if self.rate * options.strength >= MOST:
             raise ValueError(
-                f"method.strength={options.strength:g} at optim.lr={self.rate:g} pulls weights past where "
-                f"they were; allowed: below {MOST / self.rate:g}"
+                f"method.strength={options.strength:g} is invalid: at optim.lr={self.rate:g} it pulls "
+                f"weights past "
+                f"where they were. Allowed: below {MOST / self.rate:g}"
             )
         self.anchor = Snapshot(self.model, persistent=options.towards == "previous")
         self.recall = Recall(self.anchor, options)

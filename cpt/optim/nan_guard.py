@@ -43,7 +43,7 @@ class NanGuard(Callback):
 
     def __init__(self, *, policy: str = "stop", advice: str = ADVICE) -> None:
         if policy not in POLICIES:
-            raise ValueError(f"on_nonfinite={policy}; allowed: {', '.join(POLICIES)}")
+            raise ValueError(f"on_nonfinite={policy} is invalid. Allowed: {', '.join(POLICIES)}")
         self.policy, self.advice = policy, advice
         self.terms: dict[str, Tensor] = {}
         self.spikes = Spikes()

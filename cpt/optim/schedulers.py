@@ -160,9 +160,9 @@ class Infinite(Schedule):
         super().__post_init__()
         if self.warmup_ratio + self.cooldown + self.anneal > 1:
             shares = (
-                f"warmup_ratio={self.warmup_ratio:g}, cooldown={self.cooldown:g} and anneal={self.anneal:g}"
+                f"warmup_ratio={self.warmup_ratio:g} with cooldown={self.cooldown:g}, anneal={self.anneal:g}"
             )
-            raise ValueError(f"{shares} are more than a domain; allowed: 1 in all")
+            raise ValueError(f"{shares} is invalid: more than a domain. Allowed: 1 in all")
 
     @property
     def needs_end(self) -> bool:
@@ -206,8 +206,8 @@ class WSD(Schedule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.warmup_ratio + self.decay > 1:
-            shares = f"warmup_ratio={self.warmup_ratio:g} and decay={self.decay:g}"
-            raise ValueError(f"{shares} are more than a domain; allowed: 1 in all")
+            shares = f"warmup_ratio={self.warmup_ratio:g} with decay={self.decay:g}"
+            raise ValueError(f"{shares} is invalid: more than a domain. Allowed: 1 in all")
 
     @property
     def branches(self) -> bool:
@@ -241,7 +241,8 @@ class ReciprocalRoot(Schedule):
         super().__post_init__()
         if not self.warmup_ratio:
             raise ValueError(
-                "warmup_ratio=0: the rate falls by sqrt(warmup / steps); allowed: above 0, at most 1"
+                "warmup_ratio=0 is invalid: the rate falls by sqrt(warmup / steps). Allowed: above 0, at "
+                "most 1"
             )
 
     def __call__(self, progress: Progress) -> float:

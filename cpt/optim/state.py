@@ -29,7 +29,9 @@ class CarriedState(NamedTensors):
                     self.update({f"{name}:{key}": value.cpu()})
                 elif value is not None:
                     kind = type(optimizer).__name__
-                    raise ValueError(f"optim.state_across_domains: {kind} keeps {key}={value}; allowed: none")
+                    raise ValueError(
+                        f"optim.state_across_domains is invalid: {kind} keeps {key}={value}. Allowed: none"
+                    )
 
     def give(self, optimizer: Optimizer, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Loads the state into a new optimizer, and logs which parameters are new or gone."""

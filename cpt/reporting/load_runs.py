@@ -123,13 +123,17 @@ def filter_runs(runs: Sequence[MeasuredRun], where: Sequence[str]) -> list[Measu
     pairs = [word.partition("=") for word in where]
     for word, (key, _, value) in zip(where, pairs, strict=True):
         if key not in FILTERS or not value:
-            raise ValueError(f"--where {word}; allowed: KEY=VALUE[,VALUE…] with one of {', '.join(FILTERS)}")
+            raise ValueError(
+                f"--where {word} is invalid. Allowed: KEY=VALUE[,VALUE…] with one of {', '.join(FILTERS)}"
+            )
     chosen = list(runs)
     for key, _, value in pairs if runs else ():
         known = set().union(*(run.names(key) for run in runs))
         values = {value} if value in known else set(value.split(","))
         if absent := sorted(values - known):
-            raise ValueError(f"--where {key}={','.join(absent)}; there is: {', '.join(sorted(known))}")
+            raise ValueError(
+                f"--where {key}={','.join(absent)} is invalid. Allowed: {', '.join(sorted(known))}"
+            )
         chosen = [run for run in chosen if run.names(key) & values]
     if runs and not chosen:
         raise ValueError(f"--where {' '.join(where)}: no run has all of these, each alone some have")
@@ -162,7 +166,7 @@ def measure_runs(runs: Sequence[MeasuredRun], *, domains: Collection[str] = ()) 
     if there is one. Raises ValueError for a domain that no run has."""
     known = {name for run in runs for name in run.scores.domains} - {GENERAL}
     if absent := [name for name in domains if runs and name not in known]:
-        raise ValueError(f"--domains {','.join(absent)}; there is: {', '.join(sorted(known))}")
+        raise ValueError(f"--domains {','.join(absent)} is invalid. Allowed: {', '.join(sorted(known))}")
     plain = {"method": "one", "mask": "none", "replay": "none"}
     references = [run for run in runs if plain.items() <= run.scores.run.items()]
     keys = [*(f"{name}/{unit}" for name in METRICS for unit in UNITS), "intransigence/nats"]

@@ -210,7 +210,9 @@ def compose_jobs(
         label = " ".join(filter_overrides([each for each in overrides if each not in common]))
         job = Job(number, overrides, label, cfg, Path(cfg.hydra.run.dir))
         if (other := jobs.setdefault(job.folder, job)) is not job:
-            raise ValueError(f"'{other}' and '{job}' have one hydra.run.dir, {job.folder}; allowed: one each")
+            raise ValueError(
+                f"hydra.run.dir={job.folder} is invalid: '{other}' and '{job}' share it. Allowed: one each"
+            )
         job.before = is_finished_already(cfg, job.folder)
     if config.hydra.sweeper._target_ == BASIC_SWEEPER:
         log_needed_pairs(list(distinct))

@@ -114,9 +114,9 @@ class ProcessLauncher(JobLauncher):
     def check(self) -> None:
         for name, given in (("jobs", self.jobs), ("threads", self.threads)):
             if given is not None and (type(given) is not int or given < 1):
-                raise ValueError(f"hydra.launcher.{name}={given}; allowed: null, 1, 2, …")
+                raise ValueError(f"hydra.launcher.{name}={given} is invalid. Allowed: null, 1, 2, …")
         if isinstance(self.grace, bool) or not isinstance(self.grace, (int, float)) or not self.grace >= 0:
-            raise ValueError(f"hydra.launcher.grace={self.grace}; allowed: 0 seconds or more")
+            raise ValueError(f"hydra.launcher.grace={self.grace} is invalid. Allowed: 0 seconds or more")
 
     def run(self, waiting: Sequence[Job], jobs: Sequence[Job], first: int) -> None:
         configs = [job.config for job in jobs]
@@ -143,9 +143,9 @@ class ClusterLauncher(JobLauncher):
             self.inner = getattr(importlib.import_module(module), name)(**options)
         except ImportError as error:
             advice = f"pip install -e '.[{self.extra}]' in the checkout of cpt"
-            raise ValueError(f"{self.through} is needed ({error}): {advice}") from error
+            raise ValueError(f"hydra/launcher is invalid: {error}. Allowed: after {advice}") from error
         except TypeError as error:
-            raise ValueError(f"hydra.launcher.options={options}: {error}") from error
+            raise ValueError(f"hydra.launcher.options={options} is invalid: {error}") from error
 
     def run(self, waiting: Sequence[Job], jobs: Sequence[Job], first: int) -> None:
         config = copy.deepcopy(self.config)

@@ -399,7 +399,7 @@ class LMEvalEvaluator(Evaluator):
             metric = self.options.metrics.get(task) or next(iter(there["metrics"]))
             if metric not in there["metrics"]:
                 allowed = ", ".join(there["metrics"])
-                raise ValueError(f"benchmark.metrics.{task}={metric}; allowed: {allowed}")
+                raise ValueError(f"benchmark.metrics.{task}={metric} is invalid. Allowed: {allowed}")
             values = [cell["metrics"].get(metric, {}) if cell else {} for cell in cells]
             tasks[task] = {
                 **{name: there[name] for name in ("shots", "limit", "examples", "version", "truncated")},
@@ -439,9 +439,9 @@ def make_evaluators(
             )
             measure, closed = options.known_by.get(task), all(each.choices for each in asked)
             if measure in task_metrics.RANKED and not closed:
-                told = f"answers.measures.{task}={measure} is of choices, and its answers are open"
+                told = f"answers.measures.{task}={measure} is invalid: the answers are open, not choices"
                 allowed = ", ".join(name for name in KNOWN_BY if name not in task_metrics.RANKED)
-                raise ValueError(f"{told}; allowed: {allowed}")
+                raise ValueError(f"{told}. Allowed: {allowed}")
             if closed or options.written:
                 questions[task] = asked
             else:

@@ -342,9 +342,9 @@ class ContinualTrainer:
                 if number <= max(self.scores.grown, default=0):
                     log.info("%s of %s is missing of what was added: its weights were not kept", group, row)
                     continue
-                told = f"{group}.when={each.when} needs the weights after {row}, which were not kept"
+                told = f"{group}.when={each.when} is invalid: the weights after {row} were not kept"
                 allowed = f"{group}.when=last, or a new name=… (save_all_stages=true keeps them for later)"
-                raise ValueError(f"{told}; allowed: {allowed}")
+                raise ValueError(f"{told}. Allowed: {allowed}")
             self.scores.run["finished"] = False
             self.restore(number)
             with self.eta.timed(each.KIND, number):

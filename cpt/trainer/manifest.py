@@ -120,7 +120,7 @@ def check_manifest(plan: Plan, run: RunDir, *, update: bool = True) -> None:
         if why:
             told = f"{run.path} has learned {join_first(old)} ({told}), and nothing can follow: {why}"
             keep = f"{same}, new domains at the end of the order" if plan.by_texts else "that order"
-            raise ValueError(f"{told}; allowed: {keep}; another name=… learns all from the beginning")
+            raise ValueError(f"{told}. Allowed: {keep}; another name=… learns all from the beginning")
         told = f"order={show(plan.run.order)} means other domains than when {run.path} was started ({told})"
         keep = "bring them back" if gone else same
         raise ValueError(f"{told}; {keep}, another name=… begins a new run, or delete the folder")

@@ -128,8 +128,7 @@ def test_an_old_group_in_a_list_of_defaults_is_told_by_its_new_name(tmp_path):
         with pytest.raises(HydraException) as raised:
             composed("experiment=mine", f"hydra.searchpath=[file://{tmp_path}]")
         assert (
-            reason(raised.value)
-            == f"experiment/mine: `override /{old}` is invalid; allowed: `override /{new}`"
+            reason(raised.value) == f"override /{old} in experiment/mine is invalid. Allowed: override /{new}"
         )
 
 

@@ -55,7 +55,10 @@ class Ready:
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{file} is damaged ({error}); delete it to plan again") from error
         if asked != question:
-            raise ValueError(f"{file.parent} is the advice on another question; allowed: another --out")
+            raise ValueError(
+                f"--out {file.parent} is invalid: it has the advice on another question. Allowed: another "
+                f"folder"
+            )
         return ready
 
 
@@ -102,13 +105,13 @@ def make_parser() -> argparse.ArgumentParser:
 def check(given: argparse.Namespace) -> None:
     """Raises ValueError for what cannot be asked."""
     wrong = {
-        f"--hours {given.hours:g}; allowed: more than 0": not 0 < given.hours < math.inf,
-        f"--weight {given.weight:g}; allowed: 0 or more": not 0 <= given.weight < math.inf,
-        f"--forget {given.forget}; allowed: nats per token, a finite number": not math.isfinite(
+        f"--hours {given.hours:g} is invalid. Allowed: more than 0": not 0 < given.hours < math.inf,
+        f"--weight {given.weight:g} is invalid. Allowed: 0 or more": not 0 <= given.weight < math.inf,
+        f"--forget {given.forget} is invalid. Allowed: nats per token, a finite number": not math.isfinite(
             given.forget or 0
         ),
-        f"--jobs {given.jobs}; allowed: 1, 2, …": given.jobs is not None and given.jobs < 1,
-        f"--seeds {given.seeds}; allowed: 1 to {SEEDS}": not 1 <= given.seeds <= SEEDS,
+        f"--jobs {given.jobs} is invalid. Allowed: 1, 2, …": given.jobs is not None and given.jobs < 1,
+        f"--seeds {given.seeds} is invalid. Allowed: 1 to {SEEDS}": not 1 <= given.seeds <= SEEDS,
     }
     for message in (message for message, holds in wrong.items() if holds):
         raise ValueError(message)

@@ -202,8 +202,8 @@ class TextWriter(ReplaySource):
         count, prefix, rows = self.options.starts, self.options.prefix, self.data.train[text]
         drawn = shuffle(np.arange(min(count, len(rows))), len(rows), stream=key("probe", text))
         if prefix and not len(drawn := drawn[rows.row_lengths[drawn] > prefix]):
-            told = f"replay.prefix={prefix}: no row of {text} that could be kept has more tokens"
-            raise ValueError(f"{told}; allowed: fewer")
+            told = f"replay.prefix={prefix} is invalid: no row of {text} that could be kept has more tokens"
+            raise ValueError(f"{told}. Allowed: fewer")
         return rows.ids(drawn)[:, :prefix].tolist() if prefix else None
 
     def recall(self, text: str) -> Any:
@@ -220,8 +220,9 @@ class TextWriter(ReplaySource):
         ids = self.tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
         if (taken := len(self.begin) + len(ids) + how.prefix) >= self.length:
             raise ValueError(
-                f"replay.prompt={how.prompt} and replay.prefix={how.prefix} take {taken} tokens and leave "
-                f"nothing to write of model.max_seq_length={self.length}; allowed: fewer"
+                f"replay.prompt={how.prompt} and replay.prefix={how.prefix} is invalid: they take {taken} "
+                f"tokens and leave "
+                f"nothing to generate of model.max_seq_length={self.length}. Allowed: fewer"
             )
         return [*self.begin, *ids] if ids else []
 
@@ -313,8 +314,9 @@ class ExampleWriter(TextWriter):
             path = folder / "rows.arrow"
             if not tokenized_tasks.write_examples(path, rows, tokenizer=self.tokenizer)[0]:
                 raise ValueError(
-                    f"no example of {name} fits into model.max_seq_length={self.length} in the form that "
-                    "is written (replay=generated); allowed: a larger model.max_seq_length, replay=past"
+                    f"model.max_seq_length={self.length} is invalid: no example of {name} fits in the form "
+                    f"that "
+                    "is written (replay=generated). Allowed: a larger model.max_seq_length, replay=past"
                 )
 
         folder = make_once(self.corpora.cache / "packed" / f"{name}-forms-{digest(made_of)}", make=make)

@@ -123,12 +123,17 @@ class Source(Options, ABC):
             read_options(HeldOut, self.held_out, place="")
         if self.packing not in (None, *PACKINGS[self.form("")]):
             allowed = ", ".join(PACKINGS[self.form("")])
-            raise ValueError(f"packing={self.packing}; allowed: {allowed} of domains of {self.form('')}")
+            raise ValueError(
+                f"packing={self.packing} is invalid. Allowed: {allowed} of domains of {self.form('')}"
+            )
         if self.by == COARSE and self.form("") == EXAMPLES:
-            raise ValueError("by=coarse joins text, and these domains are examples; allowed: null, fine")
+            raise ValueError(
+                "by=coarse is invalid: these domains are examples, not text. Allowed: null, fine"
+            )
         if (self.embedding == "sentence") != (self.embedding_model is not None):
             raise ValueError(
-                f"embedding={self.embedding} embedding_model={show(self.embedding_model)}; allowed: both "
+                f"embedding={self.embedding} with embedding_model={show(self.embedding_model)} is invalid. "
+                f"Allowed: both "
                 "embedding=sentence and embedding_model=FOLDER, or neither"
             )
 
@@ -194,11 +199,15 @@ class Source(Options, ABC):
         package = PACKAGES.get(self.embedding)
         if package is not None and find_spec(package) is None:
             raise ValueError(
-                f"domains.embedding={self.embedding} needs the package {package.replace('_', '-')}, which is "
-                "not installed; allowed: to install it, or domains.embedding=tfidf, model"
+                f"domains.embedding={self.embedding} is invalid: the package {package.replace('_', '-')} is "
+                f"not "
+                "installed. Allowed: domains.embedding=tfidf, model"
             )
         if self.embedding_model is not None and not Path(self.embedding_model).is_dir():
-            raise ValueError(f"domains.embedding_model={self.embedding_model}: there is no such folder")
+            raise ValueError(
+                f"domains.embedding_model={self.embedding_model} is invalid: there is no such folder. "
+                f"Allowed: a folder"
+            )
 
     def check_domains(self, order: Sequence[str]) -> None:
         """Checks the text of these domains, as `check`, and logs what `by` and `only` leave out."""
@@ -241,7 +250,10 @@ def parse_name(name: str) -> tuple[str, str | None]:
     """The coarse and the fine domain of a name of M2D2: `A__b` of Wikipedia, `cs.AI` of S2ORC; None for fine
     of a coarse name. An archive without classes, like `hep-th`, is a coarse domain's only fine one."""
     if name in NOT_DOMAINS:
-        raise ValueError(f"{name} stands in M2D2's list and is no domain; allowed: domains.ignore=[{name}]")
+        raise ValueError(
+            f"domain {name} is invalid: it is in M2D2's list and is no domain. Allowed: "
+            f"domains.ignore=[{name}]"
+        )
     if name in COARSE_OF_WIKIPEDIA or name.endswith("_l1"):
         return name.removesuffix("_l1"), None
     coarse, _, fine = name.partition("__" if "__" in name else ".")
@@ -274,5 +286,5 @@ def select_domains(
     chosen = {name: each for name, each in groups.items() if any(re.fullmatch(one, name) for one in wanted)}
     if not chosen:
         listed = ", ".join(sorted(groups)[:8]) + f", … ({len(groups)})" * (len(groups) > 8)
-        raise ValueError(f"domains.only={show(patterns)} leaves no domain; there are: {listed}")
+        raise ValueError(f"domains.only={show(patterns)} is invalid: it leaves no domain. Allowed: {listed}")
     return chosen

@@ -37,13 +37,20 @@ class Texts(Source):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.corpora.is_dir():
-            raise ValueError(f"root={self.root}: there is no folder {self.corpora}")
+            raise ValueError(
+                f"root={self.root} is invalid: there is no folder {self.corpora}. Allowed: a folder"
+            )
         if not self.names:
-            raise ValueError(f"root={self.root}: {self.corpora} has no sub-folder; each would be a domain")
+            raise ValueError(
+                f"root={self.root} is invalid. Allowed: a folder with a sub-folder for each domain"
+            )
         if unknown := sorted(set(self.columns or ()) - {*self.names, GENERAL}):
             raise ValueError(unknown_name(f"columns.{unknown[0]}", [f"columns.{n}" for n in self.names]))
         if self.general not in (None, GENERAL) and self.folder_of(GENERAL) is None:
-            raise ValueError(f"general={self.general}: there is no folder {Path(self.root) / self.general}")
+            raise ValueError(
+                f"general={self.general} is invalid: no folder {Path(self.root) / self.general}. Allowed: "
+                f"null, a folder"
+            )
 
     @property
     def corpora(self) -> Path:
