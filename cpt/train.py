@@ -50,16 +50,14 @@ def train(cfg: DictConfig, *, run_dir: Path) -> float | list[float | None] | Non
             check_manifest(plan, run)
             scores = run.scores() if is_complete(run.scores(), plan) else None
             if scores is not None and (lost := run.lost(full=plan.run.verify_inputs == "full")):
-                log.info(
-                    "%s was finished, but %s: rebuilding without training", run.path, "; ".join(lost[:5])
-                )
+                log.info("Rebuilding %s without training: %s", run.path, "; ".join(lost[:5]))
                 scores = None
             if scores is None:
                 with defer_signals():  # libraries cannot be interrupted while they are imported
                     from cpt.trainer.loop import train_run
                 scores = train_run(plan, run)
             else:
-                log.info("%s is finished already", run.path)
+                log.info("Nothing to train: %s is finished", run.path)
     from cpt.reporting.run_page import format_scores  # matplotlib is not loaded to refuse a config
 
     log.info("\n%s\n%s", format_scores(scores), run.path / "report.html")

@@ -100,10 +100,10 @@ def make_corpus(source: Source, name: str, *, cache: Path) -> Corpus:
         np.save(folder / "splits.npy", splits)
         (folder / "facts.json").write_text(json.dumps(facts))
         if contradicted:
-            told = "%s: %d questions stand there with different answers; the first of each stays"
+            told = "Keeping the first answer in %s: %d questions have different ones"
             log.warning(told, name, contradicted)
         counts = ", ".join(f"{count} {split}" for split, count in facts["documents"].items())
-        told = "%s: %.2f MB, documents: %s; left out: %d duplicates and %d valid or test copies"
+        told = "Read %s: %.2f MB, documents: %s; left out: %d duplicates and %d valid or test copies"
         size, copies = sum(facts["bytes"].values()) / 1e6, (facts["duplicates"], facts["held_out_copies"])
         log.info(told, name, size, counts, *copies)
         if stamp_of(source, name) != stamp:

@@ -226,7 +226,7 @@ def balance(texts: Mapping[str, Packed], *, tokens: int | None = None) -> dict[s
         drawn = texts[name].draw_rows(budget, stream=key("balanced", name))
         balanced[name] = replace(texts[name], rows=texts[name].rows.select(drawn))
     why = "" if tokens is not None else f", those of {smallest}"
-    told = "domains.balanced: %d of %d domains are cut to %d tokens%s"
+    told = "Cutting %d of %d domains to %d tokens%s (domains.balanced)"
     log.info(told, len(larger), len(texts), budget, why)
     return balanced
 

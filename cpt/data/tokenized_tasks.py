@@ -253,7 +253,7 @@ def encode_corpus(
         count, cut = write_examples(folder / ROWS_FILE, bar, tokenizer=encoder.tokenizer)
         if cut:
             log.info(
-                "%s, %s: %d of %d examples are cut to model.max_seq_length=%d (domains.truncate=%s)",
+                "Truncating in %s, %s %d of %d examples to model.max_seq_length=%d (domains.truncate=%s)",
                 *(name, split, cut, count, encoder.length, encoder.encoding.truncate),
             )
 

@@ -111,7 +111,7 @@ class Harness:
             own, shots = task.get_config("num_fewshot"), options.shots
             if shots is not None and own == 0 != shots:  # as the harness's own program: 0 stays 0
                 log.info(
-                    "benchmark.shots=%d has no effect on %s, which is asked without examples", shots, name
+                    "No effect of benchmark.shots=%d on %s, which is asked without examples", shots, name
                 )
             elif shots is not None or own is None:
                 task.set_config("num_fewshot", shots or 0)
@@ -177,7 +177,7 @@ class Harness:
             )
         truncated = sum("runcat" in message for message in warned)
         if truncated:
-            log.info("probe %s: %d requests or more were longer than is read, and cut", name, truncated)
+            log.info("Truncating %s: %d requests or more are longer than the model reads", name, truncated)
         # {"acc,none": …, "acc_stderr,none": …}; the filter `none` is left out of a metric's name
         values, higher = found["results"][name], found["higher_is_better"].get(name, {})
         metrics = {}

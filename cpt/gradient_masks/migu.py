@@ -83,12 +83,12 @@ class MagnitudeMask(GradientMask):
             if not outside:
                 whole_model = "the head is the embedding (tied=true)"
                 why = whole_model if maps is None else "the method trains parts of the blocks alone"
-                log.warning("head=true adds nothing to what mask=migu covers: %s", why)
+                log.warning("No effect of head=true: %s", why)
         covered += outside
         pattern = re.compile(self.options.only or "")
         found = [each for each in covered if pattern.search(each.name)]
         if not covered:
-            log.warning("the method trains no linear maps: mask=migu has nothing to mask")
+            log.warning("No effect of mask=migu: the method trains no linear layers")
         elif not found:
             raise ValueError(
                 f"only={self.options.only} is invalid: it leaves nothing to mask. Allowed: a regular "

@@ -83,7 +83,9 @@ class AGEM(ContinualMethod):
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
         if self.each and self.domain.index > 1:
-            log.info("method.constraints=each: %s backward passes more a step", self.domain.index)
+            log.info(
+                "Computing %s more backward passes per step (method.constraints=each)", self.domain.index
+            )
 
     def after_domain(self, probe: Iterable[Batch]) -> None:
         for batch in probe:

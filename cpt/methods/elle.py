@@ -165,9 +165,9 @@ class ELLE(ContinualMethod):
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
         if self.told:
-            log.info("%s: %s", self.domain.name, self.told)
+            log.info("Growing the model before %s: %s", self.domain.name, self.told)
         if self.domain.index == 0 and not self.replay.past_ratio:
-            log.info("no text of past domains is mixed in (replay=past), as ELLE does")
+            log.info("No text of past domains is replayed, as ELLE does (replay=past)")
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         if self.prompting is None:

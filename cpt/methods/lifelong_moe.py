@@ -74,9 +74,9 @@ class LifelongMoE(CopyingMethod):
         self.shares = NamedTensors()
         self.firsts: Tensor | None = None  # of the current step so far, [M, E]
         if not options.num_experts:
-            log.info("method.num_experts=0: no FFN becomes a mixture, what is said of mixtures has no effect")
+            log.info("No effect of the options of mixtures: method.num_experts=0")
         elif options.top_k == 1:
-            log.info("method.top_k=1: each gate is 1, so that only the balance of experts moves the router")
+            log.info("Gates are 1 with method.top_k=1: only the balance of experts trains the router")
 
     @property
     def mixtures(self) -> list[MoELayer]:

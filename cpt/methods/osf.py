@@ -59,13 +59,13 @@ class OSF(ContinualMethod):
             wide = [name for name, p in free.items() if p.ndim > 1]
             share = sum(p.numel() for p in free.values()) / sum(p.numel() for p in trained.values())
             log.info(
-                "method.protect=%s: %.0f %% of the trained weights move freely: %d norms and biases%s",
+                "Free weights (method.protect=%s): %.0f %% of the trained ones, in %d norms and biases%s",
                 *(self.options.protect, 100 * share, len(free) - len(wide)),
                 "".join(f", {name}" for name in wide),
             )
         if self.options.least is not None:
             found = ", ".join(f"{float(share):.2f}" for share in shares[:-1])
-            log.info("%s: protected share of directions by block: %s", self.domain.name, found)
+            log.info("Protected shares of directions in %s, by block: %s", self.domain.name, found)
 
     def after_domain(self, probe: Iterable[Batch]) -> None:
         if self.options.least is not None:

@@ -285,7 +285,7 @@ def fit_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, chec
     """Adds rows to embedding and head for all entries of the tokenizer, as transformers draws them."""
     rows, needed = model.get_input_embeddings().weight.shape[0], entries(tokenizer)
     if needed <= rows:
-        log.info("model.resize=true changes nothing: %d rows, %d entries of the tokenizer", rows, needed)
+        log.info("No effect of model.resize=true: %d rows, %d entries of the tokenizer", rows, needed)
         return
     check_head(model)
     config, tied = model.config, model.config.tie_word_embeddings
@@ -294,4 +294,4 @@ def fit_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, chec
         torch.manual_seed(0)  # rows are part of the base, which does not depend on the run's seed
         model.resize_token_embeddings(needed)
     config.tie_word_embeddings = tied
-    log.info("resized the embedding of %s from %d to %d rows", checkpoint, rows, needed)
+    log.info("Resizing the embedding of %s from %d to %d rows", checkpoint, rows, needed)

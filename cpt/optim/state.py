@@ -47,13 +47,11 @@ class CarriedState(NamedTensors):
                 known[place] = carried.pop(name)
             else:
                 new.append(name)
-        left = {"new and begin without a state of the optimizer": new, "gone": list(carried)}
+        left = {"new and start without state": new, "gone": list(carried)}
         for what, those in left.items() if known else ():
             if those:
                 listed = ", ".join([*those[:3], *["…"][: len(those) > 3]])
-                log.info(
-                    "optim.state_across_domains: of the parameters %d are %s (%s)", len(those), what, listed
-                )
+                log.info("Carrying over optimizer state: %d parameters are %s (%s)", len(those), what, listed)
         optimizer.load_state_dict({**optimizer.state_dict(), "state": known})
 
     def parameter_of(self, name: str) -> str:

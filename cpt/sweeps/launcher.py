@@ -158,7 +158,7 @@ class ClusterLauncher(JobLauncher):
             returned = self.inner.launch([list(job.overrides) for job in waiting], first)
         except Exception as error:  # of any class: each launcher has its own for a job that was cancelled
             # The launcher gave up on all its jobs at once; the cluster may still be at work on some.
-            log.error("the cluster's launcher gave up: %s", error)
+            log.error("Stopping: the cluster's launcher failed: %s", error)
             failed = JobReturn(status=JobStatus.FAILED)
             failed.return_value = error
             returned = [failed] * len(waiting)
@@ -225,7 +225,7 @@ def run_all(
     which have `grace` seconds to save, and ends the program."""
     waiting, running, free = deque(jobs), dict[Job, dict[str, str]](), list(places)
     received, last, shown = list[int](), -math.inf, -math.inf
-    log.info("%d to run, %d at once", len(jobs), len(places))
+    log.info("Running %d jobs, %d in parallel", len(jobs), len(places))
 
     def receive(number: int, frame: FrameType | None) -> None:
         """Notes a signal: an exception could come between a process and the note that it exists."""
@@ -254,7 +254,7 @@ def run_all(
         finally:
             stop_jobs(list(running), grace=grace, received=received)
     if received:
-        log.warning("stopped by %s; %s", signal.Signals(received[0]).name, CONTINUES)
+        log.warning("Stopping on %s; %s", signal.Signals(received[0]).name, CONTINUES)
         raise SystemExit(GO_ON)
 
 

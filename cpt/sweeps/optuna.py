@@ -292,7 +292,7 @@ def tell_trial(study: Study, trial: FrozenTrial, returned: Sequence[JobReturn]) 
 
     values = [each._return_value for each in returned]
     runs = [list(v) if isinstance(v, Sequence) and not isinstance(v, str) else [v] for v in values]
-    label = f"trial {trial.number}, {' '.join(to_overrides(trial.params))}"
+    label = f"Trial {trial.number}, {' '.join(to_overrides(trial.params))}"
     for run, job in zip(runs, returned, strict=True):
         finite = all(isinstance(value, int | float) and math.isfinite(value) for value in run)
         if job.status is not JobStatus.COMPLETED or not finite or len(run) != len(study.directions):

@@ -150,12 +150,12 @@ def log_eval_cap(data: DomainSequence) -> None:
         lengths = {name: text.row_lengths for name, text in data.held_out.items()}
         cut = {name: lengths[name][data.scored_rows(name)] for name in data.cut}
         read, total = (sum(int(each.sum()) for each in some.values()) for some in (lengths | cut, lengths))
-        part = f"of {len(cut)} of {len(lengths)} texts a part is scored, the same rows after every stage"
+        part = f"a part of {len(cut)} of {len(lengths)} texts, the same rows after every stage"
         counts, advice = (
             f"{read:,} of {total:,} tokens",
             "eval.max_tokens=null scores all, in a run of its own",
         )
-        log.info("eval.max_tokens=%s: %s (%s); %s", show(data.eval_tokens), part, counts, advice)
+        log.info("Scoring %s (eval.max_tokens=%s, %s); %s", part, show(data.eval_tokens), counts, advice)
 
 
 def empty_scores(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence) -> Scores:

@@ -447,7 +447,7 @@ def make_evaluators(
             else:
                 left.append(task)
         if left and is_first_process():
-            log.info("answers.written=false: %s, whose answers are open, is not asked", ", ".join(left))
+            log.info("Skipping %s, whose answers are open (answers.written=false)", ", ".join(left))
         settings = asdict(replace(options, when="each"))  # which changes no answer
         del settings["measures"]  # nor do these, but that a file may have to hold the sources
         known_by = [ANSWERS_FORMAT, settings, asdict(cast(Any, corpora.encoding))]

@@ -87,7 +87,7 @@ class Manifest:
         for name in list(self.texts) if reads_all else texts:
             from cpt.data.corpus import make_corpus, read_documents  # seconds of imports, rarely needed
 
-            log.info("comparing the text of %s with that of the run's start", name)
+            log.info("Comparing the text of %s with that of the run's start", name)
             stamp, source = stamp_of(plan.source, name), plan.source
             known = None if reads_all else make_corpus(source, name, cache=cache).facts
             facts = known or read_documents(source, name)[1]
@@ -191,10 +191,10 @@ def write_manifest(
     changed += ["the tokenizer of the base model changed"] * (old.tokenizer not in ("", tokenizer))
     reject_changes(run, changed)
     if is_beginning(old.order, plan.order):
-        log.info("%s are added to %s", ", ".join(plan.order[len(old.order) :]), ", ".join(old.order))
+        log.info("Adding %s after %s", ", ".join(plan.order[len(old.order) :]), ", ".join(old.order))
     for task in contents:
         if old.endtasks.get(task, contents[task]) != contents[task]:
-            log.info("end task %s: its data changed; it is measured again", task)
+            log.info("Measuring end task %s again: its data changed", task)
     now.save(run)
     if run.stored("order") != plan.settings["order"]:
         run.write_config(plan.settings)
@@ -322,7 +322,7 @@ def extend_steps(plan: Plan, run: RunDir) -> None:
     for left in (left for kind in MEASURED for left in run.path.glob(f"{kind}/001-*")):
         shutil.rmtree(left)
     run.write_config(plan.settings)
-    log.info("trainer.steps: %d -> %d: going on from step %d", before, plan.trainer.steps, done)
+    log.info("Resuming at step %d: trainer.steps %d -> %d", done, before, plan.trainer.steps)
 
 
 def check_extension(plan: Plan, run: RunDir) -> int | None:

@@ -88,7 +88,7 @@ class Monitor(Callback):
         if why and step < trainer.max_steps:
             self.record.ended, trainer.should_stop = why, True
             if trainer.is_global_zero:
-                log.info("%s ends after step %d: %s", trainer.datamodule.domain.name, step, why)
+                log.info("Ending %s after step %d: %s", trainer.datamodule.domain.name, step, why)
 
     def on_fit_end(self, trainer: Trainer, pl_module: Any) -> None:
         # Before the method's work after the domain.

@@ -97,13 +97,13 @@ def resolve_auto(
         able = device.type == "cuda" and torch.cuda.is_bf16_supported()
         options = replace(options, precision=stored or ("bf16-mixed" if able else "32-true"))
         why = "as in scores.json" if stored else f"the default on this device ({device.type})"
-        log.info("trainer.precision=auto: %s, %s", options.precision, why)
+        log.info("Precision (trainer.precision=auto): %s, %s", options.precision, why)
     drops = options.quick_dropout and drops_attention(config)
     is_short = options.precision in BF16 and length <= SHORT
     if options.attn_implementation == "auto" and device.type == "cpu" and (drops or is_short):
         faster = f"is faster in 16 bits in rows of up to {SHORT} tokens"
         why = "draws its dropout quickly" if drops else faster
-        log.info("trainer.attn_implementation=auto: eager, which on a CPU %s", why)
+        log.info("Attention (trainer.attn_implementation=auto): eager, which on a CPU %s", why)
         options = replace(options, attn_implementation="eager")
     return options
 
@@ -112,7 +112,7 @@ def make_harness(plan: Plan) -> Harness | None:
     """The benchmark's tasks, read by the process that measures them."""
     if plan.benchmark is None or not is_first_process():
         return None
-    log.info("reading the tasks of the probe")
+    log.info("Reading the benchmark's tasks")
     from cpt.evaluation.lm_eval import Harness
 
     return Harness(plan.benchmark, precision=plan.trainer.precision)
@@ -165,7 +165,7 @@ def check_model(plan: Plan) -> PretrainedConfig:
             index = json.loads((folder / PARTS_INDEX).read_text(encoding="utf-8"))
             used = f"with those of {index['parts'][-1]}" if index["attach"] is None else "without any of them"
             names, advice = ", ".join(index["parts"]), "cpt.adapters.export.load gives others"
-            log.warning("%s has modules for %s; it starts %s: %s", folder, names, used, advice)
+            log.warning("Modules of %s are for %s; it starts %s: %s", folder, names, used, advice)
         sentinels = len(loading.sentinel_ids(tokenizer))
     objective = loading.objective_name(options.objective, config)
     check_objective(plan, objective, tokenizer)
@@ -200,7 +200,7 @@ def check_model(plan: Plan) -> PretrainedConfig:
         except ValueError:  # a refusal
             raise
         except Exception as error:  # of an operation that the meta device lacks
-            log.debug("method %s was not tried on a skeleton: %s", name, error)
+            log.debug("Skipping the skeleton of method %s: %s", name, error)
     if module is not None:
         if plan.trainer.compile and any(mask.limits for mask in module.masks):
             raise ValueError("trainer.compile=true is invalid with backend=backward. Allowed: backend=hooks")

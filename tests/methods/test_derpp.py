@@ -23,7 +23,7 @@ def scored_outputs(module, ids, labels, length):
 def test_the_losses_are_those_of_the_paper(matched, family, build):
     options = [
         f"method.matched={matched}",
-        "method.lora_alpha=0.3",
+        "method.alpha=0.3",
         "method.beta=0.7",
         "method.precision=float32",
     ]
@@ -79,5 +79,5 @@ def test_the_memory_takes_its_budget(matched, build):
     width = {"hidden": 32, "logits": module.model.config.vocab_size}[matched]
     each = bytes_per_sample(length=16, scored=5, width=width, precision="float16")
     assert module.memory.bytes == 100000 // each * each
-    with pytest.raises(ValueError, match=r"method\.memory_bytes=9"):
+    with pytest.raises(ValueError, match=r"method\.buffer_bytes=9"):
         build("derpp", *given, "method.buffer_bytes=9")

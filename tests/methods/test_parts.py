@@ -208,7 +208,7 @@ THREE = "order=[law,food,space]"
 
 @pytest.mark.parametrize(("experts", "family"), [("ffn", "masked"), ("ffn", "causal"), ("adapter", "masked")])
 def test_an_expert_begins_as_the_nearest(experts, family, build):
-    work = build("demix", THREE, f"method.num_experts={experts}", *DECAY, on=family)
+    work = build("demix", THREE, f"method.experts={experts}", *DECAY, on=family)
     before, names = work.weights(), {*work.module.bank.names}
     wanted = {"masked": ("mlp.Wi.", "mlp.Wo."), "causal": ("mlp.c_fc.", "mlp.c_proj.")}[family]
     assert experts == "adapter" or names == {n for n in before if any(each in n for each in wanted)}

@@ -101,7 +101,7 @@ def test_a_finished_run_goes_on_to_what_it_would_have_come_to(start, small, tmp_
     assert times(tmp_path / "raised") == before
     start(small(*how, "trainer.steps=11", "variant=more"), tmp_path / "raised")
     assert scores_of(tmp_path / "raised").run["variant"] == "more"
-    assert "trainer.steps: 6 -> 11: going on from step 6" in caplog.text
+    assert "Resuming at step 6: trainer.steps 6 -> 11" in caplog.text
     start(small(*how, "trainer.steps=13"), tmp_path / "raised")  # and once more
     start(small(*how, "trainer.steps=13", "grow=never"), tmp_path / "elsewhere" / "whole")
     assert_same(tmp_path / "raised", tmp_path / "elsewhere" / "whole")

@@ -12,7 +12,7 @@ FORM = re.compile(
 
 def is_refused(given: str, message: str) -> bool:
     """Whether a message has the form of all, names an option that is given, and no internals."""
-    keys = [each.lstrip("+~").partition("=")[0].rpartition(".")[2] for each in given.split()]
+    keys = [key for each in given.split() for key in each.lstrip("+~").partition("=")[0].split(".")[-2:]]
     found = FORM.fullmatch(message)
     whole = found is not None and any(found.groups())
     return whole and any(key in message for key in keys) and "_recursive_" not in message

@@ -91,7 +91,7 @@ def test_a_checkpoint_that_is_damaged_or_does_not_fit_is_told(checkpoint, small,
     shutil.copytree(whole, checkpoint, dirs_exist_ok=True)
     for path in checkpoint.glob("tokenizer*"):
         path.unlink()
-    assert f"model.name_or_path={checkpoint} has no tokenizer" in unread(cfg)
+    assert f"model.name_or_path={checkpoint} is invalid: it has no tokenizer" in unread(cfg)
     words = AutoTokenizer.from_pretrained(whole)
     words.add_tokens(["contract", "section"])
     words.save_pretrained(checkpoint)

@@ -78,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
         only = candidates.choose_domains(order)
         if left_out := len(order) - len(only):
             shared.append(f"domains.only=[{','.join(only)}]")
-            log.info("%d of %d domains: %s", len(only), len(order), ", ".join(only))
+            log.info("Choosing %d of %d domains: %s", len(only), len(order), ", ".join(only))
         with runs.open_sweep(shared, **how) as sweep:
             advise(given, sweep, arms, model, texts, began=began, left_out=left_out)
     return 0
@@ -164,7 +164,7 @@ def settle(
         question["seeds"] = given.seeds
     kept = Ready.load(file, question) if file.exists() else None
     if kept is None:
-        log.info("a first run reads the texts, makes the base and is timed")
+        log.info("Timing a first run, which also reads the texts and pre-trains the base model")
         costs, pilot = runs.measure_costs(sweep, setting)
         # Mean steps of an epoch, about: bytes of training text by those of a token of held-out text.
         tokens = []
@@ -179,10 +179,12 @@ def settle(
     plan, costs, left_out = kept.plan, kept.costs, len(arms) - len(kept.plan.arms)
     seeds = f"{plan.seeds} seed{'s' * (plan.seeds > 1)}"
     shorter = f", and {plan.rounds[1].steps} steps with the first seed" if plan.short else ""
-    log.info("plan: %d arms x %s x %d steps a domain%s", len(plan.arms), seeds, plan.steps, shorter)
-    log.info("arms: %s%s", ", ".join(plan.arms), f"; {left_out} more do not fit" * bool(left_out))
+    log.info("Planning %d arms x %s x %d steps a domain%s", len(plan.arms), seeds, plan.steps, shorter)
+    log.info("Arms: %s%s", ", ".join(plan.arms), f"; {left_out} more do not fit" * bool(left_out))
     each = f"a step {costs.step:.3f} s, {costs.fixed:.1f} s of each run in addition to its steps"
-    log.info("%d runs, about %s: %s", len(plan.arms) * len(plan.rounds), format_time(plan.seconds), each)
+    log.info(
+        "Running %d jobs, about %s: %s", len(plan.arms) * len(plan.rounds), format_time(plan.seconds), each
+    )
     return kept
 
 
@@ -206,7 +208,7 @@ def carry_out(
             lost.append(f"{about}: not within --hours {given.hours:g}; the same command runs it")
             continue
         told = f"{len(waiting)} runs, about {format_time(left)}" if waiting else "finished before"
-        log.info("round %d of %d: %s, %s", number, len(plan.rounds), about, told)
+        log.info("Round %d of %d: %s, %s", number, len(plan.rounds), about, told)
         took, foreseen = took + sweep.run(batch), foreseen + expected
         failed |= {arm: job.failure() for arm, job in zip(arms, batch, strict=True) if not job.whole}
         done.append(each)

@@ -111,10 +111,10 @@ class TextWriter(ReplaySource):
         if not is_first_process():
             return
         if not texts:
-            log.info("replay=generated without effect: no stage has a past domain or a share to replay")
+            log.info("No effect of replay=generated: no stage has a past domain or a share to replay")
         elif len(texts) > 1 and not named and corpora.encoding is None:
             why = "as nothing says of which it is to be; replay.prefix=8 or a prompt with {domain} would"
-            log.info("replay.prefix=0: what is generated of all past domains is alike, %s", why)
+            log.info("Generating the same kind of text for all past domains (replay.prefix=0), %s", why)
 
     def prepare(self, number: int, stage: Domain, device: torch.device) -> None:
         general, replayed = [GENERAL] * (self.options.general_ratio > 0), self.data.replayed(stage)
@@ -127,7 +127,7 @@ class TextWriter(ReplaySource):
         damage = artifact_damage(folder)
         if replayed and gather_objects(bool(damage))[0]:
             if folder.exists() and is_first_process():
-                log.warning("%s is damaged (%s): writing it again", folder, damage)
+                log.warning("Rebuilding %s, which is damaged (%s)", folder, damage)
             for name, count in replayed.items():
                 tokens = count * self.length if most is None else min(int(most), count * self.length)
                 wanted = math.ceil(tokens / (1 - exact(self.options.drop)))
@@ -179,7 +179,7 @@ class TextWriter(ReplaySource):
             discard(folder)
             finish_artifact(begun, folder)
             sums = (sum(each[kind] for each in facts.values()) for kind in ("texts", "tokens", "real"))
-            message = "before %s, %d texts of %d tokens are generated, %d of them kept prefixes: %s"
+            message = "Generated text before %s: %d texts of %d tokens, %d of them kept prefixes: %s"
             log.info(message, stage.name, *sums, folder)
         barrier()  # the rows are there for all
 
@@ -359,7 +359,7 @@ class ExampleWriter(TextWriter):
         tokenized_tasks.write_examples(path, chosen, tokenizer=self.tokenizer)
         facts = count_texts(source, kept) | {"invalid": int((~valid[kept >= 0]).sum())}
         if wrong := facts["invalid"]:
-            message = "%d of %d examples written for %s are no examples of it%s"
+            message = "Dropping %d of %d examples generated for %s, which are none of it%s"
             end = "" if facts["texts"] else ": nothing of it is replayed"
             log.info(message, wrong, facts["texts"] + facts["left_out"], job.text, end)
         return facts

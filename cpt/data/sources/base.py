@@ -215,9 +215,17 @@ class Source(Options, ABC):
         used = {member for members in grouped.values() for member in members}
         if unused := [name for name in self.names if name not in used]:
             listed = ", ".join(unused[:5]) + ", …" * (len(unused) > 5)
-            log.info("domains.by=%s leaves %d of %d out: %s", self.by, len(unused), len(self.names), listed)
+            log.info(
+                "Leaving out %d of %d domains (domains.by=%s): %s",
+                len(unused),
+                len(self.names),
+                self.by,
+                listed,
+            )
         if self.only is not None:
-            log.info("domains.only=%s: %d of %d domains", show(self.only), len(self.groups), len(grouped))
+            log.info(
+                "Using %d of %d domains (domains.only=%s)", len(self.groups), len(grouped), show(self.only)
+            )
         self.check([member for name in order for member in self.members(name)])
 
     def check(self, order: Sequence[str]) -> None:  # noqa: B027  (most sources have nothing to check)

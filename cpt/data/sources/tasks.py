@@ -314,7 +314,7 @@ class Tasks(Source):
             example = Example(given, source, record.target, task, choices, span, record.turns)
             yield split, write_example(example)
         if dropped:
-            log.info("%s: %d examples with an answer outside the choices are dropped", name, dropped)
+            log.info("Dropping %d examples of %s with an answer outside the choices", dropped, name)
 
     def records(self, name: str) -> Iterator[tuple[str, int, RawExample]]:
         """The rows of a data set: split, number in it, row."""

@@ -76,11 +76,11 @@ class Texts(Source):
                 raise ValueError(f"{unreadable[0]} cannot be read: permission denied")
             notes = [path for path in files if kind(path) == ".md"]
             if notes and len(notes) < len(files):
-                told = "%s: %s, one of %d .md files next to %d others, is read as text (see domains.ignore)"
+                told = "Reading in %s also %s, one of %d .md files next to %d others (see domains.ignore)"
                 log.info(told, folder, notes[0].relative_to(folder), len(notes), len(files) - len(notes))
         beside = (path for path in self.corpora.iterdir() if not (path.is_dir() or self.ignored(path)))
         if loose := sorted(path.name for path in beside if path.name[0] != "."):
-            log.info("%s: %s: in no domain's folder and not read", self.corpora, ", ".join(loose[:5]))
+            log.info("Ignoring files of %s in no domain's folder: %s", self.corpora, ", ".join(loose[:5]))
 
     def read(self, name: str) -> Iterator[tuple[str, str]]:
         folder = self.folder_of(name)

@@ -75,7 +75,7 @@ def test_without_a_share_it_is_ncl_and_nothing_is_written(start, small_gpt2, tmp
         start(small_gpt2(THREE, "replay=generated", "replay.past_ratio=0"), tmp_path / "none")
     assert_same(tmp_path / "ncl", tmp_path / "none")
     assert not list(tmp_path.glob("none/generated/0*"))
-    assert "replay=generated without effect" in caplog.text
+    assert "No effect of replay=generated" in caplog.text
     start(small_gpt2(THREE, *FEW), tmp_path / "some")
     assert matrix(tmp_path / "some")[2] != matrix(tmp_path / "ncl")[2]
     assert matrix(tmp_path / "some")[1] == matrix(tmp_path / "ncl")[1]  # nothing is past yet
@@ -164,7 +164,7 @@ def test_killed_in_a_stage_it_replays_what_was_written_and_writes_what_is_damage
     for name, anew in (("killed", False), ("cut", True)):
         blocks["written"] = 0
         start(small_gpt2(TWO, *FEW), tmp_path / name)
-        assert (blocks["written"] > 0) == anew == ("002-food is damaged (law.arrow" in caplog.text)
+        assert (blocks["written"] > 0) == anew == ("002-food, which is damaged (law.arrow" in caplog.text)
         assert_same(tmp_path / "whole", tmp_path / name)
 
 
@@ -269,7 +269,7 @@ def test_valid_examples_are_replayed_and_learned_to_be_written_again(
     told = facts(tmp_path, "003-space")
     assert set(told) == {"law", "food"} and all(each["texts"] > 0 for each in told.values())
     assert all(each["tokens"] <= 400 and each["invalid"] > 0 for each in told.values())
-    assert all(f"examples written for {name} are no examples of it" in caplog.text for name in told)
+    assert all(f"examples generated for {name}, which are none of it" in caplog.text for name in told)
     assert {context.strip() for context in gifted} == {"An example of law:", "An example of food:"}
     assert len(written(tmp_path)["003-space/law"]) == 2 * told["law"]["texts"]
     assert json.loads((tmp_path / "generated/kept/law.json").read_text())["kept"] == ["short"]
