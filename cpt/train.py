@@ -60,7 +60,7 @@ def train(cfg: DictConfig, *, run_dir: Path) -> float | list[float | None] | Non
                 log.info("Nothing to train: %s is finished", run.path)
     from cpt.reporting.run_page import format_scores  # matplotlib is not loaded to refuse a config
 
-    log.info("\n%s\n%s", format_scores(scores), run.path / "report.html")
+    log.info("Results:\n%s\n%s", format_scores(scores), run.path / "report.html")
     return objective_value(scores.metrics, plan.run.optimized_metric)
 
 
