@@ -17,10 +17,11 @@ from pathlib import Path
 import numpy as np
 
 from cpt.contrib.advise.results import QUANTITIES, Point, Wish, choose, find_front, trade, worth
+from cpt.core.renames import rename_variant
 from cpt.evaluation.metrics import Layout
 
 PUBLISHED = Path(__file__).parent / "results/studies/das6_mini.jsonl.gz"
-SHARE = "mixture.past="
+SHARE = "mixture.past_ratio="
 WISHES = [*(Wish(None, weight) for weight in (0.5, 1.0, 2.0)), *(Wish(bound, 1.0) for bound in (0.1, 0.2))]
 
 
@@ -60,10 +61,10 @@ def read_published() -> Mapping[str, Mapping[int, Point]]:
     for line in gzip.decompress(PUBLISHED.read_bytes()).splitlines():
         scores = json.loads(line)
         run = scores["run"]
-        arm = run["method"]
+        arm, variant = run["method"], rename_variant(run["variant"], method=run["method"])
         if arm == "replay":
-            arm = f"replay-{round(100 * float(run['variant'].removeprefix(SHARE)))}" if run["variant"] else ""
-        elif arm not in ("ncl", "ewc", "kd", "lora") or run["variant"]:
+            arm = f"replay-{round(100 * float(variant.removeprefix(SHARE)))}" if variant else ""
+        elif arm not in ("ncl", "ewc", "kd", "lora") or variant:
             continue
         if run["mask"] != "none" or run["order"][0] != "restaurant" or not arm:
             continue

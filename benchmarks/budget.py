@@ -29,7 +29,7 @@ SIZES = [
     *("model.max_seq_length=64", "model.vocab_size=2048", "model.config.hidden_size=64"),
     *("model.config.intermediate_size=96", "model.config.num_attention_heads=2", "model.base.steps=1000"),
     *("trainer.batch_size=16", "trainer.eval_batch_size=128", "trainer.importance_samples=16"),
-    *("trainer.checkpoint_every=100000", "domains.held_out.most=200"),
+    *("trainer.checkpoint_every=100000", "domains.held_out.max_documents=200"),
 ]
 HELD = 0.95  # of the seeds
 RATES = (1 / 20, 1 / 24, 1 / 32)  # the first broke the budget in 18 of 20 seeds
@@ -91,7 +91,7 @@ def learn(options: argparse.Namespace, work: Path, name: str, rate: float, seed:
     run_page.write_report = lambda *given: None  # pictures take longer than the learning
     bounds = [f"budget.general={options.general}", f"budget.past={options.past}"]
     given = [f"seed={seed}", f"trainer.steps={options.steps}", f"optim.lr={2e-3 * rate}", "logger=none"]
-    given += [f"monitor.tokens={options.tokens}", *bounds * (name == "budget"), *options.given]
+    given += [f"monitor.max_tokens={options.tokens}", *bounds * (name == "budget"), *options.given]
     places = [f"domains.root={work / 'texts'}", f"cache_dir={work / 'cache'}"]
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("config", ["domains=das6", *places, *SIZES, *given])

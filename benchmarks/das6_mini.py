@@ -15,11 +15,11 @@ from cpt.reporting.page import Block, markdown
 SEEDS, ORDERS = "seed=0,1,2", ("order=0", "order=1")
 SWEEPS = (
     ["method=ncl,one,joint,das,migu,ewc,kd,derpp,adapter,lora,demix,hat"],
-    ["method=replay", "method.mixture.past=0.01,0.05,0.25"],
+    ["method=replay", "method.mixture.past_ratio=0.01,0.05,0.25"],
     ["method=kd,replay", "mask=migu"],
-    ["method=das", "method.acts_on=gradient"],
-    ["method=migu", "method.mask.acts_on=update"],
-    ["method=das", "method.contrast=0", "method.acts_on=update,gradient"],
+    ["method=das", "method.apply_to=gradient"],
+    ["method=migu", "method.mask.apply_to=update"],
+    ["method=das", "method.contrast=0", "method.apply_to=update,gradient"],
     ["method=none"],
 )
 

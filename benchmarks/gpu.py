@@ -25,7 +25,7 @@ from memory import OBJECTIVES, make_model
 from methods import NCL, Sequel, group_figures, groups, perform, subjects
 from stage import played, prepare
 
-PACKINGS = ("none", "isolated")
+PACKINGS = ("none", "document_mask")
 TOY = {  # of --dry
     "masked": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2},
     "causal": {"n_embd": 64, "n_layer": 2, "n_head": 2},

@@ -94,7 +94,7 @@ class Ground:
         matrices = [p for p in model.parameters() if p.ndim >= 2]
         others = [p for p in model.parameters() if p.ndim < 2]
         groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
-        chosen, schedule, steps = self.plan.optim, self.plan.schedule, self.steps
+        chosen, schedule, steps = self.plan.optim, self.plan.lr_scheduler, self.steps
         optimizer = chosen.load()(groups, **chosen.arguments)
         return optimizer, LambdaLR(optimizer, lambda step: schedule(Progress.alone(step, steps=steps)))
 

@@ -22,7 +22,7 @@ EVERY = ["order=similar,random", "seed=0,1"]
 SWEEPS = (
     ["method=ncl,one,kd,lora,demix"],
     ["method=ewc", "method.merge=decay"],
-    ["method=replay", "method.mixture.past=0.05"],
+    ["method=replay", "method.mixture.past_ratio=0.05"],
 )
 ORDERS = ("similar", "random")
 SHOWN = ("CPT", "LC", "FG", "general_drift")

@@ -40,7 +40,7 @@ ALWAYS = [
     "trainer.checkpoint_every=1000",
     "eval.rows=last",
     "eval.columns=seen",
-    "eval.tokens=1024",
+    "eval.max_tokens=1024",
 ]
 NOT = ("none",)  # nothing is learned
 ROW = "{:10}{:14}{:>12}{:>12}{:>9}  {}"

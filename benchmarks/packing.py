@@ -1,4 +1,4 @@
-"""Training tokens/s of examples, or documents, that share rows (domains.packing=isolated) over padded ones.
+"""Training tokens/s of examples, or documents, that share rows (domains.packing=document_mask) over padded.
 
 Both learn step by step in turns in one process: a padded batch is as wide as its longest example or document.
 A step is all of it: batch, layout, forward, backward, clipping, AdamW. Tokens are those of text, without
@@ -22,10 +22,9 @@ from measuring import busy, paired, rotated, save, spread, wait_until_quiet
 from stage import prepare
 from torch.nn.utils import clip_grad_norm_
 
-PACKINGS = ("none", "isolated")
-OF_DOCUMENTS = ("per_document", "isolated")
+PACKINGS = ("none", "document_mask")
 ALL_SIX = ["restaurant+acl+ai+phone+pubmed+camera"]
-MIXTURES = {"examples": [], "with a quarter of text": ["replay=general", "replay.general=0.25"]}
+MIXTURES = {"examples": [], "with a quarter of text": ["replay=general", "replay.general_ratio=0.25"]}
 
 
 @dataclass
@@ -79,7 +78,7 @@ def summary(steps: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
         return sum(column(packing, "tokens")) / sum(column(packing, below))
 
     per_token = [[each["wall"] / each["tokens"] for each in made] for made in steps.values()]
-    same = column("isolated", "tokens") == column(next(iter(steps)), "tokens")
+    same = column("document_mask", "tokens") == column(next(iter(steps)), "tokens")
     losses = zip(*(column(packing, "loss") for packing in steps), strict=True)
     return {
         f"isolated_over_{next(iter(steps))}": paired(*reversed(per_token)),
@@ -125,8 +124,7 @@ def make_readers(chosen: argparse.Namespace, names: Sequence[str], folder: Path)
         *(f"model.max_seq_length={chosen.length}", f"trainer.batch_size={chosen.batch}"),
     ]
     return {
-        packing: Subject(ground(chosen.cache, *options, f"domains.packing={packing}"))
-        for packing in OF_DOCUMENTS
+        packing: Subject(ground(chosen.cache, *options, f"domains.packing={packing}")) for packing in PACKINGS
     }
 
 

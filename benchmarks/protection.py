@@ -21,22 +21,22 @@ BEGIN, END = "<!-- generated: protection -->", "<!-- end: protection -->"
 UNITS = "method.units=[heads,neurons,outputs,tokens]"
 ROWS: dict[str, dict[str, list[str]]] = {  # what protects: by what it acts on
     "`das`: soft masks on units": {
-        each: ["method=das", UNITS, "method.normalise=rank", "method.contrast=0", f"method.acts_on={each}"]
+        each: ["method=das", UNITS, "method.normalize=rank", "method.contrast=0", f"method.apply_to={each}"]
         for each in ("gradient", "update", "frozen")
     },
     "`dga`: soft masks on heads": {
-        each: ["method=dga", "method.normalise=rank", "method.contrast=0", f"method.acts_on={each}"]
+        each: ["method=dga", "method.normalize=rank", "method.contrast=0", f"method.apply_to={each}"]
         for each in ("gradient", "update", "frozen")
     },
     "`mask=migu mask.migu.importance=fisher`: rows": {
-        each: ["mask=migu", "mask.migu.importance=fisher", f"mask.migu.acts_on={each}"]
+        each: ["mask=migu", "mask.migu.importance=fisher", f"mask.migu.apply_to={each}"]
         for each in ("gradient", "update", "frozen")
     },
     "`hat`: what the gates of earlier domains have opened": {
-        each: ["method=hat", f"method.acts_on={each}"] for each in ("gradient", "update", "frozen")
+        each: ["method=hat", f"method.apply_to={each}"] for each in ("gradient", "update", "frozen")
     },
     "`osf`: large singular directions": {
-        each: ["method=osf", "method.protect=blocks", "method.protected=0.5", f"method.acts_on={each}"]
+        each: ["method=osf", "method.protect=blocks", "method.protected=0.5", f"method.apply_to={each}"]
         for each in ("gradient", "update")
     },
     "`ewc`: the weights that matter most": {"a penalty": ["method=ewc", "method.strength=5000"]},
@@ -50,7 +50,7 @@ def learn(given: Sequence[str], *, steps: int, folder: Path, threads: int) -> li
     """The leaks of a run's rows."""
     line = [
         *(sys.executable, "run.py", "experiment=smoke", "order=[sympy,networkx]", f"trainer.steps={steps}"),
-        *("eval.tokens=1000", "optim.weight_decay=0.1", "logger=none", *given, f"hydra.run.dir={folder}"),
+        *("eval.max_tokens=1000", "optim.weight_decay=0.1", "logger=none", *given, f"hydra.run.dir={folder}"),
     ]
     env = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
     ended = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True)

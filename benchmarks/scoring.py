@@ -87,7 +87,7 @@ def main() -> None:
         chosen.cache,
         *("domains=tasks", f"domains.root={chosen.root}", "domains.format=jsonl"),
         *(f"domains/template={chosen.template}", f"order=[{','.join(chosen.tasks)}]"),
-        *(f"model.max_seq_length={chosen.length}", f"eval.tokens={chosen.tokens}"),
+        *(f"model.max_seq_length={chosen.length}", f"eval.max_tokens={chosen.tokens}"),
         shape="gpt2",
     )
     subjects = {name: Scoring(place, *how) for name, how in HOW.items()}

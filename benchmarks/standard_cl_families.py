@@ -18,10 +18,17 @@ EVERY = ["order=1,2,3", "seed=0"]
 LONG = ["trainer.steps=600"]
 SWEEPS = (
     ["method=ncl,joint,migu,osf"],
-    ["method=agem", "method.acts_on=gradient,update"],
-    ["method=lora,inclora,olora,nlora,sapt", "method.rate=1", *LONG],
-    ["method=moelora", "method.rate=1", *LONG],
-    ["method=sapt", "method.key=cosine", "method.query=encoder", "method.strength=1", "method.rate=1", *LONG],
+    ["method=agem", "method.apply_to=gradient,update"],
+    ["method=lora,inclora,olora,nlora,sapt", "method.lr_multiplier=1", *LONG],
+    ["method=moelora", "method.lr_multiplier=1", *LONG],
+    [
+        "method=sapt",
+        "method.key=cosine",
+        "method.query=encoder",
+        "method.strength=1",
+        "method.lr_multiplier=1",
+        *LONG,
+    ],
     ["method=ncl", *LONG],
 )
 

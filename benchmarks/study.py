@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 import cpt.core.naming  # noqa: F401  (registers the resolvers)
 from cpt import report
 from cpt.core.config import CONF, digest, plain_config
+from cpt.core.renames import rename_variant
 from cpt.reporting import compare
 from cpt.reporting.load_runs import MeasuredRun, RunSection, build_sections, find_runs, measure_runs
 from cpt.reporting.page import Block, markdown
@@ -114,7 +115,8 @@ def restore_runs(
             run = scores["run"]
             chosen = [f"{name}={run[name]}" for name in ("method", "mask", "replay", "seed")]
             sections = ("trainer.", "optim.", "model.")  # all else is said of the method
-            said = [each for each in run["variant"].split("; ") if each]
+            variant = rename_variant(run["variant"], method=run["method"])
+            said = [each for each in variant.split("; ") if each]
             chosen += [each if each.startswith(sections) else f"method.{each}" for each in said]
             cfg = compose(
                 "config", [f"experiment={experiment}", f"name={into.name}", "domains.root=FOLDER", *chosen]

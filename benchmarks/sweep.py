@@ -68,7 +68,7 @@ def measured(folder: Path, name: str, *, jobs: int) -> dict[str, float]:
 def sweep(folder: Path, *, seeds: int, name: str = "first") -> float:
     """Seconds of a sweep of small runs over so many seeds, from its command to its end."""
     command = [sys.executable, str(ROOT / "run.py"), "-m", "experiment=smoke", f"name={name}", "logger=none"]
-    command += ["trainer.steps=3", "domains.held_out.most=4"]
+    command += ["trainer.steps=3", "domains.held_out.max_documents=4"]
     command += [
         f"cache_dir={folder}/cache",
         "hydra.launcher.jobs=1",

@@ -82,7 +82,7 @@ def leave_to_jobs(arguments: Sequence[str]) -> list[str]:
     """Of a sweep over the choices of a group, the options of that group become sweeps of one value.
 
     Hydra composes a config for the sweep itself, with the group's default, and sets a fixed option in
-    that: `-m method=lora,olora method.rate=1` would be refused, since `method=ncl` has no rate."""
+    that: `-m method=lora,olora method.lr_multiplier=1` would be refused, since `method=ncl` has no rate."""
     if not {"-m", "--multirun"} & set(arguments):
         return list(arguments)
     parsed = parse_arguments(arguments)
@@ -91,7 +91,11 @@ def leave_to_jobs(arguments: Sequence[str]) -> list[str]:
     for argument in arguments:
         name, _, value = argument.partition("=")
         fixed = argument in parsed and not parsed[argument].is_sweep_override()
-        deferred.append(f"{name}=choice({value})" if fixed and value and name.startswith(swept) else argument)
+        deferred.append(
+            f"{name}=choice({value})"
+            if fixed and value and name.rpartition("@")[2].startswith(swept)
+            else argument
+        )
     return deferred
 
 
@@ -103,4 +107,6 @@ def check_choices(arguments: Sequence[str]) -> None:
         value = given.value()
         wrong = (NoneType, int, float, dict, list) if isinstance(value, list) else (NoneType, int, float)
         if any(isinstance(each, wrong) for each in (value if isinstance(value, list) else [value])):
-            raise ValueError(f"{argument}; allowed: a choice of conf/{given.key_or_group}, or a list of them")
+            raise ValueError(
+                f"{argument} is invalid. Allowed: a choice of conf/{given.key_or_group}, or a list of them"
+            )

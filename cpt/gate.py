@@ -76,19 +76,21 @@ def main(arguments: Sequence[str]) -> int:
     with readable(errors_only=True, code=UNKNOWN):
         for name, value in (("min-gain", given.gain), ("max-forgetting", given.max_forgetting)):
             if not math.isfinite(value):
-                raise ValueError(f"--{name}={value}; allowed: nats per token, a finite number")
+                raise ValueError(f"--{name}={value} is invalid. Allowed: nats per token, a finite number")
         place = RunDir(given.run)
         if (scores := place.scores()) is None:
-            raise ValueError(f"{place.path} holds no scores.json; needed: the folder of a finished run")
+            raise ValueError(
+                f"RUN={place.path} is invalid: it has no scores.json. Allowed: the folder of a finished run"
+            )
         if not scores.run["finished"]:
-            raise ValueError(f"{place.path} is {scores.state}; needed: a finished run")
+            raise ValueError(f"RUN={place.path} is invalid: {scores.state}. Allowed: a finished run")
         *earlier, last = scores.rows
         if scores.alone or not earlier:
             method = f"method={scores.run['method']}"
             raise ValueError(f"{place.path}: {method} has no model that goes on from another's")
         if given.since not in (None, *earlier):
             allowed = ", ".join(earlier)
-            raise ValueError(f"--since={given.since} is no row before the last; allowed: {allowed}")
+            raise ValueError(f"--since={given.since} is invalid. Allowed: {allowed}")
         place.check_documents(len(scores.rows))
         since = earlier.index(given.since or earlier[-1])
         losses = place.load_documents([since, len(earlier)])

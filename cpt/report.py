@@ -27,7 +27,7 @@ class Parser(argparse.ArgumentParser):
     """Reports a wrong argument as ValueError."""
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; --help lists what is allowed")
+        raise ValueError(f"{message}. Allowed: what --help lists")
 
 
 def report_parser() -> Parser:
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
 def compare_folders(given: argparse.Namespace) -> int:
     kinds = [] if given.export == "none" else given.export.split(",")
     if wrong := [kind for kind in kinds if kind not in compare.KINDS]:
-        raise ValueError(f"--export {','.join(wrong)}; allowed: {', '.join(compare.KINDS)}, none")
+        raise ValueError(f"--export {','.join(wrong)} is invalid. Allowed: {', '.join(compare.KINDS)}, none")
     found = find_runs(given.folders)
     finished = filter_runs([run for run in found.runs if run.scores.run["finished"]], given.where)
     unfinished = [run for run in found.runs if not run.scores.run["finished"]]
@@ -79,7 +79,7 @@ def compare_folders(given: argparse.Namespace) -> int:
     sections = build_sections(measured, by_order=given.by == "order", baseline=given.baseline or BASELINE)
     names = {name for section in sections for group in section.groups for name in (group.name, group.plain)}
     if given.baseline and sections and given.baseline not in names:
-        raise ValueError(f"--baseline {given.baseline}; there is: {', '.join(sorted(names))}")
+        raise ValueError(f"--baseline {given.baseline} is invalid. Allowed: {', '.join(sorted(names))}")
     heading, blocks, failed = compare.build_heading(sections), [], []
     for number, section in enumerate(sections, start=1):
         own = [compare.build_findings(section)]

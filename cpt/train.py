@@ -50,19 +50,17 @@ def train(cfg: DictConfig, *, run_dir: Path) -> float | list[float | None] | Non
             check_manifest(plan, run)
             scores = run.scores() if is_complete(run.scores(), plan) else None
             if scores is not None and (lost := run.lost(full=plan.run.verify_inputs == "full")):
-                log.info(
-                    "%s was finished, but %s: rebuilding without training", run.path, "; ".join(lost[:5])
-                )
+                log.info("Rebuilding %s without training: %s", run.path, "; ".join(lost[:5]))
                 scores = None
             if scores is None:
                 with defer_signals():  # libraries cannot be interrupted while they are imported
                     from cpt.trainer.loop import train_run
                 scores = train_run(plan, run)
             else:
-                log.info("%s is finished already", run.path)
+                log.info("Nothing to train: %s is finished", run.path)
     from cpt.reporting.run_page import format_scores  # matplotlib is not loaded to refuse a config
 
-    log.info("\n%s\n%s", format_scores(scores), run.path / "report.html")
+    log.info("Results:\n%s\n%s", format_scores(scores), run.path / "report.html")
     return objective_value(scores.metrics, plan.run.optimized_metric)
 
 
@@ -90,7 +88,9 @@ def print_estimate(plan: Plan, run: RunDir) -> None:
     """Prints what a run would do and cost, as a table or as JSON alone, and leaves the directory as it is."""
     if is_one_of_several():
         why = "is made by one process, for all of trainer.devices and trainer.num_nodes"
-        raise ValueError(f"plan={show(plan.run.plan)} {why}; allowed: without torchrun or srun")
+        raise ValueError(
+            f"plan={show(plan.run.plan)} is invalid: it {why}. Allowed: without torchrun or srun"
+        )
     plan = order_domains(plan)
     plan = resolve_eval_cap(plan, find_started(plan, run))
     as_json, is_new = plan.run.plan == "json", not run.config.exists()

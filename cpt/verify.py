@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     default = [Path("outputs"), Path(os.environ.get("CPT_CACHE") or "outputs")]
     given, found = parser.parse_args(arguments).folders, dict[Path, list[str]]()
     if absent := [str(path) for path in given if not path.is_dir()]:
-        print(f"cpt: no folder {', '.join(absent)}; allowed: {what}")
+        print(f"cpt: {', '.join(absent)} is invalid: no such folder. Allowed: {what}")
         return 1
     for at, folders, files in (each for path in given or default for each in os.walk(path.resolve())):
         path, is_run = Path(at), not {"config.yaml", "scores.json"}.isdisjoint(files)

@@ -40,16 +40,16 @@ FAMILIES = {"masked": ["model=tiny_modernbert", *SMALL, *DROPOUT], "causal": SMA
 # Not a method: masks, replay and other choices under one.
 COMPOSITIONS = {
     "mask-migu": "method=ncl mask=migu",
-    "mask-migu-frozen": "method=ewc mask=migu mask.migu.acts_on=frozen",
+    "mask-migu-frozen": "method=ewc mask=migu mask.migu.apply_to=frozen",
     "mask-mofo": "method=ncl mask=mofo",
     "replay-past": "method=lora replay=past mask=migu",
     "replay-general": "method=derpp replay=general freeze.layers=1",
-    "isolated": "method=ncl domains.packing=isolated",
-    "per-document": "method=ncl domains.packing=per_document",
-    "demix-posterior": "method=demix routing@method.routing=posterior",
-    "carry-wsd": "method=ncl optim.state_across_domains=moments schedule=wsd schedule.decay=0.5",
-    "rewarm": "method=kd schedule=rewarm",
-    "monitor": "method=ncl monitor.every=2 monitor.tokens=200",
+    "isolated": "method=ncl domains.packing=document_mask",
+    "per-document": "method=ncl domains.packing=none",
+    "demix-posterior": "method=demix method.routing=posterior",
+    "carry-wsd": "method=ncl optim.state_across_domains=moments lr_scheduler=wsd lr_scheduler.decay=0.5",
+    "rewarm": "method=kd lr_scheduler=rewarm",
+    "monitor": "method=ncl monitor.every=2 monitor.max_tokens=200",
     "accumulate": "method=das trainer.accumulate_grad_batches=2",
     "bf16": "method=das mask=migu trainer.precision=bf16-mixed",
 }
@@ -151,7 +151,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="RUN", help="of them alone; default: all")
     given = parser.parse_args()
     if unknown := set(given.names) - set(runs):
-        parser.error(f"no run {', '.join(sorted(unknown))}; allowed: {', '.join(runs)}")
+        parser.error(f"no run {', '.join(sorted(unknown))}. Allowed: {', '.join(runs)}")
     known = json.loads(GOLDEN.read_text())["runs"] if GOLDEN.exists() else {}
     found, differing = {}, []
     with tempfile.TemporaryDirectory() as folder:

@@ -10,6 +10,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from cpt.core.config import CONF
+from cpt.core.renames import rename_argument
 from cpt.trainer.plan import read_sections
 from tests.conftest import ROOT, with_values
 from tests.test_docs import DOCUMENTS, each_document, lines, told
@@ -36,6 +37,10 @@ def one_of(override: str) -> str:
     return f"{parsed.get_key_element()}={first}"
 
 
+def refuse(old: str, new: str) -> None:
+    raise ValueError(f"{old} is deprecated")
+
+
 def reader_configs(folder: Path) -> Path:
     """The YAMLs of the documents that name their file in a comment, written there."""
     for path in DOCUMENTS:
@@ -50,6 +55,7 @@ def compose_run(given: list[str], configs: Path) -> None:
     flags = OF_HYDRA | {word for word in given if word.startswith("--config-dir=")}
     wanted = [one_of(word.replace("…", "x")) for word in given if word not in flags]
     wanted = [word for word in wanted if not word.startswith(OF_ANOTHER)]
+    wanted = [rename_argument(word, {}, say=refuse) for word in wanted]
     own = [word.replace("+experiment", "experiment") for word in wanted]
     with initialize_config_dir(str(CONF), version_base="1.3"):
         if any(OF_THE_READER.fullmatch(word) for word in own):

@@ -66,7 +66,9 @@ def attach_bottlenecks(model: PreTrainedModel, *, placement: str, reduction: int
     (`pfeiffer`), its FFN (`ffn`) or attention and FFN (`houlsby`). Raises ValueError for none."""
     width = model.config.hidden_size
     if reduction > width:
-        raise ValueError(f"method.reduction={reduction}; allowed: 1 to {width}, the model's hidden size")
+        raise ValueError(
+            f"method.reduction_factor={reduction} is invalid. Allowed: 1 to {width}, the model's hidden size"
+        )
     if placement == "pfeiffer":
         places = blocks(model)
     else:

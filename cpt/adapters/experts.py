@@ -243,13 +243,14 @@ class MoELayer(nn.Module):
 def choose_blocks(model: PreTrainedModel, freeze: Freeze, *, every: int) -> list[str]:
     """The blocks whose FFN becomes a mixture: the last of `every` each, unless frozen."""
     if every > len(places := sublayers(model, ("neurons",))):
-        raise ValueError(f"method.every={every}; allowed: 1 to {len(places)}, the model's blocks")
+        raise ValueError(f"method.every={every} is invalid. Allowed: 1 to {len(places)}, the model's blocks")
     frozen = {id(parameter) for parameter in frozen_parameters(model, freeze)}
     found = [p for p in places[every - 1 :: every] if id(p.out.weight) not in frozen]
     if not found:
         allowed = "a smaller method.every or fewer of freeze.layers, and no trainable=…"
         raise ValueError(
-            f"freeze leaves no FFN that method.every={every} makes a mixture; allowed: {allowed}"
+            f"method.every={every} is invalid: freeze leaves no FFN that becomes a mixture. Allowed: "
+            f"{allowed}"
         )
     return [place.name for place in found]
 

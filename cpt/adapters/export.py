@@ -71,21 +71,25 @@ def load(folder: Path | str, domain: str | None = None) -> PreTrainedModel:
     folder = Path(folder)
     kind = getattr(transformers, AutoConfig.from_pretrained(folder, trust_remote_code=False).architectures[0])
     if not (folder / PARTS_INDEX).is_file():
-        raise ValueError(f"{folder} has no {PARTS_INDEX}; allowed: {kind.__name__}.from_pretrained")
+        raise ValueError(f"{folder} has no {PARTS_INDEX}. Allowed: {kind.__name__}.from_pretrained")
     index = json.loads((folder / PARTS_INDEX).read_text(encoding="utf-8"))
     name = index["parts"][-1] if domain is None else domain
     if name not in index["parts"]:
-        raise ValueError(f"domain={name} has no part in {folder}; allowed: {', '.join(index['parts'])}")
+        raise ValueError(
+            f"domain={name} is invalid: it has no part in {folder}. Allowed: {', '.join(index['parts'])}"
+        )
     model = kind.from_pretrained(folder)
     if (path := index["attach"]) is not None:
         module, _, function = path.rpartition(".")
         allowed, attach = f"functions of {', '.join(TRUSTED)}* that are called attach…", None
         if not (f"{module}.".startswith(TRUSTED) and function.startswith("attach")):
-            raise ValueError(f"{PARTS_INDEX} names {path}; allowed: {allowed}")
+            raise ValueError(f"attach={path} of {PARTS_INDEX} is invalid. Allowed: {allowed}")
         with suppress(ImportError):
             attach = getattr(importlib.import_module(module), function, None)
         if not callable(attach):
-            raise ValueError(f"{PARTS_INDEX} names {path}, which is not there; allowed: {allowed}")
+            raise ValueError(
+                f"attach={path} of {PARTS_INDEX} is invalid: it does not exist. Allowed: {allowed}"
+            )
         attach(model, **index["options"])
     _, unknown = model.load_state_dict(load_file(part_file(folder, name)), strict=False)
     if unknown:

@@ -31,7 +31,7 @@ from cpt.adapters.domain_store import Scope
 from cpt.adapters.export import own_storage
 from cpt.core.distributed import shard_like
 from cpt.core.errors import reason
-from cpt.core.schema import show
+from cpt.core.schema import show, unknown_name
 from cpt.models.forward import tokens_of
 from cpt.models.units import Projection, projections, sublayers
 
@@ -66,8 +66,9 @@ def attach_lora(
     """Adds an adapter to each linear layer of the targets (`find_targets`), and to the `embeddings`: a head
     that is tied to them gets a frozen one of its own. ValueError for embeddings of an encoder-decoder."""
     if embeddings and model.config.is_encoder_decoder:
-        told = f"method.embeddings=true does not go with a {model.config.model_type}"
-        raise ValueError(f"{told}, whose encoder and decoder look tokens up apart; allowed: false")
+        kind = model.config.model_type
+        why = f"encoder and decoder of a {kind} look tokens up apart"
+        raise ValueError(f"method.embeddings=true is invalid: {why}. Allowed: false")
     maps = find_targets(model, targets)
     try:  # output features that are ranked together
         segments = {each.name: each.segments for each in projections(model)}
@@ -118,7 +119,7 @@ def find_targets(model: PreTrainedModel, targets: Targets) -> dict[str, nn.Modul
         found = {name: module for name, module in linear.items() if f".{name}".endswith(ends)}
     if not found:
         allowed = f"all-linear, a regular expression or a list that finds some of {[*linear][:6]} …"
-        raise ValueError(f"method.targets={show(targets)}; allowed: {allowed}")
+        raise ValueError(f"method.target_modules={show(targets)} is invalid. Allowed: {allowed}")
     return found
 
 
@@ -270,7 +271,7 @@ def attach_tuner(
     config = PEFT_TYPE_TO_CONFIG_MAPPING[kind]
     known = [name for name in config.__dataclass_fields__ if name not in ("peft_type", "task_type")]
     if unknown := sorted(set(given) - set(known)):
-        raise ValueError(f"method.arguments.{unknown[0]} is not known; allowed: {', '.join(known)}")
+        raise ValueError(unknown_name(f"method.arguments.{unknown[0]}", known))
     try:
         made = config(**given)
         if kind == PeftType.VERA:  # its layers share what peft does not inject
@@ -279,7 +280,7 @@ def attach_tuner(
             inject_adapter_in_model(made, model, adapter_name=NEWEST)
     except (TypeError, ValueError, NotImplementedError, ImportError) as error:
         raise ValueError(
-            f"method.tuner={tuner} with method.arguments={show(dict(arguments))} does not go with a "
+            f"method.tuner={tuner} with method.arguments={show(dict(arguments))} is invalid for a "
             f"{model.config.model_type}: {reason(error)}"
         ) from error
     return Scope(tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad), ())

@@ -40,13 +40,17 @@ class BottleneckOptions(Options):
     placement: Literal["pfeiffer", "ffn", "houlsby"] = option(
         "after each block's last residual sum, its FFN, or attention and FFN"
     )
-    reduction: Count = option("the hidden size over this is the bottleneck's")
+    reduction_factor: Count = option("the hidden size over this is the bottleneck's")
     activation: Literal["relu", "gelu", "silu"] = option("between the two maps")
 
     @property
     def bottleneck(self) -> dict[str, Any]:
         """Arguments of cpt.adapters.bottleneck.attach_bottlenecks."""
-        return {name: getattr(self, name) for name in ("placement", "reduction", "activation")}
+        return {
+            "placement": self.placement,
+            "reduction": self.reduction_factor,
+            "activation": self.activation,
+        }
 
 
 @config
@@ -54,15 +58,15 @@ class MapPairOptions(Options):
     """LoRA adapters on linear layers (cpt.adapters.lora)."""
 
     r: Count = option("rank of a pair")
-    alpha: Positive = option("the pair's product counts alpha / r times")
-    dropout: BelowOne = option("of the trained pair's input")
-    targets: Targets = option("linear layers: all but the head, names or their ends, or an expression")
+    lora_alpha: Positive = option("the pair's product counts lora_alpha / r times")
+    lora_dropout: BelowOne = option("of the trained pair's input")
+    target_modules: Targets = option("linear layers: all but the head, names or their ends, or an expression")
 
     @property
     def pair(self) -> dict[str, Any]:
         """Arguments of a function that attaches adapters, as JSON values."""
-        targets = self.targets if isinstance(self.targets, str) else list(self.targets)
-        return {"r": self.r, "alpha": self.alpha, "dropout": self.dropout, "targets": targets}
+        targets = self.target_modules if isinstance(self.target_modules, str) else list(self.target_modules)
+        return {"r": self.r, "alpha": self.lora_alpha, "dropout": self.lora_dropout, "targets": targets}
 
 
 @config

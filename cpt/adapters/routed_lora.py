@@ -163,8 +163,13 @@ class SampleRouter(nn.Module):
         if features.ndim == 2 and len(features) == rows * places:
             return weights.expand(-1, places, -1).flatten(0, 1)
         if features.ndim != 3 or len(features) % rows:
-            seen = f"a pair of method=sapt sees {list(features.shape[:-1])} for a batch of {[rows, places]}"
-            raise ValueError(f"{seen}; allowed: method.targets of maps that see all tokens of each sample")
+            seen = (
+                f"an adapter of method=sapt sees {list(features.shape[:-1])} for a batch of {[rows, places]}"
+            )
+            raise ValueError(
+                f"method.target_modules is invalid: {seen}. Allowed: layers that see all tokens of each "
+                f"sample"
+            )
         return weights.repeat_interleave(len(features) // rows, 0)  # of several beams
 
     def weigh_newest(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -184,7 +189,9 @@ def attach_routed(
     body."""
     maps = [name for name in lora.find_targets(model, targets) if tokens_of(model, name) is not None]
     if not maps:
-        raise ValueError(f"method.targets={show(targets)}; allowed: what finds maps outside the head")
+        raise ValueError(
+            f"method.target_modules={show(targets)} is invalid. Allowed: what finds layers outside the head"
+        )
     scope = lora.attach_lora(model, r=r, alpha=alpha, dropout=dropout, targets=maps, embeddings=False)
     both, inner = model.config.is_encoder_decoder, reader(model)
     table = (inner if both else model).get_input_embeddings()

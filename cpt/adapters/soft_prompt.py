@@ -64,7 +64,7 @@ class PromptVectors(nn.Module):
             raise ValueError(f"a model with a prompt takes no {name}; to generate: use_cache=False")
         length, mask = text.shape[1], given.get("attention_mask")
         if self.limit is not None and length + width > self.limit:
-            raise ValueError(f"{length} tokens and a prompt of {width}; allowed: {self.limit} together")
+            raise ValueError(f"{length} tokens and a prompt of {width}. Allowed: {self.limit} together")
         if mask is not None and (mask.ndim != 2 or not mask[:, 0].all()):
             raise ValueError("a prompt takes an attention_mask [B, T] of rows that are padded at their end")
         filled = {"inputs_embeds": 0, "attention_mask": 1, "token_type_ids": 0, "input_ids": self.placeholder}

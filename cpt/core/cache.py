@@ -45,7 +45,7 @@ def make_once(folder: Path, *, make: Callable[[Path], None]) -> Path:
         if folder.exists():
             if not (damage := artifact_damage(folder)):  # another process has built it meanwhile
                 return folder
-            log.warning("%s is damaged (%s): making it again", folder, damage)
+            log.warning("Rebuilding %s, which is damaged (%s)", folder, damage)
             discard(folder)
         for partial in folder.parent.glob(f"*{PARTIAL}"):  # without a change for a day, and nobody builds it
             with suppress(FileNotFoundError, Timeout):  # removed by another process; being built

@@ -60,7 +60,7 @@ SECRET = re.compile(  # the last part of a key; pad_token and the like are none
     re.IGNORECASE,
 )
 IN_ADDRESS = re.compile(r"(\w://)[^/\s@]+@")  # name and password before the host
-FOR_OTHERS = ("name", "rate")  # of a choice: what it is called, its learning rate over the model's
+FOR_OTHERS = ("name", "lr_multiplier")  # of a choice: what it is called, its learning rate over the model's
 
 
 @cache

@@ -16,16 +16,18 @@ from cpt.core.config import CONF
 from cpt.core.processes import is_one_of_several
 from cpt.core.schema import unknown_name
 
+RENAMED_GROUPS = {"probe": "benchmark", "schedule": "lr_scheduler"}  # accepted: cpt.core.renames
 LOADED = re.compile(r"Could not load '(.+)/([^/']+)'")
 TWICE = re.compile(r"Multiple values for (\S+)\. To override a value use 'override \S+: (.*)'")
 MERGED = re.compile(r"Cannot merge DictConfig with")
 MADE_OF = re.compile(r"Error resolving interpolation '(.*)', possible interpolation keys: (.*)")
+NO_DEFAULT = re.compile(r"In '(\S+)': Could not override '([\w/@.]+)'")
 DELETED = re.compile(r"Could not delete from config. '(.*)' does not exist")
 FAILED_ALLOCATION = re.compile(
     r"out of memory|can't allocate memory|Cannot allocate memory|bad_alloc|can't start new thread"
     r"|could not create a (primitive|memory)"  # oneDNN
 )
-LESS = "rerun the same command to resume; allowed: more memory, or less use of it: docs/plan.md"
+LESS = "rerun the same command to resume, with more memory or with less use of it: docs/plan.md"
 
 
 def reason(error: BaseException) -> str:
@@ -45,31 +47,36 @@ def message_of(error: BaseException) -> str:
             about = ("Error parsing", "See ", "^")  # the argument, Hydra's page, the place in the argument
             lines = [line.strip() for line in error.message.splitlines()]
             why = " ".join(line for line in lines if line and not line.startswith(about))
-            return f"{error.override} cannot be read: {why}; allowed: key=value"
+            return f"{error.override} is invalid: {why}. Allowed: key=value"
         case of_hydra.SearchPathException():
-            return f"{error}; allowed: a folder that there is"
+            return f"{error}. Allowed: an existing folder"
         case ConfigCompositionException(
             __cause__=of_omegaconf.ConfigAttributeError() | of_omegaconf.ConfigKeyError() as cause
         ):
             key, node = str(cause.full_key), cause.parent_node
             section = key.rpartition(".")[0]
             names = [f"{section}.{name}" if section else str(name) for name in node or ()]
-            return unknown_name(key, names) + (f"; one more: +{key}=…" if section else "")
+            told = unknown_name(key, names)
+            return told if not section or told.endswith("?") else f"{told}; to add it: +{key}=VALUE"
+        case ConfigCompositionException() if (old := NO_DEFAULT.search(str(error))) and old[
+            2
+        ] in RENAMED_GROUPS:
+            return f"override /{old[2]} in {old[1]} is invalid. Allowed: override /{RENAMED_GROUPS[old[2]]}"
         case ConfigCompositionException() if twice := TWICE.match(str(error)):
-            return f"{twice[1]} has a choice already; allowed: {twice[1]}={twice[2]}, without +"
+            return f"+{twice[1]}={twice[2]} is invalid. Allowed: {twice[1]}={twice[2]}, without +"
         case ConfigCompositionException() if made := MADE_OF.match(str(error)):
-            return f"{made[1]} is not known where a choice is made of it; allowed: {made[2]}"
+            return f"${{{made[1]}}} is invalid: unknown where a choice is made of it. Allowed: {made[2]}"
         case ConfigCompositionException() if gone := DELETED.match(str(error)):
-            return f"~{gone[1]}: there is no {gone[1]}, or it is null; allowed: {gone[1]}=null"
+            return f"~{gone[1]} is invalid: there is no {gone[1]}, or it is null. Allowed: {gone[1]}=null"
     while error.__cause__ is not None and isinstance(error, HydraException):
         error = error.__cause__
     match error:
         case of_omegaconf.MissingMandatoryValue(full_key=str(key)):
-            return f"{key} is missing; needed: {key}=…"
+            return f"{key} is missing. Allowed: {key}=VALUE"
         case of_omegaconf.InterpolationResolutionError(full_key=str(key)):
-            return f"{key}: {str(error).splitlines()[0]}; allowed: ${{KEY}} of a key that there is"
+            return f"{key} is invalid: {str(error).splitlines()[0]}. Allowed: ${{KEY}} of an existing key"
         case of_omegaconf.ConfigTypeError(full_key=str(key)) if MERGED.match(str(error)):
-            return f"{key} has keys with values and is given something else; allowed: {key}.NAME=…"
+            return f"{key} is invalid: it has keys with values, not a value. Allowed: {key}.NAME=…"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines) or type(error).__name__
 

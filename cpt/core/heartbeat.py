@@ -299,7 +299,7 @@ class HeartbeatThread:
                 beat.write(self.folder)
         except OSError as error:
             if not self.warned:
-                log.warning("cannot write %s: %s", PROGRESS_FILE, error)
+                log.warning("Failed to write %s: %s", PROGRESS_FILE, error)
             self.warned = True
 
     @contextmanager

@@ -47,7 +47,9 @@ def variant() -> str:
         return ""
     overrides = HydraConfig.get().overrides.task
     given = ((key, value) for key, value in list_choices(overrides) if key not in NAMED)
-    return "; ".join(f"{key.removeprefix('method.')}={value}" for key, value in given)
+    return "; ".join(
+        f"{key.removeprefix('routing@').removeprefix('method.')}={value}" for key, value in given
+    )
 
 
 def list_choices(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -80,7 +80,7 @@ def keep_threads(path: Path, *, processes: int) -> None:
     if not begun.isdigit() or int(begun) < 1:
         raise ValueError(f"{path} is damaged; write the number of threads into it that the run began with")
     if int(begun) != given:
-        log.info("computing with %s threads, as this run began, not with %d", begun, given)
+        log.info("Computing with %s threads, as this run began, not with %d", begun, given)
     if is_first_process() and not path.exists():
         path.write_text(begun)
     torch.set_num_threads(int(begun))

@@ -1,23 +1,42 @@
-"""Deprecated names of options, accepted for one version with a warning each."""
+"""Deprecated names of options, accepted for one version with a warning each: on the command line, in YAML
+files, and in the folders of earlier runs."""
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+from typing import Any
 
-from omegaconf import DictConfig, OmegaConf, open_dict
+from hydra import compose, initialize_config_dir
+from hydra._internal.utils import get_args_parser
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf.errors import OmegaConfBaseException
 
-GROUPS = {"probe": "benchmark"}
+from cpt.core.config import CONF, flatten
+from cpt.core.errors import RENAMED_GROUPS
+from cpt.core.schema import option_types, show
+from cpt.core.sections import GIVEN, options_class
+
 KEYS = {
     "check": "verify_inputs",
     "data.workers": "data.preprocessing_num_workers",
+    "domains.held_out.most": "domains.held_out.max_documents",
+    "eval.tokens": "eval.max_tokens",
     "freeze.only": "trainable",
     "from": "init_from",
     "keep_end": "save_trainer_state",
     "keep_stages": "save_all_stages",
+    "model.base.warmup": "model.base.warmup_ratio",
     "model.checkpoint": "model.name_or_path",
     "model.length": "model.max_seq_length",
     "model.mask_rate": "model.mlm_probability",
     "model.vocabulary": "model.vocab_size",
+    "monitor.tokens": "monitor.max_tokens",
     "objective": "optimized_metric",
     "optim.carry": "optim.state_across_domains",
     "parts.keep": "modules.storage",
@@ -26,48 +45,180 @@ KEYS = {
     "trainer.probe_samples": "trainer.importance_samples",
     "trainer.workers": "trainer.num_workers",
 }
-CHOICES = {("model", "checkpoint"): "hf"}
+# By place; only where the class that is chosen there has the new name: method.alpha is LoRA's and DER++'s.
+OPTIONS = {
+    "answers": {"most": "max_documents", "tokens": "max_new_tokens"},
+    "benchmark": {"limit": "max_documents"},
+    "endtask endtask.tasks.*": {"length": "max_seq_length", "warmup": "warmup_ratio"},
+    "lr_scheduler": {"warmup": "warmup_ratio"},
+    "mask.* method.mask": {"acts_on": "apply_to", "mass": "top_p"},
+    "method": {
+        "acts_on": "apply_to",
+        "alpha": "lora_alpha",
+        "draw": "minibatch_size",
+        "dropout": "lora_dropout",
+        "experts": "num_experts",
+        "memory": "buffer_size",
+        "memory_bytes": "buffer_bytes",
+        "normalise": "normalize",
+        "rate": "lr_multiplier",
+        "reduction": "reduction_factor",
+        "targets": "target_modules",
+        "tokens": "num_virtual_tokens",
+    },
+    "replay method.mixture": {
+        "adds": "mode",
+        "general": "general_ratio",
+        "memory": "buffer_size",
+        "past": "past_ratio",
+        "tokens": "max_tokens",
+    },
+}
+MODES = {"false": "replace", "true": "append"}
+VALUES = {
+    "domains.packing": {"isolated": "document_mask", "per_document": "none"},
+    "method.mixture.mode": MODES,
+    "model": {"checkpoint": "hf"},
+    "replay.mode": MODES,
+}
+NESTED = {"method.routing": "routing@method.routing"}  # groups within a section, in Hydra's syntax
 OVERRIDE = re.compile(r"(~)([\w/.@]+)()|([+~]{0,2})([\w/.@]+)(=.*)", re.DOTALL)
-
-
-def new_name(key: str) -> str:
-    """The present name of a key or group; the key itself if it was not renamed."""
-    head, dot, rest = key.partition(".")
-    return KEYS.get(key) or f"{GROUPS.get(head, head)}{dot}{rest}"
 
 
 def warn(old: str, new: str) -> None:
     print(f"cpt: {old} is deprecated and will be removed in the next version: use {new}", file=sys.stderr)
 
 
-def rename_overrides(arguments: Sequence[str]) -> list[str]:
-    """Command-line arguments with present names; warns of each old one on stderr."""
-    renamed = []
-    for each in arguments:
-        if found := OVERRIDE.fullmatch(each):
-            sign, key, value = (part for part in found.groups() if part is not None)
-            if (new := new_name(key)) != key:
-                warn(key, new)
-            for (group, old), choice in CHOICES.items():
-                if key == group and re.search(rf"\b{old}\b", value):
-                    warn(f"{group}={old}", f"{group}={choice}")
-                    value = re.sub(rf"\b{old}\b", choice, value)
-            each = f"{sign}{new}{value}"
-        renamed.append(each)
-    return renamed
+def new_name(key: str, config: Mapping[str, Any]) -> str:
+    """The present name of a key or group; the key itself if it was not renamed. `config`: the leaves of the
+    config, for the classes that it chooses."""
+    head, dot, rest = key.partition(".")
+    key = f"{RENAMED_GROUPS.get(head, head)}{dot}{rest}"
+    place, _, old = key.rpartition(".")
+    for places, names in OPTIONS.items():
+        if old in names and any(fnmatchcase(place, each) for each in places.split()):
+            return f"{place}.{names[old]}" if has_option(place, names[old], config) else key
+    return KEYS.get(key, key)
+
+
+def has_option(place: str, name: str, config: Mapping[str, Any]) -> bool:
+    """Whether the class of a section, if it has one, has an option."""
+    target = config.get(f"{place}._target_")
+    if not isinstance(target, str) or name in GIVEN:
+        return True
+    try:
+        kind = options_class(target, place=place)
+    except ValueError:
+        return False
+    return place == "endtask" if kind is None else name in option_types(kind)
+
+
+def new_value(name: str, value: Any) -> Any:
+    """The present form of a value of a key with this present name."""
+    return VALUES.get(name, {}).get(show(value), value)
+
+
+def rename_leaves(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """The leaves of a config with present names and values."""
+    names = {key: new_name(key, leaves) for key in leaves}
+    return {names[key]: new_value(names[key], value) for key, value in leaves.items()}
 
 
 def rename_keys(cfg: DictConfig) -> None:
     """Moves the values of old keys that a YAML file has set to the present ones, in place, where the command
-    line does not set these; warns of each on stderr."""
+    line does not set these, and renames the keys of a sweep; warns of each on stderr."""
     given = OmegaConf.select(cfg, "hydra.overrides.task") or ()
     on_command_line = {each.lstrip("+").partition("=")[0] for each in given}
-    for old in (*KEYS, *GROUPS):
-        place, _, name = old.rpartition(".")
-        node = OmegaConf.select(cfg, place) if place else cfg
-        if isinstance(node, DictConfig) and name in node:
-            warn(old, new_name(old))
-            with open_dict(cfg):
-                value = node.pop(name)
-                if new_name(old) not in on_command_line:
-                    OmegaConf.update(cfg, new_name(old), value, merge=True)
+    tree = OmegaConf.to_container(OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"]))
+    leaves = dict(flatten(tree))  # type: ignore[arg-type]
+    for key, value in leaves.items():
+        name = new_name(key, leaves)
+        if (present := new_value(name, value)) != value:
+            warn(f"{key}={show(value)}", f"{name}={present}")
+        elif name != key:
+            warn(key, name)
+        else:
+            continue
+        with open_dict(cfg):
+            remove(cfg, key)
+            if name == key or name not in on_command_line:
+                OmegaConf.update(cfg, name, present, merge=True)
+    params = OmegaConf.select(cfg, "hydra.sweeper.params")
+    if params and (swept := {str(key): value for key, value in params.items()}):
+        renamed = rename_overrides([f"{key}={value}" for key, value in swept.items()])
+        with read_write(cfg), open_dict(cfg):
+            cfg.hydra.sweeper.params = dict(each.split("=", 1) for each in renamed)
+
+
+def remove(cfg: DictConfig, key: str) -> None:
+    """Removes a key, and the sections that it leaves empty."""
+    place, _, name = key.rpartition(".")
+    node = OmegaConf.select(cfg, place) if place else cfg
+    del node[name]
+    if place and not node:
+        remove(cfg, place)
+
+
+def rename_overrides(arguments: Sequence[str]) -> list[str]:
+    """Command-line arguments with present names; warns of each old one on stderr. A choice within a section
+    is put in Hydra's syntax: `method.routing=posterior`."""
+    present = [rename_argument(each, {}, say=no_warning) for each in arguments]
+    config = {} if present == list(arguments) else compose_choices(present)
+    return [rename_argument(each, config) for each in arguments]
+
+
+def rename_argument(
+    argument: str, config: Mapping[str, Any], *, say: Callable[[str, str], None] = warn
+) -> str:
+    if not (found := OVERRIDE.fullmatch(argument)):
+        return argument
+    sign, key, value = (part for part in found.groups() if part is not None)
+    name, present = new_name(key, config), value
+    for old, new in VALUES.get(name, {}).items():
+        present = re.sub(rf"\b{old}\b", new, present, flags=re.IGNORECASE)
+    if present != value:
+        say(f"{key}{value}", f"{name}{present}")
+    elif name != key:
+        say(key, name)
+    if name in NESTED and re.fullmatch(r"=[\w,]+", present):
+        name = NESTED[name]
+    return f"{sign}{name}{present}"
+
+
+def no_warning(old: str, new: str) -> None:
+    """For names that are warned of later."""
+
+
+def compose_choices(arguments: Sequence[str]) -> dict[str, Any]:
+    """The leaves of the config of the choices among the arguments, of a sweep the first ones, without further
+    values; none where they cannot be composed."""
+    given, _ = get_args_parser().parse_known_args(list(arguments))
+    found = [each.split(",")[0] for each in arguments if re.fullmatch(r"[\w/]+=[^=]+", each)]
+    groups = [each for each in found if (CONF / each.partition("=")[0]).is_dir()]
+    added = [f"hydra.searchpath=[file://{Path(given.config_dir).absolute()}]"] if given.config_dir else []
+    try:
+        running = GlobalHydra.instance().is_initialized()
+        with nullcontext() if running else initialize_config_dir(str(CONF), version_base="1.3"):
+            cfg = compose(given.config_name or "config", overrides=[*groups, *added])
+        return dict(flatten(OmegaConf.to_container(cfg)))  # type: ignore[arg-type]
+    except (HydraException, OmegaConfBaseException):
+        return {}
+
+
+@cache
+def target_of(method: str) -> Any:
+    """The class of a method of conf/; None for another."""
+    path = CONF / "method" / f"{method}.yaml"
+    return OmegaConf.select(OmegaConf.load(path), "_target_") if path.is_file() else None
+
+
+def rename_variant(variant: str, *, method: str) -> str:
+    """What a run was given, `key=value; …`, with present names; `method.` is left out there."""
+    present, config = [], {"method._target_": target_of(method)}
+    for each in variant.split("; "):
+        key, equals, value = each.partition("=")
+        name = new_name(key, config)
+        if equals and name == key:
+            name = new_name(f"method.{key}", config).removeprefix("method.")
+        present.append(f"{name}{equals}{new_value(name, value)}")
+    return "; ".join(present).replace("routing@method.routing=", "routing=")

@@ -18,6 +18,7 @@ T = TypeVar("T")
 Read = TypeVar("Read", bound="Options")
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
 MOST = 24  # names that a message lists
+INTERNAL = ("name", "_target_", "_partial_", "_convert_", "_recursive_")  # of a section, and no options
 MAPPING = "keys with values, {key: value}"
 
 
@@ -96,7 +97,7 @@ def option(help: str, *, default: Any = MISSING) -> Any:
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(option,))
 def config(kind: type[T]) -> type[T]:
-    """A frozen pydantic dataclass that raises ValueError, `name=value; allowed: …`, for a wrong value."""
+    """A frozen pydantic dataclass that raises ValueError, `name=value is invalid. Allowed: …`."""
     made: Any = pydantic.dataclasses.dataclass(kind, frozen=True, kw_only=True, config=STRICT)
     validate = made.__init__
 
@@ -112,7 +113,8 @@ def config(kind: type[T]) -> type[T]:
             name = str(first["loc"][0])
             if name in types and name in values:
                 raise ValueError(wrong(name, given[name], types[name])) from error
-            raise ValueError(f"{name} is not known" if name in given else f"{name} is missing") from error
+            why = "is invalid: unknown option" if name in given else "is missing"
+            raise ValueError(f"{name} {why}. Allowed: {', '.join(types)}") from error
 
     made.__init__ = init
     return made
@@ -142,7 +144,7 @@ def with_python_types(value: Any, kind: Any, *, place: str) -> Any:
 
 def wrong(key: str, value: Any, kind: Any) -> str:
     too_large = isinstance(value, int | float) and value >= 2**63
-    return f"{key}={show(value)}; allowed: {allowed(kind)}{', below 2^63' * too_large}"
+    return f"{key}={show(value)} is invalid. Allowed: {allowed(kind)}{', below 2^63' * too_large}"
 
 
 @functools.cache
@@ -161,7 +163,7 @@ def fits(value: Any, kind: Any) -> bool:
 
 
 def check_value(key: str, value: Any, kind: Any) -> None:
-    """Raises ValueError, `key=value; allowed: …`, for a value that a type does not allow."""
+    """Raises ValueError, `key=value is invalid. Allowed: …`, for a value that a type does not allow."""
     if not fits(with_python_types(value, kind, place=key), kind):
         raise ValueError(wrong(key, value, kind))
 
@@ -202,12 +204,14 @@ def prefix_errors(place: str) -> Iterator[None]:
 
 
 def unknown_name(key: str, allowed: Iterable[str], *, whole: str | None = None) -> str:
-    """What is said of a key, or of a `group=choice`, that there is not."""
-    by_end = {name.rpartition(".")[2]: name for name in allowed}
+    """The message for an option, or for a `group=choice`, that does not exist."""
+    parts = {name: name.rpartition(".") for name in allowed}
+    by_end = {end: name for name, (place, _, end) in parts.items() if not place or end not in INTERNAL}
     near = difflib.get_close_matches(re.split("[.=]", key)[-1], by_end, n=1, cutoff=0.6)
-    meant = f"did you mean {by_end[near[0]]}? " if near else ""
     listed = ", ".join([*list(by_end.values())[:MOST], *["…"][: len(by_end) > MOST]]) or "none"
-    return f"{key} is not known; {meant}allowed: {whole or listed}"
+    meant = f". Did you mean {by_end[near[0]]}?" if near else ""
+    kind = "choice" if "=" in key else "option"
+    return f"{key} is invalid: unknown {kind}. Allowed: {whole or listed}{meant}"
 
 
 def check_names(given: Iterable[str], known: Iterable[str], *, place: str) -> None:
@@ -223,6 +227,6 @@ def read_options(kind: type[Read], given: Mapping[str, Any], *, place: str) -> R
     check_names(given, option_types(kind), place=place)
     needed = [each.name for each in fields(kind) if each.default is MISSING]
     if missing := [name for name in needed if name not in given]:
-        raise ValueError(f"{join(place, missing[0])} is missing; needed: {', '.join(needed)}")
+        raise ValueError(f"{join(place, missing[0])} is missing. Allowed: {join(place, missing[0])}=VALUE")
     with prefix_errors(place):
         return kind(**given)

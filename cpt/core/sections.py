@@ -30,9 +30,9 @@ def load_target(target: str, *, place: str = "") -> Any:
     try:
         found = resolve_name(target)
     except Exception as error:  # whatever a module raises while it is read in
-        raise ValueError(f"{told}: {reason(error)}; allowed: module.Class") from error
+        raise ValueError(f"{told} is invalid: {reason(error)}. Allowed: module.Class") from error
     if not callable(found):
-        raise ValueError(f"{told}: that is a {type(found).__name__}; allowed: module.Class")
+        raise ValueError(f"{told} is invalid: a {type(found).__name__}. Allowed: module.Class")
     return found
 
 
@@ -54,7 +54,7 @@ class Choice:
         """The class or function; raises ValueError if it does not exist or is of another kind."""
         found = load_target(self.target)
         if self.below and not (isinstance(found, type) and issubclass(found, resolve_name(self.below))):
-            raise ValueError(f"_target_={self.target}; allowed: a class below {self.below}")
+            raise ValueError(f"_target_={self.target} is invalid. Allowed: a class below {self.below}")
         return found
 
     @property
@@ -86,7 +86,9 @@ def options_class(target: str, *, place: str) -> type[Options] | None:
         space = vars(import_module(module))
         found = space[name] if name in space else load_target(target, place=place)
     except Exception as error:  # whatever a module raises while it is read in
-        raise ValueError(f"{place}._target_={target}: {reason(error)}; allowed: module.Class") from error
+        raise ValueError(
+            f"{place}._target_={target} is invalid: {reason(error)}. Allowed: module.Class"
+        ) from error
     return found if isinstance(found, type) and issubclass(found, Options) else space.get(f"{name}Options")
 
 

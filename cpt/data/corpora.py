@@ -59,7 +59,7 @@ class Corpora:
     def encoder(self, tokenizer: PreTrainedTokenizerBase, length: int, *, seq2seq: bool) -> Encoder:
         """What makes rows and prompts of examples. Raises ValueError where the domains are none."""
         if self.encoding is None:
-            raise ValueError("the domains are raw text, which asks nothing; allowed: domains=tasks")
+            raise ValueError("domains is invalid: raw text has no questions. Allowed: domains=tasks")
         return Encoder(tokenizer, length, self.encoding, seq2seq)
 
     def tokenizer_digest(self, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -100,10 +100,10 @@ def make_corpus(source: Source, name: str, *, cache: Path) -> Corpus:
         np.save(folder / "splits.npy", splits)
         (folder / "facts.json").write_text(json.dumps(facts))
         if contradicted:
-            told = "%s: %d questions stand there with different answers; the first of each stays"
+            told = "Keeping the first answer in %s: %d questions have different ones"
             log.warning(told, name, contradicted)
         counts = ", ".join(f"{count} {split}" for split, count in facts["documents"].items())
-        told = "%s: %.2f MB, documents: %s; left out: %d duplicates and %d valid or test copies"
+        told = "Read %s: %.2f MB, documents: %s; left out: %d duplicates and %d valid or test copies"
         size, copies = sum(facts["bytes"].values()) / 1e6, (facts["duplicates"], facts["held_out_copies"])
         log.info(told, name, size, counts, *copies)
         if stamp_of(source, name) != stamp:
@@ -192,12 +192,12 @@ def assign(
     for split in (1, 2):
         held = np.flatnonzero(splits == split)
         held = held[np.argsort(sample_keys(key("most", seed), hashes[held]), kind="stable")]
-        splits[held[held_out.get("most") or len(held) :]] = SPARED
+        splits[held[held_out.get("max_documents") or len(held) :]] = SPARED
     left = [int((splits == split).sum()) for split in range(len(SPLITS))]
     if min(left) == 0:
         found = ", ".join(f"{count} {split}" for count, split in zip(left, SPLITS, strict=True))
         raise ValueError(
-            f"domain {name} has {len(given)} documents, too few to train, validate and test on ({found}); "
-            f"allowed: at least one for each, all different{hint}"
+            f"domain {name} has {len(given)} documents, too few to train, validate and test on ({found}). "
+            f"Allowed: at least one for each, all different{hint}"
         )
     return splits

@@ -128,8 +128,8 @@ class DomainSequence(LightningDataModule):
     def replayed(self, domain: Domain) -> dict[str, int]:
         """The texts that a stage replays, with how many samples it draws of each at most."""
         samples, found = self.steps(domain) * self.budget.batch_size, dict[str, int]()
-        past = self.past(domain) if self.replay.past else []
-        for share, names in ((self.replay.past, past), (self.replay.general, [GENERAL])):
+        past = self.past(domain) if self.replay.past_ratio else []
+        for share, names in ((self.replay.past_ratio, past), (self.replay.general_ratio, [GENERAL])):
             drawn = math.floor(samples * exact(share))
             found |= dict.fromkeys(names, -(-drawn // max(1, len(names))))
         return {name: count for name, count in found.items() if count}
@@ -141,8 +141,8 @@ class DomainSequence(LightningDataModule):
 
     def replay_pools(self, domain: Domain) -> list[ReplayPool]:
         """What the batches of a stage draw from besides its own text."""
-        past = self.replay_texts(self.past(domain)) if self.replay.past else {}
-        general = self.replay_texts([GENERAL]) if self.replay.general else {}
+        past = self.replay_texts(self.past(domain)) if self.replay.past_ratio else {}
+        general = self.replay_texts([GENERAL]) if self.replay.general_ratio else {}
         pools = self.replay.pools(past, general, stage=domain.name, seed=self.seed)
         return [*pools, *(self.replay_source.extra_pools(domain) if self.replay_source else ())]
 
@@ -151,7 +151,7 @@ class DomainSequence(LightningDataModule):
         stage, recovery, ahead = self.domain, None, self.recovery_steps(self.domain)
         if ahead:
             texts, place = self.replay_texts(self.past(stage)), (stage.name, "recovery")
-            how = dict[str, Any](memory=self.replay.memory, seed=self.seed, place=place)
+            how = dict[str, Any](memory=self.replay.buffer_size, seed=self.seed, place=place)
             recovery = ReplayPool(texts, share=exact(1), adds=False, **how)
         stream = TrainStream(
             {part: self.train[part] for part in stage.parts},

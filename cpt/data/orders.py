@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from cpt.core.schema import show
+from cpt.core.schema import show, unknown_name
 from cpt.data.sources.base import parse_name
 
 SWAPPED = "swapped"  # alone, or after another word: the second half first
@@ -44,8 +44,9 @@ def resolve_order(
         first, (stem, is_swapped) = next(iter(named.values())), split_word(order)
         if stem == "similar_tree" and len(groups := group_coarse(first)) in (1, len(first)):
             raise ValueError(
-                f"order=similar_tree: the {len(first)} domains are within {len(groups)} coarse ones, by "
-                "their names; allowed: order=similar, or several coarse ones like those of cs.AI and math.AG"
+                f"order=similar_tree is invalid: the {len(first)} domains are within {len(groups)} coarse "
+                f"ones, by "
+                "their names. Allowed: order=similar, or several coarse ones like those of cs.AI and math.AG"
             )
         words = {"": first, "reverse": first[::-1], "random": random.Random(seed).sample(first, len(first))}
         if stem in BY_TEXTS:
@@ -58,14 +59,16 @@ def resolve_order(
         chosen = [str(name) for name in order]
     if chosen is None:
         listed = ", ".join(f"{number} ({' '.join(each)})" for number, each in named.items())
-        told = f"order={show(order)} is not known; allowed: {listed}, {', '.join(WORDS)}"
+        told = f"order={show(order)} is invalid: unknown order. Allowed: {listed}, {', '.join(WORDS)}"
         raise ValueError(f"{told}, {SWAPPED}, such a word with _{SWAPPED}, or a list like [b,a,c]")
     if unknown := [name for name in chosen if name not in names]:
-        raise ValueError(f"order: unknown domain {', '.join(unknown)}; there are: {', '.join(sorted(names))}")
+        raise ValueError(unknown_name(f"order={unknown[0]}", sorted(names)))
     if len(set(chosen)) < len(chosen) or not chosen:
-        raise ValueError(f"order={show(chosen)} must name at least one domain, and each only once")
+        raise ValueError(f"order={show(chosen)} is invalid. Allowed: one or more domains, each only once")
     if reserved := ", ".join(sorted({"base", "joint", "general"} & set(chosen))):
-        raise ValueError(f"a domain may not be called {reserved}: scores.json uses it; allowed: another name")
+        raise ValueError(
+            f"order={show(chosen)} is invalid: scores.json uses {reserved} itself. Allowed: another name"
+        )
     return chosen
 
 

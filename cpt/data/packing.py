@@ -22,7 +22,7 @@ from cpt.core.config import digest
 from cpt.core.randomness import key, shuffle
 from cpt.data.collate import Sizes
 from cpt.data.corpus import Corpus
-from cpt.data.sources.base import CONCAT, ISOLATED, PER_DOCUMENT
+from cpt.data.sources.base import CONCAT, DOCUMENT_MASK, NONE
 from cpt.data.tokenize import tokenize_corpus
 
 log = logging.getLogger(__name__)
@@ -115,8 +115,8 @@ class DocumentPacker:
 
 PACKERS: dict[str, Callable[[int, Sequence[int]], ConcatPacker | DocumentPacker]] = {
     CONCAT: ConcatPacker,
-    ISOLATED: partial(DocumentPacker, open_rows=OPEN_ROWS),
-    PER_DOCUMENT: partial(DocumentPacker, open_rows=0),
+    DOCUMENT_MASK: partial(DocumentPacker, open_rows=OPEN_ROWS),
+    NONE: partial(DocumentPacker, open_rows=0),
 }
 
 
@@ -169,13 +169,13 @@ class Packed:
 
     def by_length(self, rows: np.ndarray) -> np.ndarray:
         """Rows, the longest first where a batch is as wide as its longest row; else as they are."""
-        if self.packing != PER_DOCUMENT and self.answers(rows[:1]) is None:
+        if self.packing != NONE and self.answers(rows[:1]) is None:
             return rows
         return rows[np.argsort(-self.row_lengths[rows], kind="stable")]
 
     def sizes(self, rows: np.ndarray | slice = slice(None)) -> Sizes:
         """What is known of rows before they are read."""
-        sharing = self.sharing[rows] if self.packing == ISOLATED else None
+        sharing = self.sharing[rows] if self.packing == DOCUMENT_MASK else None
         return Sizes(self.text_tokens[rows], self.row_lengths[rows], documents=sharing)
 
     def draw_rows(self, tokens: int, *, stream: int) -> np.ndarray:
@@ -226,7 +226,7 @@ def balance(texts: Mapping[str, Packed], *, tokens: int | None = None) -> dict[s
         drawn = texts[name].draw_rows(budget, stream=key("balanced", name))
         balanced[name] = replace(texts[name], rows=texts[name].rows.select(drawn))
     why = "" if tokens is not None else f", those of {smallest}"
-    told = "domains.balanced: %d of %d domains are cut to %d tokens%s"
+    told = "Cutting %d of %d domains to %d tokens%s (domains.balanced)"
     log.info(told, len(larger), len(texts), budget, why)
     return balanced
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from fractions import Fraction
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
@@ -30,37 +30,53 @@ if TYPE_CHECKING:  # a config is checked without torch
 class ReplayConfig(Options):
     """How much is replayed, and from where; a class of your own is chosen by `replay._target_`."""
 
-    past: BelowOne = option("share of the batch for the past domains together, in turn")
-    general: BelowOne = option("share of the batch for the general text")
-    adds: bool = option("replayed samples make the batch larger; false: they displace new ones")
+    past_ratio: BelowOne = option("share of the batch for the past domains together, in turn")
+    general_ratio: BelowOne = option("share of the batch for the general text")
+    mode: Literal["replace", "append"] = option("replayed samples displace new ones, or enlarge the batch")
 
-    memory: ClassVar[int | None] = None  # samples that are kept of all past domains together
+    buffer_size: ClassVar[int | None] = None  # samples that are kept of all past domains together
     generates: ClassVar[bool] = False  # whether what is replayed depends on the model before the stage
 
     def __post_init__(self) -> None:
-        if exact(self.past) + exact(self.general) >= 1:
+        if exact(self.past_ratio) + exact(self.general_ratio) >= 1:
             raise ValueError(
-                f"past={self.past} and general={self.general}; allowed: shares whose sum is below 1"
+                f"past_ratio={self.past_ratio} with general_ratio={self.general_ratio} is invalid. "
+                "Allowed: shares whose sum is below 1"
             )
-        if self.memory is not None and not self.past:
-            raise ValueError(f"memory={self.memory} with past={self.past}; allowed: past above 0, or null")
+        if self.buffer_size is not None and not self.past_ratio:
+            given = (
+                f"buffer_size={self.buffer_size} is invalid: past_ratio={self.past_ratio} replays none of it"
+            )
+            raise ValueError(f"{given}. Allowed: past_ratio above 0, or null")
+
+    @property
+    def adds(self) -> bool:
+        """Whether replayed samples enlarge the batch."""
+        return self.mode == "append"
 
     def check(self, *, domains: int, general: bool, batch_size: int) -> None:
         """Raises ValueError for a memory below one sample of each past domain, for general text that there is
         not, and for shares that leave no new sample in some batch."""
-        if self.memory is not None and self.memory < domains:
+        if self.buffer_size is not None and self.buffer_size < domains:
             allowed = "a sample or more for each, or null"
-            raise ValueError(f"replay.memory={self.memory} for {domains} past domains; allowed: {allowed}")
-        if self.general and not general:
             raise ValueError(
-                f"replay.general={self.general}, but there is no general text to train on; allowed: 0"
+                f"replay.buffer_size={self.buffer_size} is invalid for {domains} past domains. Allowed: "
+                f"{allowed}"
+            )
+        if self.general_ratio and not general:
+            raise ValueError(
+                f"replay.general_ratio={self.general_ratio} is invalid: there is no general text to train "
+                f"on. "
+                "Allowed: 0"
             )
         # Counts of two kinds may round up in the same step.
-        new = batch_size * (1 - exact(self.past) - exact(self.general))
-        if self.past and self.general and not self.adds and new < 1:
+        new = batch_size * (1 - exact(self.past_ratio) - exact(self.general_ratio))
+        if self.past_ratio and self.general_ratio and not self.adds and new < 1:
             raise ValueError(
-                f"replay.past={self.past} and replay.general={self.general}, which leaves {float(new):g} new "
-                f"samples in a batch of trainer.batch_size={batch_size}; allowed: 1 or more, or adds=true"
+                f"replay.past_ratio={self.past_ratio} with replay.general_ratio={self.general_ratio} is "
+                f"invalid: "
+                f"{float(new):g} new samples remain in a batch of trainer.batch_size={batch_size}. "
+                "Allowed: 1 or more, or mode=append"
             )
 
     def conflicts(
@@ -82,7 +98,10 @@ class ReplayConfig(Options):
         self, past: Mapping[str, Packed], general: Mapping[str, Packed], *, stage: str, seed: int
     ) -> list[ReplayPool]:
         """What a stage draws from: the past domains' texts by name, and the general text."""
-        kinds = [("past", self.past, past, self.memory), ("general", self.general, general, None)]
+        kinds = [
+            ("past", self.past_ratio, past, self.buffer_size),
+            ("general", self.general_ratio, general, None),
+        ]
         how: dict[str, Any] = {"adds": self.adds, "seed": seed}
         return [
             ReplayPool(texts, share=exact(share), memory=memory, place=(stage, kind), **how)
@@ -95,7 +114,7 @@ class ReplayConfig(Options):
 class Replay(ReplayConfig):
     """Training text of past domains, and general text."""
 
-    memory: Steps | None = option(  # type: ignore[misc]  # an option here, of other replay a constant
+    buffer_size: Steps | None = option(  # type: ignore[misc]  # an option here, of other replay a constant
         "samples that are kept of all past domains together; null: all their training text"
     )
 
@@ -163,4 +182,4 @@ def exact(share: float) -> Fraction:
     return Fraction(str(share))
 
 
-NO_REPLAY = Replay(past=0.0, general=0.0, memory=None, adds=False)
+NO_REPLAY = Replay(past_ratio=0.0, general_ratio=0.0, buffer_size=None, mode="replace")

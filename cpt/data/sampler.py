@@ -12,7 +12,7 @@ from cpt.data.collate import Batch, Collator, Rows, idle_batch
 from cpt.data.options import share_batch
 from cpt.data.packing import PADDING, Packed
 from cpt.data.replay import ReplayPool
-from cpt.data.sources.base import ISOLATED, PER_DOCUMENT
+from cpt.data.sources.base import DOCUMENT_MASK, NONE
 
 LOCATED_AT_ONCE = 32  # steps
 Located = tuple[np.ndarray, np.ndarray, np.ndarray]  # index of the text, row and key of samples, each [B]
@@ -166,11 +166,11 @@ def stack_rows(texts: Sequence[Packed], parts: np.ndarray, rows: np.ndarray, key
         lengths[here] = texts[part].row_lengths[rows[here]]
     marks = {part: texts[part].answers(rows[here]) for part, here in used.items()}
     has_answers = any(each is not None for each in marks.values())
-    narrow = has_answers or all(texts[part].packing == PER_DOCUMENT for part in used)
+    narrow = has_answers or all(texts[part].packing == NONE for part in used)
     width = int(lengths.max()) if narrow else texts[0].length
     ids = np.full((len(rows), width), texts[0].pad, np.int64)
     answers = np.zeros(ids.shape, bool) if has_answers else None
-    isolated = any(texts[part].packing == ISOLATED for part in used)
+    isolated = any(texts[part].packing == DOCUMENT_MASK for part in used)
     segments = np.full(ids.shape, PADDING, np.int64) if isolated else None
     for part, here in used.items():
         table, own = texts[part].ids(rows[here])[:, :width], marks[part]

@@ -113,7 +113,7 @@ def map_in_processes(work: Callable[[Any], Any], items: Iterable[Any], processes
         if isinstance(error, BrokenProcessPool):
             raise ValueError(
                 "a process that tokenises was ended, perhaps for want of memory; the same command goes on "
-                "where it was; allowed: fewer of them (data.preprocessing_num_workers=1)"
+                "where it was. Allowed: fewer of them (data.preprocessing_num_workers=1)"
             ) from error
         raise
     finally:

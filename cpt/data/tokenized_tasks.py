@@ -103,7 +103,7 @@ class Encoder:
             else:
                 raise ValueError(
                     f"example {example.id} of {example.task}: its last answer and what may not be cut take "
-                    f"{len(ids)} tokens; allowed: model.max_seq_length={self.length}"
+                    f"{len(ids)} tokens. Allowed: model.max_seq_length={self.length}"
                 )
             example = replace(example, turns=tuple(turns))
             ids, marks = render_chat(example, self.tokenizer)
@@ -175,7 +175,7 @@ class Encoder:
             if not self.tokenizer.is_fast:
                 told = f"example {example.id} is too long, and the tokenizer {self.tokenizer.name_or_path}"
                 allowed = "a fast tokenizer, or a larger model.max_seq_length"
-                raise ValueError(f"{told} does not say where its tokens stand; allowed: {allowed}")
+                raise ValueError(f"{told} does not say where its tokens stand. Allowed: {allowed}")
             how = {"split_special_tokens": True, "return_offsets_mapping": True, "verbose": False}
             offsets = self.tokenizer(example.source, **how)["offset_mapping"][: len(question)]
             first, last = example.text
@@ -187,9 +187,10 @@ class Encoder:
                 return question[: begin + head] + question[begin + head + over :], over
             tokens = len(question) - (end - begin) + self.length - room
             needed = f"its answer and what may not be cut take {tokens} tokens"
-        why = f"example {example.id} of {example.task}: {needed}, and model.max_seq_length={self.length}"
+        given = f"model.max_seq_length={self.length} is invalid"
         raise ValueError(
-            f"{why}; allowed: a larger model.max_seq_length, or a shorter template (domains/template=…)"
+            f"{given}: in example {example.id} of {example.task} {needed}. "
+            "Allowed: a larger model.max_seq_length, or a shorter template (domains/template=…)"
         )
 
 
@@ -252,7 +253,7 @@ def encode_corpus(
         count, cut = write_examples(folder / ROWS_FILE, bar, tokenizer=encoder.tokenizer)
         if cut:
             log.info(
-                "%s, %s: %d of %d examples are cut to model.max_seq_length=%d (domains.truncate=%s)",
+                "Truncating in %s, %s %d of %d examples to model.max_seq_length=%d (domains.truncate=%s)",
                 *(name, split, cut, count, encoder.length, encoder.encoding.truncate),
             )
 
@@ -272,7 +273,7 @@ def render_chat(example: Example, tokenizer: PreTrainedTokenizerBase) -> tuple[l
     template, name = tokenizer.chat_template, tokenizer.name_or_path
     if not template:
         raise ValueError(
-            f"the tokenizer {name} has no chat template, and example {example.id} is a chat; allowed: the "
+            f"the tokenizer {name} has no chat template, and example {example.id} is a chat. Allowed: the "
             "tokenizer of an instruction-tuned model, or examples with a question and an answer"
         )
     turns = [{"role": role, "content": content} for role, content in example.turns]
@@ -292,7 +293,7 @@ def render_chat(example: Example, tokenizer: PreTrainedTokenizerBase) -> tuple[l
                 if not (after.startswith(before) and text.startswith(after.rstrip())):
                     raise ValueError(
                         f"the chat template of {name} changes earlier turns when a turn follows (turn "
-                        f"{number + 1} of example {example.id}), so its answers cannot be found; allowed: a "
+                        f"{number + 1} of example {example.id}), so its answers cannot be found. Allowed: a "
                         "template whose text goes on, or one with {% generation %} marks"
                     )
                 spans.append((len(before), len(after.rstrip())))
@@ -303,7 +304,7 @@ def render_chat(example: Example, tokenizer: PreTrainedTokenizerBase) -> tuple[l
     except TemplateError as error:
         raise ValueError(
             f"example {example.id}: the chat template of {name} does not take its turns "
-            f"({', '.join(role for role, _ in example.turns)}): {error}; allowed: roles that it knows"
+            f"({', '.join(role for role, _ in example.turns)}): {error}. Allowed: roles that it knows"
         ) from error
     if True not in marks:
         return ids, marks

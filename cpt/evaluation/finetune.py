@@ -213,7 +213,7 @@ def fine_tune(
 def make_optimizer(classifier: Classifier, job: FinetuneJob) -> tuple[AdamW, LambdaLR]:
     """AdamW (Loshchilov and Hutter, 2019) on all that is trained, decay included, and its linear schedule."""
     trained = [parameter for parameter in classifier.parameters() if parameter.requires_grad]
-    settings, policy = job.settings, Linear(warmup=job.settings.warmup)
+    settings, policy = job.settings, Linear(warmup_ratio=job.settings.warmup_ratio)
     optimizer = AdamW(trained, lr=settings.lr, weight_decay=settings.weight_decay, fused=True)
     return optimizer, LambdaLR(optimizer, lambda step: policy(Progress.alone(step, steps=job.steps)))
 

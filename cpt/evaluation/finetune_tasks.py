@@ -28,6 +28,7 @@ from cpt.core.schema import (
     option_types,
     prefix_errors,
     show,
+    unknown_name,
 )
 from cpt.core.sections import Choice
 from cpt.data.sources import readers
@@ -46,10 +47,10 @@ class FinetuneOptions(Options):
     epochs: Count = option("passes over the task's training examples")
     lr: Positive = option("peak learning rate")
     weight_decay: NonNegative = option("on all parameters")
-    warmup: BelowOne = option("share of the steps; then linear decay")
+    warmup_ratio: BelowOne = option("share of the steps; then linear decay")
     batch_size: Count = option("examples per step")
     grouped: Count = option("batches sorted by length together; 1: a plain shuffle")
-    length: Annotated[Int, Ge(8)] = option("tokens of text and pair together, at most")
+    max_seq_length: Annotated[Int, Ge(8)] = option("tokens of text and pair together, at most")
     precision: Literal["32-true", "bf16-mixed"] = option("of the computation")
     dropout: BelowOne = option("of the head; in the model it is the model's own")
     frozen: bool = option("the head alone is trained")
@@ -114,7 +115,7 @@ class FinetuneTask:
                 )
             if unknown := [each for each in examples if each.label not in self.classes and split != "train"]:
                 wrong = f"the label {unknown[0].label!r} of {unknown[0].id} in {split} is not in train"
-                raise ValueError(f"{told}: {wrong}; allowed: {', '.join(self.classes)}")
+                raise ValueError(f"{told}: {wrong}. Allowed: {', '.join(self.classes)}")
 
     @property
     def steps(self) -> int:
@@ -182,13 +183,15 @@ class FileTasks(TaskSource):
     def __init__(self, *, root: str | None, folder: str, **shared: Any) -> None:
         super().__init__(**shared)
         if root is None:
-            raise ValueError(f"endtask.root=null; give the folder in which {folder}/ lies")
+            raise ValueError(f"endtask.root=null is invalid. Allowed: the folder in which {folder}/ is")
         self.root = Path(root) / folder
         for name in ("", *(f".tasks.{name}" for name in self.tasks)):
             own = self.values(name.removeprefix(".tasks."))["splits"]
             check_value(f"endtask{name}.splits", own, Literal["own", "das"])
         if not self.root.is_dir():
-            raise ValueError(f"endtask.root={root}: there is no folder {self.root}")
+            raise ValueError(
+                f"endtask.root={root} is invalid: there is no folder {self.root}. Allowed: a folder"
+            )
 
     @property
     def names(self) -> list[str]:
@@ -206,17 +209,21 @@ class FileTasks(TaskSource):
         """The files of a split, sorted. Raises ValueError where there are none, or some of another kind."""
         folder, files = self.folder(name), []
         if not folder.is_dir():
-            raise ValueError(f"endtask.tasks.{name}: there is no folder {folder}")
+            raise ValueError(
+                f"endtask.tasks.{name} is invalid: there is no folder {folder}. Allowed: an existing folder"
+            )
         with readers.naming_file(folder):
             for path in sorted(folder.iterdir()):
                 said = readers.SPLIT_NAME.fullmatch(path.name.split(".")[0])
                 if said and readers.SPLITS[said[1].lower()] == FILE_SPLITS[split]:
                     files.append(path)
         if unread := [path for path in files if readers.kind(path) not in TABLE_KINDS]:
-            raise ValueError(f"{unread[0]} cannot be read; allowed: {' '.join(TABLE_KINDS)}, also .gz .zst")
+            raise ValueError(f"{unread[0]} cannot be read. Allowed: {' '.join(TABLE_KINDS)}, also .gz .zst")
         if not files and split != "dev":
             allowed = ", ".join(split + each for each in TABLE_KINDS) + ", also .gz .zst"
-            raise ValueError(f"endtask.tasks.{name}: no {split} file in {folder}; allowed: {allowed}")
+            raise ValueError(
+                f"endtask.tasks.{name} is invalid: no {split} file in {folder}. Allowed: {allowed}"
+            )
         return files
 
     def fingerprint(self, name: str) -> Any:
@@ -238,12 +245,12 @@ class FileTasks(TaskSource):
             return [example for example, _ in self.examples(name, split)]
         prefix = f"endtask.tasks.{name}"
         if split == "dev":
-            raise ValueError(f"{prefix}.select=dev with splits=das, which has no dev; allowed: select=last")
+            raise ValueError(f"{prefix}.select=dev is invalid: splits=das has no dev. Allowed: select=last")
         found = [pair for each in FILE_SPLITS for pair in self.examples(name, each)]
         for example, row in found:
             if (its := row.get("das_split")) not in ("train", "test"):
-                told = f"{prefix}.splits=das: {example.id} has das_split={its}"
-                raise ValueError(f"{told}; allowed: train, test in every example, or {prefix}.splits=own")
+                told = f"{prefix}.splits=das is invalid: {example.id} has das_split={its}"
+                raise ValueError(f"{told}. Allowed: train, test in every example, or {prefix}.splits=own")
         return [example for example, row in found if row["das_split"] == split]
 
     def classes(self, name: str, train: Sequence[LabelledExample]) -> list[str]:
@@ -263,14 +270,17 @@ class HubTasks(TaskSource):
     def __init__(self, **shared: Any) -> None:
         super().__init__(**shared)
         if not self.tasks:
-            raise ValueError("endtask=hub needs tasks, like '+endtask.tasks.news={path: ag_news}'")
+            raise ValueError(
+                "endtask.tasks={} is invalid: it names no task. Allowed: "
+                "'+endtask.tasks.news={path: ag_news}'"
+            )
         for name in self.tasks:
             path, splits = self.values(name).get("path"), self.values(name)["splits"]
             named = isinstance(splits, Mapping) and set(splits) <= set(FILE_SPLITS)
             if path is None or not named or not all(map(splits.get, ("train", "test"))):
                 allowed = "splits like {train: train, dev: validation, test: test}, where dev may be null"
-                told = f"endtask.tasks.{name} has path={path}, splits={splits}"
-                raise ValueError(f"{told}; allowed: a path, and {allowed}")
+                told = f"endtask.tasks.{name}={{path: {path}, splits: {splits}}} is invalid"
+                raise ValueError(f"{told}. Allowed: a path, and {allowed}")
 
     @property
     def names(self) -> list[str]:
@@ -327,7 +337,7 @@ def parse_example(
         raise ValueError(f"{where} has no text; needed is one (endtask.columns.text, text_pair)")
     label = row[used["label"]] if "label" in used else None
     if not isinstance(label, str | int) or not str(label).strip():
-        raise ValueError(f"{where}: the label is {label!r:.60}; allowed: a word or a whole number")
+        raise ValueError(f"{where}: the label is {label!r:.60}. Allowed: a word or a whole number")
     name = str(row[used["id"]]) if "id" in used else instead
     return LabelledExample(name, texts[0], texts[1] if len(texts) > 1 else None, str(label))
 
@@ -375,18 +385,20 @@ def plan_endtasks(
     allowed = (*SETTINGS, *OF_ALL_TASKS, "tasks", "columns", "splits", *source_class.OPTIONS)
     check_task_values("endtask", given, allowed=allowed)
     if missing := sorted(set(allowed) - set(given)):
-        raise ValueError(f"endtask lacks {', '.join(missing)}; allowed: {', '.join(allowed)}")
+        raise ValueError(f"endtask.{missing[0]} is missing. Allowed: endtask.{missing[0]}=VALUE")
     source = source_class(**{key: value for key, value in given.items() if key not in OF_ALL_TASKS})
     for name, own in source.tasks.items():
         prefix = f"endtask.tasks.{name}"
         if source_names is not None and name not in source_names and not source.exists(name):
             known = ", ".join(sorted(source_names))
-            raise ValueError(f"{prefix}: there is no such domain; allowed: {known}")
+            raise ValueError(f"{prefix} is invalid: unknown domain. Allowed: {known}")
         check_task_values(prefix, own, allowed=(*SETTINGS, *source.OWN))
     learned = [name for name in order if name in source.names]
     if not learned:
-        told = f"endtask={options.get('name')}: no task belongs to a domain of order={show(list(order))}"
-        raise ValueError(f"{told}; there are: {', '.join(source.names) or 'none'}")
+        told = (
+            f"endtask={options.get('name')} is invalid: no task is of a domain of order={show(list(order))}"
+        )
+        raise ValueError(f"{told}. Allowed: {', '.join(source.names) or 'none'}")
     stamp = digest([source.fingerprint(name) for name in learned])
     return FinetunePlan(source, given["when"], list(given["seeds"]), given["eval_batch_size"], learned, stamp)
 
@@ -395,10 +407,10 @@ def check_task_values(prefix: str, values: Mapping[str, Any], *, allowed: Sequen
     """Raises ValueError for an option that is not allowed, and for a value that is not; a missing one is not
     looked at."""
     if allowed and (wrong := sorted(set(values) - set(allowed))):
-        raise ValueError(f"{prefix} has {', '.join(wrong)}; allowed: {', '.join(allowed)}")
+        raise ValueError(unknown_name(f"{prefix}.{wrong[0]}", allowed))
     for key, value in values.items():
         if key in RULES:
             check_value(f"{prefix}.{key}", value, RULES[key])
     if unknown := sorted(set(values.get("columns") or ()) - set(EXAMPLE_COLUMNS)):
         known = ", ".join(EXAMPLE_COLUMNS)
-        raise ValueError(f"{prefix}.columns names {', '.join(unknown)}; allowed: {known}")
+        raise ValueError(f"{prefix}.columns.{unknown[0]} is invalid: unknown column. Allowed: {known}")

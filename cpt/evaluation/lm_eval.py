@@ -89,7 +89,7 @@ class Harness:
                     loaded = manager.load([name])
                 except Exception as error:  # what the harness, a task's code or the reader of its data raises
                     where = "bring its data into the cache of Hugging Face while there is a network"
-                    told = f"benchmark.tasks={name} cannot be read ({reason(error)})"
+                    told = f"benchmark.tasks={name} is invalid: {reason(error)}"
                     raise ValueError(f"{told}; {where}") from error
                 groups = loaded.get("groups", {})
                 if name in groups and groups[name].has_aggregation:
@@ -100,13 +100,18 @@ class Harness:
         tasks = {name: task for column in self.columns.values() for name, task in column.tasks.items()}
         for name, task in tasks.items():
             if getattr(task, "UNSAFE_CODE", False):
-                raise ValueError(f"benchmark.tasks={name} runs code that the model writes; not allowed")
+                raise ValueError(
+                    f"benchmark.tasks={name} is invalid: it runs code that the model writes. Allowed: other "
+                    f"tasks"
+                )
             if getattr(task, "MULTIMODAL", False):
-                raise ValueError(f"benchmark.tasks={name} has pictures or sounds; allowed: tasks of text")
+                raise ValueError(
+                    f"benchmark.tasks={name} is invalid: it has pictures or sounds. Allowed: tasks of text"
+                )
             own, shots = task.get_config("num_fewshot"), options.shots
             if shots is not None and own == 0 != shots:  # as the harness's own program: 0 stays 0
                 log.info(
-                    "benchmark.shots=%d has no effect on %s, which is asked without examples", shots, name
+                    "No effect of benchmark.shots=%d on %s, which is asked without examples", shots, name
                 )
             elif shots is not None or own is None:
                 task.set_config("num_fewshot", shots or 0)
@@ -115,7 +120,9 @@ class Harness:
                 raise ValueError(unknown_name(f"benchmark.metrics.{name}", self.columns))
             known = {each for task in self.columns[name].tasks.values() for each in task.aggregation()}
             if known and metric.partition(",")[0] not in known:
-                raise ValueError(f"benchmark.metrics.{name}={metric}; allowed: {', '.join(sorted(known))}")
+                raise ValueError(
+                    f"benchmark.metrics.{name}={metric} is invalid. Allowed: {', '.join(sorted(known))}"
+                )
         self.contents = {}
         for name, task in tasks.items():  # its own options, its examples, those that may be shown before them
             shown = task.fewshot_docs() if task.get_config("num_fewshot") else []
@@ -126,7 +133,7 @@ class Harness:
     def digest(self, name: str) -> str:
         """What a task's results depend on besides the model: the harness, the task, its data, the options."""
         contents = [self.contents[task] for task in self.columns[name].tasks]
-        options = [self.options.limit, self.options.max_length, self.mixed]
+        options = [self.options.max_documents, self.options.max_length, self.mixed]
         return digest([RESULTS_FORMAT, self.version, name, contents, options])
 
     def measure(
@@ -166,11 +173,11 @@ class Harness:
             # in the place of the harness's cache, which is told of each request that is answered
             lm.cache_hook = SimpleNamespace(add_partial=lambda *answered: step())
             found = evaluate(
-                lm=lm, task_dict=tasks, limit=options.limit, bootstrap_iters=DRAWS, log_samples=False
+                lm=lm, task_dict=tasks, limit=options.max_documents, bootstrap_iters=DRAWS, log_samples=False
             )
         truncated = sum("runcat" in message for message in warned)
         if truncated:
-            log.info("probe %s: %d requests or more were longer than is read, and cut", name, truncated)
+            log.info("Truncating %s: %d requests or more are longer than the model reads", name, truncated)
         # {"acc,none": …, "acc_stderr,none": …}; the filter `none` is left out of a metric's name
         values, higher = found["results"][name], found["higher_is_better"].get(name, {})
         metrics = {}
@@ -186,9 +193,9 @@ class Harness:
             "harness": self.version,
             "version": str(found["versions"].get(name)),
             "shots": column.shots,
-            "limit": options.limit,
+            "limit": options.max_documents,
             "examples": sum(found["n-samples"][task]["effective"] for task in column.tasks),
-            "chance": column.chance(options.limit),
+            "chance": column.chance(options.max_documents),
             "metrics": metrics,
             "truncated": truncated,
         }

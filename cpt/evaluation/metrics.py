@@ -242,8 +242,8 @@ def objective_value(
         return [cast(float | None, objective_value(metrics, each)) for each in objective]
     metric, _, unit = objective.partition(".")
     if metric not in METRICS or unit not in UNITS:
-        told = f"optimized_metric={objective}"
-        raise ValueError(f"{told}; allowed: METRIC.UNIT of {', '.join(METRICS)} and {', '.join(UNITS)}")
+        told = f"optimized_metric={objective} is invalid"
+        raise ValueError(f"{told}. Allowed: METRIC.UNIT of {', '.join(METRICS)} and {', '.join(UNITS)}")
     value = metrics.get(metric, {}).get(unit)
     return value if value is None or math.isfinite(value) else None
 

@@ -24,7 +24,7 @@ class MonitorOptions(Options):
     """What is evaluated during a stage, on validation text, and what ends its stage."""
 
     every: Steps | None = option("steps between looks; null: none")
-    tokens: Steps = option("of each text, at most: rows drawn by key, the same at every look")
+    max_tokens: Steps = option("of each text, at most: rows drawn by key, the same at every look")
     past: Natural = option("number of earlier domains, at most")
     general: bool = option("the general text too")
     stop: NonNegative | None = option(
@@ -40,10 +40,14 @@ class MonitorOptions(Options):
         asked = {"stop": self.stop, "patience": self.patience, "keep": self.keep}
         given = [f"{name}={value}" for name, value in asked.items() if value not in (None, "last")]
         if given and self.every is None:
-            raise ValueError(f"{given[0]} with every=null; allowed: every=STEPS, so that there are looks")
+            raise ValueError(
+                f"{given[0]} is invalid: with every=null nothing is monitored. Allowed: every=STEPS"
+            )
         if self.stop is not None and not self.past and not self.general:
             allowed = "past=1 or more, or general=true"
-            raise ValueError(f"stop={self.stop} with past=0, general=false; allowed: {allowed}")
+            raise ValueError(
+                f"stop={self.stop} is invalid: past=0, general=false leave no other text. Allowed: {allowed}"
+            )
 
     @property
     def decides(self) -> bool:

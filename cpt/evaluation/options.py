@@ -30,7 +30,7 @@ from cpt.core.schema import (
 from cpt.data.sources.base import GENERAL
 
 FULL = {"rows": "each", "columns": "all"}  # the policy of which no cell is missing
-AUTO, CAP = "auto", 200_000  # tokens of each text that are scored where eval.tokens is not set
+AUTO, CAP = "auto", 200_000  # tokens of each text that are scored where eval.max_tokens is not set
 EVERY, SOME = re.compile(r"every:([1-9]\d*)"), re.compile(r"(near|sample):([1-9]\d*)")
 # Measures that a task may be reported by, and whether each is of what the model writes.
 KNOWN_BY = {"accuracy_ranked": False, "accuracy_ranked_mean": False}
@@ -61,7 +61,7 @@ class EvalOptions(Options):
         Literal["all", "seen"] | Annotated[str, Predicate(SOME.fullmatch)],
         Allowed("all, seen, near:K, sample:K"),
     ] = option("which columns those are: all, seen (learned so far), near:K (in the order), sample:K (drawn)")
-    tokens: Literal["auto"] | Steps | None = option(
+    max_tokens: Literal["auto"] | Steps | None = option(
         "of each text, at most: rows drawn by key, the same after every stage; null: all that is held out; "
         f"auto: {CAP:,}, or the value that the run started with"
     )
@@ -69,7 +69,7 @@ class EvalOptions(Options):
     @property
     def cap(self) -> int | None:
         """Tokens of each text that are scored at most, where no folder says otherwise; None: no bound."""
-        return CAP if self.tokens == AUTO else self.tokens  # type: ignore[return-value]
+        return CAP if self.max_tokens == AUTO else self.max_tokens  # type: ignore[return-value]
 
     @property
     def policy(self) -> dict[str, str]:
@@ -109,8 +109,8 @@ class TaskEvalOptions(StageOptions):
     """How the held-out examples of a task are asked."""
 
     written: bool = option("also generated answers (greedy decoding), not only ranked choices")
-    tokens: Count = option("of a written answer, at most")
-    most: Count | None = option("examples of a task; null: all that are held out")
+    max_new_tokens: Count = option("of a written answer, at most")
+    max_documents: Count | None = option("examples of a task; null: all that are held out")
     batch_size: Count = option("questions per forward pass")
     measures: Annotated[Mapping[str, str], Allowed("a measure for each of some tasks")] | None = option(
         "what some tasks are known by, instead of the usual; null: none"
@@ -122,8 +122,8 @@ class TaskEvalOptions(StageOptions):
             if measure not in KNOWN_BY:
                 raise ValueError(unknown_name(f"measures.{task}={measure}", KNOWN_BY))
             if KNOWN_BY[measure] and not self.written:
-                told = f"measures.{task}={measure} is of what a model writes, and written=false"
-                raise ValueError(f"{told}; allowed: {ranked}")
+                told = f"measures.{task}={measure} is invalid: written=false generates no answers"
+                raise ValueError(f"{told}. Allowed: {ranked}")
 
     @property
     def known_by(self) -> Mapping[str, str]:
@@ -144,7 +144,7 @@ class LMEvalOptions(StageOptions):
         Mapping[str, Text], Allowed("a metric for each of some tasks, {hellaswag: acc_norm}")
     ] = option("what a task's column shows; else the first that the harness gives")
     shots: Natural | None = option("examples before each question; null: as the task says")
-    limit: (
+    max_documents: (
         Annotated[Count | OpenShare, Allowed("a whole number, 1 or more, or a share above 0 and below 1")]
         | None
     ) = option("examples of a task; null: all")
@@ -163,12 +163,19 @@ class LMEvalOptions(StageOptions):
         """Raises ValueError where the folder is missing, or lm_eval is not installed in a version that we
         read."""
         if self.include is not None and not Path(self.include).is_dir():
-            raise ValueError(f"benchmark.include={self.include} is no folder; allowed: null or a folder")
+            raise ValueError(
+                f"benchmark.include={self.include} is invalid: there is no such folder. Allowed: null or a "
+                f"folder"
+            )
         try:
             version = metadata.version("lm_eval")
         except metadata.PackageNotFoundError:
-            raise ValueError(f"benchmark=lm_eval needs the lm-evaluation-harness: {EXTRA}") from None
+            raise ValueError(
+                f"benchmark=lm_eval is invalid: the lm-evaluation-harness is not installed. Allowed: {EXTRA}"
+            ) from None
         if not OLDEST <= tuple(map(int, re.findall(r"\d+", version)[:3])) < TOO_NEW:
             oldest, too_new = (".".join(map(str, each)) for each in (OLDEST, TOO_NEW))
-            told = f"benchmark=lm_eval: {version} is installed; needed: {oldest} or later, below {too_new}"
-            raise ValueError(f"{told}: {EXTRA}")
+            told = (
+                f"benchmark=lm_eval is invalid: {version} is installed. Allowed: {oldest} to below {too_new}"
+            )
+            raise ValueError(f"{told} ({EXTRA})")

@@ -13,6 +13,7 @@ from annotated_types import Len
 
 from cpt.core.config import digest
 from cpt.core.files import check_archive, replace, sync
+from cpt.core.renames import new_value, rename_variant
 from cpt.core.schema import check_types
 from cpt.evaluation.journal import MetricRecord, journal_file, read_journal
 from cpt.evaluation.metrics import METRICS, UNITS, Array, Arrays, Layout, Losses, intervals, summarise_matrix
@@ -144,7 +145,7 @@ class Scores(Layout):
         if row in self.rows or len(nll) != len(self.domains):
             raise ValueError(f"row {row}: {len(nll)} losses; needed: {len(self.domains)}, not in {self.rows}")
         if unknown := sorted(set(costs) - {*NOTED, *COSTS}):
-            raise TypeError(f"costs {unknown}; allowed: {', '.join((*NOTED, *COSTS))}")
+            raise TypeError(f"costs {unknown}. Allowed: {', '.join((*NOTED, *COSTS))}")
         self.rows.append(row)
         self.nll.append([None if x is None else float(x) for x in nll])
         self.parts.append({text: dict(weights) for text, weights in (parts or {}).items() if weights})
@@ -225,6 +226,7 @@ class Scores(Layout):
             if differing := (needed - set(data)) | (set(data) - {f.name for f in fields(cls)}):
                 raise ValueError(f"missing or unknown: {', '.join(sorted(differing))}")
             scores = cls(**data)
+            scores.use_present_names()
             if records and not scores.run["finished"]:
                 for record in records:
                     scores.apply(record)
@@ -234,6 +236,12 @@ class Scores(Layout):
             advice = "restore it from a copy, read it with the cpt that wrote it, or delete it to run again"
             raise ValueError(f"{path}: damaged, foreign or of another version ({error}); {advice}") from None
         return scores
+
+    def use_present_names(self) -> None:
+        """Renames what a file of an earlier version has under deprecated names."""
+        self.run["variant"] = rename_variant(self.run["variant"], method=self.run["method"])
+        if packing := self.conditions.get("packing"):
+            self.conditions["packing"] = new_value("domains.packing", packing)
 
     def save(self, path: Path) -> None:
         """Replaces the file atomically: a reader sees the old or the new scores, after a crash too. The

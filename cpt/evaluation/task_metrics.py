@@ -141,17 +141,17 @@ class TaskAnswers:
     sources: Sequence[str] | None = None  # the texts that were asked about, where a measure is of them
 
 
-def normalise_text(text: str) -> str:
+def normalize_text(text: str) -> str:
     """A text without what exact match overlooks."""
     return " ".join(text.lower().translate(NO_PUNCTUATION).split())
 
 
 def is_match(one: str, other: str) -> bool:
-    return normalise_text(one) == normalise_text(other)
+    return normalize_text(one) == normalize_text(other)
 
 
 def is_no_choice(written: str, choices: Sequence[str]) -> bool:
-    return normalise_text(written) not in {*map(normalise_text, choices)}
+    return normalize_text(written) not in {*map(normalize_text, choices)}
 
 
 def rouge_l(written: str, reference: str) -> float:
@@ -255,7 +255,7 @@ def measures_of(answered: TaskAnswers, known_by: str | None = None) -> list[str]
     wanted = dict.fromkeys([known_by, *usual] if known_by else usual)
     found = [name for name in wanted if there >= set(MEASURES[name].needs)]
     if known_by and known_by not in found:
-        raise ValueError(f"{known_by} is of answers that there are not; allowed: {', '.join(found)}")
+        raise ValueError(f"{known_by} is of answers that there are not. Allowed: {', '.join(found)}")
     return found
 
 

@@ -25,17 +25,17 @@ Step = tuple[nn.Parameter, Tensor]  # a parameter and its gradient or step, of t
 class GradientMask(nn.Module):
     """Scales the gradient or the step of each weight. Masks multiply, so their order is free.
 
-    `acts_on` is `gradient` (scaled before clipping and the optimizer; Adam divides most of a constant factor
+    `apply_to` is `gradient` (scaled before clipping and the optimizer; Adam divides most of a constant factor
     out again), `update` (p <- p_old + factor (p_new - p_old), weight decay included) or `frozen` (as
     `update`, and the optimizer's moments too; its step count is one for all rows of a parameter)."""
 
     static = False  # whether the factors are the same at every step of a domain
     limits = False  # whether gradients are computed for some rows only, so that layers are handled one by one
 
-    def __init__(self, *, acts_on: str) -> None:
+    def __init__(self, *, apply_to: str) -> None:
         super().__init__()
-        check_value("acts_on", acts_on, ActsOn)
-        self.acts_on = acts_on
+        check_value("apply_to", apply_to, ActsOn)
+        self.apply_to = apply_to
         self.recording = False  # during the forward passes of the training loss
         self.alone = True  # whether the step has a single micro-batch
 
@@ -74,7 +74,7 @@ class GradientMask(nn.Module):
 class Constraint(GradientMask):
     """Changes a step as a whole: a projection, or a selection by the optimizer's state.
 
-    `acts_on` is `gradient` (before clipping and the optimizer; Adam's division by entry leaves a subspace
+    `apply_to` is `gradient` (before clipping and the optimizer; Adam's division by entry leaves a subspace
     again) or `update` (the step itself, weight decay included)."""
 
     def covered(self) -> Iterable[nn.Parameter]:
@@ -87,7 +87,7 @@ class Constraint(GradientMask):
 
 class StepSnapshot:
     """Parameters before an optimizer step that a mask or constraint then corrects: by a `factor` on one
-    parameter, and on its moments where `acts_on` is `frozen`, or as a whole."""
+    parameter, and on its moments where `apply_to` is `frozen`, or as a whole."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class StepSnapshot:
         self.mask, self.factor = mask, factor
         self.before = [(each, each.detach().clone()) for each in dict.fromkeys(parameters)]
         self.state: dict[str, Tensor] | None = None
-        if optimizer is not None and mask.acts_on == "frozen":
+        if optimizer is not None and mask.apply_to == "frozen":
             parameter = self.before[0][0]
             self.state = {name: value.clone() for name, value in moments(parameter, optimizer).items()}
 

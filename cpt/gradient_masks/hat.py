@@ -16,8 +16,8 @@ class ClaimedUnits(GradientMask):
     static = True
     taken: Tensor
 
-    def __init__(self, groups: Sequence[Units], *, acts_on: str) -> None:
-        super().__init__(acts_on=acts_on)
+    def __init__(self, groups: Sequence[Units], *, apply_to: str) -> None:
+        super().__init__(apply_to=apply_to)
         self.groups, self.sizes = tuple(groups), [group.count for group in groups]
         self.register_buffer("taken", torch.zeros(sum(self.sizes)))
         self.known: list[tuple[nn.Parameter, Tensor]] | None = None

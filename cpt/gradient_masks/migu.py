@@ -11,7 +11,7 @@ encoder-decoder models each layer counts its own tokens: target tokens in the de
 and values of cross-attention.
 
 importance=fisher is FGGM (arXiv 2601.18261, 2026): n_i is the sum over row i of the diagonal Fisher before
-the domain, on the domain's probe, so that its mask is constant. With `mass` p instead of T, each layer
+the domain, on the domain's probe, so that its mask is constant. With `top_p` p instead of T, each layer
 changes the fewest rows that hold a share p of the sum of n_i."""
 
 import logging
@@ -56,7 +56,7 @@ class MagnitudeMask(GradientMask):
     steps: Tensor
 
     def __init__(self, options: MagnitudeMaskOptions) -> None:
-        super().__init__(acts_on=options.acts_on)
+        super().__init__(apply_to=options.apply_to)
         self.options, self.skipping = options, False
         self.static, self.limits = options.importance == "fisher", options.backend == "backward"
         self.maps: list[Projection] = []
@@ -83,15 +83,16 @@ class MagnitudeMask(GradientMask):
             if not outside:
                 whole_model = "the head is the embedding (tied=true)"
                 why = whole_model if maps is None else "the method trains parts of the blocks alone"
-                log.warning("head=true adds nothing to what mask=migu covers: %s", why)
+                log.warning("No effect of head=true: %s", why)
         covered += outside
         pattern = re.compile(self.options.only or "")
         found = [each for each in covered if pattern.search(each.name)]
         if not covered:
-            log.warning("the method trains no linear maps: mask=migu has nothing to mask")
+            log.warning("No effect of mask=migu: the method trains no linear layers")
         elif not found:
             raise ValueError(
-                f"only={self.options.only} leaves nothing to mask; allowed: a regular expression that finds "
+                f"only={self.options.only} is invalid: it leaves nothing to mask. Allowed: a regular "
+                f"expression that finds "
                 f"some of {covered[0].name} … {covered[-1].name}"
             )
         # Buffers for the rows; counts of known layers are kept by name.
@@ -168,8 +169,8 @@ class MagnitudeMask(GradientMask):
         """1 for the rows that the step changes, else 0, [rows]."""
         if self.mask is None:
             segments = [self.get_buffer(name) for name in self.ranked]
-            if self.options.mass is not None:
-                self.mask = choose_by_mass(self.scores(), segments, self.options.mass)
+            if self.options.top_p is not None:
+                self.mask = choose_by_mass(self.scores(), segments, self.options.top_p)
             else:  # one of the two is given
                 self.mask = choose_rows(self.scores(), segments, cast(float, self.options.threshold))
         return self.mask
@@ -239,14 +240,14 @@ def choose_rows(scores: Tensor, segments: Sequence[Tensor], threshold: float) ->
     return mask
 
 
-def choose_by_mass(scores: Tensor, segments: Sequence[Tensor], mass: float) -> Tensor:
-    """1 for the fewest rows of each segment that hold a share `mass` of the sum of its scores [D] >= 0, else
-    0; all rows for `mass` 1 and for zero scores. Segments as above."""
+def choose_by_mass(scores: Tensor, segments: Sequence[Tensor], top_p: float) -> Tensor:
+    """1 for the fewest rows of each segment that hold a share `top_p` of the sum of its scores [D] >= 0, else
+    0; all rows for `top_p` 1 and for zero scores. Segments as above."""
     mask = torch.zeros_like(scores)
     for places in segments:
         ranked = scores[places].double().sort(dim=1, descending=True, stable=True)
         larger, total = ranked.values.cumsum(1) - ranked.values, ranked.values.sum(1, keepdim=True)
-        kept = (larger < mass * total) | (total == 0) | (mass == 1)
+        kept = (larger < top_p * total) | (total == 0) | (top_p == 1)
         mask[places.gather(1, ranked.indices)] = kept.to(mask)
     return mask
 

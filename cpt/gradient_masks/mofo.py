@@ -40,7 +40,7 @@ class MomentumFilter(Constraint):
     """Moves only the entries of each tensor with the most momentum."""
 
     def __init__(self, options: MomentumFilterOptions) -> None:
-        super().__init__(acts_on="update")
+        super().__init__(apply_to="update")
         self.share, self.released = options.share, options.form == "released"
         self.watched: list[nn.Module] = []  # in a list: it is no part of the mask
 
@@ -64,8 +64,8 @@ class MomentumFilter(Constraint):
             state = optimizer.state[parameter]
             momentum = next((state[name] for name in MOMENTA if isinstance(state.get(name), Tensor)), None)
             if momentum is None:
-                told = f"optim={type(optimizer).__name__} keeps no momentum to choose by"
-                raise ValueError(f"{told}; allowed with mask=mofo: adamw, or another with one")
+                told = f"optim={type(optimizer).__name__} is invalid with mask=mofo: it has no momentum"
+                raise ValueError(f"{told}. Allowed: adamw, or another with one")
             least = find_least(full_tensor(momentum), self.share)
             size, own = to_local(momentum).abs(), to_local(step)
             kept = torch.ge(size, least, out=size)  # as numbers: a mask of bits is slower here

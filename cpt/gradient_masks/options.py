@@ -25,8 +25,8 @@ class SoftMaskOptions(Options):
 
     units: OneOrMore[Literal["heads", "neurons", "outputs", "tokens"]] = option("what is protected")
     columns: Subset[Literal["heads", "neurons"]] = option("units that own the columns of their reader too")
-    acts_on: ActsOn = option("what is scaled: gradient, the step, or the step and its moments")
-    normalise: Literal["tanh_abs", "tanh_relu", "minmax", "rank"] = option("to [0, 1], per layer and kind")
+    apply_to: ActsOn = option("what is scaled: gradient, the step, or the step and its moments")
+    normalize: Literal["tanh_abs", "tanh_relu", "minmax", "rank"] = option("to [0, 1], per layer and kind")
     general: Literal["logits", "hidden"] | None = option("what the KL of two passes compares; null: no KL")
     proxy_dropout: OpenShare | None = option("rate of these two passes; null: the model's own")
 
@@ -39,12 +39,12 @@ class MagnitudeMaskOptions(Options):
     """Options of MIGU's mask."""
 
     threshold: BelowOne | None = option("T, the share of rows left as they are")
-    mass: PositiveShare | None = option("instead of T: the chosen rows' share of importance", default=None)
+    top_p: PositiveShare | None = option("instead of T: the chosen rows' share of importance", default=None)
     importance: Literal["output", "fisher", "gradient", "weight", "random"] = option(
         "what rows are ranked by: |output|, Fisher before the domain; controls: |gradient|, |weight|, a draw"
     )
     estimator: Literal["per_sample", "batch"] = option("of importance=fisher")
-    acts_on: ActsOn = option("what is scaled: gradient, the step, or the step and its moments")
+    apply_to: ActsOn = option("what is scaled: gradient, the step, or the step and its moments")
     only: Pattern | None = option("which linear maps: a regular expression for their names")
     biases: bool = option("also the maps' biases")
     head: bool = option("also the linear maps outside the blocks")
@@ -54,19 +54,19 @@ class MagnitudeMaskOptions(Options):
     seed: Natural = option("of importance=random")
 
     def __post_init__(self) -> None:
-        if (self.threshold is None) == (self.mass is None):
+        if (self.threshold is None) == (self.top_p is None):
             raise ValueError(
-                f"threshold={show(self.threshold)} and mass={show(self.mass)}: one of them says how many "
-                "rows are chosen; allowed: null for the other"
+                f"threshold={show(self.threshold)} with top_p={show(self.top_p)} is invalid. "
+                "Allowed: exactly one, the other null"
             )
         if self.backend == "backward" and self.importance not in KNOWN_IN_TIME:
             raise ValueError(
-                f"backend=backward does not go with importance={self.importance}; allowed: importance="
+                f"backend=backward is invalid with importance={self.importance}. Allowed: importance="
                 f"{', '.join(KNOWN_IN_TIME)}, or backend=hooks"
             )
-        if self.backend == "backward" and self.acts_on != "gradient":
+        if self.backend == "backward" and self.apply_to != "gradient":
             raise ValueError(
-                f"backend=backward is invalid with acts_on={self.acts_on}; allowed: acts_on=gradient, or "
+                f"backend=backward is invalid with apply_to={self.apply_to}. Allowed: apply_to=gradient, or "
                 "backend=hooks"
             )
 

@@ -74,7 +74,7 @@ def gate_gradients(
         return torch.cat(torch.autograd.grad(total, list(gates.values())), dim=1)
 
 
-def normalise(scores: Tensor, how: str) -> Tensor:
+def normalize(scores: Tensor, how: str) -> Tensor:
     """The scores [units] of one layer and kind in [0, 1]; 0 if all equal. `tanh_abs` is the paper's
     |tanh(z)| of the z-score, high for units far below the mean too; `tanh_relu` is max(0, tanh(z))."""
     if scores.max() <= scores.min():
@@ -116,8 +116,8 @@ class Proxy:
             logits = at(hidden, twice["positions"])
         found = sample_means(divergence(*logits.chunk(2)), batch)
         if "idle" not in batch and found.max() < ROUNDING:
-            told = f"two dropout passes of {type(model).__name__} do not differ (KL {found.max().item():.1e})"
-            raise ValueError(f"{told}; allowed: proxy_dropout above 0, or general=null")
+            told = f"proxy_dropout is invalid: two passes of {type(model).__name__} do not differ"
+            raise ValueError(f"{told}. Allowed: proxy_dropout above 0, or general=null")
         return found
 
     def measure(self, soft: SoftMask, probe: Iterable[Batch]) -> Tensor:
@@ -142,12 +142,12 @@ class SoftMask(GradientMask):
         model: PreTrainedModel,
         *,
         kinds: Sequence[str],
-        acts_on: str,
-        normalise: str,
+        apply_to: str,
+        normalize: str,
         columns: Sequence[str] = ("heads",),
     ) -> None:
-        super().__init__(acts_on=acts_on)
-        self.normalise = normalise
+        super().__init__(apply_to=apply_to)
+        self.normalize = normalize
         self.kinds, self.columns = kinds, columns
         self.known: list[tuple[nn.Parameter, Tensor]] = []
         self.cover(model)
@@ -178,7 +178,7 @@ class SoftMask(GradientMask):
     ) -> Tensor:
         """The normalized importances [units] of the model on batches."""
         scores = importance(model, self.groups, batches, losses, **how)
-        return torch.cat([normalise(part, self.normalise) for part in scores.split(self.sizes)])
+        return torch.cat([normalize(part, self.normalize) for part in scores.split(self.sizes)])
 
     def set(self, scores: Tensor) -> None:
         """Replaces the importances [units]."""

@@ -19,8 +19,8 @@ class Subspaces(Constraint):
     step <- (I - U U^T) step (I - V V^T)          both
     step <- step - U U^T step V V^T               block: only what lies in both"""
 
-    def __init__(self, *, acts_on: str, protected: str) -> None:
-        super().__init__(acts_on=acts_on)
+    def __init__(self, *, apply_to: str, protected: str) -> None:
+        super().__init__(apply_to=apply_to)
         self.protected = protected
         self.bases = NamedTensors()  # by <name of the map>.left and .right
         self.projections: Sequence[Projection] = ()

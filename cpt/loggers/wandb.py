@@ -36,7 +36,7 @@ def init_wandb(identifier: str, folder: Path, *, tags: Sequence[str], **about: A
     import wandb
 
     if wrong := [tag for tag in tags if not 0 < len(tag) <= LONGEST_TAG]:
-        raise ValueError(f"tags={wrong}; allowed: 1 to {LONGEST_TAG} characters each")
+        raise ValueError(f"tags={wrong} is invalid. Allowed: 1 to {LONGEST_TAG} characters each")
     about["settings"] = wandb.Settings(silent=True, console="off", **about.get("settings", {}))
     # resume, offline too: the files of two starts are one run to `wandb sync` only if both say so
     about |= {"id": identifier, "dir": str(folder), "tags": list(tags), "resume": "allow"}

@@ -8,7 +8,7 @@ g_ref is the gradient of L_lm on samples from a memory of the domains before. `c
 
     g <- g + G^T v,    v = argmin_{v >= margin} 1/2 v^T G G^T v + (G g)^T v     where an entry of G g is < 0
 
-With `acts_on: update` the same holds for -d of the step d that is made, decay included."""
+With `apply_to: update` the same holds for -d of the step d that is made, decay included."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,8 +35,8 @@ class Reference(Constraint):
 
     steps: Tensor
 
-    def __init__(self, *, acts_on: str, margin: float = 0.0) -> None:
-        super().__init__(acts_on=acts_on)
+    def __init__(self, *, apply_to: str, margin: float = 0.0) -> None:
+        super().__init__(apply_to=apply_to)
         self.margin = margin
         self.gradients: list[Mapping[nn.Parameter, Tensor]] = []  # the references of the current step
         self.register_buffer("steps", torch.zeros(2, dtype=torch.int64))  # with a reference, and projected
@@ -45,7 +45,7 @@ class Reference(Constraint):
         return self.gradients[0] if self.gradients else ()
 
     def constrain(self, steps: Sequence[Step], optimizer: Optimizer) -> None:
-        moved, sign = [each for _, each in steps], 1 if self.acts_on == "gradient" else -1
+        moved, sign = [each for _, each in steps], 1 if self.apply_to == "gradient" else -1
         references = [[found[parameter] for parameter, _ in steps] for found in self.gradients]
         products = sign * torch.stack([inner_product(moved, each) for each in references])
         against = bool((products < 0).any())
@@ -71,8 +71,10 @@ class AGEM(ContinualMethod):
         super().__init__(options, context)
         shape = {**slot_of(self.objective, self.length), "width": 0, "by_domain": self.each}
         pad = self.model.config.pad_token_id or 0
-        self.memory = Reservoir(samples=options.memory, **shape, precision="float32", seed=self.seed, pad=pad)
-        self.reference = Reference(acts_on=options.acts_on, margin=options.margin)
+        self.memory = Reservoir(
+            samples=options.buffer_size, **shape, precision="float32", seed=self.seed, pad=pad
+        )
+        self.reference = Reference(apply_to=options.apply_to, margin=options.margin)
         self.masks.append(self.reference)
 
     @property
@@ -81,7 +83,9 @@ class AGEM(ContinualMethod):
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
         if self.each and self.domain.index > 1:
-            log.info("method.constraints=each: %s backward passes more a step", self.domain.index)
+            log.info(
+                "Computing %s more backward passes per step (method.constraints=each)", self.domain.index
+            )
 
     def after_domain(self, probe: Iterable[Batch]) -> None:
         for batch in probe:
@@ -95,7 +99,7 @@ class AGEM(ContinualMethod):
     def refer(self, source: int | None) -> dict[nn.Parameter, Tensor]:
         """The mean loss's gradient by parameter on a draw from a domain's samples, or (None) from all."""
         trained = [parameter for parameter in self.parameters() if parameter.grad is not None]
-        share = max(1, self.options.draw // self.trainer.world_size)
+        share = max(1, self.options.minibatch_size // self.trainer.world_size)
         slots = self.memory.draw(share, purpose=f"step {self.trainer.global_step}", domain=source)
         found, count = [torch.zeros_like(each) for each in trained], torch.zeros((), device=self.device)
         if len(slots):

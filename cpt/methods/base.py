@@ -257,8 +257,8 @@ class ContinualMethod(LightningModule):
             new = {name: self.model.get_parameter(name) for name in after.keys() - before}
             if left := [name for name, p in new.items() if id(p) in frozen and p.requires_grad]:
                 raise ValueError(
-                    f"shape of {stage.name} has added {first_names(left)}, which would not be trained; "
-                    "allowed: names in the scope, outside of freeze, or requires_grad=False"
+                    f"shape of {stage.name} has added {first_names(left)}, which would not be trained. "
+                    "Allowed: names in the scope, outside of freeze, or requires_grad=False"
                 )
             self.watch()
 
@@ -269,8 +269,8 @@ class ContinualMethod(LightningModule):
         self.activate(stage.index)
         if changed := [name for name, _ in parameter_shapes(self).items() ^ before.items()]:
             raise ValueError(
-                f"activate of {stage.name} has added, removed or resized {first_names(changed)}; "
-                "allowed: in expand(stage), which a resumed run repeats"
+                f"activate of {stage.name} has added, removed or resized {first_names(changed)}. "
+                "Allowed: in expand(stage), which a resumed run repeats"
             )
 
     def set_lr_scale(self, scale: float) -> None:
@@ -314,7 +314,7 @@ class ContinualMethod(LightningModule):
         if outside := [n for n, p in self.named_parameters() if p.requires_grad and id(p) not in inside]:
             raise ValueError(
                 f"{first_names(outside)} requires a gradient in {self.domain.name} but is in no group of the "
-                "optimizer; allowed: what is grown in expand(stage) and switched in activate(domain)"
+                "optimizer. Allowed: what is grown in expand(stage) and switched in activate(domain)"
             )
         lay_out_moments(optimizer)
 
@@ -379,7 +379,7 @@ class ContinualMethod(LightningModule):
         """Scales gradients, or takes snapshots of parameters whose steps will be scaled."""
         for mask in self.masks:
             for parameter, factor in mask.factors():
-                if parameter.grad is not None and mask.acts_on == "gradient":
+                if parameter.grad is not None and mask.apply_to == "gradient":
                     scale_(parameter.grad, factor)
                 elif parameter.grad is not None:
                     self.snapshots.append(StepSnapshot(mask, [parameter], factor=factor, optimizer=optimizer))
@@ -389,7 +389,7 @@ class ContinualMethod(LightningModule):
         """Constrains gradients, or takes snapshots of parameters whose steps will be constrained."""
         for each in (mask for mask in self.masks if isinstance(mask, Constraint)):
             covered = [parameter for parameter in each.covered() if parameter.grad is not None]
-            if covered and each.acts_on == "gradient":
+            if covered and each.apply_to == "gradient":
                 each.constrain([(p, cast(Tensor, p.grad)) for p in covered], optimizer)
             elif covered:
                 self.snapshots.append(StepSnapshot(each, covered))

@@ -47,7 +47,7 @@ class CPTPlugin(GatedMethod):
         trained = replace(scope, names=scope.names + gates.names + own)
         super().__init__(options, context, scope=trained)
         self.plugins, self.norms, self.gates = scope.names, own, gates
-        self.masks.append(ClaimedUnits(gates.groups, acts_on="update"))
+        self.masks.append(ClaimedUnits(gates.groups, apply_to="update"))
         base = {name: model.get_parameter(name) for name in own}
         base |= {name: torch.full_like(model.get_parameter(name), -1) for name in gates.names}
         self.use_domain_params(DomainParams(model, gates.names + own, base=base), options.routing)

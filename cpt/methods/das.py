@@ -97,7 +97,7 @@ class ContrastMethod(ContinualMethod):
 
     def __init__(self, options: DASOptions | DGAOptions, context: MethodContext) -> None:
         super().__init__(options, context)
-        how: dict[str, Any] = {"acts_on": options.acts_on, "normalise": options.normalise}
+        how: dict[str, Any] = {"apply_to": options.apply_to, "normalize": options.normalize}
         self.masks.append(SoftMask(self.model, kinds=options.units, columns=options.columns, **how))
         self.proxy = Proxy(self.model, self.objective, options.general, options.proxy_dropout)
         self.contrast = ContrastiveLoss(self.model, self.objective, options)

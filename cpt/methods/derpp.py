@@ -26,7 +26,7 @@ class DERPP(ContinualMethod):
         super().__init__(options, context)
         slot = slot_of(self.objective, self.length)
         slot |= {"width": self.width(options.matched), "precision": options.precision}
-        samples = capacity(options.memory, options.memory_bytes, sample_bytes=bytes_per_sample(**slot))
+        samples = capacity(options.buffer_size, options.buffer_bytes, sample_bytes=bytes_per_sample(**slot))
         pad = self.model.config.pad_token_id or 0
         self.memory = Reservoir(samples=samples, **slot, seed=self.seed, pad=pad)
 
@@ -44,7 +44,7 @@ class DERPP(ContinualMethod):
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         logits, hidden = self.objective.outputs(self.model, batch)
         lm = nll_of(logits, batch).sum() * batch["weight"]
-        match, replay = self.replayed(self.options.draw or max(1, len(hidden) // 2))
+        match, replay = self.replayed(self.options.minibatch_size or max(1, len(hidden) // 2))
         held = logits if self.options.matched == "logits" else at(hidden, batch["positions"])
         self.memory.add(batch, held)
         return {

@@ -117,8 +117,8 @@ class ELLE(ContinualMethod):
             growth.grow_layers(model, int(gained[name := "layers"]))
         except ValueError as error:
             raise ValueError(
-                f"method.{name}={show(getattr(self.options, name))}: before {stage.name}, {error}; "
-                f"allowed: {NOTHING[name]}, or a value that its configuration can say"
+                f"method.{name}={show(getattr(self.options, name))} is invalid before {stage.name}: {error}. "
+                f"Allowed: {NOTHING[name]}, or a value that its configuration can say"
             ) from error
 
     def expand(self, stage: Domain) -> None:
@@ -159,15 +159,15 @@ class ELLE(ContinualMethod):
         super().activate(domain)
         if self.prompting is not None:
             self.model.get_parameter(self.prompting.name).requires_grad_(False)
-        replayed = bool(self.replay.past or self.options.recovery)  # earlier prompts see text
+        replayed = bool(self.replay.past_ratio or self.options.recovery)  # earlier prompts see text
         for place, prompt in enumerate(self.prompts):
             prompt.requires_grad_(place == domain or replayed)
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
         if self.told:
-            log.info("%s: %s", self.domain.name, self.told)
-        if self.domain.index == 0 and not self.replay.past:
-            log.info("no text of past domains is mixed in (replay=past), as ELLE does")
+            log.info("Growing the model before %s: %s", self.domain.name, self.told)
+        if self.domain.index == 0 and not self.replay.past_ratio:
+            log.info("No text of past domains is replayed, as ELLE does (replay=past)")
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         if self.prompting is None:

@@ -83,7 +83,7 @@ class Reptile(ContinualMethod):
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
         if self.interval > (steps := self.trainer.max_steps):
-            told = "method.every=%d is more than the %d steps of %s: one interpolation, at its end"
+            told = "Interpolating once: method.every=%d is more than the %d steps of %s"
             log.info(told, self.interval, steps, self.domain.name)
         self.anchor.take(self.model)
         self.gone.zero_()

@@ -84,7 +84,7 @@ class HAT(GatedMethod):
         scope = scope and replace(scope, names=scope.names + gates.names)
         super().__init__(options, context, scope=scope)
         self.gates = gates
-        self.masks.append(ClaimedUnits(gates.groups, acts_on=options.acts_on))
+        self.masks.append(ClaimedUnits(gates.groups, apply_to=options.apply_to))
         side = -options.limit if options.form == "adapter" else options.limit
         base = {name: torch.full_like(model.get_parameter(name), side) for name in gates.names}
         if base:

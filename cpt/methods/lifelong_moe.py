@@ -62,7 +62,7 @@ class LifelongMoE(CopyingMethod):
 
     def __init__(self, options: LifelongMoEOptions, context: MethodContext) -> None:
         scope = None
-        if options.experts:
+        if options.num_experts:
             blocks = choose_blocks(context.model, context.freeze, every=options.every)
             scope = scope_beside(context.model, blocks) if options.dense == "trained" else Scope((), ())
             attach_mixtures(context.model, blocks=blocks, top_k=options.top_k)
@@ -73,10 +73,10 @@ class LifelongMoE(CopyingMethod):
         self.teacher = NamedTensors(self.dense() if options.strength else {})
         self.shares = NamedTensors()
         self.firsts: Tensor | None = None  # of the current step so far, [M, E]
-        if not options.experts:
-            log.info("method.experts=0: no FFN becomes a mixture, what is said of mixtures has no effect")
+        if not options.num_experts:
+            log.info("No effect of the options of mixtures: method.num_experts=0")
         elif options.top_k == 1:
-            log.info("method.top_k=1: each gate is 1, so that only the balance of experts moves the router")
+            log.info("Gates are 1 with method.top_k=1: only the balance of experts trains the router")
 
     @property
     def mixtures(self) -> list[MoELayer]:
@@ -84,7 +84,7 @@ class LifelongMoE(CopyingMethod):
 
     def expand(self, stage: Domain) -> None:
         for mixture in self.mixtures:
-            mixture.grow(self.options.experts)
+            mixture.grow(self.options.num_experts)
         if self.beside_mixtures is not None:
             self.scope = with_newest(self.model, self.beside_mixtures)
 

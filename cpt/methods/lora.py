@@ -81,7 +81,7 @@ class MoELoRA(ContinualMethod):
     options: MoELoRAOptions
 
     def __init__(self, options: MoELoRAOptions, context: MethodContext) -> None:
-        self.attaching = {"experts": options.experts, **options.pair}
+        self.attaching = {"experts": options.num_experts, **options.pair}
         scope = attach_experts(context.model, **self.attaching)
         super().__init__(options, context, scope=scope)
 

@@ -214,7 +214,7 @@ class Merge(ContinualMethod):
         whole = rule == "task_arithmetic" or (rule == "dare" and options.drop == 0)
         unchanged = whole and options.scale == 1 or (rule == "slerp" and options.share == 1)
         if self.domain.index == 0 and unchanged and options.start != "base":
-            told = "method.rule=%s with start=%s merges nothing: the run equals method=ncl by construction"
+            told = "No effect of method.rule=%s with start=%s: the run equals method=ncl by construction"
             log.info(told, rule, options.start)
         self.merging.begin(self.model)
 

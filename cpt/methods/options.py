@@ -46,15 +46,17 @@ class AdapterOptions(BottleneckOptions):
 
 @config
 class AGEMOptions(Options):
-    memory: Count = option("samples of all domains so far that are kept")
-    draw: Count = option("samples of a reference gradient, over all processes")
+    buffer_size: Count = option("samples of all domains so far that are kept")
+    minibatch_size: Count = option("samples of a reference gradient, over all processes")
     constraints: Literal["mean", "each"] = option("one on all earlier domains (A-GEM), or one on each (GEM)")
     margin: NonNegative = option("lower bound of v (GEM's memory strength)")
-    acts_on: Literal["gradient", "update"] = option("what is projected: the gradient, or the step")
+    apply_to: Literal["gradient", "update"] = option("what is projected: the gradient, or the step")
 
     def __post_init__(self) -> None:
-        if self.margin and self.acts_on == "update":
-            raise ValueError(f"margin={self.margin} with acts_on=update; allowed: 0, or acts_on=gradient")
+        if self.margin and self.apply_to == "update":
+            raise ValueError(
+                f"margin={self.margin} is invalid with apply_to=update. Allowed: 0, or apply_to=gradient"
+            )
 
 
 @config
@@ -140,17 +142,22 @@ class DEMIXOptions(BottleneckOptions):
 class DERPPOptions(Options):
     alpha: NonNegative = option("weight of the mean squared error to the stored outputs")
     beta: NonNegative = option("weight of the loss on the stored labels")
-    memory: Count | None = option("samples that are kept, over all processes; null: memory_bytes says it")
-    memory_bytes: Positive | None = option("bytes for all that is kept; null: memory says it")
-    draw: Count | None = option("samples of each of the two draws in a forward pass; null: half of its batch")
+    buffer_size: Count | None = option(
+        "samples that are kept, over all processes; null: buffer_bytes says it"
+    )
+    buffer_bytes: Positive | None = option("bytes for all that is kept; null: buffer_size says it")
+    minibatch_size: Count | None = option(
+        "samples of each of the two draws in a forward pass; null: half of its batch"
+    )
     matched: Literal["hidden", "logits"] = option("the outputs that are held")
     precision: Literal["float16", "bfloat16", "float32"] = option("of the stored outputs")
 
     def __post_init__(self) -> None:
-        if (self.memory is None) == (self.memory_bytes is None):
+        if (self.buffer_size is None) == (self.buffer_bytes is None):
             raise ValueError(
-                f"memory={show(self.memory)} and memory_bytes={show(self.memory_bytes)}; "
-                "allowed: exactly one, the other null"
+                f"buffer_size={show(self.buffer_size)} with buffer_bytes={show(self.buffer_bytes)} is "
+                f"invalid. "
+                "Allowed: exactly one, the other null"
             )
 
 
@@ -198,7 +205,7 @@ class HATOptions(BottleneckOptions, GateOptions):
     shared: Literal["frozen", "trained"] = option(
         "embeddings, norms and head after the first domain; trained: earlier domains change"
     )
-    acts_on: ActsOn = option("what is scaled: gradient, the step, or the step and its moments")
+    apply_to: ActsOn = option("what is scaled: gradient, the step, or the step and its moments")
     strength: NonNegative = option("c, the regulariser's weight")
     std: Positive = option("of the e that a domain begins with")
     gate_rate: Positive = option("the learning rate of the gates' e over that of all")
@@ -206,7 +213,7 @@ class HATOptions(BottleneckOptions, GateOptions):
 
     def __post_init__(self) -> None:
         if self.form == "full" and not self.units and self.shared == "frozen":
-            raise ValueError("shared=frozen leaves nothing to train without units; allowed: trained")
+            raise ValueError("shared=frozen is invalid: without units nothing is trained. Allowed: trained")
 
 
 @config
@@ -230,7 +237,7 @@ class L2Options(Options):
 
 @config
 class LifelongMoEOptions(Options):
-    experts: Natural = option("new experts of each mixture per domain; 0: no mixtures")
+    num_experts: Natural = option("new experts of each mixture per domain; 0: no mixtures")
     every: Count = option("blocks per mixture, in the last of which the FFN becomes one")
     top_k: Count = option("k, experts that compute a token")
     start: Literal["base", "last", "nearest"] = option(
@@ -242,8 +249,10 @@ class LifelongMoEOptions(Options):
     balance: NonNegative = option("alpha, the weight of the balance of experts")
 
     def __post_init__(self) -> None:
-        if self.experts == 0 and self.dense == "frozen":
-            raise ValueError("experts=0 with dense=frozen leaves nothing to train; allowed: dense=trained")
+        if self.num_experts == 0 and self.dense == "frozen":
+            raise ValueError(
+                "num_experts=0 is invalid: with dense=frozen nothing is trained. Allowed: dense=trained"
+            )
 
 
 @config
@@ -264,7 +273,7 @@ class MergeLoRAOptions(MergeOptions, PairOptions):
 
     def __post_init__(self) -> None:
         if self.exported == "peft":
-            raise ValueError("exported=peft has no pair to write once pairs are merged; allowed: merged")
+            raise ValueError("exported=peft is invalid: the adapters are merged. Allowed: merged")
 
 
 @config
@@ -274,7 +283,7 @@ class MIGUOptions(Options):
 
 @config
 class MoELoRAOptions(MapPairOptions):
-    experts: Count = option("number of experts of rank r per layer")
+    num_experts: Count = option("number of experts of rank r per layer")
 
 
 @config
@@ -298,12 +307,12 @@ class OSFOptions(Options):
     least: Probability | None = option("share in a block that changes all of its input; null: alike")
     protect: Literal["blocks", "all"] = option("linear layers within the blocks, or embeddings and head too")
     sides: Literal["both", "block"] = option("protects movements in either subspace, or only in both")
-    acts_on: Literal["gradient", "update"] = option("what is projected: the gradient, or the step")
+    apply_to: Literal["gradient", "update"] = option("what is projected: the gradient, or the step")
 
     def __post_init__(self) -> None:
         if self.least is not None and self.least > self.protected:
             raise ValueError(
-                f"least={self.least} with protected={self.protected}; allowed: at most that, or null"
+                f"least={self.least} is invalid. Allowed: at most protected={self.protected}, or null"
             )
 
 
@@ -316,7 +325,7 @@ Tuner = (
 @config
 class PeftOptions(Options):
     tuner: Tuner = option("one of peft's tuners")
-    targets: Targets = option("which layers: auto, or as method.targets of lora")
+    target_modules: Targets = option("which layers: auto, or as method.target_modules of lora")
     arguments: Mapping[str, Any] = option("of the tuner's config, as peft names them")
     per_domain: bool = option("one for each domain")
     start: Literal["base", "previous"] = option("of a new domain's: the initial one, or a copy of the last")
@@ -325,7 +334,7 @@ class PeftOptions(Options):
 
 @config
 class ProgPromptOptions(Options):
-    tokens: Natural = option("n, vectors that each domain adds; 0: the base")
+    num_virtual_tokens: Natural = option("n, vectors that each domain adds; 0: the base")
     residual: Count | None = option("rows of W_down of the prompt's residual layers; null: none")
     start: Literal["vocabulary", "previous"] = option("a new prompt: embeddings of random tokens, or a copy")
     routing: Routing = option("which chain scores a text: one of conf/routing")
@@ -333,7 +342,9 @@ class ProgPromptOptions(Options):
 
 @config
 class PromptOptions(Options):
-    tokens: Natural = option("n, vectors after the first token, in front with a decoder; 0: the base")
+    num_virtual_tokens: Natural = option(
+        "n, vectors after the first token, in front with a decoder; 0: the base"
+    )
     per_domain: bool = option("a prompt for each domain; false: one for all")
     start: Literal["vocabulary", "previous"] = option("a new prompt: embeddings of random tokens, or a copy")
     routing: Routing = option("of per_domain: which prompt scores a text: one of conf/routing")

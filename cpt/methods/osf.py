@@ -37,7 +37,7 @@ class OSF(ContinualMethod):
 
     def __init__(self, options: OSFOptions, context: MethodContext) -> None:
         super().__init__(options, context)
-        self.subspaces = Subspaces(acts_on=options.acts_on, protected=options.sides)
+        self.subspaces = Subspaces(apply_to=options.apply_to, protected=options.sides)
         find_maps = weight_matrices if options.protect == "all" else projections
         self.subspaces.over(find_maps(self.model))
         self.masks.append(self.subspaces)
@@ -59,13 +59,13 @@ class OSF(ContinualMethod):
             wide = [name for name, p in free.items() if p.ndim > 1]
             share = sum(p.numel() for p in free.values()) / sum(p.numel() for p in trained.values())
             log.info(
-                "method.protect=%s: %.0f %% of the trained weights move freely: %d norms and biases%s",
+                "Free weights (method.protect=%s): %.0f %% of the trained ones, in %d norms and biases%s",
                 *(self.options.protect, 100 * share, len(free) - len(wide)),
                 "".join(f", {name}" for name in wide),
             )
         if self.options.least is not None:
             found = ", ".join(f"{float(share):.2f}" for share in shares[:-1])
-            log.info("%s: protected share of directions by block: %s", self.domain.name, found)
+            log.info("Protected shares of directions in %s, by block: %s", self.domain.name, found)
 
     def after_domain(self, probe: Iterable[Batch]) -> None:
         if self.options.least is not None:

@@ -23,7 +23,7 @@ class Peft(ContinualMethod):
     options: PeftOptions
 
     def __init__(self, options: PeftOptions, context: MethodContext) -> None:
-        targets, arguments = options.targets, options.arguments
+        targets, arguments = options.target_modules, options.arguments
         scope = attach_tuner(context.model, options.tuner, targets=targets, arguments=arguments)
         super().__init__(options, context, scope=scope)
         if options.per_domain:

@@ -51,9 +51,12 @@ class PromptMethod(ContinualMethod):
         method: str,
         routing: Routing | None,
     ) -> None:
-        check_tokens(options.tokens, length=context.length, model=context.model)
+        check_tokens(options.num_virtual_tokens, length=context.length, model=context.model)
         check_rows(context, f"method={method}, {PER_ROW}")
-        self.prompting: dict[str, Any] = {"tokens": options.tokens, "causal": context.objective.causal}
+        self.prompting: dict[str, Any] = {
+            "tokens": options.num_virtual_tokens,
+            "causal": context.objective.causal,
+        }
         scope = attach_prompt(context.model, **self.prompting)
         super().__init__(options, context, scope=scope)
         [self.name] = scope.names
@@ -114,10 +117,14 @@ def check_rows(context: MethodContext, method: str) -> None:
     """Raises ValueError where samples share rows; `method` says why it needs a row for each."""
     if context.objective.sharing is not None or context.objective.isolated:
         allowed = "domains.packing=none of examples, concat of text"
-        raise ValueError(f"domains.packing=isolated does not go with {method}; allowed: {allowed}")
+        raise ValueError(
+            f"domains.packing=document_mask is invalid: incompatible with {method}. Allowed: {allowed}"
+        )
 
 
-def check_tokens(tokens: int, *, length: int, model: PreTrainedModel, option: str = "method.tokens") -> None:
+def check_tokens(
+    tokens: int, *, length: int, model: PreTrainedModel, option: str = "method.num_virtual_tokens"
+) -> None:
     """Raises ValueError where prompt and sample exceed the model's positions."""
     limit = positions_of(model)
     most = (
@@ -126,7 +133,7 @@ def check_tokens(tokens: int, *, length: int, model: PreTrainedModel, option: st
         else f"to {limit - length}, the positions beyond model.max_seq_length={length}"
     )
     if limit is not None and length + tokens > limit:
-        raise ValueError(f"{option}={tokens}; allowed: a whole number, 0 {most}")
+        raise ValueError(f"{option}={tokens} is invalid. Allowed: a whole number, 0 {most}")
 
 
 STD = 0.02  # of W_down
@@ -156,12 +163,13 @@ class ProgPrompt(PromptMethod):
             self.residual = nn.Sequential(down, nn.ReLU(), up)
 
     def stages(self, order: Sequence[str]) -> list[Domain]:
-        limit, tokens = positions_of(self.model), self.options.tokens
+        limit, tokens = positions_of(self.model), self.options.num_virtual_tokens
         if limit is not None and self.length + tokens * len(order) > limit:
             most = (limit - self.length) // len(order)
             raise ValueError(
-                f"method.tokens={tokens} for each of {len(order)} domains; allowed: 0 to {most}, for the "
-                f"{limit - self.length} positions beyond model.max_seq_length={self.length}"
+                f"method.num_virtual_tokens={tokens} is invalid for {len(order)} domains. Allowed: 0 to "
+                f"{most}, "
+                f"for the {limit - self.length} positions beyond model.max_seq_length={self.length}"
             )
         return super().stages(order)
 

@@ -31,7 +31,7 @@ class Recall(Constraint):
     """Keeps the share lambda of a step and adds the pull to the anchor."""
 
     def __init__(self, anchor: Snapshot, options: RecAdamOptions) -> None:
-        super().__init__(acts_on="update")
+        super().__init__(apply_to="update")
         self.options = options
         self.anchors: dict[nn.Parameter, str] = {}
         self.share = 1.0  # lambda of the current step
@@ -62,8 +62,9 @@ class RecAdam(ContinualMethod):
         self.rate = getattr(context.optimizer, "keywords", {}).get("lr", 0.0)
         if self.rate * options.strength >= MOST:
             raise ValueError(
-                f"method.strength={options.strength:g} at optim.lr={self.rate:g} pulls weights past where "
-                f"they were; allowed: below {MOST / self.rate:g}"
+                f"method.strength={options.strength:g} is invalid: at optim.lr={self.rate:g} it pulls "
+                f"weights past "
+                f"where they were. Allowed: below {MOST / self.rate:g}"
             )
         self.anchor = Snapshot(self.model, persistent=options.towards == "previous")
         self.recall = Recall(self.anchor, options)

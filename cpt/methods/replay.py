@@ -19,6 +19,7 @@ class ExperienceReplay(ContinualMethod):
     def __init__(self, options: ExperienceReplayOptions, context: MethodContext) -> None:
         if context.replay != NO_REPLAY:
             raise ValueError(
-                "method=replay has its own mixture; allowed: replay=none, changes to method.mixture"
+                "replay is invalid: method=replay has its own. Allowed: replay=none, and options of "
+                "method.mixture"
             )
         super().__init__(options, replace(context, replay=options.mixture))

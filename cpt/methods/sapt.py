@@ -89,8 +89,8 @@ class SAPT(ContinualMethod):
     def before_domain(self, probe: Iterable[Batch]) -> None:
         if self.domain.index > 0:
             begin_routed(self.model, self.drawing())
-        elif self.options.key == "attention" and self.options.strength and not self.replay.past:
-            told = "method.strength=%g without effect: no text of past domains is replayed (replay=past)"
+        elif self.options.key == "attention" and self.options.strength and not self.replay.past_ratio:
+            told = "No effect of method.strength=%g: no text of past domains is replayed (replay=past)"
             log.info(told, self.options.strength)
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:

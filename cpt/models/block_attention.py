@@ -87,8 +87,11 @@ def check_isolation(model: PreTrainedModel, *, causal: bool = True) -> None:
     if "position_ids" not in inspect.signature(model.forward).parameters:
         refuse_isolation(model, "takes no positions")
     if not causal and (kernel := model.config._attn_implementation) not in MASKABLE:
-        told = f"domains.packing=isolated does not go with trainer.attn_implementation={kernel} of an encoder"
-        raise ValueError(f"{told}; allowed: {', '.join(('auto', *MASKABLE))}")
+        given = f"trainer.attn_implementation={kernel}"
+        known = ", ".join(("auto", *MASKABLE))
+        raise ValueError(
+            f"{given} is invalid: an encoder with domains.packing=document_mask. Allowed: {known}"
+        )
 
 
 @torch.no_grad()
@@ -121,5 +124,5 @@ def try_isolation(model: PreTrainedModel, *, documents: bool, causal: bool = Tru
 
 
 def refuse_isolation(model: PreTrainedModel, why: str) -> NoReturn:
-    told = f"domains.packing=isolated does not go with a {model.config.model_type}, which {why}"
-    raise ValueError(f"{told}; allowed: domains.packing=none of examples, concat of text")
+    told = f"domains.packing=document_mask is invalid: a {model.config.model_type} {why}"
+    raise ValueError(f"{told}. Allowed: domains.packing=none of examples, concat of text")

@@ -111,8 +111,9 @@ def check_dropout(model: nn.Module, rate: float | None, *, option: str, without:
     if not any(own if rate is None else [rate] * len(own)):
         reason = "all its dropout rates are 0" if own else "it has no dropout"
         raise ValueError(
-            f"two passes of {type(model).__name__} with method.{option}={show(rate)} would not differ: "
-            f"{reason}; allowed: {f'{option} above 0' if own else 'another model'}, or {without}"
+            f"method.{option}={show(rate)} is invalid: two passes of {type(model).__name__} do not differ, "
+            f"as "
+            f"{reason}. Allowed: {f'{option} above 0' if own else 'another model'}, or {without}"
         )
 
 

@@ -122,7 +122,7 @@ def grow_layers(model: PreTrainedModel, more: int) -> None:
     stacks = Counter(name.rpartition(".")[0] for name, _ in blocks(model))
     if more > (most := min(stacks.values())):
         kind = model.config.model_type
-        raise ValueError(f"{more} more blocks for a {kind}, whose stacks have {most} to copy")
+        raise ValueError(f"the stacks of a {kind} have {most} blocks to copy")
     with adjusted(model, "layers") as empty:
         set_fields(model, {name: getattr(model.config, name, 0) + more for name in DEPTHS})
         if (kinds := getattr(model.config, "layer_types", None)) is not None:
@@ -165,7 +165,7 @@ def grow_hidden(model: PreTrainedModel, times: int, *, noise: float) -> None:
         return
     if (config := model.config).model_type not in REPEATABLE:
         told = f"hidden size of a {config.model_type} has no known exact growth"
-        raise ValueError(f"{told}; known: {', '.join(REPEATABLE)}")
+        raise ValueError(f"{told}, but of {', '.join(REPEATABLE)}")
     segments = {each.module: each.segments for each in projections(model)}
     with adjusted(model, "hidden size") as empty:
         set_fields(model, dict.fromkeys(NEURONS, sublayers(model, ("neurons",))[0].count))
@@ -263,7 +263,9 @@ def check_entries(rows: int, tokenizer: PreTrainedTokenizerBase, *, checkpoint: 
     """Raises ValueError where a tokenizer has more entries than an embedding has rows."""
     if (needed := entries(tokenizer)) > rows:
         raise ValueError(
-            f"the tokenizer of {checkpoint} has {needed} entries, its embedding {rows} rows; allowed: "
+            f"model.resize=false is invalid: the tokenizer of {checkpoint} has {needed} entries, the "
+            f"embedding "
+            f"{rows} rows. Allowed: "
             "model.resize=true (adds rows for the others), or the tokenizer that the model was trained with"
         )
 
@@ -273,8 +275,9 @@ def check_head(model: PreTrainedModel) -> None:
     rows, head = model.get_input_embeddings().weight.shape[0], model.get_output_embeddings()
     if head is None or head.weight.shape[0] != rows:
         raise ValueError(
-            f"model.resize=true: transformers finds no head of {type(model).__name__} with a row for each "
-            "entry; allowed: model.resize=false with a tokenizer that fits, and has sentinels for span"
+            f"model.resize=true is invalid: transformers finds no head of {type(model).__name__} with a row "
+            f"for each "
+            "entry. Allowed: model.resize=false with a tokenizer that fits, and has sentinels for span"
         )
 
 
@@ -282,7 +285,7 @@ def fit_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, chec
     """Adds rows to embedding and head for all entries of the tokenizer, as transformers draws them."""
     rows, needed = model.get_input_embeddings().weight.shape[0], entries(tokenizer)
     if needed <= rows:
-        log.info("model.resize=true changes nothing: %d rows, %d entries of the tokenizer", rows, needed)
+        log.info("No effect of model.resize=true: %d rows, %d entries of the tokenizer", rows, needed)
         return
     check_head(model)
     config, tied = model.config, model.config.tie_word_embeddings
@@ -291,4 +294,4 @@ def fit_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, chec
         torch.manual_seed(0)  # rows are part of the base, which does not depend on the run's seed
         model.resize_token_embeddings(needed)
     config.tie_word_embeddings = tied
-    log.info("resized the embedding of %s from %d to %d rows", checkpoint, rows, needed)
+    log.info("Resizing the embedding of %s from %d to %d rows", checkpoint, rows, needed)

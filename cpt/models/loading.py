@@ -40,7 +40,7 @@ def objective_name(wanted: str, config: PretrainedConfig) -> str:
     """`masked`, `causal` or `span`; for `auto`, what the checkpoint was saved as, else what its architecture
     is for. Raises ValueError for an objective that the configuration has no model for."""
     if wanted not in (*AUTO_MODELS, "auto"):
-        raise ValueError(f"model.objective={wanted}; allowed: {', '.join(AUTO_MODELS)}, auto")
+        raise ValueError(f"model.objective={wanted} is invalid. Allowed: {', '.join(AUTO_MODELS)}, auto")
     saved = (config.architectures or [""])[0]
     causal, masked = saved.endswith(("ForCausalLM", "LMHeadModel")), saved.endswith("ForMaskedLM")
     if config.is_encoder_decoder and not saved.endswith("ForCausalLM"):
@@ -52,20 +52,20 @@ def objective_name(wanted: str, config: PretrainedConfig) -> str:
         }
     found = [name for name, mapping in possible.items() if type(config) in mapping]
     if not found or (wanted != "auto" and wanted not in found):
-        told = f"model.objective={wanted} does not go with a {config.model_type} {saved or 'model'}"
-        raise ValueError(f"{told}; allowed: {', '.join(found) or 'models with a language-model head'}")
+        told = f"model.objective={wanted} is invalid for a {config.model_type} {saved or 'model'}"
+        raise ValueError(f"{told}. Allowed: {', '.join(found) or 'models with a language-model head'}")
     return found[0] if wanted == "auto" else wanted
 
 
 def check_packing(name: str, *, isolated: bool, answers: bool) -> None:
     """Raises ValueError for an objective that does not go with `answers` or `isolated` documents."""
     if name == "masked" and answers:
-        told = "model.objective=masked does not go with domains of examples: a masked model writes no answers"
-        raise ValueError(f"{told}; allowed: a causal model, like model=tiny_gpt2, or one with two stacks")
+        told = "model.objective=masked is invalid: a masked model writes no answers to examples"
+        raise ValueError(f"{told}. Allowed: a causal model, like model=tiny_gpt2, or an encoder-decoder")
     if name in SEQ2SEQ and isolated:
-        other = "none, or a causal model, like model=tiny_gpt2" if answers else "concat, per_document"
-        given = "domains.packing=isolated does not go with a model of two stacks"
-        raise ValueError(f"{given}; allowed: domains.packing={other}")
+        other = "none, or a causal model, like model=tiny_gpt2" if answers else "concat, none"
+        given = "domains.packing=document_mask is invalid for an encoder-decoder"
+        raise ValueError(f"{given}. Allowed: domains.packing={other}")
 
 
 def make_objective(
@@ -81,7 +81,7 @@ def make_objective(
         raw = Masked(tokenizer, rate=options.mlm_probability)
     elif name == "span":
         if tokenizer.pad_token_id is None or end is None:
-            raise ValueError(f"the tokenizer {tokenizer.name_or_path} has no padding or end; allowed: both")
+            raise ValueError(f"the tokenizer {tokenizer.name_or_path} has no padding or end. Allowed: both")
         assert options.mlm_probability is not None and options.mean_span is not None
         rates = {"rate": options.mlm_probability, "mean": options.mean_span}
         start = first if options.name_or_path else pad
@@ -104,8 +104,8 @@ def configuration(checkpoint: str) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        told = f"model.name_or_path={checkpoint} is neither a folder nor a name that can be loaded"
-        raise ValueError(f"{told}: {error}") from error
+        told = f"model.name_or_path={checkpoint} is invalid: {error}"
+        raise ValueError(f"{told}. Allowed: a folder, or a name of the Hugging Face Hub") from error
 
 
 def load_model(checkpoint: str | Path, objective: str) -> PreTrainedModel:
@@ -121,7 +121,9 @@ def find_adapter(checkpoint: str | Path) -> Path | None:
     found = [path.parent for path in sorted(Path(checkpoint).glob("adapters/*/adapter_config.json"))]
     if len(found) > 1:
         allowed = "a copy with one of them merged (peft's merge_and_unload)"
-        raise ValueError(f"{checkpoint} has {len(found)} adapters; allowed: {allowed}")
+        raise ValueError(
+            f"model.name_or_path={checkpoint} is invalid: it has {len(found)} adapters. Allowed: {allowed}"
+        )
     return found[0] if found else None
 
 
@@ -166,7 +168,7 @@ def check_length(length: int, model: PreTrainedModel, objective: Objective) -> N
     }
     for limit, what in limits.items():
         if limit is not None and length > limit:
-            raise ValueError(f"model.max_seq_length={length}; allowed: 2 to {limit}, {what}")
+            raise ValueError(f"model.max_seq_length={length} is invalid. Allowed: 2 to {limit}, {what}")
 
 
 def is_tied(model: PreTrainedModel) -> bool:

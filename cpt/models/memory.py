@@ -20,8 +20,8 @@ LEVELS_16 = 1 << 16  # values of 16 bits
 def checkpoint_activations(model: PreTrainedModel) -> None:
     """Enables activation checkpointing per block (Chen et al. 2016, arXiv 1604.06174)."""
     if not model.supports_gradient_checkpointing:
-        told = f"trainer.gradient_checkpointing=true: {type(model).__name__} cannot compute activations again"
-        raise ValueError(f"{told}; allowed: false")
+        told = f"trainer.gradient_checkpointing=true is invalid: {type(model).__name__} does not support it"
+        raise ValueError(f"{told}. Allowed: false")
     # transformers 5 has the second name from some version on, which warns of the first.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})

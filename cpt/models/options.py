@@ -57,7 +57,7 @@ class BaseOptions(Options):
     steps: Natural = option("optimizer steps")
     batch_size: Count = option("samples per step")
     seed: Natural = option("of weights, samples and masks")
-    warmup: Probability = option("share of the steps; then linear decay to 0")
+    warmup_ratio: Probability = option("share of the steps; then linear decay to 0")
     gradient_clip_val: NonNegative | None = option("global norm; null: none")
     optim: Mapping[str, Any] = option("the optimizer, as in conf/optim")
 
@@ -99,6 +99,7 @@ class ModelOptions(Options):
             self.config is None or self.base is None or self.vocab_size is None
         ):
             raise ValueError(
-                f"name_or_path=null of {self.name} is nothing to start from; allowed: a Hugging Face name or "
+                f"name_or_path=null is invalid: {self.name} has no model to build. Allowed: a Hugging Face "
+                f"name or "
                 "a folder, or model.config, model.base and model.vocab_size"
             )

@@ -127,7 +127,7 @@ def find_units(model: PreTrainedModel, kinds: Sequence[str]) -> list[Units]:
     """The units of some UNIT_KINDS, block by block, tokens last. Raises ValueError for another kind, and for
     units that are not found or not separable: those with a norm over more features than those of one unit."""
     if not kinds or not set(kinds) <= set(UNIT_KINDS):
-        raise ValueError(f"units={list(kinds)}; allowed: one or more of {', '.join(UNIT_KINDS)}")
+        raise ValueError(f"units={list(kinds)} is invalid. Allowed: one or more of {', '.join(UNIT_KINDS)}")
     found = []
     for place in sublayers(model, {"neurons" if kind == "outputs" else kind for kind in kinds}):
         size, out = place.out.inputs // place.count, place.out

@@ -164,7 +164,9 @@ def frozen_parameters(model: PreTrainedModel, freeze: Freeze) -> list[nn.Paramet
     if freeze.embeddings or freeze.layers:
         found = blocks(model)
         if freeze.layers > len(found):
-            raise ValueError(f"freeze.layers={freeze.layers}; allowed: 0 to {len(found)}, the model's blocks")
+            raise ValueError(
+                f"freeze.layers={freeze.layers} is invalid. Allowed: 0 to {len(found)}, the model's blocks"
+            )
         within = {module for _, block in found for module in block.modules()}
         embedded = [m for m in model.modules() if isinstance(m, nn.Embedding) and m not in within]
         first = [block for _, block in found[: freeze.layers]]
@@ -176,7 +178,8 @@ def frozen_parameters(model: PreTrainedModel, freeze: Freeze) -> list[nn.Paramet
             if not (meant := find_trainable(model, entry)):
                 names = ", ".join([name for name, _ in model.named_parameters()][:6])
                 raise ValueError(
-                    f"trainable={show(entry)} finds nothing in a {model.config.model_type}; allowed: "
+                    f"trainable={show(entry)} is invalid: it finds nothing in a {model.config.model_type}. "
+                    f"Allowed: "
                     f"norms, biases, attention, or a regular expression that finds some of {names} …"
                 )
             trained |= {*meant}

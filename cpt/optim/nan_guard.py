@@ -43,7 +43,7 @@ class NanGuard(Callback):
 
     def __init__(self, *, policy: str = "stop", advice: str = ADVICE) -> None:
         if policy not in POLICIES:
-            raise ValueError(f"on_nonfinite={policy}; allowed: {', '.join(POLICIES)}")
+            raise ValueError(f"on_nonfinite={policy} is invalid. Allowed: {', '.join(POLICIES)}")
         self.policy, self.advice = policy, advice
         self.terms: dict[str, Tensor] = {}
         self.spikes = Spikes()
@@ -90,12 +90,14 @@ class NanGuard(Callback):
                 self.end(f"{problem}, and so was {MOST} times before")
             if self.policy == "rollback":
                 self.roll_back(trainer, step, problem)
-            warn_once(trainer, f"{problem}: the step is left out")
+            warn_once(trainer, f"Skipping the step: {problem}")
             self.left_out.add(step)
             return False
         self.in_a_row = 0
         if isinstance(value, Tensor) and (spike := self.spikes.see(step, value.item())):
-            warn_once(trainer, f"{spike}, in {name}; more of this stage are counted in the report")
+            warn_once(
+                trainer, f"Loss spike: {spike}, in {name}; more of this stage are counted in the report"
+            )
         if scaler is None:
             return True
         if scaler.get_scale() < 1:  # no scale gives the gradient room: it is not finite itself
@@ -103,7 +105,7 @@ class NanGuard(Callback):
         return math.isfinite(norm.item())
 
     def roll_back(self, trainer: Trainer, step: int, problem: str) -> None:
-        warn_once(trainer, f"{problem}: going back to the last checkpoint")
+        warn_once(trainer, f"Rolling back to the last checkpoint: {problem}")
         self.failed, self.rollbacks = step, self.rollbacks + 1
         raise RollbackError(problem)
 

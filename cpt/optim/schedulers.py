@@ -56,7 +56,7 @@ def warm_cosine(step: float, steps: float, *, rise: float, low: float, high: flo
 class Schedule(Options):
     """A factor of the peak rate for each step."""
 
-    warmup: Probability = option("share of the domain's steps in which the rate rises linearly")
+    warmup_ratio: Probability = option("share of the domain's steps in which the rate rises linearly")
 
     @abstractmethod
     def __call__(self, progress: Progress) -> float:
@@ -82,7 +82,7 @@ class Linear(Schedule):
     """Linear warm-up over a share of a domain's steps, then linear decay to 0."""
 
     def __call__(self, progress: Progress) -> float:
-        rise, steps = self.warmup * progress.steps, progress.steps
+        rise, steps = self.warmup_ratio * progress.steps, progress.steps
         if progress.step < rise:
             return (progress.step + 1) / (rise + 1)
         return max(0.0, (steps - progress.step) / max(1.0, steps - rise))
@@ -95,7 +95,7 @@ class Cosine(Schedule):
     final: Probability = option("the factor at the end")
 
     def __call__(self, progress: Progress) -> float:
-        rise = self.warmup * progress.steps
+        rise = self.warmup_ratio * progress.steps
         return warm_cosine(progress.step, progress.steps, rise=rise, low=self.final)
 
 
@@ -104,7 +104,7 @@ class Constant(Schedule):
     """Linear warm-up over a share of a domain's steps, then the peak rate."""
 
     def __call__(self, progress: Progress) -> float:
-        return min(1.0, (progress.step + 1) / (self.warmup * progress.steps + 1))
+        return min(1.0, (progress.step + 1) / (self.warmup_ratio * progress.steps + 1))
 
 
 @config
@@ -158,9 +158,11 @@ class Infinite(Schedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.warmup + self.cooldown + self.anneal > 1:
-            shares = f"warmup={self.warmup:g}, cooldown={self.cooldown:g} and anneal={self.anneal:g}"
-            raise ValueError(f"{shares} are more than a domain; allowed: 1 in all")
+        if self.warmup_ratio + self.cooldown + self.anneal > 1:
+            shares = (
+                f"warmup_ratio={self.warmup_ratio:g} with cooldown={self.cooldown:g}, anneal={self.anneal:g}"
+            )
+            raise ValueError(f"{shares} is invalid: more than a domain. Allowed: 1 in all")
 
     @property
     def needs_end(self) -> bool:
@@ -179,7 +181,7 @@ class Infinite(Schedule):
         if is_annealed and progress.step > start:
             place = min(1.0, (progress.step - start) / (progress.steps - start))
             return self.constant * (self.final / self.constant) ** place
-        rise, fall = self.warmup * progress.first, self.cooldown * progress.first
+        rise, fall = self.warmup_ratio * progress.first, self.cooldown * progress.first
         if progress.total_step < rise:
             return (progress.total_step + 1) / (rise + 1)
         if progress.total_step >= rise + fall:
@@ -203,9 +205,9 @@ class WSD(Schedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.warmup + self.decay > 1:
-            shares = f"warmup={self.warmup:g} and decay={self.decay:g}"
-            raise ValueError(f"{shares} are more than a domain; allowed: 1 in all")
+        if self.warmup_ratio + self.decay > 1:
+            shares = f"warmup_ratio={self.warmup_ratio:g} with decay={self.decay:g}"
+            raise ValueError(f"{shares} is invalid: more than a domain. Allowed: 1 in all")
 
     @property
     def branches(self) -> bool:
@@ -215,7 +217,7 @@ class WSD(Schedule):
         return min(steps, math.floor(steps * (1 - self.decay)) + 1)
 
     def __call__(self, progress: Progress) -> float:
-        rise, start = self.warmup * progress.steps, progress.steps * (1 - self.decay)
+        rise, start = self.warmup_ratio * progress.steps, progress.steps * (1 - self.decay)
         warms = progress.domain == 0 or not self.branched
         if warms and progress.step < rise:
             return (progress.step + 1) / (rise + 1)
@@ -237,8 +239,11 @@ class ReciprocalRoot(Schedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.warmup:
-            raise ValueError("warmup=0: the rate falls by sqrt(warmup / steps); allowed: above 0, at most 1")
+        if not self.warmup_ratio:
+            raise ValueError(
+                "warmup_ratio=0 is invalid: the rate falls by sqrt(warmup / steps). Allowed: above 0, at "
+                "most 1"
+            )
 
     def __call__(self, progress: Progress) -> float:
         start = progress.steps * (1 - self.cooldown)
@@ -250,7 +255,7 @@ class ReciprocalRoot(Schedule):
     def fall(self, step: float, progress: Progress) -> float:
         """The factor at a step of the domain, before the last decay."""
         before = progress.total_step - progress.step
-        rise = max(1.0, self.warmup * (progress.first if self.across else progress.steps))
+        rise = max(1.0, self.warmup_ratio * (progress.first if self.across else progress.steps))
         at = step + 1 + (before if self.across else 0)
         if at < rise:
             return at / rise
@@ -265,6 +270,6 @@ class Autoregressive(Schedule):
     final: Probability = option("the factor at a domain's end")
 
     def __call__(self, progress: Progress) -> float:
-        rise, before = self.warmup * progress.steps, progress.total_step - progress.step
+        rise, before = self.warmup_ratio * progress.steps, progress.total_step - progress.step
         peak = half_cosine(before / (before + progress.steps), low=self.final)
         return warm_cosine(progress.step, progress.steps, rise=rise, low=self.final, high=peak)

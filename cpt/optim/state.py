@@ -29,7 +29,9 @@ class CarriedState(NamedTensors):
                     self.update({f"{name}:{key}": value.cpu()})
                 elif value is not None:
                     kind = type(optimizer).__name__
-                    raise ValueError(f"optim.state_across_domains: {kind} keeps {key}={value}; allowed: none")
+                    raise ValueError(
+                        f"optim.state_across_domains is invalid: {kind} keeps {key}={value}. Allowed: none"
+                    )
 
     def give(self, optimizer: Optimizer, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Loads the state into a new optimizer, and logs which parameters are new or gone."""
@@ -45,13 +47,11 @@ class CarriedState(NamedTensors):
                 known[place] = carried.pop(name)
             else:
                 new.append(name)
-        left = {"new and begin without a state of the optimizer": new, "gone": list(carried)}
+        left = {"new and start without state": new, "gone": list(carried)}
         for what, those in left.items() if known else ():
             if those:
                 listed = ", ".join([*those[:3], *["…"][: len(those) > 3]])
-                log.info(
-                    "optim.state_across_domains: of the parameters %d are %s (%s)", len(those), what, listed
-                )
+                log.info("Carrying over optimizer state: %d parameters are %s (%s)", len(those), what, listed)
         optimizer.load_state_dict({**optimizer.state_dict(), "state": known})
 
     def parameter_of(self, name: str) -> str:

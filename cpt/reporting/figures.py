@@ -330,7 +330,9 @@ def build_setting_curve(sections: Sequence[RunSection], section: RunSection, key
             values[name].add(str(value))
     if len(values[key]) < 2:
         differing = few(sorted(name for name, given in values.items() if len(given) > 1), between=", ")
-        raise ValueError(f"--curve {key}; allowed: a setting in which runs differ: {differing or 'none'}")
+        raise ValueError(
+            f"--curve {key} is invalid. Allowed: a setting in which runs differ: {differing or 'none'}"
+        )
     curves: dict[str, list[tuple[Any, RunGroup]]] = defaultdict(list)
     for group in section.groups:
         value = group.runs[0].settings.get(key)

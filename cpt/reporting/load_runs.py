@@ -17,6 +17,7 @@ import yaml
 from pandas import DataFrame
 
 from cpt.core.config import executes, flatten
+from cpt.core.renames import rename_leaves
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation import task_metrics
 from cpt.evaluation.metrics import METRICS, UNITS, compute_values, intransigence
@@ -30,7 +31,7 @@ SUBFOLDERS = {  # of a run folder; none holds another run
 }
 FILTERS = ("method", "mask", "replay", "variant", "model", "order", "seed", "name", "objective")
 COSTS = ("tokens", "flops", "seconds_learn", "seconds", "memory", "trained", "stored", "stored_per_domain")
-SOURCES = ("domains.", "eval.tokens", "order")  # settings that digests, counts and the order stand for
+SOURCES = ("domains.", "eval.max_tokens", "order")  # settings that digests, counts and the order stand for
 NAMED_SETTINGS = 3  # in a group's name, if it differs in more
 Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the former is ten times as fast
 Pair = tuple[tuple[str, ...], int]  # order and seed
@@ -72,8 +73,8 @@ class MeasuredRun:
             tree = yaml.load((self.folder / "config.yaml").read_text(encoding="utf-8"), Loader=Loader)
         except (OSError, UnicodeDecodeError, yaml.YAMLError):
             return {}
-        leaves = flatten(tree) if isinstance(tree, dict) else ()
-        return {key: value for key, value in leaves if not executes(key)}
+        leaves = rename_leaves(dict(flatten(tree))) if isinstance(tree, dict) else {}
+        return {key: value for key, value in leaves.items() if not executes(key)}
 
     @property
     def order(self) -> str:
@@ -122,13 +123,17 @@ def filter_runs(runs: Sequence[MeasuredRun], where: Sequence[str]) -> list[Measu
     pairs = [word.partition("=") for word in where]
     for word, (key, _, value) in zip(where, pairs, strict=True):
         if key not in FILTERS or not value:
-            raise ValueError(f"--where {word}; allowed: KEY=VALUE[,VALUE…] with one of {', '.join(FILTERS)}")
+            raise ValueError(
+                f"--where {word} is invalid. Allowed: KEY=VALUE[,VALUE…] with one of {', '.join(FILTERS)}"
+            )
     chosen = list(runs)
     for key, _, value in pairs if runs else ():
         known = set().union(*(run.names(key) for run in runs))
         values = {value} if value in known else set(value.split(","))
         if absent := sorted(values - known):
-            raise ValueError(f"--where {key}={','.join(absent)}; there is: {', '.join(sorted(known))}")
+            raise ValueError(
+                f"--where {key}={','.join(absent)} is invalid. Allowed: {', '.join(sorted(known))}"
+            )
         chosen = [run for run in chosen if run.names(key) & values]
     if runs and not chosen:
         raise ValueError(f"--where {' '.join(where)}: no run has all of these, each alone some have")
@@ -161,7 +166,7 @@ def measure_runs(runs: Sequence[MeasuredRun], *, domains: Collection[str] = ()) 
     if there is one. Raises ValueError for a domain that no run has."""
     known = {name for run in runs for name in run.scores.domains} - {GENERAL}
     if absent := [name for name in domains if runs and name not in known]:
-        raise ValueError(f"--domains {','.join(absent)}; there is: {', '.join(sorted(known))}")
+        raise ValueError(f"--domains {','.join(absent)} is invalid. Allowed: {', '.join(sorted(known))}")
     plain = {"method": "one", "mask": "none", "replay": "none"}
     references = [run for run in runs if plain.items() <= run.scores.run.items()]
     keys = [*(f"{name}/{unit}" for name in METRICS for unit in UNITS), "intransigence/nats"]

@@ -25,7 +25,7 @@ from cpt.reporting.run_page import format_matrix, format_metric
 
 PIPELINES = {"masked": "fill-mask", "causal": "text-generation"}  # by objective
 SHOWN = re.compile(
-    r"(method|mask|replay|freeze|optim|schedule)\..+|domains\.packing|model\.(max_seq_length|mlm_probability|mean_span)|seed"
+    r"(method|mask|replay|freeze|optim|lr_scheduler)\..+|domains\.packing|model\.(max_seq_length|mlm_probability|mean_span)|seed"
     r"|trainer\.(steps|epochs|tokens|batch_size|accumulate_grad_batches|gradient_clip_val|strategy|devices)"
 )
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)

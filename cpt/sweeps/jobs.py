@@ -87,7 +87,7 @@ class Job:
         """Starts the process in a session of its own: Ctrl-C reaches the sweep only."""
         self.started, self.began = time.monotonic(), utc_now()
         self.process, self.offset = start_process([*command, *self.overrides], self.console, env=env)
-        log.info("%s: started, %s", self, self.console)
+        log.info("Job %s: started, %s", self, self.console)
 
     def kill(self, number: int) -> None:
         """Sends a signal to every process of the job, its data workers and ranks included."""
@@ -105,9 +105,9 @@ class Job:
 
     def log_end(self, finished: str) -> None:
         if self.whole:
-            log.info("%s: %s", self, finished)
+            log.info("Job %s: %s", self, finished)
         else:
-            log.error("%s: %s", self, self.failure())
+            log.error("Job %s: %s", self, self.failure())
 
     def failure(self) -> str:
         """How it ended and its last error or line of output: `failed (exit 1): ValueError: …`."""
@@ -210,7 +210,9 @@ def compose_jobs(
         label = " ".join(filter_overrides([each for each in overrides if each not in common]))
         job = Job(number, overrides, label, cfg, Path(cfg.hydra.run.dir))
         if (other := jobs.setdefault(job.folder, job)) is not job:
-            raise ValueError(f"'{other}' and '{job}' have one hydra.run.dir, {job.folder}; allowed: one each")
+            raise ValueError(
+                f"hydra.run.dir={job.folder} is invalid: '{other}' and '{job}' share it. Allowed: one each"
+            )
         job.before = is_finished_already(cfg, job.folder)
     if config.hydra.sweeper._target_ == BASIC_SWEEPER:
         log_needed_pairs(list(distinct))

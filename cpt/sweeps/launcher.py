@@ -114,9 +114,9 @@ class ProcessLauncher(JobLauncher):
     def check(self) -> None:
         for name, given in (("jobs", self.jobs), ("threads", self.threads)):
             if given is not None and (type(given) is not int or given < 1):
-                raise ValueError(f"hydra.launcher.{name}={given}; allowed: null, 1, 2, …")
+                raise ValueError(f"hydra.launcher.{name}={given} is invalid. Allowed: null, 1, 2, …")
         if isinstance(self.grace, bool) or not isinstance(self.grace, (int, float)) or not self.grace >= 0:
-            raise ValueError(f"hydra.launcher.grace={self.grace}; allowed: 0 seconds or more")
+            raise ValueError(f"hydra.launcher.grace={self.grace} is invalid. Allowed: 0 seconds or more")
 
     def run(self, waiting: Sequence[Job], jobs: Sequence[Job], first: int) -> None:
         configs = [job.config for job in jobs]
@@ -143,9 +143,9 @@ class ClusterLauncher(JobLauncher):
             self.inner = getattr(importlib.import_module(module), name)(**options)
         except ImportError as error:
             advice = f"pip install -e '.[{self.extra}]' in the checkout of cpt"
-            raise ValueError(f"{self.through} is needed ({error}): {advice}") from error
+            raise ValueError(f"hydra/launcher is invalid: {error}. Allowed: after {advice}") from error
         except TypeError as error:
-            raise ValueError(f"hydra.launcher.options={options}: {error}") from error
+            raise ValueError(f"hydra.launcher.options={options} is invalid: {error}") from error
 
     def run(self, waiting: Sequence[Job], jobs: Sequence[Job], first: int) -> None:
         config = copy.deepcopy(self.config)
@@ -158,7 +158,7 @@ class ClusterLauncher(JobLauncher):
             returned = self.inner.launch([list(job.overrides) for job in waiting], first)
         except Exception as error:  # of any class: each launcher has its own for a job that was cancelled
             # The launcher gave up on all its jobs at once; the cluster may still be at work on some.
-            log.error("the cluster's launcher gave up: %s", error)
+            log.error("Stopping: the cluster's launcher failed: %s", error)
             failed = JobReturn(status=JobStatus.FAILED)
             failed.return_value = error
             returned = [failed] * len(waiting)
@@ -225,7 +225,7 @@ def run_all(
     which have `grace` seconds to save, and ends the program."""
     waiting, running, free = deque(jobs), dict[Job, dict[str, str]](), list(places)
     received, last, shown = list[int](), -math.inf, -math.inf
-    log.info("%d to run, %d at once", len(jobs), len(places))
+    log.info("Running %d jobs, %d in parallel", len(jobs), len(places))
 
     def receive(number: int, frame: FrameType | None) -> None:
         """Notes a signal: an exception could come between a process and the note that it exists."""
@@ -254,7 +254,7 @@ def run_all(
         finally:
             stop_jobs(list(running), grace=grace, received=received)
     if received:
-        log.warning("stopped by %s; %s", signal.Signals(received[0]).name, CONTINUES)
+        log.warning("Stopping on %s; %s", signal.Signals(received[0]).name, CONTINUES)
         raise SystemExit(GO_ON)
 
 

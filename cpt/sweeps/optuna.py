@@ -71,19 +71,23 @@ class OptunaSweeper(Sweeper):
     def check(self) -> None:
         """Raises ValueError for a wrong option, or if Optuna is missing."""
         if self.sampler not in SAMPLERS:
-            raise ValueError(f"hydra.sweeper.sampler={self.sampler}; allowed: {', '.join(SAMPLERS)}")
+            raise ValueError(
+                f"hydra.sweeper.sampler={self.sampler} is invalid. Allowed: {', '.join(SAMPLERS)}"
+            )
         if type(self.n_jobs) is not int or self.n_jobs < 1:
-            raise ValueError(f"hydra.sweeper.n_jobs={self.n_jobs}; allowed: 1, 2, …")
+            raise ValueError(f"hydra.sweeper.n_jobs={self.n_jobs} is invalid. Allowed: 1, 2, …")
         endless = self.n_trials is None and self.sampler == "grid"  # the grid ends
         if not endless and (type(self.n_trials) is not int or self.n_trials < 1):
-            raise ValueError(f"hydra.sweeper.n_trials={self.n_trials}; allowed: 1, 2, …; with grid also null")
+            raise ValueError(
+                f"hydra.sweeper.n_trials={self.n_trials} is invalid. Allowed: 1, 2, …; with grid also null"
+            )
         if type(self.seed) is not int or self.seed < 0:
-            raise ValueError(f"hydra.sweeper.seed={self.seed}; allowed: 0, 1, 2, …")
+            raise ValueError(f"hydra.sweeper.seed={self.seed} is invalid. Allowed: 0, 1, 2, …")
         try:
             import optuna
         except ImportError as error:
             advice = "pip install -e '.[optuna]' in the checkout of cpt"
-            raise ValueError(f"hydra/sweeper=optuna needs Optuna ({error}): {advice}") from error
+            raise ValueError(f"hydra/sweeper=optuna is invalid: {error}. Allowed: after {advice}") from error
         optuna.logging.set_verbosity(optuna.logging.WARNING)
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
@@ -104,23 +108,25 @@ class OptunaSweeper(Sweeper):
             fixed = [each.input_line or key for key, each in given.items() if key not in space]
             if not space:
                 values = "values like method=ncl,das or 'optim.lr=tag(log,interval(1e-4,1e-2))'"
-                raise ValueError(f"nothing to search for; give {values}")
+                raise ValueError(f"hydra.sweeper.params is missing. Allowed: {values}")
             keys = [line.lstrip("+").partition("=")[0] for line in fixed]
             for key, asked in self.averaged.items():
                 listed = isinstance(asked, Sequence) and not isinstance(asked, str)
                 if not listed or not asked or len({str(each) for each in asked}) < len(asked):
                     allowed = "null, or a list of different values as [0,1,2]"
-                    raise ValueError(f"hydra.sweeper.{key}s={asked}; allowed: {allowed}")
+                    raise ValueError(f"hydra.sweeper.{key}s={asked} is invalid. Allowed: {allowed}")
                 if key in keys:
-                    raise ValueError(f"{key}=… and hydra.sweeper.{key}s={list(asked)}; allowed: one of them")
+                    raise ValueError(
+                        f"{key}=… is invalid with hydra.sweeper.{key}s={list(asked)}. Allowed: one of them"
+                    )
             for key in space:
-                told = f"{key} is invalid as a dimension of a search"
+                told = f"{key}={space[key].get_value_string()} is invalid"
                 if key in ("seed", "order"):
                     allowed = f"hydra.sweeper.{key}s=[…], the values that each trial is averaged over"
                     examples = "(hydra.sweeper.seeds=[0,1,2], hydra.sweeper.orders=[0,1])"
                     raise ValueError(f"{told}: the luckiest would win. Allowed: {allowed} {examples}")
                 if key.startswith("endtask"):
-                    raise ValueError(f"{told}: trials run no end tasks")
+                    raise ValueError(f"{told}: trials run no end tasks. Allowed: other options")
             cfg = self.loader.load_sweep_config(self.config, fixed)
             endtask = cfg.get("endtask")
             if endtask is not None and endtask.get("name", "none") != "none":
@@ -178,7 +184,7 @@ class OptunaSweeper(Sweeper):
                 try:
                     study.sampler = kinds.get(self.sampler, samplers.RandomSampler)(**how)
                 except TypeError as error:
-                    raise ValueError(f"hydra.sweeper.options={self.options}: {error}") from error
+                    raise ValueError(f"hydra.sweeper.options={self.options} is invalid: {error}") from error
                 asked = study.ask(dict(made))
                 batch.append(study.trials[asked.number])
             overrides = [[*fixed, *to_overrides(trial.params), *run] for trial in batch for run in runs]
@@ -207,7 +213,7 @@ class OptunaSweeper(Sweeper):
             allowed = (
                 f"{' or '.join(DIRECTIONS)}, or a list of {len(names)}, for optimized_metric={list(names)}"
             )
-            raise ValueError(f"hydra.sweeper.direction={self.direction}; allowed: {allowed}")
+            raise ValueError(f"hydra.sweeper.direction={self.direction} is invalid. Allowed: {allowed}")
         now = {
             "space": {key: str(each.get_value_string()) for key, each in sorted(space.items())},
             # how a run is carried out (workers, logger) may change
@@ -254,13 +260,13 @@ def distribution(key: str, override: Override, *, grid: bool) -> BaseDistributio
             return IntDistribution(int(low), int(high), log=logarithmic, step=step)
         return FloatDistribution(float(low), float(high), log=logarithmic, step=step)
     except ValueError as error:
-        raise ValueError(f"{key}={override.get_value_string()}: {error}") from error
+        raise ValueError(f"{key}={override.get_value_string()} is invalid: {error}") from error
 
 
 def grid_values(override: Override) -> list[str]:
     """The values of a choice or a range, as an override gives them."""
     if override.is_interval_sweep():
-        raise ValueError(f"{override.input_line} has no grid; allowed with sampler=grid: choices and ranges")
+        raise ValueError(f"{override.input_line} is invalid with sampler=grid. Allowed: choices and ranges")
     return list(dict.fromkeys(override.sweep_string_iterator()))
 
 
@@ -286,7 +292,7 @@ def tell_trial(study: Study, trial: FrozenTrial, returned: Sequence[JobReturn]) 
 
     values = [each._return_value for each in returned]
     runs = [list(v) if isinstance(v, Sequence) and not isinstance(v, str) else [v] for v in values]
-    label = f"trial {trial.number}, {' '.join(to_overrides(trial.params))}"
+    label = f"Trial {trial.number}, {' '.join(to_overrides(trial.params))}"
     for run, job in zip(runs, returned, strict=True):
         finite = all(isinstance(value, int | float) and math.isfinite(value) for value in run)
         if job.status is not JobStatus.COMPLETED or not finite or len(run) != len(study.directions):

@@ -109,7 +109,7 @@ def describe_base(options: ModelOptions, corpora: Corpora) -> Base:
     resize, is_span = options.resize, loading.objective_name(options.objective, config) == "span"
     if is_span and not loading.sentinel_ids(tokenizer):
         loading.add_sentinels(tokenizer)
-        log.info("the tokenizer of %s has no sentinels: it gets %d", options.name_or_path, loading.SENTINELS)
+        log.info("Adding %d sentinels to the tokenizer of %s", loading.SENTINELS, options.name_or_path)
         resize = resize or entries(tokenizer) > config.get_text_config().vocab_size
     return replace(assemble_base(options, tokenizer, config, corpora), resize=resize)
 
@@ -129,7 +129,7 @@ def learn_tokenizer(general: Corpus, vocabulary: int, *, objective: str, cache: 
     """The folder of a tokenizer trained on the general text, for an objective."""
 
     def make(folder: Path) -> None:
-        log.info("learning a vocabulary of %d from the general text", vocabulary)
+        log.info("Training a tokenizer of %d entries on the general text", vocabulary)
         documents = general.documents("train")
         batches = (documents[at : at + READ_AT_ONCE]["text"] for at in range(0, len(documents), READ_AT_ONCE))
         loading.train_tokenizer(batches, vocabulary=vocabulary, objective=objective).save_pretrained(folder)
@@ -142,7 +142,7 @@ def pretrain(folder: Path, options: ModelOptions, new: Base, corpora: Corpora, *
     """Pre-trains a new model on the general text in one process; a killed one resumes from its checkpoint."""
     how, config = options.base, options.config
     assert how is not None and config is not None
-    log.info("pre-training the base model %s on the general text: %d steps", options.name, how.steps)
+    log.info("Pre-training the base model %s on the general text: %d steps", options.name, how.steps)
     model = loading.build_model(config, new.tokenizer, new.objective_name, seed=how.seed)
     loading.check_length(options.max_seq_length, model, new.objective)
     context = MethodContext(
@@ -153,7 +153,7 @@ def pretrain(folder: Path, options: ModelOptions, new: Base, corpora: Corpora, *
         replay=NO_REPLAY,
         freeze=NOT_FROZEN,
         optimizer=instantiate(how.optim, _convert_="all"),
-        schedule=Linear(warmup=how.warmup),
+        schedule=Linear(warmup_ratio=how.warmup_ratio),
         seed=how.seed,
     )
     module, domain = NCL(Options(), context), Domain(GENERAL, 0, (GENERAL,))

@@ -47,7 +47,7 @@ def build_method(plan: Plan, start: Base) -> ContinualMethod:
     module.beside.update(module.aux_models())
     if plan.carry != "none":
         module.carried = CarriedState()
-    if getattr(plan.schedule, "branches", False):
+    if getattr(plan.lr_scheduler, "branches", False):
         module.trunk = Snapshot(module.model, persistent=True)
     if options.offload_method_state:
         offload(module)
@@ -72,7 +72,7 @@ def build_context(plan: Plan, model: PreTrainedModel, objective: Objective) -> M
         replay=plan.replay,
         freeze=plan.freeze,
         optimizer=partial(plan.optim.load(), **arguments),
-        schedule=(lambda at: plan.schedule(at.joined)) if plan.carry == "all" else plan.schedule,
+        schedule=(lambda at: plan.lr_scheduler(at.joined)) if plan.carry == "all" else plan.lr_scheduler,
         seed=plan.run.seed,
     )
 
@@ -88,14 +88,15 @@ def log_ineffective(plan: Plan, module: ContinualMethod, device: torch.device) -
     by_backward = options.accumulate_grad_batches > 1 and any(mask.limits for mask in module.masks)
     reasons = {
         f"model.base: model.name_or_path={model.name_or_path} is not pre-trained": not_pretrained,
-        f"method.rate={rate}: optim.lr is a number (model.lr=… is multiplied by it)": rate not in (None, 1),
+        f"method.lr_multiplier={rate}: optim.lr is a number (model.lr=… is multiplied by it)": rate
+        not in (None, 1),
         f"trainer.offload_method_state=true: {name} keeps no weights to offload": options.offload_method_state
         and not offloads,
         "trainer.offload_method_state=true: on a CPU all is in the host's memory": (
             options.offload_method_state and offloads and device.type == "cpu"
         ),
         f"save_trainer_state=true: {final}": final,
-        "domains.packing=isolated: samples come one by one": (
+        "domains.packing=document_mask: samples come one by one": (
             plan.source.isolated
             and plan.source.encoding is not None
             and plan.budget.batch_size == options.accumulate_grad_batches
@@ -128,7 +129,7 @@ def build_data(plan: Plan, corpora: Corpora, start: Base, module: ContinualMetho
         train = balance(train, tokens=None if source.balanced is True else source.balanced)
     return DomainSequence(
         domains,
-        train=train | ({GENERAL: packed(GENERAL, "train")} if replay.general else {}),
+        train=train | ({GENERAL: packed(GENERAL, "train")} if replay.general_ratio else {}),
         held_out={name: packed(name, source.score_on) for name in (*plan.order, GENERAL)},
         objective=start.objective,
         budget=plan.budget,
@@ -149,9 +150,12 @@ def log_eval_cap(data: DomainSequence) -> None:
         lengths = {name: text.row_lengths for name, text in data.held_out.items()}
         cut = {name: lengths[name][data.scored_rows(name)] for name in data.cut}
         read, total = (sum(int(each.sum()) for each in some.values()) for some in (lengths | cut, lengths))
-        part = f"of {len(cut)} of {len(lengths)} texts a part is scored, the same rows after every stage"
-        counts, advice = f"{read:,} of {total:,} tokens", "eval.tokens=null scores all, in a run of its own"
-        log.info("eval.tokens=%s: %s (%s); %s", show(data.eval_tokens), part, counts, advice)
+        part = f"a part of {len(cut)} of {len(lengths)} texts, the same rows after every stage"
+        counts, advice = (
+            f"{read:,} of {total:,} tokens",
+            "eval.max_tokens=null scores all, in a run of its own",
+        )
+        log.info("Scoring %s (eval.max_tokens=%s, %s); %s", part, show(data.eval_tokens), counts, advice)
 
 
 def empty_scores(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence) -> Scores:

@@ -43,10 +43,12 @@ def make_callbacks(entries: Mapping[str, Mapping[str, Any]], *, logged: bool) ->
     for name, each in built.items():
         told = f"callbacks.{name}={type(each).__name__}"
         if isinstance(each, CHANGES_RESULT):
-            allowed = "the options of trainer, optim and schedule; method=ema averages weights"
-            raise ValueError(f"{told} is not taken: it changes how a domain is trained; allowed: {allowed}")
+            allowed = "the options of trainer, optim and lr_scheduler; method=ema averages weights"
+            raise ValueError(f"{told} is invalid: it changes how a domain is trained. Allowed: {allowed}")
         if isinstance(each, (theirs.LearningRateMonitor, theirs.DeviceStatsMonitor)) and not logged:
-            raise ValueError(f"{told} writes to loggers, but there is no logger; allowed: logger=csv, …")
+            raise ValueError(
+                f"{told} is invalid: it writes to loggers, and there is none. Allowed: logger=csv or another"
+            )
     return built
 
 
@@ -60,10 +62,10 @@ def make_entry(section: str, entry: Mapping[str, Any], kind: type, save_dir: Pat
             entry = {"save_dir": str(save_dir), **entry}
         built = instantiate(entry, _convert_="all")
     except Exception as error:  # whatever a foreign class raises
-        raise ValueError(f"{section}: {reason(error)}") from error
+        raise ValueError(f"{section} is invalid: {reason(error)}") from error
     if not isinstance(built, kind):
         allowed = f"a {kind.__module__}.{kind.__name__}"
-        raise ValueError(f"{section}._target_={entry['_target_']}; allowed: {allowed}")
+        raise ValueError(f"{section}._target_={entry['_target_']} is invalid. Allowed: {allowed}")
     return built
 
 
@@ -97,14 +99,14 @@ class CustomCallbacks(Callback):
         for name, each in self.callbacks.items():
             if not is_plain(state := each.state_dict()):
                 allowed = "tensors, numbers, texts, and lists and mappings of them"
-                raise ValueError(f"callbacks.{name}: its state_dict is {state}; allowed: {allowed}")
+                raise ValueError(f"callbacks.{name}: its state_dict is {state}. Allowed: {allowed}")
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
         monitors = [each for each in trainer.callbacks if isinstance(each, Monitor)]
         if trainer.global_step < trainer.max_steps and not any(each.record.ended for each in monitors):
             told = f"the stage was ended at step {trainer.global_step} of {trainer.max_steps}"
             names = ", ".join(self.callbacks)
-            raise ValueError(f"{told} by one of the callbacks {names}; allowed: trainer.steps=…, monitor=…")
+            raise ValueError(f"{told} by one of the callbacks {names}. Allowed: trainer.steps=…, monitor=…")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Stores their state. That of the stage before stays: this one is not committed yet."""

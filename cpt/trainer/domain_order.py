@@ -25,7 +25,7 @@ def order_domains(plan: Plan) -> Plan:
     order, name = plan.run.order, plan.source.embedding
     if not plan.by_texts:
         if name != "tfidf":
-            log.info("domains.embedding=%s has no effect: order=%s ignores similarity", name, order)
+            log.info("No effect of domains.embedding=%s: order=%s ignores similarity", name, order)
         return plan
     if (known := load_cached_order(plan)) is None:
         from cpt.trainer import similarity  # loads torch
@@ -34,7 +34,7 @@ def order_domains(plan: Plan) -> Plan:
         make_once(similarity_folder(plan), make=partial(similarity.write_similarity, plan=plan))
         known = load_cached_order(plan)
         assert known is not None
-    log.info("order=%s by %s: from %s to %s", order, name, known.order[0], known.order[-1])
+    log.info("Ordering domains (order=%s by %s): from %s to %s", order, name, known.order[0], known.order[-1])
     return known
 
 

@@ -208,7 +208,7 @@ def count_work(
         if number:
             own, before = ([data.train[text].tokens_per_row for text in names]
                            for names in (stage.parts, data.past(stage)))  # fmt: skip
-            replayed = data.replay.adds * (data.replay.past * bool(before) + data.replay.general)
+            replayed = data.replay.adds * (data.replay.past_ratio * bool(before) + data.replay.general_ratio)
             rows = sum(map(operator.mul, data.steps_by_part(stage), own)) * (1 + replayed)
             recovered = data.recovery_steps(stage) * sum(before) / max(1, len(before))
             tokens = data.budget.batch_size * (rows + recovered)

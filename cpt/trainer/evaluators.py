@@ -185,7 +185,7 @@ class FinetuneEvaluator(Evaluator):
     def measure_task(self, number: int, name: str, seed: int, model: PreTrainedModel, **how: Any) -> None:
         """Fine-tunes a copy of a model on a task with a seed and writes its file."""
         task, began = self.tasks[name], time.perf_counter()
-        length = finetune.longest(model, task.settings.length)
+        length = finetune.longest(model, task.settings.max_seq_length)
         if (name, length) not in self.jobs:  # once for all seeds and stages
             types = (getattr(model.config, "type_vocab_size", None) or 0) > 1  # tells texts of a pair apart
             given = {"length": length, "classes": task.classes, "types": types, "tokenizer": self.tokenizer}
@@ -296,7 +296,9 @@ class TaskEvaluator(Evaluator):
             if closed:
                 sums.update(score_choices(model, cast(Objective, self.data.objective), questions, **how))
             if self.options.written:
-                texts |= write_answers(model, self.tokenizer, questions, most=self.options.tokens, **how)
+                texts |= write_answers(
+                    model, self.tokenizer, questions, most=self.options.max_new_tokens, **how
+                )
         leave_together(f"in the answers after {self.name(number)}")
         for ranked, written in gather_objects((sums, texts)):
             sums, texts = sums | ranked, texts | written
@@ -397,7 +399,7 @@ class LMEvalEvaluator(Evaluator):
             metric = self.options.metrics.get(task) or next(iter(there["metrics"]))
             if metric not in there["metrics"]:
                 allowed = ", ".join(there["metrics"])
-                raise ValueError(f"benchmark.metrics.{task}={metric}; allowed: {allowed}")
+                raise ValueError(f"benchmark.metrics.{task}={metric} is invalid. Allowed: {allowed}")
             values = [cell["metrics"].get(metric, {}) if cell else {} for cell in cells]
             tasks[task] = {
                 **{name: there[name] for name in ("shots", "limit", "examples", "version", "truncated")},
@@ -432,18 +434,20 @@ def make_evaluators(
         encoder = corpora.encoder(start.tokenizer, start.length, seq2seq=start.seq2seq)
         for task in plan.order:  # open questions only where answers are written
             examples = read_examples(corpora.by_name[task], plan.source.score_on)
-            asked = list(map(Question.of_prompt, islice(map(encoder.prompt, examples), options.most)))
+            asked = list(
+                map(Question.of_prompt, islice(map(encoder.prompt, examples), options.max_documents))
+            )
             measure, closed = options.known_by.get(task), all(each.choices for each in asked)
             if measure in task_metrics.RANKED and not closed:
-                told = f"answers.measures.{task}={measure} is of choices, and its answers are open"
+                told = f"answers.measures.{task}={measure} is invalid: the answers are open, not choices"
                 allowed = ", ".join(name for name in KNOWN_BY if name not in task_metrics.RANKED)
-                raise ValueError(f"{told}; allowed: {allowed}")
+                raise ValueError(f"{told}. Allowed: {allowed}")
             if closed or options.written:
                 questions[task] = asked
             else:
                 left.append(task)
         if left and is_first_process():
-            log.info("answers.written=false: %s, whose answers are open, is not asked", ", ".join(left))
+            log.info("Skipping %s, whose answers are open (answers.written=false)", ", ".join(left))
         settings = asdict(replace(options, when="each"))  # which changes no answer
         del settings["measures"]  # nor do these, but that a file may have to hold the sources
         known_by = [ANSWERS_FORMAT, settings, asdict(cast(Any, corpora.encoding))]

@@ -213,7 +213,7 @@ def make_trainer(
             **{**options, "strategy": strategy},
         )
     except (MisconfigurationException, TypeError) as error:
-        raise ValueError(f"trainer: {error}") from error
+        raise ValueError(f"trainer is invalid: {error}") from error
     # Lightning's handlers: SIGTERM ends the program with exit code 0 and waits for other processes; on SLURM
     # SIGUSR1 writes a checkpoint into the working folder.
     connector: Any = made._signal_connector
@@ -252,4 +252,6 @@ def naming_cause(section: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise ValueError(f"{section}: {reason(error).removeprefix('trainer: ')}") from error
+        raise ValueError(
+            f"{section} is invalid: {reason(error).removeprefix('trainer is invalid: ')}"
+        ) from error

@@ -221,7 +221,7 @@ class ContinualTrainer:
             self.module.expand_to(domain)
         restore_stage(self.module, path, rests=self.to_disk)
         self.at = number
-        log.info("going on after %s", self.scores.rows[number])
+        log.info("Resuming after %s", self.scores.rows[number])
 
     def fit_stage(self, number: int, domain: Domain) -> dict[str, Any]:
         """Trains one stage, from its checkpoint if it has one; gives its costs, by their names in Scores."""
@@ -229,7 +229,7 @@ class ContinualTrainer:
         if checkpoint.exists():
             instead = f"delete it to learn {domain.name} again; what came before is kept"
             check_state(checkpoint, instead=instead)
-            log.info("going on within %s", domain.name)
+            log.info("Resuming within %s", domain.name)
         if self.data.replay_source is not None:
             with self.eta.timed("generate", number):
                 self.data.replay_source.prepare(number, domain, self.device)
@@ -299,7 +299,7 @@ class ContinualTrainer:
         self.scores.append(row, nll=nll, parts={text: cell.parts for text, cell in cells.items()}, **costs)
         shown = [f"{text} {np.exp(cell.mean):.1f}" for text, cell in cells.items()]
         few = shown if len(shown) <= 2 * ENDS else [*shown[:ENDS], "…", *shown[-ENDS:]]
-        log.info("after %s, perplexity: %s", row, ", ".join(few))
+        log.info("Evaluated after %s: perplexity %s", row, ", ".join(few))
         diagnostics = {
             name: (values.float() if values.dtype == torch.bfloat16 else values).cpu().numpy()
             for name, values in self.module.diagnostics().items()
@@ -326,7 +326,7 @@ class ContinualTrainer:
         leave_together(f"before {row} was committed")
         means, parts = ({t: getattr(cell, name) for t, cell in cells.items()} for name in ("mean", "parts"))
         self.scores.fill(number, means, parts)
-        log.info("after %s, %d more texts are scored", row, len(missing))
+        log.info("Scoring %d more texts after %s", len(missing), row)
         if is_first_process():
             (before,) = self.run.load_documents([number])
             self.run.save_documents(number, before | documents_of(cells))
@@ -340,11 +340,11 @@ class ContinualTrainer:
             row, group = self.scores.rows[number], each.GROUP
             if number != self.at and not self.run.stage(number).exists():
                 if number <= max(self.scores.grown, default=0):
-                    log.info("%s of %s is missing of what was added: its weights were not kept", group, row)
+                    log.info("Skipping %s after %s: its weights were not kept", group, row)
                     continue
-                told = f"{group}.when={each.when} needs the weights after {row}, which were not kept"
+                told = f"{group}.when={each.when} is invalid: the weights after {row} were not kept"
                 allowed = f"{group}.when=last, or a new name=… (save_all_stages=true keeps them for later)"
-                raise ValueError(f"{told}; allowed: {allowed}")
+                raise ValueError(f"{told}. Allowed: {allowed}")
             self.scores.run["finished"] = False
             self.restore(number)
             with self.eta.timed(each.KIND, number):
@@ -379,7 +379,7 @@ class ContinualTrainer:
         if rows := [row for row, count in left.items() if count]:
             why = "the weights after these stages were not kept (save_all_stages=true keeps them for later)"
             few = ", ".join(rows[:3]) + ", …" * (len(rows) > 3)
-            log.info("%d cells of the matrix are missing, in the rows %s: %s", sum(left.values()), few, why)
+            log.info("Missing cells of the matrix: %d, in the rows %s: %s", sum(left.values()), few, why)
         for each in self.evaluators:
             self.journal.collect(each)
         scores.objective = objective_value(scores.metrics, self.plan.run.optimized_metric)

@@ -87,7 +87,7 @@ class Manifest:
         for name in list(self.texts) if reads_all else texts:
             from cpt.data.corpus import make_corpus, read_documents  # seconds of imports, rarely needed
 
-            log.info("comparing the text of %s with that of the run's start", name)
+            log.info("Comparing the text of %s with that of the run's start", name)
             stamp, source = stamp_of(plan.source, name), plan.source
             known = None if reads_all else make_corpus(source, name, cache=cache).facts
             facts = known or read_documents(source, name)[1]
@@ -120,7 +120,7 @@ def check_manifest(plan: Plan, run: RunDir, *, update: bool = True) -> None:
         if why:
             told = f"{run.path} has learned {join_first(old)} ({told}), and nothing can follow: {why}"
             keep = f"{same}, new domains at the end of the order" if plan.by_texts else "that order"
-            raise ValueError(f"{told}; allowed: {keep}; another name=… learns all from the beginning")
+            raise ValueError(f"{told}. Allowed: {keep}; another name=… learns all from the beginning")
         told = f"order={show(plan.run.order)} means other domains than when {run.path} was started ({told})"
         keep = "bring them back" if gone else same
         raise ValueError(f"{told}; {keep}, another name=… begins a new run, or delete the folder")
@@ -191,20 +191,20 @@ def write_manifest(
     changed += ["the tokenizer of the base model changed"] * (old.tokenizer not in ("", tokenizer))
     reject_changes(run, changed)
     if is_beginning(old.order, plan.order):
-        log.info("%s are added to %s", ", ".join(plan.order[len(old.order) :]), ", ".join(old.order))
+        log.info("Adding %s after %s", ", ".join(plan.order[len(old.order) :]), ", ".join(old.order))
     for task in contents:
         if old.endtasks.get(task, contents[task]) != contents[task]:
-            log.info("end task %s: its data changed; it is measured again", task)
+            log.info("Measuring end task %s again: its data changed", task)
     now.save(run)
     if run.stored("order") != plan.settings["order"]:
         run.write_config(plan.settings)
 
 
 def resolve_eval_cap(plan: Plan, run: RunDir) -> Plan:
-    """The plan with `eval.tokens` as a run stored it, where the config leaves it to cpt."""
-    if plan.evaluation.tokens != AUTO or not run.config.exists():
+    """The plan with `eval.max_tokens` as a run stored it, where the config leaves it to cpt."""
+    if plan.evaluation.max_tokens != AUTO or not run.config.exists():
         return plan
-    settings = with_cap(plan.settings, run.stored("eval.tokens"))  # absent: no bound
+    settings = with_cap(plan.settings, run.stored("eval.max_tokens"))  # absent: no bound
     return replace(plan, settings=settings, config_digest=digest(identity(settings)))
 
 
@@ -322,7 +322,7 @@ def extend_steps(plan: Plan, run: RunDir) -> None:
     for left in (left for kind in MEASURED for left in run.path.glob(f"{kind}/001-*")):
         shutil.rmtree(left)
     run.write_config(plan.settings)
-    log.info("trainer.steps: %d -> %d: going on from step %d", before, plan.trainer.steps, done)
+    log.info("Resuming at step %d: trainer.steps %d -> %d", done, before, plan.trainer.steps)
 
 
 def check_extension(plan: Plan, run: RunDir) -> int | None:
@@ -363,7 +363,7 @@ def why_end_is_final(plan: Plan) -> str:
 def why_steps_differ(plan: Plan, before: int, now: int, *, done: int) -> str:
     """Why the steps that were made would have been others if `now` steps were made, not `before`, by their
     learning rates and by what else counts steps; empty where they would not."""
-    method, schedule, name = plan.method.load(), plan.schedule, f"method={plan.names['method']}"
+    method, schedule, name = plan.method.load(), plan.lr_scheduler, f"method={plan.names['method']}"
     foreign = [each.target for each in plan.masks if not each.target.startswith(OWN_CODE)]
     theirs = [vars(each) for each in method.__mro__ if not each.__module__.startswith(OWN_CODE)]
     declares = any("depends_on_total_steps" in each for each in theirs)
@@ -389,8 +389,8 @@ def why_steps_differ(plan: Plan, before: int, now: int, *, done: int) -> str:
         then, wanted = (schedule(each.joined if plan.carry == "all" else each) for each in at)
         if then != wanted:
             rates = f"{then:.4g} of optim.lr where {before} steps are made, {wanted:.4g} where {now} are"
-            advice = "(schedule=constant schedule.warmup=0 does not ask how many follow)"
-            return f"schedule={type(schedule).__name__} gives step {step} {rates} {advice}"
+            advice = "(lr_scheduler=constant lr_scheduler.warmup_ratio=0 does not ask how many follow)"
+            return f"lr_scheduler={type(schedule).__name__} gives step {step} {rates} {advice}"
     return ""
 
 

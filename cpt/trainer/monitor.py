@@ -44,7 +44,7 @@ class Monitor(Callback):
         names = [*options.choose(domain.parts, data.past(domain), stage=domain.name), *observer.texts]
         self.texts = {name: data.validation[name] for name in names}
         self.rows = {
-            name: text.draw_rows(options.tokens, stream=key("monitor rows", name))
+            name: text.draw_rows(options.max_tokens, stream=key("monitor rows", name))
             for name, text in self.texts.items()
         }
         self.record = MonitorRecord()
@@ -88,7 +88,7 @@ class Monitor(Callback):
         if why and step < trainer.max_steps:
             self.record.ended, trainer.should_stop = why, True
             if trainer.is_global_zero:
-                log.info("%s ends after step %d: %s", trainer.datamodule.domain.name, step, why)
+                log.info("Ending %s after step %d: %s", trainer.datamodule.domain.name, step, why)
 
     def on_fit_end(self, trainer: Trainer, pl_module: Any) -> None:
         # Before the method's work after the domain.

@@ -163,14 +163,14 @@ class TrainerOptions(Options):
 
     def __post_init__(self) -> None:
         if self.quick_dropout and self.compile:
-            raise ValueError("quick_dropout=true does not go with compile=true; allowed: one of them")
+            raise ValueError("quick_dropout=true is invalid with compile=true. Allowed: one of them")
         if self.strategy != "fsdp" and self.reshard_after_forward is not None:
-            told = f"reshard_after_forward={show(self.reshard_after_forward)} is of strategy=fsdp"
-            raise ValueError(f"{told}; allowed with {self.strategy}: null")
+            told = f"reshard_after_forward={show(self.reshard_after_forward)} is invalid with {self.strategy}"
+            raise ValueError(f"{told}. Allowed: null")
         if self.strategy == "fsdp" and self.precision not in SHARDED_PRECISIONS:
             known = ", ".join(dict.fromkeys(map(str, SHARDED_PRECISIONS)))
-            why = f"precision={show(self.precision)} does not go with strategy=fsdp"
-            raise ValueError(f"{why}; allowed: {known}")
+            why = f"precision={show(self.precision)} is invalid with strategy=fsdp"
+            raise ValueError(f"{why}. Allowed: {known}")
 
     @property
     def lightning(self) -> dict[str, Any]:

@@ -66,7 +66,9 @@ class Checked(Callback):
         with readable_errors():
             run = read_sections(config).run
             if run is not None and run.plan:
-                raise ValueError(f"plan={show(run.plan)} is of one run; allowed: without --multirun")
+                raise ValueError(
+                    f"plan={show(run.plan)} is invalid: it is for one run. Allowed: without --multirun"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +88,7 @@ class Sections:
     replay: ReplayConfig
     source: Source
     optim: Choice
-    schedule: Schedule
+    lr_scheduler: Schedule
     trainer: TrainerOptions
     logger: LoggerOptions
     callbacks: Mapping[str, Any]
@@ -105,13 +107,13 @@ class Plan(Sections):
     carry: str  # what of the optimizer's state passes from domain to domain: none, moments, all
     endtasks: FinetunePlan | None
     config_digest: str  # of what decides the result
-    ignored_rate: float | None  # method.rate, where optim.lr is given as a number
+    ignored_rate: float | None  # method.lr_multiplier, where optim.lr is given as a number
     similarity: orders.Similarity | None = None  # of the domains' texts, where it decides the order
 
     @property
     def cap(self) -> int | None:
         """Tokens of each text that are scored at most; None: no bound."""
-        return self.settings["eval"]["tokens"]
+        return self.settings["eval"]["max_tokens"]
 
     @property
     def by_texts(self) -> bool:
@@ -156,7 +158,7 @@ def read_sections(cfg: DictConfig) -> Sections:
         if key not in known and key not in ELSEWHERE and not is_used(key, written):
             raise ValueError(unknown_name(key, known, whole=", ".join(known)))
     if missing := [key for key in known if key not in cfg and not OmegaConf.is_missing(cfg, key)]:
-        raise ValueError(f"{missing[0]} is missing; allowed: {missing[0]}=…, one of conf/{missing[0]}")
+        raise ValueError(f"{missing[0]} is missing. Allowed: {missing[0]}=CHOICE, one of conf/{missing[0]}")
     read = partial(read_section, cfg, written=written)
 
     def choose(section: str, kind: type, *, otherwise: Any = None) -> Any:
@@ -169,10 +171,10 @@ def read_sections(cfg: DictConfig) -> Sections:
             made = made.load()(**made.arguments)
         if made is not None and not isinstance(made, kind):
             name = made.target if isinstance(made, Choice) else name_of(type(made))
-            raise ValueError(f"{section}._target_={name}; allowed: a class below {name_of(kind)}")
+            raise ValueError(f"{section}._target_={name} is invalid. Allowed: a class below {name_of(kind)}")
         return made
 
-    check_value("method.rate", read("method").values.get("rate", 1), NonNegative)
+    check_value("method.lr_multiplier", read("method").values.get("lr_multiplier", 1), NonNegative)
     if (endtask := read("endtask").values).get("_target_") is not None:
         check_task_values("endtask", endtask)
     method, model, logger = read("method").choose(needed=True), read("model"), read("logger")
@@ -180,11 +182,11 @@ def read_sections(cfg: DictConfig) -> Sections:
         model.values.get("name_or_path", ...) is None
     )  # else not pre-trained, whatever an experiment says
     model = replace(model, values={**model.values, "base": model.values.get("base") if is_new else None})
-    schedule = read("schedule").choose(needed=True)
+    schedule = read("lr_scheduler").choose(needed=True)
     schedule = schedule.load()(**schedule.arguments) if isinstance(schedule, Choice) else schedule
     if schedule is not None and not callable(schedule):
         allowed = "a class like cpt.optim.schedulers.Linear"
-        raise ValueError(f"schedule._target_={name_of(type(schedule))}; allowed: {allowed}")
+        raise ValueError(f"lr_scheduler._target_={name_of(type(schedule))} is invalid. Allowed: {allowed}")
     run, freeze = read("", names=[each.name for each in fields(RunOptions)]), read("freeze").read(Freeze)
     if freeze is not None:
         freeze = replace(freeze, trainable=run.values.get("trainable"))
@@ -204,7 +206,7 @@ def read_sections(cfg: DictConfig) -> Sections:
         "replay": choose("replay", ReplayConfig, otherwise=NO_REPLAY),
         "source": choose("domains", Source),
         "optim": read_optimizer(read("optim")),
-        "schedule": schedule,
+        "lr_scheduler": schedule,
         "answers": choose("answers", TaskEvalOptions),
         "benchmark": choose("benchmark", LMEvalOptions),
         "trainer": read_trainer(read("trainer")),
@@ -225,7 +227,7 @@ def read_trainer(given: Section) -> TrainerOptions | None:
     for name, value in others.items():
         if name in SET_BY_CPT:
             allowed = "trainer.steps, epochs or tokens; callbacks=…, logger=… and hydra.run.dir=…"
-            raise ValueError(f"trainer.{name}={show(value)} is set by cpt; allowed: {allowed}")
+            raise ValueError(f"trainer.{name}={show(value)} is invalid: cpt sets it. Allowed: {allowed}")
         from lightning import Trainer  # seconds, which only these options have to wait for
 
         theirs = set(inspect.signature(Trainer).parameters) - SET_BY_CPT
@@ -243,7 +245,7 @@ def check_targets(entries: Mapping[str, Any], group: str) -> Mapping[str, Any]:
     for name, entry in given.items():
         if not isinstance(entry, Mapping) or not fits(entry.get("_target_"), Text):
             allowed = f"null, or +{group}.{name}._target_=module.Class, and what that class takes"
-            raise ValueError(f"{group}.{name}={show(entry)} has no class; allowed: {allowed}")
+            raise ValueError(f"{group}.{name}={show(entry)} is invalid: it has no class. Allowed: {allowed}")
     return given
 
 
@@ -258,13 +260,15 @@ def make_plan(cfg: DictConfig) -> Plan:
     names = {}
     for group in ("method", "replay", "model"):
         if "name" not in settings[group]:
-            raise ValueError(f"{group}.name is missing; needed: {group}.name=…")
+            raise ValueError(f"{group}.name is missing. Allowed: {group}.name=NAME")
         names[group] = str(settings[group]["name"])
     check_value("init_from", folder, Text | None)
     if folder is not None:
         scores = Path(folder) / "scores.json"
         if not scores.exists() or not Scores.load(scores).run["finished"]:
-            raise ValueError(f"init_from={folder} is no finished run; allowed: null, or the folder of one")
+            raise ValueError(
+                f"init_from={folder} is invalid: no finished run. Allowed: null, or the folder of one"
+            )
         # Without the options of a new model.
         model = replace(
             read.model, name_or_path=str(Path(folder) / "model"), config=None, base=None, vocab_size=None
@@ -282,7 +286,9 @@ def make_plan(cfg: DictConfig) -> Plan:
         carry=carried(settings["optim"].get("state_across_domains", "none")),
         endtasks=plan_endtasks(settings["endtask"], source.domains, order),
         config_digest=digest(identity(redact(settings))),
-        ignored_rate=None if OmegaConf.is_interpolation(cfg.optim, "lr") else cfg.method.get("rate", 1),
+        ignored_rate=None
+        if OmegaConf.is_interpolation(cfg.optim, "lr")
+        else cfg.method.get("lr_multiplier", 1),
     )
     if plan.benchmark is not None:
         plan.benchmark.check_installed()
@@ -298,22 +304,22 @@ def make_plan(cfg: DictConfig) -> Plan:
 
 def with_cap(settings: Mapping[str, Any], cap: int | None) -> dict[str, Any]:
     """A config with another bound of how many tokens of each text are scored."""
-    return {**settings, "eval": {**settings["eval"], "tokens": cap}}
+    return {**settings, "eval": {**settings["eval"], "max_tokens": cap}}
 
 
 def conflicts(plan: Plan) -> Iterator[str]:
     """Options of different sections that contradict each other, as messages."""
     source, monitor, method, name = plan.source, plan.monitor, plan.method.load(), plan.names["method"]
-    branches, sharded = getattr(plan.schedule, "branches", False), plan.trainer.strategy == "fsdp"
+    branches, sharded = getattr(plan.lr_scheduler, "branches", False), plan.trainer.strategy == "fsdp"
     if source.encoding is not None and plan.model.objective == "masked":
-        why = "a masked model writes no answers; allowed: a causal model, or an encoder-decoder"
-        yield f"model.objective=masked does not go with domains of examples: {why}"
+        why = "a masked model writes no answers. Allowed: a causal model, or an encoder-decoder"
+        yield f"model.objective=masked is invalid for domains of examples: {why}"
     if plan.carry == "all" and branches:
-        kind = f"schedule={type(plan.schedule).__name__}, whose decay is a branch of each"
-        yield f"optim.state_across_domains=all makes one domain of all for {kind}; allowed: moments"
+        why = f"lr_scheduler={type(plan.lr_scheduler).__name__} ends each domain in a branch"
+        yield f"optim.state_across_domains=all is invalid: {why}. Allowed: none, moments"
     if monitor.decides and branches:
-        why = "the next domain starts before it; allowed: stop=null, patience=null, keep=last"
-        yield f"monitor.stop, patience and keep do not go with a schedule whose decay is a branch: {why}"
+        why = "the next domain starts before it. Allowed: stop=null, patience=null, keep=last"
+        yield f"monitor.stop, patience, keep is invalid with a schedule whose decay is a branch: {why}"
     yield from plan.mixture.conflicts(
         examples=source.encoding is not None,
         chats=source.chats,
@@ -333,27 +339,27 @@ def conflicts(plan: Plan) -> Iterator[str]:
         return
     for group, chosen in (("method", plan.method), *(("mask", mask) for mask in plan.masks)):
         if not getattr(chosen.load(), "sharded", chosen.target.startswith(OWN_CODE)):
-            why = "(docs/distributed.md: sharded = True in its class); allowed with it: strategy=single, ddp"
-            yield f"{group}: {chosen.target} does not support sharded weights, or does not say so {why}"
+            why = f"{group} {chosen.target} does not support sharded weights (docs/distributed.md)"
+            yield f"strategy=fsdp is invalid: {why}. Allowed: single, ddp"
     if monitor.keep == "best":
-        yield "monitor.keep=best does not go with strategy=fsdp; allowed: last"
+        yield "monitor.keep=best is invalid with strategy=fsdp. Allowed: last"
     for group, value in {
         "endtask": plan.endtasks,
         "answers": plan.answers,
         "benchmark": plan.benchmark,
     }.items():
         if value is not None:
-            why = f"{group} needs the whole model, of which strategy=fsdp leaves each process a shard"
-            yield f"{why}; allowed: {group}=none, or {group}=… with strategy=single in the end"
+            why = f"{group} is invalid with strategy=fsdp: it needs the whole model"
+            yield f"{why}. Allowed: {group}=none, and {group} with strategy=single in the end"
     if plan.trainer.precision == "bf16-true" and method.needs_32_bits:
-        told = f"trainer.precision=bf16-true does not go with method={name} and strategy=fsdp"
-        yield f"{told}; allowed: 32-true, bf16-mixed"
+        told = f"trainer.precision=bf16-true is invalid with method={name} and strategy=fsdp"
+        yield f"{told}. Allowed: 32-true, bf16-mixed"
 
 
 def why_not_growable(plan: Plan) -> str:
     """Why the first domains of a plan would have been trained differently without those that follow; empty
     where they would not."""
-    order, schedule, method = plan.run.order, plan.schedule, plan.method.load()
+    order, schedule, method = plan.run.order, plan.lr_scheduler, plan.method.load()
     needs_end = getattr(schedule, "needs_end", False)
     reasons = {
         f"order={order} gives a further domain its place among those that are learned": plan.by_texts,
@@ -361,7 +367,7 @@ def why_not_growable(plan: Plan) -> str:
         f"method={plan.names['method']} needs all domains "
         "before the first is learned": method.requires_all_domains,
         "optim.state_across_domains=all lets the rate decay over all domains": plan.carry == "all",
-        f"schedule={type(schedule).__name__} has rates that depend on how many domains follow": needs_end,
+        f"lr_scheduler={type(schedule).__name__} has rates that depend on how many domains follow": needs_end,
         "budget.* is shared out among the domains of the order": (
             plan.observer.given and plan.observer.counts_domains
         ),

@@ -97,13 +97,13 @@ def resolve_auto(
         able = device.type == "cuda" and torch.cuda.is_bf16_supported()
         options = replace(options, precision=stored or ("bf16-mixed" if able else "32-true"))
         why = "as in scores.json" if stored else f"the default on this device ({device.type})"
-        log.info("trainer.precision=auto: %s, %s", options.precision, why)
+        log.info("Precision (trainer.precision=auto): %s, %s", options.precision, why)
     drops = options.quick_dropout and drops_attention(config)
     is_short = options.precision in BF16 and length <= SHORT
     if options.attn_implementation == "auto" and device.type == "cpu" and (drops or is_short):
         faster = f"is faster in 16 bits in rows of up to {SHORT} tokens"
         why = "draws its dropout quickly" if drops else faster
-        log.info("trainer.attn_implementation=auto: eager, which on a CPU %s", why)
+        log.info("Attention (trainer.attn_implementation=auto): eager, which on a CPU %s", why)
         options = replace(options, attn_implementation="eager")
     return options
 
@@ -112,7 +112,7 @@ def make_harness(plan: Plan) -> Harness | None:
     """The benchmark's tasks, read by the process that measures them."""
     if plan.benchmark is None or not is_first_process():
         return None
-    log.info("reading the tasks of the probe")
+    log.info("Reading the benchmark's tasks")
     from cpt.evaluation.lm_eval import Harness
 
     return Harness(plan.benchmark, precision=plan.trainer.precision)
@@ -123,7 +123,7 @@ def check_optimizer(section: str, options: Mapping[str, Any]) -> None:
     made_by = load_target(options["_target_"], place=section)
     if isinstance(made_by, type) and not issubclass(made_by, torch.optim.Optimizer):
         allowed = "an optimizer's class, like torch.optim.AdamW"
-        raise ValueError(f"{section}._target_={options['_target_']}; allowed: {allowed}")
+        raise ValueError(f"{section}._target_={options['_target_']} is invalid. Allowed: {allowed}")
     check_arguments(section, options, given_by_cpt=("params",))
     with naming_cause(section):
         make = instantiate({**options, "_partial_": True}, _convert_="all")
@@ -152,7 +152,9 @@ def check_model(plan: Plan) -> PretrainedConfig:
         if folder.is_dir() and not any(path for kind in TOKENIZERS for path in folder.glob(kind)):
             # transformers would make an empty one of the model's type
             allowed = f"a folder with the files of one, {', '.join(TOKENIZERS)}"
-            raise ValueError(f"model.name_or_path={folder} has no tokenizer; allowed: {allowed}")
+            raise ValueError(
+                f"model.name_or_path={folder} is invalid: it has no tokenizer. Allowed: {allowed}"
+            )
         with naming_cause(f"the tokenizer of model.name_or_path={given}"):
             tokenizer = loading.load_tokenizer(given)
         if not options.resize:
@@ -163,7 +165,7 @@ def check_model(plan: Plan) -> PretrainedConfig:
             index = json.loads((folder / PARTS_INDEX).read_text(encoding="utf-8"))
             used = f"with those of {index['parts'][-1]}" if index["attach"] is None else "without any of them"
             names, advice = ", ".join(index["parts"]), "cpt.adapters.export.load gives others"
-            log.warning("%s has modules for %s; it starts %s: %s", folder, names, used, advice)
+            log.warning("Modules of %s are for %s; it starts %s: %s", folder, names, used, advice)
         sentinels = len(loading.sentinel_ids(tokenizer))
     objective = loading.objective_name(options.objective, config)
     check_objective(plan, objective, tokenizer)
@@ -198,14 +200,14 @@ def check_model(plan: Plan) -> PretrainedConfig:
         except ValueError:  # a refusal
             raise
         except Exception as error:  # of an operation that the meta device lacks
-            log.debug("method %s was not tried on a skeleton: %s", name, error)
+            log.debug("Skipping the skeleton of method %s: %s", name, error)
     if module is not None:
         if plan.trainer.compile and any(mask.limits for mask in module.masks):
-            raise ValueError("trainer.compile=true does not go with backend=backward; allowed: backend=hooks")
+            raise ValueError("trainer.compile=true is invalid with backend=backward. Allowed: backend=hooks")
         frozen, only = {id(parameter) for parameter in module.frozen}, plan.freeze.trainable
         if only is not None and all(id(each) in frozen for each in module.model.parameters()):
-            why = f"leaves nothing of what method={name} trains; allowed: null, or what finds some of it"
-            raise ValueError(f"trainable={show(only)} {why}")
+            why = f"it leaves nothing of what method={name} trains. Allowed: null, or what finds some of it"
+            raise ValueError(f"trainable={show(only)} is invalid: {why}")
     return config
 
 
@@ -215,26 +217,30 @@ def check_objective(plan: Plan, objective: str, tokenizer: Any) -> None:
     name, has_answers = f"model={options.name}", source.encoding is not None
     kind = {"masked": "is masked", "span": "learns by span corruption"}.get(objective)
     if options.objective == "causal" and options.mlm_probability is not None:
-        told = f"model.mlm_probability={options.mlm_probability} has no effect with model.objective=causal"
-        raise ValueError(f"{told}; allowed: null")
+        told = f"model.mlm_probability={options.mlm_probability} is invalid for a causal model"
+        raise ValueError(f"{told}. Allowed: null")
     if kind and options.mlm_probability is None:
-        raise ValueError(f"model.mlm_probability=null; allowed: above 0 and below 1, as the model {kind}")
+        raise ValueError(
+            f"model.mlm_probability=null is invalid: the model {kind}. Allowed: above 0 and below 1"
+        )
     if objective == "span" and options.mean_span is None:
-        raise ValueError(f"model.mean_span=null; allowed: 1 or more, as the model {kind}")
+        raise ValueError(f"model.mean_span=null is invalid: the model {kind}. Allowed: 1 or more")
     if objective == "span" and options.name_or_path is None and (options.vocab_size or 0) < least:
         needed = f"{least} or more, {loading.SENTINELS} of them sentinels"
-        raise ValueError(f"model.vocab_size={options.vocab_size}; allowed: {needed}")
+        raise ValueError(f"model.vocab_size={options.vocab_size} is invalid. Allowed: {needed}")
     loading.check_packing(objective, isolated=source.isolated, answers=has_answers)
     if source.chats:
         why = "has no chat template" if tokenizer is None or not tokenizer.chat_template else ""
         if why := "is an encoder-decoder" if objective in loading.SEQ2SEQ else why:
             allowed = "an instruction-tuned checkpoint, or examples with a question and an answer"
-            raise ValueError(f"{name} does not go with chats, as it {why}; allowed: {allowed}")
+            raise ValueError(f"model={name} is invalid for chats: it {why}. Allowed: {allowed}")
         turns = ((USER, "a question"), (ASSISTANT, "its answer"))
         render_chat(Example("a question and its answer", "", "its answer", "chat", turns=turns), tokenizer)
     if objective == "masked" and plan.benchmark is not None:
         allowed = "benchmark=none, or a causal model like model=tiny_gpt2"
-        raise ValueError(f"benchmark=lm_eval continues a text, and {name} fills masks; allowed: {allowed}")
+        raise ValueError(
+            f"benchmark=lm_eval is invalid: {name} fills masks and continues no text. Allowed: {allowed}"
+        )
     plan.mixture.check_objective(objective, model=name, examples=has_answers)
 
 

@@ -18,6 +18,7 @@ from cpt.core.config import flatten, identity, list_differences, plain_config, r
 from cpt.core.errors import reason
 from cpt.core.heartbeat import PROGRESS_FILE, Heartbeat, format_error, record_exit, utc_now
 from cpt.core.processes import is_first_process
+from cpt.core.renames import rename_leaves
 from cpt.evaluation.journal import journal_file
 from cpt.evaluation.scores import Scores, documents_file, load_documents
 
@@ -54,19 +55,22 @@ class RunDir:
             remedy = "take these values back, choose another name=…, or delete the folder"
             raise ValueError(f"{self.path} was made with another config ({'; '.join(changed)}); {remedy}")
 
+    def stored_config(self) -> dict[str, Any]:
+        """The leaves of the stored config, by their present names."""
+        return rename_leaves(dict(flatten(plain_config(cast(DictConfig, OmegaConf.load(self.config))))))
+
     def stored(self, key: str) -> Any:
         """A value of the stored config, by its dotted key; None where it has none. Raises ValueError for a
         config that cannot be read."""
         try:
-            return dict(flatten(plain_config(cast(DictConfig, OmegaConf.load(self.config))))).get(key)
+            return self.stored_config().get(key)
         except (YAMLError, OmegaConfBaseException) as error:
             told = f"{self.config} is damaged ({reason(error)})"
             raise ValueError(f"{told}; bring it back from a copy") from error
 
     def changes(self, settings: Mapping[str, Any]) -> list[str]:
         """How a config differs from the stored one, apart from keys whose contents are compared."""
-        stored = plain_config(cast(DictConfig, OmegaConf.load(self.config)))
-        both = [identity(redact(each)) for each in (stored, settings)]
+        both = [identity(redact(each)) for each in (self.stored_config(), settings)]
         for key in BY_CONTENT if self.manifest.exists() or self.scores_file.exists() else ():
             for each in both:
                 each.pop(key, None)

@@ -10,6 +10,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from cpt.core.renames import rename_variant
+
 DOCS = Path(__file__).resolve().parents[1]
 PAGE, SCORES = DOCS / "methods.md", DOCS.parent / "benchmarks" / "results" / "studies"
 BEGIN, END = "<!-- generated: measured -->", "<!-- end: measured -->"
@@ -64,7 +66,8 @@ def read() -> dict[str, list[dict[str, Any]]]:
 
 def plain_run(run: Run) -> dict[str, Any]:
     """A run of the default domains, all in one order."""
-    about = {name: run[name] for name in ("method", "mask", "replay", "variant", "seed")}
+    about = {name: run[name] for name in ("method", "mask", "replay", "seed")}
+    about["variant"] = rename_variant(run["variant"], method=run["method"])
     return about | {"LC": run["LC"]["nats"], "order": (), "needs_domain": run.get("needs_domain")}
 
 
@@ -72,7 +75,8 @@ def scored_run(scores: Run) -> dict[str, Any]:
     """A run of published scores."""
     run = scores["run"]
     about = {name: run[name] for name in ("method", "mask", "replay", "seed")}
-    about["variant"] = "; ".join(filter(None, (run["variant"], MADE_WITH.get(run["method"]))))
+    given = rename_variant(run["variant"], method=run["method"])
+    about["variant"] = "; ".join(filter(None, (given, MADE_WITH.get(run["method"]))))
     about |= {"order": tuple(run["order"]), "needs_domain": scores.get("needs_domain")}
     answers = (scores.get("answers") or {}).get("metrics", {}).get("AP")
     return about | {"LC": scores["metrics"].get("LC", {}).get("nats"), "AP": answers}

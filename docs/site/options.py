@@ -29,7 +29,7 @@ GROUPS = {
     "domains": "Where text comes from",
     "model": "The model",
     "optim": "The optimizer",
-    "schedule": "Learning rates",
+    "lr_scheduler": "Learning rates",
     "trainer": "Budget, batch, precision, machine",
     "strategy": "Processes",
     "routing": "Which part scores a text whose domain is not known",

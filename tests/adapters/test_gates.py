@@ -63,7 +63,7 @@ def test_folded_weights_need_no_gates(kind):
 
 def test_factors_between_two_groups_are_one_minus_the_minimum():
     down, up = nn.Linear(3, 2), nn.Linear(2, 3)
-    taken = ClaimedUnits(bottleneck_units("a", down, up), acts_on="update")
+    taken = ClaimedUnits(bottleneck_units("a", down, up), apply_to="update")
     assert list(taken.factors()) == []
     taken.update_max(torch.tensor([1.0, 0.25, 0.5, 0.0, 0.5]))
     taken.update_max(torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0]))

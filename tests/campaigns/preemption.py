@@ -34,7 +34,7 @@ LOOPS = {  # what the log says first
     "training": re.compile(r"\((1/1|1/2|2/2)\)"),
     "scoring": re.compile(r"scoring after"),
     "end tasks": re.compile(r"end task|fine-tuning"),
-    "base": re.compile(r"pre-training the base"),
+    "base": re.compile(r"[Pp]re-training the base"),
     "anywhere": re.compile(r""),
 }
 STEPS = ("trainer.steps=30", "trainer.checkpoint_every=1000")

@@ -51,7 +51,7 @@ def tasks(tmp_path_factory):
 @pytest.mark.slow
 def test_the_command_line_writes_a_run_s_tasks_and_says_how_to_ask_them(tasks, cache, tmp_path, capsys):
     given = ["domains=tasks", f"domains.root={tasks}", f"cache_dir={cache}", "model=tiny_gpt2"]
-    main([str(tmp_path / "out"), *given, "model.vocab_size=300", "order=[law]", "answers.most=5"])
+    main([str(tmp_path / "out"), *given, "model.vocab_size=300", "order=[law]", "answers.max_documents=5"])
     first, second = capsys.readouterr().out.splitlines()
     assert first == "cpt_law: 5 examples"
     assert second == f"benchmark=lm_eval benchmark.include={tmp_path / 'out'} 'benchmark.tasks=[cpt_tasks]'"

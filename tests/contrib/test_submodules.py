@@ -11,7 +11,7 @@ from cpt.data.sources.docstrings import InstalledDocs, names_in, subpackages
 from cpt.evaluation.finetune_tasks import plan_endtasks
 from tests.conftest import ROOT
 
-HELD_OUT = {"valid": 0.2, "test": 0.3, "seed": 0, "most": None}
+HELD_OUT = {"valid": 0.2, "test": 0.3, "seed": 0, "max_documents": None}
 FIELDS = {"rivers": "water", "hills": "stone", "woods": "tree"}
 
 

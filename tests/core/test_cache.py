@@ -101,7 +101,10 @@ def test_a_damaged_artifact_is_made_again(thing, tmp_path, caplog, harm):
     damage(folder)
     assert opened() == folder and len(made) == 2
     assert (folder / "deep" / "second").read_text() == "whole"
-    assert caplog.messages[0].startswith(f"{folder} is damaged ({message}") and len(caplog.messages) == 1
+    assert (
+        caplog.messages[0].startswith(f"Rebuilding {folder}, which is damaged ({message}")
+        and len(caplog.messages) == 1
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["thing", "thing.lock"]
     assert opened() == folder and len(made) == 2
 

@@ -38,7 +38,12 @@ def test_a_run_folder_is_named_by_its_choices(composed):
     assert name_run(["domains.root=../a b/c"], "ncl", "[b,a]", 0) == "ncl_order-.b.a_seed-0_domains.root-c"
     long = [name_run([f"domains.root={'x' * 200}{end}"], "ncl", 0, 0) for end in "ab"]
     assert len(set(long)) == 2 and max(map(len, long)) < LONGEST + 20
-    for given in ("model=tiny_modernbert", "mask=none", "trainer.steps=250", "schedule.warmup=0.10"):
+    for given in (
+        "model=tiny_modernbert",
+        "mask=none",
+        "trainer.steps=250",
+        "lr_scheduler.warmup_ratio=0.10",
+    ):
         assert name_run([given], "ncl", 0, 0) == plain  # a default that is given outright
     for given in ("model=tiny_gpt2", "mask=migu", "trainer.steps=251"):
         assert name_run([given], "ncl", 0, 0) == f"{plain}_{given.replace('=', '-').replace('_', '.')}"
@@ -57,8 +62,8 @@ def test_what_decides_the_result_identifies_a_run(composed):
     [
         ("", 2e-3),
         ("model.name_or_path=somewhere", 1e-4),
-        ("+method.rate=4 model.name_or_path=somewhere", 4e-4),
-        ("+method.rate=4 optim.lr=0.5", 0.5),
+        ("+method.lr_multiplier=4 model.name_or_path=somewhere", 4e-4),
+        ("+method.lr_multiplier=4 optim.lr=0.5", 0.5),
     ],
 )
 def test_a_method_or_a_checkpoint_has_a_rate_of_its_own(given, rate, composed):

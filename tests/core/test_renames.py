@@ -2,42 +2,146 @@
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from cpt.core.config import CONF
-from cpt.core.renames import GROUPS, KEYS, rename_keys, rename_overrides
+from cpt.core.config import CONF, flatten
+from cpt.core.errors import RENAMED_GROUPS, reason
+from cpt.core.renames import (
+    KEYS,
+    OPTIONS,
+    VALUES,
+    new_name,
+    rename_keys,
+    rename_leaves,
+    rename_overrides,
+    rename_variant,
+)
 from cpt.gate import main
 
+WITH = {  # choices that have the option of a place, by a part of its new name
+    "answers.": "domains=tasks",
+    "benchmark.": "benchmark=lm_eval",
+    "buffer": "method=derpp",
+    "endtask.": "endtask=submodules",
+    "lora_": "method=lora",
+    "lr_multiplier": "method=lora",
+    "mask.": "mask=migu",
+    "method.apply_to": "method=agem",
+    "method.mask": "method=migu",
+    "method.mixture": "method=replay",
+    "minibatch": "method=derpp",
+    "normalize": "method=das",
+    "num_experts": "method=moelora",
+    "num_virtual": "method=prompt",
+    "reduction": "method=adapter",
+    "replay.": "replay=generated",
+    "replay.buffer": "replay=past",
+    "target_modules": "method=peft",
+}
+PLACES = [(each, names) for places, names in OPTIONS.items() for each in places.split()]
+ALL = KEYS | RENAMED_GROUPS
+ALL |= {f"{each}.{old}": f"{each}.{new}" for each, names in PLACES for old, new in names.items()}
+ALL = {old.replace("*", "migu"): new.replace("*", "migu") for old, new in ALL.items()}
+ALL.pop("method.mixture.tokens")  # of generated text, which a method does not choose
 
-@pytest.mark.parametrize(("old", "new"), (KEYS | GROUPS).items())
+
+@pytest.mark.parametrize(("old", "new"), ALL.items())
 def test_an_old_name_means_the_new_one_and_is_warned_of_once(old, new, capsys):
-    assert rename_overrides([f"{old}=x", f"++{old}=a,b", f"~{old}", "-m", "seed=1"]) == [
-        f"{new}=x",
-        f"++{new}=a,b",
-        f"~{new}",
-        "-m",
-        "seed=1",
+    given = [choice for part, choice in WITH.items() if part in new][-1:]
+    present = [f"{new}=x", f"++{new}=a,b", f"~{new}", "-m", "seed=1"]
+    assert rename_overrides([*given, f"{old}=x", f"++{old}=a,b", f"~{old}", *present[3:]]) == [
+        *given,
+        *present,
     ]
     assert capsys.readouterr().err.count(f"cpt: {old} is deprecated") == 3
-    cfg = OmegaConf.create({})
+    cfg = composed(*given)
+    assert OmegaConf.select(cfg, new, default=...) is not ... or "tasks.migu" in new
     OmegaConf.update(cfg, old, "x", force_add=True)
     OmegaConf.set_struct(cfg, True)
     rename_keys(cfg)
-    assert OmegaConf.select(cfg, new) == "x" and OmegaConf.select(cfg, old) is None
+    place = "" if old in RENAMED_GROUPS else old
+    assert OmegaConf.select(cfg, new) == "x" and (not place or OmegaConf.select(cfg, place) is None)
     assert capsys.readouterr().err.count(f"use {new}") == 1
 
 
-def test_present_names_are_those_of_the_config_and_are_left_alone(capsys):
+def composed(*given):
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = compose("config")
-    assert [new for new in KEYS.values() if OmegaConf.select(cfg, new, default=...) is ...] == []
-    assert all((CONF / group).is_dir() for group in GROUPS.values())
+        return compose("config", overrides=list(given))
+
+
+def test_old_values_mean_the_new_ones(capsys):
+    for key, values in VALUES.items():
+        for old, new in values.items():
+            assert rename_overrides([f"{key}={old},x"]) == [f"{key}={new},x"]
+            assert f"use {key}={new},x" in capsys.readouterr().err
+    cfg = composed("replay=past")
+    OmegaConf.update(cfg, "replay.adds", True, force_add=True)
+    cfg.domains.packing = "per_document"
+    OmegaConf.update(cfg, "hydra.sweeper.params", {"domains.packing": "isolated,concat"}, force_add=True)
+    rename_keys(cfg)
+    assert (cfg.replay.mode, cfg.domains.packing) == ("append", "none") and "adds" not in cfg.replay
+    assert cfg.hydra.sweeper.params == {"domains.packing": "document_mask,concat"}
+    assert "use replay.mode=append" in capsys.readouterr().err
+
+
+def test_options_of_classes_that_have_the_old_name_are_left_alone(capsys):
+    own = ["method=derpp", "method.alpha=1", "method.mask.x=1"], ["method=demix", "method.experts=ffn"]
+    other = ["method=das", "method.general=null"], ["method=peft", "method.arguments.alpha=3"]
+    assert [rename_overrides(each) for each in (*own, *other)] == [*own, *other]
+    cfg = composed("method=derpp", "+method.arguments={alpha: 1}")
+    rename_keys(cfg)
+    assert cfg == composed("method=derpp", "+method.arguments={alpha: 1}") and not capsys.readouterr().err
+    mine = {"method._target_": "tests.support.seams.Growing", "method.memory": 5}
+    assert rename_leaves(mine) == mine
+
+
+def test_folders_and_variants_of_earlier_versions_have_present_names():
+    leaves = {"schedule._target_": "cpt.optim.schedulers.Linear", "schedule.warmup": 0.1, "eval.tokens": 5}
+    assert rename_leaves(leaves) == {
+        "lr_scheduler._target_": "cpt.optim.schedulers.Linear",
+        "lr_scheduler.warmup_ratio": 0.1,
+        "eval.max_tokens": 5,
+    }
+    given = "rate=3; mask.acts_on=update; mixture.past=0.05; routing@method.routing=posterior; earlier form"
+    present = (
+        "lr_multiplier=3; mask.apply_to=update; mixture.past_ratio=0.05; routing=posterior; earlier form"
+    )
+    assert rename_variant(given, method="lora") == present
+    assert rename_variant("alpha=1; draw=3", method="derpp") == "alpha=1; minibatch_size=3"
+    assert rename_variant("alpha=1", method="lora") == "lora_alpha=1"
+
+
+def test_a_choice_within_a_section_is_given_plainly(capsys):
+    given = ["method=demix", "method.routing=posterior", "method.routing.decay=0.5"]
+    assert rename_overrides(given)[1:] == ["routing@method.routing=posterior", given[2]]
+    assert not capsys.readouterr().err
+    cfg = composed(*rename_overrides(given))
+    assert (cfg.method.routing.name, cfg.method.routing.decay) == ("posterior", 0.5)
+
+
+def test_an_old_group_in_a_list_of_defaults_is_told_by_its_new_name(tmp_path):
+    path = tmp_path / "experiment" / "mine.yaml"
+    path.parent.mkdir()
+    for old, new in RENAMED_GROUPS.items():
+        path.write_text(f"# @package _global_\ndefaults:\n  - override /{old}: linear\n")
+        with pytest.raises(HydraException) as raised:
+            composed("experiment=mine", f"hydra.searchpath=[file://{tmp_path}]")
+        assert (
+            reason(raised.value) == f"override /{old} in experiment/mine is invalid. Allowed: override /{new}"
+        )
+
+
+def test_present_names_are_left_alone(capsys):
+    assert all((CONF / group).is_dir() for group in RENAMED_GROUPS.values())
     same = ["optimized_metric=LC.nats", "model.objective=auto", "benchmark.tasks=[a]", "hydra.job.name=check"]
     assert rename_overrides(same) == same and rename_overrides(["probe.tasks=[a]"]) == ["benchmark.tasks=[a]"]
     assert capsys.readouterr().err.count("deprecated") == 1
     assert rename_overrides(["model=gpt2,checkpoint"]) == ["model=gpt2,hf"]
     flags = ["--config-name", "check", "model.name_or_path=checkpoint"]  # values are no keys
     assert rename_overrides(flags) == flags
+    every = dict(flatten(OmegaConf.to_container(composed("mask=migu", "replay=past", "method=olora"))))
+    assert [key for key in every if new_name(key, every) != key] == []
 
 
 def test_the_command_line_goes_before_an_old_name_in_a_file():

@@ -17,7 +17,7 @@ from tests.conftest import ROOT
 
 CHOICES = sorted((path.parent.name, path.stem) for path in ROOT.glob("conf/*/*.yaml") if path.stem != "none")
 NEEDED = {
-    ("probe", "lm_eval"): ["benchmark.tasks=[a]"],
+    ("benchmark", "lm_eval"): ["benchmark.tasks=[a]"],
     ("domains", "hub"): ["+domains.catalogue.news={path: ag_news}"],
     ("domains", "texts"): ["domains.root=."],
 }
@@ -81,7 +81,8 @@ def test_what_a_type_does_not_allow_is_told_at_every_option(group, composed):
                         given = replace(own, values={**own.split(kind)[0], key: value}, complete=False)
                         with pytest.raises(ValueError) as raised:
                             given.read(kind)
-                        told = f"{schema.join(place, key)}={show(value)}; allowed: {allowed(declared)}"
+                        given = f"{schema.join(place, key)}={show(value)}"
+                        told = f"{given} is invalid. Allowed: {allowed(declared)}"
                         assert str(raised.value).startswith(told)
 
 
@@ -106,7 +107,7 @@ def test_a_type_says_what_it_allows(kind, good, bad, words):
     for value in bad:
         with pytest.raises(ValueError) as raised:
             check_value("k", value, kind)
-        assert str(raised.value).startswith(f"k={show(value)}; allowed: {words}")
+        assert str(raised.value).startswith(f"k={show(value)} is invalid. Allowed: {words}")
 
 
 @config
@@ -128,11 +129,17 @@ class Outer(Options):
     ("given", "told"),
     [
         ({"strength": 7}, "m.strength=7 does not go with itself"),
-        ({"strenght": 1}, "m.strenght is not known; did you mean m.strength? allowed: m.strength, m.inner"),
+        (
+            {"strenght": 1},
+            "m.strenght is invalid: unknown option. Allowed: m.strength, m.inner. Did you mean m",
+        ),
         ({}, "m.strength is missing"),
-        ({"strength": 1, "inner": {"decay": 2}}, "m.inner.decay=2; allowed: 0 to 1"),
-        ({"strength": 1, "inner": {"deca": 2}}, "m.inner.deca is not known; did you mean inner.decay?"),
-        ({"strength": 1, "inner": 2}, "m.inner=2; allowed: null or keys with values"),
+        ({"strength": 1, "inner": {"decay": 2}}, "m.inner.decay=2 is invalid. Allowed: 0 to 1"),
+        (
+            {"strength": 1, "inner": {"deca": 2}},
+            "m.inner.deca is invalid: unknown option. Allowed: inner.decay. Did you mean inner.decay?",
+        ),
+        ({"strength": 1, "inner": 2}, "m.inner=2 is invalid. Allowed: null or keys with values"),
     ],
 )
 def test_options_are_read_and_frozen_or_refused_in_one_line(given, told):

@@ -61,7 +61,7 @@ def hashed(draw):
 @settings(max_examples=100, deadline=None)
 def test_the_split_is_that_of_a_slow_loop(found, most):
     hashes, told = found
-    held_out = {"valid": 0.1, "test": 0.2, "seed": 3, "most": most}
+    held_out = {"valid": 0.1, "test": 0.2, "seed": 3, "max_documents": most}
     expected = np.full(len(told), -1)
     for number in set(hashes.tolist()):
         same = [at for at in range(len(told)) if hashes[at] == number]

@@ -44,7 +44,7 @@ def test_what_is_not_an_order_and_names_that_the_scores_need_are_refused():
         with pytest.raises(ValueError, match="order|domain"):
             resolved(order)
     for name in ("base", "joint", "general"):
-        with pytest.raises(ValueError, match=f"may not be called {name}"):
+        with pytest.raises(ValueError, match=f"uses {name} itself"):
             resolved(0, names=["ai", name], orders=None)
 
 

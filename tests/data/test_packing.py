@@ -172,18 +172,18 @@ def test_every_token_is_in_one_row_however_documents_come(sizes, at_once, more, 
     else:
         whole = [[ids[at : at + LENGTH] for at in range(0, len(ids), LENGTH)] for ids in documents]
         assert list(map(sorted, pieces)) == list(map(sorted, whole))
-    if kind == "isolated":
+    if kind == "document_mask":
         assert [owners for _, owners, _ in found] == by_best_fit(documents)
-    if kind == "per_document":
+    if kind == "none":
         assert [owners[0] for _, owners, _ in found] == sorted(owners[0] for _, owners, _ in found)
         assert all(len(set(owners)) == 1 for _, owners, _ in found)
 
 
 def test_rows_of_documents_that_fit_are_nearly_full_and_few_are_open():
     sizes = np.random.default_rng(0).integers(1, 12, 3000).tolist()
-    assert sum(sizes) / (LENGTH * len(rows_of("isolated", sizes, 7)[0])) > 0.97
+    assert sum(sizes) / (LENGTH * len(rows_of("document_mask", sizes, 7)[0])) > 0.97
     half = [9 + number % 7 for number in range(OPEN_ROWS + 30)]  # no two fit
-    found, documents = rows_of("isolated", half, 1)
+    found, documents = rows_of("document_mask", half, 1)
     assert [owners for _, owners, _ in found] == by_best_fit(documents)
     assert len(found[0][0]) == 15  # the fullest is done first
 
@@ -197,7 +197,7 @@ def test_a_packed_text_says_what_its_rows_hold_and_what_will_be_scored(tmp_path,
     assert packed.row_lengths.tolist() == (documents >= 0).sum(1).tolist()
     assert packed.tokens_per_row == (LENGTH if kind == "concat" else pytest.approx(packed.row_lengths.mean()))
     assert set(documents.ravel().tolist()) - {-1} == set(range(packed.documents))
-    if kind == "isolated":
+    if kind == "document_mask":
         counted = [len(set(row[row >= 0].tolist())) for row in documents]
         assert packed.sharing.tolist() == counted == sizes.documents.tolist() and max(counted) > 1
     else:
@@ -206,14 +206,14 @@ def test_a_packed_text_says_what_its_rows_hold_and_what_will_be_scored(tmp_path,
     batch, places = Causal().batch(stacked)
     scored = np.bincount(batch["rows"].numpy(), minlength=len(packed))
     assert scored.tolist() == Causal().scored(sizes).tolist()
-    assert ("segments" in batch) == (kind == "isolated")
-    if kind == "isolated":
+    assert ("segments" in batch) == (kind == "document_mask")
+    if kind == "document_mask":
         assert (documents.ravel()[places] == documents.ravel()[batch["positions"]]).all()
     few = np.argsort(packed.row_lengths)[:3]
-    longest = np.argsort(-packed.row_lengths, kind="stable") if kind == "per_document" else numbers
+    longest = np.argsort(-packed.row_lengths, kind="stable") if kind == "none" else numbers
     assert packed.by_length(numbers).tolist() == longest.tolist()
     width = stack_rows([packed], np.zeros(3, int), few, sample_keys(7, few)).ids.shape[1]
-    assert width == (packed.row_lengths[few].max() if kind == "per_document" else LENGTH)
+    assert width == (packed.row_lengths[few].max() if kind == "none" else LENGTH)
 
 
 def test_every_balanced_domain_has_the_tokens_of_the_smallest_but_for_a_row():

@@ -297,12 +297,14 @@ BATCH = 8
 
 
 def replay(**given) -> Replay:
-    return Replay(**{"past": 0.0, "general": 0.0, "memory": None, "adds": False, **given})
+    return Replay(
+        **{"past_ratio": 0.0, "general_ratio": 0.0, "buffer_size": None, "mode": "replace", **given}
+    )
 
 
 def replayed(mixture, *, names=("now",), past="abc", steps=(20,), stage="now", seed=0, **options):
     """The batches of a stage whose text is "now", after the domains of `past`."""
-    general = {"general": TEXTS["general"]} if mixture.general else {}
+    general = {"general": TEXTS["general"]} if mixture.general_ratio else {}
     pools = mixture.pools({name: TEXTS[name] for name in past}, general, stage=stage, seed=seed)
     options = {"batch_size": BATCH, "objective": Causal(), "seed": seed, "earlier": pools, **options}
     texts, places = {name: TEXTS[name] for name in names}, {name: at for at, name in enumerate("abc")}
@@ -327,9 +329,14 @@ def walked(mixture, *, past, general, own, steps, seed, stage):
     """What each step holds, in the order: own samples, of the past, general."""
     fresh = Deck(own, key(seed, "now"))
     kinds = []
-    for kind, share, sizes in (("past", mixture.past, past), ("general", mixture.general, general)):
+    for kind, share, sizes in (
+        ("past", mixture.past_ratio, past),
+        ("general", mixture.general_ratio, general),
+    ):
         names = list(sizes)
-        quota = mixture.memory // len(names) if kind == "past" and mixture.memory and names else None
+        quota = (
+            mixture.buffer_size // len(names) if kind == "past" and mixture.buffer_size and names else None
+        )
         kept = {
             name: shuffle(np.arange(size), size, stream=key(seed, "memory", name))[:quota].tolist()
             for name, size in sizes.items()
@@ -349,11 +356,11 @@ def walked(mixture, *, past, general, own, steps, seed, stage):
 
 
 MIXTURES = [
-    replay(past=0.1, adds=True),
-    replay(past=0.29, general=0.2),  # in floats, 0.29 * 100 is 28.999999999999996
-    replay(past=0.7, memory=11),
-    replay(general=0.35),
-    replay(past=0.5, general=0.25, memory=3, adds=True),
+    replay(past_ratio=0.1, mode="append"),
+    replay(past_ratio=0.29, general_ratio=0.2),  # in floats, 0.29 * 100 is 28.999999999999996
+    replay(past_ratio=0.7, buffer_size=11),
+    replay(general_ratio=0.35),
+    replay(past_ratio=0.5, general_ratio=0.25, buffer_size=3, mode="append"),
 ]
 
 
@@ -361,7 +368,7 @@ MIXTURES = [
 def test_the_rows_are_those_of_the_oracle(mixture):
     for past, seed, stage in (("abc", 0, "now"), ("b", 3, "later"), ("", 1, "now")):
         made = replayed(mixture, past=past, steps=[40], seed=seed, stage=stage)
-        general = {"general": SIZES["general"]} if mixture.general else {}
+        general = {"general": SIZES["general"]} if mixture.general_ratio else {}
         how = {"past": {name: SIZES[name] for name in past}, "seed": seed, "stage": stage, "steps": 40}
         expected = walked(mixture, general=general, own=SIZES["now"], **how)
         for number, (new, drawn) in enumerate(expected):
@@ -372,14 +379,14 @@ def test_the_rows_are_those_of_the_oracle(mixture):
 
 
 def test_the_masks_of_a_draw_are_those_of_its_number_and_replayed_rows_stand_everywhere():
-    made = replayed(replay(past=0.5), past="a", steps=[12], objective=MASKED, seed=4, stage="later")
+    made = replayed(replay(past_ratio=0.5), past="a", steps=[12], objective=MASKED, seed=4, stage="later")
     for number in range(12):
         parts, rows, keys = made.samples(number)
         inside = whole(made[number])
         assert all(inside[at] == ("a", rows[at]) for at in np.flatnonzero(parts == 1))
         expected = sample_keys(key(4, "later", "past", "masks"), np.arange(4 * number, 4 * number + 4))
         assert sorted(keys[parts == 1].tolist()) == sorted(expected.tolist())
-    places, made = Counter(), replayed(replay(past=0.25), steps=[400])
+    places, made = Counter(), replayed(replay(past_ratio=0.25), steps=[400])
     for step in range(400):
         places.update(np.flatnonzero(made.samples(step)[0] > 0).tolist())
     assert set(places) == set(range(BATCH)) and all(60 < count < 140 for count in places.values())
@@ -425,7 +432,7 @@ def test_a_domain_with_replay_that_is_resumed_gives_what_was_left():
 
 def test_the_past_is_what_came_before():
     for place, (name, past) in enumerate((("a", ""), ("b", "a"), ("c", "ab"), ("now", "abc"))):
-        counts = names_in(after(replay(past=0.5, general=0.25), enter=place))
+        counts = names_in(after(replay(past_ratio=0.5, general_ratio=0.25), enter=place))
         assert set(counts) == {name, "general", *past} and counts["general"] == 18
         assert counts[name] == (18 if past else 54)
         assert [counts[each] * len(past) for each in past] == [36] * len(past)

@@ -35,7 +35,7 @@ def values(measure, given=None):
 def test_each_measure_by_hand():
     texts = [" Very  Negative. ", "Mean Of-Transportation", "Society & Culture", "\n", "Ärger!"]
     plain = ["very negative", "mean oftransportation", "society culture", "", "ärger"]
-    assert [*map(task_metrics.normalise_text, texts)] == plain
+    assert [*map(task_metrics.normalize_text, texts)] == plain
     assert values("exact_match") == [1, 0, 0, 1] and values("invalid") == [0, 0, 1, 0]
     assert values("accuracy_valid")[:2] == [1, 0] and np.isnan(values("accuracy_valid")[2])
     assert values("accuracy_ranked") == [1, 0, 1, 1] and values("accuracy_ranked_mean") == [0, 1, 1, 1]

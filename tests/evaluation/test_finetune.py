@@ -20,8 +20,14 @@ pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
 CLASSES = ["bad", "good"]
-SETTINGS = {"epochs": 3, "lr": 3e-3, "weight_decay": 0.01, "warmup": 0.0, "batch_size": 8, "grouped": 1}
-SETTINGS |= {"length": 24, "precision": "32-true", "dropout": 0.1, "frozen": False, "metric": "macro_f1"}
+SETTINGS = {"epochs": 3, "lr": 3e-3, "weight_decay": 0.01, "warmup_ratio": 0.0, "batch_size": 8, "grouped": 1}
+SETTINGS |= {
+    "max_seq_length": 24,
+    "precision": "32-true",
+    "dropout": 0.1,
+    "frozen": False,
+    "metric": "macro_f1",
+}
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +120,7 @@ def test_fine_tuning_is_a_plain_loop(words, kept):
     for (name, ours), value in zip(found.named_parameters(), theirs, strict=True):
         torch.testing.assert_close(ours, value, rtol=1e-4, atol=2e-5, msg=name)
     assert (found.dense.bias - classifier(start).dense.bias).abs().max() > 1e-3
-    work, rates = job(words, warmup=0.5), []  # a share of the steps
+    work, rates = job(words, warmup_ratio=0.5), []  # a share of the steps
     optimizer, schedule = subject.make_optimizer(classifier(start), work)
     for _ in range(work.steps):
         rates.append(schedule.get_last_lr()[0])

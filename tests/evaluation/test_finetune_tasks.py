@@ -50,7 +50,7 @@ def test_tasks_are_those_of_learned_domains_in_their_order_each_with_its_own_val
     assert found.tasks == ["law", "food"]
     assert (found.settings("law").epochs, found.settings("food").epochs) == (7, 5)
     assert (found.settings("law").metric, found.settings("food").metric) == ("accuracy", "macro_f1")
-    with pytest.raises(ValueError, match=r"no task belongs to a domain of order=\[space\]; there are: food"):
+    with pytest.raises(ValueError, match=r"no task is of a domain of order=\[space\]. Allowed: food"):
         plan(root, order=["space"])
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from cpt.evaluation.options import LMEvalOptions, is_due
 
-PLAIN = {"include": None, "when": "last", "metrics": {}, "shots": None, "limit": None}
+PLAIN = {"include": None, "when": "last", "metrics": {}, "shots": None, "max_documents": None}
 PLAIN |= {"batch_size": 8, "max_length": None}
 
 

@@ -117,7 +117,7 @@ ALL = [*NAMES, "general"]
 
 
 def chosen(number, *, rows="each", columns="all", stages=tuple((name,) for name in NAMES)):
-    options = EvalOptions(rows=rows, columns=columns, tokens=None)
+    options = EvalOptions(rows=rows, columns=columns, max_tokens=None)
     return options.choose_columns(number, stages=stages, texts=ALL)
 
 

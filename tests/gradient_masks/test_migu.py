@@ -72,8 +72,8 @@ def test_the_fewest_rows_that_hold_a_share_are_chosen():
     scores = torch.tensor([2.0, 3.0, 2.0, 1.0, 2.0, 0.0, 0.0, 0.0, 1.0])
     segments = [torch.arange(6)[None], torch.tensor([[6, 7]]), torch.tensor([[8]])]
     rows = {0.5: [0, 1], 0.5001: [0, 1, 2], 0.1: [1], 0.9: [0, 1, 2, 4], 0.91: [0, 1, 2, 3, 4]}
-    for mass, chosen in rows.items():
-        mask = choose_by_mass(scores, segments, mass)
+    for top_p, chosen in rows.items():
+        mask = choose_by_mass(scores, segments, top_p)
         assert mask[:6].nonzero().flatten().tolist() == chosen
         assert mask[6:].tolist() == [1, 1, 1]  # all of nothing; one row is never none
 
@@ -169,9 +169,9 @@ def test_biases_and_heads_only_when_asked():
     assert id(untied.lm_head.weight) in covered(untied, head=True)
 
 
-@pytest.mark.parametrize("acts_on", ["gradient", "update", "frozen"])
-def test_what_masked_rows_do_under_adam(acts_on, build, monkeypatch):
-    work = build("migu", f"method.mask.acts_on={acts_on}", "optim.weight_decay=0.3", "trainer.steps=3")
+@pytest.mark.parametrize("apply_to", ["gradient", "update", "frozen"])
+def test_what_masked_rows_do_under_adam(apply_to, build, monkeypatch):
+    work = build("migu", f"method.mask.apply_to={apply_to}", "optim.weight_decay=0.3", "trainer.steps=3")
     weight, levels = work.module.masks[0].maps[0].module.weight, []
     upper, lower = slice(None, len(weight) // 2), slice(len(weight) // 2, None)
 
@@ -188,7 +188,7 @@ def test_what_masked_rows_do_under_adam(acts_on, build, monkeypatch):
     work.learn(0)
     one, two = levels[1:]
     kept = [torch.equal(before[lower], after[lower]) for before, after in zip(one, two, strict=True)]
-    assert kept == [acts_on != "gradient", acts_on == "frozen", acts_on == "frozen"]
+    assert kept == [apply_to != "gradient", apply_to == "frozen", apply_to == "frozen"]
     assert not any(torch.equal(before[upper], after[upper]) for before, after in zip(one, two, strict=True))
 
 
@@ -220,7 +220,7 @@ def test_other_importances():
 
 
 def test_rows_are_ranked_by_their_fisher_before_the_domain(build):
-    options = [f"mask.migu.{each}" for each in ("importance=fisher", "threshold=0.5", "acts_on=frozen")]
+    options = [f"mask.migu.{each}" for each in ("importance=fisher", "threshold=0.5", "apply_to=frozen")]
     work = build("ncl", "mask=migu", *options, "trainer.importance_samples=6", "optim.weight_decay=0.1")
     (mask,), model = work.module.masks, deepcopy(work.module.model).eval()
     names = {each.name: model.get_parameter(f"{each.name}.weight") for each in mask.maps}

@@ -54,7 +54,7 @@ def test_the_released_form_decays_all_entries_and_filters_adams_part():
 
 @pytest.mark.parametrize("form", ["released", "whole"])
 def test_a_run_moves_so_many_weights_less(form, small):
-    once = ["trainer.steps=1", "schedule=constant", "schedule.warmup=0", "optim.weight_decay=0"]
+    once = ["trainer.steps=1", "lr_scheduler=constant", "lr_scheduler.warmup_ratio=0", "optim.weight_decay=0"]
     work = made(small("mask=mofo", "mask.mofo.share=0.1", f"mask.mofo.form={form}", ORDER, *once))
     before = work.weights()
     work.learn(0)
@@ -63,5 +63,5 @@ def test_a_run_moves_so_many_weights_less(form, small):
         free = form == "released" and ("norm" in name.lower() or name.endswith("bias"))
         assert moved > tenth if free else 0 < moved <= tenth, name
     weight = nn.Parameter(torch.ones(3))
-    with pytest.raises(ValueError, match="keeps no momentum"):
+    with pytest.raises(ValueError, match="it has no momentum"):
         step(weight, torch.optim.SGD([weight], lr=0.1), torch.ones(3), share=0.5)

@@ -11,7 +11,7 @@ from transformers import RobertaConfig, RobertaForMaskedLM
 
 from cpt.data.collate import labels_of
 from cpt.gradient_masks import soft as module
-from cpt.gradient_masks.soft import Proxy, SoftMask, gate_gradients, importance, normalise, sample_means
+from cpt.gradient_masks.soft import Proxy, SoftMask, gate_gradients, importance, normalize, sample_means
 from cpt.models.forward import dropout
 from cpt.models.objectives import Causal
 from cpt.models.units import find_units, gate_units
@@ -35,7 +35,7 @@ def roberta(*, rate: float = 0.0, **sizes: int) -> RobertaForMaskedLM:
 
 
 def mask_over(model, *kinds: str, **given) -> SoftMask:
-    return SoftMask(model, kinds=kinds, **({"acts_on": "update", "normalise": "rank"} | given))
+    return SoftMask(model, kinds=kinds, **({"apply_to": "update", "normalize": "rank"} | given))
 
 
 def batch_of(samples: int, *, length: int = 12, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -92,11 +92,11 @@ def test_importances_and_gated_passes_are_those_of_the_authors_code(kind):
         scaled = ours.view(theirs.shape) / given["attention_mask"].sum()
         near(scaled, theirs, atol=1e-6 * float(np.abs(theirs).max()))
     raw = torch.from_numpy(arrays[f"raw_one_batch_{kind}"])
-    near(torch.stack([normalise(layer, "tanh_abs") for layer in raw]), arrays[f"norm_one_batch_{kind}"])
-    soft = mask_over(golden_model(), KINDS[kind], normalise="tanh_abs")
+    near(torch.stack([normalize(layer, "tanh_abs") for layer in raw]), arrays[f"norm_one_batch_{kind}"])
+    soft = mask_over(golden_model(), KINDS[kind], normalize="tanh_abs")
     for number in range(3):
         layers = torch.from_numpy(stages[f"in{number}_{kind}"])
-        soft.update_max(torch.cat([normalise(layer, "tanh_abs") for layer in layers]))
+        soft.update_max(torch.cat([normalize(layer, "tanh_abs") for layer in layers]))
     near(soft.importance, stages[f"acc_{kind}"].flatten())
     gates = dict(zip([each.name for each in groups], torch.from_numpy(passes[f"impt_{kind}"]), strict=True))
     inputs = {"input_ids": torch.from_numpy(ids["d1_b0_inputs_ori_ids"]).long()}
@@ -160,7 +160,7 @@ def test_the_proxy_compares_two_dropout_passes_of_uncorrupted_text(compared, mon
     assert not Proxy(model, Text(), compared=None, rate=None).measure(soft, [batch]).any()
     with pytest.raises(ValueError, match="proxy_dropout=null"):
         Proxy(roberta(), Causal(), compared=compared, rate=None)
-    monkeypatch.setattr(module, "normalise", lambda scores, how: raw.append(scores) or scores)
+    monkeypatch.setattr(module, "normalize", lambda scores, how: raw.append(scores) or scores)
     torch.manual_seed(3)
     scores = proxy.measure(soft, [batch])
     assert torch.equal(seen[0], (batch["input_ids"] - 1).clamp_min(4).repeat(2, 1))
@@ -184,9 +184,9 @@ def test_normalisations_by_hand():
     by_hand = {"tanh_abs": [abs(value) for value in z], "tanh_relu": [max(0.0, value) for value in z]}
     by_hand |= {"minmax": [0.0, 0.2, 0.4, 1.0], "rank": [0.0, 1 / 3, 2 / 3, 1.0]}
     for how, values in by_hand.items():
-        assert normalise(scores, how).tolist() == pytest.approx(values)
-        torch.testing.assert_close(normalise(scores * 1e-6, how), torch.tensor(values), rtol=1e-4, atol=1e-5)
-        assert not normalise(torch.full((5,), 0.3), how).any() and not normalise(torch.ones(1), how).any()
+        assert normalize(scores, how).tolist() == pytest.approx(values)
+        torch.testing.assert_close(normalize(scores * 1e-6, how), torch.tensor(values), rtol=1e-4, atol=1e-5)
+        assert not normalize(torch.full((5,), 0.3), how).any() and not normalize(torch.ones(1), how).any()
 
 
 @pytest.mark.parametrize("columns", [["heads"], ["heads", "neurons"], []])

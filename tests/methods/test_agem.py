@@ -10,7 +10,13 @@ from torch import nn
 from cpt.methods.agem import AGEM, Reference, inner_product, solve
 from tests.support.running import token_nll
 
-SMALL = ["method.memory=24", "method.draw=8", "order=[food,law,space]", "trainer.steps=12", "optim.lr=0.01"]
+SMALL = [
+    "method.buffer_size=24",
+    "method.minibatch_size=8",
+    "order=[food,law,space]",
+    "trainer.steps=12",
+    "optim.lr=0.01",
+]
 
 
 def reference_of(module, domain):
@@ -29,8 +35,8 @@ def along(moved, references) -> float:
 
 
 @pytest.mark.parametrize("constraints", ["mean", "each"])
-@pytest.mark.parametrize("acts_on", ["gradient", "update"])
-def test_no_step_raises_the_loss_on_the_memory(acts_on, constraints, build, monkeypatch):
+@pytest.mark.parametrize("apply_to", ["gradient", "update"])
+def test_no_step_raises_the_loss_on_the_memory(apply_to, constraints, build, monkeypatch):
     seen = {"gradient": [], "step": [], "each": []}
     constrain, gradients, update = AGEM.constrain, AGEM.transform_gradients, AGEM.after_update
 
@@ -45,32 +51,32 @@ def test_no_step_raises_the_loss_on_the_memory(acts_on, constraints, build, monk
         if module.domain.index == 2:
             own = [each.grad for each in module.model.parameters()]
             seen["gradient"].append(along(own, module.expected))
-            seen["each"] += [along(own, module.all)] * (acts_on == "gradient")
+            seen["each"] += [along(own, module.all)] * (apply_to == "gradient")
 
     def after(module):
         update(module)
         if module.domain.index == 2:
             own = [old - p.detach() for p, old in zip(module.model.parameters(), module.old, strict=True)]
             seen["step"].append(along(own, module.expected))
-            seen["each"] += [along(own, module.all)] * (acts_on == "update")
+            seen["each"] += [along(own, module.all)] * (apply_to == "update")
 
     monkeypatch.setattr(AGEM, "constrain", between)
     monkeypatch.setattr(AGEM, "after_update", after)
-    given = [f"method.acts_on={acts_on}", "method.constraints=each", "optim.weight_decay=0.1"]
+    given = [f"method.apply_to={apply_to}", "method.constraints=each", "optim.weight_decay=0.1"]
     work = build("agem", *SMALL, *given)
     work.module.options = replace(work.module.options, constraints=constraints)
     work.learn(0)
     monkeypatch.setattr(AGEM, "transform_gradients", before)
     work.learn(1)
     work.learn(2)
-    order = ("gradient", "step") if acts_on == "gradient" else ("step", "gradient")
+    order = ("gradient", "step") if apply_to == "gradient" else ("step", "gradient")
     held, free = (seen[each] for each in order)
     assert len(held) == len(free) == 12 and min(held) > -1e-4 and min(free) < -1e-2
     assert (min(seen["each"]) > -1e-4) == (constraints == "each")
 
 
 def test_a_gradient_that_does_no_harm_is_left_alone():
-    weight, reference = nn.Parameter(torch.zeros(2)), Reference(acts_on="gradient")
+    weight, reference = nn.Parameter(torch.zeros(2)), Reference(apply_to="gradient")
     reference.gradients = [{weight: torch.tensor([1.0, 0.0])}]
     for given, expected in (([1.0, 2.0], [1.0, 2.0]), ([-1.0, 2.0], [0.0, 2.0])):
         step = torch.tensor(given)
@@ -109,7 +115,7 @@ def test_the_constraints_of_several_domains_are_those_of_brute_force(least):
 
 def test_each_domain_has_a_reference_of_its_own_samples(build):
     given = [
-        "method.memory=40",
+        "method.buffer_size=40",
         "trainer.steps=2",
         "trainer.importance_samples=20",
         "method.constraints=each",

@@ -19,8 +19,8 @@ from tests.support.making import Watch
 class Half(GradientMask):
     """A factor on the upper half of the rows of every matrix."""
 
-    def __init__(self, *, acts_on: str, factor: float, model: nn.Module) -> None:
-        super().__init__(acts_on=acts_on)
+    def __init__(self, *, apply_to: str, factor: float, model: nn.Module) -> None:
+        super().__init__(apply_to=apply_to)
         self.factor, self.model = factor, [model]
 
     def factors(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
@@ -31,13 +31,13 @@ class Half(GradientMask):
                 yield parameter, factor
 
 
-@pytest.mark.parametrize("acts_on", ["update", "frozen"])
+@pytest.mark.parametrize("apply_to", ["update", "frozen"])
 @pytest.mark.parametrize("how", ["precision=32-true", "precision=bf16-mixed", "accumulate_grad_batches=4"])
-def test_an_update_mask_scales_the_step_of_adam(acts_on, how, build):
+def test_an_update_mask_scales_the_step_of_adam(apply_to, how, build):
     def moved(*masks: float, steps: int = 1) -> list[Tensor]:
         work = build("ncl", "optim.weight_decay=0.3", f"trainer.{how}", f"trainer.steps={steps}")
         model, old = work.module.model, work.weights()
-        work.module.masks.extend(Half(acts_on=acts_on, factor=factor, model=model) for factor in masks)
+        work.module.masks.extend(Half(apply_to=apply_to, factor=factor, model=model) for factor in masks)
         work.learn(0)
         return [value - old[name] for name, value in work.weights().items() if value.ndim == 2]
 
@@ -63,10 +63,16 @@ def test_gradients_are_masked_before_they_are_clipped(accumulate, build, monkeyp
             parameter.grad.fill_(100.0)
 
     monkeypatch.setattr(NCL, "transform_gradients", large)
-    plain = ["optim=sgd", "optim.lr=1", "schedule.warmup=0", "schedule=constant", "trainer.steps=1"]
+    plain = [
+        "optim=sgd",
+        "optim.lr=1",
+        "lr_scheduler.warmup_ratio=0",
+        "lr_scheduler=constant",
+        "trainer.steps=1",
+    ]
     parts = ["trainer.gradient_clip_val=0.5", f"trainer.accumulate_grad_batches={accumulate}"]
     work = build("ncl", *plain, *parts)
-    work.module.masks.append(Half(acts_on="gradient", factor=0.0, model=work.module.model))
+    work.module.masks.append(Half(apply_to="gradient", factor=0.0, model=work.module.model))
     before = work.weights()
     work.learn(0)
     assert seen == [0.0]

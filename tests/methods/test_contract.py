@@ -25,7 +25,7 @@ LEARNING = [name for name in METHODS if name != "none"]
 # One method of each kind of state; of promises that cost whole runs, the others are kept in the campaign.
 KINDS = {"das", "demix", "derpp", "hat", "lifelong_moe", "ncl", "olora", "sapt"}
 KILLED = KINDS - {"sapt", "lifelong_moe"}
-WATCHED = ["monitor.every=4", "monitor.tokens=64"]
+WATCHED = ["monitor.every=4", "monitor.max_tokens=64"]
 # T5 as v1.0 has it, and gated with a head of its own as v1.1, the harder form. A block that is appended, as
 # the test's method does, has positions of its own there.
 TIED = ["model.config.feed_forward_proj=relu", "model.config.dropout_rate=0.1", "trainer.steps=4"]
@@ -141,8 +141,8 @@ def test_the_exported_model_is_that_of_the_last_domain(case, uninterrupted, conf
 
 COMPOSITIONS = [
     *("demix routing@method.routing=posterior replay=general", "lora mask=migu replay=past", "das mask=migu"),
-    *("ewc mask=migu mask.migu.acts_on=frozen", "replay mask=migu mask.migu.acts_on=update"),
-    *("adapter method.per_domain=true mask=migu mask.migu.acts_on=update", "agem method.constraints=each"),
+    *("ewc mask=migu mask.migu.apply_to=frozen", "replay mask=migu mask.migu.apply_to=update"),
+    *("adapter method.per_domain=true mask=migu mask.migu.apply_to=update", "agem method.constraints=each"),
     *("hat method.form=adapter mask=migu", "derpp replay=general freeze.layers=1"),
     "sapt method.key=cosine method.query=encoder mask=migu replay=past",
 ]
@@ -239,8 +239,8 @@ def test_probes_and_evaluation_leave_no_trace(case, config):
 DAS = "contrast=0 general=null domains=false"
 NEUTRAL = {  # what a method is compared with, what makes it that, and what does not; options of the method
     "das": ("ncl", DAS, "contrast=1"),
-    "das frozen": ("ncl", f"{DAS} acts_on=frozen", "domains=true"),
-    "derpp": ("ncl", "memory=20 alpha=0 beta=0", "beta=0.5"),
+    "das frozen": ("ncl", f"{DAS} apply_to=frozen", "domains=true"),
+    "derpp": ("ncl", "buffer_size=20 alpha=0 beta=0", "beta=0.5"),
     "ema": ("ncl", "decay=0", "decay=0.5"),
     "elle": ("ncl", "neurons=1 layers=0 recovery=0 prompt=0", "prompt=1"),
     "ewc": ("ncl", "strength=0", "strength=5000"),
@@ -248,16 +248,16 @@ NEUTRAL = {  # what a method is compared with, what makes it that, and what does
     "kd": ("ncl", "strength=0", "strength=1"),
     "merge": ("ncl", "rule=task_arithmetic scale=1", "scale=0.5"),
     "merge slerp": ("ncl", "rule=slerp share=1", "share=0.5"),
-    "lifelong_moe": ("ncl", "experts=0 strength=0 balance=0 dense=trained", "strength=1"),
+    "lifelong_moe": ("ncl", "num_experts=0 strength=0 balance=0 dense=trained", "strength=1"),
     "mas": ("ncl", "strength=0", "strength=1"),
     "migu": ("ncl", "mask.threshold=0", "mask.threshold=0.7"),
-    "migu by mass": ("ncl", "mask.threshold=null mask.mass=1", "mask.mass=0.5"),
-    "moelora": ("lora", "experts=1", "experts=2"),
+    "migu by mass": ("ncl", "mask.threshold=null mask.top_p=1", "mask.top_p=0.5"),
+    "moelora": ("lora", "num_experts=1", "num_experts=2"),
     "nlora": ("inclora", "strength=0", "strength=1"),
     "olora": ("inclora", "strength=0", "strength=1"),
     "osf": ("ncl", "protected=0 growth=0", "protected=0.5"),
     "recadam": ("ncl", "strength=0 annealed=false", "strength=1"),
-    "replay": ("ncl", "mixture.past=0", "mixture.past=0.5"),
+    "replay": ("ncl", "mixture.past_ratio=0", "mixture.past_ratio=0.5"),
     "reptile": ("ncl", "share=1", "share=0.5"),
     "si": ("ncl", "strength=0", "strength=1"),
     "wise_ft": ("ncl", "previous=0", "previous=0.5"),

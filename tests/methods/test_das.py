@@ -21,9 +21,9 @@ ROBERTA = ["model=tiny_roberta", "model.config.hidden_dropout_prob=0.1", "traine
 NEUTRAL = ["method.contrast=0", "method.general=null", "method.domains=false"]
 
 
-@pytest.mark.parametrize("acts_on", ["update", "frozen"])
-def test_a_fully_important_head_does_not_move(acts_on, build):
-    work = build("das", *ROBERTA, *NEUTRAL, f"method.acts_on={acts_on}", "optim.weight_decay=0.3")
+@pytest.mark.parametrize("apply_to", ["update", "frozen"])
+def test_a_fully_important_head_does_not_move(apply_to, build):
+    work = build("das", *ROBERTA, *NEUTRAL, f"method.apply_to={apply_to}", "optim.weight_decay=0.3")
     work.module.soft.gates()["roberta.encoder.layer.0.attention.heads"][1] = 1
     attention = work.module.model.roberta.encoder.layer[0].attention
     maps = [each.weight for each in (attention.self.query, attention.self.key, attention.self.value)]
@@ -160,7 +160,7 @@ def contrast(model, *, objective=None, temperature=0.1, contrast=1.0, **options)
 
 
 def soft_mask(model, kinds=("heads", "neurons", "outputs")):
-    soft = SoftMask(model, kinds=kinds, acts_on="update", normalise="rank")
+    soft = SoftMask(model, kinds=kinds, apply_to="update", normalize="rank")
     soft.set(torch.rand(len(soft.importance), generator=torch.Generator().manual_seed(1)))
     return soft
 

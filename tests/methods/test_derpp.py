@@ -21,8 +21,13 @@ def scored_outputs(module, ids, labels, length):
 @pytest.mark.parametrize("family", ["masked", "causal"])
 @pytest.mark.parametrize("matched", ["hidden", "logits"])
 def test_the_losses_are_those_of_the_paper(matched, family, build):
-    options = [f"method.matched={matched}", "method.alpha=0.3", "method.beta=0.7", "method.precision=float32"]
-    work = build("derpp", "method.memory=20", "method.draw=3", *options, on=family)
+    options = [
+        f"method.matched={matched}",
+        "method.alpha=0.3",
+        "method.beta=0.7",
+        "method.precision=float32",
+    ]
+    work = build("derpp", "method.buffer_size=20", "method.minibatch_size=3", *options, on=family)
     text, module = work.data.train["law"], work.module.double().eval()
     options = {"objective": work.data.objective, "seed": 0, "batch_size": 8, "rank": 0, "world": 1}
     parts = TrainStream({"law": text}, **options, accumulate=1, steps=[len(text) // 8 + 2])
@@ -40,7 +45,9 @@ def test_the_losses_are_those_of_the_paper(matched, family, build):
         for parameter in module.model.parameters():
             parameter.mul_(1.2)
     assert not any(buffer.requires_grad or buffer.grad_fn for buffer in kept.buffers())
-    module.options = replace(module.options, draw=19)  # of 24: different draws, the short row in both
+    module.options = replace(
+        module.options, minibatch_size=19
+    )  # of 24: different draws, the short row in both
     match, replay = (kept.draw(19, purpose=name) for name in ("match", "replay"))
     assert set(match.tolist()) != set(replay.tolist())
     assert all((kept.lengths[slots] < module.length).any() for slots in (match, replay))
@@ -67,10 +74,10 @@ def test_the_losses_are_those_of_the_paper(matched, family, build):
 
 @pytest.mark.parametrize("matched", ["hidden", "logits"])
 def test_the_memory_takes_its_budget(matched, build):
-    given = [f"method.matched={matched}", "method.memory=null"]
-    module = build("derpp", *given, "method.memory_bytes=100000").module
+    given = [f"method.matched={matched}", "method.buffer_size=null"]
+    module = build("derpp", *given, "method.buffer_bytes=100000").module
     width = {"hidden": 32, "logits": module.model.config.vocab_size}[matched]
     each = bytes_per_sample(length=16, scored=5, width=width, precision="float16")
     assert module.memory.bytes == 100000 // each * each
-    with pytest.raises(ValueError, match=r"method\.memory_bytes=9"):
-        build("derpp", *given, "method.memory_bytes=9")
+    with pytest.raises(ValueError, match=r"method\.buffer_bytes=9"):
+        build("derpp", *given, "method.buffer_bytes=9")

@@ -52,7 +52,7 @@ def test_what_is_known_stays_when_the_model_grows(family, part, elle):
 
 @pytest.mark.parametrize("carried", [False, True])
 def test_a_new_optimizer_and_its_schedule_begin_behind_recovery(carried, elle):
-    given = ["method.recovery=0.5", "trainer.steps=4", "schedule.warmup=0"]
+    given = ["method.recovery=0.5", "trainer.steps=4", "lr_scheduler.warmup_ratio=0"]
     work = elle(*given, *["optim.state_across_domains=moments"] * carried)
     assert [work.data.steps(domain) for domain in work.data.domains] == [4, 6]
     counts = lambda optimizer: {int(state["step"]) for state in optimizer.state.values()}  # noqa: E731
@@ -70,7 +70,7 @@ def test_a_new_optimizer_and_its_schedule_begin_behind_recovery(carried, elle):
 
 
 def test_a_branch_begins_behind_recovery(elle):
-    branch = ["optim.state_across_domains=moments", "schedule=wsd", "schedule.decay=0.5"]
+    branch = ["optim.state_across_domains=moments", "lr_scheduler=wsd", "lr_scheduler.decay=0.5"]
     work = elle("method.recovery=0.5", "trainer.steps=4", *branch)
     work.learn(0)
     entered(work, 1)

@@ -37,8 +37,8 @@ def function(work: Made, domain: int) -> Tensor:
     return logits_at(module.model, batch, weights=module.bank.weights(domain))
 
 
-HOLD = {"updates": True, "acts_on=frozen": True, "acts_on=gradient": False}
-HOLD |= {"acts_on=gradient form=adapter reduction=4": False, "shared=trained": False}
+HOLD = {"updates": True, "apply_to=frozen": True, "apply_to=gradient": False}
+HOLD |= {"apply_to=gradient form=adapter reduction_factor=4": False, "shared=trained": False}
 
 
 @pytest.mark.parametrize("options", HOLD)
@@ -148,7 +148,7 @@ def back_masks(masks: dict[str, Tensor]) -> dict[str, Tensor]:
         if name.endswith("fc1"):
             parts.append(Part(maps[name[:-1] + "2"], "weight", 1, members))
         groups.append(Units(name, "outputs", own.out_features, own, "out", tuple(parts)))
-    taken = ClaimedUnits(groups, acts_on="update")
+    taken = ClaimedUnits(groups, apply_to="update")
     taken.update_max(torch.cat([mask.flatten() for mask in masks.values()]))
     names = {p: f"{name}.{key}" for name, own in maps.items() for key, p in own.named_parameters()}
     return {names[parameter]: factor.expand(parameter.shape) for parameter, factor in taken.factors()}

@@ -47,7 +47,7 @@ STARTS = [("masked", "base"), ("masked", "last"), ("causal", "nearest"), ("both"
 
 @pytest.mark.parametrize(("family", "dense"), TRUNKS)
 def test_earlier_experts_and_their_rows_keep_their_bits(family, dense, moe):
-    work = moe("method.experts=2", f"method.dense={dense}", *STRONG, on=family)
+    work = moe("method.num_experts=2", f"method.dense={dense}", *STRONG, on=family)
     base = of_group(work, -1)
     work.learn(0)
     kept, before = of_group(work, 0), work.weights()
@@ -92,7 +92,7 @@ def test_a_domain_begins_with_the_model_before_it(family, start, moe):
 
 @pytest.mark.parametrize(("dense", "experts"), [("trained", 0), ("trained", 1), ("frozen", 1)])
 def test_the_term_is_the_divergence_from_the_model_before(dense, experts, moe):
-    given = [f"method.dense={dense}", f"method.experts={experts}", "method.strength=2"]
+    given = [f"method.dense={dense}", f"method.num_experts={experts}", "method.strength=2"]
     work = moe(*given, *STRONG)
     work.learn(0)
     before = deepcopy(work.module.model).eval()
@@ -108,7 +108,7 @@ def test_the_term_is_the_divergence_from_the_model_before(dense, experts, moe):
 
 
 def test_the_term_balances_by_the_first_choices_of_the_step_before(moe):
-    work = moe("method.balance=3", "method.strength=0", "method.experts=2", ALL, *STRONG)
+    work = moe("method.balance=3", "method.strength=0", "method.num_experts=2", ALL, *STRONG)
     work.learn(0)
     module, (batch,), terms = work.module, work.batches(), []
     module.shares.clear()
@@ -136,8 +136,8 @@ def test_the_term_balances_by_the_first_choices_of_the_step_before(moe):
 def test_migu_masks_the_rows_of_new_experts_and_no_router(moe):
     """After one step, of each map's d rows d - floor(0.7 d) have changed, of the router's all."""
     noted = {}
-    given = ["mask=migu", "mask.migu.acts_on=update", "trainer.steps=1", "optim.lr=0.1", "method.opening=0"]
-    work = moe(*given, "method.experts=2")
+    given = ["mask=migu", "mask.migu.apply_to=update", "trainer.steps=1", "optim.lr=0.1", "method.opening=0"]
+    work = moe(*given, "method.num_experts=2")
     work.learn(0, First(lambda module, batch: noted.update(work.weights())))
     new = {name: value for name, value in work.weights().items() if ".groups." in name and value.ndim == 2}
     assert {name.rpartition(".")[2] for name in new} == {"router", "weight"}

@@ -50,7 +50,7 @@ def test_where_a_domain_begins(options, build):
 
 @pytest.mark.parametrize("stored", ["merged", "pairs"])
 def test_each_domain_begins_with_a_new_pair_at_the_model_before(stored, build):
-    given = [STRONG, DECAY, "method.r=4", "method.alpha=12"]
+    given = [STRONG, DECAY, "method.r=4", "method.lora_alpha=12"]
     work = build("inclora", THREE, *given, f"method.stored={stored}")
     expected, starts, ends, sizes, module = base_of(work.module), starts_of(work), [], [], work.module
     plain = build("lora", THREE, *given)
@@ -79,7 +79,7 @@ def test_each_domain_begins_with_a_new_pair_at_the_model_before(stored, build):
             assert not any(torch.equal(value, old[name]) for name, value in first.items())
     size = sum(value.nbytes for value in pair.values()) * (stored == "pairs")
     assert [each - sizes[0] for each in sizes] == [0, size, 2 * size]
-    other = build("inclora", THREE, "method.r=4", "method.alpha=12", f"method.stored={stored}").module
+    other = build("inclora", THREE, "method.r=4", "method.lora_alpha=12", f"method.stored={stored}").module
     other.load_state_dict(module.state_dict())
     other.activate(2)
     assert torch.equal(logits(other.model, work.batches()[0]), ends[-1][1])

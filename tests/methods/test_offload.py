@@ -13,10 +13,13 @@ from tests.support.seams import chosen
 OFFLOAD, AGAIN = "trainer.offload_method_state=true", "trainer.gradient_checkpointing=true"
 # Methods with options that keep something of weights.
 KEPT = """ewc|ewc estimator=batch merge=decay|l2|l2 towards=base|kd|ema|dga|one|wise_ft|demix|hat|progprompt
-demix experts=adapter|adapter per_domain=true|lora per_domain=true|prompt tokens=3|olora|cpt_plugin|sapt
-hat form=adapter|prompt tokens=3 per_domain=false|peft per_domain=true|lifelong_moe|mas|si|recadam|reptile|osf
+demix experts=adapter|adapter per_domain=true|lora per_domain=true|prompt num_virtual_tokens=3|olora|sapt
+cpt_plugin|hat form=adapter|prompt num_virtual_tokens=3 per_domain=false|peft per_domain=true|lifelong_moe|mas
+si|recadam|reptile|osf
 merge|merge rule=fisher start=previous|merge rule=ties start=base|merge_lora truncated=2
-ncl optim.state_across_domains=moments|ncl schedule=wsd schedule.decay=0.5""".replace("\n", "|").split("|")
+ncl optim.state_across_domains=moments|ncl lr_scheduler=wsd lr_scheduler.decay=0.5""".replace(
+    "\n", "|"
+).split("|")
 
 
 def options_of(kind: str) -> list[str]:

@@ -110,7 +110,7 @@ def test_the_term_is_of_the_newest_pair_alone(penalty, norm, build):
 
 
 def test_a_mask_ranks_rows_of_a_by_what_the_gates_leave_of_them(build):
-    work = build("moelora", "method.experts=3", "method.r=2", "mask=migu", "trainer.steps=1")
+    work = build("moelora", "method.num_experts=3", "method.r=2", "mask=migu", "trainer.steps=1")
     work.learn(0)
     [mask], [batch], seen = work.module.masks, work.batches(), []
     mask.sums.zero_()

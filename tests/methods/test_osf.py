@@ -21,7 +21,7 @@ def learned(start, rank, *, protected="both"):
     """What is left of 50 steps of AdamW with decay under a mask over a weight."""
     layer = nn.Linear(*reversed(start.shape))
     layer.weight = weight = nn.Parameter(start.clone())
-    chosen = Subspaces(acts_on="update", protected=protected)
+    chosen = Subspaces(apply_to="update", protected=protected)
     chosen.over([Projection("map", layer, 0, ())])
     chosen.span({"map": rank})
     optimizer = torch.optim.AdamW([weight], lr=0.01, weight_decay=0.1)

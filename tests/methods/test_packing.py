@@ -9,9 +9,13 @@ from tests.support.killing import KilledError, Killer
 from tests.support.making import ORDER, made
 from tests.support.task_fixtures import write_tasks
 
-ISOLATED = "domains.packing=isolated"
-OPTIONS = {"replay": "method.mixture.general=0.25", "derpp": "method.memory=16", "agem": "method.memory=16"}
-OPTIONS |= dict.fromkeys(("lora", "olora"), "method.dropout=0")
+DOCUMENT_MASK = "domains.packing=document_mask"
+OPTIONS = {
+    "replay": "method.mixture.general_ratio=0.25",
+    "derpp": "method.buffer_size=16",
+    "agem": "method.buffer_size=16",
+}
+OPTIONS |= dict.fromkeys(("lora", "olora"), "method.lora_dropout=0")
 ON_TASKS = ["ncl", "migu", "replay", "derpp", "kd", "lora", "ewc", "das", "hat", "olora", "adapter", "demix"]
 ON_TASKS += ["lifelong_moe", "cpt_plugin"]
 ON_TEXT = ["ncl", "das", "derpp", "replay", "agem", "migu", "kd", "demix", "lora"]
@@ -45,12 +49,12 @@ def test_two_domains_are_learned_and_a_killed_run_ends_with_the_same_bits(
     which, config, killing, start, tmp_path
 ):
     whole, killed, padded = (tmp_path / name for name in ("whole", "killed", "padded"))
-    start(config(which, ISOLATED), whole)
+    start(config(which, DOCUMENT_MASK), whole)
     killing(Killer(step=3, domain="law"))
     with pytest.raises(KilledError):
-        start(config(which, ISOLATED), killed)
+        start(config(which, DOCUMENT_MASK), killed)
     killing(None)
-    start(config(which, ISOLATED), killed)
+    start(config(which, DOCUMENT_MASK), killed)
     assert bits(killed) == bits(whole)
     one = told(whole)
     assert one["run"]["finished"] and one["nll"][-1] != one["nll"][0]
@@ -61,12 +65,12 @@ def test_two_domains_are_learned_and_a_killed_run_ends_with_the_same_bits(
         if which.split()[1] not in DRAWING:
             np.testing.assert_allclose(one["nll"], other["nll"], rtol=1e-5)
     else:
-        assert one["conditions"]["packing"] == "isolated"
+        assert one["conditions"]["packing"] == "document_mask"
 
 
 @pytest.mark.parametrize("which", ["small derpp", "small_gpt2 agem"])
 def test_a_memory_keeps_the_document_of_each_token(which, config):
-    run = made(config(which, ISOLATED))
+    run = made(config(which, DOCUMENT_MASK))
     run.learn(0)
     memory, text = run.module.memory, run.data.train["law"]
     drawn, rows = memory.batch(memory.draw(4, purpose="match")), np.arange(len(text))

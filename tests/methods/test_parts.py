@@ -26,12 +26,12 @@ KINDS = {  # the method with its options, and the family of the model
     "demix of adapters": ("demix routing@method.routing=domain method.experts=adapter", "masked"),
     "hat": (f"{HAT}full", "masked"),
     "hat with a decoder": (f"{HAT}full", "both"),
-    "hat in adapters": (f"{HAT}adapter method.reduction=4", "masked"),
-    "hat in adapters of networks": (f"{HAT}adapter method.reduction=4 method.placement=ffn", "causal"),
+    "hat in adapters": (f"{HAT}adapter method.reduction_factor=4", "masked"),
+    "hat in adapters of networks": (f"{HAT}adapter method.reduction_factor=4 method.placement=ffn", "causal"),
     "lora": ("lora method.per_domain=true", "masked"),
-    "prompt": ("prompt method.tokens=4", "masked"),
-    "prompt in a causal model": ("prompt method.tokens=4", "causal"),
-    "progprompt": ("progprompt method.tokens=4", "masked"),
+    "prompt": ("prompt method.num_virtual_tokens=4", "masked"),
+    "prompt in a causal model": ("prompt method.num_virtual_tokens=4", "causal"),
+    "progprompt": ("progprompt method.num_virtual_tokens=4", "masked"),
 }
 OWN = (".adapter.", ".plugin.", ".lora_", "_gate.e", "prompt")  # what is not the base's
 BESIDE = [kind for kind in KINDS if "demix" not in kind and "form=full" not in KINDS[kind][0]]
@@ -174,7 +174,7 @@ SIZES = [("pfeiffer", 16, [2]), ("ffn", 16, [2]), ("houlsby", 4, [8, 8]), ("pfei
 
 @pytest.mark.parametrize(("placement", "reduction", "sizes"), SIZES)
 def test_the_number_of_trained_parameters_is_the_formula(placement, reduction, sizes, build):
-    work = build("adapter", f"method.placement={placement}", f"method.reduction={reduction}")
+    work = build("adapter", f"method.placement={placement}", f"method.reduction_factor={reduction}")
     work.module.activate(0)
     trained = {name: p.numel() for name, p in work.module.model.named_parameters() if p.requires_grad}
     # 2 D d + d + D for each adapter: 2 blocks, D = 32

@@ -8,7 +8,7 @@ from tests.support.making import same
 from tests.support.running import token_nll
 
 N, D = 4, 32
-FEW = [f"method.tokens={N}", "trainer.steps=3", "optim.lr=0.03"]
+FEW = [f"method.num_virtual_tokens={N}", "trainer.steps=3", "optim.lr=0.03"]
 
 
 @pytest.fixture

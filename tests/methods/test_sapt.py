@@ -11,7 +11,7 @@ from cpt.methods.sapt import attention_divergence, kept_attention
 from tests.support.making import ORDER, made, same
 from tests.support.pairs import pair_of
 
-BODY = "method.targets=[Wqkv,Wo,Wi]"  # SAPT has no pair in the head
+BODY = "method.target_modules=[Wqkv,Wo,Wi]"  # SAPT has no pair in the head
 MOCL = ["method.key=cosine", "method.query=encoder"]
 ROWS = torch.tensor([0, 1, 1, 0, -1, 1, 0, 1])  # the domains that the rows of a batch are of
 STRONG = ["optim.lr=0.01", "optim.weight_decay=0.5"]
@@ -73,7 +73,7 @@ def test_keys_start_as_released_and_train_at_a_rate_of_their_own(sapt):
 
 
 def test_texts_of_earlier_domains_are_kept_with_their_pairs(sapt):
-    work, seen = sapt("replay=past", "replay.past=0.5", "method.strength=2"), []
+    work, seen = sapt("replay=past", "replay.past_ratio=0.5", "method.strength=2"), []
     losses = work.module.losses
     work.learn(0)
     assert [each.tolist() for each in work.module.kept] == [[1.0]]

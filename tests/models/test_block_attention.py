@@ -160,6 +160,6 @@ WRONG = {
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_model_that_cannot_keep_them_apart_is_refused(kind):
     sizes, why = WRONG[kind]
-    with pytest.raises(ValueError, match=f"packing=isolated does not go with a {kind}, which {why}"):
+    with pytest.raises(ValueError, match=f"packing=document_mask is invalid: a {kind} {why}"):
         try_isolation(model_of(kind, **sizes), documents=False)
     try_isolation(model_of("gpt2"), documents=False)

@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from cpt.optim import schedulers
-from cpt.optim.schedulers import WSD, Infinite, Progress, ReciprocalRoot, Rewarm, Schedule
+from cpt.optim.schedulers import WSD, Cosine, Decayed, Infinite, Progress, ReciprocalRoot, Rewarm, Schedule
 from cpt.optim.state import CarriedState, lay_out_moments, lie_as
 from tests.support.making import ORDER, Watch, made, same
 
 STEPS = (10, 10, 20)
-ACROSS = "schedule._target_=tests.support.seams.Across"
-BRANCHED = ["schedule=wsd", "schedule.warmup=0", "schedule.decay=0.5"]
+ACROSS = "lr_scheduler._target_=tests.support.seams.Across"
+BRANCHED = ["lr_scheduler=wsd", "lr_scheduler.warmup_ratio=0", "lr_scheduler.decay=0.5"]
 
 
 def factor(schedule: Schedule, place: int, step: int, steps: tuple[int, ...] = STEPS) -> float:
@@ -22,32 +22,32 @@ def factor(schedule: Schedule, place: int, step: int, steps: tuple[int, ...] = S
 
 
 def infinite(anneal: float, form: str = "cosine") -> Infinite:
-    shape = {"warmup": 0.2, "cooldown": 0.6, "constant": 0.5, "final": 0.05, "annealed": "last"}
+    shape = {"warmup_ratio": 0.2, "cooldown": 0.6, "constant": 0.5, "final": 0.05, "annealed": "last"}
     return Infinite(**shape, form=form, anneal=anneal)
 
 
 def wsd(form: str, branched: bool) -> WSD:
-    return WSD(warmup=0.1, decay=0.2, form=form, final=0.1, branched=branched)
+    return WSD(warmup_ratio=0.1, decay=0.2, form=form, final=0.1, branched=branched)
 
 
 def root(across: bool) -> ReciprocalRoot:
-    return ReciprocalRoot(warmup=0.4, cooldown=0.2, final=0.1, across=across)
+    return ReciprocalRoot(warmup_ratio=0.4, cooldown=0.2, final=0.1, across=across)
 
 
 FALLEN = (1 / math.sqrt(6) - 1) / (1 / math.sqrt(11) - 1)
-PEAKS, AGAIN = ({"warmup": 0.2, "final": 0.1, "peaks": peaks} for peaks in ([1, 0.5], None))
+PEAKS, AGAIN = ({"warmup_ratio": 0.2, "final": 0.1, "peaks": peaks} for peaks in ([1, 0.5], None))
 BY_ROOT = {(0, 0): 0.25, (0, 3): 1, (0, 7): 0.9 * math.sqrt(0.5) + 0.1, (0, 9): 0.1 + 0.45 * math.sqrt(4 / 9)}
 STABLE = {(0, 0): 0.5, (0, 1): 1, (0, 8): 1}
 
 
 @pytest.mark.parametrize(("schedule", "expected"), [
-    (schedulers.Linear(warmup=0.2), {(0, 0): 1 / 3, (0, 2): 1, (0, 6): 0.5, (0, 10): 0, (1, 6): 0.5}),
-    (schedulers.Cosine(warmup=0.2, final=0.1), {(0, 1): 2 / 3, (0, 6): 0.55, (0, 10): 0.1, (1, 6): 0.55}),
-    (schedulers.Constant(warmup=0.2), {(0, 0): 1 / 3, (0, 2): 1, (0, 9): 1, (1, 0): 1 / 3}),
+    (schedulers.Linear(warmup_ratio=0.2), {(0, 0): 1 / 3, (0, 2): 1, (0, 6): 0.5, (0, 10): 0, (1, 6): 0.5}),
+    (Cosine(warmup_ratio=0.2, final=0.1), {(0, 1): 2 / 3, (0, 6): 0.55, (0, 10): 0.1, (1, 6): 0.55}),
+    (schedulers.Constant(warmup_ratio=0.2), {(0, 0): 1 / 3, (0, 2): 1, (0, 9): 1, (1, 0): 1 / 3}),
     (Rewarm(**PEAKS), {(0, 2): 1, (1, 0): 1 / 6, (1, 2): 0.5, (1, 6): 0.275, (2, 12): 0.275}),
     (Rewarm(**AGAIN), {(0, 2): 1, (1, 2): 1, (2, 12): 0.55}),
-    (schedulers.Once(warmup=0.1, final=0.1), {(0, 0): 0.2, (0, 4): 1, (2, 2): 0.55, (2, 20): 0.1}),
-    (schedulers.Decayed(warmup=0.2, final=0.25), {(0, 2): 1, (0, 6): 0.625, (1, 0): 0.25, (2, 19): 0.25}),
+    (schedulers.Once(warmup_ratio=0.1, final=0.1), {(0, 0): 0.2, (0, 4): 1, (2, 2): 0.55, (2, 20): 0.1}),
+    (Decayed(warmup_ratio=0.2, final=0.25), {(0, 2): 1, (0, 6): 0.625, (1, 0): 0.25, (2, 19): 0.25}),
     (infinite(0), {(0, 0): 1 / 3, (0, 2): 1, (0, 5): 0.75, (0, 8): 0.5, (1, 0): 0.5, (2, 19): 0.5}),
     (infinite(0, "inverse_square_root"), {(0, 5): 1 - 0.5 * FALLEN, (0, 8): 0.5, (2, 19): 0.5}),
     (infinite(0.2), {(0, 5): 0.75, (1, 9): 0.5, (2, 16): 0.5, (2, 18): 0.5 * 0.1**0.5}),
@@ -61,8 +61,8 @@ def test_factors_by_hand(schedule, expected):
 
 
 def test_a_branch_begins_where_the_decay_does():
-    options = {"warmup": 0.0, "cooldown": 0.1, "constant": 0.5, "form": "cosine", "final": 0.1}
-    stable = WSD(warmup=0.0, decay=0.5, form="root", final=0.1, branched=True)
+    options = {"warmup_ratio": 0.0, "cooldown": 0.1, "constant": 0.5, "form": "cosine", "final": 0.1}
+    stable = WSD(warmup_ratio=0.0, decay=0.5, form="root", final=0.1, branched=True)
     for schedule in (stable, Infinite(**options, anneal=0.5, annealed="each")):
         assert schedule.branches and schedule.branch_step(6) == 4
         assert [factor(schedule, 1, step, (6, 6)) < 0.5 for step in range(6)] == [False] * 4 + [True] * 2
@@ -70,7 +70,7 @@ def test_a_branch_begins_where_the_decay_does():
 
 @pytest.mark.parametrize(("steps", "warmups"), [((100,) * 5, [10] * 5), ((10, 10, 1000), [1, 1, 100])])
 def test_autoregressive_peaks_are_on_one_cosine(steps, warmups):
-    schedule = schedulers.Autoregressive(warmup=0.1, final=0.1)
+    schedule = schedulers.Autoregressive(warmup_ratio=0.1, final=0.1)
     for place, own in enumerate(steps):
         before, risen = sum(steps[:place]), sum(warmups[: place + 1])
         share = (before + warmups[place] - risen) / (before + own - risen)
@@ -101,7 +101,7 @@ def counts(module: object) -> set[float]:
 
 @pytest.mark.parametrize("given", [ACROSS, "optim.state_across_domains=all"])
 def test_all_that_is_carried_makes_one_domain_of_two(given, small):
-    work, watch = made(small(ORDER, given, "optim.lr=1", "schedule.warmup=0")), Watch(rate)
+    work, watch = made(small(ORDER, given, "optim.lr=1", "lr_scheduler.warmup_ratio=0")), Watch(rate)
     for number in (0, 1):
         work.learn(number, watch)
     assert [each for _, each in watch.seen] == pytest.approx([1 - step / 12 for step in range(1, 13)])
@@ -121,7 +121,9 @@ def test_the_next_domain_goes_on_with_the_weights_before_the_branch(accumulate, 
     work.module.before_domain = lambda probe: start.append(work.weights())
     work.learn(1, later)
     assert same(start[0], weights) and steps == {4.0} and later.seen[accumulate - 1][1] == {5.0}
-    none = made(small(ORDER, "schedule=wsd", "schedule.warmup=0", "schedule.decay=0.1"))  # no steps of decay
+    none = made(
+        small(ORDER, "lr_scheduler=wsd", "lr_scheduler.warmup_ratio=0", "lr_scheduler.decay=0.1")
+    )  # no steps of decay
     none.learn(0)
     assert same(none.module.trunk.named(), none.weights())
 

@@ -41,7 +41,7 @@ def test_filters_choose_runs_and_a_wrong_one_says_what_is_allowed():
     counts = {"method=das": 4, "method=das,ncl": 8, "variant=a=1; b=[x,y]": 4, "variant=b=[x,y]": 4}
     assert {word: len(filter_runs(runs, [word])) for word in counts} == counts
     assert len(filter_runs(runs, ["method=das,ncl", "seed=1"])) == 4 and len(filter_runs(runs, [])) == 8
-    with pytest.raises(ValueError, match="method=ewc; there is: das, ncl"):
+    with pytest.raises(ValueError, match="method=ewc is invalid. Allowed: das, ncl"):
         filter_runs(runs, ["method=das,ewc"])
 
 
@@ -72,7 +72,7 @@ def test_metrics_end_tasks_and_answers_on_some_domains():
     expected |= {"answers/AP": 0.55, "answers/LA": 0.8, "answers/BWT": -0.25}
     assert {key: only.values[key] for key in expected} == pytest.approx(expected)
     assert len(measure_runs(runs)) == 2
-    with pytest.raises(ValueError, match="--domains lake; there is: food, law, sea, sky, space"):
+    with pytest.raises(ValueError, match="--domains lake is invalid. Allowed: food, law, sea, sky, space"):
         measure_runs(runs, domains=["law", "lake"])
 
 
@@ -107,7 +107,7 @@ OTHERS = {
     "texts": {"digest": "other"},
     "domains": {"order": DOMAINS[:2], "nll": [row[:3] for row in NLL[:3]]},
 }
-CHANGED = {"score_on": "valid", "tokenizer": "4567cdef", "length": 128, "packing": "isolated"}
+CHANGED = {"score_on": "valid", "tokenizer": "4567cdef", "length": 128, "packing": "document_mask"}
 OTHERS |= {name: {"conditions": CONDITIONS | {name: value}} for name, value in CHANGED.items()}
 
 

@@ -39,7 +39,7 @@ def config(composed, place, cache):
             "trainer.batch_size=8",
             "trainer.checkpoint_every=4",
         ]
-        how = ["optim.lr=1e-2", "answers.tokens=12", "logger=none"]
+        how = ["optim.lr=1e-2", "answers.max_new_tokens=12", "logger=none"]
         return composed("domains=instructions", "model=hf", *places, *sizes, *how, *overrides)
 
     return build

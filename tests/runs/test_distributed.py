@@ -201,7 +201,7 @@ def test_statistics_are_those_of_all_processes(corpora, cache, tmp_path):
 
 PARTS = {
     "demix": ["method=demix", "routing@method.routing=posterior"],
-    "lifelong_moe": ["method=lifelong_moe", "method.experts=2", "method.balance=1"],
+    "lifelong_moe": ["method=lifelong_moe", "method.num_experts=2", "method.balance=1"],
 }
 
 
@@ -241,7 +241,13 @@ def unpadded(rows: list) -> list:
 def test_two_processes_learn_and_answer_as_one_whether_killed_or_not(cache, tmp_path):
     """Tasks of T5: what has two lengths, and answers."""
     root = write_tasks(tmp_path, ("law", "food"), train=60, test=25)
-    command = [*SMALL_T5, "domains=tasks", f"domains.root={root}", "answers.tokens=6", "answers.batch_size=7"]
+    command = [
+        *SMALL_T5,
+        "domains=tasks",
+        f"domains.root={root}",
+        "answers.max_new_tokens=6",
+        "answers.batch_size=7",
+    ]
     command += ["model.max_seq_length=64", ORDER, f"cache_dir={cache}"]
     one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir()

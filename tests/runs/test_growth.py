@@ -17,7 +17,7 @@ from tests.support.seams import chosen
 
 pytestmark = pytest.mark.adopts
 THREE, TWO = "order=[law,food,space]", "order=[law,food]"
-CONSTANT = ["schedule=constant", "schedule.warmup=0"]
+CONSTANT = ["lr_scheduler=constant", "lr_scheduler.warmup_ratio=0"]
 ONE = ["order=[law]", *CONSTANT, "save_trainer_state=true"]
 SAME = ("nll", "metrics", "parts", "seen", "flops", "rates", "leak", "spikes", "skipped", "trained", "stored")
 SAME += ("objective", "moved", "monitor", "rows", "conditions", "loading", "domains")
@@ -101,7 +101,7 @@ def test_a_finished_run_goes_on_to_what_it_would_have_come_to(start, small, tmp_
     assert times(tmp_path / "raised") == before
     start(small(*how, "trainer.steps=11", "variant=more"), tmp_path / "raised")
     assert scores_of(tmp_path / "raised").run["variant"] == "more"
-    assert "trainer.steps: 6 -> 11: going on from step 6" in caplog.text
+    assert "Resuming at step 6: trainer.steps 6 -> 11" in caplog.text
     start(small(*how, "trainer.steps=13"), tmp_path / "raised")  # and once more
     start(small(*how, "trainer.steps=13", "grow=never"), tmp_path / "elsewhere" / "whole")
     assert_same(tmp_path / "raised", tmp_path / "elsewhere" / "whole")
@@ -128,7 +128,7 @@ def test_a_run_that_is_killed_while_its_steps_are_raised_goes_on_or_back(
 
 def test_a_run_within_its_first_domain_goes_on_to_more(start, small, tmp_path, killing):
     """Also of several domains, and where the rate is that of a decay to come."""
-    how = [TWO, "schedule=wsd", "schedule.warmup=0", "schedule.decay=0.4"]
+    how = [TWO, "lr_scheduler=wsd", "lr_scheduler.warmup_ratio=0", "lr_scheduler.decay=0.4"]
     killed(start, killing, small(*how), tmp_path / "raised", step=3)
     start(small(*how, "trainer.steps=8"), tmp_path / "raised")
     start(small(*how, "trainer.steps=8"), tmp_path / "elsewhere" / "whole")
@@ -167,9 +167,9 @@ class Said(ContinualMethod):
 
 
 NEVER = {
-    "schedule=linear": "schedule=Linear gives step 1 0.8333",
-    "schedule=constant schedule.warmup=0.5": "schedule=Constant gives step 0 ",
-    "schedule=wsd schedule.warmup=0 schedule.decay=0.1": "schedule=WSD gives step 6 0 of",  # the next one
+    "lr_scheduler=linear": "lr_scheduler=Linear gives step 1 0.8333",
+    "lr_scheduler=constant lr_scheduler.warmup_ratio=0.5": "lr_scheduler=Constant gives step 0 ",
+    "lr_scheduler=wsd lr_scheduler.warmup_ratio=0 lr_scheduler.decay=0.1": "lr_scheduler=WSD gives step 6 0",
     TWO: "of several domains the first keep their steps",
     "method=joint": "method=joint divides its steps",
     "method=hat": "what method=hat does in a step depends on how many there are",

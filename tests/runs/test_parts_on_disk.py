@@ -15,7 +15,7 @@ METHODS = [
     "demix",
     "demix method.start=previous routing@method.routing=posterior",
     "adapter method.per_domain=true",
-    "prompt method.tokens=3 method.per_domain=false",
+    "prompt method.num_virtual_tokens=3 method.per_domain=false",
     "hat",
     "cpt_plugin",
     "olora",

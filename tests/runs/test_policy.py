@@ -45,20 +45,20 @@ def test_a_policy_that_is_widened_fills_what_is_missing(whole, start, small, tmp
     start(small(*FEW), tmp_path / "unkept")  # whose stages' weights are gone
     before = scores_of(tmp_path / "unkept").nll
     start(small(ORDER), tmp_path / "unkept")
-    assert "4 cells of the matrix are missing" in caplog.text
+    assert "Missing cells of the matrix: 4" in caplog.text
     assert scores_of(tmp_path / "unkept").nll == before
 
 
 def test_so_many_tokens_of_each_text_are_the_same_rows_for_every_stage(whole, start, small, tmp_path):
-    rows = {n: made(small(ORDER, f"eval.tokens={n}")).data.scored_rows("law") for n in (64, 128, 10**6)}
+    rows = {n: made(small(ORDER, f"eval.max_tokens={n}")).data.scored_rows("law") for n in (64, 128, 10**6)}
     assert set(rows[64]) < set(rows[128]) < set(rows[10**6]) and list(rows[128]) == sorted(rows[128])
     assert list(rows[10**6]) == list(range(len(rows[10**6])))
-    start(small(ORDER, "eval.tokens=64"), tmp_path)
+    start(small(ORDER, "eval.max_tokens=64"), tmp_path)
     few = scores_of(tmp_path)
     assert all(part < full for part, full in zip(few.scored, whole.scored, strict=True))
     assert few.bytes == whole.bytes and few.tokens == whole.tokens and few.nll != whole.nll
-    with pytest.raises(ValueError, match=r"eval\.tokens: 64 -> 128"):
-        start(small(ORDER, "eval.tokens=128"), tmp_path)
+    with pytest.raises(ValueError, match=r"eval\.max_tokens: 64 -> 128"):
+        start(small(ORDER, "eval.max_tokens=128"), tmp_path)
 
 
 # Of runs in parts, the cells that are computed after the base's four, of twelve.

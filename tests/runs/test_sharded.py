@@ -62,10 +62,10 @@ METHODS = {
     "reptile": ["method=reptile", "method.every=2"],
     "si": ["method=si", "method.strength=10"],
     "mofo": ["mask=mofo", "mask.mofo.share=0.5"],
-    "migu by fisher": ["method=migu", "method.mask.importance=fisher", "method.mask.acts_on=update"],
+    "migu by fisher": ["method=migu", "method.mask.importance=fisher", "method.mask.apply_to=update"],
     "mixed by text": ["method=sapt", "replay=past"],
     "mixed by token": ["method=moelora"],
-    "mixtures of experts": ["method=lifelong_moe", "method.experts=2", "method.balance=1"],
+    "mixtures of experts": ["method=lifelong_moe", "method.num_experts=2", "method.balance=1"],
     "merge": ["method=merge", "method.rule=slerp"],
     "merge by fisher": ["method=merge", "method.rule=fisher", "method.start=previous"],
     "merge of pairs": ["method=merge_lora", "method.truncated=2"],
@@ -73,8 +73,8 @@ METHODS = {
     "moments carried": [
         "method=ncl",
         "optim.state_across_domains=moments",
-        "schedule=wsd",
-        "schedule.decay=0.5",
+        "lr_scheduler=wsd",
+        "lr_scheduler.decay=0.5",
     ],
 }
 

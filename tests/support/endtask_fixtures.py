@@ -15,7 +15,7 @@ from cpt.models.loading import train_tokenizer
 from tests.conftest import ROOT, VOCABULARIES, sentences
 
 WORDS = {"good": "fine warm fresh lovely", "bad": "cold stale slow awful"}
-QUICK = {"epochs": 2, "lr": 3e-3, "length": 24, "seeds": [3, 4]}
+QUICK = {"epochs": 2, "lr": 3e-3, "max_seq_length": 24, "seeds": [3, 4]}
 
 
 def options(name: str, *, root: Path | None = None, **overrides: Any) -> dict[str, Any]:

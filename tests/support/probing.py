@@ -94,7 +94,7 @@ class FakeHarness:
         self.options, self.columns = options, dict.fromkeys(options.tasks)
 
     def digest(self, name: str) -> str:
-        return f"{name} {self.options.limit}"
+        return f"{name} {self.options.max_documents}"
 
     def measure(self, name: str, model: Any, tokenizer: Any, *, expect: Any, step: Any) -> dict:
         expect(2)

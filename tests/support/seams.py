@@ -17,11 +17,16 @@ from cpt.optim.schedulers import Progress, Schedule
 SEAMS: dict[str, list[str]] = {
     "companions": ["method=ncl", "method._target_=tests.support.seams.Companions", "mask=migu"],
     "growing": ["method=ncl", "method._target_=tests.support.seams.Growing", "mask=migu"],
-    "branched": ["method=ncl", "optim.state_across_domains=moments", "schedule=wsd", "schedule.decay=0.5"],
+    "branched": [
+        "method=ncl",
+        "optim.state_across_domains=moments",
+        "lr_scheduler=wsd",
+        "lr_scheduler.decay=0.5",
+    ],
     "across": [
         "method=ncl",
         "optim.state_across_domains=moments",
-        "schedule._target_=tests.support.seams.Across",
+        "lr_scheduler._target_=tests.support.seams.Across",
     ],
 }
 
@@ -38,7 +43,7 @@ class Across(Schedule):
     needs_end = True
 
     def __call__(self, progress: Progress) -> float:
-        rise = self.warmup * progress.total_steps
+        rise = self.warmup_ratio * progress.total_steps
         return min((progress.total_step + 1) / (rise + 1), 1 - progress.total_step / progress.total_steps)
 
 

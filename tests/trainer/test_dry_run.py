@@ -10,7 +10,7 @@ from tests.support.campaign import run_few
 
 METHODS = sorted(path.stem for path in (ROOT / "conf" / "method").glob("*.yaml"))
 DOMAINS = ["law", "food", "space", "tax", "sea"]  # two more stages than are tried
-FEW = ["trainer.steps=2", "eval.rows=last", "eval.columns=seen", "eval.tokens=64"]
+FEW = ["trainer.steps=2", "eval.rows=last", "eval.columns=seen", "eval.max_tokens=64"]
 THREE = "order=[law,food,space]"
 GROWING = {"elle", "lifelong_moe", "sapt"}  # what they add differs from stage to stage
 
@@ -42,8 +42,8 @@ def planned(start, capsys):
 
 
 COMPOSED = [
-    "optim.state_across_domains=moments schedule=wsd schedule.decay=0.5",
-    "method=ewc mask=migu replay=past replay.memory=8",
+    "optim.state_across_domains=moments lr_scheduler=wsd lr_scheduler.decay=0.5",
+    "method=ewc mask=migu replay=past replay.buffer_size=8",
     "method=das method.contrast_every=3",
 ]
 GIVEN = [*(f"method={name}" for name in METHODS), *COMPOSED]
@@ -82,7 +82,7 @@ def left(said: dict) -> dict[str, tuple[int, int]]:
 
 
 def test_nothing_is_left_behind_and_cells_are_counted_as_they_are_measured(start, small, planned, tmp_path):
-    few = ["eval.rows=last", "eval.columns=near:1", "eval.tokens=64"]
+    few = ["eval.rows=last", "eval.columns=near:1", "eval.max_tokens=64"]
     cfg = small(THREE, "trainer.steps=2", *few, f"cache_dir={tmp_path / 'cache'}")
     said = planned(cfg, tmp_path / "run")
     assert said["state"] == "new" and said["not_included"] == ["training of the base model"]

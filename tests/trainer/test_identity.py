@@ -80,7 +80,7 @@ def test_text_that_only_looks_changed_goes_on_and_texts_may_move(
         os.utime(path, ns=(1, 1))
     caplog.set_level(logging.INFO)
     monkeypatch.setattr("cpt.trainer.loop.train_run", None)  # never called
-    assert run(ORDER) == scores and "comparing the text of law" in caplog.text
+    assert run(ORDER) == scores and "Comparing the text of law" in caplog.text
     texts.rename(tmp_path / "moved")
     start(config(ORDER, f"domains.root={tmp_path / 'moved'}"), tmp_path / "run")
     assert told_by(tmp_path / "run") == scores

@@ -18,7 +18,7 @@ class Half(GradientMask):
     static = True
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__(acts_on="update")
+        super().__init__(apply_to="update")
         self.weight = [model.weight]
 
     def factors(self):
@@ -47,7 +47,7 @@ def test_it_is_the_share_of_the_squared_way():
     assert protected_shares(method, {"weight": method.model.weight.detach().clone()}, seed=0) == []
 
 
-SOFT = "method=das method.units=[heads,neurons,outputs,tokens] method.contrast=0 method.normalise=rank"
+SOFT = "method=das method.units=[heads,neurons,outputs,tokens] method.contrast=0 method.normalize=rank"
 
 
 @pytest.mark.parametrize("method", [SOFT, "method=osf"], ids=["das", "osf"])
@@ -56,7 +56,7 @@ def test_what_acts_on_the_step_leaks_nothing_and_released_forms_do(method, start
     given = [*FEW, *method.split()]
     killed(start, killing, small(*given), tmp_path / "ours", step=4, domain="food")
     start(small(*given), tmp_path / "ours")
-    start(small(*given, "method.acts_on=gradient"), tmp_path / "theirs")
+    start(small(*given, "method.apply_to=gradient"), tmp_path / "theirs")
     ours, theirs = (told_by(tmp_path / name)["leak"] for name in ("ours", "theirs"))
     for (leak, random), (more, alike) in zip(ours[1:], theirs[1:], strict=True):
         assert leak < 1e-3 and more > max(100 * leak, 1e-2)

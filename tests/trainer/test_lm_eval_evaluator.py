@@ -87,5 +87,5 @@ def test_a_second_start_measures_what_is_missing_damaged_or_of_other_settings(
     run("benchmark.batch_size=2", when="every:2")
     again = files(tmp_path)
     assert {name for name in before if again[name] != before[name]} == {*FOOD}
-    run("benchmark.limit=3", when="every:2")
+    run("benchmark.max_documents=3", when="every:2")
     assert all(when != again[name] for name, when in files(tmp_path).items())

@@ -8,8 +8,8 @@ from tests.runs.reading import assert_same_bits, killed, same_state, state_of, t
 from tests.support.making import DROPOUT, weights
 
 THREE = ["order=[law,food,space]", "trainer.steps=6"]
-OFF = {"every": None, "tokens": 2000, "past": 4, "general": True, "stop": None, "patience": None}
-EVERY = ["monitor.every=2", "monitor.tokens=200"]
+OFF = {"every": None, "max_tokens": 2000, "past": 4, "general": True, "stop": None, "patience": None}
+EVERY = ["monitor.every=2", "monitor.max_tokens=200"]
 
 
 def options(**given):
@@ -66,7 +66,7 @@ def test_looking_changes_no_bit(small, start, tmp_path):
 
 def test_what_is_looked_at_is_validation_text(small, start, tmp_path):
     """All of it, with the loss that the matrix has for the same text."""
-    how = ["monitor.every=3", "monitor.tokens=1000000", "domains.score_on=valid"]
+    how = ["monitor.every=3", "monitor.max_tokens=1000000", "domains.score_on=valid"]
     start(small("method=ncl", "order=[law,food]", *DROPOUT, *how), tmp_path)
     found = told_by(tmp_path)
     column = found["domains"].index("general")
@@ -78,7 +78,13 @@ def test_what_is_looked_at_is_validation_text(small, start, tmp_path):
 
 def test_patience_with_the_best_weights(small, start, tmp_path):
     """The model ends as it was at its lowest loss."""
-    how = ["order=[law]", "optim.lr=0.05", "schedule=constant", "schedule.warmup=0", "monitor.general=false"]
+    how = [
+        "order=[law]",
+        "optim.lr=0.05",
+        "lr_scheduler=constant",
+        "lr_scheduler.warmup_ratio=0",
+        "monitor.general=false",
+    ]
     ending = ["monitor.every=1", "monitor.patience=3", "monitor.keep=best", "trainer.steps=30"]
     start(small(*how, *ending), tmp_path / "best")
     watched = told_by(tmp_path / "best")["monitor"]["law"]

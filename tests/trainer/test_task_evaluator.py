@@ -29,7 +29,7 @@ def asked(small_gpt2, place, start):
             "model.max_seq_length=64",
             "save_all_stages=true",
         ]
-        given += ["answers.tokens=4"] * ("answers=none" not in overrides)
+        given += ["answers.max_new_tokens=4"] * ("answers=none" not in overrides)
         start(small_gpt2(*given, "trainer.steps=4", *overrides), folder)
         return told_by(folder)
 
@@ -89,7 +89,7 @@ def test_asking_changes_no_bit_and_a_finished_run_is_asked_later(asked, whole, t
 
 
 def test_stages_that_are_not_due_are_missing(asked, tmp_path):
-    few = ["answers.written=false", "answers.most=5"]
+    few = ["answers.written=false", "answers.max_documents=5"]
     answers = asked(tmp_path, "answers.when=last", *few)["answers"]
     assert set(answers["metrics"]) == {"AP"} == set(answers["intervals"])
     for told in answers["tasks"].values():

@@ -31,7 +31,7 @@ from cpt.reporting.page import write_page
 from cpt.status import format_time
 
 log = logging.getLogger("cpt.contrib.advise")
-CAP = "eval.tokens=5000"
+CAP = "eval.max_tokens=5000"
 MOST_STEPS = 2000
 SPARED = 0.9  # of the time that is left, what is planned for: a pilot's steps say not all that others take
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -55,7 +55,10 @@ class Ready:
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{file} is damaged ({error}); delete it to plan again") from error
         if asked != question:
-            raise ValueError(f"{file.parent} is the advice on another question; allowed: another --out")
+            raise ValueError(
+                f"--out {file.parent} is invalid: it has the advice on another question. Allowed: another "
+                f"folder"
+            )
         return ready
 
 
@@ -67,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
         began, arms = time.monotonic(), candidates.choose_arms(given.arms)
         model = candidates.find_model(given.model)
         texts = candidates.find_texts(given.folder, given.overrides)
-        cap = [CAP] * (not any(each.startswith("eval.tokens=") for each in given.overrides))
+        cap = [CAP] * (not any(each.startswith("eval.max_tokens=") for each in given.overrides))
         shared = [*texts, *model.tried, "name=advice", "logger=none", *cap, *given.overrides]
         how = {"folder": given.out / "runs", "jobs": given.jobs}
         with runs.open_sweep(shared, **how) as sweep:
@@ -75,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
         only = candidates.choose_domains(order)
         if left_out := len(order) - len(only):
             shared.append(f"domains.only=[{','.join(only)}]")
-            log.info("%d of %d domains: %s", len(only), len(order), ", ".join(only))
+            log.info("Choosing %d of %d domains: %s", len(only), len(order), ", ".join(only))
         with runs.open_sweep(shared, **how) as sweep:
             advise(given, sweep, arms, model, texts, began=began, left_out=left_out)
     return 0
@@ -102,13 +105,13 @@ def make_parser() -> argparse.ArgumentParser:
 def check(given: argparse.Namespace) -> None:
     """Raises ValueError for what cannot be asked."""
     wrong = {
-        f"--hours {given.hours:g}; allowed: more than 0": not 0 < given.hours < math.inf,
-        f"--weight {given.weight:g}; allowed: 0 or more": not 0 <= given.weight < math.inf,
-        f"--forget {given.forget}; allowed: nats per token, a finite number": not math.isfinite(
+        f"--hours {given.hours:g} is invalid. Allowed: more than 0": not 0 < given.hours < math.inf,
+        f"--weight {given.weight:g} is invalid. Allowed: 0 or more": not 0 <= given.weight < math.inf,
+        f"--forget {given.forget} is invalid. Allowed: nats per token, a finite number": not math.isfinite(
             given.forget or 0
         ),
-        f"--jobs {given.jobs}; allowed: 1, 2, …": given.jobs is not None and given.jobs < 1,
-        f"--seeds {given.seeds}; allowed: 1 to {SEEDS}": not 1 <= given.seeds <= SEEDS,
+        f"--jobs {given.jobs} is invalid. Allowed: 1, 2, …": given.jobs is not None and given.jobs < 1,
+        f"--seeds {given.seeds} is invalid. Allowed: 1 to {SEEDS}": not 1 <= given.seeds <= SEEDS,
     }
     for message in (message for message, holds in wrong.items() if holds):
         raise ValueError(message)
@@ -161,7 +164,7 @@ def settle(
         question["seeds"] = given.seeds
     kept = Ready.load(file, question) if file.exists() else None
     if kept is None:
-        log.info("a first run reads the texts, makes the base and is timed")
+        log.info("Timing a first run, which also reads the texts and pre-trains the base model")
         costs, pilot = runs.measure_costs(sweep, setting)
         # Mean steps of an epoch, about: bytes of training text by those of a token of held-out text.
         tokens = []
@@ -176,10 +179,12 @@ def settle(
     plan, costs, left_out = kept.plan, kept.costs, len(arms) - len(kept.plan.arms)
     seeds = f"{plan.seeds} seed{'s' * (plan.seeds > 1)}"
     shorter = f", and {plan.rounds[1].steps} steps with the first seed" if plan.short else ""
-    log.info("plan: %d arms x %s x %d steps a domain%s", len(plan.arms), seeds, plan.steps, shorter)
-    log.info("arms: %s%s", ", ".join(plan.arms), f"; {left_out} more do not fit" * bool(left_out))
+    log.info("Planning %d arms x %s x %d steps a domain%s", len(plan.arms), seeds, plan.steps, shorter)
+    log.info("Arms: %s%s", ", ".join(plan.arms), f"; {left_out} more do not fit" * bool(left_out))
     each = f"a step {costs.step:.3f} s, {costs.fixed:.1f} s of each run in addition to its steps"
-    log.info("%d runs, about %s: %s", len(plan.arms) * len(plan.rounds), format_time(plan.seconds), each)
+    log.info(
+        "Running %d jobs, about %s: %s", len(plan.arms) * len(plan.rounds), format_time(plan.seconds), each
+    )
     return kept
 
 
@@ -203,7 +208,7 @@ def carry_out(
             lost.append(f"{about}: not within --hours {given.hours:g}; the same command runs it")
             continue
         told = f"{len(waiting)} runs, about {format_time(left)}" if waiting else "finished before"
-        log.info("round %d of %d: %s, %s", number, len(plan.rounds), about, told)
+        log.info("Round %d of %d: %s, %s", number, len(plan.rounds), about, told)
         took, foreseen = took + sweep.run(batch), foreseen + expected
         failed |= {arm: job.failure() for arm, job in zip(arms, batch, strict=True) if not job.whole}
         done.append(each)

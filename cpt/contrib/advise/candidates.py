@@ -56,7 +56,7 @@ def overrides(arm: str, setting: Setting) -> list[str]:
         case "replay" if value in ("1", "5", "25"):
             share = int(value) / 100  # half of it past domains' text, half general; of one domain all general
             past = share / 2 if setting.domains > 1 else 0.0
-            return ["replay=past", f"replay.past={past:g}", f"replay.general={share - past:g}"]
+            return ["replay=past", f"replay.past_ratio={past:g}", f"replay.general_ratio={share - past:g}"]
         case "lr" if value in ("1/4", "1/2"):
             return [f"model.lr={setting.rate / int(value[-1]):g}"]
         case "freeze":
@@ -65,7 +65,7 @@ def overrides(arm: str, setting: Setting) -> list[str]:
             return [f"method={arm}"]
         case "ewc" if value in ("", "strong"):
             return ["method=ewc", f"method.strength={100 * STRENGTH if value else STRENGTH}"]
-    raise ValueError(f"--arms {arm}; allowed: {', '.join(NAMES)}")
+    raise ValueError(f"--arms {arm} is invalid. Allowed: {', '.join(NAMES)}")
 
 
 def choose_arms(asked_for: str | None) -> list[str]:
@@ -78,7 +78,9 @@ def choose_arms(asked_for: str | None) -> list[str]:
         overrides(name, Setting(rate=1, blocks=2, domains=2))
     chosen = list(dict.fromkeys([REFERENCE, *names]))
     if len(chosen) < 2:
-        raise ValueError(f"--arms {asked_for}; allowed: one or more in addition to {REFERENCE}, with commas")
+        raise ValueError(
+            f"--arms {asked_for} is invalid. Allowed: one or more in addition to {REFERENCE}, with commas"
+        )
     return chosen
 
 
@@ -134,7 +136,10 @@ def find_texts(folder: Path, given: Sequence[str]) -> list[str]:
     """The overrides that read a folder: its sub-folders are domains, or those of its `corpora`. Raises
     ValueError where there is no folder."""
     if not folder.is_dir():
-        raise ValueError(f"no folder {folder}; allowed: a folder of folders of text, as domains.root")
+        raise ValueError(
+            f"{folder} is invalid: there is no such folder. Allowed: a folder of folders of text, as "
+            f"domains.root"
+        )
     root = f"domains.root={quote(str(folder))}"
     if any(each.startswith("domains=") for each in given):
         return [root]
@@ -153,9 +158,9 @@ def check_overrides(given: Iterable[str]) -> None:
     for each in given:
         key, sign, _ = each.lstrip("+~").partition("=")
         if not sign:
-            raise ValueError(f"{each} is no override; allowed: key=value, as of python run.py")
+            raise ValueError(f"{each} is invalid: it is no override. Allowed: key=value, as of python run.py")
         if key in OWN or key.startswith("hydra"):
-            raise ValueError(f"{each}: advise sets {key} itself; allowed: other options of conf/")
+            raise ValueError(f"{each} is invalid: advise sets {key} itself. Allowed: other options of conf/")
 
 
 def find_model(given: str) -> Model:
@@ -169,7 +174,7 @@ def find_model(given: str) -> Model:
         config = configuration(given)
     except ValueError as error:
         allowed = f"tiny, {', '.join(names)}, a checkpoint"
-        raise ValueError(f"--model {given}: {reason(error)}; allowed: {allowed}") from error
+        raise ValueError(f"--model {given} is invalid: {reason(error)}. Allowed: {allowed}") from error
     real = ("model=hf", f"model.name_or_path={quote(given)}")
     with torch.device("meta"):
         size = sum(each.numel() for each in AutoModel.from_config(config).parameters())

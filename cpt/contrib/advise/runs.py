@@ -93,7 +93,7 @@ def plan_sweep(
     needed = time_round(arms[:FEWEST], least, costs, jobs=jobs)
     raise ValueError(
         f"{max(0, seconds):.0f} s are left of --hours, and {min(FEWEST, len(arms))} runs of {least} steps "
-        f"take {needed:.0f} s; allowed: more --hours; what was read and made on the way is there"
+        f"take {needed:.0f} s. Allowed: more --hours; what was read and made on the way is there"
     )
 
 

@@ -47,7 +47,7 @@ class SubmoduleTasks(TaskSource):
         super().__init__(**shared)
         if not packages:
             allowed = "packages by domain, like those of domains=installed_docs"
-            raise ValueError(f"endtask.packages={show(packages)}; allowed: {allowed}")
+            raise ValueError(f"endtask.packages={show(packages)} is invalid. Allowed: {allowed}")
         self.packages, self.cache = {name: list(each) for name, each in packages.items()}, Path(cache)
         self.examples: dict[str, dict[str, list[LabelledExample]]] = {}
         own = {f"endtask.tasks.{name}": values for name, values in self.tasks.items()}
@@ -95,7 +95,7 @@ class SubmoduleTasks(TaskSource):
         if len(classes) < 2:
             told = f"packages={packages} have {len(classes)} sub-packages with text in both train and test"
             allowed = f"two or more, or without this task (+endtask.tasks.{name}=null)"
-            raise ValueError(f"endtask.tasks.{name}: {told}; allowed: {allowed}")
+            raise ValueError(f"endtask.tasks.{name} is invalid: {told}. Allowed: {allowed}")
         found, names = dict[str, list[LabelledExample]](), names_in(classes)
         for split, number in SPLITS.items():
             paragraphs = [

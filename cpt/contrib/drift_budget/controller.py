@@ -130,7 +130,7 @@ class DriftController(MonitorObserver):
             self.least = self.seen.spent
         module.set_lr_scale(self.pace)
         for act in self.seen.acts[told:]:
-            log.info("budget of %s, %s", trainer.datamodule.domain.name, act)
+            log.info("Budget of %s: %s", trainer.datamodule.domain.name, act)
         return losses
 
     def series(self, stage: str) -> dict[str, float]:

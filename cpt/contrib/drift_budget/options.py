@@ -28,7 +28,7 @@ class DriftBudget(ObserverConfig):
     def __post_init__(self) -> None:
         if self.steer != LINE and not self.given:
             allowed = "general=NATS or past=NATS"
-            raise ValueError(f"steer={self.steer} with general=null, past=null; allowed: {allowed}")
+            raise ValueError(f"steer={self.steer} is invalid: there is no budget. Allowed: {allowed}")
 
     @property
     def evaluations(self) -> int:
@@ -57,7 +57,8 @@ class DriftBudget(ObserverConfig):
         }
         given = ", ".join(f"budget.{each}={value}" for each, value in self.given.items())
         for why in (why for why, holds in wrong.items() if holds):
-            yield f"{given} does not go with {why}; allowed: budget.general=null, budget.past=null"
+            allowed = "budget.general=null, budget.past=null"
+            yield f"{given} is invalid: incompatible with {why}. Allowed: {allowed}"
 
     def open(self, run: Any, data: Any, domain: Any) -> Any:
         from cpt.contrib.drift_budget.controller import DriftController  # loads torch

@@ -16,7 +16,7 @@ class GeneratedReplay(ReplayConfig):
 
     generates: ClassVar[bool] = True
 
-    tokens: Steps | None = option(
+    max_tokens: Steps | None = option(
         "tokens written of each past domain before a stage; null: as many as it replays"
     )
     drop: BelowOne = option("share of the tokens written to leave out: texts of the highest perplexity")
@@ -34,31 +34,33 @@ class GeneratedReplay(ReplayConfig):
     def conflicts(
         self, *, examples: bool, chats: bool, length: int, batch_size: int, sharded: bool
     ) -> Iterator[str]:
-        new = batch_size * (1 - exact(self.past) - exact(self.forms))
+        new = batch_size * (1 - exact(self.past_ratio) - exact(self.forms))
         prompt = self.prompt or "{domain}"
         found = {
-            f"replay.prefix={self.prefix}, which leaves nothing to write of model.max_seq_length={length}; "
-            "allowed: fewer": self.prefix >= length and not examples,
-            f"replay.prompt={prompt} does not say of which domain an example is to be written; "
-            "allowed: null, or a text with {domain}": examples and "{domain}" not in prompt,
-            f"replay.general={self.general} with replay=generated and domains of examples, which are no "
-            "text; allowed: 0": examples and self.general,
-            f"replay.past={self.past} and replay.forms={self.forms}, which leaves {float(new):g} new "
-            f"samples in a batch of trainer.batch_size={batch_size}; allowed: 1 or more": (
+            f"replay.prefix={self.prefix} is invalid: it leaves nothing to generate of "
+            f"model.max_seq_length={length}. "
+            "Allowed: fewer": self.prefix >= length and not examples,
+            f"replay.prompt={prompt} is invalid: it does not name the domain of an example. "
+            "Allowed: null, or a text with {domain}": examples and "{domain}" not in prompt,
+            f"replay.general_ratio={self.general_ratio} is invalid: replay=generated writes examples of "
+            f"these "
+            "domains, not text. Allowed: 0": examples and self.general_ratio,
+            f"replay.past_ratio={self.past_ratio} with replay.forms={self.forms} is invalid: {float(new):g} "
+            f"new "
+            f"samples remain in a batch of trainer.batch_size={batch_size}. Allowed: 1 or more": (
                 examples and new < 1 and (not self.adds or new <= 0)
             ),
-            "replay=generated does not go with chats, which no model learns to write; "
-            "allowed: replay=past": chats,
-            "replay=generated needs the whole model, of which strategy=fsdp leaves each process a shard; "
-            "allowed: strategy=single, ddp": sharded,
+            "replay=generated is invalid: no model learns to write chats. Allowed: replay=past": chats,
+            "replay=generated is invalid: strategy=fsdp leaves each process a shard of the model. "
+            "Allowed: strategy=single, ddp": sharded,
         }
         return (message for message, holds in found.items() if holds)
 
     def check_objective(self, objective: str, *, model: str, examples: bool) -> None:
         if objective != "causal" and not examples:
             fills = "masks" if objective == "masked" else "spans"
-            told = f"replay=generated asks a model to write text, and {model} fills {fills}"
-            raise ValueError(f"{told}; allowed: replay=past, or a causal model like model=tiny_gpt2")
+            told = f"replay=generated is invalid: {model} fills {fills} and cannot generate text"
+            raise ValueError(f"{told}. Allowed: replay=past, or a causal model like model=tiny_gpt2")
 
     def open_source(self, folder: Path, *, corpora: Any, **run: Any) -> ReplaySource:
         from cpt.contrib.generative_replay import writer  # loads torch

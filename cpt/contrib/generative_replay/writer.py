@@ -111,23 +111,23 @@ class TextWriter(ReplaySource):
         if not is_first_process():
             return
         if not texts:
-            log.info("replay=generated without effect: no stage has a past domain or a share to replay")
+            log.info("No effect of replay=generated: no stage has a past domain or a share to replay")
         elif len(texts) > 1 and not named and corpora.encoding is None:
             why = "as nothing says of which it is to be; replay.prefix=8 or a prompt with {domain} would"
-            log.info("replay.prefix=0: what is generated of all past domains is alike, %s", why)
+            log.info("Generating the same kind of text for all past domains (replay.prefix=0), %s", why)
 
     def prepare(self, number: int, stage: Domain, device: torch.device) -> None:
-        general, replayed = [GENERAL] * (self.options.general > 0), self.data.replayed(stage)
+        general, replayed = [GENERAL] * (self.options.general_ratio > 0), self.data.replayed(stage)
         for name in (*stage.parts, *general) if is_first_process() else ():
             path = sample_file(self.folder / "kept", name, "json")
             if not path.exists() and (kept := self.to_keep(name)) is not None:
                 write_checked_json(path, kept)
         barrier()
-        folder, jobs, most = self.folder / f"{number:03d}-{stage.name}", [], self.options.tokens
+        folder, jobs, most = self.folder / f"{number:03d}-{stage.name}", [], self.options.max_tokens
         damage = artifact_damage(folder)
         if replayed and gather_objects(bool(damage))[0]:
             if folder.exists() and is_first_process():
-                log.warning("%s is damaged (%s): writing it again", folder, damage)
+                log.warning("Rebuilding %s, which is damaged (%s)", folder, damage)
             for name, count in replayed.items():
                 tokens = count * self.length if most is None else min(int(most), count * self.length)
                 wanted = math.ceil(tokens / (1 - exact(self.options.drop)))
@@ -179,7 +179,7 @@ class TextWriter(ReplaySource):
             discard(folder)
             finish_artifact(begun, folder)
             sums = (sum(each[kind] for each in facts.values()) for kind in ("texts", "tokens", "real"))
-            message = "before %s, %d texts of %d tokens are generated, %d of them kept prefixes: %s"
+            message = "Generated text before %s: %d texts of %d tokens, %d of them kept prefixes: %s"
             log.info(message, stage.name, *sums, folder)
         barrier()  # the rows are there for all
 
@@ -202,8 +202,8 @@ class TextWriter(ReplaySource):
         count, prefix, rows = self.options.starts, self.options.prefix, self.data.train[text]
         drawn = shuffle(np.arange(min(count, len(rows))), len(rows), stream=key("probe", text))
         if prefix and not len(drawn := drawn[rows.row_lengths[drawn] > prefix]):
-            told = f"replay.prefix={prefix}: no row of {text} that could be kept has more tokens"
-            raise ValueError(f"{told}; allowed: fewer")
+            told = f"replay.prefix={prefix} is invalid: no row of {text} that could be kept has more tokens"
+            raise ValueError(f"{told}. Allowed: fewer")
         return rows.ids(drawn)[:, :prefix].tolist() if prefix else None
 
     def recall(self, text: str) -> Any:
@@ -220,8 +220,9 @@ class TextWriter(ReplaySource):
         ids = self.tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
         if (taken := len(self.begin) + len(ids) + how.prefix) >= self.length:
             raise ValueError(
-                f"replay.prompt={how.prompt} and replay.prefix={how.prefix} take {taken} tokens and leave "
-                f"nothing to write of model.max_seq_length={self.length}; allowed: fewer"
+                f"replay.prompt={how.prompt} and replay.prefix={how.prefix} is invalid: they take {taken} "
+                f"tokens and leave "
+                f"nothing to generate of model.max_seq_length={self.length}. Allowed: fewer"
             )
         return [*self.begin, *ids] if ids else []
 
@@ -280,7 +281,7 @@ class ExampleWriter(TextWriter):
     ) -> None:
         self.encoder = corpora.encoder(base.tokenizer, base.length, seq2seq=base.seq2seq)
         super().__init__(options, folder, corpora=corpora, base=base, **run)
-        stages = self.data if options.past and options.forms else ()
+        stages = self.data if options.past_ratio and options.forms else ()
         self.forms = {name: self.encode_forms(name) for stage in stages for name in stage.parts}
 
     def sign(self, domain: str) -> str:
@@ -313,8 +314,9 @@ class ExampleWriter(TextWriter):
             path = folder / "rows.arrow"
             if not tokenized_tasks.write_examples(path, rows, tokenizer=self.tokenizer)[0]:
                 raise ValueError(
-                    f"no example of {name} fits into model.max_seq_length={self.length} in the form that "
-                    "is written (replay=generated); allowed: a larger model.max_seq_length, replay=past"
+                    f"model.max_seq_length={self.length} is invalid: no example of {name} fits in the form "
+                    f"that "
+                    "is written (replay=generated). Allowed: a larger model.max_seq_length, replay=past"
                 )
 
         folder = make_once(self.corpora.cache / "packed" / f"{name}-forms-{digest(made_of)}", make=make)
@@ -357,7 +359,7 @@ class ExampleWriter(TextWriter):
         tokenized_tasks.write_examples(path, chosen, tokenizer=self.tokenizer)
         facts = count_texts(source, kept) | {"invalid": int((~valid[kept >= 0]).sum())}
         if wrong := facts["invalid"]:
-            message = "%d of %d examples written for %s are no examples of it%s"
+            message = "Dropping %d of %d examples generated for %s, which are none of it%s"
             end = "" if facts["texts"] else ": nothing of it is replayed"
             log.info(message, wrong, facts["texts"] + facts["left_out"], job.text, end)
         return facts

@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> None:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     with readable(errors_only=True):
         if given.folder is None or "=" in given.folder:
-            raise ValueError(f"{' '.join(arguments) or 'nothing'} is given; needed: {NEEDED}")
+            raise ValueError(f"FOLDER={given.folder} is invalid. Allowed: {NEEDED}")
         overrides = [each.replace("+experiment=", "experiment=") for each in given.overrides]
         with initialize_config_dir(str(CONF), version_base="1.3"):
             plan = make_plan(compose("config", overrides))
@@ -42,7 +42,9 @@ def export(plan: Plan, folder: Path) -> list[str]:
     """Writes the tasks of a plan into a folder; gives what is to be said of it. Raises ValueError for domains
     that are no tasks."""
     if plan.source.encoding is None:
-        raise ValueError(f"domains={plan.settings['domains']['name']} asks nothing; allowed: domains=tasks")
+        raise ValueError(
+            f"domains={plan.settings['domains']['name']} is invalid: it is raw text. Allowed: domains=tasks"
+        )
     from cpt.contrib.lm_eval_export.tasks import HarnessTexts, export_group, export_task
     from cpt.data.corpora import Corpora
     from cpt.data.tokenized_tasks import Encoder, read_examples
@@ -56,7 +58,7 @@ def export(plan: Plan, folder: Path) -> list[str]:
     texts = HarnessTexts(Encoder(base.tokenizer, base.length, plan.source.encoding, base.seq2seq))
     for task in plan.order:
         prompts = map(texts.encoder.prompt, read_examples(corpora.by_name[task], plan.source.score_on))
-        most = plan.answers.most if plan.answers else None
+        most = plan.answers.max_documents if plan.answers else None
         done[task] = export_task(folder, task, islice(prompts, most), texts)
     written = [each for each in done.values() if each is not None]
     if not written:

@@ -96,7 +96,7 @@ def sync_runs(runs: Mapping[Path, Scores], *, project: str | None, entity: str |
                     with FileLock(path / ".lock", timeout=0):
                         pass
                 except Timeout:
-                    log.warning("%s: is at work; left out", path.resolve())
+                    log.warning("Skipping %s, which is running", path.resolve())
                     continue
             try:
                 record = read_run(path.resolve(), scores)
@@ -112,7 +112,7 @@ def sync_runs(runs: Mapping[Path, Scores], *, project: str | None, entity: str |
                 sent += 1
             except (UnreadableError, ConnectionError) as error:
                 failed += 1
-                log.error("%s: %s", path, reason(error))
+                log.error("Failed to send %s: %s", path, reason(error))
                 if failed >= ENOUGH and not sent and isinstance(error, ConnectionError):
                     raise ValueError(f"W&B took none of {failed} runs; {reason(error)}") from None
     return failed

@@ -37,8 +37,8 @@ from cpt.core.schema import (
 log = logging.getLogger(__name__)
 GENERAL = "general"
 TEXT, EXAMPLES = "text", "examples"  # what the documents of a source may be
-NONE, CONCAT, ISOLATED, PER_DOCUMENT = "none", "concat", "isolated", "per_document"  # see Source.packing
-PACKINGS = {TEXT: (CONCAT, ISOLATED, PER_DOCUMENT), EXAMPLES: (NONE, ISOLATED)}  # the default first
+NONE, CONCAT, DOCUMENT_MASK = "none", "concat", "document_mask"  # see Source.packing
+PACKINGS = {TEXT: (CONCAT, DOCUMENT_MASK, NONE), EXAMPLES: (NONE, DOCUMENT_MASK)}  # the default first
 PACKAGES = {"static": "wordllama", "sentence": "sentence_transformers"}  # that embeddings need
 FORMAT = 4  # part of every stamp: raise it when the files that cpt.data.corpus makes of a text change
 COARSE, FINE = "coarse", "fine"
@@ -94,7 +94,7 @@ class HeldOut(Options):
     valid: HeldOutShare = option("share of the documents")
     test: HeldOutShare = option("share of the documents")
     seed: Natural = option("of the split")
-    most: Count | None = option("documents of either, at most; null: no bound", default=None)
+    max_documents: Count | None = option("documents of either, at most; null: no bound", default=None)
 
 
 @config
@@ -104,9 +104,9 @@ class Source(Options, ABC):
     orders: DomainLists | None = option("named orders of the domains; null: one, by name")
     held_out: Mapping[str, Any] = option("what is split off where files are not split")
     score_on: Literal["valid", "test"] = option("the split that the matrix is made of")
-    packing: Literal["none", "concat", "isolated", "per_document"] | None = option(
-        "how rows are filled: one document after another, documents or examples that share a row and do not "
-        "meet, or a row for each document (text) or example (none); null: concat of text, none of examples",
+    packing: Literal["none", "concat", "document_mask"] | None = option(
+        "how sequences are filled: one document after another, with a document mask between those that share "
+        "one, or a sequence for each (none); null: concat of text, none of examples",
         default=None,
     )
     only: NamePatterns = option("which domains to take, by name; null: all", default=None)
@@ -123,12 +123,17 @@ class Source(Options, ABC):
             read_options(HeldOut, self.held_out, place="")
         if self.packing not in (None, *PACKINGS[self.form("")]):
             allowed = ", ".join(PACKINGS[self.form("")])
-            raise ValueError(f"packing={self.packing}; allowed: {allowed} of domains of {self.form('')}")
+            raise ValueError(
+                f"packing={self.packing} is invalid. Allowed: {allowed} of domains of {self.form('')}"
+            )
         if self.by == COARSE and self.form("") == EXAMPLES:
-            raise ValueError("by=coarse joins text, and these domains are examples; allowed: null, fine")
+            raise ValueError(
+                "by=coarse is invalid: these domains are examples, not text. Allowed: null, fine"
+            )
         if (self.embedding == "sentence") != (self.embedding_model is not None):
             raise ValueError(
-                f"embedding={self.embedding} embedding_model={show(self.embedding_model)}; allowed: both "
+                f"embedding={self.embedding} with embedding_model={show(self.embedding_model)} is invalid. "
+                f"Allowed: both "
                 "embedding=sentence and embedding_model=FOLDER, or neither"
             )
 
@@ -154,11 +159,11 @@ class Source(Options, ABC):
     @property
     def isolated(self) -> bool:
         """Whether samples, or documents, share rows and do not meet."""
-        return self.packing == ISOLATED
+        return self.packing == DOCUMENT_MASK
 
     @property
     def text_packing(self) -> str:
-        """How rows of text are filled: CONCAT (also general text of examples), ISOLATED, PER_DOCUMENT."""
+        """How rows of text are filled: CONCAT (also general text of examples), DOCUMENT_MASK or NONE."""
         return CONCAT if self.packing is None or self.form("") == EXAMPLES else self.packing
 
     @property
@@ -194,11 +199,15 @@ class Source(Options, ABC):
         package = PACKAGES.get(self.embedding)
         if package is not None and find_spec(package) is None:
             raise ValueError(
-                f"domains.embedding={self.embedding} needs the package {package.replace('_', '-')}, which is "
-                "not installed; allowed: to install it, or domains.embedding=tfidf, model"
+                f"domains.embedding={self.embedding} is invalid: the package {package.replace('_', '-')} is "
+                f"not "
+                "installed. Allowed: domains.embedding=tfidf, model"
             )
         if self.embedding_model is not None and not Path(self.embedding_model).is_dir():
-            raise ValueError(f"domains.embedding_model={self.embedding_model}: there is no such folder")
+            raise ValueError(
+                f"domains.embedding_model={self.embedding_model} is invalid: there is no such folder. "
+                f"Allowed: a folder"
+            )
 
     def check_domains(self, order: Sequence[str]) -> None:
         """Checks the text of these domains, as `check`, and logs what `by` and `only` leave out."""
@@ -206,9 +215,17 @@ class Source(Options, ABC):
         used = {member for members in grouped.values() for member in members}
         if unused := [name for name in self.names if name not in used]:
             listed = ", ".join(unused[:5]) + ", …" * (len(unused) > 5)
-            log.info("domains.by=%s leaves %d of %d out: %s", self.by, len(unused), len(self.names), listed)
+            log.info(
+                "Leaving out %d of %d domains (domains.by=%s): %s",
+                len(unused),
+                len(self.names),
+                self.by,
+                listed,
+            )
         if self.only is not None:
-            log.info("domains.only=%s: %d of %d domains", show(self.only), len(self.groups), len(grouped))
+            log.info(
+                "Using %d of %d domains (domains.only=%s)", len(self.groups), len(grouped), show(self.only)
+            )
         self.check([member for name in order for member in self.members(name)])
 
     def check(self, order: Sequence[str]) -> None:  # noqa: B027  (most sources have nothing to check)
@@ -241,7 +258,10 @@ def parse_name(name: str) -> tuple[str, str | None]:
     """The coarse and the fine domain of a name of M2D2: `A__b` of Wikipedia, `cs.AI` of S2ORC; None for fine
     of a coarse name. An archive without classes, like `hep-th`, is a coarse domain's only fine one."""
     if name in NOT_DOMAINS:
-        raise ValueError(f"{name} stands in M2D2's list and is no domain; allowed: domains.ignore=[{name}]")
+        raise ValueError(
+            f"domain {name} is invalid: it is in M2D2's list and is no domain. Allowed: "
+            f"domains.ignore=[{name}]"
+        )
     if name in COARSE_OF_WIKIPEDIA or name.endswith("_l1"):
         return name.removesuffix("_l1"), None
     coarse, _, fine = name.partition("__" if "__" in name else ".")
@@ -274,5 +294,5 @@ def select_domains(
     chosen = {name: each for name, each in groups.items() if any(re.fullmatch(one, name) for one in wanted)}
     if not chosen:
         listed = ", ".join(sorted(groups)[:8]) + f", … ({len(groups)})" * (len(groups) > 8)
-        raise ValueError(f"domains.only={show(patterns)} leaves no domain; there are: {listed}")
+        raise ValueError(f"domains.only={show(patterns)} is invalid: it leaves no domain. Allowed: {listed}")
     return chosen

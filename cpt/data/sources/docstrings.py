@@ -143,8 +143,8 @@ def modules(package: str) -> dict[Path, str]:
             parts = path.relative_to(root).with_suffix("").parts if path != root else ()
             found[path] = ".".join([package, *(part for part in parts if part != "__init__")])
     if not found:
-        told = f"no Python sources for package {package!r}"
-        raise ValueError(f"{told}: it must be 'stdlib' or the top-level import name of an installed package")
+        told = f"domains.packages: {package} is invalid: it has no Python sources"
+        raise ValueError(f"{told}. Allowed: stdlib, or the import name of an installed package")
     return found
 
 

@@ -33,16 +33,20 @@ class Hub(Source):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.names:
-            raise ValueError("catalogue names no domain; needed: '+domains.catalogue.news={path: ag_news}'")
+            raise ValueError(
+                "catalogue={} is invalid: it names no domain. Allowed: "
+                "'+domains.catalogue.news={path: ag_news}'"
+            )
         for name, entry in self.catalogue.items():
             if not is_entry(entry):
                 given = dict(entry) if isinstance(entry, Mapping) else show(entry)
                 raise ValueError(
-                    f"catalogue.{name}={given}; allowed: path, and optionally name, data_files, column, "
+                    f"catalogue.{name}={given} is invalid. Allowed: path, and optionally name, data_files, "
+                    f"column, "
                     "splits, like {path: lex_glue, name: ecthr_a, splits: {train: train, test: test}}"
                 )
         if self.general not in (None, *self.catalogue):
-            raise ValueError(f"general={self.general}; allowed: null, {', '.join(self.catalogue)}")
+            raise ValueError(f"general={self.general} is invalid. Allowed: null, {', '.join(self.catalogue)}")
 
     @property
     def names(self) -> list[str]:
@@ -61,7 +65,9 @@ class Hub(Source):
             chosen = entry.get("splits") or {SPLITS[each]: each for each in theirs if each in SPLITS}
             if not chosen:
                 allowed = f"{', '.join(SPLITS)}, or to say which to read, like splits={{train: all}}"
-                raise ValueError(f"{path} has the splits {', '.join(theirs)}; allowed: {allowed}")
+                raise ValueError(
+                    f"domains.catalogue: {path} has the splits {', '.join(theirs)}. Allowed: {allowed}"
+                )
             for split, their_split in chosen.items():
                 where, rows = f"{path} ({their_split})", load(their_split)
                 total = len(rows) if hasattr(rows, "__len__") else None
@@ -71,7 +77,7 @@ class Hub(Source):
                         for text in texts_of([(where, row)], entry.get("column", self.column)):
                             yield split, text
         except (DatasetsError, OSError, pa.ArrowException, UnicodeDecodeError) as error:
-            raise ValueError(f"domains.catalogue.{name}, path={path}: {cause(error)}") from error
+            raise ValueError(f"domains.catalogue.{name}.path={path} is invalid: {cause(error)}") from error
 
     def fingerprint(self, name: str) -> Any:
         entry = self.entry(name)
@@ -100,7 +106,7 @@ def open_set(entry: Mapping[str, Any], *, streaming: bool) -> tuple[list[str], C
 
     def load(split: str) -> Any:
         if split not in splits:
-            raise ValueError(f"{path} has the splits {', '.join(splits)}, and no {split}")
+            raise ValueError(f"domains.catalogue: {path} has no split {split}. Allowed: {', '.join(splits)}")
         return splits[split]
 
     return list(splits), load

@@ -70,7 +70,7 @@ def files_of(folder: Path, *, ignored: Callable[[Path], bool] | None = None) -> 
     if unread := [path for path in found if kind(path) not in KINDS or not path.is_file()]:
         more = f" (nor are {len(unread) - 1} more)" * (len(unread) > 1)
         pattern = f"*{''.join(unread[0].suffixes[-2:])}" if unread[0].suffix else unread[0].name
-        told = f"{unread[0]} is not a file of text{more}; allowed: {' '.join(KINDS)}, also {' '.join(PACKED)}"
+        told = f"{unread[0]} is not a file of text{more}. Allowed: {' '.join(KINDS)}, also {' '.join(PACKED)}"
         raise ValueError(f"{told}, or leave out what is not text: domains.ignore=[{pattern}]")
     if not found:
         told = f"{folder} has no {' '.join(KINDS)} file"
@@ -92,7 +92,9 @@ def read_folder(
         with naming_file(texts[0]):
             paragraphs = list(islice(split_units(islice(lines(texts[0]), FIRST_LINES), "paragraph"), 2))
         unit, where = "paragraph" if len(paragraphs) > 1 else "line", texts[0].parent
-        log.info("%s: %d .txt files, a document is a %s (domains.document)", where, len(texts), unit)
+        log.info(
+            "Reading %d .txt files of %s: a document is a %s (domains.document)", len(texts), where, unit
+        )
     ends = list(accumulate(path.stat().st_size * (3 if path.suffix in PACKED else 1) for path in files))
     with reading_bar(name, total=ends[-1], unit="B") as progress:
         for path, end in zip(files, ends, strict=True):
@@ -105,7 +107,7 @@ def read_folder(
                     units = split_units(lines(path), "file" if own == ".md" and document == "auto" else unit)
                     documents = filter(lambda text: text and not text.isspace(), units)
                 elif path.suffix in PACKED and own == ".parquet":
-                    raise ValueError(f"{path}: Parquet is packed already; allowed: .parquet")
+                    raise ValueError(f"{path}: Parquet is packed already. Allowed: .parquet")
                 else:
                     parquet: Callable[[Path], Iterator[Row]] = partial(parquet_rows, column=column)
                     tables = {".csv": csv_rows, ".parquet": parquet}
@@ -181,7 +183,7 @@ def csv_rows(path: Path) -> Iterator[Row]:
     for row in filter(None, reader):
         where, needed = f"{path}, line {reader.line_num}", len(header)
         if len(row) != needed:
-            raise ValueError(f"{where} has {len(row)} values; allowed: {needed}, as many as there are names")
+            raise ValueError(f"{where} has {len(row)} values. Allowed: {needed}, as many as there are names")
         yield where, dict(zip(header, row, strict=True))
 
 

@@ -80,14 +80,14 @@ def read_records(path: Path, layout: str, columns: Mapping[str, str | None]) -> 
                 continue
             text, tab, label = line.rstrip("\n").rpartition("\t")
             if not tab:
-                raise ValueError(f"{path}, line {number} has no tab; allowed: text, tab, label")
+                raise ValueError(f"{path}, line {number} has no tab. Allowed: text, tab, label")
             yield RawExample({"text": text}, SPELLING.get(label.strip(), label.strip()))
         return
     rows, definition = (readers.csv_rows if ".csv" in path.suffixes else readers.json_rows)(path), ""
     if layout == "superni":
         whole = read_json(path)
         if not isinstance(whole, Mapping) or "Instances" not in whole:
-            raise ValueError(f"{path} has no Instances; allowed: an object with Definition and Instances")
+            raise ValueError(f"{path} has no Instances. Allowed: an object with Definition and Instances")
         definition = first_of(whole.get("Definition"))
         rows = ((f"{path}, instance {at}", row) for at, row in enumerate(whole["Instances"], start=1))
     own_id = columns.get("id") if layout in TABLES else "id"
@@ -99,7 +99,7 @@ def read_records(path: Path, layout: str, columns: Mapping[str, str | None]) -> 
                 given = [(turn["role"], text_field(turn, "content", where)) for turn in row["messages"]]
             except (KeyError, TypeError):
                 raise ValueError(
-                    f"{where} has no messages; allowed: {{messages: [{{role, content}}, …]}}"
+                    f"{where} has no messages. Allowed: {{messages: [{{role, content}}, …]}}"
                 ) from None
             while given and given[-1][0] != ASSISTANT:
                 given.pop()
@@ -164,10 +164,12 @@ class Template(Options):
             try:
                 text.format_map(known)
             except (ValueError, LookupError, AttributeError) as error:
-                told = f"template.{place}={text!r} is not a text with {{fields}} ({error!r}); allowed: "
+                told = f"template.{place}={text!r} is invalid: {error!r} in its {{fields}}. Allowed: "
                 raise ValueError(told + ", ".join(f"{{{name}}}" for name in known)) from error
         if self.source.count("{text}") > 1:
-            raise ValueError(f"template.source={self.source!r} has {{text}} more than once; allowed: once")
+            raise ValueError(
+                f"template.source={self.source!r} is invalid: {{text}} more than once. Allowed: once"
+            )
 
     def ask(
         self, fields: Mapping[str, str], *, task: str, dataset: str, choices: Sequence[str], seed: int
@@ -206,13 +208,15 @@ class Tasks(Source):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.root is not None and not Path(self.root).is_dir():
-            raise ValueError(f"root={self.root}: there is no such folder")
+            raise ValueError(f"root={self.root} is invalid: there is no such folder. Allowed: a folder")
         columns = self.columns if self.root is not None and self.format in TABLES else None
         if columns is not None and not (columns.get("text") and columns.get("target")):
-            raise ValueError(f"columns={dict(columns)}; needed: the columns of text and target")
+            raise ValueError(f"columns={dict(columns)} is invalid. Allowed: the columns of text and target")
         self.prompt.check_fields([name for name in columns or () if name not in ("target", "id")])
         if not self.names:
-            raise ValueError(f"root={self.root} has no task but {self.general}")
+            raise ValueError(
+                f"root={self.root} is invalid: it has no task but {self.general}. Allowed: a folder of tasks"
+            )
         self.encoding  # noqa: B018  (raises for an invalid value)
 
     @cached_property
@@ -241,7 +245,8 @@ class Tasks(Source):
         if self.root and not found:
             allowed = ", ".join(get_args(Layout))
             raise ValueError(
-                f"root={self.root} has no data set in the layout format={self.format}; allowed: {allowed}"
+                f"format={self.format} is invalid: {self.root} has no data set in this layout. Allowed: "
+                f"{allowed}"
             )
         return {name: each for name, each in found.items() if name != self.general}
 
@@ -265,7 +270,8 @@ class Tasks(Source):
         for name in order if asks and self.format not in ("messages", "superni", "alpaca") else ():
             if (task := self.task_of(name)) not in known:
                 raise ValueError(
-                    f"template {self.prompt.name} has no instruction for the task {task} of {name}; allowed: "
+                    f"domains/template={self.prompt.name} is invalid: no instruction for {task} of {name}. "
+                    f"Allowed: "
                     f"{', '.join(self.prompt.instructions)} (+domains.template.tasks.{name}=…), "
                     "or domains/template=plain"
                 )
@@ -297,7 +303,7 @@ class Tasks(Source):
                 if self.unknown == "error":
                     raise ValueError(
                         f"example {number} of {name}, {split}: its answer {record.target!r:.60} is none "
-                        f"of the choices; allowed: {', '.join(choices)} (domains.unknown=drop leaves it out)"
+                        f"of the choices. Allowed: {', '.join(choices)} (domains.unknown=drop leaves it out)"
                     )
                 dropped += 1
                 continue
@@ -308,7 +314,7 @@ class Tasks(Source):
             example = Example(given, source, record.target, task, choices, span, record.turns)
             yield split, write_example(example)
         if dropped:
-            log.info("%s: %d examples with an answer outside the choices are dropped", name, dropped)
+            log.info("Dropping %d examples of %s with an answer outside the choices", dropped, name)
 
     def records(self, name: str) -> Iterator[tuple[str, int, RawExample]]:
         """The rows of a data set: split, number in it, row."""

@@ -37,13 +37,20 @@ class Texts(Source):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.corpora.is_dir():
-            raise ValueError(f"root={self.root}: there is no folder {self.corpora}")
+            raise ValueError(
+                f"root={self.root} is invalid: there is no folder {self.corpora}. Allowed: a folder"
+            )
         if not self.names:
-            raise ValueError(f"root={self.root}: {self.corpora} has no sub-folder; each would be a domain")
+            raise ValueError(
+                f"root={self.root} is invalid. Allowed: a folder with a sub-folder for each domain"
+            )
         if unknown := sorted(set(self.columns or ()) - {*self.names, GENERAL}):
             raise ValueError(unknown_name(f"columns.{unknown[0]}", [f"columns.{n}" for n in self.names]))
         if self.general not in (None, GENERAL) and self.folder_of(GENERAL) is None:
-            raise ValueError(f"general={self.general}: there is no folder {Path(self.root) / self.general}")
+            raise ValueError(
+                f"general={self.general} is invalid: no folder {Path(self.root) / self.general}. Allowed: "
+                f"null, a folder"
+            )
 
     @property
     def corpora(self) -> Path:
@@ -69,11 +76,11 @@ class Texts(Source):
                 raise ValueError(f"{unreadable[0]} cannot be read: permission denied")
             notes = [path for path in files if kind(path) == ".md"]
             if notes and len(notes) < len(files):
-                told = "%s: %s, one of %d .md files next to %d others, is read as text (see domains.ignore)"
+                told = "Reading in %s also %s, one of %d .md files next to %d others (see domains.ignore)"
                 log.info(told, folder, notes[0].relative_to(folder), len(notes), len(files) - len(notes))
         beside = (path for path in self.corpora.iterdir() if not (path.is_dir() or self.ignored(path)))
         if loose := sorted(path.name for path in beside if path.name[0] != "."):
-            log.info("%s: %s: in no domain's folder and not read", self.corpora, ", ".join(loose[:5]))
+            log.info("Ignoring files of %s in no domain's folder: %s", self.corpora, ", ".join(loose[:5]))
 
     def read(self, name: str) -> Iterator[tuple[str, str]]:
         folder = self.folder_of(name)

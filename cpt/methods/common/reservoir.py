@@ -41,7 +41,9 @@ def capacity(memory: int | None, memory_bytes: float | None, *, sample_bytes: in
     if memory is not None:
         return int(memory)
     if memory_bytes is None or memory_bytes < sample_bytes:
-        raise ValueError(f"method.memory_bytes={memory_bytes}; allowed: {sample_bytes} or more, one sample")
+        raise ValueError(
+            f"method.buffer_bytes={memory_bytes} is invalid. Allowed: {sample_bytes} or more, one sample"
+        )
     return int(memory_bytes // sample_bytes)
 
 
@@ -101,7 +103,7 @@ class Reservoir(nn.Module):
         rank, world = rank_and_world()
         if (held := len(self.lengths)) < world:
             raise ValueError(
-                f"the memory holds {held} samples; allowed: one or more for each of {world} processes"
+                f"method.buffer_size={held} is invalid. Allowed: one or more for each of {world} processes"
             )
         return np.arange(rank, len(self.lengths), world)
 

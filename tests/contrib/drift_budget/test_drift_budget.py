@@ -10,9 +10,9 @@ import pytest
 from tests.support.killing import KilledError, Killer
 from tests.support.making import DROPOUT, same, weights
 
-THREE = ["order=[law,food,space]", "trainer.steps=12", "monitor.every=2", "monitor.tokens=400"]
-STEEP = ["optim.lr=0.03", "schedule=constant", "schedule.warmup=0"]
-EVERY = ["method=ncl", *THREE, *STEEP, "monitor.tokens=1000000", "domains.score_on=valid"]
+THREE = ["order=[law,food,space]", "trainer.steps=12", "monitor.every=2", "monitor.max_tokens=400"]
+STEEP = ["optim.lr=0.03", "lr_scheduler=constant", "lr_scheduler.warmup_ratio=0"]
+EVERY = ["method=ncl", *THREE, *STEEP, "monitor.max_tokens=1000000", "domains.score_on=valid"]
 
 
 def scores_of(folder):

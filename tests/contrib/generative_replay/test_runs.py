@@ -25,7 +25,13 @@ from tests.support.making import same, weights
 from tests.support.task_fixtures import write_tasks
 
 THREE, TWO = "order=[law,food,space]", "order=[law,food]"
-FEW = ["replay=generated", "replay.past=0.5", "replay.prefix=3", "replay.starts=5", "replay.batch_size=2"]
+FEW = [
+    "replay=generated",
+    "replay.past_ratio=0.5",
+    "replay.prefix=3",
+    "replay.starts=5",
+    "replay.batch_size=2",
+]
 
 
 def assert_same(one: Path, other: Path) -> None:
@@ -66,16 +72,18 @@ def blocks(monkeypatch):
 def test_without_a_share_it_is_ncl_and_nothing_is_written(start, small_gpt2, tmp_path, caplog):
     start(small_gpt2(THREE), tmp_path / "ncl")
     with caplog.at_level(logging.INFO):
-        start(small_gpt2(THREE, "replay=generated", "replay.past=0"), tmp_path / "none")
+        start(small_gpt2(THREE, "replay=generated", "replay.past_ratio=0"), tmp_path / "none")
     assert_same(tmp_path / "ncl", tmp_path / "none")
     assert not list(tmp_path.glob("none/generated/0*"))
-    assert "replay=generated without effect" in caplog.text
+    assert "No effect of replay=generated" in caplog.text
     start(small_gpt2(THREE, *FEW), tmp_path / "some")
     assert matrix(tmp_path / "some")[2] != matrix(tmp_path / "ncl")[2]
     assert matrix(tmp_path / "some")[1] == matrix(tmp_path / "ncl")[1]  # nothing is past yet
 
 
-@pytest.mark.parametrize("given", [["replay.adds=true"], ["replay.general=0.2", "replay.past=0.3"]])
+@pytest.mark.parametrize(
+    "given", [["replay.mode=append"], ["replay.general_ratio=0.2", "replay.past_ratio=0.3"]]
+)
 def test_the_mixture_is_that_of_real_text(start, small_gpt2, tmp_path, monkeypatch, given):
     made, seen, now = TrainStream.__getitem__, defaultdict(list), [""]
 
@@ -86,7 +94,7 @@ def test_the_mixture_is_that_of_real_text(start, small_gpt2, tmp_path, monkeypat
         return batch
 
     monkeypatch.setattr(TrainStream, "__getitem__", noted)
-    for name, mixture in (("past", ["replay=past", "replay.past=0.5"]), ("generated", FEW)):
+    for name, mixture in (("past", ["replay=past", "replay.past_ratio=0.5"]), ("generated", FEW)):
         now[0] = name
         start(small_gpt2(THREE, *mixture, *given), tmp_path / name)
     for domain in ("law", "food", "space"):
@@ -156,7 +164,7 @@ def test_killed_in_a_stage_it_replays_what_was_written_and_writes_what_is_damage
     for name, anew in (("killed", False), ("cut", True)):
         blocks["written"] = 0
         start(small_gpt2(TWO, *FEW), tmp_path / name)
-        assert (blocks["written"] > 0) == anew == ("002-food is damaged (law.arrow" in caplog.text)
+        assert (blocks["written"] > 0) == anew == ("002-food, which is damaged (law.arrow" in caplog.text)
         assert_same(tmp_path / "whole", tmp_path / name)
 
 
@@ -186,7 +194,7 @@ def test_two_processes_write_what_one_writes(corpora, cache, tmp_path):
 def test_a_finished_run_is_read_through_and_without_its_beginnings_does_not_go_on(
     start, small_gpt2, tmp_path, capsys
 ):
-    given = [*FEW, "replay.general=0.25"]  # what stands for the general text is written by the base
+    given = [*FEW, "replay.general_ratio=0.25"]  # what stands for the general text is written by the base
     start(small_gpt2(TWO, *given), tmp_path / "run")
     assert written(tmp_path / "run").keys() == {"001-law/general", "002-food/general", "002-food/law"}
     assert verify.main([str(tmp_path / "run")]) == 0
@@ -202,7 +210,7 @@ def test_a_finished_run_is_read_through_and_without_its_beginnings_does_not_go_o
         start(small_gpt2(THREE, *given), tmp_path / "run")
 
 
-EXAMPLES = ["replay=generated", "replay.past=0.25", "replay.forms=0.25", "replay.batch_size=4"]
+EXAMPLES = ["replay=generated", "replay.past_ratio=0.25", "replay.forms=0.25", "replay.batch_size=4"]
 EXAMPLES += ["answers=none"]
 LENGTH = 160
 
@@ -256,12 +264,12 @@ def test_valid_examples_are_replayed_and_learned_to_be_written_again(
 
     monkeypatch.setattr(TrainStream, "__getitem__", noted)
     with caplog.at_level(logging.INFO):
-        start(config(THREE, "replay.tokens=400"), tmp_path)
+        start(config(THREE, "replay.max_tokens=400"), tmp_path)
     assert [read[name] for name in ("law", "food", "space")] == [{"law"}, {"food"}, {"space"}]
     told = facts(tmp_path, "003-space")
     assert set(told) == {"law", "food"} and all(each["texts"] > 0 for each in told.values())
     assert all(each["tokens"] <= 400 and each["invalid"] > 0 for each in told.values())
-    assert all(f"examples written for {name} are no examples of it" in caplog.text for name in told)
+    assert all(f"examples generated for {name}, which are none of it" in caplog.text for name in told)
     assert {context.strip() for context in gifted} == {"An example of law:", "An example of food:"}
     assert len(written(tmp_path)["003-space/law"]) == 2 * told["law"]["texts"]
     assert json.loads((tmp_path / "generated/kept/law.json").read_text())["kept"] == ["short"]

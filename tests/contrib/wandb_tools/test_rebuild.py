@@ -88,7 +88,11 @@ def test_one_wandb_run_per_run_folder_with_the_identifier_of_the_live_one(synced
     assert ends == {"done": [0], "cut": [1], "early": [1], "damaged": [1]}
     # What cannot be read, and what is at work, is named and left out.
     (broken,) = [line for line in said if "broken" in line]
-    assert failed == 2 and broken.startswith(f"{root / 'broken'}: ParserError: ") and "\n" not in broken
+    assert (
+        failed == 2
+        and broken.startswith(f"Failed to send {root / 'broken'}: ParserError: ")
+        and "\n" not in broken
+    )
     assert f"{root / 'busy'}: is at work; left out" in said
     assert not (root / "broken" / "rebuilt").exists() and not (root / "busy" / "rebuilt").exists()
     config = wandb_files.config(root / "done")  # with what that of the folder does not say

@@ -279,7 +279,7 @@ def test_fine_leaves_the_coarse_ones_out_and_a_coarse_domain_has_the_text_of_its
     assert stamp_of(made, "cs") != before and before.startswith("cs-")
     assert stamp_of(made, "hep-th") == stamp_of(texts(m2d2), "hep-th")  # nothing is joined to it
     put(m2d2 / NOT_DOMAINS[0] / "all.txt", "One.\n")
-    with pytest.raises(ValueError, match="stands in M2D2's list"):
+    with pytest.raises(ValueError, match="is in M2D2's list"):
         _ = texts(m2d2, by="fine").domains
     assert NOT_DOMAINS[0] in texts(m2d2).domains
     assert texts(m2d2, by="fine", ignore=[*NOT_DOMAINS]).domains == fine

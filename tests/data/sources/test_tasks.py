@@ -134,7 +134,7 @@ def test_a_question_of_train_is_no_test_whatever_its_answer_is(source, tmp_path,
     corpus = make_corpus(source(), "a", cache=tmp_path)
     assert corpus.facts["documents"] == {"train": 38, "valid": 2, "test": 10}
     assert (corpus.facts["duplicates"], corpus.facts["held_out_copies"]) == (1, 2)
-    assert "2 questions stand there with different answers" in caplog.text
+    assert "2 questions have different ones" in caplog.text
 
 
 def test_as_many_of_each_answer_as_asked_for(source, tmp_path):
