@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from cpt.reporting.compare import jaccard, measure_overlap, soft_jaccard
+from cpt.reporting.overlap import jaccard, measure_overlap, soft_jaccard
 
 ROWS = ["base", "law", "food", "space"]
 OWN = [[1, 0, 0.5, 0.5], [0, 1, 0.5, 0.5], [0.25, 0.75, 1, 0]]
