@@ -14,8 +14,7 @@ from cpt.core.config import digest
 from cpt.core.output import run_program
 from cpt.reporting import compare, figures, run_page
 from cpt.reporting.frames import few, label
-from cpt.reporting.load_runs import FILTERS, MeasuredRun, build_sections, filter_runs, find_runs
-from cpt.reporting.load_runs import measure_runs
+from cpt.reporting.load_runs import FILTERS, MeasuredRun, build_sections, filter_runs, find_runs, measure_runs
 from cpt.reporting.page import Block, align_columns, write_page, write_pictures
 
 BASELINE = "ncl"

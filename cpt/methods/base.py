@@ -42,8 +42,15 @@ from cpt.data.collate import Batch
 from cpt.data.datamodule import Domain, DomainSequence
 from cpt.data.replay import ReplayConfig
 from cpt.evaluation.perplexity import DocumentNLL
-from cpt.gradient_masks.base import Constraint, GradientMask, Protection, StepSnapshot
-from cpt.gradient_masks.base import observing, recording, scale_
+from cpt.gradient_masks.base import (
+    Constraint,
+    GradientMask,
+    Protection,
+    StepSnapshot,
+    observing,
+    recording,
+    scale_,
+)
 from cpt.models.forward import in_mode
 from cpt.models.objectives import Objective
 from cpt.models.options import Freeze

@@ -32,7 +32,7 @@ from cpt.evaluation.predictions import (
 from cpt.evaluation.scores import RUN_KEYS, describe_conditions
 from cpt.evaluation.task_metrics import describe_task, head_of
 from cpt.reporting import frames
-from cpt.reporting.frames import Show, decimals, few, format_interval, format_known, percent, perplexity, thousandths
+from cpt.reporting.frames import Show, decimals, few, format_interval, format_known, percent, perplexity
 from cpt.reporting.load_runs import MeasuredRun, RunGroup, RunSection, differing_settings, name_orders
 from cpt.reporting.page import LEGENDS, Block
 
@@ -71,9 +71,11 @@ MEASURES = (
 )
 FLOPS = ComparedMeasure("cost/flops", "FLOPs (x baseline)", lambda x: f"{x:.2e}" if x else "0", relative=True)
 TILES = {  # what the best group did
-    ComparedMeasure("learned/nats", "learned most", thousandths, higher=True): "base − just learned",
-    ComparedMeasure("FG/nats", "forgot least", thousandths): "final − just learned, earlier domains",
-    ComparedMeasure("general_drift/nats", "general", thousandths): "final − base on general text",
+    ComparedMeasure("learned/nats", "learned most", frames.thousandths, higher=True): "base − just learned",
+    ComparedMeasure("FG/nats", "forgot least", frames.thousandths): "final − just learned, earlier domains",
+    ComparedMeasure(
+        "general_drift/nats", "general rose least", frames.thousandths
+    ): "final − base on general text",
 }
 WHOLE = "{:,.0f}".format
 COST_MEASURES = (
@@ -87,7 +89,8 @@ COST_MEASURES = (
     ComparedMeasure("cost/stored_per_domain", "per domain", frames.megabytes),
 )
 COMPARED = tuple(each for each in MEASURES if each.key not in ("BWT_zs/nats", "endtask/forward"))
-CHOSEN = ("LC/perplexity", "FG/nats", "CPT/nats", "answers/AP", "endtask/MF1", "cost/flops")  # shown at first
+CHOSEN = ("LC/perplexity", "FG/nats", "CPT/nats", "answers/AP", "endtask/MF1")  # columns shown at first
+CHOSEN += ("cost/flops", "cost/tokens", "cost/memory", "cost/stored")
 BRIEF = ("LC/perplexity", "CPT/nats", "FG/nats", "general_drift/nats")  # in the console and LaTeX
 BRIEF += ("answers/AP", "answers/F", "endtask/MF1", "endtask/forget_rate")
 QUESTIONS = {  # how a finding begins, and its unit
@@ -335,18 +338,24 @@ def tabulate_spreads(
                 ratio = f" ({own.mean / other.mean:.2f})" if other and other.mean else ""
                 row[-1] = measure.show(own.mean) + ratio
         cells.append(row)
-    head = ["group", *(name.replace("size", "runs") for name in names), *(m.title for m in measures)]
-    return build_table(section, cells if measures or names else [], head=head, words=len(names) + 1, **block)
+    columns = [*(name.replace("size", "runs") for name in names), *(m.title for m in measures)]
+    chosen = choose_columns(measures, first=len(names) + 1)
+    block |= {"head": ["group", *columns], "words": len(names) + 1, "chosen": chosen}
+    return build_table(section, cells if measures or names else [], **block)
+
+
+def choose_columns(measures: Sequence[ComparedMeasure], *, first: int, each: int = 1) -> list[int]:
+    """The group and CHOSEN measures, which have `each` columns, the first at `first`; all without any."""
+    shown = [first + each * at for at, measure in enumerate(measures) if measure.key in CHOSEN]
+    return [0, *shown] if shown else []
 
 
 def tabulate_main(section: RunSection, *, domains: Sequence[str] = ()) -> Block:
     """Every measure; `domains`: the only ones measured, if any."""
-    names, measures = ("method", "model", "orders", "size"), [*MEASURES, FLOPS]
-    shown = [place for place, m in enumerate(list_present(section, measures), start=5) if m.key in CHOSEN]
     only = [f"Metrics on {few(domains, between=', ')} only."] if domains else []
     lines = [*only, f"{SPREAD} In nats if no unit is named."]
-    titled = {"title": section.title, "lines": lines, "chosen": [0, *shown]}
-    return tabulate_spreads(section, measures, names=names, **titled)
+    names = ("method", "model", "orders", "size")
+    return tabulate_spreads(section, [*MEASURES, FLOPS], names=names, title=section.title, lines=lines)
 
 
 def tabulate_brief(section: RunSection) -> Block:
@@ -395,6 +404,7 @@ def tabulate_differences(
     tests = [(f"Δ {measure.title}", "p", "Holm", "p (t)", "Holm (t)") for measure in measures]
     head = ["group", "baseline", "pairs", *itertools.chain(*tests)]
     about = {"title": f"{title} from {section.baseline}", "head": head, "words": 2, "lines": lines}
+    about["chosen"] = choose_columns(measures, first=3, each=5)
     return build_table(section, cells, **about)
 
 
@@ -426,7 +436,9 @@ def tabulate_all(section: RunSection) -> list[Block]:
         [group.name, *(format_known(own.get(group.name), "{:.2f}".format) for own in ranks.values())]
         for group in section.groups
     ]
-    head = ["group", *(measure.title for measure in COMPARED if measure.key in ranks)]
+    ranked = [measure for measure in COMPARED if measure.key in ranks]
+    told = {"title": "Ranks", "lines": [LEGENDS["ranks"]], "chosen": choose_columns(ranked, first=1)}
+    told["head"] = ["group", *(measure.title for measure in ranked)]
 
     records, notes, _ = contrast_examples(section)
     cells = []
@@ -445,7 +457,7 @@ def tabulate_all(section: RunSection) -> list[Block]:
 
     return [
         tabulate_differences(section),
-        build_table(section, placed if ranks else [], title="Ranks", head=head, lines=[LEGENDS["ranks"]]),
+        build_table(section, placed if ranks else [], **told),
         tabulate_spreads(section, tasks, **about_tasks),
         tabulate_spreads(section, probes.values(), title="Probes", lines=benchmarks),
         tabulate_differences(section, probes.values(), title="Probes: differences"),
@@ -479,7 +491,8 @@ def build_tiles(section: RunSection) -> Block:
             interval = format_interval(low, high, measure.show).strip() or "no interval"
             others, apart = len(best.others), sum(each.p_holm < LEVEL for each in best.others.values())
             word = f"distinguished from {apart} of {others} others" if others else ""
-            told = f"{meaning}; runs: {spread.n}" + f"; {model}" * (len(alike) > 1)
+            told = f"{meaning}; runs: {spread.n}" + ", interval over documents" * (len(runs) == 1)
+            told += f"; {model}" * (len(alike) > 1)
             row = [f"{measure.title}: {best.name}", f"{measure.show(spread.mean)} nats", interval, word, told]
             cells.append(row)
     head = ["best", "mean", "95 % interval", "test", "meaning"]
@@ -515,9 +528,7 @@ def build_findings(section: RunSection) -> Block:
     return Block(title="Findings", lines=[*lines, how] if lines else [])
 
 
-def find_best(
-    section: RunSection, groups: Sequence[RunGroup], measure: ComparedMeasure
-) -> BestGroup | None:
+def find_best(section: RunSection, groups: Sequence[RunGroup], measure: ComparedMeasure) -> BestGroup | None:
     """The group with the best mean; None if none has the number."""
     means = {group.name: mean for group in groups if (mean := group.mean(measure.key)) is not None}
     if not means:

@@ -1,6 +1,6 @@
 """How far domains use the same units of a model, from the `diagnostics/` of a run folder.
 
-The similarity of two domains is the soft Jaccard index `sum_u min(a_u, b_u) / sum_u max(a_u, b_u)` over units."""
+The similarity of two domains is the soft Jaccard index over units, `sum min(a, b) / sum max(a, b)`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAGNITUDES = "largest rows"  # MIGU: by product magnitudes on held-out text, of 
 
 
 class Overlap(NamedTuple):
-    """Similarities [n, n] of domains or texts; nan between two that use nothing, or that were not measured."""
+    """Similarities [n, n] of domains or texts; nan between two that use nothing."""
 
     names: list[str]
     whole: np.ndarray  # over the units of all layers; of product magnitudes, the mean over layers

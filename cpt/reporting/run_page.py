@@ -22,8 +22,7 @@ from cpt.evaluation.scores import Scores, conditions, describe_conditions
 from cpt.evaluation.task_metrics import describe_task, head_of, last_value, matrix_of
 from cpt.reporting import figures, frames
 from cpt.reporting.drawing import HeatMap, draw_heat_maps
-from cpt.reporting.frames import Show, decimals, few, format_known, megabytes, percent, perplexity
-from cpt.reporting.frames import signed, thousandths
+from cpt.reporting.frames import Show, decimals, few, format_known, megabytes, percent, perplexity, signed
 from cpt.reporting.overlap import MAGNITUDES, measure_overlap, read_distributions
 from cpt.reporting.page import LEGENDS, Block, align_columns, write_page
 
@@ -107,7 +106,7 @@ def list_tiles(scores: Scores) -> Cells:
     for name, (title, meaning, above, below, around) in TILES.items():
         metric = scores.metrics.get(name, {})
         value, (low, high) = metric.get("nats"), metric.get("interval", {}).get("nats", (None, None))
-        interval = frames.format_interval(low, high, thousandths).strip() or "no interval"
+        interval = frames.format_interval(low, high, frames.thousandths).strip() or "no interval"
         word = ""
         if value is None or isnan(value):
             interval, word = "", "not measured"
@@ -115,7 +114,7 @@ def list_tiles(scores: Scores) -> Cells:
             word = "a model per domain"
         elif interval != "no interval":
             word = above if low > 0 else below if high < 0 else around
-        shown = format_known(value, thousandths) + " nats" * (word != "not measured")
+        shown = format_known(value, frames.thousandths) + " nats" * (word != "not measured")
         cells.append([title, shown, interval, word, meaning])
     return cells
 
@@ -135,7 +134,8 @@ def format_scores(scores: Scores) -> str:
 
     shown = [name for name in ("CPT", "LC", "FG", "general_drift") if name in scores.metrics]
     cells = [[each[0], *each[3:6]] for each in (format_metric(scores, name) for name in shown)]
-    parts = [align_columns(Block(head=TILES_HEAD[:4], words=4, cells=[row[:4] for row in list_tiles(scores)]))]
+    tiles = [row[:4] for row in list_tiles(scores)]
+    parts = [align_columns(Block(head=TILES_HEAD[:4], words=4, cells=tiles))]
     texts = f"Perplexity on {len(pick_ends(len(scores.domains)))} of {len(scores.domains)} test texts:"
     parts.append(f"{texts}\n\n{shorten_table(scores.domains, format_matrix(scores))}")
     parts.append(align_columns(Block(head=["", *UNITS], cells=cells)))
@@ -522,7 +522,7 @@ def show_overlap(scores: Scores, folder: Path) -> list[Block]:
         about = {"title": "What domains share, by layer", "caption": LEGENDS["by_layer"]}
         blocks.append(Block(picture=figures.draw_layers(shared), name="overlap_by_layer", **about))
     if by_text:
-        about = {"title": "Overlap of the rows with the largest product magnitudes", "caption": LEGENDS["magnitudes"]}
+        about = {"title": "Rows with the largest product magnitudes", "caption": LEGENDS["magnitudes"]}
         picture = figures.draw_overlap(by_text, label="similarity of two texts")
         blocks.append(Block(picture=picture, name="magnitudes_similarity", **about))
     if distributions := read_distributions(folder, scores):
