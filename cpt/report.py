@@ -92,10 +92,9 @@ def compare_folders(given: argparse.Namespace) -> int:
         own += [compare.tabulate_main(section, domains=domains), *compare.tabulate_all(section)]
         own += [compare.list_conditions(section)]
         if len(sections) > 1:
-            own = [
-                replace(each, title=f"{each.title} (section {number})", name=f"section_{number}-{each.name}")
-                for each in own
-            ]
+            for at, block in enumerate(own):
+                title = f"{block.title or section.title} (section {number})"
+                own[at] = replace(block, title=title, name=f"section_{number}-{block.name}")
         blocks += own
         failed += compare.contrast_examples(section)[2]
     head = ("folder", "method", "seed")

@@ -488,11 +488,11 @@ def build_tiles(section: RunSection) -> Block:
             if len(runs) == 1 and not runs[0].domains:
                 metric = runs[0].scores.metrics[measure.key.partition("/")[0]]
                 low, high = metric.get("interval", {}).get("nats", (None, None))
+                meaning += "; interval over documents" * (low is not None)
             interval = format_interval(low, high, measure.show).strip() or "no interval"
             others, apart = len(best.others), sum(each.p_holm < LEVEL for each in best.others.values())
             word = f"distinguished from {apart} of {others} others" if others else ""
-            told = f"{meaning}; runs: {spread.n}" + ", interval over documents" * (len(runs) == 1)
-            told += f"; {model}" * (len(alike) > 1)
+            told = f"{meaning}; runs: {spread.n}" + f"; {model}" * (len(alike) > 1)
             row = [f"{measure.title}: {best.name}", f"{measure.show(spread.mean)} nats", interval, word, told]
             cells.append(row)
     head = ["best", "mean", "95 % interval", "test", "meaning"]
