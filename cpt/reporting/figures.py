@@ -22,7 +22,7 @@ from cpt.reporting import compare, drawing
 from cpt.reporting.drawing import SERIES, HeatMap, Picture, draw_heat_maps, figure, literal, png
 from cpt.reporting.frames import FEW, decimals, few, format_known, perplexity, signed
 from cpt.reporting.load_runs import RunGroup, RunSection
-from cpt.reporting.overlap import Distribution, Overlap, measure_overlap
+from cpt.reporting.overlap import Distribution, Overlap, measure_overlap, read_diagnostics
 from cpt.reporting.page import LEGENDS, Block
 
 CURVES = {"lm": "loss (nats)", "grad_norm": "gradient norm", "lr": "learning rate"}
@@ -193,35 +193,32 @@ def draw_tasks(matrix: np.ndarray, rows: Sequence[str], tasks: Sequence[str], *,
     return draw_heat_maps(maps, label="score, % (dark: better)", told=told, **how)
 
 
-def draw_overlap(shared: Mapping[str, Overlap], **how: Any) -> Picture:
+def draw_overlap(shared: Mapping[str, Overlap]) -> Picture:
     """A heat map by quantity, over all layers; the scale begins at 0, or where all are alike at the least."""
     least = min((float(np.nanmin(each.whole, initial=1)) for each in shared.values()), default=0)
     maps = {title: HeatMap(each.whole, each.names, each.names) for title, each in shared.items()}
-    return draw_heat_maps(maps, vmin=least if least > 0.8 else 0, **how)
+    return draw_heat_maps(maps, vmin=least if least > 0.8 else 0, label="similarity of two texts")
 
 
-def draw_layers(shared: Mapping[str, Overlap]) -> Picture:
+def draw_layers(shown: Mapping[str, Overlap]) -> Picture:
     """A panel by quantity: the mean similarity of two domains over the blocks, a line per kind of layer."""
-    shown = {title: each for title, each in shared.items() if len(each.layers) > 1}
     drawn, told = figure((8.5, 0.8 + 2.6 * len(shown))), []
-    for (title, overlap), axes in zip(
-        shown.items(), drawn.subplots(len(shown), 1, squeeze=False)[:, 0], strict=True
-    ):
+    grid = drawn.subplots(len(shown), 1, squeeze=False)[:, 0]
+    for (title, overlap), axes in zip(shown.items(), grid, strict=True):
         pairs = np.triu_indices(len(overlap.names), 1)
         kinds: dict[str, dict[int, np.ndarray]] = defaultdict(dict)  # similarities by kind and block
         for layer, values in overlap.layers.items():
             parted = re.fullmatch(r"(.*?)\.?(\d+)\.(.+)", layer)
             stack, number, kind = parted.groups() if parted else ("", "0", layer)
-            side = stack.partition(".")[0]
-            kinds[f"{side} {kind}" if side in ("encoder", "decoder") else kind][int(number)] = values[pairs]
+            sides = [each for each in ("encoder", "decoder") if each in stack.split(".")]
+            kinds[" ".join([*sides, kind])][int(number)] = values[pairs]
         for place, (kind, blocks) in enumerate(kinds.items()):
             table, how = np.array([*blocks.values()]), drawing.style(place)
             known = table[:, np.isfinite(table).all(0)]
             if known.size:
                 axes.plot([*blocks], known.mean(1), label=literal(kind, width=30), markersize=5, **how)
-                axes.fill_between(
-                    [*blocks], known.min(1), known.max(1), color=how["color"], alpha=0.12, linewidth=0
-                )
+                faint = {"color": how["color"], "alpha": 0.12, "linewidth": 0}
+                axes.fill_between([*blocks], known.min(1), known.max(1), **faint)
                 told.append(f"{title}, {kind} {known.mean():.2f}")
         axes.set(ylim=(0, 1.02), ylabel="similarity of\ntwo domains", xlabel="block")
         axes.set_title(title, fontsize=9)
@@ -246,7 +243,8 @@ def draw_distributions(distributions: Mapping[str, Distribution]) -> Picture:
             axes.plot(ranks, heights, color=SERIES[place], linewidth=0.8, label=literal(text, width=30))
         axes.set(yscale="log", ylabel="share of the\nlayer's sum, %")
         drawing.plain_logarithm(axes.yaxis, 100 * first.shares)
-        axes.set_title(f"model after {literal(row, width=30)}" if row != "base" else row, fontsize=9)
+        model = "base" if row == "base" else f"model after {literal(row, width=30)}"
+        axes.set_title(f"{each.layer}, {model}", fontsize=9)
         axes.grid(axis="y", color="0.92")
     grid[-1].set_xlabel("unit, by its mean share in the first model")
     handles, labels = grid[0].get_legend_handles_labels()
@@ -278,12 +276,11 @@ def build_figures(section: RunSection) -> list[Block]:
             blocks.append(Block(title=title, caption=LEGENDS["planes"], picture=picture, name=name))
     overlaps = {}
     for name, run in first.items():
-        for quantity, overlap in measure_overlap(run.folder, run.scores).items():
-            overlaps[f"{name}: {quantity}"] = overlap
+        stages = read_diagnostics(run.folder, run.scores)
+        overlaps |= {f"{name}: {title}": x for title, x in measure_overlap(stages, run.scores).items()}
     if overlaps := dict([*overlaps.items()][:MAX_PANELS]):
         about = {"title": "What domains share inside the models", "caption": LEGENDS["inside"]}
-        picture = draw_overlap(overlaps, label="similarity of two domains")
-        blocks.append(Block(picture=picture, name="overlap", **about))
+        blocks.append(Block(picture=draw_overlap(overlaps), name="overlap", **about))
     return blocks
 
 

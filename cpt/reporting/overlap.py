@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from scipy.spatial.distance import cdist
 
 from cpt.core.files import check_archive
 from cpt.evaluation.scores import Scores
@@ -19,7 +20,10 @@ QUANTITIES = {  # by the prefix of the arrays in diagnostics/
     "measured": "importance of each domain",
     "chosen": "rows updated",  # MIGU: share of the steps since the first domain in which a row was updated
 }
-MAGNITUDES = "largest rows"  # MIGU: by product magnitudes on held-out text, of the base and the final model
+LARGEST_ROWS = "largest rows"  # MIGU: by product magnitudes on held-out text, of the base and the final model
+
+
+Diagnostics = Mapping[int, Mapping[str, np.ndarray]]
 
 
 class Overlap(NamedTuple):
@@ -38,7 +42,7 @@ class Distribution(NamedTuple):
     shares: np.ndarray
 
 
-def read_diagnostics(folder: Path, scores: Scores) -> dict[int, dict[str, np.ndarray]]:
+def read_diagnostics(folder: Path, scores: Scores) -> Diagnostics:
     """The arrays by row of the matrix; a missing or damaged file leaves its row out."""
     stages = {}
     for row in range(len(scores.rows)):
@@ -57,9 +61,9 @@ def by_prefix(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.nda
     return {name: values for (kind, _, name), values in parted if kind == prefix}
 
 
-def measure_overlap(folder: Path, scores: Scores) -> dict[str, Overlap]:
+def measure_overlap(measured: Diagnostics, scores: Scores) -> dict[str, Overlap]:
     """By quantity, what domains share; nothing of a quantity with fewer than two."""
-    measured, found = read_diagnostics(folder, scores), {}
+    found: dict[str, Overlap] = {}
     stages = {row: arrays for row, arrays in measured.items() if row}
     for prefix, title in QUANTITIES.items():
         own = {row: named for row, arrays in stages.items() if (named := by_prefix(arrays, prefix))}
@@ -96,14 +100,14 @@ def measure_overlap(folder: Path, scores: Scores) -> dict[str, Overlap]:
     for row, arrays in measured.items():
         if len(each := by_prefix(arrays, "similarity")) and len(arrays["texts"]) > 1:
             names = [scores.domains[place] for place in arrays["texts"]]
-            found[f"{MAGNITUDES}, {scores.rows[row]}"] = Overlap(names, np.mean([*each.values()], 0), each)
+            found[f"{LARGEST_ROWS}, {scores.rows[row]}"] = Overlap(names, np.mean([*each.values()], 0), each)
     return found
 
 
-def read_distributions(folder: Path, scores: Scores) -> dict[str, Distribution]:
+def read_distributions(measured: Diagnostics, scores: Scores) -> dict[str, Distribution]:
     """Product magnitudes of one layer by the row of the matrix whose model has them."""
     found = {}
-    for row, arrays in read_diagnostics(folder, scores).items():
+    for row, arrays in measured.items():
         for layer, shares in by_prefix(arrays, "magnitudes").items():
             texts = [scores.domains[place] for place in arrays["texts"][: len(shares)]]
             found[scores.rows[row]] = Distribution(layer, texts, shares)
@@ -113,7 +117,7 @@ def read_distributions(folder: Path, scores: Scores) -> dict[str, Distribution]:
 def min_and_max(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Of each two rows of [n, units] >= 0, the sums of their minima and of their maxima, each [n, n]."""
     total = values.sum(1)
-    both, apart = total[:, None] + total, np.stack([np.abs(values - row).sum(1) for row in values])
+    both, apart = total[:, None] + total, cdist(values, values, "cityblock")
     return (both - apart) / 2, (both + apart) / 2
 
 

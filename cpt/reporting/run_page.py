@@ -23,7 +23,7 @@ from cpt.evaluation.task_metrics import describe_task, head_of, last_value, matr
 from cpt.reporting import figures, frames
 from cpt.reporting.drawing import HeatMap, draw_heat_maps
 from cpt.reporting.frames import Show, decimals, few, format_known, megabytes, percent, perplexity, signed
-from cpt.reporting.overlap import MAGNITUDES, measure_overlap, read_distributions
+from cpt.reporting.overlap import LARGEST_ROWS, measure_overlap, read_diagnostics, read_distributions
 from cpt.reporting.page import LEGENDS, Block, align_columns, write_page
 
 Cells = list[list[str]]
@@ -512,25 +512,21 @@ def show_costs(scores: Scores) -> Block:
 
 def show_overlap(scores: Scores, folder: Path) -> list[Block]:
     """How far domains share what a method keeps of them, also by layer, and MIGU's product magnitudes."""
-    shared, blocks = measure_overlap(folder, scores), []
-    by_text = {title: shared.pop(title) for title in [*shared] if title.startswith(MAGNITUDES)}
-    if shared:
-        picture = figures.draw_overlap(shared, label="similarity of two domains")
-        about = {"title": "What domains share inside the model", "caption": LEGENDS["inside"]}
-        blocks.append(Block(picture=picture, name="overlap", **about))
-    if any(len(each.layers) > 1 for each in shared.values()):
-        about = {"title": "What domains share, by layer", "caption": LEGENDS["by_layer"]}
-        blocks.append(Block(picture=figures.draw_layers(shared), name="overlap_by_layer", **about))
-    if by_text:
-        about = {"title": "Rows with the largest product magnitudes", "caption": LEGENDS["magnitudes"]}
-        picture = figures.draw_overlap(by_text, label="similarity of two texts")
-        blocks.append(Block(picture=picture, name="magnitudes_similarity", **about))
-    if distributions := read_distributions(folder, scores):
-        layer = next(iter(distributions.values())).layer
-        about = {"title": f"Product magnitudes of {layer}", "caption": LEGENDS["distribution"]}
-        picture = figures.draw_distributions(distributions)
-        blocks.append(Block(picture=picture, name="magnitudes", **about))
-    return blocks
+    stages = read_diagnostics(folder, scores)
+    shared, distributions = measure_overlap(stages, scores), read_distributions(stages, scores)
+    by_text = {title: shared.pop(title) for title in [*shared] if title.startswith(LARGEST_ROWS)}
+    layered = {title: each for title, each in shared.items() if len(each.layers) > 1}
+    pictures = (
+        ("What domains share inside the model", "inside", "overlap", shared, figures.draw_overlap),
+        ("What domains share, by layer", "by_layer", "overlap_by_layer", layered, figures.draw_layers),
+        ("Rows with the largest magnitudes", "largest_rows", "largest_rows", by_text, figures.draw_overlap),
+        ("Magnitudes of one layer", "magnitudes", "magnitudes", distributions, figures.draw_distributions),
+    )
+    return [
+        Block(title=title, caption=LEGENDS[legend], name=name, picture=draw(given))
+        for title, legend, name, given, draw in pictures
+        if given
+    ]
 
 
 def show_texts(scores: Scores) -> Block:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cpt.evaluation.scores import Scores
-from cpt.reporting.overlap import jaccard, measure_overlap, read_distributions, soft_jaccard
+from cpt.reporting.overlap import jaccard, measure_overlap, read_diagnostics, read_distributions, soft_jaccard
 from tests.support.killing import KilledError, Killer
 
 ROWS = ["base", "law", "food", "space"]
@@ -15,7 +15,8 @@ OWN = [[1, 0, 0.5, 0.5], [0, 1, 0.5, 0.5], [0.25, 0.75, 1, 0]]
 
 def overlap(folder, rows=ROWS, seen=()):
     domains = [*rows[1:], "general"]
-    return measure_overlap(folder, SimpleNamespace(rows=rows, seen=list(seen), domains=domains))
+    scores = SimpleNamespace(rows=rows, seen=list(seen), domains=domains)
+    return measure_overlap(read_diagnostics(folder, scores), scores)
 
 
 def save(folder, number, **values):
@@ -116,7 +117,8 @@ def test_magnitudes_are_those_of_the_base_and_of_the_final_model_and_change_no_b
         )
         assert whole.keys() == killed.keys() and all((whole[name] == killed[name]).all() for name in whole)
         assert ("texts" in whole) == (row != 1) and "texts" not in none
-    base, last = (read_distributions(tmp_path / "whole", scores)[row] for row in ("base", "food"))
+    found = read_distributions(read_diagnostics(tmp_path / "whole", scores), scores)
+    base, last = found["base"], found["food"]
     assert base.layer == last.layer and base.texts == ["law", "food", "general"]
     np.testing.assert_allclose([base.shares.sum(1), last.shares.sum(1)], 1, rtol=1e-5)
     assert (base.shares != last.shares).any(1).all()
