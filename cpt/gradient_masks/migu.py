@@ -148,8 +148,9 @@ class MagnitudeMask(GradientMask):
         if self.inside and torch.is_grad_enabled():
             self.sums[place] += magnitudes(output, present)
         elif self.text is not None and self.options.magnitudes:
-            sums = self.observed.setdefault(self.text, self.sums.new_zeros(len(self.sums)))
-            sums[place] += magnitudes(output, present)
+            if self.text not in self.observed:
+                self.observed[self.text] = torch.zeros_like(self.sums)
+            self.observed[self.text][place] += magnitudes(output, present)
 
     def activate(self, domain: int) -> None:
         self.skipping = self.options.skip_first_domain and domain == 0
