@@ -197,7 +197,7 @@ def draw_overlap(shared: Mapping[str, Overlap]) -> Picture:
     """A heat map by quantity, over all layers; the scale begins at 0, or where all are alike at the least."""
     least = min((float(np.nanmin(each.whole, initial=1)) for each in shared.values()), default=0)
     maps = {title: HeatMap(each.whole, each.names, each.names) for title, each in shared.items()}
-    return draw_heat_maps(maps, vmin=least if least > 0.8 else 0, label="similarity of two texts")
+    return draw_heat_maps(maps, vmin=least if least > 0.8 else 0, label="similarity")
 
 
 def draw_layers(shown: Mapping[str, Overlap]) -> Picture:
