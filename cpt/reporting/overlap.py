@@ -21,9 +21,7 @@ QUANTITIES = {  # by the prefix of the arrays in diagnostics/
     "chosen": "rows updated",  # MIGU: share of the steps since the first domain in which a row was updated
 }
 LARGEST_ROWS = "largest rows"  # MIGU: by product magnitudes on held-out text, of the base and the final model
-
-
-Diagnostics = Mapping[int, Mapping[str, np.ndarray]]
+Diagnostics = Mapping[int, Mapping[str, np.ndarray]]  # the arrays of diagnostics/ by row of the matrix
 
 
 class Overlap(NamedTuple):
@@ -43,7 +41,7 @@ class Distribution(NamedTuple):
 
 
 def read_diagnostics(folder: Path, scores: Scores) -> Diagnostics:
-    """The arrays by row of the matrix; a missing or damaged file leaves its row out."""
+    """A missing or damaged file leaves its row out."""
     stages = {}
     for row in range(len(scores.rows)):
         path = Path(folder) / "diagnostics" / f"{row:03d}.npz"
@@ -100,7 +98,8 @@ def measure_overlap(measured: Diagnostics, scores: Scores) -> dict[str, Overlap]
     for row, arrays in measured.items():
         if len(each := by_prefix(arrays, "similarity")) and len(arrays["texts"]) > 1:
             names = [scores.domains[place] for place in arrays["texts"]]
-            found[f"{LARGEST_ROWS}, {scores.rows[row]}"] = Overlap(names, np.mean([*each.values()], 0), each)
+            title = f"{LARGEST_ROWS}, {'after ' * bool(row)}{scores.rows[row]}"
+            found[title] = Overlap(names, np.mean([*each.values()], 0), each)
     return found
 
 

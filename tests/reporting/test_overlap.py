@@ -79,7 +79,7 @@ def test_what_is_missing_damaged_single_or_no_vector_of_units_is_left_out(tmp_pa
 
 
 METHODS = {
-    "das mask=migu": {"importance, accumulated", "rows updated", "largest rows, base", "largest rows, food"},
+    "das mask=migu": {"importance, accumulated", "rows updated", "largest rows, after food"},
     "hat": {"gates: heads", "gates: neurons"},
 }
 
