@@ -70,13 +70,11 @@ MEASURES = (
     ComparedMeasure("endtask/forget_rate", "forget rate (%)", percent),
 )
 FLOPS = ComparedMeasure("cost/flops", "FLOPs (x baseline)", lambda x: f"{x:.2e}" if x else "0", relative=True)
-TILES = {  # what the best group did
-    ComparedMeasure("learned/nats", "learned most", frames.thousandths, higher=True): "base − just learned",
-    ComparedMeasure("FG/nats", "forgot least", frames.thousandths): "final − just learned, earlier domains",
-    ComparedMeasure(
-        "general_drift/nats", "general rose least", frames.thousandths
-    ): "final − base on general text",
-}
+BEST = (  # the tiles, and how each is measured
+    (ComparedMeasure("learned/nats", "learned most", frames.thousandths, higher=True), "base − just learned"),
+    (ComparedMeasure("FG/nats", "forgot least", frames.thousandths), "final − just learned"),
+    (ComparedMeasure("general_drift/nats", "general rose least", frames.thousandths), "final − base"),
+)
 WHOLE = "{:,.0f}".format
 COST_MEASURES = (
     ComparedMeasure("cost/tokens", "tokens (x baseline)", WHOLE, relative=True),
@@ -476,11 +474,11 @@ def group_alike(section: RunSection) -> dict[tuple, list[RunGroup]]:
 
 
 def build_tiles(section: RunSection) -> Block:
-    """By each of TILES the best group with its mean over runs, and from how many others it is told apart. The
+    """By each of BEST the best group with its mean over runs, and from how many others it is told apart. The
     interval of a single run is over its documents."""
     cells, alike = [], group_alike(section)
     for (model, _), groups in alike.items():
-        for measure, meaning in TILES.items():
+        for measure, meaning in BEST:
             if not (best := find_best(section, groups, measure)):
                 continue
             spread, runs = best.spread, next(each.runs for each in groups if each.name == best.name)
