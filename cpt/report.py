@@ -12,10 +12,10 @@ from typing import Any, NoReturn
 
 from cpt.core.config import digest
 from cpt.core.output import run_program
-from cpt.reporting import compare, figures
+from cpt.reporting import compare, figures, run_page
 from cpt.reporting.frames import few, label
-from cpt.reporting.load_runs import FILTERS, build_sections, filter_runs, find_runs, measure_runs
-from cpt.reporting.page import Block, align_columns, write_page
+from cpt.reporting.load_runs import FILTERS, MeasuredRun, build_sections, filter_runs, find_runs, measure_runs
+from cpt.reporting.page import Block, align_columns, write_page, write_pictures
 
 BASELINE = "ncl"
 DEFAULT_EXPORTS = "csv,latex,json"
@@ -41,6 +41,8 @@ def report_parser() -> Parser:
     give("--curve", metavar="KEY", help="learned against forgotten over a setting, as method.strength")
     give("--by", choices=("order",), help="a group per order, not over all orders")
     give("--out", type=Path, metavar="FOLDER", help="where to write (default: the first folder)")
+    told = "instead of comparing: the pictures of each run's page as PNG, SVG and PDF"
+    give("--figures", type=Path, metavar="FOLDER", help=told)
     named = "comparison; with --where comparison_KEY-VALUE"
     give("--name", help=f"base name of the written files (default: {named})")
     kinds = f"{', '.join(compare.KINDS)}, or none (default: {DEFAULT_EXPORTS})"
@@ -74,6 +76,8 @@ def compare_folders(given: argparse.Namespace) -> int:
         print(f"no scores.json below {places}", file=sys.stderr)
         return 2
 
+    if given.figures:
+        return export_figures(finished, given.figures)
     domains = given.domains.split(",") if given.domains else []
     measured = measure_runs(finished, domains=domains)
     sections = build_sections(measured, by_order=given.by == "order", baseline=given.baseline or BASELINE)
@@ -82,15 +86,15 @@ def compare_folders(given: argparse.Namespace) -> int:
         raise ValueError(f"--baseline {given.baseline} is invalid. Allowed: {', '.join(sorted(names))}")
     heading, blocks, failed = compare.build_heading(sections), [], []
     for number, section in enumerate(sections, start=1):
-        own = [compare.build_findings(section)]
+        own = [compare.build_tiles(section)]
         own += [figures.build_setting_curve(sections, section, given.curve)] if given.curve else []
-        own += [*figures.build_figures(section), compare.tabulate_main(section, domains=domains)]
-        own += compare.tabulate_all(section)
+        own += [*figures.build_figures(section), compare.build_findings(section)]
+        own += [compare.tabulate_main(section, domains=domains), *compare.tabulate_all(section)]
+        own += [compare.list_conditions(section)]
         if len(sections) > 1:
-            own = [
-                replace(each, title=f"{each.title} (section {number})", name=f"section_{number}-{each.name}")
-                for each in own
-            ]
+            for at, block in enumerate(own):
+                title = f"{block.title or section.title} (section {number})"
+                own[at] = replace(block, title=title, name=f"section_{number}-{block.name}")
         blocks += own
         failed += compare.contrast_examples(section)[2]
     head = ("folder", "method", "seed")
@@ -132,7 +136,8 @@ def compare_folders(given: argparse.Namespace) -> int:
         brief = replace(compare.tabulate_brief(section), title=main_table.title, lines=main_table.lines)
         cells = [row[:LC_COLUMNS] for row in differences.cells]
         first = replace(differences, head=differences.head[:LC_COLUMNS], cells=cells, facets=())
-        told += [compare.build_findings(section), brief, first]
+        told += [compare.build_tiles(section), compare.build_findings(section), brief, first]
+        told += [compare.list_conditions(section)]
     for block in [*told, *aside]:
         table = [align_columns(block)] if block.cells else []
         if block.lines or table:
@@ -144,6 +149,16 @@ def compare_folders(given: argparse.Namespace) -> int:
         print(f"no finished run below {places}: {counted}", file=sys.stderr)
         return 2
     return int(bool(found.damaged or failed))
+
+
+def export_figures(runs: Sequence[MeasuredRun], folder: Path) -> int:
+    """Writes RUN-NAME.png, .svg and .pdf for each picture of a run's page. Gives the exit code."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for run in runs:
+        blocks = [block for block in run_page.build_blocks(run.folder, run.scores) if block.picture]
+        for name in write_pictures(blocks, stem=folder / run.folder.resolve().name, vectors=True):
+            print(folder / f"{name}.pdf")
+    return 0 if runs else 2
 
 
 if __name__ == "__main__":

@@ -208,8 +208,17 @@ small_t5 = sized("small_t5", SMALL_T5)  # of encoder and decoder
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take a third of a small run; tests/reporting/test_run_page.py draws them."""
-    for name in ("matrix", "text_curves", "training", "monitor", "parts"):
-        monkeypatch.setattr(f"cpt.reporting.figures.draw_{name}", lambda *given: b"")
+    for name in (
+        "matrix",
+        "text_curves",
+        "training",
+        "monitor",
+        "parts",
+        "overlap",
+        "layers",
+        "distributions",
+    ):
+        monkeypatch.setattr(f"cpt.reporting.figures.draw_{name}", lambda *given, **how: b"")
 
 
 @pytest.fixture

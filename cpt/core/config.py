@@ -37,6 +37,8 @@ EXECUTION = (
         "on_nonfinite",
         "endtask",
         "answers",
+        "mask.migu.magnitudes",
+        "method.mask.magnitudes",
     ),
     *("eval.rows", "eval.columns"),  # a finished run may be given more of the matrix
     *(

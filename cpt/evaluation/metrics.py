@@ -50,6 +50,11 @@ def just_learned(nll: Array, domains: int = 0) -> Array:
     return np.diagonal(nll[..., 1:, :], axis1=-2, axis2=-1)
 
 
+def gain(nll: Array, domains: int = 0) -> Array:
+    trained = just_learned(nll)
+    return nll[..., 0, : trained.shape[-1]] - trained
+
+
 def earlier(nll: Array) -> Array:
     """The columns of the domains that were learned before the last."""
     return nll[..., : nll.shape[-2] - 2]
@@ -82,6 +87,8 @@ METRICS: Mapping[str, Metric] = {
                   just_learned, stages=1, level=True),
     "LC": Metric("Loss of the last model on all domains", "mean_j L[n][j]",
                  lambda nll, n: nll[..., -1, :n], level=True),
+    "learned": Metric("Fall of the loss on each domain, base to just learned, > 0 is good",
+                      "mean_{j<=n} (L[0][j] - L[j][j])", gain, stages=1),
     "FG": Metric("Forgetting since each domain was learned, > 0 is bad", "mean_{j<n} (L[n][j] - L[j][j])",
                  forgetting, stages=2),
     "FG_max": Metric("Forgetting since the best model, > 0 is bad",
@@ -101,6 +108,7 @@ METRICS: Mapping[str, Metric] = {
                             lambda nll, n: nll[..., -1, n:] - nll[..., 0, n:], rows=2, general=True),
 }
 # fmt: on
+TITLES = {"ZS": "base (ZS)", "CPT": "just learned (CPT)", "LC": "final (LC)", "FG": "forgetting (FG)"}
 
 
 def intransigence(diagonal: Array, *, one: Array) -> Array:

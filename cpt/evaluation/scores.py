@@ -232,6 +232,8 @@ class Scores(Layout):
                     scores.apply(record)
                 scores.measure()
                 scores.sum_seconds()
+            if len(scores.rows) > 1 and "learned" not in scores.metrics:  # of an earlier version
+                scores.metrics = summarise_matrix(scores.cells, layout=scores) | scores.metrics
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             advice = "restore it from a copy, read it with the cpt that wrote it, or delete it to run again"
             raise ValueError(f"{path}: damaged, foreign or of another version ({error}); {advice}") from None

@@ -38,6 +38,7 @@ class GradientMask(nn.Module):
         self.apply_to = apply_to
         self.recording = False  # during the forward passes of the training loss
         self.alone = True  # whether the step has a single micro-batch
+        self.text: int | None = None  # number of the held-out text that is evaluated, if it is observed
 
     def watch(self, model: PreTrainedModel, maps: Sequence[Projection] | None) -> None:
         """Registers the model, again whenever its shape has changed; state is kept by parameter name. `maps`
@@ -83,6 +84,18 @@ class Constraint(GradientMask):
 
     def constrain(self, steps: Sequence[Step], optimizer: Optimizer) -> None:
         """Changes gradients, or steps p_new - p_old, of the covered parameters in place, all at once."""
+
+
+@contextmanager
+def observing(masks: Sequence[GradientMask], text: int | None) -> Iterator[None]:
+    """Marks forward passes as the evaluation of a held-out text that masks may observe (None: not)."""
+    for mask in masks:
+        mask.text = text
+    try:
+        yield
+    finally:
+        for mask in masks:
+            mask.text = None
 
 
 class StepSnapshot:

@@ -31,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from cpt.adapters.experts import TextRows
-from cpt.core.distributed import all_reduce_sum, full_tensor
+from cpt.core.distributed import all_reduce_sum, full_tensor, gather_objects, sum_on_cpu
 from cpt.core.randomness import key
 from cpt.data.collate import Batch
 from cpt.gradient_masks.base import GradientMask
@@ -45,6 +45,7 @@ from cpt.models.units import Projection, projections
 
 log = logging.getLogger(__name__)
 CACHED = 1 << 18  # numbers that a core works on without going back to memory
+DRAWN = 8  # texts whose magnitudes are kept, of one layer
 
 
 class MagnitudeMask(GradientMask):
@@ -67,6 +68,7 @@ class MagnitudeMask(GradientMask):
         self.limited: list[RowGradients] = []
         self.inside = self.limiting = False
         self.mask: Tensor | None = None  # of the current step, [rows]
+        self.observed: dict[int, Tensor] = {}  # sums of |h| [rows] by held-out text
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
 
     def watch(self, model: PreTrainedModel, maps: Sequence[Projection] | None) -> None:
@@ -136,15 +138,20 @@ class MagnitudeMask(GradientMask):
         self.inside = counted and self.options.importance == "output"
         # Later micro-batches of an accumulated step also select rows.
         self.limiting |= bool(self.limited) and counted and self.alone and not self.skipping
-        self.present = text_in(module, kwargs) if self.inside else {}
+        self.present = text_in(module, kwargs) if self.inside or self.text is not None else {}
 
     def close(self, *args: Any) -> None:
         self.inside, self.present = False, {}
 
     def record(self, place: slice, side: str | None, module: nn.Module, args: Any, output: Tensor) -> None:
-        """Adds a layer's output in the model's own forward pass with gradients."""
+        """Adds a layer's output in the model's own forward pass with gradients, or on an observed text."""
+        present = self.present.get(side) if side else None
         if self.inside and torch.is_grad_enabled():
-            self.sums[place] += magnitudes(output, self.present.get(side) if side else None)
+            self.sums[place] += magnitudes(output, present)
+        elif self.text is not None and self.options.magnitudes:
+            if self.text not in self.observed:
+                self.observed[self.text] = torch.zeros_like(self.sums)
+            self.observed[self.text][place] += magnitudes(output, present)
 
     def activate(self, domain: int) -> None:
         self.skipping = self.options.skip_first_domain and domain == 0
@@ -168,12 +175,15 @@ class MagnitudeMask(GradientMask):
     def choose(self) -> Tensor:
         """1 for the rows that the step changes, else 0, [rows]."""
         if self.mask is None:
-            segments = [self.get_buffer(name) for name in self.ranked]
-            if self.options.top_p is not None:
-                self.mask = choose_by_mass(self.scores(), segments, self.options.top_p)
-            else:  # one of the two is given
-                self.mask = choose_rows(self.scores(), segments, cast(float, self.options.threshold))
+            self.mask = self.select(self.scores())
         return self.mask
+
+    def select(self, scores: Tensor) -> Tensor:
+        """1 for the rows with the largest scores, else 0, each [rows]."""
+        segments = [self.get_buffer(name) for name in self.ranked]
+        if self.options.top_p is not None:
+            return choose_by_mass(scores, segments, self.options.top_p)
+        return choose_rows(scores, segments, cast(float, self.options.threshold))  # one of the two is given
 
     def scores(self) -> Tensor:
         """The importance of every row, [rows], the same in all processes."""
@@ -209,9 +219,23 @@ class MagnitudeMask(GradientMask):
                 yield each.bias, mask[place]
 
     def diagnostics(self) -> dict[str, Tensor]:
-        """The share of steps in which each row was chosen since the first domain."""
-        shares, maps = self.chosen / self.steps.clamp_min(1), zip(self.maps, self.places, strict=True)
-        return {f"chosen/{each.name}": shares[place] for each, place in maps}
+        """The share of steps in which each row was chosen since the first domain; and of the texts observed
+        since the last call, their numbers `texts` [T], by layer the Jaccard index [T, T] of the rows with the
+        largest |h| on each, and |h| in the last of the widest layers, as shares of its sum."""
+        chosen, maps = self.chosen / self.steps.clamp_min(1), [*zip(self.maps, self.places, strict=True)]
+        found = {f"chosen/{each.name}": chosen[place] for each, place in maps}
+        observed, self.observed = self.observed, {}
+        if texts := sorted({text for each in gather_objects([*observed]) for text in each}):
+            nothing = torch.zeros(len(self.sums))
+            sums = sum_on_cpu(torch.stack([observed.get(text, nothing).cpu() for text in texts]))
+            found["texts"] = torch.tensor(texts)
+            large = torch.stack([self.select(each.to(self.sums)) for each in sums]).cpu()
+            for each, place in maps:
+                both, counts = large[:, place] @ large[:, place].T, large[:, place].sum(1)
+                found[f"similarity/{each.name}"] = both / (counts[:, None] + counts - both)
+            each, place = max(reversed(maps), key=lambda pair: pair[0].outputs)
+            found[f"magnitudes/{each.name}"] = functional.normalize(sums[:DRAWN, place], p=1, dim=1)
+        return found
 
 
 def magnitudes(output: Tensor, present: Tensor | None) -> Tensor:

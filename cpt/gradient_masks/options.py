@@ -52,6 +52,9 @@ class MagnitudeMaskOptions(Options):
     skip_first_domain: bool = option("the first domain is learned without the mask")
     backend: Literal["hooks", "backward"] = option("gradients of all rows, then scaled; or of chosen rows")
     seed: Natural = option("of importance=random")
+    magnitudes: bool = option(
+        "record the held-out texts' product magnitudes of the base and the final model", default=True
+    )
 
     def __post_init__(self) -> None:
         if (self.threshold is None) == (self.top_p is None):

@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from lightning import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -41,7 +42,15 @@ from cpt.data.collate import Batch
 from cpt.data.datamodule import Domain, DomainSequence
 from cpt.data.replay import ReplayConfig
 from cpt.evaluation.perplexity import DocumentNLL
-from cpt.gradient_masks.base import Constraint, GradientMask, Protection, StepSnapshot, recording, scale_
+from cpt.gradient_masks.base import (
+    Constraint,
+    GradientMask,
+    Protection,
+    StepSnapshot,
+    observing,
+    recording,
+    scale_,
+)
 from cpt.models.forward import in_mode
 from cpt.models.objectives import Objective
 from cpt.models.options import Freeze
@@ -49,6 +58,8 @@ from cpt.models.weights import Snapshot, frozen_parameters
 from cpt.optim.nan_guard import NanGuard
 from cpt.optim.schedulers import Progress, Schedule
 from cpt.optim.state import CarriedState, lay_out_moments, unfuse_mixed
+
+OBSERVED = 32  # evaluated texts that masks observe, evenly spread over the order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +108,8 @@ class ContinualMethod(LightningModule):
         self.shaped: list[Domain] = []  # the stages that the model has grown for
         self.evaluation: dict[str, DocumentNLL] = {}
         self.columns: list[str] = []  # evaluated texts, by their number in batches
+        self.observes = False  # whether masks observe what is evaluated
+        self.observed: set[str] = set()  # of the evaluated texts
         self.watch()
 
     def watch(self) -> None:
@@ -446,12 +459,18 @@ class ContinualMethod(LightningModule):
         if self.router is not None:
             self.router.begin()
         texts, self.columns = self.data.held_out, list(self.data.held_out)
-        sizes = {name: texts[name].documents for name in self.data.scored_texts}
+        scored = self.data.scored_texts
+        places = np.linspace(0, len(scored) - 1, min(len(scored), OBSERVED)).round().astype(int)
+        self.observed = {scored[place] for place in places} if self.observes else set()
+        sizes = {name: texts[name].documents for name in scored}
         self.evaluation = {name: DocumentNLL(size).to(self.device) for name, size in sizes.items()}
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        name = self.columns[int(batch["column"])]
-        nll, count = self.nll(batch, self.data.places.get(name, -1))
+        column = int(batch["column"])
+        name = self.columns[column]
+        seen = name in self.observed and "idle" not in batch
+        with observing(self.masks, column if seen else None):
+            nll, count = self.nll(batch, self.data.places.get(name, -1))
         self.evaluation[name].update(nll, count, batch["documents"])
 
     def row(self) -> dict[str, tuple[Tensor, Tensor]]:

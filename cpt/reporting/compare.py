@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from pandas import DataFrame
 
-from cpt.core.files import check_archive, replacing
+from cpt.core.files import replacing
 from cpt.evaluation import statistics
 from cpt.evaluation.pairs import LEVEL, needed_pairs
 from cpt.evaluation.predictions import (
@@ -29,7 +29,7 @@ from cpt.evaluation.predictions import (
     mark_examples,
     rows_asked,
 )
-from cpt.evaluation.scores import RUN_KEYS, Scores, describe_conditions
+from cpt.evaluation.scores import RUN_KEYS, describe_conditions
 from cpt.evaluation.task_metrics import describe_task, head_of
 from cpt.reporting import frames
 from cpt.reporting.frames import Show, decimals, few, format_interval, format_known, percent, perplexity
@@ -43,11 +43,6 @@ ALONE = ("CPT/", "intransigence/", "endtask/", "task/", "cost/")  # what ranks m
 FORMULA = tuple("=+-@\t\r\n＝＋－＠")  # what a spreadsheet takes for a formula (OWASP, CSV injection)
 INTERVAL = LEGENDS["interval"].format(bootstrapped=statistics.BOOTSTRAPPED, least=statistics.LEAST)
 SPREAD = LEGENDS["spread"].format(interval=INTERVAL)
-QUANTITIES = {  # of which domains' overlap is measured, by the prefix of the arrays in diagnostics/
-    "importance": "importance, accumulated",  # DAS: the largest so far
-    "measured": "importance of each domain",
-    "chosen": "rows updated",  # MIGU: share of the steps since the first domain in which a row was updated
-}
 
 
 class ComparedMeasure(NamedTuple):
@@ -59,10 +54,10 @@ class ComparedMeasure(NamedTuple):
 
 
 MEASURES = (
-    ComparedMeasure("LC/perplexity", "LC (perplexity)", perplexity),
-    ComparedMeasure("LC/bits_per_byte", "LC (bits per byte)"),
-    ComparedMeasure("CPT/nats", "CPT"),
-    ComparedMeasure("FG/nats", "FG"),
+    ComparedMeasure("LC/perplexity", "final LC (perplexity)", perplexity),
+    ComparedMeasure("LC/bits_per_byte", "final LC (bits per byte)"),
+    ComparedMeasure("CPT/nats", "just learned CPT"),
+    ComparedMeasure("FG/nats", "forgetting FG"),
     ComparedMeasure("BWT_zs/nats", "BWT_zs", higher=True),
     ComparedMeasure("FWT_zs/nats", "FWT_zs", higher=True),
     ComparedMeasure("general_drift/nats", "general drift"),
@@ -75,6 +70,11 @@ MEASURES = (
     ComparedMeasure("endtask/forget_rate", "forget rate (%)", percent),
 )
 FLOPS = ComparedMeasure("cost/flops", "FLOPs (x baseline)", lambda x: f"{x:.2e}" if x else "0", relative=True)
+BEST = (  # the tiles, and how each is measured
+    (ComparedMeasure("learned/nats", "learned most", frames.thousandths, higher=True), "base − just learned"),
+    (ComparedMeasure("FG/nats", "forgot least", frames.thousandths), "final − just learned"),
+    (ComparedMeasure("general_drift/nats", "general rose least", frames.thousandths), "final − base"),
+)
 WHOLE = "{:,.0f}".format
 COST_MEASURES = (
     ComparedMeasure("cost/tokens", "tokens (x baseline)", WHOLE, relative=True),
@@ -87,7 +87,8 @@ COST_MEASURES = (
     ComparedMeasure("cost/stored_per_domain", "per domain", frames.megabytes),
 )
 COMPARED = tuple(each for each in MEASURES if each.key not in ("BWT_zs/nats", "endtask/forward"))
-CHOSEN = ("LC/perplexity", "FG/nats", "CPT/nats", "answers/AP", "endtask/MF1", "cost/flops")  # shown at first
+CHOSEN = ("LC/perplexity", "FG/nats", "CPT/nats", "answers/AP", "endtask/MF1")  # columns shown at first
+CHOSEN += ("cost/flops", "cost/tokens", "cost/memory", "cost/stored")
 BRIEF = ("LC/perplexity", "CPT/nats", "FG/nats", "general_drift/nats")  # in the console and LaTeX
 BRIEF += ("answers/AP", "answers/F", "endtask/MF1", "endtask/forget_rate")
 QUESTIONS = {  # how a finding begins, and its unit
@@ -121,6 +122,12 @@ class PairedContrast(NamedTuple):
     p_t: float | None
     p_holm: float
     p_t_holm: float | None
+
+
+class BestGroup(NamedTuple):
+    name: str
+    spread: Spread
+    others: Mapping[str, PairedContrast]  # its differences from other groups, over the pairs of both
 
 
 @lru_cache(maxsize=64)
@@ -329,18 +336,24 @@ def tabulate_spreads(
                 ratio = f" ({own.mean / other.mean:.2f})" if other and other.mean else ""
                 row[-1] = measure.show(own.mean) + ratio
         cells.append(row)
-    head = ["group", *(name.replace("size", "runs") for name in names), *(m.title for m in measures)]
-    return build_table(section, cells if measures or names else [], head=head, words=len(names) + 1, **block)
+    columns = [*(name.replace("size", "runs") for name in names), *(m.title for m in measures)]
+    chosen = choose_columns(measures, first=len(names) + 1)
+    block |= {"head": ["group", *columns], "words": len(names) + 1, "chosen": chosen}
+    return build_table(section, cells if measures or names else [], **block)
+
+
+def choose_columns(measures: Sequence[ComparedMeasure], *, first: int, each: int = 1) -> list[int]:
+    """The group and CHOSEN measures, which have `each` columns, the first at `first`; all without any."""
+    shown = [first + each * at for at, measure in enumerate(measures) if measure.key in CHOSEN]
+    return [0, *shown] if shown else []
 
 
 def tabulate_main(section: RunSection, *, domains: Sequence[str] = ()) -> Block:
     """Every measure; `domains`: the only ones measured, if any."""
-    names, measures = ("method", "model", "orders", "size"), [*MEASURES, FLOPS]
-    shown = [place for place, m in enumerate(list_present(section, measures), start=5) if m.key in CHOSEN]
     only = [f"Metrics on {few(domains, between=', ')} only."] if domains else []
-    lines = [*only, f"{SPREAD} In nats if no unit is named.", *list_caveats(section)]
-    titled = {"title": section.title, "lines": lines, "chosen": [0, *shown]}
-    return tabulate_spreads(section, measures, names=names, **titled)
+    lines = [*only, f"{SPREAD} In nats if no unit is named."]
+    names = ("method", "model", "orders", "size")
+    return tabulate_spreads(section, [*MEASURES, FLOPS], names=names, title=section.title, lines=lines)
 
 
 def tabulate_brief(section: RunSection) -> Block:
@@ -349,7 +362,7 @@ def tabulate_brief(section: RunSection) -> Block:
     return tabulate_spreads(section, measures, names=["size"], bounds=False)
 
 
-def list_caveats(section: RunSection) -> list[str]:
+def list_conditions(section: RunSection) -> Block:
     """What a reader must know before comparing the groups of a section."""
     groups, runs, objective = section.groups, section.runs, section.conditions["objective"]
     lines = [f"Perplexity of all these runs: {describe_conditions(section.conditions)}."]
@@ -368,7 +381,7 @@ def list_caveats(section: RunSection) -> list[str]:
         lines.append(f"The runs differ beyond their methods, in {', '.join(keys[:MAX_SETTINGS])}{more}.")
     if not section.baselines and len(groups) > 1:
         lines.append(f"No differences: no single group {section.baseline} with the same model and orders.")
-    return lines
+    return Block(title="Conditions", lines=lines)
 
 
 def tabulate_differences(
@@ -389,6 +402,7 @@ def tabulate_differences(
     tests = [(f"Δ {measure.title}", "p", "Holm", "p (t)", "Holm (t)") for measure in measures]
     head = ["group", "baseline", "pairs", *itertools.chain(*tests)]
     about = {"title": f"{title} from {section.baseline}", "head": head, "words": 2, "lines": lines}
+    about["chosen"] = choose_columns(measures, first=3, each=5)
     return build_table(section, cells, **about)
 
 
@@ -420,7 +434,9 @@ def tabulate_all(section: RunSection) -> list[Block]:
         [group.name, *(format_known(own.get(group.name), "{:.2f}".format) for own in ranks.values())]
         for group in section.groups
     ]
-    head = ["group", *(measure.title for measure in COMPARED if measure.key in ranks)]
+    ranked = [measure for measure in COMPARED if measure.key in ranks]
+    told = {"title": "Ranks", "lines": [LEGENDS["ranks"]], "chosen": choose_columns(ranked, first=1)}
+    told["head"] = ["group", *(measure.title for measure in ranked)]
 
     records, notes, _ = contrast_examples(section)
     cells = []
@@ -439,7 +455,7 @@ def tabulate_all(section: RunSection) -> list[Block]:
 
     return [
         tabulate_differences(section),
-        build_table(section, placed if ranks else [], title="Ranks", head=head, lines=[LEGENDS["ranks"]]),
+        build_table(section, placed if ranks else [], **told),
         tabulate_spreads(section, tasks, **about_tasks),
         tabulate_spreads(section, probes.values(), title="Probes", lines=benchmarks),
         tabulate_differences(section, probes.values(), title="Probes: differences"),
@@ -448,14 +464,44 @@ def tabulate_all(section: RunSection) -> list[Block]:
     ]
 
 
-@lru_cache(maxsize=16)
-def build_findings(section: RunSection) -> Block:
-    """Sentences: by each of QUESTIONS the best group, its lead over the baseline, and what the test does not
-    tell apart from it. Nothing of fewer than two groups that learned a sequence."""
+def group_alike(section: RunSection) -> dict[tuple, list[RunGroup]]:
+    """The groups that learned a sequence, by model and by order where groups are distinguished by it."""
     alike = defaultdict(list)
     for group in section.groups:
         if not group.alone and group.mean("FG/nats") is not None:
             alike[group.model, group.order].append(group)
+    return alike
+
+
+def build_tiles(section: RunSection) -> Block:
+    """By each of BEST the best group with its mean over runs, and from how many others it is told apart. The
+    interval of a single run is over its documents."""
+    cells, alike = [], group_alike(section)
+    for (model, _), groups in alike.items():
+        for measure, meaning in BEST:
+            if not (best := find_best(section, groups, measure)):
+                continue
+            spread, runs = best.spread, next(each.runs for each in groups if each.name == best.name)
+            low, high = spread.low, spread.high
+            if len(runs) == 1 and not runs[0].domains:
+                metric = runs[0].scores.metrics[measure.key.partition("/")[0]]
+                low, high = metric.get("interval", {}).get("nats", (None, None))
+                meaning += "; interval over documents" * (low is not None)
+            interval = format_interval(low, high, measure.show).strip() or "no interval"
+            others, apart = len(best.others), sum(each.p_holm < LEVEL for each in best.others.values())
+            word = f"distinguished from {apart} of {others} others" if others else ""
+            told = f"{meaning}; runs: {spread.n}" + f"; {model}" * (len(alike) > 1)
+            row = [f"{measure.title}: {best.name}", f"{measure.show(spread.mean)} nats", interval, word, told]
+            cells.append(row)
+    head = ["best", "mean", "95 % interval", "test", "meaning"]
+    return Block(head=head, cells=cells, words=5, tiles=True, name="tiles")
+
+
+@lru_cache(maxsize=16)
+def build_findings(section: RunSection) -> Block:
+    """Sentences: by each of QUESTIONS the best group, its lead over the baseline, and what the test does not
+    tell apart from it. Nothing of fewer than two groups that learned a sequence."""
+    alike = group_alike(section)
     several, lines = sum(len(groups) > 1 for groups in alike.values()) > 1, []
     for (model, order), groups in alike.items():
         if len(groups) < 2:
@@ -480,16 +526,28 @@ def build_findings(section: RunSection) -> Block:
     return Block(title="Findings", lines=[*lines, how] if lines else [])
 
 
+def find_best(section: RunSection, groups: Sequence[RunGroup], measure: ComparedMeasure) -> BestGroup | None:
+    """The group with the best mean; None if none has the number."""
+    means = {group.name: mean for group in groups if (mean := group.mean(measure.key)) is not None}
+    if not means:
+        return None
+    best = min(means, key=lambda name: means[name] * (-1 if measure.higher else 1))
+    pairs = pair_values(section, measure.key)
+    against = {name: statistics.compare_pairs(pairs[best], pairs[name]) for name in means if name != best}
+    others = correct_holm({name: each for name, each in against.items() if each.n})
+    return BestGroup(best, spread_values(section)[best][measure.key], others)
+
+
 def describe_best(
     section: RunSection, groups: Sequence[RunGroup], measure: ComparedMeasure, begin: str
 ) -> list[str]:
     """One line, `Forgets least: ewc, FG 0.0042 [0.0030, 0.0051] nats (runs: 3); -0.2 [-0.3, -0.1] against ncl
     …`; none where fewer than two groups have the number."""
-    means = {group.name: mean for group in groups if (mean := group.mean(measure.key)) is not None}
-    if len(means) < 2:
+    found = find_best(section, groups, measure)
+    if found is None or sum(group.mean(measure.key) is not None for group in groups) < 2:
         return []
-    best = min(means, key=lambda name: means[name] * (-1 if measure.higher else 1))
-    show, unit, spread = measure.show, QUESTIONS[measure.key][1], spread_values(section)[best][measure.key]
+    best, spread, others = found
+    show, unit = measure.show, QUESTIONS[measure.key][1]
     bounds = format_interval(spread.low, spread.high, show)
     title = measure.title.removesuffix(f" ({unit.strip()})")
     line = f"{begin}: `{best}`, {title} {show(spread.mean)}{bounds}{unit}"
@@ -500,9 +558,6 @@ def describe_best(
         line += f"{section.baselines[best].name}, p {lead.p:.2g}, Holm {lead.p_holm:.2g}{by_t} "
         line += f"({lead.n} pair{'s' * (lead.n > 1)})"
 
-    pairs = pair_values(section, measure.key)
-    against = {name: statistics.compare_pairs(pairs[best], pairs[name]) for name in means if name != best}
-    others = correct_holm({name: each for name, each in against.items() if each.n})
     alike = [name for name, each in others.items() if each.p_holm >= LEVEL]
     most, count = max((each.n for each in others.values()), default=0), len(others)
     verdict = f"Distinguished from {count - len(alike)} of {count} others (Holm p < {LEVEL:.2g})"
@@ -612,60 +667,3 @@ def format_json(sections: Sequence[RunSection], runs: Sequence[tuple], more: Map
     text = json.dumps({"version": 2, "sections": described, **more})
     plain = json.loads(text, parse_constant=lambda constant: None)  # JSON has no nan and infinity
     return json.dumps(plain, indent=1, ensure_ascii=False) + "\n"
-
-
-def measure_overlap(folder: Path, scores: Scores) -> dict[str, tuple[list[str], np.ndarray]]:
-    """Similarity of what domains use inside a model, from the `diagnostics/` of a run folder: by quantity the
-    domains' names [n] and the soft Jaccard indices [n, n], `sum_u min(a_u, b_u) / sum_u max(a_u, b_u)` over
-    the units of all layers; nan between two that use nothing. A damaged file leaves its domain out."""
-    stages, found = {}, {}
-    for row in range(1, len(scores.rows)):
-        path = Path(folder) / "diagnostics" / f"{row:03d}.npz"
-        try:
-            check_archive(path, instead="")
-            with np.load(path) as arrays:
-                stages[row] = dict(arrays)
-        except (OSError, ValueError):
-            continue
-    for prefix, title in QUANTITIES.items():
-        vectors = {}
-        for row, arrays in stages.items():
-            own = [each.ravel() for name, each in arrays.items() if name.startswith(f"{prefix}/")]
-            vectors |= {row: np.concatenate(own).astype(float)} if own else {}
-        longest = max(map(len, vectors.values()), default=0)
-        vectors = {row: each for row, each in vectors.items() if len(each) == longest}
-        if prefix == "chosen":
-            # Shares [units] of each stage's own steps, from those of all steps so far, by the tokens that
-            # stages read. Leading stages without a mask do not count; nothing is known after a missing stage.
-            read = len(scores.seen) == len(scores.rows) and all(scores.seen[1:])
-            seen, shares = scores.seen if read else [1] * len(scores.rows), vectors
-            vectors, before, steps = {}, 0.0, 0.0
-            for row in itertools.takewhile(shares.__contains__, range(1, len(scores.rows))):
-                if shares[row].any():
-                    total = shares[row] * (steps + seen[row])
-                    vectors[row] = np.clip((total - before) / seen[row], 0, 1)
-                    before, steps = total, steps + seen[row]
-        if len(vectors) > 1:
-            similarities = soft_jaccard(np.stack([*vectors.values()]))
-            found[title] = [scores.rows[row] for row in vectors], similarities
-    for name, shares in (stages[max(stages)] if stages else {}).items():  # HAT: gates of the last model
-        prefix, _, kind = name.partition("/")
-        if prefix == "overlap" and shares.ndim == 2 and 1 < len(shares) < len(scores.rows):
-            found[f"gates: {kind}"] = scores.rows[1 : len(shares) + 1], jaccard(shares.astype(float))
-    return found
-
-
-def soft_jaccard(values: np.ndarray) -> np.ndarray:
-    """Of the rows of [n, units], [n, n]; nan where both rows are 0 throughout."""
-    total = values.sum(1)
-    apart = np.stack([np.abs(values - row).sum(1) for row in values])  # sum of max - sum of min
-    with np.errstate(invalid="ignore"):
-        return (total[:, None] + total - apart) / (total[:, None] + total + apart)
-
-
-def jaccard(shares: np.ndarray) -> np.ndarray:
-    """From the shares p of row i's set that row j's has too, [n, n]: 1 / (1/p_ij + 1/p_ji - 1); nan between
-    empty sets."""
-    empty = np.diagonal(shares) == 0
-    with np.errstate(divide="ignore"):
-        return np.where(empty[:, None] & empty, np.nan, 1 / (1 / shares + 1 / shares.T - 1))

@@ -85,7 +85,7 @@ def ticks(axis: Axis, names: Sequence[str], *, few: bool, rotation: int) -> None
 
 def plain_logarithm(axis: Axis, values: np.ndarray) -> None:
     """Ticks written out, also where the values span less than a decade."""
-    known = values[np.isfinite(values)]
+    known = values[np.isfinite(values)].astype(float)
     narrow = known.max(initial=0) < 5 * known.min(initial=np.inf)
     axis.set_major_locator(MaxNLocator(6) if narrow else LogLocator(subs=(1, 2, 5)))
     axis.set_minor_locator(NullLocator())

@@ -4,9 +4,9 @@ Of a comparison `places` are colour and marker of each group."""
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -22,21 +22,23 @@ from cpt.reporting import compare, drawing
 from cpt.reporting.drawing import SERIES, HeatMap, Picture, draw_heat_maps, figure, literal, png
 from cpt.reporting.frames import FEW, decimals, few, format_known, perplexity, signed
 from cpt.reporting.load_runs import RunGroup, RunSection
-from cpt.reporting.page import Block
+from cpt.reporting.overlap import Distribution, Overlap, measure_overlap, read_diagnostics
+from cpt.reporting.page import LEGENDS, Block
 
 CURVES = {"lm": "loss (nats)", "grad_norm": "gradient norm", "lr": "learning rate"}
 CURVES |= {"tokens_per_s": "tokens/s"}
 CHANGE = {"label": "change in nats per token\n(blue: better than base)", "change": True}
 MAX_PANELS = 8  # heat maps side by side
+UNITS_DRAWN = 200  # of a layer
 HIGHLIGHTED = 6  # of more than FEW curves, those that end lowest
 
 PLANES = (  # title, name, x, y, their labels, whether x is logarithmic
     ("Forgetting against learning", "forgetting_learning", "CPT/perplexity", "FG/nats")
-    + ("learning CPT (perplexity)", "forgetting FG (nats)", True),
+    + ("just learned CPT (perplexity)", "forgetting FG (nats)", True),
     ("Quality against compute", "quality_compute", "cost/flops", "LC/perplexity")
-    + ("FLOPs of the whole run", "average perplexity LC", True),
+    + ("FLOPs of the whole run", "final LC (perplexity)", True),
     ("Average perplexity against forgetting", "perplexity_forgetting", "FG/nats", "LC/perplexity")
-    + ("forgetting FG (nats)", "average perplexity LC", False),
+    + ("forgetting FG (nats)", "final LC (perplexity)", False),
 )
 
 
@@ -106,6 +108,7 @@ def draw_training(stages: Mapping[str, DataFrame], borders: Mapping[str, tuple[f
             axes.plot(curve.index, curve, color=SERIES[0], linewidth=1.1, marker="." * (len(curve) < 3))
         if term == "grad_norm" and all((curve > 0).all() for curve in curves):
             axes.set_yscale("log")
+            drawing.plain_logarithm(axes.yaxis, np.concatenate([curve.to_numpy() for curve in curves]))
         axes.set_ylabel(CURVES[term], fontsize=9)
         axes.grid(axis="y", color="0.92")
         for begin, _ in borders.values():
@@ -190,38 +193,94 @@ def draw_tasks(matrix: np.ndarray, rows: Sequence[str], tasks: Sequence[str], *,
     return draw_heat_maps(maps, label="score, % (dark: better)", told=told, **how)
 
 
+def draw_overlap(shared: Mapping[str, Overlap]) -> Picture:
+    """A heat map by quantity, over all layers; the scale begins at 0, or where all are alike at the least."""
+    least = min((float(np.nanmin(each.whole, initial=1)) for each in shared.values()), default=0)
+    maps = {title: HeatMap(each.whole, each.names, each.names) for title, each in shared.items()}
+    return draw_heat_maps(maps, vmin=least if least > 0.8 else 0, label="similarity")
+
+
+def draw_layers(shown: Mapping[str, Overlap]) -> Picture:
+    """A panel by quantity: the mean similarity of two domains over the blocks, a line per kind of layer."""
+    drawn, told = figure((8.5, 0.8 + 2.6 * len(shown))), []
+    grid = drawn.subplots(len(shown), 1, squeeze=False)[:, 0]
+    for (title, overlap), axes in zip(shown.items(), grid, strict=True):
+        pairs = np.triu_indices(len(overlap.names), 1)
+        kinds: dict[str, dict[int, np.ndarray]] = defaultdict(dict)  # similarities by kind and block
+        for layer, values in overlap.layers.items():
+            parted = re.fullmatch(r"(.*?)\.?(\d+)\.(.+)", layer)
+            stack, number, kind = parted.groups() if parted else ("", "0", layer)
+            sides = [each for each in ("encoder", "decoder") if each in stack.split(".")]
+            kinds[" ".join([*sides, kind])][int(number)] = values[pairs]
+        for place, (kind, blocks) in enumerate(kinds.items()):
+            table, how = np.array([*blocks.values()]), drawing.style(place)
+            known = table[:, np.isfinite(table).all(0)]
+            if known.size:
+                axes.plot([*blocks], known.mean(1), label=literal(kind, width=30), markersize=5, **how)
+                faint = {"color": how["color"], "alpha": 0.12, "linewidth": 0}
+                axes.fill_between([*blocks], known.min(1), known.max(1), **faint)
+                told.append(f"{title}, {kind} {known.mean():.2f}")
+        axes.set(ylim=(0, 1.02), ylabel="similarity of\ntwo domains", xlabel="block")
+        axes.set_title(title, fontsize=9)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.grid(color="0.92")
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8)
+    return png(drawn, told=f"Mean similarity of two domains, over all blocks: {drawing.list_few(told)}")
+
+
+def draw_distributions(distributions: Mapping[str, Distribution]) -> Picture:
+    """A panel for each model: the share of each unit in the product magnitudes of a layer, a line per text.
+    Units come in the order of the first model's means; of many, up to UNITS_DRAWN means of neighbours."""
+    first = next(iter(distributions.values()))
+    order = first.shares.mean(0).argsort()[::-1]
+    drawn = figure((8.5, 0.8 + 2.6 * len(distributions)))
+    grid = drawn.subplots(len(distributions), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+    for (row, each), axes in zip(distributions.items(), grid, strict=True):
+        groups = np.array_split(order, min(len(order), UNITS_DRAWN))
+        for place, (text, shares) in enumerate(zip(each.texts, each.shares, strict=True)):
+            heights = [100 * shares[group].mean() for group in groups]
+            ranks = np.cumsum([0, *map(len, groups[:-1])])
+            axes.plot(ranks, heights, color=SERIES[place], linewidth=0.8, label=literal(text, width=30))
+        axes.set(yscale="log", ylabel="share of the\nlayer's sum, %")
+        drawing.plain_logarithm(axes.yaxis, 100 * first.shares)
+        model = "base" if row == "base" else f"model after {literal(row, width=30)}"
+        axes.set_title(f"{each.layer}, {model}", fontsize=9)
+        axes.grid(axis="y", color="0.92")
+    grid[-1].set_xlabel("unit, by its mean share in the first model")
+    handles, labels = grid[0].get_legend_handles_labels()
+    drawn.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=8)
+    tops = [f"{row} {100 * each.shares.max(1).mean():.2f} %" for row, each in distributions.items()]
+    return png(drawn, told=f"Product magnitudes of {first.layer}, largest share: {drawing.list_few(tops)}")
+
+
 def build_figures(section: RunSection) -> list[Block]:
     """All figures of a comparison for which there are numbers."""
-    blocks = []
+    blocks, baselines = [], {group.name for group in section.baselines.values()}
+    shown = [group for group in section.groups if len(group.runs[0].scores.rows) > 1]
+    shown = sorted(shown, key=lambda group: group.name not in baselines)[:MAX_PANELS]
+    first = {group.name: group.runs[0] for group in section.groups if group in shown}
+    if changes := {name: map_change(run.scores) for name, run in first.items()}:
+        picture = draw_heat_maps(changes, show="{:+.2f}".format, **CHANGE)
+        caption = f"The first run of each group, at most {MAX_PANELS}. {LEGENDS['matrix']}"
+        blocks.append(Block(title="Matrices side by side", caption=caption, picture=picture, name="matrices"))
+    runs = {group.name: [run.scores for run in group.runs] for group in section.groups}
+    about = {"title": "Over the stages", "caption": LEGENDS["averages"], "name": "stages"}
+    blocks.append(Block(picture=draw_stages(runs, places=section.places), **about))
+
     for title, name, x, y, x_label, y_label, logarithmic in PLANES:
         ranked = [group for group in section.groups if compare.is_ranked(group, y)]
         points = {group.name: (group.of(x), group.of(y)) for group in ranked}
         if any(None not in pair for xs, ys in points.values() for pair in zip(xs, ys, strict=True)):
             labels = {"x": x_label, "y": y_label, "logarithmic": logarithmic}
             picture = draw_plane(points, places=section.places, **labels)
-            line = "Small: runs; large: their means. Down and left is better."
-            blocks.append(Block(title=title, lines=[line], picture=picture, name=name))
-    runs = {group.name: [run.scores for run in group.runs] for group in section.groups}
-    line = "Mean perplexity over the domains learned so far: mean and range over the runs of a group."
-    picture = draw_stages(runs, places=section.places)
-    blocks.append(Block(title="Over the stages", lines=[line], picture=picture, name="stages"))
-
-    baselines = {group.name for group in section.baselines.values()}
-    shown = [group for group in section.groups if len(group.runs[0].scores.rows) > 1]
-    shown = sorted(shown, key=lambda group: group.name not in baselines)[:MAX_PANELS]
-    first = {group.name: group.runs[0] for group in section.groups if group in shown}
-    line = f"The first run of each group, at most {MAX_PANELS}. Frames: a domain's own stage."
-    if changes := {name: map_change(run.scores) for name, run in first.items()}:
-        picture = draw_heat_maps(changes, show="{:+.2f}".format, **CHANGE)
-        blocks.append(Block(title="Matrices side by side", lines=[line], picture=picture, name="matrices"))
+            blocks.append(Block(title=title, caption=LEGENDS["planes"], picture=picture, name=name))
     overlaps = {}
     for name, run in first.items():
-        for quantity, (names, values) in compare.measure_overlap(run.folder, run.scores).items():
-            overlaps[f"{name}: {quantity}"] = HeatMap(values, names, names)
+        stages = read_diagnostics(run.folder, run.scores)
+        overlaps |= {f"{name}: {title}": x for title, x in measure_overlap(stages, run.scores).items()}
     if overlaps := dict([*overlaps.items()][:MAX_PANELS]):
-        picture, title = draw_heat_maps(overlaps, label="similarity of two domains"), "Overlap of importances"
-        line = f"Similarity between domains of what a method chose for each. {line.partition('.')[0]}."
-        blocks.append(Block(title=f"{title}, masks and gates", lines=[line], picture=picture, name="overlap"))
+        about = {"title": "What domains share inside the models", "caption": LEGENDS["inside"]}
+        blocks.append(Block(picture=draw_overlap(overlaps), name="overlap", **about))
     return blocks
 
 
@@ -348,16 +407,14 @@ def build_setting_curve(sections: Sequence[RunSection], section: RunSection, key
         for called, (value, group) in zip(lines[-1], own, strict=True):
             points[called] = group.of("CPT/nats"), group.of("FG/nats")
             places[called] = section.places[own[0][1].name]
-            pairs = zip(group.of("ZS/nats"), group.of("CPT/nats"), strict=True)
-            learned = [base - after for base, after in pairs if None not in (base, after)]
-            numbers = [fmean(learned) if learned else None, group.mean("FG/nats"), group.mean("LC/nats")]
+            numbers = [group.mean(key) for key in ("learned/nats", "FG/nats", "LC/nats")]
             told = [format_known(each, decimals) for each in numbers]
             cells.append([name, "–" if value is None else show(value), str(len(group.runs)), *told])
-    labels = {"x": "loss just after learning, CPT (nats)", "y": "forgetting FG (nats)"}
+    labels = {"x": "just learned CPT (nats)", "y": "forgetting FG (nats)"}
     picture = draw_plane(points, lines=lines, places=places, **labels)
-    told = "Learned: the base's loss minus that just after a domain was learned (ZS - CPT)."
     head = ["method", key, "runs", "learned (nats)", "forgotten FG (nats)", "LC (nats)"]
-    about = {"title": f"Learned against forgotten over {key}", "name": "strengths", "lines": [told]}
+    about = {"title": f"Learned against forgotten over {key}", "name": "strengths"}
+    about["caption"] = LEGENDS["strengths"]
     return Block(picture=picture, head=head, cells=cells, **about)
 
 

@@ -331,6 +331,10 @@ def percent(share: float) -> str:
     return f"{100 * share:.2f}"
 
 
+def thousandths(value: float) -> str:
+    return f"{value:.3f}".replace("-", "−")
+
+
 def signed(value: float) -> str:
     return f"{value:+.3f}".replace("-", "−")
 

@@ -28,7 +28,8 @@ IN_LINE = re.compile(r"[&<|\\*~$]|(?<=\])\(|^[#>+=\[-]|(?<![^\W_])_")
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """A section of a report; one without lines, picture, cells and code is left out.
+    """A section of a report; one without lines, picture, cells and code is left out. `tiles` shows each row
+    of cells as a tile: a title, a number, its interval, a word, and what it is.
 
     On the HTML page a `sortable` table is sorted by its columns. The filters of the page act on the rows of
     `filtered` tables: a search over the title and the columns of words, and a list of values for each name in
@@ -37,6 +38,8 @@ class Block:
     title: str = ""
     lines: Sequence[str] = ()
     picture: bytes = b""
+    caption: str = ""  # how to read the picture
+    tiles: bool = False
     head: Sequence[str] = ()
     cells: Sequence[Sequence[str]] = ()
     words: int = 1  # the number of columns with words; the others hold numbers
@@ -52,18 +55,9 @@ class Block:
 def write_page(blocks: Sequence[Block], *, title: str, stem: Path, vectors: bool = False) -> Path:
     """Writes STEM.html, STEM.md and STEM-NAME.png, with `vectors` also SVG and PDF."""
     shown = [block for block in blocks if block.lines or block.picture or block.cells or block.code]
-    parts, seen = [f"# {quote_markup(title, IN_CELL)}"], Counter[str]()
-    for block in shown:
-        name = re.sub(r"[^\w-]+", "_", block.name or block.title.lower(), flags=re.A).strip("_")[:60]
-        name = name or "picture"
-        seen[name] += bool(block.picture)
-        file = stem.with_name(f"{stem.name}-{name}" + f"-{seen[name]}" * (seen[name] > 1))
-        parts.append(markdown(block, picture=f"{file.name}.png"))
-        if block.picture:
-            file.with_name(f"{file.name}.png").write_bytes(block.picture)
-        if vectors and isinstance(block.picture, Picture):
-            file.with_name(f"{file.name}.svg").write_bytes(block.picture.save("svg"))
-            file.with_name(f"{file.name}.pdf").write_bytes(block.picture.save("pdf"))
+    files = write_pictures(shown, stem=stem, vectors=vectors)
+    parts = [f"# {quote_markup(title, IN_CELL)}"]
+    parts += [markdown(block, picture=f"{file}.png") for block, file in zip(shown, files, strict=True)]
     stem.with_name(f"{stem.name}.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
     # The page loads nothing: its policy forbids that, and any script but its own.
@@ -88,6 +82,24 @@ def write_page(blocks: Sequence[Block], *, title: str, stem: Path, vectors: bool
     return page
 
 
+def write_pictures(blocks: Sequence[Block], *, stem: Path, vectors: bool) -> list[str]:
+    """Writes the blocks' pictures as STEM-NAME.png, with `vectors` also SVG and PDF. Gives STEM-NAME of each
+    block."""
+    files, seen = [], Counter[str]()
+    for block in blocks:
+        name = re.sub(r"[^\w-]+", "_", block.name or block.title.lower(), flags=re.A).strip("_")[:60]
+        name = name or "picture"
+        seen[name] += bool(block.picture)
+        file = f"{stem.name}-{name}" + f"-{seen[name]}" * (seen[name] > 1)
+        files.append(file)
+        if block.picture:
+            stem.with_name(f"{file}.png").write_bytes(block.picture)
+        if vectors and isinstance(block.picture, Picture):
+            for kind in ("svg", "pdf"):
+                stem.with_name(f"{file}.{kind}").write_bytes(block.picture.save(kind))
+    return files
+
+
 def inline(line: str) -> Markup:
     """A line of Markdown, with text between backticks as code."""
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(line))))
@@ -109,6 +121,7 @@ def markdown(block: Block, *, picture: str) -> str:
         f"## {title}" if title else "",
         *(quote_markup(line, IN_LINE) for line in block.lines),
         f"![{title}]({picture})" if block.picture else "",
+        quote_markup(block.caption, IN_LINE),
         f"<details><summary>{folded}</summary>" if folded else "",
         "\n".join(f"| {' | '.join(row)} |" for row in rows) if block.cells else "",
         f"{fence}yaml\n{block.code}\n{fence}" if block.code else "",

@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from math import exp
+from math import exp, isnan
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,14 @@ import pandas
 
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation import task_metrics
-from cpt.evaluation.metrics import METRICS, UNITS
+from cpt.evaluation.metrics import METRICS, TITLES, UNITS
 from cpt.evaluation.predictions import Moved, follow_answers, transitions_of
 from cpt.evaluation.scores import Scores, conditions, describe_conditions
 from cpt.evaluation.task_metrics import describe_task, head_of, last_value, matrix_of
 from cpt.reporting import figures, frames
-from cpt.reporting.compare import measure_overlap
 from cpt.reporting.drawing import HeatMap, draw_heat_maps
 from cpt.reporting.frames import Show, decimals, few, format_known, megabytes, percent, perplexity, signed
+from cpt.reporting.overlap import LARGEST_ROWS, measure_overlap, read_diagnostics, read_distributions
 from cpt.reporting.page import LEGENDS, Block, align_columns, write_page
 
 Cells = list[list[str]]
@@ -31,6 +31,20 @@ FORMATS = dict(zip(UNITS, (decimals, perplexity, decimals), strict=True))
 METRIC_HEAD = ("metric", "meaning", "formula", "nats", "perplexity", "bits per byte")
 METRIC_HEAD += ("medians: nats, perplexity, bits per byte",)
 ENDTASK_NAMES = {"macro_f1": "macro-F1", "micro_f1": "micro-F1", "accuracy": "accuracy"}
+TILES = {  # metric: title, meaning, words for an interval above 0, below 0, around 0
+    "learned": (
+        *("learned", "Fall of the loss on each domain, base to just after its stage"),
+        *("improved", "worse than the base", "no measurable change"),
+    ),
+    "FG": (
+        *("forgot", "Rise of the loss on each earlier domain, its own stage to the final model"),
+        *("forgetting", "improved since", "no measurable forgetting"),
+    ),
+    "general_drift": (
+        *("general", "Rise of the loss on general text, base to the final model"),
+        *("worse", "better", "no measurable change"),
+    ),
+}
 MEASURE_NAMES = {
     "accuracy_ranked": "accuracy of the likeliest choice", "exact_match": "exact match of what is written",
     "invalid": "written, but none of the choices", "accuracy_valid": "exact match of those that are",
@@ -40,6 +54,7 @@ MEASURE_NAMES = {
 }  # fmt: skip
 MOVED_HEAD = ("1→0", "share", "beyond chance", "0→1", "share", "beyond chance")
 WHOLE, TENTH = "{:,.0f}".format, "{:,.1f}".format
+TILES_HEAD = ("", "mean", "95 % interval", "", "meaning")
 COST_FORMATS = {  # column: cost of cpt.reporting.frames, format
     "tokens": ("tokens", WHOLE), "FLOPs": ("flops", "{:.3g}".format), "learn, s": ("seconds_learn", TENTH),
     "score, s": ("seconds_score", TENTH), "end tasks, s": ("seconds_endtasks", TENTH),
@@ -51,19 +66,25 @@ def write_report(folder: Path, scores: Scores | None = None) -> Path:
     """Writes report.md and report.html into a run folder, of `scores` or its scores.json."""
     folder = Path(folder)
     scores = scores or Scores.load(folder / "scores.json")
+    title = f"{scores.run['name']}: {frames.label(scores.run)}"
+    return write_page(build_blocks(folder, scores), title=title, stem=folder / "report")
+
+
+def build_blocks(folder: Path, scores: Scores) -> list[Block]:
+    """The sections of a run page: what came out first, pictures, then tables, and how the run was made."""
     answers = show_answers(scores, folder)
     terms = [LEGENDS["terms"] for metric in scores.metrics.values() if "terms" in metric][:1]
     about = {"title": "Metrics", "lines": [LEGENDS["metrics"], *terms], "head": METRIC_HEAD, "words": 3}
     cells = [format_metric(scores, name) for name in scores.metrics]
     blocks = [
-        show_run(scores),
+        Block(head=TILES_HEAD, cells=list_tiles(scores), tiles=True, words=5),
         *answers[:1],
         *show_matrix(scores),
         show_training(scores, folder),
         show_monitor(scores),
         show_parts(scores),
         show_similarity(scores),
-        show_overlap(scores, folder),
+        *show_overlap(scores, folder),
         Block(cells=cells, chosen=(0, 1, 3, 4, 5), **about),
         *answers[1:],
         show_generated(folder),
@@ -71,16 +92,35 @@ def write_report(folder: Path, scores: Scores | None = None) -> Path:
         show_probes(scores),
         show_costs(scores),
         show_texts(scores),
+        show_run(scores),
     ]
     if (config := folder / "config.yaml").exists():
         code = config.read_text(encoding="utf-8", errors="replace")
         blocks.append(Block(title="Config", code=code, folded=f"config.yaml, digest {scores.config_digest}"))
-    title = f"{scores.run['name']}: {frames.label(scores.run)}"
-    return write_page(blocks, title=title, stem=folder / "report")
+    return blocks
+
+
+def list_tiles(scores: Scores) -> Cells:
+    """Learned, forgot, general: the mean in nats, its interval, and a word for it."""
+    cells = []
+    for name, (title, meaning, above, below, around) in TILES.items():
+        metric = scores.metrics.get(name, {})
+        value, (low, high) = metric.get("nats"), metric.get("interval", {}).get("nats", (None, None))
+        interval = frames.format_interval(low, high, frames.thousandths).strip() or "no interval"
+        word = ""
+        if value is None or isnan(value):
+            interval, word = "", "not measured"
+        elif scores.alone and name == "FG":
+            word = "a model per domain"
+        elif interval != "no interval":
+            word = above if low > 0 else below if high < 0 else around
+        shown = format_known(value, frames.thousandths) + " nats" * (word != "not measured")
+        cells.append([title, shown, interval, word, meaning])
+    return cells
 
 
 def format_scores(scores: Scores) -> str:
-    """For a console of 100 characters: perplexities and headlines; of many domains the first and last."""
+    """For a console of 100 characters: tiles, perplexities, headlines; of many domains the first and last."""
 
     def pick_ends(size: int) -> list[int]:
         return list(range(size)) if size <= 9 else [*range(4), *range(size - 4, size)]
@@ -92,11 +132,12 @@ def format_scores(scores: Scores) -> str:
         head = ["after", *(frames.shorten(names[at], width=width) for at in columns)]
         return align_columns(Block(head=head, cells=shown))
 
-    shown = [name for name in ("LC", "FG", "general_drift") if name in scores.metrics]
+    shown = [name for name in ("CPT", "LC", "FG", "general_drift") if name in scores.metrics]
     cells = [[each[0], *each[3:6]] for each in (format_metric(scores, name) for name in shown)]
-    texts = f"perplexity on {len(pick_ends(len(scores.domains)))} of {len(scores.domains)} test texts:"
-    parts = [f"{frames.label(scores.run)}, seed {scores.run['seed']}, {scores.state}; {texts}"]
-    parts.append(shorten_table(scores.domains, format_matrix(scores)))
+    tiles = [row[:4] for row in list_tiles(scores)]
+    parts = [align_columns(Block(head=TILES_HEAD[:4], words=4, cells=tiles))]
+    texts = f"Perplexity on {len(pick_ends(len(scores.domains)))} of {len(scores.domains)} test texts:"
+    parts.append(f"{texts}\n\n{shorten_table(scores.domains, format_matrix(scores))}")
     parts.append(align_columns(Block(head=["", *UNITS], cells=cells)))
     if found := task_metrics.summarise_endtasks(scores.endtasks, scores.rows):
         told = ", ".join(f"{name} {percent(value)} %" for name, value in found.items())
@@ -110,7 +151,8 @@ def format_scores(scores: Scores) -> str:
         if found := last_value(task):
             base = format_known(task["values"][0], decimals)
             probes.append(f"{describe_task(name, task)} {decimals(found[1])} (base {base})")
-    return "\n\n".join([*parts, *[f"probes: {few(probes, between=', ')}"] * bool(probes)])
+    parts += [f"probes: {few(probes, between=', ')}"] * bool(probes)
+    return "\n\n".join([*parts, f"{frames.label(scores.run)}, seed {scores.run['seed']}, {scores.state}"])
 
 
 def format_rows(names: Sequence[str], values: np.ndarray, show: Show, sds: np.ndarray | None = None) -> Cells:
@@ -132,7 +174,7 @@ def format_metric(scores: Scores, name: str) -> list[str]:
     """The cells of METRIC_HEAD; dashes where no term was measured, the count of terms if some are missing."""
     metric, about = scores.metrics[name], METRICS[name][:2]
     terms, bounds, medians = metric.get("terms"), metric.get("interval", {}), metric.get("median")
-    name += f" ({terms[0]:,} of {terms[1]:,})" if terms else ""
+    name = TITLES.get(name, name) + (f" ({terms[0]:,} of {terms[1]:,})" if terms else "")
     if terms and not terms[0]:
         return [name, *about, *["–"] * 4]
     cells, middles = [], []
@@ -172,7 +214,7 @@ def show_run(scores: Scores) -> Block:
         "versions": ", ".join(f"{name} {version}" for name, version in scores.versions.items()),
     }
     known = [[name, text] for name, text in cells.items() if text]
-    return Block(head=["run", run["name"]], cells=known, words=2)
+    return Block(title="Run", head=["run", run["name"]], cells=known, words=2)
 
 
 def show_matrix(scores: Scores) -> list[Block]:
@@ -180,13 +222,10 @@ def show_matrix(scores: Scores) -> list[Block]:
         return []
     folded = f"{len(scores.rows)} x {len(scores.domains)} perplexities"
     table = {"head": ["after", *scores.domains], "cells": format_matrix(scores), "folded": folded}
-    title = "Perplexity on each test text (column) after each stage (row)"
-    how = {"name": "matrix", "lines": [LEGENDS["matrix"]], "picture": figures.draw_matrix(scores)}
-    curves = figures.draw_text_curves(scores)
-    return [
-        Block(title=title, **how, **table),
-        Block(title="Perplexity over the stages", picture=curves, name="stages"),
-    ]
+    title, curves = "Perplexity on each test text after each stage", figures.draw_text_curves(scores)
+    how = {"name": "matrix", "caption": LEGENDS["matrix"], "picture": figures.draw_matrix(scores)}
+    over = {"name": "stages", "caption": LEGENDS["stages"], "picture": curves}
+    return [Block(title=title, **how, **table), Block(title="Perplexity over the stages", **over)]
 
 
 def show_training(scores: Scores, folder: Path) -> Block:
@@ -202,11 +241,11 @@ def show_training(scores: Scores, folder: Path) -> Block:
         speed = format_known(median.get("tokens_per_s"), WHOLE)
         cells.append([name, str(len(losses)), *ends, norm, speed])
     missing = [name for name in scores.learned if name not in stages]
-    lines = [LEGENDS["training"], *[f"Without a point: {few(missing, between=', ')}."] * bool(missing)]
+    lines = [f"Without a point: {few(missing, between=', ')}."] * bool(missing)
     head = ["stage", "points", "first loss", "last loss", "gradient norm, median", "tokens/s, median"]
     table = {"head": head, "cells": cells, "folded": f"{len(stages)} stages"}
-    picture = figures.draw_training(stages, find_begins(scores))
-    return Block(title="Training", lines=lines, picture=picture, **table)
+    how = {"picture": figures.draw_training(stages, find_begins(scores)), "caption": LEGENDS["training"]}
+    return Block(title="Training", lines=lines, **how, **table)
 
 
 def find_begins(scores: Scores) -> dict[str, tuple[float, float]]:
@@ -269,7 +308,7 @@ def show_monitor(scores: Scores) -> Block:
             cells[-1].append("–")
     head = ["stage", "steps", "its own text, nats", "most risen of the past", GENERAL, "ended early"]
     head += ["Budget of drift: upper ends at the kept step, of what was allowed"] * budgeted
-    about = {"title": "Other text while each domain is learned", "lines": [LEGENDS["monitor"]]}
+    about = {"title": "Other text while each domain is learned", "caption": LEGENDS["monitor"]}
     table = {"head": head, "cells": cells, "folded": f"{len(cells)} stages"}
     return Block(name="monitor", picture=figures.draw_monitor(scores), **about, **table)
 
@@ -286,7 +325,7 @@ def show_parts(scores: Scores) -> Block:
     rows = zip(scores.rows, scores.parts, strict=True)
     cells = [[row, *(mix(parts.get(text, {})) for text in scores.domains)] for row, parts in rows]
     table = {"head": ["after", *scores.domains], "cells": cells, "words": 1 + len(scores.domains)}
-    about = {"title": "Parts of the model that scored each text", "lines": [LEGENDS["parts"]]}
+    about = {"title": "Parts of the model that scored each text", "caption": LEGENDS["parts"]}
     picture = figures.draw_parts(scores) if len(scores.rows) > 1 else b""
     folded = f"{len(cells)} x {len(scores.domains)} texts"
     return Block(name="parts", picture=picture, folded=folded, **about, **table)
@@ -307,9 +346,9 @@ def show_similarity(scores: Scores) -> Block:
     axes = ("domain, in the order learned",) * 2
     title = "Similarity of the domains' texts, in the order learned"
     picture = draw_heat_maps({"": HeatMap(values, given["names"], names)}, names=axes, **how)
-    lines, folded = [f"{told} Embedding: {given['embedding']}."], f"{len(cells)} x {len(cells)} cosines"
+    caption, folded = f"{told} Embedding: {given['embedding']}.", f"{len(cells)} x {len(cells)} cosines"
     table = {"head": ["", *names], "cells": cells, "folded": folded}
-    return Block(title=title, name="similarity", lines=lines, picture=picture, **table)
+    return Block(title=title, name="similarity", caption=caption, picture=picture, **table)
 
 
 def show_generated(folder: Path) -> Block:
@@ -347,12 +386,13 @@ def show_endtasks(scores: Scores, folder: Path) -> list[Block]:
         about = [str(error)]
     names, head = {task: ENDTASK_NAMES[given["metric"][task]] for task in tasks}, ["after", *tasks]
     picture = figures.draw_endtasks(scores) if len(tables[0]) > 1 else b""
+    shown = {"picture": picture, "caption": LEGENDS["tasked"] * bool(picture)}
     title, moved_title = f"End tasks: {name_measures(names)}", "End tasks: what became of the predictions"
     moved_head = ["task", "predictions", "accuracy then", "accuracy now", *MOVED_HEAD]
     found = task_metrics.summarise_endtasks(given, scores.rows)
     told = f"{len(tasks)} tasks, seeds {few([*map(str, given['seeds'])], between=', ')}, "
     return [
-        Block(title=title, name="endtasks", picture=picture, head=head, cells=tables[0]),
+        Block(title=title, name="endtasks", head=head, cells=tables[0], **shown),
         *(Block(folded=name, head=head, cells=cells) for name, cells in zip(cubes, tables[1:], strict=True)),
         show_task_metrics("End tasks", "endtask", given, found, told=told),
         Block(title=moved_title, lines=about, head=moved_head, cells=changes),
@@ -377,7 +417,7 @@ def show_answers(scores: Scores, folder: Path) -> list[Block]:
             (gone if isinstance(each, FileNotFoundError) else damaged).append(str(each))
     about = [LEGENDS["moved"]] * bool(changes)
     about += [f"Files of answers that are missing: {len(gone)}, like {gone[0]}."] if gone else []
-    matrix = {"name": "answers", "head": ["after", *tasks], "lines": ["Framed: a task's own stage."]}
+    matrix = {"name": "answers", "head": ["after", *tasks], "caption": LEGENDS["tasked"]}
     picture = figures.draw_tasks(matrix_of(scores.answers), scores.rows, list(tasks), kind="Scores")
     title = f"Answers to each task (column) after each stage (row): {names}"
     head = ["task", *(MEASURE_NAMES[name] for name in there)]
@@ -466,16 +506,27 @@ def show_costs(scores: Scores) -> Block:
     ]
     head, folded = ["after", *COST_FORMATS], f"{len(noted)} stages" * (len(noted) > 2 * frames.FEW)
     lines = [LEGENDS["compute"]] * bool(noted)
-    return Block(title="Compute", lines=lines, head=head, cells=cells, folded=folded)
+    shown = {"chosen": (0, 1, 2, 6, 8), "folded": folded}
+    return Block(title="Compute", lines=lines, head=head, cells=cells, **shown)
 
 
-def show_overlap(scores: Scores, folder: Path) -> Block:
-    """How far domains share what a method keeps of them."""
-    shared = measure_overlap(folder, scores)
-    maps = {title: HeatMap(values, names, names) for title, (names, values) in shared.items()}
-    picture = draw_heat_maps(maps, label="similarity of two domains") if maps else b""
-    how = {"title": "What domains share inside the model", "name": "overlap", "lines": [LEGENDS["inside"]]}
-    return Block(picture=picture, **how) if maps else Block()
+def show_overlap(scores: Scores, folder: Path) -> list[Block]:
+    """How far domains share what a method keeps of them, also by layer, and MIGU's product magnitudes."""
+    stages = read_diagnostics(folder, scores)
+    shared, distributions = measure_overlap(stages, scores), read_distributions(stages, scores)
+    by_text = {title: shared.pop(title) for title in [*shared] if title.startswith(LARGEST_ROWS)}
+    layered = {title: each for title, each in shared.items() if len(each.layers) > 1}
+    pictures = (
+        ("What domains share inside the model", "inside", "overlap", shared, figures.draw_overlap),
+        ("What domains share, by layer", "by_layer", "overlap_by_layer", layered, figures.draw_layers),
+        ("Rows with the largest magnitudes", "largest_rows", "largest_rows", by_text, figures.draw_overlap),
+        ("Magnitudes of one layer", "magnitudes", "magnitudes", distributions, figures.draw_distributions),
+    )
+    return [
+        Block(title=title, caption=LEGENDS[legend], name=name, picture=draw(given))
+        for title, legend, name, given, draw in pictures
+        if given
+    ]
 
 
 def show_texts(scores: Scores) -> Block:

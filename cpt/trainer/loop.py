@@ -292,8 +292,10 @@ class ContinualTrainer:
     def commit_row(self, row: str, **costs: Any) -> None:
         """Evaluates, and writes the row: a restart resumes after it."""
         number, options = len(self.scores.rows), self.plan.run
+        self.module.observes = number in (0, len(self.data))
         with self.eta.timed("score", number):
             cells = self.scorer.score(number, row, self.scorer.wanted(number))
+        self.module.observes = False
         leave_together(f"before {row} was committed")
         nll = [cells[text].mean if text in cells else None for text in self.scores.domains]
         self.scores.append(row, nll=nll, parts={text: cell.parts for text, cell in cells.items()}, **costs)

@@ -23,6 +23,7 @@ BY_HAND = {  # mean, median of the terms
     "ZS": ((5 + 6 + 7) / 3, 6.0),
     "CPT": ((3.0 + 4.0 + 5.0) / 3, 4.0),
     "LC": ((3.9 + 4.3 + 5.0) / 3, 4.3),
+    "learned": ((2.0 + 2.0 + 2.0) / 3, 2.0),
     "FG": ((0.9 + 0.3) / 2, 0.6),
     "FG_max": ((0.9 + (4.3 - 3.8)) / 2, 0.7),
     "BWT_zs": (((5.0 - 3.9) + (6.0 - 4.3)) / 2, 1.4),
@@ -81,7 +82,7 @@ def test_each_metric_by_hand_whatever_the_order_of_columns(order):
     [
         (["base"], TEXTS, {"ZS", "LC"}),
         (["base", "joint"], TEXTS, {"ZS", "LC", "general_drift"}),
-        (["base", "a"], TEXTS[:3], {"ZS", "LC", "CPT", "FWT_zs", "FWT_gem"}),
+        (["base", "a"], TEXTS[:3], {"ZS", "LC", "CPT", "learned", "FWT_zs", "FWT_gem"}),
         (["base", "a", "b", "c"], TEXTS[:3], set(METRICS) - {"general_drift"}),
         ([], ["a"], set()),
     ],

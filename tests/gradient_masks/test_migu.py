@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from cpt.gradient_masks.base import recording
+from cpt.gradient_masks.base import observing, recording
 from cpt.gradient_masks.migu import CACHED, choose_by_mass, choose_rows, count_kept, magnitudes
 from cpt.models.fisher import samples
 from cpt.models.memory import checkpoint_activations
@@ -61,6 +61,46 @@ def test_magnitudes_count_a_prompt_and_no_padding():
     torch.testing.assert_close(magnitudes(output, present), counted)
     large = torch.randn(7, 1 + CACHED // 96, 32)
     torch.testing.assert_close(magnitudes(large, None), large.abs().sum((0, 1)), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("given", [{"threshold": 0.7}, {"threshold": None, "mass": 0.4}])
+def test_texts_are_compared_by_the_rows_with_their_largest_magnitudes(given):
+    """Against sets of rows that are sorted by hand, of two texts in batches, with padding."""
+    model = gpt2().eval()
+    mask, outputs = watching(model, **given), {}
+    for name in (each.name for each in mask.maps):
+        outputs[name] = []
+        save = lambda m, args, x, name=name: outputs[name].append(x.flatten(0, -2))  # noqa: E731
+        model.get_submodule(name).register_forward_hook(save)
+    batches = {3: [IDS[:, :5], IDS[:, 5:]], 5: [torch.tensor([[7, 7, 8], [6, 1, 0]])]}
+    present = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    with torch.inference_mode():
+        for text, each in batches.items():
+            for ids in each:
+                with observing([mask], text):
+                    model(input_ids=ids, attention_mask=present if text == 5 else None)
+        model(input_ids=IDS)  # no text that is observed
+    found = mask.diagnostics()
+    assert found["texts"].tolist() == [3, 5] and "texts" not in mask.diagnostics()
+    for each in mask.maps:
+        first, second, padded = outputs[each.name][:3]
+        sums = [torch.cat([first, second]).abs().sum(0), padded[present.flatten().bool()].abs().sum(0)]
+        if f"magnitudes/{each.name}" in found:
+            shares = torch.stack([each / each.sum() for each in sums])
+            torch.testing.assert_close(found[f"magnitudes/{each.name}"], shares)
+        rows = [set(), set()]
+        for own, values in zip(rows, sums, strict=True):
+            for segment in each.segments:
+                ranked = sorted(segment.tolist(), key=lambda row: -values[row])
+                kept = len(ranked) - math.floor(0.7 * len(ranked))
+                if given["threshold"] is None:
+                    held = np.cumsum([values[row] for row in ranked])
+                    kept = 1 + int((held < 0.4 * held[-1]).sum())
+                own |= {*ranked[:kept]}
+        index = len(rows[0] & rows[1]) / len(rows[0] | rows[1])
+        similarity = torch.tensor([[1, index], [index, 1]])
+        torch.testing.assert_close(found[f"similarity/{each.name}"], similarity)
+    assert sum(name.startswith("magnitudes/") for name in found) == 1
 
 
 def test_the_number_of_rows_is_the_papers():

@@ -127,7 +127,9 @@ def page(tmp_path_factory):
     marks = {name: ([0.1 * place], [60.0]) for place, name in enumerate("abcdefgh")}
     picture = figures.draw_plane(marks, x="FG", y="LC")
     wide = [[f"part {place}", *map(str, np.arange(40) * 1.5)] for place in range(12)]
+    tiles = [["learned", "0.830 nats", "[0.751, 0.909]", "improved", "Fall of the loss " * 4]] * 3
     blocks = [
+        Block(head=["", "mean", "interval", "", "meaning"], cells=tiles, words=5, tiles=True),
         Block(title="masked: pubmed", head=HEAD, cells=ROWS, words=2, filtered=True, facets=facets),
         Block(title="Differences: acl", head=HEAD[:2], cells=[[r[0], "3"] for r in ROWS], filtered=True),
         Block(title="Trade-off", lines=["a" * 300], picture=picture),
@@ -176,6 +178,8 @@ def test_a_page_from_disk_loads_nothing_complains_of_nothing_and_fits_a_phone(br
     assert browser.run("document.documentElement.scrollWidth") <= PHONE[0]
     edges = "[...document.querySelectorAll('section img')].map(i => i.getBoundingClientRect().right)"
     assert max(browser.run(edges)) <= PHONE[0]
+    tiles = "[...document.querySelectorAll('.tiles *')].map(i => i.getBoundingClientRect().right)"
+    assert max(browser.run(tiles)) <= PHONE[0]
     assert browser.run("document.querySelectorAll('.wide')[2].scrollWidth") > PHONE[0]
     links = browser.run("[...document.querySelectorAll('nav a')].map(a => [a.textContent, a.hash])")
     assert len(links) == 5

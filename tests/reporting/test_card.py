@@ -48,7 +48,7 @@ def test_a_run_leaves_a_card_that_is_written_again_and_hides_no_damage(
     assert found["all domains", "FG"] == pytest.approx(scores["metrics"]["FG"]["perplexity"], rel=1e-5)
     metric = scores["metrics"]["LC"]
     low, high = metric["interval"]["nats"]
-    assert cells(page, "LC")[1] == f"{metric['nats']:.4f} [{low:.4f}, {high:.4f}]"
+    assert cells(page, "final (LC)")[1] == f"{metric['nats']:.4f} [{low:.4f}, {high:.4f}]"
     matrix = page.split("## Evaluation")[1].split("L[i][j]")[0]
     assert cells(matrix, "food") == [perplexity(np.exp(loss)) for loss in scores["nll"][2]]
     assert cells(page, "optim.lr") == ["0.01"] and cells(page, "model.mlm_probability") == ["0.3"]

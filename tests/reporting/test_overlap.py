@@ -5,14 +5,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from cpt.reporting.compare import jaccard, measure_overlap, soft_jaccard
+from cpt.evaluation.scores import Scores
+from cpt.reporting.overlap import jaccard, measure_overlap, read_diagnostics, read_distributions, soft_jaccard
+from tests.support.killing import KilledError, Killer
 
 ROWS = ["base", "law", "food", "space"]
 OWN = [[1, 0, 0.5, 0.5], [0, 1, 0.5, 0.5], [0.25, 0.75, 1, 0]]
 
 
 def overlap(folder, rows=ROWS, seen=()):
-    return measure_overlap(folder, SimpleNamespace(rows=rows, seen=list(seen)))
+    domains = [*rows[1:], "general"]
+    scores = SimpleNamespace(rows=rows, seen=list(seen), domains=domains)
+    return measure_overlap(read_diagnostics(folder, scores), scores)
 
 
 def save(folder, number, **values):
@@ -43,17 +47,18 @@ def test_importances_are_compared_over_all_layers_accumulated_or_as_measured(tmp
     save(tmp_path, 1, importance__a=[0.2, 0.3], importance__b=[0.5], measured__a=[1, 0])
     save(tmp_path, 2, importance__a=[0.2, 0.8], importance__b=[1.0], measured__a=[0, 1])
     found = overlap(tmp_path, ROWS[:3])
-    names, values = found["importance, accumulated"]
+    names, whole, layers = found["importance, accumulated"]
     assert names == ["law", "food"]
-    np.testing.assert_allclose(values, [[1, 0.5], [0.5, 1]], rtol=1e-6)
-    np.testing.assert_allclose(found["importance of each domain"][1], np.eye(2))
+    np.testing.assert_allclose(whole, [[1, 0.5], [0.5, 1]], rtol=1e-6)
+    np.testing.assert_allclose([layers["a"][0, 1], layers["b"][0, 1]], [0.5, 0.5], rtol=1e-6)
+    np.testing.assert_allclose(found["importance of each domain"].whole, np.eye(2))
 
 
 @pytest.mark.parametrize("steps", [(4, 8, 400), (0, 4, 4)])
 def test_rows_are_compared_by_each_domains_own_steps(tmp_path, steps):
     own = OWN if steps[0] else [[0] * 4, *OWN[1:]]  # a first domain without a mask does not count
     chosen(tmp_path, steps=steps, own=own)
-    names, values = overlap(tmp_path, ROWS, [0, *(size * 128 for size in steps)])["rows updated"]
+    names, values, _ = overlap(tmp_path, ROWS, [0, *(size * 128 for size in steps)])["rows updated"]
     first = int(steps[0] == 0)
     assert names == ROWS[1 + first :]
     np.testing.assert_allclose(values, soft_jaccard(np.array(OWN[first:])), atol=1e-4)
@@ -74,7 +79,7 @@ def test_what_is_missing_damaged_single_or_no_vector_of_units_is_left_out(tmp_pa
 
 
 METHODS = {
-    "das mask=migu": {"importance, accumulated", "rows updated"},
+    "das mask=migu": {"importance, accumulated", "rows updated", "largest rows, after food"},
     "hat": {"gates: heads", "gates: neurons"},
 }
 
@@ -84,7 +89,36 @@ def test_what_the_methods_write_is_found(small, start, tmp_path, method):
     start(small(*f"method={method} trainer.steps=2 order=[law,food]".split()), tmp_path)
     found = overlap(tmp_path, ROWS[:3])
     assert METHODS[method] <= set(found)
-    for names, values in found.values():
-        assert names == ["law", "food"] and values.shape == (2, 2)
-        np.testing.assert_allclose(np.diagonal(values), 1)
-        assert 0 <= values[0, 1] == values[1, 0] <= 1
+    for title, (names, values, layers) in found.items():
+        assert names == ["law", "food", *["general"] * title.startswith("largest")]
+        for each in (values, *layers.values()):
+            np.testing.assert_allclose(np.diagonal(each), 1)
+            assert 0 <= each[0, 1] == each[1, 0] <= 1
+
+
+def test_magnitudes_are_those_of_the_base_and_of_the_final_model_and_change_no_bit(
+    small, start, killing, tmp_path
+):
+    """Killed or not; none where they are not asked for."""
+    given = ["mask=migu", "trainer.steps=4", "trainer.checkpoint_every=1", "order=[law,food]"]
+    start(small(*given), tmp_path / "whole")
+    killing(Killer(step=2, domain="food"))
+    with pytest.raises(KilledError):
+        start(small(*given), tmp_path / "killed")
+    killing(None)
+    start(small(*given), tmp_path / "killed")
+    start(small(*given, "mask.migu.magnitudes=false"), tmp_path / "without")
+    scores, without = (Scores.load(tmp_path / name / "scores.json") for name in ("whole", "without"))
+    assert without.nll == scores.nll
+    for row in range(3):
+        whole, killed, none = (
+            dict(np.load(tmp_path / name / "diagnostics" / f"{row:03d}.npz"))
+            for name in ("whole", "killed", "without")
+        )
+        assert whole.keys() == killed.keys() and all((whole[name] == killed[name]).all() for name in whole)
+        assert ("texts" in whole) == (row != 1) and "texts" not in none
+    found = read_distributions(read_diagnostics(tmp_path / "whole", scores), scores)
+    base, last = found["base"], found["food"]
+    assert base.layer == last.layer and base.texts == ["law", "food", "general"]
+    np.testing.assert_allclose([base.shares.sum(1), last.shares.sum(1)], 1, rtol=1e-5)
+    assert (base.shares != last.shares).any(1).all()

@@ -5,8 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from cpt.evaluation.metrics import METRICS
+from cpt.evaluation.metrics import METRICS, TITLES
 from cpt.evaluation.predictions import answers_file
+from cpt.evaluation.scores import Scores
 from cpt.evaluation.task_metrics import MEASURES
 from cpt.reporting import run_page
 from cpt.reporting.drawing import description
@@ -39,7 +40,10 @@ LACKING = {
 def test_runs_that_lack_something(tmp_path, given):
     scores = made(**given)
     markdown, _ = written(tmp_path, scores)
-    assert set(scores.metrics) == {name for name in METRICS if f"\n| {name} |" in markdown}
+    named = {
+        name for name in METRICS if f"\n| {TITLES.get(name, name)} |" in markdown.partition("## Metr")[2]
+    }
+    assert set(scores.metrics) == named
     assert ("unfinished" in markdown) == (not scores.run["finished"])
     assert all(row in run_page.format_scores(scores) for row in scores.rows)
     assert not any(f"## {title}" in markdown for title in ("Parts", "Training", "End tasks", "Answers"))
@@ -58,6 +62,26 @@ def test_what_is_damaged_or_was_not_measured_is_told_and_the_rest_is_there(tmp_p
     assert "| space | 75.00 | 50.00 | 90.00 |" in markdown and "| MF1 |" in markdown
     assert "| forget_rate |" not in markdown and "| forward |" not in markdown
     assert set(run_page.MEASURE_NAMES) == set(MEASURES)
+
+
+def test_tiles_come_first_with_the_numbers_of_scores_json_and_a_word_for_each_interval(tmp_path):
+    scores = made()
+    for name, low, high in (("learned", 0.5, 0.9), ("FG", -0.2, 0.3), ("general_drift", -0.4, -0.1)):
+        scores.metrics[name]["interval"] = {"nats": [low, high]}
+    found = [f"{scores.metrics[name]['nats']:.3f} nats" for name in ("learned", "FG", "general_drift")]
+    words = ["improved", "no measurable forgetting", "better"]
+    cells = run_page.list_tiles(Scores.load(scores.save(tmp_path / "s") or tmp_path / "s"))
+    assert [row[1] for row in cells] == found and [row[3] for row in cells] == words
+    assert [row[2] for row in cells] == ["[0.500, 0.900]", "[−0.200, 0.300]", "[−0.400, −0.100]"]
+    markdown, html = written(tmp_path / "run", scores)
+    assert html.index("tiles") < html.index("<img") < html.index("<h2>Metrics") < html.index("<h2>Run<")
+    assert all(number in html and number in markdown for number in found)
+    assert html.count("<img") == html.count("<figcaption>")
+    scores.metrics["FG"].pop("interval")
+    scores.alone = True
+    cells = run_page.list_tiles(scores)
+    assert cells[1][2:4] == ["no interval", "a model per domain"]
+    assert [row[3] for row in run_page.list_tiles(made(nll=NLL[:1]))] == ["not measured"] * 3
 
 
 CURVES = """step,name,value
@@ -84,7 +108,7 @@ def test_stages_stand_one_after_another_on_one_axis_of_tokens(tmp_path):
     block = run_page.show_training(made(), tmp_path)
     law = ["law", "2", "5.0000", "4.0000", "2", "–"]
     assert block.cells == [law, ["food", "2", "3.0000", "2.5000", "–", "1,234"]]
-    assert "space" in block.lines[1] and "law 4.000; food 2.500" in description(block.picture)
+    assert "space" in block.lines[0] and "law 4.000; food 2.500" in description(block.picture)
     axes = block.picture.drawn.axes
     assert [each.get_ylabel() for each in axes] == ["loss (nats)", "gradient norm", "tokens/s"]
     edges = [line.get_xdata()[0] for line in axes[0].lines if len(set(line.get_xdata())) == 1]

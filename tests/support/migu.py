@@ -10,7 +10,7 @@ from cpt.gradient_masks.options import MagnitudeMaskOptions
 VALUES: dict[str, Any] = {
     **{"threshold": 0.7, "importance": "output", "estimator": "per_sample", "apply_to": "gradient"},
     **{"only": None, "biases": False, "head": False, "tied": False, "skip_first_domain": False},
-    **{"backend": "hooks", "seed": 0},
+    **{"backend": "hooks", "seed": 0, "magnitudes": True},
 }
 
 
