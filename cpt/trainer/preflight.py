@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from safetensors import safe_open
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from cpt.adapters.export import PARTS_INDEX
 from cpt.core.errors import reason
@@ -40,7 +40,7 @@ from cpt.trainer.callbacks import make_callbacks, make_entry
 from cpt.trainer.lightning import naming_cause, quiet, try_trainer
 from cpt.trainer.options import BF16, TrainerOptions
 from cpt.trainer.plan import Plan
-from cpt.trainer.run_dir import RunDir
+from cpt.trainer.run_dir import RunDir, checkpoint_files
 
 if TYPE_CHECKING:
     from cpt.evaluation.lm_eval import Harness
@@ -167,8 +167,12 @@ def check_model(plan: Plan) -> PretrainedConfig:
         sentinels = len(loading.sentinel_ids(tokenizer))
     objective = loading.objective_name(options.objective, config)
     check_objective(plan, objective, tokenizer)
+    if options.layers is not None:
+        config = loading.keep_layers(config, options.layers)
     with naming_cause(given or "model.config"), torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = loading.AUTO_MODELS[objective].from_config(config)
+    if given is not None:
+        check_head_weights(model, given, options.base and options.base.head_steps)
     if plan.trainer.attn_implementation != "auto":
         with naming_cause(f"trainer.attn_implementation={plan.trainer.attn_implementation}"):
             model.set_attn_implementation(plan.trainer.attn_implementation)
@@ -207,6 +211,26 @@ def check_model(plan: Plan) -> PretrainedConfig:
             why = f"leaves nothing of what method={name} trains; allowed: null, or what finds some of it"
             raise ValueError(f"trainable={show(only)} {why}")
     return config
+
+
+def check_head_weights(model: PreTrainedModel, given: str, head_steps: int | None) -> None:
+    """Raises ValueError for a checkpoint without a language-model head and `head_steps` of None; logs other
+    weights that it lacks."""
+    missing, head = (
+        loading.missing_parameters(model, checkpoint_files(given).values()),
+        loading.outside_body(model),
+    )
+    if rest := [name for name in missing if name not in head]:
+        log.warning("%s lacks %d tensors, as %s: they start with random values", given, len(rest), rest[0])
+    if head and {*head} <= {*missing}:
+        lacks = f"model.name_or_path={given} has no language-model head ({len(head)} tensors)"
+        if head_steps is None:
+            raise ValueError(
+                f"{lacks}. Allowed: model.base.head_steps=500, which trains one on the general text first, "
+                "model.base.head_steps=0, which starts with a random one, or another checkpoint"
+            )
+        if is_first_process():
+            log.info("%s: %s", lacks, f"trained for {head_steps} steps" if head_steps else "it is random")
 
 
 def check_objective(plan: Plan, objective: str, tokenizer: Any) -> None:
