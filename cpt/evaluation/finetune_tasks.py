@@ -11,8 +11,8 @@ import numpy as np
 from annotated_types import Ge
 from omegaconf import OmegaConf
 
-from cpt.core.config import digest
 from cpt.core import randomness
+from cpt.core.config import digest
 from cpt.core.schema import (
     Allowed,
     BelowOne,
