@@ -65,6 +65,7 @@ class BaseOptions(Options):
     seed: Natural = option("of weights, samples and masks")
     warmup: Probability = option("share of the steps; then linear decay to 0")
     gradient_clip_val: NonNegative | None = option("global norm; null: none")
+    precision: Literal["32-true", "bf16-mixed"] = option("of the pre-training", default="32-true")
     optim: Mapping[str, Any] = option("the optimizer, as in conf/optim")
 
     def __post_init__(self) -> None:

@@ -89,7 +89,9 @@ def make_base(options: ModelOptions, corpora: Corpora, *, accelerator: str, trai
     settings: dict[str, Any] = {"config": options.config, "objective": options.objective}
     settings |= {"mask_rate": options.mlm_probability, "length": options.max_seq_length}
     settings |= {"mean_span": options.mean_span} if new.objective_name == "span" else {}
-    of_new = {name: each for name, each in asdict(options.base).items() if not name.startswith("head_")}
+    later = ("head_steps", "head_layers", "precision")  # options that no earlier base had
+    of_new = {name: each for name, each in asdict(options.base).items() if name not in later}
+    of_new |= {"precision": options.base.precision} if options.base.precision != "32-true" else {}
     facts, settings = corpora.general.facts, settings | {"base": of_new}
     made_of = [FORMAT, facts["train_digest"], tokenizer_digest(new.tokenizer), settings]
     folder = corpora.cache / "base" / f"{options.name}-{digest(made_of)}"
@@ -259,7 +261,7 @@ def pretrain(
     if path is not None:
         check_state(checkpoint, instead="delete it to pre-train the base from its beginning")
     alone: dict[str, Any] = {"accelerator": accelerator, "devices": 1, "log_every_n_steps": 10}
-    alone |= {"gradient_clip_val": how.gradient_clip_val}
+    alone |= {"gradient_clip_val": how.gradient_clip_val, "precision": how.precision}
     guard = NanGuard(advice=ADVICE)
     callbacks = [guard, StepCheckpoint(checkpoint, every=CHECKPOINT_EVERY, guard=guard)]
     fitting = make_trainer(alone, label="base", steps=steps, callbacks=callbacks)
