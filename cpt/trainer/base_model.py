@@ -239,6 +239,7 @@ def pretrain(
         seed=how.seed,
     )
     module, domain = NCL(Options(), context), Domain(GENERAL, 0, (GENERAL,))
+    module.activate(domain.index)
     packed = corpora.packed(
         GENERAL, "train", tokenizer=new.tokenizer, length=options.max_seq_length, packing=CONCAT
     )
