@@ -1,8 +1,9 @@
 """Methods on six real domains: `python benchmarks/das6_mini.py --root FOLDER` writes docs/studies/das6.md.
 
-With `--model FOLDER` (all-mpnet-base-v2) the base is its first six blocks, and docs/studies/das6-mpnet.md is
-written. FOLDER holds corpora/<domain>, endtasks/<domain> and general, each with {train,valid,test}.jsonl.gz
-(dev for end tasks). Rerun the same command to resume."""
+With `--model FOLDER` (all-mpnet-base-v2) the base is its first six blocks, and its part of
+docs/studies/real-encoder.md is written; give `--runs outputs/das6_mpnet` then. The FOLDER of --root holds
+corpora/<domain>, endtasks/<domain> and general, each with {train,valid,test}.jsonl.gz (dev for end tasks).
+Rerun the same command to resume."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -35,7 +36,7 @@ MPNET_SWEEPS = (
 def main() -> None:
     options = study.read_arguments("das6_mini", str(__doc__))
     if options.model is not None:
-        study.make_study(options, "das6_mpnet", MPNET_SWEEPS, page="das6-mpnet", parts=parts)
+        study.make_study(options, "das6_mpnet", MPNET_SWEEPS, page="real-encoder", parts=parts)
         return
     sweeps = ([order, SEEDS, *sweep] for order, sweep in product(ORDERS, SWEEPS))
     study.make_study(options, "das6_mini", sweeps, page="das6", parts=parts)

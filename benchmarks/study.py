@@ -33,19 +33,24 @@ LEFT_OUT = ("loading", "versions", "similarity")
 
 
 def read_arguments(name: str, about: str) -> argparse.Namespace:
+    return check_arguments(make_parser(name, about))
+
+
+def make_parser(name: str, about: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--root", type=Path, help="the data; see above")
     parser.add_argument("--model", help="a Hugging Face name or folder, for studies that take one")
-    parser.add_argument(
-        "--runs", type=Path, help=f"the run folders (default: outputs/{name} or that of --model)"
-    )
+    parser.add_argument("--runs", type=Path, default=ROOT / "outputs" / name, help="the run folders")
     parser.add_argument("--jobs", type=int, help="parallel runs (default: by the machine's cores)")
     parser.add_argument("--report-only", action="store_true", help="start no runs, only write the pages")
     parser.add_argument(
         "--published", action="store_true", help="start no runs, write the pages from the published scores"
     )
+    return parser
+
+
+def check_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
     options = parser.parse_args()
-    options.runs = options.runs or ROOT / "outputs" / (name if options.model is None else f"{name}_model")
     options.report_only |= options.published
     if options.root is None and not options.report_only:
         parser.error("--root is needed, or --report-only, or --published")
