@@ -72,9 +72,7 @@ def test_precision_auto_is_by_capability(device, bf16, chosen, small, tmp_path, 
         (6, 8, 2, (4, "ddp", 2)),
     ],
 )
-def test_strategy_auto_takes_gpus_that_share_a_batch_evenly(
-    gpus, batch, parts, chosen, small, monkeypatch
-):
+def test_strategy_auto_takes_gpus_that_share_a_batch_evenly(gpus, batch, parts, chosen, small, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(preflight, "cores", lambda: 16)
     given = (f"trainer.batch_size={batch}", f"trainer.accumulate_grad_batches={parts}")
