@@ -1,7 +1,9 @@
 """Methods on six real domains: `python benchmarks/das6_mini.py --root FOLDER` writes docs/studies/das6.md.
 
-FOLDER holds corpora/<domain>, endtasks/<domain> and general, each with {train,valid,test}.jsonl.gz (dev for
-end tasks). Rerun the same command to resume."""
+With `--model FOLDER` (all-mpnet-base-v2) the base is its first six blocks, and its part of
+docs/studies/real-encoder.md is written; give `--runs outputs/das6_mpnet` then. The FOLDER of --root holds
+corpora/<domain>, endtasks/<domain> and general, each with {train,valid,test}.jsonl.gz (dev for end tasks).
+Rerun the same command to resume."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -22,10 +24,20 @@ SWEEPS = (
     ["method=das", "method.contrast=0", "method.apply_to=update,gradient"],
     ["method=none"],
 )
+# One seed of all first, then the seeds and the order that the claims rest on.
+MPNET_SWEEPS = (
+    ["order=0", "seed=0", "method=none,ncl,das,migu,ewc,kd,replay"],
+    ["order=0", "seed=1,2", "method=none,ncl,das,migu,ewc,kd,replay"],
+    ["order=0", "seed=0", "method=one,joint,derpp,adapter,hat,demix"],
+    ["order=1", SEEDS, "method=ncl,das,migu"],
+)
 
 
 def main() -> None:
     options = study.read_arguments("das6_mini", str(__doc__))
+    if options.model is not None:
+        study.make_study(options, "das6_mpnet", MPNET_SWEEPS, page="real-encoder", parts=parts)
+        return
     sweeps = ([order, SEEDS, *sweep] for order, sweep in product(ORDERS, SWEEPS))
     study.make_study(options, "das6_mini", sweeps, page="das6", parts=parts)
 

@@ -34,14 +34,23 @@ LEFT_OUT = ("loading", "versions", "similarity")
 
 
 def read_arguments(name: str, about: str) -> argparse.Namespace:
+    return check_arguments(make_parser(name, about))
+
+
+def make_parser(name: str, about: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--root", type=Path, help="the data; see above")
+    parser.add_argument("--model", help="a Hugging Face name or folder, for studies that take one")
     parser.add_argument("--runs", type=Path, default=ROOT / "outputs" / name, help="the run folders")
     parser.add_argument("--jobs", type=int, help="parallel runs (default: by the machine's cores)")
     parser.add_argument("--report-only", action="store_true", help="start no runs, only write the pages")
     parser.add_argument(
         "--published", action="store_true", help="start no runs, write the pages from the published scores"
     )
+    return parser
+
+
+def check_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
     options = parser.parse_args()
     options.report_only |= options.published
     if options.root is None and not options.report_only:
@@ -81,6 +90,7 @@ def run_sweeps(options: argparse.Namespace, experiment: str, sweeps: Iterable[Se
     failed = 0
     for sweep in sweeps:
         given = [f"name={options.runs.name}", f"domains.root={options.root}"]
+        given += [f"model.name_or_path={options.model}"] * (options.model is not None)
         jobs = [f"hydra.launcher.jobs={options.jobs}"] * (options.jobs is not None)
         line = [sys.executable, "run.py", "-m", f"experiment={experiment}", *given, *jobs, *sweep]
         failed += subprocess.run(line, cwd=ROOT, check=False).returncode != 0

@@ -12,6 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from cpt.core.cache import CACHED
 from cpt.core.files import find_damage, read_checked_json, read_checksums
 from cpt.core.output import run_program
 from cpt.core.tensors import check_state
@@ -20,8 +21,6 @@ from cpt.evaluation.scores import Scores
 from cpt.trainer.checkpoint import check_stage
 from cpt.trainer.manifest import Manifest
 from cpt.trainer.run_dir import RunDir
-
-CACHED = re.compile(r"(corpora|packed|base|tokenizers|endtasks|similarity)/(.*-)?[0-9a-f]{16}")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -52,7 +51,8 @@ def damage_in_run(folder: Path) -> Iterator[str]:
         last = len(scores.rows) - 1
         run.check_documents(last + 1)
         if scores.run["finished"]:
-            stages = map(run.stage, range(1 if keeps else max(1, last), last + 1))
+            kept = run.stage(last).parent.is_dir()  # else removed by cpt.clean
+            stages = map(run.stage, range(1 if keeps else max(1, last), last + 1) if kept else ())
             gone = [f"{path} is missing; bring it back from a copy" for path in stages if not path.exists()]
             if lost := run.lost(full=True) or gone:
                 raise ValueError(f"{folder}: {'; '.join(lost)}")

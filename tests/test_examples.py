@@ -1,6 +1,7 @@
 """The examples of docs/examples, each run at a tiny size as its page says."""
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from cpt.core.config import CONF
-from tests.conftest import ROOT, SMALL
+from tests.conftest import ROOT, SMALL, VOCABULARIES, sentences
 
 EXAMPLES = ROOT / "docs" / "examples"
 TINY = [each for each in SMALL if not each.startswith(("model.base", "logger"))]
@@ -73,3 +74,23 @@ def test_the_method_of_contributing_runs_as_it_is_shown(small, start, tmp_path, 
     start(cfg, tmp_path / "run")
     assert json.loads((tmp_path / "run/scores.json").read_text())["rows"] == ["base", "law", "food"]
     assert "train/l1/food" in (tmp_path / "run" / "metrics.csv").read_text()
+
+
+@pytest.mark.slow
+def test_the_perplexity_of_a_report_is_that_of_plain_transformers(small_gpt2, start, tmp_path):
+    for name, words in list(VOCABULARIES.items())[:2]:
+        (tmp_path / "texts" / name).mkdir(parents=True)
+        for seed, split in enumerate(("train", "valid", "test")):
+            rows = sentences(words, count=30, seed=seed)
+            lines = "".join(json.dumps({"text": row}) + "\n" for row in rows)
+            (tmp_path / "texts" / name / f"{split}.jsonl").write_text(lines)
+    start(small_gpt2(f"domains.root={tmp_path / 'texts'}", "order=[law]"), tmp_path / "run")
+    scores = json.loads((tmp_path / "run" / "scores.json").read_text())
+    program = [sys.executable, EXAMPLES / "perplexity.py", tmp_path / "run" / "model", "16"]
+    made = subprocess.run(
+        [*program, tmp_path / "texts" / "law" / "test.jsonl"], capture_output=True, text=True, check=True
+    )
+    perplexity, scored = re.match(r"([\d.]+) over (\d+) tokens of 30 documents", made.stdout).groups()
+    at = scores["domains"].index("law")
+    assert int(scored) == scores["scored"][at]
+    assert float(perplexity) == pytest.approx(math.exp(scores["nll"][-1][at]), rel=1e-5)

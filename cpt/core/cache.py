@@ -5,6 +5,7 @@ when it is complete: processes that start together build it once, and a killed b
 
 import logging
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ log = logging.getLogger(__name__)
 SMALL = 1 << 24  # bytes: artifacts up to this size are hashed whenever they are opened
 ABANDONED_S = 24 * 3600
 PARTIAL = ".partial"
+CACHED = re.compile(r"(corpora|packed|base|tokenizers|endtasks|similarity)/(.*-)?[0-9a-f]{16}")
 check_all: ContextVar[bool] = ContextVar("check_all", default=False)
 
 
@@ -35,10 +37,12 @@ def full_check(wanted: bool) -> Iterator[None]:
 
 
 def make_once(folder: Path, *, make: Callable[[Path], None]) -> Path:
-    """`folder`, filled by `make(partial folder)` unless it exists and is intact.
+    """`folder`, filled by `make(partial folder)` unless it exists and is intact; readable by its owner alone.
 
     What a killed build left in the partial folder is there for `make` to continue."""
     if not artifact_damage(folder):
+        with suppress(OSError):  # another user's
+            os.utime(folder / CHECKSUMS)  # when it was last used: cpt/clean.py
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with locked(folder):
@@ -54,7 +58,7 @@ def make_once(folder: Path, *, make: Callable[[Path], None]) -> Path:
                     with FileLock(partial.with_suffix(".lock"), timeout=0):
                         discard(partial)
         partial = folder.with_name(folder.name + PARTIAL)
-        partial.mkdir(exist_ok=True)
+        partial.mkdir(mode=0o700, exist_ok=True)
         for pattern in ("*.tmp", f"*{PARTIAL}"):  # atomic writes of the killed build
             for left in partial.rglob(pattern):
                 left.unlink()

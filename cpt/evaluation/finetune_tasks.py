@@ -7,9 +7,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
+import numpy as np
 from annotated_types import Ge
 from omegaconf import OmegaConf
 
+from cpt.core import randomness
 from cpt.core.config import digest
 from cpt.core.schema import (
     Allowed,
@@ -56,6 +58,10 @@ class FinetuneOptions(Options):
     frozen: bool = option("the head alone is trained")
     metric: Literal["macro_f1", "micro_f1", "accuracy"] = option("what MF1 means for a task")
     select: Literal["last", "dev"] = option("the epoch that counts: the last, or the best on dev")
+    max_train_samples: Count | None = option("a random sample of train, the same in every run; null: all")
+    max_eval_samples: Count | None = option(
+        "a random sample of dev and of test, the same in every run; null: all"
+    )
 
 
 @config
@@ -130,7 +136,8 @@ class FinetuneTask:
 
     def digest(self, seed: int) -> str:
         """A hash of what the predictions of a seed depend on besides the model."""
-        return digest([FINETUNE_FORMAT, self.content, asdict(self.settings), seed])
+        settings = {name: each for name, each in asdict(self.settings).items() if not name.startswith("max_")}
+        return digest([FINETUNE_FORMAT, self.content, settings, seed])
 
 
 class TaskSource(ABC):
@@ -363,6 +370,12 @@ class FinetunePlan:
         used = {"train", "test", settings.select}
         splits = {each: self.source.read(name, each) if each in used else [] for each in FILE_SPLITS}
         classes = self.source.classes(name, splits["train"])
+        for split, examples in splits.items():
+            most = settings.max_train_samples if split == "train" else settings.max_eval_samples
+            if most is not None and most < len(examples):
+                stream = randomness.key("endtask", name, split)
+                chosen = randomness.shuffle(np.arange(most), len(examples), stream=stream)
+                splits[split] = [examples[place] for place in np.sort(chosen)]
         return FinetuneTask(name, **splits, classes=classes, settings=settings)
 
 

@@ -1,7 +1,7 @@
 """Hugging Face models and tokenizers: of a checkpoint, or new from a configuration and from text. Code that a
 checkpoint brings is never run."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from itertools import count, takewhile
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
+from safetensors import safe_open
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import nn
 from transformers import (
@@ -22,6 +23,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto import modeling_auto
 
 from cpt.data.collate import Sharing
@@ -108,9 +110,50 @@ def configuration(checkpoint: str) -> PretrainedConfig:
         raise ValueError(f"{told}. Allowed: a folder, or a name of the Hugging Face Hub") from error
 
 
-def load_model(checkpoint: str | Path, objective: str) -> PreTrainedModel:
-    """A checkpoint's model in float32 and train mode, with an adapter of peft in its folder merged."""
-    model = AUTO_MODELS[objective].from_pretrained(checkpoint, dtype=torch.float32, trust_remote_code=False)
+def keep_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
+    """The configuration of a model's first `layers` blocks (of an encoder-decoder in both). Raises ValueError
+    for more than it has."""
+    text, names = config.get_text_config(), ("num_hidden_layers", "num_decoder_layers", "decoder_layers")
+    if layers > text.num_hidden_layers:
+        raise ValueError(f"model.layers={layers} is invalid. Allowed: null, or 1 to {text.num_hidden_layers}")
+    for name in (name for name in names if getattr(text, name, None) is not None):
+        setattr(text, name, min(layers, getattr(text, name)))
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:layers]
+    return config
+
+
+def outside_body(model: PreTrainedModel) -> list[str]:
+    """The names of the parameters of a model's head that it does not share with its body; [] without one."""
+    if model.base_model is model:
+        return []
+    inside = {id(each) for each in model.base_model.parameters()}
+    return [name for name, each in model.named_parameters() if id(each) not in inside]
+
+
+def missing_parameters(model: PreTrainedModel, files: Iterable[Path]) -> list[str]:
+    """The names of a model's parameters that the safetensors among `files` lack; [] if there are none."""
+    stored = set[str]()
+    for path in (path for path in files if path.suffix == ".safetensors" and "adapter" not in path.name):
+        with safe_open(path, "pt") as file:
+            stored |= {*file.keys()}
+    lacking, prefix = [], f"{model.base_model_prefix}."  # a checkpoint of the body alone has names without it
+    for name, parameter in model.named_parameters() if stored else ():
+        names = {name, *revert_weight_conversion(model, {name: parameter})}
+        if not stored & (names | {each.removeprefix(prefix) for each in names}):
+            lacking.append(name)
+    return lacking
+
+
+def load_model(checkpoint: str | Path, objective: str, *, layers: int | None = None) -> PreTrainedModel:
+    """A checkpoint's model in float32 and train mode, with an adapter of peft in its folder merged; of its
+    first `layers` blocks if not None. Weights that the checkpoint lacks are random, the same in each copy."""
+    config = None if layers is None else keep_layers(configuration(str(checkpoint)), layers)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AUTO_MODELS[objective].from_pretrained(
+            checkpoint, config=config, dtype=torch.float32, trust_remote_code=False
+        )
     if adapter := find_adapter(checkpoint):
         model = PeftModel.from_pretrained(model, adapter).merge_and_unload().requires_grad_(True)
     return model.train()

@@ -52,13 +52,20 @@ NOT_FROZEN = Freeze(embeddings=False, layers=0)
 
 @config
 class BaseOptions(Options):
-    """How a new model is pre-trained on the general text."""
+    """How a new model, or the head of a checkpoint, is pre-trained on the general text."""
 
-    steps: Natural = option("optimizer steps")
+    steps: Natural = option("optimizer steps of a new model", default=0)
+    head_steps: Natural | None = option(
+        "optimizer steps that train a checkpoint's language-model head alone; 0: a checkpoint without a head "
+        "starts with a random one; null: it is refused",
+        default=None,
+    )
+    head_layers: Natural = option("number of last blocks that are trained with the head", default=0)
     batch_size: Count = option("samples per step")
     seed: Natural = option("of weights, samples and masks")
     warmup_ratio: Probability = option("share of the steps; then linear decay to 0")
     gradient_clip_val: NonNegative | None = option("global norm; null: none")
+    precision: Literal["32-true", "bf16-mixed"] = option("of the pre-training", default="32-true")
     optim: Mapping[str, Any] = option("the optimizer, as in conf/optim")
 
     def __post_init__(self) -> None:
@@ -77,6 +84,9 @@ class ModelOptions(Options):
 
     name: Text = option("what the model is called")
     name_or_path: Checkpoint | None = option("null: built from config, pre-trained as base says")
+    layers: Count | None = option(
+        "number of first blocks of the checkpoint that are kept; null: all", default=None
+    )
     objective: Literal["masked", "causal", "span", "auto"] = option("auto: what the architecture is for")
     mlm_probability: OpenShare | None = option("share of tokens that are masked; null: for causal models")
     mean_span: Annotated[Number, Ge(1), Le(10_000)] | None = option(
@@ -86,12 +96,16 @@ class ModelOptions(Options):
     resize: bool = option("rows are added to an embedding that is too small for the tokenizer", default=False)
     vocab_size: Annotated[Int, Ge(BYTES)] | None = option("of a new model: entries of its tokenizer")
     config: Mapping[str, Any] | None = option("of a new model: model_type and its arguments")
-    base: BaseOptions | None = option("of a new model: its pre-training; ignored with a checkpoint")
+    base: BaseOptions | None = option("pre-training of a new model, or of a checkpoint's head")
     lr: NonNegative = option("peak learning rate; methods that train parts multiply it")
 
     def __post_init__(self) -> None:
         if self.config is not None and self.name_or_path is None:
             check_value("config.model_type", self.config.get("model_type"), ModelType)
+        if self.name_or_path is None and self.layers is not None:
+            raise ValueError(
+                f"layers={self.layers} is invalid: a new model's blocks are in model.config. Allowed: null"
+            )
         for name in SIZES:
             if self.config is not None and name in self.config:
                 check_value(f"config.{name}", self.config[name], Count)

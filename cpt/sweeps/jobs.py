@@ -287,8 +287,11 @@ def divide_machine(
     on_cpu = all(OmegaConf.select(cfg, "trainer.accelerator") == "cpu" for cfg in configs)
     gpus = [] if on_cpu else visible_gpus()
     asked = [OmegaConf.select(cfg, "trainer.devices") for cfg in configs]
-    # "auto", -1 and a list stand for all devices
-    each = max(n if isinstance(n, int) and n > 0 else max(1, len(gpus)) for n in asked)
+    # "auto" is a job's share of the devices; -1 and a list stand for all
+    shares = [len(gpus) // (len(configs) if n == "auto" else 1) for n in asked]
+    each = max(
+        n if isinstance(n, int) and n > 0 else max(1, own) for n, own in zip(asked, shares, strict=True)
+    )
     fitting = max(1, (len(gpus) or cores()) // each)
     number = min(jobs or fitting, len(configs))
     processes = number * each

@@ -1,6 +1,8 @@
-"""The base model: a checkpoint, or a new model pre-trained on the general text and cached for all runs."""
+"""The base model: a checkpoint, if asked with fewer blocks and a head trained on the general text, or a new
+model pre-trained on it; what is made is cached for all runs."""
 
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -11,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpt.core.cache import make_once
 from cpt.core.config import digest
+from cpt.core.files import file_hash
 from cpt.core.preemption import defer_signals
 from cpt.core.schema import Options
 from cpt.core.tensors import check_state
@@ -26,11 +29,13 @@ from cpt.models import loading
 from cpt.models.block_attention import try_isolation
 from cpt.models.growth import entries, fit_rows
 from cpt.models.objectives import Objective
-from cpt.models.options import NOT_FROZEN, ModelOptions
+from cpt.models.options import NOT_FROZEN, Freeze, ModelOptions
+from cpt.models.units import blocks
 from cpt.optim.nan_guard import NanGuard
 from cpt.optim.schedulers import Linear
 from cpt.trainer.checkpoint import StepCheckpoint
 from cpt.trainer.lightning import drop_optimizer, make_trainer
+from cpt.trainer.run_dir import checkpoint_files
 
 log = logging.getLogger(__name__)
 FORMAT = 1
@@ -79,19 +84,87 @@ def make_base(options: ModelOptions, corpora: Corpora, *, accelerator: str, trai
     untrained. Raises ValueError for an objective that does not fit."""
     new = describe_base(options, corpora)
     if options.name_or_path is not None:
-        return new
+        return new if is_complete(options) else adapt_checkpoint(options, new, corpora, accelerator, trains)
     assert options.base is not None and options.config is not None
     settings: dict[str, Any] = {"config": options.config, "objective": options.objective}
     settings |= {"mask_rate": options.mlm_probability, "length": options.max_seq_length}
     settings |= {"mean_span": options.mean_span} if new.objective_name == "span" else {}
-    facts, settings = corpora.general.facts, settings | {"base": asdict(options.base)}
+    later = ("head_steps", "head_layers", "precision")  # options that no earlier base had
+    of_new = {name: each for name, each in asdict(options.base).items() if name not in later}
+    of_new |= {"precision": options.base.precision} if options.base.precision != "32-true" else {}
+    facts, settings = corpora.general.facts, settings | {"base": of_new}
     made_of = [FORMAT, facts["train_digest"], tokenizer_digest(new.tokenizer), settings]
     folder = corpora.cache / "base" / f"{options.name}-{digest(made_of)}"
     base = assemble_base(options, new.tokenizer, loading.AutoConfig.for_model(**options.config), corpora)
     if not trains and not folder.exists():
         return replace(base, untrained=options.config)
-    make_once(folder, make=lambda place: pretrain(place, options, new, corpora, accelerator=accelerator))
+
+    def make(place: Path) -> None:
+        assert options.base is not None and options.config is not None
+        steps, seed = options.base.steps, options.base.seed
+        log.info("Pre-training the base model %s on the general text: %d steps", options.name, steps)
+        model = loading.build_model(options.config, new.tokenizer, new.objective_name, seed=seed)
+        pretrain(place, options, new, corpora, model, steps=steps, accelerator=accelerator)
+
+    make_once(folder, make=make)
     return replace(base, checkpoint=str(folder))
+
+
+def is_complete(options: ModelOptions) -> bool:
+    """Whether a checkpoint is the base as it is: with all its blocks and its own head."""
+    return options.layers is None and not (options.base and options.base.head_steps)
+
+
+def adapt_checkpoint(
+    options: ModelOptions, given: Base, corpora: Corpora, accelerator: str, trains: bool
+) -> Base:
+    """The base with a checkpoint's first blocks and a trained head (unless it `trains` the cache's or none),
+    in the cache as a checkpoint of its own."""
+    how, source = options.base, str(options.name_or_path)
+    steps = (how and how.head_steps) or 0
+    files: Any = getattr(loading.configuration(source), "_commit_hash", None)  # of the Hub
+    files = files or {name: file_hash(path) for name, path in checkpoint_files(source).items()}
+    settings: dict[str, Any] = {"layers": options.layers, "resize": given.resize}
+    if steps:
+        assert how is not None
+        text = corpora.general.facts["train_digest"]
+        settings |= {
+            "head": asdict(how),
+            "text": text,
+            "length": given.length,
+            "objective": given.objective_name,
+        }
+        settings |= {"mask_rate": options.mlm_probability, "mean_span": options.mean_span}
+    folder = corpora.cache / "base" / f"{Path(source).name}-{digest([FORMAT, files, settings])}"
+
+    def make(place: Path) -> None:
+        model = loading.load_model(source, given.objective_name, layers=options.layers)
+        if given.resize:
+            fit_rows(model, given.tokenizer, checkpoint=source)
+        if not steps:
+            log.info("Keeping the first %d blocks of %s", options.layers, source)
+            model.save_pretrained(place)
+            given.tokenizer.save_pretrained(place)
+            return
+        assert how is not None
+        trained = [*loading.outside_body(model)]
+        if how.head_layers:
+            last = blocks(model)[-how.head_layers :]
+            trained += [f"{name}.{each}" for name, block in last for each, _ in block.named_parameters()]
+        told = "Training the head of the base model %s on the general text: %d steps, %d tensors"
+        log.info(told, options.name, steps, len(trained))
+        freeze = replace(NOT_FROZEN, trainable=tuple(f"^{re.escape(name)}$" for name in trained))
+        # In pre-training, of raw text without samples that share rows.
+        new = assemble_base(options, given.tokenizer, model.config)
+        pretrain(place, options, new, corpora, model, steps=steps, freeze=freeze, accelerator=accelerator)
+
+    if steps and not trains and not folder.exists():
+        options = replace(options, base=None)
+        return (
+            given if is_complete(options) else adapt_checkpoint(options, given, corpora, accelerator, trains)
+        )
+    make_once(folder, make=make)
+    return replace(given, checkpoint=str(folder), resize=False)
 
 
 def describe_base(options: ModelOptions, corpora: Corpora) -> Base:
@@ -138,12 +211,21 @@ def learn_tokenizer(general: Corpus, vocabulary: int, *, objective: str, cache: 
     return make_once(cache / "tokenizers" / digest(made_of), make=make)
 
 
-def pretrain(folder: Path, options: ModelOptions, new: Base, corpora: Corpora, *, accelerator: str) -> None:
-    """Pre-trains a new model on the general text in one process; a killed one resumes from its checkpoint."""
-    how, config = options.base, options.config
-    assert how is not None and config is not None
-    log.info("Pre-training the base model %s on the general text: %d steps", options.name, how.steps)
-    model = loading.build_model(config, new.tokenizer, new.objective_name, seed=how.seed)
+def pretrain(
+    folder: Path,
+    options: ModelOptions,
+    new: Base,
+    corpora: Corpora,
+    model: PreTrainedModel,
+    *,
+    steps: int,
+    accelerator: str,
+    freeze: Freeze = NOT_FROZEN,
+) -> None:
+    """Pre-trains what `freeze` leaves of a model on the general text in one process; a killed one resumes
+    from its checkpoint."""
+    how = options.base
+    assert how is not None
     loading.check_length(options.max_seq_length, model, new.objective)
     context = MethodContext(
         model=model.train(),
@@ -151,12 +233,13 @@ def pretrain(folder: Path, options: ModelOptions, new: Base, corpora: Corpora, *
         length=options.max_seq_length,
         masks=(),
         replay=NO_REPLAY,
-        freeze=NOT_FROZEN,
+        freeze=freeze,
         optimizer=instantiate(how.optim, _convert_="all"),
         schedule=Linear(warmup_ratio=how.warmup_ratio),
         seed=how.seed,
     )
     module, domain = NCL(Options(), context), Domain(GENERAL, 0, (GENERAL,))
+    module.activate(domain.index)
     packed = corpora.packed(
         GENERAL, "train", tokenizer=new.tokenizer, length=options.max_seq_length, packing=CONCAT
     )
@@ -165,7 +248,7 @@ def pretrain(folder: Path, options: ModelOptions, new: Base, corpora: Corpora, *
         train={GENERAL: packed},
         held_out={},
         objective=new.objective,
-        budget=Budget(steps=how.steps, epochs=None, tokens=None, batch_size=how.batch_size),
+        budget=Budget(steps=steps, epochs=None, tokens=None, batch_size=how.batch_size),
         replay=NO_REPLAY,
         seed=how.seed,
         accumulate=1,
@@ -179,10 +262,10 @@ def pretrain(folder: Path, options: ModelOptions, new: Base, corpora: Corpora, *
     if path is not None:
         check_state(checkpoint, instead="delete it to pre-train the base from its beginning")
     alone: dict[str, Any] = {"accelerator": accelerator, "devices": 1, "log_every_n_steps": 10}
-    alone |= {"gradient_clip_val": how.gradient_clip_val}
+    alone |= {"gradient_clip_val": how.gradient_clip_val, "precision": how.precision}
     guard = NanGuard(advice=ADVICE)
     callbacks = [guard, StepCheckpoint(checkpoint, every=CHECKPOINT_EVERY, guard=guard)]
-    fitting = make_trainer(alone, label="base", steps=how.steps, callbacks=callbacks)
+    fitting = make_trainer(alone, label="base", steps=steps, callbacks=callbacks)
     with defer_signals():
         fitting.fit(module, datamodule=data, ckpt_path=path, weights_only=True)
     drop_optimizer(fitting)

@@ -84,10 +84,10 @@ def log_ineffective(plan: Plan, module: ContinualMethod, device: torch.device) -
     offloads = any(not isinstance(each, CarriedState) for each in tensors)
     final = why_end_is_final(plan) if plan.run.save_trainer_state else ""
     has_parts, on_disk = bool(domain_params(module)), plan.modules.storage == "disk"
-    not_pretrained = model.name_or_path and plan.settings["model"]["base"]
+    not_pretrained = model.name_or_path and (plan.settings["model"]["base"] or {}).get("steps")
     by_backward = options.accumulate_grad_batches > 1 and any(mask.limits for mask in module.masks)
     reasons = {
-        f"model.base: model.name_or_path={model.name_or_path} is not pre-trained": not_pretrained,
+        f"model.base.steps: model.name_or_path={model.name_or_path} is not pre-trained": not_pretrained,
         f"method.lr_multiplier={rate}: optim.lr is a number (model.lr=… is multiplied by it)": rate
         not in (None, 1),
         f"trainer.offload_method_state=true: {name} keeps no weights to offload": options.offload_method_state
@@ -138,7 +138,7 @@ def build_data(plan: Plan, corpora: Corpora, start: Base, module: ContinualMetho
         accumulate=options.accumulate_grad_batches,
         eval_batch_size=options.eval_batch_size,
         importance_samples=options.importance_samples,
-        workers=options.num_workers,
+        workers=int(options.num_workers),
         eval_tokens=plan.cap,
         validation={name: packed(name, "valid") for name in (*plan.order, GENERAL)} if plan.watches else {},
     )
@@ -168,6 +168,14 @@ def empty_scores(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence
     elif given is not None:
         fetched = next(iter(checkpoint_files(given).values()), None)
         base = {"name": given, "origin": "hub", **({"revision": fetched.parent.name} if fetched else {})}
+    adapted = [f"the first {plan.model.layers} blocks"] * (plan.model.layers is not None)
+    if given is not None and plan.model.base is not None:
+        steps = plan.model.base.head_steps
+        adapted.append(
+            f"head trained for {steps} steps on general text" if steps else "head as it is, or random"
+        )
+    if adapted:
+        base |= {"adapted": "; ".join(adapted)}
     return Scores(
         domains=list(data.held_out),
         tokens=[int(objective.scorable(text.sizes()).sum()) for text in data.held_out.values()],

@@ -177,7 +177,7 @@ def write_manifest(
         for name, each in corpora.by_name.items()
     }
     base = {}
-    for name, path in checkpoint_files(start.checkpoint).items():
+    for name, path in checkpoint_files(plan.model.name_or_path or start.checkpoint).items():
         if plan.model.name_or_path is not None or path.suffix in WEIGHTS:  # a new one is in the config
             stored, stat = old.base.get(name, []), file_stat(path)
             base[name] = stored if stored[:2] == stat else [*stat, files.file_hash(path)]

@@ -150,7 +150,9 @@ class TrainerOptions(Options):
     compile: bool = option("torch.compile of each transformer block")
     checkpoint_every: Interval = option("steps or minutes between checkpoints within a domain")
     log_every_n_steps: Count = option("steps between points of the curves")
-    num_workers: Natural = option("processes that prepare batches")
+    num_workers: Natural | Literal["auto"] = option(
+        "processes that prepare batches; auto: 2 per GPU where there are the cores, 0 on a CPU"
+    )
     accelerator: Text = option("cpu, gpu, …; auto: the available one")
     devices: Devices = option("processes on this machine")
     num_nodes: Count = option("machines", default=1)

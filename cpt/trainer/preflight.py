@@ -18,12 +18,12 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from safetensors import safe_open
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from cpt.adapters.export import PARTS_INDEX
 from cpt.core.errors import reason
 from cpt.core.memory import keep_free
-from cpt.core.processes import is_first_process
+from cpt.core.processes import cores, is_first_process
 from cpt.core.schema import show
 from cpt.core.sections import check_arguments, load_target
 from cpt.data.example import ASSISTANT, USER, Example
@@ -40,12 +40,13 @@ from cpt.trainer.callbacks import make_callbacks, make_entry
 from cpt.trainer.lightning import naming_cause, quiet, try_trainer
 from cpt.trainer.options import BF16, TrainerOptions
 from cpt.trainer.plan import Plan
-from cpt.trainer.run_dir import RunDir
+from cpt.trainer.run_dir import RunDir, checkpoint_files
 
 if TYPE_CHECKING:
     from cpt.evaluation.lm_eval import Harness
 
 log = logging.getLogger(__name__)
+WIDE = 256  # features from which bf16 pays on a CPU
 SHORT = 512  # tokens of a sequence up to which eager attention is faster in 16 bits (benchmarks/attention.py)
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "merges.txt")
 
@@ -69,6 +70,7 @@ def prepare(plan: Plan, run: RunDir) -> PreflightResult:
     keep_free()
     check_optimizer("optim", {"_target_": plan.optim.target, **plan.optim.arguments})
     config = check_model(plan)
+    plan = replace(plan, trainer=resolve_devices(plan.trainer))
     given = plan.logger.others.items()
     loggers = [make_entry(f"logger.{name}", each, Logger, save_dir=run.path) for name, each in given]
     logged = bool(loggers) or plan.logger.csv or plan.logger.wandb
@@ -79,6 +81,27 @@ def prepare(plan: Plan, run: RunDir) -> PreflightResult:
     options = resolve_auto(plan.trainer, config, device, length=plan.model.max_seq_length, stored=stored)
     plan = replace(plan, trainer=options)
     return PreflightResult(plan, loggers, callbacks, tried.num_devices, device, make_harness(plan))
+
+
+def resolve_devices(options: TrainerOptions) -> TrainerOptions:
+    """The options with a number of devices: of `strategy=auto` all GPUs of this machine over which a batch
+    divides evenly, by DDP, else one; and of data loader processes."""
+    gpus = torch.cuda.device_count() if options.accelerator in ("auto", "gpu", "cuda") else 0
+    if (options.strategy, options.devices) == ("auto", "auto"):
+        share = options.batch_size // options.accumulate_grad_batches
+        devices = max((number for number in range(1, gpus + 1) if share % number == 0), default=1)
+        if gpus > 1 and is_first_process():
+            log.info(
+                "Using %d of %d GPUs (strategy=auto, trainer.batch_size=%d)",
+                devices,
+                gpus,
+                options.batch_size,
+            )
+        options = replace(options, devices=devices, strategy="ddp" if devices > 1 else "auto")
+    if options.num_workers == "auto":
+        used = options.devices if isinstance(options.devices, int) and options.devices > 0 else max(1, gpus)
+        options = replace(options, num_workers=min(2, max(0, cores() // used - 1)) if gpus else 0)
+    return options
 
 
 def resolve_auto(
@@ -97,7 +120,11 @@ def resolve_auto(
         able = device.type == "cuda" and torch.cuda.is_bf16_supported()
         options = replace(options, precision=stored or ("bf16-mixed" if able else "32-true"))
         why = "as in scores.json" if stored else f"the default on this device ({device.type})"
-        log.info("Precision (trainer.precision=auto): %s, %s", options.precision, why)
+        if stored or able:
+            log.info("Precision (trainer.precision=auto): %s, %s", options.precision, why)
+        elif device.type == "cpu" and multiplies_bf16() and config.get_text_config().hidden_size >= WIDE:
+            gain = "bf16-mixed was 1.9 times as fast on such a CPU (docs/studies/performance.md)"
+            log.info("Precision (trainer.precision=auto): 32-true, the default on a CPU; %s", gain)
     drops = options.quick_dropout and drops_attention(config)
     is_short = options.precision in BF16 and length <= SHORT
     if options.attn_implementation == "auto" and device.type == "cpu" and (drops or is_short):
@@ -106,6 +133,12 @@ def resolve_auto(
         log.info("Attention (trainer.attn_implementation=auto): eager, which on a CPU %s", why)
         options = replace(options, attn_implementation="eager")
     return options
+
+
+def multiplies_bf16() -> bool:
+    """Whether this CPU has instructions that multiply in bf16: AVX512-BF16 or AMX."""
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # not public
+    return any(getattr(torch.cpu, name, bool)() for name in names)
 
 
 def make_harness(plan: Plan) -> Harness | None:
@@ -169,8 +202,12 @@ def check_model(plan: Plan) -> PretrainedConfig:
         sentinels = len(loading.sentinel_ids(tokenizer))
     objective = loading.objective_name(options.objective, config)
     check_objective(plan, objective, tokenizer)
+    if options.layers is not None:
+        config = loading.keep_layers(config, options.layers)
     with naming_cause(given or "model.config"), torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = loading.AUTO_MODELS[objective].from_config(config)
+    if given is not None:
+        check_head_weights(model, given, None if options.base is None else options.base.head_steps)
     if plan.trainer.attn_implementation != "auto":
         with naming_cause(f"trainer.attn_implementation={plan.trainer.attn_implementation}"):
             model.set_attn_implementation(plan.trainer.attn_implementation)
@@ -209,6 +246,27 @@ def check_model(plan: Plan) -> PretrainedConfig:
             why = f"it leaves nothing of what method={name} trains. Allowed: null, or what finds some of it"
             raise ValueError(f"trainable={show(only)} is invalid: {why}")
     return config
+
+
+def check_head_weights(model: PreTrainedModel, given: str, head_steps: int | None) -> None:
+    """Raises ValueError for a checkpoint without a language-model head and `head_steps` of None; logs other
+    weights that it lacks."""
+    missing, head = (
+        loading.missing_parameters(model, checkpoint_files(given).values()),
+        loading.outside_body(model),
+    )
+    if rest := [name for name in missing if name not in head]:
+        log.warning("%s lacks %d tensors, as %s: they start with random values", given, len(rest), rest[0])
+    if head and {*head} <= {*missing}:
+        if head_steps is None:
+            raise ValueError(
+                f"model.name_or_path={given} is invalid: it has no language-model head ({len(head)} tensors). "
+                "Allowed: model.base.head_steps=500, which trains one on the general text first, "
+                "model.base.head_steps=0, which starts with a random one, or another checkpoint"
+            )
+        if is_first_process():
+            how = f"is trained for {head_steps} steps" if head_steps else "starts with random weights"
+            log.info("The language-model head, which %s lacks, %s", given, how)
 
 
 def check_objective(plan: Plan, objective: str, tokenizer: Any) -> None:

@@ -40,6 +40,7 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "BERT": ("tiny_roberta", f"model_type: bert, {SIZES}, max_position_embeddings: 64"),
     "RoBERTa": ("tiny_roberta", f"model_type: roberta, {SIZES}, max_position_embeddings: 66"),
     "ModernBERT": ("tiny_modernbert", f"model_type: modernbert, {SIZES}, max_position_embeddings: 64"),
+    "MPNet": ("tiny_roberta", f"model_type: mpnet, {SIZES}, max_position_embeddings: 66"),
     "DeBERTa v2": (
         "tiny_roberta",
         f"model_type: deberta-v2, {SIZES}, max_position_embeddings: 64, relative_attention: true, "

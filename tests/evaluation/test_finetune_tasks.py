@@ -98,6 +98,19 @@ def test_wrong_examples_are_told(root, split, given, message):
         plan(root).task("law")
 
 
+def test_a_sample_of_a_task_is_the_same_in_every_run(root):
+    whole, other = plan(root).task("law"), {"law": {"max_train_samples": 5}}
+    some = plan(root, max_train_samples=4, max_eval_samples=3, tasks=other)
+    for name, most in {"law": 5, "food": 4}.items():
+        task, everything = some.task(name), plan(root).task(name)
+        assert (len(task.train), len(task.test), task.classes) == (most, 3, everything.classes)
+        assert (
+            [each for each in everything.train if each in task.train] == task.train != everything.train[:most]
+        )
+        assert some.task(name).content == task.content
+    assert plan(root, max_train_samples=10**6).task("law").digest(1) == whole.digest(1)
+
+
 def test_a_digest_is_of_what_the_result_depends_on(root):
     def digest(name="law", seed=1, **overrides):
         return plan(root, **overrides).task(name).digest(seed)

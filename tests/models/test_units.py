@@ -56,6 +56,10 @@ STACKS = ("model.encoder.layers", "model.decoder.layers")
 FAMILIES = {name: Family(*values) for name, values in {
     "roberta": (MASKED, SIZES, ("roberta.encoder.layer",), *BERT, "roberta.embeddings.word_embeddings"),
     "bert": (MASKED, SIZES, ("bert.encoder.layer",), *BERT, "bert.embeddings.word_embeddings"),
+    "mpnet": (
+        MASKED, SIZES, ("mpnet.encoder.layer",),
+        "attention.attn.o", "output.dense", "mpnet.embeddings.word_embeddings",
+    ),
     "modernbert": (MASKED, MODERN, ("model.layers",), "attn.Wo", "mlp.Wo", "model.embeddings.tok_embeddings"),
     "distilbert": (
         MASKED, DISTILBERT, ("distilbert.transformer.layer",),

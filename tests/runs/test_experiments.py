@@ -20,7 +20,8 @@ EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf/experiment").glob("*.ya
 DATA = "domains.root=there"  # of those that need data; nothing is read for a plan
 OF_DATA = "das6 das6_mini migu_roberta standard_cl standard_cl_mini long_sequence migu_t5 migu_components"
 NEEDS = {name: [DATA] for name in [*OF_DATA.split(), "m2d2", "m2d2_mini"]}
-NEEDS["llama_code"] = [DATA, "model.name_or_path=llama"]
+MODEL = "model.name_or_path=model"
+NEEDS |= {name: [DATA, MODEL] for name in ("llama_code", "das6_mpnet", "linux_texts")}
 
 
 @pytest.fixture

@@ -199,7 +199,9 @@ def test_gpus_are_divided(machine, monkeypatch):
     share = partial(divided, "CUDA_VISIBLE_DEVICES", 9)
     assert share(devices=1) == ["0", "1", "2", "3"] and share(devices=2) == ["0,1", "2,3"]
     assert share(devices=3) == ["0,1,2"]
-    assert share() == share(devices="auto") == share(devices=[1, 2]) == ["0,1,2,3"]
+    assert share() == share(devices=-1) == share(devices=[1, 2]) == ["0,1,2,3"]
+    assert share(devices="auto") == ["0", "1", "2", "3"]
+    assert divided("CUDA_VISIBLE_DEVICES", 2, devices="auto") == ["0,1", "2,3"]
     assert share(devices=1, jobs=5) == ["0", "1", "2", "3", "0"]
     assert share(devices=1, accelerator="cpu") == [None] * 8
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-7")  # only these are used

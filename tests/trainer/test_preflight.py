@@ -4,11 +4,11 @@ import shutil
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from cpt.core.errors import reason
 from cpt.data.corpora import Corpora
-from cpt.models.loading import build_model, is_tied, sentinel_ids, train_tokenizer
+from cpt.models.loading import build_model, is_tied, load_model, sentinel_ids, train_tokenizer
 from cpt.trainer.plan import make_plan
 from cpt.trainer.preflight import prepare
 from cpt.trainer.run_dir import RunDir
@@ -97,3 +97,47 @@ def test_a_checkpoint_that_is_damaged_or_does_not_fit_is_told(checkpoint, small,
     words.save_pretrained(checkpoint)
     assert "Allowed: model.resize=true" in unread(cfg)
     prepare(make_plan(small(f"model.name_or_path={checkpoint}", "model.resize=true")), RunDir(checkpoint))
+
+
+@pytest.fixture
+def headless(tmp_path):
+    """A tiny MPNet of two blocks as sentence-transformers save it: without a language-model head."""
+    words, config = some_words(), {"model_type": "mpnet", **SIZES, "max_position_embeddings": 40}
+    for part in (build_model(config, words, "masked", seed=3).base_model, words):
+        part.save_pretrained(tmp_path / "headless")
+    return tmp_path / "headless"
+
+
+def test_a_checkpoint_without_a_head_is_refused_or_gets_one(headless, small, start, unread, tmp_path):
+    given, steps = f"model.name_or_path={headless}", "+model.base.head_steps="
+    assert unread(small(given)).startswith(
+        f"{given} is invalid: it has no language-model head (5 tensors). A"
+    )
+    assert unread(small(given, "+model.layers=3")) == "model.layers=3 is invalid. Allowed: null, or 1 to 2"
+    prepare(make_plan(small(given, f"{steps}0")), RunDir(tmp_path))
+
+
+@pytest.mark.parametrize("upper", [0, 1])
+def test_a_head_is_trained_once_on_the_general_text_and_blocks_are_kept(
+    upper, headless, small, start, tmp_path, monkeypatch
+):
+    cache = tmp_path / "cache"
+    options = [f"model.name_or_path={headless}", "order=[law]", "trainer.steps=1", f"cache_dir={cache}"]
+    options += ["+model.layers=2" if upper else "+model.layers=1", "+model.base.head_steps=5"]
+    options += [f"+model.base.head_layers={upper}"]
+    start(small(*options), tmp_path / "run")
+    (made,) = (path for path in (cache / "base").glob("headless-*") if path.is_dir())
+    base, given = (AutoModelForMaskedLM.from_pretrained(path).state_dict() for path in (made, headless))
+    random = load_model(headless, "masked").state_dict()
+    changed = {name for name in base if not torch.equal(base[name], random[name])}
+    blocks = 1 + upper
+    assert {name.split(".")[3] for name in base if ".layer." in name} == {*map(str, range(blocks))}
+    trained = {name for name in base if "lm_head" in name and "decoder.weight" not in name}
+    trained |= {name for name in base if ".layer.1." in name}  # the last block, with head_layers=1
+    assert changed == trained and all(torch.equal(base[n], given[n]) for n in {*base} - trained)
+    scores = told_by(tmp_path / "run")
+    adapted = f"the first {blocks} blocks; head trained for 5 steps on general text"
+    assert scores["base"] == {"name": "headless", "origin": "folder", "adapted": adapted}
+    monkeypatch.setattr("cpt.trainer.base_model.pretrain", None)  # another run takes it from the cache
+    start(small(*options, "seed=1"), tmp_path / "other")
+    assert told_by(tmp_path / "other")["nll"][0] == scores["nll"][0]

@@ -8,7 +8,7 @@ from transformers import AutoConfig
 
 from cpt.optim import nan_guard as guards
 from cpt.optim.nan_guard import NanGuard
-from cpt.trainer import checkpoint
+from cpt.trainer import checkpoint, preflight
 from cpt.trainer.checkpoint import StepCheckpoint
 from cpt.trainer.plan import make_plan
 from cpt.trainer.preflight import resolve_auto
@@ -61,6 +61,25 @@ def settled(cfg, folder, device="cpu"):
 def test_precision_auto_is_by_capability(device, bf16, chosen, small, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: bf16)
     assert settled(small("trainer.precision=auto"), tmp_path, device).precision == chosen
+
+
+@pytest.mark.parametrize(
+    ("gpus", "batch", "parts", "chosen"),
+    [
+        (0, 8, 1, (1, "auto", 0)),
+        (1, 8, 1, (1, "auto", 2)),
+        (8, 8, 1, (8, "ddp", 1)),
+        (6, 8, 2, (4, "ddp", 2)),
+    ],
+)
+def test_strategy_auto_takes_gpus_that_share_a_batch_evenly(gpus, batch, parts, chosen, small, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(preflight, "cores", lambda: 16)
+    given = (f"trainer.batch_size={batch}", f"trainer.accumulate_grad_batches={parts}")
+    found = preflight.resolve_devices(make_plan(small(*given)).trainer)
+    assert (found.devices, found.strategy, found.num_workers) == chosen
+    fixed = preflight.resolve_devices(make_plan(small(*given, "strategy=single")).trainer)
+    assert (fixed.devices, fixed.strategy) == (1, "auto")
 
 
 def test_the_model_computes_attention_as_said_and_a_resumed_run_keeps_its_precision(

@@ -1,0 +1,89 @@
+"""Show what cached text and finished runs could free on the disk, and why; remove it with --yes.
+
+Cached text, tokenizers and base models that no run has opened for 30 days are made again when a run needs
+them. With --stages also the stage files of finished runs: without them no domain can be added to a run, and
+nothing more can be evaluated in its earlier stages. Models, reports and scores stay."""
+
+import argparse
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from cpt.core.cache import ABANDONED_S, CACHED, PARTIAL, discard
+from cpt.core.files import CHECKSUMS
+from cpt.core.output import run_program
+from cpt.evaluation.scores import Scores
+from cpt.reporting.frames import megabytes
+from cpt.trainer.run_dir import RunDir
+
+DAY = 24 * 3600
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m cpt.clean", description=__doc__)
+    what = "caches, run folders, or folders that hold them (default: outputs and $CPT_CACHE)"
+    parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help=what)
+    parser.add_argument("--days", type=float, default=30, help="days without use of a cached folder (30)")
+    parser.add_argument("--stages", action="store_true", help="also stage files of finished runs")
+    parser.add_argument("--yes", action="store_true", help="remove")
+    given = parser.parse_args(arguments)
+    folders = given.folders or [Path("outputs"), Path(os.environ.get("CPT_CACHE") or "outputs")]
+    if absent := [str(path) for path in given.folders if not path.is_dir()]:
+        print(f"cpt: no folder {', '.join(absent)}. Allowed: {what}")
+        return 1
+    found = dict(
+        pair for folder in folders for pair in removable(folder, days=given.days, stages=given.stages)
+    )
+    for path, why in sorted(found.items()):
+        size = megabytes(sum(each.lstat().st_size for each in (path, *path.rglob("*")) if not each.is_dir()))
+        removed = given.yes and remove(path)
+        print(f"{size:>12}  {path}: {why}{'; removed' if removed else '; in use' if given.yes else ''}")
+    print(f"{len(found)} entries" + "" if given.yes else f"{len(found)} entries; add --yes to remove them")
+    return 0
+
+
+def removable(folder: Path, *, days: float, stages: bool) -> Iterator[tuple[Path, str]]:
+    """What could be removed at or below a folder, and why."""
+    for at, inner, files in os.walk(folder.resolve()):
+        path, now = Path(at), time.time()
+        if path.name.endswith(PARTIAL):
+            inner.clear()
+            if now - newest(path) > ABANDONED_S:
+                yield path, "left by a killed process"
+        elif CACHED.fullmatch("/".join(path.parts[-2:])):
+            inner.clear()
+            if (unused := (now - (path / CHECKSUMS).stat().st_mtime) / DAY) > days:
+                yield path, f"not used for {unused:.0f} days"
+        elif "scores.json" in files:
+            inner.clear()
+            run = RunDir(path)
+            if stages and Scores.load(path / "scores.json").run["finished"]:
+                kept = [run.path / name for name in ("stages", "checkpoints")]
+                yield from (
+                    (each, "of a finished run") for each in kept if each.is_dir() and any(each.iterdir())
+                )
+
+
+def newest(folder: Path) -> float:
+    return max(path.lstat().st_mtime for path in (folder, *folder.rglob("*")))
+
+
+def remove(path: Path) -> bool:
+    """Whether it was removed: not while a process makes it or a run has its folder."""
+    try:
+        if path.name in ("stages", "checkpoints"):
+            with RunDir(path.parent).locked():
+                discard(path)
+        else:
+            with FileLock(path.with_name(f"{path.name.removesuffix(PARTIAL)}.lock"), timeout=0):
+                discard(path)
+    except (Timeout, ValueError):
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    run_program(main)
