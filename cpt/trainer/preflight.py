@@ -260,7 +260,7 @@ def check_head_weights(model: PreTrainedModel, given: str, head_steps: int | Non
     if head and {*head} <= {*missing}:
         if head_steps is None:
             raise ValueError(
-                f"model.name_or_path={given} is invalid: it has no language-model head ({len(head)} tensors). "
+                f"model.name_or_path={given} is invalid: no language-model head ({len(head)} tensors). "
                 "Allowed: model.base.head_steps=500, which trains one on the general text first, "
                 "model.base.head_steps=0, which starts with a random one, or another checkpoint"
             )
