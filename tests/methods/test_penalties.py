@@ -147,7 +147,9 @@ def test_the_sigmoid_runs_over_a_domains_steps(build):
     module = build("recadam", "method.middle=0.5", "method.slope=10").module
     for step in (0, 30, 50, 99):
         assert module.anneal(step, 100) == pytest.approx(1 / (1 + math.exp(-0.1 * (step - 50))))
-    with pytest.raises(ValueError, match=r"method.strength=500 at optim\.lr"):  # past where a weight was
+    with pytest.raises(
+        ValueError, match=r"method.strength=500 is invalid: at optim\.lr"
+    ):  # past where a weight was
         build("recadam", "method.strength=500", "optim.lr=0.01")
 
 

@@ -117,7 +117,7 @@ def test_a_checkpoint_or_a_run_is_the_base_of_another(done, other, small, small_
         start(small("order=[space]", "method=ewc", f"init_from={other}"), tmp_path / "second")
     for wrong, why in (
         (small_gpt2(ORDER, f"init_from={done}"), "causal"),
-        (small("init_from=no"), "is no finished run"),
+        (small("init_from=no"), "is invalid: no finished run"),
     ):
         with pytest.raises(ValueError, match=why):
             start(wrong, tmp_path / "run")

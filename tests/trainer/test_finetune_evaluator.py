@@ -205,7 +205,7 @@ def test_end_tasks_are_added_to_a_finished_run_and_change_nothing_of_it(run, roo
 
 def test_weights_that_were_not_kept_are_asked_for(run):
     run(when=None)
-    with pytest.raises(ValueError, match=r"needs the weights after law, which were not kept"):
+    with pytest.raises(ValueError, match=r"the weights after law were not kept"):
         run(when="each")
 
 

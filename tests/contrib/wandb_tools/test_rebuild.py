@@ -93,7 +93,7 @@ def test_one_wandb_run_per_run_folder_with_the_identifier_of_the_live_one(synced
         and broken.startswith(f"Failed to send {root / 'broken'}: ParserError: ")
         and "\n" not in broken
     )
-    assert f"{root / 'busy'}: is at work; left out" in said
+    assert f"Skipping {root / 'busy'}, which is running" in said
     assert not (root / "broken" / "rebuilt").exists() and not (root / "busy" / "rebuilt").exists()
     config = wandb_files.config(root / "done")  # with what that of the folder does not say
     assert config["method"] == {"name": "das", "strength": 0.5}
