@@ -138,7 +138,7 @@ def build_data(plan: Plan, corpora: Corpora, start: Base, module: ContinualMetho
         accumulate=options.accumulate_grad_batches,
         eval_batch_size=options.eval_batch_size,
         importance_samples=options.importance_samples,
-        workers=int(options.num_workers),
+        workers=0 if options.num_workers == "auto" else options.num_workers,
         eval_tokens=plan.cap,
         validation={name: packed(name, "valid") for name in (*plan.order, GENERAL)} if plan.watches else {},
     )

@@ -63,7 +63,7 @@ def test_magnitudes_count_a_prompt_and_no_padding():
     torch.testing.assert_close(magnitudes(large, None), large.abs().sum((0, 1)), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("given", [{"threshold": 0.7}, {"threshold": None, "mass": 0.4}])
+@pytest.mark.parametrize("given", [{"threshold": 0.7}, {"threshold": None, "top_p": 0.4}])
 def test_texts_are_compared_by_the_rows_with_their_largest_magnitudes(given):
     """Against sets of rows that are sorted by hand, of two texts in batches, with padding."""
     model = gpt2().eval()
