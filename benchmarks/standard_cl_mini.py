@@ -72,13 +72,12 @@ def tabulate_levels(section: RunSection, root: Path | None) -> Block:
     bags = {} if root is None else {task: learn_bag(root, task) for task in first}
     cells = []
     for task, facts in first.items():
-        levels = [facts["chance"], facts["majority"], bags.get(task)]
+        chance = f"{100 * facts['chance']:.1f} ({100 * facts['majority']:.1f})"
         own = mean_of(groups["ncl"], task, own=True)
         last = [mean_of(runs, task, own=False) for runs in groups.values()]
-        cells.append(
-            [task, *("–" if level is None else f"{100 * level:.1f}" for level in (*levels, own, *last))]
-        )
-    head = ["task", "chance", "majority", "bag of words", "ncl, just trained"]
+        levels = (bags.get(task), own, *last)
+        cells.append([task, chance, *("–" if each is None else f"{100 * each:.1f}" for each in levels)])
+    head = ["task", "chance (majority)", "bag of words", "ncl, just trained"]
     head += [f"{name}, final" for name in groups]
     return Block(title="Accuracy by task, %", head=head, cells=cells)
 

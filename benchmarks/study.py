@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from hydra import compose, initialize_config_dir
@@ -153,7 +154,8 @@ def write_section(page: Path, name: str, parts: Iterable[str]) -> None:
     begin, end = f"<!-- generated: {name} -->", f"<!-- end: {name} -->"
     before, rest = page.read_text(encoding="utf-8").split(begin)
     after = rest.split(end)[1]
-    page.write_text(f"{before}{begin}\n\n" + "\n\n".join(parts) + f"\n\n{end}{after}", encoding="utf-8")
+    wrapped = "\n\n".join(each if each[:1] in "|#<" or "\n" in each else fill(each, 100) for each in parts)
+    page.write_text(f"{before}{begin}\n\n{wrapped}\n\n{end}{after}", encoding="utf-8")
 
 
 def tabulate(section: RunSection, measures: Mapping[str, tuple[str, int]], *, title: str = "") -> str:

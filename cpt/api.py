@@ -26,8 +26,9 @@ class Run:
 
     @cached_property
     def matrix(self) -> pd.DataFrame:
-        """Losses in nats per scored token [stages, test sets]: row `base` is the base model, row i the model
-        after stage i; NaN where a cell was not evaluated. `numpy.exp(run.matrix)` are perplexities."""
+        """Losses in nats per scored token [1 + stages, test sets]: row `base` is the base model, row i the
+        model after stage i; NaN where a cell was not evaluated. `numpy.exp(run.matrix)` are perplexities,
+        `run.matrix.to_numpy()` is the array."""
         return pd.DataFrame(self.scores.matrix, index=self.scores.rows, columns=self.scores.domains)
 
     @cached_property

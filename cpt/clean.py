@@ -1,6 +1,6 @@
 """Show what cached text and finished runs could free on the disk, and why; remove it with --yes.
 
-Cached text, tokenizers and base models that no run has opened for 30 days are made again when a run needs
+Cached text, tokenizers and base models that no run has opened for 30 days are rebuilt when a run needs
 them. With --stages also the stage files of finished runs: without them no domain can be added to a run, and
 nothing more can be evaluated in its earlier stages. Models, reports and scores stay."""
 

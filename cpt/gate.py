@@ -1,8 +1,8 @@
-"""A gate for models: `python -m cpt.gate RUN --min-gain 0.05 --max-forgetting 0.02`.
+"""Release check: `python -m cpt.gate RUN --min-gain 0.05 --max-forgetting 0.02`.
 
-Exit code 0 only where the run's last model has gained on what is new and nothing old has lost more than is
-allowed, by the whole of each 95 % interval over documents, and the exported model is undamaged. 1: that
-fails. 2: it could not be determined or read. A gain does not judge a corpus. Nothing is measured again."""
+Exit code 0 if the last model of the run improved on every new text and forgot no old text beyond the
+tolerance, by the whole 95 % interval over documents, and the exported model is undamaged; 1 if not; 2 if
+the evidence is inconclusive or cannot be read. Nothing is evaluated again."""
 
 import argparse
 import math
@@ -20,8 +20,9 @@ from cpt.trainer.run_dir import RunDir
 
 HEAD = f"{'text':24}{'before':>9}{'after':>9}{'change':>9}{'at most':>31}"
 ROW = "{text:24}{before:9.4f}{after:9.4f}{change:+9.4f}  [{low:+.4f}, {high:+.4f}]  {most:+9.4f}  {verdict}"
-CLOSED, UNKNOWN = 1, 2  # exit codes: fails; could not be determined or read
-NOTE = "a gain does not judge a corpus: a model also gains on text that nobody wants it to learn"
+FAIL, UNKNOWN = 1, 2  # exit codes: fail; inconclusive or unreadable
+PASSES = ("improved", "within tolerance")
+NOTE = "the check does not judge the corpus: a model also improves on text that nobody wants it to learn"
 SHOWN = 5  # texts that the last line names
 
 
@@ -34,19 +35,19 @@ class BoundedChange(Change):
 
     @property
     def verdict(self) -> str:
-        if self.high <= self.most:  # all of the interval lies where it may
-            return "gained" if self.new else "held"
+        if self.high <= self.most:
+            return "improved" if self.new else "within tolerance"
         if self.low > self.most:
-            return "gained too little" if self.new else "fell"
-        return "not shown"
+            return "improved too little" if self.new else "forgotten"
+        return "inconclusive"
 
 
 def judge_run(
     scores: Scores, before: Losses, after: Losses, *, since: int, gain: float, loss: float
 ) -> tuple[list[BoundedChange], list[str]]:
-    """The changes from a row to the last one, and the texts that were not measured in both. New text, that
-    was learned between them, must gain `gain` nats per token; text that was learned until then and the
-    general text may lose `loss`."""
+    """The changes from a row to the last one, and the texts that were not measured in both. New text,
+    trained between them, must improve by `gain` nats per token; earlier text and the general text may get
+    worse by `loss`."""
     new, old = scores.rows[since + 1 :], [*scores.rows[1 : since + 1], GENERAL]
     if not set(new) <= set(scores.domains):  # joint: one row for all
         new = scores.run["order"]
@@ -67,8 +68,8 @@ def main(arguments: Sequence[str]) -> int:
     gain, loss = "least improvement of each new text", "largest rise of the loss on each old text"
     parser.add_argument("--min-gain", "--gain", type=float, default=0.0, dest="gain", help=f"{gain}; {said}")
     parser.add_argument("--max-forgetting", "--loss", type=float, default=0.0, help=f"{loss}; {said}")
-    parser.add_argument("--since", metavar="ROW", help="the row to compare with; default: the last but one")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--since", metavar="ROW", help="row to compare with; default: the last but one")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args(arguments)
     for old, new in (("--gain", "--min-gain"), ("--loss", "--max-forgetting")):
         if any(each.partition("=")[0] == old for each in arguments):
@@ -87,7 +88,7 @@ def main(arguments: Sequence[str]) -> int:
         *earlier, last = scores.rows
         if scores.alone or not earlier:
             method = f"method={scores.run['method']}"
-            raise ValueError(f"{place.path}: {method} has no model that goes on from another's")
+            raise ValueError(f"{place.path}: {method} has no model that continues from another's")
         if given.since not in (None, *earlier):
             allowed = ", ".join(earlier)
             raise ValueError(f"--since={given.since} is invalid. Allowed: {allowed}")
@@ -98,10 +99,12 @@ def main(arguments: Sequence[str]) -> int:
             scores, *losses, since=since, gain=given.gain, loss=given.max_forgetting
         )
         damage = [line for line in place.lost(full=True) if not line.startswith("report.")]
-    failed = [*damage, *(f"{e.text} {e.verdict}" for e in changes if e.verdict not in ("gained", "held"))]
+    failed = [*damage, *(f"{e.text} {e.verdict}" for e in changes if e.verdict not in PASSES)]
     failed += [f"{name} not measured" for name in unmeasured]
+    fails = damage or any(each.low > each.most for each in changes)
+    verdict = ("fail" if fails else "inconclusive") if failed else "pass"
     if given.json:
-        told = {"opens": not failed, "damage": damage, "note": NOTE, "since": earlier[since], "row": last}
+        told = {"verdict": verdict, "damage": damage, "note": NOTE, "since": earlier[since], "row": last}
         print(encode(told | {"changes": [*map(asdict, changes)], "unmeasured": unmeasured}))
     else:
         print(f"after {last}, compared with {earlier[since]}; nats per token [95 % interval]")
@@ -110,10 +113,8 @@ def main(arguments: Sequence[str]) -> int:
             print(ROW.format(**vars(each), change=each.difference, verdict=each.verdict))
         shown = ", ".join(failed[:SHOWN]) + f" and {len(failed) - SHOWN} more" * (len(failed) > SHOWN)
         print(NOTE)
-        print(f"closed: {shown}" if failed else "open: what is new was gained, and nothing old was lost")
-    if damage or any(each.low > each.most for each in changes):
-        return CLOSED
-    return UNKNOWN if failed else 0
+        print(f"{verdict}: {shown or 'every new text improved, every old text is within tolerance'}")
+    return {"pass": 0, "fail": FAIL, "inconclusive": UNKNOWN}[verdict]
 
 
 if __name__ == "__main__":

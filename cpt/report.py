@@ -69,7 +69,7 @@ def compare_folders(given: argparse.Namespace) -> int:
     found = find_runs(given.folders)
     finished = filter_runs([run for run in found.runs if run.scores.run["finished"]], given.where)
     unfinished = [run for run in found.runs if not run.scores.run["finished"]]
-    counts = {"unfinished": len(unfinished), "unreadable": len(found.damaged), "begun": len(found.begun)}
+    counts = {"unfinished": len(unfinished), "unreadable": len(found.damaged), "started": len(found.begun)}
     places = ", ".join(map(str, given.folders)) or "(give a folder)"
     existing = [folder for folder in given.folders if folder.is_dir()]
     if not existing or not (finished or any(counts.values())):

@@ -46,7 +46,7 @@ def train(cfg: DictConfig, *, run_dir: Path) -> float | list[float | None] | Non
             print_estimate(plan, run)
             return None
         with open_run_dir(plan, run) as plan, full_check(plan.run.verify_inputs == "full"):
-            plan = order_domains(plan)  # by their texts, if the config says so
+            plan = order_domains(plan)  # by their texts, if so configured
             check_manifest(plan, run)
             scores = run.scores() if is_complete(run.scores(), plan) else None
             if scores is not None and (lost := run.lost(full=plan.run.verify_inputs == "full")):

@@ -3,6 +3,8 @@ has the options that it is given. Nothing is run."""
 
 import re
 import shlex
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -85,3 +87,15 @@ def test_what_starts_a_run_composes_with_values_that_are_allowed(path, tmp_path)
     assert wrong == {}
     with pytest.raises(ValueError, match=r"trainer.steps=-1"):  # that it can fail
         compose_run(["trainer.steps=-1"], configs)
+
+
+@pytest.mark.parametrize(
+    "program", sorted(set(re.findall(r"python -m (cpt\.[\w.]+)", told(ROOT / "docs/cli.md"))))
+)
+def test_every_documented_program_has_a_help(program, capsys):
+    module = import_module(
+        program if find_spec(program).submodule_search_locations is None else f"{program}.__main__"
+    )
+    with pytest.raises(SystemExit) as ended:
+        module.main(["--help"])
+    assert ended.value.code == 0 and f"usage: python -m {program}" in capsys.readouterr().out

@@ -23,7 +23,7 @@ class ModulesOptions(Options):
     """The parts of learned domains, of methods that keep one for each."""
 
     storage: Literal["memory", "disk"] = option(
-        "where they rest: in memory, or in the file of the last stage"
+        "where modules of learned domains are stored: in memory, or in the file of the last stage"
     )
 
 
@@ -38,10 +38,10 @@ class BottleneckOptions(Options):
     """Bottleneck adapters in a frozen model (cpt.adapters.bottleneck)."""
 
     placement: Literal["pfeiffer", "ffn", "houlsby"] = option(
-        "after each block's last residual sum, its FFN, or attention and FFN"
+        "position: after the last residual sum of each block, after the FFN, or after attention and FFN"
     )
-    reduction_factor: Count = option("the hidden size over this is the bottleneck's")
-    activation: Literal["relu", "gelu", "silu"] = option("between the two maps")
+    reduction_factor: Count = option("ratio of the hidden size to the size of the bottleneck")
+    activation: Literal["relu", "gelu", "silu"] = option("activation between the two layers")
 
     @property
     def bottleneck(self) -> dict[str, Any]:
@@ -57,10 +57,12 @@ class BottleneckOptions(Options):
 class MapPairOptions(Options):
     """LoRA adapters on linear layers (cpt.adapters.lora)."""
 
-    r: Count = option("rank of a pair")
-    lora_alpha: Positive = option("the pair's product counts lora_alpha / r times")
-    lora_dropout: BelowOne = option("of the trained pair's input")
-    target_modules: Targets = option("linear layers: all but the head, names or their ends, or an expression")
+    r: Count = option("rank of an adapter")
+    lora_alpha: Positive = option("alpha: the update is scaled by lora_alpha / r")
+    lora_dropout: BelowOne = option("dropout on the input of the trained adapter")
+    target_modules: Targets = option(
+        "adapted linear layers: all but the head, (ends of) names, or a regular expression"
+    )
 
     @property
     def pair(self) -> dict[str, Any]:
@@ -73,8 +75,10 @@ class MapPairOptions(Options):
 class PairOptions(MapPairOptions):
     """Low-rank pairs that are summed, whatever the text."""
 
-    embeddings: bool = option("a pair on the input embedding too; a head tied to it is untied, frozen")
-    exported: Literal["merged", "peft"] = option("a plain model, or the frozen weights and peft's files")
+    embeddings: bool = option("adapt the input embedding as well; a tied head is untied and frozen")
+    exported: Literal["merged", "peft"] = option(
+        "export a merged plain model, or the frozen weights and peft files"
+    )
 
     @property
     def pair(self) -> dict[str, Any]:
@@ -86,15 +90,17 @@ class PairOptions(MapPairOptions):
 class StoredPairOptions(PairOptions):
     """Low-rank pairs of which each domain has its own, and all are summed."""
 
-    stored: Literal["merged", "pairs"] = option("earlier pairs: merged into the frozen weights, or apart")
+    stored: Literal["merged", "pairs"] = option(
+        "earlier adapters: merged into the frozen weights, or kept apart"
+    )
 
 
 @config
 class GateOptions(Options):
     """Gates on units, a set per domain (cpt.adapters.gates)."""
 
-    s_max: Positive = option("the gates' steepness at a domain's end")
-    limit: Positive = option("bound of a gate's |e|")
+    s_max: Positive = option("steepness of the gates at the end of a domain")
+    limit: Positive = option("bound on |e| of a gate")
 
 
 @config
@@ -105,10 +111,14 @@ class Routing(Options):
     The prior is `uniform`, `updating`: p <- (1 - decay) p + decay * posterior, row by row, or `cached`: the
     mean posterior of a text's first `cached` rows, uniform until then."""
 
-    learned: Literal["domain", "posterior", "nearest"] = option("what scores text of a learned domain")
-    unlearned: Literal["base", "last", "posterior", "nearest"] = option("what scores all other text")
-    prior: Literal["uniform", "updating", "cached"] = option("of the posterior")
-    decay: Probability = option("of prior=updating: the share of a row's posterior")
-    cached: Count = option("of prior=cached: rows")
+    learned: Literal["domain", "posterior", "nearest"] = option(
+        "module that evaluates text of a trained domain"
+    )
+    unlearned: Literal["base", "last", "posterior", "nearest"] = option(
+        "module that evaluates all other text"
+    )
+    prior: Literal["uniform", "updating", "cached"] = option("prior of the posterior over modules")
+    decay: Probability = option("EMA coefficient of the prior (used with prior=updating)")
+    cached: Count = option("sequences that estimate the prior (used with prior=cached)")
     top_k: Count | None = option("number of modules in the mixture; null: all")
-    base: bool = option("whether the base is one of the parts that are mixed")
+    base: bool = option("include the base model in the mixture")

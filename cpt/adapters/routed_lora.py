@@ -78,7 +78,7 @@ class SampleRouter(nn.Module):
             self.up = nn.Linear(bottleneck, width, bias=False, **made)
             self.norm = nn.LayerNorm(width, **made)
         self.names: tuple[str, ...] = ()  # of the encoder's arguments
-        self.inside = False  # whether the encoder's pass has begun and e is not known yet
+        self.inside = False  # whether the encoder's pass has started and e is not known yet
         self.mask: Tensor | None = None  # [B, T], 0 at padding
         self.text = (0, 0)  # B and T
         self.logits: Tensor | None = None  # log a, [B, 1, t]; in a causal model [B, T, t]

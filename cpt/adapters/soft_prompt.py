@@ -35,7 +35,7 @@ class PromptVectors(nn.Module):
         super().__init__()
         self.weight, self.before, self.leading = nn.Parameter(weight), before, leading
         self.placeholder, self.limit, self.names = placeholder, limit, names
-        self.within = False  # whether the body's pass has begun: embeddings may be computed outside it
+        self.within = False  # whether the body's pass has started: embeddings may be computed outside it
 
     @property
     def positions_taken(self) -> int:

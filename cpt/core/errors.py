@@ -94,7 +94,7 @@ def readable(*, errors_only: bool, code: int = 1) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        sys.exit("cpt: interrupted; the same command goes on from here")
+        sys.exit("cpt: interrupted; run the same command again to continue")
     except BrokenPipeError:  # cpt.core.output
         raise
     except (ValueError, OSError, HydraException, of_omegaconf.OmegaConfBaseException, YAMLError) as error:

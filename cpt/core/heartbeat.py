@@ -170,7 +170,7 @@ def record_exit(folder: Path, state: State, why: str, *, began: str) -> None:
         except ValueError:
             last = None
         if last is not None and (last.alive or (not last.active and last.written >= began)):
-            return  # at work, or it has said so itself
+            return  # active, or it has recorded its end itself
         if last is None or last.written < began:  # of an earlier start
             last = Heartbeat(state="failed", began=began)
         last.ended(state, why).write(folder)
@@ -292,7 +292,7 @@ class HeartbeatThread:
         )
 
     def write(self, beat: Heartbeat) -> None:
-        """Warns once if it cannot: a run goes on without its heartbeat."""
+        """Warns once if it cannot: a run continues without its heartbeat."""
         self.written_s = time.monotonic()
         try:
             if self.folder is not None:

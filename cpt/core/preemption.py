@@ -34,7 +34,7 @@ class Preempted(BaseException):
 
     def __str__(self) -> str:
         place = f" {self.where}" if self.where else ""
-        return f"stopped by {signal.Signals(self.number).name}{place}; the same command goes on from here"
+        return f"stopped by {signal.Signals(self.number).name}{place}; run the same command again to continue"
 
 
 class SignalState:

@@ -122,7 +122,7 @@ def config(kind: type[T]) -> type[T]:
 
 @config
 class Options:
-    """What a choice of a config group may be set to; its defaults stand in conf/."""
+    """The options of a choice of a config group; its defaults are in conf/."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for options that do not go together."""

@@ -20,7 +20,7 @@ from cpt.core.config import FOR_OTHERS
 from cpt.core.errors import reason
 from cpt.core.schema import Options, Read, Text, check_names, check_value, join, option_types, read_options
 
-GIVEN = ("_target_", "_partial_", "_convert_", "_recursive_", *FOR_OTHERS)  # beside the options
+GIVEN = ("_target_", "_partial_", "_convert_", "_recursive_", *FOR_OTHERS)  # in addition to the options
 LIBRARIES = ("torch", "lightning", "transformers", "peft", "torchmetrics")  # slow to import, without Options
 
 

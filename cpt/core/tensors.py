@@ -41,8 +41,8 @@ def check_state(path: Path, *, instead: str) -> None:
 
 
 class NamedTensors(nn.Module):
-    """Tensors by any names, that go where the module goes, or rest on the CPU (`offload`) and are brought to
-    its device when they are used (`at_hand`).
+    """Tensors by any names, on the module's device, or offloaded to the CPU (`offload`) and copied to the
+    device when they are used (`at_hand`).
 
     `persistent` says whether they are part of the state_dict; what construction always gives again need not
     be. A state that is loaded says which there are, whatever there was."""
@@ -56,13 +56,13 @@ class NamedTensors(nn.Module):
         self.update(tensors or {})
 
     def offload(self) -> None:
-        """Has the tensors rest on the CPU from now on, wherever the module goes."""
+        """Keeps the tensors on the CPU from now on, whatever the module's device."""
         self.offloaded = True
         for name, tensor in self.named().items():
             self._buffers[to_buffer_name(name)] = self.at_rest(tensor)
 
     def at_rest(self, tensor: Tensor) -> Tensor:
-        """A tensor where these rest."""
+        """A tensor on the device where these are stored."""
         return tensor.to(CPU) if self.offloaded else tensor
 
     def at_hand(self, tensor: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ class NamedTensors(nn.Module):
         return tensor.to(self.device)
 
     def named(self) -> dict[str, Tensor]:
-        """The tensors by name, where they rest."""
+        """The tensors by name, on the device where they are stored."""
         return {name.replace("/", "."): tensor for name, tensor in self.named_buffers(recurse=False)}
 
     @torch.no_grad()
@@ -159,7 +159,7 @@ def to_buffer_name(name: str) -> str:
 
 
 def offload(module: nn.Module) -> list[str]:
-    """Has all that a module keeps of parameters rest on the CPU; gives the names of what is kept."""
+    """Offloads all that a module keeps of parameters to the CPU; gives the names of what is kept."""
     kept = {name: each for name, each in module.named_modules() if isinstance(each, NamedTensors)}
     for each in kept.values():
         each.offload()

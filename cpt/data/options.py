@@ -11,7 +11,7 @@ from cpt.core.schema import Count, Options, config, option
 class DataOptions(Options):
     """How texts are prepared; nothing of it changes the result."""
 
-    preprocessing_num_workers: Count | None = option("processes that tokenise a text; null: one per core")
+    preprocessing_num_workers: Count | None = option("tokenization processes per text; null: one per core")
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,11 @@ if TYPE_CHECKING:  # a config is checked without torch
 class ReplayConfig(Options):
     """How much is replayed, and from where; a class of your own is chosen by `replay._target_`."""
 
-    past_ratio: BelowOne = option("share of the batch for the past domains together, in turn")
-    general_ratio: BelowOne = option("share of the batch for the general text")
-    mode: Literal["replace", "append"] = option("replayed samples displace new ones, or enlarge the batch")
+    past_ratio: BelowOne = option("share of the batch that is text of past domains, in turn")
+    general_ratio: BelowOne = option("share of the batch that is general text")
+    mode: Literal["replace", "append"] = option(
+        "whether replayed samples replace new ones or enlarge the batch"
+    )
 
     buffer_size: ClassVar[int | None] = None  # samples that are kept of all past domains together
     generates: ClassVar[bool] = False  # whether what is replayed depends on the model before the stage
@@ -55,8 +57,8 @@ class ReplayConfig(Options):
         return self.mode == "append"
 
     def check(self, *, domains: int, general: bool, batch_size: int) -> None:
-        """Raises ValueError for a memory below one sample of each past domain, for general text that there is
-        not, and for shares that leave no new sample in some batch."""
+        """Raises ValueError for a memory below one sample of each past domain, for missing general
+        text, and for shares that leave no new sample in some batch."""
         if self.buffer_size is not None and self.buffer_size < domains:
             allowed = "a sample or more for each, or null"
             raise ValueError(
@@ -115,7 +117,7 @@ class Replay(ReplayConfig):
     """Training text of past domains, and general text."""
 
     buffer_size: Steps | None = option(  # type: ignore[misc]  # an option here, of other replay a constant
-        "samples that are kept of all past domains together; null: all their training text"
+        "stored samples of all past domains together; null: all their training text"
     )
 
 

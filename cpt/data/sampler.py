@@ -184,7 +184,7 @@ def stack_rows(texts: Sequence[Packed], parts: np.ndarray, rows: np.ndarray, key
 
 @dataclass(eq=False)
 class ResumeSampler(Sampler[int]):
-    """The numbers from `start` to `total`; its length is `total`, as Lightning's batch count goes on too."""
+    """The numbers from `start` to `total`; its length is `total`, as Lightning counts batches on."""
 
     start: int
     total: int

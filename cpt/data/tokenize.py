@@ -112,8 +112,8 @@ def map_in_processes(work: Callable[[Any], Any], items: Iterable[Any], processes
                 os.kill(pid, signal.SIGKILL)
         if isinstance(error, BrokenProcessPool):
             raise ValueError(
-                "a process that tokenises was ended, perhaps for want of memory; the same command goes on "
-                "where it was. Allowed: fewer of them (data.preprocessing_num_workers=1)"
+                "a tokenization process was killed, perhaps for want of memory; run the same command again "
+                "to continue. Allowed: fewer of them (data.preprocessing_num_workers=1)"
             ) from error
         raise
     finally:

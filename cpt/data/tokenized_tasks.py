@@ -294,7 +294,7 @@ def render_chat(example: Example, tokenizer: PreTrainedTokenizerBase) -> tuple[l
                     raise ValueError(
                         f"the chat template of {name} changes earlier turns when a turn follows (turn "
                         f"{number + 1} of example {example.id}), so its answers cannot be found. Allowed: a "
-                        "template whose text goes on, or one with {% generation %} marks"
+                        "template that only appends text, or one with {% generation %} marks"
                     )
                 spans.append((len(before), len(after.rstrip())))
             given = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)

@@ -80,7 +80,7 @@ def encode_examples(
 
 @dataclass(frozen=True)
 class FinetuneJob:
-    """A task's encoded splits, and how it is learned: `dev` is None if not used."""
+    """A task's encoded splits, and how it is learned. Without use, `dev` = None."""
 
     name: str
     train: EncodedExamples

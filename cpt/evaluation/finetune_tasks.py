@@ -36,7 +36,7 @@ from cpt.core.sections import Choice
 from cpt.data.sources import readers
 
 EXAMPLE_COLUMNS = ("id", "text", "text_pair", "label")
-OF_ALL_TASKS = ("when", "seeds", "eval_batch_size")  # options that no source is told
+OF_ALL_TASKS = ("when", "seeds", "eval_batch_size")  # options that no source gets
 TABLE_KINDS = tuple(each for each in readers.KINDS if each not in (".txt", ".md"))
 FILE_SPLITS = {"train": "train", "dev": "valid", "test": "test"}  # as cpt.data.sources.readers calls them
 FINETUNE_FORMAT = 1  # counts changes of what a prediction file depends on
@@ -48,19 +48,21 @@ class FinetuneOptions(Options):
 
     epochs: Count = option("passes over the task's training examples")
     lr: Positive = option("peak learning rate")
-    weight_decay: NonNegative = option("on all parameters")
-    warmup_ratio: BelowOne = option("share of the steps; then linear decay")
+    weight_decay: NonNegative = option("weight decay on all parameters")
+    warmup_ratio: BelowOne = option("warm-up, as a share of the steps; then linear decay")
     batch_size: Count = option("examples per step")
-    grouped: Count = option("batches sorted by length together; 1: a plain shuffle")
-    max_seq_length: Annotated[Int, Ge(8)] = option("tokens of text and pair together, at most")
-    precision: Literal["32-true", "bf16-mixed"] = option("of the computation")
-    dropout: BelowOne = option("of the head; in the model it is the model's own")
-    frozen: bool = option("the head alone is trained")
-    metric: Literal["macro_f1", "micro_f1", "accuracy"] = option("what MF1 means for a task")
-    select: Literal["last", "dev"] = option("the epoch that counts: the last, or the best on dev")
-    max_train_samples: Count | None = option("a random sample of train, the same in every run; null: all")
+    grouped: Count = option("batches that are sorted by length together; 1: a plain shuffle")
+    max_seq_length: Annotated[Int, Ge(8)] = option("maximum number of tokens of text and pair together")
+    precision: Literal["32-true", "bf16-mixed"] = option("precision of fine-tuning")
+    dropout: BelowOne = option("dropout of the classification head; the model keeps its own")
+    frozen: bool = option("train the head only")
+    metric: Literal["macro_f1", "micro_f1", "accuracy"] = option("score of a task that MF1 averages")
+    select: Literal["last", "dev"] = option("epoch that is evaluated: the last, or the best on dev")
+    max_train_samples: Count | None = option(
+        "size of a random sample of train, the same in every run; null: all"
+    )
     max_eval_samples: Count | None = option(
-        "a random sample of dev and of test, the same in every run; null: all"
+        "size of a random sample of dev and of test, the same in every run; null: all"
     )
 
 
@@ -68,16 +70,18 @@ class FinetuneOptions(Options):
 class FinetuneProtocol(Options):
     """Options of all tasks together."""
 
-    when: Literal["last", "each", "diagonal"] = option("after which stages; diagonal: on the own domain")
+    when: Literal["last", "each", "diagonal"] = option(
+        "stages after which tasks are measured; diagonal: each after its own domain"
+    )
     seeds: Annotated[OneOrMore[Natural], Allowed("a list of different whole numbers, 0 or more")] = option(
-        "of fine-tuning, each a run"
+        "seeds of fine-tuning, one run each"
     )
     eval_batch_size: Count = option("examples per forward pass")
-    columns: Mapping[str, Any] = option("of the files: id, text, text_pair, label")
+    columns: Mapping[str, Any] = option("columns of the files: id, text, text_pair, label")
     tasks: (
         Annotated[Mapping[str, Mapping[str, Any] | None], Allowed("for each task its own values, or null")]
         | None
-    ) = option("values of single tasks, by domain; null: left out")
+    ) = option("options per task, by domain; null removes the task")
 
 
 SETTINGS = tuple(each.name for each in fields(FinetuneOptions))
@@ -155,7 +159,7 @@ class TaskSource(ABC):
     @property
     @abstractmethod
     def names(self) -> list[str]:
-        """The tasks that there are, whether their domains are learned or not."""
+        """All tasks, whether their domains are learned or not."""
 
     @abstractmethod
     def exists(self, name: str) -> bool:

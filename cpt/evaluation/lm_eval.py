@@ -170,7 +170,7 @@ class Harness:
             )
             for kind in REQUESTS:
                 setattr(lm, kind, partial(count_requests, getattr(lm, kind), expect))
-            # in the place of the harness's cache, which is told of each request that is answered
+            # replaces the harness's cache, which is called for each answered request
             lm.cache_hook = SimpleNamespace(add_partial=lambda *answered: step())
             found = evaluate(
                 lm=lm, task_dict=tasks, limit=options.max_documents, bootstrap_iters=DRAWS, log_samples=False

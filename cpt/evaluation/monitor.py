@@ -23,17 +23,17 @@ if TYPE_CHECKING:  # a config is checked without torch
 class MonitorOptions(Options):
     """What is evaluated during a stage, on validation text, and what ends its stage."""
 
-    every: Steps | None = option("steps between looks; null: none")
-    max_tokens: Steps = option("of each text, at most: rows drawn by key, the same at every look")
-    past: Natural = option("number of earlier domains, at most")
-    general: bool = option("the general text too")
+    every: Steps | None = option("steps between monitoring evaluations; null: none")
+    max_tokens: Steps = option("maximum number of tokens per text, the same sample at every evaluation")
+    past: Natural = option("maximum number of earlier domains")
+    general: bool = option("evaluate the general text as well")
     stop: NonNegative | None = option(
-        "nats per token: a stage ends when the loss of past or general text has risen by more, by all of its "
-        "interval"
+        "end the stage if the loss on past or general text rose by more nats per token, with its "
+        "whole interval; null: never"
     )
     patience: Steps | None = option("evaluations without improvement after which a stage ends")
     keep: Literal["last", "best"] = option(
-        "the weights that a stage ends with: the last, or those of the lowest loss on its own domain"
+        "weights at the end of a stage: the last, or those of the lowest loss on its own domain"
     )
 
     def __post_init__(self) -> None:

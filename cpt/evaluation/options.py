@@ -56,11 +56,14 @@ class EvalOptions(Options):
     """Which cells of the matrix are measured. The base and the last model are scored on every text; every
     stage on the domain that it learned and on the general text. A cell that is left out is missing, not 0."""
 
-    rows: When = option("stages after which further columns are scored: each, every:K, last")
+    rows: When = option("stages after which further test sets are evaluated: each, every:K, last")
     columns: Annotated[
         Literal["all", "seen"] | Annotated[str, Predicate(SOME.fullmatch)],
         Allowed("all, seen, near:K, sample:K"),
-    ] = option("which columns those are: all, seen (learned so far), near:K (in the order), sample:K (drawn)")
+    ] = option(
+        "test sets of these evaluations: all, seen (trained so far), near:K (nearest in the order),"
+        " sample:K (a sample)"
+    )
     max_tokens: Literal["auto"] | Steps | None = option(
         "of each text, at most: rows drawn by key, the same after every stage; null: all that is held out; "
         f"auto: {CAP:,}, or the value that the run started with"
@@ -108,12 +111,12 @@ class StageOptions(Options):
 class TaskEvalOptions(StageOptions):
     """How the held-out examples of a task are asked."""
 
-    written: bool = option("also generated answers (greedy decoding), not only ranked choices")
-    max_new_tokens: Count = option("of a written answer, at most")
-    max_documents: Count | None = option("examples of a task; null: all that are held out")
+    written: bool = option("evaluate generated answers (greedy decoding) as well as ranked choices")
+    max_new_tokens: Count = option("maximum number of tokens per generated answer")
+    max_documents: Count | None = option("maximum number of examples per task; null: all held-out examples")
     batch_size: Count = option("questions per forward pass")
     measures: Annotated[Mapping[str, str], Allowed("a measure for each of some tasks")] | None = option(
-        "what some tasks are known by, instead of the usual; null: none"
+        "metric of a task instead of its default, by task; null: the defaults"
     )
 
     def __post_init__(self) -> None:
@@ -137,19 +140,21 @@ class LMEvalOptions(StageOptions):
     measured on a model without fine-tuning."""
 
     tasks: Annotated[OneOrMore[Text], Allowed("one or more names, each once")] = option(
-        "of the harness, or of your own: tasks, groups and tags"
+        "tasks, groups and tags, of the harness or your own"
     )
-    include: Folder | None = option("where the YAMLs of your own tasks are, in folders of any depth")
+    include: Folder | None = option("folder with your own task YAMLs, at any depth")
     metrics: Annotated[
         Mapping[str, Text], Allowed("a metric for each of some tasks, {hellaswag: acc_norm}")
-    ] = option("what a task's column shows; else the first that the harness gives")
-    shots: Natural | None = option("examples before each question; null: as the task says")
+    ] = option("metric per task; default: the first of the harness")
+    shots: Natural | None = option("few-shot examples; null: the number of the task")
     max_documents: (
         Annotated[Count | OpenShare, Allowed("a whole number, 1 or more, or a share above 0 and below 1")]
         | None
-    ) = option("examples of a task; null: all")
+    ) = option("maximum number of examples per task, or a share; null: all")
     batch_size: Literal["auto"] | Steps = option("requests per forward pass")
-    max_length: Annotated[Int, Ge(2)] | None = option("tokens of a request; null: as the model reads")
+    max_length: Annotated[Int, Ge(2)] | None = option(
+        "maximum tokens of a request; null: the limit of the model"
+    )
 
     @property
     def stamp(self) -> str:

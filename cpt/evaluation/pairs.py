@@ -1,8 +1,8 @@
 """How many pairs of runs the sign-flip test needs. A sweep logs it when it starts: no numpy here."""
 
-EXACT = 12  # up to so many pairs every one of the 2^n signs is tried
+EXACT = 12  # up to this number of pairs, every one of the 2^n signs is tried
 FLIPS = 10_000  # random signs where there are more pairs
-LEVEL = 0.05  # of a corrected p-value, from which on down two groups are told apart
+LEVEL = 0.05  # the largest corrected p-value at which two groups differ
 
 
 def least_p(pairs: int) -> float:

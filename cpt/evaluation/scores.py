@@ -50,7 +50,9 @@ class Scores(Layout):
     metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
     parts: list[dict[str, dict[str, float]]] = field(default_factory=list)  # [row]{text: {part: weight}}
     trained: list[int] = field(default_factory=list)  # [row], parameters that the stage trained
-    stored: list[int] = field(default_factory=list)  # [row], bytes that the method keeps beside the model
+    stored: list[int] = field(
+        default_factory=list
+    )  # [row], bytes that the method keeps in addition to the model
     seen: list[int] = field(default_factory=list)  # [row], tokens that the stage's steps read
     flops: list[int] = field(default_factory=list)  # [row], floating-point operations of the stage
     memory: list[int] = field(default_factory=list)  # [row], peak bytes of the stage

@@ -1,7 +1,7 @@
 """Metrics of tasks: fine-tuned end tasks, ranked and written answers, columns of the lm-evaluation-harness.
 
 End tasks: A[t][u] is the score on the end task of domain u after the model of row t was fine-tuned on it, a
-mean over seeds; tasks stand in the order of learning. Ke et al. 2023 (DAS, ICLR): MF1, accuracy, forget rate.
+mean over seeds; tasks are in the order of learning. Ke et al. 2023 (DAS, ICLR): MF1, accuracy, forget rate.
 
 Answers: exact match follows the rule that O-LoRA and MIGU release (their `compute_metrics`): lower case, no
 ASCII punctuation, single blanks. It mixes two failures, the wrong class and no class at all, which
@@ -249,13 +249,13 @@ OPEN = ("rouge_l", "exact_match", "edit_similarity")
 
 def measures_of(answered: TaskAnswers, known_by: str | None = None) -> list[str]:
     """The measures that a task has: of choices, or of free text; the first is the one that it is known by,
-    which may be asked for. Raises ValueError for one that there are no answers for."""
+    which may be asked for. Raises ValueError for one without answers."""
     usual = CLOSED if answered.ranked is not None else OPEN
     there = {name for name in vars(answered) if getattr(answered, name) is not None}
     wanted = dict.fromkeys([known_by, *usual] if known_by else usual)
     found = [name for name in wanted if there >= set(MEASURES[name].needs)]
     if known_by and known_by not in found:
-        raise ValueError(f"{known_by} is of answers that there are not. Allowed: {', '.join(found)}")
+        raise ValueError(f"{known_by} needs answers of another kind. Allowed: {', '.join(found)}")
     return found
 
 

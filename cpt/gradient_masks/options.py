@@ -23,12 +23,20 @@ ActsOn = Literal["gradient", "update", "frozen"]
 class SoftMaskOptions(Options):
     """A soft mask and the proxy of general knowledge (cpt.gradient_masks.soft)."""
 
-    units: OneOrMore[Literal["heads", "neurons", "outputs", "tokens"]] = option("what is protected")
-    columns: Subset[Literal["heads", "neurons"]] = option("units that own the columns of their reader too")
-    apply_to: ActsOn = option("what is scaled: gradient, the step, or the step and its moments")
-    normalize: Literal["tanh_abs", "tanh_relu", "minmax", "rank"] = option("to [0, 1], per layer and kind")
-    general: Literal["logits", "hidden"] | None = option("what the KL of two passes compares; null: no KL")
-    proxy_dropout: OpenShare | None = option("rate of these two passes; null: the model's own")
+    units: OneOrMore[Literal["heads", "neurons", "outputs", "tokens"]] = option("units that are protected")
+    columns: Subset[Literal["heads", "neurons"]] = option(
+        "units that also own columns of the layer that reads them"
+    )
+    apply_to: ActsOn = option("what factors scale: the gradient, the update, or the update and its moments")
+    normalize: Literal["tanh_abs", "tanh_relu", "minmax", "rank"] = option(
+        "normalization of importances to [0, 1], per layer and kind of unit"
+    )
+    general: Literal["logits", "hidden"] | None = option(
+        "outputs whose KL divergence gives general importance; null: none"
+    )
+    proxy_dropout: OpenShare | None = option(
+        "dropout rate of the passes for general importance; null: the model's own"
+    )
 
 
 KNOWN_IN_TIME = ("output", "fisher")  # importances that rows have before the backward pass
@@ -38,20 +46,26 @@ KNOWN_IN_TIME = ("output", "fisher")  # importances that rows have before the ba
 class MagnitudeMaskOptions(Options):
     """Options of MIGU's mask."""
 
-    threshold: BelowOne | None = option("T, the share of rows left as they are")
-    top_p: PositiveShare | None = option("instead of T: the chosen rows' share of importance", default=None)
-    importance: Literal["output", "fisher", "gradient", "weight", "random"] = option(
-        "what rows are ranked by: |output|, Fisher before the domain; controls: |gradient|, |weight|, a draw"
+    threshold: BelowOne | None = option("T: the share of rows that are not updated")
+    top_p: PositiveShare | None = option(
+        "p: the share of importance of the updated rows, in place of threshold", default=None
     )
-    estimator: Literal["per_sample", "batch"] = option("of importance=fisher")
-    apply_to: ActsOn = option("what is scaled: gradient, the step, or the step and its moments")
-    only: Pattern | None = option("which linear maps: a regular expression for their names")
-    biases: bool = option("also the maps' biases")
-    head: bool = option("also the linear maps outside the blocks")
-    tied: bool = option("of these also the one that shares the embedding's weight")
-    skip_first_domain: bool = option("the first domain is learned without the mask")
-    backend: Literal["hooks", "backward"] = option("gradients of all rows, then scaled; or of chosen rows")
-    seed: Natural = option("of importance=random")
+    importance: Literal["output", "fisher", "gradient", "weight", "random"] = option(
+        "ranking of rows: |output|, or Fisher before the domain; as controls |gradient|, |weight|, random"
+    )
+    estimator: Literal["per_sample", "batch"] = option(
+        "Fisher estimator (used with importance=fisher): gradients of samples, or of batches"
+    )
+    apply_to: ActsOn = option("what factors scale: the gradient, the update, or the update and its moments")
+    only: Pattern | None = option("regular expression for the names of masked linear layers; null: all")
+    biases: bool = option("mask biases as well")
+    head: bool = option("mask linear layers outside the blocks as well")
+    tied: bool = option("mask a head that is tied to the embedding as well (used with head=true)")
+    skip_first_domain: bool = option("train the first domain without the mask")
+    backend: Literal["hooks", "backward"] = option(
+        "hooks: scale the gradients of all rows; backward: compute the gradients of chosen rows only"
+    )
+    seed: Natural = option("seed (used with importance=random)")
     magnitudes: bool = option(
         "record the held-out texts' product magnitudes of the base and the final model", default=True
     )
@@ -78,7 +92,7 @@ class MagnitudeMaskOptions(Options):
 class MomentumFilterOptions(Options):
     """Options of MoFO."""
 
-    share: PositiveShare = option("alpha, the share of each tensor's entries that move")
+    share: PositiveShare = option("alpha: the share of each tensor's entries that are updated")
     form: Literal["released", "whole"] = option(
-        "what is filtered: released (not norms, biases, weight decay), or whole (the step of every tensor)"
+        "released: filter all but norms, biases and weight decay; whole: filter the step of every tensor"
     )

@@ -14,7 +14,7 @@ from cpt.core.config import digest
 from cpt.core.preemption import Preempted
 from cpt.evaluation.metrics import UNITS
 from cpt.evaluation.scores import Scores
-from cpt.loggers.wandb import Curves, init_wandb, publish, publish_stage
+from cpt.loggers.wandb import Curves, open_wandb, publish, publish_stage
 from cpt.reporting.frames import stage_points, summarize_scores
 
 
@@ -71,7 +71,7 @@ def track(
             # Lightning would pass an option that W&B warns of, and join a run that is still open. One run
             # folder is one W&B run, also after a restart.
             place: dict[str, Any] = {name: options.get(name) for name in ("project", "entity", "mode")}
-            run = init_wandb(digest([about["group"], folder.name]), folder, **about, **place)
+            run = open_wandb(digest([about["group"], folder.name]), folder, **about, **place)
             curves = Curves(run, per_domain=bool(options.get("per_domain")), high=folder / "wandb" / "tokens")
             loggers.append(WandbCurves(curves, histograms=bool(options.get("histograms"))))
         yield loggers

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import netrc
+import os
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import urlsplit
 
 import numpy as np
 from PIL import Image
@@ -19,6 +23,8 @@ from cpt.reporting.frames import escape_name, label
 if TYPE_CHECKING:
     import wandb
 
+log = logging.getLogger(__name__)
+WANDB_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
 LARGEST_REPORT = 10_000_000  # bytes; a larger page is slow in a panel
 TOKENS, STEP = "train/tokens", "trainer/global_step"
 TRAINING = ("train", "monitor", "budget")  # curves KIND/NAME/DOMAIN of metrics.csv
@@ -27,6 +33,33 @@ AXES = {  # No two patterns meet: of several that do W&B takes any.
     "stage": ("ppl/*", "stages/*", "tasks/*", "units/*"),
 }
 LONGEST_NAME, LONGEST_ORDER = 80, 30  # characters of a run's name, and of an order in it
+
+
+def is_logged_in() -> bool:
+    """Whether there is a key for W&B's server, from WANDB_API_KEY or `wandb login`. Sends nothing."""
+    import wandb
+
+    settings = wandb.setup().settings
+    host = urlsplit(settings.base_url).netloc
+    hosts = {host, *WANDB_HOSTS} if host in WANDB_HOSTS else {host}  # a key of one is taken by the other
+    try:
+        keys = netrc.netrc(os.environ.get("NETRC") or Path.home() / ".netrc").hosts
+    except (OSError, netrc.NetrcParseError):
+        keys = {}
+    return bool(settings.api_key or hosts & keys.keys())
+
+
+def open_wandb(identifier: str, folder: Path, *, mode: str, **about: Any) -> wandb.Run:
+    """The W&B run of a run folder. `mode=auto`: WANDB_MODE, else online for a logged-in user, and offline
+    with a warning if the server cannot be reached."""
+    if mode != "auto":
+        return init_wandb(identifier, folder, mode=mode, **about)
+    mode = os.environ.get("WANDB_MODE") or ("online" if is_logged_in() else "offline")
+    try:
+        return init_wandb(identifier, folder, mode=mode, **about)
+    except ConnectionError as error:
+        log.warning("%s; logging offline, `wandb sync` sends the run later", str(error).partition(";")[0])
+        return init_wandb(identifier, folder, mode="offline", **about)
 
 
 def init_wandb(identifier: str, folder: Path, *, tags: Sequence[str], **about: Any) -> wandb.Run:

@@ -128,7 +128,7 @@ class ContinualMethod(LightningModule):
         self.bank, self.router = bank, Router(bank, routing, self.objective)
 
     def aux_models(self) -> dict[str, nn.Module]:
-        """Auxiliary models by name (teachers, generators), kept in `self.beside` and the state_dict; those
+        """Auxiliary models by name (teachers, generators), kept in the state_dict; those
         with parameters that require a gradient are trained. Scores and export cover `self.model` alone."""
         return {}
 

@@ -39,18 +39,20 @@ from cpt.gradient_masks.options import ActsOn, SoftMaskOptions
 
 @config
 class AdapterOptions(BottleneckOptions):
-    per_domain: bool = option("a new adapter for each domain")
-    start: Literal["base", "previous"] = option("of a new domain's: newly drawn, or a copy of the last")
-    routing: Routing = option("with per_domain: which adapter scores a text, one of conf/routing")
+    per_domain: bool = option("use a new adapter for each domain")
+    start: Literal["base", "previous"] = option("start of a new adapter: random, or a copy of the last")
+    routing: Routing = option("routing (used with per_domain): one of conf/routing")
 
 
 @config
 class AGEMOptions(Options):
-    buffer_size: Count = option("samples of all domains so far that are kept")
-    minibatch_size: Count = option("samples of a reference gradient, over all processes")
-    constraints: Literal["mean", "each"] = option("one on all earlier domains (A-GEM), or one on each (GEM)")
-    margin: NonNegative = option("lower bound of v (GEM's memory strength)")
-    apply_to: Literal["gradient", "update"] = option("what is projected: the gradient, or the step")
+    buffer_size: Count = option("stored samples of all domains")
+    minibatch_size: Count = option("samples per reference gradient, over all processes")
+    constraints: Literal["mean", "each"] = option(
+        "one constraint on all earlier domains (A-GEM), or one on each (GEM)"
+    )
+    margin: NonNegative = option("lower bound of v (memory strength of GEM)")
+    apply_to: Literal["gradient", "update"] = option("what is projected: the gradient, or the update")
 
     def __post_init__(self) -> None:
         if self.margin and self.apply_to == "update":
@@ -63,23 +65,29 @@ class AGEMOptions(Options):
 class ContrastOptions(Options):
     """The contrast of DAS and DGA (cpt.methods.das)."""
 
-    contrast: NonNegative = option("lambda, the term's weight; 0: none of its passes")
-    contrast_text: Literal["uncorrupted", "corrupted"] = option("the text that is contrasted")
-    contrast_dropout: BelowOne | None = option("rate of its passes; null: the model's own")
-    contrast_samples: PositiveShare = option("share of each batch's samples that are contrasted")
-    contrast_every: Count = option("steps between two contrasts, whose weight is as many times lambda")
-    contrast_negatives: Literal["trained", "fixed"] = option("whether the negatives' pass has gradients")
-    temperature: Positive = option("tau")
+    contrast: NonNegative = option("lambda: the weight of the contrastive term; 0: none of its passes")
+    contrast_text: Literal["uncorrupted", "corrupted"] = option("text of the contrastive passes")
+    contrast_dropout: BelowOne | None = option(
+        "dropout rate of the contrastive passes; null: the model's own"
+    )
+    contrast_samples: PositiveShare = option("share of each batch in the contrastive term")
+    contrast_every: Count = option(
+        "steps between contrastive terms; their weight is multiplied by this number"
+    )
+    contrast_negatives: Literal["trained", "fixed"] = option("compute gradients in the pass of the negatives")
+    temperature: Positive = option("tau: the temperature of the contrastive term")
 
 
 @config
 class ConsolidationOptions(Options):
     """How the importances of weights are measured and merged (cpt.methods.ewc)."""
 
-    strength: NonNegative = option("lambda, the penalty's weight")
-    estimator: Literal["per_sample", "batch"] = option("of the gradients of samples, or of batches")
-    merge: Literal["mean", "decay"] = option("of a domain's importances with those before")
-    gamma: Probability = option("of merge=decay: the factor on the importances so far")
+    strength: NonNegative = option("lambda: the weight of the penalty")
+    estimator: Literal["per_sample", "batch"] = option(
+        "Fisher estimator: gradients of samples, or of batches"
+    )
+    merge: Literal["mean", "decay"] = option("how importances of a domain are merged with earlier ones")
+    gamma: Probability = option("factor on earlier importances (used with merge=decay)")
 
 
 Rule = Literal["average", "task_arithmetic", "ties", "dare", "dare_ties", "slerp", "fisher"]
@@ -89,18 +97,24 @@ Rule = Literal["average", "task_arithmetic", "ties", "dare", "dare_ties", "slerp
 class MergeOptions(Options):
     """How the final weights of domains become one model (cpt.methods.merge)."""
 
-    rule: Rule = option("how the weights of domains become one model")
+    rule: Rule = option("rule that merges the weights of the domains")
     start: Literal["merged", "base", "previous"] = option(
-        "where a domain starts; previous: the last domain's end"
+        "weights that a domain starts from; previous: those at the end of the last domain"
     )
-    scale: NonNegative = option("lambda, of task_arithmetic, ties and dare; the default follows the rule")
-    density: PositiveShare = option("of ties: the share of tau's entries that is kept")
-    trimmed: Literal["tensor", "model"] = option("of ties: the largest of each tensor, or of the model")
-    drop: BelowOne = option("p of dare: how likely an entry is dropped")
-    share: Probability = option("u of slerp: the share of the newest domain")
-    base: bool = option("of average and slerp: the base is one of the models")
-    epsilon: Positive = option("of fisher: added to each entry of F")
-    estimator: Literal["per_sample", "batch"] = option("of fisher: gradients of samples, or of batches")
+    scale: NonNegative = option(
+        "lambda (used with task_arithmetic, ties and dare); null: the default of the rule"
+    )
+    density: PositiveShare = option("share of the entries of tau to keep (used with rule=ties)")
+    trimmed: Literal["tensor", "model"] = option(
+        "trim over each tensor, or over the model (used with rule=ties)"
+    )
+    drop: BelowOne = option("p: the probability that an entry is dropped (used with rule=dare)")
+    share: Probability = option("u: the share of the newest domain (used with rule=slerp)")
+    base: bool = option("include the base model (used with rule=average and slerp)")
+    epsilon: Positive = option("added to each entry of F (used with rule=fisher)")
+    estimator: Literal["per_sample", "batch"] = option(
+        "Fisher estimator (used with rule=fisher): gradients of samples, or of batches"
+    )
 
     @property
     def signs(self) -> bool:
@@ -113,12 +127,16 @@ Width = Annotated[Number, Ge(0.001), Le(100)]
 
 @config
 class CPTPluginOptions(GateOptions):
-    attention: Width = option("inner size of an attention's plug-in, as a share of the hidden size")
-    ffn: Width = option("inner size of an FFN's plug-in, as a share of the hidden size")
-    output_relu: bool = option("a ReLU after the second layer: the first model is then not the base")
-    norms: Literal["per_domain", "frozen"] = option("norms of the blocks: each domain's own, or the base's")
-    sparsity: NonNegative = option("weight of HAT's regulariser")
-    routing: Routing = option("which domain's gates score a text: one of conf/routing")
+    attention: Width = option("inner size of an attention plug-in, as a share of the hidden size")
+    ffn: Width = option("inner size of an FFN plug-in, as a share of the hidden size")
+    output_relu: bool = option(
+        "apply a ReLU after the second layer; the initial model then differs from the base"
+    )
+    norms: Literal["per_domain", "frozen"] = option(
+        "layer norms of the blocks: one set per domain, or the base model's"
+    )
+    sparsity: NonNegative = option("weight of the HAT regularizer")
+    routing: Routing = option("routing: one of conf/routing")
 
     @property
     def plugin(self) -> dict[str, Any]:
@@ -128,29 +146,31 @@ class CPTPluginOptions(GateOptions):
 
 @config
 class DASOptions(SoftMaskOptions, ContrastOptions):
-    domains: bool = option("importance of each domain learned, by its language-model loss")
+    domains: bool = option("estimate the importance of each domain after training on it")
 
 
 @config
 class DEMIXOptions(BottleneckOptions):
-    experts: Literal["ffn", "adapter"] = option("of a domain: the FFN of every block, or an adapter")
-    start: Literal["nearest", "previous", "base"] = option("what a new expert is a copy of")
-    routing: Routing = option("which experts score a text: one of conf/routing")
+    experts: Literal["ffn", "adapter"] = option(
+        "what an expert replaces or adds: the FFN of every block, or an adapter"
+    )
+    start: Literal["nearest", "previous", "base"] = option(
+        "start of a new expert: a copy of the base FFN, of the last or of the nearest expert"
+    )
+    routing: Routing = option("routing: one of conf/routing")
 
 
 @config
 class DERPPOptions(Options):
     alpha: NonNegative = option("weight of the mean squared error to the stored outputs")
     beta: NonNegative = option("weight of the loss on the stored labels")
-    buffer_size: Count | None = option(
-        "samples that are kept, over all processes; null: buffer_bytes says it"
-    )
-    buffer_bytes: Positive | None = option("bytes for all that is kept; null: buffer_size says it")
+    buffer_size: Count | None = option("stored samples, over all processes; null: set by buffer_bytes")
+    buffer_bytes: Positive | None = option("memory of all stored samples in bytes; null: set by buffer_size")
     minibatch_size: Count | None = option(
-        "samples of each of the two draws in a forward pass; null: half of its batch"
+        "samples per draw and forward pass, two draws; null: half of the batch"
     )
-    matched: Literal["hidden", "logits"] = option("the outputs that are held")
-    precision: Literal["float16", "bfloat16", "float32"] = option("of the stored outputs")
+    matched: Literal["hidden", "logits"] = option("outputs that are matched: logits, or hidden states")
+    precision: Literal["float16", "bfloat16", "float32"] = option("precision of the stored outputs")
 
     def __post_init__(self) -> None:
         if (self.buffer_size is None) == (self.buffer_bytes is None):
@@ -174,12 +194,18 @@ class ELLEOptions(Options):
     neurons: PerDomain[Annotated[Number, Ge(1), Le(100)]] = option(
         "factor on FFN widths before each further domain"
     )
-    heads: PerDomain[Natural] = option("key/value heads, with their query heads, added to each attention")
-    layers: PerDomain[Natural] = option("blocks added to each stack there")
-    hidden: PerDomain[Count] = option("factor on the hidden size there; heads need a size of their own")
-    noise: NonNegative = option("noise on copies but for blocks, in standard deviations of the weights")
-    recovery: NonNegative = option("steps on earlier text ahead of a domain, as a share of its own")
-    prompt: Natural = option("n, prompt vectors per domain after the first token; in front with a decoder")
+    heads: PerDomain[Natural] = option(
+        "key/value heads, with their query heads, added to each attention before a domain"
+    )
+    layers: PerDomain[Natural] = option("blocks added to each stack before each further domain")
+    hidden: PerDomain[Count] = option(
+        "factor on the hidden size before each further domain; needs a model with an independent head size"
+    )
+    noise: NonNegative = option("noise on copies other than blocks, in standard deviations of the weights")
+    recovery: NonNegative = option("recovery steps on earlier text before a domain, as a share of its steps")
+    prompt: Natural = option(
+        "n: prompt vectors per domain, after the first token (encoder-decoder: in front)"
+    )
 
     def growth(self, domain: int) -> dict[str, float]:
         """The model's growth before a domain."""
@@ -190,7 +216,7 @@ class ELLEOptions(Options):
 
 @config
 class EMAOptions(Options):
-    decay: BelowOne = option("alpha: about 1 / (1 - decay) steps count")
+    decay: BelowOne = option("alpha: the decay of the average, over about 1 / (1 - decay) steps")
 
 
 @config
@@ -200,16 +226,18 @@ class EWCOptions(ConsolidationOptions):
 
 @config
 class HATOptions(BottleneckOptions, GateOptions):
-    form: Literal["full", "adapter"] = option("gates on the model's own units, or on adapters")
-    units: Subset[Literal["heads", "neurons", "outputs"]] = option("what is gated in the form full")
-    shared: Literal["frozen", "trained"] = option(
-        "embeddings, norms and head after the first domain; trained: earlier domains change"
+    form: Literal["full", "adapter"] = option("gates on the units of the model, or on adapters")
+    units: Subset[Literal["heads", "neurons", "outputs"]] = option(
+        "units that are gated (used with form=full)"
     )
-    apply_to: ActsOn = option("what is scaled: gradient, the step, or the step and its moments")
-    strength: NonNegative = option("c, the regulariser's weight")
-    std: Positive = option("of the e that a domain begins with")
-    gate_rate: Positive = option("the learning rate of the gates' e over that of all")
-    routing: Routing = option("which domain's gates score a text: one of conf/routing")
+    shared: Literal["frozen", "trained"] = option(
+        "embeddings, norms and head after the first domain; trained: results on earlier domains change"
+    )
+    apply_to: ActsOn = option("what factors scale: the gradient, the update, or the update and its moments")
+    strength: NonNegative = option("c: the weight of the regularizer")
+    std: Positive = option("standard deviation of the initial gate embeddings e")
+    gate_rate: Positive = option("learning-rate multiplier of the gate embeddings e")
+    routing: Routing = option("routing: one of conf/routing")
 
     def __post_init__(self) -> None:
         if self.form == "full" and not self.units and self.shared == "frozen":
@@ -223,30 +251,37 @@ class IncLoRAOptions(StoredPairOptions):
 
 @config
 class KDOptions(Options):
-    strength: NonNegative = option("lambda, the weight of the distillation")
-    temperature: Positive = option("of both distributions")
-    distilled: Literal["logits", "hidden"] = option("over the vocabulary, or over the features")
-    teacher: Literal["run", "bf16-mixed"] = option("precision of the teacher's pass: the run's, or faster")
+    strength: NonNegative = option("lambda: the weight of the distillation loss")
+    temperature: Positive = option("temperature of both distributions")
+    distilled: Literal["logits", "hidden"] = option(
+        "distillation over the vocabulary, or over the hidden features"
+    )
+    teacher: Literal["run", "bf16-mixed"] = option(
+        "precision of the teacher's pass: that of the run, or a faster one"
+    )
 
 
 @config
 class L2Options(Options):
-    strength: NonNegative = option("lambda, the penalty's weight")
-    towards: Literal["previous", "base"] = option("the weights before this domain, or the base's")
+    strength: NonNegative = option("lambda: the weight of the penalty")
+    towards: Literal["previous", "base"] = option(
+        "anchor: the weights before this domain, or the base model's"
+    )
 
 
 @config
 class LifelongMoEOptions(Options):
-    num_experts: Natural = option("new experts of each mixture per domain; 0: no mixtures")
-    every: Count = option("blocks per mixture, in the last of which the FFN becomes one")
-    top_k: Count = option("k, experts that compute a token")
+    num_experts: Natural = option("new experts per mixture and domain; 0: no mixtures")
+    every: Count = option("blocks per mixture; the FFN of the last of them becomes a mixture")
+    top_k: Count = option("k: experts per token")
     start: Literal["base", "last", "nearest"] = option(
-        "new experts copy the FFN, or the last or (by perplexity) nearest domain's experts"
+        "start of new experts: a copy of the FFN, of the last domain's experts, or of the nearest "
+        "domain's by perplexity"
     )
-    opening: Probability = option("share of a domain's steps over which new experts open")
-    dense: Literal["trained", "frozen"] = option("all outside of mixtures")
-    strength: NonNegative = option("lambda, the weight of KL from the model before")
-    balance: NonNegative = option("alpha, the weight of the balance of experts")
+    opening: Probability = option("share of the domain's steps over which new experts are phased in")
+    dense: Literal["trained", "frozen"] = option("whether parameters outside the mixtures are trained")
+    strength: NonNegative = option("lambda: the weight of the KL divergence from the previous model")
+    balance: NonNegative = option("alpha: the weight of the load-balancing loss")
 
     def __post_init__(self) -> None:
         if self.num_experts == 0 and self.dense == "frozen":
@@ -257,19 +292,19 @@ class LifelongMoEOptions(Options):
 
 @config
 class LoRAOptions(PairOptions):
-    per_domain: bool = option("a pair for each domain")
-    start: Literal["base", "previous"] = option("of a new domain's pair: newly drawn, or a copy of the last")
-    routing: Routing = option("of per_domain: which pair scores a text: one of conf/routing")
+    per_domain: bool = option("use a new adapter for each domain")
+    start: Literal["base", "previous"] = option("start of a new adapter: random, or a copy of the last")
+    routing: Routing = option("routing (used with per_domain): one of conf/routing")
 
 
 @config
 class MASOptions(ConsolidationOptions):
-    output: Literal["logits", "hidden"] = option("f: what is to stay as it is")
+    output: Literal["logits", "hidden"] = option("f: the output whose sensitivity is measured")
 
 
 @config
 class MergeLoRAOptions(MergeOptions, PairOptions):
-    truncated: Count | None = option("rank of what is added to the base; null: what it is")
+    truncated: Count | None = option("rank to which the merged update is truncated; null: none")
 
     def __post_init__(self) -> None:
         if self.exported == "peft":
@@ -278,7 +313,7 @@ class MergeLoRAOptions(MergeOptions, PairOptions):
 
 @config
 class MIGUOptions(Options):
-    mask: Choice = option("the mask: one of conf/mask")
+    mask: Choice = option("mask: one of conf/mask")
 
 
 @config
@@ -288,26 +323,32 @@ class MoELoRAOptions(MapPairOptions):
 
 @config
 class NLoRAOptions(StoredPairOptions):
-    strength: NonNegative = option("lambda, the penalty's weight")
-    penalty: Literal["product", "factors"] = option("of the newest pair: B A, or a bound from its factors")
+    strength: NonNegative = option("lambda: the weight of the penalty")
+    penalty: Literal["product", "factors"] = option(
+        "penalty on the product B A of the newest adapter, or on a bound from its factors"
+    )
 
 
 @config
 class OLoRAOptions(StoredPairOptions):
-    strength: NonNegative = option("lambda_1, of the overlap with earlier pairs")
-    penalty: Literal["l1", "squared"] = option("on the entries of A_k A_t^T")
-    norm: NonNegative = option("lambda_2, of the new pair's Frobenius norms")
+    strength: NonNegative = option("lambda_1: the weight of the overlap with earlier adapters")
+    penalty: Literal["l1", "squared"] = option("norm of the entries of A_k A_t^T")
+    norm: NonNegative = option("lambda_2: the weight of the Frobenius norms of the new adapter")
 
 
 @config
 class OSFOptions(Options):
-    protected: Probability = option("share of each layer's singular directions in the first domain")
-    growth: Probability = option("share that each further domain adds")
-    most: Probability = option("upper bound of the share")
-    least: Probability | None = option("share in a block that changes all of its input; null: alike")
-    protect: Literal["blocks", "all"] = option("linear layers within the blocks, or embeddings and head too")
-    sides: Literal["both", "block"] = option("protects movements in either subspace, or only in both")
-    apply_to: Literal["gradient", "update"] = option("what is projected: the gradient, or the step")
+    protected: Probability = option(
+        "share of protected singular directions of each matrix in the first domain"
+    )
+    growth: Probability = option("additional share for each further domain")
+    most: Probability = option("upper bound of the protected share")
+    least: Probability | None = option(
+        "protected share of a block that changes its input completely; null: the same share in all blocks"
+    )
+    protect: Literal["blocks", "all"] = option("protect linear layers within the blocks, or all matrices")
+    sides: Literal["both", "block"] = option("protect movements in either subspace, or only in both")
+    apply_to: Literal["gradient", "update"] = option("what is projected: the gradient, or the update")
 
     def __post_init__(self) -> None:
         if self.least is not None and self.least > self.protected:
@@ -324,44 +365,50 @@ Tuner = (
 
 @config
 class PeftOptions(Options):
-    tuner: Tuner = option("one of peft's tuners")
-    target_modules: Targets = option("which layers: auto, or as method.target_modules of lora")
-    arguments: Mapping[str, Any] = option("of the tuner's config, as peft names them")
-    per_domain: bool = option("one for each domain")
-    start: Literal["base", "previous"] = option("of a new domain's: the initial one, or a copy of the last")
-    routing: Routing = option("of per_domain: which one scores a text: one of conf/routing")
+    tuner: Tuner = option("tuner of peft")
+    target_modules: Targets = option("adapted layers: auto, or as method.target_modules of lora")
+    arguments: Mapping[str, Any] = option("arguments of the tuner's config, with the names of peft")
+    per_domain: bool = option("use a new one for each domain")
+    start: Literal["base", "previous"] = option("start of a new one: the initial one, or a copy of the last")
+    routing: Routing = option("routing (used with per_domain): one of conf/routing")
 
 
 @config
 class ProgPromptOptions(Options):
-    num_virtual_tokens: Natural = option("n, vectors that each domain adds; 0: the base")
-    residual: Count | None = option("rows of W_down of the prompt's residual layers; null: none")
-    start: Literal["vocabulary", "previous"] = option("a new prompt: embeddings of random tokens, or a copy")
-    routing: Routing = option("which chain scores a text: one of conf/routing")
+    num_virtual_tokens: Natural = option("n: prompt vectors that each domain adds; 0: the base model")
+    residual: Count | None = option("bottleneck of the residual layers of the prompt; null: none")
+    start: Literal["vocabulary", "previous"] = option(
+        "start of a new prompt: embeddings of random tokens, or a copy of the last"
+    )
+    routing: Routing = option("routing: one of conf/routing")
 
 
 @config
 class PromptOptions(Options):
     num_virtual_tokens: Natural = option(
-        "n, vectors after the first token, in front with a decoder; 0: the base"
+        "n: prompt vectors after the first token (encoder-decoder: in front); 0: the base model"
     )
-    per_domain: bool = option("a prompt for each domain; false: one for all")
-    start: Literal["vocabulary", "previous"] = option("a new prompt: embeddings of random tokens, or a copy")
-    routing: Routing = option("of per_domain: which prompt scores a text: one of conf/routing")
+    per_domain: bool = option("use a new prompt for each domain")
+    start: Literal["vocabulary", "previous"] = option(
+        "start of a new prompt: embeddings of random tokens, or a copy of the last"
+    )
+    routing: Routing = option("routing (used with per_domain): one of conf/routing")
 
 
 @config
 class RecAdamOptions(Options):
-    strength: NonNegative = option("gamma, the pull's share of the learning rate")
-    annealed: bool = option("a step counts more and the pull less, the later in the domain")
-    middle: Probability = option("t_0, where lambda is 1/2, as a share of a domain's steps")
-    slope: Positive = option("k times the domain's steps")
-    towards: Literal["previous", "base"] = option("the weights before this domain, or the base's")
+    strength: NonNegative = option("gamma: the pull, relative to the learning rate")
+    annealed: bool = option("anneal from the pull to the loss over the domain")
+    middle: Probability = option("t_0: the step where lambda is 1/2, as a share of the domain's steps")
+    slope: Positive = option("k: the slope of the sigmoid, times the domain's steps")
+    towards: Literal["previous", "base"] = option(
+        "anchor: the weights before this domain, or the base model's"
+    )
 
 
 @config
 class ExperienceReplayOptions(Options):
-    mixture: ReplayConfig = option("how much earlier text is mixed in: one of conf/replay")
+    mixture: ReplayConfig = option("replay: one of conf/replay")
 
 
 Every = Annotated[Count | OpenShare, Allowed("above 0 and below 1, or a whole number, 1 or more")]
@@ -369,26 +416,30 @@ Every = Annotated[Count | OpenShare, Allowed("above 0 and below 1, or a whole nu
 
 @config
 class ReptileOptions(Options):
-    every: Every = option("k, steps between interpolations: a share of the domain's, or a number")
-    share: Probability = option("epsilon of the way since the last one; 1: ncl")
+    every: Every = option("k: steps between interpolations, as a share of the domain's steps or a number")
+    share: Probability = option("epsilon: the share of the movement that is kept; 1 equals ncl")
 
 
 @config
 class SAPTOptions(MapPairOptions):
-    key: Literal["attention", "cosine"] = option("comparison of a text with a pair's key")
-    query: Literal["embeddings", "encoder"] = option("the vectors whose mean represents a text")
-    bottleneck: Count = option("of key=attention: rows of W_down")
-    scale: Positive = option("of key=cosine: what cosines are multiplied by")
-    key_rate: Positive = option("learning rate of the newest key and the query, times that of the pairs")
-    strength: NonNegative = option("lambda: of the KL with key=attention, of 1 - cos with key=cosine")
+    key: Literal["attention", "cosine"] = option("how a text is compared with an adapter's key")
+    query: Literal["embeddings", "encoder"] = option("vectors whose mean represents a text")
+    bottleneck: Count = option("rows of W_down (used with key=attention)")
+    scale: Positive = option("factor on cosines (used with key=cosine)")
+    key_rate: Positive = option(
+        "learning-rate multiplier of the newest key and the query, relative to the adapters"
+    )
+    strength: NonNegative = option(
+        "lambda: the weight of the KL term (key=attention) or of 1 - cos (key=cosine)"
+    )
 
 
 @config
 class SIOptions(Options):
-    strength: NonNegative = option("c, the penalty's weight")
-    damping: Positive = option("xi, added to the squared way")
+    strength: NonNegative = option("c: the weight of the penalty")
+    damping: Positive = option("xi: added to the squared distance")
 
 
 @config
 class WiSEFTOptions(Options):
-    previous: Probability = option("p, the share of the model before the domain; 0: plain ncl")
+    previous: Probability = option("p: the share of the model before the domain; 0 equals ncl")

@@ -42,8 +42,8 @@ Trainable = Annotated[
 class Freeze(Options):
     """What of a model is not trained."""
 
-    embeddings: bool = option("tokens, positions and types, with a head that is tied to them")
-    layers: Natural = option("number of frozen blocks from the input on; an encoder's come first")
+    embeddings: bool = option("freeze the embeddings of tokens, positions and types, and a tied head")
+    layers: Natural = option("number of frozen blocks, from the input on, the encoder's first")
     trainable: Trainable | None = None  # all but these are frozen; the root's option
 
 
@@ -62,11 +62,11 @@ class BaseOptions(Options):
     )
     head_layers: Natural = option("number of last blocks that are trained with the head", default=0)
     batch_size: Count = option("samples per step")
-    seed: Natural = option("of weights, samples and masks")
-    warmup_ratio: Probability = option("share of the steps; then linear decay to 0")
-    gradient_clip_val: NonNegative | None = option("global norm; null: none")
-    precision: Literal["32-true", "bf16-mixed"] = option("of the pre-training", default="32-true")
-    optim: Mapping[str, Any] = option("the optimizer, as in conf/optim")
+    seed: Natural = option("seed of weights, samples and masks")
+    warmup_ratio: Probability = option("warm-up, as a share of the steps; then linear decay to 0")
+    gradient_clip_val: NonNegative | None = option("maximum global gradient norm; null: no clipping")
+    precision: Literal["32-true", "bf16-mixed"] = option("precision of the pre-training", default="32-true")
+    optim: Mapping[str, Any] = option("optimizer, as in conf/optim")
 
     def __post_init__(self) -> None:
         with prefix_errors("optim"):
@@ -82,22 +82,26 @@ Checkpoint = Annotated[Text, Allowed("a Hugging Face name or a folder")]
 class ModelOptions(Options):
     """The base model."""
 
-    name: Text = option("what the model is called")
-    name_or_path: Checkpoint | None = option("null: built from config, pre-trained as base says")
+    name: Text = option("name of the model in reports")
+    name_or_path: Checkpoint | None = option(
+        "checkpoint: a name on the Hub or a folder; null: a new model of `config`, pre-trained as `base` sets"
+    )
     layers: Count | None = option(
         "number of first blocks of the checkpoint that are kept; null: all", default=None
     )
-    objective: Literal["masked", "causal", "span", "auto"] = option("auto: what the architecture is for")
-    mlm_probability: OpenShare | None = option("share of tokens that are masked; null: for causal models")
-    mean_span: Annotated[Number, Ge(1), Le(10_000)] | None = option(
-        "mean tokens of a hidden span; null: for other models", default=None
+    objective: Literal["masked", "causal", "span", "auto"] = option(
+        "training objective; auto: that of the architecture"
     )
-    max_seq_length: Annotated[Int, Ge(2)] = option("tokens per sample")
-    resize: bool = option("rows are added to an embedding that is too small for the tokenizer", default=False)
-    vocab_size: Annotated[Int, Ge(BYTES)] | None = option("of a new model: entries of its tokenizer")
-    config: Mapping[str, Any] | None = option("of a new model: model_type and its arguments")
+    mlm_probability: OpenShare | None = option("share of masked tokens; null for causal models")
+    mean_span: Annotated[Number, Ge(1), Le(10_000)] | None = option(
+        "mean length of a masked span in tokens; null for other objectives", default=None
+    )
+    max_seq_length: Annotated[Int, Ge(2)] = option("tokens per sequence")
+    resize: bool = option("add rows to an embedding that is too small for the tokenizer", default=False)
+    vocab_size: Annotated[Int, Ge(BYTES)] | None = option("vocabulary size of a new model's tokenizer")
+    config: Mapping[str, Any] | None = option("config of a new model: model_type and its arguments")
     base: BaseOptions | None = option("pre-training of a new model, or of a checkpoint's head")
-    lr: NonNegative = option("peak learning rate; methods that train parts multiply it")
+    lr: NonNegative = option("peak learning rate; methods with modules multiply it")
 
     def __post_init__(self) -> None:
         if self.config is not None and self.name_or_path is None:

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 POLICIES = ("stop", "skip", "rollback")
 ADVICE = (
     "a lower rate (optim.lr) or a clipped gradient (trainer.gradient_clip_val) may help; "
-    "on_nonfinite=skip or rollback goes on without such steps"
+    "on_nonfinite=skip or rollback continues without such steps"
 )
 GRADIENT = "norm of the gradient"
 MOST = 10  # skipped steps in a row, rollbacks of one domain

@@ -18,7 +18,7 @@ from cpt.core.schema import (
 from cpt.core.sections import GIVEN, Choice, Section
 
 Betas = Annotated[tuple[BelowOne, BelowOne], Allowed("two numbers, 0 or more and below 1")]
-CARRY = "state kept from domain to domain: none, moments (and steps), all (the schedule's place too)"
+CARRY = "optimizer state kept across domains: none, moments (and step counts), all (and the schedule)"
 Carry = Annotated[bool | Literal["none", "moments", "all"], Allowed("none, moments, all")]
 RULES = {  # of arguments that optimizers of torch have in common
     "lr": NonNegative,
@@ -34,10 +34,10 @@ class AdamWOptions(Options):
     """Options of AdamW; decay reaches matrices only, not biases and norms."""
 
     lr: NonNegative = option("peak learning rate")
-    betas: Betas = option("of the moments")
-    eps: Positive = option("added to the root of the second moment")
-    weight_decay: NonNegative = option("of matrices, times the learning rate")
-    fused: bool | None = option("one pass over each parameter; null: as torch chooses", default=None)
+    betas: Betas = option("decay rates of the moments")
+    eps: Positive = option("added to the square root of the second moment")
+    weight_decay: NonNegative = option("weight decay of matrices")
+    fused: bool | None = option("use the fused implementation; null: the choice of torch", default=None)
     state_across_domains: Carry = option(CARRY, default="none")
 
 
@@ -46,13 +46,13 @@ class SGDOptions(Options):
     """Options of plain gradient steps."""
 
     lr: NonNegative = option("peak learning rate")
-    momentum: NonNegative = option("share of the step before")
-    weight_decay: NonNegative = option("of matrices, times the learning rate")
+    momentum: NonNegative = option("momentum factor")
+    weight_decay: NonNegative = option("weight decay of matrices")
     state_across_domains: Carry = option(CARRY, default="none")
 
 
 KNOWN: Mapping[str, type[Options]] = {"torch.optim.AdamW": AdamWOptions, "torch.optim.SGD": SGDOptions}
-# Further arguments of theirs, which are handed on as they are given.
+# Further arguments of these optimizers, passed on unchanged.
 FURTHER = {
     "torch.optim.AdamW": ("amsgrad", "maximize", "foreach", "capturable", "differentiable"),
     "torch.optim.SGD": ("dampening", "nesterov", "maximize", "foreach", "differentiable", "fused"),

@@ -56,7 +56,7 @@ def warm_cosine(step: float, steps: float, *, rise: float, low: float, high: flo
 class Schedule(Options):
     """A factor of the peak rate for each step."""
 
-    warmup_ratio: Probability = option("share of the domain's steps in which the rate rises linearly")
+    warmup_ratio: Probability = option("share of the domain's steps for linear warm-up")
 
     @abstractmethod
     def __call__(self, progress: Progress) -> float:
@@ -92,7 +92,7 @@ class Linear(Schedule):
 class Cosine(Schedule):
     """Linear warm-up over a share of a domain's steps, then half a cosine from 1 down to `final`."""
 
-    final: Probability = option("the factor at the end")
+    final: Probability = option("factor at the end")
 
     def __call__(self, progress: Progress) -> float:
         rise = self.warmup_ratio * progress.steps
@@ -112,7 +112,7 @@ class Rewarm(Cosine):
     """Cosine in each domain, to a peak of its own (Gupta et al. 2023, arXiv 2308.04014; Ibrahim et al., TMLR
     2024, arXiv 2403.08763)."""
 
-    peaks: Peaks = option("share of the rate at each domain's peak, the last for all further ones; null: 1")
+    peaks: Peaks = option("factor at the peak of each domain, the last one for all further domains; null: 1")
 
     def __call__(self, progress: Progress) -> float:
         peak = self.peaks[min(progress.domain, len(self.peaks) - 1)] if self.peaks else 1.0
@@ -135,7 +135,7 @@ class Once(Cosine):
 class Decayed(Cosine):
     """Cosine in the first domain; then constant at `final`."""
 
-    final: PositiveShare = option("the factor from the end of the first domain on")
+    final: PositiveShare = option("factor from the end of the first domain on")
 
     def __call__(self, progress: Progress) -> float:
         return self.final if progress.domain else super().__call__(progress)
@@ -149,12 +149,12 @@ class Infinite(Schedule):
     Cool-down, x from 0 to 1: constant + (1 - constant) f(x), f = (1 + cos(pi x)) / 2 or
     1 - h(x) / h(1) with h(x) = 1 / sqrt(1 + 10 x) - 1. Decay: constant * (final / constant)^x."""
 
-    cooldown: Probability = option("share of the first domain's steps in which it cools down")
-    constant: PositiveShare = option("the factor of all later domains")
-    form: Literal["cosine", "inverse_square_root"] = option("of the cool-down")
-    anneal: Probability = option("share of a domain's steps, its last, in which the rate decays")
-    annealed: Literal["last", "each"] = option("which domains end in a decay; each: as decay branches")
-    final: PositiveShare = option("the factor at the end of that decay")
+    cooldown: Probability = option("share of the first domain's steps in which the rate cools down")
+    constant: PositiveShare = option("factor of all later domains")
+    form: Literal["cosine", "inverse_square_root"] = option("shape of the cool-down")
+    anneal: Probability = option("final share of a domain's steps in which the rate decays")
+    annealed: Literal["last", "each"] = option("domains that end with a decay; each: as decay branches")
+    final: PositiveShare = option("factor at the end of the decay")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -198,10 +198,10 @@ class WSD(Schedule):
     """Warm-up, stable, decay (Hu et al. 2024, MiniCPM, arXiv 2404.06395; 1 - sqrt: Hägele et al., NeurIPS
     2024). With `branched` a domain's decay is a branch, and the next domain starts before it, at the peak."""
 
-    decay: Probability = option("share of a domain's steps, its last, in which the rate decays")
-    form: Literal["root", "linear"] = option("of the decay, x from 0 to 1: 1 - sqrt(x) or 1 - x")
-    final: Probability = option("the factor at a domain's end")
-    branched: bool = option("the next domain starts from the weights before the decay")
+    decay: Probability = option("final share of a domain's steps in which the rate decays")
+    form: Literal["root", "linear"] = option("shape of the decay for x from 0 to 1: 1 - sqrt(x) or 1 - x")
+    final: Probability = option("factor at the end of a domain")
+    branched: bool = option("start the next domain from the weights before the decay")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -233,9 +233,9 @@ class ReciprocalRoot(Schedule):
     """(1 - final) sqrt(w / s) + final after w steps of warm-up, and a last linear decay to `final` (TiC-LM,
     Li et al., ACL 2025, arXiv 2504.02107). s counts within a domain, or on across all of them."""
 
-    cooldown: Probability = option("share of a domain's steps, its last, in which the rate falls to final")
-    final: Probability = option("the factor at a domain's end")
-    across: bool = option("steps count on across domains; there is one warm-up then")
+    cooldown: Probability = option("final share of a domain's steps in which the rate falls to final")
+    final: Probability = option("factor at the end of a domain")
+    across: bool = option("continue the schedule across domains, with one warm-up")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -267,7 +267,7 @@ class Autoregressive(Schedule):
     """Half a cosine in each domain, from a falling peak (TiC-LM, Li et al., ACL 2025): a domain of n steps
     after b starts at the height of one cosine over all b + n steps at b / (b + n)."""
 
-    final: Probability = option("the factor at a domain's end")
+    final: Probability = option("factor at the end of a domain")
 
     def __call__(self, progress: Progress) -> float:
         rise, before = self.warmup_ratio * progress.steps, progress.total_step - progress.step

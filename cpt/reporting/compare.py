@@ -474,7 +474,7 @@ def group_alike(section: RunSection) -> dict[tuple, list[RunGroup]]:
 
 
 def build_tiles(section: RunSection) -> Block:
-    """By each of BEST the best group with its mean over runs, and from how many others it is told apart. The
+    """By each of BEST the best group with its mean over runs, and how many others differ from it. The
     interval of a single run is over its documents."""
     cells, alike = [], group_alike(section)
     for (model, _), groups in alike.items():

@@ -37,7 +37,7 @@ TABLES = {  # columns
     "parts": "stage after text part weight",
     "seconds": "phase stage seconds",
 }
-FEW = 12  # up to so many domains are drawn or named one by one
+FEW = 12  # up to this number, domains are drawn or named one by one
 CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]+")  # line ends, terminal codes, bidi
 Show = Callable[[float], str]
 

@@ -342,10 +342,10 @@ def show_similarity(scores: Scores) -> Block:
     values = np.column_stack([matrix, given["general"]]).astype(float)
     names, cells = [*given["names"], GENERAL], format_rows(given["names"], values, "{:.2f}".format)
     np.fill_diagonal(values, np.nan)
-    how = {"label": "cosine of mean embeddings, centred\n(red: alike)", "change": True, "told": told}
+    how = {"label": "cosine of mean embeddings, centred\n(red: alike)", "change": True}
     axes = ("domain, in the order learned",) * 2
     title = "Similarity of the domains' texts, in the order learned"
-    picture = draw_heat_maps({"": HeatMap(values, given["names"], names)}, names=axes, **how)
+    picture = draw_heat_maps({"": HeatMap(values, given["names"], names)}, names=axes, told=told, **how)
     caption, folded = f"{told} Embedding: {given['embedding']}.", f"{len(cells)} x {len(cells)} cosines"
     table = {"head": ["", *names], "cells": cells, "folded": folded}
     return Block(title=title, name="similarity", caption=caption, picture=picture, **table)

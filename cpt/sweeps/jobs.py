@@ -95,7 +95,7 @@ class Job:
             os.killpg(self.process.pid, number)
 
     def end(self) -> None:
-        """Logs how the process ended, kills what it left behind and notes a failure in progress.json."""
+        """Logs how the process ended, kills its remaining processes and notes a failure in progress.json."""
         self.kill(signal.SIGKILL)
         self.code = self.process.returncode
         self.log_end(f"finished in {time.monotonic() - self.started:.0f} s")

@@ -175,7 +175,7 @@ class OptunaSweeper(Sweeper):
         runs = [list(each) for each in itertools.product(*lists)]  # the overrides of each run of a trial
         while left > 0:
             size = min(self.n_jobs, left)
-            batch = trials(study, "RUNNING")[:size]  # of a search that was killed: their run folders go on
+            batch = trials(study, "RUNNING")[:size]  # of a search that was killed: their run folders continue
             while len(batch) < size:
                 seed = (self.seed * 1_000_003 + len(study.trials)) % 2**32  # by the number of the trial
                 kinds: dict[str, Any] = {"tpe": samplers.TPESampler, "nsga2": samplers.NSGAIISampler}

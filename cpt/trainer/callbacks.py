@@ -47,7 +47,7 @@ def make_callbacks(entries: Mapping[str, Mapping[str, Any]], *, logged: bool) ->
             raise ValueError(f"{told} is invalid: it changes how a domain is trained. Allowed: {allowed}")
         if isinstance(each, (theirs.LearningRateMonitor, theirs.DeviceStatsMonitor)) and not logged:
             raise ValueError(
-                f"{told} is invalid: it writes to loggers, and there is none. Allowed: logger=csv or another"
+                f"{told} is invalid: it needs a logger, and the run has none. Allowed: logger=csv or another"
             )
     return built
 

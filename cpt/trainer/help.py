@@ -81,7 +81,8 @@ def list_options(cfg: DictConfig, place: str) -> Iterator[tuple[str, str, str, s
     node = OmegaConf.select(cfg, place) if place else cfg
     for kind in options_at(cfg, place):
         for each in fields(kind):
-            if each.name in node and not isinstance(node._get_node(each.name), DictConfig):
+            below = node._get_node(each.name) if each.name in node else None
+            if below is not None and not (isinstance(below, DictConfig) and len(below)):
                 value = "???" if OmegaConf.is_missing(node, each.name) else show(to_python(node[each.name]))
                 words = allowed(option_types(kind)[each.name])
                 yield join(place, each.name), value, each.metadata["help"], words

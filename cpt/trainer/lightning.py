@@ -196,6 +196,8 @@ def make_trainer(
     strategy = options.get("strategy", "auto")
     if isinstance(strategy, Fsdp):
         strategy = FSDP2Strategy(reshard=strategy.reshard)  # one for each Trainer
+    if steps is not None and "log_every_n_steps" in options:  # a short stage has a point at its end
+        options = {**options, "log_every_n_steps": min(options["log_every_n_steps"], steps)}
     try:
         made = Trainer(
             max_steps=1 if steps is None else steps,

@@ -338,14 +338,14 @@ def check_extension(plan: Plan, run: RunDir) -> int | None:
     if is_one_of_several():
         why = "several processes would open it again at once (start it once without torchrun or srun)"
     elif len(plan.order) > 1 and rows:
-        why = f"{rows[0]} was learned with {before} steps, and what followed rests on it"
+        why = f"{rows[0]} was learned with {before} steps, and later stages started from it"
     elif path is not None or plan.mixture.generates:
         done = 0 if path is None else int(load_last(path)["global_step"])
         why = why_steps_differ(plan, before, plan.trainer.steps, done=done)
     elif rows:
         why = "what the optimizer had at its end was not kept (save_trainer_state=true keeps it)"
     if why:
-        told = f"{run.path} was made with trainer.steps={before}, and does not go on to {plan.trainer.steps}"
+        told = f"{run.path} was made with trainer.steps={before}, and cannot continue to {plan.trainer.steps}"
         remedy = f"take {before} back, choose another name=…, or delete the folder"
         raise ValueError(f"{told}: {why}; {remedy}")
     return before

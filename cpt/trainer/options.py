@@ -90,35 +90,35 @@ Precision = Annotated[
 class RunOptions(Options):
     """The options at the top of conf/config.yaml."""
 
-    name: Name = option("runs that belong together: outputs/NAME/…, the group on W&B")
-    variant: Any = option("what tells this run from others of its method in a comparison")
+    name: Name = option("name of the experiment: the folder outputs/NAME, the group on W&B")
+    variant: Any = option("label of the run's options in a comparison")
     tags: Tags = option("labels for W&B")
-    seed: Natural = option("order of samples, masked positions, dropout; never base model or evaluation")
-    order: Order = option("in which order domains are learned")
-    optimized_metric: Metrics = option("what a sweeper minimises, of scores.json")
+    seed: Natural = option("seed of sample order, masks and dropout; not of the base model or the evaluation")
+    order: Order = option("order of the domains")
+    optimized_metric: Metrics = option("metric of scores.json that a sweeper minimizes")
     verify_inputs: Literal["fast", "full"] = option(
-        "whether a run's texts and base are what it began with: by size and time, or every byte"
+        "verification of texts and base model on resume: by size and time, or every byte"
     )
     trainable: Trainable | None = option(
-        "train only these parameters: norms, biases, attention (its linear layers), a regular expression for "
-        "names, or a list of such; null: all that are not frozen",
+        "train only these parameters: norms, biases, attention (its linear layers), a regular "
+        "expression for names, or a list; null: all that are not frozen",
         default=None,
     )
     grow: Literal["auto", "require", "never"] = option(
-        "whether a new folder continues from the longest finished sibling that learned the beginning of its "
-        "order: if there is one, only then, never"
+        "whether a new run continues from the longest finished sibling whose order is a prefix of "
+        "its own: if one exists, required, never"
     )
     on_nonfinite: Literal["stop", "skip", "rollback"] = option(
-        "on a non-finite loss or gradient: stop, skip the step, or back to the last checkpoint"
+        "on a non-finite loss or gradient: stop, skip the step, or roll back to the last checkpoint"
     )
     plan: Annotated[bool | Literal["json"], Allowed("true, false, json")] = option(
-        "say what the run will cost, and stop: as a table, or as JSON"
+        "estimate the cost and stop: true prints a table, json JSON"
     )
-    save_all_stages: bool = option("keep the weights after every domain, not of the last one only")
+    save_all_stages: bool = option("keep the weights of every stage, not only of the last")
     save_trainer_state: bool = option(
-        "keep the trainer's state at the end of a run of one domain, so that trainer.steps may be raised"
+        "keep the trainer state at the end of a run of one domain, so that trainer.steps can be raised"
     )
-    cache_dir: Folder = option("tokenised text and base models, shared by all runs")
+    cache_dir: Folder = option("folder of tokenized text and base models, shared by all runs")
 
 
 @config
@@ -128,40 +128,43 @@ class TrainerOptions(Options):
     steps: Steps | None = option("optimizer steps per domain")
     epochs: Positive | None = option("passes over the domain's training text")
     tokens: Positive | None = option("tokens per domain")
-    batch_size: Count = option("samples per optimizer step, over all processes and parts")
-    accumulate_grad_batches: Count = option("parts that a process splits its share of a batch into")
-    eval_batch_size: Count = option("samples per forward pass of evaluation and probes, per process")
-    importance_samples: Count = option("samples that importance, Fisher and routing are estimated on")
-    gradient_clip_val: NonNegative | None = option("global norm; null: no clipping")
-    precision: Precision = option("auto: bf16-mixed on a GPU that has it, else 32-true")
+    batch_size: Count = option("samples per optimizer step, over all processes and micro-batches")
+    accumulate_grad_batches: Count = option("micro-batches per process and optimizer step")
+    eval_batch_size: Count = option("samples per forward pass of an evaluation, per process")
+    importance_samples: Count = option("samples that estimate importances, Fisher and routing")
+    gradient_clip_val: NonNegative | None = option("maximum global gradient norm; null: no clipping")
+    precision: Precision = option(
+        "precision of Lightning; auto: bf16-mixed on a GPU that supports it, else 32-true"
+    )
     attn_implementation: Text = option("attention implementation, by its name in transformers")
     quick_dropout: bool = option(
-        "on a CPU draw dropout masks 16 bits an entry: faster, other masks than torch's", default=False
+        "draw dropout masks from 16 bits per entry on a CPU: faster, not torch's masks", default=False
     )
     gradient_checkpointing: bool = option(
         "recompute activations in the backward pass: less memory, more time"
     )
     offload_method_state: bool = option(
-        "keep method state (teachers, anchors, averages, parts) in CPU memory"
+        "keep method state (teachers, anchors, averages, modules) in CPU memory"
     )
     deterministic: bool = option(
-        "on a GPU sums are taken in a fixed order, slower: the same bits", default=False
+        "use deterministic algorithms on a GPU: slower, bitwise reproducible", default=False
     )
     compile: bool = option("torch.compile of each transformer block")
     checkpoint_every: Interval = option("steps or minutes between checkpoints within a domain")
-    log_every_n_steps: Count = option("steps between points of the curves")
+    log_every_n_steps: Count = option("steps between points of the training curves")
     num_workers: Natural | Literal["auto"] = option(
         "processes that prepare batches; auto: 2 per GPU where there are the cores, 0 on a CPU"
     )
-    accelerator: Text = option("cpu, gpu, …; auto: the available one")
-    devices: Devices = option("processes on this machine")
-    num_nodes: Count = option("machines", default=1)
-    strategy: Strategy = option("how processes work together")
+    accelerator: Text = option("accelerator: cpu, gpu, …; auto: the available one")
+    devices: Devices = option("devices per machine")
+    num_nodes: Count = option("number of machines", default=1)
+    strategy: Strategy = option("parallel strategy")
     reshard_after_forward: bool | None = option(
-        "of strategy=fsdp: frees a block's weights between its forward and its backward pass; null elsewhere",
+        "free the gathered weights of a block between its forward and backward pass "
+        "(strategy=fsdp); null elsewhere",
         default=None,
     )
-    others: Mapping[str, Any] = option("all else, as lightning.Trainer takes it")
+    others: Mapping[str, Any] = option("further arguments of lightning.Trainer")
 
     def __post_init__(self) -> None:
         if self.quick_dropout and self.compile:
@@ -193,17 +196,19 @@ FOR_LIGHTNING = (
 class LoggerOptions(Options):
     """Where curves go."""
 
-    csv: bool = option("metrics.csv in the run folder", default=False)
-    wandb: bool = option("Weights & Biases", default=False)
-    mode: Literal["online", "offline", "disabled"] = option("of W&B", default="offline")
-    summary: Literal["headlines", "all"] = option(
-        "of W&B: a run's headlines, or every number of its report", default="headlines"
+    csv: bool = option("write metrics.csv in the run folder", default=False)
+    wandb: bool = option("log to Weights & Biases", default=False)
+    mode: Literal["auto", "online", "offline", "disabled"] = option(
+        "mode of W&B; auto: online if logged in, else offline", default="auto"
     )
-    per_domain: bool = option("of W&B: also a curve for each domain, over its steps", default=False)
-    histograms: bool = option("of W&B: histograms of a method's diagnostics after each domain", default=False)
-    project: Text | None = option("of W&B", default=None)
-    entity: Text | None = option("of W&B", default=None)
-    others: Mapping[str, Any] = option("loggers of Lightning, or of your own, by name")
+    summary: Literal["headlines", "all"] = option(
+        "summary of the W&B run: headlines, or every number of its report", default="headlines"
+    )
+    per_domain: bool = option("log additional W&B curves for each domain, over its steps", default=False)
+    histograms: bool = option("log histograms of method diagnostics to W&B after each domain", default=False)
+    project: Text | None = option("project of W&B", default=None)
+    entity: Text | None = option("user or team of W&B", default=None)
+    others: Mapping[str, Any] = option("Lightning or custom loggers, by name")
 
     @property
     def flags(self) -> dict[str, Any]:

@@ -197,7 +197,7 @@ def file_stat(path: Path) -> list[int]:
 
 
 def checkpoint_files(checkpoint: str | None) -> dict[str, Path]:
-    """The files of a model and its tokenizer by name: of a folder, or of the Hub what the cache has."""
+    """The files of a model and its tokenizer by name: of a folder, or those in the cache of the Hub."""
     folder = Path(checkpoint or "")
     if checkpoint is not None and not folder.is_dir():
         from huggingface_hub import try_to_load_from_cache

@@ -1,11 +1,10 @@
-"""Every option with its default, its help and what is allowed: `docs/options.md`, from the typed
-options and conf/.
+"""Writes docs/options.md and docs/options/GROUP.md, the reference of all options, from their types and conf/.
 
-`python docs/site/options.py` writes the page; `tests/test_site.py` says where it is not what the
-options are now."""
+`python docs/site/options.py` writes the pages; tests/test_site.py fails if they are out of date."""
 
 import os
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,44 +19,47 @@ import cpt.core.naming  # noqa: E402, F401  (registers the resolvers)
 from cpt.core.config import CONF  # noqa: E402
 from cpt.trainer.help import list_options, list_sections  # noqa: E402
 
-PAGE = DOCS / "options.md"
-# Groups in the order of the page; of those that are alike in all choices the default's options are shown.
+INDEX, PAGES = DOCS / "options.md", DOCS / "options"
+# The pages in their order, with their titles and the guide of each.
 GROUPS = {
-    "method": "How a domain is learned",
-    "mask": "What scales a step, under any method",
-    "replay": "What is mixed into the batches",
-    "domains": "Where text comes from",
-    "model": "The model",
-    "optim": "The optimizer",
-    "lr_scheduler": "Learning rates",
-    "trainer": "Budget, batch, precision, machine",
-    "strategy": "Processes",
-    "routing": "Which part scores a text whose domain is not known",
-    "endtask": "End tasks",
-    "answers": "What tasks are asked",
-    "probe": "The lm-evaluation-harness",
-    "logger": "Loggers",
-    "callbacks": "Callbacks",
+    "method": ("Methods", "methods"),
+    "mask": ("Gradient masks", "methods"),
+    "replay": ("Replay", "replay"),
+    "routing": ("Routing of per-domain modules", "per-domain-modules"),
+    "domains": ("Data", "data"),
+    "model": ("Model", "models"),
+    "optim": ("Optimizer", "schedules"),
+    "lr_scheduler": ("Learning-rate schedule", "schedules"),
+    "trainer": ("Training", "distributed"),
+    "strategy": ("Devices", "distributed"),
+    "endtask": ("Downstream tasks", "downstream-tasks"),
+    "answers": ("Task answers", "tasks"),
+    "benchmark": ("lm-evaluation-harness", "lm-eval"),
+    "logger": ("Loggers", "tracking"),
 }
+# Groups whose choices have the same options: those of one choice are shown.
 ALIKE = {
     "routing": "posterior",
     "model": "tiny_modernbert",
     "trainer": "default",
     "endtask": "texts",
     "answers": "default",
+    "benchmark": "lm_eval",
 }
 SET_BY = {
-    "routing": "method=demix routing@method.routing",
+    "routing": "method=demix method.routing",
     "strategy": "strategy",
-}  # a group that stands elsewhere
-NEEDED = {"probe": ["benchmark.tasks=[hellaswag]"]}
-INTRODUCTION = """# Every option
+}  # groups whose options are in another section
+NEEDED = {"benchmark": ["benchmark.tasks=[hellaswag]", "model=tiny_gpt2"]}
+INTRODUCTION = """# Options
 
-Made by `python docs/site/options.py` from the typed options: what stands here is what a run checks
-before it reads any text. The same for what you have chosen: `python run.py method=das --options`. `???`
-must be given; an empty cell means that the library behind it decides what is allowed. Anything is set
-on the command line (`python run.py trainer.steps=500`) or in a YAML of your own ([your own
-configs](extend.md)).
+After this page you can find every option of a run, with its default, meaning and allowed values.
+Options of the groups are on pages of their own. Each option can be set on the command line
+(`python run.py trainer.steps=500`) or in a YAML file ([extend](extend.md)).
+`python run.py method=das --options` prints the same tables for the choices of a command.
+
+`???` marks a required value. An empty *allowed* cell means that the library checks the value.
+`python docs/site/options.py` generates these pages.
 
 """
 
@@ -86,7 +88,7 @@ def rows(cfg: DictConfig, place: str) -> Iterator[str]:
 
 
 def table(found: list[str]) -> list[str]:
-    return ["| option | default | what it means | allowed |", "| :-- | :-- | :-- | :-- |", *found, ""]
+    return ["| option | default | meaning | allowed |", "| :-- | :-- | :-- | :-- |", *found, ""]
 
 
 def within(cfg: DictConfig, group: str) -> list[str]:
@@ -94,46 +96,54 @@ def within(cfg: DictConfig, group: str) -> list[str]:
     return [row for place in list_sections(cfg) if place.split(".")[0] == group for row in rows(cfg, place)]
 
 
-def general_options(cfg: DictConfig) -> Iterator[str]:
-    """The options of a run that belong to no group."""
-    yield "## A run\n"
+def index_page(cfg: DictConfig) -> str:
+    """The list of pages, and the options of a run that are in no group."""
+    lines = ["| group | page |", "| :-- | :-- |"]
+    lines += [f"| `{group}` | [{title}](options/{group}.md) |" for group, (title, _) in GROUPS.items()]
     places = [place for place in list_sections(cfg) if place.split(".")[0] not in GROUPS]
-    yield from table([row for place in places for row in rows(cfg, place)])
+    lines += ["", "## Options in no group", ""]
+    lines += table([row for place in places for row in rows(cfg, place)])
+    links = "[Commands](cli.md) · [Config groups](extend.md) · [Glossary](glossary.md)"
+    return INTRODUCTION + "\n".join([*lines, "## See also", "", links]) + "\n"
 
 
-def group_options(group: str, title: str) -> Iterator[str]:
-    """The options of a group, choice by choice; choices that have none in one line."""
-    yield f"## {title}: `{group}`\n"
-    empty: list[str] = []
+def group_page(group: str) -> str:
+    """The options of a group, by choice; choices without options are in one line."""
+    title, guide = GROUPS[group]
+    sections: dict[str, list[str]] = {}
     place = {"routing": "method", "strategy": "trainer"}.get(group, group)
     for name in choices(group):
-        chosen = SET_BY.get(group, group).split(" ")
-        cfg = composed(*chosen[:-1], f"{chosen[-1]}={name}", *NEEDED.get(group, []))
-        found = within(cfg, place)
+        *others, chosen = SET_BY.get(group, group).split(" ")
+        found = within(composed(*others, f"{chosen}={name}", *NEEDED.get(group, [])), place)
         if group == "routing":
             found = [row for row in found if row.startswith("| `method.routing.")]
         elif group == "strategy":
             found = [row for row in found if row.startswith(("| `trainer.strategy`", "| `trainer.reshard"))]
         elif group == "mask":
             found = [row for row in found if row.startswith(f"| `mask.{name}.")]
-        if found:
-            yield f"### `{group}={name}`\n" if group not in ALIKE else ""
-            yield from table(found)
-        else:
-            empty.append(f"`{group}={name}`")
-    if empty:
-        yield f"Without options of cpt: {', '.join(empty)}.\n"
+        sections[name] = found
+    shown = [name for name, found in sections.items() if found]
+    about = f"After this page you can set every option of `{group}` ([guide](../{guide}.md))."
+    lines = [f"# {title}: options", "", about, ""]
+    if group not in ALIKE:
+        links = " · ".join(f"[{name}](#{group}{name})" for name in shown)
+        lines += [*textwrap.wrap(links, 100), ""] if len(shown) > 3 else []
+    for name in shown:
+        lines += [*([f"## `{group}={name}`", ""] if group not in ALIKE else []), *table(sections[name])]
+    if empty := [f"`{group}={name}`" for name, found in sections.items() if not found]:
+        lines += [*textwrap.wrap(f"Without options: {', '.join(empty)}.", 100), ""]
+    links = f"[All options](../options.md) · [Guide](../{guide}.md)"
+    return "\n".join([*lines, "## See also", "", links]) + "\n"
 
 
-def page() -> str:
-    """`docs/options.md` as the options are now."""
+def pages() -> dict[Path, str]:
+    """All pages by file, as the options are now."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        lines = list(general_options(composed()))
-        for group, title in GROUPS.items():
-            lines += group_options(group, title)
-    return INTRODUCTION + "\n".join(lines).rstrip().replace("\n\n\n", "\n\n") + "\n"
+        return {INDEX: index_page(composed()), **{PAGES / f"{g}.md": group_page(g) for g in GROUPS}}
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
-    print(PAGE)
+    PAGES.mkdir(exist_ok=True)
+    for file, text in pages().items():
+        file.write_text(text, encoding="utf-8")
+        print(file.relative_to(DOCS))

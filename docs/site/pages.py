@@ -31,6 +31,13 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Evaluation": ("downstream-tasks.md", "lm-eval.md", "compare.md", "tracking.md"),
     "Operation": ("plan.md", "sweeps.md", "distributed.md", "resume.md", "release.md", "advise.md"),
     "Reference": ("options.md", "cli.md", "files.md", "support.md", "fidelity.md", "extend.md"),
+    "Options": tuple(
+        f"options/{group}.md"
+        for group in (
+            *("method", "mask", "replay", "routing", "domains", "model", "optim", "lr_scheduler", "trainer"),
+            *("strategy", "endtask", "answers", "benchmark", "logger"),
+        )
+    ),
     "Studies": (
         "studies/default-domains.md",
         "studies/das6.md",

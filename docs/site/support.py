@@ -1,9 +1,8 @@
-"""Which method learns which model: every pair is run, and `docs/support.md` is what came of it.
+"""Runs every method on a small model of every family and writes docs/support.md with the results.
 
-`python docs/site/support.py` tries the pairs that `docs/support.json` does not have yet (`--again` all,
-`--methods` and `--families` some) and writes both; a pair is two domains of two steps each on a model
-of a few thousand weights made here, scored and exported. A refusal is kept as the line that a user
-reads, an error as what it is."""
+`python docs/site/support.py` runs the pairs that docs/support.json lacks (`--again`: all; `--methods`,
+`--families`: some) and writes both files. A pair is two domains of two steps on a model of a few thousand
+weights, evaluated and exported. An error message is stored as the user reads it."""
 
 import argparse
 import json
@@ -12,6 +11,7 @@ import os
 import random
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -66,6 +66,7 @@ SMALL = [
     ),
     *("domains=texts", "order=[law,food]", "logger=none", "trainer.accelerator=cpu"),
 ]
+FITTING = {"prompt": ["method.num_virtual_tokens=8"]}  # the models have 48 positions for prompts
 BESIDE = ("mask=migu", "mask=mofo", "replay=past", "freeze.layers=1")  # of ncl
 
 
@@ -88,7 +89,8 @@ def overrides(row: str, family: str) -> list[str]:
     """What a run of the pair is told, beside its folders."""
     base, config = FAMILIES[family]
     chosen = [row] if row in BESIDE else [f"method={row}"]
-    return [f"model={base}", "~model.config", f"+model.config={{{config}}}", *SMALL, *chosen]
+    made = [f"model={base}", "~model.config", f"+model.config={{{config}}}"]
+    return [*made, *SMALL, *chosen, *FITTING.get(row, [])]
 
 
 def attempt(row: str, family: str, *, texts: Path, cache: Path, folder: Path) -> str:
@@ -119,34 +121,55 @@ def load() -> dict[str, dict[str, str]]:
 
 INTRODUCTION = """# Supported models
 
-Each method was run on a small random model of each family: two domains of two steps, evaluated and
-exported. ✓: supported. A number: not supported, with the error message below the table. –: not tested.
-Other Hugging Face models of these kinds work too (`model=hf model.name_or_path=NAME`); a method that
-needs a missing structure is refused with such a message. `python docs/site/support.py` runs the pairs.
+After this page you know which method trains which model. Each method was run on a small random
+model of each family: two domains of two steps, evaluated and exported. Other Hugging Face models of
+these kinds work too (`model=hf model.name_or_path=NAME`). A method that needs a missing structure
+ends with an error message before training. `python docs/site/support.py` runs the pairs and writes
+this page.
 
 """
+LINKS = "[Models](models.md) · [Methods](methods.md) · [Fidelity](fidelity.md)"
+
+
+def show(family: str) -> str:
+    return family.replace(", tied head", " with a tied head")
+
+
+def wrap(text: str) -> list[str]:
+    return [*textwrap.wrap(text, 100, break_on_hyphens=False), ""]
 
 
 def page(found: Mapping[str, Mapping[str, str]]) -> str:
     """`docs/support.md`."""
-    lines: list[str] = []
-    table = ["| | " + " | ".join(FAMILIES) + " |", "| :-- |" + " :-: |" * len(FAMILIES)]
+    messages: list[str] = []
+    everywhere, exceptions = [], ["| option | not supported (message) | not tested |", "| :-- | :-- | :-- |"]
     for row in list_rows():
-        cells = [mark(found.get(row, {}).get(family), lines) for family in FAMILIES]
-        table.append(f"| `{row}` | {' | '.join(cells)} |")
-    told = [f"{number}. `{line.replace('`', '')}`" for number, line in enumerate(lines, 1)]
-    rest = "The last rows are `method=ncl` with the named option.\n\n## Error messages\n\n"
-    return INTRODUCTION + "\n".join(table) + "\n\n" + rest + "\n".join(told) + "\n"
+        name, cells = f"`{row}`", {show(family): found.get(row, {}).get(family) for family in FAMILIES}
+        refused = ", ".join(f"{f} ({number(line, messages)})" for f, line in cells.items() if line)
+        missing = ", ".join(family for family, line in cells.items() if line is None)
+        if refused or missing:
+            exceptions.append(f"| {name} | {refused or '–'} | {missing or '–'} |")
+        else:
+            everywhere.append(name)
+    lines = [
+        *wrap(f"Families: {', '.join(map(show, FAMILIES))}."),
+        "## Options that support all families",
+        "",
+    ]
+    lines += [*wrap(", ".join(everywhere) + "."), "## Exceptions", "", *exceptions, ""]
+    lines += wrap(f"{', '.join(f'`{name}`' for name in BESIDE)} are `method=ncl` with this option.")
+    lines += ["## Error messages", "", "```"]
+    for at, line in enumerate(messages, 1):
+        lines += textwrap.wrap(f"{at}. {line}", 100, subsequent_indent="   ", break_on_hyphens=False)
+    return INTRODUCTION + "\n".join([*lines, "```", "", "## See also", "", LINKS]) + "\n"
 
 
-def mark(line: str | None, lines: list[str]) -> str:
-    """A cell: its tick, or the number of its line, which is added where it is new."""
-    if not line:
-        return "✓" if line == "" else "–"
-    line = line.partition("; found ")[0]  # of the little model what it has
-    if line not in lines:
-        lines.append(line)
-    return str(lines.index(line) + 1)
+def number(line: str, messages: list[str]) -> int:
+    """The number of an error message, which is added if it is new."""
+    line = line.partition("; found ")[0]  # without the sizes of the small model
+    if line not in messages:
+        messages.append(line)
+    return messages.index(line) + 1
 
 
 def try_pairs(rows: Iterable[str], families: Iterable[str], *, again: bool) -> None:

@@ -307,7 +307,7 @@ def test_where_one_process_is_killed_the_others_are_not_waited_for():
     at_last.start()
     left().pop().kill()  # as the kernel does where memory does not suffice
     began = time.monotonic()
-    with pytest.raises(ValueError, match="a process that tokenises was ended"):
+    with pytest.raises(ValueError, match="a tokenization process was killed"):
         next(found)
     at_last.cancel()
     assert time.monotonic() - began < 10 and not left()

@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +14,7 @@ from hydra import initialize_config_dir
 from cpt.contrib.wandb_tools.rebuild import REBUILT, sync_runs
 from cpt.core.config import digest
 from cpt.evaluation.scores import COSTS, NOTED, Scores
+from cpt.loggers import wandb as wandb_runs
 from cpt.loggers.loggers import LongCSV, log_scores, log_stage, track
 from cpt.loggers.wandb import Curves
 from cpt.reporting.frames import choose_headlines, summarize_scores
@@ -33,6 +35,7 @@ def runs(corpora, cache, tmp_path_factory):
     quick = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", "order=[law,food]"]
     quick += [*(o for o in SMALL if o != "logger=none"), "trainer.log_every_n_steps=1", "trainer.steps=4"]
     given = {"s0": ["seed=0", "tags=[a,b]"], "s1": ["seed=1", "mask=migu", "logger.histograms=true"]}
+    given["s1"] += ["trainer.log_every_n_steps=10"]
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         for name, more in given.items():
             train(with_values(*quick, *more), run_dir=folder / name)
@@ -62,6 +65,7 @@ def test_every_run_is_one_run_with_its_own_id_and_group_and_shown_as_it_ended(ru
     assert (config(runs / "s1")["seed"], config(runs / "s1")["trainer"]["steps"]) == (1, 4)
     codes = {name: end.exit_code for name, end in by_run(runs, "exit").items()}
     assert codes == {"s0": 0, "s1": 0, "failing": 1}
+    assert not Path("wandb").exists() and not (ROOT / "wandb").exists()
 
 
 def test_losses_are_one_curve_over_the_tokens_of_the_whole_run(runs):
@@ -70,6 +74,8 @@ def test_losses_are_one_curve_over_the_tokens_of_the_whole_run(runs):
     tokens = [place for place, _ in curve]
     assert len(curve) == 8 and tokens == sorted(set(tokens)) and all(0 < loss < 20 for _, loss in curve)
     assert (tokens[3], tokens[-1]) == (told["seen"][1], sum(told["seen"]))
+    short = [row["train/tokens"] for row in history(runs / "s1") if "train/loss" in row]
+    assert short == [tokens[3], tokens[-1]]  # a stage shorter than log_every_n_steps has a point at its end
     keys = {key for row in logged for key in row if key.startswith("train")}
     assert keys == {f"train/{name}" for name in ("loss", "lr", "grad_norm", "tokens", "tokens_per_s")}
 
@@ -124,6 +130,32 @@ def test_a_resumed_run_repeats_no_point(tmp_path):
     for step in (1, 2):
         LongCSV(tmp_path / "metrics.csv").log_metrics({"loss": 0.5}, step=step)
     assert (tmp_path / "metrics.csv").read_text().split() == ["step,name,value", "1,loss,0.5", "2,loss,0.5"]
+
+
+@pytest.mark.parametrize(
+    ("key", "reachable", "modes"),
+    [(False, True, ["offline"]), (True, True, ["online"]), (True, False, ["online", "offline"])],
+)
+def test_a_run_is_online_for_a_logged_in_user_if_the_server_answers(
+    key, reachable, modes, tmp_path, monkeypatch, caplog
+):
+    tried = []
+
+    def init(identifier, folder, *, mode, **about):
+        tried.append(mode)
+        if mode == "online" and not reachable:
+            raise ConnectionError("W&B: timed out; logger.mode=offline keeps the run in its folder")
+
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password 0123\n" * key)
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setattr(wandb_runs, "init_wandb", init)
+    wandb_runs.open_wandb("a", tmp_path, mode="auto")
+    assert tried == modes and ("timed out" in caplog.text) != reachable
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    wandb_runs.open_wandb("a", tmp_path, mode="auto")
+    assert tried[-1] == "disabled"
 
 
 OFFLINE = {"wandb": True, "histograms": True, "mode": "offline", "project": "p", "entity": None, "csv": True}

@@ -136,7 +136,7 @@ def test_a_run_within_its_first_domain_goes_on_to_more(start, small, tmp_path, k
 
 
 REFUSED = {
-    "several": ([TWO, *CONSTANT], "law was learned with 6 steps, and what followed rests on it"),
+    "several": ([TWO, *CONSTANT], "law was learned with 6 steps, and later stages started from it"),
     "not kept": (["order=[law]", *CONSTANT], r"was not kept \(save_trainer_state=true keeps it\)"),
 }
 
@@ -147,7 +147,7 @@ def test_what_is_not_exact_is_refused_and_nothing_is_lost(case, start, small, tm
     start(small(*how), tmp_path)
     before = times(tmp_path)
     for given, said in {
-        "trainer.steps=7": f"trainer.steps=6, and does not go on to 7: .*{why}; take 6",
+        "trainer.steps=7": f"trainer.steps=6, and cannot continue to 7: .*{why}; take 6",
         "trainer.steps=5": r"another config \(trainer.steps: 6 -> 5\)",
         "trainer.steps=7 optim.lr=0.5": r"optim.lr: .*; trainer.steps: 6 -> 7",
     }.items():

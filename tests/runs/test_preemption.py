@@ -27,7 +27,7 @@ from tests.support.processes import ended, sent, started
 pytestmark = pytest.mark.slow
 
 DDP = ["strategy=ddp", "trainer.accelerator=cpu"]
-SAID = re.compile(r"cpt: stopped by (SIG\w+)(?: (.*))?; the same command goes on from here")
+SAID = re.compile(r"cpt: stopped by (SIG\w+)(?: (.*))?; run the same command again to continue")
 STEPS = ["trainer.steps=80", "trainer.checkpoint_every=20"]
 
 
@@ -176,7 +176,7 @@ def test_a_second_signal_ends_at_once_and_what_is_ignored_stays_ignored(kind):
 @pytest.mark.parametrize("mode", ["before", "within"])
 def test_a_signal_while_libraries_are_read_in(mode):
     done = subprocess.run([sys.executable, "-c", IMPORTS, mode], cwd=ROOT, capture_output=True, text=True)
-    said = "cpt: stopped by SIGTERM; the same command goes on from here\n"
+    said = "cpt: stopped by SIGTERM; run the same command again to continue\n"
     assert (done.returncode, done.stderr) == (GO_ON, said)
 
 
@@ -239,6 +239,6 @@ def test_a_failed_run_leaves_its_message_and_a_second_start_the_heartbeat_of_the
     start(cfg, run)
     assert status.read_status(run).state == "finished"
     before = (run / "progress.json").read_bytes()
-    with pytest.raises(ValueError, match="does not go on to 7"):
+    with pytest.raises(ValueError, match="cannot continue to 7"):
         start(small("order=[law]", "trainer.steps=7"), run)
     assert (run / "progress.json").read_bytes() == before

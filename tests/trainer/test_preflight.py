@@ -110,9 +110,7 @@ def headless(tmp_path):
 
 def test_a_checkpoint_without_a_head_is_refused_or_gets_one(headless, small, start, unread, tmp_path):
     given, steps = f"model.name_or_path={headless}", "+model.base.head_steps="
-    assert unread(small(given)).startswith(
-        f"{given} is invalid: no language-model head (5 tensors). Allow"
-    )
+    assert unread(small(given)).startswith(f"{given} is invalid: no language-model head (5 tensors). Allow")
     assert unread(small(given, "+model.layers=3")) == "model.layers=3 is invalid. Allowed: null, or 1 to 2"
     prepare(make_plan(small(given, f"{steps}0")), RunDir(tmp_path))
 

@@ -1,7 +1,7 @@
-"""Which command for these texts? `python -m cpt.contrib.advise my_corpora --hours 2`.
+"""Recommends a method for a corpus: `python -m cpt.contrib.advise my_corpora --hours 2`.
 
-A small sweep on a tiny model, or a small checkpoint, planned to fit a budget: replay, learning rates, frozen
-blocks, LoRA, distillation, EWC. Then a command with what it is expected to learn and to forget."""
+Runs a small sweep that fits the time, on a tiny model or a small checkpoint, over replay, learning rates,
+frozen blocks, LoRA, distillation and EWC. Prints a command with its expected learning and forgetting."""
 
 from __future__ import annotations
 
@@ -86,18 +86,18 @@ def main(arguments: Sequence[str]) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m cpt.contrib.advise", description=__doc__.split("\n\n")[1])
-    add, few = made.add_argument, f"upper bound; fewer seeds leave more steps (default: {SEEDS})"
+    add, few = made.add_argument, f"maximum number of seeds (default: {SEEDS})"
     add("folder", type=Path, metavar="FOLDER", help="folders of text, as domains.root")
-    add("--hours", type=float, default=1.0, help="what all of it may take (default: 1)")
-    meant = "what is meant: tiny, tiny_gpt2, …, a checkpoint"
+    add("--hours", type=float, default=1.0, help="time limit (default: 1)")
+    meant = "tiny (default), tiny_gpt2, …, or a checkpoint"
     add("--model", default="tiny", metavar="CHECKPOINT", help=meant)
-    wish, beside = made.add_mutually_exclusive_group(), "weight of forgetting against learning"
-    wish.add_argument("--forget", type=float, metavar="NATS", help="nats per token that may be forgotten")
-    wish.add_argument("--weight", type=float, default=1.0, help=f"{beside} (default: 1)")
-    add("--arms", metavar="A,B", help="which ways are tried (default: all that fit)")
+    wish, weight = made.add_mutually_exclusive_group(), "weight of forgetting against learning"
+    wish.add_argument("--forget", type=float, metavar="NATS", help="allowed forgetting in nats per token")
+    wish.add_argument("--weight", type=float, default=1.0, help=f"{weight} (default: 1)")
+    add("--arms", metavar="A,B", help="candidates (default: all that fit)")
     add("--seeds", type=int, default=SEEDS, metavar="N", help=few)
-    add("--jobs", type=int, metavar="N", help="runs at once (default: one per core or GPU)")
-    add("--out", type=Path, default=Path("outputs/advice"), metavar="FOLDER")
+    add("--jobs", type=int, metavar="N", help="parallel runs (default: one per core or GPU)")
+    add("--out", type=Path, default=Path("outputs/advice"), metavar="FOLDER", help="output folder")
     add("overrides", nargs="*", metavar="KEY=VALUE", help="options of python run.py for all runs")
     return made
 
@@ -191,8 +191,8 @@ def settle(
 def carry_out(
     given: argparse.Namespace, sweep: Sweep, ready: Ready, setting: Setting, *, began: float
 ) -> tuple[Measured, list[str]]:
-    """Makes the rounds that fit into the budget, those of the first seed whatever they take: the advice rests
-    on both of its lengths. What was measured, and a line for each arm or round that was not. Raises
+    """Makes the rounds that fit into the budget, those of the first seed whatever they take: the advice needs
+    both of its lengths. What was measured, and a line for each arm or round that was not. Raises
     ValueError where fewer than two arms were."""
     plan, deadline = ready.plan, began + 3600 * given.hours
     took, foreseen, lost, failed = 0.0, 0.0, list[str](), dict[str, str]()

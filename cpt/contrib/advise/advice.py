@@ -39,7 +39,7 @@ def make_advice(
 ) -> dict[str, Any]:
     """The whole of advice.json; `lost` are lines of what was planned and not measured."""
     means = measured.means()
-    # The command learns an epoch: arms are judged by that, as far as two lengths say what it brings.
+    # The command trains an epoch: arms are judged by what two lengths say of that.
     beyond = subject.epoch > ABOUT * plan.steps and len(measured.seeds) > 1
     at = min(subject.epoch, FAR * plan.steps) if beyond else None
     points = {arm: judge(means, arm, steps=plan.steps, at=None) for arm in measured.arms}

@@ -35,7 +35,7 @@ MEANINGS = {
     "ewc-strong": "the same, a hundred times as strong",
 }
 WORK = {"kd": 1.4, "ewc": 1.2, "ewc-strong": 1.2}  # about: a step's time, of that of the reference
-STRENGTH = 5000  # ContinualLM's, and what the runs behind docs/advise.md had
+STRENGTH = 5000  # of ContinualLM and of the runs of docs/advise.md
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Setting:
 
 
 def overrides(arm: str, setting: Setting) -> list[str]:
-    """What an arm sets beyond the defaults. Raises ValueError for an arm that there is not."""
+    """What an arm sets beyond the defaults. Raises ValueError for an unknown arm."""
     kind, _, value = arm.partition("-")
     match kind:
         case "ncl":
@@ -69,8 +69,7 @@ def overrides(arm: str, setting: Setting) -> list[str]:
 
 
 def choose_arms(asked_for: str | None) -> list[str]:
-    """The arms by name, the reference first. Raises ValueError for one that there is not, or for fewer than
-    two."""
+    """The arms by name, the reference first. Raises ValueError for an unknown one, or for fewer than two."""
     if asked_for is None:
         return list(NAMES)
     names = asked_for.split(",")
@@ -124,7 +123,7 @@ class Model:
 
     tried: tuple[str, ...]
     real: tuple[str, ...]
-    blocks: int | None = None  # of the real one where that is another
+    blocks: int | None = None  # of the real one, if it differs
     gap: str = ""  # what is not known of the real one
 
     @property

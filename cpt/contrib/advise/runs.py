@@ -64,7 +64,7 @@ class SweepPlan:
 
     @property
     def rounds(self) -> list[Round]:
-        """In the order in which they are made: each can be left out with those behind it."""
+        """In the order in which they are made: each can be left out with those after it."""
         shorter = [Round(0, max(1, self.steps // SHORTER))] if self.short else []
         return [Round(0, self.steps), *shorter, *(Round(seed, self.steps) for seed in range(1, self.seeds))]
 
@@ -170,8 +170,8 @@ def find_folder(folder: Path, arm: str, given: Round) -> Path:
 
 
 def measure_costs(sweep: Sweep, setting: Setting) -> tuple[Costs, Scores]:
-    """Runs the pilot, which reads the texts and makes the base on its way; what its steps and the rest of
-    it took, and its scores. Raises ValueError where it fails."""
+    """Runs the pilot, which reads the texts and makes the base on its way; what its steps and all else
+    took, and its scores. Raises ValueError where it fails."""
     (job,) = sweep.compose([REFERENCE], Round(0, PILOT), setting)
     took = sweep.run([job])
     if not job.whole:

@@ -56,7 +56,7 @@ class BudgetRecord:
         bounds = [(name, *rise, self.allowed[name]) for name, rise in drift.items()]
         told = ", ".join("{} {:+.4f}, at most {:+.4f} of {:.4f}".format(*each) for each in bounds)
         spent, before = self.share(drift), ([1.0, *self.pace])[-1]
-        within = spent <= 1  # false where it is no number
+        within = spent <= 1  # false for NaN
         if within:
             self.kept, self.spent = step, spent
         elif self.kept is None:

@@ -7,7 +7,7 @@ from cpt.core.schema import Positive, config, option
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.monitor import MonitorOptions, ObserverConfig
 
-RISE = "nats per token by which the"
+RISE = "allowed rise of the loss, in nats per token, on"
 LINE, PAST = "line", "past"
 EVALUATIONS = {LINE: 4, "rate": 20, "end": 20}  # of a stage, where monitor.every is null, by what steers
 
@@ -18,11 +18,11 @@ class DriftBudget(ObserverConfig):
 
     counts_domains: ClassVar[bool] = True
 
-    general: Positive | None = option(f"{RISE} loss of the general text may rise above the base's")
-    past: Positive | None = option(f"{RISE} losses of past domains may rise, each since it was learned")
+    general: Positive | None = option(f"{RISE} general text above the base model's; null: no limit")
+    past: Positive | None = option(f"{RISE} past domains since each was trained; null: no limit")
     steer: Literal["line", "rate", "end"] = option(
-        "what holds it: going back on the line to where the stage began, a lower rate, or the end of the "
-        "stage at its last look within"
+        "what to do above the budget: interpolate back to the start of the stage, lower the rate, "
+        "or end the stage at its last evaluation within the budget"
     )
 
     def __post_init__(self) -> None:

@@ -17,19 +17,21 @@ class GeneratedReplay(ReplayConfig):
     generates: ClassVar[bool] = True
 
     max_tokens: Steps | None = option(
-        "tokens written of each past domain before a stage; null: as many as it replays"
+        "tokens generated for each past domain before a stage; null: the number that is replayed"
     )
-    drop: BelowOne = option("share of the tokens written to leave out: texts of the highest perplexity")
-    prefix: Natural = option("tokens of real text that each text continues; 0: none is kept")
-    starts: Count = option("such prefixes that are kept of a domain, from its probe")
-    prompt: Text | None = option("text before each, which is not replayed; {domain}: the domain's name")
+    drop: BelowOne = option("share of generated tokens to discard: the texts of highest perplexity")
+    prefix: Natural = option("tokens of real text that each generated text continues; 0: none are stored")
+    starts: Count = option("prefixes stored per domain, from its importance samples")
+    prompt: Text | None = option(
+        "prompt before each generated text, which is not replayed; {domain}: the name of the domain"
+    )
     forms: BelowOne = option(
-        "of domains of examples: share of the batch in which the domain's own are learned as a whole, with "
-        "their questions, so that the model can write some later"
+        "share of a batch of examples that is trained with its questions, so that the model can "
+        "generate examples later"
     )
-    temperature: Positive = option("of sampling: logits are divided by it")
-    top_p: PositiveShare = option("of sampling: probability of the likeliest tokens")
-    batch_size: Count = option("texts that a process writes at once")
+    temperature: Positive = option("sampling temperature")
+    top_p: PositiveShare = option("nucleus sampling: cumulative probability of the likeliest tokens")
+    batch_size: Count = option("texts that a process generates at once")
 
     def conflicts(
         self, *, examples: bool, chats: bool, length: int, batch_size: int, sharded: bool

@@ -22,7 +22,7 @@ NEEDED = "a folder to write to, and what python run.py is given: FOLDER domains=
 
 
 def main(arguments: Sequence[str]) -> None:
-    about = __doc__.split(": ", 1)[1]
+    about = "Writes the held-out examples of supervised tasks as tasks of the lm-evaluation-harness."
     parser = argparse.ArgumentParser(prog="python -m cpt.contrib.lm_eval_export", description=about)
     parser.add_argument("folder", nargs="?", metavar="FOLDER", help="where to write the tasks")
     run = "options of python run.py, as domains=tasks model=…"

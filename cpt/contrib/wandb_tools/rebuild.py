@@ -36,7 +36,7 @@ from cpt.reporting.load_runs import find_runs
 log = logging.getLogger(__name__)
 MODES = ("online", "offline")
 REBUILT = "rebuilt"  # in a run folder: W&B's files under mode=offline
-ENOUGH = 3  # so many runs that W&B did not take, and none that it did: it will take no other
+ENOUGH = 3  # refused runs, and none accepted: W&B will accept no other
 WANDB_FOLDER = re.compile(r"(?:offline-)?run-(\d{8}_\d{6})-(.+)")
 STAGES = tuple(names.removesuffix("*") for names in AXES["stage"])
 # The machine that sends a run is not the one that made it.

@@ -75,9 +75,12 @@ class Encoding(Options):
     """How examples become rows of tokens."""
 
     truncate: Literal["tail", "middle", "released"] = option(
-        "what is cut of a long example: the end or middle of its text, or the end of the question (released)"
+        "what is cut from a long example: the end or middle of its text, or the end of the question"
+        " (released)"
     )
-    scored_turns: Literal["all", "last"] = option("of a chat: which turns of the assistant are scored")
+    scored_turns: Literal["all", "last"] = option(
+        "turns of the assistant that contribute to the loss of a chat"
+    )
 
 
 Embedding = Literal["tfidf", "static", "model", "sentence"]
@@ -93,30 +96,36 @@ class HeldOut(Options):
 
     valid: HeldOutShare = option("share of the documents")
     test: HeldOutShare = option("share of the documents")
-    seed: Natural = option("of the split")
-    max_documents: Count | None = option("documents of either, at most; null: no bound", default=None)
+    seed: Natural = option("seed of the split")
+    max_documents: Count | None = option(
+        "maximum number of documents of each split; null: no limit", default=None
+    )
 
 
 @config
 class Source(Options, ABC):
     """Domains by name, each a stream of (split, document)."""
 
-    orders: DomainLists | None = option("named orders of the domains; null: one, by name")
-    held_out: Mapping[str, Any] = option("what is split off where files are not split")
-    score_on: Literal["valid", "test"] = option("the split that the matrix is made of")
+    orders: DomainLists | None = option("named orders of the domains; null: one order, sorted by name")
+    held_out: Mapping[str, Any] = option("held-out documents of files without a split")
+    score_on: Literal["valid", "test"] = option("split that is evaluated")
     packing: Literal["none", "concat", "document_mask"] | None = option(
-        "how sequences are filled: one document after another, with a document mask between those that share "
-        "one, or a sequence for each (none); null: concat of text, none of examples",
+        "how sequences are filled: concatenated documents, several documents or examples with "
+        "document masking, or one each (none); null: concat for text, none for examples",
         default=None,
     )
-    only: NamePatterns = option("which domains to take, by name; null: all", default=None)
-    by: Literal["fine", "coarse"] | None = option("M2D2's fine domains, or joined coarse ones", default=None)
-    balanced: Annotated[bool | Count, Allowed("true, false, or tokens: a whole number, 1 or more")] = option(
-        "cut every domain's training text to the tokens of the smallest, or to N tokens", default=False
+    only: NamePatterns = option("domains to use, by name or pattern; null: all", default=None)
+    by: Literal["fine", "coarse"] | None = option(
+        "level of M2D2: fine domains, or joined coarse ones", default=None
     )
-    embedding: Embedding = option("what orders by similarity are made of", default="tfidf")
-    embedding_model: Folder | None = option("of embedding=sentence: the model's folder", default=None)
-    embedding_samples: Count = option("documents of each text that are embedded, at most", default=1000)
+    balanced: Annotated[bool | Count, Allowed("true, false, or tokens: a whole number, 1 or more")] = option(
+        "cut the training text of every domain to the tokens of the smallest, or to N tokens", default=False
+    )
+    embedding: Embedding = option("document embedding for orders by similarity", default="tfidf")
+    embedding_model: Folder | None = option(
+        "folder of the sentence-transformers model (used with embedding=sentence)", default=None
+    )
+    embedding_samples: Count = option("maximum number of embedded documents per text", default=1000)
 
     def __post_init__(self) -> None:
         with prefix_errors("held_out"):
@@ -169,7 +178,7 @@ class Source(Options, ABC):
     @property
     @abstractmethod
     def names(self) -> list[str]:
-        """The names of the text that there is."""
+        """The names of the existing texts."""
 
     @cached_property
     def groups(self) -> dict[str, list[str]]:

@@ -97,7 +97,7 @@ _MARKUP = (  # a sign in every match, the pattern, its replacement
 class InstalledDocs(Source):
     """Prose of the docstrings of installed packages, one document per module."""
 
-    packages: Mapping[str, Sequence[str]] = option("each domain's packages, by domain")
+    packages: Mapping[str, Sequence[str]] = option("packages of each domain")
     general: Annotated[tuple[Text, ...], MinLen(1), Allowed("a list of texts, one or more")] = option(
         "packages of the general text; stdlib: the standard library"
     )

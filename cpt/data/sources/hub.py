@@ -25,10 +25,12 @@ class Hub(Source):
     list, or one of these for each split), `splits` (to read as train, valid and test) and `column` (of the
     text)."""
 
-    catalogue: Mapping[str, Any] = option("each domain's data set, as datasets.load_dataset takes it")
-    column: Text = option("the column of the text")
-    streaming: bool = option("rows are fetched while they are read")
-    general: Text | None = option("a name of the catalogue; null: prose of the standard library and numpy")
+    catalogue: Mapping[str, Any] = option("dataset of each domain, as arguments of datasets.load_dataset")
+    column: Text = option("column of the text")
+    streaming: bool = option("download rows while they are read")
+    general: Text | None = option(
+        "general text: a name of the catalogue; null: docstrings of the standard library and numpy"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -33,7 +33,10 @@ SPLIT_NAMES = {"dev": "dev|development|valid|validation|val|eval", "test": "test
 # In LFPT5's draws: other names of data sets, and a label that is misspelt there once.
 RENAMED = {"ag_news": "agnews", "amazon_review_full": "amazon", "yahoo_answers": "yahoo"}
 SPELLING = {"thlete": "athlete"}
-MOST_CHOICES, PER_CHOICE = 50, 2  # a closed set has at most so many answers, each so often on average
+MOST_CHOICES, PER_CHOICE = (
+    50,
+    2,
+)  # a closed set: the most answers, and how often each occurs at least on average
 FIELDS = ("prefix", "question", "instruction", "options", "text", "task", "dataset")  # of every template
 
 
@@ -143,17 +146,17 @@ def text_field(row: Any, column: str, where: str, option: str = "domains.format"
 class Template(Options):
     """How a task's fields become a question. {text} is what it is about, the only part that may be cut."""
 
-    name: Text = option("what the template is called")
-    source: Annotated[str, Allowed("a text with {fields}")] = option("the whole question")
-    without_text: str | None = option("the same where the text is empty; null: `source`")
-    question: str = option("what is asked: {instruction}, {options}")
-    names: Literal["none", "task", "dataset"] = option("what of the names the prefix has")
-    prefixes: Mapping[str, str] = option("the prefix for each of `names`")
-    options: Literal["file", "shuffled"] = option("their order: as listed, or random for each example")
-    separator: str = option("between options")
-    instructions: Mapping[str, str] = option("what is asked, by task")
-    tasks: Mapping[str, str] = option("the task of data sets whose place does not say it")
-    unasked: TextList = option("tasks whose text asks already")
+    name: Text = option("name of the template")
+    source: Annotated[str, Allowed("a text with {fields}")] = option("format of the whole question")
+    without_text: str | None = option("whole question if the text is empty; null: `source`")
+    question: str = option("format of the question: {instruction}, {options}")
+    names: Literal["none", "task", "dataset"] = option("names that the prefix contains")
+    prefixes: Mapping[str, str] = option("prefix of each of `names`")
+    options: Literal["file", "shuffled"] = option("order of options: as listed, or random for each example")
+    separator: str = option("separator of options")
+    instructions: Mapping[str, str] = option("question of each task")
+    tasks: Mapping[str, str] = option("task of datasets whose path does not contain it")
+    unasked: TextList = option("tasks whose text contains the question")
 
     def check_fields(self, own: Sequence[str]) -> None:
         """Raises ValueError for a template with unmatched braces, or a field that no row has."""
@@ -194,16 +197,24 @@ class Template(Options):
 class Tasks(Source):
     """Supervised tasks in a folder, in a published layout; without a folder those of `package_task`."""
 
-    root: Text | None = option("the folder of all tasks; null: some of installed packages")
-    format: Layout = option("how the folder is laid out")
-    columns: Mapping[str, str | None] = option("of jsonl and csv: columns of text, target, id, …")
-    template: Mapping[str, Any] = option("how fields become a question, as in conf/domains/template")
-    choices: Literal["auto", "none"] = option("a file's labels, else train's few answers; none: open")
-    unknown: Literal["error", "drop"] = option("examples whose answer is outside the choices")
-    per_class: Literal["all"] | Count = option("training examples of each answer, at most; all: no bound")
-    truncate: Literal["tail", "middle", "released"] = option("what is cut of an example that is too long")
-    scored_turns: Literal["all", "last"] = option("of a chat: the turns of the assistant that are scored")
-    general: Text | None = option("below root: the folder of the general text")
+    root: Text | None = option("folder of all tasks; null: tasks made of installed packages")
+    format: Layout = option("layout of the folder")
+    columns: Mapping[str, str | None] = option("columns of jsonl and csv files: text, target, id, …")
+    template: Mapping[str, Any] = option("template of a question, of conf/domains/template")
+    choices: Literal["auto", "none"] = option(
+        "auto: the file's labels, else the distinct training answers if there are few; none: open answers"
+    )
+    unknown: Literal["error", "drop"] = option(
+        "what to do with an example whose answer is outside the choices"
+    )
+    per_class: Literal["all"] | Count = option(
+        "maximum number of training examples per answer; all: no limit"
+    )
+    truncate: Literal["tail", "middle", "released"] = option("what is cut from an example that is too long")
+    scored_turns: Literal["all", "last"] = option(
+        "turns of the assistant that contribute to the loss of a chat"
+    )
+    general: Text | None = option("folder of the general text, below root")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -302,7 +313,7 @@ class Tasks(Source):
             if choices and record.target not in choices:
                 if self.unknown == "error":
                     raise ValueError(
-                        f"example {number} of {name}, {split}: its answer {record.target!r:.60} is none "
+                        f"example {number} of {name}, {split}: its answer {record.target!r:.60} is not one "
                         f"of the choices. Allowed: {', '.join(choices)} (domains.unknown=drop leaves it out)"
                     )
                 dropped += 1

@@ -26,13 +26,15 @@ class Texts(Source):
     where a domain has at least 20, else what blank lines separate, else (no blank line among the first 10,000
     of the first file) the line."""
 
-    root: Folder = option("the folder of all text")
-    folder: Annotated[Text, Allowed("a folder below root")] = option("below root: the domains' sub-folders")
-    column: Text = option("of .jsonl, .csv and .parquet files: the column of the text")
-    columns: Columns | None = option("the same of some domains alone", default=None)
-    document: Literal["file", "paragraph", "line", "auto"] = option("a document of a .txt or .md file")
-    general: Text | None = option("below root: the folder of the general text")
-    ignore: Ignored | None = option("names or patterns of what is not text", default=())
+    root: Folder = option("folder of all text")
+    folder: Annotated[Text, Allowed("a folder below root")] = option("folder of the domains, below root")
+    column: Text = option("column of the text in .jsonl, .csv and .parquet files")
+    columns: Columns | None = option("column of the text per domain", default=None)
+    document: Literal["file", "paragraph", "line", "auto"] = option(
+        "what is one document in a .txt or .md file"
+    )
+    general: Text | None = option("folder of the general text, below root")
+    ignore: Ignored | None = option("names or patterns of files that are not text", default=())
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -156,7 +156,9 @@ def test_an_answer_that_is_no_choice_is_told_or_left_out(source, tmp_path):
     path = tmp_path / "root" / "SC" / "SST-2" / "test.json"
     put(path, [*json.loads(path.read_text()), {"label": "-", "sentence": "nobody knows"}])
     given = "domains.format=cl_benchmark"
-    with pytest.raises(ValueError, match="example 40 of sst-2, test: its answer '-' is none of the choices"):
+    with pytest.raises(
+        ValueError, match="example 40 of sst-2, test: its answer '-' is not one of the choices"
+    ):
         make_corpus(source(given), "sst-2", cache=tmp_path)
     assert len(examples(source(given, "domains.unknown=drop"), "sst-2", tmp_path, "test")) == 40
 
