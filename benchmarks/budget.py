@@ -27,7 +27,11 @@ TAKEN = {"train": 300, "valid": 80, "test": 200}  # documents of each text
 GENERAL = {"train": 2000}
 SIZES = [
     *("model.max_seq_length=64", "model.vocab_size=2048", "model.config.hidden_size=64"),
-    *("model.config.intermediate_size=96", "model.config.num_attention_heads=2", "model.base.steps=1000"),
+    *(
+        "model.config.intermediate_size=96",
+        "model.config.num_attention_heads=2",
+        "model.pretraining.steps=1000",
+    ),
     *("trainer.batch_size=16", "trainer.eval_batch_size=128", "trainer.importance_samples=16"),
     *("trainer.checkpoint_every=100000", "domains.held_out.max_documents=200"),
 ]

@@ -24,7 +24,7 @@ from cpt.trainer.base_model import Base, make_base
 from cpt.trainer.build import build_data, build_method
 from cpt.trainer.plan import Plan, make_plan
 
-MADE = ["model.vocab_size=8192", "model.base.steps=1", "model.base.batch_size=8"]
+MADE = ["model.vocab_size=8192", "model.pretraining.steps=1", "model.pretraining.batch_size=8"]
 SHAPES: dict[str, list[str]] = {
     "given": [],  # the overrides choose the model
     "roberta": [

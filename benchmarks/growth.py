@@ -38,7 +38,12 @@ ALWAYS = [
     *("trainer.eval_batch_size=2", "trainer.importance_samples=2", "trainer.checkpoint_every=1000"),
     *("model.max_seq_length=32", "eval.rows=last", "eval.columns=seen", "eval.max_tokens=32"),
 ]
-TINY = ["model=tiny_gpt2", "model.base.steps=1", "model.base.batch_size=2", "model.vocab_size=300"]
+TINY = [
+    "model=tiny_gpt2",
+    "model.pretraining.steps=1",
+    "model.pretraining.batch_size=2",
+    "model.vocab_size=300",
+]
 ROW = "{:8}{:14}{:>16}{:>16}{:>18}{:>18}"
 
 

@@ -14,7 +14,7 @@ from cpt.core.config import CONF
 from tests.conftest import ROOT, SMALL, VOCABULARIES, sentences
 
 EXAMPLES = ROOT / "docs" / "examples"
-TINY = [each for each in SMALL if not each.startswith(("model.base", "logger"))]
+TINY = [each for each in SMALL if not each.startswith(("model.pretraining", "logger"))]
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def learned(corpora, cache, start, tmp_path):
         size = [each for each in TINY if not (checkpoint and each.startswith(("model.config", "model.voc")))]
         places = [f"domains.root={corpora}", f"cache_dir={cache}", "logger=none"]
         found = f"hydra.searchpath=[file://{EXAMPLES}]"
-        base = [] if checkpoint else ["model.base.steps=6", "model.base.batch_size=8"]
+        base = [] if checkpoint else ["model.pretraining.steps=6", "model.pretraining.batch_size=8"]
         with initialize_config_dir(str(CONF), version_base="1.3"):
             cfg = compose("config", overrides=[f"experiment={name}", *places, *size, *base, *given, found])
         start(cfg, tmp_path / folder)

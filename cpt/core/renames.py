@@ -31,7 +31,7 @@ KEYS = {
     "from": "init_from",
     "keep_end": "save_trainer_state",
     "keep_stages": "save_all_stages",
-    "model.base.warmup": "model.base.warmup_ratio",
+    "model.pretraining.warmup": "model.pretraining.warmup_ratio",
     "model.checkpoint": "model.name_or_path",
     "model.length": "model.max_seq_length",
     "model.mask_rate": "model.mlm_probability",
@@ -45,6 +45,7 @@ KEYS = {
     "trainer.probe_samples": "trainer.importance_samples",
     "trainer.workers": "trainer.num_workers",
 }
+SECTIONS = {"model.base": "model.pretraining"}
 # By place; only where the class that is chosen there has the new name: method.alpha is LoRA's and DER++'s.
 OPTIONS = {
     "answers": {"most": "max_documents", "tokens": "max_new_tokens"},
@@ -94,6 +95,8 @@ def new_name(key: str, config: Mapping[str, Any]) -> str:
     config, for the classes that it chooses."""
     head, dot, rest = key.partition(".")
     key = f"{RENAMED_GROUPS.get(head, head)}{dot}{rest}"
+    for old, new in SECTIONS.items():
+        key = new + key.removeprefix(old) if f"{key}.".startswith(f"{old}.") else key
     place, _, old = key.rpartition(".")
     for places, names in OPTIONS.items():
         if old in names and any(fnmatchcase(place, each) for each in places.split()):
@@ -140,7 +143,7 @@ def rename_keys(cfg: DictConfig) -> None:
         else:
             continue
         with open_dict(cfg):
-            remove(cfg, key)
+            remove_key(cfg, key)
             if name == key or name not in on_command_line:
                 OmegaConf.update(cfg, name, present, merge=True)
     params = OmegaConf.select(cfg, "hydra.sweeper.params")
@@ -150,13 +153,13 @@ def rename_keys(cfg: DictConfig) -> None:
             cfg.hydra.sweeper.params = dict(each.split("=", 1) for each in renamed)
 
 
-def remove(cfg: DictConfig, key: str) -> None:
+def remove_key(cfg: DictConfig, key: str) -> None:
     """Removes a key, and the sections that it leaves empty."""
     place, _, name = key.rpartition(".")
     node = OmegaConf.select(cfg, place) if place else cfg
     del node[name]
     if place and not node:
-        remove(cfg, place)
+        remove_key(cfg, place)
 
 
 def rename_overrides(arguments: Sequence[str]) -> list[str]:

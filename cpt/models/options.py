@@ -51,7 +51,7 @@ NOT_FROZEN = Freeze(embeddings=False, layers=0)
 
 
 @config
-class BaseOptions(Options):
+class PretrainingOptions(Options):
     """How a new model, or the head of a checkpoint, is pre-trained on the general text."""
 
     steps: Natural = option("optimizer steps of a new model", default=0)
@@ -84,7 +84,7 @@ class ModelOptions(Options):
 
     name: Text = option("name of the model in reports")
     name_or_path: Checkpoint | None = option(
-        "checkpoint: a name on the Hub or a folder; null: a new model of `config`, pre-trained as `base` sets"
+        "checkpoint: a name on the Hub or a folder; null: a new, pre-trained model (config, pretraining)"
     )
     layers: Count | None = option(
         "number of first blocks of the checkpoint that are kept; null: all", default=None
@@ -100,7 +100,7 @@ class ModelOptions(Options):
     resize: bool = option("add rows to an embedding that is too small for the tokenizer", default=False)
     vocab_size: Annotated[Int, Ge(BYTES)] | None = option("vocabulary size of a new model's tokenizer")
     config: Mapping[str, Any] | None = option("config of a new model: model_type and its arguments")
-    base: BaseOptions | None = option("pre-training of a new model, or of a checkpoint's head")
+    pretraining: PretrainingOptions | None = option("pre-training of a new model, or of a checkpoint's head")
     lr: NonNegative = option("peak learning rate; methods with modules multiply it")
 
     def __post_init__(self) -> None:
@@ -114,10 +114,10 @@ class ModelOptions(Options):
             if self.config is not None and name in self.config:
                 check_value(f"config.{name}", self.config[name], Count)
         if self.name_or_path is None and (
-            self.config is None or self.base is None or self.vocab_size is None
+            self.config is None or self.pretraining is None or self.vocab_size is None
         ):
             raise ValueError(
                 f"name_or_path=null is invalid: {self.name} has no model to build. Allowed: a Hugging Face "
                 f"name or "
-                "a folder, or model.config, model.base and model.vocab_size"
+                "a folder, or model.config, model.pretraining and model.vocab_size"
             )

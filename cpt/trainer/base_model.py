@@ -42,7 +42,7 @@ FORMAT = 1
 TOKENIZER_FORMAT = 2  # raise it when other tokenizers are made of the same text
 CHECKPOINT_EVERY = 200
 READ_AT_ONCE = 100
-ADVICE = "this is the base model, not yet the run: a lower model.base.optim.lr or gradient_clip_val may help"
+ADVICE = "this is the base model, not yet the run: lower model.pretraining.optim.lr or gradient_clip_val"
 
 
 @dataclass(frozen=True)
@@ -84,15 +84,12 @@ def make_base(options: ModelOptions, corpora: Corpora, *, accelerator: str, trai
     untrained. Raises ValueError for an objective that does not fit."""
     new = describe_base(options, corpora)
     if options.name_or_path is not None:
-        return new if is_complete(options) else adapt_checkpoint(options, new, corpora, accelerator, trains)
-    assert options.base is not None and options.config is not None
+        return new if is_whole(options) else adapt_checkpoint(options, new, corpora, accelerator, trains)
+    assert options.pretraining is not None and options.config is not None
     settings: dict[str, Any] = {"config": options.config, "objective": options.objective}
     settings |= {"mask_rate": options.mlm_probability, "length": options.max_seq_length}
     settings |= {"mean_span": options.mean_span} if new.objective_name == "span" else {}
-    later = ("head_steps", "head_layers", "precision")  # options that no earlier base had
-    of_new = {name: each for name, each in asdict(options.base).items() if name not in later}
-    of_new |= {"precision": options.base.precision} if options.base.precision != "32-true" else {}
-    facts, settings = corpora.general.facts, settings | {"base": of_new}
+    facts, settings = corpora.general.facts, settings | {"pretraining": asdict(options.pretraining)}
     made_of = [FORMAT, facts["train_digest"], tokenizer_digest(new.tokenizer), settings]
     folder = corpora.cache / "base" / f"{options.name}-{digest(made_of)}"
     base = assemble_base(options, new.tokenizer, loading.AutoConfig.for_model(**options.config), corpora)
@@ -100,8 +97,8 @@ def make_base(options: ModelOptions, corpora: Corpora, *, accelerator: str, trai
         return replace(base, untrained=options.config)
 
     def make(place: Path) -> None:
-        assert options.base is not None and options.config is not None
-        steps, seed = options.base.steps, options.base.seed
+        assert options.pretraining is not None and options.config is not None
+        steps, seed = options.pretraining.steps, options.pretraining.seed
         log.info("Pre-training the base model %s on the general text: %d steps", options.name, steps)
         model = loading.build_model(options.config, new.tokenizer, new.objective_name, seed=seed)
         pretrain(place, options, new, corpora, model, steps=steps, accelerator=accelerator)
@@ -110,9 +107,9 @@ def make_base(options: ModelOptions, corpora: Corpora, *, accelerator: str, trai
     return replace(base, checkpoint=str(folder))
 
 
-def is_complete(options: ModelOptions) -> bool:
+def is_whole(options: ModelOptions) -> bool:
     """Whether a checkpoint is the base as it is: with all its blocks and its own head."""
-    return options.layers is None and not (options.base and options.base.head_steps)
+    return options.layers is None and not (options.pretraining and options.pretraining.head_steps)
 
 
 def adapt_checkpoint(
@@ -120,7 +117,7 @@ def adapt_checkpoint(
 ) -> Base:
     """The base with a checkpoint's first blocks and a trained head (unless it `trains` the cache's or none),
     in the cache as a checkpoint of its own."""
-    how, source = options.base, str(options.name_or_path)
+    how, source = options.pretraining, str(options.name_or_path)
     steps = (how and how.head_steps) or 0
     files: Any = getattr(loading.configuration(source), "_commit_hash", None)  # of the Hub
     files = files or {name: file_hash(path) for name, path in checkpoint_files(source).items()}
@@ -159,10 +156,8 @@ def adapt_checkpoint(
         pretrain(place, options, new, corpora, model, steps=steps, freeze=freeze, accelerator=accelerator)
 
     if steps and not trains and not folder.exists():
-        options = replace(options, base=None)
-        return (
-            given if is_complete(options) else adapt_checkpoint(options, given, corpora, accelerator, trains)
-        )
+        options = replace(options, pretraining=None)
+        return given if is_whole(options) else adapt_checkpoint(options, given, corpora, accelerator, trains)
     make_once(folder, make=make)
     return replace(given, checkpoint=str(folder), resize=False)
 
@@ -224,7 +219,7 @@ def pretrain(
 ) -> None:
     """Pre-trains what `freeze` leaves of a model on the general text in one process; a killed one resumes
     from its checkpoint."""
-    how = options.base
+    how = options.pretraining
     assert how is not None
     loading.check_length(options.max_seq_length, model, new.objective)
     context = MethodContext(

@@ -84,10 +84,10 @@ def log_ineffective(plan: Plan, module: ContinualMethod, device: torch.device) -
     offloads = any(not isinstance(each, CarriedState) for each in tensors)
     final = why_end_is_final(plan) if plan.run.save_trainer_state else ""
     has_parts, on_disk = bool(domain_params(module)), plan.modules.storage == "disk"
-    not_pretrained = model.name_or_path and (plan.settings["model"]["base"] or {}).get("steps")
+    not_pretrained = model.name_or_path and (plan.settings["model"]["pretraining"] or {}).get("steps")
     by_backward = options.accumulate_grad_batches > 1 and any(mask.limits for mask in module.masks)
     reasons = {
-        f"model.base.steps: model.name_or_path={model.name_or_path} is not pre-trained": not_pretrained,
+        f"model.pretraining.steps: {model.name_or_path} is not pre-trained by the run": not_pretrained,
         f"method.lr_multiplier={rate}: optim.lr is a number (model.lr=… is multiplied by it)": rate
         not in (None, 1),
         f"trainer.offload_method_state=true: {name} keeps no weights to offload": options.offload_method_state
@@ -169,8 +169,8 @@ def empty_scores(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence
         fetched = next(iter(checkpoint_files(given).values()), None)
         base = {"name": given, "origin": "hub", **({"revision": fetched.parent.name} if fetched else {})}
     adapted = [f"the first {plan.model.layers} blocks"] * (plan.model.layers is not None)
-    if given is not None and plan.model.base is not None:
-        steps = plan.model.base.head_steps
+    if given is not None and plan.model.pretraining is not None:
+        steps = plan.model.pretraining.head_steps
         adapted.append(
             f"head trained for {steps} steps on general text" if steps else "head as it is, or random"
         )

@@ -18,7 +18,7 @@ from cpt.data.sources.base import HeldOut
 from cpt.evaluation.finetune_tasks import FinetuneOptions, FinetuneProtocol
 from cpt.evaluation.monitor import MonitorOptions
 from cpt.evaluation.options import EvalOptions
-from cpt.models.options import BaseOptions, Freeze, ModelOptions
+from cpt.models.options import Freeze, ModelOptions, PretrainingOptions
 from cpt.optim.options import KNOWN
 from cpt.trainer.options import LoggerOptions, RunOptions, TrainerOptions
 
@@ -32,7 +32,7 @@ FIXED: dict[str, tuple[type[Options], ...]] = {
     "data": (DataOptions,),
     "modules": (ModulesOptions,),
     "model": (ModelOptions,),
-    "model.base": (BaseOptions,),
+    "model.pretraining": (PretrainingOptions,),
     "domains.held_out": (HeldOut,),
     "trainer": (TrainerOptions,),
     "endtask": (FinetuneProtocol, FinetuneOptions),

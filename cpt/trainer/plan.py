@@ -178,9 +178,9 @@ def read_sections(cfg: DictConfig) -> Sections:
     if (endtask := read("endtask").values).get("_target_") is not None:
         check_task_values("endtask", endtask)
     method, model, logger = read("method").choose(needed=True), read("model"), read("logger")
-    base, is_new = model.values.get("base"), model.values.get("name_or_path", ...) is None
-    if not is_new and (base or {}).get("head_steps") is None:  # of an experiment with a new model
-        model = replace(model, values={**model.values, "base": None})
+    pretraining, is_new = model.values.get("pretraining"), model.values.get("name_or_path", ...) is None
+    if not is_new and (pretraining or {}).get("head_steps") is None:  # of an experiment with a new model
+        model = replace(model, values={**model.values, "pretraining": None})
     schedule = read("lr_scheduler").choose(needed=True)
     schedule = schedule.load()(**schedule.arguments) if isinstance(schedule, Choice) else schedule
     if schedule is not None and not callable(schedule):
@@ -269,7 +269,7 @@ def make_plan(cfg: DictConfig) -> Plan:
                 f"init_from={folder} is invalid: no finished run. Allowed: null, or the folder of one"
             )
         # Without the options of a new model.
-        new_options: dict[str, Any] = dict.fromkeys(("config", "base", "vocab_size", "layers"))
+        new_options: dict[str, Any] = dict.fromkeys(("config", "pretraining", "vocab_size", "layers"))
         model = replace(read.model, name_or_path=str(Path(folder) / "model"), **new_options)
         read = replace(read, model=model)
         names["model"] = f"{model.name} from {Path(folder).name}"

@@ -169,8 +169,8 @@ def check_model(plan: Plan) -> PretrainedConfig:
     options, source, given = plan.model, plan.source, plan.model.name_or_path
     sentinels, tokenizer = 0, None
     if given is None:
-        assert options.base is not None and options.config is not None
-        check_optimizer("model.base.optim", options.base.optim)
+        assert options.pretraining is not None and options.config is not None
+        check_optimizer("model.pretraining.optim", options.pretraining.optim)
         with naming_cause("model.config"):
             config = loading.AutoConfig.for_model(**options.config)
     else:
@@ -207,7 +207,9 @@ def check_model(plan: Plan) -> PretrainedConfig:
     with naming_cause(given or "model.config"), torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = loading.AUTO_MODELS[objective].from_config(config)
     if given is not None:
-        check_head_weights(model, given, None if options.base is None else options.base.head_steps)
+        check_head_weights(
+            model, given, None if options.pretraining is None else options.pretraining.head_steps
+        )
     if plan.trainer.attn_implementation != "auto":
         with naming_cause(f"trainer.attn_implementation={plan.trainer.attn_implementation}"):
             model.set_attn_implementation(plan.trainer.attn_implementation)
@@ -261,8 +263,8 @@ def check_head_weights(model: PreTrainedModel, given: str, head_steps: int | Non
         if head_steps is None:
             raise ValueError(
                 f"model.name_or_path={given} is invalid: no language-model head ({len(head)} tensors). "
-                "Allowed: model.base.head_steps=500, which trains one on the general text first, "
-                "model.base.head_steps=0, which starts with a random one, or another checkpoint"
+                "Allowed: model.pretraining.head_steps=500, which trains one on the general text first, "
+                "model.pretraining.head_steps=0, which starts with a random one, or another checkpoint"
             )
         if is_first_process():
             how = f"is trained for {head_steps} steps" if head_steps else "starts with random weights"

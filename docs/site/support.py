@@ -57,7 +57,8 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "T5 v1.1": ("tiny_t5", f"{T5}, feed_forward_proj: gated-gelu, tie_word_embeddings: false"),
 }
 SMALL = [
-    *("model.max_seq_length=16", "model.vocab_size=400", "model.base.steps=2", "model.base.batch_size=4"),
+    *("model.max_seq_length=16", "model.vocab_size=400"),
+    *("model.pretraining.steps=2", "model.pretraining.batch_size=4"),
     *(
         "trainer.steps=2",
         "trainer.batch_size=4",

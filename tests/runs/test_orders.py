@@ -37,7 +37,7 @@ def pairs(tmp_path):
 def of_pairs(small, pairs, tmp_path):
     """The config of a run on the pairs, with a cache of its own."""
     places = [f"domains.root={pairs}", f"cache_dir={tmp_path / 'cache'}"]
-    return lambda *given: small(*places, "trainer.steps=2", "model.base.steps=2", *given)
+    return lambda *given: small(*places, "trainer.steps=2", "model.pretraining.steps=2", *given)
 
 
 def groups(order) -> list[str]:
@@ -66,7 +66,7 @@ def test_domains_of_one_kind_are_learned_one_after_another(embedding, of_pairs, 
     assert swapped == [*found.order[3:], *found.order[:3]]
     for other in ("domains.embedding_samples=5", "domains.held_out.seed=1"):
         assert load_cached_order(make_plan(of_pairs("order=similar", other))) is None
-    another = make_plan(of_pairs("order=similar", "model.base.seed=3"))  # tfidf asks no model
+    another = make_plan(of_pairs("order=similar", "model.pretraining.seed=3"))  # tfidf asks no model
     assert load_cached_order(another) is not None
 
 

@@ -109,7 +109,7 @@ def headless(tmp_path):
 
 
 def test_a_checkpoint_without_a_head_is_refused_or_gets_one(headless, small, start, unread, tmp_path):
-    given, steps = f"model.name_or_path={headless}", "+model.base.head_steps="
+    given, steps = f"model.name_or_path={headless}", "+model.pretraining.head_steps="
     assert unread(small(given)).startswith(f"{given} is invalid: no language-model head (5 tensors). Allow")
     assert unread(small(given, "+model.layers=3")) == "model.layers=3 is invalid. Allowed: null, or 1 to 2"
     prepare(make_plan(small(given, f"{steps}0")), RunDir(tmp_path))
@@ -121,8 +121,8 @@ def test_a_head_is_trained_once_on_the_general_text_and_blocks_are_kept(
 ):
     cache = tmp_path / "cache"
     options = [f"model.name_or_path={headless}", "order=[law]", "trainer.steps=1", f"cache_dir={cache}"]
-    options += ["+model.layers=2" if upper else "+model.layers=1", "+model.base.head_steps=5"]
-    options += [f"+model.base.head_layers={upper}"]
+    options += ["+model.layers=2" if upper else "+model.layers=1", "+model.pretraining.head_steps=5"]
+    options += [f"+model.pretraining.head_layers={upper}"]
     start(small(*options), tmp_path / "run")
     (made,) = (path for path in (cache / "base").glob("headless-*") if path.is_dir())
     base, given = (AutoModelForMaskedLM.from_pretrained(path).state_dict() for path in (made, headless))
