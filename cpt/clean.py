@@ -13,7 +13,6 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from cpt.core.cache import ABANDONED_S, CACHED, PARTIAL, discard
-from cpt.core.files import CHECKSUMS
 from cpt.core.output import run_program
 from cpt.evaluation.scores import Scores
 from cpt.reporting.frames import megabytes
@@ -55,7 +54,7 @@ def removable(folder: Path, *, days: float, stages: bool) -> Iterator[tuple[Path
                 yield path, "left by a killed process"
         elif CACHED.fullmatch("/".join(path.parts[-2:])):
             inner.clear()
-            if (unused := (now - (path / CHECKSUMS).stat().st_mtime) / DAY) > days:
+            if (unused := (now - path.stat().st_mtime) / DAY) > days:
                 yield path, f"not used for {unused:.0f} days"
         elif "scores.json" in files:
             inner.clear()

@@ -42,7 +42,7 @@ def make_once(folder: Path, *, make: Callable[[Path], None]) -> Path:
     What a killed build left in the partial folder is there for `make` to continue."""
     if not artifact_damage(folder):
         with suppress(OSError):  # another user's
-            os.utime(folder / CHECKSUMS)  # when it was last used: cpt/clean.py
+            os.utime(folder)  # when it was last used: cpt/clean.py
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with locked(folder):

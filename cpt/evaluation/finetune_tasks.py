@@ -59,10 +59,10 @@ class FinetuneOptions(Options):
     metric: Literal["macro_f1", "micro_f1", "accuracy"] = option("score of a task that MF1 averages")
     select: Literal["last", "dev"] = option("epoch that is evaluated: the last, or the best on dev")
     max_train_samples: Count | None = option(
-        "size of a random sample of train, the same in every run; null: all"
+        "size of a random sample of train, the same in every run; null: all", default=None
     )
     max_eval_samples: Count | None = option(
-        "size of a random sample of dev and of test, the same in every run; null: all"
+        "size of a random sample of dev and of test, the same in every run; null: all", default=None
     )
 
 
