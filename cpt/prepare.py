@@ -240,9 +240,9 @@ def copy_task(
     """Reads the files of train and test through, and copies them with `more`."""
     published, found = dict(zip(("train", "test"), counts, strict=True)), {}
     paths = {split: folder / f"{split}.json" for split in published} | {name: folder / name for name in more}
-    missing = [path for path in paths.values() if not path.exists()]
+    missing = [path for path in paths.values() if not path.exists()] if folder.exists() else [folder]
     for name, path in paths.items():
-        if path not in missing:
+        if path.exists():
             if name in published:
                 found[name] = sum(1 for _ in read_records(path, layout, {}))
             with replacing(out / path.name) as partial:
