@@ -22,13 +22,7 @@ from cpt.evaluation.finetune import scores_of
 from cpt.evaluation.finetune_tasks import FinetuneTask, LabelledExample, plan_endtasks
 
 FILE = SCORES / "bag_of_words.json"
-PENALTIES = (
-    0.01,
-    0.1,
-    1.0,
-    10.0,
-    100.0,
-)  # inverse: the weight of the losses against half the squared weights
+PENALTIES = (0.1, 1.0, 10.0, 100.0)  # weights of the losses against half the squared weights
 FOLDS = 5
 
 
@@ -37,7 +31,7 @@ def main() -> None:
     parser.add_argument("experiment")
     parser.add_argument("--root", required=True, help="the data, as for the study")
     options = parser.parse_args()
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("config", [f"experiment={options.experiment}", f"domains.root={options.root}"])
     order = cfg.domains.orders[0] if cfg.domains.get("orders") else cfg.order
@@ -91,7 +85,7 @@ def split_words(example: LabelledExample) -> list[str]:
 def fit(features: Tensor, labels: Tensor, classes: int, inverse: float) -> Tensor:
     """Weights of a logistic regression, with a bias in the last row: [words + 1, classes]."""
     weights = torch.zeros(features.shape[1] + 1, classes, dtype=features.dtype, requires_grad=True)
-    optimizer = torch.optim.LBFGS([weights], max_iter=200, line_search_fn="strong_wolfe")
+    optimizer = torch.optim.LBFGS([weights], max_iter=100, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
         optimizer.zero_grad()
