@@ -68,16 +68,14 @@ class ReplayConfig(Options):
         if self.general_ratio and not general:
             raise ValueError(
                 f"replay.general_ratio={self.general_ratio} is invalid: there is no general text to train "
-                f"on. "
-                "Allowed: 0"
+                "on. Allowed: 0"
             )
         # Counts of two kinds may round up in the same step.
         new = batch_size * (1 - exact(self.past_ratio) - exact(self.general_ratio))
         if self.past_ratio and self.general_ratio and not self.adds and new < 1:
             raise ValueError(
                 f"replay.past_ratio={self.past_ratio} with replay.general_ratio={self.general_ratio} is "
-                f"invalid: "
-                f"{float(new):g} new samples remain in a batch of trainer.batch_size={batch_size}. "
+                f"invalid: {float(new):g} new samples remain in a batch of trainer.batch_size={batch_size}. "
                 "Allowed: 1 or more, or mode=append"
             )
 

@@ -94,8 +94,7 @@ class MagnitudeMask(GradientMask):
         elif not found:
             raise ValueError(
                 f"only={self.options.only} is invalid: it leaves nothing to mask. Allowed: a regular "
-                f"expression that finds "
-                f"some of {covered[0].name} … {covered[-1].name}"
+                f"expression that finds some of {covered[0].name} … {covered[-1].name}"
             )
         # Buffers for the rows; counts of known layers are kept by name.
         known = {each.name: self.chosen[place] for each, place in zip(self.maps, self.places, strict=True)}

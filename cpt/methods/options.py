@@ -176,8 +176,7 @@ class DERPPOptions(Options):
         if (self.buffer_size is None) == (self.buffer_bytes is None):
             raise ValueError(
                 f"buffer_size={show(self.buffer_size)} with buffer_bytes={show(self.buffer_bytes)} is "
-                f"invalid. "
-                "Allowed: exactly one, the other null"
+                "invalid. Allowed: exactly one, the other null"
             )
 
 

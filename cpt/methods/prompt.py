@@ -168,8 +168,7 @@ class ProgPrompt(PromptMethod):
             most = (limit - self.length) // len(order)
             raise ValueError(
                 f"method.num_virtual_tokens={tokens} is invalid for {len(order)} domains. Allowed: 0 to "
-                f"{most}, "
-                f"for the {limit - self.length} positions beyond model.max_seq_length={self.length}"
+                f"{most}, for the {limit - self.length} positions beyond model.max_seq_length={self.length}"
             )
         return super().stages(order)
 

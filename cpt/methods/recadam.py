@@ -63,8 +63,7 @@ class RecAdam(ContinualMethod):
         if self.rate * options.strength >= MOST:
             raise ValueError(
                 f"method.strength={options.strength:g} is invalid: at optim.lr={self.rate:g} it pulls "
-                f"weights past "
-                f"where they were. Allowed: below {MOST / self.rate:g}"
+                f"weights past where they were. Allowed: below {MOST / self.rate:g}"
             )
         self.anchor = Snapshot(self.model, persistent=options.towards == "previous")
         self.recall = Recall(self.anchor, options)

@@ -112,8 +112,7 @@ def check_dropout(model: nn.Module, rate: float | None, *, option: str, without:
         reason = "all its dropout rates are 0" if own else "it has no dropout"
         raise ValueError(
             f"method.{option}={show(rate)} is invalid: two passes of {type(model).__name__} do not differ, "
-            f"as "
-            f"{reason}. Allowed: {f'{option} above 0' if own else 'another model'}, or {without}"
+            f"as {reason}. Allowed: {f'{option} above 0' if own else 'another model'}, or {without}"
         )
 
 

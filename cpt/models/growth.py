@@ -264,9 +264,8 @@ def check_entries(rows: int, tokenizer: PreTrainedTokenizerBase, *, checkpoint: 
     if (needed := entries(tokenizer)) > rows:
         raise ValueError(
             f"model.resize=false is invalid: the tokenizer of {checkpoint} has {needed} entries, the "
-            f"embedding "
-            f"{rows} rows. Allowed: "
-            "model.resize=true (adds rows for the others), or the tokenizer that the model was trained with"
+            f"embedding {rows} rows. Allowed: model.resize=true (adds rows for the others), or the tokenizer "
+            "that the model was trained with"
         )
 
 

@@ -118,6 +118,5 @@ class ModelOptions(Options):
         ):
             raise ValueError(
                 f"name_or_path=null is invalid: {self.name} has no model to build. Allowed: a Hugging Face "
-                f"name or "
-                "a folder, or model.config, model.pretraining and model.vocab_size"
+                "name or a folder, or model.config, model.pretraining and model.vocab_size"
             )

@@ -179,8 +179,7 @@ def frozen_parameters(model: PreTrainedModel, freeze: Freeze) -> list[nn.Paramet
                 names = ", ".join([name for name, _ in model.named_parameters()][:6])
                 raise ValueError(
                     f"trainable={show(entry)} is invalid: it finds nothing in a {model.config.model_type}. "
-                    f"Allowed: "
-                    f"norms, biases, attention, or a regular expression that finds some of {names} …"
+                    f"Allowed: norms, biases, attention, or a regular expression that finds some of {names} …"
                 )
             trained |= {*meant}
         chosen += [parameter for parameter in model.parameters() if parameter not in trained]

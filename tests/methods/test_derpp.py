@@ -21,12 +21,7 @@ def scored_outputs(module, ids, labels, length):
 @pytest.mark.parametrize("family", ["masked", "causal"])
 @pytest.mark.parametrize("matched", ["hidden", "logits"])
 def test_the_losses_are_those_of_the_paper(matched, family, build):
-    options = [
-        f"method.matched={matched}",
-        "method.alpha=0.3",
-        "method.beta=0.7",
-        "method.precision=float32",
-    ]
+    options = [f"method.matched={matched}", "method.alpha=0.3", "method.beta=0.7", "method.precision=float32"]
     work = build("derpp", "method.buffer_size=20", "method.minibatch_size=3", *options, on=family)
     text, module = work.data.train["law"], work.module.double().eval()
     options = {"objective": work.data.objective, "seed": 0, "batch_size": 8, "rank": 0, "world": 1}

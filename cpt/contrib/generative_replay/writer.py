@@ -221,8 +221,7 @@ class TextWriter(ReplaySource):
         if (taken := len(self.begin) + len(ids) + how.prefix) >= self.length:
             raise ValueError(
                 f"replay.prompt={how.prompt} and replay.prefix={how.prefix} is invalid: they take {taken} "
-                f"tokens and leave "
-                f"nothing to generate of model.max_seq_length={self.length}. Allowed: fewer"
+                f"tokens and leave nothing to generate of model.max_seq_length={self.length}. Allowed: fewer"
             )
         return [*self.begin, *ids] if ids else []
 
@@ -315,8 +314,7 @@ class ExampleWriter(TextWriter):
             if not tokenized_tasks.write_examples(path, rows, tokenizer=self.tokenizer)[0]:
                 raise ValueError(
                     f"model.max_seq_length={self.length} is invalid: no example of {name} fits in the form "
-                    f"that "
-                    "is written (replay=generated). Allowed: a larger model.max_seq_length, replay=past"
+                    "that is written (replay=generated). Allowed: a larger model.max_seq_length, replay=past"
                 )
 
         folder = make_once(self.corpora.cache / "packed" / f"{name}-forms-{digest(made_of)}", make=make)

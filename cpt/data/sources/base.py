@@ -142,8 +142,7 @@ class Source(Options, ABC):
         if (self.embedding == "sentence") != (self.embedding_model is not None):
             raise ValueError(
                 f"embedding={self.embedding} with embedding_model={show(self.embedding_model)} is invalid. "
-                f"Allowed: both "
-                "embedding=sentence and embedding_model=FOLDER, or neither"
+                "Allowed: both embedding=sentence and embedding_model=FOLDER, or neither"
             )
 
     @property
@@ -209,8 +208,7 @@ class Source(Options, ABC):
         if package is not None and find_spec(package) is None:
             raise ValueError(
                 f"domains.embedding={self.embedding} is invalid: the package {package.replace('_', '-')} is "
-                f"not "
-                "installed. Allowed: domains.embedding=tfidf, model"
+                "not installed. Allowed: domains.embedding=tfidf, model"
             )
         if self.embedding_model is not None and not Path(self.embedding_model).is_dir():
             raise ValueError(

@@ -282,9 +282,8 @@ class Tasks(Source):
             if (task := self.task_of(name)) not in known:
                 raise ValueError(
                     f"domains/template={self.prompt.name} is invalid: no instruction for {task} of {name}. "
-                    f"Allowed: "
-                    f"{', '.join(self.prompt.instructions)} (+domains.template.tasks.{name}=…), "
-                    "or domains/template=plain"
+                    f"Allowed: {', '.join(self.prompt.instructions)} (+domains.template.tasks.{name}=…), or "
+                    "domains/template=plain"
                 )
         files = [each for name in order for each in self.files.get(name, ())]
         if unread := [path for split, path in files if split == "dev"]:
