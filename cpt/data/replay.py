@@ -32,9 +32,7 @@ class ReplayConfig(Options):
 
     past_ratio: BelowOne = option("share of the batch that is text of past domains, in turn")
     general_ratio: BelowOne = option("share of the batch that is general text")
-    mode: Literal["replace", "append"] = option(
-        "whether replayed samples replace new ones or enlarge the batch"
-    )
+    mode: Literal["replace", "append"] = option("whether replayed samples replace new ones or are added")
 
     buffer_size: ClassVar[int | None] = None  # samples that are kept of all past domains together
     generates: ClassVar[bool] = False  # whether what is replayed depends on the model before the stage
@@ -115,7 +113,7 @@ class Replay(ReplayConfig):
     """Training text of past domains, and general text."""
 
     buffer_size: Steps | None = option(  # type: ignore[misc]  # an option here, of other replay a constant
-        "stored samples of all past domains together; null: all their training text"
+        "stored samples of all past domains together; null: all their text"
     )
 
 

@@ -86,15 +86,13 @@ class ModelOptions(Options):
     name_or_path: Checkpoint | None = option(
         "checkpoint: a name on the Hub or a folder; null: a new, pre-trained model (config, pretraining)"
     )
-    layers: Count | None = option(
-        "number of first blocks of the checkpoint that are kept; null: all", default=None
-    )
+    layers: Count | None = option("first blocks of the checkpoint that are kept; null: all", default=None)
     objective: Literal["masked", "causal", "span", "auto"] = option(
-        "training objective; auto: that of the architecture"
+        "objective; auto: that of the architecture"
     )
     mlm_probability: OpenShare | None = option("share of masked tokens; null for causal models")
     mean_span: Annotated[Number, Ge(1), Le(10_000)] | None = option(
-        "mean length of a masked span in tokens; null for other objectives", default=None
+        "mean masked span in tokens; null: other objectives", default=None
     )
     max_seq_length: Annotated[Int, Ge(2)] = option("tokens per sequence")
     resize: bool = option("add rows to an embedding that is too small for the tokenizer", default=False)

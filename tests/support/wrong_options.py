@@ -37,7 +37,7 @@ method=hat method.units=[] | method=ewc +method.strenght=1 | method._target_=cpt
 mask=migu mask.migu.top_p=0.9 | mask=migu mask.migu.backend=backward mask.migu.importance=gradient
 +mask.mine=5 | replay=past replay.general_ratio=0.9 | replay=general replay.buffer_size=5
 replay=generated strategy=fsdp | model.vocab_size=null | domains=texts domains.root=nowhere
-domains=tasks domains.packing=concat | domains.embedding=sentence | order=similar_tree | domains=hub
+domains=tasks domains.packing=concat | order=similar_tree | domains=hub
 domains=tasks answers.measures={a:sari} answers.written=false
 domains=tasks model=tiny_gpt2 answers.measures={nosuch:sari} | domains=tasks model.objective=masked
 order=9 | trainer.accumulate_grad_batches=5 | trainer.epochs=2

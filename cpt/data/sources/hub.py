@@ -29,7 +29,7 @@ class Hub(Source):
     column: Text = option("column of the text")
     streaming: bool = option("download rows while they are read")
     general: Text | None = option(
-        "general text: a name of the catalogue; null: docstrings of the standard library and numpy"
+        "general text: a name of the catalogue; null: docstrings of Python and numpy"
     )
 
     def __post_init__(self) -> None:
@@ -40,12 +40,17 @@ class Hub(Source):
                 "'+domains.catalogue.news={path: ag_news}'"
             )
         for name, entry in self.catalogue.items():
-            if not is_entry(entry):
-                given = dict(entry) if isinstance(entry, Mapping) else show(entry)
+            has = entry if isinstance(entry, Mapping) else {}
+            splits, files = has.get("splits") or {}, has.get("data_files")
+            given = list(files.values()) if isinstance(files, Mapping) else [] if files is None else [files]
+            fine = [fits(has.get("path"), Text), set(has) <= ENTRY, isinstance(splits, Mapping)]
+            fine += [has.get(key) is None or fits(has[key], Text) for key in ("name", "column")]
+            fine += [fits(each, Text) or (fits(each, TextList) and len(each) > 0) for each in given]
+            if not all(fine) or not {*splits} <= {*SPLITS.values()}:
+                shown = dict(entry) if isinstance(entry, Mapping) else show(entry)
                 raise ValueError(
-                    f"catalogue.{name}={given} is invalid. Allowed: path, and optionally name, data_files, "
-                    f"column, "
-                    "splits, like {path: lex_glue, name: ecthr_a, splits: {train: train, test: test}}"
+                    f"catalogue.{name}={shown} is invalid. Allowed: path, and optionally name, data_files, "
+                    "column, splits, like {path: lex_glue, name: ecthr_a, splits: {train: train, test: test}}"
                 )
         if self.general not in (None, *self.catalogue):
             raise ValueError(f"general={self.general} is invalid. Allowed: null, {', '.join(self.catalogue)}")
@@ -67,9 +72,8 @@ class Hub(Source):
             chosen = entry.get("splits") or {SPLITS[each]: each for each in theirs if each in SPLITS}
             if not chosen:
                 allowed = f"{', '.join(SPLITS)}, or to say which to read, like splits={{train: all}}"
-                raise ValueError(
-                    f"domains.catalogue: {path} has the splits {', '.join(theirs)}. Allowed: {allowed}"
-                )
+                told = f"domains.catalogue: {path} has the splits {', '.join(theirs)}"
+                raise ValueError(f"{told}. Allowed: {allowed}")
             for split, their_split in chosen.items():
                 where, rows = f"{path} ({their_split})", load(their_split)
                 total = len(rows) if hasattr(rows, "__len__") else None
@@ -116,18 +120,7 @@ def open_set(entry: Mapping[str, Any], *, streaming: bool) -> tuple[list[str], C
 
 def split_files(entry: Mapping[str, Any]) -> dict[str, list[str]] | None:
     """The files that `data_files` names, by split, in Python's own types; train where there are no splits."""
-    files: Any = entry.get("data_files") or None
-    by_split = files if files is None or isinstance(files, Mapping) else {"train": files}
-    lists = ((str(name), each) for name, each in (by_split or {}).items())
-    return {name: [each] if isinstance(each, str) else list(each) for name, each in lists} or None
-
-
-def is_entry(entry: Any) -> bool:
-    """Whether it says where a data set is, and nothing that is unknown."""
-    if not isinstance(entry, Mapping) or not fits(entry.get("path"), Text) or not set(entry) <= ENTRY:
-        return False
-    splits, files = entry.get("splits") or {}, entry.get("data_files")
-    given = list(files.values()) if isinstance(files, Mapping) else [] if files is None else [files]
-    texts = all(entry.get(key) is None or fits(entry[key], Text) for key in ("name", "column"))
-    named = all(fits(each, Text) or (fits(each, TextList) and len(each) > 0) for each in given)
-    return texts and named and isinstance(splits, Mapping) and {*splits} <= {*SPLITS.values()}
+    files: Any = entry.get("data_files") or {}
+    by_split = files if isinstance(files, Mapping) else {"train": files}
+    lists = {str(name): [each] if isinstance(each, str) else list(each) for name, each in by_split.items()}
+    return lists or None

@@ -204,16 +204,10 @@ class Tasks(Source):
     choices: Literal["auto", "none"] = option(
         "auto: the file's labels, else the distinct training answers if there are few; none: open answers"
     )
-    unknown: Literal["error", "drop"] = option(
-        "what to do with an example whose answer is outside the choices"
-    )
-    per_class: Literal["all"] | Count = option(
-        "maximum number of training examples per answer; all: no limit"
-    )
+    unknown: Literal["error", "drop"] = option("what to do with examples whose answer is no choice")
+    per_class: Literal["all"] | Count = option("maximum training examples per answer; all: no limit")
     truncate: Literal["tail", "middle", "released"] = option("what is cut from an example that is too long")
-    scored_turns: Literal["all", "last"] = option(
-        "turns of the assistant that contribute to the loss of a chat"
-    )
+    scored_turns: Literal["all", "last"] = option("assistant's turns that contribute to the loss of a chat")
     general: Text | None = option("folder of the general text, below root")
 
     def __post_init__(self) -> None:

@@ -30,9 +30,7 @@ class Texts(Source):
     folder: Annotated[Text, Allowed("a folder below root")] = option("folder of the domains, below root")
     column: Text = option("column of the text in .jsonl, .csv and .parquet files")
     columns: Columns | None = option("column of the text per domain", default=None)
-    document: Literal["file", "paragraph", "line", "auto"] = option(
-        "what is one document in a .txt or .md file"
-    )
+    document: Literal["file", "paragraph", "line", "auto"] = option("one document of a .txt or .md file")
     general: Text | None = option("folder of the general text, below root")
     ignore: Ignored | None = option("names or patterns of files that are not text", default=())
 
