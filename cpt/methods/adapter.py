@@ -9,10 +9,8 @@
 Houlsby's follow attention and FFN, or the FFN alone (`ffn`). Everything else is frozen. W_up starts at zero,
 so that the first model is the base."""
 
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterable
 
-from cpt.adapters import export
 from cpt.adapters.bottleneck import Bottleneck, attach_bottlenecks
 from cpt.adapters.domain_store import DomainParams
 from cpt.data.collate import Batch
@@ -28,7 +26,7 @@ class Adapter(ContinualMethod):
     def __init__(self, options: AdapterOptions, context: MethodContext) -> None:
         scope = attach_bottlenecks(context.model, **options.bottleneck)
         super().__init__(options, context, scope=scope)
-        self.names = scope.names
+        self.attached = attach_bottlenecks, options.bottleneck
         if options.per_domain:
             self.use_domain_params(DomainParams(self.model, scope.names), options.routing)
 
@@ -38,11 +36,3 @@ class Adapter(ContinualMethod):
             for part in self.model.modules():
                 if isinstance(part, Bottleneck):
                     part.reset(generator)
-
-    def export(self, folder: Path, order: Sequence[str]) -> str:
-        if self.bank is None:
-            parts = {order[-1]: {name: self.model.get_parameter(name) for name in self.names}}
-        else:
-            parts = {name: self.bank.weights(index) for index, name in enumerate(order)}
-        how = self.options.bottleneck
-        return export.export_parts(folder, self.model, parts, attach=attach_bottlenecks, options=how)

@@ -12,7 +12,6 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,25 +19,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from cpt.adapters import export
 from cpt.adapters.domain_store import BASE, DomainScorer
 from cpt.adapters.soft_prompt import attach_prompt, draw_prompt
 from cpt.core.schema import show
-from cpt.data.collate import Batch, label_batch
+from cpt.data.collate import Batch
 from cpt.data.datamodule import Domain
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import NOTHING, ELLEOptions
 from cpt.methods.prompt import PER_ROW, check_rows, check_tokens, with_prompt
 from cpt.models import growth
-from cpt.models.forward import in_mode
 from cpt.models.loading import skeleton
 from cpt.models.objectives import Objective
 from cpt.models.units import sublayers
 from cpt.models.weights import swap_weights
 
 log = logging.getLogger(__name__)
-TRIED = 16  # tokens on which the loss is compared
-ROUNDING = 1000  # tolerance of exact growth, in units of the weights' precision
 
 
 class ByPrompt(DomainScorer):
@@ -83,19 +78,18 @@ class ELLE(ContinualMethod):
     options: ELLEOptions
 
     def __init__(self, options: ELLEOptions, context: MethodContext) -> None:
-        self.attaching: dict[str, Any] = {"tokens": 0, "causal": context.objective.causal}
+        attached: dict[str, Any] = {"tokens": 0, "causal": context.objective.causal}
         self.prompting: ByPrompt | None = None
         names: tuple[str, ...] = ()
         if options.prompt:
             check_tokens(options.prompt, length=context.length, model=context.model, option="method.prompt")
             check_rows(context, f"method=elle, {PER_ROW}")
-            names = attach_prompt(context.model, **self.attaching).names
+            names = attach_prompt(context.model, **attached).names
         super().__init__(options, context)
         self.prompts = nn.ParameterList()
         if names:
             self.prompting = self.router = ByPrompt(names[0], self.prompts, context.objective)
-        self.moved: Tensor | None = None  # the largest change of a token's loss by growth (nats), [1]
-        self.told = ""
+            self.attached = attach_prompt, attached
 
     def stages(self, order: Sequence[str]) -> list[Domain]:
         found = super().stages(order)
@@ -122,18 +116,12 @@ class ELLE(ContinualMethod):
             ) from error
 
     def expand(self, stage: Domain) -> None:
-        self.moved, self.told = None, ""
         if self.prompting is not None:
             self.prompts.append(nn.Parameter(draw_prompt(self.model, self.options.prompt)))
         if (gained := self.options.growth(stage.index)) == NOTHING:
             return
         if self.trunk is not None:  # the domain starts there
             self.trunk.restore(self.model)
-        entries = self.model.get_input_embeddings().num_embeddings
-        ids = torch.randint(entries, (1, min(TRIED, self.length)), device="cpu").to(self.model.device)
-        both = ids if self.model.config.is_encoder_decoder else None
-        tried = label_batch(ids, ids, torch.ones_like(ids, dtype=torch.bool), decoder_input_ids=both)
-        before, size = self.loss_of(tried), self.model.num_parameters()
         self.grow(self.model, stage)
         if (times := gained["hidden"]) > 1 and self.prompting is not None:
             owner = self.model.get_submodule(self.prompting.name.rpartition(".")[0])
@@ -142,18 +130,6 @@ class ELLE(ContinualMethod):
                 self.prompts[place] = nn.Parameter(prompt.detach().repeat(1, times))
         for parameter in self.frozen:
             parameter.requires_grad_(False)
-        self.moved = (self.loss_of(tried) - before).abs().max().view(1)
-        moved, precision = float(self.moved), torch.finfo(self.model.dtype).eps
-        exact = moved <= ROUNDING * precision * float(before.max())
-        why = "not exact, as further blocks are not where a norm follows each sum (post-norm)"
-        self.told = f"grown from {size:,} to {self.model.num_parameters():,} parameters; "
-        self.told += f"{'exact' if exact else why}: the loss of a token moves by {moved:.1e} nats at most"
-
-    @torch.no_grad()
-    def loss_of(self, batch: Batch) -> Tensor:
-        """The loss of each token (nats), [K], in eval mode."""
-        with in_mode(self.model, training=False):
-            return self.objective.nll(self.model, batch)
 
     def activate(self, domain: int) -> None:
         super().activate(domain)
@@ -164,8 +140,9 @@ class ELLE(ContinualMethod):
             prompt.requires_grad_(place == domain or replayed)
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
-        if self.told:
-            log.info("Growing the model before %s: %s", self.domain.name, self.told)
+        if self.domain.index > 0 and self.options.growth(self.domain.index) != NOTHING:
+            size = self.model.num_parameters()
+            log.info("Growing the model before %s to %d parameters", self.domain.name, size)
         if self.domain.index == 0 and not self.replay.past_ratio:
             log.info("No text of past domains is replayed, as ELLE does (replay=past)")
 
@@ -187,11 +164,6 @@ class ELLE(ContinualMethod):
         prompt = self.model.get_parameter(name) if part == BASE else self.prompts[part]
         return with_prompt(self.model, name, prompt)
 
-    def export(self, folder: Path, order: Sequence[str]) -> str:
-        if self.prompting is None:
-            return super().export(folder, order)
-        parts = {name: {self.prompting.name: self.prompts[place]} for place, name in enumerate(order)}
-        return export.export_parts(folder, self.model, parts, attach=attach_prompt, options=self.attaching)
-
-    def diagnostics(self) -> dict[str, Tensor]:
-        return super().diagnostics() | ({} if self.moved is None else {"elle/moved": self.moved})
+    def parts(self, order: Sequence[str]) -> dict[str, dict[str, Tensor]]:
+        assert self.prompting is not None
+        return {name: {self.prompting.name: self.prompts[place]} for place, name in enumerate(order)}

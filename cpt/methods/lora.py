@@ -9,7 +9,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from cpt.adapters import export, lora
+from cpt.adapters import lora
 from cpt.adapters.domain_store import DomainParams
 from cpt.adapters.options import StoredPairOptions
 from cpt.adapters.routed_lora import attach_experts
@@ -34,7 +34,7 @@ class LoRA(ContinualMethod):
             lora.reset_newest(self.model, self.drawing().initial_seed())
 
     def model_for(self, domain: int) -> PreTrainedModel:
-        return lora.without_tuners(super().model_for(domain), merged=True)
+        return lora.without_tuners(super().model_for(domain))
 
     def export(self, folder: Path, order: Sequence[str]) -> str:
         if self.options.exported == "merged":
@@ -62,7 +62,7 @@ class IncLoRA(ContinualMethod):
             lora.begin_adapter(self.model, stored=self.options.stored, seed=self.drawing().initial_seed())
 
     def model_for(self, domain: int) -> PreTrainedModel:
-        return lora.without_tuners(self.model, merged=True)
+        return lora.without_tuners(self.model)
 
     def export(self, folder: Path, order: Sequence[str]) -> str:
         if self.options.exported == "merged":
@@ -81,11 +81,6 @@ class MoELoRA(ContinualMethod):
     options: MoELoRAOptions
 
     def __init__(self, options: MoELoRAOptions, context: MethodContext) -> None:
-        self.attaching = {"experts": options.num_experts, **options.pair}
-        scope = attach_experts(context.model, **self.attaching)
-        super().__init__(options, context, scope=scope)
-
-    def export(self, folder: Path, order: Sequence[str]) -> str:
-        assert self.scope is not None
-        parts = {order[-1]: {name: self.model.get_parameter(name) for name in self.scope.names}}
-        return export.export_parts(folder, self.model, parts, attach=attach_experts, options=self.attaching)
+        attached = {"experts": options.num_experts, **options.pair}
+        super().__init__(options, context, scope=attach_experts(context.model, **attached))
+        self.attached = attach_experts, attached

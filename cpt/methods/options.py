@@ -30,7 +30,6 @@ from cpt.core.schema import (
     Subset,
     config,
     option,
-    show,
 )
 from cpt.core.sections import Choice
 from cpt.data.replay import ReplayConfig
@@ -150,16 +149,10 @@ class DEMIXOptions(BottleneckOptions):
 class DERPPOptions(Options):
     alpha: NonNegative = option("weight of the mean squared error to the stored outputs")
     beta: NonNegative = option("weight of the loss on the stored labels")
-    buffer_size: Count | None = option("stored samples, over all processes; null: set by buffer_bytes")
-    buffer_bytes: Positive | None = option("memory of all stored samples in bytes; null: set by buffer_size")
+    buffer_size: Count = option("stored samples, over all processes")
     minibatch_size: Count | None = option("samples of each of the two draws; null: half of the batch")
     matched: Literal["hidden", "logits"] = option("outputs that are matched: logits, or hidden states")
     precision: Literal["float16", "bfloat16", "float32"] = option("precision of the stored outputs")
-
-    def __post_init__(self) -> None:
-        if (self.buffer_size is None) == (self.buffer_bytes is None):
-            given = f"buffer_size={show(self.buffer_size)} with buffer_bytes={show(self.buffer_bytes)}"
-            raise ValueError(f"{given} is invalid. Allowed: exactly one, the other null")
 
 
 EWCOptions = ConsolidationOptions

@@ -68,11 +68,8 @@ class SI(AnchorPenalty):
         present = named_weights(self.model)
         for name, brought in self.brought.named().items():
             way = to_local(present[name]).to(brought.device) - to_local(anchors[name])
-            accumulate(to_local(importances[name]), to_local(brought), way, damping=self.options.damping)
-            to_local(brought).zero_()
+            # Omega <- max(0, Omega + omega / (way^2 + xi))
+            brought, squared = to_local(brought), way.square() + self.options.damping
+            to_local(importances[name]).add_(brought / squared).clamp_min_(0)
+            brought.zero_()
         self.anchor.take(self.model)
-
-
-def accumulate(importance: Tensor, brought: Tensor, way: Tensor, *, damping: float) -> None:
-    """Omega <- max(0, Omega + omega / (way^2 + xi)), in place."""
-    importance.add_(brought / (way.square() + damping)).clamp_min_(0)

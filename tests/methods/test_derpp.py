@@ -8,7 +8,6 @@ from torch.nn import functional
 
 from cpt.data.collate import UNSCORED, labels_of
 from cpt.data.sampler import TrainStream
-from cpt.methods.common.reservoir import bytes_per_sample
 
 
 def scored_outputs(module, ids, labels, length):
@@ -65,14 +64,3 @@ def test_the_losses_are_those_of_the_paper(matched, family, build):
     assert {name: term.item() for name, term in terms.items()} == pytest.approx(expected, rel=1e-5)
     for term in terms.values():
         assert torch.autograd.grad(term, next(module.model.parameters()), retain_graph=True)[0].any()
-
-
-@pytest.mark.parametrize("matched", ["hidden", "logits"])
-def test_the_memory_takes_its_budget(matched, build):
-    given = [f"method.matched={matched}", "method.buffer_size=null"]
-    module = build("derpp", *given, "method.buffer_bytes=100000").module
-    width = {"hidden": 32, "logits": module.model.config.vocab_size}[matched]
-    each = bytes_per_sample(length=16, scored=5, width=width, precision="float16")
-    assert module.memory.bytes == 100000 // each * each
-    with pytest.raises(ValueError, match=r"method\.buffer_bytes=9"):
-        build("derpp", *given, "method.buffer_bytes=9")

@@ -32,7 +32,7 @@ monitor.every=2 monitor.stop=1 monitor.past=0 monitor.general=false
 monitor.every=2 monitor.patience=1 lr_scheduler=wsd | monitor.every=2 monitor.keep=best strategy=fsdp
 budget.steer=end | budget.general=1 monitor.general=false
 budget.past=1 monitor.every=2 monitor.keep=best | budget.general=1 method=dga
-method=agem method.apply_to=update method.margin=1 | method=derpp method.buffer_bytes=5
+method=agem method.apply_to=update method.margin=1 | method=derpp method.buffer_size=0
 method=hat method.units=[] | method=ewc +method.strenght=1 | method._target_=cpt.methods.ewc.ECW
 mask=migu mask.migu.top_p=0.9 | mask=migu mask.migu.backend=backward mask.migu.importance=gradient
 +mask.mine=5 | replay=past replay.general_ratio=0.9 | replay=general replay.buffer_size=5

@@ -201,11 +201,11 @@ class Source(Options, ABC):
         used = {member for members in grouped.values() for member in members}
         if unused := [name for name in self.names if name not in used]:
             listed = ", ".join(unused[:5]) + ", …" * (len(unused) > 5)
-            counts = (len(unused), len(self.names), self.by, listed)
-            log.info("Leaving out %d of %d domains (domains.by=%s): %s", *counts)
+            told = "Leaving out %d of %d domains (domains.by=%s): %s"
+            log.info(told, len(unused), len(self.names), self.by, listed)
         if self.only is not None:
-            counts = (len(self.groups), len(grouped), show(self.only))
-            log.info("Using %d of %d domains (domains.only=%s)", *counts)
+            told = "Using %d of %d domains (domains.only=%s)"
+            log.info(told, len(self.groups), len(grouped), show(self.only))
         self.check([member for name in order for member in self.members(name)])
 
     def check(self, order: Sequence[str]) -> None:  # noqa: B027  (most sources have nothing to check)
