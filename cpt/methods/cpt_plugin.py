@@ -17,7 +17,7 @@ from cpt.adapters.bottleneck import Plugin, attach_plugins
 from cpt.adapters.domain_store import BASE, DomainParams
 from cpt.adapters.gates import Gate, attach_gates
 from cpt.data.collate import Batch
-from cpt.gradient_masks.hat import ClaimedUnits
+from cpt.gradient_masks.soft import ClaimedUnits
 from cpt.methods.base import MethodContext
 from cpt.methods.hat import GatedMethod, units_of_adapters
 from cpt.methods.options import CPTPluginOptions

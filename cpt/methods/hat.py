@@ -22,7 +22,7 @@ from cpt.adapters import bottleneck, export
 from cpt.adapters.domain_store import DomainParams
 from cpt.adapters.gates import Gates, anneal, attach_gates, bottleneck_units, owned_parameters, regulariser
 from cpt.data.collate import Batch
-from cpt.gradient_masks.hat import ClaimedUnits
+from cpt.gradient_masks.soft import ClaimedUnits
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import CPTPluginOptions, HATOptions
 from cpt.models.units import Units, find_units

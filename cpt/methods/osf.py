@@ -20,7 +20,7 @@ from torch import Tensor, ones
 
 from cpt.data.collate import Batch
 from cpt.data.datamodule import Domain
-from cpt.gradient_masks.subspace import Subspaces
+from cpt.gradient_masks.constraints import Subspaces
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import OSFOptions
 from cpt.models.fisher import measure_similarity

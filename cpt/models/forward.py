@@ -131,10 +131,7 @@ def reader(model: PreTrainedModel) -> PreTrainedModel:
     return model.get_encoder() if model.config.is_encoder_decoder else body(model)
 
 
-CACHES = (
-    "past_key_values",
-    "cache",
-)  # arguments for the key-value cache; the second from transformers 5.24 on
+CACHES = ("past_key_values", "cache")  # arguments for the key-value cache; the second from transformers 5.24
 
 
 def uncached(model: PreTrainedModel) -> dict[str, bool]:

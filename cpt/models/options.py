@@ -105,16 +105,12 @@ class ModelOptions(Options):
         if self.config is not None and self.name_or_path is None:
             check_value("config.model_type", self.config.get("model_type"), ModelType)
         if self.name_or_path is None and self.layers is not None:
-            raise ValueError(
-                f"layers={self.layers} is invalid: a new model's blocks are in model.config. Allowed: null"
-            )
+            given = f"layers={self.layers} is invalid: a new model's blocks are in model.config"
+            raise ValueError(f"{given}. Allowed: null")
         for name in SIZES:
             if self.config is not None and name in self.config:
                 check_value(f"config.{name}", self.config[name], Count)
-        if self.name_or_path is None and (
-            self.config is None or self.pretraining is None or self.vocab_size is None
-        ):
-            raise ValueError(
-                f"name_or_path=null is invalid: {self.name} has no model to build. Allowed: a Hugging Face "
-                "name or a folder, or model.config, model.pretraining and model.vocab_size"
-            )
+        if self.name_or_path is None and None in (self.config, self.pretraining, self.vocab_size):
+            allowed = "a checkpoint, or model.config, model.pretraining and model.vocab_size"
+            given = f"name_or_path=null is invalid: {self.name} has no model to build"
+            raise ValueError(f"{given}. Allowed: {allowed}")

@@ -5,8 +5,7 @@ import torch
 
 from cpt.adapters import lora
 from cpt.gradient_masks.base import recording
-from cpt.methods.nlora import factors_norm, product_norm
-from cpt.methods.olora import group_by_width, norms, pair_overlap
+from cpt.methods.lora import factors_norm, group_by_width, norms, pair_overlap, product_norm
 from tests.support.making import state_beside_the_model
 from tests.support.pairs import base_of, pair_of
 
