@@ -75,7 +75,6 @@ class ContinualMethod(LightningModule):
     depends_on_total_steps = False  # whether a step depends on the domain's steps, beyond its learning rate
     period = 1  # steps after which the computation of a step repeats
     needs_32_bits = False  # whether sharded weights must be in at least 32 bits
-    lr_scale = 1.0  # on the schedule's learning rate
     # Where the export has modules: what adds them to a plain model (None: they are weights of it), and how.
     attached: tuple[Callable[..., Scope] | None, Mapping[str, Any]] | None = None
     options: Options
@@ -285,15 +284,6 @@ class ContinualMethod(LightningModule):
                 "Allowed: in expand(stage), which a resumed run repeats"
             )
 
-    def set_lr_scale(self, scale: float) -> None:
-        """Scales the schedule's learning rate from the next step on."""
-        self.lr_scale = scale
-        for config in self.trainer.lr_scheduler_configs:
-            own = cast(LambdaLR, config.scheduler)
-            groups = zip(own.optimizer.param_groups, own.base_lrs, own.lr_lambdas, strict=True)
-            for group, rate, factor in groups:
-                group["lr"] = rate * factor(own.last_epoch)
-
     def configure_optimizers(self) -> dict[str, Any]:  # type: ignore[override]  # as Lightning takes it
         rates, groups = self.rates(), []
         for times in dict.fromkeys([1, *rates.values()]):
@@ -307,7 +297,7 @@ class ContinualMethod(LightningModule):
             group["lr"] *= group.pop("times")
         if self.carried is not None:
             self.carried.give(optimizer, self.named_parameters())
-        scheduler = LambdaLR(optimizer, lambda step: self.lr_scale * self.schedule(self.data.progress(step)))
+        scheduler = LambdaLR(optimizer, lambda step: self.schedule(self.data.progress(step)))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_train_start(self) -> None:

@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 
 from cpt.adapters.domain_store import BASE
 from cpt.contrib.generative_replay.options import GeneratedReplay
+from cpt.contrib.generative_replay.sampling import Sampling, sample_texts
 from cpt.core.cache import artifact_damage, discard, finish_artifact, make_once
 from cpt.core.config import digest
 from cpt.core.distributed import barrier, gather_objects
@@ -45,7 +46,6 @@ from cpt.data.replay import ReplayPool, ReplaySource, exact
 from cpt.data.sources.base import GENERAL
 from cpt.methods.base import ContinualMethod
 from cpt.models.forward import in_mode
-from cpt.models.generate import Sampling, sample_texts
 
 log = logging.getLogger(__name__)
 FORMAT = FORMS_FORMAT = 1  # raise it when what is written, or how forms are made, changes
