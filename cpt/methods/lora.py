@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from cpt.adapters import lora
 from cpt.adapters.domain_store import DomainParams
-from cpt.adapters.options import StoredPairOptions
+from cpt.adapters.options import PairOptions, StoredPairOptions
 from cpt.adapters.routed_lora import attach_experts
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualMethod, MethodContext
@@ -25,16 +25,16 @@ from cpt.methods.options import LoRAOptions, MoELoRAOptions, NLoRAOptions, OLoRA
 class LoRA(ContinualMethod):
     """Trains LoRA adapters: one for all domains, or one `per_domain`, new or a copy of the last."""
 
-    options: LoRAOptions
+    options: PairOptions
 
-    def __init__(self, options: LoRAOptions, context: MethodContext) -> None:
-        scope = lora.attach_lora(context.model, **options.pair)
-        super().__init__(options, context, scope=scope)
-        if options.per_domain:
-            self.use_domain_params(DomainParams(self.model, scope.names), options.routing)
+    def __init__(self, options: PairOptions, context: MethodContext) -> None:
+        super().__init__(options, context, scope=lora.attach_lora(context.model, **options.pair))
+        if isinstance(options, LoRAOptions) and options.per_domain and self.scope:
+            self.use_domain_params(DomainParams(self.model, self.scope.names), options.routing)
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
-        if self.bank is not None and self.options.start == "base" and self.domain.index > 0:
+        new = isinstance(self.options, LoRAOptions) and self.options.start == "base"
+        if self.bank is not None and new and self.domain.index > 0:
             lora.reset_newest(self.model, self.drawing().initial_seed())
 
     def model_for(self, domain: int) -> PreTrainedModel:
@@ -43,13 +43,11 @@ class LoRA(ContinualMethod):
     def export(self, folder: Path, order: Sequence[str]) -> str:
         if self.options.exported == "merged":
             return super().export(folder, order)
-        adapters = {order[-1]: lora.joined_weights(self.model)}
-        if self.bank is not None:
-            adapters = {name: self.bank.weights(index) for index, name in enumerate(order)}
-        return lora.export_adapters(folder, self.model, adapters)
+        one = {order[-1]: lora.joined_weights(self.model)}
+        return lora.export_adapters(folder, self.model, one if self.bank is None else self.parts(order))
 
 
-class IncLoRA(ContinualMethod):
+class IncLoRA(LoRA):
     """IncLoRA: a new LoRA adapter for each domain, added to the frozen ones of all domains before it; the
     baseline of O-LoRA (Wang et al., Findings of EMNLP 2023).
 
@@ -58,20 +56,12 @@ class IncLoRA(ContinualMethod):
     options: StoredPairOptions
 
     def __init__(self, options: StoredPairOptions, context: MethodContext) -> None:
-        super().__init__(options, context, scope=lora.attach_lora(context.model, **options.pair))
+        super().__init__(options, context)
         lora.resize_on_load(self.model)
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
         if self.domain.index > 0:
             lora.begin_adapter(self.model, stored=self.options.stored, seed=self.drawing().initial_seed())
-
-    def model_for(self, domain: int) -> PreTrainedModel:
-        return lora.without_tuners(self.model)
-
-    def export(self, folder: Path, order: Sequence[str]) -> str:
-        if self.options.exported == "merged":
-            return super().export(folder, order)
-        return lora.export_adapters(folder, self.model, {order[-1]: lora.joined_weights(self.model)})
 
 
 class MoELoRA(ContinualMethod):
@@ -170,11 +160,6 @@ def group_by_width(new: Sequence[Tensor], earlier: Sequence[Sequence[Tensor]]) -
     ]
 
 
-def norms(tensors: Sequence[Tensor]) -> Tensor:
-    """The sum of Frobenius norms, a scalar; its gradient at 0 is 0."""
-    return torch.stack([torch.linalg.vector_norm(each) for each in tensors]).sum()
-
-
 class OLoRA(IncLoRA):
     """O-LoRA (Wang et al., Findings of EMNLP 2023): IncLoRA whose new A is orthogonal to the earlier ones.
 
@@ -207,7 +192,8 @@ class OLoRA(IncLoRA):
         if self.options.strength:
             terms["orthogonality"] = self.options.strength * self.overlap(like=terms["lm"])
         if self.options.norm:
-            terms["norm"] = self.options.norm * norms(self.trained)
+            norms = [torch.linalg.vector_norm(each) for each in self.trained]  # whose gradient at 0 is 0
+            terms["norm"] = self.options.norm * torch.stack(norms).sum()
         return terms
 
     def overlap(self, *, like: Tensor) -> Tensor:

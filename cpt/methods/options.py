@@ -37,10 +37,19 @@ from cpt.gradient_masks.options import ActsOn, SoftMaskOptions
 
 
 @config
-class AdapterOptions(BottleneckOptions):
-    per_domain: bool = option("use a new adapter for each domain")
-    start: Literal["base", "previous"] = option("start of a new adapter: random, or a copy of the last")
+class PerDomainOptions(Options):
+    """Modules in a frozen model: one set for all domains, or one per domain."""
+
+    per_domain: bool = option("use new modules for each domain")
+    start: Literal["base", "previous"] = option(
+        "start of new modules: the initial ones, or a copy of the last"
+    )
     routing: Routing = option("routing (used with per_domain): one of conf/routing")
+
+
+@config
+class AdapterOptions(BottleneckOptions, PerDomainOptions):
+    """Options of bottleneck adapters."""
 
 
 @config
@@ -242,10 +251,8 @@ class LifelongMoEOptions(Options):
 
 
 @config
-class LoRAOptions(PairOptions):
-    per_domain: bool = option("use a new adapter for each domain")
-    start: Literal["base", "previous"] = option("start of a new adapter: random, or a copy of the last")
-    routing: Routing = option("routing (used with per_domain): one of conf/routing")
+class LoRAOptions(PairOptions, PerDomainOptions):
+    """Options of LoRA."""
 
 
 @config
@@ -313,13 +320,10 @@ Tuner = (
 
 
 @config
-class PeftOptions(Options):
+class PeftOptions(PerDomainOptions):
     tuner: Tuner = option("tuner of peft")
     target_modules: Targets = option("adapted layers: auto, or as method.target_modules of lora")
     arguments: Mapping[str, Any] = option("arguments of the tuner's config, with the names of peft")
-    per_domain: bool = option("use a new one for each domain")
-    start: Literal["base", "previous"] = option("start of a new one: the initial one, or a copy of the last")
-    routing: Routing = option("routing (used with per_domain): one of conf/routing")
 
 
 @config
@@ -331,11 +335,11 @@ class ProgPromptOptions(Options):
 
 
 @config
-class PromptOptions(Options):
+class PromptOptions(PerDomainOptions):
     num_virtual_tokens: Natural = option("n: prompt vectors; 0: the base model")
-    per_domain: bool = option("use a new prompt for each domain")
-    start: Literal["vocabulary", "previous"] = option("start of a new prompt: random tokens, or the last")
-    routing: Routing = option("routing (used with per_domain): one of conf/routing")
+    start: Literal["vocabulary", "previous"] = option(  # type: ignore[assignment]
+        "start of a new prompt: random tokens, or the last"
+    )
 
 
 @config

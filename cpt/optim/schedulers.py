@@ -4,7 +4,7 @@ restart with each domain; the others relate a domain to those before it."""
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import MinLen
 
@@ -62,16 +62,6 @@ class Schedule(Options):
     def __call__(self, progress: Progress) -> float:
         """The factor at a position of the run."""
 
-    @property
-    def branches(self) -> bool:
-        """Whether a domain ends in a decay branch, before which the next domain starts."""
-        return False
-
-    @property
-    def needs_end(self) -> bool:
-        """Whether rates depend on how many domains follow."""
-        return False
-
     def branch_step(self, steps: int) -> int:
         """The first step of that decay in a domain of `steps`; `steps` without a decay."""
         return steps
@@ -123,9 +113,7 @@ class Rewarm(Cosine):
 class Once(Cosine):
     """One warm-up (a share of all steps) and one half cosine over all domains."""
 
-    @property
-    def needs_end(self) -> bool:
-        return True
+    needs_end: ClassVar = True  # rates depend on how many domains follow
 
     def __call__(self, progress: Progress) -> float:
         return super().__call__(progress.joined)
@@ -166,10 +154,12 @@ class Infinite(Schedule):
 
     @property
     def needs_end(self) -> bool:
+        """Whether rates depend on how many domains follow."""
         return self.annealed == "last" and self.anneal > 0
 
     @property
     def branches(self) -> bool:
+        """Whether a domain ends in a decay branch, before which the next domain starts."""
         return self.annealed == "each" and self.anneal > 0
 
     def branch_step(self, steps: int) -> int:
