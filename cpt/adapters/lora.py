@@ -279,8 +279,6 @@ def attach_tuner(
         else:
             inject_adapter_in_model(made, model, adapter_name=NEWEST)
     except (TypeError, ValueError, NotImplementedError, ImportError) as error:
-        raise ValueError(
-            f"method.tuner={tuner} with method.arguments={show(dict(arguments))} is invalid for a "
-            f"{model.config.model_type}: {reason(error)}"
-        ) from error
+        told = f"method.tuner={tuner} with method.arguments={show(dict(arguments))} is invalid for a "
+        raise ValueError(f"{told}{model.config.model_type}: {reason(error)}") from error
     return Scope(tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad), ())

@@ -166,10 +166,8 @@ class SampleRouter(nn.Module):
             seen = (
                 f"an adapter of method=sapt sees {list(features.shape[:-1])} for a batch of {[rows, places]}"
             )
-            raise ValueError(
-                f"method.target_modules is invalid: {seen}. Allowed: layers that see all tokens of each "
-                f"sample"
-            )
+            told = f"method.target_modules is invalid: {seen}"
+            raise ValueError(f"{told}. Allowed: layers that see all tokens of each sample")
         return weights.repeat_interleave(len(features) // rows, 0)  # of several beams
 
     def weigh_newest(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:

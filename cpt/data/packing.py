@@ -258,10 +258,8 @@ def pack(
             writer.finalize()
         shutil.rmtree(folder / "tokens")
         if packer.documents != (expected := corpus.facts["documents"][split]):
-            raise ValueError(
-                f"{corpus.folder} is damaged: {packer.documents} documents in {split}, not {expected}; "
-                "delete it, and the text is read again"
-            )
+            told = f"{corpus.folder} is damaged: {packer.documents} documents in {split}, not {expected}; "
+            raise ValueError(f"{told}delete it, and the text is read again")
 
     made_of = [FORMAT, corpus.facts["digest"], split, tokenizer_digest, length]
     made_of += [] if packing == CONCAT else [packing]

@@ -101,10 +101,8 @@ class Encoder:
                 kept = kept.rstrip("\ufffd")
                 turns[-2] = (turns[-2][0], kept if len(kept) < len(question) else question[:-1])
             else:
-                raise ValueError(
-                    f"example {example.id} of {example.task}: its last answer and what may not be cut take "
-                    f"{len(ids)} tokens. Allowed: model.max_seq_length={self.length}"
-                )
+                told = f"example {example.id} of {example.task}: its last answer and what may not be cut "
+                raise ValueError(f"{told}take {len(ids)} tokens. Allowed: model.max_seq_length={self.length}")
             example = replace(example, turns=tuple(turns))
             ids, marks = render_chat(example, self.tokenizer)
         if scored_turns == "last":
@@ -188,10 +186,8 @@ class Encoder:
             tokens = len(question) - (end - begin) + self.length - room
             needed = f"its answer and what may not be cut take {tokens} tokens"
         given = f"model.max_seq_length={self.length} is invalid"
-        raise ValueError(
-            f"{given}: in example {example.id} of {example.task} {needed}. "
-            "Allowed: a larger model.max_seq_length, or a shorter template (domains/template=…)"
-        )
+        wrong = f"{given}: in example {example.id} of {example.task} {needed}. Allowed: a larger "
+        raise ValueError(f"{wrong}model.max_seq_length, or a shorter template (domains/template=…)")
 
 
 @dataclass(frozen=True)

@@ -64,20 +64,14 @@ class MagnitudeMaskOptions(Options):
 
     def __post_init__(self) -> None:
         if (self.threshold is None) == (self.top_p is None):
-            raise ValueError(
-                f"threshold={show(self.threshold)} with top_p={show(self.top_p)} is invalid. "
-                "Allowed: exactly one, the other null"
-            )
+            told = f"threshold={show(self.threshold)} with top_p={show(self.top_p)} is invalid"
+            raise ValueError(f"{told}. Allowed: exactly one, the other null")
         if self.backend == "backward" and self.importance not in KNOWN_IN_TIME:
-            raise ValueError(
-                f"backend=backward is invalid with importance={self.importance}. Allowed: importance="
-                f"{', '.join(KNOWN_IN_TIME)}, or backend=hooks"
-            )
+            told = f"backend=backward is invalid with importance={self.importance}"
+            raise ValueError(f"{told}. Allowed: importance={', '.join(KNOWN_IN_TIME)}, or backend=hooks")
         if self.backend == "backward" and self.apply_to != "gradient":
-            raise ValueError(
-                f"backend=backward is invalid with apply_to={self.apply_to}. Allowed: apply_to=gradient, or "
-                "backend=hooks"
-            )
+            told = f"backend=backward is invalid with apply_to={self.apply_to}"
+            raise ValueError(f"{told}. Allowed: apply_to=gradient, or backend=hooks")
 
 
 @config

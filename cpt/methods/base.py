@@ -279,10 +279,8 @@ class ContinualMethod(LightningModule):
         before = parameter_shapes(self)
         self.activate(stage.index)
         if changed := [name for name, _ in parameter_shapes(self).items() ^ before.items()]:
-            raise ValueError(
-                f"activate of {stage.name} has added, removed or resized {first_names(changed)}. "
-                "Allowed: in expand(stage), which a resumed run repeats"
-            )
+            told = f"activate of {stage.name} has added, removed or resized {first_names(changed)}"
+            raise ValueError(f"{told}. Allowed: in expand(stage), which a resumed run repeats")
 
     def configure_optimizers(self) -> dict[str, Any]:  # type: ignore[override]  # as Lightning takes it
         rates, groups = self.rates(), []

@@ -65,10 +65,8 @@ class ExperienceReplay(ContinualMethod):
 
     def __init__(self, options: ExperienceReplayOptions, context: MethodContext) -> None:
         if context.replay != NO_REPLAY:
-            raise ValueError(
-                "replay is invalid: method=replay has its own. Allowed: replay=none, and options of "
-                "method.mixture"
-            )
+            told = "replay is invalid: method=replay has its own"
+            raise ValueError(f"{told}. Allowed: replay=none, and options of method.mixture")
         super().__init__(options, replace(context, replay=options.mixture))
 
 

@@ -230,10 +230,8 @@ class ReciprocalRoot(Schedule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.warmup_ratio:
-            raise ValueError(
-                "warmup_ratio=0 is invalid: the rate falls by sqrt(warmup / steps). Allowed: above 0, at "
-                "most 1"
-            )
+            told = "warmup_ratio=0 is invalid: the rate falls by sqrt(warmup / steps)"
+            raise ValueError(f"{told}. Allowed: above 0, at most 1")
 
     def __call__(self, progress: Progress) -> float:
         start = progress.steps * (1 - self.cooldown)

@@ -238,10 +238,8 @@ def parse_name(name: str) -> tuple[str, str | None]:
     """The coarse and the fine domain of a name of M2D2: `A__b` of Wikipedia, `cs.AI` of S2ORC; None for fine
     of a coarse name. An archive without classes, like `hep-th`, is a coarse domain's only fine one."""
     if name in NOT_DOMAINS:
-        raise ValueError(
-            f"domain {name} is invalid: it is in M2D2's list and is no domain. Allowed: "
-            f"domains.ignore=[{name}]"
-        )
+        told = f"domain {name} is invalid: it is in M2D2's list and is no domain"
+        raise ValueError(f"{told}. Allowed: domains.ignore=[{name}]")
     if name in COARSE_OF_WIKIPEDIA or name.endswith("_l1"):
         return name.removesuffix("_l1"), None
     coarse, _, fine = name.partition("__" if "__" in name else ".")

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from cpt.core.schema import Text, TextList, config, fits, option, show
 from cpt.data.sources.base import GENERAL, Source
-from cpt.data.sources.docstrings import read_general, stamp_docs
+from cpt.data.sources.docstrings import read_docs, stamp_docs
 from cpt.data.sources.readers import SPLITS, cause, reading_bar, stamps, texts_of
 
 ENTRY = {"path", "name", "data_files", "splits", "column"}
@@ -35,10 +35,8 @@ class Hub(Source):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.names:
-            raise ValueError(
-                "catalogue={} is invalid: it names no domain. Allowed: "
-                "'+domains.catalogue.news={path: ag_news}'"
-            )
+            allowed = "'+domains.catalogue.news={path: ag_news}'"
+            raise ValueError(f"catalogue={{}} is invalid: it names no domain. Allowed: {allowed}")
         for name, entry in self.catalogue.items():
             has = entry if isinstance(entry, Mapping) else {}
             splits, files = has.get("splits") or {}, has.get("data_files")
@@ -62,9 +60,8 @@ class Hub(Source):
     def read(self, name: str) -> Iterator[tuple[str, str]]:
         from datasets.exceptions import DatasetsError  # seconds that a check need not wait for
 
-        entry = self.entry(name)
-        if entry is None:
-            yield from read_general()
+        if (entry := self.entry(name)) is None:
+            yield from read_docs()
             return
         path = entry["path"]
         try:
@@ -86,8 +83,7 @@ class Hub(Source):
             raise ValueError(f"domains.catalogue.{name}.path={path} is invalid: {cause(error)}") from error
 
     def fingerprint(self, name: str) -> Any:
-        entry = self.entry(name)
-        if entry is None:
+        if (entry := self.entry(name)) is None:
             return stamp_docs()
         patterns = chain.from_iterable((split_files(entry) or {}).values())
         local = [entry["path"], *(path for each in patterns for path in sorted(glob(each, recursive=True)))]
