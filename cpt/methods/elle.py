@@ -22,18 +22,22 @@ from transformers import PreTrainedModel
 from cpt.adapters.domain_store import BASE, DomainScorer
 from cpt.adapters.soft_prompt import attach_prompt, draw_prompt
 from cpt.core.schema import show
-from cpt.data.collate import Batch
+from cpt.data.collate import Batch, label_batch
 from cpt.data.datamodule import Domain
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import NOTHING, ELLEOptions
 from cpt.methods.prompt import PER_ROW, check_rows, check_tokens, with_prompt
 from cpt.models import growth
+from cpt.models.forward import in_mode
 from cpt.models.loading import skeleton
 from cpt.models.objectives import Objective
 from cpt.models.units import sublayers
 from cpt.models.weights import swap_weights
 
 log = logging.getLogger(__name__)
+
+TRIED = 16  # tokens on which the loss is compared
+ROUNDING = 1000  # tolerance of exact growth, in units of the weights' precision
 
 
 class ByPrompt(DomainScorer):
@@ -86,7 +90,8 @@ class ELLE(ContinualMethod):
             check_rows(context, f"method=elle, {PER_ROW}")
             names = attach_prompt(context.model, **attached).names
         super().__init__(options, context)
-        self.prompts = nn.ParameterList()
+        self.prompts, self.told = nn.ParameterList(), ""
+        self.moved: Tensor | None = None  # the largest change of a token's loss by growth (nats), [1]
         if names:
             self.prompting = self.router = ByPrompt(names[0], self.prompts, context.objective)
             self.attached = attach_prompt, attached
@@ -118,10 +123,21 @@ class ELLE(ContinualMethod):
     def expand(self, stage: Domain) -> None:
         if self.prompting is not None:
             self.prompts.append(nn.Parameter(draw_prompt(self.model, self.options.prompt)))
+        self.moved, self.told = None, ""
         if (gained := self.options.growth(stage.index)) == NOTHING:
             return
         if self.trunk is not None:  # the domain starts there
             self.trunk.restore(self.model)
+        entries = self.model.get_input_embeddings().num_embeddings
+        ids = torch.randint(entries, (1, min(TRIED, self.length)), device="cpu").to(self.model.device)
+        both = ids if self.model.config.is_encoder_decoder else None
+        tried = label_batch(ids, ids, torch.ones_like(ids, dtype=torch.bool), decoder_input_ids=both)
+
+        def loss_of_tokens() -> Tensor:
+            with torch.no_grad(), in_mode(self.model, training=False):
+                return self.objective.nll(self.model, tried)
+
+        before, size = loss_of_tokens(), self.model.num_parameters()
         self.grow(self.model, stage)
         if (times := gained["hidden"]) > 1 and self.prompting is not None:
             owner = self.model.get_submodule(self.prompting.name.rpartition(".")[0])
@@ -130,6 +146,14 @@ class ELLE(ContinualMethod):
                 self.prompts[place] = nn.Parameter(prompt.detach().repeat(1, times))
         for parameter in self.frozen:
             parameter.requires_grad_(False)
+        self.moved = (loss_of_tokens() - before).abs().max().view(1)
+        moved, precision = float(self.moved), torch.finfo(self.model.dtype).eps
+        exact = moved <= ROUNDING * precision * float(before.max())
+        why = "exact" if exact else "not exact, as where a norm follows each sum (post-norm)"
+        self.told = (
+            f"from {size:,} to {self.model.num_parameters():,} parameters, {why}: the loss of a token "
+        )
+        self.told += f"moves by {moved:.1e} nats at most"
 
     def activate(self, domain: int) -> None:
         super().activate(domain)
@@ -140,9 +164,8 @@ class ELLE(ContinualMethod):
             prompt.requires_grad_(place == domain or replayed)
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
-        if self.domain.index > 0 and self.options.growth(self.domain.index) != NOTHING:
-            size = self.model.num_parameters()
-            log.info("Growing the model before %s to %d parameters", self.domain.name, size)
+        if self.told:
+            log.info("Growing the model before %s: %s", self.domain.name, self.told)
         if self.domain.index == 0 and not self.replay.past_ratio:
             log.info("No text of past domains is replayed, as ELLE does (replay=past)")
 
@@ -167,3 +190,6 @@ class ELLE(ContinualMethod):
     def parts(self, order: Sequence[str]) -> dict[str, dict[str, Tensor]]:
         assert self.prompting is not None
         return {name: {self.prompting.name: self.prompts[place]} for place, name in enumerate(order)}
+
+    def diagnostics(self) -> dict[str, Tensor]:
+        return super().diagnostics() | ({} if self.moved is None else {"elle/moved": self.moved})
