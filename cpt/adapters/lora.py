@@ -130,7 +130,6 @@ def lora_layers(model: nn.Module) -> dict[str, Linear]:
 
 
 def factors_of(layer: LoraLayer, adapter: str = NEWEST) -> LoraFactors:
-    """A and B of a layer's adapter."""
     if adapter in layer.lora_A:
         return cast(LoraFactors, (layer.lora_A[adapter].weight, layer.lora_B[adapter].weight))
     return layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]

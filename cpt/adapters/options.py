@@ -45,7 +45,6 @@ class BottleneckOptions(Options):
 
     @property
     def bottleneck(self) -> dict[str, Any]:
-        """Arguments of cpt.adapters.bottleneck.attach_bottlenecks."""
         return {
             "placement": self.placement,
             "reduction": self.reduction_factor,
@@ -66,7 +65,6 @@ class MapPairOptions(Options):
 
     @property
     def pair(self) -> dict[str, Any]:
-        """Arguments of a function that attaches adapters, as JSON values."""
         targets = self.target_modules if isinstance(self.target_modules, str) else list(self.target_modules)
         return {"r": self.r, "alpha": self.lora_alpha, "dropout": self.lora_dropout, "targets": targets}
 
@@ -82,7 +80,6 @@ class PairOptions(MapPairOptions):
 
     @property
     def pair(self) -> dict[str, Any]:
-        """Arguments of cpt.adapters.lora.attach_lora."""
         return super().pair | {"embeddings": self.embeddings}
 
 

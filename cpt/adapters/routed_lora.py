@@ -152,7 +152,6 @@ class SampleRouter(nn.Module):
             self.inside = True
 
     def embed(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        """The forward hook of the input embedding."""
         if self.inside:
             self.attend(output)
 
@@ -208,7 +207,6 @@ def attach_routed(
 
 
 def router_of(model: nn.Module) -> SampleRouter:
-    """The router of a model's adapters."""
     return next(part for part in model.modules() if isinstance(part, SampleRouter))
 
 

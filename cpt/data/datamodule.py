@@ -137,7 +137,6 @@ class DomainSequence(LightningDataModule):
         return {name: texts[name] for name in names if name in texts}
 
     def replay_pools(self, domain: Domain) -> list[ReplayPool]:
-        """What the batches of a stage draw from besides its own text."""
         past = self.replay_texts(self.past(domain)) if self.replay.past_ratio else {}
         general = self.replay_texts([GENERAL]) if self.replay.general_ratio else {}
         pools = self.replay.pools(past, general, stage=domain.name, seed=self.seed)

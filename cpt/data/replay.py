@@ -47,7 +47,6 @@ class ReplayConfig(Options):
 
     @property
     def adds(self) -> bool:
-        """Whether replayed samples enlarge the batch."""
         return self.mode == "append"
 
     def check(self, *, domains: int, general: bool, batch_size: int) -> None:

@@ -69,7 +69,6 @@ class Encoder:
         return next(self.encode_all([example]))
 
     def encode_all(self, examples: Sequence[Example]) -> Iterator[EncodedExample]:
-        """The rows of examples, in their order."""
         plain = [example for example in examples if not example.turns]
         questions = iter(self.ids_of([example.source for example in plain]))
         wholes = iter(self.together([(example.source, example.target) for example in plain]))
@@ -138,12 +137,10 @@ class Encoder:
 
     @cached_property
     def frame(self) -> tuple[list[int], list[int]]:
-        """The special tokens before and after a text."""
         return frame_of(self.tokenizer)
 
     @cached_property
     def ending(self) -> list[int]:
-        """The tokens that end an answer."""
         return self.frame[1] or terminator(self.tokenizer)
 
     def answer_of(self, text: str, question: list[int], whole: list[int]) -> list[int]:
@@ -258,7 +255,6 @@ def encode_corpus(
 
 
 def read_examples(corpus: Corpus, split: str) -> Iterator[Example]:
-    """The examples of a split, in the order of its rows."""
     for texts in in_batches(corpus.documents(split)):
         yield from map(read_example, texts)
 

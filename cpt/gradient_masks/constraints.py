@@ -92,7 +92,6 @@ class Subspaces(Constraint):
         self.pairs: dict[nn.Parameter, tuple[Tensor, Tensor]] | None = None
 
     def over(self, maps: Sequence[Projection]) -> None:
-        """Sets the layers."""
         self.projections, self.pairs = maps, None
 
     @property
@@ -118,7 +117,6 @@ class Subspaces(Constraint):
         return self.known()
 
     def known(self) -> dict[nn.Parameter, tuple[Tensor, Tensor]]:
-        """U and V by protected parameter."""
         if self.pairs is None:
             named = self.bases.named()
             self.pairs = {

@@ -181,7 +181,6 @@ class SoftMask(GradientMask):
         return torch.cat([normalize(part, self.normalize) for part in scores.split(self.sizes)])
 
     def set(self, scores: Tensor) -> None:
-        """Replaces the importances [units]."""
         self.last.copy_(scores)
         self.importance.copy_(scores)
         self.known.clear()
@@ -192,11 +191,9 @@ class SoftMask(GradientMask):
         self.last.copy_(scores)
 
     def gates(self) -> dict[str, Tensor]:
-        """The importances by group."""
         return self.by_group(self.importance)
 
     def by_group(self, values: Tensor) -> dict[str, Tensor]:
-        """Values [units] by group."""
         parts = values.split(self.sizes)
         return {group.name: part for group, part in zip(self.groups, parts, strict=True)}
 
@@ -210,7 +207,6 @@ class SoftMask(GradientMask):
         return iter(self.known)
 
     def diagnostics(self) -> dict[str, Tensor]:
-        """The importances, and those of the last measurement."""
         measured = {f"measured/{name}": part for name, part in self.by_group(self.last).items()}
         return measured | {f"importance/{name}": part for name, part in self.gates().items()}
 

@@ -101,7 +101,6 @@ class ContinualMethod(LightningModule):
         self.watch()
 
     def watch(self) -> None:
-        """Registers the present model with the masks."""
         for mask in self.masks:
             mask.watch(self.model, self.scope.maps if self.scope else None)
 
@@ -182,7 +181,6 @@ class ContinualMethod(LightningModule):
 
     @property
     def in_sequence(self) -> bool:
-        """Whether scores depend on the rows before."""
         return self.router is not None and self.router.in_sequence
 
     def constant_part(self, domain: int) -> int | None:
@@ -245,7 +243,6 @@ class ContinualMethod(LightningModule):
 
     @property
     def data(self) -> DomainSequence:
-        """The trainer's data, which Lightning sets."""
         found: DomainSequence = self.trainer.datamodule  # type: ignore[attr-defined]
         return found
 

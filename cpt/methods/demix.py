@@ -75,7 +75,6 @@ class CopyingMethod(ContinualMethod):
         return (sums[:-1] / sums[-1].clamp_min(1)).exp()
 
     def recorded(self, prefix: str) -> dict[str, Tensor]:
-        """The non-empty buffers, for the diagnostics."""
         return {f"{prefix}/{n}": getattr(self, n) for n in RECORD if len(getattr(self, n))}
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:

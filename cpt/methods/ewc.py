@@ -44,7 +44,6 @@ class AnchorPenalty(ContinualMethod):
         return None
 
     def zeros(self) -> dict[str, Tensor]:
-        """A zero tensor for each parameter, by name."""
         return {name: torch.zeros_like(each) for name, each in self.model.named_parameters()}
 
     def weighted_distance(self, factor: float) -> Tensor:
@@ -87,7 +86,6 @@ class Consolidation(AnchorPenalty):
 
 
 def merge_importances(old: Tensor, new: Tensor, *, domains: Tensor, merge: str, gamma: float) -> Tensor:
-    """The importances of a number of domains merged with those of one more."""
     return (domains * old + new) / (domains + 1) if merge == "mean" else gamma * old + new
 
 
@@ -108,7 +106,6 @@ class EWC(Consolidation):
         return super().losses(batch) | {"ewc": self.penalty()}
 
     def penalty(self) -> Tensor:
-        """lambda/2 sum_i F_i (theta_i - theta*_i)^2."""
         return self.weighted_distance(self.options.strength)
 
     def measure(self, probe: Iterable[Batch]) -> dict[str, Tensor]:

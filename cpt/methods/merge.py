@@ -108,7 +108,6 @@ class Merged(nn.Module):
 
     @torch.no_grad()
     def add(self, domain: Ended) -> None:
-        """Merges one more domain."""
         tasks = self.tasks(domain) if self.options.rule in ("ties", "dare", "dare_ties") else {}
         for name, own in self.rows().items():
             own.copy_(self.one_more(name, self.weights.at_hand(own), domain, tasks.get(name)))
@@ -175,7 +174,6 @@ class Merging(nn.Module):
         self.origin = Snapshot(model, persistent=options.start == "previous")
 
     def begin(self, model: nn.Module) -> None:
-        """Sets the model to the start of a domain."""
         if self.start != "merged":
             self.origin.restore(model)
 
@@ -195,7 +193,6 @@ class Merging(nn.Module):
 
     @torch.no_grad()
     def put(self, rows: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
-        """Sets parameters to merged weights, by name."""
         for name, own in weights.items():
             to_local(own).copy_(rows[name])
 

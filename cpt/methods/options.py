@@ -131,7 +131,6 @@ class CPTPluginOptions(GateOptions):
 
     @property
     def plugin(self) -> dict[str, Any]:
-        """Arguments of cpt.adapters.bottleneck.attach_plugins."""
         return {name: getattr(self, name) for name in ("attention", "ffn", "output_relu")}
 
 
@@ -186,7 +185,6 @@ class ELLEOptions(Options):
     prompt: Natural = option("n: prompt vectors per domain after the first token, or before the encoder's")
 
     def growth(self, domain: int) -> dict[str, float]:
-        """The model's growth before a domain."""
         given = {name: getattr(self, name) for name in NOTHING} if domain else NOTHING
         grown = given.items()
         return {name: v[min(domain, len(v)) - 1] if isinstance(v, Sequence) else v for name, v in grown}

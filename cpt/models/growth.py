@@ -78,7 +78,6 @@ def set_fields(model: PreTrainedModel, values: Mapping[str, Any]) -> None:
 
 
 def replace_parameter(module: nn.Module, name: str, value: Tensor) -> None:
-    """Gives a module a parameter of another shape, trained if the old one is."""
     setattr(module, name, nn.Parameter(value.detach(), requires_grad=getattr(module, name).requires_grad))
 
 

@@ -31,12 +31,10 @@ class Progress:
 
     @classmethod
     def alone(cls, step: int, *, steps: int) -> "Progress":
-        """A position in a run of one domain."""
         return cls(step, steps, domain=0, domains=1, total_step=step, total_steps=steps, first=steps)
 
     @property
     def joined(self) -> "Progress":
-        """The position with all domains taken as one."""
         return Progress.alone(self.total_step, steps=self.total_steps)
 
 

@@ -184,7 +184,6 @@ class TextWriter(ReplaySource):
         barrier()  # the rows are there for all
 
     def write_block(self, model: PreTrainedModel, job: WritingJob, block: int) -> list[Sample]:
-        """The texts of a block of a job."""
         numbers = block * self.options.batch_size + np.arange(self.options.batch_size)
         contexts = [job.contexts[number % len(job.contexts)] for number in numbers]
         room = self.length - len(contexts[0]) * (not self.seq2seq)
@@ -212,7 +211,6 @@ class TextWriter(ReplaySource):
         return read_checked_json(sample_file(self.folder / "kept", text, "json"), instead=instead)
 
     def prompt(self, text: str) -> list[int]:
-        """The ids that all texts of a domain are written after."""
         how = self.options
         if how.prompt is None:
             return []
@@ -408,7 +406,6 @@ class Growing:
             file.close()
 
     def finish(self) -> None:
-        """Closes files that are complete."""
         self.close()
         (self.folder / PLACE).unlink(missing_ok=True)
 

@@ -135,7 +135,6 @@ class Source(Options, ABC):
 
     @property
     def chats(self) -> bool:
-        """Whether the documents of the domains are chats."""
         return False
 
     @property
@@ -179,7 +178,6 @@ class Source(Options, ABC):
 
     @property
     def domains(self) -> list[str]:
-        """The domains that can be trained on."""
         return list(self.groups)
 
     @property

@@ -310,7 +310,6 @@ class Tasks(Source):
             log.info("Dropping %d examples of %s with an answer outside the choices", dropped, name)
 
     def records(self, name: str) -> Iterator[tuple[str, int, RawExample]]:
-        """The rows of a data set: split, number in it, row."""
         if self.root is None:
             for number, record in enumerate(docstrings.package_task(name)):
                 yield "train", number, record
