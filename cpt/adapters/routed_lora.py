@@ -8,6 +8,7 @@ A hook on the rank features A x [..., t r] applies the weights g [..., t]."""
 
 import inspect
 import math
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -169,13 +170,9 @@ class SampleRouter(nn.Module):
             raise ValueError(f"{told}. Allowed: layers that see all tokens of each sample")
         return weights.repeat_interleave(len(features) // rows, 0)  # of several beams
 
-    def weigh_newest(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        """The forward hook of A of the newest adapter."""
-        return weigh_ranks(output, self.weights_at(output)[..., -1:])
-
-    def weigh_earlier(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        """The forward hook of A of the earlier adapters."""
-        return weigh_ranks(output, self.weights_at(output)[..., :-1])
+    def weigh(self, part: slice, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        """The forward hook of A of the newest adapter, or of the earlier ones."""
+        return weigh_ranks(output, self.weights_at(output)[..., part])
 
 
 def attach_routed(
@@ -199,7 +196,7 @@ def attach_routed(
     inner.register_forward_pre_hook(made.open, with_kwargs=True)
     table.register_forward_hook(made.embed)
     for layer in lora.lora_layers(model).values():
-        layer.lora_A[lora.NEWEST].register_forward_hook(made.weigh_newest)
+        layer.lora_A[lora.NEWEST].register_forward_hook(partial(made.weigh, slice(-1, None)))
     lora.resize_on_load(model)
     model.register_load_state_dict_pre_hook(route_earlier)
     names = [name for name, each in model.named_parameters() if f"{SAMPLE_ROUTER}." in name]
@@ -215,7 +212,7 @@ def route_earlier(model: nn.Module, *args: Any) -> None:
     router = router_of(model)
     for layer in lora.lora_layers(model).values():
         if lora.has_earlier(layer):
-            layer.lora_A[lora.EARLIER].register_forward_hook(router.weigh_earlier)
+            layer.lora_A[lora.EARLIER].register_forward_hook(partial(router.weigh, slice(-1)))
 
 
 def begin_routed(model: PreTrainedModel, generator: torch.Generator) -> None:
