@@ -42,7 +42,7 @@ from cpt.trainer.checkpoint import StepCheckpoint, check_stage, restore_stage, s
 from cpt.trainer.costs import CostMonitor, stored_beside, time_phase, trained_parameters
 from cpt.trainer.evaluators import Evaluator, make_evaluators
 from cpt.trainer.lightning import drop_optimizer, make_trainer
-from cpt.trainer.manifest import why_end_is_final, write_manifest
+from cpt.trainer.manifest import write_manifest
 from cpt.trainer.monitor import Monitor
 from cpt.trainer.plan import Plan
 from cpt.trainer.run_dir import RunDir
@@ -291,7 +291,7 @@ class ContinualTrainer:
 
     def commit_row(self, row: str, **costs: Any) -> None:
         """Evaluates, and writes the row: a restart resumes after it."""
-        number, options = len(self.scores.rows), self.plan.run
+        number = len(self.scores.rows)
         self.module.observes = number in (0, len(self.data))
         with self.eta.timed("score", number):
             cells = self.scorer.score(number, row, self.scorer.wanted(number))
@@ -312,8 +312,7 @@ class ContinualTrainer:
             if diagnostics:
                 self.run.save_arrays(self.run.path / "diagnostics" / f"{number:03d}.npz", diagnostics)
             self.journal.keep_row(number)
-            end = options.save_trainer_state and not why_end_is_final(self.plan)
-            self.run.cleanup(number, keep=options.save_all_stages, end=end)
+            self.run.cleanup(number, keep=self.plan.run.save_all_stages)
 
     def backfill(self, number: int) -> None:
         """Scores the texts that a row lacks, where the weights of its stage are there."""

@@ -115,9 +115,6 @@ class RunOptions(Options):
         "estimate the cost and stop: true prints a table, json JSON"
     )
     save_all_stages: bool = option("keep the weights of every stage, not only of the last")
-    save_trainer_state: bool = option(
-        "keep the trainer state at the end of a run of one domain, so that trainer.steps can be raised"
-    )
     cache_dir: Folder = option("folder of tokenized text and base models, shared by all runs")
 
 
