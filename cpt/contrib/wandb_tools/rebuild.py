@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import csv
 import logging
-import os
 import re
 import shutil
 import sys
@@ -74,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
     """Sends the runs below folders; gives the exit code: 1 if one could not be read or sent."""
     given = build_parser().parse_args(arguments)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    with readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR")):
+    with readable():
         found, damaged, _ = find_runs(given.folders)
         runs = {run.folder: run.scores for run in found}
         print(*damaged, sep="\n", end="\n" * bool(damaged), file=sys.stderr)
