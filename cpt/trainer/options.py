@@ -201,7 +201,6 @@ class LoggerOptions(Options):
     summary: Literal["headlines", "all"] = option(
         "summary of the W&B run: headlines, or every number of its report", default="headlines"
     )
-    per_domain: bool = option("log additional W&B curves for each domain, over its steps", default=False)
     histograms: bool = option("log histograms of method diagnostics to W&B after each domain", default=False)
     project: Text | None = option("project of W&B", default=None)
     entity: Text | None = option("user or team of W&B", default=None)

@@ -186,12 +186,12 @@ def rebuild(record: Record, scores: Scores, *, folder: Path, **place: str | None
         with translate_errors():
             known = int(run.summary.get("stage", -1)) if run.resumed else -1
             if not run.resumed:  # the points of metrics.csv as the run itself would have logged them
-                curves = Curves(run, per_domain=bool(options.get("per_domain")))
+                curves = Curves(run)
                 rows = {name: row for row, name in enumerate(scores.rows) if row}
                 for domain, lines in groupby(record.curves, key=itemgetter(0)):
                     curves.enter(domain, tokens=sum(scores.seen[: rows.get(domain, len(scores.seen))]))
-                    for _, step, values in lines:
-                        curves.log(values, step)
+                    for *_, values in lines:
+                        curves.log(values)
             for row in range(known + 1, len(scores.rows)):
                 shown = record.distributions[row] if options.get("histograms") else {}
                 publish_stage(run, scores, row=row, distributions=shown)
