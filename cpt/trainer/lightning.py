@@ -25,9 +25,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from tqdm import tqdm
 
-from cpt.core.distributed import is_sharded, shard_like
+from cpt.core.distributed import is_sharded, leave_together, shard_like
 from cpt.core.errors import reason
-from cpt.core.preemption import leave_together
 from cpt.core.progress import progress_bar
 from cpt.core.tensors import NamedTensors, load_tensors
 from cpt.models.fsdp import named_weights, reshard, shard_model
