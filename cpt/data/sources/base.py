@@ -39,7 +39,6 @@ GENERAL = "general"
 TEXT, EXAMPLES = "text", "examples"  # what the documents of a source may be
 NONE, CONCAT, DOCUMENT_MASK = "none", "concat", "document_mask"  # see Source.packing
 PACKINGS = {TEXT: (CONCAT, DOCUMENT_MASK, NONE), EXAMPLES: (NONE, DOCUMENT_MASK)}  # the default first
-PACKAGES = {"static": "wordllama", "sentence": "sentence_transformers"}  # that embeddings need
 FORMAT = 4  # part of every stamp: raise it when the files that cpt.data.corpus makes of a text change
 COARSE, FINE = "coarse", "fine"
 NOT_DOMAINS = ("eval_sets", "only_text", "only_txt2")
@@ -83,7 +82,7 @@ class Encoding(Options):
     )
 
 
-Embedding = Literal["tfidf", "static", "model", "sentence"]
+Embedding = Literal["tfidf", "model", "sentence"]
 HeldOutShare = Annotated[Number, Gt(0), Lt(0.5), Allowed("shares above 0 and below 0.5")]
 DomainLists = Annotated[
     Any, Predicate(is_domain_lists), Allowed("a list of orders like [[a,b],[b,a]], or {1: [a,b], 2: [b,a]}")
@@ -205,12 +204,10 @@ class Source(Options, ABC):
 
     def check_embedding(self) -> None:
         """Raises ValueError for an embedding that cannot be had here."""
-        package = PACKAGES.get(self.embedding)
-        if package is not None and find_spec(package) is None:
+        if self.embedding == "sentence" and find_spec("sentence_transformers") is None:
             raise ValueError(
-                f"domains.embedding={self.embedding} is invalid: the package {package.replace('_', '-')} is "
-                f"not "
-                "installed. Allowed: domains.embedding=tfidf, model"
+                "domains.embedding=sentence is invalid: the package sentence-transformers is not installed. "
+                "Allowed: domains.embedding=tfidf, model"
             )
         if self.embedding_model is not None and not Path(self.embedding_model).is_dir():
             raise ValueError(
