@@ -13,7 +13,7 @@ import cpt
 from cpt.adapters.domain_store import domain_params
 from cpt.core.randomness import key
 from cpt.core.schema import show
-from cpt.core.tensors import NamedTensors, offload
+from cpt.core.tensors import NamedTensors
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
 from cpt.data.packing import Packed, balance
@@ -49,7 +49,9 @@ def build_method(plan: Plan, start: Base) -> ContinualMethod:
     if getattr(plan.lr_scheduler, "branches", False):
         module.trunk = Snapshot(module.model, persistent=True)
     if options.offload_method_state:
-        offload(module)
+        for each in module.modules():
+            if isinstance(each, NamedTensors):
+                each.offload()
     if options.gradient_checkpointing:
         checkpoint_activations(module.model)
     if options.compile:
