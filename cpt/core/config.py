@@ -16,44 +16,14 @@ PACKAGE = Path(__file__).parents[1]
 CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
 # How a run is carried out, not what it computes: free to change between two starts of the same run.
 EXECUTION = (
-    *(
-        "name",
-        "tags",
-        "variant",
-        "plan",
-        "logger",
-        "cache_dir",
-        "verify_inputs",
-        "grow",
-        "data",
-        "modules",
-        "benchmark",
-    ),
-    *(
-        "optimized_metric",
-        "domains.ignore",
-        "save_all_stages",
-        "save_trainer_state",
-        "on_nonfinite",
-        "endtask",
-        "answers",
-        "mask.migu.magnitudes",
-        "method.mask.magnitudes",
-    ),
+    *("name", "tags", "variant", "plan", "logger", "cache_dir", "verify_inputs", "grow", "data", "modules"),
+    *("benchmark", "endtask", "answers", "optimized_metric", "domains.ignore", "save_all_stages", "strategy"),
+    *("on_nonfinite", "mask.migu.magnitudes", "method.mask.magnitudes", "trainer.accelerator"),
     *("eval.rows", "eval.columns"),  # a finished run may be given more of the matrix
-    *(
-        "trainer.accelerator",
-        "trainer.devices",
-        "trainer.num_nodes",
-        "trainer.strategy",
-        "trainer.num_workers",
-    ),
+    *("trainer.devices", "trainer.num_nodes", "trainer.strategy", "trainer.num_workers"),
     *("trainer.reshard_after_forward", "trainer.eval_batch_size", "trainer.checkpoint_every"),
-    *(
-        "trainer.log_every_n_steps",
-        "trainer.gradient_checkpointing",
-        "trainer.offload_method_state",
-    ),  # tests/methods
+    *("trainer.log_every_n_steps", "trainer.gradient_checkpointing", "trainer.offload_method_state"),
+    *("keep_end", "save_trainer_state"),  # options of earlier versions
 )
 WATCHES = {"stop": None, "patience": None, "keep": "last"}  # of a monitor that ends no stage
 HIDDEN = "(hidden)"  # stands where a secret was
@@ -68,7 +38,7 @@ FOR_OTHERS = ("name", "lr_multiplier")  # of a choice: what it is called, its le
 @cache
 def executes(key: str) -> bool:
     """Whether a config key says how the run is carried out only."""
-    return key == "strategy" or any(key == name or key.startswith(f"{name}.") for name in EXECUTION)
+    return any(key == name or key.startswith(f"{name}.") for name in EXECUTION)
 
 
 def digest(value: Any) -> str:

@@ -38,7 +38,7 @@ from cpt.trainer.build import build_data, build_method, log_eval_cap, log_ineffe
 from cpt.trainer.checkpoint import save_stage
 from cpt.trainer.costs import CostMonitor, stored_beside, trained_parameters
 from cpt.trainer.lightning import drop_optimizer, make_trainer
-from cpt.trainer.manifest import check_extension, find_source, find_started, keep_base_row
+from cpt.trainer.manifest import find_source, find_started
 from cpt.trainer.options import TrainerOptions, minutes_of
 from cpt.trainer.plan import Plan
 from cpt.trainer.preflight import prepare
@@ -138,8 +138,6 @@ def estimate(plan: Plan, place: RunDir) -> dict[str, Any]:
     log_ineffective(plan, module, ready.device)
     folder = find_started(plan, place)
     scores = folder.scores()
-    if scores is not None and check_extension(plan, folder) is not None:
-        scores = keep_base_row(scores)
     state = "new" if scores is None else scores.state
     if scores is not None and folder is not place:
         state = f"continues {folder.path} ({state})"

@@ -2,6 +2,7 @@
 time, for progress.json: what is left, at the pace of what is done."""
 
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -16,11 +17,11 @@ from lightning.pytorch.loggers import Logger
 from torch.distributed.fsdp import FSDPModule
 
 from cpt.adapters.domain_store import map_stored
-from cpt.core.distributed import barrier
+from cpt.core.distributed import barrier, leave_together
 from cpt.core.files import writing
 from cpt.core.heartbeat import HEARTBEAT, Phase, set_phase
-from cpt.core.preemption import check_signals, defer_signals, leave_together
-from cpt.core.processes import is_first_process, keep_threads
+from cpt.core.preemption import check_signals, defer_signals
+from cpt.core.processes import is_first_process
 from cpt.core.tensors import check_state
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import Domain, DomainSequence
@@ -42,7 +43,7 @@ from cpt.trainer.checkpoint import StepCheckpoint, check_stage, restore_stage, s
 from cpt.trainer.costs import CostMonitor, stored_beside, time_phase, trained_parameters
 from cpt.trainer.evaluators import Evaluator, make_evaluators
 from cpt.trainer.lightning import drop_optimizer, make_trainer
-from cpt.trainer.manifest import why_end_is_final, write_manifest
+from cpt.trainer.manifest import write_manifest
 from cpt.trainer.monitor import Monitor
 from cpt.trainer.plan import Plan
 from cpt.trainer.run_dir import RunDir
@@ -110,6 +111,24 @@ def train_run(plan: Plan, run: RunDir) -> Scores:
         trainer.fit()  # for each stage: train, save, evaluate, commit
         trainer.finalize(base)  # model, report, model card
     return scores
+
+
+def keep_threads(path: Path, *, processes: int) -> None:
+    """Uses as many CPU threads as the run began with, which a file of its folder remembers: with others the
+    same sums are added in another order, and the last bits differ. `processes`
+    are at work on this machine."""
+    given = torch.get_num_threads()
+    if "OMP_NUM_THREADS" not in os.environ:
+        given = max(1, given // processes)
+    begun = path.read_text() if path.exists() else str(given)
+    if not begun.isdigit() or int(begun) < 1:
+        raise ValueError(f"{path} is damaged; write the number of threads into it that the run began with")
+    if int(begun) != given:
+        log.info("Computing with %s threads, as this run began, not with %d", begun, given)
+    if is_first_process() and not path.exists():
+        path.write_text(begun)
+    torch.set_num_threads(int(begun))
+    os.environ["OMP_NUM_THREADS"] = begun  # for the processes that Lightning starts
 
 
 @dataclass(frozen=True)
@@ -291,7 +310,7 @@ class ContinualTrainer:
 
     def commit_row(self, row: str, **costs: Any) -> None:
         """Evaluates, and writes the row: a restart resumes after it."""
-        number, options = len(self.scores.rows), self.plan.run
+        number = len(self.scores.rows)
         self.module.observes = number in (0, len(self.data))
         with self.eta.timed("score", number):
             cells = self.scorer.score(number, row, self.scorer.wanted(number))
@@ -312,8 +331,7 @@ class ContinualTrainer:
             if diagnostics:
                 self.run.save_arrays(self.run.path / "diagnostics" / f"{number:03d}.npz", diagnostics)
             self.journal.keep_row(number)
-            end = options.save_trainer_state and not why_end_is_final(self.plan)
-            self.run.cleanup(number, keep=options.save_all_stages, end=end)
+            self.run.cleanup(number, keep=self.plan.run.save_all_stages)
 
     def backfill(self, number: int) -> None:
         """Scores the texts that a row lacks, where the weights of its stage are there."""

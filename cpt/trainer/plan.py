@@ -1,9 +1,7 @@
 """A Hydra config as a Plan: typed sections, and every check that needs neither torch nor text."""
 
 import inspect
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -44,16 +42,12 @@ SET_BY_CPT = {
 }
 
 
-def readable_errors() -> AbstractContextManager[None]:
-    return readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR"))
-
-
 class Checked(Callback):
     """Hydra callback that rejects an invalid config before a folder is made for it."""
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         rename_keys(config)
-        with readable_errors():
+        with readable():
             read_sections(config)
         if config.get("plan"):  # Hydra writes neither its files nor a log
             with read_write(config.hydra), open_dict(config.hydra):
@@ -63,7 +57,7 @@ class Checked(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         rename_keys(config)
-        with readable_errors():
+        with readable():
             run = read_sections(config).run
             if run is not None and run.plan:
                 raise ValueError(

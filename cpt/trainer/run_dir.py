@@ -146,10 +146,6 @@ class RunDir:
     def checkpoint(self, number: int, name: str) -> Path:
         return self.path / "checkpoints" / f"{number:03d}-{name}.ckpt"
 
-    def last_checkpoint(self) -> Path | None:
-        """The checkpoint within the first stage or at its end, if there is one."""
-        return next(iter(sorted(self.path.glob("checkpoints/001-*.ckpt"))), None)
-
     def looks(self, number: int) -> Path:
         return self.path / "looks" / f"{number:03d}.npz"
 
@@ -173,11 +169,9 @@ class RunDir:
         for row in range(rows):
             files.check_archive(documents_file(self.path, row), instead=self.restore_hint)
 
-    def cleanup(self, stages: int, *, keep: bool, end: bool = False) -> None:
-        """Removes checkpoints that a committed stage makes obsolete, unless `keep` (those of earlier stages)
-        or `end` (the trainer's state at its end)."""
-        if not end:
-            discard(self.path / "checkpoints")
+    def cleanup(self, stages: int, *, keep: bool) -> None:
+        """Removes the checkpoints that a committed stage makes obsolete, also of stages unless `keep`."""
+        discard(self.path / "checkpoints")
         for kind in () if keep else ("pt", "shards"):  # in this order: a stage counts by its file
             for old in self.path.glob(f"stages/*.{kind}"):
                 if (number := old.name.split(".")[0]).isdigit() and int(number) < stages:
