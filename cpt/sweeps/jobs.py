@@ -134,13 +134,13 @@ class Job:
     def result(self) -> JobReturn:
         """What the sweeper gets: the objective of this sweep (an earlier one may have had another), None
         without one, or the failure as an exception."""
-        from cpt.evaluation.metrics import objective_value  # numpy: run.py --help need not wait for it
+        from cpt.evaluation.task_metrics import run_objective  # numpy: run.py --help need not wait for it
 
         done = JobReturn(overrides=self.overrides, cfg=self.config, working_dir=str(self.folder))
         done.status = JobStatus.COMPLETED if self.whole else JobStatus.FAILED
         if self.whole:
             scores, wanted = read_scores(self.folder), self.config.get("optimized_metric")
-            value = objective_value(scores["metrics"], wanted) if "metrics" in scores else None
+            value = run_objective(scores, wanted) if "metrics" in scores else None
             done.return_value = scores.get("objective") if value is None else value
         else:
             kind = PreemptedJob if self.state == "preempted" else HydraException

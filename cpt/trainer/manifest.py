@@ -377,6 +377,7 @@ def why_steps_differ(plan: Plan, before: int, now: int, *, done: int) -> str:
             declares or plan.method.target.startswith(OWN_CODE)
         ),
         f"mask {', '.join(foreign)} may depend on how many steps there are": foreign,
+        "trainer.match=ncl scales trainer.steps": plan.trainer.match is not None,
         "callbacks may depend on how many steps there are": plan.callbacks,
         "other text is evaluated after the last step (monitor, budget)": plan.watches,
         "strategy=fsdp keeps the trainer's state in shards": plan.trainer.strategy == "fsdp",
