@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,10 +12,11 @@ from statistics import fmean, stdev
 from typing import NamedTuple
 
 import numpy as np
+from matplotlib.ticker import MaxNLocator
 from pandas import DataFrame
 
 from cpt.evaluation.scores import Scores
-from cpt.reporting.drawing import Picture, figure, list_few, literal, png, style
+from cpt.reporting.drawing import Picture, figure, list_few, literal, plain_logarithm, png, style
 from cpt.reporting.frames import (
     Show,
     decimals,
@@ -114,15 +116,17 @@ def write_tuning(
         )
     lines += [f"Nothing to tune: {few(fixed, between=', ')}."] if fixed else []
     lines += [f"Compare: python -m cpt.report {stem.parent / 'final'}"]
-    blocks = [Block(lines=lines, head=table.head, cells=table.cells, words=2)]
+    blocks = [Block(lines=lines, head=table.head, cells=table.cells, words=table.words)]
     if searches:
-        picture = draw_searches(methods, metric=metric, sign=sign, limit=limit)
+        picture = draw_searches(methods, metric=metric, sign=sign)
         caption = "Score on validation text of each trial; star: chosen; square: default."
         blocks.append(Block(title="Searches", picture=picture, caption=caption, name="searches"))
     stem.parent.mkdir(parents=True, exist_ok=True)
     page = write_page(blocks, title="Tuned methods", stem=stem, vectors=True)
     frame = DataFrame(table.cells, columns=list(table.head)).map(strip_controls)
-    style = frame.style.hide(axis="index").format(lambda text: text.replace("±", r"$\pm$"), escape="latex")
+    style = frame.style.hide(axis="index").format(
+        lambda text: text.replace("±", r"$\pm$").replace("–", "--"), escape="latex"
+    )
     text = style.format_index(escape="latex", axis=1).to_latex(hrules=True, column_format="l" * 3 + "r" * 5)
     stem.with_suffix(".tex").write_text("% needs \\usepackage{booktabs}\n" + text, encoding="utf-8")
     described = [
@@ -180,7 +184,7 @@ def format_mean(values: Sequence[float], show: Show) -> str:
     return show(fmean(values)) + (f" ± {show(stdev(values))}" if len(values) > 1 else "")
 
 
-def draw_searches(methods: Sequence[TunedMethod], *, metric: str, sign: int, limit: float | None) -> Picture:
+def draw_searches(methods: Sequence[TunedMethod], *, metric: str, sign: int) -> Picture:
     """A panel per searched value: the score of each trial over it, joined where it alone was searched."""
     panels = [(each, key) for each in methods if each.trials for key in each.space]
     chosen = {each.name: each.best(sign=sign) for each in methods if each.trials}
@@ -195,14 +199,19 @@ def draw_searches(methods: Sequence[TunedMethod], *, metric: str, sign: int, lim
         scores = np.array([trial.score for trial in method.trials])
         axes.grid(color="0.9")
         axes.set_axisbelow(True)
-        if is_choice := "choice" in method.space[key]:
+        if "choice" in method.space[key]:
             names = list(dict.fromkeys(values))
             places = np.array([names.index(value) for value in values], float)
             axes.set_xticks(range(len(names)), [literal(name, width=12) for name in names])
         else:
             places = np.array(list(map(float, values)))
-        if "log" in method.space[key] and not is_choice:
-            axes.set_xscale("log")
+        if bounds := re.search(r"interval\(([^(),]+),([^(),]+)\)", method.space[key]):
+            low, high = map(float, bounds.groups())
+            axes.set_xlim(low, high)
+            axes.xaxis.set_major_locator(MaxNLocator(4))
+            if "log" in method.space[key]:
+                axes.set_xscale("log")
+                plain_logarithm(axes.xaxis, np.array([low, high]))
         by_place = np.argsort(places, kind="stable")
         line = {"linewidth": 1 if len(method.space) == 1 else 0, "markersize": 5}
         axes.plot(places[by_place], scores[by_place], **style(0) | {"marker": "o"} | line)

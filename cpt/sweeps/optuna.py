@@ -68,7 +68,7 @@ class OptunaSweeper(Sweeper):
         self.seed, self.direction, self.n_trials, self.n_jobs = seed, direction, n_trials, n_jobs
         given = (("seed", seeds), ("order", orders))
         self.averaged = {key: values for key, values in given if values is not None}
-        self.first: dict[str, Any] = {}  # the values of the first trial; empty: the sampler's
+        self.first: list[dict[str, Any]] = []  # the values of the first trials, before those of the sampler
 
     def check(self) -> None:
         """Raises ValueError for a wrong option, or if Optuna is missing."""
@@ -153,8 +153,8 @@ class OptunaSweeper(Sweeper):
 
         names = [objective] if isinstance(objective, str) else list(objective or ["objective"])
         study = self.open_study(folder, space, fixed, names)
-        if self.first and not study.trials:
-            study.enqueue_trial(self.first)
+        for params in self.first if not study.trials else ():
+            study.enqueue_trial(params)
         grid = self.sampler == "grid"
         total = self.n_trials or math.inf
         if grid:  # the points that the study does not know, in the order of a sweep without a search
