@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 EPILOG = """Other arguments are those of run.py, with values of several methods after commas:
 python -m cpt.tune name=tuned method=ncl,ewc,kd --budget 12 --seeds 3"""
@@ -34,6 +35,11 @@ def build_command(arguments: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "cpt", "--multirun", *own, *others]
 
 
-if __name__ == "__main__":
-    command = build_command(sys.argv[1:])
+def main(arguments: Sequence[str]) -> NoReturn:
+    """Becomes the sweep's process: signals and exit codes are its own."""
+    command = build_command(arguments)
     os.execv(command[0], command)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -15,11 +15,13 @@ from omegaconf import open_dict
 
 import cpt.sweeps.launcher  # noqa: F401  (registers the sweeper)
 from cpt.data.corpora import Corpora
+from cpt.evaluation.finetune_tasks import FileTasks
 from cpt.reporting.drawing import description
 from cpt.reporting.tuning import FinalRun, Trial, TunedMethod, write_tuning
 from cpt.sweeps.tune import TuneSweeper, find_defaults, find_space, spread_trials
 from cpt.tune import build_command
 from tests.conftest import ROOT, SMALL
+from tests.support.endtask_fixtures import write_task
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("optuna", reason="needs the extra `optuna`")
@@ -75,7 +77,8 @@ def tune(tmp_path, monkeypatch):
             try:
                 sweeper.sweep(list(overrides))
             except SystemExit as ended:
-                assert ended.code == 143
+                if ended.code != 143:
+                    raise
             return made[0].jobs
 
     return begin
@@ -109,6 +112,31 @@ def test_trials_read_no_test_text_and_a_killed_tuning_ends_as_one_that_was_not(
     assert all(best.split("=")[1] in run["folder"] or best.endswith("=500") for run in ewc["runs"])
     scores = json.loads((tmp_path / ewc["runs"][0]["folder"] / "scores.json").read_text())
     assert scores["conditions"]["score_on"] == "test" and scores["objective"] == ewc["runs"][0]["score"]
+
+
+def test_by_a_metric_of_end_tasks_trials_read_dev_and_final_runs_test(
+    tune, corpora, no_pictures, tmp_path, monkeypatch
+):
+    read, files = [], FileTasks.read
+
+    def noted(self, name, split):
+        read.append(split)
+        return files(self, name, split)
+
+    monkeypatch.setattr(FileTasks, "read", noted)
+    for domain in ("law", "food"):
+        write_task(tmp_path, domain)
+    given = [*SMALL, "trainer.steps=2", "domains=texts", f"domains.root={corpora}", "cache_dir=cache"]
+    given += ["order=[law,food]", "name=tuned", "method=ewc", "seed=0,1", "optimized_metric=MF1"]
+    with pytest.raises(SystemExit, match="1"):
+        tune(*given)  # without end tasks
+    given += ["endtask=texts", f"endtask.root={tmp_path}", "endtask.epochs=1", "endtask.seeds=[0]"]
+    tune(*given, n_trials=2, n_jobs=1, killed_at=2)
+    assert set(read) == {"train", "dev"}
+    tune(*given, n_trials=2, n_jobs=1)
+    assert "test" in read
+    told = json.loads((tmp_path / "outputs/tuned/tuning.json").read_text())
+    assert told["direction"] == "maximize" and 0 <= told["methods"][0]["runs"][0]["score"] <= 1
 
 
 def test_candidates_are_the_choices_of_groups_and_what_is_given_is_not_searched(tune):
