@@ -326,7 +326,7 @@ def profile_stages(
             callbacks = [costs, NanGuard(policy=plan.run.on_nonfinite), profiler]
             label, steps = f"profiling {stage.name}", data.steps(stage)
             trainer = make_trainer(arguments, label=label, steps=steps, callbacks=callbacks)
-            with draw_quickly(plan.trainer.quick_dropout):
+            with draw_quickly(plan.trainer.quick_dropout is True):
                 trainer.fit(module, datamodule=data)
             drop_optimizer(trainer)
             now.flops = {phase: n * (1 if phase == "step" else times) for phase, n in costs.flops.items()}
