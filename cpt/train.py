@@ -15,8 +15,8 @@ from cpt.core.heartbeat import heartbeat
 from cpt.core.preemption import defer_signals
 from cpt.core.processes import is_first_process, is_one_of_several
 from cpt.core.schema import show
-from cpt.evaluation.metrics import objective_value
 from cpt.evaluation.scores import Scores
+from cpt.evaluation.task_metrics import run_objective
 from cpt.trainer.domain_order import load_cached_order, order_domains
 from cpt.trainer.manifest import Manifest, check_manifest, find_started, resolve_eval_cap, resume_from_sibling
 from cpt.trainer.plan import Plan, make_plan
@@ -53,7 +53,7 @@ def train(cfg: DictConfig, *, run_dir: Path) -> float | list[float | None] | Non
     from cpt.reporting.run_page import format_scores  # matplotlib is not loaded to refuse a config
 
     log.info("Results:\n%s\n%s", format_scores(scores), run.path / "report.html")
-    return objective_value(scores.metrics, plan.run.optimized_metric)
+    return run_objective(vars(scores), plan.run.optimized_metric)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """The loop over stages: train, evaluate, commit; a killed run resumes from what is committed. Its remaining
 time, for progress.json: what is left, at the pace of what is done."""
 
+import json
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -17,17 +18,17 @@ from lightning.pytorch.loggers import Logger
 from torch.distributed.fsdp import FSDPModule
 
 from cpt.adapters.domain_store import map_stored
+from cpt.core import files
 from cpt.core.distributed import barrier, leave_together
-from cpt.core.files import writing
 from cpt.core.heartbeat import HEARTBEAT, Phase, set_phase
 from cpt.core.preemption import check_signals, defer_signals
 from cpt.core.processes import is_first_process
 from cpt.core.tensors import check_state
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import Domain, DomainSequence
-from cpt.evaluation.metrics import objective_value
 from cpt.evaluation.monitor import MonitorObserver
 from cpt.evaluation.scores import Scores, gather_documents
+from cpt.evaluation.task_metrics import run_objective
 from cpt.loggers.loggers import WandbCurves, log_scores, log_stage, track
 from cpt.loggers.wandb import run_name
 from cpt.methods.base import ContinualMethod
@@ -41,6 +42,7 @@ from cpt.trainer.base_model import Base, make_base
 from cpt.trainer.callbacks import CustomCallbacks, ProtectedMovement
 from cpt.trainer.checkpoint import StepCheckpoint, check_stage, restore_stage, save_stage
 from cpt.trainer.costs import CostMonitor, stored_beside, time_phase, trained_parameters
+from cpt.trainer.dry_run import match_operations
 from cpt.trainer.evaluators import Evaluator, make_evaluators
 from cpt.trainer.lightning import drop_optimizer, make_trainer
 from cpt.trainer.manifest import write_manifest
@@ -76,6 +78,14 @@ def train_run(plan: Plan, run: RunDir) -> Scores:
     set_phase("making the base")
     with time_phase(took, "make the base"):
         base = make_base(plan.model, corpora, accelerator=plan.trainer.accelerator)
+    if plan.trainer.match is not None:
+        with time_phase(took, "count operations"):
+            world = ready.processes * plan.trainer.num_nodes
+            how: dict[str, Any] = {"device": ready.device, "world": world, "stored": run.matched}
+            plan = match_operations(plan, corpora, base, **how)
+            if is_first_process() and not run.matched.exists():
+                files.replace(run.matched, json.dumps(asdict(plan.budget)))
+    with time_phase(took, "make the base"):
         method = build.build_method(plan, base)
     set_phase("tokenising")
     with time_phase(took, "tokenise"):
@@ -384,7 +394,7 @@ class ContinualTrainer:
         if isinstance(self.module.model, FSDPModule):  # another module has all weights in this process
             self.module, self.at = build.build_method(self.plan, start), 0
             self.restore(len(scores.rows) - 1)
-        with writing(run.model):
+        with files.writing(run.model):
             loading = self.module.export(run.model, [domain.name for domain in self.data])
             start.tokenizer.save_pretrained(run.model)
         scores.loading = loading.replace(f"{run.path}/", "")  # the folder may be moved
@@ -402,7 +412,7 @@ class ContinualTrainer:
             log.info("Missing cells of the matrix: %d, in the rows %s: %s", sum(left.values()), few, why)
         for each in self.evaluators:
             self.journal.collect(each)
-        scores.objective = objective_value(scores.metrics, self.plan.run.optimized_metric)
+        scores.objective = run_objective(vars(scores), self.plan.run.optimized_metric)
         scores.run["finished"] = True
         run_page.write_report(run.path, scores)
         if len(scores.rows) > 1:

@@ -125,6 +125,10 @@ class TrainerOptions(Options):
     steps: Steps | None = option("optimizer steps per domain")
     epochs: Positive | None = option("passes over the domain's training text")
     tokens: Positive | None = option("tokens per domain")
+    match: Literal["ncl"] | None = option(
+        "scale steps, epochs or tokens to the counted operations of method=ncl with them; null: as given",
+        default=None,
+    )
     batch_size: Count = option("samples per optimizer step, over all processes and micro-batches")
     accumulate_grad_batches: Count = option("micro-batches per process and optimizer step")
     eval_batch_size: Count = option("samples per forward pass of an evaluation, per process")

@@ -21,10 +21,10 @@ from cpt.data.options import Budget, DataOptions, share_batch
 from cpt.data.replay import NO_REPLAY, ReplayConfig
 from cpt.data.sources.base import Source
 from cpt.evaluation.finetune_tasks import FinetunePlan, check_task_values, plan_endtasks
-from cpt.evaluation.metrics import objective_value
 from cpt.evaluation.monitor import MonitorOptions, ObserverConfig
 from cpt.evaluation.options import EvalOptions, LMEvalOptions, TaskEvalOptions
 from cpt.evaluation.scores import Scores
+from cpt.evaluation.task_metrics import run_objective
 from cpt.models.options import Freeze, ModelOptions
 from cpt.optim.options import carried, read_optimizer
 from cpt.optim.schedulers import Schedule
@@ -246,7 +246,7 @@ def make_plan(cfg: DictConfig) -> Plan:
     """The plan of a config; raises ValueError for an invalid one."""
     read = read_sections(cfg)
     settings = with_cap(plain_config(cfg), read.evaluation.cap)  # raises for what is missing
-    objective_value({}, read.run.optimized_metric)
+    run_objective({"metrics": {}, "endtasks": {}, "rows": []}, read.run.optimized_metric)
     trainer, source, folder = read.trainer, read.source, settings["init_from"]
     processes = trainer.devices if isinstance(trainer.devices, int) else 1
     share_batch(trainer.batch_size, accumulate=trainer.accumulate_grad_batches, world=max(1, processes))
@@ -353,6 +353,7 @@ def why_not_growable(plan: Plan) -> str:
     needs_end = getattr(schedule, "needs_end", False)
     reasons = {
         f"order={order} gives a further domain its place among those that are learned": plan.by_texts,
+        "trainer.match=ncl shares out the operations of all domains": plan.trainer.match is not None,
         "domains.balanced=true cuts all domains to the smallest of them": plan.source.balanced is True,
         f"method={plan.names['method']} needs all domains "
         "before the first is learned": method.requires_all_domains,

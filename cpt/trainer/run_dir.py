@@ -27,7 +27,7 @@ BY_CONTENT = ("order", "domains.root", "domains.only", "domains.by", "init_from"
 WEIGHTS = (".safetensors", ".bin")
 OF_A_CHECKPOINT = (*WEIGHTS, ".json", ".model", ".txt", ".jinja")
 # The files of a run that was rejected: Hydra's, and those that the next start writes again.
-BEFORE_THE_RUN = (".hydra", "run.log", ".lock", "config.yaml", "threads", PROGRESS_FILE)
+BEFORE_THE_RUN = (".hydra", "run.log", ".lock", "config.yaml", "threads", "matched.json", PROGRESS_FILE)
 
 
 class RunDir:
@@ -43,6 +43,7 @@ class RunDir:
         self.path = path
         self.model, self.scores_file = path / "model", path / "scores.json"
         self.config, self.manifest = path / "config.yaml", path / "identity.json"
+        self.matched = path / "matched.json"  # the steps of trainer.match
         self.restore_hint = f"bring it back from a copy, or delete {path} to learn again"
 
     def write_config(self, settings: Mapping[str, Any]) -> None:
