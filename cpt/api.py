@@ -34,7 +34,7 @@ class Run:
     @cached_property
     def frame(self) -> pd.DataFrame:
         """Every number of the run page, one per row, with its 95 % interval where it has one: columns kind,
-        metric, value, unit, key, stage, row, text, part, seed, low, high."""
+        metric, value, unit, key, stage, row, text, module, seed, low, high."""
         return tidy_scores(self.scores)
 
     @cached_property

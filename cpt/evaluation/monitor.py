@@ -155,5 +155,6 @@ class MonitorRecord:
                     return f"{text} has risen by {low:.3f} to {high:.3f} nats (monitor.stop={options.stop:g})"
         since = self.since_best(own)
         if options.patience is not None and since >= options.patience:
-            return f"{since} looks without a lower loss on its own text (monitor.patience={options.patience})"
+            why = f"monitor.patience={options.patience}"
+            return f"{since} evaluations without a lower loss on its own text ({why})"
         return ""

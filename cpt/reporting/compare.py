@@ -418,13 +418,14 @@ def format_contrast(
 
 def tabulate_all(section: RunSection) -> list[Block]:
     """All tables after the main one: differences, ranks, end tasks, benchmarks, examples, compute."""
-    probes = {}
-    for name, task in ((n, t) for run in section.runs for n, t in run.scores.probes.get("tasks", {}).items()):
+    benchmarks = {}
+    measured = [run.scores.benchmarks.get("tasks", {}) for run in section.runs]
+    for name, task in (each for tasks in measured for each in tasks.items()):
         told = describe_task(name, task)
         chance = "" if task["chance"] is None else f", chance {decimals(task['chance'])}"
         title = f"{told}{chance}{', lower is better' * (not task['higher'])}"
-        probes[told] = ComparedMeasure(f"probe/{told}", title, higher=task["higher"])
-    benchmarks = [LEGENDS["benchmarks"].format(spread=SPREAD)]
+        benchmarks[told] = ComparedMeasure(f"benchmark/{told}", title, higher=task["higher"])
+    harness = [LEGENDS["harness"].format(spread=SPREAD)]
     metrics = {task: x for run in section.runs for task, x in run.scores.endtasks.get("metric", {}).items()}
     tasks = [ComparedMeasure(f"task/{task}", f"{task} ({name})", percent) for task, name in metrics.items()]
     about_tasks = {"title": "End tasks", "lines": [LEGENDS["tasks"].format(spread=SPREAD)]}
@@ -457,8 +458,8 @@ def tabulate_all(section: RunSection) -> list[Block]:
         tabulate_differences(section),
         build_table(section, placed if ranks else [], **told),
         tabulate_spreads(section, tasks, **about_tasks),
-        tabulate_spreads(section, probes.values(), title="Probes", lines=benchmarks),
-        tabulate_differences(section, probes.values(), title="Probes: differences"),
+        tabulate_spreads(section, benchmarks.values(), title="Benchmarks", lines=harness),
+        tabulate_differences(section, benchmarks.values(), title="Benchmarks: differences"),
         examples,
         tabulate_spreads(section, COST_MEASURES, bounds=False, title="Compute", lines=[LEGENDS["costs"]]),
     ]

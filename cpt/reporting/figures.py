@@ -163,15 +163,15 @@ def draw_monitor(scores: Scores) -> Picture:
     return png(drawn, told=f"{title}: {drawing.list_few(told)}")
 
 
-def draw_parts(scores: Scores) -> Picture:
-    """The weight of each of the model's parts, the base first, in the last model's score of each text."""
-    parts, last = ["base", *scores.learned], scores.parts[-1]
-    weights = np.array([[last.get(text, {}).get(name, 0.0) for name in parts] for text in scores.domains])
+def draw_modules(scores: Scores) -> Picture:
+    """The weight of each of the model's modules, the base first, in the last model's score of each text."""
+    modules, last = ["base", *scores.learned], scores.modules[-1]
+    weights = np.array([[last.get(text, {}).get(name, 0.0) for name in modules] for text in scores.domains])
     rows = zip(scores.domains, weights, strict=True)
-    heaviest = [f"{text}: {parts[row.argmax()]} {row.max():.2f}" for text, row in rows if row.any()]
-    told = f"Heaviest part of the last model for each text. {drawing.list_few(heaviest)}"
-    how = {"names": ("part of", "test text"), "margin": 3.2, "label": "mean weight"}
-    return draw_heat_maps({"": HeatMap(weights, scores.domains, parts)}, told=told, **how)
+    heaviest = [f"{text}: {modules[row.argmax()]} {row.max():.2f}" for text, row in rows if row.any()]
+    told = f"Heaviest module of the last model for each text. {drawing.list_few(heaviest)}"
+    how = {"names": ("module of", "test text"), "margin": 3.2, "label": "mean weight"}
+    return draw_heat_maps({"": HeatMap(weights, scores.domains, modules)}, told=told, **how)
 
 
 def draw_endtasks(scores: Scores) -> Picture:

@@ -17,7 +17,6 @@ import yaml
 from pandas import DataFrame
 
 from cpt.core.config import executes, flatten
-from cpt.core.renames import rename_leaves
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation import task_metrics
 from cpt.evaluation.metrics import METRICS, UNITS, compute_values, intransigence
@@ -26,8 +25,8 @@ from cpt.evaluation.task_metrics import describe_task
 from cpt.reporting.frames import escape_name, few, label, shorten, split_variant, summarize_scores
 
 SUBFOLDERS = {  # of a run folder; none holds another run
-    *("answers", "checkpoints", "diagnostics", "documents", "endtasks", "model", "probes", "rebuilt"),
-    *("stages", "wandb"),
+    *("answers", "benchmarks", "checkpoints", "diagnostics", "documents", "endtasks", "model", "monitor"),
+    *("rebuilt", "stages", "wandb"),
 }
 FILTERS = ("method", "mask", "replay", "variant", "model", "order", "seed", "name", "objective")
 COSTS = ("tokens", "flops", "seconds_learn", "seconds", "memory", "trained", "stored", "stored_per_domain")
@@ -39,7 +38,7 @@ Pair = tuple[tuple[str, ...], int]  # order and seed
 
 @dataclass(kw_only=True, eq=False)
 class MeasuredRun:
-    """A run and the finite numbers it is compared by: `LC/nats`, `task/<task>`, `probe/<description>`, ..."""
+    """A run and the finite numbers it is compared by: `LC/nats`, `task/<task>`, `benchmark/<name>`, ..."""
 
     folder: Path
     scores: Scores
@@ -73,8 +72,8 @@ class MeasuredRun:
             tree = yaml.load((self.folder / "config.yaml").read_text(encoding="utf-8"), Loader=Loader)
         except (OSError, UnicodeDecodeError, yaml.YAMLError):
             return {}
-        leaves = rename_leaves(dict(flatten(tree))) if isinstance(tree, dict) else {}
-        return {key: value for key, value in leaves.items() if not executes(key)}
+        leaves = flatten(tree) if isinstance(tree, dict) else ()
+        return {key: value for key, value in leaves if not executes(key)}
 
     @property
     def order(self) -> str:
@@ -178,7 +177,7 @@ def measure_runs(runs: Sequence[MeasuredRun], *, domains: Collection[str] = ()) 
         if domains and not names:
             continue
         scores = restrict_scores(run.scores, names) if names else run.scores
-        numbers = summarize_scores(scores, ("metric", "task", "score", "probe", "cost"))
+        numbers = summarize_scores(scores, ("metric", "task", "score", "benchmark", "cost"))
         alike = run.pair[0], run.scores.run["model"], run.comparability
         alone = [r for r in references if (r.pair[0], r.scores.run["model"], r.comparability) == alike]
         if alone and run not in references:
@@ -190,9 +189,9 @@ def measure_runs(runs: Sequence[MeasuredRun], *, domains: Collection[str] = ()) 
         found = {key: numbers.get(key, math.nan) for key in keys}
         for task, metric in scores.endtasks.get("metric", {}).items():
             found[f"task/{task}"] = numbers.get(f"endtask/{escape_name(task)}/{metric}", math.nan)
-        for task, given in scores.probes.get("tasks", {}).items():
-            value = numbers.get(f"probe/{escape_name(task)}", math.nan)
-            found[f"probe/{describe_task(task, given)}"] = value
+        for task, given in scores.benchmarks.get("tasks", {}).items():
+            value = numbers.get(f"benchmark/{escape_name(task)}", math.nan)
+            found[f"benchmark/{describe_task(task, given)}"] = value
         values = {key: value for key, value in found.items() if math.isfinite(value)}
         measured.append(replace(run, domains=names, values=values))
     return measured

@@ -40,8 +40,11 @@ log = logging.getLogger(__name__)
 SHOWN = 8  # items that a message lists
 COPIED = ("config.yaml", "identity.json", "scores.json", "metrics.csv", "threads", "callbacks")
 # Folders whose files are replaced, never written into: a copy may share them by hard links.
-LINKED = ("answers", "diagnostics", "documents", "endtasks", "generated", "probes", "stages", "checkpoints")
-MEASURED = ("endtasks", "answers", "probes")  # of a stage, in addition to the losses
+LINKED = (
+    *("answers", "benchmarks", "checkpoints", "diagnostics", "documents", "endtasks", "generated"),
+    "stages",
+)
+MEASURED = ("endtasks", "answers", "benchmarks")  # of a stage, in addition to the losses
 
 
 @dataclass
@@ -205,7 +208,7 @@ def resolve_eval_cap(plan: Plan, run: RunDir) -> Plan:
     if plan.evaluation.max_tokens != AUTO or not run.config.exists():
         return plan
     settings = with_cap(plan.settings, run.stored("eval.max_tokens"))  # absent: no bound
-    return replace(plan, settings=settings, config_digest=digest(identity(settings)))
+    return replace(plan, settings=settings, config_hash=digest(identity(settings)))
 
 
 def resume_from_sibling(run: RunDir, plan: Plan) -> None:
@@ -316,7 +319,7 @@ def extend_steps(plan: Plan, run: RunDir) -> None:
         state["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"] = False  # more follow
         save_state(state, path)
     if scores is not None:
-        scores.config_digest = plan.config_digest
+        scores.config_hash = plan.config_hash
         scores.run |= {"name": str(plan.run.name), "variant": str(plan.run.variant)}
         keep_base_row(scores).save(run.scores_file)
     for left in (left for kind in MEASURED for left in run.path.glob(f"{kind}/001-*")):
@@ -404,10 +407,10 @@ def load_last(path: Path) -> dict[str, Any]:
 
 def keep_base_row(scores: Scores) -> Scores:
     """The scores as they were when only the base was measured; seconds stay."""
-    for name in ("rows", "nll", "parts", *NOTED, *COSTS):
+    for name in ("rows", "nll", "modules", *NOTED, *COSTS):
         setattr(scores, name, getattr(scores, name)[:1])
     for name in (*MEASURED, "monitor", "moved"):
         setattr(scores, name, {})
-    scores.run["finished"], scores.objective, scores.loading = False, None, ""
+    scores.run["finished"], scores.optimized_metric, scores.loading = False, None, ""
     scores.measure()
     return scores

@@ -20,7 +20,7 @@ def given(matrix=A, *, metric="macro_f1", when="each", seeds=(0, 1), tasks=TASKS
     """End tasks whose seeds lie around a matrix; accuracy is 0.01 higher, micro-F1 0.02."""
     cube = np.asarray(matrix)[..., None] + apart * np.linspace(-1, 1, len(seeds))
     kinds = {"macro_f1": cube, "accuracy": cube + 0.01, "micro_f1": cube + 0.02}
-    told = {"when": when, "tasks": list(tasks), "seeds": list(seeds), "digest": "0a1b", "seconds": 12.5}
+    told = {"when": when, "tasks": list(tasks), "seeds": list(seeds), "hash": "0a1b", "seconds": 12.5}
     told |= {"classes": dict.fromkeys(tasks, 3), "examples": dict.fromkeys(tasks, 6)}
     told["metric"] = dict.fromkeys(tasks, metric) if isinstance(metric, str) else metric
     return told | {"scores": {kind: np.where(np.isnan(x), None, x).tolist() for kind, x in kinds.items()}}

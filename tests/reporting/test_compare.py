@@ -178,10 +178,10 @@ def test_csv_and_parquet_have_every_number_of_each_run(compared, tmp_path):
     assert only["folder"].endswith("top/ncl-1")
     assert float(only["LC/perplexity"]) == scores.metrics["LC"]["perplexity"]
     assert float(only["compared/intransigence/nats"]) == pytest.approx((0.2 + 3.0) / 3)
-    objective = run(objective="causal")
-    objective.scores.objective = 123.5
-    (line,) = csv.DictReader(io.StringIO(exported(section([objective]), tmp_path, "csv").read_text()))
-    assert (line["objective"], line["objective/value"]) == ("causal", "123.5")
+    swept = run(objective="causal")
+    swept.scores.optimized_metric = 123.5
+    (line,) = csv.DictReader(io.StringIO(exported(section([swept]), tmp_path, "csv").read_text()))
+    assert (line["objective"], line["optimized_metric"]) == ("causal", "123.5")
     frame = pandas.read_parquet(exported(compared, tmp_path, "parquet"))
     assert len(frame) == len(compared.frame)
     (value,) = frame.query("group == 'ncl' and seed == 1 and key == 'FG/nats'")["value"]
