@@ -16,9 +16,10 @@ from cpt.reporting import compare, figures, run_page
 from cpt.reporting.frames import few, label
 from cpt.reporting.load_runs import FILTERS, MeasuredRun, build_sections, filter_runs, find_runs, measure_runs
 from cpt.reporting.page import Block, align_columns, write_page, write_pictures
+from cpt.reporting.tex import write_tables
 
 BASELINE = "ncl"
-DEFAULT_EXPORTS = "csv,latex,json"
+DEFAULT_EXPORTS = "csv,json"
 LC_COLUMNS = 8  # of the differences in a console: up to those of LC
 MAX_NAME = 80  # characters of a file's name that say which runs are in it
 
@@ -43,6 +44,8 @@ def report_parser() -> Parser:
     give("--out", type=Path, metavar="FOLDER", help="where to write (default: the first folder)")
     told = "instead of comparing: the pictures of each run's page as PNG, SVG and PDF"
     give("--figures", type=Path, metavar="FOLDER", help=told)
+    tables = "also write TeX tables: main, end tasks, orders, matrices, settings"
+    give("--tex", type=Path, metavar="FOLDER", help=tables)
     named = "comparison; with --where comparison_KEY-VALUE"
     give("--name", help=f"base name of the written files (default: {named})")
     kinds = f"{', '.join(compare.KINDS)}, or none (default: {DEFAULT_EXPORTS})"
@@ -129,6 +132,8 @@ def compare_folders(given: argparse.Namespace) -> int:
     more |= {"sections_differ": list(heading[0].lines)} if heading else {}
     if sections:
         compare.export_sections(sections, stem=stem, kinds=kinds, more=more)
+    if given.tex:
+        write_tables(sections, given.tex)
 
     told = list(heading)
     for section in sections:
@@ -142,7 +147,7 @@ def compare_folders(given: argparse.Namespace) -> int:
         table = [align_columns(block)] if block.cells else []
         if block.lines or table:
             print("\n".join([*[block.title] * bool(block.title), *table, *block.lines]), end="\n\n")
-    print(page)
+    print(page, *[given.tex] * bool(given.tex), sep="\n")
     print(*found.damaged, *failed, sep="\n", end="\n" * bool(found.damaged or failed), file=sys.stderr)
     if not finished:
         counted = ", ".join(f"{count} {name}" for name, count in counts.items() if count)

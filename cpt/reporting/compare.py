@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import os
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -36,7 +35,7 @@ from cpt.reporting.frames import Show, decimals, few, format_interval, format_kn
 from cpt.reporting.load_runs import MeasuredRun, RunGroup, RunSection, differing_settings, name_orders
 from cpt.reporting.page import LEGENDS, Block
 
-KINDS = {"csv": ".csv", "latex": ".tex", "json": ".json", "parquet": ".parquet"}  # of exports
+KINDS = {"csv": ".csv", "json": ".json", "parquet": ".parquet"}  # of exports
 EQUAL_COMPUTE = 1.1  # times the baseline's FLOPs
 MAX_SETTINGS = 8  # differing settings that a note names
 ALONE = ("CPT/", "intransigence/", "endtask/", "task/", "cost/")  # what ranks methods with a model per domain
@@ -89,7 +88,7 @@ COST_MEASURES = (
 COMPARED = tuple(each for each in MEASURES if each.key not in ("BWT_zs/nats", "endtask/forward"))
 CHOSEN = ("LC/perplexity", "FG/nats", "CPT/nats", "answers/AP", "endtask/MF1")  # columns shown at first
 CHOSEN += ("cost/flops", "cost/tokens", "cost/memory", "cost/stored")
-BRIEF = ("LC/perplexity", "CPT/nats", "FG/nats", "general_drift/nats")  # in the console and LaTeX
+BRIEF = ("LC/perplexity", "CPT/nats", "FG/nats", "general_drift/nats")  # in the console and TeX
 BRIEF += ("answers/AP", "answers/F", "endtask/MF1", "endtask/forget_rate")
 QUESTIONS = {  # how a finding begins, and its unit
     "FG/nats": ("Forgets least", " nats"),
@@ -591,7 +590,7 @@ def export_sections(
     sections: Sequence[RunSection], *, stem: Path, kinds: Sequence[str], more: Mapping[str, Any]
 ) -> None:
     """Writes STEM.csv (a row per run with every number of its report; `compared/…` are over the domains of
-    --domains, others over all texts), .tex, .json (everything, with `more`) and .parquet (the tidy frame)."""
+    --domains, others over all texts), .json (everything, with `more`) and .parquet (the tidy frame)."""
     runs: list[tuple[dict[str, Any], MeasuredRun]] = []
     for number, section in enumerate(sections, start=1):
         for group, run in ((each, run) for each in section.groups for run in each.runs):
@@ -615,36 +614,11 @@ def export_sections(
                     lines.append(line | {f"{k}/value" if k in RUN_KEYS else k: x for k, x in numbers.items()})
                 table = DataFrame(lines, dtype=object).map(defuse).rename(columns=defuse)
                 table.to_csv(partial, index=False, lineterminator="\n", encoding="utf-8")
-            elif kind == "latex":
-                tables = "\n".join(map(format_latex, sections))
-                partial.write_text("% needs \\usepackage{booktabs}\n" + tables, encoding="utf-8")
             elif kind == "json":
                 partial.write_text(format_json(sections, runs, more), encoding="utf-8")
             else:
                 rows = [own | {"key": key, "value": x} for own, run in runs for key, x in run.values.items()]
                 DataFrame(rows).to_parquet(partial, index=False)
-
-
-def format_latex(section: RunSection) -> str:
-    """The brief table, the best mean of each column in bold."""
-    brief = tabulate_brief(section)
-    table = DataFrame(brief.cells, columns=list(brief.head)).map(frames.strip_controls)
-    bold = DataFrame("", index=table.index, columns=table.columns)
-    for measure in (measure for measure in MEASURES if measure.title in table):
-        ranked = [
-            group.mean(measure.key) if is_ranked(group, measure.key) else None for group in section.groups
-        ]
-        means = np.array(ranked, float) * (-1 if measure.higher else 1)
-        bold[measure.title] = np.where(means == np.nanmin(means, initial=np.inf), "textbf:--rwrap;", "")
-
-    def typeset(text: str) -> str:
-        return re.sub(r"^-(?=\d)", "$-$", text.replace("±", r"$\pm$").replace("–", "--"))
-
-    style = table.style.hide(axis="index").format(typeset, escape="latex")
-    style = style.format_index(escape="latex", axis=1).apply(lambda _: bold, axis=None)
-    comments = (section.title, describe_conditions(section.conditions))
-    text = style.to_latex(hrules=True, column_format="l" + "r" * (len(brief.head) - 1))
-    return "".join(f"% {frames.strip_controls(comment)}\n" for comment in comments) + text
 
 
 def format_json(sections: Sequence[RunSection], runs: Sequence[tuple], more: Mapping[str, Any]) -> str:

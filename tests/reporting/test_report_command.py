@@ -48,7 +48,7 @@ def test_thirty_runs_are_compared_all_and_those_that_are_asked_for(thirty, tmp_p
     for title in ("Findings", "Differences from ncl", "Ranks", "Compute"):
         assert f"## {title}\n" in markdown
     kinds = {path.suffix for path in tmp_path.glob("comparison.*")}
-    assert kinds == {".html", ".md", ".csv", ".tex", ".json"}
+    assert kinds == {".html", ".md", ".csv", ".json"}
 
     out = tmp_path / "new" / "place"
     options = ["--where", "method=das,joint", "order=0", "--baseline", "joint", "--out", str(out)]
