@@ -14,7 +14,15 @@ from cpt.core.config import digest
 from cpt.core.output import run_program
 from cpt.reporting import compare, figures, run_page
 from cpt.reporting.frames import few, label
-from cpt.reporting.load_runs import FILTERS, MeasuredRun, build_sections, filter_runs, find_runs, measure_runs
+from cpt.reporting.load_runs import (
+    FILTERS,
+    MeasuredRun,
+    RunSection,
+    build_sections,
+    filter_runs,
+    find_runs,
+    measure_runs,
+)
 from cpt.reporting.page import Block, align_columns, write_page, write_pictures
 from cpt.reporting.tex import write_tables
 
@@ -42,7 +50,7 @@ def report_parser() -> Parser:
     give("--curve", metavar="KEY", help="learned against forgotten over a setting, as method.strength")
     give("--by", choices=("order",), help="a group per order, not over all orders")
     give("--out", type=Path, metavar="FOLDER", help="where to write (default: the first folder)")
-    told = "instead of comparing: the pictures of each run's page as PNG, SVG and PDF"
+    told = "instead of comparing: the pictures of each run's page and of the comparison as PNG, SVG and PDF"
     give("--figures", type=Path, metavar="FOLDER", help=told)
     tables = "also write TeX tables: main, end tasks, orders, matrices, settings"
     give("--tex", type=Path, metavar="FOLDER", help=tables)
@@ -79,14 +87,14 @@ def compare_folders(given: argparse.Namespace) -> int:
         print(f"no scores.json below {places}", file=sys.stderr)
         return 2
 
-    if given.figures:
-        return export_figures(finished, given.figures)
     domains = given.domains.split(",") if given.domains else []
     measured = measure_runs(finished, domains=domains)
     sections = build_sections(measured, by_order=given.by == "order", baseline=given.baseline or BASELINE)
     names = {name for section in sections for group in section.groups for name in (group.name, group.plain)}
     if given.baseline and sections and given.baseline not in names:
         raise ValueError(f"--baseline {given.baseline} is invalid. Allowed: {', '.join(sorted(names))}")
+    if given.figures:
+        return export_figures(finished, sections, given.figures)
     heading, blocks, failed = compare.build_heading(sections), [], []
     for number, section in enumerate(sections, start=1):
         own = [compare.build_tiles(section)]
@@ -156,12 +164,16 @@ def compare_folders(given: argparse.Namespace) -> int:
     return int(bool(found.damaged or failed))
 
 
-def export_figures(runs: Sequence[MeasuredRun], folder: Path) -> int:
-    """Writes RUN-NAME.png, .svg and .pdf for each picture of a run's page. Gives the exit code."""
+def export_figures(runs: Sequence[MeasuredRun], sections: Sequence[RunSection], folder: Path) -> int:
+    """Writes RUN-NAME.png, .svg and .pdf for each picture of a run's page, and comparison-NAME for those of a
+    comparison. Gives the exit code."""
     folder.mkdir(parents=True, exist_ok=True)
-    for run in runs:
-        blocks = [block for block in run_page.build_blocks(run.folder, run.scores) if block.picture]
-        for name in write_pictures(blocks, stem=folder / run.folder.resolve().name, vectors=True):
+    pages = {run.folder.resolve().name: run_page.build_blocks(run.folder, run.scores) for run in runs}
+    several = [figures.build_figures(section) for section in sections if len(section.runs) > 1]
+    pages |= {"comparison": [block for blocks in several for block in blocks]}
+    for stem, blocks in pages.items():
+        shown = [block for block in blocks if block.picture]
+        for name in write_pictures(shown, stem=folder / stem, vectors=True):
             print(folder / f"{name}.pdf")
     return 0 if runs else 2
 

@@ -52,7 +52,7 @@ class Key:
         return {name: text for name, text in texts.items() if text}
 
 
-def key(description: str, unit: str = "", *, over: str = "", default: Any = MISSING) -> Any:
+def entry(description: str, unit: str = "", *, over: str = "", default: Any = MISSING) -> Any:
     """A field of a dataclass; a default that is called gives the value."""
     how = {"default_factory" if callable(default) else "default": default}
     return field(metadata={"key": Key(description, unit, over)}, **how)

@@ -33,7 +33,7 @@ from cpt.evaluation.format import (
     SimilarityKeys,
     TextKeys,
     closed,
-    key,
+    entry,
 )
 from cpt.evaluation.journal import MetricRecord, journal_file, read_journal
 from cpt.evaluation.metrics import METRICS, Array, Arrays, Layout, Losses, intervals, summarise_matrix
@@ -56,75 +56,75 @@ class VersionError(ValueError):
 class Scores(Layout):
     """What a run has measured so far: `scores.json`, in which a number that is not finite is null."""
 
-    rows: ByRow[str] = key("base, then the stages done", default=list)
-    domains: ByColumn[str] = key("domains in the order of training, then general")
-    tokens: ByColumn[int] = key("size of the test text, of what the objective may score", "tokens")
-    bytes: ByColumn[int] = key("size of the test text", "UTF-8 bytes")
-    scored: ByColumn[int] = key("tokens that contribute to the loss", "tokens")
-    run: Annotated[dict[str, Any], Key(kind=RunKeys)] = key("what was run")
-    texts: ByText[Annotated[dict[str, Any], Key(kind=TextKeys)]] = key("facts of each text")
-    config_hash: str = key("hash of the options that decide the result")
-    versions: dict[str, str] = key("python, cpt and libraries", over="package")
-    nll: ByRow[ByColumn[Loss]] = key("the matrix of test losses; null: not measured", default=list)
-    policy: Annotated[dict[str, str], Key(kind=PolicyKeys)] = key(
+    rows: ByRow[str] = entry("base, then the stages done", default=list)
+    domains: ByColumn[str] = entry("domains in the order of training, then general")
+    tokens: ByColumn[int] = entry("size of the test text, of what the objective may score", "tokens")
+    bytes: ByColumn[int] = entry("size of the test text", "UTF-8 bytes")
+    scored: ByColumn[int] = entry("tokens that contribute to the loss", "tokens")
+    run: Annotated[dict[str, Any], Key(kind=RunKeys)] = entry("what was run")
+    texts: ByText[Annotated[dict[str, Any], Key(kind=TextKeys)]] = entry("facts of each text")
+    config_hash: str = entry("hash of the options that decide the result")
+    versions: dict[str, str] = entry("python, cpt and libraries", over="package")
+    nll: ByRow[ByColumn[Loss]] = entry("the matrix of test losses; null: not measured", default=list)
+    policy: Annotated[dict[str, str], Key(kind=PolicyKeys)] = entry(
         "cells that a finished run has", default=FULL.copy
     )
-    metrics: dict[str, Annotated[dict[str, Any], Key(kind=MetricKeys)]] = key(
+    metrics: dict[str, Annotated[dict[str, Any], Key(kind=MetricKeys)]] = entry(
         "ZS, CPT, LC, FG, … ([glossary](glossary.md#metrics))", over="metric", default=dict
     )
-    modules: ByRow[ByText[Annotated[dict[str, float], Key("", "0 to 1", over="module")]]] = key(
+    modules: ByRow[ByText[Annotated[dict[str, float], Key("", "0 to 1", over="module")]]] = entry(
         "weights of the heaviest modules that scored a text", default=list
     )
-    trained: ByRow[int] = key("trained in the stage", "parameters", default=list)
-    stored: ByRow[int] = key("kept by the method in addition to the model", "bytes", default=list)
-    seen: ByRow[int] = key("read by the steps of the stage", "tokens", default=list)
-    flops: ByRow[int] = key("of the stage, without evaluation", "operations", default=list)
-    memory: ByRow[int] = key("peak of the stage", "bytes", default=list)
-    skipped: ByRow[int] = key("steps left out: loss or gradient not finite", "steps", default=list)
-    rates: ByRow[Annotated[list[float], Key(over="3 or 0")]] = key(
+    trained: ByRow[int] = entry("trained in the stage", "parameters", default=list)
+    stored: ByRow[int] = entry("kept by the method in addition to the model", "bytes", default=list)
+    seen: ByRow[int] = entry("read by the steps of the stage", "tokens", default=list)
+    flops: ByRow[int] = entry("of the stage, without evaluation", "operations", default=list)
+    memory: ByRow[int] = entry("peak of the stage", "bytes", default=list)
+    skipped: ByRow[int] = entry("steps left out: loss or gradient not finite", "steps", default=list)
+    rates: ByRow[Annotated[list[float], Key(over="3 or 0")]] = entry(
         "learning rate: first step, highest, last step", default=list
     )
-    protected_movement: ByRow[Annotated[list[float], Key(over="2 or 0")]] = key(
+    protected_movement: ByRow[Annotated[list[float], Key(over="2 or 0")]] = entry(
         "share of the squared movement in the protected subspace, of the stage and of a random movement",
         "0 to 1",
         default=list,
     )
-    spikes: ByRow[Annotated[list[float], Key(over="4 or 0")]] = key(
+    spikes: ByRow[Annotated[list[float], Key(over="4 or 0")]] = entry(
         "loss spikes: number; step, loss and running median of the first", default=list
     )
-    grown: list[int] = key("stages done when domains were added", default=list)
-    endtasks: Annotated[dict[str, Any], Key(measured=EndtaskKeys)] = key("downstream tasks", default=dict)
-    answers: Annotated[dict[str, Any], Key(measured=AnswerKeys)] = key("task answers", default=dict)
-    benchmarks: Annotated[dict[str, Any], Key(measured=BenchmarkKeys)] = key(
+    grown: list[int] = entry("stages done when domains were added", default=list)
+    endtasks: Annotated[dict[str, Any], Key(measured=EndtaskKeys)] = entry("downstream tasks", default=dict)
+    answers: Annotated[dict[str, Any], Key(measured=AnswerKeys)] = entry("task answers", default=dict)
+    benchmarks: Annotated[dict[str, Any], Key(measured=BenchmarkKeys)] = entry(
         "lm-evaluation-harness", default=dict
     )
-    conditions: Annotated[dict[str, Any], Key(kind=ConditionKeys)] = key(
+    conditions: Annotated[dict[str, Any], Key(kind=ConditionKeys)] = entry(
         "what makes losses comparable", default=dict
     )
-    monitor: dict[str, Annotated[dict[str, Any], Key(kind=MonitorKeys)]] = key(
+    monitor: dict[str, Annotated[dict[str, Any], Key(kind=MonitorKeys)]] = entry(
         "monitoring evaluations", over="stage", default=dict
     )
-    numerics: Annotated[dict[str, str], Key(kind=NumericKeys)] = key(
+    numerics: Annotated[dict[str, str], Key(kind=NumericKeys)] = entry(
         "precision and attention kernels", default=dict
     )
-    base: Annotated[dict[str, str], Key(kind=BaseKeys)] = key("the base model", default=dict)
-    moved: dict[str, Annotated[list[float], Key(over="2")]] = key(
+    base: Annotated[dict[str, str], Key(kind=BaseKeys)] = entry("the base model", default=dict)
+    moved: dict[str, Annotated[list[float], Key(over="2")]] = entry(
         "norm of the change over that of the base, share of changed numbers", over="weights", default=dict
     )
-    similarity: Annotated[dict[str, Any], Key(measured=SimilarityKeys)] = key(
+    similarity: Annotated[dict[str, Any], Key(measured=SimilarityKeys)] = entry(
         "similarity of the domains' texts, if it decided the order", default=dict
     )
-    needs_domain: bool = key("whether the domain of a text must be known at test time", default=False)
-    alone: bool = key("whether each domain was trained from the base", default=False)
-    loading: str = key("Python expression that loads the exported model", default="")
-    optimized_metric: float | list[float | None] | None = key(
+    needs_domain: bool = entry("whether the domain of a text must be known at test time", default=False)
+    alone: bool = entry("whether each domain was trained from the base", default=False)
+    loading: str = entry("Python expression that loads the exported model", default="")
+    optimized_metric: float | list[float | None] | None = entry(
         "value of the config's `optimized_metric`", default=None
     )
-    seconds: float = key("sum of the phases", "s", default=0.0)
-    phases: dict[str, Annotated[dict[str, float], Key(over="stage or step")]] = key(
+    seconds: float = entry("sum of the phases", "s", default=0.0)
+    phases: dict[str, Annotated[dict[str, float], Key(over="stage or step")]] = entry(
         ", ".join(PHASES), "s", over="phase", default=dict
     )
-    version: Literal[1] = key("version of this format", default=VERSION)
+    version: Literal[1] = entry("version of this format", default=VERSION)
 
     def __post_init__(self) -> None:
         """Raises ValueError for fields of another type, shape or name: a file may be damaged."""

@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas
 import yaml
 from pandas import DataFrame
 
@@ -361,3 +362,33 @@ def find_baseline(group: RunGroup, groups: Sequence[RunGroup], baseline: str) ->
     best = [each for each in alike if each.name == baseline]
     best = best or [each for each in alike if shared[each.name] == max(shared.values())]
     return best[0] if len(best) == 1 else None
+
+
+def find_stages(scores: Scores) -> dict[str, tuple[float, float]]:
+    """Where each learned stage begins and ends, in tokens; all are equally long where these are unknown."""
+    ends = np.cumsum(scores.seen if any(scores.seen) else [0, *[1] * (len(scores.rows) - 1)]).tolist()
+    return {row: tuple(ends[at - 1 : at + 1]) for at, row in enumerate(scores.rows) if row in scores.learned}
+
+
+def read_training(path: Path, scores: Scores) -> dict[str, DataFrame]:
+    """`train/TERM/STAGE` of metrics.csv: by stage a column per term over the tokens of the whole run. Of two
+    lines with one step the later counts, a damaged line is left out. Where a step's tokens are unknown, the
+    stage's are spread over its steps."""
+    how = {"names": ["step", "name", "value"], "on_bad_lines": "skip", "dtype": str}
+    try:
+        lines = pandas.read_csv(path, encoding_errors="replace", **how)
+    except (OSError, ValueError):
+        return {}
+    for column in ("step", "value"):
+        lines[column] = pandas.to_numeric(lines[column], errors="coerce")
+    lines[["term", "stage"]] = lines["name"].str.extract(r"(?s)^train/([^/]+)/(.+)$")
+    lines = lines.dropna().drop_duplicates(["stage", "step", "term"], keep="last")
+    table, found = lines.pivot(index=["stage", "step"], columns="term", values="value"), {}
+    for name, (begin, end) in find_stages(scores).items():
+        if name in table.index:
+            curves = table.loc[name].dropna(axis="columns", how="all")
+            steps = curves.index.to_series()
+            spread = (end - begin) * (steps + 1) / (steps.max() + 1)
+            tokens = curves.pop("tokens").fillna(spread) if "tokens" in curves else spread
+            found |= {name: curves.set_index(begin + tokens)} if len(curves.columns) else {}
+    return found

@@ -23,6 +23,7 @@ from cpt.evaluation.task_metrics import describe_task, head_of, last_value, matr
 from cpt.reporting import figures, frames
 from cpt.reporting.drawing import HeatMap, draw_heat_maps
 from cpt.reporting.frames import Show, decimals, few, format_known, megabytes, percent, perplexity, signed
+from cpt.reporting.load_runs import find_stages, read_training
 from cpt.reporting.overlap import LARGEST_ROWS, measure_overlap, read_diagnostics, read_distributions
 from cpt.reporting.page import LEGENDS, Block, align_columns, write_page
 
@@ -244,38 +245,8 @@ def show_training(scores: Scores, folder: Path) -> Block:
     lines = [f"Without a point: {few(missing, between=', ')}."] * bool(missing)
     head = ["stage", "points", "first loss", "last loss", "gradient norm, median", "tokens/s, median"]
     table = {"head": head, "cells": cells, "folded": f"{len(stages)} stages"}
-    how = {"picture": figures.draw_training(stages, find_begins(scores)), "caption": LEGENDS["training"]}
+    how = {"picture": figures.draw_training(stages, find_stages(scores)), "caption": LEGENDS["training"]}
     return Block(title="Training", lines=lines, **how, **table)
-
-
-def find_begins(scores: Scores) -> dict[str, tuple[float, float]]:
-    """Where each learned stage begins and ends, in tokens; all are equally long where these are unknown."""
-    ends = np.cumsum(scores.seen if any(scores.seen) else [0, *[1] * (len(scores.rows) - 1)]).tolist()
-    return {row: tuple(ends[at - 1 : at + 1]) for at, row in enumerate(scores.rows) if row in scores.learned}
-
-
-def read_training(path: Path, scores: Scores) -> dict[str, pandas.DataFrame]:
-    """`train/TERM/STAGE` of metrics.csv: by stage a column per term over the tokens of the whole run. Of two
-    lines with one step the later counts, a damaged line is left out. Where a step's tokens are unknown, the
-    stage's are spread over its steps."""
-    how = {"names": ["step", "name", "value"], "on_bad_lines": "skip", "dtype": str}
-    try:
-        lines = pandas.read_csv(path, encoding_errors="replace", **how)
-    except (OSError, ValueError):
-        return {}
-    for column in ("step", "value"):
-        lines[column] = pandas.to_numeric(lines[column], errors="coerce")
-    lines[["term", "stage"]] = lines["name"].str.extract(r"(?s)^train/([^/]+)/(.+)$")
-    lines = lines.dropna().drop_duplicates(["stage", "step", "term"], keep="last")
-    table, found = lines.pivot(index=["stage", "step"], columns="term", values="value"), {}
-    for name, (begin, end) in find_begins(scores).items():
-        if name in table.index:
-            curves = table.loc[name].dropna(axis="columns", how="all")
-            steps = curves.index.to_series()
-            spread = (end - begin) * (steps + 1) / (steps.max() + 1)
-            tokens = curves.pop("tokens").fillna(spread) if "tokens" in curves else spread
-            found |= {name: curves.set_index(begin + tokens)} if len(curves.columns) else {}
-    return found
 
 
 def show_monitor(scores: Scores) -> Block:
