@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from cpt.data.sources.base import GENERAL
-from cpt.evaluation.format import UNITS
+from cpt.evaluation.score_schema import UNITS
 
 Array = np.ndarray
 Arrays = Sequence[np.ndarray]

@@ -13,38 +13,18 @@ import numpy as np
 from cpt.core.config import digest
 from cpt.core.files import check_archive, replace, sync
 from cpt.core.schema import check_types
-from cpt.evaluation.format import (
-    VERSION,
-    AnswerKeys,
-    BaseKeys,
-    BenchmarkKeys,
-    ByColumn,
-    ByRow,
-    ByText,
-    ConditionKeys,
-    EndtaskKeys,
-    Key,
-    Loss,
-    MetricKeys,
-    MonitorKeys,
-    NumericKeys,
-    PolicyKeys,
-    RunKeys,
-    SimilarityKeys,
-    TextKeys,
-    closed,
-    entry,
-)
+from cpt.evaluation import score_schema as schema
 from cpt.evaluation.journal import MetricRecord, journal_file, read_journal
 from cpt.evaluation.metrics import METRICS, Array, Arrays, Layout, Losses, intervals, summarise_matrix
 from cpt.evaluation.options import FULL
+from cpt.evaluation.score_schema import VERSION, ByColumn, ByRow, ByText, Key, Loss, closed, entry
 from cpt.evaluation.task_metrics import ENDTASK_METRICS, cube
 
 COSTS = ("trained", "stored", "seen", "flops", "memory", "skipped")  # of a stage
 NOTED = ("rates", "protected_movement", "spikes")  # lists of a stage
 # kinds of seconds; "start": what precedes the stages
 PHASES = ("start", "generate", "learn", "score", "endtasks", "answers", "benchmarks")
-RUN_KEYS = tuple(RunKeys.__annotations__)
+RUN_KEYS = tuple(schema.RunKeys.__annotations__)
 
 
 class VersionError(ValueError):
@@ -61,15 +41,15 @@ class Scores(Layout):
     tokens: ByColumn[int] = entry("size of the test text, of what the objective may score", "tokens")
     bytes: ByColumn[int] = entry("size of the test text", "UTF-8 bytes")
     scored: ByColumn[int] = entry("tokens that contribute to the loss", "tokens")
-    run: Annotated[dict[str, Any], Key(kind=RunKeys)] = entry("what was run")
-    texts: ByText[Annotated[dict[str, Any], Key(kind=TextKeys)]] = entry("facts of each text")
+    run: Annotated[dict[str, Any], Key(kind=schema.RunKeys)] = entry("what was run")
+    texts: ByText[Annotated[dict[str, Any], Key(kind=schema.TextKeys)]] = entry("facts of each text")
     config_hash: str = entry("hash of the options that decide the result")
     versions: dict[str, str] = entry("python, cpt and libraries", over="package")
     nll: ByRow[ByColumn[Loss]] = entry("the matrix of test losses; null: not measured", default=list)
-    policy: Annotated[dict[str, str], Key(kind=PolicyKeys)] = entry(
+    policy: Annotated[dict[str, str], Key(kind=schema.PolicyKeys)] = entry(
         "cells that a finished run has", default=FULL.copy
     )
-    metrics: dict[str, Annotated[dict[str, Any], Key(kind=MetricKeys)]] = entry(
+    metrics: dict[str, Annotated[dict[str, Any], Key(kind=schema.MetricKeys)]] = entry(
         "ZS, CPT, LC, FG, … ([glossary](glossary.md#metrics))", over="metric", default=dict
     )
     modules: ByRow[ByText[Annotated[dict[str, float], Key("", "0 to 1", over="module")]]] = entry(
@@ -93,25 +73,27 @@ class Scores(Layout):
         "loss spikes: number; step, loss and running median of the first", default=list
     )
     grown: list[int] = entry("stages done when domains were added", default=list)
-    endtasks: Annotated[dict[str, Any], Key(measured=EndtaskKeys)] = entry("downstream tasks", default=dict)
-    answers: Annotated[dict[str, Any], Key(measured=AnswerKeys)] = entry("task answers", default=dict)
-    benchmarks: Annotated[dict[str, Any], Key(measured=BenchmarkKeys)] = entry(
+    endtasks: Annotated[dict[str, Any], Key(measured=schema.EndtaskKeys)] = entry(
+        "downstream tasks", default=dict
+    )
+    answers: Annotated[dict[str, Any], Key(measured=schema.AnswerKeys)] = entry("task answers", default=dict)
+    benchmarks: Annotated[dict[str, Any], Key(measured=schema.BenchmarkKeys)] = entry(
         "lm-evaluation-harness", default=dict
     )
-    conditions: Annotated[dict[str, Any], Key(kind=ConditionKeys)] = entry(
+    conditions: Annotated[dict[str, Any], Key(kind=schema.ConditionKeys)] = entry(
         "what makes losses comparable", default=dict
     )
-    monitor: dict[str, Annotated[dict[str, Any], Key(kind=MonitorKeys)]] = entry(
+    monitor: dict[str, Annotated[dict[str, Any], Key(kind=schema.MonitorKeys)]] = entry(
         "monitoring evaluations", over="stage", default=dict
     )
-    numerics: Annotated[dict[str, str], Key(kind=NumericKeys)] = entry(
+    numerics: Annotated[dict[str, str], Key(kind=schema.NumericKeys)] = entry(
         "precision and attention kernels", default=dict
     )
-    base: Annotated[dict[str, str], Key(kind=BaseKeys)] = entry("the base model", default=dict)
+    base: Annotated[dict[str, str], Key(kind=schema.BaseKeys)] = entry("the base model", default=dict)
     moved: dict[str, Annotated[list[float], Key(over="2")]] = entry(
         "norm of the change over that of the base, share of changed numbers", over="weights", default=dict
     )
-    similarity: Annotated[dict[str, Any], Key(measured=SimilarityKeys)] = entry(
+    similarity: Annotated[dict[str, Any], Key(measured=schema.SimilarityKeys)] = entry(
         "similarity of the domains' texts, if it decided the order", default=dict
     )
     needs_domain: bool = entry("whether the domain of a text must be known at test time", default=False)

@@ -249,9 +249,8 @@ def contrast_examples(section: RunSection) -> tuple[list[dict[str, Any]], list[s
         if kind == "answers":
             marked, (measure, *others) = {}, sorted(asked[task])
             if others:
-                notes.append(
-                    f"{task} is left out, as {' and '.join([measure, *others])} are different measures."
-                )
+                told = " and ".join([measure, *others])
+                notes.append(f"{task} is left out, as {told} are different measures.")
             for run in (run for run in runs if task in run.tasks and not others):
                 try:
                     row = rows_asked(run.tasks[task])[-1]
@@ -283,9 +282,8 @@ def contrast_examples(section: RunSection) -> tuple[list[dict[str, Any]], list[s
 
     records = []
     for (kind, task, measure), own in sorted(parts.items(), key=lambda each: each[0][1] != ""):
-        found = {
-            name: statistics.compare_differences(each[0] for each in given) for name, given in own.items()
-        }
+        compare = statistics.compare_differences
+        found = {name: compare(each[0] for each in given) for name, given in own.items()}
         for name, ((difference, pairs, counts), *others) in own.items():
             if not others and pairs == 1 and set(np.unique(difference)) <= {-1, 0, 1}:
                 found[name] = found[name]._replace(p=statistics.mcnemar(*counts[1:].tolist()))

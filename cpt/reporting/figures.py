@@ -168,7 +168,8 @@ def draw_curves(section: RunSection) -> Picture | None:
         for begin, _ in borders[order].values():
             axes.axvline(begin, color="0.75", linewidth=0.8, zorder=0)
         name_stages(axes, borders[order])
-        axes.set(ylabel="training loss (nats)", title=f"order {literal(order, width=60)}" * (len(names) > 1))
+        axes.set_ylabel("training loss (nats)", fontsize=9)
+        axes.set_title(f"order {literal(order, width=60)}" * (len(names) > 1), fontsize=10)
         axes.grid(axis="y", color="0.92")
     if others := len(ends) - len(marked):
         grid[0].plot([], [], color="0.8", label=f"{others} others")
@@ -448,9 +449,8 @@ def build_setting_curve(sections: Sequence[RunSection], section: RunSection, key
             values[name].add(str(value))
     if len(values[key]) < 2:
         differing = few(sorted(name for name, given in values.items() if len(given) > 1), between=", ")
-        raise ValueError(
-            f"--curve {key} is invalid. Allowed: a setting in which runs differ: {differing or 'none'}"
-        )
+        allowed = f"a setting in which runs differ: {differing or 'none'}"
+        raise ValueError(f"--curve {key} is invalid. Allowed: {allowed}")
     curves: dict[str, list[tuple[Any, RunGroup]]] = defaultdict(list)
     for group in section.groups:
         value = group.runs[0].settings.get(key)

@@ -105,13 +105,10 @@ def find_runs(folders: Sequence[Path]) -> FoundRuns:
             inner[:] = [name for name in inner if name[0] != "." and not (is_run and name in SUBFOLDERS)]
             if is_run:
                 holding[Path(folder).resolve()] = Path(folder), "scores.json" in files
-    runs, begun = [], []
-    for folder, measured in sorted(holding.values()):
+    runs, begun = [], [folder for folder, measured in sorted(holding.values()) if not measured]
+    for folder in (folder for folder, measured in sorted(holding.values()) if measured):
         try:
-            if measured:
-                runs.append(MeasuredRun(folder=folder, scores=Scores.load(folder / "scores.json")))
-            else:
-                begun.append(folder)
+            runs.append(MeasuredRun(folder=folder, scores=Scores.load(folder / "scores.json")))
         except (OSError, ValueError) as error:
             damaged.append(str(error))
     return FoundRuns(runs, damaged, begun)
@@ -123,17 +120,15 @@ def filter_runs(runs: Sequence[MeasuredRun], where: Sequence[str]) -> list[Measu
     pairs = [word.partition("=") for word in where]
     for word, (key, _, value) in zip(where, pairs, strict=True):
         if key not in FILTERS or not value:
-            raise ValueError(
-                f"--where {word} is invalid. Allowed: KEY=VALUE[,VALUE…] with one of {', '.join(FILTERS)}"
-            )
+            allowed = f"KEY=VALUE[,VALUE…] with one of {', '.join(FILTERS)}"
+            raise ValueError(f"--where {word} is invalid. Allowed: {allowed}")
     chosen = list(runs)
     for key, _, value in pairs if runs else ():
         known = set().union(*(run.names(key) for run in runs))
         values = {value} if value in known else set(value.split(","))
         if absent := sorted(values - known):
-            raise ValueError(
-                f"--where {key}={','.join(absent)} is invalid. Allowed: {', '.join(sorted(known))}"
-            )
+            allowed = ", ".join(sorted(known))
+            raise ValueError(f"--where {key}={','.join(absent)} is invalid. Allowed: {allowed}")
         chosen = [run for run in chosen if run.names(key) & values]
     if runs and not chosen:
         raise ValueError(f"--where {' '.join(where)}: no run has all of these, each alone some have")
@@ -187,13 +182,12 @@ def measure_runs(runs: Sequence[MeasuredRun], *, domains: Collection[str] = ()) 
             if shared := [name for name in own if name in other]:
                 lost = intransigence([own[n] for n in shared], one=[other[n] for n in shared])
                 numbers["intransigence/nats"] = float(lost)
-        found = {key: numbers.get(key, math.nan) for key in keys}
+        shown = dict(zip(keys, keys, strict=True))  # by the key of a summary
         for task, metric in scores.endtasks.get("metric", {}).items():
-            found[f"task/{task}"] = numbers.get(f"endtask/{escape_name(task)}/{metric}", math.nan)
+            shown[f"endtask/{escape_name(task)}/{metric}"] = f"task/{task}"
         for task, given in scores.benchmarks.get("tasks", {}).items():
-            value = numbers.get(f"benchmark/{escape_name(task)}", math.nan)
-            found[f"benchmark/{describe_task(task, given)}"] = value
-        values = {key: value for key, value in found.items() if math.isfinite(value)}
+            shown[f"benchmark/{escape_name(task)}"] = f"benchmark/{describe_task(task, given)}"
+        values = {name: numbers[key] for key, name in shown.items() if key in numbers}
         measured.append(replace(run, domains=names, values=values))
     return measured
 

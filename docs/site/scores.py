@@ -5,18 +5,41 @@
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(DOCS.parent))
 
-from cpt.evaluation.format import make_json_schema  # noqa: E402
+from pydantic import TypeAdapter  # noqa: E402
+from pydantic.json_schema import GenerateJsonSchema  # noqa: E402
+
+from cpt.evaluation.score_schema import VERSION  # noqa: E402
 from cpt.evaluation.scores import Scores  # noqa: E402
 
 PAGE, SCHEMA = DOCS / "files.md", DOCS.parent / "cpt/evaluation/scores.schema.json"
 BEGIN, END = "<!-- generated: scores.json -->", "<!-- end: scores.json -->"
 SCALARS = {"integer": "integer", "number": "number", "string": "string", "boolean": "true or false"}
+
+
+class CompactSchema(GenerateJsonSchema):
+    """A JSON schema without titles and defaults."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+    def default_schema(self, schema: Any) -> dict[str, Any]:
+        return self.generate_inner(schema["schema"])
+
+
+def make_json_schema() -> dict[str, Any]:
+    """The JSON schema of scores.json, which has every field of Scores."""
+    made = TypeAdapter(Scores).json_schema(schema_generator=CompactSchema)
+    for each in fields(Scores):
+        made["properties"][each.name] |= each.metadata["key"].told
+    about = {"title": f"scores.json, version {VERSION}", "required": list(made["properties"])}
+    return {"$schema": GenerateJsonSchema.schema_dialect} | made | about
 
 
 def list_keys(
@@ -61,7 +84,7 @@ def describe(node: dict[str, Any], defined: dict[str, Any]) -> tuple[str, str, s
 
 def page(text: str) -> str:
     """docs/files.md with the table as the types are now."""
-    made = make_json_schema(Scores)
+    made = make_json_schema()
     rows = ["| key | type | unit | content |", "| :-- | :-- | :-- | :-- |"]
     for path, kind, unit, content in list_keys(made, made["$defs"], ""):
         rows.append(f"| `{path}` | {kind.replace('[', chr(92) + '[')} | {unit} | {content} |")
@@ -70,7 +93,7 @@ def page(text: str) -> str:
 
 
 def schema() -> str:
-    return json.dumps(make_json_schema(Scores), indent=1, ensure_ascii=False) + "\n"
+    return json.dumps(make_json_schema(), indent=1, ensure_ascii=False) + "\n"
 
 
 if __name__ == "__main__":

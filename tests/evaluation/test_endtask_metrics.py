@@ -146,5 +146,5 @@ def test_predictions_that_are_damaged_or_on_other_examples_are_one_line(folder, 
         transitions_of(folder, ROWS, given())
     assert "\n" not in str(raised.value)
     predicted(folder, 3, "law", 0, [1, 0, 1, 0], ids=list("abcd"))
-    with pytest.raises(ValueError, match="law: the predictions of two rows are on different test examples"):
+    with pytest.raises(ValueError, match="law: the predictions of two rows are of different examples"):
         transitions_of(folder, ROWS, given())

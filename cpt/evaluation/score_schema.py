@@ -7,12 +7,11 @@ of fine-tuning. K: evaluations of a stage by the monitor."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field
 from typing import Annotated, Any, Literal, NotRequired, TypeVar
 
 from annotated_types import Len
-from pydantic import TypeAdapter, with_config
-from pydantic.json_schema import GenerateJsonSchema
+from pydantic import with_config
 from pydantic_core import core_schema
 from typing_extensions import TypedDict  # of typing: pydantic needs Python 3.12
 
@@ -222,22 +221,3 @@ class SimilarityKeys(TypedDict, total=False):
     ]
     general: Annotated[list[float], Key("cosines with the general text", "-1 to 1", over="N")]
     embedding: Annotated[str, Key("`domains.embedding`")]
-
-
-class CompactSchema(GenerateJsonSchema):
-    """A JSON schema without titles and defaults."""
-
-    def field_title_should_be_set(self, schema: Any) -> bool:
-        return False
-
-    def default_schema(self, schema: Any) -> dict[str, Any]:
-        return self.generate_inner(schema["schema"])
-
-
-def make_json_schema(kind: Any) -> dict[str, Any]:
-    """The JSON schema of a file that holds every field of a dataclass."""
-    made = TypeAdapter(kind).json_schema(schema_generator=CompactSchema)
-    for each in fields(kind):
-        made["properties"][each.name] |= each.metadata["key"].told
-    about = {"$schema": GenerateJsonSchema.schema_dialect, "title": f"scores.json, version {VERSION}"}
-    return about | made | {"required": list(made["properties"])}
