@@ -12,7 +12,8 @@ import yaml
 
 from cpt.evaluation.scores import Scores
 from cpt.reporting.frames import tidy_scores
-from cpt.reporting.load_runs import find_runs
+from cpt.reporting.load_runs import build_sections, find_runs, measure_runs
+from cpt.reporting.tex import measure_tables
 
 ABOUT = ("name", "method", "mask", "replay", "variant", "model", "order", "seed", "finished")
 
@@ -34,7 +35,7 @@ class Run:
     @cached_property
     def frame(self) -> pd.DataFrame:
         """Every number of the run page, one per row, with its 95 % interval where it has one: columns kind,
-        metric, value, unit, key, stage, row, text, part, seed, low, high."""
+        metric, value, unit, key, stage, row, text, module, seed, low, high."""
         return tidy_scores(self.scores)
 
     @cached_property
@@ -48,6 +49,22 @@ class Run:
         """The composed config of the run."""
         found: dict[str, Any] = yaml.safe_load((self.folder / "config.yaml").read_text(encoding="utf-8"))
         return found
+
+
+def load_tables(*folders: str | Path, baseline: str = "ncl") -> dict[str, pd.DataFrame]:
+    """The numbers of `python -m cpt.report --tex`, by table: main, endtasks, orders, matrix, settings. Rows
+    have the section of comparable runs, the group, and mean, sd, n, interval, and the paired difference from
+    the baseline with its p-values where they apply. Raises ValueError for a folder that cannot be read."""
+    found = find_runs([Path(folder) for folder in folders])
+    if found.damaged:
+        raise ValueError("; ".join(found.damaged))
+    finished = [run for run in found.runs if run.scores.run["finished"]]
+    sections = build_sections(measure_runs(finished), baseline=baseline)
+    each = [measure_tables(section) for section in sections]
+    return {
+        name: pd.concat([tables[name].assign(section=at) for at, tables in enumerate(each, start=1)])
+        for name in (each[0] if each else ())
+    }
 
 
 def load_run(folder: str | Path) -> Run:

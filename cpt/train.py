@@ -104,7 +104,7 @@ def is_complete(scores: Scores | None, plan: Plan) -> bool:
     if scores is None or not scores.run["finished"]:
         return False
     is_same = scores.policy == plan.evaluation.policy and scores.run["order"] == plan.order
-    return is_same and all(getattr(scores, kind).get("digest") == own for kind, own in plan.digests.items())
+    return is_same and all(getattr(scores, kind).get("hash") == own for kind, own in plan.digests.items())
 
 
 def is_done(cfg: DictConfig, run_dir: Path) -> bool:

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from fnmatch import fnmatchcase
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -102,12 +101,6 @@ def new_value(name: str, value: Any) -> Any:
     return VALUES.get(name, {}).get(show(value), value)
 
 
-def rename_leaves(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaves of a config with present names and values."""
-    names = {key: new_name(key, leaves) for key in leaves}
-    return {names[key]: new_value(names[key], value) for key, value in leaves.items()}
-
-
 def rename_keys(cfg: DictConfig) -> None:
     """Moves the values of old keys that a YAML file has set to the present ones, in place, where the command
     line does not set these, and renames the keys of a sweep; warns of each on stderr."""
@@ -178,22 +171,3 @@ def compose_choices(arguments: Sequence[str]) -> dict[str, Any]:
         return dict(flatten(OmegaConf.to_container(cfg)))  # type: ignore[arg-type]
     except (HydraException, OmegaConfBaseException):
         return {}
-
-
-@cache
-def target_of(method: str) -> Any:
-    """The class of a method of conf/; None for another."""
-    path = CONF / "method" / f"{method}.yaml"
-    return OmegaConf.select(OmegaConf.load(path), "_target_") if path.is_file() else None
-
-
-def rename_variant(variant: str, *, method: str) -> str:
-    """What a run was given, `key=value; …`, with present names; `method.` is left out there."""
-    present, config = [], {"method._target_": target_of(method)}
-    for each in variant.split("; "):
-        key, equals, value = each.partition("=")
-        name = new_name(key, config)
-        if equals and name == key:
-            name = new_name(f"method.{key}", config).removeprefix("method.")
-        present.append(f"{name}{equals}{new_value(name, value)}")
-    return "; ".join(present).replace("routing@method.routing=", "routing=")

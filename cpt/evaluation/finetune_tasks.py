@@ -201,9 +201,8 @@ class FileTasks(TaskSource):
             own = self.values(name.removeprefix(".tasks."))["splits"]
             check_value(f"endtask{name}.splits", own, Literal["own", "das"])
         if not self.root.is_dir():
-            raise ValueError(
-                f"endtask.root={root} is invalid: there is no folder {self.root}. Allowed: a folder"
-            )
+            told = f"endtask.root={root} is invalid: there is no folder {self.root}"
+            raise ValueError(f"{told}. Allowed: a folder")
 
     @property
     def names(self) -> list[str]:
@@ -221,9 +220,7 @@ class FileTasks(TaskSource):
         """The files of a split, sorted. Raises ValueError where there are none, or some of another kind."""
         folder, files = self.folder(name), []
         if not folder.is_dir():
-            raise ValueError(
-                f"endtask.tasks.{name} is invalid: there is no folder {folder}. Allowed: an existing folder"
-            )
+            raise ValueError(f"endtask.tasks.{name} is invalid: {folder} is missing. Allowed: a folder")
         with readers.naming_file(folder):
             for path in sorted(folder.iterdir()):
                 said = readers.SPLIT_NAME.fullmatch(path.name.split(".")[0])
@@ -233,9 +230,8 @@ class FileTasks(TaskSource):
             raise ValueError(f"{unread[0]} cannot be read. Allowed: {' '.join(TABLE_KINDS)}, also .gz .zst")
         if not files and split != "dev":
             allowed = ", ".join(split + each for each in TABLE_KINDS) + ", also .gz .zst"
-            raise ValueError(
-                f"endtask.tasks.{name} is invalid: no {split} file in {folder}. Allowed: {allowed}"
-            )
+            told = f"endtask.tasks.{name} is invalid: no {split} file in {folder}"
+            raise ValueError(f"{told}. Allowed: {allowed}")
         return files
 
     def fingerprint(self, name: str) -> Any:
@@ -282,10 +278,8 @@ class HubTasks(TaskSource):
     def __init__(self, **shared: Any) -> None:
         super().__init__(**shared)
         if not self.tasks:
-            raise ValueError(
-                "endtask.tasks={} is invalid: it names no task. Allowed: "
-                "'+endtask.tasks.news={path: ag_news}'"
-            )
+            allowed = "'+endtask.tasks.news={path: ag_news}'"
+            raise ValueError(f"endtask.tasks={{}} is invalid: it names no task. Allowed: {allowed}")
         for name in self.tasks:
             path, splits = self.values(name).get("path"), self.values(name)["splits"]
             named = isinstance(splits, Mapping) and set(splits) <= set(FILE_SPLITS)
@@ -329,9 +323,7 @@ class HubTasks(TaskSource):
         return examples
 
 
-def parse_example(
-    where: str, row: Any, *, columns: Mapping[str, str | None], instead: str
-) -> LabelledExample:
+def parse_example(where: str, row: Any, *, columns: Mapping[str, Any], instead: str) -> LabelledExample:
     """An example from a row. Where the first of the two texts is empty, the other stands alone; `instead` is
     its id where no column has one. Raises ValueError for a row that lacks a column, a text or a label."""
     used = {name: column for name, column in columns.items() if column is not None}
@@ -419,10 +411,9 @@ def plan_endtasks(
         check_task_values(prefix, own, allowed=(*SETTINGS, *source.OWN))
     learned = [name for name in order if name in source.names]
     if not learned:
-        told = (
-            f"endtask={options.get('name')} is invalid: no task is of a domain of order={show(list(order))}"
-        )
-        raise ValueError(f"{told}. Allowed: {', '.join(source.names) or 'none'}")
+        told = f"no task is of a domain of order={show(list(order))}"
+        known = ", ".join(source.names) or "none"
+        raise ValueError(f"endtask={options.get('name')} is invalid: {told}. Allowed: {known}")
     stamp = digest([source.fingerprint(name) for name in learned])
     shared = {key: given[key] for key in OF_ALL_TASKS} | {"seeds": list(given["seeds"])}
     return FinetunePlan(source, **shared, tasks=learned, stamp=stamp)

@@ -22,11 +22,11 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from cpt.data.sources.base import GENERAL
+from cpt.evaluation.score_schema import UNITS
 
 Array = np.ndarray
 Arrays = Sequence[np.ndarray]
 Losses = Mapping[str, np.ndarray]  # by text [2, documents]: nats and scored tokens of each document
-UNITS = ("nats", "perplexity", "bits_per_byte")
 CHANGE_REPLICATES = 2000
 BUDGET = 1 << 21  # numbers that the bootstrap holds in one array
 

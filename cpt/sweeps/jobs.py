@@ -138,7 +138,7 @@ class Job:
         if self.whole:
             scores, wanted = read_scores(self.folder), self.config.get("optimized_metric")
             value = run_objective(scores, wanted) if "metrics" in scores else None
-            done.return_value = scores.get("objective") if value is None else value
+            done.return_value = scores.get("optimized_metric") if value is None else value
         else:
             kind = PreemptedJob if self.state == "preempted" else HydraException
             done.return_value = kind(f"{self}: {self.failure()}")

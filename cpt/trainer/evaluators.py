@@ -214,7 +214,7 @@ class FinetuneEvaluator(Evaluator):
         found = [[[self.read(row, name, seed) for seed in seeds] for name in tasks] for row in range(rows)]
         return {
             **{"when": self.when, "tasks": list(tasks), "seeds": list(seeds)},
-            "digest": digest([task.digest(seed) for task in tasks.values() for seed in seeds]),
+            "hash": digest([task.digest(seed) for task in tasks.values() for seed in seeds]),
             "metric": {name: task.settings.metric for name, task in tasks.items()},
             "classes": {name: len(task.classes) for name, task in tasks.items()},
             "examples": {name: len(task.test) for name, task in tasks.items()},
@@ -342,7 +342,7 @@ class LMEvalEvaluator(Evaluator):
     """Tasks of the lm-evaluation-harness, measured on what the module hands on after a stage. The first
     process has the harness and works; the others wait."""
 
-    GROUP, KIND, LABEL = "benchmark", "probes", "benchmark"
+    GROUP, KIND, LABEL = "benchmark", "benchmarks", "benchmark"
 
     def __init__(
         self, options: LMEvalOptions, harness: Harness | None, tokenizer: PreTrainedTokenizerBase, **run: Any

@@ -59,7 +59,7 @@ KINDS = {  # the work of a stage in its order, as in scores.json, and its name i
     "score": "scoring after",
     "endtasks": "end tasks after",
     "answers": "answers after",
-    "probes": "probe after",
+    "benchmarks": "benchmark after",
 }
 LATEST = 100  # stages that set the pace
 
@@ -314,7 +314,7 @@ class ContinualTrainer:
             "trained": trained_parameters(self.module),
             "stored": stored_beside(self.module, state),
             **costs.costs(fitting),
-            **{"rates": costs.rates, "leak": movement.noted, "spikes": guard.spikes.noted},
+            **{"rates": costs.rates, "protected_movement": movement.noted, "spikes": guard.spikes.noted},
             **{"skipped": len(guard.left_out)},
         }
 
@@ -327,7 +327,8 @@ class ContinualTrainer:
         self.module.observes = False
         leave_together(f"before {row} was committed")
         nll = [cells[text].mean if text in cells else None for text in self.scores.domains]
-        self.scores.append(row, nll=nll, parts={text: cell.parts for text, cell in cells.items()}, **costs)
+        modules = {text: cell.modules for text, cell in cells.items()}
+        self.scores.append(row, nll=nll, modules=modules, **costs)
         shown = [f"{text} {np.exp(cell.mean):.1f}" for text, cell in cells.items()]
         few = shown if len(shown) <= 2 * ENDS else [*shown[:ENDS], "…", *shown[-ENDS:]]
         log.info("Evaluated after %s: perplexity %s", row, ", ".join(few))
@@ -354,8 +355,8 @@ class ContinualTrainer:
         with self.eta.timed("score", number):
             cells = self.scorer.score(number, row, missing)
         leave_together(f"before {row} was committed")
-        means, parts = ({t: getattr(cell, name) for t, cell in cells.items()} for name in ("mean", "parts"))
-        self.scores.fill(number, means, parts)
+        means = {text: cell.mean for text, cell in cells.items()}
+        self.scores.fill(number, means, {text: cell.modules for text, cell in cells.items()})
         log.info("Scoring %d more texts after %s", len(missing), row)
         if is_first_process():
             (before,) = self.run.load_documents([number])
@@ -412,7 +413,7 @@ class ContinualTrainer:
             log.info("Missing cells of the matrix: %d, in the rows %s: %s", sum(left.values()), few, why)
         for each in self.evaluators:
             self.journal.collect(each)
-        scores.objective = run_objective(vars(scores), self.plan.run.optimized_metric)
+        scores.optimized_metric = run_objective(vars(scores), self.plan.run.optimized_metric)
         scores.run["finished"] = True
         run_page.write_report(run.path, scores)
         if len(scores.rows) > 1:

@@ -100,7 +100,7 @@ class Plan(Sections):
     budget: Budget
     carry: str  # what of the optimizer's state passes from domain to domain: none, moments, all
     endtasks: FinetunePlan | None
-    config_digest: str  # of what decides the result
+    config_hash: str  # of what decides the result
     ignored_rate: float | None  # method.lr_multiplier, where optim.lr is given as a number
     similarity: orders.Similarity | None = None  # of the domains' texts, where it decides the order
 
@@ -134,7 +134,7 @@ class Plan(Sections):
     def digests(self) -> dict[str, str]:
         """Hashes of what is measured in addition to the losses (options, sizes and times of data), by its key
         in scores.json."""
-        measured = {"endtasks": self.endtasks, "answers": self.answers, "probes": self.benchmark}
+        measured = {"endtasks": self.endtasks, "answers": self.answers, "benchmarks": self.benchmark}
         groups = dict(zip(measured, ("endtask", "answers", "benchmark"), strict=True))
         return {
             kind: digest([self.settings[groups[kind]], getattr(options, "stamp", "")])
@@ -277,7 +277,7 @@ def make_plan(cfg: DictConfig) -> Plan:
         budget=Budget(trainer.steps, trainer.epochs, trainer.tokens, trainer.batch_size),
         carry=carried(settings["optim"].get("state_across_domains", "none")),
         endtasks=plan_endtasks(settings["endtask"], source.domains, order),
-        config_digest=digest(identity(redact(settings))),
+        config_hash=digest(identity(redact(settings))),
         ignored_rate=None
         if OmegaConf.is_interpolation(cfg.optim, "lr")
         else cfg.method.get("lr_multiplier", 1),

@@ -104,15 +104,15 @@ def test_two_domains_are_learned(case, uninterrupted):
 @pytest.mark.parametrize("method", run_few(METHODS, {*KINDS, "none", "agem", "companions", "merge", "osf"}))
 def test_every_text_is_scored_by_known_parts(method, uninterrupted):
     scores = told(uninterrupted(method))
-    if any(scores["parts"]):
-        assert all(shares == {"base": 1.0} for shares in scores["parts"][0].values())
-        for row in scores["parts"]:
+    if any(scores["modules"]):
+        assert all(shares == {"base": 1.0} for shares in scores["modules"][0].values())
+        for row in scores["modules"]:
             assert set(row) == set(scores["domains"])
             assert all(sum(shares.values()) == pytest.approx(1, abs=0.01) for shares in row.values())
             assert {part for shares in row.values() for part in shares} <= {"base", "law", "food"}
     learned = [name for name in scores["domains"] if name in scores["rows"]]
-    own = [scores["parts"][-1].get(name) == {name: 1.0} for name in learned]
-    assert scores["needs_domain"] == (any(scores["parts"]) and all(own))
+    own = [scores["modules"][-1].get(name) == {name: 1.0} for name in learned]
+    assert scores["needs_domain"] == (any(scores["modules"]) and all(own))
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")

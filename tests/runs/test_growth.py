@@ -14,8 +14,17 @@ pytestmark = pytest.mark.adopts
 THREE, TWO = "order=[law,food,space]", "order=[law,food]"
 CONSTANT = ["lr_scheduler=constant", "lr_scheduler.warmup_ratio=0"]
 ONE = ["order=[law]", *CONSTANT, "save_trainer_state=true"]
-SAME = ("nll", "metrics", "parts", "seen", "flops", "rates", "leak", "spikes", "skipped", "trained", "stored")
-SAME += ("objective", "moved", "monitor", "rows", "conditions", "loading", "domains")
+SAME = ("nll", "metrics", "modules", "seen", "flops", "rates", "spikes", "skipped", "trained", "stored")
+SAME += (
+    "protected_movement",
+    "optimized_metric",
+    "moved",
+    "monitor",
+    "rows",
+    "conditions",
+    "loading",
+    "domains",
+)
 
 
 def assert_same(one, other) -> None:
