@@ -62,6 +62,7 @@ def test_a_report_of_a_run_that_has_everything(tmp_path):
     about |= {"loading": 'load("model")', "grown": [2], "skipped": [0, 2, 0, 0]}
     about |= {"spikes": [[], [3, 7, 9.5, 2], [], []], "leak": [[], [0.01, 0.5], [0.02, 0.5], []]}
     about |= {"numerics": {"precision": "bf16", "attention": "auto"}}
+    about |= {"base": {"name": "tiny", "origin": "folder", "adapted": "the first 2 blocks"}}
     about |= {"similarity": like, "probes": named, "phases": phases, "endtasks": given(tasks=DOMAINS)}
     about |= {"monitor": {"law": stage | {"budget": budget | {"acts": ["back to step 4"]}}, "space": stage}}
     folder = tmp_path / "run"
