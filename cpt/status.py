@@ -81,7 +81,8 @@ def main(arguments: Sequence[str]) -> int:
     if given.watch is not None and not 0 < given.watch < math.inf:
         return fail(f"--watch={given.watch} is invalid: not a period. Allowed: seconds, more than 0")
     if absent := [printable(path) for path in given.folders if not path.is_dir()]:
-        return fail(f"no folder {', '.join(absent)}. Allowed: run folders, and folders that hold them")
+        allowed = "run folders, or folders that hold them"
+        return fail(f"FOLDER={','.join(absent)} is invalid: no such folder. Allowed: {allowed}")
     with suppress(KeyboardInterrupt):
         while True:
             runs = read_statuses(given.folders)
