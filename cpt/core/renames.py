@@ -60,7 +60,6 @@ OPTIONS = {
         "dropout": "lora_dropout",
         "experts": "num_experts",
         "memory": "buffer_size",
-        "memory_bytes": "buffer_bytes",
         "normalise": "normalize",
         "rate": "lr_multiplier",
         "reduction": "reduction_factor",

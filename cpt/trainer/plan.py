@@ -293,8 +293,6 @@ def make_plan(cfg: DictConfig) -> Plan:
     asked = plan.answers.known_by if plan.answers is not None else {}
     if absent := [task for task in asked if task not in source.domains]:
         raise ValueError(unknown_name(f"answers.measures.{absent[0]}", source.domains))
-    if plan.by_texts:
-        source.check_embedding()
     if conflict := next(conflicts(plan), None):
         raise ValueError(conflict)
     return plan
