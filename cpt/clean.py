@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     folders = given.folders or [Path("outputs"), Path(os.environ.get("CPT_CACHE") or "outputs")]
     if absent := [str(path) for path in given.folders if not path.is_dir()]:
-        print(f"cpt: no folder {', '.join(absent)}. Allowed: {what}")
+        print(f"cpt: FOLDER={','.join(absent)} is invalid: no such folder. Allowed: {what}")
         return 1
     found = dict(
         pair for folder in folders for pair in removable(folder, days=given.days, stages=given.stages)

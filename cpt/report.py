@@ -85,10 +85,11 @@ def compare_folders(given: argparse.Namespace) -> int:
     finished = filter_runs([run for run in found.runs if run.scores.run["finished"]], given.where)
     unfinished = [run for run in found.runs if not run.scores.run["finished"]]
     counts = {"unfinished": len(unfinished), "unreadable": len(found.damaged), "started": len(found.begun)}
-    places = ", ".join(map(str, given.folders)) or "(give a folder)"
     existing = [folder for folder in given.folders if folder.is_dir()]
     if not existing or not (finished or any(counts.values())):
-        print(f"no scores.json below {places}", file=sys.stderr)
+        places = f"FOLDER={','.join(map(str, given.folders))} is invalid: no run below it"
+        why = places if given.folders else "FOLDER is missing"
+        print(f"cpt: {why}. Allowed: run folders, or folders that hold them", file=sys.stderr)
         return 2
 
     domains = given.domains.split(",") if given.domains else []
@@ -164,7 +165,7 @@ def compare_folders(given: argparse.Namespace) -> int:
     print(*found.damaged, *failed, sep="\n", end="\n" * bool(found.damaged or failed), file=sys.stderr)
     if not finished:
         counted = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-        print(f"no finished run below {places}: {counted}", file=sys.stderr)
+        print(f"no finished run below {', '.join(map(str, given.folders))}: {counted}", file=sys.stderr)
         return 2
     return int(bool(found.damaged or failed))
 

@@ -126,3 +126,7 @@ def is_done(cfg: DictConfig, run_dir: Path) -> bool:
         return False
     texts, base = then.touched(plan.source, checkpoint_files(given))
     return not texts and (given is None or not base)
+
+
+if __name__ == "__main__":
+    raise SystemExit("cpt: python -m cpt.train is invalid. Allowed: python run.py, cpt, python -m cpt")

@@ -150,7 +150,7 @@ class Scores(Layout):
     @property
     def state(self) -> str:
         """How far the run is, for people."""
-        done = f"{len(self.rows)} rows done, the last: {self.rows[-1]}" if self.rows else "no row done"
+        done = f"{len(self.rows)} rows, last: {self.rows[-1]}" if self.rows else "no rows"
         return f"{'finished' if self.run['finished'] else 'unfinished'}, {done}"
 
     @property

@@ -87,7 +87,7 @@ def draw_text_curves(scores: Scores) -> Picture:
         ring = {"facecolors": "none", "edgecolors": "black", "zorder": 5, "label": "own stage"}
         axes.scatter(*points, s=5 if many else 70, linewidths=0.7 if many else 1.8, **ring)
     drawing.plain_logarithm(axes.yaxis, losses)
-    axes.set(xlabel="stages learned", ylabel="perplexity (log scale)")
+    axes.set(xlabel="after stage", ylabel="perplexity (log scale)")
     if len(scores.rows) <= FEW + 1:
         drawing.ticks(axes.xaxis, scores.rows, few=True, rotation=35)
     axes.grid(axis="y", color="0.9")
@@ -430,7 +430,7 @@ def draw_stages(
         axes.plot(stages, table.mean(), label=f"{label}: {perplexity(ends[name])}", zorder=3, **how)
         faint = {"alpha": 0.15 if len(marked) <= HIGHLIGHTED else 0.06, "linewidth": 0}
         axes.fill_between(stages, table.min(), table.max(), color=how["color"], **faint)
-    axes.set(xlabel="stages learned", ylabel="mean perplexity over the domains so far (log scale)")
+    axes.set(xlabel="stages trained", ylabel="mean perplexity over the domains so far (log scale)")
     axes.xaxis.get_major_locator().set_params(integer=True)
     name_levels(drawn, axes, levels, styles)
     known = [np.ravel(table.to_numpy()) for table in lines.values()]

@@ -188,6 +188,7 @@ def format_metric(scores: Scores, name: str) -> list[str]:
 
 def show_run(scores: Scores) -> Block:
     run, growth, numerics = scores.run, scores.growth, scores.numerics
+    base = {} if scores.base.get("origin") == "built" else scores.base
     stored = megabytes(scores.stored[-1] if scores.stored else 0)
     stored += "" if growth is None else f", {megabytes(growth)} more with each domain"
     skipped = [f"{count} of {row}" for row, count in zip(scores.rows, scores.skipped, strict=False) if count]
@@ -199,17 +200,18 @@ def show_run(scores: Scores) -> Block:
     cells = {
         "method": frames.label(run),
         "model": f"{run['model']} ({run['objective']})",
+        "base model": "; ".join(base[each] for each in ("name", "adapted") if each in base),
         "perplexity": describe_conditions(conditions(scores)),
         "order": few(run["order"]),
-        "domains were added after": few([scores.rows[number] for number in scores.grown]),
+        "extended after": few([scores.rows[number] for number in scores.grown]),
         "seed": str(run["seed"]),
         "state": f"{scores.state}; {scores.seconds:,.1f} seconds",
         "trained": f"{max(scores.trained, default=0):,} parameters",
         "stored by the method": stored,
-        "steps left out, loss or gradient not finite (on_nonfinite)": ", ".join(skipped),
-        "losses that jumped": "; ".join(spikes),
-        "moved inside what is protected": moved * any(scores.protected_movement),
-        "computed": numerics and f"in {numerics['precision']}, attention by {attention}",
+        "skipped steps, non-finite loss or gradient (on_nonfinite)": ", ".join(skipped),
+        "loss spikes": "; ".join(spikes),
+        "movement in the protected subspace": moved * any(scores.protected_movement),
+        "numerics": numerics and f"precision {numerics['precision']}, attention {attention}",
         "domain at test time": "must be known" if scores.needs_domain else "need not be known",
         "load the model (from this folder)": scores.loading,
         "versions": ", ".join(f"{name} {version}" for name, version in scores.versions.items()),
@@ -279,7 +281,7 @@ def show_monitor(scores: Scores) -> Block:
             cells[-1].append("–")
     head = ["stage", "steps", "its own text, nats", "most risen of the past", GENERAL, "ended early"]
     head += ["Budget of drift: upper ends at the kept step, of what was allowed"] * budgeted
-    about = {"title": "Other text while each domain is learned", "caption": LEGENDS["monitor"]}
+    about = {"title": "Other text during each stage", "caption": LEGENDS["monitor"]}
     table = {"head": head, "cells": cells, "folded": f"{len(cells)} stages"}
     return Block(name="monitor", picture=figures.draw_monitor(scores), **about, **table)
 

@@ -226,7 +226,7 @@ def check_checkpoint(given: str, *, resize: bool) -> tuple[PretrainedConfig, Any
                 pass
         except Exception as error:  # safetensors has its own exception, which is not an OSError
             told = f"{path} is truncated or damaged ({reason(error)})"
-            raise ValueError(f"{told}; bring it here again") from error
+            raise ValueError(f"{told}; copy or download it again") from error
     if folder.is_dir() and not any(path for kind in TOKENIZERS for path in folder.glob(kind)):
         # transformers would make an empty one of the model's type
         allowed = f"a folder with the files of one, {', '.join(TOKENIZERS)}"

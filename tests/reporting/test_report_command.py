@@ -77,7 +77,7 @@ def test_unfinished_begun_and_damaged_runs_are_named(tmp_path, capsys, no_figure
     assert errors[1].startswith(f"{tmp_path / 'bad' / 'scores.json'}: damaged")
     assert rows_of(said.out, "masked: ")["das"][0].startswith("1 ")
     unfinished = rows_of(said.out, "Unfinished runs")
-    assert unfinished[str(tmp_path / "half")] == ["ncl", "5", "unfinished, 3 rows done, the last: food"]
+    assert unfinished[str(tmp_path / "half")] == ["ncl", "5", "unfinished, 3 rows, last: food"]
     assert unfinished[str(tmp_path / "begun")][-1] == "started, nothing measured yet"
     told = json.loads((tmp_path / "comparison.json").read_text())
     assert len(told["unfinished_runs"]) == 2 and len(told["runs_that_could_not_be_read"]) == 4

@@ -71,6 +71,7 @@ def test_a_report_of_a_run_that_has_everything(tmp_path):
         "protected_movement": [[], [0.01, 0.5], [0.02, 0.5], []],
     }
     about |= {"numerics": {"precision": "bf16", "attention": "auto"}}
+    about |= {"base": {"name": "tiny", "origin": "folder", "adapted": "the first 2 blocks"}}
     about |= {"similarity": like, "benchmarks": named, "phases": phases, "endtasks": given(tasks=DOMAINS)}
     about |= {"monitor": {"law": stage | {"budget": budget | {"acts": ["back to step 4"]}}, "space": stage}}
     folder = tmp_path / "run"
