@@ -111,7 +111,7 @@ def test_trials_read_no_test_text_and_a_killed_tuning_ends_as_one_that_was_not(
     best = min(ewc["trials"], key=lambda trial: trial["score"])["values"][0].removesuffix(".0")
     assert all(best.split("=")[1] in run["folder"] or best.endswith("=500") for run in ewc["runs"])
     scores = json.loads((tmp_path / ewc["runs"][0]["folder"] / "scores.json").read_text())
-    assert scores["conditions"]["score_on"] == "test" and scores["objective"] == ewc["runs"][0]["score"]
+    assert scores["conditions"]["score_on"] == "test" and scores["optimized_metric"] == ewc["runs"][0]["score"]
 
 
 def test_by_a_metric_of_end_tasks_trials_read_dev_and_final_runs_test(
@@ -159,10 +159,15 @@ def test_candidates_are_the_choices_of_groups_and_what_is_given_is_not_searched(
     (ewc,), _ = tune("method=ewc", "method.strength=7", run=False)
     assert ewc.space == {}
     (ewc,), _ = tune("method=ewc", run=False)
-    tried = [each["method.strength"] for each in spread_trials(ewc, 5)]
+    sweeper = TuneSweeper(
+        params=None, sampler="tpe", options={}, seed=0, direction="minimize", n_trials=5, n_jobs=1
+    )
+    sweeper.check()
+    kind_of = sweeper.distribution
+    tried = [each["method.strength"] for each in spread_trials(ewc, 5, kind_of=kind_of)]
     assert tried == pytest.approx([500, 158.1, 1581, 88.9, 889.1], rel=1e-3)  # then 1/4, 3/4, 1/8, 5/8
     (mixed,), _ = tune("method=ncl", "trainer.steps=range(2,9,2)", "mask.x=choice(a,b)", run=False)
-    assert spread_trials(mixed, 2) == [
+    assert spread_trials(mixed, 2, kind_of=kind_of) == [
         {"trainer.steps": 6, "mask.x": "a"},
         {"trainer.steps": 4, "mask.x": "b"},
     ]
