@@ -9,7 +9,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -48,6 +49,9 @@ def make_parser(name: str, about: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--published", action="store_true", help="start no runs, write the pages from the published scores"
     )
+    parser.add_argument(
+        "--add", action="store_true", help="keep the published runs, and start only those that are missing"
+    )
     return parser
 
 
@@ -74,6 +78,11 @@ def make_study(
     `name_orders` gives the config's `order` of published runs whose orders are not numbered."""
     scores = scores or experiment
     published = SCORES / f"{scores}.jsonl.gz"
+    if options.add and published.exists():
+        present = {identify(run.scores.run) for run in find_finished(options.runs)}
+        rows = [row for row in read_scores(published) if identify(row["run"]) not in present]
+        restore_runs(rows, options.runs / "published", experiment, name_orders)
+        sweeps = list_missing(sweeps, experiment, present | {identify(row["run"]) for row in rows})
     if options.published:
         restore_runs(read_scores(published), options.runs, experiment, name_orders)
     if not options.report_only:
@@ -97,6 +106,28 @@ def run_sweeps(options: argparse.Namespace, experiment: str, sweeps: Iterable[Se
         failed += subprocess.run(line, cwd=ROOT, check=False).returncode != 0
     if failed:
         sys.exit(f"{failed} sweeps have failed jobs; run the same command again to retry them")
+
+
+def identify(run: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What tells the runs of a study apart, from the `run` of their scores."""
+    return *(run[name] for name in ("method", "mask", "replay", "variant", "seed")), tuple(run["order"])
+
+
+def list_missing(
+    sweeps: Iterable[Sequence[str]], experiment: str, present: Collection[tuple[Any, ...]]
+) -> Iterator[Sequence[str]]:
+    """The jobs of sweeps over methods, seeds and orders alone that are not present, one per sweep."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        for sweep in sweeps:
+            overrides = (each.partition("=") for each in sweep)
+            choices = [[f"{key}={value}" for value in values.split(",")] for key, _, values in overrides]
+            for job in product(*choices):
+                cfg = compose("config", [f"experiment={experiment}", "domains.root=FOLDER", *job])
+                chosen = dict(each.split("=", 1) for each in job)
+                run = {name: chosen.get(name, "none") for name in ("method", "mask", "replay")}
+                order = cfg.domains.orders[cfg.order] if isinstance(cfg.order, int) else cfg.order
+                if identify({**run, "variant": "", "seed": cfg.seed, "order": order}) not in present:
+                    yield job
 
 
 def read_scores(path: Path) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from cpt.reporting import compare, figures, run_page
 from cpt.reporting.frames import few, label
 from cpt.reporting.load_runs import FILTERS, MeasuredRun, build_sections, filter_runs, find_runs, measure_runs
 from cpt.reporting.page import Block, align_columns, write_page, write_pictures
+from cpt.reporting.published import read_published, tabulate_published
 
 BASELINE = "ncl"
 DEFAULT_EXPORTS = "csv,latex,json"
@@ -39,6 +40,8 @@ def report_parser() -> Parser:
     give("--where", nargs="+", default=[], metavar="KEY=VALUE,…", help=f"only these runs: {filters}")
     give("--domains", metavar="NAME,…", help="metrics over these test texts and end tasks only")
     give("--curve", metavar="KEY", help="learned against forgotten over a setting, as method.strength")
+    shipped = "published numbers to compare with: das6, standard_cl, long_sequence, or a file"
+    give("--published", metavar="NAME", help=shipped)
     give("--by", choices=("order",), help="a group per order, not over all orders")
     give("--out", type=Path, metavar="FOLDER", help="where to write (default: the first folder)")
     told = "instead of comparing: the pictures of each run's page as PNG, SVG and PDF"
@@ -66,6 +69,7 @@ def compare_folders(given: argparse.Namespace) -> int:
     kinds = [] if given.export == "none" else given.export.split(",")
     if wrong := [kind for kind in kinds if kind not in compare.KINDS]:
         raise ValueError(f"--export {','.join(wrong)} is invalid. Allowed: {', '.join(compare.KINDS)}, none")
+    published = read_published(given.published) if given.published else []
     found = find_runs(given.folders)
     finished = filter_runs([run for run in found.runs if run.scores.run["finished"]], given.where)
     unfinished = [run for run in found.runs if not run.scores.run["finished"]]
@@ -112,6 +116,7 @@ def compare_folders(given: argparse.Namespace) -> int:
         Block(title="Unfinished runs", head=(*head, "state"), cells=states, words=4),
         Block(title="Runs without these domains", head=(*head, "has"), cells=lacking, words=4),
     ]
+    aside += [tabulate_published(sections, published)] * bool(published)
     unread = Block(title="Runs that could not be read", lines=[*found.damaged, *failed])
 
     name = "comparison"

@@ -243,7 +243,7 @@ def profile_stages(
             callbacks = [costs, NanGuard(policy=plan.run.on_nonfinite), profiler]
             label, steps = f"profiling {stage.name}", data.steps(stage)
             trainer = make_trainer(arguments, label=label, steps=steps, callbacks=callbacks)
-            with draw_quickly(plan.trainer.quick_dropout):
+            with draw_quickly(plan.trainer.quick_dropout is True):
                 trainer.fit(module, datamodule=data)
             drop_optimizer(trainer)
             path, began = work / f"{number:03d}.pt", time.perf_counter()

@@ -263,7 +263,7 @@ class ContinualTrainer:
                 )
                 begun = str(checkpoint) if checkpoint.exists() else None
                 try:
-                    with defer_signals(), draw_quickly(plan.trainer.quick_dropout):
+                    with defer_signals(), draw_quickly(plan.trainer.quick_dropout is True):
                         fitting.fit(self.module, datamodule=self.data, ckpt_path=begun, weights_only=True)
                 except RollbackError:
                     drop_optimizer(fitting)

@@ -137,8 +137,10 @@ class TrainerOptions(Options):
         "precision of Lightning; auto: bf16-mixed on a GPU that supports it, else 32-true"
     )
     attn_implementation: Text = option("attention implementation, by its name in transformers")
-    quick_dropout: bool = option(
-        "draw dropout masks from 16 bits per entry on a CPU: faster, not torch's masks", default=False
+    quick_dropout: Literal["auto"] | bool = option(
+        "draw dropout masks from 16 bits per entry on a CPU: faster, not torch's masks; "
+        "auto: unless compile=true",
+        default="auto",
     )
     gradient_checkpointing: bool = option(
         "recompute activations in the backward pass: less memory, more time"
@@ -167,7 +169,7 @@ class TrainerOptions(Options):
     others: Mapping[str, Any] = option("further arguments of lightning.Trainer")
 
     def __post_init__(self) -> None:
-        if self.quick_dropout and self.compile:
+        if self.quick_dropout is True and self.compile:
             raise ValueError("quick_dropout=true is invalid with compile=true. Allowed: one of them")
         if self.strategy != "fsdp" and self.reshard_after_forward is not None:
             told = f"reshard_after_forward={show(self.reshard_after_forward)} is invalid with {self.strategy}"

@@ -125,6 +125,8 @@ def resolve_auto(
         elif device.type == "cpu" and multiplies_bf16() and config.get_text_config().hidden_size >= WIDE:
             gain = "bf16-mixed was 1.9 times as fast on such a CPU (docs/studies/performance.md)"
             log.info("Precision (trainer.precision=auto): 32-true, the default on a CPU; %s", gain)
+    if options.quick_dropout == "auto":
+        options = replace(options, quick_dropout=device.type == "cpu" and not options.compile)
     drops = options.quick_dropout and drops_attention(config)
     is_short = options.precision in BF16 and length <= SHORT
     if options.attn_implementation == "auto" and device.type == "cpu" and (drops or is_short):

@@ -28,7 +28,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "forgetting-control.md",
         "tasks.md",
     ),
-    "Evaluation": ("downstream-tasks.md", "lm-eval.md", "compare.md", "tracking.md"),
+    "Evaluation": ("downstream-tasks.md", "lm-eval.md", "compare.md", "reproduce.md", "tracking.md"),
     "Operation": ("plan.md", "sweeps.md", "distributed.md", "resume.md", "release.md", "advise.md"),
     "Reference": ("options.md", "cli.md", "files.md", "support.md", "fidelity.md", "extend.md"),
     "Options": tuple(
