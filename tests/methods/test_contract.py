@@ -246,7 +246,7 @@ NEUTRAL = {  # what a method is compared with, what makes it that, and what does
     "ewc": ("ncl", "strength=0", "strength=5000"),
     "hat": ("ncl", "units=[] shared=trained", "units=[neurons]"),
     "kd": ("ncl", "strength=0", "strength=1"),
-    "merge": ("ncl", "rule=task_arithmetic scale=1", "scale=0.5"),
+    "merge": ("ncl", "rule=task_arithmetic start=merged scale=1", "scale=0.5"),
     "merge slerp": ("ncl", "rule=slerp share=1", "share=0.5"),
     "lifelong_moe": ("ncl", "num_experts=0 strength=0 balance=0 dense=trained", "strength=1"),
     "mas": ("ncl", "strength=0", "strength=1"),
