@@ -88,27 +88,22 @@ def choices_of(group: str) -> list[str]:
 
 
 @contextmanager
-def readable(*, errors_only: bool, code: int = 1) -> Iterator[None]:
-    """Bad input ends in one line and an exit code; a traceback only if not `errors_only`
-    (HYDRA_FULL_ERROR=1)."""
+def readable(code: int = 1) -> Iterator[None]:
+    """Bad input ends in one line and an exit code; in a traceback only with HYDRA_FULL_ERROR=1."""
     try:
         yield
     except KeyboardInterrupt:
         sys.exit("cpt: interrupted; run the same command again to continue")
     except BrokenPipeError:  # cpt.core.output
         raise
-    except (ValueError, OSError, HydraException, of_omegaconf.OmegaConfBaseException, YAMLError) as error:
-        if not errors_only:
+    except Exception as error:
+        foreseen = (ValueError, OSError, HydraException, of_omegaconf.OmegaConfBaseException, YAMLError)
+        line = want_of_memory(error) or (reason(error) if isinstance(error, foreseen) else "")
+        if not line or os.environ.get("HYDRA_FULL_ERROR"):
             raise
-        line = want_of_memory(error) or reason(error)
-    except (MemoryError, RuntimeError, SystemError) as error:
-        if not errors_only or not (line := want_of_memory(error)):
-            raise
-    else:
-        return
-    print(f"cpt: {line}", file=sys.stderr, flush=True)
-    # Not sys.exit: the processes of a distributed run must end together, whatever they wait for.
-    os._exit(code) if is_one_of_several() else sys.exit(code)
+        print(f"cpt: {line}", file=sys.stderr, flush=True)
+        # Not sys.exit: the processes of a distributed run must end together, whatever they wait for.
+        os._exit(code) if is_one_of_several() else sys.exit(code)
 
 
 def want_of_memory(error: BaseException | None) -> str:

@@ -36,7 +36,7 @@ from cpt.core.sections import Choice
 from cpt.data.sources import readers
 
 EXAMPLE_COLUMNS = ("id", "text", "text_pair", "label")
-OF_ALL_TASKS = ("when", "seeds", "eval_batch_size")  # options that no source gets
+OF_ALL_TASKS = ("when", "score_on", "seeds", "eval_batch_size")  # options that no source gets
 TABLE_KINDS = tuple(each for each in readers.KINDS if each not in (".txt", ".md"))
 FILE_SPLITS = {"train": "train", "dev": "valid", "test": "test"}  # as cpt.data.sources.readers calls them
 FINETUNE_FORMAT = 1  # counts changes of what a prediction file depends on
@@ -73,6 +73,7 @@ class FinetuneProtocol(Options):
     when: Literal["last", "each", "diagonal"] = option(
         "stages after which tasks are measured; diagonal: each after its own domain"
     )
+    score_on: Literal["test", "dev"] = option("split that is evaluated; dev: to choose options")
     seeds: Annotated[OneOrMore[Natural], Allowed("a list of different whole numbers, 0 or more")] = option(
         "seeds of fine-tuning, one run each"
     )
@@ -351,6 +352,7 @@ class FinetunePlan:
 
     source: TaskSource
     when: str
+    score_on: str
     seeds: list[int]
     eval_batch_size: int
     tasks: list[str]
@@ -361,9 +363,9 @@ class FinetunePlan:
         return FinetuneOptions(**{key: values[key] for key in SETTINGS})
 
     def task(self, name: str) -> FinetuneTask:
-        """A task with its examples; dev is read only where it is used."""
+        """A task with its examples; a split is read where it is used, the evaluated one is `test`."""
         settings = self.settings(name)
-        used = {"train", "test", settings.select}
+        used = {"train", self.score_on, settings.select}
         splits = {each: self.source.read(name, each) if each in used else [] for each in FILE_SPLITS}
         classes = self.source.classes(name, splits["train"])
         for split, examples in splits.items():
@@ -372,6 +374,11 @@ class FinetunePlan:
                 stream = randomness.key("endtask", name, split)
                 chosen = randomness.shuffle(np.arange(most), len(examples), stream=stream)
                 splits[split] = [examples[place] for place in np.sort(chosen)]
+        if self.score_on == "dev":
+            splits["test"] = splits["dev"]
+            if not splits["dev"]:
+                told = f"the end task {name} has no dev examples"
+                raise ValueError(f"endtask.score_on=dev is invalid: {told}. Allowed: test")
         return FinetuneTask(name, **splits, classes=classes, settings=settings)
 
 
@@ -408,7 +415,8 @@ def plan_endtasks(
         known = ", ".join(source.names) or "none"
         raise ValueError(f"endtask={options.get('name')} is invalid: {told}. Allowed: {known}")
     stamp = digest([source.fingerprint(name) for name in learned])
-    return FinetunePlan(source, given["when"], list(given["seeds"]), given["eval_batch_size"], learned, stamp)
+    shared = {key: given[key] for key in OF_ALL_TASKS} | {"seeds": list(given["seeds"])}
+    return FinetunePlan(source, **shared, tasks=learned, stamp=stamp)
 
 
 def check_task_values(prefix: str, values: Mapping[str, Any], *, allowed: Sequence[str] = ()) -> None:

@@ -251,7 +251,8 @@ def objective_value(
     metric, _, unit = objective.partition(".")
     if metric not in METRICS or unit not in UNITS:
         told = f"optimized_metric={objective} is invalid"
-        raise ValueError(f"{told}. Allowed: METRIC.UNIT of {', '.join(METRICS)} and {', '.join(UNITS)}")
+        allowed = f"METRIC.UNIT of {', '.join(METRICS)} and {', '.join(UNITS)}; of end tasks MF1, Acc"
+        raise ValueError(f"{told}. Allowed: {allowed}")
     value = metrics.get(metric, {}).get(unit)
     return value if value is None or math.isfinite(value) else None
 

@@ -88,7 +88,6 @@ class MonitorObserver:
     """Observes the monitoring evaluations of one stage, in every process alike. Here: it does nothing."""
 
     texts: Sequence[str] = ()  # to be evaluated besides those of the monitor
-    pace = 1.0  # share of the schedule's learning rate; see ContinualMethod.set_lr_scale
     ended = ""  # why the stage is to end now
 
     def see(
@@ -98,8 +97,8 @@ class MonitorObserver:
         losses: Mapping[str, Tensor],
         measure: Callable[[], Mapping[str, Tensor]],
     ) -> Mapping[str, Tensor]:
-        """Called at each evaluation, the first before the first step. It may change weights and the rate
-        (`module.set_lr_scale`); `measure` evaluates again. Returns the losses of the weights it leaves."""
+        """Called at each evaluation, the first before the first step. It may change weights; `measure`
+        evaluates again. Returns the losses of the weights it leaves."""
         return losses
 
     def finish(self) -> None:

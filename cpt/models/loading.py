@@ -163,10 +163,8 @@ def find_adapter(checkpoint: str | Path) -> Path | None:
     """The folder of the only adapter that a checkpoint has; raises ValueError if it has several."""
     found = [path.parent for path in sorted(Path(checkpoint).glob("adapters/*/adapter_config.json"))]
     if len(found) > 1:
-        allowed = "a copy with one of them merged (peft's merge_and_unload)"
-        raise ValueError(
-            f"model.name_or_path={checkpoint} is invalid: it has {len(found)} adapters. Allowed: {allowed}"
-        )
+        given = f"model.name_or_path={checkpoint} is invalid: it has {len(found)} adapters"
+        raise ValueError(f"{given}. Allowed: a copy with one of them merged (peft's merge_and_unload)")
     return found[0] if found else None
 
 

@@ -376,6 +376,8 @@ def list_conditions(section: RunSection) -> Block:
     if keys := [key for key in differing_settings(runs) if not key.startswith(own)]:
         more = f" and {len(keys) - MAX_SETTINGS} more" * (len(keys) > MAX_SETTINGS)
         lines.append(f"The runs differ beyond their methods, in {', '.join(keys[:MAX_SETTINGS])}{more}.")
+    costs = {each.name: [each.mean("cost/tokens") or 0, each.mean("cost/flops") or 0] for each in groups}
+    lines += filter(None, [frames.describe_fairness(costs)])
     if not section.baselines and len(groups) > 1:
         lines.append(f"No differences: no single group {section.baseline} with the same model and orders.")
     return Block(title="Conditions", lines=lines)

@@ -37,6 +37,7 @@ TABLES = {  # columns
     "modules": "stage after text module weight",
     "seconds": "phase stage seconds",
 }
+EQUAL = (1.01, 1.05)  # times the tokens, operations of another group up to which they are called equal
 FEW = 12  # up to this number, domains are drawn or named one by one
 CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]+")  # line ends, terminal codes, bidi
 Show = Callable[[float], str]
@@ -377,6 +378,21 @@ def few(names: Sequence[str], *, between: str = " → ") -> str:
     """All names; of more than FEW the first and last three."""
     shown = names if len(names) <= FEW else [*names[:3], f"… {len(names) - 6} more …", *names[-3:]]
     return between.join(shown)
+
+
+def describe_fairness(costs: Mapping[str, Sequence[float]]) -> str:
+    """Whether groups read as many tokens and took as many operations, by the means of both per run; empty of
+    fewer than two groups that were trained."""
+    known = [each for each in costs.values() if all(each)]
+    if len(known) < 2:
+        return ""
+    told = []
+    for unit, allowed, values in zip(("tokens", "operations"), EQUAL, zip(*known, strict=True), strict=True):
+        low, high = min(values), max(values)
+        is_equal = high <= allowed * low
+        span = f"{low:.3g} to " * (not is_equal) + f"{high:.3g}"
+        told.append(f"{'equal' if is_equal else 'different'} {unit} ({span} per run)")
+    return f"Fairness: {', '.join(told)}."
 
 
 def label(run: Mapping[str, Any], *, shared: Collection[str] = ()) -> str:

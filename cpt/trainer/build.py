@@ -13,7 +13,7 @@ import cpt
 from cpt.adapters.domain_store import domain_params
 from cpt.core.randomness import key
 from cpt.core.schema import show
-from cpt.core.tensors import NamedTensors, offload
+from cpt.core.tensors import NamedTensors
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
 from cpt.data.packing import Packed, balance
@@ -26,7 +26,6 @@ from cpt.models.units import blocks
 from cpt.models.weights import Snapshot
 from cpt.optim.state import CarriedState
 from cpt.trainer.base_model import Base
-from cpt.trainer.manifest import why_end_is_final
 from cpt.trainer.options import BF16
 from cpt.trainer.plan import Plan
 from cpt.trainer.run_dir import checkpoint_files
@@ -50,7 +49,9 @@ def build_method(plan: Plan, start: Base) -> ContinualMethod:
     if getattr(plan.lr_scheduler, "branches", False):
         module.trunk = Snapshot(module.model, persistent=True)
     if options.offload_method_state:
-        offload(module)
+        for each in module.modules():
+            if isinstance(each, NamedTensors):
+                each.offload()
     if options.gradient_checkpointing:
         checkpoint_activations(module.model)
     if options.compile:
@@ -82,7 +83,6 @@ def log_ineffective(plan: Plan, module: ContinualMethod, device: torch.device) -
     options, name, model, rate = plan.trainer, plan.names["method"], plan.model, plan.ignored_rate
     tensors = [each for each in module.modules() if isinstance(each, NamedTensors)]
     offloads = any(not isinstance(each, CarriedState) for each in tensors)
-    final = why_end_is_final(plan) if plan.run.save_trainer_state else ""
     has_parts, on_disk = bool(domain_params(module)), plan.modules.storage == "disk"
     not_pretrained = model.name_or_path and (plan.settings["model"]["pretraining"] or {}).get("steps")
     by_backward = options.accumulate_grad_batches > 1 and any(mask.limits for mask in module.masks)
@@ -95,7 +95,6 @@ def log_ineffective(plan: Plan, module: ContinualMethod, device: torch.device) -
         "trainer.offload_method_state=true: on a CPU all is in the host's memory": (
             options.offload_method_state and offloads and device.type == "cpu"
         ),
-        f"save_trainer_state=true: {final}": final,
         "domains.packing=document_mask: samples come one by one": (
             plan.source.isolated
             and plan.source.encoding is not None

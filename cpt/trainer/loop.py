@@ -1,7 +1,9 @@
 """The loop over stages: train, evaluate, commit; a killed run resumes from what is committed. Its remaining
 time, for progress.json: what is left, at the pace of what is done."""
 
+import json
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -16,17 +18,17 @@ from lightning.pytorch.loggers import Logger
 from torch.distributed.fsdp import FSDPModule
 
 from cpt.adapters.domain_store import map_stored
-from cpt.core.distributed import barrier
-from cpt.core.files import writing
+from cpt.core import files
+from cpt.core.distributed import barrier, leave_together
 from cpt.core.heartbeat import HEARTBEAT, Phase, set_phase
-from cpt.core.preemption import check_signals, defer_signals, leave_together
-from cpt.core.processes import is_first_process, keep_threads
+from cpt.core.preemption import check_signals, defer_signals
+from cpt.core.processes import is_first_process
 from cpt.core.tensors import check_state
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import Domain, DomainSequence
-from cpt.evaluation.metrics import objective_value
 from cpt.evaluation.monitor import MonitorObserver
 from cpt.evaluation.scores import Scores, gather_documents
+from cpt.evaluation.task_metrics import run_objective
 from cpt.loggers.loggers import WandbCurves, log_scores, log_stage, track
 from cpt.loggers.wandb import run_name
 from cpt.methods.base import ContinualMethod
@@ -40,9 +42,10 @@ from cpt.trainer.base_model import Base, make_base
 from cpt.trainer.callbacks import CustomCallbacks, ProtectedMovement
 from cpt.trainer.checkpoint import StepCheckpoint, check_stage, restore_stage, save_stage
 from cpt.trainer.costs import CostMonitor, stored_beside, time_phase, trained_parameters
+from cpt.trainer.dry_run import match_operations
 from cpt.trainer.evaluators import Evaluator, make_evaluators
 from cpt.trainer.lightning import drop_optimizer, make_trainer
-from cpt.trainer.manifest import why_end_is_final, write_manifest
+from cpt.trainer.manifest import write_manifest
 from cpt.trainer.monitor import Monitor
 from cpt.trainer.plan import Plan
 from cpt.trainer.run_dir import RunDir
@@ -75,6 +78,14 @@ def train_run(plan: Plan, run: RunDir) -> Scores:
     set_phase("making the base")
     with time_phase(took, "make the base"):
         base = make_base(plan.model, corpora, accelerator=plan.trainer.accelerator)
+    if plan.trainer.match is not None:
+        with time_phase(took, "count operations"):
+            world = ready.processes * plan.trainer.num_nodes
+            how: dict[str, Any] = {"device": ready.device, "world": world, "stored": run.matched}
+            plan = match_operations(plan, corpora, base, **how)
+            if is_first_process() and not run.matched.exists():
+                files.replace(run.matched, json.dumps(asdict(plan.budget)))
+    with time_phase(took, "make the base"):
         method = build.build_method(plan, base)
     set_phase("tokenising")
     with time_phase(took, "tokenise"):
@@ -110,6 +121,24 @@ def train_run(plan: Plan, run: RunDir) -> Scores:
         trainer.fit()  # for each stage: train, save, evaluate, commit
         trainer.finalize(base)  # model, report, model card
     return scores
+
+
+def keep_threads(path: Path, *, processes: int) -> None:
+    """Uses as many CPU threads as the run began with, which a file of its folder remembers: with others the
+    same sums are added in another order, and the last bits differ. `processes`
+    are at work on this machine."""
+    given = torch.get_num_threads()
+    if "OMP_NUM_THREADS" not in os.environ:
+        given = max(1, given // processes)
+    begun = path.read_text() if path.exists() else str(given)
+    if not begun.isdigit() or int(begun) < 1:
+        raise ValueError(f"{path} is damaged; write the number of threads into it that the run began with")
+    if int(begun) != given:
+        log.info("Computing with %s threads, as this run began, not with %d", begun, given)
+    if is_first_process() and not path.exists():
+        path.write_text(begun)
+    torch.set_num_threads(int(begun))
+    os.environ["OMP_NUM_THREADS"] = begun  # for the processes that Lightning starts
 
 
 @dataclass(frozen=True)
@@ -291,7 +320,7 @@ class ContinualTrainer:
 
     def commit_row(self, row: str, **costs: Any) -> None:
         """Evaluates, and writes the row: a restart resumes after it."""
-        number, options = len(self.scores.rows), self.plan.run
+        number = len(self.scores.rows)
         self.module.observes = number in (0, len(self.data))
         with self.eta.timed("score", number):
             cells = self.scorer.score(number, row, self.scorer.wanted(number))
@@ -313,8 +342,7 @@ class ContinualTrainer:
             if diagnostics:
                 self.run.save_arrays(self.run.path / "diagnostics" / f"{number:03d}.npz", diagnostics)
             self.journal.keep_row(number)
-            end = options.save_trainer_state and not why_end_is_final(self.plan)
-            self.run.cleanup(number, keep=options.save_all_stages, end=end)
+            self.run.cleanup(number, keep=self.plan.run.save_all_stages)
 
     def backfill(self, number: int) -> None:
         """Scores the texts that a row lacks, where the weights of its stage are there."""
@@ -367,7 +395,7 @@ class ContinualTrainer:
         if isinstance(self.module.model, FSDPModule):  # another module has all weights in this process
             self.module, self.at = build.build_method(self.plan, start), 0
             self.restore(len(scores.rows) - 1)
-        with writing(run.model):
+        with files.writing(run.model):
             loading = self.module.export(run.model, [domain.name for domain in self.data])
             start.tokenizer.save_pretrained(run.model)
         scores.loading = loading.replace(f"{run.path}/", "")  # the folder may be moved
@@ -385,7 +413,7 @@ class ContinualTrainer:
             log.info("Missing cells of the matrix: %d, in the rows %s: %s", sum(left.values()), few, why)
         for each in self.evaluators:
             self.journal.collect(each)
-        scores.optimized_metric = objective_value(scores.metrics, self.plan.run.optimized_metric)
+        scores.optimized_metric = run_objective(vars(scores), self.plan.run.optimized_metric)
         scores.run["finished"] = True
         run_page.write_report(run.path, scores)
         if len(scores.rows) > 1:

@@ -1,9 +1,7 @@
 """A Hydra config as a Plan: typed sections, and every check that needs neither torch nor text."""
 
 import inspect
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -23,10 +21,10 @@ from cpt.data.options import Budget, DataOptions, share_batch
 from cpt.data.replay import NO_REPLAY, ReplayConfig
 from cpt.data.sources.base import Source
 from cpt.evaluation.finetune_tasks import FinetunePlan, check_task_values, plan_endtasks
-from cpt.evaluation.metrics import objective_value
 from cpt.evaluation.monitor import MonitorOptions, ObserverConfig
 from cpt.evaluation.options import EvalOptions, LMEvalOptions, TaskEvalOptions
 from cpt.evaluation.scores import Scores
+from cpt.evaluation.task_metrics import run_objective
 from cpt.models.options import Freeze, ModelOptions
 from cpt.optim.options import carried, read_optimizer
 from cpt.optim.schedulers import Schedule
@@ -44,16 +42,12 @@ SET_BY_CPT = {
 }
 
 
-def readable_errors() -> AbstractContextManager[None]:
-    return readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR"))
-
-
 class Checked(Callback):
     """Hydra callback that rejects an invalid config before a folder is made for it."""
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         rename_keys(config)
-        with readable_errors():
+        with readable():
             read_sections(config)
         if config.get("plan"):  # Hydra writes neither its files nor a log
             with read_write(config.hydra), open_dict(config.hydra):
@@ -63,7 +57,7 @@ class Checked(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         rename_keys(config)
-        with readable_errors():
+        with readable():
             run = read_sections(config).run
             if run is not None and run.plan:
                 raise ValueError(
@@ -252,7 +246,7 @@ def make_plan(cfg: DictConfig) -> Plan:
     """The plan of a config; raises ValueError for an invalid one."""
     read = read_sections(cfg)
     settings = with_cap(plain_config(cfg), read.evaluation.cap)  # raises for what is missing
-    objective_value({}, read.run.optimized_metric)
+    run_objective({"metrics": {}, "endtasks": {}, "rows": []}, read.run.optimized_metric)
     trainer, source, folder = read.trainer, read.source, settings["init_from"]
     processes = trainer.devices if isinstance(trainer.devices, int) else 1
     share_batch(trainer.batch_size, accumulate=trainer.accumulate_grad_batches, world=max(1, processes))
@@ -293,8 +287,6 @@ def make_plan(cfg: DictConfig) -> Plan:
     asked = plan.answers.known_by if plan.answers is not None else {}
     if absent := [task for task in asked if task not in source.domains]:
         raise ValueError(unknown_name(f"answers.measures.{absent[0]}", source.domains))
-    if plan.by_texts:
-        source.check_embedding()
     if conflict := next(conflicts(plan), None):
         raise ValueError(conflict)
     return plan
@@ -361,6 +353,7 @@ def why_not_growable(plan: Plan) -> str:
     needs_end = getattr(schedule, "needs_end", False)
     reasons = {
         f"order={order} gives a further domain its place among those that are learned": plan.by_texts,
+        "trainer.match=ncl shares out the operations of all domains": plan.trainer.match is not None,
         "domains.balanced=true cuts all domains to the smallest of them": plan.source.balanced is True,
         f"method={plan.names['method']} needs all domains "
         "before the first is learned": method.requires_all_domains,

@@ -26,7 +26,7 @@ BY_CONTENT = ("order", "domains.root", "domains.only", "domains.by", "init_from"
 WEIGHTS = (".safetensors", ".bin")
 OF_A_CHECKPOINT = (*WEIGHTS, ".json", ".model", ".txt", ".jinja")
 # The files of a run that was rejected: Hydra's, and those that the next start writes again.
-BEFORE_THE_RUN = (".hydra", "run.log", ".lock", "config.yaml", "threads", PROGRESS_FILE)
+BEFORE_THE_RUN = (".hydra", "run.log", ".lock", "config.yaml", "threads", "matched.json", PROGRESS_FILE)
 
 
 class RunDir:
@@ -42,6 +42,7 @@ class RunDir:
         self.path = path
         self.model, self.scores_file = path / "model", path / "scores.json"
         self.config, self.manifest = path / "config.yaml", path / "identity.json"
+        self.matched = path / "matched.json"  # the steps of trainer.match
         self.restore_hint = f"bring it back from a copy, or delete {path} to learn again"
 
     def write_config(self, settings: Mapping[str, Any]) -> None:
@@ -145,10 +146,6 @@ class RunDir:
     def checkpoint(self, number: int, name: str) -> Path:
         return self.path / "checkpoints" / f"{number:03d}-{name}.ckpt"
 
-    def last_checkpoint(self) -> Path | None:
-        """The checkpoint within the first stage or at its end, if there is one."""
-        return next(iter(sorted(self.path.glob("checkpoints/001-*.ckpt"))), None)
-
     def monitor_file(self, number: int) -> Path:
         """The losses by document at the first evaluation of a stage."""
         return self.path / "monitor" / f"{number:03d}.npz"
@@ -173,11 +170,9 @@ class RunDir:
         for row in range(rows):
             files.check_archive(documents_file(self.path, row), instead=self.restore_hint)
 
-    def cleanup(self, stages: int, *, keep: bool, end: bool = False) -> None:
-        """Removes checkpoints that a committed stage makes obsolete, unless `keep` (those of earlier stages)
-        or `end` (the trainer's state at its end)."""
-        if not end:
-            discard(self.path / "checkpoints")
+    def cleanup(self, stages: int, *, keep: bool) -> None:
+        """Removes the checkpoints that a committed stage makes obsolete, also of stages unless `keep`."""
+        discard(self.path / "checkpoints")
         for kind in () if keep else ("pt", "shards"):  # in this order: a stage counts by its file
             for old in self.path.glob(f"stages/*.{kind}"):
                 if (number := old.name.split(".")[0]).isdigit() and int(number) < stages:

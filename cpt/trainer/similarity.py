@@ -3,15 +3,10 @@
 import json
 import logging
 from collections.abc import Callable, Iterator
-from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from safetensors.numpy import load_file
-from tokenizers import Tokenizer
 from torch.nn.utils.rnn import pad_sequence
 
 from cpt.core.randomness import key, shuffle
@@ -47,14 +42,7 @@ def write_similarity(folder: Path, plan: Plan) -> None:
     if kind == "tfidf":
         means = orders.embed_by_words(texts)
     else:
-        encode = static_encoder() if kind == "static" else None
-        if kind == "sentence":
-            from sentence_transformers import SentenceTransformer
-
-            place = str(source.embedding_model)
-            model = SentenceTransformer(place, local_files_only=True, trust_remote_code=False)
-            encode = partial(model.encode, show_progress_bar=False, convert_to_numpy=True)
-        means = orders.embed_by_vectors(texts, encode or model_encoder(plan, corpora))
+        means = orders.embed_by_vectors(texts, model_encoder(plan, corpora))
     similarity = orders.Similarity.of(means, general=means.pop(GENERAL))
     (folder / "similarity.json").write_text(json.dumps(similarity.tell(similarity.names)), encoding="utf-8")
 
@@ -66,21 +54,6 @@ def sample_documents(corpus: Corpus, name: str, *, form: str, most: int) -> Iter
     for texts in in_batches(documents.select(np.sort(drawn))):
         read = [read_example(text).question if form == EXAMPLES else text for text in texts]
         yield [text[:CHARACTERS_READ] for text in read]
-
-
-def static_encoder() -> Encode:
-    """A document is the mean of its tokens' rows of the table in the package wordllama, [256]. The package is
-    not imported, as its loader looks for the tokenizer on the network."""
-    package: Any = find_spec("wordllama")
-    place = Path(package.submodule_search_locations[0])
-    (table,) = load_file(min(place.glob("weights/*_256.safetensors"))).values()
-    tokenizer = Tokenizer.from_file(str(min(place.glob("tokenizers/*.json"))))
-
-    def encode(documents: list[str]) -> np.ndarray:
-        rows = [each.ids for each in tokenizer.encode_batch(documents, add_special_tokens=False)]
-        return np.stack([table[ids].astype(np.float32).sum(0) / max(1, len(ids)) for ids in rows])
-
-    return encode
 
 
 def model_encoder(plan: Plan, corpora: Corpora) -> Encode:

@@ -134,7 +134,7 @@ def test_a_sweep_lists_its_runs(tmp_path):
     list_sweep_runs(first, [first / "a", first / "b", elsewhere])
     assert states(first) == [("elsewhere", "failed"), ("a", "failed"), ("b", "queued")]
     list_sweep_runs(first, [first / "c"])  # the next batch of a sweep at work
-    assert load_sweep(first)[0] == ["a", "b", "../elsewhere", "c"]
+    assert load_sweep(first).runs == ["a", "b", "../elsewhere", "c"]
     path = first / SWEEP_FILE
     data = json.loads(path.read_text())
     path.write_text(json.dumps(data | {"process": data["process"] | {"start_time": 1.0}}))

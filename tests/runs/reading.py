@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from cpt.core.tensors import load_tensors
 from cpt.evaluation.scores import Scores
-from cpt.trainer.checkpoint import load_stage
+from cpt.trainer.checkpoint import fill_in
 from tests.conftest import ROOT
 from tests.support.killing import KilledError, Killer
 
@@ -30,7 +31,8 @@ def told_by(folder: Path) -> dict[str, Any]:
 
 
 def state_of(folder: Path, stage: int = -1) -> dict[str, Tensor]:
-    return load_stage(sorted((folder / "stages").glob("*.pt"))[stage])
+    path = sorted((folder / "stages").glob("*.pt"))[stage]
+    return fill_in(load_tensors(path), path)
 
 
 def same_state(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

@@ -9,7 +9,6 @@ import argparse
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -55,17 +54,15 @@ class Ready:
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{file} is damaged ({error}); delete it to plan again") from error
         if asked != question:
-            raise ValueError(
-                f"--out {file.parent} is invalid: it has the advice on another question. Allowed: another "
-                f"folder"
-            )
+            told = f"--out {file.parent} is invalid: it has the advice on another question"
+            raise ValueError(f"{told}. Allowed: another folder")
         return ready
 
 
 def main(arguments: Sequence[str]) -> int:
     given = make_parser().parse_intermixed_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
-    with readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR")):
+    with readable():
         check(given)
         began, arms = time.monotonic(), candidates.choose_arms(given.arms)
         model = candidates.find_model(given.model)

@@ -1,7 +1,6 @@
 """Domains in data sets of the Hugging Face Hub, or in local copies of them."""
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from glob import glob
 from itertools import chain
 from pathlib import Path
@@ -11,7 +10,7 @@ import pyarrow as pa
 
 from cpt.core.schema import Text, TextList, config, fits, option, show
 from cpt.data.sources.base import GENERAL, Source
-from cpt.data.sources.docstrings import read_general, stamp_docs
+from cpt.data.sources.docstrings import read_docs, stamp_docs
 from cpt.data.sources.readers import SPLITS, cause, reading_bar, stamps, texts_of
 
 ENTRY = {"path", "name", "data_files", "splits", "column"}
@@ -29,23 +28,26 @@ class Hub(Source):
     column: Text = option("column of the text")
     streaming: bool = option("download rows while they are read")
     general: Text | None = option(
-        "general text: a name of the catalogue; null: docstrings of the standard library and numpy"
+        "general text: a name of the catalogue; null: docstrings of Python and numpy"
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.names:
-            raise ValueError(
-                "catalogue={} is invalid: it names no domain. Allowed: "
-                "'+domains.catalogue.news={path: ag_news}'"
-            )
+            allowed = "'+domains.catalogue.news={path: ag_news}'"
+            raise ValueError(f"catalogue={{}} is invalid: it names no domain. Allowed: {allowed}")
         for name, entry in self.catalogue.items():
-            if not is_entry(entry):
-                given = dict(entry) if isinstance(entry, Mapping) else show(entry)
+            has = entry if isinstance(entry, Mapping) else {}
+            splits, files = has.get("splits") or {}, has.get("data_files")
+            given = list(files.values()) if isinstance(files, Mapping) else [] if files is None else [files]
+            fine = [fits(has.get("path"), Text), set(has) <= ENTRY, isinstance(splits, Mapping)]
+            fine += [has.get(key) is None or fits(has[key], Text) for key in ("name", "column")]
+            fine += [fits(each, Text) or (fits(each, TextList) and len(each) > 0) for each in given]
+            if not all(fine) or not {*splits} <= {*SPLITS.values()}:
+                shown = dict(entry) if isinstance(entry, Mapping) else show(entry)
                 raise ValueError(
-                    f"catalogue.{name}={given} is invalid. Allowed: path, and optionally name, data_files, "
-                    f"column, "
-                    "splits, like {path: lex_glue, name: ecthr_a, splits: {train: train, test: test}}"
+                    f"catalogue.{name}={shown} is invalid. Allowed: path, and optionally name, data_files, "
+                    "column, splits, like {path: lex_glue, name: ecthr_a, splits: {train: train, test: test}}"
                 )
         if self.general not in (None, *self.catalogue):
             raise ValueError(f"general={self.general} is invalid. Allowed: null, {', '.join(self.catalogue)}")
@@ -55,35 +57,41 @@ class Hub(Source):
         return [name for name in self.catalogue if name != self.general]
 
     def read(self, name: str) -> Iterator[tuple[str, str]]:
-        from datasets.exceptions import DatasetsError  # seconds that a check need not wait for
+        import datasets  # seconds that a check need not wait for
 
-        entry = self.entry(name)
-        if entry is None:
-            yield from read_general()
+        if (entry := self.entry(name)) is None:
+            yield from read_docs()
             return
         path = entry["path"]
         try:
-            theirs, load = open_set(entry, streaming=self.streaming)
+            given, files = (path, entry.get("name")), split_files(entry)
+            if saved := any((Path(path) / each).is_file() for each in SAVED):
+                found = datasets.load_from_disk(path)
+                stored = {"train": found} if isinstance(found, datasets.Dataset) else found
+            theirs = list(stored) if saved else datasets.get_dataset_split_names(*given, data_files=files)
             chosen = entry.get("splits") or {SPLITS[each]: each for each in theirs if each in SPLITS}
             if not chosen:
                 allowed = f"{', '.join(SPLITS)}, or to say which to read, like splits={{train: all}}"
-                raise ValueError(
-                    f"domains.catalogue: {path} has the splits {', '.join(theirs)}. Allowed: {allowed}"
-                )
+                told = f"domains.catalogue: {path} has the splits {', '.join(theirs)}"
+                raise ValueError(f"{told}. Allowed: {allowed}")
             for split, their_split in chosen.items():
-                where, rows = f"{path} ({their_split})", load(their_split)
+                if saved and their_split not in stored:
+                    told = f"domains.catalogue: {path} has no split {their_split}"
+                    raise ValueError(f"{told}. Allowed: {', '.join(stored)}")
+                how = {"data_files": files, "streaming": self.streaming, "split": their_split}
+                where = f"{path} ({their_split})"
+                rows: Any = stored[their_split] if saved else datasets.load_dataset(*given, **how)
                 total = len(rows) if hasattr(rows, "__len__") else None
                 with reading_bar(where, total=total, unit=" rows") as bar:
                     for row in rows:
                         bar.update()
                         for text in texts_of([(where, row)], entry.get("column", self.column)):
                             yield split, text
-        except (DatasetsError, OSError, pa.ArrowException, UnicodeDecodeError) as error:
+        except (datasets.exceptions.DatasetsError, OSError, pa.ArrowException, UnicodeDecodeError) as error:
             raise ValueError(f"domains.catalogue.{name}.path={path} is invalid: {cause(error)}") from error
 
     def fingerprint(self, name: str) -> Any:
-        entry = self.entry(name)
-        if entry is None:
+        if (entry := self.entry(name)) is None:
             return stamp_docs()
         patterns = chain.from_iterable((split_files(entry) or {}).values())
         local = [entry["path"], *(path for each in patterns for path in sorted(glob(each, recursive=True)))]
@@ -95,39 +103,9 @@ class Hub(Source):
         return self.catalogue.get(self.general or "") if name == GENERAL else self.catalogue[name]
 
 
-def open_set(entry: Mapping[str, Any], *, streaming: bool) -> tuple[list[str], Callable[[str], Any]]:
-    """The names of a data set's splits, and what gives the rows of one."""
-    from datasets import Dataset, get_dataset_split_names, load_dataset, load_from_disk
-
-    path, name, files = entry["path"], entry.get("name"), split_files(entry)
-    if not any((Path(path) / each).is_file() for each in SAVED):
-        load_split = partial(load_dataset, path, name, data_files=files, streaming=streaming)
-        return get_dataset_split_names(path, name, data_files=files), lambda split: load_split(split=split)
-    found = load_from_disk(path)
-    splits = {"train": found} if isinstance(found, Dataset) else found
-
-    def load(split: str) -> Any:
-        if split not in splits:
-            raise ValueError(f"domains.catalogue: {path} has no split {split}. Allowed: {', '.join(splits)}")
-        return splits[split]
-
-    return list(splits), load
-
-
 def split_files(entry: Mapping[str, Any]) -> dict[str, list[str]] | None:
     """The files that `data_files` names, by split, in Python's own types; train where there are no splits."""
-    files: Any = entry.get("data_files") or None
-    by_split = files if files is None or isinstance(files, Mapping) else {"train": files}
-    lists = ((str(name), each) for name, each in (by_split or {}).items())
-    return {name: [each] if isinstance(each, str) else list(each) for name, each in lists} or None
-
-
-def is_entry(entry: Any) -> bool:
-    """Whether it says where a data set is, and nothing that is unknown."""
-    if not isinstance(entry, Mapping) or not fits(entry.get("path"), Text) or not set(entry) <= ENTRY:
-        return False
-    splits, files = entry.get("splits") or {}, entry.get("data_files")
-    given = list(files.values()) if isinstance(files, Mapping) else [] if files is None else [files]
-    texts = all(entry.get(key) is None or fits(entry[key], Text) for key in ("name", "column"))
-    named = all(fits(each, Text) or (fits(each, TextList) and len(each) > 0) for each in given)
-    return texts and named and isinstance(splits, Mapping) and {*splits} <= {*SPLITS.values()}
+    files: Any = entry.get("data_files") or {}
+    by_split = files if isinstance(files, Mapping) else {"train": files}
+    lists = {str(name): [each] if isinstance(each, str) else list(each) for name, each in by_split.items()}
+    return lists or None
