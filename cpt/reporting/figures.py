@@ -144,8 +144,7 @@ def draw_curves(section: RunSection) -> Picture | None:
                 ends[group.name].append(float([*curves.values()][-1].iloc[-1]))
     if not orders:
         return None
-    lowest = sorted(ends, key=lambda name: np.mean(ends[name]))
-    marked = lowest[: HIGHLIGHTED if len(ends) > FEW else None]
+    marked = choose_lowest({name: np.mean(each) for name, each in ends.items()})
     shown = sorted(orders, key=lambda order: -len(orders[order]))[:MAX_ORDERS]
     drawn = figure((11, max(0.8 + 3.2 * len(shown), 0.23 * len(marked) + 0.8)))
     grid, styles = drawn.subplots(len(shown), 1, squeeze=False)[:, 0], style_groups(ends, section.places)
@@ -393,6 +392,11 @@ def draw_plane(
     return png(drawn, told=f"{y} against {x}; lower is better for both. {best} {told}")
 
 
+def choose_lowest(ends: Mapping[str, float]) -> list[str]:
+    """The names of all curves, or of more than FEW of those that end lowest."""
+    return sorted(ends, key=lambda name: ends[name])[: HIGHLIGHTED if len(ends) > FEW else None]
+
+
 def draw_stages(
     groups: Mapping[str, Sequence[Scores]], *, places: Mapping[str, int] | None = None
 ) -> Picture:
@@ -418,7 +422,7 @@ def draw_stages(
         elif np.isfinite(last).any():
             levels[name] = float(np.mean([each for each in last if np.isfinite(each)]))
     ends = {name: float(table.mean().dropna().iloc[-1]) for name, table in lines.items()}
-    marked = sorted(ends, key=lambda name: ends[name])[: HIGHLIGHTED if len(lines) > FEW else None]
+    marked = choose_lowest(ends)
     for name in (name for name in lines if name not in marked):
         axes.plot(lines[name].columns + 1, lines[name].mean(), color="0.75", zorder=1)
     if others := len(lines) - len(marked):
