@@ -4,7 +4,7 @@ files, and in the folders of earlier runs."""
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -90,11 +90,10 @@ def has_option(place: str, name: str, config: Mapping[str, Any]) -> bool:
     target = config.get(f"{place}._target_")
     if not isinstance(target, str) or name in GIVEN:
         return True
-    try:
+    with suppress(ValueError):
         kind = options_class(target, place=place)
-    except ValueError:
-        return False
-    return place == "endtask" if kind is None else name in option_types(kind)
+        return place == "endtask" if kind is None else name in option_types(kind)
+    return False
 
 
 def new_value(name: str, value: Any) -> Any:
@@ -104,8 +103,8 @@ def new_value(name: str, value: Any) -> Any:
 
 def rename_leaves(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """The leaves of a config with present names and values."""
-    names = {key: new_name(key, leaves) for key in leaves}
-    return {names[key]: new_value(names[key], value) for key, value in leaves.items()}
+    named = ((new_name(key, leaves), value) for key, value in leaves.items())
+    return {name: new_value(name, value) for name, value in named}
 
 
 def rename_keys(cfg: DictConfig) -> None:

@@ -24,7 +24,6 @@ from torch import Tensor
 from cpt.adapters.domain_store import in_memory, map_stored
 from cpt.core.memory import forget_peak, peak
 from cpt.core.tensors import load_tensors
-from cpt.data.corpora import Corpora
 from cpt.data.datamodule import Domain, DomainSequence
 from cpt.data.options import Budget
 from cpt.evaluation.options import EvalOptions
@@ -34,7 +33,7 @@ from cpt.models.memory import draw_quickly
 from cpt.optim.nan_guard import NanGuard
 from cpt.reporting.frames import megabytes
 from cpt.trainer.base_model import make_base
-from cpt.trainer.build import build_data, build_method, log_eval_cap, log_ineffective
+from cpt.trainer.build import build_data, build_method, log_eval_cap, log_ineffective, read_corpora
 from cpt.trainer.checkpoint import save_stage
 from cpt.trainer.costs import CostMonitor, stored_beside, trained_parameters
 from cpt.trainer.lightning import drop_optimizer, make_trainer
@@ -129,8 +128,7 @@ def estimate(plan: Plan, place: RunDir) -> dict[str, Any]:
     """What a run will do and cost, as plan=json prints it. Raises ValueError for one that cannot be run."""
     ready = prepare(plan, place)
     plan, world = ready.plan, ready.processes * ready.plan.trainer.num_nodes
-    options, cache = plan.trainer, Path(plan.run.cache_dir)
-    corpora = Corpora.read(plan.source, plan.order, cache=cache, workers=plan.data.preprocessing_num_workers)
+    options, corpora = plan.trainer, read_corpora(plan)
     start = make_base(plan.model, corpora, accelerator=options.accelerator, trains=False)
     module = build_method(plan, start)
     data = build_data(plan, corpora, start, module)
@@ -150,10 +148,8 @@ def estimate(plan: Plan, place: RunDir) -> dict[str, Any]:
     if not any(each["left_steps"] or each["left_read_tokens"] for each in stages):
         return about | {"left": "nothing"}
     # What one process does of a batch, with the same few steps for every domain.
-    probe, steps = (
-        min(options.importance_samples, options.eval_batch_size),
-        WARMUP + max(TIMED, 2 * module.period),
-    )
+    probe = min(options.importance_samples, options.eval_batch_size)
+    steps = WARMUP + max(TIMED, 2 * module.period)
     alone: dict[str, Any] = {"devices": 1, "num_nodes": 1, "strategy": "auto", "reshard_after_forward": None}
     few = replace(
         plan,
@@ -204,8 +200,8 @@ def count_work(
             with contextlib.suppress(Exception):  # the run reports a damaged one
                 left_steps -= int(load_tensors(path)["global_step"])
         if number:
-            own, before = ([data.train[text].tokens_per_row for text in names]
-                           for names in (stage.parts, data.past(stage)))  # fmt: skip
+            parts_of = (stage.parts, data.past(stage))
+            own, before = ([data.train[text].tokens_per_row for text in names] for names in parts_of)
             replayed = data.replay.adds * (data.replay.past_ratio * bool(before) + data.replay.general_ratio)
             rows = sum(map(operator.mul, data.steps_by_part(stage), own)) * (1 + replayed)
             recovered = data.recovery_steps(stage) * sum(before) / max(1, len(before))
@@ -258,12 +254,7 @@ def profile_stages(
 
 
 def extrapolate(
-    options: TrainerOptions,
-    profiles: Sequence[Profile],
-    stages: Sequence[dict[str, Any]],
-    world: int,
-    *,
-    copies: int,
+    options: TrainerOptions, profiles: Sequence[Profile], stages: Sequence[Any], world: int, *, copies: int
 ) -> dict[str, Any]:
     """Memory, disk and seconds of all stages; a stage keeps `copies` of the weights to go back to."""
     trained, last, is_fsdp = profiles[1:], len(stages) - 1, options.strategy == "fsdp"
@@ -324,10 +315,8 @@ def extrapolate(
 def format_table(data: Mapping[str, Any]) -> str:
     """What plan=true prints; of many texts and stages the first and last, and the sums of all."""
     run, cost, tables = data["run"], "seconds" in data, []
-    for rows, left_out in (
-        (data["texts"], ["read_tokens"]),
-        (data["stages"], ["left_read_tokens", "documents_bytes", "stored"]),
-    ):
+    left_out = ["read_tokens", "left_read_tokens", "documents_bytes", "stored"]
+    for rows in (data["texts"], data["stages"]):
         frame = pd.DataFrame(rows).drop(columns=left_out, errors="ignore")
         sums = pd.DataFrame([{frame.columns[0]: "all", **frame.iloc[:, 1:].sum()}])
         few = frame if len(frame) <= 8 else pd.concat([frame.head(4), frame.tail(4)])
