@@ -72,8 +72,7 @@ def warn(old: str, new: str) -> None:
 
 
 def new_name(key: str, config: Mapping[str, Any]) -> str:
-    """The present name of a key or group; the key itself if it was not renamed. `config`: the leaves of the
-    config, for the classes that it chooses."""
+    """The present name of a key or group; `config`: leaves, for the classes that they choose."""
     head, dot, rest = key.partition(".")
     key = f"{RENAMED_GROUPS.get(head, head)}{dot}{rest}"
     for old, new in SECTIONS.items():

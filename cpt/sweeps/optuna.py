@@ -253,8 +253,7 @@ class OptunaSweeper(Sweeper):
     def tell_trial(
         self, study: optuna.Study, trial: optuna.trial.FrozenTrial, returned: Sequence[JobReturn]
     ) -> None:
-        """Tells Optuna the objective of a trial, the mean over its runs; it fails where a run failed or has
-        no finite objective."""
+        """Tells Optuna the mean objective of a trial's runs; it fails where a run has no finite one."""
         values = [each._return_value for each in returned]
         runs = [list(v) if isinstance(v, Sequence) and not isinstance(v, str) else [v] for v in values]
         label = f"Trial {trial.number}, {' '.join(to_overrides(trial.params))}"
@@ -292,8 +291,7 @@ def format_values(values: Sequence[float]) -> str:
 
 
 def write_best(study: optuna.Study, finished: int, folder: Path, names: Sequence[str]) -> None:
-    """Writes and logs the best trial, or the Pareto front of several objectives. Raises ValueError where no
-    trial has an objective."""
+    """Writes and logs the best trial, or the Pareto front; raises ValueError where there is none."""
     if not finished:
         raise ValueError("no trial of the search has an objective; the same command tries again")
     several, found = len(names) > 1, []

@@ -114,8 +114,7 @@ def is_whole(options: ModelOptions) -> bool:
 def adapt_checkpoint(
     options: ModelOptions, given: Base, corpora: Corpora, accelerator: str, trains: bool
 ) -> Base:
-    """The base with a checkpoint's first blocks and a trained head (unless it `trains` the cache's or none),
-    in the cache as a checkpoint of its own."""
+    """A checkpoint's first blocks, with a trained head (unless it `trains` the cache's or none), cached."""
     how, source = options.pretraining, str(options.name_or_path)
     steps = (how and how.head_steps) or 0
     files: Any = getattr(loading.configuration(source), "_commit_hash", None)  # of the Hub
@@ -208,8 +207,7 @@ def pretrain(
     accelerator: str,
     freeze: Freeze = NOT_FROZEN,
 ) -> None:
-    """Pre-trains what `freeze` leaves of a model on the general text in one process; a killed one resumes
-    from its checkpoint."""
+    """Pre-trains what `freeze` leaves of a model on the general text in one process; resumable."""
     how = options.pretraining
     assert how is not None
     loading.check_length(options.max_seq_length, model, new.objective)

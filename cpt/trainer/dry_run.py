@@ -105,8 +105,7 @@ class Profiler(Callback):
 
 
 def bytes_by_use(module: Any, trainer: Trainer) -> dict[str, int]:
-    """Bytes of the tensors on the device of a stage, each counted once, and of those that are offloaded to
-    the host."""
+    """Bytes of a stage's tensors on its device, each counted once, and of those offloaded to the host."""
     states = [value for each in trainer.optimizers for kept in each.state.values() for value in kept.values()]
     uses: dict[str, Iterable[Tensor]] = {
         "weights": in_memory(module.model),

@@ -143,8 +143,7 @@ def copy_trained(module: ContinualMethod) -> dict[str, Tensor]:
 def put_back(
     module: ContinualMethod, weights: Mapping[str, Tensor], *, towards: Any = None, way: float = 0.0
 ) -> None:
-    """Gives trained parameters the weights that were kept of them, or what lies at a share of the way from
-    these `towards` others, by name."""
+    """Puts kept weights back, or what lies at a share of the way from these `towards` others."""
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and name in weights:
             parameter.copy_(weights[name].to(parameter.device))

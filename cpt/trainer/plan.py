@@ -132,8 +132,7 @@ class Plan(Sections):
 
     @property
     def digests(self) -> dict[str, str]:
-        """Hashes of what is measured in addition to the losses (options, sizes and times of data), by its key
-        in scores.json."""
+        """Hashes of the options and data of what is measured besides losses, by its key in scores.json."""
         measured = {"endtasks": self.endtasks, "answers": self.answers, "probes": self.benchmark}
         groups = dict(zip(measured, ("endtask", "answers", "benchmark"), strict=True))
         return {
@@ -349,8 +348,7 @@ def conflicts(plan: Plan) -> Iterator[str]:
 
 
 def why_not_growable(plan: Plan) -> str:
-    """Why the first domains of a plan would have been trained differently without those that follow; empty
-    where they would not."""
+    """Why the first domains would have been trained differently without those that follow, if so."""
     order, schedule, method = plan.run.order, plan.lr_scheduler, plan.method.load()
     needs_end = getattr(schedule, "needs_end", False)
     reasons = {
