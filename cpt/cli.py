@@ -29,10 +29,9 @@ report_errors = utils.run_and_report
 
 
 def start() -> None:
-    """Does what the arguments say. A `_target_` may name a module in the working directory, which is searched
-    last: no file there hides a library."""
+    """Does what the arguments say. A `_target_` may name a module in the working directory."""
     die_with_parent()
-    sys.path.append(os.getcwd())
+    sys.path.append(os.getcwd())  # last: no file there hides a library
     utils.run_and_report = run_step  # type: ignore[assignment]
     # The group is there already, as null: for Hydra a plus would choose it twice.
     sys.argv = leave_to_jobs(

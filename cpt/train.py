@@ -108,8 +108,7 @@ def is_complete(scores: Scores | None, plan: Plan) -> bool:
 
 
 def is_done(cfg: DictConfig, run_dir: Path) -> bool:
-    """Whether a directory has the finished run of this config, by sizes and times of its texts. Raises
-    ValueError where that cannot be read."""
+    """Whether a directory has the finished run of this config; raises ValueError for unreadable ones."""
     run = RunDir(run_dir)
     if not run.config.exists():
         return False

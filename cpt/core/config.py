@@ -86,8 +86,7 @@ def is_secret(key: str) -> bool:
 
 
 def redact(value: Any, key: str = "") -> Any:
-    """A config without the values of keys that look secret, and without names and passwords in addresses: a
-    run folder, its report and W&B show it."""
+    """A config, as it is shown, without secrets by their keys and in addresses."""
     if isinstance(value, Mapping):
         return {name: redact(each, str(name)) for name, each in value.items()}
     if isinstance(value, list):

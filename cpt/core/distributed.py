@@ -142,8 +142,7 @@ def local_rows(values: Tensor, like: Tensor) -> Tensor:
 
 
 def shard_like(values: Tensor, like: Tensor, *, device: torch.device | None = None) -> Tensor:
-    """Full values sharded as a tensor of their shape is, in their own type and memory, on a device or where
-    that tensor is."""
+    """Full values sharded as a tensor of their shape is, in their own type, on a device or its own."""
     if not isinstance(like, DTensor) or isinstance(values, DTensor):
         return values
     return shard_as(local_rows(values.detach(), like).to(device or like.to_local().device, copy=True), like)

@@ -57,8 +57,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def check_archive(path: Path, *, instead: str) -> None:
-    """Raises ValueError if a zip file (torch.save, np.savez) is missing, truncated or has a wrong CRC;
-    `instead` says what to do about it."""
+    """Raises ValueError if a zip file is missing or damaged; `instead` says what to do about it."""
     if not path.exists():
         raise ValueError(f"{path} is gone; {instead}")
     try:

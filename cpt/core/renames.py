@@ -4,7 +4,7 @@ files, and in the folders of earlier runs."""
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -71,8 +71,7 @@ def warn(old: str, new: str) -> None:
 
 
 def new_name(key: str, config: Mapping[str, Any]) -> str:
-    """The present name of a key or group; the key itself if it was not renamed. `config`: the leaves of the
-    config, for the classes that it chooses."""
+    """The present name of a key or group; `config`: leaves, for the classes that they choose."""
     head, dot, rest = key.partition(".")
     key = f"{RENAMED_GROUPS.get(head, head)}{dot}{rest}"
     for old, new in SECTIONS.items():
@@ -89,11 +88,10 @@ def has_option(place: str, name: str, config: Mapping[str, Any]) -> bool:
     target = config.get(f"{place}._target_")
     if not isinstance(target, str) or name in GIVEN:
         return True
-    try:
+    with suppress(ValueError):
         kind = options_class(target, place=place)
-    except ValueError:
-        return False
-    return place == "endtask" if kind is None else name in option_types(kind)
+        return place == "endtask" if kind is None else name in option_types(kind)
+    return False
 
 
 def new_value(name: str, value: Any) -> Any:

@@ -31,8 +31,7 @@ def save_state(state: Any, path: Path) -> None:
 
 
 def check_state(path: Path, *, instead: str) -> None:
-    """Raises ValueError if a file of torch.save is missing or damaged, or holds other things than tensors;
-    `instead` says what to do about it."""
+    """Raises ValueError if a file of torch.save is missing, damaged or no tensors; `instead`: what to do."""
     check_archive(path, instead=instead)
     try:
         load_tensors(path)

@@ -62,8 +62,7 @@ class JobLauncher(Launcher):
 
     @abstractmethod
     def check(self) -> None:
-        """Raises ValueError for a wrong option of the launcher. Not in the constructor: Hydra wraps what is
-        raised there in lines of its own."""
+        """Raises ValueError for a wrong option; in the constructor Hydra would wrap it in more lines."""
 
     @abstractmethod
     def run(self, waiting: Sequence[Job], jobs: Sequence[Job], first: int) -> None:
@@ -271,8 +270,7 @@ def signal_handlers(
 
 
 def stop_jobs(jobs: Sequence[Job], *, grace: float, received: Sequence[int]) -> None:
-    """Ends jobs with all their processes: forwards the signal that was received, and kills what is left after
-    `grace` seconds or at a second signal."""
+    """Forwards the signal to jobs, and kills what is left after `grace` seconds or at a second signal."""
     deadline, first = time.monotonic() + grace, max(1, len(received))
     for job in jobs:
         job.kill(received[0] if received else signal.SIGTERM)

@@ -38,8 +38,7 @@ Like = Callable[[list[Any], torch.Size], Tensor | None]  # what a tensor of a pl
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes Lightning's checkpoints next to their place; its own writer needs room in the system's temporary
-    folder."""
+    """Writes Lightning's checkpoints next to their place; its own writer needs room in /tmp."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         save_state(checkpoint, Path(path))

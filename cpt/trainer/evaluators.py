@@ -111,8 +111,7 @@ class Evaluator(ABC):
 
 @contextmanager
 def counted(label: str, *, total: int, hidden: bool, unit: str) -> Iterator[tuple[tqdm, Callable[..., None]]]:
-    """A progress bar, and what is called after each unit of work; it leaves if a signal has come to any
-    process."""
+    """A progress bar, and what is called after each unit of work: it leaves on a signal to any process."""
     with progress_bar(label, total=total, hidden=hidden, unit=unit) as progress:
 
         def step(count: int = 1) -> None:
@@ -423,8 +422,7 @@ def make_evaluators(
     module: ContinualMethod,
     data: DomainSequence,
 ) -> list[Evaluator]:
-    """The evaluators of a plan, in the order in which they measure. Raises ValueError for a measure of
-    choices where a task has none."""
+    """The evaluators of a plan; raises ValueError for a measure of choices where a task has none."""
     found: list[Evaluator] = []
     run: dict[str, Any] = {"place": place, "module": module, "data": data}
     if plan.endtasks is not None:

@@ -4,6 +4,7 @@ time, for progress.json: what is left, at the pace of what is done."""
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -24,7 +25,6 @@ from cpt.core.heartbeat import HEARTBEAT, Phase, set_phase
 from cpt.core.preemption import check_signals, defer_signals
 from cpt.core.processes import is_first_process
 from cpt.core.tensors import check_state
-from cpt.data.corpora import Corpora
 from cpt.data.datamodule import Domain, DomainSequence
 from cpt.evaluation.monitor import MonitorObserver
 from cpt.evaluation.scores import Scores, gather_documents
@@ -71,10 +71,7 @@ def train_run(plan: Plan, run: RunDir) -> Scores:
     keep_threads(run.path / "threads", processes=ready.processes)
     set_phase("reading texts")
     with time_phase(took, "read the texts"):
-        cache = Path(plan.run.cache_dir)
-        corpora = Corpora.read(
-            plan.source, plan.order, cache=cache, workers=plan.data.preprocessing_num_workers
-        )
+        corpora = build.read_corpora(plan)
     set_phase("making the base")
     with time_phase(took, "make the base"):
         base = make_base(plan.model, corpora, accelerator=plan.trainer.accelerator)
@@ -102,11 +99,10 @@ def train_run(plan: Plan, run: RunDir) -> Scores:
     if scores is None or scores.run["order"] != new.run["order"]:  # domains were added
         scores = new if scores is None else new.take_over(scores)
     run.check_documents(len(scores.rows))
-    for phase, seconds in took.items():
-        scores.phases["start"][phase] = scores.phases["start"].get(phase, 0.0) + seconds
-    name, options = run_name(scores.run, plan.settings["order"]), plan.run
-    about: dict[str, Any] = {"name": name, "group": str(options.name), "job_type": plan.names["method"]}
-    about |= {"tags": options.tags, "config": dict(plan.settings)}
+    scores.phases["start"] = dict(Counter(scores.phases["start"]) + Counter(took))
+    name = run_name(scores.run, plan.settings["order"])
+    about: dict[str, Any] = {"name": name, "group": str(plan.run.name), "job_type": plan.names["method"]}
+    about |= {"tags": plan.run.tags, "config": dict(plan.settings)}
     with track(plan.logger.flags, run.path, about=about, custom=ready.loggers) as loggers:
         trainer = ContinualTrainer(
             plan=plan,
@@ -203,7 +199,7 @@ class RunETA:
 
 @dataclass(kw_only=True, eq=False)
 class ContinualTrainer:
-    """A run at work: trains a method on its stages, and fills the scores."""
+    """Trains a method on the stages of a run, and fills the scores."""
 
     plan: Plan
     run: RunDir
@@ -274,9 +270,8 @@ class ContinualTrainer:
         guard = NanGuard(policy=plan.run.on_nonfinite)
         parts = self.run.stage(number - 1) if self.to_disk else None
         saving = StepCheckpoint(checkpoint, every=plan.trainer.checkpoint_every, guard=guard, parts=parts)
-        for logger in self.loggers:
-            if isinstance(logger, WandbCurves):
-                logger.curves.enter(domain.name, tokens=sum(self.scores.seen))
+        for logger in (each for each in self.loggers if isinstance(each, WandbCurves)):
+            logger.curves.enter(domain.name, tokens=sum(self.scores.seen))
         # Monitors know the tokens of their step; a checkpoint, last, has the state of the others at its step.
         callbacks = [costs, *monitors, movement, guard, *self.callbacks.entering(number), saving]
         fitting = None
@@ -332,10 +327,9 @@ class ContinualTrainer:
         shown = [f"{text} {np.exp(cell.mean):.1f}" for text, cell in cells.items()]
         few = shown if len(shown) <= 2 * ENDS else [*shown[:ENDS], "…", *shown[-ENDS:]]
         log.info("Evaluated after %s: perplexity %s", row, ", ".join(few))
-        diagnostics = {
-            name: (values.float() if values.dtype == torch.bfloat16 else values).cpu().numpy()
-            for name, values in self.module.diagnostics().items()
-        }
+        found = self.module.diagnostics()  # numpy has no bfloat16
+        found = {name: v.float() if v.dtype == torch.bfloat16 else v for name, v in found.items()}
+        diagnostics = {name: values.cpu().numpy() for name, values in found.items()}
         log_stage(self.loggers, self.scores, distributions=diagnostics)
         if is_first_process():
             self.run.save_documents(number, documents_of(cells))
@@ -373,9 +367,12 @@ class ContinualTrainer:
                 if number <= max(self.scores.grown, default=0):
                     log.info("Skipping %s after %s: its weights were not kept", group, row)
                     continue
-                told = f"{group}.when={each.when} is invalid: the weights after {row} were not kept"
-                allowed = f"{group}.when=last, or a new name=… (save_all_stages=true keeps them for later)"
-                raise ValueError(f"{told}. Allowed: {allowed}")
+                told = (
+                    f"{group}.when={each.when} is invalid: the weights after {row} were not kept. Allowed: "
+                )
+                raise ValueError(
+                    f"{told}{group}.when=last, or a new name=… (save_all_stages=true keeps them for later)"
+                )
             self.scores.run["finished"] = False
             self.restore(number)
             with self.eta.timed(each.KIND, number):

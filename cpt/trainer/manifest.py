@@ -62,15 +62,13 @@ class Manifest:
         files.replace(run.manifest, json.dumps(asdict(self), indent=1))
 
     def touched(self, source: Source, found: Mapping[str, Path]) -> tuple[list[str], list[str]]:
-        """The texts with other sizes or times, and the files of the base that `found` lacks or has with
-        others."""
+        """The texts, and the files of the base among `found`, that have other sizes or times now."""
         texts = [name for name, each in self.texts.items() if each.get("stamp") != stamp_of(source, name)]
         stats = {name: file_stat(path) for name, path in found.items()}
         return texts, [name for name, (*stat, _) in self.base.items() if stats.get(name) != stat]
 
     def changes(self, plan: Plan) -> Iterator[str]:
-        """How the texts and the given checkpoint differ now, as messages; updates the sizes and times of
-        those with the same contents."""
+        """How texts and checkpoint differ now, as messages; updates sizes and times of the same contents."""
         full, given, cache = (
             plan.run.verify_inputs == "full",
             plan.model.name_or_path,

@@ -347,8 +347,7 @@ def conflicts(plan: Plan) -> Iterator[str]:
 
 
 def why_not_growable(plan: Plan) -> str:
-    """Why the first domains of a plan would have been trained differently without those that follow; empty
-    where they would not."""
+    """Why the first domains would have been trained differently without those that follow, if so."""
     order, schedule, method = plan.run.order, plan.lr_scheduler, plan.method.load()
     needs_end = getattr(schedule, "needs_end", False)
     reasons = {

@@ -246,8 +246,7 @@ def check_checkpoint(given: str, *, resize: bool) -> tuple[PretrainedConfig, Any
 
 
 def check_head_weights(model: PreTrainedModel, given: str, head_steps: int | None) -> None:
-    """Raises ValueError for a checkpoint without a language-model head and `head_steps` of None; logs other
-    weights that it lacks."""
+    """Raises ValueError for a missing language-model head without `head_steps`; logs what else is missing."""
     head = loading.outside_body(model)
     missing = loading.missing_parameters(model, checkpoint_files(given).values())
     if rest := [name for name in missing if name not in head]:

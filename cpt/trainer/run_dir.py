@@ -60,8 +60,7 @@ class RunDir:
         return dict(flatten(plain_config(cast(DictConfig, OmegaConf.load(self.config)))))
 
     def stored(self, key: str) -> Any:
-        """A value of the stored config, by its dotted key; None where it has none. Raises ValueError for a
-        config that cannot be read."""
+        """A value of the stored config, by its dotted key; raises ValueError for a damaged config."""
         try:
             return self.stored_config().get(key)
         except (YAMLError, OmegaConfBaseException) as error:
