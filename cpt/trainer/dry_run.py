@@ -30,6 +30,7 @@ from cpt.core.processes import is_one_of_several
 from cpt.core.schema import Options
 from cpt.core.sections import Choice
 from cpt.core.tensors import load_tensors
+from cpt.data.corpora import Corpora
 from cpt.data.datamodule import Domain, DomainSequence
 from cpt.data.options import Budget
 from cpt.data.replay import NO_REPLAY
@@ -114,7 +115,8 @@ class Profiler(Callback):
 
 
 def bytes_by_use(module: Any, trainer: Trainer) -> dict[str, int]:
-    """Bytes of a stage's tensors on its device, each counted once, and of those offloaded to the host."""
+    """Bytes of the tensors on the device of a stage, each counted once, and of those that are offloaded to
+    the host."""
     states = [value for each in trainer.optimizers for kept in each.state.values() for value in kept.values()]
     uses: dict[str, Iterable[Tensor]] = {
         "weights": in_memory(module.model),
@@ -136,7 +138,8 @@ def estimate(plan: Plan, place: RunDir) -> dict[str, Any]:
     """What a run will do and cost, as plan=json prints it. Raises ValueError for one that cannot be run."""
     ready = prepare(plan, place)
     plan, world = ready.plan, ready.processes * ready.plan.trainer.num_nodes
-    options, corpora = plan.trainer, read_corpora(plan)
+    options, cache = plan.trainer, Path(plan.run.cache_dir)
+    corpora = Corpora.read(plan.source, plan.order, cache=cache, workers=plan.data.preprocessing_num_workers)
     start = make_base(plan.model, corpora, accelerator=options.accelerator, trains=False)
     plan = match_operations(plan, corpora, start, device=ready.device, world=world, stored=place.matched)
     module = build_method(plan, start)
@@ -194,8 +197,8 @@ def count_work(
             with contextlib.suppress(Exception):  # the run reports a damaged one
                 left_steps -= int(load_tensors(path)["global_step"])
         if number:
-            parts_of = (stage.parts, data.past(stage))
-            own, before = ([data.train[text].tokens_per_row for text in names] for names in parts_of)
+            own, before = ([data.train[text].tokens_per_row for text in names]
+                           for names in (stage.parts, data.past(stage)))  # fmt: skip
             replayed = data.replay.adds * (data.replay.past_ratio * bool(before) + data.replay.general_ratio)
             rows = sum(map(operator.mul, data.steps_by_part(stage), own)) * (1 + replayed)
             recovered = data.recovery_steps(stage) * sum(before) / max(1, len(before))
@@ -339,7 +342,12 @@ def profile_stages(
 
 
 def extrapolate(
-    options: TrainerOptions, profiles: Sequence[Profile], stages: Sequence[Any], world: int, *, copies: int
+    options: TrainerOptions,
+    profiles: Sequence[Profile],
+    stages: Sequence[dict[str, Any]],
+    world: int,
+    *,
+    copies: int,
 ) -> dict[str, Any]:
     """Memory, disk and seconds of all stages; a stage keeps `copies` of the weights to go back to."""
     trained, last, is_fsdp = profiles[1:], len(stages) - 1, options.strategy == "fsdp"
@@ -400,8 +408,10 @@ def extrapolate(
 def format_table(data: Mapping[str, Any]) -> str:
     """What plan=true prints; of many texts and stages the first and last, and the sums of all."""
     run, cost, tables = data["run"], "seconds" in data, []
-    left_out = ["read_tokens", "left_read_tokens", "documents_bytes", "stored"]
-    for rows in (data["texts"], data["stages"]):
+    for rows, left_out in (
+        (data["texts"], ["read_tokens"]),
+        (data["stages"], ["left_read_tokens", "documents_bytes", "stored"]),
+    ):
         frame = pd.DataFrame(rows).drop(columns=left_out, errors="ignore")
         sums = pd.DataFrame([{frame.columns[0]: "all", **frame.iloc[:, 1:].sum()}])
         few = frame if len(frame) <= 8 else pd.concat([frame.head(4), frame.tail(4)])

@@ -111,7 +111,9 @@ def test_trials_read_no_test_text_and_a_killed_tuning_ends_as_one_that_was_not(
     best = min(ewc["trials"], key=lambda trial: trial["score"])["values"][0].removesuffix(".0")
     assert all(best.split("=")[1] in run["folder"] or best.endswith("=500") for run in ewc["runs"])
     scores = json.loads((tmp_path / ewc["runs"][0]["folder"] / "scores.json").read_text())
-    assert scores["conditions"]["score_on"] == "test" and scores["optimized_metric"] == ewc["runs"][0]["score"]
+    assert (
+        scores["conditions"]["score_on"] == "test" and scores["optimized_metric"] == ewc["runs"][0]["score"]
+    )
 
 
 def test_by_a_metric_of_end_tasks_trials_read_dev_and_final_runs_test(
