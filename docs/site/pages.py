@@ -43,6 +43,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Studies": (
         "studies/default-domains.md",
         "studies/das6.md",
+        "studies/real-encoder.md",
         "studies/standard-cl.md",
         "studies/m2d2.md",
         "studies/protection.md",
