@@ -43,7 +43,7 @@ def test_two_and_then_one_more_are_three_at_once(method, start, small, tmp_path)
     start(small(THREE, *options, "grow=never"), tmp_path / "whole")
     assert_same(tmp_path / "grown", tmp_path / "whole")
     assert scores_of(tmp_path / "grown").grown == [2]
-    assert "| domains were added after | food |" in (tmp_path / "grown" / "report.md").read_text()
+    assert "| extended after | food |" in (tmp_path / "grown" / "report.md").read_text()
 
 
 def test_a_new_folder_goes_on_with_a_copy_of_the_finished_run_beside_it(

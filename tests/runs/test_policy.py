@@ -80,7 +80,7 @@ def test_what_a_resting_part_scores_is_not_computed_again(kind, start, small, tm
     monkeypatch.setattr(ContinualMethod, "constant_part", lambda self, domain: None)
     start(small(*given), tmp_path / "whole")
     few, every = scores_of(tmp_path / "few"), scores_of(tmp_path / "whole")
-    assert few.nll == every.nll and few.metrics == every.metrics and few.parts == every.parts
+    assert few.nll == every.nll and few.metrics == every.metrics and few.modules == every.modules
 
 
 def test_a_run_whose_rows_are_in_lines_is_read_and_goes_on(

@@ -93,6 +93,6 @@ def test_the_model_computes_attention_as_said_and_a_resumed_run_keeps_its_precis
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", unwanted)
     start(small("trainer.precision=bf16-mixed", ONE), tmp_path / "run")
     assert told_by(tmp_path / "run")["numerics"] == {"precision": "bf16-mixed", "attention": "eager"}
-    assert "in bf16-mixed, attention by eager" in (tmp_path / "run" / "report.md").read_text()
+    assert "precision bf16-mixed, attention eager" in (tmp_path / "run" / "report.md").read_text()
     assert settled(small("trainer.precision=auto"), tmp_path / "run").precision == "bf16-mixed"
     assert settled(small("trainer.precision=bf16-true"), tmp_path / "run").precision == "bf16-true"

@@ -245,7 +245,7 @@ WRONG = {
     ". --seeds 4": "--seeds 4 is invalid. Allowed: 1 to 3",
     ". --arms kdd": "--arms kdd is invalid. Allowed: ncl, ",
     ". seed=1": "seed=1 is invalid: ",
-    ". trainer.batch=4": "Did you mean trainer.batch_size?",
+    ". trainer.batchsize=4": "Did you mean trainer.batch_size?",
     ".": "domains.root",  # no text in it
 }
 

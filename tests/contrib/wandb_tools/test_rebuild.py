@@ -103,7 +103,7 @@ def test_one_wandb_run_per_run_folder_with_the_identifier_of_the_live_one(synced
 
 def test_curves_come_from_metrics_csv_of_two_lines_the_later_one(synced):
     logged = wandb_files.history(synced[0] / "done")
-    curve = [(row["trainer/global_step"], row["train/lm/law"]) for row in logged if "train/lm/law" in row]
+    curve = [(row["trainer/global_step"], row["train/lm"]) for row in logged if "train/lm" in row]
     assert curve == [(0, 3.5), (1, 3.25), (2, 2.5)]
     assert [row["train/loss"] for row in logged if "train/loss" in row] == [3.5, 3.25, 2.5]
     metrics = {m.glob_name or m.name: m for m in wandb_files.of_kind(synced[0] / "done", "metric")}
@@ -117,7 +117,7 @@ def test_of_a_table_that_wandb_cuts_the_last_stages_are_shown(tmp_path):
     import wandb
 
     many = scores(domains=[f"d{place}" for place in range(100)], endtasks=False)
-    many.parts = [{} for _ in many.rows]
+    many.modules = [{} for _ in many.rows]
     send({folder(tmp_path / "many", many): many})
     lines = wandb_files.table(tmp_path, "losses")
     assert len(lines) == wandb.Table.MAX_ROWS < 101**2
