@@ -164,8 +164,11 @@ def restore_runs(
                 "config", [f"experiment={experiment}", f"name={into.name}", "domains.root=FOLDER", *chosen]
             )
             if not scores.get("conditions"):  # of the runs on six domains
-                names = {"score_on": "domains", "length": "model", "mask_rate": "model"}
-                scores["conditions"] = {name: cfg[group][name] for name, group in names.items()}
+                scores["conditions"] = {
+                    "score_on": cfg.domains.score_on,
+                    "length": cfg.model.max_seq_length,
+                    "mask_rate": cfg.model.mlm_probability,
+                }
             orders = cfg.domains.orders or ()
             numbered = orders.items() if isinstance(orders, Mapping | DictConfig) else enumerate(orders)
             cfg.order = next((number for number, each in numbered if list(each) == run["order"]), order)
