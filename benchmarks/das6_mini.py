@@ -70,7 +70,8 @@ def parts(section: RunSection) -> Iterator[str]:
 def tabulate_tasks(section: RunSection, words: Mapping[str, float]) -> str:
     """Each task's own metric in percent: a bag of words, and the final models of the claims' methods."""
     columns = {"bag of words": words}
-    for group in (each for each in section.groups if each.name in ("none", "ncl", "das", "migu")):
+    groups = {each.name: each for each in section.groups}
+    for group in (groups[name] for name in ("none", "ncl", "das", "migu") if name in groups):
         found = [run.scores.endtasks for run in group.runs]
         finals = [
             dict(zip(each["tasks"], pick_final(headline(each)).mean(-1), strict=True)) for each in found

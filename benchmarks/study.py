@@ -22,7 +22,6 @@ from omegaconf import DictConfig, OmegaConf
 import cpt.core.naming  # noqa: F401  (registers the resolvers)
 from cpt import report
 from cpt.core.config import CONF, digest, plain_config
-from cpt.core.renames import rename_variant
 from cpt.reporting import compare
 from cpt.reporting.load_runs import MeasuredRun, RunSection, build_sections, find_runs, measure_runs
 from cpt.reporting.page import Block, markdown
@@ -157,18 +156,11 @@ def restore_runs(
             run = scores["run"]
             chosen = [f"{name}={run[name]}" for name in ("method", "mask", "replay", "seed")]
             sections = ("trainer.", "optim.", "model.")  # all else is said of the method
-            variant = rename_variant(run["variant"], method=run["method"])
-            said = [each for each in variant.split("; ") if each]
+            said = [each for each in run["variant"].split("; ") if each]
             chosen += [each if each.startswith(sections) else f"method.{each}" for each in said]
             cfg = compose(
                 "config", [f"experiment={experiment}", f"name={into.name}", "domains.root=FOLDER", *chosen]
             )
-            if not scores.get("conditions"):  # of the runs on six domains
-                scores["conditions"] = {
-                    "score_on": cfg.domains.score_on,
-                    "length": cfg.model.max_seq_length,
-                    "mask_rate": cfg.model.mlm_probability,
-                }
             orders = cfg.domains.orders or ()
             numbered = orders.items() if isinstance(orders, Mapping | DictConfig) else enumerate(orders)
             cfg.order = next((number for number, each in numbered if list(each) == run["order"]), order)

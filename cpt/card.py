@@ -17,7 +17,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m cpt.card", description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a finished run")
     place = RunDir(parser.parse_args(arguments).run)
-    with readable(errors_only=True):
+    with readable():
         scores = place.scores()
         if scores is None or not scores.run["finished"] or len(scores.rows) < 2:
             raise ValueError(

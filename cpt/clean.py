@@ -16,7 +16,6 @@ from cpt.core.cache import ABANDONED_S, CACHED, PARTIAL, discard
 from cpt.core.output import run_program
 from cpt.evaluation.scores import Scores
 from cpt.reporting.frames import megabytes
-from cpt.trainer.run_dir import RunDir
 
 DAY = 24 * 3600
 
@@ -33,9 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     if absent := [str(path) for path in given.folders if not path.is_dir()]:
         print(f"cpt: FOLDER={','.join(absent)} is invalid: no such folder. Allowed: {what}")
         return 1
-    found = dict(
-        pair for folder in folders for pair in removable(folder, days=given.days, stages=given.stages)
-    )
+    found = {path: why for each in folders for path, why in removable(each, given.days, stages=given.stages)}
     for path, why in sorted(found.items()):
         size = megabytes(sum(each.lstat().st_size for each in (path, *path.rglob("*")) if not each.is_dir()))
         removed = given.yes and remove(path)
@@ -44,42 +41,32 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def removable(folder: Path, *, days: float, stages: bool) -> Iterator[tuple[Path, str]]:
+def removable(folder: Path, days: float, *, stages: bool) -> Iterator[tuple[Path, str]]:
     """What could be removed at or below a folder, and why."""
     for at, inner, files in os.walk(folder.resolve()):
         path, now = Path(at), time.time()
-        if path.name.endswith(PARTIAL):
+        is_partial, is_cached = path.name.endswith(PARTIAL), CACHED.fullmatch("/".join(path.parts[-2:]))
+        if is_partial or is_cached or "scores.json" in files:
             inner.clear()
-            if now - newest(path) > ABANDONED_S:
+        if is_partial:
+            if now - max(each.lstat().st_mtime for each in (path, *path.rglob("*"))) > ABANDONED_S:
                 yield path, "left by a killed process"
-        elif CACHED.fullmatch("/".join(path.parts[-2:])):
-            inner.clear()
+        elif is_cached:
             if (unused := (now - path.stat().st_mtime) / DAY) > days:
                 yield path, f"not used for {unused:.0f} days"
-        elif "scores.json" in files:
-            inner.clear()
-            run = RunDir(path)
-            if stages and Scores.load(path / "scores.json").run["finished"]:
-                kept = [run.path / name for name in ("stages", "checkpoints")]
-                yield from (
-                    (each, "of a finished run") for each in kept if each.is_dir() and any(each.iterdir())
-                )
-
-
-def newest(folder: Path) -> float:
-    return max(path.lstat().st_mtime for path in (folder, *folder.rglob("*")))
+        elif stages and "scores.json" in files and Scores.load(path / "scores.json").run["finished"]:
+            kept = (path / name for name in ("stages", "checkpoints"))
+            yield from ((each, "of a finished run") for each in kept if any(each.glob("*")))
 
 
 def remove(path: Path) -> bool:
     """Whether it was removed: not while a process makes it or a run has its folder."""
+    name = path.name.removesuffix(PARTIAL)
+    lock = path.parent / (".lock" if name in ("stages", "checkpoints") else f"{name}.lock")
     try:
-        if path.name in ("stages", "checkpoints"):
-            with RunDir(path.parent).locked():
-                discard(path)
-        else:
-            with FileLock(path.with_name(f"{path.name.removesuffix(PARTIAL)}.lock"), timeout=0):
-                discard(path)
-    except (Timeout, ValueError):
+        with FileLock(lock, timeout=0):
+            discard(path)
+    except Timeout:
         return False
     return True
 

@@ -18,26 +18,26 @@ from omegaconf import DictConfig
 import cpt.sweeps.launcher  # noqa: F401  (registers the sweep launcher)
 from cpt import __version__
 from cpt.core.config import CONF
+from cpt.core.errors import readable
 from cpt.core.output import closing_output
 from cpt.core.processes import choose_spins, die_with_parent
 from cpt.core.renames import rename_overrides
+from cpt.train import train
 from cpt.trainer.help import FLAG, describe_options
-from cpt.trainer.plan import readable_errors
 
 report_errors = utils.run_and_report
 
 
 def start() -> None:
-    """Does what the arguments say. A `_target_` may name a module in the working directory, which is searched
-    last: no file there hides a library."""
+    """Does what the arguments say. A `_target_` may name a module in the working directory."""
     die_with_parent()
-    sys.path.append(os.getcwd())
+    sys.path.append(os.getcwd())  # last: no file there hides a library
     utils.run_and_report = run_step  # type: ignore[assignment]
     # The group is there already, as null: for Hydra a plus would choose it twice.
     sys.argv = leave_to_jobs(
         rename_overrides([each.replace("+experiment=", "experiment=") for each in sys.argv])
     )
-    with closing_output(), readable_errors():  # --help is not a step of Hydra's
+    with closing_output(), readable():  # --help is not a step of Hydra's
         if "--version" in sys.argv:
             print(f"cpt {__version__}")
         elif FLAG in sys.argv:
@@ -51,9 +51,7 @@ def start() -> None:
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def app(cfg: DictConfig) -> Any:
     os.environ.setdefault("GOMP_SPINCOUNT", str(choose_spins()))  # torch reads it when it is imported
-    from cpt.train import train  # not before the config is checked
-
-    with readable_errors():  # inside Hydra's own report of an error in a run
+    with readable():  # inside Hydra's own report of an error in a run
         return train(cfg, run_dir=Path(HydraConfig.get().runtime.output_dir))
 
 
@@ -61,7 +59,7 @@ def run_step(step: Callable[[], Any]) -> Any:
     """Replaces Hydra's function of this kind, which reports in many lines what cannot be composed."""
 
     def readable_step() -> Any:
-        with closing_output(), readable_errors():
+        with closing_output(), readable():
             return step()
 
     return report_errors(readable_step)

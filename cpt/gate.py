@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
     for old, new in (("--gain", "--min-gain"), ("--loss", "--max-forgetting")):
         if any(each.partition("=")[0] == old for each in arguments):
             warn(old, new)
-    with readable(errors_only=True, code=UNKNOWN):
+    with readable(code=UNKNOWN):
         for name, value in (("min-gain", given.gain), ("max-forgetting", given.max_forgetting)):
             if not math.isfinite(value):
                 raise ValueError(f"--{name}={value} is invalid. Allowed: nats per token, a finite number")

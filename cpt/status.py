@@ -9,10 +9,8 @@ import math
 import os
 import shutil
 import sys
-import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from io import TextIOWrapper
 from pathlib import Path
@@ -24,6 +22,7 @@ from cpt.core.heartbeat import (
     SWEEP_FILE,
     Heartbeat,
     ProcessId,
+    SweepList,
     age_s,
     load_sweep,
     utc_now,
@@ -44,7 +43,6 @@ HEADER = ("state", "learned", "left", "seen", "by", "run")
 ROW = "{:10} {:>7} {:>10} {:>7}  {:20}  {}"
 UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 MAX_WHY = 120  # characters of a message in the table; --json has all
-CLEAR_SCREEN = "\033[H\033[J"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,21 +51,10 @@ class RunStatus:
 
     run: str
     state: str  # one of STATES
-    phase: str = ""
-    stage: int | None = None
-    stages: int | None = None
-    step: int | float | None = None
-    steps: float | None = None
-    unit: str = ""
     learned: float | None = None  # fraction of the optimizer steps, or of the stages if only these are known
-    phase_eta_s: float | None = None
-    run_eta_s: float | None = None
-    untimed: Sequence[str] = ()  # later phases that run_eta_s does not include
-    seen_s: float | None = None  # seconds since the last heartbeat
-    moved_s: float | None = None  # seconds since the last progress
-    host: str | None = None
-    pid: int | None = None
     why: str = ""
+    process: ProcessId | None = None
+    heartbeat: Heartbeat | None = None
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -75,54 +62,50 @@ def main(arguments: Sequence[str]) -> int:
     about = "run folders, or folders that hold them (default: outputs)"
     parser.add_argument("folders", type=Path, nargs="*", default=[Path("outputs")], help=about)
     parser.add_argument("--json", action="store_true", help="machine-readable output")
-    parser.add_argument("--watch", type=float, metavar="SECONDS", help="refresh until Ctrl-C")
     given = parser.parse_args(arguments)
     cast(TextIOWrapper, sys.stdout).reconfigure(errors="backslashreplace")  # file names may be no text
-    if given.watch is not None and not 0 < given.watch < math.inf:
-        return fail(f"--watch={given.watch} is invalid: not a period. Allowed: seconds, more than 0")
-    if absent := [printable(path) for path in given.folders if not path.is_dir()]:
-        allowed = "run folders, or folders that hold them"
-        return fail(f"FOLDER={','.join(absent)} is invalid: no such folder. Allowed: {allowed}")
-    with suppress(KeyboardInterrupt):
-        while True:
-            runs = read_statuses(given.folders)
-            if given.watch is None and not runs:
-                return fail(f"no run in {', '.join(map(printable, given.folders))}")
-            number = Counter(run.state for run in runs)
-            counts = {state: number[state] for state in STATES if number[state]}
-            text = "\n".join(format_statuses(runs, counts))
-            if given.json:
-                text = json.dumps({"at": utc_now(), "counts": counts, "runs": [asdict(run) for run in runs]})
-            clears = given.watch is not None and sys.stdout.isatty() and not given.json
-            print(CLEAR_SCREEN * clears + text, flush=True)
-            if given.watch is None:
-                break
-            time.sleep(given.watch)
+    absent = [printable(path) for path in given.folders if not path.is_dir()]
+    runs = [] if absent else read_statuses(given.folders)
+    if not runs:
+        line = f"no run in {', '.join(map(printable, given.folders))}"
+        if absent:
+            allowed = "run folders, or folders that hold them"
+            line = f"FOLDER={','.join(absent)} is invalid: no such folder. Allowed: {allowed}"
+        print(f"cpt: {line}", file=sys.stderr)
+        return 1
+    number = Counter(run.state for run in runs)
+    counts = {state: number[state] for state in STATES if number[state]}
+    if given.json:
+        print(json.dumps({"at": utc_now(), "counts": counts, "runs": [asdict(run) for run in runs]}))
+    else:
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+        for line in (ROW.format(*HEADER), *map(format_status, runs)):
+            print(line if len(line) <= width else f"{line[: width - 1]}…")
+        total = ", ".join(f"{number} {state}" for state, number in counts.items())
+        print(f"{len(runs)} run{'s' * (len(runs) != 1)}: {total}")
     return 0
-
-
-def fail(why: str) -> int:
-    print(f"cpt: {why}", file=sys.stderr)
-    return 1
 
 
 def read_statuses(folders: Sequence[Path]) -> list[RunStatus]:
     """The runs at or below folders, and those that sweeps there have listed, by name."""
-    found, queued = dict[Path, RunStatus](), dict[Path, ProcessId]()
+    found, queued = dict[Path, RunStatus](), dict[Path, SweepList]()
     for folder in folders:
         for at, below, files in os.walk(os.path.normpath(folder)):
             if SWEEP_FILE in files and (sweep := load_sweep(Path(at))):
-                queued |= {Path(os.path.normpath(Path(at) / run)): sweep[1] for run in sweep[0]}
+                queued |= {Path(os.path.normpath(Path(at) / run)): sweep for run in sweep.runs}
             if not {*RUN_FILES}.isdisjoint(files):
                 found[Path(at)] = read_status(Path(at))
                 below.clear()
             below[:] = [each for each in below if not each.startswith(".")]  # .cache, .hydra
     for path in queued.keys() - found.keys():
-        about: dict[str, Any] = {"state": "queued", "host": queued[path].host, "pid": queued[path].pid}
-        if queued[path].is_alive() is False:
-            about = {"state": "unbegun", "why": "its sweep has ended; the same command begins it"}
-        begun = any((path / name).exists() for name in RUN_FILES)
-        found[path] = read_status(path) if begun else RunStatus(run=str(path), **about)
+        process = queued[path].process
+        if any((path / name).exists() for name in RUN_FILES):
+            found[path] = read_status(path)
+        elif process.is_alive() is False:
+            why = "its sweep has ended; the same command begins it"
+            found[path] = RunStatus(run=str(path), state="unbegun", why=why)
+        else:
+            found[path] = RunStatus(run=str(path), state="queued", process=process)
     return [found[path] for path in sorted(found, key=str)]
 
 
@@ -143,19 +126,9 @@ def read_status(path: Path) -> RunStatus:
         state = "finished"
     elif state == "finished":
         state, said = "unfinished", "scores.json is not that of a finished run"
-    shown = ("phase", "stage", "stages", "step", "steps", "unit") * (state != "finished")
-    shown += ("phase_eta_s", "run_eta_s", "untimed") * (state in ACTIVE)
-    return RunStatus(
-        run=str(path),
-        state=state,
-        why="; ".join(filter(None, (said, why))),
-        learned=learned if beat.learned is None else beat.learned,
-        seen_s=age_s(beat.written),
-        moved_s=age_s(beat.moved),
-        host=beat.process.host,
-        pid=beat.process.pid,
-        **{name: getattr(beat, name) for name in shown},
-    )
+    learned = learned if beat.learned is None else beat.learned
+    about: dict[str, Any] = {"learned": learned, "why": "; ".join(filter(None, (said, why)))}
+    return RunStatus(run=str(path), state=state, process=beat.process, heartbeat=beat, **about)
 
 
 def peek_scores(folder: Path) -> tuple[bool, float | None, str]:
@@ -178,27 +151,32 @@ def peek_scores(folder: Path) -> tuple[bool, float | None, str]:
         return False, None, "scores.json cannot be read"
 
 
-def format_statuses(runs: Sequence[RunStatus], counts: dict[str, int]) -> Iterator[str]:
-    """The lines of the table, cut to the width of a terminal."""
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
-    yield cut_line(ROW.format(*HEADER), width)
-    for run in runs:
-        learned = "" if run.learned is None else f"{math.floor(100 * run.learned)} %"
-        left = "" if run.run_eta_s is None else format_time(run.run_eta_s) + "+" * bool(run.untimed)
-        age = run.seen_s
-        size, unit = next(each for each in UNITS if (age or 0) >= each[0] or each[0] == 1)
-        seen = "" if age is None else f"{int(age // size)} {unit}"
-        held = run.host is not None and run.state in (*ACTIVE, "queued", "silent")
-        by = f"{printable(run.host)}:{run.pid}" if held else ""
-        stage = f" ({run.stage}/{run.stages})" if run.stage and run.stages else ""
-        percent = f" {math.floor(100 * run.step / run.steps)} %" if run.step is not None and run.steps else ""
-        eta = f", {format_time(run.phase_eta_s)}" if run.phase_eta_s is not None else ""
-        phase = f"{printable(run.phase)}{stage}{percent}{eta}"
-        what = ": ".join(filter(None, (phase, cut_line(printable(run.why), MAX_WHY))))
-        name = "  ".join(filter(None, (printable(run.run), what)))
-        yield cut_line(ROW.format(run.state, learned, left, seen, by, name).rstrip(), width)
-    total = ", ".join(f"{number} {state}" for state, number in counts.items())
-    yield f"{len(runs)} run{'s' * (len(runs) != 1)}: {total}"
+def format_status(run: RunStatus) -> str:
+    """A line of the table."""
+    left = seen = by = phase = ""
+    if (beat := run.heartbeat) is not None:
+        age, is_active = age_s(beat.written), run.state in ACTIVE
+        size, unit = next(each for each in UNITS if age >= each[0] or each[0] == 1)
+        seen = f"{int(age // size)} {unit}"
+        if is_active and beat.run_eta_s is not None:
+            left = format_time(beat.run_eta_s) + "+" * bool(beat.untimed)
+        if run.state != "finished":
+            phase = printable(beat.phase) + (f" ({beat.stage}/{beat.stages})" if beat.stage else "")
+            phase += (
+                f" {math.floor(100 * beat.step / beat.steps)} %"
+                if beat.step is not None and beat.steps
+                else ""
+            )
+            phase += (
+                f", {format_time(beat.phase_eta_s)}" if is_active and beat.phase_eta_s is not None else ""
+            )
+    if run.process is not None and run.state in (*ACTIVE, "queued", "silent"):
+        by = f"{printable(run.process.host)}:{run.process.pid}"
+    learned = "" if run.learned is None else f"{math.floor(100 * run.learned)} %"
+    why = printable(run.why)
+    what = ": ".join(filter(None, (phase, why if len(why) <= MAX_WHY else f"{why[: MAX_WHY - 1]}…")))
+    name = "  ".join(filter(None, (printable(run.run), what)))
+    return ROW.format(run.state, learned, left, seen, by, name).rstrip()
 
 
 def format_time(seconds: float) -> str:
@@ -215,10 +193,6 @@ def printable(text: object) -> str:
     return "".join(
         each if each.isprintable() else each.encode("unicode_escape").decode() for each in str(text)
     )
-
-
-def cut_line(text: str, width: int) -> str:
-    return text if len(text) <= width else f"{text[: width - 1]}…"[:width]
 
 
 if __name__ == "__main__":

@@ -15,18 +15,10 @@ from cpt.core.heartbeat import heartbeat
 from cpt.core.preemption import defer_signals
 from cpt.core.processes import is_first_process, is_one_of_several
 from cpt.core.schema import show
-from cpt.evaluation.metrics import objective_value
 from cpt.evaluation.scores import Scores
+from cpt.evaluation.task_metrics import run_objective
 from cpt.trainer.domain_order import load_cached_order, order_domains
-from cpt.trainer.manifest import (
-    Manifest,
-    check_extension,
-    check_manifest,
-    extend_steps,
-    find_started,
-    resolve_eval_cap,
-    resume_from_sibling,
-)
+from cpt.trainer.manifest import Manifest, check_manifest, find_started, resolve_eval_cap, resume_from_sibling
 from cpt.trainer.plan import Plan, make_plan
 from cpt.trainer.run_dir import RunDir, checkpoint_files
 
@@ -61,7 +53,7 @@ def train(cfg: DictConfig, *, run_dir: Path) -> float | list[float | None] | Non
     from cpt.reporting.run_page import format_scores  # matplotlib is not loaded to refuse a config
 
     log.info("Results:\n%s\n%s", format_scores(scores), run.path / "report.html")
-    return objective_value(scores.metrics, plan.run.optimized_metric)
+    return run_objective(vars(scores), plan.run.optimized_metric)
 
 
 @contextmanager
@@ -75,7 +67,6 @@ def open_run_dir(plan: Plan, run: RunDir) -> Iterator[Plan]:
     resume_from_sibling(run, plan)
     with run.locked():
         plan = resolve_eval_cap(plan, run)
-        extend_steps(plan, run)
         run.check_config(plan.settings)
         if not run.config.exists():
             run.write_config(plan.settings)
@@ -96,8 +87,7 @@ def print_estimate(plan: Plan, run: RunDir) -> None:
     as_json, is_new = plan.run.plan == "json", not run.config.exists()
     logging.disable(logging.INFO if as_json else logging.NOTSET)
     try:
-        if check_extension(plan, run) is None:
-            run.check_config(plan.settings)
+        run.check_config(plan.settings)
         check_manifest(plan, run, update=False)
         with defer_signals():
             from cpt.trainer.dry_run import estimate, format_table
@@ -114,12 +104,11 @@ def is_complete(scores: Scores | None, plan: Plan) -> bool:
     if scores is None or not scores.run["finished"]:
         return False
     is_same = scores.policy == plan.evaluation.policy and scores.run["order"] == plan.order
-    return is_same and all(getattr(scores, kind).get("digest") == own for kind, own in plan.digests.items())
+    return is_same and all(getattr(scores, kind).get("hash") == own for kind, own in plan.digests.items())
 
 
 def is_done(cfg: DictConfig, run_dir: Path) -> bool:
-    """Whether a directory has the finished run of this config, by sizes and times of its texts. Raises
-    ValueError where that cannot be read."""
+    """Whether a directory has the finished run of this config; raises ValueError for unreadable ones."""
     run = RunDir(run_dir)
     if not run.config.exists():
         return False

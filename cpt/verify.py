@@ -65,7 +65,7 @@ def damage_in_run(folder: Path) -> Iterator[str]:
         "generated/*/facts.json": lambda path: check_folder(path.parent),
         "endtasks/*/*.parquet": read_table,
         "answers/*/*.parquet": read_table,
-        "probes/*/*.json": load_results,
+        "benchmarks/*/*.json": load_results,
         "identity.json": lambda path: Manifest.load(run),
         "scores.json": check_scores,
     }
@@ -84,7 +84,8 @@ def error_of(check: Callable[[Path], object], path: Path) -> Iterator[str]:
         check(path)
     except (ValueError, OSError, pa.ArrowException) as error:
         line = " ".join(str(error).split())
-        remedy = "" if re.search("; (bring|delete|restore) ", line) else "; the same command makes it again"
+        told = re.search("; (bring|delete|restore|read|update) ", line)
+        remedy = "" if told else "; the same command makes it again"
         yield f"{'' if str(path.parent) in line else f'{path}: '}{line}{remedy}"
 
 

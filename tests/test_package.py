@@ -94,7 +94,7 @@ def installed(source, tmp_path_factory) -> Path:
 def test_the_wheel_has_the_code_the_configs_and_the_licence(installed):
     packages = next((installed / "lib").glob("python*/site-packages"))
     there = {str(path.relative_to(packages / "cpt")) for path in (packages / "cpt").rglob("*.*")}
-    code = [path for path in (ROOT / "cpt").rglob("*.*") if path.suffix in (".py", ".typed", ".j2")]
+    code = [path for path in (ROOT / "cpt").rglob("*.*") if path.suffix in (".py", ".typed", ".j2", ".json")]
     wanted = {str(path.relative_to(ROOT / "cpt")) for path in code}
     wanted |= {f"conf/{path.relative_to(CONF)}" for path in CONF.rglob("*.yaml")}
     wanted |= {f"published/{path.name}" for path in PUBLISHED.glob("*.json")}

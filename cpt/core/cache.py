@@ -77,8 +77,7 @@ def finish_artifact(partial: Path, folder: Path) -> None:
 
 
 def artifact_damage(folder: Path) -> str:
-    """What is wrong with an artifact: by size, and by hash if it is small or a full check is wanted. Empty if
-    nothing is."""
+    """What is wrong with an artifact, if anything; by hash if it is small or a full check is wanted."""
     try:
         table = read_checksums(folder)
     except ValueError as error:

@@ -16,44 +16,14 @@ PACKAGE = Path(__file__).parents[1]
 CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
 # How a run is carried out, not what it computes: free to change between two starts of the same run.
 EXECUTION = (
-    *(
-        "name",
-        "tags",
-        "variant",
-        "plan",
-        "logger",
-        "cache_dir",
-        "verify_inputs",
-        "grow",
-        "data",
-        "modules",
-        "benchmark",
-    ),
-    *(
-        "optimized_metric",
-        "domains.ignore",
-        "save_all_stages",
-        "save_trainer_state",
-        "on_nonfinite",
-        "endtask",
-        "answers",
-        "mask.migu.magnitudes",
-        "method.mask.magnitudes",
-    ),
+    *("name", "tags", "variant", "plan", "logger", "cache_dir", "verify_inputs", "grow", "data", "modules"),
+    *("benchmark", "endtask", "answers", "optimized_metric", "domains.ignore", "save_all_stages", "strategy"),
+    *("on_nonfinite", "mask.migu.magnitudes", "method.mask.magnitudes", "trainer.accelerator"),
     *("eval.rows", "eval.columns"),  # a finished run may be given more of the matrix
-    *(
-        "trainer.accelerator",
-        "trainer.devices",
-        "trainer.num_nodes",
-        "trainer.strategy",
-        "trainer.num_workers",
-    ),
+    *("trainer.devices", "trainer.num_nodes", "trainer.strategy", "trainer.num_workers"),
     *("trainer.reshard_after_forward", "trainer.eval_batch_size", "trainer.checkpoint_every"),
-    *(
-        "trainer.log_every_n_steps",
-        "trainer.gradient_checkpointing",
-        "trainer.offload_method_state",
-    ),  # tests/methods
+    *("trainer.log_every_n_steps", "trainer.gradient_checkpointing", "trainer.offload_method_state"),
+    *("keep_end", "save_trainer_state"),  # options of earlier versions
 )
 WATCHES = {"stop": None, "patience": None, "keep": "last"}  # of a monitor that ends no stage
 HIDDEN = "(hidden)"  # stands where a secret was
@@ -62,13 +32,17 @@ SECRET = re.compile(  # the last part of a key; pad_token and the like are none
     re.IGNORECASE,
 )
 IN_ADDRESS = re.compile(r"(\w://)[^/\s@]+@")  # name and password before the host
-FOR_OTHERS = ("name", "lr_multiplier")  # of a choice: what it is called, its learning rate over the model's
+# Of a choice: what it is called, its learning rate over the model's, what cpt.tune searches.
+SEARCH = "search"
+FOR_OTHERS = ("name", "lr_multiplier", SEARCH)
 
 
 @cache
 def executes(key: str) -> bool:
     """Whether a config key says how the run is carried out only."""
-    return key == "strategy" or any(key == name or key.startswith(f"{name}.") for name in EXECUTION)
+    if SEARCH in key.split("."):
+        return True
+    return any(key == name or key.startswith(f"{name}.") for name in EXECUTION)
 
 
 def digest(value: Any) -> str:
@@ -96,6 +70,8 @@ def plain_config(cfg: DictConfig) -> dict[str, Any]:
 def identity(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The leaves of a config that decide the result; values that compute the same are equal."""
     leaves = {key: canonical(key, value) for key, value in flatten(settings) if not executes(key)}
+    if leaves.get("trainer.match") is None:
+        leaves.pop("trainer.match", None)
     observer = [value for key, value in leaves.items() if key.startswith("budget.")]
     active = not all(value is None or isinstance(value, str) for value in observer)
     if not active:
@@ -110,8 +86,7 @@ def is_secret(key: str) -> bool:
 
 
 def redact(value: Any, key: str = "") -> Any:
-    """A config without the values of keys that look secret, and without names and passwords in addresses: a
-    run folder, its report and W&B show it."""
+    """A config, as it is shown, without secrets by their keys and in addresses."""
     if isinstance(value, Mapping):
         return {name: redact(each, str(name)) for name, each in value.items()}
     if isinstance(value, list):

@@ -7,6 +7,7 @@ works on the local rows (`to_local`); what needs all of them asks for the `full_
 alone, and Lightning moves a module to the CPU after a fit and after an evaluation."""
 
 import math
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -17,9 +18,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from cpt.core.preemption import check_signals, leave_all, notice
 from cpt.core.processes import is_distributed, rank_and_world
 
 T = TypeVar("T")
+STORE_KEY, STORE_S = "cpt/preempted", 0.5  # where processes that work alone tell of a signal; how often
 
 
 def all_reduce_sum(*tensors: Tensor) -> None:
@@ -42,8 +45,7 @@ def all_reduce_max(number: int) -> int:
     """The largest of the processes' numbers."""
     if not is_distributed():
         return number
-    largest = torch.tensor(number)
-    largest = largest.to(sending_device(largest))
+    largest = torch.tensor(number, device=sending_device(torch.empty(0)))
     distributed.all_reduce(largest, op=distributed.ReduceOp.MAX)
     return int(largest)
 
@@ -86,6 +88,26 @@ def barrier() -> None:
         distributed.barrier()
 
 
+def leave_together(where: str = "") -> None:
+    """Leaves if a signal has come to any process; called by all of them."""
+    if number := all_reduce_max(notice.number):
+        leave_all(number, where)
+
+
+def check_all_signals() -> None:
+    """Leaves if a signal has come to any process, while each works on its own: they tell each other by the
+    store that the process group was made with."""
+    if is_distributed():
+        store = distributed.distributed_c10d._get_default_store()
+        if notice.number:
+            store.set(STORE_KEY, str(notice.number))
+        elif time.monotonic() - notice.asked > STORE_S:
+            notice.asked = time.monotonic()
+            if store.check([STORE_KEY]):
+                notice.number = int(store.get(STORE_KEY))
+    check_signals()
+
+
 def sending_device(tensor: Tensor) -> torch.device:
     """The device from which the backend sends a tensor."""
     return torch.device("cuda") if distributed.get_backend() == "nccl" else tensor.device
@@ -120,8 +142,7 @@ def local_rows(values: Tensor, like: Tensor) -> Tensor:
 
 
 def shard_like(values: Tensor, like: Tensor, *, device: torch.device | None = None) -> Tensor:
-    """Full values sharded as a tensor of their shape is, in their own type and memory, on a device or where
-    that tensor is."""
+    """Full values sharded as a tensor of their shape is, in their own type, on a device or its own."""
     if not isinstance(like, DTensor) or isinstance(values, DTensor):
         return values
     return shard_as(local_rows(values.detach(), like).to(device or like.to_local().device, copy=True), like)

@@ -49,11 +49,6 @@ LESS = "rerun the same command to resume, with more memory or with less use of i
 
 def reason(error: BaseException) -> str:
     """An error's message on one line; of an error inside a Hydra instantiation, the cause's."""
-    return " ".join(message_of(error).splitlines())
-
-
-def message_of(error: BaseException) -> str:
-    """What is said of an error, in one line or several."""
     match error:
         case of_hydra.MissingConfigException(missing_cfg_file=str(path), options=list(options)):
             group, _, name = path.rpartition("/")
@@ -66,7 +61,7 @@ def message_of(error: BaseException) -> str:
             why = " ".join(line for line in lines if line and not line.startswith(about))
             return f"{error.override} is invalid: {why}. Allowed: key=value"
         case of_hydra.SearchPathException():
-            return f"{error}. Allowed: an existing folder"
+            return f"{' '.join(str(error).splitlines())}. Allowed: an existing folder"
         case ConfigCompositionException(
             __cause__=of_omegaconf.ConfigAttributeError() | of_omegaconf.ConfigKeyError() as cause
         ):
@@ -108,8 +103,7 @@ def message_of(error: BaseException) -> str:
             return f"{key} is invalid: {str(error).splitlines()[0]}. Allowed: ${{KEY}} of an existing key"
         case of_omegaconf.ConfigTypeError(full_key=str(key)) if MERGED.match(str(error)):
             return f"{key} is invalid: it has keys with values, not a value. Allowed: {key}.NAME=…"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines) or type(error).__name__
+    return " ".join(filter(None, map(str.strip, str(error).splitlines()))) or type(error).__name__
 
 
 def unknown_choice(given: str, choices: list[str]) -> str:
@@ -142,27 +136,22 @@ def choices_of(group: str) -> list[str]:
 
 
 @contextmanager
-def readable(*, errors_only: bool, code: int = 1) -> Iterator[None]:
-    """Bad input ends in one line and an exit code; a traceback only if not `errors_only`
-    (HYDRA_FULL_ERROR=1)."""
+def readable(code: int = 1) -> Iterator[None]:
+    """Bad input ends in one line and an exit code; in a traceback only with HYDRA_FULL_ERROR=1."""
     try:
         yield
     except KeyboardInterrupt:
         sys.exit("cpt: interrupted; run the same command again to continue")
     except BrokenPipeError:  # cpt.core.output
         raise
-    except (ValueError, OSError, HydraException, of_omegaconf.OmegaConfBaseException, YAMLError) as error:
-        if not errors_only:
+    except Exception as error:
+        foreseen = (ValueError, OSError, HydraException, of_omegaconf.OmegaConfBaseException, YAMLError)
+        line = want_of_memory(error) or (reason(error) if isinstance(error, foreseen) else "")
+        if not line or os.environ.get("HYDRA_FULL_ERROR"):
             raise
-        line = want_of_memory(error) or reason(error)
-    except (MemoryError, RuntimeError, SystemError) as error:
-        if not errors_only or not (line := want_of_memory(error)):
-            raise
-    else:
-        return
-    print(f"cpt: {line}", file=sys.stderr, flush=True)
-    # Not sys.exit: the processes of a distributed run must end together, whatever they wait for.
-    os._exit(code) if is_one_of_several() else sys.exit(code)
+        print(f"cpt: {line}", file=sys.stderr, flush=True)
+        # Not sys.exit: the processes of a distributed run must end together, whatever they wait for.
+        os._exit(code) if is_one_of_several() else sys.exit(code)
 
 
 def want_of_memory(error: BaseException | None) -> str:

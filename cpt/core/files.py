@@ -1,6 +1,7 @@
 """Atomic file writes, checksums, and archives that are checked before they are loaded."""
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -12,7 +13,6 @@ from typing import Any
 import xxhash
 
 CHECKSUMS = "checksums.json"
-BLOCK = 1 << 20  # bytes read at a time
 WRITE_ERROR = re.compile(r"\(os error \d+\)|PytorchStreamWriter|inline_container")  # of Rust, of torch.save
 Table = dict[str, tuple[int, str]]  # size and hash of files, by their path within a folder
 
@@ -57,8 +57,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def check_archive(path: Path, *, instead: str) -> None:
-    """Raises ValueError if a zip file (torch.save, np.savez) is missing, truncated or has a wrong CRC;
-    `instead` says what to do about it."""
+    """Raises ValueError if a zip file is missing or damaged; `instead` says what to do about it."""
     if not path.exists():
         raise ValueError(f"{path} is gone; {instead}")
     try:
@@ -72,11 +71,8 @@ def check_archive(path: Path, *, instead: str) -> None:
 
 def file_hash(path: Path) -> str:
     """xxh3 of a file, 32 hexadecimal digits: detects accidents, not forgery."""
-    digest = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
-        while block := file.read(BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def hash_files(folder: Path, paths: Iterable[Path]) -> Table:
@@ -108,14 +104,13 @@ def read_checksums(folder: Path) -> Table:
 def find_damage(folder: Path, table: Table, *, full: bool) -> Iterator[str]:
     """The files that are missing, have another size or, if `full`, another hash."""
     for name, (size, digest) in table.items():
-        path = folder / name
         try:
-            if not path.is_file():
-                yield f"{name} is gone"
-            elif (found := path.stat().st_size) != size:
+            if (found := (folder / name).stat().st_size) != size:
                 yield f"{name} has {found} bytes, not {size}"
-            elif full and file_hash(path) != digest:
+            elif full and file_hash(folder / name) != digest:
                 yield f"{name} differs from its checksum"
+        except FileNotFoundError:
+            yield f"{name} is gone"
         except OSError as error:  # a bad disk, or another process has just removed it
             yield f"{name} cannot be read ({error.strerror})"
 

@@ -26,7 +26,7 @@ from cpt.core.preemption import Preempted
 
 log = logging.getLogger(__name__)
 PROGRESS_FILE, SWEEP_FILE = "progress.json", "sweep.json"
-ACTIVE, ENDED = ("running", "waiting"), ("finished", "preempted", "failed")
+ACTIVE = ("running", "waiting")
 TICK_S, PERIOD_S = 1.0, 5.0  # a new phase is written within a tick, anything else once a period
 STALE_S = 180.0  # age at which a heartbeat of another host no longer counts
 CLOCK_S = 5.0  # by which a start time may differ: it moves with the clock of the machine
@@ -90,14 +90,12 @@ class Heartbeat:
     stages: int | None = None
     step: int | float | None = None  # of the phase
     steps: float | None = None
-    unit: str = ""  # of step
     learned: float | None = None  # fraction of the run's optimizer steps
     phase_eta_s: float | None = None
     run_eta_s: float | None = None
     untimed: list[str] = field(default_factory=list)  # later phases that run_eta_s does not include
     why: str = ""  # what the run waits for, or how it ended
     began: Time  # start of this process's run
-    moved: Time = field(default_factory=utc_now)  # last change of phase, step or state
     written: Time = field(default_factory=utc_now)
     process: ProcessId = field(default_factory=ProcessId.current)
 
@@ -117,8 +115,8 @@ class Heartbeat:
         """The last heartbeat of a run, its message on one line."""
         line = " ".join(why.split())
         why = line if len(line) <= MAX_MESSAGE else f"{line[: MAX_MESSAGE - 1]}…"
-        last = replace(self, state=state, why=why, written=utc_now())
-        return replace(last, phase_eta_s=None, run_eta_s=None, untimed=[])
+        over: dict[str, Any] = {"phase_eta_s": None, "run_eta_s": None, "untimed": []}
+        return replace(self, state=state, why=why, written=utc_now(), **over)
 
     def write(self, folder: Path) -> None:
         write_status(folder / PROGRESS_FILE, self)
@@ -156,8 +154,8 @@ def read_status_file(path: Path, kind: Any) -> Any:
         return None
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{path.name} cannot be read: {place or 'its form'}: {first['msg']}") from None
+        place = ".".join(map(str, first["loc"])) or "its form"
+        raise ValueError(f"{path.name} cannot be read: {place}: {first['msg']}") from None
     except OSError as error:
         raise ValueError(f"{path.name} cannot be read: {error}") from None
 
@@ -169,10 +167,10 @@ def record_exit(folder: Path, state: State, why: str, *, began: str) -> None:
             last = Heartbeat.load(folder)
         except ValueError:
             last = None
-        if last is not None and (last.alive or (not last.active and last.written >= began)):
-            return  # active, or it has recorded its end itself
-        if last is None or last.written < began:  # of an earlier start
-            last = Heartbeat(state="failed", began=began)
+        if last is None or (last.written < began and not last.alive):  # of an earlier start
+            last = Heartbeat(state="running", began=began)
+        elif last.alive or not last.active:
+            return  # it has recorded its end itself
         last.ended(state, why).write(folder)
 
 
@@ -180,17 +178,16 @@ def list_sweep_runs(folder: Path, runs: Iterable[Path]) -> None:
     """Records a sweep's runs and its process in `sweep.json`, after those of a sweep still at work there."""
     with suppress(OSError):
         listed = [os.path.relpath(run, folder) for run in runs]
-        if (before := load_sweep(folder)) and before[1].is_alive():
-            listed = list(dict.fromkeys([*before[0], *listed]))
+        if (before := load_sweep(folder)) and before.process.is_alive():
+            listed = list(dict.fromkeys([*before.runs, *listed]))
         folder.mkdir(parents=True, exist_ok=True)
         write_status(folder / SWEEP_FILE, SweepList(runs=listed))
 
 
-def load_sweep(folder: Path) -> tuple[list[str], ProcessId] | None:
-    """A sweep's runs, as paths from its folder, and its process; None if they cannot be read."""
+def load_sweep(folder: Path) -> SweepList | None:
+    """None if it cannot be read."""
     with suppress(ValueError):
-        sweep = read_status_file(folder / SWEEP_FILE, SweepList)
-        return None if sweep is None else (sweep.runs, sweep.process)
+        return read_status_file(folder / SWEEP_FILE, SweepList)
     return None
 
 
@@ -214,14 +211,14 @@ class HeartbeatThread:
 
     folder: Path | None = None
     phase, waiting, began = Phase(name=""), "", ""
-    last: Heartbeat | None = None
+    kind: Any = None  # of the last heartbeat
     bars: list[tqdm] = []
 
     @contextmanager
     def beating(self, folder: Path) -> Iterator[None]:
         """Keeps `progress.json` in a run folder, and records at the end how the run ended."""
         self.folder, self.phase, self.bars, self.waiting = folder, Phase(name="starting"), [], ""
-        self.began, self.last, self.written_s, self.warned = utc_now(), None, 0.0, False
+        self.began, self.kind, self.written_s, self.warned = utc_now(), None, 0.0, False
         self.update()
         stopped = threading.Event()
         end: tuple[State, str] = ("finished", "")
@@ -249,12 +246,9 @@ class HeartbeatThread:
 
     def update(self) -> None:
         """Writes a new phase or state, and the first step of a phase, at once; all else once a period."""
-        beat, last = self.read(), self.last
-        if last and (beat.phase, beat.step, beat.state) == (last.phase, last.step, last.state):
-            beat = replace(beat, moved=last.moved)
-        kinds = [each and (each.phase, bool(each.step), each.state) for each in (last, beat)]
-        self.last = beat
-        if kinds[0] != kinds[1] or time.monotonic() - self.written_s >= PERIOD_S:
+        beat = self.read()
+        last, self.kind = self.kind, (beat.phase, bool(beat.step), beat.state)
+        if self.kind != last or time.monotonic() - self.written_s >= PERIOD_S:
             self.write(beat)
 
     def read(self) -> Heartbeat:
@@ -282,7 +276,6 @@ class HeartbeatThread:
             stages=phase.stages,
             step=step,
             steps=None if bar is None else bar.total,
-            unit="" if bar is None else bar.unit,
             learned=learned,
             phase_eta_s=phase_eta,
             run_eta_s=run_eta,

@@ -1,6 +1,7 @@
 """Memory that this process holds: the most so far, and what it no longer needs."""
 
 import ctypes
+import re
 import resource
 import sys
 from pathlib import Path
@@ -21,9 +22,8 @@ def keep_free() -> None:
 
 
 def give_back() -> None:
-    """Returns what is free on the C heap to the system, where its library can (glibc).
-
-    Without, the holes between what lives long add up from stage to stage (`benchmarks/flat.py` shows it)."""
+    """Returns what is free on the C heap to the system, where its library can (glibc): the holes between what
+    lives long add up from stage to stage (`benchmarks/flat.py` shows it)."""
     if LINUX and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
         trim(0)
 
@@ -41,6 +41,5 @@ def peak(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if LINUX:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+        return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024  # type: ignore
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -29,8 +29,7 @@ LONGEST_TAG = 64  # characters, W&B's own limit
 
 
 def name_run(overrides: Sequence[str], method: str, order: Any, seed: int) -> str:
-    """The run folder's name: method, order, seed and whatever else was chosen on the command line; of a path
-    its last part."""
+    """The run folder's name: method, order, seed and what else was chosen; of a path its last part."""
     parts = [method, f"order-{order}", f"seed-{seed}"]
     for key, value in sorted(list_choices(overrides)):
         if key not in ("method", "order", "seed", "hydra"):

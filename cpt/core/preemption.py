@@ -22,7 +22,6 @@ GO_ON = 75  # EX_TEMPFAIL of BSD's <sysexits.h>: not failed, to be started again
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 TOGETHER_S = 0.5  # what reaches a process by its group and once more by its launcher is one signal
 CHILDREN_S = 60.0  # that the other processes of a run have to leave
-STORE_KEY, STORE_S = "cpt/preempted", 0.5  # where processes that work alone tell of a signal; how often
 
 
 class Preempted(BaseException):
@@ -142,36 +141,10 @@ def check_signals(where: str = "") -> None:
         raise Preempted(notice.number, where)
 
 
-def leave_together(where: str = "") -> None:
-    """Leaves if a signal has come to any process; called by all of them."""
-    number = notice.number
-    if is_distributed():
-        from cpt.core.distributed import all_reduce_max  # torch, which is imported where a group is
-
-        number = all_reduce_max(number)
-    if number:
-        leave_all(number, where)
-
-
 def leave_all(number: int, where: str = "") -> None:
     """Leaves with all other processes, which know of the signal as well."""
-    release_children()
+    children(release=True)
     raise Preempted(number, where)
-
-
-def check_all_signals() -> None:
-    """Leaves if a signal has come to any process, while each works on its own: they tell each other by the
-    store that the process group was made with."""
-    if is_distributed():
-        from torch.distributed.distributed_c10d import _get_default_store
-
-        if notice.number:
-            _get_default_store().set(STORE_KEY, str(notice.number))
-        elif time.monotonic() - notice.asked > STORE_S:
-            notice.asked = time.monotonic()
-            if _get_default_store().check([STORE_KEY]):
-                notice.number = int(_get_default_store().get(STORE_KEY))
-    check_signals()
 
 
 def ignore_signals(worker: int = 0) -> None:
@@ -183,18 +156,13 @@ def ignore_signals(worker: int = 0) -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(number, signal.SIG_DFL))
 
 
-def observers() -> list[Any]:
-    """Lightning's threads that kill this process as soon as one that it has started ends with a code."""
-    return [thread for thread in threading.enumerate() if thread.name == "child-process-observer"]
-
-
-def children() -> list[Popen]:
-    """The other processes of the run that this one has started."""
-    return notice.released + [child for thread in observers() for child in thread._child_processes]
-
-
-def release_children() -> None:
-    """Allows the other processes to end with GO_ON from now on."""
-    for thread in observers():
-        notice.released.extend(thread._child_processes)
-        thread._child_processes = []
+def children(*, release: bool = False) -> list[Popen]:
+    """The other processes of the run that this one has started. Lightning's thread kills this process as soon
+    as one of them ends with a code: those that it is to `release` may end with GO_ON from now on."""
+    threads: list[Any] = [each for each in threading.enumerate() if each.name == "child-process-observer"]
+    found = sum((thread._child_processes for thread in threads), notice.released)
+    if release:
+        notice.released = found
+        for thread in threads:
+            thread._child_processes = []
+    return found

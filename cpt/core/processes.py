@@ -2,7 +2,6 @@
 cores and threads, and its parent."""
 
 import ctypes
-import logging
 import os
 import signal
 import sys
@@ -13,7 +12,6 @@ from typing import Any
 
 import psutil
 
-log = logging.getLogger(__name__)
 PARENT = "CPT_LAUNCHER"  # environment variable: the process that must not be outlived
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 LOAD = Path("/proc/loadavg")
@@ -65,26 +63,6 @@ def choose_spins() -> int:
         time.sleep(0.01)
     ours = int(threads) if threads.isdigit() else cores()
     return SPINNING if ours + median(running) - 1 <= (os.cpu_count() or 1) else SLEEPING
-
-
-def keep_threads(path: Path, *, processes: int) -> None:
-    """Uses as many CPU threads as the run began with, which a file of its folder remembers. With
-    others the same sums are added in another order, and the last bits differ. `processes` are at work on the
-    run on this machine. Raises ValueError for a file that is damaged."""
-    import torch  # seconds that sweeps need not wait for
-
-    given = torch.get_num_threads()
-    if "OMP_NUM_THREADS" not in os.environ:
-        given = max(1, given // processes)
-    begun = path.read_text() if path.exists() else str(given)
-    if not begun.isdigit() or int(begun) < 1:
-        raise ValueError(f"{path} is damaged; write the number of threads into it that the run began with")
-    if int(begun) != given:
-        log.info("Computing with %s threads, as this run began, not with %d", begun, given)
-    if is_first_process() and not path.exists():
-        path.write_text(begun)
-    torch.set_num_threads(int(begun))
-    os.environ["OMP_NUM_THREADS"] = begun  # for the processes that Lightning starts
 
 
 def die_with_parent() -> None:

@@ -11,8 +11,7 @@ DELAY = 10.0  # seconds after which a log file tells how far something is that i
 
 
 class Lines:
-    """A stream that is not a terminal, to which each state of a bar is written as a line of its own: what
-    others write next does not continue it."""
+    """A stream that is not a terminal, to which each state of a bar is written as a line of its own."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream

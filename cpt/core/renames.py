@@ -4,9 +4,8 @@ files, and in the folders of earlier runs."""
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from fnmatch import fnmatchcase
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,63 +21,45 @@ from cpt.core.errors import RENAMED_GROUPS
 from cpt.core.schema import option_types, show
 from cpt.core.sections import GIVEN, options_class
 
-KEYS = {
-    "check": "verify_inputs",
-    "data.workers": "data.preprocessing_num_workers",
-    "domains.held_out.most": "domains.held_out.max_documents",
-    "eval.tokens": "eval.max_tokens",
-    "freeze.only": "trainable",
-    "from": "init_from",
-    "keep_end": "save_trainer_state",
-    "keep_stages": "save_all_stages",
-    "model.pretraining.warmup": "model.pretraining.warmup_ratio",
-    "model.checkpoint": "model.name_or_path",
-    "model.length": "model.max_seq_length",
-    "model.mask_rate": "model.mlm_probability",
-    "model.vocabulary": "model.vocab_size",
-    "monitor.tokens": "monitor.max_tokens",
-    "objective": "optimized_metric",
-    "optim.carry": "optim.state_across_domains",
-    "parts.keep": "modules.storage",
-    "trainer.attention": "trainer.attn_implementation",
-    "trainer.offload": "trainer.offload_method_state",
-    "trainer.probe_samples": "trainer.importance_samples",
-    "trainer.workers": "trainer.num_workers",
-}
+
+def pairs(text: str) -> dict[str, str]:
+    words = text.split()
+    return dict(zip(words[::2], words[1::2], strict=True))
+
+
+KEYS = pairs("""
+    check verify_inputs  from init_from  keep_stages save_all_stages  objective optimized_metric
+    freeze.only trainable  parts.keep modules.storage  optim.carry optim.state_across_domains
+    data.workers data.preprocessing_num_workers  domains.held_out.most domains.held_out.max_documents
+    eval.tokens eval.max_tokens  monitor.tokens monitor.max_tokens
+    model.pretraining.warmup model.pretraining.warmup_ratio  model.checkpoint model.name_or_path
+    model.length model.max_seq_length  model.mask_rate model.mlm_probability
+    model.vocabulary model.vocab_size  trainer.attention trainer.attn_implementation
+    trainer.offload trainer.offload_method_state  trainer.probe_samples trainer.importance_samples
+    trainer.workers trainer.num_workers
+""")
 SECTIONS = {"model.base": "model.pretraining"}
 # By place; only where the class that is chosen there has the new name: method.alpha is LoRA's and DER++'s.
 OPTIONS = {
-    "answers": {"most": "max_documents", "tokens": "max_new_tokens"},
-    "benchmark": {"limit": "max_documents"},
-    "endtask endtask.tasks.*": {"length": "max_seq_length", "warmup": "warmup_ratio"},
-    "lr_scheduler": {"warmup": "warmup_ratio"},
-    "mask.* method.mask": {"acts_on": "apply_to", "mass": "top_p"},
-    "method": {
-        "acts_on": "apply_to",
-        "alpha": "lora_alpha",
-        "draw": "minibatch_size",
-        "dropout": "lora_dropout",
-        "experts": "num_experts",
-        "memory": "buffer_size",
-        "normalise": "normalize",
-        "rate": "lr_multiplier",
-        "reduction": "reduction_factor",
-        "targets": "target_modules",
-        "tokens": "num_virtual_tokens",
-    },
-    "replay method.mixture": {
-        "adds": "mode",
-        "general": "general_ratio",
-        "memory": "buffer_size",
-        "past": "past_ratio",
-        "tokens": "max_tokens",
-    },
+    "answers": pairs("most max_documents  tokens max_new_tokens"),
+    "benchmark": pairs("limit max_documents"),
+    "endtask endtask.tasks.*": pairs("length max_seq_length  warmup warmup_ratio"),
+    "lr_scheduler": pairs("warmup warmup_ratio"),
+    "mask.* method.mask": pairs("acts_on apply_to  mass top_p"),
+    "method": pairs("""
+        acts_on apply_to  alpha lora_alpha  draw minibatch_size  dropout lora_dropout  experts num_experts
+        memory buffer_size  normalise normalize  rate lr_multiplier
+        reduction reduction_factor  targets target_modules  tokens num_virtual_tokens
+    """),
+    "replay method.mixture": pairs("""
+        adds mode  general general_ratio  memory buffer_size  past past_ratio  tokens max_tokens
+    """),
 }
-MODES = {"false": "replace", "true": "append"}
+MODES = pairs("false replace  true append")
 VALUES = {
-    "domains.packing": {"isolated": "document_mask", "per_document": "none"},
+    "domains.packing": pairs("isolated document_mask  per_document none"),
     "method.mixture.mode": MODES,
-    "model": {"checkpoint": "hf"},
+    "model": pairs("checkpoint hf"),
     "replay.mode": MODES,
 }
 NESTED = {"method.routing": "routing@method.routing"}  # groups within a section, in Hydra's syntax
@@ -90,8 +71,7 @@ def warn(old: str, new: str) -> None:
 
 
 def new_name(key: str, config: Mapping[str, Any]) -> str:
-    """The present name of a key or group; the key itself if it was not renamed. `config`: the leaves of the
-    config, for the classes that it chooses."""
+    """The present name of a key or group; `config`: leaves, for the classes that they choose."""
     head, dot, rest = key.partition(".")
     key = f"{RENAMED_GROUPS.get(head, head)}{dot}{rest}"
     for old, new in SECTIONS.items():
@@ -108,22 +88,15 @@ def has_option(place: str, name: str, config: Mapping[str, Any]) -> bool:
     target = config.get(f"{place}._target_")
     if not isinstance(target, str) or name in GIVEN:
         return True
-    try:
+    with suppress(ValueError):
         kind = options_class(target, place=place)
-    except ValueError:
-        return False
-    return place == "endtask" if kind is None else name in option_types(kind)
+        return place == "endtask" if kind is None else name in option_types(kind)
+    return False
 
 
 def new_value(name: str, value: Any) -> Any:
     """The present form of a value of a key with this present name."""
     return VALUES.get(name, {}).get(show(value), value)
-
-
-def rename_leaves(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaves of a config with present names and values."""
-    names = {key: new_name(key, leaves) for key in leaves}
-    return {names[key]: new_value(names[key], value) for key, value in leaves.items()}
 
 
 def rename_keys(cfg: DictConfig) -> None:
@@ -142,29 +115,24 @@ def rename_keys(cfg: DictConfig) -> None:
         else:
             continue
         with open_dict(cfg):
-            remove_key(cfg, key)
+            left = key
+            while left:  # the key, and the sections that it leaves empty
+                left, _, last = left.rpartition(".")
+                node = OmegaConf.select(cfg, left) if left else cfg
+                del node[last]
+                left *= not node
             if name == key or name not in on_command_line:
                 OmegaConf.update(cfg, name, present, merge=True)
-    params = OmegaConf.select(cfg, "hydra.sweeper.params")
-    if params and (swept := {str(key): value for key, value in params.items()}):
-        renamed = rename_overrides([f"{key}={value}" for key, value in swept.items()])
+    if params := OmegaConf.select(cfg, "hydra.sweeper.params"):
+        renamed = rename_overrides([f"{key}={value}" for key, value in params.items()])
         with read_write(cfg), open_dict(cfg):
             cfg.hydra.sweeper.params = dict(each.split("=", 1) for each in renamed)
-
-
-def remove_key(cfg: DictConfig, key: str) -> None:
-    """Removes a key, and the sections that it leaves empty."""
-    place, _, name = key.rpartition(".")
-    node = OmegaConf.select(cfg, place) if place else cfg
-    del node[name]
-    if place and not node:
-        remove_key(cfg, place)
 
 
 def rename_overrides(arguments: Sequence[str]) -> list[str]:
     """Command-line arguments with present names; warns of each old one on stderr. A choice within a section
     is put in Hydra's syntax: `method.routing=posterior`."""
-    present = [rename_argument(each, {}, say=no_warning) for each in arguments]
+    present = [rename_argument(each, {}, say=lambda *names: None) for each in arguments]
     config = {} if present == list(arguments) else compose_choices(present)
     return [rename_argument(each, config) for each in arguments]
 
@@ -187,10 +155,6 @@ def rename_argument(
     return f"{sign}{name}{present}"
 
 
-def no_warning(old: str, new: str) -> None:
-    """For names that are warned of later."""
-
-
 def compose_choices(arguments: Sequence[str]) -> dict[str, Any]:
     """The leaves of the config of the choices among the arguments, of a sweep the first ones, without further
     values; none where they cannot be composed."""
@@ -205,22 +169,3 @@ def compose_choices(arguments: Sequence[str]) -> dict[str, Any]:
         return dict(flatten(OmegaConf.to_container(cfg)))  # type: ignore[arg-type]
     except (HydraException, OmegaConfBaseException):
         return {}
-
-
-@cache
-def target_of(method: str) -> Any:
-    """The class of a method of conf/; None for another."""
-    path = CONF / "method" / f"{method}.yaml"
-    return OmegaConf.select(OmegaConf.load(path), "_target_") if path.is_file() else None
-
-
-def rename_variant(variant: str, *, method: str) -> str:
-    """What a run was given, `key=value; …`, with present names; `method.` is left out there."""
-    present, config = [], {"method._target_": target_of(method)}
-    for each in variant.split("; "):
-        key, equals, value = each.partition("=")
-        name = new_name(key, config)
-        if equals and name == key:
-            name = new_name(f"method.{key}", config).removeprefix("method.")
-        present.append(f"{name}{equals}{new_value(name, value)}")
-    return "; ".join(present).replace("routing@method.routing=", "routing=")

@@ -31,8 +31,7 @@ def save_state(state: Any, path: Path) -> None:
 
 
 def check_state(path: Path, *, instead: str) -> None:
-    """Raises ValueError if a file of torch.save is missing or damaged, or holds other things than tensors;
-    `instead` says what to do about it."""
+    """Raises ValueError if a file of torch.save is missing, damaged or no tensors; `instead`: what to do."""
     check_archive(path, instead=instead)
     try:
         load_tensors(path)
@@ -66,7 +65,7 @@ class NamedTensors(nn.Module):
         return tensor.to(CPU) if self.offloaded else tensor
 
     def at_hand(self, tensor: Tensor) -> Tensor:
-        """One of the tensors where the module is: itself, if it is there."""
+        """One of the tensors where the module is."""
         return tensor.to(self.device)
 
     def named(self) -> dict[str, Tensor]:
@@ -103,7 +102,6 @@ class NamedTensors(nn.Module):
         return name
 
     def clear(self) -> None:
-        """Forgets all of them."""
         self._buffers.clear()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "NamedTensors":
@@ -120,16 +118,14 @@ class NamedTensors(nn.Module):
         stored = {name.removeprefix(prefix): v for name, v in state_dict.items() if name.startswith(prefix)}
         for name, values in stored.items():
             stored[name] = state_dict[prefix + name] = self.share_out(name.replace("/", "."), values)
-        if self.persistent:
-            self._buffers = {name: self.room(name.replace("/", "."), v) for name, v in stored.items()}
+        if self.persistent:  # loaded into the own tensor of a name, if it has the shape
+            own = self._buffers
+            fits = {name for name, v in stored.items() if getattr(own.get(name), "shape", None) == v.shape}
+            self._buffers = {
+                name: own[name] if name in fits else self.at_rest(torch.empty_like(values))
+                for name, values in stored.items()
+            }
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def room(self, name: str, stored: Tensor) -> Tensor:
-        """A tensor that a stored one is loaded into: the own one of the name, if it has its shape."""
-        own = self._buffers.get(to_buffer_name(name))
-        if own is not None and own.shape == stored.shape:
-            return own
-        return self.at_rest(torch.empty_like(stored))
 
 
 class PreciseTensors(NamedTensors):
@@ -156,11 +152,3 @@ def precise(values: Tensor) -> Tensor:
 def to_buffer_name(name: str) -> str:
     """The name of a buffer, in which no dot may stand."""
     return name.replace(".", "/")
-
-
-def offload(module: nn.Module) -> list[str]:
-    """Offloads all that a module keeps of parameters to the CPU; gives the names of what is kept."""
-    kept = {name: each for name, each in module.named_modules() if isinstance(each, NamedTensors)}
-    for each in kept.values():
-        each.offload()
-    return [*kept]

@@ -12,7 +12,8 @@ import torch
 from lightning import LightningDataModule, Trainer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from cpt.core.preemption import ignore_signals, leave_together
+from cpt.core.distributed import leave_together
+from cpt.core.preemption import ignore_signals
 from cpt.core.randomness import key, shuffle
 from cpt.data.collate import Batch, Collator, Sizes
 from cpt.data.options import Budget

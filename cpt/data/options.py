@@ -35,6 +35,12 @@ class Budget:
                 "one of trainer.steps (whole), trainer.epochs, trainer.tokens above 0, batches of 1 or more"
             )
 
+    @property
+    def given(self) -> tuple[str, float]:
+        """The name of what is given, and its value."""
+        (found,) = ((n, v) for n in ("steps", "epochs", "tokens") if (v := getattr(self, n)) is not None)
+        return found
+
     def steps_for(self, text: Sized, *, length: float) -> int:
         """Optimizer steps for a text whose samples have `length` tokens on average."""
         if self.steps is not None:

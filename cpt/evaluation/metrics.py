@@ -22,11 +22,11 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from cpt.data.sources.base import GENERAL
+from cpt.evaluation.score_schema import UNITS
 
 Array = np.ndarray
 Arrays = Sequence[np.ndarray]
 Losses = Mapping[str, np.ndarray]  # by text [2, documents]: nats and scored tokens of each document
-UNITS = ("nats", "perplexity", "bits_per_byte")
 CHANGE_REPLICATES = 2000
 BUDGET = 1 << 21  # numbers that the bootstrap holds in one array
 
@@ -252,7 +252,8 @@ def objective_value(
     metric, _, unit = objective.partition(".")
     if metric not in METRICS or unit not in UNITS:
         told = f"optimized_metric={objective} is invalid"
-        raise ValueError(f"{told}. Allowed: METRIC.UNIT of {', '.join(METRICS)} and {', '.join(UNITS)}")
+        allowed = f"METRIC.UNIT of {', '.join(METRICS)} and {', '.join(UNITS)}; of end tasks MF1, Acc"
+        raise ValueError(f"{told}. Allowed: {allowed}")
     value = metrics.get(metric, {}).get(unit)
     return value if value is None or math.isfinite(value) else None
 

@@ -50,7 +50,7 @@ class WandbCurves(WandbLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        self.curves.log(metrics, step)
+        self.curves.log(metrics)
 
 
 @contextmanager
@@ -72,7 +72,7 @@ def track(
             # folder is one W&B run, also after a restart.
             place: dict[str, Any] = {name: options.get(name) for name in ("project", "entity", "mode")}
             run = open_wandb(digest([about["group"], folder.name]), folder, **about, **place)
-            curves = Curves(run, per_domain=bool(options.get("per_domain")), high=folder / "wandb" / "tokens")
+            curves = Curves(run, high=folder / "wandb" / "tokens")
             loggers.append(WandbCurves(curves, histograms=bool(options.get("histograms"))))
         yield loggers
         status = "success"

@@ -1,17 +1,16 @@
 """The Weights & Biases run of a run folder, alike during a run and when it is rebuilt from the folder."""
 
-from __future__ import annotations
-
 import logging
 import netrc
 import os
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import numpy as np
+import wandb
 from PIL import Image
 
 from cpt.core.errors import reason
@@ -20,13 +19,10 @@ from cpt.evaluation.scores import Scores, conditions, describe_conditions
 from cpt.reporting import figures, frames
 from cpt.reporting.frames import escape_name, label
 
-if TYPE_CHECKING:
-    import wandb
-
 log = logging.getLogger(__name__)
 WANDB_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
 LARGEST_REPORT = 10_000_000  # bytes; a larger page is slow in a panel
-TOKENS, STEP = "train/tokens", "trainer/global_step"
+TOKENS = "train/tokens"
 TRAINING = ("train", "monitor", "budget")  # curves KIND/NAME/DOMAIN of metrics.csv
 AXES = {  # No two patterns meet: of several that do W&B takes any.
     TOKENS: tuple(f"{kind}/*" for kind in TRAINING),
@@ -37,8 +33,6 @@ LONGEST_NAME, LONGEST_ORDER = 80, 30  # characters of a run's name, and of an or
 
 def is_logged_in() -> bool:
     """Whether there is a key for W&B's server, from WANDB_API_KEY or `wandb login`. Sends nothing."""
-    import wandb
-
     settings = wandb.setup().settings
     host = urlsplit(settings.base_url).netloc
     hosts = {host, *WANDB_HOSTS} if host in WANDB_HOSTS else {host}  # a key of one is taken by the other
@@ -66,8 +60,6 @@ def init_wandb(identifier: str, folder: Path, *, tags: Sequence[str], **about: A
     """A W&B run with its files below the folder; an existing one of this identifier is continued. `about`: of
     wandb.init, `settings` as a mapping. Raises ValueError for what W&B refuses, ConnectionError where it
     cannot be reached or keeps no such run."""
-    import wandb
-
     if wrong := [tag for tag in tags if not 0 < len(tag) <= LONGEST_TAG]:
         raise ValueError(f"tags={wrong} is invalid. Allowed: 1 to {LONGEST_TAG} characters each")
     about["settings"] = wandb.Settings(silent=True, console="off", **about.get("settings", {}))
@@ -99,11 +91,11 @@ def run_name(run: Mapping[str, Any], order: Any) -> str:
 
 class Curves:
     """Curves of training over the tokens of the whole run: `train/lm/DOMAIN` of metrics.csv is `train/loss`.
-    `per_domain`: also the keys of metrics.csv, over the steps of their domain. `high`: a file that remembers
-    how far the curves go, so that steps which a resumed run repeats are not logged twice."""
+    `high`: a file that remembers how far the curves go, so that steps which a resumed run repeats are not
+    logged twice."""
 
-    def __init__(self, run: wandb.Run, *, per_domain: bool = False, high: Path | None = None) -> None:
-        self.run, self.per_domain, self.high = run, per_domain, high
+    def __init__(self, run: wandb.Run, *, high: Path | None = None) -> None:
+        self.run, self.high = run, high
         self.domain, self.before, self.tokens = "", 0.0, 0.0
         self.defined: set[str] = set()
         known = high.read_text() if high is not None and high.exists() else ""
@@ -113,29 +105,26 @@ class Curves:
         """The points that follow are of this domain, before which the run had read this number of tokens."""
         self.domain, self.before, self.tokens = domain, tokens, tokens
 
-    def log(self, points: Mapping[str, float], step: int | None) -> None:
+    def log(self, points: Mapping[str, float]) -> None:
         """Logs points that have the names of metrics.csv; other names are kept, over the same axis."""
-        merged, own, axes, ending = dict[str, float](), dict[str, float](), {}, f"/{self.domain}"
+        merged, others, ending = dict[str, float](), set[str](), f"/{self.domain}"
         for key, value in points.items():
             kind, _, rest = key.partition("/")
             if kind in TRAINING and rest.endswith(ending):
                 name = f"{kind}/{escape_name(rest.removesuffix(ending))}"
                 merged["train/loss" if name == "train/lm" else name] = value
-                own[f"{name}/{escape_name(self.domain)}"] = value
             elif key != "epoch":
-                merged[key], axes[key] = value, TOKENS
+                merged[key] = value
+                others.add(key)
         self.tokens = self.before + merged[TOKENS] if TOKENS in merged else self.tokens
         if self.tokens < self.logged:
             return
         if self.high is not None and self.tokens > self.logged and self.high.parent.is_dir():
             self.high.write_text(str(int(self.tokens)))
         self.logged = self.tokens
-        if self.per_domain and step is not None:
-            axes |= dict.fromkeys(own, STEP)
-            merged |= {**own, STEP: step}
-        for key in axes.keys() - self.defined:  # no pattern of AXES covers it, or it has another axis
-            self.run.define_metric(key, step_metric=axes[key], step_sync=True)
-        self.defined |= axes.keys()
+        for key in others - self.defined:  # no pattern of AXES covers it
+            self.run.define_metric(key, step_metric=TOKENS, step_sync=True)
+        self.defined |= others
         self.run.log(merged | {TOKENS: self.tokens})
 
 
@@ -143,8 +132,6 @@ def publish_stage(
     run: wandb.Run, scores: Scores, *, row: int, distributions: Mapping[str, np.ndarray]
 ) -> None:
     """Points of one row of the matrix, and a method's diagnostics after it as histograms."""
-    import wandb
-
     values = {name: cast(Sequence[float], each) for name, each in distributions.items()}  # an array, too
     histograms = {f"units/{name}": wandb.Histogram(each) for name, each in values.items()}
     run.log({**frames.stage_points(scores, row), **histograms})
@@ -152,8 +139,6 @@ def publish_stage(
 
 def publish(run: wandb.Run, scores: Scores, *, folder: Path, summary: str = "headlines") -> None:
     """Tables, pictures, the report, end tasks over the stages; as summary the headlines, or `all` numbers."""
-    import wandb
-
     for points in frames.task_points(scores):
         run.log(points)
     logged: dict[str, Any] = pictures(scores)
@@ -172,16 +157,14 @@ def describe_run(scores: Scores) -> dict[str, Any]:
     """What the config does not contain: the name in comparisons, the resolved order, texts and versions."""
     name, given = label(scores.run), conditions(scores)
     about = {"label": name, "measured": describe_conditions(given), "conditions": given}
-    about |= {"group": f"{name} | {about['measured']}", "digest": scores.config_digest}
+    about |= {"group": f"{name} | {about['measured']}", "config_hash": scores.config_hash}
     about |= {key: scores.run[key] for key in ("order", "finished", "objective", "variant")}
     return about | {key: getattr(scores, key) for key in ("texts", "versions", "needs_domain", "loading")}
 
 
 def pictures(scores: Scores) -> dict[str, Any]:
     """The heat maps and the curves of the report."""
-    import wandb
-
     draw = {"matrix": figures.draw_matrix, "stages": figures.draw_text_curves} if scores.rows else {}
-    draw |= {"parts": figures.draw_parts} if any(scores.parts) else {}
+    draw |= {"modules": figures.draw_modules} if any(scores.modules) else {}
     draw |= {"endtasks": figures.draw_endtasks} if frames.task_points(scores) else {}
     return {f"{name}_image": wandb.Image(Image.open(BytesIO(each(scores)))) for name, each in draw.items()}

@@ -72,7 +72,6 @@ class ContinualMethod(LightningModule):
 
     requires_all_domains = False  # whether all domains must be known before the first one starts
     alone = False  # whether each domain starts from the base, so that its model is of that domain only
-    depends_on_total_steps = False  # whether a step depends on the domain's steps, beyond its learning rate
     period = 1  # steps after which the computation of a step repeats
     needs_32_bits = False  # whether sharded weights must be in at least 32 bits
     # Where the export has modules: what adds them to a plain model (None: they are weights of it), and how.

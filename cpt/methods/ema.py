@@ -66,7 +66,6 @@ class Reptile(ContinualMethod):
 
     and at a domain's end, over the remaining steps. The optimizer keeps its moments."""
 
-    depends_on_total_steps = True
     options: ReptileOptions
     gone: Tensor
 

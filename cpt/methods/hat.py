@@ -31,7 +31,6 @@ from cpt.models.units import Units, find_units
 class GatedMethod(ContinualMethod):
     """A method with gates per domain on units of a model or its adapters, which claim what they open."""
 
-    depends_on_total_steps = True
     gates: Gates
     options: HATOptions | CPTPluginOptions
 

@@ -52,7 +52,6 @@ class LifelongMoE(CopyingMethod):
     `teacher` are the dense parts before the domain, where the distillation needs them; `shares` has s of all
     mixtures, [M, E]."""
 
-    depends_on_total_steps = True
     options: LifelongMoEOptions
 
     def __init__(self, options: LifelongMoEOptions, context: MethodContext) -> None:

@@ -51,7 +51,6 @@ class Recall(Constraint):
 class RecAdam(ContinualMethod):
     """Recalls the previous weights first, and then learns."""
 
-    depends_on_total_steps = True
     options: RecAdamOptions
 
     def __init__(self, options: RecAdamOptions, context: MethodContext) -> None:

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, distributed
 
 from cpt.core.distributed import all_reduce_max, all_reduce_sum, total_norm
-from cpt.core.preemption import notice, release_children
+from cpt.core.preemption import children, notice
 from cpt.core.processes import is_distributed
 
 log = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ class NanGuard(Callback):
 
     def end(self, problem: str) -> None:
         """Raises ValueError, in all processes alike."""
-        release_children()
+        children(release=True)
         raise ValueError(f"{problem}; {self.advice}")
 
     def leaving(self) -> int:

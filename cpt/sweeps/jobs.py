@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ from yaml import YAMLError
 from cpt.core.heartbeat import State, record_exit, utc_now
 from cpt.core.preemption import GO_ON
 from cpt.core.processes import PARENT, cores
-from cpt.evaluation.pairs import LEVEL, least_p, needed_pairs
+from cpt.train import is_done
 
 log = logging.getLogger(__name__)
 TAIL_BYTES = 65536
@@ -81,10 +81,9 @@ class Job:
 
     @property
     def whole(self) -> bool:
-        return self.state in ("finished", "finished before")
+        return self.state.startswith("finished")
 
     def start(self, command: Sequence[str], *, env: Mapping[str, str]) -> None:
-        """Starts the process in a session of its own: Ctrl-C reaches the sweep only."""
         self.started, self.began = time.monotonic(), utc_now()
         self.process, self.offset = start_process([*command, *self.overrides], self.console, env=env)
         log.info("Job %s: started, %s", self, self.console)
@@ -113,10 +112,8 @@ class Job:
         """How it ended and its last error or line of output: `failed (exit 1): ValueError: …`."""
         if self.code is None:
             return f"failed (lost): {self.lost}"
-        if self.code >= 0:
-            ending = f"exit {self.code}"
-        else:
-            # The kernel sends SIGKILL when memory is exhausted.
+        ending = f"exit {self.code}"
+        if self.code < 0:  # the kernel sends SIGKILL when memory is exhausted
             memory = "; perhaps for want of memory" * (self.code == -signal.SIGKILL)
             ending = f"signal {-self.code}, {signal.strsignal(-self.code) or -self.code}{memory}"
         with self.console.open("rb") as output:
@@ -134,14 +131,14 @@ class Job:
     def result(self) -> JobReturn:
         """What the sweeper gets: the objective of this sweep (an earlier one may have had another), None
         without one, or the failure as an exception."""
-        from cpt.evaluation.metrics import objective_value  # numpy: run.py --help need not wait for it
+        from cpt.evaluation.task_metrics import run_objective  # numpy: run.py --help need not wait for it
 
         done = JobReturn(overrides=self.overrides, cfg=self.config, working_dir=str(self.folder))
         done.status = JobStatus.COMPLETED if self.whole else JobStatus.FAILED
         if self.whole:
             scores, wanted = read_scores(self.folder), self.config.get("optimized_metric")
-            value = objective_value(scores["metrics"], wanted) if "metrics" in scores else None
-            done.return_value = scores.get("objective") if value is None else value
+            value = run_objective(scores, wanted) if "metrics" in scores else None
+            done.return_value = scores.get("optimized_metric") if value is None else value
         else:
             kind = PreemptedJob if self.state == "preempted" else HydraException
             done.return_value = kind(f"{self}: {self.failure()}")
@@ -151,7 +148,8 @@ class Job:
 def start_process(
     command: Sequence[str], console: Path, *, env: Mapping[str, str]
 ) -> tuple[subprocess.Popen[bytes], int]:
-    """A job's process, and the offset in its console.log where its output begins."""
+    """A job's process, in a session of its own, so that Ctrl-C reaches the sweep only; and the offset in its
+    console.log where its output begins."""
     console.parent.mkdir(parents=True, exist_ok=True)
     with console.open("ab") as output:
         offset = output.tell()
@@ -184,8 +182,6 @@ def is_finished_already(cfg: DictConfig, folder: Path) -> bool:
     """Whether a process would only report that the run is finished: starting one takes seconds."""
     if not (folder / "scores.json").exists():
         return False
-    from cpt.train import is_done
-
     HydraConfig.instance().set_config(cfg)  # for ${variant:}
     own = cfg.copy()
     with open_dict(own):
@@ -214,26 +210,7 @@ def compose_jobs(
                 f"hydra.run.dir={job.folder} is invalid: '{other}' and '{job}' share it. Allowed: one each"
             )
         job.before = is_finished_already(cfg, job.folder)
-    if config.hydra.sweeper._target_ == BASIC_SWEEPER:
-        log_needed_pairs(list(distinct))
     return list(jobs.values())
-
-
-def log_needed_pairs(jobs: Sequence[Sequence[str]]) -> None:
-    """Logs how many pairs (order, seed) a comparison of the sweep's groups needs."""
-    pairs: dict[tuple[str, ...], set[tuple[str, ...]]] = defaultdict(set)
-    for overrides in jobs:
-        pair = tuple(each for each in overrides if each.startswith(("order=", "seed=")))
-        pairs[tuple(each for each in overrides if each not in pair)].add(pair)
-    comparisons, most = len(pairs) - 1, max(map(len, pairs.values()))
-    if not comparisons or (needed := needed_pairs(comparisons)) is None:
-        return
-    smallest = min(1.0, least_p(most) * comparisons)
-    log.info(
-        f"Comparing {len(pairs)} groups of {most} pair{'s' * (most > 1)} (order, seed): p <= {LEVEL} after "
-        f"Holm's correction for {comparisons} comparison{'s' * (comparisons > 1)} needs {needed} pairs"
-        + (f"; the smallest of {most} is {smallest:.2g}" if most < needed else "")
-    )
 
 
 def job_command(config: DictConfig) -> list[str]:

@@ -38,7 +38,6 @@ from cpt.core.errors import readable, unknown_name
 from cpt.core.heartbeat import list_sweep_runs
 from cpt.core.preemption import GO_ON, SIGNALS, TOGETHER_S
 from cpt.core.processes import die_with_parent
-from cpt.status import format_time, read_status
 from cpt.sweeps.jobs import (
     BASIC_SWEEPER,
     CONTINUES,
@@ -51,10 +50,10 @@ from cpt.sweeps.jobs import (
     summarize_jobs,
 )
 from cpt.sweeps.optuna import OptunaSweeper
+from cpt.sweeps.tune import TuneSweeper
 
 log = logging.getLogger(__name__)
 POLL_S = 0.1
-REFRESH_S = 1.0
 SAVING_S = 100.0  # for a job to save after the cluster's warning; less than signal_delay_s in conf
 
 
@@ -63,15 +62,14 @@ class JobLauncher(Launcher):
 
     @abstractmethod
     def check(self) -> None:
-        """Raises ValueError for a wrong option of the launcher. Not in the constructor: Hydra wraps what is
-        raised there in lines of its own."""
+        """Raises ValueError for a wrong option; in the constructor Hydra would wrap it in more lines."""
 
     @abstractmethod
     def run(self, waiting: Sequence[Job], jobs: Sequence[Job], first: int) -> None:
         """Runs the `waiting` ones of the jobs to their end."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        with readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR")):
+        with readable():
             self.check()
             # An unknown choice of a swept group is reported before the sweep has a folder.
             named = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
@@ -85,7 +83,7 @@ class JobLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """The results in the order of `job_overrides`; equal ones are run once, finished ones not at all."""
-        with readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR")):
+        with readable():
             jobs = compose_jobs(job_overrides, initial_job_idx, context=self.context, config=self.config)
             if waiting := [job for job in jobs if not job.before]:
                 list_sweep_runs(Path(self.config.hydra.sweep.dir), [job.folder for job in jobs])
@@ -224,7 +222,7 @@ def run_all(
     """Runs the jobs, as many at once as there are places (environments); a signal is handed to all of them,
     which have `grace` seconds to save, and ends the program."""
     waiting, running, free = deque(jobs), dict[Job, dict[str, str]](), list(places)
-    received, last, shown = list[int](), -math.inf, -math.inf
+    received, last = list[int](), -math.inf
     log.info("Running %d jobs, %d in parallel", len(jobs), len(places))
 
     def receive(number: int, frame: FrameType | None) -> None:
@@ -246,9 +244,6 @@ def run_all(
                     job, place = waiting.popleft(), free.pop(0)
                     job.start(command, env={**os.environ, **place})
                     running[job] = place
-                if not bar.disable and time.monotonic() - shown >= REFRESH_S:
-                    shown = time.monotonic()
-                    bar.set_postfix_str(" | ".join(map(describe_progress, running)), refresh=False)
                 bar.refresh()
                 time.sleep(POLL_S)
         finally:
@@ -256,17 +251,6 @@ def run_all(
     if received:
         log.warning("Stopping on %s; %s", signal.Signals(received[0]).name, CONTINUES)
         raise SystemExit(GO_ON)
-
-
-def describe_progress(job: Job) -> str:
-    """A running job's phase and the time left, of the run if known (`+`: without some phases), else of the
-    phase."""
-    run = read_status(job.folder)
-    if run.state not in ("running", "waiting") or not run.phase:
-        return f"#{job.number} starting"
-    left, more = run.phase_eta_s if run.run_eta_s is None else run.run_eta_s, "+" * bool(run.untimed)
-    time_left = "" if left is None else f" {format_time(left)}{'+' if run.run_eta_s is None else more}"
-    return f"#{job.number} {'waiting' if run.state == 'waiting' else run.phase}{time_left}"
 
 
 @contextmanager
@@ -286,8 +270,7 @@ def signal_handlers(
 
 
 def stop_jobs(jobs: Sequence[Job], *, grace: float, received: Sequence[int]) -> None:
-    """Ends jobs with all their processes: forwards the signal that was received, and kills what is left after
-    `grace` seconds or at a second signal."""
+    """Forwards the signal to jobs, and kills what is left after `grace` seconds or at a second signal."""
     deadline, first = time.monotonic() + grace, max(1, len(received))
     for job in jobs:
         job.kill(received[0] if received else signal.SIGTERM)
@@ -301,7 +284,7 @@ def stop_jobs(jobs: Sequence[Job], *, grace: float, received: Sequence[int]) -> 
 
 
 die_with_parent()  # also in other Hydra programs that use these launchers
-for kind in (ProcessLauncher, ClusterLauncher, OptunaSweeper):
+for kind in (ProcessLauncher, ClusterLauncher, OptunaSweeper, TuneSweeper):
     # Hydra takes plugins named `hydra_plugins.` only; a file there would be imported by every Hydra program.
     Plugins.instance().register(kind)
     Plugins.instance().class_name_to_class[f"hydra_plugins.cpt.{kind.__name__}"] = kind

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,14 +30,13 @@ from cpt.core.preemption import GO_ON
 from cpt.sweeps.jobs import CONTINUES, PreemptedJob
 
 if TYPE_CHECKING:
-    from optuna import Study
-    from optuna.distributions import BaseDistribution
-    from optuna.trial import FrozenTrial
+    import optuna
 
 log = logging.getLogger(__name__)
 SAMPLERS = ("tpe", "random", "nsga2", "grid")
 DIRECTIONS = ("minimize", "maximize")
 JOURNAL, RESULTS = "study.journal", "optimization_results.yaml"
+FOLDERS = "folders of trial"  # with its number: the attribute of a study that names its runs
 DIGITS = 6  # of a number that is given to a run: it is part of the folder's name
 
 
@@ -67,6 +65,7 @@ class OptunaSweeper(Sweeper):
         self.seed, self.direction, self.n_trials, self.n_jobs = seed, direction, n_trials, n_jobs
         given = (("seed", seeds), ("order", orders))
         self.averaged = {key: values for key, values in given if values is not None}
+        self.first: list[dict[str, Any]] = []  # the values of the first trials, before those of the sampler
 
     def check(self) -> None:
         """Raises ValueError for a wrong option, or if Optuna is missing."""
@@ -74,33 +73,31 @@ class OptunaSweeper(Sweeper):
             raise ValueError(
                 f"hydra.sweeper.sampler={self.sampler} is invalid. Allowed: {', '.join(SAMPLERS)}"
             )
-        if type(self.n_jobs) is not int or self.n_jobs < 1:
-            raise ValueError(f"hydra.sweeper.n_jobs={self.n_jobs} is invalid. Allowed: 1, 2, …")
-        endless = self.n_trials is None and self.sampler == "grid"  # the grid ends
-        if not endless and (type(self.n_trials) is not int or self.n_trials < 1):
-            raise ValueError(
-                f"hydra.sweeper.n_trials={self.n_trials} is invalid. Allowed: 1, 2, …; with grid also null"
-            )
-        if type(self.seed) is not int or self.seed < 0:
-            raise ValueError(f"hydra.sweeper.seed={self.seed} is invalid. Allowed: 0, 1, 2, …")
+        for name, least in (("n_jobs", 1), ("n_trials", 1), ("seed", 0)):
+            given, ends = getattr(self, name), name == "n_trials"  # a grid ends by itself
+            is_right = type(given) is int and given >= least
+            if not is_right and not (ends and given is None and self.sampler == "grid"):
+                allowed = f"{least}, {least + 1}, …" + "; with grid also null" * ends
+                raise ValueError(f"hydra.sweeper.{name}={given} is invalid. Allowed: {allowed}")
         try:
             import optuna
         except ImportError as error:
             advice = "pip install -e '.[optuna]' in the checkout of cpt"
             raise ValueError(f"hydra/sweeper=optuna is invalid: {error}. Allowed: after {advice}") from error
+        self.optuna: Any = optuna
         optuna.logging.set_verbosity(optuna.logging.WARNING)
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        with readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR")):
+        with readable():
             self.check()
         self.loader, self.config = hydra_context.config_loader, config
         self.launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
 
-    def sweep(self, arguments: list[str]) -> None:
-        """Runs what the search still lacks; one process at a time may work on it."""
-        with readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR")):
+    def sweep(self, arguments: list[str]) -> Any:
+        """Runs what the search still lacks, and gives its study; one process at a time may work on it."""
+        with readable():
             lines = [*(f"{key}={value}" for key, value in self.params.items()), *arguments]
             parser = OverridesParser.create(config_loader=self.loader)
             given = {each.get_key_element(): each for each in parser.parse_overrides(lines)}
@@ -128,8 +125,8 @@ class OptunaSweeper(Sweeper):
                 if key.startswith("endtask"):
                     raise ValueError(f"{told}: trials run no end tasks. Allowed: other options")
             cfg = self.loader.load_sweep_config(self.config, fixed)
-            endtask = cfg.get("endtask")
-            if endtask is not None and endtask.get("name", "none") != "none":
+            endtask: Any = cfg.get("endtask") or {}
+            if endtask.get("name", "none") != "none" and endtask.get("score_on") != "dev":
                 log.info(
                     "Skipping end tasks (endtask=%s) in trials: their scores are of test text", endtask.name
                 )
@@ -139,46 +136,47 @@ class OptunaSweeper(Sweeper):
             folder.mkdir(parents=True, exist_ok=True)
             try:
                 with FileLock(folder / ".study.lock", timeout=0):
-                    self.search(folder, space, fixed, cfg.get("optimized_metric"))
+                    return self.search(folder, space, fixed, cfg.get("optimized_metric"))
             except Timeout as error:
                 raise ValueError(f"another search is at work in {folder}; choose another name=…") from error
 
     def search(
         self, folder: Path, space: Mapping[str, Override], fixed: Sequence[str], objective: Any
-    ) -> None:
+    ) -> optuna.Study:
         """Resumes the study of a folder, runs the missing trials in batches, and writes the best ones."""
-        from optuna import samplers
-
         names = [objective] if isinstance(objective, str) else list(objective or ["objective"])
         study = self.open_study(folder, space, fixed, names)
-        grid = self.sampler == "grid"
-        total = self.n_trials or math.inf
+        for params in self.first if not study.trials else ():
+            study.enqueue_trial(params)
+        grid, samplers = self.sampler == "grid", self.optuna.samplers
+        kinds: dict[str, Any] = {"tpe": samplers.TPESampler, "nsga2": samplers.NSGAIISampler}
+        total, states = self.n_trials or math.inf, self.optuna.trial.TrialState
         if grid:  # the points that the study does not know, in the order of a sweep without a search
             points = list(itertools.product(*map(grid_values, space.values())))
             total, known = min(total, len(points)), [values_of(trial) for trial in study.trials]
             for params in (dict(zip(space, point, strict=True)) for point in points):
                 if params not in known:
                     study.enqueue_trial(params)
-        left = int(total) - len(trials(study, "COMPLETE"))
+        left = int(total) - len(study.get_trials(states=[states.COMPLETE]))
         # What failed at an earlier start is enqueued again: its run resumes. A trial that was killed while it
         # was asked for never had a run.
-        for trial in trials(study, "RUNNING"):
+        for trial in study.get_trials(states=[states.RUNNING]):
             if trial.params.keys() != space.keys():
-                study.tell(trial.number, state=trial.state.FAIL)
-        others = [values_of(trial) for trial in study.trials if trial.state.name != "FAIL"]
-        for trial in trials(study, "FAIL"):
+                study.tell(trial.number, state=states.FAIL)
+        others = [values_of(trial) for trial in study.trials if trial.state != states.FAIL]
+        for trial in study.get_trials(states=[states.FAIL]):
             if trial.params.keys() == space.keys() and trial.params not in others:
                 study.enqueue_trial(trial.params)
                 others.append(trial.params)
-        made = {key: distribution(key, each, grid=grid) for key, each in space.items()}
+        made = {key: self.distribution(key, each) for key, each in space.items()}
         lists = ([f"{key}={value}" for value in given] for key, given in self.averaged.items())
         runs = [list(each) for each in itertools.product(*lists)]  # the overrides of each run of a trial
         while left > 0:
             size = min(self.n_jobs, left)
-            batch = trials(study, "RUNNING")[:size]  # of a search that was killed: their run folders continue
+            # Those of a search that was killed first: their run folders continue.
+            batch = study.get_trials(states=[states.RUNNING])[:size]
             while len(batch) < size:
                 seed = (self.seed * 1_000_003 + len(study.trials)) % 2**32  # by the number of the trial
-                kinds: dict[str, Any] = {"tpe": samplers.TPESampler, "nsga2": samplers.NSGAIISampler}
                 how = {"seed": seed} | (self.options if self.sampler in kinds else {})
                 how |= {"constant_liar": True} if self.sampler == "tpe" else {}  # trials at once keep apart
                 try:
@@ -189,31 +187,25 @@ class OptunaSweeper(Sweeper):
                 batch.append(study.trials[asked.number])
             overrides = [[*fixed, *to_overrides(trial.params), *run] for trial in batch for run in runs]
             returned = self.launcher.launch(overrides, initial_job_idx=batch[0].number * len(runs))
-            preempted = [each for each in returned if isinstance(each._return_value, PreemptedJob)]
             for place, trial in enumerate(batch):
                 of_trial = returned[place * len(runs) : (place + 1) * len(runs)]
-                if not any(each in preempted for each in of_trial):  # else it stays under way
-                    tell_trial(study, trial, of_trial)
-            if preempted:
-                print(f"cpt: {preempted[0]._return_value}; {CONTINUES}", file=sys.stderr)
-                raise SystemExit(GO_ON)
+                if not any(map(is_preempted, of_trial)):  # else it stays under way
+                    self.tell_trial(study, trial, of_trial)
+            end_if_preempted(returned)
             left -= len(batch)
-        write_best(study, folder, names)
+        write_best(study, len(study.get_trials(states=[states.COMPLETE])), folder, names)
+        return study
 
     def open_study(
         self, folder: Path, space: Mapping[str, Override], fixed: Sequence[str], names: Sequence[str]
-    ) -> Study:
+    ) -> optuna.Study:
         """The study of a folder, new or as it was left. Raises ValueError if it was another search."""
-        import optuna
-        from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
-
         many = isinstance(self.direction, Sequence) and not isinstance(self.direction, str)
         directions = [str(each) for each in self.direction] if many else [str(self.direction)] * len(names)
         if len(directions) != len(names) or set(directions) - set(DIRECTIONS):
-            allowed = (
-                f"{' or '.join(DIRECTIONS)}, or a list of {len(names)}, for optimized_metric={list(names)}"
-            )
-            raise ValueError(f"hydra.sweeper.direction={self.direction} is invalid. Allowed: {allowed}")
+            allowed = f"{' or '.join(DIRECTIONS)}, or a list of {len(names)}"
+            told = f"hydra.sweeper.direction={self.direction} is invalid"
+            raise ValueError(f"{told}. Allowed: {allowed}, for optimized_metric={list(names)}")
         now = {
             "space": {key: str(each.get_value_string()) for key, each in sorted(space.items())},
             # how a run is carried out (workers, logger) may change
@@ -222,45 +214,62 @@ class OptunaSweeper(Sweeper):
             **{key: list(values) for key, values in self.averaged.items()},
             "directions": directions,
         }
-        path = str(folder / JOURNAL)
+        path, journal = str(folder / JOURNAL), self.optuna.storages.journal
         # Open, not link: FAT and some network file systems know no links; FileLock excludes a second search.
-        backend = JournalFileBackend(path, lock_obj=JournalFileOpenLock(path))
-        storage = optuna.storages.JournalStorage(backend)
-        if not optuna.study.get_all_study_names(storage):
-            ways = [optuna.study.StudyDirection[each.upper()] for each in directions]
-            study = optuna.create_study(storage=storage, study_name="search", directions=ways)
+        backend = journal.JournalFileBackend(path, lock_obj=journal.JournalFileOpenLock(path))
+        study = self.optuna.create_study(
+            storage=self.optuna.storages.JournalStorage(backend),
+            study_name="search",
+            directions=directions,
+            load_if_exists=True,
+        )
+        if "made_of" not in study.user_attrs:
             study.set_user_attr("made_of", now)
-            return study
-        study = optuna.load_study(study_name="search", storage=storage)
-        then = study.user_attrs.get("made_of", {})
+        then = study.user_attrs["made_of"]
         if changed := [f"{key}: {then.get(key)} -> {now[key]}" for key in now if then.get(key) != now[key]]:
             told = f"{path} is another search ({'; '.join(changed)})"
             raise ValueError(f"{told}; take them back or choose another name=…")
         return study
 
+    def distribution(self, key: str, override: Override) -> optuna.distributions.BaseDistribution:
+        """Optuna's distribution for a sweep in Hydra's grammar: choices are text, ranges and intervals
+        numbers unless a grid is asked for. Raises ValueError for bounds that Optuna does not take."""
+        kinds = self.optuna.distributions
+        if self.sampler == "grid" or override.is_choice_sweep():
+            return kinds.CategoricalDistribution(grid_values(override))
+        sweep: Any = override.value()
+        logarithmic = "log" in sweep.tags
+        if isinstance(sweep, RangeSweep):
+            points = sorted(float(f"{float(v):.12g}") for v in grid_values(override))  # 0.1 + 0.2 is 0.3
+            low, high, step = points[0], points[-1], abs(sweep.step)
+        else:  # a step of 1 between whole numbers: int(interval(1,8))
+            low, high = sweep.start, sweep.end
+            step = 1 if isinstance(low, int) and isinstance(high, int) else None  # type: ignore[assignment]
+        try:
+            if isinstance(step, int):
+                return kinds.IntDistribution(int(low), int(high), log=logarithmic, step=step)
+            return kinds.FloatDistribution(float(low), float(high), log=logarithmic, step=step)
+        except ValueError as error:
+            raise ValueError(f"{key}={override.get_value_string()} is invalid: {error}") from error
 
-def distribution(key: str, override: Override, *, grid: bool) -> BaseDistribution:
-    """Optuna's distribution for a sweep in Hydra's grammar: choices are text, ranges and intervals numbers
-    unless a grid is asked for. Raises ValueError for bounds that Optuna does not take."""
-    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
-
-    if grid or override.is_choice_sweep():
-        return CategoricalDistribution(grid_values(override))
-    sweep: Any = override.value()
-    logarithmic = "log" in sweep.tags
-    if isinstance(sweep, RangeSweep):
-        points = sorted(float(f"{float(given):.12g}") for given in grid_values(override))  # 0.1 + 0.2 is 0.3
-        low, high = points[0], points[-1]
-        step: int | float | None = abs(sweep.step)
-    else:  # a step of 1 between whole numbers: int(interval(1,8))
-        low, high = sweep.start, sweep.end
-        step = 1 if isinstance(low, int) and isinstance(high, int) else None
-    try:
-        if isinstance(step, int):
-            return IntDistribution(int(low), int(high), log=logarithmic, step=step)
-        return FloatDistribution(float(low), float(high), log=logarithmic, step=step)
-    except ValueError as error:
-        raise ValueError(f"{key}={override.get_value_string()} is invalid: {error}") from error
+    def tell_trial(
+        self, study: optuna.Study, trial: optuna.trial.FrozenTrial, returned: Sequence[JobReturn]
+    ) -> None:
+        """Tells Optuna the objective of a trial, the mean over its runs; it fails where a run failed or has
+        no finite objective."""
+        study.set_user_attr(f"{FOLDERS} {trial.number}", [str(each.working_dir) for each in returned])
+        values = [each._return_value for each in returned]
+        runs = [list(v) if isinstance(v, Sequence) and not isinstance(v, str) else [v] for v in values]
+        label = f"Trial {trial.number}, {' '.join(to_overrides(trial.params))}"
+        for run, job in zip(runs, returned, strict=True):
+            finite = all(isinstance(value, int | float) and math.isfinite(value) for value in run)
+            if job.status is not JobStatus.COMPLETED or not finite or len(run) != len(study.directions):
+                study.tell(trial.number, state=self.optuna.trial.TrialState.FAIL)
+                log.error("%s: failed, objective %s", label, job._return_value)
+                return
+        means = [fmean(each) for each in zip(*runs, strict=True)]
+        study.tell(trial.number, means)
+        log.info("%s: %s", label, format_values(means))
 
 
 def grid_values(override: Override) -> list[str]:
@@ -276,53 +285,37 @@ def to_overrides(params: Mapping[str, Any]) -> list[str]:
     return [f"{key}={value}" for key, value in rounded.items()]
 
 
-def trials(study: Study, *states: str) -> list[FrozenTrial]:
-    return [trial for trial in study.trials if trial.state.name in states]
-
-
-def values_of(trial: FrozenTrial) -> dict[str, Any]:
+def values_of(trial: optuna.trial.FrozenTrial) -> dict[str, Any]:
     """A trial's values, also while it waits."""
     return trial.params or trial.system_attrs.get("fixed_params", {})
 
 
-def tell_trial(study: Study, trial: FrozenTrial, returned: Sequence[JobReturn]) -> None:
-    """Tells Optuna the objective of a trial, the mean over its runs; it fails where a run failed or has no
-    finite objective."""
-    from optuna.trial import TrialState
+def is_preempted(job: JobReturn) -> bool:
+    return isinstance(job._return_value, PreemptedJob)
 
-    values = [each._return_value for each in returned]
-    runs = [list(v) if isinstance(v, Sequence) and not isinstance(v, str) else [v] for v in values]
-    label = f"Trial {trial.number}, {' '.join(to_overrides(trial.params))}"
-    for run, job in zip(runs, returned, strict=True):
-        finite = all(isinstance(value, int | float) and math.isfinite(value) for value in run)
-        if job.status is not JobStatus.COMPLETED or not finite or len(run) != len(study.directions):
-            study.tell(trial.number, state=TrialState.FAIL)
-            log.error("%s: failed, objective %s", label, job._return_value)
-            return
-    means = [fmean(each) for each in zip(*runs, strict=True)]
-    study.tell(trial.number, means)
-    log.info("%s: %s", label, format_values(means))
+
+def end_if_preempted(returned: Sequence[JobReturn]) -> None:
+    """Ends the program with GO_ON where a job continues when it is started again."""
+    if preempted := list(filter(is_preempted, returned)):
+        print(f"cpt: {preempted[0]._return_value}; {CONTINUES}", file=sys.stderr)
+        raise SystemExit(GO_ON)
 
 
 def format_values(values: Sequence[float]) -> str:
     return ", ".join(f"{value:.{DIGITS}g}" for value in values)
 
 
-def write_best(study: Study, folder: Path, names: Sequence[str]) -> None:
-    """Writes and logs the best trial, or the Pareto front of several objectives. Raises ValueError where no
-    trial has an objective."""
-    complete = trials(study, "COMPLETE")
-    if not complete:
+def write_best(study: optuna.Study, finished: int, folder: Path, names: Sequence[str]) -> None:
+    """Writes and logs the best trial, or the Pareto front; raises ValueError where there is none."""
+    if not finished:
         raise ValueError("no trial of the search has an objective; the same command tries again")
-    several = len(names) > 1
-    best = study.best_trials if several else [study.best_trial]
-    results: dict[str, Any] = {"name": "optuna", "objective": list(names), "finished": len(complete)}
-    results["best"] = []
-    lines = [f"{len(complete)} trials; {'the Pareto front' if several else 'the best'} ({', '.join(names)}):"]
-    for trial in best:
+    several, found = len(names) > 1, []
+    lines = [f"{finished} trials; {'the Pareto front' if several else 'the best'} ({', '.join(names)}):"]
+    for trial in study.best_trials if several else [study.best_trial]:
         given = to_overrides(trial.params)
         params = dict(line.split("=", 1) for line in given)
-        results["best"].append({"trial": trial.number, "params": params, "values": trial.values})
+        found.append({"trial": trial.number, "params": params, "values": trial.values})
         lines.append(f"trial {trial.number}: {format_values(trial.values)}: {' '.join(given)}")
+    results = {"name": "optuna", "objective": list(names), "finished": finished, "best": found}
     OmegaConf.save(OmegaConf.create(results), folder / RESULTS)
     log.info("%s", "\n".join([*lines, str(folder / RESULTS)]))

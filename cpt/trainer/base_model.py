@@ -18,7 +18,6 @@ from cpt.core.preemption import defer_signals
 from cpt.core.schema import Options
 from cpt.core.tensors import check_state
 from cpt.data.corpora import Corpora, tokenizer_digest
-from cpt.data.corpus import Corpus
 from cpt.data.datamodule import Domain, DomainSequence
 from cpt.data.options import Budget
 from cpt.data.replay import NO_REPLAY
@@ -115,8 +114,7 @@ def is_whole(options: ModelOptions) -> bool:
 def adapt_checkpoint(
     options: ModelOptions, given: Base, corpora: Corpora, accelerator: str, trains: bool
 ) -> Base:
-    """The base with a checkpoint's first blocks and a trained head (unless it `trains` the cache's or none),
-    in the cache as a checkpoint of its own."""
+    """A checkpoint's first blocks, with a trained head (unless it `trains` the cache's or none), cached."""
     how, source = options.pretraining, str(options.name_or_path)
     steps = (how and how.head_steps) or 0
     files: Any = getattr(loading.configuration(source), "_commit_hash", None)  # of the Hub
@@ -125,12 +123,8 @@ def adapt_checkpoint(
     if steps:
         assert how is not None
         text = corpora.general.facts["train_digest"]
-        settings |= {
-            "head": asdict(how),
-            "text": text,
-            "length": given.length,
-            "objective": given.objective_name,
-        }
+        settings |= {"head": asdict(how), "text": text, "length": given.length}
+        settings |= {"objective": given.objective_name}
         settings |= {"mask_rate": options.mlm_probability, "mean_span": options.mean_span}
     folder = corpora.cache / "base" / f"{Path(source).name}-{digest([FORMAT, files, settings])}"
 
@@ -168,12 +162,21 @@ def describe_base(options: ModelOptions, corpora: Corpora) -> Base:
         assert options.config is not None and options.vocab_size is not None
         untrained = loading.AutoConfig.for_model(**options.config)
         name = loading.objective_name(options.objective, untrained)
-        learned = learn_tokenizer(corpora.general, options.vocab_size, objective=name, cache=corpora.cache)
-        return assemble_base(options, loading.load_tokenizer(learned), untrained)
-    config, tokenizer = (
-        loading.configuration(options.name_or_path),
-        loading.load_tokenizer(options.name_or_path),
-    )
+        general, vocabulary = corpora.general, options.vocab_size
+
+        def make(folder: Path) -> None:
+            log.info("Training a tokenizer of %d entries on the general text", vocabulary)
+            documents = general.documents("train")
+            starts = range(0, len(documents), READ_AT_ONCE)
+            batches = (documents[at : at + READ_AT_ONCE]["text"] for at in starts)
+            learned = loading.train_tokenizer(batches, vocabulary=vocabulary, objective=name)
+            learned.save_pretrained(folder)
+
+        made_of = [TOKENIZER_FORMAT, general.facts["train_digest"], vocabulary, name]
+        folder = make_once(corpora.cache / "tokenizers" / digest(made_of), make=make)
+        return assemble_base(options, loading.load_tokenizer(folder), untrained)
+    config = loading.configuration(options.name_or_path)
+    tokenizer = loading.load_tokenizer(options.name_or_path)
     resize, is_span = options.resize, loading.objective_name(options.objective, config) == "span"
     if is_span and not loading.sentinel_ids(tokenizer):
         loading.add_sentinels(tokenizer)
@@ -193,19 +196,6 @@ def assemble_base(
     return Base(options.name_or_path or "", tokenizer, name, objective, options.max_seq_length)
 
 
-def learn_tokenizer(general: Corpus, vocabulary: int, *, objective: str, cache: Path) -> Path:
-    """The folder of a tokenizer trained on the general text, for an objective."""
-
-    def make(folder: Path) -> None:
-        log.info("Training a tokenizer of %d entries on the general text", vocabulary)
-        documents = general.documents("train")
-        batches = (documents[at : at + READ_AT_ONCE]["text"] for at in range(0, len(documents), READ_AT_ONCE))
-        loading.train_tokenizer(batches, vocabulary=vocabulary, objective=objective).save_pretrained(folder)
-
-    made_of = [TOKENIZER_FORMAT, general.facts["train_digest"], vocabulary, objective]
-    return make_once(cache / "tokenizers" / digest(made_of), make=make)
-
-
 def pretrain(
     folder: Path,
     options: ModelOptions,
@@ -217,8 +207,7 @@ def pretrain(
     accelerator: str,
     freeze: Freeze = NOT_FROZEN,
 ) -> None:
-    """Pre-trains what `freeze` leaves of a model on the general text in one process; a killed one resumes
-    from its checkpoint."""
+    """Pre-trains what `freeze` leaves of a model on the general text in one process; resumable."""
     how = options.pretraining
     assert how is not None
     loading.check_length(options.max_seq_length, model, new.objective)

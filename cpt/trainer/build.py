@@ -13,7 +13,7 @@ import cpt
 from cpt.adapters.domain_store import domain_params
 from cpt.core.randomness import key
 from cpt.core.schema import show
-from cpt.core.tensors import NamedTensors, offload
+from cpt.core.tensors import NamedTensors
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
 from cpt.data.packing import Packed, balance
@@ -26,13 +26,17 @@ from cpt.models.units import blocks
 from cpt.models.weights import Snapshot
 from cpt.optim.state import CarriedState
 from cpt.trainer.base_model import Base
-from cpt.trainer.manifest import why_end_is_final
 from cpt.trainer.options import BF16
 from cpt.trainer.plan import Plan
 from cpt.trainer.run_dir import checkpoint_files
 
 log = logging.getLogger(__name__)
 PACKAGES = ("torch", "lightning", "transformers", "datasets")
+
+
+def read_corpora(plan: Plan) -> Corpora:
+    cache, workers = Path(plan.run.cache_dir), plan.data.preprocessing_num_workers
+    return Corpora.read(plan.source, plan.order, cache=cache, workers=workers)
 
 
 def build_method(plan: Plan, start: Base) -> ContinualMethod:
@@ -50,7 +54,9 @@ def build_method(plan: Plan, start: Base) -> ContinualMethod:
     if getattr(plan.lr_scheduler, "branches", False):
         module.trunk = Snapshot(module.model, persistent=True)
     if options.offload_method_state:
-        offload(module)
+        for each in module.modules():
+            if isinstance(each, NamedTensors):
+                each.offload()
     if options.gradient_checkpointing:
         checkpoint_activations(module.model)
     if options.compile:
@@ -82,29 +88,25 @@ def log_ineffective(plan: Plan, module: ContinualMethod, device: torch.device) -
     options, name, model, rate = plan.trainer, plan.names["method"], plan.model, plan.ignored_rate
     tensors = [each for each in module.modules() if isinstance(each, NamedTensors)]
     offloads = any(not isinstance(each, CarriedState) for each in tensors)
-    final = why_end_is_final(plan) if plan.run.save_trainer_state else ""
-    has_parts, on_disk = bool(domain_params(module)), plan.modules.storage == "disk"
-    not_pretrained = model.name_or_path and (plan.settings["model"]["pretraining"] or {}).get("steps")
-    by_backward = options.accumulate_grad_batches > 1 and any(mask.limits for mask in module.masks)
+    asks, has_parts = options.offload_method_state, bool(domain_params(module))
+    on_disk, micro = plan.modules.storage == "disk", options.accumulate_grad_batches
+    is_single = plan.source.encoding is not None and plan.budget.batch_size == micro
+    in_16 = getattr(module.options, "teacher", "run") != "run" and options.precision in BF16
     reasons = {
-        f"model.pretraining.steps: {model.name_or_path} is not pre-trained by the run": not_pretrained,
+        f"model.pretraining.steps: {model.name_or_path} is not pre-trained by the run": (
+            model.name_or_path and (plan.settings["model"]["pretraining"] or {}).get("steps")
+        ),
         f"method.lr_multiplier={rate}: optim.lr is a number (model.lr=… is multiplied by it)": rate
         not in (None, 1),
-        f"trainer.offload_method_state=true: {name} keeps no weights to offload": options.offload_method_state
-        and not offloads,
+        f"trainer.offload_method_state=true: {name} keeps no weights to offload": asks and not offloads,
         "trainer.offload_method_state=true: on a CPU all is in the host's memory": (
-            options.offload_method_state and offloads and device.type == "cpu"
+            asks and offloads and device.type == "cpu"
         ),
-        f"save_trainer_state=true: {final}": final,
-        "domains.packing=document_mask: samples come one by one": (
-            plan.source.isolated
-            and plan.source.encoding is not None
-            and plan.budget.batch_size == options.accumulate_grad_batches
+        "domains.packing=document_mask: samples come one by one": plan.source.isolated and is_single,
+        f"method.teacher: all is in 16 bits (trainer.precision={options.precision})": in_16,
+        "the mask's backend=backward: later micro-batches of a step select rows too": (
+            micro > 1 and any(mask.limits for mask in module.masks)
         ),
-        f"method.teacher: all is in 16 bits (trainer.precision={options.precision})": (
-            getattr(module.options, "teacher", "run") != "run" and options.precision in BF16
-        ),
-        "the mask's backend=backward: later micro-batches of a step select rows too": by_backward,
         f"modules.storage=disk: {name} has no modules per domain": on_disk and not has_parts,
         "modules.storage=disk: with strategy=fsdp sharded modules stay in memory": (
             on_disk and has_parts and options.strategy == "fsdp"
@@ -150,32 +152,29 @@ def log_eval_cap(data: DomainSequence) -> None:
         lengths = {name: text.row_lengths for name, text in data.held_out.items()}
         cut = {name: lengths[name][data.scored_rows(name)] for name in data.cut}
         read, total = (sum(int(each.sum()) for each in some.values()) for some in (lengths | cut, lengths))
-        part = f"a part of {len(cut)} of {len(lengths)} texts, the same rows after every stage"
-        counts, advice = (
-            f"{read:,} of {total:,} tokens",
-            "eval.max_tokens=null scores all, in a run of its own",
+        log.info(
+            f"Scoring a part of {len(cut)} of {len(lengths)} texts, the same rows after every stage "
+            f"(eval.max_tokens={show(data.eval_tokens)}, {read:,} of {total:,} tokens); "
+            "eval.max_tokens=null scores all, in a run of its own"
         )
-        log.info("Scoring %s (eval.max_tokens=%s, %s); %s", part, show(data.eval_tokens), counts, advice)
 
 
 def empty_scores(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence) -> Scores:
     """Scores without rows: what is measured, on what."""
     objective, names, given = start.objective.scoring, plan.names, plan.model.name_or_path
     kind, similarity = start.objective_name, plan.similarity
-    base = {"name": names["model"], "origin": "built"}
+    base = {"name": given or names["model"], "origin": "hub" if given else "built"}
     if given is not None and Path(given).is_dir():
         base = {"name": Path(given).resolve().name, "origin": "folder"}
-    elif given is not None:
-        fetched = next(iter(checkpoint_files(given).values()), None)
-        base = {"name": given, "origin": "hub", **({"revision": fetched.parent.name} if fetched else {})}
+    elif given is not None and (fetched := checkpoint_files(given)):
+        base["revision"] = next(iter(fetched.values())).parent.name
     adapted = [f"the first {plan.model.layers} blocks"] * (plan.model.layers is not None)
     if given is not None and plan.model.pretraining is not None:
         steps = plan.model.pretraining.head_steps
         adapted.append(
             f"head trained for {steps} steps on general text" if steps else "head as it is, or random"
         )
-    if adapted:
-        base |= {"adapted": "; ".join(adapted)}
+    base |= {"adapted": "; ".join(adapted)} if adapted else {}
     return Scores(
         domains=list(data.held_out),
         tokens=[int(objective.scorable(text.sizes()).sum()) for text in data.held_out.values()],
@@ -191,7 +190,10 @@ def empty_scores(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence
             "finished": False,
             "objective": kind,
         },
-        texts={name: dict(corpora.by_name[name].facts) for name in data.held_out},
+        texts={
+            name: {key.replace("digest", "hash"): fact for key, fact in corpora.by_name[name].facts.items()}
+            for name in data.held_out
+        },
         conditions={
             "score_on": plan.source.score_on,
             "tokenizer": corpora.tokenizer_digest(start.tokenizer)[:8],
@@ -204,7 +206,7 @@ def empty_scores(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence
         },
         base=base,
         similarity=similarity.tell(plan.order) | {"embedding": plan.source.embedding} if similarity else {},
-        config_digest=plan.config_digest,
+        config_hash=plan.config_hash,
         numerics={"precision": str(plan.trainer.precision), "attention": plan.trainer.attn_implementation},
         versions={"python": platform.python_version()}
         | {name: metadata.version(name) for name in PACKAGES}

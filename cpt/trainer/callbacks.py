@@ -41,14 +41,14 @@ def make_callbacks(entries: Mapping[str, Mapping[str, Any]], *, logged: bool) ->
     that cannot be made or would change what a stage trains."""
     built = {name: make_entry(f"callbacks.{name}", entry, Callback) for name, entry in entries.items()}
     for name, each in built.items():
-        told = f"callbacks.{name}={type(each).__name__}"
+        why, allowed = "", "the options of trainer, optim and lr_scheduler; method=ema averages weights"
         if isinstance(each, CHANGES_RESULT):
-            allowed = "the options of trainer, optim and lr_scheduler; method=ema averages weights"
-            raise ValueError(f"{told} is invalid: it changes how a domain is trained. Allowed: {allowed}")
-        if isinstance(each, (theirs.LearningRateMonitor, theirs.DeviceStatsMonitor)) and not logged:
-            raise ValueError(
-                f"{told} is invalid: it needs a logger, and the run has none. Allowed: logger=csv or another"
-            )
+            why = "it changes how a domain is trained"
+        elif isinstance(each, (theirs.LearningRateMonitor, theirs.DeviceStatsMonitor)) and not logged:
+            why, allowed = "it needs a logger, and the run has none", "logger=csv or another"
+        if why:
+            told = f"callbacks.{name}={type(each).__name__}"
+            raise ValueError(f"{told} is invalid: {why}. Allowed: {allowed}")
     return built
 
 
@@ -143,8 +143,7 @@ class ProtectedMovement(Callback):
             self.began = {name: each.detach().cpu().clone() for name, each in names.items()}
 
     def on_fit_end(self, trainer: Trainer, pl_module: Any) -> None:
-        # Before the method's work after the domain, which protects more.
-        if self.began:
+        if self.began:  # before the method's work after the domain, which protects more
             self.noted = protected_shares(pl_module, self.began, seed=key(pl_module.seed, "leak") % 2**63)
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Atomic checkpoints: the trainer's state within a stage, and all that a method knows after one.
 
 checkpoints/NUMBER-DOMAIN.ckpt  the trainer's state
-stages/NUMBER.pt                what is whole in each process; of shards, which folder has them
-NAME.COUNT.shards/              sharded tensors of either, by torch.distributed.checkpoint: every process
-                                writes and reads its own rows; .metadata says where what is
+stages/NUMBER.pt                the method's state; either without what is sharded, which a folder has:
+NAME.COUNT.shards/              sharded tensors, by torch.distributed.checkpoint: every process writes and
+                                reads its own rows; .metadata says where what is
 
 The small file is replaced when its folder is complete, and the folder before is removed then: a kill leaves
 the old ones or the new ones. Any number of processes reads them; a stage's with any strategy."""
@@ -33,20 +33,18 @@ from cpt.core.tensors import NamedTensors, load_tensors, save_state
 from cpt.optim.nan_guard import NanGuard
 from cpt.trainer.options import minutes_of
 
-SHARDS = "shards"  # in the small file: the folder's name, and the sizes or hashes of its files
-MODULE = "module/"
-Like = Callable[[str, torch.Size], Tensor | None]  # what a tensor of such a name and shape is sharded like
+SHARDS = "shards"  # in the small file: the folder, its files' hashes, the places of its tensors
+Like = Callable[[list[Any], torch.Size], Tensor | None]  # what a tensor of a place and shape is sharded like
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes Lightning's checkpoints next to their place; its own writer needs room in the system's temporary
-    folder."""
+    """Writes Lightning's checkpoints next to their place; its own writer needs room in /tmp."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         save_state(checkpoint, Path(path))
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return fill_in(super().load_checkpoint(path, *args, **kwargs), Path(path), lambda name, shape: None)
+        return fill_in(super().load_checkpoint(path, *args, **kwargs), Path(path))
 
 
 class StepCheckpoint(Callback):
@@ -88,71 +86,40 @@ class StepCheckpoint(Callback):
 
 
 def save_stage(module: nn.Module, path: Path) -> dict[str, Tensor]:
-    """Writes a module's state and returns it, sharded tensors as shards. Every process has to call it."""
-    state = module.state_dict()
-    sharded = [name for name, value in state.items() if is_sharded(value)]
-    if not sharded:
-        if is_first_process():
-            save_state(state, path)
-            remove_others(path)
-        return dict(state)
-    parameters = {name: id(each) for name, each in module.named_parameters(remove_duplicate=False)}
-    first: dict[Any, str] = {}  # tied parameters are written once
-    names = {name: first.setdefault(parameters.get(name, name), name) for name in sharded}
-    folder, (rank, _) = new_folder(path), rank_and_world()
-    write_shards({key: state[key] for key in names.values()}, folder)
-    own = [*folder.glob(f"__{rank}_*"), *([folder / ".metadata"] if is_first_process() else [])]
-    sums = {name: each for table in gather_objects(hash_files(folder, own)) for name, each in table.items()}
-    if is_first_process():
-        plain = {name: value for name, value in state.items() if name not in names}
-        shards = {"folder": folder.name, "sums": sums, "names": names, "order": [*state]}
-        save_state({**plain, SHARDS: shards}, path)
-        remove_others(path, folder)
-    return dict(state)
-
-
-def open_stage(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors in a stage's file, mapped from it, and its description of shards: empty without any."""
-    stored = load_tensors(path)
-    return stored, stored.pop(SHARDS, {})
+    """Writes a module's state and returns it. Every process has to call it."""
+    state = dict(module.state_dict(keep_vars=True))  # tied parameters are one object
+    save_sharded(state, path)
+    return state
 
 
 def check_stage(path: Path, *, instead: str) -> None:
     """Raises ValueError if a stage's file or a shard is missing or damaged; `instead` says what to do."""
     check_archive(path, instead=instead)
-    _, shards = open_stage(path)
-    if shards:
+    check_shards(load_tensors(path).get(SHARDS), path, instead=instead, full=True)
+
+
+def check_shards(shards: Mapping[str, Any] | None, path: Path, *, instead: str, full: bool) -> None:
+    if shards is not None:
         folder = path.with_name(shards["folder"])
-        if damage := next(find_damage(folder, shards["sums"], full=True), None):
+        if damage := next(find_damage(folder, shards["sums"], full=full), None):
             raise ValueError(f"{folder}: {damage}; {instead}")
-
-
-def load_stage(path: Path, like: Like = lambda name, shape: None) -> dict[str, Tensor]:
-    """The state after a stage, tensors whole or sharded as another, `like` its name and shape; then every
-    process has to call it."""
-    stored, shards = open_stage(path)
-    if not shards:
-        return stored
-    names, read = shards["names"], read_shards(path.with_name(shards["folder"]), like)
-    return {name: stored[name] if name in stored else read[names[name]] for name in shards["order"]}
 
 
 def restore_stage(module: nn.Module, path: Path, *, rests: bool) -> None:
     """Loads the state of a stage into a module; `rests` maps the modules of earlier domains from the file, if
     they are whole. Of a sharded module every process has to call it, and reads its own rows."""
-    stored, shards = open_stage(path)
-    if rests and not shards:
+    stored = load_tensors(path)
+    if rests and SHARDS not in stored:
         load_mapped(module, stored)
-    elif any(map(is_sharded, module.parameters())):
-        module.load_state_dict(load_stage(path, partial(layout_of, module)))
     else:
-        module.load_state_dict(load_stage(path))
+        like = partial(layout_of, module)
+        module.load_state_dict(fill_in(stored, path, lambda place, shape: like(place[0], shape)))
     if rests:
         map_stored(module, path)
 
 
 def layout_of(module: nn.Module, name: str, shape: torch.Size) -> Tensor | None:
-    """The sharded parameter that a tensor of a module's state is, or is kept of, if it has its shape."""
+    """The parameter that a tensor of a module's state is, or is kept of, if it has its shape."""
     owner, _, last = name.rpartition(".")
     try:
         part = module.get_submodule(owner)
@@ -165,90 +132,71 @@ def layout_of(module: nn.Module, name: str, shape: torch.Size) -> Tensor | None:
     return found if found is not None and found.shape == shape else None
 
 
-def save_shards(checkpoint: Mapping[str, Any], path: Path) -> None:
-    """Writes a trainer's checkpoint; every process has to call it."""
-    tensors = {f"{MODULE}{name}": value for name, value in checkpoint["state_dict"].items()}
-    optimizers = []
-    for number, state in enumerate(checkpoint["optimizer_states"]):
-        names: dict[int, dict[str, str]] = {}
-        others: dict[int, dict[str, Any]] = {}
-        for place, kept in state["state"].items():
-            names[place], others[place] = {}, {}
-            for key, value in kept.items():
-                if isinstance(value, Tensor):
-                    names[place][key] = f"optimizer/{number}/{place}/{key}"
-                    tensors[names[place][key]] = value
-                else:
-                    others[place][key] = value
-        optimizers.append({**state, "state": others, "tensors": names})
-    folder = new_folder(path)
-    write_shards(tensors, folder)
+def save_sharded(state: Mapping[str, Any], path: Path) -> None:
+    """Writes nested dicts and lists: sharded tensors to a new folder, each process its own rows, all else to
+    the small file. Every process has to call it; then the disk holds them."""
+    shards, places = dict[str, Tensor](), dict[str, list[list[Any]]]()
+    first: dict[int, str] = {}  # of one object under several names
+
+    def take_out(value: Any, *place: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: take_out(each, *place, key) for key, each in value.items()}
+        if isinstance(value, list):
+            return [take_out(each, *place, at) for at, each in enumerate(value)]
+        if not is_sharded(value):
+            return value.detach() if isinstance(value, Tensor) else value
+        name = first.setdefault(id(value), "/".join(map(str, place)))
+        shards[name] = value.detach()
+        places.setdefault(name, []).append(list(place))
+        return None
+
+    tree, folder = take_out(dict(state)), None
+    if shards:
+        there = [int(each.name.split(".")[-2]) for each in path.parent.glob(f"{path.stem}.*.{SHARDS}")]
+        folder = path.with_name(f"{path.stem}.{all_reduce_max(1 + max(there, default=0))}.{SHARDS}")
+        if is_first_process():
+            folder.mkdir(parents=True)
+        barrier()
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # of a process that is alone
+            files.save(shards, checkpoint_id=folder, no_dist=not is_distributed())
+        barrier()
+        own = [*folder.glob(f"__{rank_and_world()[0]}_*")]
+        if is_first_process():
+            own.append(folder / ".metadata")
+            for file in (*folder.iterdir(), folder):
+                sync(file)
+        tables = gather_objects(hash_files(folder, own))
+        sums = {name: each for table in tables for name, each in table.items()}
+        tree[SHARDS] = {"folder": folder.name, "sums": sums, "places": places}
     if is_first_process():
-        sizes = {each.name: each.stat().st_size for each in sorted(folder.iterdir())}
-        plain = {**checkpoint, "state_dict": {}, "optimizer_states": optimizers}
-        save_state({**plain, SHARDS: [folder.name, sizes]}, path)
-        remove_others(path, folder)
+        save_state(tree, path)
+        for old in path.parent.glob(f"{path.stem}.*.{SHARDS}"):
+            if old != folder:
+                shutil.rmtree(old)
 
 
-def fill_in(checkpoint: dict[str, Any], path: Path, like: Like) -> dict[str, Any]:
-    """A checkpoint with its tensors, each sharded like another or whole; if some are sharded, every process
-    has to call it. Raises ValueError for files that are missing or truncated."""
-    if SHARDS not in checkpoint:
-        return checkpoint
-    name, sizes = checkpoint.pop(SHARDS)
-    folder = path.with_name(name)
-    table = {each: (size, "") for each, size in sizes.items()}
-    if damage := next(find_damage(folder, table, full=False), None):
-        raise ValueError(f"{folder}: {damage}; delete {path} to learn its domain again")
-    tensors = read_shards(folder, like)
-    checkpoint["state_dict"] = {
-        name.removeprefix(MODULE): value for name, value in tensors.items() if name.startswith(MODULE)
-    }
-    for state in checkpoint["optimizer_states"]:
-        for place, names in state.pop("tensors").items():
-            state["state"][place] |= {key: tensors[name] for key, name in names.items()}
-    return checkpoint
-
-
-def new_folder(path: Path) -> Path:
-    """The next folder of a checkpoint's shards, the same in all processes."""
-    there = [int(each.name.split(".")[-2]) for each in path.parent.glob(f"{path.stem}.*.{SHARDS}")]
-    return path.with_name(f"{path.stem}.{all_reduce_max(1 + max(there, default=0))}.{SHARDS}")
-
-
-def remove_others(path: Path, folder: Path | None = None) -> None:
-    """Removes the folders of a file's shards but one."""
-    for old in path.parent.glob(f"{path.stem}.*.{SHARDS}"):
-        if old != folder:
-            shutil.rmtree(old)
-
-
-def write_shards(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Writes tensors into a new folder, of sharded ones each process its own rows; every process has to call
-    it. Then the disk holds them."""
-    if is_first_process():
-        folder.mkdir(parents=True)
-    barrier()
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # of a process that is alone
-        files.save(dict(tensors), checkpoint_id=folder, no_dist=not is_distributed())
-    barrier()
-    if is_first_process():
-        for file in (*folder.iterdir(), folder):
-            sync(file)
-
-
-def read_shards(folder: Path, like: Like) -> dict[str, Tensor]:
-    """The tensors of a folder by name, each sharded like another or whole; if some are sharded, every process
-    has to call it."""
-    tensors: dict[str, Tensor] = {}
+def fill_in(state: dict[str, Any], path: Path, like: Like = lambda place, shape: None) -> dict[str, Any]:
+    """What a small file holds with the sharded tensors, each sharded like another or whole; if some are
+    sharded, every process has to call it. Raises ValueError for files that are missing or truncated."""
+    if (shards := state.pop(SHARDS, None)) is None:
+        return state
+    check_shards(shards, path, instead=f"delete {path} to learn its domain again", full=False)
+    tensors, folder = dict[str, Tensor](), path.with_name(shards["folder"])
     table: dict[str, Any] = files.FileSystemReader(folder).read_metadata().state_dict_metadata
-    for key, stored in table.items():
-        model, kind = like(key, stored.size), stored.properties.dtype
+    for name, places in shards["places"].items():
+        size, kind = table[name].size, table[name].properties.dtype
+        model = like(places[0], size)
         if isinstance(model, DTensor):
-            tensors[key] = shard_as(torch.empty_like(model.to_local(), dtype=kind), model)
+            tensors[name] = shard_as(torch.empty_like(model.to_local(), dtype=kind), model)
         else:
-            tensors[key] = torch.empty(stored.size, dtype=kind)
+            tensors[name] = torch.empty(size, dtype=kind)
     alone = not is_distributed() or not any(map(is_sharded, tensors.values()))
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # of a process that is alone
         files.load(tensors, checkpoint_id=folder, no_dist=alone)
-    return tensors
+    for name, places in shards["places"].items():
+        for *inner, last in places:
+            node: Any = state
+            for key in inner:
+                node = node[key]
+            node[last] = tensors[name]
+    return state

@@ -23,9 +23,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpt.adapters.domain_store import BASE
 from cpt.core.config import digest
-from cpt.core.distributed import all_reduce_max, barrier, gather_objects
+from cpt.core.distributed import all_reduce_max, barrier, check_all_signals, gather_objects, leave_together
 from cpt.core.files import replace as replace_file
-from cpt.core.preemption import Preempted, check_all_signals, leave_together
+from cpt.core.preemption import Preempted
 from cpt.core.processes import is_first_process, rank_and_world
 from cpt.core.progress import progress_bar
 from cpt.data.corpora import Corpora
@@ -111,8 +111,7 @@ class Evaluator(ABC):
 
 @contextmanager
 def counted(label: str, *, total: int, hidden: bool, unit: str) -> Iterator[tuple[tqdm, Callable[..., None]]]:
-    """A progress bar, and what is called after each unit of work; it leaves if a signal has come to any
-    process."""
+    """A progress bar, and what is called after each unit of work: it leaves on a signal to any process."""
     with progress_bar(label, total=total, hidden=hidden, unit=unit) as progress:
 
         def step(count: int = 1) -> None:
@@ -214,7 +213,7 @@ class FinetuneEvaluator(Evaluator):
         found = [[[self.read(row, name, seed) for seed in seeds] for name in tasks] for row in range(rows)]
         return {
             **{"when": self.when, "tasks": list(tasks), "seeds": list(seeds)},
-            "digest": digest([task.digest(seed) for task in tasks.values() for seed in seeds]),
+            "hash": digest([task.digest(seed) for task in tasks.values() for seed in seeds]),
             "metric": {name: task.settings.metric for name, task in tasks.items()},
             "classes": {name: len(task.classes) for name, task in tasks.items()},
             "examples": {name: len(task.test) for name, task in tasks.items()},
@@ -342,7 +341,7 @@ class LMEvalEvaluator(Evaluator):
     """Tasks of the lm-evaluation-harness, measured on what the module hands on after a stage. The first
     process has the harness and works; the others wait."""
 
-    GROUP, KIND, LABEL = "benchmark", "probes", "benchmark"
+    GROUP, KIND, LABEL = "benchmark", "benchmarks", "benchmark"
 
     def __init__(
         self, options: LMEvalOptions, harness: Harness | None, tokenizer: PreTrainedTokenizerBase, **run: Any
@@ -423,8 +422,7 @@ def make_evaluators(
     module: ContinualMethod,
     data: DomainSequence,
 ) -> list[Evaluator]:
-    """The evaluators of a plan, in the order in which they measure. Raises ValueError for a measure of
-    choices where a task has none."""
+    """The evaluators of a plan; raises ValueError for a measure of choices where a task has none."""
     found: list[Evaluator] = []
     run: dict[str, Any] = {"place": place, "module": module, "data": data}
     if plan.endtasks is not None:

@@ -41,20 +41,20 @@ FIXED: dict[str, tuple[type[Options], ...]] = {
 
 
 def describe_options(arguments: Sequence[str]) -> str:
-    """The options of the groups that the command line chooses, or of all where it chooses none. Raises
-    HydraException for a command line that cannot be composed."""
+    """The options of the groups that the command line chooses, or of all where it chooses none."""
     given = get_args_parser().parse_args([each for each in arguments if each != FLAG])
     added = [f"hydra.searchpath=[file://{Path(given.config_dir).absolute()}]"] if given.config_dir else []
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose(CONFIG, overrides=[*given.overrides, *added])
     chosen = {each.lstrip("+~").partition("=")[0].partition("@")[0] for each in given.overrides} & set(cfg)
-    blocks = []
-    for place in list_sections(cfg):
-        if not chosen or place.split(".")[0] in chosen:
-            lines = []
-            for key, value, meant, words in list_options(cfg, place):
-                lines += [f"{key}={value}", f"    {meant}" + f"; allowed: {words}" * bool(words)]
-            blocks.append("\n".join(lines))
+    blocks = [
+        "\n".join(
+            f"{key}={value}\n    {meant}" + f"; allowed: {words}" * bool(words)
+            for key, value, meant, words in list_options(cfg, place)
+        )
+        for place in list_sections(cfg)
+        if not chosen or place.split(".")[0] in chosen
+    ]
     return "\n\n".join(filter(None, blocks))
 
 

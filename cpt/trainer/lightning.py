@@ -25,13 +25,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from tqdm import tqdm
 
-from cpt.core.distributed import is_sharded, shard_like
+from cpt.core.distributed import is_sharded, leave_together, shard_like
 from cpt.core.errors import reason
-from cpt.core.preemption import leave_together
 from cpt.core.progress import progress_bar
 from cpt.core.tensors import NamedTensors, load_tensors
 from cpt.models.fsdp import named_weights, reshard, shard_model
-from cpt.trainer.checkpoint import AtomicCheckpointIO, fill_in, layout_of, save_shards
+from cpt.trainer.checkpoint import AtomicCheckpointIO, fill_in, layout_of, save_sharded
 from cpt.trainer.costs import own_names
 from cpt.trainer.options import Fsdp
 
@@ -131,19 +130,17 @@ class FSDP2Strategy(DDPStrategy):
         return inner.state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        save_shards(checkpoint, Path(filepath))
+        save_sharded(checkpoint, Path(filepath))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         module: Any = self.lightning_module
         parameters = [parameters_of(each) for each in self.optimizers]
         reshard(module.model)
 
-        def like(name: str, shape: torch.Size) -> Tensor | None:
-            kind, _, inner = name.partition("/")
-            if kind != "optimizer":
-                return layout_of(module, inner, shape)
-            number, place, _ = inner.split("/")
-            found = parameters[int(number)][int(place)]
+        def like(place: list[Any], shape: torch.Size) -> Tensor | None:
+            if place[0] == "state_dict":
+                return layout_of(module, place[1], shape)
+            found = parameters[place[1]][place[3]]  # of optimizer_states
             return found if found.shape == shape else None
 
         return fill_in(load_tensors(checkpoint_path), Path(checkpoint_path), like)

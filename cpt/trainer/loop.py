@@ -1,7 +1,10 @@
 """The loop over stages: train, evaluate, commit; a killed run resumes from what is committed. Its remaining
 time, for progress.json: what is left, at the pace of what is done."""
 
+import json
 import logging
+import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -16,17 +19,16 @@ from lightning.pytorch.loggers import Logger
 from torch.distributed.fsdp import FSDPModule
 
 from cpt.adapters.domain_store import map_stored
-from cpt.core.distributed import barrier
-from cpt.core.files import writing
+from cpt.core import files
+from cpt.core.distributed import barrier, leave_together
 from cpt.core.heartbeat import HEARTBEAT, Phase, set_phase
-from cpt.core.preemption import check_signals, defer_signals, leave_together
-from cpt.core.processes import is_first_process, keep_threads
+from cpt.core.preemption import check_signals, defer_signals
+from cpt.core.processes import is_first_process
 from cpt.core.tensors import check_state
-from cpt.data.corpora import Corpora
 from cpt.data.datamodule import Domain, DomainSequence
-from cpt.evaluation.metrics import objective_value
 from cpt.evaluation.monitor import MonitorObserver
 from cpt.evaluation.scores import Scores, gather_documents
+from cpt.evaluation.task_metrics import run_objective
 from cpt.loggers.loggers import WandbCurves, log_scores, log_stage, track
 from cpt.loggers.wandb import run_name
 from cpt.methods.base import ContinualMethod
@@ -40,9 +42,10 @@ from cpt.trainer.base_model import Base, make_base
 from cpt.trainer.callbacks import CustomCallbacks, ProtectedMovement
 from cpt.trainer.checkpoint import StepCheckpoint, check_stage, restore_stage, save_stage
 from cpt.trainer.costs import CostMonitor, stored_beside, time_phase, trained_parameters
+from cpt.trainer.dry_run import match_operations
 from cpt.trainer.evaluators import Evaluator, make_evaluators
 from cpt.trainer.lightning import drop_optimizer, make_trainer
-from cpt.trainer.manifest import why_end_is_final, write_manifest
+from cpt.trainer.manifest import write_manifest
 from cpt.trainer.monitor import Monitor
 from cpt.trainer.plan import Plan
 from cpt.trainer.run_dir import RunDir
@@ -56,7 +59,7 @@ KINDS = {  # the work of a stage in its order, as in scores.json, and its name i
     "score": "scoring after",
     "endtasks": "end tasks after",
     "answers": "answers after",
-    "probes": "probe after",
+    "benchmarks": "benchmark after",
 }
 LATEST = 100  # stages that set the pace
 
@@ -68,13 +71,18 @@ def train_run(plan: Plan, run: RunDir) -> Scores:
     keep_threads(run.path / "threads", processes=ready.processes)
     set_phase("reading texts")
     with time_phase(took, "read the texts"):
-        cache = Path(plan.run.cache_dir)
-        corpora = Corpora.read(
-            plan.source, plan.order, cache=cache, workers=plan.data.preprocessing_num_workers
-        )
+        corpora = build.read_corpora(plan)
     set_phase("making the base")
     with time_phase(took, "make the base"):
         base = make_base(plan.model, corpora, accelerator=plan.trainer.accelerator)
+    if plan.trainer.match is not None:
+        with time_phase(took, "count operations"):
+            world = ready.processes * plan.trainer.num_nodes
+            how: dict[str, Any] = {"device": ready.device, "world": world, "stored": run.matched}
+            plan = match_operations(plan, corpora, base, **how)
+            if is_first_process() and not run.matched.exists():
+                files.replace(run.matched, json.dumps(asdict(plan.budget)))
+    with time_phase(took, "make the base"):
         method = build.build_method(plan, base)
     set_phase("tokenising")
     with time_phase(took, "tokenise"):
@@ -91,11 +99,10 @@ def train_run(plan: Plan, run: RunDir) -> Scores:
     if scores is None or scores.run["order"] != new.run["order"]:  # domains were added
         scores = new if scores is None else new.take_over(scores)
     run.check_documents(len(scores.rows))
-    for phase, seconds in took.items():
-        scores.phases["start"][phase] = scores.phases["start"].get(phase, 0.0) + seconds
-    name, options = run_name(scores.run, plan.settings["order"]), plan.run
-    about: dict[str, Any] = {"name": name, "group": str(options.name), "job_type": plan.names["method"]}
-    about |= {"tags": options.tags, "config": dict(plan.settings)}
+    scores.phases["start"] = dict(Counter(scores.phases["start"]) + Counter(took))
+    name = run_name(scores.run, plan.settings["order"])
+    about: dict[str, Any] = {"name": name, "group": str(plan.run.name), "job_type": plan.names["method"]}
+    about |= {"tags": plan.run.tags, "config": dict(plan.settings)}
     with track(plan.logger.flags, run.path, about=about, custom=ready.loggers) as loggers:
         trainer = ContinualTrainer(
             plan=plan,
@@ -110,6 +117,24 @@ def train_run(plan: Plan, run: RunDir) -> Scores:
         trainer.fit()  # for each stage: train, save, evaluate, commit
         trainer.finalize(base)  # model, report, model card
     return scores
+
+
+def keep_threads(path: Path, *, processes: int) -> None:
+    """Uses as many CPU threads as the run began with, which a file of its folder remembers: with others the
+    same sums are added in another order, and the last bits differ. `processes`
+    are at work on this machine."""
+    given = torch.get_num_threads()
+    if "OMP_NUM_THREADS" not in os.environ:
+        given = max(1, given // processes)
+    begun = path.read_text() if path.exists() else str(given)
+    if not begun.isdigit() or int(begun) < 1:
+        raise ValueError(f"{path} is damaged; write the number of threads into it that the run began with")
+    if int(begun) != given:
+        log.info("Computing with %s threads, as this run began, not with %d", begun, given)
+    if is_first_process() and not path.exists():
+        path.write_text(begun)
+    torch.set_num_threads(int(begun))
+    os.environ["OMP_NUM_THREADS"] = begun  # for the processes that Lightning starts
 
 
 @dataclass(frozen=True)
@@ -174,7 +199,7 @@ class RunETA:
 
 @dataclass(kw_only=True, eq=False)
 class ContinualTrainer:
-    """A run at work: trains a method on its stages, and fills the scores."""
+    """Trains a method on the stages of a run, and fills the scores."""
 
     plan: Plan
     run: RunDir
@@ -245,9 +270,8 @@ class ContinualTrainer:
         guard = NanGuard(policy=plan.run.on_nonfinite)
         parts = self.run.stage(number - 1) if self.to_disk else None
         saving = StepCheckpoint(checkpoint, every=plan.trainer.checkpoint_every, guard=guard, parts=parts)
-        for logger in self.loggers:
-            if isinstance(logger, WandbCurves):
-                logger.curves.enter(domain.name, tokens=sum(self.scores.seen))
+        for logger in (each for each in self.loggers if isinstance(each, WandbCurves)):
+            logger.curves.enter(domain.name, tokens=sum(self.scores.seen))
         # Monitors know the tokens of their step; a checkpoint, last, has the state of the others at its step.
         callbacks = [costs, *monitors, movement, guard, *self.callbacks.entering(number), saving]
         fitting = None
@@ -285,35 +309,34 @@ class ContinualTrainer:
             "trained": trained_parameters(self.module),
             "stored": stored_beside(self.module, state),
             **costs.costs(fitting),
-            **{"rates": costs.rates, "leak": movement.noted, "spikes": guard.spikes.noted},
+            **{"rates": costs.rates, "protected_movement": movement.noted, "spikes": guard.spikes.noted},
             **{"skipped": len(guard.left_out)},
         }
 
     def commit_row(self, row: str, **costs: Any) -> None:
         """Evaluates, and writes the row: a restart resumes after it."""
-        number, options = len(self.scores.rows), self.plan.run
+        number = len(self.scores.rows)
         self.module.observes = number in (0, len(self.data))
         with self.eta.timed("score", number):
             cells = self.scorer.score(number, row, self.scorer.wanted(number))
         self.module.observes = False
         leave_together(f"before {row} was committed")
         nll = [cells[text].mean if text in cells else None for text in self.scores.domains]
-        self.scores.append(row, nll=nll, parts={text: cell.parts for text, cell in cells.items()}, **costs)
+        modules = {text: cell.modules for text, cell in cells.items()}
+        self.scores.append(row, nll=nll, modules=modules, **costs)
         shown = [f"{text} {np.exp(cell.mean):.1f}" for text, cell in cells.items()]
         few = shown if len(shown) <= 2 * ENDS else [*shown[:ENDS], "…", *shown[-ENDS:]]
         log.info("Evaluated after %s: perplexity %s", row, ", ".join(few))
-        diagnostics = {
-            name: (values.float() if values.dtype == torch.bfloat16 else values).cpu().numpy()
-            for name, values in self.module.diagnostics().items()
-        }
+        found = self.module.diagnostics()  # numpy has no bfloat16
+        found = {name: v.float() if v.dtype == torch.bfloat16 else v for name, v in found.items()}
+        diagnostics = {name: values.cpu().numpy() for name, values in found.items()}
         log_stage(self.loggers, self.scores, distributions=diagnostics)
         if is_first_process():
             self.run.save_documents(number, documents_of(cells))
             if diagnostics:
                 self.run.save_arrays(self.run.path / "diagnostics" / f"{number:03d}.npz", diagnostics)
             self.journal.keep_row(number)
-            end = options.save_trainer_state and not why_end_is_final(self.plan)
-            self.run.cleanup(number, keep=options.save_all_stages, end=end)
+            self.run.cleanup(number, keep=self.plan.run.save_all_stages)
 
     def backfill(self, number: int) -> None:
         """Scores the texts that a row lacks, where the weights of its stage are there."""
@@ -326,8 +349,8 @@ class ContinualTrainer:
         with self.eta.timed("score", number):
             cells = self.scorer.score(number, row, missing)
         leave_together(f"before {row} was committed")
-        means, parts = ({t: getattr(cell, name) for t, cell in cells.items()} for name in ("mean", "parts"))
-        self.scores.fill(number, means, parts)
+        means = {text: cell.mean for text, cell in cells.items()}
+        self.scores.fill(number, means, {text: cell.modules for text, cell in cells.items()})
         log.info("Scoring %d more texts after %s", len(missing), row)
         if is_first_process():
             (before,) = self.run.load_documents([number])
@@ -344,9 +367,12 @@ class ContinualTrainer:
                 if number <= max(self.scores.grown, default=0):
                     log.info("Skipping %s after %s: its weights were not kept", group, row)
                     continue
-                told = f"{group}.when={each.when} is invalid: the weights after {row} were not kept"
-                allowed = f"{group}.when=last, or a new name=… (save_all_stages=true keeps them for later)"
-                raise ValueError(f"{told}. Allowed: {allowed}")
+                told = (
+                    f"{group}.when={each.when} is invalid: the weights after {row} were not kept. Allowed: "
+                )
+                raise ValueError(
+                    f"{told}{group}.when=last, or a new name=… (save_all_stages=true keeps them for later)"
+                )
             self.scores.run["finished"] = False
             self.restore(number)
             with self.eta.timed(each.KIND, number):
@@ -366,7 +392,7 @@ class ContinualTrainer:
         if isinstance(self.module.model, FSDPModule):  # another module has all weights in this process
             self.module, self.at = build.build_method(self.plan, start), 0
             self.restore(len(scores.rows) - 1)
-        with writing(run.model):
+        with files.writing(run.model):
             loading = self.module.export(run.model, [domain.name for domain in self.data])
             start.tokenizer.save_pretrained(run.model)
         scores.loading = loading.replace(f"{run.path}/", "")  # the folder may be moved
@@ -384,7 +410,7 @@ class ContinualTrainer:
             log.info("Missing cells of the matrix: %d, in the rows %s: %s", sum(left.values()), few, why)
         for each in self.evaluators:
             self.journal.collect(each)
-        scores.objective = objective_value(scores.metrics, self.plan.run.optimized_metric)
+        scores.optimized_metric = run_objective(vars(scores), self.plan.run.optimized_metric)
         scores.run["finished"] = True
         run_page.write_report(run.path, scores)
         if len(scores.rows) > 1:

@@ -15,7 +15,6 @@ from cpt.adapters.domain_store import Router
 from cpt.core.randomness import key
 from cpt.data.collate import Batch
 from cpt.data.datamodule import Domain, DomainSequence
-from cpt.data.sources.base import GENERAL
 from cpt.evaluation.monitor import MonitorObserver, MonitorOptions, MonitorRecord
 from cpt.evaluation.perplexity import DocumentNLL
 from cpt.methods.base import ContinualMethod
@@ -77,12 +76,6 @@ class Monitor(Callback):
             for logger in trainer.loggers:
                 logger.log_metrics(tokens, step=step - 1)  # as in training
                 logger.log_metrics(values | self.observer.series(stage), step=step)
-            # In the bar the rise of the loss on general and on past text.
-            rises = {text: each[-1] - each[0] for text, each in nll.items() if text not in self.own}
-            past = max((rise for text, rise in rises.items() if text != GENERAL), default=None)
-            for name, rise in (("past", past), (GENERAL, rises.get(GENERAL))):
-                if rise is not None:
-                    pl_module.log(f"monitor/{name}+", rise, prog_bar=True, logger=False)
             why = self.observer.ended or self.record.why_stop(self.options, own=self.own)
         if why and step < trainer.max_steps:
             self.record.ended, trainer.should_stop = why, True
@@ -90,8 +83,7 @@ class Monitor(Callback):
                 log.info("Ending %s after step %d: %s", trainer.datamodule.domain.name, step, why)
 
     def on_fit_end(self, trainer: Trainer, pl_module: Any) -> None:
-        # Before the method's work after the domain.
-        if self.best and self.record.kept != trainer.global_step:
+        if self.best and self.record.kept != trainer.global_step:  # before the method's work after it
             put_back(pl_module, self.best)
         if trainer.is_global_zero:
             self.observer.finish()
@@ -128,8 +120,8 @@ class Monitor(Callback):
                 losses[name].update(nll, count, batch["documents"])
         if router is not None:
             router.begin()
-        return {name: torch.stack([each.view(-1) for each in metric.compute()]).cpu()
-                for name, metric in losses.items()}  # fmt: skip
+        found = {name: torch.stack([each.view(-1) for each in m.compute()]) for name, m in losses.items()}
+        return {name: each.cpu() for name, each in found.items()}
 
     def state_dict(self) -> dict[str, Any]:
         own = {"record": asdict(self.record), "began": self.began, "best": self.best}
@@ -148,14 +140,9 @@ def copy_trained(module: ContinualMethod) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def put_back(
-    module: ContinualMethod,
-    weights: Mapping[str, Tensor],
-    *,
-    towards: Mapping[str, Tensor] | None = None,
-    way: float = 0.0,
+    module: ContinualMethod, weights: Mapping[str, Tensor], *, towards: Any = None, way: float = 0.0
 ) -> None:
-    """Gives trained parameters the weights that were kept of them, or what lies at a share of the way from
-    these `towards` others."""
+    """Puts kept weights back, or what lies at a share of the way from these `towards` others."""
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and name in weights:
             parameter.copy_(weights[name].to(parameter.device))

@@ -115,9 +115,6 @@ class RunOptions(Options):
         "estimate the cost and stop: true prints a table, json JSON"
     )
     save_all_stages: bool = option("keep the weights of every stage, not only of the last")
-    save_trainer_state: bool = option(
-        "keep the trainer state at the end of a run of one domain, so that trainer.steps can be raised"
-    )
     cache_dir: Folder = option("folder of tokenized text and base models, shared by all runs")
 
 
@@ -128,6 +125,10 @@ class TrainerOptions(Options):
     steps: Steps | None = option("optimizer steps per domain")
     epochs: Positive | None = option("passes over the domain's training text")
     tokens: Positive | None = option("tokens per domain")
+    match: Literal["ncl"] | None = option(
+        "scale steps, epochs or tokens to the counted operations of method=ncl with them; null: as given",
+        default=None,
+    )
     batch_size: Count = option("samples per optimizer step, over all processes and micro-batches")
     accumulate_grad_batches: Count = option("micro-batches per process and optimizer step")
     eval_batch_size: Count = option("samples per forward pass of an evaluation, per process")
@@ -206,7 +207,6 @@ class LoggerOptions(Options):
     summary: Literal["headlines", "all"] = option(
         "summary of the W&B run: headlines, or every number of its report", default="headlines"
     )
-    per_domain: bool = option("log additional W&B curves for each domain, over its steps", default=False)
     histograms: bool = option("log histograms of method diagnostics to W&B after each domain", default=False)
     project: Text | None = option("project of W&B", default=None)
     entity: Text | None = option("user or team of W&B", default=None)

@@ -1,9 +1,7 @@
 """A Hydra config as a Plan: typed sections, and every check that needs neither torch nor text."""
 
 import inspect
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -23,10 +21,10 @@ from cpt.data.options import Budget, DataOptions, share_batch
 from cpt.data.replay import NO_REPLAY, ReplayConfig
 from cpt.data.sources.base import Source
 from cpt.evaluation.finetune_tasks import FinetunePlan, check_task_values, plan_endtasks
-from cpt.evaluation.metrics import objective_value
 from cpt.evaluation.monitor import MonitorOptions, ObserverConfig
 from cpt.evaluation.options import EvalOptions, LMEvalOptions, TaskEvalOptions
 from cpt.evaluation.scores import Scores
+from cpt.evaluation.task_metrics import run_objective
 from cpt.models.options import Freeze, ModelOptions
 from cpt.optim.options import carried, read_optimizer
 from cpt.optim.schedulers import Schedule
@@ -44,16 +42,12 @@ SET_BY_CPT = {
 }
 
 
-def readable_errors() -> AbstractContextManager[None]:
-    return readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR"))
-
-
 class Checked(Callback):
     """Hydra callback that rejects an invalid config before a folder is made for it."""
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         rename_keys(config)
-        with readable_errors():
+        with readable():
             read_sections(config)
         if config.get("plan"):  # Hydra writes neither its files nor a log
             with read_write(config.hydra), open_dict(config.hydra):
@@ -63,7 +57,7 @@ class Checked(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         rename_keys(config)
-        with readable_errors():
+        with readable():
             run = read_sections(config).run
             if run is not None and run.plan:
                 raise ValueError(
@@ -106,7 +100,7 @@ class Plan(Sections):
     budget: Budget
     carry: str  # what of the optimizer's state passes from domain to domain: none, moments, all
     endtasks: FinetunePlan | None
-    config_digest: str  # of what decides the result
+    config_hash: str  # of what decides the result
     ignored_rate: float | None  # method.lr_multiplier, where optim.lr is given as a number
     similarity: orders.Similarity | None = None  # of the domains' texts, where it decides the order
 
@@ -140,7 +134,7 @@ class Plan(Sections):
     def digests(self) -> dict[str, str]:
         """Hashes of what is measured in addition to the losses (options, sizes and times of data), by its key
         in scores.json."""
-        measured = {"endtasks": self.endtasks, "answers": self.answers, "probes": self.benchmark}
+        measured = {"endtasks": self.endtasks, "answers": self.answers, "benchmarks": self.benchmark}
         groups = dict(zip(measured, ("endtask", "answers", "benchmark"), strict=True))
         return {
             kind: digest([self.settings[groups[kind]], getattr(options, "stamp", "")])
@@ -252,7 +246,7 @@ def make_plan(cfg: DictConfig) -> Plan:
     """The plan of a config; raises ValueError for an invalid one."""
     read = read_sections(cfg)
     settings = with_cap(plain_config(cfg), read.evaluation.cap)  # raises for what is missing
-    objective_value({}, read.run.optimized_metric)
+    run_objective({"metrics": {}, "endtasks": {}, "rows": []}, read.run.optimized_metric)
     trainer, source, folder = read.trainer, read.source, settings["init_from"]
     processes = trainer.devices if isinstance(trainer.devices, int) else 1
     share_batch(trainer.batch_size, accumulate=trainer.accumulate_grad_batches, world=max(1, processes))
@@ -283,7 +277,7 @@ def make_plan(cfg: DictConfig) -> Plan:
         budget=Budget(trainer.steps, trainer.epochs, trainer.tokens, trainer.batch_size),
         carry=carried(settings["optim"].get("state_across_domains", "none")),
         endtasks=plan_endtasks(settings["endtask"], source.domains, order),
-        config_digest=digest(identity(redact(settings))),
+        config_hash=digest(identity(redact(settings))),
         ignored_rate=None
         if OmegaConf.is_interpolation(cfg.optim, "lr")
         else cfg.method.get("lr_multiplier", 1),
@@ -353,12 +347,12 @@ def conflicts(plan: Plan) -> Iterator[str]:
 
 
 def why_not_growable(plan: Plan) -> str:
-    """Why the first domains of a plan would have been trained differently without those that follow; empty
-    where they would not."""
+    """Why the first domains would have been trained differently without those that follow, if so."""
     order, schedule, method = plan.run.order, plan.lr_scheduler, plan.method.load()
     needs_end = getattr(schedule, "needs_end", False)
     reasons = {
         f"order={order} gives a further domain its place among those that are learned": plan.by_texts,
+        "trainer.match=ncl shares out the operations of all domains": plan.trainer.match is not None,
         "domains.balanced=true cuts all domains to the smallest of them": plan.source.balanced is True,
         f"method={plan.names['method']} needs all domains "
         "before the first is learned": method.requires_all_domains,

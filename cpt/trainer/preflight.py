@@ -3,14 +3,12 @@
 The method is built once on the model's skeleton, on torch's meta device: units that the model lacks, targets
 that match nothing, too few positions are reported at once."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from hydra.utils import instantiate
@@ -42,9 +40,6 @@ from cpt.trainer.options import BF16, TrainerOptions
 from cpt.trainer.plan import Plan
 from cpt.trainer.run_dir import RunDir, checkpoint_files
 
-if TYPE_CHECKING:
-    from cpt.evaluation.lm_eval import Harness
-
 log = logging.getLogger(__name__)
 WIDE = 256  # features from which bf16 pays on a CPU
 SHORT = 512  # tokens of a sequence up to which eager attention is faster in 16 bits (benchmarks/attention.py)
@@ -61,7 +56,7 @@ class PreflightResult:
     callbacks: dict[str, Callback]
     processes: int
     device: torch.device
-    harness: Harness | None
+    harness: Any  # or None
 
 
 def prepare(plan: Plan, run: RunDir) -> PreflightResult:
@@ -91,12 +86,8 @@ def resolve_devices(options: TrainerOptions) -> TrainerOptions:
         share = options.batch_size // options.accumulate_grad_batches
         devices = max((number for number in range(1, gpus + 1) if share % number == 0), default=1)
         if gpus > 1 and is_first_process():
-            log.info(
-                "Using %d of %d GPUs (strategy=auto, trainer.batch_size=%d)",
-                devices,
-                gpus,
-                options.batch_size,
-            )
+            told = "Using %d of %d GPUs (strategy=auto, trainer.batch_size=%d)"
+            log.info(told, devices, gpus, options.batch_size)
         options = replace(options, devices=devices, strategy="ddp" if devices > 1 else "auto")
     if options.num_workers == "auto":
         used = options.devices if isinstance(options.devices, int) and options.devices > 0 else max(1, gpus)
@@ -130,8 +121,8 @@ def resolve_auto(
     drops = options.quick_dropout and drops_attention(config)
     is_short = options.precision in BF16 and length <= SHORT
     if options.attn_implementation == "auto" and device.type == "cpu" and (drops or is_short):
-        faster = f"is faster in 16 bits in rows of up to {SHORT} tokens"
-        why = "draws its dropout quickly" if drops else faster
+        why = f"is faster in 16 bits in rows of up to {SHORT} tokens"
+        why = "draws its dropout quickly" if drops else why
         log.info("Attention (trainer.attn_implementation=auto): eager, which on a CPU %s", why)
         options = replace(options, attn_implementation="eager")
     return options
@@ -143,8 +134,8 @@ def multiplies_bf16() -> bool:
     return any(getattr(torch.cpu, name, bool)() for name in names)
 
 
-def make_harness(plan: Plan) -> Harness | None:
-    """The benchmark's tasks, read by the process that measures them."""
+def make_harness(plan: Plan) -> Any:
+    """The benchmark's tasks, read by the process that measures them: a Harness, or None."""
     if plan.benchmark is None or not is_first_process():
         return None
     log.info("Reading the benchmark's tasks")
@@ -169,39 +160,14 @@ def check_model(plan: Plan) -> PretrainedConfig:
     """The model's transformers config. Raises ValueError for a model that cannot be built or loaded, or does
     not go with its options, the data or the method: tried on its skeleton."""
     options, source, given = plan.model, plan.source, plan.model.name_or_path
-    sentinels, tokenizer = 0, None
     if given is None:
         assert options.pretraining is not None and options.config is not None
         check_optimizer("model.pretraining.optim", options.pretraining.optim)
         with naming_cause("model.config"):
-            config = loading.AutoConfig.for_model(**options.config)
+            config, tokenizer = loading.AutoConfig.for_model(**options.config), None
     else:
-        config, folder = loading.configuration(given), Path(given)
-        for path in sorted(folder.glob("*.safetensors")):
-            try:
-                with safe_open(path, "pt"):
-                    pass
-            except Exception as error:  # safetensors has its own exception, which is not an OSError
-                told = f"{path} is truncated or damaged ({reason(error)})"
-                raise ValueError(f"{told}; copy or download it again") from error
-        if folder.is_dir() and not any(path for kind in TOKENIZERS for path in folder.glob(kind)):
-            # transformers would make an empty one of the model's type
-            allowed = f"a folder with the files of one, {', '.join(TOKENIZERS)}"
-            raise ValueError(
-                f"model.name_or_path={folder} is invalid: it has no tokenizer. Allowed: {allowed}"
-            )
-        with naming_cause(f"the tokenizer of model.name_or_path={given}"):
-            tokenizer = loading.load_tokenizer(given)
-        if not options.resize:
-            check_entries(config.get_text_config().vocab_size, tokenizer, checkpoint=given)
-        if (adapter := loading.find_adapter(given)) and is_first_process():
-            log.info("Merging the adapter %s into the model of %s", adapter.name, folder)
-        if is_first_process() and (folder / PARTS_INDEX).is_file():
-            index = json.loads((folder / PARTS_INDEX).read_text(encoding="utf-8"))
-            used = f"with those of {index['parts'][-1]}" if index["attach"] is None else "without any of them"
-            names, advice = ", ".join(index["parts"]), "cpt.adapters.export.load gives others"
-            log.warning("Modules of %s are for %s; it starts %s: %s", folder, names, used, advice)
-        sentinels = len(loading.sentinel_ids(tokenizer))
+        config, tokenizer = check_checkpoint(given, resize=options.resize)
+    sentinels = len(loading.sentinel_ids(tokenizer)) if given else 0
     objective = loading.objective_name(options.objective, config)
     check_objective(plan, objective, tokenizer)
     if options.layers is not None:
@@ -209,9 +175,8 @@ def check_model(plan: Plan) -> PretrainedConfig:
     with naming_cause(given or "model.config"), torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = loading.AUTO_MODELS[objective].from_config(config)
     if given is not None:
-        check_head_weights(
-            model, given, None if options.pretraining is None else options.pretraining.head_steps
-        )
+        head_steps = None if options.pretraining is None else options.pretraining.head_steps
+        check_head_weights(model, given, head_steps)
     if plan.trainer.attn_implementation != "auto":
         with naming_cause(f"trainer.attn_implementation={plan.trainer.attn_implementation}"):
             model.set_attn_implementation(plan.trainer.attn_implementation)
@@ -252,13 +217,38 @@ def check_model(plan: Plan) -> PretrainedConfig:
     return config
 
 
+def check_checkpoint(given: str, *, resize: bool) -> tuple[PretrainedConfig, Any]:
+    """The config and the tokenizer of a checkpoint. Raises ValueError for a damaged or incomplete one."""
+    config, folder = loading.configuration(given), Path(given)
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except Exception as error:  # safetensors has its own exception, which is not an OSError
+            told = f"{path} is truncated or damaged ({reason(error)})"
+            raise ValueError(f"{told}; copy or download it again") from error
+    if folder.is_dir() and not any(path for kind in TOKENIZERS for path in folder.glob(kind)):
+        # transformers would make an empty one of the model's type
+        allowed = f"a folder with the files of one, {', '.join(TOKENIZERS)}"
+        raise ValueError(f"model.name_or_path={folder} is invalid: it has no tokenizer. Allowed: {allowed}")
+    with naming_cause(f"the tokenizer of model.name_or_path={given}"):
+        tokenizer = loading.load_tokenizer(given)
+    if not resize:
+        check_entries(config.get_text_config().vocab_size, tokenizer, checkpoint=given)
+    if (adapter := loading.find_adapter(given)) and is_first_process():
+        log.info("Merging the adapter %s into the model of %s", adapter.name, folder)
+    if is_first_process() and (folder / PARTS_INDEX).is_file():
+        index = json.loads((folder / PARTS_INDEX).read_text(encoding="utf-8"))
+        used = f"with those of {index['parts'][-1]}" if index["attach"] is None else "without any of them"
+        names, advice = ", ".join(index["parts"]), "cpt.adapters.export.load gives others"
+        log.warning("Modules of %s are for %s; it starts %s: %s", folder, names, used, advice)
+    return config, tokenizer
+
+
 def check_head_weights(model: PreTrainedModel, given: str, head_steps: int | None) -> None:
-    """Raises ValueError for a checkpoint without a language-model head and `head_steps` of None; logs other
-    weights that it lacks."""
-    missing, head = (
-        loading.missing_parameters(model, checkpoint_files(given).values()),
-        loading.outside_body(model),
-    )
+    """Raises ValueError for a missing language-model head without `head_steps`; logs what else is missing."""
+    head = loading.outside_body(model)
+    missing = loading.missing_parameters(model, checkpoint_files(given).values())
     if rest := [name for name in missing if name not in head]:
         log.warning("%s lacks %d tensors, as %s: they start with random values", given, len(rest), rest[0])
     if head and {*head} <= {*missing}:
@@ -276,20 +266,25 @@ def check_head_weights(model: PreTrainedModel, given: str, head_steps: int | Non
 def check_objective(plan: Plan, objective: str, tokenizer: Any) -> None:
     """Raises ValueError for a kind of model that does not go with its options or with what it is to do."""
     options, source, least = plan.model, plan.source, BYTES + loading.SENTINELS
-    name, has_answers = f"model={options.name}", source.encoding is not None
+    name, has_answers, rate = f"model={options.name}", source.encoding is not None, options.mlm_probability
     kind = {"masked": "is masked", "span": "learns by span corruption"}.get(objective)
-    if options.objective == "causal" and options.mlm_probability is not None:
-        told = f"model.mlm_probability={options.mlm_probability} is invalid for a causal model"
-        raise ValueError(f"{told}. Allowed: null")
-    if kind and options.mlm_probability is None:
-        raise ValueError(
-            f"model.mlm_probability=null is invalid: the model {kind}. Allowed: above 0 and below 1"
-        )
-    if objective == "span" and options.mean_span is None:
-        raise ValueError(f"model.mean_span=null is invalid: the model {kind}. Allowed: 1 or more")
-    if objective == "span" and options.name_or_path is None and (options.vocab_size or 0) < least:
-        needed = f"{least} or more, {loading.SENTINELS} of them sentinels"
-        raise ValueError(f"model.vocab_size={options.vocab_size} is invalid. Allowed: {needed}")
+    is_small = options.name_or_path is None and (options.vocab_size or 0) < least
+    needed = f"{least} or more, {loading.SENTINELS} of them sentinels"
+    mean = f"model.mean_span=null is invalid: the model {kind}. Allowed: 1 or more"
+    wrong = {
+        f"model.mlm_probability={rate} is invalid for a causal model. Allowed: null": (
+            options.objective == "causal" and rate is not None
+        ),
+        f"model.mlm_probability=null is invalid: the model {kind}. Allowed: above 0 and below 1": (
+            kind and rate is None
+        ),
+        mean: objective == "span" and options.mean_span is None,
+        f"model.vocab_size={options.vocab_size} is invalid. Allowed: {needed}": (
+            objective == "span" and is_small
+        ),
+    }
+    if found := next((message for message, holds in wrong.items() if holds), None):
+        raise ValueError(found)
     loading.check_packing(objective, isolated=source.isolated, answers=has_answers)
     if source.chats:
         why = "has no chat template" if tokenizer is None or not tokenizer.chat_template else ""
@@ -299,10 +294,8 @@ def check_objective(plan: Plan, objective: str, tokenizer: Any) -> None:
         turns = ((USER, "a question"), (ASSISTANT, "its answer"))
         render_chat(Example("a question and its answer", "", "its answer", "chat", turns=turns), tokenizer)
     if objective == "masked" and plan.benchmark is not None:
-        allowed = "benchmark=none, or a causal model like model=tiny_gpt2"
-        raise ValueError(
-            f"benchmark=lm_eval is invalid: {name} fills masks and continues no text. Allowed: {allowed}"
-        )
+        told = f"benchmark=lm_eval is invalid: {name} fills masks and continues no text"
+        raise ValueError(f"{told}. Allowed: benchmark=none, or a causal model like model=tiny_gpt2")
     plan.mixture.check_objective(objective, model=name, examples=has_answers)
 
 

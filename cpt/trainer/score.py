@@ -21,18 +21,18 @@ from cpt.trainer.evaluators import Evaluator
 from cpt.trainer.lightning import make_trainer
 from cpt.trainer.run_dir import RunDir
 
-HEAVIEST = 20  # parts that a text's row names, of more
+HEAVIEST = 20  # modules that a text's row names, of more
 SHARE = 32  # of this many rows one may be in the journal alone
 
 
 @dataclass(frozen=True)
 class Cell:
     """The loss of a model on a text: nats per scored token; nats and scored tokens by document, [2, N];
-    weights of the heaviest parts of the model that scored it."""
+    weights of the heaviest modules of the model that scored it."""
 
     mean: float
     documents: np.ndarray | None
-    parts: Mapping[str, float]
+    modules: Mapping[str, float]
 
 
 def documents_of(cells: Mapping[str, Cell]) -> dict[str, np.ndarray]:
@@ -81,7 +81,7 @@ class Scorer:
             (losses,) = self.place.load_documents([earlier]) if is_first_process() else ({},)
             for text in (text for text in known if known[text] == earlier):
                 mean = cast(float, scores.nll[earlier][column[text]])
-                cells[text] = Cell(mean, losses.get(text), scores.parts[earlier].get(text, {}))
+                cells[text] = Cell(mean, losses.get(text), scores.modules[earlier].get(text, {}))
         return cells
 
     def measure(self, row: str, texts: Sequence[str]) -> dict[str, Cell]:
@@ -96,9 +96,10 @@ class Scorer:
         cells = {}
         for text, (nll, count) in self.module.row().items():
             used = self.module.used(self.data.places.get(text, BASE))
-            parts = {names[part]: round(used[part], 4) for part in nlargest(HEAVIEST, used, used.__getitem__)}
+            heaviest = nlargest(HEAVIEST, used, used.__getitem__)
+            modules = {names[place]: round(used[place], 4) for place in heaviest}
             documents = np.stack([nll.cpu(), count.cpu()])
-            cells[text] = Cell((nll.sum() / count.sum()).item(), documents, parts)
+            cells[text] = Cell((nll.sum() / count.sum()).item(), documents, modules)
         if bad := [f"{text}: {cell.mean}" for text, cell in cells.items() if not math.isfinite(cell.mean)]:
             advice = "allowed: a model whose losses are numbers (model.name_or_path, trainer.precision)"
             advice = advice if row == "base" else ADVICE
@@ -141,7 +142,7 @@ class ScoreJournal:
     def collect(self, evaluator: Evaluator) -> None:
         """Takes over the results of an evaluator so far."""
         results = evaluator.results(len(self.scores.rows))
-        setattr(self.scores, evaluator.KIND, results | {"digest": self.digests[evaluator.KIND]})
+        setattr(self.scores, evaluator.KIND, results | {"hash": self.digests[evaluator.KIND]})
 
     def keep(self) -> None:
         """Writes the scores as they are."""

@@ -18,6 +18,7 @@ from cpt.data.packing import padding_id
 from cpt.data.sources.base import EXAMPLES, GENERAL
 from cpt.models.forward import hidden_states, mean_over
 from cpt.trainer.base_model import make_base
+from cpt.trainer.build import read_corpora
 from cpt.trainer.lightning import try_trainer
 from cpt.trainer.plan import Plan
 from cpt.trainer.preflight import check_model  # noqa: F401  (for cpt.trainer.domain_order)
@@ -31,9 +32,7 @@ Encode = Callable[[list[str]], np.ndarray]  # the vectors of documents, [B, D]
 def write_similarity(folder: Path, plan: Plan) -> None:
     """Reads and embeds the texts of a plan, and writes their similarity."""
     source, kind = plan.source, plan.source.embedding
-    corpora = Corpora.read(
-        source, plan.order, cache=Path(plan.run.cache_dir), workers=plan.data.preprocessing_num_workers
-    )
+    corpora = read_corpora(plan)
     log.info("Embedding samples of %d texts (domains.embedding=%s)", len(corpora.by_name), kind)
     texts = {
         name: sample_documents(corpus, name, form=source.form(name), most=source.embedding_samples)

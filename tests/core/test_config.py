@@ -99,7 +99,7 @@ ENDING = {
 @pytest.mark.parametrize("what", ENDING)
 def test_an_error_of_the_user_or_of_memory_ends_in_one_line(what, capsys):
     fails, said = ENDING[what]
-    with pytest.raises(SystemExit) as ended, readable(errors_only=True):
+    with pytest.raises(SystemExit) as ended, readable():
         fails()
     assert ended.value.code == 1 and re.fullmatch(f"cpt: {said}\n", capsys.readouterr().err)
 

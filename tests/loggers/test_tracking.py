@@ -123,7 +123,7 @@ def test_a_resumed_run_repeats_no_point(tmp_path):
         for domain, before, steps in (("law", 0, (1, 2, 3)), ("a/b", 30, (1,))):
             made.enter(domain, tokens=before)
             for step in steps:
-                made.log({f"train/lm/{domain}": 1.0, f"train/tokens/{domain}": 10.0 * step, "epoch": 0}, step)
+                made.log({f"train/lm/{domain}": 1.0, f"train/tokens/{domain}": 10.0 * step, "epoch": 0})
     places = [each["train/tokens"] for each in points]
     assert places == sorted(places) and places[:4] == [10, 20, 30, 40]
     assert {key for each in points for key in each} == {"train/loss", "train/tokens"}
@@ -182,7 +182,7 @@ def resumed(tmp_path_factory):
 
 def until(whole, rows):
     """The scores when so many rows were done."""
-    by_row = {name: getattr(whole, name)[:rows] for name in ("rows", "nll", "parts", *NOTED, *COSTS)}
+    by_row = {name: getattr(whole, name)[:rows] for name in ("rows", "nll", "modules", *NOTED, *COSTS)}
     return dataclasses.replace(whole, **by_row, endtasks={})
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForMaskedLM
 
-from cpt.trainer.checkpoint import open_stage
+from cpt.core.tensors import load_tensors
 from tests.conftest import ROOT, SMALL, SMALL_GPT2, SMALL_T5
 from tests.runs.reading import assert_same_bits, state_of, told_by
 from tests.runs.test_distributed import launch
@@ -85,8 +85,8 @@ def test_shared_out_weights_are_those_of_one_process(method, run):
     """Also where the processes were killed within the second domain."""
     alone, how = run("alone", *METHODS[method]), [FSDP, *METHODS[method]]
     folder = run("sharded", *how, death=3)
-    kept, shards = open_stage(folder / "stages" / "001.pt")
-    assert shards and (method != "parts on disk" or any(name.startswith("bank.0:") for name in kept))
+    kept = load_tensors(folder / "stages" / "001.pt")
+    assert kept["shards"] and (method != "parts on disk" or any(name.startswith("bank.0:") for name in kept))
     run("sharded", *how)
     assert_same(alone, folder)
 

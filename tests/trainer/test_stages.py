@@ -9,10 +9,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from cpt.adapters.domain_store import DomainParams
 from cpt.core import distributed as sharding
 from cpt.core.distributed import full_tensor
-from cpt.core.tensors import NamedTensors
-from cpt.trainer import checkpoint as fsdp
+from cpt.core.tensors import NamedTensors, load_tensors
 from cpt.trainer import checkpoint as stages
-from cpt.trainer.checkpoint import check_stage, load_stage, restore_stage, save_stage
+from cpt.trainer.checkpoint import check_stage, restore_stage, save_sharded, save_stage
 from cpt.trainer.lightning import shard_state
 from cpt.trainer.run_dir import RunDir
 from cpt.verify import damage_in_run
@@ -25,46 +24,8 @@ def killed(*args, **how):
     raise KeyboardInterrupt
 
 
-def checkpoint(step: int) -> dict:
-    """What a trainer has after so many steps: two weights and the moments of one."""
-    moments = {"step": torch.tensor(float(step)), "exp_avg": torch.full((2, 3), 0.5 + step), "seen": step}
-    state = {"weight": torch.arange(6.0).view(2, 3) + step, "bias": torch.ones(2) * step}
-    optimizer = {"state": {0: moments}, "param_groups": [{"lr": 0.1, "params": [0]}]}
-    return {"loops": {"done": step}, "state_dict": state, "optimizer_states": [optimizer]}
-
-
 def read(path):
-    found = torch.load(path, weights_only=True)
-    return fsdp.fill_in(found, path, lambda name, shape: None)
-
-
-def assert_read(path, step: int) -> None:
-    found, expected = read(path), checkpoint(step)
-    assert found["loops"] == {"done": step} and same_state(expected["state_dict"], found["state_dict"])
-    [own], [then] = found["optimizer_states"], expected["optimizer_states"]
-    assert own["param_groups"] == then["param_groups"] and own["state"][0]["seen"] == step
-    for key in ("step", "exp_avg"):
-        assert torch.equal(own["state"][0][key], then["state"][0][key])
-
-
-@pytest.mark.parametrize("function", ["files.save", "save_state"])
-def test_a_checkpoint_is_replaced_as_a_whole(function, tmp_path, monkeypatch):
-    path = tmp_path / "001-law.ckpt"
-    for step in (2, 2):
-        fsdp.save_shards(checkpoint(step), path)
-        assert_read(path, step)
-    assert [each.name for each in tmp_path.glob("*.shards")] == ["001-law.2.shards"]
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(f"cpt.trainer.checkpoint.{function}", killed)
-        fsdp.save_shards(checkpoint(4), path)
-    assert_read(path, 2)
-    fsdp.save_shards(checkpoint(4), path)
-    assert_read(path, 4)
-    [folder] = tmp_path.glob("*.shards")
-    [file] = folder.glob("*.distcp")
-    file.write_bytes(file.read_bytes()[:-10])
-    with pytest.raises(ValueError, match=r"\.shards: .*distcp has \d+ bytes, .*; delete .*001-law\.ckpt"):
-        read(path)
+    return stages.fill_in(load_tensors(path), path)
 
 
 def test_a_product_counts_the_rows_of_all_processes(monkeypatch):
@@ -121,14 +82,32 @@ def test_shards_are_written_once_and_read_as_what_was_shared_out(mesh, tmp_path,
         patch.setattr(DTensor, "redistribute", refused)
         save_stage(module, path)
     assert sorted(each.name for each in path.parent.iterdir()) == ["001.1.shards", "001.pt"]
-    whole, shards = stages.open_stage(path)
-    bare = {"model.map.bias", "model.head.bias", "anchor.map/bias", "anchor.head/bias", "bank.0:map/bias"}
-    assert whole.keys() == bare | {"count"}
-    assert same_state(load_stage(path), expected)
+    whole = load_tensors(path)
+    places, bare = whole.pop(stages.SHARDS)["places"], {"model.map.bias", "model.head.bias", "count"}
+    bare |= {"anchor.map/bias", "anchor.head/bias", "bank.0:map/bias"}
+    assert {name for name, value in whole.items() if value is not None} == bare
+    assert same_state(read(path), expected)
     check_stage(path, instead=INSTEAD)
-    names = shards["names"]
-    assert names["model.head.weight"] == names["model.table.weight"] == "model.table.weight"  # they are tied
-    assert len({*names.values()}) == 4  # of model and anchor
+    assert [["model.table.weight"], ["model.head.weight"]] in places.values()  # they are tied
+    assert len(places) == 4  # of model and anchor
+
+
+def test_of_a_checkpoint_what_is_nested_is_shared_out_too(mesh, tmp_path):
+    path, table = tmp_path / "001-law.ckpt", Method(1).share_out(mesh).model["table"].weight.detach()
+    state = {0: {"step": torch.tensor(3.0), "exp_avg": table + 1, "seen": 3}}
+    optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    for step in (1, 2):
+        save_sharded({"loops": step, "state_dict": {"w": table}, "optimizer_states": [optimizer]}, path)
+    assert [each.name for each in tmp_path.glob("*.shards")] == ["001-law.2.shards"]
+    found, moments = read(path), optimizer["state"][0]
+    [own], whole = found["optimizer_states"], table.full_tensor()
+    assert torch.equal(own["state"][0].pop("exp_avg"), moments["exp_avg"].full_tensor())
+    assert own == {**optimizer, "state": {0: {"step": moments["step"], "seen": 3}}}
+    assert found["loops"] == 2 and torch.equal(found["state_dict"]["w"], whole)
+    [file] = tmp_path.glob("*.shards/*.distcp")
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(ValueError, match=r"\.shards: .*distcp has \d+ bytes, .*; delete .*001-law\.ckpt"):
+        read(path)
 
 
 @pytest.mark.parametrize("written", [True, False], ids=["shards", "whole"])
@@ -146,7 +125,7 @@ def test_a_module_is_restored_however_it_is_laid_out(mesh, tmp_path, written, sh
     assert other.bank.mapped == ({"0:map/bias"} if rests else set())
 
 
-@pytest.mark.parametrize("function", ["write_shards", "hash_files", "save_state"])
+@pytest.mark.parametrize("function", ["files.save", "hash_files", "save_state"])
 def test_a_stage_that_is_half_written_is_none_and_one_is_replaced_as_a_whole(
     function, mesh, tmp_path, monkeypatch
 ):
@@ -155,12 +134,12 @@ def test_a_stage_that_is_half_written_is_none_and_one_is_replaced_as_a_whole(
     for number in (1, 2):
         module = Method(number).share_out(mesh)
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(stages, function, killed)
+            patch.setattr(f"cpt.trainer.checkpoint.{function}", killed)
             save_stage(module, path)
-        assert same_state(load_stage(path), before) if before else not path.exists()
+        assert same_state(read(path), before) if before else not path.exists()
         save_stage(module, path)  # the same process again
         before = Method(number).state_dict()
-        assert same_state(load_stage(path), before) and len([*path.parent.glob("*.shards")]) == 1
+        assert same_state(read(path), before) and len([*path.parent.glob("*.shards")]) == 1
     save_stage(Method(3), path)  # by one process
     assert [each.name for each in path.parent.iterdir()] == ["001.pt"]
     save_stage(Method(1).share_out(mesh), path)

@@ -9,7 +9,6 @@ import argparse
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -63,7 +62,7 @@ class Ready:
 def main(arguments: Sequence[str]) -> int:
     given = make_parser().parse_intermixed_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
-    with readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR")):
+    with readable():
         check(given)
         began, arms = time.monotonic(), candidates.choose_arms(given.arms)
         model = candidates.find_model(given.model)

@@ -72,7 +72,7 @@ class DriftController(MonitorObserver):
     ) -> None:
         self.options, self.run, self.number, self.own, self.texts = options, run, number, own, texts
         self.seen = BudgetRecord(options.allow(number, stages=stages))
-        self.began = {name: torch.from_numpy(each) for name, each in run.load_looks(number).items()}
+        self.began = {name: torch.from_numpy(each) for name, each in run.load_monitor(number).items()}
         self.new: dict[str, Tensor] = {}  # what the stages after it count from
         self.kept: dict[str, Tensor] = {}  # weights of the first evaluation
         self.least = 0.0  # share of the budget at the first evaluation
@@ -120,7 +120,7 @@ class DriftController(MonitorObserver):
 
     def finish(self) -> None:
         counted = {name: each.numpy() for name, each in self.new.items()}
-        self.run.save_arrays(self.run.looks(self.number), counted)
+        self.run.save_arrays(self.run.monitor_file(self.number), counted)
 
     def record(self) -> dict[str, Any]:
         return asdict(self.seen)

@@ -28,7 +28,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=run)
     given = parser.parse_args(arguments)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    with readable(errors_only=True):
+    with readable():
         if given.folder is None or "=" in given.folder:
             raise ValueError(f"FOLDER={given.folder} is invalid. Allowed: {NEEDED}")
         overrides = [each.replace("+experiment=", "experiment=") for each in given.overrides]

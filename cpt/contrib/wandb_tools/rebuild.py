@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import csv
 import logging
-import os
 import re
 import shutil
 import sys
@@ -74,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
     """Sends the runs below folders; gives the exit code: 1 if one could not be read or sent."""
     given = build_parser().parse_args(arguments)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    with readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR")):
+    with readable():
         found, damaged, _ = find_runs(given.folders)
         runs = {run.folder: run.scores for run in found}
         print(*damaged, sep="\n", end="\n" * bool(damaged), file=sys.stderr)
@@ -187,12 +186,12 @@ def rebuild(record: Record, scores: Scores, *, folder: Path, **place: str | None
         with translate_errors():
             known = int(run.summary.get("stage", -1)) if run.resumed else -1
             if not run.resumed:  # the points of metrics.csv as the run itself would have logged them
-                curves = Curves(run, per_domain=bool(options.get("per_domain")))
+                curves = Curves(run)
                 rows = {name: row for row, name in enumerate(scores.rows) if row}
                 for domain, lines in groupby(record.curves, key=itemgetter(0)):
                     curves.enter(domain, tokens=sum(scores.seen[: rows.get(domain, len(scores.seen))]))
-                    for _, step, values in lines:
-                        curves.log(values, step)
+                    for *_, values in lines:
+                        curves.log(values)
             for row in range(known + 1, len(scores.rows)):
                 shown = record.distributions[row] if options.get("histograms") else {}
                 publish_stage(run, scores, row=row, distributions=shown)

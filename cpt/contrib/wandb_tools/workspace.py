@@ -5,7 +5,6 @@ Needs the package wandb-workspaces."""
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -24,7 +23,7 @@ APART = (
 )
 QUALITY, FORGOTTEN, DRIFT, WORK = "LC/perplexity", "FG/nats", "general_drift/nats", "cost/flops"
 ENDTASKS, LOST = "endtask/MF1", "endtask/forget_rate"
-IMAGES = ("matrix_image", "stages_image", "endtasks_image", "parts_image")
+IMAGES = ("matrix_image", "stages_image", "endtasks_image", "modules_image")
 TOKENS = "train/tokens"
 TABLES = ("losses", "endtasks", "costs", "metrics")
 
@@ -80,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("entity", help="W&B user or team")
     parser.add_argument("project", help="W&B project that holds the runs")
     given = parser.parse_args(arguments)
-    with readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR")):
+    with readable():
         if find_spec("wandb_workspaces") is None:
             raise ValueError("needed is the package wandb-workspaces; pip install -e '.[dashboard]'")
         print(build_workspace(given.entity, given.project).save().url)

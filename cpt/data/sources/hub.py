@@ -1,6 +1,7 @@
 """Domains in data sets of the Hugging Face Hub, or in local copies of them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from glob import glob
 from itertools import chain
 from pathlib import Path
@@ -64,23 +65,14 @@ class Hub(Source):
             return
         path = entry["path"]
         try:
-            given, files = (path, entry.get("name")), split_files(entry)
-            if saved := any((Path(path) / each).is_file() for each in SAVED):
-                found = datasets.load_from_disk(path)
-                stored = {"train": found} if isinstance(found, datasets.Dataset) else found
-            theirs = list(stored) if saved else datasets.get_dataset_split_names(*given, data_files=files)
+            theirs, load = open_set(entry, streaming=self.streaming)
             chosen = entry.get("splits") or {SPLITS[each]: each for each in theirs if each in SPLITS}
             if not chosen:
                 allowed = f"{', '.join(SPLITS)}, or to say which to read, like splits={{train: all}}"
                 told = f"domains.catalogue: {path} has the splits {', '.join(theirs)}"
                 raise ValueError(f"{told}. Allowed: {allowed}")
             for split, their_split in chosen.items():
-                if saved and their_split not in stored:
-                    told = f"domains.catalogue: {path} has no split {their_split}"
-                    raise ValueError(f"{told}. Allowed: {', '.join(stored)}")
-                how = {"data_files": files, "streaming": self.streaming, "split": their_split}
-                where = f"{path} ({their_split})"
-                rows: Any = stored[their_split] if saved else datasets.load_dataset(*given, **how)
+                where, rows = f"{path} ({their_split})", load(their_split)
                 total = len(rows) if hasattr(rows, "__len__") else None
                 with reading_bar(where, total=total, unit=" rows") as bar:
                     for row in rows:
@@ -101,6 +93,25 @@ class Hub(Source):
     def entry(self, name: str) -> Mapping[str, Any] | None:
         """The catalogue's entry of a domain; None for general text that is not in it."""
         return self.catalogue.get(self.general or "") if name == GENERAL else self.catalogue[name]
+
+
+def open_set(entry: Mapping[str, Any], *, streaming: bool) -> tuple[list[str], Callable[[str], Any]]:
+    """The names of a data set's splits, and what gives the rows of one."""
+    from datasets import Dataset, get_dataset_split_names, load_dataset, load_from_disk
+
+    path, name, files = entry["path"], entry.get("name"), split_files(entry)
+    if not any((Path(path) / each).is_file() for each in SAVED):
+        load_split = partial(load_dataset, path, name, data_files=files, streaming=streaming)
+        return get_dataset_split_names(path, name, data_files=files), lambda split: load_split(split=split)
+    found = load_from_disk(path)
+    splits = {"train": found} if isinstance(found, Dataset) else found
+
+    def load(split: str) -> Any:
+        if split not in splits:
+            raise ValueError(f"domains.catalogue: {path} has no split {split}. Allowed: {', '.join(splits)}")
+        return splits[split]
+
+    return list(splits), load
 
 
 def split_files(entry: Mapping[str, Any]) -> dict[str, list[str]] | None:

@@ -81,7 +81,7 @@ def test_killed_it_ends_with_the_same_bits(method, small, start, killing, tmp_pa
     assert all(whole[name] == killed[name] for name in ("nll", "monitor", "seen", "rates", "metrics"))
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "killed"))
     assert any(whole["monitor"][stage]["budget"]["acts"] for stage in ("law", "food"))
-    path = tmp_path / "damaged" / "looks" / "001.npz"  # what drift is counted from
+    path = tmp_path / "damaged" / "monitor" / "001.npz"  # what drift is counted from
     path.write_bytes(path.read_bytes()[:-30])
     with pytest.raises(ValueError, match="001.npz is truncated or damaged"):
         start(small(*given), tmp_path / "damaged")
