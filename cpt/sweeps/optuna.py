@@ -306,7 +306,7 @@ def format_values(values: Sequence[float]) -> str:
 
 
 def write_best(study: optuna.Study, finished: int, folder: Path, names: Sequence[str]) -> None:
-    """Writes and logs the best trial, or the Pareto front; raises ValueError where there is none."""
+    """Writes and logs the best trial, or the Pareto front. Raises ValueError without a finished trial."""
     if not finished:
         raise ValueError("no trial of the search has an objective; the same command tries again")
     several, found = len(names) > 1, []
