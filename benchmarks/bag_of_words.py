@@ -1,29 +1,36 @@
-"""Downstream tasks by a bag of words, the reference that pre-trained weights must beat:
+"""Tasks by a bag of words, the reference that pre-trained weights must beat:
 `python benchmarks/bag_of_words.py EXPERIMENT --root FOLDER` writes results/studies/bag_of_words.json.
 
-Logistic regression on tf-idf of single words, on the same sampled examples as the experiment's tasks. Its
-penalty is chosen by five folds of train; the score is each task's own metric on test."""
+Logistic regression on tf-idf of single words, on the same examples as the experiment's downstream tasks, or
+its supervised tasks. The penalty is chosen by five folds of train; the score is each task's own metric on
+test."""
 
 import argparse
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
 from study import SCORES
 from torch import Tensor
 
 import cpt.core.naming  # noqa: F401  (registers the resolvers)
 from cpt.core.config import CONF
+from cpt.data.corpora import Corpora
+from cpt.data.example import read_example
 from cpt.evaluation.finetune import scores_of
-from cpt.evaluation.finetune_tasks import FinetuneTask, LabelledExample, plan_endtasks
+from cpt.evaluation.finetune_tasks import LabelledExample, plan_endtasks
+from cpt.trainer.plan import make_plan
 
 FILE = SCORES / "bag_of_words.json"
 PENALTIES = (0.1, 1.0, 10.0, 100.0)  # weights of the losses against half the squared weights
 FOLDS = 5
+Labelled = Sequence[tuple[str, str]]  # texts with their labels
 
 
 def main() -> None:
@@ -34,36 +41,54 @@ def main() -> None:
     torch.set_num_threads(1)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("config", [f"experiment={options.experiment}", f"domains.root={options.root}"])
-    order = cfg.domains.orders[0] if cfg.domains.get("orders") else cfg.order
-    plan = plan_endtasks(cfg.endtask, None, order)
-    assert plan is not None, f"experiment={options.experiment} has no end tasks"
     found = {}
-    for name in plan.tasks:
-        task = plan.task(name)
-        found[name] = score(task)
-        print(f"{name}: {task.settings.metric} {found[name]:.3f} of {len(task.train)} examples")
+    for name, metric, train, test in read_tasks(cfg):
+        found[name] = score(train, test, metric=metric)
+        print(f"{name}: {metric} {found[name]:.3f} of {len(train)} examples")
     known = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
     FILE.write_text(json.dumps(known | {options.experiment: found}, indent=1) + "\n", encoding="utf-8")
 
 
-def score(task: FinetuneTask) -> float:
-    """The task's own metric on test."""
-    words = [Counter(split_words(example)) for example in task.train]
+def read_tasks(cfg: DictConfig) -> Iterator[tuple[str, str, Labelled, Labelled]]:
+    """Name, metric, training and test examples of each downstream task, or of each supervised task."""
+
+    def pairs(examples: Sequence[LabelledExample]) -> Labelled:
+        return [(f"{each.text} {each.text_pair or ''}", each.label) for each in examples]
+
+    def answered(documents: Sequence[str]) -> Labelled:
+        read = [read_example(document) for document in documents]
+        return [(each.source[slice(*each.text)], each.target) for each in read]
+
+    plan = make_plan(cfg)
+    if endtasks := plan_endtasks(cfg.endtask, None, plan.order):
+        for name in endtasks.tasks:
+            task = endtasks.task(name)
+            yield name, task.settings.metric, pairs(task.train), pairs(task.test)
+        return
+    corpora = Corpora.read(plan.source, plan.order, cache=Path(plan.run.cache_dir))
+    for name in plan.order:
+        splits = ("train", plan.source.score_on)
+        train, test = (corpora.by_name[name].documents(split)["text"] for split in splits)
+        yield name, "accuracy", answered(train), answered(test)
+
+
+def score(train: Labelled, test: Labelled, *, metric: str) -> float:
+    words = [Counter(split_words(text)) for text, _ in train]
     documents = Counter(word for each in words for word in each)
     places = {word: place for place, word in enumerate(sorted(documents))}
     idf = np.array([np.log((1 + len(words)) / (1 + documents[word])) + 1 for word in places])
 
-    def vectors(examples: Sequence[LabelledExample]) -> Tensor:
+    def vectors(examples: Labelled) -> Tensor:
         counts = np.zeros((len(examples), len(places)))
-        for row, example in enumerate(examples):
-            for word, count in Counter(split_words(example)).items():
+        for row, (text, _) in enumerate(examples):
+            for word, count in Counter(split_words(text)).items():
                 if word in places:
                     counts[row, places[word]] = count
         weighted = counts * idf
         return torch.tensor(weighted / np.maximum(np.linalg.norm(weighted, axis=1, keepdims=True), 1e-9))
 
-    classes = {name: number for number, name in enumerate(task.classes)}
-    features, labels = vectors(task.train), torch.tensor([classes[each.label] for each in task.train])
+    classes = {name: number for number, name in enumerate(sorted({label for _, label in train}))}
+    features, labels = vectors(train), torch.tensor([classes[label] for _, label in train])
     folds = torch.from_numpy(np.random.default_rng(0).permutation(len(labels)) % FOLDS)
 
     def validate(inverse: float) -> float:
@@ -71,15 +96,15 @@ def score(task: FinetuneTask) -> float:
         for fold in range(FOLDS):
             weights = fit(features[folds != fold], labels[folds != fold], len(classes), inverse)
             predictions[folds == fold] = predict(weights, features[folds == fold])
-        return scores_of(predictions, labels, len(classes))[task.settings.metric]
+        return scores_of(predictions, labels, len(classes))[metric]
 
     weights = fit(features, labels, len(classes), max(PENALTIES, key=validate))
-    truth = torch.tensor([classes[each.label] for each in task.test])
-    return scores_of(predict(weights, vectors(task.test)), truth, len(classes))[task.settings.metric]
+    truth = torch.tensor([classes[label] for _, label in test])
+    return scores_of(predict(weights, vectors(test)), truth, len(classes))[metric]
 
 
-def split_words(example: LabelledExample) -> list[str]:
-    return re.findall(r"\w+", f"{example.text} {example.text_pair or ''}".lower())
+def split_words(text: str) -> list[str]:
+    return re.findall(r"\w+", text.lower())
 
 
 def fit(features: Tensor, labels: Tensor, classes: int, inverse: float) -> Tensor:

@@ -4,21 +4,16 @@ writes docs/studies/standard-cl.md.
 FOLDER holds {agnews,amazon,dbpedia,yahoo}/{train,test}.jsonl with `text` and `label`, and general/ with the
 pre-training text of the base model. Rerun the same command to resume."""
 
+import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
+import bag_of_words
 import claims
 import study
-from bag_of_words import classify
-from hydra import compose, initialize_config_dir
 
-from cpt.core.config import CONF
-from cpt.data.corpora import Corpora
-from cpt.data.example import Example, read_example
 from cpt.evaluation.task_metrics import matrix_of
 from cpt.reporting.load_runs import MeasuredRun, RunSection
 from cpt.reporting.page import Block, markdown
-from cpt.trainer.plan import make_plan
 
 EVERY = ["order=1,2,3", "seed=0,1,2"]
 SWEEPS = (
@@ -34,7 +29,7 @@ def main() -> None:
         "standard_cl_mini",
         [[*EVERY, *sweep] for sweep in SWEEPS],
         page="standard-cl",
-        parts=lambda section: parts(section, options.root),
+        parts=parts,
     )
 
 
@@ -47,13 +42,13 @@ MEASURES = {
 CONTRASTS = {"answers/AP": ("final accuracy, points", 1), "FG/nats": ("forgetting, nats", 2)}
 
 
-def parts(section: RunSection, root: Path | None) -> Iterator[str]:
+def parts(section: RunSection) -> Iterator[str]:
     yield describe_runs(section)
     cells = claims.rows(section, claims.ON_TASKS)
     yield markdown(Block(title="Published claims", head=claims.HEAD, cells=cells, words=2), picture="")
     yield study.tabulate(section, MEASURES, title="All methods")
     yield study.tabulate_contrasts(section, CONTRASTS, title="Differences from ncl")
-    yield markdown(tabulate_levels(section, root), picture="")
+    yield markdown(tabulate_levels(section), picture="")
 
 
 def describe_runs(section: RunSection) -> str:
@@ -65,18 +60,18 @@ def describe_runs(section: RunSection) -> str:
     return f"{runs}\n\n{study.list_orders(section.runs)}"
 
 
-def tabulate_levels(section: RunSection, root: Path | None) -> Block:
+def tabulate_levels(section: RunSection) -> Block:
     """The accuracy per task of chance, the majority class, a bag of words and two methods."""
     first = section.runs[0].scores.answers["tasks"]
     groups = {group.name: group.runs for group in section.groups if group.name in ("ncl", "joint")}
-    bags = {} if root is None else {task: learn_bag(root, task) for task in first}
+    bags = json.loads(bag_of_words.FILE.read_text(encoding="utf-8"))["standard_cl_mini"]
     cells = []
     for task, facts in first.items():
         chance = f"{100 * facts['chance']:.1f} ({100 * facts['majority']:.1f})"
         own = mean_of(groups["ncl"], task, own=True)
         last = [mean_of(runs, task, own=False) for runs in groups.values()]
-        levels = (bags.get(task), own, *last)
-        cells.append([task, chance, *("–" if each is None else f"{100 * each:.1f}" for each in levels)])
+        levels = (bags[task], own, *last)
+        cells.append([task, chance, *(f"{100 * each:.1f}" for each in levels)])
     head = ["task", "chance (majority)", "bag of words", "ncl, just trained"]
     head += [f"{name}, final" for name in groups]
     return Block(title="Accuracy by task, %", head=head, cells=cells)
@@ -90,19 +85,6 @@ def mean_of(runs: Sequence[MeasuredRun], task: str, *, own: bool) -> float:
         row = run.scores.rows.index(task) if own else -1
         found.append(matrix_of(run.scores.answers)[row, column])
     return float(sum(found) / len(found))
-
-
-def learn_bag(root: Path, task: str) -> float:
-    """The accuracy of a bag of words trained and tested on a run's examples."""
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = compose("config", ["experiment=standard_cl_mini", f"domains.root={root}", "method=ncl"])
-    plan = make_plan(cfg)
-    corpus = Corpora.read(plan.source, [task], cache=Path(plan.run.cache_dir)).by_name[task]
-
-    def read(split: str) -> list[Example]:
-        return [read_example(document) for document in corpus.documents(split)["text"]]
-
-    return classify(read("train"), read(plan.source.score_on))
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ FAMILIAR = {  # of transformers' TrainingArguments and example scripts, and Ligh
     "num_train_epochs": "trainer.epochs", "max_epochs": "trainer.epochs", "output_dir": "name",
     "dataloader_num_workers": "trainer.num_workers", "save_steps": "trainer.checkpoint_every",
     "lr_scheduler_type": "lr_scheduler", "warmup_steps": "lr_scheduler.warmup_ratio", "report_to": "logger",
-    "model_name_or_path": "model.name_or_path",
+    "model_name_or_path": "model.name_or_path", "batch": "trainer.batch_size",
 }  # fmt: skip
 DELETED = re.compile(r"Could not delete from config. '(.*)' does not exist")
 FAILED_ALLOCATION = re.compile(
