@@ -148,18 +148,15 @@ def publish(run: wandb.Run, scores: Scores, *, folder: Path, summary: str = "hea
     if page.is_file() and page.stat().st_size <= LARGEST_REPORT:
         logged["report"] = wandb.Html(page.read_text(encoding="utf-8"), inject=False)
     run.log(logged)
-    run.config.update({"cpt": describe_run(scores)}, allow_val_change=True)
-    shown = frames.summarize_scores if summary == "all" else frames.choose_headlines
-    run.summary.update(shown(scores))
-
-
-def describe_run(scores: Scores) -> dict[str, Any]:
-    """What the config does not contain: the name in comparisons, the resolved order, texts and versions."""
+    # What the config does not contain: the name in comparisons, the resolved order, texts and versions.
     name, given = label(scores.run), conditions(scores)
     about = {"label": name, "measured": describe_conditions(given), "conditions": given}
     about |= {"group": f"{name} | {about['measured']}", "digest": scores.config_digest}
     about |= {key: scores.run[key] for key in ("order", "finished", "objective", "variant")}
-    return about | {key: getattr(scores, key) for key in ("texts", "versions", "needs_domain", "loading")}
+    about |= {key: getattr(scores, key) for key in ("texts", "versions", "needs_domain", "loading")}
+    run.config.update({"cpt": about}, allow_val_change=True)
+    shown = frames.summarize_scores if summary == "all" else frames.choose_headlines
+    run.summary.update(shown(scores))
 
 
 def pictures(scores: Scores) -> dict[str, Any]:

@@ -265,7 +265,7 @@ class OptunaSweeper(Sweeper):
                 return
         means = [fmean(each) for each in zip(*runs, strict=True)]
         study.tell(trial.number, means)
-        log.info("%s: %s", label, format_values(means))
+        log.info("%s: %s", label, ", ".join(f"{value:.{DIGITS}g}" for value in means))
 
 
 def grid_values(override: Override) -> list[str]:
@@ -286,10 +286,6 @@ def values_of(trial: optuna.trial.FrozenTrial) -> dict[str, Any]:
     return trial.params or trial.system_attrs.get("fixed_params", {})
 
 
-def format_values(values: Sequence[float]) -> str:
-    return ", ".join(f"{value:.{DIGITS}g}" for value in values)
-
-
 def write_best(study: optuna.Study, finished: int, folder: Path, names: Sequence[str]) -> None:
     """Writes and logs the best trial, or the Pareto front; raises ValueError where there is none."""
     if not finished:
@@ -300,7 +296,8 @@ def write_best(study: optuna.Study, finished: int, folder: Path, names: Sequence
         given = to_overrides(trial.params)
         params = dict(line.split("=", 1) for line in given)
         found.append({"trial": trial.number, "params": params, "values": trial.values})
-        lines.append(f"trial {trial.number}: {format_values(trial.values)}: {' '.join(given)}")
+        values = ", ".join(f"{value:.{DIGITS}g}" for value in trial.values)
+        lines.append(f"trial {trial.number}: {values}: {' '.join(given)}")
     results = {"name": "optuna", "objective": list(names), "finished": finished, "best": found}
     OmegaConf.save(OmegaConf.create(results), folder / RESULTS)
     log.info("%s", "\n".join([*lines, str(folder / RESULTS)]))
