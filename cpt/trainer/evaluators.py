@@ -25,9 +25,9 @@ from cpt.adapters.domain_store import BASE
 from cpt.core.config import digest
 from cpt.core.distributed import all_reduce_max, barrier, check_all_signals, gather_objects, leave_together
 from cpt.core.files import replace as replace_file
+from cpt.core.heartbeat import progress_bar
 from cpt.core.preemption import Preempted
 from cpt.core.processes import is_first_process, rank_and_world
-from cpt.core.progress import progress_bar
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
 from cpt.data.tokenized_tasks import read_examples
