@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from filelock import FileLock, Timeout
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -27,13 +27,13 @@ from omegaconf import DictConfig, OmegaConf
 from cpt.core.config import executes
 from cpt.core.errors import readable
 from cpt.core.preemption import GO_ON
+from cpt.core.schema import Count, Natural, check_value
 from cpt.sweeps.jobs import CONTINUES, PreemptedJob
 
 if TYPE_CHECKING:
     import optuna
 
 log = logging.getLogger(__name__)
-SAMPLERS = ("tpe", "random", "nsga2", "grid")
 DIRECTIONS = ("minimize", "maximize")
 JOURNAL, RESULTS = "study.journal", "optimization_results.yaml"
 DIGITS = 6  # of a number that is given to a run: it is part of the folder's name
@@ -67,16 +67,10 @@ class OptunaSweeper(Sweeper):
 
     def check(self) -> None:
         """Raises ValueError for a wrong option, or if Optuna is missing."""
-        if self.sampler not in SAMPLERS:
-            raise ValueError(
-                f"hydra.sweeper.sampler={self.sampler} is invalid. Allowed: {', '.join(SAMPLERS)}"
-            )
-        for name, least in (("n_jobs", 1), ("n_trials", 1), ("seed", 0)):
-            given, ends = getattr(self, name), name == "n_trials"  # a grid ends by itself
-            is_right = type(given) is int and given >= least
-            if not is_right and not (ends and given is None and self.sampler == "grid"):
-                allowed = f"{least}, {least + 1}, …" + "; with grid also null" * ends
-                raise ValueError(f"hydra.sweeper.{name}={given} is invalid. Allowed: {allowed}")
+        check_value("hydra.sweeper.sampler", self.sampler, Literal["tpe", "random", "nsga2", "grid"])
+        trials: Any = Count | None if self.sampler == "grid" else Count  # a grid ends by itself
+        for name, kind in (("n_jobs", Count), ("n_trials", trials), ("seed", Natural)):
+            check_value(f"hydra.sweeper.{name}", getattr(self, name), kind)
         try:
             import optuna
         except ImportError as error:

@@ -40,12 +40,11 @@ from cpt.trainer.base_model import Base, make_base
 from cpt.trainer.callbacks import CustomCallbacks, Monitor, ProtectedMovement
 from cpt.trainer.checkpoint import StepCheckpoint, check_stage, restore_stage, save_stage
 from cpt.trainer.costs import CostMonitor, stored_beside, time_phase, trained_parameters
-from cpt.trainer.evaluators import Evaluator, make_evaluators
+from cpt.trainer.evaluators import Evaluator, ScoreJournal, Scorer, documents_of, make_evaluators
 from cpt.trainer.lightning import drop_optimizer, make_trainer
 from cpt.trainer.manifest import write_manifest
 from cpt.trainer.plan import Plan
 from cpt.trainer.run_dir import RunDir
-from cpt.trainer.score import ScoreJournal, Scorer, documents_of
 
 log = logging.getLogger(__name__)
 ENDS = 6  # texts at both ends of those that a line names
@@ -79,7 +78,7 @@ def train_run(plan: Plan, run: RunDir) -> Scores:
         data.replay_source = method.replay.open_source(
             run.path / "generated", **pieces, corpora=corpora, base=base, seed=plan.run.seed
         )
-        evaluators = make_evaluators(plan, run, ready, corpora, base, **pieces)
+        evaluators = make_evaluators(plan, run, ready.harness, corpora, base, **pieces)
     build.log_eval_cap(data)
     build.log_ineffective(plan, method, ready.device)
     write_manifest(plan, run, corpora, base, evaluators)
