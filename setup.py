@@ -1,5 +1,6 @@
-"""What pyproject.toml cannot say: conf/, beside the package in a checkout, is installed within it."""
+"""What pyproject.toml cannot say: conf/ and the published numbers are installed within the package."""
 
 from setuptools import find_packages, setup
 
-setup(packages=[*find_packages(include=["cpt", "cpt.*"]), "cpt.conf"], package_dir={"cpt.conf": "conf"})
+PLACES = {"cpt.conf": "conf", "cpt.published": "benchmarks/results/published"}
+setup(packages=[*find_packages(include=["cpt", "cpt.*"]), *PLACES], package_dir=PLACES)

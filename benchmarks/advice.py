@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 
 from cpt.contrib.advise.results import QUANTITIES, Point, Wish, choose, find_front, trade, worth
-from cpt.core.renames import rename_variant
 from cpt.evaluation.metrics import Layout
 
 PUBLISHED = Path(__file__).parent / "results/studies/das6_mini.jsonl.gz"
@@ -61,7 +60,7 @@ def read_published() -> Mapping[str, Mapping[int, Point]]:
     for line in gzip.decompress(PUBLISHED.read_bytes()).splitlines():
         scores = json.loads(line)
         run = scores["run"]
-        arm, variant = run["method"], rename_variant(run["variant"], method=run["method"])
+        arm, variant = run["method"], run["variant"]
         if arm == "replay":
             arm = f"replay-{round(100 * float(variant.removeprefix(SHARE)))}" if variant else ""
         elif arm not in ("ncl", "ewc", "kd", "lora") or variant:

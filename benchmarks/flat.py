@@ -128,7 +128,7 @@ def take_prints(folder: Path) -> dict[str, str]:
     """Hashes of what a finished run has measured and of its last weights."""
     scores = json.loads((folder / "scores.json").read_text(encoding="utf-8"))
     (*_, last) = sorted((folder / "stages").glob("*.pt"))
-    told = json.dumps([scores[name] for name in ("rows", "nll", "metrics", "parts", "stored", "flops")])
+    told = json.dumps([scores[name] for name in ("rows", "nll", "metrics", "modules", "stored", "flops")])
     return {
         "scores": hashlib.blake2b(told.encode(), digest_size=8).hexdigest(),
         "weights": hashlib.blake2b(last.read_bytes(), digest_size=8).hexdigest(),

@@ -3,7 +3,7 @@
 import argparse
 import os
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +13,7 @@ from hydra import compose, initialize_config_dir
 from measuring import ROOT
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from transformers import AutoConfig
 
 import cpt.core.naming  # noqa: F401  (registers the resolvers)
 from cpt.data.corpora import Corpora
@@ -23,6 +24,7 @@ from cpt.optim.schedulers import Progress
 from cpt.trainer.base_model import Base, make_base
 from cpt.trainer.build import build_data, build_method
 from cpt.trainer.plan import Plan, make_plan
+from cpt.trainer.preflight import resolve_auto, resolve_devices
 
 MADE = ["model.vocab_size=8192", "model.pretraining.steps=1", "model.pretraining.batch_size=8"]
 SHAPES: dict[str, list[str]] = {
@@ -64,6 +66,7 @@ ALWAYS = [
     "logger=csv",
     "trainer.accelerator=cpu",
     "trainer.checkpoint_every=1000000000",
+    "trainer.quick_dropout=false",  # measured by name where it is on
 ]
 
 
@@ -108,6 +111,10 @@ def ground(cache: str, *overrides: str, shape: str = "roberta") -> Ground:
     plan = make_plan(cfg)
     texts = Corpora.read(plan.source, plan.order, cache=Path(cfg.cache_dir))
     start = make_base(plan.model, texts, accelerator="cpu")
+    device = torch.device("cuda" if plan.trainer.accelerator == "gpu" else "cpu")
+    length, config = start.length, AutoConfig.from_pretrained(start.checkpoint)
+    options = resolve_auto(resolve_devices(plan.trainer), config, device, length=length, stored=None)
+    plan = replace(plan, trainer=options)
     module = build_method(plan, start).train()
     data = build_data(plan, texts, start, module)
     data.enter(next(iter(data)))

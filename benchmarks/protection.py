@@ -2,7 +2,7 @@
 benchmarks/protection.py` makes the table of docs/studies/protection.md.
 
 Two default domains, so many steps of AdamW with weight decay each, a process for each row; the second
-stage's `leak` of scores.json, as released code acts and as here."""
+stage's `protected_movement` of scores.json, as released code acts and as here."""
 
 import argparse
 import json
@@ -56,7 +56,7 @@ def learn(given: Sequence[str], *, steps: int, folder: Path, threads: int) -> li
     ended = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True)
     if ended.returncode:
         raise SystemExit(f"{' '.join(line)}\n{ended.stderr[-2000:]}")
-    return json.loads((folder / "scores.json").read_text(encoding="utf-8"))["leak"]
+    return json.loads((folder / "scores.json").read_text(encoding="utf-8"))["protected_movement"]
 
 
 def tabulate(found: Mapping[str, Mapping[str, list[float]]]) -> Iterator[str]:

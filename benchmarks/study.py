@@ -9,7 +9,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -21,7 +22,6 @@ from omegaconf import DictConfig, OmegaConf
 import cpt.core.naming  # noqa: F401  (registers the resolvers)
 from cpt import report
 from cpt.core.config import CONF, digest, plain_config
-from cpt.core.renames import rename_variant
 from cpt.reporting import compare
 from cpt.reporting.load_runs import MeasuredRun, RunSection, build_sections, find_runs, measure_runs
 from cpt.reporting.page import Block, markdown
@@ -47,6 +47,9 @@ def make_parser(name: str, about: str) -> argparse.ArgumentParser:
     parser.add_argument("--report-only", action="store_true", help="start no runs, only write the pages")
     parser.add_argument(
         "--published", action="store_true", help="start no runs, write the pages from the published scores"
+    )
+    parser.add_argument(
+        "--add", action="store_true", help="keep the published runs, and start only those that are missing"
     )
     return parser
 
@@ -74,6 +77,11 @@ def make_study(
     `name_orders` gives the config's `order` of published runs whose orders are not numbered."""
     scores = scores or experiment
     published = SCORES / f"{scores}.jsonl.gz"
+    if options.add and published.exists():
+        present = {identify(run.scores.run) for run in find_finished(options.runs)}
+        rows = [row for row in read_scores(published) if identify(row["run"]) not in present]
+        restore_runs(rows, options.runs / "published", experiment, name_orders)
+        sweeps = list_missing(sweeps, experiment, present | {identify(row["run"]) for row in rows})
     if options.published:
         restore_runs(read_scores(published), options.runs, experiment, name_orders)
     if not options.report_only:
@@ -97,6 +105,28 @@ def run_sweeps(options: argparse.Namespace, experiment: str, sweeps: Iterable[Se
         failed += subprocess.run(line, cwd=ROOT, check=False).returncode != 0
     if failed:
         sys.exit(f"{failed} sweeps have failed jobs; run the same command again to retry them")
+
+
+def identify(run: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What tells the runs of a study apart, from the `run` of their scores."""
+    return *(run[name] for name in ("method", "mask", "replay", "variant", "seed")), tuple(run["order"])
+
+
+def list_missing(
+    sweeps: Iterable[Sequence[str]], experiment: str, present: Collection[tuple[Any, ...]]
+) -> Iterator[Sequence[str]]:
+    """The jobs of sweeps over methods, seeds and orders alone that are not present, one per sweep."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        for sweep in sweeps:
+            overrides = (each.partition("=") for each in sweep)
+            choices = [[f"{key}={value}" for value in values.split(",")] for key, _, values in overrides]
+            for job in product(*choices):
+                cfg = compose("config", [f"experiment={experiment}", "domains.root=FOLDER", *job])
+                chosen = dict(each.split("=", 1) for each in job)
+                run = {name: chosen.get(name, "none") for name in ("method", "mask", "replay")}
+                order = cfg.domains.orders[cfg.order] if isinstance(cfg.order, int) else cfg.order
+                if identify({**run, "variant": "", "seed": cfg.seed, "order": order}) not in present:
+                    yield job
 
 
 def read_scores(path: Path) -> list[dict[str, Any]]:
@@ -126,15 +156,11 @@ def restore_runs(
             run = scores["run"]
             chosen = [f"{name}={run[name]}" for name in ("method", "mask", "replay", "seed")]
             sections = ("trainer.", "optim.", "model.")  # all else is said of the method
-            variant = rename_variant(run["variant"], method=run["method"])
-            said = [each for each in variant.split("; ") if each]
+            said = [each for each in run["variant"].split("; ") if each]
             chosen += [each if each.startswith(sections) else f"method.{each}" for each in said]
             cfg = compose(
                 "config", [f"experiment={experiment}", f"name={into.name}", "domains.root=FOLDER", *chosen]
             )
-            if not scores.get("conditions"):  # of the runs on six domains
-                names = {"score_on": "domains", "length": "model", "mask_rate": "model"}
-                scores["conditions"] = {name: cfg[group][name] for name, group in names.items()}
             orders = cfg.domains.orders or ()
             numbered = orders.items() if isinstance(orders, Mapping | DictConfig) else enumerate(orders)
             cfg.order = next((number for number, each in numbered if list(each) == run["order"]), order)

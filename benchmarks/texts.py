@@ -40,9 +40,9 @@ def given_lines(files: Sequence[str]) -> list[str]:
     if files:
         text = (line for path in files for line in Path(path).read_text(encoding="utf-8").splitlines())
     else:
-        from cpt.data.sources.docstrings import read_general
+        from cpt.data.sources.docstrings import read_docs
 
-        text = (line for _, document in read_general() for line in document.split("\n\n"))
+        text = (line for _, document in read_docs() for line in document.split("\n\n"))
     return [" ".join(line.split()) for line in text if len(line) > 40]
 
 

@@ -7,7 +7,7 @@ __version__ = "0.1.0"
 # The names that your own methods, masks and sources are written with (`from cpt import Options`), and the
 # modules that they are read from when they are asked for: importing cpt imports no torch.
 MODULES = {
-    "cpt.api": ("load_run", "load_runs"),
+    "cpt.api": ("load_run", "load_runs", "load_tables"),
     "cpt.core.schema": (
         *("Allowed", "BelowOne", "Count", "Natural", "NonNegative", "OneOrMore", "Options", "Pattern"),
         *("Positive", "PositiveShare", "Probability", "Steps", "Subset", "Text", "TextList"),

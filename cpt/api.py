@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +13,8 @@ import yaml
 
 from cpt.evaluation.scores import Scores
 from cpt.reporting.frames import tidy_scores
-from cpt.reporting.load_runs import find_runs
+from cpt.reporting.load_runs import MeasuredRun, build_sections, find_runs, measure_runs
+from cpt.reporting.tex import measure_tables
 
 ABOUT = ("name", "method", "mask", "replay", "variant", "model", "order", "seed", "finished")
 
@@ -34,7 +36,7 @@ class Run:
     @cached_property
     def frame(self) -> pd.DataFrame:
         """Every number of the run page, one per row, with its 95 % interval where it has one: columns kind,
-        metric, value, unit, key, stage, row, text, part, seed, low, high."""
+        metric, value, unit, key, stage, row, text, module, seed, low, high."""
         return tidy_scores(self.scores)
 
     @cached_property
@@ -50,6 +52,27 @@ class Run:
         return found
 
 
+def read_runs(folders: Iterable[str | Path]) -> list[MeasuredRun]:
+    """The runs below the folders. Raises ValueError for a folder or file that cannot be read."""
+    found = find_runs([Path(folder) for folder in folders])
+    if found.damaged:
+        raise ValueError("; ".join(found.damaged))
+    return found.runs
+
+
+def load_tables(*folders: str | Path, baseline: str = "ncl") -> dict[str, pd.DataFrame]:
+    """The numbers of `python -m cpt.report --tex`, by table: main, endtasks, orders, matrix, settings. Rows
+    have the section of comparable runs, the group, and mean, sd, n, interval, and the paired difference from
+    the baseline with its p-values where they apply. Raises ValueError for a folder that cannot be read."""
+    finished = [run for run in read_runs(folders) if run.scores.run["finished"]]
+    sections = build_sections(measure_runs(finished), baseline=baseline)
+    each = [measure_tables(section) for section in sections]
+    return {
+        name: pd.concat([tables[name].assign(section=at) for at, tables in enumerate(each, start=1)])
+        for name in (each[0] if each else ())
+    }
+
+
 def load_run(folder: str | Path) -> Run:
     """The results of a run folder. Raises FileNotFoundError without scores.json, ValueError for a damaged
     one."""
@@ -60,11 +83,8 @@ def load_runs(*folders: str | Path) -> pd.DataFrame:
     """The numbers of all runs below the folders, one per row: the columns of `Run.frame` and, before them,
     folder, name, method, mask, replay, variant, model, order (domains joined by commas), seed, finished.
     Raises ValueError for a folder or file that cannot be read."""
-    found = find_runs([Path(folder) for folder in folders])
-    if found.damaged:
-        raise ValueError("; ".join(found.damaged))
     frames = []
-    for run in found.runs:
+    for run in read_runs(folders):
         about = {name: run.scores.run[name] for name in ABOUT} | {"order": ",".join(run.scores.run["order"])}
         frame = tidy_scores(run.scores).rename(columns={"seed": "finetuning_seed"})
         for place, (name, value) in enumerate({"folder": str(run.folder), **about}.items()):

@@ -20,7 +20,9 @@ def main(arguments: Sequence[str]) -> int:
     with readable():
         scores = place.scores()
         if scores is None or not scores.run["finished"] or len(scores.rows) < 2:
-            raise ValueError(f"RUN={place.path} is invalid: no finished run that trained a model is in it")
+            raise ValueError(
+                f"RUN={place.path} is invalid. Allowed: the folder of a finished run that trained"
+            )
         if not (place.model / "config.json").is_file():
             told = f"{place.model} holds no exported model"
             raise ValueError(f"{told}; the command of the run exports it again")

@@ -30,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     folders = given.folders or [Path("outputs"), Path(os.environ.get("CPT_CACHE") or "outputs")]
     if absent := [str(path) for path in given.folders if not path.is_dir()]:
-        print(f"cpt: no folder {', '.join(absent)}. Allowed: {what}")
+        print(f"cpt: FOLDER={','.join(absent)} is invalid: no such folder. Allowed: {what}")
         return 1
     found = {path: why for each in folders for path, why in removable(each, given.days, stages=given.stages)}
     for path, why in sorted(found.items()):

@@ -43,6 +43,7 @@ def start() -> None:
         elif FLAG in sys.argv:
             print(describe_options(sys.argv[1:]))
         else:
+            check_flags(sys.argv[1:])
             check_choices(sys.argv[1:])
             app()
 
@@ -97,6 +98,14 @@ def leave_to_jobs(arguments: Sequence[str]) -> list[str]:
     return deferred
 
 
+def check_flags(arguments: Sequence[str]) -> None:
+    """Raises ValueError for a flag that is unknown; an option has no dashes."""
+    for given in utils.get_args_parser().parse_known_args(list(arguments))[1]:
+        name = given.lstrip("-").partition("=")[0]
+        allowed = f"options without dashes, like {name}=VALUE; -m, --config-dir=FOLDER, --cfg=job, --help"
+        raise ValueError(f"{given} is invalid: unknown flag. Allowed: {allowed}")
+
+
 def check_choices(arguments: Sequence[str]) -> None:
     """Raises ValueError for a choice of a group that is not a name, which Hydra reports in many lines."""
     for argument, given in parse_arguments(arguments).items():
@@ -108,3 +117,7 @@ def check_choices(arguments: Sequence[str]) -> None:
             raise ValueError(
                 f"{argument} is invalid. Allowed: a choice of conf/{given.key_or_group}, or a list of them"
             )
+
+
+if __name__ == "__main__":
+    raise SystemExit("cpt: python -m cpt.cli is invalid. Allowed: python run.py, cpt, python -m cpt")

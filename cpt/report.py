@@ -14,11 +14,21 @@ from cpt.core.config import digest
 from cpt.core.output import run_program
 from cpt.reporting import compare, figures, run_page
 from cpt.reporting.frames import few, label
-from cpt.reporting.load_runs import FILTERS, MeasuredRun, build_sections, filter_runs, find_runs, measure_runs
+from cpt.reporting.load_runs import (
+    FILTERS,
+    MeasuredRun,
+    RunSection,
+    build_sections,
+    filter_runs,
+    find_runs,
+    measure_runs,
+)
 from cpt.reporting.page import Block, align_columns, write_page, write_pictures
+from cpt.reporting.published import read_published, tabulate_published
+from cpt.reporting.tex import write_tables
 
 BASELINE = "ncl"
-DEFAULT_EXPORTS = "csv,latex,json"
+DEFAULT_EXPORTS = "csv,json"
 LC_COLUMNS = 8  # of the differences in a console: up to those of LC
 MAX_NAME = 80  # characters of a file's name that say which runs are in it
 
@@ -39,10 +49,14 @@ def report_parser() -> Parser:
     give("--where", nargs="+", default=[], metavar="KEY=VALUE,…", help=f"only these runs: {filters}")
     give("--domains", metavar="NAME,…", help="metrics over these test texts and end tasks only")
     give("--curve", metavar="KEY", help="learned against forgotten over a setting, as method.strength")
+    shipped = "published numbers to compare with: das6, standard_cl, long_sequence, or a file"
+    give("--published", metavar="NAME", help=shipped)
     give("--by", choices=("order",), help="a group per order, not over all orders")
     give("--out", type=Path, metavar="FOLDER", help="where to write (default: the first folder)")
-    told = "instead of comparing: the pictures of each run's page as PNG, SVG and PDF"
+    told = "instead of comparing: the pictures of each run's page and of the comparison as PNG, SVG and PDF"
     give("--figures", type=Path, metavar="FOLDER", help=told)
+    tables = "also write TeX tables: main, end tasks, orders, matrices, settings"
+    give("--tex", type=Path, metavar="FOLDER", help=tables)
     named = "comparison; with --where comparison_KEY-VALUE"
     give("--name", help=f"base name of the written files (default: {named})")
     kinds = f"{', '.join(compare.KINDS)}, or none (default: {DEFAULT_EXPORTS})"
@@ -66,24 +80,26 @@ def compare_folders(given: argparse.Namespace) -> int:
     kinds = [] if given.export == "none" else given.export.split(",")
     if wrong := [kind for kind in kinds if kind not in compare.KINDS]:
         raise ValueError(f"--export {','.join(wrong)} is invalid. Allowed: {', '.join(compare.KINDS)}, none")
+    published = read_published(given.published) if given.published else []
     found = find_runs(given.folders)
     finished = filter_runs([run for run in found.runs if run.scores.run["finished"]], given.where)
     unfinished = [run for run in found.runs if not run.scores.run["finished"]]
     counts = {"unfinished": len(unfinished), "unreadable": len(found.damaged), "started": len(found.begun)}
-    places = ", ".join(map(str, given.folders)) or "(give a folder)"
     existing = [folder for folder in given.folders if folder.is_dir()]
     if not existing or not (finished or any(counts.values())):
-        print(f"no scores.json below {places}", file=sys.stderr)
+        places = f"FOLDER={','.join(map(str, given.folders))} is invalid: no run below it"
+        why = places if given.folders else "FOLDER is missing"
+        print(f"cpt: {why}. Allowed: run folders, or folders that hold them", file=sys.stderr)
         return 2
 
-    if given.figures:
-        return export_figures(finished, given.figures)
     domains = given.domains.split(",") if given.domains else []
     measured = measure_runs(finished, domains=domains)
     sections = build_sections(measured, by_order=given.by == "order", baseline=given.baseline or BASELINE)
     names = {name for section in sections for group in section.groups for name in (group.name, group.plain)}
     if given.baseline and sections and given.baseline not in names:
         raise ValueError(f"--baseline {given.baseline} is invalid. Allowed: {', '.join(sorted(names))}")
+    if given.figures:
+        return export_figures(finished, sections, given.figures)
     heading, blocks, failed = compare.build_heading(sections), [], []
     for number, section in enumerate(sections, start=1):
         own = [compare.build_tiles(section)]
@@ -112,6 +128,7 @@ def compare_folders(given: argparse.Namespace) -> int:
         Block(title="Unfinished runs", head=(*head, "state"), cells=states, words=4),
         Block(title="Runs without these domains", head=(*head, "has"), cells=lacking, words=4),
     ]
+    aside += [tabulate_published(sections, published)] * bool(published)
     unread = Block(title="Runs that could not be read", lines=[*found.damaged, *failed])
 
     name = "comparison"
@@ -129,6 +146,8 @@ def compare_folders(given: argparse.Namespace) -> int:
     more |= {"sections_differ": list(heading[0].lines)} if heading else {}
     if sections:
         compare.export_sections(sections, stem=stem, kinds=kinds, more=more)
+    if given.tex:
+        write_tables(sections, given.tex)
 
     told = list(heading)
     for section in sections:
@@ -142,21 +161,25 @@ def compare_folders(given: argparse.Namespace) -> int:
         table = [align_columns(block)] if block.cells else []
         if block.lines or table:
             print("\n".join([*[block.title] * bool(block.title), *table, *block.lines]), end="\n\n")
-    print(page)
+    print(page, *[given.tex] * bool(given.tex), sep="\n")
     print(*found.damaged, *failed, sep="\n", end="\n" * bool(found.damaged or failed), file=sys.stderr)
     if not finished:
         counted = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-        print(f"no finished run below {places}: {counted}", file=sys.stderr)
+        print(f"no finished run below {', '.join(map(str, given.folders))}: {counted}", file=sys.stderr)
         return 2
     return int(bool(found.damaged or failed))
 
 
-def export_figures(runs: Sequence[MeasuredRun], folder: Path) -> int:
-    """Writes RUN-NAME.png, .svg and .pdf for each picture of a run's page. Gives the exit code."""
+def export_figures(runs: Sequence[MeasuredRun], sections: Sequence[RunSection], folder: Path) -> int:
+    """Writes RUN-NAME.png, .svg and .pdf for each picture of a run's page, and comparison-NAME for those of a
+    comparison. Gives the exit code."""
     folder.mkdir(parents=True, exist_ok=True)
-    for run in runs:
-        blocks = [block for block in run_page.build_blocks(run.folder, run.scores) if block.picture]
-        for name in write_pictures(blocks, stem=folder / run.folder.resolve().name, vectors=True):
+    pages = {run.folder.resolve().name: run_page.build_blocks(run.folder, run.scores) for run in runs}
+    several = [figures.build_figures(section) for section in sections if len(section.runs) > 1]
+    pages |= {"comparison": [block for blocks in several for block in blocks]}
+    for stem, blocks in pages.items():
+        shown = [block for block in blocks if block.picture]
+        for name in write_pictures(shown, stem=folder / stem, vectors=True):
             print(folder / f"{name}.pdf")
     return 0 if runs else 2
 

@@ -69,7 +69,8 @@ def main(arguments: Sequence[str]) -> int:
     if not runs:
         line = f"no run in {', '.join(map(printable, given.folders))}"
         if absent:
-            line = f"no folder {', '.join(absent)}. Allowed: run folders, and folders that hold them"
+            allowed = "run folders, or folders that hold them"
+            line = f"FOLDER={','.join(absent)} is invalid: no such folder. Allowed: {allowed}"
         print(f"cpt: {line}", file=sys.stderr)
         return 1
     number = Counter(run.state for run in runs)

@@ -15,8 +15,8 @@ from cpt.core.heartbeat import heartbeat
 from cpt.core.preemption import defer_signals
 from cpt.core.processes import is_first_process, is_one_of_several
 from cpt.core.schema import show
-from cpt.evaluation.metrics import objective_value
 from cpt.evaluation.scores import Scores
+from cpt.evaluation.task_metrics import run_objective
 from cpt.trainer.domain_order import load_cached_order, order_domains
 from cpt.trainer.manifest import Manifest, check_manifest, find_started, resolve_eval_cap, resume_from_sibling
 from cpt.trainer.plan import Plan, make_plan
@@ -54,7 +54,7 @@ def train(cfg: DictConfig, *, run_dir: Path) -> float | list[float | None] | Non
     from cpt.reporting.run_page import format_scores  # matplotlib is not loaded to refuse a config
 
     log.info("Results:\n%s\n%s", format_scores(scores), run.path / "report.html")
-    return objective_value(scores.metrics, plan.run.optimized_metric)
+    return run_objective(vars(scores), plan.run.optimized_metric)
 
 
 @contextmanager
@@ -105,7 +105,7 @@ def is_complete(scores: Scores | None, plan: Plan) -> bool:
     if scores is None or not scores.run["finished"]:
         return False
     is_same = scores.policy == plan.evaluation.policy and scores.run["order"] == plan.order
-    return is_same and all(getattr(scores, kind).get("digest") == own for kind, own in plan.digests.items())
+    return is_same and all(getattr(scores, kind).get("hash") == own for kind, own in plan.digests.items())
 
 
 def is_done(cfg: DictConfig, run_dir: Path) -> bool:
@@ -126,3 +126,7 @@ def is_done(cfg: DictConfig, run_dir: Path) -> bool:
         return False
     texts, base = then.touched(plan.source, checkpoint_files(given))
     return not texts and (given is None or not base)
+
+
+if __name__ == "__main__":
+    raise SystemExit("cpt: python -m cpt.train is invalid. Allowed: python run.py, cpt, python -m cpt")

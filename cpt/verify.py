@@ -22,8 +22,6 @@ from cpt.trainer.checkpoint import check_stage
 from cpt.trainer.manifest import Manifest
 from cpt.trainer.run_dir import RunDir
 
-READ_TABLE = partial(pq.read_table, page_checksum_verification=True)
-
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m cpt.verify", description=__doc__)
@@ -59,18 +57,21 @@ def damage_in_run(folder: Path) -> Iterator[str]:
             if lost := run.lost(full=True) or gone:
                 raise ValueError(f"{folder}: {'; '.join(lost)}")
 
+    read_table = partial(pq.read_table, page_checksum_verification=True)
     checks: dict[str, Callable[[Path], object]] = {
         "checkpoints/*.ckpt": partial(check_state, instead="delete it to learn that domain again"),
         "stages/*.pt": partial(check_stage, instead=run.restore_hint),
         "generated/kept/*.json": partial(read_checked_json, instead=run.restore_hint),
         "generated/*/facts.json": lambda path: check_folder(path.parent),
-        **dict.fromkeys(["endtasks/*/*.parquet", "answers/*/*.parquet"], READ_TABLE),
-        "probes/*/*.json": load_results,
+        "endtasks/*/*.parquet": read_table,
+        "answers/*/*.parquet": read_table,
+        "benchmarks/*/*.json": load_results,
         "identity.json": lambda path: Manifest.load(run),
         "scores.json": check_scores,
     }
-    for path, check in ((path, checks[each]) for each in checks for path in sorted(folder.glob(each))):
-        yield from error_of(check, path)
+    for pattern, check in checks.items():
+        for path in sorted(folder.glob(pattern)):
+            yield from error_of(check, path)
 
 
 def check_folder(folder: Path) -> None:
@@ -83,7 +84,8 @@ def error_of(check: Callable[[Path], object], path: Path) -> Iterator[str]:
         check(path)
     except (ValueError, OSError, pa.ArrowException) as error:
         line = " ".join(str(error).split())
-        remedy = "" if re.search("; (bring|delete|restore) ", line) else "; the same command makes it again"
+        told = re.search("; (bring|delete|restore|read|update) ", line)
+        remedy = "" if told else "; the same command makes it again"
         yield f"{'' if str(path.parent) in line else f'{path}: '}{line}{remedy}"
 
 

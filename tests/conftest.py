@@ -214,7 +214,7 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
         "text_curves",
         "training",
         "monitor",
-        "parts",
+        "modules",
         "overlap",
         "layers",
         "distributions",

@@ -52,6 +52,7 @@ COMPOSITIONS = {
     "monitor": "method=ncl monitor.every=2 monitor.max_tokens=200",
     "accumulate": "method=das trainer.accumulate_grad_batches=2",
     "bf16": "method=das mask=migu trainer.precision=bf16-mixed",
+    "quick-dropout": "method=derpp trainer.quick_dropout=true",
 }
 
 
@@ -70,7 +71,7 @@ def all_runs() -> dict[str, list[str]]:
     methods = sorted(path.stem for path in (ROOT / "conf/method").glob("*.yaml"))
     choices = {name: f"method={name}" for name in methods} | COMPOSITIONS
     return {
-        f"{family}/{name}": ["order=[law,food]", *given, *choice.split()]
+        f"{family}/{name}": ["order=[law,food]", "trainer.quick_dropout=false", *given, *choice.split()]
         for family, given in FAMILIES.items()
         for name, choice in choices.items()
     }

@@ -21,7 +21,7 @@ BANNED = re.compile(
     re.IGNORECASE,
 )
 LONGEST, COLUMNS, LINKS = 100, 6, 3
-OUTSIDE = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+OUTSIDE = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md")
 PAGES = [*(ROOT / name for name in OUTSIDE), *sorted((ROOT / "docs").rglob("*.md"))]
 GUIDES = sorted((ROOT / "docs").rglob("*.md"))
 name_of = {"ids": lambda path: path.relative_to(ROOT).as_posix()}

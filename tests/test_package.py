@@ -14,10 +14,20 @@ import pytest
 
 import cpt
 from cpt.core.config import CONF
+from cpt.reporting.published import PUBLISHED
 from tests.conftest import ROOT, SMALL
 
 pytestmark = pytest.mark.slow
-BUILT = ("cpt", "conf", "pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in")
+BUILT = (
+    "cpt",
+    "conf",
+    "benchmarks/results/published",
+    "pyproject.toml",
+    "setup.py",
+    "README.md",
+    "LICENSE",
+    "MANIFEST.in",
+)
 PIP = [sys.executable, "-m", "pip", "--no-input", "--disable-pip-version-check"]
 
 MODULE = """
@@ -84,9 +94,10 @@ def installed(source, tmp_path_factory) -> Path:
 def test_the_wheel_has_the_code_the_configs_and_the_licence(installed):
     packages = next((installed / "lib").glob("python*/site-packages"))
     there = {str(path.relative_to(packages / "cpt")) for path in (packages / "cpt").rglob("*.*")}
-    code = [path for path in (ROOT / "cpt").rglob("*.*") if path.suffix in (".py", ".typed", ".j2")]
+    code = [path for path in (ROOT / "cpt").rglob("*.*") if path.suffix in (".py", ".typed", ".j2", ".json")]
     wanted = {str(path.relative_to(ROOT / "cpt")) for path in code}
     wanted |= {f"conf/{path.relative_to(CONF)}" for path in CONF.rglob("*.yaml")}
+    wanted |= {f"published/{path.name}" for path in PUBLISHED.glob("*.json")}
     assert wanted - there == set() and not (packages / "conf").exists()
     about = PathDistribution(next(packages.glob("cpt-*.dist-info")))
     assert about.version == cpt.__version__ and about.metadata["License-Expression"] == "Apache-2.0"

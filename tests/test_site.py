@@ -25,7 +25,7 @@ def program(name: str) -> ModuleType:
     return module
 
 
-options, choosing, support = map(program, ("options", "choosing", "support"))
+options, choosing, scores, support = map(program, ("options", "choosing", "scores", "support"))
 # Pairs of which each is tried again: taken, and refused for units that a model does not tell.
 TRIED = [("ncl", "Llama"), ("ewc", "T5 v1.1"), ("das", "Mixtral"), ("mask=mofo", "BERT")]
 
@@ -68,6 +68,8 @@ def test_the_site_is_built_without_a_warning_and_loads_nothing_from_outside(tmp_
 
 def test_what_programs_write_is_up_to_date():
     assert told("methods.md") == choosing.page(), "python docs/site/choosing.py writes it again"
+    assert told("files.md") == scores.page(told("files.md")), "python docs/site/scores.py writes it again"
+    assert scores.SCHEMA.read_text() == scores.schema(), "python docs/site/scores.py writes it again"
     found = json.loads(told("support.json"))
     assert set(found) <= set(support.list_rows())  # what was not tried yet is a dash
     assert {family for cells in found.values() for family in cells} == set(support.FAMILIES)

@@ -132,7 +132,6 @@ def attach_plugins(model: PreTrainedModel, *, attention: float, ffn: float, outp
 
 
 def scope_of(parts: dict[str, Bottleneck]) -> Scope:
-    """All parameters of bottlenecks or plug-ins, and their linear layers."""
     names = [f"{name}.{key}" for name, part in parts.items() for key, _ in part.named_parameters()]
     maps = [
         Projection(f"{name}.{key}", layer, 0, (torch.arange(layer.out_features),))

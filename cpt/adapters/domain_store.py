@@ -37,7 +37,6 @@ class Scope:
     maps: tuple[Projection, ...]
 
     def others(self, model: nn.Module) -> list[nn.Parameter]:
-        """The parameters of a model that are not in the scope."""
         inside = {id(model.get_parameter(name)) for name in self.names}
         return [parameter for parameter in model.parameters() if id(parameter) not in inside]
 
@@ -60,7 +59,6 @@ class DomainParams(NamedTensors):
         return sorted({int(name.partition(":")[0]) for name in self.named()})
 
     def keep(self, model: nn.Module, domain: int) -> None:
-        """Stores the model's parameters, as they are now, as those of a domain."""
         self.update({f"{domain}:{name}": model.get_parameter(name) for name in self.names})
 
     def weights(self, domain: int) -> dict[str, Tensor]:
@@ -72,7 +70,6 @@ class DomainParams(NamedTensors):
 
     @torch.no_grad()
     def put(self, model: nn.Module, domain: int) -> None:
-        """Copies the parameters of a domain, or of the BASE, into a model."""
         for name, values in self.weights(domain).items():
             model.get_parameter(name).copy_(values)
 
@@ -110,7 +107,6 @@ class DomainParams(NamedTensors):
 
 
 def domain_params(module: nn.Module) -> dict[str, DomainParams]:
-    """The DomainParams in a module, by name."""
     return {name: each for name, each in module.named_modules() if isinstance(each, DomainParams)}
 
 

@@ -248,10 +248,8 @@ def choose_blocks(model: PreTrainedModel, freeze: Freeze, *, every: int) -> list
     found = [p for p in places[every - 1 :: every] if id(p.out.weight) not in frozen]
     if not found:
         allowed = "a smaller method.every or fewer of freeze.layers, and no trainable=…"
-        raise ValueError(
-            f"method.every={every} is invalid: freeze leaves no FFN that becomes a mixture. Allowed: "
-            f"{allowed}"
-        )
+        told = f"method.every={every} is invalid: freeze leaves no FFN that becomes a mixture"
+        raise ValueError(f"{told}. Allowed: {allowed}")
     return [place.name for place in found]
 
 

@@ -173,5 +173,4 @@ def bottleneck_units(name: str, down: nn.Linear, up: nn.Linear) -> list[Units]:
 
 
 def owned_parameters(groups: Iterable[Units]) -> set[nn.Parameter]:
-    """The parameters that units own."""
     return {getattr(part.module, part.attribute) for group in groups for part in group.parts}

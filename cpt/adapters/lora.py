@@ -130,7 +130,6 @@ def lora_layers(model: nn.Module) -> dict[str, Linear]:
 
 
 def factors_of(layer: LoraLayer, adapter: str = NEWEST) -> LoraFactors:
-    """A and B of a layer's adapter."""
     if adapter in layer.lora_A:
         return cast(LoraFactors, (layer.lora_A[adapter].weight, layer.lora_B[adapter].weight))
     return layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
@@ -279,8 +278,6 @@ def attach_tuner(
         else:
             inject_adapter_in_model(made, model, adapter_name=NEWEST)
     except (TypeError, ValueError, NotImplementedError, ImportError) as error:
-        raise ValueError(
-            f"method.tuner={tuner} with method.arguments={show(dict(arguments))} is invalid for a "
-            f"{model.config.model_type}: {reason(error)}"
-        ) from error
+        told = f"method.tuner={tuner} with method.arguments={show(dict(arguments))} is invalid for a "
+        raise ValueError(f"{told}{model.config.model_type}: {reason(error)}") from error
     return Scope(tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad), ())

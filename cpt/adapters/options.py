@@ -23,7 +23,7 @@ class ModulesOptions(Options):
     """The parts of learned domains, of methods that keep one for each."""
 
     storage: Literal["memory", "disk"] = option(
-        "where modules of learned domains are stored: in memory, or in the file of the last stage"
+        "where modules of learned domains are stored: memory, or the file of the last stage"
     )
 
 
@@ -45,7 +45,6 @@ class BottleneckOptions(Options):
 
     @property
     def bottleneck(self) -> dict[str, Any]:
-        """Arguments of cpt.adapters.bottleneck.attach_bottlenecks."""
         return {
             "placement": self.placement,
             "reduction": self.reduction_factor,
@@ -61,12 +60,11 @@ class MapPairOptions(Options):
     lora_alpha: Positive = option("alpha: the update is scaled by lora_alpha / r")
     lora_dropout: BelowOne = option("dropout on the input of the trained adapter")
     target_modules: Targets = option(
-        "adapted linear layers: all but the head, (ends of) names, or a regular expression"
+        "adapted linear layers: all but the head, names, or a regular expression"
     )
 
     @property
     def pair(self) -> dict[str, Any]:
-        """Arguments of a function that attaches adapters, as JSON values."""
         targets = self.target_modules if isinstance(self.target_modules, str) else list(self.target_modules)
         return {"r": self.r, "alpha": self.lora_alpha, "dropout": self.lora_dropout, "targets": targets}
 
@@ -77,12 +75,11 @@ class PairOptions(MapPairOptions):
 
     embeddings: bool = option("adapt the input embedding as well; a tied head is untied and frozen")
     exported: Literal["merged", "peft"] = option(
-        "export a merged plain model, or the frozen weights and peft files"
+        "export a merged model, or the frozen weights and peft files"
     )
 
     @property
     def pair(self) -> dict[str, Any]:
-        """Arguments of cpt.adapters.lora.attach_lora."""
         return super().pair | {"embeddings": self.embeddings}
 
 
@@ -90,9 +87,7 @@ class PairOptions(MapPairOptions):
 class StoredPairOptions(PairOptions):
     """Low-rank pairs of which each domain has its own, and all are summed."""
 
-    stored: Literal["merged", "pairs"] = option(
-        "earlier adapters: merged into the frozen weights, or kept apart"
-    )
+    stored: Literal["merged", "pairs"] = option("earlier adapters: merged into frozen weights, or kept apart")
 
 
 @config
@@ -111,12 +106,8 @@ class Routing(Options):
     The prior is `uniform`, `updating`: p <- (1 - decay) p + decay * posterior, row by row, or `cached`: the
     mean posterior of a text's first `cached` rows, uniform until then."""
 
-    learned: Literal["domain", "posterior", "nearest"] = option(
-        "module that evaluates text of a trained domain"
-    )
-    unlearned: Literal["base", "last", "posterior", "nearest"] = option(
-        "module that evaluates all other text"
-    )
+    learned: Literal["domain", "posterior", "nearest"] = option("module that evaluates trained domains")
+    unlearned: Literal["base", "last", "posterior", "nearest"] = option("module that evaluates other text")
     prior: Literal["uniform", "updating", "cached"] = option("prior of the posterior over modules")
     decay: Probability = option("EMA coefficient of the prior (used with prior=updating)")
     cached: Count = option("sequences that estimate the prior (used with prior=cached)")

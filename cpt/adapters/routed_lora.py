@@ -8,6 +8,7 @@ A hook on the rank features A x [..., t r] applies the weights g [..., t]."""
 
 import inspect
 import math
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -152,7 +153,6 @@ class SampleRouter(nn.Module):
             self.inside = True
 
     def embed(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        """The forward hook of the input embedding."""
         if self.inside:
             self.attend(output)
 
@@ -166,19 +166,13 @@ class SampleRouter(nn.Module):
             seen = (
                 f"an adapter of method=sapt sees {list(features.shape[:-1])} for a batch of {[rows, places]}"
             )
-            raise ValueError(
-                f"method.target_modules is invalid: {seen}. Allowed: layers that see all tokens of each "
-                f"sample"
-            )
+            told = f"method.target_modules is invalid: {seen}"
+            raise ValueError(f"{told}. Allowed: layers that see all tokens of each sample")
         return weights.repeat_interleave(len(features) // rows, 0)  # of several beams
 
-    def weigh_newest(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        """The forward hook of A of the newest adapter."""
-        return weigh_ranks(output, self.weights_at(output)[..., -1:])
-
-    def weigh_earlier(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        """The forward hook of A of the earlier adapters."""
-        return weigh_ranks(output, self.weights_at(output)[..., :-1])
+    def weigh(self, part: slice, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        """The forward hook of A of the newest adapter, or of the earlier ones."""
+        return weigh_ranks(output, self.weights_at(output)[..., part])
 
 
 def attach_routed(
@@ -202,7 +196,7 @@ def attach_routed(
     inner.register_forward_pre_hook(made.open, with_kwargs=True)
     table.register_forward_hook(made.embed)
     for layer in lora.lora_layers(model).values():
-        layer.lora_A[lora.NEWEST].register_forward_hook(made.weigh_newest)
+        layer.lora_A[lora.NEWEST].register_forward_hook(partial(made.weigh, slice(-1, None)))
     lora.resize_on_load(model)
     model.register_load_state_dict_pre_hook(route_earlier)
     names = [name for name, each in model.named_parameters() if f"{SAMPLE_ROUTER}." in name]
@@ -210,7 +204,6 @@ def attach_routed(
 
 
 def router_of(model: nn.Module) -> SampleRouter:
-    """The router of a model's adapters."""
     return next(part for part in model.modules() if isinstance(part, SampleRouter))
 
 
@@ -219,7 +212,7 @@ def route_earlier(model: nn.Module, *args: Any) -> None:
     router = router_of(model)
     for layer in lora.lora_layers(model).values():
         if lora.has_earlier(layer):
-            layer.lora_A[lora.EARLIER].register_forward_hook(router.weigh_earlier)
+            layer.lora_A[lora.EARLIER].register_forward_hook(partial(router.weigh, slice(-1)))
 
 
 def begin_routed(model: PreTrainedModel, generator: torch.Generator) -> None:

@@ -87,7 +87,6 @@ class PromptVectors(nn.Module):
         return torch.cat([embeddings[:, : self.before], prompt, embeddings[:, after:]], dim=1)
 
     def embed(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        """The forward hook of the input embedding."""
         return self.fill(output) if self.within else output
 
     def cut(self, module: nn.Module, args: Any, output: Any) -> Any:

@@ -32,12 +32,16 @@ SECRET = re.compile(  # the last part of a key; pad_token and the like are none
     re.IGNORECASE,
 )
 IN_ADDRESS = re.compile(r"(\w://)[^/\s@]+@")  # name and password before the host
-FOR_OTHERS = ("name", "lr_multiplier")  # of a choice: what it is called, its learning rate over the model's
+# Of a choice: what it is called, its learning rate over the model's, what cpt.tune searches.
+SEARCH = "search"
+FOR_OTHERS = ("name", "lr_multiplier", SEARCH)
 
 
 @cache
 def executes(key: str) -> bool:
     """Whether a config key says how the run is carried out only."""
+    if SEARCH in key.split("."):
+        return True
     return any(key == name or key.startswith(f"{name}.") for name in EXECUTION)
 
 
@@ -66,6 +70,8 @@ def plain_config(cfg: DictConfig) -> dict[str, Any]:
 def identity(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The leaves of a config that decide the result; values that compute the same are equal."""
     leaves = {key: canonical(key, value) for key, value in flatten(settings) if not executes(key)}
+    if leaves.get("trainer.match") is None:
+        leaves.pop("trainer.match", None)
     observer = [value for key, value in leaves.items() if key.startswith("budget.")]
     active = not all(value is None or isinstance(value, str) for value in observer)
     if not active:

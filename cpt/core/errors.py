@@ -5,23 +5,40 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from hydra import errors as of_hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import ConfigCompositionException, HydraException
+from omegaconf import OmegaConf
 from omegaconf import errors as of_omegaconf
 from yaml import YAMLError
 
-from cpt.core.config import CONF
+from cpt.core.config import CONF, flatten
 from cpt.core.processes import is_one_of_several
 from cpt.core.schema import unknown_name
 
 RENAMED_GROUPS = {"probe": "benchmark", "schedule": "lr_scheduler"}  # accepted: cpt.core.renames
+RENAMED_CHOICES = {"model=checkpoint": "hf"}  # accepted but in a defaults list
 LOADED = re.compile(r"Could not load '(.+)/([^/']+)'")
 TWICE = re.compile(r"Multiple values for (\S+)\. To override a value use 'override \S+: (.*)'")
 MERGED = re.compile(r"Cannot merge DictConfig with")
 MADE_OF = re.compile(r"Error resolving interpolation '(.*)', possible interpolation keys: (.*)")
+GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir())
 NO_DEFAULT = re.compile(r"In '(\S+)': Could not override '([\w/@.]+)'")
+AMBIGUOUS = re.compile(r"Ambiguous value for argument '((.*?)=(.*))'")
+OPEN = ("callbacks", "logger", "optim")  # sections that take further keys, as those within sections do
+FAMILIAR = {  # of transformers' TrainingArguments and example scripts, and Lightning's Trainer
+    "bf16": "trainer.precision", "fp16": "trainer.precision", "learning_rate": "optim.lr",
+    "block_size": "model.max_seq_length", "max_length": "model.max_seq_length", "rank": "method.r",
+    "per_device_train_batch_size": "trainer.batch_size", "logging_steps": "trainer.log_every_n_steps",
+    "per_device_eval_batch_size": "trainer.eval_batch_size", "max_grad_norm": "trainer.gradient_clip_val",
+    "gradient_accumulation_steps": "trainer.accumulate_grad_batches", "max_steps": "trainer.steps",
+    "num_train_epochs": "trainer.epochs", "max_epochs": "trainer.epochs", "output_dir": "name",
+    "dataloader_num_workers": "trainer.num_workers", "save_steps": "trainer.checkpoint_every",
+    "lr_scheduler_type": "lr_scheduler", "warmup_steps": "lr_scheduler.warmup_ratio", "report_to": "logger",
+    "model_name_or_path": "model.name_or_path",
+}  # fmt: skip
 DELETED = re.compile(r"Could not delete from config. '(.*)' does not exist")
 FAILED_ALLOCATION = re.compile(
     r"out of memory|can't allocate memory|Cannot allocate memory|bad_alloc|can't start new thread"
@@ -35,9 +52,9 @@ def reason(error: BaseException) -> str:
     match error:
         case of_hydra.MissingConfigException(missing_cfg_file=str(path), options=list(options)):
             group, _, name = path.rpartition("/")
-            return unknown_name(f"{group}={name}", options)
+            return unknown_choice(f"{group}={name}", options)
         case of_hydra.MissingConfigException() if (at := LOADED.search(str(error))) and choices_of(at[1]):
-            return unknown_name(f"{at[1]}={at[2]}", choices_of(at[1]))  # of a list of choices
+            return unknown_choice(f"{at[1]}={at[2]}", choices_of(at[1]))  # of a list of choices
         case of_hydra.OverrideParseException():
             about = ("Error parsing", "See ", "^")  # the argument, Hydra's page, the place in the argument
             lines = [line.strip() for line in error.message.splitlines()]
@@ -50,17 +67,31 @@ def reason(error: BaseException) -> str:
         ):
             key, node = str(cause.full_key), cause.parent_node
             section = key.rpartition(".")[0]
-            names = [f"{section}.{name}" if section else str(name) for name in node or ()]
-            told = unknown_name(key, names)
-            return told if not section or told.endswith("?") else f"{told}; to add it: +{key}=VALUE"
-        case ConfigCompositionException() if (old := NO_DEFAULT.search(str(error))) and old[
-            2
-        ] in RENAMED_GROUPS:
-            return f"override /{old[2]} in {old[1]} is invalid. Allowed: override /{RENAMED_GROUPS[old[2]]}"
+            given = [str(name) for name in node or () if name != "hydra"]
+            told = unknown_name(key, [f"{section}.{name}" if section else name for name in given])
+            plain = told.partition(". Did you mean")[0]
+            if owners := choices_with(key, section):
+                return f"{plain}; {key} is an option of {section}={','.join(owners)}"
+            if elsewhere := option_elsewhere(key, node):
+                return f"{plain}. Did you mean {elsewhere}?"
+            addable = section in OPEN or "." in section
+            return f"{told}; to add it: +{key}=VALUE" if addable and not told.endswith("?") else told
+        case ConfigCompositionException() if at := NO_DEFAULT.search(str(error)):
+            place, group = at.groups()
+            if group in RENAMED_GROUPS:
+                return f"override /{group} in {place} is invalid. Allowed: override /{RENAMED_GROUPS[group]}"
+            if "@" in group:
+                missing = "its first line is not # @package _global_"
+                return f"{place} is invalid: {missing}. Allowed: this line, then defaults: and keys"
+            return f"override /{group} in {place}: {unknown_name(group, GROUPS)}"
         case ConfigCompositionException() if twice := TWICE.match(str(error)):
             return f"+{twice[1]}={twice[2]} is invalid. Allowed: {twice[1]}={twice[2]}, without +"
         case ConfigCompositionException() if made := MADE_OF.match(str(error)):
             return f"${{{made[1]}}} is invalid: unknown where a choice is made of it. Allowed: {made[2]}"
+        case ConfigCompositionException() if several := AMBIGUOUS.match(str(error)):
+            argument, key, values = several.groups()
+            allowed = f"one value, a list {key}=[{values}] where the option takes one, -m for a run of each"
+            return f"{argument} is invalid: several values for one run. Allowed: {allowed}"
         case ConfigCompositionException() if gone := DELETED.match(str(error)):
             return f"~{gone[1]} is invalid: there is no {gone[1]}, or it is null. Allowed: {gone[1]}=null"
     while error.__cause__ is not None and isinstance(error, HydraException):
@@ -73,6 +104,29 @@ def reason(error: BaseException) -> str:
         case of_omegaconf.ConfigTypeError(full_key=str(key)) if MERGED.match(str(error)):
             return f"{key} is invalid: it has keys with values, not a value. Allowed: {key}.NAME=…"
     return " ".join(filter(None, map(str.strip, str(error).splitlines()))) or type(error).__name__
+
+
+def unknown_choice(given: str, choices: list[str]) -> str:
+    told = unknown_name(given, choices)
+    return f"{told}. Did you mean {RENAMED_CHOICES[given]}?" if given in RENAMED_CHOICES else told
+
+
+def choices_with(key: str, section: str) -> list[str]:
+    """The choices of a group that have an option."""
+    has = re.compile(rf"^{re.escape(key.rpartition('.')[2])}:", re.MULTILINE)
+    found = sorted((CONF / section).glob("*.yaml")) if section else []
+    return [path.stem for path in found if has.search(path.read_text(encoding="utf-8"))]
+
+
+def option_elsewhere(key: str, node: Any) -> str:
+    """The option of another section that is meant: of this name, or known by it in another library."""
+    end = key.rpartition(".")[2]
+    root: Any = OmegaConf.to_container(node._get_root()) if node is not None else {}
+    leaves: list[str] = [name for name, _ in flatten(root) if not name.startswith("hydra.")]
+    if (known := FAMILIAR.get(end, "")) in [*leaves, *root]:
+        return known
+    same = [name for name in leaves if "." in name and name.rpartition(".")[2] == end]
+    return min(same, key=lambda name: name.count("."), default="")
 
 
 def choices_of(group: str) -> list[str]:

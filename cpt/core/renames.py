@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from fnmatch import fnmatchcase
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,7 @@ OPTIONS = {
     "mask.* method.mask": pairs("acts_on apply_to  mass top_p"),
     "method": pairs("""
         acts_on apply_to  alpha lora_alpha  draw minibatch_size  dropout lora_dropout  experts num_experts
-        memory buffer_size  memory_bytes buffer_bytes  normalise normalize  rate lr_multiplier
+        memory buffer_size  normalise normalize  rate lr_multiplier
         reduction reduction_factor  targets target_modules  tokens num_virtual_tokens
     """),
     "replay method.mixture": pairs("""
@@ -98,12 +97,6 @@ def has_option(place: str, name: str, config: Mapping[str, Any]) -> bool:
 def new_value(name: str, value: Any) -> Any:
     """The present form of a value of a key with this present name."""
     return VALUES.get(name, {}).get(show(value), value)
-
-
-def rename_leaves(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaves of a config with present names and values."""
-    named = ((new_name(key, leaves), value) for key, value in leaves.items())
-    return {name: new_value(name, value) for name, value in named}
 
 
 def rename_keys(cfg: DictConfig) -> None:
@@ -176,22 +169,3 @@ def compose_choices(arguments: Sequence[str]) -> dict[str, Any]:
         return dict(flatten(OmegaConf.to_container(cfg)))  # type: ignore[arg-type]
     except (HydraException, OmegaConfBaseException):
         return {}
-
-
-@cache
-def target_of(method: str) -> Any:
-    """The class of a method of conf/; None for another."""
-    path = CONF / "method" / f"{method}.yaml"
-    return OmegaConf.select(OmegaConf.load(path), "_target_") if path.is_file() else None
-
-
-def rename_variant(variant: str, *, method: str) -> str:
-    """What a run was given, `key=value; …`, with present names; `method.` is left out there."""
-    present, config = [], {"method._target_": target_of(method)}
-    for each in variant.split("; "):
-        key, equals, value = each.partition("=")
-        name = new_name(key, config)
-        if equals and name == key:
-            name = new_name(f"method.{key}", config).removeprefix("method.")
-        present.append(f"{name}{equals}{new_value(name, value)}")
-    return "; ".join(present).replace("routing@method.routing=", "routing=")

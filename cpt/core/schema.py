@@ -19,6 +19,7 @@ Read = TypeVar("Read", bound="Options")
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
 MOST = 24  # names that a message lists
 INTERNAL = ("name", "_target_", "_partial_", "_convert_", "_recursive_")  # of a section, and no options
+KEYS = {"missing": "missing", "extra": "unknown"}  # by pydantic's word
 MAPPING = "keys with values, {key: value}"
 
 
@@ -180,7 +181,8 @@ def check_types(values: Mapping[str, Any], declared: Mapping[str, Any], *, of: s
             within = (f"[{at}]" if isinstance(at, int) else f".{at}" for at in first["loc"])
             place = "".join([join(of, name), *within])
             needed = first["type"].partition("_")[0]
-            raise ValueError(f"{place} is {first['input']!r:.40}, needed is {needed}") from error
+            told = f"{first['input']!r:.40}, needed is {needed}"
+            raise ValueError(f"{place} is {KEYS.get(needed, told)}") from error
 
 
 def show(value: Any) -> str:

@@ -59,7 +59,6 @@ class Rows:
         return np.arange(self.ids.shape[1]) < self.lengths[:, None]
 
     def some(self, chosen: np.ndarray) -> "Rows":
-        """The rows at `chosen` places."""
         values = (getattr(self, field.name) for field in fields(self))
         return Rows(*(None if value is None else value[chosen] for value in values))  # type: ignore[arg-type]
 
@@ -107,7 +106,6 @@ def output_ids(batch: Batch) -> Tensor:
 
 
 def inputs_of(batch: Batch) -> dict[str, Tensor]:
-    """What of a batch a model takes."""
     return {name: value for name, value in batch.items() if name in INPUTS and isinstance(value, Tensor)}
 
 

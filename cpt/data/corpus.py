@@ -39,7 +39,6 @@ class Corpus:
 
 
 def in_batches(documents: Dataset) -> Iterator[list[str]]:
-    """Documents in lists that are small."""
     return (few["text"] for few in documents.iter(batch_size=16))
 
 
@@ -57,20 +56,16 @@ class DocumentHashes:
         return np.asarray(self.columns[column])
 
     def add(self, split: str, raw: bytes) -> None:
-        """Adds a document, UTF-8."""
-
-        def add_hash(column: str, value: bytes) -> None:
-            found = hashlib.blake2b(value, digest_size=8).digest()
-            self.columns[column].append(int.from_bytes(found, "little"))
-
+        hashed = {"hash": raw}
         if self.form == EXAMPLES:
             example = read_example(raw.decode())
-            shared, size = example.question, example.bytes
-            add_hash("answer", example.target.encode())
+            size, hashed["answer"] = example.bytes, example.target.encode()
+            hashed["key"] = example.question.encode()
         else:
-            shared, size = " ".join(raw.decode().split()), len(raw)
-        add_hash("key", shared.encode())
-        add_hash("hash", raw)
+            size, hashed["key"] = len(raw), " ".join(raw.decode().split()).encode()
+        for column, value in hashed.items():
+            found = hashlib.blake2b(value, digest_size=8).digest()
+            self.columns[column].append(int.from_bytes(found, "little"))
         self.columns["given"].append(SPLITS.index(split))
         self.columns["size"].append(size)
 
@@ -100,8 +95,9 @@ def make_corpus(source: Source, name: str, *, cache: Path) -> Corpus:
         np.save(folder / "splits.npy", splits)
         (folder / "facts.json").write_text(json.dumps(facts))
         if contradicted:
-            told = "Keeping the first answer in %s: %d questions have different ones"
-            log.warning(told, name, contradicted)
+            log.warning(
+                "Keeping the first answer in %s: %d questions have different ones", name, contradicted
+            )
         counts = ", ".join(f"{count} {split}" for split, count in facts["documents"].items())
         told = "Read %s: %.2f MB, documents: %s; left out: %d duplicates and %d valid or test copies"
         size, copies = sum(facts["bytes"].values()) / 1e6, (facts["duplicates"], facts["held_out_copies"])
@@ -196,8 +192,6 @@ def assign(
     left = [int((splits == split).sum()) for split in range(len(SPLITS))]
     if min(left) == 0:
         found = ", ".join(f"{count} {split}" for count, split in zip(left, SPLITS, strict=True))
-        raise ValueError(
-            f"domain {name} has {len(given)} documents, too few to train, validate and test on ({found}). "
-            f"Allowed: at least one for each, all different{hint}"
-        )
+        told = f"domain {name} has {len(given)} documents, too few to train, validate and test on ({found})"
+        raise ValueError(f"{told}. Allowed: at least one for each, all different{hint}")
     return splits

@@ -31,12 +31,11 @@ class ProbeLoader:
     loader: DataLoader
     device: torch.device
     name: str
-    common: int  # batches that every process has
 
     def __iter__(self) -> Iterator[Batch]:
         for number, batch in enumerate(self.loader):
             yield cast(Batch, {name: value.to(self.device) for name, value in batch.items()})
-            if number < self.common:
+            if number < cast(ShardSampler, self.loader.sampler).common:
                 leave_together(f"in the probe of {self.name}")
 
     def __len__(self) -> int:
@@ -97,7 +96,6 @@ class DomainSequence(LightningDataModule):
         self.domain = domain
 
     def steps(self, domain: Domain) -> int:
-        """Optimizer steps of a stage."""
         return self.recovery_steps(domain) + sum(self.steps_by_part(domain))
 
     def recovery_steps(self, domain: Domain) -> int:
@@ -136,12 +134,10 @@ class DomainSequence(LightningDataModule):
         return {name: count for name, count in found.items() if count}
 
     def replay_texts(self, names: Sequence[str]) -> dict[str, Packed]:
-        """The replayed texts of these names that exist."""
         texts = self.train if self.replay_source is None else self.replay_source.texts
         return {name: texts[name] for name in names if name in texts}
 
     def replay_pools(self, domain: Domain) -> list[ReplayPool]:
-        """What the batches of a stage draw from besides its own text."""
         past = self.replay_texts(self.past(domain)) if self.replay.past_ratio else {}
         general = self.replay_texts([GENERAL]) if self.replay.general_ratio else {}
         pools = self.replay.pools(past, general, stage=domain.name, seed=self.seed)
@@ -179,7 +175,6 @@ class DomainSequence(LightningDataModule):
 
     @property
     def scored_texts(self) -> list[str]:
-        """The names of the held-out texts to score, in their order."""
         return [name for name in self.held_out if self.asked is None or name in self.asked]
 
     def scored_rows(self, name: str) -> np.ndarray:
@@ -194,7 +189,6 @@ class DomainSequence(LightningDataModule):
         return [name for name, text in self.held_out.items() if len(self.scored_rows(name)) < len(text)]
 
     def scored_sizes(self, name: str) -> Sizes:
-        """Token counts of the scored rows of a held-out text."""
         return self.held_out[name].sizes(self.scored_rows(name))
 
     def probe(self) -> ProbeLoader:
@@ -204,8 +198,7 @@ class DomainSequence(LightningDataModule):
             places = np.arange(min(math.ceil(self.importance_samples / len(texts)), len(text)))
             rows[name] = shuffle(places, len(text), stream=key("probe", name))
         loader = self.shared_out(texts, rows, purpose="probe")
-        common = cast(ShardSampler, loader.sampler).common
-        return ProbeLoader(loader, self.trainer.strategy.root_device, self.domain.name, common)
+        return ProbeLoader(loader, self.trainer.strategy.root_device, self.domain.name)
 
     def shared_out(
         self, texts: Mapping[str, Packed], rows: Mapping[str, np.ndarray], *, purpose: str

@@ -27,7 +27,6 @@ class Example:
 
     @property
     def bytes(self) -> int:
-        """UTF-8 bytes of question and answer."""
         return len("".join((self.source, self.target, *(text for _, text in self.turns[:-1]))).encode())
 
 

@@ -28,13 +28,18 @@ class Budget:
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         whole_steps = self.steps is None or float(self.steps).is_integer()
         if len(given) != 1 or min(given.values()) <= 0 or not whole_steps or self.batch_size < 1:
-            shown = (
-                " ".join(f"trainer.{name}={value}" for name, value in given.items()) or "trainer.steps=null"
-            )
+            told = [f"trainer.{name}={value}" for name, value in given.items()] or ["trainer.steps=null"]
+            shown = " ".join(told)
             raise ValueError(
                 f"{shown} trainer.batch_size={self.batch_size} is invalid. Allowed: exactly "
                 "one of trainer.steps (whole), trainer.epochs, trainer.tokens above 0, batches of 1 or more"
             )
+
+    @property
+    def given(self) -> tuple[str, float]:
+        """The name of what is given, and its value."""
+        (found,) = ((n, v) for n in ("steps", "epochs", "tokens") if (v := getattr(self, n)) is not None)
+        return found
 
     def steps_for(self, text: Sized, *, length: float) -> int:
         """Optimizer steps for a text whose samples have `length` tokens on average."""
@@ -47,8 +52,6 @@ class Budget:
 def share_batch(batch_size: int, *, accumulate: int, world: int) -> int:
     """Samples of a process's micro-batch; raises ValueError if the global batch does not divide evenly."""
     if accumulate < 1 or batch_size % (accumulate * world):
-        raise ValueError(
-            f"trainer.batch_size={batch_size} is invalid. Allowed: a multiple of "
-            f"trainer.accumulate_grad_batches={accumulate} times {world} processes"
-        )
+        told = f"trainer.batch_size={batch_size} is invalid. Allowed: a multiple of "
+        raise ValueError(f"{told}trainer.accumulate_grad_batches={accumulate} times {world} processes")
     return batch_size // (accumulate * world)

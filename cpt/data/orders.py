@@ -9,7 +9,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -164,7 +163,9 @@ def embed_by_words(texts: Mapping[str, Iterable[list[str]]]) -> dict[str, np.nda
     having = np.zeros(BUCKETS)
     for name, batches in texts.items():
         for document in (document for batch in batches for document in batch):
-            found = Counter(map(bucket_of, LETTERS.findall(document.lower())))
+            found = Counter[int]()
+            for word, count in Counter(LETTERS.findall(document.lower())).items():
+                found[xxhash.xxh32_intdigest(word.encode()) % BUCKETS] += count
             places = np.fromiter(found, np.int64, len(found))
             weights = np.array([1 + math.log(count) for count in found.values()])
             sums[name][places] += weights / (np.linalg.norm(weights) or 1)
@@ -172,11 +173,6 @@ def embed_by_words(texts: Mapping[str, Iterable[list[str]]]) -> dict[str, np.nda
             counts[name] += 1
     rarity = np.log((1 + sum(counts.values())) / (1 + having)) + 1
     return {name: rarity * total / max(1, counts[name]) for name, total in sums.items()}
-
-
-@lru_cache(maxsize=1 << 18)
-def bucket_of(word: str) -> int:
-    return xxhash.xxh32_intdigest(word.encode()) % BUCKETS
 
 
 def embed_by_vectors(

@@ -63,7 +63,6 @@ class ConcatPacker:
         return rows_table(tokens[:, :full], np.arange(0, full + 1, self.length), self.special)
 
     def finish(self) -> pa.Table:
-        """The rows that are not full."""
         rest, self.rest = self.rest, self.rest[:, :0]
         return rows_table(rest, np.unique([0, rest.shape[1]]), self.special)
 
@@ -108,7 +107,6 @@ class DocumentPacker:
         return rows_table(tokens, np.cumsum([0, *(row.shape[1] for row in rows)]), self.special)
 
     def finish(self) -> pa.Table:
-        """The rows that are not done."""
         rows, self.open = self.open, []
         return self.table(rows)
 
@@ -174,7 +172,6 @@ class Packed:
         return rows[np.argsort(-self.row_lengths[rows], kind="stable")]
 
     def sizes(self, rows: np.ndarray | slice = slice(None)) -> Sizes:
-        """What is known of rows before they are read."""
         sharing = self.sharing[rows] if self.packing == DOCUMENT_MASK else None
         return Sizes(self.text_tokens[rows], self.row_lengths[rows], documents=sharing)
 
@@ -258,10 +255,8 @@ def pack(
             writer.finalize()
         shutil.rmtree(folder / "tokens")
         if packer.documents != (expected := corpus.facts["documents"][split]):
-            raise ValueError(
-                f"{corpus.folder} is damaged: {packer.documents} documents in {split}, not {expected}; "
-                "delete it, and the text is read again"
-            )
+            told = f"{corpus.folder} is damaged: {packer.documents} documents in {split}, not {expected}; "
+            raise ValueError(f"{told}delete it, and the text is read again")
 
     made_of = [FORMAT, corpus.facts["digest"], split, tokenizer_digest, length]
     made_of += [] if packing == CONCAT else [packing]

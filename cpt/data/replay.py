@@ -32,54 +32,38 @@ class ReplayConfig(Options):
 
     past_ratio: BelowOne = option("share of the batch that is text of past domains, in turn")
     general_ratio: BelowOne = option("share of the batch that is general text")
-    mode: Literal["replace", "append"] = option(
-        "whether replayed samples replace new ones or enlarge the batch"
-    )
+    mode: Literal["replace", "append"] = option("whether replayed samples replace new ones or are added")
 
     buffer_size: ClassVar[int | None] = None  # samples that are kept of all past domains together
     generates: ClassVar[bool] = False  # whether what is replayed depends on the model before the stage
 
     def __post_init__(self) -> None:
         if exact(self.past_ratio) + exact(self.general_ratio) >= 1:
-            raise ValueError(
-                f"past_ratio={self.past_ratio} with general_ratio={self.general_ratio} is invalid. "
-                "Allowed: shares whose sum is below 1"
-            )
+            given = f"past_ratio={self.past_ratio} with general_ratio={self.general_ratio}"
+            raise ValueError(f"{given} is invalid. Allowed: shares whose sum is below 1")
         if self.buffer_size is not None and not self.past_ratio:
-            given = (
-                f"buffer_size={self.buffer_size} is invalid: past_ratio={self.past_ratio} replays none of it"
-            )
+            given = f"buffer_size={self.buffer_size} is invalid: past_ratio={self.past_ratio} replays nothing"
             raise ValueError(f"{given}. Allowed: past_ratio above 0, or null")
 
     @property
     def adds(self) -> bool:
-        """Whether replayed samples enlarge the batch."""
         return self.mode == "append"
 
     def check(self, *, domains: int, general: bool, batch_size: int) -> None:
         """Raises ValueError for a memory below one sample of each past domain, for missing general
         text, and for shares that leave no new sample in some batch."""
         if self.buffer_size is not None and self.buffer_size < domains:
-            allowed = "a sample or more for each, or null"
-            raise ValueError(
-                f"replay.buffer_size={self.buffer_size} is invalid for {domains} past domains. Allowed: "
-                f"{allowed}"
-            )
+            given = f"replay.buffer_size={self.buffer_size} is invalid for {domains} past domains"
+            raise ValueError(f"{given}. Allowed: a sample or more for each, or null")
         if self.general_ratio and not general:
-            raise ValueError(
-                f"replay.general_ratio={self.general_ratio} is invalid: there is no general text to train "
-                f"on. "
-                "Allowed: 0"
-            )
+            why = "there is no general text to train on"
+            raise ValueError(f"replay.general_ratio={self.general_ratio} is invalid: {why}. Allowed: 0")
         # Counts of two kinds may round up in the same step.
         new = batch_size * (1 - exact(self.past_ratio) - exact(self.general_ratio))
         if self.past_ratio and self.general_ratio and not self.adds and new < 1:
-            raise ValueError(
-                f"replay.past_ratio={self.past_ratio} with replay.general_ratio={self.general_ratio} is "
-                f"invalid: "
-                f"{float(new):g} new samples remain in a batch of trainer.batch_size={batch_size}. "
-                "Allowed: 1 or more, or mode=append"
-            )
+            given = f"replay.past_ratio={self.past_ratio} with replay.general_ratio={self.general_ratio}"
+            why = f"{float(new):g} new samples remain in a batch of trainer.batch_size={batch_size}"
+            raise ValueError(f"{given} is invalid: {why}. Allowed: 1 or more, or mode=append")
 
     def conflicts(
         self, *, examples: bool, chats: bool, length: int, batch_size: int, sharded: bool
@@ -100,10 +84,8 @@ class ReplayConfig(Options):
         self, past: Mapping[str, Packed], general: Mapping[str, Packed], *, stage: str, seed: int
     ) -> list[ReplayPool]:
         """What a stage draws from: the past domains' texts by name, and the general text."""
-        kinds = [
-            ("past", self.past_ratio, past, self.buffer_size),
-            ("general", self.general_ratio, general, None),
-        ]
+        kinds: list[Any] = [("past", self.past_ratio, past, self.buffer_size)]
+        kinds.append(("general", self.general_ratio, general, None))
         how: dict[str, Any] = {"adds": self.adds, "seed": seed}
         return [
             ReplayPool(texts, share=exact(share), memory=memory, place=(stage, kind), **how)
@@ -117,7 +99,7 @@ class Replay(ReplayConfig):
     """Training text of past domains, and general text."""
 
     buffer_size: Steps | None = option(  # type: ignore[misc]  # an option here, of other replay a constant
-        "stored samples of all past domains together; null: all their training text"
+        "stored samples of all past domains together; null: all their text"
     )
 
 

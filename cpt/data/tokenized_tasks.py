@@ -69,7 +69,6 @@ class Encoder:
         return next(self.encode_all([example]))
 
     def encode_all(self, examples: Sequence[Example]) -> Iterator[EncodedExample]:
-        """The rows of examples, in their order."""
         plain = [example for example in examples if not example.turns]
         questions = iter(self.ids_of([example.source for example in plain]))
         wholes = iter(self.together([(example.source, example.target) for example in plain]))
@@ -101,10 +100,8 @@ class Encoder:
                 kept = kept.rstrip("\ufffd")
                 turns[-2] = (turns[-2][0], kept if len(kept) < len(question) else question[:-1])
             else:
-                raise ValueError(
-                    f"example {example.id} of {example.task}: its last answer and what may not be cut take "
-                    f"{len(ids)} tokens. Allowed: model.max_seq_length={self.length}"
-                )
+                told = f"example {example.id} of {example.task}: its last answer and what may not be cut "
+                raise ValueError(f"{told}take {len(ids)} tokens. Allowed: model.max_seq_length={self.length}")
             example = replace(example, turns=tuple(turns))
             ids, marks = render_chat(example, self.tokenizer)
         if scored_turns == "last":
@@ -140,12 +137,10 @@ class Encoder:
 
     @cached_property
     def frame(self) -> tuple[list[int], list[int]]:
-        """The special tokens before and after a text."""
         return frame_of(self.tokenizer)
 
     @cached_property
     def ending(self) -> list[int]:
-        """The tokens that end an answer."""
         return self.frame[1] or terminator(self.tokenizer)
 
     def answer_of(self, text: str, question: list[int], whole: list[int]) -> list[int]:
@@ -188,10 +183,8 @@ class Encoder:
             tokens = len(question) - (end - begin) + self.length - room
             needed = f"its answer and what may not be cut take {tokens} tokens"
         given = f"model.max_seq_length={self.length} is invalid"
-        raise ValueError(
-            f"{given}: in example {example.id} of {example.task} {needed}. "
-            "Allowed: a larger model.max_seq_length, or a shorter template (domains/template=…)"
-        )
+        wrong = f"{given}: in example {example.id} of {example.task} {needed}. Allowed: a larger "
+        raise ValueError(f"{wrong}model.max_seq_length, or a shorter template (domains/template=…)")
 
 
 @dataclass(frozen=True)
@@ -262,7 +255,6 @@ def encode_corpus(
 
 
 def read_examples(corpus: Corpus, split: str) -> Iterator[Example]:
-    """The examples of a split, in the order of its rows."""
     for texts in in_batches(corpus.documents(split)):
         yield from map(read_example, texts)
 

@@ -36,7 +36,7 @@ from cpt.core.sections import Choice
 from cpt.data.sources import readers
 
 EXAMPLE_COLUMNS = ("id", "text", "text_pair", "label")
-OF_ALL_TASKS = ("when", "seeds", "eval_batch_size")  # options that no source gets
+OF_ALL_TASKS = ("when", "score_on", "seeds", "eval_batch_size")  # options that no source gets
 TABLE_KINDS = tuple(each for each in readers.KINDS if each not in (".txt", ".md"))
 FILE_SPLITS = {"train": "train", "dev": "valid", "test": "test"}  # as cpt.data.sources.readers calls them
 FINETUNE_FORMAT = 1  # counts changes of what a prediction file depends on
@@ -73,6 +73,7 @@ class FinetuneProtocol(Options):
     when: Literal["last", "each", "diagonal"] = option(
         "stages after which tasks are measured; diagonal: each after its own domain"
     )
+    score_on: Literal["test", "dev"] = option("split that is evaluated; dev: to choose options")
     seeds: Annotated[OneOrMore[Natural], Allowed("a list of different whole numbers, 0 or more")] = option(
         "seeds of fine-tuning, one run each"
     )
@@ -200,9 +201,8 @@ class FileTasks(TaskSource):
             own = self.values(name.removeprefix(".tasks."))["splits"]
             check_value(f"endtask{name}.splits", own, Literal["own", "das"])
         if not self.root.is_dir():
-            raise ValueError(
-                f"endtask.root={root} is invalid: there is no folder {self.root}. Allowed: a folder"
-            )
+            told = f"endtask.root={root} is invalid: there is no folder {self.root}"
+            raise ValueError(f"{told}. Allowed: a folder")
 
     @property
     def names(self) -> list[str]:
@@ -220,9 +220,7 @@ class FileTasks(TaskSource):
         """The files of a split, sorted. Raises ValueError where there are none, or some of another kind."""
         folder, files = self.folder(name), []
         if not folder.is_dir():
-            raise ValueError(
-                f"endtask.tasks.{name} is invalid: there is no folder {folder}. Allowed: an existing folder"
-            )
+            raise ValueError(f"endtask.tasks.{name} is invalid: {folder} is missing. Allowed: a folder")
         with readers.naming_file(folder):
             for path in sorted(folder.iterdir()):
                 said = readers.SPLIT_NAME.fullmatch(path.name.split(".")[0])
@@ -232,9 +230,8 @@ class FileTasks(TaskSource):
             raise ValueError(f"{unread[0]} cannot be read. Allowed: {' '.join(TABLE_KINDS)}, also .gz .zst")
         if not files and split != "dev":
             allowed = ", ".join(split + each for each in TABLE_KINDS) + ", also .gz .zst"
-            raise ValueError(
-                f"endtask.tasks.{name} is invalid: no {split} file in {folder}. Allowed: {allowed}"
-            )
+            told = f"endtask.tasks.{name} is invalid: no {split} file in {folder}"
+            raise ValueError(f"{told}. Allowed: {allowed}")
         return files
 
     def fingerprint(self, name: str) -> Any:
@@ -281,10 +278,8 @@ class HubTasks(TaskSource):
     def __init__(self, **shared: Any) -> None:
         super().__init__(**shared)
         if not self.tasks:
-            raise ValueError(
-                "endtask.tasks={} is invalid: it names no task. Allowed: "
-                "'+endtask.tasks.news={path: ag_news}'"
-            )
+            allowed = "'+endtask.tasks.news={path: ag_news}'"
+            raise ValueError(f"endtask.tasks={{}} is invalid: it names no task. Allowed: {allowed}")
         for name in self.tasks:
             path, splits = self.values(name).get("path"), self.values(name)["splits"]
             named = isinstance(splits, Mapping) and set(splits) <= set(FILE_SPLITS)
@@ -328,9 +323,7 @@ class HubTasks(TaskSource):
         return examples
 
 
-def parse_example(
-    where: str, row: Any, *, columns: Mapping[str, str | None], instead: str
-) -> LabelledExample:
+def parse_example(where: str, row: Any, *, columns: Mapping[str, Any], instead: str) -> LabelledExample:
     """An example from a row. Where the first of the two texts is empty, the other stands alone; `instead` is
     its id where no column has one. Raises ValueError for a row that lacks a column, a text or a label."""
     used = {name: column for name, column in columns.items() if column is not None}
@@ -359,6 +352,7 @@ class FinetunePlan:
 
     source: TaskSource
     when: str
+    score_on: str
     seeds: list[int]
     eval_batch_size: int
     tasks: list[str]
@@ -369,9 +363,9 @@ class FinetunePlan:
         return FinetuneOptions(**{key: values[key] for key in SETTINGS})
 
     def task(self, name: str) -> FinetuneTask:
-        """A task with its examples; dev is read only where it is used."""
+        """A task with its examples; a split is read where it is used, the evaluated one is `test`."""
         settings = self.settings(name)
-        used = {"train", "test", settings.select}
+        used = {"train", self.score_on, settings.select}
         splits = {each: self.source.read(name, each) if each in used else [] for each in FILE_SPLITS}
         classes = self.source.classes(name, splits["train"])
         for split, examples in splits.items():
@@ -380,6 +374,11 @@ class FinetunePlan:
                 stream = randomness.key("endtask", name, split)
                 chosen = randomness.shuffle(np.arange(most), len(examples), stream=stream)
                 splits[split] = [examples[place] for place in np.sort(chosen)]
+        if self.score_on == "dev":
+            splits["test"] = splits["dev"]
+            if not splits["dev"]:
+                told = f"the end task {name} has no dev examples"
+                raise ValueError(f"endtask.score_on=dev is invalid: {told}. Allowed: test")
         return FinetuneTask(name, **splits, classes=classes, settings=settings)
 
 
@@ -412,12 +411,12 @@ def plan_endtasks(
         check_task_values(prefix, own, allowed=(*SETTINGS, *source.OWN))
     learned = [name for name in order if name in source.names]
     if not learned:
-        told = (
-            f"endtask={options.get('name')} is invalid: no task is of a domain of order={show(list(order))}"
-        )
-        raise ValueError(f"{told}. Allowed: {', '.join(source.names) or 'none'}")
+        told = f"no task is of a domain of order={show(list(order))}"
+        known = ", ".join(source.names) or "none"
+        raise ValueError(f"endtask={options.get('name')} is invalid: {told}. Allowed: {known}")
     stamp = digest([source.fingerprint(name) for name in learned])
-    return FinetunePlan(source, given["when"], list(given["seeds"]), given["eval_batch_size"], learned, stamp)
+    shared = {key: given[key] for key in OF_ALL_TASKS} | {"seeds": list(given["seeds"])}
+    return FinetunePlan(source, **shared, tasks=learned, stamp=stamp)
 
 
 def check_task_values(prefix: str, values: Mapping[str, Any], *, allowed: Sequence[str] = ()) -> None:

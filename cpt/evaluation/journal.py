@@ -13,7 +13,7 @@ from cpt.core.files import sync
 from cpt.core.schema import check_types
 
 MetricRecord = dict[str, Any]  # what was measured of a row: the fields of RECORD, and costs
-RECORD = {"row": int, "name": str, "nll": dict[str, float | None], "parts": dict[str, dict[str, float]]}
+RECORD = {"row": int, "name": str, "nll": dict[str, float | None], "modules": dict[str, dict[str, float]]}
 RECORD |= {"phases": dict[str, float], "monitor": dict[str, dict[str, Any]]}
 
 

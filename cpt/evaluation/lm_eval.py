@@ -100,19 +100,14 @@ class Harness:
         tasks = {name: task for column in self.columns.values() for name, task in column.tasks.items()}
         for name, task in tasks.items():
             if getattr(task, "UNSAFE_CODE", False):
-                raise ValueError(
-                    f"benchmark.tasks={name} is invalid: it runs code that the model writes. Allowed: other "
-                    f"tasks"
-                )
+                told = f"benchmark.tasks={name} is invalid: it runs code that the model writes"
+                raise ValueError(f"{told}. Allowed: other tasks")
             if getattr(task, "MULTIMODAL", False):
-                raise ValueError(
-                    f"benchmark.tasks={name} is invalid: it has pictures or sounds. Allowed: tasks of text"
-                )
+                told = f"benchmark.tasks={name} is invalid: it has pictures or sounds"
+                raise ValueError(f"{told}. Allowed: tasks of text")
             own, shots = task.get_config("num_fewshot"), options.shots
             if shots is not None and own == 0 != shots:  # as the harness's own program: 0 stays 0
-                log.info(
-                    "No effect of benchmark.shots=%d on %s, which is asked without examples", shots, name
-                )
+                log.info("No effect of benchmark.shots=%d on %s: it is asked without examples", shots, name)
             elif shots is not None or own is None:
                 task.set_config("num_fewshot", shots or 0)
         for name, metric in options.metrics.items():
@@ -120,9 +115,8 @@ class Harness:
                 raise ValueError(unknown_name(f"benchmark.metrics.{name}", self.columns))
             known = {each for task in self.columns[name].tasks.values() for each in task.aggregation()}
             if known and metric.partition(",")[0] not in known:
-                raise ValueError(
-                    f"benchmark.metrics.{name}={metric} is invalid. Allowed: {', '.join(sorted(known))}"
-                )
+                allowed = ", ".join(sorted(known))
+                raise ValueError(f"benchmark.metrics.{name}={metric} is invalid. Allowed: {allowed}")
         self.contents = {}
         for name, task in tasks.items():  # its own options, its examples, those that may be shown before them
             shown = task.fewshot_docs() if task.get_config("num_fewshot") else []
@@ -168,8 +162,13 @@ class Harness:
                 max_length=options.max_length,
                 mixed_precision_dtype=self.mixed,
             )
+
+            def counted(call: Callable, requests: list, **options: Any) -> list:
+                expect(len(requests))
+                return call(requests, disable_tqdm=True)
+
             for kind in REQUESTS:
-                setattr(lm, kind, partial(count_requests, getattr(lm, kind), expect))
+                setattr(lm, kind, partial(counted, getattr(lm, kind)))
             # replaces the harness's cache, which is called for each answered request
             lm.cache_hook = SimpleNamespace(add_partial=lambda *answered: step())
             found = evaluate(
@@ -199,12 +198,6 @@ class Harness:
             "metrics": metrics,
             "truncated": truncated,
         }
-
-
-def count_requests(call: Callable, expect: Callable[[int], object], requests: list, **options: Any) -> list:
-    """A method of HFLM that reports how many requests it is given, and shows no bar of its own."""
-    expect(len(requests))
-    return call(requests, disable_tqdm=True)
 
 
 @contextmanager

@@ -22,11 +22,11 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from cpt.data.sources.base import GENERAL
+from cpt.evaluation.score_schema import UNITS
 
 Array = np.ndarray
 Arrays = Sequence[np.ndarray]
 Losses = Mapping[str, np.ndarray]  # by text [2, documents]: nats and scored tokens of each document
-UNITS = ("nats", "perplexity", "bits_per_byte")
 CHANGE_REPLICATES = 2000
 BUDGET = 1 << 21  # numbers that the bootstrap holds in one array
 
@@ -83,28 +83,29 @@ def forward_gem(nll: Array, domains: int) -> Array:
 METRICS: Mapping[str, Metric] = {
     "ZS": Metric("Loss of the base model", "mean_j L[0][j]",
                  lambda nll, n: nll[..., 0, :n], level=True),
-    "CPT": Metric("Loss on each domain just after it was learned", "mean_{j<=n} L[j][j]",
+    "CPT": Metric("Loss on each domain just after its stage", "mean_{j<=n} L[j][j]",
                   just_learned, stages=1, level=True),
     "LC": Metric("Loss of the last model on all domains", "mean_j L[n][j]",
                  lambda nll, n: nll[..., -1, :n], level=True),
-    "learned": Metric("Fall of the loss on each domain, base to just learned, > 0 is good",
+    "learned": Metric("Fall of the loss on each domain, base to its own stage, > 0 is good",
                       "mean_{j<=n} (L[0][j] - L[j][j])", gain, stages=1),
-    "FG": Metric("Forgetting since each domain was learned, > 0 is bad", "mean_{j<n} (L[n][j] - L[j][j])",
-                 forgetting, stages=2),
-    "FG_max": Metric("Forgetting since the best model, > 0 is bad",
+    "FG": Metric("Rise of the loss on earlier domains since their stages, > 0 is bad",
+                 "mean_{j<n} (L[n][j] - L[j][j])", forgetting, stages=2),
+    "FG_max": Metric("Rise of the loss since the best model, > 0 is bad",
                      "mean_{j<n} (L[n][j] - min_{1<=i<=n-1} L[i][j])",
                      lambda nll, n: earlier(nll)[..., -1, :]
                      - np.fmin.reduce(earlier(nll)[..., 1:-1, :], axis=-2), stages=2),
-    "BWT_zs": Metric("Backward transfer relative to zero-shot, > 0 is good", "mean_{j<n} (L[0][j] - L[n][j])",
+    "BWT_zs": Metric("Backward transfer, against zero-shot, > 0 is good", "mean_{j<n} (L[0][j] - L[n][j])",
                      lambda nll, n: earlier(nll)[..., 0, :] - earlier(nll)[..., -1, :], stages=2),
-    "BWT_gem": Metric("Backward transfer as GEM defines it, > 0 is good",
+    "BWT_gem": Metric("Backward transfer, by GEM, > 0 is good",
                       "mean_{j<n} (L[j][j] - L[n][j]) = -FG", lambda nll, n: -forgetting(nll), stages=2),
-    "FWT_zs": Metric("Forward transfer, > 0 is good",
+    "FWT_zs": Metric("Forward transfer, against zero-shot, > 0 is good",
                      "mean_{1<=i<=min(n,N-1)} mean_{j>i} (L[0][j] - L[i][j])",
                      forward_zero_shot, stages=1, domains=2, nested=True),
-    "FWT_gem": Metric("Forward transfer just before learning, > 0 is good",
+    "FWT_gem": Metric("Forward transfer, by GEM, > 0 is good",
                       "mean_{2<=j<=min(n+1,N)} (L[0][j] - L[j-1][j])", forward_gem, stages=1, domains=2),
-    "general_drift": Metric("What the run has cost on general text, > 0 is bad", "L[n][g] - L[0][g]",
+    "general_drift": Metric("Rise of the loss on general text since the base, > 0 is bad",
+                            "L[n][g] - L[0][g]",
                             lambda nll, n: nll[..., -1, n:] - nll[..., 0, n:], rows=2, general=True),
 }
 # fmt: on
@@ -251,7 +252,8 @@ def objective_value(
     metric, _, unit = objective.partition(".")
     if metric not in METRICS or unit not in UNITS:
         told = f"optimized_metric={objective} is invalid"
-        raise ValueError(f"{told}. Allowed: METRIC.UNIT of {', '.join(METRICS)} and {', '.join(UNITS)}")
+        allowed = f"METRIC.UNIT of {', '.join(METRICS)} and {', '.join(UNITS)}; of end tasks MF1, Acc"
+        raise ValueError(f"{told}. Allowed: {allowed}")
     value = metrics.get(metric, {}).get(unit)
     return value if value is None or math.isfinite(value) else None
 

@@ -40,14 +40,11 @@ class MonitorOptions(Options):
         asked = {"stop": self.stop, "patience": self.patience, "keep": self.keep}
         given = [f"{name}={value}" for name, value in asked.items() if value not in (None, "last")]
         if given and self.every is None:
-            raise ValueError(
-                f"{given[0]} is invalid: with every=null nothing is monitored. Allowed: every=STEPS"
-            )
+            raise ValueError(f"{given[0]} is invalid: every=null monitors nothing. Allowed: every=STEPS")
         if self.stop is not None and not self.past and not self.general:
             allowed = "past=1 or more, or general=true"
-            raise ValueError(
-                f"stop={self.stop} is invalid: past=0, general=false leave no other text. Allowed: {allowed}"
-            )
+            why = "past=0, general=false leave no other text"
+            raise ValueError(f"stop={self.stop} is invalid: {why}. Allowed: {allowed}")
 
     @property
     def decides(self) -> bool:
@@ -91,7 +88,6 @@ class MonitorObserver:
     """Observes the monitoring evaluations of one stage, in every process alike. Here: it does nothing."""
 
     texts: Sequence[str] = ()  # to be evaluated besides those of the monitor
-    pace = 1.0  # share of the schedule's learning rate; see ContinualMethod.set_lr_scale
     ended = ""  # why the stage is to end now
 
     def see(
@@ -101,8 +97,8 @@ class MonitorObserver:
         losses: Mapping[str, Tensor],
         measure: Callable[[], Mapping[str, Tensor]],
     ) -> Mapping[str, Tensor]:
-        """Called at each evaluation, the first before the first step. It may change weights and the rate
-        (`module.set_lr_scale`); `measure` evaluates again. Returns the losses of the weights it leaves."""
+        """Called at each evaluation, the first before the first step. It may change weights; `measure`
+        evaluates again. Returns the losses of the weights it leaves."""
         return losses
 
     def finish(self) -> None:
@@ -155,5 +151,6 @@ class MonitorRecord:
                     return f"{text} has risen by {low:.3f} to {high:.3f} nats (monitor.stop={options.stop:g})"
         since = self.since_best(own)
         if options.patience is not None and since >= options.patience:
-            return f"{since} looks without a lower loss on its own text (monitor.patience={options.patience})"
+            why = f"monitor.patience={options.patience}"
+            return f"{since} evaluations without a lower loss on its own text ({why})"
         return ""

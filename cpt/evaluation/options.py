@@ -168,19 +168,14 @@ class LMEvalOptions(StageOptions):
         """Raises ValueError where the folder is missing, or lm_eval is not installed in a version that we
         read."""
         if self.include is not None and not Path(self.include).is_dir():
-            raise ValueError(
-                f"benchmark.include={self.include} is invalid: there is no such folder. Allowed: null or a "
-                f"folder"
-            )
+            told = f"benchmark.include={self.include} is invalid: it is missing"
+            raise ValueError(f"{told}. Allowed: null or a folder")
         try:
             version = metadata.version("lm_eval")
         except metadata.PackageNotFoundError:
-            raise ValueError(
-                f"benchmark=lm_eval is invalid: the lm-evaluation-harness is not installed. Allowed: {EXTRA}"
-            ) from None
+            told = "benchmark=lm_eval is invalid: the lm-evaluation-harness is not installed"
+            raise ValueError(f"{told}. Allowed: {EXTRA}") from None
         if not OLDEST <= tuple(map(int, re.findall(r"\d+", version)[:3])) < TOO_NEW:
-            oldest, too_new = (".".join(map(str, each)) for each in (OLDEST, TOO_NEW))
-            told = (
-                f"benchmark=lm_eval is invalid: {version} is installed. Allowed: {oldest} to below {too_new}"
-            )
-            raise ValueError(f"{told} ({EXTRA})")
+            allowed = " to below ".join(".".join(map(str, each)) for each in (OLDEST, TOO_NEW))
+            told = f"benchmark=lm_eval is invalid: {version} is installed"
+            raise ValueError(f"{told}. Allowed: {allowed} ({EXTRA})")

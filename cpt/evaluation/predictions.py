@@ -183,9 +183,7 @@ def transitions_of(
                 continue
             before, after = map(pa.concat_tables, tables)
             if any(not before[name].equals(after[name]) for name in ("id", "label")):
-                raise ValueError(
-                    f"{folder}: {task}: the predictions of two rows are on different test examples"
-                )
+                raise ValueError(f"{folder}: {task}: the predictions of two rows are of different examples")
             right = [compute.equal(end["label"], end["prediction"]).to_numpy() for end in (before, after)]
             found[task] = count_transitions(*right, classes=endtasks["classes"][task])
     return found

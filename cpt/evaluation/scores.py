@@ -4,100 +4,124 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
 import numpy as np
-from annotated_types import Len
 
 from cpt.core.config import digest
 from cpt.core.files import check_archive, replace, sync
-from cpt.core.renames import new_value, rename_variant
 from cpt.core.schema import check_types
+from cpt.evaluation import score_schema as schema
 from cpt.evaluation.journal import MetricRecord, journal_file, read_journal
-from cpt.evaluation.metrics import METRICS, UNITS, Array, Arrays, Layout, Losses, intervals, summarise_matrix
+from cpt.evaluation.metrics import METRICS, Array, Arrays, Layout, Losses, intervals, summarise_matrix
 from cpt.evaluation.options import FULL
+from cpt.evaluation.score_schema import VERSION, ByColumn, ByRow, ByText, Key, Loss, closed, entry
 from cpt.evaluation.task_metrics import ENDTASK_METRICS, cube
 
-VERSION = 3
 COSTS = ("trained", "stored", "seen", "flops", "memory", "skipped")  # of a stage
-NOTED = ("rates", "leak", "spikes")  # lists of a stage
+NOTED = ("rates", "protected_movement", "spikes")  # lists of a stage
 # kinds of seconds; "start": what precedes the stages
-PHASES = ("start", "generate", "learn", "score", "endtasks", "answers", "probes")
-RUN: dict[str, Any] = {"name": str, "method": str, "mask": str, "replay": str, "variant": str, "model": str}
-RUN |= {"objective": str, "order": list[str], "seed": int, "finished": bool}
-RUN_KEYS = tuple(RUN)
-BOUNDS = dict[Literal["nats", "perplexity", "bits_per_byte"], Annotated[list[float | None], Len(2, 2)]]
-OF_METRIC: dict[str, Any] = {"interval": BOUNDS, "terms": list[int], "median": dict[str, float | None]}
-OF_METRIC |= dict.fromkeys(UNITS, float | None)
-OF_TASKS = {"when": str, "seconds": float, "tasks": list[str], "seeds": list[int], "metric": dict[str, str]}
-OF_TASKS |= {"classes": dict[str, int], "examples": dict[str, int], "scores": dict[str, list[Any]]}
+PHASES = ("start", "generate", "learn", "score", "endtasks", "answers", "benchmarks")
+RUN_KEYS = tuple(schema.RunKeys.__annotations__)
 
 
+class VersionError(ValueError):
+    """A file of another version of cpt."""
+
+
+@closed
 @dataclass(kw_only=True)
 class Scores(Layout):
     """What a run has measured so far: `scores.json`, in which a number that is not finite is null."""
 
-    scored: list[int]  # per column, positions that are scored
-    run: dict[str, Any]  # RUN_KEYS
-    texts: dict[str, dict[str, Any]]  # per column, digest, documents, ...
-    config_digest: str
-    versions: dict[str, str]
-    # [row][column], nats per scored token; None: not measured
-    nll: list[list[float | None]] = field(default_factory=list)
-    policy: dict[str, str] = field(default_factory=FULL.copy)  # which cells a finished run was to have
-    metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
-    parts: list[dict[str, dict[str, float]]] = field(default_factory=list)  # [row]{text: {part: weight}}
-    trained: list[int] = field(default_factory=list)  # [row], parameters that the stage trained
-    stored: list[int] = field(
-        default_factory=list
-    )  # [row], bytes that the method keeps in addition to the model
-    seen: list[int] = field(default_factory=list)  # [row], tokens that the stage's steps read
-    flops: list[int] = field(default_factory=list)  # [row], floating-point operations of the stage
-    memory: list[int] = field(default_factory=list)  # [row], peak bytes of the stage
-    skipped: list[int] = field(default_factory=list)  # [row], steps left out: loss or gradient not finite
-    rates: list[list[float]] = field(default_factory=list)  # [row], of the first step, highest, of the last
-    leak: list[list[float]] = field(default_factory=list)  # [row], see cpt.trainer.callbacks
-    spikes: list[list[float]] = field(default_factory=list)  # [row], see cpt.optim.spikes
-    grown: list[int] = field(default_factory=list)  # stages that had been learned when domains were added
-    endtasks: dict[str, Any] = field(default_factory=dict)  # these three: see cpt.trainer.evaluators
-    answers: dict[str, Any] = field(default_factory=dict)
-    probes: dict[str, Any] = field(default_factory=dict)
-    conditions: dict[str, Any] = field(default_factory=dict)  # see the function conditions
-    monitor: dict[str, dict[str, Any]] = field(default_factory=dict)  # by stage, cpt.evaluation.monitor
-    numerics: dict[str, str] = field(default_factory=dict)  # the precision, and how attention was computed
-    # name; origin: built, folder or hub; of a hub its revision
-    base: dict[str, str] = field(default_factory=dict)
-    moved: dict[str, list[float]] = field(default_factory=dict)  # see cpt.models.weights
-    similarity: dict[str, Any] = field(default_factory=dict)  # SIMILARITY, where it decided the order
-    needs_domain: bool = False  # whether a text's domain must be known at test time
-    alone: bool = False  # whether each domain was learned from the base, so that no model has met them all
-    loading: str = ""  # a Python expression that loads the exported model
-    objective: float | list[float | None] | None = None  # what a sweeper minimises
-    seconds: float = 0.0
-    phases: dict[str, dict[str, float]] = field(default_factory=dict)  # {one of PHASES: {stage: seconds}}
-    version: int = VERSION
+    rows: ByRow[str] = entry("base, then the stages done", default=list)
+    domains: ByColumn[str] = entry("domains in the order of training, then general")
+    tokens: ByColumn[int] = entry("size of the test text, of what the objective may score", "tokens")
+    bytes: ByColumn[int] = entry("size of the test text", "UTF-8 bytes")
+    scored: ByColumn[int] = entry("tokens that contribute to the loss", "tokens")
+    run: Annotated[dict[str, Any], Key(kind=schema.RunKeys)] = entry("what was run")
+    texts: ByText[Annotated[dict[str, Any], Key(kind=schema.TextKeys)]] = entry("facts of each text")
+    config_hash: str = entry("hash of the options that decide the result")
+    versions: dict[str, str] = entry("python, cpt and libraries", over="package")
+    nll: ByRow[ByColumn[Loss]] = entry("the matrix of test losses; null: not measured", default=list)
+    policy: Annotated[dict[str, str], Key(kind=schema.PolicyKeys)] = entry(
+        "cells that a finished run has", default=FULL.copy
+    )
+    metrics: dict[str, Annotated[dict[str, Any], Key(kind=schema.MetricKeys)]] = entry(
+        "ZS, CPT, LC, FG, … ([glossary](glossary.md#metrics))", over="metric", default=dict
+    )
+    modules: ByRow[ByText[Annotated[dict[str, float], Key("", "0 to 1", over="module")]]] = entry(
+        "weights of the heaviest modules that scored a text", default=list
+    )
+    trained: ByRow[int] = entry("trained in the stage", "parameters", default=list)
+    stored: ByRow[int] = entry("kept by the method in addition to the model", "bytes", default=list)
+    seen: ByRow[int] = entry("read by the steps of the stage", "tokens", default=list)
+    flops: ByRow[int] = entry("of the stage, without evaluation", "operations", default=list)
+    memory: ByRow[int] = entry("peak of the stage", "bytes", default=list)
+    skipped: ByRow[int] = entry("steps left out: loss or gradient not finite", "steps", default=list)
+    rates: ByRow[Annotated[list[float], Key(over="3 or 0")]] = entry(
+        "learning rate: first step, highest, last step", default=list
+    )
+    protected_movement: ByRow[Annotated[list[float], Key(over="2 or 0")]] = entry(
+        "share of the squared movement in the protected subspace, of the stage and of a random movement",
+        "0 to 1",
+        default=list,
+    )
+    spikes: ByRow[Annotated[list[float], Key(over="4 or 0")]] = entry(
+        "loss spikes: number; step, loss and running median of the first", default=list
+    )
+    grown: list[int] = entry("stages done when domains were added", default=list)
+    endtasks: Annotated[dict[str, Any], Key(measured=schema.EndtaskKeys)] = entry(
+        "downstream tasks", default=dict
+    )
+    answers: Annotated[dict[str, Any], Key(measured=schema.AnswerKeys)] = entry("task answers", default=dict)
+    benchmarks: Annotated[dict[str, Any], Key(measured=schema.BenchmarkKeys)] = entry(
+        "lm-evaluation-harness", default=dict
+    )
+    conditions: Annotated[dict[str, Any], Key(kind=schema.ConditionKeys)] = entry(
+        "what makes losses comparable", default=dict
+    )
+    monitor: dict[str, Annotated[dict[str, Any], Key(kind=schema.MonitorKeys)]] = entry(
+        "monitoring evaluations", over="stage", default=dict
+    )
+    numerics: Annotated[dict[str, str], Key(kind=schema.NumericKeys)] = entry(
+        "precision and attention kernels", default=dict
+    )
+    base: Annotated[dict[str, str], Key(kind=schema.BaseKeys)] = entry("the base model", default=dict)
+    moved: dict[str, Annotated[list[float], Key(over="2")]] = entry(
+        "norm of the change over that of the base, share of changed numbers", over="weights", default=dict
+    )
+    similarity: Annotated[dict[str, Any], Key(measured=schema.SimilarityKeys)] = entry(
+        "similarity of the domains' texts, if it decided the order", default=dict
+    )
+    needs_domain: bool = entry("whether the domain of a text must be known at test time", default=False)
+    alone: bool = entry("whether each domain was trained from the base", default=False)
+    loading: str = entry("Python expression that loads the exported model", default="")
+    optimized_metric: float | list[float | None] | None = entry(
+        "value of the config's `optimized_metric`", default=None
+    )
+    seconds: float = entry("sum of the phases", "s", default=0.0)
+    phases: dict[str, Annotated[dict[str, float], Key(over="stage or step")]] = entry(
+        ", ".join(PHASES), "s", over="phase", default=dict
+    )
+    version: Literal[1] = entry("version of this format", default=VERSION)
 
     def __post_init__(self) -> None:
         """Raises ValueError for fields of another type, shape or name: a file may be damaged."""
-        check_types(vars(self), get_type_hints(type(self)))
-        check_types(self.run, RUN, of="run")
-        for name, metric in self.metrics.items():
-            its = {key: kind for key, kind in OF_METRIC.items() if key in (*UNITS, *metric)}
-            check_types(metric, its, of=f"metrics.{name}")
+        check_types(vars(self), get_type_hints(type(self), include_extras=True))
         rows, columns = len(self.rows), len(self.domains)
         if len({*self.rows}) < rows or len({*self.domains}) < columns or self.rows[:1] not in ([], ["base"]):
             raise ValueError(f"rows {self.rows} or columns {self.domains} occur twice, or base is not first")
         if {len(self.tokens), len(self.bytes), len(self.scored), *map(len, self.nll)} - {columns}:
             raise ValueError(f"tokens, bytes, scored or a row of nll are not of the columns {self.domains}")
-        lengths = {len(getattr(self, name)) for name in ("parts", *NOTED, *COSTS)}
+        lengths = {len(getattr(self, name)) for name in ("modules", *NOTED, *COSTS)}
         if len(self.nll) != rows or not lengths <= {0, rows}:
-            raise ValueError(f"nll, parts or costs ({', '.join(COSTS)}) are not of the rows {self.rows}")
+            raise ValueError(f"nll, modules or costs ({', '.join(COSTS)}) are not of the rows {self.rows}")
         if unknown := (set(self.phases) - {*PHASES}) | (set(self.metrics) - {*METRICS}):
             raise ValueError(f"phases or metrics are unknown: {', '.join(sorted(unknown))}")
         if given := self.endtasks:
-            check_types(given, OF_TASKS, of="endtasks")
             kinds = (*ENDTASK_METRICS, *given["metric"].values())
             if any(given[key].keys() != {*given["tasks"]} for key in ("metric", "classes", "examples")):
                 raise ValueError(f"endtasks are not of the tasks {given['tasks']}")
@@ -126,7 +150,7 @@ class Scores(Layout):
     @property
     def state(self) -> str:
         """How far the run is, for people."""
-        done = f"{len(self.rows)} rows done, the last: {self.rows[-1]}" if self.rows else "no row done"
+        done = f"{len(self.rows)} rows, last: {self.rows[-1]}" if self.rows else "no rows"
         return f"{'finished' if self.run['finished'] else 'unfinished'}, {done}"
 
     @property
@@ -139,7 +163,7 @@ class Scores(Layout):
         row: str,
         *,
         nll: Sequence[float | None],
-        parts: Mapping[str, Mapping[str, float]] | None = None,
+        modules: Mapping[str, Mapping[str, float]] | None = None,
         **costs: Any,
     ) -> None:
         """Adds the row of the model after a stage ("base" first), without updating the metrics; what of COSTS
@@ -150,7 +174,7 @@ class Scores(Layout):
             raise TypeError(f"costs {unknown}. Allowed: {', '.join((*NOTED, *COSTS))}")
         self.rows.append(row)
         self.nll.append([None if x is None else float(x) for x in nll])
-        self.parts.append({text: dict(weights) for text, weights in (parts or {}).items() if weights})
+        self.modules.append({text: dict(weights) for text, weights in (modules or {}).items() if weights})
         for name in (*NOTED, *COSTS):
             noted: list[Any] = getattr(self, name)
             none: Any = [] if name in NOTED else 0
@@ -159,7 +183,17 @@ class Scores(Layout):
 
     def take_over(self, earlier: Scores) -> Scores:
         """These scores with what a run of fewer domains has measured; cells of further texts are missing."""
-        for name in ("rows", "parts", *NOTED, "phases", "endtasks", "answers", "probes", "monitor", *COSTS):
+        for name in (
+            "rows",
+            "modules",
+            *NOTED,
+            "phases",
+            "endtasks",
+            "answers",
+            "benchmarks",
+            "monitor",
+            *COSTS,
+        ):
             setattr(self, name, getattr(earlier, name))
         cells = [dict(zip(earlier.domains, row, strict=True)) for row in earlier.nll]
         self.nll = [[row.get(text) for text in self.domains] for row in cells]
@@ -167,12 +201,12 @@ class Scores(Layout):
         return self
 
     def fill(
-        self, row: int, nll: Mapping[str, float | None], parts: Mapping[str, Mapping[str, float]]
+        self, row: int, nll: Mapping[str, float | None], modules: Mapping[str, Mapping[str, float]]
     ) -> None:
         """Adds cells that were missing in a row, by text, without updating the metrics."""
         for text, value in nll.items():
             self.nll[row][self.domains.index(text)] = None if value is None else float(value)
-        self.parts[row] |= {text: dict(weights) for text, weights in parts.items() if weights}
+        self.modules[row] |= {text: dict(weights) for text, weights in modules.items() if weights}
 
     def measured(self, row: int) -> list[str]:
         """The texts that were scored in a row."""
@@ -181,7 +215,7 @@ class Scores(Layout):
     def record(self, row: int) -> str:
         """All that was measured of a row, as a line of the journal."""
         name, cells = self.rows[row], zip(self.domains, self.nll[row], strict=True)
-        record: MetricRecord = {"row": row, "name": name, "parts": self.parts[row]}
+        record: MetricRecord = {"row": row, "name": name, "modules": self.modules[row]}
         record["nll"] = {text: value for text, value in cells if value is not None}
         record["phases"] = {kind: stages[name] for kind, stages in self.phases.items() if name in stages}
         record["monitor"] = {name: self.monitor[name]} if name in self.monitor else {}
@@ -197,9 +231,11 @@ class Scores(Layout):
             raise ValueError(f"the line of row {row}, {name}, has texts that are no column, or other phases")
         if row == len(self.rows):
             costs = {each: record[each] for each in (*NOTED, *COSTS) if each in record}
-            self.append(name, nll=[nll.get(text) for text in self.domains], parts=record["parts"], **costs)
+            self.append(
+                name, nll=[nll.get(text) for text in self.domains], modules=record["modules"], **costs
+            )
         else:
-            self.fill(row, nll, record["parts"])
+            self.fill(row, nll, record["modules"])
         for kind, seconds in record["phases"].items():
             self.phases[kind][name] = max(seconds, self.phases[kind].get(name, 0.0))
         self.monitor |= record["monitor"]
@@ -222,30 +258,28 @@ class Scores(Layout):
         try:
             records = read_journal(path)  # first: see cpt.evaluation.journal
             data = json.loads(Path(path).read_text(encoding="utf-8"))
-            if not isinstance(data, dict) or data.get("version") != VERSION:
-                raise ValueError(f"needed is cpt's format, version {VERSION}")
+            if not isinstance(data, dict):
+                raise ValueError("it is no JSON object")
+            version = data.get("version")
+            if "config_digest" in data or ("nll" in data and version is None):
+                raise VersionError("written by a cpt before 0.1.0; read it with that cpt, or run again")
+            if isinstance(version, int) and version > VERSION:
+                raise VersionError(f"version {version}, this cpt reads version {VERSION}; update cpt")
             needed = {f.name for f in fields(cls) if f.default is f.default_factory is MISSING}
-            if differing := (needed - set(data)) | (set(data) - {f.name for f in fields(cls)}):
+            if differing := ({"version", *needed} - set(data)) | (set(data) - {f.name for f in fields(cls)}):
                 raise ValueError(f"missing or unknown: {', '.join(sorted(differing))}")
             scores = cls(**data)
-            scores.use_present_names()
             if records and not scores.run["finished"]:
                 for record in records:
                     scores.apply(record)
                 scores.measure()
                 scores.sum_seconds()
-            if len(scores.rows) > 1 and "learned" not in scores.metrics:  # of an earlier version
-                scores.metrics = summarise_matrix(scores.cells, layout=scores) | scores.metrics
+        except VersionError as error:
+            raise ValueError(f"{path}: {error}") from None
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-            advice = "restore it from a copy, read it with the cpt that wrote it, or delete it to run again"
-            raise ValueError(f"{path}: damaged, foreign or of another version ({error}); {advice}") from None
+            advice = "restore it from a copy, or delete it to run again"
+            raise ValueError(f"{path}: damaged or foreign ({error}); {advice}") from None
         return scores
-
-    def use_present_names(self) -> None:
-        """Renames what a file of an earlier version has under deprecated names."""
-        self.run["variant"] = rename_variant(self.run["variant"], method=self.run["method"])
-        if packing := self.conditions.get("packing"):
-            self.conditions["packing"] = new_value("domains.packing", packing)
 
     def save(self, path: Path) -> None:
         """Replaces the file atomically: a reader sees the old or the new scores, after a crash too. The
@@ -303,7 +337,7 @@ def conditions(scores: Scores) -> dict[str, str]:
     if objective == "span":
         rate += f" in spans of {given.get('mean_span')}"
     names = sorted(scores.domains)
-    hashes = [[name, str(scores.texts.get(name, {}).get("digest", "unknown"))] for name in names]
+    hashes = [[name, str(scores.texts.get(name, {}).get("hash", "unknown"))] for name in names]
     return {
         "objective": objective,
         "domains": ", ".join(names),

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from cpt.data.collate import Batch, Rows
 from cpt.data.example import USER
 from cpt.data.tokenized_tasks import TaskPrompt
-from cpt.models.generate import generating, is_written_whole
+from cpt.models.forward import generating, is_written_whole
 from cpt.models.objectives import Objective
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cpt.evaluation.metrics import Array, Layout, bootstrap, metrics
+from cpt.evaluation.metrics import Array, Layout, bootstrap, metrics, objective_value
 
 ENDTASK_METRICS = ("macro_f1", "micro_f1", "accuracy")
 ENDTASK_MEANINGS = {
@@ -100,6 +100,16 @@ def forget_rate(scores: Array, rows: Sequence[str], tasks: Sequence[str]) -> flo
     if not learned:
         return float("nan")
     return float((forward(scores, rows, tasks) - scores[-1])[learned].mean())
+
+
+def run_objective(scores: Mapping[str, Any], wanted: str | Sequence[str]) -> Any:
+    """What a sweeper optimizes of the fields of scores.json: MF1 and the like of end tasks, or METRIC.UNIT;
+    None where the run has no such metric. Raises ValueError for an unknown one."""
+    if not isinstance(wanted, str):
+        return [run_objective(scores, each) for each in wanted]
+    if wanted in ENDTASK_MEANINGS:
+        return summarise_endtasks(scores["endtasks"], scores["rows"]).get(wanted)
+    return objective_value(scores["metrics"], wanted)
 
 
 def summarise_endtasks(endtasks: Mapping[str, Any], rows: Sequence[str]) -> dict[str, float]:

@@ -119,7 +119,6 @@ class StepSnapshot:
 
     @torch.no_grad()
     def apply(self, optimizer: Optimizer) -> None:
-        """Corrects the step just made."""
         if self.factor is None:
             steps = [(parameter, parameter.detach() - old) for parameter, old in self.before]
             cast(Constraint, self.mask).constrain(steps, optimizer)

@@ -92,11 +92,8 @@ class MagnitudeMask(GradientMask):
         if not covered:
             log.warning("No effect of mask=migu: the method trains no linear layers")
         elif not found:
-            raise ValueError(
-                f"only={self.options.only} is invalid: it leaves nothing to mask. Allowed: a regular "
-                f"expression that finds "
-                f"some of {covered[0].name} … {covered[-1].name}"
-            )
+            told = f"only={self.options.only} is invalid: it leaves nothing to mask. Allowed: a regular "
+            raise ValueError(f"{told}expression that finds some of {covered[0].name} … {covered[-1].name}")
         # Buffers for the rows; counts of known layers are kept by name.
         known = {each.name: self.chosen[place] for each, place in zip(self.maps, self.places, strict=True)}
         self.maps, sizes = found, [each.outputs for each in found]

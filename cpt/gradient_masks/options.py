@@ -24,19 +24,15 @@ class SoftMaskOptions(Options):
     """A soft mask and the proxy of general knowledge (cpt.gradient_masks.soft)."""
 
     units: OneOrMore[Literal["heads", "neurons", "outputs", "tokens"]] = option("units that are protected")
-    columns: Subset[Literal["heads", "neurons"]] = option(
-        "units that also own columns of the layer that reads them"
-    )
+    columns: Subset[Literal["heads", "neurons"]] = option("units that also own columns of the next layer")
     apply_to: ActsOn = option("what factors scale: the gradient, the update, or the update and its moments")
     normalize: Literal["tanh_abs", "tanh_relu", "minmax", "rank"] = option(
-        "normalization of importances to [0, 1], per layer and kind of unit"
+        "normalization of importances to [0, 1]"
     )
     general: Literal["logits", "hidden"] | None = option(
-        "outputs whose KL divergence gives general importance; null: none"
+        "outputs whose divergence is general importance; null: none"
     )
-    proxy_dropout: OpenShare | None = option(
-        "dropout rate of the passes for general importance; null: the model's own"
-    )
+    proxy_dropout: OpenShare | None = option("dropout rate for general importance; null: the model's own")
 
 
 KNOWN_IN_TIME = ("output", "fisher")  # importances that rows have before the backward pass
@@ -48,14 +44,12 @@ class MagnitudeMaskOptions(Options):
 
     threshold: BelowOne | None = option("T: the share of rows that are not updated")
     top_p: PositiveShare | None = option(
-        "p: the share of importance of the updated rows, in place of threshold", default=None
+        "p: share of importance of the updated rows, not threshold", default=None
     )
     importance: Literal["output", "fisher", "gradient", "weight", "random"] = option(
         "ranking of rows: |output|, or Fisher before the domain; as controls |gradient|, |weight|, random"
     )
-    estimator: Literal["per_sample", "batch"] = option(
-        "Fisher estimator (used with importance=fisher): gradients of samples, or of batches"
-    )
+    estimator: Literal["per_sample", "batch"] = option("Fisher estimator (used with importance=fisher)")
     apply_to: ActsOn = option("what factors scale: the gradient, the update, or the update and its moments")
     only: Pattern | None = option("regular expression for the names of masked linear layers; null: all")
     biases: bool = option("mask biases as well")
@@ -66,26 +60,18 @@ class MagnitudeMaskOptions(Options):
         "hooks: scale the gradients of all rows; backward: compute the gradients of chosen rows only"
     )
     seed: Natural = option("seed (used with importance=random)")
-    magnitudes: bool = option(
-        "record the held-out texts' product magnitudes of the base and the final model", default=True
-    )
+    magnitudes: bool = option("record product magnitudes of held-out texts, base and final", default=True)
 
     def __post_init__(self) -> None:
         if (self.threshold is None) == (self.top_p is None):
-            raise ValueError(
-                f"threshold={show(self.threshold)} with top_p={show(self.top_p)} is invalid. "
-                "Allowed: exactly one, the other null"
-            )
+            told = f"threshold={show(self.threshold)} with top_p={show(self.top_p)} is invalid"
+            raise ValueError(f"{told}. Allowed: exactly one, the other null")
         if self.backend == "backward" and self.importance not in KNOWN_IN_TIME:
-            raise ValueError(
-                f"backend=backward is invalid with importance={self.importance}. Allowed: importance="
-                f"{', '.join(KNOWN_IN_TIME)}, or backend=hooks"
-            )
+            told = f"backend=backward is invalid with importance={self.importance}"
+            raise ValueError(f"{told}. Allowed: importance={', '.join(KNOWN_IN_TIME)}, or backend=hooks")
         if self.backend == "backward" and self.apply_to != "gradient":
-            raise ValueError(
-                f"backend=backward is invalid with apply_to={self.apply_to}. Allowed: apply_to=gradient, or "
-                "backend=hooks"
-            )
+            told = f"backend=backward is invalid with apply_to={self.apply_to}"
+            raise ValueError(f"{told}. Allowed: apply_to=gradient, or backend=hooks")
 
 
 @config

@@ -250,20 +250,23 @@ def publish(run: wandb.Run, scores: Scores, *, folder: Path, summary: str = "hea
     if page.is_file() and page.stat().st_size <= LARGEST_REPORT:
         logged["report"] = wandb.Html(page.read_text(encoding="utf-8"), inject=False)
     run.log(logged)
-    # What the config does not contain: the name in comparisons, the resolved order, texts and versions.
-    name, given = label(scores.run), conditions(scores)
-    about = {"label": name, "measured": describe_conditions(given), "conditions": given}
-    about |= {"group": f"{name} | {about['measured']}", "digest": scores.config_digest}
-    about |= {key: scores.run[key] for key in ("order", "finished", "objective", "variant")}
-    about |= {key: getattr(scores, key) for key in ("texts", "versions", "needs_domain", "loading")}
-    run.config.update({"cpt": about}, allow_val_change=True)
+    run.config.update({"cpt": describe_run(scores)}, allow_val_change=True)
     shown = frames.summarize_scores if summary == "all" else frames.choose_headlines
     run.summary.update(shown(scores))
+
+
+def describe_run(scores: Scores) -> dict[str, Any]:
+    """What the config does not contain: the name in comparisons, the resolved order, texts and versions."""
+    name, given = label(scores.run), conditions(scores)
+    about = {"label": name, "measured": describe_conditions(given), "conditions": given}
+    about |= {"group": f"{name} | {about['measured']}", "config_hash": scores.config_hash}
+    about |= {key: scores.run[key] for key in ("order", "finished", "objective", "variant")}
+    return about | {key: getattr(scores, key) for key in ("texts", "versions", "needs_domain", "loading")}
 
 
 def pictures(scores: Scores) -> dict[str, Any]:
     """The heat maps and the curves of the report."""
     draw = {"matrix": figures.draw_matrix, "stages": figures.draw_text_curves} if scores.rows else {}
-    draw |= {"parts": figures.draw_parts} if any(scores.parts) else {}
+    draw |= {"modules": figures.draw_modules} if any(scores.modules) else {}
     draw |= {"endtasks": figures.draw_endtasks} if frames.task_points(scores) else {}
     return {f"{name}_image": wandb.Image(Image.open(BytesIO(each(scores)))) for name, each in draw.items()}

@@ -12,6 +12,7 @@ With `apply_to: update` the same holds for -d of the step d that is made, decay 
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,11 +70,13 @@ class AGEM(ContinualMethod):
 
     def __init__(self, options: AGEMOptions, context: MethodContext) -> None:
         super().__init__(options, context)
-        shape = {**slot_of(self.objective, self.length), "width": 0, "by_domain": self.each}
-        pad = self.model.config.pad_token_id or 0
-        self.memory = Reservoir(
-            samples=options.buffer_size, **shape, precision="float32", seed=self.seed, pad=pad
-        )
+        shape = slot_of(self.objective, self.length) | {"width": 0, "precision": "float32"}
+        how: dict[str, Any] = {
+            "by_domain": self.each,
+            "seed": self.seed,
+            "pad": self.model.config.pad_token_id or 0,
+        }
+        self.memory = Reservoir(samples=options.buffer_size, **shape, **how)
         self.reference = Reference(apply_to=options.apply_to, margin=options.margin)
         self.masks.append(self.reference)
 
@@ -82,10 +85,8 @@ class AGEM(ContinualMethod):
         return self.options.constraints == "each"
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
-        if self.each and self.domain.index > 1:
-            log.info(
-                "Computing %s more backward passes per step (method.constraints=each)", self.domain.index
-            )
+        if self.each and (passes := self.domain.index) > 1:
+            log.info("Computing %d more backward passes per step (method.constraints=each)", passes)
 
     def after_domain(self, probe: Iterable[Batch]) -> None:
         for batch in probe:

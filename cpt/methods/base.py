@@ -1,23 +1,9 @@
-"""The base class of all methods: plain continual pre-training, with the hooks that a method overrides.
+"""The base class of all methods: plain continual pre-training, with the hooks that a method overrides. Their
+order is drawn in CONTRIBUTING.md; Lightning's own hooks, at the end of the class, call them.
 
-The hooks of a stage, in this order; Lightning's own hooks, at the end of the class, call them:
+Where a paper's released code departs from a method here, docs/fidelity.md has a row."""
 
-    expand(stage)                    the model grows; masks watch it; a resumed stage's state is loaded
-    activate(domain)                 modules and requires_grad of the domain
-    aux_models(), rates()            once per run; the optimizer's groups
-    before_domain(probe)             the method's, then the masks'; not on resume
-      losses(batch)                  of each micro-batch, then backward
-      on_gradients_ready()           gradients averaged over processes and micro-batches
-      transform_gradients(optimizer) after masks on gradients; then constraints, NaN guard, clipping, step
-      after_update()                 after masks and constraints on the step
-    after_domain(probe)              eval mode
-    nll(batch, domain), used(domain) the evaluation
-    model_for(domain), export(...)   end tasks, and the model for others
-
-Where a paper's released code departs from a method here, docs/fidelity.md has a row.
-"""
-
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
+from cpt.adapters import export
 from cpt.adapters.domain_store import DomainParams, DomainScorer, Router, Scope
 from cpt.adapters.options import Routing
 from cpt.core.distributed import average_gradients, clip_gradients, total_norm
@@ -87,7 +74,8 @@ class ContinualMethod(LightningModule):
     alone = False  # whether each domain starts from the base, so that its model is of that domain only
     period = 1  # steps after which the computation of a step repeats
     needs_32_bits = False  # whether sharded weights must be in at least 32 bits
-    lr_scale = 1.0  # on the schedule's learning rate
+    # Where the export has modules: what adds them to a plain model (None: they are weights of it), and how.
+    attached: tuple[Callable[..., Scope] | None, Mapping[str, Any]] | None = None
     options: Options
 
     def __init__(self, options: Options, context: MethodContext, *, scope: Scope | None = None) -> None:
@@ -112,7 +100,6 @@ class ContinualMethod(LightningModule):
         self.watch()
 
     def watch(self) -> None:
-        """Registers the present model with the masks."""
         for mask in self.masks:
             mask.watch(self.model, self.scope.maps if self.scope else None)
 
@@ -193,7 +180,6 @@ class ContinualMethod(LightningModule):
 
     @property
     def in_sequence(self) -> bool:
-        """Whether scores depend on the rows before."""
         return self.router is not None and self.router.in_sequence
 
     def constant_part(self, domain: int) -> int | None:
@@ -214,8 +200,18 @@ class ContinualMethod(LightningModule):
             self.bank.put(copy, domain)
         return copy
 
+    def parts(self, order: Sequence[str]) -> Mapping[str, Mapping[str, Tensor]]:
+        """The parameters of modules by domain, for the export; without a bank those of the last domain."""
+        if self.bank is not None:
+            return {name: self.bank.weights(index) for index, name in enumerate(order)}
+        names = self.scope.names if self.scope else ()
+        return {order[-1]: {name: self.model.get_parameter(name) for name in names}}
+
     def export(self, folder: Path, order: Sequence[str]) -> str:
         """Writes the model after the domains of the order; returns the Python expression that loads it."""
+        if self.attached is not None:
+            attach, how = self.attached
+            return export.export_parts(folder, self.model, self.parts(order), attach=attach, options=how)
         last = self.model_for(len(order) - 1)
         last.save_pretrained(folder)
         return f'transformers.{type(last).__name__}.from_pretrained("{folder}")'
@@ -246,7 +242,6 @@ class ContinualMethod(LightningModule):
 
     @property
     def data(self) -> DomainSequence:
-        """The trainer's data, which Lightning sets."""
         found: DomainSequence = self.trainer.datamodule  # type: ignore[attr-defined]
         return found
 
@@ -280,19 +275,8 @@ class ContinualMethod(LightningModule):
         before = parameter_shapes(self)
         self.activate(stage.index)
         if changed := [name for name, _ in parameter_shapes(self).items() ^ before.items()]:
-            raise ValueError(
-                f"activate of {stage.name} has added, removed or resized {first_names(changed)}. "
-                "Allowed: in expand(stage), which a resumed run repeats"
-            )
-
-    def set_lr_scale(self, scale: float) -> None:
-        """Scales the schedule's learning rate from the next step on."""
-        self.lr_scale = scale
-        for config in self.trainer.lr_scheduler_configs:
-            own = cast(LambdaLR, config.scheduler)
-            groups = zip(own.optimizer.param_groups, own.base_lrs, own.lr_lambdas, strict=True)
-            for group, rate, factor in groups:
-                group["lr"] = rate * factor(own.last_epoch)
+            told = f"activate of {stage.name} has added, removed or resized {first_names(changed)}"
+            raise ValueError(f"{told}. Allowed: in expand(stage), which a resumed run repeats")
 
     def configure_optimizers(self) -> dict[str, Any]:  # type: ignore[override]  # as Lightning takes it
         rates, groups = self.rates(), []
@@ -307,7 +291,7 @@ class ContinualMethod(LightningModule):
             group["lr"] *= group.pop("times")
         if self.carried is not None:
             self.carried.give(optimizer, self.named_parameters())
-        scheduler = LambdaLR(optimizer, lambda step: self.lr_scale * self.schedule(self.data.progress(step)))
+        scheduler = LambdaLR(optimizer, lambda step: self.schedule(self.data.progress(step)))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_train_start(self) -> None:
@@ -315,7 +299,10 @@ class ContinualMethod(LightningModule):
         for mask in self.masks:
             mask.activate(self.domain.index)
         if self.trainer.global_step == 0:
-            self.begin_from_trunk()
+            if self.trunk is not None:  # a resumed stage has the weights from its checkpoint
+                self.trunk.restore(self.model)
+            if self.carried is not None:
+                self.carried.clear()  # the optimizer has the state by now
             self.seeded("before")
             self.before_domain(self.data.probe())
             for mask in self.masks:
@@ -342,13 +329,6 @@ class ContinualMethod(LightningModule):
         if self.trunk is None:
             return steps
         return ahead + cast(Schedule, self.schedule).branch_step(steps - ahead)
-
-    def begin_from_trunk(self) -> None:
-        """Restores the weights before a decay branch; a resumed stage has them from its checkpoint."""
-        if self.trunk is not None:
-            self.trunk.restore(self.model)
-        if self.carried is not None:
-            self.carried.clear()  # the optimizer has the state by now
 
     def keep_trunk(self) -> None:
         """Stores the optimizer state, and the weights before a decay branch, for the next domain."""
@@ -383,28 +363,21 @@ class ContinualMethod(LightningModule):
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         average_gradients(self)
         self.on_gradients_ready()
-        self.mask(optimizer)
-        self.transform_gradients(optimizer)
-        self.constrain(optimizer)
-
-    def mask(self, optimizer: Optimizer) -> None:
-        """Scales gradients, or takes snapshots of parameters whose steps will be scaled."""
+        # Gradients are changed here; of steps to change, the parameters before them are kept.
         for mask in self.masks:
             for parameter, factor in mask.factors():
                 if parameter.grad is not None and mask.apply_to == "gradient":
                     scale_(parameter.grad, factor)
                 elif parameter.grad is not None:
                     self.snapshots.append(StepSnapshot(mask, [parameter], factor=factor, optimizer=optimizer))
-
-    @torch.no_grad()
-    def constrain(self, optimizer: Optimizer) -> None:
-        """Constrains gradients, or takes snapshots of parameters whose steps will be constrained."""
-        for each in (mask for mask in self.masks if isinstance(mask, Constraint)):
-            covered = [parameter for parameter in each.covered() if parameter.grad is not None]
-            if covered and each.apply_to == "gradient":
-                each.constrain([(p, cast(Tensor, p.grad)) for p in covered], optimizer)
+        self.transform_gradients(optimizer)
+        for constraint in (mask for mask in self.masks if isinstance(mask, Constraint)):
+            covered = [parameter for parameter in constraint.covered() if parameter.grad is not None]
+            if covered and constraint.apply_to == "gradient":
+                with torch.no_grad():
+                    constraint.constrain([(p, cast(Tensor, p.grad)) for p in covered], optimizer)
             elif covered:
-                self.snapshots.append(StepSnapshot(each, covered))
+                self.snapshots.append(StepSnapshot(constraint, covered))
 
     def configure_gradient_clipping(
         self,
@@ -486,10 +459,8 @@ class ContinualMethod(LightningModule):
 
 
 def parameter_shapes(module: nn.Module) -> dict[str, torch.Size]:
-    """Shapes of a module's parameters by name."""
     return {name: parameter.shape for name, parameter in module.named_parameters()}
 
 
 def first_names(names: Collection[str]) -> str:
-    """Up to three names, sorted, and an ellipsis."""
     return ", ".join([*sorted(names)[:3], *["…"][: len(names) > 3]])

@@ -6,20 +6,18 @@ x is the input of an attention or FFN of the frozen model, y its output projecti
 parallel plug-in, shared by all domains. m are a domain's gates, which protect the units that they opened as
 in HAT, without its regularizer. Each domain has its own norms of the blocks, which start at the base's."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cpt.adapters import export
 from cpt.adapters.bottleneck import Plugin, attach_plugins
 from cpt.adapters.domain_store import BASE, DomainParams
 from cpt.adapters.gates import Gate, attach_gates
 from cpt.data.collate import Batch
-from cpt.gradient_masks.hat import ClaimedUnits
+from cpt.gradient_masks.soft import ClaimedUnits
 from cpt.methods.base import MethodContext
 from cpt.methods.hat import GatedMethod, units_of_adapters
 from cpt.methods.options import CPTPluginOptions
@@ -46,6 +44,7 @@ class CPTPlugin(GatedMethod):
         own = norms_of(model) if options.norms == "per_domain" else ()
         trained = replace(scope, names=scope.names + gates.names + own)
         super().__init__(options, context, scope=trained)
+        self.attached = attach_plugins, options.plugin
         self.plugins, self.norms, self.gates = scope.names, own, gates
         self.masks.append(ClaimedUnits(gates.groups, apply_to="update"))
         base = {name: model.get_parameter(name) for name in own}
@@ -70,26 +69,11 @@ class CPTPlugin(GatedMethod):
             gate.e.requires_grad_(False)
         return model
 
-    def export(self, folder: Path, order: Sequence[str]) -> str:
-        parts, options = FoldedPlugins(self, order), self.options.plugin
-        return export.export_parts(folder, self.model, parts, attach=attach_plugins, options=options)
-
-
-class FoldedPlugins(Mapping):
-    """By domain its norms and the plug-ins with its gates folded in, made on access to save memory."""
-
-    def __init__(self, module: CPTPlugin, order: Sequence[str]) -> None:
-        self.module, self.order = module, list(order)
-
-    def __getitem__(self, domain: str) -> dict[str, Tensor]:
-        module, own = self.module, self.module.bank.weights(self.order.index(domain))
-        folded = module.gates.folded(module.gates.hard(own))
-        plugins = {name: module.model.get_parameter(name) for name in module.plugins}
-        weights = {name: folded.get(parameter, parameter).detach() for name, parameter in plugins.items()}
-        return weights | {name: own[name] for name in module.norms}
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.order)
-
-    def __len__(self) -> int:
-        return len(self.order)
+    def parts(self, order: Sequence[str]) -> dict[str, dict[str, Tensor]]:
+        found: dict[str, dict[str, Tensor]] = {}
+        plugins = {name: self.model.get_parameter(name) for name in self.plugins}
+        for index, domain in enumerate(order):  # its norms, and the plug-ins with its gates folded in
+            own, folded = self.bank.weights(index), self.gates.folded(self.opened(index))
+            found[domain] = {name: folded.get(each, each).detach() for name, each in plugins.items()}
+            found[domain] |= {name: own[name] for name in self.norms}
+        return found

@@ -8,8 +8,7 @@ apart from what was known (eq. 6):
     step_l  <- (1 - I_l^(<=t-1)) * step_l
     L        = L_lm + lambda L_con
 
-The soft mask scales the step itself: The mask's
-formulas: cpt.gradient_masks.soft.
+The soft mask scales the step itself (formulas: cpt.gradient_masks.soft).
 
     L_con = -1/N sum_n log  exp(sim(o_n, o_n+) / tau)
                             -----------------------------------------------------------
@@ -27,16 +26,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import PreTrainedModel
 
 from cpt.core.distributed import gather_rows
 from cpt.data.collate import Batch, inputs_of
 from cpt.gradient_masks.soft import Proxy, SoftMask, domain_losses
 from cpt.methods.base import ContinualMethod, MethodContext
-from cpt.methods.options import ContrastOptions, DASOptions, DGAOptions
+from cpt.methods.options import DASOptions, DGAOptions
 from cpt.models.forward import check_dropout, dropout, mean_over, nll_of
 from cpt.models.memory import keep_activations
-from cpt.models.objectives import Objective
 from cpt.models.units import gate_units
 from cpt.models.weights import Snapshot
 
@@ -50,65 +47,55 @@ def contrastive(anchors: Tensor, positives: Tensor, negatives: Tensor, *, temper
     return functional.cross_entropy(similarity / temperature, own)
 
 
-class ContrastiveLoss:
-    """The contrastive term of a batch's `uncorrupted` text (as released) or of the `corrupted` text of the
-    language-model loss. Raises ValueError where two passes over a sample could not differ."""
-
-    def __init__(self, model: PreTrainedModel, objective: Objective, options: ContrastOptions) -> None:
-        self.model, self.objective, self.options = model, objective, options
-        self.fixed, self.rate = options.contrast_negatives == "fixed", options.contrast_dropout
-        if options.contrast > 0:
-            check_dropout(model, self.rate, option="contrast_dropout", without="contrast=0")
-
-    def losses(self, batch: Batch, *, soft: SoftMask, step: int) -> dict[str, Tensor]:
-        """The language-model loss, and the term in every k-th step, against the soft mask's importances."""
-        logits, hidden = self.objective.outputs(self.model, batch)
-        terms = {"lm": nll_of(logits, batch).sum() * batch["weight"]}
-        if step % self.options.contrast_every == 0:
-            terms |= self.term(batch, hidden=hidden, soft=soft)
-        return terms
-
-    def term(self, batch: Batch, *, hidden: Tensor, soft: SoftMask) -> dict[str, Tensor]:
-        """The term, a scalar; none at strength 0. `hidden` [B, T, D], of a pass over the batch's own ids, is
-        the anchor where this text is contrasted, unless a decoder made it."""
-        if (options := self.options).contrast == 0:
-            return {}
-        text = batch if options.contrast_text == "corrupted" else self.objective.restored(batch)
-        count = ceil(options.contrast_samples * len(text["input_ids"]))
-        same = text["input_ids"] is batch["input_ids"] and "decoder_input_ids" not in batch
-        if count < len(text["input_ids"]):
-            some = {name: value[:count] for name, value in inputs_of(text).items()}
-            text = self.objective.lay_out(cast(Batch, some))
-        with dropout(self.model, self.rate), keep_activations(self.model):
-            anchor = mean_over(hidden[:count], text.get("attention_mask")) if same else self.represented(text)
-            positive = self.represented(text)
-            with gate_units(soft.groups, soft.gates()), torch.set_grad_enabled(not self.fixed):
-                negative = self.represented(text)
-        found = contrastive(anchor, positive, negative, temperature=options.temperature)
-        return {"contrast": options.contrast * options.contrast_every * found}
-
-    def represented(self, batch: Batch) -> Tensor:
-        """The samples of a batch as vectors [B, D], without the head."""
-        return mean_over(self.objective.encode(self.model, batch), batch.get("attention_mask"))
-
-
 class ContrastMethod(ContinualMethod):
-    """A soft mask on the units that matter to earlier knowledge, and the contrast to that knowledge."""
+    """A soft mask on the units that matter to earlier knowledge, and the contrast to that knowledge, of a
+    batch's `uncorrupted` text (as released) or the `corrupted` text of the language-model loss."""
+
+    options: DASOptions | DGAOptions
 
     def __init__(self, options: DASOptions | DGAOptions, context: MethodContext) -> None:
         super().__init__(options, context)
         how: dict[str, Any] = {"apply_to": options.apply_to, "normalize": options.normalize}
         self.masks.append(SoftMask(self.model, kinds=options.units, columns=options.columns, **how))
         self.proxy = Proxy(self.model, self.objective, options.general, options.proxy_dropout)
-        self.contrast = ContrastiveLoss(self.model, self.objective, options)
         self.period = options.contrast_every if options.contrast else 1
+        if options.contrast:
+            check_dropout(
+                self.model, options.contrast_dropout, option="contrast_dropout", without="contrast=0"
+            )
 
     @property
     def soft(self) -> SoftMask:
         return cast(SoftMask, self.masks[-1])
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
-        return self.contrast.losses(batch, soft=self.soft, step=self.trainer.global_step)
+        logits, hidden = self.objective.outputs(self.model, batch)
+        terms = {"lm": nll_of(logits, batch).sum() * batch["weight"]}
+        if self.options.contrast and self.trainer.global_step % self.options.contrast_every == 0:
+            terms["contrast"] = self.contrast(batch, hidden)
+        return terms
+
+    def contrast(self, batch: Batch, hidden: Tensor) -> Tensor:
+        """The contrastive term, a scalar. `hidden` [B, T, D], of a pass over the batch's own ids, is the
+        anchor where this text is contrasted, unless a decoder made it."""
+        options, model = self.options, self.model
+        text = batch if options.contrast_text == "corrupted" else self.objective.restored(batch)
+        count = ceil(options.contrast_samples * len(text["input_ids"]))
+        same = text["input_ids"] is batch["input_ids"] and "decoder_input_ids" not in batch
+        if count < len(text["input_ids"]):
+            some = {name: value[:count] for name, value in inputs_of(text).items()}
+            text = self.objective.lay_out(cast(Batch, some))
+
+        def represent() -> Tensor:  # the samples as vectors [B, D], without the head
+            return mean_over(self.objective.encode(model, text), text.get("attention_mask"))
+
+        with dropout(model, options.contrast_dropout), keep_activations(model):
+            anchor = mean_over(hidden[:count], text.get("attention_mask")) if same else represent()
+            positive, trained = represent(), options.contrast_negatives == "trained"
+            with gate_units(self.soft.groups, self.soft.gates()), torch.set_grad_enabled(trained):
+                negative = represent()
+        found = contrastive(anchor, positive, negative, temperature=options.temperature)
+        return options.contrast * options.contrast_every * found
 
 
 class DAS(ContrastMethod):

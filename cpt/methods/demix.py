@@ -9,13 +9,11 @@ by posterior. As in the paper's DEMix-DAPT the trunk is the frozen base, and the
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cpt.adapters import export
 from cpt.adapters.bottleneck import attach_bottlenecks
 from cpt.adapters.domain_store import BASE, DomainParams, Router, Scope
 from cpt.core.distributed import all_reduce_sum
@@ -77,7 +75,6 @@ class CopyingMethod(ContinualMethod):
         return (sums[:-1] / sums[-1].clamp_min(1)).exp()
 
     def recorded(self, prefix: str) -> dict[str, Tensor]:
-        """The non-empty buffers, for the diagnostics."""
         return {f"{prefix}/{n}": getattr(self, n) for n in RECORD if len(getattr(self, n))}
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
@@ -95,15 +92,15 @@ class DEMIX(CopyingMethod):
     router: Router
 
     def __init__(self, options: DEMIXOptions, context: MethodContext) -> None:
-        self.adapted = options.experts == "adapter"
-        if self.adapted:
+        if options.experts == "adapter":
             scope = attach_bottlenecks(context.model, **options.bottleneck)
         else:  # weights and biases of the linear layers of every block's FFN
-            networks = sublayers(context.model, ("neurons",))
-            maps = [each for ffn in networks for each in (*(source for source, _ in ffn.sources), ffn.out)]
+            maps = [each for ffn in sublayers(context.model, ("neurons",)) for each in ffn.projections]
             names = [f"{each.name}.{name}" for each in maps for name, _ in each.module.named_parameters()]
             scope = Scope(tuple(names), tuple(maps))
         super().__init__(options, context, scope)
+        adapted = options.experts == "adapter"
+        self.attached = (attach_bottlenecks, options.bottleneck) if adapted else (None, {})
         self.use_domain_params(DomainParams(self.model, scope.names), options.routing)
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
@@ -112,12 +109,6 @@ class DEMIX(CopyingMethod):
 
     def holding(self, domain: int) -> AbstractContextManager:
         return swap_weights(self.model, self.bank.weights(domain))
-
-    def export(self, folder: Path, order: Sequence[str]) -> str:
-        parts = {name: self.bank.weights(index) for index, name in enumerate(order)}
-        attached = attach_bottlenecks if self.adapted else None
-        options = self.options.bottleneck if self.adapted else {}
-        return export.export_parts(folder, self.model, parts, attach=attached, options=options)
 
     def diagnostics(self) -> dict[str, Tensor]:
         return super().diagnostics() | self.recorded("demix")

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualMethod, MethodContext
-from cpt.methods.common.reservoir import Reservoir, bytes_per_sample, capacity, slot_of
+from cpt.methods.common.reservoir import Reservoir, slot_of
 from cpt.methods.options import DERPPOptions
 from cpt.models.forward import at, nll_of
 
@@ -26,9 +26,8 @@ class DERPP(ContinualMethod):
         super().__init__(options, context)
         slot = slot_of(self.objective, self.length)
         slot |= {"width": self.width(options.matched), "precision": options.precision}
-        samples = capacity(options.buffer_size, options.buffer_bytes, sample_bytes=bytes_per_sample(**slot))
         pad = self.model.config.pad_token_id or 0
-        self.memory = Reservoir(samples=samples, **slot, seed=self.seed, pad=pad)
+        self.memory = Reservoir(samples=options.buffer_size, **slot, seed=self.seed, pad=pad)
 
     @torch.no_grad()
     def width(self, matched: str) -> int:
@@ -47,11 +46,8 @@ class DERPP(ContinualMethod):
         match, replay = self.replayed(self.options.minibatch_size or max(1, len(hidden) // 2))
         held = logits if self.options.matched == "logits" else at(hidden, batch["positions"])
         self.memory.add(batch, held)
-        return {
-            "lm": lm,
-            "derpp_match": self.options.alpha * match,
-            "derpp_replay": self.options.beta * replay,
-        }
+        terms = {"derpp_match": self.options.alpha * match, "derpp_replay": self.options.beta * replay}
+        return {"lm": lm, **terms}
 
     def replayed(self, count: int) -> tuple[Tensor, Tensor]:
         """Squared error on one draw of `count` samples and loss on another, means; 0 from an empty memory."""

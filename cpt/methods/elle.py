@@ -12,7 +12,6 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from cpt.adapters import export
 from cpt.adapters.domain_store import BASE, DomainScorer
 from cpt.adapters.soft_prompt import attach_prompt, draw_prompt
 from cpt.core.schema import show
@@ -37,6 +35,7 @@ from cpt.models.units import sublayers
 from cpt.models.weights import swap_weights
 
 log = logging.getLogger(__name__)
+
 TRIED = 16  # tokens on which the loss is compared
 ROUNDING = 1000  # tolerance of exact growth, in units of the weights' precision
 
@@ -83,19 +82,19 @@ class ELLE(ContinualMethod):
     options: ELLEOptions
 
     def __init__(self, options: ELLEOptions, context: MethodContext) -> None:
-        self.attaching: dict[str, Any] = {"tokens": 0, "causal": context.objective.causal}
+        attached: dict[str, Any] = {"tokens": 0, "causal": context.objective.causal}
         self.prompting: ByPrompt | None = None
         names: tuple[str, ...] = ()
         if options.prompt:
             check_tokens(options.prompt, length=context.length, model=context.model, option="method.prompt")
             check_rows(context, f"method=elle, {PER_ROW}")
-            names = attach_prompt(context.model, **self.attaching).names
+            names = attach_prompt(context.model, **attached).names
         super().__init__(options, context)
-        self.prompts = nn.ParameterList()
+        self.prompts, self.told = nn.ParameterList(), ""
+        self.moved: Tensor | None = None  # the largest change of a token's loss by growth (nats), [1]
         if names:
             self.prompting = self.router = ByPrompt(names[0], self.prompts, context.objective)
-        self.moved: Tensor | None = None  # the largest change of a token's loss by growth (nats), [1]
-        self.told = ""
+            self.attached = attach_prompt, attached
 
     def stages(self, order: Sequence[str]) -> list[Domain]:
         found = super().stages(order)
@@ -122,9 +121,9 @@ class ELLE(ContinualMethod):
             ) from error
 
     def expand(self, stage: Domain) -> None:
-        self.moved, self.told = None, ""
         if self.prompting is not None:
             self.prompts.append(nn.Parameter(draw_prompt(self.model, self.options.prompt)))
+        self.moved, self.told = None, ""
         if (gained := self.options.growth(stage.index)) == NOTHING:
             return
         if self.trunk is not None:  # the domain starts there
@@ -133,7 +132,12 @@ class ELLE(ContinualMethod):
         ids = torch.randint(entries, (1, min(TRIED, self.length)), device="cpu").to(self.model.device)
         both = ids if self.model.config.is_encoder_decoder else None
         tried = label_batch(ids, ids, torch.ones_like(ids, dtype=torch.bool), decoder_input_ids=both)
-        before, size = self.loss_of(tried), self.model.num_parameters()
+
+        def loss_of_tokens() -> Tensor:
+            with torch.no_grad(), in_mode(self.model, training=False):
+                return self.objective.nll(self.model, tried)
+
+        before, size = loss_of_tokens(), self.model.num_parameters()
         self.grow(self.model, stage)
         if (times := gained["hidden"]) > 1 and self.prompting is not None:
             owner = self.model.get_submodule(self.prompting.name.rpartition(".")[0])
@@ -142,18 +146,14 @@ class ELLE(ContinualMethod):
                 self.prompts[place] = nn.Parameter(prompt.detach().repeat(1, times))
         for parameter in self.frozen:
             parameter.requires_grad_(False)
-        self.moved = (self.loss_of(tried) - before).abs().max().view(1)
+        self.moved = (loss_of_tokens() - before).abs().max().view(1)
         moved, precision = float(self.moved), torch.finfo(self.model.dtype).eps
         exact = moved <= ROUNDING * precision * float(before.max())
-        why = "not exact, as further blocks are not where a norm follows each sum (post-norm)"
-        self.told = f"grown from {size:,} to {self.model.num_parameters():,} parameters; "
-        self.told += f"{'exact' if exact else why}: the loss of a token moves by {moved:.1e} nats at most"
-
-    @torch.no_grad()
-    def loss_of(self, batch: Batch) -> Tensor:
-        """The loss of each token (nats), [K], in eval mode."""
-        with in_mode(self.model, training=False):
-            return self.objective.nll(self.model, batch)
+        why = "exact" if exact else "not exact, as where a norm follows each sum (post-norm)"
+        self.told = (
+            f"from {size:,} to {self.model.num_parameters():,} parameters, {why}: the loss of a token "
+        )
+        self.told += f"moves by {moved:.1e} nats at most"
 
     def activate(self, domain: int) -> None:
         super().activate(domain)
@@ -187,11 +187,9 @@ class ELLE(ContinualMethod):
         prompt = self.model.get_parameter(name) if part == BASE else self.prompts[part]
         return with_prompt(self.model, name, prompt)
 
-    def export(self, folder: Path, order: Sequence[str]) -> str:
-        if self.prompting is None:
-            return super().export(folder, order)
-        parts = {name: {self.prompting.name: self.prompts[place]} for place, name in enumerate(order)}
-        return export.export_parts(folder, self.model, parts, attach=attach_prompt, options=self.attaching)
+    def parts(self, order: Sequence[str]) -> dict[str, dict[str, Tensor]]:
+        assert self.prompting is not None
+        return {name: {self.prompting.name: self.prompts[place]} for place, name in enumerate(order)}
 
     def diagnostics(self) -> dict[str, Tensor]:
         return super().diagnostics() | ({} if self.moved is None else {"elle/moved": self.moved})

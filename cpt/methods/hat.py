@@ -22,7 +22,7 @@ from cpt.adapters import bottleneck, export
 from cpt.adapters.domain_store import DomainParams
 from cpt.adapters.gates import Gates, anneal, attach_gates, bottleneck_units, owned_parameters, regulariser
 from cpt.data.collate import Batch
-from cpt.gradient_masks.hat import ClaimedUnits
+from cpt.gradient_masks.soft import ClaimedUnits
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import CPTPluginOptions, HATOptions
 from cpt.models.units import Units, find_units
@@ -73,16 +73,17 @@ class HAT(GatedMethod):
     options: HATOptions
 
     def __init__(self, options: HATOptions, context: MethodContext) -> None:
-        model, scope, groups = context.model, None, []
+        model, scope, groups, attached = context.model, None, [], None
         if options.form == "adapter":
             scope = bottleneck.attach_bottlenecks(model, **options.bottleneck)
             groups = units_of_adapters(model, bottleneck.Bottleneck)
+            attached = bottleneck.attach_bottlenecks, options.bottleneck
         elif options.units:
             groups = find_units(model, options.units)
         gates = attach_gates(model, groups, s_max=options.s_max)
         scope = scope and replace(scope, names=scope.names + gates.names)
         super().__init__(options, context, scope=scope)
-        self.gates = gates
+        self.gates, self.attached = gates, attached
         self.masks.append(ClaimedUnits(gates.groups, apply_to=options.apply_to))
         side = -options.limit if options.form == "adapter" else options.limit
         base = {name: torch.full_like(model.get_parameter(name), side) for name in gates.names}
@@ -120,16 +121,18 @@ class HAT(GatedMethod):
             part.e.requires_grad_(False)
         return model
 
-    def export(self, folder: Path, order: Sequence[str]) -> str:
-        if self.options.form == "full":
-            last = self.model_for(len(order) - 1)
-            return export.export_parts(folder, last, {}, attach=None, options={})
-        own, parts = owned_parameters(self.gates.groups), {}
+    def parts(self, order: Sequence[str]) -> dict[str, dict[str, Tensor]]:
+        own, found = owned_parameters(self.gates.groups), {}
         for index, domain in enumerate(order):
             folded, named = self.gates.folded(self.opened(index)), self.model.named_parameters()
-            parts[domain] = {name: folded.get(p, p.detach()) for name, p in named if p in own}
-        attach, options = bottleneck.attach_bottlenecks, self.options.bottleneck
-        return export.export_parts(folder, self.model, parts, attach=attach, options=options)
+            found[domain] = {name: folded.get(p, p.detach()) for name, p in named if p in own}
+        return found
+
+    def export(self, folder: Path, order: Sequence[str]) -> str:
+        if self.attached is not None:
+            return super().export(folder, order)
+        last = self.model_for(len(order) - 1)
+        return export.export_parts(folder, last, {}, attach=None, options={})
 
     def diagnostics(self) -> dict[str, Tensor]:
         """Claimed units by group, and the overlap of domains' units by kind."""
@@ -138,8 +141,6 @@ class HAT(GatedMethod):
             masks = torch.stack([self.opened(domain) for domain in learned])
             parts = list(zip(self.gates.groups, masks.split(self.gates.sizes, dim=1), strict=True))
             for kind in dict.fromkeys(group.kind for group, _ in parts):
-                own = torch.cat(
-                    [part for group, part in parts if group.kind == kind], dim=1
-                )  # [domains, units]
+                own = torch.cat([part for group, part in parts if group.kind == kind], dim=1)
                 found[f"overlap/{kind}"] = own @ own.T / own.sum(1, keepdim=True).clamp_min(1)
         return found

@@ -46,11 +46,6 @@ from cpt.models.weights import swap_weights
 log = logging.getLogger(__name__)
 
 
-def balance_loss(sums: Tensor, shares: Tensor, tokens: float) -> Tensor:
-    """E sum_e s_e P_e, a scalar, from sums over tokens of softmax(z) [E] and s [E]."""
-    return len(shares) * (shares.to(sums) * sums).sum() / tokens
-
-
 class LifelongMoE(CopyingMethod):
     """Trains new experts per domain in some FFNs, their router rows, and the dense parts.
 
@@ -72,10 +67,6 @@ class LifelongMoE(CopyingMethod):
         self.teacher = NamedTensors(self.dense() if options.strength else {})
         self.shares = NamedTensors()
         self.firsts: Tensor | None = None  # of the current step so far, [M, E]
-        if not options.num_experts:
-            log.info("No effect of the options of mixtures: method.num_experts=0")
-        elif options.top_k == 1:
-            log.info("Gates are 1 with method.top_k=1: only the balance of experts trains the router")
 
     @property
     def mixtures(self) -> list[MoELayer]:
@@ -114,10 +105,8 @@ class LifelongMoE(CopyingMethod):
         logits = self.objective.outputs(self.model, batch)[0]
         terms = {"lm": nll_of(logits, batch).sum() * batch["weight"]} | self.balanced(batch)
         last = len(self.mixtures[0].groups) - 1 if self.mixtures else BASE
-        weights, experts = (
-            swap_weights(self.model, self.teacher.named()),
-            working(self.model, last, before=True),
-        )
+        weights = swap_weights(self.model, self.teacher.named())
+        experts = working(self.model, last, before=True)
         with torch.no_grad(), in_mode(self.model, training=False), weights, experts:
             taught = self.objective.outputs(self.model, batch)[0]
         apart = divergence(taught, logits).sum() * batch["weight"]
@@ -143,7 +132,9 @@ class LifelongMoE(CopyingMethod):
         for each, own in zip(mixtures, self.shares.at_hand(known), strict=True):
             tokens = written if each.side == TARGET_TOKENS and written is not None else read
             probabilities = each.noted.probabilities.sum(0)
-            terms.append(balance_loss(probabilities, own, tokens * len(batch["domains"])))
+            # E sum_e s_e P_e
+            balance = len(own) * (own.to(probabilities) * probabilities).sum()
+            terms.append(balance / (tokens * len(batch["domains"])))
         return {"balance": self.options.balance * torch.stack(terms).mean()}
 
     def on_gradients_ready(self) -> None:

@@ -6,46 +6,48 @@ All linear layers but the head have adapters, unless `targets` names others."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
-from cpt.adapters import export, lora
+from cpt.adapters import lora
 from cpt.adapters.domain_store import DomainParams
-from cpt.adapters.options import StoredPairOptions
+from cpt.adapters.options import PairOptions, StoredPairOptions
 from cpt.adapters.routed_lora import attach_experts
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualMethod, MethodContext
-from cpt.methods.options import LoRAOptions, MoELoRAOptions
+from cpt.methods.options import LoRAOptions, MoELoRAOptions, NLoRAOptions, OLoRAOptions
 
 
 class LoRA(ContinualMethod):
     """Trains LoRA adapters: one for all domains, or one `per_domain`, new or a copy of the last."""
 
-    options: LoRAOptions
+    options: PairOptions
 
-    def __init__(self, options: LoRAOptions, context: MethodContext) -> None:
-        scope = lora.attach_lora(context.model, **options.pair)
-        super().__init__(options, context, scope=scope)
-        if options.per_domain:
-            self.use_domain_params(DomainParams(self.model, scope.names), options.routing)
+    def __init__(self, options: PairOptions, context: MethodContext) -> None:
+        super().__init__(options, context, scope=lora.attach_lora(context.model, **options.pair))
+        if isinstance(options, LoRAOptions) and options.per_domain and self.scope:
+            self.use_domain_params(DomainParams(self.model, self.scope.names), options.routing)
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
-        if self.bank is not None and self.options.start == "base" and self.domain.index > 0:
+        new = isinstance(self.options, LoRAOptions) and self.options.start == "base"
+        if self.bank is not None and new and self.domain.index > 0:
             lora.reset_newest(self.model, self.drawing().initial_seed())
 
     def model_for(self, domain: int) -> PreTrainedModel:
-        return lora.without_tuners(super().model_for(domain), merged=True)
+        return lora.without_tuners(super().model_for(domain))
 
     def export(self, folder: Path, order: Sequence[str]) -> str:
         if self.options.exported == "merged":
             return super().export(folder, order)
-        adapters = {order[-1]: lora.joined_weights(self.model)}
-        if self.bank is not None:
-            adapters = {name: self.bank.weights(index) for index, name in enumerate(order)}
-        return lora.export_adapters(folder, self.model, adapters)
+        one = {order[-1]: lora.joined_weights(self.model)}
+        return lora.export_adapters(folder, self.model, one if self.bank is None else self.parts(order))
 
 
-class IncLoRA(ContinualMethod):
+class IncLoRA(LoRA):
     """IncLoRA: a new LoRA adapter for each domain, added to the frozen ones of all domains before it; the
     baseline of O-LoRA (Wang et al., Findings of EMNLP 2023).
 
@@ -54,20 +56,12 @@ class IncLoRA(ContinualMethod):
     options: StoredPairOptions
 
     def __init__(self, options: StoredPairOptions, context: MethodContext) -> None:
-        super().__init__(options, context, scope=lora.attach_lora(context.model, **options.pair))
+        super().__init__(options, context)
         lora.resize_on_load(self.model)
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
         if self.domain.index > 0:
             lora.begin_adapter(self.model, stored=self.options.stored, seed=self.drawing().initial_seed())
-
-    def model_for(self, domain: int) -> PreTrainedModel:
-        return lora.without_tuners(self.model, merged=True)
-
-    def export(self, folder: Path, order: Sequence[str]) -> str:
-        if self.options.exported == "merged":
-            return super().export(folder, order)
-        return lora.export_adapters(folder, self.model, {order[-1]: lora.joined_weights(self.model)})
 
 
 class MoELoRA(ContinualMethod):
@@ -81,11 +75,133 @@ class MoELoRA(ContinualMethod):
     options: MoELoRAOptions
 
     def __init__(self, options: MoELoRAOptions, context: MethodContext) -> None:
-        self.attaching = {"experts": options.num_experts, **options.pair}
-        scope = attach_experts(context.model, **self.attaching)
-        super().__init__(options, context, scope=scope)
+        attached = {"experts": options.num_experts, **options.pair}
+        super().__init__(options, context, scope=attach_experts(context.model, **attached))
+        self.attached = attach_experts, attached
 
-    def export(self, folder: Path, order: Sequence[str]) -> str:
+
+Pair = tuple[Tensor, Tensor]  # A [r, d_in], B [d_out, r]
+
+
+class _ProductNorm(torch.autograd.Function):
+    """||B A||_1. The gradients sign(B A) A^T and B^T sign(B A) are computed in the forward pass, so that only
+    one product at a time is in memory."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        exact = torch.promote_types(a.dtype, torch.float32)
+        with torch.autocast(a.device.type, enabled=False):
+            wide_a, wide_b = a.to(exact), b.to(exact)
+            product = wide_b @ wide_a
+            signs = product.sign()
+            ctx.save_for_backward((wide_b.T @ signs).to(a), (signs @ wide_a.T).to(b))
+            return product.abs_().sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Pair:
+        of_a, of_b = ctx.saved_tensors
+        return gradient * of_a, gradient * of_b
+
+
+def product_norm(pairs: Iterable[Pair]) -> Tensor:
+    """The sum over pairs of ||B A||_1, a scalar."""
+    return torch.stack([_ProductNorm.apply(a, b) for a, b in pairs]).sum()
+
+
+def factors_norm(pairs: Iterable[Pair]) -> Tensor:
+    """The sum over pairs and ranks of ||b_i||_1 ||a_i||_1, a scalar."""
+    terms = [(b.abs().sum(0, dtype=torch.float) * a.abs().sum(1, dtype=torch.float)).sum() for a, b in pairs]
+    return torch.stack(terms).sum()
+
+
+class NLoRA(IncLoRA):
+    """N-LoRA (Yang et al., COLING 2025): IncLoRA whose new adapter changes few entries of W, so that domains
+    rarely collide.
+
+        L = L_lm + lambda sum over maps ||B_t A_t||_1                       (`penalty: product`, the paper)
+        L = L_lm + lambda sum over maps and ranks i ||b_i||_1 ||a_i||_1     (`penalty: factors`)
+
+    B_t A_t [d_out, d_in] is what the adapter adds to W but for alpha / r; b_i [d_out] is a column of B_t, a_i
+    [d_in] a row of A_t. The second is an upper bound of the first, equal at rank 1, without a matrix as large
+    as W."""
+
+    options: NLoRAOptions
+
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
+        terms = super().losses(batch)
+        if self.options.strength:
+            newest = [lora.factors_of(layer) for layer in lora.lora_layers(self.model).values()]
+            norm = product_norm if self.options.penalty == "product" else factors_norm
+            terms["sparsity"] = self.options.strength * norm(newest)
+        return terms
+
+
+Group = tuple[list[Tensor], Tensor]  # A of G layers, each [r, d]; the earlier ones, [G, t r, d]
+
+
+def pair_overlap(groups: Iterable[Group], *, penalty: str) -> Tensor:
+    """Sum over maps, earlier domains and entries of |A_k A_t^T| or its square, a scalar."""
+    terms = []
+    for new, earlier in groups:
+        products = torch.bmm(earlier, torch.stack(new).transpose(1, 2)).float()
+        terms.append(products.abs().sum() if penalty == "l1" else products.square().sum())
+    return torch.stack(terms).sum()
+
+
+def group_by_width(new: Sequence[Tensor], earlier: Sequence[Sequence[Tensor]]) -> list[Group]:
+    """Groups layers by width, from A of all layers, now and in each earlier domain."""
+    widths: dict[int, list[int]] = {}
+    for place, each in enumerate(new):
+        widths.setdefault(each.shape[1], []).append(place)
+    return [
+        ([new[m] for m in maps], torch.stack([torch.cat([domain[m] for domain in earlier]) for m in maps]))
+        for maps in widths.values()
+    ]
+
+
+class OLoRA(IncLoRA):
+    """O-LoRA (Wang et al., Findings of EMNLP 2023): IncLoRA whose new A is orthogonal to the earlier ones.
+
+        L = L_lm + lambda_1 sum over maps, sum_{k<t} L_orth(A_k, A_t) + lambda_2 R
+        L_orth = sum over entries of |A_k A_t^T|      (`l1`, the released code)
+        L_orth = sum over entries of (A_k A_t^T)^2    (`squared`, the paper)
+        R = ||A_t||_F + ||B_t||_F summed over maps, not squared
+
+    A_k [r, d_in] are the A's of earlier domains; only A_t and B_t have gradients."""
+
+    options: OLoRAOptions
+
+    def __init__(self, options: OLoRAOptions, context: MethodContext) -> None:
+        super().__init__(options, context)
         assert self.scope is not None
-        parts = {order[-1]: {name: self.model.get_parameter(name) for name in self.scope.names}}
-        return export.export_parts(folder, self.model, parts, attach=attach_experts, options=self.attaching)
+        names = self.scope.names
+        self.kept = DomainParams(self.model, [n for n in names if ".lora_A." in n or "embedding_A" in n])
+        self.trained = [self.model.get_parameter(name) for name in names]
+        self.groups: list[Group] | None = None  # made at a domain's first step
+
+    def activate(self, domain: int) -> None:
+        super().activate(domain)
+        self.groups = None
+
+    def after_domain(self, probe: Iterable[Batch]) -> None:
+        self.kept.keep(self.model, self.domain.index)
+
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
+        terms = super().losses(batch)
+        if self.options.strength:
+            terms["orthogonality"] = self.options.strength * self.overlap(like=terms["lm"])
+        if self.options.norm:
+            norms = [torch.linalg.vector_norm(each) for each in self.trained]  # whose gradient at 0 is 0
+            terms["norm"] = self.options.norm * torch.stack(norms).sum()
+        return terms
+
+    def overlap(self, *, like: Tensor) -> Tensor:
+        """L_orth over all layers and earlier domains; 0 in the first domain."""
+        if not self.kept.domains:
+            return torch.zeros_like(like)
+        if self.groups is None:
+            new = [self.model.get_parameter(name) for name in self.kept.names]
+            earlier = [list(self.kept.weights(domain).values()) for domain in self.kept.domains]
+            self.groups = group_by_width(new, earlier)
+        return pair_overlap(self.groups, penalty=self.options.penalty)

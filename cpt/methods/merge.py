@@ -30,7 +30,6 @@ from math import floor
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from cpt.adapters import lora
 from cpt.core.distributed import dot, full_tensor, local_rows, to_local, total_norm, with_rows
@@ -38,6 +37,7 @@ from cpt.core.randomness import key
 from cpt.core.tensors import NamedTensors, PreciseTensors, precise
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualMethod, MethodContext
+from cpt.methods.lora import LoRA
 from cpt.methods.options import MergeLoRAOptions, MergeOptions
 from cpt.models.fisher import fisher
 from cpt.models.fsdp import named_weights
@@ -108,7 +108,6 @@ class Merged(nn.Module):
 
     @torch.no_grad()
     def add(self, domain: Ended) -> None:
-        """Merges one more domain."""
         tasks = self.tasks(domain) if self.options.rule in ("ties", "dare", "dare_ties") else {}
         for name, own in self.rows().items():
             own.copy_(self.one_more(name, self.weights.at_hand(own), domain, tasks.get(name)))
@@ -175,7 +174,6 @@ class Merging(nn.Module):
         self.origin = Snapshot(model, persistent=options.start == "previous")
 
     def begin(self, model: nn.Module) -> None:
-        """Sets the model to the start of a domain."""
         if self.start != "merged":
             self.origin.restore(model)
 
@@ -195,7 +193,6 @@ class Merging(nn.Module):
 
     @torch.no_grad()
     def put(self, rows: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
-        """Sets parameters to merged weights, by name."""
         for name, own in weights.items():
             to_local(own).copy_(rows[name])
 
@@ -228,7 +225,7 @@ class Merge(ContinualMethod):
         self.merging.put(rows, weights)
 
 
-class MergeLoRA(ContinualMethod):
+class MergeLoRA(LoRA):
     """MERGE_LORA: merges what the LoRA adapters of domains add to the weights.
 
     A domain trains a new adapter (Hu et al., ICLR 2022); at its end W_k = s_k + alpha / r B_k A_k, and layers
@@ -238,7 +235,7 @@ class MergeLoRA(ContinualMethod):
     options: MergeLoRAOptions
 
     def __init__(self, options: MergeLoRAOptions, context: MethodContext) -> None:
-        super().__init__(options, context, scope=lora.attach_lora(context.model, **options.pair))
+        super().__init__(options, context)
         self.merging = Merging(options, self.model, self.maps())
         if options.truncated is not None:
             self.base = PreciseTensors(self.maps(), persistent=False)
@@ -279,6 +276,3 @@ class MergeLoRA(ContinualMethod):
         for each in flipped:
             each.requires_grad_(not each.requires_grad)
         return found
-
-    def model_for(self, domain: int) -> PreTrainedModel:
-        return lora.without_tuners(self.model, merged=True)

@@ -1,11 +1,15 @@
-"""The reference methods: naive continual learning, each domain alone, all at once, and the base."""
+"""The reference methods: naive continual learning, each domain alone, all at once, and the base; and naive
+continual learning with replay, and under MIGU's mask."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from cpt.core.schema import Options
 from cpt.data.collate import Batch
 from cpt.data.datamodule import Domain
+from cpt.data.replay import NO_REPLAY
 from cpt.methods.base import ContinualMethod, MethodContext
+from cpt.methods.options import ExperienceReplayOptions, MIGUOptions
 from cpt.models.weights import Snapshot
 
 
@@ -48,3 +52,29 @@ class ZeroShot(ContinualMethod):
 
     def stages(self, order: Sequence[str]) -> list[Domain]:
         return []
+
+
+class ExperienceReplay(ContinualMethod):
+    """REPLAY: plain further pre-training on a mixture of each domain with the text of those before it.
+
+    theta_t = argmin (1 - r) L_lm(theta; D_t) + r L_lm(theta; D_1, ..., D_{t-1}), started from theta_{t-1},
+    with r the share of a batch (Ibrahim et al., TMLR 2024, arXiv 2403.08763). Bit for bit `ncl` with its
+    `mixture` as `replay`. Raises ValueError if the run has another replay."""
+
+    options: ExperienceReplayOptions
+
+    def __init__(self, options: ExperienceReplayOptions, context: MethodContext) -> None:
+        if context.replay != NO_REPLAY:
+            told = "replay is invalid: method=replay has its own"
+            raise ValueError(f"{told}. Allowed: replay=none, and options of method.mixture")
+        super().__init__(options, replace(context, replay=options.mixture))
+
+
+class MIGU(ContinualMethod):
+    """MIGU (Du et al., EMNLP Findings 2024): `ncl` under cpt.gradient_masks.migu; other methods take it as
+    `mask=migu`."""
+
+    options: MIGUOptions
+
+    def __init__(self, options: MIGUOptions, context: MethodContext) -> None:
+        super().__init__(options, replace(context, masks=(*context.masks, options.mask.make())))

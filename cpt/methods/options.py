@@ -30,7 +30,6 @@ from cpt.core.schema import (
     Subset,
     config,
     option,
-    show,
 )
 from cpt.core.sections import Choice
 from cpt.data.replay import ReplayConfig
@@ -38,10 +37,19 @@ from cpt.gradient_masks.options import ActsOn, SoftMaskOptions
 
 
 @config
-class AdapterOptions(BottleneckOptions):
-    per_domain: bool = option("use a new adapter for each domain")
-    start: Literal["base", "previous"] = option("start of a new adapter: random, or a copy of the last")
+class PerDomainOptions(Options):
+    """Modules in a frozen model: one set for all domains, or one per domain."""
+
+    per_domain: bool = option("use new modules for each domain")
+    start: Literal["base", "previous"] = option(
+        "start of new modules: the initial ones, or a copy of the last"
+    )
     routing: Routing = option("routing (used with per_domain): one of conf/routing")
+
+
+@config
+class AdapterOptions(BottleneckOptions, PerDomainOptions):
+    """Options of bottleneck adapters."""
 
 
 @config
@@ -49,16 +57,15 @@ class AGEMOptions(Options):
     buffer_size: Count = option("stored samples of all domains")
     minibatch_size: Count = option("samples per reference gradient, over all processes")
     constraints: Literal["mean", "each"] = option(
-        "one constraint on all earlier domains (A-GEM), or one on each (GEM)"
+        "one constraint for all earlier domains, or one for each (GEM)"
     )
     margin: NonNegative = option("lower bound of v (memory strength of GEM)")
     apply_to: Literal["gradient", "update"] = option("what is projected: the gradient, or the update")
 
     def __post_init__(self) -> None:
         if self.margin and self.apply_to == "update":
-            raise ValueError(
-                f"margin={self.margin} is invalid with apply_to=update. Allowed: 0, or apply_to=gradient"
-            )
+            given = f"margin={self.margin} is invalid with apply_to=update"
+            raise ValueError(f"{given}. Allowed: 0, or apply_to=gradient")
 
 
 @config
@@ -67,13 +74,9 @@ class ContrastOptions(Options):
 
     contrast: NonNegative = option("lambda: the weight of the contrastive term; 0: none of its passes")
     contrast_text: Literal["uncorrupted", "corrupted"] = option("text of the contrastive passes")
-    contrast_dropout: BelowOne | None = option(
-        "dropout rate of the contrastive passes; null: the model's own"
-    )
+    contrast_dropout: BelowOne | None = option("dropout of the contrastive passes; null: the model's own")
     contrast_samples: PositiveShare = option("share of each batch in the contrastive term")
-    contrast_every: Count = option(
-        "steps between contrastive terms; their weight is multiplied by this number"
-    )
+    contrast_every: Count = option("steps between contrastive terms, whose weight is multiplied by it")
     contrast_negatives: Literal["trained", "fixed"] = option("compute gradients in the pass of the negatives")
     temperature: Positive = option("tau: the temperature of the contrastive term")
 
@@ -83,9 +86,7 @@ class ConsolidationOptions(Options):
     """How the importances of weights are measured and merged (cpt.methods.ewc)."""
 
     strength: NonNegative = option("lambda: the weight of the penalty")
-    estimator: Literal["per_sample", "batch"] = option(
-        "Fisher estimator: gradients of samples, or of batches"
-    )
+    estimator: Literal["per_sample", "batch"] = option("Fisher estimator: from samples, or from batches")
     merge: Literal["mean", "decay"] = option("how importances of a domain are merged with earlier ones")
     gamma: Probability = option("factor on earlier importances (used with merge=decay)")
 
@@ -101,20 +102,14 @@ class MergeOptions(Options):
     start: Literal["merged", "base", "previous"] = option(
         "weights that a domain starts from; previous: those at the end of the last domain"
     )
-    scale: NonNegative = option(
-        "lambda (used with task_arithmetic, ties and dare); null: the default of the rule"
-    )
+    scale: NonNegative = option("lambda (used with task_arithmetic, ties, dare); null: the rule's default")
     density: PositiveShare = option("share of the entries of tau to keep (used with rule=ties)")
-    trimmed: Literal["tensor", "model"] = option(
-        "trim over each tensor, or over the model (used with rule=ties)"
-    )
+    trimmed: Literal["tensor", "model"] = option("trim each tensor, or the model (used with rule=ties)")
     drop: BelowOne = option("p: the probability that an entry is dropped (used with rule=dare)")
     share: Probability = option("u: the share of the newest domain (used with rule=slerp)")
     base: bool = option("include the base model (used with rule=average and slerp)")
     epsilon: Positive = option("added to each entry of F (used with rule=fisher)")
-    estimator: Literal["per_sample", "batch"] = option(
-        "Fisher estimator (used with rule=fisher): gradients of samples, or of batches"
-    )
+    estimator: Literal["per_sample", "batch"] = option("Fisher estimator (used with rule=fisher)")
 
     @property
     def signs(self) -> bool:
@@ -129,31 +124,29 @@ Width = Annotated[Number, Ge(0.001), Le(100)]
 class CPTPluginOptions(GateOptions):
     attention: Width = option("inner size of an attention plug-in, as a share of the hidden size")
     ffn: Width = option("inner size of an FFN plug-in, as a share of the hidden size")
-    output_relu: bool = option(
-        "apply a ReLU after the second layer; the initial model then differs from the base"
-    )
-    norms: Literal["per_domain", "frozen"] = option(
-        "layer norms of the blocks: one set per domain, or the base model's"
-    )
+    output_relu: bool = option("apply a ReLU after the second layer: the model does not start as the base")
+    norms: Literal["per_domain", "frozen"] = option("norms of the blocks: one set per domain, or the base's")
     sparsity: NonNegative = option("weight of the HAT regularizer")
     routing: Routing = option("routing: one of conf/routing")
 
     @property
     def plugin(self) -> dict[str, Any]:
-        """Arguments of cpt.adapters.bottleneck.attach_plugins."""
         return {name: getattr(self, name) for name in ("attention", "ffn", "output_relu")}
 
 
 @config
-class DASOptions(SoftMaskOptions, ContrastOptions):
+class DGAOptions(SoftMaskOptions, ContrastOptions):
+    """Options of DGA, and of DAS except for its domains."""
+
+
+@config
+class DASOptions(DGAOptions):
     domains: bool = option("estimate the importance of each domain after training on it")
 
 
 @config
 class DEMIXOptions(BottleneckOptions):
-    experts: Literal["ffn", "adapter"] = option(
-        "what an expert replaces or adds: the FFN of every block, or an adapter"
-    )
+    experts: Literal["ffn", "adapter"] = option("what an expert is: the FFN of every block, or an adapter")
     start: Literal["nearest", "previous", "base"] = option(
         "start of a new expert: a copy of the base FFN, of the last or of the nearest expert"
     )
@@ -164,38 +157,24 @@ class DEMIXOptions(BottleneckOptions):
 class DERPPOptions(Options):
     alpha: NonNegative = option("weight of the mean squared error to the stored outputs")
     beta: NonNegative = option("weight of the loss on the stored labels")
-    buffer_size: Count | None = option("stored samples, over all processes; null: set by buffer_bytes")
-    buffer_bytes: Positive | None = option("memory of all stored samples in bytes; null: set by buffer_size")
-    minibatch_size: Count | None = option(
-        "samples per draw and forward pass, two draws; null: half of the batch"
-    )
+    buffer_size: Count = option("stored samples, over all processes")
+    minibatch_size: Count | None = option("samples of each of the two draws; null: half of the batch")
     matched: Literal["hidden", "logits"] = option("outputs that are matched: logits, or hidden states")
     precision: Literal["float16", "bfloat16", "float32"] = option("precision of the stored outputs")
 
-    def __post_init__(self) -> None:
-        if (self.buffer_size is None) == (self.buffer_bytes is None):
-            raise ValueError(
-                f"buffer_size={show(self.buffer_size)} with buffer_bytes={show(self.buffer_bytes)} is "
-                f"invalid. "
-                "Allowed: exactly one, the other null"
-            )
 
-
-@config
-class DGAOptions(SoftMaskOptions, ContrastOptions):
-    """Options of DGA."""
-
-
+EWCOptions = ConsolidationOptions
+IncLoRAOptions = StoredPairOptions
 NOTHING: dict[str, float] = {"neurons": 1, "heads": 0, "layers": 0, "hidden": 1}  # no growth
 
 
 @config
 class ELLEOptions(Options):
     neurons: PerDomain[Annotated[Number, Ge(1), Le(100)]] = option(
-        "factor on FFN widths before each further domain"
+        "factor on FFN widths before further domains"
     )
     heads: PerDomain[Natural] = option(
-        "key/value heads, with their query heads, added to each attention before a domain"
+        "key/value heads (with their query heads) added before further domains"
     )
     layers: PerDomain[Natural] = option("blocks added to each stack before each further domain")
     hidden: PerDomain[Count] = option(
@@ -203,12 +182,9 @@ class ELLEOptions(Options):
     )
     noise: NonNegative = option("noise on copies other than blocks, in standard deviations of the weights")
     recovery: NonNegative = option("recovery steps on earlier text before a domain, as a share of its steps")
-    prompt: Natural = option(
-        "n: prompt vectors per domain, after the first token (encoder-decoder: in front)"
-    )
+    prompt: Natural = option("n: prompt vectors per domain after the first token, or before the encoder's")
 
     def growth(self, domain: int) -> dict[str, float]:
-        """The model's growth before a domain."""
         given = {name: getattr(self, name) for name in NOTHING} if domain else NOTHING
         grown = given.items()
         return {name: v[min(domain, len(v)) - 1] if isinstance(v, Sequence) else v for name, v in grown}
@@ -220,16 +196,9 @@ class EMAOptions(Options):
 
 
 @config
-class EWCOptions(ConsolidationOptions):
-    """Options of EWC."""
-
-
-@config
 class HATOptions(BottleneckOptions, GateOptions):
     form: Literal["full", "adapter"] = option("gates on the units of the model, or on adapters")
-    units: Subset[Literal["heads", "neurons", "outputs"]] = option(
-        "units that are gated (used with form=full)"
-    )
+    units: Subset[Literal["heads", "neurons", "outputs"]] = option("gated units (used with form=full)")
     shared: Literal["frozen", "trained"] = option(
         "embeddings, norms and head after the first domain; trained: results on earlier domains change"
     )
@@ -245,28 +214,17 @@ class HATOptions(BottleneckOptions, GateOptions):
 
 
 @config
-class IncLoRAOptions(StoredPairOptions):
-    """Options of IncLoRA."""
-
-
-@config
 class KDOptions(Options):
     strength: NonNegative = option("lambda: the weight of the distillation loss")
     temperature: Positive = option("temperature of both distributions")
-    distilled: Literal["logits", "hidden"] = option(
-        "distillation over the vocabulary, or over the hidden features"
-    )
-    teacher: Literal["run", "bf16-mixed"] = option(
-        "precision of the teacher's pass: that of the run, or a faster one"
-    )
+    distilled: Literal["logits", "hidden"] = option("distillation over the vocabulary, or hidden features")
+    teacher: Literal["run", "bf16-mixed"] = option("precision of the teacher's pass: the run's, or faster")
 
 
 @config
 class L2Options(Options):
     strength: NonNegative = option("lambda: the weight of the penalty")
-    towards: Literal["previous", "base"] = option(
-        "anchor: the weights before this domain, or the base model's"
-    )
+    towards: Literal["previous", "base"] = option("anchor: the weights before the domain, or the base's")
 
 
 @config
@@ -291,10 +249,8 @@ class LifelongMoEOptions(Options):
 
 
 @config
-class LoRAOptions(PairOptions):
-    per_domain: bool = option("use a new adapter for each domain")
-    start: Literal["base", "previous"] = option("start of a new adapter: random, or a copy of the last")
-    routing: Routing = option("routing (used with per_domain): one of conf/routing")
+class LoRAOptions(PairOptions, PerDomainOptions):
+    """Options of LoRA."""
 
 
 @config
@@ -338,9 +294,7 @@ class OLoRAOptions(StoredPairOptions):
 
 @config
 class OSFOptions(Options):
-    protected: Probability = option(
-        "share of protected singular directions of each matrix in the first domain"
-    )
+    protected: Probability = option("share of protected singular directions in the first domain")
     growth: Probability = option("additional share for each further domain")
     most: Probability = option("upper bound of the protected share")
     least: Probability | None = option(
@@ -364,35 +318,26 @@ Tuner = (
 
 
 @config
-class PeftOptions(Options):
+class PeftOptions(PerDomainOptions):
     tuner: Tuner = option("tuner of peft")
     target_modules: Targets = option("adapted layers: auto, or as method.target_modules of lora")
     arguments: Mapping[str, Any] = option("arguments of the tuner's config, with the names of peft")
-    per_domain: bool = option("use a new one for each domain")
-    start: Literal["base", "previous"] = option("start of a new one: the initial one, or a copy of the last")
-    routing: Routing = option("routing (used with per_domain): one of conf/routing")
 
 
 @config
 class ProgPromptOptions(Options):
     num_virtual_tokens: Natural = option("n: prompt vectors that each domain adds; 0: the base model")
     residual: Count | None = option("bottleneck of the residual layers of the prompt; null: none")
-    start: Literal["vocabulary", "previous"] = option(
-        "start of a new prompt: embeddings of random tokens, or a copy of the last"
-    )
+    start: Literal["vocabulary", "previous"] = option("start of a new prompt: random tokens, or the last")
     routing: Routing = option("routing: one of conf/routing")
 
 
 @config
-class PromptOptions(Options):
-    num_virtual_tokens: Natural = option(
-        "n: prompt vectors after the first token (encoder-decoder: in front); 0: the base model"
+class PromptOptions(PerDomainOptions):
+    num_virtual_tokens: Natural = option("n: prompt vectors; 0: the base model")
+    start: Literal["vocabulary", "previous"] = option(  # type: ignore[assignment]
+        "start of a new prompt: random tokens, or the last"
     )
-    per_domain: bool = option("use a new prompt for each domain")
-    start: Literal["vocabulary", "previous"] = option(
-        "start of a new prompt: embeddings of random tokens, or a copy of the last"
-    )
-    routing: Routing = option("routing (used with per_domain): one of conf/routing")
 
 
 @config
@@ -401,9 +346,7 @@ class RecAdamOptions(Options):
     annealed: bool = option("anneal from the pull to the loss over the domain")
     middle: Probability = option("t_0: the step where lambda is 1/2, as a share of the domain's steps")
     slope: Positive = option("k: the slope of the sigmoid, times the domain's steps")
-    towards: Literal["previous", "base"] = option(
-        "anchor: the weights before this domain, or the base model's"
-    )
+    towards: Literal["previous", "base"] = option("anchor: the weights before the domain, or the base's")
 
 
 @config
@@ -426,12 +369,8 @@ class SAPTOptions(MapPairOptions):
     query: Literal["embeddings", "encoder"] = option("vectors whose mean represents a text")
     bottleneck: Count = option("rows of W_down (used with key=attention)")
     scale: Positive = option("factor on cosines (used with key=cosine)")
-    key_rate: Positive = option(
-        "learning-rate multiplier of the newest key and the query, relative to the adapters"
-    )
-    strength: NonNegative = option(
-        "lambda: the weight of the KL term (key=attention) or of 1 - cos (key=cosine)"
-    )
+    key_rate: Positive = option("learning rate of the newest key and the query, relative to the adapters'")
+    strength: NonNegative = option("lambda: weight of the KL term (key=attention) or 1 - cos (key=cosine)")
 
 
 @config

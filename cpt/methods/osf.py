@@ -12,7 +12,6 @@ With `least`, k depends on how little a block changes its input, on the text of 
 
 `protect: all` decomposes embeddings and head too. Norms and biases are vectors and always free."""
 
-import logging
 from collections.abc import Iterable
 from fractions import Fraction
 from math import floor
@@ -21,13 +20,11 @@ from torch import Tensor, ones
 
 from cpt.data.collate import Batch
 from cpt.data.datamodule import Domain
-from cpt.gradient_masks.subspace import Subspaces
+from cpt.gradient_masks.constraints import Subspaces
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import OSFOptions
 from cpt.models.fisher import measure_similarity
 from cpt.models.units import blocks, projections, weight_matrices
-
-log = logging.getLogger(__name__)
 
 
 class OSF(ContinualMethod):
@@ -47,25 +44,11 @@ class OSF(ContinualMethod):
             self.register_buffer("similarity", ones(len(self.blocks)))
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
-        shares = self.shares(self.domain)
-        ranks, blocks = {}, [*enumerate(self.blocks)]
+        shares, ranks = self.shares(self.domain), {}
         for name, weight in self.subspaces.maps.items():
-            block = next((place for place, each in blocks if name.startswith(f"{each}.")), -1)
-            ranks[name] = floor(shares[block] * min(weight.shape))
+            inside = (place for place, each in enumerate(self.blocks) if name.startswith(f"{each}."))
+            ranks[name] = floor(shares[next(inside, -1)] * min(weight.shape))
         self.subspaces.span(ranks)
-        if self.domain.index == 0 and (protected := self.subspaces.known()):
-            trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-            free = {name: p for name, p in trained.items() if p not in protected}
-            wide = [name for name, p in free.items() if p.ndim > 1]
-            share = sum(p.numel() for p in free.values()) / sum(p.numel() for p in trained.values())
-            log.info(
-                "Free weights (method.protect=%s): %.0f %% of the trained ones, in %d norms and biases%s",
-                *(self.options.protect, 100 * share, len(free) - len(wide)),
-                "".join(f", {name}" for name in wide),
-            )
-        if self.options.least is not None:
-            found = ", ".join(f"{float(share):.2f}" for share in shares[:-1])
-            log.info("Protected shares of directions in %s, by block: %s", self.domain.name, found)
 
     def after_domain(self, probe: Iterable[Batch]) -> None:
         if self.options.least is not None:

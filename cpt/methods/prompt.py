@@ -8,14 +8,13 @@ share one; without a prompt the model is the base."""
 
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
-from pathlib import Path
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from cpt.adapters import export
 from cpt.adapters.domain_store import BASE, DomainParams
 from cpt.adapters.options import Routing
 from cpt.adapters.soft_prompt import PromptChain, attach_prompt, draw_prompt
@@ -53,12 +52,10 @@ class PromptMethod(ContinualMethod):
     ) -> None:
         check_tokens(options.num_virtual_tokens, length=context.length, model=context.model)
         check_rows(context, f"method={method}, {PER_ROW}")
-        self.prompting: dict[str, Any] = {
-            "tokens": options.num_virtual_tokens,
-            "causal": context.objective.causal,
-        }
-        scope = attach_prompt(context.model, **self.prompting)
+        attached: dict[str, Any] = {"tokens": options.num_virtual_tokens, "causal": context.objective.causal}
+        scope = attach_prompt(context.model, **attached)
         super().__init__(options, context, scope=scope)
+        self.attached = attach_prompt, attached
         [self.name] = scope.names
         self.bank = store(self.model, scope.names, base={self.name: self.prompt[:0]})
         if routing is not None:
@@ -76,9 +73,8 @@ class PromptMethod(ContinualMethod):
     def model_for(self, domain: int) -> PreTrainedModel:
         return with_prompt(self.model, self.name, self.weights(domain)[self.name])
 
-    def export(self, folder: Path, order: Sequence[str]) -> str:
-        parts = {name: self.weights(index) for index, name in enumerate(order)}
-        return export.export_parts(folder, self.model, parts, attach=attach_prompt, options=self.prompting)
+    def parts(self, order: Sequence[str]) -> dict[str, dict[str, Tensor]]:
+        return {name: self.weights(index) for index, name in enumerate(order)}
 
 
 class Prompt(PromptMethod):
@@ -109,8 +105,8 @@ class Prompt(PromptMethod):
             nll = self.objective.nll(self.model, batch)
         return nll, torch.ones_like(nll)
 
-    def export(self, folder: Path, order: Sequence[str]) -> str:
-        return super().export(folder, order if self.options.per_domain else order[-1:])
+    def parts(self, order: Sequence[str]) -> dict[str, dict[str, Tensor]]:
+        return super().parts(order if self.options.per_domain else order[-1:])
 
 
 def check_rows(context: MethodContext, method: str) -> None:
@@ -127,13 +123,9 @@ def check_tokens(
 ) -> None:
     """Raises ValueError where prompt and sample exceed the model's positions."""
     limit = positions_of(model)
-    most = (
-        "or more"
-        if limit is None
-        else f"to {limit - length}, the positions beyond model.max_seq_length={length}"
-    )
     if limit is not None and length + tokens > limit:
-        raise ValueError(f"{option}={tokens} is invalid. Allowed: a whole number, 0 {most}")
+        room = f"{limit - length}, the positions beyond model.max_seq_length={length}"
+        raise ValueError(f"{option}={tokens} is invalid. Allowed: a whole number, 0 to {room}")
 
 
 STD = 0.02  # of W_down
@@ -155,11 +147,9 @@ class ProgPrompt(PromptMethod):
         super().__init__(options, context, PromptChain, method="progprompt", routing=options.routing)
         self.residual: nn.Sequential | None = None  # W_down, relu, W_up
         if (rows := options.residual) is not None:
-            width, like = (
-                self.prompt.shape[1],
-                cast(Any, {"device": self.prompt.device, "dtype": self.prompt.dtype}),
-            )
-            down, up = nn.Linear(width, rows, **like), nn.Linear(rows, width, **like)
+            width, like = self.prompt.shape[1], self.prompt
+            linear = partial(nn.Linear, device=like.device, dtype=like.dtype)
+            down, up = linear(width, rows), linear(rows, width)
             self.residual = nn.Sequential(down, nn.ReLU(), up)
 
     def stages(self, order: Sequence[str]) -> list[Domain]:
@@ -168,8 +158,7 @@ class ProgPrompt(PromptMethod):
             most = (limit - self.length) // len(order)
             raise ValueError(
                 f"method.num_virtual_tokens={tokens} is invalid for {len(order)} domains. Allowed: 0 to "
-                f"{most}, "
-                f"for the {limit - self.length} positions beyond model.max_seq_length={self.length}"
+                f"{most}, for the {limit - self.length} positions beyond model.max_seq_length={self.length}"
             )
         return super().stages(order)
 

@@ -7,7 +7,6 @@ optimizer, and a weight of the task's step that grows over the domain.
 theta* is the base, or the model before the domain; step(t) is the optimizer's, weight decay included. Without
 `annealed`, lambda is 1 in the first line and the second's factor eta gamma: decoupled L2-SP."""
 
-import logging
 import math
 from collections.abc import Iterable, Sequence
 
@@ -22,9 +21,7 @@ from cpt.methods.options import RecAdamOptions
 from cpt.models.fsdp import named_weights
 from cpt.models.weights import Snapshot
 
-log = logging.getLogger(__name__)
 MOST = 2.0  # of eta gamma: from there on a weight overshoots theta* by its distance
-PAPER = 0.1  # eta gamma: 2e-5 times 5000
 
 
 class Recall(Constraint):
@@ -58,35 +55,21 @@ class RecAdam(ContinualMethod):
 
     def __init__(self, options: RecAdamOptions, context: MethodContext) -> None:
         super().__init__(options, context)
-        self.rate = getattr(context.optimizer, "keywords", {}).get("lr", 0.0)
-        if self.rate * options.strength >= MOST:
-            raise ValueError(
-                f"method.strength={options.strength:g} is invalid: at optim.lr={self.rate:g} it pulls "
-                f"weights past "
-                f"where they were. Allowed: below {MOST / self.rate:g}"
-            )
+        rate = getattr(context.optimizer, "keywords", {}).get("lr", 0.0)
+        if rate * options.strength >= MOST:
+            given = f"method.strength={options.strength:g} is invalid: at optim.lr={rate:g} it pulls"
+            raise ValueError(f"{given} weights past where they were. Allowed: below {MOST / rate:g}")
         self.anchor = Snapshot(self.model, persistent=options.towards == "previous")
         self.recall = Recall(self.anchor, options)
         self.masks.append(self.recall)
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
-        pull = self.rate * self.options.strength
-        if self.domain.index == 0 and pull and not math.isclose(pull, PAPER):
-            log.info(
-                "RecAdam pulls up to %.3g of the way back per step (method.strength=%g times optim.lr=%g); "
-                "the paper: %g, method.strength=%g",
-                *(pull, self.options.strength, self.rate, PAPER, PAPER / self.rate),
-            )
         if self.options.towards == "previous":
             self.anchor.take(self.model)
 
     def transform_gradients(self, optimizer: Optimizer) -> None:
         present = self.anchor.named()
         self.recall.anchors = {p: name for name, p in named_weights(self.model).items() if name in present}
-        self.recall.share = self.anneal(self.trainer.global_step, self.trainer.max_steps)
-
-    def anneal(self, step: int, steps: int) -> float:
-        """lambda at a step of the domain, counted from 0."""
-        if not self.options.annealed:
-            return 1.0
-        return 1 / (1 + math.exp(-self.options.slope * (step / steps - self.options.middle)))
+        if self.options.annealed:  # lambda at a step of the domain, counted from 0
+            at = self.trainer.global_step / self.trainer.max_steps - self.options.middle
+            self.recall.share = 1 / (1 + math.exp(-self.options.slope * at))

@@ -11,13 +11,11 @@ Domain t trains its adapter, its key and the query; the mean a of each domain is
 
 import logging
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from cpt.adapters import export
 from cpt.adapters.domain_store import BASE, DomainScorer
 from cpt.adapters.routed_lora import SampleRouter, attach_routed, begin_routed, routed_part, router_of
 from cpt.core.distributed import all_reduce_sum
@@ -68,9 +66,10 @@ class SAPT(ContinualMethod):
     def __init__(self, options: SAPTOptions, context: MethodContext) -> None:
         check_rows(context, "method=sapt, whose pairs are weighed for each row of a batch")
         names = ("key", "query", "bottleneck", "scale")
-        self.attaching = options.pair | {name: getattr(options, name) for name in names}
-        self.attaching["causal"] = context.objective.causal
-        super().__init__(options, context, scope=attach_routed(context.model, **self.attaching))
+        attached = options.pair | {name: getattr(options, name) for name in names}
+        attached["causal"] = context.objective.causal
+        super().__init__(options, context, scope=attach_routed(context.model, **attached))
+        self.attached = attach_routed, attached
         self.attention = NamedTensors()  # mean a of each domain's text at the domain's end
         self.router = Attending(router_of(self.model), context.objective, self.attention)
 
@@ -89,9 +88,6 @@ class SAPT(ContinualMethod):
     def before_domain(self, probe: Iterable[Batch]) -> None:
         if self.domain.index > 0:
             begin_routed(self.model, self.drawing())
-        elif self.options.key == "attention" and self.options.strength and not self.replay.past_ratio:
-            told = "No effect of method.strength=%g: no text of past domains is replayed (replay=past)"
-            log.info(told, self.options.strength)
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         terms = super().losses(batch)
@@ -127,9 +123,8 @@ class SAPT(ContinualMethod):
         mean = (sums[:-1] / sums[-1].clamp_min(1)).float()
         self.attention.update({str(self.domain.index): mean})
 
-    def export(self, folder: Path, order: Sequence[str]) -> str:
-        parts = {order[-1]: routed_part(self.model)}
-        return export.export_parts(folder, self.model, parts, attach=attach_routed, options=self.attaching)
+    def parts(self, order: Sequence[str]) -> dict[str, dict[str, Tensor]]:
+        return {order[-1]: routed_part(self.model)}
 
     def diagnostics(self) -> dict[str, Tensor]:
         """The mean attention of each domain at its end (rows) to each adapter (columns)."""

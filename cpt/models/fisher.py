@@ -84,7 +84,7 @@ def sensitivity(
 
 def samples(batch: Batch) -> list[Batch]:
     """The samples of a batch that have something to predict, a batch of one each."""
-    alone = [single(batch, row) for row in range(len(batch["input_ids"]))]
+    alone = (single(batch, row) for row in range(len(batch["input_ids"])))
     return [each for each in alone if len(each["positions"])]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from cpt.core.schema import show
 from cpt.data.collate import Batch
@@ -112,8 +112,7 @@ def check_dropout(model: nn.Module, rate: float | None, *, option: str, without:
         reason = "all its dropout rates are 0" if own else "it has no dropout"
         raise ValueError(
             f"method.{option}={show(rate)} is invalid: two passes of {type(model).__name__} do not differ, "
-            f"as "
-            f"{reason}. Allowed: {f'{option} above 0' if own else 'another model'}, or {without}"
+            f"as {reason}. Allowed: {f'{option} above 0' if own else 'another model'}, or {without}"
         )
 
 
@@ -132,10 +131,7 @@ def reader(model: PreTrainedModel) -> PreTrainedModel:
     return model.get_encoder() if model.config.is_encoder_decoder else body(model)
 
 
-CACHES = (
-    "past_key_values",
-    "cache",
-)  # arguments for the key-value cache; the second from transformers 5.24 on
+CACHES = ("past_key_values", "cache")  # arguments for the key-value cache; the second from transformers 5.24
 
 
 def uncached(model: PreTrainedModel) -> dict[str, bool]:
@@ -169,3 +165,19 @@ def tokens_of(model: PreTrainedModel, name: str) -> str | None:
         return TARGET_TOKENS
     parts = name[attention.end() + 1 :].split(".")
     return SOURCE_TOKENS if any(MEMORY.fullmatch(part) for part in parts) else TARGET_TOKENS
+
+
+@contextmanager
+def generating(model: PreTrainedModel, how: GenerationConfig) -> Iterator[None]:
+    """A model whose generation configuration is `how` alone inside the context, and not the checkpoint's."""
+    before, model.generation_config = model.generation_config, how
+    try:
+        yield
+    finally:
+        model.generation_config = before
+
+
+def is_written_whole(model: PreTrainedModel) -> bool:
+    """Whether a decoder has a prompt: no key-value cache is possible, and rows of a batch have one length."""
+    own = any(getattr(part, "written_whole", False) for part in model.modules())
+    return own and not model.config.is_encoder_decoder

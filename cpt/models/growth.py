@@ -72,14 +72,12 @@ def adjusted(model: PreTrainedModel, part: str) -> Iterator[Callable[[], PreTrai
 
 
 def set_fields(model: PreTrainedModel, values: Mapping[str, Any]) -> None:
-    """Sets those of the fields that a configuration has."""
-    for name, value in values.items():
+    for name, value in values.items():  # those that a configuration has
         if name in model.config.attribute_map or name in vars(model.config):
             setattr(model.config, name, value)
 
 
 def replace_parameter(module: nn.Module, name: str, value: Tensor) -> None:
-    """Gives a module a parameter of another shape, trained if the old one is."""
     setattr(module, name, nn.Parameter(value.detach(), requires_grad=getattr(module, name).requires_grad))
 
 
@@ -262,23 +260,18 @@ def entries(tokenizer: PreTrainedTokenizerBase) -> int:
 def check_entries(rows: int, tokenizer: PreTrainedTokenizerBase, *, checkpoint: str) -> None:
     """Raises ValueError where a tokenizer has more entries than an embedding has rows."""
     if (needed := entries(tokenizer)) > rows:
-        raise ValueError(
-            f"model.resize=false is invalid: the tokenizer of {checkpoint} has {needed} entries, the "
-            f"embedding "
-            f"{rows} rows. Allowed: "
-            "model.resize=true (adds rows for the others), or the tokenizer that the model was trained with"
-        )
+        given = f"the tokenizer of {checkpoint} has {needed} entries, the embedding {rows} rows"
+        allowed = "model.resize=true, which adds rows, or the tokenizer that the model was trained with"
+        raise ValueError(f"model.resize=false is invalid: {given}. Allowed: {allowed}")
 
 
 def check_head(model: PreTrainedModel) -> None:
     """Raises ValueError for a model whose head transformers would not resize with the embedding."""
     rows, head = model.get_input_embeddings().weight.shape[0], model.get_output_embeddings()
     if head is None or head.weight.shape[0] != rows:
-        raise ValueError(
-            f"model.resize=true is invalid: transformers finds no head of {type(model).__name__} with a row "
-            f"for each "
-            "entry. Allowed: model.resize=false with a tokenizer that fits, and has sentinels for span"
-        )
+        why = f"transformers finds no head of {type(model).__name__} with a row for each entry"
+        allowed = "model.resize=false with a tokenizer that fits, and has sentinels for span"
+        raise ValueError(f"model.resize=true is invalid: {why}. Allowed: {allowed}")
 
 
 def fit_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, checkpoint: str) -> None:

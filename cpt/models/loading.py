@@ -106,8 +106,15 @@ def configuration(checkpoint: str) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        told = f"model.name_or_path={checkpoint} is invalid: {error}"
-        raise ValueError(f"{told}. Allowed: a folder, or a name of the Hugging Face Hub") from error
+        why = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+        if not Path(checkpoint).exists():
+            local = checkpoint.startswith((".", "/", "~")) or checkpoint.count("/") > 1
+            why = (
+                "there is no such folder" if local else f"no such folder, and not loaded from the Hub ({why})"
+            )
+        raise ValueError(
+            f"model.name_or_path={checkpoint} is invalid: {why}. Allowed: a folder, or a name on the Hub"
+        ) from error
 
 
 def keep_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
@@ -163,10 +170,8 @@ def find_adapter(checkpoint: str | Path) -> Path | None:
     """The folder of the only adapter that a checkpoint has; raises ValueError if it has several."""
     found = [path.parent for path in sorted(Path(checkpoint).glob("adapters/*/adapter_config.json"))]
     if len(found) > 1:
-        allowed = "a copy with one of them merged (peft's merge_and_unload)"
-        raise ValueError(
-            f"model.name_or_path={checkpoint} is invalid: it has {len(found)} adapters. Allowed: {allowed}"
-        )
+        given = f"model.name_or_path={checkpoint} is invalid: it has {len(found)} adapters"
+        raise ValueError(f"{given}. Allowed: a copy with one of them merged (peft's merge_and_unload)")
     return found[0] if found else None
 
 

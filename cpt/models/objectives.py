@@ -108,10 +108,8 @@ class Masked(Objective):
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, rate: float) -> None:
         if tokenizer.mask_token_id is None:
             name = tokenizer.name_or_path
-            raise ValueError(
-                f"model.objective=masked is invalid: the tokenizer {name} has no mask token. Allowed: "
-                f"model.objective=causal"
-            )
+            told = f"model.objective=masked is invalid: the tokenizer {name} has no mask token"
+            raise ValueError(f"{told}. Allowed: model.objective=causal")
         self.rate, self.mask = rate, tokenizer.mask_token_id
         self.special = np.asarray(sorted(tokenizer.all_special_ids))
         self.plain = np.setdiff1d(np.arange(len(tokenizer)), self.special)

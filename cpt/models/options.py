@@ -86,15 +86,13 @@ class ModelOptions(Options):
     name_or_path: Checkpoint | None = option(
         "checkpoint: a name on the Hub or a folder; null: a new, pre-trained model (config, pretraining)"
     )
-    layers: Count | None = option(
-        "number of first blocks of the checkpoint that are kept; null: all", default=None
-    )
+    layers: Count | None = option("first blocks of the checkpoint that are kept; null: all", default=None)
     objective: Literal["masked", "causal", "span", "auto"] = option(
-        "training objective; auto: that of the architecture"
+        "objective; auto: that of the architecture"
     )
     mlm_probability: OpenShare | None = option("share of masked tokens; null for causal models")
     mean_span: Annotated[Number, Ge(1), Le(10_000)] | None = option(
-        "mean length of a masked span in tokens; null for other objectives", default=None
+        "mean masked span in tokens; null: other objectives", default=None
     )
     max_seq_length: Annotated[Int, Ge(2)] = option("tokens per sequence")
     resize: bool = option("add rows to an embedding that is too small for the tokenizer", default=False)
@@ -107,17 +105,12 @@ class ModelOptions(Options):
         if self.config is not None and self.name_or_path is None:
             check_value("config.model_type", self.config.get("model_type"), ModelType)
         if self.name_or_path is None and self.layers is not None:
-            raise ValueError(
-                f"layers={self.layers} is invalid: a new model's blocks are in model.config. Allowed: null"
-            )
+            given = f"layers={self.layers} is invalid: a new model's blocks are in model.config"
+            raise ValueError(f"{given}. Allowed: null")
         for name in SIZES:
             if self.config is not None and name in self.config:
                 check_value(f"config.{name}", self.config[name], Count)
-        if self.name_or_path is None and (
-            self.config is None or self.pretraining is None or self.vocab_size is None
-        ):
-            raise ValueError(
-                f"name_or_path=null is invalid: {self.name} has no model to build. Allowed: a Hugging Face "
-                f"name or "
-                "a folder, or model.config, model.pretraining and model.vocab_size"
-            )
+        if self.name_or_path is None and None in (self.config, self.pretraining, self.vocab_size):
+            allowed = "a checkpoint, or model.config, model.pretraining and model.vocab_size"
+            given = f"name_or_path=null is invalid: {self.name} has no model to build"
+            raise ValueError(f"{given}. Allowed: {allowed}")

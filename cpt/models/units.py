@@ -198,20 +198,21 @@ def gate_units(groups: Iterable[Units], gates: Mapping[str, Tensor]) -> Iterator
                 pre = lambda _, args, gate=gate: (scale_features(args[0], gate), *args[1:])  # noqa: E731
                 hooks.callback(group.gate.register_forward_pre_hook(pre).remove)
                 continue
-            scale = scale_tokens if group.kind == "tokens" else scale_features
-            hook = lambda _, args, x, gate=gate, scale=scale: scale(x, gate, *args[:1])  # noqa: E731
+
+            def scale(
+                _: nn.Module, args: Any, x: Tensor, group: Units = group, gate: Tensor = gate
+            ) -> Tensor:
+                if group.kind != "tokens":
+                    return scale_features(x, gate)
+                found = gate[args[0]] if gate.ndim == 1 else gate.gather(1, args[0])  # of ids [B, T]
+                return x * found.unsqueeze(-1).to(x)
+
             for module in [part.module for part in group.parts] if group.kind == "tokens" else [group.gate]:
-                hooks.callback(module.register_forward_hook(hook).remove)
+                hooks.callback(module.register_forward_hook(scale).remove)
         yield
 
 
-def scale_tokens(x: Tensor, gate: Tensor, ids: Tensor) -> Tensor:
-    """Embeddings [B, T, D] of `ids` [B, T] times the gates of these tokens."""
-    found = gate[ids] if gate.ndim == 1 else gate.gather(1, ids)
-    return x * found.unsqueeze(-1).to(x)
-
-
-def scale_features(x: Tensor, gate: Tensor, *args: Any) -> Tensor:
+def scale_features(x: Tensor, gate: Tensor) -> Tensor:
     """Activations [B, T, D], or [B * T, D] as OPT flattens them, times a gate of [count] or [B, count]."""
     wide = gate.to(x).repeat_interleave(x.shape[-1] // gate.shape[-1], dim=-1)
     if gate.ndim == 1:
@@ -288,6 +289,5 @@ def row_parts(linear: Projection, members: Tensor) -> list[Part]:
 
 
 def list_matrices(module: nn.Module, name: str = "") -> str:
-    """Names and shapes of a module's matrices, for an error message."""
     matrices = [f"{n} {list(p.shape)}" for n, p in module.named_parameters(name) if p.ndim > 1]
     return ", ".join(matrices[:12] + ["..."] * (len(matrices) > 12)) or "no matrices"

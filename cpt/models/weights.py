@@ -150,9 +150,9 @@ def swap_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[No
 @torch.no_grad()
 def overwrite_rows(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Overwrites the own rows of sharded parameters, by name; returns a copy of the previous ones."""
-    present, kept = named_weights(model) if weights else {}, {}
+    present = named_weights(model) if weights else {}
+    kept = {name: present[name].detach().clone() for name in weights}
     for name, weight in weights.items():
-        kept[name] = present[name].detach().clone()
         to_local(present[name]).copy_(to_local(shard_like(weight, present[name])))
     return kept
 
@@ -179,8 +179,7 @@ def frozen_parameters(model: PreTrainedModel, freeze: Freeze) -> list[nn.Paramet
                 names = ", ".join([name for name, _ in model.named_parameters()][:6])
                 raise ValueError(
                     f"trainable={show(entry)} is invalid: it finds nothing in a {model.config.model_type}. "
-                    f"Allowed: "
-                    f"norms, biases, attention, or a regular expression that finds some of {names} …"
+                    f"Allowed: norms, biases, attention, or a regular expression that finds some of {names} …"
                 )
             trained |= {*meant}
         chosen += [parameter for parameter in model.parameters() if parameter not in trained]

@@ -136,7 +136,6 @@ class NanGuard(Callback):
 
 
 def warn_once(trainer: Trainer, message: str) -> None:
-    """Warns in the first process."""
     if trainer.is_global_zero:
         log.warning(message)
 

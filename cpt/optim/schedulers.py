@@ -4,7 +4,7 @@ restart with each domain; the others relate a domain to those before it."""
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import MinLen
 
@@ -31,12 +31,10 @@ class Progress:
 
     @classmethod
     def alone(cls, step: int, *, steps: int) -> "Progress":
-        """A position in a run of one domain."""
         return cls(step, steps, domain=0, domains=1, total_step=step, total_steps=steps, first=steps)
 
     @property
     def joined(self) -> "Progress":
-        """The position with all domains taken as one."""
         return Progress.alone(self.total_step, steps=self.total_steps)
 
 
@@ -61,16 +59,6 @@ class Schedule(Options):
     @abstractmethod
     def __call__(self, progress: Progress) -> float:
         """The factor at a position of the run."""
-
-    @property
-    def branches(self) -> bool:
-        """Whether a domain ends in a decay branch, before which the next domain starts."""
-        return False
-
-    @property
-    def needs_end(self) -> bool:
-        """Whether rates depend on how many domains follow."""
-        return False
 
     def branch_step(self, steps: int) -> int:
         """The first step of that decay in a domain of `steps`; `steps` without a decay."""
@@ -123,9 +111,7 @@ class Rewarm(Cosine):
 class Once(Cosine):
     """One warm-up (a share of all steps) and one half cosine over all domains."""
 
-    @property
-    def needs_end(self) -> bool:
-        return True
+    needs_end: ClassVar = True  # rates depend on how many domains follow
 
     def __call__(self, progress: Progress) -> float:
         return super().__call__(progress.joined)
@@ -166,10 +152,12 @@ class Infinite(Schedule):
 
     @property
     def needs_end(self) -> bool:
+        """Whether rates depend on how many domains follow."""
         return self.annealed == "last" and self.anneal > 0
 
     @property
     def branches(self) -> bool:
+        """Whether a domain ends in a decay branch, before which the next domain starts."""
         return self.annealed == "each" and self.anneal > 0
 
     def branch_step(self, steps: int) -> int:
@@ -240,10 +228,8 @@ class ReciprocalRoot(Schedule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.warmup_ratio:
-            raise ValueError(
-                "warmup_ratio=0 is invalid: the rate falls by sqrt(warmup / steps). Allowed: above 0, at "
-                "most 1"
-            )
+            told = "warmup_ratio=0 is invalid: the rate falls by sqrt(warmup / steps)"
+            raise ValueError(f"{told}. Allowed: above 0, at most 1")
 
     def __call__(self, progress: Progress) -> float:
         start = progress.steps * (1 - self.cooldown)

@@ -6,6 +6,7 @@ torch 2.13 silently uses other entries' gradients. It takes sharded tensors or w
 
 import logging
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +29,8 @@ class CarriedState(NamedTensors):
                 if isinstance(value, Tensor):
                     self.update({f"{name}:{key}": value.cpu()})
                 elif value is not None:
-                    kind = type(optimizer).__name__
-                    raise ValueError(
-                        f"optim.state_across_domains is invalid: {kind} keeps {key}={value}. Allowed: none"
-                    )
+                    given = f"{type(optimizer).__name__} keeps {key}={value}"
+                    raise ValueError(f"optim.state_across_domains is invalid: {given}. Allowed: none")
 
     def give(self, optimizer: Optimizer, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Loads the state into a new optimizer, and logs which parameters are new or gone."""
@@ -43,15 +42,17 @@ class CarriedState(NamedTensors):
         params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         known, new = {}, []
         for place, (name, parameter) in enumerate((names[each], each) for each in params):
-            if name in carried and broadcasts_to(carried[name], parameter):
-                known[place] = carried.pop(name)
-            else:
+            shape, shapes = parameter.shape, [value.shape for value in carried.get(name, {}).values()]
+            with suppress(RuntimeError):
+                if name in carried and all(torch.broadcast_shapes(each, shape) == shape for each in shapes):
+                    known[place] = carried.pop(name)
+            if place not in known:
                 new.append(name)
         left = {"new and start without state": new, "gone": list(carried)}
         for what, those in left.items() if known else ():
             if those:
-                listed = ", ".join([*those[:3], *["…"][: len(those) > 3]])
-                log.info("Carrying over optimizer state: %d parameters are %s (%s)", len(those), what, listed)
+                told = "Carrying over optimizer state: %d parameters are %s, like %s"
+                log.info(told, len(those), what, those[0])
         optimizer.load_state_dict({**optimizer.state_dict(), "state": known})
 
     def parameter_of(self, name: str) -> str:
@@ -59,15 +60,6 @@ class CarriedState(NamedTensors):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "CarriedState":
         return self
-
-
-def broadcasts_to(state: dict[str, Tensor], parameter: nn.Parameter) -> bool:
-    """Whether every tensor of a state broadcasts to the parameter's shape."""
-    shapes = [value.shape for value in state.values()]
-    try:
-        return all(torch.broadcast_shapes(each, parameter.shape) == parameter.shape for each in shapes)
-    except RuntimeError:
-        return False
 
 
 def lie_as(values: Tensor, like: Tensor) -> Tensor:

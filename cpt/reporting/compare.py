@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import os
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -36,7 +35,7 @@ from cpt.reporting.frames import Show, decimals, few, format_interval, format_kn
 from cpt.reporting.load_runs import MeasuredRun, RunGroup, RunSection, differing_settings, name_orders
 from cpt.reporting.page import LEGENDS, Block
 
-KINDS = {"csv": ".csv", "latex": ".tex", "json": ".json", "parquet": ".parquet"}  # of exports
+KINDS = {"csv": ".csv", "json": ".json", "parquet": ".parquet"}  # of exports
 EQUAL_COMPUTE = 1.1  # times the baseline's FLOPs
 MAX_SETTINGS = 8  # differing settings that a note names
 ALONE = ("CPT/", "intransigence/", "endtask/", "task/", "cost/")  # what ranks methods with a model per domain
@@ -89,7 +88,7 @@ COST_MEASURES = (
 COMPARED = tuple(each for each in MEASURES if each.key not in ("BWT_zs/nats", "endtask/forward"))
 CHOSEN = ("LC/perplexity", "FG/nats", "CPT/nats", "answers/AP", "endtask/MF1")  # columns shown at first
 CHOSEN += ("cost/flops", "cost/tokens", "cost/memory", "cost/stored")
-BRIEF = ("LC/perplexity", "CPT/nats", "FG/nats", "general_drift/nats")  # in the console and LaTeX
+BRIEF = ("LC/perplexity", "CPT/nats", "FG/nats", "general_drift/nats")  # in the console and TeX
 BRIEF += ("answers/AP", "answers/F", "endtask/MF1", "endtask/forget_rate")
 QUESTIONS = {  # how a finding begins, and its unit
     "FG/nats": ("Forgets least", " nats"),
@@ -250,9 +249,8 @@ def contrast_examples(section: RunSection) -> tuple[list[dict[str, Any]], list[s
         if kind == "answers":
             marked, (measure, *others) = {}, sorted(asked[task])
             if others:
-                notes.append(
-                    f"{task} is left out, as {' and '.join([measure, *others])} are different measures."
-                )
+                told = " and ".join([measure, *others])
+                notes.append(f"{task} is left out, as {told} are different measures.")
             for run in (run for run in runs if task in run.tasks and not others):
                 try:
                     row = rows_asked(run.tasks[task])[-1]
@@ -284,9 +282,8 @@ def contrast_examples(section: RunSection) -> tuple[list[dict[str, Any]], list[s
 
     records = []
     for (kind, task, measure), own in sorted(parts.items(), key=lambda each: each[0][1] != ""):
-        found = {
-            name: statistics.compare_differences(each[0] for each in given) for name, given in own.items()
-        }
+        compare = statistics.compare_differences
+        found = {name: compare(each[0] for each in given) for name, given in own.items()}
         for name, ((difference, pairs, counts), *others) in own.items():
             if not others and pairs == 1 and set(np.unique(difference)) <= {-1, 0, 1}:
                 found[name] = found[name]._replace(p=statistics.mcnemar(*counts[1:].tolist()))
@@ -379,6 +376,8 @@ def list_conditions(section: RunSection) -> Block:
     if keys := [key for key in differing_settings(runs) if not key.startswith(own)]:
         more = f" and {len(keys) - MAX_SETTINGS} more" * (len(keys) > MAX_SETTINGS)
         lines.append(f"The runs differ beyond their methods, in {', '.join(keys[:MAX_SETTINGS])}{more}.")
+    costs = {each.name: [each.mean("cost/tokens") or 0, each.mean("cost/flops") or 0] for each in groups}
+    lines += filter(None, [frames.describe_fairness(costs)])
     if not section.baselines and len(groups) > 1:
         lines.append(f"No differences: no single group {section.baseline} with the same model and orders.")
     return Block(title="Conditions", lines=lines)
@@ -418,13 +417,14 @@ def format_contrast(
 
 def tabulate_all(section: RunSection) -> list[Block]:
     """All tables after the main one: differences, ranks, end tasks, benchmarks, examples, compute."""
-    probes = {}
-    for name, task in ((n, t) for run in section.runs for n, t in run.scores.probes.get("tasks", {}).items()):
+    benchmarks = {}
+    measured = [run.scores.benchmarks.get("tasks", {}) for run in section.runs]
+    for name, task in (each for tasks in measured for each in tasks.items()):
         told = describe_task(name, task)
         chance = "" if task["chance"] is None else f", chance {decimals(task['chance'])}"
         title = f"{told}{chance}{', lower is better' * (not task['higher'])}"
-        probes[told] = ComparedMeasure(f"probe/{told}", title, higher=task["higher"])
-    benchmarks = [LEGENDS["benchmarks"].format(spread=SPREAD)]
+        benchmarks[told] = ComparedMeasure(f"benchmark/{told}", title, higher=task["higher"])
+    harness = [LEGENDS["harness"].format(spread=SPREAD)]
     metrics = {task: x for run in section.runs for task, x in run.scores.endtasks.get("metric", {}).items()}
     tasks = [ComparedMeasure(f"task/{task}", f"{task} ({name})", percent) for task, name in metrics.items()]
     about_tasks = {"title": "End tasks", "lines": [LEGENDS["tasks"].format(spread=SPREAD)]}
@@ -457,8 +457,8 @@ def tabulate_all(section: RunSection) -> list[Block]:
         tabulate_differences(section),
         build_table(section, placed if ranks else [], **told),
         tabulate_spreads(section, tasks, **about_tasks),
-        tabulate_spreads(section, probes.values(), title="Probes", lines=benchmarks),
-        tabulate_differences(section, probes.values(), title="Probes: differences"),
+        tabulate_spreads(section, benchmarks.values(), title="Benchmarks", lines=harness),
+        tabulate_differences(section, benchmarks.values(), title="Benchmarks: differences"),
         examples,
         tabulate_spreads(section, COST_MEASURES, bounds=False, title="Compute", lines=[LEGENDS["costs"]]),
     ]
@@ -590,7 +590,7 @@ def export_sections(
     sections: Sequence[RunSection], *, stem: Path, kinds: Sequence[str], more: Mapping[str, Any]
 ) -> None:
     """Writes STEM.csv (a row per run with every number of its report; `compared/…` are over the domains of
-    --domains, others over all texts), .tex, .json (everything, with `more`) and .parquet (the tidy frame)."""
+    --domains, others over all texts), .json (everything, with `more`) and .parquet (the tidy frame)."""
     runs: list[tuple[dict[str, Any], MeasuredRun]] = []
     for number, section in enumerate(sections, start=1):
         for group, run in ((each, run) for each in section.groups for run in each.runs):
@@ -614,36 +614,11 @@ def export_sections(
                     lines.append(line | {f"{k}/value" if k in RUN_KEYS else k: x for k, x in numbers.items()})
                 table = DataFrame(lines, dtype=object).map(defuse).rename(columns=defuse)
                 table.to_csv(partial, index=False, lineterminator="\n", encoding="utf-8")
-            elif kind == "latex":
-                tables = "\n".join(map(format_latex, sections))
-                partial.write_text("% needs \\usepackage{booktabs}\n" + tables, encoding="utf-8")
             elif kind == "json":
                 partial.write_text(format_json(sections, runs, more), encoding="utf-8")
             else:
                 rows = [own | {"key": key, "value": x} for own, run in runs for key, x in run.values.items()]
                 DataFrame(rows).to_parquet(partial, index=False)
-
-
-def format_latex(section: RunSection) -> str:
-    """The brief table, the best mean of each column in bold."""
-    brief = tabulate_brief(section)
-    table = DataFrame(brief.cells, columns=list(brief.head)).map(frames.strip_controls)
-    bold = DataFrame("", index=table.index, columns=table.columns)
-    for measure in (measure for measure in MEASURES if measure.title in table):
-        ranked = [
-            group.mean(measure.key) if is_ranked(group, measure.key) else None for group in section.groups
-        ]
-        means = np.array(ranked, float) * (-1 if measure.higher else 1)
-        bold[measure.title] = np.where(means == np.nanmin(means, initial=np.inf), "textbf:--rwrap;", "")
-
-    def typeset(text: str) -> str:
-        return re.sub(r"^-(?=\d)", "$-$", text.replace("±", r"$\pm$").replace("–", "--"))
-
-    style = table.style.hide(axis="index").format(typeset, escape="latex")
-    style = style.format_index(escape="latex", axis=1).apply(lambda _: bold, axis=None)
-    comments = (section.title, describe_conditions(section.conditions))
-    text = style.to_latex(hrules=True, column_format="l" + "r" * (len(brief.head) - 1))
-    return "".join(f"% {frames.strip_controls(comment)}\n" for comment in comments) + text
 
 
 def format_json(sections: Sequence[RunSection], runs: Sequence[tuple], more: Mapping[str, Any]) -> str:

@@ -162,9 +162,8 @@ def draw_heat_maps(
                 axes.text(column, row, text.replace("-", "−"), **how)
 
     beyond = change and size.max(initial=0) > image.norm.vmax
-    placed = (
-        {} if alone else {"aspect": 24, "shrink": min(1.0, 3.2 / drawn.get_figheight()), "anchor": (0, 1)}
-    )
+    shrink = min(1.0, 3.2 / drawn.get_figheight())
+    placed = {} if alone else {"aspect": 24, "shrink": shrink, "anchor": (0, 1)}
     placed |= {"label": label, "extend": "both" if beyond else "neither"}
     drawn.colorbar(image, ax=list(grid[:count]), **placed)
     if not told:

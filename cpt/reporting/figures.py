@@ -21,7 +21,7 @@ from cpt.evaluation.task_metrics import headline, over_seeds
 from cpt.reporting import compare, drawing
 from cpt.reporting.drawing import SERIES, HeatMap, Picture, draw_heat_maps, figure, literal, png
 from cpt.reporting.frames import FEW, decimals, few, format_known, perplexity, signed
-from cpt.reporting.load_runs import RunGroup, RunSection
+from cpt.reporting.load_runs import RunGroup, RunSection, find_stages, name_orders, read_training
 from cpt.reporting.overlap import Distribution, Overlap, measure_overlap, read_diagnostics
 from cpt.reporting.page import LEGENDS, Block
 
@@ -29,6 +29,7 @@ CURVES = {"lm": "loss (nats)", "grad_norm": "gradient norm", "lr": "learning rat
 CURVES |= {"tokens_per_s": "tokens/s"}
 CHANGE = {"label": "change in nats per token\n(blue: better than base)", "change": True}
 MAX_PANELS = 8  # heat maps side by side
+MAX_ORDERS = 4  # panels of training curves
 UNITS_DRAWN = 200  # of a layer
 HIGHLIGHTED = 6  # of more than FEW curves, those that end lowest
 
@@ -86,7 +87,7 @@ def draw_text_curves(scores: Scores) -> Picture:
         ring = {"facecolors": "none", "edgecolors": "black", "zorder": 5, "label": "own stage"}
         axes.scatter(*points, s=5 if many else 70, linewidths=0.7 if many else 1.8, **ring)
     drawing.plain_logarithm(axes.yaxis, losses)
-    axes.set(xlabel="stages learned", ylabel="perplexity (log scale)")
+    axes.set(xlabel="after stage", ylabel="perplexity (log scale)")
     if len(scores.rows) <= FEW + 1:
         drawing.ticks(axes.xaxis, scores.rows, few=True, rotation=35)
     axes.grid(axis="y", color="0.9")
@@ -113,13 +114,68 @@ def draw_training(stages: Mapping[str, DataFrame], borders: Mapping[str, tuple[f
         axes.grid(axis="y", color="0.92")
         for begin, _ in borders.values():
             axes.axvline(begin, color="0.75", linewidth=0.8, zorder=0)
-    above, step = grid[0].secondary_xaxis("top"), -(-len(borders) // FEW)
-    labels = [literal(name, width=18) for name in list(borders)[::step]]
-    above.set_xticks([sum(each) / 2 for each in borders.values()][::step], labels, fontsize=8)
-    above.tick_params(length=0)
+    name_stages(grid[0], borders)
     grid[-1].set_xlabel("tokens read by the optimizer steps, all stages")
     ends = [f"{name} {each['lm'].dropna().iloc[-1]:.3f}" for name, each in stages.items() if "lm" in each]
     return png(drawn, told=f"Loss at the last point of each stage: {drawing.list_few(ends)}")
+
+
+def name_stages(axes: Axes, borders: Mapping[str, tuple[float, float]]) -> None:
+    """The names of the stages above the axes, of many every few."""
+    above, step = axes.secondary_xaxis("top"), -(-len(borders) // FEW)
+    labels = [literal(name, width=18) for name in list(borders)[::step]]
+    above.set_xticks([sum(each) / 2 for each in borders.values()][::step], labels, fontsize=8)
+    above.tick_params(length=0)
+
+
+def draw_curves(section: RunSection) -> Picture | None:
+    """Training loss over the tokens of the whole run: a panel for each order, at most MAX_ORDERS, and a line
+    for each group, the mean over its seeds, shaded from the lowest to the highest. Of more than FEW groups,
+    those that end lowest are named. None without curves."""
+    orders: dict[str, dict[str, list[dict[str, Series]]]] = defaultdict(lambda: defaultdict(list))
+    names, borders, ends = name_orders(section.runs), {}, defaultdict(list)
+    for group in section.groups:
+        for run in group.runs:
+            stages = read_training(run.folder / "metrics.csv", run.scores)
+            if curves := {name: each["lm"].dropna() for name, each in stages.items() if "lm" in each}:
+                order = names[run.pair[0]]
+                orders[order][group.name].append(curves)
+                borders.setdefault(order, find_stages(run.scores))
+                ends[group.name].append(float([*curves.values()][-1].iloc[-1]))
+    if not orders:
+        return None
+    marked = choose_lowest({name: np.mean(each) for name, each in ends.items()})
+    shown = sorted(orders, key=lambda order: -len(orders[order]))[:MAX_ORDERS]
+    drawn = figure((11, max(0.8 + 3.2 * len(shown), 0.23 * len(marked) + 0.8)))
+    grid, styles = drawn.subplots(len(shown), 1, squeeze=False)[:, 0], style_groups(ends, section.places)
+    labelled: set[str] = set()
+    for order, axes in zip(shown, grid, strict=True):
+        for name, runs in orders[order].items():
+            colour = styles[name]["color"] if name in marked else "0.8"
+            how = {"color": colour, "linestyle": styles[name]["linestyle"], "linewidth": 1.2}
+            for stage in dict.fromkeys(stage for curves in runs for stage in curves):
+                lines = [curves[stage] for curves in runs if stage in curves]
+                steps = lines[0].index.to_numpy()
+                losses = np.stack([np.interp(steps, line.index, line) for line in lines])
+                label = "" if name in labelled or name not in marked else literal(name, width=44)
+                label += f" ({len(ends[name])})" * (bool(label) and len(ends[name]) > 1)
+                labelled.add(name)
+                zorder, dot = (3 if name in marked else 1), "." * (len(steps) < 3)
+                axes.plot(steps, losses.mean(0), label=label or None, marker=dot, zorder=zorder, **how)
+                if name in marked and len(lines) > 1:
+                    axes.fill_between(steps, losses.min(0), losses.max(0), color=colour, alpha=0.2, lw=0)
+        for begin, _ in borders[order].values():
+            axes.axvline(begin, color="0.75", linewidth=0.8, zorder=0)
+        name_stages(axes, borders[order])
+        axes.set_ylabel("training loss (nats)", fontsize=9)
+        axes.set_title(f"order {literal(order, width=60)}" * (len(names) > 1), fontsize=10)
+        axes.grid(axis="y", color="0.92")
+    if others := len(ends) - len(marked):
+        grid[0].plot([], [], color="0.8", label=f"{others} others")
+    grid[-1].set_xlabel("tokens read by the optimizer steps, all stages")
+    drawn.legend(loc="outside right upper", frameon=False, fontsize=8)
+    told = drawing.list_few(f"{name} {np.mean(ends[name]):.3f}" for name in marked)
+    return png(drawn, told=f"Training loss at the last point, means over runs: {told}")
 
 
 def draw_monitor(scores: Scores) -> Picture:
@@ -163,15 +219,15 @@ def draw_monitor(scores: Scores) -> Picture:
     return png(drawn, told=f"{title}: {drawing.list_few(told)}")
 
 
-def draw_parts(scores: Scores) -> Picture:
-    """The weight of each of the model's parts, the base first, in the last model's score of each text."""
-    parts, last = ["base", *scores.learned], scores.parts[-1]
-    weights = np.array([[last.get(text, {}).get(name, 0.0) for name in parts] for text in scores.domains])
+def draw_modules(scores: Scores) -> Picture:
+    """The weight of each of the model's modules, the base first, in the last model's score of each text."""
+    modules, last = ["base", *scores.learned], scores.modules[-1]
+    weights = np.array([[last.get(text, {}).get(name, 0.0) for name in modules] for text in scores.domains])
     rows = zip(scores.domains, weights, strict=True)
-    heaviest = [f"{text}: {parts[row.argmax()]} {row.max():.2f}" for text, row in rows if row.any()]
-    told = f"Heaviest part of the last model for each text. {drawing.list_few(heaviest)}"
-    how = {"names": ("part of", "test text"), "margin": 3.2, "label": "mean weight"}
-    return draw_heat_maps({"": HeatMap(weights, scores.domains, parts)}, told=told, **how)
+    heaviest = [f"{text}: {modules[row.argmax()]} {row.max():.2f}" for text, row in rows if row.any()]
+    told = f"Heaviest module of the last model for each text. {drawing.list_few(heaviest)}"
+    how = {"names": ("module of", "test text"), "margin": 3.2, "label": "mean weight"}
+    return draw_heat_maps({"": HeatMap(weights, scores.domains, modules)}, told=told, **how)
 
 
 def draw_endtasks(scores: Scores) -> Picture:
@@ -266,6 +322,9 @@ def build_figures(section: RunSection) -> list[Block]:
     runs = {group.name: [run.scores for run in group.runs] for group in section.groups}
     about = {"title": "Over the stages", "caption": LEGENDS["averages"], "name": "stages"}
     blocks.append(Block(picture=draw_stages(runs, places=section.places), **about))
+    if curves := draw_curves(section):
+        about = {"title": "Training curves", "caption": LEGENDS["curves"], "name": "training"}
+        blocks.append(Block(picture=curves, **about))
 
     for title, name, x, y, x_label, y_label, logarithmic in PLANES:
         ranked = [group for group in section.groups if compare.is_ranked(group, y)]
@@ -333,6 +392,11 @@ def draw_plane(
     return png(drawn, told=f"{y} against {x}; lower is better for both. {best} {told}")
 
 
+def choose_lowest(ends: Mapping[str, float]) -> list[str]:
+    """The names of all curves, or of more than FEW of those that end lowest."""
+    return sorted(ends, key=lambda name: ends[name])[: HIGHLIGHTED if len(ends) > FEW else None]
+
+
 def draw_stages(
     groups: Mapping[str, Sequence[Scores]], *, places: Mapping[str, int] | None = None
 ) -> Picture:
@@ -358,7 +422,7 @@ def draw_stages(
         elif np.isfinite(last).any():
             levels[name] = float(np.mean([each for each in last if np.isfinite(each)]))
     ends = {name: float(table.mean().dropna().iloc[-1]) for name, table in lines.items()}
-    marked = sorted(ends, key=lambda name: ends[name])[: HIGHLIGHTED if len(lines) > FEW else None]
+    marked = choose_lowest(ends)
     for name in (name for name in lines if name not in marked):
         axes.plot(lines[name].columns + 1, lines[name].mean(), color="0.75", zorder=1)
     if others := len(lines) - len(marked):
@@ -370,7 +434,7 @@ def draw_stages(
         axes.plot(stages, table.mean(), label=f"{label}: {perplexity(ends[name])}", zorder=3, **how)
         faint = {"alpha": 0.15 if len(marked) <= HIGHLIGHTED else 0.06, "linewidth": 0}
         axes.fill_between(stages, table.min(), table.max(), color=how["color"], **faint)
-    axes.set(xlabel="stages learned", ylabel="mean perplexity over the domains so far (log scale)")
+    axes.set(xlabel="stages trained", ylabel="mean perplexity over the domains so far (log scale)")
     axes.xaxis.get_major_locator().set_params(integer=True)
     name_levels(drawn, axes, levels, styles)
     known = [np.ravel(table.to_numpy()) for table in lines.values()]
@@ -389,9 +453,8 @@ def build_setting_curve(sections: Sequence[RunSection], section: RunSection, key
             values[name].add(str(value))
     if len(values[key]) < 2:
         differing = few(sorted(name for name, given in values.items() if len(given) > 1), between=", ")
-        raise ValueError(
-            f"--curve {key} is invalid. Allowed: a setting in which runs differ: {differing or 'none'}"
-        )
+        allowed = f"a setting in which runs differ: {differing or 'none'}"
+        raise ValueError(f"--curve {key} is invalid. Allowed: {allowed}")
     curves: dict[str, list[tuple[Any, RunGroup]]] = defaultdict(list)
     for group in section.groups:
         value = group.runs[0].settings.get(key)

@@ -20,7 +20,7 @@ COST_UNITS = {"trained": "parameters", "tokens": "tokens", "flops": "operations"
 # `seen` of scores.json is `tokens` here; and the phases of a stage that take time
 COST_COLUMNS = ("trained", "stored", "tokens", "flops", "memory", "skipped")
 COST_COLUMNS += ("seconds_learn", "seconds_score", "seconds_endtasks")
-SUMMARIZED = ("metric", "perplexity", "text", "task", "score", "probe", "cost")  # kinds with a key
+SUMMARIZED = ("metric", "perplexity", "text", "task", "score", "benchmark", "cost")  # kinds with a key
 HEADLINES = (
     *("LC/perplexity", "LC/perplexity/low", "LC/perplexity/high", "LC/nats", "FG/nats", "FG/nats/low"),
     *("FG/nats/high", "CPT/perplexity", "CPT/nats", "general_drift/nats", "general_drift/perplexity"),
@@ -33,10 +33,11 @@ TABLES = {  # columns
     "metrics": "metric meaning formula unit value low high",
     "endtasks": "stage after task seed metric own_metric value",
     "answers": "stage after task measure value chance majority",
-    "probes": "stage after task metric value low high chance shots limit version",
-    "parts": "stage after text part weight",
+    "benchmarks": "stage after task metric value low high chance shots limit version",
+    "modules": "stage after text module weight",
     "seconds": "phase stage seconds",
 }
+EQUAL = (1.01, 1.05)  # times the tokens, operations of another group up to which they are called equal
 FEW = 12  # up to this number, domains are drawn or named one by one
 CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]+")  # line ends, terminal codes, bidi
 Show = Callable[[float], str]
@@ -52,7 +53,7 @@ class ReportedValue(NamedTuple):
     stage: int | None = None  # index of the row of the matrix, 0: the base model
     row: str | None = None  # name of that row
     text: str | None = None  # test text or task
-    part: str | None = None  # module that scored the text
+    module: str | None = None  # that scored the text
     seed: int | None = None  # of a fine-tuning
     low: float | None = None  # 95 % interval
     high: float | None = None
@@ -70,8 +71,8 @@ def tidy_scores(scores: Scores, *kinds: str) -> DataFrame:
 
 def summarize_scores(scores: Scores, kinds: Sequence[str] = SUMMARIZED) -> dict[str, float]:
     """The finite numbers by key: "LC/perplexity" with "/low" and "/high", "ppl/<text>/base", "own" (after the
-    domain's own stage) and "final", "endtask/<task>/accuracy", "answers/AP", "probe/<task>", "cost/flops",
-    "stage/<stage>/flops". Names between slashes are escaped."""
+    domain's own stage) and "final", "endtask/<task>/accuracy", "answers/AP", "benchmark/<task>",
+    "cost/flops", "stage/<stage>/flops". Names between slashes are escaped."""
     found = {}
     for each in (each for kind in kinds for each in KINDS[kind](scores)):
         for value, end in ((each.value, ""), (each.low, "/low"), (each.high, "/high")):
@@ -84,7 +85,7 @@ def choose_headlines(scores: Scores) -> dict[str, float]:
     """The numbers for a table of runs, at most MAX_HEADLINES: the optimized metric, HEADLINES, and means over
     all tasks."""
     found = summarize_scores(scores)
-    objectives = [key for key in found if key.partition("/")[0] == "objective"]
+    objectives = [key for key in found if key.partition("/")[0] == "optimized_metric"]
     means = [key for key in found if re.fullmatch(r"(endtask|answers)/[^/]+", key)]
     keys = dict.fromkeys([*objectives, *HEADLINES, *means])
     return {key: found[key] for key in [key for key in keys if key in found][:MAX_HEADLINES]}
@@ -100,8 +101,9 @@ def list_metrics(scores: Scores) -> Values:
         for unit in UNITS:
             low, high = metric.get("interval", {}).get(unit, (None, None))
             yield ReportedValue(name, metric[unit], unit, f"{name}/{unit}", low=low, high=high)
-    for place, value in enumerate(np.atleast_1d(np.array(scores.objective, dtype=float)).tolist()):
-        name = f"objective/{place}" if isinstance(scores.objective, list) else "objective"
+    given = scores.optimized_metric
+    for place, value in enumerate(np.atleast_1d(np.array(given, dtype=float)).tolist()):
+        name = f"optimized_metric/{place}" if isinstance(given, list) else "optimized_metric"
         yield ReportedValue(name, value, key=name)
 
 
@@ -181,16 +183,16 @@ def list_answer_means(scores: Scores) -> Values:
         yield each._replace(key=f"answers/{escape_name(task)}/{measure}")
 
 
-def list_probes(scores: Scores) -> Values:
+def list_benchmarks(scores: Scores) -> Values:
     """Each task of the lm-evaluation-harness by row; the interval is normal, 1.96 standard errors."""
-    for name, task in scores.probes.get("tasks", {}).items():
+    for name, task in scores.benchmarks.get("tasks", {}).items():
         last = endtasks.last_value(task)
         for row, (value, error) in enumerate(zip(task["values"], task["errors"], strict=True)):
             if value is not None:
                 after = scores.rows[row]
                 end = "" if row == last[0] else "/base" if row == 0 else f"/after/{escape_name(after)}"
                 low, high = (None, None) if error is None else (value - 1.96 * error, value + 1.96 * error)
-                key = f"probe/{escape_name(name)}{end}"
+                key = f"benchmark/{escape_name(name)}{end}"
                 yield ReportedValue(task["metric"], value, "", key, row, after, name, low=low, high=high)
 
 
@@ -220,11 +222,11 @@ def costs_by_stage(scores: Scores, name: str) -> Sequence[float]:
     return getattr(scores, "seen" if name == "tokens" else name)
 
 
-def list_parts(scores: Scores) -> Values:
-    for row, (stage, texts) in enumerate(zip(scores.rows, scores.parts, strict=False)):
+def list_modules(scores: Scores) -> Values:
+    for row, (stage, texts) in enumerate(zip(scores.rows, scores.modules, strict=False)):
         for text, weights in texts.items():
-            for part, weight in weights.items():
-                yield ReportedValue("weight", weight, "share", None, row, stage, text, part)
+            for module, weight in weights.items():
+                yield ReportedValue("weight", weight, "share", None, row, stage, text, module)
 
 
 def list_phases(scores: Scores) -> Values:
@@ -235,7 +237,7 @@ def list_phases(scores: Scores) -> Values:
 KINDS: dict[str, Callable[[Scores], Values]] = {
     "metric": list_metrics, "perplexity": list_perplexities, "text": list_texts, "task": list_task_means,
     "cost": list_costs, "loss": list_losses, "endtask": list_endtasks, "answer": list_answers,
-    "score": list_answer_means, "probe": list_probes, "part": list_parts, "phase": list_phases,
+    "score": list_answer_means, "benchmark": list_benchmarks, "module": list_modules, "phase": list_phases,
 }  # fmt: skip
 
 
@@ -263,13 +265,14 @@ def tabulate(scores: Scores) -> dict[str, DataFrame]:
         lines = kinds["endtask"].rename(columns={"text": "task"})
         own = lines["task"].map(scores.endtasks["metric"]) == lines["metric"]
         tables["endtasks"] = lines.assign(own_metric=own)
-    for kind, name, given in (("answer", "answers", scores.answers), ("probe", "probes", scores.probes)):
+    for kind, name in (("answer", "answers"), ("benchmark", "benchmarks")):
         if kind in kinds:
             lines = kinds[kind].rename(columns={"text": "task"}).assign(measure=kinds[kind]["metric"])
+            given = getattr(scores, name)
             about = DataFrame([given["tasks"][task] for task in lines["task"]], index=lines.index)
             tables[name] = lines.join(about[[fact for fact in TABLES[name].split() if fact not in lines]])
-    if "part" in kinds:
-        tables["parts"] = kinds["part"].rename(columns={"value": "weight"})
+    if "module" in kinds:
+        tables["modules"] = kinds["module"].rename(columns={"value": "weight"})
     if "cost" in kinds:
         staged = kinds["cost"][kinds["cost"]["stage"].notna()]
         tables["costs"] = widen(staged, ["stage", "after"], "metric", COST_COLUMNS)
@@ -278,11 +281,11 @@ def tabulate(scores: Scores) -> dict[str, DataFrame]:
         tables["seconds"] = lines.rename(columns={"metric": "phase", "after": "stage", "value": "seconds"})
     if "text" in kinds:
         texts = tables["texts"] = widen(kinds["text"], ["text"], "metric", ("tokens", "scored", "bytes"))
-        for fact in ("documents", "digest"):
+        for fact in ("documents", "hash"):
             texts[fact] = [str(scores.texts.get(text, {}).get(fact, "")) for text in texts["text"]]
     for name, lines in tables.items():
         lines = lines[TABLES[name].split()] if name in TABLES else lines
-        if name in ("losses", "endtasks", "answers", "probes", "parts"):
+        if name in ("losses", "endtasks", "answers", "benchmarks", "modules"):
             lines = lines.sort_values("stage", ascending=False, kind="stable")
         known = lines.replace([np.inf, -np.inf], np.nan)
         tables[name] = known.astype(object).where(known.notna(), None)
@@ -301,7 +304,8 @@ def stage_points(scores: Scores, row: int) -> dict[str, float]:
         points[f"stages/{name.removesuffix('_learn')}"] = sum(costs_by_stage(scores, name)[: row + 1])
     for name in ("memory", "trained", "stored"):
         points |= {f"stages/{name}": value for value in costs_by_stage(scores, name)[row : row + 1]}
-    points |= {"stages/leak": scores.leak[row][0]} if any(scores.leak[row : row + 1]) else {}
+    moved = scores.protected_movement[row : row + 1]
+    points |= {"stages/protected_movement": moved[0][0]} if any(moved) else {}
     return {"stage": row, **points}
 
 
@@ -374,6 +378,21 @@ def few(names: Sequence[str], *, between: str = " → ") -> str:
     """All names; of more than FEW the first and last three."""
     shown = names if len(names) <= FEW else [*names[:3], f"… {len(names) - 6} more …", *names[-3:]]
     return between.join(shown)
+
+
+def describe_fairness(costs: Mapping[str, Sequence[float]]) -> str:
+    """Whether groups read as many tokens and took as many operations, by the means of both per run; empty of
+    fewer than two groups that were trained."""
+    known = [each for each in costs.values() if all(each)]
+    if len(known) < 2:
+        return ""
+    told = []
+    for unit, allowed, values in zip(("tokens", "operations"), EQUAL, zip(*known, strict=True), strict=True):
+        low, high = min(values), max(values)
+        is_equal = high <= allowed * low
+        span = f"{low:.3g} to " * (not is_equal) + f"{high:.3g}"
+        told.append(f"{'equal' if is_equal else 'different'} {unit} ({span} per run)")
+    return f"Fairness: {', '.join(told)}."
 
 
 def label(run: Mapping[str, Any], *, shared: Collection[str] = ()) -> str:

@@ -13,11 +13,11 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas
 import yaml
 from pandas import DataFrame
 
 from cpt.core.config import executes, flatten
-from cpt.core.renames import rename_leaves
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation import task_metrics
 from cpt.evaluation.metrics import METRICS, UNITS, compute_values, intransigence
@@ -26,8 +26,8 @@ from cpt.evaluation.task_metrics import describe_task
 from cpt.reporting.frames import escape_name, few, label, shorten, split_variant, summarize_scores
 
 SUBFOLDERS = {  # of a run folder; none holds another run
-    *("answers", "checkpoints", "diagnostics", "documents", "endtasks", "model", "probes", "rebuilt"),
-    *("stages", "wandb"),
+    *("answers", "benchmarks", "checkpoints", "diagnostics", "documents", "endtasks", "model", "monitor"),
+    *("rebuilt", "stages", "wandb"),
 }
 FILTERS = ("method", "mask", "replay", "variant", "model", "order", "seed", "name", "objective")
 COSTS = ("tokens", "flops", "seconds_learn", "seconds", "memory", "trained", "stored", "stored_per_domain")
@@ -39,7 +39,7 @@ Pair = tuple[tuple[str, ...], int]  # order and seed
 
 @dataclass(kw_only=True, eq=False)
 class MeasuredRun:
-    """A run and the finite numbers it is compared by: `LC/nats`, `task/<task>`, `probe/<description>`, ..."""
+    """A run and the finite numbers it is compared by: `LC/nats`, `task/<task>`, `benchmark/<name>`, ..."""
 
     folder: Path
     scores: Scores
@@ -73,8 +73,8 @@ class MeasuredRun:
             tree = yaml.load((self.folder / "config.yaml").read_text(encoding="utf-8"), Loader=Loader)
         except (OSError, UnicodeDecodeError, yaml.YAMLError):
             return {}
-        leaves = rename_leaves(dict(flatten(tree))) if isinstance(tree, dict) else {}
-        return {key: value for key, value in leaves.items() if not executes(key)}
+        leaves = flatten(tree) if isinstance(tree, dict) else ()
+        return {key: value for key, value in leaves if not executes(key)}
 
     @property
     def order(self) -> str:
@@ -105,13 +105,10 @@ def find_runs(folders: Sequence[Path]) -> FoundRuns:
             inner[:] = [name for name in inner if name[0] != "." and not (is_run and name in SUBFOLDERS)]
             if is_run:
                 holding[Path(folder).resolve()] = Path(folder), "scores.json" in files
-    runs, begun = [], []
-    for folder, measured in sorted(holding.values()):
+    runs, begun = [], [folder for folder, measured in sorted(holding.values()) if not measured]
+    for folder in (folder for folder, measured in sorted(holding.values()) if measured):
         try:
-            if measured:
-                runs.append(MeasuredRun(folder=folder, scores=Scores.load(folder / "scores.json")))
-            else:
-                begun.append(folder)
+            runs.append(MeasuredRun(folder=folder, scores=Scores.load(folder / "scores.json")))
         except (OSError, ValueError) as error:
             damaged.append(str(error))
     return FoundRuns(runs, damaged, begun)
@@ -123,17 +120,15 @@ def filter_runs(runs: Sequence[MeasuredRun], where: Sequence[str]) -> list[Measu
     pairs = [word.partition("=") for word in where]
     for word, (key, _, value) in zip(where, pairs, strict=True):
         if key not in FILTERS or not value:
-            raise ValueError(
-                f"--where {word} is invalid. Allowed: KEY=VALUE[,VALUE…] with one of {', '.join(FILTERS)}"
-            )
+            allowed = f"KEY=VALUE[,VALUE…] with one of {', '.join(FILTERS)}"
+            raise ValueError(f"--where {word} is invalid. Allowed: {allowed}")
     chosen = list(runs)
     for key, _, value in pairs if runs else ():
         known = set().union(*(run.names(key) for run in runs))
         values = {value} if value in known else set(value.split(","))
         if absent := sorted(values - known):
-            raise ValueError(
-                f"--where {key}={','.join(absent)} is invalid. Allowed: {', '.join(sorted(known))}"
-            )
+            allowed = ", ".join(sorted(known))
+            raise ValueError(f"--where {key}={','.join(absent)} is invalid. Allowed: {allowed}")
         chosen = [run for run in chosen if run.names(key) & values]
     if runs and not chosen:
         raise ValueError(f"--where {' '.join(where)}: no run has all of these, each alone some have")
@@ -178,7 +173,7 @@ def measure_runs(runs: Sequence[MeasuredRun], *, domains: Collection[str] = ()) 
         if domains and not names:
             continue
         scores = restrict_scores(run.scores, names) if names else run.scores
-        numbers = summarize_scores(scores, ("metric", "task", "score", "probe", "cost"))
+        numbers = summarize_scores(scores, ("metric", "task", "score", "benchmark", "cost"))
         alike = run.pair[0], run.scores.run["model"], run.comparability
         alone = [r for r in references if (r.pair[0], r.scores.run["model"], r.comparability) == alike]
         if alone and run not in references:
@@ -187,13 +182,12 @@ def measure_runs(runs: Sequence[MeasuredRun], *, domains: Collection[str] = ()) 
             if shared := [name for name in own if name in other]:
                 lost = intransigence([own[n] for n in shared], one=[other[n] for n in shared])
                 numbers["intransigence/nats"] = float(lost)
-        found = {key: numbers.get(key, math.nan) for key in keys}
+        shown = dict(zip(keys, keys, strict=True))  # by the key of a summary
         for task, metric in scores.endtasks.get("metric", {}).items():
-            found[f"task/{task}"] = numbers.get(f"endtask/{escape_name(task)}/{metric}", math.nan)
-        for task, given in scores.probes.get("tasks", {}).items():
-            value = numbers.get(f"probe/{escape_name(task)}", math.nan)
-            found[f"probe/{describe_task(task, given)}"] = value
-        values = {key: value for key, value in found.items() if math.isfinite(value)}
+            shown[f"endtask/{escape_name(task)}/{metric}"] = f"task/{task}"
+        for task, given in scores.benchmarks.get("tasks", {}).items():
+            shown[f"benchmark/{escape_name(task)}"] = f"benchmark/{describe_task(task, given)}"
+        values = {name: numbers[key] for key, name in shown.items() if key in numbers}
         measured.append(replace(run, domains=names, values=values))
     return measured
 
@@ -362,3 +356,33 @@ def find_baseline(group: RunGroup, groups: Sequence[RunGroup], baseline: str) ->
     best = [each for each in alike if each.name == baseline]
     best = best or [each for each in alike if shared[each.name] == max(shared.values())]
     return best[0] if len(best) == 1 else None
+
+
+def find_stages(scores: Scores) -> dict[str, tuple[float, float]]:
+    """Where each learned stage begins and ends, in tokens; all are equally long where these are unknown."""
+    ends = np.cumsum(scores.seen if any(scores.seen) else [0, *[1] * (len(scores.rows) - 1)]).tolist()
+    return {row: tuple(ends[at - 1 : at + 1]) for at, row in enumerate(scores.rows) if row in scores.learned}
+
+
+def read_training(path: Path, scores: Scores) -> dict[str, DataFrame]:
+    """`train/TERM/STAGE` of metrics.csv: by stage a column per term over the tokens of the whole run. Of two
+    lines with one step the later counts, a damaged line is left out. Where a step's tokens are unknown, the
+    stage's are spread over its steps."""
+    how = {"names": ["step", "name", "value"], "on_bad_lines": "skip", "dtype": str}
+    try:
+        lines = pandas.read_csv(path, encoding_errors="replace", **how)
+    except (OSError, ValueError):
+        return {}
+    for column in ("step", "value"):
+        lines[column] = pandas.to_numeric(lines[column], errors="coerce")
+    lines[["term", "stage"]] = lines["name"].str.extract(r"(?s)^train/([^/]+)/(.+)$")
+    lines = lines.dropna().drop_duplicates(["stage", "step", "term"], keep="last")
+    table, found = lines.pivot(index=["stage", "step"], columns="term", values="value"), {}
+    for name, (begin, end) in find_stages(scores).items():
+        if name in table.index:
+            curves = table.loc[name].dropna(axis="columns", how="all")
+            steps = curves.index.to_series()
+            spread = (end - begin) * (steps + 1) / (steps.max() + 1)
+            tokens = curves.pop("tokens").fillna(spread) if "tokens" in curves else spread
+            found |= {name: curves.set_index(begin + tokens)} if len(curves.columns) else {}
+    return found

@@ -77,7 +77,7 @@ def write_model_card(folder: Path, scores: Scores) -> Path:
             results.append(EvalResult(**of, metric_type="perplexity", metric_value=float(f"{value:.6g}")))
     metrics = [format_metric(scores, name) for name in scores.metrics]
     tasks = []
-    for each in (each for kind in ("task", "score", "probe") for each in KINDS[kind](scores)):
+    for each in (each for kind in ("task", "score", "benchmark") for each in KINDS[kind](scores)):
         if each.unit in ("share", "") and "/" not in each.metric and each.value is not None:
             share = percent(each.value) + format_interval(each.low, each.high, percent)
             tasks.append([each.text or "all tasks", each.metric, each.row or "–", share])

@@ -120,13 +120,6 @@ def min_and_max(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return (both - apart) / 2, (both + apart) / 2
 
 
-def soft_jaccard(values: np.ndarray) -> np.ndarray:
-    """Of the rows of [n, units], [n, n]; nan where both rows are 0 throughout."""
-    shared, spanned = min_and_max(values)
-    with np.errstate(invalid="ignore"):
-        return shared / spanned
-
-
 def jaccard(shares: np.ndarray) -> np.ndarray:
     """From the shares p of row i's set that row j's has too, [n, n]: 1 / (1/p_ij + 1/p_ji - 1); nan between
     empty sets."""

@@ -23,6 +23,7 @@ from cpt.evaluation.task_metrics import describe_task, head_of, last_value, matr
 from cpt.reporting import figures, frames
 from cpt.reporting.drawing import HeatMap, draw_heat_maps
 from cpt.reporting.frames import Show, decimals, few, format_known, megabytes, percent, perplexity, signed
+from cpt.reporting.load_runs import find_stages, read_training
 from cpt.reporting.overlap import LARGEST_ROWS, measure_overlap, read_diagnostics, read_distributions
 from cpt.reporting.page import LEGENDS, Block, align_columns, write_page
 
@@ -82,21 +83,21 @@ def build_blocks(folder: Path, scores: Scores) -> list[Block]:
         *show_matrix(scores),
         show_training(scores, folder),
         show_monitor(scores),
-        show_parts(scores),
+        show_modules(scores),
         show_similarity(scores),
         *show_overlap(scores, folder),
         Block(cells=cells, chosen=(0, 1, 3, 4, 5), **about),
         *answers[1:],
         show_generated(folder),
         *show_endtasks(scores, folder),
-        show_probes(scores),
+        show_benchmarks(scores),
         show_costs(scores),
         show_texts(scores),
         show_run(scores),
     ]
     if (config := folder / "config.yaml").exists():
         code = config.read_text(encoding="utf-8", errors="replace")
-        blocks.append(Block(title="Config", code=code, folded=f"config.yaml, digest {scores.config_digest}"))
+        blocks.append(Block(title="Config", code=code, folded=f"config.yaml, hash {scores.config_hash}"))
     return blocks
 
 
@@ -146,12 +147,12 @@ def format_scores(scores: Scores) -> str:
         told = ", ".join(f"{name} {percent(value)} %" for name, value in scores.answers["metrics"].items())
         parts.append(f"answers to {len(tasks)} tasks, in %{': ' * bool(told)}{told}")
         parts.append(shorten_table(list(tasks), format_answers(scores)))
-    probes = []
-    for name, task in scores.probes.get("tasks", {}).items():
+    measured = []
+    for name, task in scores.benchmarks.get("tasks", {}).items():
         if found := last_value(task):
             base = format_known(task["values"][0], decimals)
-            probes.append(f"{describe_task(name, task)} {decimals(found[1])} (base {base})")
-    parts += [f"probes: {few(probes, between=', ')}"] * bool(probes)
+            measured.append(f"{describe_task(name, task)} {decimals(found[1])} (base {base})")
+    parts += [f"benchmarks: {few(measured, between=', ')}"] * bool(measured)
     return "\n\n".join([*parts, f"{frames.label(scores.run)}, seed {scores.run['seed']}, {scores.state}"])
 
 
@@ -187,28 +188,30 @@ def format_metric(scores: Scores, name: str) -> list[str]:
 
 def show_run(scores: Scores) -> Block:
     run, growth, numerics = scores.run, scores.growth, scores.numerics
+    base = {} if scores.base.get("origin") == "built" else scores.base
     stored = megabytes(scores.stored[-1] if scores.stored else 0)
     stored += "" if growth is None else f", {megabytes(growth)} more with each domain"
     skipped = [f"{count} of {row}" for row, count in zip(scores.rows, scores.skipped, strict=False) if count]
     jump = "{}: {:.0f}, first at step {:.0f}, {:.4g} against a median of {:.4g}".format
     spikes = [jump(row, *each) for row, each in zip(scores.rows, scores.spikes, strict=False) if each]
-    leak, random = max((each for each in scores.leak if each), default=(0, 0))
-    leaked = f"at most {leak:.2g} of a stage's squared movement; {random:.2g} of a random one"
+    inside, random = max((each for each in scores.protected_movement if each), default=(0, 0))
+    moved = f"at most {inside:.2g} of a stage's squared movement; {random:.2g} of a random one"
     attention = numerics.get("attention", "").replace("auto", "default")
     cells = {
         "method": frames.label(run),
         "model": f"{run['model']} ({run['objective']})",
+        "base model": "; ".join(base[each] for each in ("name", "adapted") if each in base),
         "perplexity": describe_conditions(conditions(scores)),
         "order": few(run["order"]),
-        "domains were added after": few([scores.rows[number] for number in scores.grown]),
+        "extended after": few([scores.rows[number] for number in scores.grown]),
         "seed": str(run["seed"]),
         "state": f"{scores.state}; {scores.seconds:,.1f} seconds",
         "trained": f"{max(scores.trained, default=0):,} parameters",
         "stored by the method": stored,
-        "steps left out, loss or gradient not finite (on_nonfinite)": ", ".join(skipped),
-        "losses that jumped": "; ".join(spikes),
-        "moved inside what is protected": leaked * any(scores.leak),
-        "computed": numerics and f"in {numerics['precision']}, attention by {attention}",
+        "skipped steps, non-finite loss or gradient (on_nonfinite)": ", ".join(skipped),
+        "loss spikes": "; ".join(spikes),
+        "movement in the protected subspace": moved * any(scores.protected_movement),
+        "numerics": numerics and f"precision {numerics['precision']}, attention {attention}",
         "domain at test time": "must be known" if scores.needs_domain else "need not be known",
         "load the model (from this folder)": scores.loading,
         "versions": ", ".join(f"{name} {version}" for name, version in scores.versions.items()),
@@ -244,38 +247,8 @@ def show_training(scores: Scores, folder: Path) -> Block:
     lines = [f"Without a point: {few(missing, between=', ')}."] * bool(missing)
     head = ["stage", "points", "first loss", "last loss", "gradient norm, median", "tokens/s, median"]
     table = {"head": head, "cells": cells, "folded": f"{len(stages)} stages"}
-    how = {"picture": figures.draw_training(stages, find_begins(scores)), "caption": LEGENDS["training"]}
+    how = {"picture": figures.draw_training(stages, find_stages(scores)), "caption": LEGENDS["training"]}
     return Block(title="Training", lines=lines, **how, **table)
-
-
-def find_begins(scores: Scores) -> dict[str, tuple[float, float]]:
-    """Where each learned stage begins and ends, in tokens; all are equally long where these are unknown."""
-    ends = np.cumsum(scores.seen if any(scores.seen) else [0, *[1] * (len(scores.rows) - 1)]).tolist()
-    return {row: tuple(ends[at - 1 : at + 1]) for at, row in enumerate(scores.rows) if row in scores.learned}
-
-
-def read_training(path: Path, scores: Scores) -> dict[str, pandas.DataFrame]:
-    """`train/TERM/STAGE` of metrics.csv: by stage a column per term over the tokens of the whole run. Of two
-    lines with one step the later counts, a damaged line is left out. Where a step's tokens are unknown, the
-    stage's are spread over its steps."""
-    how = {"names": ["step", "name", "value"], "on_bad_lines": "skip", "dtype": str}
-    try:
-        lines = pandas.read_csv(path, encoding_errors="replace", **how)
-    except (OSError, ValueError):
-        return {}
-    for column in ("step", "value"):
-        lines[column] = pandas.to_numeric(lines[column], errors="coerce")
-    lines[["term", "stage"]] = lines["name"].str.extract(r"(?s)^train/([^/]+)/(.+)$")
-    lines = lines.dropna().drop_duplicates(["stage", "step", "term"], keep="last")
-    table, found = lines.pivot(index=["stage", "step"], columns="term", values="value"), {}
-    for name, (begin, end) in find_begins(scores).items():
-        if name in table.index:
-            curves = table.loc[name].dropna(axis="columns", how="all")
-            steps = curves.index.to_series()
-            spread = (end - begin) * (steps + 1) / (steps.max() + 1)
-            tokens = curves.pop("tokens").fillna(spread) if "tokens" in curves else spread
-            found |= {name: curves.set_index(begin + tokens)} if len(curves.columns) else {}
-    return found
 
 
 def show_monitor(scores: Scores) -> Block:
@@ -308,27 +281,27 @@ def show_monitor(scores: Scores) -> Block:
             cells[-1].append("–")
     head = ["stage", "steps", "its own text, nats", "most risen of the past", GENERAL, "ended early"]
     head += ["Budget of drift: upper ends at the kept step, of what was allowed"] * budgeted
-    about = {"title": "Other text while each domain is learned", "caption": LEGENDS["monitor"]}
+    about = {"title": "Other text during each stage", "caption": LEGENDS["monitor"]}
     table = {"head": head, "cells": cells, "folded": f"{len(cells)} stages"}
     return Block(name="monitor", picture=figures.draw_monitor(scores), **about, **table)
 
 
-def show_parts(scores: Scores) -> Block:
-    """Which parts of the model scored each text, by their mean weights."""
-    if not any(scores.parts):
+def show_modules(scores: Scores) -> Block:
+    """Which modules of the model scored each text, by their mean weights."""
+    if not any(scores.modules):
         return Block()
 
     def mix(weights: Mapping[str, float]) -> str:
         told = [f"{name} {w:.2f}" for name, w in sorted(weights.items(), key=lambda each: -each[1])[:3]]
         return ", ".join(told if len(weights) > 1 else weights) + ", …" * (len(weights) > 3)
 
-    rows = zip(scores.rows, scores.parts, strict=True)
-    cells = [[row, *(mix(parts.get(text, {})) for text in scores.domains)] for row, parts in rows]
+    rows = zip(scores.rows, scores.modules, strict=True)
+    cells = [[row, *(mix(used.get(text, {})) for text in scores.domains)] for row, used in rows]
     table = {"head": ["after", *scores.domains], "cells": cells, "words": 1 + len(scores.domains)}
-    about = {"title": "Parts of the model that scored each text", "caption": LEGENDS["parts"]}
-    picture = figures.draw_parts(scores) if len(scores.rows) > 1 else b""
+    about = {"title": "Modules that scored each text", "caption": LEGENDS["modules"]}
+    picture = figures.draw_modules(scores) if len(scores.rows) > 1 else b""
     folded = f"{len(cells)} x {len(scores.domains)} texts"
-    return Block(name="parts", picture=picture, folded=folded, **about, **table)
+    return Block(name="modules", picture=picture, folded=folded, **about, **table)
 
 
 def show_similarity(scores: Scores) -> Block:
@@ -472,9 +445,9 @@ def format_answers(scores: Scores) -> Cells:
     return cells
 
 
-def show_probes(scores: Scores) -> Block:
+def show_benchmarks(scores: Scores) -> Block:
     """Each task of the harness in every row that was measured, and chance where the harness gives it."""
-    if not (tasks := scores.probes.get("tasks")):
+    if not (tasks := scores.benchmarks.get("tasks")):
         return Block()
     values, errors = (
         np.array(list(itertools.zip_longest(*(task[kind] for task in tasks.values()))), float)
@@ -488,9 +461,12 @@ def show_probes(scores: Scores) -> Block:
         cut = f", {task['truncated']:,} or more requests cut from the left" * bool(task["truncated"])
         lower = ", lower is better" * (not task["higher"])
         facts.append(f"{name}: {task['examples']:,} examples{cut}{lower}")
-    lines = [LEGENDS["probes"].format(harness=scores.probes["harness"]), few(facts, between="; ") + "."]
+    lines = [
+        LEGENDS["benchmarks"].format(harness=scores.benchmarks["harness"]),
+        few(facts, between="; ") + ".",
+    ]
     head = ["after", *(describe_task(name, task) for name, task in tasks.items())]
-    return Block(title="Probes", lines=lines, head=head, cells=cells)
+    return Block(title="Benchmarks", lines=lines, head=head, cells=cells)
 
 
 def show_costs(scores: Scores) -> Block:
@@ -533,8 +509,7 @@ def show_texts(scores: Scores) -> Block:
     cells = []
     for name, *sizes in zip(scores.domains, scores.tokens, scores.scored, scores.bytes, strict=True):
         facts = scores.texts.get(name, {})
-        count = facts.get("documents", "–")
-        split = [f"{k} {v}" for k, v in count.items()] if isinstance(count, Mapping) else [str(count)]
-        cells.append([name, *map("{:,}".format, sizes), ", ".join(split), str(facts.get("digest", "–"))])
-    head = ["text", "tokens", "scored", "bytes", "documents", "digest"]
+        counts = ", ".join(f"{split} {count}" for split, count in facts.get("documents", {}).items()) or "–"
+        cells.append([name, *map("{:,}".format, sizes), counts, facts.get("hash", "–")])
+    head = ["text", "tokens", "scored", "bytes", "documents", "hash"]
     return Block(title="Test texts", head=head, cells=cells, folded=f"{len(cells)} texts")

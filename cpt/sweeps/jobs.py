@@ -29,7 +29,6 @@ from yaml import YAMLError
 from cpt.core.heartbeat import State, record_exit, utc_now
 from cpt.core.preemption import GO_ON
 from cpt.core.processes import PARENT, cores
-from cpt.evaluation.metrics import objective_value
 from cpt.train import is_done
 
 log = logging.getLogger(__name__)
@@ -132,12 +131,14 @@ class Job:
     def result(self) -> JobReturn:
         """What the sweeper gets: the objective of this sweep (an earlier one may have had another), None
         without one, or the failure as an exception."""
+        from cpt.evaluation.task_metrics import run_objective  # numpy: run.py --help need not wait for it
+
         done = JobReturn(overrides=self.overrides, cfg=self.config, working_dir=str(self.folder))
         done.status = JobStatus.COMPLETED if self.whole else JobStatus.FAILED
         if self.whole:
             scores, wanted = read_scores(self.folder), self.config.get("optimized_metric")
-            value = objective_value(scores["metrics"], wanted) if "metrics" in scores else None
-            done.return_value = scores.get("objective") if value is None else value
+            value = run_objective(scores, wanted) if "metrics" in scores else None
+            done.return_value = scores.get("optimized_metric") if value is None else value
         else:
             kind = PreemptedJob if self.state == "preempted" else HydraException
             done.return_value = kind(f"{self}: {self.failure()}")

@@ -51,6 +51,7 @@ from cpt.sweeps.jobs import (
     summarize_jobs,
 )
 from cpt.sweeps.optuna import OptunaSweeper
+from cpt.sweeps.tune import TuneSweeper
 
 log = logging.getLogger(__name__)
 POLL_S = 0.1
@@ -276,7 +277,7 @@ def stop_jobs(jobs: Sequence[Job], *, grace: float, received: Sequence[int]) -> 
 
 
 die_with_parent()  # also in other Hydra programs that use these launchers
-for kind in (ProcessLauncher, ClusterLauncher, OptunaSweeper):
+for kind in (ProcessLauncher, ClusterLauncher, OptunaSweeper, TuneSweeper):
     # Hydra takes plugins named `hydra_plugins.` only; a file there would be imported by every Hydra program.
     Plugins.instance().register(kind)
     Plugins.instance().class_name_to_class[f"hydra_plugins.cpt.{kind.__name__}"] = kind

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 DIRECTIONS = ("minimize", "maximize")
 JOURNAL, RESULTS = "study.journal", "optimization_results.yaml"
+FOLDERS = "folders of trial"  # with its number: the attribute of a study that names its runs
 DIGITS = 6  # of a number that is given to a run: it is part of the folder's name
 
 
@@ -64,6 +65,7 @@ class OptunaSweeper(Sweeper):
         self.seed, self.direction, self.n_trials, self.n_jobs = seed, direction, n_trials, n_jobs
         given = (("seed", seeds), ("order", orders))
         self.averaged = {key: values for key, values in given if values is not None}
+        self.first: list[dict[str, Any]] = []  # the values of the first trials, before those of the sampler
 
     def check(self) -> None:
         """Raises ValueError for a wrong option, or if Optuna is missing."""
@@ -87,8 +89,8 @@ class OptunaSweeper(Sweeper):
             hydra_context=hydra_context, task_function=task_function, config=config
         )
 
-    def sweep(self, arguments: list[str]) -> None:
-        """Runs what the search still lacks; one process at a time may work on it."""
+    def sweep(self, arguments: list[str]) -> Any:
+        """Runs what the search still lacks, and gives its study; one process at a time may work on it."""
         with readable():
             lines = [*(f"{key}={value}" for key, value in self.params.items()), *arguments]
             parser = OverridesParser.create(config_loader=self.loader)
@@ -117,8 +119,8 @@ class OptunaSweeper(Sweeper):
                 if key.startswith("endtask"):
                     raise ValueError(f"{told}: trials run no end tasks. Allowed: other options")
             cfg = self.loader.load_sweep_config(self.config, fixed)
-            endtask = cfg.get("endtask")
-            if endtask is not None and endtask.get("name", "none") != "none":
+            endtask: Any = cfg.get("endtask") or {}
+            if endtask.get("name", "none") != "none" and endtask.get("score_on") != "dev":
                 log.info(
                     "Skipping end tasks (endtask=%s) in trials: their scores are of test text", endtask.name
                 )
@@ -128,16 +130,18 @@ class OptunaSweeper(Sweeper):
             folder.mkdir(parents=True, exist_ok=True)
             try:
                 with FileLock(folder / ".study.lock", timeout=0):
-                    self.search(folder, space, fixed, cfg.get("optimized_metric"))
+                    return self.search(folder, space, fixed, cfg.get("optimized_metric"))
             except Timeout as error:
                 raise ValueError(f"another search is at work in {folder}; choose another name=…") from error
 
     def search(
         self, folder: Path, space: Mapping[str, Override], fixed: Sequence[str], objective: Any
-    ) -> None:
+    ) -> optuna.Study:
         """Resumes the study of a folder, runs the missing trials in batches, and writes the best ones."""
         names = [objective] if isinstance(objective, str) else list(objective or ["objective"])
         study = self.open_study(folder, space, fixed, names)
+        for params in self.first if not study.trials else ():
+            study.enqueue_trial(params)
         grid, samplers = self.sampler == "grid", self.optuna.samplers
         kinds: dict[str, Any] = {"tpe": samplers.TPESampler, "nsga2": samplers.NSGAIISampler}
         total, states = self.n_trials or math.inf, self.optuna.trial.TrialState
@@ -177,16 +181,14 @@ class OptunaSweeper(Sweeper):
                 batch.append(study.trials[asked.number])
             overrides = [[*fixed, *to_overrides(trial.params), *run] for trial in batch for run in runs]
             returned = self.launcher.launch(overrides, initial_job_idx=batch[0].number * len(runs))
-            preempted = [each for each in returned if isinstance(each._return_value, PreemptedJob)]
             for place, trial in enumerate(batch):
                 of_trial = returned[place * len(runs) : (place + 1) * len(runs)]
-                if not any(each in preempted for each in of_trial):  # else it stays under way
+                if not any(map(is_preempted, of_trial)):  # else it stays under way
                     self.tell_trial(study, trial, of_trial)
-            if preempted:
-                print(f"cpt: {preempted[0]._return_value}; {CONTINUES}", file=sys.stderr)
-                raise SystemExit(GO_ON)
+            end_if_preempted(returned)
             left -= len(batch)
         write_best(study, len(study.get_trials(states=[states.COMPLETE])), folder, names)
+        return study
 
     def open_study(
         self, folder: Path, space: Mapping[str, Override], fixed: Sequence[str], names: Sequence[str]
@@ -247,7 +249,9 @@ class OptunaSweeper(Sweeper):
     def tell_trial(
         self, study: optuna.Study, trial: optuna.trial.FrozenTrial, returned: Sequence[JobReturn]
     ) -> None:
-        """Tells Optuna the mean objective of a trial's runs; it fails where a run has no finite one."""
+        """Tells Optuna the objective of a trial, the mean over its runs; it fails where a run failed or has
+        no finite objective."""
+        study.set_user_attr(f"{FOLDERS} {trial.number}", [str(each.working_dir) for each in returned])
         values = [each._return_value for each in returned]
         runs = [list(v) if isinstance(v, Sequence) and not isinstance(v, str) else [v] for v in values]
         label = f"Trial {trial.number}, {' '.join(to_overrides(trial.params))}"
@@ -280,8 +284,19 @@ def values_of(trial: optuna.trial.FrozenTrial) -> dict[str, Any]:
     return trial.params or trial.system_attrs.get("fixed_params", {})
 
 
+def is_preempted(job: JobReturn) -> bool:
+    return isinstance(job._return_value, PreemptedJob)
+
+
+def end_if_preempted(returned: Sequence[JobReturn]) -> None:
+    """Ends the program with GO_ON where a job continues when it is started again."""
+    if preempted := list(filter(is_preempted, returned)):
+        print(f"cpt: {preempted[0]._return_value}; {CONTINUES}", file=sys.stderr)
+        raise SystemExit(GO_ON)
+
+
 def write_best(study: optuna.Study, finished: int, folder: Path, names: Sequence[str]) -> None:
-    """Writes and logs the best trial, or the Pareto front; raises ValueError where there is none."""
+    """Writes and logs the best trial, or the Pareto front. Raises ValueError without a finished trial."""
     if not finished:
         raise ValueError("no trial of the search has an objective; the same command tries again")
     several, found = len(names) > 1, []

@@ -190,7 +190,10 @@ def empty_scores(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence
             "finished": False,
             "objective": kind,
         },
-        texts={name: dict(corpora.by_name[name].facts) for name in data.held_out},
+        texts={
+            name: {key.replace("digest", "hash"): fact for key, fact in corpora.by_name[name].facts.items()}
+            for name in data.held_out
+        },
         conditions={
             "score_on": plan.source.score_on,
             "tokenizer": corpora.tokenizer_digest(start.tokenizer)[:8],
@@ -203,7 +206,7 @@ def empty_scores(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence
         },
         base=base,
         similarity=similarity.tell(plan.order) | {"embedding": plan.source.embedding} if similarity else {},
-        config_digest=plan.config_digest,
+        config_hash=plan.config_hash,
         numerics={"precision": str(plan.trainer.precision), "attention": plan.trainer.attn_implementation},
         versions={"python": platform.python_version()}
         | {name: metadata.version(name) for name in PACKAGES}

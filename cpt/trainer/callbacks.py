@@ -113,7 +113,6 @@ class Monitor(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         self.step = trainer.global_step
-        pl_module.pace = self.observer.pace
         if self.record.ended:
             trainer.should_stop = True
 

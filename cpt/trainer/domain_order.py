@@ -52,10 +52,7 @@ def similarity_folder(plan: Plan) -> Path:
     """The cache entry: a hash of the texts and of what embeds them, by names, sizes and times."""
     source = plan.source
     embedder: Any = None
-    if source.embedding == "sentence":
-        files = sorted(path for path in Path(str(source.embedding_model)).rglob("*") if path.is_file())
-        embedder = [source.embedding_model, {str(path): file_stat(path) for path in files}]
-    elif source.embedding == "model":
+    if source.embedding == "model":
         given = checkpoint_files(plan.model.name_or_path) if plan.model.name_or_path else {}
         embedder = [asdict(plan.model), {name: file_stat(path) for name, path in given.items()}]
     texts = {name: stamp_of(source, name) for name in (*sorted(plan.order), GENERAL)}

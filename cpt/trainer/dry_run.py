@@ -1,4 +1,5 @@
-"""`plan=true`: what a run will cost, from a few real steps of its first stages, multiplied out.
+"""`plan=true`: what a run will cost, from a few real steps of its first stages, multiplied out; and
+`trainer.match=ncl`: the steps that take the operations of ncl.
 
 Texts are read and tokenized into the run's cache. The method's first stages are trained for a few steps and
 evaluated on a few batches, in a module that is thrown away. Documents, tokens and steps are counted. A later
@@ -6,6 +7,8 @@ stage takes the seconds of the last profiled one, and its bytes plus, for each f
 between the last two."""
 
 import contextlib
+import json
+import logging
 import operator
 import tempfile
 import time
@@ -23,17 +26,22 @@ from torch import Tensor
 
 from cpt.adapters.domain_store import in_memory, map_stored
 from cpt.core.memory import forget_peak, peak
+from cpt.core.processes import is_one_of_several
+from cpt.core.schema import Options
+from cpt.core.sections import Choice
 from cpt.core.tensors import load_tensors
+from cpt.data.corpora import Corpora
 from cpt.data.datamodule import Domain, DomainSequence
 from cpt.data.options import Budget
+from cpt.data.replay import NO_REPLAY
 from cpt.evaluation.options import EvalOptions
 from cpt.evaluation.scores import Scores
 from cpt.methods.base import ContinualMethod
 from cpt.models.memory import draw_quickly
 from cpt.optim.nan_guard import NanGuard
 from cpt.reporting.frames import megabytes
-from cpt.trainer.base_model import make_base
-from cpt.trainer.build import build_data, build_method, log_eval_cap, log_ineffective, read_corpora
+from cpt.trainer.base_model import Base, make_base
+from cpt.trainer.build import build_data, build_method, log_eval_cap, log_ineffective
 from cpt.trainer.checkpoint import save_stage
 from cpt.trainer.costs import CostMonitor, stored_beside, trained_parameters
 from cpt.trainer.lightning import drop_optimizer, make_trainer
@@ -43,6 +51,7 @@ from cpt.trainer.plan import Plan
 from cpt.trainer.preflight import prepare
 from cpt.trainer.run_dir import RunDir
 
+log = logging.getLogger(__name__)
 STAGES = 3  # profiled: in the third a method adds what it adds for each further domain
 WARMUP, TIMED = 2, 3  # steps of a stage
 
@@ -60,6 +69,7 @@ class Profile:
     trained: int = 0  # parameters
     stored: int = 0  # bytes in the stage file in addition to the model's own weights
     file: int = 0
+    flops: dict[str, float] = field(default_factory=dict)  # before the first step, of a step, after the last
 
 
 class Profiler(Callback):
@@ -105,7 +115,8 @@ class Profiler(Callback):
 
 
 def bytes_by_use(module: Any, trainer: Trainer) -> dict[str, int]:
-    """Bytes of a stage's tensors on its device, each counted once, and of those offloaded to the host."""
+    """Bytes of the tensors on the device of a stage, each counted once, and of those that are offloaded to
+    the host."""
     states = [value for each in trainer.optimizers for kept in each.state.values() for value in kept.values()]
     uses: dict[str, Iterable[Tensor]] = {
         "weights": in_memory(module.model),
@@ -127,8 +138,10 @@ def estimate(plan: Plan, place: RunDir) -> dict[str, Any]:
     """What a run will do and cost, as plan=json prints it. Raises ValueError for one that cannot be run."""
     ready = prepare(plan, place)
     plan, world = ready.plan, ready.processes * ready.plan.trainer.num_nodes
-    options, corpora = plan.trainer, read_corpora(plan)
+    options, cache = plan.trainer, Path(plan.run.cache_dir)
+    corpora = Corpora.read(plan.source, plan.order, cache=cache, workers=plan.data.preprocessing_num_workers)
     start = make_base(plan.model, corpora, accelerator=options.accelerator, trains=False)
+    plan = match_operations(plan, corpora, start, device=ready.device, world=world, stored=place.matched)
     module = build_method(plan, start)
     data = build_data(plan, corpora, start, module)
     log_eval_cap(data)
@@ -146,22 +159,7 @@ def estimate(plan: Plan, place: RunDir) -> dict[str, Any]:
     about |= {"device": str(ready.device), "processes": world, "texts": texts, "stages": stages}
     if not any(each["left_steps"] or each["left_read_tokens"] for each in stages):
         return about | {"left": "nothing"}
-    # What one process does of a batch, with the same few steps for every domain.
-    probe = min(options.importance_samples, options.eval_batch_size)
-    steps = WARMUP + max(TIMED, 2 * module.period)
-    alone: dict[str, Any] = {"devices": 1, "num_nodes": 1, "strategy": "auto", "reshard_after_forward": None}
-    few = replace(
-        plan,
-        order=plan.order[:STAGES],
-        budget=Budget(steps=steps, epochs=None, tokens=None, batch_size=plan.budget.batch_size // world),
-        trainer=replace(options, **alone, num_workers=0, importance_samples=probe),
-    )
-    part = build_data(few, corpora, start, module)
-    part.eval_tokens = options.eval_batch_size * plan.model.max_seq_length
-    with tempfile.TemporaryDirectory(prefix="plan-", dir=corpora.cache) as scratch:
-        sizes = [sum(len(data.train[text]) for text in each.parts) for each in data] or [0]
-        times = max(1, min(options.importance_samples, sum(sizes) / len(sizes)) / probe / world)
-        profiles = profile_stages(few, module, part, ready.device, Path(scratch), times)
+    profiles = profile_run(plan, corpora, start, module, data, device=ready.device, world=world)
     measured = {"end tasks": plan.endtasks, "answers": plan.answers, "benchmark": plan.benchmark}
     left_out = [name for name, asked in measured.items() if asked is not None]
     left_out += ["monitoring"] * plan.watches + ["generated text"] * plan.mixture.generates
@@ -199,8 +197,8 @@ def count_work(
             with contextlib.suppress(Exception):  # the run reports a damaged one
                 left_steps -= int(load_tensors(path)["global_step"])
         if number:
-            parts_of = (stage.parts, data.past(stage))
-            own, before = ([data.train[text].tokens_per_row for text in names] for names in parts_of)
+            own, before = ([data.train[text].tokens_per_row for text in names]
+                           for names in (stage.parts, data.past(stage)))  # fmt: skip
             replayed = data.replay.adds * (data.replay.past_ratio * bool(before) + data.replay.general_ratio)
             rows = sum(map(operator.mul, data.steps_by_part(stage), own)) * (1 + replayed)
             recovered = data.recovery_steps(stage) * sum(before) / max(1, len(before))
@@ -215,6 +213,96 @@ def count_work(
             }
         )
     return list(texts.values()), stages
+
+
+def profile_run(
+    plan: Plan,
+    corpora: Corpora,
+    start: Base,
+    module: ContinualMethod,
+    data: DomainSequence,
+    *,
+    device: torch.device,
+    world: int,
+) -> list[Profile]:
+    """The profiles of the base and the first stages: what one of `world` processes does of a batch, with the
+    same few steps for every domain. The module cannot be used after it."""
+    options = plan.trainer
+    probe, steps = (
+        min(options.importance_samples, options.eval_batch_size),
+        WARMUP + max(TIMED, 2 * module.period),
+    )
+    alone: dict[str, Any] = {"devices": 1, "num_nodes": 1, "strategy": "auto", "reshard_after_forward": None}
+    few = replace(
+        plan,
+        order=plan.order[:STAGES],
+        budget=Budget(steps=steps, epochs=None, tokens=None, batch_size=plan.budget.batch_size // world),
+        trainer=replace(options, **alone, num_workers=0, importance_samples=probe),
+    )
+    part = build_data(few, corpora, start, module)
+    part.eval_tokens = options.eval_batch_size * plan.model.max_seq_length
+    with tempfile.TemporaryDirectory(prefix="plan-", dir=corpora.cache) as scratch:
+        sizes = [sum(len(data.train[text]) for text in each.parts) for each in data] or [0]
+        times = max(1, min(options.importance_samples, sum(sizes) / len(sizes)) / probe / world)
+        return profile_stages(few, module, part, device, Path(scratch), times)
+
+
+def stage_operations(profiles: Sequence[Profile], number: int, *, world: int) -> tuple[float, float]:
+    """Operations of a step of a stage (1, 2, …) and around its steps, in all processes; a later stage than
+    were profiled takes the difference of the last two more than the one before it."""
+    trained = profiles[1:]
+    beyond, last = number - len(trained), trained[min(number, len(trained)) - 1].flops
+    before = trained[-2].flops if beyond > 0 and len(trained) > 1 else last
+    grown = {phase: own + max(0, beyond) * max(0, own - before[phase]) for phase, own in last.items()}
+    return world * grown["step"], world * (grown["before"] + grown["after"])
+
+
+def sum_operations(
+    plan: Plan, corpora: Corpora, start: Base, *, device: torch.device, world: int
+) -> tuple[float, float]:
+    """The operations of all steps of a plan's run, and those around the steps."""
+    module = build_method(plan, start)
+    data = build_data(plan, corpora, start, module)
+    profiles = profile_run(plan, corpora, start, module, data, device=device, world=world)
+    within, around = 0.0, 0.0
+    for number, stage in enumerate(data, start=1):
+        step, other = stage_operations(profiles, number, world=world)
+        within, around = within + data.steps(stage) * step, around + other
+    return within, around
+
+
+def match_operations(
+    plan: Plan, corpora: Corpora, start: Base, *, device: torch.device, world: int, stored: Path
+) -> Plan:
+    """The plan with as many steps (epochs, tokens) as take, over all domains, the operations of ncl with the
+    configured ones; of a run that has started, those it has stored.
+
+    The scale is (O_ncl - A) / O for O operations in the method's steps and A around them. Raises ValueError
+    where that leaves no step, and where several processes start at once."""
+    if plan.trainer.match is None:
+        return plan
+    name, given = plan.budget.given
+    if stored.exists():
+        return replace(plan, budget=replace(plan.budget, **{name: json.loads(stored.read_text())[name]}))
+    if is_one_of_several():
+        told = "trainer.match=ncl is invalid with torchrun or srun: one process counts operations"
+        raise ValueError(f"{told}. Allowed: trainer.{name}=N, the N that plan=true logs")
+    how: dict[str, Any] = {"device": device, "world": world}
+    ncl = replace(plan, method=Choice("cpt.methods.ncl.NCL", Options()), masks=(), replay=NO_REPLAY)
+    if (plan.method, plan.masks, plan.replay) == (ncl.method, ncl.masks, ncl.replay):
+        return plan
+    reference, _ = sum_operations(ncl, corpora, start, **how)
+    within, around = sum_operations(plan, corpora, start, **how)
+    if not within:
+        return plan
+    scaled = (reference - around) / within * given
+    value: Any = round(scaled) if name == "steps" else float(f"{scaled:.6g}")
+    if value <= 0:
+        told = f"ncl takes {reference:.3g} operations, the importances of {plan.names['method']} {around:.3g}"
+        allowed = f"null, more trainer.{name}, fewer trainer.importance_samples"
+        raise ValueError(f"trainer.match=ncl is invalid: {told}. Allowed: {allowed}")
+    log.info("Matching the %.3g operations of ncl: trainer.%s=%s, not %s", reference, name, value, given)
+    return replace(plan, budget=replace(plan.budget, **{name: value}))
 
 
 def profile_stages(
@@ -236,9 +324,10 @@ def profile_stages(
             callbacks = [costs, NanGuard(policy=plan.run.on_nonfinite), profiler]
             label, steps = f"profiling {stage.name}", data.steps(stage)
             trainer = make_trainer(arguments, label=label, steps=steps, callbacks=callbacks)
-            with draw_quickly(plan.trainer.quick_dropout):
+            with draw_quickly(plan.trainer.quick_dropout is True):
                 trainer.fit(module, datamodule=data)
             drop_optimizer(trainer)
+            now.flops = {phase: n * (1 if phase == "step" else times) for phase, n in costs.flops.items()}
             path, began = work / f"{number:03d}.pt", time.perf_counter()
             now.stored = stored_beside(module, save_stage(module, path))
             now.save_s, now.file = time.perf_counter() - began, path.stat().st_size
@@ -253,7 +342,12 @@ def profile_stages(
 
 
 def extrapolate(
-    options: TrainerOptions, profiles: Sequence[Profile], stages: Sequence[Any], world: int, *, copies: int
+    options: TrainerOptions,
+    profiles: Sequence[Profile],
+    stages: Sequence[dict[str, Any]],
+    world: int,
+    *,
+    copies: int,
 ) -> dict[str, Any]:
     """Memory, disk and seconds of all stages; a stage keeps `copies` of the weights to go back to."""
     trained, last, is_fsdp = profiles[1:], len(stages) - 1, options.strategy == "fsdp"
@@ -314,8 +408,10 @@ def extrapolate(
 def format_table(data: Mapping[str, Any]) -> str:
     """What plan=true prints; of many texts and stages the first and last, and the sums of all."""
     run, cost, tables = data["run"], "seconds" in data, []
-    left_out = ["read_tokens", "left_read_tokens", "documents_bytes", "stored"]
-    for rows in (data["texts"], data["stages"]):
+    for rows, left_out in (
+        (data["texts"], ["read_tokens"]),
+        (data["stages"], ["left_read_tokens", "documents_bytes", "stored"]),
+    ):
         frame = pd.DataFrame(rows).drop(columns=left_out, errors="ignore")
         sums = pd.DataFrame([{frame.columns[0]: "all", **frame.iloc[:, 1:].sum()}])
         few = frame if len(frame) <= 8 else pd.concat([frame.head(4), frame.tail(4)])

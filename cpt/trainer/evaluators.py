@@ -49,7 +49,7 @@ from cpt.trainer.plan import Plan
 from cpt.trainer.run_dir import RunDir
 
 log = logging.getLogger(__name__)
-HEAVIEST = 20  # parts that a text's row names, of more
+HEAVIEST = 20  # modules that a text's row names, of more
 SHARE = 32  # of this many rows one may be in the journal alone
 ANSWERS_FORMAT = 1  # counts changes of what a file of answers depends on
 
@@ -215,7 +215,7 @@ class FinetuneEvaluator(Evaluator):
         found = [[[self.read(row, name, seed) for seed in seeds] for name in tasks] for row in range(rows)]
         return {
             **{"when": self.when, "tasks": list(tasks), "seeds": list(seeds)},
-            "digest": digest([task.digest(seed) for task in tasks.values() for seed in seeds]),
+            "hash": digest([task.digest(seed) for task in tasks.values() for seed in seeds]),
             "metric": {name: task.settings.metric for name, task in tasks.items()},
             "classes": {name: len(task.classes) for name, task in tasks.items()},
             "examples": {name: len(task.test) for name, task in tasks.items()},
@@ -343,7 +343,7 @@ class LMEvalEvaluator(Evaluator):
     """Tasks of the lm-evaluation-harness, measured on what the module hands on after a stage. The first
     process has the harness and works; the others wait."""
 
-    GROUP, KIND, LABEL = "benchmark", "probes", "benchmark"
+    GROUP, KIND, LABEL = "benchmark", "benchmarks", "benchmark"
 
     def __init__(
         self, options: LMEvalOptions, harness: Any, tokenizer: PreTrainedTokenizerBase, **run: Any
@@ -471,11 +471,11 @@ def needs_sources(options: TaskEvalOptions, task: str) -> bool:
 @dataclass(frozen=True)
 class Cell:
     """The loss of a model on a text: nats per scored token; nats and scored tokens by document, [2, N];
-    weights of the heaviest parts of the model that scored it."""
+    weights of the heaviest modules of the model that scored it."""
 
     mean: float
     documents: np.ndarray | None
-    parts: Mapping[str, float]
+    modules: Mapping[str, float]
 
 
 def documents_of(cells: Mapping[str, Cell]) -> dict[str, np.ndarray]:
@@ -524,7 +524,7 @@ class Scorer:
             (losses,) = self.place.load_documents([earlier]) if is_first_process() else ({},)
             for text in (text for text in known if known[text] == earlier):
                 mean = cast(float, scores.nll[earlier][column[text]])
-                cells[text] = Cell(mean, losses.get(text), scores.parts[earlier].get(text, {}))
+                cells[text] = Cell(mean, losses.get(text), scores.modules[earlier].get(text, {}))
         return cells
 
     def measure(self, row: str, texts: Sequence[str]) -> dict[str, Cell]:
@@ -539,9 +539,10 @@ class Scorer:
         cells = {}
         for text, (nll, count) in self.module.row().items():
             used = self.module.used(self.data.places.get(text, BASE))
-            parts = {names[part]: round(used[part], 4) for part in nlargest(HEAVIEST, used, used.__getitem__)}
+            heaviest = nlargest(HEAVIEST, used, used.__getitem__)
+            modules = {names[place]: round(used[place], 4) for place in heaviest}
             documents = np.stack([nll.cpu(), count.cpu()])
-            cells[text] = Cell((nll.sum() / count.sum()).item(), documents, parts)
+            cells[text] = Cell((nll.sum() / count.sum()).item(), documents, modules)
         if bad := [f"{text}: {cell.mean}" for text, cell in cells.items() if not math.isfinite(cell.mean)]:
             advice = "allowed: a model whose losses are numbers (model.name_or_path, trainer.precision)"
             advice = advice if row == "base" else ADVICE
@@ -584,7 +585,7 @@ class ScoreJournal:
     def collect(self, evaluator: Evaluator) -> None:
         """Takes over the results of an evaluator so far."""
         results = evaluator.results(len(self.scores.rows))
-        setattr(self.scores, evaluator.KIND, results | {"digest": self.digests[evaluator.KIND]})
+        setattr(self.scores, evaluator.KIND, results | {"hash": self.digests[evaluator.KIND]})
 
     def keep(self) -> None:
         """Writes the scores as they are."""

@@ -1,6 +1,7 @@
 """The loop over stages: train, evaluate, commit; a killed run resumes from what is committed. Its remaining
 time, for progress.json: what is left, at the pace of what is done."""
 
+import json
 import logging
 import os
 from collections import Counter
@@ -18,16 +19,16 @@ from lightning.pytorch.loggers import Logger
 from torch.distributed.fsdp import FSDPModule
 
 from cpt.adapters.domain_store import map_stored
+from cpt.core import files
 from cpt.core.distributed import barrier, leave_together
-from cpt.core.files import writing
 from cpt.core.heartbeat import HEARTBEAT, Phase, set_phase
 from cpt.core.preemption import check_signals, defer_signals
 from cpt.core.processes import is_first_process
 from cpt.core.tensors import check_state
 from cpt.data.datamodule import Domain, DomainSequence
-from cpt.evaluation.metrics import objective_value
 from cpt.evaluation.monitor import MonitorObserver
 from cpt.evaluation.scores import Scores, gather_documents
+from cpt.evaluation.task_metrics import run_objective
 from cpt.loggers.loggers import WandbCurves, log_scores, log_stage, run_name, track
 from cpt.methods.base import ContinualMethod
 from cpt.models.memory import draw_quickly
@@ -40,6 +41,7 @@ from cpt.trainer.base_model import Base, make_base
 from cpt.trainer.callbacks import CustomCallbacks, Monitor, ProtectedMovement
 from cpt.trainer.checkpoint import StepCheckpoint, check_stage, restore_stage, save_stage
 from cpt.trainer.costs import CostMonitor, stored_beside, time_phase, trained_parameters
+from cpt.trainer.dry_run import match_operations
 from cpt.trainer.evaluators import Evaluator, ScoreJournal, Scorer, documents_of, make_evaluators
 from cpt.trainer.lightning import drop_optimizer, make_trainer
 from cpt.trainer.manifest import write_manifest
@@ -54,7 +56,7 @@ KINDS = {  # the work of a stage in its order, as in scores.json, and its name i
     "score": "scoring after",
     "endtasks": "end tasks after",
     "answers": "answers after",
-    "probes": "probe after",
+    "benchmarks": "benchmark after",
 }
 LATEST = 100  # stages that set the pace
 
@@ -70,6 +72,14 @@ def train_run(plan: Plan, run: RunDir) -> Scores:
     set_phase("making the base")
     with time_phase(took, "make the base"):
         base = make_base(plan.model, corpora, accelerator=plan.trainer.accelerator)
+    if plan.trainer.match is not None:
+        with time_phase(took, "count operations"):
+            world = ready.processes * plan.trainer.num_nodes
+            how: dict[str, Any] = {"device": ready.device, "world": world, "stored": run.matched}
+            plan = match_operations(plan, corpora, base, **how)
+            if is_first_process() and not run.matched.exists():
+                files.replace(run.matched, json.dumps(asdict(plan.budget)))
+    with time_phase(took, "make the base"):
         method = build.build_method(plan, base)
     set_phase("tokenising")
     with time_phase(took, "tokenise"):
@@ -274,7 +284,7 @@ class ContinualTrainer:
                 )
                 begun = str(checkpoint) if checkpoint.exists() else None
                 try:
-                    with defer_signals(), draw_quickly(plan.trainer.quick_dropout):
+                    with defer_signals(), draw_quickly(plan.trainer.quick_dropout is True):
                         fitting.fit(self.module, datamodule=self.data, ckpt_path=begun, weights_only=True)
                 except RollbackError:
                     drop_optimizer(fitting)
@@ -292,9 +302,13 @@ class ContinualTrainer:
         if self.to_disk:
             barrier()  # until the first process has written it
             map_stored(self.module, path)
-        sizes = {"trained": trained_parameters(self.module), "stored": stored_beside(self.module, state)}
-        noted = {"rates": costs.rates, "leak": movement.noted, "spikes": guard.spikes.noted}
-        return {**sizes, **costs.costs(fitting), **noted, "skipped": len(guard.left_out)}
+        return {
+            "trained": trained_parameters(self.module),
+            "stored": stored_beside(self.module, state),
+            **costs.costs(fitting),
+            **{"rates": costs.rates, "protected_movement": movement.noted, "spikes": guard.spikes.noted},
+            **{"skipped": len(guard.left_out)},
+        }
 
     def commit_row(self, row: str, **costs: Any) -> None:
         """Evaluates, and writes the row: a restart resumes after it."""
@@ -305,7 +319,8 @@ class ContinualTrainer:
         self.module.observes = False
         leave_together(f"before {row} was committed")
         nll = [cells[text].mean if text in cells else None for text in self.scores.domains]
-        self.scores.append(row, nll=nll, parts={text: cell.parts for text, cell in cells.items()}, **costs)
+        modules = {text: cell.modules for text, cell in cells.items()}
+        self.scores.append(row, nll=nll, modules=modules, **costs)
         shown = [f"{text} {np.exp(cell.mean):.1f}" for text, cell in cells.items()]
         few = shown if len(shown) <= 2 * ENDS else [*shown[:ENDS], "…", *shown[-ENDS:]]
         log.info("Evaluated after %s: perplexity %s", row, ", ".join(few))
@@ -331,8 +346,8 @@ class ContinualTrainer:
         with self.eta.timed("score", number):
             cells = self.scorer.score(number, row, missing)
         leave_together(f"before {row} was committed")
-        means, parts = ({t: getattr(cell, name) for t, cell in cells.items()} for name in ("mean", "parts"))
-        self.scores.fill(number, means, parts)
+        means = {text: cell.mean for text, cell in cells.items()}
+        self.scores.fill(number, means, {text: cell.modules for text, cell in cells.items()})
         log.info("Scoring %d more texts after %s", len(missing), row)
         if is_first_process():
             (before,) = self.run.load_documents([number])
@@ -374,7 +389,7 @@ class ContinualTrainer:
         if isinstance(self.module.model, FSDPModule):  # another module has all weights in this process
             self.module, self.at = build.build_method(self.plan, start), 0
             self.restore(len(scores.rows) - 1)
-        with writing(run.model):
+        with files.writing(run.model):
             loading = self.module.export(run.model, [domain.name for domain in self.data])
             start.tokenizer.save_pretrained(run.model)
         scores.loading = loading.replace(f"{run.path}/", "")  # the folder may be moved
@@ -392,7 +407,7 @@ class ContinualTrainer:
             log.info("Missing cells of the matrix: %d, in the rows %s: %s", sum(left.values()), few, why)
         for each in self.evaluators:
             self.journal.collect(each)
-        scores.objective = objective_value(scores.metrics, self.plan.run.optimized_metric)
+        scores.optimized_metric = run_objective(vars(scores), self.plan.run.optimized_metric)
         scores.run["finished"] = True
         run_page.write_report(run.path, scores)
         if len(scores.rows) > 1:

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 SHOWN = 8  # items that a message lists
 COPIED = ("config.yaml", "identity.json", "scores.json", "metrics.csv", "threads", "callbacks")
 # Folders whose files are replaced, never written into: a copy may share them by hard links.
-LINKED = ("answers", "diagnostics", "documents", "endtasks", "generated", "probes", "stages")
+LINKED = ("answers", "benchmarks", "diagnostics", "documents", "endtasks", "generated", "stages")
 
 
 @dataclass
@@ -189,7 +189,7 @@ def resolve_eval_cap(plan: Plan, run: RunDir) -> Plan:
     if plan.evaluation.max_tokens != AUTO or not run.config.exists():
         return plan
     settings = with_cap(plan.settings, run.stored("eval.max_tokens"))  # absent: no bound
-    return replace(plan, settings=settings, config_digest=digest(identity(settings)))
+    return replace(plan, settings=settings, config_hash=digest(identity(settings)))
 
 
 def resume_from_sibling(run: RunDir, plan: Plan) -> None:

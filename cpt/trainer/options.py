@@ -125,6 +125,10 @@ class TrainerOptions(Options):
     steps: Steps | None = option("optimizer steps per domain")
     epochs: Positive | None = option("passes over the domain's training text")
     tokens: Positive | None = option("tokens per domain")
+    match: Literal["ncl"] | None = option(
+        "scale steps, epochs or tokens to the counted operations of method=ncl with them; null: as given",
+        default=None,
+    )
     batch_size: Count = option("samples per optimizer step, over all processes and micro-batches")
     accumulate_grad_batches: Count = option("micro-batches per process and optimizer step")
     eval_batch_size: Count = option("samples per forward pass of an evaluation, per process")
@@ -134,8 +138,10 @@ class TrainerOptions(Options):
         "precision of Lightning; auto: bf16-mixed on a GPU that supports it, else 32-true"
     )
     attn_implementation: Text = option("attention implementation, by its name in transformers")
-    quick_dropout: bool = option(
-        "draw dropout masks from 16 bits per entry on a CPU: faster, not torch's masks", default=False
+    quick_dropout: Literal["auto"] | bool = option(
+        "draw dropout masks from 16 bits per entry on a CPU: faster, not torch's masks; "
+        "auto: unless compile=true",
+        default="auto",
     )
     gradient_checkpointing: bool = option(
         "recompute activations in the backward pass: less memory, more time"
@@ -164,7 +170,7 @@ class TrainerOptions(Options):
     others: Mapping[str, Any] = option("further arguments of lightning.Trainer")
 
     def __post_init__(self) -> None:
-        if self.quick_dropout and self.compile:
+        if self.quick_dropout is True and self.compile:
             raise ValueError("quick_dropout=true is invalid with compile=true. Allowed: one of them")
         if self.strategy != "fsdp" and self.reshard_after_forward is not None:
             told = f"reshard_after_forward={show(self.reshard_after_forward)} is invalid with {self.strategy}"

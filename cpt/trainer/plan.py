@@ -21,10 +21,10 @@ from cpt.data.options import Budget, DataOptions, share_batch
 from cpt.data.replay import NO_REPLAY, ReplayConfig
 from cpt.data.sources.base import Source
 from cpt.evaluation.finetune_tasks import FinetunePlan, check_task_values, plan_endtasks
-from cpt.evaluation.metrics import objective_value
 from cpt.evaluation.monitor import MonitorOptions, ObserverConfig
 from cpt.evaluation.options import EvalOptions, LMEvalOptions, TaskEvalOptions
 from cpt.evaluation.scores import Scores
+from cpt.evaluation.task_metrics import run_objective
 from cpt.models.options import Freeze, ModelOptions
 from cpt.optim.options import carried, read_optimizer
 from cpt.optim.schedulers import Schedule
@@ -100,7 +100,7 @@ class Plan(Sections):
     budget: Budget
     carry: str  # what of the optimizer's state passes from domain to domain: none, moments, all
     endtasks: FinetunePlan | None
-    config_digest: str  # of what decides the result
+    config_hash: str  # of what decides the result
     ignored_rate: float | None  # method.lr_multiplier, where optim.lr is given as a number
     similarity: orders.Similarity | None = None  # of the domains' texts, where it decides the order
 
@@ -132,8 +132,9 @@ class Plan(Sections):
 
     @property
     def digests(self) -> dict[str, str]:
-        """Hashes of the options and data of what is measured besides losses, by its key in scores.json."""
-        measured = {"endtasks": self.endtasks, "answers": self.answers, "probes": self.benchmark}
+        """Hashes of what is measured in addition to the losses (options, sizes and times of data), by its key
+        in scores.json."""
+        measured = {"endtasks": self.endtasks, "answers": self.answers, "benchmarks": self.benchmark}
         groups = dict(zip(measured, ("endtask", "answers", "benchmark"), strict=True))
         return {
             kind: digest([self.settings[groups[kind]], getattr(options, "stamp", "")])
@@ -247,7 +248,7 @@ def make_plan(cfg: DictConfig) -> Plan:
     """The plan of a config; raises ValueError for an invalid one."""
     read = read_sections(cfg)
     settings = with_cap(plain_config(cfg), read.evaluation.cap)  # raises for what is missing
-    objective_value({}, read.run.optimized_metric)
+    run_objective({"metrics": {}, "endtasks": {}, "rows": []}, read.run.optimized_metric)
     trainer, source, folder = read.trainer, read.source, settings["init_from"]
     processes = trainer.devices if isinstance(trainer.devices, int) else 1
     share_batch(trainer.batch_size, accumulate=trainer.accumulate_grad_batches, world=max(1, processes))
@@ -276,7 +277,7 @@ def make_plan(cfg: DictConfig) -> Plan:
         budget=Budget(trainer.steps, trainer.epochs, trainer.tokens, trainer.batch_size),
         carry=carried(settings["optim"].get("state_across_domains", "none")),
         endtasks=plan_endtasks(settings["endtask"], source.domains, order),
-        config_digest=digest(identity(redact(settings))),
+        config_hash=digest(identity(redact(settings))),
         ignored_rate=None
         if OmegaConf.is_interpolation(cfg.optim, "lr")
         else cfg.method.get("lr_multiplier", 1),
@@ -286,8 +287,6 @@ def make_plan(cfg: DictConfig) -> Plan:
     asked = plan.answers.known_by if plan.answers is not None else {}
     if absent := [task for task in asked if task not in source.domains]:
         raise ValueError(unknown_name(f"answers.measures.{absent[0]}", source.domains))
-    if plan.by_texts:
-        source.check_embedding()
     if conflict := next(conflicts(plan), None):
         raise ValueError(conflict)
     return plan
@@ -341,6 +340,7 @@ def why_not_growable(plan: Plan) -> str:
     needs_end = getattr(schedule, "needs_end", False)
     reasons: dict[str, Any] = {
         f"order={order} gives a further domain its place among those that are learned": plan.by_texts,
+        "trainer.match=ncl shares out the operations of all domains": plan.trainer.match is not None,
         "domains.balanced=true cuts all domains to the smallest of them": plan.source.balanced is True,
         f"method={plan.names['method']} needs all domains "
         "before the first is learned": method.requires_all_domains,

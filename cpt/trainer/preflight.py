@@ -41,6 +41,7 @@ from cpt.trainer.plan import Plan
 from cpt.trainer.run_dir import RunDir, checkpoint_files
 
 log = logging.getLogger(__name__)
+WIDE = 256  # features from which bf16 pays on a CPU
 SHORT = 512  # tokens of a sequence up to which eager attention is faster in 16 bits (benchmarks/attention.py)
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "merges.txt")
 
@@ -112,6 +113,11 @@ def resolve_auto(
         why = "as in scores.json" if stored else f"the default on this device ({device.type})"
         if stored or able:
             log.info("Precision (trainer.precision=auto): %s, %s", options.precision, why)
+        elif device.type == "cpu" and multiplies_bf16() and config.get_text_config().hidden_size >= WIDE:
+            gain = "bf16-mixed was 1.9 times as fast on such a CPU (docs/studies/performance.md)"
+            log.info("Precision (trainer.precision=auto): 32-true, the default on a CPU; %s", gain)
+    if options.quick_dropout == "auto":
+        options = replace(options, quick_dropout=device.type == "cpu" and not options.compile)
     drops = options.quick_dropout and drops_attention(config)
     is_short = options.precision in BF16 and length <= SHORT
     if options.attn_implementation == "auto" and device.type == "cpu" and (drops or is_short):
@@ -120,6 +126,12 @@ def resolve_auto(
         log.info("Attention (trainer.attn_implementation=auto): eager, which on a CPU %s", why)
         options = replace(options, attn_implementation="eager")
     return options
+
+
+def multiplies_bf16() -> bool:
+    """Whether this CPU has instructions that multiply in bf16: AVX512-BF16 or AMX."""
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # not public
+    return any(getattr(torch.cpu, name, bool)() for name in names)
 
 
 def make_harness(plan: Plan) -> Any:
@@ -214,7 +226,7 @@ def check_checkpoint(given: str, *, resize: bool) -> tuple[PretrainedConfig, Any
                 pass
         except Exception as error:  # safetensors has its own exception, which is not an OSError
             told = f"{path} is truncated or damaged ({reason(error)})"
-            raise ValueError(f"{told}; bring it here again") from error
+            raise ValueError(f"{told}; copy or download it again") from error
     if folder.is_dir() and not any(path for kind in TOKENIZERS for path in folder.glob(kind)):
         # transformers would make an empty one of the model's type
         allowed = f"a folder with the files of one, {', '.join(TOKENIZERS)}"

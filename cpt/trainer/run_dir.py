@@ -18,7 +18,6 @@ from cpt.core.config import flatten, identity, list_differences, plain_config, r
 from cpt.core.errors import reason
 from cpt.core.heartbeat import PROGRESS_FILE, Heartbeat, format_error, record_exit, utc_now
 from cpt.core.processes import is_first_process
-from cpt.core.renames import rename_leaves
 from cpt.evaluation.journal import journal_file
 from cpt.evaluation.scores import Scores, documents_file, load_documents
 
@@ -27,7 +26,7 @@ BY_CONTENT = ("order", "domains.root", "domains.only", "domains.by", "init_from"
 WEIGHTS = (".safetensors", ".bin")
 OF_A_CHECKPOINT = (*WEIGHTS, ".json", ".model", ".txt", ".jinja")
 # The files of a run that was rejected: Hydra's, and those that the next start writes again.
-BEFORE_THE_RUN = (".hydra", "run.log", ".lock", "config.yaml", "threads", PROGRESS_FILE)
+BEFORE_THE_RUN = (".hydra", "run.log", ".lock", "config.yaml", "threads", "matched.json", PROGRESS_FILE)
 
 
 class RunDir:
@@ -36,13 +35,14 @@ class RunDir:
 
     stages/NUMBER.pt            the method's state after a stage
     checkpoints/NUMBER-NAME     the trainer's state within one
-    documents/NUMBER.npz        losses by document of a row of the matrix; diagnostics/, looks/ (of a budget)
-    endtasks/, answers/, probes/, generated/NUMBER-NAME     results after a stage, text written before one"""
+    documents/NUMBER.npz        losses by document of a row of the matrix; diagnostics/; monitor/, of a budget
+    endtasks/, answers/, benchmarks/, generated/NUMBER-NAME  results of a stage, text written before it"""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.model, self.scores_file = path / "model", path / "scores.json"
         self.config, self.manifest = path / "config.yaml", path / "identity.json"
+        self.matched = path / "matched.json"  # the steps of trainer.match
         self.restore_hint = f"bring it back from a copy, or delete {path} to learn again"
 
     def write_config(self, settings: Mapping[str, Any]) -> None:
@@ -55,8 +55,8 @@ class RunDir:
             raise ValueError(f"{self.path} was made with another config ({'; '.join(changed)}); {remedy}")
 
     def stored_config(self) -> dict[str, Any]:
-        """The leaves of the stored config, by their present names."""
-        return rename_leaves(dict(flatten(plain_config(cast(DictConfig, OmegaConf.load(self.config))))))
+        """The leaves of the stored config."""
+        return dict(flatten(plain_config(cast(DictConfig, OmegaConf.load(self.config)))))
 
     def stored(self, key: str) -> Any:
         """A value of the stored config, by its dotted key; raises ValueError for a damaged config."""
@@ -111,8 +111,8 @@ class RunDir:
 
     def clean(self) -> None:
         """Removes what killed processes left incomplete. The caller holds the lock."""
-        held = ("stages", "checkpoints", "documents", "diagnostics", "looks", "generated/kept")
-        results = ("endtasks/*", "probes/*", "answers/*")
+        held = ("stages", "checkpoints", "documents", "diagnostics", "monitor", "generated/kept")
+        results = ("endtasks/*", "benchmarks/*", "answers/*")
         patterns = [".scores.json.*.tmp", "*.partial", *(f"{each}/*.partial" for each in (*held, *results))]
         incomplete = [path for pattern in patterns for path in self.path.glob(pattern)]
         shards = self.path.glob("stages/*.shards")  # a stage's file is written after them
@@ -144,13 +144,14 @@ class RunDir:
     def checkpoint(self, number: int, name: str) -> Path:
         return self.path / "checkpoints" / f"{number:03d}-{name}.ckpt"
 
-    def looks(self, number: int) -> Path:
-        return self.path / "looks" / f"{number:03d}.npz"
+    def monitor_file(self, number: int) -> Path:
+        """The losses by document at the first evaluation of a stage."""
+        return self.path / "monitor" / f"{number:03d}.npz"
 
-    def load_looks(self, number: int) -> dict[str, np.ndarray]:
+    def load_monitor(self, number: int) -> dict[str, np.ndarray]:
         """Those of the stages before one. Raises ValueError for a file that is missing or damaged."""
         found: dict[str, np.ndarray] = {}
-        for path in map(self.looks, range(1, number)):
+        for path in map(self.monitor_file, range(1, number)):
             files.check_archive(path, instead=self.restore_hint)
             with np.load(path) as file:
                 found |= {name: file[name] for name in file.files}

@@ -3,7 +3,6 @@
 import json
 import logging
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -42,14 +41,7 @@ def write_similarity(folder: Path, plan: Plan) -> None:
     if kind == "tfidf":
         means = orders.embed_by_words(texts)
     else:
-        encode = None
-        if kind == "sentence":
-            from sentence_transformers import SentenceTransformer
-
-            place = str(source.embedding_model)
-            model = SentenceTransformer(place, local_files_only=True, trust_remote_code=False)
-            encode = partial(model.encode, show_progress_bar=False, convert_to_numpy=True)
-        means = orders.embed_by_vectors(texts, encode or model_encoder(plan, corpora))
+        means = orders.embed_by_vectors(texts, model_encoder(plan, corpora))
     similarity = orders.Similarity.of(means, general=means.pop(GENERAL))
     (folder / "similarity.json").write_text(json.dumps(similarity.tell(similarity.names)), encoding="utf-8")
 

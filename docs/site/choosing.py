@@ -10,8 +10,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from cpt.core.renames import rename_variant
-
 DOCS = Path(__file__).resolve().parents[1]
 PAGE, SCORES = DOCS / "methods.md", DOCS.parent / "benchmarks" / "results" / "studies"
 BEGIN, END = "<!-- generated: measured -->", "<!-- end: measured -->"
@@ -66,8 +64,7 @@ def read() -> dict[str, list[dict[str, Any]]]:
 
 def plain_run(run: Run) -> dict[str, Any]:
     """A run of the default domains, all in one order."""
-    about = {name: run[name] for name in ("method", "mask", "replay", "seed")}
-    about["variant"] = rename_variant(run["variant"], method=run["method"])
+    about = {name: run[name] for name in ("method", "mask", "replay", "seed", "variant")}
     return about | {"LC": run["LC"]["nats"], "order": (), "needs_domain": run.get("needs_domain")}
 
 
@@ -75,8 +72,7 @@ def scored_run(scores: Run) -> dict[str, Any]:
     """A run of published scores."""
     run = scores["run"]
     about = {name: run[name] for name in ("method", "mask", "replay", "seed")}
-    given = rename_variant(run["variant"], method=run["method"])
-    about["variant"] = "; ".join(filter(None, (given, MADE_WITH.get(run["method"]))))
+    about["variant"] = "; ".join(filter(None, (run["variant"], MADE_WITH.get(run["method"]))))
     about |= {"order": tuple(run["order"]), "needs_domain": scores.get("needs_domain")}
     answers = (scores.get("answers") or {}).get("metrics", {}).get("AP")
     return about | {"LC": scores["metrics"].get("LC", {}).get("nats"), "AP": answers}

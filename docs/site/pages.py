@@ -28,8 +28,10 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "forgetting-control.md",
         "tasks.md",
     ),
-    "Evaluation": ("downstream-tasks.md", "lm-eval.md", "compare.md", "tracking.md"),
-    "Operation": ("plan.md", "sweeps.md", "distributed.md", "resume.md", "release.md", "advise.md"),
+    "Evaluation": ("downstream-tasks.md", "lm-eval.md", "compare.md", "reproduce.md", "tracking.md"),
+    "Operation": (
+        *("plan.md", "sweeps.md", "tune.md", "distributed.md", "resume.md", "release.md", "advise.md"),
+    ),
     "Reference": ("options.md", "cli.md", "files.md", "support.md", "fidelity.md", "extend.md"),
     "Options": tuple(
         f"options/{group}.md"
@@ -41,6 +43,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Studies": (
         "studies/default-domains.md",
         "studies/das6.md",
+        "studies/real-encoder.md",
         "studies/standard-cl.md",
         "studies/m2d2.md",
         "studies/protection.md",

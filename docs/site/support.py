@@ -195,7 +195,7 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="also what was tried before")
     given = parser.parse_args()
     logging.disable(logging.INFO)
-    for kind in ("draw_matrix", "draw_text_curves", "draw_parts"):  # a third of a run
+    for kind in ("draw_matrix", "draw_text_curves", "draw_modules"):  # a third of a run
         import cpt.reporting.figures as figures
 
         setattr(figures, kind, lambda *given: b"")

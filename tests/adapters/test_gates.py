@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from cpt.adapters.gates import Gate, anneal, attach_gates, bottleneck_units, regulariser, soft
-from cpt.gradient_masks.hat import ClaimedUnits
+from cpt.gradient_masks.soft import ClaimedUnits
 from cpt.models.units import find_units
 from tests.models.test_units import build, inputs_of, logits
 

@@ -13,9 +13,7 @@ from cpt.core.renames import (
     VALUES,
     new_name,
     rename_keys,
-    rename_leaves,
     rename_overrides,
-    rename_variant,
 )
 from cpt.gate import main
 
@@ -93,23 +91,7 @@ def test_options_of_classes_that_have_the_old_name_are_left_alone(capsys):
     rename_keys(cfg)
     assert cfg == composed("method=derpp", "+method.arguments={alpha: 1}") and not capsys.readouterr().err
     mine = {"method._target_": "tests.support.seams.Growing", "method.memory": 5}
-    assert rename_leaves(mine) == mine
-
-
-def test_folders_and_variants_of_earlier_versions_have_present_names():
-    leaves = {"schedule._target_": "cpt.optim.schedulers.Linear", "schedule.warmup": 0.1, "eval.tokens": 5}
-    assert rename_leaves(leaves) == {
-        "lr_scheduler._target_": "cpt.optim.schedulers.Linear",
-        "lr_scheduler.warmup_ratio": 0.1,
-        "eval.max_tokens": 5,
-    }
-    given = "rate=3; mask.acts_on=update; mixture.past=0.05; routing@method.routing=posterior; earlier form"
-    present = (
-        "lr_multiplier=3; mask.apply_to=update; mixture.past_ratio=0.05; routing=posterior; earlier form"
-    )
-    assert rename_variant(given, method="lora") == present
-    assert rename_variant("alpha=1; draw=3", method="derpp") == "alpha=1; minibatch_size=3"
-    assert rename_variant("alpha=1", method="lora") == "lora_alpha=1"
+    assert new_name("method.memory", mine) == "method.memory"
 
 
 def test_a_choice_within_a_section_is_given_plainly(capsys):

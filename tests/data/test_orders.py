@@ -5,9 +5,10 @@ import math
 
 import numpy as np
 import pytest
+import xxhash
 from omegaconf import OmegaConf
 
-from cpt.data.orders import BUCKETS, Similarity, arrange_domains, bucket_of, embed_by_words, resolve_order
+from cpt.data.orders import BUCKETS, Similarity, arrange_domains, embed_by_words, resolve_order
 
 NAMES = ["ai", "acl", "pubmed", "phone"]
 ORDERS = [["pubmed", "acl", "ai"], ["ai", "pubmed", "acl"]]
@@ -108,6 +109,10 @@ def test_means_are_centred_before_their_cosines_and_names_sorted():
     assert found.matrix.tolist() == [[1, 0, 0, -1], [0, 1, -1, 0], [0, -1, 1, 0], [-1, 0, 0, 1]]
     same = Similarity.of({"b": np.ones(3), "a": np.ones(3)}, general=np.ones(3))
     assert arrange_domains("dissimilar", same) == ["a", "b"] and same.matrix.tolist() == [[0, 0], [0, 0]]
+
+
+def bucket_of(word: str) -> int:
+    return xxhash.xxh32_intdigest(word.encode()) % BUCKETS
 
 
 def test_words_of_any_alphabet_weigh_by_their_counts_and_by_how_few_documents_have_them():

@@ -20,7 +20,7 @@ def given(matrix=A, *, metric="macro_f1", when="each", seeds=(0, 1), tasks=TASKS
     """End tasks whose seeds lie around a matrix; accuracy is 0.01 higher, micro-F1 0.02."""
     cube = np.asarray(matrix)[..., None] + apart * np.linspace(-1, 1, len(seeds))
     kinds = {"macro_f1": cube, "accuracy": cube + 0.01, "micro_f1": cube + 0.02}
-    told = {"when": when, "tasks": list(tasks), "seeds": list(seeds), "digest": "0a1b", "seconds": 12.5}
+    told = {"when": when, "tasks": list(tasks), "seeds": list(seeds), "hash": "0a1b", "seconds": 12.5}
     told |= {"classes": dict.fromkeys(tasks, 3), "examples": dict.fromkeys(tasks, 6)}
     told["metric"] = dict.fromkeys(tasks, metric) if isinstance(metric, str) else metric
     return told | {"scores": {kind: np.where(np.isnan(x), None, x).tolist() for kind, x in kinds.items()}}
@@ -146,5 +146,5 @@ def test_predictions_that_are_damaged_or_on_other_examples_are_one_line(folder, 
         transitions_of(folder, ROWS, given())
     assert "\n" not in str(raised.value)
     predicted(folder, 3, "law", 0, [1, 0, 1, 0], ids=list("abcd"))
-    with pytest.raises(ValueError, match="law: the predictions of two rows are on different test examples"):
+    with pytest.raises(ValueError, match="law: the predictions of two rows are of different examples"):
         transitions_of(folder, ROWS, given())

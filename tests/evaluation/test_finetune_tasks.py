@@ -111,6 +111,16 @@ def test_a_sample_of_a_task_is_the_same_in_every_run(root):
     assert plan(root, max_train_samples=10**6).task("law").digest(1) == whole.digest(1)
 
 
+def test_dev_is_evaluated_where_asked_and_test_is_then_not_read(root):
+    whole = plan(root).task("law")
+    (root / "endtasks/law/test.jsonl").write_text("not readable")
+    task = plan(root, score_on="dev").task("law")
+    assert task.test == plan(root, score_on="dev", select="dev").task("law").dev != whole.test
+    (root / "endtasks/law/dev.jsonl").unlink()
+    with pytest.raises(ValueError, match="endtask.score_on=dev is invalid: the end task law has no dev"):
+        plan(root, score_on="dev").task("law")
+
+
 def test_a_digest_is_of_what_the_result_depends_on(root):
     def digest(name="law", seed=1, **overrides):
         return plan(root, **overrides).task(name).digest(seed)

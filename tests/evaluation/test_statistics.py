@@ -90,12 +90,6 @@ def test_how_many_pairs_holm_needs():
     assert needed_pairs(501) is None
 
 
-def test_p_values_are_uniform_under_no_difference():
-    generator = np.random.default_rng(3)
-    p = [against_nothing(generator.normal(size=10)).p for _ in range(150)]
-    assert 0.02 <= np.mean(np.array(p) <= 0.1) <= 0.18
-
-
 def test_examples_as_plain_resampling():
     """The same as drawing examples and signs one by one."""
     generator = np.random.default_rng(4)
@@ -107,11 +101,6 @@ def test_examples_as_plain_resampling():
     flipped = (difference * generator.choice([-1, 1], size=(20_000, 80))).mean(1)
     assert found.p == pytest.approx(np.mean(abs(flipped) >= abs(difference.mean()) - 1e-12), abs=0.02)
     assert compare_differences([difference]) == found
-    hits = []
-    for _ in range(100):
-        found = compare_differences([(generator.random(200) < 0.7) * 1.0 - (generator.random(200) < 0.6)])
-        hits.append(found.low <= 0.1 <= found.high)
-    assert 0.87 <= np.mean(hits) <= 1
 
 
 def test_p_over_tasks_is_that_of_all_signs_and_tasks_weigh_alike():

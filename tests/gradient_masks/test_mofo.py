@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from cpt.gradient_masks.base import StepSnapshot
-from cpt.gradient_masks.mofo import MomentumFilter
+from cpt.gradient_masks.constraints import MomentumFilter
 from cpt.gradient_masks.options import MomentumFilterOptions
 from tests.support.making import ORDER, made
 

@@ -181,7 +181,7 @@ def resumed(tmp_path_factory):
 
 def until(whole, rows):
     """The scores when so many rows were done."""
-    by_row = {name: getattr(whole, name)[:rows] for name in ("rows", "nll", "parts", *NOTED, *COSTS)}
+    by_row = {name: getattr(whole, name)[:rows] for name in ("rows", "nll", "modules", *NOTED, *COSTS)}
     return dataclasses.replace(whole, **by_row, endtasks={})
 
 

@@ -38,7 +38,7 @@ def along(moved, references) -> float:
 @pytest.mark.parametrize("apply_to", ["gradient", "update"])
 def test_no_step_raises_the_loss_on_the_memory(apply_to, constraints, build, monkeypatch):
     seen = {"gradient": [], "step": [], "each": []}
-    constrain, gradients, update = AGEM.constrain, AGEM.transform_gradients, AGEM.after_update
+    constrain, gradients, update = AGEM.on_before_optimizer_step, AGEM.transform_gradients, AGEM.after_update
 
     def before(module, optimizer):
         module.all = [reference_of(module, domain) for domain in range(module.domain.index)]
@@ -60,7 +60,7 @@ def test_no_step_raises_the_loss_on_the_memory(apply_to, constraints, build, mon
             seen["step"].append(along(own, module.expected))
             seen["each"] += [along(own, module.all)] * (apply_to == "update")
 
-    monkeypatch.setattr(AGEM, "constrain", between)
+    monkeypatch.setattr(AGEM, "on_before_optimizer_step", between)
     monkeypatch.setattr(AGEM, "after_update", after)
     given = [f"method.apply_to={apply_to}", "method.constraints=each", "optim.weight_decay=0.1"]
     work = build("agem", *SMALL, *given)

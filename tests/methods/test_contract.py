@@ -104,15 +104,15 @@ def test_two_domains_are_learned(case, uninterrupted):
 @pytest.mark.parametrize("method", run_few(METHODS, {*KINDS, "none", "agem", "companions", "merge", "osf"}))
 def test_every_text_is_scored_by_known_parts(method, uninterrupted):
     scores = told(uninterrupted(method))
-    if any(scores["parts"]):
-        assert all(shares == {"base": 1.0} for shares in scores["parts"][0].values())
-        for row in scores["parts"]:
+    if any(scores["modules"]):
+        assert all(shares == {"base": 1.0} for shares in scores["modules"][0].values())
+        for row in scores["modules"]:
             assert set(row) == set(scores["domains"])
             assert all(sum(shares.values()) == pytest.approx(1, abs=0.01) for shares in row.values())
             assert {part for shares in row.values() for part in shares} <= {"base", "law", "food"}
     learned = [name for name in scores["domains"] if name in scores["rows"]]
-    own = [scores["parts"][-1].get(name) == {name: 1.0} for name in learned]
-    assert scores["needs_domain"] == (any(scores["parts"]) and all(own))
+    own = [scores["modules"][-1].get(name) == {name: 1.0} for name in learned]
+    assert scores["needs_domain"] == (any(scores["modules"]) and all(own))
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -246,7 +246,7 @@ NEUTRAL = {  # what a method is compared with, what makes it that, and what does
     "ewc": ("ncl", "strength=0", "strength=5000"),
     "hat": ("ncl", "units=[] shared=trained", "units=[neurons]"),
     "kd": ("ncl", "strength=0", "strength=1"),
-    "merge": ("ncl", "rule=task_arithmetic scale=1", "scale=0.5"),
+    "merge": ("ncl", "rule=task_arithmetic start=merged scale=1", "scale=0.5"),
     "merge slerp": ("ncl", "rule=slerp share=1", "share=0.5"),
     "lifelong_moe": ("ncl", "num_experts=0 strength=0 balance=0 dense=trained", "strength=1"),
     "mas": ("ncl", "strength=0", "strength=1"),

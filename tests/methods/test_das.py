@@ -1,6 +1,7 @@
 """DAS and DGA: the contrastive loss against loops and the authors' numbers; what they protect."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from cpt.data.collate import labels_of
 from cpt.gradient_masks import soft as soft_masks
 from cpt.gradient_masks.soft import SoftMask
 from cpt.methods import das as contrasting
-from cpt.methods.das import ContrastiveLoss, contrastive
+from cpt.methods.das import ContrastMethod, contrastive
 from cpt.methods.options import ContrastOptions
 from cpt.models.forward import dropout, mean_over
 from cpt.models.objectives import Causal
@@ -152,11 +153,15 @@ class Uncorrupting(Causal):
         return {**batch, "input_ids": torch.where(labels == -100, batch["input_ids"], labels)}
 
 
-def contrast(model, *, objective=None, temperature=0.1, contrast=1.0, **options):
+def contrast(model, *, objective=None, soft=None, step=0, temperature=0.1, contrast=1.0, **options):
+    """What of a method its contrastive term is made of."""
     given = {"text": "corrupted", "dropout": 0.3, "samples": 1.0, "every": 1, "negatives": "trained"}
     named = {f"contrast_{name}": value for name, value in (given | options).items()}
-    made = ContrastOptions(contrast=contrast, temperature=temperature, **named)
-    return ContrastiveLoss(model, objective or Causal(), made)
+    made = SimpleNamespace(model=model, objective=objective or Causal(), soft=soft)
+    made.options = ContrastOptions(contrast=contrast, temperature=temperature, **named)
+    made.trainer = SimpleNamespace(global_step=step)
+    made.contrast = lambda *given: ContrastMethod.contrast(made, *given)
+    return made
 
 
 def soft_mask(model, kinds=("heads", "neurons", "outputs")):
@@ -165,9 +170,9 @@ def soft_mask(model, kinds=("heads", "neurons", "outputs")):
     return soft
 
 
-def term_of(made, *given, **how):
+def term_of(made, *given):
     torch.manual_seed(5)
-    return made.term(*given, **how)["contrast"]
+    return made.contrast(*given)
 
 
 def by_hand(model, batch, soft, *, passes):
@@ -199,8 +204,8 @@ def test_the_term_contrasts_the_three_passes(text, own):
     batch, soft, headed = masked(whole), soft_mask(model), []
     model.lm_head.register_forward_hook(lambda *_: headed.append(1))
     hidden = torch.randn(4, 12, 32, requires_grad=True)
-    made = contrast(model, contrast=2.0, temperature=0.5, text=text, objective=Uncorrupting())
-    term = term_of(made, batch, hidden=hidden, soft=soft)
+    made = contrast(model, contrast=2.0, temperature=0.5, text=text, objective=Uncorrupting(), soft=soft)
+    term = term_of(made, batch, hidden)
     torch.manual_seed(5)
     if text == "uncorrupted":
         passes = by_hand(model, whole, soft, passes=2)
@@ -210,29 +215,31 @@ def test_the_term_contrasts_the_three_passes(text, own):
     term.backward()
     assert (hidden.grad is not None) == (text == "corrupted")
     assert model.roberta.encoder.layer[0].output.dense.weight.grad.any()
-    assert contrast(model, contrast=0.0, dropout=None).term(batch, hidden=hidden, soft=soft) == {}
-    with pytest.raises(ValueError, match="contrast_dropout=null"):  # a positive would be its anchor
-        contrast(roberta(), dropout=None)
 
 
-def test_in_some_steps_only_it_weighs_as_much_more():
+def test_in_some_steps_only_it_weighs_as_much_more(build):
     model, batch = roberta(rate=0.0), batch_of(4)
     soft = soft_mask(model)
 
     def terms(step, **options):
         torch.manual_seed(5)
-        return contrast(model, **options).losses({**batch, "weight": 1.0}, soft=soft, step=step)
+        made = contrast(model, soft=soft, step=step, **options)
+        return ContrastMethod.losses(made, {**batch, "weight": 1.0})
 
     plain, rare = terms(0), terms(0, every=3)
     assert rare["contrast"].item() == pytest.approx(3 * plain["contrast"].item())
     assert rare["lm"] == plain["lm"]
     assert [step for step in range(7) if "contrast" in terms(step, every=3)] == [0, 3, 6]
+    assert "contrast" not in terms(0, contrast=0.0, dropout=None)
+    with pytest.raises(ValueError, match="contrast_dropout=null"):  # a positive would be its anchor
+        build("das", "model=tiny_roberta", "method.contrast_dropout=null", "method.general=null")
 
 
 def test_fixed_negatives_have_their_values_and_no_gradients():
     model, batch = roberta(rate=0.1), batch_of(4)
-    given = {"hidden": torch.randn(4, 12, 32), "soft": soft_mask(model)}
-    one, other = (term_of(contrast(model, negatives=each), batch, **given) for each in ("trained", "fixed"))
+    hidden, soft = torch.randn(4, 12, 32), soft_mask(model)
+    both = (contrast(model, negatives=each, soft=soft) for each in ("trained", "fixed"))
+    one, other = (term_of(made, batch, hidden) for made in both)
     weight = model.roberta.encoder.layer[0].output.dense.weight
     own, less = (torch.autograd.grad(each, weight)[0] for each in (one, other))
     assert one.item() == other.item() and less.any() and not torch.allclose(own, less)

@@ -8,7 +8,6 @@ from torch.nn import functional
 
 from cpt.data.collate import UNSCORED, labels_of
 from cpt.data.sampler import TrainStream
-from cpt.methods.common.reservoir import bytes_per_sample
 
 
 def scored_outputs(module, ids, labels, length):
@@ -21,12 +20,7 @@ def scored_outputs(module, ids, labels, length):
 @pytest.mark.parametrize("family", ["masked", "causal"])
 @pytest.mark.parametrize("matched", ["hidden", "logits"])
 def test_the_losses_are_those_of_the_paper(matched, family, build):
-    options = [
-        f"method.matched={matched}",
-        "method.alpha=0.3",
-        "method.beta=0.7",
-        "method.precision=float32",
-    ]
+    options = [f"method.matched={matched}", "method.alpha=0.3", "method.beta=0.7", "method.precision=float32"]
     work = build("derpp", "method.buffer_size=20", "method.minibatch_size=3", *options, on=family)
     text, module = work.data.train["law"], work.module.double().eval()
     options = {"objective": work.data.objective, "seed": 0, "batch_size": 8, "rank": 0, "world": 1}
@@ -70,14 +64,3 @@ def test_the_losses_are_those_of_the_paper(matched, family, build):
     assert {name: term.item() for name, term in terms.items()} == pytest.approx(expected, rel=1e-5)
     for term in terms.values():
         assert torch.autograd.grad(term, next(module.model.parameters()), retain_graph=True)[0].any()
-
-
-@pytest.mark.parametrize("matched", ["hidden", "logits"])
-def test_the_memory_takes_its_budget(matched, build):
-    given = [f"method.matched={matched}", "method.buffer_size=null"]
-    module = build("derpp", *given, "method.buffer_bytes=100000").module
-    width = {"hidden": 32, "logits": module.model.config.vocab_size}[matched]
-    each = bytes_per_sample(length=16, scored=5, width=width, precision="float16")
-    assert module.memory.bytes == 100000 // each * each
-    with pytest.raises(ValueError, match=r"method\.buffer_bytes=9"):
-        build("derpp", *given, "method.buffer_bytes=9")

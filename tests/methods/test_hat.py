@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cpt.adapters.gates import anneal, hard, regulariser, soft
-from cpt.gradient_masks.hat import ClaimedUnits
+from cpt.gradient_masks.soft import ClaimedUnits
 from cpt.models.units import Part, Units, shared_members
 from tests.conftest import SHARED
 from tests.support.making import Made, Watch

@@ -5,8 +5,7 @@ import torch
 
 from cpt.adapters import lora
 from cpt.gradient_masks.base import recording
-from cpt.methods.nlora import factors_norm, product_norm
-from cpt.methods.olora import group_by_width, norms, pair_overlap
+from cpt.methods.lora import factors_norm, group_by_width, pair_overlap, product_norm
 from tests.support.making import state_beside_the_model
 from tests.support.pairs import base_of, pair_of
 
@@ -33,13 +32,6 @@ def test_the_penalty_is_the_slow_sum(penalty, power):
     assert pair_overlap(groups, penalty=penalty).item() == pytest.approx(slow(*maps, power=power), rel=1e-5)
     rows = torch.eye(6)
     assert pair_overlap(group_by_width([rows[:2]], [[rows[2:4]], [rows[4:]]]), penalty=penalty) == 0
-
-
-def test_norms_are_not_squared_and_have_a_gradient_at_zero():
-    a, b = torch.tensor([[3.0, 4.0]], requires_grad=True), torch.zeros(2, 1, requires_grad=True)
-    found = norms([a, b])
-    found.backward()
-    assert found.item() == 5 and torch.equal(a.grad, torch.tensor([[0.6, 0.8]])) and not b.grad.any()
 
 
 @pytest.mark.parametrize("stored", ["merged", "pairs"])

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from cpt.gradient_masks.base import StepSnapshot
-from cpt.gradient_masks.subspace import Subspaces
+from cpt.gradient_masks.constraints import Subspaces
 from cpt.models.fisher import measure_similarity
 from cpt.models.units import Projection, blocks
 

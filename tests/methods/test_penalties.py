@@ -9,10 +9,10 @@ from torch import nn
 
 from cpt.data.collate import labels_of
 from cpt.gradient_masks.base import StepSnapshot
+from cpt.methods.ewc import SI
 from cpt.methods.kd import distillation
 from cpt.methods.options import RecAdamOptions
 from cpt.methods.recadam import Recall
-from cpt.methods.si import SI, accumulate
 from cpt.models.fisher import samples
 from tests.support.making import DROPOUT, Watch, assert_close, clones, same, state_beside_the_model
 from tests.support.running import outputs_at
@@ -114,10 +114,17 @@ def test_importance_is_the_path_integral_over_the_squared_way(accumulated, build
     assert all((each == 0).all() for each in work.module.brought.named().values())
 
 
-def test_a_domain_without_a_step_leaves_importance_finite():
-    found = torch.tensor([0.0, 0.0, 2.0])
-    accumulate(found, torch.tensor([1.0, -1.0, -0.001]), torch.zeros(3), damping=1e-3)
-    torch.testing.assert_close(found, torch.tensor([1000.0, 0.0, 1.0]))
+def test_a_domain_without_a_step_leaves_importance_finite(build):
+    module = build("si", "method.damping=1e-3").module
+    importances = module.importance.named().values()
+    for brought, importance in zip(module.brought.named().values(), importances, strict=True):
+        brought.fill_(-0.001).view(-1)[0] = 1.0
+        importance.fill_(2.0).view(-1)[0] = 0.0
+    module.after_domain([])
+    for importance in importances:
+        expected = torch.ones_like(importance)
+        expected.view(-1)[0] = 1000.0
+        torch.testing.assert_close(importance, expected)
 
 
 def recalled(share, *, gradient, **options):
@@ -146,10 +153,10 @@ def test_the_step_counts_its_share_and_the_pull_comes_after_it(share):
 def test_the_sigmoid_runs_over_a_domains_steps(build):
     module = build("recadam", "method.middle=0.5", "method.slope=10").module
     for step in (0, 30, 50, 99):
-        assert module.anneal(step, 100) == pytest.approx(1 / (1 + math.exp(-0.1 * (step - 50))))
-    with pytest.raises(
-        ValueError, match=r"method.strength=500 is invalid: at optim\.lr"
-    ):  # past where a weight was
+        module.trainer = SimpleNamespace(global_step=step, max_steps=100)
+        module.transform_gradients(None)
+        assert module.recall.share == pytest.approx(1 / (1 + math.exp(-0.1 * (step - 50))))
+    with pytest.raises(ValueError, match=r"method.strength=500 is invalid: at optim\.lr"):  # past its anchor
         build("recadam", "method.strength=500", "optim.lr=0.01")
 
 

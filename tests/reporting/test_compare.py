@@ -2,7 +2,6 @@
 
 import csv
 import io
-import re
 
 import numpy as np
 import pandas
@@ -178,28 +177,23 @@ def test_csv_and_parquet_have_every_number_of_each_run(compared, tmp_path):
     assert only["folder"].endswith("top/ncl-1")
     assert float(only["LC/perplexity"]) == scores.metrics["LC"]["perplexity"]
     assert float(only["compared/intransigence/nats"]) == pytest.approx((0.2 + 3.0) / 3)
-    objective = run(objective="causal")
-    objective.scores.objective = 123.5
-    (line,) = csv.DictReader(io.StringIO(exported(section([objective]), tmp_path, "csv").read_text()))
-    assert (line["objective"], line["objective/value"]) == ("causal", "123.5")
+    swept = run(objective="causal")
+    swept.scores.optimized_metric = 123.5
+    (line,) = csv.DictReader(io.StringIO(exported(section([swept]), tmp_path, "csv").read_text()))
+    assert (line["objective"], line["optimized_metric"]) == ("causal", "123.5")
     frame = pandas.read_parquet(exported(compared, tmp_path, "parquet"))
     assert len(frame) == len(compared.frame)
     (value,) = frame.query("group == 'ncl' and seed == 1 and key == 'FG/nats'")["value"]
     assert value == scores.metrics["FG"]["nats"]
 
 
-NASTY = ["law\n\\input{/etc/passwd}\n", "=1+1", "+cmd|' /C calc'!A0", "\r\n=1", "a,b;\"c\"'d'", "$x_1 & % #"]
+NASTY = ["law\n", "=1+1", "+cmd|' /C calc'!A0", "\r\n=1", "a,b;\"c\"'d'"]
 
 
 @pytest.mark.parametrize("name", NASTY)
-def test_names_are_nothing_but_names(name, tmp_path):
+def test_names_are_no_formulas(name, tmp_path):
     compared = section([run(method=method, order=[name, "food", "space"]) for method in ("ncl", name)])
     head, *lines = csv.reader(io.StringIO(exported(compared, tmp_path, "csv").read_text(), newline=""))
     assert [len(line) for line in lines] == [len(head)] * 2
     cells = [cell for line in (head, *lines) for cell in line]
     assert not [cell for cell in cells if cell[:1] in "=+@\t\r\n" and cell] and "ncl" in cells
-    usual = section([run(), run(method="x")])
-    tex = [compare.format_latex(each).splitlines() for each in (compared, usual)]
-    table, plain = ([line for line in each if line[0] != "%"] for each in tex)
-    assert [re.sub(r"\\&", "", line).count("&") for line in table] == [line.count("&") for line in plain]
-    assert not any("\\input" in line or re.search(r"(?<!\\)[#%_]", line) for line in table)

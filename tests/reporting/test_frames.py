@@ -11,7 +11,7 @@ from cpt.reporting import frames
 from cpt.reporting.frames import escape_name, summarize_scores, tidy_scores
 from tests.support import comparing
 from tests.support.answering import answers
-from tests.support.probing import probes
+from tests.support.probing import benchmarks
 
 NLL = [[5.0, 6.0, 4.0], [3.0, 5.5, 4.1], [3.4, 4.0, 4.3]]
 ANSWERS = answers({"law": [0.2, 0.9, 0.6], "food": [0.3, 0.4, 0.8]}, rows=["base", "law", "food"])
@@ -28,7 +28,7 @@ def made(*, tasks=("law", "food"), rows=3, objective=None, **given):
     scores = comparing.made(nll=nll, order=tasks, phases=phases, costs=False, **costs, **given)
     if not rows:
         scores.nll, scores.rows = [], []
-    scores.objective = objective
+    scores.optimized_metric = objective
     scores.seconds, scores.tokens, scores.scored = 99.0, [100, 101, 102], [50, 51, 52]
     scores.measure()
     return scores
@@ -42,16 +42,16 @@ def endtasks(tasks=("law", "food")):
 
 
 def test_the_table_has_a_line_per_number_and_a_key_for_those_of_a_summary():
-    given = probes({"a/b": [0.5, 0.4, 0.3], "c": [0.5, 0.2]})
-    scores = made(endtasks=endtasks(), probes=given, answers=ANSWERS)
-    scores.parts = [{}, {"law": {"law": 0.75, "base": 0.25}}, {}]
+    given = benchmarks({"a/b": [0.5, 0.4, 0.3], "c": [0.5, 0.2]})
+    scores = made(endtasks=endtasks(), benchmarks=given, answers=ANSWERS)
+    scores.modules = [{}, {"law": {"law": 0.75, "base": 0.25}}, {}]
     table = tidy_scores(scores)
     assert set(table["kind"]) == set(frames.KINDS)
     losses = table[table["kind"] == "loss"]
     assert len(losses) == 3 * 3 * len(UNITS)
     (cell,) = losses.query("row == 'food' and text == 'law' and unit == 'nats'").to_dict("records")
     assert (cell["stage"], cell["value"], cell["metric"]) == (2, 3.4, "loss")
-    assert table.query("kind == 'part' and part == 'base'")["value"].tolist() == [0.25]
+    assert table.query("kind == 'module' and module == 'base'")["value"].tolist() == [0.25]
     stages = table.query("kind == 'cost' and metric == 'flops'").set_index("row")["value"]
     assert stages.loc[["base", "law", "food"]].tolist() == [0, 1e12, 3e12]
     assert table.query("kind == 'phase' and metric == 'start'")["value"].sum() == 96

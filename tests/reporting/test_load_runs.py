@@ -104,7 +104,7 @@ def test_intransigence_against_one_of_the_same_seed_model_order_and_conditions()
 
 OTHERS = {
     "objective": {"objective": "causal"},
-    "texts": {"digest": "other"},
+    "texts": {"content": "other"},
     "domains": {"order": DOMAINS[:2], "nll": [row[:3] for row in NLL[:3]]},
 }
 CHANGED = {"score_on": "valid", "tokenizer": "4567cdef", "length": 128, "packing": "document_mask"}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cpt.evaluation.scores import Scores
-from cpt.reporting.overlap import jaccard, measure_overlap, read_diagnostics, read_distributions, soft_jaccard
+from cpt.reporting.overlap import jaccard, measure_overlap, min_and_max, read_diagnostics, read_distributions
 from tests.support.killing import KilledError, Killer
 
 ROWS = ["base", "law", "food", "space"]
@@ -35,7 +35,8 @@ def chosen(folder, *, steps, own):
 
 def test_the_indices_by_hand():
     values = np.array([[1, 0.5, 0], [0.5, 0.5, 1], [0, 0, 0]])
-    np.testing.assert_allclose(soft_jaccard(values), [[1, 1 / 2.5, 0], [1 / 2.5, 1, 0], [0, 0, np.nan]])
+    np.testing.assert_allclose(min_and_max(values)[0], [[1.5, 1, 0], [1, 2, 0], [0, 0, 0]])
+    np.testing.assert_allclose(min_and_max(values)[1], [[1.5, 2.5, 1.5], [2.5, 2, 2], [1.5, 2, 0]])
     sets = np.array([[1, 1, 0, 0], [1, 1, 1, 0], [0, 0, 0, 1], [0, 0, 0, 0], [0, 0, 0, 0]], float)
     shares = sets @ sets.T / np.maximum(sets.sum(1, keepdims=True), 1)
     expected = [[1, 2 / 3, 0, 0, 0], [2 / 3, 1, 0, 0, 0], [0, 0, 1, 0, 0]] + [[0, 0, 0, np.nan, np.nan]] * 2
@@ -61,7 +62,8 @@ def test_rows_are_compared_by_each_domains_own_steps(tmp_path, steps):
     names, values, _ = overlap(tmp_path, ROWS, [0, *(size * 128 for size in steps)])["rows updated"]
     first = int(steps[0] == 0)
     assert names == ROWS[1 + first :]
-    np.testing.assert_allclose(values, soft_jaccard(np.array(OWN[first:])), atol=1e-4)
+    shared, spanned = min_and_max(np.array(OWN[first:]))
+    np.testing.assert_allclose(values, shared / spanned, atol=1e-4)
 
 
 def test_what_is_missing_damaged_single_or_no_vector_of_units_is_left_out(tmp_path):

@@ -48,7 +48,7 @@ def test_thirty_runs_are_compared_all_and_those_that_are_asked_for(thirty, tmp_p
     for title in ("Findings", "Differences from ncl", "Ranks", "Compute"):
         assert f"## {title}\n" in markdown
     kinds = {path.suffix for path in tmp_path.glob("comparison.*")}
-    assert kinds == {".html", ".md", ".csv", ".tex", ".json"}
+    assert kinds == {".html", ".md", ".csv", ".json"}
 
     out = tmp_path / "new" / "place"
     options = ["--where", "method=das,joint", "order=0", "--baseline", "joint", "--out", str(out)]
@@ -77,7 +77,7 @@ def test_unfinished_begun_and_damaged_runs_are_named(tmp_path, capsys, no_figure
     assert errors[1].startswith(f"{tmp_path / 'bad' / 'scores.json'}: damaged")
     assert rows_of(said.out, "masked: ")["das"][0].startswith("1 ")
     unfinished = rows_of(said.out, "Unfinished runs")
-    assert unfinished[str(tmp_path / "half")] == ["ncl", "5", "unfinished, 3 rows done, the last: food"]
+    assert unfinished[str(tmp_path / "half")] == ["ncl", "5", "unfinished, 3 rows, last: food"]
     assert unfinished[str(tmp_path / "begun")][-1] == "started, nothing measured yet"
     told = json.loads((tmp_path / "comparison.json").read_text())
     assert len(told["unfinished_runs"]) == 2 and len(told["runs_that_could_not_be_read"]) == 4
@@ -97,5 +97,8 @@ def test_the_page_has_its_figures(tmp_path):
     for kind in ("pdf", "svg", "png"):
         named = {path.stem.removeprefix("comparison-") for path in tmp_path.glob(f"comparison-*.{kind}")}
         assert named == FIGURES
+    assert main([str(tmp_path), "--figures", str(tmp_path / "out")]) == 0
+    named = {path.stem for path in (tmp_path / "out").glob("*.svg")}
+    assert named >= {"comparison-stages", "ncl-matrix", "das-stages"}
     facets = '{"method": "ncl", "model": "tiny", "order": "law,food,space", "domains": "masked: food'
     assert facets in html.replace("&#34;", '"')

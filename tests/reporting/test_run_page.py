@@ -46,7 +46,7 @@ def test_runs_that_lack_something(tmp_path, given):
     assert set(scores.metrics) == named
     assert ("unfinished" in markdown) == (not scores.run["finished"])
     assert all(row in run_page.format_scores(scores) for row in scores.rows)
-    assert not any(f"## {title}" in markdown for title in ("Parts", "Training", "End tasks", "Answers"))
+    assert not any(f"## {title}" in markdown for title in ("Modules", "Training", "End tasks", "Answers"))
 
 
 def test_what_is_damaged_or_was_not_measured_is_told_and_the_rest_is_there(tmp_path):

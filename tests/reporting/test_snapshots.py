@@ -17,7 +17,7 @@ from cpt.reporting.frames import tabulate
 from tests.evaluation.test_endtask_metrics import given, predicted
 from tests.support.answering import kept, opened, ranked
 from tests.support.comparing import DOMAINS, NLL, endtasks, saved
-from tests.support.probing import probes
+from tests.support.probing import benchmarks
 
 pytestmark = pytest.mark.slow
 KEPT = Path(__file__).parent / "snapshots"
@@ -50,25 +50,35 @@ def test_a_report_of_a_run_that_has_everything(tmp_path):
     parts = [{}, {"law": {"law": 1.0}, "general": {"base": 1.0}}, {}, {name: {name: 1.0} for name in DOMAINS}]
     parts[3]["general"] = {"space": 0.6251, "base": 0.2249, "law": 0.149, "food": 0.001}
     nll = {"law": [5.0, 4.0], "food": [3.0, 3.25], "general": [4.0, 4.1]}
-    stage = {"steps": [0, 10], "nll": nll, "rise": {"general": [[0.0, 0.0], [0.05, 0.2]]}, "ended": ""}
+    stage = {
+        "steps": [0, 10],
+        "nll": nll,
+        "rise": {"general": [[0.0, 0.0], [0.05, 0.2]]},
+        "ended": "",
+        "kept": None,
+    }
     budget = {"kept": 10, "allowed": {"general": 0.3}, "drift": {"general": [[0.0, 0.0], [0.1, 0.2]]}}
     matrix = [[1.0, 0.25, -0.5], [0.25, 1.0, 0.125], [-0.5, 0.125, 1.0]]
     like = {"names": DOMAINS, "matrix": matrix, "general": [0.5, 0.1, -0.25], "embedding": "tfidf"}
     phases = {"learn": {"law": 41.5, "space": 30.0}, "score": {"base": 1.5, "law": 2.5}}
     phases |= {"endtasks": {"law": 9.25}, "start": {"read the texts": 100.0}}
-    named = probes({"a": [0.25, None, 0.5, 0.75], "b": [None, None, None, 0.5]})
+    named = benchmarks({"a": [0.25, None, 0.5, 0.75], "b": [None, None, None, 0.5]})
     named["tasks"]["b"] |= {"chance": None, "higher": False, "truncated": 12, "shots": None}
     about = {"method": "ewc", "mask": "migu", "seed": 41, "variant": "strength=5", "needs_domain": True}
     about |= {"loading": 'load("model")', "grown": [2], "skipped": [0, 2, 0, 0]}
-    about |= {"spikes": [[], [3, 7, 9.5, 2], [], []], "leak": [[], [0.01, 0.5], [0.02, 0.5], []]}
+    about |= {
+        "spikes": [[], [3, 7, 9.5, 2], [], []],
+        "protected_movement": [[], [0.01, 0.5], [0.02, 0.5], []],
+    }
     about |= {"numerics": {"precision": "bf16", "attention": "auto"}}
-    about |= {"similarity": like, "probes": named, "phases": phases, "endtasks": given(tasks=DOMAINS)}
+    about |= {"base": {"name": "tiny", "origin": "folder", "adapted": "the first 2 blocks"}}
+    about |= {"similarity": like, "benchmarks": named, "phases": phases, "endtasks": given(tasks=DOMAINS)}
     about |= {"monitor": {"law": stage | {"budget": budget | {"acts": ["back to step 4"]}}, "space": stage}}
     folder = tmp_path / "run"
     told = kept(folder, tasks, rows=ROWS) | {"intervals": {"AP": [0.1, 0.9]}}
     saved(tmp_path / "scores", answers=told, flops=[0, 2 * 10**12, 3 * 10**12, 4 * 10**12], **about)
     scores = measured(Scores.load(tmp_path / "scores" / "scores.json"), seed=0)
-    scores.parts = parts
+    scores.modules = parts
     for row, seed, right in ((1, 0, RIGHT[1]), (3, 0, RIGHT[2]), (1, 1, RIGHT[0]), (3, 1, RIGHT[1])):
         predicted(folder, row, "law", seed, right, rows=ROWS)
     lines = [f"{at},train/{name}/{text},{value}" for text in ("law", "food") for at in (1, 3)
@@ -111,7 +121,7 @@ def test_a_comparison_of_many_runs(tmp_path, monkeypatch, capsys):
             if place < 2:
                 answered = [ranked(RIGHT[0])] * 3 + [ranked(np.roll(RIGHT[place + 1], seed))]
                 values = [0.5, None, None, 0.5 + place / 20 + seed / 50]
-                own |= {"probes": probes({"a": values})}
+                own |= {"benchmarks": benchmarks({"a": values})}
                 own |= {"answers": kept(tmp_path / "kept" / folder.name, {"law": answered}, rows=ROWS)}
             saved(folder, config=config, **own)
             if place < 2:
@@ -120,6 +130,5 @@ def test_a_comparison_of_many_runs(tmp_path, monkeypatch, capsys):
     saved(tmp_path / "half", nll=NLL[:3], finished=False)
     assert report.main([str(tmp_path), "--curve", "method.strength"]) == 0
     check("comparison.md", (tmp_path / "comparison.md").read_text().replace(str(tmp_path), "PLACE"))
-    check("comparison.tex", (tmp_path / "comparison.tex").read_text())
     shown = capsys.readouterr().out.replace(str(tmp_path), "PLACE")
     assert all(f"{title}\n" in shown for title in ("Differences from ncl", "Unfinished runs"))

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -12,7 +13,10 @@ from torch import Tensor
 from cpt.core.tensors import load_tensors
 from cpt.evaluation.scores import Scores
 from cpt.trainer.checkpoint import fill_in
+from tests.conftest import ROOT
 from tests.support.killing import KilledError, Killer
+
+SCHEMA = json.loads((ROOT / "cpt/evaluation/scores.schema.json").read_text())
 
 
 def scores_of(folder: Path) -> Scores:
@@ -20,8 +24,10 @@ def scores_of(folder: Path) -> Scores:
 
 
 def told_by(folder: Path) -> dict[str, Any]:
-    """The scores as a reader without cpt sees them."""
-    return json.loads((folder / "scores.json").read_text())
+    """The scores as a reader without cpt sees them, valid by the published schema."""
+    told = json.loads((folder / "scores.json").read_text())
+    jsonschema.validate(told, SCHEMA)
+    return told
 
 
 def state_of(folder: Path, stage: int = -1) -> dict[str, Tensor]:

@@ -213,7 +213,7 @@ def test_two_processes_have_the_same_parts_as_one(method, small, start, corpora,
     assert_agree(tmp_path / "out", 2)
     assert_scored_alike(tmp_path / "alone", tmp_path / "run", rel=1e-4)
     alone, together = told_by(tmp_path / "alone"), told_by(tmp_path / "run")
-    for row, expected in zip(together["parts"], alone["parts"], strict=True):
+    for row, expected in zip(together["modules"], alone["modules"], strict=True):
         assert {text: pytest.approx(weights, abs=1e-3) for text, weights in expected.items()} == row
 
 

@@ -10,15 +10,18 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from cpt.data.orders import resolve_order
+from cpt.prepare import LAYOUTS
 from cpt.trainer.plan import make_plan, read_sections
 from tests.conftest import ROOT
 from tests.support.campaign import run_few
+from tests.test_docs import lines
 
 pytestmark = pytest.mark.slow
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf/experiment").glob("*.yaml"))
 DATA = "domains.root=there"  # of those that need data; nothing is read for a plan
-OF_DATA = "das6 das6_mini migu_roberta standard_cl standard_cl_mini long_sequence migu_t5 migu_components"
+OF_DATA = "das6 das6_mini das6_released das6_released_ewc das6_released_derpp migu_roberta standard_cl"
+OF_DATA += " standard_cl_mini long_sequence migu_t5 migu_t5_released migu_components o_lora_released"
 NEEDS = {name: [DATA] for name in [*OF_DATA.split(), "m2d2", "m2d2_mini"]}
 MODEL = "model.name_or_path=model"
 NEEDS |= {name: [DATA, MODEL] for name in ("llama_code", "das6_mpnet", "linux_texts")}
@@ -63,13 +66,31 @@ def test_an_experiment_has_a_plan_with_each_value_it_sweeps_and_the_commands_it_
     commands = re.findall(r"^# .*?python run\.py ([^(;&\n]*?)[.:]?(?: &&.*)?$", text, re.MULTILINE)
     assert commands or "python run.py" not in text
     for command in commands:
-        words = [re.sub("FOLDER|…", "there", word) for word in shlex.split(command)]
-        given = [word for word in words if not word.startswith(("-", "hydra"))]
-        cfg = composed(*(word if "[" in word else word.partition(",")[0] for word in given))
-        try:
-            read_sections(cfg)
-        except ValueError as error:
-            assert "there is no" in str(error) and "root" in str(error)
+        check_command(composed, command)
+
+
+def check_command(composed, command):
+    """The first job of a command composes and has valid options; its data are not there."""
+    words = [re.sub("FOLDER|…", "there", word) for word in shlex.split(command)]
+    given = [word for word in words if not word.startswith(("-", "hydra"))]
+    cfg = composed(*(word if "[" in word else word.partition(",")[0] for word in given))
+    try:
+        read_sections(cfg)
+    except ValueError as error:
+        assert re.search("there is no (such )?folder", str(error)) and "root" in str(error)
+
+
+def test_the_commands_of_the_page_of_papers_compose_and_prepare_known_layouts(composed):
+    found = lines(ROOT / "docs/reproduce.md")
+    runs = [line.removeprefix("python run.py ") for line in found if line.startswith("python run.py ")]
+    assert len(runs) > 15
+    for command in runs:
+        check_command(composed, command)
+    prepared = [line.split()[3] for line in found if line.startswith("python -m cpt.prepare ")]
+    assert prepared == list(LAYOUTS)
+    text = (ROOT / "docs/reproduce.md").read_text()
+    for cell in re.findall(r"\| `(experiment=[^`]*)`", text):
+        check_command(composed, f"{cell} domains.root=there model.name_or_path=there")
 
 
 def test_the_methods_table_has_every_method(swept):

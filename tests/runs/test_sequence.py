@@ -34,7 +34,7 @@ def other(place, small, start):
 
 def test_the_scores_keep_the_contract(done, corpora, monkeypatch):
     scores = told_by(done)
-    assert scores["version"] == 3 and len(scores["config_digest"]) == 16
+    assert scores["version"] == 1 and len(scores["config_hash"]) == 16
     assert (scores["domains"], scores["rows"]) == (["law", "food", "general"], ["base", "law", "food"])
     assert [len(row) for row in scores["nll"]] == [3] * 3 == [len(scores[n]) for n in SIZES]
     seconds = [each for stages in scores["phases"].values() for each in stages.values()]
@@ -50,7 +50,7 @@ def test_the_scores_keep_the_contract(done, corpora, monkeypatch):
     assert sum(scores["texts"]["law"]["bytes"].values()) == sum(len(line.encode()) for line in lines)
     trained = sum(each.numel() for each in AutoModelForMaskedLM.from_pretrained(done / "model").parameters())
     assert (scores["trained"], scores["stored"]) == ([0, trained, trained], [0, 0, 0])
-    assert scores["parts"] == [{}, {}, {}] and not scores["needs_domain"]
+    assert scores["modules"] == [{}, {}, {}] and not scores["needs_domain"]
     monkeypatch.chdir(done)
     assert eval(scores["loading"]).config.model_type == "modernbert"
 
@@ -69,7 +69,7 @@ def test_the_folder_holds_what_a_reader_looks_for_and_a_plain_model(done):
 
 def test_a_finished_run_is_not_learned_again_and_a_folder_of_another_config_is_refused(done, small, start):
     before = times(done)
-    assert start(small(ORDER), done) == told_by(done)["objective"] and times(done) == before
+    assert start(small(ORDER), done) == told_by(done)["optimized_metric"] and times(done) == before
     with pytest.raises(ValueError, match=r"another config \(seed: 0 -> 1\).*choose another name"):
         start(small(ORDER, "seed=1"), done)
 

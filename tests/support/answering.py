@@ -29,7 +29,7 @@ def answers(values: dict[str, Sequence[float]], *, rows: Sequence[str]) -> dict[
 def collected(tasks: Mapping[str, Any], *, rows: Sequence[str]) -> dict[str, Any]:
     made = {"when": "each", "seconds": 2.5, "tasks": dict(tasks), "intervals": {}}
     found = compute_metrics(matrix_of(made), rows=rows, tasks=list(tasks))
-    return made | {"metrics": {name: float(value) for name, value in found.items()}, "digest": "d"}
+    return made | {"metrics": {name: float(value) for name, value in found.items()}, "hash": "d"}
 
 
 def ranked(right: Sequence[bool]) -> TaskAnswers:

@@ -15,7 +15,7 @@ NLL = [[5.0, 5.2, 5.4, 4.9], [4.6, 5.1, 5.3, 5.0], [4.7, 4.2, 5.2, 5.1], [4.9, 4
 CONDITIONS = {"score_on": "test", "tokenizer": "0123abcd", "length": 64, "mask_rate": 0.3}
 
 
-def made(*, nll=NLL, order=DOMAINS, rows=None, shift=0.0, digest="d", endtasks=None, costs=True, **given):
+def made(*, nll=NLL, order=DOMAINS, rows=None, shift=0.0, content="d", endtasks=None, costs=True, **given):
     """Finished scores over domains in the order of learning; `shift` is added to the last row."""
     nll = np.array(nll, float)
     nll[-1] += shift
@@ -43,11 +43,11 @@ def made(*, nll=NLL, order=DOMAINS, rows=None, shift=0.0, digest="d", endtasks=N
         bytes=[4000] * len(domains),
         scored=[150] * len(domains),
         run=run | given,
-        texts={name: {"digest": f"{digest}-{name}", "documents": 7} for name in domains},
-        config_digest="0123abcd",
+        texts={name: {"hash": f"{content}-{name}", "documents": {"test": 7}} for name in domains},
+        config_hash="0123abcd",
         versions={"python": "3.11"},
         seconds=20.0,
-        parts=[{} for _ in names],
+        modules=[{} for _ in names],
         endtasks=endtasks or {},
         alone=(run | given)["method"] in FROM_BASE,
         **fields,
@@ -59,7 +59,7 @@ def made(*, nll=NLL, order=DOMAINS, rows=None, shift=0.0, digest="d", endtasks=N
 def endtasks(scores, *, tasks=DOMAINS, seeds=(7, 8), when="last", metric="macro_f1"):
     """`endtasks` of scores.json from [row][task], alike for both seeds and all metrics."""
     cube = [[[value] * len(seeds) for value in row] for row in scores]
-    about = {"when": when, "tasks": list(tasks), "seeds": list(seeds), "digest": "e", "seconds": 1.0}
+    about = {"when": when, "tasks": list(tasks), "seeds": list(seeds), "hash": "e", "seconds": 1.0}
     for name, value in {"metric": metric, "classes": 2, "examples": 8}.items():
         about[name] = dict.fromkeys(tasks, value)
     return about | {"scores": dict.fromkeys(("macro_f1", "micro_f1", "accuracy"), cube)}

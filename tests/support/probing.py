@@ -74,14 +74,14 @@ def results(metrics: dict[str, float], *, digest: str, higher: bool = True) -> d
     }
 
 
-def probes(values: dict[str, list], **given: Any) -> dict:
+def benchmarks(values: dict[str, list], **given: Any) -> dict:
     facts = {"metric": "acc", "higher": True, "shots": 0, "limit": None, "examples": 9, "version": "1.0"}
     facts |= {"chance": 0.25, "truncated": 0} | given
     tasks = {
         name: {**facts, "values": each, "errors": [None if value is None else 0.01 for value in each]}
         for name, each in values.items()
     }
-    return {"harness": "0.4.13", "when": "each", "digest": "p", "seconds": 2.0, "tasks": tasks}
+    return {"harness": "0.4.13", "when": "each", "hash": "p", "seconds": 2.0, "tasks": tasks}
 
 
 class FakeHarness:

@@ -14,8 +14,8 @@ def scores(*, domains=("law", "food"), finished=True, endtasks=True, **run):
         bytes=[400 + i for i in range(len(texts))],
         scored=[10] * len(texts),
         run=keys | run,
-        texts={text: {"digest": f"d{text}", "documents": {"train": 3}} for text in texts},
-        config_digest="c0",
+        texts={text: {"hash": f"d{text}", "documents": {"train": 3}} for text in texts},
+        config_hash="c0",
         versions={"torch": "2"},
     )
     for row, name in enumerate(["base", *domains]):
@@ -24,8 +24,8 @@ def scores(*, domains=("law", "food"), finished=True, endtasks=True, **run):
         parts = {text: {"base": 0.25, domains[0]: 0.75} for text in texts} if row else None
         costs = {"seen": 100, "flops": 10**12, "memory": 5 + row, "trained": 7, "stored": 8 * row}
         costs = costs if row else {}
-        costs |= {"leak": [0.25, 0.5]} if row == 2 else {}
-        made.append(name, nll=nll, parts=parts, **costs)
+        costs |= {"protected_movement": [0.25, 0.5]} if row == 2 else {}
+        made.append(name, nll=nll, modules=parts, **costs)
     made.measure()
     made.metrics["LC"]["interval"] = {"nats": [3.0, 3.5]}
     made.phases = {"start": {"read the texts": 2.0}, "learn": dict.fromkeys(domains, 10.0)}
@@ -47,4 +47,4 @@ def examined(tasks):
     kinds = {"macro_f1": cube(0.6), "micro_f1": cube(0.8), "accuracy": cube(0.8)}
     about = {"metric": dict.fromkeys(tasks, "macro_f1"), "classes": dict.fromkeys(tasks, 2)}
     sizes = {"examples": dict.fromkeys(tasks, 50), "seconds": 9.0}
-    return {"when": "each", "tasks": tasks, "seeds": [3, 5], "digest": "e", **about, **sizes, "scores": kinds}
+    return {"when": "each", "tasks": tasks, "seeds": [3, 5], "hash": "e", **about, **sizes, "scores": kinds}

@@ -30,14 +30,14 @@ endtask._target_=nowhere.X | name='${no.such}' | order=[law] | strategy=fsdp end
 strategy=fsdp method=elle | +trainer.max_steps=1 | monitor.stop=0.1
 monitor.every=2 monitor.stop=1 monitor.past=0 monitor.general=false
 monitor.every=2 monitor.patience=1 lr_scheduler=wsd | monitor.every=2 monitor.keep=best strategy=fsdp
-budget.steer=end | budget.general=1 monitor.general=false
+budget.general=1 monitor.general=false
 budget.past=1 monitor.every=2 monitor.keep=best | budget.general=1 method=dga
-method=agem method.apply_to=update method.margin=1 | method=derpp method.buffer_bytes=5
+method=agem method.apply_to=update method.margin=1 | method=derpp method.buffer_size=0
 method=hat method.units=[] | method=ewc +method.strenght=1 | method._target_=cpt.methods.ewc.ECW
 mask=migu mask.migu.top_p=0.9 | mask=migu mask.migu.backend=backward mask.migu.importance=gradient
 +mask.mine=5 | replay=past replay.general_ratio=0.9 | replay=general replay.buffer_size=5
 replay=generated strategy=fsdp | model.vocab_size=null | domains=texts domains.root=nowhere
-domains=tasks domains.packing=concat | domains.embedding=sentence | order=similar_tree | domains=hub
+domains=tasks domains.packing=concat | order=similar_tree | domains=hub
 domains=tasks answers.measures={a:sari} answers.written=false
 domains=tasks model=tiny_gpt2 answers.measures={nosuch:sari} | domains=tasks model.objective=masked
 order=9 | trainer.accumulate_grad_batches=5 | trainer.epochs=2

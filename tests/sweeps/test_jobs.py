@@ -81,7 +81,7 @@ def test_finished_runs_are_known_without_a_process(sweep, done, monkeypatch, cap
     launcher = ProcessLauncher(jobs=None, threads=None)
     (returned,) = sweep.launched(launcher, "seed=1", sweeper=BASIC_SWEEPER)
     scores = json.loads((done / "scores.json").read_text())
-    assert (returned.status, returned.return_value) == (JobStatus.COMPLETED, scores["objective"])
+    assert (returned.status, returned.return_value) == (JobStatus.COMPLETED, scores["optimized_metric"])
     assert caplog.messages == ["1 job: 1 finished before\ncompare: python -m cpt.report outputs/default"]
     # Another objective is no other run: it is computed from what was measured.
     (returned,) = sweep.launched(launcher, "seed=1 optimized_metric=[FG.nats,LC.nats]")

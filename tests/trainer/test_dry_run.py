@@ -105,7 +105,7 @@ def test_what_is_left_of_a_run_that_was_killed_or_is_to_have_more(start, small, 
     killed(start, killing, seen, tmp_path / "run", step=5, domain="food")
     before = times(tmp_path / "run")
     said = planned(seen, tmp_path / "run")
-    assert times(tmp_path / "run") == before and said["state"] == "unfinished, 2 rows done, the last: law"
+    assert times(tmp_path / "run") == before and said["state"] == "unfinished, 2 rows, last: law"
     steps = {name: steps for name, (steps, _) in left(said).items()}
     assert steps == {"base": 0, "law": 0, "food": 2, "space": 6}  # a checkpoint after 4 of 6 steps
     assert left(said)["law"][1] == 0 < left(said)["food"][1]

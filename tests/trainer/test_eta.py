@@ -6,7 +6,7 @@ import pytest
 
 from cpt.trainer.loop import RunETA
 
-NONE = {kind: {} for kind in ("start", "generate", "learn", "score", "endtasks", "answers", "probes")}
+NONE = {kind: {} for kind in ("start", "generate", "learn", "score", "endtasks", "answers", "benchmarks")}
 STEPS = {"law": 10, "food": 20, "art": 40}
 
 

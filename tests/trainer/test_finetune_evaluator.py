@@ -195,8 +195,8 @@ def test_end_tasks_are_added_to_a_finished_run_and_change_nothing_of_it(run, roo
     assert not told_by(root / "run")["run"]["finished"]
     noted.deadly = ()
     after = run("save_all_stages=true", when="each")
-    assert files(root) == EACH and len(noted.asked) == 3 and len(after["endtasks"]["digest"]) == 16
-    for key in ("rows", "nll", "metrics", "trained", "seen", "flops", "objective", "run"):
+    assert files(root) == EACH and len(noted.asked) == 3 and len(after["endtasks"]["hash"]) == 16
+    for key in ("rows", "nll", "metrics", "trained", "seen", "flops", "optimized_metric", "run"):
         assert after[key] == before[key], key
     assert weights.read_bytes() == whole
     assert is_done(wanted, root / "run") and is_done(plain, root / "run")

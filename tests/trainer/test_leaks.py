@@ -57,7 +57,7 @@ def test_what_acts_on_the_step_leaks_nothing_and_released_forms_do(method, start
     killed(start, killing, small(*given), tmp_path / "ours", step=4, domain="food")
     start(small(*given), tmp_path / "ours")
     start(small(*given, "method.apply_to=gradient"), tmp_path / "theirs")
-    ours, theirs = (told_by(tmp_path / name)["leak"] for name in ("ours", "theirs"))
+    ours, theirs = (told_by(tmp_path / name)["protected_movement"] for name in ("ours", "theirs"))
     for (leak, random), (more, alike) in zip(ours[1:], theirs[1:], strict=True):
         assert leak < 1e-3 and more > max(100 * leak, 1e-2)
         assert random == pytest.approx(alike, rel=0.5) and random > 0.02
@@ -67,8 +67,8 @@ def test_what_protects_nothing_for_a_whole_domain_has_none_and_ewc_once_it_knows
     start, small, tmp_path
 ):
     start(small(*FEW, "mask=migu", "trainer.steps=1"), tmp_path / "migu")
-    assert told_by(tmp_path / "migu")["leak"] == [[], [], []]
+    assert told_by(tmp_path / "migu")["protected_movement"] == [[], [], []]
     start(small(*FEW, "method=ewc"), tmp_path / "ewc")
-    base, first, second = told_by(tmp_path / "ewc")["leak"]
+    base, first, second = told_by(tmp_path / "ewc")["protected_movement"]
     assert base == first == []
     assert 0 < second[0] < 1 and second[1] == pytest.approx(0.05, abs=0.02)

@@ -30,8 +30,8 @@ def run(small_gpt2, start, tmp_path, monkeypatch):
 
 def files(folder):
     """When each file of a probe was written."""
-    found = sorted((folder / "probes").rglob("*.json"))
-    return {str(path.relative_to(folder / "probes")): path.stat().st_mtime_ns for path in found}
+    found = sorted((folder / "benchmarks").rglob("*.json"))
+    return {str(path.relative_to(folder / "benchmarks")): path.stat().st_mtime_ns for path in found}
 
 
 BASE, LAW, FOOD = (
@@ -42,17 +42,17 @@ BASE, LAW, FOOD = (
 def test_a_probe_is_measured_after_the_stages_asked_for_and_changes_nothing(run, tmp_path):
     plain, asked = (run(DROPOUT, when=when, folder=tmp_path / str(when)) for when in (None, "each"))
     assert_same_bits(tmp_path / "None", tmp_path / "each")
-    for key in ("metrics", "trained", "seen", "flops", "objective", "config_digest"):
+    for key in ("metrics", "trained", "seen", "flops", "optimized_metric", "config_hash"):
         assert asked[key] == plain[key], key
-    assert plain["probes"] == {} and [*files(tmp_path / "each")] == BASE + LAW + FOOD
-    task = asked["probes"]["tasks"]["say"]
+    assert plain["benchmarks"] == {} and [*files(tmp_path / "each")] == BASE + LAW + FOOD
+    task = asked["benchmarks"]["tasks"]["say"]
     assert None not in task["values"] and task["values"][0] != task["values"][2]
 
 
 @pytest.mark.parametrize("method", ["one", "demix"])
 def test_the_model_is_the_one_that_is_exported(run, tmp_path, method):
     scores = run(f"method={method}")
-    values = scores["probes"]["tasks"]["say"]["values"]
+    values = scores["benchmarks"]["tasks"]["say"]["values"]
     assert None not in (values[0], values[-1]) and len(values) == len(scores["rows"])
     assert values[0] != values[-1]
     if method != "demix":
@@ -67,7 +67,7 @@ def test_a_second_start_measures_what_is_missing_damaged_or_of_other_settings(
     """Also where the first was stopped between two tasks of the base."""
 
     def stop(self, name, *given, **how):
-        if (tmp_path / "probes" / "000-base" / "say.json").exists():
+        if (tmp_path / "benchmarks" / "000-base" / "say.json").exists():
             monkeypatch.setattr("cpt.core.preemption.notice.number", 15 * (error is Preempted))
             raise error(15)
         return measure(self, name, *given, **how)
@@ -82,8 +82,8 @@ def test_a_second_start_measures_what_is_missing_damaged_or_of_other_settings(
     run(when="every:2")
     before = files(tmp_path)
     assert [*before] == BASE + FOOD and left.items() <= before.items()
-    (tmp_path / "probes" / FOOD[0]).unlink()
-    (tmp_path / "probes" / FOOD[1]).write_text("{")
+    (tmp_path / "benchmarks" / FOOD[0]).unlink()
+    (tmp_path / "benchmarks" / FOOD[1]).write_text("{")
     run("benchmark.batch_size=2", when="every:2")
     again = files(tmp_path)
     assert {name for name in before if again[name] != before[name]} == {*FOOD}

@@ -56,7 +56,7 @@ def test_looking_changes_no_bit(small, start, tmp_path):
         start(small("method=demix", *THREE, *DROPOUT, *how), tmp_path / name)
     assert_same_bits(tmp_path / "watched", tmp_path / "plain")
     one, other = told_by(tmp_path / "plain"), told_by(tmp_path / "watched")
-    assert all(one[name] == other[name] for name in ("flops", "seen", "config_digest"))
+    assert all(one[name] == other[name] for name in ("flops", "seen", "config_hash"))
     assert one["monitor"] == {} and list(other["monitor"]) == ["law", "food", "space"]
     last = other["monitor"]["space"]
     assert last["steps"] == [0, 2, 4, 6] and list(last["nll"]) == ["space", "law", "food", "general"]

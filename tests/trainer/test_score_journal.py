@@ -22,7 +22,7 @@ def empty(domains):
     run = dict.fromkeys(("name", "method", "mask", "replay", "variant", "model"), "x")
     run |= {"objective": "mlm", "order": texts[:-1], "seed": 0, "finished": False}
     sizes = {"tokens": [100] * len(texts), "bytes": [400] * len(texts), "scored": [10] * len(texts)}
-    facts = {"texts": {text: {"digest": text} for text in texts}, "config_digest": "c", "versions": {}}
+    facts = {"texts": {text: {"hash": text} for text in texts}, "config_hash": "c", "versions": {}}
     return Scores(domains=texts, run=run, **sizes, **facts)
 
 
@@ -34,9 +34,11 @@ def learn(scores, number):
     nll = [value if number == 0 or place in near else None for place, value in enumerate(drawn)]
     scores.phases["learn"] |= {name: 1.0 + number / 7} if number else {}
     scores.phases["score"][name] = 0.1 * number
-    scores.monitor |= {name: {"steps": [number]}} if number % 2 else {}
+    scores.monitor |= (
+        {name: {"steps": [number], "nll": {}, "rise": {}, "ended": "", "kept": None}} if number % 2 else {}
+    )
     parts = {"general": {"base": 0.5, name: 0.5}}
-    scores.append(name, nll=nll, parts=parts, seen=100 + number, rates=[1.0, 2.0, number / 3], skipped=1)
+    scores.append(name, nll=nll, modules=parts, seen=100 + number, rates=[1.0, 2.0, number / 3], skipped=1)
 
 
 def finish(scores):
@@ -153,6 +155,6 @@ def test_a_line_counts_when_its_end_is_there_and_a_damaged_one_is_told(begun):
     damaged = [json.dumps(json.loads(line) | harm) for harm in [*harms, {"rates": 3}]]
     for text in ["{", "[]", '{"row": 66}', *damaged]:
         journal_file(path).write_text(f"{text}\n{after}\n")
-        with pytest.raises(ValueError, match=r"scores\.json: damaged, foreign or of another") as told:
+        with pytest.raises(ValueError, match=r"scores\.json: damaged or foreign") as told:
             Scores.load(path)
         assert "\n" not in str(told.value), text

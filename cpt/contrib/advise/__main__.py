@@ -54,10 +54,8 @@ class Ready:
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{file} is damaged ({error}); delete it to plan again") from error
         if asked != question:
-            raise ValueError(
-                f"--out {file.parent} is invalid: it has the advice on another question. Allowed: another "
-                f"folder"
-            )
+            told = f"--out {file.parent} is invalid: it has the advice on another question"
+            raise ValueError(f"{told}. Allowed: another folder")
         return ready
 
 

@@ -135,10 +135,8 @@ def find_texts(folder: Path, given: Sequence[str]) -> list[str]:
     """The overrides that read a folder: its sub-folders are domains, or those of its `corpora`. Raises
     ValueError where there is no folder."""
     if not folder.is_dir():
-        raise ValueError(
-            f"{folder} is invalid: there is no such folder. Allowed: a folder of folders of text, as "
-            f"domains.root"
-        )
+        told = f"{folder} is invalid: there is no such folder"
+        raise ValueError(f"{told}. Allowed: a folder of folders of text, as domains.root")
     root = f"domains.root={quote(str(folder))}"
     if any(each.startswith("domains=") for each in given):
         return [root]

@@ -1,5 +1,5 @@
-"""Holds the drift of a stage within its budget: measures it at every monitoring evaluation, takes the weights
-back where it is exceeded, and sets the learning rate's share."""
+"""Holds the drift of a stage within its budget: measures it at every monitoring evaluation, and takes the
+weights back along the way since the stage began where it is exceeded."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,7 @@ import torch
 from lightning import Trainer
 from torch import Tensor
 
-from cpt.contrib.drift_budget.options import LINE, PAST, DriftBudget
+from cpt.contrib.drift_budget.options import PAST, DriftBudget
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.metrics import CHANGE_REPLICATES, Losses, bootstrap
 from cpt.evaluation.monitor import MonitorObserver
@@ -21,8 +21,6 @@ from cpt.trainer.run_dir import RunDir
 
 log = logging.getLogger(__name__)
 TRIALS, LEFT, ENOUGH = 8, 0.02, 0.05  # evaluations along a line; of what is unspent, what they aim to leave
-FREE = 0.5  # share of the budget that is spent before the rate falls
-LEAST = 1 / 32  # of the rate: below it a stage ends
 Texts = Mapping[str, Tensor]  # losses by text [2, documents]: nats and scored tokens
 Names = Sequence[str]
 Drift = Mapping[str, tuple[float, float]]  # by what is bounded its rise and the upper end of its interval
@@ -33,14 +31,11 @@ class BudgetRecord:
     """What was seen and done in a stage, as in scores.json; lists have an entry for each evaluation."""
 
     allowed: dict[str, float]  # nats by the end of the stage
-    steer: str
     drift: dict[str, list[list[float]]] = field(default_factory=dict)  # rises, upper ends of 95 % intervals
-    pace: list[float] = field(default_factory=list)  # share of the schedule's rate from there on
     ways: list[float] = field(default_factory=list)  # share that is kept of the way since the stage began
     acts: list[str] = field(default_factory=list)
     kept: int | None = None  # the last step within the budget
     spent: float = 0.0  # share of the budget at that step
-    brake: float = 1.0  # halved whenever weights go back
     ended: str = ""
 
     def share(self, drift: Drift) -> float:
@@ -49,32 +44,22 @@ class BudgetRecord:
         return float(np.max(shares or [0.0]))
 
     def add(self, step: int, drift: Drift, *, way: float = 1.0) -> bool:
-        """Adds an evaluation and decides on the rate; whether the model is within the budget. If not, its
-        weights are to go back to step `kept`. With steer=line they have gone back to `way` before."""
+        """Adds an evaluation, for which the weights have gone back to `way` of the way since the stage began;
+        whether the model is within the budget. If not, its weights are to go back to step `kept`."""
         for name, rise in drift.items():
             self.drift.setdefault(name, []).append([*rise])
         bounds = [(name, *rise, self.allowed[name]) for name, rise in drift.items()]
         told = ", ".join("{} {:+.4f}, at most {:+.4f} of {:.4f}".format(*each) for each in bounds)
-        spent, before = self.share(drift), ([1.0, *self.pace])[-1]
-        within = spent <= 1  # false for NaN
+        self.ways.append(way)
+        within = (spent := self.share(drift)) <= 1  # false for NaN
         if within:
             self.kept, self.spent = step, spent
-        elif self.kept is None:
-            self.ended = "its budget is spent before its first step"
-        elif self.steer != LINE:
-            self.brake /= 2
-            if self.steer == "end":
-                self.ended = "its budget is spent"
-            elif self.brake < LEAST:
-                self.ended = f"its budget is spent at less than {LEAST:g} of its rate"
-        falls = self.brake * min(1.0, (1 - self.spent) / (1 - FREE)) if self.steer == "rate" else 1.0
-        self.pace.append(0.0 if self.ended else falls)
-        self.ways.append(way)
-        if within and way < 1:
-            self.acts.append(f"step {step}: {told}: back to {way:.3g} of the way since the stage began")
-        elif not within or self.pace[-1] != before:
-            back = "" if within or self.kept is None else f"back to step {self.kept}; "
-            self.acts.append(f"step {step}: {told}: {back}{self.ended or f'rate x {self.pace[-1]:.3g}'}")
+            if way < 1:
+                self.acts.append(f"step {step}: {told}: back to {way:.3g} of the way since the stage began")
+        else:
+            if self.kept is None:
+                self.ended = "its budget is spent before its first step"
+            self.acts.append(f"step {step}: {told}: {self.ended or f'back to step {self.kept}'}")
         return within
 
 
@@ -86,22 +71,18 @@ class DriftController(MonitorObserver):
         self, options: DriftBudget, run: RunDir, number: int, *, stages: int, own: Names, texts: Names = ()
     ) -> None:
         self.options, self.run, self.number, self.own, self.texts = options, run, number, own, texts
-        self.seen = BudgetRecord(options.allow(number, stages=stages), options.steer)
-        self.began = {name: torch.from_numpy(each) for name, each in run.load_looks(number).items()}
+        self.seen = BudgetRecord(options.allow(number, stages=stages))
+        self.began = {name: torch.from_numpy(each) for name, each in run.load_monitor(number).items()}
         self.new: dict[str, Tensor] = {}  # what the stages after it count from
-        self.kept: dict[str, Tensor] = {}  # weights of the last evaluation within; with steer=line the first
+        self.kept: dict[str, Tensor] = {}  # weights of the first evaluation
         self.least = 0.0  # share of the budget at the first evaluation
-
-    @property
-    def pace(self) -> float:
-        return self.seen.pace[-1] if self.seen.pace else 1.0
 
     @property
     def ended(self) -> str:
         return self.seen.ended
 
     def see(self, trainer: Trainer, module: ContinualMethod, losses: Texts, measure: Callable) -> Texts:
-        first, line, way = not self.seen.pace, self.options.steer == LINE, 1.0
+        first, way = not self.seen.ways, 1.0
         if first:
             self.new = {name: each for name, each in losses.items() if name not in (*self.own, *self.began)}
 
@@ -111,7 +92,7 @@ class DriftController(MonitorObserver):
             return find_drift(list(self.options.given), began, now, own=self.own)
 
         drift = drift_of(losses)
-        if line and self.kept and not (most := self.seen.share(drift)) <= 1:
+        if self.kept and not (most := self.seen.share(drift)) <= 1:
             end = copy_trained(module)
 
             def losses_at(way: float) -> Texts:
@@ -122,25 +103,24 @@ class DriftController(MonitorObserver):
             drift = drift_of(losses := losses_at(way))
         told = len(self.seen.acts)
         within = self.seen.add(trainer.global_step, drift, way=way)
-        if within and (first or not line):
+        if within and first:
             self.kept = copy_trained(module)
         elif not within:
             put_back(module, self.kept)
         if first:
             self.least = self.seen.spent
-        module.set_lr_scale(self.pace)
         for act in self.seen.acts[told:]:
             log.info("Budget of %s: %s", trainer.datamodule.domain.name, act)
         return losses
 
     def series(self, stage: str) -> dict[str, float]:
-        """Upper ends of drift in nats, and the shares of the rate and of the way."""
+        """Upper ends of drift in nats, and the share of the way."""
         drift = {f"budget/{name}/{stage}": each[-1][1] for name, each in self.seen.drift.items()}
-        return drift | {f"budget/pace/{stage}": self.pace, f"budget/way/{stage}": self.seen.ways[-1]}
+        return drift | {f"budget/way/{stage}": self.seen.ways[-1]}
 
     def finish(self) -> None:
         counted = {name: each.numpy() for name, each in self.new.items()}
-        self.run.save_arrays(self.run.looks(self.number), counted)
+        self.run.save_arrays(self.run.monitor_file(self.number), counted)
 
     def record(self) -> dict[str, Any]:
         return asdict(self.seen)

@@ -1,15 +1,14 @@
 """Options of a drift budget (`budget.general`, `budget.past`), checked without torch."""
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from cpt.core.schema import Positive, config, option
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.monitor import MonitorOptions, ObserverConfig
 
 RISE = "allowed rise of the loss, in nats per token, on"
-LINE, PAST = "line", "past"
-EVALUATIONS = {LINE: 4, "rate": 20, "end": 20}  # of a stage, where monitor.every is null, by what steers
+PAST = "past"
 
 
 @config
@@ -17,27 +16,15 @@ class DriftBudget(ObserverConfig):
     """What learning may cost other text by the end of a run, on validation text."""
 
     counts_domains: ClassVar[bool] = True
+    evaluations: ClassVar[int] = 4
 
     general: Positive | None = option(f"{RISE} general text above the base model's; null: no limit")
     past: Positive | None = option(f"{RISE} past domains since each was trained; null: no limit")
-    steer: Literal["line", "rate", "end"] = option(
-        "what to do above the budget: interpolate back to the start of the stage, lower the rate, "
-        "or end the stage at its last evaluation within the budget"
-    )
-
-    def __post_init__(self) -> None:
-        if self.steer != LINE and not self.given:
-            allowed = "general=NATS or past=NATS"
-            raise ValueError(f"steer={self.steer} is invalid: there is no budget. Allowed: {allowed}")
-
-    @property
-    def evaluations(self) -> int:
-        return EVALUATIONS[self.steer]
 
     @property
     def weight_copies(self) -> int:
-        """Along a line both its ends are kept."""
-        return (1 + (self.steer == LINE)) * bool(self.given)
+        """Both ends of the way are kept."""
+        return 2 * bool(self.given)
 
     def allow(self, number: int, *, stages: int) -> dict[str, float]:
         """Nats that may be spent by the end of a stage (from 1); what one leaves, those after it have."""

@@ -16,15 +16,11 @@ class GeneratedReplay(ReplayConfig):
 
     generates: ClassVar[bool] = True
 
-    max_tokens: Steps | None = option(
-        "tokens generated for each past domain before a stage; null: the number that is replayed"
-    )
+    max_tokens: Steps | None = option("tokens generated per past domain and stage; null: as many as replayed")
     drop: BelowOne = option("share of generated tokens to discard: the texts of highest perplexity")
     prefix: Natural = option("tokens of real text that each generated text continues; 0: none are stored")
     starts: Count = option("prefixes stored per domain, from its importance samples")
-    prompt: Text | None = option(
-        "prompt before each generated text, which is not replayed; {domain}: the name of the domain"
-    )
+    prompt: Text | None = option("prompt before each generated text, not replayed; {domain}: its name")
     forms: BelowOne = option(
         "share of a batch of examples that is trained with its questions, so that the model can "
         "generate examples later"

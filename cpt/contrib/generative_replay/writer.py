@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 
 from cpt.adapters.domain_store import BASE
 from cpt.contrib.generative_replay.options import GeneratedReplay
+from cpt.contrib.generative_replay.sampling import Sampling, sample_texts
 from cpt.core.cache import artifact_damage, discard, finish_artifact, make_once
 from cpt.core.config import digest
 from cpt.core.distributed import barrier, gather_objects, leave_together
@@ -44,7 +45,6 @@ from cpt.data.replay import ReplayPool, ReplaySource, exact
 from cpt.data.sources.base import GENERAL
 from cpt.methods.base import ContinualMethod
 from cpt.models.forward import in_mode
-from cpt.models.generate import Sampling, sample_texts
 
 log = logging.getLogger(__name__)
 FORMAT = FORMS_FORMAT = 1  # raise it when what is written, or how forms are made, changes
@@ -183,7 +183,6 @@ class TextWriter(ReplaySource):
         barrier()  # the rows are there for all
 
     def write_block(self, model: PreTrainedModel, job: WritingJob, block: int) -> list[Sample]:
-        """The texts of a block of a job."""
         numbers = block * self.options.batch_size + np.arange(self.options.batch_size)
         contexts = [job.contexts[number % len(job.contexts)] for number in numbers]
         room = self.length - len(contexts[0]) * (not self.seq2seq)
@@ -211,7 +210,6 @@ class TextWriter(ReplaySource):
         return read_checked_json(sample_file(self.folder / "kept", text, "json"), instead=instead)
 
     def prompt(self, text: str) -> list[int]:
-        """The ids that all texts of a domain are written after."""
         how = self.options
         if how.prompt is None:
             return []
@@ -220,8 +218,7 @@ class TextWriter(ReplaySource):
         if (taken := len(self.begin) + len(ids) + how.prefix) >= self.length:
             raise ValueError(
                 f"replay.prompt={how.prompt} and replay.prefix={how.prefix} is invalid: they take {taken} "
-                f"tokens and leave "
-                f"nothing to generate of model.max_seq_length={self.length}. Allowed: fewer"
+                f"tokens and leave nothing to generate of model.max_seq_length={self.length}. Allowed: fewer"
             )
         return [*self.begin, *ids] if ids else []
 
@@ -314,8 +311,7 @@ class ExampleWriter(TextWriter):
             if not tokenized_tasks.write_examples(path, rows, tokenizer=self.tokenizer)[0]:
                 raise ValueError(
                     f"model.max_seq_length={self.length} is invalid: no example of {name} fits in the form "
-                    f"that "
-                    "is written (replay=generated). Allowed: a larger model.max_seq_length, replay=past"
+                    "that is written (replay=generated). Allowed: a larger model.max_seq_length, replay=past"
                 )
 
         folder = make_once(self.corpora.cache / "packed" / f"{name}-forms-{digest(made_of)}", make=make)
@@ -409,7 +405,6 @@ class Growing:
             file.close()
 
     def finish(self) -> None:
-        """Closes files that are complete."""
         self.close()
         (self.folder / PLACE).unlink(missing_ok=True)
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -14,7 +15,10 @@ from urllib.parse import quote
 import yaml
 
 from cpt.core.files import replace
-from cpt.data.tokenized_tasks import Encoder, TaskPrompt
+from cpt.data.corpora import Corpora
+from cpt.data.tokenized_tasks import Encoder, TaskPrompt, read_examples
+from cpt.trainer.base_model import describe_base
+from cpt.trainer.plan import Plan
 
 PREFIX = "cpt_"  # the harness has tasks of its own, called rte, copa, …
 ACCURACY = {"metric": "acc", "aggregation": "mean"}
@@ -122,3 +126,30 @@ def export_group(folder: Path, exported: Sequence[Exported]) -> str:
     content = {**GROUP, "task": [each.name for each in exported]}
     replace(folder / "_all.yaml", yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
     return str(GROUP["group"])
+
+
+def export(plan: Plan, folder: Path) -> list[str]:
+    """Writes the tasks of a plan into a folder; gives what is to be said of it."""
+    assert plan.source.encoding is not None
+    plan.source.check_domains(plan.order)
+    corpora = Corpora.read(
+        plan.source, plan.order, cache=Path(plan.run.cache_dir), workers=plan.data.preprocessing_num_workers
+    )
+    base, done = describe_base(plan.model, corpora), {}
+    texts = HarnessTexts(Encoder(base.tokenizer, base.length, plan.source.encoding, base.seq2seq))
+    for task in plan.order:
+        prompts = map(texts.encoder.prompt, read_examples(corpora.by_name[task], plan.source.score_on))
+        most = plan.answers.max_documents if plan.answers else None
+        done[task] = export_task(folder, task, islice(prompts, most), texts)
+    written = [each for each in done.values() if each is not None]
+    if not written:
+        why = "has choices, which the harness is to rank; needed: one"
+        raise ValueError(f"no task of {', '.join(done)} {why}")
+    group, other = export_group(folder, written), "the harness makes other tokens of"
+    differing = {each.name: each.differing for each in written if each.differing}
+    return [
+        *(f"{each.name}: {each.examples:,} examples" for each in written),
+        *(f"{name}: {other} {len(ids):,}, like {ids[0]}" for name, ids in differing.items()),
+        *(f"{task} has no choices and is left out" for task, each in done.items() if each is None),
+        f"benchmark=lm_eval benchmark.include={folder} 'benchmark.tasks=[{group}]'",
+    ]

@@ -23,7 +23,7 @@ APART = (
 )
 QUALITY, FORGOTTEN, DRIFT, WORK = "LC/perplexity", "FG/nats", "general_drift/nats", "cost/flops"
 ENDTASKS, LOST = "endtask/MF1", "endtask/forget_rate"
-IMAGES = ("matrix_image", "stages_image", "endtasks_image", "parts_image")
+IMAGES = ("matrix_image", "stages_image", "endtasks_image", "modules_image")
 TOKENS = "train/tokens"
 TABLES = ("losses", "endtasks", "costs", "metrics")
 

@@ -9,8 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import translate
 from functools import cached_property
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Gt, Lt, MinLen, Predicate
@@ -19,7 +17,6 @@ from cpt.core.config import digest
 from cpt.core.schema import (
     Allowed,
     Count,
-    Folder,
     Natural,
     Number,
     Options,
@@ -77,12 +74,9 @@ class Encoding(Options):
         "what is cut from a long example: the end or middle of its text, or the end of the question"
         " (released)"
     )
-    scored_turns: Literal["all", "last"] = option(
-        "turns of the assistant that contribute to the loss of a chat"
-    )
+    scored_turns: Literal["all", "last"] = option("assistant's turns that contribute to the loss of a chat")
 
 
-Embedding = Literal["tfidf", "model", "sentence"]
 HeldOutShare = Annotated[Number, Gt(0), Lt(0.5), Allowed("shares above 0 and below 0.5")]
 DomainLists = Annotated[
     Any, Predicate(is_domain_lists), Allowed("a list of orders like [[a,b],[b,a]], or {1: [a,b], 2: [b,a]}")
@@ -96,9 +90,7 @@ class HeldOut(Options):
     valid: HeldOutShare = option("share of the documents")
     test: HeldOutShare = option("share of the documents")
     seed: Natural = option("seed of the split")
-    max_documents: Count | None = option(
-        "maximum number of documents of each split; null: no limit", default=None
-    )
+    max_documents: Count | None = option("maximum documents of each split; null: no limit", default=None)
 
 
 @config
@@ -115,15 +107,12 @@ class Source(Options, ABC):
     )
     only: NamePatterns = option("domains to use, by name or pattern; null: all", default=None)
     by: Literal["fine", "coarse"] | None = option(
-        "level of M2D2: fine domains, or joined coarse ones", default=None
+        "level of M2D2: fine or joined coarse domains", default=None
     )
     balanced: Annotated[bool | Count, Allowed("true, false, or tokens: a whole number, 1 or more")] = option(
         "cut the training text of every domain to the tokens of the smallest, or to N tokens", default=False
     )
-    embedding: Embedding = option("document embedding for orders by similarity", default="tfidf")
-    embedding_model: Folder | None = option(
-        "folder of the sentence-transformers model (used with embedding=sentence)", default=None
-    )
+    embedding: Literal["tfidf", "model"] = option("document embedding for order=similar", default="tfidf")
     embedding_samples: Count = option("maximum number of embedded documents per text", default=1000)
 
     def __post_init__(self) -> None:
@@ -138,12 +127,6 @@ class Source(Options, ABC):
             raise ValueError(
                 "by=coarse is invalid: these domains are examples, not text. Allowed: null, fine"
             )
-        if (self.embedding == "sentence") != (self.embedding_model is not None):
-            raise ValueError(
-                f"embedding={self.embedding} with embedding_model={show(self.embedding_model)} is invalid. "
-                f"Allowed: both "
-                "embedding=sentence and embedding_model=FOLDER, or neither"
-            )
 
     @property
     def encoding(self) -> Encoding | None:
@@ -152,7 +135,6 @@ class Source(Options, ABC):
 
     @property
     def chats(self) -> bool:
-        """Whether the documents of the domains are chats."""
         return False
 
     @property
@@ -182,11 +164,20 @@ class Source(Options, ABC):
     @cached_property
     def groups(self) -> dict[str, list[str]]:
         """The domains, each with the names whose text it has. Raises ValueError where `only` leaves none."""
-        return select_domains(group_names(self.names, self.by), self.only)
+        groups = group_names(self.names, self.by)
+        if self.only is None:
+            return groups
+        listed = [self.only] if isinstance(self.only, str) else self.only
+        wanted = [re.compile(as_expression(each) or translate(each)) for each in listed]
+        chosen = {name: each for name, each in groups.items() if any(one.fullmatch(name) for one in wanted)}
+        if not chosen:
+            told = ", ".join(sorted(groups)[:8]) + f", … ({len(groups)})" * (len(groups) > 8)
+            given = f"domains.only={show(self.only)}"
+            raise ValueError(f"{given} is invalid: it leaves no domain. Allowed: {told}")
+        return chosen
 
     @property
     def domains(self) -> list[str]:
-        """The domains that can be trained on."""
         return list(self.groups)
 
     @property
@@ -202,36 +193,17 @@ class Source(Options, ABC):
         """The names whose text a domain has: several where it is joined of them."""
         return [name] if name == GENERAL else self.groups[name]
 
-    def check_embedding(self) -> None:
-        """Raises ValueError for an embedding that cannot be had here."""
-        if self.embedding == "sentence" and find_spec("sentence_transformers") is None:
-            raise ValueError(
-                "domains.embedding=sentence is invalid: the package sentence-transformers is not installed. "
-                "Allowed: domains.embedding=tfidf, model"
-            )
-        if self.embedding_model is not None and not Path(self.embedding_model).is_dir():
-            raise ValueError(
-                f"domains.embedding_model={self.embedding_model} is invalid: there is no such folder. "
-                f"Allowed: a folder"
-            )
-
     def check_domains(self, order: Sequence[str]) -> None:
         """Checks the text of these domains, as `check`, and logs what `by` and `only` leave out."""
         grouped = group_names(self.names, self.by)
         used = {member for members in grouped.values() for member in members}
         if unused := [name for name in self.names if name not in used]:
             listed = ", ".join(unused[:5]) + ", …" * (len(unused) > 5)
-            log.info(
-                "Leaving out %d of %d domains (domains.by=%s): %s",
-                len(unused),
-                len(self.names),
-                self.by,
-                listed,
-            )
+            told = "Leaving out %d of %d domains (domains.by=%s): %s"
+            log.info(told, len(unused), len(self.names), self.by, listed)
         if self.only is not None:
-            log.info(
-                "Using %d of %d domains (domains.only=%s)", len(self.groups), len(grouped), show(self.only)
-            )
+            told = "Using %d of %d domains (domains.only=%s)"
+            log.info(told, len(self.groups), len(grouped), show(self.only))
         self.check([member for name in order for member in self.members(name)])
 
     def check(self, order: Sequence[str]) -> None:  # noqa: B027  (most sources have nothing to check)
@@ -264,10 +236,8 @@ def parse_name(name: str) -> tuple[str, str | None]:
     """The coarse and the fine domain of a name of M2D2: `A__b` of Wikipedia, `cs.AI` of S2ORC; None for fine
     of a coarse name. An archive without classes, like `hep-th`, is a coarse domain's only fine one."""
     if name in NOT_DOMAINS:
-        raise ValueError(
-            f"domain {name} is invalid: it is in M2D2's list and is no domain. Allowed: "
-            f"domains.ignore=[{name}]"
-        )
+        told = f"domain {name} is invalid: it is in M2D2's list and is no domain"
+        raise ValueError(f"{told}. Allowed: domains.ignore=[{name}]")
     if name in COARSE_OF_WIKIPEDIA or name.endswith("_l1"):
         return name.removesuffix("_l1"), None
     coarse, _, fine = name.partition("__" if "__" in name else ".")
@@ -287,18 +257,3 @@ def group_names(names: Sequence[str], by: str | None) -> dict[str, list[str]]:
         if fine is not None or coarse not in groups:
             groups.setdefault(coarse, []).append(name)
     return dict(sorted(groups.items()))
-
-
-def select_domains(
-    groups: Mapping[str, list[str]], patterns: str | Sequence[str] | None
-) -> dict[str, list[str]]:
-    """The domains whose whole name matches a pattern, or all; ValueError where none is left."""
-    if patterns is None:
-        return dict(groups)
-    listed = [patterns] if isinstance(patterns, str) else patterns
-    wanted = [as_expression(each) or translate(each) for each in listed]
-    chosen = {name: each for name, each in groups.items() if any(re.fullmatch(one, name) for one in wanted)}
-    if not chosen:
-        listed = ", ".join(sorted(groups)[:8]) + f", … ({len(groups)})" * (len(groups) > 8)
-        raise ValueError(f"domains.only={show(patterns)} is invalid: it leaves no domain. Allowed: {listed}")
-    return chosen

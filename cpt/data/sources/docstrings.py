@@ -107,21 +107,21 @@ class InstalledDocs(Source):
         return [name for name in self.packages if name != GENERAL]
 
     def read(self, name: str) -> Iterator[tuple[str, str]]:
-        packages = self.general if name == GENERAL else self.packages[name]
-        return (("train", document) for document in documents(packages))
+        return read_docs(self.general if name == GENERAL else self.packages[name])
 
     def fingerprint(self, name: str) -> Any:
         return stamp_docs(self.general if name == GENERAL else self.packages[name])
 
 
-def stamp_docs(packages: Sequence[str] = ()) -> Any:
-    """The fingerprint of the docstrings of packages, of GENERAL_PACKAGES where none are given."""
-    return stamps(path for package in packages or GENERAL_PACKAGES for path in modules(package))
+def stamp_docs(packages: Sequence[str] = GENERAL_PACKAGES) -> Any:
+    """The fingerprint of the docstrings of packages."""
+    return stamps(path for package in packages for path in modules(package))
 
 
-def read_general() -> Iterator[tuple[str, str]]:
-    """The general text of sources that have none of their own: of GENERAL_PACKAGES."""
-    return (("train", document) for document in documents(GENERAL_PACKAGES))
+def read_docs(packages: Sequence[str] = GENERAL_PACKAGES) -> Iterator[tuple[str, str]]:
+    """(split, document) of the prose of each source file, a blank line between paragraphs; by default the
+    general text of sources that have none of their own."""
+    return (("train", "\n\n".join(paragraphs)) for _, paragraphs in documents_by_module(packages))
 
 
 def modules(package: str) -> dict[Path, str]:
@@ -148,13 +148,8 @@ def modules(package: str) -> dict[Path, str]:
     return found
 
 
-def documents(packages: Sequence[str]) -> Iterator[str]:
-    """The prose of each source file, a blank line between paragraphs; a paragraph is given once in all."""
-    return ("\n\n".join(paragraphs) for _, paragraphs in documents_by_module(packages))
-
-
 def documents_by_module(packages: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """The module (pandas.core.frame) and the paragraphs of each of `documents`; ValueError as `modules`."""
+    """The module (pandas.core.frame) and the paragraphs of each file, each once; ValueError as `modules`."""
     seen: set[str] = set()
     for package, found in {package: modules(package) for package in packages}.items():
         for path, module in tqdm(found.items(), desc=f"reading {package}", disable=None, leave=False):

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from cpt.core.schema import Text, TextList, config, fits, option, show
 from cpt.data.sources.base import GENERAL, Source
-from cpt.data.sources.docstrings import read_general, stamp_docs
+from cpt.data.sources.docstrings import read_docs, stamp_docs
 from cpt.data.sources.readers import SPLITS, cause, reading_bar, stamps, texts_of
 
 ENTRY = {"path", "name", "data_files", "splits", "column"}
@@ -29,23 +29,26 @@ class Hub(Source):
     column: Text = option("column of the text")
     streaming: bool = option("download rows while they are read")
     general: Text | None = option(
-        "general text: a name of the catalogue; null: docstrings of the standard library and numpy"
+        "general text: a name of the catalogue; null: docstrings of Python and numpy"
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.names:
-            raise ValueError(
-                "catalogue={} is invalid: it names no domain. Allowed: "
-                "'+domains.catalogue.news={path: ag_news}'"
-            )
+            allowed = "'+domains.catalogue.news={path: ag_news}'"
+            raise ValueError(f"catalogue={{}} is invalid: it names no domain. Allowed: {allowed}")
         for name, entry in self.catalogue.items():
-            if not is_entry(entry):
-                given = dict(entry) if isinstance(entry, Mapping) else show(entry)
+            has = entry if isinstance(entry, Mapping) else {}
+            splits, files = has.get("splits") or {}, has.get("data_files")
+            given = list(files.values()) if isinstance(files, Mapping) else [] if files is None else [files]
+            fine = [fits(has.get("path"), Text), set(has) <= ENTRY, isinstance(splits, Mapping)]
+            fine += [has.get(key) is None or fits(has[key], Text) for key in ("name", "column")]
+            fine += [fits(each, Text) or (fits(each, TextList) and len(each) > 0) for each in given]
+            if not all(fine) or not {*splits} <= {*SPLITS.values()}:
+                shown = dict(entry) if isinstance(entry, Mapping) else show(entry)
                 raise ValueError(
-                    f"catalogue.{name}={given} is invalid. Allowed: path, and optionally name, data_files, "
-                    f"column, "
-                    "splits, like {path: lex_glue, name: ecthr_a, splits: {train: train, test: test}}"
+                    f"catalogue.{name}={shown} is invalid. Allowed: path, and optionally name, data_files, "
+                    "column, splits, like {path: lex_glue, name: ecthr_a, splits: {train: train, test: test}}"
                 )
         if self.general not in (None, *self.catalogue):
             raise ValueError(f"general={self.general} is invalid. Allowed: null, {', '.join(self.catalogue)}")
@@ -55,11 +58,10 @@ class Hub(Source):
         return [name for name in self.catalogue if name != self.general]
 
     def read(self, name: str) -> Iterator[tuple[str, str]]:
-        from datasets.exceptions import DatasetsError  # seconds that a check need not wait for
+        import datasets  # seconds that a check need not wait for
 
-        entry = self.entry(name)
-        if entry is None:
-            yield from read_general()
+        if (entry := self.entry(name)) is None:
+            yield from read_docs()
             return
         path = entry["path"]
         try:
@@ -67,9 +69,8 @@ class Hub(Source):
             chosen = entry.get("splits") or {SPLITS[each]: each for each in theirs if each in SPLITS}
             if not chosen:
                 allowed = f"{', '.join(SPLITS)}, or to say which to read, like splits={{train: all}}"
-                raise ValueError(
-                    f"domains.catalogue: {path} has the splits {', '.join(theirs)}. Allowed: {allowed}"
-                )
+                told = f"domains.catalogue: {path} has the splits {', '.join(theirs)}"
+                raise ValueError(f"{told}. Allowed: {allowed}")
             for split, their_split in chosen.items():
                 where, rows = f"{path} ({their_split})", load(their_split)
                 total = len(rows) if hasattr(rows, "__len__") else None
@@ -78,12 +79,11 @@ class Hub(Source):
                         bar.update()
                         for text in texts_of([(where, row)], entry.get("column", self.column)):
                             yield split, text
-        except (DatasetsError, OSError, pa.ArrowException, UnicodeDecodeError) as error:
+        except (datasets.exceptions.DatasetsError, OSError, pa.ArrowException, UnicodeDecodeError) as error:
             raise ValueError(f"domains.catalogue.{name}.path={path} is invalid: {cause(error)}") from error
 
     def fingerprint(self, name: str) -> Any:
-        entry = self.entry(name)
-        if entry is None:
+        if (entry := self.entry(name)) is None:
             return stamp_docs()
         patterns = chain.from_iterable((split_files(entry) or {}).values())
         local = [entry["path"], *(path for each in patterns for path in sorted(glob(each, recursive=True)))]
@@ -116,18 +116,7 @@ def open_set(entry: Mapping[str, Any], *, streaming: bool) -> tuple[list[str], C
 
 def split_files(entry: Mapping[str, Any]) -> dict[str, list[str]] | None:
     """The files that `data_files` names, by split, in Python's own types; train where there are no splits."""
-    files: Any = entry.get("data_files") or None
-    by_split = files if files is None or isinstance(files, Mapping) else {"train": files}
-    lists = ((str(name), each) for name, each in (by_split or {}).items())
-    return {name: [each] if isinstance(each, str) else list(each) for name, each in lists} or None
-
-
-def is_entry(entry: Any) -> bool:
-    """Whether it says where a data set is, and nothing that is unknown."""
-    if not isinstance(entry, Mapping) or not fits(entry.get("path"), Text) or not set(entry) <= ENTRY:
-        return False
-    splits, files = entry.get("splits") or {}, entry.get("data_files")
-    given = list(files.values()) if isinstance(files, Mapping) else [] if files is None else [files]
-    texts = all(entry.get(key) is None or fits(entry[key], Text) for key in ("name", "column"))
-    named = all(fits(each, Text) or (fits(each, TextList) and len(each) > 0) for each in given)
-    return texts and named and isinstance(splits, Mapping) and {*splits} <= {*SPLITS.values()}
+    files: Any = entry.get("data_files") or {}
+    by_split = files if isinstance(files, Mapping) else {"train": files}
+    lists = {str(name): [each] if isinstance(each, str) else list(each) for name, each in by_split.items()}
+    return lists or None

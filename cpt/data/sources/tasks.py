@@ -33,10 +33,7 @@ SPLIT_NAMES = {"dev": "dev|development|valid|validation|val|eval", "test": "test
 # In LFPT5's draws: other names of data sets, and a label that is misspelt there once.
 RENAMED = {"ag_news": "agnews", "amazon_review_full": "amazon", "yahoo_answers": "yahoo"}
 SPELLING = {"thlete": "athlete"}
-MOST_CHOICES, PER_CHOICE = (
-    50,
-    2,
-)  # a closed set: the most answers, and how often each occurs at least on average
+MOST_CHOICES, PER_CHOICE = 50, 2  # of a closed set: the most answers, and how often each occurs on average
 FIELDS = ("prefix", "question", "instruction", "options", "text", "task", "dataset")  # of every template
 
 
@@ -170,9 +167,8 @@ class Template(Options):
                 told = f"template.{place}={text!r} is invalid: {error!r} in its {{fields}}. Allowed: "
                 raise ValueError(told + ", ".join(f"{{{name}}}" for name in known)) from error
         if self.source.count("{text}") > 1:
-            raise ValueError(
-                f"template.source={self.source!r} is invalid: {{text}} more than once. Allowed: once"
-            )
+            told = f"template.source={self.source!r} is invalid: {{text}} more than once"
+            raise ValueError(f"{told}. Allowed: once")
 
     def ask(
         self, fields: Mapping[str, str], *, task: str, dataset: str, choices: Sequence[str], seed: int
@@ -204,16 +200,10 @@ class Tasks(Source):
     choices: Literal["auto", "none"] = option(
         "auto: the file's labels, else the distinct training answers if there are few; none: open answers"
     )
-    unknown: Literal["error", "drop"] = option(
-        "what to do with an example whose answer is outside the choices"
-    )
-    per_class: Literal["all"] | Count = option(
-        "maximum number of training examples per answer; all: no limit"
-    )
+    unknown: Literal["error", "drop"] = option("what to do with examples whose answer is no choice")
+    per_class: Literal["all"] | Count = option("maximum training examples per answer; all: no limit")
     truncate: Literal["tail", "middle", "released"] = option("what is cut from an example that is too long")
-    scored_turns: Literal["all", "last"] = option(
-        "turns of the assistant that contribute to the loss of a chat"
-    )
+    scored_turns: Literal["all", "last"] = option("assistant's turns that contribute to the loss of a chat")
     general: Text | None = option("folder of the general text, below root")
 
     def __post_init__(self) -> None:
@@ -225,9 +215,8 @@ class Tasks(Source):
             raise ValueError(f"columns={dict(columns)} is invalid. Allowed: the columns of text and target")
         self.prompt.check_fields([name for name in columns or () if name not in ("target", "id")])
         if not self.names:
-            raise ValueError(
-                f"root={self.root} is invalid: it has no task but {self.general}. Allowed: a folder of tasks"
-            )
+            given = f"root={self.root} is invalid: it has no task but {self.general}"
+            raise ValueError(f"{given}. Allowed: a folder of tasks")
         self.encoding  # noqa: B018  (raises for an invalid value)
 
     @cached_property
@@ -254,11 +243,8 @@ class Tasks(Source):
             for name, split, path in find_files(Path(self.root), self.format) if self.root else ():
                 found.setdefault(name, []).append((split or "train", path))
         if self.root and not found:
-            allowed = ", ".join(get_args(Layout))
-            raise ValueError(
-                f"format={self.format} is invalid: {self.root} has no data set in this layout. Allowed: "
-                f"{allowed}"
-            )
+            given = f"format={self.format} is invalid: {self.root} has no data set in this layout"
+            raise ValueError(f"{given}. Allowed: {', '.join(get_args(Layout))}")
         return {name: each for name, each in found.items() if name != self.general}
 
     @property
@@ -280,12 +266,9 @@ class Tasks(Source):
         known = {*self.prompt.unasked, *self.prompt.instructions}
         for name in order if asks and self.format not in ("messages", "superni", "alpaca") else ():
             if (task := self.task_of(name)) not in known:
-                raise ValueError(
-                    f"domains/template={self.prompt.name} is invalid: no instruction for {task} of {name}. "
-                    f"Allowed: "
-                    f"{', '.join(self.prompt.instructions)} (+domains.template.tasks.{name}=…), "
-                    "or domains/template=plain"
-                )
+                given = f"domains/template={self.prompt.name} is invalid: no instruction for {task} of {name}"
+                allowed = f"{', '.join(self.prompt.instructions)} (+domains.template.tasks.{name}=…)"
+                raise ValueError(f"{given}. Allowed: {allowed}, or domains/template=plain")
         files = [each for name in order for each in self.files.get(name, ())]
         if unread := [path for split, path in files if split == "dev"]:
             instead = "what is tuned on is held out from train (domains.held_out.valid)"
@@ -295,14 +278,13 @@ class Tasks(Source):
 
     @property
     def general_folder(self) -> Path | None:
-        """The folder of the general text; None without one."""
         folder = Path(self.root or "") / (self.general or "")
         return folder if self.root and self.general and folder.is_dir() else None
 
     def read(self, name: str) -> Iterator[tuple[str, str]]:
         if name == GENERAL:
             if (own := self.general_folder) is None:
-                yield from docstrings.read_general()
+                yield from docstrings.read_docs()
             else:
                 yield from readers.read_folder(own, name, column="text", document="auto")
             return
@@ -328,7 +310,6 @@ class Tasks(Source):
             log.info("Dropping %d examples of %s with an answer outside the choices", dropped, name)
 
     def records(self, name: str) -> Iterator[tuple[str, int, RawExample]]:
-        """The rows of a data set: split, number in it, row."""
         if self.root is None:
             for number, record in enumerate(docstrings.package_task(name)):
                 yield "train", number, record

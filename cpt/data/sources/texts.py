@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from cpt.core.errors import unknown_name
 from cpt.core.schema import Allowed, Folder, Text, TextList, config, option
 from cpt.data.sources.base import GENERAL, Source
-from cpt.data.sources.docstrings import read_general, stamp_docs
+from cpt.data.sources.docstrings import read_docs, stamp_docs
 from cpt.data.sources.readers import files_of, kind, naming_file, read_folder, stamps
 
 log = logging.getLogger(__name__)
@@ -30,33 +30,26 @@ class Texts(Source):
     folder: Annotated[Text, Allowed("a folder below root")] = option("folder of the domains, below root")
     column: Text = option("column of the text in .jsonl, .csv and .parquet files")
     columns: Columns | None = option("column of the text per domain", default=None)
-    document: Literal["file", "paragraph", "line", "auto"] = option(
-        "what is one document in a .txt or .md file"
-    )
+    document: Literal["file", "paragraph", "line", "auto"] = option("one document of a .txt or .md file")
     general: Text | None = option("folder of the general text, below root")
     ignore: Ignored | None = option("names or patterns of files that are not text", default=())
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.corpora.is_dir():
-            raise ValueError(
-                f"root={self.root} is invalid: there is no folder {self.corpora}. Allowed: a folder"
-            )
+            given = f"root={self.root} is invalid: there is no folder {self.corpora}"
+            raise ValueError(f"{given}. Allowed: a folder")
         if not self.names:
-            raise ValueError(
-                f"root={self.root} is invalid. Allowed: a folder with a sub-folder for each domain"
-            )
+            allowed = "a folder with a sub-folder for each domain"
+            raise ValueError(f"root={self.root} is invalid. Allowed: {allowed}")
         if unknown := sorted(set(self.columns or ()) - {*self.names, GENERAL}):
             raise ValueError(unknown_name(f"columns.{unknown[0]}", [f"columns.{n}" for n in self.names]))
         if self.general not in (None, GENERAL) and self.folder_of(GENERAL) is None:
-            raise ValueError(
-                f"general={self.general} is invalid: no folder {Path(self.root) / self.general}. Allowed: "
-                f"null, a folder"
-            )
+            given = f"general={self.general} is invalid: no folder {Path(self.root) / self.general}"
+            raise ValueError(f"{given}. Allowed: null, a folder")
 
     @property
     def corpora(self) -> Path:
-        """Where the domains' sub-folders are."""
         return Path(self.root) / self.folder
 
     @cached_property
@@ -85,22 +78,20 @@ class Texts(Source):
             log.info("Ignoring files of %s in no domain's folder: %s", self.corpora, ", ".join(loose[:5]))
 
     def read(self, name: str) -> Iterator[tuple[str, str]]:
-        folder = self.folder_of(name)
-        if folder is None:
-            yield from read_general()
+        if (folder := self.folder_of(name)) is None:
+            yield from read_docs()
             return
-        how: dict[str, Any] = {"column": self.column_of(name), "document": self.document}
-        yield from read_folder(folder, name, ignored=self.ignored, **how)
+        column = (self.columns or {}).get(name, self.column)
+        yield from read_folder(folder, name, column=column, document=self.document, ignored=self.ignored)
 
     def fingerprint(self, name: str) -> Any:
-        folder = self.folder_of(name)
-        if folder is None:
+        if (folder := self.folder_of(name)) is None:
             return stamp_docs()
-        return [self.column_of(name), self.document, stamps(files_of(folder, ignored=self.ignored))]
-
-    def column_of(self, name: str) -> str:
-        """The column of a domain's text."""
-        return (self.columns or {}).get(name, self.column)
+        return [
+            (self.columns or {}).get(name, self.column),
+            self.document,
+            stamps(files_of(folder, ignored=self.ignored)),
+        ]
 
     def folder_of(self, name: str) -> Path | None:
         """The folder of a domain's files; None for general text that is not there."""

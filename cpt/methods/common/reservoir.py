@@ -24,27 +24,7 @@ def slot_of(objective: Objective, length: int) -> dict[str, Any]:
     """The arguments of a Reservoir for rows of `length` tokens under an objective."""
     source, target = objective.sides(length)
     slot = {"length": source, "target": target, "scored": objective.most(length)}
-    return slot | ({"isolated": True} if objective.isolated else {})
-
-
-def bytes_per_sample(
-    *, length: int, scored: int, width: int, precision: str, target: int | None = None, isolated: bool = False
-) -> int:
-    """Bytes of a slot: int32 ids, labels, segments if `isolated` and a length; an int64 count; `scored`
-    outputs of `width` numbers."""
-    ids = (2 * length if target is None else length + 2 * target) + length * isolated
-    return 4 * ids + 12 + scored * width * PRECISIONS[precision].itemsize
-
-
-def capacity(memory: int | None, memory_bytes: float | None, *, sample_bytes: int) -> int:
-    """The number of slots, from samples or else from bytes; raises ValueError for bytes below one sample."""
-    if memory is not None:
-        return int(memory)
-    if memory_bytes is None or memory_bytes < sample_bytes:
-        raise ValueError(
-            f"method.buffer_bytes={memory_bytes} is invalid. Allowed: {sample_bytes} or more, one sample"
-        )
-    return int(memory_bytes // sample_bytes)
+    return slot | {"isolated": objective.isolated}
 
 
 class Reservoir(nn.Module):
@@ -93,19 +73,13 @@ class Reservoir(nn.Module):
         if by_domain:
             self.register_buffer("domains", torch.full((samples,), -1, dtype=torch.int32))
 
-    @property
-    def bytes(self) -> int:
-        """The size of all buffers."""
-        return sum(buffer.nbytes for buffer in self.buffers())
-
     def slots(self) -> np.ndarray:
         """This process's slots; raises ValueError if there are fewer than processes."""
-        rank, world = rank_and_world()
-        if (held := len(self.lengths)) < world:
-            raise ValueError(
-                f"method.buffer_size={held} is invalid. Allowed: one or more for each of {world} processes"
-            )
-        return np.arange(rank, len(self.lengths), world)
+        (rank, world), held = rank_and_world(), len(self.lengths)
+        if held < world:
+            allowed = f"one or more for each of {world} processes"
+            raise ValueError(f"method.buffer_size={held} is invalid. Allowed: {allowed}")
+        return np.arange(rank, held, world)
 
     @torch.no_grad()
     def count(self) -> int:
@@ -136,38 +110,24 @@ class Reservoir(nn.Module):
             parts = outputs.split(torch.bincount(batch["rows"], minlength=len(numbers)).tolist())
             ids, labels = batch["input_ids"], labels_of(batch)
             lengths = batch.get("attention_mask", torch.ones_like(ids)).sum(1)
+            limit = torch.finfo(self.outputs.dtype).max
             for slot, row in rows.items():
-                taken = batch["decoder_input_ids"][row] if self.decodes else None
-                segments = batch["segments"][row] if self.isolated else None
-                how = {"taken": taken, "segments": segments}
-                self.put(slot, ids[row], labels[row], int(lengths[row]), parts[row], **how)
+                if not parts[row].isfinite().all():  # as of a skipped step
+                    continue
+                stored = [(self.input_ids, ids, self.pad), (self.labels, labels, UNSCORED)]
+                if self.decodes:
+                    stored.append((self.decoder_input_ids, batch["decoder_input_ids"], self.pad))
+                if self.isolated:
+                    stored.append((self.segments, batch["segments"], PADDING))
+                for buffer, values, filler in stored:
+                    width = values.shape[1]
+                    buffer[slot, :width], buffer[slot, width:] = values[row], filler
+                self.lengths[slot] = lengths[row]
+                missing = self.outputs.shape[1] - len(parts[row])
+                clamped = parts[row].float().clamp(-limit, limit)
+                self.outputs[slot] = functional.pad(clamped, (0, 0, 0, missing))
                 if self.by_domain:
                     self.domains[slot] = domain
-
-    def put(
-        self,
-        slot: int,
-        ids: Tensor,
-        labels: Tensor,
-        length: int,
-        outputs: Tensor,
-        *,
-        taken: Tensor | None = None,
-        segments: Tensor | None = None,
-    ) -> None:
-        """Writes a sample with `length` tokens of text: ids, labels and `segments` [T], outputs [k, width];
-        of encoder-decoder models, decoder ids `taken` [L] and labels [L]. Samples with non-finite outputs, as
-        of a skipped step, are ignored."""
-        if not outputs.isfinite().all():
-            return
-        rows = [(self.input_ids, ids, self.pad), (self.labels, labels, UNSCORED)]
-        rows += [] if taken is None else [(self.decoder_input_ids, taken, self.pad)]
-        rows += [] if segments is None else [(self.segments, segments, PADDING)]
-        for buffer, values, filler in rows:
-            buffer[slot, : len(values)], buffer[slot, len(values) :] = values, filler
-        self.lengths[slot] = length
-        limit, missing = torch.finfo(self.outputs.dtype).max, self.outputs.shape[1] - len(outputs)
-        self.outputs[slot] = functional.pad(outputs.float().clamp(-limit, limit), (0, 0, 0, missing))
 
     def draw(self, count: int, *, purpose: str, domain: int | None = None) -> Tensor:
         """Up to `count` distinct filled slots of this process, of a domain or all, by the purpose."""

@@ -7,9 +7,9 @@ from cpt.contrib.drift_budget.controller import BudgetRecord, find_drift, find_w
 from cpt.contrib.drift_budget.options import DriftBudget
 
 
-def steered(*looks, steer="rate", allowed=0.1):
+def seen(*looks):
     """After looks at the general text: at each its rise and the upper end."""
-    made = BudgetRecord({"general": allowed}, steer)
+    made = BudgetRecord({"general": 0.1})
     for step, look in enumerate(looks):
         made.add(step, {"general": look})
     return made
@@ -20,29 +20,14 @@ def losses(**means):
     return {text: np.array([[10.0 * each for each in values], [10.0] * 3]) for text, values in means.items()}
 
 
-def test_the_rate_falls_from_half_of_the_budget_on_and_over_it_goes_back_until_no_rate_holds():
-    paces = [steered((0, 0), (0, upper)).pace[-1] for upper in (-0.2, 0.0, 0.05, 0.075, 0.1)]
-    assert paces == pytest.approx([1, 1, 1, 0.5, 0])
-    assert steered((0, 0), (0, 0.09), (0, 0.04)).pace == pytest.approx([1, 0.2, 1])
-    found = steered((0, 0), (0.03, 0.06), (0.09, 0.11), (0.04, 0.06), (0.2, 0.3))
-    assert found.kept == 3 and not found.ended and found.pace == pytest.approx([1, 0.8, 0.4, 0.4, 0.2])
-    # The interval counts, not the mean; what is no number is not within.
-    assert steered((0, 0), (0.05, 0.11)).brake == steered((0, 0), (0.05, float("nan"))).brake == 0.5
-    over = [(0.2, 0.3)] * 6
-    assert not steered((0, 0), *over[:5]).ended and steered((0, 0), *over).ended
-
-
-def test_steered_by_the_end_it_ends_at_the_first_look_over_by_line_it_does_not():
-    found = steered((0, 0), (0.08, 0.09), (0.1, 0.101), steer="end")
-    assert (found.kept, found.pace, found.ended) == (1, [1, 1, 0], "its budget is spent")
-    found = steered((0, 0), *[(0.2, 0.3)] * 8, steer="line")
-    assert found.pace == [1] * 9 and found.kept == 0 and not found.ended
-    made = BudgetRecord({"general": 0.1}, "line")
+def test_over_the_budget_it_goes_back_and_a_stage_without_any_ends():
+    found = seen((0, 0), *[(0.05, 0.11), (0.05, float("nan"))] * 4)  # the interval counts, not the mean
+    assert found.kept == 0 and not found.ended and len(found.acts) == 8
+    made = BudgetRecord({"general": 0.1})
     made.add(0, {"general": (0, 0)})
     assert made.add(5, {"general": (0.05, 0.098)}, way=0.25) and made.ways == [1, 0.25] and made.kept == 5
-    for steer in ("line", "rate", "end"):  # spent before the first step
-        found = steered((0.11, 0.12), steer=steer)
-        assert found.pace == [0] and found.kept is None and found.ended and len(found.acts) == 1
+    found = seen((0.11, 0.12))  # spent before the first step
+    assert found.kept is None and found.ended and len(found.acts) == 1
 
 
 @pytest.mark.parametrize(
@@ -63,12 +48,12 @@ def test_the_way_back_ends_within_the_budget_and_near_to_all_of_it(rise, least):
 
 
 def test_the_scarcer_of_two_decides_and_each_stage_adds_its_share():
-    made = BudgetRecord({"general": 0.1, "past": 0.2}, "rate")
+    made = BudgetRecord({"general": 0.1, "past": 0.2})
     assert made.add(0, {"general": (0, 0.08), "past": (0, 0.12)}) and made.spent == pytest.approx(0.8)
     assert not made.add(1, {"general": (0, 0.02), "past": (0, 0.21)})
-    nothing = BudgetRecord({"past": 0.1}, "rate")
-    assert nothing.add(0, {}) and nothing.pace == [1] and not nothing.acts
-    options = DriftBudget(general=0.06, past=0.3, steer="line")
+    nothing = BudgetRecord({"past": 0.1})
+    assert nothing.add(0, {}) and nothing.ways == [1] and not nothing.acts
+    options = DriftBudget(general=0.06, past=0.3)
     assert options.allow(1, stages=3) == pytest.approx({"general": 0.02, "past": 0.1})
     assert options.allow(3, stages=3) == pytest.approx(options.given)
 

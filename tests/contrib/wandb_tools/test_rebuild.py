@@ -50,7 +50,7 @@ def synced(tmp_path_factory):
     """Folders sent at once: finished, with a config that is none, unfinished, at work, killed before its
     first row, with damage that is found while it is sent; the count of failures, what was said."""
     root, said = tmp_path_factory.mktemp("synced"), []
-    none = {name: [] for name in ("rows", "nll", "parts", *NOTED, *COSTS)}
+    none = {name: [] for name in ("rows", "nll", "modules", *NOTED, *COSTS)}
     cut, damaged = scores(finished=False, endtasks=False), scores()
     damaged.endtasks["scores"]["accuracy"] = [[0.5]]
     given = {"done": scores(), "broken": scores(), "cut": cut, "busy": scores(finished=False)}
@@ -98,7 +98,7 @@ def test_one_wandb_run_per_run_folder_with_the_identifier_of_the_live_one(synced
     config = wandb_files.config(root / "done")  # with what that of the folder does not say
     assert config["method"] == {"name": "das", "strength": 0.5}
     told = [config["cpt"][name] for name in ("label", "order", "finished")]
-    assert told == ["das", ["law", "food"], True] and config["cpt"]["texts"]["law"]["digest"] == "dlaw"
+    assert told == ["das", ["law", "food"], True] and config["cpt"]["texts"]["law"]["hash"] == "dlaw"
 
 
 def test_curves_come_from_metrics_csv_of_two_lines_the_later_one(synced):

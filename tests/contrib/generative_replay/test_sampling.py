@@ -5,8 +5,8 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from cpt.contrib.generative_replay.sampling import Sampling, sample_texts
 from cpt.core.randomness import draws, key, sample_keys
-from cpt.models.generate import Sampling, sample_texts
 
 END, ENTRIES, VOCABULARY = 3, 90, 96
 CONTEXTS = np.random.default_rng(0).integers(4, ENTRIES, (40, 5)).tolist()

@@ -1,28 +1,13 @@
-"""Text generation by transformers' `generate` with a generation configuration of our own."""
+"""Sampling from a model by keyed random numbers, with transformers' `generate`."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-
-@contextmanager
-def generating(model: PreTrainedModel, how: GenerationConfig) -> Iterator[None]:
-    """A model whose generation configuration is `how` alone inside the context, and not the checkpoint's."""
-    before, model.generation_config = model.generation_config, how
-    try:
-        yield
-    finally:
-        model.generation_config = before
-
-
-def is_written_whole(model: PreTrainedModel) -> bool:
-    """Whether a decoder has a prompt: no key-value cache is possible, and rows of a batch have one length."""
-    own = any(getattr(part, "written_whole", False) for part in model.modules())
-    return own and not model.config.is_encoder_decoder
+from cpt.models.forward import generating, is_written_whole
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,73 @@
+"""Published numbers in addition to those of our runs, with the differences. The files are in
+benchmarks/results/published, which is installed within the package."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cpt.core.config import PACKAGE
+from cpt.reporting.compare import MEASURES, format_spread, spread_values
+from cpt.reporting.frames import format_interval, percent
+from cpt.reporting.load_runs import RunGroup, RunSection
+from cpt.reporting.page import Block
+
+BESIDE = PACKAGE.parent / "benchmarks" / "results" / "published"  # in a checkout
+PUBLISHED = PACKAGE / "published" if (PACKAGE / "published").is_dir() else BESIDE
+POINTS = "{:.2f}".format
+
+
+class PublishedRow(NamedTuple):
+    """Numbers of a method, in percent, and the groups of runs that they are for: by method, mask and replay,
+    by all of their orders, and by settings; null: any."""
+
+    name: str
+    groups: Sequence[str]
+    values: Mapping[str, float]  # by key of a measure
+    source: str
+    table: str | None
+    page: int | None
+    orders: Sequence[str] | None = None
+    settings: Mapping[str, Any] | None = None
+    note: str = ""
+
+    @property
+    def place(self) -> str:
+        table, page = f"table {self.table}" if self.table else "", f"page {self.page}" if self.page else ""
+        return ", ".join(filter(None, (self.source, table, page, self.note)))
+
+    def fits(self, group: RunGroup) -> bool:
+        wanted = {key: str(value) for key, value in (self.settings or {}).items()}
+        alike = all(str(run.settings.get(key)) == wanted[key] for run in group.runs for key in wanted)
+        return group.plain in self.groups and self.orders in (None, list(group.orders)) and alike
+
+
+def read_published(given: str) -> list[PublishedRow]:
+    """The rows of a file, or of one that is shipped. Raises ValueError for another name or form."""
+    shipped = {path.stem: path for path in sorted(PUBLISHED.glob("*.json"))}
+    try:
+        whole = json.loads(shipped.get(given, Path(given)).read_text(encoding="utf-8"))
+        return [PublishedRow(**row) for row in whole["rows"]]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        allowed = f"{', '.join(shipped)}, or a file like those in benchmarks/results/published"
+        raise ValueError(f"--published {given} is invalid: {error!r}. Allowed: {allowed}") from error
+
+
+def tabulate_published(sections: Sequence[RunSection], published: Sequence[PublishedRow]) -> Block:
+    """A row for each measured value that was published. The interval is that of our mean, moved by the
+    published value, which counts as exact."""
+    shown, cells, used = {measure.key: measure.title for measure in MEASURES}, [], set[int]()
+    for group, ours in (
+        (group, spread_values(each)[group.name]) for each in sections for group in each.groups
+    ):
+        for number, row in enumerate(published):
+            for key, value in row.values.items() if row.fits(group) else ():
+                if (own := ours.get(key)) is not None:
+                    used.add(number)
+                    low, high = (None if end is None else 100 * end - value for end in (own.low, own.high))
+                    difference = f"{100 * own.mean - value:+.2f}" + format_interval(low, high, POINTS)
+                    numbers = [format_spread(own, percent, bounds=False), POINTS(value), difference]
+                    cells.append([group.name, row.name, row.place, shown.get(key, f"{key} (%)"), *numbers])
+    head = ("group", "published as", "source", "measure", "ours", "published", "difference [95 %]")
+    lines = [f"{len(published) - len(used)} of {len(published)} published rows have no group here."]
+    return Block(title="Published numbers", head=head, cells=cells, words=4, lines=lines)

@@ -1,0 +1,245 @@
+"""Tuning, then comparison (`python -m cpt.tune`, hydra/sweeper=tune): for each method a search with as many
+trials on validation text, then final runs with the chosen values on test text.
+
+The space of a search is in the YAML of a choice: `search: {strength: [log, 50, 5000]}`."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, OmegaConf
+
+from cpt.core.config import SEARCH, flatten
+from cpt.core.errors import readable
+from cpt.core.naming import UNSAFE
+from cpt.core.schema import Number, fits, show
+from cpt.sweeps.jobs import read_scores
+from cpt.sweeps.optuna import (
+    FOLDERS,
+    OptunaSweeper,
+    end_if_preempted,
+    grid_values,
+    to_overrides,
+)
+
+if TYPE_CHECKING:
+    from cpt.reporting.tuning import Trial
+
+log = logging.getLogger(__name__)
+SPREAD = 10  # trials at most that do not depend on the ones before
+SPACES = "[low, high], [log, low, high], or a sweep in Hydra's grammar like choice(a,b)"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A method of the comparison: its label, its overrides, and what is searched, with the default values."""
+
+    label: str
+    overrides: list[str]
+    space: dict[str, Override]
+    first: dict[str, Any]  # empty where a default is outside the space
+
+
+class TuneSweeper(OptunaSweeper):
+    """Searches the values of each method, then runs it with the best for each seed and order.
+
+    Trials are measured on validation text, by a metric of end tasks on their dev examples.
+
+    A sweep over a config group (`method=…`, `mask=…`) makes a candidate of each choice; one over values
+    (`optim.lr=interval(…)`) joins every search. Searches take the first of `seed` and of `order`."""
+
+    @property
+    def on_tasks(self) -> bool:
+        from cpt.evaluation.task_metrics import ENDTASK_MEANINGS  # numpy
+
+        return self.config.get("optimized_metric") in ENDTASK_MEANINGS
+
+    def sweep(self, arguments: list[str]) -> None:
+        with readable():
+            metric, name = self.config.get("optimized_metric"), str(self.config.name)
+            if not isinstance(metric, str):
+                raise ValueError(f"optimized_metric={show(metric)} is invalid. Allowed: one metric")
+            if self.on_tasks:
+                self.direction = "minimize" if metric == "forget_rate" else "maximize"
+            from cpt.reporting.tuning import FinalRun, TunedMethod, write_tuning  # matplotlib: seconds
+
+            lines = [*(f"{key}={value}" for key, value in self.params.items()), *arguments]
+            candidates, runs = self.read_candidates(lines)
+            self.params = {}
+            found = {each.label: self.search_candidate(each, runs, name=name) for each in candidates}
+            jobs = [
+                (each, [*each.overrides, *found[each.label][1], f"name={name}/final", *run])
+                for each in candidates
+                for run in itertools.product(*runs)
+            ]
+            returned = self.launcher.launch([[*job, "domains.score_on=test"] for _, job in jobs], 0)
+            end_if_preempted(returned)
+            finals: dict[str, list[FinalRun]] = {each.label: [] for each in candidates}
+            failed = []
+            for (each, job), done in zip(jobs, returned, strict=True):
+                if isinstance(done._return_value, int | float):
+                    finals[each.label].append(FinalRun.read(Path(str(done.working_dir)), done._return_value))
+                else:
+                    failed.append(f"{each.label} {' '.join(job[-len(runs) :])}: {done._return_value}")
+            methods = [
+                TunedMethod(
+                    name=each.label,
+                    space={key: str(own.get_value_string()) for key, own in each.space.items()},
+                    default={key: show(value) for key, value in each.first.items()},
+                    trials=found[each.label][0],
+                    runs=finals[each.label],
+                )
+                for each in candidates
+            ]
+            folder = Path(self.config.hydra.sweep.dir)
+            told = write_tuning(methods, folder / "tuning", metric, str(self.direction), self.n_trials)
+            print(told, flush=True)
+            if failed:
+                print(
+                    f"cpt: {len(failed)} of {len(jobs)} final runs failed: {'; '.join(failed)}",
+                    file=sys.stderr,
+                )
+                raise SystemExit(1)
+
+    def read_candidates(self, lines: Sequence[str]) -> tuple[list[Candidate], list[list[str]]]:
+        """The candidates, and the swept seeds and orders of the final runs."""
+        parser = OverridesParser.create(config_loader=self.loader)
+        given = {each.get_key_element(): each for each in parser.parse_overrides(list(lines))}
+        if split := next((key for key in given if key.lstrip("+").endswith(".score_on")), None):
+            told = f"{given[split].input_line} is invalid: searches use valid or dev, final runs test"
+            raise ValueError(f"{told}. Allowed: without it")
+        groups, runs, searched, fixed = [], [], {}, []
+        for key, each in given.items():
+            values = grid_values(each) if each.is_sweep_override() and not each.is_interval_sweep() else None
+            swept = [f"{key}={value}" for value in values or ()]
+            if not each.is_sweep_override():
+                fixed.append(str(each.input_line))
+            elif key in ("seed", "order"):
+                runs.append(swept)
+            elif self.loader.get_group_options(key.lstrip("+").partition("@")[0]):
+                groups.append(swept)
+            elif len(swept) == 1:
+                fixed.append(swept[0])
+            else:
+                searched[without_search(key)] = each
+        keys = {line.lstrip("+").partition("=")[0] for line in fixed}
+        candidates = []
+        for choice in itertools.product(*groups):
+            cfg = self.loader.load_sweep_config(self.config, [*fixed, *choice, "hydra.mode=RUN"])
+            if self.on_tasks and cfg.endtask.name == "none":
+                told = f"optimized_metric={cfg.optimized_metric} is invalid with endtask=none"
+                raise ValueError(f"{told}. Allowed: downstream tasks with dev examples")
+            space = {key: own for key, own in find_space(cfg).items() if key not in keys} | searched
+            others = [each for each in choice if not each.startswith("method=")]
+            label = " ".join([str(cfg.method.name), *others])
+            candidates.append(Candidate(label, [*fixed, *choice], space, find_defaults(cfg, space)))
+        return candidates, runs
+
+    def search_candidate(
+        self, given: Candidate, runs: Sequence[Sequence[str]], *, name: str
+    ) -> tuple[list[Trial], list[str]]:
+        """The finished trials of a candidate on validation text, and the best values as overrides."""
+        if not given.space:
+            log.info("Nothing to tune in %s: its final runs have the given values", given.label)
+            return [], []
+        log.info("Tuning %s: %s trials over %s", given.label, self.n_trials, ", ".join(given.space))
+        own = ["domains.score_on=valid", "benchmark=none"]
+        own.append("endtask.score_on=dev" if self.on_tasks else "endtask=none")
+        left_out = ("benchmark",) if self.on_tasks else ("benchmark", "endtask")
+        kept = [line for line in given.overrides if not line.lstrip("+~").startswith(left_out)]
+        first = [run[0] for run in runs if run[0].partition("=")[0] not in self.averaged]
+        folder = f"name={name}/search/{UNSAFE.sub('.', given.label).strip('.')}"
+        space = [f"{key}={each.get_value_string()}" for key, each in given.space.items()]
+        self.first = spread_trials(given, min(SPREAD, self.n_trials or SPREAD), kind_of=self.distribution)
+        study = super().sweep([*kept, *first, folder, *own, *space])
+        from cpt.reporting.tuning import Trial
+
+        done = []
+        for each in study.get_trials(states=[self.optuna.trial.TrialState.COMPLETE]):
+            flops = sum_trial_flops(study.user_attrs.get(f"{FOLDERS} {each.number}", []))
+            done.append(Trial(each.number, to_overrides(each.params), each.values[0], flops))
+        return done, to_overrides(study.best_trial.params)
+
+
+def sum_trial_flops(folders: Sequence[str]) -> int | None:
+    """The counted operations of runs; None where one has no scores."""
+    found = [read_scores(Path(folder)).get("flops", []) for folder in folders]
+    return sum(itertools.chain(*found)) if found and all(found) else None
+
+
+def without_search(key: str) -> str:
+    """`method.strength` of `method.search.strength`; other keys as they are."""
+    return ".".join(part for part in key.split(".") if part != SEARCH)
+
+
+def find_space(cfg: DictConfig) -> dict[str, Override]:
+    """What the choices of a config name under `search`, by key. Raises ValueError for another form."""
+    tree: Any = OmegaConf.to_container(cfg, resolve=False)
+    found = {}
+    for key, given in flatten({name: each for name, each in tree.items() if name != "hydra"}):
+        if given is None or (searched := without_search(key)) == key:
+            continue
+        match given:
+            case ["log", low, high] if fits(low, Number) and fits(high, Number):
+                sweep = f"tag(log,interval({low},{high}))"
+            case [low, high] if fits(low, Number) and fits(high, Number):
+                sweep = f"interval({low},{high})"
+            case str():
+                sweep = given
+            case _:
+                raise ValueError(f"{key}={show(given)} is invalid. Allowed: {SPACES}")
+        (override,) = OverridesParser.create().parse_overrides([f"{searched}={sweep}"])
+        if not override.is_sweep_override():
+            raise ValueError(f"{key}={show(given)} is invalid. Allowed: {SPACES}")
+        found[searched] = override
+    return found
+
+
+def spread_trials(
+    given: Candidate, count: int, *, kind_of: Callable[[str, Override], Any]
+) -> list[dict[str, Any]]:
+    """The first trials: the defaults, then points of Halton's sequence, which cover the space evenly. Its
+    point after 0 is the center, where most defaults are."""
+    from optuna.distributions import CategoricalDistribution
+    from scipy.stats.qmc import Halton
+
+    first = [given.first] if given.first else []
+    sequence = Halton(len(given.space), scramble=False).fast_forward(1 + len(first))
+    for point in sequence.random(count - len(first)).tolist():
+        values = {}
+        for share, (key, each) in zip(point, given.space.items(), strict=True):
+            kind = kind_of(key, each)
+            if isinstance(kind, CategoricalDistribution):
+                values[key] = kind.choices[int(share * len(kind.choices))]
+            elif kind.log:
+                values[key] = kind.low * (kind.high / kind.low) ** share
+            else:
+                values[key] = kind.low + share * (kind.high - kind.low)
+            if not isinstance(kind, CategoricalDistribution) and kind.step:
+                values[key] = kind.low + round((values[key] - kind.low) / kind.step) * kind.step
+        first.append(values)
+    return first
+
+
+def find_defaults(cfg: DictConfig, space: Mapping[str, Override]) -> dict[str, Any]:
+    """The values of a config as the first trial; empty where one is outside the space."""
+    first: dict[str, Any] = {}
+    for key, each in space.items():
+        default: Any = OmegaConf.select(cfg, key.lstrip("+"))
+        sweep: Any = each.value()
+        if each.is_interval_sweep():
+            inside = fits(default, Number) and sweep.start <= default <= sweep.end
+        else:
+            inside = show(default) in grid_values(each)
+        if not inside:
+            return {}
+        first[key] = show(default) if each.is_choice_sweep() else default
+    return first

@@ -1,0 +1,111 @@
+"""Tables of a paper: the numbers by hand and as frames, names that are nothing but names, and that TeX takes
+them."""
+
+import re
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+from scipy.stats import ttest_rel
+
+from cpt import load_tables
+from cpt.report import main
+from cpt.reporting import figures
+from cpt.reporting.tex import write_tables
+from tests.support.comparing import DOMAINS, endtasks, run, saved, section
+
+NASTY = ["law\n\\input{/etc/passwd}\n", "a & b % c", "$x_1 ~ ^ #{}", "1 < 2 | ± – →"]
+
+
+def typeset(folder):
+    """The page count of a document of all tables."""
+    names = [f"\\input{{{path.stem}}}\\clearpage" for path in sorted(folder.glob("*.tex"))]
+    text = "\n".join(
+        [r"\documentclass{article}\usepackage{booktabs}\begin{document}", *names, r"\end{document}"]
+    )
+    (folder / "all.tex").write_text(text)
+    command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "all.tex"]
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace")
+    assert ended.returncode == 0, ended.stdout[-2000:]
+    return int(re.search(r"\((\d+) page", ended.stdout)[1])
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    """Two methods, two orders, two seeds: das is better, each time by nearly the same."""
+    top = tmp_path_factory.mktemp("swept")
+    for number, order in enumerate((DOMAINS, DOMAINS[::-1])):
+        for seed in (0, 1):
+            for method, gain in (("ncl", 0.0), ("das", 0.2 + 0.001 * seed)):
+                last = [0.5 + gain + 0.01 * seed, 0.6, 0.7]
+                given = endtasks(
+                    [[None] * 3, [0.8, None, None], [None, 0.8, None], last], when="each", tasks=order
+                )
+                config = {"order": number, "seed": seed, "method": {"strength": 5.0 if gain else None}}
+                about = {"method": method, "order": order, "seed": seed, "shift": -gain}
+                saved(top / f"{method}-{number}-{seed}", config=config, endtasks=given, **about)
+    return top
+
+
+def test_numbers_are_those_of_the_frames_and_marks_those_of_the_tests(swept, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(figures, "build_figures", lambda section: [])
+    told = ["--out", str(tmp_path), "--export", "none", "--tex", str(tmp_path / "tex")]
+    assert main([str(swept), *told]) == 0 and str(tmp_path / "tex") in capsys.readouterr().out
+    tex = {path.stem: path.read_text() for path in (tmp_path / "tex").glob("*.tex")}
+    matrices = {
+        f"matrix-{k}-{m}-{o}" for k in ("perplexity", "endtasks") for m in ("ncl", "das") for o in (0, 1)
+    }
+    assert set(tex) == {"main", "endtasks", "orders-MF1", "orders-LC", "settings", *matrices}
+    frames = load_tables(swept)
+    law = frames["endtasks"].query("measure == 'task/law'").set_index("group")
+    values = {name: [law["mean"][name], law["sd"][name]] for name in ("ncl", "das")}
+    assert values["ncl"] == pytest.approx(
+        [np.mean([0.5, 0.51, 0.7, 0.7]), np.std([0.5, 0.51, 0.7, 0.7], ddof=1)]
+    )
+    pairs = [0.7, 0.711, 0.7, 0.7], [0.5, 0.51, 0.7, 0.7]
+    assert law["p_t_holm"]["das"] == pytest.approx(ttest_rel(*pairs).pvalue) and law["n"]["das"] == 4
+    (line,) = (line for line in tex["endtasks"].splitlines() if line.startswith("ncl &"))
+    shown = [f"{100 * mean:.2f} $\\pm$ {100 * sd:.2f}" for mean, sd in (values["ncl"],)]
+    assert line.split(" & ")[1] == shown[0]
+    assert [*re.findall(r"^method & (.*) \\\\", tex["endtasks"], re.M)] == [
+        "law & food & space & MF1 (\\%) & Acc (\\%) & forget rate (\\%)"
+    ]
+    best = frames["main"].query("measure == 'LC/perplexity' and group == 'das'").squeeze()
+    assert best["p_holm"] == 0.125 and best["p_t_holm"] < 0.05  # of 4 pairs no p of signs is below 0.125
+    (line,) = (line for line in tex["main"].splitlines() if line.startswith("das &"))
+    cell = f"\\textbf{{{best['mean']:.2f} $\\pm$ {best['sd']:.2f}}}\\textsuperscript{{$\\dagger$}}"
+    assert line.split(" & ")[1] == cell and "different from ncl" in tex["main"]
+    orders = frames["orders"].query("measure == 'endtask/MF1' and group == 'das'").set_index("order")["mean"]
+    assert (
+        orders["all"] == pytest.approx((orders["0"] + orders["1"]) / 2)
+        and "order 1 & all" in tex["orders-MF1"]
+    )
+    cells = frames["matrix"].query(
+        "group == 'ncl' and order == '0' and kind == 'perplexity' and row == 'law'"
+    )
+    assert cells["mean"].tolist() == pytest.approx(np.exp([4.6, 5.1, 5.3, 5.0]).tolist())
+    assert "law & 99.48 & 164.0" in tex["matrix-perplexity-ncl-0"]
+    assert "das & strength~=~5 \\\\" in tex["settings"] and frames["settings"]["value"].tolist() == [5.0]
+
+
+@pytest.mark.parametrize("name", NASTY)
+def test_names_are_nothing_but_names(name, tmp_path):
+    given = endtasks([[None] * 3] * 3 + [[0.5] * 3], tasks=[name, *DOMAINS[1:]])
+    runs = [
+        run(method=m, order=[name, "food", "space"], endtasks=given, seed=s)
+        for m in ("ncl", name)
+        for s in (0, 1)
+    ]
+    for path in write_tables([section(runs)], tmp_path):
+        rows = re.sub(r"(?s).*\\toprule|\\bottomrule.*", "", path.read_text()).replace("\\midrule", "")
+        assert len({re.sub(r"\\&", "", row).count("&") for row in rows.split("\\\\\n") if row.strip()}) == 1
+        assert not re.search(r"\\input|(?<!\\)[#%_]|[±–→]", rows)
+    assert shutil.which("pdflatex") is None or typeset(tmp_path) > 3
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="needs pdflatex")
+def test_tex_takes_all_tables(swept, tmp_path):
+    assert main([str(swept), "--out", str(tmp_path), "--export", "none", "--tex", str(tmp_path / "tex")]) == 0
+    assert typeset(tmp_path / "tex") == 13

@@ -1,0 +1,243 @@
+"""Tuning and the comparison after it: what is searched, on which text, what is chosen, and resuming."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.types import HydraContext, RunMode
+from omegaconf import open_dict
+
+import cpt.sweeps.launcher  # noqa: F401  (registers the sweeper)
+from cpt.data.corpora import Corpora
+from cpt.evaluation.finetune_tasks import FileTasks
+from cpt.reporting.drawing import description
+from cpt.reporting.tuning import FinalRun, Trial, TunedMethod, write_tuning
+from cpt.sweeps.tune import TuneSweeper, find_defaults, find_space, spread_trials
+from cpt.tune import build_command
+from tests.conftest import ROOT, SMALL
+from tests.support.endtask_fixtures import write_task
+
+pytestmark = pytest.mark.slow
+pytest.importorskip("optuna", reason="needs the extra `optuna`")
+
+
+class Here:
+    """A launcher whose jobs run in this process; it is killed before the job of a number."""
+
+    def __init__(self, context, config, *, killed_at):
+        self.loader, self.config, self.killed_at, self.jobs = context.config_loader, config, killed_at, []
+
+    def launch(self, job_overrides, initial_job_idx):
+        return [self.run(list(overrides)) for overrides in job_overrides]
+
+    def run(self, overrides):
+        from cpt.train import train
+
+        if len(self.jobs) == self.killed_at:
+            sys.exit(143)
+        cfg = self.loader.load_sweep_config(self.config, [*overrides, "hydra.mode=RUN"])
+        HydraConfig.instance().set_config(cfg)
+        done = JobReturn(working_dir=cfg.hydra.run.dir, status=JobStatus.COMPLETED)
+        self.jobs.append(done.working_dir)
+        with open_dict(cfg):
+            cfg.pop("hydra")
+        done.return_value = train(cfg, run_dir=Path(done.working_dir))
+        return done
+
+
+@pytest.fixture
+def tune(tmp_path, monkeypatch):
+    """Starts a tuning in a folder; gives the run folders of its jobs."""
+    monkeypatch.chdir(tmp_path)
+
+    def begin(*overrides, killed_at=None, run=True, **options):
+        made = []
+        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+            loader = GlobalHydra.instance().config_loader()
+            given = ["hydra/sweeper=tune", *overrides]
+            config = loader.load_configuration("config", given, RunMode.MULTIRUN)
+            context = HydraContext(config_loader=loader, callbacks=None)
+            monkeypatch.setattr(
+                Plugins,
+                "instantiate_launcher",
+                lambda self, **how: made.append(Here(context, config, killed_at=killed_at)) or made[0],
+            )
+            sweeper = TuneSweeper(
+                **{k: v for k, v in config.hydra.sweeper.items() if k != "_target_"} | options
+            )
+            sweeper.setup(hydra_context=context, task_function=None, config=config)
+            if not run:
+                return sweeper.read_candidates(list(overrides))
+            try:
+                sweeper.sweep(list(overrides))
+            except SystemExit as ended:
+                if ended.code != 143:
+                    raise
+            return made[0].jobs
+
+    return begin
+
+
+def test_trials_read_no_test_text_and_a_killed_tuning_ends_as_one_that_was_not(
+    tune, corpora, no_pictures, tmp_path, monkeypatch, capsys
+):
+    read, packed = [], Corpora.packed
+
+    def noted(self, name, split, **how):
+        read.append(split)
+        return packed(self, name, split, **how)
+
+    monkeypatch.setattr(Corpora, "packed", noted)
+    given = [*SMALL, "trainer.steps=2", "domains=texts", f"domains.root={corpora}", "cache_dir=cache"]
+    given += ["order=[law,food]", "name=tuned", "method=ncl,ewc", "seed=0,1"]
+    first = tune(*given, n_trials=2, n_jobs=1, killed_at=1)
+    assert len(first) == 1 and set(read) == {"train", "valid"}
+    second = tune(*given, n_trials=2, n_jobs=1, killed_at=2)  # killed in the final runs
+    assert ["/search/ewc/" in job for job in second] == [True, False] and "test" in read
+    read.clear()
+    third = tune(*given, n_trials=2, n_jobs=1)
+    assert len({*first, *second, *third}) == 2 + 4 and all("/final/" in job for job in third)
+    assert "Nothing to tune: ncl." in capsys.readouterr().out
+    told = json.loads((tmp_path / "outputs/tuned/tuning.json").read_text())
+    ncl, ewc = told["methods"]
+    assert (len(ncl["trials"]), len(ncl["runs"]), len(ewc["trials"]), len(ewc["runs"])) == (0, 2, 2, 2)
+    assert ewc["trials"][0]["values"] == ["method.strength=500.0"] and ewc["flops"] > 0
+    best = min(ewc["trials"], key=lambda trial: trial["score"])["values"][0].removesuffix(".0")
+    assert all(best.split("=")[1] in run["folder"] or best.endswith("=500") for run in ewc["runs"])
+    scores = json.loads((tmp_path / ewc["runs"][0]["folder"] / "scores.json").read_text())
+    assert (
+        scores["conditions"]["score_on"] == "test" and scores["optimized_metric"] == ewc["runs"][0]["score"]
+    )
+
+
+def test_by_a_metric_of_end_tasks_trials_read_dev_and_final_runs_test(
+    tune, corpora, no_pictures, tmp_path, monkeypatch
+):
+    read, files = [], FileTasks.read
+
+    def noted(self, name, split):
+        read.append(split)
+        return files(self, name, split)
+
+    monkeypatch.setattr(FileTasks, "read", noted)
+    for domain in ("law", "food"):
+        write_task(tmp_path, domain)
+    given = [*SMALL, "trainer.steps=2", "domains=texts", f"domains.root={corpora}", "cache_dir=cache"]
+    given += ["order=[law,food]", "name=tuned", "method=ewc", "seed=0,1", "optimized_metric=MF1"]
+    with pytest.raises(SystemExit, match="1"):
+        tune(*given)  # without end tasks
+    given += ["endtask=texts", f"endtask.root={tmp_path}", "endtask.epochs=1", "endtask.seeds=[0]"]
+    tune(*given, n_trials=2, n_jobs=1, killed_at=2)
+    assert set(read) == {"train", "dev"}
+    tune(*given, n_trials=2, n_jobs=1)
+    assert "test" in read
+    told = json.loads((tmp_path / "outputs/tuned/tuning.json").read_text())
+    assert told["direction"] == "maximize" and 0 <= told["methods"][0]["runs"][0]["score"] <= 1
+
+
+def test_candidates_are_the_choices_of_groups_and_what_is_given_is_not_searched(tune):
+    given = [
+        "method=ewc,kd",
+        "mask=none,migu",
+        "optim.lr=tag(log,interval(1e-4,1e-2))",
+        "seed=0,1",
+        "order=1",
+    ]
+    found, runs = tune(*given, run=False)
+    assert [each.label for each in found] == [
+        f"{m} mask={k}" for m in ("ewc", "kd") for k in ("none", "migu")
+    ]
+    assert list(found[1].space) == ["method.strength", "mask.migu.threshold", "optim.lr"]
+    assert found[0].first == {"method.strength": 500.0, "optim.lr": 2e-3} and runs == [["seed=0", "seed=1"]]
+    assert found[0].overrides == ["order=1", "method=ewc", "mask=none"]
+    (derpp,), _ = tune("method=choice(derpp)", "method.alpha=choice(0.3)", run=False)
+    assert list(derpp.space) == ["method.beta"] and "method.alpha=0.3" in derpp.overrides
+    (ewc,), _ = tune("method=ewc", "method.strength=7", run=False)
+    assert ewc.space == {}
+    (ewc,), _ = tune("method=ewc", run=False)
+    sweeper = TuneSweeper(
+        params=None, sampler="tpe", options={}, seed=0, direction="minimize", n_trials=5, n_jobs=1
+    )
+    sweeper.check()
+    kind_of = sweeper.distribution
+    tried = [each["method.strength"] for each in spread_trials(ewc, 5, kind_of=kind_of)]
+    assert tried == pytest.approx([500, 158.1, 1581, 88.9, 889.1], rel=1e-3)  # then 1/4, 3/4, 1/8, 5/8
+    (mixed,), _ = tune("method=ncl", "trainer.steps=range(2,9,2)", "mask.x=choice(a,b)", run=False)
+    assert spread_trials(mixed, 2, kind_of=kind_of) == [
+        {"trainer.steps": 6, "mask.x": "a"},
+        {"trainer.steps": 4, "mask.x": "b"},
+    ]
+    (ewc,), _ = tune("method=ewc", "method.search.strength=choice(1,500.0,7)", run=False)
+    assert [*ewc.space] == ["method.strength"] and ewc.first == {"method.strength": "500.0"}
+    (ewc,), _ = tune("method=ewc", "method.search.strength=[1,10]", run=False)
+    assert ewc.space["method.strength"].get_value_string() == "interval(1,10)" and ewc.first == {}
+    for wrong, line in (
+        (
+            "method.search.strength=[log,1]",
+            r"method.search.strength=\[log,1\] is invalid. Allowed: \[low, h",
+        ),
+        ("method.search.strength=7", "method.search.strength=7 is invalid"),
+        ("domains.score_on=valid", "domains.score_on=valid is invalid: searches use valid or dev"),
+    ):
+        with pytest.raises(ValueError, match=line):
+            tune("method=ewc", wrong, run=False)
+
+
+def test_every_space_is_of_options_of_its_method_and_has_its_default(composed):
+    for path in sorted((ROOT / "conf/method").glob("*.yaml")):
+        cfg = composed(f"method={path.stem}")
+        space = find_space(cfg)
+        assert find_defaults(cfg, space).keys() == space.keys(), path.stem
+        tunable = {key for key in cfg.method if key in ("strength", "lr_multiplier")}
+        assert space or not tunable, path.stem
+
+
+def trial(number, value, score, flops=10):
+    return Trial(number, [f"method.strength={value}"], score, flops)
+
+
+def test_equal_compute_is_the_best_of_the_first_trials_within_the_cheapest_search(tmp_path):
+    runs = [FinalRun("a", 30.0, 0.1, 1000, 50), FinalRun("b", 32.0, 0.3, 1000, 50)]
+    ewc = [trial(0, 500.0, 40.0), trial(1, 70.5, 39.0), trial(2, 9.25, 41.0)]
+    das = [trial(0, 1.0, 35.0, 25), trial(1, 0.1, 34.0, 25), trial(2, 3.0, 36.0, 5)]
+    space = {"method.strength": "tag(log,interval(1,1000))"}
+    methods = [
+        TunedMethod(name="ncl", space={}, default={}, trials=[], runs=runs[:1]),
+        TunedMethod(name="ewc", space=space, default={"method.strength": "500"}, trials=ewc, runs=runs),
+        TunedMethod(name="das", space=space, default={"method.strength": "1"}, trials=das, runs=runs),
+    ]
+    text = write_tuning(methods, tmp_path / "tuning", "LC.perplexity", "minimize", 3)
+    rows = {line.split()[0]: line.split()[1:] for line in text.splitlines()[1:4]}
+    assert rows["ncl"] == ["–", "–", "–", "–", "–", "30.00", "0.1000"]
+    assert rows["ewc"][:5] == ["strength=70.5", "strength=70.5", "3", "40.00", "39.00"]
+    assert rows["ewc"][5:] == ["31.00", "±", "1.41", "0.2000", "±", "0.1414"]
+    assert rows["das"][:5] == ["strength=0.1", "strength=1", "3", "35.00", "34.00"]  # 25 of 30 operations
+    assert "at most 30, those of the whole search of ewc" in text
+    assert "Fairness: equal tokens (1e+03 per run), equal operations (50 per run)." in text
+    assert json.loads((tmp_path / "tuning.json").read_text())["equal_compute_flops"] == 30
+    assert (
+        "$\\pm$" in (tmp_path / "tuning.tex").read_text()
+        and "| ewc |" in (tmp_path / "tuning.md").read_text()
+    )
+    assert "Chosen: ewc strength=70.5; das strength=0.1." in description(
+        (tmp_path / "tuning-searches.png").read_bytes()
+    )
+    most = write_tuning(methods[1:], tmp_path / "most", "LC.perplexity", "maximize", 3)
+    assert most.splitlines()[1].split()[1] == "strength=9.25"
+
+
+def test_the_program_is_a_sweep_of_run_py(capsys):
+    command = build_command(["method=ewc", "--budget", "4", "--seeds", "2", "name=tuned"])
+    assert command[1:5] == ["-m", "cpt", "--multirun", "hydra/sweeper=tune"]
+    assert command[5:] == ["hydra.sweeper.n_trials=4", "seed=0,1", "method=ewc", "name=tuned"]
+    assert "seed=0,1,2" in build_command([]) and "seed=0,1,2" not in build_command(["seed=5"])
+    for wrong in (["--budget", "0"], ["--seeds", "2", "seed=1"]):
+        with pytest.raises(SystemExit, match="2"):
+            build_command(wrong)
+        assert "is invalid" in capsys.readouterr().err

@@ -1,0 +1,142 @@
+"""`python -m cpt.prepare` on small folders in the layouts of the authors; sources read the result."""
+
+import json
+
+import pytest
+from datasets import Dataset, DatasetDict
+
+from cpt import prepare
+from cpt.data.sources.readers import read_folder
+from cpt.data.sources.tasks import find_files
+from cpt.evaluation.finetune_tasks import FileTasks
+
+# Training examples of the public files by class, test and dev; those of classes are made up, their sum is not
+SIZES = {
+    "citation_intent": ([1688 // 6] * 5 + [283], 139, 114),
+    "sciie": ([3219 // 7] * 6 + [465], 974, 455),
+    "chemprot": ([400] * 8 + [907, 20, 20, 20, 2], 3469, 2427),
+}
+PRODUCTS = {prepare.PHONE: 339, prepare.CAMERA: 286, "Bing9Domains/Nokia6600": 453}
+PRODUCTS |= dict.fromkeys(prepare.TESTED, 190)
+
+
+def write_json(path, value):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value))
+
+
+def write_aspects(path, count, labels):
+    rows = ({"term": "menu", "sentence": f"s{n}", "polarity": labels[n % len(labels)]} for n in range(count))
+    write_json(path, dict(enumerate(rows)))
+
+
+@pytest.fixture
+def das6(tmp_path, monkeypatch):
+    """The layout of DAS with its numbers of examples, and corpora of 40 lines."""
+    data = tmp_path / "released" / "data"
+    monkeypatch.setattr(prepare, "CORPORA", {name: (file, 0) for name, (file, _) in prepare.CORPORA.items()})
+    for file, _ in prepare.CORPORA.values():
+        (data / file).parent.mkdir(parents=True, exist_ok=True)
+        (data / file).write_text("".join(f"line {n}\n" for n in range(39)) + "line 39")
+    for split, count in (("train", 3452), ("test", 1120)):
+        write_aspects(data / f"SemEval14-res/{split}.json", count, ("positive", "neutral", "negative"))
+    for name, count in PRODUCTS.items():
+        for part, size in {"train": count - 20, "dev": 10, "test": 10}.items():
+            write_aspects(data / f"absa/dat/{name}/{part}.json", size, "+-")
+    for name, (classes, test, dev) in SIZES.items():
+        (data / name).mkdir()
+        labels = [str(label) for label, size in enumerate(classes) for _ in range(size)]
+        for split, given in {"train": labels, "test": labels[:1] * test, "dev": labels[:1] * dev}.items():
+            rows = [json.dumps({"text": f"{split} {n}", "label": label}) for n, label in enumerate(given)]
+            (data / name / f"{split}.jsonl").write_text("\n".join(rows))
+    return data.parent
+
+
+def test_das6_has_the_published_counts_and_a_missing_file_is_named(das6, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert prepare.main(["das6", str(das6), str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "Differs" not in printed and printed.splitlines()[-1] == f"{out}: ready, 0 differences"
+    documents = list(read_folder(out / "corpora" / "acl", "acl", column="text", document="line"))
+    assert [text for split, text in documents if split == "train"] == [f"line {n}" for n in range(2, 40)]
+    assert {split: text for split, text in documents if split != "train"} == {
+        "valid": "line 0",
+        "test": "line 1",
+    }
+    columns = {"id": "id", "text": "text_pair", "text_pair": "text", "label": "label"}
+    tasks = {name: FileTasks(root=str(out), folder="endtasks", columns=columns, tasks={}, splits=split)
+             for name, split in (("das", "das"), ("own", "own"))}  # fmt: skip
+    for name, task in prepare.ENDTASKS.items():
+        counts = tuple(len(tasks["das"].read(name, split)) for split in ("train", "test"))
+        assert counts == task.published, name
+    moved = {each.text for each in tasks["own"].read("acl", "train")}
+    moved -= {each.text for each in tasks["das"].read("acl", "train")}
+    assert moved == {f"train {281 * label + n}" for label in range(6) for n in range(28)}
+    assert [len(tasks["own"].read("phone", split)) for split in ("train", "dev", "test")] == [329, 10, 453]
+    first = tasks["own"].read("restaurant", "test")[0]
+    assert (first.text, first.text_pair, first.label) == ("menu", "s0", "positive")
+
+    (das6 / "data/sciie/dev.jsonl").unlink()
+    (das6 / "data/acl_anthology.txt").write_text("x" * 2_000_000)
+    assert prepare.main(["das6", str(das6), str(out)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "Differs: corpora/acl: MB 2, published 0" in lines
+    assert f"Missing: {das6.resolve() / 'data/sciie/dev.jsonl'}" in lines and "incomplete" in lines[-1]
+
+
+def test_tasks_are_copied_without_the_development_split_and_read_through(tmp_path, capsys, monkeypatch):
+    released, out = tmp_path / "released", tmp_path / "out"
+    monkeypatch.setattr(prepare, "STANDARD", dict.fromkeys(prepare.STANDARD, (3, 2)))
+    for task in prepare.STANDARD:
+        folder = released / "CL_Benchmark" / task
+        for split, count in {"train": 3, "dev": 2, "test": 2}.items():
+            write_json(folder / f"{split}.json", [{"label": "a", "sentence": "b"}] * count)
+        write_json(folder / "labels.json", ["a"])
+    assert prepare.main(["standard_cl", str(released), str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "Differs" not in printed and printed.count("Missing, optional:") == len(prepare.LONG)
+    found = {(name, split) for name, split, _ in find_files(out, "cl_benchmark")}
+    assert found == {
+        (name, s) for name in ("dbpedia", "yahoo", "agnews", "amazon") for s in ("train", "test")
+    }
+    assert json.loads((out / "TC/yahoo/labels.json").read_text()) == ["a"]
+    (released / "CL_Benchmark/TC/yahoo/labels.json").unlink()
+    assert prepare.main(["standard_cl", str(released), str(out)]) == 1
+
+    for task in prepare.TRACE:
+        for split in ("train", "eval", "test"):
+            write_json(released / "trace" / task / f"{split}.json", [{"prompt": "a", "answer": "b"}])
+    capsys.readouterr()
+    assert prepare.main(["trace", str(released), str(tmp_path / "trace")]) == 0
+    assert "Differs: C-STANCE: train 1, published 5,000" in capsys.readouterr().out
+    assert len(list(find_files(tmp_path / "trace", "trace"))) == 2 * len(prepare.TRACE)
+    write_json(released / "trace/FOMC/train.json", [{"prompt": "a"}])
+    assert prepare.main(["trace", str(released), str(tmp_path / "trace")]) == 1
+    assert "FOMC/train.json, value 1 has no 'answer'" in capsys.readouterr().err
+
+
+def test_m2d2_is_counted_by_coarse_domain_and_read_from_files_or_saved_data_sets(tmp_path, capsys):
+    released, out = tmp_path / "released", tmp_path / "out"
+    for folder in ("cs.AI", "Philosophy_and_thinking__Thinking/SPLIT", "hep-th", "eval_sets"):
+        (released / folder).mkdir(parents=True)
+        for split in ("train", "valid", "test"):
+            (released / folder / f"{split}.txt").write_text("one\n\ntwo\n")
+    split = {name: Dataset.from_dict({"text": ["a\nb", "c", ""]}) for name in ("train", "validation", "test")}
+    DatasetDict(split).save_to_disk(released / "cs.CL")
+    assert prepare.main(["m2d2", str(released), str(out)]) == 0
+    rows = {line.split()[0]: line.split()[1:5] for line in capsys.readouterr().out.splitlines()}
+    assert rows["cs"] == ["2", "4", "4", "4"] and rows["Philosophy_and_thinking"] == ["1", "2", "2", "2"]
+    assert rows["archives"] == ["without", "classes", "1", "2"] and sum(prepare.FINE_COUNTS.values()) == 187
+    assert (out / "cs.CL/valid.txt").read_text() == "a b\nc\n" and not (out / "eval_sets").exists()
+    (released / "hep-th/train.txt").unlink()
+    assert prepare.main(["m2d2", str(released), str(out)]) == 1
+    assert "Missing: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("out, said", [("released/in", "it overlaps"), ("out", "one of")])
+def test_a_folder_that_cannot_be_prepared_is_refused_in_one_line(tmp_path, capsys, out, said):
+    for copy in ("a", "b"):
+        write_json(tmp_path / "released" / copy / "FOMC/train.json", [])
+    assert prepare.main(["trace", str(tmp_path / "released"), str(tmp_path / out)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("cpt: ") and said in line
