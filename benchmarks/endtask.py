@@ -31,7 +31,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from cpt.core.progress import progress_bar
+from cpt.core.heartbeat import progress_bar
 from cpt.evaluation import finetune as classifier
 from cpt.evaluation.finetune import EncodedExamples, FinetuneJob
 from cpt.evaluation.finetune_tasks import FinetuneOptions

@@ -9,7 +9,7 @@ from pathlib import Path
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
-from cpt.core.cache import full_check
+from cpt.core.cache import check_all
 from cpt.core.errors import reason
 from cpt.core.heartbeat import heartbeat
 from cpt.core.preemption import defer_signals
@@ -37,11 +37,12 @@ def train(cfg: DictConfig, *, run_dir: Path) -> float | list[float | None] | Non
         if plan.run.plan:
             print_estimate(plan, run)
             return None
-        with open_run_dir(plan, run) as plan, full_check(plan.run.verify_inputs == "full"):
+        check_all.set(is_full := plan.run.verify_inputs == "full")
+        with open_run_dir(plan, run) as plan:
             plan = order_domains(plan)  # by their texts, if so configured
             check_manifest(plan, run)
             scores = run.scores() if is_complete(run.scores(), plan) else None
-            if scores is not None and (lost := run.lost(full=plan.run.verify_inputs == "full")):
+            if scores is not None and (lost := run.lost(full=is_full)):
                 log.info("Rebuilding %s without training: %s", run.path, "; ".join(lost[:5]))
                 scores = None
             if scores is None:

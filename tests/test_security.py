@@ -5,7 +5,6 @@ import io
 import json
 import os
 import pickle
-import re
 import zipfile
 
 import numpy as np
@@ -20,7 +19,6 @@ from cpt.models import loading
 from cpt.trainer.checkpoint import check_stage
 from cpt.trainer.run_dir import RunDir
 from tests.conftest import ROOT, SMALL
-from tests.support.killing import KilledError, Killer
 from tests.support.processes import ran
 
 CANARY = "canary-7f3a9"
@@ -92,21 +90,6 @@ def test_a_state_with_a_pickle_in_it_is_refused_in_a_line(tmp_path, capsys):
     assert not mark.exists()
     torch.load(stage, weights_only=False)
     assert mark.exists()  # the file is what it is meant to be
-
-
-def test_a_checkpoint_with_a_pickle_in_it_is_refused_in_a_line(small, start, killing, tmp_path, capsys):
-    killing(Killer(step=3))
-    with pytest.raises(KilledError):
-        start(small("order=[law]"), tmp_path / "run")
-    killing(None)
-    (path,) = (tmp_path / "run").glob("checkpoints/*.ckpt")
-    write_evil(path, tmp_path / "ran")
-    said = rf"{path} holds other things than tensors; it is not used; delete it to learn"
-    assert verify.main([str(tmp_path / "run")]) == 1
-    assert re.search(said, capsys.readouterr().out)
-    with pytest.raises(ValueError, match=said):
-        start(small("order=[law]"), tmp_path / "run")
-    assert not (tmp_path / "ran").exists()
 
 
 def test_losses_by_document_with_a_pickle_in_them_are_refused(tmp_path):

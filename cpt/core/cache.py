@@ -23,17 +23,7 @@ SMALL = 1 << 24  # bytes: artifacts up to this size are hashed whenever they are
 ABANDONED_S = 24 * 3600
 PARTIAL = ".partial"
 CACHED = re.compile(r"(corpora|packed|base|tokenizers|endtasks|similarity)/(.*-)?[0-9a-f]{16}")
-check_all: ContextVar[bool] = ContextVar("check_all", default=False)
-
-
-@contextmanager
-def full_check(wanted: bool) -> Iterator[None]:
-    """If `wanted`, artifacts of any size are hashed when they are opened within."""
-    token = check_all.set(wanted)
-    try:
-        yield
-    finally:
-        check_all.reset(token)
+check_all = ContextVar("check_all", default=False)  # whether artifacts of any size are hashed when opened
 
 
 def make_once(folder: Path, *, make: Callable[[Path], None]) -> Path:

@@ -1,4 +1,4 @@
-"""Heartbeat of a run: a daemon thread of rank 0 writes `progress.json` from the phase and the progress bar.
+"""Progress bars, and the heartbeat of a run: a daemon thread of rank 0 writes `progress.json` from them.
 
 The file and a sweep's `sweep.json` are for `cpt.status` and other watchers; a run never reads them back."""
 
@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TextIO
 
 import psutil
 from pydantic import AfterValidator, TypeAdapter, ValidationError
@@ -29,6 +30,7 @@ PROGRESS_FILE, SWEEP_FILE = "progress.json", "sweep.json"
 ACTIVE = ("running", "waiting")
 TICK_S, PERIOD_S = 1.0, 5.0  # a new phase is written within a tick, anything else once a period
 STALE_S = 180.0  # age at which a heartbeat of another host no longer counts
+DELAY = 10.0  # after which a log file tells how far something is that is mostly quick
 CLOCK_S = 5.0  # by which a start time may differ: it moves with the clock of the machine
 MAX_MESSAGE = 400  # characters
 
@@ -315,7 +317,51 @@ class HeartbeatThread:
 
 HEARTBEAT = HeartbeatThread()
 heartbeat, waiting_for = HEARTBEAT.beating, HEARTBEAT.waiting_for
-set_phase, watch_bar = HEARTBEAT.set_phase, HEARTBEAT.watch_bar
+set_phase = HEARTBEAT.set_phase
+
+
+class Lines:
+    """A stream that is not a terminal, to which each state of a bar is written as a line of its own."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> None:
+        if state := text.replace("\x1b[A", "").strip():
+            self.stream.write(f"{state}\n")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def progress_bar(
+    label: str,
+    *,
+    total: int | None,
+    hidden: bool,
+    done: int = 0,
+    unit: str = "it",
+    scale: bool = False,
+    delay: float = 0.0,
+) -> tqdm:
+    """A bar named `label` that ends at `total` units, of which some are done, and goes when it is closed.
+    With `scale` units are counted in k, M, G; in a log file it is silent for `delay` seconds. The run's
+    progress.json says where it is."""
+    interval = 0.2 if sys.stderr.isatty() else 10.0
+    bar = tqdm(
+        file=sys.stderr if sys.stderr.isatty() else Lines(sys.stderr),
+        desc=label,
+        total=total,
+        initial=done,
+        unit=unit,
+        unit_scale=scale,
+        delay=0.0 if sys.stderr.isatty() else delay,
+        disable=hidden,
+        leave=False,
+        mininterval=interval,
+        maxinterval=60,
+    )
+    return HEARTBEAT.watch_bar(bar)
 
 
 def format_error(error: BaseException) -> str:

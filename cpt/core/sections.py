@@ -6,6 +6,7 @@ torch, so that a wrong value is reported at once."""
 import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -59,7 +60,6 @@ class Choice:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The options by name."""
         return dict(self.options if isinstance(self.options, Mapping) else vars(self.options))
 
 
@@ -134,7 +134,6 @@ class Section:
         return options if options is None or is_its_own else Choice(target, options)
 
     def only(self, names: Iterable[str]) -> "Section":
-        """The section with these values alone."""
         return replace(self, values={name: self.values[name] for name in names})
 
     def split(self, kind: type) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -143,22 +142,17 @@ class Section:
         return own, {name: value for name, value in self.values.items() if name not in own}
 
 
-def read_section(
-    cfg: DictConfig, place: str, *, names: Sequence[str] | None = None, written: str | None = None
-) -> Section:
-    """A section of a config, or these names at its top; `written` is `as_written(cfg)`, where it is known."""
+def read_section(cfg: DictConfig, place: str, written: str, *, names: Sequence[str] = ()) -> Section:
+    """A section of a config that is `written` so, or these names at its top."""
     node = OmegaConf.select(cfg, place) if place else cfg
     if not isinstance(node, DictConfig):
         check_value(place, to_python(node), Mapping[str, Any])
-    text = as_written(cfg) if written is None else written
-    looked_at = list(map(str, node)) if names is None else [name for name in names if name in node]
+    looked_at = [name for name in names if name in node] if names else list(map(str, node))
     values: dict[str, Any] = {}
     for name in looked_at:
-        try:
+        with suppress(MissingMandatoryValue, InterpolationToMissingValueError):
             values[name] = to_python(node[name])
-        except (MissingMandatoryValue, InterpolationToMissingValueError):
-            continue
-    used = frozenset(name for name in looked_at if is_used(join(place, name), text))
+    used = frozenset(name for name in looked_at if is_used(join(place, name), written))
     return Section(place, values, len(values) == len(looked_at), used)
 
 
@@ -167,11 +161,6 @@ def to_python(value: Any) -> Any:
     if not OmegaConf.is_config(value):
         return value
     return OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
-
-
-def as_written(cfg: DictConfig) -> str:
-    """A config with its interpolations."""
-    return str(OmegaConf.to_container(cfg, resolve=False))
 
 
 def is_used(key: str, text: str) -> bool:

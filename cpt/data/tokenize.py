@@ -25,9 +25,9 @@ from tokenizers import Tokenizer
 
 from cpt.core.config import digest
 from cpt.core.files import sync
+from cpt.core.heartbeat import DELAY, progress_bar
 from cpt.core.preemption import ignore_signals
 from cpt.core.processes import cores
-from cpt.core.progress import DELAY, progress_bar
 from cpt.data.corpus import Corpus
 
 if TYPE_CHECKING:

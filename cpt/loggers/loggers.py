@@ -1,21 +1,41 @@
 """The loggers of a run: metrics.csv in the run folder, Weights & Biases, and custom ones."""
 
 import csv
+import logging
+import netrc
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from urllib.parse import urlsplit
 
 import numpy as np
+import wandb
 from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
+from PIL import Image
 
 from cpt.core.config import digest
+from cpt.core.errors import reason
+from cpt.core.naming import LONGEST_TAG
 from cpt.core.preemption import Preempted
 from cpt.evaluation.metrics import UNITS
-from cpt.evaluation.scores import Scores
-from cpt.loggers.wandb import Curves, open_wandb, publish, publish_stage
-from cpt.reporting.frames import stage_points, summarize_scores
+from cpt.evaluation.scores import Scores, conditions, describe_conditions
+from cpt.reporting import figures, frames
+from cpt.reporting.frames import escape_name, label, stage_points, summarize_scores
+
+log = logging.getLogger(__name__)
+WANDB_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
+LARGEST_REPORT = 10_000_000  # bytes; a larger page is slow in a panel
+TOKENS = "train/tokens"
+TRAINING = ("train", "monitor", "budget")  # curves KIND/NAME/DOMAIN of metrics.csv
+AXES = {  # No two patterns meet: of several that do W&B takes any.
+    TOKENS: tuple(f"{kind}/*" for kind in TRAINING),
+    "stage": ("ppl/*", "stages/*", "tasks/*", "units/*"),
+}
+LONGEST_NAME, LONGEST_ORDER = 80, 30  # characters of a run's name, and of an order in it
 
 
 class LongCSV(Logger):
@@ -44,7 +64,7 @@ class LongCSV(Logger):
 class WandbCurves(WandbLogger):
     """W&B's run, with its curves over the tokens of the whole run; `histograms`: of diagnostics too."""
 
-    def __init__(self, curves: Curves, *, histograms: bool) -> None:
+    def __init__(self, curves: "Curves", *, histograms: bool) -> None:
         super().__init__(experiment=curves.run)
         self.curves, self.histograms = curves, histograms
 
@@ -111,3 +131,142 @@ def log_scores(loggers: Sequence[Logger], scores: Scores, *, folder: Path, summa
             found = summarize_scores(scores, ["metric"])
             known = {key: x for key, x in found.items() if key.rpartition("/")[2] in UNITS}
             logger.log_metrics(known, step=len(scores.rows) - 1)
+
+
+def is_logged_in() -> bool:
+    """Whether there is a key for W&B's server, from WANDB_API_KEY or `wandb login`. Sends nothing."""
+    settings = wandb.setup().settings
+    host = urlsplit(settings.base_url).netloc
+    hosts = {host, *WANDB_HOSTS} if host in WANDB_HOSTS else {host}  # a key of one is taken by the other
+    try:
+        keys = netrc.netrc(os.environ.get("NETRC") or Path.home() / ".netrc").hosts
+    except (OSError, netrc.NetrcParseError):
+        keys = {}
+    return bool(settings.api_key or hosts & keys.keys())
+
+
+def open_wandb(identifier: str, folder: Path, *, mode: str, **about: Any) -> wandb.Run:
+    """The W&B run of a run folder. `mode=auto`: WANDB_MODE, else online for a logged-in user, and offline
+    with a warning if the server cannot be reached."""
+    if mode != "auto":
+        return init_wandb(identifier, folder, mode=mode, **about)
+    mode = os.environ.get("WANDB_MODE") or ("online" if is_logged_in() else "offline")
+    try:
+        return init_wandb(identifier, folder, mode=mode, **about)
+    except ConnectionError as error:
+        log.warning("%s; logging offline, `wandb sync` sends the run later", str(error).partition(";")[0])
+        return init_wandb(identifier, folder, mode="offline", **about)
+
+
+def init_wandb(identifier: str, folder: Path, *, tags: Sequence[str], **about: Any) -> wandb.Run:
+    """A W&B run with its files below the folder; an existing one of this identifier is continued. `about`: of
+    wandb.init, `settings` as a mapping. Raises ValueError for what W&B refuses, ConnectionError where it
+    cannot be reached or keeps no such run."""
+    if wrong := [tag for tag in tags if not 0 < len(tag) <= LONGEST_TAG]:
+        raise ValueError(f"tags={wrong} is invalid. Allowed: 1 to {LONGEST_TAG} characters each")
+    about["settings"] = wandb.Settings(silent=True, console="off", **about.get("settings", {}))
+    # resume, offline too: the files of two starts are one run to `wandb sync` only if both say so
+    about |= {"id": identifier, "dir": str(folder), "tags": list(tags), "resume": "allow"}
+    try:
+        run = wandb.init(reinit="create_new", **about)
+    except wandb.Error as error:
+        refused = isinstance(error, wandb.errors.AuthenticationError)
+        lost = isinstance(error, wandb.errors.CommError) and not refused
+        kind = ConnectionError if lost else ValueError
+        raise kind(f"W&B: {reason(error)}; logger.mode=offline keeps the run in its folder") from None
+    for axis, patterns in AXES.items():
+        run.define_metric(axis)
+        for names in patterns:
+            run.define_metric(names, step_metric=axis, step_sync=True, summary="none")
+    return run
+
+
+def run_name(run: Mapping[str, Any], order: Any) -> str:
+    """`das + migu order=0 seed=1 (temperature=0.1)`; run: as in scores.json, order: as given."""
+    if isinstance(order, Sequence) and not isinstance(order, str):
+        listed = ",".join(map(str, order))
+        order = listed if len(listed) <= LONGEST_ORDER else f"{len(order)} domains"
+    own = ", ".join(frames.split_variant(run))
+    name = f"{label({**run, 'variant': ''})} order={order} seed={run['seed']}" + f" ({own})" * bool(own)
+    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
+
+
+class Curves:
+    """Curves of training over the tokens of the whole run: `train/lm/DOMAIN` of metrics.csv is `train/loss`.
+    `high`: a file that remembers how far the curves go, so that steps which a resumed run repeats are not
+    logged twice."""
+
+    def __init__(self, run: wandb.Run, *, high: Path | None = None) -> None:
+        self.run, self.high = run, high
+        self.domain, self.before, self.tokens = "", 0.0, 0.0
+        self.defined: set[str] = set()
+        known = high.read_text() if high is not None and high.exists() else ""
+        self.logged = float(known) if known.isdigit() else 0.0
+
+    def enter(self, domain: str, *, tokens: float) -> None:
+        """The points that follow are of this domain, before which the run had read this number of tokens."""
+        self.domain, self.before, self.tokens = domain, tokens, tokens
+
+    def log(self, points: Mapping[str, float]) -> None:
+        """Logs points that have the names of metrics.csv; other names are kept, over the same axis."""
+        merged, others, ending = dict[str, float](), set[str](), f"/{self.domain}"
+        for key, value in points.items():
+            kind, _, rest = key.partition("/")
+            if kind in TRAINING and rest.endswith(ending):
+                name = f"{kind}/{escape_name(rest.removesuffix(ending))}"
+                merged["train/loss" if name == "train/lm" else name] = value
+            elif key != "epoch":
+                merged[key] = value
+                others.add(key)
+        self.tokens = self.before + merged[TOKENS] if TOKENS in merged else self.tokens
+        if self.tokens < self.logged:
+            return
+        if self.high is not None and self.tokens > self.logged and self.high.parent.is_dir():
+            self.high.write_text(str(int(self.tokens)))
+        self.logged = self.tokens
+        for key in others - self.defined:  # no pattern of AXES covers it
+            self.run.define_metric(key, step_metric=TOKENS, step_sync=True)
+        self.defined |= others
+        self.run.log(merged | {TOKENS: self.tokens})
+
+
+def publish_stage(
+    run: wandb.Run, scores: Scores, *, row: int, distributions: Mapping[str, np.ndarray]
+) -> None:
+    """Points of one row of the matrix, and a method's diagnostics after it as histograms."""
+    values = {name: cast(Sequence[float], each) for name, each in distributions.items()}  # an array, too
+    histograms = {f"units/{name}": wandb.Histogram(each) for name, each in values.items()}
+    run.log({**frames.stage_points(scores, row), **histograms})
+
+
+def publish(run: wandb.Run, scores: Scores, *, folder: Path, summary: str = "headlines") -> None:
+    """Tables, pictures, the report, end tasks over the stages; as summary the headlines, or `all` numbers."""
+    for points in frames.task_points(scores):
+        run.log(points)
+    logged: dict[str, Any] = pictures(scores)
+    for name, frame in frames.tabulate(scores).items():
+        logged[name] = wandb.Table(columns=[*frame], data=frame.to_numpy().tolist())
+    page = folder / "report.html"
+    if page.is_file() and page.stat().st_size <= LARGEST_REPORT:
+        logged["report"] = wandb.Html(page.read_text(encoding="utf-8"), inject=False)
+    run.log(logged)
+    run.config.update({"cpt": describe_run(scores)}, allow_val_change=True)
+    shown = frames.summarize_scores if summary == "all" else frames.choose_headlines
+    run.summary.update(shown(scores))
+
+
+def describe_run(scores: Scores) -> dict[str, Any]:
+    """What the config does not contain: the name in comparisons, the resolved order, texts and versions."""
+    name, given = label(scores.run), conditions(scores)
+    about = {"label": name, "measured": describe_conditions(given), "conditions": given}
+    about |= {"group": f"{name} | {about['measured']}", "config_hash": scores.config_hash}
+    about |= {key: scores.run[key] for key in ("order", "finished", "objective", "variant")}
+    return about | {key: getattr(scores, key) for key in ("texts", "versions", "needs_domain", "loading")}
+
+
+def pictures(scores: Scores) -> dict[str, Any]:
+    """The heat maps and the curves of the report."""
+    draw = {"matrix": figures.draw_matrix, "stages": figures.draw_text_curves} if scores.rows else {}
+    draw |= {"modules": figures.draw_modules} if any(scores.modules) else {}
+    draw |= {"endtasks": figures.draw_endtasks} if frames.task_points(scores) else {}
+    return {f"{name}_image": wandb.Image(Image.open(BytesIO(each(scores)))) for name, each in draw.items()}

@@ -38,6 +38,7 @@ from cpt.core.errors import readable, unknown_name
 from cpt.core.heartbeat import list_sweep_runs
 from cpt.core.preemption import GO_ON, SIGNALS, TOGETHER_S
 from cpt.core.processes import die_with_parent
+from cpt.core.schema import Count, NonNegative, check_value
 from cpt.sweeps.jobs import (
     BASIC_SWEEPER,
     CONTINUES,
@@ -110,11 +111,8 @@ class ProcessLauncher(JobLauncher):
         self.jobs, self.threads, self.grace = jobs, threads, grace
 
     def check(self) -> None:
-        for name, given in (("jobs", self.jobs), ("threads", self.threads)):
-            if given is not None and (type(given) is not int or given < 1):
-                raise ValueError(f"hydra.launcher.{name}={given} is invalid. Allowed: null, 1, 2, …")
-        if isinstance(self.grace, bool) or not isinstance(self.grace, (int, float)) or not self.grace >= 0:
-            raise ValueError(f"hydra.launcher.grace={self.grace} is invalid. Allowed: 0 seconds or more")
+        for name, kind in (("jobs", Count | None), ("threads", Count | None), ("grace", NonNegative)):
+            check_value(f"hydra.launcher.{name}", getattr(self, name), kind)
 
     def run(self, waiting: Sequence[Job], jobs: Sequence[Job], first: int) -> None:
         configs = [job.config for job in jobs]
@@ -197,18 +195,13 @@ def forward_signals(process: Popen[bytes]) -> Iterator[None]:
         yield
         return
 
-    def is_running() -> bool:  # without taking the exit code from who waits for it
-        try:
-            return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None
-        except ChildProcessError:
-            return False
-
     def forward(number: int, frame: FrameType | None) -> None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
-        deadline = time.monotonic() + SAVING_S
-        while is_running() and time.monotonic() < deadline:
-            time.sleep(0.05)
+        deadline, without_its_code = time.monotonic() + SAVING_S, os.WEXITED | os.WNOWAIT | os.WNOHANG
+        with suppress(ChildProcessError):
+            while os.waitid(os.P_PID, process.pid, without_its_code) is None and time.monotonic() < deadline:
+                time.sleep(0.05)
         if callable(before[number]):
             before[number](number, frame)
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from filelock import FileLock, Timeout
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -27,13 +27,13 @@ from omegaconf import DictConfig, OmegaConf
 from cpt.core.config import executes
 from cpt.core.errors import readable
 from cpt.core.preemption import GO_ON
+from cpt.core.schema import Count, Natural, check_value
 from cpt.sweeps.jobs import CONTINUES, PreemptedJob
 
 if TYPE_CHECKING:
     import optuna
 
 log = logging.getLogger(__name__)
-SAMPLERS = ("tpe", "random", "nsga2", "grid")
 DIRECTIONS = ("minimize", "maximize")
 JOURNAL, RESULTS = "study.journal", "optimization_results.yaml"
 FOLDERS = "folders of trial"  # with its number: the attribute of a study that names its runs
@@ -69,16 +69,10 @@ class OptunaSweeper(Sweeper):
 
     def check(self) -> None:
         """Raises ValueError for a wrong option, or if Optuna is missing."""
-        if self.sampler not in SAMPLERS:
-            raise ValueError(
-                f"hydra.sweeper.sampler={self.sampler} is invalid. Allowed: {', '.join(SAMPLERS)}"
-            )
-        for name, least in (("n_jobs", 1), ("n_trials", 1), ("seed", 0)):
-            given, ends = getattr(self, name), name == "n_trials"  # a grid ends by itself
-            is_right = type(given) is int and given >= least
-            if not is_right and not (ends and given is None and self.sampler == "grid"):
-                allowed = f"{least}, {least + 1}, …" + "; with grid also null" * ends
-                raise ValueError(f"hydra.sweeper.{name}={given} is invalid. Allowed: {allowed}")
+        check_value("hydra.sweeper.sampler", self.sampler, Literal["tpe", "random", "nsga2", "grid"])
+        trials: Any = Count | None if self.sampler == "grid" else Count  # a grid ends by itself
+        for name, kind in (("n_jobs", Count), ("n_trials", trials), ("seed", Natural)):
+            check_value(f"hydra.sweeper.{name}", getattr(self, name), kind)
         try:
             import optuna
         except ImportError as error:
@@ -269,7 +263,7 @@ class OptunaSweeper(Sweeper):
                 return
         means = [fmean(each) for each in zip(*runs, strict=True)]
         study.tell(trial.number, means)
-        log.info("%s: %s", label, format_values(means))
+        log.info("%s: %s", label, ", ".join(f"{value:.{DIGITS}g}" for value in means))
 
 
 def grid_values(override: Override) -> list[str]:
@@ -301,10 +295,6 @@ def end_if_preempted(returned: Sequence[JobReturn]) -> None:
         raise SystemExit(GO_ON)
 
 
-def format_values(values: Sequence[float]) -> str:
-    return ", ".join(f"{value:.{DIGITS}g}" for value in values)
-
-
 def write_best(study: optuna.Study, finished: int, folder: Path, names: Sequence[str]) -> None:
     """Writes and logs the best trial, or the Pareto front. Raises ValueError without a finished trial."""
     if not finished:
@@ -315,7 +305,8 @@ def write_best(study: optuna.Study, finished: int, folder: Path, names: Sequence
         given = to_overrides(trial.params)
         params = dict(line.split("=", 1) for line in given)
         found.append({"trial": trial.number, "params": params, "values": trial.values})
-        lines.append(f"trial {trial.number}: {format_values(trial.values)}: {' '.join(given)}")
+        values = ", ".join(f"{value:.{DIGITS}g}" for value in trial.values)
+        lines.append(f"trial {trial.number}: {values}: {' '.join(given)}")
     results = {"name": "optuna", "objective": list(names), "finished": finished, "best": found}
     OmegaConf.save(OmegaConf.create(results), folder / RESULTS)
     log.info("%s", "\n".join([*lines, str(folder / RESULTS)]))

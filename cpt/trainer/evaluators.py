@@ -1,20 +1,20 @@
-"""Evaluators: what a run measures after its stages besides losses: fine-tuned end tasks, answers of
-supervised tasks, and tasks of the lm-evaluation-harness."""
-
-from __future__ import annotations
+"""What a run measures after its stages: losses, the cells of the matrix, kept on disk row by row; and by
+evaluators fine-tuned end tasks, answers of supervised tasks, tasks of the lm-evaluation-harness."""
 
 import json
 import logging
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from heapq import nlargest
 from itertools import groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -25,30 +25,32 @@ from cpt.adapters.domain_store import BASE
 from cpt.core.config import digest
 from cpt.core.distributed import all_reduce_max, barrier, check_all_signals, gather_objects, leave_together
 from cpt.core.files import replace as replace_file
+from cpt.core.heartbeat import progress_bar
 from cpt.core.preemption import Preempted
 from cpt.core.processes import is_first_process, rank_and_world
-from cpt.core.progress import progress_bar
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
 from cpt.data.tokenized_tasks import read_examples
 from cpt.evaluation import finetune, predictions, task_metrics
 from cpt.evaluation.finetune_tasks import FinetunePlan
-from cpt.evaluation.options import KNOWN_BY, LMEvalOptions, TaskEvalOptions, is_due
+from cpt.evaluation.journal import append_row
+from cpt.evaluation.options import KNOWN_BY, EvalOptions, LMEvalOptions, TaskEvalOptions, is_due
 from cpt.evaluation.predictions import SOURCE, endtask_file, find_predictions
+from cpt.evaluation.scores import Scores
 from cpt.evaluation.task_answers import Question, rank_choices, score_choices, write_answers
 from cpt.evaluation.task_metrics import AnswerSummary
 from cpt.methods.base import ContinualMethod
 from cpt.models.forward import in_mode
 from cpt.models.objectives import Objective
+from cpt.optim.nan_guard import ADVICE
 from cpt.trainer.base_model import Base
+from cpt.trainer.lightning import make_trainer
 from cpt.trainer.plan import Plan
 from cpt.trainer.run_dir import RunDir
 
-if TYPE_CHECKING:  # a package that may not be there, and one that imports this
-    from cpt.evaluation.lm_eval import Harness
-    from cpt.trainer.preflight import PreflightResult
-
 log = logging.getLogger(__name__)
+HEAVIEST = 20  # modules that a text's row names, of more
+SHARE = 32  # of this many rows one may be in the journal alone
 ANSWERS_FORMAT = 1  # counts changes of what a file of answers depends on
 
 
@@ -344,7 +346,7 @@ class LMEvalEvaluator(Evaluator):
     GROUP, KIND, LABEL = "benchmark", "benchmarks", "benchmark"
 
     def __init__(
-        self, options: LMEvalOptions, harness: Harness | None, tokenizer: PreTrainedTokenizerBase, **run: Any
+        self, options: LMEvalOptions, harness: Any, tokenizer: PreTrainedTokenizerBase, **run: Any
     ) -> None:
         super().__init__(options.when, **run)
         self.options, self.tokenizer = options, tokenizer
@@ -415,7 +417,7 @@ class LMEvalEvaluator(Evaluator):
 def make_evaluators(
     plan: Plan,
     place: RunDir,
-    ready: PreflightResult,
+    harness: Any,
     corpora: Corpora,
     start: Base,
     *,
@@ -457,10 +459,136 @@ def make_evaluators(
         if questions:
             found.append(TaskEvaluator(options, questions, digests, start.tokenizer, **run))
     if plan.benchmark is not None:
-        found.append(LMEvalEvaluator(plan.benchmark, ready.harness, start.tokenizer, **run))
+        found.append(LMEvalEvaluator(plan.benchmark, harness, start.tokenizer, **run))
     return found
 
 
 def needs_sources(options: TaskEvalOptions, task: str) -> bool:
     """Whether the measure that a task is known by is of the texts that were asked about."""
     return task in options.known_by and "sources" in task_metrics.MEASURES[options.known_by[task]].needs
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The loss of a model on a text: nats per scored token; nats and scored tokens by document, [2, N];
+    weights of the heaviest modules of the model that scored it."""
+
+    mean: float
+    documents: np.ndarray | None
+    modules: Mapping[str, float]
+
+
+def documents_of(cells: Mapping[str, Cell]) -> dict[str, np.ndarray]:
+    return {text: cell.documents for text, cell in cells.items() if cell.documents is not None}
+
+
+class Scorer:
+    """Measures cells of a run's matrix, as its options say."""
+
+    def __init__(
+        self,
+        options: EvalOptions,
+        arguments: Mapping[str, Any],  # of lightning.Trainer
+        *,
+        module: ContinualMethod,
+        data: DomainSequence,
+        scores: Scores,
+        place: RunDir,
+    ) -> None:
+        self.options, self.arguments, self.place = options, arguments, place
+        self.module, self.data, self.scores = module, data, scores
+
+    def wanted(self, number: int) -> list[str]:
+        """The texts that the model after a stage is to be scored on."""
+        stages = [domain.parts for domain in self.data]
+        return self.options.choose_columns(number, stages=stages, texts=self.scores.domains)
+
+    def missing(self, number: int) -> list[str]:
+        """Those of them that a row does not have."""
+        there = set(self.scores.measured(number))
+        return [text for text in self.wanted(number) if text not in there]
+
+    def score(self, number: int, row: str, texts: Sequence[str]) -> dict[str, Cell]:
+        """The losses on some of the texts of the model as it is now, after a stage. Where the part that
+        scores a text has not changed since a row, they are taken from the last such row. Raises ValueError
+        where one is not finite."""
+        scores, column, known = self.scores, {name: at for at, name in enumerate(self.scores.domains)}, {}
+        for text in texts:
+            part = self.module.constant_part(self.data.places.get(text, BASE))
+            rows = range(number - 1, part, -1) if part is not None else ()
+            earlier = next((each for each in rows if scores.nll[each][column[text]] is not None), None)
+            if earlier is not None:
+                known[text] = earlier
+        cells = self.measure(row, [text for text in texts if text not in known])
+        for earlier in sorted(set(known.values())):
+            (losses,) = self.place.load_documents([earlier]) if is_first_process() else ({},)
+            for text in (text for text in known if known[text] == earlier):
+                mean = cast(float, scores.nll[earlier][column[text]])
+                cells[text] = Cell(mean, losses.get(text), scores.modules[earlier].get(text, {}))
+        return cells
+
+    def measure(self, row: str, texts: Sequence[str]) -> dict[str, Cell]:
+        """The losses of the model as it is now, computed."""
+        if not texts:
+            return {}
+        self.data.asked, self.data.by_length = texts, not self.module.in_sequence
+        trainer = make_trainer(self.arguments, label=f"scoring after {row}")
+        trainer.validate(self.module, datamodule=self.data, verbose=False)
+        self.data.asked = None
+        names = {place: name for name, place in self.data.places.items()} | {BASE: "base"}
+        cells = {}
+        for text, (nll, count) in self.module.row().items():
+            used = self.module.used(self.data.places.get(text, BASE))
+            heaviest = nlargest(HEAVIEST, used, used.__getitem__)
+            modules = {names[place]: round(used[place], 4) for place in heaviest}
+            documents = np.stack([nll.cpu(), count.cpu()])
+            cells[text] = Cell((nll.sum() / count.sum()).item(), documents, modules)
+        if bad := [f"{text}: {cell.mean}" for text, cell in cells.items() if not math.isfinite(cell.mean)]:
+            advice = "allowed: a model whose losses are numbers (model.name_or_path, trainer.precision)"
+            advice = advice if row == "base" else ADVICE
+            raise ValueError(f"the loss after {row} is not finite ({', '.join(bad)}); {advice}")
+        return cells
+
+
+class ScoreJournal:
+    """Keeps the scores of a run on disk: a changed row as a line of the journal, all of them as `scores.json`
+    where more than a share of the rows is in the journal alone, and always first, so that no line is appended
+    to that of a killed process. Evaluators have files of their own; their results are collected when the
+    scores are written. `digests` has a hash of the options of each, by kind."""
+
+    def __init__(self, scores: Scores, path: Path, *, digests: Mapping[str, str]) -> None:
+        self.scores, self.path, self.digests = scores, path, digests
+        self.behind: int | None = None  # changes that are in the journal alone; None: nothing was written yet
+        self.measured: dict[str, Evaluator] = {}  # whose results the scores do not have yet, by kind
+
+    def note(self, evaluator: Evaluator, number: int) -> None:
+        """An evaluator has measured something after a stage."""
+        self.measured[evaluator.KIND] = evaluator
+        self.keep_row(number)
+
+    def keep_row(self, number: int) -> None:
+        """Puts a row that is new or has changed on disk."""
+        if self.behind is None or self.behind + 1 > len(self.scores.rows) // SHARE:
+            self.keep_rows()
+        else:
+            append_row(self.path, self.scores.record(number))
+            self.behind += 1
+
+    def keep_rows(self) -> None:
+        """Writes the scores with their metrics, without intervals."""
+        for evaluator in self.measured.values():
+            self.collect(evaluator)
+        self.measured.clear()
+        self.scores.measure()
+        self.keep()
+
+    def collect(self, evaluator: Evaluator) -> None:
+        """Takes over the results of an evaluator so far."""
+        results = evaluator.results(len(self.scores.rows))
+        setattr(self.scores, evaluator.KIND, results | {"hash": self.digests[evaluator.KIND]})
+
+    def keep(self) -> None:
+        """Writes the scores as they are."""
+        self.scores.sum_seconds()
+        self.scores.save(self.path)
+        self.behind = 0

@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from cpt.core.distributed import is_sharded, leave_together, shard_like
 from cpt.core.errors import reason
-from cpt.core.progress import progress_bar
+from cpt.core.heartbeat import progress_bar
 from cpt.core.tensors import NamedTensors, load_tensors
 from cpt.models.fsdp import named_weights, reshard, shard_model
 from cpt.trainer.checkpoint import AtomicCheckpointIO, fill_in, layout_of, save_sharded

@@ -29,8 +29,7 @@ from cpt.data.datamodule import Domain, DomainSequence
 from cpt.evaluation.monitor import MonitorObserver
 from cpt.evaluation.scores import Scores, gather_documents
 from cpt.evaluation.task_metrics import run_objective
-from cpt.loggers.loggers import WandbCurves, log_scores, log_stage, track
-from cpt.loggers.wandb import run_name
+from cpt.loggers.loggers import WandbCurves, log_scores, log_stage, run_name, track
 from cpt.methods.base import ContinualMethod
 from cpt.models.memory import draw_quickly
 from cpt.models.weights import measure_movement
@@ -39,17 +38,15 @@ from cpt.reporting import run_page
 from cpt.reporting.model_card import write_model_card
 from cpt.trainer import build, preflight
 from cpt.trainer.base_model import Base, make_base
-from cpt.trainer.callbacks import CustomCallbacks, ProtectedMovement
+from cpt.trainer.callbacks import CustomCallbacks, Monitor, ProtectedMovement
 from cpt.trainer.checkpoint import StepCheckpoint, check_stage, restore_stage, save_stage
 from cpt.trainer.costs import CostMonitor, stored_beside, time_phase, trained_parameters
 from cpt.trainer.dry_run import match_operations
-from cpt.trainer.evaluators import Evaluator, make_evaluators
+from cpt.trainer.evaluators import Evaluator, ScoreJournal, Scorer, documents_of, make_evaluators
 from cpt.trainer.lightning import drop_optimizer, make_trainer
 from cpt.trainer.manifest import write_manifest
-from cpt.trainer.monitor import Monitor
 from cpt.trainer.plan import Plan
 from cpt.trainer.run_dir import RunDir
-from cpt.trainer.score import ScoreJournal, Scorer, documents_of
 
 log = logging.getLogger(__name__)
 ENDS = 6  # texts at both ends of those that a line names
@@ -91,7 +88,7 @@ def train_run(plan: Plan, run: RunDir) -> Scores:
         data.replay_source = method.replay.open_source(
             run.path / "generated", **pieces, corpora=corpora, base=base, seed=plan.run.seed
         )
-        evaluators = make_evaluators(plan, run, ready, corpora, base, **pieces)
+        evaluators = make_evaluators(plan, run, ready.harness, corpora, base, **pieces)
     build.log_eval_cap(data)
     build.log_ineffective(plan, method, ready.device)
     write_manifest(plan, run, corpora, base, evaluators)

@@ -14,8 +14,8 @@ from cpt.adapters.options import ModulesOptions
 from cpt.core.config import CONF, digest, identity, plain_config, redact
 from cpt.core.errors import readable, unknown_name
 from cpt.core.renames import rename_keys
-from cpt.core.schema import NonNegative, Text, check_value, fits, show
-from cpt.core.sections import Choice, Section, as_written, is_used, read_section
+from cpt.core.schema import NonNegative, Text, check_value, fits, option_types, show
+from cpt.core.sections import Choice, Section, is_used, read_section
 from cpt.data import orders
 from cpt.data.options import Budget, DataOptions, share_batch
 from cpt.data.replay import NO_REPLAY, ReplayConfig
@@ -145,7 +145,8 @@ class Plan(Sections):
 
 def read_sections(cfg: DictConfig) -> Sections:
     """Raises ValueError for an unknown key and an invalid value; missing values (`???`) are not checked."""
-    written, top = as_written(cfg), cast(DictConfig, OmegaConf.load(CONF / "config.yaml"))
+    written = str(OmegaConf.to_container(cfg, resolve=False))
+    top = cast(DictConfig, OmegaConf.load(CONF / "config.yaml"))
     groups = [name for each in top.pop("defaults") if each != "_self_" for name in each]
     known = tuple(str(key) for key in (*top, *groups) if key not in ELSEWHERE and " " not in key)
     for key in map(str, cfg):
@@ -217,17 +218,18 @@ def read_trainer(given: Section) -> TrainerOptions | None:
     """The trainer's options; other names go to lightning.Trainer. Raises ValueError for one it lacks."""
     own, others = given.split(TrainerOptions)
     others = {name: value for name, value in others.items() if name not in given.used}
-    for name, value in others.items():
-        if name in SET_BY_CPT:
-            allowed = "trainer.steps, epochs or tokens; callbacks=…, logger=… and hydra.run.dir=…"
-            raise ValueError(f"trainer.{name}={show(value)} is invalid: cpt sets it. Allowed: {allowed}")
+    if wrong := [name for name in others if name in SET_BY_CPT]:
+        told = f"trainer.{wrong[0]}={show(others[wrong[0]])} is invalid: cpt sets it"
+        allowed = "trainer.steps, epochs or tokens; callbacks=…, logger=… and hydra.run.dir=…"
+        raise ValueError(f"{told}. Allowed: {allowed}")
+    if others:
         from lightning import Trainer  # seconds, which only these options have to wait for
 
         theirs = set(inspect.signature(Trainer).parameters) - SET_BY_CPT
-        if name not in theirs:
-            names = sorted(theirs | {each.name for each in fields(TrainerOptions)} - {"others"})
-            known = [f"trainer.{each}" for each in names]
-            whole = "what conf/trainer lists, and what lightning.Trainer takes"
+        names = sorted(theirs | option_types(TrainerOptions).keys() - {"others"})
+        known = [f"trainer.{each}" for each in names]
+        whole = "what conf/trainer lists, and what lightning.Trainer takes"
+        for name in others.keys() - theirs:
             raise ValueError(unknown_name(f"trainer.{name}", known, whole=whole))
     return replace(given, values={**own, "others": others}).read(TrainerOptions)
 
@@ -250,18 +252,16 @@ def make_plan(cfg: DictConfig) -> Plan:
     trainer, source, folder = read.trainer, read.source, settings["init_from"]
     processes = trainer.devices if isinstance(trainer.devices, int) else 1
     share_batch(trainer.batch_size, accumulate=trainer.accumulate_grad_batches, world=max(1, processes))
-    names = {}
-    for group in ("method", "replay", "model"):
-        if "name" not in settings[group]:
-            raise ValueError(f"{group}.name is missing. Allowed: {group}.name=NAME")
-        names[group] = str(settings[group]["name"])
+    groups = ("method", "replay", "model")
+    for group in (each for each in groups if "name" not in settings[each]):
+        raise ValueError(f"{group}.name is missing. Allowed: {group}.name=NAME")
+    names = {group: str(settings[group]["name"]) for group in groups}
     check_value("init_from", folder, Text | None)
     if folder is not None:
         scores = Path(folder) / "scores.json"
         if not scores.exists() or not Scores.load(scores).run["finished"]:
-            raise ValueError(
-                f"init_from={folder} is invalid: no finished run. Allowed: null, or the folder of one"
-            )
+            told = f"init_from={folder} is invalid: no finished run"
+            raise ValueError(f"{told}. Allowed: null, or the folder of one")
         # Without the options of a new model.
         new_options: dict[str, Any] = dict.fromkeys(("config", "pretraining", "vocab_size", "layers"))
         model = replace(read.model, name_or_path=str(Path(folder) / "model"), **new_options)
@@ -310,21 +310,13 @@ def conflicts(plan: Plan) -> Iterator[str]:
     if monitor.decides and branches:
         why = "the next domain starts before it. Allowed: stop=null, patience=null, keep=last"
         yield f"monitor.stop, patience, keep is invalid with a schedule whose decay is a branch: {why}"
+    sizes = {"length": plan.model.max_seq_length, "batch_size": plan.budget.batch_size}
     yield from plan.mixture.conflicts(
-        examples=source.encoding is not None,
-        chats=source.chats,
-        length=plan.model.max_seq_length,
-        batch_size=plan.budget.batch_size,
-        sharded=sharded,
+        examples=source.encoding is not None, chats=source.chats, sharded=sharded, **sizes
     )
     if plan.observer.given:
-        yield from plan.observer.conflicts(
-            monitor=monitor,
-            method=method,
-            name=name,
-            branches=branches,
-            sharded=sharded,
-        )
+        about: dict[str, Any] = {"monitor": monitor, "method": method, "name": name}
+        yield from plan.observer.conflicts(**about, branches=branches, sharded=sharded)
     if not sharded:
         return
     for group, chosen in (("method", plan.method), *(("mask", mask) for mask in plan.masks)):
@@ -333,14 +325,10 @@ def conflicts(plan: Plan) -> Iterator[str]:
             yield f"strategy=fsdp is invalid: {why}. Allowed: single, ddp"
     if monitor.keep == "best":
         yield "monitor.keep=best is invalid with strategy=fsdp. Allowed: last"
-    for group, value in {
-        "endtask": plan.endtasks,
-        "answers": plan.answers,
-        "benchmark": plan.benchmark,
-    }.items():
-        if value is not None:
-            why = f"{group} is invalid with strategy=fsdp: it needs the whole model"
-            yield f"{why}. Allowed: {group}=none, and {group} with strategy=single in the end"
+    measured = {"endtask": plan.endtasks, "answers": plan.answers, "benchmark": plan.benchmark}
+    for group in (name for name, value in measured.items() if value is not None):
+        why = f"{group} is invalid with strategy=fsdp: it needs the whole model"
+        yield f"{why}. Allowed: {group}=none, and {group} with strategy=single in the end"
     if plan.trainer.precision == "bf16-true" and method.needs_32_bits:
         told = f"trainer.precision=bf16-true is invalid with method={name} and strategy=fsdp"
         yield f"{told}. Allowed: 32-true, bf16-mixed"
@@ -350,7 +338,7 @@ def why_not_growable(plan: Plan) -> str:
     """Why the first domains would have been trained differently without those that follow, if so."""
     order, schedule, method = plan.run.order, plan.lr_scheduler, plan.method.load()
     needs_end = getattr(schedule, "needs_end", False)
-    reasons = {
+    reasons: dict[str, Any] = {
         f"order={order} gives a further domain its place among those that are learned": plan.by_texts,
         "trainer.match=ncl shares out the operations of all domains": plan.trainer.match is not None,
         "domains.balanced=true cuts all domains to the smallest of them": plan.source.balanced is True,

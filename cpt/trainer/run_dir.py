@@ -46,7 +46,6 @@ class RunDir:
         self.restore_hint = f"bring it back from a copy, or delete {path} to learn again"
 
     def write_config(self, settings: Mapping[str, Any]) -> None:
-        self.path.mkdir(parents=True, exist_ok=True)
         files.replace(self.config, OmegaConf.to_yaml(OmegaConf.create(redact(settings))))
 
     def check_config(self, settings: Mapping[str, Any]) -> None:

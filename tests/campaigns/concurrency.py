@@ -6,10 +6,10 @@ bits?
 In turn: a second start of a run, at any moment of the first, waits or is refused in one line with the
 host and the number of the process that is at work; a start beside a killed one's lock; a second start of
 a sweep while it is running; a sweep whose process was killed, started again at once while its jobs may
-still be there; and the first three again on files as of a slow server (tests/support/remote_files.py): calls
-that take up to 0.3 s and a few up to 3 s, what the other process does seen up to a second late. In each
-eighth such trial of a run some files cannot be read either (ESTALE, EIO): a start may end with that in one
-line, and the same command goes on. The shared cache is empty in every fourth trial."""
+still be there; and the first three again on files as of a slow server (tests/support/remote_files.py):
+calls that take up to 0.3 s and a few up to 3 s. In each eighth such trial of a run some files cannot be
+read either (ESTALE, EIO): a start may end with that in one line, and the same command goes on. The shared
+cache is empty in every fourth trial."""
 
 import random
 import re

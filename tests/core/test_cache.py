@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cpt.core import cache
-from cpt.core.cache import full_check, make_once
+from cpt.core.cache import check_all, make_once
 from cpt.core.files import CHECKSUMS, check_archive
 from cpt.core.tensors import check_state, save_state
 from cpt.evaluation.scores import documents_file, load_documents
@@ -115,8 +115,9 @@ def test_a_large_artifact_is_checked_by_size_and_in_full_if_wanted(thing, monkey
     folder = opened()
     flip(folder / "first")
     for full, count in ((False, 1), (True, 2)):
-        with full_check(full):
-            assert opened() == folder and len(made) == count
+        check_all.set(full)
+        assert opened() == folder and len(made) == count
+    check_all.set(False)
     os.truncate(folder / "first", 10)
     assert opened() == folder and len(made) == 3
 

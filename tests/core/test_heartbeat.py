@@ -23,11 +23,11 @@ from cpt.core.heartbeat import (
     ProcessId,
     list_sweep_runs,
     load_sweep,
+    progress_bar,
     set_phase,
     utc_now,
 )
 from cpt.core.processes import PARENT
-from cpt.core.progress import progress_bar
 from tests.conftest import ROOT
 
 CHILD = "from cpt.core.processes import die_with_parent; die_with_parent(); print('here', flush=True)"

@@ -70,7 +70,7 @@ def test_what_a_type_does_not_allow_is_told_at_every_option(group, composed):
         chosen = place if group == "routing" else [f"{group}={name}"]
         cfg = composed(*chosen, *NEEDED.get((group, name), []))
         for place in list_sections(cfg):
-            section = read_section(cfg, place)
+            section = read_section(cfg, place, "")
             own = section.only(each for each in section.values if each not in GIVEN)
             for kind in options_at(cfg, place):
                 for key, declared in option_types(kind).items():

@@ -14,9 +14,8 @@ from hydra import initialize_config_dir
 from cpt.contrib.wandb_tools.rebuild import REBUILT, sync_runs
 from cpt.core.config import digest
 from cpt.evaluation.scores import COSTS, NOTED, Scores
-from cpt.loggers import wandb as wandb_runs
-from cpt.loggers.loggers import LongCSV, log_scores, log_stage, track
-from cpt.loggers.wandb import Curves
+from cpt.loggers import loggers as wandb_runs
+from cpt.loggers.loggers import Curves, LongCSV, log_scores, log_stage, track
 from cpt.reporting.frames import choose_headlines, summarize_scores
 from cpt.train import train
 from tests.conftest import ROOT, SMALL, with_values

@@ -1,5 +1,4 @@
-"""Runs that are to learn more, domains or steps: they come to the same bits as from the beginning,
-or are refused."""
+"""Runs that are to learn more domains: they come to the same bits as from the beginning, or are refused."""
 
 import logging
 
@@ -12,8 +11,6 @@ from tests.support.seams import chosen
 
 pytestmark = pytest.mark.adopts
 THREE, TWO = "order=[law,food,space]", "order=[law,food]"
-CONSTANT = ["lr_scheduler=constant", "lr_scheduler.warmup_ratio=0"]
-ONE = ["order=[law]", *CONSTANT, "save_trainer_state=true"]
 SAME = ("nll", "metrics", "modules", "seen", "flops", "rates", "spikes", "skipped", "trained", "stored")
 SAME += (
     "protected_movement",

@@ -6,8 +6,8 @@ import pytest
 from cpt import verify
 from cpt.evaluation.journal import journal_file
 from cpt.methods.base import ContinualMethod
-from cpt.trainer import score
-from cpt.trainer.score import ScoreJournal, Scorer
+from cpt.trainer import evaluators
+from cpt.trainer.evaluators import ScoreJournal, Scorer
 from tests.runs.reading import killed, scores_of
 from tests.support.killing import KilledError
 from tests.support.making import made
@@ -90,7 +90,7 @@ def test_a_run_whose_rows_are_in_lines_is_read_and_goes_on(
     it learns, and while another start fills what is missing of its rows."""
     lines = journal_file(tmp_path / "scores.json")
     few, written = small(*FEW, "save_all_stages=true"), tmp_path / "scores.json"
-    monkeypatch.setattr(score, "SHARE", 1)
+    monkeypatch.setattr(evaluators, "SHARE", 1)
     killed(start, killing, few, tmp_path, step=3, domain="food")
     assert '"rows": ["base"]' in written.read_text() and lines.exists()
     there = scores_of(tmp_path)

@@ -11,7 +11,7 @@ import pytest
 from cpt import status
 from cpt.evaluation.journal import journal_file
 from cpt.evaluation.scores import Scores
-from cpt.trainer.score import SHARE, ScoreJournal
+from cpt.trainer.evaluators import SHARE, ScoreJournal
 from tests.support.killing import KilledError
 
 FILE = "scores.json"

@@ -16,7 +16,7 @@ from cpt.data.sources.base import GENERAL
 from cpt.evaluation.metrics import CHANGE_REPLICATES, Losses, bootstrap
 from cpt.evaluation.monitor import MonitorObserver
 from cpt.methods.base import ContinualMethod
-from cpt.trainer.monitor import copy_trained, put_back
+from cpt.trainer.callbacks import copy_trained, put_back
 from cpt.trainer.run_dir import RunDir
 
 log = logging.getLogger(__name__)

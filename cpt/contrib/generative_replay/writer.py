@@ -33,8 +33,8 @@ from cpt.core.cache import artifact_damage, discard, finish_artifact, make_once
 from cpt.core.config import digest
 from cpt.core.distributed import barrier, gather_objects, leave_together
 from cpt.core.files import read_checked_json, replace, write_checked_json
+from cpt.core.heartbeat import progress_bar
 from cpt.core.processes import is_first_process, rank_and_world
-from cpt.core.progress import progress_bar
 from cpt.core.randomness import draws, key, sample_keys, shuffle
 from cpt.data import tokenized_tasks
 from cpt.data.corpora import Corpora

@@ -29,7 +29,7 @@ from cpt.core.errors import readable, reason
 from cpt.core.files import check_archive
 from cpt.core.output import run_program
 from cpt.evaluation.scores import Scores
-from cpt.loggers.wandb import AXES, TRAINING, Curves, init_wandb, publish, publish_stage, run_name
+from cpt.loggers.loggers import AXES, TRAINING, Curves, init_wandb, publish, publish_stage, run_name
 from cpt.reporting.load_runs import find_runs
 
 log = logging.getLogger(__name__)

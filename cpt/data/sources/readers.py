@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from cpt.core.progress import DELAY, progress_bar
+from cpt.core.heartbeat import DELAY, progress_bar
 
 log = logging.getLogger(__name__)
 KINDS = (".txt", ".md", ".jsonl", ".json", ".csv", ".parquet")
