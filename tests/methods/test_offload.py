@@ -55,7 +55,10 @@ def test_activations_that_are_computed_again_give_the_same_bits(method, small, s
 @pytest.mark.parametrize("method", run_few(LEARNING, ["migu"]))
 def test_compiled_blocks_compute_what_blocks_do(method, small, start, tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "COMPILE_OPTIONS", {"backend": "eager"})  # traced, and run as it was
-    for name, options in {"plain": ["trainer.quick_dropout=false"], "compiled": ["trainer.compile=true"]}.items():
+    for name, options in {
+        "plain": ["trainer.quick_dropout=false"],
+        "compiled": ["trainer.compile=true"],
+    }.items():
         torch._dynamo.reset()
         start(small(*chosen(method), ORDER, *DROPOUT, "trainer.steps=3", *options), tmp_path / name)
     assert torch._dynamo.utils.counters["frames"]["ok"] > 0
