@@ -109,7 +109,13 @@ def run_sweeps(options: argparse.Namespace, experiment: str, sweeps: Iterable[Se
 
 def identify(run: Mapping[str, Any]) -> tuple[Any, ...]:
     """What tells the runs of a study apart, from the `run` of their scores."""
-    return *(run[name] for name in ("method", "mask", "replay", "variant", "seed")), tuple(run["order"])
+    names = *(run[name] for name in ("method", "mask", "replay", "seed")), drop_checkpoint(run["variant"])
+    return *names, tuple(run["order"])
+
+
+def drop_checkpoint(variant: str) -> str:
+    """A run's options without the folder of its checkpoint, which is another on each machine."""
+    return "; ".join(each for each in variant.split("; ") if not each.startswith("model.name_or_path="))
 
 
 def list_missing(
@@ -138,6 +144,7 @@ def write_scores(path: Path, runs: Sequence[MeasuredRun]) -> None:
     lines = []
     for run in sorted(runs, key=lambda run: run.folder.name):
         data = json.loads((run.folder / "scores.json").read_text(encoding="utf-8"))
+        data["run"]["variant"] = drop_checkpoint(data["run"]["variant"])
         lines.append(json.dumps({key: value for key, value in data.items() if key not in LEFT_OUT}))
     path.write_bytes(gzip.compress(("\n".join(lines) + "\n").encode(), mtime=0))
 
