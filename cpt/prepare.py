@@ -13,7 +13,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import datasets
 import pandas as pd
 
 from cpt.core.files import replacing
@@ -274,12 +273,9 @@ def read_domain(folder: Path) -> dict[str, Iterable[str]]:
     """The documents of each split of a domain: lines of its files, or of those in SPLIT/, or the texts of a
     data set that `save_to_disk` has written."""
     if any((folder / name).is_file() for name in hub.SAVED):
-        with readers.naming_file(folder):
-            found = datasets.load_from_disk(str(folder))
-        stored = found if isinstance(found, datasets.DatasetDict) else {"train": found}
+        splits, load = hub.open_set({"path": str(folder)}, streaming=False)
         texts = {
-            name: readers.texts_of(((str(folder), row) for row in rows), "text")
-            for name, rows in stored.items()
+            name: readers.texts_of(((str(folder), row) for row in load(name)), "text") for name in splits
         }
         return {
             readers.SPLITS[name]: (text.replace("\n", " ") for text in each)

@@ -1,6 +1,6 @@
 """Status of runs: `python -m cpt.status [FOLDER…]`, by default outputs.
 
-A line per run at or below the folders: state, fraction learned, time left, age of the last heartbeat,
+A line per run at or below the folders: state, fraction done, time left, age of the last heartbeat,
 process, and what it does or why it ended. Read-only."""
 
 import argparse
@@ -34,12 +34,12 @@ STATES = (
     *("running", "waiting", "queued", "finished", "preempted", "failed"),
     "killed",  # its process is gone without a word
     "silent",  # on another machine, and without a heartbeat for heartbeat.STALE_S
-    "unbegun",  # listed by a sweep that has ended
+    "not_started",  # listed by a sweep that has ended
     "unfinished",  # without a heartbeat file
     "unknown",  # damaged
 )
 RUN_FILES = ("config.yaml", "scores.json", PROGRESS_FILE)
-HEADER = ("state", "learned", "left", "seen", "by", "run")
+HEADER = ("state", "done", "left", "seen", "by", "run")
 ROW = "{:10} {:>7} {:>10} {:>7}  {:20}  {}"
 UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 MAX_WHY = 120  # characters of a message in the table; --json has all
@@ -51,7 +51,7 @@ class RunStatus:
 
     run: str
     state: str  # one of STATES
-    learned: float | None = None  # fraction of the optimizer steps, or of the stages if only these are known
+    done: float | None = None  # fraction of the optimizer steps, or of the stages if only these are known
     why: str = ""
     process: ProcessId | None = None
     heartbeat: Heartbeat | None = None
@@ -103,21 +103,21 @@ def read_statuses(folders: Sequence[Path]) -> list[RunStatus]:
             found[path] = read_status(path)
         elif process.is_alive() is False:
             why = "its sweep has ended; the same command begins it"
-            found[path] = RunStatus(run=str(path), state="unbegun", why=why)
+            found[path] = RunStatus(run=str(path), state="not_started", why=why)
         else:
             found[path] = RunStatus(run=str(path), state="queued", process=process)
     return [found[path] for path in sorted(found, key=str)]
 
 
 def read_status(path: Path) -> RunStatus:
-    finished, learned, why = peek_scores(path)
+    finished, done, why = peek_scores(path)
     try:
         beat = Heartbeat.load(path)
     except ValueError as error:
         beat, why = None, str(error)
     if beat is None:
         state = "finished" if finished else "unknown" if why else "unfinished"
-        return RunStatus(run=str(path), state=state, learned=learned, why=why)
+        return RunStatus(run=str(path), state=state, done=done, why=why)
     state, said, alive = beat.state, beat.why, beat.alive
     if beat.active and not alive:
         state, said = "silent" if beat.process.is_alive() is None else "killed", ""
@@ -126,8 +126,8 @@ def read_status(path: Path) -> RunStatus:
         state = "finished"
     elif state == "finished":
         state, said = "unfinished", "scores.json is not that of a finished run"
-    learned = learned if beat.learned is None else beat.learned
-    about: dict[str, Any] = {"learned": learned, "why": "; ".join(filter(None, (said, why)))}
+    done = done if beat.done is None else beat.done
+    about: dict[str, Any] = {"done": done, "why": "; ".join(filter(None, (said, why)))}
     return RunStatus(run=str(path), state=state, process=beat.process, heartbeat=beat, **about)
 
 
@@ -172,11 +172,11 @@ def format_status(run: RunStatus) -> str:
             )
     if run.process is not None and run.state in (*ACTIVE, "queued", "silent"):
         by = f"{printable(run.process.host)}:{run.process.pid}"
-    learned = "" if run.learned is None else f"{math.floor(100 * run.learned)} %"
+    done = "" if run.done is None else f"{math.floor(100 * run.done)} %"
     why = printable(run.why)
     what = ": ".join(filter(None, (phase, why if len(why) <= MAX_WHY else f"{why[: MAX_WHY - 1]}…")))
     name = "  ".join(filter(None, (printable(run.run), what)))
-    return ROW.format(run.state, learned, left, seen, by, name).rstrip()
+    return ROW.format(run.state, done, left, seen, by, name).rstrip()
 
 
 def format_time(seconds: float) -> str:

@@ -47,11 +47,11 @@ STATES = {
 @pytest.mark.parametrize("case", STATES)
 def test_states(case, tmp_path):
     given, finished, state, why = STATES[case]
-    make_run(tmp_path / "run", beat(phase="learning law", learned=0.4, **given), finished=finished)
+    make_run(tmp_path / "run", beat(phase="training law", done=0.4, **given), finished=finished)
     (seen,) = status.read_statuses([tmp_path])
-    assert (seen.state, seen.why, seen.learned) == (state, why, 0.4)
+    assert (seen.state, seen.why, seen.done) == (state, why, 0.4)
     line = status.format_status(seen)
-    assert ("learning law" in line) == (state != "finished") and "0:03" not in line
+    assert ("training law" in line) == (state != "finished") and "0:03" not in line
 
 
 def test_without_a_heartbeat_the_scores_tell(tmp_path):
@@ -59,7 +59,7 @@ def test_without_a_heartbeat_the_scores_tell(tmp_path):
         make_run(tmp_path / name, finished=finished, rows=rows)
     found = status.read_statuses([tmp_path])
     assert [each.state for each in found] == ["unfinished", "unfinished", "finished"]
-    assert [each.learned for each in found] == [None, 0.5, 1.0]
+    assert [each.done for each in found] == [None, 0.5, 1.0]
 
 
 DAMAGES = [
@@ -79,28 +79,28 @@ def test_damaged_files_are_told_in_a_line_and_later_fields_ignored(tmp_path, cap
         half, whole, total = capsys.readouterr().out.splitlines()[1:]
         assert half.startswith("unknown") and whole.startswith("finished") and total.startswith("2 runs: ")
         assert all("progress.json cannot be read: " in line for line in (half, whole))
-    run = make_run(tmp_path / "run", beat(phase="learning law"))
+    run = make_run(tmp_path / "run", beat(phase="training law"))
     data = json.loads((run / "progress.json").read_text())
     data["process"]["rank"] = data["watts"] = 3
     (run / "progress.json").write_text(json.dumps(data))
-    assert status.read_status(run).heartbeat.phase == "learning law"
+    assert status.read_status(run).heartbeat.phase == "training law"
 
 
 def test_the_table_and_json(tmp_path, capsys):
-    where = {"phase": "learning law", "stage": 2, "stages": 4, "step": 30, "steps": 120}
-    how = {"learned": 0.319, "phase_eta_s": 12.4, "run_eta_s": 3723.0, "untimed": ["endtasks"]}
+    where = {"phase": "training law", "stage": 2, "stages": 4, "step": 30, "steps": 120}
+    how = {"done": 0.319, "phase_eta_s": 12.4, "run_eta_s": 3723.0, "untimed": ["endtasks"]}
     make_run(tmp_path / "a", beat(**where, **how, written=earlier(130)))
     make_run(tmp_path / "b", beat("failed", why="no"))
     assert status.main([str(tmp_path)]) == 0
     head, line, _, total = capsys.readouterr().out.splitlines()
     by = f"{ProcessId.current().host}:{os.getpid()}"
-    words = f"running 31 % 1:02:03+ 2 min {by} {tmp_path / 'a'} learning law (2/4) 25 %, 0:12"
+    words = f"running 31 % 1:02:03+ 2 min {by} {tmp_path / 'a'} training law (2/4) 25 %, 0:12"
     assert line.split() == words.split()
     assert head.split() == [*status.HEADER] and total == "2 runs: 1 running, 1 failed"
     assert status.main(["--json", str(tmp_path)]) == 0
     told = json.loads(capsys.readouterr().out)
     first, second = told["runs"]
     assert told["counts"] == {"running": 1, "failed": 1}
-    assert first == first | {"run": str(tmp_path / "a"), "state": "running", "learned": 0.319}
+    assert first == first | {"run": str(tmp_path / "a"), "state": "running", "done": 0.319}
     assert first["heartbeat"] == first["heartbeat"] | where | how
     assert (second["state"], second["why"], second["process"]["pid"]) == ("failed", "no", os.getpid())

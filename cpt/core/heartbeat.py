@@ -92,7 +92,7 @@ class Heartbeat:
     stages: int | None = None
     step: int | float | None = None  # of the phase
     steps: float | None = None
-    learned: float | None = None  # fraction of the run's optimizer steps
+    done: float | None = None  # fraction of the run's optimizer steps
     phase_eta_s: float | None = None
     run_eta_s: float | None = None
     untimed: list[str] = field(default_factory=list)  # later phases that run_eta_s does not include
@@ -243,7 +243,7 @@ class HeartbeatThread:
             stopped.set()
             thread.join()
             last = self.read().ended(*end)
-            self.write(replace(last, phase="", learned=1.0) if end[0] == "finished" else last)
+            self.write(replace(last, phase="", done=1.0) if end[0] == "finished" else last)
             self.folder, self.bars = None, []
 
     def update(self) -> None:
@@ -258,7 +258,7 @@ class HeartbeatThread:
         phase, bars = self.phase, self.bars
         open_bars = [bar for bar in bars if not bar.disable]
         bar = open_bars[-1] if open_bars else bars[-1] if bars and phase.stage is not None else None
-        name, step, phase_eta, run_eta, learned = phase.name, None, None, None, None
+        name, step, phase_eta, run_eta, done = phase.name, None, None, None, None
         if bar is not None:
             shown, step = bar.format_dict, bar.n
             label, new = shown["prefix"].strip(": "), bar.n - bar.initial
@@ -270,7 +270,7 @@ class HeartbeatThread:
                 if phase.remaining_s is not None:
                     run_eta = round(phase_eta + phase.remaining_s + phase.remaining_steps / rate, 1)
         if phase.total:
-            learned = round(min(1.0, (phase.done + (step or 0) * phase.trains) / phase.total), 4)
+            done = round(min(1.0, (phase.done + (step or 0) * phase.trains) / phase.total), 4)
         return Heartbeat(
             state="waiting" if self.waiting else "running",
             phase=name,
@@ -278,7 +278,7 @@ class HeartbeatThread:
             stages=phase.stages,
             step=step,
             steps=None if bar is None else bar.total,
-            learned=learned,
+            done=done,
             phase_eta_s=phase_eta,
             run_eta_s=run_eta,
             untimed=list(phase.untimed),

@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 ENDS = 6  # texts at both ends of those that a line names
 KINDS = {  # the work of a stage in its order, as in scores.json, and its name in progress.json
     "generate": "writing texts before",
-    "learn": "learning",
+    "learn": "training",
     "score": "scoring after",
     "endtasks": "end tasks after",
     "answers": "answers after",
@@ -118,8 +118,7 @@ def train_run(plan: Plan, run: RunDir) -> Scores:
 
 def keep_threads(path: Path, *, processes: int) -> None:
     """Uses as many CPU threads as the run began with, which a file of its folder remembers: with others the
-    same sums are added in another order, and the last bits differ. `processes`
-    are at work on this machine."""
+    same sums are added in another order, and the last bits differ. `processes` share this machine."""
     given = torch.get_num_threads()
     if "OMP_NUM_THREADS" not in os.environ:
         given = max(1, given // processes)

@@ -99,7 +99,7 @@ def test_the_heartbeat_reads_phase_and_innermost_bar(tmp_path, monkeypatch):
             bar.smoothing, bar.start_t, bar.n = 0, bar._time() - 3, 6
             beat = HEARTBEAT.read()
             assert (beat.phase, beat.step, beat.steps) == ("tokenising law", 6, 10)
-            assert beat.learned is beat.run_eta_s is None
+            assert beat.done is beat.run_eta_s is None
             assert beat.phase_eta_s == pytest.approx(6.0, abs=0.5)  # (10 - 6) / ((6 - 4) / 3)
         assert HEARTBEAT.read().phase == "tokenising" and HEARTBEAT.read().step is None
         known = {
@@ -109,18 +109,18 @@ def test_the_heartbeat_reads_phase_and_innermost_bar(tmp_path, monkeypatch):
             "total": 100,
             "untimed": ("benchmarks",),
         }
-        set_phase(Phase(name="learning law", stage=1, stages=3, trains=True, **known))
+        set_phase(Phase(name="training law", stage=1, stages=3, trains=True, **known))
         with progress_bar("law (1/3)", total=10, hidden=False) as bar:
             assert HEARTBEAT.read().phase_eta_s is HEARTBEAT.read().run_eta_s is None  # no step yet
             bar.start_t, bar.n = bar._time() - 10, 5
             beat = HEARTBEAT.read()
-            assert (beat.phase, beat.stage, beat.learned) == ("learning law", 1, 0.25)
+            assert (beat.phase, beat.stage, beat.done) == ("training law", 1, 0.25)
             assert beat.untimed == ["benchmarks"]
             assert beat.run_eta_s == pytest.approx(beat.phase_eta_s + 14 + 120, abs=2)
         closed = HEARTBEAT.read()  # between the last step and the next phase
-        assert (closed.step, closed.phase_eta_s, closed.learned) == (5, None, 0.25)
+        assert (closed.step, closed.phase_eta_s, closed.done) == (5, None, 0.25)
     ended = Heartbeat.load(tmp_path)
-    assert (ended.state, ended.phase, ended.learned, ended.run_eta_s) == ("finished", "", 1.0, None)
+    assert (ended.state, ended.phase, ended.done, ended.run_eta_s) == ("finished", "", 1.0, None)
 
 
 def test_a_sweep_lists_its_runs(tmp_path):
@@ -138,4 +138,4 @@ def test_a_sweep_lists_its_runs(tmp_path):
     path = first / SWEEP_FILE
     data = json.loads(path.read_text())
     path.write_text(json.dumps(data | {"process": data["process"] | {"start_time": 1.0}}))
-    assert [state for _, state in states(tmp_path)] == [*["failed"] * 2, *["unbegun"] * 2]
+    assert [state for _, state in states(tmp_path)] == [*["failed"] * 2, *["not_started"] * 2]

@@ -234,7 +234,7 @@ def test_a_failed_run_leaves_its_message_and_a_second_start_the_heartbeat_of_the
         start(cfg, run)
     seen = status.read_status(run)
     assert (seen.state, seen.why) == ("failed", "RuntimeError: the disk is full")
-    assert seen.heartbeat.phase == "learning law"
+    assert seen.heartbeat.phase == "training law"
     start(cfg, run)
     assert status.read_status(run).state == "finished"
     before = (run / "progress.json").read_bytes()
