@@ -59,12 +59,13 @@ def read_tasks(cfg: DictConfig) -> Iterator[tuple[str, str, Labelled, Labelled]]
         read = [read_example(document) for document in documents]
         return [(each.source[slice(*each.text)], each.target) for each in read]
 
-    plan = make_plan(cfg)
-    if endtasks := plan_endtasks(cfg.endtask, None, plan.order):
+    order = cfg.domains.orders[cfg.order] if isinstance(cfg.order, int) and cfg.domains.orders else cfg.order
+    if endtasks := plan_endtasks(cfg.endtask, None, order):
         for name in endtasks.tasks:
             task = endtasks.task(name)
             yield name, task.settings.metric, pairs(task.train), pairs(task.test)
         return
+    plan = make_plan(cfg)
     corpora = Corpora.read(plan.source, plan.order, cache=Path(plan.run.cache_dir))
     for name in plan.order:
         splits = ("train", plan.source.score_on)
