@@ -95,7 +95,7 @@ def test_killed_and_told_to_leave_a_run_says_so_and_loses_nothing(whole, corpora
     left = status.read_status(run_folder(tmp_path))
     told = re.fullmatch(r"after step (\d+) of 80 of food", lines[0][2])
     assert (left.state, left.why) == ("preempted", f"stopped by SIGINT {lines[0][2]}")
-    assert left.learned == pytest.approx((80 + int(told[1])) / 160, abs=1e-4)
+    assert left.done == pytest.approx((80 + int(told[1])) / 160, abs=1e-4)
     (checkpoint,) = run_folder(tmp_path).glob("checkpoints/*-food.ckpt")
     assert torch.load(checkpoint, weights_only=True)["global_step"] == left.heartbeat.step == int(told[1])
     assert not list(run_folder(tmp_path).glob("*.partial"))
