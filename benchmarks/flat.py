@@ -26,8 +26,6 @@ from typing import Any
 
 from measuring import ROOT, save
 
-from cpt.evaluation import journal as added
-
 POLL_S = 0.05
 FEW = 10  # domains of an end, early or late, that stand for it
 KILLED_AT = (0.2, 0.5, 0.8)  # of the domains
@@ -81,16 +79,9 @@ def processor_seconds(place: Path) -> float:
 def count_rows(folder: Path) -> int:
     file = folder / "scores.json"
     try:
-        return added.rows_so_far(file, len(json.loads(file.read_text(encoding="utf-8"))["rows"]))
+        return len(json.loads(file.read_text(encoding="utf-8"))["rows"])
     except FileNotFoundError:
         return 0
-
-
-def when_written(folder: Path) -> Iterator[int]:
-    """Times of what a row is written to."""
-    for file in (folder / "scores.json", added.journal_file(folder / "scores.json")):
-        with contextlib.suppress(FileNotFoundError):
-            yield file.stat().st_mtime_ns
 
 
 def start(folder: Path, given: Sequence[str], *, log: Path) -> subprocess.Popen:
@@ -104,13 +95,11 @@ def watch(folder: Path, given: Sequence[str], *, until: int | None = None) -> li
 
     Raises RuntimeError for a run that fails."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    began, changed, sights = time.monotonic(), set[int](), []
+    began, sights = time.monotonic(), []
     process, rows = start(folder, given, log=folder.with_suffix(".log")), count_rows(folder)
     while process.poll() is None:
         time.sleep(POLL_S)
-        if (seen := set(when_written(folder))) == changed:
-            continue
-        changed, found = seen, count_rows(folder)
+        found = count_rows(folder)
         if found > rows and process.poll() is None:
             rows = found
             sights.append(look(process.pid, folder, row=rows, began=began))

@@ -28,7 +28,6 @@ from cpt.core.heartbeat import (
     utc_now,
 )
 from cpt.core.output import run_program
-from cpt.evaluation.journal import rows_so_far
 
 STATES = (
     *("running", "waiting", "queued", "finished", "preempted", "failed"),
@@ -143,7 +142,7 @@ def peek_scores(folder: Path) -> tuple[bool, float | None, str]:
                     found[name.strip('"')] = json.loads(value.rstrip().rstrip(","))
                 if len(found) == 2:
                     break
-        done, stages = rows_so_far(folder / "scores.json", len(found["rows"])) - 1, len(found["run"]["order"])
+        done, stages = len(found["rows"]) - 1, len(found["run"]["order"])
         return found["run"]["finished"] is True, min(1.0, max(0, done) / stages) if stages else None, ""
     except FileNotFoundError:
         return False, None, ""

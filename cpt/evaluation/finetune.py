@@ -80,7 +80,7 @@ def encode_examples(
 
 @dataclass(frozen=True)
 class FinetuneJob:
-    """A task's encoded splits, and how it is learned. Without use, `dev` = None."""
+    """A task's encoded splits, and how it is learned; `dev` is empty where it is not used."""
 
     name: str
     train: EncodedExamples
@@ -103,16 +103,14 @@ class FinetuneJob:
         """Rows of an epoch's batches: a shuffle that is a function of task, seed and epoch; of `grouped`
         batches together the rows of near length share one, which saves padding."""
         size, stream = self.settings.batch_size, key("end task", self.name, seed, epoch)
-
-        def split(rows: np.ndarray, size: int) -> list[np.ndarray]:
-            return [rows[first : first + size] for first in range(0, len(rows), size)]
-
         rows = shuffle(np.arange(len(self.train)), len(self.train), stream=stream)
-        if self.settings.grouped == 1:
-            return split(rows, size)
         lengths, batches = np.array([len(ids) for ids in self.train.ids]), []
-        for span in split(rows, size * self.settings.grouped):
-            batches += split(span[np.argsort(lengths[span], kind="stable")], size)
+        width = size * self.settings.grouped
+        for span in (rows[first : first + width] for first in range(0, len(rows), width)):
+            near = span[np.argsort(lengths[span], kind="stable")] if width > size else span
+            batches += [near[first : first + size] for first in range(0, len(near), size)]
+        if width == size:
+            return batches
         return [batches[place] for place in shuffle(np.arange(len(batches)), len(batches), stream=stream)]
 
 
@@ -192,15 +190,14 @@ def fine_tune(
     whose model made them, from 1: a function of model, task and seed. `step` is called after every step."""
     settings = job.settings
     with forked_generators(device, "end task", job.name, seed):
-        classifier = Classifier(
-            model, classes=job.classes, dropout=settings.dropout, frozen=settings.frozen
-        ).to(device)
+        head: dict[str, Any] = {"dropout": settings.dropout, "frozen": settings.frozen}
+        classifier = Classifier(model, classes=job.classes, **head).to(device)
         optimizer, schedule = make_optimizer(classifier, job)
         best: tuple[float, int, dict[str, Tensor]] | None = None
         for epoch in range(1, settings.epochs + 1):
             for _ in train_epoch(classifier, job, optimizer, schedule, seed=seed, epoch=epoch):
                 step()
-            if job.dev is not None:
+            if job.dev:
                 score = scores_of(predict(classifier, job, job.dev), job.dev.labels, job.classes)
                 if best is None or score[settings.metric] > best[0]:
                     state = {name: value.cpu().clone() for name, value in classifier.state_dict().items()}
@@ -218,11 +215,6 @@ def make_optimizer(classifier: Classifier, job: FinetuneJob) -> tuple[AdamW, Lam
     return optimizer, LambdaLR(optimizer, lambda step: policy(Progress.alone(step, steps=job.steps)))
 
 
-def gradient_norm(classifier: Classifier) -> Tensor:
-    """That of all that is trained, a scalar."""
-    return get_total_norm([each.grad for each in classifier.parameters() if each.grad is not None])
-
-
 def train_epoch(
     classifier: Classifier, job: FinetuneJob, optimizer: AdamW, schedule: LambdaLR, *, seed: int, epoch: int
 ) -> Iterator[None]:
@@ -238,7 +230,8 @@ def train_epoch(
             logits = classifier(batch)
         loss = functional.cross_entropy(logits.float(), batch["labels"])
         loss.backward()
-        fine = (loss.detach() + gradient_norm(classifier)).isfinite()
+        norm = get_total_norm([each.grad for each in classifier.parameters() if each.grad is not None])
+        fine = (loss.detach() + norm).isfinite()
         # with which a fused optimizer makes no step
         optimizer.found_inf = (~fine).float()  # type: ignore[attr-defined]
         failed = torch.where(fine, failed, failed.clamp_max(number))
@@ -246,11 +239,9 @@ def train_epoch(
         schedule.step()
         optimizer.zero_grad(set_to_none=True)
         if (number % CHECK_EVERY == 0 or number == len(batches)) and torch.isfinite(failed):
-            raise ValueError(
-                f"loss or gradient of end task {job.name}, seed {seed}, are not finite at step {int(failed)} "
-                f"of epoch {epoch}; a lower rate (endtask.lr, +endtask.tasks.{job.name}.lr) or "
-                "endtask.precision=32-true may help"
-            )
+            told = f"loss or gradient of end task {job.name}, seed {seed}, are not finite"
+            remedy = f"endtask.lr, +endtask.tasks.{job.name}.lr or endtask.precision=32-true may help"
+            raise ValueError(f"{told} at step {int(failed)} of epoch {epoch}; a lower {remedy}")
         yield
 
 

@@ -11,10 +11,9 @@ from typing import Annotated, Any, Literal, get_type_hints
 import numpy as np
 
 from cpt.core.config import digest
-from cpt.core.files import check_archive, replace, sync
+from cpt.core.files import check_archive, replace
 from cpt.core.schema import check_types
 from cpt.evaluation import score_schema as schema
-from cpt.evaluation.journal import MetricRecord, journal_file, read_journal
 from cpt.evaluation.metrics import METRICS, Array, Arrays, Layout, Losses, intervals, summarise_matrix
 from cpt.evaluation.options import FULL
 from cpt.evaluation.score_schema import VERSION, ByColumn, ByRow, ByText, Key, Loss, closed, entry
@@ -25,10 +24,6 @@ NOTED = ("rates", "protected_movement", "spikes")  # lists of a stage
 # kinds of seconds; "start": what precedes the stages
 PHASES = ("start", "generate", "learn", "score", "endtasks", "answers", "benchmarks")
 RUN_KEYS = tuple(schema.RunKeys.__annotations__)
-
-
-class VersionError(ValueError):
-    """A file of another version of cpt."""
 
 
 @closed
@@ -183,17 +178,8 @@ class Scores(Layout):
 
     def take_over(self, earlier: Scores) -> Scores:
         """These scores with what a run of fewer domains has measured; cells of further texts are missing."""
-        for name in (
-            "rows",
-            "modules",
-            *NOTED,
-            "phases",
-            "endtasks",
-            "answers",
-            "benchmarks",
-            "monitor",
-            *COSTS,
-        ):
+        measured = ("rows", "modules", "phases", "endtasks", "answers", "benchmarks", "monitor")
+        for name in (*measured, *NOTED, *COSTS):
             setattr(self, name, getattr(earlier, name))
         cells = [dict(zip(earlier.domains, row, strict=True)) for row in earlier.nll]
         self.nll = [[row.get(text) for text in self.domains] for row in cells]
@@ -212,34 +198,6 @@ class Scores(Layout):
         """The texts that were scored in a row."""
         return [text for text, value in zip(self.domains, self.nll[row], strict=True) if value is not None]
 
-    def record(self, row: int) -> str:
-        """All that was measured of a row, as a line of the journal."""
-        name, cells = self.rows[row], zip(self.domains, self.nll[row], strict=True)
-        record: MetricRecord = {"row": row, "name": name, "modules": self.modules[row]}
-        record["nll"] = {text: value for text, value in cells if value is not None}
-        record["phases"] = {kind: stages[name] for kind, stages in self.phases.items() if name in stages}
-        record["monitor"] = {name: self.monitor[name]} if name in self.monitor else {}
-        costs = {each: getattr(self, each) for each in (*NOTED, *COSTS)}
-        return encode(record | {each: values[row] for each, values in costs.items() if values})
-
-    def apply(self, record: MetricRecord) -> None:
-        """Takes over a record of the next row or an earlier one. Raises ValueError for any other."""
-        row, name, nll = record["row"], record["name"], record["nll"]
-        if row not in range(len(self.rows) + 1) or self.rows[row : row + 1] not in ([], [name]):
-            raise ValueError(f"a line is of row {row}, {name}, which is neither the next nor here already")
-        if not (set(nll) <= set(self.domains) and set(record["phases"]) <= set(PHASES)):
-            raise ValueError(f"the line of row {row}, {name}, has texts that are no column, or other phases")
-        if row == len(self.rows):
-            costs = {each: record[each] for each in (*NOTED, *COSTS) if each in record}
-            self.append(
-                name, nll=[nll.get(text) for text in self.domains], modules=record["modules"], **costs
-            )
-        else:
-            self.fill(row, nll, record["modules"])
-        for kind, seconds in record["phases"].items():
-            self.phases[kind][name] = max(seconds, self.phases[kind].get(name, 0.0))
-        self.monitor |= record["monitor"]
-
     def measure(self, *, nll_sums: Arrays | None = None, counts: Arrays = ()) -> None:
         """Sets the metrics from the matrix, and their intervals where the documents' losses are given."""
         self.metrics = summarise_matrix(self.cells, layout=self)
@@ -247,51 +205,29 @@ class Scores(Layout):
             for name, interval in intervals(nll_sums, counts=counts, layout=self).items():
                 self.metrics[name]["interval"] = interval
 
-    def sum_seconds(self) -> None:
-        """Sets the seconds of the run from those of its phases."""
-        self.seconds = sum(sum(stages.values()) for stages in self.phases.values())
-
     @classmethod
     def load(cls, path: Path) -> Scores:
-        """The scores in a file and, of a run that is not finished, in its journal; a ValueError of
-        one line if these are damaged, foreign or of another version."""
+        """The scores in a file; a ValueError of one line if it is damaged, foreign or of a later version."""
+        advice = "restore it from a copy, or delete it to run again"
         try:
-            records = read_journal(path)  # first: see cpt.evaluation.journal
             data = json.loads(Path(path).read_text(encoding="utf-8"))
             if not isinstance(data, dict):
                 raise ValueError("it is no JSON object")
-            version = data.get("version")
-            if "config_digest" in data or ("nll" in data and version is None):
-                raise VersionError("written by a cpt before 0.1.0; read it with that cpt, or run again")
-            if isinstance(version, int) and version > VERSION:
-                raise VersionError(f"version {version}, this cpt reads version {VERSION}; update cpt")
+            if isinstance(version := data.get("version"), int) and version > VERSION:
+                advice = "update cpt"
+                raise ValueError(f"version {version}, this cpt reads version {VERSION}")
             needed = {f.name for f in fields(cls) if f.default is f.default_factory is MISSING}
             if differing := ({"version", *needed} - set(data)) | (set(data) - {f.name for f in fields(cls)}):
                 raise ValueError(f"missing or unknown: {', '.join(sorted(differing))}")
-            scores = cls(**data)
-            if records and not scores.run["finished"]:
-                for record in records:
-                    scores.apply(record)
-                scores.measure()
-                scores.sum_seconds()
-        except VersionError as error:
-            raise ValueError(f"{path}: {error}") from None
+            return cls(**data)
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-            advice = "restore it from a copy, or delete it to run again"
             raise ValueError(f"{path}: damaged or foreign ({error}); {advice}") from None
-        return scores
 
     def save(self, path: Path) -> None:
-        """Replaces the file atomically: a reader sees the old or the new scores, after a crash too. The
-        journal is removed then."""
+        """Replaces the file atomically: a reader sees the old or the new scores, after a crash too."""
+        self.seconds = sum(sum(stages.values()) for stages in self.phases.values())
         lines = [f'"{each.name}": {encode(getattr(self, each.name))}' for each in fields(self)]
-        try:
-            replace(path, "{\n" + ",\n".join(lines) + "\n}\n")
-        finally:
-            path.with_name(f"{path.name}.partial").unlink(missing_ok=True)
-        if (journal := journal_file(path)).exists():
-            sync(path.parent)  # the disk holds its rows now
-            journal.unlink()
+        replace(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def encode(value: Any) -> str:

@@ -1,5 +1,5 @@
-"""What a run measures after its stages: losses, the cells of the matrix, kept on disk row by row; and by
-evaluators fine-tuned end tasks, answers of supervised tasks, tasks of the lm-evaluation-harness."""
+"""What a run measures after its stages: losses, the cells of the matrix; and by evaluators fine-tuned end
+tasks, answers of supervised tasks, tasks of the lm-evaluation-harness."""
 
 import json
 import logging
@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from heapq import nlargest
 from itertools import groupby, islice
 from pathlib import Path
@@ -33,7 +32,6 @@ from cpt.data.datamodule import DomainSequence
 from cpt.data.tokenized_tasks import read_examples
 from cpt.evaluation import finetune, predictions, task_metrics
 from cpt.evaluation.finetune_tasks import FinetunePlan
-from cpt.evaluation.journal import append_row
 from cpt.evaluation.options import KNOWN_BY, EvalOptions, LMEvalOptions, TaskEvalOptions, is_due
 from cpt.evaluation.predictions import SOURCE, endtask_file, find_predictions
 from cpt.evaluation.scores import Scores
@@ -50,26 +48,22 @@ from cpt.trainer.run_dir import RunDir
 
 log = logging.getLogger(__name__)
 HEAVIEST = 20  # modules that a text's row names, of more
-SHARE = 32  # of this many rows one may be in the journal alone
 ANSWERS_FORMAT = 1  # counts changes of what a file of answers depends on
 
 
 class Evaluator(ABC):
-    """Measures tasks on the base and after the stages asked for. Each result is a file in the run folder, so
-    that another start measures what is missing and nothing else; a digest in it stands for all that it
-    depends on besides the model.
+    """Measures tasks on the base and after the stages asked for. Each result is a file in the run folder with
+    a digest of all that it depends on besides the model: another start measures what is missing.
 
-    `missing`, `measure` and `due` are called by every process of a run."""
+    `due`, `missing` and `measure` are called by every process of a run."""
 
-    GROUP: str  # of the config, that asks for it
+    GROUP: str  # of the config
     KIND: str  # its name in scores.json, and its folder
     LABEL: str
+    contents: Mapping[str, str] = {}  # hashes of the data of each task, where a run's identity keeps them
 
     def __init__(self, when: str, *, place: RunDir, module: ContinualMethod, data: DomainSequence) -> None:
         self.when, self.place, self.module, self.data = when, place, module, data
-        self.contents: dict[
-            str, str
-        ] = {}  # hashes of the data of each task, where a run's identity keeps them
 
     def name(self, number: int) -> str:
         """The stage's, as the row of the matrix."""
@@ -189,13 +183,12 @@ class FinetuneEvaluator(Evaluator):
         length = finetune.longest(model, task.settings.max_seq_length)
         if (name, length) not in self.jobs:  # once for all seeds and stages
             types = (getattr(model.config, "type_vocab_size", None) or 0) > 1  # tells texts of a pair apart
-            given = {"length": length, "classes": task.classes, "types": types, "tokenizer": self.tokenizer}
-            encode: Any = partial(finetune.encode_examples, **given)
+            given: dict[str, Any] = {"length": length, "classes": task.classes, "types": types}
             self.jobs[name, length] = finetune.FinetuneJob(
                 name=task.name,
-                train=encode(task.train),
-                dev=encode(task.dev) if task.dev else None,
-                test=encode(task.test),
+                train=finetune.encode_examples(task.train, self.tokenizer, **given),
+                dev=finetune.encode_examples(task.dev, self.tokenizer, **given),
+                test=finetune.encode_examples(task.test, self.tokenizer, **given),
                 classes=len(task.classes),
                 settings=task.settings,
                 pad=self.tokenizer.pad_token_id or 0,
@@ -215,7 +208,6 @@ class FinetuneEvaluator(Evaluator):
         found = [[[self.read(row, name, seed) for seed in seeds] for name in tasks] for row in range(rows)]
         return {
             **{"when": self.when, "tasks": list(tasks), "seeds": list(seeds)},
-            "hash": digest([task.digest(seed) for task in tasks.values() for seed in seeds]),
             "metric": {name: task.settings.metric for name, task in tasks.items()},
             "classes": {name: len(task.classes) for name, task in tasks.items()},
             "examples": {name: len(task.test) for name, task in tasks.items()},
@@ -283,33 +275,30 @@ class TaskEvaluator(Evaluator):
                 progress.set_postfix_str(task, refresh=False)
                 # A domain that is not learned yet is answered by the base, of a model in parts.
                 place = self.data.places[task] if task in self.learned(number) else BASE
-                backbone = self.module.model_for(place)
-                with on_device(backbone, device) as model, in_mode(model, training=False):
+                with on_device(self.module.model_for(place), device) as model, in_mode(model, training=False):
                     self.ask(number, task, model, step=step)
 
     def ask(self, number: int, task: str, model: PreTrainedModel, *, step: Callable[[int], object]) -> None:
         """Asks a task, each process its share, and writes its file."""
-        questions, began = self.questions[task], time.perf_counter()
-        how: dict[str, Any] = {"batch_size": self.options.batch_size, "step": step, "share": rank_and_world()}
+        questions, options, began = self.questions[task], self.options, time.perf_counter()
+        how: dict[str, Any] = {"batch_size": options.batch_size, "step": step, "share": rank_and_world()}
         closed = all(each.choices for each in questions)
         sums, texts = dict[tuple[int, int], float](), dict[int, str]()
         with suppress(Preempted):  # the other processes are waited for
             if closed:
                 sums.update(score_choices(model, cast(Objective, self.data.objective), questions, **how))
-            if self.options.written:
-                texts |= write_answers(
-                    model, self.tokenizer, questions, most=self.options.max_new_tokens, **how
-                )
+            if options.written:
+                texts |= write_answers(model, self.tokenizer, questions, most=options.max_new_tokens, **how)
         leave_together(f"in the answers after {self.name(number)}")
         for ranked, written in gather_objects((sums, texts)):
             sums, texts = sums | ranked, texts | written
         if is_first_process():
             best, best_mean = rank_choices(questions, sums) if closed else (None, None)
-            answers = [texts[at] for at in range(len(questions))] if self.options.written else None
+            answers = [texts[at] for at in range(len(questions))] if options.written else None
             ids, references = [each.id for each in questions], [each.reference for each in questions]
             given = (ids, references, answers, best, best_mean)
             columns = dict(zip(predictions.ANSWER_COLUMNS, given, strict=True))
-            if needs_sources(self.options, task):
+            if needs_sources(options, task):
                 columns[SOURCE] = [each.text for each in questions]
             about = {"digest": self.digests[task], "seconds": round(time.perf_counter() - began, 3)}
             about |= {"choices": [list(each.choices) for each in questions]}
@@ -321,21 +310,18 @@ class TaskEvaluator(Evaluator):
         """With the metrics of the matrix of scores, and their intervals after the last stage."""
         found = {task: [self.summary(row, task) for row in range(rows)] for task in self.questions}
         there = {task: cells for task, cells in found.items() if any(cells)}
-        seconds = sum(cell.seconds for cells in there.values() for cell in cells if cell)
-        tasks = {task: task_metrics.collect_task(cells) for task, cells in there.items()}
-        answers: dict[str, Any] = {"when": self.when, "seconds": seconds, "tasks": tasks}
-        answers |= {"metrics": {}, "intervals": {}}
-        names = [self.name(number) for number in range(rows)]
+        answers: dict[str, Any] = {"when": self.when, "metrics": {}, "intervals": {}}
+        answers["seconds"] = sum(cell.seconds for cells in there.values() for cell in cells if cell)
+        answers["tasks"] = {task: task_metrics.collect_task(cells) for task, cells in there.items()}
         if there:
-            asked = np.array([[cell is not None for cell in cells] for cells in there.values()]).T
+            names, final = [self.name(number) for number in range(rows)], rows == len(self.data) + 1
+            heads = {task: [cell.head if cell else None for cell in cells] for task, cells in there.items()}
+            asked = np.array([[head is not None for head in each] for each in heads.values()]).T
             matrix = task_metrics.matrix_of(answers)
             measured = task_metrics.compute_metrics(matrix, rows=names, tasks=list(there), asked=asked)
             answers["metrics"] = {name: float(value) for name, value in measured.items()}
-            if rows == len(self.data) + 1 and measured:
-                values = {
-                    task: [cell.head if cell else None for cell in cells] for task, cells in there.items()
-                }
-                answers["intervals"] = task_metrics.compute_intervals(values, rows=names)
+            if final and measured:
+                answers["intervals"] = task_metrics.compute_intervals(heads, rows=names)
         return answers
 
 
@@ -349,8 +335,7 @@ class LMEvalEvaluator(Evaluator):
         self, options: LMEvalOptions, harness: Any, tokenizer: PreTrainedTokenizerBase, **run: Any
     ) -> None:
         super().__init__(options.when, **run)
-        self.options, self.tokenizer = options, tokenizer
-        self.harness: Any = harness
+        self.options, self.harness, self.tokenizer = options, harness, tokenizer
 
     def due(self, number: int) -> list[str]:
         if self.harness is None or not self.follows(number):
@@ -434,9 +419,8 @@ def make_evaluators(
         encoder = corpora.encoder(start.tokenizer, start.length, seq2seq=start.seq2seq)
         for task in plan.order:  # open questions only where answers are written
             examples = read_examples(corpora.by_name[task], plan.source.score_on)
-            asked = list(
-                map(Question.of_prompt, islice(map(encoder.prompt, examples), options.max_documents))
-            )
+            prompts = map(encoder.prompt, islice(examples, options.max_documents))
+            asked = [Question.of_prompt(prompt) for prompt in prompts]
             measure, closed = options.known_by.get(task), all(each.choices for each in asked)
             if measure in task_metrics.RANKED and not closed:
                 told = f"answers.measures.{task}={measure} is invalid: the answers are open, not choices"
@@ -478,17 +462,13 @@ class Cell:
     modules: Mapping[str, float]
 
 
-def documents_of(cells: Mapping[str, Cell]) -> dict[str, np.ndarray]:
-    return {text: cell.documents for text, cell in cells.items() if cell.documents is not None}
-
-
 class Scorer:
-    """Measures cells of a run's matrix, as its options say."""
+    """Measures cells of a run's matrix, as its options say; `arguments` are those of lightning.Trainer."""
 
     def __init__(
         self,
         options: EvalOptions,
-        arguments: Mapping[str, Any],  # of lightning.Trainer
+        arguments: Mapping[str, Any],
         *,
         module: ContinualMethod,
         data: DomainSequence,
@@ -548,47 +528,3 @@ class Scorer:
             advice = advice if row == "base" else ADVICE
             raise ValueError(f"the loss after {row} is not finite ({', '.join(bad)}); {advice}")
         return cells
-
-
-class ScoreJournal:
-    """Keeps the scores of a run on disk: a changed row as a line of the journal, all of them as `scores.json`
-    where more than a share of the rows is in the journal alone, and always first, so that no line is appended
-    to that of a killed process. Evaluators have files of their own; their results are collected when the
-    scores are written. `digests` has a hash of the options of each, by kind."""
-
-    def __init__(self, scores: Scores, path: Path, *, digests: Mapping[str, str]) -> None:
-        self.scores, self.path, self.digests = scores, path, digests
-        self.behind: int | None = None  # changes that are in the journal alone; None: nothing was written yet
-        self.measured: dict[str, Evaluator] = {}  # whose results the scores do not have yet, by kind
-
-    def note(self, evaluator: Evaluator, number: int) -> None:
-        """An evaluator has measured something after a stage."""
-        self.measured[evaluator.KIND] = evaluator
-        self.keep_row(number)
-
-    def keep_row(self, number: int) -> None:
-        """Puts a row that is new or has changed on disk."""
-        if self.behind is None or self.behind + 1 > len(self.scores.rows) // SHARE:
-            self.keep_rows()
-        else:
-            append_row(self.path, self.scores.record(number))
-            self.behind += 1
-
-    def keep_rows(self) -> None:
-        """Writes the scores with their metrics, without intervals."""
-        for evaluator in self.measured.values():
-            self.collect(evaluator)
-        self.measured.clear()
-        self.scores.measure()
-        self.keep()
-
-    def collect(self, evaluator: Evaluator) -> None:
-        """Takes over the results of an evaluator so far."""
-        results = evaluator.results(len(self.scores.rows))
-        setattr(self.scores, evaluator.KIND, results | {"hash": self.digests[evaluator.KIND]})
-
-    def keep(self) -> None:
-        """Writes the scores as they are."""
-        self.scores.sum_seconds()
-        self.scores.save(self.path)
-        self.behind = 0

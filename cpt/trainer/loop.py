@@ -5,7 +5,7 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -26,6 +26,7 @@ from cpt.core.preemption import check_signals, defer_signals
 from cpt.core.processes import is_first_process
 from cpt.core.tensors import check_state
 from cpt.data.datamodule import Domain, DomainSequence
+from cpt.evaluation.metrics import Losses
 from cpt.evaluation.monitor import MonitorObserver
 from cpt.evaluation.scores import Scores, gather_documents
 from cpt.evaluation.task_metrics import run_objective
@@ -42,7 +43,7 @@ from cpt.trainer.callbacks import CustomCallbacks, Monitor, ProtectedMovement
 from cpt.trainer.checkpoint import StepCheckpoint, check_stage, restore_stage, save_stage
 from cpt.trainer.costs import CostMonitor, stored_beside, time_phase, trained_parameters
 from cpt.trainer.dry_run import match_operations
-from cpt.trainer.evaluators import Evaluator, ScoreJournal, Scorer, documents_of, make_evaluators
+from cpt.trainer.evaluators import Cell, Evaluator, Scorer, make_evaluators
 from cpt.trainer.lightning import drop_optimizer, make_trainer
 from cpt.trainer.manifest import write_manifest
 from cpt.trainer.plan import Plan
@@ -212,7 +213,6 @@ class ContinualTrainer:
         plan, module, data, scores = self.plan, self.module, self.data, self.scores
         how = plan.evaluation, plan.trainer.lightning
         self.scorer = Scorer(*how, module=module, data=data, scores=scores, place=self.run)
-        self.journal = ScoreJournal(scores, self.run.scores_file, digests=plan.digests)
         self.to_disk = plan.modules.storage == "disk"  # the modules of earlier domains
         self.eta = RunETA(data, self.scorer, scores, self.evaluators)
         scores.needs_domain, scores.alone = module.needs_domain, module.alone
@@ -328,10 +328,10 @@ class ContinualTrainer:
         diagnostics = {name: values.cpu().numpy() for name, values in found.items()}
         log_stage(self.loggers, self.scores, distributions=diagnostics)
         if is_first_process():
-            self.run.save_documents(number, documents_of(cells))
+            self.save_documents(number, cells)
             if diagnostics:
                 self.run.save_arrays(self.run.path / "diagnostics" / f"{number:03d}.npz", diagnostics)
-            self.journal.keep_row(number)
+            self.save_scores()
             self.run.cleanup(number, keep=self.plan.run.save_all_stages)
 
     def backfill(self, number: int) -> None:
@@ -350,8 +350,8 @@ class ContinualTrainer:
         log.info("Scoring %d more texts after %s", len(missing), row)
         if is_first_process():
             (before,) = self.run.load_documents([number])
-            self.run.save_documents(number, before | documents_of(cells))
-            self.journal.keep_row(number)
+            self.save_documents(number, cells, before)
+            self.save_scores()
 
     def run_evaluators(self, number: int) -> None:
         """Measures the end tasks, answers and benchmarks that are due after a stage and missing."""
@@ -374,15 +374,28 @@ class ContinualTrainer:
             with self.eta.timed(each.KIND, number):
                 each.measure(number, self.device)
             if is_first_process():
-                self.journal.note(each, number)
+                self.collect(each)
+                self.save_scores()
+
+    def save_documents(self, number: int, cells: Mapping[str, Cell], before: Losses | None = None) -> None:
+        found = {text: cell.documents for text, cell in cells.items() if cell.documents is not None}
+        self.run.save_documents(number, {**(before or {}), **found})
+
+    def collect(self, evaluator: Evaluator) -> None:
+        """Takes over the results of an evaluator so far."""
+        results = evaluator.results(len(self.scores.rows)) | {"hash": self.plan.digests[evaluator.KIND]}
+        setattr(self.scores, evaluator.KIND, results)
+
+    def save_scores(self) -> None:
+        """Writes the scores with their metrics, without intervals."""
+        self.scores.measure()
+        self.scores.save(self.run.scores_file)
 
     def finalize(self, start: Base) -> None:
         """Intervals, the exported model, the report and the run's summary, by the first process."""
         scores, run = self.scores, self.run
         if not is_first_process():
             return
-        if self.journal.behind:
-            self.journal.keep_rows()
         check_signals("before the model was exported")
         set_phase("exporting the model")
         if isinstance(self.module.model, FSDPModule):  # another module has all weights in this process
@@ -405,7 +418,7 @@ class ContinualTrainer:
             few = ", ".join(rows[:3]) + ", …" * (len(rows) > 3)
             log.info("Missing cells of the matrix: %d, in the rows %s: %s", sum(left.values()), few, why)
         for each in self.evaluators:
-            self.journal.collect(each)
+            self.collect(each)
         scores.optimized_metric = run_objective(vars(scores), self.plan.run.optimized_metric)
         scores.run["finished"] = True
         run_page.write_report(run.path, scores)
@@ -413,4 +426,4 @@ class ContinualTrainer:
             write_model_card(run.path, scores)
         run.write_checksums()
         log_scores(self.loggers, scores, folder=run.path, summary=self.plan.logger.summary)
-        self.journal.keep()  # last: a finished run has all of its outputs
+        scores.save(run.scores_file)  # last: a finished run has all of its outputs

@@ -18,7 +18,6 @@ from cpt.core.config import flatten, identity, list_differences, plain_config, r
 from cpt.core.errors import reason
 from cpt.core.heartbeat import PROGRESS_FILE, Heartbeat, format_error, record_exit, utc_now
 from cpt.core.processes import is_first_process
-from cpt.evaluation.journal import journal_file
 from cpt.evaluation.scores import Scores, documents_file, load_documents
 
 # Config keys that choose texts: a run is compared by the texts' contents, not by these.
@@ -30,7 +29,7 @@ BEFORE_THE_RUN = (".hydra", "run.log", ".lock", "config.yaml", "threads", "match
 
 
 class RunDir:
-    """The directory of one run. `scores.json`, or a line of its journal, is written last in each stage; files
+    """The directory of one run. `scores.json` is written last in each stage; files
     of stages that it does not count are rebuilt.
 
     stages/NUMBER.pt            the method's state after a stage
@@ -117,8 +116,6 @@ class RunDir:
         incomplete = [path for pattern in patterns for path in self.path.glob(pattern)]
         shards = self.path.glob("stages/*.shards")  # a stage's file is written after them
         incomplete += [each for each in shards if not self.stage(each.name.split(".")[0]).exists()]
-        if not self.scores_file.exists():
-            incomplete.append(journal_file(self.scores_file))  # of a run that starts again
         for path in incomplete:
             discard(path)
 

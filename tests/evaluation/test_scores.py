@@ -237,8 +237,7 @@ def test_the_file_is_a_contract_and_what_is_not_finite_is_null_in_it(tmp_path):
 
 DAMAGE = {
     "Expecting|Unterminated": lambda data: json.dumps(data)[:-20],
-    "before 0.1.0; read it with that cpt": {"version": 3, "config_digest": "c"},
-    "version 2, this cpt reads version 1; update cpt": {"version": 2},
+    r"version 2, this cpt reads version 1\); update cpt": {"version": 2},
     "no JSON object": lambda data: "[1]",
     "unknown: more": {"more": 1},
     "are not of the rows": {"nll": [[1.0] * 4]},

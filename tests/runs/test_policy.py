@@ -1,14 +1,12 @@
-"""Runs that measure a part of the matrix and more of it later, or whose rows are in lines beside it."""
+"""Runs that measure a part of the matrix and more of it later."""
 
 import numpy as np
 import pytest
 
-from cpt import verify
-from cpt.evaluation.journal import journal_file
 from cpt.methods.base import ContinualMethod
-from cpt.trainer import evaluators
-from cpt.trainer.evaluators import ScoreJournal, Scorer
-from tests.runs.reading import killed, scores_of
+from cpt.trainer.evaluators import Scorer
+from cpt.trainer.loop import ContinualTrainer
+from tests.runs.reading import scores_of
 from tests.support.killing import KilledError
 from tests.support.making import made
 
@@ -83,32 +81,21 @@ def test_what_a_resting_part_scores_is_not_computed_again(kind, start, small, tm
     assert few.nll == every.nll and few.metrics == every.metrics and few.modules == every.modules
 
 
-def test_a_run_whose_rows_are_in_lines_is_read_and_goes_on(
-    whole, start, small, killing, monkeypatch, tmp_path
+def test_killed_while_missing_cells_are_filled_it_fills_the_others(
+    whole, start, small, monkeypatch, tmp_path
 ):
-    """As one of very many domains is between two times that its scores are written as a whole: killed while
-    it learns, and while another start fills what is missing of its rows."""
-    lines = journal_file(tmp_path / "scores.json")
-    few, written = small(*FEW, "save_all_stages=true"), tmp_path / "scores.json"
-    monkeypatch.setattr(evaluators, "SHARE", 1)
-    killed(start, killing, few, tmp_path, step=3, domain="food")
-    assert '"rows": ["base"]' in written.read_text() and lines.exists()
-    there = scores_of(tmp_path)
-    assert there.rows == ["base", "law"] and there.measured(1) == ["law", "general"]
-    assert verify.main([str(tmp_path)]) == 0
-    start(few, tmp_path)
-    assert '"rows": ["base", "law", "food", "space"]' in written.read_text() and not lines.exists()
-    keep, kept = ScoreJournal.keep_row, []
+    start(small(*FEW, "save_all_stages=true"), tmp_path)
+    save, saved = ContinualTrainer.save_scores, []
 
-    def dying(self, row):
-        keep(self, row)
-        kept.append(row)
-        if len(kept) == 2:
+    def dying(self):
+        save(self)
+        saved.append(len(saved))
+        if len(saved) == 1:
             raise KilledError
 
-    monkeypatch.setattr(ScoreJournal, "keep_row", dying)
+    monkeypatch.setattr(ContinualTrainer, "save_scores", dying)
     with pytest.raises(KilledError):
         start(small(ORDER), tmp_path)
     start(small(ORDER), tmp_path)
-    assert kept == [1, 2]  # nothing was left to be measured
+    assert len(saved) == 2  # the first start filled one row, the second the other
     assert scores_of(tmp_path).nll == whole.nll and scores_of(tmp_path).metrics == whole.metrics

@@ -31,7 +31,6 @@ from cpt.core.heartbeat import Heartbeat, list_sweep_runs, utc_now
 from cpt.data.sources.base import read_members
 from cpt.data.sources.texts import Texts
 from cpt.evaluation.finetune_tasks import plan_endtasks
-from cpt.evaluation.journal import append_row
 from cpt.evaluation.scores import Scores
 from cpt.reporting.run_page import format_scores
 from cpt.trainer.plan import make_plan
@@ -164,11 +163,10 @@ def check_task(kind: str, content: bytes) -> None:
 
 
 def write_run(folder: Path, *, finished: bool) -> Path:
-    """A run folder with a file of each kind that is read without torch; lines count where it is not
-    finished."""
+    """A run folder with a file of each kind that is read without torch."""
     run = folder / "run"
-    scores, place = saved(run, finished=finished), RunDir(run)
-    append_row(run / "scores.json", scores.record(len(scores.rows) - 1))
+    place = RunDir(run)
+    saved(run, finished=finished)
     Heartbeat(state="running", began=utc_now()).write(run)
     place.write_config(SETTINGS)
     told = {"version": 1, "order": ["law"], "texts": {}, "base": {}, "tokenizer": "0", "endtasks": {}}
@@ -188,7 +186,7 @@ def changed_text(raw: bytes, value: Any, at: float) -> bytes:
     return (text[:place] + json.dumps(value) + text[end:]).encode()
 
 
-FILES = "scores.json scores.jsonl progress.json config.yaml identity.json checksums.json sweep.json documents"
+FILES = "scores.json progress.json config.yaml identity.json checksums.json sweep.json documents"
 
 
 def check_run(
@@ -197,10 +195,10 @@ def check_run(
     """Whatever a file of a run folder has become, it is told of in lines, by each command that reads it."""
     out = contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO()))
     with tempfile.TemporaryDirectory() as top, out as said, contextlib.redirect_stderr(said):
-        run = write_run(Path(top), finished=name != "scores.jsonl")
+        run = write_run(Path(top), finished=at < 0.5)
         others = {"sweep.json": run.parent / name, "documents": run / "documents" / "000.npz"}
         path = others.get(name, run / name)
-        raw, is_text = path.read_bytes(), path.suffix in (".json", ".jsonl", ".yaml") and how == "value"
+        raw, is_text = path.read_bytes(), path.suffix in (".json", ".yaml") and how == "value"
         path.write_bytes(changed_text(raw, value, at) if is_text else spoil(raw, places, cut))
         verify.main([top])
         status.main([top])
