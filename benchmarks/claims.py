@@ -8,8 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from cpt.evaluation.pairs import LEVEL
-from cpt.evaluation.statistics import Difference, compare_pairs
+from cpt.evaluation.statistics import LEVEL, Difference, compare_pairs
 from cpt.evaluation.task_metrics import cube, pick_final
 from cpt.reporting.compare import PairedContrast, correct_holm
 from cpt.reporting.load_runs import MeasuredRun, Pair, RunGroup, RunSection

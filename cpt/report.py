@@ -8,12 +8,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from cpt.core.config import digest
 from cpt.core.output import run_program
 from cpt.reporting import compare, figures, run_page
-from cpt.reporting.frames import few, label
+from cpt.reporting.frames import label
 from cpt.reporting.load_runs import (
     FILTERS,
     MeasuredRun,
@@ -28,7 +28,6 @@ from cpt.reporting.published import read_published, tabulate_published
 from cpt.reporting.tex import write_tables
 
 BASELINE = "ncl"
-DEFAULT_EXPORTS = "csv,json"
 LC_COLUMNS = 8  # of the differences in a console: up to those of LC
 MAX_NAME = 80  # characters of a file's name that say which runs are in it
 
@@ -47,7 +46,6 @@ def report_parser() -> Parser:
     give("--baseline", help=f"the group that others are compared with (default: {BASELINE})")
     filters = ", ".join(FILTERS)
     give("--where", nargs="+", default=[], metavar="KEY=VALUE,…", help=f"only these runs: {filters}")
-    give("--domains", metavar="NAME,…", help="metrics over these test texts and end tasks only")
     give("--curve", metavar="KEY", help="learned against forgotten over a setting, as method.strength")
     shipped = "published numbers to compare with: das6, standard_cl, long_sequence, or a file"
     give("--published", metavar="NAME", help=shipped)
@@ -59,8 +57,6 @@ def report_parser() -> Parser:
     give("--tex", type=Path, metavar="FOLDER", help=tables)
     named = "comparison; with --where comparison_KEY-VALUE"
     give("--name", help=f"base name of the written files (default: {named})")
-    kinds = f"{', '.join(compare.KINDS)}, or none (default: {DEFAULT_EXPORTS})"
-    give("--export", default=DEFAULT_EXPORTS, metavar="KIND,…", help=kinds)
     return made
 
 
@@ -77,9 +73,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def compare_folders(given: argparse.Namespace) -> int:
-    kinds = [] if given.export == "none" else given.export.split(",")
-    if wrong := [kind for kind in kinds if kind not in compare.KINDS]:
-        raise ValueError(f"--export {','.join(wrong)} is invalid. Allowed: {', '.join(compare.KINDS)}, none")
     published = read_published(given.published) if given.published else []
     found = find_runs(given.folders)
     finished = filter_runs([run for run in found.runs if run.scores.run["finished"]], given.where)
@@ -92,9 +85,9 @@ def compare_folders(given: argparse.Namespace) -> int:
         print(f"cpt: {why}. Allowed: run folders, or folders that hold them", file=sys.stderr)
         return 2
 
-    domains = given.domains.split(",") if given.domains else []
-    measured = measure_runs(finished, domains=domains)
-    sections = build_sections(measured, by_order=given.by == "order", baseline=given.baseline or BASELINE)
+    sections = build_sections(
+        measure_runs(finished), by_order=given.by == "order", baseline=given.baseline or BASELINE
+    )
     names = {name for section in sections for group in section.groups for name in (group.name, group.plain)}
     if given.baseline and sections and given.baseline not in names:
         raise ValueError(f"--baseline {given.baseline} is invalid. Allowed: {', '.join(sorted(names))}")
@@ -105,29 +98,21 @@ def compare_folders(given: argparse.Namespace) -> int:
         own = [compare.build_tiles(section)]
         own += [figures.build_setting_curve(sections, section, given.curve)] if given.curve else []
         own += [*figures.build_figures(section), compare.build_findings(section)]
-        own += [compare.tabulate_main(section, domains=domains), *compare.tabulate_all(section)]
+        own += [compare.tabulate_main(section), *compare.tabulate_all(section)]
         own += [compare.list_conditions(section)]
         if len(sections) > 1:
             for at, block in enumerate(own):
                 title = f"{block.title or section.title} (section {number})"
                 own[at] = replace(block, title=title, name=f"section_{number}-{block.name}")
         blocks += own
-        failed += compare.contrast_examples(section)[2]
-    head = ("folder", "method", "seed")
-    facts = {
-        run.folder: [str(run.folder), label(run.scores.run), str(run.scores.run["seed"])]
-        for run in found.runs
-    }
-    states = [[*facts[run.folder], run.scores.state] for run in unfinished]
+        failed += compare.contrast_examples(section)[1]
+    states = [
+        [str(run.folder), label(run.scores.run), str(run.scores.run["seed"]), run.scores.state]
+        for run in unfinished
+    ]
     states += [[str(folder), "–", "–", "started, nothing measured yet"] for folder in found.begun]
-    has_domains = {run.folder for run in measured}
-    lacking = [
-        [*facts[run.folder], few(run.scores.domains)] for run in finished if run.folder not in has_domains
-    ]
-    aside = [
-        Block(title="Unfinished runs", head=(*head, "state"), cells=states, words=4),
-        Block(title="Runs without these domains", head=(*head, "has"), cells=lacking, words=4),
-    ]
+    head = ("folder", "method", "seed", "state")
+    aside = [Block(title="Unfinished runs", head=head, cells=states, words=4)]
     aside += [tabulate_published(sections, published)] * bool(published)
     unread = Block(title="Runs that could not be read", lines=[*found.damaged, *failed])
 
@@ -139,24 +124,18 @@ def compare_folders(given: argparse.Namespace) -> int:
     stem.parent.mkdir(parents=True, exist_ok=True)
     shown = [*heading, *blocks, *aside, unread]
     page = write_page(shown, title="Comparison of runs", stem=stem, vectors=True)
-    more: dict[str, Any] = {
-        block.title.lower().replace(" ", "_"): [*map(list, block.cells)] for block in aside
-    }
-    more |= {"runs_that_could_not_be_read": list(unread.lines)}
-    more |= {"sections_differ": list(heading[0].lines)} if heading else {}
     if sections:
-        compare.export_sections(sections, stem=stem, kinds=kinds, more=more)
+        compare.export_csv(sections, stem.with_name(f"{stem.name}.csv"))
     if given.tex:
         write_tables(sections, given.tex)
 
     told = list(heading)
     for section in sections:
-        main_table, differences = compare.tabulate_main(section), compare.tabulate_differences(section)
-        brief = replace(compare.tabulate_brief(section), title=main_table.title, lines=main_table.lines)
+        differences = compare.tabulate_differences(section)
         cells = [row[:LC_COLUMNS] for row in differences.cells]
         first = replace(differences, head=differences.head[:LC_COLUMNS], cells=cells, facets=())
-        told += [compare.build_tiles(section), compare.build_findings(section), brief, first]
-        told += [compare.list_conditions(section)]
+        told += [compare.build_tiles(section), compare.build_findings(section)]
+        told += [compare.tabulate_brief(section), first, compare.list_conditions(section)]
     for block in [*told, *aside]:
         table = [align_columns(block)] if block.cells else []
         if block.lines or table:

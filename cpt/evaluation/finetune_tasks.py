@@ -37,7 +37,6 @@ from cpt.data.sources import readers
 
 EXAMPLE_COLUMNS = ("id", "text", "text_pair", "label")
 OF_ALL_TASKS = ("when", "score_on", "seeds", "eval_batch_size")  # options that no source gets
-TABLE_KINDS = tuple(each for each in readers.KINDS if each not in (".txt", ".md"))
 FILE_SPLITS = {"train": "train", "dev": "valid", "test": "test"}  # as cpt.data.sources.readers calls them
 FINETUNE_FORMAT = 1  # counts changes of what a prediction file depends on
 
@@ -115,9 +114,9 @@ class FinetuneTask:
 
     def __post_init__(self) -> None:
         """Raises ValueError for splits that can not be learned and scored."""
-        told = f"end task {self.name}"
-        for split in ("train", "test", *["dev"] * (self.settings.select == "dev")):
-            examples = getattr(self, split)
+        told, used = f"end task {self.name}", {"train": self.train, "test": self.test}
+        used |= {"dev": self.dev} if self.settings.select == "dev" else {}
+        for split, examples in used.items():
             if not examples:
                 raise ValueError(f"{told} has no example in {split}; needed is one or more")
             if len(self.classes) < 2:
@@ -217,21 +216,17 @@ class FileTasks(TaskSource):
         return self.root / self.values(name).get("path", name)
 
     def files(self, name: str, split: str) -> list[Path]:
-        """The files of a split, sorted. Raises ValueError where there are none, or some of another kind."""
+        """The files of a split, sorted. Raises ValueError where there are none."""
         folder, files = self.folder(name), []
-        if not folder.is_dir():
-            raise ValueError(f"endtask.tasks.{name} is invalid: {folder} is missing. Allowed: a folder")
         with readers.naming_file(folder):
             for path in sorted(folder.iterdir()):
                 said = readers.SPLIT_NAME.fullmatch(path.name.split(".")[0])
-                if said and readers.SPLITS[said[1].lower()] == FILE_SPLITS[split]:
+                is_table = readers.kind(path) not in (".txt", ".md")
+                if said and is_table and readers.SPLITS[said[1].lower()] == FILE_SPLITS[split]:
                     files.append(path)
-        if unread := [path for path in files if readers.kind(path) not in TABLE_KINDS]:
-            raise ValueError(f"{unread[0]} cannot be read. Allowed: {' '.join(TABLE_KINDS)}, also .gz .zst")
         if not files and split != "dev":
-            allowed = ", ".join(split + each for each in TABLE_KINDS) + ", also .gz .zst"
             told = f"endtask.tasks.{name} is invalid: no {split} file in {folder}"
-            raise ValueError(f"{told}. Allowed: {allowed}")
+            raise ValueError(f"{told}. Allowed: .jsonl, .json, .csv, .parquet, also .gz .zst")
         return files
 
     def fingerprint(self, name: str) -> Any:
@@ -277,16 +272,18 @@ class HubTasks(TaskSource):
 
     def __init__(self, **shared: Any) -> None:
         super().__init__(**shared)
+        allowed = (
+            "{path: ag_news, splits: {train: train, dev: validation, test: test}}, where dev may be null"
+        )
         if not self.tasks:
-            allowed = "'+endtask.tasks.news={path: ag_news}'"
-            raise ValueError(f"endtask.tasks={{}} is invalid: it names no task. Allowed: {allowed}")
+            told = "endtask.tasks={} is invalid: it names no task"
+            raise ValueError(f"{told}. Allowed: '+endtask.tasks.news={allowed}'")
         for name in self.tasks:
             path, splits = self.values(name).get("path"), self.values(name)["splits"]
             named = isinstance(splits, Mapping) and set(splits) <= set(FILE_SPLITS)
             if path is None or not named or not all(map(splits.get, ("train", "test"))):
-                allowed = "splits like {train: train, dev: validation, test: test}, where dev may be null"
                 told = f"endtask.tasks.{name}={{path: {path}, splits: {splits}}} is invalid"
-                raise ValueError(f"{told}. Allowed: a path, and {allowed}")
+                raise ValueError(f"{told}. Allowed: {allowed}")
 
     @property
     def names(self) -> list[str]:
@@ -328,10 +325,9 @@ def parse_example(where: str, row: Any, *, columns: Mapping[str, Any], instead: 
     its id where no column has one. Raises ValueError for a row that lacks a column, a text or a label."""
     used = {name: column for name, column in columns.items() if column is not None}
     has = row if isinstance(row, Mapping) else {}
-    for name, column in used.items():
-        if column not in has:
-            there = f"it has {', '.join(has) or f'{row!r:.60}'} (endtask.columns.{name})"
-            raise ValueError(f"{where} has no column {column!r}; {there}")
+    if absent := [name for name, column in used.items() if column not in has]:
+        there = f"it has {', '.join(has) or f'{row!r:.60}'} (endtask.columns.{absent[0]})"
+        raise ValueError(f"{where} has no column {used[absent[0]]!r}; {there}")
     texts = []
     for column in (used[name] for name in ("text", "text_pair") if name in used):
         if row[column] is not None and not isinstance(row[column], str):
@@ -377,8 +373,8 @@ class FinetunePlan:
         if self.score_on == "dev":
             splits["test"] = splits["dev"]
             if not splits["dev"]:
-                told = f"the end task {name} has no dev examples"
-                raise ValueError(f"endtask.score_on=dev is invalid: {told}. Allowed: test")
+                told = f"endtask.score_on=dev is invalid: the end task {name} has no dev examples"
+                raise ValueError(f"{told}. Allowed: test")
         return FinetuneTask(name, **splits, classes=classes, settings=settings)
 
 
@@ -394,10 +390,9 @@ def plan_endtasks(
         container = OmegaConf.to_container(options, resolve=True, throw_on_missing=True)
         options = cast(Mapping[str, Any], container)
     given = {key: value for key, value in options.items() if key not in ("name", "_target_")}
-    target = options["_target_"]
-    check_value("endtask._target_", target, Text)
+    check_value("endtask._target_", options["_target_"], Text)
     with prefix_errors("endtask"):
-        source_class = Choice(target, {}, below=f"{TaskSource.__module__}.TaskSource").load()
+        source_class = Choice(options["_target_"], {}, below=f"{TaskSource.__module__}.TaskSource").load()
     allowed = (*SETTINGS, *OF_ALL_TASKS, "tasks", "columns", "splits", *source_class.OPTIONS)
     check_task_values("endtask", given, allowed=allowed)
     if missing := sorted(set(allowed) - set(given)):
@@ -411,9 +406,10 @@ def plan_endtasks(
         check_task_values(prefix, own, allowed=(*SETTINGS, *source.OWN))
     learned = [name for name in order if name in source.names]
     if not learned:
-        told = f"no task is of a domain of order={show(list(order))}"
-        known = ", ".join(source.names) or "none"
-        raise ValueError(f"endtask={options.get('name')} is invalid: {told}. Allowed: {known}")
+        told = (
+            f"endtask={options.get('name')} is invalid: no task is of a domain of order={show(list(order))}"
+        )
+        raise ValueError(f"{told}. Allowed: {', '.join(source.names) or 'none'}")
     stamp = digest([source.fingerprint(name) for name in learned])
     shared = {key: given[key] for key in OF_ALL_TASKS} | {"seeds": list(given["seeds"])}
     return FinetunePlan(source, **shared, tasks=learned, stamp=stamp)

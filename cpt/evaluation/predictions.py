@@ -1,14 +1,13 @@
-"""Predictions by example: a parquet file for each (stage, task), or (stage, task, seed) of an end task, and
-what became of each example. In its metadata is what is known `about` them: `digest` of all that they depend
-on besides the model, `seconds`, and what the kind of task adds."""
+"""Predictions by example: a parquet file for each (stage, task), or (stage, task, seed) of an end task. In
+its metadata is what is known `about` them: `digest` of all that they depend on besides the model, `seconds`,
+and what the kind of task adds."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -21,15 +20,7 @@ from pyarrow import compute, parquet
 from cpt.core.files import replacing
 from cpt.core.schema import check_types
 from cpt.evaluation.metrics import Array
-from cpt.evaluation.task_metrics import (
-    MEASURES,
-    RANKED,
-    TaskAnswers,
-    count_transitions,
-    head_of,
-    headline,
-    last_measured,
-)
+from cpt.evaluation.task_metrics import MEASURES, TaskAnswers, head_of, headline, last_measured
 
 log = logging.getLogger(__name__)
 KEY = b"cpt"
@@ -38,7 +29,6 @@ ANSWER_COLUMNS = ("id", "reference", "written", "ranked", "ranked_mean")
 RESULTS = {"digest": str, "seconds": float, "metrics": dict[str, dict[str, Any]]}
 SOURCE = "source"  # the texts that were asked about, where a measure is of them
 AGAIN = "delete it and give the run again"
-BASE_ROW = "base"
 
 
 def endtask_file(folder: Path, task: str, seed: int) -> Path:
@@ -106,15 +96,6 @@ def mark_examples(ids: Sequence[Any], references: Sequence[Any], values: Array) 
     return pd.DataFrame({"reference": references, "value": values}, index=pd.Index(ids))
 
 
-@dataclass(frozen=True)
-class Moved:
-    """What became of the examples of a task since a row of the matrix, by the last model that was asked."""
-
-    task: str
-    since: str
-    counts: Mapping[str, float]  # see count_transitions
-
-
 def answers_in(folder: Path, rows: Sequence[str], row: int, task: str) -> Path:
     """The file of the answers to a task in a row of a run folder."""
     return answers_file(Path(folder) / "answers" / f"{row:03d}-{rows[row]}", task)
@@ -149,71 +130,19 @@ def join_examples(marked: Sequence[pd.DataFrame], *, what: str) -> list[pd.DataF
     return list(marked)
 
 
-def follow_answers(
-    folder: Path, rows: Sequence[str], answers: Mapping[str, Any]
-) -> Iterator[Moved | FileNotFoundError | ValueError]:
-    """What became of the examples of each task from its own stage to the last row, and from the base: a task
-    after another, of which no more than two files are held. Of files that are gone or damaged the error."""
-    for task, told in answers["tasks"].items():
-        asked, measure = rows_asked(told), head_of(told)
-        since = [row for row, name in enumerate(rows) if name in (BASE_ROW, task) and row in asked[:-1]]
-        classes = 1 / told["chance"] if measure in RANKED and told["chance"] else None
-        try:
-            last = mark_answers(answers_in(folder, rows, asked[-1], task), measure) if since else None
-            for row in since:
-                path = answers_in(folder, rows, row, task)
-                then, now = join_examples([mark_answers(path, measure), last], what=f"{folder}: {task}")
-                values = (each["value"].to_numpy() for each in (then, now))
-                yield Moved(task, rows[row], count_transitions(*values, classes=classes))
-        except (FileNotFoundError, ValueError) as error:
-            yield error
-
-
-def transitions_of(
-    folder: Path, rows: Sequence[str], endtasks: Mapping[str, Any]
-) -> dict[str, dict[str, float]]:
-    """{task: transitions} from each domain's own stage to the last row, the examples of all seeds together;
-    without the tasks that have one row, or lack a file. ValueError if a file is damaged, or the two rows were
-    measured on different examples."""
-    found = {}
-    for task, files in list_endtask_files(folder, rows, endtasks).items():
-        with suppress(FileNotFoundError):
-            tables = [[load_predictions(path, ENDTASK_COLUMNS)[0] for path in each] for each in files]
-            if len(tables) < 2:
-                continue
-            before, after = map(pa.concat_tables, tables)
-            if any(not before[name].equals(after[name]) for name in ("id", "label")):
-                raise ValueError(f"{folder}: {task}: the predictions of two rows are of different examples")
-            right = [compute.equal(end["label"], end["prediction"]).to_numpy() for end in (before, after)]
-            found[task] = count_transitions(*right, classes=endtasks["classes"][task])
-    return found
-
-
 def correct(folder: Path, rows: Sequence[str], endtasks: Mapping[str, Any]) -> dict[tuple[str, int], Array]:
     """{(task, seed): whether each test example was right}, bool [example], in the last row in which the task
     was measured; without what has no file. ValueError if a file is damaged."""
     found = {}
-    for task, files in list_endtask_files(folder, rows, endtasks).items():
-        for seed, path in zip(endtasks["seeds"], files[-1], strict=True):
-            with suppress(FileNotFoundError):
-                table = load_predictions(path, ENDTASK_COLUMNS[1:])[0]
-                found[task, seed] = compute.equal(*table.columns).to_numpy()
-    return found
-
-
-def list_endtask_files(
-    folder: Path, rows: Sequence[str], endtasks: Mapping[str, Any]
-) -> dict[str, list[list[Path]]]:
-    """Of each task that was measured the files of all seeds: of its own stage, if that is an earlier one,
-    and of the last row in which it was."""
-    found = {}
     last = last_measured(headline(endtasks)[: len(rows)]) if endtasks else []
     for task, row in zip(endtasks.get("tasks", ()), last, strict=True):
-        if row is not None:
-            places = [rows.index(task)] if task in rows[:row] else []
-            folders = [Path(folder) / "endtasks" / f"{at:03d}-{rows[at]}" for at in (*places, row)]
-            found[task] = [[endtask_file(each, task, seed) for seed in endtasks["seeds"]] for each in folders]
-    return found
+        if row is None:
+            continue
+        for seed in endtasks["seeds"]:
+            with suppress(FileNotFoundError):
+                path = endtask_file(Path(folder) / "endtasks" / f"{row:03d}-{rows[row]}", task, seed)
+                found[task, seed] = compute.equal(*load_predictions(path, ENDTASK_COLUMNS[1:])[0].columns)
+    return {key: each.to_numpy() for key, each in found.items()}
 
 
 def results_file(folder: Path, task: str) -> Path:

@@ -14,8 +14,10 @@ import numpy as np
 from scipy import stats
 
 from cpt.evaluation.metrics import Array
-from cpt.evaluation.pairs import EXACT, FLIPS
 
+LEVEL = 0.05  # the largest corrected p-value at which two groups differ
+EXACT = 12  # up to this number of pairs, every one of the 2^n signs is tried
+FLIPS = 10_000  # random signs where there are more pairs
 LEAST = 3  # runs or pairs that an interval and a t test need
 BOOTSTRAPPED = 8  # runs from which the interval is a bootstrap
 EQUAL = 1e-12  # relative: values that differ by less differ in their rounding

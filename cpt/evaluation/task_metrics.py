@@ -125,20 +125,6 @@ def summarise_endtasks(endtasks: Mapping[str, Any], rows: Sequence[str]) -> dict
     return {name: float(value) for name, value in found.items() if np.isfinite(value)}
 
 
-def count_transitions(before: Array, after: Array, *, classes: float | None = None) -> dict[str, float]:
-    """Of scores [example] by two models the counts and shares of those forgotten (lower than before) and
-    gained (higher), and with C classes the shares beyond chance (Harmon et al. 2025, arXiv 2510.17776):
-    `max(0, share - (1 - a) (1 - b) / (C - 1))`, a and b the accuracies, as if each were known or guessed."""
-    counts = {"forgotten": int((after < before).sum()), "gained": int((after > before).sum())}
-    found = {"examples": len(before), "before": float(before.mean()), "after": float(after.mean()), **counts}
-    shares = {name: count / len(before) for name, count in counts.items()}
-    found |= {f"{name}_share": share for name, share in shares.items()}
-    if classes is not None and classes > 1:
-        luck = (1 - found["before"]) * (1 - found["after"]) / (classes - 1)
-        found |= {f"{name}_adjusted": max(0.0, share - luck) for name, share in shares.items()}
-    return found
-
-
 @dataclass(frozen=True)
 class TaskAnswers:
     """What a model has answered to the examples of a task."""

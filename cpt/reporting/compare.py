@@ -1,14 +1,14 @@
 """Compare groups of runs: means, paired differences from a baseline, ranks, Pareto fronts, and what can be
-concluded from them; as blocks of a page, and exported as CSV, LaTeX, JSON and parquet."""
+concluded from them; as blocks of a page, and as CSV."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from statistics import fmean, stdev
@@ -19,7 +19,6 @@ from pandas import DataFrame
 
 from cpt.core.files import replacing
 from cpt.evaluation import statistics
-from cpt.evaluation.pairs import LEVEL, needed_pairs
 from cpt.evaluation.predictions import (
     answers_in,
     correct,
@@ -29,14 +28,13 @@ from cpt.evaluation.predictions import (
     rows_asked,
 )
 from cpt.evaluation.scores import RUN_KEYS, describe_conditions
+from cpt.evaluation.statistics import LEVEL
 from cpt.evaluation.task_metrics import describe_task, head_of
 from cpt.reporting import frames
 from cpt.reporting.frames import Show, decimals, few, format_interval, format_known, percent, perplexity
-from cpt.reporting.load_runs import MeasuredRun, RunGroup, RunSection, differing_settings, name_orders
+from cpt.reporting.load_runs import RunGroup, RunSection, differing_settings, name_orders
 from cpt.reporting.page import LEGENDS, Block
 
-KINDS = {"csv": ".csv", "json": ".json", "parquet": ".parquet"}  # of exports
-EQUAL_COMPUTE = 1.1  # times the baseline's FLOPs
 MAX_SETTINGS = 8  # differing settings that a note names
 ALONE = ("CPT/", "intransigence/", "endtask/", "task/", "cost/")  # what ranks methods with a model per domain
 FORMULA = tuple("=+-@\t\r\n＝＋－＠")  # what a spreadsheet takes for a formula (OWASP, CSV injection)
@@ -123,12 +121,6 @@ class PairedContrast(NamedTuple):
     p_t_holm: float | None
 
 
-class BestGroup(NamedTuple):
-    name: str
-    spread: Spread
-    others: Mapping[str, PairedContrast]  # its differences from other groups, over the pairs of both
-
-
 @lru_cache(maxsize=64)
 def spread_values(section: RunSection) -> dict[str, dict[str, Spread]]:
     """By group and key."""
@@ -195,7 +187,6 @@ def is_ranked(group: RunGroup, key: str) -> bool:
     return not group.alone or key.startswith(ALONE)
 
 
-@lru_cache(maxsize=64)
 def rank_groups(section: RunSection) -> dict[str, dict[str, float]]:
     """By measure, the mean rank (1: best) of each group among those of its model (and order, where groups are
     distinguished by it), over the orders and seeds that all these have."""
@@ -221,44 +212,48 @@ def pareto_front(means: Mapping[str, tuple[float, float]]) -> list[str]:
     return front
 
 
-@lru_cache(maxsize=16)
-def contrast_examples(section: RunSection) -> tuple[list[dict[str, Any]], list[str], list[str]]:
-    """Each group minus its baseline over the examples that both were given, of end tasks and of tasks with
-    answers: a record for all tasks together (`task` is empty) and for each task. Then notes, and a line for
-    each file that cannot be read. One task's answers are read after another's."""
-    notes, failed, parts = [], [], defaultdict(dict)
+Marked = dict[tuple[Any, int], DataFrame]  # the examples of a task by run and end-task seed
+
+
+def mark_tasks(section: RunSection, failed: list[str]) -> Iterator[tuple[tuple[str, str, str], Marked]]:
+    """By kind, task and measure how good each example is of each run; the answers of one task after another.
+    Missing files are left out; `failed` gets a line for each that cannot be read."""
     compared = [group for group in section.groups if group.name in section.baselines]
-    wanted = [(group, section.baselines[group.name]) for group in compared]
-    runs = list(dict.fromkeys(run for pair in wanted for group in pair for run in group.runs))
-    tuned: dict[str, dict] = defaultdict(dict)  # of a task, by run and end-task seed
-    for run in runs:
+    compared += section.baselines.values()
+    tuned: dict[str, Marked] = defaultdict(dict)
+    asked: dict[tuple[str, str], list[Any]] = defaultdict(list)  # runs by task and its headline measure
+    for run in dict.fromkeys(run for group in compared for run in group.runs):
         try:
             for (task, seed), right in correct(run.folder, run.scores.rows, run.scores.endtasks).items():
-                if not run.domains or task in run.domains:  # joined by place, and only as many examples
-                    size = len(right)
-                    tuned[task][run, seed] = mark_examples(np.arange(size), np.full(size, size), right)
+                size = len(right)  # joined by place, and only as many examples
+                tuned[task][run, seed] = mark_examples(np.arange(size), np.full(size, size), right)
         except ValueError as error:
             failed.append(str(error))
-
-    asked: dict[str, set[str]] = defaultdict(set)  # the headline measures of a task: one, unless runs differ
-    for run in section.runs:
-        for task, given in run.tasks.items():
-            asked[task].add(head_of(given))
-    for kind, task in [*(("end tasks", task) for task in tuned), *(("answers", task) for task in asked)]:
-        marked, measure = tuned.get(task, {}), "accuracy"
-        if kind == "answers":
-            marked, (measure, *others) = {}, sorted(asked[task])
-            if others:
-                told = " and ".join([measure, *others])
-                notes.append(f"{task} is left out, as {told} are different measures.")
-            for run in (run for run in runs if task in run.tasks and not others):
-                try:
-                    row = rows_asked(run.tasks[task])[-1]
+        for task, given in run.scores.answers.get("tasks", {}).items():
+            asked[task, head_of(given)].append(run)
+    yield from ((("end tasks", task, "accuracy"), marked) for task, marked in tuned.items())
+    for (task, measure), given in asked.items():
+        marked = {}
+        for run in given:
+            row = rows_asked(run.scores.answers["tasks"][task])[-1]
+            try:
+                with suppress(FileNotFoundError):
                     marked[run, 0] = mark_answers(answers_in(run.folder, run.scores.rows, row, task), measure)
-                except (FileNotFoundError, IndexError):
-                    notes.append(f"{task}: no answers in {run.folder}.")
-                except ValueError as error:
-                    failed.append(str(error))
+            except ValueError as error:
+                failed.append(str(error))
+        yield ("answers", task, measure), marked
+
+
+@lru_cache(maxsize=16)
+def contrast_examples(section: RunSection) -> tuple[list[dict[str, Any]], list[str]]:
+    """Each group minus its baseline over the examples that both were given, of end tasks and of tasks with
+    answers: a record for all tasks together (`task` is empty) and for each task. Then a line for each file
+    that cannot be read."""
+    failed: list[str] = []
+    parts: dict[tuple[str, str, str], dict[str, list]] = defaultdict(dict)
+    named = [group for group in section.groups if group.name in section.baselines]
+    wanted = [(group, section.baselines[group.name]) for group in named]
+    for (kind, task, measure), marked in mark_tasks(section, failed):
         for group, baseline in wanted:
             ours, theirs = (
                 {(run.pair, seed): each for (run, seed), each in reversed(marked.items()) if run in own.runs}
@@ -276,8 +271,8 @@ def contrast_examples(section: RunSection) -> tuple[list[dict[str, Any]], list[s
                 counts = np.array([(one * other).sum(), (one > other).sum(), (one < other).sum()])
                 if not set(np.unique(values)) <= {0, 1}:  # a graded measure
                     counts[0] = (one == other).sum()
+                part = ((one - other).mean(0), len(one), counts.astype(int))
                 for key in ((kind, "", ""), (kind, task, measure)):
-                    part = ((one - other).mean(0), len(one), counts.astype(int))
                     parts[key].setdefault(group.name, []).append(part)
 
     records = []
@@ -292,7 +287,7 @@ def contrast_examples(section: RunSection) -> tuple[list[dict[str, Any]], list[s
             record = {"kind": kind, "task": task, "measure": measure, "tasks": len(own[name]), "group": name}
             record |= {"baseline": section.baselines[name].name} | contrast._asdict()
             records.append(record | dict(zip(("both", "only_group", "only_baseline"), counts, strict=True)))
-    return records, notes, failed
+    return records, failed
 
 
 def list_present(section: RunSection, measures: Iterable[ComparedMeasure]) -> list[ComparedMeasure]:
@@ -311,12 +306,18 @@ def build_table(section: RunSection, cells: Sequence[Sequence[str]], *, of: int 
     return Block(cells=cells, filtered=True, facets=facets, **block) if cells else Block()
 
 
+def choose_columns(measures: Sequence[ComparedMeasure], *, first: int, each: int = 1) -> list[int]:
+    """The group and CHOSEN measures, which have `each` columns, the first at `first`; all without any."""
+    shown = [first + each * at for at, measure in enumerate(measures) if measure.key in CHOSEN]
+    return [0, *shown] if shown else []
+
+
 def tabulate_spreads(
     section: RunSection,
     measures: Iterable[ComparedMeasure],
     *,
     bounds: bool = True,
-    names: Any = (),
+    names: Sequence[str] = (),
     **block: Any,
 ) -> Block:
     """A row per group; `names`, properties of it, before the measures that some run has."""
@@ -339,24 +340,18 @@ def tabulate_spreads(
     return build_table(section, cells if measures or names else [], **block)
 
 
-def choose_columns(measures: Sequence[ComparedMeasure], *, first: int, each: int = 1) -> list[int]:
-    """The group and CHOSEN measures, which have `each` columns, the first at `first`; all without any."""
-    shown = [first + each * at for at, measure in enumerate(measures) if measure.key in CHOSEN]
-    return [0, *shown] if shown else []
-
-
-def tabulate_main(section: RunSection, *, domains: Sequence[str] = ()) -> Block:
-    """Every measure; `domains`: the only ones measured, if any."""
-    only = [f"Metrics on {few(domains, between=', ')} only."] if domains else []
-    lines = [*only, f"{SPREAD} In nats if no unit is named."]
+def tabulate_main(section: RunSection) -> Block:
+    """Every measure."""
+    about = {"title": section.title, "lines": [f"{SPREAD} In nats if no unit is named."]}
     names = ("method", "model", "orders", "size")
-    return tabulate_spreads(section, [*MEASURES, FLOPS], names=names, title=section.title, lines=lines)
+    return tabulate_spreads(section, [*MEASURES, FLOPS], names=names, **about)
 
 
 def tabulate_brief(section: RunSection) -> Block:
     """The main table without intervals and rarer measures."""
     measures = [measure for measure in MEASURES if measure.key in BRIEF]
-    return tabulate_spreads(section, measures, names=["size"], bounds=False)
+    about = {"title": section.title, "lines": [f"{SPREAD} In nats if no unit is named."]}
+    return tabulate_spreads(section, measures, names=["size"], bounds=False, **about)
 
 
 def list_conditions(section: RunSection) -> Block:
@@ -390,8 +385,8 @@ def tabulate_differences(
     measures, cells = list_present(section, measures), []
     columns = [contrast_groups(section, measure.key) for measure in measures]
     for group in section.groups:
-        if group.name in section.baselines and any(group.name in column for column in columns):
-            own = [column.get(group.name) for column in columns]
+        own = [column.get(group.name) for column in columns]
+        if any(own):
             row = [group.name, section.baselines[group.name].name, str(max(each.n for each in own if each))]
             for each, measure in zip(own, measures, strict=True):
                 row += format_contrast(each, measure.show, ("p", "p_holm", "p_t", "p_t_holm"))
@@ -401,18 +396,41 @@ def tabulate_differences(
     tests = [(f"Δ {measure.title}", "p", "Holm", "p (t)", "Holm (t)") for measure in measures]
     head = ["group", "baseline", "pairs", *itertools.chain(*tests)]
     about = {"title": f"{title} from {section.baseline}", "head": head, "words": 2, "lines": lines}
-    about["chosen"] = choose_columns(measures, first=3, each=5)
-    return build_table(section, cells, **about)
+    return build_table(section, cells, chosen=choose_columns(measures, first=3, each=5), **about)
 
 
-def format_contrast(
-    given: PairedContrast | None, show: Show, tests: Sequence[str] = ("p", "p_holm")
-) -> list[str]:
+def format_contrast(given: PairedContrast | None, show: Show, tests: Sequence[str]) -> list[str]:
     """Difference with its interval, and p-values."""
     if given is None:
         return ["–"] * (1 + len(tests))
     difference = show(given.mean) + format_interval(given.low, given.high, show)
     return [difference, *(format_known(getattr(given, name), "{:.3g}".format) for name in tests)]
+
+
+def tabulate_ranks(section: RunSection) -> Block:
+    ranks = {key: own for key, own in rank_groups(section).items() if len(own) > 1}
+    cells = [
+        [group.name, *(format_known(own.get(group.name), "{:.2f}".format) for own in ranks.values())]
+        for group in section.groups
+    ]
+    ranked = [measure for measure in COMPARED if measure.key in ranks]
+    about = {"title": "Ranks", "lines": [LEGENDS["ranks"]], "chosen": choose_columns(ranked, first=1)}
+    head = ["group", *(measure.title for measure in ranked)]
+    return build_table(section, cells if ranks else [], head=head, **about)
+
+
+def tabulate_examples(section: RunSection) -> Block:
+    cells = []
+    for each in contrast_examples(section)[0]:
+        contrast = PairedContrast(*(each[name] for name in PairedContrast._fields))
+        task = each["task"] or f"all {each['tasks']} {each['kind']}"
+        row = [task, each["group"], each["baseline"], each["measure"] or "–", f"{each['n']:,}"]
+        counts = [f"{each[name]:,}" for name in ("both", "only_group", "only_baseline")]
+        cells.append([*row, *format_contrast(contrast, percent, ("p", "p_holm")), *counts])
+    head = ["task", "group", "baseline", "measure", "examples", "Δ (points)", "p", "Holm"]
+    head += ["both", "only group", "only baseline"]
+    about = {"title": "Over test examples", "words": 4, "head": head, "lines": [LEGENDS["examples"]]}
+    return build_table(section, cells, of=1, **about)
 
 
 def tabulate_all(section: RunSection) -> list[Block]:
@@ -428,38 +446,13 @@ def tabulate_all(section: RunSection) -> list[Block]:
     metrics = {task: x for run in section.runs for task, x in run.scores.endtasks.get("metric", {}).items()}
     tasks = [ComparedMeasure(f"task/{task}", f"{task} ({name})", percent) for task, name in metrics.items()]
     about_tasks = {"title": "End tasks", "lines": [LEGENDS["tasks"].format(spread=SPREAD)]}
-
-    ranks = {key: own for key, own in rank_groups(section).items() if len(own) > 1}
-    placed = [
-        [group.name, *(format_known(own.get(group.name), "{:.2f}".format) for own in ranks.values())]
-        for group in section.groups
-    ]
-    ranked = [measure for measure in COMPARED if measure.key in ranks]
-    told = {"title": "Ranks", "lines": [LEGENDS["ranks"]], "chosen": choose_columns(ranked, first=1)}
-    told["head"] = ["group", *(measure.title for measure in ranked)]
-
-    records, notes, _ = contrast_examples(section)
-    cells = []
-    for each in records:
-        contrast = PairedContrast(*(each[name] for name in PairedContrast._fields))
-        task = each["task"] or f"all {each['tasks']} {each['kind']}"
-        row = [task, each["group"], each["baseline"], each["measure"] or "–", f"{each['n']:,}"]
-        counts = [f"{each[name]:,}" for name in ("both", "only_group", "only_baseline")]
-        cells.append([*row, *format_contrast(contrast, percent), *counts])
-    columns = ["task", "group", "baseline", "measure", "examples", "Δ (points)", "p", "Holm"]
-    columns += ["both", "only group", "only baseline"]
-    examples = Block(title="Over test examples", lines=notes)
-    if cells:
-        about = {"title": examples.title, "words": 4, "head": columns, "lines": [LEGENDS["examples"], *notes]}
-        examples = build_table(section, cells, of=1, **about)
-
     return [
         tabulate_differences(section),
-        build_table(section, placed if ranks else [], **told),
+        tabulate_ranks(section),
         tabulate_spreads(section, tasks, **about_tasks),
         tabulate_spreads(section, benchmarks.values(), title="Benchmarks", lines=harness),
         tabulate_differences(section, benchmarks.values(), title="Benchmarks: differences"),
-        examples,
+        tabulate_examples(section),
         tabulate_spreads(section, COST_MEASURES, bounds=False, title="Compute", lines=[LEGENDS["costs"]]),
     ]
 
@@ -473,102 +466,78 @@ def group_alike(section: RunSection) -> dict[tuple, list[RunGroup]]:
     return alike
 
 
+def find_best(
+    section: RunSection, groups: Sequence[RunGroup], measure: ComparedMeasure
+) -> tuple[RunGroup, dict[str, PairedContrast]] | None:
+    """The group with the best mean, and its differences from the others over the pairs of both; None if none
+    has the number."""
+    means = {group: mean for group in groups if (mean := group.mean(measure.key)) is not None}
+    if not means:
+        return None
+    best = min(means, key=lambda group: means[group] * (-1 if measure.higher else 1))
+    pairs = pair_values(section, measure.key)
+    compare = statistics.compare_pairs
+    against = {each.name: compare(pairs[best.name], pairs[each.name]) for each in means if each != best}
+    return best, correct_holm({name: each for name, each in against.items() if each.n})
+
+
 def build_tiles(section: RunSection) -> Block:
     """By each of BEST the best group with its mean over runs, and how many others differ from it. The
     interval of a single run is over its documents."""
     cells, alike = [], group_alike(section)
-    for (model, _), groups in alike.items():
-        for measure, meaning in BEST:
-            if not (best := find_best(section, groups, measure)):
-                continue
-            spread, runs = best.spread, next(each.runs for each in groups if each.name == best.name)
-            low, high = spread.low, spread.high
-            if len(runs) == 1 and not runs[0].domains:
-                metric = runs[0].scores.metrics[measure.key.partition("/")[0]]
-                low, high = metric.get("interval", {}).get("nats", (None, None))
-                meaning += "; interval over documents" * (low is not None)
-            interval = format_interval(low, high, measure.show).strip() or "no interval"
-            others, apart = len(best.others), sum(each.p_holm < LEVEL for each in best.others.values())
-            word = f"distinguished from {apart} of {others} others" if others else ""
-            told = f"{meaning}; runs: {spread.n}" + f"; {model}" * (len(alike) > 1)
-            row = [f"{measure.title}: {best.name}", f"{measure.show(spread.mean)} nats", interval, word, told]
-            cells.append(row)
+    for ((model, _), groups), (measure, meaning) in itertools.product(alike.items(), BEST):
+        if not (found := find_best(section, groups, measure)):
+            continue
+        best, others = found
+        spread = spread_values(section)[best.name][measure.key]
+        low, high = spread.low, spread.high
+        if len(best.runs) == 1:
+            metric = best.runs[0].scores.metrics[measure.key.partition("/")[0]]
+            low, high = metric.get("interval", {}).get("nats", (None, None))
+            meaning += "; interval over documents" * (low is not None)
+        interval = format_interval(low, high, measure.show).strip() or "no interval"
+        apart = sum(each.p_holm < LEVEL for each in others.values())
+        word = f"distinguished from {apart} of {len(others)} others" if others else ""
+        told = f"{meaning}; runs: {spread.n}" + f"; {model}" * (len(alike) > 1)
+        cells.append(
+            [f"{measure.title}: {best.name}", f"{measure.show(spread.mean)} nats", interval, word, told]
+        )
     head = ["best", "mean", "95 % interval", "test", "meaning"]
     return Block(head=head, cells=cells, words=5, tiles=True, name="tiles")
 
 
-@lru_cache(maxsize=16)
 def build_findings(section: RunSection) -> Block:
-    """Sentences: by each of QUESTIONS the best group, its lead over the baseline, and what the test does not
-    tell apart from it. Nothing of fewer than two groups that learned a sequence."""
-    alike = group_alike(section)
-    several, lines = sum(len(groups) > 1 for groups in alike.values()) > 1, []
+    """A line by each of QUESTIONS: the best of the groups that learned a sequence, its lead over the
+    baseline, and which others the test does not tell apart from it."""
+    alike, lines = {key: own for key, own in group_alike(section).items() if len(own) > 1}, []
     for (model, order), groups in alike.items():
-        if len(groups) < 2:
-            continue
-        whose = f" ({model}{f', order {groups[0].orders[0]}' * bool(order)})" * several
-        for measure in (measure for measure in MEASURES if measure.key in QUESTIONS):
-            lines += describe_best(section, groups, measure, QUESTIONS[measure.key][0] + whose)
-            if measure.key == "FG/nats" and (given := [g.name for g in groups if g.needs_domain]):
-                lines.append(f"Given the domain of a text at test time{whose}: {few(given, between=', ')}.")
-                rest = [group for group in groups if not group.needs_domain]
-                lines += describe_best(section, rest, measure, f"Forgets least without it{whose}")
-        bases = {section.baselines[group.name] for group in groups if group.name in section.baselines}
-        if len(bases) == 1:
-            (base,), begin = bases, f"Best at equal compute{whose}"
-            limit = EQUAL_COMPUTE * (base.mean("cost/flops") or 0)
-            within = [group for group in groups if 0 < (group.mean("cost/flops") or 0) <= limit]
-            told = f"{begin} (at most {EQUAL_COMPUTE} times {base.name}'s FLOPs, {len(within)} groups)"
-            none = f"no other group took at most {EQUAL_COMPUTE} times the FLOPs of {base.name}"
-            none = none if limit else f"not known, {base.name} has no counted FLOPs"
-            lines += describe_best(section, within, MEASURES[0], told) or [f"{begin}: {none}."]
+        whose = f" ({model}{f', order {groups[0].orders[0]}' * bool(order)})" * (len(alike) > 1)
+        for measure in (measure for measure in list_present(section, MEASURES) if measure.key in QUESTIONS):
+            if not (found := find_best(section, groups, measure)):
+                continue
+            (best, others), (begin, unit), show = found, QUESTIONS[measure.key], measure.show
+            spread = spread_values(section)[best.name][measure.key]
+            bounds = format_interval(spread.low, spread.high, show)
+            title = measure.title.removesuffix(f" ({unit.strip()})")
+            line = (
+                f"{begin}{whose}: `{best.name}`, {title} {show(spread.mean)}{bounds}{unit}, runs: {spread.n}"
+            )
+            if lead := contrast_groups(section, measure.key).get(best.name):
+                by_t = "" if lead.p_t is None else f", paired t {lead.p_t:.2g}, Holm {lead.p_t_holm:.2g}"
+                line += f"; {show(lead.mean)}{format_interval(lead.low, lead.high, show)} against "
+                line += f"{section.baselines[best.name].name}, p {lead.p:.2g}, Holm {lead.p_holm:.2g}{by_t} "
+                line += f"({lead.n} pair{'s' * (lead.n > 1)})"
+            same = [name for name, each in others.items() if each.p_holm >= LEVEL]
+            verdict = f"Distinguished from {len(others) - len(same)} of {len(others)} others"
+            verdict += f" (Holm p < {LEVEL:.2g})"
+            pairs = max((each.n for each in others.values()), default=0)
+            if same and 2 ** (1 - pairs) * len(others) > LEVEL:
+                verdict += f": {pairs} pairs are too few for Holm over {len(others)}"
+            elif same:
+                verdict += f", not from {few(same, between=', ')}"
+            lines.append(f"{line}. {verdict}.")
     how = LEGENDS["findings"].format(interval=INTERVAL)
     return Block(title="Findings", lines=[*lines, how] if lines else [])
-
-
-def find_best(section: RunSection, groups: Sequence[RunGroup], measure: ComparedMeasure) -> BestGroup | None:
-    """The group with the best mean; None if none has the number."""
-    means = {group.name: mean for group in groups if (mean := group.mean(measure.key)) is not None}
-    if not means:
-        return None
-    best = min(means, key=lambda name: means[name] * (-1 if measure.higher else 1))
-    pairs = pair_values(section, measure.key)
-    against = {name: statistics.compare_pairs(pairs[best], pairs[name]) for name in means if name != best}
-    others = correct_holm({name: each for name, each in against.items() if each.n})
-    return BestGroup(best, spread_values(section)[best][measure.key], others)
-
-
-def describe_best(
-    section: RunSection, groups: Sequence[RunGroup], measure: ComparedMeasure, begin: str
-) -> list[str]:
-    """One line, `Forgets least: ewc, FG 0.0042 [0.0030, 0.0051] nats (runs: 3); -0.2 [-0.3, -0.1] against ncl
-    …`; none where fewer than two groups have the number."""
-    found = find_best(section, groups, measure)
-    if found is None or sum(group.mean(measure.key) is not None for group in groups) < 2:
-        return []
-    best, spread, others = found
-    show, unit = measure.show, QUESTIONS[measure.key][1]
-    bounds = format_interval(spread.low, spread.high, show)
-    title = measure.title.removesuffix(f" ({unit.strip()})")
-    line = f"{begin}: `{best}`, {title} {show(spread.mean)}{bounds}{unit}"
-    line += f" (runs: {spread.n}{'' if bounds else ', no interval'})"
-    if lead := contrast_groups(section, measure.key).get(best):
-        by_t = "" if lead.p_t is None else f", paired t {lead.p_t:.2g}, Holm {lead.p_t_holm:.2g}"
-        line += f"; {show(lead.mean)}{format_interval(lead.low, lead.high, show)} against "
-        line += f"{section.baselines[best].name}, p {lead.p:.2g}, Holm {lead.p_holm:.2g}{by_t} "
-        line += f"({lead.n} pair{'s' * (lead.n > 1)})"
-
-    alike = [name for name, each in others.items() if each.p_holm >= LEVEL]
-    most, count = max((each.n for each in others.values()), default=0), len(others)
-    verdict = f"Distinguished from {count - len(alike)} of {count} others (Holm p < {LEVEL:.2g})"
-    if alike and (needed := needed_pairs(count)) and most < needed:
-        within = few([n for n, each in others.items() if not (each.low > 0 or each.high < 0)], between=", ")
-        verdict += f": Holm over {count} needs {needed} pairs, there are {most}"
-        if most >= statistics.LEAST:
-            verdict += f". The paired intervals exclude 0 against all others{' but ' * bool(within)}{within}"
-    elif alike:
-        verdict += f", not from {few(alike, between=', ')}"
-    return [f"{line}. {verdict}."]
 
 
 def build_heading(sections: Sequence[RunSection]) -> list[Block]:
@@ -586,59 +555,22 @@ def build_heading(sections: Sequence[RunSection]) -> list[Block]:
     return [Block(lines=lines)]
 
 
-def export_sections(
-    sections: Sequence[RunSection], *, stem: Path, kinds: Sequence[str], more: Mapping[str, Any]
-) -> None:
-    """Writes STEM.csv (a row per run with every number of its report; `compared/…` are over the domains of
-    --domains, others over all texts), .json (everything, with `more`) and .parquet (the tidy frame)."""
-    runs: list[tuple[dict[str, Any], MeasuredRun]] = []
+def export_csv(sections: Sequence[RunSection], path: Path) -> None:
+    """A row per run with every number of its report; `compared/…` are those of the comparison."""
+    lines = []
     for number, section in enumerate(sections, start=1):
         for group, run in ((each, run) for each in section.groups for run in each.runs):
-            facts = {"folder": Path(os.path.relpath(run.folder, stem.parent)).as_posix()}
-            facts |= {key: run.scores.run[key] for key in RUN_KEYS if key not in ("order", "finished")}
-            facts |= {"order": " ".join(run.scores.run["order"]), "section": number, "group": group.name}
-            runs.append((facts, run))
+            line = {"folder": Path(os.path.relpath(run.folder, path.parent)).as_posix()}
+            line |= {key: run.scores.run[key] for key in RUN_KEYS if key not in ("order", "finished")}
+            line |= {"order": " ".join(run.scores.run["order"]), "section": number, "group": group.name}
+            line |= {name: each for name, each in run.conditions.items() if name != "domains"}
+            line |= {f"compared/{key}": value for key, value in run.values.items()}
+            numbers = frames.summarize_scores(run.scores)
+            lines.append(line | {f"{k}/value" if k in RUN_KEYS else k: x for k, x in numbers.items()})
 
     def defuse(value: Any) -> Any:
         return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) else value
 
-    names = ("texts", "score_on", "tokenizer", "length", "mask_rate", "packing", "scored", "cap")
-    for kind in kinds:
-        with replacing(stem.with_name(stem.name + KINDS[kind])) as partial:
-            if kind == "csv":
-                lines = []
-                for facts, run in runs:
-                    line = facts | {name: run.conditions[name] for name in names}
-                    line |= {f"compared/{key}": value for key, value in run.values.items()}
-                    numbers = frames.summarize_scores(run.scores)
-                    lines.append(line | {f"{k}/value" if k in RUN_KEYS else k: x for k, x in numbers.items()})
-                table = DataFrame(lines, dtype=object).map(defuse).rename(columns=defuse)
-                table.to_csv(partial, index=False, lineterminator="\n", encoding="utf-8")
-            elif kind == "json":
-                partial.write_text(format_json(sections, runs, more), encoding="utf-8")
-            else:
-                rows = [own | {"key": key, "value": x} for own, run in runs for key, x in run.values.items()]
-                DataFrame(rows).to_parquet(partial, index=False)
-
-
-def format_json(sections: Sequence[RunSection], runs: Sequence[tuple], more: Mapping[str, Any]) -> str:
-    """By section: groups with spreads, differences and ranks; examples; runs with their values. A number that
-    is not finite is null."""
-    described = []
-    for number, section in enumerate(sections, start=1):
-        contrasts = {key: contrast_groups(section, key) for key in dict.fromkeys(section.frame["key"])}
-        groups = [
-            {"name": name, "method": group.method, "model": group.model, "orders": list(group.orders)}
-            | {"runs": len(group.runs), "baseline": getattr(section.baselines.get(name), "name", None)}
-            | {"spreads": {key: each._asdict() for key, each in spread_values(section)[name].items()}}
-            | {"differences": {key: own[name]._asdict() for key, own in contrasts.items() if name in own}}
-            | {"ranks": {key: own[name] for key, own in rank_groups(section).items() if name in own}}
-            for name, group in ((group.name, group) for group in section.groups)
-        ]
-        told = {"title": section.title, "conditions": dict(section.conditions), "domains": section.domains}
-        told |= {"groups": groups, "examples": contrast_examples(section)[0]}
-        told["runs"] = [own | {"values": run.values} for own, run in runs if own["section"] == number]
-        described.append(told)
-    text = json.dumps({"version": 2, "sections": described, **more})
-    plain = json.loads(text, parse_constant=lambda constant: None)  # JSON has no nan and infinity
-    return json.dumps(plain, indent=1, ensure_ascii=False) + "\n"
+    table = DataFrame(lines, dtype=object).map(defuse).rename(columns=defuse)
+    with replacing(path) as partial:
+        table.to_csv(partial, index=False, lineterminator="\n", encoding="utf-8")

@@ -21,15 +21,14 @@ from cpt.evaluation.task_metrics import headline, over_seeds
 from cpt.reporting import compare, drawing
 from cpt.reporting.drawing import SERIES, HeatMap, Picture, draw_heat_maps, figure, literal, png
 from cpt.reporting.frames import FEW, decimals, few, format_known, perplexity, signed
-from cpt.reporting.load_runs import RunGroup, RunSection, find_stages, name_orders, read_training
-from cpt.reporting.overlap import Distribution, Overlap, measure_overlap, read_diagnostics
+from cpt.reporting.load_runs import RunGroup, RunSection
+from cpt.reporting.overlap import Distribution, Overlap
 from cpt.reporting.page import LEGENDS, Block
 
 CURVES = {"lm": "loss (nats)", "grad_norm": "gradient norm", "lr": "learning rate"}
 CURVES |= {"tokens_per_s": "tokens/s"}
 CHANGE = {"label": "change in nats per token\n(blue: better than base)", "change": True}
 MAX_PANELS = 8  # heat maps side by side
-MAX_ORDERS = 4  # panels of training curves
 UNITS_DRAWN = 200  # of a layer
 HIGHLIGHTED = 6  # of more than FEW curves, those that end lowest
 
@@ -126,56 +125,6 @@ def name_stages(axes: Axes, borders: Mapping[str, tuple[float, float]]) -> None:
     labels = [literal(name, width=18) for name in list(borders)[::step]]
     above.set_xticks([sum(each) / 2 for each in borders.values()][::step], labels, fontsize=8)
     above.tick_params(length=0)
-
-
-def draw_curves(section: RunSection) -> Picture | None:
-    """Training loss over the tokens of the whole run: a panel for each order, at most MAX_ORDERS, and a line
-    for each group, the mean over its seeds, shaded from the lowest to the highest. Of more than FEW groups,
-    those that end lowest are named. None without curves."""
-    orders: dict[str, dict[str, list[dict[str, Series]]]] = defaultdict(lambda: defaultdict(list))
-    names, borders, ends = name_orders(section.runs), {}, defaultdict(list)
-    for group in section.groups:
-        for run in group.runs:
-            stages = read_training(run.folder / "metrics.csv", run.scores)
-            if curves := {name: each["lm"].dropna() for name, each in stages.items() if "lm" in each}:
-                order = names[run.pair[0]]
-                orders[order][group.name].append(curves)
-                borders.setdefault(order, find_stages(run.scores))
-                ends[group.name].append(float([*curves.values()][-1].iloc[-1]))
-    if not orders:
-        return None
-    marked = choose_lowest({name: np.mean(each) for name, each in ends.items()})
-    shown = sorted(orders, key=lambda order: -len(orders[order]))[:MAX_ORDERS]
-    drawn = figure((11, max(0.8 + 3.2 * len(shown), 0.23 * len(marked) + 0.8)))
-    grid, styles = drawn.subplots(len(shown), 1, squeeze=False)[:, 0], style_groups(ends, section.places)
-    labelled: set[str] = set()
-    for order, axes in zip(shown, grid, strict=True):
-        for name, runs in orders[order].items():
-            colour = styles[name]["color"] if name in marked else "0.8"
-            how = {"color": colour, "linestyle": styles[name]["linestyle"], "linewidth": 1.2}
-            for stage in dict.fromkeys(stage for curves in runs for stage in curves):
-                lines = [curves[stage] for curves in runs if stage in curves]
-                steps = lines[0].index.to_numpy()
-                losses = np.stack([np.interp(steps, line.index, line) for line in lines])
-                label = "" if name in labelled or name not in marked else literal(name, width=44)
-                label += f" ({len(ends[name])})" * (bool(label) and len(ends[name]) > 1)
-                labelled.add(name)
-                zorder, dot = (3 if name in marked else 1), "." * (len(steps) < 3)
-                axes.plot(steps, losses.mean(0), label=label or None, marker=dot, zorder=zorder, **how)
-                if name in marked and len(lines) > 1:
-                    axes.fill_between(steps, losses.min(0), losses.max(0), color=colour, alpha=0.2, lw=0)
-        for begin, _ in borders[order].values():
-            axes.axvline(begin, color="0.75", linewidth=0.8, zorder=0)
-        name_stages(axes, borders[order])
-        axes.set_ylabel("training loss (nats)", fontsize=9)
-        axes.set_title(f"order {literal(order, width=60)}" * (len(names) > 1), fontsize=10)
-        axes.grid(axis="y", color="0.92")
-    if others := len(ends) - len(marked):
-        grid[0].plot([], [], color="0.8", label=f"{others} others")
-    grid[-1].set_xlabel("tokens read by the optimizer steps, all stages")
-    drawn.legend(loc="outside right upper", frameon=False, fontsize=8)
-    told = drawing.list_few(f"{name} {np.mean(ends[name]):.3f}" for name in marked)
-    return png(drawn, told=f"Training loss at the last point, means over runs: {told}")
 
 
 def draw_monitor(scores: Scores) -> Picture:
@@ -322,10 +271,6 @@ def build_figures(section: RunSection) -> list[Block]:
     runs = {group.name: [run.scores for run in group.runs] for group in section.groups}
     about = {"title": "Over the stages", "caption": LEGENDS["averages"], "name": "stages"}
     blocks.append(Block(picture=draw_stages(runs, places=section.places), **about))
-    if curves := draw_curves(section):
-        about = {"title": "Training curves", "caption": LEGENDS["curves"], "name": "training"}
-        blocks.append(Block(picture=curves, **about))
-
     for title, name, x, y, x_label, y_label, logarithmic in PLANES:
         ranked = [group for group in section.groups if compare.is_ranked(group, y)]
         points = {group.name: (group.of(x), group.of(y)) for group in ranked}
@@ -333,13 +278,6 @@ def build_figures(section: RunSection) -> list[Block]:
             labels = {"x": x_label, "y": y_label, "logarithmic": logarithmic}
             picture = draw_plane(points, places=section.places, **labels)
             blocks.append(Block(title=title, caption=LEGENDS["planes"], picture=picture, name=name))
-    overlaps = {}
-    for name, run in first.items():
-        stages = read_diagnostics(run.folder, run.scores)
-        overlaps |= {f"{name}: {title}": x for title, x in measure_overlap(stages, run.scores).items()}
-    if overlaps := dict([*overlaps.items()][:MAX_PANELS]):
-        about = {"title": "What domains share inside the models", "caption": LEGENDS["inside"]}
-        blocks.append(Block(picture=draw_overlap(overlaps), name="overlap", **about))
     return blocks
 
 

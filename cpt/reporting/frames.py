@@ -13,7 +13,7 @@ import numpy as np
 from pandas import DataFrame
 
 from cpt.evaluation import task_metrics as endtasks
-from cpt.evaluation.metrics import METRICS, UNITS, in_units
+from cpt.evaluation.metrics import UNITS, in_units
 from cpt.evaluation.scores import Scores
 
 COST_UNITS = {"trained": "parameters", "tokens": "tokens", "flops": "operations", "skipped": "steps"}
@@ -29,14 +29,6 @@ HEADLINES = (
     *("BWT_zs/nats", "FWT_zs/nats", "ZS/nats"),
 )
 MAX_HEADLINES = 26  # with tables and pictures at most 40 entries of a W&B summary
-TABLES = {  # columns
-    "metrics": "metric meaning formula unit value low high",
-    "endtasks": "stage after task seed metric own_metric value",
-    "answers": "stage after task measure value chance majority",
-    "benchmarks": "stage after task metric value low high chance shots limit version",
-    "modules": "stage after text module weight",
-    "seconds": "phase stage seconds",
-}
 EQUAL = (1.01, 1.05)  # times the tokens, operations of another group up to which they are called equal
 FEW = 12  # up to this number, domains are drawn or named one by one
 CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]+")  # line ends, terminal codes, bidi
@@ -242,54 +234,15 @@ KINDS: dict[str, Callable[[Scores], Values]] = {
 
 
 def tabulate(scores: Scores) -> dict[str, DataFrame]:
-    """Every table that has lines, with None for what is missing or not finite: `matrix` (perplexities, a
-    column per text), `losses` (a line per cell), TABLES, `costs`, `texts`. The last stages come first."""
-    frame = tidy_scores(scores).rename(columns={"row": "after"})
-    kinds, tables = {kind: lines.copy() for kind, lines in frame.groupby("kind")}, {}
-
-    def widen(lines: DataFrame, index: list[str], names: str, columns: Sequence[str]) -> DataFrame:
-        cells = lines.set_index([*index, names])["value"].unstack(sort=False)
-        return cells.reindex(columns=columns).reset_index()
-
-    if "loss" in kinds:
-        lines, rows = kinds["loss"], {name: row for row, name in enumerate(scores.rows) if row}
-        tables["matrix"] = widen(lines[lines["unit"] == "perplexity"], ["after"], "text", scores.domains)
-        losses = tables["losses"] = widen(lines, ["stage", "after", "text"], "unit", UNITS)
-        losses.insert(3, "learned", losses["text"].map(rows).fillna(np.inf) <= losses["stage"].astype(int))
-    if "metric" in kinds:
-        lines = kinds["metric"][kinds["metric"]["metric"].isin(METRICS)]
-        about = [METRICS[name][:2] for name in lines["metric"]]
-        meanings, formulas = zip(*about, strict=True) if about else ((), ())
-        tables["metrics"] = lines.assign(meaning=meanings, formula=formulas)
-    if "endtask" in kinds:
-        lines = kinds["endtask"].rename(columns={"text": "task"})
-        own = lines["task"].map(scores.endtasks["metric"]) == lines["metric"]
-        tables["endtasks"] = lines.assign(own_metric=own)
-    for kind, name in (("answer", "answers"), ("benchmark", "benchmarks")):
-        if kind in kinds:
-            lines = kinds[kind].rename(columns={"text": "task"}).assign(measure=kinds[kind]["metric"])
-            given = getattr(scores, name)
-            about = DataFrame([given["tasks"][task] for task in lines["task"]], index=lines.index)
-            tables[name] = lines.join(about[[fact for fact in TABLES[name].split() if fact not in lines]])
-    if "module" in kinds:
-        tables["modules"] = kinds["module"].rename(columns={"value": "weight"})
-    if "cost" in kinds:
-        staged = kinds["cost"][kinds["cost"]["stage"].notna()]
-        tables["costs"] = widen(staged, ["stage", "after"], "metric", COST_COLUMNS)
-    if "phase" in kinds:
-        lines = kinds["phase"].drop(columns="stage")
-        tables["seconds"] = lines.rename(columns={"metric": "phase", "after": "stage", "value": "seconds"})
-    if "text" in kinds:
-        texts = tables["texts"] = widen(kinds["text"], ["text"], "metric", ("tokens", "scored", "bytes"))
-        for fact in ("documents", "hash"):
-            texts[fact] = [str(scores.texts.get(text, {}).get(fact, "")) for text in texts["text"]]
-    for name, lines in tables.items():
-        lines = lines[TABLES[name].split()] if name in TABLES else lines
-        if name in ("losses", "endtasks", "answers", "benchmarks", "modules"):
-            lines = lines.sort_values("stage", ascending=False, kind="stable")
-        known = lines.replace([np.inf, -np.inf], np.nan)
-        tables[name] = known.astype(object).where(known.notna(), None)
-    return {name: lines for name, lines in tables.items() if len(lines)}
+    """For W&B: `matrix`, perplexities with a column per text, and `scores`, every number; None for what is
+    missing or not finite."""
+    with np.errstate(over="ignore"):
+        matrix = DataFrame(np.exp(scores.matrix), columns=scores.domains)
+    matrix.insert(0, "after", scores.rows, allow_duplicates=True)
+    kinds = sorted(KINDS, key="loss".__eq__)  # the losses, of which W&B may cut some, last
+    known = {"matrix": matrix, "scores": tidy_scores(scores, *kinds)}
+    known = {name: table.replace([np.inf, -np.inf], np.nan) for name, table in known.items()}
+    return {name: table.astype(object).where(table.notna(), None) for name, table in known.items()}
 
 
 def stage_points(scores: Scores, row: int) -> dict[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ from pandas import DataFrame
 from cpt.core.config import executes, flatten
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation import task_metrics
-from cpt.evaluation.metrics import METRICS, UNITS, compute_values, intransigence
+from cpt.evaluation.metrics import METRICS, UNITS, intransigence
 from cpt.evaluation.scores import Scores, conditions
 from cpt.evaluation.task_metrics import describe_task
 from cpt.reporting.frames import escape_name, few, label, shorten, split_variant, summarize_scores
@@ -43,18 +43,11 @@ class MeasuredRun:
 
     folder: Path
     scores: Scores
-    domains: frozenset[str] = frozenset()  # the metrics are of these alone; empty: of all
     values: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def pair(self) -> Pair:
         return tuple(self.scores.run["order"]), self.scores.run["seed"]
-
-    @property
-    def tasks(self) -> dict[str, Mapping[str, Any]]:
-        """The tasks with answers, of the chosen domains."""
-        found = self.scores.answers.get("tasks", {})
-        return {task: given for task, given in found.items() if not self.domains or task in self.domains}
 
     @cached_property
     def conditions(self) -> dict[str, str]:
@@ -135,33 +128,9 @@ def filter_runs(runs: Sequence[MeasuredRun], where: Sequence[str]) -> list[Measu
     return chosen
 
 
-def restrict_scores(scores: Scores, names: Collection[str]) -> Scores:
-    """The scores with metrics, end tasks and answers over these domains alone: a mean is over their terms."""
-    cells = np.where([name not in (*names, GENERAL) for name in scores.domains], np.nan, scores.cells)
-    values = compute_values(cells, layout=scores)
-    metrics = {name: {unit: float(x) for unit, x in units.items()} for name, units in values.items()}
-    asked, tuned = scores.answers, scores.endtasks
-    if tasks := {task: given for task, given in asked.get("tasks", {}).items() if task in names}:
-        matrix, columns = task_metrics.matrix_of(asked), list(asked["tasks"])
-        matrix = np.where([task not in tasks for task in columns], np.nan, matrix)
-        found = task_metrics.compute_metrics(matrix, rows=scores.rows[: len(matrix)], tasks=columns)
-        found = {name: float(found[name]) for name in asked["metrics"] if name in found}
-        asked = asked | {"tasks": tasks, "metrics": found, "intervals": {}}
-    if kept := [task for task in tuned.get("tasks", ()) if task in names]:
-        places = [tuned["tasks"].index(task) for task in kept]
-        facts = {key: {task: tuned[key][task] for task in kept} for key in ("metric", "classes", "examples")}
-        cubes = {kind: [[row[n] for n in places] for row in rows] for kind, rows in tuned["scores"].items()}
-        tuned = tuned | facts | {"tasks": kept, "scores": cubes}
-    return replace(scores, metrics=metrics, answers=asked if tasks else {}, endtasks=tuned if kept else {})
-
-
-def measure_runs(runs: Sequence[MeasuredRun], *, domains: Collection[str] = ()) -> list[MeasuredRun]:
-    """Copies of the runs with their values, over these domains alone if any are given; without runs that have
-    none of them. Intransigence is against `one` with the same model, order and conditions, and the same seed
-    if there is one. Raises ValueError for a domain that no run has."""
-    known = {name for run in runs for name in run.scores.domains} - {GENERAL}
-    if absent := [name for name in domains if runs and name not in known]:
-        raise ValueError(f"--domains {','.join(absent)} is invalid. Allowed: {', '.join(sorted(known))}")
+def measure_runs(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
+    """Copies of the runs with their values. Intransigence is against `one` with the same model, order and
+    conditions, and the same seed if there is one."""
     plain = {"method": "one", "mask": "none", "replay": "none"}
     references = [run for run in runs if plain.items() <= run.scores.run.items()]
     keys = [*(f"{name}/{unit}" for name in METRICS for unit in UNITS), "intransigence/nats"]
@@ -169,26 +138,22 @@ def measure_runs(runs: Sequence[MeasuredRun], *, domains: Collection[str] = ()) 
     keys += [f"answers/{name}" for name in task_metrics.ANSWER_METRICS] + [f"cost/{cost}" for cost in COSTS]
     measured = []
     for run in runs:
-        names = frozenset(domains) & set(run.scores.domains)
-        if domains and not names:
-            continue
-        scores = restrict_scores(run.scores, names) if names else run.scores
+        scores = run.scores
         numbers = summarize_scores(scores, ("metric", "task", "score", "benchmark", "cost"))
-        alike = run.pair[0], run.scores.run["model"], run.comparability
+        alike = run.pair[0], scores.run["model"], run.comparability
         alone = [r for r in references if (r.pair[0], r.scores.run["model"], r.comparability) == alike]
         if alone and run not in references:
             other = min(alone, key=lambda each: each.pair[1] != run.pair[1]).scores.diagonal
-            own = {name: x for name, x in run.scores.diagonal.items() if not names or name in names}
-            if shared := [name for name in own if name in other]:
-                lost = intransigence([own[n] for n in shared], one=[other[n] for n in shared])
-                numbers["intransigence/nats"] = float(lost)
+            if shared := [name for name in scores.diagonal if name in other]:
+                own = [scores.diagonal[name] for name in shared]
+                numbers["intransigence/nats"] = float(intransigence(own, one=[other[n] for n in shared]))
         shown = dict(zip(keys, keys, strict=True))  # by the key of a summary
         for task, metric in scores.endtasks.get("metric", {}).items():
             shown[f"endtask/{escape_name(task)}/{metric}"] = f"task/{task}"
         for task, given in scores.benchmarks.get("tasks", {}).items():
             shown[f"benchmark/{escape_name(task)}"] = f"benchmark/{describe_task(task, given)}"
         values = {name: numbers[key] for key, name in shown.items() if key in numbers}
-        measured.append(replace(run, domains=names, values=values))
+        measured.append(replace(run, values=values))
     return measured
 
 

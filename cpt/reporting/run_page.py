@@ -17,7 +17,6 @@ import pandas
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation import task_metrics
 from cpt.evaluation.metrics import METRICS, TITLES, UNITS
-from cpt.evaluation.predictions import Moved, follow_answers, transitions_of
 from cpt.evaluation.scores import Scores, conditions, describe_conditions
 from cpt.evaluation.task_metrics import describe_task, head_of, last_value, matrix_of
 from cpt.reporting import figures, frames
@@ -53,7 +52,6 @@ MEASURE_NAMES = {
     "edit_similarity": "edit similarity", "sari": "SARI",
     "first_character": "first character of what is written",
 }  # fmt: skip
-MOVED_HEAD = ("1→0", "share", "beyond chance", "0→1", "share", "beyond chance")
 WHOLE, TENTH = "{:,.0f}".format, "{:,.1f}".format
 TILES_HEAD = ("", "mean", "95 % interval", "", "meaning")
 COST_FORMATS = {  # column: cost of cpt.reporting.frames, format
@@ -73,7 +71,7 @@ def write_report(folder: Path, scores: Scores | None = None) -> Path:
 
 def build_blocks(folder: Path, scores: Scores) -> list[Block]:
     """The sections of a run page: what came out first, pictures, then tables, and how the run was made."""
-    answers = show_answers(scores, folder)
+    answers = show_answers(scores)
     terms = [LEGENDS["terms"] for metric in scores.metrics.values() if "terms" in metric][:1]
     about = {"title": "Metrics", "lines": [LEGENDS["metrics"], *terms], "head": METRIC_HEAD, "words": 3}
     cells = [format_metric(scores, name) for name in scores.metrics]
@@ -89,7 +87,7 @@ def build_blocks(folder: Path, scores: Scores) -> list[Block]:
         Block(cells=cells, chosen=(0, 1, 3, 4, 5), **about),
         *answers[1:],
         show_generated(folder),
-        *show_endtasks(scores, folder),
+        *show_endtasks(scores),
         show_benchmarks(scores),
         show_costs(scores),
         show_texts(scores),
@@ -339,8 +337,8 @@ def show_generated(folder: Path) -> Block:
     return Block(title="Generated text", lines=[LEGENDS["generated"]], **how) if cells else Block()
 
 
-def show_endtasks(scores: Scores, folder: Path) -> list[Block]:
-    """The end tasks' scores, their metrics, and what became of the predictions."""
+def show_endtasks(scores: Scores) -> list[Block]:
+    """The end tasks' scores and their metrics."""
     if not (given := scores.endtasks):
         return []
     tasks, tables = given["tasks"], []
@@ -350,58 +348,35 @@ def show_endtasks(scores: Scores, folder: Path) -> list[Block]:
         measured = np.flatnonzero(np.isfinite(means).any(1))
         rows = [scores.rows[row] for row in measured]
         tables.append(format_rows(rows, means[measured], percent, spreads[measured]))
-    changes, about = [], []
-    try:
-        moved = transitions_of(folder, scores.rows, given)
-        changes = [[task, *format_moved(counts)] for task, counts in moved.items()]
-        about = [LEGENDS["moved"]] * bool(changes)
-    except ValueError as error:
-        about = [str(error)]
     names, head = {task: ENDTASK_NAMES[given["metric"][task]] for task in tasks}, ["after", *tasks]
     picture = figures.draw_endtasks(scores) if len(tables[0]) > 1 else b""
     shown = {"picture": picture, "caption": LEGENDS["tasked"] * bool(picture)}
-    title, moved_title = f"End tasks: {name_measures(names)}", "End tasks: what became of the predictions"
-    moved_head = ["task", "predictions", "accuracy then", "accuracy now", *MOVED_HEAD]
+    title = f"End tasks: {name_measures(names)}"
     found = task_metrics.summarise_endtasks(given, scores.rows)
     told = f"{len(tasks)} tasks, seeds {few([*map(str, given['seeds'])], between=', ')}, "
     return [
         Block(title=title, name="endtasks", head=head, cells=tables[0], **shown),
         *(Block(folded=name, head=head, cells=cells) for name, cells in zip(cubes, tables[1:], strict=True)),
         show_task_metrics("End tasks", "endtask", given, found, told=told),
-        Block(title=moved_title, lines=about, head=moved_head, cells=changes),
     ]
 
 
-def show_answers(scores: Scores, folder: Path) -> list[Block]:
-    """The matrix of the answers' scores, its metrics, every measure of the last model, and what became of the
-    examples."""
+def show_answers(scores: Scores) -> list[Block]:
+    """The matrix of the answers' scores, its metrics, and every measure of the last model."""
     if not (tasks := scores.answers.get("tasks")):
         return []
     names = name_measures({name: MEASURE_NAMES[head_of(task)] for name, task in tasks.items()})
     there = [name for name in MEASURE_NAMES if any(name in task["measures"] for task in tasks.values())]
     final = {(each.text, each.metric): each.value for each in frames.list_answers(scores)}  # the last row's
     last = [[task, *(format_known(final.get((task, name)), percent) for name in there)] for task in tasks]
-    changes, gone, damaged = [], [], []
-    for each in follow_answers(folder, scores.rows, scores.answers):
-        if isinstance(each, Moved):
-            stayed = each.counts["examples"] - each.counts["forgotten"] - each.counts["gained"]
-            changes.append([each.task, each.since, *format_moved(each.counts), f"{stayed:,}"])
-        else:
-            (gone if isinstance(each, FileNotFoundError) else damaged).append(str(each))
-    about = [LEGENDS["moved"]] * bool(changes)
-    about += [f"Files of answers that are missing: {len(gone)}, like {gone[0]}."] if gone else []
     matrix = {"name": "answers", "head": ["after", *tasks], "caption": LEGENDS["tasked"]}
     picture = figures.draw_tasks(matrix_of(scores.answers), scores.rows, list(tasks), kind="Scores")
     title = f"Answers to each task (column) after each stage (row): {names}"
     head = ["task", *(MEASURE_NAMES[name] for name in there)]
-    moved = {"title": "Answers: what became of the examples", "lines": about + damaged, "cells": changes}
-    moved["head"] = ["task", "since", "examples", "score then", "score now", *MOVED_HEAD, "stayed"]
-    moved["folded"] = f"{len(changes)} comparisons" * (len(changes) > 2 * frames.FEW)
     return [
         Block(title=title, picture=picture, cells=format_answers(scores), **matrix),
         show_task_metrics("Scores", "answers", scores.answers, scores.answers["metrics"]),
         Block(title="Answers of the last model", head=head, cells=last, folded=f"{len(last)} tasks"),
-        Block(words=2, **moved),
     ]
 
 
@@ -423,15 +398,6 @@ def show_task_metrics(
         cells.append([name, *meanings[name], percent(value) + frames.format_interval(*bounds, percent)])
     head = ("number", "meaning", "formula", "%")
     return Block(title=title, lines=lines, head=head, cells=cells, words=3, chosen=(0, 1, 3))
-
-
-def format_moved(counts: Mapping[str, float]) -> list[str]:
-    """The number of examples, both scores, and MOVED_HEAD."""
-    cells = [f"{counts['examples']:,}", percent(counts["before"]), percent(counts["after"])]
-    for name in ("forgotten", "gained"):
-        shares = counts[f"{name}_share"], counts.get(f"{name}_adjusted")
-        cells += [f"{counts[name]:,}", *(format_known(share, percent) for share in shares)]
-    return cells
 
 
 def format_answers(scores: Scores) -> Cells:

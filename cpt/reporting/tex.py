@@ -12,8 +12,8 @@ from pandas import DataFrame, concat
 
 from cpt.core.files import replace
 from cpt.core.schema import Number, fits
-from cpt.evaluation.pairs import LEVEL
 from cpt.evaluation.scores import describe_conditions
+from cpt.evaluation.statistics import LEVEL
 from cpt.evaluation.task_metrics import headline, matrix_of, over_seeds
 from cpt.reporting import compare
 from cpt.reporting.compare import ComparedMeasure

@@ -1,4 +1,4 @@
-"""How good answers are, and what became of each: against values by hand, slow loops, the files of runs."""
+"""How good answers are: against values by hand and slow loops."""
 
 from itertools import product
 
@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from cpt.evaluation import task_metrics
-from cpt.evaluation.predictions import follow_answers, join_examples, mark_examples
+from cpt.evaluation.predictions import join_examples, mark_examples
 from cpt.evaluation.task_metrics import MEASURES, TaskAnswers, sari, summarise_answers
-from tests.support.answering import kept, ranked
 
 CHOICES = ("World", "Sports", "Science or Technology")
 
@@ -121,25 +120,6 @@ def test_counts_of_sari_by_hand():
     assert added == 1, "nothing is added, nothing is to be added"
     assert kept == pytest.approx(2 * (3 / 4) * (3 / 4) / (3 / 4 + 3 / 4))
     assert deleted == pytest.approx(3 / 4)
-
-
-ROWS = ["base", "law", "food"]
-LAW = ([0, 0, 1, 0, 1], [1, 1, 1, 1, 0], [1, 0, 0, 1, 1])
-
-
-def moved(folder, answers):
-    return {(each.task, each.since): each.counts for each in follow_answers(folder, ROWS, answers)}
-
-
-def test_from_the_own_stage_and_from_the_base_to_the_end(tmp_path):
-    given = {"law": [*map(ranked, LAW)], "food": [*map(ranked, ([1, 0], [0, 0], [1, 1]))]}
-    found = moved(tmp_path, kept(tmp_path, given, rows=ROWS))
-    assert list(found) == [("law", "base"), ("law", "law"), ("food", "base")]
-    learned, since = found["law", "law"], found["law", "base"]
-    assert [learned[name] for name in ("examples", "forgotten", "gained")] == [5, 2, 1]
-    assert (learned["before"], learned["after"]) == (0.8, 0.6)
-    assert learned["forgotten_adjusted"] == pytest.approx(2 / 5 - 0.2 * 0.4 / (2 - 1))
-    assert (since["forgotten"], since["gained"], found["food", "base"]["gained"]) == (1, 2, 1)
 
 
 def test_examples_are_joined_by_their_ids_where_these_stand_for_the_same():

@@ -1,4 +1,4 @@
-"""End-task numbers by hand, transitions by simulation, predictions from the files that a run leaves."""
+"""End-task numbers by hand, and predictions from the files that a run leaves."""
 
 import json
 
@@ -8,7 +8,7 @@ import pytest
 from pyarrow import parquet
 
 from cpt.evaluation import task_metrics as endscores
-from cpt.evaluation.predictions import transitions_of
+from cpt.evaluation.predictions import correct
 
 TASKS = ["law", "food", "space"]
 ROWS = ["base", *TASKS]
@@ -77,28 +77,11 @@ def test_the_final_score_is_that_of_the_last_row_measured_and_the_diagonal_goes_
     assert np.isnan(endscores.forward(A[:2], ROWS, TASKS)[1:]).all()
 
 
-def transitions(label, before, after, *, classes=None):
-    return endscores.count_transitions(before == label, after == label, classes=classes)
-
-
-def test_transitions_by_hand():
-    label, before, after = (np.array(list(each)) for each in ("aabbcc", "aabbab", "abacca"))
-    found = transitions(label, before, after, classes=3)
-    share, luck = 3 / 6, (1 - 4 / 6) * (1 - 2 / 6) / 2  # places 1, 2 and 3
-    expected = {"examples": 6, "before": 4 / 6, "after": 2 / 6, "forgotten": 3, "gained": 1}
-    expected |= {"forgotten_share": share, "gained_share": 1 / 6}
-    assert found == pytest.approx(
-        expected | {"forgotten_adjusted": share - luck, "gained_adjusted": 1 / 6 - luck}
-    )
-    for classes in (None, 1):
-        assert "forgotten_adjusted" not in transitions(label, before, after, classes=classes)
-
-
-def predicted(folder, row, task, seed, right, *, ids=None, rows=ROWS):
+def predicted(folder, row, task, seed, right, *, rows=ROWS):
     """A file of predictions: 1 is right."""
     path = folder / "endtasks" / f"{row:03d}-{rows[row]}" / f"{task}-{seed}.parquet"
     path.parent.mkdir(parents=True, exist_ok=True)
-    columns = {"id": ids or [f"doc#{place}" for place in range(len(right))], "label": ["x"] * len(right)}
+    columns = {"id": [f"doc#{place}" for place in range(len(right))], "label": ["x"] * len(right)}
     table = pa.table(columns | {"prediction": ["x" if each else "y" for each in right]})
     about = {b"cpt": json.dumps({"digest": "0a1b", "seconds": 1.0}).encode()}
     table = table.replace_schema_metadata(about)
@@ -106,45 +89,25 @@ def predicted(folder, row, task, seed, right, *, ids=None, rows=ROWS):
     return path
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """Predictions of two seeds for the tasks of the matrix: law loses, food gains, space has one row."""
-    for seed in (0, 1):
-        for row, right in ((1, [1, 1, 1, 0]), (2, [0, 0, 0, 0]), (3, [1, 1, 0, seed])):
-            predicted(tmp_path, row, "law", seed, right)
-        predicted(tmp_path, 2, "food", seed, [0, 0, 1])
-        predicted(tmp_path, 3, "food", seed, [1, 0, 1])
-        predicted(tmp_path, 3, "space", seed, [1, 0])
-    return tmp_path
-
-
-def test_transitions_are_from_the_own_stage_to_the_last(folder):
-    found = transitions_of(folder, ROWS, given())
-    assert list(found) == ["law", "food"]
-    assert [found["law"][name] for name in ("examples", "forgotten", "gained")] == [8, 2, 1]
-    assert [found["food"][name] for name in ("examples", "forgotten", "gained")] == [6, 0, 2]
-    assert found["law"]["forgotten_adjusted"] == pytest.approx(2 / 8 - (2 / 8) * (3 / 8) / 2)
-    (folder / "endtasks" / "001-law" / "law-1.parquet").unlink()
-    assert list(transitions_of(folder, ROWS, given())) == ["food"]
-    assert transitions_of(folder, ["base", "joint"], given(A[[0, 3]])) == {}
-    assert transitions_of(folder / "none", ROWS, given()) == transitions_of(folder, ROWS, {}) == {}
-
-
 def flipped(data):
-    at = data.index(b"doc#2")
+    at = data.index(b"\0y") + 1
     return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 
 @pytest.mark.parametrize("harm", [lambda data: data[:-30], flipped, None])
-def test_predictions_that_are_damaged_or_on_other_examples_are_one_line(folder, harm):
-    path = folder / "endtasks" / "003-space" / "law-0.parquet"
+def test_damaged_predictions_are_one_line_and_missing_ones_are_left_out(tmp_path, harm):
+    for seed in (0, 1):
+        predicted(tmp_path, 3, "law", seed, [1, 0, 1, seed])
+    found = correct(tmp_path, ROWS, given())
+    assert {key: each.tolist() for key, each in found.items()} == {
+        ("law", seed): [True, False, True, bool(seed)] for seed in (0, 1)
+    }
+    assert correct(tmp_path / "none", ROWS, given()) == correct(tmp_path, ROWS, {}) == {}
+    path = tmp_path / "endtasks" / "003-space" / "law-0.parquet"
     if harm is None:
         parquet.write_table(pa.table({"id": ["1"]}), path)
     else:
         path.write_bytes(harm(path.read_bytes()))
     with pytest.raises(ValueError, match=r"law-0\.parquet: damaged predictions \(.*delete it") as raised:
-        transitions_of(folder, ROWS, given())
+        correct(tmp_path, ROWS, given())
     assert "\n" not in str(raised.value)
-    predicted(folder, 3, "law", 0, [1, 0, 1, 0], ids=list("abcd"))
-    with pytest.raises(ValueError, match="law: the predictions of two rows are of different examples"):
-        transitions_of(folder, ROWS, given())

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from cpt.evaluation.pairs import FLIPS, least_p, needed_pairs
-from cpt.evaluation.statistics import compare_differences, compare_pairs, intervals_of_means, mcnemar
+from cpt.evaluation.statistics import FLIPS, compare_differences, compare_pairs, intervals_of_means, mcnemar
 
 
 def interval(values, **how):
@@ -81,13 +80,6 @@ def test_many_pairs_are_flipped_at_random():
     assert against_nothing(draws) == found
     assert against_nothing(draws, seed=1).p != found.p, "other signs are drawn"
     assert against_nothing([1.0 + key for key in range(60)]).p == 1 / (FLIPS + 1)
-
-
-def test_how_many_pairs_holm_needs():
-    for comparisons, pairs in ((1, 6), (4, 8), (7, 9), (400, 13)):
-        assert needed_pairs(comparisons) == pairs
-        assert least_p(pairs) * comparisons <= 0.05 < least_p(pairs - 1) * comparisons
-    assert needed_pairs(501) is None
 
 
 def test_examples_as_plain_resampling():

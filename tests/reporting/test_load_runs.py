@@ -5,8 +5,7 @@ import pytest
 
 from cpt.reporting import load_runs
 from cpt.reporting.load_runs import build_sections, filter_runs, measure_runs
-from tests.support.answering import answers
-from tests.support.comparing import CONDITIONS, DOMAINS, NLL, endtasks, made, run, saved, section
+from tests.support.comparing import CONDITIONS, DOMAINS, NLL, run, saved, section
 
 
 def names(runs, **options):
@@ -45,37 +44,6 @@ def test_filters_choose_runs_and_a_wrong_one_says_what_is_allowed():
         filter_runs(runs, ["method=das,ewc"])
 
 
-def test_metrics_end_tasks_and_answers_on_some_domains():
-    nll = np.array(NLL)
-
-    def nats(*names):
-        found = load_runs.restrict_scores(made(), {*names}).metrics
-        return {name: units["nats"] for name, units in found.items()}
-
-    told = nats("law", "food")
-    assert told["LC"] == pytest.approx((nll[3, 0] + nll[3, 1]) / 2)
-    assert told["CPT"] == pytest.approx((nll[1, 0] + nll[2, 1]) / 2)
-    assert told["FG"] == pytest.approx((nll[3, 0] - nll[1, 0] + nll[3, 1] - nll[2, 1]) / 2)
-    assert told["BWT_zs"] == pytest.approx((nll[0, 0] - nll[3, 0] + nll[0, 1] - nll[3, 1]) / 2)
-    assert told["general_drift"] == pytest.approx(nll[3, 3] - nll[0, 3])
-    assert nats("law", "space")["FG"] == pytest.approx(nll[3, 0] - nll[1, 0])  # not the last
-    scores = made()
-    for name, units in load_runs.restrict_scores(scores, set(DOMAINS)).metrics.items():
-        assert units == pytest.approx({unit: scores.metrics[name][unit] for unit in units}), name
-
-    values = {"law": [0.2, 0.9, 0.8, 0.5], "food": [0.3, 0.3, 0.7, 0.6], "space": [0.1, 0.1, 0.1, 0.9]}
-    given = {"endtasks": endtasks([[0.1, 0.2, 0.3]] * 4), "answers": answers(values, rows=["base", *DOMAINS])}
-    runs = [run(**given), run(order=["sea", "sky"], nll=[row[:3] for row in NLL[:3]])]
-    (only,) = measure_runs(runs, domains=["law", "food"])  # not the run that has neither
-    assert {key for key in only.values if key.startswith("task/")} == {"task/law", "task/food"}
-    expected = {"endtask/MF1": 0.15, "LC/nats": (4.9 + 4.5) / 2}
-    expected |= {"answers/AP": 0.55, "answers/LA": 0.8, "answers/BWT": -0.25}
-    assert {key: only.values[key] for key in expected} == pytest.approx(expected)
-    assert len(measure_runs(runs)) == 2
-    with pytest.raises(ValueError, match="--domains lake is invalid. Allowed: food, law, sea, sky, space"):
-        measure_runs(runs, domains=["law", "lake"])
-
-
 def test_costs_are_measured_and_what_is_not_finite_or_was_not_counted_is_not():
     diverged = np.array(NLL)
     diverged[3, 0] = np.nan
@@ -97,9 +65,6 @@ def test_intransigence_against_one_of_the_same_seed_model_order_and_conditions()
     found = [each.values.get("intransigence/nats") for each in measure_runs([*others, *ones, *mine])]
     assert found[:5] == [None] * 5
     assert found[5:] == pytest.approx([0.1, 0.45, 0.2])  # seed 2 has no `one` of its own
-    mine[0].scores.nll[2][1] += 0.6  # on food alone
-    *_, some = measure_runs([*ones, mine[0]], domains=["food"])
-    assert some.values["intransigence/nats"] == pytest.approx(0.7)
 
 
 OTHERS = {

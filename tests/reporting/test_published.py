@@ -36,20 +36,19 @@ def test_a_difference_is_ours_minus_what_was_published_with_the_interval_of_our_
             scores = endtasks([[base + seed / 100] * 3] * 4)
             config = {"order": 0, "seed": seed, "method": {"form": "x"}}
             saved(tmp_path / f"{method}-{seed}", method=method, seed=seed, endtasks=scores, config=config)
-    assert main([str(tmp_path), "--published", "das6", "--export", "json"]) == 0
+    assert main([str(tmp_path), "--published", "das6"]) == 0
     output = capsys.readouterr().out
     rows = rows_of(output, "Published numbers")
     # 75, 76 and 77: mean 76, t(0.975, 2) / sqrt(3) = 2.4841 either way
     assert rows["ncl"][-3:] == ["76.00 ± 1.00", "80.77", "-4.77 [-7.25, -2.29]"]
     assert "one" not in rows and "DAS, run by MIGU's authors" in output
     assert "table 3" in output and "of 9 published rows have no group here" in output
-    told = json.loads((tmp_path / "comparison.json").read_text())["published_numbers"]
-    assert [row[:2] for row in told if row[0] == "ncl"] == [["ncl", "FT"], ["ncl", "FT"]]
+    assert (tmp_path / "comparison.md").read_text().count("| ncl | FT |") == 2
 
     other = {"name": "mine", "groups": ["one"], "source": "S", "table": None, "page": 4}
     other |= {"values": {"endtask/MF1": 40.0}, "settings": {"method.form": "x"}, "orders": None}
     (tmp_path / "own.json").write_text(json.dumps({"rows": [other, other | {"settings": {"seed": 9}}]}))
-    assert main([str(tmp_path), "--published", str(tmp_path / "own.json"), "--export", "none"]) == 0
+    assert main([str(tmp_path), "--published", str(tmp_path / "own.json")]) == 0
     output = capsys.readouterr().out
     assert rows_of(output, "Published numbers")["one"][:2] == ["mine", "S, page 4"]
     assert "1 of 2 published rows have no group here." in output

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from cpt.evaluation.metrics import METRICS, TITLES
-from cpt.evaluation.predictions import answers_file
 from cpt.evaluation.scores import Scores
 from cpt.evaluation.task_metrics import MEASURES
 from cpt.reporting import run_page
@@ -49,15 +48,12 @@ def test_runs_that_lack_something(tmp_path, given):
     assert not any(f"## {title}" in markdown for title in ("Modules", "Training", "End tasks", "Answers"))
 
 
-def test_what_is_damaged_or_was_not_measured_is_told_and_the_rest_is_there(tmp_path):
+def test_what_was_not_measured_is_left_out(tmp_path):
     right = ([0, 0, 1, 1], [1, 1, 1, 0], [1, 0, 0, 1], [1, 0, 0, 1])
     last = np.where(np.arange(4)[:, None] == 3, A, np.nan)
     told = kept(tmp_path, {"law": [ranked(each) for each in right]}, rows=ROWS)
     scores = made(answers=told, endtasks=given(last, when="last", seeds=[0], apart=0, tasks=DOMAINS))
-    answers_file(tmp_path / "answers" / "001-law", "law").unlink()
-    answers_file(tmp_path / "answers" / "000-base", "law").write_text("damaged")
     markdown, html = written(tmp_path, scores)
-    assert "000-base/law.parquet: damaged predictions" in markdown
     assert html.count("data:image/png;base64") == 3  # one measurement of each task is no picture
     assert "| space | 75.00 | 50.00 | 90.00 |" in markdown and "| MF1 |" in markdown
     assert "| forget_rate |" not in markdown and "| forward |" not in markdown

@@ -14,7 +14,7 @@ from cpt import report
 from cpt.evaluation.scores import Scores
 from cpt.reporting import figures, frames, run_page
 from cpt.reporting.frames import tabulate
-from tests.evaluation.test_endtask_metrics import given, predicted
+from tests.evaluation.test_endtask_metrics import given
 from tests.support.answering import kept, opened, ranked
 from tests.support.comparing import DOMAINS, NLL, endtasks, saved
 from tests.support.probing import benchmarks
@@ -79,8 +79,6 @@ def test_a_report_of_a_run_that_has_everything(tmp_path):
     saved(tmp_path / "scores", answers=told, flops=[0, 2 * 10**12, 3 * 10**12, 4 * 10**12], **about)
     scores = measured(Scores.load(tmp_path / "scores" / "scores.json"), seed=0)
     scores.modules = parts
-    for row, seed, right in ((1, 0, RIGHT[1]), (3, 0, RIGHT[2]), (1, 1, RIGHT[0]), (3, 1, RIGHT[1])):
-        predicted(folder, row, "law", seed, right, rows=ROWS)
     lines = [f"{at},train/{name}/{text},{value}" for text in ("law", "food") for at in (1, 3)
              for name, value in (("lm", 5 - at), ("tokens", 400 * at), ("grad_norm", 2))]  # fmt: skip
     (folder / "metrics.csv").write_text("\n".join(lines))

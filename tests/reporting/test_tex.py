@@ -50,7 +50,7 @@ def swept(tmp_path_factory):
 
 def test_numbers_are_those_of_the_frames_and_marks_those_of_the_tests(swept, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(figures, "build_figures", lambda section: [])
-    told = ["--out", str(tmp_path), "--export", "none", "--tex", str(tmp_path / "tex")]
+    told = ["--out", str(tmp_path), "--tex", str(tmp_path / "tex")]
     assert main([str(swept), *told]) == 0 and str(tmp_path / "tex") in capsys.readouterr().out
     tex = {path.stem: path.read_text() for path in (tmp_path / "tex").glob("*.tex")}
     matrices = {
@@ -107,5 +107,5 @@ def test_names_are_nothing_but_names(name, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="needs pdflatex")
 def test_tex_takes_all_tables(swept, tmp_path):
-    assert main([str(swept), "--out", str(tmp_path), "--export", "none", "--tex", str(tmp_path / "tex")]) == 0
+    assert main([str(swept), "--out", str(tmp_path), "--tex", str(tmp_path / "tex")]) == 0
     assert typeset(tmp_path / "tex") == 13

@@ -78,8 +78,8 @@ def saved(folder, *, config=None, **given):
     return scores
 
 
-def section(runs, *, by_order=False, baseline="ncl", domains=()):
-    (found,) = build_sections(measure_runs(runs, domains=domains), by_order=by_order, baseline=baseline)
+def section(runs, *, by_order=False, baseline="ncl"):
+    (found,) = build_sections(measure_runs(runs), by_order=by_order, baseline=baseline)
     return found
 
 

@@ -25,7 +25,7 @@ QUALITY, FORGOTTEN, DRIFT, WORK = "LC/perplexity", "FG/nats", "general_drift/nat
 ENDTASKS, LOST = "endtask/MF1", "endtask/forget_rate"
 IMAGES = ("matrix_image", "stages_image", "endtasks_image", "modules_image")
 TOKENS = "train/tokens"
-TABLES = ("losses", "endtasks", "costs", "metrics")
+TABLES = ("matrix", "scores")
 
 
 def build_workspace(entity: str, project: str) -> Workspace:

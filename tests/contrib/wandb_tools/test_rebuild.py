@@ -109,15 +109,3 @@ def test_curves_come_from_metrics_csv_of_two_lines_the_later_one(synced):
     assert axes == dict.fromkeys(("ppl", "stages", "tasks", "units"), "stage") | {"train": "train/tokens"}
     patterns = [name for name in metrics if "*" in name]
     assert len(patterns) == len({name.partition("/")[0] for name in patterns})  # of which none meets another
-
-
-def test_of_a_table_that_wandb_cuts_the_last_stages_are_shown(tmp_path):
-    import wandb
-
-    many = scores(domains=[f"d{place}" for place in range(100)], endtasks=False)
-    many.modules = [{} for _ in many.rows]
-    send({folder(tmp_path / "many", many): many})
-    lines = wandb_files.table(tmp_path, "losses")
-    assert len(lines) == wandb.Table.MAX_ROWS < 101**2
-    assert {line["stage"] for line in lines[:101]} == {100}
-    assert min(line["stage"] for line in lines) > 0
