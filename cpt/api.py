@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -66,11 +67,11 @@ def load_tables(*folders: str | Path, baseline: str = "ncl") -> dict[str, pd.Dat
     the baseline with its p-values where they apply. Raises ValueError for a folder that cannot be read."""
     finished = [run for run in read_runs(folders) if run.scores.run["finished"]]
     sections = build_sections(measure_runs(finished), baseline=baseline)
-    each = [measure_tables(section) for section in sections]
-    return {
-        name: pd.concat([tables[name].assign(section=at) for at, tables in enumerate(each, start=1)])
-        for name in (each[0] if each else ())
-    }
+    found: dict[str, list[pd.DataFrame]] = defaultdict(list)
+    for number, section in enumerate(sections, start=1):
+        for name, table in measure_tables(section).items():
+            found[name].append(table.assign(section=number))
+    return {name: pd.concat(tables) for name, tables in found.items()}
 
 
 def load_run(folder: str | Path) -> Run:

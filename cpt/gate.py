@@ -12,7 +12,6 @@ from pathlib import Path
 
 from cpt.core.errors import readable
 from cpt.core.output import run_program
-from cpt.core.renames import warn
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.metrics import Change, Losses, compare_losses
 from cpt.evaluation.scores import Scores, encode
@@ -66,38 +65,31 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a finished run")
     said = "nats per token, default 0"
     gain, loss = "least improvement of each new text", "largest rise of the loss on each old text"
-    parser.add_argument("--min-gain", "--gain", type=float, default=0.0, dest="gain", help=f"{gain}; {said}")
-    parser.add_argument("--max-forgetting", "--loss", type=float, default=0.0, help=f"{loss}; {said}")
+    parser.add_argument("--min-gain", type=float, default=0.0, help=f"{gain}; {said}")
+    parser.add_argument("--max-forgetting", type=float, default=0.0, help=f"{loss}; {said}")
     parser.add_argument("--since", metavar="ROW", help="row to compare with; default: the last but one")
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args(arguments)
-    for old, new in (("--gain", "--min-gain"), ("--loss", "--max-forgetting")):
-        if any(each.partition("=")[0] == old for each in arguments):
-            warn(old, new)
+    place = RunDir(given.run)
     with readable(code=UNKNOWN):
-        for name, value in (("min-gain", given.gain), ("max-forgetting", given.max_forgetting)):
+        for name, value in (("min-gain", given.min_gain), ("max-forgetting", given.max_forgetting)):
             if not math.isfinite(value):
                 raise ValueError(f"--{name}={value} is invalid. Allowed: nats per token, a finite number")
-        place = RunDir(given.run)
-        if (scores := place.scores()) is None:
-            raise ValueError(
-                f"RUN={place.path} is invalid: it has no scores.json. Allowed: the folder of a finished run"
-            )
-        if not scores.run["finished"]:
-            raise ValueError(f"RUN={place.path} is invalid: {scores.state}. Allowed: a finished run")
+        scores = place.scores()
+        if scores is None or not scores.run["finished"]:
+            why = "it has no scores.json" if scores is None else scores.state
+            raise ValueError(f"RUN={place.path} is invalid: {why}. Allowed: the folder of a finished run")
         *earlier, last = scores.rows
         if scores.alone or not earlier:
             method = f"method={scores.run['method']}"
             raise ValueError(f"{place.path}: {method} has no model that continues from another's")
         if given.since not in (None, *earlier):
-            allowed = ", ".join(earlier)
-            raise ValueError(f"--since={given.since} is invalid. Allowed: {allowed}")
+            raise ValueError(f"--since={given.since} is invalid. Allowed: {', '.join(earlier)}")
         place.check_documents(len(scores.rows))
         since = earlier.index(given.since or earlier[-1])
-        losses = place.load_documents([since, len(earlier)])
-        changes, unmeasured = judge_run(
-            scores, *losses, since=since, gain=given.gain, loss=given.max_forgetting
-        )
+        before, after = place.load_documents([since, len(earlier)])
+        how = {"since": since, "gain": given.min_gain, "loss": given.max_forgetting}
+        changes, unmeasured = judge_run(scores, before, after, **how)
         damage = [line for line in place.lost(full=True) if not line.startswith("report.")]
     failed = [*damage, *(f"{e.text} {e.verdict}" for e in changes if e.verdict not in PASSES)]
     failed += [f"{name} not measured" for name in unmeasured]
@@ -107,13 +99,11 @@ def main(arguments: Sequence[str]) -> int:
         told = {"verdict": verdict, "damage": damage, "note": NOTE, "since": earlier[since], "row": last}
         print(encode(told | {"changes": [*map(asdict, changes)], "unmeasured": unmeasured}))
     else:
+        rows = [ROW.format(**vars(each), change=each.difference, verdict=each.verdict) for each in changes]
         print(f"after {last}, compared with {earlier[since]}; nats per token [95 % interval]")
-        print(HEAD)
-        for each in changes:
-            print(ROW.format(**vars(each), change=each.difference, verdict=each.verdict))
         shown = ", ".join(failed[:SHOWN]) + f" and {len(failed) - SHOWN} more" * (len(failed) > SHOWN)
-        print(NOTE)
-        print(f"{verdict}: {shown or 'every new text improved, every old text is within tolerance'}")
+        shown = shown or "every new text improved, every old text is within tolerance"
+        print(HEAD, *rows, NOTE, f"{verdict}: {shown}", sep="\n")
     return {"pass": 0, "fail": FAIL, "inconclusive": UNKNOWN}[verdict]
 
 

@@ -120,38 +120,22 @@ def main(arguments: Sequence[str]) -> int:
         print(f"cpt: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
 
-    lines = []
+    lines, rows = [], []
     for text in texts:
         for name, count in text.published.items() if text.found else ():
             if text.found.get(name, 0) != count:
                 lines.append(f"Differs: {text.name}: {name} {text.found.get(name, 0):,}, published {count:,}")
         kind = "Missing" if text.required else "Missing, optional"
         lines += [f"{kind}: {path}" for path in text.missing]
-    rows = [{"text": text.name, **text.found, "published": format_counts(text.published)} for text in texts]
-    frame = pd.DataFrame(rows)
-    frame = frame[["text", *(name for name in COUNTS if name in frame), "published"]]
-    shown = frame.map(
-        lambda cell: cell if isinstance(cell, str) else "–" if pd.isna(cell) else f"{cell:,.0f}"
-    )
+        found = {name: f"{text.found[name]:,.0f}" for name in COUNTS if name in text.found}
+        counts = ", ".join(f"{name} {count:,}" for name, count in text.published.items())
+        rows.append({"text": text.name, **found, "published": counts})
+    frame = pd.DataFrame(rows).fillna("–")
     failed = not any(text.found for text in texts) or any(t.missing and t.required for t in texts)
     ended = "incomplete" if failed else "ready"
-    print(shown.to_string(index=False), *lines, f"{given.out}: {ended}, {len(lines)} differences", sep="\n")
+    table = frame[["text", *(name for name in COUNTS if name in frame), "published"]].to_string(index=False)
+    print(table, *lines, f"{given.out}: {ended}, {len(lines)} differences", sep="\n")
     return int(failed)
-
-
-def format_counts(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {count:,}" for name, count in counts.items())
-
-
-def locate(released: Path, files: Sequence[str]) -> Path:
-    """The released folder, or the one in it that has more of the files. Raises ValueError for several."""
-    folders = [released, *sorted(path for path in released.iterdir() if path.is_dir())]
-    there = {folder: sum((folder / file).exists() for file in files) for folder in folders}
-    best = [folder for folder in folders if there[folder] == max(there.values())]
-    if there[best[0]] and len(best) > 1:
-        names = ", ".join(str(folder) for folder in best)
-        raise ValueError(f"RELEASED={released} is invalid: it has several copies. Allowed: one of {names}")
-    return best[0]
 
 
 def write_lines(path: Path, lines: Iterable[str]) -> int:
@@ -165,9 +149,7 @@ def write_lines(path: Path, lines: Iterable[str]) -> int:
     return count
 
 
-def prepare_das6(released: Path, out: Path) -> Iterator[PreparedText]:
-    endtask_files = {name: [*task.pool, *task.rest] for name, task in ENDTASKS.items()}
-    folder = locate(released, [*(file for file, _ in CORPORA.values()), *sum(endtask_files.values(), [])])
+def prepare_das6(folder: Path, out: Path) -> Iterator[PreparedText]:
     for domain, (file, megabytes) in CORPORA.items():
         path = folder / file
         found = split_corpus(path, out / "corpora" / domain) if path.exists() else {}
@@ -176,7 +158,7 @@ def prepare_das6(released: Path, out: Path) -> Iterator[PreparedText]:
             found["MB"] = megabytes if megabytes in sizes else sizes[0]
         yield PreparedText(f"corpora/{domain}", found, {"MB": megabytes}, [path] * (not found))
     for domain, task in ENDTASKS.items():
-        missing = [folder / file for file in endtask_files[domain] if not (folder / file).exists()]
+        missing = [folder / file for file in (*task.pool, *task.rest) if not (folder / file).exists()]
         found = {} if missing else split_endtask(folder, task, out / "endtasks" / domain)
         published = dict(zip(("train", "test"), task.published, strict=True))
         yield PreparedText(f"endtasks/{domain}", found, published, missing)
@@ -220,16 +202,13 @@ def read_labelled(path: Path) -> Iterator[dict[str, Any]]:
         yield {"id": f"{path.parent.name}-{path.stem}-{number}", "text_pair": "", **fields}
 
 
-def prepare_standard_cl(released: Path, out: Path) -> Iterator[PreparedText]:
-    tasks = STANDARD | LONG
-    folder = locate(released, [f"{task}/train.json" for task in tasks])
-    for task, counts in tasks.items():
+def prepare_standard_cl(folder: Path, out: Path) -> Iterator[PreparedText]:
+    for task, counts in (STANDARD | LONG).items():
         text = copy_task(folder / task, out / task, "cl_benchmark", counts, more=("labels.json",))
         yield text._replace(name=task, required=task in STANDARD or bool(text.found))
 
 
-def prepare_trace(released: Path, out: Path) -> Iterator[PreparedText]:
-    folder = locate(released, [f"{task}/train.json" for task in TRACE])
+def prepare_trace(folder: Path, out: Path) -> Iterator[PreparedText]:
     for task in TRACE:
         yield copy_task(folder / task, out / task, "trace", OF_TRACE)
 
@@ -272,18 +251,15 @@ def prepare_m2d2(released: Path, out: Path) -> Iterator[PreparedText]:
 def read_domain(folder: Path) -> dict[str, Iterable[str]]:
     """The documents of each split of a domain: lines of its files, or of those in SPLIT/, or the texts of a
     data set that `save_to_disk` has written."""
-    if any((folder / name).is_file() for name in hub.SAVED):
-        splits, load = hub.open_set({"path": str(folder)}, streaming=False)
-        texts = {
-            name: readers.texts_of(((str(folder), row) for row in load(name)), "text") for name in splits
-        }
-        return {
-            readers.SPLITS[name]: (text.replace("\n", " ") for text in each)
-            for name, each in texts.items()
-            if name in readers.SPLITS
-        }
-    paths = [*folder.glob("SPLIT/*.txt"), *folder.glob("*.txt")]
-    return {path.stem: readers.lines(path) for path in paths if path.stem in M2D2_SPLITS}
+    if not any((folder / name).is_file() for name in hub.SAVED):
+        paths = [*folder.glob("SPLIT/*.txt"), *folder.glob("*.txt")]
+        return {path.stem: readers.lines(path) for path in paths if path.stem in M2D2_SPLITS}
+    names, load = hub.open_set({"path": str(folder)}, streaming=False)
+    splits: dict[str, Iterable[str]] = {}
+    for name in (name for name in names if name in readers.SPLITS):
+        texts = readers.texts_of(((str(folder), row) for row in load(name)), "text")
+        splits[readers.SPLITS[name]] = (text.replace("\n", " ") for text in texts)
+    return splits
 
 
 LAYOUTS = {

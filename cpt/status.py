@@ -7,7 +7,6 @@ import argparse
 import json
 import math
 import os
-import shutil
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -63,25 +62,21 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     given = parser.parse_args(arguments)
     cast(TextIOWrapper, sys.stdout).reconfigure(errors="backslashreplace")  # file names may be no text
-    absent = [printable(path) for path in given.folders if not path.is_dir()]
+    absent = ",".join(printable(path) for path in given.folders if not path.is_dir())
     runs = [] if absent else read_statuses(given.folders)
     if not runs:
-        line = f"no run in {', '.join(map(printable, given.folders))}"
-        if absent:
-            allowed = "run folders, or folders that hold them"
-            line = f"FOLDER={','.join(absent)} is invalid: no such folder. Allowed: {allowed}"
-        print(f"cpt: {line}", file=sys.stderr)
+        why = f"FOLDER={absent} is invalid: no such folder. Allowed: run folders, or folders that hold them"
+        why = why if absent else f"no run in {', '.join(map(printable, given.folders))}"
+        print(f"cpt: {why}", file=sys.stderr)
         return 1
     number = Counter(run.state for run in runs)
     counts = {state: number[state] for state in STATES if number[state]}
     if given.json:
         print(json.dumps({"at": utc_now(), "counts": counts, "runs": [asdict(run) for run in runs]}))
     else:
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
-        for line in (ROW.format(*HEADER), *map(format_status, runs)):
-            print(line if len(line) <= width else f"{line[: width - 1]}…")
         total = ", ".join(f"{number} {state}" for state, number in counts.items())
-        print(f"{len(runs)} run{'s' * (len(runs) != 1)}: {total}")
+        lines = [ROW.format(*HEADER), *map(format_status, runs)]
+        print(*lines, f"{len(runs)} run{'s' * (len(runs) != 1)}: {total}", sep="\n")
     return 0
 
 
@@ -125,9 +120,8 @@ def read_status(path: Path) -> RunStatus:
         state = "finished"
     elif state == "finished":
         state, said = "unfinished", "scores.json is not that of a finished run"
-    done = done if beat.done is None else beat.done
-    about: dict[str, Any] = {"done": done, "why": "; ".join(filter(None, (said, why)))}
-    return RunStatus(run=str(path), state=state, process=beat.process, heartbeat=beat, **about)
+    done, why = done if beat.done is None else beat.done, "; ".join(filter(None, (said, why)))
+    return RunStatus(run=str(path), state=state, done=done, why=why, process=beat.process, heartbeat=beat)
 
 
 def peek_scores(folder: Path) -> tuple[bool, float | None, str]:
@@ -161,18 +155,13 @@ def format_status(run: RunStatus) -> str:
             left = format_time(beat.run_eta_s) + "+" * bool(beat.untimed)
         if run.state != "finished":
             phase = printable(beat.phase) + (f" ({beat.stage}/{beat.stages})" if beat.stage else "")
-            phase += (
-                f" {math.floor(100 * beat.step / beat.steps)} %"
-                if beat.step is not None and beat.steps
-                else ""
-            )
-            phase += (
-                f", {format_time(beat.phase_eta_s)}" if is_active and beat.phase_eta_s is not None else ""
-            )
+            if beat.step is not None and beat.steps:
+                phase += f" {math.floor(100 * beat.step / beat.steps)} %"
+            if is_active and beat.phase_eta_s is not None:
+                phase += f", {format_time(beat.phase_eta_s)}"
     if run.process is not None and run.state in (*ACTIVE, "queued", "silent"):
         by = f"{printable(run.process.host)}:{run.process.pid}"
-    done = "" if run.done is None else f"{math.floor(100 * run.done)} %"
-    why = printable(run.why)
+    done, why = "" if run.done is None else f"{math.floor(100 * run.done)} %", printable(run.why)
     what = ": ".join(filter(None, (phase, why if len(why) <= MAX_WHY else f"{why[: MAX_WHY - 1]}…")))
     name = "  ".join(filter(None, (printable(run.run), what)))
     return ROW.format(run.state, done, left, seen, by, name).rstrip()

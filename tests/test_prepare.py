@@ -49,7 +49,7 @@ def das6(tmp_path, monkeypatch):
         for split, given in {"train": labels, "test": labels[:1] * test, "dev": labels[:1] * dev}.items():
             rows = [json.dumps({"text": f"{split} {n}", "label": label}) for n, label in enumerate(given)]
             (data / name / f"{split}.jsonl").write_text("\n".join(rows))
-    return data.parent
+    return data
 
 
 def test_das6_has_the_published_counts_and_a_missing_file_is_named(das6, tmp_path, capsys):
@@ -76,19 +76,19 @@ def test_das6_has_the_published_counts_and_a_missing_file_is_named(das6, tmp_pat
     first = tasks["own"].read("restaurant", "test")[0]
     assert (first.text, first.text_pair, first.label) == ("menu", "s0", "positive")
 
-    (das6 / "data/sciie/dev.jsonl").unlink()
-    (das6 / "data/acl_anthology.txt").write_text("x" * 2_000_000)
+    (das6 / "sciie/dev.jsonl").unlink()
+    (das6 / "acl_anthology.txt").write_text("x" * 2_000_000)
     assert prepare.main(["das6", str(das6), str(out)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert "Differs: corpora/acl: MB 2, published 0" in lines
-    assert f"Missing: {das6.resolve() / 'data/sciie/dev.jsonl'}" in lines and "incomplete" in lines[-1]
+    assert f"Missing: {das6.resolve() / 'sciie/dev.jsonl'}" in lines and "incomplete" in lines[-1]
 
 
 def test_tasks_are_copied_without_the_development_split_and_read_through(tmp_path, capsys, monkeypatch):
     released, out = tmp_path / "released", tmp_path / "out"
     monkeypatch.setattr(prepare, "STANDARD", dict.fromkeys(prepare.STANDARD, (3, 2)))
     for task in prepare.STANDARD:
-        folder = released / "CL_Benchmark" / task
+        folder = released / task
         for split, count in {"train": 3, "dev": 2, "test": 2}.items():
             write_json(folder / f"{split}.json", [{"label": "a", "sentence": "b"}] * count)
         write_json(folder / "labels.json", ["a"])
@@ -100,18 +100,18 @@ def test_tasks_are_copied_without_the_development_split_and_read_through(tmp_pat
         (name, s) for name in ("dbpedia", "yahoo", "agnews", "amazon") for s in ("train", "test")
     }
     assert json.loads((out / "TC/yahoo/labels.json").read_text()) == ["a"]
-    (released / "CL_Benchmark/TC/yahoo/labels.json").unlink()
+    (released / "TC/yahoo/labels.json").unlink()
     assert prepare.main(["standard_cl", str(released), str(out)]) == 1
 
     for task in prepare.TRACE:
         for split in ("train", "eval", "test"):
-            write_json(released / "trace" / task / f"{split}.json", [{"prompt": "a", "answer": "b"}])
+            write_json(tmp_path / "TRACE" / task / f"{split}.json", [{"prompt": "a", "answer": "b"}])
     capsys.readouterr()
-    assert prepare.main(["trace", str(released), str(tmp_path / "trace")]) == 0
+    assert prepare.main(["trace", str(tmp_path / "TRACE"), str(tmp_path / "trace")]) == 0
     assert "Differs: C-STANCE: train 1, published 5,000" in capsys.readouterr().out
     assert len(list(find_files(tmp_path / "trace", "trace"))) == 2 * len(prepare.TRACE)
-    write_json(released / "trace/FOMC/train.json", [{"prompt": "a"}])
-    assert prepare.main(["trace", str(released), str(tmp_path / "trace")]) == 1
+    write_json(tmp_path / "TRACE/FOMC/train.json", [{"prompt": "a"}])
+    assert prepare.main(["trace", str(tmp_path / "TRACE"), str(tmp_path / "trace")]) == 1
     assert "FOMC/train.json, value 1 has no 'answer'" in capsys.readouterr().err
 
 
@@ -133,10 +133,8 @@ def test_m2d2_is_counted_by_coarse_domain_and_read_from_files_or_saved_data_sets
     assert "Missing: " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("out, said", [("released/in", "it overlaps"), ("out", "one of")])
-def test_a_folder_that_cannot_be_prepared_is_refused_in_one_line(tmp_path, capsys, out, said):
-    for copy in ("a", "b"):
-        write_json(tmp_path / "released" / copy / "FOMC/train.json", [])
-    assert prepare.main(["trace", str(tmp_path / "released"), str(tmp_path / out)]) == 1
+def test_a_folder_that_cannot_be_prepared_is_refused_in_one_line(tmp_path, capsys):
+    (tmp_path / "released").mkdir()
+    assert prepare.main(["trace", str(tmp_path / "released"), str(tmp_path / "released/in")]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("cpt: ") and said in line
+    assert line.startswith("cpt: ") and "it overlaps" in line

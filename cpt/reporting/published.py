@@ -3,6 +3,7 @@ benchmarks/results/published, which is installed within the package."""
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,18 +57,20 @@ def read_published(given: str) -> list[PublishedRow]:
 def tabulate_published(sections: Sequence[RunSection], published: Sequence[PublishedRow]) -> Block:
     """A row for each measured value that was published. The interval is that of our mean, moved by the
     published value, which counts as exact."""
-    shown, cells, used = {measure.key: measure.title for measure in MEASURES}, [], set[int]()
-    for group, ours in (
-        (group, spread_values(each)[group.name]) for each in sections for group in each.groups
+    shown, cells, used = {measure.key: measure.title for measure in MEASURES}, [], set[str]()
+    for spreads, group, row in (
+        (spread_values(section), group, row)
+        for section in sections
+        for group, row in product(section.groups, published)
+        if row.fits(group)
     ):
-        for number, row in enumerate(published):
-            for key, value in row.values.items() if row.fits(group) else ():
-                if (own := ours.get(key)) is not None:
-                    used.add(number)
-                    low, high = (None if end is None else 100 * end - value for end in (own.low, own.high))
-                    difference = f"{100 * own.mean - value:+.2f}" + format_interval(low, high, POINTS)
-                    numbers = [format_spread(own, percent, bounds=False), POINTS(value), difference]
-                    cells.append([group.name, row.name, row.place, shown.get(key, f"{key} (%)"), *numbers])
+        for key, value in row.values.items():
+            if (own := spreads[group.name].get(key)) is not None:
+                used.add(json.dumps(row))
+                low, high = (None if end is None else 100 * end - value for end in (own.low, own.high))
+                difference = f"{100 * own.mean - value:+.2f}" + format_interval(low, high, POINTS)
+                numbers = [format_spread(own, percent, bounds=False), POINTS(value), difference]
+                cells.append([group.name, row.name, row.place, shown.get(key, f"{key} (%)"), *numbers])
     head = ("group", "published as", "source", "measure", "ours", "published", "difference [95 %]")
     lines = [f"{len(published) - len(used)} of {len(published)} published rows have no group here."]
     return Block(title="Published numbers", head=head, cells=cells, words=4, lines=lines)

@@ -5,9 +5,8 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Mapping, Sequence
-from math import exp, isnan
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +52,7 @@ MEASURE_NAMES = {
     "first_character": "first character of what is written",
 }  # fmt: skip
 WHOLE, TENTH = "{:,.0f}".format, "{:,.1f}".format
+CONSOLE = ("CPT", "LC", "FG", "general_drift")
 TILES_HEAD = ("", "mean", "95 % interval", "", "meaning")
 COST_FORMATS = {  # column: cost of cpt.reporting.frames, format
     "tokens": ("tokens", WHOLE), "FLOPs": ("flops", "{:.3g}".format), "learn, s": ("seconds_learn", TENTH),
@@ -86,7 +86,6 @@ def build_blocks(folder: Path, scores: Scores) -> list[Block]:
         *show_overlap(scores, folder),
         Block(cells=cells, chosen=(0, 1, 3, 4, 5), **about),
         *answers[1:],
-        show_generated(folder),
         *show_endtasks(scores),
         show_benchmarks(scores),
         show_costs(scores),
@@ -121,23 +120,26 @@ def list_tiles(scores: Scores) -> Cells:
 def format_scores(scores: Scores) -> str:
     """For a console of 100 characters: tiles, perplexities, headlines; of many domains the first and last."""
 
-    def pick_ends(size: int) -> list[int]:
-        return list(range(size)) if size <= 9 else [*range(4), *range(size - 4, size)]
-
     def shorten_table(names: Sequence[str], cells: Cells) -> str:
-        columns, rows = pick_ends(len(names)), [cells[row] for row in pick_ends(len(cells))]
+        columns, rows = (
+            list(range(size)) if size <= 9 else [*range(4), *range(size - 4, size)]
+            for size in (len(names), len(cells))
+        )
         width = min(24, 86 // len(columns) - 2)
-        shown = [[frames.shorten(row[0], width=12), *(row[1 + at] for at in columns)] for row in rows]
+        shown = [
+            [frames.shorten(cells[row][0], width=12), *(cells[row][1 + at] for at in columns)] for row in rows
+        ]
         head = ["after", *(frames.shorten(names[at], width=width) for at in columns)]
         return align_columns(Block(head=head, cells=shown))
 
-    shown = [name for name in ("CPT", "LC", "FG", "general_drift") if name in scores.metrics]
-    cells = [[each[0], *each[3:6]] for each in (format_metric(scores, name) for name in shown)]
-    tiles = [row[:4] for row in list_tiles(scores)]
-    parts = [align_columns(Block(head=TILES_HEAD[:4], words=4, cells=tiles))]
-    texts = f"Perplexity on {len(pick_ends(len(scores.domains)))} of {len(scores.domains)} test texts:"
-    parts.append(f"{texts}\n\n{shorten_table(scores.domains, format_matrix(scores))}")
-    parts.append(align_columns(Block(head=["", *UNITS], cells=cells)))
+    metrics = [format_metric(scores, name) for name in CONSOLE if name in scores.metrics]
+    shown = min(len(scores.domains), 8 + (len(scores.domains) == 9))
+    parts = [
+        align_columns(Block(head=TILES_HEAD[:4], words=4, cells=[row[:4] for row in list_tiles(scores)])),
+        f"Perplexity on {shown} of {len(scores.domains)} test texts:",
+        shorten_table(scores.domains, format_matrix(scores)),
+        align_columns(Block(head=["", *UNITS], cells=[[each[0], *each[3:6]] for each in metrics])),
+    ]
     if found := task_metrics.summarise_endtasks(scores.endtasks, scores.rows):
         told = ", ".join(f"{name} {percent(value)} %" for name, value in found.items())
         parts.append(f"end tasks ({len(scores.endtasks['tasks'])}): {told}")
@@ -239,8 +241,7 @@ def show_training(scores: Scores, folder: Path) -> Block:
         ends = [decimals(losses.iloc[place]) if len(losses) else "–" for place in (0, -1)]
         median = {term: curves[term].median() for term in ("grad_norm", "tokens_per_s") if term in curves}
         norm = format_known(median.get("grad_norm"), "{:.3g}".format)
-        speed = format_known(median.get("tokens_per_s"), WHOLE)
-        cells.append([name, str(len(losses)), *ends, norm, speed])
+        cells.append([name, str(len(losses)), *ends, norm, format_known(median.get("tokens_per_s"), WHOLE)])
     missing = [name for name in scores.learned if name not in stages]
     lines = [f"Without a point: {few(missing, between=', ')}."] * bool(missing)
     head = ["stage", "points", "first loss", "last loss", "gradient norm, median", "tokens/s, median"]
@@ -250,10 +251,10 @@ def show_training(scores: Scores, folder: Path) -> Block:
 
 
 def show_monitor(scores: Scores) -> Block:
-    """What training did to other text, and what a budget of drift allowed and did."""
+    """What training did to other text."""
     if not scores.monitor:
         return Block()
-    budgeted, cells = any(stage.get("budget") for stage in scores.monitor.values()), []
+    cells = []
     for name, stage in scores.monitor.items():
         rises = {text: values[-1] - values[0] for text, values in stage["nll"].items()}
         shown = {text: format_known(rise, signed) for text, rise in rises.items()}
@@ -266,40 +267,18 @@ def show_monitor(scores: Scores) -> Block:
         mean = format_known(float(np.mean([rises[text] for text in own])), signed) if own else "–"
         most = f"{worst} {shown[worst]}" if worst else "–"
         cells.append([name, str(stage["steps"][-1]), mean, most, general, stage["ended"] or "–"])
-        if budget := stage.get("budget"):
-            at = stage["steps"].index(budget["kept"]) if budget["kept"] in stage["steps"] else -1
-            drifts = [
-                f"{bound} {format_known(drift[at][1], signed)} of {budget['allowed'][bound]:.3f}"
-                for bound, drift in budget["drift"].items()
-                if drift
-            ]
-            back = sum("back to" in act for act in budget["acts"])
-            cells[-1].append("; ".join([*drifts, f"kept step {budget['kept']}", f"gone back {back} times"]))
-        elif budgeted:
-            cells[-1].append("–")
     head = ["stage", "steps", "its own text, nats", "most risen of the past", GENERAL, "ended early"]
-    head += ["Budget of drift: upper ends at the kept step, of what was allowed"] * budgeted
     about = {"title": "Other text during each stage", "caption": LEGENDS["monitor"]}
     table = {"head": head, "cells": cells, "folded": f"{len(cells)} stages"}
     return Block(name="monitor", picture=figures.draw_monitor(scores), **about, **table)
 
 
 def show_modules(scores: Scores) -> Block:
-    """Which modules of the model scored each text, by their mean weights."""
-    if not any(scores.modules):
+    """Which modules of the last model scored each text, by their mean weights."""
+    if len(scores.rows) < 2 or not any(scores.modules):
         return Block()
-
-    def mix(weights: Mapping[str, float]) -> str:
-        told = [f"{name} {w:.2f}" for name, w in sorted(weights.items(), key=lambda each: -each[1])[:3]]
-        return ", ".join(told if len(weights) > 1 else weights) + ", …" * (len(weights) > 3)
-
-    rows = zip(scores.rows, scores.modules, strict=True)
-    cells = [[row, *(mix(used.get(text, {})) for text in scores.domains)] for row, used in rows]
-    table = {"head": ["after", *scores.domains], "cells": cells, "words": 1 + len(scores.domains)}
     about = {"title": "Modules that scored each text", "caption": LEGENDS["modules"]}
-    picture = figures.draw_modules(scores) if len(scores.rows) > 1 else b""
-    folded = f"{len(cells)} x {len(scores.domains)} texts"
-    return Block(name="modules", picture=picture, folded=folded, **about, **table)
+    return Block(name="modules", picture=figures.draw_modules(scores), **about)
 
 
 def show_similarity(scores: Scores) -> Block:
@@ -311,52 +290,31 @@ def show_similarity(scores: Scores) -> Block:
         neighbours, pairs = np.diagonal(matrix, 1).mean(), matrix[~np.eye(len(matrix), dtype=bool)].mean()
         told = f"Mean cosine of domains learned one after another: {neighbours:.2f}; of any two: {pairs:.2f}."
     values = np.column_stack([matrix, given["general"]]).astype(float)
-    names, cells = [*given["names"], GENERAL], format_rows(given["names"], values, "{:.2f}".format)
     np.fill_diagonal(values, np.nan)
     how = {"label": "cosine of mean embeddings, centred\n(red: alike)", "change": True}
-    axes = ("domain, in the order learned",) * 2
+    maps = {"": HeatMap(values, given["names"], [*given["names"], GENERAL])}
+    picture = draw_heat_maps(maps, names=("domain, in the order learned",) * 2, told=told, **how)
     title = "Similarity of the domains' texts, in the order learned"
-    picture = draw_heat_maps({"": HeatMap(values, given["names"], names)}, names=axes, told=told, **how)
-    caption, folded = f"{told} Embedding: {given['embedding']}.", f"{len(cells)} x {len(cells)} cosines"
-    table = {"head": ["", *names], "cells": cells, "folded": folded}
-    return Block(title=title, name="similarity", caption=caption, picture=picture, **table)
-
-
-def show_generated(folder: Path) -> Block:
-    """How much text was generated before each stage, and how it begins."""
-    cells = []
-    for path in sorted(folder.glob("generated/*/facts.json")):
-        for text, facts in json.loads(path.read_text(encoding="utf-8")).items():
-            tokens, real, texts, left = (f"{facts[n]:,}" for n in ("tokens", "real", "texts", "left_out"))
-            nats = ("nll", "nll_left_out")
-            own, theirs = (format_known(facts[n], lambda x: perplexity(exp(x))) for n in nats)
-            stage = path.parent.name.partition("-")[2]
-            cells.append([stage, text, facts["excerpt"], tokens, real, texts, own, left, theirs])
-    head = ["stage", "in place of", "begins", "tokens", "real", "texts", "perplexity", "left out", "theirs"]
-    how = {"head": head, "cells": cells, "words": 3, "folded": f"{len(cells)} texts of past domains"}
-    return Block(title="Generated text", lines=[LEGENDS["generated"]], **how) if cells else Block()
+    caption = f"{told} Embedding: {given['embedding']}."
+    return Block(title=title, name="similarity", caption=caption, picture=picture)
 
 
 def show_endtasks(scores: Scores) -> list[Block]:
     """The end tasks' scores and their metrics."""
     if not (given := scores.endtasks):
         return []
-    tasks, tables = given["tasks"], []
-    cubes = {name: task_metrics.cube(given, kind) for kind, name in ENDTASK_NAMES.items()}
-    for cube in (task_metrics.headline(given), *cubes.values()):
-        means, spreads = task_metrics.over_seeds(cube), task_metrics.sd_over_seeds(cube)
-        measured = np.flatnonzero(np.isfinite(means).any(1))
-        rows = [scores.rows[row] for row in measured]
-        tables.append(format_rows(rows, means[measured], percent, spreads[measured]))
+    tasks, cube = given["tasks"], task_metrics.headline(given)
+    means, spreads = task_metrics.over_seeds(cube), task_metrics.sd_over_seeds(cube)
+    measured = np.flatnonzero(np.isfinite(means).any(1))
+    cells = format_rows([scores.rows[row] for row in measured], means[measured], percent, spreads[measured])
     names, head = {task: ENDTASK_NAMES[given["metric"][task]] for task in tasks}, ["after", *tasks]
-    picture = figures.draw_endtasks(scores) if len(tables[0]) > 1 else b""
+    picture = figures.draw_endtasks(scores) if len(cells) > 1 else b""
     shown = {"picture": picture, "caption": LEGENDS["tasked"] * bool(picture)}
     title = f"End tasks: {name_measures(names)}"
     found = task_metrics.summarise_endtasks(given, scores.rows)
     told = f"{len(tasks)} tasks, seeds {few([*map(str, given['seeds'])], between=', ')}, "
     return [
-        Block(title=title, name="endtasks", head=head, cells=tables[0], **shown),
-        *(Block(folded=name, head=head, cells=cells) for name, cells in zip(cubes, tables[1:], strict=True)),
+        Block(title=title, name="endtasks", head=head, cells=cells, **shown),
         show_task_metrics("End tasks", "endtask", given, found, told=told),
     ]
 
