@@ -57,9 +57,8 @@ def test_states(case, tmp_path):
 def test_without_a_heartbeat_the_scores_tell(tmp_path):
     for name, finished, rows in ("a", None, 2), ("b", False, 3), ("c", True, 5):
         make_run(tmp_path / name, finished=finished, rows=rows)
-    found = status.read_statuses([tmp_path])
-    assert [each.state for each in found] == ["unfinished", "unfinished", "finished"]
-    assert [each.done for each in found] == [None, 0.5, 1.0]
+    found = [(each.state, each.done) for each in status.read_statuses([tmp_path])]
+    assert found == [("unfinished", None), ("unfinished", 0.5), ("finished", 1.0)]
 
 
 DAMAGES = [
@@ -79,11 +78,6 @@ def test_damaged_files_are_told_in_a_line_and_later_fields_ignored(tmp_path, cap
         half, whole, total = capsys.readouterr().out.splitlines()[1:]
         assert half.startswith("unknown") and whole.startswith("finished") and total.startswith("2 runs: ")
         assert all("progress.json cannot be read: " in line for line in (half, whole))
-    run = make_run(tmp_path / "run", beat(phase="training law"))
-    data = json.loads((run / "progress.json").read_text())
-    data["process"]["rank"] = data["watts"] = 3
-    (run / "progress.json").write_text(json.dumps(data))
-    assert status.read_status(run).heartbeat.phase == "training law"
 
 
 def test_the_table_and_json(tmp_path, capsys):

@@ -67,17 +67,16 @@ def draw_text_curves(scores: Scores) -> Picture:
         losses = np.exp(scores.matrix).T
     losses[~np.isfinite(losses)] = np.nan
     domains = [name for name in scores.domains if name != GENERAL]
-    many, dot = len(domains) > FEW, "." if len(scores.rows) == 1 else ""
+    many, dot, own = len(domains) > FEW, "." if len(scores.rows) == 1 else "", losses[: len(domains)]
     drawn = figure((8.5, 4.8))
     axes = drawn.add_subplot(yscale="log")
-    own = losses[: len(domains)]
     if many:
         axes.plot(own.T, color="0.6", linewidth=0.4, alpha=0.5, marker=dot)
         how = {"color": SERIES[0], "linewidth": 2.5, "zorder": 4, "marker": dot}
         axes.plot(np.median(own, axis=0), label=f"median of {len(domains)}", **how)
     for place in [] if many else np.argsort(-own[:, -1]):  # the legend as the lines end
-        dashes, name = drawing.DASHES[place // 6], literal(domains[place], width=30)
-        axes.plot(own[place], color=SERIES[place % 6], linestyle=dashes, marker=".", label=name)
+        how = {"linestyle": drawing.DASHES[place // 6], "label": literal(domains[place], width=30)}
+        axes.plot(own[place], color=SERIES[place % 6], marker=".", **how)
     if GENERAL in scores.domains:
         how = {"color": "black", "linestyle": "-.", "linewidth": 1.8, "marker": dot, "zorder": 3}
         axes.plot(losses[-1], label=GENERAL, **how)
@@ -113,45 +112,37 @@ def draw_training(stages: Mapping[str, DataFrame], borders: Mapping[str, tuple[f
         axes.grid(axis="y", color="0.92")
         for begin, _ in borders.values():
             axes.axvline(begin, color="0.75", linewidth=0.8, zorder=0)
-    name_stages(grid[0], borders)
-    grid[-1].set_xlabel("tokens read by the optimizer steps, all stages")
-    ends = [f"{name} {each['lm'].dropna().iloc[-1]:.3f}" for name, each in stages.items() if "lm" in each]
-    return png(drawn, told=f"Loss at the last point of each stage: {drawing.list_few(ends)}")
-
-
-def name_stages(axes: Axes, borders: Mapping[str, tuple[float, float]]) -> None:
-    """The names of the stages above the axes, of many every few."""
-    above, step = axes.secondary_xaxis("top"), -(-len(borders) // FEW)
+    above, step = grid[0].secondary_xaxis("top"), -(-len(borders) // FEW)  # of many stages every few
     labels = [literal(name, width=18) for name in list(borders)[::step]]
     above.set_xticks([sum(each) / 2 for each in borders.values()][::step], labels, fontsize=8)
     above.tick_params(length=0)
+    grid[-1].set_xlabel("tokens read by the optimizer steps, all stages")
+    ends = [f"{name} {each['lm'].dropna().iloc[-1]:.3f}" for name, each in stages.items() if "lm" in each]
+    return png(drawn, told=f"Loss at the last point of each stage: {drawing.list_few(ends)}")
 
 
 def draw_monitor(scores: Scores) -> Picture:
     """The change of validation losses since each stage's first evaluation, the stages one after another."""
     drawn = figure((11, 4.2))
     axes = drawn.add_subplot()
-    own_style = {"color": SERIES[0], "linewidth": 1.4, "linestyle": "--", "label": "the domain itself"}
-    past_style = {"color": SERIES[1], "linewidth": 0.9, "alpha": 0.7, "label": "past domains"}
-    general_style = {"color": "black", "linewidth": 1.6, "label": "general text"}
-    allowed_style = {"linewidth": 1.2, "linestyle": ":", "label": "what a budget allows"}
+    styles: dict[str, dict[str, Any]] = {
+        "the domain itself": {"color": SERIES[0], "linewidth": 1.4, "linestyle": "--"},
+        "past domains": {"color": SERIES[1], "linewidth": 0.9, "alpha": 0.7},
+        "general text": {"color": "black", "linewidth": 1.6},
+    }
     begin, middles, told = 0, [], []
     for name, stage in scores.monitor.items():
         steps = begin + np.array(stage["steps"])
         lines = {text: np.array(values) - values[0] for text, values in stage["nll"].items()}
         own = {name} if name in lines else set(lines) - {GENERAL}
         for text, line in lines.items():
-            style = own_style if text in own else general_style if text == GENERAL else past_style
-            axes.plot(steps, line, **style)
+            kind = "the domain itself" if text in own else "past domains"
+            kind = "general text" if text == GENERAL else kind
+            axes.plot(steps, line, label=kind, **styles[kind])
         if GENERAL in lines:
             low, high = np.array(stage["rise"][GENERAL], float).T
             axes.fill_between(steps, low, high, color="black", alpha=0.15, linewidth=0)
             told.append(f"{name} {signed(lines[GENERAL][-1])}")
-        for text, seen in (stage.get("budget") or {"drift": {}})["drift"].items():
-            if seen[0][0] is not None:
-                height = stage["budget"]["allowed"][text] - seen[0][0]
-                colour = "black" if text == GENERAL else SERIES[1]
-                axes.plot(steps[[0, -1]], [height] * 2, color=colour, **allowed_style)
         axes.axvline(steps[-1], color="0.7", linewidth=0.8, linestyle=":" if stage["ended"] else "-")
         middles.append((steps[0] + steps[-1]) / 2)
         begin = int(steps[-1])
@@ -330,11 +321,6 @@ def draw_plane(
     return png(drawn, told=f"{y} against {x}; lower is better for both. {best} {told}")
 
 
-def choose_lowest(ends: Mapping[str, float]) -> list[str]:
-    """The names of all curves, or of more than FEW of those that end lowest."""
-    return sorted(ends, key=lambda name: ends[name])[: HIGHLIGHTED if len(ends) > FEW else None]
-
-
 def draw_stages(
     groups: Mapping[str, Sequence[Scores]], *, places: Mapping[str, int] | None = None
 ) -> Picture:
@@ -351,16 +337,16 @@ def draw_stages(
                 cells = np.exp(scores.cells)
             if columns := [scores.domains.index(domain) for domain in scores.learned]:
                 means = [row[columns[: stage + 1]].mean() for stage, row in enumerate(cells[1:])]
-                so_far.append(np.where(np.isfinite(means), means, np.nan))
+                so_far.append(Series(np.where(np.isfinite(means), means, np.nan)))
             else:
                 last.append(cells[-1, [domain != GENERAL for domain in scores.domains]].mean())
-        table = DataFrame([Series(each) for each in so_far])  # [run, stage], nan where a run has no more
+        table = DataFrame(so_far)  # [run, stage], nan where a run has no more
         if table.notna().any(axis=None):
             lines[name] = table
         elif np.isfinite(last).any():
             levels[name] = float(np.mean([each for each in last if np.isfinite(each)]))
     ends = {name: float(table.mean().dropna().iloc[-1]) for name, table in lines.items()}
-    marked = choose_lowest(ends)
+    marked = sorted(ends, key=lambda name: ends[name])[: HIGHLIGHTED if len(ends) > FEW else None]
     for name in (name for name in lines if name not in marked):
         axes.plot(lines[name].columns + 1, lines[name].mean(), color="0.75", zorder=1)
     if others := len(lines) - len(marked):
@@ -391,8 +377,7 @@ def build_setting_curve(sections: Sequence[RunSection], section: RunSection, key
             values[name].add(str(value))
     if len(values[key]) < 2:
         differing = few(sorted(name for name, given in values.items() if len(given) > 1), between=", ")
-        allowed = f"a setting in which runs differ: {differing or 'none'}"
-        raise ValueError(f"--curve {key} is invalid. Allowed: {allowed}")
+        raise ValueError(f"--curve {key} is invalid. Allowed: {differing or 'no setting differs'}")
     curves: dict[str, list[tuple[Any, RunGroup]]] = defaultdict(list)
     for group in section.groups:
         value = group.runs[0].settings.get(key)

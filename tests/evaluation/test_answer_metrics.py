@@ -109,19 +109,6 @@ def test_sari_by_hand():
     assert values("sari", given) == [1, pytest.approx(sari(SOURCE, SOURCE, REFERENCES[1:2]))]
 
 
-def test_counts_of_sari_by_hand():
-    """I = a a a b, O = a a, R = a and a a b, so 1.5 a and 0.5 b in each. Kept are 2 a, of which 1.5 are to be
-    kept; 1.5 a and 0.5 b of I are to be kept. Deleted are 1 a and 1 b, rightly the 1 a, since R deletes 1.5,
-    and 0.5 b."""
-    source, written, *references = (
-        task_metrics.count_ngrams(text, 1) for text in ("a a a b", "a a", "a", "a a b")
-    )
-    added, kept, deleted = task_metrics.score_ngrams(source, written, references)
-    assert added == 1, "nothing is added, nothing is to be added"
-    assert kept == pytest.approx(2 * (3 / 4) * (3 / 4) / (3 / 4 + 3 / 4))
-    assert deleted == pytest.approx(3 / 4)
-
-
 def test_examples_are_joined_by_their_ids_where_these_stand_for_the_same():
     one = mark_examples(["a", "b", "c"], ["x", "y", "z"], [1, 0, 1])
     first, second = join_examples([one, mark_examples(["c", "d", "a"], ["z", "y", "x"], [0, 1, 1])], what="")

@@ -35,14 +35,10 @@ MODELS = {
 
 def questions(count=9):
     draw = torch.Generator().manual_seed(3)
-    prompts = [
-        torch.randint(5, 60, (int(torch.randint(2, 14, (), generator=draw)),), generator=draw).tolist()
-        for _ in range(count)
-    ]
-    return [
-        Question(str(number), prompt, CHOICES[number % 3], CHOICES, ANSWERS, END)
-        for number, prompt in enumerate(prompts)
-    ]
+    lengths = [int(torch.randint(2, 14, (), generator=draw)) for _ in range(count)]
+    prompts = [torch.randint(5, 60, (length,), generator=draw).tolist() for length in lengths]
+    asked = (CHOICES, ANSWERS, END)
+    return [Question(str(n), prompt, CHOICES[n % 3], *asked) for n, prompt in enumerate(prompts)]
 
 
 def logits_after(model, prompt, answer):
@@ -55,9 +51,8 @@ def logits_after(model, prompt, answer):
 
 def log_likelihood(model, prompt, answer):
     """The sum over an answer's tokens, a pass for each token."""
-    places = range(len(answer))
-    logits = [logits_after(model, prompt, answer[:place]) for place in places]
-    return sum(logits[place].log_softmax(-1)[answer[place]].item() for place in places)
+    passes = ((logits_after(model, prompt, answer[:at]), token) for at, token in enumerate(answer))
+    return sum(logits.log_softmax(-1)[token].item() for logits, token in passes)
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -76,19 +71,16 @@ def test_the_choice_is_that_of_the_largest_likelihood(kind):
     assert len({*best_mean}) > 1 or len({*best}) > 1 or best != best_mean
 
 
-def greedy(model, prompt, most):
-    """What a loop over tokens writes, its end with it."""
-    written = []
-    while len(written) < most and (not written or written[-1] != END):
-        written.append(int(logits_after(model, prompt, written).argmax()))
-    return written
-
-
 @torch.no_grad()
 def by_hand(model, tokenizer):
-    """What the loop writes to every question."""
-    wanted = [greedy(model, each.prompt, most=6) for each in questions()]
-    return dict(enumerate(tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in wanted))
+    """What a loop over tokens writes to every question, at most six."""
+    texts = []
+    for question in questions():
+        written = []
+        while len(written) < 6 and END not in written:
+            written.append(int(logits_after(model, question.prompt, written).argmax()))
+        texts.append(tokenizer.decode(written, skip_special_tokens=True).strip())
+    return dict(enumerate(texts))
 
 
 def written_by(model, tokenizer, *, batch_size=4, **how):

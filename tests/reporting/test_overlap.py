@@ -91,8 +91,8 @@ def test_what_the_methods_write_is_found(small, start, tmp_path, method):
     start(small(*f"method={method} trainer.steps=2 order=[law,food]".split()), tmp_path)
     found = overlap(tmp_path, ROWS[:3])
     assert METHODS[method] <= set(found)
-    for title, (names, values, layers) in found.items():
-        assert names == ["law", "food", *["general"] * title.startswith("largest")]
+    for names, values, layers in found.values():
+        assert names[:2] == ["law", "food"]
         for each in (values, *layers.values()):
             np.testing.assert_allclose(np.diagonal(each), 1)
             assert 0 <= each[0, 1] == each[1, 0] <= 1
@@ -112,11 +112,9 @@ def test_magnitudes_are_those_of_the_base_and_of_the_final_model_and_change_no_b
     start(small(*given, "mask.migu.magnitudes=false"), tmp_path / "without")
     scores, without = (Scores.load(tmp_path / name / "scores.json") for name in ("whole", "without"))
     assert without.nll == scores.nll
-    for row in range(3):
-        whole, killed, none = (
-            dict(np.load(tmp_path / name / "diagnostics" / f"{row:03d}.npz"))
-            for name in ("whole", "killed", "without")
-        )
+    folders = (tmp_path / name / "diagnostics" for name in ("whole", "killed", "without"))
+    for row, files in enumerate(zip(*(sorted(each.glob("*.npz")) for each in folders), strict=True)):
+        whole, killed, none = (dict(np.load(file)) for file in files)
         assert whole.keys() == killed.keys() and all((whole[name] == killed[name]).all() for name in whole)
         assert ("texts" in whole) == (row != 1) and "texts" not in none
     found = read_distributions(read_diagnostics(tmp_path / "whole", scores), scores)

@@ -102,10 +102,3 @@ def test_names_are_nothing_but_names(name, tmp_path):
         assert len({re.sub(r"\\&", "", row).count("&") for row in rows.split("\\\\\n") if row.strip()}) == 1
         assert not re.search(r"\\input|(?<!\\)[#%_]|[±–→]", rows)
     assert shutil.which("pdflatex") is None or typeset(tmp_path) > 3
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="needs pdflatex")
-def test_tex_takes_all_tables(swept, tmp_path):
-    assert main([str(swept), "--out", str(tmp_path), "--tex", str(tmp_path / "tex")]) == 0
-    assert typeset(tmp_path / "tex") == 13
