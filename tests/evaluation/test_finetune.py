@@ -76,19 +76,6 @@ def test_a_task_that_a_word_tells_is_learned(kind, precision, words):
     assert (epoch, len(steps)) == (6, work.steps) == (6, 6 * 13)
 
 
-def test_on_an_encoder_it_reads_the_mean_over_the_text(words):
-    start = model("t5", words)
-    made, encoder = classifier(start).eval(), start.get_encoder()
-    assert made.body.num_parameters() == encoder.num_parameters()
-    ids = torch.randint(5, 60, (2, 9))
-    present = (torch.arange(9) < torch.tensor([[9], [4]])).long()
-    logits = made({"input_ids": ids * present, "attention_mask": present})
-    for row, length in enumerate((9, 4)):
-        hidden = start.eval().get_encoder()(input_ids=ids[row : row + 1, :length]).last_hidden_state
-        expected = made.out(torch.tanh(made.dense(hidden.mean(1))))
-        torch.testing.assert_close(logits[row : row + 1], expected)
-
-
 def reference(start, work, seed):
     """The same fine-tuning with transformers' schedule."""
     with subject.forked_generators(CPU, "end task", work.name, seed):
@@ -162,8 +149,8 @@ def test_frozen_trains_the_head_alone_and_otherwise_all_but_closed_gates(words, 
     assert fixed == {"body.encoder.layer.0.gate.e"}
 
 
-@pytest.mark.parametrize(("kind", "first"), [("bert", True), ("gpt2", False)])
-def test_padding_and_company_do_not_change_a_logit_of_the_first_or_the_last_token(kind, first, words):
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "t5"])
+def test_padding_and_company_do_not_change_a_logit_of_the_first_the_last_or_the_mean_token(kind, words):
     made, data = classifier(model(kind, words), classes=3, dropout=0.5).eval(), job(words).train
     assert len({len(ids) for ids in data.ids[:12]}) > 1
     hidden = []
@@ -171,8 +158,10 @@ def test_padding_and_company_do_not_change_a_logit_of_the_first_or_the_last_toke
     with torch.no_grad():
         together = made(data.batch(range(12), pad=words.pad_token_id, device=CPU))
         alone = torch.cat([made(data.batch([row], pad=words.pad_token_id, device=CPU)) for row in range(12)])
-        read = [hidden[0][row, 0 if first else len(data.ids[row]) - 1] for row in range(12)]
-        torch.testing.assert_close(together, made.out(made.dense(torch.stack(read)).tanh()))
+        read = {"bert": lambda states: states[0], "gpt2": lambda states: states[-1]}
+        pool = read.get(kind, lambda states: states.mean(0))
+        states = torch.stack([pool(hidden[0][row, : len(data.ids[row])]) for row in range(12)])
+        torch.testing.assert_close(together, made.out(made.dense(states).tanh()))
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-6)
     assert together.std(0).min() > 0
 

@@ -112,9 +112,13 @@ def test_markdown_shows_names_as_they_are():
         tokens = rendered(markdown(Block(lines=[name, f"`one`: {name}"]), picture=""))
         assert {token.type for token in tokens} <= {"inline", "paragraph_open", "paragraph_close"}
         assert inner(tokens) <= {"text", "text_special", "code_inline"}
-        assert (
-            len(align_columns(Block(head=["group", name], cells=[[name, "1"], ["x", "2"]])).splitlines()) == 3
-        )
+
+
+def test_a_console_gets_a_line_per_row_and_no_control_signs():
+    for name in NAMES:
+        text = align_columns(Block(head=["group", name], cells=[[name, "1"], ["x", "2"]]))
+        assert len(text.splitlines()) == 3
+        assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", text)
 
 
 def test_a_page_has_no_element_from_a_name(tmp_path):
