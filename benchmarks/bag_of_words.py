@@ -62,7 +62,7 @@ def read_tasks(cfg: DictConfig) -> Iterator[tuple[str, str, Labelled, Labelled]]
     order = cfg.domains.orders[cfg.order] if isinstance(cfg.order, int) and cfg.domains.orders else cfg.order
     if endtasks := plan_endtasks(cfg.endtask, None, order):
         for name in endtasks.tasks:
-            task = endtasks.task(name)
+            task = endtasks.source.task(name)
             yield name, task.settings.metric, pairs(task.train), pairs(task.test)
         return
     plan = make_plan(cfg)

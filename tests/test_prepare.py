@@ -8,7 +8,8 @@ from datasets import Dataset, DatasetDict
 from cpt import prepare
 from cpt.data.sources.readers import read_folder
 from cpt.data.sources.tasks import find_files
-from cpt.evaluation.finetune_tasks import FileTasks
+from cpt.evaluation.finetune_tasks import plan_endtasks
+from tests.support.endtask_fixtures import options
 
 # Training examples of the public files by class, test and dev; those of classes are made up, their sum is not
 SIZES = {
@@ -64,8 +65,11 @@ def test_das6_has_the_published_counts_and_a_missing_file_is_named(das6, tmp_pat
         "test": "line 1",
     }
     columns = {"id": "id", "text": "text_pair", "text_pair": "text", "label": "label"}
-    tasks = {name: FileTasks(root=str(out), folder="endtasks", columns=columns, tasks={}, splits=split)
-             for name, split in (("das", "das"), ("own", "own"))}  # fmt: skip
+    given = {"columns": columns, "root": str(out)}
+    tasks = {
+        name: plan_endtasks(options("texts", **given, splits=name), None, ["acl"]).source
+        for name in ("das", "own")
+    }
     for name, task in prepare.ENDTASKS.items():
         counts = tuple(len(tasks["das"].read(name, split)) for split in ("train", "test"))
         assert counts == task.published, name

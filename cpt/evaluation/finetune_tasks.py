@@ -5,11 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from annotated_types import Ge
-from omegaconf import OmegaConf
 
 from cpt.core import randomness
 from cpt.core.config import digest
@@ -29,14 +28,14 @@ from cpt.core.schema import (
     option,
     option_types,
     prefix_errors,
+    read_options,
     show,
     unknown_name,
 )
-from cpt.core.sections import Choice
+from cpt.core.sections import Choice, to_python
 from cpt.data.sources import readers
 
 EXAMPLE_COLUMNS = ("id", "text", "text_pair", "label")
-OF_ALL_TASKS = ("when", "score_on", "seeds", "eval_batch_size")  # options that no source gets
 FILE_SPLITS = {"train": "train", "dev": "valid", "test": "test"}  # as cpt.data.sources.readers calls them
 FINETUNE_FORMAT = 1  # counts changes of what a prediction file depends on
 
@@ -85,10 +84,7 @@ class FinetuneProtocol(Options):
 
 
 SETTINGS = tuple(each.name for each in fields(FinetuneOptions))
-RULES = option_types(FinetuneOptions) | option_types(FinetuneProtocol)
-# Of sources' own options.
-RULES |= dict.fromkeys(("folder", "path", "cache"), Text)
-RULES |= {"root": Text | None, "packages": Mapping[str, Sequence[str]] | None}
+RULES = option_types(FinetuneOptions) | option_types(FinetuneProtocol) | {"path": Text}
 
 
 @dataclass(frozen=True)
@@ -144,17 +140,25 @@ class FinetuneTask:
         return digest([FINETUNE_FORMAT, self.content, settings, seed])
 
 
-class TaskSource(ABC):
-    """Where the examples come from. `tasks` has the values of single tasks, which replace those of all, or
-    None for a task that is left out."""
+@config
+class TaskSource(FinetuneOptions, FinetuneProtocol, ABC):
+    """Where the examples come from: options of all tasks together. `tasks` has the values of single tasks,
+    which replace those of all, or None for a task that is left out."""
 
-    OPTIONS: tuple[str, ...]  # its own options
-    OWN: tuple[str, ...]  # what a task may have of its own besides FinetuneOptions
+    OWN: ClassVar[tuple[str, ...]] = ("columns", "splits")  # what a task may have besides FinetuneOptions
+    splits: Any = option("where the splits come from")
 
-    def __init__(self, *, tasks: Mapping[str, Mapping[str, Any] | None] | None, **shared: Any) -> None:
-        given = tasks or {}
-        self.tasks = {name: dict(own) for name, own in given.items() if own is not None}
-        self.left_out, self.shared = given.keys() - self.tasks.keys(), shared
+    def __post_init__(self) -> None:
+        check_task_values("", {"columns": self.columns})
+        for name, own in self.named.items():
+            if wrong := [key for key in own if key not in (*SETTINGS, *self.OWN)]:
+                raise ValueError(unknown_name(f"tasks.{name}.{wrong[0]}", (*SETTINGS, *self.OWN)))
+            check_task_values(f"tasks.{name}.", own)
+
+    @property
+    def named(self) -> dict[str, dict[str, Any]]:
+        """The tasks that are named, with their values."""
+        return {name: dict(own) for name, own in (self.tasks or {}).items() if own is not None}
 
     @property
     @abstractmethod
@@ -173,51 +177,78 @@ class TaskSource(ABC):
     def fingerprint(self, name: str) -> Any:
         """What decides the result of `read`, cheaply: names, sizes, times."""
 
-    def classes(self, name: str, train: Sequence[LabelledExample]) -> list[str]:
+    def labels_of(self, name: str, train: Sequence[LabelledExample]) -> list[str]:
         """The labels that a task has, sorted: those of train."""
         return sorted({example.label for example in train})
 
     def values(self, name: str) -> dict[str, Any]:
         """The options as they are for a task; its columns one by one."""
-        own = self.tasks.get(name, {})
-        return {**self.shared, **own, "columns": {**self.shared["columns"], **(own.get("columns") or {})}}
+        own = self.named.get(name, {})
+        return {**vars(self), **own, "columns": {**self.columns, **(own.get("columns") or {})}}
+
+    def settings(self, name: str) -> FinetuneOptions:
+        values = self.values(name)
+        return FinetuneOptions(**{key: values[key] for key in SETTINGS})
+
+    def task(self, name: str) -> FinetuneTask:
+        """A task with its examples; a split is read where it is used, the evaluated one is `test`."""
+        settings = self.settings(name)
+        used = {"train", self.score_on, settings.select}
+        splits = {each: self.read(name, each) if each in used else [] for each in FILE_SPLITS}
+        classes = self.labels_of(name, splits["train"])
+        for split, examples in splits.items():
+            most = settings.max_train_samples if split == "train" else settings.max_eval_samples
+            if most is not None and most < len(examples):
+                stream = randomness.key("endtask", name, split)
+                chosen = randomness.shuffle(np.arange(most), len(examples), stream=stream)
+                splits[split] = [examples[place] for place in np.sort(chosen)]
+        if self.score_on == "dev":
+            splits["test"] = splits["dev"]
+            if not splits["dev"]:
+                told = f"endtask.score_on=dev is invalid: the end task {name} has no dev examples"
+                raise ValueError(f"{told}. Allowed: test")
+        return FinetuneTask(name, **splits, classes=classes, settings=settings)
 
 
+@config
 class FileTasks(TaskSource):
     """root/folder/<task>/{train,dev,test} as .jsonl, .json, .csv or .parquet, also .gz, in one file or more
     (train-00000-of-00002.parquet). `splits=das` takes the examples of all files and splits them by their
     field `das_split`, which says how DAS did it (Ke et al., ICLR 2023)."""
 
-    OPTIONS = ("root", "folder")
-    OWN = ("path", "columns", "splits")
+    OWN: ClassVar[tuple[str, ...]] = ("path", "columns", "splits")
+    root: Text | None = option("folder with the folder of the tasks")
+    folder: Text = option("folder in root with a folder per task")
 
-    def __init__(self, *, root: str | None, folder: str, **shared: Any) -> None:
-        super().__init__(**shared)
-        if root is None:
-            raise ValueError(f"endtask.root=null is invalid. Allowed: the folder in which {folder}/ is")
-        self.root = Path(root) / folder
-        for name in ("", *(f".tasks.{name}" for name in self.tasks)):
-            own = self.values(name.removeprefix(".tasks."))["splits"]
-            check_value(f"endtask{name}.splits", own, Literal["own", "das"])
-        if not self.root.is_dir():
-            told = f"endtask.root={root} is invalid: there is no folder {self.root}"
-            raise ValueError(f"{told}. Allowed: a folder")
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("", *self.named):
+            own = self.values(name)["splits"]
+            check_value(f"tasks.{name}.splits" if name else "splits", own, Literal["own", "das"])
+        if self.root is None or not self.place.is_dir():
+            raise ValueError(
+                f"root={show(self.root)} is invalid. Allowed: the folder in which {self.folder}/ is"
+            )
+
+    @property
+    def place(self) -> Path:
+        return Path(self.root or "") / self.folder
 
     @property
     def names(self) -> list[str]:
         """Those that are named, and the other folders."""
-        folders = (path.name for path in self.root.iterdir() if path.is_dir() and path.name[0] != ".")
-        return list(dict.fromkeys([*self.tasks, *sorted(set(folders) - self.left_out)]))
+        folders = {path.name for path in self.place.iterdir() if path.is_dir() and path.name[0] != "."}
+        return list(dict.fromkeys([*self.named, *sorted(folders - {*(self.tasks or ())})]))
 
     def exists(self, name: str) -> bool:
-        return self.folder(name).is_dir()
+        return self.folder_of(name).is_dir()
 
-    def folder(self, name: str) -> Path:
-        return self.root / self.values(name).get("path", name)
+    def folder_of(self, name: str) -> Path:
+        return self.place / self.values(name).get("path", name)
 
     def files(self, name: str, split: str) -> list[Path]:
         """The files of a split, sorted. Raises ValueError where there are none."""
-        folder, files = self.folder(name), []
+        folder, files = self.folder_of(name), []
         with readers.naming_file(folder):
             for path in sorted(folder.iterdir()):
                 said = readers.SPLIT_NAME.fullmatch(path.name.split(".")[0])
@@ -256,38 +287,37 @@ class FileTasks(TaskSource):
                 raise ValueError(f"{told}. Allowed: train, test in every example, or {prefix}.splits=own")
         return [example for example, row in found if row["das_split"] == split]
 
-    def classes(self, name: str, train: Sequence[LabelledExample]) -> list[str]:
+    def labels_of(self, name: str, train: Sequence[LabelledExample]) -> list[str]:
         """The labels of the train file, sorted: DAS moves all examples of a rare class to test."""
         if self.values(name)["splits"] == "das":
             train = [example for example, _ in self.examples(name, "train")]
-        return super().classes(name, train)
+        return super().labels_of(name, train)
 
 
+@config
 class HubTasks(TaskSource):
     """What `datasets.load_dataset` takes, also local folders: `tasks[name]` has `path`, and optionally `name`
     (the configuration), `splits` and `columns`. Class numbers become the names that the data set has."""
 
-    OPTIONS = ()
-    OWN = ("path", "name", "columns", "splits")
+    OWN: ClassVar[tuple[str, ...]] = ("path", "name", "columns", "splits")
 
-    def __init__(self, **shared: Any) -> None:
-        super().__init__(**shared)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         allowed = (
             "{path: ag_news, splits: {train: train, dev: validation, test: test}}, where dev may be null"
         )
-        if not self.tasks:
-            told = "endtask.tasks={} is invalid: it names no task"
-            raise ValueError(f"{told}. Allowed: '+endtask.tasks.news={allowed}'")
-        for name in self.tasks:
+        if not self.named:
+            raise ValueError(f"tasks={{}} is invalid: it names no task. Allowed: {{news: {allowed}}}")
+        for name in self.named:
             path, splits = self.values(name).get("path"), self.values(name)["splits"]
             named = isinstance(splits, Mapping) and set(splits) <= set(FILE_SPLITS)
             if path is None or not named or not all(map(splits.get, ("train", "test"))):
-                told = f"endtask.tasks.{name}={{path: {path}, splits: {splits}}} is invalid"
+                told = f"tasks.{name}={{path: {path}, splits: {splits}}} is invalid"
                 raise ValueError(f"{told}. Allowed: {allowed}")
 
     @property
     def names(self) -> list[str]:
-        return list(self.tasks)
+        return list(self.named)
 
     def exists(self, name: str) -> bool:
         return False  # a name says nothing: only a domain's is right
@@ -344,38 +374,11 @@ def parse_example(where: str, row: Any, *, columns: Mapping[str, Any], instead: 
 
 @dataclass(frozen=True)
 class FinetunePlan:
-    """Options that have been checked, and the tasks of a run in the order of learning."""
+    """A source whose options have been checked, and the tasks of a run in the order of learning."""
 
     source: TaskSource
-    when: str
-    score_on: str
-    seeds: list[int]
-    eval_batch_size: int
     tasks: list[str]
     stamp: str  # a hash of sizes and times of the data
-
-    def settings(self, name: str) -> FinetuneOptions:
-        values = self.source.values(name)
-        return FinetuneOptions(**{key: values[key] for key in SETTINGS})
-
-    def task(self, name: str) -> FinetuneTask:
-        """A task with its examples; a split is read where it is used, the evaluated one is `test`."""
-        settings = self.settings(name)
-        used = {"train", self.score_on, settings.select}
-        splits = {each: self.source.read(name, each) if each in used else [] for each in FILE_SPLITS}
-        classes = self.source.classes(name, splits["train"])
-        for split, examples in splits.items():
-            most = settings.max_train_samples if split == "train" else settings.max_eval_samples
-            if most is not None and most < len(examples):
-                stream = randomness.key("endtask", name, split)
-                chosen = randomness.shuffle(np.arange(most), len(examples), stream=stream)
-                splits[split] = [examples[place] for place in np.sort(chosen)]
-        if self.score_on == "dev":
-            splits["test"] = splits["dev"]
-            if not splits["dev"]:
-                told = f"endtask.score_on=dev is invalid: the end task {name} has no dev examples"
-                raise ValueError(f"{told}. Allowed: test")
-        return FinetuneTask(name, **splits, classes=classes, settings=settings)
 
 
 def plan_endtasks(
@@ -386,43 +389,28 @@ def plan_endtasks(
     ValueError for options that are wrong, and where no task belongs to a learned domain."""
     if not options or options.get("_target_") is None:
         return None
-    if OmegaConf.is_config(options):
-        container = OmegaConf.to_container(options, resolve=True, throw_on_missing=True)
-        options = cast(Mapping[str, Any], container)
-    given = {key: value for key, value in options.items() if key not in ("name", "_target_")}
-    check_value("endtask._target_", options["_target_"], Text)
+    given = dict(to_python(options))
+    target, choice = given.pop("_target_"), given.pop("name", None)
+    check_value("endtask._target_", target, Text)
     with prefix_errors("endtask"):
-        source_class = Choice(options["_target_"], {}, below=f"{TaskSource.__module__}.TaskSource").load()
-    allowed = (*SETTINGS, *OF_ALL_TASKS, "tasks", "columns", "splits", *source_class.OPTIONS)
-    check_task_values("endtask", given, allowed=allowed)
-    if missing := sorted(set(allowed) - set(given)):
-        raise ValueError(f"endtask.{missing[0]} is missing. Allowed: endtask.{missing[0]}=VALUE")
-    source = source_class(**{key: value for key, value in given.items() if key not in OF_ALL_TASKS})
-    for name, own in source.tasks.items():
-        prefix = f"endtask.tasks.{name}"
+        kind = Choice(target, {}, below=f"{TaskSource.__module__}.TaskSource").load()
+    source = read_options(kind, given, place="endtask")
+    for name in source.named:
         if source_names is not None and name not in source_names and not source.exists(name):
             known = ", ".join(sorted(source_names))
-            raise ValueError(f"{prefix} is invalid: unknown domain. Allowed: {known}")
-        check_task_values(prefix, own, allowed=(*SETTINGS, *source.OWN))
+            raise ValueError(f"endtask.tasks.{name} is invalid: unknown domain. Allowed: {known}")
     learned = [name for name in order if name in source.names]
     if not learned:
-        told = (
-            f"endtask={options.get('name')} is invalid: no task is of a domain of order={show(list(order))}"
-        )
+        told = f"endtask={choice} is invalid: no task is of a domain of order={show(list(order))}"
         raise ValueError(f"{told}. Allowed: {', '.join(source.names) or 'none'}")
-    stamp = digest([source.fingerprint(name) for name in learned])
-    shared = {key: given[key] for key in OF_ALL_TASKS} | {"seeds": list(given["seeds"])}
-    return FinetunePlan(source, **shared, tasks=learned, stamp=stamp)
+    return FinetunePlan(source, learned, digest([source.fingerprint(name) for name in learned]))
 
 
-def check_task_values(prefix: str, values: Mapping[str, Any], *, allowed: Sequence[str] = ()) -> None:
-    """Raises ValueError for an option that is not allowed, and for a value that is not; a missing one is not
-    looked at."""
-    if allowed and (wrong := sorted(set(values) - set(allowed))):
-        raise ValueError(unknown_name(f"{prefix}.{wrong[0]}", allowed))
+def check_task_values(prefix: str, values: Mapping[str, Any]) -> None:
+    """Raises ValueError for a value that is not allowed; a missing one is not looked at."""
     for key, value in values.items():
         if key in RULES:
-            check_value(f"{prefix}.{key}", value, RULES[key])
+            check_value(f"{prefix}{key}", value, RULES[key])
     if unknown := sorted(set(values.get("columns") or ()) - set(EXAMPLE_COLUMNS)):
         known = ", ".join(EXAMPLE_COLUMNS)
-        raise ValueError(f"{prefix}.columns.{unknown[0]} is invalid: unknown column. Allowed: {known}")
+        raise ValueError(f"{prefix}columns.{unknown[0]} is invalid: unknown column. Allowed: {known}")

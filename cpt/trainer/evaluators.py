@@ -134,8 +134,8 @@ class FinetuneEvaluator(Evaluator):
     GROUP, KIND, LABEL = "endtask", "endtasks", "end tasks"
 
     def __init__(self, plan: FinetunePlan, tokenizer: PreTrainedTokenizerBase, **run: Any) -> None:
-        super().__init__(plan.when, **run)
-        self.plan, self.tasks = plan, {name: plan.task(name) for name in plan.tasks}
+        super().__init__(plan.source.when, **run)
+        self.source, self.tasks = plan.source, {name: plan.source.task(name) for name in plan.tasks}
         self.contents = {name: task.content for name, task in self.tasks.items()}
         self.tokenizer = deepcopy(tokenizer)  # truncation is a state of it
         self.jobs: dict[tuple[str, int], finetune.FinetuneJob] = {}  # by task and tokens of an example
@@ -149,7 +149,7 @@ class FinetuneEvaluator(Evaluator):
             wanted = set(self.data.domains[number - 1].parts) if number else set()
         if final and not learned:
             wanted = set(self.tasks)
-        return [(name, seed) for name in self.tasks if name in wanted for seed in self.plan.seeds]
+        return [(name, seed) for name in self.tasks if name in wanted for seed in self.source.seeds]
 
     def follows(self, number: int) -> bool:
         return bool(self.asked(number))
@@ -192,7 +192,7 @@ class FinetuneEvaluator(Evaluator):
                 classes=len(task.classes),
                 settings=task.settings,
                 pad=self.tokenizer.pad_token_id or 0,
-                eval_batch_size=self.plan.eval_batch_size,
+                eval_batch_size=self.source.eval_batch_size,
             )
         job = self.jobs[name, length]
         predicted, epoch = finetune.fine_tune(model, job, seed=seed, **how)
@@ -204,7 +204,7 @@ class FinetuneEvaluator(Evaluator):
         predictions.save_predictions(endtask_file(self.folder(number), name, seed), columns, about=about)
 
     def results(self, rows: int) -> dict[str, Any]:
-        seeds, tasks = self.plan.seeds, self.tasks
+        seeds, tasks = self.source.seeds, self.tasks
         found = [[[self.read(row, name, seed) for seed in seeds] for name in tasks] for row in range(rows)]
         return {
             **{"when": self.when, "tasks": list(tasks), "seeds": list(seeds)},

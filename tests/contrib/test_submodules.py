@@ -53,7 +53,7 @@ def given(tmp_path):
 
 @pytest.fixture
 def task(package, given):
-    return lambda **overrides: plan_endtasks(given(**overrides), ["land"], ["land"]).task("land")
+    return lambda **overrides: plan_endtasks(given(**overrides), ["land"], ["land"]).source.task("land")
 
 
 def module_of(example):

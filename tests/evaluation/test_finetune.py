@@ -150,7 +150,7 @@ def test_frozen_trains_the_head_alone_and_otherwise_all_but_closed_gates(words, 
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "t5"])
-def test_padding_and_company_do_not_change_a_logit_of_the_first_the_last_or_the_mean_token(kind, words):
+def test_padding_changes_no_logit_of_the_first_the_last_or_the_mean_token(kind, words):
     made, data = classifier(model(kind, words), classes=3, dropout=0.5).eval(), job(words).train
     assert len({len(ids) for ids in data.ids[:12]}) > 1
     hidden = []

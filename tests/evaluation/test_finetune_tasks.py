@@ -32,15 +32,22 @@ def plan(root, *, names=("food", "law", "space"), order=("law", "food"), **overr
 def test_the_preset_is_the_protocol_of_das_and_its_split_reproduces():
     for name, sizes in {"pubmed": (2667, 7394, 13), "phone": (239, 552, 2)}.items():
         own = {"path": name, "splits": "das"}
-        task = plan_endtasks(options("das6", root=DAS6, tasks={name: own}), SIX, SIX).task(name)
+        task = plan_endtasks(options("das6", root=DAS6, tasks={name: own}), SIX, SIX).source.task(name)
         assert (len(task.train), len(task.test), len(task.classes)) == sizes and not task.dev
     found = plan_endtasks(options("das6", root=DAS6), SIX, SIX)
-    assert found.tasks == SIX and [found.settings(name).epochs for name in SIX] == [5, 10, 5, 15, 10, 15]
-    assert {name for name in SIX if found.settings(name).metric == "micro_f1"} == {"pubmed"}
-    task = found.task("restaurant")
+    assert found.tasks == SIX and [found.source.settings(name).epochs for name in SIX] == [
+        5,
+        10,
+        5,
+        15,
+        10,
+        15,
+    ]
+    assert {name for name in SIX if found.source.settings(name).metric == "micro_f1"} == {"pubmed"}
+    task = found.source.task("restaurant")
     assert (len(task.train), len(task.test), len(task.classes)) == (3451, 1120, 3)
     assert (task.train[0].text, task.train[0].text_pair) == ("staff", "But the staff was so horrible to us.")
-    assert found.task("ai").train[0].text_pair is None
+    assert found.source.task("ai").train[0].text_pair is None
 
 
 def test_tasks_are_those_of_learned_domains_in_their_order_each_with_its_own_values(root):
@@ -48,8 +55,11 @@ def test_tasks_are_those_of_learned_domains_in_their_order_each_with_its_own_val
     assert plan(root, order=["space", "food"]).tasks == ["food"]
     found = plan(root, epochs=5, tasks={"law": {"epochs": 7, "metric": "accuracy"}})
     assert found.tasks == ["law", "food"]
-    assert (found.settings("law").epochs, found.settings("food").epochs) == (7, 5)
-    assert (found.settings("law").metric, found.settings("food").metric) == ("accuracy", "macro_f1")
+    assert (found.source.settings("law").epochs, found.source.settings("food").epochs) == (7, 5)
+    assert (found.source.settings("law").metric, found.source.settings("food").metric) == (
+        "accuracy",
+        "macro_f1",
+    )
     with pytest.raises(ValueError, match=r"no task is of a domain of order=\[space\]. Allowed: food"):
         plan(root, order=["space"])
 
@@ -68,13 +78,15 @@ def test_every_format_gives_the_same_examples_and_no_other_is_read(root, tmp_pat
             writer.writeheader()
             writer.writerows(made)
     how = {"columns": {"id": "id"}}
-    read = [plan(root, tasks={"law": {"path": str(each)}}, **how).task("law") for each in folders.values()]
+    read = [
+        plan(root, tasks={"law": {"path": str(each)}}, **how).source.task("law") for each in folders.values()
+    ]
     assert len({task.content for task in read}) == 1
     folder = root / "endtasks" / "law"
     (folder / "test.jsonl").unlink()
     (folder / "test.jsonl.gz").write_bytes(b"no gzip")
     with pytest.raises(ValueError, match=r"test\.jsonl\.gz cannot be read: Not a gzipped file"):
-        plan(root).task("law")
+        plan(root).source.task("law")
 
 
 def broken(root, split, change):
@@ -95,35 +107,35 @@ WRONG = [
 def test_wrong_examples_are_told(root, split, given, message):
     write(root / "endtasks" / "law" / f"{split}.jsonl", given)
     with pytest.raises(ValueError, match=message):
-        plan(root).task("law")
+        plan(root).source.task("law")
 
 
 def test_a_sample_of_a_task_is_the_same_in_every_run(root):
-    whole, other = plan(root).task("law"), {"law": {"max_train_samples": 5}}
+    whole, other = plan(root).source.task("law"), {"law": {"max_train_samples": 5}}
     some = plan(root, max_train_samples=4, max_eval_samples=3, tasks=other)
     for name, most in {"law": 5, "food": 4}.items():
-        task, everything = some.task(name), plan(root).task(name)
+        task, everything = some.source.task(name), plan(root).source.task(name)
         assert (len(task.train), len(task.test), task.classes) == (most, 3, everything.classes)
         assert (
             [each for each in everything.train if each in task.train] == task.train != everything.train[:most]
         )
-        assert some.task(name).content == task.content
-    assert plan(root, max_train_samples=10**6).task("law").digest(1) == whole.digest(1)
+        assert some.source.task(name).content == task.content
+    assert plan(root, max_train_samples=10**6).source.task("law").digest(1) == whole.digest(1)
 
 
 def test_dev_is_evaluated_where_asked_and_test_is_then_not_read(root):
-    whole = plan(root).task("law")
+    whole = plan(root).source.task("law")
     (root / "endtasks/law/test.jsonl").write_text("not readable")
-    task = plan(root, score_on="dev").task("law")
-    assert task.test == plan(root, score_on="dev", select="dev").task("law").dev != whole.test
+    task = plan(root, score_on="dev").source.task("law")
+    assert task.test == plan(root, score_on="dev", select="dev").source.task("law").dev != whole.test
     (root / "endtasks/law/dev.jsonl").unlink()
     with pytest.raises(ValueError, match="endtask.score_on=dev is invalid: the end task law has no dev"):
-        plan(root, score_on="dev").task("law")
+        plan(root, score_on="dev").source.task("law")
 
 
 def test_a_digest_is_of_what_the_result_depends_on(root):
     def digest(name="law", seed=1, **overrides):
-        return plan(root, **overrides).task(name).digest(seed)
+        return plan(root, **overrides).source.task(name).digest(seed)
 
     first, chosen = digest(), digest(select="dev")
     others = ({"seeds": [9]}, {"when": "each"}, {"eval_batch_size": 1}, {"tasks": {"food": {"lr": 1}}})
@@ -149,7 +161,7 @@ def test_a_data_set_of_the_hub(tmp_path):
     def read(test):
         entry = {"path": str(tmp_path), "splits": {"train": "train", "dev": None, "test": test}}
         entry["columns"] = {"text": "sentence", "text_pair": "other", "label": "class"}
-        return plan_endtasks(options("hub", tasks={"law": entry}), ["law"], ["law"]).task("law")
+        return plan_endtasks(options("hub", tasks={"law": entry}), ["law"], ["law"]).source.task("law")
 
     found = read("test")
     assert found.classes == ["no", "yes"]

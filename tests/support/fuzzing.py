@@ -157,7 +157,7 @@ def check_task(kind: str, content: bytes) -> None:
         (place / "test.jsonl").unlink()
         (place / f"test{kind}").write_bytes(content)
         try:
-            plan_endtasks(options("texts", root=Path(folder)), ["law"], ["law"]).task("law")
+            plan_endtasks(options("texts", root=Path(folder)), ["law"], ["law"]).source.task("law")
         except FORESEEN as error:
             refused(error, folder, "law")
 

@@ -3,8 +3,9 @@
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from annotated_types import Ge, Predicate
@@ -12,7 +13,7 @@ from annotated_types import Ge, Predicate
 from cpt.core.cache import make_once
 from cpt.core.config import digest
 from cpt.core.randomness import key
-from cpt.core.schema import Allowed, Count, Int, Natural, check_value, show
+from cpt.core.schema import Allowed, Count, Int, Natural, Text, check_value, config, option, show
 from cpt.data.sources.docstrings import documents_by_module, names_in, stamp_docs, subpackages
 from cpt.evaluation.finetune_tasks import LabelledExample, TaskSource
 
@@ -21,17 +22,15 @@ FILE = "documents.jsonl"
 SPLITS = {"train": 0, "dev": 1, "test": 2}  # as the numbers of cpt.data.corpus.assign
 
 
-RULES = {
-    "classes": Annotated[Int, Ge(2)],
-    "seed": Natural,
-    "examples": Annotated[
-        Mapping[str, Count],
-        Predicate(lambda given: set(given) == set(SPLITS)),
-        Allowed("a whole number, 1 or more, for each of train, dev, test"),
-    ],
-}
+Examples = Annotated[
+    Mapping[str, Count],
+    Predicate(lambda given: set(given) == set(SPLITS)),
+    Allowed("a whole number, 1 or more, for each of train, dev, test"),
+]
+OWN_RULES = {"classes": Annotated[Int, Ge(2)], "seed": Natural, "examples": Examples}
 
 
+@config
 class SubmoduleTasks(TaskSource):
     """Paragraphs of docstrings, labelled by sub-package: a task for each domain of `packages`, as
     cpt.data.sources.docstrings.InstalledDocs has them.
@@ -40,48 +39,58 @@ class SubmoduleTasks(TaskSource):
     sub-packages with the most text are the classes, at most `examples` paragraphs of each in a split; their
     names are blanked out. `cache` is a folder that keeps the docstrings that were read."""
 
-    OPTIONS = ("packages", "classes", "examples", "seed", "cache")
-    OWN = ("classes", "examples", "seed")
+    OWN: ClassVar[tuple[str, ...]] = tuple(OWN_RULES)
+    packages: Mapping[str, Sequence[str]] | None = option("packages by domain")
+    classes: Annotated[Int, Ge(2)] = option("maximum number of sub-packages")
+    examples: Examples = option("paragraphs per class, at most, by split")
+    seed: Natural = option("seed of the sample")
+    cache: Text = option("folder that keeps the docstrings that were read")
 
-    def __init__(self, *, packages: Mapping[str, Sequence[str]] | None, cache: str, **shared: Any) -> None:
-        super().__init__(**shared)
-        if not packages:
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.packages:
             allowed = "packages by domain, like those of domains=installed_docs"
-            raise ValueError(f"endtask.packages={show(packages)} is invalid. Allowed: {allowed}")
-        self.packages, self.cache = {name: list(each) for name, each in packages.items()}, Path(cache)
-        self.examples: dict[str, dict[str, list[LabelledExample]]] = {}
-        own = {f"endtask.tasks.{name}": values for name, values in self.tasks.items()}
-        for prefix, values in {"endtask": self.shared, **own}.items():
-            for name in RULES.keys() & values.keys():
-                check_value(f"{prefix}.{name}", values[name], RULES[name])
+            raise ValueError(f"packages={show(self.packages)} is invalid. Allowed: {allowed}")
+        for name, own in self.named.items():
+            for option_name in OWN_RULES.keys() & own.keys():
+                check_value(f"tasks.{name}.{option_name}", own[option_name], OWN_RULES[option_name])
 
     @property
     def names(self) -> list[str]:
-        return [name for name in self.packages if name not in self.left_out]
+        left_out = {name for name, own in (self.tasks or {}).items() if own is None}
+        return [name for name in self.packages or () if name not in left_out]
+
+    @cached_property
+    def labelled(self) -> dict[str, dict[str, list[LabelledExample]]]:
+        """The examples that were read, by task and split."""
+        return {}
 
     def exists(self, name: str) -> bool:
-        return name in self.packages
+        return name in (self.packages or ())
 
     def fingerprint(self, name: str) -> Any:
-        return stamp_docs(self.packages[name])
+        return stamp_docs(self.packages_of(name))
 
     def read(self, name: str, split: str) -> list[LabelledExample]:
-        if name not in self.examples:
-            self.examples[name] = self.label_paragraphs(name)
-        return self.examples[name][split]
+        if name not in self.labelled:
+            self.labelled[name] = self.label_paragraphs(name)
+        return self.labelled[name][split]
+
+    def packages_of(self, name: str) -> list[str]:
+        return list((self.packages or {})[name])
 
     def label_paragraphs(self, name: str) -> dict[str, list[LabelledExample]]:
         """The examples of a task by split; the docstrings are read once for all runs."""
         from cpt.data.corpus import assign  # seconds that a check of options need not wait for
 
-        values, packages = self.values(name), self.packages[name]
+        values, packages = self.values(name), self.packages_of(name)
 
         def write(folder: Path) -> None:
             lines = (json.dumps(document) + "\n" for document in documents_by_module(packages))
             (folder / FILE).write_text("".join(lines))
 
         known_by = digest([FORMAT, packages, stamp_docs(packages)])
-        folder = make_once(self.cache / "endtasks" / f"{name}-{known_by}", make=write)
+        folder = make_once(Path(self.cache) / "endtasks" / f"{name}-{known_by}", make=write)
         documents = [tuple(json.loads(line)) for line in (folder / FILE).read_text().splitlines()]
         texts = ["\n\n".join(paragraphs).encode(errors="replace").decode() for _, paragraphs in documents]
         hashes = np.array([key(text) for text in texts], np.uint64)
