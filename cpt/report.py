@@ -135,7 +135,7 @@ def compare_folders(given: argparse.Namespace) -> int:
         cells = [row[:LC_COLUMNS] for row in differences.cells]
         first = replace(differences, head=differences.head[:LC_COLUMNS], cells=cells, facets=())
         told += [compare.build_tiles(section), compare.build_findings(section)]
-        told += [compare.tabulate_brief(section), first, compare.list_conditions(section)]
+        told += [compare.tabulate_main(section, brief=True), first, compare.list_conditions(section)]
     for block in [*told, *aside]:
         table = [align_columns(block)] if block.cells else []
         if block.lines or table:

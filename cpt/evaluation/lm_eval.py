@@ -136,11 +136,10 @@ class Harness:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        expect: Callable[[int], object],
         step: Callable[[], object],
     ) -> dict[str, Any]:
         """All metrics of a task on a model, where the model is: {metric: {value, error, higher}}, with what
-        they were measured on. `expect` is called with the number of requests to come, `step` after each."""
+        they were measured on. `step` is called after each request."""
         column, options = self.columns[name], self.options
         tasks = {"tasks": dict(column.tasks), "groups": dict(column.groups), "group_map": {}}
         causal = not model.config.is_encoder_decoder
@@ -162,13 +161,8 @@ class Harness:
                 max_length=options.max_length,
                 mixed_precision_dtype=self.mixed,
             )
-
-            def counted(call: Callable, requests: list, **options: Any) -> list:
-                expect(len(requests))
-                return call(requests, disable_tqdm=True)
-
             for kind in REQUESTS:
-                setattr(lm, kind, partial(counted, getattr(lm, kind)))
+                setattr(lm, kind, partial(getattr(lm, kind), disable_tqdm=True))
             # replaces the harness's cache, which is called for each answered request
             lm.cache_hook = SimpleNamespace(add_partial=lambda *answered: step())
             found = evaluate(

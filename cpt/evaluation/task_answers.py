@@ -116,26 +116,20 @@ def write_answers(
     end, padding = questions[0].end, tokenizer.pad_token_id
     padding = end if padding is None else padding
     start = getattr(model.config, "decoder_start_token_id", None)
-    ids = {"eos_token_id": end, "pad_token_id": padding, "decoder_start_token_id": start}
-    how = GenerationConfig(max_new_tokens=most, do_sample=False, num_beams=1, use_cache=not whole, **ids)
+    special = {"eos_token_id": end, "pad_token_id": padding, "decoder_start_token_id": start}
+    how = GenerationConfig(max_new_tokens=most, do_sample=False, num_beams=1, use_cache=not whole, **special)
     written: dict[int, str] = {}
     for chosen in batches[share[0] :: share[1]]:
         prompts = [questions[number].prompt for number in chosen]
-        inputs = pad_prompts(prompts, padding=padding, left=not seq2seq)
+        width = max(map(len, prompts))
+        ids, mask = torch.full((len(prompts), width), padding), torch.zeros((len(prompts), width)).long()
+        for row, prompt in enumerate(prompts):
+            place = slice(0, len(prompt)) if seq2seq else slice(width - len(prompt), width)
+            ids[row, place], mask[row, place] = torch.tensor(prompt), 1
         with generating(model, how):
-            found = model.generate(**{name: value.to(model.device) for name, value in inputs.items()})
-        found = found[:, 0 if seq2seq else inputs["input_ids"].shape[1] :]
+            found = model.generate(input_ids=ids.to(model.device), attention_mask=mask.to(model.device))
+        found = found[:, 0 if seq2seq else width :]
         texts = tokenizer.batch_decode(found, skip_special_tokens=True)
         written |= {number: text.strip() for number, text in zip(chosen, texts, strict=True)}
         step(len(chosen))
     return written
-
-
-def pad_prompts(prompts: Sequence[list[int]], *, padding: int, left: bool) -> dict[str, Tensor]:
-    """Prompts as ids and mask, [B, T]."""
-    width = max(map(len, prompts))
-    ids, mask = torch.full((len(prompts), width), padding), torch.zeros((len(prompts), width)).long()
-    for row, prompt in enumerate(prompts):
-        place = slice(width - len(prompt), width) if left else slice(0, len(prompt))
-        ids[row, place], mask[row, place] = torch.tensor(prompt), 1
-    return {"input_ids": ids, "attention_mask": mask}

@@ -243,18 +243,6 @@ RANKED = ("accuracy_ranked", "accuracy_ranked_mean")
 OPEN = ("rouge_l", "exact_match", "edit_similarity")
 
 
-def measures_of(answered: TaskAnswers, known_by: str | None = None) -> list[str]:
-    """The measures that a task has: of choices, or of free text; the first is the one that it is known by,
-    which may be asked for. Raises ValueError for one without answers."""
-    usual = CLOSED if answered.ranked is not None else OPEN
-    there = {name for name in vars(answered) if getattr(answered, name) is not None}
-    wanted = dict.fromkeys([known_by, *usual] if known_by else usual)
-    found = [name for name in wanted if there >= set(MEASURES[name].needs)]
-    if known_by and known_by not in found:
-        raise ValueError(f"{known_by} needs answers of another kind. Allowed: {', '.join(found)}")
-    return found
-
-
 @dataclass(frozen=True)
 class AnswerSummary:
     """What the answers to a task come to: small, as a run of N tasks has N (N + 1) of them."""
@@ -270,9 +258,15 @@ class AnswerSummary:
 def summarise_answers(
     answered: TaskAnswers, *, seconds: float = 0.0, known_by: str | None = None
 ) -> AnswerSummary:
-    """What answers come to; `known_by` is the measure that is asked for. A mean is over the examples that
-    count, None where none does."""
-    values = {name: MEASURES[name].compute(answered) for name in measures_of(answered, known_by)}
+    """What answers come to in the measures of choices, or of free text; the first is the one that the task is
+    known by, which may be asked for. A mean is over the examples that count, None where none does. Raises
+    ValueError for a measure without answers."""
+    there = {name for name in vars(answered) if getattr(answered, name) is not None}
+    wanted = dict.fromkeys([*[known_by] * bool(known_by), *(CLOSED if "ranked" in there else OPEN)])
+    names = [name for name in wanted if there >= set(MEASURES[name].needs)]
+    if known_by and known_by not in names:
+        raise ValueError(f"{known_by} needs answers of another kind. Allowed: {', '.join(names)}")
+    values = {name: MEASURES[name].compute(answered) for name in names}
     finite = {name: each[np.isfinite(each)] for name, each in values.items()}
     chance = majority = None
     if all(answered.choices) and answered.references:

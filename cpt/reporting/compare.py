@@ -340,18 +340,14 @@ def tabulate_spreads(
     return build_table(section, cells if measures or names else [], **block)
 
 
-def tabulate_main(section: RunSection) -> Block:
-    """Every measure."""
+def tabulate_main(section: RunSection, *, brief: bool = False) -> Block:
+    """Every measure; `brief`: without intervals and rarer measures."""
     about = {"title": section.title, "lines": [f"{SPREAD} In nats if no unit is named."]}
+    if brief:
+        measures = [measure for measure in MEASURES if measure.key in BRIEF]
+        return tabulate_spreads(section, measures, names=["size"], bounds=False, **about)
     names = ("method", "model", "orders", "size")
     return tabulate_spreads(section, [*MEASURES, FLOPS], names=names, **about)
-
-
-def tabulate_brief(section: RunSection) -> Block:
-    """The main table without intervals and rarer measures."""
-    measures = [measure for measure in MEASURES if measure.key in BRIEF]
-    about = {"title": section.title, "lines": [f"{SPREAD} In nats if no unit is named."]}
-    return tabulate_spreads(section, measures, names=["size"], bounds=False, **about)
 
 
 def list_conditions(section: RunSection) -> Block:

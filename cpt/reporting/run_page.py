@@ -28,8 +28,6 @@ from cpt.reporting.page import LEGENDS, Block, align_columns, write_page
 Cells = list[list[str]]
 FORMATS = dict(zip(UNITS, (decimals, perplexity, decimals), strict=True))
 METRIC_HEAD = ("metric", "meaning", "formula", "nats", "perplexity", "bits per byte")
-METRIC_HEAD += ("medians: nats, perplexity, bits per byte",)
-ENDTASK_NAMES = {"macro_f1": "macro-F1", "micro_f1": "micro-F1", "accuracy": "accuracy"}
 TILES = {  # metric: title, meaning, words for an interval above 0, below 0, around 0
     "learned": (
         *("learned", "Fall of the loss on each domain, base to just after its stage"),
@@ -44,13 +42,6 @@ TILES = {  # metric: title, meaning, words for an interval above 0, below 0, aro
         *("worse", "better", "no measurable change"),
     ),
 }
-MEASURE_NAMES = {
-    "accuracy_ranked": "accuracy of the likeliest choice", "exact_match": "exact match of what is written",
-    "invalid": "written, but none of the choices", "accuracy_valid": "exact match of those that are",
-    "accuracy_ranked_mean": "likeliest choice by its mean token", "rouge_l": "ROUGE-L",
-    "edit_similarity": "edit similarity", "sari": "SARI",
-    "first_character": "first character of what is written",
-}  # fmt: skip
 WHOLE, TENTH = "{:,.0f}".format, "{:,.1f}".format
 CONSOLE = ("CPT", "LC", "FG", "general_drift")
 TILES_HEAD = ("", "mean", "95 % interval", "", "meaning")
@@ -173,17 +164,14 @@ def format_matrix(scores: Scores) -> Cells:
 
 def format_metric(scores: Scores, name: str) -> list[str]:
     """The cells of METRIC_HEAD; dashes where no term was measured, the count of terms if some are missing."""
-    metric, about = scores.metrics[name], METRICS[name][:2]
-    terms, bounds, medians = metric.get("terms"), metric.get("interval", {}), metric.get("median")
-    name = TITLES.get(name, name) + (f" ({terms[0]:,} of {terms[1]:,})" if terms else "")
-    if terms and not terms[0]:
-        return [name, *about, *["–"] * 4]
-    cells, middles = [], []
-    for unit, show in FORMATS.items():
-        interval = frames.format_interval(*bounds.get(unit, (None, None)), show)
-        cells.append(format_known(metric[unit], show) + interval)
-        middles += [format_known(medians[unit], show)] if medians else []
-    return [name, *about, *cells, ", ".join(middles) or "–"]
+    metric, about, bounds = scores.metrics[name], METRICS[name][:2], scores.metrics[name].get("interval", {})
+    measured, whole = metric.get("terms", (None, None))
+    name = TITLES.get(name, name) + (f" ({measured:,} of {whole:,})" if whole else "")
+    cells = [
+        format_known(metric[unit], show) + frames.format_interval(*bounds.get(unit, (None, None)), show)
+        for unit, show in FORMATS.items()
+    ]
+    return [name, *about, *(["–"] * 3 if measured == 0 else cells)]
 
 
 def show_run(scores: Scores) -> Block:
@@ -307,10 +295,9 @@ def show_endtasks(scores: Scores) -> list[Block]:
     means, spreads = task_metrics.over_seeds(cube), task_metrics.sd_over_seeds(cube)
     measured = np.flatnonzero(np.isfinite(means).any(1))
     cells = format_rows([scores.rows[row] for row in measured], means[measured], percent, spreads[measured])
-    names, head = {task: ENDTASK_NAMES[given["metric"][task]] for task in tasks}, ["after", *tasks]
     picture = figures.draw_endtasks(scores) if len(cells) > 1 else b""
     shown = {"picture": picture, "caption": LEGENDS["tasked"] * bool(picture)}
-    title = f"End tasks: {name_measures(names)}"
+    title, head = f"End tasks: {name_measures(given['metric'])}", ["after", *tasks]
     found = task_metrics.summarise_endtasks(given, scores.rows)
     told = f"{len(tasks)} tasks, seeds {few([*map(str, given['seeds'])], between=', ')}, "
     return [
@@ -323,18 +310,21 @@ def show_answers(scores: Scores) -> list[Block]:
     """The matrix of the answers' scores, its metrics, and every measure of the last model."""
     if not (tasks := scores.answers.get("tasks")):
         return []
-    names = name_measures({name: MEASURE_NAMES[head_of(task)] for name, task in tasks.items()})
-    there = [name for name in MEASURE_NAMES if any(name in task["measures"] for task in tasks.values())]
+    names = name_measures({name: head_of(task) for name, task in tasks.items()})
+    there = [
+        name for name in task_metrics.MEASURES if any(name in task["measures"] for task in tasks.values())
+    ]
     final = {(each.text, each.metric): each.value for each in frames.list_answers(scores)}  # the last row's
     last = [[task, *(format_known(final.get((task, name)), percent) for name in there)] for task in tasks]
     matrix = {"name": "answers", "head": ["after", *tasks], "caption": LEGENDS["tasked"]}
     picture = figures.draw_tasks(matrix_of(scores.answers), scores.rows, list(tasks), kind="Scores")
     title = f"Answers to each task (column) after each stage (row): {names}"
-    head = ["task", *(MEASURE_NAMES[name] for name in there)]
     return [
         Block(title=title, picture=picture, cells=format_answers(scores), **matrix),
         show_task_metrics("Scores", "answers", scores.answers, scores.answers["metrics"]),
-        Block(title="Answers of the last model", head=head, cells=last, folded=f"{len(last)} tasks"),
+        Block(
+            title="Answers of the last model", head=["task", *there], cells=last, folded=f"{len(last)} tasks"
+        ),
     ]
 
 

@@ -97,19 +97,10 @@ def write_tuning(
         blocks.append(Block(title="Searches", picture=picture, caption=caption, name="searches"))
     stem.parent.mkdir(parents=True, exist_ok=True)
     page = write_page(blocks, title="Tuned methods", stem=stem, vectors=True)
-    described = [
-        asdict(each) | {"trials": [trial._asdict() for trial in each.trials], "flops": count_flops(each)}
-        for each in methods
-    ]
+    described = [asdict(each) | {"trials": [trial._asdict() for trial in each.trials]} for each in methods]
     about = {"version": 1, "metric": metric, "direction": direction, "budget": budget, "methods": described}
     stem.with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     return "\n".join([align_columns(table), *lines, str(page)])
-
-
-def count_flops(method: TunedMethod) -> int | None:
-    """Operations of the whole search."""
-    counts = [trial.flops for trial in method.trials]
-    return None if None in counts else sum(filter(None, counts))
 
 
 def tabulate_methods(methods: Sequence[TunedMethod], *, metric: str, sign: int) -> Block:

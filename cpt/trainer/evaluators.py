@@ -106,7 +106,9 @@ class Evaluator(ABC):
 
 
 @contextmanager
-def counted(label: str, *, total: int, hidden: bool, unit: str) -> Iterator[tuple[tqdm, Callable[..., None]]]:
+def counted(
+    label: str, *, total: int | None, hidden: bool, unit: str
+) -> Iterator[tuple[tqdm, Callable[..., None]]]:
     """A progress bar, and what is called after each unit of work: it leaves on a signal to any process."""
     with progress_bar(label, total=total, hidden=hidden, unit=unit) as progress:
 
@@ -165,10 +167,9 @@ class FinetuneEvaluator(Evaluator):
 
     def work(self, number: int, due: list[tuple[str, int]], device: torch.device, label: str) -> None:
         rank, world = rank_and_world()
-        costs = {each: self.tasks[each[0]].steps for each in self.asked(number)}
-        share = share_measurements(costs, rank=rank, world=world)
+        share = self.asked(number)[rank::world]  # not of what is due: that changes while others work
         mine = [each for each in due if each in share]
-        total = sum(costs[each] for each in mine)
+        total = sum(self.tasks[name].steps for name, _ in mine)
         with counted(label, total=total, hidden=rank != 0 or not mine, unit="step") as (progress, step):
             for name, its in groupby(mine, key=lambda each: each[0]):
                 with finetune.forked_generators(device):
@@ -217,19 +218,6 @@ class FinetuneEvaluator(Evaluator):
             },
             "seconds": sum(about["seconds"] for row in found for task in row for about in task if about),
         }
-
-
-def share_measurements(
-    costs: Mapping[tuple[str, int], int], *, rank: int, world: int
-) -> set[tuple[str, int]]:
-    """The measurements of one process: the costliest first, each to the process that has the least so far. It
-    counts all of them and not those that are missing, which change while other processes work."""
-    loads, shares = [0] * world, [set[tuple[str, int]]() for _ in range(world)]
-    for each in sorted(costs, key=lambda each: -costs[each]):
-        least = loads.index(min(loads))
-        shares[least].add(each)
-        loads[least] += costs[each]
-    return shares[rank]
 
 
 class TaskEvaluator(Evaluator):
@@ -360,17 +348,12 @@ class LMEvalEvaluator(Evaluator):
         place = self.data.places[learned[-1]] if learned else BASE  # the model of the last domain learned
         with (
             on_device(self.module.model_for(place), device) as model,
-            counted(label, total=0, hidden=False, unit="request") as (progress, step),
+            counted(label, total=None, hidden=False, unit="request") as (progress, step),
         ):
-
-            def expect(count: int) -> None:
-                progress.total = (progress.total or 0) + count
-                progress.refresh()
-
             for task in due:
                 progress.set_postfix_str(task, refresh=False)
                 began = time.perf_counter()
-                found = self.harness.measure(task, model, self.tokenizer, expect=expect, step=step)
+                found = self.harness.measure(task, model, self.tokenizer, step=step)
                 found["seconds"] = round(time.perf_counter() - began, 3)
                 path = predictions.results_file(self.folder(number), task)
                 replace_file(path, json.dumps(found, indent=1) + "\n")

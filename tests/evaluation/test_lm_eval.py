@@ -42,8 +42,8 @@ def model(words):
 
 def measure(each, name, model, words):
     steps = []
-    found = each.measure(name, model, words, expect=lambda n: steps.append(n), step=lambda: steps.append(-1))
-    assert sum(steps) == 0 and max(steps) > 0, "as many answers as were expected"
+    found = each.measure(name, model, words, step=lambda: steps.append(1))
+    assert len(steps) >= found["examples"]
     return found
 
 

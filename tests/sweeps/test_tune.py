@@ -107,7 +107,7 @@ def test_trials_read_no_test_text_and_a_killed_tuning_ends_as_one_that_was_not(
     told = json.loads((tmp_path / "outputs/tuned/tuning.json").read_text())
     ncl, ewc = told["methods"]
     assert (len(ncl["trials"]), len(ncl["runs"]), len(ewc["trials"]), len(ewc["runs"])) == (0, 2, 2, 2)
-    assert ewc["trials"][0]["values"] == ["method.strength=500.0"] and ewc["flops"] > 0
+    assert ewc["trials"][0]["values"] == ["method.strength=500.0"] and ewc["trials"][0]["flops"] > 0
     best = min(ewc["trials"], key=lambda trial: trial["score"])["values"][0].removesuffix(".0")
     assert all(best.split("=")[1] in run["folder"] or best.endswith("=500") for run in ewc["runs"])
     scores = json.loads((tmp_path / ewc["runs"][0]["folder"] / "scores.json").read_text())
@@ -218,7 +218,7 @@ def test_the_report_has_what_was_tried_and_chosen_and_the_final_runs(tmp_path):
     assert rows["ewc"][:4] == ["strength=70.5", "3", "40.00", "39.00"]
     assert rows["ewc"][4:] == ["31.00", "±", "1.41", "0.2000", "±", "0.1414"]
     assert "Fairness: equal tokens (1e+03 per run), equal operations (50 per run)." in text
-    assert json.loads((tmp_path / "tuning.json").read_text())["methods"][2]["flops"] == 55
+    assert json.loads((tmp_path / "tuning.json").read_text())["methods"][2]["trials"][0]["flops"] == 25
     assert "| ewc |" in (tmp_path / "tuning.md").read_text()
     assert "Chosen: ewc strength=70.5; das strength=0.1." in description(
         (tmp_path / "tuning-searches.png").read_bytes()

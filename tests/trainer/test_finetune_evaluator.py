@@ -10,7 +10,7 @@ import torch
 from cpt.evaluation.finetune_tasks import plan_endtasks
 from cpt.evaluation.predictions import endtask_file, save_predictions
 from cpt.train import is_done
-from cpt.trainer.evaluators import FinetuneEvaluator, share_measurements
+from cpt.trainer.evaluators import FinetuneEvaluator
 from cpt.trainer.run_dir import RunDir
 from tests.runs.reading import assert_same_bits, told_by
 from tests.support.endtask_fixtures import QUICK, model, options, tokenizer, write_task
@@ -141,14 +141,6 @@ def test_results_are_those_of_all_rows(made, noted):
         assert matrix == [[[None] * 2] * 2, [[13, 14], [None] * 2], [[23, 24], [23, None]]]
     other = made(tasks={"law": {"lr": 1e-3}}).results(3)
     assert other["scores"]["accuracy"][2][0] == [None, None]
-
-
-def test_shares_are_even_whole_and_do_not_depend_on_what_is_done():
-    costs = {("a", 1): 10, ("a", 2): 10, ("b", 1): 4, ("b", 2): 4, ("c", 1): 12}
-    shares = [share_measurements(costs, rank=rank, world=3) for rank in range(3)]
-    assert sorted(each for one in shares for each in one) == sorted(costs)
-    assert [sum(costs[each] for each in one) for one in shares] == [12, 14, 14]
-    assert share_measurements({("a", 1): 1}, rank=1, world=2) == set()
 
 
 # In a run
