@@ -12,17 +12,9 @@ from typing import NoReturn
 
 from cpt.core.config import digest
 from cpt.core.output import run_program
-from cpt.reporting import compare, figures, run_page
+from cpt.reporting import compare, figures, load_runs, run_page
 from cpt.reporting.frames import label
-from cpt.reporting.load_runs import (
-    FILTERS,
-    MeasuredRun,
-    RunSection,
-    build_sections,
-    filter_runs,
-    find_runs,
-    measure_runs,
-)
+from cpt.reporting.load_runs import MeasuredRun, RunSection
 from cpt.reporting.page import Block, align_columns, write_page, write_pictures
 from cpt.reporting.published import read_published, tabulate_published
 from cpt.reporting.tex import write_tables
@@ -44,7 +36,7 @@ def report_parser() -> Parser:
     give = made.add_argument
     give("folders", nargs="*", type=Path, metavar="FOLDER", help="where to look for runs, at any depth")
     give("--baseline", help=f"the group that others are compared with (default: {BASELINE})")
-    filters = ", ".join(FILTERS)
+    filters = ", ".join(load_runs.FILTERS)
     give("--where", nargs="+", default=[], metavar="KEY=VALUE,…", help=f"only these runs: {filters}")
     give("--curve", metavar="KEY", help="learned against forgotten over a setting, as method.strength")
     shipped = "published numbers to compare with: das6, standard_cl, long_sequence, or a file"
@@ -61,8 +53,7 @@ def report_parser() -> Parser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Writes and prints the comparison. Gives the exit code: 1 if something is wrong or could not be read, 2
-    if there is no finished run."""
+    """Gives the exit code: 1 if something is wrong or could not be read, 2 without a finished run."""
     try:
         return compare_folders(report_parser().parse_args(arguments))
     except BrokenPipeError:  # cpt.core.output
@@ -74,8 +65,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def compare_folders(given: argparse.Namespace) -> int:
     published = read_published(given.published) if given.published else []
-    found = find_runs(given.folders)
-    finished = filter_runs([run for run in found.runs if run.scores.run["finished"]], given.where)
+    found = load_runs.find_runs(given.folders)
+    finished = load_runs.filter_runs([run for run in found.runs if run.scores.run["finished"]], given.where)
     unfinished = [run for run in found.runs if not run.scores.run["finished"]]
     counts = {"unfinished": len(unfinished), "unreadable": len(found.damaged), "started": len(found.begun)}
     existing = [folder for folder in given.folders if folder.is_dir()]
@@ -85,8 +76,8 @@ def compare_folders(given: argparse.Namespace) -> int:
         print(f"cpt: {why}. Allowed: run folders, or folders that hold them", file=sys.stderr)
         return 2
 
-    sections = build_sections(
-        measure_runs(finished), by_order=given.by == "order", baseline=given.baseline or BASELINE
+    sections = load_runs.build_sections(
+        load_runs.measure_runs(finished), by_order=given.by == "order", baseline=given.baseline or BASELINE
     )
     names = {name for section in sections for group in section.groups for name in (group.name, group.plain)}
     if given.baseline and sections and given.baseline not in names:
@@ -150,8 +141,7 @@ def compare_folders(given: argparse.Namespace) -> int:
 
 
 def export_figures(runs: Sequence[MeasuredRun], sections: Sequence[RunSection], folder: Path) -> int:
-    """Writes RUN-NAME.png, .svg and .pdf for each picture of a run's page, and comparison-NAME for those of a
-    comparison. Gives the exit code."""
+    """Writes RUN-NAME and comparison-NAME as PNG, SVG and PDF. Gives the exit code."""
     folder.mkdir(parents=True, exist_ok=True)
     pages = {run.folder.resolve().name: run_page.build_blocks(run.folder, run.scores) for run in runs}
     several = [figures.build_figures(section) for section in sections if len(section.runs) > 1]

@@ -125,8 +125,7 @@ def read_status(path: Path) -> RunStatus:
 
 
 def peek_scores(folder: Path) -> tuple[bool, float | None, str]:
-    """Whether the run is finished, the fraction of its stages that have scores, and why scores.json cannot be
-    read. The matrix, which may be large, is not parsed."""
+    """Whether a run is finished, its fraction done, why scores.json is unreadable; the matrix is skipped."""
     found: dict[str, Any] = {}
     try:
         with (folder / "scores.json").open(encoding="utf-8") as file:

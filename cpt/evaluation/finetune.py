@@ -30,8 +30,7 @@ CHECK_EVERY = 20  # steps between two checks of the loss, each of which waits fo
 
 @dataclass(frozen=True)
 class EncodedExamples:
-    """Tokenised examples: ids and, where the tokenizer gives them, types, each a list of [T] int64; labels
-    [N]."""
+    """Tokenised examples: ids and, from some tokenizers, types, lists of [T] int64; labels [N]."""
 
     ids: list[Tensor]
     types: list[Tensor] | None
@@ -41,8 +40,7 @@ class EncodedExamples:
         return len(self.ids)
 
     def batch(self, rows: Sequence[int] | np.ndarray, *, pad: int, device: torch.device) -> dict[str, Tensor]:
-        """Rows padded at their end to the longest of them: input_ids, attention_mask, perhaps token_type_ids
-        [B, T], and labels [B]."""
+        """Rows padded at their end: input_ids, attention_mask, perhaps token_type_ids [B, T], labels [B]."""
         ids = nn.utils.rnn.pad_sequence([self.ids[row] for row in rows], batch_first=True, padding_value=pad)
         lengths = torch.tensor([len(self.ids[row]) for row in rows])
         mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
@@ -218,8 +216,7 @@ def make_optimizer(classifier: Classifier, job: FinetuneJob) -> tuple[AdamW, Lam
 def train_epoch(
     classifier: Classifier, job: FinetuneJob, optimizer: AdamW, schedule: LambdaLR, *, seed: int, epoch: int
 ) -> Iterator[None]:
-    """An epoch of training, step by step; ValueError where loss or gradient are not finite, on which no step
-    is made."""
+    """An epoch, step by step; ValueError where loss or gradient are not finite: no step is made then."""
     device = classifier.out.weight.device
     failed = torch.full((), math.inf, device=device)  # the first step that was not made
     classifier.train()

@@ -56,8 +56,7 @@ class Column:
         return found.pop() if len(found) == 1 else None
 
     def chance(self, limit: float | None) -> float | None:
-        """The mean of 1 / choices over the examples of a multiple choice; None where it is not known, or the
-        tasks of a group differ."""
+        """The mean of 1 / choices over the examples; None if it is not known, or tasks of a group differ."""
         found = set()
         for task in self.tasks.values():
             if task.OUTPUT_TYPE != "multiple_choice" or getattr(task, "multiple_target", 1):

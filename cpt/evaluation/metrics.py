@@ -245,8 +245,7 @@ def bootstrap(
 def objective_value(
     metrics: dict[str, dict], objective: str | Sequence[str]
 ) -> float | list[float | None] | None:
-    """What a sweeper minimises, METRIC.UNIT of a finished run, or a list of such; None where the run has no
-    such metric. Raises ValueError for an unknown one."""
+    """METRIC.UNIT of a finished run, or a list; None without it. Raises ValueError for an unknown one."""
     if not isinstance(objective, str):
         return [cast(float | None, objective_value(metrics, each)) for each in objective]
     metric, _, unit = objective.partition(".")
@@ -274,8 +273,7 @@ class Change:
 
 
 def compare_losses(texts: Sequence[str], before: Losses, after: Losses) -> Iterator[Change]:
-    """The change of each text; its documents are drawn alike for both models. Of a single document the
-    interval is nan."""
+    """The change of each text, its documents drawn alike for both; nan bounds for a single document."""
 
     def compute(means: Array) -> dict[str, dict[str, Array]]:  # [draw, model, text]
         return {"loss": {"nats": means[..., 1, 0] - means[..., 0, 0]}}

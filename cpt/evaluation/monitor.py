@@ -75,8 +75,7 @@ class ObserverConfig(Options):
     def conflicts(
         self, *, monitor: MonitorOptions, method: Any, name: str, branches: bool, sharded: bool
     ) -> Iterator[str]:
-        """What of a plan does not go with this observer, as messages; `method` is its class. Here: nothing.
-        Asked only of an active one."""
+        """What of a plan does not go with this observer, as messages; `method` is its class."""
         return iter(())
 
     def open(self, run: Any, data: Any, domain: Any) -> MonitorObserver:

@@ -82,8 +82,7 @@ class EvalOptions(Options):
     def choose_columns(
         self, number: int, *, stages: Sequence[Sequence[str]], texts: Sequence[str]
     ) -> list[str]:
-        """The texts that the model after `number` stages is scored on, in their order; `stages` are the
-        domains of each stage."""
+        """The texts that the model after `number` stages is scored on; `stages`: the domains of each."""
         kind, _, most = self.columns.partition(":")
         more = is_due(self.rows, number, stages=len(stages))
         if number in (0, len(stages)) or (more and kind == "all"):
@@ -165,8 +164,7 @@ class LMEvalOptions(StageOptions):
         return digest([[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats])
 
     def check_installed(self) -> None:
-        """Raises ValueError where the folder is missing, or lm_eval is not installed in a version that we
-        read."""
+        """Raises ValueError for a missing folder, and where lm_eval is not installed in a known version."""
         if self.include is not None and not Path(self.include).is_dir():
             told = f"benchmark.include={self.include} is invalid: it is missing"
             raise ValueError(f"{told}. Allowed: null or a folder")

@@ -6,8 +6,7 @@ from torchmetrics import Metric
 
 
 class DocumentNLL(Metric):
-    """Negative log-likelihood by document, summed over processes: nats and scored tokens, each
-    [documents]."""
+    """Nats and scored tokens by document, each [documents], summed over processes."""
 
     full_state_update = False
     nll: Tensor

@@ -107,8 +107,7 @@ def rows_asked(task: Mapping[str, Any]) -> list[int]:
 
 
 def mark_answers(path: Path, measure: str) -> pd.DataFrame:
-    """The answers of a file in a measure. Raises FileNotFoundError, of the path alone, without a file;
-    ValueError where it is damaged, or lacks what the measure is of."""
+    """The answers of a file in a measure. Raises FileNotFoundError, and ValueError for a damaged file."""
     table, about = load_predictions(path, ANSWER_COLUMNS, optional=[SOURCE])
     answered = answers_of(table, about)
     if missing := [name for name in MEASURES[measure].needs if getattr(answered, name) is None]:
@@ -117,8 +116,7 @@ def mark_answers(path: Path, measure: str) -> pd.DataFrame:
 
 
 def join_examples(marked: Sequence[pd.DataFrame], *, what: str) -> list[pd.DataFrame]:
-    """The examples that all have, in one order. Raises ValueError where an id stands for several examples of
-    a file, or for another question in the next."""
+    """The examples that all have, in one order. Raises ValueError where ids stand for other examples."""
     first, *others = marked
     if not all(first.index.equals(each.index) for each in others):
         if any(each.index.has_duplicates for each in marked):

@@ -23,8 +23,7 @@ closed = with_config({"strict": True, "extra": "forbid"})
 
 @dataclass(frozen=True)
 class Key:
-    """In `Annotated[...]`: what a value is, its unit, and what its list or its keys run over. A dict may have
-    the content `kind`, or be empty if nothing was measured: `measured`."""
+    """In `Annotated`: what a value is, its unit, what it runs over; `measured`: as `kind`, or empty."""
 
     description: str = ""
     unit: str = ""

@@ -244,8 +244,7 @@ def documents_file(folder: Path, row: int) -> Path:
 
 
 def load_documents(folder: Path, rows: Iterable[int]) -> list[dict[str, Array]]:
-    """The losses of some rows of a run folder, by text [2, documents]: nats and scored tokens. Raises
-    ValueError for a missing or damaged file."""
+    """The losses of some rows, by text [2, documents]: nats, scored tokens. ValueError for damage."""
     loaded = []
     for path in (documents_file(folder, row) for row in rows):
         check_archive(path, instead="bring it back from a copy")

@@ -104,8 +104,7 @@ def compare_differences(tasks: Iterable[Array], *, seed: int = 0) -> Difference:
     generator = np.random.default_rng(seed)
 
     def draw(make: Callable[[Array, int], Array], total: int) -> Array:
-        """`total` means for each task, few held at a time, from how often each value occurs in a draw; the
-        mean over tasks."""
+        """`total` means over tasks, from how often each value occurs in a draw; few are held at a time."""
         found = []
         for level, count in strata:
             part = max(1, AT_ONCE // len(count))

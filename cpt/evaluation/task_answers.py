@@ -54,8 +54,7 @@ def score_choices(
     step: Callable[[int], object],
     share: tuple[int, int] = (0, 1),
 ) -> Sums:
-    """-sum_t log p(choice_t, end | question) of each choice of a share of the questions. `step` is called
-    with the number of choices done."""
+    """-sum_t log p(choice_t, end | question) of each choice; `step` is called with the number done."""
     pairs = [(number, place) for number, each in enumerate(questions) for place in range(len(each.answers))]
     pairs.sort(key=lambda pair: len(questions[pair[0]].prompt) + len(questions[pair[0]].answers[pair[1]]))
     sums: dict[tuple[int, int], float] = {}

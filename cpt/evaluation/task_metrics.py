@@ -183,8 +183,7 @@ def count_ngrams(text: str, order: int) -> Counter:
 
 
 def score_ngrams(source: Counter, written: Counter, references: Sequence[Counter]) -> tuple[float, ...]:
-    """F_add, F_keep and P_del of n-grams of one length. Counts are multiplied by the number of references,
-    rather than theirs divided."""
+    """F_add, F_keep and P_del of n-grams of one length. Counts are times the number of references."""
 
     def ratio(part: int, whole: int) -> float:
         return part / whole if whole else 1.0

@@ -18,15 +18,7 @@ import numpy as np
 from pandas import DataFrame
 
 from cpt.core.files import replacing
-from cpt.evaluation import statistics
-from cpt.evaluation.predictions import (
-    answers_in,
-    correct,
-    join_examples,
-    mark_answers,
-    mark_examples,
-    rows_asked,
-)
+from cpt.evaluation import predictions, statistics
 from cpt.evaluation.scores import RUN_KEYS, describe_conditions
 from cpt.evaluation.statistics import LEVEL
 from cpt.evaluation.task_metrics import describe_task, head_of
@@ -188,8 +180,7 @@ def is_ranked(group: RunGroup, key: str) -> bool:
 
 
 def rank_groups(section: RunSection) -> dict[str, dict[str, float]]:
-    """By measure, the mean rank (1: best) of each group among those of its model (and order, where groups are
-    distinguished by it), over the orders and seeds that all these have."""
+    """By measure the mean rank (1: best) of each group within its model, over the pairs that all have."""
     ranks: dict[str, dict[str, float]] = {}
     for measure in list_present(section, COMPARED):
         pairs, alike, ranks[measure.key] = pair_values(section, measure.key), defaultdict(dict), {}
@@ -224,9 +215,13 @@ def mark_tasks(section: RunSection, failed: list[str]) -> Iterator[tuple[tuple[s
     asked: dict[tuple[str, str], list[Any]] = defaultdict(list)  # runs by task and its headline measure
     for run in dict.fromkeys(run for group in compared for run in group.runs):
         try:
-            for (task, seed), right in correct(run.folder, run.scores.rows, run.scores.endtasks).items():
+            for (task, seed), right in predictions.correct(
+                run.folder, run.scores.rows, run.scores.endtasks
+            ).items():
                 size = len(right)  # joined by place, and only as many examples
-                tuned[task][run, seed] = mark_examples(np.arange(size), np.full(size, size), right)
+                tuned[task][run, seed] = predictions.mark_examples(
+                    np.arange(size), np.full(size, size), right
+                )
         except ValueError as error:
             failed.append(str(error))
         for task, given in run.scores.answers.get("tasks", {}).items():
@@ -235,10 +230,12 @@ def mark_tasks(section: RunSection, failed: list[str]) -> Iterator[tuple[tuple[s
     for (task, measure), given in asked.items():
         marked = {}
         for run in given:
-            row = rows_asked(run.scores.answers["tasks"][task])[-1]
+            row = predictions.rows_asked(run.scores.answers["tasks"][task])[-1]
             try:
                 with suppress(FileNotFoundError):
-                    marked[run, 0] = mark_answers(answers_in(run.folder, run.scores.rows, row, task), measure)
+                    marked[run, 0] = predictions.mark_answers(
+                        predictions.answers_in(run.folder, run.scores.rows, row, task), measure
+                    )
             except ValueError as error:
                 failed.append(str(error))
         yield ("answers", task, measure), marked
@@ -261,7 +258,7 @@ def contrast_examples(section: RunSection) -> tuple[list[dict[str, Any]], list[s
             )
             both = [each[key] for key in ours if key in theirs for each in (ours, theirs)]
             try:
-                joined = join_examples(both, what=f"{group.name}, {task}") if both else []
+                joined = predictions.join_examples(both, what=f"{group.name}, {task}") if both else []
             except ValueError as error:
                 failed.append(str(error))
                 continue
@@ -465,8 +462,7 @@ def group_alike(section: RunSection) -> dict[tuple, list[RunGroup]]:
 def find_best(
     section: RunSection, groups: Sequence[RunGroup], measure: ComparedMeasure
 ) -> tuple[RunGroup, dict[str, PairedContrast]] | None:
-    """The group with the best mean, and its differences from the others over the pairs of both; None if none
-    has the number."""
+    """The group with the best mean and its differences from the others; None if none has the number."""
     means = {group: mean for group in groups if (mean := group.mean(measure.key)) is not None}
     if not means:
         return None
@@ -478,8 +474,7 @@ def find_best(
 
 
 def build_tiles(section: RunSection) -> Block:
-    """By each of BEST the best group with its mean over runs, and how many others differ from it. The
-    interval of a single run is over its documents."""
+    """By each of BEST the best group; the interval of a single run is over its documents."""
     cells, alike = [], group_alike(section)
     for ((model, _), groups), (measure, meaning) in itertools.product(alike.items(), BEST):
         if not (found := find_best(section, groups, measure)):
@@ -503,8 +498,7 @@ def build_tiles(section: RunSection) -> Block:
 
 
 def build_findings(section: RunSection) -> Block:
-    """A line by each of QUESTIONS: the best of the groups that learned a sequence, its lead over the
-    baseline, and which others the test does not tell apart from it."""
+    """A line by each of QUESTIONS: the best group, its lead, and what is not told apart from it."""
     alike, lines = {key: own for key, own in group_alike(section).items() if len(own) > 1}, []
     for (model, order), groups in alike.items():
         whose = f" ({model}{f', order {groups[0].orders[0]}' * bool(order)})" * (len(alike) > 1)

@@ -61,8 +61,7 @@ def draw_matrix(scores: Scores) -> Picture:
 
 
 def draw_text_curves(scores: Scores) -> Picture:
-    """Perplexity on each test text over the stages; of many domains their median. A domain's own stage is
-    marked."""
+    """Perplexity on each test text over the stages; of many domains their median."""
     with np.errstate(over="ignore"):
         losses = np.exp(scores.matrix).T
     losses[~np.isfinite(losses)] = np.nan
@@ -96,8 +95,7 @@ def draw_text_curves(scores: Scores) -> Picture:
 
 
 def draw_training(stages: Mapping[str, DataFrame], borders: Mapping[str, tuple[float, float]]) -> Picture:
-    """A panel for each of CURVES over the tokens of the whole run, the index of the frames; `borders`: where
-    each stage begins and ends."""
+    """A panel for each of CURVES over the tokens of the whole run; `borders`: ends of each stage."""
     shown = [term for term in CURVES if any(term in curves for curves in stages.values())]
     drawn = figure((10, 1.2 + 1.7 * len(shown)))
     grid = drawn.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
@@ -421,8 +419,7 @@ def open_axes(groups: int) -> tuple[Figure, Axes]:
 def name_levels(
     drawn: Figure, axes: Axes, levels: Mapping[str, float], styles: Mapping[str, Mapping[str, str]]
 ) -> None:
-    """A line per level (one that would press the points together is only named), and right of the axes the
-    legend."""
+    """A line per level, or only its name if it lies far off; and right of the axes the legend."""
     there = bool(axes.collections or axes.lines)
     low, high = axes.get_ylim()
     for name, level in levels.items():

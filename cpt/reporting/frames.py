@@ -74,8 +74,7 @@ def summarize_scores(scores: Scores, kinds: Sequence[str] = SUMMARIZED) -> dict[
 
 
 def choose_headlines(scores: Scores) -> dict[str, float]:
-    """The numbers for a table of runs, at most MAX_HEADLINES: the optimized metric, HEADLINES, and means over
-    all tasks."""
+    """At most MAX_HEADLINES numbers of a run: its optimized metric, HEADLINES, means over all tasks."""
     found = summarize_scores(scores)
     objectives = [key for key in found if key.partition("/")[0] == "optimized_metric"]
     means = [key for key in found if re.fullmatch(r"(endtask|answers)/[^/]+", key)]
@@ -234,8 +233,7 @@ KINDS: dict[str, Callable[[Scores], Values]] = {
 
 
 def tabulate(scores: Scores) -> dict[str, DataFrame]:
-    """For W&B: `matrix`, perplexities with a column per text, and `scores`, every number; None for what is
-    missing or not finite."""
+    """For W&B: `matrix` (perplexities) and `scores` (every number); None for what is not finite."""
     with np.errstate(over="ignore"):
         matrix = DataFrame(np.exp(scores.matrix), columns=scores.domains)
     matrix.insert(0, "after", scores.rows, allow_duplicates=True)
@@ -334,8 +332,7 @@ def few(names: Sequence[str], *, between: str = " → ") -> str:
 
 
 def describe_fairness(costs: Mapping[str, Sequence[float]]) -> str:
-    """Whether groups read as many tokens and took as many operations, by the means of both per run; empty of
-    fewer than two groups that were trained."""
+    """Whether groups took as many tokens and operations per run; empty of fewer than two groups."""
     known = [each for each in costs.values() if all(each)]
     if len(known) < 2:
         return ""

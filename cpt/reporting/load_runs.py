@@ -129,8 +129,7 @@ def filter_runs(runs: Sequence[MeasuredRun], where: Sequence[str]) -> list[Measu
 
 
 def measure_runs(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
-    """Copies of the runs with their values. Intransigence is against `one` with the same model, order and
-    conditions, and the same seed if there is one."""
+    """Copies of the runs with their values; intransigence is against `one` in the same conditions."""
     plain = {"method": "one", "mask": "none", "replay": "none"}
     references = [run for run in runs if plain.items() <= run.scores.run.items()]
     keys = [*(f"{name}/{unit}" for name in METRICS for unit in UNITS), "intransigence/nats"]
@@ -184,8 +183,7 @@ class RunGroup:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunSection:
-    """Groups whose runs were measured under the same conditions, so that their numbers can be compared; the
-    best LC first."""
+    """Groups measured under the same conditions, so that they can be compared; the best LC first."""
 
     title: str
     conditions: Mapping[str, str]
@@ -247,8 +245,7 @@ def build_sections(
 
 
 def group_runs(runs: Sequence[MeasuredRun], *, by_order: bool) -> list[RunGroup]:
-    """The groups of comparable runs by their mean LC, those without one last. Runs of one label are
-    distinguished by the settings in which their config files differ."""
+    """The groups by their mean LC; runs of one label are told apart by settings that differ."""
     shared = set.intersection(*(set(split_variant(run.scores.run)) for run in runs))
     orders, several = name_orders(runs), len({run.scores.run["model"] for run in runs}) > 1
     split, groups = defaultdict(list), []

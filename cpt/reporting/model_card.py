@@ -33,8 +33,7 @@ PATH = re.compile(r"[/~]|[A-Za-z]:\\")
 
 
 def write_model_card(folder: Path, scores: Scores) -> Path:
-    """Writes the card of a finished run's exported model from its scores, its config and the overrides of its
-    command. Returns the card's path."""
+    """Writes the card of a run from its scores, config and overrides. Returns the card's path."""
     run, model = scores.run, folder / "model"
     settings = dict(flatten(read_yaml(folder / "config.yaml") or {}))
     base = {"name": run["model"], "origin": "unknown"} | scores.base

@@ -121,8 +121,7 @@ def min_and_max(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def jaccard(shares: np.ndarray) -> np.ndarray:
-    """From the shares p of row i's set that row j's has too, [n, n]: 1 / (1/p_ij + 1/p_ji - 1); nan between
-    empty sets."""
+    """From shares p_ij of row i's set that row j's has, [n, n]: 1 / (1/p_ij + 1/p_ji - 1), or nan."""
     empty = np.diagonal(shares) == 0
     with np.errstate(divide="ignore"):
         return np.where(empty[:, None] & empty, np.nan, 1 / (1 / shares + 1 / shares.T - 1))

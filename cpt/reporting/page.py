@@ -83,8 +83,7 @@ def write_page(blocks: Sequence[Block], *, title: str, stem: Path, vectors: bool
 
 
 def write_pictures(blocks: Sequence[Block], *, stem: Path, vectors: bool) -> list[str]:
-    """Writes the blocks' pictures as STEM-NAME.png, with `vectors` also SVG and PDF. Gives STEM-NAME of each
-    block."""
+    """Writes STEM-NAME.png, with `vectors` also SVG and PDF. Gives STEM-NAME of each block."""
     files, seen = [], Counter[str]()
     for block in blocks:
         name = re.sub(r"[^\w-]+", "_", block.name or block.title.lower(), flags=re.A).strip("_")[:60]

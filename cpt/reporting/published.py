@@ -19,8 +19,7 @@ POINTS = "{:.2f}".format
 
 
 class PublishedRow(NamedTuple):
-    """Numbers of a method, in percent, and the groups of runs that they are for: by method, mask and replay,
-    by all of their orders, and by settings; null: any."""
+    """Published numbers in percent, and the groups of runs that they are for; null: any."""
 
     name: str
     groups: Sequence[str]
@@ -55,8 +54,7 @@ def read_published(given: str) -> list[PublishedRow]:
 
 
 def tabulate_published(sections: Sequence[RunSection], published: Sequence[PublishedRow]) -> Block:
-    """A row for each measured value that was published. The interval is that of our mean, moved by the
-    published value, which counts as exact."""
+    """A row for each measured value that was published; the interval is that of our mean."""
     shown, cells, used = {measure.key: measure.title for measure in MEASURES}, [], set[str]()
     for spreads, group, row in (
         (spread_values(section), group, row)

@@ -16,14 +16,7 @@ from matplotlib.ticker import MaxNLocator
 
 from cpt.evaluation.scores import Scores
 from cpt.reporting.drawing import Picture, figure, list_few, literal, plain_logarithm, png, style
-from cpt.reporting.frames import (
-    Show,
-    decimals,
-    describe_fairness,
-    few,
-    format_known,
-    perplexity,
-)
+from cpt.reporting.frames import Show, decimals, describe_fairness, few, format_known, perplexity
 from cpt.reporting.page import Block, align_columns, write_page
 
 ACROSS = 3  # panels side by side

@@ -130,8 +130,7 @@ def on_device(model: PreTrainedModel, device: torch.device) -> Iterator[PreTrain
 
 
 class FinetuneEvaluator(Evaluator):
-    """End tasks: copies of what the module hands on after a stage are fine-tuned on classification tasks of
-    the learned domains, with each seed. Processes share the (task, seed) out; each writes its own files."""
+    """End tasks: copies of the model fine-tuned with each seed; processes share the (task, seed) out."""
 
     GROUP, KIND, LABEL = "endtask", "endtasks", "end tasks"
 
@@ -143,8 +142,7 @@ class FinetuneEvaluator(Evaluator):
         self.jobs: dict[tuple[str, int], finetune.FinetuneJob] = {}  # by task and tokens of an example
 
     def asked(self, number: int) -> list[tuple[str, int]]:
-        """(task, seed) asked for after a stage. A model that learned its domains alone is measured on these
-        only. A run without stages measures all tasks on the base."""
+        """(task, seed) asked for after a stage; a run without stages measures all tasks on the base."""
         final, learned = number == len(self.data), self.learned(number)
         wanted = set(learned) if self.when == "each" or (self.when == "last" and final) else set()
         if self.module.alone or self.when == "diagonal":
@@ -221,8 +219,7 @@ class FinetuneEvaluator(Evaluator):
 
 
 class TaskEvaluator(Evaluator):
-    """The tasks of a run, asked of what the module hands on after a stage: choices are ranked, answers are
-    written. Processes share the questions of each task out; the first writes the file."""
+    """Supervised tasks: choices are ranked, answers written; processes share the questions out."""
 
     GROUP, KIND, LABEL = "answers", "answers", "answers"
 
@@ -314,8 +311,7 @@ class TaskEvaluator(Evaluator):
 
 
 class LMEvalEvaluator(Evaluator):
-    """Tasks of the lm-evaluation-harness, measured on what the module hands on after a stage. The first
-    process has the harness and works; the others wait."""
+    """Tasks of the lm-evaluation-harness; the first process has it and works, the others wait."""
 
     GROUP, KIND, LABEL = "benchmark", "benchmarks", "benchmark"
 
@@ -437,8 +433,7 @@ def needs_sources(options: TaskEvalOptions, task: str) -> bool:
 
 @dataclass(frozen=True)
 class Cell:
-    """The loss of a model on a text: nats per scored token; nats and scored tokens by document, [2, N];
-    weights of the heaviest modules of the model that scored it."""
+    """A model's mean nats on a text; nats and scored tokens by document [2, N]; its heaviest modules."""
 
     mean: float
     documents: np.ndarray | None
