@@ -15,17 +15,8 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, cast
 
-from cpt.core.heartbeat import (
-    ACTIVE,
-    PROGRESS_FILE,
-    SWEEP_FILE,
-    Heartbeat,
-    ProcessId,
-    SweepList,
-    age_s,
-    load_sweep,
-    utc_now,
-)
+from cpt.core import heartbeat
+from cpt.core.heartbeat import ACTIVE, PROGRESS_FILE, Heartbeat, ProcessId, SweepList
 from cpt.core.output import run_program
 
 STATES = (
@@ -72,7 +63,9 @@ def main(arguments: Sequence[str]) -> int:
     number = Counter(run.state for run in runs)
     counts = {state: number[state] for state in STATES if number[state]}
     if given.json:
-        print(json.dumps({"at": utc_now(), "counts": counts, "runs": [asdict(run) for run in runs]}))
+        print(
+            json.dumps({"at": heartbeat.utc_now(), "counts": counts, "runs": [asdict(run) for run in runs]})
+        )
     else:
         total = ", ".join(f"{number} {state}" for state, number in counts.items())
         lines = [ROW.format(*HEADER), *map(format_status, runs)]
@@ -85,7 +78,7 @@ def read_statuses(folders: Sequence[Path]) -> list[RunStatus]:
     found, queued = dict[Path, RunStatus](), dict[Path, SweepList]()
     for folder in folders:
         for at, below, files in os.walk(os.path.normpath(folder)):
-            if SWEEP_FILE in files and (sweep := load_sweep(Path(at))):
+            if heartbeat.SWEEP_FILE in files and (sweep := heartbeat.load_sweep(Path(at))):
                 queued |= {Path(os.path.normpath(Path(at) / run)): sweep for run in sweep.runs}
             if not {*RUN_FILES}.isdisjoint(files):
                 found[Path(at)] = read_status(Path(at))
@@ -147,7 +140,7 @@ def format_status(run: RunStatus) -> str:
     """A line of the table."""
     left = seen = by = phase = ""
     if (beat := run.heartbeat) is not None:
-        age, is_active = age_s(beat.written), run.state in ACTIVE
+        age, is_active = heartbeat.age_s(beat.written), run.state in ACTIVE
         size, unit = next(each for each in UNITS if age >= each[0] or each[0] == 1)
         seen = f"{int(age // size)} {unit}"
         if is_active and beat.run_eta_s is not None:

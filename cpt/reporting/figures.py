@@ -20,7 +20,7 @@ from cpt.evaluation.scores import Scores
 from cpt.evaluation.task_metrics import headline, over_seeds
 from cpt.reporting import compare, drawing
 from cpt.reporting.drawing import SERIES, HeatMap, Picture, draw_heat_maps, figure, literal, png
-from cpt.reporting.frames import FEW, decimals, few, format_known, perplexity, signed
+from cpt.reporting.frames import FEW, few, perplexity, signed
 from cpt.reporting.load_runs import RunGroup, RunSection
 from cpt.reporting.overlap import Distribution, Overlap
 from cpt.reporting.page import LEGENDS, Block
@@ -384,22 +384,17 @@ def build_setting_curve(sections: Sequence[RunSection], section: RunSection, key
     curves = {name: points for name, points in curves.items() if len(points) > 1 or points[0][0] is None}
     if all(len(points) == 1 for points in curves.values()):
         return Block()
-    cells, points, lines, places = [], {}, [], {}
+    points, lines, places = {}, [], {}
     for name, own in sorted(curves.items(), key=lambda each: len(each[1]) == 1):
         own.sort(key=lambda x: (not fits(x[0], Number), x[0] if fits(x[0], Number) else str(x[0])))
         lines.append([name if value is None else f"{name} {show(value)}" for value, _ in own])
-        for called, (value, group) in zip(lines[-1], own, strict=True):
+        for called, (_, group) in zip(lines[-1], own, strict=True):
             points[called] = group.of("CPT/nats"), group.of("FG/nats")
             places[called] = section.places[own[0][1].name]
-            numbers = [group.mean(key) for key in ("learned/nats", "FG/nats", "LC/nats")]
-            told = [format_known(each, decimals) for each in numbers]
-            cells.append([name, "–" if value is None else show(value), str(len(group.runs)), *told])
     labels = {"x": "just learned CPT (nats)", "y": "forgetting FG (nats)"}
     picture = draw_plane(points, lines=lines, places=places, **labels)
-    head = ["method", key, "runs", "learned (nats)", "forgotten FG (nats)", "LC (nats)"]
-    about = {"title": f"Learned against forgotten over {key}", "name": "strengths"}
-    about["caption"] = LEGENDS["strengths"]
-    return Block(picture=picture, head=head, cells=cells, **about)
+    about = {"title": f"Learned against forgotten over {key}", "caption": LEGENDS["strengths"]}
+    return Block(picture=picture, name="strengths", **about)
 
 
 def style_groups(groups: Iterable[str], places: Mapping[str, int] | None) -> dict[str, dict[str, str]]:

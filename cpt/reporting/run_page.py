@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas
 
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation import task_metrics
@@ -220,22 +219,13 @@ def show_matrix(scores: Scores) -> list[Block]:
 
 
 def show_training(scores: Scores, folder: Path) -> Block:
-    """Curves over the tokens of the whole run, and a line for each stage."""
-    stages, cells = read_training(folder / "metrics.csv", scores), []
-    if not stages:
+    """Curves over the tokens of the whole run."""
+    if not (stages := read_training(folder / "metrics.csv", scores)):
         return Block()
-    for name, curves in stages.items():
-        losses = curves["lm"].dropna() if "lm" in curves else pandas.Series(dtype=float)
-        ends = [decimals(losses.iloc[place]) if len(losses) else "–" for place in (0, -1)]
-        median = {term: curves[term].median() for term in ("grad_norm", "tokens_per_s") if term in curves}
-        norm = format_known(median.get("grad_norm"), "{:.3g}".format)
-        cells.append([name, str(len(losses)), *ends, norm, format_known(median.get("tokens_per_s"), WHOLE)])
     missing = [name for name in scores.learned if name not in stages]
     lines = [f"Without a point: {few(missing, between=', ')}."] * bool(missing)
-    head = ["stage", "points", "first loss", "last loss", "gradient norm, median", "tokens/s, median"]
-    table = {"head": head, "cells": cells, "folded": f"{len(stages)} stages"}
     how = {"picture": figures.draw_training(stages, find_stages(scores)), "caption": LEGENDS["training"]}
-    return Block(title="Training", lines=lines, **how, **table)
+    return Block(title="Training", lines=lines, **how)
 
 
 def show_monitor(scores: Scores) -> Block:
