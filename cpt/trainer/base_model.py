@@ -87,7 +87,7 @@ def make_base(options: ModelOptions, corpora: Corpora, *, accelerator: str, trai
     assert options.pretraining is not None and options.config is not None
     settings: dict[str, Any] = {"config": options.config, "objective": options.objective}
     settings |= {"mask_rate": options.mlm_probability, "length": options.max_seq_length}
-    settings |= {"mean_span": options.mean_span} if new.objective_name == "span" else {}
+    settings |= {"mean_span": options.span_length} if new.objective_name == "span" else {}
     facts, settings = corpora.general.facts, settings | {"pretraining": asdict(options.pretraining)}
     made_of = [FORMAT, facts["train_digest"], tokenizer_digest(new.tokenizer), settings]
     folder = corpora.cache / "base" / f"{options.name}-{digest(made_of)}"
@@ -125,7 +125,7 @@ def adapt_checkpoint(
         text = corpora.general.facts["train_digest"]
         settings |= {"head": asdict(how), "text": text, "length": given.length}
         settings |= {"objective": given.objective_name}
-        settings |= {"mask_rate": options.mlm_probability, "mean_span": options.mean_span}
+        settings |= {"mask_rate": options.mask_rate, "mean_span": options.span_length}
     folder = corpora.cache / "base" / f"{Path(source).name}-{digest([FORMAT, files, settings])}"
 
     def make(place: Path) -> None:
