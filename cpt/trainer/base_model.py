@@ -55,6 +55,7 @@ class Base:
     length: int
     resize: bool = False
     untrained: Mapping[str, Any] | None = None  # the config of a model that is not pre-trained yet
+    lacks: str = ""  # what a run still has to train before its first stage
 
     @property
     def seq2seq(self) -> bool:
@@ -93,7 +94,7 @@ def make_base(options: ModelOptions, corpora: Corpora, *, accelerator: str, trai
     folder = corpora.cache / "base" / f"{options.name}-{digest(made_of)}"
     base = assemble_base(options, new.tokenizer, loading.AutoConfig.for_model(**options.config), corpora)
     if not trains and not folder.exists():
-        return replace(base, untrained=options.config)
+        return replace(base, untrained=options.config, lacks="the base model")
 
     def make(place: Path) -> None:
         assert options.pretraining is not None and options.config is not None
@@ -150,7 +151,7 @@ def adapt_checkpoint(
         pretrain(place, options, new, corpora, model, steps=steps, freeze=freeze, accelerator=accelerator)
 
     if steps and not trains and not folder.exists():
-        options = replace(options, pretraining=None)
+        options, given = replace(options, pretraining=None), replace(given, lacks="the language-model head")
         return given if is_whole(options) else adapt_checkpoint(options, given, corpora, accelerator, trains)
     make_once(folder, make=make)
     return replace(given, checkpoint=str(folder), resize=False)
