@@ -182,8 +182,8 @@ def check_model(plan: Plan) -> PretrainedConfig:
             model.set_attn_implementation(plan.trainer.attn_implementation)
     stand_in: Objective = Causal()  # without a tokenizer, which may not be trained yet
     if objective == "span":
-        ids = range(sentinels or loading.SENTINELS)
-        stand_in = Span(rate=options.mask_rate, mean=options.span_length, sentinels=ids, end=0, pad=0, start=0)
+        rates = {"rate": options.mask_rate, "mean": options.span_length}
+        stand_in = Span(**rates, sentinels=range(sentinels or loading.SENTINELS), end=0, pad=0, start=0)
     elif objective == "masked":
         stand_in = Masked(DummyTokenizer(config.get_text_config().vocab_size), rate=options.mask_rate)
     if source.isolated:

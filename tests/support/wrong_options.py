@@ -60,7 +60,8 @@ domains.packing=document_mask trainer.attn_implementation=flex_attention
 """)
 
 ON_A_CAUSAL = cells("""
-model.mlm_probability=0.15 | domains.packing=document_mask method=prompt | domains.packing=document_mask model.config.model_type=bloom
+model.mlm_probability=0.15 | domains.packing=document_mask method=prompt
+domains.packing=document_mask model.config.model_type=bloom
 """)
 
 ON_A_DECODER = cells("""

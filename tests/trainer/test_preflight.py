@@ -9,8 +9,8 @@ from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 from cpt.core.errors import reason
 from cpt.data.corpora import Corpora
 from cpt.models.loading import build_model, is_tied, load_model, sentinel_ids, train_tokenizer
-from cpt.trainer.plan import make_plan
 from cpt.trainer.dry_run import estimate
+from cpt.trainer.plan import make_plan
 from cpt.trainer.preflight import prepare
 from cpt.trainer.run_dir import RunDir
 from tests.runs.reading import told_by
