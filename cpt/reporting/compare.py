@@ -498,7 +498,7 @@ def build_tiles(section: RunSection) -> Block:
 
 
 def build_findings(section: RunSection) -> Block:
-    """A line by each of QUESTIONS: the best group, its lead, and what is not told apart from it."""
+    """A line by each of QUESTIONS: the best group, its lead, and what is not distinguished from it."""
     alike, lines = {key: own for key, own in group_alike(section).items() if len(own) > 1}, []
     for (model, order), groups in alike.items():
         whose = f" ({model}{f', order {groups[0].orders[0]}' * bool(order)})" * (len(alike) > 1)

@@ -245,7 +245,7 @@ def build_sections(
 
 
 def group_runs(runs: Sequence[MeasuredRun], *, by_order: bool) -> list[RunGroup]:
-    """The groups by their mean LC; runs of one label are told apart by settings that differ."""
+    """The groups by their mean LC; runs of one label are distinguished by their settings."""
     shared = set.intersection(*(set(split_variant(run.scores.run)) for run in runs))
     orders, several = name_orders(runs), len({run.scores.run["model"] for run in runs}) > 1
     split, groups = defaultdict(list), []
