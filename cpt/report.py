@@ -15,7 +15,7 @@ from cpt.core.output import run_program
 from cpt.reporting import compare, figures, load_runs, run_page
 from cpt.reporting.frames import label
 from cpt.reporting.load_runs import MeasuredRun, RunSection
-from cpt.reporting.page import Block, align_columns, write_page, write_pictures
+from cpt.reporting.page import LEGENDS, Block, align_columns, write_page, write_pictures
 from cpt.reporting.published import read_published, tabulate_published
 from cpt.reporting.tex import write_tables
 
@@ -84,7 +84,8 @@ def compare_folders(given: argparse.Namespace) -> int:
         raise ValueError(f"--baseline {given.baseline} is invalid. Allowed: {', '.join(sorted(names))}")
     if given.figures:
         return export_figures(finished, sections, given.figures)
-    heading, blocks, failed = compare.build_heading(sections), [], []
+    heading = [Block(lines=[LEGENDS["sections"].format(count=len(sections))])] * (len(sections) > 1)
+    blocks, failed = [], list[str]()
     for number, section in enumerate(sections, start=1):
         own = [compare.build_tiles(section)]
         own += [figures.build_setting_curve(sections, section, given.curve)] if given.curve else []

@@ -530,21 +530,6 @@ def build_findings(section: RunSection) -> Block:
     return Block(title="Findings", lines=[*lines, how] if lines else [])
 
 
-def build_heading(sections: Sequence[RunSection]) -> list[Block]:
-    """What several sections differ in."""
-    if len(sections) < 2:
-        return []
-    keys = [key for key in sections[0].conditions if len({each.conditions[key] for each in sections}) > 1]
-    lines = [LEGENDS["sections"].format(count=len(sections))]
-    for number, section in enumerate(sections, start=1):
-        named = section.conditions | {"domains": few(section.domains, between=", ")}
-        said = ", ".join(f"{key} {named[key]}" for key in keys if section.conditions[key] != "none")
-        models = few(sorted({group.model for group in section.groups}), between=", ")
-        runs = f"{len(section.runs)} run{'s' * (len(section.runs) > 1)}"
-        lines.append(f"Section {number}, {runs} of {models}: {said}.")
-    return [Block(lines=lines)]
-
-
 def export_csv(sections: Sequence[RunSection], path: Path) -> None:
     """A row per run with every number of its report; `compared/…` are those of the comparison."""
     lines = []

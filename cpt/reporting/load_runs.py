@@ -196,10 +196,6 @@ class RunSection:
     def runs(self) -> list[MeasuredRun]:
         return [run for group in self.groups for run in group.runs]
 
-    @property
-    def domains(self) -> list[str]:
-        return sorted(set(self.runs[0].scores.domains) - {GENERAL})
-
     @cached_property
     def frame(self) -> DataFrame:
         """A row per run and value: run (its place in `runs`), group, model, order, seed, key, value."""
