@@ -3,7 +3,6 @@
 M2D2 (Reid et al., EMNLP 2022) lists 239 names: 22 coarse domains, 214 fine ones, and three that are not
 domains. Some are misspelt there (`General_referece`, `Human_activites`); these are the real ones."""
 
-import logging
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,12 +25,10 @@ from cpt.core.schema import (
     fits,
     is_pattern,
     option,
-    prefix_errors,
     read_options,
     show,
 )
 
-log = logging.getLogger(__name__)
 GENERAL = "general"
 TEXT, EXAMPLES = "text", "examples"  # what the documents of a source may be
 NONE, CONCAT, DOCUMENT_MASK = "none", "concat", "document_mask"  # see Source.packing
@@ -116,22 +113,13 @@ class Source(Options, ABC):
     embedding_samples: Count = option("maximum number of embedded documents per text", default=1000)
 
     def __post_init__(self) -> None:
-        with prefix_errors("held_out"):
-            read_options(HeldOut, self.held_out, place="")
-        if self.packing not in (None, *PACKINGS[self.form("")]):
-            allowed = ", ".join(PACKINGS[self.form("")])
-            raise ValueError(
-                f"packing={self.packing} is invalid. Allowed: {allowed} of domains of {self.form('')}"
-            )
-        if self.by == COARSE and self.form("") == EXAMPLES:
-            raise ValueError(
-                "by=coarse is invalid: these domains are examples, not text. Allowed: null, fine"
-            )
-
-    @property
-    def encoding(self) -> Encoding | None:
-        """How the documents of the domains become rows, where they are examples; None where they are text."""
-        return None
+        read_options(HeldOut, self.held_out, place="held_out")
+        kind = self.form("")
+        if self.packing not in (None, *PACKINGS[kind]):
+            allowed = f"{', '.join(PACKINGS[kind])} of domains of {kind}"
+            raise ValueError(f"packing={self.packing} is invalid. Allowed: {allowed}")
+        if self.by == COARSE and kind == EXAMPLES:
+            raise ValueError("by=coarse is invalid: these domains are examples. Allowed: null, fine")
 
     @property
     def chats(self) -> bool:
@@ -140,6 +128,11 @@ class Source(Options, ABC):
     @property
     def class_limit(self) -> int | None:
         """Training examples of each answer, at most; None for all."""
+        return None
+
+    @property
+    def encoding(self) -> Encoding | None:
+        """How the documents of the domains become rows, where they are examples; None where they are text."""
         return None
 
     def form(self, name: str) -> str:
@@ -171,9 +164,8 @@ class Source(Options, ABC):
         wanted = [re.compile(as_expression(each) or translate(each)) for each in listed]
         chosen = {name: each for name, each in groups.items() if any(one.fullmatch(name) for one in wanted)}
         if not chosen:
-            told = ", ".join(sorted(groups)[:8]) + f", … ({len(groups)})" * (len(groups) > 8)
-            given = f"domains.only={show(self.only)}"
-            raise ValueError(f"{given} is invalid: it leaves no domain. Allowed: {told}")
+            given, allowed = f"domains.only={show(self.only)}", ", ".join([*sorted(groups)[:8], "…"])
+            raise ValueError(f"{given} is invalid: it leaves no domain. Allowed: {allowed}")
         return chosen
 
     @property
@@ -194,16 +186,6 @@ class Source(Options, ABC):
         return [name] if name == GENERAL else self.groups[name]
 
     def check_domains(self, order: Sequence[str]) -> None:
-        """Checks the text of these domains, as `check`, and logs what `by` and `only` leave out."""
-        grouped = group_names(self.names, self.by)
-        used = {member for members in grouped.values() for member in members}
-        if unused := [name for name in self.names if name not in used]:
-            listed = ", ".join(unused[:5]) + ", …" * (len(unused) > 5)
-            told = "Leaving out %d of %d domains (domains.by=%s): %s"
-            log.info(told, len(unused), len(self.names), self.by, listed)
-        if self.only is not None:
-            told = "Using %d of %d domains (domains.only=%s)"
-            log.info(told, len(self.groups), len(grouped), show(self.only))
         self.check([member for name in order for member in self.members(name)])
 
     def check(self, order: Sequence[str]) -> None:  # noqa: B027  (most sources have nothing to check)
@@ -220,9 +202,8 @@ class Source(Options, ABC):
 
 def stamp_of(source: Source, name: str) -> str:
     """What a domain's text is known by without reading it: sizes, times, and how it is split."""
-    members = source.members(name)
-    known_by = [[member, source.fingerprint(member)] for member in members]
-    known_by = known_by[0][1] if members == [name] else known_by
+    joined = [[member, source.fingerprint(member)] for member in source.members(name)]
+    known_by = joined[0][1] if source.members(name) == [name] else joined
     return f"{name}-{digest([FORMAT, known_by, dict(source.held_out)])}"
 
 
@@ -236,8 +217,7 @@ def parse_name(name: str) -> tuple[str, str | None]:
     """The coarse and the fine domain of a name of M2D2: `A__b` of Wikipedia, `cs.AI` of S2ORC; None for fine
     of a coarse name. An archive without classes, like `hep-th`, is a coarse domain's only fine one."""
     if name in NOT_DOMAINS:
-        told = f"domain {name} is invalid: it is in M2D2's list and is no domain"
-        raise ValueError(f"{told}. Allowed: domains.ignore=[{name}]")
+        raise ValueError(f"{name} is in M2D2's list and is no domain. Allowed: domains.ignore=[{name}]")
     if name in COARSE_OF_WIKIPEDIA or name.endswith("_l1"):
         return name.removesuffix("_l1"), None
     coarse, _, fine = name.partition("__" if "__" in name else ".")

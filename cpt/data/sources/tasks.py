@@ -65,11 +65,11 @@ def find_files(root: Path, layout: str) -> Iterator[tuple[str, str | None, Path]
     else:  # dataset/…/file, or a file in the folder itself
         suffix = {"trace": ".json", "csv": ".csv"}.get(layout, ".jsonl")
         for top in sorted(path for path in root.iterdir() if path.name[0] != "."):
-            for path in sorted(top.rglob("*")) if top.is_dir() else [top]:
-                if readers.kind(path) == suffix:
-                    splits = [named_split(part) for part in path.relative_to(top).parts]
-                    split = next((each for each in reversed(splits) if each), None)
-                    yield top.name if top.is_dir() else top.name.partition(".")[0], split, path
+            paths = sorted(top.rglob("*")) if top.is_dir() else [top]
+            for path in (each for each in paths if readers.kind(each) == suffix):
+                splits = (named_split(part) for part in reversed(path.relative_to(top).parts))
+                name = top.name if top.is_dir() else top.name.partition(".")[0]
+                yield name, next(filter(None, splits), None), path
 
 
 def read_records(path: Path, layout: str, columns: Mapping[str, str | None]) -> Iterator[RawExample]:
@@ -97,14 +97,12 @@ def read_records(path: Path, layout: str, columns: Mapping[str, str | None]) -> 
         if layout == "messages":
             try:
                 given = [(turn["role"], text_field(turn, "content", where)) for turn in row["messages"]]
-            except (KeyError, TypeError):
+                while given[-1][0] != ASSISTANT:
+                    given.pop()
+            except (KeyError, TypeError, IndexError):
                 raise ValueError(
-                    f"{where} has no messages. Allowed: {{messages: [{{role, content}}, …]}}"
+                    f"{where} has no turn of the {ASSISTANT}. Allowed: {{messages: [{{role, content}}, …]}}"
                 ) from None
-            while given and given[-1][0] != ASSISTANT:
-                given.pop()
-            if not given:
-                raise ValueError(f"{where} has no turn of the {ASSISTANT}; needed: one to learn")
             turns, fields = tuple(given), {"text": "", "target": given[-1][1]}
         else:
             place = "domains.columns.{}" if layout in TABLES else "domains.format"
@@ -167,8 +165,7 @@ class Template(Options):
                 told = f"template.{place}={text!r} is invalid: {error!r} in its {{fields}}. Allowed: "
                 raise ValueError(told + ", ".join(f"{{{name}}}" for name in known)) from error
         if self.source.count("{text}") > 1:
-            told = f"template.source={self.source!r} is invalid: {{text}} more than once"
-            raise ValueError(f"{told}. Allowed: once")
+            raise ValueError(f"template.source={self.source!r} is invalid. Allowed: {{text}} at most once")
 
     def ask(
         self, fields: Mapping[str, str], *, task: str, dataset: str, choices: Sequence[str], seed: int
@@ -209,15 +206,13 @@ class Tasks(Source):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.root is not None and not Path(self.root).is_dir():
-            raise ValueError(f"root={self.root} is invalid: there is no such folder. Allowed: a folder")
+            raise ValueError(f"root={self.root} is invalid. Allowed: an existing folder")
         columns = self.columns if self.root is not None and self.format in TABLES else None
         if columns is not None and not (columns.get("text") and columns.get("target")):
             raise ValueError(f"columns={dict(columns)} is invalid. Allowed: the columns of text and target")
         self.prompt.check_fields([name for name in columns or () if name not in ("target", "id")])
         if not self.names:
-            given = f"root={self.root} is invalid: it has no task but {self.general}"
-            raise ValueError(f"{given}. Allowed: a folder of tasks")
-        self.encoding  # noqa: B018  (raises for an invalid value)
+            raise ValueError(f"root={self.root} is invalid. Allowed: a folder of tasks")
 
     @cached_property
     def prompt(self) -> Template:
@@ -269,12 +264,6 @@ class Tasks(Source):
                 given = f"domains/template={self.prompt.name} is invalid: no instruction for {task} of {name}"
                 allowed = f"{', '.join(self.prompt.instructions)} (+domains.template.tasks.{name}=…)"
                 raise ValueError(f"{given}. Allowed: {allowed}, or domains/template=plain")
-        files = [each for name in order for each in self.files.get(name, ())]
-        if unread := [path for split, path in files if split == "dev"]:
-            instead = "what is tuned on is held out from train (domains.held_out.valid)"
-            log.info("Ignoring %d files of development splits, like %s: %s", len(unread), unread[0], instead)
-        if self.general_folder is None:
-            log.info("General text: Python's documentation (domains.root=%s has no folder of it)", self.root)
 
     @property
     def general_folder(self) -> Path | None:
@@ -292,17 +281,14 @@ class Tasks(Source):
         asked: dict[str, Any] = {"task": task, "dataset": name, "seed": int(self.held_out["seed"])}
         for split, number, record in self.records(name):
             given, source, span = record.id or f"{name}-{split}-{number}", "", (0, 0)
-            if choices and record.target not in choices:
-                if self.unknown == "error":
-                    raise ValueError(
-                        f"example {number} of {name}, {split}: its answer {record.target!r:.60} is not one "
-                        f"of the choices. Allowed: {', '.join(choices)} (domains.unknown=drop leaves it out)"
-                    )
+            if choices and record.target not in choices and self.unknown == "drop":
                 dropped += 1
                 continue
+            if (choices and record.target not in choices) or not (record.turns or record.target.strip()):
+                told = f"example {number} of {name}, {split}: its answer {record.target!r:.60} is not one"
+                allowed = f"{', '.join(choices) or 'a text'} (domains.unknown=drop leaves it out)"
+                raise ValueError(f"{told} of the choices. Allowed: {allowed}")
             if not record.turns:
-                if not record.target.strip():
-                    raise ValueError(f"example {given} of {name} has no answer; needed: a text to learn")
                 source, span = self.prompt.ask(record.fields, choices=choices, **asked)
             example = Example(given, source, record.target, task, choices, span, record.turns)
             yield split, write_example(example)
