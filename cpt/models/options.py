@@ -83,13 +83,9 @@ class ModelOptions(Options):
     """The base model."""
 
     name: Text = option("name of the model in reports")
-    name_or_path: Checkpoint | None = option(
-        "checkpoint: a name on the Hub or a folder; null: a new, pre-trained model (config, pretraining)"
-    )
+    name_or_path: Checkpoint | None = option("name on the Hub or folder; null: a new, pre-trained model")
     layers: Count | None = option("first blocks of the checkpoint that are kept; null: all", default=None)
-    objective: Literal["masked", "causal", "span", "auto"] = option(
-        "objective; auto: that of the architecture"
-    )
+    objective: Literal["masked", "causal", "span", "auto"] = option("auto: by architecture")
     mlm_probability: OpenShare | None = option("share of masked tokens; null for causal models")
     mean_span: Annotated[Number, Ge(1), Le(10_000)] | None = option(
         "mean masked span in tokens; null: other objectives", default=None

@@ -68,8 +68,7 @@ class Encoding(Options):
     """How examples become rows of tokens."""
 
     truncate: Literal["tail", "middle", "released"] = option(
-        "what is cut from a long example: the end or middle of its text, or the end of the question"
-        " (released)"
+        "what is cut from a long example; released: its end"
     )
     scored_turns: Literal["all", "last"] = option("assistant's turns that contribute to the loss of a chat")
 
@@ -98,8 +97,8 @@ class Source(Options, ABC):
     held_out: Mapping[str, Any] = option("held-out documents of files without a split")
     score_on: Literal["valid", "test"] = option("split that is evaluated")
     packing: Literal["none", "concat", "document_mask"] | None = option(
-        "how sequences are filled: concatenated documents, several documents or examples with "
-        "document masking, or one each (none); null: concat for text, none for examples",
+        "documents in a sequence: several, several with document masking, or one each (none); null: concat for "
+        "text, none for examples",
         default=None,
     )
     only: NamePatterns = option("domains to use, by name or pattern; null: all", default=None)

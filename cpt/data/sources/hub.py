@@ -37,9 +37,7 @@ class Hub(Source):
     catalogue: Mapping[str, Any] = option("dataset of each domain, as arguments of datasets.load_dataset")
     column: Text = option("column of the text")
     streaming: bool = option("download rows while they are read")
-    general: Text | None = option(
-        "general text: a name of the catalogue; null: docstrings of Python and numpy"
-    )
+    general: Text | None = option("entry that is the general text; null: docstrings of Python and numpy")
 
     def __post_init__(self) -> None:
         super().__post_init__()

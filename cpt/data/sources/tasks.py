@@ -194,9 +194,7 @@ class Tasks(Source):
     format: Layout = option("layout of the folder")
     columns: Mapping[str, str | None] = option("columns of jsonl and csv files: text, target, id, …")
     template: Mapping[str, Any] = option("template of a question, of conf/domains/template")
-    choices: Literal["auto", "none"] = option(
-        "auto: the file's labels, else the distinct training answers if there are few; none: open answers"
-    )
+    choices: Literal["auto", "none"] = option("auto: labels of the file, else few training answers")
     unknown: Literal["error", "drop"] = option("what to do with examples whose answer is no choice")
     per_class: Literal["all"] | Count = option("maximum training examples per answer; all: no limit")
     truncate: Literal["tail", "middle", "released"] = option("what is cut from an example that is too long")
