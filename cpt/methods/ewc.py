@@ -38,8 +38,6 @@ from cpt.models.forward import at
 from cpt.models.fsdp import named_weights
 from cpt.models.weights import Snapshot, quadratic_penalty
 
-MOST = 2.0  # of eta gamma: from there on a weight overshoots theta* by its distance
-
 
 class AnchorPenalty(ContinualMethod):
     """A method that pulls the weights to `anchor`, those of the base or of the end of the last domain; the
@@ -74,11 +72,10 @@ class Consolidation(AnchorPenalty):
 
     needs_32_bits = True  # the importances do
     options: ConsolidationOptions
-    domains: Tensor
 
     def __init__(self, options: ConsolidationOptions, context: MethodContext) -> None:
         super().__init__(options, context)
-        self.register_buffer("domains", torch.zeros((), dtype=torch.int64))
+        self.domains = nn.Buffer(torch.zeros((), dtype=torch.int64))
 
     @abstractmethod
     def measure(self, probe: Iterable[Batch]) -> dict[str, Tensor]:
@@ -92,7 +89,7 @@ class Consolidation(AnchorPenalty):
         for name, new in found.items():
             old = kept.at_hand(known[name]) if name in known else torch.zeros_like(new)
             kept.update({name: merge_importances(old, new, domains=self.domains, merge=merge, gamma=gamma)})
-        self.domains += 1
+        self.domains.add_(1)
         self.anchor.take(self.model)
 
 
@@ -278,10 +275,6 @@ class RecAdam(ContinualMethod):
 
     def __init__(self, options: RecAdamOptions, context: MethodContext) -> None:
         super().__init__(options, context)
-        rate = getattr(context.optimizer, "keywords", {}).get("lr", 0.0)
-        if rate * options.strength >= MOST:
-            given = f"method.strength={options.strength:g} is invalid: at optim.lr={rate:g} it pulls"
-            raise ValueError(f"{given} weights past where they were. Allowed: below {MOST / rate:g}")
         self.anchor = Snapshot(self.model, persistent=options.towards == "previous")
         self.recall = Recall(self.anchor, options)
         self.masks.append(self.recall)

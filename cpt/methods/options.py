@@ -73,7 +73,6 @@ class ContrastOptions(Options):
     contrast_dropout: BelowOne | None = option("dropout of the contrastive passes; null: the model's own")
     contrast_samples: PositiveShare = option("share of each batch in the contrastive term")
     contrast_every: Count = option("steps between contrastive terms, whose weight is multiplied by it")
-    contrast_negatives: Literal["trained", "fixed"] = option("compute gradients in the pass of the negatives")
     temperature: Positive = option("tau: the temperature of the contrastive term")
 
 
@@ -204,7 +203,6 @@ class KDOptions(Options):
     strength: NonNegative = option("lambda: the weight of the distillation loss")
     temperature: Positive = option("temperature of both distributions")
     distilled: Literal["logits", "hidden"] = option("distillation over the vocabulary, or hidden features")
-    teacher: Literal["run", "bf16-mixed"] = option("precision of the teacher's pass: the run's, or faster")
 
 
 @config
@@ -243,8 +241,6 @@ class MASOptions(ConsolidationOptions):
 
 @config
 class MergeLoRAOptions(MergeOptions, PairOptions):
-    truncated: Count | None = option("rank to which the merged update is truncated; null: none")
-
     def __post_init__(self) -> None:
         if self.exported == "peft":
             raise ValueError("exported=peft is invalid: the adapters are merged. Allowed: merged")
