@@ -97,7 +97,7 @@ class Source(Options, ABC):
     held_out: Mapping[str, Any] = option("held-out documents of files without a split")
     score_on: Literal["valid", "test"] = option("split that is evaluated")
     packing: Literal["none", "concat", "document_mask"] | None = option(
-        "documents in a sequence: several, several with masking, or one; null: concat of text, none of examples",
+        "documents per sequence: several, several with masking, one; null: concat of text, none of examples",
         default=None,
     )
     only: NamePatterns = option("domains to use, by name or pattern; null: all", default=None)
