@@ -15,8 +15,7 @@ from datasets.arrow_writer import ArrowWriter
 
 from cpt.core.cache import make_once
 from cpt.core.randomness import key, sample_keys
-from cpt.data.example import read_example
-from cpt.data.sources.base import EXAMPLES, Source, read_members, stamp_of
+from cpt.data.sources.base import EXAMPLES, Source, read_example, read_members, stamp_of
 
 log = logging.getLogger(__name__)
 SPLITS = ("train", "valid", "test")

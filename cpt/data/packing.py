@@ -217,14 +217,11 @@ def balance(texts: Mapping[str, Packed], *, tokens: int | None = None) -> dict[s
     the whole. The rows are drawn by the name."""
     sizes = {name: int(text.row_lengths.sum()) for name, text in texts.items()}
     smallest = min(sizes, key=lambda name: (sizes[name], name))
-    budget = sizes[smallest] if tokens is None else tokens
-    balanced, larger = dict(texts), [name for name, size in sizes.items() if size > budget]
-    for name in larger:
+    budget, balanced = sizes[smallest] if tokens is None else tokens, dict(texts)
+    for name in (name for name, size in sizes.items() if size > budget):
         drawn = texts[name].draw_rows(budget, stream=key("balanced", name))
         balanced[name] = replace(texts[name], rows=texts[name].rows.select(drawn))
-    why = "" if tokens is not None else f", those of {smallest}"
-    told = "Cutting %d of %d domains to %d tokens%s (domains.balanced)"
-    log.info(told, len(larger), len(texts), budget, why)
+    log.info("Cutting the domains to %d tokens, at least those of %s", budget, smallest)
     return balanced
 
 

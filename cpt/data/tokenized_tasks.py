@@ -22,9 +22,8 @@ from cpt.core.cache import make_once
 from cpt.core.config import digest
 from cpt.data.collate import Sizes
 from cpt.data.corpus import Corpus, in_batches
-from cpt.data.example import ASSISTANT, Example, read_example
 from cpt.data.packing import PADDING, Packed, frame_of, padding_id, terminator
-from cpt.data.sources.base import NONE, Encoding
+from cpt.data.sources.base import ASSISTANT, NONE, Encoding, Example, read_example
 
 log = logging.getLogger(__name__)
 CACHE_VERSION, ROWS_FILE = 1, "rows.arrow"

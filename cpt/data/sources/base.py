@@ -1,11 +1,14 @@
-"""Where the text of the domains comes from: a source lists its domains and reads one by documents.
+"""Where the text of the domains comes from: a source lists its domains and reads one by documents, of which
+an example of a supervised task is one.
 
 M2D2 (Reid et al., EMNLP 2022) lists 239 names: 22 coarse domains, 214 fine ones, and three that are not
 domains. Some are misspelt there (`General_referece`, `Human_activites`); these are the real ones."""
 
+import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from fnmatch import translate
 from functools import cached_property
 from typing import Annotated, Any, Literal
@@ -30,6 +33,7 @@ from cpt.core.schema import (
 )
 
 GENERAL = "general"
+USER, ASSISTANT = "user", "assistant"  # roles of a chat
 TEXT, EXAMPLES = "text", "examples"  # what the documents of a source may be
 NONE, CONCAT, DOCUMENT_MASK = "none", "concat", "document_mask"  # see Source.packing
 PACKINGS = {TEXT: (CONCAT, DOCUMENT_MASK, NONE), EXAMPLES: (NONE, DOCUMENT_MASK)}  # the default first
@@ -42,6 +46,50 @@ COARSE_OF_WIKIPEDIA = {
     *("Philosophy_and_thinking", "Religion_and_belief_systems", "Society_and_social_sciences"),
     "Technology_and_applied_sciences",
 }
+
+
+@dataclass(frozen=True)
+class Example:
+    """A `source` with its `target`. `text` is the span (begin, end) of the source that truncation may cut.
+    `choices` are all answers of a closed task. A chat has `turns`, (role, content), instead of a source."""
+
+    id: str
+    source: str
+    target: str
+    task: str
+    choices: tuple[str, ...] = ()
+    text: tuple[int, int] = (0, 0)
+    turns: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def question(self) -> str:
+        """What decides whether two examples ask the same."""
+        return json.dumps(self.turns[:-1]) if self.turns else self.source
+
+    @property
+    def bytes(self) -> int:
+        return len("".join((self.source, self.target, *(text for _, text in self.turns[:-1]))).encode())
+
+
+def write_example(example: Example) -> str:
+    """An example as a document of a corpus: one line of JSON."""
+    return json.dumps(asdict(example), ensure_ascii=False)
+
+
+def read_example(document: str) -> Example:
+    values = json.loads(document)
+    values |= {name: tuple(values[name]) for name in ("choices", "text")}
+    return Example(**values | {"turns": tuple((role, content) for role, content in values["turns"])})
+
+
+@dataclass(frozen=True)
+class RawExample:
+    """A row of a data set, before a template asks it: the template's fields and the answer, or a chat."""
+
+    fields: Mapping[str, str]
+    target: str
+    id: str = ""
+    turns: tuple[tuple[str, str], ...] = ()
 
 
 def as_expression(pattern: str) -> str | None:

@@ -16,9 +16,8 @@ import numpy as np
 
 from cpt.core.randomness import key, shuffle
 from cpt.core.schema import Allowed, Count, Options, Text, TextList, config, option, read_options
-from cpt.data.example import ASSISTANT, Example, RawExample, write_example
 from cpt.data.sources import docstrings, readers
-from cpt.data.sources.base import GENERAL, Encoding, Source
+from cpt.data.sources.base import ASSISTANT, GENERAL, Encoding, Example, RawExample, Source, write_example
 
 log = logging.getLogger(__name__)
 Layout = Literal["cl_benchmark", "superni", "alpaca", "fewshot_tsv", "trace", "messages", "jsonl", "csv"]
