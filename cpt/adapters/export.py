@@ -75,9 +75,7 @@ def load(folder: Path | str, domain: str | None = None) -> PreTrainedModel:
     index = json.loads((folder / PARTS_INDEX).read_text(encoding="utf-8"))
     name = index["parts"][-1] if domain is None else domain
     if name not in index["parts"]:
-        raise ValueError(
-            f"domain={name} is invalid: it has no part in {folder}. Allowed: {', '.join(index['parts'])}"
-        )
+        raise ValueError(f"domain={name} is invalid. Allowed: {', '.join(index['parts'])}")
     model = kind.from_pretrained(folder)
     if (path := index["attach"]) is not None:
         module, _, function = path.rpartition(".")

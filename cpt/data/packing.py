@@ -30,9 +30,8 @@ FORMAT = 1
 ROWS = "rows.arrow"
 PADDING = -1  # the document of a token of padding
 OPEN_ROWS = 128  # rows that wait for documents that fit
-COLUMNS = Features(
-    {"ids": List(Value("int32")), "documents": List(Value("int32")), "text_tokens": Value("int32")}
-)
+IDS = List(Value("int32"))
+COLUMNS = Features({"ids": IDS, "documents": IDS, "text_tokens": Value("int32")})
 
 
 def rows_table(tokens: np.ndarray, ends: np.ndarray, special: Sequence[int]) -> pa.Table:
@@ -277,9 +276,7 @@ def terminator(tokenizer: PreTrainedTokenizerBase) -> list[int]:
         return []
     ending = [each for each in (tokenizer.eos_token_id, tokenizer.sep_token_id) if each is not None]
     if not ending:
-        raise ValueError(
-            f"the tokenizer {tokenizer.name_or_path} has no token to separate documents (eos or sep)"
-        )
+        raise ValueError(f"the tokenizer {tokenizer.name_or_path} has no token to separate documents")
     return ending[:1]
 
 

@@ -39,9 +39,7 @@ class MagnitudeMaskOptions(Options):
     """Options of MIGU's mask."""
 
     threshold: BelowOne | None = option("T: the share of rows that are not updated")
-    top_p: PositiveShare | None = option(
-        "p: share of importance of the updated rows, not threshold", default=None
-    )
+    top_p: PositiveShare | None = option("p: share of importance of updated rows", default=None)
     importance: Literal["output", "fisher", "gradient", "weight", "random"] = option(
         "what ranks rows: |output|, or Fisher before the domain; as controls |gradient|, |weight|, random"
     )

@@ -60,9 +60,8 @@ class ContrastMethod(ContinualMethod):
         self.proxy = Proxy(self.model, self.objective, options.general, options.proxy_dropout)
         self.period = options.contrast_every if options.contrast else 1
         if options.contrast:
-            check_dropout(
-                self.model, options.contrast_dropout, option="contrast_dropout", without="contrast=0"
-            )
+            rate, name = options.contrast_dropout, "contrast_dropout"
+            check_dropout(self.model, rate, option=name, without="contrast=0")
 
     @property
     def soft(self) -> SoftMask:

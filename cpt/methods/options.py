@@ -161,9 +161,7 @@ NOTHING: dict[str, float] = {"neurons": 1, "heads": 0, "layers": 0, "hidden": 1}
 
 @config
 class ELLEOptions(Options):
-    neurons: PerDomain[Annotated[Number, Ge(1), Le(100)]] = option(
-        "FFN widths' factor before further domains"
-    )
+    neurons: PerDomain[Annotated[Number, Ge(1), Le(100)]] = option("factor on FFN widths before a domain")
     heads: PerDomain[Natural] = option("added key/value heads, with query heads, before further domains")
     layers: PerDomain[Natural] = option("blocks added to each stack before each further domain")
     hidden: PerDomain[Count] = option("factor on the hidden size before further domains")
@@ -225,7 +223,7 @@ class LifelongMoEOptions(Options):
     def __post_init__(self) -> None:
         if self.num_experts == 0 and self.dense == "frozen":
             raise ValueError(
-                "num_experts=0 is invalid: with dense=frozen nothing is trained. Allowed: dense=trained"
+                "num_experts=0 is invalid with dense=frozen: nothing is trained. Allowed: trained"
             )
 
 
@@ -274,9 +272,7 @@ class OSFOptions(Options):
     protected: Probability = option("share of protected singular directions in the first domain")
     growth: Probability = option("additional share for each further domain")
     most: Probability = option("upper bound of the protected share")
-    least: Probability | None = option(
-        "protected share of a block that changes all of its input; null: alike"
-    )
+    least: Probability | None = option("protected share of a block that changes all its input; null: alike")
     protect: Literal["blocks", "all"] = option("protect linear layers within the blocks, or all matrices")
     sides: Literal["both", "block"] = option("protect movements in either subspace, or only in both")
     apply_to: Literal["gradient", "update"] = option("what is projected: the gradient, or the update")
@@ -284,7 +280,7 @@ class OSFOptions(Options):
     def __post_init__(self) -> None:
         if self.least is not None and self.least > self.protected:
             raise ValueError(
-                f"least={self.least} is invalid. Allowed: at most protected={self.protected}, or null"
+                f"least={self.least} is invalid. Allowed: null, or up to protected={self.protected}"
             )
 
 

@@ -115,9 +115,7 @@ NamePatterns = Annotated[
 class Encoding(Options):
     """How examples become rows of tokens."""
 
-    truncate: Literal["tail", "middle", "released"] = option(
-        "what is cut from a long example; released: its end"
-    )
+    truncate: Literal["tail", "middle", "released"] = option("what is cut from a long example")
     scored_turns: Literal["all", "last"] = option("assistant's turns that contribute to the loss of a chat")
 
 
@@ -149,9 +147,7 @@ class Source(Options, ABC):
         default=None,
     )
     only: NamePatterns = option("domains to use, by name or pattern; null: all", default=None)
-    by: Literal["fine", "coarse"] | None = option(
-        "level of M2D2: fine or joined coarse domains", default=None
-    )
+    by: Literal["fine", "coarse"] | None = option("level of M2D2: fine, or joined, domains", default=None)
     balanced: Annotated[bool | Count, Allowed("true, false, or tokens: a whole number, 1 or more")] = option(
         "cut the training text of every domain to the tokens of the smallest, or to N tokens", default=False
     )

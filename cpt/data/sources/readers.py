@@ -90,9 +90,7 @@ def read_folder(
         with naming_file(texts[0]):
             paragraphs = list(islice(split_units(islice(lines(texts[0]), FIRST_LINES), "paragraph"), 2))
         unit, where = "paragraph" if len(paragraphs) > 1 else "line", texts[0].parent
-        log.info(
-            "Reading %d .txt files of %s: a document is a %s (domains.document)", len(texts), where, unit
-        )
+        log.info("Reading %d .txt files of %s: documents are %ss (domains.document)", len(texts), where, unit)
     ends = list(accumulate(path.stat().st_size * (3 if path.suffix in PACKED else 1) for path in files))
     with reading_bar(name, total=ends[-1], unit="B") as progress:
         for path, end in zip(files, ends, strict=True):
