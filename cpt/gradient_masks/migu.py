@@ -69,14 +69,17 @@ class MagnitudeMask(GradientMask):
 
     def watch(self, model: PreTrainedModel, maps: Sequence[Projection] | None) -> None:
         covered = [*(projections(model) if maps is None else maps)]
-        if self.options.head and maps is None:  # all of the model is trained
+        if self.options.head:
             within, embedding = {each.module for each in covered}, model.get_input_embeddings().weight
-            covered += [
+            outside = [
                 Projection(name, module, 0, (torch.arange(module.out_features),))
                 for name, module in model.named_modules()
-                if isinstance(module, nn.Linear) and module not in within
+                if maps is None and isinstance(module, nn.Linear) and module not in within
                 if self.options.tied or module.weight is not embedding
             ]
+            if not outside:
+                log.warning("No effect of head=true: the head is not trained, or the embedding (tied=true)")
+            covered += outside
         found = [each for each in covered if re.search(self.options.only or "", each.name)]
         if not covered:
             log.warning("No effect of mask=migu: the method trains no linear layers")

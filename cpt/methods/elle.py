@@ -157,6 +157,10 @@ class ELLE(ContinualMethod):
         for place, prompt in enumerate(self.prompts):
             prompt.requires_grad_(place == domain or replayed)
 
+    def before_domain(self, probe: Iterable[Batch]) -> None:
+        if self.domain.index == 0 and not self.replay.past_ratio:
+            log.info("No text of past domains is replayed, as ELLE does (replay=past)")
+
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         if self.prompting is None:
             return super().losses(batch)

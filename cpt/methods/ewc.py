@@ -38,6 +38,8 @@ from cpt.models.forward import at
 from cpt.models.fsdp import named_weights
 from cpt.models.weights import Snapshot, quadratic_penalty
 
+MOST = 2.0  # of eta gamma: from there on a weight overshoots theta* by its distance
+
 
 class AnchorPenalty(ContinualMethod):
     """A method that pulls the weights to `anchor`, those of the base or of the end of the last domain; the
@@ -275,6 +277,10 @@ class RecAdam(ContinualMethod):
 
     def __init__(self, options: RecAdamOptions, context: MethodContext) -> None:
         super().__init__(options, context)
+        rate = getattr(context.optimizer, "keywords", {}).get("lr", 0.0)
+        if rate * options.strength >= MOST:
+            given = f"method.strength={options.strength:g} is invalid: at optim.lr={rate:g} it pulls"
+            raise ValueError(f"{given} weights past where they were. Allowed: below {MOST / rate:g}")
         self.anchor = Snapshot(self.model, persistent=options.towards == "previous")
         self.recall = Recall(self.anchor, options)
         self.masks.append(self.recall)

@@ -5,7 +5,7 @@
 A domain starts from the merged model (`merged`), from the base (`base`, the default of task arithmetic, TIES
 and DARE) or from the end of the last one (`previous`: plain continual pre-training, whose merge is scored and
 exported). With `merged`, average keeps 1/t of domain t, and task_arithmetic at scale 1 and slerp at share 1
-equal plain continual pre-training.
+equal plain continual pre-training, which is logged.
 
 The rules work on one tensor at a time. theta_0 is the base, theta_k the end of domain k and s_k its start,
 tau_k = theta_k - s_k, and m the merged weights of the domains before. A rule keeps 32-bit statistics of
@@ -22,6 +22,7 @@ earlier domains, and adds one more:
 
 All but slerp and the trimming are elementwise."""
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -42,6 +43,7 @@ from cpt.models.fisher import fisher
 from cpt.models.fsdp import named_weights
 from cpt.models.weights import Snapshot
 
+log = logging.getLogger(__name__)
 ALIKE = 0.9995  # cosine from which slerp is a lerp
 
 
@@ -201,6 +203,13 @@ class Merge(ContinualMethod):
         self.merging = Merging(options, self.model, named_weights(self.model))
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
+        options, rule = self.options, self.options.rule
+        whole = rule == "task_arithmetic" or (rule == "dare" and options.drop == 0)
+        unchanged = (whole and options.scale == 1) or (rule == "slerp" and options.share == 1)
+        if self.domain.index == 0 and unchanged and options.start != "base":
+            log.info(
+                "No effect of method.rule=%s with start=%s: the run equals method=ncl", rule, options.start
+            )
         self.merging.begin(self.model)
 
     def after_domain(self, probe: Iterable[Batch]) -> None:
@@ -320,6 +329,9 @@ class Reptile(ContinualMethod):
         return int(every) if every >= 1 else max(1, round(every * self.trainer.max_steps))
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
+        if self.interval > (steps := self.trainer.max_steps):
+            told = "Interpolating once: method.every=%d is more than the %d steps of %s"
+            log.info(told, self.interval, steps, self.domain.name)
         self.anchor.take(self.model)
         self.gone.zero_()
 

@@ -201,6 +201,7 @@ class KDOptions(Options):
     strength: NonNegative = option("lambda: the weight of the distillation loss")
     temperature: Positive = option("temperature of both distributions")
     distilled: Literal["logits", "hidden"] = option("distillation over the vocabulary, or hidden features")
+    teacher: Literal["run", "bf16-mixed"] = option("precision of the teacher's pass: the run's, or faster")
 
 
 @config

@@ -26,6 +26,7 @@ from cpt.models.units import blocks
 from cpt.models.weights import Snapshot
 from cpt.optim.state import CarriedState
 from cpt.trainer.base_model import Base
+from cpt.trainer.options import BF16
 from cpt.trainer.plan import Plan
 from cpt.trainer.run_dir import checkpoint_files
 
@@ -90,6 +91,7 @@ def log_ineffective(plan: Plan, module: ContinualMethod, device: torch.device) -
     asks, has_parts = options.offload_method_state, bool(domain_params(module))
     on_disk, micro = plan.modules.storage == "disk", options.accumulate_grad_batches
     is_single = plan.source.encoding is not None and plan.budget.batch_size == micro
+    in_16 = getattr(module.options, "teacher", "run") != "run" and options.precision in BF16
     reasons = {
         f"model.pretraining.steps: {model.name_or_path} is not pre-trained by the run": (
             model.name_or_path and (plan.settings["model"]["pretraining"] or {}).get("steps")
@@ -101,6 +103,7 @@ def log_ineffective(plan: Plan, module: ContinualMethod, device: torch.device) -
             asks and offloads and device.type == "cpu"
         ),
         "domains.packing=document_mask: samples come one by one": plan.source.isolated and is_single,
+        f"method.teacher: all is in 16 bits (trainer.precision={options.precision})": in_16,
         "the mask's backend=backward: later micro-batches of a step select rows too": (
             micro > 1 and any(mask.limits for mask in module.masks)
         ),

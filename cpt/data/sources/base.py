@@ -5,6 +5,7 @@ M2D2 (Reid et al., EMNLP 2022) lists 239 names: 22 coarse domains, 214 fine ones
 domains. Some are misspelt there (`General_referece`, `Human_activites`); these are the real ones."""
 
 import json
+import logging
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ from cpt.core.schema import (
     show,
 )
 
+log = logging.getLogger(__name__)
 GENERAL = "general"
 USER, ASSISTANT = "user", "assistant"  # roles of a chat
 TEXT, EXAMPLES = "text", "examples"  # what the documents of a source may be
@@ -228,6 +230,11 @@ class Source(Options, ABC):
         return [name] if name == GENERAL else self.groups[name]
 
     def check_domains(self, order: Sequence[str]) -> None:
+        """Checks the text of these domains, as `check`, and logs what `by` and `only` leave out."""
+        used = {member for name in self.domains for member in self.members(name)}
+        if unused := [name for name in self.names if name not in used]:
+            told = "Leaving out %d of %d domains, like %s (domains.by=%s, domains.only=%s)"
+            log.info(told, len(unused), len(self.names), unused[0], self.by, show(self.only))
         self.check([member for name in order for member in self.members(name)])
 
     def check(self, order: Sequence[str]) -> None:  # noqa: B027  (most sources have nothing to check)

@@ -261,6 +261,12 @@ class Tasks(Source):
                 given = f"domains/template={self.prompt.name} is invalid: no instruction for {task} of {name}"
                 allowed = f"{', '.join(self.prompt.instructions)} (+domains.template.tasks.{name}=…)"
                 raise ValueError(f"{given}. Allowed: {allowed}, or domains/template=plain")
+        unread = [path for name in order for split, path in self.files.get(name, ()) if split == "dev"]
+        if unread:
+            instead = "what is tuned on is held out from train (domains.held_out.valid)"
+            log.info("Ignoring %d files of development splits, like %s: %s", len(unread), unread[0], instead)
+        if self.general_folder is None:
+            log.info("General text: Python's documentation (domains.root=%s has no folder of it)", self.root)
 
     @property
     def general_folder(self) -> Path | None:

@@ -60,7 +60,9 @@ class Texts(Source):
 
     def check(self, order: Sequence[str]) -> None:
         for folder in filter(None, map(self.folder_of, (*order, GENERAL))):
-            files_of(folder, ignored=self.ignored)
+            for path in files_of(folder, ignored=self.ignored):
+                if not os.access(path, os.R_OK):
+                    raise ValueError(f"{path} cannot be read: permission denied")
         beside = (path for path in self.corpora.iterdir() if not (path.is_dir() or self.ignored(path)))
         if loose := sorted(path.name for path in beside if path.name[0] != "."):
             log.info("Ignoring files of %s in no domain's folder: %s", self.corpora, ", ".join(loose[:5]))
