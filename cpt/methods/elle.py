@@ -9,7 +9,7 @@ replayed text, and reads each text with the prompt of its domain; each part can 
 General text is read with the latest prompt, and by the base with none."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
