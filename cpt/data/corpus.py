@@ -66,7 +66,7 @@ def make_corpus(source: Source, name: str, *, cache: Path) -> Corpus:
         np.save(folder / "splits.npy", splits)
         (folder / "facts.json").write_text(json.dumps(facts))
         if contradicted:
-            log.warning("Keeping the first answer in %s: %d questions have others, too", name, contradicted)
+            log.warning("Keeping first answers in %s: %d questions have different ones", name, contradicted)
         counts = ", ".join(f"{count} {split}" for split, count in facts["documents"].items())
         told = "Read %s: %.2f MB, documents: %s; left out: %d duplicates and %d valid or test copies"
         size, copies = sum(facts["bytes"].values()) / 1e6, (facts["duplicates"], facts["held_out_copies"])
