@@ -42,8 +42,8 @@ TUNERS = tuple(name for names in get_args(Tuner) for name in get_args(names))
 
 
 class LoRA(ContinualMethod):
-    """LoRA (Hu et al., ICLR 2022): one adapter per linear layer for all domains (SeqLoRA), or one `per_domain`,
-    new or a copy of the last.
+    """LoRA (Hu et al., ICLR 2022): one adapter per linear layer for all domains (SeqLoRA), or one
+    `per_domain`, new or a copy of the last.
 
         h = W x + alpha / r B A x,    W frozen, B = 0 at first                          (section 4.1)"""
 

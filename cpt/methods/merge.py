@@ -1,4 +1,6 @@
-"""MERGE: after each domain, the final weights of all domains so far become one model.
+"""Averages of weights (EMA, WiSE-FT, Reptile) and merges.
+
+MERGE: after each domain, the final weights of all domains so far become one model.
 
     theta <- rule(theta_0; theta_1, ..., theta_t)
 
