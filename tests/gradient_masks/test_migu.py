@@ -191,7 +191,7 @@ def test_what_is_not_the_training_loss_is_not_measured():
         model(input_ids=IDS)
     once = mask.sums.clone()
     assert once.all() and not mask.recording
-    model.activation_checkpointing_enable()
+    checkpoint_activations(model)
     mask.sums.zero_()
     with recording([mask]):
         model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
