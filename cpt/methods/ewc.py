@@ -1,9 +1,17 @@
-"""Methods that hold a model at what it was, by penalties or distillation: EWC, L2, MAS, SI, RecAdam, KD."""
+"""EWC, elastic weight consolidation (Kirkpatrick et al., PNAS 2017, eq. 3), and online EWC (Schwarz et al.,
+ICML 2018).
+
+    L(theta) = L_lm(theta) + lambda/2 sum_i F_i (theta_i - theta*_i)^2
+    F_i      = E_x [ (dL_lm(x)/dtheta_i)^2 ]    at theta*, the model at the end of the previous domain
+
+After each domain its Fisher F_new is merged into that of the t domains before it; the penalty stays one
+term:
+
+    mean:  F <- (t F + F_new) / (t + 1)         decay:  F <- gamma F + F_new"""
 
 import math
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from typing import cast
 
 import torch
@@ -20,14 +28,13 @@ from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import (
     ConsolidationOptions,
     EWCOptions,
-    KDOptions,
     L2Options,
     MASOptions,
     RecAdamOptions,
     SIOptions,
 )
 from cpt.models.fisher import fisher, keep_important, sensitivity
-from cpt.models.forward import at, divergence, nll_of
+from cpt.models.forward import at
 from cpt.models.fsdp import named_weights
 from cpt.models.weights import Snapshot, quadratic_penalty
 
@@ -93,16 +100,7 @@ def merge_importances(old: Tensor, new: Tensor, *, domains: Tensor, merge: str, 
 
 
 class EWC(Consolidation):
-    """EWC, elastic weight consolidation (Kirkpatrick et al., PNAS 2017, eq. 3), and online EWC (Schwarz et
-    al., ICML 2018).
-
-        L(theta) = L_lm(theta) + lambda/2 sum_i F_i (theta_i - theta*_i)^2
-        F_i      = E_x [ (dL_lm(x)/dtheta_i)^2 ]    at theta*, the model at the end of the previous domain
-
-    After each domain its Fisher F_new is merged into that of the t domains before it; the penalty stays one
-    term:
-
-        mean:  F <- (t F + F_new) / (t + 1)         decay:  F <- gamma F + F_new"""
+    """Pulls each weight to its value after the previous domain, by its Fisher."""
 
     options: EWCOptions
 
@@ -297,41 +295,3 @@ class RecAdam(ContinualMethod):
         if self.options.annealed:  # lambda at a step of the domain, counted from 0
             at = self.trainer.global_step / self.trainer.max_steps - self.options.middle
             self.recall.share = 1 / (1 + math.exp(-self.options.slope * at))
-
-
-def distillation(student: Tensor, teacher: Tensor, *, temperature: float) -> Tensor:
-    """T^2 KL(softmax(teacher / T) || softmax(student / T)) over the last axis (nats), [K] from [K, F]."""
-    return temperature**2 * divergence(teacher.float() / temperature, student.float() / temperature)
-
-
-class KD(ContinualMethod):
-    """KD, learning without forgetting (Li and Hoiem, TPAMI 2017) by distillation (Hinton et al., 2015).
-
-        L = L_lm + lambda T^2 KL(softmax(z'/T) || softmax(z/T)),    mean over the scored positions
-
-    z are the model's logits over the vocabulary, or its last hidden states over the features; z' are those of
-    the teacher, the model after the previous domain (at first the base), on the same corrupted batch."""
-
-    options: KDOptions
-
-    def __init__(self, options: KDOptions, context: MethodContext) -> None:
-        super().__init__(options, context)
-        self.teacher = Snapshot(self.model, persistent=True)
-
-    def before_domain(self, probe: Iterable[Batch]) -> None:
-        self.teacher.take(self.model)
-
-    def losses(self, batch: Batch) -> dict[str, Tensor]:
-        outputs = self.objective.outputs(self.model, batch)
-        faster = self.options.teacher != "run"  # no cache of casts: the teacher has the student's parameters
-        precision = torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
-        with self.teacher.teaching(self.model), precision if faster else nullcontext():
-            taught = self.objective.outputs(self.model, batch)
-        student, teacher = outputs[0], taught[0]
-        if self.options.distilled == "hidden":
-            student, teacher = (at(hidden, batch["positions"]) for _, hidden in (outputs, taught))
-        apart = distillation(student, teacher, temperature=self.options.temperature)
-        return {
-            "lm": nll_of(outputs[0], batch).sum() * batch["weight"],
-            "kd": self.options.strength * apart.sum() * batch["weight"],
-        }

@@ -1,8 +1,12 @@
-"""Small modules in a frozen model: LoRA and its relatives, other tuners of peft, bottleneck adapters."""
+"""LoRA (Hu et al., ICLR 2022): one adapter per linear layer for all domains (SeqLoRA), or one per domain.
+
+    h = W x + alpha / r B A x,    W frozen, B = 0 at first                          (section 4.1)
+
+All linear layers but the head have adapters, unless `targets` names others."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +14,6 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from cpt.adapters import lora
-from cpt.adapters.bottleneck import Bottleneck, attach_bottlenecks
 from cpt.adapters.domain_store import BASE, DomainParams, DomainScorer
 from cpt.adapters.options import PairOptions, StoredPairOptions
 from cpt.adapters.routed_lora import (
@@ -25,20 +28,9 @@ from cpt.core.distributed import all_reduce_sum
 from cpt.core.tensors import NamedTensors
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualMethod, MethodContext
-from cpt.methods.options import (
-    AdapterOptions,
-    LoRAOptions,
-    MoELoRAOptions,
-    NLoRAOptions,
-    OLoRAOptions,
-    PeftOptions,
-    SAPTOptions,
-    Tuner,
-)
+from cpt.methods.options import LoRAOptions, MoELoRAOptions, NLoRAOptions, OLoRAOptions, SAPTOptions
 from cpt.methods.prompt import check_rows
 from cpt.models.objectives import Objective
-
-TUNERS = tuple(name for names in get_args(Tuner) for name in get_args(names))
 
 
 class LoRA(ContinualMethod):
@@ -340,54 +332,3 @@ class SAPT(ContinualMethod):
         """The mean attention of each domain at its end (rows) to each adapter (columns)."""
         own = {"sapt/attention": kept_attention(self.kept, len(self.kept))} if self.kept else {}
         return super().diagnostics() | own
-
-
-class Peft(ContinualMethod):
-    """Tuners of peft that change a model's layers: IA3 (Liu et al., NeurIPS 2022), VeRA (Kopiczko et al.,
-    ICLR 2024), DoRA (Liu et al., ICML 2024), OFT (Qiu et al., NeurIPS 2023), tuning of norms, and others."""
-
-    sharded = False
-    options: PeftOptions
-
-    def __init__(self, options: PeftOptions, context: MethodContext) -> None:
-        targets, arguments = options.target_modules, options.arguments
-        scope = lora.attach_tuner(context.model, options.tuner, targets=targets, arguments=arguments)
-        super().__init__(options, context, scope=scope)
-        if options.per_domain:
-            self.use_domain_params(DomainParams(self.model, scope.names), options.routing)
-
-    def before_domain(self, probe: Iterable[Batch]) -> None:
-        if self.bank is not None and self.options.start == "base":
-            self.bank.put(self.model, BASE)
-
-    def model_for(self, domain: int) -> PreTrainedModel:
-        return lora.without_tuners(super().model_for(domain))
-
-
-class Adapter(ContinualMethod):
-    """Adapters (Houlsby et al., ICML 2019, section 2.1; Pfeiffer et al., EACL 2021).
-
-        A(h) = W_up act(W_down h + b_down) + b_up,    W_down of D / reduction rows
-
-        houlsby    h <- h + A(h)         h: output of a sub-layer's out projection, before dropout and the sum
-        pfeiffer   h <- norm(s + A(h))   h = norm(s), s: the last residual sum of a block
-                   s <- s + A(s)         in pre-norm blocks, whose sum no norm follows
-
-    Houlsby's follow attention and FFN, or the FFN alone (`ffn`). W_up starts at zero: the first model is the
-    base."""
-
-    options: AdapterOptions
-
-    def __init__(self, options: AdapterOptions, context: MethodContext) -> None:
-        scope = attach_bottlenecks(context.model, **options.bottleneck)
-        super().__init__(options, context, scope=scope)
-        self.attached = attach_bottlenecks, options.bottleneck
-        if options.per_domain:
-            self.use_domain_params(DomainParams(self.model, scope.names), options.routing)
-
-    def before_domain(self, probe: Iterable[Batch]) -> None:
-        if self.bank is not None and self.options.start == "base":
-            generator = self.drawing()
-            for part in self.model.modules():
-                if isinstance(part, Bottleneck):
-                    part.reset(generator)

@@ -9,7 +9,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from cpt.adapters import lora
-from cpt.methods.lora import TUNERS
+from cpt.methods.peft import TUNERS
 from tests.models import test_units
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,8 @@ from torch import nn
 
 from cpt.data.collate import labels_of
 from cpt.gradient_masks.base import StepSnapshot
-from cpt.methods.ewc import SI, Recall, distillation
+from cpt.methods.ewc import SI, Recall
+from cpt.methods.kd import distillation
 from cpt.methods.options import RecAdamOptions
 from cpt.models.fisher import samples
 from tests.support.making import DROPOUT, Watch, assert_close, clones, same, state_beside_the_model

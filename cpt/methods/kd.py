@@ -1,0 +1,51 @@
+"""KD, learning without forgetting (Li and Hoiem, TPAMI 2017) by distillation (Hinton et al., 2015, sec. 2.1).
+
+    L = L_lm + lambda T^2 KL(softmax(z'/T) || softmax(z/T)),    mean over the scored positions
+
+z are the model's logits over the vocabulary, or its last hidden states over the features; z' are those of
+the teacher, the model after the previous domain (at first the base), on the same corrupted batch."""
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from cpt.data.collate import Batch
+from cpt.methods.base import ContinualMethod, MethodContext
+from cpt.methods.options import KDOptions
+from cpt.models.forward import at, divergence, nll_of
+from cpt.models.weights import Snapshot
+
+
+def distillation(student: Tensor, teacher: Tensor, *, temperature: float) -> Tensor:
+    """T^2 KL(softmax(teacher / T) || softmax(student / T)) over the last axis (nats), [K] from [K, F]."""
+    return temperature**2 * divergence(teacher.float() / temperature, student.float() / temperature)
+
+
+class KD(ContinualMethod):
+    """Distills the model before the domain."""
+
+    options: KDOptions
+
+    def __init__(self, options: KDOptions, context: MethodContext) -> None:
+        super().__init__(options, context)
+        self.teacher = Snapshot(self.model, persistent=True)
+
+    def before_domain(self, probe: Iterable[Batch]) -> None:
+        self.teacher.take(self.model)
+
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
+        outputs = self.objective.outputs(self.model, batch)
+        faster = self.options.teacher != "run"  # no cache of casts: the teacher has the student's parameters
+        precision = torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
+        with self.teacher.teaching(self.model), precision if faster else nullcontext():
+            taught = self.objective.outputs(self.model, batch)
+        student, teacher = outputs[0], taught[0]
+        if self.options.distilled == "hidden":
+            student, teacher = (at(hidden, batch["positions"]) for _, hidden in (outputs, taught))
+        apart = distillation(student, teacher, temperature=self.options.temperature)
+        return {
+            "lm": nll_of(outputs[0], batch).sum() * batch["weight"],
+            "kd": self.options.strength * apart.sum() * batch["weight"],
+        }
