@@ -13,9 +13,8 @@ from cpt.core.randomness import key, shuffle
 from cpt.data import orders
 from cpt.data.corpora import Corpora
 from cpt.data.corpus import Corpus, in_batches
-from cpt.data.example import read_example
 from cpt.data.packing import padding_id
-from cpt.data.sources.base import EXAMPLES, GENERAL
+from cpt.data.sources.base import EXAMPLES, GENERAL, read_example
 from cpt.models.forward import hidden_states, mean_over
 from cpt.trainer.base_model import make_base
 from cpt.trainer.build import read_corpora
