@@ -159,7 +159,7 @@ def format_status(run: RunStatus) -> str:
         size, unit = next(each for each in UNITS if age >= each[0] or each[0] == 1)
         seen = f"{int(age // size)} {unit}"
         if is_active and beat.run_eta_s is not None:
-            left = format_time(beat.run_eta_s) + "+" * bool(beat.untimed)
+            left = format_time(beat.run_eta_s)
         if run.state != "finished":
             phase = printable(beat.phase) + (f" ({beat.stage}/{beat.stages})" if beat.stage else "")
             phase += (

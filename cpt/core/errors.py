@@ -18,8 +18,6 @@ from cpt.core.config import CONF, flatten
 from cpt.core.processes import is_one_of_several
 from cpt.core.schema import unknown_name
 
-RENAMED_GROUPS = {"probe": "benchmark", "schedule": "lr_scheduler"}  # accepted: cpt.core.renames
-RENAMED_CHOICES = {"model=checkpoint": "hf"}  # accepted but in a defaults list
 LOADED = re.compile(r"Could not load '(.+)/([^/']+)'")
 TWICE = re.compile(r"Multiple values for (\S+)\. To override a value use 'override \S+: (.*)'")
 MERGED = re.compile(r"Cannot merge DictConfig with")
@@ -52,9 +50,9 @@ def reason(error: BaseException) -> str:
     match error:
         case of_hydra.MissingConfigException(missing_cfg_file=str(path), options=list(options)):
             group, _, name = path.rpartition("/")
-            return unknown_choice(f"{group}={name}", options)
+            return unknown_name(f"{group}={name}", options)
         case of_hydra.MissingConfigException() if (at := LOADED.search(str(error))) and choices_of(at[1]):
-            return unknown_choice(f"{at[1]}={at[2]}", choices_of(at[1]))  # of a list of choices
+            return unknown_name(f"{at[1]}={at[2]}", choices_of(at[1]))  # of a list of choices
         case of_hydra.OverrideParseException():
             about = ("Error parsing", "See ", "^")  # the argument, Hydra's page, the place in the argument
             lines = [line.strip() for line in error.message.splitlines()]
@@ -78,8 +76,6 @@ def reason(error: BaseException) -> str:
             return f"{told}; to add it: +{key}=VALUE" if addable and not told.endswith("?") else told
         case ConfigCompositionException() if at := NO_DEFAULT.search(str(error)):
             place, group = at.groups()
-            if group in RENAMED_GROUPS:
-                return f"override /{group} in {place} is invalid. Allowed: override /{RENAMED_GROUPS[group]}"
             if "@" in group:
                 missing = "its first line is not # @package _global_"
                 return f"{place} is invalid: {missing}. Allowed: this line, then defaults: and keys"
@@ -104,11 +100,6 @@ def reason(error: BaseException) -> str:
         case of_omegaconf.ConfigTypeError(full_key=str(key)) if MERGED.match(str(error)):
             return f"{key} is invalid: it has keys with values, not a value. Allowed: {key}.NAME=…"
     return " ".join(filter(None, map(str.strip, str(error).splitlines()))) or type(error).__name__
-
-
-def unknown_choice(given: str, choices: list[str]) -> str:
-    told = unknown_name(given, choices)
-    return f"{told}. Did you mean {RENAMED_CHOICES[given]}?" if given in RENAMED_CHOICES else told
 
 
 def choices_with(key: str, section: str) -> list[str]:

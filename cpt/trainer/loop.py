@@ -1,5 +1,4 @@
-"""The loop over stages: train, evaluate, commit; a killed run resumes from what is committed. Its remaining
-time, for progress.json: what is left, at the pace of what is done."""
+"""The loop over stages: train, evaluate, commit; a killed run resumes from what is committed."""
 
 import json
 import logging
@@ -8,9 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -58,7 +55,6 @@ KINDS = {  # the work of a stage in its order, as in scores.json, and its name i
     "answers": "answers after",
     "benchmarks": "benchmark after",
 }
-LATEST = 100  # stages that set the pace
 
 
 def train_run(plan: Plan, run: RunDir) -> Scores:
@@ -133,66 +129,6 @@ def keep_threads(path: Path, *, processes: int) -> None:
     os.environ["OMP_NUM_THREADS"] = begun  # for the processes that Lightning starts
 
 
-@dataclass(frozen=True)
-class RunETA:
-    """The stages of a run and the seconds of what is done."""
-
-    data: DomainSequence
-    scorer: Scorer
-    scores: Scores
-    examinations: Sequence[Evaluator]
-
-    @contextmanager
-    def timed(self, kind: str, number: int) -> Iterator[None]:
-        """Reports a kind of work in a stage (0: the base), and adds its seconds to the scores."""
-        if HEARTBEAT.folder is not None:
-            set_phase(self.phase(kind, number))
-        with time_phase(self.scores.phases[kind], self.names[number]):
-            yield
-
-    def phase(self, kind: str, number: int) -> Phase:
-        """What follows this work, in seconds where its like was timed; in steps before a stage was trained.
-        What a trained stage lacks is not counted."""
-        done, after = len(self.scores.rows), list(KINDS)[list(KINDS).index(kind) + 1 :]
-        seconds, steps, untimed = 0.0, 0, []
-        for later, sizes in self.sizes.items():
-            left = sum(sizes[max(number + 1, done) :]) + sizes[number] * (later in after)
-            took, known = self.scores.phases.get(later, {}), zip(self.names, sizes[:done], strict=False)
-            paces = [took[name] / size for name, size in known if size and name in took]
-            if left and paces:
-                seconds += left * median(paces[-LATEST:])
-            elif left and later == kind == "learn":
-                steps = left
-            elif left:
-                untimed.append(later)
-        trained = self.sizes["learn"]
-        return Phase(
-            name=f"{KINDS[kind]} {self.names[number]}",
-            stage=number,
-            stages=len(self.data),
-            trains=kind == "learn",
-            done=sum(trained[: number + (kind != "learn")]),
-            total=sum(trained),
-            remaining_s=None if "learn" in untimed else seconds,
-            remaining_steps=steps,
-            untimed=tuple(untimed),
-        )
-
-    @cached_property
-    def names(self) -> list[str]:
-        return ["base", *(domain.name for domain in self.data)]
-
-    @cached_property
-    def sizes(self) -> dict[str, list[int]]:
-        """By kind, the size of the work in the base's stage and the others: steps, texts, or 1."""
-        stages = range(len(self.names))
-        found = {each.KIND: [int(each.follows(number)) for number in stages] for each in self.examinations}
-        found["generate"] = [int(self.data.replay_source is not None and number > 0) for number in stages]
-        found["learn"] = [0, *map(self.data.steps, self.data)]
-        found["score"] = [len(self.scorer.wanted(number)) for number in stages]
-        return {kind: found[kind] for kind in KINDS if kind in found}
-
-
 @dataclass(kw_only=True, eq=False)
 class ContinualTrainer:
     """Trains a method on the stages of a run, and fills the scores."""
@@ -214,8 +150,38 @@ class ContinualTrainer:
         self.scorer = Scorer(*how, module=module, data=data, scores=scores, place=self.run)
         self.journal = ScoreJournal(scores, self.run.scores_file, digests=plan.digests)
         self.to_disk = plan.modules.storage == "disk"  # the modules of earlier domains
-        self.eta = RunETA(data, self.scorer, scores, self.evaluators)
         scores.needs_domain, scores.alone = module.needs_domain, module.alone
+
+    @contextmanager
+    def timed(self, kind: str, number: int) -> Iterator[None]:
+        """Reports a kind of work in a stage (0: the base), and adds its seconds to the scores."""
+        names = ["base", *(domain.name for domain in self.data)]
+        if HEARTBEAT.folder is not None:
+            set_phase(self.phase(kind, number, names))
+        with time_phase(self.scores.phases[kind], names[number]):
+            yield
+
+    def phase(self, kind: str, number: int, names: Sequence[str]) -> Phase:
+        """What follows this work: training at the pace of the stages that are done (in steps before the
+        first), and of each further row the mean of what the rows so far took besides."""
+        steps, done = [0, *map(self.data.steps, self.data)], len(self.scores.rows)
+        done_s = {
+            work: sum(self.scores.phases[work].get(name, 0.0) for name in names[:done]) for work in KINDS
+        }
+        trained, left = sum(steps[:done]), sum(steps[max(number + (kind != "generate"), done) :])
+        row_s = (sum(done_s.values()) - done_s["learn"]) / max(1, done)
+        rows = len(names) - max(number + (kind not in ("generate", "learn")), done)
+        step_s = done_s["learn"] / trained if trained else 0.0
+        return Phase(
+            name=f"{KINDS[kind]} {names[number]}",
+            stage=number,
+            stages=len(self.data),
+            trains=kind == "learn",
+            done=sum(steps[: number + (kind not in ("generate", "learn"))]),
+            total=sum(steps),
+            remaining_s=rows * row_s + left * step_s if trained or kind == "learn" else None,
+            remaining_steps=0 if trained else left,
+        )
 
     def fit(self) -> None:
         """Trains and evaluates every stage that is not committed yet, and measures what earlier rows lack."""
@@ -252,7 +218,7 @@ class ContinualTrainer:
             check_state(checkpoint, instead=instead)
             log.info("Resuming within %s", domain.name)
         if self.data.replay_source is not None:
-            with self.eta.timed("generate", number):
+            with self.timed("generate", number):
                 self.data.replay_source.prepare(number, domain, self.device)
         self.data.enter(domain)
         self.module.setup_stage(domain)
@@ -271,7 +237,7 @@ class ContinualTrainer:
         # Monitors know the tokens of their step; a checkpoint, last, has the state of the others at its step.
         callbacks = [costs, *monitors, movement, guard, *self.callbacks.entering(number), saving]
         fitting = None
-        with self.eta.timed("learn", number):
+        with self.timed("learn", number):
             while fitting is None:
                 fitting = make_trainer(
                     plan.trainer.lightning,
@@ -313,7 +279,7 @@ class ContinualTrainer:
         """Evaluates, and writes the row: a restart resumes after it."""
         number = len(self.scores.rows)
         self.module.observes = number in (0, len(self.data))
-        with self.eta.timed("score", number):
+        with self.timed("score", number):
             cells = self.scorer.score(number, row, self.scorer.wanted(number))
         self.module.observes = False
         leave_together(f"before {row} was committed")
@@ -342,7 +308,7 @@ class ContinualTrainer:
         self.scores.run["finished"] = False
         self.restore(number)
         row = self.scores.rows[number]
-        with self.eta.timed("score", number):
+        with self.timed("score", number):
             cells = self.scorer.score(number, row, missing)
         leave_together(f"before {row} was committed")
         means = {text: cell.mean for text, cell in cells.items()}
@@ -371,7 +337,7 @@ class ContinualTrainer:
                 )
             self.scores.run["finished"] = False
             self.restore(number)
-            with self.eta.timed(each.KIND, number):
+            with self.timed(each.KIND, number):
                 each.measure(number, self.device)
             if is_first_process():
                 self.journal.note(each, number)

@@ -13,7 +13,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from cpt.adapters.options import ModulesOptions
 from cpt.core.config import CONF, digest, identity, plain_config, redact
 from cpt.core.errors import readable, unknown_name
-from cpt.core.renames import rename_keys
 from cpt.core.schema import NonNegative, Text, check_value, fits, option_types, show
 from cpt.core.sections import Choice, Section, is_used, read_section
 from cpt.data import orders
@@ -46,7 +45,6 @@ class Checked(Callback):
     """Hydra callback that rejects an invalid config before a folder is made for it."""
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        rename_keys(config)
         with readable():
             read_sections(config)
         if config.get("plan"):  # Hydra writes neither its files nor a log
@@ -56,7 +54,6 @@ class Checked(Callback):
                 config.hydra.job_logging.handlers.pop("file", None)
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        rename_keys(config)
         with readable():
             run = read_sections(config).run
             if run is not None and run.plan:

@@ -102,20 +102,13 @@ def test_the_heartbeat_reads_phase_and_innermost_bar(tmp_path, monkeypatch):
             assert beat.done is beat.run_eta_s is None
             assert beat.phase_eta_s == pytest.approx(6.0, abs=0.5)  # (10 - 6) / ((6 - 4) / 3)
         assert HEARTBEAT.read().phase == "tokenising" and HEARTBEAT.read().step is None
-        known = {
-            "remaining_s": 14.0,
-            "remaining_steps": 60,
-            "done": 20,
-            "total": 100,
-            "untimed": ("benchmarks",),
-        }
+        known = {"remaining_s": 14.0, "remaining_steps": 60, "done": 20, "total": 100}
         set_phase(Phase(name="training law", stage=1, stages=3, trains=True, **known))
         with progress_bar("law (1/3)", total=10, hidden=False) as bar:
             assert HEARTBEAT.read().phase_eta_s is HEARTBEAT.read().run_eta_s is None  # no step yet
             bar.start_t, bar.n = bar._time() - 10, 5
             beat = HEARTBEAT.read()
             assert (beat.phase, beat.stage, beat.done) == ("training law", 1, 0.25)
-            assert beat.untimed == ["benchmarks"]
             assert beat.run_eta_s == pytest.approx(beat.phase_eta_s + 14 + 120, abs=2)
         closed = HEARTBEAT.read()  # between the last step and the next phase
         assert (closed.step, closed.phase_eta_s, closed.done) == (5, None, 0.25)

@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from cpt import status, verify
-from cpt.cli import check_choices
+from cpt.cli import check_command_line
 from cpt.core.errors import reason
 from cpt.core.heartbeat import Heartbeat, list_sweep_runs, utc_now
 from cpt.data.sources.base import read_members
@@ -92,7 +92,7 @@ OVERRIDES = st.lists(
 
 def check_overrides(said: list[str]) -> None:
     try:
-        check_choices(said)
+        check_command_line(said)
         make_plan(compose("config", overrides=said))
     except FORESEEN as error:
         refused(error)
