@@ -105,10 +105,10 @@ def check_command_line(arguments: Sequence[str]) -> None:
         raise ValueError(f"{given} is invalid: unknown flag. Allowed: {allowed}")
     for argument, override in parse_arguments(arguments).items():
         group, value = override.key_or_group, override.value()
-        is_list = isinstance(value, list)
-        wrong = (NoneType, int, float, dict, list) if is_list else (NoneType, int, float)
+        values = value if isinstance(value, list) else [value]
+        wrong = (NoneType, int, float, *(dict, list) * isinstance(value, list))
         is_choice = (CONF / group).is_dir() and override.type is not OverrideType.DEL
-        if is_choice and any(isinstance(each, wrong) for each in (value if is_list else [value])):
+        if is_choice and any(isinstance(each, wrong) for each in values):
             raise ValueError(f"{argument} is invalid. Allowed: a choice of conf/{group}, or a list of them")
 
 

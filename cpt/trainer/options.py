@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
-from annotated_types import Len, MinLen, Predicate
+from annotated_types import Len, Predicate
 
 from cpt.core.naming import LONGEST_TAG
 from cpt.core.schema import (
@@ -77,7 +77,7 @@ Name = Annotated[Any, Predicate(is_name), Allowed("a folder below outputs/, like
 Order = Annotated[Any, Predicate(is_order), Allowed(ORDERS)]
 Devices = Annotated[Any, Predicate(is_devices), Allowed("1, 2, …; auto or -1 for all; a list like [0,2]")]
 Tags = Annotated[tuple[Annotated[str, Len(1, LONGEST_TAG)], ...], Allowed(TAGS)]
-Metrics = Annotated[Text | Annotated[tuple[Text, ...], MinLen(1)], Allowed("METRIC.UNIT, or a list of such")]
+Metric = Annotated[Text, Allowed("METRIC.UNIT of scores.json, or of end tasks MF1, Acc, …")]
 Interval = Annotated[
     Steps | Annotated[str, Predicate(minutes_of)], Allowed("a whole number, 1 or more, or like 10min")
 ]
@@ -95,7 +95,7 @@ class RunOptions(Options):
     tags: Tags = option("labels for W&B")
     seed: Natural = option("seed of sample order, masks and dropout; not of the base model or the evaluation")
     order: Order = option("order of the domains")
-    optimized_metric: Metrics = option("metric of scores.json that a sweeper minimizes")
+    optimized_metric: Metric = option("metric of scores.json that a sweeper minimizes")
     verify_inputs: Literal["fast", "full"] = option(
         "verification of texts and base model on resume: by size and time, or every byte"
     )
