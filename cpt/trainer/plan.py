@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, cast
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue
 
 from cpt.adapters.options import ModulesOptions
 from cpt.core.config import CONF, digest, identity, plain_config, redact
@@ -55,16 +57,16 @@ class Checked(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         with readable():
-            run = read_sections(config).run
-            if run is not None and run.plan:
-                raise ValueError(
-                    f"plan={show(run.plan)} is invalid: it is for one run. Allowed: without --multirun"
-                )
+            with suppress(MissingMandatoryValue, InterpolationToMissingValueError):  # jobs may have it
+                read_sections(config)
+            if config.get("plan"):
+                told = f"plan={show(config.plan)} is invalid: it is for one run"
+                raise ValueError(f"{told}. Allowed: without --multirun")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sections:
-    """The typed sections of a config; a section with a missing value (`???`), as in a sweep, gives None."""
+    """The typed sections of a config."""
 
     run: RunOptions
     model: ModelOptions
@@ -141,7 +143,7 @@ class Plan(Sections):
 
 
 def read_sections(cfg: DictConfig) -> Sections:
-    """Raises ValueError for an unknown key and an invalid value; missing values (`???`) are not checked."""
+    """Raises ValueError for an unknown key and an invalid value, MissingMandatoryValue for `???`."""
     written = str(OmegaConf.to_container(cfg, resolve=False))
     top = cast(DictConfig, OmegaConf.load(CONF / "config.yaml"))
     groups = [name for each in top.pop("defaults") if each != "_self_" for name in each]
@@ -175,24 +177,22 @@ def read_sections(cfg: DictConfig) -> Sections:
         model = replace(model, values={**model.values, "pretraining": None})
     schedule = read("lr_scheduler").choose(needed=True)
     schedule = schedule.load()(**schedule.arguments) if isinstance(schedule, Choice) else schedule
-    if schedule is not None and not callable(schedule):
+    if not callable(schedule):
         allowed = "a class like cpt.optim.schedulers.Linear"
         raise ValueError(f"lr_scheduler._target_={name_of(type(schedule))} is invalid. Allowed: {allowed}")
     run, freeze = read("", names=[each.name for each in fields(RunOptions)]), read("freeze").read(Freeze)
-    if freeze is not None:
-        freeze = replace(freeze, trainable=run.values.get("trainable"))
     flags, loggers = logger.split(LoggerOptions)
     flags["others"] = check_targets(loggers, "logger")
     sections: dict[str, Any] = {
         "run": run.read(RunOptions),
-        "freeze": freeze,
+        "freeze": replace(freeze, trainable=run.values.get("trainable")),
         "evaluation": read("eval").read(EvalOptions),
         "monitor": read("monitor").read(MonitorOptions),
         "observer": choose("budget", ObserverConfig, otherwise=ObserverConfig()),
         "data": read("data").read(DataOptions),
         "modules": read("modules").read(ModulesOptions),
         "model": model.read(ModelOptions),
-        "method": None if method is None else replace(method, below="cpt.methods.base.ContinualMethod"),
+        "method": replace(method, below="cpt.methods.base.ContinualMethod"),
         "masks": tuple(read(f"mask.{name}").choose() for name in check_targets(read("mask").values, "mask")),
         "replay": choose("replay", ReplayConfig, otherwise=NO_REPLAY),
         "source": choose("domains", Source),
@@ -211,7 +211,7 @@ def name_of(kind: type) -> str:
     return f"{kind.__module__}.{kind.__name__}"
 
 
-def read_trainer(given: Section) -> TrainerOptions | None:
+def read_trainer(given: Section) -> TrainerOptions:
     """The trainer's options; other names go to lightning.Trainer. Raises ValueError for one it lacks."""
     own, others = given.split(TrainerOptions)
     others = {name: value for name, value in others.items() if name not in given.used}
