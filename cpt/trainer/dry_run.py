@@ -46,7 +46,7 @@ from cpt.trainer.checkpoint import save_stage
 from cpt.trainer.costs import CostMonitor, stored_beside, trained_parameters
 from cpt.trainer.lightning import drop_optimizer, make_trainer
 from cpt.trainer.manifest import find_source, find_started
-from cpt.trainer.options import TrainerOptions, minutes_of
+from cpt.trainer.options import TrainerOptions
 from cpt.trainer.plan import Plan
 from cpt.trainer.preflight import prepare
 from cpt.trainer.run_dir import RunDir
@@ -360,9 +360,8 @@ def extrapolate(
     for row, own in zip(stages, each, strict=True):
         seconds["evaluation"] += row["left_read_tokens"] * own.token_s / world
         if left := row["left_steps"]:
-            minutes, training_s = minutes_of(options.checkpoint_every), left * own.step_s
-            saves = 1 + (training_s / (60 * minutes) if minutes else left // int(options.checkpoint_every))
-            seconds["training"] += training_s
+            saves = 1 + left // options.checkpoint_every
+            seconds["training"] += left * own.step_s
             seconds["around domains"] += own.around_s
             whole = own.save_s * (1 + own.memory["optimizer state"] / own.file)  # with the optimizer's state
             seconds["checkpoints"] += own.save_s + saves * whole

@@ -292,7 +292,7 @@ class ContinualTrainer:
         found = self.module.diagnostics()  # numpy has no bfloat16
         found = {name: v.float() if v.dtype == torch.bfloat16 else v for name, v in found.items()}
         diagnostics = {name: values.cpu().numpy() for name, values in found.items()}
-        log_stage(self.loggers, self.scores, distributions=diagnostics)
+        log_stage(self.loggers, self.scores)
         if is_first_process():
             self.run.save_documents(number, documents_of(cells))
             if diagnostics:
@@ -378,5 +378,5 @@ class ContinualTrainer:
         if len(scores.rows) > 1:
             write_model_card(run.path, scores)
         run.write_checksums()
-        log_scores(self.loggers, scores, folder=run.path, summary=self.plan.logger.summary)
+        log_scores(self.loggers, scores, folder=run.path)
         self.journal.keep()  # last: a finished run has all of its outputs

@@ -24,7 +24,7 @@ def cells(table: str) -> list[str]:
 
 AT_ONCE = cells("""
 name=../../x | order=true | trainable=( | method._target_=null | endtask._target_=cpt.methods.ewc.EWC
-trainer.checkpoint_every=0min | domains._target_=collections.OrderedDict | domains.only=/*/
+trainer.checkpoint_every=10min | domains._target_=collections.OrderedDict | domains.only=/*/
 optimized_metric=LC.furlongs | method=elle method.neurons=0.5 | +data.processes=2 | +unknown=1 | ~method
 endtask._target_=nowhere.X | name='${no.such}' | order=[law] | strategy=fsdp endtask=submodules
 strategy=fsdp method=elle | +trainer.max_steps=1 | monitor.stop=0.1
