@@ -205,7 +205,7 @@ def empty_scores(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence
             **({"cap": data.eval_tokens} if data.cut else {}),
         },
         base=base,
-        similarity=similarity.tell(plan.order) | {"embedding": plan.source.embedding} if similarity else {},
+        similarity=similarity.tell(plan.order) | {"embedding": "tfidf"} if similarity else {},
         config_hash=plan.config_hash,
         numerics={"precision": str(plan.trainer.precision), "attention": plan.trainer.attn_implementation},
         versions={"python": platform.python_version()}

@@ -41,7 +41,6 @@ from cpt.trainer.plan import Plan
 from cpt.trainer.run_dir import RunDir, checkpoint_files
 
 log = logging.getLogger(__name__)
-WIDE = 256  # features from which bf16 pays on a CPU
 SHORT = 512  # tokens of a sequence up to which eager attention is faster in 16 bits (benchmarks/attention.py)
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "merges.txt")
 
@@ -110,28 +109,15 @@ def resolve_auto(
     if options.precision == "auto":
         able = device.type == "cuda" and torch.cuda.is_bf16_supported()
         options = replace(options, precision=stored or ("bf16-mixed" if able else "32-true"))
-        why = "as in scores.json" if stored else f"the default on this device ({device.type})"
-        if stored or able:
-            log.info("Precision (trainer.precision=auto): %s, %s", options.precision, why)
-        elif device.type == "cpu" and multiplies_bf16() and config.get_text_config().hidden_size >= WIDE:
-            gain = "bf16-mixed was 1.9 times as fast on such a CPU (docs/studies/performance.md)"
-            log.info("Precision (trainer.precision=auto): 32-true, the default on a CPU; %s", gain)
+        log.info("Precision (trainer.precision=auto): %s", options.precision)
     if options.quick_dropout == "auto":
         options = replace(options, quick_dropout=device.type == "cpu" and not options.compile)
-    drops = options.quick_dropout and drops_attention(config)
-    is_short = options.precision in BF16 and length <= SHORT
-    if options.attn_implementation == "auto" and device.type == "cpu" and (drops or is_short):
-        why = f"is faster in 16 bits in rows of up to {SHORT} tokens"
-        why = "draws its dropout quickly" if drops else why
-        log.info("Attention (trainer.attn_implementation=auto): eager, which on a CPU %s", why)
+    is_fast = options.quick_dropout and drops_attention(config)
+    is_fast = is_fast or (options.precision in BF16 and length <= SHORT)
+    if options.attn_implementation == "auto" and device.type == "cpu" and is_fast:
+        log.info("Attention (trainer.attn_implementation=auto): eager, which is faster on a CPU here")
         options = replace(options, attn_implementation="eager")
     return options
-
-
-def multiplies_bf16() -> bool:
-    """Whether this CPU has instructions that multiply in bf16: AVX512-BF16 or AMX."""
-    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # not public
-    return any(getattr(torch.cpu, name, bool)() for name in names)
 
 
 def make_harness(plan: Plan) -> Any:
