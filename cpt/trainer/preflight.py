@@ -3,7 +3,6 @@
 The method is built once on the model's skeleton, on torch's meta device: units that the model lacks, targets
 that match nothing, too few positions are reported at once."""
 
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,7 +17,6 @@ from safetensors import safe_open
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from cpt.adapters.export import PARTS_INDEX
 from cpt.core.errors import reason
 from cpt.core.memory import keep_free
 from cpt.core.processes import cores, is_first_process
@@ -221,13 +219,6 @@ def check_checkpoint(given: str, *, resize: bool) -> tuple[PretrainedConfig, Any
         tokenizer = loading.load_tokenizer(given)
     if not resize:
         check_entries(config.get_text_config().vocab_size, tokenizer, checkpoint=given)
-    if (adapter := loading.find_adapter(given)) and is_first_process():
-        log.info("Merging the adapter %s into the model of %s", adapter.name, folder)
-    if is_first_process() and (folder / PARTS_INDEX).is_file():
-        index = json.loads((folder / PARTS_INDEX).read_text(encoding="utf-8"))
-        used = f"with those of {index['parts'][-1]}" if index["attach"] is None else "without any of them"
-        names, advice = ", ".join(index["parts"]), "cpt.adapters.export.load gives others"
-        log.warning("Modules of %s are for %s; it starts %s: %s", folder, names, used, advice)
     return config, tokenizer
 
 
@@ -237,16 +228,10 @@ def check_head_weights(model: PreTrainedModel, given: str, head_steps: int | Non
     missing = loading.missing_parameters(model, checkpoint_files(given).values())
     if rest := [name for name in missing if name not in head]:
         log.warning("%s lacks %d tensors, as %s: they start with random values", given, len(rest), rest[0])
-    if head and {*head} <= {*missing}:
-        if head_steps is None:
-            raise ValueError(
-                f"model.name_or_path={given} is invalid: no language-model head ({len(head)} tensors). "
-                "Allowed: model.pretraining.head_steps=500, which trains one on the general text first, "
-                "model.pretraining.head_steps=0, which starts with a random one, or another checkpoint"
-            )
-        if is_first_process():
-            how = f"is trained for {head_steps} steps" if head_steps else "starts with random weights"
-            log.info("The language-model head, which %s lacks, %s", given, how)
+    if head and {*head} <= {*missing} and head_steps is None:
+        told = f"model.name_or_path={given} is invalid: no language-model head ({len(head)} tensors)"
+        allowed = "model.pretraining.head_steps=500, which trains one on the general text, or 0, a random one"
+        raise ValueError(f"{told}. Allowed: {allowed}")
 
 
 def check_objective(plan: Plan, objective: str, tokenizer: Any) -> None:
@@ -254,23 +239,16 @@ def check_objective(plan: Plan, objective: str, tokenizer: Any) -> None:
     options, source, least = plan.model, plan.source, BYTES + loading.SENTINELS
     name, has_answers, rate = f"model={options.name}", source.encoding is not None, options.mlm_probability
     kind = {"masked": "is masked", "span": "learns by span corruption"}.get(objective)
-    is_small = options.name_or_path is None and (options.vocab_size or 0) < least
-    needed = f"{least} or more, {loading.SENTINELS} of them sentinels"
-    mean = f"model.mean_span=null is invalid: the model {kind}. Allowed: 1 or more"
-    wrong = {
-        f"model.mlm_probability={rate} is invalid for a causal model. Allowed: null": (
-            options.objective == "causal" and rate is not None
-        ),
-        f"model.mlm_probability=null is invalid: the model {kind}. Allowed: above 0 and below 1": (
-            kind and rate is None
-        ),
-        mean: objective == "span" and options.mean_span is None,
-        f"model.vocab_size={options.vocab_size} is invalid. Allowed: {needed}": (
-            objective == "span" and is_small
-        ),
-    }
-    if found := next((message for message, holds in wrong.items() if holds), None):
-        raise ValueError(found)
+    if options.objective == "causal" and rate is not None:
+        raise ValueError(f"model.mlm_probability={rate} is invalid for a causal model. Allowed: null")
+    if kind and rate is None:
+        told = f"model.mlm_probability=null is invalid: the model {kind}"
+        raise ValueError(f"{told}. Allowed: above 0 and below 1")
+    if objective == "span" and options.mean_span is None:
+        raise ValueError(f"model.mean_span=null is invalid: the model {kind}. Allowed: 1 or more")
+    if objective == "span" and options.name_or_path is None and (options.vocab_size or 0) < least:
+        needed = f"{least} or more, {loading.SENTINELS} of them sentinels"
+        raise ValueError(f"model.vocab_size={options.vocab_size} is invalid. Allowed: {needed}")
     loading.check_packing(objective, isolated=source.isolated, answers=has_answers)
     if source.chats:
         why = "has no chat template" if tokenizer is None or not tokenizer.chat_template else ""
