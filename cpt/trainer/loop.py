@@ -275,28 +275,35 @@ class ContinualTrainer:
             **{"skipped": len(guard.left_out)},
         }
 
+    def score_row(self, number: int, row: str, texts: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Scores texts after a stage and keeps their losses by document; gives mean losses and modules."""
+        with self.timed("score", number):
+            cells = self.scorer.score(number, row, texts)
+        leave_together(f"before {row} was committed")
+        if is_first_process():
+            before = self.run.load_documents([number])[0] if number < len(self.scores.rows) else {}
+            self.run.save_documents(number, before | documents_of(cells))
+        means = {text: cell.mean for text, cell in cells.items()}
+        return means, {text: cell.modules for text, cell in cells.items()}
+
     def commit_row(self, row: str, **costs: Any) -> None:
         """Evaluates, and writes the row: a restart resumes after it."""
         number = len(self.scores.rows)
         self.module.observes = number in (0, len(self.data))
-        with self.timed("score", number):
-            cells = self.scorer.score(number, row, self.scorer.wanted(number))
+        means, modules = self.score_row(number, row, self.scorer.wanted(number))
         self.module.observes = False
-        leave_together(f"before {row} was committed")
-        nll = [cells[text].mean if text in cells else None for text in self.scores.domains]
-        modules = {text: cell.modules for text, cell in cells.items()}
+        nll = [means.get(text) for text in self.scores.domains]
         self.scores.append(row, nll=nll, modules=modules, **costs)
-        shown = [f"{text} {np.exp(cell.mean):.1f}" for text, cell in cells.items()]
+        shown = [f"{text} {np.exp(mean):.1f}" for text, mean in means.items()]
         few = shown if len(shown) <= 2 * ENDS else [*shown[:ENDS], "…", *shown[-ENDS:]]
         log.info("Evaluated after %s: perplexity %s", row, ", ".join(few))
         found = self.module.diagnostics()  # numpy has no bfloat16
         found = {name: v.float() if v.dtype == torch.bfloat16 else v for name, v in found.items()}
-        diagnostics = {name: values.cpu().numpy() for name, values in found.items()}
         log_stage(self.loggers, self.scores)
         if is_first_process():
-            self.run.save_documents(number, documents_of(cells))
-            if diagnostics:
-                self.run.save_arrays(self.run.path / "diagnostics" / f"{number:03d}.npz", diagnostics)
+            if found:
+                arrays = {name: values.cpu().numpy() for name, values in found.items()}
+                self.run.save_arrays(self.run.path / "diagnostics" / f"{number:03d}.npz", arrays)
             self.journal.keep_row(number)
             self.run.cleanup(number, keep=self.plan.run.save_all_stages)
 
@@ -307,16 +314,9 @@ class ContinualTrainer:
             return
         self.scores.run["finished"] = False
         self.restore(number)
-        row = self.scores.rows[number]
-        with self.timed("score", number):
-            cells = self.scorer.score(number, row, missing)
-        leave_together(f"before {row} was committed")
-        means = {text: cell.mean for text, cell in cells.items()}
-        self.scores.fill(number, means, {text: cell.modules for text, cell in cells.items()})
-        log.info("Scoring %d more texts after %s", len(missing), row)
+        log.info("Scoring %d more texts after %s", len(missing), self.scores.rows[number])
+        self.scores.fill(number, *self.score_row(number, self.scores.rows[number], missing))
         if is_first_process():
-            (before,) = self.run.load_documents([number])
-            self.run.save_documents(number, before | documents_of(cells))
             self.journal.keep_row(number)
 
     def run_evaluators(self, number: int) -> None:

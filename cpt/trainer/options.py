@@ -28,10 +28,6 @@ from cpt.models.options import Trainable
 
 BF16 = ("bf16-mixed", "bf16", "bf16-true")
 SHARDED_PRECISIONS = ("auto", "32-true", "32", 32, *BF16)
-PRECISIONS = (
-    *("auto", "32-true", "32", 32, "16-mixed", "bf16-mixed", "bf16-true", "16-true", "16", 16, "bf16"),
-    *("64-true", "64", 64, "transformer-engine", "transformer-engine-float16"),
-)
 TAGS = f"a list of texts, 1 to {LONGEST_TAG} characters each"
 ORDERS = f"the number of a named order, {', '.join(WORDS)}, or a list like [b,a,c]"
 # With a strategy that shards otherwise (deepspeed) masks and what is kept of a model would be a shard's.
@@ -72,8 +68,8 @@ Order = Annotated[Any, Predicate(is_order), Allowed(ORDERS)]
 Devices = Annotated[Any, Predicate(is_devices), Allowed("1, 2, …; auto or -1 for all; a list like [0,2]")]
 Tags = Annotated[tuple[Annotated[str, Len(1, LONGEST_TAG)], ...], Allowed(TAGS)]
 Metric = Annotated[Text, Allowed("METRIC.UNIT of scores.json, or of end tasks MF1, Acc, …")]
-Precision = Annotated[
-    str | int, Predicate(PRECISIONS.__contains__), Allowed(", ".join(dict.fromkeys(map(str, PRECISIONS))))
+Precision = Literal[
+    "auto", "32-true", "32", 32, "16-mixed", "bf16-mixed", "bf16-true", "16-true", "16", 16, "bf16", "64-true"
 ]
 
 

@@ -65,8 +65,7 @@ def prepare(plan: Plan, run: RunDir) -> PreflightResult:
     plan = replace(plan, trainer=resolve_devices(plan.trainer))
     given = plan.logger.others.items()
     loggers = [make_entry(f"logger.{name}", each, Logger, save_dir=run.path) for name, each in given]
-    logged = bool(loggers) or plan.logger.csv or plan.logger.wandb
-    callbacks = make_callbacks(plan.callbacks, logged=logged)
+    callbacks = make_callbacks(plan.callbacks)
     tried = try_trainer(plan.trainer.lightning, loggers=loggers, callbacks=list(callbacks.values()))
     device, scores = tried.strategy.root_device, run.scores()
     stored = scores.numerics.get("precision") if scores else None
@@ -106,7 +105,8 @@ def resolve_auto(
     with bf16, and 32-true elsewhere. `trainer.attn_implementation=auto` is eager on a CPU if faster."""
     if options.precision == "auto":
         able = device.type == "cuda" and torch.cuda.is_bf16_supported()
-        options = replace(options, precision=stored or ("bf16-mixed" if able else "32-true"))
+        precision: Any = stored or ("bf16-mixed" if able else "32-true")
+        options = replace(options, precision=precision)
         log.info("Precision (trainer.precision=auto): %s", options.precision)
     if options.quick_dropout == "auto":
         options = replace(options, quick_dropout=device.type == "cpu" and not options.compile)
