@@ -1,6 +1,5 @@
 """A Hydra config as a Plan: typed sections, and every check that needs neither torch nor text."""
 
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
@@ -15,7 +14,7 @@ from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryV
 from cpt.adapters.options import ModulesOptions
 from cpt.core.config import CONF, digest, identity, plain_config, redact
 from cpt.core.errors import readable, unknown_name
-from cpt.core.schema import NonNegative, Text, check_value, fits, option_types, show
+from cpt.core.schema import NonNegative, Text, check_value, fits, show
 from cpt.core.sections import Choice, Section, is_used, read_section
 from cpt.data import orders
 from cpt.data.options import Budget, DataOptions, share_batch
@@ -212,22 +211,13 @@ def name_of(kind: type) -> str:
 
 
 def read_trainer(given: Section) -> TrainerOptions:
-    """The trainer's options; other names go to lightning.Trainer. Raises ValueError for one it lacks."""
+    """The trainer's options; other names go to lightning.Trainer, which rejects those that it lacks."""
     own, others = given.split(TrainerOptions)
     others = {name: value for name, value in others.items() if name not in given.used}
     if wrong := [name for name in others if name in SET_BY_CPT]:
         told = f"trainer.{wrong[0]}={show(others[wrong[0]])} is invalid: cpt sets it"
         allowed = "trainer.steps, epochs or tokens; callbacks=…, logger=… and hydra.run.dir=…"
         raise ValueError(f"{told}. Allowed: {allowed}")
-    if others:
-        from lightning import Trainer  # seconds, which only these options have to wait for
-
-        theirs = set(inspect.signature(Trainer).parameters) - SET_BY_CPT
-        names = sorted(theirs | option_types(TrainerOptions).keys() - {"others"})
-        known = [f"trainer.{each}" for each in names]
-        whole = "what conf/trainer lists, and what lightning.Trainer takes"
-        for name in others.keys() - theirs:
-            raise ValueError(unknown_name(f"trainer.{name}", known, whole=whole))
     return replace(given, values={**own, "others": others}).read(TrainerOptions)
 
 
