@@ -34,6 +34,11 @@ def train(cfg: DictConfig, *, run_dir: Path) -> float | None:
     with run.removed_if_rejected():
         plan = make_plan(cfg)  # the typed config: no text is read, torch is not imported
         plan.source.check_domains(plan.order)
+        try:
+            Path(plan.run.cache_dir).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            told = f"cache_dir={plan.run.cache_dir} is invalid: {error.strerror}"
+            raise ValueError(f"{told}. Allowed: a folder that can be written") from error
         if plan.run.plan:
             print_estimate(plan, run)
             return None

@@ -29,6 +29,10 @@ def load_target(target: str, *, place: str = "") -> Any:
     try:
         found = resolve_name(target)
     except Exception as error:  # whatever a module raises while it is read in
+        try:
+            import_module(target.rpartition(".")[0])
+        except ImportError as hidden:  # resolve_name says that a module which fails is not there
+            error = error if target.startswith(hidden.name or target) else hidden
         raise ValueError(f"{told} is invalid: {reason(error)}. Allowed: module.Class") from error
     if not callable(found):
         raise ValueError(f"{told} is invalid: a {type(found).__name__}. Allowed: module.Class")

@@ -79,13 +79,11 @@ def make_objective(
     first = pad if (first := getattr(config, "decoder_start_token_id", None)) is None else first
     raw: Objective = Causal()
     if name == "masked":
-        assert options.mlm_probability is not None
-        raw = Masked(tokenizer, rate=options.mlm_probability)
+        raw = Masked(tokenizer, rate=options.mask_rate)
     elif name == "span":
         if tokenizer.pad_token_id is None or end is None:
             raise ValueError(f"the tokenizer {tokenizer.name_or_path} has no padding or end. Allowed: both")
-        assert options.mlm_probability is not None and options.mean_span is not None
-        rates = {"rate": options.mlm_probability, "mean": options.mean_span}
+        rates = {"rate": options.mask_rate, "mean": options.span_length}
         start = first if options.name_or_path else pad
         raw = span = Span(**rates, sentinels=sentinel_ids(tokenizer), end=end, pad=pad, start=start)
         if answers:

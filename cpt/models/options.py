@@ -90,9 +90,11 @@ class ModelOptions(Options):
     objective: Literal["masked", "causal", "span", "auto"] = option(
         "objective; auto: that of the architecture"
     )
-    mlm_probability: OpenShare | None = option("share of masked tokens; null for causal models")
+    mlm_probability: OpenShare | None = option(
+        "share of masked or corrupted tokens; null: 0.15, and none in a causal model"
+    )
     mean_span: Annotated[Number, Ge(1), Le(10_000)] | None = option(
-        "mean masked span in tokens; null: other objectives", default=None
+        "mean length of a corrupted span in tokens; null: 3 in an encoder-decoder, else none", default=None
     )
     max_seq_length: Annotated[Int, Ge(2)] = option("tokens per sequence")
     resize: bool = option("add rows to an embedding that is too small for the tokenizer", default=False)
@@ -100,6 +102,16 @@ class ModelOptions(Options):
     config: Mapping[str, Any] | None = option("config of a new model: model_type and its arguments")
     pretraining: PretrainingOptions | None = option("pre-training of a new model, or of a checkpoint's head")
     lr: NonNegative = option("peak learning rate; methods with modules multiply it")
+
+    @property
+    def mask_rate(self) -> float:
+        """The share of masked tokens of a model that is not causal; by default BERT's."""
+        return 0.15 if self.mlm_probability is None else self.mlm_probability
+
+    @property
+    def span_length(self) -> float:
+        """The mean length of a corrupted span in tokens; by default T5's."""
+        return 3 if self.mean_span is None else self.mean_span
 
     def __post_init__(self) -> None:
         if self.config is not None and self.name_or_path is None:

@@ -55,6 +55,7 @@ class Base:
     length: int
     resize: bool = False
     untrained: Mapping[str, Any] | None = None  # the config of a model that is not pre-trained yet
+    lacks: str = ""  # what a run still has to train before its first stage
 
     @property
     def seq2seq(self) -> bool:
@@ -87,13 +88,13 @@ def make_base(options: ModelOptions, corpora: Corpora, *, accelerator: str, trai
     assert options.pretraining is not None and options.config is not None
     settings: dict[str, Any] = {"config": options.config, "objective": options.objective}
     settings |= {"mask_rate": options.mlm_probability, "length": options.max_seq_length}
-    settings |= {"mean_span": options.mean_span} if new.objective_name == "span" else {}
+    settings |= {"mean_span": options.span_length} if new.objective_name == "span" else {}
     facts, settings = corpora.general.facts, settings | {"pretraining": asdict(options.pretraining)}
     made_of = [FORMAT, facts["train_digest"], tokenizer_digest(new.tokenizer), settings]
     folder = corpora.cache / "base" / f"{options.name}-{digest(made_of)}"
     base = assemble_base(options, new.tokenizer, loading.AutoConfig.for_model(**options.config), corpora)
     if not trains and not folder.exists():
-        return replace(base, untrained=options.config)
+        return replace(base, untrained=options.config, lacks="the base model")
 
     def make(place: Path) -> None:
         assert options.pretraining is not None and options.config is not None
@@ -125,7 +126,7 @@ def adapt_checkpoint(
         text = corpora.general.facts["train_digest"]
         settings |= {"head": asdict(how), "text": text, "length": given.length}
         settings |= {"objective": given.objective_name}
-        settings |= {"mask_rate": options.mlm_probability, "mean_span": options.mean_span}
+        settings |= {"mask_rate": options.mask_rate, "mean_span": options.span_length}
     folder = corpora.cache / "base" / f"{Path(source).name}-{digest([FORMAT, files, settings])}"
 
     def make(place: Path) -> None:
@@ -150,7 +151,7 @@ def adapt_checkpoint(
         pretrain(place, options, new, corpora, model, steps=steps, freeze=freeze, accelerator=accelerator)
 
     if steps and not trains and not folder.exists():
-        options = replace(options, pretraining=None)
+        options, given = replace(options, pretraining=None), replace(given, lacks="the language-model head")
         return given if is_whole(options) else adapt_checkpoint(options, given, corpora, accelerator, trains)
     make_once(folder, make=make)
     return replace(given, checkpoint=str(folder), resize=False)

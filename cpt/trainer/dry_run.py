@@ -163,7 +163,7 @@ def estimate(plan: Plan, place: RunDir) -> dict[str, Any]:
     measured = {"end tasks": plan.endtasks, "answers": plan.answers, "benchmark": plan.benchmark}
     left_out = [name for name, asked in measured.items() if asked is not None]
     left_out += ["monitoring"] * plan.watches + ["generated text"] * plan.mixture.generates
-    left_out += ["training of the base model"] * (start.untrained is not None)
+    left_out += [f"training of {start.lacks}"] * bool(start.lacks)
     grows = type(module).expand is not ContinualMethod.expand
     about |= {"lower_bound": grows and len(stages) > len(profiles), "not_included": left_out}
     return about | extrapolate(options, profiles, stages, world, copies=plan.keeps)

@@ -286,7 +286,7 @@ def with_cap(settings: Mapping[str, Any], cap: int | None) -> dict[str, Any]:
 
 def conflicts(plan: Plan) -> Iterator[str]:
     """Options of different sections that contradict each other, as messages."""
-    source, monitor, method, name = plan.source, plan.monitor, plan.method.load(), plan.names["method"]
+    source, monitor, name = plan.source, plan.monitor, plan.names["method"]
     branches, sharded = getattr(plan.lr_scheduler, "branches", False), plan.trainer.strategy == "fsdp"
     if source.encoding is not None and plan.model.objective == "masked":
         why = "a masked model writes no answers. Allowed: a causal model, or an encoder-decoder"
@@ -302,10 +302,11 @@ def conflicts(plan: Plan) -> Iterator[str]:
         examples=source.encoding is not None, chats=source.chats, sharded=sharded, **sizes
     )
     if plan.observer.given:
-        about: dict[str, Any] = {"monitor": monitor, "method": method, "name": name}
+        about: dict[str, Any] = {"monitor": monitor, "method": plan.method.load(), "name": name}
         yield from plan.observer.conflicts(**about, branches=branches, sharded=sharded)
     if not sharded:
         return
+    method = plan.method.load()
     for group, chosen in (("method", plan.method), *(("mask", mask) for mask in plan.masks)):
         if not getattr(chosen.load(), "sharded", chosen.target.startswith(OWN_CODE)):
             why = f"{group} {chosen.target} does not support sharded weights (docs/distributed.md)"

@@ -165,12 +165,11 @@ def check_model(plan: Plan) -> PretrainedConfig:
         with naming_cause(f"trainer.attn_implementation={plan.trainer.attn_implementation}"):
             model.set_attn_implementation(plan.trainer.attn_implementation)
     stand_in: Objective = Causal()  # without a tokenizer, which may not be trained yet
-    rate, mean = options.mlm_probability or 0.0, options.mean_span or 0.0
     if objective == "span":
-        ids = range(sentinels or loading.SENTINELS)
-        stand_in = Span(rate=rate, mean=mean, sentinels=ids, end=0, pad=0, start=0)
+        rates = {"rate": options.mask_rate, "mean": options.span_length}
+        stand_in = Span(**rates, sentinels=range(sentinels or loading.SENTINELS), end=0, pad=0, start=0)
     elif objective == "masked":
-        stand_in = Masked(DummyTokenizer(config.get_text_config().vocab_size), rate=rate)
+        stand_in = Masked(DummyTokenizer(config.get_text_config().vocab_size), rate=options.mask_rate)
     if source.isolated:
         check_isolation(model, causal=objective == "causal")
         if source.encoding is None:
@@ -237,15 +236,13 @@ def check_head_weights(model: PreTrainedModel, given: str, head_steps: int | Non
 def check_objective(plan: Plan, objective: str, tokenizer: Any) -> None:
     """Raises ValueError for a kind of model that does not go with its options or with what it is to do."""
     options, source, least = plan.model, plan.source, BYTES + loading.SENTINELS
-    name, has_answers, rate = f"model={options.name}", source.encoding is not None, options.mlm_probability
-    kind = {"masked": "is masked", "span": "learns by span corruption"}.get(objective)
-    if options.objective == "causal" and rate is not None:
-        raise ValueError(f"model.mlm_probability={rate} is invalid for a causal model. Allowed: null")
-    if kind and rate is None:
-        told = f"model.mlm_probability=null is invalid: the model {kind}"
-        raise ValueError(f"{told}. Allowed: above 0 and below 1")
-    if objective == "span" and options.mean_span is None:
-        raise ValueError(f"model.mean_span=null is invalid: the model {kind}. Allowed: 1 or more")
+    name, has_answers = f"model={options.name}", source.encoding is not None
+    if objective == "causal" and options.mlm_probability is not None:
+        told = f"model.mlm_probability={options.mlm_probability} is invalid: the model is causal"
+        raise ValueError(f"{told}. Allowed: null")
+    if objective != "span" and options.mean_span is not None:
+        told = f"model.mean_span={options.mean_span} is invalid: no encoder-decoder corrupts spans"
+        raise ValueError(f"{told}. Allowed: null")
     if objective == "span" and options.name_or_path is None and (options.vocab_size or 0) < least:
         needed = f"{least} or more, {loading.SENTINELS} of them sentinels"
         raise ValueError(f"model.vocab_size={options.vocab_size} is invalid. Allowed: {needed}")

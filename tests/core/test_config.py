@@ -97,12 +97,13 @@ def test_an_error_of_the_user_or_of_memory_ends_in_one_line(what, capsys):
 
 
 @pytest.mark.slow
-def test_a_wrong_config_is_found_without_torch(tmp_path):
+@pytest.mark.parametrize("wrong", ["order=9", "cache_dir=/proc/x"])  # of one option; after all of them
+def test_a_wrong_config_is_found_without_torch(wrong, tmp_path):
     program = (
-        f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.argv = ['run.py', 'order=9']; import runpy\n"
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.argv = ['run.py', {wrong!r}]; import runpy\n"
         f"try: runpy.run_path({str(ROOT / 'run.py')!r}, run_name='__main__')\n"
         "except SystemExit as ended: print(ended.code, {'torch', 'lightning', 'datasets'} & set(sys.modules))"
     )
     command = [sys.executable, "-c", program]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert ended.stdout.splitlines()[-1] == "1 set()" and "order=9" in ended.stderr, ended.stderr
+    assert ended.stdout.splitlines()[-1] == "1 set()" and f"{wrong} is inv" in ended.stderr, ended.stderr

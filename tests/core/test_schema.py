@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 from cpt.core import schema
 from cpt.core.schema import Options, allowed, check_value, config, fits, option, option_types, show
-from cpt.core.sections import GIVEN, read_section
+from cpt.core.sections import GIVEN, load_target, read_section
 from cpt.trainer.help import list_sections, options_at
 from tests.conftest import ROOT
 
@@ -148,3 +148,18 @@ def test_options_are_read_and_frozen_or_refused_in_one_line(given, told):
     assert made == Outer(strength=1, inner=Inner(decay=0.5)) and type(made.strength) is int
     with pytest.raises(AttributeError):
         made.strength = 3
+
+
+@pytest.mark.parametrize(
+    ("target", "why"),
+    [
+        ("mine.Mine", "No module named 'absent'"),
+        ("nowhere.Mine", "No module named 'nowhere'"),
+        ("json.Mine", "module 'json' has no attribute 'Mine'"),
+    ],
+)
+def test_a_target_that_cannot_be_imported_is_told_with_the_cause(target, why, tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text("import absent\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=f"_target_={target} is invalid: {why}"):
+        load_target(target)

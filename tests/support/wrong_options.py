@@ -47,7 +47,7 @@ method=lifelong_moe method.num_experts=0 method.dense=frozen | method=merge_lora
 ON_THE_MODEL = cells("""
 method=adapter method.reduction_factor=100000 | method=lora method.target_modules=[nothing]
 method=prompt method.num_virtual_tokens=497 | method=hat method.form=adapter method.reduction_factor=33
-model.mlm_probability=null | model.max_seq_length=9999 | freeze.layers=9
+model.mean_span=3 | model.max_seq_length=9999 | freeze.layers=9
 optim._target_=collections.OrderedDict | +callbacks.x._target_=builtins.dict
 method=lifelong_moe method.every=3 | replay=generated | method=peft +method.arguments.rank=3
 method=progprompt method.num_virtual_tokens=166 | method=elle method.heads=1
@@ -60,11 +60,12 @@ domains.packing=document_mask trainer.attn_implementation=flex_attention
 """)
 
 ON_A_CAUSAL = cells("""
-domains.packing=document_mask method=prompt | domains.packing=document_mask model.config.model_type=bloom
+model.mlm_probability=0.15 | domains.packing=document_mask method=prompt
+domains.packing=document_mask model.config.model_type=bloom
 """)
 
 ON_A_DECODER = cells("""
-model.mean_span=null | model.max_seq_length=2010 | model.vocab_size=300 | domains.packing=document_mask
+model.max_seq_length=2010 | model.vocab_size=300 | domains.packing=document_mask
 model.objective=masked | model.max_seq_length=600 model.mlm_probability=0.5 model.mean_span=1
 method=lora method.embeddings=true
 """)

@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 from cpt.core.errors import reason
 from cpt.data.corpora import Corpora
 from cpt.models.loading import build_model, is_tied, load_model, sentinel_ids, train_tokenizer
+from cpt.trainer.dry_run import estimate
 from cpt.trainer.plan import make_plan
 from cpt.trainer.preflight import prepare
 from cpt.trainer.run_dir import RunDir
@@ -139,3 +140,6 @@ def test_a_head_is_trained_once_on_the_general_text_and_blocks_are_kept(
     monkeypatch.setattr("cpt.trainer.base_model.pretrain", None)  # another run takes it from the cache
     start(small(*options, "seed=1"), tmp_path / "other")
     assert told_by(tmp_path / "other")["nll"][0] == scores["nll"][0]
+    for steps, lacks in (5, []), (6, ["training of the language-model head"]):
+        plan = make_plan(small(*options, f"model.pretraining.head_steps={steps}"))
+        assert estimate(plan, RunDir(tmp_path / "planned"))["not_included"] == lacks
