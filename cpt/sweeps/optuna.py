@@ -67,7 +67,7 @@ class OptunaSweeper(Sweeper):
         self.first: list[dict[str, Any]] = []  # the values of the first trials, before those of the sampler
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Reports in a line a wrong option, or that Optuna is missing."""
+        """Reports a wrong option, or that Optuna is missing."""
         kinds: dict[str, Any] = {
             "sampler": Literal["tpe", "random", "grid"],
             "direction": Literal["minimize", "maximize"],
