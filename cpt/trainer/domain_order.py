@@ -13,6 +13,7 @@ from cpt.core.cache import make_once
 from cpt.core.config import digest
 from cpt.core.randomness import key, shuffle
 from cpt.data import orders
+from cpt.data.example import read_example
 from cpt.data.sources.base import EXAMPLES, GENERAL, stamp_of
 from cpt.trainer.plan import Plan
 
@@ -59,7 +60,6 @@ def write_similarity(folder: Path, plan: Plan) -> None:
     """Embeds a deterministic sample of the training documents of each text, of examples the questions, and
     writes the similarity."""
     from cpt.data.corpus import in_batches  # loads datasets
-    from cpt.data.example import read_example
     from cpt.trainer.build import read_corpora
 
     corpora, most = read_corpora(plan), plan.source.embedding_samples
