@@ -16,25 +16,14 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, cast
 
-from cpt.core.heartbeat import (
-    ACTIVE,
-    PROGRESS_FILE,
-    SWEEP_FILE,
-    Heartbeat,
-    ProcessId,
-    SweepList,
-    age_s,
-    load_sweep,
-    utc_now,
-)
+from cpt.core.heartbeat import ACTIVE, PROGRESS_FILE, Heartbeat, ProcessId, age_s, utc_now
 from cpt.core.output import run_program
 from cpt.evaluation.journal import rows_so_far
 
 STATES = (
-    *("running", "waiting", "queued", "finished", "preempted", "failed"),
+    *("running", "waiting", "finished", "preempted", "failed"),
     "killed",  # its process is gone without a word
     "silent",  # on another machine, and without a heartbeat for heartbeat.STALE_S
-    "not_started",  # listed by a sweep that has ended
     "unfinished",  # without a heartbeat file
     "unknown",  # damaged
 )
@@ -87,25 +76,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def read_statuses(folders: Sequence[Path]) -> list[RunStatus]:
-    """The runs at or below folders, and those that sweeps there have listed, by name."""
-    found, queued = dict[Path, RunStatus](), dict[Path, SweepList]()
+    """The runs at or below folders, by name."""
+    found = dict[Path, RunStatus]()
     for folder in folders:
         for at, below, files in os.walk(os.path.normpath(folder)):
-            if SWEEP_FILE in files and (sweep := load_sweep(Path(at))):
-                queued |= {Path(os.path.normpath(Path(at) / run)): sweep for run in sweep.runs}
             if not {*RUN_FILES}.isdisjoint(files):
                 found[Path(at)] = read_status(Path(at))
                 below.clear()
             below[:] = [each for each in below if not each.startswith(".")]  # .cache, .hydra
-    for path in queued.keys() - found.keys():
-        process = queued[path].process
-        if any((path / name).exists() for name in RUN_FILES):
-            found[path] = read_status(path)
-        elif process.is_alive() is False:
-            why = "its sweep has ended; the same command begins it"
-            found[path] = RunStatus(run=str(path), state="not_started", why=why)
-        else:
-            found[path] = RunStatus(run=str(path), state="queued", process=process)
     return [found[path] for path in sorted(found, key=str)]
 
 
@@ -170,7 +148,7 @@ def format_status(run: RunStatus) -> str:
             phase += (
                 f", {format_time(beat.phase_eta_s)}" if is_active and beat.phase_eta_s is not None else ""
             )
-    if run.process is not None and run.state in (*ACTIVE, "queued", "silent"):
+    if run.process is not None and run.state in (*ACTIVE, "silent"):
         by = f"{printable(run.process.host)}:{run.process.pid}"
     done = "" if run.done is None else f"{math.floor(100 * run.done)} %"
     why = printable(run.why)

@@ -1,6 +1,6 @@
 """Progress bars, and the heartbeat of a run: a daemon thread of rank 0 writes `progress.json` from them.
 
-The file and a sweep's `sweep.json` are for `cpt.status` and other watchers; a run never reads them back."""
+The file is for `cpt.status` and other watchers; a run never reads it back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -26,7 +26,7 @@ from tqdm import tqdm
 from cpt.core.preemption import Preempted
 
 log = logging.getLogger(__name__)
-PROGRESS_FILE, SWEEP_FILE = "progress.json", "sweep.json"
+PROGRESS_FILE = "progress.json"
 ACTIVE = ("running", "waiting")
 TICK_S, PERIOD_S = 1.0, 5.0  # a new phase is written within a tick, anything else once a period
 STALE_S = 180.0  # age at which a heartbeat of another host no longer counts
@@ -49,6 +49,11 @@ def age_s(time_utc: str) -> float:
 
 State = Literal["running", "waiting", "finished", "preempted", "failed"]
 Time = Annotated[str, AfterValidator(lambda text: text if age_s(text) >= 0 else text)]
+
+
+@cache
+def adapter_of(kind: Any) -> TypeAdapter:
+    return TypeAdapter(kind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,45 +122,24 @@ class Heartbeat:
         return replace(self, state=state, why=why, written=utc_now(), phase_eta_s=None, run_eta_s=None)
 
     def write(self, folder: Path) -> None:
-        write_status(folder / PROGRESS_FILE, self)
+        """Atomic, but not synced to disk: after a crash of the machine the file is worth nothing."""
+        partial = folder / f"{PROGRESS_FILE}.{os.getpid()}.partial"
+        partial.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+        os.replace(partial, folder / PROGRESS_FILE)
 
     @classmethod
     def load(cls, folder: Path) -> Heartbeat | None:
-        """None without one. Raises ValueError if it cannot be read."""
-        return read_status_file(folder / PROGRESS_FILE, cls)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SweepList:
-    """Contents of `sweep.json`: a sweep's runs, as paths from its folder, and its process."""
-
-    version: Literal[2] = 2
-    runs: list[str]
-    process: ProcessId = field(default_factory=ProcessId.current)
-
-
-def write_status(path: Path, value: Heartbeat | SweepList) -> None:
-    """Atomic, but not synced to disk: after a crash of the machine the file is worth nothing."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    partial.write_text(json.dumps(asdict(value)) + "\n", encoding="utf-8")
-    os.replace(partial, path)
-
-
-def read_status_file(path: Path, kind: Any) -> Any:
-    """None without one. Fields of later versions are left out. Raises ValueError if it is unreadable."""
-    try:
-        return adapter_of(kind).validate_json(path.read_bytes(), strict=True)
-    except FileNotFoundError:
-        return None
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "its form"
-        raise ValueError(f"{path.name} cannot be read: {place}: {first['msg']}") from None
-    except OSError as error:
-        raise ValueError(f"{path.name} cannot be read: {error}") from None
-
-
-adapter_of = cache(TypeAdapter)
+        """None without one. Fields of later versions are left out. Raises ValueError if it is unreadable."""
+        try:
+            return adapter_of(cls).validate_json((folder / PROGRESS_FILE).read_bytes(), strict=True)
+        except FileNotFoundError:
+            return None
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"])) or "its form"
+            raise ValueError(f"{PROGRESS_FILE} cannot be read: {place}: {first['msg']}") from None
+        except OSError as error:
+            raise ValueError(f"{PROGRESS_FILE} cannot be read: {error}") from None
 
 
 def record_exit(folder: Path, state: State, why: str, *, began: str) -> None:
@@ -169,23 +153,6 @@ def record_exit(folder: Path, state: State, why: str, *, began: str) -> None:
         elif last.alive or not last.active:
             return  # it has recorded its end itself
         last.ended(state, why).write(folder)
-
-
-def list_sweep_runs(folder: Path, runs: Iterable[Path]) -> None:
-    """Records a sweep's runs and its process in `sweep.json`, after those of a sweep still at work there."""
-    with suppress(OSError):
-        listed = [os.path.relpath(run, folder) for run in runs]
-        if (before := load_sweep(folder)) and before.process.is_alive():
-            listed = list(dict.fromkeys([*before.runs, *listed]))
-        folder.mkdir(parents=True, exist_ok=True)
-        write_status(folder / SWEEP_FILE, SweepList(runs=listed))
-
-
-def load_sweep(folder: Path) -> SweepList | None:
-    """None if it cannot be read."""
-    with suppress(ValueError):
-        return read_status_file(folder / SWEEP_FILE, SweepList)
-    return None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,5 @@
-"""progress.json and sweep.json: what the heartbeat reads from phase and bar; processes that have ended."""
+"""progress.json: what the heartbeat reads from phase and bar; processes that have ended."""
 
-import json
 import os
 import signal
 import subprocess
@@ -8,24 +7,18 @@ import sys
 import time
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import psutil
 import pytest
 
-from cpt import status
 from cpt.core import heartbeat
 from cpt.core.heartbeat import (
     HEARTBEAT,
-    SWEEP_FILE,
     Heartbeat,
     Phase,
     ProcessId,
-    list_sweep_runs,
-    load_sweep,
     progress_bar,
     set_phase,
-    utc_now,
 )
 from cpt.core.processes import PARENT
 from tests.conftest import ROOT
@@ -114,21 +107,3 @@ def test_the_heartbeat_reads_phase_and_innermost_bar(tmp_path, monkeypatch):
         assert (closed.step, closed.phase_eta_s, closed.done) == (5, None, 0.25)
     ended = Heartbeat.load(tmp_path)
     assert (ended.state, ended.phase, ended.done, ended.run_eta_s) == ("finished", "", 1.0, None)
-
-
-def test_a_sweep_lists_its_runs(tmp_path):
-    def states(place):
-        return [(Path(each.run).name, each.state) for each in status.read_statuses([place])]
-
-    first, elsewhere = tmp_path / "first", tmp_path / "elsewhere"
-    for run in (first / "a", elsewhere):
-        run.mkdir(parents=True)
-        Heartbeat(state="failed", began=utc_now()).write(run)
-    list_sweep_runs(first, [first / "a", first / "b", elsewhere])
-    assert states(first) == [("elsewhere", "failed"), ("a", "failed"), ("b", "queued")]
-    list_sweep_runs(first, [first / "c"])  # the next batch of a sweep at work
-    assert load_sweep(first).runs == ["a", "b", "../elsewhere", "c"]
-    path = first / SWEEP_FILE
-    data = json.loads(path.read_text())
-    path.write_text(json.dumps(data | {"process": data["process"] | {"start_time": 1.0}}))
-    assert [state for _, state in states(tmp_path)] == [*["failed"] * 2, *["not_started"] * 2]
