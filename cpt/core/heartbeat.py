@@ -51,11 +51,6 @@ State = Literal["running", "waiting", "finished", "preempted", "failed"]
 Time = Annotated[str, AfterValidator(lambda text: text if age_s(text) >= 0 else text)]
 
 
-@cache
-def adapter_of(kind: Any) -> TypeAdapter:
-    return TypeAdapter(kind)
-
-
 @dataclass(frozen=True, kw_only=True)
 class ProcessId:
     """A process on any host; `start_time` tells it from a later one with the same pid."""
@@ -131,7 +126,7 @@ class Heartbeat:
     def load(cls, folder: Path) -> Heartbeat | None:
         """None without one. Fields of later versions are left out. Raises ValueError if it is unreadable."""
         try:
-            return adapter_of(cls).validate_json((folder / PROGRESS_FILE).read_bytes(), strict=True)
+            return reader().validate_json((folder / PROGRESS_FILE).read_bytes(), strict=True)
         except FileNotFoundError:
             return None
         except ValidationError as error:
@@ -140,6 +135,11 @@ class Heartbeat:
             raise ValueError(f"{PROGRESS_FILE} cannot be read: {place}: {first['msg']}") from None
         except OSError as error:
             raise ValueError(f"{PROGRESS_FILE} cannot be read: {error}") from None
+
+
+@cache
+def reader() -> TypeAdapter[Heartbeat]:
+    return TypeAdapter(Heartbeat)
 
 
 def record_exit(folder: Path, state: State, why: str, *, began: str) -> None:
