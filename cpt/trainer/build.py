@@ -132,7 +132,7 @@ def build_data(plan: Plan, corpora: Corpora, start: Base, module: ContinualMetho
         eval_batch_size=options.eval_batch_size,
         importance_samples=options.importance_samples,
         workers=0 if options.num_workers == "auto" else options.num_workers,
-        eval_tokens=plan.cap,
+        eval_tokens=plan.settings["eval"]["max_tokens"],
         validation={name: packed(name, "valid") for name in (*plan.order, GENERAL)} if plan.watches else {},
     )
 

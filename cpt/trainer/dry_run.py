@@ -166,7 +166,8 @@ def estimate(plan: Plan, place: RunDir) -> dict[str, Any]:
     left_out += [f"training of {start.lacks}"] * bool(start.lacks)
     grows = type(module).expand is not ContinualMethod.expand
     about |= {"lower_bound": grows and len(stages) > len(profiles), "not_included": left_out}
-    return about | extrapolate(options, profiles, stages, world, copies=plan.keeps)
+    copies = plan.observer.weight_copies or int(plan.monitor.keep == "best")  # of the weights, to return to
+    return about | extrapolate(options, profiles, stages, world, copies=copies)
 
 
 def count_work(

@@ -103,11 +103,6 @@ class Plan(Sections):
     similarity: orders.Similarity | None = None  # of the domains' texts, where it decides the order
 
     @property
-    def cap(self) -> int | None:
-        """Tokens of each text that are scored at most; None: no bound."""
-        return self.settings["eval"]["max_tokens"]
-
-    @property
     def by_texts(self) -> bool:
         """Whether the domains' texts decide their order."""
         return orders.by_texts(self.run.order)
@@ -116,11 +111,6 @@ class Plan(Sections):
     def watches(self) -> bool:
         """Whether other text is evaluated while a domain is trained."""
         return self.monitor.every is not None or bool(self.observer.given)
-
-    @property
-    def keeps(self) -> int:
-        """Copies of the weights that a stage keeps to return to."""
-        return self.observer.weight_copies or int(self.monitor.keep == "best")
 
     @property
     def mixture(self) -> ReplayConfig:
