@@ -141,7 +141,8 @@ def read_section(cfg: DictConfig, place: str, written: str, *, names: Sequence[s
     node = OmegaConf.select(cfg, place) if place else cfg
     if not isinstance(node, DictConfig):
         check_value(place, to_python(node), Mapping[str, Any])
-    values = {name: to_python(node[name]) for name in names or map(str, node) if name in node}
+    there = [name for name in names or map(str, node) if name in node or OmegaConf.is_missing(node, name)]
+    values = {name: to_python(node[name]) for name in there}
     used = frozenset(name for name in values if is_used(join(place, name), written))
     return Section(place, values, used)
 

@@ -3,6 +3,7 @@
 The method is built once on the model's skeleton, on torch's meta device: units that the model lacks, targets
 that match nothing, too few positions are reported at once."""
 
+import inspect
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from hydra.utils import instantiate
+from lightning import Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from safetensors import safe_open
@@ -20,7 +22,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from cpt.core.errors import reason
 from cpt.core.memory import keep_free
 from cpt.core.processes import cores, is_first_process
-from cpt.core.schema import show
+from cpt.core.schema import check_names, option_types, show
 from cpt.core.sections import check_arguments, load_target
 from cpt.data.example import ASSISTANT, USER, Example
 from cpt.data.tokenized_tasks import render_chat
@@ -40,6 +42,7 @@ from cpt.trainer.run_dir import RunDir, checkpoint_files
 
 log = logging.getLogger(__name__)
 SHORT = 512  # tokens of a sequence up to which eager attention is faster in 16 bits (benchmarks/attention.py)
+TRAINER_ARGUMENTS = inspect.signature(Trainer).parameters
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "merges.txt")
 
 
@@ -66,6 +69,7 @@ def prepare(plan: Plan, run: RunDir) -> PreflightResult:
     given = plan.logger.others.items()
     loggers = [make_entry(f"logger.{name}", each, Logger, save_dir=run.path) for name, each in given]
     callbacks = make_callbacks(plan.callbacks)
+    check_names(plan.trainer.others, [*option_types(TrainerOptions), *TRAINER_ARGUMENTS], place="trainer")
     tried = try_trainer(plan.trainer.lightning, loggers=loggers, callbacks=list(callbacks.values()))
     device, scores = tried.strategy.root_device, run.scores()
     stored = scores.numerics.get("precision") if scores else None
