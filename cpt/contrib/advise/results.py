@@ -179,8 +179,8 @@ class Measured:
 
         def compute(nll: Array) -> dict[str, dict[str, Array]]:
             size = len(nll)
-            counts = {steps: len(seeds) for steps, seeds in self.seeds.items()}
-            weights = {at: draw.multinomial(n, np.full(n, 1 / n), size=size) / n for at, n in counts.items()}
+            counts = {length: len(seeds) for length, seeds in self.seeds.items()}
+            weights = {key: draw.multinomial(n, np.full(n, 1 / n), size=size) / n for key, n in counts.items()}
             found = self.values(nll, weights)
             points = {arm: judge(found, arm, steps=steps, at=at) for arm in self.arms}
             return {
