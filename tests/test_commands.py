@@ -50,7 +50,7 @@ def reader_configs(folder: Path) -> Path:
 
 def compose_run(given: list[str], configs: Path) -> None:
     """Composes what a run is told, and has its values checked."""
-    flags = OF_HYDRA | {word for word in given if word.startswith("--config-dir=")}
+    flags = OF_HYDRA | {word for word in given if word.startswith(("--config-dir=", "$"))}
     wanted = [one_of(word.replace("…", "x")) for word in given if word not in flags]
     wanted = [word for word in wanted if not word.startswith(OF_ANOTHER)]
     own = to_hydra(wanted)
