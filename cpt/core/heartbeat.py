@@ -126,7 +126,7 @@ class Heartbeat:
     def load(cls, folder: Path) -> Heartbeat | None:
         """None without one. Fields of later versions are left out. Raises ValueError if it is unreadable."""
         try:
-            return reader().validate_json((folder / PROGRESS_FILE).read_bytes(), strict=True)
+            return heartbeat_format().validate_json((folder / PROGRESS_FILE).read_bytes(), strict=True)
         except FileNotFoundError:
             return None
         except ValidationError as error:
@@ -138,7 +138,7 @@ class Heartbeat:
 
 
 @cache
-def reader() -> TypeAdapter[Heartbeat]:
+def heartbeat_format() -> TypeAdapter[Heartbeat]:
     return TypeAdapter(Heartbeat)
 
 

@@ -67,7 +67,7 @@ Name = Annotated[Any, Predicate(is_name), Allowed("a folder below outputs/, like
 Order = Annotated[Any, Predicate(is_order), Allowed(ORDERS)]
 Devices = Annotated[Any, Predicate(is_devices), Allowed("1, 2, …; auto or -1 for all; a list like [0,2]")]
 Tags = Annotated[tuple[Annotated[str, Len(1, LONGEST_TAG)], ...], Allowed(TAGS)]
-Metric = Annotated[Text, Allowed("METRIC.UNIT of scores.json, or of end tasks MF1, Acc, …")]
+MetricName = Annotated[Text, Allowed("METRIC.UNIT of scores.json, or of end tasks MF1, Acc, …")]
 Precision = Literal[
     "auto", "32-true", "32", 32, "16-mixed", "bf16-mixed", "bf16-true", "16-true", "16", 16, "bf16", "64-true"
 ]
@@ -82,7 +82,7 @@ class RunOptions(Options):
     tags: Tags = option("labels for W&B")
     seed: Natural = option("seed of sample order, masks and dropout; not of the base model or the evaluation")
     order: Order = option("order of the domains")
-    optimized_metric: Metric = option("metric of scores.json that a sweeper minimizes")
+    optimized_metric: MetricName = option("metric of scores.json that a sweeper minimizes")
     verify_inputs: Literal["fast", "full"] = option(
         "verification of texts and base model on resume: by size and time, or every byte"
     )

@@ -180,7 +180,9 @@ class Measured:
         def compute(nll: Array) -> dict[str, dict[str, Array]]:
             size = len(nll)
             counts = {length: len(seeds) for length, seeds in self.seeds.items()}
-            weights = {key: draw.multinomial(n, np.full(n, 1 / n), size=size) / n for key, n in counts.items()}
+            weights = {
+                key: draw.multinomial(n, np.full(n, 1 / n), size=size) / n for key, n in counts.items()
+            }
             found = self.values(nll, weights)
             points = {arm: judge(found, arm, steps=steps, at=at) for arm in self.arms}
             return {
