@@ -57,7 +57,6 @@ VARIANTS = {
     "migu, backward": ["method=migu", "method.mask.backend=backward"],
     "das without contrast": ["method=das", "method.contrast=0"],
     "das, half the samples": ["method=das", "method.contrast_samples=0.5"],
-    "das, fixed negatives": ["method=das", "method.contrast_negatives=fixed"],
     "das, every second step": ["method=das", "method.contrast_every=2"],
     "das, every fourth step": ["method=das", "method.contrast_every=4"],
     "das, half of every second": ["method=das", "method.contrast_every=2", "method.contrast_samples=0.5"],

@@ -67,7 +67,7 @@ def attach_bottlenecks(model: PreTrainedModel, *, placement: str, reduction: int
     width = model.config.hidden_size
     if reduction > width:
         raise ValueError(
-            f"method.reduction_factor={reduction} is invalid. Allowed: 1 to {width}, the model's hidden size"
+            f"method.reduction_factor={reduction} is invalid. Allowed: 1 to {width}, all features"
         )
     if placement == "pfeiffer":
         places = blocks(model)

@@ -75,21 +75,17 @@ def load(folder: Path | str, domain: str | None = None) -> PreTrainedModel:
     index = json.loads((folder / PARTS_INDEX).read_text(encoding="utf-8"))
     name = index["parts"][-1] if domain is None else domain
     if name not in index["parts"]:
-        raise ValueError(
-            f"domain={name} is invalid: it has no part in {folder}. Allowed: {', '.join(index['parts'])}"
-        )
+        raise ValueError(f"domain={name} is invalid. Allowed: {', '.join(index['parts'])}")
     model = kind.from_pretrained(folder)
     if (path := index["attach"]) is not None:
         module, _, function = path.rpartition(".")
-        allowed, attach = f"functions of {', '.join(TRUSTED)}* that are called attach…", None
-        if not (f"{module}.".startswith(TRUSTED) and function.startswith("attach")):
-            raise ValueError(f"attach={path} of {PARTS_INDEX} is invalid. Allowed: {allowed}")
-        with suppress(ImportError):
-            attach = getattr(importlib.import_module(module), function, None)
+        attach = None
+        if f"{module}.".startswith(TRUSTED) and function.startswith("attach"):
+            with suppress(ImportError):
+                attach = getattr(importlib.import_module(module), function, None)
         if not callable(attach):
-            raise ValueError(
-                f"attach={path} of {PARTS_INDEX} is invalid: it does not exist. Allowed: {allowed}"
-            )
+            allowed = f"functions of {', '.join(TRUSTED)}* that are called attach…"
+            raise ValueError(f"attach={path} of {PARTS_INDEX} is invalid. Allowed: {allowed}")
         attach(model, **index["options"])
     _, unknown = model.load_state_dict(load_file(part_file(folder, name)), strict=False)
     if unknown:

@@ -22,9 +22,7 @@ from cpt.core.schema import (
 class ModulesOptions(Options):
     """The parts of learned domains, of methods that keep one for each."""
 
-    storage: Literal["memory", "disk"] = option(
-        "where modules of learned domains are stored: memory, or the file of the last stage"
-    )
+    storage: Literal["memory", "disk"] = option("where modules of learned domains are; disk: in its file")
 
 
 Targets = Annotated[
@@ -37,9 +35,7 @@ Targets = Annotated[
 class BottleneckOptions(Options):
     """Bottleneck adapters in a frozen model (cpt.adapters.bottleneck)."""
 
-    placement: Literal["pfeiffer", "ffn", "houlsby"] = option(
-        "position: after the last residual sum of each block, after the FFN, or after attention and FFN"
-    )
+    placement: Literal["pfeiffer", "ffn", "houlsby"] = option("after a block, its FFN, or attention and FFN")
     reduction_factor: Count = option("ratio of the hidden size to the size of the bottleneck")
     activation: Literal["relu", "gelu", "silu"] = option("activation between the two layers")
 
@@ -59,9 +55,7 @@ class MapPairOptions(Options):
     r: Count = option("rank of an adapter")
     lora_alpha: Positive = option("alpha: the update is scaled by lora_alpha / r")
     lora_dropout: BelowOne = option("dropout on the input of the trained adapter")
-    target_modules: Targets = option(
-        "adapted linear layers: all but the head, names, or a regular expression"
-    )
+    target_modules: Targets = option("adapted linear layers, by default all but the head")
 
     @property
     def pair(self) -> dict[str, Any]:
@@ -74,9 +68,7 @@ class PairOptions(MapPairOptions):
     """Low-rank pairs that are summed, whatever the text."""
 
     embeddings: bool = option("adapt the input embedding as well; a tied head is untied and frozen")
-    exported: Literal["merged", "peft"] = option(
-        "export a merged model, or the frozen weights and peft files"
-    )
+    exported: Literal["merged", "peft"] = option("export a merged model, or base and peft files")
 
     @property
     def pair(self) -> dict[str, Any]:

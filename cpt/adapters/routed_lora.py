@@ -116,9 +116,8 @@ class SampleRouter(nn.Module):
         self.inside, self.text = False, (states.shape[0], states.shape[1])
         states, keys = states.to(torch.promote_types(states.dtype, torch.float32)), self.keys
         if self.causal:
-            present = (
-                torch.ones_like(states[..., :1]) if self.mask is None else self.mask[..., None].to(states)
-            )
+            seen = torch.ones_like(states[..., 0]) if self.mask is None else self.mask.to(states)
+            present = seen[..., None]
             means = (states * present).cumsum(1) / present.cumsum(1).clamp_min(1)
         else:
             means = mean_over(states, self.mask)[:, None]
@@ -163,11 +162,9 @@ class SampleRouter(nn.Module):
         if features.ndim == 2 and len(features) == rows * places:
             return weights.expand(-1, places, -1).flatten(0, 1)
         if features.ndim != 3 or len(features) % rows:
-            seen = (
-                f"an adapter of method=sapt sees {list(features.shape[:-1])} for a batch of {[rows, places]}"
-            )
-            told = f"method.target_modules is invalid: {seen}"
-            raise ValueError(f"{told}. Allowed: layers that see all tokens of each sample")
+            seen = f"an adapter sees {list(features.shape[:-1])} for a batch of {[rows, places]}"
+            allowed = "layers that see all tokens of each sample"
+            raise ValueError(f"method.target_modules is invalid: {seen}. Allowed: {allowed}")
         return weights.repeat_interleave(len(features) // rows, 0)  # of several beams
 
     def weigh(self, part: slice, module: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -183,9 +180,7 @@ def attach_routed(
     body."""
     maps = [name for name in lora.find_targets(model, targets) if tokens_of(model, name) is not None]
     if not maps:
-        raise ValueError(
-            f"method.target_modules={show(targets)} is invalid. Allowed: what finds layers outside the head"
-        )
+        raise ValueError(f"method.target_modules={show(targets)} is invalid. Allowed: layers of the body")
     scope = lora.attach_lora(model, r=r, alpha=alpha, dropout=dropout, targets=maps, embeddings=False)
     both, inner = model.config.is_encoder_decoder, reader(model)
     table = (inner if both else model).get_input_embeddings()

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from transformers import PreTrainedTokenizerBase
 
@@ -27,9 +27,7 @@ class Corpora:
     packing: str = CONCAT  # how rows of text are filled
 
     @classmethod
-    def read(
-        cls, source: Source, order: Sequence[str], *, cache: Path, workers: int | None = None
-    ) -> "Corpora":
+    def read(cls, source: Source, order: Sequence[str], *, cache: Path, workers: int | None = None) -> Self:
         by_name = {name: make_corpus(source, name, cache=cache) for name in (*order, GENERAL)}
         return cls(by_name, cache, source.encoding, source.isolated, workers, source.text_packing)
 

@@ -15,8 +15,7 @@ from datasets.arrow_writer import ArrowWriter
 
 from cpt.core.cache import make_once
 from cpt.core.randomness import key, sample_keys
-from cpt.data.example import read_example
-from cpt.data.sources.base import EXAMPLES, Source, read_members, stamp_of
+from cpt.data.sources.base import EXAMPLES, Source, read_example, read_members, stamp_of
 
 log = logging.getLogger(__name__)
 SPLITS = ("train", "valid", "test")
@@ -42,34 +41,6 @@ def in_batches(documents: Dataset) -> Iterator[list[str]]:
     return (few["text"] for few in documents.iter(batch_size=16))
 
 
-class DocumentHashes:
-    """What memory holds of the documents of a corpus, by column: their `hash`, the split that the source has
-    `given`, their `size` in bytes, and a `key` that equal documents share: of a text its words, of an
-    example its question. 25 bytes of a text; 33 of an example, with the hash of its `answer`."""
-
-    def __init__(self, form: str) -> None:
-        self.form = form
-        types = {"hash": "Q", "key": "Q", "answer": "Q", "given": "b", "size": "q"}
-        self.columns = {name: array(kind) for name, kind in types.items()}
-
-    def __getitem__(self, column: str) -> np.ndarray:
-        return np.asarray(self.columns[column])
-
-    def add(self, split: str, raw: bytes) -> None:
-        hashed = {"hash": raw}
-        if self.form == EXAMPLES:
-            example = read_example(raw.decode())
-            size, hashed["answer"] = example.bytes, example.target.encode()
-            hashed["key"] = example.question.encode()
-        else:
-            size, hashed["key"] = len(raw), " ".join(raw.decode().split()).encode()
-        for column, value in hashed.items():
-            found = hashlib.blake2b(value, digest_size=8).digest()
-            self.columns[column].append(int.from_bytes(found, "little"))
-        self.columns["given"].append(SPLITS.index(split))
-        self.columns["size"].append(size)
-
-
 def make_corpus(source: Source, name: str, *, cache: Path) -> Corpus:
     """A domain's text as its source has it now, read once for all runs.
 
@@ -78,7 +49,7 @@ def make_corpus(source: Source, name: str, *, cache: Path) -> Corpus:
     stamp = stamp_of(source, name)
 
     def write(folder: Path) -> None:
-        features, waiting = Features({"text": Value("large_string")}), 0
+        waiting = 0
 
         def keep(raw: bytes) -> None:
             nonlocal waiting
@@ -88,16 +59,14 @@ def make_corpus(source: Source, name: str, *, cache: Path) -> Corpus:
                 writer.write_examples_on_file()
                 waiting = 0
 
-        path = str(folder / "documents.arrow")
+        path, features = str(folder / "documents.arrow"), Features({"text": Value("large_string")})
         with ArrowWriter(path=path, features=features, writer_batch_size=BATCH) as writer:
             splits, facts, contradicted = read_documents(source, name, keep=keep)
             writer.finalize()
         np.save(folder / "splits.npy", splits)
         (folder / "facts.json").write_text(json.dumps(facts))
         if contradicted:
-            log.warning(
-                "Keeping the first answer in %s: %d questions have different ones", name, contradicted
-            )
+            log.warning("Keeping first answers in %s: %d questions have different ones", name, contradicted)
         counts = ", ".join(f"{count} {split}" for split, count in facts["documents"].items())
         told = "Read %s: %.2f MB, documents: %s; left out: %d duplicates and %d valid or test copies"
         size, copies = sum(facts["bytes"].values()) / 1e6, (facts["duplicates"], facts["held_out_copies"])
@@ -113,43 +82,49 @@ def read_documents(
     source: Source, name: str, *, keep: Callable[[bytes], None] = lambda raw: None
 ) -> tuple[np.ndarray, dict[str, Any], int]:
     """The split of each document of a domain, in UTF-8 given to `keep`; the facts of the text: digests,
-    documents and bytes per split, copies left out; and how many questions have several answers."""
-    documents = DocumentHashes(source.form(name))
+    documents and bytes per split, copies left out; and how many questions have several answers.
+
+    Equal are texts of the same words, and examples of the same question. With a `class_limit` those training
+    examples of each answer stay whose question has the smallest hash under the seed."""
+    asks, held_out = source.form(name) == EXAMPLES, source.held_out
+    hashed = {each: array("Q") for each in ("document", "key", "answer")}  # 25 bytes of a text in memory
+    numbers, lengths = array("b"), array("q")
     for split, text in read_members(source, name):
         raw = text.encode(errors="replace")  # repaired where it is not Unicode
-        documents.add(split, raw)
         keep(raw)
-    splits = split_documents(documents, name=name, held_out=source.held_out, per_class=source.class_limit)
-    hashes, sizes, answers = documents["hash"], documents["size"], documents["answer"]
-    held_out_copies = int(((splits == DROPPED) & (documents["given"] > 0)).sum())
+        known_by, size = {"document": raw, "key": " ".join(raw.decode().split()).encode()}, len(raw)
+        if asks:
+            example = read_example(raw.decode())
+            known_by |= {"key": example.question.encode(), "answer": example.target.encode()}
+            size = example.bytes
+        for each, value in known_by.items():
+            digest = hashlib.blake2b(value, digest_size=8).digest()
+            hashed[each].append(int.from_bytes(digest, "little"))
+        numbers.append(SPLITS.index(split))
+        lengths.append(size)
+    documents, keys, answers = map(np.asarray, hashed.values())
+    given, sizes = np.asarray(numbers), np.asarray(lengths)
+    if asks:
+        splits = assign(keys, given, name=name, held_out=held_out)
+        train = np.flatnonzero(splits == 0)
+        order = sample_keys(key("per class", int(held_out["seed"])), keys[train])
+        ranked = train[np.argsort(order, kind="stable")]
+        for answer in np.unique(answers[train]) if source.class_limit is not None else ():
+            splits[ranked[answers[ranked] == answer][source.class_limit :]] = SPARED
+    else:
+        hint = " (domains.document=line or paragraph makes more of a .txt file)"
+        splits = assign(documents, given, name=name, held_out=held_out, hint=hint, known_by=keys)
+    held_out_copies = int(((splits == DROPPED) & (given > 0)).sum())
     facts = {
-        "digest": hashlib.blake2b(hashes.tobytes() + splits.tobytes(), digest_size=8).hexdigest(),
-        "train_digest": hashlib.blake2b(hashes[splits == 0].tobytes(), digest_size=8).hexdigest(),
+        "digest": hashlib.blake2b(documents.tobytes() + splits.tobytes(), digest_size=8).hexdigest(),
+        "train_digest": hashlib.blake2b(documents[splits == 0].tobytes(), digest_size=8).hexdigest(),
         "documents": {split: int((splits == number).sum()) for number, split in enumerate(SPLITS)},
         "bytes": {split: int(sizes[splits == number].sum()) for number, split in enumerate(SPLITS)},
         "duplicates": int((splits == DROPPED).sum()) - held_out_copies,
         "held_out_copies": held_out_copies,
     }
-    questions = np.unique(np.stack([documents["key"][: len(answers)], answers]), axis=1)[0]
+    questions = np.unique(np.stack([keys[: len(answers)], answers]), axis=1)[0]
     return splits, facts, int((np.unique(questions, return_counts=True)[1] > 1).sum())
-
-
-def split_documents(
-    documents: DocumentHashes, *, name: str, held_out: Mapping[str, Any], per_class: int | None = None
-) -> np.ndarray:
-    """The split of each document, as `assign`; of training examples at most `per_class` with each answer
-    stay, those whose question has the smallest hash under the seed, the others are SPARED."""
-    keys, given, answers = documents["key"], documents["given"], documents["answer"]
-    if documents.form != EXAMPLES:
-        hint = " (domains.document=line or paragraph makes more of a .txt file)"
-        return assign(documents["hash"], given, name=name, held_out=held_out, hint=hint, known_by=keys)
-    splits = assign(keys, given, name=name, held_out=held_out)
-    train = np.flatnonzero(splits == 0)
-    order = sample_keys(key("per class", int(held_out["seed"])), keys[train])
-    ranked = train[np.argsort(order, kind="stable")]
-    for answer in np.unique(answers[train]) if per_class is not None else ():
-        splits[ranked[answers[ranked] == answer][per_class:]] = SPARED
-    return splits
 
 
 def assign(
@@ -162,9 +137,9 @@ def assign(
     known_by: np.ndarray | None = None,
 ) -> np.ndarray:
     """The split of each document, [documents] int8; DROPPED for copies, which are `known_by` the same,
-    SPARED for held-out documents beyond `most`. Of equal documents the first stays, in train rather than in
-    valid or test. A split that the source does not give is held out of train, by hashes. ValueError for an
-    empty split."""
+    SPARED for held-out documents beyond the most. Of equal documents the first stays, in train rather than
+    in valid or test. A split that the source does not give is held out of train, by hashes. ValueError for
+    an empty split."""
     if not len(hashes):
         raise ValueError(f"domain {name} has no text: its files are empty")
     known_by, seed = hashes if known_by is None else known_by, int(held_out["seed"])
@@ -174,21 +149,18 @@ def assign(
     first = order[np.append(True, shared[1:] != shared[:-1])]
     splits = np.full(len(given), DROPPED, np.int8)
     splits[first] = given[first]
-    del order, shared, first
-    train, taken = np.flatnonzero(splits == 0), 0
-    keys = np.empty(len(train), np.uint64)
-    for at in range(0, len(train), 1 << 16):  # what it takes in addition is small
-        keys[at : at + (1 << 16)] = sample_keys(key("split", seed), hashes[train[at : at + (1 << 16)]])
-    missing = [split for split in (1, 2) if not (given == split).any()]
-    counts = [max(1, round(held_out[SPLITS[split]] * len(train))) for split in missing]
-    ranked = train[np.argsort(keys, kind="stable")[: sum(counts)]]
-    for split, count in zip(missing, counts, strict=True):
-        splits[ranked[taken : taken + count]] = split
+
+    def ranked(split: int, purpose: str) -> np.ndarray:
+        own = np.flatnonzero(splits == split)
+        return own[np.argsort(sample_keys(key(purpose, seed), hashes[own]), kind="stable")]
+
+    train, taken = ranked(0, "split"), 0
+    for split in (each for each in (1, 2) if not (given == each).any()):
+        count = max(1, round(held_out[SPLITS[split]] * len(train)))
+        splits[train[taken : taken + count]] = split
         taken += count
-    for split in (1, 2):
-        held = np.flatnonzero(splits == split)
-        held = held[np.argsort(sample_keys(key("most", seed), hashes[held]), kind="stable")]
-        splits[held[held_out.get("max_documents") or len(held) :]] = SPARED
+    for split in (1, 2) if held_out.get("max_documents") else ():
+        splits[ranked(split, "most")[held_out["max_documents"] :]] = SPARED
     left = [int((splits == split).sum()) for split in range(len(SPLITS))]
     if min(left) == 0:
         found = ", ".join(f"{count} {split}" for count, split in zip(left, SPLITS, strict=True))

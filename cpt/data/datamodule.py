@@ -82,9 +82,7 @@ class DomainSequence(LightningDataModule):
         super().__init__()
         most = max((len(self.past(domain)) for domain in self.domains), default=0)
         self.replay.check(domains=most, general=GENERAL in self.train, batch_size=self.budget.batch_size)
-        self.places = {
-            part: place for domain in self.domains for place, part in enumerate(domain.parts, domain.index)
-        }
+        self.places = {part: at for each in self.domains for at, part in enumerate(each.parts, each.index)}
 
     def __iter__(self) -> Iterator[Domain]:
         return iter(self.domains)

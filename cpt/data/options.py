@@ -24,22 +24,17 @@ class Budget:
     batch_size: int
 
     def __post_init__(self) -> None:
-        names = ("steps", "epochs", "tokens")
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        given = {name: value for name, value in vars(self).items() if value is not None}
         whole_steps = self.steps is None or float(self.steps).is_integer()
-        if len(given) != 1 or min(given.values()) <= 0 or not whole_steps or self.batch_size < 1:
-            told = [f"trainer.{name}={value}" for name, value in given.items()] or ["trainer.steps=null"]
-            shown = " ".join(told)
-            raise ValueError(
-                f"{shown} trainer.batch_size={self.batch_size} is invalid. Allowed: exactly "
-                "one of trainer.steps (whole), trainer.epochs, trainer.tokens above 0, batches of 1 or more"
-            )
+        if len(given) != 2 or min(given.values()) <= 0 or not whole_steps:
+            shown = " ".join(f"trainer.{name}={value}" for name, value in given.items())
+            allowed = "exactly one of trainer.steps (whole), trainer.epochs, trainer.tokens, all above 0"
+            raise ValueError(f"{shown} is invalid. Allowed: {allowed}")
 
     @property
     def given(self) -> tuple[str, float]:
         """The name of what is given, and its value."""
-        (found,) = ((n, v) for n in ("steps", "epochs", "tokens") if (v := getattr(self, n)) is not None)
-        return found
+        return next((name, value) for name, value in vars(self).items() if value is not None)
 
     def steps_for(self, text: Sized, *, length: float) -> int:
         """Optimizer steps for a text whose samples have `length` tokens on average."""

@@ -42,11 +42,8 @@ def resolve_order(
     if isinstance(order, str):
         first, (stem, is_swapped) = next(iter(named.values())), split_word(order)
         if stem == "similar_tree" and len(groups := group_coarse(first)) in (1, len(first)):
-            raise ValueError(
-                f"order=similar_tree is invalid: the {len(first)} domains are within {len(groups)} coarse "
-                f"ones, by "
-                "their names. Allowed: order=similar, or several coarse ones like those of cs.AI and math.AG"
-            )
+            told = f"order=similar_tree is invalid: {len(first)} domains within {len(groups)} coarse ones"
+            raise ValueError(f"{told}. Allowed: order=similar, or domains like cs.AI, cs.CL and math.AG")
         words = {"": first, "reverse": first[::-1], "random": random.Random(seed).sample(first, len(first))}
         if stem in BY_TEXTS:
             chosen = first
@@ -65,9 +62,7 @@ def resolve_order(
     if len(set(chosen)) < len(chosen) or not chosen:
         raise ValueError(f"order={show(chosen)} is invalid. Allowed: one or more domains, each only once")
     if reserved := ", ".join(sorted({"base", "joint", "general"} & set(chosen))):
-        raise ValueError(
-            f"order={show(chosen)} is invalid: scores.json uses {reserved} itself. Allowed: another name"
-        )
+        raise ValueError(f"order={show(chosen)} is invalid: scores.json uses {reserved} itself")
     return chosen
 
 

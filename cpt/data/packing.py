@@ -30,9 +30,8 @@ FORMAT = 1
 ROWS = "rows.arrow"
 PADDING = -1  # the document of a token of padding
 OPEN_ROWS = 128  # rows that wait for documents that fit
-COLUMNS = Features(
-    {"ids": List(Value("int32")), "documents": List(Value("int32")), "text_tokens": Value("int32")}
-)
+IDS = List(Value("int32"))
+COLUMNS = Features({"ids": IDS, "documents": IDS, "text_tokens": Value("int32")})
 
 
 def rows_table(tokens: np.ndarray, ends: np.ndarray, special: Sequence[int]) -> pa.Table:
@@ -217,14 +216,11 @@ def balance(texts: Mapping[str, Packed], *, tokens: int | None = None) -> dict[s
     the whole. The rows are drawn by the name."""
     sizes = {name: int(text.row_lengths.sum()) for name, text in texts.items()}
     smallest = min(sizes, key=lambda name: (sizes[name], name))
-    budget = sizes[smallest] if tokens is None else tokens
-    balanced, larger = dict(texts), [name for name, size in sizes.items() if size > budget]
-    for name in larger:
+    budget, balanced = sizes[smallest] if tokens is None else tokens, dict(texts)
+    for name in (name for name, size in sizes.items() if size > budget):
         drawn = texts[name].draw_rows(budget, stream=key("balanced", name))
         balanced[name] = replace(texts[name], rows=texts[name].rows.select(drawn))
-    why = "" if tokens is not None else f", those of {smallest}"
-    told = "Cutting %d of %d domains to %d tokens%s (domains.balanced)"
-    log.info(told, len(larger), len(texts), budget, why)
+    log.info("Cutting the domains to %d tokens, at least those of %s", budget, smallest)
     return balanced
 
 
@@ -280,9 +276,7 @@ def terminator(tokenizer: PreTrainedTokenizerBase) -> list[int]:
         return []
     ending = [each for each in (tokenizer.eos_token_id, tokenizer.sep_token_id) if each is not None]
     if not ending:
-        raise ValueError(
-            f"the tokenizer {tokenizer.name_or_path} has no token to separate documents (eos or sep)"
-        )
+        raise ValueError(f"the tokenizer {tokenizer.name_or_path} has no token to separate documents")
     return ending[:1]
 
 

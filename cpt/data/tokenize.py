@@ -1,6 +1,4 @@
-"""Documents as token ids: shards of a corpus that `datasets` maps and caches, by several processes.
-
-A worker process imports neither torch nor transformers: it builds the tokenizer from its JSON."""
+"""Documents as token ids: shards of a corpus that `datasets` maps and caches, by several processes."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 from datasets import Features, List, Value, disable_progress_bars, enable_progress_bars
-from tokenizers import Tokenizer
 
 from cpt.core.config import digest
 from cpt.core.files import sync
@@ -30,53 +27,29 @@ from cpt.core.preemption import ignore_signals
 from cpt.core.processes import cores
 from cpt.data.corpus import Corpus
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a worker process need not import torch
     from transformers import PreTrainedTokenizerBase
 
 SHARD = 1 << 23  # bytes of text in a cached file: what a kill costs each process
 BATCH = 1 << 20  # bytes of text that the tokenizer is given at once
-_work: list[Callable[[Any], Any]] = []  # of a worker process
 
 
 @dataclass(frozen=True)
 class TokenizeBatch:
-    """Maps documents to token ids, `ending` after each; `tokenizer` may be a fast one's JSON."""
+    """Maps documents to token ids, `ending` after each."""
 
-    tokenizer: PreTrainedTokenizerBase | str
+    tokenizer: PreTrainedTokenizerBase
     ending: tuple[int, ...]
 
-    @cached_property
-    def encode(self) -> Callable[[list[str]], list[list[int]]]:
-        if isinstance(self.tokenizer, str):
-            backend = Tokenizer.from_str(self.tokenizer)
-            backend.no_truncation()
-            backend.no_padding()
-            backend.encode_special_tokens = True
-            return lambda texts: [each.ids for each in backend.encode_batch_fast(texts)]
-        call = partial(self.tokenizer, split_special_tokens=True, return_attention_mask=False, verbose=False)
-        return lambda texts: call(texts)["input_ids"]
-
     def __call__(self, documents: pa.Table) -> pa.Table:
+        how = {"split_special_tokens": True, "return_attention_mask": False, "verbose": False}
         ids, ends = array("i"), [0]
-        for each in self.encode(documents.column("text").to_pylist()):
+        for each in self.tokenizer(documents.column("text").to_pylist(), **how)["input_ids"]:
             ids.extend(each)
             ids.extend(self.ending)
             ends.append(len(ids))
         values = pa.array(np.frombuffer(ids, np.int32))
         return pa.table({"ids": pa.ListArray.from_arrays(pa.array(ends, pa.int32()), values)})
-
-
-def to_json(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """The JSON of a fast tokenizer; None where its class or a component is code in Python."""
-    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
-
-    methods = getattr(type(tokenizer), "_encode_plus", None), type(tokenizer).__call__
-    if methods != (PreTrainedTokenizerFast._encode_plus, PreTrainedTokenizerBase.__call__):
-        return None
-    try:
-        return tokenizer.backend_tokenizer.to_str()
-    except Exception:  # raised by Rust
-        return None
 
 
 def tokenize_shard(
@@ -103,9 +76,9 @@ def tokenize_shard(
 def map_in_processes(work: Callable[[Any], Any], items: Iterable[Any], processes: int) -> Generator[Any]:
     """`work` of each item, in the order of the items. The processes are spawned, so that they inherit no file
     lock; they end with this one. Raises ValueError where one was killed."""
-    pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=start_worker, initargs=(work,))
+    pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=start_worker)
     try:
-        yield from pool.map(run_work, items)
+        yield from pool.map(work, items)
     except BaseException as error:
         for pid in list(pool._processes or ()):
             with suppress(ProcessLookupError):
@@ -120,10 +93,10 @@ def map_in_processes(work: Callable[[Any], Any], items: Iterable[Any], processes
         pool.shutdown(cancel_futures=True)
 
 
-def start_worker(work: Callable[[Any], Any]) -> None:
+def start_worker() -> None:
     ignore_signals()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _work[:], parent = [work], parent_process()
+    parent = parent_process()
 
     def exit_with_parent() -> None:
         if parent is not None:
@@ -131,10 +104,6 @@ def start_worker(work: Callable[[Any], Any]) -> None:
             os._exit(1)
 
     threading.Thread(target=exit_with_parent, daemon=True).start()
-
-
-def run_work(item: Any) -> Any:
-    return _work[0](item)
 
 
 def tokenize_corpus(
@@ -152,12 +121,11 @@ def tokenize_corpus(
     size = corpus.facts["bytes"][split]
     shards = max(1, min(corpus.facts["documents"][split], size // SHARD))
     processes = min(workers or cores(), shards)
-    written = to_json(tokenizer) if processes > 1 else None
-    how: dict[str, Any] = {"split": split, "shards": shards, "folder": folder}
-    tokenize = TokenizeBatch(written or tokenizer, tuple(ending))
-    work: Callable[[int], Path] = partial(tokenize_shard, corpus=corpus, tokenize=tokenize, **how)
+    how: dict[str, Any] = {"corpus": corpus, "split": split, "shards": shards, "folder": folder}
+    how["tokenize"] = TokenizeBatch(tokenizer, tuple(ending))
+    work: Callable[[int], Path] = partial(tokenize_shard, **how)
     numbers = range(shards)
-    paths = map_in_processes(work, numbers, processes) if written else (work(number) for number in numbers)
+    paths = (work(each) for each in numbers) if processes == 1 else map_in_processes(work, numbers, processes)
     bar = progress_bar(f"tokenising {name}", total=size, unit="B", scale=True, hidden=False, delay=DELAY)
     with closing(paths), bar:
         for path in paths:

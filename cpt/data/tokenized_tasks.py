@@ -22,9 +22,8 @@ from cpt.core.cache import make_once
 from cpt.core.config import digest
 from cpt.data.collate import Sizes
 from cpt.data.corpus import Corpus, in_batches
-from cpt.data.example import ASSISTANT, Example, read_example
 from cpt.data.packing import PADDING, Packed, frame_of, padding_id, terminator
-from cpt.data.sources.base import NONE, Encoding
+from cpt.data.sources.base import ASSISTANT, NONE, Encoding, Example, read_example
 
 log = logging.getLogger(__name__)
 CACHE_VERSION, ROWS_FILE = 1, "rows.arrow"
@@ -69,14 +68,13 @@ class Encoder:
         return next(self.encode_all([example]))
 
     def encode_all(self, examples: Sequence[Example]) -> Iterator[EncodedExample]:
-        plain = [example for example in examples if not example.turns]
-        questions = iter(self.ids_of([example.source for example in plain]))
-        wholes = iter(self.together([(example.source, example.target) for example in plain]))
+        pairs = [(example.source, example.target) for example in examples if not example.turns]
+        tokenized = zip(self.ids_of([source for source, _ in pairs]), self.together(pairs), strict=True)
         for example in examples:
             if example.turns:
                 yield self.encode_chat(example, self.encoding.scored_turns)
             else:
-                question, whole = next(questions), next(wholes)
+                question, whole = next(tokenized)
                 answer = self.answer_of(example.target, question, whole)
                 prompt, cut = self.fit(example, question, answer)
                 yield EncodedExample(prompt + answer, [False] * len(prompt) + [True] * len(answer), cut)
@@ -167,10 +165,6 @@ class Encoder:
         elif self.encoding.truncate == "released" and room > 0:
             return question[:room], over
         else:
-            if not self.tokenizer.is_fast:
-                told = f"example {example.id} is too long, and the tokenizer {self.tokenizer.name_or_path}"
-                allowed = "a fast tokenizer, or a larger model.max_seq_length"
-                raise ValueError(f"{told} does not say where its tokens stand. Allowed: {allowed}")
             how = {"split_special_tokens": True, "return_offsets_mapping": True, "verbose": False}
             offsets = self.tokenizer(example.source, **how)["offset_mapping"][: len(question)]
             first, last = example.text
@@ -182,9 +176,8 @@ class Encoder:
                 return question[: begin + head] + question[begin + head + over :], over
             tokens = len(question) - (end - begin) + self.length - room
             needed = f"its answer and what may not be cut take {tokens} tokens"
-        given = f"model.max_seq_length={self.length} is invalid"
-        wrong = f"{given}: in example {example.id} of {example.task} {needed}. Allowed: a larger "
-        raise ValueError(f"{wrong}model.max_seq_length, or a shorter template (domains/template=…)")
+        told = f"model.max_seq_length={self.length} is invalid: in example {example.id} of {example.task}"
+        raise ValueError(f"{told} {needed}. Allowed: a larger one, or a shorter domains/template=…")
 
 
 @dataclass(frozen=True)
@@ -255,8 +248,7 @@ def encode_corpus(
 
 
 def read_examples(corpus: Corpus, split: str) -> Iterator[Example]:
-    for texts in in_batches(corpus.documents(split)):
-        yield from map(read_example, texts)
+    return (read_example(text) for texts in in_batches(corpus.documents(split)) for text in texts)
 
 
 def render_chat(example: Example, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
@@ -264,10 +256,8 @@ def render_chat(example: Example, tokenizer: PreTrainedTokenizerBase) -> tuple[l
     `{% generation %}` says, else what the chat with an answer adds to the one up to where it begins."""
     template, name = tokenizer.chat_template, tokenizer.name_or_path
     if not template:
-        raise ValueError(
-            f"the tokenizer {name} has no chat template, and example {example.id} is a chat. Allowed: the "
-            "tokenizer of an instruction-tuned model, or examples with a question and an answer"
-        )
+        told = f"the tokenizer {name} has no chat template, and example {example.id} is a chat"
+        raise ValueError(f"{told}. Allowed: the tokenizer of an instruction-tuned model")
     turns = [{"role": role, "content": content} for role, content in example.turns]
 
     def render(count: int, **how: Any) -> str:
@@ -283,21 +273,16 @@ def render_chat(example: Example, tokenizer: PreTrainedTokenizerBase) -> tuple[l
             for number in (at for at, turn in enumerate(turns) if turn["role"] == ASSISTANT):
                 before, after = render(number, add_generation_prompt=True), render(number + 1)
                 if not (after.startswith(before) and text.startswith(after.rstrip())):
-                    raise ValueError(
-                        f"the chat template of {name} changes earlier turns when a turn follows (turn "
-                        f"{number + 1} of example {example.id}), so its answers cannot be found. Allowed: a "
-                        "template that only appends text, or one with {% generation %} marks"
-                    )
+                    told = f"the chat template of {name} changes earlier turns (in example {example.id})"
+                    raise ValueError(f"{told}. Allowed: one that only appends, or has {{% generation %}}")
                 spans.append((len(before), len(after.rstrip())))
             given = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
             places = [(first, last, first < last) for first, last in given["offset_mapping"]]
             marks = [some and any(begin <= a and b <= end for begin, end in spans) for a, b, some in places]
             ids = list(given["input_ids"])
     except TemplateError as error:
-        raise ValueError(
-            f"example {example.id}: the chat template of {name} does not take its turns "
-            f"({', '.join(role for role, _ in example.turns)}): {error}. Allowed: roles that it knows"
-        ) from error
+        told = f"the chat template of {name} does not take the turns of example {example.id}: {error}"
+        raise ValueError(f"{told}. Allowed: roles that it knows") from error
     if True not in marks:
         return ids, marks
     end = len(marks) - marks[::-1].index(True)

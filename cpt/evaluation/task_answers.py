@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from cpt.data.collate import Batch, Rows
-from cpt.data.example import USER
+from cpt.data.sources.base import USER
 from cpt.data.tokenized_tasks import TaskPrompt
 from cpt.models.forward import generating, is_written_whole
 from cpt.models.objectives import Objective

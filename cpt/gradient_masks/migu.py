@@ -51,11 +51,6 @@ DRAWN = 8  # texts whose magnitudes are kept, of one layer
 class MagnitudeMask(GradientMask):
     """Updates the rows of each linear layer that are largest by `importance`."""
 
-    sums: Tensor
-    chosen: Tensor
-    known: Tensor
-    steps: Tensor
-
     def __init__(self, options: MagnitudeMaskOptions) -> None:
         super().__init__(apply_to=options.apply_to)
         self.options, self.skipping = options, False
@@ -69,39 +64,36 @@ class MagnitudeMask(GradientMask):
         self.inside = self.limiting = False
         self.mask: Tensor | None = None  # of the current step, [rows]
         self.observed: dict[int, Tensor] = {}  # sums of |h| [rows] by held-out text
-        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.steps = nn.Buffer(torch.zeros((), dtype=torch.long))
+        self.chosen = nn.Buffer(torch.zeros(0))  # how often each row was
 
     def watch(self, model: PreTrainedModel, maps: Sequence[Projection] | None) -> None:
-        covered, outside = [*(projections(model) if maps is None else maps)], []
+        covered = [*(projections(model) if maps is None else maps)]
         if self.options.head:
-            if maps is None:  # all of the model is trained
-                within, embedding = {each.module for each in covered}, model.get_input_embeddings().weight
-                outside = [
-                    Projection(name, module, 0, (torch.arange(module.out_features),))
-                    for name, module in model.named_modules()
-                    if isinstance(module, nn.Linear) and module not in within
-                    if self.options.tied or module.weight is not embedding
-                ]
+            within, embedding = {each.module for each in covered}, model.get_input_embeddings().weight
+            outside = [
+                Projection(name, module, 0, (torch.arange(module.out_features),))
+                for name, module in model.named_modules()
+                if maps is None and isinstance(module, nn.Linear) and module not in within
+                if self.options.tied or module.weight is not embedding
+            ]
             if not outside:
-                whole_model = "the head is the embedding (tied=true)"
-                why = whole_model if maps is None else "the method trains parts of the blocks alone"
-                log.warning("No effect of head=true: %s", why)
-        covered += outside
-        pattern = re.compile(self.options.only or "")
-        found = [each for each in covered if pattern.search(each.name)]
+                log.warning("No effect of head=true: the head is not trained, or the embedding (tied=true)")
+            covered += outside
+        found = [each for each in covered if re.search(self.options.only or "", each.name)]
         if not covered:
             log.warning("No effect of mask=migu: the method trains no linear layers")
         elif not found:
-            told = f"only={self.options.only} is invalid: it leaves nothing to mask. Allowed: a regular "
-            raise ValueError(f"{told}expression that finds some of {covered[0].name} … {covered[-1].name}")
+            allowed = f"an expression that finds some of {covered[0].name} … {covered[-1].name}"
+            raise ValueError(f"only={self.options.only} is invalid. Allowed: {allowed}")
         # Buffers for the rows; counts of known layers are kept by name.
         known = {each.name: self.chosen[place] for each, place in zip(self.maps, self.places, strict=True)}
         self.maps, sizes = found, [each.outputs for each in found]
         self.places = [slice(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
-        self.register_buffer("sums", torch.zeros(sum(sizes)), persistent=False)
-        self.register_buffer("chosen", torch.zeros(sum(sizes)))
+        self.sums = nn.Buffer(torch.zeros(sum(sizes)), persistent=False)
+        self.chosen = nn.Buffer(torch.zeros(sum(sizes)))
         if self.options.importance == "fisher":
-            self.register_buffer("known", torch.zeros(sum(sizes)))
+            self.known = nn.Buffer(torch.zeros(sum(sizes)))
         for name in self.ranked:
             delattr(self, name)
         by_width: dict[int, list[Tensor]] = {}
@@ -207,8 +199,8 @@ class MagnitudeMask(GradientMask):
         if self.skipping or not self.maps:
             return
         mask, self.mask, self.limiting = self.choose(), None, False
-        self.chosen += mask
-        self.steps += 1
+        self.chosen.add_(mask)
+        self.steps.add_(1)
         self.sums.zero_()
         for each, place in zip(self.maps, self.places, strict=True):
             yield each.weight, mask[place].unsqueeze(1 - each.axis)

@@ -26,12 +26,8 @@ class SoftMaskOptions(Options):
     units: OneOrMore[Literal["heads", "neurons", "outputs", "tokens"]] = option("units that are protected")
     columns: Subset[Literal["heads", "neurons"]] = option("units that also own columns of the next layer")
     apply_to: ActsOn = option("what factors scale: the gradient, the update, or the update and its moments")
-    normalize: Literal["tanh_abs", "tanh_relu", "minmax", "rank"] = option(
-        "normalization of importances to [0, 1]"
-    )
-    general: Literal["logits", "hidden"] | None = option(
-        "outputs whose divergence is general importance; null: none"
-    )
+    normalize: Literal["tanh_abs", "tanh_relu", "minmax", "rank"] = option("map of importances to [0, 1]")
+    general: Literal["logits", "hidden"] | None = option("outputs compared for general importance")
     proxy_dropout: OpenShare | None = option("dropout rate for general importance; null: the model's own")
 
 
@@ -43,11 +39,9 @@ class MagnitudeMaskOptions(Options):
     """Options of MIGU's mask."""
 
     threshold: BelowOne | None = option("T: the share of rows that are not updated")
-    top_p: PositiveShare | None = option(
-        "p: share of importance of the updated rows, not threshold", default=None
-    )
+    top_p: PositiveShare | None = option("p: share of importance of updated rows", default=None)
     importance: Literal["output", "fisher", "gradient", "weight", "random"] = option(
-        "ranking of rows: |output|, or Fisher before the domain; as controls |gradient|, |weight|, random"
+        "what ranks rows: |output|, or Fisher before the domain; as controls |gradient|, |weight|, random"
     )
     estimator: Literal["per_sample", "batch"] = option("Fisher estimator (used with importance=fisher)")
     apply_to: ActsOn = option("what factors scale: the gradient, the update, or the update and its moments")
@@ -56,9 +50,7 @@ class MagnitudeMaskOptions(Options):
     head: bool = option("mask linear layers outside the blocks as well")
     tied: bool = option("mask a head that is tied to the embedding as well (used with head=true)")
     skip_first_domain: bool = option("train the first domain without the mask")
-    backend: Literal["hooks", "backward"] = option(
-        "hooks: scale the gradients of all rows; backward: compute the gradients of chosen rows only"
-    )
+    backend: Literal["hooks", "backward"] = option("backward: compute gradients of chosen rows only")
     seed: Natural = option("seed (used with importance=random)")
     magnitudes: bool = option("record product magnitudes of held-out texts, base and final", default=True)
 
@@ -79,6 +71,4 @@ class MomentumFilterOptions(Options):
     """Options of MoFO."""
 
     share: PositiveShare = option("alpha: the share of each tensor's entries that are updated")
-    form: Literal["released", "whole"] = option(
-        "released: filter all but norms, biases and weight decay; whole: filter the step of every tensor"
-    )
+    form: Literal["released", "whole"] = option("whole: also norms, biases and weight decay are filtered")

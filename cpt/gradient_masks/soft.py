@@ -9,6 +9,7 @@ two dropout passes (eq. 3)."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
@@ -79,16 +80,12 @@ def normalize(scores: Tensor, how: str) -> Tensor:
     |tanh(z)| of the z-score, high for units far below the mean too; `tanh_relu` is max(0, tanh(z))."""
     if scores.max() <= scores.min():
         return torch.zeros_like(scores)
-    return NORMALISATIONS[how](scores)
-
-
-ROUNDING = 1e-7
-NORMALISATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "tanh_abs": lambda scores: ((scores - scores.mean()) / scores.std()).tanh().abs(),
-    "tanh_relu": lambda scores: ((scores - scores.mean()) / scores.std()).tanh().relu(),
-    "minmax": lambda scores: (scores - scores.min()) / (scores.max() - scores.min()),
-    "rank": lambda scores: scores.argsort(stable=True).argsort().to(scores) / (len(scores) - 1),
-}
+    if how == "rank":
+        return scores.argsort(stable=True).argsort().to(scores) / (len(scores) - 1)
+    if how == "minmax":
+        return (scores - scores.min()) / (scores.max() - scores.min())
+    tanh = ((scores - scores.mean()) / scores.std()).tanh()
+    return tanh.abs() if how == "tanh_abs" else tanh.relu()
 
 
 @dataclass(frozen=True)
@@ -107,18 +104,13 @@ class Proxy:
 
     def losses(self, model: PreTrainedModel, batch: Batch) -> Tensor:
         """Each sample's KL(f1 || f2), [B], of two dropout passes over its uncorrupted ids, mean over its
-        scored positions; ValueError if it is within rounding. Both passes run as one batch [2B, T]."""
+        scored positions. Both passes run as one batch [2B, T]."""
         once = self.objective.restored(batch)
         twice = cast(Batch, {name: each.repeat(2, 1) for name, each in inputs_of(once).items()})
         twice["positions"] = torch.cat([once["positions"], once["positions"] + output_ids(once).numel()])
         logits, hidden = self.objective.outputs(model, twice)
-        if self.compared == "hidden":
-            logits = at(hidden, twice["positions"])
-        found = sample_means(divergence(*logits.chunk(2)), batch)
-        if "idle" not in batch and found.max() < ROUNDING:
-            told = f"proxy_dropout is invalid: two passes of {type(model).__name__} do not differ"
-            raise ValueError(f"{told}. Allowed: proxy_dropout above 0, or general=null")
-        return found
+        outputs = at(hidden, twice["positions"]) if self.compared == "hidden" else logits
+        return sample_means(divergence(*outputs.chunk(2)), batch)
 
     def measure(self, soft: SoftMask, probe: Iterable[Batch]) -> Tensor:
         """The importances of the soft mask's units, [units]; 0 if not measured."""
@@ -128,14 +120,40 @@ class Proxy:
             return soft.measure(self.model, probe, self.losses, passes=2)
 
 
-class SoftMask(GradientMask):
+class UnitMask(GradientMask):
+    """Scales steps on the weights of units, alike in all steps of a domain."""
+
+    static = True
+
+    def __init__(self, groups: Sequence[Units], *, apply_to: str) -> None:
+        super().__init__(apply_to=apply_to)
+        self.cover(groups)
+
+    def cover(self, groups: Sequence[Units]) -> None:
+        self.groups, self.sizes = list(groups), [group.count for group in groups]
+        self.known: list[tuple[nn.Parameter, Tensor]] | None = None
+
+    def by_group(self, values: Tensor) -> dict[str, Tensor]:
+        """Values of all units, group after group, [units], by the names of the groups."""
+        return dict(zip([group.name for group in self.groups], values.split(self.sizes), strict=True))
+
+    def activate(self, domain: int) -> None:
+        self.known = None
+
+    def factors(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        if self.known is None:
+            self.known = list(self.unit_factors())
+        return iter(self.known)
+
+    @abstractmethod
+    def unit_factors(self) -> Iterable[tuple[nn.Parameter, Tensor]]:
+        """The factors, made once per domain."""
+
+
+class SoftMask(UnitMask):
     """Scales a step on the weights of a unit of importance I by 1 - I (eq. 5). `kinds` (cpt.models.units):
     heads, neurons, outputs, tokens. A unit owns the weights that write it; for `columns` also those that
     read it."""
-
-    static = True
-    importance: Tensor
-    last: Tensor
 
     def __init__(
         self,
@@ -146,28 +164,26 @@ class SoftMask(GradientMask):
         normalize: str,
         columns: Sequence[str] = ("heads",),
     ) -> None:
-        super().__init__(apply_to=apply_to)
-        self.normalize = normalize
-        self.kinds, self.columns = kinds, columns
-        self.known: list[tuple[nn.Parameter, Tensor]] = []
-        self.cover(model)
+        self.normalize, self.kinds, self.columns = normalize, kinds, columns
+        super().__init__(self.find(model), apply_to=apply_to)
 
-    def cover(self, model: PreTrainedModel) -> None:
-        """Finds the units, of importance 0."""
-        self.groups = []
+    def find(self, model: PreTrainedModel) -> list[Units]:
+        found = []
         for group in find_units(model, self.kinds):
             if group.kind not in self.columns and group.side != "out":  # only the weights that write it
                 parts = tuple(part for part in group.parts if part.module is not group.gate)
                 group = replace(group, parts=parts)
-            self.groups.append(group)
-        self.sizes = [group.count for group in self.groups]
-        self.register_buffer("importance", torch.zeros(sum(self.sizes)))
-        self.register_buffer("last", torch.zeros(sum(self.sizes)), persistent=False)
-        self.known.clear()
+            found.append(group)
+        return found
+
+    def cover(self, groups: Sequence[Units]) -> None:
+        super().cover(groups)
+        self.importance = nn.Buffer(torch.zeros(sum(self.sizes)))
+        self.last = nn.Buffer(torch.zeros(sum(self.sizes)), persistent=False)
 
     def watch(self, model: PreTrainedModel, maps: Sequence[Projection] | None) -> None:
         before = [self.by_group(self.importance), self.by_group(self.last)]
-        self.cover(model)
+        self.cover(self.find(model))
         for known, values in zip(before, (self.importance, self.last), strict=True):
             for name, part in self.by_group(values).items():
                 own = known.get(name, part[:0])
@@ -183,7 +199,7 @@ class SoftMask(GradientMask):
     def set(self, scores: Tensor) -> None:
         self.last.copy_(scores)
         self.importance.copy_(scores)
-        self.known.clear()
+        self.known = None
 
     def update_max(self, scores: Tensor) -> None:
         """The maximum of the importances so far and these, [units] (eq. 4)."""
@@ -193,56 +209,35 @@ class SoftMask(GradientMask):
     def gates(self) -> dict[str, Tensor]:
         return self.by_group(self.importance)
 
-    def by_group(self, values: Tensor) -> dict[str, Tensor]:
-        parts = values.split(self.sizes)
-        return {group.name: part for group, part in zip(self.groups, parts, strict=True)}
-
-    def activate(self, domain: int) -> None:
-        self.known.clear()
-
-    def factors(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        if not self.known:
-            gates = self.gates()
-            self.known = [each for group in self.groups for each in factors(group, 1 - gates[group.name])]
-        return iter(self.known)
+    def unit_factors(self) -> Iterable[tuple[nn.Parameter, Tensor]]:
+        gates = self.gates()
+        return (each for group in self.groups for each in factors(group, 1 - gates[group.name]))
 
     def diagnostics(self) -> dict[str, Tensor]:
         measured = {f"measured/{name}": part for name, part in self.by_group(self.last).items()}
         return measured | {f"importance/{name}": part for name, part in self.gates().items()}
 
 
-class ClaimedUnits(GradientMask):
+class ClaimedUnits(UnitMask):
     """Blocks updates to what the units claimed by earlier domains compute: the factor of a step is 1 - a for
     the weights of one unit with gate a in [0, 1], and 1 - min(a_i, a_j) between two units (eq. 2)."""
 
-    static = True
-    taken: Tensor
-
     def __init__(self, groups: Sequence[Units], *, apply_to: str) -> None:
-        super().__init__(apply_to=apply_to)
-        self.groups, self.sizes = tuple(groups), [group.count for group in groups]
-        self.register_buffer("taken", torch.zeros(sum(self.sizes)))
-        self.known: list[tuple[nn.Parameter, Tensor]] | None = None
+        super().__init__(groups, apply_to=apply_to)
+        self.taken = nn.Buffer(torch.zeros(sum(self.sizes)))
 
     def update_max(self, gates: Tensor) -> None:
         """Claims the units of one more domain by its gates [units]."""
         self.taken.copy_(torch.maximum(self.taken, gates.to(self.taken)))
         self.known = None
 
-    def activate(self, domain: int) -> None:
-        self.known = None
-
-    def factors(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        if self.known is None:
-            found: dict[nn.Parameter, Tensor] = {}
-            if self.taken.any():
-                for group, taken in zip(self.groups, self.taken.split(self.sizes), strict=True):
-                    for parameter, factor in factors(group, 1 - taken):  # the larger one between two units
-                        other = found.get(parameter)
-                        found[parameter] = factor if other is None else torch.maximum(other, factor)
-            self.known = list(found.items())
-        return iter(self.known)
+    def unit_factors(self) -> Iterable[tuple[nn.Parameter, Tensor]]:
+        found: dict[nn.Parameter, Tensor] = {}
+        for group, taken in zip(self.groups, self.taken.split(self.sizes), strict=True):
+            for parameter, factor in factors(group, 1 - taken) if self.taken.any() else ():
+                known = found.get(parameter)  # the larger one between two units
+                found[parameter] = factor if known is None else torch.maximum(known, factor)
+        return found.items()
 
     def diagnostics(self) -> dict[str, Tensor]:
-        parts = self.taken.split(self.sizes)
-        return {f"taken/{group.name}": part for group, part in zip(self.groups, parts, strict=True)}
+        return {f"taken/{name}": part for name, part in self.by_group(self.taken).items()}

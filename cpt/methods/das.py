@@ -16,7 +16,7 @@ The soft mask scales the step itself (formulas: cpt.gradient_masks.soft).
 
 with mean-pooled last hidden states: o and o+ of two dropout passes of the full model, o- of a pass in which
 each unit is multiplied by its importance. Three passes take most of a step's time: a share of `samples`
-lowers N, every k-th step with k times the weight has the same mean, `fixed` negatives get no gradient."""
+lowers N, every k-th step with k times the weight has the same mean."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -60,9 +60,8 @@ class ContrastMethod(ContinualMethod):
         self.proxy = Proxy(self.model, self.objective, options.general, options.proxy_dropout)
         self.period = options.contrast_every if options.contrast else 1
         if options.contrast:
-            check_dropout(
-                self.model, options.contrast_dropout, option="contrast_dropout", without="contrast=0"
-            )
+            rate, name = options.contrast_dropout, "contrast_dropout"
+            check_dropout(self.model, rate, option=name, without="contrast=0")
 
     @property
     def soft(self) -> SoftMask:
@@ -91,8 +90,8 @@ class ContrastMethod(ContinualMethod):
 
         with dropout(model, options.contrast_dropout), keep_activations(model):
             anchor = mean_over(hidden[:count], text.get("attention_mask")) if same else represent()
-            positive, trained = represent(), options.contrast_negatives == "trained"
-            with gate_units(self.soft.groups, self.soft.gates()), torch.set_grad_enabled(trained):
+            positive = represent()
+            with gate_units(self.soft.groups, self.soft.gates()):
                 negative = represent()
         found = contrastive(anchor, positive, negative, temperature=options.temperature)
         return options.contrast * options.contrast_every * found

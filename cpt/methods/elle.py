@@ -37,7 +37,6 @@ from cpt.models.weights import swap_weights
 log = logging.getLogger(__name__)
 
 TRIED = 16  # tokens on which the loss is compared
-ROUNDING = 1000  # tolerance of exact growth, in units of the weights' precision
 
 
 class ByPrompt(DomainScorer):
@@ -90,7 +89,7 @@ class ELLE(ContinualMethod):
             check_rows(context, f"method=elle, {PER_ROW}")
             names = attach_prompt(context.model, **attached).names
         super().__init__(options, context)
-        self.prompts, self.told = nn.ParameterList(), ""
+        self.prompts = nn.ParameterList()
         self.moved: Tensor | None = None  # the largest change of a token's loss by growth (nats), [1]
         if names:
             self.prompting = self.router = ByPrompt(names[0], self.prompts, context.objective)
@@ -123,7 +122,7 @@ class ELLE(ContinualMethod):
     def expand(self, stage: Domain) -> None:
         if self.prompting is not None:
             self.prompts.append(nn.Parameter(draw_prompt(self.model, self.options.prompt)))
-        self.moved, self.told = None, ""
+        self.moved = None
         if (gained := self.options.growth(stage.index)) == NOTHING:
             return
         if self.trunk is not None:  # the domain starts there
@@ -147,13 +146,8 @@ class ELLE(ContinualMethod):
         for parameter in self.frozen:
             parameter.requires_grad_(False)
         self.moved = (loss_of_tokens() - before).abs().max().view(1)
-        moved, precision = float(self.moved), torch.finfo(self.model.dtype).eps
-        exact = moved <= ROUNDING * precision * float(before.max())
-        why = "exact" if exact else "not exact, as where a norm follows each sum (post-norm)"
-        self.told = (
-            f"from {size:,} to {self.model.num_parameters():,} parameters, {why}: the loss of a token "
-        )
-        self.told += f"moves by {moved:.1e} nats at most"
+        told = "Growing the model before %s from %d to %d parameters: a token's loss moves by up to %.1e nats"
+        log.info(told, stage.name, size, self.model.num_parameters(), self.moved)
 
     def activate(self, domain: int) -> None:
         super().activate(domain)
@@ -164,8 +158,6 @@ class ELLE(ContinualMethod):
             prompt.requires_grad_(place == domain or replayed)
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
-        if self.told:
-            log.info("Growing the model before %s: %s", self.domain.name, self.told)
         if self.domain.index == 0 and not self.replay.past_ratio:
             log.info("No text of past domains is replayed, as ELLE does (replay=past)")
 

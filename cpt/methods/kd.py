@@ -6,7 +6,7 @@ z are the model's logits over the vocabulary, or its last hidden states over the
 the teacher, the model after the previous domain (at first the base), on the same corrupted batch."""
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -37,10 +37,9 @@ class KD(ContinualMethod):
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         outputs = self.objective.outputs(self.model, batch)
-        precision: AbstractContextManager[object] = nullcontext()
-        if self.options.teacher != "run":  # no cache of casts: the teacher uses the student's parameters
-            precision = torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
-        with self.teacher.teaching(self.model), precision:
+        faster = self.options.teacher != "run"  # no cache of casts: the teacher has the student's parameters
+        precision = torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
+        with self.teacher.teaching(self.model), precision if faster else nullcontext():
             taught = self.objective.outputs(self.model, batch)
         student, teacher = outputs[0], taught[0]
         if self.options.distilled == "hidden":

@@ -1,4 +1,6 @@
-"""MERGE: after each domain, the final weights of all domains so far become one model.
+"""Averages of weights (EMA, WiSE-FT, Reptile) and merges.
+
+MERGE: after each domain, the final weights of all domains so far become one model.
 
     theta <- rule(theta_0; theta_1, ..., theta_t)
 
@@ -38,7 +40,7 @@ from cpt.core.tensors import NamedTensors, PreciseTensors, precise
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.lora import LoRA
-from cpt.methods.options import MergeLoRAOptions, MergeOptions
+from cpt.methods.options import EMAOptions, MergeLoRAOptions, MergeOptions, ReptileOptions, WiSEFTOptions
 from cpt.models.fisher import fisher
 from cpt.models.fsdp import named_weights
 from cpt.models.weights import Snapshot
@@ -86,14 +88,12 @@ def slerp(one: Tensor, other: Tensor, share: float, *, like: Tensor) -> Tensor:
 class Merged(nn.Module):
     """The merged weights of the domains so far, and the rule's statistics of them."""
 
-    domains: Tensor
-
     def __init__(self, options: MergeOptions, weights: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.options = options
         self.weights = PreciseTensors(weights)
         zeros = {name: torch.zeros_like(each) for name, each in self.weights.named().items()}
-        self.register_buffer("domains", torch.zeros((), dtype=torch.int64))
+        self.domains = nn.Buffer(torch.zeros((), dtype=torch.int64))
         if options.signs:
             counts = {name: each.to(torch.int16) for name, each in zeros.items()}
             self.base = PreciseTensors(self.weights.named(), persistent=False)
@@ -111,7 +111,7 @@ class Merged(nn.Module):
         tasks = self.tasks(domain) if self.options.rule in ("ties", "dare", "dare_ties") else {}
         for name, own in self.rows().items():
             own.copy_(self.one_more(name, self.weights.at_hand(own), domain, tasks.get(name)))
-        self.domains += 1
+        self.domains.add_(1)
 
     def one_more(self, name: str, merged: Tensor, domain: Ended, task: Tensor | None) -> Tensor:
         """A merged tensor with one more domain; `task` is its trimmed or dropped tau."""
@@ -177,10 +177,11 @@ class Merging(nn.Module):
         if self.start != "merged":
             self.origin.restore(model)
 
+    @torch.no_grad()
     def end(
         self, model: nn.Module, weights: Mapping[str, Tensor], *, fisher: Mapping[str, Tensor], seed: int
-    ) -> dict[str, Tensor]:
-        """Merges a finished domain; returns local rows of the merged weights by name."""
+    ) -> None:
+        """Merges a finished domain's weights, which then are the merged ones."""
         rows = self.merged.rows() if self.start == "merged" else self.origin.named()
         # In the model's precision, which may be coarser than that of the merged weights.
         began = {n: precise(self.origin.at_hand(to_local(rows[n])).to(p.dtype)) for n, p in weights.items()}
@@ -189,12 +190,9 @@ class Merging(nn.Module):
         self.merged.add(Ended(like=weights, began=began, ended=ended, fisher=fishers, seed=seed))
         if self.start == "previous":
             self.origin.take(model)
-        return self.merged.rows()
-
-    @torch.no_grad()
-    def put(self, rows: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+        merged = self.merged.rows()
         for name, own in weights.items():
-            to_local(own).copy_(rows[name])
+            to_local(own).copy_(merged[name])
 
 
 class Merge(ContinualMethod):
@@ -209,10 +207,11 @@ class Merge(ContinualMethod):
     def before_domain(self, probe: Iterable[Batch]) -> None:
         options, rule = self.options, self.options.rule
         whole = rule == "task_arithmetic" or (rule == "dare" and options.drop == 0)
-        unchanged = whole and options.scale == 1 or (rule == "slerp" and options.share == 1)
+        unchanged = (whole and options.scale == 1) or (rule == "slerp" and options.share == 1)
         if self.domain.index == 0 and unchanged and options.start != "base":
-            told = "No effect of method.rule=%s with start=%s: the run equals method=ncl by construction"
-            log.info(told, rule, options.start)
+            log.info(
+                "No effect of method.rule=%s with start=%s: the run equals method=ncl", rule, options.start
+            )
         self.merging.begin(self.model)
 
     def after_domain(self, probe: Iterable[Batch]) -> None:
@@ -220,25 +219,21 @@ class Merge(ContinualMethod):
         if self.options.rule == "fisher":
             with torch.autocast(self.device.type, enabled=False):
                 found = fisher(self.model, probe, objective=self.objective, estimator=self.options.estimator)
-        weights, seed = named_weights(self.model), self.drawing().initial_seed()
-        rows = self.merging.end(self.model, weights, fisher=found, seed=seed)
-        self.merging.put(rows, weights)
+        seed = self.drawing().initial_seed()
+        self.merging.end(self.model, named_weights(self.model), fisher=found, seed=seed)
 
 
 class MergeLoRA(LoRA):
     """MERGE_LORA: merges what the LoRA adapters of domains add to the weights.
 
     A domain trains a new adapter (Hu et al., ICLR 2022); at its end W_k = s_k + alpha / r B_k A_k, and layers
-    are merged: tau_k is the product B_k A_k, not its factors. `truncated` to rank r, W <- W_0 + U_r S_r V_r^T
-    of the singular values of W - W_0."""
+    are merged: tau_k is the product B_k A_k, not its factors."""
 
     options: MergeLoRAOptions
 
     def __init__(self, options: MergeLoRAOptions, context: MethodContext) -> None:
         super().__init__(options, context)
         self.merging = Merging(options, self.model, self.maps())
-        if options.truncated is not None:
-            self.base = PreciseTensors(self.maps(), persistent=False)
 
     def maps(self) -> dict[str, nn.Parameter]:
         """The frozen weights that have adapters, by name."""
@@ -256,15 +251,7 @@ class MergeLoRA(LoRA):
         lora.merge_newest(self.model)
         lora.reset_newest(self.model, seed)  # with product 0
         found = self.measure(probe) if self.options.rule == "fisher" else {}
-        rows = self.merging.end(self.model, self.maps(), fisher=found, seed=seed)
-        if (rank := self.options.truncated) is not None:
-            for name, parameter in self.maps().items():
-                base = self.base.at_hand(to_local(self.base.named()[name]))
-                (added,) = with_rows([rows[name].to(base) - base], [parameter])
-                # The nearest matrix of that rank in the Frobenius norm (Eckart and Young, 1936).
-                u, s, v = torch.linalg.svd(full_tensor(added), full_matrices=False)
-                rows[name].copy_(base + local_rows(u[:, :rank] * s[:rank] @ v[:rank], parameter))
-        self.merging.put(rows, self.maps())
+        self.merging.end(self.model, self.maps(), fisher=found, seed=seed)
 
     def measure(self, probe: Iterable[Batch]) -> dict[str, Tensor]:
         """The diagonal Fisher of the frozen weights."""
@@ -276,3 +263,90 @@ class MergeLoRA(LoRA):
         for each in flipped:
             each.requires_grad_(not each.requires_grad)
         return found
+
+
+class EMA(ContinualMethod):
+    """An exponential moving average of the weights (Polyak and Juditsky, 1992; Tarvainen and Valpola, NeurIPS
+    2017, eq. 1).
+
+        theta_ema <- alpha theta_ema + (1 - alpha) theta    after every optimizer step of a domain
+
+    It starts at the model before each domain and replaces the model at the domain's end."""
+
+    options: EMAOptions
+
+    def __init__(self, options: EMAOptions, context: MethodContext) -> None:
+        super().__init__(options, context)
+        self.average = Snapshot(self.model, persistent=True)
+
+    def before_domain(self, probe: Iterable[Batch]) -> None:
+        self.average.take(self.model)
+
+    def after_update(self) -> None:
+        self.average.take(self.model, share=1 - self.options.decay)
+
+    def after_domain(self, probe: Iterable[Batch]) -> None:
+        self.average.restore(self.model)
+
+
+class WiSEFT(ContinualMethod):
+    """Weight-space ensembles (Wortsman et al., CVPR 2022, eq. 1) from domain to domain.
+
+        theta_t <- (1 - p) theta_t + p theta_{t-1}    at the end of each domain
+
+    The paper does so once, with the zero-shot model as theta_{t-1} and alpha = 1 - p, by default 0.5."""
+
+    options: WiSEFTOptions
+
+    def __init__(self, options: WiSEFTOptions, context: MethodContext) -> None:
+        super().__init__(options, context)
+        self.previous = Snapshot(self.model, persistent=True)
+
+    def before_domain(self, probe: Iterable[Batch]) -> None:
+        self.previous.take(self.model)
+
+    def after_domain(self, probe: Iterable[Batch]) -> None:
+        self.previous.restore(self.model, share=self.options.previous)
+
+
+class Reptile(ContinualMethod):
+    """REPTILE (Nichol, Achiam and Schulman, 2018, algorithm 1), used against interference in meta-experience
+    replay (Riemer et al., ICLR 2019, section 3) and in continual pre-training (Abbes et al., 2025):
+
+        theta <- theta_a + epsilon (theta - theta_a),   theta_a <- theta      after every k optimizer steps
+
+    and at a domain's end, over the remaining steps. The optimizer keeps its moments."""
+
+    options: ReptileOptions
+
+    def __init__(self, options: ReptileOptions, context: MethodContext) -> None:
+        super().__init__(options, context)
+        self.anchor = Snapshot(self.model, persistent=True)
+        self.gone = nn.Buffer(torch.zeros((), dtype=torch.int64))  # steps since the anchor
+
+    @property
+    def interval(self) -> int:
+        """k, in steps."""
+        every = self.options.every
+        return int(every) if every >= 1 else max(1, round(every * self.trainer.max_steps))
+
+    def before_domain(self, probe: Iterable[Batch]) -> None:
+        if self.interval > (steps := self.trainer.max_steps):
+            told = "Interpolating once: method.every=%d is more than the %d steps of %s"
+            log.info(told, self.interval, steps, self.domain.name)
+        self.anchor.take(self.model)
+        self.gone.zero_()
+
+    def after_update(self) -> None:
+        self.gone.add_(1)
+        if self.gone == self.interval:
+            self.interpolate()
+
+    def after_domain(self, probe: Iterable[Batch]) -> None:
+        if self.gone:
+            self.interpolate()
+
+    def interpolate(self) -> None:
+        self.anchor.restore(self.model, share=1 - self.options.share)
+        self.anchor.take(self.model)
+        self.gone.zero_()

@@ -41,9 +41,7 @@ class PerDomainOptions(Options):
     """Modules in a frozen model: one set for all domains, or one per domain."""
 
     per_domain: bool = option("use new modules for each domain")
-    start: Literal["base", "previous"] = option(
-        "start of new modules: the initial ones, or a copy of the last"
-    )
+    start: Literal["base", "previous"] = option("start of new modules: as at first, or a copy of the last")
     routing: Routing = option("routing (used with per_domain): one of conf/routing")
 
 
@@ -56,9 +54,7 @@ class AdapterOptions(BottleneckOptions, PerDomainOptions):
 class AGEMOptions(Options):
     buffer_size: Count = option("stored samples of all domains")
     minibatch_size: Count = option("samples per reference gradient, over all processes")
-    constraints: Literal["mean", "each"] = option(
-        "one constraint for all earlier domains, or one for each (GEM)"
-    )
+    constraints: Literal["mean", "each"] = option("constraints: one, or one per earlier domain (GEM)")
     margin: NonNegative = option("lower bound of v (memory strength of GEM)")
     apply_to: Literal["gradient", "update"] = option("what is projected: the gradient, or the update")
 
@@ -77,7 +73,6 @@ class ContrastOptions(Options):
     contrast_dropout: BelowOne | None = option("dropout of the contrastive passes; null: the model's own")
     contrast_samples: PositiveShare = option("share of each batch in the contrastive term")
     contrast_every: Count = option("steps between contrastive terms, whose weight is multiplied by it")
-    contrast_negatives: Literal["trained", "fixed"] = option("compute gradients in the pass of the negatives")
     temperature: Positive = option("tau: the temperature of the contrastive term")
 
 
@@ -99,9 +94,7 @@ class MergeOptions(Options):
     """How the final weights of domains become one model (cpt.methods.merge)."""
 
     rule: Rule = option("rule that merges the weights of the domains")
-    start: Literal["merged", "base", "previous"] = option(
-        "weights that a domain starts from; previous: those at the end of the last domain"
-    )
+    start: Literal["merged", "base", "previous"] = option("weights that a domain starts from")
     scale: NonNegative = option("lambda (used with task_arithmetic, ties, dare); null: the rule's default")
     density: PositiveShare = option("share of the entries of tau to keep (used with rule=ties)")
     trimmed: Literal["tensor", "model"] = option("trim each tensor, or the model (used with rule=ties)")
@@ -147,9 +140,7 @@ class DASOptions(DGAOptions):
 @config
 class DEMIXOptions(BottleneckOptions):
     experts: Literal["ffn", "adapter"] = option("what an expert is: the FFN of every block, or an adapter")
-    start: Literal["nearest", "previous", "base"] = option(
-        "start of a new expert: a copy of the base FFN, of the last or of the nearest expert"
-    )
+    start: Literal["nearest", "previous", "base"] = option("expert that a new one is a copy of")
     routing: Routing = option("routing: one of conf/routing")
 
 
@@ -170,16 +161,10 @@ NOTHING: dict[str, float] = {"neurons": 1, "heads": 0, "layers": 0, "hidden": 1}
 
 @config
 class ELLEOptions(Options):
-    neurons: PerDomain[Annotated[Number, Ge(1), Le(100)]] = option(
-        "factor on FFN widths before further domains"
-    )
-    heads: PerDomain[Natural] = option(
-        "key/value heads (with their query heads) added before further domains"
-    )
+    neurons: PerDomain[Annotated[Number, Ge(1), Le(100)]] = option("factor on FFN widths before a domain")
+    heads: PerDomain[Natural] = option("added key/value heads, with query heads, before further domains")
     layers: PerDomain[Natural] = option("blocks added to each stack before each further domain")
-    hidden: PerDomain[Count] = option(
-        "factor on the hidden size before each further domain; needs a model with an independent head size"
-    )
+    hidden: PerDomain[Count] = option("factor on the hidden size before further domains")
     noise: NonNegative = option("noise on copies other than blocks, in standard deviations of the weights")
     recovery: NonNegative = option("recovery steps on earlier text before a domain, as a share of its steps")
     prompt: Natural = option("n: prompt vectors per domain after the first token, or before the encoder's")
@@ -199,9 +184,7 @@ class EMAOptions(Options):
 class HATOptions(BottleneckOptions, GateOptions):
     form: Literal["full", "adapter"] = option("gates on the units of the model, or on adapters")
     units: Subset[Literal["heads", "neurons", "outputs"]] = option("gated units (used with form=full)")
-    shared: Literal["frozen", "trained"] = option(
-        "embeddings, norms and head after the first domain; trained: results on earlier domains change"
-    )
+    shared: Literal["frozen", "trained"] = option("embeddings, norms, head after the first domain")
     apply_to: ActsOn = option("what factors scale: the gradient, the update, or the update and its moments")
     strength: NonNegative = option("c: the weight of the regularizer")
     std: Positive = option("standard deviation of the initial gate embeddings e")
@@ -232,10 +215,7 @@ class LifelongMoEOptions(Options):
     num_experts: Natural = option("new experts per mixture and domain; 0: no mixtures")
     every: Count = option("blocks per mixture; the FFN of the last of them becomes a mixture")
     top_k: Count = option("k: experts per token")
-    start: Literal["base", "last", "nearest"] = option(
-        "start of new experts: a copy of the FFN, of the last domain's experts, or of the nearest "
-        "domain's by perplexity"
-    )
+    start: Literal["base", "last", "nearest"] = option("experts that new ones are copies of")
     opening: Probability = option("share of the domain's steps over which new experts are phased in")
     dense: Literal["trained", "frozen"] = option("whether parameters outside the mixtures are trained")
     strength: NonNegative = option("lambda: the weight of the KL divergence from the previous model")
@@ -244,7 +224,7 @@ class LifelongMoEOptions(Options):
     def __post_init__(self) -> None:
         if self.num_experts == 0 and self.dense == "frozen":
             raise ValueError(
-                "num_experts=0 is invalid: with dense=frozen nothing is trained. Allowed: dense=trained"
+                "num_experts=0 is invalid with dense=frozen: nothing is trained. Allowed: trained"
             )
 
 
@@ -260,8 +240,6 @@ class MASOptions(ConsolidationOptions):
 
 @config
 class MergeLoRAOptions(MergeOptions, PairOptions):
-    truncated: Count | None = option("rank to which the merged update is truncated; null: none")
-
     def __post_init__(self) -> None:
         if self.exported == "peft":
             raise ValueError("exported=peft is invalid: the adapters are merged. Allowed: merged")
@@ -280,9 +258,7 @@ class MoELoRAOptions(MapPairOptions):
 @config
 class NLoRAOptions(StoredPairOptions):
     strength: NonNegative = option("lambda: the weight of the penalty")
-    penalty: Literal["product", "factors"] = option(
-        "penalty on the product B A of the newest adapter, or on a bound from its factors"
-    )
+    penalty: Literal["product", "factors"] = option("penalty on the newest B A, or on its bound from factors")
 
 
 @config
@@ -297,9 +273,7 @@ class OSFOptions(Options):
     protected: Probability = option("share of protected singular directions in the first domain")
     growth: Probability = option("additional share for each further domain")
     most: Probability = option("upper bound of the protected share")
-    least: Probability | None = option(
-        "protected share of a block that changes its input completely; null: the same share in all blocks"
-    )
+    least: Probability | None = option("protected share of a block that changes all its input; null: alike")
     protect: Literal["blocks", "all"] = option("protect linear layers within the blocks, or all matrices")
     sides: Literal["both", "block"] = option("protect movements in either subspace, or only in both")
     apply_to: Literal["gradient", "update"] = option("what is projected: the gradient, or the update")
@@ -307,7 +281,7 @@ class OSFOptions(Options):
     def __post_init__(self) -> None:
         if self.least is not None and self.least > self.protected:
             raise ValueError(
-                f"least={self.least} is invalid. Allowed: at most protected={self.protected}, or null"
+                f"least={self.least} is invalid. Allowed: null, or up to protected={self.protected}"
             )
 
 

@@ -112,20 +112,23 @@ class Prompt(PromptMethod):
 def check_rows(context: MethodContext, method: str) -> None:
     """Raises ValueError where samples share rows; `method` says why it needs a row for each."""
     if context.objective.sharing is not None or context.objective.isolated:
-        allowed = "domains.packing=none of examples, concat of text"
-        raise ValueError(
-            f"domains.packing=document_mask is invalid: incompatible with {method}. Allowed: {allowed}"
-        )
+        told = f"domains.packing=document_mask is invalid: incompatible with {method}"
+        raise ValueError(f"{told}. Allowed: domains.packing=none of examples, concat of text")
 
 
 def check_tokens(
-    tokens: int, *, length: int, model: PreTrainedModel, option: str = "method.num_virtual_tokens"
+    tokens: int,
+    *,
+    length: int,
+    model: PreTrainedModel,
+    option: str = "method.num_virtual_tokens",
+    domains: int = 1,
 ) -> None:
-    """Raises ValueError where prompt and sample exceed the model's positions."""
+    """Raises ValueError where prompts of domains and sample exceed the model's positions."""
     limit = positions_of(model)
-    if limit is not None and length + tokens > limit:
-        room = f"{limit - length}, the positions beyond model.max_seq_length={length}"
-        raise ValueError(f"{option}={tokens} is invalid. Allowed: a whole number, 0 to {room}")
+    if limit is not None and length + tokens * domains > limit:
+        room = f"0 to {(limit - length) // domains}, the positions beyond model.max_seq_length={length}"
+        raise ValueError(f"{option}={tokens} is invalid for {domains} domains. Allowed: {room}")
 
 
 STD = 0.02  # of W_down
@@ -153,13 +156,8 @@ class ProgPrompt(PromptMethod):
             self.residual = nn.Sequential(down, nn.ReLU(), up)
 
     def stages(self, order: Sequence[str]) -> list[Domain]:
-        limit, tokens = positions_of(self.model), self.options.num_virtual_tokens
-        if limit is not None and self.length + tokens * len(order) > limit:
-            most = (limit - self.length) // len(order)
-            raise ValueError(
-                f"method.num_virtual_tokens={tokens} is invalid for {len(order)} domains. Allowed: 0 to "
-                f"{most}, for the {limit - self.length} positions beyond model.max_seq_length={self.length}"
-            )
+        tokens = self.options.num_virtual_tokens
+        check_tokens(tokens, length=self.length, model=self.model, domains=len(order))
         return super().stages(order)
 
     def learned(self) -> Tensor:

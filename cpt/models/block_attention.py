@@ -87,11 +87,8 @@ def check_isolation(model: PreTrainedModel, *, causal: bool = True) -> None:
     if "position_ids" not in inspect.signature(model.forward).parameters:
         refuse_isolation(model, "takes no positions")
     if not causal and (kernel := model.config._attn_implementation) not in MASKABLE:
-        given = f"trainer.attn_implementation={kernel}"
-        known = ", ".join(("auto", *MASKABLE))
-        raise ValueError(
-            f"{given} is invalid: an encoder with domains.packing=document_mask. Allowed: {known}"
-        )
+        told = f"trainer.attn_implementation={kernel} is invalid with domains.packing=document_mask"
+        raise ValueError(f"{told}. Allowed: auto, {', '.join(MASKABLE)}")
 
 
 @torch.no_grad()

@@ -109,11 +109,8 @@ def check_dropout(model: nn.Module, rate: float | None, *, option: str, without:
     """Raises ValueError if two passes in train mode with dropout at a `rate` could not differ."""
     own = [before for *_, before in dropout_of(model)]
     if not any(own if rate is None else [rate] * len(own)):
-        reason = "all its dropout rates are 0" if own else "it has no dropout"
-        raise ValueError(
-            f"method.{option}={show(rate)} is invalid: two passes of {type(model).__name__} do not differ, "
-            f"as {reason}. Allowed: {f'{option} above 0' if own else 'another model'}, or {without}"
-        )
+        told = f"method.{option}={show(rate)} is invalid: two passes of {type(model).__name__} do not differ"
+        raise ValueError(f"{told}. Allowed: {f'{option} above 0' if own else 'another model'}, or {without}")
 
 
 def body(model: PreTrainedModel) -> nn.Module:

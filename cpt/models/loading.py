@@ -105,14 +105,9 @@ def configuration(checkpoint: str) -> PretrainedConfig:
         return AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
     except (OSError, ValueError) as error:
         why = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
-        if not Path(checkpoint).exists():
-            local = checkpoint.startswith((".", "/", "~")) or checkpoint.count("/") > 1
-            why = (
-                "there is no such folder" if local else f"no such folder, and not loaded from the Hub ({why})"
-            )
-        raise ValueError(
-            f"model.name_or_path={checkpoint} is invalid: {why}. Allowed: a folder, or a name on the Hub"
-        ) from error
+        found = "" if Path(checkpoint).exists() else "no such folder, and not loaded from the Hub: "
+        told = f"model.name_or_path={checkpoint} is invalid: {found}{why}"
+        raise ValueError(f"{told}. Allowed: a folder, or a name on the Hub") from error
 
 
 def keep_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:

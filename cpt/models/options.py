@@ -83,18 +83,12 @@ class ModelOptions(Options):
     """The base model."""
 
     name: Text = option("name of the model in reports")
-    name_or_path: Checkpoint | None = option(
-        "checkpoint: a name on the Hub or a folder; null: a new, pre-trained model (config, pretraining)"
-    )
+    name_or_path: Checkpoint | None = option("name on the Hub or folder; null: a new, pre-trained model")
     layers: Count | None = option("first blocks of the checkpoint that are kept; null: all", default=None)
-    objective: Literal["masked", "causal", "span", "auto"] = option(
-        "objective; auto: that of the architecture"
-    )
-    mlm_probability: OpenShare | None = option(
-        "share of masked or corrupted tokens; null: 0.15, and none in a causal model"
-    )
+    objective: Literal["masked", "causal", "span", "auto"] = option("auto: by architecture")
+    mlm_probability: OpenShare | None = option("share of masked tokens; null: 0.15, none if causal")
     mean_span: Annotated[Number, Ge(1), Le(10_000)] | None = option(
-        "mean length of a corrupted span in tokens; null: 3 in an encoder-decoder, else none", default=None
+        "mean masked span in tokens; null: 3 of an encoder-decoder, else none", default=None
     )
     max_seq_length: Annotated[Int, Ge(2)] = option("tokens per sequence")
     resize: bool = option("add rows to an embedding that is too small for the tokenizer", default=False)

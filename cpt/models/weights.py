@@ -165,7 +165,7 @@ def frozen_parameters(model: PreTrainedModel, freeze: Freeze) -> list[nn.Paramet
         found = blocks(model)
         if freeze.layers > len(found):
             raise ValueError(
-                f"freeze.layers={freeze.layers} is invalid. Allowed: 0 to {len(found)}, the model's blocks"
+                f"freeze.layers={freeze.layers} is invalid. Allowed: 0 to {len(found)}, all blocks"
             )
         within = {module for _, block in found for module in block.modules()}
         embedded = [m for m in model.modules() if isinstance(m, nn.Embedding) and m not in within]
@@ -177,10 +177,8 @@ def frozen_parameters(model: PreTrainedModel, freeze: Freeze) -> list[nn.Paramet
         for entry in [freeze.trainable] if isinstance(freeze.trainable, str) else freeze.trainable:
             if not (meant := find_trainable(model, entry)):
                 names = ", ".join([name for name, _ in model.named_parameters()][:6])
-                raise ValueError(
-                    f"trainable={show(entry)} is invalid: it finds nothing in a {model.config.model_type}. "
-                    f"Allowed: norms, biases, attention, or a regular expression that finds some of {names} …"
-                )
+                allowed = f"norms, biases, attention, or an expression that finds some of {names} …"
+                raise ValueError(f"trainable={show(entry)} is invalid. Allowed: {allowed}")
             trained |= {*meant}
         chosen += [parameter for parameter in model.parameters() if parameter not in trained]
     return [*dict.fromkeys(chosen)]

@@ -13,8 +13,7 @@ from cpt.core.cache import make_once
 from cpt.core.config import digest
 from cpt.core.randomness import key, shuffle
 from cpt.data import orders
-from cpt.data.example import read_example
-from cpt.data.sources.base import EXAMPLES, GENERAL, stamp_of
+from cpt.data.sources.base import EXAMPLES, GENERAL, read_example, stamp_of
 from cpt.trainer.plan import Plan
 
 log = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from cpt.core.memory import keep_free
 from cpt.core.processes import cores, is_first_process
 from cpt.core.schema import check_names, option_types, show
 from cpt.core.sections import check_arguments, load_target
-from cpt.data.example import ASSISTANT, USER, Example
+from cpt.data.sources.base import ASSISTANT, USER, Example
 from cpt.data.tokenized_tasks import render_chat
 from cpt.models import loading
 from cpt.models.block_attention import check_isolation

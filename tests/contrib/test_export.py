@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditional
 
 from cpt.contrib.lm_eval_export.__main__ import main
 from cpt.contrib.lm_eval_export.tasks import HarnessTexts, export_group, export_task
-from cpt.data.example import Example
+from cpt.data.sources.base import Example
 from cpt.evaluation.task_answers import Question, rank_choices, score_choices
 from cpt.models.objectives import Causal, CausalAnswers, Seq2SeqAnswers
 from tests.evaluation.test_lm_eval_options import options

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cpt.core.randomness import key, sample_keys
 from cpt.data import corpus
 from cpt.data.corpora import Corpora
-from cpt.data.corpus import SPLITS, DocumentHashes, assign, split_documents
+from cpt.data.corpus import SPLITS, assign, read_documents
 from tests.support.data_fixtures import HELD_OUT, OF_TEXT, prose
 
 
@@ -113,10 +113,8 @@ def test_documents_that_differ_in_white_space_only_are_duplicates_in_all_splits(
     words = ["a b", "c d", "e f", "g h"]
     plain = [("train", text.encode()) for text in words] + [("test", b"i j"), ("test", b"k l")]
     copies = [("test", b"a  b\n"), ("train", "c\u00a0d".encode()), ("train", b"\te f "), ("valid", b"i\nj")]
-    hashes = DocumentHashes("text")
-    for split, raw in [*plain, *copies]:
-        hashes.add(split, raw)
-    found = split_documents(hashes, name="x", held_out=HELD_OUT).tolist()
+    source = Given([(split, raw.decode()) for split, raw in [*plain, *copies]])
+    found = read_documents(source, "x")[0].tolist()
     assert found == [0, 0, 0, 0, -1, 2, -1, -1, -1, 1]
 
 

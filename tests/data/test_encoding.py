@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from cpt.data.example import read_example, write_example
+from cpt.data.sources.base import read_example, write_example
 from cpt.data.tokenized_tasks import Encoder
 from tests.support.task_fixtures import CHATML, FORGETFUL, MARKED, STYLES, chat, encoder, some_examples
 

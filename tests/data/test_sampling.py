@@ -236,16 +236,6 @@ def test_training_is_on_the_current_domain_and_a_batch_says_whose_text_it_is():
     assert told == {(0, 0), (1, 1), (2, 2), (3, -1)}
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_training_goes_on_at_the_trainers_step(accumulate):
-    loader = sequence(domains=JOINT, accumulate=accumulate).train_dataloader()
-    assert len(loader) == 18 * accumulate
-    for step in (0, 7, 18):
-        rest = sequence(domains=JOINT, accumulate=accumulate, trainer=fake_trainer(step=step))
-        assert equal(list(rest.train_dataloader()), list(loader)[step * accumulate :])
-        assert len(rest.train_dataloader()) == len(loader)
-
-
 def test_evaluation_is_every_row_of_every_text_whatever_is_learned_and_shared_out():
     batches, probe = list(sequence().val_dataloader()), list(sequence().probe())
     assert whole(*batches) == [(name, row) for name in PLAIN for row in range(SIZES[name])]
@@ -425,9 +415,10 @@ def names_in(made):
 
 
 def test_a_domain_with_replay_that_is_resumed_gives_what_was_left():
-    for mixture, step in itertools.product(MIXTURES, (1, 4, 9)):
-        everything = list(after(mixture).train_dataloader())
-        assert equal(list(after(mixture, step=step).train_dataloader()), everything[2 * step :])
+    for mixture, step in itertools.product((NO_REPLAY, *MIXTURES), (1, 4, 9)):
+        everything, rest = list(after(mixture).train_dataloader()), after(mixture, step=step)
+        assert equal(list(rest.train_dataloader()), everything[2 * step :])
+        assert len(rest.train_dataloader()) == len(everything) == 18
 
 
 def test_the_past_is_what_came_before():

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from cpt.gradient_masks.base import observing, recording
-from cpt.gradient_masks.migu import CACHED, choose_by_mass, choose_rows, count_kept, magnitudes
+from cpt.gradient_masks.migu import CACHED, MagnitudeMask, choose_by_mass, choose_rows, count_kept, magnitudes
+from cpt.gradient_masks.options import MagnitudeMaskOptions
 from cpt.models.fisher import samples
 from cpt.models.memory import checkpoint_activations
 from cpt.models.units import projections
@@ -17,12 +18,23 @@ from tests.conftest import SHARED
 from tests.gradient_masks.test_soft import roberta
 from tests.models import test_units
 from tests.support.making import same, weights
-from tests.support.migu import watching
 
 GOLDEN = SHARED / "golden" / "migu_linear.npz"
 needs_golden = pytest.mark.skipif(not GOLDEN.exists(), reason="the authors' numbers are not here")
 IDS = torch.arange(9)[None]
 STILL = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0)
+
+VALUES = {
+    **{"threshold": 0.7, "importance": "output", "estimator": "per_sample", "apply_to": "gradient"},
+    **{"only": None, "biases": False, "head": False, "tied": False, "skip_first_domain": False},
+    **{"backend": "hooks", "seed": 0, "magnitudes": True},
+}
+
+
+def watching(model, **values):
+    mask = MagnitudeMask(MagnitudeMaskOptions(**{**VALUES, **values}))
+    mask.watch(model, None)
+    return mask
 
 
 def gpt2(**given):
@@ -179,7 +191,7 @@ def test_what_is_not_the_training_loss_is_not_measured():
         model(input_ids=IDS)
     once = mask.sums.clone()
     assert once.all() and not mask.recording
-    model.activation_checkpointing_enable()
+    checkpoint_activations(model)
     mask.sums.zero_()
     with recording([mask]):
         model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()

@@ -1,13 +1,12 @@
 """A-GEM and GEM: what is left of a gradient, or of a step, that goes against the memory."""
 
-from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 from torch import nn
 
-from cpt.methods.agem import AGEM, Reference, inner_product, solve
+from cpt.methods.reservoir import AGEM, Reference, inner_product, solve
 from tests.support.running import token_nll
 
 SMALL = [
@@ -64,7 +63,7 @@ def test_no_step_raises_the_loss_on_the_memory(apply_to, constraints, build, mon
     monkeypatch.setattr(AGEM, "after_update", after)
     given = [f"method.apply_to={apply_to}", "method.constraints=each", "optim.weight_decay=0.1"]
     work = build("agem", *SMALL, *given)
-    work.module.options = replace(work.module.options, constraints=constraints)
+    work.module.each = constraints == "each"
     work.learn(0)
     monkeypatch.setattr(AGEM, "transform_gradients", before)
     work.learn(1)

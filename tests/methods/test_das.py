@@ -155,7 +155,7 @@ class Uncorrupting(Causal):
 
 def contrast(model, *, objective=None, soft=None, step=0, temperature=0.1, contrast=1.0, **options):
     """What of a method its contrastive term is made of."""
-    given = {"text": "corrupted", "dropout": 0.3, "samples": 1.0, "every": 1, "negatives": "trained"}
+    given = {"text": "corrupted", "dropout": 0.3, "samples": 1.0, "every": 1}
     named = {f"contrast_{name}": value for name, value in (given | options).items()}
     made = SimpleNamespace(model=model, objective=objective or Causal(), soft=soft)
     made.options = ContrastOptions(contrast=contrast, temperature=temperature, **named)
@@ -233,13 +233,3 @@ def test_in_some_steps_only_it_weighs_as_much_more(build):
     assert "contrast" not in terms(0, contrast=0.0, dropout=None)
     with pytest.raises(ValueError, match="contrast_dropout=null"):  # a positive would be its anchor
         build("das", "model=tiny_roberta", "method.contrast_dropout=null", "method.general=null")
-
-
-def test_fixed_negatives_have_their_values_and_no_gradients():
-    model, batch = roberta(rate=0.1), batch_of(4)
-    hidden, soft = torch.randn(4, 12, 32), soft_mask(model)
-    both = (contrast(model, negatives=each, soft=soft) for each in ("trained", "fixed"))
-    one, other = (term_of(made, batch, hidden) for made in both)
-    weight = model.roberta.encoder.layer[0].output.dense.weight
-    own, less = (torch.autograd.grad(each, weight)[0] for each in (one, other))
-    assert one.item() == other.item() and less.any() and not torch.allclose(own, less)

@@ -16,7 +16,7 @@ KEPT = """ewc|ewc estimator=batch merge=decay|l2|l2 towards=base|kd|ema|dga|one|
 demix experts=adapter|adapter per_domain=true|lora per_domain=true|prompt num_virtual_tokens=3|olora|sapt
 cpt_plugin|hat form=adapter|prompt num_virtual_tokens=3 per_domain=false|peft per_domain=true|lifelong_moe|mas
 si|recadam|reptile|osf
-merge|merge rule=fisher start=previous|merge rule=ties start=base|merge_lora truncated=2
+merge|merge rule=fisher start=previous|merge rule=ties start=base|merge_lora
 ncl optim.state_across_domains=moments|ncl lr_scheduler=wsd lr_scheduler.decay=0.5""".replace(
     "\n", "|"
 ).split("|")

@@ -9,10 +9,9 @@ from torch import nn
 
 from cpt.data.collate import labels_of
 from cpt.gradient_masks.base import StepSnapshot
-from cpt.methods.ewc import SI
+from cpt.methods.ewc import SI, Recall
 from cpt.methods.kd import distillation
 from cpt.methods.options import RecAdamOptions
-from cpt.methods.recadam import Recall
 from cpt.models.fisher import samples
 from tests.support.making import DROPOUT, Watch, assert_close, clones, same, state_beside_the_model
 from tests.support.running import outputs_at

@@ -1,6 +1,7 @@
 """The reservoir: every sample equally likely, floats kept as they are, exact sizes, a shard per process."""
 
 import io
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,17 +9,17 @@ import torch
 
 from cpt.core.randomness import sample_keys
 from cpt.data.collate import UNSCORED, Rows, single
-from cpt.methods.common import reservoir as module
-from cpt.methods.common.reservoir import Reservoir, slot_of
+from cpt.methods import reservoir as module
+from cpt.methods.reservoir import Reservoir
 from cpt.models.objectives import Span
 from tests.support.making import same
 from tests.support.running import batch_of
 
-SLOT = {"length": 5, "scored": 2, "width": 3}
+SLOT = SimpleNamespace(sides=lambda length: (length, None), most=lambda length: 2, isolated=False)
 
 
 def reservoir(samples: int, *, seed: int = 0, precision: str = "float32") -> Reservoir:
-    return Reservoir(samples=samples, **SLOT, precision=precision, seed=seed)
+    return Reservoir(SLOT, samples=samples, length=5, width=3, precision=precision, seed=seed)
 
 
 def batch(numbers, *, scored=2, length=5):
@@ -171,9 +172,9 @@ def test_another_number_of_processes_shares_out_what_is_stored(then, now, each, 
 
 def test_source_and_target_come_back_with_their_lengths():
     objective = Span(rate=0.3, mean=2, sentinels=list(range(99, 49, -1)), end=1, pad=0, start=0)
-    room = {**slot_of(objective, 30), "width": 2, "precision": "float32", "seed": 0}
-    assert room["length"] == 26 and room["target"] == room["scored"] == 14
-    kept = Reservoir(samples=8, **room, pad=7)
+    kept = Reservoir(objective, samples=8, length=30, width=2, seed=0, pad=7)
+    shapes = [kept.input_ids.shape, kept.labels.shape, kept.outputs.shape]
+    assert shapes == [(8, 26), (8, 14), (8, 14, 2)]
     ids = np.random.default_rng(0).integers(2, 50, (4, 30))
     for first, lengths in ((0, [30, 30, 7, 30]), (4, [9, 4, 1, 9])):
         given, _ = objective.batch(Rows(ids, np.array(lengths), sample_keys(1, np.arange(4))))

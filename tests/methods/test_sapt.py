@@ -7,7 +7,7 @@ import torch
 
 from cpt.adapters import lora
 from cpt.adapters.routed_lora import router_of
-from cpt.methods.sapt import attention_divergence, kept_attention
+from cpt.methods.lora import attention_divergence, kept_attention
 from tests.support.making import ORDER, made, same
 from tests.support.pairs import pair_of
 

@@ -13,9 +13,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditional
 from cpt.core.randomness import sample_keys
 from cpt.data.collate import UNSCORED, Rows, Sizes, labels_of
 from cpt.data.corpus import make_corpus
-from cpt.data.example import write_example
 from cpt.data.sampler import stack_rows
-from cpt.data.sources.base import EXAMPLES
+from cpt.data.sources.base import EXAMPLES, write_example
 from cpt.data.tokenized_tasks import encode_corpus
 from cpt.models.objectives import Causal, CausalAnswers, Masked, Seq2SeqAnswers, Span, draw_composition
 from tests.support.data_fixtures import HELD_OUT, opened, rows_by_hand

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from cpt.methods import derpp, ewc
+from cpt.methods import ewc, reservoir
 from cpt.methods.base import ContinualMethod
 from cpt.methods.ncl import NCL
 from cpt.optim.nan_guard import DEVIATIONS, ENOUGH, MOST, TIMES, Spikes, all_finite
@@ -153,8 +153,8 @@ def test_a_memory_takes_nothing_that_is_no_number(small, start, tmp_path, monkey
     def once(self, batch, outputs):
         add(self, batch, outputs * NAN if self.count() == 24 else outputs)
 
-    add = derpp.Reservoir.add
-    monkeypatch.setattr(derpp.Reservoir, "add", once)
+    add = reservoir.Reservoir.add
+    monkeypatch.setattr(reservoir.Reservoir, "add", once)
     start(small(ORDER, "method=derpp"), tmp_path)
     assert all(value.isfinite().all() for name, value in state(tmp_path).items() if "outputs" in name)
 

@@ -68,7 +68,7 @@ METHODS = {
     "mixtures of experts": ["method=lifelong_moe", "method.num_experts=2", "method.balance=1"],
     "merge": ["method=merge", "method.rule=slerp"],
     "merge by fisher": ["method=merge", "method.rule=fisher", "method.start=previous"],
-    "merge of pairs": ["method=merge_lora", "method.truncated=2"],
+    "merge of pairs": ["method=merge_lora"],
     "parts on disk": ["method=lora", "method.per_domain=true", "modules.storage=disk"],
     "moments carried": [
         "method=ncl",

@@ -8,8 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from cpt.data.example import Example
-from cpt.data.sources.base import Encoding
+from cpt.data.sources.base import Encoding, Example
 from cpt.data.tokenized_tasks import Encoder
 from tests.conftest import VOCABULARIES, sentences
 from tests.support.data_fixtures import bare, closed, framed, opened, prose

@@ -39,10 +39,9 @@ from cpt.core.randomness import draws, key, sample_keys, shuffle
 from cpt.data import tokenized_tasks
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import Domain, DomainSequence
-from cpt.data.example import Example
 from cpt.data.packing import COLUMNS, Packed, frame_of, padding_id, terminator
 from cpt.data.replay import ReplayPool, ReplaySource, exact
-from cpt.data.sources.base import GENERAL
+from cpt.data.sources.base import GENERAL, Example
 from cpt.methods.base import ContinualMethod
 from cpt.models.forward import in_mode
 

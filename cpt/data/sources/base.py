@@ -1,12 +1,15 @@
-"""Where the text of the domains comes from: a source lists its domains and reads one by documents.
+"""Where the text of the domains comes from: a source lists its domains and reads one by documents, of which
+an example of a supervised task is one.
 
 M2D2 (Reid et al., EMNLP 2022) lists 239 names: 22 coarse domains, 214 fine ones, and three that are not
 domains. Some are misspelt there (`General_referece`, `Human_activites`); these are the real ones."""
 
+import json
 import logging
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from fnmatch import translate
 from functools import cached_property
 from typing import Annotated, Any, Literal
@@ -26,13 +29,13 @@ from cpt.core.schema import (
     fits,
     is_pattern,
     option,
-    prefix_errors,
     read_options,
     show,
 )
 
 log = logging.getLogger(__name__)
 GENERAL = "general"
+USER, ASSISTANT = "user", "assistant"  # roles of a chat
 TEXT, EXAMPLES = "text", "examples"  # what the documents of a source may be
 NONE, CONCAT, DOCUMENT_MASK = "none", "concat", "document_mask"  # see Source.packing
 PACKINGS = {TEXT: (CONCAT, DOCUMENT_MASK, NONE), EXAMPLES: (NONE, DOCUMENT_MASK)}  # the default first
@@ -45,6 +48,50 @@ COARSE_OF_WIKIPEDIA = {
     *("Philosophy_and_thinking", "Religion_and_belief_systems", "Society_and_social_sciences"),
     "Technology_and_applied_sciences",
 }
+
+
+@dataclass(frozen=True)
+class Example:
+    """A `source` with its `target`. `text` is the span (begin, end) of the source that truncation may cut.
+    `choices` are all answers of a closed task. A chat has `turns`, (role, content), instead of a source."""
+
+    id: str
+    source: str
+    target: str
+    task: str
+    choices: tuple[str, ...] = ()
+    text: tuple[int, int] = (0, 0)
+    turns: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def question(self) -> str:
+        """What decides whether two examples ask the same."""
+        return json.dumps(self.turns[:-1]) if self.turns else self.source
+
+    @property
+    def bytes(self) -> int:
+        return len("".join((self.source, self.target, *(text for _, text in self.turns[:-1]))).encode())
+
+
+def write_example(example: Example) -> str:
+    """An example as a document of a corpus: one line of JSON."""
+    return json.dumps(asdict(example), ensure_ascii=False)
+
+
+def read_example(document: str) -> Example:
+    values = json.loads(document)
+    values |= {name: tuple(values[name]) for name in ("choices", "text")}
+    return Example(**values | {"turns": tuple((role, content) for role, content in values["turns"])})
+
+
+@dataclass(frozen=True)
+class RawExample:
+    """A row of a data set, before a template asks it: the template's fields and the answer, or a chat."""
+
+    fields: Mapping[str, str]
+    target: str
+    id: str = ""
+    turns: tuple[tuple[str, str], ...] = ()
 
 
 def as_expression(pattern: str) -> str | None:
@@ -70,10 +117,7 @@ NamePatterns = Annotated[
 class Encoding(Options):
     """How examples become rows of tokens."""
 
-    truncate: Literal["tail", "middle", "released"] = option(
-        "what is cut from a long example: the end or middle of its text, or the end of the question"
-        " (released)"
-    )
+    truncate: Literal["tail", "middle", "released"] = option("what is cut from a long example")
     scored_turns: Literal["all", "last"] = option("assistant's turns that contribute to the loss of a chat")
 
 
@@ -101,36 +145,24 @@ class Source(Options, ABC):
     held_out: Mapping[str, Any] = option("held-out documents of files without a split")
     score_on: Literal["valid", "test"] = option("split that is evaluated")
     packing: Literal["none", "concat", "document_mask"] | None = option(
-        "how sequences are filled: concatenated documents, several documents or examples with "
-        "document masking, or one each (none); null: concat for text, none for examples",
+        "documents per sequence: several, several with masking, one; null: concat of text, none of examples",
         default=None,
     )
     only: NamePatterns = option("domains to use, by name or pattern; null: all", default=None)
-    by: Literal["fine", "coarse"] | None = option(
-        "level of M2D2: fine or joined coarse domains", default=None
-    )
+    by: Literal["fine", "coarse"] | None = option("level of M2D2: fine, or joined, domains", default=None)
     balanced: Annotated[bool | Count, Allowed("true, false, or tokens: a whole number, 1 or more")] = option(
         "cut the training text of every domain to the tokens of the smallest, or to N tokens", default=False
     )
     embedding_samples: Count = option("maximum number of embedded documents per text", default=1000)
 
     def __post_init__(self) -> None:
-        with prefix_errors("held_out"):
-            read_options(HeldOut, self.held_out, place="")
-        if self.packing not in (None, *PACKINGS[self.form("")]):
-            allowed = ", ".join(PACKINGS[self.form("")])
-            raise ValueError(
-                f"packing={self.packing} is invalid. Allowed: {allowed} of domains of {self.form('')}"
-            )
-        if self.by == COARSE and self.form("") == EXAMPLES:
-            raise ValueError(
-                "by=coarse is invalid: these domains are examples, not text. Allowed: null, fine"
-            )
-
-    @property
-    def encoding(self) -> Encoding | None:
-        """How the documents of the domains become rows, where they are examples; None where they are text."""
-        return None
+        read_options(HeldOut, self.held_out, place="held_out")
+        kind = self.form("")
+        if self.packing not in (None, *PACKINGS[kind]):
+            allowed = f"{', '.join(PACKINGS[kind])} of domains of {kind}"
+            raise ValueError(f"packing={self.packing} is invalid. Allowed: {allowed}")
+        if self.by == COARSE and kind == EXAMPLES:
+            raise ValueError("by=coarse is invalid: these domains are examples. Allowed: null, fine")
 
     @property
     def chats(self) -> bool:
@@ -139,6 +171,11 @@ class Source(Options, ABC):
     @property
     def class_limit(self) -> int | None:
         """Training examples of each answer, at most; None for all."""
+        return None
+
+    @property
+    def encoding(self) -> Encoding | None:
+        """How the documents of the domains become rows, where they are examples; None where they are text."""
         return None
 
     def form(self, name: str) -> str:
@@ -170,9 +207,8 @@ class Source(Options, ABC):
         wanted = [re.compile(as_expression(each) or translate(each)) for each in listed]
         chosen = {name: each for name, each in groups.items() if any(one.fullmatch(name) for one in wanted)}
         if not chosen:
-            told = ", ".join(sorted(groups)[:8]) + f", … ({len(groups)})" * (len(groups) > 8)
-            given = f"domains.only={show(self.only)}"
-            raise ValueError(f"{given} is invalid: it leaves no domain. Allowed: {told}")
+            given, allowed = f"domains.only={show(self.only)}", ", ".join([*sorted(groups)[:8], "…"])
+            raise ValueError(f"{given} is invalid: it leaves no domain. Allowed: {allowed}")
         return chosen
 
     @property
@@ -194,15 +230,10 @@ class Source(Options, ABC):
 
     def check_domains(self, order: Sequence[str]) -> None:
         """Checks the text of these domains, as `check`, and logs what `by` and `only` leave out."""
-        grouped = group_names(self.names, self.by)
-        used = {member for members in grouped.values() for member in members}
+        used = {member for name in self.domains for member in self.members(name)}
         if unused := [name for name in self.names if name not in used]:
-            listed = ", ".join(unused[:5]) + ", …" * (len(unused) > 5)
-            told = "Leaving out %d of %d domains (domains.by=%s): %s"
-            log.info(told, len(unused), len(self.names), self.by, listed)
-        if self.only is not None:
-            told = "Using %d of %d domains (domains.only=%s)"
-            log.info(told, len(self.groups), len(grouped), show(self.only))
+            told = "Leaving out %d of %d domains, like %s (domains.by=%s, domains.only=%s)"
+            log.info(told, len(unused), len(self.names), unused[0], self.by, show(self.only))
         self.check([member for name in order for member in self.members(name)])
 
     def check(self, order: Sequence[str]) -> None:  # noqa: B027  (most sources have nothing to check)
@@ -219,9 +250,8 @@ class Source(Options, ABC):
 
 def stamp_of(source: Source, name: str) -> str:
     """What a domain's text is known by without reading it: sizes, times, and how it is split."""
-    members = source.members(name)
-    known_by = [[member, source.fingerprint(member)] for member in members]
-    known_by = known_by[0][1] if members == [name] else known_by
+    joined = [[member, source.fingerprint(member)] for member in source.members(name)]
+    known_by = joined[0][1] if source.members(name) == [name] else joined
     return f"{name}-{digest([FORMAT, known_by, dict(source.held_out)])}"
 
 
@@ -235,8 +265,7 @@ def parse_name(name: str) -> tuple[str, str | None]:
     """The coarse and the fine domain of a name of M2D2: `A__b` of Wikipedia, `cs.AI` of S2ORC; None for fine
     of a coarse name. An archive without classes, like `hep-th`, is a coarse domain's only fine one."""
     if name in NOT_DOMAINS:
-        told = f"domain {name} is invalid: it is in M2D2's list and is no domain"
-        raise ValueError(f"{told}. Allowed: domains.ignore=[{name}]")
+        raise ValueError(f"{name} is in M2D2's list and is no domain. Allowed: domains.ignore=[{name}]")
     if name in COARSE_OF_WIKIPEDIA or name.endswith("_l1"):
         return name.removesuffix("_l1"), None
     coarse, _, fine = name.partition("__" if "__" in name else ".")

@@ -5,32 +5,39 @@ from functools import partial
 from glob import glob
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 
-from cpt.core.schema import Text, TextList, config, fits, option, show
+from cpt.core.schema import Options, Text, config, option, read_options, show
 from cpt.data.sources.base import GENERAL, Source
 from cpt.data.sources.docstrings import read_docs, stamp_docs
 from cpt.data.sources.readers import SPLITS, cause, reading_bar, stamps, texts_of
 
-ENTRY = {"path", "name", "data_files", "splits", "column"}
 SAVED = ("dataset_dict.json", "state.json")  # of a folder that `save_to_disk` has written
 
 
 @config
+class Entry(Options):
+    """A data set of the catalogue."""
+
+    path: Text = option("name on the Hub, or a folder, also of save_to_disk")
+    name: Text | None = option("configuration", default=None)
+    data_files: Any = option("a file, a pattern, a list of these, or one of these by split", default=None)
+    splits: Mapping[Literal["train", "valid", "test"], Text] | None = option(
+        "splits that are read as train, valid and test; null: those of such names", default=None
+    )
+    column: Text | None = option("column of the text; null: that of the source", default=None)
+
+
+@config
 class Hub(Source):
-    """Data sets of the Hugging Face Hub, or local ones, one per domain: `catalogue[name]` has `path` (also a
-    folder of `save_to_disk`), and optionally `name` (the configuration), `data_files` (a file, a pattern, a
-    list, or one of these for each split), `splits` (to read as train, valid and test) and `column` (of the
-    text)."""
+    """Data sets of the Hugging Face Hub, or local ones, one per domain: an `Entry` of the catalogue each."""
 
     catalogue: Mapping[str, Any] = option("dataset of each domain, as arguments of datasets.load_dataset")
     column: Text = option("column of the text")
     streaming: bool = option("download rows while they are read")
-    general: Text | None = option(
-        "general text: a name of the catalogue; null: docstrings of Python and numpy"
-    )
+    general: Text | None = option("entry that is the general text; null: docstrings of Python and numpy")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -38,18 +45,9 @@ class Hub(Source):
             allowed = "'+domains.catalogue.news={path: ag_news}'"
             raise ValueError(f"catalogue={{}} is invalid: it names no domain. Allowed: {allowed}")
         for name, entry in self.catalogue.items():
-            has = entry if isinstance(entry, Mapping) else {}
-            splits, files = has.get("splits") or {}, has.get("data_files")
-            given = list(files.values()) if isinstance(files, Mapping) else [] if files is None else [files]
-            fine = [fits(has.get("path"), Text), set(has) <= ENTRY, isinstance(splits, Mapping)]
-            fine += [has.get(key) is None or fits(has[key], Text) for key in ("name", "column")]
-            fine += [fits(each, Text) or (fits(each, TextList) and len(each) > 0) for each in given]
-            if not all(fine) or not {*splits} <= {*SPLITS.values()}:
-                shown = dict(entry) if isinstance(entry, Mapping) else show(entry)
-                raise ValueError(
-                    f"catalogue.{name}={shown} is invalid. Allowed: path, and optionally name, data_files, "
-                    "column, splits, like {path: lex_glue, name: ecthr_a, splits: {train: train, test: test}}"
-                )
+            if not isinstance(entry, Mapping):
+                raise ValueError(f"catalogue.{name}={show(entry)} is invalid. Allowed: {{path: ag_news, …}}")
+            read_options(Entry, entry, place=f"catalogue.{name}")
         if self.general not in (None, *self.catalogue):
             raise ValueError(f"general={self.general} is invalid. Allowed: null, {', '.join(self.catalogue)}")
 

@@ -13,7 +13,6 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from itertools import accumulate, groupby, islice
 from pathlib import Path
 from typing import Any
@@ -67,10 +66,9 @@ def files_of(folder: Path, *, ignored: Callable[[Path], bool] | None = None) -> 
                 yield from walk(path, above | {real}) if entry.is_dir() else [path]
 
     found = sorted(walk(folder, frozenset()))
-    if unread := [path for path in found if kind(path) not in KINDS or not path.is_file()]:
-        more = f" (nor are {len(unread) - 1} more)" * (len(unread) > 1)
-        pattern = f"*{''.join(unread[0].suffixes[-2:])}" if unread[0].suffix else unread[0].name
-        told = f"{unread[0]} is not a file of text{more}. Allowed: {' '.join(KINDS)}, also {' '.join(PACKED)}"
+    if unread := next((path for path in found if kind(path) not in KINDS or not path.is_file()), None):
+        pattern = f"*{''.join(unread.suffixes[-2:])}" if unread.suffix else unread.name
+        told = f"{unread} is not a file of text. Allowed: {' '.join(KINDS)}, also {' '.join(PACKED)}"
         raise ValueError(f"{told}, or leave out what is not text: domains.ignore=[{pattern}]")
     if not found:
         told = f"{folder} has no {' '.join(KINDS)} file"
@@ -92,26 +90,21 @@ def read_folder(
         with naming_file(texts[0]):
             paragraphs = list(islice(split_units(islice(lines(texts[0]), FIRST_LINES), "paragraph"), 2))
         unit, where = "paragraph" if len(paragraphs) > 1 else "line", texts[0].parent
-        log.info(
-            "Reading %d .txt files of %s: a document is a %s (domains.document)", len(texts), where, unit
-        )
+        log.info("Reading %d .txt files of %s: documents are %ss (domains.document)", len(texts), where, unit)
     ends = list(accumulate(path.stat().st_size * (3 if path.suffix in PACKED else 1) for path in files))
     with reading_bar(name, total=ends[-1], unit="B") as progress:
         for path, end in zip(files, ends, strict=True):
             said = (SPLIT_NAME.fullmatch(part.split(".")[0]) for part in path.relative_to(folder).parts)
-            split = next((SPLITS[match[1].lower()] for match in said if match), "train")
-            own = kind(path)
+            split, own = next((SPLITS[match[1].lower()] for match in said if match), "train"), kind(path)
             documents: Iterator[str]
             with naming_file(path):
                 if own in (".txt", ".md"):
                     units = split_units(lines(path), "file" if own == ".md" and document == "auto" else unit)
                     documents = filter(lambda text: text and not text.isspace(), units)
-                elif path.suffix in PACKED and own == ".parquet":
-                    raise ValueError(f"{path}: Parquet is packed already. Allowed: .parquet")
+                elif own == ".parquet":
+                    documents = texts_of(parquet_rows(path, column), column)
                 else:
-                    parquet: Callable[[Path], Iterator[Row]] = partial(parquet_rows, column=column)
-                    tables = {".csv": csv_rows, ".parquet": parquet}
-                    documents = texts_of(tables.get(own, json_rows)(path), column)
+                    documents = texts_of((csv_rows if own == ".csv" else json_rows)(path), column)
                 for text in documents:
                     progress.update(len(text))
                     yield split, text
@@ -125,9 +118,7 @@ def naming_file(path: Path) -> Iterator[None]:
         yield
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8: {error.reason}") from error
-    except RecursionError as error:
-        raise ValueError(f"{path} cannot be read: it is nested too deeply") from error
-    except (OSError, EOFError, zlib.error, csv.Error, pa.ArrowException) as error:
+    except (OSError, EOFError, RecursionError, zlib.error, csv.Error, pa.ArrowException) as error:
         raise ValueError(f"{path} cannot be read: {cause(error)}") from error
 
 
@@ -172,8 +163,7 @@ def json_rows(path: Path) -> Iterator[Row]:
             elif not line.isspace():
                 yield f"{path}, line {number}", json.loads(line)
         except json.JSONDecodeError as error:
-            where = f"{path}, line {number}"
-            raise ValueError(f"{where} is not JSON: {error.msg} (column {error.colno})") from error
+            raise ValueError(f"{path}, line {number} is not JSON: {error.msg}") from error
 
 
 def csv_rows(path: Path) -> Iterator[Row]:

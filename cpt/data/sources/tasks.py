@@ -16,9 +16,8 @@ import numpy as np
 
 from cpt.core.randomness import key, shuffle
 from cpt.core.schema import Allowed, Count, Options, Text, TextList, config, option, read_options
-from cpt.data.example import ASSISTANT, Example, RawExample, write_example
 from cpt.data.sources import docstrings, readers
-from cpt.data.sources.base import GENERAL, Encoding, Source
+from cpt.data.sources.base import ASSISTANT, GENERAL, Encoding, Example, RawExample, Source, write_example
 
 log = logging.getLogger(__name__)
 Layout = Literal["cl_benchmark", "superni", "alpaca", "fewshot_tsv", "trace", "messages", "jsonl", "csv"]
@@ -65,11 +64,11 @@ def find_files(root: Path, layout: str) -> Iterator[tuple[str, str | None, Path]
     else:  # dataset/…/file, or a file in the folder itself
         suffix = {"trace": ".json", "csv": ".csv"}.get(layout, ".jsonl")
         for top in sorted(path for path in root.iterdir() if path.name[0] != "."):
-            for path in sorted(top.rglob("*")) if top.is_dir() else [top]:
-                if readers.kind(path) == suffix:
-                    splits = [named_split(part) for part in path.relative_to(top).parts]
-                    split = next((each for each in reversed(splits) if each), None)
-                    yield top.name if top.is_dir() else top.name.partition(".")[0], split, path
+            paths = sorted(top.rglob("*")) if top.is_dir() else [top]
+            for path in (each for each in paths if readers.kind(each) == suffix):
+                splits = (named_split(part) for part in reversed(path.relative_to(top).parts))
+                name = top.name if top.is_dir() else top.name.partition(".")[0]
+                yield name, next(filter(None, splits), None), path
 
 
 def read_records(path: Path, layout: str, columns: Mapping[str, str | None]) -> Iterator[RawExample]:
@@ -97,14 +96,12 @@ def read_records(path: Path, layout: str, columns: Mapping[str, str | None]) -> 
         if layout == "messages":
             try:
                 given = [(turn["role"], text_field(turn, "content", where)) for turn in row["messages"]]
-            except (KeyError, TypeError):
+                while given[-1][0] != ASSISTANT:
+                    given.pop()
+            except (KeyError, TypeError, IndexError):
                 raise ValueError(
-                    f"{where} has no messages. Allowed: {{messages: [{{role, content}}, …]}}"
+                    f"{where} has no turn of the {ASSISTANT}. Allowed: {{messages: [{{role, content}}, …]}}"
                 ) from None
-            while given and given[-1][0] != ASSISTANT:
-                given.pop()
-            if not given:
-                raise ValueError(f"{where} has no turn of the {ASSISTANT}; needed: one to learn")
             turns, fields = tuple(given), {"text": "", "target": given[-1][1]}
         else:
             place = "domains.columns.{}" if layout in TABLES else "domains.format"
@@ -167,8 +164,7 @@ class Template(Options):
                 told = f"template.{place}={text!r} is invalid: {error!r} in its {{fields}}. Allowed: "
                 raise ValueError(told + ", ".join(f"{{{name}}}" for name in known)) from error
         if self.source.count("{text}") > 1:
-            told = f"template.source={self.source!r} is invalid: {{text}} more than once"
-            raise ValueError(f"{told}. Allowed: once")
+            raise ValueError(f"template.source={self.source!r} is invalid. Allowed: {{text}} at most once")
 
     def ask(
         self, fields: Mapping[str, str], *, task: str, dataset: str, choices: Sequence[str], seed: int
@@ -197,9 +193,7 @@ class Tasks(Source):
     format: Layout = option("layout of the folder")
     columns: Mapping[str, str | None] = option("columns of jsonl and csv files: text, target, id, …")
     template: Mapping[str, Any] = option("template of a question, of conf/domains/template")
-    choices: Literal["auto", "none"] = option(
-        "auto: the file's labels, else the distinct training answers if there are few; none: open answers"
-    )
+    choices: Literal["auto", "none"] = option("auto: labels of the file, else few training answers")
     unknown: Literal["error", "drop"] = option("what to do with examples whose answer is no choice")
     per_class: Literal["all"] | Count = option("maximum training examples per answer; all: no limit")
     truncate: Literal["tail", "middle", "released"] = option("what is cut from an example that is too long")
@@ -209,15 +203,13 @@ class Tasks(Source):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.root is not None and not Path(self.root).is_dir():
-            raise ValueError(f"root={self.root} is invalid: there is no such folder. Allowed: a folder")
+            raise ValueError(f"root={self.root} is invalid. Allowed: an existing folder")
         columns = self.columns if self.root is not None and self.format in TABLES else None
         if columns is not None and not (columns.get("text") and columns.get("target")):
             raise ValueError(f"columns={dict(columns)} is invalid. Allowed: the columns of text and target")
         self.prompt.check_fields([name for name in columns or () if name not in ("target", "id")])
         if not self.names:
-            given = f"root={self.root} is invalid: it has no task but {self.general}"
-            raise ValueError(f"{given}. Allowed: a folder of tasks")
-        self.encoding  # noqa: B018  (raises for an invalid value)
+            raise ValueError(f"root={self.root} is invalid. Allowed: a folder of tasks")
 
     @cached_property
     def prompt(self) -> Template:
@@ -269,8 +261,8 @@ class Tasks(Source):
                 given = f"domains/template={self.prompt.name} is invalid: no instruction for {task} of {name}"
                 allowed = f"{', '.join(self.prompt.instructions)} (+domains.template.tasks.{name}=…)"
                 raise ValueError(f"{given}. Allowed: {allowed}, or domains/template=plain")
-        files = [each for name in order for each in self.files.get(name, ())]
-        if unread := [path for split, path in files if split == "dev"]:
+        unread = [path for name in order for split, path in self.files.get(name, ()) if split == "dev"]
+        if unread:
             instead = "what is tuned on is held out from train (domains.held_out.valid)"
             log.info("Ignoring %d files of development splits, like %s: %s", len(unread), unread[0], instead)
         if self.general_folder is None:
@@ -292,17 +284,14 @@ class Tasks(Source):
         asked: dict[str, Any] = {"task": task, "dataset": name, "seed": int(self.held_out["seed"])}
         for split, number, record in self.records(name):
             given, source, span = record.id or f"{name}-{split}-{number}", "", (0, 0)
-            if choices and record.target not in choices:
-                if self.unknown == "error":
-                    raise ValueError(
-                        f"example {number} of {name}, {split}: its answer {record.target!r:.60} is not one "
-                        f"of the choices. Allowed: {', '.join(choices)} (domains.unknown=drop leaves it out)"
-                    )
+            if choices and record.target not in choices and self.unknown == "drop":
                 dropped += 1
                 continue
+            if (choices and record.target not in choices) or not (record.turns or record.target.strip()):
+                told = f"example {number} of {name}, {split}: its answer {record.target!r:.60} is not one"
+                allowed = f"{', '.join(choices) or 'a text'} (domains.unknown=drop leaves it out)"
+                raise ValueError(f"{told} of the choices. Allowed: {allowed}")
             if not record.turns:
-                if not record.target.strip():
-                    raise ValueError(f"example {given} of {name} has no answer; needed: a text to learn")
                 source, span = self.prompt.ask(record.fields, choices=choices, **asked)
             example = Example(given, source, record.target, task, choices, span, record.turns)
             yield split, write_example(example)

@@ -8,11 +8,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from cpt.core.errors import unknown_name
-from cpt.core.schema import Allowed, Folder, Text, TextList, config, option
+from cpt.core.schema import Allowed, Folder, Text, TextList, check_names, config, option
 from cpt.data.sources.base import GENERAL, Source
 from cpt.data.sources.docstrings import read_docs, stamp_docs
-from cpt.data.sources.readers import files_of, kind, naming_file, read_folder, stamps
+from cpt.data.sources.readers import files_of, naming_file, read_folder, stamps
 
 log = logging.getLogger(__name__)
 Columns = Annotated[Mapping[str, Text], Allowed("{domain: column}")]
@@ -36,17 +35,12 @@ class Texts(Source):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.corpora.is_dir():
-            given = f"root={self.root} is invalid: there is no folder {self.corpora}"
-            raise ValueError(f"{given}. Allowed: a folder")
-        if not self.names:
-            allowed = "a folder with a sub-folder for each domain"
+        if not self.corpora.is_dir() or not self.names:
+            allowed = f"a folder {Path(self.folder)} with a sub-folder for each domain"
             raise ValueError(f"root={self.root} is invalid. Allowed: {allowed}")
-        if unknown := sorted(set(self.columns or ()) - {*self.names, GENERAL}):
-            raise ValueError(unknown_name(f"columns.{unknown[0]}", [f"columns.{n}" for n in self.names]))
+        check_names(self.columns or (), (*self.names, GENERAL), place="columns")
         if self.general not in (None, GENERAL) and self.folder_of(GENERAL) is None:
-            given = f"general={self.general} is invalid: no folder {Path(self.root) / self.general}"
-            raise ValueError(f"{given}. Allowed: null, a folder")
+            raise ValueError(f"general={self.general} is invalid. Allowed: null, a folder in {self.root}")
 
     @property
     def corpora(self) -> Path:
@@ -66,13 +60,9 @@ class Texts(Source):
 
     def check(self, order: Sequence[str]) -> None:
         for folder in filter(None, map(self.folder_of, (*order, GENERAL))):
-            files = files_of(folder, ignored=self.ignored)
-            if unreadable := [path for path in files if not os.access(path, os.R_OK)]:
-                raise ValueError(f"{unreadable[0]} cannot be read: permission denied")
-            notes = [path for path in files if kind(path) == ".md"]
-            if notes and len(notes) < len(files):
-                told = "Reading in %s also %s, one of %d .md files next to %d others (see domains.ignore)"
-                log.info(told, folder, notes[0].relative_to(folder), len(notes), len(files) - len(notes))
+            for path in files_of(folder, ignored=self.ignored):
+                if not os.access(path, os.R_OK):
+                    raise ValueError(f"{path} cannot be read: permission denied")
         beside = (path for path in self.corpora.iterdir() if not (path.is_dir() or self.ignored(path)))
         if loose := sorted(path.name for path in beside if path.name[0] != "."):
             log.info("Ignoring files of %s in no domain's folder: %s", self.corpora, ", ".join(loose[:5]))
@@ -87,11 +77,8 @@ class Texts(Source):
     def fingerprint(self, name: str) -> Any:
         if (folder := self.folder_of(name)) is None:
             return stamp_docs()
-        return [
-            (self.columns or {}).get(name, self.column),
-            self.document,
-            stamps(files_of(folder, ignored=self.ignored)),
-        ]
+        column, files = (self.columns or {}).get(name, self.column), files_of(folder, ignored=self.ignored)
+        return [column, self.document, stamps(files)]
 
     def folder_of(self, name: str) -> Path | None:
         """The folder of a domain's files; None for general text that is not there."""

@@ -19,8 +19,8 @@ from cpt.contrib.generative_replay.writer import (
     sample_file,
 )
 from cpt.core.files import read_checked_json, write_checked_json
-from cpt.data.example import Example
 from cpt.data.packing import Packed
+from cpt.data.sources.base import Example
 from tests.support.data_fixtures import bare
 from tests.support.task_fixtures import LABELS, some_examples
 from tests.support.task_fixtures import encoder as made_encoder

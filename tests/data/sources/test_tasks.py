@@ -8,7 +8,7 @@ import pytest
 from hydra.utils import instantiate
 
 from cpt.data.corpus import make_corpus
-from cpt.data.example import read_example
+from cpt.data.sources.base import read_example
 
 ANSWERS = ["bad", "good"]
 
