@@ -23,6 +23,7 @@ from cpt.core.config import CONF
 from cpt.core.errors import readable
 from cpt.core.output import closing_output
 from cpt.core.processes import SPINS, die_with_parent
+from cpt.core.renames import rename_overrides
 from cpt.train import train
 from cpt.trainer.help import FLAG, describe_options
 
@@ -39,7 +40,7 @@ def start() -> None:
     die_with_parent()
     sys.path.append(os.getcwd())  # last: no file there hides a library
     utils.run_and_report = run_step  # type: ignore[assignment]
-    sys.argv = to_hydra(sys.argv)
+    sys.argv = to_hydra(rename_overrides(sys.argv))
     with closing_output(), readable():  # --help is not a step of Hydra's
         if "--version" in sys.argv:
             print(f"cpt {__version__}")

@@ -26,6 +26,7 @@ from cpt.models.units import blocks
 from cpt.models.weights import Snapshot
 from cpt.optim.state import CarriedState
 from cpt.trainer.base_model import Base
+from cpt.trainer.options import BF16
 from cpt.trainer.plan import Plan
 from cpt.trainer.run_dir import checkpoint_files
 
@@ -88,7 +89,9 @@ def log_ineffective(plan: Plan, module: ContinualMethod, device: torch.device) -
     tensors = [each for each in module.modules() if isinstance(each, NamedTensors)]
     offloads = any(not isinstance(each, CarriedState) for each in tensors)
     on_disk, is_sharded = plan.modules.storage == "disk", options.strategy == "fsdp"
-    steps = (plan.settings["model"]["pretraining"] or {}).get("steps")
+    steps, micro = (plan.settings["model"]["pretraining"] or {}).get("steps"), options.accumulate_grad_batches
+    is_single = plan.source.encoding is not None and plan.budget.batch_size == micro
+    in_16 = getattr(module.options, "teacher", "run") != "run" and options.precision in BF16
     reasons = {
         f"model.pretraining.steps: {model.name_or_path} is given": model.name_or_path and steps,
         f"method.lr_multiplier={rate}: optim.lr is a number (model.lr=… is multiplied by it)": rate
@@ -96,8 +99,10 @@ def log_ineffective(plan: Plan, module: ContinualMethod, device: torch.device) -
         f"trainer.offload_method_state=true: {name} keeps no weights, or the device is a CPU": (
             options.offload_method_state and (not offloads or device.type == "cpu")
         ),
+        "domains.packing=document_mask: samples come one by one": plan.source.isolated and is_single,
+        f"method.teacher: all is in 16 bits (trainer.precision={options.precision})": in_16,
         "the mask's backend=backward: later micro-batches of a step select rows too": (
-            options.accumulate_grad_batches > 1 and any(mask.limits for mask in module.masks)
+            micro > 1 and any(mask.limits for mask in module.masks)
         ),
         f"modules.storage=disk: {name} has no modules per domain, or they are sharded": (
             on_disk and (is_sharded or not domain_params(module))

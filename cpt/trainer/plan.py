@@ -14,6 +14,7 @@ from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryV
 from cpt.adapters.options import ModulesOptions
 from cpt.core.config import CONF, digest, identity, plain_config, redact
 from cpt.core.errors import readable, unknown_name
+from cpt.core.renames import rename_keys
 from cpt.core.schema import NonNegative, Text, check_value, fits, show
 from cpt.core.sections import Choice, Section, is_used, read_section
 from cpt.data import orders
@@ -46,6 +47,7 @@ class Checked(Callback):
     """Hydra callback that rejects an invalid config before a folder is made for it."""
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        rename_keys(config)
         with readable():
             read_sections(config)
         if config.get("plan"):  # Hydra writes neither its files nor a log
@@ -55,6 +57,7 @@ class Checked(Callback):
                 config.hydra.job_logging.handlers.pop("file", None)
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        rename_keys(config)
         with readable():
             with suppress(MissingMandatoryValue, InterpolationToMissingValueError):  # jobs may have it
                 read_sections(config)

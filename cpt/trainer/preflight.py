@@ -4,6 +4,7 @@ The method is built once on the model's skeleton, on torch's meta device: units 
 that match nothing, too few positions are reported at once."""
 
 import inspect
+import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from cpt.adapters.export import PARTS_INDEX
 from cpt.core.errors import reason
 from cpt.core.memory import keep_free
 from cpt.core.processes import cores, is_first_process
@@ -41,6 +43,7 @@ from cpt.trainer.plan import Plan
 from cpt.trainer.run_dir import RunDir, checkpoint_files
 
 log = logging.getLogger(__name__)
+WIDE = 256  # features from which bf16 pays on a CPU
 SHORT = 512  # tokens of a sequence up to which eager attention is faster in 16 bits (benchmarks/attention.py)
 TRAINER_ARGUMENTS = inspect.signature(Trainer).parameters
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "merges.txt")
@@ -111,7 +114,10 @@ def resolve_auto(
         able = device.type == "cuda" and torch.cuda.is_bf16_supported()
         precision: Any = stored or ("bf16-mixed" if able else "32-true")
         options = replace(options, precision=precision)
-        log.info("Precision (trainer.precision=auto): %s", options.precision)
+        slow = precision == "32-true" and device.type == "cpu" and not stored and multiplies_bf16()
+        offer = "; bf16-mixed was 1.9 times as fast on such a CPU (docs/studies/performance.md)"
+        offer = offer if slow and config.get_text_config().hidden_size >= WIDE else ""
+        log.info("Precision (trainer.precision=auto): %s%s", precision, offer)
     if options.quick_dropout == "auto":
         options = replace(options, quick_dropout=device.type == "cpu" and not options.compile)
     is_fast = options.quick_dropout and drops_attention(config)
@@ -120,6 +126,12 @@ def resolve_auto(
         log.info("Attention (trainer.attn_implementation=auto): eager, which is faster on a CPU here")
         options = replace(options, attn_implementation="eager")
     return options
+
+
+def multiplies_bf16() -> bool:
+    """Whether this CPU has instructions that multiply in bf16: AVX512-BF16 or AMX."""
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # not public
+    return any(getattr(torch.cpu, name, bool)() for name in names)
 
 
 def make_harness(plan: Plan) -> Any:
@@ -222,6 +234,13 @@ def check_checkpoint(given: str, *, resize: bool) -> tuple[PretrainedConfig, Any
         tokenizer = loading.load_tokenizer(given)
     if not resize:
         check_entries(config.get_text_config().vocab_size, tokenizer, checkpoint=given)
+    if (adapter := loading.find_adapter(given)) and is_first_process():
+        log.info("Merging the adapter %s into the model of %s", adapter.name, folder)
+    if is_first_process() and (folder / PARTS_INDEX).is_file():
+        index = json.loads((folder / PARTS_INDEX).read_text(encoding="utf-8"))
+        used = f"with those of {index['parts'][-1]}" if index["attach"] is None else "without any of them"
+        names, advice = ", ".join(index["parts"]), "cpt.adapters.export.load gives others"
+        log.warning("Modules of %s are for %s; it starts %s: %s", folder, names, used, advice)
     return config, tokenizer
 
 
@@ -231,10 +250,15 @@ def check_head_weights(model: PreTrainedModel, given: str, head_steps: int | Non
     missing = loading.missing_parameters(model, checkpoint_files(given).values())
     if rest := [name for name in missing if name not in head]:
         log.warning("%s lacks %d tensors, as %s: they start with random values", given, len(rest), rest[0])
-    if head and {*head} <= {*missing} and head_steps is None:
+    if not head or not {*head} <= {*missing}:
+        return
+    if head_steps is None:
         told = f"model.name_or_path={given} is invalid: no language-model head ({len(head)} tensors)"
         allowed = "model.pretraining.head_steps=500, which trains one on the general text, or 0, a random one"
         raise ValueError(f"{told}. Allowed: {allowed}")
+    if is_first_process():
+        how = f"is trained for {head_steps} steps" if head_steps else "starts with random weights"
+        log.info("The language-model head, which %s lacks, %s", given, how)
 
 
 def check_objective(plan: Plan, objective: str, tokenizer: Any) -> None:
