@@ -74,8 +74,10 @@ def count(
     given += [f"cache_dir={chosen.cache}", f"order=[{','.join(domains)}]", *chosen.config]
     with tempfile.TemporaryDirectory() as folder:
         said = json.loads(start(given, Path(folder) / "run", "plan=json", threads=chosen.threads))
+        peaks = [said["memory"][stage]["peak"] for stage in ("first", "last")]
+        stored, further = [each["stored"] for each in said["stages"]], max(1, len(domains) - 1)
         found = {
-            "by_domain": said["grows_by_domain"],
+            "by_domain": {"memory": (peaks[1] - peaks[0]) // further, "stored": stored[-1] - stored[-2]},
             "at_the_end": said["stages"][-1].get("stored"),
             "trained_parameters": said["trained_parameters"],
         }

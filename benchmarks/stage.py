@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from measuring import QUIET_CORES, busy, rotated, wait_until_quiet
 
-from cpt.core.processes import SPINNING
+from cpt.core.processes import SPINS
 
 WARMUP = 5
 UNTIMED = {"cpu": 0, "cuda": 1}  # steps, in which memory is asked for again
@@ -233,4 +233,4 @@ def times(chunks: Chunks, rounds: list[int], kind: str) -> dict[str, list[float]
 def prepare(threads: int) -> None:
     """What the processes of all subjects inherit."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    os.environ.setdefault("GOMP_SPINCOUNT", str(SPINNING))  # what run.py sets on a quiet machine
+    os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # what run.py sets on a quiet machine

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from cpt.core.cache import ABANDONED_S, CACHED, PARTIAL, discard
+from cpt.core.cache import CACHED, PARTIAL, discard
 from cpt.core.output import run_program
 from cpt.evaluation.scores import Scores
 from cpt.reporting.frames import megabytes
@@ -49,7 +49,7 @@ def removable(folder: Path, days: float, *, stages: bool) -> Iterator[tuple[Path
         if is_partial or is_cached or "scores.json" in files:
             inner.clear()
         if is_partial:
-            if now - max(each.lstat().st_mtime for each in (path, *path.rglob("*"))) > ABANDONED_S:
+            if now - max(each.lstat().st_mtime for each in (path, *path.rglob("*"))) > DAY:
                 yield path, "left by a killed process"
         elif is_cached:
             if (unused := (now - path.stat().st_mtime) / DAY) > days:

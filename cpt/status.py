@@ -15,15 +15,13 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, cast
 
-from cpt.core import heartbeat
-from cpt.core.heartbeat import ACTIVE, PROGRESS_FILE, Heartbeat, ProcessId, SweepList
+from cpt.core.heartbeat import ACTIVE, PROGRESS_FILE, Heartbeat, ProcessId, age_s, utc_now
 from cpt.core.output import run_program
 
 STATES = (
-    *("running", "waiting", "queued", "finished", "preempted", "failed"),
+    *("running", "waiting", "finished", "preempted", "failed"),
     "killed",  # its process is gone without a word
     "silent",  # on another machine, and without a heartbeat for heartbeat.STALE_S
-    "not_started",  # listed by a sweep that has ended
     "unfinished",  # without a heartbeat file
     "unknown",  # damaged
 )
@@ -63,9 +61,7 @@ def main(arguments: Sequence[str]) -> int:
     number = Counter(run.state for run in runs)
     counts = {state: number[state] for state in STATES if number[state]}
     if given.json:
-        print(
-            json.dumps({"at": heartbeat.utc_now(), "counts": counts, "runs": [asdict(run) for run in runs]})
-        )
+        print(json.dumps({"at": utc_now(), "counts": counts, "runs": [asdict(run) for run in runs]}))
     else:
         total = ", ".join(f"{number} {state}" for state, number in counts.items())
         lines = [ROW.format(*HEADER), *map(format_status, runs)]
@@ -74,25 +70,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def read_statuses(folders: Sequence[Path]) -> list[RunStatus]:
-    """The runs at or below folders, and those that sweeps there have listed, by name."""
-    found, queued = dict[Path, RunStatus](), dict[Path, SweepList]()
+    """The runs at or below folders, by name."""
+    found = dict[Path, RunStatus]()
     for folder in folders:
         for at, below, files in os.walk(os.path.normpath(folder)):
-            if heartbeat.SWEEP_FILE in files and (sweep := heartbeat.load_sweep(Path(at))):
-                queued |= {Path(os.path.normpath(Path(at) / run)): sweep for run in sweep.runs}
             if not {*RUN_FILES}.isdisjoint(files):
                 found[Path(at)] = read_status(Path(at))
                 below.clear()
             below[:] = [each for each in below if not each.startswith(".")]  # .cache, .hydra
-    for path in queued.keys() - found.keys():
-        process = queued[path].process
-        if any((path / name).exists() for name in RUN_FILES):
-            found[path] = read_status(path)
-        elif process.is_alive() is False:
-            why = "its sweep has ended; the same command begins it"
-            found[path] = RunStatus(run=str(path), state="not_started", why=why)
-        else:
-            found[path] = RunStatus(run=str(path), state="queued", process=process)
     return [found[path] for path in sorted(found, key=str)]
 
 
@@ -140,18 +125,18 @@ def format_status(run: RunStatus) -> str:
     """A line of the table."""
     left = seen = by = phase = ""
     if (beat := run.heartbeat) is not None:
-        age, is_active = heartbeat.age_s(beat.written), run.state in ACTIVE
+        age, is_active = age_s(beat.written), run.state in ACTIVE
         size, unit = next(each for each in UNITS if age >= each[0] or each[0] == 1)
         seen = f"{int(age // size)} {unit}"
         if is_active and beat.run_eta_s is not None:
-            left = format_time(beat.run_eta_s) + "+" * bool(beat.untimed)
+            left = format_time(beat.run_eta_s)
         if run.state != "finished":
             phase = printable(beat.phase) + (f" ({beat.stage}/{beat.stages})" if beat.stage else "")
             if beat.step is not None and beat.steps:
                 phase += f" {math.floor(100 * beat.step / beat.steps)} %"
             if is_active and beat.phase_eta_s is not None:
                 phase += f", {format_time(beat.phase_eta_s)}"
-    if run.process is not None and run.state in (*ACTIVE, "queued", "silent"):
+    if run.process is not None and run.state in (*ACTIVE, "silent"):
         by = f"{printable(run.process.host)}:{run.process.pid}"
     done, why = "" if run.done is None else f"{math.floor(100 * run.done)} %", printable(run.why)
     what = ": ".join(filter(None, (phase, why if len(why) <= MAX_WHY else f"{why[: MAX_WHY - 1]}…")))

@@ -25,7 +25,7 @@ from cpt.trainer.run_dir import RunDir, checkpoint_files
 log = logging.getLogger(__name__)
 
 
-def train(cfg: DictConfig, *, run_dir: Path) -> float | list[float | None] | None:
+def train(cfg: DictConfig, *, run_dir: Path) -> float | None:
     """Trains the method of a config on its domains, or resumes it; returns the metric that a sweep minimizes.
 
     With `plan`, prints the estimated cost and leaves the directory as it is. Raises ValueError for an invalid

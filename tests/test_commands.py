@@ -11,8 +11,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from cpt.cli import to_hydra
 from cpt.core.config import CONF
-from cpt.core.renames import rename_argument
 from cpt.trainer.plan import read_sections
 from tests.conftest import ROOT, with_values
 from tests.test_docs import DOCUMENTS, each_document, lines, told
@@ -39,10 +39,6 @@ def one_of(override: str) -> str:
     return f"{parsed.get_key_element()}={first}"
 
 
-def refuse(old: str, new: str) -> None:
-    raise ValueError(f"{old} is deprecated")
-
-
 def reader_configs(folder: Path) -> Path:
     """The YAMLs of the documents that name their file in a comment, written there."""
     for path in DOCUMENTS:
@@ -54,11 +50,10 @@ def reader_configs(folder: Path) -> Path:
 
 def compose_run(given: list[str], configs: Path) -> None:
     """Composes what a run is told, and has its values checked."""
-    flags = OF_HYDRA | {word for word in given if word.startswith("--config-dir=")}
+    flags = OF_HYDRA | {word for word in given if word.startswith(("--config-dir=", "$"))}
     wanted = [one_of(word.replace("…", "x")) for word in given if word not in flags]
     wanted = [word for word in wanted if not word.startswith(OF_ANOTHER)]
-    wanted = [rename_argument(word, {}, say=refuse) for word in wanted]
-    own = [word.replace("+experiment", "experiment") for word in wanted]
+    own = to_hydra(wanted)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         if any(OF_THE_READER.fullmatch(word) for word in own):
             path = f"hydra.searchpath=[file://{configs},file://{ROOT / 'docs' / 'examples'}]"
@@ -87,6 +82,11 @@ def test_what_starts_a_run_composes_with_values_that_are_allowed(path, tmp_path)
     assert wrong == {}
     with pytest.raises(ValueError, match=r"trainer.steps=-1"):  # that it can fail
         compose_run(["trainer.steps=-1"], configs)
+
+
+def test_a_routing_and_an_experiment_are_given_plainly():
+    given = ["+experiment=mine", "method.routing=posterior", "method.routing.decay=0.5"]
+    assert to_hydra(given) == ["experiment=mine", "routing@method.routing=posterior", given[2]]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import pytest
 import yaml
 
 from cpt.contrib.wandb_tools.rebuild import build_parser
-from cpt.core.renames import NESTED
 from cpt.report import report_parser
 from cpt.reporting.load_runs import FILTERS
 from tests.conftest import ROOT
@@ -113,7 +112,7 @@ def test_tests_files_links_programs_and_extras_that_are_named_exist():
 
 @pytest.mark.slow
 def test_choices_and_options_that_are_named_exist():
-    known = options() | {*NESTED}
+    known = options() | {"method.routing"}
     for path in DOCUMENTS:
         found = {match for word in words(path) if (match := CHOICE.fullmatch(word))}
         wanted = {(match[1], name) for match in found for name in re.split(r"[,|]", match[2])}

@@ -82,13 +82,13 @@ def test_damaged_files_are_told_in_a_line_and_later_fields_ignored(tmp_path, cap
 
 def test_the_table_and_json(tmp_path, capsys):
     where = {"phase": "training law", "stage": 2, "stages": 4, "step": 30, "steps": 120}
-    how = {"done": 0.319, "phase_eta_s": 12.4, "run_eta_s": 3723.0, "untimed": ["endtasks"]}
+    how = {"done": 0.319, "phase_eta_s": 12.4, "run_eta_s": 3723.0}
     make_run(tmp_path / "a", beat(**where, **how, written=earlier(130)))
     make_run(tmp_path / "b", beat("failed", why="no"))
     assert status.main([str(tmp_path)]) == 0
     head, line, _, total = capsys.readouterr().out.splitlines()
     by = f"{ProcessId.current().host}:{os.getpid()}"
-    words = f"running 31 % 1:02:03+ 2 min {by} {tmp_path / 'a'} training law (2/4) 25 %, 0:12"
+    words = f"running 31 % 1:02:03 2 min {by} {tmp_path / 'a'} training law (2/4) 25 %, 0:12"
     assert line.split() == words.split()
     assert head.split() == [*status.HEADER] and total == "2 runs: 1 running, 1 failed"
     assert status.main(["--json", str(tmp_path)]) == 0

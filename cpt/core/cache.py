@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -20,7 +19,6 @@ from cpt.core.heartbeat import waiting_for
 
 log = logging.getLogger(__name__)
 SMALL = 1 << 24  # bytes: artifacts up to this size are hashed whenever they are opened
-ABANDONED_S = 24 * 3600
 PARTIAL = ".partial"
 CACHED = re.compile(r"(corpora|packed|base|tokenizers|endtasks|similarity)/(.*-)?[0-9a-f]{16}")
 check_all = ContextVar("check_all", default=False)  # whether artifacts of any size are hashed when opened
@@ -41,12 +39,6 @@ def make_once(folder: Path, *, make: Callable[[Path], None]) -> Path:
                 return folder
             log.warning("Rebuilding %s, which is damaged (%s)", folder, damage)
             discard(folder)
-        for partial in folder.parent.glob(f"*{PARTIAL}"):  # without a change for a day, and nobody builds it
-            with suppress(FileNotFoundError, Timeout):  # removed by another process; being built
-                newest = max(path.lstat().st_mtime for path in (partial, *partial.rglob("*")))
-                if time.time() - newest > ABANDONED_S:
-                    with FileLock(partial.with_suffix(".lock"), timeout=0):
-                        discard(partial)
         partial = folder.with_name(folder.name + PARTIAL)
         partial.mkdir(mode=0o700, exist_ok=True)
         for pattern in ("*.tmp", f"*{PARTIAL}"):  # atomic writes of the killed build

@@ -23,7 +23,6 @@ EXECUTION = (
     *("trainer.devices", "trainer.num_nodes", "trainer.strategy", "trainer.num_workers"),
     *("trainer.reshard_after_forward", "trainer.eval_batch_size", "trainer.checkpoint_every"),
     *("trainer.log_every_n_steps", "trainer.gradient_checkpointing", "trainer.offload_method_state"),
-    *("keep_end", "save_trainer_state"),  # options of earlier versions
 )
 WATCHES = {"stop": None, "patience": None, "keep": "last"}  # of a monitor that ends no stage
 HIDDEN = "(hidden)"  # stands where a secret was

@@ -18,15 +18,10 @@ from cpt.core.config import CONF, flatten
 from cpt.core.processes import is_one_of_several
 from cpt.core.schema import unknown_name
 
-RENAMED_GROUPS = {"probe": "benchmark", "schedule": "lr_scheduler"}  # accepted: cpt.core.renames
-RENAMED_CHOICES = {"model=checkpoint": "hf"}  # accepted but in a defaults list
 LOADED = re.compile(r"Could not load '(.+)/([^/']+)'")
-TWICE = re.compile(r"Multiple values for (\S+)\. To override a value use 'override \S+: (.*)'")
 MERGED = re.compile(r"Cannot merge DictConfig with")
-MADE_OF = re.compile(r"Error resolving interpolation '(.*)', possible interpolation keys: (.*)")
 GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir())
 NO_DEFAULT = re.compile(r"In '(\S+)': Could not override '([\w/@.]+)'")
-AMBIGUOUS = re.compile(r"Ambiguous value for argument '((.*?)=(.*))'")
 OPEN = ("callbacks", "logger", "optim")  # sections that take further keys, as those within sections do
 FAMILIAR = {  # of transformers' TrainingArguments and example scripts, and Lightning's Trainer
     "bf16": "trainer.precision", "fp16": "trainer.precision", "learning_rate": "optim.lr",
@@ -39,7 +34,21 @@ FAMILIAR = {  # of transformers' TrainingArguments and example scripts, and Ligh
     "lr_scheduler_type": "lr_scheduler", "warmup_steps": "lr_scheduler.warmup_ratio", "report_to": "logger",
     "model_name_or_path": "model.name_or_path", "batch": "trainer.batch_size",
 }  # fmt: skip
-DELETED = re.compile(r"Could not delete from config. '(.*)' does not exist")
+SAID = {  # what Hydra says of a config that cannot be composed, and what is said instead
+    r"Multiple values for (\S+)\. To override a value use 'override \S+: (.*)'": (
+        "+{0}={1} is invalid. Allowed: {0}={1}, without +"
+    ),
+    r"Error resolving interpolation '(.*)', possible interpolation keys: (.*)": (
+        "${{{0}}} is invalid: unknown where a choice is made of it. Allowed: {1}"
+    ),
+    r"Ambiguous value for argument '((.*?)=(.*))'": (
+        "{0} is invalid: several values for one run. Allowed: one value, a list {1}=[{2}] where the option "
+        "takes one, -m for a run of each"
+    ),
+    r"Could not delete from config. '(.*)' does not exist": (
+        "~{0} is invalid: there is no {0}, or it is null. Allowed: {0}=null"
+    ),
+}
 FAILED_ALLOCATION = re.compile(
     r"out of memory|can't allocate memory|Cannot allocate memory|bad_alloc|can't start new thread"
     r"|could not create a (primitive|memory)"  # oneDNN
@@ -52,9 +61,9 @@ def reason(error: BaseException) -> str:
     match error:
         case of_hydra.MissingConfigException(missing_cfg_file=str(path), options=list(options)):
             group, _, name = path.rpartition("/")
-            return unknown_choice(f"{group}={name}", options)
+            return unknown_name(f"{group}={name}", options)
         case of_hydra.MissingConfigException() if (at := LOADED.search(str(error))) and choices_of(at[1]):
-            return unknown_choice(f"{at[1]}={at[2]}", choices_of(at[1]))  # of a list of choices
+            return unknown_name(f"{at[1]}={at[2]}", choices_of(at[1]))  # of a list of choices
         case of_hydra.OverrideParseException():
             about = ("Error parsing", "See ", "^")  # the argument, Hydra's page, the place in the argument
             lines = [line.strip() for line in error.message.splitlines()]
@@ -78,22 +87,14 @@ def reason(error: BaseException) -> str:
             return f"{told}; to add it: +{key}=VALUE" if addable and not told.endswith("?") else told
         case ConfigCompositionException() if at := NO_DEFAULT.search(str(error)):
             place, group = at.groups()
-            if group in RENAMED_GROUPS:
-                return f"override /{group} in {place} is invalid. Allowed: override /{RENAMED_GROUPS[group]}"
             if "@" in group:
                 missing = "its first line is not # @package _global_"
                 return f"{place} is invalid: {missing}. Allowed: this line, then defaults: and keys"
             return f"override /{group} in {place}: {unknown_name(group, GROUPS)}"
-        case ConfigCompositionException() if twice := TWICE.match(str(error)):
-            return f"+{twice[1]}={twice[2]} is invalid. Allowed: {twice[1]}={twice[2]}, without +"
-        case ConfigCompositionException() if made := MADE_OF.match(str(error)):
-            return f"${{{made[1]}}} is invalid: unknown where a choice is made of it. Allowed: {made[2]}"
-        case ConfigCompositionException() if several := AMBIGUOUS.match(str(error)):
-            argument, key, values = several.groups()
-            allowed = f"one value, a list {key}=[{values}] where the option takes one, -m for a run of each"
-            return f"{argument} is invalid: several values for one run. Allowed: {allowed}"
-        case ConfigCompositionException() if gone := DELETED.match(str(error)):
-            return f"~{gone[1]} is invalid: there is no {gone[1]}, or it is null. Allowed: {gone[1]}=null"
+        case ConfigCompositionException():
+            for pattern, line in SAID.items():
+                if found := re.match(pattern, str(error)):
+                    return line.format(*found.groups())
     while error.__cause__ is not None and isinstance(error, HydraException):
         error = error.__cause__
     match error:
@@ -104,11 +105,6 @@ def reason(error: BaseException) -> str:
         case of_omegaconf.ConfigTypeError(full_key=str(key)) if MERGED.match(str(error)):
             return f"{key} is invalid: it has keys with values, not a value. Allowed: {key}.NAME=…"
     return " ".join(filter(None, map(str.strip, str(error).splitlines()))) or type(error).__name__
-
-
-def unknown_choice(given: str, choices: list[str]) -> str:
-    told = unknown_name(given, choices)
-    return f"{told}. Did you mean {RENAMED_CHOICES[given]}?" if given in RENAMED_CHOICES else told
 
 
 def choices_with(key: str, section: str) -> list[str]:

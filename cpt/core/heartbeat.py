@@ -1,6 +1,6 @@
 """Progress bars, and the heartbeat of a run: a daemon thread of rank 0 writes `progress.json` from them.
 
-The file and a sweep's `sweep.json` are for `cpt.status` and other watchers; a run never reads them back."""
+The file is for `cpt.status` and other watchers; a run never reads it back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -26,7 +26,7 @@ from tqdm import tqdm
 from cpt.core.preemption import Preempted
 
 log = logging.getLogger(__name__)
-PROGRESS_FILE, SWEEP_FILE = "progress.json", "sweep.json"
+PROGRESS_FILE = "progress.json"
 ACTIVE = ("running", "waiting")
 TICK_S, PERIOD_S = 1.0, 5.0  # a new phase is written within a tick, anything else once a period
 STALE_S = 180.0  # age at which a heartbeat of another host no longer counts
@@ -95,7 +95,6 @@ class Heartbeat:
     done: float | None = None  # fraction of the run's optimizer steps
     phase_eta_s: float | None = None
     run_eta_s: float | None = None
-    untimed: list[str] = field(default_factory=list)  # later phases that run_eta_s does not include
     why: str = ""  # what the run waits for, or how it ended
     began: Time  # start of this process's run
     written: Time = field(default_factory=utc_now)
@@ -108,89 +107,52 @@ class Heartbeat:
     @property
     def alive(self) -> bool:
         """Whether its process is at work; one of another host is as long as it is heard of."""
-        if not self.active:
-            return False
-        alive = self.process.is_alive()
+        alive = self.active and self.process.is_alive()
         return age_s(self.written) < STALE_S if alive is None else alive
 
     def ended(self, state: State, why: str) -> Heartbeat:
         """The last heartbeat of a run, its message on one line."""
         line = " ".join(why.split())
         why = line if len(line) <= MAX_MESSAGE else f"{line[: MAX_MESSAGE - 1]}…"
-        over: dict[str, Any] = {"phase_eta_s": None, "run_eta_s": None, "untimed": []}
-        return replace(self, state=state, why=why, written=utc_now(), **over)
+        return replace(self, state=state, why=why, written=utc_now(), phase_eta_s=None, run_eta_s=None)
 
     def write(self, folder: Path) -> None:
-        write_status(folder / PROGRESS_FILE, self)
+        """Atomic, but not synced to disk: after a crash of the machine the file is worth nothing."""
+        partial = folder / f"{PROGRESS_FILE}.{os.getpid()}.partial"
+        partial.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+        os.replace(partial, folder / PROGRESS_FILE)
 
     @classmethod
     def load(cls, folder: Path) -> Heartbeat | None:
-        """None without one. Raises ValueError if it cannot be read."""
-        return read_status_file(folder / PROGRESS_FILE, cls)
+        """None without one. Fields of later versions are left out. Raises ValueError if it is unreadable."""
+        try:
+            return heartbeat_format().validate_json((folder / PROGRESS_FILE).read_bytes(), strict=True)
+        except FileNotFoundError:
+            return None
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"])) or "its form"
+            raise ValueError(f"{PROGRESS_FILE} cannot be read: {place}: {first['msg']}") from None
+        except OSError as error:
+            raise ValueError(f"{PROGRESS_FILE} cannot be read: {error}") from None
 
 
-@dataclass(frozen=True, kw_only=True)
-class SweepList:
-    """Contents of `sweep.json`: a sweep's runs, as paths from its folder, and its process."""
-
-    version: Literal[2] = 2
-    runs: list[str]
-    process: ProcessId = field(default_factory=ProcessId.current)
-
-
-def write_status(path: Path, value: Heartbeat | SweepList) -> None:
-    """Atomic, but not synced to disk: after a crash of the machine the file is worth nothing."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    partial.write_text(json.dumps(asdict(value)) + "\n", encoding="utf-8")
-    os.replace(partial, path)
-
-
-adapter_of = cache(TypeAdapter)
-
-
-def read_status_file(path: Path, kind: Any) -> Any:
-    """None without one. Fields of later versions are left out. Raises ValueError if it is unreadable."""
-    try:
-        return adapter_of(kind).validate_json(path.read_bytes(), strict=True)
-    except FileNotFoundError:
-        return None
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "its form"
-        raise ValueError(f"{path.name} cannot be read: {place}: {first['msg']}") from None
-    except OSError as error:
-        raise ValueError(f"{path.name} cannot be read: {error}") from None
+@cache
+def heartbeat_format() -> TypeAdapter[Heartbeat]:
+    return TypeAdapter(Heartbeat)
 
 
 def record_exit(folder: Path, state: State, why: str, *, began: str) -> None:
     """Records how a run ended that began at a time and may have been killed before it could do so."""
     with suppress(OSError):
-        try:
+        last = None
+        with suppress(ValueError):
             last = Heartbeat.load(folder)
-        except ValueError:
-            last = None
         if last is None or (last.written < began and not last.alive):  # of an earlier start
             last = Heartbeat(state="running", began=began)
         elif last.alive or not last.active:
             return  # it has recorded its end itself
         last.ended(state, why).write(folder)
-
-
-def list_sweep_runs(folder: Path, runs: Iterable[Path]) -> None:
-    """Records a sweep's runs and its process in `sweep.json`, after those of a sweep still at work there."""
-    with suppress(OSError):
-        listed = [os.path.relpath(run, folder) for run in runs]
-        if (before := load_sweep(folder)) and before.process.is_alive():
-            listed = list(dict.fromkeys([*before.runs, *listed]))
-        folder.mkdir(parents=True, exist_ok=True)
-        write_status(folder / SWEEP_FILE, SweepList(runs=listed))
-
-
-def load_sweep(folder: Path) -> SweepList | None:
-    """None if it cannot be read."""
-    with suppress(ValueError):
-        return read_status_file(folder / SWEEP_FILE, SweepList)
-    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,7 +167,6 @@ class Phase:
     total: int = 0  # of all domains
     remaining_s: float | None = None  # all later phases; None if unknown
     remaining_steps: int = 0  # that take as long as this phase's, not in remaining_s
-    untimed: Sequence[str] = ()  # later phases that are in neither
 
 
 class HeartbeatThread:
@@ -213,21 +174,25 @@ class HeartbeatThread:
 
     folder: Path | None = None
     phase, waiting, began = Phase(name=""), "", ""
-    kind: Any = None  # of the last heartbeat
     bars: list[tqdm] = []
 
     @contextmanager
     def beating(self, folder: Path) -> Iterator[None]:
         """Keeps `progress.json` in a run folder, and records at the end how the run ended."""
         self.folder, self.phase, self.bars, self.waiting = folder, Phase(name="starting"), [], ""
-        self.began, self.kind, self.written_s, self.warned = utc_now(), None, 0.0, False
-        self.update()
+        self.began, self.warned = utc_now(), False
+        self.write(self.read())
         stopped = threading.Event()
         end: tuple[State, str] = ("finished", "")
 
         def work() -> None:
+            """Writes a new phase or state, and the first step of a phase, at once; all else once a period."""
+            last, written = None, 0.0
             while not stopped.wait(TICK_S):
-                self.update()
+                beat = self.read()
+                if (now := (beat.phase, bool(beat.step), beat.state)) != last or time.monotonic() > written:
+                    last, written = now, time.monotonic() + PERIOD_S
+                    self.write(beat)
 
         thread = threading.Thread(target=work, daemon=True, name="heartbeat")
         thread.start()
@@ -246,49 +211,38 @@ class HeartbeatThread:
             self.write(replace(last, phase="", done=1.0) if end[0] == "finished" else last)
             self.folder, self.bars = None, []
 
-    def update(self) -> None:
-        """Writes a new phase or state, and the first step of a phase, at once; all else once a period."""
-        beat = self.read()
-        last, self.kind = self.kind, (beat.phase, bool(beat.step), beat.state)
-        if self.kind != last or time.monotonic() - self.written_s >= PERIOD_S:
-            self.write(beat)
-
     def read(self) -> Heartbeat:
         """The current heartbeat. Within a stage a closed bar counts too, without the time left."""
         phase, bars = self.phase, self.bars
         open_bars = [bar for bar in bars if not bar.disable]
         bar = open_bars[-1] if open_bars else bars[-1] if bars and phase.stage is not None else None
-        name, step, phase_eta, run_eta, done = phase.name, None, None, None, None
-        if bar is not None:
-            shown, step = bar.format_dict, bar.n
-            label, new = shown["prefix"].strip(": "), bar.n - bar.initial
-            if phase.stage is None and " " in label:  # `tokenising law`, where the phase is `tokenising`
-                name = label
-            rate = shown["rate"] or (new / shown["elapsed"] if new > 0 and shown["elapsed"] else None)
-            if rate and bar.total and open_bars:
-                phase_eta = round(max(0.0, bar.total - bar.n) / rate, 1)
-                if phase.remaining_s is not None:
-                    run_eta = round(phase_eta + phase.remaining_s + phase.remaining_steps / rate, 1)
-        if phase.total:
-            done = round(min(1.0, (phase.done + (step or 0) * phase.trains) / phase.total), 4)
-        return Heartbeat(
+        beat = Heartbeat(
             state="waiting" if self.waiting else "running",
-            phase=name,
+            phase=phase.name,
             stage=phase.stage,
             stages=phase.stages,
-            step=step,
-            steps=None if bar is None else bar.total,
-            done=done,
-            phase_eta_s=phase_eta,
-            run_eta_s=run_eta,
-            untimed=list(phase.untimed),
             why=self.waiting,
             began=self.began,
         )
+        if bar is not None:
+            shown, new = bar.format_dict, bar.n - bar.initial
+            beat = replace(beat, step=bar.n, steps=bar.total)
+            if phase.stage is None and " " in bar.desc:  # `tokenising law`, where the phase is `tokenising`
+                beat = replace(beat, phase=bar.desc.strip(": "))
+            rate = shown["rate"] or (new / shown["elapsed"] if new > 0 and shown["elapsed"] else None)
+            if rate and bar.total and open_bars:
+                eta = round(max(0.0, bar.total - bar.n) / rate, 1)
+                beat = replace(beat, phase_eta_s=eta)
+                if phase.remaining_s is not None:
+                    later = phase.remaining_s + phase.remaining_steps / rate
+                    beat = replace(beat, run_eta_s=round(eta + later, 1))
+        if phase.total:
+            done = (phase.done + (beat.step or 0) * phase.trains) / phase.total
+            beat = replace(beat, done=round(min(1.0, done), 4))
+        return beat
 
     def write(self, beat: Heartbeat) -> None:
         """Warns once if it cannot: a run continues without its heartbeat."""
-        self.written_s = time.monotonic()
         try:
             if self.folder is not None:
                 beat.write(self.folder)
@@ -308,16 +262,9 @@ class HeartbeatThread:
     def set_phase(self, phase: Phase | str) -> None:
         self.phase, self.bars = Phase(name=phase) if isinstance(phase, str) else phase, []
 
-    def watch_bar(self, bar: tqdm) -> tqdm:
-        """Has the heartbeat tell the position of a bar until it is closed."""
-        if self.folder is not None and not bar.disable:
-            self.bars = [*(each for each in self.bars if not each.disable), bar]  # the thread reads it
-        return bar
-
 
 HEARTBEAT = HeartbeatThread()
-heartbeat, waiting_for = HEARTBEAT.beating, HEARTBEAT.waiting_for
-set_phase = HEARTBEAT.set_phase
+heartbeat, waiting_for, set_phase = HEARTBEAT.beating, HEARTBEAT.waiting_for, HEARTBEAT.set_phase
 
 
 class Lines:
@@ -347,21 +294,14 @@ def progress_bar(
     """A bar named `label` that ends at `total` units, of which some are done, and goes when it is closed.
     With `scale` units are counted in k, M, G; in a log file it is silent for `delay` seconds. The run's
     progress.json says where it is."""
-    interval = 0.2 if sys.stderr.isatty() else 10.0
-    bar = tqdm(
-        file=sys.stderr if sys.stderr.isatty() else Lines(sys.stderr),
-        desc=label,
-        total=total,
-        initial=done,
-        unit=unit,
-        unit_scale=scale,
-        delay=0.0 if sys.stderr.isatty() else delay,
-        disable=hidden,
-        leave=False,
-        mininterval=interval,
-        maxinterval=60,
-    )
-    return HEARTBEAT.watch_bar(bar)
+    on_terminal = sys.stderr.isatty()
+    how: dict[str, Any] = {"unit": unit, "unit_scale": scale, "leave": False, "disable": hidden}
+    how |= {"file": sys.stderr, "mininterval": 0.2} if on_terminal else {"file": Lines(sys.stderr)}
+    how |= {} if on_terminal else {"mininterval": 10.0, "delay": delay}
+    bar = tqdm(desc=label, total=total, initial=done, maxinterval=60, **how)
+    if HEARTBEAT.folder is not None and not bar.disable:  # until it is closed
+        HEARTBEAT.bars = [*(each for each in HEARTBEAT.bars if not each.disable), bar]  # the thread reads it
+    return bar
 
 
 def format_error(error: BaseException) -> str:

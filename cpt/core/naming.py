@@ -1,22 +1,14 @@
-"""What a run is called: its folder, and what tells it from others of its method. What says the same is called
-the same: `optim.lr=1e-3` as `0.001`, and a default that is given outright not at all."""
+"""What a run is called: its folder, and what tells it from others of its method. Numbers are written in one
+way: `optim.lr=1e-3` as `0.001`."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from functools import cache
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hydra.core.config_loader import ConfigLoader
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
-from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import OmegaConf
 
 from cpt.core.config import canonical, digest, executes, redact
 
@@ -52,50 +44,13 @@ def variant() -> str:
 
 
 def list_choices(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Key and value of the overrides that decide the result and are not the default; numbers in one way."""
-    parsed = OverridesParser.create().parse_overrides(list(overrides))
-    loader = GlobalHydra.instance().config_loader() if GlobalHydra.instance().is_initialized() else None
-    chosen = [each for each in parsed if loader and has_options(loader, each.key_or_group.partition("@")[0])]
-    groups = tuple(str(each.input_line) for each in chosen)
-    for each in parsed:
+    """Key and value of the overrides that decide the result."""
+    for each in OverridesParser.create().parse_overrides(list(overrides)):
         key, value = each.get_key_element().lstrip("+~"), each.value()
-        if executes(key) or key.startswith("hydra.") or (loader and is_default(loader, each, groups)):
-            continue
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        text = str(canonical("", value)) if is_number else str(each.input_line).partition("=")[2]
-        yield key, redact(text, key)
-
-
-def is_default(loader: ConfigLoader, override: Override, groups: tuple[str, ...]) -> bool:
-    """Whether a value or choice is what the config has without it; true is not 1."""
-    key, value = override.key_or_group, override.value()
-    if override.is_add() or override.is_delete():
-        return False
-    with suppress(HydraException, OmegaConfBaseException):
-        if has_options(loader, key.partition("@")[0]):
-            return default_choices(loader).get(override.get_key_element()) == value
-        default = OmegaConf.select(load_default(loader, groups), key)
-        alike = canonical("", value) == canonical("", default) and not OmegaConf.is_config(default)
-        return alike and isinstance(value, bool) == isinstance(default, bool)
-    return False
-
-
-@cache
-def has_options(loader: ConfigLoader, group: str) -> bool:
-    """Whether there is a group of this name; Hydra composes a list of configs again at each call."""
-    return bool(loader.get_group_options(group))
-
-
-@cache
-def default_choices(loader: ConfigLoader) -> Mapping[str, str | None]:
-    """What is chosen of each group where nothing is given; a config is not composed for that."""
-    return loader.compute_defaults_list(CONFIG, [], RunMode.RUN).overrides.known_choices
-
-
-@cache
-def load_default(loader: ConfigLoader, groups: tuple[str, ...]) -> DictConfig:
-    """The config with these choices and no other value given."""
-    return loader.load_configuration(CONFIG, overrides=list(groups), run_mode=RunMode.RUN)
+        if not executes(key) and not key.startswith("hydra."):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            text = str(canonical("", value)) if is_number else str(each.input_line).partition("=")[2]
+            yield key, redact(text, key)
 
 
 # A value for models built here, another for given checkpoints.

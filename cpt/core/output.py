@@ -1,7 +1,6 @@
 """Standard output whose reader may leave, as in `python -m cpt.status | head`."""
 
 import os
-import select
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,15 +13,9 @@ UNREAD = 128 + 13  # the exit code that shells show for SIGPIPE
 def closing_output() -> Iterator[None]:
     """Ends the program without a traceback, by the exit code UNREAD, if nobody reads its output any more."""
     try:
-        try:
-            yield
-        finally:
-            sys.stdout.flush()
+        yield
+        sys.stdout.flush()
     except BrokenPipeError:
-        poll = select.poll()
-        poll.register(sys.stdout.fileno(), 0)
-        if not poll.poll(0):  # somebody reads it: this is of another pipe
-            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own flush at exit
         sys.exit(UNREAD)
 

@@ -5,17 +5,13 @@ import ctypes
 import os
 import signal
 import sys
-import time
-from pathlib import Path
-from statistics import median
 from typing import Any
 
 import psutil
 
 PARENT = "CPT_LAUNCHER"  # environment variable: the process that must not be outlived
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-LOAD = Path("/proc/loadavg")
-SPINNING, SLEEPING = 10_000, 1_000  # times that a thread of OpenMP looks for work before it sleeps
+SPINS = "10000"  # times that a thread of OpenMP looks for work before it sleeps: many slow other runs
 
 
 def cores() -> int:
@@ -48,21 +44,6 @@ def rank_and_world() -> tuple[int, int]:
         return 0, 1
     distributed = sys.modules["torch.distributed"]
     return distributed.get_rank(), distributed.get_world_size()
-
-
-def choose_spins() -> int:
-    """How often OpenMP's threads look for work before they sleep: more where the machine has a core for each.
-
-    A default run on two cores of its own makes 22.5 steps a second SPINNING and 17.8 SLEEPING, in the same
-    CPU time; two of them at once on these cores take 50 s and 36 s."""
-    if not LOAD.exists():
-        return SLEEPING
-    threads, running = os.environ.get("OMP_NUM_THREADS", ""), []
-    for _ in range(5):
-        running.append(int(LOAD.read_text().split()[3].partition("/")[0]))  # this thread among them
-        time.sleep(0.01)
-    ours = int(threads) if threads.isdigit() else cores()
-    return SPINNING if ours + median(running) - 1 <= (os.cpu_count() or 1) else SLEEPING
 
 
 def die_with_parent() -> None:

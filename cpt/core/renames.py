@@ -17,7 +17,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from cpt.core.config import CONF, flatten
-from cpt.core.errors import RENAMED_GROUPS
 from cpt.core.schema import option_types, show
 from cpt.core.sections import GIVEN, options_class
 
@@ -27,6 +26,7 @@ def pairs(text: str) -> dict[str, str]:
     return dict(zip(words[::2], words[1::2], strict=True))
 
 
+GROUPS = pairs("probe benchmark  schedule lr_scheduler")
 KEYS = pairs("""
     check verify_inputs  from init_from  keep_stages save_all_stages  objective optimized_metric
     freeze.only trainable  parts.keep modules.storage  optim.carry optim.state_across_domains
@@ -62,7 +62,6 @@ VALUES = {
     "model": pairs("checkpoint hf"),
     "replay.mode": MODES,
 }
-NESTED = {"method.routing": "routing@method.routing"}  # groups within a section, in Hydra's syntax
 OVERRIDE = re.compile(r"(~)([\w/.@]+)()|([+~]{0,2})([\w/.@]+)(=.*)", re.DOTALL)
 
 
@@ -73,7 +72,7 @@ def warn(old: str, new: str) -> None:
 def new_name(key: str, config: Mapping[str, Any]) -> str:
     """The present name of a key or group; `config`: leaves, for the classes that they choose."""
     head, dot, rest = key.partition(".")
-    key = f"{RENAMED_GROUPS.get(head, head)}{dot}{rest}"
+    key = f"{GROUPS.get(head, head)}{dot}{rest}"
     for old, new in SECTIONS.items():
         key = new + key.removeprefix(old) if f"{key}.".startswith(f"{old}.") else key
     place, _, old = key.rpartition(".")
@@ -130,8 +129,7 @@ def rename_keys(cfg: DictConfig) -> None:
 
 
 def rename_overrides(arguments: Sequence[str]) -> list[str]:
-    """Command-line arguments with present names; warns of each old one on stderr. A choice within a section
-    is put in Hydra's syntax: `method.routing=posterior`."""
+    """Command-line arguments with present names; warns of each old one on stderr."""
     present = [rename_argument(each, {}, say=lambda *names: None) for each in arguments]
     config = {} if present == list(arguments) else compose_choices(present)
     return [rename_argument(each, config) for each in arguments]
@@ -150,8 +148,6 @@ def rename_argument(
         say(f"{key}{value}", f"{name}{present}")
     elif name != key:
         say(key, name)
-    if name in NESTED and re.fullmatch(r"=[\w,]+", present):
-        name = NESTED[name]
     return f"{sign}{name}{present}"
 
 

@@ -6,7 +6,6 @@ torch, so that a wrong value is reported at once."""
 import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -15,7 +14,6 @@ from pkgutil import resolve_name
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue
 
 from cpt.core.config import FOR_OTHERS
 from cpt.core.errors import reason
@@ -98,44 +96,36 @@ def options_class(target: str, *, place: str) -> type[Options] | None:
 
 @dataclass(frozen=True)
 class Section:
-    """The given values of a section; `complete` if none is missing (`???`), as in a sweep; `used` are the
-    names that other values interpolate."""
+    """The given values of a section; `used` are the names that other values interpolate."""
 
     place: str
     values: Mapping[str, Any]
-    complete: bool
-    used: frozenset[str]
+    used: frozenset[str] = frozenset()
 
-    def read(self, kind: type[Read]) -> Read | None:
-        """The options of the section; None where a value is missing. Raises ValueError as `read_options`."""
+    def read(self, kind: type[Read]) -> Read:
+        """The options of the section. Raises ValueError as `read_options`."""
         types = option_types(kind)
         values: dict[str, Any] = {}
         for name, value in self.values.items():
             if name in types or name not in self.used:
                 nested = isinstance(value, Mapping) and "_target_" in value
-                inner = Section(join(self.place, name), value, True, frozenset())
-                values[name] = inner.choose() if nested else value
-        check_names(values, types, place=self.place)
-        if self.complete:
-            return read_options(kind, values, place=self.place)
-        for name, value in values.items():
-            check_value(join(self.place, name), value, types[name])
-        return None
+                values[name] = Section(join(self.place, name), value).choose() if nested else value
+        return read_options(kind, values, place=self.place)
 
     def choose(self, *, needed: bool = False) -> Any:
         """What `_target_` chooses: Options where a class is its own Options, else a Choice; None where
-        a value is missing or, unless it is `needed`, nothing is chosen."""
+        nothing is chosen, unless it is `needed`."""
         target = self.values.get("_target_")
-        check_value(join(self.place, "_target_"), target, Text if needed and self.complete else Text | None)
+        check_value(join(self.place, "_target_"), target, Text if needed else Text | None)
         if target is None:
             return None
         kind = options_class(target, place=self.place)
         own = self.only(name for name in self.values if name not in GIVEN)
         if kind is None and not target.startswith("cpt."):
-            return Choice(target, own.values or Options()) if self.complete else None
+            return Choice(target, own.values or Options())
         options = own.read(kind or Options)
         is_its_own = kind is not None and target.endswith(f".{kind.__name__}")
-        return options if options is None or is_its_own else Choice(target, options)
+        return options if is_its_own else Choice(target, options)
 
     def only(self, names: Iterable[str]) -> "Section":
         return replace(self, values={name: self.values[name] for name in names})
@@ -147,17 +137,14 @@ class Section:
 
 
 def read_section(cfg: DictConfig, place: str, written: str, *, names: Sequence[str] = ()) -> Section:
-    """A section of a config that is `written` so, or these names at its top."""
+    """A section of a config that is `written` so, or these names at its top. Raises MissingMandatoryValue."""
     node = OmegaConf.select(cfg, place) if place else cfg
     if not isinstance(node, DictConfig):
         check_value(place, to_python(node), Mapping[str, Any])
-    looked_at = [name for name in names if name in node] if names else list(map(str, node))
-    values: dict[str, Any] = {}
-    for name in looked_at:
-        with suppress(MissingMandatoryValue, InterpolationToMissingValueError):
-            values[name] = to_python(node[name])
-    used = frozenset(name for name in looked_at if is_used(join(place, name), written))
-    return Section(place, values, len(values) == len(looked_at), used)
+    there = [name for name in names or map(str, node) if name in node or OmegaConf.is_missing(node, name)]
+    values = {name: to_python(node[name]) for name in there}
+    used = frozenset(name for name in values if is_used(join(place, name), written))
+    return Section(place, values, used)
 
 
 def to_python(value: Any) -> Any:

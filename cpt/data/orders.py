@@ -7,7 +7,7 @@ import math
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,17 +168,3 @@ def embed_by_words(texts: Mapping[str, Iterable[list[str]]]) -> dict[str, np.nda
             counts[name] += 1
     rarity = np.log((1 + sum(counts.values())) / (1 + having)) + 1
     return {name: rarity * total / max(1, counts[name]) for name, total in sums.items()}
-
-
-def embed_by_vectors(
-    texts: Mapping[str, Iterable[list[str]]], encode: Callable[[list[str]], np.ndarray]
-) -> dict[str, np.ndarray]:
-    """Mean vector of each text's documents, [D]; `encode` gives those of a batch, [B, D]."""
-    means = {}
-    for name, batches in texts.items():
-        total, count = np.zeros(1), 0
-        for batch in batches:
-            vectors = np.asarray(encode(batch), np.float64)
-            total, count = total + vectors.sum(0), count + len(batch)
-        means[name] = total / max(1, count)
-    return means

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import ge
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -242,12 +242,8 @@ def bootstrap(
     return {m: {u: np.percentile(x, [2.5, 97.5]).tolist() for u, x in us.items()} for m, us in whole.items()}
 
 
-def objective_value(
-    metrics: dict[str, dict], objective: str | Sequence[str]
-) -> float | list[float | None] | None:
-    """METRIC.UNIT of a finished run, or a list; None without it. Raises ValueError for an unknown one."""
-    if not isinstance(objective, str):
-        return [cast(float | None, objective_value(metrics, each)) for each in objective]
+def objective_value(metrics: Mapping[str, Mapping[str, Any]], objective: str) -> float | None:
+    """METRIC.UNIT of a finished run; None without it. Raises ValueError for an unknown one."""
     metric, _, unit = objective.partition(".")
     if metric not in METRICS or unit not in UNITS:
         told = f"optimized_metric={objective} is invalid"

@@ -219,4 +219,4 @@ class SimilarityKeys(TypedDict, total=False):
         list[Annotated[list[float], Key(over="N")]], Key("cosines of mean embeddings", "-1 to 1", over="N")
     ]
     general: Annotated[list[float], Key("cosines with the general text", "-1 to 1", over="N")]
-    embedding: Annotated[str, Key("`domains.embedding`")]
+    embedding: Annotated[str, Key("of the documents")]

@@ -102,11 +102,9 @@ def forget_rate(scores: Array, rows: Sequence[str], tasks: Sequence[str]) -> flo
     return float((forward(scores, rows, tasks) - scores[-1])[learned].mean())
 
 
-def run_objective(scores: Mapping[str, Any], wanted: str | Sequence[str]) -> Any:
+def run_objective(scores: Mapping[str, Any], wanted: str) -> float | None:
     """What a sweeper optimizes of the fields of scores.json: MF1 and the like of end tasks, or METRIC.UNIT;
     None where the run has no such metric. Raises ValueError for an unknown one."""
-    if not isinstance(wanted, str):
-        return [run_objective(scores, each) for each in wanted]
     if wanted in ENDTASK_MEANINGS:
         return summarise_endtasks(scores["endtasks"], scores["rows"]).get(wanted)
     return objective_value(scores["metrics"], wanted)

@@ -8,10 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from urllib.parse import urlsplit
 
-import numpy as np
 import wandb
 from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
@@ -62,11 +61,11 @@ class LongCSV(Logger):
 
 
 class WandbCurves(WandbLogger):
-    """W&B's run, with its curves over the tokens of the whole run; `histograms`: of diagnostics too."""
+    """W&B's run, with its curves over the tokens of the whole run."""
 
-    def __init__(self, curves: "Curves", *, histograms: bool) -> None:
+    def __init__(self, curves: "Curves") -> None:
         super().__init__(experiment=curves.run)
-        self.curves, self.histograms = curves, histograms
+        self.curves = curves
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -92,8 +91,7 @@ def track(
             # folder is one W&B run, also after a restart.
             place: dict[str, Any] = {name: options.get(name) for name in ("project", "entity", "mode")}
             run = open_wandb(digest([about["group"], folder.name]), folder, **about, **place)
-            curves = Curves(run, high=folder / "wandb" / "tokens")
-            loggers.append(WandbCurves(curves, histograms=bool(options.get("histograms"))))
+            loggers.append(WandbCurves(Curves(run, high=folder / "wandb" / "tokens")))
         yield loggers
         status = "success"
     except Preempted:
@@ -108,13 +106,12 @@ def track(
 
 
 @rank_zero_only
-def log_stage(loggers: Sequence[Logger], scores: Scores, *, distributions: Mapping[str, np.ndarray]) -> None:
-    """The last row of the matrix and what the run has cost, over `stage`; on W&B histograms if asked for."""
+def log_stage(loggers: Sequence[Logger], scores: Scores) -> None:
+    """The last row of the matrix and what the run has cost, over `stage`."""
     row = len(scores.rows) - 1
     for logger in loggers:
         if isinstance(logger, WandbCurves):
-            shown = distributions if logger.histograms else {}
-            publish_stage(logger.experiment, scores, row=row, distributions=shown)
+            logger.experiment.log(stage_points(scores, row))
         else:
             points = {name: x for name, x in stage_points(scores, row).items() if name != "stage"}
             logger.log_metrics(points, step=row)
@@ -122,11 +119,11 @@ def log_stage(loggers: Sequence[Logger], scores: Scores, *, distributions: Mappi
 
 
 @rank_zero_only
-def log_scores(loggers: Sequence[Logger], scores: Scores, *, folder: Path, summary: str) -> None:
+def log_scores(loggers: Sequence[Logger], scores: Scores, *, folder: Path) -> None:
     """All that the report contains for W&B, METRIC/UNIT for custom loggers."""
     for logger in loggers:
         if isinstance(logger, WandbCurves):
-            publish(logger.experiment, scores, folder=folder, summary=summary)
+            publish(logger.experiment, scores, folder=folder)
         elif not isinstance(logger, LongCSV):
             found = summarize_scores(scores, ["metric"])
             known = {key: x for key, x in found.items() if key.rpartition("/")[2] in UNITS}
@@ -230,17 +227,8 @@ class Curves:
         self.run.log(merged | {TOKENS: self.tokens})
 
 
-def publish_stage(
-    run: wandb.Run, scores: Scores, *, row: int, distributions: Mapping[str, np.ndarray]
-) -> None:
-    """Points of one row of the matrix, and a method's diagnostics after it as histograms."""
-    values = {name: cast(Sequence[float], each) for name, each in distributions.items()}  # an array, too
-    histograms = {f"units/{name}": wandb.Histogram(each) for name, each in values.items()}
-    run.log({**frames.stage_points(scores, row), **histograms})
-
-
-def publish(run: wandb.Run, scores: Scores, *, folder: Path, summary: str = "headlines") -> None:
-    """Tables, pictures, the report, end tasks over the stages; as summary the headlines, or `all` numbers."""
+def publish(run: wandb.Run, scores: Scores, *, folder: Path) -> None:
+    """Tables, pictures, the report, end tasks over the stages; as summary the headlines."""
     for points in frames.task_points(scores):
         run.log(points)
     logged: dict[str, Any] = pictures(scores)
@@ -251,8 +239,7 @@ def publish(run: wandb.Run, scores: Scores, *, folder: Path, summary: str = "hea
         logged["report"] = wandb.Html(page.read_text(encoding="utf-8"), inject=False)
     run.log(logged)
     run.config.update({"cpt": describe_run(scores)}, allow_val_change=True)
-    shown = frames.summarize_scores if summary == "all" else frames.choose_headlines
-    run.summary.update(shown(scores))
+    run.summary.update(frames.choose_headlines(scores))
 
 
 def describe_run(scores: Scores) -> dict[str, Any]:

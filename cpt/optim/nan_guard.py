@@ -51,7 +51,6 @@ class NanGuard(Callback):
         self.failed: int | None = None  # the step of a rollback
         self.in_a_row = self.rollbacks = 0
         self.heard = 0  # the signal known to all processes
-        self.asks = self.asked = False  # for a checkpoint: this process, any process
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         pl_module.guard = self  # type: ignore[assignment]
@@ -72,7 +71,7 @@ class NanGuard(Callback):
         terms, self.terms = self.terms, {}
         value = cast(Tensor, sum(terms.values()))
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        fine, self.heard, self.asked = exchange(value if scaler else value + norm, asks=self.asks)
+        fine, self.heard = exchange(value if scaler else value + norm)
         step, name = trainer.global_step, trainer.datamodule.domain.name  # type: ignore[attr-defined]
         if step in self.left_out:
             return False
@@ -140,14 +139,14 @@ def warn_once(trainer: Trainer, message: str) -> None:
         log.warning(message)
 
 
-def exchange(value: Tensor, *, asks: bool = False) -> tuple[bool, int, bool]:
-    """Over all processes: whether a scalar is finite, a signal, and whether one asks for a checkpoint."""
+def exchange(value: Tensor) -> tuple[bool, int]:
+    """Over all processes: whether a scalar is finite, and a signal."""
     if not is_distributed():
-        return math.isfinite(value.item()), 0, asks
-    told = torch.stack([(~value.isfinite()).to(value.dtype), *value.new_tensor([notice.number, asks])])
+        return math.isfinite(value.item()), 0
+    told = torch.stack([(~value.isfinite()).to(value.dtype), value.new_tensor(notice.number)])
     distributed.all_reduce(told, op=distributed.ReduceOp.MAX)
-    bad, number, asked = told.tolist()
-    return not bad, int(number), bool(asked)
+    bad, number = told.tolist()
+    return not bad, int(number)
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:

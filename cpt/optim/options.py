@@ -13,6 +13,7 @@ from cpt.core.schema import (
     check_value,
     config,
     option,
+    option_types,
     prefix_errors,
 )
 from cpt.core.sections import GIVEN, Choice, Section
@@ -52,29 +53,17 @@ class SGDOptions(Options):
 
 
 KNOWN: Mapping[str, type[Options]] = {"torch.optim.AdamW": AdamWOptions, "torch.optim.SGD": SGDOptions}
-# Further arguments of these optimizers, passed on unchanged.
-FURTHER = {
-    "torch.optim.AdamW": ("amsgrad", "maximize", "foreach", "capturable", "differentiable"),
-    "torch.optim.SGD": ("dampening", "nesterov", "maximize", "foreach", "differentiable", "fused"),
-}
 
 
-def read_optimizer(given: Section) -> Choice | None:
-    """The optimizer of a section; None if a value is missing. Raises ValueError for an invalid value."""
+def read_optimizer(given: Section) -> Choice:
+    """The optimizer of a section. Raises ValueError for an invalid value."""
     target: Any = given.values.get("_target_")
-    if given.complete or target is not None:
-        check_value(f"{given.place}._target_", target, Text)
-    kind = KNOWN.get(target)
-    if kind is not None:
-        further = {name: value for name, value in given.values.items() if name in FURTHER[target]}
-        options = given.only(name for name in given.values if name not in (*GIVEN, *further)).read(kind)
-        if options is None:
-            return None
-        own = {
-            name: value
-            for name, value in Choice(target, options).arguments.items()
-            if name != "state_across_domains"
-        }
+    check_value(f"{given.place}._target_", target, Text)
+    if (kind := KNOWN.get(target)) is not None:
+        known = option_types(kind)
+        further = {name: each for name, each in given.values.items() if name not in (*GIVEN, *known)}
+        options = given.only(name for name in given.values if name in known).read(kind)
+        own = {name: each for name, each in vars(options).items() if name != "state_across_domains"}
         return Choice(target, own | further)
     with prefix_errors(given.place):
         check_optimizer_arguments(given.values)

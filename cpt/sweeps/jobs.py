@@ -29,6 +29,7 @@ from yaml import YAMLError
 from cpt.core.heartbeat import State, record_exit, utc_now
 from cpt.core.preemption import GO_ON
 from cpt.core.processes import PARENT, cores
+from cpt.evaluation.task_metrics import run_objective
 from cpt.train import is_done
 
 log = logging.getLogger(__name__)
@@ -131,8 +132,6 @@ class Job:
     def result(self) -> JobReturn:
         """What the sweeper gets: the objective of this sweep (an earlier one may have had another), None
         without one, or the failure as an exception."""
-        from cpt.evaluation.task_metrics import run_objective  # numpy: run.py --help need not wait for it
-
         done = JobReturn(overrides=self.overrides, cfg=self.config, working_dir=str(self.folder))
         done.status = JobStatus.COMPLETED if self.whole else JobStatus.FAILED
         if self.whole:

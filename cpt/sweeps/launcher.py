@@ -35,7 +35,6 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 import cpt.core.naming  # noqa: F401  (registers the resolvers of a run folder's name)
 from cpt.core.errors import readable, unknown_name
-from cpt.core.heartbeat import list_sweep_runs
 from cpt.core.preemption import GO_ON, SIGNALS, TOGETHER_S
 from cpt.core.processes import die_with_parent
 from cpt.core.schema import Count, NonNegative, check_value
@@ -87,7 +86,6 @@ class JobLauncher(Launcher):
         with readable():
             jobs = compose_jobs(job_overrides, initial_job_idx, context=self.context, config=self.config)
             if waiting := [job for job in jobs if not job.before]:
-                list_sweep_runs(Path(self.config.hydra.sweep.dir), [job.folder for job in jobs])
                 self.run(waiting, jobs, initial_job_idx)
             # A sweep without a search ends with a summary, and with exit code 1 if a job failed, GO_ON if one
             # was preempted; a search decides itself what a failed job means.

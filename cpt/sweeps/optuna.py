@@ -27,14 +27,13 @@ from omegaconf import DictConfig, OmegaConf
 from cpt.core.config import executes
 from cpt.core.errors import readable
 from cpt.core.preemption import GO_ON
-from cpt.core.schema import Count, Natural, check_value
+from cpt.core.schema import Count, Natural, OneOrMore, Text, check_value
 from cpt.sweeps.jobs import CONTINUES, PreemptedJob
 
 if TYPE_CHECKING:
     import optuna
 
 log = logging.getLogger(__name__)
-DIRECTIONS = ("minimize", "maximize")
 JOURNAL, RESULTS = "study.journal", "optimization_results.yaml"
 FOLDERS = "folders of trial"  # with its number: the attribute of a study that names its runs
 DIGITS = 6  # of a number that is given to a run: it is part of the folder's name
@@ -55,7 +54,7 @@ class OptunaSweeper(Sweeper):
         sampler: str,
         options: Mapping[str, Any],
         seed: int,
-        direction: str | Sequence[str],
+        direction: str,
         n_trials: int | None,
         n_jobs: int,
         seeds: Sequence[Any] | None = None,
@@ -64,26 +63,31 @@ class OptunaSweeper(Sweeper):
         self.params, self.sampler, self.options = dict(params or {}), sampler, dict(options)
         self.seed, self.direction, self.n_trials, self.n_jobs = seed, direction, n_trials, n_jobs
         given = (("seed", seeds), ("order", orders))
-        self.averaged = {key: values for key, values in given if values is not None}
+        self.averaged = {key: list(values) for key, values in given if values is not None}
         self.first: list[dict[str, Any]] = []  # the values of the first trials, before those of the sampler
 
-    def check(self) -> None:
-        """Raises ValueError for a wrong option, or if Optuna is missing."""
-        check_value("hydra.sweeper.sampler", self.sampler, Literal["tpe", "random", "nsga2", "grid"])
-        trials: Any = Count | None if self.sampler == "grid" else Count  # a grid ends by itself
-        for name, kind in (("n_jobs", Count), ("n_trials", trials), ("seed", Natural)):
-            check_value(f"hydra.sweeper.{name}", getattr(self, name), kind)
-        try:
-            import optuna
-        except ImportError as error:
-            advice = "pip install -e '.[optuna]' in the checkout of cpt"
-            raise ValueError(f"hydra/sweeper=optuna is invalid: {error}. Allowed: after {advice}") from error
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """Reports a wrong option, or that Optuna is missing."""
+        kinds: dict[str, Any] = {
+            "sampler": Literal["tpe", "random", "grid"],
+            "direction": Literal["minimize", "maximize"],
+            "n_jobs": Count,
+            "n_trials": Count | None if self.sampler == "grid" else Count,  # a grid ends by itself
+            "seed": Natural,
+        }
+        with readable():
+            for name, kind in kinds.items():
+                check_value(f"hydra.sweeper.{name}", getattr(self, name), kind)
+            for key, asked in self.averaged.items():
+                check_value(f"hydra.sweeper.{key}s", [str(each) for each in asked], OneOrMore[Text])
+            try:
+                import optuna
+            except ImportError as error:
+                advice = "pip install -e '.[optuna]' in the checkout of cpt"
+                told = f"hydra/sweeper=optuna is invalid: {error}"
+                raise ValueError(f"{told}. Allowed: after {advice}") from error
         self.optuna: Any = optuna
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-
-    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        with readable():
-            self.check()
         self.loader, self.config = hydra_context.config_loader, config
         self.launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
@@ -100,30 +104,22 @@ class OptunaSweeper(Sweeper):
             if not space:
                 values = "values like method=ncl,das or 'optim.lr=tag(log,interval(1e-4,1e-2))'"
                 raise ValueError(f"hydra.sweeper.params is missing. Allowed: {values}")
-            keys = [line.lstrip("+").partition("=")[0] for line in fixed]
-            for key, asked in self.averaged.items():
-                listed = isinstance(asked, Sequence) and not isinstance(asked, str)
-                if not listed or not asked or len({str(each) for each in asked}) < len(asked):
-                    allowed = "null, or a list of different values as [0,1,2]"
-                    raise ValueError(f"hydra.sweeper.{key}s={asked} is invalid. Allowed: {allowed}")
-                if key in keys:
-                    raise ValueError(
-                        f"{key}=… is invalid with hydra.sweeper.{key}s={list(asked)}. Allowed: one of them"
-                    )
+            for key in self.averaged:
+                if any(line.lstrip("+").partition("=")[0] == key for line in fixed):
+                    told = f"{key}=… is invalid with hydra.sweeper.{key}s={self.averaged[key]}"
+                    raise ValueError(f"{told}. Allowed: one of them")
             for key in space:
                 told = f"{key}={space[key].get_value_string()} is invalid"
                 if key in ("seed", "order"):
-                    allowed = f"hydra.sweeper.{key}s=[…], the values that each trial is averaged over"
-                    examples = "(hydra.sweeper.seeds=[0,1,2], hydra.sweeper.orders=[0,1])"
-                    raise ValueError(f"{told}: the luckiest would win. Allowed: {allowed} {examples}")
+                    allowed = f"hydra.sweeper.{key}s=[0,1], the values that each trial is averaged over"
+                    raise ValueError(f"{told}: the luckiest would win. Allowed: {allowed}")
                 if key.startswith("endtask"):
                     raise ValueError(f"{told}: trials run no end tasks. Allowed: other options")
             cfg = self.loader.load_sweep_config(self.config, fixed)
             endtask: Any = cfg.get("endtask") or {}
             if endtask.get("name", "none") != "none" and endtask.get("score_on") != "dev":
-                log.info(
-                    "Skipping end tasks (endtask=%s) in trials: their scores are of test text", endtask.name
-                )
+                told = "Skipping end tasks (endtask=%s) in trials: their scores are of test text"
+                log.info(told, endtask.name)
                 fixed = [line for line in fixed if not line.lstrip("+~").startswith("endtask")]
                 fixed.append("endtask=none")
             folder = Path(cfg.hydra.sweep.dir)
@@ -137,15 +133,13 @@ class OptunaSweeper(Sweeper):
     def search(
         self, folder: Path, space: Mapping[str, Override], fixed: Sequence[str], objective: Any
     ) -> optuna.Study:
-        """Resumes the study of a folder, runs the missing trials in batches, and writes the best ones."""
-        names = [objective] if isinstance(objective, str) else list(objective or ["objective"])
-        study = self.open_study(folder, space, fixed, names)
+        """Resumes the study of a folder, runs the missing trials in batches, and writes the best one."""
+        study = self.open_study(folder, space, fixed, str(objective))
+        states, samplers = self.optuna.trial.TrialState, self.optuna.samplers
         for params in self.first if not study.trials else ():
             study.enqueue_trial(params)
-        grid, samplers = self.sampler == "grid", self.optuna.samplers
-        kinds: dict[str, Any] = {"tpe": samplers.TPESampler, "nsga2": samplers.NSGAIISampler}
-        total, states = self.n_trials or math.inf, self.optuna.trial.TrialState
-        if grid:  # the points that the study does not know, in the order of a sweep without a search
+        total = self.n_trials or math.inf
+        if self.sampler == "grid":  # the points that the study lacks, in the order of a plain sweep
             points = list(itertools.product(*map(grid_values, space.values())))
             total, known = min(total, len(points)), [values_of(trial) for trial in study.trials]
             for params in (dict(zip(space, point, strict=True)) for point in points):
@@ -171,10 +165,11 @@ class OptunaSweeper(Sweeper):
             batch = study.get_trials(states=[states.RUNNING])[:size]
             while len(batch) < size:
                 seed = (self.seed * 1_000_003 + len(study.trials)) % 2**32  # by the number of the trial
-                how = {"seed": seed} | (self.options if self.sampler in kinds else {})
-                how |= {"constant_liar": True} if self.sampler == "tpe" else {}  # trials at once keep apart
                 try:
-                    study.sampler = kinds.get(self.sampler, samplers.RandomSampler)(**how)
+                    if self.sampler == "tpe":  # the constant liar keeps trials at once apart
+                        study.sampler = samplers.TPESampler(seed=seed, constant_liar=True, **self.options)
+                    else:
+                        study.sampler = samplers.RandomSampler(seed=seed)
                 except TypeError as error:
                     raise ValueError(f"hydra.sweeper.options={self.options} is invalid: {error}") from error
                 asked = study.ask(dict(made))
@@ -187,26 +182,28 @@ class OptunaSweeper(Sweeper):
                     self.tell_trial(study, trial, of_trial)
             end_if_preempted(returned)
             left -= len(batch)
-        write_best(study, len(study.get_trials(states=[states.COMPLETE])), folder, names)
+        if not (finished := len(study.get_trials(states=[states.COMPLETE]))):
+            raise ValueError("no trial of the search has an objective; the same command tries again")
+        best, given = study.best_trial, to_overrides(study.best_trial.params)
+        params = dict(line.split("=", 1) for line in given)
+        results = {"name": "optuna", "objective": objective, "finished": finished}
+        results["best"] = {"trial": best.number, "params": params, "value": best.value}
+        OmegaConf.save(OmegaConf.create(results), folder / RESULTS)
+        told = f"Best of {finished} trials, {objective}: {best.value:.{DIGITS}g}, trial {best.number}:"
+        log.info("%s %s\n%s", told, " ".join(given), folder / RESULTS)
         return study
 
     def open_study(
-        self, folder: Path, space: Mapping[str, Override], fixed: Sequence[str], names: Sequence[str]
+        self, folder: Path, space: Mapping[str, Override], fixed: Sequence[str], objective: str
     ) -> optuna.Study:
         """The study of a folder, new or as it was left. Raises ValueError if it was another search."""
-        many = isinstance(self.direction, Sequence) and not isinstance(self.direction, str)
-        directions = [str(each) for each in self.direction] if many else [str(self.direction)] * len(names)
-        if len(directions) != len(names) or set(directions) - set(DIRECTIONS):
-            allowed = f"{' or '.join(DIRECTIONS)}, or a list of {len(names)}"
-            told = f"hydra.sweeper.direction={self.direction} is invalid"
-            raise ValueError(f"{told}. Allowed: {allowed}, for optimized_metric={list(names)}")
         now = {
             "space": {key: str(each.get_value_string()) for key, each in sorted(space.items())},
             # how a run is carried out (workers, logger) may change
             "fixed": sorted(line for line in fixed if not executes(line.lstrip("+~").partition("=")[0])),
-            "objective": list(names),
-            **{key: list(values) for key, values in self.averaged.items()},
-            "directions": directions,
+            "objective": objective,
+            "direction": self.direction,
+            **self.averaged,
         }
         path, journal = str(folder / JOURNAL), self.optuna.storages.journal
         # Open, not link: FAT and some network file systems know no links; FileLock excludes a second search.
@@ -214,7 +211,7 @@ class OptunaSweeper(Sweeper):
         study = self.optuna.create_study(
             storage=self.optuna.storages.JournalStorage(backend),
             study_name="search",
-            directions=directions,
+            direction=self.direction,
             load_if_exists=True,
         )
         if "made_of" not in study.user_attrs:
@@ -253,17 +250,16 @@ class OptunaSweeper(Sweeper):
         no finite objective."""
         study.set_user_attr(f"{FOLDERS} {trial.number}", [str(each.working_dir) for each in returned])
         values = [each._return_value for each in returned]
-        runs = [list(v) if isinstance(v, Sequence) and not isinstance(v, str) else [v] for v in values]
         label = f"Trial {trial.number}, {' '.join(to_overrides(trial.params))}"
-        for run, job in zip(runs, returned, strict=True):
-            finite = all(isinstance(value, int | float) and math.isfinite(value) for value in run)
-            if job.status is not JobStatus.COMPLETED or not finite or len(run) != len(study.directions):
+        for job, value in zip(returned, values, strict=True):
+            finite = isinstance(value, int | float) and math.isfinite(value)
+            if job.status is not JobStatus.COMPLETED or not finite:
                 study.tell(trial.number, state=self.optuna.trial.TrialState.FAIL)
-                log.error("%s: failed, objective %s", label, job._return_value)
+                log.error("%s: failed, objective %s", label, value)
                 return
-        means = [fmean(each) for each in zip(*runs, strict=True)]
-        study.tell(trial.number, means)
-        log.info("%s: %s", label, ", ".join(f"{value:.{DIGITS}g}" for value in means))
+        mean = fmean(values)
+        study.tell(trial.number, mean)
+        log.info("%s: %s", label, f"{mean:.{DIGITS}g}")
 
 
 def grid_values(override: Override) -> list[str]:
@@ -293,20 +289,3 @@ def end_if_preempted(returned: Sequence[JobReturn]) -> None:
     if preempted := list(filter(is_preempted, returned)):
         print(f"cpt: {preempted[0]._return_value}; {CONTINUES}", file=sys.stderr)
         raise SystemExit(GO_ON)
-
-
-def write_best(study: optuna.Study, finished: int, folder: Path, names: Sequence[str]) -> None:
-    """Writes and logs the best trial, or the Pareto front. Raises ValueError without a finished trial."""
-    if not finished:
-        raise ValueError("no trial of the search has an objective; the same command tries again")
-    several, found = len(names) > 1, []
-    lines = [f"{finished} trials; {'the Pareto front' if several else 'the best'} ({', '.join(names)}):"]
-    for trial in study.best_trials if several else [study.best_trial]:
-        given = to_overrides(trial.params)
-        params = dict(line.split("=", 1) for line in given)
-        found.append({"trial": trial.number, "params": params, "values": trial.values})
-        values = ", ".join(f"{value:.{DIGITS}g}" for value in trial.values)
-        lines.append(f"trial {trial.number}: {values}: {' '.join(given)}")
-    results = {"name": "optuna", "objective": list(names), "finished": finished, "best": found}
-    OmegaConf.save(OmegaConf.create(results), folder / RESULTS)
-    log.info("%s", "\n".join([*lines, str(folder / RESULTS)]))

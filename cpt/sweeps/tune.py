@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from cpt.core.config import SEARCH, flatten
 from cpt.core.errors import readable
 from cpt.core.naming import UNSAFE
 from cpt.core.schema import Number, fits, show
+from cpt.evaluation.task_metrics import ENDTASK_MEANINGS
 from cpt.sweeps.jobs import read_scores
 from cpt.sweeps.optuna import (
     FOLDERS,
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from cpt.reporting.tuning import Trial
 
 log = logging.getLogger(__name__)
-SPREAD = 10  # trials at most that do not depend on the ones before
 SPACES = "[low, high], [log, low, high], or a sweep in Hydra's grammar like choice(a,b)"
 
 
@@ -58,8 +58,6 @@ class TuneSweeper(OptunaSweeper):
 
     @property
     def on_tasks(self) -> bool:
-        from cpt.evaluation.task_metrics import ENDTASK_MEANINGS  # numpy
-
         return self.config.get("optimized_metric") in ENDTASK_MEANINGS
 
     def sweep(self, arguments: list[str]) -> None:
@@ -158,7 +156,7 @@ class TuneSweeper(OptunaSweeper):
         first = [run[0] for run in runs if run[0].partition("=")[0] not in self.averaged]
         folder = f"name={name}/search/{UNSAFE.sub('.', given.label).strip('.')}"
         space = [f"{key}={each.get_value_string()}" for key, each in given.space.items()]
-        self.first = spread_trials(given, min(SPREAD, self.n_trials or SPREAD), kind_of=self.distribution)
+        self.first = [given.first] if given.first else []  # then Optuna's
         study = super().sweep([*kept, *first, folder, *own, *space])
         from cpt.reporting.tuning import Trial
 
@@ -201,32 +199,6 @@ def find_space(cfg: DictConfig) -> dict[str, Override]:
             raise ValueError(f"{key}={show(given)} is invalid. Allowed: {SPACES}")
         found[searched] = override
     return found
-
-
-def spread_trials(
-    given: Candidate, count: int, *, kind_of: Callable[[str, Override], Any]
-) -> list[dict[str, Any]]:
-    """The first trials: the defaults, then points of Halton's sequence, which cover the space evenly. Its
-    point after 0 is the center, where most defaults are."""
-    from optuna.distributions import CategoricalDistribution
-    from scipy.stats.qmc import Halton
-
-    first = [given.first] if given.first else []
-    sequence = Halton(len(given.space), scramble=False).fast_forward(1 + len(first))
-    for point in sequence.random(count - len(first)).tolist():
-        values = {}
-        for share, (key, each) in zip(point, given.space.items(), strict=True):
-            kind = kind_of(key, each)
-            if isinstance(kind, CategoricalDistribution):
-                values[key] = kind.choices[int(share * len(kind.choices))]
-            elif kind.log:
-                values[key] = kind.low * (kind.high / kind.low) ** share
-            else:
-                values[key] = kind.low + share * (kind.high - kind.low)
-            if not isinstance(kind, CategoricalDistribution) and kind.step:
-                values[key] = kind.low + round((values[key] - kind.low) / kind.step) * kind.step
-        first.append(values)
-    return first
 
 
 def find_defaults(cfg: DictConfig, space: Mapping[str, Override]) -> dict[str, Any]:

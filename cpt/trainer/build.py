@@ -88,28 +88,24 @@ def log_ineffective(plan: Plan, module: ContinualMethod, device: torch.device) -
     options, name, model, rate = plan.trainer, plan.names["method"], plan.model, plan.ignored_rate
     tensors = [each for each in module.modules() if isinstance(each, NamedTensors)]
     offloads = any(not isinstance(each, CarriedState) for each in tensors)
-    asks, has_parts = options.offload_method_state, bool(domain_params(module))
-    on_disk, micro = plan.modules.storage == "disk", options.accumulate_grad_batches
+    on_disk, is_sharded = plan.modules.storage == "disk", options.strategy == "fsdp"
+    steps, micro = (plan.settings["model"]["pretraining"] or {}).get("steps"), options.accumulate_grad_batches
     is_single = plan.source.encoding is not None and plan.budget.batch_size == micro
     in_16 = getattr(module.options, "teacher", "run") != "run" and options.precision in BF16
     reasons = {
-        f"model.pretraining.steps: {model.name_or_path} is not pre-trained by the run": (
-            model.name_or_path and (plan.settings["model"]["pretraining"] or {}).get("steps")
-        ),
+        f"model.pretraining.steps: {model.name_or_path} is given": model.name_or_path and steps,
         f"method.lr_multiplier={rate}: optim.lr is a number (model.lr=… is multiplied by it)": rate
         not in (None, 1),
-        f"trainer.offload_method_state=true: {name} keeps no weights to offload": asks and not offloads,
-        "trainer.offload_method_state=true: on a CPU all is in the host's memory": (
-            asks and offloads and device.type == "cpu"
+        f"trainer.offload_method_state=true: {name} keeps no weights, or the device is a CPU": (
+            options.offload_method_state and (not offloads or device.type == "cpu")
         ),
         "domains.packing=document_mask: samples come one by one": plan.source.isolated and is_single,
         f"method.teacher: all is in 16 bits (trainer.precision={options.precision})": in_16,
         "the mask's backend=backward: later micro-batches of a step select rows too": (
             micro > 1 and any(mask.limits for mask in module.masks)
         ),
-        f"modules.storage=disk: {name} has no modules per domain": on_disk and not has_parts,
-        "modules.storage=disk: with strategy=fsdp sharded modules stay in memory": (
-            on_disk and has_parts and options.strategy == "fsdp"
+        f"modules.storage=disk: {name} has no modules per domain, or they are sharded": (
+            on_disk and (is_sharded or not domain_params(module))
         ),
     }
     for reason in (reason for reason, holds in reasons.items() if holds):
@@ -141,7 +137,7 @@ def build_data(plan: Plan, corpora: Corpora, start: Base, module: ContinualMetho
         eval_batch_size=options.eval_batch_size,
         importance_samples=options.importance_samples,
         workers=0 if options.num_workers == "auto" else options.num_workers,
-        eval_tokens=plan.cap,
+        eval_tokens=plan.settings["eval"]["max_tokens"],
         validation={name: packed(name, "valid") for name in (*plan.order, GENERAL)} if plan.watches else {},
     )
 
@@ -205,7 +201,7 @@ def empty_scores(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence
             **({"cap": data.eval_tokens} if data.cut else {}),
         },
         base=base,
-        similarity=similarity.tell(plan.order) | {"embedding": plan.source.embedding} if similarity else {},
+        similarity=similarity.tell(plan.order) | {"embedding": "tfidf"} if similarity else {},
         config_hash=plan.config_hash,
         numerics={"precision": str(plan.trainer.precision), "attention": plan.trainer.attn_implementation},
         versions={"python": platform.python_version()}

@@ -44,19 +44,15 @@ CHANGES_RESULT = (
 PLAIN = (Tensor, str, bytes, int, float, bool, type(None))
 
 
-def make_callbacks(entries: Mapping[str, Mapping[str, Any]], *, logged: bool) -> dict[str, Callback]:
-    """The callbacks of the config by name; `logged` says whether there is a logger. Raises ValueError for one
-    that cannot be made or would change what a stage trains."""
+def make_callbacks(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Callback]:
+    """The callbacks of the config by name. Raises ValueError for one that cannot be made or would change what
+    a stage trains."""
     built = {name: make_entry(f"callbacks.{name}", entry, Callback) for name, entry in entries.items()}
     for name, each in built.items():
-        why, allowed = "", "the options of trainer, optim and lr_scheduler; method=ema averages weights"
         if isinstance(each, CHANGES_RESULT):
-            why = "it changes how a domain is trained"
-        elif isinstance(each, (theirs.LearningRateMonitor, theirs.DeviceStatsMonitor)) and not logged:
-            why, allowed = "it needs a logger, and the run has none", "logger=csv or another"
-        if why:
-            told = f"callbacks.{name}={type(each).__name__}"
-            raise ValueError(f"{told} is invalid: {why}. Allowed: {allowed}")
+            told = f"callbacks.{name}={type(each).__name__} is invalid: it changes how a domain is trained"
+            allowed = "the options of trainer, optim and lr_scheduler; method=ema averages weights"
+            raise ValueError(f"{told}. Allowed: {allowed}")
     return built
 
 

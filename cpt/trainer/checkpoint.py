@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import torch
@@ -31,7 +30,6 @@ from cpt.core.preemption import leave_all
 from cpt.core.processes import is_distributed, is_first_process, rank_and_world
 from cpt.core.tensors import NamedTensors, load_tensors, save_state
 from cpt.optim.nan_guard import NanGuard
-from cpt.trainer.options import minutes_of
 
 SHARDS = "shards"  # in the small file: the folder, its files' hashes, the places of its tensors
 Like = Callable[[list[Any], torch.Size], Tensor | None]  # what a tensor of a place and shape is sharded like
@@ -48,14 +46,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 class StepCheckpoint(Callback):
-    """Saves the trainer's state every `every` optimizer steps or minutes (`10min`, by the clock of any of the
-    processes), after the last step, and when a signal asks the run to leave, which it then does. The modules
-    of earlier domains, which a checkpoint has restored, are mapped from the stage file `parts` again."""
+    """Saves the trainer's state every `every` optimizer steps, after the last, and when a signal asks the run
+    to leave, which it then does. The modules of earlier domains, which a checkpoint has restored, are
+    mapped from the stage file `parts` again."""
 
-    def __init__(self, path: Path, *, every: int | str, guard: NanGuard, parts: Path | None = None) -> None:
-        self.minutes = minutes_of(every)
+    def __init__(self, path: Path, *, every: int, guard: NanGuard, parts: Path | None = None) -> None:
         self.path, self.every, self.guard, self.parts, self.step = path, every, guard, parts, 0
-        self.saved = monotonic()
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         self.step = trainer.global_step
@@ -69,11 +65,7 @@ class StepCheckpoint(Callback):
         if step == self.step:  # an accumulated batch
             return
         self.step = step
-        if self.minutes is None:
-            is_due = step % int(self.every) == 0
-        else:  # what one process asks for, all hear of in the next step
-            is_due, self.guard.asks = self.guard.asked, monotonic() - self.saved >= 60 * self.minutes
-        if leaving or is_due or step == trainer.max_steps or trainer.should_stop:
+        if leaving or step % self.every == 0 or step == trainer.max_steps or trainer.should_stop:
             self.save(trainer, pl_module)
         if leaving:
             place = f"after step {step} of {trainer.max_steps} of {trainer.datamodule.domain.name}"
@@ -82,7 +74,6 @@ class StepCheckpoint(Callback):
     def save(self, trainer: Any, pl_module: LightningModule) -> None:
         self.guard.check_weights(trainer, pl_module.parameters())
         trainer.save_checkpoint(self.path)
-        self.saved, self.guard.asks, self.guard.asked = monotonic(), False, False
 
 
 def save_stage(module: nn.Module, path: Path) -> dict[str, Tensor]:

@@ -1,39 +1,39 @@
-"""`order=similar`: the texts are read and embedded before a run, and their similarity is cached."""
+"""`order=similar`: samples of the texts are embedded by TF-IDF before a run; their similarity is cached."""
 
 import json
 import logging
-from dataclasses import asdict, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from cpt.core.cache import make_once
 from cpt.core.config import digest
+from cpt.core.randomness import key, shuffle
 from cpt.data import orders
-from cpt.data.sources.base import GENERAL, stamp_of
+from cpt.data.sources.base import EXAMPLES, GENERAL, read_example, stamp_of
 from cpt.trainer.plan import Plan
-from cpt.trainer.run_dir import checkpoint_files, file_stat
 
 log = logging.getLogger(__name__)
-CACHE_FORMAT = 1  # raise it when the same texts give another similarity
+CACHE_FORMAT = 2  # raise it when the same texts give another similarity
+CHARACTERS_READ = 20_000  # of a document, at most
 
 
 def order_domains(plan: Plan) -> Plan:
     """The plan with its domains in order. Texts that decide it are read and embedded, unless the cache has
     their similarity. Raises ValueError for a plan that cannot be run, before any text is read."""
-    order, name = plan.run.order, plan.source.embedding
     if not plan.by_texts:
-        if name != "tfidf":
-            log.info("No effect of domains.embedding=%s: order=%s ignores similarity", name, order)
         return plan
     if (known := load_cached_order(plan)) is None:
-        from cpt.trainer import similarity  # loads torch
+        from cpt.trainer.preflight import check_model  # loads torch
 
-        similarity.check_model(plan)  # before hours of reading
-        make_once(similarity_folder(plan), make=partial(similarity.write_similarity, plan=plan))
+        check_model(plan)  # before hours of reading
+        make_once(similarity_folder(plan), make=partial(write_similarity, plan=plan))
         known = load_cached_order(plan)
         assert known is not None
-    log.info("Ordering domains (order=%s by %s): from %s to %s", order, name, known.order[0], known.order[-1])
+    log.info("Ordering domains (order=%s): from %s to %s", plan.run.order, known.order[0], known.order[-1])
     return known
 
 
@@ -49,12 +49,28 @@ def load_cached_order(plan: Plan) -> Plan | None:
 
 
 def similarity_folder(plan: Plan) -> Path:
-    """The cache entry: a hash of the texts and of what embeds them, by names, sizes and times."""
-    source = plan.source
-    embedder: Any = None
-    if source.embedding == "model":
-        given = checkpoint_files(plan.model.name_or_path) if plan.model.name_or_path else {}
-        embedder = [asdict(plan.model), {name: file_stat(path) for name, path in given.items()}]
-    texts = {name: stamp_of(source, name) for name in (*sorted(plan.order), GENERAL)}
-    made_of = [CACHE_FORMAT, texts, source.embedding, source.embedding_samples, embedder]
+    """The cache entry: a hash of the names, sizes and times of the texts."""
+    texts = {name: stamp_of(plan.source, name) for name in (*sorted(plan.order), GENERAL)}
+    made_of = [CACHE_FORMAT, texts, plan.source.embedding_samples]
     return Path(plan.run.cache_dir) / "similarity" / digest(made_of)
+
+
+def write_similarity(folder: Path, plan: Plan) -> None:
+    """Embeds a deterministic sample of the training documents of each text, of examples the questions, and
+    writes the similarity."""
+    from cpt.data.corpus import in_batches  # loads datasets
+    from cpt.trainer.build import read_corpora
+
+    corpora, most = read_corpora(plan), plan.source.embedding_samples
+    log.info("Embedding samples of %d texts", len(corpora.by_name))
+
+    def sample(name: str) -> Iterator[list[str]]:
+        documents, has_examples = corpora.by_name[name].documents("train"), plan.source.form(name) == EXAMPLES
+        drawn = shuffle(np.arange(min(most, len(documents))), len(documents), stream=key("embedding", name))
+        for texts in in_batches(documents.select(np.sort(drawn))):
+            read = [read_example(text).question if has_examples else text for text in texts]
+            yield [text[:CHARACTERS_READ] for text in read]
+
+    means = orders.embed_by_words({name: sample(name) for name in corpora.by_name})
+    similarity = orders.Similarity.of(means, general=means.pop(GENERAL))
+    (folder / "similarity.json").write_text(json.dumps(similarity.tell(similarity.names)), encoding="utf-8")

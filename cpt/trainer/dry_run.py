@@ -46,7 +46,7 @@ from cpt.trainer.checkpoint import save_stage
 from cpt.trainer.costs import CostMonitor, stored_beside, trained_parameters
 from cpt.trainer.lightning import drop_optimizer, make_trainer
 from cpt.trainer.manifest import find_source, find_started
-from cpt.trainer.options import TrainerOptions, minutes_of
+from cpt.trainer.options import TrainerOptions
 from cpt.trainer.plan import Plan
 from cpt.trainer.preflight import prepare
 from cpt.trainer.run_dir import RunDir
@@ -166,7 +166,8 @@ def estimate(plan: Plan, place: RunDir) -> dict[str, Any]:
     left_out += [f"training of {start.lacks}"] * bool(start.lacks)
     grows = type(module).expand is not ContinualMethod.expand
     about |= {"lower_bound": grows and len(stages) > len(profiles), "not_included": left_out}
-    return about | extrapolate(options, profiles, stages, world, copies=plan.keeps)
+    copies = plan.observer.weight_copies or int(plan.monitor.keep == "best")  # of the weights, to return to
+    return about | extrapolate(options, profiles, stages, world, copies=copies)
 
 
 def count_work(
@@ -197,21 +198,19 @@ def count_work(
             with contextlib.suppress(Exception):  # the run reports a damaged one
                 left_steps -= int(load_tensors(path)["global_step"])
         if number:
-            own, before = ([data.train[text].tokens_per_row for text in names]
-                           for names in (stage.parts, data.past(stage)))  # fmt: skip
-            replayed = data.replay.adds * (data.replay.past_ratio * bool(before) + data.replay.general_ratio)
+            past = data.past(stage)
+            own, before = ([data.train[text].tokens_per_row for text in each] for each in (stage.parts, past))
+            replayed = data.replay.adds * (data.replay.past_ratio * bool(past) + data.replay.general_ratio)
             rows = sum(map(operator.mul, data.steps_by_part(stage), own)) * (1 + replayed)
             recovered = data.recovery_steps(stage) * sum(before) / max(1, len(before))
             tokens = data.budget.batch_size * (rows + recovered)
-        sums = {"scored_tokens": columns, "left_scored_tokens": left, "left_read_tokens": left}
-        stages.append(
-            {
-                **{"stage": stage.name, "steps": steps, "left_steps": left_steps, "tokens": int(tokens)},
-                "scored_texts": len(columns),
-                **{key: sum(texts[at][key.removeprefix("left_")] for at in of) for key, of in sums.items()},
-                "documents_bytes": sum(16 * texts[text]["held_out_documents"] + 248 for text in columns),
-            }
-        )
+        row = {"stage": stage.name, "steps": steps, "left_steps": left_steps, "tokens": int(tokens)}
+        row |= {
+            "scored_texts": len(columns),
+            "scored_tokens": sum(texts[t]["scored_tokens"] for t in columns),
+        }
+        row |= {f"left_{key}": sum(texts[t][key] for t in left) for key in ("scored_tokens", "read_tokens")}
+        stages.append(row)
     return list(texts.values()), stages
 
 
@@ -227,24 +226,50 @@ def profile_run(
 ) -> list[Profile]:
     """The profiles of the base and the first stages: what one of `world` processes does of a batch, with the
     same few steps for every domain. The module cannot be used after it."""
-    options = plan.trainer
-    probe, steps = (
-        min(options.importance_samples, options.eval_batch_size),
-        WARMUP + max(TIMED, 2 * module.period),
-    )
+    options, found = plan.trainer, list[Profile]()
+    probe = min(options.importance_samples, options.eval_batch_size)
+    sizes = [sum(len(data.train[text]) for text in each.parts) for each in data] or [0]
+    times = max(1, min(options.importance_samples, sum(sizes) / len(sizes)) / probe / world)
+    steps, batch_size = WARMUP + max(TIMED, 2 * module.period), plan.budget.batch_size // world
     alone: dict[str, Any] = {"devices": 1, "num_nodes": 1, "strategy": "auto", "reshard_after_forward": None}
     few = replace(
         plan,
         order=plan.order[:STAGES],
-        budget=Budget(steps=steps, epochs=None, tokens=None, batch_size=plan.budget.batch_size // world),
+        budget=Budget(steps=steps, epochs=None, tokens=None, batch_size=batch_size),
         trainer=replace(options, **alone, num_workers=0, importance_samples=probe),
     )
-    part = build_data(few, corpora, start, module)
+    arguments, part = few.trainer.lightning, build_data(few, corpora, start, module)
     part.eval_tokens = options.eval_batch_size * plan.model.max_seq_length
+    part.asked = list(dict.fromkeys([[*part.held_out][0], [*part.held_out][-1]]))  # a domain, general text
+    part.by_length = not module.in_sequence
+    tokens = sum(int(part.scored_sizes(name).all.sum()) for name in part.asked)
     with tempfile.TemporaryDirectory(prefix="plan-", dir=corpora.cache) as scratch:
-        sizes = [sum(len(data.train[text]) for text in each.parts) for each in data] or [0]
-        times = max(1, min(options.importance_samples, sum(sizes) / len(sizes)) / probe / world)
-        return profile_stages(few, module, part, device, Path(scratch), times)
+        for number, stage in enumerate([None, *part]):
+            found.append(now := Profile())
+            profiler = Profiler(now, costs := CostMonitor(), times)
+            forget_peak(device)
+            if stage:
+                part.enter(stage)
+                module.setup_stage(stage)
+                module.train()
+                callbacks = [costs, NanGuard(policy=plan.run.on_nonfinite), profiler]
+                label = f"profiling {stage.name}"
+                trainer = make_trainer(arguments, label=label, steps=steps, callbacks=callbacks)
+                with draw_quickly(options.quick_dropout is True):
+                    trainer.fit(module, datamodule=part)
+                drop_optimizer(trainer)
+                now.flops = {phase: n * (1 if phase == "step" else times) for phase, n in costs.flops.items()}
+                path, began = Path(scratch) / f"{number:03d}.pt", time.perf_counter()
+                now.stored = stored_beside(module, save_stage(module, path))
+                now.save_s, now.file = time.perf_counter() - began, path.stat().st_size
+                now.trained = trained_parameters(module)
+                if plan.modules.storage == "disk":
+                    map_stored(module, path)
+            trainer = make_trainer(arguments, label="profiling evaluation", callbacks=[profiler])
+            trainer.validate(module, datamodule=part, verbose=False)
+            now.token_s, now.peak = now.token_s / max(1, tokens), peak(device)
+            now.memory = now.memory or bytes_by_use(module, trainer)
+    return found
 
 
 def stage_operations(profiles: Sequence[Profile], number: int, *, world: int) -> tuple[float, float]:
@@ -305,42 +330,6 @@ def match_operations(
     return replace(plan, budget=replace(plan.budget, **{name: value}))
 
 
-def profile_stages(
-    plan: Plan, module: ContinualMethod, data: DomainSequence, device: torch.device, work: Path, times: float
-) -> list[Profile]:
-    """The profiles of the base and the first stages. The module cannot be used after it."""
-    found, arguments = [], plan.trainer.lightning
-    data.asked = list(dict.fromkeys([[*data.held_out][0], [*data.held_out][-1]]))  # a domain, general text
-    data.by_length = not module.in_sequence
-    tokens = sum(int(data.scored_sizes(name).all.sum()) for name in data.asked)
-    for number, stage in enumerate([None, *data]):
-        found.append(now := Profile())
-        profiler = Profiler(now, costs := CostMonitor(), times)
-        forget_peak(device)
-        if stage:
-            data.enter(stage)
-            module.setup_stage(stage)
-            module.train()
-            callbacks = [costs, NanGuard(policy=plan.run.on_nonfinite), profiler]
-            label, steps = f"profiling {stage.name}", data.steps(stage)
-            trainer = make_trainer(arguments, label=label, steps=steps, callbacks=callbacks)
-            with draw_quickly(plan.trainer.quick_dropout is True):
-                trainer.fit(module, datamodule=data)
-            drop_optimizer(trainer)
-            now.flops = {phase: n * (1 if phase == "step" else times) for phase, n in costs.flops.items()}
-            path, began = work / f"{number:03d}.pt", time.perf_counter()
-            now.stored = stored_beside(module, save_stage(module, path))
-            now.save_s, now.file = time.perf_counter() - began, path.stat().st_size
-            now.trained = trained_parameters(module)
-            if plan.modules.storage == "disk":
-                map_stored(module, path)
-        trainer = make_trainer(arguments, label="profiling evaluation", callbacks=[profiler])
-        trainer.validate(module, datamodule=data, verbose=False)
-        now.token_s, now.peak = now.token_s / max(1, tokens), peak(device)
-        now.memory = now.memory or bytes_by_use(module, trainer)
-    return found
-
-
 def extrapolate(
     options: TrainerOptions,
     profiles: Sequence[Profile],
@@ -351,53 +340,41 @@ def extrapolate(
 ) -> dict[str, Any]:
     """Memory, disk and seconds of all stages; a stage keeps `copies` of the weights to go back to."""
     trained, last, is_fsdp = profiles[1:], len(stages) - 1, options.strategy == "fsdp"
-
-    def grown(number: int) -> Profile:
-        """The profile of a stage; later ones than were profiled add the same for each."""
-        beyond = number - len(trained)
-        if beyond <= 0 or len(trained) < 2:
-            return profiles[min(number, len(trained))]
-        then, now = trained[-2:]
+    seconds = dict.fromkeys(("training", "around domains", "checkpoints", "evaluation"), 0.0)
+    each = list(profiles[: last + 1])
+    for beyond in range(1, last - len(trained) + 1):  # each further domain adds what the last one has added
+        then, now = trained[-2:] if len(trained) > 1 else (trained[-1], trained[-1])
         memory = {use: b + beyond * max(0, b - then.memory[use]) for use, b in now.memory.items()}
         sizes = ((then.file, now.file), (then.stored, now.stored))
-        size, stored = (b + beyond * max(0, b - a) for a, b in sizes)
-        return replace(now, file=size, stored=stored, memory=memory)
+        file, stored = (b + beyond * max(0, b - a) for a, b in sizes)
+        each.append(replace(now, file=file, stored=stored, memory=memory))
 
-    def memory(number: int) -> dict[str, int]:
-        own, uses = profiles[min(number, len(trained))], grown(number).memory
-        uses = {use: size // (world if is_fsdp else 1) for use, size in uses.items()}
+    def memory_of(number: int) -> dict[str, int]:
+        own = profiles[min(number, len(trained))]
+        uses = {use: size // (world if is_fsdp else 1) for use, size in each[number].memory.items()}
         offloaded, gradients = uses.pop("offloaded"), uses["gradients"]
         uses["activations and rest"] = own.peak - sum(own.memory.values()) + own.memory["offloaded"]
         uses["weights to go back to"] = gradients * copies
         uses["gradient buckets"] = gradients * (world > 1 and not is_fsdp)
         return uses | {"peak": sum(uses.values()), "offloaded": offloaded}
 
-    seconds = dict.fromkeys(("training", "before and after domains", "checkpoints", "evaluation"), 0.0)
-    for number, row in enumerate(stages):
-        own, left = profiles[min(number, len(trained))], row["left_steps"]
+    for row, own in zip(stages, each, strict=True):
         seconds["evaluation"] += row["left_read_tokens"] * own.token_s / world
-        if left:
-            minutes, training_s = minutes_of(options.checkpoint_every), left * own.step_s
-            saves = 1 + (training_s / (60 * minutes) if minutes else left // int(options.checkpoint_every))
-            seconds["training"] += training_s
-            seconds["before and after domains"] += own.around_s
+        if left := row["left_steps"]:
+            saves = 1 + left // options.checkpoint_every
+            seconds["training"] += left * own.step_s
+            seconds["around domains"] += own.around_s
             whole = own.save_s * (1 + own.memory["optimizer state"] / own.file)  # with the optimizer's state
             seconds["checkpoints"] += own.save_s + saves * whole
-    each = [grown(number) for number in range(last + 1)]
-    files, stored = [one.file for one in each[1:]], [one.stored for one in each]
-    sums, final = [sum(one.memory.values()) for one in trained[-2:]] or [0], memory(last)
-    checkpoint = each[-1].file + each[-1].memory["optimizer state"]
+    final = memory_of(last)
     return {
-        "stages": [row | {"stored": size} for row, size in zip(stages, stored, strict=True)],
+        "stages": [row | {"stored": one.stored} for row, one in zip(stages, each, strict=True)],
         "trained_parameters": max((one.trained for one in trained), default=0),
-        "memory": {"first": memory(min(1, last)), "last": final},
-        "grows_by_domain": {"memory": sums[-1] - sums[0], "stored": stored[-1] - stored[max(0, last - 1)]},
+        "memory": {"first": memory_of(min(1, last)), "last": final},
         "disk": {
-            "stage file": sum(files[-1:]),
-            "last two stage files, until the last is committed": sum(files[-2:]) * (len(files) > 1),
-            "all stage files (save_all_stages=true)": sum(files),
-            "checkpoint while training": checkpoint + final["weights to go back to"],
-            "losses by document": sum(row["documents_bytes"] for row in stages),
+            "stage file": each[-1].file,
+            "all stage files (save_all_stages=true)": sum(one.file for one in each[1:]),
+            "checkpoint": each[-1].file + each[-1].memory["optimizer state"] + final["weights to go back to"],
             "exported model": each[-1].memory["weights"],
         },
         "seconds": seconds | {"total": sum(seconds.values())},
@@ -408,36 +385,31 @@ def extrapolate(
 def format_table(data: Mapping[str, Any]) -> str:
     """What plan=true prints; of many texts and stages the first and last, and the sums of all."""
     run, cost, tables = data["run"], "seconds" in data, []
-    for rows, left_out in (
-        (data["texts"], ["read_tokens"]),
-        (data["stages"], ["left_read_tokens", "documents_bytes", "stored"]),
-    ):
-        frame = pd.DataFrame(rows).drop(columns=left_out, errors="ignore")
+    for key in ("texts", "stages"):
+        frame = pd.DataFrame(data[key]).drop(
+            columns=["read_tokens", "left_read_tokens", "stored"], errors="ignore"
+        )
         sums = pd.DataFrame([{frame.columns[0]: "all", **frame.iloc[:, 1:].sum()}])
         few = frame if len(frame) <= 8 else pd.concat([frame.head(4), frame.tail(4)])
         shown = pd.concat([few, sums]).map(lambda cell: cell if isinstance(cell, str) else f"{cell:,.0f}")
         tables.append(shown.replace("nan", "–").to_string(index=False))
+    chosen = " ".join(f"{group}={run[group]}" for group in ("method", "mask", "replay", "model", "seed"))
     found = [
-        f"Plan of {run['folder']}: method={run['method']} mask={run['mask']} replay={run['replay']} "
-        f"model={run['model']} seed={run['seed']}, {data['processes']} x {data['device']}\n"
+        f"Plan of {run['folder']}: {chosen}, {data['processes']} x {data['device']}",
         f"State: {data['state']}" + "; nothing is left to train or to evaluate" * (not cost),
         *tables,
     ]
-    if not cost:
-        return "\n\n".join(found)
-    memory = pd.DataFrame(data["memory"])
-    disk = {f"disk: {name}": megabytes(size) for name, size in data["disk"].items() if size}
-    times = {name: timedelta(seconds=round(size)) for name, size in data["seconds"].items() if size}
-    added, stored = map(megabytes, data["grows_by_domain"].values())
-    found += [
-        memory[memory.any(axis=1)].map(megabytes).add_suffix(" stage").to_string(),
-        f"{data['trained_parameters']:,} parameters are trained. Each further domain adds {added} in "
-        f"memory and {stored} to the stage file.",
-        pd.Series(disk | {f"time left: {name}": str(size) for name, size in times.items()}).to_string(),
-        f"Measured: a few steps and batches of {STAGES} stages at most, on this machine as it is now.",
-    ]
-    if data["lower_bound"]:
-        found.append("The model grows with each domain: memory, disk and time are lower bounds.")
-    if data["not_included"]:
-        found.append(f"Time not included: {', '.join(data['not_included'])}.")
+    if cost:
+        memory = pd.DataFrame(data["memory"])
+        rows = {f"disk: {name}": megabytes(size) for name, size in data["disk"].items()}
+        times = {name: timedelta(seconds=round(size)) for name, size in data["seconds"].items()}
+        rows |= {f"time left: {name}": str(size) for name, size in times.items()}
+        found += [memory[memory.any(axis=1)].map(megabytes).add_suffix(" stage").to_string()]
+        found += [pd.Series(rows | {"trained parameters": f"{data['trained_parameters']:,}"}).to_string()]
+        note = f"a few steps and batches of up to {STAGES} stages, on this machine as it is now"
+        found.append(f"Measured: {note}.")
+        if data["lower_bound"]:
+            found.append("The model grows with each domain: memory, disk and time are lower bounds.")
+        if data["not_included"]:
+            found.append(f"Time not included: {', '.join(data['not_included'])}.")
     return "\n\n".join(found)

@@ -1,16 +1,13 @@
-"""The loop over stages: train, evaluate, commit; a killed run resumes from what is committed. Its remaining
-time, for progress.json: what is left, at the pace of what is done."""
+"""The loop over stages: train, evaluate, commit; a killed run resumes from what is committed."""
 
 import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -26,7 +23,6 @@ from cpt.core.preemption import check_signals, defer_signals
 from cpt.core.processes import is_first_process
 from cpt.core.tensors import check_state
 from cpt.data.datamodule import Domain, DomainSequence
-from cpt.evaluation.metrics import Losses
 from cpt.evaluation.monitor import MonitorObserver
 from cpt.evaluation.scores import Scores, gather_documents
 from cpt.evaluation.task_metrics import run_objective
@@ -43,7 +39,7 @@ from cpt.trainer.callbacks import CustomCallbacks, Monitor, ProtectedMovement
 from cpt.trainer.checkpoint import StepCheckpoint, check_stage, restore_stage, save_stage
 from cpt.trainer.costs import CostMonitor, stored_beside, time_phase, trained_parameters
 from cpt.trainer.dry_run import match_operations
-from cpt.trainer.evaluators import Cell, Evaluator, Scorer, make_evaluators
+from cpt.trainer.evaluators import Evaluator, Scorer, make_evaluators
 from cpt.trainer.lightning import drop_optimizer, make_trainer
 from cpt.trainer.manifest import write_manifest
 from cpt.trainer.plan import Plan
@@ -59,7 +55,6 @@ KINDS = {  # the work of a stage in its order, as in scores.json, and its name i
     "answers": "answers after",
     "benchmarks": "benchmark after",
 }
-LATEST = 100  # stages that set the pace
 
 
 def train_run(plan: Plan, run: RunDir) -> Scores:
@@ -134,66 +129,6 @@ def keep_threads(path: Path, *, processes: int) -> None:
     os.environ["OMP_NUM_THREADS"] = begun  # for the processes that Lightning starts
 
 
-@dataclass(frozen=True)
-class RunETA:
-    """The stages of a run and the seconds of what is done."""
-
-    data: DomainSequence
-    scorer: Scorer
-    scores: Scores
-    examinations: Sequence[Evaluator]
-
-    @contextmanager
-    def timed(self, kind: str, number: int) -> Iterator[None]:
-        """Reports a kind of work in a stage (0: the base), and adds its seconds to the scores."""
-        if HEARTBEAT.folder is not None:
-            set_phase(self.phase(kind, number))
-        with time_phase(self.scores.phases[kind], self.names[number]):
-            yield
-
-    def phase(self, kind: str, number: int) -> Phase:
-        """What follows this work, in seconds where its like was timed; in steps before a stage was trained.
-        What a trained stage lacks is not counted."""
-        done, after = len(self.scores.rows), list(KINDS)[list(KINDS).index(kind) + 1 :]
-        seconds, steps, untimed = 0.0, 0, []
-        for later, sizes in self.sizes.items():
-            left = sum(sizes[max(number + 1, done) :]) + sizes[number] * (later in after)
-            took, known = self.scores.phases.get(later, {}), zip(self.names, sizes[:done], strict=False)
-            paces = [took[name] / size for name, size in known if size and name in took]
-            if left and paces:
-                seconds += left * median(paces[-LATEST:])
-            elif left and later == kind == "learn":
-                steps = left
-            elif left:
-                untimed.append(later)
-        trained = self.sizes["learn"]
-        return Phase(
-            name=f"{KINDS[kind]} {self.names[number]}",
-            stage=number,
-            stages=len(self.data),
-            trains=kind == "learn",
-            done=sum(trained[: number + (kind != "learn")]),
-            total=sum(trained),
-            remaining_s=None if "learn" in untimed else seconds,
-            remaining_steps=steps,
-            untimed=tuple(untimed),
-        )
-
-    @cached_property
-    def names(self) -> list[str]:
-        return ["base", *(domain.name for domain in self.data)]
-
-    @cached_property
-    def sizes(self) -> dict[str, list[int]]:
-        """By kind, the size of the work in the base's stage and the others: steps, texts, or 1."""
-        stages = range(len(self.names))
-        found = {each.KIND: [int(each.follows(number)) for number in stages] for each in self.examinations}
-        found["generate"] = [int(self.data.replay_source is not None and number > 0) for number in stages]
-        found["learn"] = [0, *map(self.data.steps, self.data)]
-        found["score"] = [len(self.scorer.wanted(number)) for number in stages]
-        return {kind: found[kind] for kind in KINDS if kind in found}
-
-
 @dataclass(kw_only=True, eq=False)
 class ContinualTrainer:
     """Trains a method on the stages of a run, and fills the scores."""
@@ -214,8 +149,38 @@ class ContinualTrainer:
         how = plan.evaluation, plan.trainer.lightning
         self.scorer = Scorer(*how, module=module, data=data, scores=scores, place=self.run)
         self.to_disk = plan.modules.storage == "disk"  # the modules of earlier domains
-        self.eta = RunETA(data, self.scorer, scores, self.evaluators)
         scores.needs_domain, scores.alone = module.needs_domain, module.alone
+
+    @contextmanager
+    def timed(self, kind: str, number: int) -> Iterator[None]:
+        """Reports a kind of work in a stage (0: the base), and adds its seconds to the scores."""
+        names = ["base", *(domain.name for domain in self.data)]
+        if HEARTBEAT.folder is not None:
+            set_phase(self.phase(kind, number, names))
+        with time_phase(self.scores.phases[kind], names[number]):
+            yield
+
+    def phase(self, kind: str, number: int, names: Sequence[str]) -> Phase:
+        """What follows this work: training at the pace of the stages that are done (in steps before the
+        first), and of each further row the mean of what the rows so far took besides."""
+        steps, done = [0, *map(self.data.steps, self.data)], len(self.scores.rows)
+        done_s = {
+            work: sum(self.scores.phases[work].get(name, 0.0) for name in names[:done]) for work in KINDS
+        }
+        trained, left = sum(steps[:done]), sum(steps[max(number + (kind != "generate"), done) :])
+        row_s = (sum(done_s.values()) - done_s["learn"]) / max(1, done)
+        rows = len(names) - max(number + (kind not in ("generate", "learn")), done)
+        step_s = done_s["learn"] / trained if trained else 0.0
+        return Phase(
+            name=f"{KINDS[kind]} {names[number]}",
+            stage=number,
+            stages=len(self.data),
+            trains=kind == "learn",
+            done=sum(steps[: number + (kind not in ("generate", "learn"))]),
+            total=sum(steps),
+            remaining_s=rows * row_s + left * step_s if trained or kind == "learn" else None,
+            remaining_steps=0 if trained else left,
+        )
 
     def fit(self) -> None:
         """Trains and evaluates every stage that is not committed yet, and measures what earlier rows lack."""
@@ -252,7 +217,7 @@ class ContinualTrainer:
             check_state(checkpoint, instead=instead)
             log.info("Resuming within %s", domain.name)
         if self.data.replay_source is not None:
-            with self.eta.timed("generate", number):
+            with self.timed("generate", number):
                 self.data.replay_source.prepare(number, domain, self.device)
         self.data.enter(domain)
         self.module.setup_stage(domain)
@@ -271,7 +236,7 @@ class ContinualTrainer:
         # Monitors know the tokens of their step; a checkpoint, last, has the state of the others at its step.
         callbacks = [costs, *monitors, movement, guard, *self.callbacks.entering(number), saving]
         fitting = None
-        with self.eta.timed("learn", number):
+        with self.timed("learn", number):
             while fitting is None:
                 fitting = make_trainer(
                     plan.trainer.lightning,
@@ -309,28 +274,36 @@ class ContinualTrainer:
             **{"skipped": len(guard.left_out)},
         }
 
+    def score_row(self, number: int, row: str, texts: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Scores texts after a stage and keeps their losses by document; gives mean losses and modules."""
+        with self.timed("score", number):
+            cells = self.scorer.score(number, row, texts)
+        leave_together(f"before {row} was committed")
+        if is_first_process():
+            before = self.run.load_documents([number])[0] if number < len(self.scores.rows) else {}
+            found = {text: cell.documents for text, cell in cells.items() if cell.documents is not None}
+            self.run.save_documents(number, before | found)
+        means = {text: cell.mean for text, cell in cells.items()}
+        return means, {text: cell.modules for text, cell in cells.items()}
+
     def commit_row(self, row: str, **costs: Any) -> None:
         """Evaluates, and writes the row: a restart resumes after it."""
         number = len(self.scores.rows)
         self.module.observes = number in (0, len(self.data))
-        with self.eta.timed("score", number):
-            cells = self.scorer.score(number, row, self.scorer.wanted(number))
+        means, modules = self.score_row(number, row, self.scorer.wanted(number))
         self.module.observes = False
-        leave_together(f"before {row} was committed")
-        nll = [cells[text].mean if text in cells else None for text in self.scores.domains]
-        modules = {text: cell.modules for text, cell in cells.items()}
+        nll = [means.get(text) for text in self.scores.domains]
         self.scores.append(row, nll=nll, modules=modules, **costs)
-        shown = [f"{text} {np.exp(cell.mean):.1f}" for text, cell in cells.items()]
+        shown = [f"{text} {np.exp(mean):.1f}" for text, mean in means.items()]
         few = shown if len(shown) <= 2 * ENDS else [*shown[:ENDS], "…", *shown[-ENDS:]]
         log.info("Evaluated after %s: perplexity %s", row, ", ".join(few))
         found = self.module.diagnostics()  # numpy has no bfloat16
         found = {name: v.float() if v.dtype == torch.bfloat16 else v for name, v in found.items()}
-        diagnostics = {name: values.cpu().numpy() for name, values in found.items()}
-        log_stage(self.loggers, self.scores, distributions=diagnostics)
+        log_stage(self.loggers, self.scores)
         if is_first_process():
-            self.save_documents(number, cells)
-            if diagnostics:
-                self.run.save_arrays(self.run.path / "diagnostics" / f"{number:03d}.npz", diagnostics)
+            if found:
+                arrays = {name: values.cpu().numpy() for name, values in found.items()}
+                self.run.save_arrays(self.run.path / "diagnostics" / f"{number:03d}.npz", arrays)
             self.save_scores()
             self.run.cleanup(number, keep=self.plan.run.save_all_stages)
 
@@ -341,16 +314,9 @@ class ContinualTrainer:
             return
         self.scores.run["finished"] = False
         self.restore(number)
-        row = self.scores.rows[number]
-        with self.eta.timed("score", number):
-            cells = self.scorer.score(number, row, missing)
-        leave_together(f"before {row} was committed")
-        means = {text: cell.mean for text, cell in cells.items()}
-        self.scores.fill(number, means, {text: cell.modules for text, cell in cells.items()})
-        log.info("Scoring %d more texts after %s", len(missing), row)
+        log.info("Scoring %d more texts after %s", len(missing), self.scores.rows[number])
+        self.scores.fill(number, *self.score_row(number, self.scores.rows[number], missing))
         if is_first_process():
-            (before,) = self.run.load_documents([number])
-            self.save_documents(number, cells, before)
             self.save_scores()
 
     def run_evaluators(self, number: int) -> None:
@@ -371,15 +337,11 @@ class ContinualTrainer:
                 )
             self.scores.run["finished"] = False
             self.restore(number)
-            with self.eta.timed(each.KIND, number):
+            with self.timed(each.KIND, number):
                 each.measure(number, self.device)
             if is_first_process():
                 self.collect(each)
                 self.save_scores()
-
-    def save_documents(self, number: int, cells: Mapping[str, Cell], before: Losses | None = None) -> None:
-        found = {text: cell.documents for text, cell in cells.items() if cell.documents is not None}
-        self.run.save_documents(number, {**(before or {}), **found})
 
     def collect(self, evaluator: Evaluator) -> None:
         """Takes over the results of an evaluator so far."""
@@ -425,5 +387,5 @@ class ContinualTrainer:
         if len(scores.rows) > 1:
             write_model_card(run.path, scores)
         run.write_checksums()
-        log_scores(self.loggers, scores, folder=run.path, summary=self.plan.logger.summary)
+        log_scores(self.loggers, scores, folder=run.path)
         scores.save(run.scores_file)  # last: a finished run has all of its outputs

@@ -69,18 +69,14 @@ class Manifest:
 
     def changes(self, plan: Plan) -> Iterator[str]:
         """How texts and checkpoint differ now, as messages; updates sizes and times of the same contents."""
-        full, given, cache = (
-            plan.run.verify_inputs == "full",
-            plan.model.name_or_path,
-            Path(plan.run.cache_dir),
-        )
-        found = checkpoint_files(given) if self.base else {}
-        (texts, base), reads_all = self.touched(plan.source, found), full and is_first_process()
+        full, given, source = plan.run.verify_inputs == "full", plan.model.name_or_path, plan.source
+        found, reads_all = checkpoint_files(given) if self.base else {}, full and is_first_process()
+        texts, base = self.touched(source, found)
         for name in list(self.texts) if reads_all else texts:
             from cpt.data.corpus import make_corpus, read_documents  # seconds of imports, rarely needed
 
             log.info("Comparing the text of %s with that of the run's start", name)
-            stamp, source = stamp_of(plan.source, name), plan.source
+            stamp, cache = stamp_of(source, name), Path(plan.run.cache_dir)
             known = None if reads_all else make_corpus(source, name, cache=cache).facts
             facts = known or read_documents(source, name)[1]
             if facts["digest"] == self.texts[name]["digest"]:
@@ -102,17 +98,15 @@ def check_manifest(plan: Plan, run: RunDir, *, update: bool = True) -> None:
     if (then := Manifest.load(run)) is None:
         return
     before, old, is_longer = deepcopy(then), then.order, is_beginning(then.order, plan.order)
-    new = [name for name in plan.order if name not in old]
-    gone = [name for name in old if name not in plan.order]
+    new, gone = ([name for name in a if name not in b] for a, b in ((plan.order, old), (old, plan.order)))
     why = why_not_growable(plan) if is_longer or (plan.by_texts and (new or gone)) else ""
-    if old != list(plan.order) and not (is_longer and not why):
+    if old != list(plan.order) and (why or not is_longer):
         differences = [f"{kind}: {join_first(each)}" for kind, each in (("new", new), ("gone", gone)) if each]
         told = ", ".join(differences) or f"{join_first(old)} -> {join_first(plan.order)}"
         same = f"'order=[{','.join(old)}]' 'hydra.run.dir={run.path}' resumes with the domains it had"
         if why:
             told = f"{run.path} has learned {join_first(old)} ({told}), and nothing can follow: {why}"
-            keep = f"{same}, new domains at the end of the order" if plan.by_texts else "that order"
-            raise ValueError(f"{told}. Allowed: {keep}; another name=… learns all from the beginning")
+            raise ValueError(f"{told}. Allowed: {same}; another name=… learns all from the beginning")
         told = f"order={show(plan.run.order)} means other domains than when {run.path} was started ({told})"
         keep = "bring them back" if gone else same
         raise ValueError(f"{told}; {keep}, another name=… begins a new run, or delete the folder")
@@ -232,44 +226,33 @@ def find_started(plan: Plan, run: RunDir) -> RunDir:
 
 def find_source(run: RunDir, plan: Plan) -> tuple[RunDir | None, str]:
     """The longest finished sibling that trained the beginning of the order, and a log line: its name, or how
-    the nearest one differs. Raises ValueError for a sibling that a budget alone keeps from being continued,
-    and with grow=require without any."""
+    the nearest one differs. Raises ValueError with grow=require without any."""
     if plan.run.grow == "never":
         return None, ""
-    near: list[tuple[int, int, Path, list[str], list[str]]] = []
+    near: list[tuple[bool, int, int, Path, list[str], list[str]]] = []
     for path in sorted(run.path.parent.glob("*/identity.json")):
         sibling = RunDir(path.parent)
         try:
             manifest, scores = Manifest.load(sibling), sibling.scores()
         except ValueError:  # damaged
             continue
-        if manifest is None or scores is None or not (scores.run["finished"] and sibling.config.exists()):
+        if manifest is None or scores is None or scores.run["method"] != plan.names["method"]:
             continue
-        if scores.run["method"] != plan.names["method"]:
-            continue
-        order = manifest.order
+        order, is_whole = manifest.order, scores.run["finished"] and sibling.config.exists()
         # Where texts decide the order, it is not known yet.
-        if set() < set(order) < set(plan.order) if plan.by_texts else is_beginning(order, plan.order):
+        begins = set() < {*order} < {*plan.order} if plan.by_texts else is_beginning(order, plan.order)
+        if is_whole and begins:
             differences = sibling.changes(resolve_eval_cap(plan, sibling).settings)
-            # A run may add to the domains of another.
             gone = [name for name in manifest.texts if name not in (*plan.order, GENERAL)]
             differences = differences or [f"the text of {name} is not in the order" for name in gone]
             differences = differences or list(manifest.changes(plan))
-            near.append((-len(order), len(differences), sibling.path, order, differences))
-    line, why = "", why_not_growable(plan)
-    nearest = min(near, key=lambda each: (bool(each[-1]), *each), default=None)
-    if nearest is not None:
-        _, _, folder, order, differences = nearest
-        if not differences and not why:
+            near.append((bool(differences), -len(order), len(differences), sibling.path, order, differences))
+    line = ""
+    if near:
+        _, _, _, folder, order, differences = min(near)
+        if not differences and not (why := why_not_growable(plan)):
             return RunDir(folder), f"Continuing from a copy of {folder} ({join_first(order)})"
-        differences = differences or [why]
-        if plan.observer.given and all(each.startswith(("budget.", "monitor.")) for each in differences):
-            given = ", ".join(f"budget.{name}={value}" for name, value in plan.observer.given.items())
-            told = f"{folder} has learned {join_first(order)}, and a run with a budget does not grow"
-            unset = " and ".join(f"budget.{name}=null" for name in plan.observer.given)
-            allowed = f"{unset}, or grow=never, which trains all domains"
-            raise ValueError(f"{given} is invalid: {told}. Allowed: {allowed} from the base")
-        line = f"Not continuing from {folder}: {join_first(differences, '; ')}"
+        line = f"Not continuing from {folder}: {join_first(differences or [why], '; ')}"
     if plan.run.grow == "require":
         which = f"no finished run of method={plan.names['method']} in {run.path.parent}"
         told = line or f"{which} has learned the beginning of the order {join_first(plan.order)}"

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
-from annotated_types import Len, MinLen, Predicate
+from annotated_types import Len, Predicate
 
 from cpt.core.naming import LONGEST_TAG
 from cpt.core.schema import (
@@ -28,10 +28,6 @@ from cpt.models.options import Trainable
 
 BF16 = ("bf16-mixed", "bf16", "bf16-true")
 SHARDED_PRECISIONS = ("auto", "32-true", "32", 32, *BF16)
-PRECISIONS = (
-    *("auto", "32-true", "32", 32, "16-mixed", "bf16-mixed", "bf16-true", "16-true", "16", 16, "bf16"),
-    *("64-true", "64", 64, "transformer-engine", "transformer-engine-float16"),
-)
 TAGS = f"a list of texts, 1 to {LONGEST_TAG} characters each"
 ORDERS = f"the number of a named order, {', '.join(WORDS)}, or a list like [b,a,c]"
 # With a strategy that shards otherwise (deepspeed) masks and what is kept of a model would be a shard's.
@@ -67,22 +63,13 @@ def is_devices(value: Any) -> bool:
     return listed or value == -1 or fits(value, Count)
 
 
-def minutes_of(value: Any) -> float | None:
-    """The minutes in `10min` or `0.5min`; None of anything else, and of none at all."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)min", value) if isinstance(value, str) else None
-    return float(found[1]) or None if found else None
-
-
 Name = Annotated[Any, Predicate(is_name), Allowed("a folder below outputs/, like first or sizes/small")]
 Order = Annotated[Any, Predicate(is_order), Allowed(ORDERS)]
 Devices = Annotated[Any, Predicate(is_devices), Allowed("1, 2, …; auto or -1 for all; a list like [0,2]")]
 Tags = Annotated[tuple[Annotated[str, Len(1, LONGEST_TAG)], ...], Allowed(TAGS)]
-Metrics = Annotated[Text | Annotated[tuple[Text, ...], MinLen(1)], Allowed("METRIC.UNIT, or a list of such")]
-Interval = Annotated[
-    Steps | Annotated[str, Predicate(minutes_of)], Allowed("a whole number, 1 or more, or like 10min")
-]
-Precision = Annotated[
-    str | int, Predicate(PRECISIONS.__contains__), Allowed(", ".join(dict.fromkeys(map(str, PRECISIONS))))
+MetricName = Annotated[Text, Allowed("METRIC.UNIT of scores.json, or of end tasks MF1, Acc, …")]
+Precision = Literal[
+    "auto", "32-true", "32", 32, "16-mixed", "bf16-mixed", "bf16-true", "16-true", "16", 16, "bf16", "64-true"
 ]
 
 
@@ -95,7 +82,7 @@ class RunOptions(Options):
     tags: Tags = option("labels for W&B")
     seed: Natural = option("seed of sample order, masks and dropout; not of the base model or the evaluation")
     order: Order = option("order of the domains")
-    optimized_metric: Metrics = option("metric of scores.json that a sweeper minimizes")
+    optimized_metric: MetricName = option("metric of scores.json that a sweeper minimizes")
     verify_inputs: Literal["fast", "full"] = option(
         "verification of texts and base model on resume: by size and time, or every byte"
     )
@@ -153,7 +140,7 @@ class TrainerOptions(Options):
         "use deterministic algorithms on a GPU: slower, bitwise reproducible", default=False
     )
     compile: bool = option("torch.compile of each transformer block")
-    checkpoint_every: Interval = option("steps or minutes between checkpoints within a domain")
+    checkpoint_every: Steps = option("steps between checkpoints within a domain")
     log_every_n_steps: Count = option("steps between points of the training curves")
     num_workers: Natural | Literal["auto"] = option(
         "processes that prepare batches; auto: 2 per GPU where there are the cores, 0 on a CPU"
@@ -204,10 +191,6 @@ class LoggerOptions(Options):
     mode: Literal["auto", "online", "offline", "disabled"] = option(
         "mode of W&B; auto: online if logged in, else offline", default="auto"
     )
-    summary: Literal["headlines", "all"] = option(
-        "summary of the W&B run: headlines, or every number of its report", default="headlines"
-    )
-    histograms: bool = option("log histograms of method diagnostics to W&B after each domain", default=False)
     project: Text | None = option("project of W&B", default=None)
     entity: Text | None = option("user or team of W&B", default=None)
     others: Mapping[str, Any] = option("Lightning or custom loggers, by name")

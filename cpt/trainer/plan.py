@@ -1,7 +1,7 @@
 """A Hydra config as a Plan: typed sections, and every check that needs neither torch nor text."""
 
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -9,12 +9,13 @@ from typing import Any, cast
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue
 
 from cpt.adapters.options import ModulesOptions
 from cpt.core.config import CONF, digest, identity, plain_config, redact
 from cpt.core.errors import readable, unknown_name
 from cpt.core.renames import rename_keys
-from cpt.core.schema import NonNegative, Text, check_value, fits, option_types, show
+from cpt.core.schema import NonNegative, Text, check_value, fits, show
 from cpt.core.sections import Choice, Section, is_used, read_section
 from cpt.data import orders
 from cpt.data.options import Budget, DataOptions, share_batch
@@ -58,16 +59,16 @@ class Checked(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         rename_keys(config)
         with readable():
-            run = read_sections(config).run
-            if run is not None and run.plan:
-                raise ValueError(
-                    f"plan={show(run.plan)} is invalid: it is for one run. Allowed: without --multirun"
-                )
+            with suppress(MissingMandatoryValue, InterpolationToMissingValueError):  # jobs may have it
+                read_sections(config)
+            if config.get("plan"):
+                told = f"plan={show(config.plan)} is invalid: it is for one run"
+                raise ValueError(f"{told}. Allowed: without --multirun")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sections:
-    """The typed sections of a config; a section with a missing value (`???`), as in a sweep, gives None."""
+    """The typed sections of a config."""
 
     run: RunOptions
     model: ModelOptions
@@ -105,11 +106,6 @@ class Plan(Sections):
     similarity: orders.Similarity | None = None  # of the domains' texts, where it decides the order
 
     @property
-    def cap(self) -> int | None:
-        """Tokens of each text that are scored at most; None: no bound."""
-        return self.settings["eval"]["max_tokens"]
-
-    @property
     def by_texts(self) -> bool:
         """Whether the domains' texts decide their order."""
         return orders.by_texts(self.run.order)
@@ -118,11 +114,6 @@ class Plan(Sections):
     def watches(self) -> bool:
         """Whether other text is evaluated while a domain is trained."""
         return self.monitor.every is not None or bool(self.observer.given)
-
-    @property
-    def keeps(self) -> int:
-        """Copies of the weights that a stage keeps to return to."""
-        return self.observer.weight_copies or int(self.monitor.keep == "best")
 
     @property
     def mixture(self) -> ReplayConfig:
@@ -144,7 +135,7 @@ class Plan(Sections):
 
 
 def read_sections(cfg: DictConfig) -> Sections:
-    """Raises ValueError for an unknown key and an invalid value; missing values (`???`) are not checked."""
+    """Raises ValueError for an unknown key and an invalid value, MissingMandatoryValue for `???`."""
     written = str(OmegaConf.to_container(cfg, resolve=False))
     top = cast(DictConfig, OmegaConf.load(CONF / "config.yaml"))
     groups = [name for each in top.pop("defaults") if each != "_self_" for name in each]
@@ -178,24 +169,22 @@ def read_sections(cfg: DictConfig) -> Sections:
         model = replace(model, values={**model.values, "pretraining": None})
     schedule = read("lr_scheduler").choose(needed=True)
     schedule = schedule.load()(**schedule.arguments) if isinstance(schedule, Choice) else schedule
-    if schedule is not None and not callable(schedule):
+    if not callable(schedule):
         allowed = "a class like cpt.optim.schedulers.Linear"
         raise ValueError(f"lr_scheduler._target_={name_of(type(schedule))} is invalid. Allowed: {allowed}")
     run, freeze = read("", names=[each.name for each in fields(RunOptions)]), read("freeze").read(Freeze)
-    if freeze is not None:
-        freeze = replace(freeze, trainable=run.values.get("trainable"))
     flags, loggers = logger.split(LoggerOptions)
     flags["others"] = check_targets(loggers, "logger")
     sections: dict[str, Any] = {
         "run": run.read(RunOptions),
-        "freeze": freeze,
+        "freeze": replace(freeze, trainable=run.values.get("trainable")),
         "evaluation": read("eval").read(EvalOptions),
         "monitor": read("monitor").read(MonitorOptions),
         "observer": choose("budget", ObserverConfig, otherwise=ObserverConfig()),
         "data": read("data").read(DataOptions),
         "modules": read("modules").read(ModulesOptions),
         "model": model.read(ModelOptions),
-        "method": None if method is None else replace(method, below="cpt.methods.base.ContinualMethod"),
+        "method": replace(method, below="cpt.methods.base.ContinualMethod"),
         "masks": tuple(read(f"mask.{name}").choose() for name in check_targets(read("mask").values, "mask")),
         "replay": choose("replay", ReplayConfig, otherwise=NO_REPLAY),
         "source": choose("domains", Source),
@@ -214,23 +203,14 @@ def name_of(kind: type) -> str:
     return f"{kind.__module__}.{kind.__name__}"
 
 
-def read_trainer(given: Section) -> TrainerOptions | None:
-    """The trainer's options; other names go to lightning.Trainer. Raises ValueError for one it lacks."""
+def read_trainer(given: Section) -> TrainerOptions:
+    """The trainer's options; other names go to lightning.Trainer, which rejects those that it lacks."""
     own, others = given.split(TrainerOptions)
     others = {name: value for name, value in others.items() if name not in given.used}
     if wrong := [name for name in others if name in SET_BY_CPT]:
         told = f"trainer.{wrong[0]}={show(others[wrong[0]])} is invalid: cpt sets it"
         allowed = "trainer.steps, epochs or tokens; callbacks=…, logger=… and hydra.run.dir=…"
         raise ValueError(f"{told}. Allowed: {allowed}")
-    if others:
-        from lightning import Trainer  # seconds, which only these options have to wait for
-
-        theirs = set(inspect.signature(Trainer).parameters) - SET_BY_CPT
-        names = sorted(theirs | option_types(TrainerOptions).keys() - {"others"})
-        known = [f"trainer.{each}" for each in names]
-        whole = "what conf/trainer lists, and what lightning.Trainer takes"
-        for name in others.keys() - theirs:
-            raise ValueError(unknown_name(f"trainer.{name}", known, whole=whole))
     return replace(given, values={**own, "others": others}).read(TrainerOptions)
 
 

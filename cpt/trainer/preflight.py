@@ -3,6 +3,7 @@
 The method is built once on the model's skeleton, on torch's meta device: units that the model lacks, targets
 that match nothing, too few positions are reported at once."""
 
+import inspect
 import json
 import logging
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from hydra.utils import instantiate
+from lightning import Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from safetensors import safe_open
@@ -22,7 +24,7 @@ from cpt.adapters.export import PARTS_INDEX
 from cpt.core.errors import reason
 from cpt.core.memory import keep_free
 from cpt.core.processes import cores, is_first_process
-from cpt.core.schema import show
+from cpt.core.schema import check_names, option_types, show
 from cpt.core.sections import check_arguments, load_target
 from cpt.data.sources.base import ASSISTANT, USER, Example
 from cpt.data.tokenized_tasks import render_chat
@@ -43,6 +45,7 @@ from cpt.trainer.run_dir import RunDir, checkpoint_files
 log = logging.getLogger(__name__)
 WIDE = 256  # features from which bf16 pays on a CPU
 SHORT = 512  # tokens of a sequence up to which eager attention is faster in 16 bits (benchmarks/attention.py)
+TRAINER_ARGUMENTS = inspect.signature(Trainer).parameters
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "merges.txt")
 
 
@@ -68,8 +71,8 @@ def prepare(plan: Plan, run: RunDir) -> PreflightResult:
     plan = replace(plan, trainer=resolve_devices(plan.trainer))
     given = plan.logger.others.items()
     loggers = [make_entry(f"logger.{name}", each, Logger, save_dir=run.path) for name, each in given]
-    logged = bool(loggers) or plan.logger.csv or plan.logger.wandb
-    callbacks = make_callbacks(plan.callbacks, logged=logged)
+    callbacks = make_callbacks(plan.callbacks)
+    check_names(plan.trainer.others, [*option_types(TrainerOptions), *TRAINER_ARGUMENTS], place="trainer")
     tried = try_trainer(plan.trainer.lightning, loggers=loggers, callbacks=list(callbacks.values()))
     device, scores = tried.strategy.root_device, run.scores()
     stored = scores.numerics.get("precision") if scores else None
@@ -109,21 +112,18 @@ def resolve_auto(
     with bf16, and 32-true elsewhere. `trainer.attn_implementation=auto` is eager on a CPU if faster."""
     if options.precision == "auto":
         able = device.type == "cuda" and torch.cuda.is_bf16_supported()
-        options = replace(options, precision=stored or ("bf16-mixed" if able else "32-true"))
-        why = "as in scores.json" if stored else f"the default on this device ({device.type})"
-        if stored or able:
-            log.info("Precision (trainer.precision=auto): %s, %s", options.precision, why)
-        elif device.type == "cpu" and multiplies_bf16() and config.get_text_config().hidden_size >= WIDE:
-            gain = "bf16-mixed was 1.9 times as fast on such a CPU (docs/studies/performance.md)"
-            log.info("Precision (trainer.precision=auto): 32-true, the default on a CPU; %s", gain)
+        precision: Any = stored or ("bf16-mixed" if able else "32-true")
+        options = replace(options, precision=precision)
+        slow = precision == "32-true" and device.type == "cpu" and not stored and multiplies_bf16()
+        offer = "; bf16-mixed was 1.9 times as fast on such a CPU (docs/studies/performance.md)"
+        offer = offer if slow and config.get_text_config().hidden_size >= WIDE else ""
+        log.info("Precision (trainer.precision=auto): %s%s", precision, offer)
     if options.quick_dropout == "auto":
         options = replace(options, quick_dropout=device.type == "cpu" and not options.compile)
-    drops = options.quick_dropout and drops_attention(config)
-    is_short = options.precision in BF16 and length <= SHORT
-    if options.attn_implementation == "auto" and device.type == "cpu" and (drops or is_short):
-        why = f"is faster in 16 bits in rows of up to {SHORT} tokens"
-        why = "draws its dropout quickly" if drops else why
-        log.info("Attention (trainer.attn_implementation=auto): eager, which on a CPU %s", why)
+    is_fast = options.quick_dropout and drops_attention(config)
+    is_fast = is_fast or (options.precision in BF16 and length <= SHORT)
+    if options.attn_implementation == "auto" and device.type == "cpu" and is_fast:
+        log.info("Attention (trainer.attn_implementation=auto): eager, which is faster on a CPU here")
         options = replace(options, attn_implementation="eager")
     return options
 
@@ -250,37 +250,30 @@ def check_head_weights(model: PreTrainedModel, given: str, head_steps: int | Non
     missing = loading.missing_parameters(model, checkpoint_files(given).values())
     if rest := [name for name in missing if name not in head]:
         log.warning("%s lacks %d tensors, as %s: they start with random values", given, len(rest), rest[0])
-    if head and {*head} <= {*missing}:
-        if head_steps is None:
-            raise ValueError(
-                f"model.name_or_path={given} is invalid: no language-model head ({len(head)} tensors). "
-                "Allowed: model.pretraining.head_steps=500, which trains one on the general text first, "
-                "model.pretraining.head_steps=0, which starts with a random one, or another checkpoint"
-            )
-        if is_first_process():
-            how = f"is trained for {head_steps} steps" if head_steps else "starts with random weights"
-            log.info("The language-model head, which %s lacks, %s", given, how)
+    if not head or not {*head} <= {*missing}:
+        return
+    if head_steps is None:
+        told = f"model.name_or_path={given} is invalid: no language-model head ({len(head)} tensors)"
+        allowed = "model.pretraining.head_steps=500, which trains one on the general text, or 0, a random one"
+        raise ValueError(f"{told}. Allowed: {allowed}")
+    if is_first_process():
+        how = f"is trained for {head_steps} steps" if head_steps else "starts with random weights"
+        log.info("The language-model head, which %s lacks, %s", given, how)
 
 
 def check_objective(plan: Plan, objective: str, tokenizer: Any) -> None:
     """Raises ValueError for a kind of model that does not go with its options or with what it is to do."""
     options, source, least = plan.model, plan.source, BYTES + loading.SENTINELS
     name, has_answers = f"model={options.name}", source.encoding is not None
-    is_small = options.name_or_path is None and (options.vocab_size or 0) < least
-    needed = f"{least} or more, {loading.SENTINELS} of them sentinels"
-    wrong = {
-        f"model.mlm_probability={options.mlm_probability} is invalid: the model is causal. Allowed: null": (
-            objective == "causal" and options.mlm_probability is not None
-        ),
-        f"model.mean_span={options.mean_span} is invalid: no encoder-decoder corrupts spans. Allowed: null": (
-            objective != "span" and options.mean_span is not None
-        ),
-        f"model.vocab_size={options.vocab_size} is invalid. Allowed: {needed}": (
-            objective == "span" and is_small
-        ),
-    }
-    if found := next((message for message, holds in wrong.items() if holds), None):
-        raise ValueError(found)
+    if objective == "causal" and options.mlm_probability is not None:
+        told = f"model.mlm_probability={options.mlm_probability} is invalid: the model is causal"
+        raise ValueError(f"{told}. Allowed: null")
+    if objective != "span" and options.mean_span is not None:
+        told = f"model.mean_span={options.mean_span} is invalid: no encoder-decoder corrupts spans"
+        raise ValueError(f"{told}. Allowed: null")
+    if objective == "span" and options.name_or_path is None and (options.vocab_size or 0) < least:
+        needed = f"{least} or more, {loading.SENTINELS} of them sentinels"
+        raise ValueError(f"model.vocab_size={options.vocab_size} is invalid. Allowed: {needed}")
     loading.check_packing(objective, isolated=source.isolated, answers=has_answers)
     if source.chats:
         why = "has no chat template" if tokenizer is None or not tokenizer.chat_template else ""

@@ -1,6 +1,5 @@
-"""progress.json and sweep.json: what the heartbeat reads from phase and bar; processes that have ended."""
+"""progress.json: what the heartbeat reads from phase and bar; processes that have ended."""
 
-import json
 import os
 import signal
 import subprocess
@@ -8,24 +7,18 @@ import sys
 import time
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import psutil
 import pytest
 
-from cpt import status
 from cpt.core import heartbeat
 from cpt.core.heartbeat import (
     HEARTBEAT,
-    SWEEP_FILE,
     Heartbeat,
     Phase,
     ProcessId,
-    list_sweep_runs,
-    load_sweep,
     progress_bar,
     set_phase,
-    utc_now,
 )
 from cpt.core.processes import PARENT
 from tests.conftest import ROOT
@@ -102,40 +95,15 @@ def test_the_heartbeat_reads_phase_and_innermost_bar(tmp_path, monkeypatch):
             assert beat.done is beat.run_eta_s is None
             assert beat.phase_eta_s == pytest.approx(6.0, abs=0.5)  # (10 - 6) / ((6 - 4) / 3)
         assert HEARTBEAT.read().phase == "tokenising" and HEARTBEAT.read().step is None
-        known = {
-            "remaining_s": 14.0,
-            "remaining_steps": 60,
-            "done": 20,
-            "total": 100,
-            "untimed": ("benchmarks",),
-        }
+        known = {"remaining_s": 14.0, "remaining_steps": 60, "done": 20, "total": 100}
         set_phase(Phase(name="training law", stage=1, stages=3, trains=True, **known))
         with progress_bar("law (1/3)", total=10, hidden=False) as bar:
             assert HEARTBEAT.read().phase_eta_s is HEARTBEAT.read().run_eta_s is None  # no step yet
             bar.start_t, bar.n = bar._time() - 10, 5
             beat = HEARTBEAT.read()
             assert (beat.phase, beat.stage, beat.done) == ("training law", 1, 0.25)
-            assert beat.untimed == ["benchmarks"]
             assert beat.run_eta_s == pytest.approx(beat.phase_eta_s + 14 + 120, abs=2)
         closed = HEARTBEAT.read()  # between the last step and the next phase
         assert (closed.step, closed.phase_eta_s, closed.done) == (5, None, 0.25)
     ended = Heartbeat.load(tmp_path)
     assert (ended.state, ended.phase, ended.done, ended.run_eta_s) == ("finished", "", 1.0, None)
-
-
-def test_a_sweep_lists_its_runs(tmp_path):
-    def states(place):
-        return [(Path(each.run).name, each.state) for each in status.read_statuses([place])]
-
-    first, elsewhere = tmp_path / "first", tmp_path / "elsewhere"
-    for run in (first / "a", elsewhere):
-        run.mkdir(parents=True)
-        Heartbeat(state="failed", began=utc_now()).write(run)
-    list_sweep_runs(first, [first / "a", first / "b", elsewhere])
-    assert states(first) == [("elsewhere", "failed"), ("a", "failed"), ("b", "queued")]
-    list_sweep_runs(first, [first / "c"])  # the next batch of a sweep at work
-    assert load_sweep(first).runs == ["a", "b", "../elsewhere", "c"]
-    path = first / SWEEP_FILE
-    data = json.loads(path.read_text())
-    path.write_text(json.dumps(data | {"process": data["process"] | {"start_time": 1.0}}))
-    assert [state for _, state in states(tmp_path)] == [*["failed"] * 2, *["not_started"] * 2]

@@ -2,12 +2,11 @@
 
 import pytest
 from hydra import compose, initialize_config_dir
-from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from cpt.core.config import CONF, flatten
-from cpt.core.errors import RENAMED_GROUPS, reason
 from cpt.core.renames import (
+    GROUPS,
     KEYS,
     OPTIONS,
     VALUES,
@@ -37,7 +36,7 @@ WITH = {  # choices that have the option of a place, by a part of its new name
     "target_modules": "method=peft",
 }
 PLACES = [(each, names) for places, names in OPTIONS.items() for each in places.split()]
-ALL = KEYS | RENAMED_GROUPS
+ALL = KEYS | GROUPS
 ALL |= {f"{each}.{old}": f"{each}.{new}" for each, names in PLACES for old, new in names.items()}
 ALL = {old.replace("*", "migu"): new.replace("*", "migu") for old, new in ALL.items()}
 ALL.pop("method.mixture.tokens")  # of generated text, which a method does not choose
@@ -57,7 +56,7 @@ def test_an_old_name_means_the_new_one_and_is_warned_of_once(old, new, capsys):
     OmegaConf.update(cfg, old, "x", force_add=True)
     OmegaConf.set_struct(cfg, True)
     rename_keys(cfg)
-    place = "" if old in RENAMED_GROUPS else old
+    place = "" if old in GROUPS else old
     assert OmegaConf.select(cfg, new) == "x" and (not place or OmegaConf.select(cfg, place) is None)
     assert capsys.readouterr().err.count(f"use {new}") == 1
 
@@ -93,28 +92,8 @@ def test_options_of_classes_that_have_the_old_name_are_left_alone(capsys):
     assert new_name("method.memory", mine) == "method.memory"
 
 
-def test_a_choice_within_a_section_is_given_plainly(capsys):
-    given = ["method=demix", "method.routing=posterior", "method.routing.decay=0.5"]
-    assert rename_overrides(given)[1:] == ["routing@method.routing=posterior", given[2]]
-    assert not capsys.readouterr().err
-    cfg = composed(*rename_overrides(given))
-    assert (cfg.method.routing.name, cfg.method.routing.decay) == ("posterior", 0.5)
-
-
-def test_an_old_group_in_a_list_of_defaults_is_told_by_its_new_name(tmp_path):
-    path = tmp_path / "experiment" / "mine.yaml"
-    path.parent.mkdir()
-    for old, new in RENAMED_GROUPS.items():
-        path.write_text(f"# @package _global_\ndefaults:\n  - override /{old}: linear\n")
-        with pytest.raises(HydraException) as raised:
-            composed("experiment=mine", f"hydra.searchpath=[file://{tmp_path}]")
-        assert (
-            reason(raised.value) == f"override /{old} in experiment/mine is invalid. Allowed: override /{new}"
-        )
-
-
 def test_present_names_are_left_alone(capsys):
-    assert all((CONF / group).is_dir() for group in RENAMED_GROUPS.values())
+    assert all((CONF / group).is_dir() for group in GROUPS.values())
     same = ["optimized_metric=LC.nats", "model.objective=auto", "benchmark.tasks=[a]", "hydra.job.name=check"]
     assert rename_overrides(same) == same and rename_overrides(["probe.tasks=[a]"]) == ["benchmark.tasks=[a]"]
     assert capsys.readouterr().err.count("deprecated") == 1

@@ -7,7 +7,6 @@ import math
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from hydra import initialize_config_dir
 
@@ -33,7 +32,7 @@ def runs(corpora, cache, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     quick = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", "order=[law,food]"]
     quick += [*(o for o in SMALL if o != "logger=none"), "trainer.log_every_n_steps=1", "trainer.steps=4"]
-    given = {"s0": ["seed=0", "tags=[a,b]"], "s1": ["seed=1", "mask=migu", "logger.histograms=true"]}
+    given = {"s0": ["seed=0", "tags=[a,b]"], "s1": ["seed=1", "mask=migu"]}
     given["s1"] += ["trainer.log_every_n_steps=10"]
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         for name, more in given.items():
@@ -90,8 +89,6 @@ def test_the_matrix_is_logged_over_the_stages_and_as_table_and_image(runs):
     assert [line["after"] for line in lines] == ["base", "law", "food"]
     shown = summary(runs / "s0")
     assert shown["LC/perplexity"] == pytest.approx(told["metrics"]["LC"]["perplexity"])
-    units = [{key for row in history(runs / name) for key in row if "units/" in key} for name in ("s0", "s1")]
-    assert not units[0] and any(key.startswith("units/chosen/model.layers.0.attn.Wqkv") for key in units[1])
     with (runs / "s0" / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert set(rows[0]) == {"step", "name", "value"}
@@ -157,7 +154,7 @@ def test_a_run_is_online_for_a_logged_in_user_if_the_server_answers(
     assert tried[-1] == "disabled"
 
 
-OFFLINE = {"wandb": True, "histograms": True, "mode": "offline", "project": "p", "entity": None, "csv": True}
+OFFLINE = {"wandb": True, "mode": "offline", "project": "p", "entity": None, "csv": True}
 
 
 @pytest.fixture(scope="module")
@@ -170,11 +167,11 @@ def resumed(tmp_path_factory):
     place, whole = tmp_path_factory.mktemp("resumed") / "das_seed-3", scores()
     place.mkdir()
     with pytest.raises(KeyboardInterrupt), track(OFFLINE, place, about=about) as loggers:
-        log_stage(loggers, until(whole, 2), distributions={})
+        log_stage(loggers, until(whole, 2))
         raise KeyboardInterrupt
     with track(OFFLINE, place, about=about) as loggers:
-        log_stage(loggers, until(whole, 3), distributions={"heads": np.arange(4.0)})
-        log_scores(loggers, whole, folder=place, summary="headlines")
+        log_stage(loggers, until(whole, 3))
+        log_scores(loggers, whole, folder=place)
     wandb.teardown()
     return place
 
@@ -189,6 +186,5 @@ def test_a_run_that_is_started_again_is_one_run_to_wandb(resumed):
     starts = of_kind(resumed, "run")  # else `wandb sync` counts the second's steps from 0
     assert [(run.run_id, run.resume) for run in starts] == [(digest(["g", "das_seed-3"]), True)] * 2
     assert [end.exit_code for end in of_kind(resumed, "exit")] == [1, 0]
-    assert any(key.startswith("units/heads") for row in history(resumed) for key in row)
     assert not (set(summarize_scores(scores())) - set(choose_headlines(scores()))) & set(summary(resumed))
     assert [row["stage"] for row in history(resumed) if "ppl/law" in row] == [1, 2]

@@ -44,17 +44,14 @@ def groups(order) -> list[str]:
     return [name.partition(".")[0] for name in order]
 
 
-@pytest.mark.parametrize("embedding", ["tfidf", "model"])
-def test_domains_of_one_kind_are_learned_one_after_another(embedding, of_pairs, monkeypatch):
-    plan = make_plan(of_pairs("order=similar", f"domains.embedding={embedding}"))
+def test_domains_of_one_kind_are_learned_one_after_another(of_pairs, monkeypatch):
+    plan = make_plan(of_pairs("order=similar"))
     assert load_cached_order(plan) is None
     found = order_domains(plan)
     assert sorted(found.order) == plan.order != found.order
     matrix = found.similarity.matrix
     assert np.allclose(np.diagonal(matrix), 1) and (matrix == matrix.T).all()
-    if embedding == "model":  # what two steps of learning make of texts is not much
-        return
-    monkeypatch.setattr("cpt.trainer.similarity.write_similarity", None)  # of the same texts it is known
+    monkeypatch.setattr("cpt.trainer.domain_order.write_similarity", None)  # of the same texts it is known
     tree, far, swapped = (
         order_domains(make_plan(of_pairs(f"order={how}"))).order
         for how in ("similar_tree", "dissimilar", "similar_swapped")

@@ -25,9 +25,9 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from cpt import status, verify
-from cpt.cli import check_choices
+from cpt.cli import check_command_line
 from cpt.core.errors import reason
-from cpt.core.heartbeat import Heartbeat, list_sweep_runs, utc_now
+from cpt.core.heartbeat import Heartbeat, utc_now
 from cpt.data.sources.base import read_members
 from cpt.data.sources.texts import Texts
 from cpt.evaluation.finetune_tasks import plan_endtasks
@@ -91,7 +91,7 @@ OVERRIDES = st.lists(
 
 def check_overrides(said: list[str]) -> None:
     try:
-        check_choices(said)
+        check_command_line(said)
         make_plan(compose("config", overrides=said))
     except FORESEEN as error:
         refused(error)
@@ -172,7 +172,6 @@ def write_run(folder: Path, *, finished: bool) -> Path:
     told = {"version": 1, "order": ["law"], "texts": {}, "base": {}, "tokenizer": "0", "endtasks": {}}
     place.manifest.write_text(json.dumps(told))
     (run / "checksums.json").write_text(json.dumps({"files": {"report.md": [3, "0"]}}))
-    list_sweep_runs(run.parent, [run])
     for row in range(2):
         place.save_documents(row, {"law": np.ones((2, 3))})
     return run
@@ -186,7 +185,7 @@ def changed_text(raw: bytes, value: Any, at: float) -> bytes:
     return (text[:place] + json.dumps(value) + text[end:]).encode()
 
 
-FILES = "scores.json progress.json config.yaml identity.json checksums.json sweep.json documents"
+FILES = "scores.json progress.json config.yaml identity.json checksums.json documents"
 
 
 def check_run(
@@ -196,8 +195,7 @@ def check_run(
     out = contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO()))
     with tempfile.TemporaryDirectory() as top, out as said, contextlib.redirect_stderr(said):
         run = write_run(Path(top), finished=at < 0.5)
-        others = {"sweep.json": run.parent / name, "documents": run / "documents" / "000.npz"}
-        path = others.get(name, run / name)
+        path = run / "documents" / "000.npz" if name == "documents" else run / name
         raw, is_text = path.read_bytes(), path.suffix in (".json", ".yaml") and how == "value"
         path.write_bytes(changed_text(raw, value, at) if is_text else spoil(raw, places, cut))
         verify.main([top])

@@ -24,7 +24,7 @@ def cells(table: str) -> list[str]:
 
 AT_ONCE = cells("""
 name=../../x | order=true | trainable=( | method._target_=null | endtask._target_=cpt.methods.ewc.EWC
-trainer.checkpoint_every=0min | domains._target_=collections.OrderedDict | domains.only=/*/
+trainer.checkpoint_every=10min | domains._target_=collections.OrderedDict | domains.only=/*/
 optimized_metric=LC.furlongs | method=elle method.neurons=0.5 | +data.processes=2 | +unknown=1 | ~method
 endtask._target_=nowhere.X | name='${no.such}' | order=[law] | strategy=fsdp endtask=submodules
 strategy=fsdp method=elle | +trainer.max_steps=1 | monitor.stop=0.1
@@ -51,7 +51,8 @@ model.mean_span=3 | model.max_seq_length=9999 | freeze.layers=9
 optim._target_=collections.OrderedDict | +callbacks.x._target_=builtins.dict
 method=lifelong_moe method.every=3 | replay=generated | method=peft +method.arguments.rank=3
 method=progprompt method.num_virtual_tokens=166 | method=elle method.heads=1
-optim=sgd +optim.nesterov=true | model.config.num_attention_heads=5 | model.objective=causal
+optim=sgd +optim.nesterov=true | +trainer.setps=4
+model.config.num_attention_heads=5 | model.objective=causal
 trainable=nothing | trainable=norms method=lora | method=recadam method.strength=1e6
 method=ewc strategy=fsdp trainer.precision=bf16-true | trainer.accelerator=tpu | model.name_or_path=/proc
 +callbacks.x={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: a}

@@ -84,8 +84,8 @@ def test_finished_runs_are_known_without_a_process(sweep, done, monkeypatch, cap
     assert (returned.status, returned.return_value) == (JobStatus.COMPLETED, scores["optimized_metric"])
     assert caplog.messages == ["1 job: 1 finished before\ncompare: python -m cpt.report outputs/default"]
     # Another objective is no other run: it is computed from what was measured.
-    (returned,) = sweep.launched(launcher, "seed=1 optimized_metric=[FG.nats,LC.nats]")
-    assert returned.return_value == [scores["metrics"][name]["nats"] for name in ("FG", "LC")]
+    (returned,) = sweep.launched(launcher, "seed=1 optimized_metric=FG.nats")
+    assert returned.return_value == scores["metrics"]["FG"]["nats"]
 
 
 def test_what_is_not_finished_gets_its_process(sweep, done):

@@ -14,7 +14,7 @@ from shutil import copytree
 import pytest
 from omegaconf import OmegaConf
 
-from cpt.cli import leave_to_jobs
+from cpt.cli import to_hydra
 from cpt.core.heartbeat import Heartbeat
 from cpt.core.preemption import GO_ON
 from cpt.sweeps.jobs import Job, divide_machine, summarize_jobs, visible_gpus
@@ -239,4 +239,4 @@ def test_cores_are_divided_and_threads_that_the_user_has_set_stay(machine, monke
     ],
 )
 def test_options_of_a_swept_group_are_left_to_the_jobs_and_all_else_stays(given, taken):
-    assert leave_to_jobs(given.split()) == (taken or given).split()
+    assert to_hydra(given.split()) == (taken or given).split()

@@ -35,7 +35,7 @@ trainer: {num_workers: 0}
 hydra: {sweep: {dir: FOLDER}}
 """
 GRID, LR = {"sampler": "grid", "n_trials": None}, "lr=tag(log,interval(1e-4,1))"
-BOTH, LEFT = "optimized_metric=[LC.perplexity,FG.nats]", PreemptedJob("#2: preempted (exit 75): …")
+LEFT = PreemptedJob("#2: preempted (exit 75): …")
 
 
 class Runs:
@@ -122,8 +122,8 @@ def test_trials_are_the_given_overrides_with_values_of_the_space_and_the_best_is
         assert fixed == "steps=7" and method in ("method=ncl", "method=das") and 1e-4 <= float(lr[3:]) <= 1
         assert lr == f"lr={float(f'{float(lr[3:]):.6g}')!r}"  # six digits
     values = [loss(dict(line.split("=") for line in job)) for job in runs.jobs]
-    (best,) = results(folder)["best"]
-    assert best["values"] == [min(values)] and best["trial"] == values.index(min(values))
+    best = results(folder)["best"]
+    assert best["value"] == min(values) and best["trial"] == values.index(min(values))
     assert [f"{key}={value}" for key, value in best["params"].items()] == runs.jobs[best["trial"]][1:]
     assert results(folder)["finished"] == 6 and f"trial {best['trial']}: " in caplog.messages[-1]
 
@@ -202,15 +202,10 @@ def test_a_grid_is_all_points_once_in_the_order_of_a_sweep(search):
     assert [job[0] for job in rest.jobs] == ["steps=3", "steps=4", "steps=5"]
 
 
-def test_two_objectives_give_the_pareto_front_and_maximize_the_greatest(search, folder):
-    costs = {"0": [3, 1], "1": [2, 2], "2": [3, 3], "3": [1, 3], "4": [1, None], "5": [0]}
-    runs = search(lambda values: costs[values["steps"]], BOTH, "steps=range(0,6)", **GRID)
-    assert runs.jobs[0] == [BOTH, "steps=0"]
-    front = {each["params"]["steps"]: each["values"] for each in results(folder)["best"]}
-    assert front == {"0": [3, 1], "1": [2, 2], "3": [1, 3]} and results(folder)["finished"] == 4
-    most = {**GRID, "direction": "maximize", "anew": True}
+def test_the_greatest_is_the_best_if_maximized(search, folder):
+    most = {**GRID, "direction": "maximize"}
     search(lambda values: float(values["steps"]), "steps=range(0,9)", **most)
-    assert results(folder)["best"][0]["params"] == {"steps": "8"}
+    assert results(folder)["best"]["params"] == {"steps": "8"}
 
 
 def test_a_folder_of_another_search_is_refused(search, ends, folder):
@@ -220,15 +215,16 @@ def test_a_folder_of_another_search_is_refused(search, ends, folder):
     )  # how it is carried out is free
     for changed in (["lr=interval(0.1,1)"], [LR, "steps=2"], [LR, "optimized_metric=FG.nats"]):
         assert "is another search (" in ends(loss, *changed, n_trials=6)
-    assert "directions: " in ends(loss, LR, direction="maximize")
+    assert "direction: " in ends(loss, LR, direction="maximize")
 
 
 WRONG = [
     ([LR], {"sampler": "cma"}, "hydra.sweeper.sampler=cma is invalid"),
-    ([LR], {"direction": ["minimize"] * 2}, "Allowed: minimize or maximize, or a list of 1"),
+    ([LR], {"direction": "least"}, "hydra.sweeper.direction=least is invalid"),
     ([LR], {"sampler": "grid"}, "is invalid with sampler=grid"),
     (["steps=1"], {}, "hydra.sweeper.params is missing"),
     ([LR, "seed=3"], {"seeds": [0, 1]}, "hydra.sweeper.seeds=[0, 1]"),
+    ([LR], {"seeds": [0, 0]}, "hydra.sweeper.seeds=[0,0] is invalid"),
     ([LR, "endtask=none,texts"], {}, "trials run no end tasks"),
     ([LR], {"n_jobs": 0}, "hydra.sweeper.n_jobs=0 is invalid"),
 ]
@@ -249,20 +245,20 @@ def test_a_trial_is_the_mean_of_its_seeds_and_orders(search, folder):
     runs = search(by_seed, "lr=0.1,0.9", seeds=[0, 1, 2], orders=[0, 1], **GRID)
     places = [(lr, seed, order) for lr in ("0.1", "0.9") for seed in range(3) for order in range(2)]
     assert runs.jobs == [[f"lr={lr}", f"seed={seed}", f"order={order}"] for lr, seed, order in places]
-    assert results(folder)["best"][0]["params"] == {"lr": "0.1"}
+    assert results(folder)["best"]["params"] == {"lr": "0.1"}
 
 
-def test_means_are_by_objective_and_a_failed_run_fails_its_trial(search, folder):
-    def two(values):
+def test_a_failed_run_fails_its_trial(search, folder):
+    def one_fails(values):
         fails = values["lr"] == "0.9" and values["seed"] == "1" and not mended
-        return HydraException("no") if fails else [float(values["seed"]), float(values["lr"])]
+        return HydraException("no") if fails else float(values["seed"])
 
     mended = []
-    search(two, "lr=0.5,0.9", BOTH, seeds=[0, 1], **GRID)
-    assert results(folder)["finished"] == 1 and results(folder)["best"][0]["values"] == [0.5, 0.5]
+    search(one_fails, "lr=0.5,0.9", seeds=[0, 1], **GRID)
+    assert results(folder)["finished"] == 1 and results(folder)["best"]["value"] == 0.5
     mended.append(True)
-    jobs = search(two, "lr=0.5,0.9", BOTH, seeds=[0, 1], **GRID).jobs
-    assert jobs == [[BOTH, "lr=0.9", f"seed={seed}"] for seed in (0, 1)]
+    jobs = search(one_fails, "lr=0.5,0.9", seeds=[0, 1], **GRID).jobs
+    assert jobs == [["lr=0.9", f"seed={seed}"] for seed in (0, 1)]
 
 
 def test_trials_run_no_end_tasks_whose_scores_are_of_test_text(search):

@@ -18,7 +18,7 @@ from cpt.data.corpora import Corpora
 from cpt.evaluation.finetune_tasks import FileTasks
 from cpt.reporting.drawing import description
 from cpt.reporting.tuning import FinalRun, Trial, TunedMethod, write_tuning
-from cpt.sweeps.tune import TuneSweeper, find_defaults, find_space, spread_trials
+from cpt.sweeps.tune import TuneSweeper, find_defaults, find_space
 from cpt.tune import build_command
 from tests.conftest import ROOT, SMALL
 from tests.support.endtask_fixtures import write_task
@@ -160,19 +160,6 @@ def test_candidates_are_the_choices_of_groups_and_what_is_given_is_not_searched(
     assert list(derpp.space) == ["method.beta"] and "method.alpha=0.3" in derpp.overrides
     (ewc,), _ = tune("method=ewc", "method.strength=7", run=False)
     assert ewc.space == {}
-    (ewc,), _ = tune("method=ewc", run=False)
-    sweeper = TuneSweeper(
-        params=None, sampler="tpe", options={}, seed=0, direction="minimize", n_trials=5, n_jobs=1
-    )
-    sweeper.check()
-    kind_of = sweeper.distribution
-    tried = [each["method.strength"] for each in spread_trials(ewc, 5, kind_of=kind_of)]
-    assert tried == pytest.approx([500, 158.1, 1581, 88.9, 889.1], rel=1e-3)  # then 1/4, 3/4, 1/8, 5/8
-    (mixed,), _ = tune("method=ncl", "trainer.steps=range(2,9,2)", "mask.x=choice(a,b)", run=False)
-    assert spread_trials(mixed, 2, kind_of=kind_of) == [
-        {"trainer.steps": 6, "mask.x": "a"},
-        {"trainer.steps": 4, "mask.x": "b"},
-    ]
     (ewc,), _ = tune("method=ewc", "method.search.strength=choice(1,500.0,7)", run=False)
     assert [*ewc.space] == ["method.strength"] and ewc.first == {"method.strength": "500.0"}
     (ewc,), _ = tune("method=ewc", "method.search.strength=[1,10]", run=False)

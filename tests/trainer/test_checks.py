@@ -6,7 +6,7 @@ from omegaconf import OmegaConf
 
 from cpt.core.config import identity, plain_config
 from cpt.core.errors import reason
-from cpt.trainer.plan import make_plan, read_sections
+from cpt.trainer.plan import Checked, make_plan, read_sections
 from tests.conftest import ROOT
 from tests.support.processes import ran
 from tests.support.wrong_options import AT_ONCE, is_refused
@@ -33,10 +33,20 @@ def test_every_choice_of_the_config_is_right(group, choice, composed):
     chosen = {"routing": ["method=adapter", f"routing@method.routing={choice}"]}
     hub = ["+domains.catalogue.news={path: ag_news}"] * (choice == "hub" and group == "domains")
     cfg = composed(*chosen.get(group, [f"{group}={choice}"]), *hub, "model.name_or_path=somewhere")
-    assert read_sections(cfg).run
     for missing in OmegaConf.missing_keys(cfg):
-        OmegaConf.update(cfg, missing, "given")
+        OmegaConf.update(cfg, missing, ["a"] if missing == "benchmark.tasks" else "given")
     assert identity(plain_config(cfg))
+    if cfg.domains.get("root") == "given":  # a folder that is not here
+        cfg.domains = composed().domains
+    assert read_sections(cfg)
+
+
+def test_the_jobs_of_a_sweep_may_set_what_is_missing(composed, capsys):
+    Checked().on_multirun_start(composed("domains=texts"))
+    for wrong in ("trainer.steps=-1", "plan=true"):
+        with pytest.raises(SystemExit):
+            Checked().on_multirun_start(composed(wrong))
+        assert f"cpt: {wrong} is invalid" in capsys.readouterr().err
 
 
 @pytest.mark.slow

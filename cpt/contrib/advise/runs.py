@@ -20,7 +20,6 @@ from omegaconf import open_dict
 
 from cpt.contrib.advise.candidates import REFERENCE, Setting, overrides, work
 from cpt.core.config import CONF
-from cpt.core.heartbeat import list_sweep_runs
 from cpt.evaluation.scores import Scores
 from cpt.sweeps.jobs import Job, compose_jobs, divide_machine
 from cpt.sweeps.launcher import run_all
@@ -145,7 +144,6 @@ class Sweep:
         waiting, began = [job for job in jobs if not job.before], time.monotonic()
         if not waiting:
             return 0.0
-        list_sweep_runs(self.folder, [job.folder for job in jobs])
         configs = [job.config for job in jobs]
         places = divide_machine(configs, jobs=self.jobs, threads=None, waiting=len(waiting))
         run_all(waiting, command=(sys.executable, "-m", "cpt"), places=places, grace=60)

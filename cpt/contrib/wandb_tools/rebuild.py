@@ -18,7 +18,6 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import yaml
 from filelock import FileLock, Timeout
 from tqdm import tqdm
@@ -26,10 +25,10 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from cpt.core.config import digest
 from cpt.core.errors import readable, reason
-from cpt.core.files import check_archive
 from cpt.core.output import run_program
 from cpt.evaluation.scores import Scores
-from cpt.loggers.loggers import AXES, TRAINING, Curves, init_wandb, publish, publish_stage, run_name
+from cpt.loggers.loggers import AXES, TRAINING, Curves, init_wandb, publish, run_name
+from cpt.reporting.frames import stage_points
 from cpt.reporting.load_runs import find_runs
 
 log = logging.getLogger(__name__)
@@ -50,7 +49,6 @@ class Record(NamedTuple):
     path: Path
     config: dict[str, Any]
     curves: Points
-    distributions: list[dict[str, np.ndarray]]  # [row], by name
 
 
 class UnreadableError(Exception):
@@ -129,19 +127,12 @@ def translate_errors() -> Iterator[None]:
 def read_run(path: Path, scores: Scores) -> Record:
     """The files of a run, each of which may be missing; UnreadableError if one is damaged."""
     with translate_errors():
-        distributions: list[dict[str, np.ndarray]] = [{} for _ in scores.rows]
-        for row, found in enumerate(distributions):
-            archive = path / "diagnostics" / f"{row:03d}.npz"
-            if archive.exists():
-                check_archive(archive, instead="bring it back from a copy, or delete it to go without")
-                with np.load(archive) as arrays:
-                    found.update(arrays)
         curves = read_curves(path / "metrics.csv", {*scores.rows, *scores.run["order"]})
         file = path / "config.yaml"
         config = yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else {}
         if not isinstance(config, dict):
             raise ValueError(f"{file.name} is no mapping")
-        return Record(path, config, curves, distributions)
+        return Record(path, config, curves)
 
 
 def read_curves(path: Path, domains: Collection[str]) -> Points:
@@ -176,7 +167,7 @@ def identifier(path: Path, scores: Scores) -> str:
 def rebuild(record: Record, scores: Scores, *, folder: Path, **place: str | None) -> None:
     """Sends one folder: its curves if W&B does not know the run, the stages after the last that it knows, and
     the result; the W&B run ends as the run itself ended."""
-    config, options = record.config, record.config.get("logger") or {}
+    config = record.config
     about = {"name": run_name(scores.run, config.get("order", scores.run["order"]))}
     about |= {"group": scores.run["name"], "job_type": scores.run["method"]}
     tags, own = [str(tag) for tag in config.get("tags") or []], identifier(record.path, scores)
@@ -193,9 +184,8 @@ def rebuild(record: Record, scores: Scores, *, folder: Path, **place: str | None
                     for *_, values in lines:
                         curves.log(values)
             for row in range(known + 1, len(scores.rows)):
-                shown = record.distributions[row] if options.get("histograms") else {}
-                publish_stage(run, scores, row=row, distributions=shown)
-            publish(run, scores, folder=record.path, summary=options.get("summary", "headlines"))
+                run.log(stage_points(scores, row))
+            publish(run, scores, folder=record.path)
         failed = not scores.run["finished"]
     finally:
         run.finish(exit_code=int(failed))

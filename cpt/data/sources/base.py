@@ -153,7 +153,6 @@ class Source(Options, ABC):
     balanced: Annotated[bool | Count, Allowed("true, false, or tokens: a whole number, 1 or more")] = option(
         "cut the training text of every domain to the tokens of the smallest, or to N tokens", default=False
     )
-    embedding: Literal["tfidf", "model"] = option("document embedding for order=similar", default="tfidf")
     embedding_samples: Count = option("maximum number of embedded documents per text", default=1000)
 
     def __post_init__(self) -> None:

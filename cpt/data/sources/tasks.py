@@ -203,7 +203,7 @@ class Tasks(Source):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.root is not None and not Path(self.root).is_dir():
-            raise ValueError(f"root={self.root} is invalid. Allowed: an existing folder")
+            raise ValueError(f"root={self.root} is invalid: there is no such folder. Allowed: a folder")
         columns = self.columns if self.root is not None and self.format in TABLES else None
         if columns is not None and not (columns.get("text") and columns.get("target")):
             raise ValueError(f"columns={dict(columns)} is invalid. Allowed: the columns of text and target")

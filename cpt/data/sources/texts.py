@@ -36,8 +36,9 @@ class Texts(Source):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.corpora.is_dir() or not self.names:
-            allowed = f"a folder {Path(self.folder)} with a sub-folder for each domain"
-            raise ValueError(f"root={self.root} is invalid. Allowed: {allowed}")
+            why = "" if self.corpora.is_dir() else f": there is no folder {self.corpora}"
+            told = f"root={self.root} is invalid{why}"
+            raise ValueError(f"{told}. Allowed: a folder with a sub-folder for each domain")
         check_names(self.columns or (), (*self.names, GENERAL), place="columns")
         if self.general not in (None, GENERAL) and self.folder_of(GENERAL) is None:
             raise ValueError(f"general={self.general} is invalid. Allowed: null, a folder in {self.root}")

@@ -19,7 +19,7 @@ CONFIG = """
 seed: 0
 tags: [nice]
 method: {name: das, strength: 0.5}
-logger: {per_domain: true, histograms: true}
+logger: {wandb: true}
 """
 CURVES = """step,name,value
 0,train/lm/law,3.5
