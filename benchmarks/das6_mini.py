@@ -32,8 +32,8 @@ SWEEPS = (
 MPNET_SWEEPS = (
     ["order=0", "seed=0", "method=none,ncl,das,migu"],
     ["order=0", "seed=1", "method=ncl,das,migu"],
-    ["order=0", "seed=0", "method=kd,ewc,replay"],
     ["order=0", "seed=2", "method=ncl,das,migu"],
+    ["order=0", "seed=0", "method=kd,ewc,replay"],
     ["order=0", "seed=1,2", "method=kd,ewc,replay"],
     ["order=0", "seed=0", "method=one,joint,derpp,adapter,hat,demix"],
     ["order=1", SEEDS, "method=ncl,das,migu"],

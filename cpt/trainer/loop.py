@@ -89,6 +89,11 @@ def train_run(plan: Plan, run: RunDir) -> Scores:
     build.log_ineffective(plan, method, ready.device)
     write_manifest(plan, run, corpora, base, evaluators)
     scores, new = run.scores(), build.empty_scores(plan, corpora, base, data)
+    then = {} if scores is None else scores.versions
+    if other := [
+        f"{name} {then[name]} -> {now}" for name, now in new.versions.items() if then.get(name, now) != now
+    ]:
+        log.warning("Continuing with other versions, which may change the last bits: %s", ", ".join(other))
     if scores is None or scores.run["order"] != new.run["order"]:  # domains were added
         scores = new if scores is None else new.take_over(scores)
     run.check_documents(len(scores.rows))
@@ -366,6 +371,8 @@ class ContinualTrainer:
         with files.writing(run.model):
             loading = self.module.export(run.model, [domain.name for domain in self.data])
             start.tokenizer.save_pretrained(run.model)
+            for path in run.model.rglob("*.safetensors"):  # which safetensors makes for their owner alone
+                path.chmod(run.config.stat().st_mode)
         scores.loading = loading.replace(f"{run.path}/", "")  # the folder may be moved
         if len(scores.rows) > 1:
             scores.moved = measure_movement(start.model(), run.model)

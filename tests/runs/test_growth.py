@@ -69,6 +69,24 @@ def test_a_new_folder_goes_on_with_a_copy_of_the_finished_run_beside_it(
         assert same_state(state_of(tmp_path / other), state_of(tmp_path / "three"))
     assert scores_of(tmp_path / "three").grown == [1, 2]
     assert (tmp_path / "two" / "scores.json").read_bytes() == old
+    modes = {path.name: path.stat().st_mode for path in (tmp_path / "two" / "model").iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"]
+
+
+def test_a_run_without_its_last_stage_is_not_continued_and_other_versions_are_told(
+    start, small, tmp_path, caplog
+):
+    few = "trainer.steps=2"
+    start(small("order=[law]", few), tmp_path / "one")
+    scores = tmp_path / "one" / "scores.json"
+    version = scores_of(tmp_path / "one").versions["torch"]
+    scores.write_text(scores.read_text().replace(f'"torch": "{version}"', '"torch": "1.0"'))
+    start(small(TWO, few), tmp_path / "two")
+    assert f"which may change the last bits: torch 1.0 -> {version}\n" in caplog.text
+    for last in tmp_path.glob("*/stages/*.pt"):
+        last.unlink()
+    with pytest.raises(ValueError, match="^grow=require .*two'?: the file of its last stage was removed"):
+        start(small(THREE, few, "grow=require"), tmp_path / "three")
 
 
 NOT_AFTER = {
