@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pandas
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from pandas import DataFrame, Series
@@ -21,7 +22,7 @@ from cpt.evaluation.task_metrics import headline, over_seeds
 from cpt.reporting import compare, drawing
 from cpt.reporting.drawing import SERIES, HeatMap, Picture, draw_heat_maps, figure, literal, png
 from cpt.reporting.frames import FEW, few, perplexity, signed
-from cpt.reporting.load_runs import RunGroup, RunSection
+from cpt.reporting.load_runs import RunGroup, RunSection, find_stages, name_orders, read_training
 from cpt.reporting.overlap import Distribution, Overlap
 from cpt.reporting.page import LEGENDS, Block
 
@@ -29,6 +30,7 @@ CURVES = {"lm": "loss (nats)", "grad_norm": "gradient norm", "lr": "learning rat
 CURVES |= {"tokens_per_s": "tokens/s"}
 CHANGE = {"label": "change in nats per token\n(blue: better than base)", "change": True}
 MAX_PANELS = 8  # heat maps side by side
+MAX_ORDERS = 4  # panels of training curves
 UNITS_DRAWN = 200  # of a layer
 HIGHLIGHTED = 6  # of more than FEW curves, those that end lowest
 
@@ -107,16 +109,61 @@ def draw_training(stages: Mapping[str, DataFrame], borders: Mapping[str, tuple[f
             axes.set_yscale("log")
             drawing.plain_logarithm(axes.yaxis, np.concatenate([curve.to_numpy() for curve in curves]))
         axes.set_ylabel(CURVES[term], fontsize=9)
-        axes.grid(axis="y", color="0.92")
-        for begin, _ in borders.values():
-            axes.axvline(begin, color="0.75", linewidth=0.8, zorder=0)
-    above, step = grid[0].secondary_xaxis("top"), -(-len(borders) // FEW)  # of many stages every few
-    labels = [literal(name, width=18) for name in list(borders)[::step]]
-    above.set_xticks([sum(each) / 2 for each in borders.values()][::step], labels, fontsize=8)
-    above.tick_params(length=0)
+        name_stages(axes, borders, named=axes is grid[0])
     grid[-1].set_xlabel("tokens read by the optimizer steps, all stages")
     ends = [f"{name} {each['lm'].dropna().iloc[-1]:.3f}" for name, each in stages.items() if "lm" in each]
     return png(drawn, told=f"Loss at the last point of each stage: {drawing.list_few(ends)}")
+
+
+def draw_curves(section: RunSection) -> Picture | None:
+    """Training loss over the tokens of the whole run: a panel for each order, at most MAX_ORDERS, and a line
+    for each group, the mean over its seeds, shaded from the lowest to the highest. Of more than FEW groups,
+    those that end lowest. None without curves."""
+    names, borders = name_orders(section.runs), {}
+    orders: dict[str, dict[str, list[Series]]] = defaultdict(lambda: defaultdict(list))
+    for group, run in ((each, run) for each in section.groups for run in each.runs):
+        stages = read_training(run.folder / "metrics.csv", run.scores).values()
+        if curves := [each["lm"].dropna() for each in stages if "lm" in each]:
+            orders[names[run.pair[0]]][group.name].append(pandas.concat(curves))
+            borders[names[run.pair[0]]] = find_stages(run.scores)
+    if not orders:
+        return None
+    ends: dict[str, list[float]] = defaultdict(list)
+    for name, runs in (pair for groups in orders.values() for pair in groups.items()):
+        ends[name] += [float(run.iloc[-1]) for run in runs]
+    marked = sorted(ends, key=lambda name: np.mean(ends[name]))[: HIGHLIGHTED if len(ends) > FEW else None]
+    shown, styles = [*orders][:MAX_ORDERS], style_groups(ends, section.places)
+    drawn = figure((11, max(0.8 + 3.2 * len(shown), 0.23 * len(marked) + 0.8)))
+    grid = drawn.subplots(len(shown), 1, squeeze=False)[:, 0]
+    for order, axes in zip(shown, grid, strict=True):
+        for name in (name for name in marked if name in orders[order]):
+            runs, colour = orders[order][name], styles[name]["color"]
+            losses = np.stack([np.interp(runs[0].index, run.index, run) for run in runs])
+            label = literal(name, width=44) + f" ({len(ends[name])})" * (len(ends[name]) > 1)
+            axes.plot(runs[0].index, losses.mean(0), color=colour, linewidth=1.2, label=label)
+            axes.fill_between(runs[0].index, losses.min(0), losses.max(0), color=colour, alpha=0.2, lw=0)
+        name_stages(axes, borders[order])
+        axes.set_ylabel("training loss (nats)", fontsize=9)
+        axes.set_title(f"order {literal(order, width=60)}" * (len(names) > 1), fontsize=10)
+    grid[-1].set_xlabel("tokens read by the optimizer steps, all stages")
+    shown_once = dict(
+        pair for axes in grid for pair in zip(*axes.get_legend_handles_labels()[::-1], strict=True)
+    )
+    drawn.legend(shown_once.values(), shown_once.keys(), loc="outside right upper", frameon=False, fontsize=8)
+    told = drawing.list_few(f"{name} {np.mean(ends[name]):.3f}" for name in marked)
+    return png(drawn, told=f"Training loss at the last point, means over runs: {told}")
+
+
+def name_stages(axes: Axes, borders: Mapping[str, tuple[float, float]], *, named: bool = True) -> None:
+    """A line where each stage begins, and the names of the stages above the axes, of many every few."""
+    axes.grid(axis="y", color="0.92")
+    for begin, _ in borders.values():
+        axes.axvline(begin, color="0.75", linewidth=0.8, zorder=0)
+    if named:
+        above, step = axes.secondary_xaxis("top"), -(-len(borders) // FEW)
+        labels = [literal(name, width=18) for name in list(borders)[::step]]
+        above.set_xticks([sum(each) / 2 for each in borders.values()][::step], labels, fontsize=8)
+        above.tick_params(length=0)
 
 
 def draw_monitor(scores: Scores) -> Picture:
@@ -260,6 +307,9 @@ def build_figures(section: RunSection) -> list[Block]:
     runs = {group.name: [run.scores for run in group.runs] for group in section.groups}
     about = {"title": "Over the stages", "caption": LEGENDS["averages"], "name": "stages"}
     blocks.append(Block(picture=draw_stages(runs, places=section.places), **about))
+    if curves := draw_curves(section):
+        about = {"title": "Training curves", "caption": LEGENDS["curves"], "name": "training"}
+        blocks.append(Block(picture=curves, **about))
     for title, name, x, y, x_label, y_label, logarithmic in PLANES:
         ranked = [group for group in section.groups if compare.is_ranked(group, y)]
         points = {group.name: (group.of(x), group.of(y)) for group in ranked}

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import NamedTuple
 
 import numpy as np
 from matplotlib.ticker import MaxNLocator
+from pandas import DataFrame
 
 from cpt.evaluation.scores import Scores
 from cpt.reporting.drawing import Picture, figure, list_few, literal, plain_logarithm, png, style
-from cpt.reporting.frames import Show, decimals, describe_fairness, few, format_known, perplexity
+from cpt.reporting.frames import (
+    Show,
+    decimals,
+    describe_fairness,
+    few,
+    format_known,
+    perplexity,
+    strip_controls,
+)
 from cpt.reporting.page import Block, align_columns, write_page
 
 ACROSS = 3  # panels side by side
@@ -27,6 +36,10 @@ class Trial(NamedTuple):
     values: Sequence[str]  # KEY=VALUE
     score: float
     flops: int | None
+
+    def value(self, key: str) -> str:
+        """The text that was given for a key."""
+        return dict(line.split("=", 1) for line in self.values)[key]
 
 
 @dataclass(frozen=True)
@@ -55,72 +68,114 @@ class TunedMethod:
     runs: Sequence[FinalRun]
 
     @property
+    def flops(self) -> int | None:
+        """Operations of the whole search."""
+        counts = [trial.flops for trial in self.trials]
+        return None if None in counts else sum(filter(None, counts))
+
+    @property
+    def costs(self) -> tuple[float, float]:
+        """Tokens and operations of a final run."""
+        return fmean(run.tokens for run in self.runs), fmean(run.flops for run in self.runs)
+
+    @property
     def first(self) -> Trial | None:
         """The trial of the default values."""
         return next((trial for trial in self.trials if self.default and trial.number == 0), None)
 
-    def best(self, sign: int) -> Trial | None:
-        return min(self.trials, key=lambda trial: sign * trial.score, default=None)
+    def best(self, *, sign: int, limit: float = math.inf) -> Trial | None:
+        """The best of the first trials whose operations together are within the limit."""
+        within, spent = [], 0
+        for trial in self.trials:
+            spent += trial.flops or 0
+            if spent <= limit:
+                within.append(trial)
+        return min(within, key=lambda trial: sign * trial.score, default=None)
 
 
 def write_tuning(
     methods: Sequence[TunedMethod], stem: Path, metric: str, direction: str, budget: int | None
 ) -> str:
-    """Writes STEM.html, .md, .json and the curves of the searches. Gives the table as text."""
+    """Writes STEM.html, .md, .tex, .json and the curves of the searches. Gives the table as text."""
     sign = -1 if direction == "maximize" else 1
-    table = tabulate_methods(methods, metric=metric, sign=sign)
+    searches = {each.name: each.flops for each in methods if each.trials}
+    limit = None if None in searches.values() else min(filter(None, searches.values()), default=None)
+    table = tabulate_methods(methods, metric=metric, sign=sign, limit=limit)
     fixed = [each.name for each in methods if not each.space]
-    costs = {
-        each.name: [fmean(run.tokens for run in each.runs), fmean(run.flops for run in each.runs)]
-        for each in methods
-        if each.runs
-    }
+    runs = max(len(each.runs) for each in methods)
     lines = [
         f"Searches: {budget} trials each on validation text, the default values first; chosen by {metric} "
-        f"({direction}). Final runs: test text, mean ± standard deviation over "
-        f"{max(len(each.runs) for each in methods)} runs each.",
-        describe_fairness(costs),
+        f"({direction}). Final runs: test text, mean ± standard deviation over {runs} runs each.",
+        describe_fairness({each.name: each.costs for each in methods if each.runs}),
     ]
+    if limit is not None:
+        cheapest = min(searches, key=lambda name: searches[name] or 0)
+        lines.append(
+            f"Equal compute: the best of each method's first trials whose operations together are at most "
+            f"{limit:.3g}, those of the whole search of {cheapest}, the cheapest."
+        )
     lines += [f"Nothing to tune: {few(fixed, between=', ')}."] if fixed else []
     lines += [f"Compare: python -m cpt.report {stem.parent / 'final'}"]
-    blocks = [replace(table, lines=lines)]
-    if any(each.trials for each in methods):
+    blocks = [Block(lines=lines, head=table.head, cells=table.cells, words=table.words)]
+    if searches:
         picture = draw_searches(methods, metric=metric, sign=sign)
         caption = "Score on validation text of each trial; star: chosen; square: default."
         blocks.append(Block(title="Searches", picture=picture, caption=caption, name="searches"))
     stem.parent.mkdir(parents=True, exist_ok=True)
     page = write_page(blocks, title="Tuned methods", stem=stem, vectors=True)
-    described = [asdict(each) | {"trials": [trial._asdict() for trial in each.trials]} for each in methods]
-    about = {"version": 1, "metric": metric, "direction": direction, "budget": budget, "methods": described}
-    stem.with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    frame = DataFrame(table.cells, columns=list(table.head)).map(strip_controls)
+    style = frame.style.hide(axis="index").format(
+        lambda text: text.replace("±", r"$\pm$").replace("–", "--"), escape="latex"
+    )
+    text = style.format_index(escape="latex", axis=1).to_latex(hrules=True, column_format="l" * 3 + "r" * 5)
+    stem.with_suffix(".tex").write_text("% needs \\usepackage{booktabs}\n" + text, encoding="utf-8")
+    described = [
+        asdict(each) | {"trials": [trial._asdict() for trial in each.trials], "flops": each.flops}
+        for each in methods
+    ]
+    about = {"metric": metric, "direction": direction, "budget": budget, "equal_compute_flops": limit}
+    whole = {"version": 1, **about, "methods": described}
+    stem.with_suffix(".json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     return "\n".join([align_columns(table), *lines, str(page)])
 
 
-def tabulate_methods(methods: Sequence[TunedMethod], *, metric: str, sign: int) -> Block:
+def tabulate_methods(methods: Sequence[TunedMethod], *, metric: str, sign: int, limit: float | None) -> Block:
     """A row per method: the values, their scores on validation text, the scores of the final runs."""
     show = perplexity if metric.endswith("perplexity") else decimals
     cells = []
     for each in methods:
-        best, first = each.best(sign), each.first
-        row = [each.name, shorten_values(best), str(len(each.trials)) if each.space else "–"]
-        row += [format_known(trial and trial.score, show) for trial in (first, best)]
+        best, within = each.best(sign=sign), each.best(sign=sign, limit=limit or 0)
+        scores = [run.score for run in each.runs]
         forgotten = [run.forgetting for run in each.runs if run.forgetting is not None]
-        row += [format_mean([run.score for run in each.runs], show), format_mean(forgotten, decimals)]
-        cells.append(row)
-    head = ["method", "tuned values", "trials", "valid, default", "valid, tuned", f"test {metric}"]
-    return Block(head=[*head, "test FG (nats)"], cells=cells, words=2)
+        cells.append(
+            [
+                each.name,
+                shorten_values(best),
+                shorten_values(within) if limit else "–",
+                str(len(each.trials)) if each.space else "–",
+                format_known(each.first and each.first.score, show),
+                format_known(best and best.score, show),
+                format_mean(scores, show),
+                format_mean(forgotten, decimals),
+            ]
+        )
+    head = ["method", "tuned values", "equal compute", "trials", "valid, default", "valid, tuned"]
+    return Block(head=[*head, f"test {metric}", "test FG (nats)"], cells=cells, words=3)
 
 
 def shorten_values(trial: Trial | None) -> str:
-    """`strength=812, lr=0.001`: the values without the sections of their keys, numbers in three digits."""
+    """`strength=812, lr=0.001`: the values without the sections of their keys, in three digits."""
     if trial is None:
         return "–"
-    told = []
-    for key, value in (line.split("=", 1) for line in trial.values):
-        with suppress(ValueError):
-            value = f"{float(value):.3g}"
-        told.append(f"{key.rpartition('.')[2]}={value}")
-    return ", ".join(told)
+    pairs = (line.split("=", 1) for line in trial.values)
+    return ", ".join(f"{key.rpartition('.')[2]}={round_text(value)}" for key, value in pairs)
+
+
+def round_text(value: str) -> str:
+    try:
+        return f"{float(value):.3g}"
+    except ValueError:
+        return value
 
 
 def format_mean(values: Sequence[float], show: Show) -> str:
@@ -132,7 +187,7 @@ def format_mean(values: Sequence[float], show: Show) -> str:
 def draw_searches(methods: Sequence[TunedMethod], *, metric: str, sign: int) -> Picture:
     """A panel per searched value: the score of each trial over it, joined where it alone was searched."""
     panels = [(each, key) for each in methods if each.trials for key in each.space]
-    chosen = {each.name: each.best(sign) for each in methods if each.trials}
+    chosen = {each.name: each.best(sign=sign) for each in methods if each.trials}
     across = min(ACROSS, len(panels))
     down = -(-len(panels) // across)
     drawn = figure((3.4 * across, 2.9 * down + 0.3))
@@ -140,7 +195,7 @@ def draw_searches(methods: Sequence[TunedMethod], *, metric: str, sign: int) -> 
     for axes in grid[len(panels) :]:
         axes.set_visible(False)
     for axes, (method, key) in zip(grid, panels, strict=False):
-        values = [dict(line.split("=", 1) for line in trial.values)[key] for trial in method.trials]
+        values = [trial.value(key) for trial in method.trials]
         scores = np.array([trial.score for trial in method.trials])
         axes.grid(color="0.9")
         axes.set_axisbelow(True)

@@ -14,6 +14,7 @@ from cpt.core.renames import (
     rename_keys,
     rename_overrides,
 )
+from cpt.gate import main
 
 WITH = {  # choices that have the option of a place, by a part of its new name
     "answers.": "domains=tasks",
@@ -109,6 +110,13 @@ def test_the_command_line_goes_before_an_old_name_in_a_file():
     OmegaConf.update(cfg, "hydra.overrides.task", ["model.name_or_path=given"], force_add=True)
     rename_keys(cfg)
     assert cfg.model == {"name_or_path": "given"} and cfg.verify_inputs == "full"
+
+
+def test_the_gates_old_flags_are_warned_of(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main([str(tmp_path), "--gain", "0.1", "--loss=0.1"])
+    said = capsys.readouterr().err
+    assert "--gain is deprecated" in said and "use --max-forgetting" in said
 
 
 def test_help_and_version_are_short_and_name_every_group():

@@ -7,6 +7,7 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
+from cpt import card as program
 from cpt.evaluation.scores import Scores
 from cpt.reporting.frames import perplexity
 from cpt.reporting.model_card import write_model_card
@@ -33,7 +34,9 @@ def cells(page, first):
     return [cell.strip() for cell in line.strip("|").split("|")][1:]
 
 
-def test_a_run_leaves_a_card_with_its_numbers_and_no_path(small, start, tmp_path, corpora, monkeypatch):
+def test_a_run_leaves_a_card_that_is_written_again_and_hides_no_damage(
+    small, start, tmp_path, corpora, monkeypatch
+):
     run = tmp_path / "secret_user" / "run"
     start(small("order=[law,food]", "optim.lr=0.01", "method=prompt"), run)
     path, place = run / "model" / "README.md", RunDir(run)
@@ -57,6 +60,10 @@ def test_a_run_leaves_a_card_with_its_numbers_and_no_path(small, start, tmp_path
     assert place.lost(full=True) == []
     path.write_text("changed")
     assert [each.split(" ")[0] for each in place.lost(full=False)] == ["model/README.md"]
+    parts = run / "model" / "parts.json"
+    parts.write_text(parts.read_text() + " ")
+    assert program.main([str(run)]) == 0 and path.read_text() == page
+    assert [each.split(" ")[0] for each in place.lost(full=True)] == ["model/parts.json"]
 
 
 def test_a_card_shows_no_paths_accounts_or_secrets_and_no_mask_rate_of_a_causal_model(tmp_path):

@@ -71,3 +71,27 @@ def test_curves_are_means_over_the_domains_so_far_and_over_runs(drawn):
     level = (np.exp(2.0) + 2 * np.exp(3.0)) / 3
     assert list(lines(figure)[f"joint: {level:.2f}"].get_ydata()) == pytest.approx([level] * 2)
     assert told.endswith(f"ncl {last:.2f}; short {last:.2f}; lost 20.09; joint {level:.2f}.")
+
+
+def test_training_curves_are_means_over_seeds_by_order_and_what_is_not_trained_has_none(drawn, tmp_path):
+    orders, runs = (comparing.DOMAINS, comparing.DOMAINS[::-1]), []
+    for number, (method, order, seed) in enumerate(
+        (m, o, s) for m in ("ncl", "das") for o in orders for s in (0, 1)
+    ):
+        folder = tmp_path / str(number)
+        config = {"order": orders.index(order), "seed": seed, "method": {"name": method}}
+        comparing.saved(folder, config=config, method=method, order=order, seed=seed)
+        losses = [(step, text, 5 - step / 10 + seed) for text in order for step in (0, 5, 9)]
+        (folder / "metrics.csv").write_text("".join(f"{s},train/lm/{t},{x}\n" for s, t, x in losses))
+        runs.append(comparing.run(folder, method=method, order=order, seed=seed))
+    compared = comparing.section([*runs, comparing.run(tmp_path / "none", method="joint")])
+    figure, told = drawn(figures.draw_curves(compared))
+    assert [axes.get_title() for axes in figure.axes] == ["order 0", "order 1"]
+    shown = lines(figure)
+    assert {name for name in shown if name[0] != "_"} == {"ncl (4)", "das (4)"}
+    first = shown["das (4)"]  # of the first stage, a tenth of its tokens at step 0; seeds lie 1 apart
+    np.testing.assert_allclose(np.array(first.get_data())[:, :3], [[100, 600, 1000], [5.5, 5.0, 4.6]])
+    (band, *_) = figure.axes[0].collections
+    assert np.ptp(band.get_paths()[0].vertices[:, 1]) == pytest.approx(1.9)
+    assert told.endswith("das 4.600; ncl 4.600.") or told.endswith("ncl 4.600; das 4.600.")
+    assert figures.draw_curves(comparing.section([comparing.run(tmp_path / "none")])) is None

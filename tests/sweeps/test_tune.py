@@ -107,7 +107,7 @@ def test_trials_read_no_test_text_and_a_killed_tuning_ends_as_one_that_was_not(
     told = json.loads((tmp_path / "outputs/tuned/tuning.json").read_text())
     ncl, ewc = told["methods"]
     assert (len(ncl["trials"]), len(ncl["runs"]), len(ewc["trials"]), len(ewc["runs"])) == (0, 2, 2, 2)
-    assert ewc["trials"][0]["values"] == ["method.strength=500.0"] and ewc["trials"][0]["flops"] > 0
+    assert ewc["trials"][0]["values"] == ["method.strength=500.0"] and ewc["flops"] > 0
     best = min(ewc["trials"], key=lambda trial: trial["score"])["values"][0].removesuffix(".0")
     assert all(best.split("=")[1] in run["folder"] or best.endswith("=500") for run in ewc["runs"])
     scores = json.loads((tmp_path / ewc["runs"][0]["folder"] / "scores.json").read_text())
@@ -189,7 +189,7 @@ def trial(number, value, score, flops=10):
     return Trial(number, [f"method.strength={value}"], score, flops)
 
 
-def test_the_report_has_what_was_tried_and_chosen_and_the_final_runs(tmp_path):
+def test_equal_compute_is_the_best_of_the_first_trials_within_the_cheapest_search(tmp_path):
     runs = [FinalRun("a", 30.0, 0.1, 1000, 50), FinalRun("b", 32.0, 0.3, 1000, 50)]
     ewc = [trial(0, 500.0, 40.0), trial(1, 70.5, 39.0), trial(2, 9.25, 41.0)]
     das = [trial(0, 1.0, 35.0, 25), trial(1, 0.1, 34.0, 25), trial(2, 3.0, 36.0, 5)]
@@ -201,12 +201,17 @@ def test_the_report_has_what_was_tried_and_chosen_and_the_final_runs(tmp_path):
     ]
     text = write_tuning(methods, tmp_path / "tuning", "LC.perplexity", "minimize", 3)
     rows = {line.split()[0]: line.split()[1:] for line in text.splitlines()[1:4]}
-    assert rows["ncl"] == ["–", "–", "–", "–", "30.00", "0.1000"]
-    assert rows["ewc"][:4] == ["strength=70.5", "3", "40.00", "39.00"]
-    assert rows["ewc"][4:] == ["31.00", "±", "1.41", "0.2000", "±", "0.1414"]
+    assert rows["ncl"] == ["–", "–", "–", "–", "–", "30.00", "0.1000"]
+    assert rows["ewc"][:5] == ["strength=70.5", "strength=70.5", "3", "40.00", "39.00"]
+    assert rows["ewc"][5:] == ["31.00", "±", "1.41", "0.2000", "±", "0.1414"]
+    assert rows["das"][:5] == ["strength=0.1", "strength=1", "3", "35.00", "34.00"]  # 25 of 30 operations
+    assert "at most 30, those of the whole search of ewc" in text
     assert "Fairness: equal tokens (1e+03 per run), equal operations (50 per run)." in text
-    assert json.loads((tmp_path / "tuning.json").read_text())["methods"][2]["trials"][0]["flops"] == 25
-    assert "| ewc |" in (tmp_path / "tuning.md").read_text()
+    assert json.loads((tmp_path / "tuning.json").read_text())["equal_compute_flops"] == 30
+    assert (
+        "$\\pm$" in (tmp_path / "tuning.tex").read_text()
+        and "| ewc |" in (tmp_path / "tuning.md").read_text()
+    )
     assert "Chosen: ewc strength=70.5; das strength=0.1." in description(
         (tmp_path / "tuning-searches.png").read_bytes()
     )
