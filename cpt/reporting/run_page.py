@@ -229,10 +229,10 @@ def show_training(scores: Scores, folder: Path) -> Block:
 
 
 def show_monitor(scores: Scores) -> Block:
-    """What training did to other text."""
+    """What training did to other text, and what a budget of drift allowed and did."""
     if not scores.monitor:
         return Block()
-    cells = []
+    budgeted, cells = any(stage.get("budget") for stage in scores.monitor.values()), []
     for name, stage in scores.monitor.items():
         rises = {text: values[-1] - values[0] for text, values in stage["nll"].items()}
         shown = {text: format_known(rise, signed) for text, rise in rises.items()}
@@ -245,7 +245,16 @@ def show_monitor(scores: Scores) -> Block:
         mean = format_known(float(np.mean([rises[text] for text in own])), signed) if own else "–"
         most = f"{worst} {shown[worst]}" if worst else "–"
         cells.append([name, str(stage["steps"][-1]), mean, most, general, stage["ended"] or "–"])
+        if budgeted and (budget := stage.get("budget")):
+            at = stage["steps"].index(budget["kept"]) if budget["kept"] in stage["steps"] else -1
+            drifts = {bound: drift[at][1] for bound, drift in budget["drift"].items() if drift}
+            told = [f"{x} {format_known(v, signed)} of {budget['allowed'][x]:.3f}" for x, v in drifts.items()]
+            back = sum("back to" in act for act in budget["acts"])
+            cells[-1].append("; ".join([*told, f"kept step {budget['kept']}", f"gone back {back} times"]))
+        elif budgeted:
+            cells[-1].append("–")
     head = ["stage", "steps", "its own text, nats", "most risen of the past", GENERAL, "ended early"]
+    head += ["Budget of drift: upper ends at the kept step, of what was allowed"] * budgeted
     about = {"title": "Other text during each stage", "caption": LEGENDS["monitor"]}
     table = {"head": head, "cells": cells, "folded": f"{len(cells)} stages"}
     return Block(name="monitor", picture=figures.draw_monitor(scores), **about, **table)
