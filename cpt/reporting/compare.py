@@ -521,8 +521,9 @@ def build_findings(section: RunSection) -> Block:
             verdict = f"Distinguished from {len(others) - len(same)} of {len(others)} others"
             verdict += f" (Holm p < {LEVEL:.2g})"
             pairs = max((each.n for each in others.values()), default=0)
-            if same and 2 ** (1 - pairs) * len(others) > LEVEL:
-                verdict += f": {pairs} pairs are too few for Holm over {len(others)}"
+            needed = math.ceil(1 + math.log2(max(1, len(others)) / LEVEL))  # whose least p is 2^(1 - pairs)
+            if same and pairs < needed:
+                verdict += f": Holm over {len(others)} needs {needed} pairs, there are {pairs}"
             elif same:
                 verdict += f", not from {few(same, between=', ')}"
             lines.append(f"{line}. {verdict}.")

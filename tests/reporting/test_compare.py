@@ -165,7 +165,7 @@ def exported(compared, folder):
 def test_findings_name_the_best_and_what_is_not_told_apart(compared):
     lines = compare.build_findings(compared).lines
     assert lines[0].startswith("Best average at the end: `das`") and "against ncl" in lines[0]
-    assert "2 pairs are too few for Holm over 1" in lines[0] and len(lines) == 4
+    assert "Holm over 1 needs 6 pairs, there are 2" in lines[0] and len(lines) == 4
     assert compare.build_findings(section([run()])).lines == []
 
 
