@@ -91,14 +91,18 @@ def again(arguments: Sequence[str], run: Path, expected: dict[str, Any], *, twin
 
 
 def bits(run: Path) -> str:
-    """A hash of all that a finished run knows: the matrix, the metrics, end tasks, the last stage's state."""
+    """A hash of all that a finished run knows: the matrix, the metrics, end tasks, the tensors of the last
+    stage's file, the exported weights."""
     scores = json.loads((run / "scores.json").read_text())
     assert scores["run"]["finished"], f"{run} is not finished"
     told = [scores["nll"], scores["metrics"], scores["endtasks"].get("scores")]
     found = hashlib.sha256(json.dumps(told).encode())
     if stages := sorted((run / "stages").glob("*.pt")):
-        for name, value in sorted(torch.load(stages[-1], weights_only=True).items()):
+        state = torch.load(stages[-1], weights_only=True)  # sharded ones are elsewhere
+        for name, value in sorted(pair for pair in state.items() if isinstance(pair[1], torch.Tensor)):
             found.update(name.encode() + value.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+    for path in sorted(run.glob("model/*.safetensors")):
+        found.update(path.read_bytes())
     return found.hexdigest()
 
 
