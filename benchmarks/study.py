@@ -6,6 +6,7 @@ every run are in benchmarks/results/studies/NAME.jsonl.gz, one line per run."""
 import argparse
 import gzip
 import json
+import math
 import os
 import subprocess
 import sys
@@ -168,6 +169,8 @@ def restore_runs(
             cfg = compose(
                 "config", [f"experiment={experiment}", f"name={into.name}", "domains.root=FOLDER", *chosen]
             )
+            if OmegaConf.is_missing(cfg.model, "name_or_path"):
+                cfg.model.name_or_path = "MODEL"
             orders = cfg.domains.orders or ()
             numbered = orders.items() if isinstance(orders, Mapping | DictConfig) else enumerate(orders)
             cfg.order = next((number for number, each in numbered if list(each) == run["order"]), order)
@@ -222,7 +225,7 @@ def tabulate_contrasts(
                 row += ["–", "–"]
                 continue
             mean, low, high = (f"{scale(key) * x:+.{digits}f}" for x in (found.mean, found.low, found.high))
-            row.append(f"{mean} [{low}, {high}]" if found.n > 1 else mean)
+            row.append(f"{mean} [{low}, {high}]" if math.isfinite(found.low) else mean)
             row.append("–" if found.p_t_holm is None else f"{found.p_t_holm:.2g}")
         if any(cell != "–" for cell in row):
             cells.append([group.name, *row])
