@@ -246,7 +246,8 @@ def find_source(run: RunDir, plan: Plan) -> tuple[RunDir | None, str]:
             gone = [name for name in manifest.texts if name not in (*plan.order, GENERAL)]
             differences = differences or [f"the text of {name} is not in the order" for name in gone]
             differences = differences or list(manifest.changes(plan))
-            if not differences and not sibling.stage(len(scores.rows) - 1).exists():
+            trained = len(scores.rows) > 1  # method=none has no stages
+            if not differences and trained and not sibling.stage(len(scores.rows) - 1).exists():
                 differences = ["the file of its last stage was removed"]
             near.append((bool(differences), -len(order), len(differences), sibling.path, order, differences))
     line = ""

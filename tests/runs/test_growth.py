@@ -76,6 +76,7 @@ def test_a_new_folder_goes_on_with_a_copy_of_the_finished_run_beside_it(
 def test_a_run_without_its_last_stage_is_not_continued_and_other_versions_are_told(
     start, small, tmp_path, caplog
 ):
+    caplog.set_level(logging.INFO)
     few = "trainer.steps=2"
     start(small("order=[law]", few), tmp_path / "one")
     scores = tmp_path / "one" / "scores.json"
@@ -83,6 +84,9 @@ def test_a_run_without_its_last_stage_is_not_continued_and_other_versions_are_to
     scores.write_text(scores.read_text().replace(f'"torch": "{version}"', '"torch": "1.0"'))
     start(small(TWO, few), tmp_path / "two")
     assert f"which may change the last bits: torch 1.0 -> {version}\n" in caplog.text
+    for order in ("order=[law]", TWO):
+        start(small(order, "method=none"), tmp_path / f"none-{order}")
+    assert f"Continuing from a copy of {tmp_path / 'none-order=[law]'}" in caplog.text
     for last in tmp_path.glob("*/stages/*.pt"):
         last.unlink()
     with pytest.raises(ValueError, match="^grow=require .*two'?: the file of its last stage was removed"):
