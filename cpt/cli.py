@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
 from hydra._internal import utils
@@ -98,11 +98,17 @@ def to_hydra(arguments: Sequence[str]) -> list[str]:
 
 
 def check_command_line(arguments: Sequence[str]) -> None:
-    """Raises ValueError for an unknown flag, and for a choice of a group that is no name: Hydra takes many
-    lines to report these."""
-    for given in utils.get_args_parser().parse_known_args(list(arguments))[1]:
+    """Raises ValueError for an unknown or wrong flag, and for a choice of a group that is no name: Hydra
+    takes many lines to report these."""
+    parser, flags = utils.get_args_parser(), "-m, --config-dir=FOLDER, --cfg=job, --help"
+
+    def refuse(message: str) -> NoReturn:
+        raise ValueError(f"{message.partition(' could match')[0]}. Allowed: key=value, {flags}")
+
+    parser.error = refuse  # type: ignore[method-assign]
+    for given in parser.parse_known_args(list(arguments))[1]:
         name = given.lstrip("-").partition("=")[0]
-        allowed = f"options without dashes, like {name}=VALUE; -m, --config-dir=FOLDER, --cfg=job, --help"
+        allowed = f"options without dashes, like {name}=VALUE; {flags}"
         raise ValueError(f"{given} is invalid: unknown flag. Allowed: {allowed}")
     for argument, override in parse_arguments(arguments).items():
         group, value = override.key_or_group, override.value()

@@ -23,6 +23,8 @@ CANNOT = {  # and the choice or option that is meant
     "domains.root=mine": "",
     "seed=0,1": "",
     "--seed=1": "",
+    "-m=null": "",
+    "--c": "",
     "order": "",
     "-m seed=0,1 mask=migu,mgui": "migu",
     "-m method.routing=last,first method=hat": "",

@@ -58,6 +58,11 @@ LESS = "rerun the same command to resume, with more memory or with less use of i
 
 def reason(error: BaseException) -> str:
     """An error's message on one line; of an error inside a Hydra instantiation, the cause's."""
+    return " ".join(filter(None, map(str.strip, explain(error).splitlines()))) or type(error).__name__
+
+
+def explain(error: BaseException) -> str:
+    """An error's message, in the words of options where Hydra and OmegaConf have others."""
     match error:
         case of_hydra.MissingConfigException(missing_cfg_file=str(path), options=list(options)):
             group, _, name = path.rpartition("/")
@@ -104,7 +109,7 @@ def reason(error: BaseException) -> str:
             return f"{key} is invalid: {str(error).splitlines()[0]}. Allowed: ${{KEY}} of an existing key"
         case of_omegaconf.ConfigTypeError(full_key=str(key)) if MERGED.match(str(error)):
             return f"{key} is invalid: it has keys with values, not a value. Allowed: {key}.NAME=…"
-    return " ".join(filter(None, map(str.strip, str(error).splitlines()))) or type(error).__name__
+    return str(error)
 
 
 def choices_with(key: str, section: str) -> list[str]:
