@@ -103,7 +103,8 @@ def check_command_line(arguments: Sequence[str]) -> None:
     parser, flags = utils.get_args_parser(), "-m, --config-dir=FOLDER, --cfg=job, --help"
 
     def refuse(message: str) -> NoReturn:
-        raise ValueError(f"{message.partition(' could match')[0]}. Allowed: key=value, {flags}")
+        why = message.partition(" could match")[0]
+        raise ValueError(f"{' '.join(arguments)} is invalid: {why}. Allowed: key=value, {flags}")
 
     parser.error = refuse  # type: ignore[method-assign]
     for given in parser.parse_known_args(list(arguments))[1]:
