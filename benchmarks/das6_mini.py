@@ -33,6 +33,7 @@ MPNET_SWEEPS = (
     ["order=0", "seed=0", "method=none,ncl,das,migu"],
     ["order=0", "seed=1", "method=ncl,das,migu"],
     ["order=0", "seed=2", "method=ncl,das,migu"],
+    ["order=0", SEEDS, "method=das", "method.contrast_every=2", "method.contrast_samples=0.5"],
     ["order=0", "seed=0", "method=kd,ewc,replay"],
     ["order=0", "seed=1,2", "method=kd,ewc,replay"],
     ["order=0", "seed=0", "method=one,joint,derpp,adapter,hat,demix"],

@@ -122,7 +122,7 @@ def drop_checkpoint(variant: str) -> str:
 def list_missing(
     sweeps: Iterable[Sequence[str]], experiment: str, present: Collection[tuple[Any, ...]]
 ) -> Iterator[Sequence[str]]:
-    """The jobs of sweeps over methods, seeds and orders alone that are not present, one per sweep."""
+    """The jobs of sweeps over methods, their options, seeds and orders that are not present, one per sweep."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
         for sweep in sweeps:
             overrides = (each.partition("=") for each in sweep)
@@ -132,7 +132,9 @@ def list_missing(
                 chosen = dict(each.split("=", 1) for each in job)
                 run = {name: chosen.get(name, "none") for name in ("method", "mask", "replay")}
                 order = cfg.domains.orders[cfg.order] if isinstance(cfg.order, int) else cfg.order
-                if identify({**run, "variant": "", "seed": cfg.seed, "order": order}) not in present:
+                options = [each.removeprefix("method.") for each in job if each.startswith("method.")]
+                variant = "; ".join(sorted(options))
+                if identify({**run, "variant": variant, "seed": cfg.seed, "order": order}) not in present:
                     yield job
 
 
