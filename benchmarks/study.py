@@ -122,7 +122,7 @@ def drop_checkpoint(variant: str) -> str:
 def list_missing(
     sweeps: Iterable[Sequence[str]], experiment: str, present: Collection[tuple[Any, ...]]
 ) -> Iterator[Sequence[str]]:
-    """The jobs of sweeps over methods, their options, seeds and orders that are not present, one per sweep."""
+    """The jobs of sweeps over methods, their options, seeds and orders that are not present, one a sweep."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
         for sweep in sweeps:
             overrides = (each.partition("=") for each in sweep)
