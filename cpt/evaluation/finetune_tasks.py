@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
+import pyarrow as pa
 from annotated_types import Ge
 
 from cpt.core import randomness
@@ -328,21 +329,19 @@ class HubTasks(TaskSource):
         return [entry["path"], entry.get("name"), readers.stamps(each for each in local if each.is_file())]
 
     def read(self, name: str, split: str) -> list[LabelledExample]:
-        import pyarrow
-        from datasets import ClassLabel, load_dataset  # seconds, which only this source has to wait for
-        from datasets.exceptions import DatasetsError
+        import datasets  # seconds, which only this source has to wait for
 
         entry, examples = self.values(name), []
         columns, label, wanted = entry["columns"], entry["columns"]["label"], entry["splits"].get(split)
         if wanted is None:
             return []
         try:
-            rows = load_dataset(entry["path"], entry.get("name"), split=wanted)
-        except (DatasetsError, OSError, ValueError, pyarrow.ArrowException) as error:
+            rows = datasets.load_dataset(entry["path"], entry.get("name"), split=wanted)
+        except (datasets.exceptions.DatasetsError, OSError, ValueError, pa.ArrowException) as error:
             raise ValueError(f"endtask.tasks.{name}, path={entry['path']}: {readers.cause(error)}") from error
         feature = rows.features.get(label)
         for place, row in enumerate(rows):
-            if isinstance(feature, ClassLabel):  # -1: the data set gives no label
+            if isinstance(feature, datasets.ClassLabel):  # -1: the data set gives no label
                 known = row[label] is not None and row[label] >= 0
                 row = {**row, label: feature.names[row[label]] if known else None}
             where = f"{entry['path']} ({wanted}), row {place}"

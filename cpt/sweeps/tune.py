@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -30,9 +30,6 @@ from cpt.sweeps.optuna import (
     grid_values,
     to_overrides,
 )
-
-if TYPE_CHECKING:
-    from cpt.reporting.tuning import Trial
 
 log = logging.getLogger(__name__)
 SPACES = "[low, high], [log, low, high], or a sweep in Hydra's grammar like choice(a,b)"
@@ -67,7 +64,7 @@ class TuneSweeper(OptunaSweeper):
                 raise ValueError(f"optimized_metric={show(metric)} is invalid. Allowed: one metric")
             if self.on_tasks:
                 self.direction = "minimize" if metric == "forget_rate" else "maximize"
-            from cpt.reporting.tuning import FinalRun, TunedMethod, write_tuning  # matplotlib: seconds
+            from cpt.reporting.tuning import FinalRun, Trial, TunedMethod, write_tuning  # matplotlib: seconds
 
             lines = [*(f"{key}={value}" for key, value in self.params.items()), *arguments]
             candidates, runs = self.read_candidates(lines)
@@ -92,7 +89,7 @@ class TuneSweeper(OptunaSweeper):
                     name=each.label,
                     space={key: str(own.get_value_string()) for key, own in each.space.items()},
                     default={key: show(value) for key, value in each.first.items()},
-                    trials=found[each.label][0],
+                    trials=[Trial(*trial) for trial in found[each.label][0]],
                     runs=finals[each.label],
                 )
                 for each in candidates
@@ -143,8 +140,9 @@ class TuneSweeper(OptunaSweeper):
 
     def search_candidate(
         self, given: Candidate, runs: Sequence[Sequence[str]], *, name: str
-    ) -> tuple[list[Trial], list[str]]:
-        """The finished trials of a candidate on validation text, and the best values as overrides."""
+    ) -> tuple[list[tuple[Any, ...]], list[str]]:
+        """The finished trials of a candidate on validation text, as the fields of Trial; and the best values
+        as overrides."""
         if not given.space:
             log.info("Nothing to tune in %s: its final runs have the given values", given.label)
             return [], []
@@ -158,12 +156,10 @@ class TuneSweeper(OptunaSweeper):
         space = [f"{key}={each.get_value_string()}" for key, each in given.space.items()]
         self.first = [given.first] if given.first else []  # then Optuna's
         study = super().sweep([*kept, *first, folder, *own, *space])
-        from cpt.reporting.tuning import Trial
-
         done = []
         for each in study.get_trials(states=[self.optuna.trial.TrialState.COMPLETE]):
             flops = sum_trial_flops(study.user_attrs.get(f"{FOLDERS} {each.number}", []))
-            done.append(Trial(each.number, to_overrides(each.params), each.values[0], flops))
+            done.append((each.number, to_overrides(each.params), each.values[0], flops))
         return done, to_overrides(study.best_trial.params)
 
 

@@ -1,11 +1,13 @@
 """`order=similar`: samples of the texts are embedded by TF-IDF before a run; their similarity is cached."""
 
+from __future__ import annotations
+
 import json
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,8 +15,11 @@ from cpt.core.cache import make_once
 from cpt.core.config import digest
 from cpt.core.randomness import key, shuffle
 from cpt.data import orders
-from cpt.data.sources.base import EXAMPLES, GENERAL, read_example, stamp_of
+from cpt.data.sources.base import EXAMPLES, GENERAL, Source, read_example, stamp_of
 from cpt.trainer.plan import Plan
+
+if TYPE_CHECKING:
+    from cpt.data.corpora import Corpora
 
 log = logging.getLogger(__name__)
 CACHE_FORMAT = 2  # raise it when the same texts give another similarity
@@ -27,10 +32,13 @@ def order_domains(plan: Plan) -> Plan:
     if not plan.by_texts:
         return plan
     if (known := load_cached_order(plan)) is None:
-        from cpt.trainer.preflight import check_model  # loads torch
+        from cpt.trainer import build, preflight  # load torch
 
-        check_model(plan)  # before hours of reading
-        make_once(similarity_folder(plan), make=partial(write_similarity, plan=plan))
+        preflight.check_model(plan)  # before hours of reading
+        make_once(
+            similarity_folder(plan),
+            make=lambda folder: write_similarity(folder, plan.source, build.read_corpora(plan)),
+        )
         known = load_cached_order(plan)
         assert known is not None
     log.info("Ordering domains (order=%s): from %s to %s", plan.run.order, known.order[0], known.order[-1])
@@ -55,20 +63,17 @@ def similarity_folder(plan: Plan) -> Path:
     return Path(plan.run.cache_dir) / "similarity" / digest(made_of)
 
 
-def write_similarity(folder: Path, plan: Plan) -> None:
+def write_similarity(folder: Path, source: Source, corpora: Corpora) -> None:
     """Embeds a deterministic sample of the training documents of each text, of examples the questions, and
     writes the similarity."""
-    from cpt.data.corpus import in_batches  # loads datasets
-    from cpt.trainer.build import read_corpora
-
-    corpora, most = read_corpora(plan), plan.source.embedding_samples
+    most = source.embedding_samples
     log.info("Embedding samples of %d texts", len(corpora.by_name))
 
     def sample(name: str) -> Iterator[list[str]]:
-        documents, has_examples = corpora.by_name[name].documents("train"), plan.source.form(name) == EXAMPLES
+        documents, has_examples = corpora.by_name[name].documents("train"), source.form(name) == EXAMPLES
         drawn = shuffle(np.arange(min(most, len(documents))), len(documents), stream=key("embedding", name))
-        for texts in in_batches(documents.select(np.sort(drawn))):
-            read = [read_example(text).question if has_examples else text for text in texts]
+        for few in documents.select(np.sort(drawn)).iter(batch_size=16):
+            read = [read_example(text).question if has_examples else text for text in few["text"]]
             yield [text[:CHARACTERS_READ] for text in read]
 
     means = orders.embed_by_words({name: sample(name) for name in corpora.by_name})
