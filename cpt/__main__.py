@@ -1,10 +1,14 @@
 """The program: `cpt`, `python -m cpt` and, in a checkout, `python run.py` are the same."""
 
+from cpt.core.output import open_streams
 from cpt.core.preemption import heed_imports, heed_signals
+from cpt.core.processes import die_with_parent
 
 
 def main() -> None:
     """Runs the command line. A signal ends it as preemption.py says, from here on."""
+    die_with_parent()
+    open_streams()
     heed_imports()
     from cpt.cli import start  # Hydra: most of a second, in which signals may come
 

@@ -28,6 +28,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--stages", action="store_true", help="also stage files of finished runs")
     parser.add_argument("--yes", action="store_true", help="remove")
     given = parser.parse_args(arguments)
+    if not given.days >= 0:
+        print(f"cpt: --days={given.days} is invalid. Allowed: 0 or more")
+        return 1
     folders = given.folders or [Path("outputs"), Path(os.environ.get("CPT_CACHE") or "outputs")]
     if absent := [str(path) for path in given.folders if not path.is_dir()]:
         print(f"cpt: FOLDER={','.join(absent)} is invalid: no such folder. Allowed: {what}")
@@ -54,9 +57,14 @@ def removable(folder: Path, days: float, *, stages: bool) -> Iterator[tuple[Path
         elif is_cached:
             if (unused := (now - path.stat().st_mtime) / DAY) > days:
                 yield path, f"not used for {unused:.0f} days"
-        elif stages and "scores.json" in files and Scores.load(path / "scores.json").run["finished"]:
-            kept = (path / name for name in ("stages", "checkpoints"))
-            yield from ((each, "of a finished run") for each in kept if any(each.glob("*")))
+        elif stages and "scores.json" in files:
+            try:
+                kept = ("stages", "checkpoints") * Scores.load(path / "scores.json").run["finished"]
+            except (ValueError, OSError) as error:
+                print(f"cpt: leaving {path}: {error}")
+                continue
+            found = (path / name for name in kept)
+            yield from ((each, "of a finished run") for each in found if any(each.glob("*")))
 
 
 def remove(path: Path) -> bool:

@@ -22,7 +22,7 @@ from cpt import __version__
 from cpt.core.config import CONF
 from cpt.core.errors import readable
 from cpt.core.output import closing_output
-from cpt.core.processes import SPINS, die_with_parent
+from cpt.core.processes import SPINS
 from cpt.core.renames import rename_overrides
 from cpt.train import train
 from cpt.trainer.help import FLAG, describe_options
@@ -37,7 +37,6 @@ report_errors = utils.run_and_report
 
 def start() -> None:
     """Does what the arguments say. A `_target_` may name a module in the working directory."""
-    die_with_parent()
     sys.path.append(os.getcwd())  # last: no file there hides a library
     utils.run_and_report = run_step  # type: ignore[assignment]
     sys.argv = to_hydra(rename_overrides(sys.argv))

@@ -92,6 +92,12 @@ def main(arguments: Sequence[str]) -> int:
         place.check_documents(len(scores.rows))
         since = earlier.index(given.since or earlier[-1])
         before, after = place.load_documents([since, len(earlier)])
+        ends = zip(scores.domains, scores.nll[since], scores.nll[-1], strict=True)
+        for name in (name for name, *losses in ends if None not in losses):
+            found = [row[name].shape if name in row else None for row in (before, after)]
+            if None in found or found[0] != found[1]:
+                wrong = f"{place.path}/documents are not those of scores.json ({name})"
+                raise ValueError(f"{wrong}; bring them back from a copy")
         how = {"since": since, "gain": given.min_gain, "loss": given.max_forgetting}
         changes, unmeasured = judge_run(scores, before, after, **how)
         damage = [line for line in place.lost(full=True) if not line.startswith("report.")]

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cpt.core.cache import CACHED
-from cpt.core.files import find_damage, read_checked_json, read_checksums
+from cpt.core.files import check_archive, find_damage, read_checked_json, read_checksums
 from cpt.core.output import run_program
 from cpt.core.tensors import check_state
 from cpt.evaluation.predictions import load_results
@@ -61,6 +61,8 @@ def damage_in_run(folder: Path) -> Iterator[str]:
     checks: dict[str, Callable[[Path], object]] = {
         "checkpoints/*.ckpt": partial(check_state, instead="delete it to learn that domain again"),
         "stages/*.pt": partial(check_stage, instead=run.restore_hint),
+        "callbacks/*.pt": partial(check_state, instead=run.restore_hint),
+        "monitor/*.npz": partial(check_archive, instead=run.restore_hint),
         "generated/kept/*.json": partial(read_checked_json, instead=run.restore_hint),
         "generated/*/facts.json": lambda path: check_folder(path.parent),
         "endtasks/*/*.parquet": read_table,

@@ -46,3 +46,6 @@ def test_a_finished_run_without_its_stages_stays_finished(run, start, tmp_path, 
     start(run, folder)
     assert (folder / "scores.json").read_bytes() == scores
     assert clean.main([str(tmp_path / "absent")]) == 1
+    assert clean.main([str(folder), "--days=nan"]) == clean.main([str(folder), "--days=-1"]) == 1
+    (folder / "scores.json").write_text("{")
+    assert clean.main([str(folder), "--stages"]) == 0 and f"leaving {folder}" in capsys.readouterr().out

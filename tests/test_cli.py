@@ -63,6 +63,15 @@ def test_the_program_has_the_same_config_under_both_names(tmp_path, monkeypatch)
     assert called("--version", cwd=tmp_path).stdout == f"cpt {__version__}\n"
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_end_no_program(closed, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("name: x\n")
+    line = f"{sys.executable} -m cpt.status {tmp_path} {closed}; {sys.executable} -m cpt --version {closed}"
+    ended = subprocess.run(["bash", "-c", f"set -e; {line}"], cwd=ROOT, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("program", ["run.py method=das --options", "-m cpt.status outputs"])
 def test_a_reader_that_leaves_ends_a_program_without_a_traceback(program, tmp_path, monkeypatch):
     """As `| head` does once it has its lines."""

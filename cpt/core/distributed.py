@@ -88,6 +88,16 @@ def barrier() -> None:
         distributed.barrier()
 
 
+def wait_for_all(place: str) -> None:
+    """Waits until every process has come to a place, which has another name each time, however long that
+    takes: collectives have a time limit."""
+    if is_distributed():
+        store = distributed.distributed_c10d._get_default_store()
+        store.add(place, 1)
+        while store.add(place, 0) < distributed.get_world_size():
+            time.sleep(STORE_S)
+
+
 def leave_together(where: str = "") -> None:
     """Leaves if a signal has come to any process; called by all of them."""
     if number := all_reduce_max(notice.number):

@@ -31,7 +31,7 @@ ACTIVE = ("running", "waiting")
 TICK_S, PERIOD_S = 1.0, 5.0  # a new phase is written within a tick, anything else once a period
 STALE_S = 180.0  # age at which a heartbeat of another host no longer counts
 DELAY = 10.0  # after which a log file tells how far something is that is mostly quick
-CLOCK_S = 5.0  # by which a start time may differ: it moves with the clock of the machine
+CLOCK_S = 5.0  # by which a start time may differ
 MAX_MESSAGE = 400  # characters
 
 
@@ -47,6 +47,11 @@ def age_s(time_utc: str) -> float:
     return max(0.0, (datetime.now(UTC) - then).total_seconds())
 
 
+def start_time(pid: int) -> float:
+    """When a process was started, in seconds since the machine's start."""
+    return psutil.Process(pid).create_time() - psutil.boot_time()
+
+
 State = Literal["running", "waiting", "finished", "preempted", "failed"]
 Time = Annotated[str, AfterValidator(lambda text: text if age_s(text) >= 0 else text)]
 
@@ -57,16 +62,17 @@ class ProcessId:
 
     host: str
     pid: int
-    start_time: float
-    namespace: str = ""  # of pids: containers may share a host's name
+    start_time: float  # seconds since the machine's start: its clock may be set
+    namespace: str = ""  # of pids, which containers of a host have their own of, and the machine's start
 
     @classmethod
     def current(cls) -> ProcessId:
         namespace = ""
         with suppress(OSError):
             namespace = os.readlink("/proc/self/ns/pid")
-        started = psutil.Process().create_time()
-        return cls(host=socket.gethostname(), pid=os.getpid(), start_time=started, namespace=namespace)
+            namespace += f" {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+        pid = os.getpid()
+        return cls(host=socket.gethostname(), pid=pid, start_time=start_time(pid), namespace=namespace)
 
     def is_alive(self) -> bool | None:
         """None for a process of another host or container."""
@@ -74,9 +80,8 @@ class ProcessId:
         if (self.host, self.namespace) != (here.host, here.namespace):
             return None
         try:
-            process = psutil.Process(self.pid)
-            is_same = abs(process.create_time() - self.start_time) < CLOCK_S
-            return is_same and process.status() != psutil.STATUS_ZOMBIE
+            is_same = abs(start_time(self.pid) - self.start_time) < CLOCK_S
+            return is_same and psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE
         except (psutil.NoSuchProcess, ValueError, OverflowError):
             return False
 

@@ -1,5 +1,6 @@
-"""Standard output whose reader may leave, as in `python -m cpt.status | head`."""
+"""Standard streams that may be closed, and whose reader may leave, as in `python -m cpt.status | head`."""
 
+import io
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -7,6 +8,21 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 UNREAD = 128 + 13  # the exit code that shells show for SIGPIPE
+
+
+def open_streams() -> None:
+    """Opens the null device for each standard stream that is closed, as a daemon's are: a file that is opened
+    would get its number. Text that the output's encoding lacks is escaped."""
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            setattr(sys, name, open(number, mode))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 @contextmanager
@@ -22,6 +38,7 @@ def closing_output() -> Iterator[None]:
 
 def run_program(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     """Runs a program with the arguments of the command line and ends with its exit code."""
+    open_streams()
     with closing_output():
         code = main(sys.argv[1:])
     sys.exit(code)

@@ -9,7 +9,8 @@ from typing import Any
 
 import psutil
 
-PARENT = "CPT_LAUNCHER"  # environment variable: the process that must not be outlived
+# Environment variables: the process that must not be outlived; whether this is its child, a job of a sweep
+PARENT, JOB = "CPT_LAUNCHER", "CPT_JOB"
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 SPINS = "10000"  # times that a thread of OpenMP looks for work before it sleeps: many slow other runs
 
@@ -21,8 +22,13 @@ def cores() -> int:
 
 def is_first_process() -> bool:
     """Whether this is the process that writes."""
-    ranks = ("LOCAL_RANK", "RANK", "SLURM_PROCID", "NODE_RANK")
-    return all(os.environ.get(name, "0") == "0" for name in ranks)
+    return not stray_ranks()
+
+
+def stray_ranks() -> str:
+    """The environment variables that make this another process than the first, as NAME=VALUE."""
+    found = {name: os.environ.get(name, "0") for name in ("LOCAL_RANK", "RANK", "SLURM_PROCID", "NODE_RANK")}
+    return " ".join(f"{name}={value}" for name, value in found.items() if value != "0")
 
 
 def is_one_of_several() -> bool:
@@ -52,7 +58,8 @@ def die_with_parent() -> None:
     parent = os.environ.get(PARENT, "")
     if sys.platform == "linux" and parent == str(os.getppid()):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if "LOCAL_RANK" in os.environ and parent.isdigit():  # a rank started by Lightning
+    is_child = os.environ.pop(JOB, "") or "LOCAL_RANK" in os.environ  # a rank that Lightning started
+    if is_child and parent.isdigit():
         try:
             is_gone = psutil.Process(int(parent)).status() == psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:

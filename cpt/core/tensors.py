@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cpt.core.distributed import shard_like, to_local
+from cpt.core.errors import FAILED_ALLOCATION
 from cpt.core.files import check_archive, replacing, writing
 
 CPU = torch.device("cpu")
@@ -16,12 +17,16 @@ CPU = torch.device("cpu")
 
 def load_tensors(path: Path | str, *, mapped: bool = True) -> Any:
     """What a file of torch.save holds, on the CPU, `mapped` into memory. Raises ValueError for a file with
-    other things in it than tensors, numbers, texts and collections of them: those could bring code, and are
-    not read."""
+    other things in it than tensors, numbers, texts and collections of them, which could bring code and are
+    not read; and for another kind of file."""
     try:
         return torch.load(path, weights_only=True, mmap=mapped, map_location="cpu")
     except pickle.UnpicklingError as error:
         raise ValueError(f"{path} holds other things than tensors; it is not used") from error
+    except (RuntimeError, EOFError) as error:
+        if FAILED_ALLOCATION.search(str(error)):
+            raise
+        raise ValueError(f"{path} is no file of torch.save; it is not used") from error
 
 
 def save_state(state: Any, path: Path) -> None:
@@ -30,13 +35,17 @@ def save_state(state: Any, path: Path) -> None:
         torch.save(state, partial)
 
 
-def check_state(path: Path, *, instead: str) -> None:
-    """Raises ValueError if a file of torch.save is missing, damaged or no tensors; `instead`: what to do."""
+def check_state(path: Path, *, instead: str, key: str = "") -> dict[str, Any]:
+    """What a file of torch.save holds, which must be a mapping, with a `key`. Raises ValueError if it is
+    missing, damaged or something else; `instead`: what to do."""
     check_archive(path, instead=instead)
     try:
-        load_tensors(path)
+        state = load_tensors(path)
     except ValueError as error:
         raise ValueError(f"{error}; {instead}") from error
+    if not isinstance(state, dict) or (key and key not in state):
+        raise ValueError(f"{path} is a file of something else; {instead}")
+    return state
 
 
 class NamedTensors(nn.Module):

@@ -41,6 +41,9 @@ class Budget:
         if self.steps is not None:
             return int(self.steps)
         samples = self.epochs * len(text) if self.epochs is not None else (self.tokens or 0) / length
+        if samples >= 2**53:
+            name, value = self.given
+            raise ValueError(f"trainer.{name}={value:g} is invalid: 2^53 samples or more. Allowed: fewer")
         return max(1, math.ceil(samples / self.batch_size))
 
 

@@ -21,7 +21,7 @@ import pyarrow as pa
 from datasets import Features, List, Value, disable_progress_bars, enable_progress_bars
 
 from cpt.core.config import digest
-from cpt.core.files import sync
+from cpt.core.files import file_hash, replace, sync
 from cpt.core.heartbeat import DELAY, progress_bar
 from cpt.core.preemption import ignore_signals
 from cpt.core.processes import cores
@@ -55,8 +55,11 @@ class TokenizeBatch:
 def tokenize_shard(
     number: int, *, corpus: Corpus, split: str, shards: int, tokenize: TokenizeBatch, folder: Path
 ) -> Path:
-    """The file with the ids of a shard, made unless it exists."""
+    """The file with the ids of a shard, made unless it exists and is intact."""
     path = folder / f"{number:05d}-of-{shards:05d}.arrow"
+    checksum = path.with_suffix(".hash")
+    if path.exists() and not (checksum.exists() and checksum.read_text() == file_hash(path)):
+        path.unlink()
     mean = corpus.facts["bytes"][split] / corpus.facts["documents"][split]
     disable_progress_bars()
     corpus.documents(split, number, shards).with_format("arrow").map(
@@ -70,6 +73,7 @@ def tokenize_shard(
     )
     enable_progress_bars()
     sync(path)
+    replace(checksum, file_hash(path))
     return path
 
 

@@ -137,7 +137,7 @@ def is_logged_in() -> bool:
     hosts = {host, *WANDB_HOSTS} if host in WANDB_HOSTS else {host}  # a key of one is taken by the other
     try:
         keys = netrc.netrc(os.environ.get("NETRC") or Path.home() / ".netrc").hosts
-    except (OSError, netrc.NetrcParseError):
+    except (OSError, RuntimeError, netrc.NetrcParseError):  # RuntimeError: no home folder
         keys = {}
     return bool(settings.api_key or hosts & keys.keys())
 

@@ -127,11 +127,13 @@ class NanGuard(Callback):
         return self.heard if is_distributed() else notice.number
 
     def state_dict(self) -> dict[str, Any]:
-        return {"left_out": sorted(self.left_out), "spikes": self.spikes.state()}
+        counts = {"in_a_row": self.in_a_row, "rollbacks": self.rollbacks}
+        return {"left_out": sorted(self.left_out), "spikes": self.spikes.state(), **counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.left_out.update(state["left_out"])
         self.spikes.load(state["spikes"])
+        self.in_a_row, self.rollbacks = state["in_a_row"], max(self.rollbacks, state["rollbacks"])
 
 
 def warn_once(trainer: Trainer, message: str) -> None:

@@ -28,7 +28,7 @@ from yaml import YAMLError
 
 from cpt.core.heartbeat import State, record_exit, utc_now
 from cpt.core.preemption import GO_ON
-from cpt.core.processes import PARENT, cores
+from cpt.core.processes import JOB, PARENT, cores
 from cpt.evaluation.task_metrics import run_objective
 from cpt.train import is_done
 
@@ -117,7 +117,8 @@ class Job:
         if self.code < 0:  # the kernel sends SIGKILL when memory is exhausted
             memory = "; perhaps for want of memory" * (self.code == -signal.SIGKILL)
             ending = f"signal {-self.code}, {signal.strsignal(-self.code) or -self.code}{memory}"
-        with self.console.open("rb") as output:
+        text = ""
+        with suppress(OSError), self.console.open("rb") as output:  # it may have been removed
             end = output.seek(0, os.SEEK_END)
             output.seek(max(self.offset, end - TAIL_BYTES))
             text = output.read().decode(errors="replace")
@@ -155,7 +156,7 @@ def start_process(
         process = subprocess.Popen(
             [*command, "hydra.mode=RUN"],
             # Unbuffered: a killed job keeps its output.
-            env={**env, PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"},
+            env={**env, PARENT: str(os.getpid()), JOB: "1", "PYTHONUNBUFFERED": "1"},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -206,6 +207,10 @@ class OptunaSweeper(Sweeper):
             **self.averaged,
         }
         path, journal = str(folder / JOURNAL), self.optuna.storages.journal
+        known = Path(path).read_bytes() if Path(path).exists() else b""
+        if known and not known.endswith(b"\n"):  # of a full disk: the next record would be joined to it
+            log.warning("Leaving out the last record of %s, which is incomplete", path)
+            os.truncate(path, known.rfind(b"\n") + 1)
         # Open, not link: FAT and some network file systems know no links; FileLock excludes a second search.
         backend = journal.JournalFileBackend(path, lock_obj=journal.JournalFileOpenLock(path))
         study = self.optuna.create_study(

@@ -26,7 +26,7 @@ from cpt.core.distributed import is_sharded
 from cpt.core.errors import reason
 from cpt.core.randomness import key
 from cpt.core.sections import check_arguments, load_target
-from cpt.core.tensors import load_tensors, save_state
+from cpt.core.tensors import check_state, load_tensors, save_state
 from cpt.data.collate import Batch
 from cpt.data.datamodule import Domain, DomainSequence
 from cpt.evaluation.monitor import MonitorObserver, MonitorOptions, MonitorRecord
@@ -219,6 +219,8 @@ class CustomCallbacks(Callback):
             return []
         path = self.folder / f"{number - 1:03d}.pt"
         if self.at != number - 1 and path.exists():
+            instead = "bring it back from a copy, or delete the run's folder to learn again"
+            check_state(path, instead=instead)
             for name, state in load_tensors(path, mapped=False).items():
                 if name in self.callbacks:
                     self.callbacks[name].load_state_dict(state)

@@ -25,10 +25,11 @@ from torch.distributed.tensor import DTensor
 
 from cpt.adapters.domain_store import load_mapped, map_stored
 from cpt.core.distributed import all_reduce_max, barrier, gather_objects, is_sharded, shard_as
-from cpt.core.files import check_archive, find_damage, hash_files, sync
+from cpt.core.errors import FAILED_ALLOCATION, reason
+from cpt.core.files import find_damage, hash_files, sync
 from cpt.core.preemption import leave_all
 from cpt.core.processes import is_distributed, is_first_process, rank_and_world
-from cpt.core.tensors import NamedTensors, load_tensors, save_state
+from cpt.core.tensors import NamedTensors, check_state, load_tensors, save_state
 from cpt.optim.nan_guard import NanGuard
 
 SHARDS = "shards"  # in the small file: the folder, its files' hashes, the places of its tensors
@@ -85,8 +86,7 @@ def save_stage(module: nn.Module, path: Path) -> dict[str, Tensor]:
 
 def check_stage(path: Path, *, instead: str) -> None:
     """Raises ValueError if a stage's file or a shard is missing or damaged; `instead` says what to do."""
-    check_archive(path, instead=instead)
-    check_shards(load_tensors(path).get(SHARDS), path, instead=instead, full=True)
+    check_shards(check_state(path, instead=instead).get(SHARDS), path, instead=instead, full=True)
 
 
 def check_shards(shards: Mapping[str, Any] | None, path: Path, *, instead: str, full: bool) -> None:
@@ -98,13 +98,20 @@ def check_shards(shards: Mapping[str, Any] | None, path: Path, *, instead: str, 
 
 def restore_stage(module: nn.Module, path: Path, *, rests: bool) -> None:
     """Loads the state of a stage into a module; `rests` maps the modules of earlier domains from the file, if
-    they are whole. Of a sharded module every process has to call it, and reads its own rows."""
+    they are whole. Of a sharded module every process has to call it, and reads its own rows. Raises
+    ValueError for the state of another model or method."""
     stored = load_tensors(path)
-    if rests and SHARDS not in stored:
-        load_mapped(module, stored)
-    else:
-        like = partial(layout_of, module)
-        module.load_state_dict(fill_in(stored, path, lambda place, shape: like(place[0], shape)))
+    try:
+        if rests and SHARDS not in stored:
+            load_mapped(module, stored)
+        else:
+            like = partial(layout_of, module)
+            module.load_state_dict(fill_in(stored, path, lambda place, shape: like(place[0], shape)))
+    except RuntimeError as error:  # other names or shapes
+        if FAILED_ALLOCATION.search(str(error)):
+            raise
+        told = f"{path} is of another model or method ({reason(error)[:200]})"
+        raise ValueError(f"{told}; bring it back from a copy") from error
     if rests:
         map_stored(module, path)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cpt.core.cache import make_once
+from cpt.core.cache import artifact_damage, make_once
 from cpt.core.config import digest
 from cpt.core.randomness import key, shuffle
 from cpt.data import orders
@@ -49,10 +49,11 @@ def load_cached_order(plan: Plan) -> Plan | None:
     """The plan with its domains in order; None if that takes reading the texts."""
     if not plan.by_texts:
         return plan
-    path = similarity_folder(plan) / "similarity.json"
-    if not path.exists():
+    folder = similarity_folder(plan)
+    if artifact_damage(folder):  # make_once makes it again
         return None
-    similarity = orders.Similarity.load(json.loads(path.read_text(encoding="utf-8")))
+    stored = json.loads((folder / "similarity.json").read_text(encoding="utf-8"))
+    similarity = orders.Similarity.load(stored)
     return replace(plan, order=orders.arrange_domains(plan.run.order, similarity), similarity=similarity)
 
 

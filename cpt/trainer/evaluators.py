@@ -22,7 +22,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpt.adapters.domain_store import BASE
 from cpt.core.config import digest
-from cpt.core.distributed import all_reduce_max, barrier, check_all_signals, gather_objects, leave_together
+from cpt.core.distributed import (
+    all_reduce_max,
+    barrier,
+    check_all_signals,
+    gather_objects,
+    leave_together,
+    wait_for_all,
+)
 from cpt.core.files import replace as replace_file
 from cpt.core.heartbeat import progress_bar
 from cpt.core.preemption import Preempted
@@ -102,6 +109,7 @@ class Evaluator(ABC):
         barrier()  # nobody works before all have looked
         with suppress(Preempted):  # the other processes are waited for
             self.work(number, due, device, label)
+        wait_for_all(f"cpt/{self.KIND}/{number}")
         leave_together(f"in the {label}")
 
 

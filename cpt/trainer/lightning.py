@@ -16,6 +16,7 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -25,9 +26,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from tqdm import tqdm
 
-from cpt.core.distributed import is_sharded, leave_together, shard_like
+from cpt.core.distributed import barrier, is_sharded, leave_together, shard_like
 from cpt.core.errors import reason
 from cpt.core.heartbeat import progress_bar
+from cpt.core.processes import is_distributed
 from cpt.core.tensors import NamedTensors, load_tensors
 from cpt.models.fsdp import named_weights, reshard, shard_model
 from cpt.trainer.checkpoint import AtomicCheckpointIO, fill_in, layout_of, save_sharded
@@ -227,6 +229,18 @@ def try_trainer(options: Mapping[str, Any], **how: Any) -> Trainer:
     given["strategy"] = "fsdp" if isinstance(given["strategy"], Fsdp) else given["strategy"]
     with naming_cause(" ".join(f"trainer.{name}={value}" for name, value in given.items())):
         return make_trainer(options, label="", steps=1, **how)
+
+
+def join_processes(options: Mapping[str, Any]) -> None:
+    """Makes the process group of torchrun, SLURM or MPI, which Lightning makes when it first fits or
+    evaluates: a resumed run decides and works before. Waits until every process is here."""
+    strategy: Any = make_trainer(options, label="", steps=1).strategy
+    environment = getattr(strategy, "cluster_environment", None)
+    if environment is None or isinstance(environment, LightningEnvironment):  # which starts them at a fit
+        return
+    if environment.world_size() > 1 and not is_distributed():
+        strategy.setup_environment()
+    barrier()
 
 
 def drop_optimizer(trainer: Trainer) -> None:

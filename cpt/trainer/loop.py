@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -40,7 +41,7 @@ from cpt.trainer.checkpoint import StepCheckpoint, check_stage, restore_stage, s
 from cpt.trainer.costs import CostMonitor, stored_beside, time_phase, trained_parameters
 from cpt.trainer.dry_run import match_operations
 from cpt.trainer.evaluators import Evaluator, Scorer, make_evaluators
-from cpt.trainer.lightning import drop_optimizer, make_trainer
+from cpt.trainer.lightning import drop_optimizer, join_processes, make_trainer
 from cpt.trainer.manifest import write_manifest
 from cpt.trainer.plan import Plan
 from cpt.trainer.run_dir import RunDir
@@ -88,6 +89,7 @@ def train_run(plan: Plan, run: RunDir) -> Scores:
     build.log_eval_cap(data)
     build.log_ineffective(plan, method, ready.device)
     write_manifest(plan, run, corpora, base, evaluators)
+    join_processes(plan.trainer.lightning)
     scores, new = run.scores(), build.empty_scores(plan, corpora, base, data)
     then = {} if scores is None else scores.versions
     if other := [
@@ -123,13 +125,13 @@ def keep_threads(path: Path, *, processes: int) -> None:
     given = torch.get_num_threads()
     if "OMP_NUM_THREADS" not in os.environ:
         given = max(1, given // processes)
-    begun = path.read_text() if path.exists() else str(given)
-    if not begun.isdigit() or int(begun) < 1:
+    begun = path.read_text(errors="replace").strip() if path.exists() else str(given)
+    if not re.fullmatch("[1-9][0-9]{0,4}", begun):
         raise ValueError(f"{path} is damaged; write the number of threads into it that the run began with")
     if int(begun) != given:
         log.info("Computing with %s threads, as this run began, not with %d", begun, given)
     if is_first_process() and not path.exists():
-        path.write_text(begun)
+        files.replace(path, begun)
     torch.set_num_threads(int(begun))
     os.environ["OMP_NUM_THREADS"] = begun  # for the processes that Lightning starts
 
@@ -219,7 +221,7 @@ class ContinualTrainer:
         plan, checkpoint = self.plan, self.run.checkpoint(number, domain.name)
         if checkpoint.exists():
             instead = f"delete it to learn {domain.name} again; what came before is kept"
-            check_state(checkpoint, instead=instead)
+            check_state(checkpoint, instead=instead, key="pytorch-lightning_version")
             log.info("Resuming within %s", domain.name)
         if self.data.replay_source is not None:
             with self.timed("generate", number):

@@ -14,13 +14,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from yaml import YAMLError
 
 from cpt.core import files
-from cpt.core.cache import discard
+from cpt.core.cache import PARTIAL, discard
 from cpt.core.config import digest, identity
+from cpt.core.errors import reason
 from cpt.core.processes import is_first_process
-from cpt.core.schema import show
+from cpt.core.schema import check_types, show
 from cpt.data.sources.base import GENERAL, Source, stamp_of
 from cpt.evaluation.options import AUTO
 from cpt.trainer.plan import Plan, why_not_growable, with_cap
@@ -54,7 +57,9 @@ class Manifest:
         if not run.manifest.exists():
             return None
         try:
-            return cls(**json.loads(run.manifest.read_text(encoding="utf-8")))
+            values = json.loads(run.manifest.read_text(encoding="utf-8"))
+            check_types(values, get_type_hints(cls))
+            return cls(**values)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{run.manifest} is damaged ({error}); bring it back from a copy") from None
 
@@ -189,7 +194,7 @@ def resolve_eval_cap(plan: Plan, run: RunDir) -> Plan:
 def resume_from_sibling(run: RunDir, plan: Plan) -> None:
     """Copies the sibling that `find_source` finds into a new directory, atomically, and logs what it found.
     Raises ValueError where another process is at work in the directory, and as `find_source`."""
-    if run.config.exists():
+    if run.is_started():
         return
     source, line = find_source(run, plan)
     if source is not None:
@@ -203,6 +208,8 @@ def resume_from_sibling(run: RunDir, plan: Plan) -> None:
 
         run.path.mkdir(parents=True, exist_ok=True)
         with run.locked():  # two starts at once would mix their copies
+            if run.is_started():  # another has copied it meanwhile
+                return
             discard(partial)
             partial.mkdir()
             for path in (source.path / name for name in (*COPIED, *LINKED)):
@@ -221,7 +228,28 @@ def resume_from_sibling(run: RunDir, plan: Plan) -> None:
 
 def find_started(plan: Plan, run: RunDir) -> RunDir:
     """The directory whose rows a run continues from: its own, or a sibling."""
-    return run if run.config.exists() else find_source(run, plan)[0] or run
+    return run if run.is_started() else find_source(run, plan)[0] or run
+
+
+def compare_sibling(sibling: RunDir, plan: Plan) -> tuple[list[str], list[str]] | None:
+    """The order of a finished run that trained the beginning of a plan's, and how it differs besides; None
+    for any other run. Raises ValueError, OSError or YAMLError where it cannot be read."""
+    if (manifest := Manifest.load(sibling)) is None:
+        return None
+    order = manifest.order
+    # Where texts decide the order, it is not known yet.
+    begins = set() < {*order} < {*plan.order} if plan.by_texts else is_beginning(order, plan.order)
+    scores = sibling.scores() if begins and sibling.config.exists() else None
+    if scores is None or not scores.run["finished"] or scores.run["method"] != plan.names["method"]:
+        return None
+    differences = sibling.changes(resolve_eval_cap(plan, sibling).settings)
+    gone = [name for name in manifest.texts if name not in (*plan.order, GENERAL)]
+    differences = differences or [f"the text of {name} is not in the order" for name in gone]
+    differences = differences or list(manifest.changes(plan))
+    trained = len(scores.rows) > 1  # method=none has no stages
+    if not differences and trained and not sibling.stage(len(scores.rows) - 1).exists():
+        differences = ["the file of its last stage was removed"]
+    return order, differences
 
 
 def find_source(run: RunDir, plan: Plan) -> tuple[RunDir | None, str]:
@@ -231,25 +259,14 @@ def find_source(run: RunDir, plan: Plan) -> tuple[RunDir | None, str]:
         return None, ""
     near: list[tuple[bool, int, int, Path, list[str], list[str]]] = []
     for path in sorted(run.path.parent.glob("*/identity.json")):
-        sibling = RunDir(path.parent)
+        if path.parent.name.endswith(PARTIAL):  # a copy that is being made, or that a kill has left
+            continue
         try:
-            manifest, scores = Manifest.load(sibling), sibling.scores()
-        except ValueError:  # damaged
-            continue
-        if manifest is None or scores is None or scores.run["method"] != plan.names["method"]:
-            continue
-        order, is_whole = manifest.order, scores.run["finished"] and sibling.config.exists()
-        # Where texts decide the order, it is not known yet.
-        begins = set() < {*order} < {*plan.order} if plan.by_texts else is_beginning(order, plan.order)
-        if is_whole and begins:
-            differences = sibling.changes(resolve_eval_cap(plan, sibling).settings)
-            gone = [name for name in manifest.texts if name not in (*plan.order, GENERAL)]
-            differences = differences or [f"the text of {name} is not in the order" for name in gone]
-            differences = differences or list(manifest.changes(plan))
-            trained = len(scores.rows) > 1  # method=none has no stages
-            if not differences and trained and not sibling.stage(len(scores.rows) - 1).exists():
-                differences = ["the file of its last stage was removed"]
-            near.append((bool(differences), -len(order), len(differences), sibling.path, order, differences))
+            if (found := compare_sibling(RunDir(path.parent), plan)) is not None:
+                order, differences = found
+                near.append((bool(differences), -len(order), len(differences), path.parent, *found))
+        except (ValueError, OSError, YAMLError) as error:
+            log.info("Not continuing from %s, which cannot be read: %s", path.parent, reason(error))
     line = ""
     if near:
         _, _, _, folder, order, differences = min(near)

@@ -6,6 +6,7 @@ that match nothing, too few positions are reported at once."""
 import inspect
 import json
 import logging
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from cpt.adapters.export import PARTS_INDEX
 from cpt.core.errors import reason
 from cpt.core.memory import keep_free
-from cpt.core.processes import cores, is_first_process
+from cpt.core.processes import cores, is_first_process, stray_ranks
 from cpt.core.schema import check_names, option_types, show
 from cpt.core.sections import check_arguments, load_target
 from cpt.data.sources.base import ASSISTANT, USER, Example
@@ -74,6 +75,11 @@ def prepare(plan: Plan, run: RunDir) -> PreflightResult:
     callbacks = make_callbacks(plan.callbacks)
     check_names(plan.trainer.others, [*option_types(TrainerOptions), *TRAINER_ARGUMENTS], place="trainer")
     tried = try_trainer(plan.trainer.lightning, loggers=loggers, callbacks=list(callbacks.values()))
+    if tried.world_size == 1 and (stray := stray_ranks()):
+        allowed = "unset, or trainer.devices and trainer.num_nodes of all processes"
+        raise ValueError(
+            f"{stray} is invalid with one process, which would write nothing. Allowed: {allowed}"
+        )
     device, scores = tried.strategy.root_device, run.scores()
     stored = scores.numerics.get("precision") if scores else None
     options = resolve_auto(plan.trainer, config, device, length=plan.model.max_seq_length, stored=stored)
@@ -226,6 +232,15 @@ def check_checkpoint(given: str, *, resize: bool) -> tuple[PretrainedConfig, Any
         except Exception as error:  # safetensors has its own exception, which is not an OSError
             told = f"{path} is truncated or damaged ({reason(error)})"
             raise ValueError(f"{told}; copy or download it again") from error
+    for path in sorted(folder.glob("*.index.json")):
+        shards = json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()
+        if gone := next((name for name in sorted({*shards}) if not (folder / name).is_file()), None):
+            raise ValueError(f"{folder / gone} is gone, which {path.name} names; copy or download it again")
+    for path in sorted(folder.glob("*.bin")):
+        with path.open("rb") as file:
+            begin = file.read(2)
+        if not begin or (begin == b"PK" and not zipfile.is_zipfile(path)):
+            raise ValueError(f"{path} is truncated or damaged; copy or download it again")
     if folder.is_dir() and not any(path for kind in TOKENIZERS for path in folder.glob(kind)):
         # transformers would make an empty one of the model's type
         allowed = f"a folder with the files of one, {', '.join(TOKENIZERS)}"

@@ -4,7 +4,7 @@ import contextlib
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -44,26 +44,34 @@ class RunDir:
         self.matched = path / "matched.json"  # the steps of trainer.match
         self.restore_hint = f"bring it back from a copy, or delete {path} to learn again"
 
+    def is_started(self) -> bool:
+        """Whether something of a run is here, even if its config is lost."""
+        own = (self.config, self.manifest, self.scores_file, self.path / "stages", self.path / "checkpoints")
+        return any(each.exists() for each in own)
+
     def write_config(self, settings: Mapping[str, Any]) -> None:
         files.replace(self.config, OmegaConf.to_yaml(OmegaConf.create(redact(settings))))
 
     def check_config(self, settings: Mapping[str, Any]) -> None:
-        """Raises ValueError for a directory that was made with another config."""
+        """Raises ValueError for a directory that was made with another config, or with a damaged one."""
         if self.config.exists() and (changed := self.changes(settings)):
             remedy = "take these values back, choose another name=…, or delete the folder"
             raise ValueError(f"{self.path} was made with another config ({'; '.join(changed)}); {remedy}")
 
     def stored_config(self) -> dict[str, Any]:
-        """The leaves of the stored config."""
-        return dict(flatten(plain_config(cast(DictConfig, OmegaConf.load(self.config)))))
-
-    def stored(self, key: str) -> Any:
-        """A value of the stored config, by its dotted key; raises ValueError for a damaged config."""
+        """The leaves of the stored config. Raises ValueError for a damaged one."""
         try:
-            return self.stored_config().get(key)
-        except (YAMLError, OmegaConfBaseException) as error:
+            stored = OmegaConf.load(self.config)
+            if not isinstance(stored, DictConfig) or "name" not in stored:
+                raise ValueError("it is no config of a run")
+            return dict(flatten(plain_config(stored)))
+        except (YAMLError, OmegaConfBaseException, ValueError, OSError) as error:
             told = f"{self.config} is damaged ({reason(error)})"
             raise ValueError(f"{told}; bring it back from a copy") from error
+
+    def stored(self, key: str) -> Any:
+        """A value of the stored config, by its dotted key. Raises ValueError for a damaged config."""
+        return self.stored_config().get(key)
 
     def changes(self, settings: Mapping[str, Any]) -> list[str]:
         """How a config differs from the stored one, apart from keys whose contents are compared."""

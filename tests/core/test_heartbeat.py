@@ -19,6 +19,7 @@ from cpt.core.heartbeat import (
     ProcessId,
     progress_bar,
     set_phase,
+    start_time,
 )
 from cpt.core.processes import PARENT
 from tests.conftest import ROOT
@@ -42,7 +43,7 @@ def earlier(seconds: float) -> str:
 
 def gone() -> ProcessId:
     with subprocess.Popen(["true"]) as process:
-        started = psutil.Process(process.pid).create_time()
+        started = start_time(process.pid)
     return replace(ProcessId.current(), pid=process.pid, start_time=started)
 
 
@@ -65,7 +66,7 @@ def test_a_process_is_told_from_another_with_its_pid_and_from_a_zombie():
     assert replace(own, host="away").is_alive() is replace(own, namespace="container").is_alive() is None
     assert gone().is_alive() is replace(own, pid=-1).is_alive() is replace(own, pid=2**80).is_alive() is False
     with subprocess.Popen(["true"]) as process:  # a zombie until it is waited for
-        zombie = replace(own, pid=process.pid, start_time=psutil.Process(process.pid).create_time())
+        zombie = replace(own, pid=process.pid, start_time=start_time(process.pid))
         wait_while(zombie.is_alive)
         assert zombie.is_alive() is False
 

@@ -121,6 +121,11 @@ def test_the_exit_code_is_the_answer_and_damage_or_a_missing_text_closes_it(run,
     (tmp_path / "run" / "scores.json").write_text(json.dumps(scores))
     assert gate.main([str(tmp_path / "run"), "--min-gain", "-9", "--max-forgetting", "9"]) == 2
     assert "inconclusive: general not measured" in capsys.readouterr().out
+    np.savez(tmp_path / "run" / "documents" / "002.npz", other=np.ones((2, 3)))
+    with pytest.raises(SystemExit, match="2"):
+        gate.main([str(tmp_path / "run")])
+    assert "/documents are not those of scores.json (law)" in capsys.readouterr().err
+    shutil.copy(run / "documents" / "002.npz", tmp_path / "run" / "documents")
     path = tmp_path / "run" / "model" / "model.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))

@@ -127,6 +127,17 @@ def test_a_killed_run_knows_what_it_left_out(small, start, spoiled, killing, tmp
     assert told(tmp_path)["skipped"] == [0, 1, 0]
 
 
+def test_steps_in_a_row_are_counted_on_after_a_kill(small, start, spoiled, killing, tmp_path):
+    spoiled(NAN, steps=range(2, 100))
+    options = [ORDER, "on_nonfinite=skip", "trainer.steps=60", "trainer.checkpoint_every=2"]
+    killing(Killer(step=10, domain="law"))
+    with pytest.raises(KilledError):
+        start(small(*options), tmp_path)
+    killing(None)
+    with pytest.raises(ValueError, match=rf"at step {2 + MOST} of law, and so was {MOST} times before"):
+        start(small(*options), tmp_path)
+
+
 def test_ruined_weights_replace_no_checkpoint(small, start, whole, tmp_path, monkeypatch):
     def ruin(self):
         if self.trainer.global_step == 5:

@@ -3,8 +3,10 @@
 import os
 import random
 import shutil
+import zipfile
 
 import pytest
+import torch
 
 from cpt import verify
 from cpt.trainer import loop
@@ -99,6 +101,45 @@ def test_a_damaged_file_of_a_run_is_made_again_or_refused(row, done, request, co
         assert verify.main([str(run)]) == 0
     for each in ("model/model.safetensors", "model/tokenizer.json"):
         assert (run / each).read_bytes() == (done / each).read_bytes()
+
+
+OTHER = {"a mapping": {"other": torch.ones(2)}, "a list": [torch.ones(2)], "another archive": None}
+
+
+@pytest.mark.parametrize("what", OTHER)
+@pytest.mark.parametrize("name", ["stages/001.pt", "checkpoints/002-food.ckpt"])
+def test_a_file_of_something_else_is_refused(name, what, begun, config, start):
+    if OTHER[what] is None:
+        with zipfile.ZipFile(begun / name, "w") as archive:
+            archive.writestr("a", "b")
+    else:
+        torch.save(OTHER[what], begun / name)
+    with pytest.raises(ValueError, match=rf"{begun / name} .*(delete|bring it back)"):
+        start(config(), begun)
+
+
+def test_the_file_of_threads_is_one_number(begun, config, start, tmp_path):
+    (begun / "threads").write_text("")
+    with pytest.raises(ValueError, match=f"{begun}/threads is damaged"):
+        start(config(), begun)
+
+
+def test_a_stored_config_that_is_none_is_told(done, again, config, start):
+    for text in ("- a", "3", "\xff", "", "name: ["):
+        (again / "config.yaml").write_text(text, encoding="latin-1")
+        with pytest.raises(ValueError, match=f"{again}/config.yaml is damaged.*bring it back from a copy"):
+            start(config(), again)
+
+
+def test_a_damaged_shard_of_a_killed_tokenisation_is_made_again(done, config, start, tmp_path, monkeypatch):
+    own = config(f"cache_dir={tmp_path / 'cache'}")
+    with monkeypatch.context() as patched, pytest.raises(KilledError):
+        patched.setattr("cpt.data.packing.ConcatPacker.finish", die)
+        start(own, tmp_path / "new")
+    (left,) = (tmp_path / "cache" / "packed").glob("*.partial/tokens/*.arrow")
+    cut(left)
+    start(own, tmp_path / "new")
+    assert told_by(tmp_path / "new")["nll"] == told_by(done)["nll"]
 
 
 def test_a_model_is_exported_again_as_long_as_its_stage_is_there(again, config, start, monkeypatch):

@@ -1,12 +1,14 @@
 """Runs that are to learn more domains: they come to the same bits as from the beginning, or are refused."""
 
 import logging
+import os
 
 import pytest
 
 from cpt.trainer.run_dir import RunDir
 from tests.runs.reading import assert_same_bits, killed, same_state, scores_of, state_of
 from tests.support.campaign import run_few
+from tests.support.killing import KilledError
 from tests.support.seams import chosen
 
 pytestmark = pytest.mark.adopts
@@ -91,6 +93,33 @@ def test_a_run_without_its_last_stage_is_not_continued_and_other_versions_are_to
         last.unlink()
     with pytest.raises(ValueError, match="^grow=require .*two'?: the file of its last stage was removed"):
         start(small(THREE, few, "grow=require"), tmp_path / "three")
+
+
+def test_a_killed_copy_is_no_sibling_and_a_run_without_its_config_is_not_copied_over(
+    start, small, tmp_path, monkeypatch
+):
+    few, replaced = "trainer.steps=2", os.replace
+    start(small("order=[law]", few), tmp_path / "one")
+
+    def last_fails(old, new):
+        if str(new) == str(tmp_path / "two"):
+            raise KilledError
+        replaced(old, new)
+
+    with monkeypatch.context() as patched, pytest.raises(KilledError):
+        patched.setattr("cpt.trainer.manifest.os.replace", last_fails)
+        start(small(TWO, few), tmp_path / "two")
+    assert (tmp_path / "two.partial" / "identity.json").exists()
+    start(small(TWO, few), tmp_path / "two")
+    assert scores_of(tmp_path / "two").grown == [1]
+    (tmp_path / "two" / "config.yaml").unlink()
+    scores = (tmp_path / "two" / "scores.json").read_bytes()
+    start(small(TWO, few), tmp_path / "two")
+    assert (tmp_path / "two" / "scores.json").read_bytes() == scores
+    (tmp_path / "one" / "identity.json").write_text('{"order": 5, "texts": {}}')
+    (tmp_path / "two" / "config.yaml").write_text("- a")
+    start(small(THREE, few), tmp_path / "three")
+    assert scores_of(tmp_path / "three").grown == []
 
 
 NOT_AFTER = {

@@ -44,7 +44,7 @@ def groups(order) -> list[str]:
     return [name.partition(".")[0] for name in order]
 
 
-def test_domains_of_one_kind_are_learned_one_after_another(of_pairs, monkeypatch):
+def test_domains_of_one_kind_are_learned_one_after_another(of_pairs, monkeypatch, tmp_path):
     plan = make_plan(of_pairs("order=similar"))
     assert load_cached_order(plan) is None
     found = order_domains(plan)
@@ -63,6 +63,10 @@ def test_domains_of_one_kind_are_learned_one_after_another(of_pairs, monkeypatch
     assert swapped == [*found.order[3:], *found.order[:3]]
     for other in ("domains.embedding_samples=5", "domains.held_out.seed=1"):
         assert load_cached_order(make_plan(of_pairs("order=similar", other))) is None
+    monkeypatch.undo()
+    (file,) = (tmp_path / "cache" / "similarity").glob("*/similarity.json")
+    file.write_text(file.read_text()[:-20])
+    assert load_cached_order(plan) is None and order_domains(plan).order == found.order  # made again
     another = make_plan(of_pairs("order=similar", "model.pretraining.seed=3"))  # tfidf asks no model
     assert load_cached_order(another) is not None
 

@@ -218,6 +218,13 @@ def test_a_folder_of_another_search_is_refused(search, ends, folder):
     assert "direction: " in ends(loss, LR, direction="maximize")
 
 
+def test_a_record_that_a_full_disk_has_cut_is_left_out(search, folder):
+    before = search(loss, LR, n_trials=2)
+    with (folder / "study.journal").open("ab") as file:
+        file.write(b'{"op_code": 4, "wor')
+    assert len(search(loss, LR, n_trials=3).jobs) == len(before.jobs) - 1
+
+
 WRONG = [
     ([LR], {"sampler": "cma"}, "hydra.sweeper.sampler=cma is invalid"),
     ([LR], {"direction": "least"}, "hydra.sweeper.direction=least is invalid"),

@@ -3,6 +3,8 @@
 import pytest
 from lightning.pytorch.callbacks import Callback
 
+from cpt import verify
+from cpt.trainer.callbacks import CustomCallbacks
 from tests.runs.reading import assert_same_bits
 
 TWO = "order=[law,food]"
@@ -52,4 +54,8 @@ def test_a_callback_is_one_for_the_run_and_a_killed_run_goes_on_with_its_state(
     whole, *_, resumed = Counting.made
     assert len(Counting.made) == 5 and (whole.batches, whole.stages) == (12, ["law", "food"])
     assert resumed.state_dict() == whole.state_dict()
+    (state := tmp_path / "killed" / "callbacks" / "001.pt").write_bytes(b"PK")
+    assert verify.main([str(tmp_path / "killed")]) == 1
+    with pytest.raises(ValueError, match=f"{state} is truncated or damaged"):
+        CustomCallbacks({"counting": resumed}, state.parent).entering(2)
     assert_same_bits(tmp_path / "killed", tmp_path / "whole")

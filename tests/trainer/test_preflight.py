@@ -90,6 +90,14 @@ def test_a_checkpoint_that_is_damaged_or_does_not_fit_is_told(checkpoint, small,
     weights.write_bytes(weights.read_bytes()[:-100])
     assert "model.safetensors is truncated or damaged (" in unread(cfg)
     shutil.copytree(whole, checkpoint, dirs_exist_ok=True)
+    for name, data in (("pytorch_model.bin", b""), ("pytorch_model.bin", b"PK\3\4cut")):
+        (checkpoint / name).write_bytes(data)
+        assert f"{checkpoint / name} is truncated or damaged" in unread(cfg)
+    (checkpoint / "pytorch_model.bin").unlink()
+    index = checkpoint / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": "model-1.safetensors"}}')
+    assert f"{checkpoint / 'model-1.safetensors'} is gone" in unread(cfg)
+    index.unlink()
     for path in checkpoint.glob("tokenizer*"):
         path.unlink()
     assert f"model.name_or_path={checkpoint} is invalid: it has no tokenizer" in unread(cfg)

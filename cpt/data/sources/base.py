@@ -40,6 +40,7 @@ TEXT, EXAMPLES = "text", "examples"  # what the documents of a source may be
 NONE, CONCAT, DOCUMENT_MASK = "none", "concat", "document_mask"  # see Source.packing
 PACKINGS = {TEXT: (CONCAT, DOCUMENT_MASK, NONE), EXAMPLES: (NONE, DOCUMENT_MASK)}  # the default first
 FORMAT = 4  # part of every stamp: raise it when the files that cpt.data.corpus makes of a text change
+LONGEST_NAME = 200  # bytes: names are part of file names
 COARSE, FINE = "coarse", "fine"
 NOT_DOMAINS = ("eval_sets", "only_text", "only_txt2")
 COARSE_OF_WIKIPEDIA = {
@@ -229,7 +230,12 @@ class Source(Options, ABC):
         return [name] if name == GENERAL else self.groups[name]
 
     def check_domains(self, order: Sequence[str]) -> None:
-        """Checks the text of these domains, as `check`, and logs what `by` and `only` leave out."""
+        """Checks the names and, as `check`, the text of these domains; logs what `by` and `only` leave out.
+        Raises ValueError for a name that cannot be a file's."""
+        for name in order:
+            if not name.isprintable() or "/" in name or len(name.encode(errors="replace")) > LONGEST_NAME:
+                allowed = f"printable Unicode without /, at most {LONGEST_NAME} bytes"
+                raise ValueError(f"the domain name {name!r:.90} is invalid. Allowed: {allowed}")
         used = {member for name in self.domains for member in self.members(name)}
         if unused := [name for name in self.names if name not in used]:
             told = "Leaving out %d of %d domains, like %s (domains.by=%s, domains.only=%s)"

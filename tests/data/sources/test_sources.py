@@ -257,6 +257,13 @@ def test_a_data_set_gives_its_splits_or_those_that_are_asked_for(dataset, stream
     assert found == expected + [("test", f"train {n}") for n in range(3 if streaming else 2)]
 
 
+@pytest.mark.parametrize("name", ["a\nb", "caf\udce9", "x" * 201])
+def test_a_domain_has_a_name_that_a_file_can_have(name, tmp_path):
+    put(tmp_path / "a" / "all.txt", "One.\n")
+    with pytest.raises(ValueError, match=r"^the domain name '.* is invalid. Allowed: printable Unicode"):
+        texts(tmp_path).check_domains([name])
+
+
 @pytest.fixture
 def m2d2(tmp_path):
     for name in ("cs.AI", "cs.CL", "cs_l1", "math.AG", "math.AC", "hep-th", GENERAL):
