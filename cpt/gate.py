@@ -22,7 +22,7 @@ HEAD = f"{'text':24}{'before':>9}{'after':>9}{'change':>9}{'at most':>31}"
 ROW = "{text:24}{before:9.4f}{after:9.4f}{change:+9.4f}  [{low:+.4f}, {high:+.4f}]  {most:+9.4f}  {verdict}"
 FAIL, UNKNOWN = 1, 2  # exit codes: fail; inconclusive or unreadable
 PASSES = ("improved", "within tolerance")
-NOTE = "the check does not judge the corpus: a model also improves on text that nobody wants it to learn"
+NOTE = "the check does not assess the corpus: a model also improves on low-quality text"
 SHOWN = 5  # texts that the last line names
 
 

@@ -90,7 +90,7 @@ class TextKeys(TypedDict):
     documents: NotRequired[Annotated[dict[str, int], Key("documents", over="split")]]
     bytes: NotRequired[Annotated[dict[str, int], Key("size", "UTF-8 bytes", over="split")]]
     duplicates: NotRequired[Annotated[int, Key("documents left out as duplicates")]]
-    held_out_copies: NotRequired[Annotated[int, Key("training documents left out as held-out ones")]]
+    held_out_copies: NotRequired[Annotated[int, Key("held-out documents left out as training ones")]]
 
 
 @closed

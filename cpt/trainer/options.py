@@ -29,7 +29,7 @@ from cpt.models.options import Trainable
 BF16 = ("bf16-mixed", "bf16", "bf16-true")
 SHARDED_PRECISIONS = ("auto", "32-true", "32", 32, *BF16)
 TAGS = f"a list of texts, 1 to {LONGEST_TAG} characters each"
-ORDERS = f"the number of a named order, {', '.join(WORDS)}, or a list like [b,a,c]"
+ORDERS = f"the number of a named order, {', '.join(WORDS)}, swapped, a domain, or a list like [b,a,c]"
 # With a strategy that shards otherwise (deepspeed) masks and what is kept of a model would be a shard's.
 Strategy = Literal[
     "auto", "ddp", "ddp_find_unused_parameters_true", "ddp_find_unused_parameters_false", "fsdp"

@@ -15,7 +15,7 @@ PAGE, SCORES = DOCS / "methods.md", DOCS.parent / "benchmarks" / "results" / "st
 BEGIN, END = "<!-- generated: measured -->", "<!-- end: measured -->"
 Run = Mapping[str, Any]
 FROM_BASE = ("one", "dga")  # without a final model of all domains
-KEEP_TEXT = ("replay", "derpp")  # methods that store text of earlier domains
+KEEP_TEXT = ("replay", "derpp", "agem", "elle")  # methods that store text of earlier domains
 EARLIER = {("six", "hat"), ("six", "adapter")}  # study and method: measured with earlier defaults
 MADE_WITH = {"ewc": "strength=5000"}  # defaults of the studies that have another value now
 

@@ -47,16 +47,19 @@ ALIKE = {
     "benchmark": "lm_eval",
 }
 SET_BY = {
-    "routing": "method=demix method.routing",
+    "routing": "method=demix routing@method.routing",
     "strategy": "strategy",
 }  # groups whose options are in another section
-NEEDED = {"benchmark": ["benchmark.tasks=[hellaswag]", "model=tiny_gpt2"]}
+NEEDED = {"benchmark": ["model=tiny_gpt2"]}
 INTRODUCTION = """# Options
 
-After this page you can find every option of a run, with its default, meaning and allowed values.
+After this page you can find the options of a run, with its default, meaning and allowed values.
 Options of the groups are on pages of their own. Each option can be set on the command line
 (`python run.py trainer.steps=500`) or in a YAML file ([extend](extend.md)).
-`python run.py method=das --options` prints the same tables for the choices of a command.
+`python run.py method=das --options` prints the same tables for the choices of a command, of which
+some have more options, like `model=hf` or `endtask=das6`. Not listed: `init_from`
+([resume](resume.md)), and `method.lr_multiplier`, by which methods with added modules multiply
+`model.lr`.
 
 `???` marks a required value. An empty *allowed* cell means that the library checks the value.
 `python docs/site/options.py` generates these pages.
@@ -123,7 +126,7 @@ def group_page(group: str) -> str:
             found = [row for row in found if row.startswith(f"| `mask.{name}.")]
         sections[name] = found
     shown = [name for name, found in sections.items() if found]
-    about = f"After this page you can set every option of `{group}` ([guide](../{guide}.md))."
+    about = f"After this page you can set the options of `{group}` ([guide](../{guide}.md))."
     lines = [f"# {title}: options", "", about, ""]
     if group not in ALIKE:
         links = " · ".join(f"[{name}](#{group}{name})" for name in shown)
