@@ -70,6 +70,7 @@ def as_in_conf(key: str) -> str:
     """A task's own value is one of all tasks; a choice within a method is one of its own group; callbacks and
     loggers have any name."""
     key = re.sub(r"^(callbacks|logger)\.mine\b.*", "callbacks.lr_monitor", key)
+    key = key.replace("method.mixture.", "replay.").replace("method.mask.", "mask.migu.")
     return re.sub(r"^endtask\.tasks\.\w+\.", "endtask.", key).replace("method.routing.", "routing.")
 
 
