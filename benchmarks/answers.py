@@ -36,8 +36,8 @@ from transformers import (
 
 from cpt.data.collate import inputs_of, labels_of
 from cpt.data.corpora import Corpora
-from cpt.data.tokenized_tasks import read_examples
-from cpt.evaluation.task_answers import Question, write_answers
+from cpt.data.tokenized_tasks import TaskPrompt, read_examples
+from cpt.evaluation.task_answers import write_answers
 from cpt.models.forward import in_mode
 
 Times = dict[str, float]  # wall and cpu, seconds
@@ -49,7 +49,7 @@ class Course:
 
     place: Ground
     begin: Mapping[str, Tensor]  # the weights that each learns from
-    questions: Sequence[Question]
+    questions: Sequence[TaskPrompt]
     most: int  # tokens of an answer
     batch: int  # questions at once
 
@@ -150,7 +150,7 @@ def ask_theirs(course: Course, model: PreTrainedModel) -> list[str]:
         data_collator=DataCollatorWithPadding(tokenizer),
         processing_class=tokenizer,
     )
-    rows = [{"input_ids": each.prompt, "attention_mask": [1] * len(each.prompt)} for each in course.questions]
+    rows = [{"input_ids": each.ids, "attention_mask": [1] * len(each.ids)} for each in course.questions]
     found = trainer.predict(rows).predictions
     found[found == -100] = tokenizer.pad_token_id
     return [text.strip() for text in tokenizer.batch_decode(found, skip_special_tokens=True)]
@@ -189,7 +189,7 @@ def equality(course: Course) -> dict[str, float]:
         "same_texts": statistics.mean(one == other for one, other in zip(texts, others, strict=True)),
         "different_texts": len(set(texts)),
         "right": statistics.mean(
-            text == each.reference for text, each in zip(texts, course.questions, strict=True)
+            text == each.example.target for text, each in zip(texts, course.questions, strict=True)
         ),
     }
 
@@ -225,7 +225,7 @@ def make_course(chosen: argparse.Namespace) -> Course:
     texts = Corpora.read(place.plan.source, place.plan.order, cache=Path(chosen.cache))
     encoder = texts.encoder(place.start.tokenizer, place.start.length, seq2seq=True)
     examples = read_examples(texts.by_name[place.plan.order[0]], "test")
-    questions = [Question.of_prompt(encoder.prompt(each)) for each in examples]
+    questions = [*map(encoder.prompt, examples)]
     begin = {name: value.detach().clone() for name, value in place.module.model.state_dict().items()}
     return Course(place, begin, questions, chosen.tokens, chosen.questions)
 

@@ -49,7 +49,7 @@ class DomainParams(NamedTensors):
     ) -> None:
         super().__init__()
         present = {name: model.get_parameter(name) for name in names}
-        self.names, self.shapes = tuple(present), {name: each.shape for name, each in present.items()}
+        self.names = tuple(present)
         self.base = NamedTensors(present if base is None else dict(base), persistent=False)
         self.mapped: frozenset[str] = frozenset()  # buffers that are memory-mapped from a file
 
@@ -98,12 +98,6 @@ class DomainParams(NamedTensors):
 
     def parameter_of(self, name: str) -> str:
         return name.partition(":")[2]
-
-    def room(self, name: str, stored: Tensor) -> Tensor:
-        # Of the parameter's shape, on the module's device and in its type.
-        parameter, base = name.partition(":")[2], self.base.named()
-        like, shape = base.get(parameter, next(iter(base.values()))), self.shapes.get(parameter, stored.shape)
-        return torch.empty_like(stored, dtype=like.dtype) if is_sharded(stored) else like.new_empty(shape)
 
 
 def domain_params(module: nn.Module) -> dict[str, DomainParams]:

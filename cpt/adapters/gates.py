@@ -108,10 +108,6 @@ class Gates:
         """The gates of stored parameters, by name, [units]."""
         return hard(torch.cat([weights[name] for name in self.names]))
 
-    def split(self, gates: Tensor) -> dict[str, Tensor]:
-        """Values of all units, [units], by the names of their groups."""
-        return dict(zip([group.name for group in self.groups], gates.split(self.sizes), strict=True))
-
     def set(self, s: float | None) -> None:
         """Sets how soft the gates are in train mode; None: hard."""
         for part in self.parts:

@@ -23,7 +23,7 @@ from cpt.core.config import digest
 from cpt.data.collate import Sizes
 from cpt.data.corpus import Corpus, in_batches
 from cpt.data.packing import PADDING, Packed, frame_of, padding_id, terminator
-from cpt.data.sources.base import ASSISTANT, NONE, Encoding, Example, read_example
+from cpt.data.sources.base import ASSISTANT, NONE, USER, Encoding, Example, read_example
 
 log = logging.getLogger(__name__)
 CACHE_VERSION, ROWS_FILE = 1, "rows.arrow"
@@ -51,6 +51,13 @@ class TaskPrompt:
     ids: list[int]
     choices: list[list[int]]
     reference: list[int]
+
+    @property
+    def about(self) -> str:
+        """The text that is asked about, else all of the question; of a chat the user's last turn."""
+        said = (text for role, text in reversed(self.example.turns[:-1]) if role == USER)
+        source = self.example.source
+        return next(said, "") if self.example.turns else source[slice(*self.example.text)] or source
 
 
 @dataclass(frozen=True)

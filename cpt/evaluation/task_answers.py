@@ -4,7 +4,6 @@ The batches are a function of the questions; several processes share them out, e
 r of w has batches r, r + w, … So the answers do not change with the number of processes."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import cast
 
@@ -14,32 +13,9 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from cpt.data.collate import Batch, Rows
-from cpt.data.sources.base import USER
 from cpt.data.tokenized_tasks import TaskPrompt
 from cpt.models.forward import generating, is_written_whole
 from cpt.models.objectives import Objective
-
-
-@dataclass(frozen=True)
-class Question:
-    """An example as a model is asked it."""
-
-    id: str
-    prompt: list[int]  # the ids that the answer follows
-    reference: str
-    choices: tuple[str, ...]  # none where any text may be right
-    answers: tuple[list[int], ...]  # the ids of each choice, with the end
-    end: int  # the token that ends an answer
-    text: str = ""  # what is asked about
-
-    @classmethod
-    def of_prompt(cls, prompt: TaskPrompt) -> "Question":
-        given, choices, end = prompt.example, tuple(prompt.choices), prompt.reference[-1]
-        # The text of the question, else all of it; of a chat the user's last turn.
-        said = (text for role, text in reversed(given.turns[:-1]) if role == USER)
-        about = next(said, "") if given.turns else given.source[slice(*given.text)] or given.source
-        return cls(given.id, prompt.ids, given.target, given.choices, choices, end, about)
-
 
 Sums = Mapping[tuple[int, int], float]  # nats of a choice and its end, by the numbers of question and choice
 
@@ -48,19 +24,19 @@ Sums = Mapping[tuple[int, int], float]  # nats of a choice and its end, by the n
 def score_choices(
     model: PreTrainedModel,
     objective: Objective,
-    questions: Sequence[Question],
+    questions: Sequence[TaskPrompt],
     *,
     batch_size: int,
     step: Callable[[int], object],
     share: tuple[int, int] = (0, 1),
 ) -> Sums:
     """-sum_t log p(choice_t, end | question) of each choice; `step` is called with the number done."""
-    pairs = [(number, place) for number, each in enumerate(questions) for place in range(len(each.answers))]
-    pairs.sort(key=lambda pair: len(questions[pair[0]].prompt) + len(questions[pair[0]].answers[pair[1]]))
+    pairs = [(number, place) for number, each in enumerate(questions) for place in range(len(each.choices))]
+    pairs.sort(key=lambda pair: len(questions[pair[0]].ids) + len(questions[pair[0]].choices[pair[1]]))
     sums: dict[tuple[int, int], float] = {}
     batches = [pairs[at : at + batch_size] for at in range(0, len(pairs), batch_size)]
     for chosen in batches[share[0] :: share[1]]:
-        rows = [(questions[number].prompt, questions[number].answers[place]) for number, place in chosen]
+        rows = [(questions[number].ids, questions[number].choices[place]) for number, place in chosen]
         lengths = np.array([len(prompt) + len(answer) for prompt, answer in rows])
         ids = np.zeros((len(rows), lengths.max()), np.int64)
         answers = np.zeros(ids.shape, bool)
@@ -77,14 +53,14 @@ def score_choices(
     return sums
 
 
-def rank_choices(questions: Sequence[Question], sums: Sums) -> tuple[list[str], list[str]]:
+def rank_choices(questions: Sequence[TaskPrompt], sums: Sums) -> tuple[list[str], list[str]]:
     """For each question the choice of the largest sum_t log p(choice_t, end | question), and that of the
     largest mean over t; of equal ones the first."""
     best, best_mean = [], []
     for number, each in enumerate(questions):
-        nll = np.array([sums[number, place] for place in range(len(each.answers))])
-        best.append(each.choices[nll.argmin()])
-        best_mean.append(each.choices[(nll / [*map(len, each.answers)]).argmin()])
+        nll = np.array([sums[number, place] for place in range(len(each.choices))])
+        best.append(each.example.choices[nll.argmin()])
+        best_mean.append(each.example.choices[(nll / [*map(len, each.choices)]).argmin()])
     return best, best_mean
 
 
@@ -92,7 +68,7 @@ def rank_choices(questions: Sequence[Question], sums: Sums) -> tuple[list[str], 
 def write_answers(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    questions: Sequence[Question],
+    questions: Sequence[TaskPrompt],
     *,
     most: int,
     batch_size: int,
@@ -105,21 +81,21 @@ def write_answers(
     (`written_whole`) those of one length go together, and nothing is cached."""
 
     def length(number: int) -> int:
-        return len(questions[number].prompt)
+        return len(questions[number].ids)
 
     numbers = sorted(range(len(questions)), key=length)
     batches = [numbers[at : at + batch_size] for at in range(0, len(numbers), batch_size)]
     seq2seq, whole = model.config.is_encoder_decoder, is_written_whole(model)
     if whole:
         batches = [list(alike) for batch in batches for _, alike in groupby(batch, key=length)]
-    end, padding = questions[0].end, tokenizer.pad_token_id
+    end, padding = questions[0].reference[-1], tokenizer.pad_token_id
     padding = end if padding is None else padding
     start = getattr(model.config, "decoder_start_token_id", None)
     special = {"eos_token_id": end, "pad_token_id": padding, "decoder_start_token_id": start}
     how = GenerationConfig(max_new_tokens=most, do_sample=False, num_beams=1, use_cache=not whole, **special)
     written: dict[int, str] = {}
     for chosen in batches[share[0] :: share[1]]:
-        prompts = [questions[number].prompt for number in chosen]
+        prompts = [questions[number].ids for number in chosen]
         width = max(map(len, prompts))
         ids, mask = torch.full((len(prompts), width), padding), torch.zeros((len(prompts), width)).long()
         for row, prompt in enumerate(prompts):

@@ -102,16 +102,8 @@ class DAS(ContrastMethod):
 
     options: DASOptions
 
-    def __init__(self, options: DASOptions, context: MethodContext) -> None:
-        super().__init__(options, context)
-        self.first = True
-
-    def activate(self, domain: int) -> None:
-        super().activate(domain)
-        self.first = domain == 0
-
     def before_domain(self, probe: Iterable[Batch]) -> None:
-        if self.first:
+        if self.domain.index == 0:
             self.soft.update_max(self.proxy.measure(self.soft, probe))
 
     def after_domain(self, probe: Iterable[Batch]) -> None:

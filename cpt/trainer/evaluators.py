@@ -36,13 +36,13 @@ from cpt.core.preemption import Preempted
 from cpt.core.processes import is_first_process, rank_and_world
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
-from cpt.data.tokenized_tasks import read_examples
+from cpt.data.tokenized_tasks import TaskPrompt, read_examples
 from cpt.evaluation import finetune, predictions, task_metrics
 from cpt.evaluation.finetune_tasks import FinetunePlan
 from cpt.evaluation.options import KNOWN_BY, EvalOptions, LMEvalOptions, TaskEvalOptions, is_due
 from cpt.evaluation.predictions import SOURCE, endtask_file, find_predictions
 from cpt.evaluation.scores import Scores
-from cpt.evaluation.task_answers import Question, rank_choices, score_choices, write_answers
+from cpt.evaluation.task_answers import rank_choices, score_choices, write_answers
 from cpt.evaluation.task_metrics import AnswerSummary
 from cpt.methods.base import ContinualMethod
 from cpt.models.forward import in_mode
@@ -234,7 +234,7 @@ class TaskEvaluator(Evaluator):
     def __init__(
         self,
         options: TaskEvalOptions,
-        questions: Mapping[str, Sequence[Question]],  # by task, in the order of learning
+        questions: Mapping[str, Sequence[TaskPrompt]],  # by task, in the order of learning
         digests: Mapping[str, str],
         tokenizer: PreTrainedTokenizerBase,
         **run: Any,
@@ -261,7 +261,7 @@ class TaskEvaluator(Evaluator):
 
     def work(self, number: int, due: list[str], device: torch.device, label: str) -> None:
         # each choice that is ranked, and each text that is written
-        counts = [len(each.answers) + self.options.written for task in due for each in self.questions[task]]
+        counts = [len(each.choices) + self.options.written for task in due for each in self.questions[task]]
         total, hidden = sum(counts) // rank_and_world()[1], not is_first_process()
         with counted(label, total=total, hidden=hidden, unit="answer") as (progress, step):
             for task in due:
@@ -275,7 +275,7 @@ class TaskEvaluator(Evaluator):
         """Asks a task, each process its share, and writes its file."""
         questions, options, began = self.questions[task], self.options, time.perf_counter()
         how: dict[str, Any] = {"batch_size": options.batch_size, "step": step, "share": rank_and_world()}
-        closed = all(each.choices for each in questions)
+        closed = all(each.example.choices for each in questions)
         sums, texts = dict[tuple[int, int], float](), dict[int, str]()
         with suppress(Preempted):  # the other processes are waited for
             if closed:
@@ -288,13 +288,14 @@ class TaskEvaluator(Evaluator):
         if is_first_process():
             best, best_mean = rank_choices(questions, sums) if closed else (None, None)
             answers = [texts[at] for at in range(len(questions))] if options.written else None
-            ids, references = [each.id for each in questions], [each.reference for each in questions]
+            asked = [each.example for each in questions]
+            ids, references = [each.id for each in asked], [each.target for each in asked]
             given = (ids, references, answers, best, best_mean)
             columns = dict(zip(predictions.ANSWER_COLUMNS, given, strict=True))
             if needs_sources(options, task):
-                columns[SOURCE] = [each.text for each in questions]
+                columns[SOURCE] = [each.about for each in questions]
             about = {"digest": self.digests[task], "seconds": round(time.perf_counter() - began, 3)}
-            about |= {"choices": [list(each.choices) for each in questions]}
+            about |= {"choices": [list(each.choices) for each in asked]}
             path = predictions.answers_file(self.folder(number), task)
             predictions.save_predictions(path, columns, about=about)
         barrier()  # the file is there for all
@@ -402,13 +403,12 @@ def make_evaluators(
     if plan.endtasks is not None:
         found.append(FinetuneEvaluator(plan.endtasks, start.tokenizer, **run))
     if plan.answers is not None:
-        options, left, questions = plan.answers, list[str](), dict[str, list[Question]]()
+        options, left, questions = plan.answers, list[str](), dict[str, list[TaskPrompt]]()
         encoder = corpora.encoder(start.tokenizer, start.length, seq2seq=start.seq2seq)
         for task in plan.order:  # open questions only where answers are written
             examples = read_examples(corpora.by_name[task], plan.source.score_on)
-            prompts = map(encoder.prompt, islice(examples, options.max_documents))
-            asked = [Question.of_prompt(prompt) for prompt in prompts]
-            measure, closed = options.known_by.get(task), all(each.choices for each in asked)
+            asked = [*map(encoder.prompt, islice(examples, options.max_documents))]
+            measure, closed = options.known_by.get(task), all(each.example.choices for each in asked)
             if measure in task_metrics.RANKED and not closed:
                 told = f"answers.measures.{task}={measure} is invalid: the answers are open, not choices"
                 allowed = ", ".join(name for name in KNOWN_BY if name not in task_metrics.RANKED)

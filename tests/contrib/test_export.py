@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditional
 from cpt.contrib.lm_eval_export.__main__ import main
 from cpt.contrib.lm_eval_export.tasks import HarnessTexts, export_group, export_task
 from cpt.data.sources.base import Example
-from cpt.evaluation.task_answers import Question, rank_choices, score_choices
+from cpt.evaluation.task_answers import rank_choices, score_choices
 from cpt.models.objectives import Causal, CausalAnswers, Seq2SeqAnswers
 from tests.evaluation.test_lm_eval_options import options
 from tests.support.task_fixtures import LABELS, STYLES, encoder, some_examples, write_tasks
@@ -95,9 +95,8 @@ def test_accuracy_is_ours_of_each_task_and_of_all(build, style, length, tmp_path
         given = list(map(encoding.prompt, examples))
         done.append(export_task(tmp_path, f"t{seed}", given, texts))
         assert done[-1].differing == []
-        asked = [Question.of_prompt(prompt) for prompt in given]
-        sums = score_choices(model.eval(), objective, asked, batch_size=7, step=lambda count: None)
-        ours = rank_choices(asked, sums)[0]
+        sums = score_choices(model.eval(), objective, given, batch_size=7, step=lambda count: None)
+        ours = rank_choices(given, sums)[0]
         chosen |= {*ours}
         accuracies.append(sum(one == each.target for one, each in zip(ours, examples, strict=True)) / count)
     names = (export_group(tmp_path, done), "cpt_t0", "cpt_t1")

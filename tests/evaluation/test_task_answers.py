@@ -4,7 +4,9 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
-from cpt.evaluation.task_answers import Question, rank_choices, score_choices, write_answers
+from cpt.data.sources.base import Example
+from cpt.data.tokenized_tasks import TaskPrompt
+from cpt.evaluation.task_answers import rank_choices, score_choices, write_answers
 from cpt.models.objectives import Causal, CausalAnswers, Seq2SeqAnswers
 from tests.support.data_fixtures import framed
 
@@ -37,8 +39,8 @@ def questions(count=9):
     draw = torch.Generator().manual_seed(3)
     lengths = [int(torch.randint(2, 14, (), generator=draw)) for _ in range(count)]
     prompts = [torch.randint(5, 60, (length,), generator=draw).tolist() for length in lengths]
-    asked = (CHOICES, ANSWERS, END)
-    return [Question(str(n), prompt, CHOICES[n % 3], *asked) for n, prompt in enumerate(prompts)]
+    examples = [Example(str(n), "", CHOICES[n % 3], "t", CHOICES) for n in range(count)]
+    return [TaskPrompt(*each, ANSWERS, [END]) for each in zip(examples, prompts, strict=True)]
 
 
 def logits_after(model, prompt, answer):
@@ -63,7 +65,7 @@ def test_the_choice_is_that_of_the_largest_likelihood(kind):
         sums = score_choices(model, objective, questions(), batch_size=4, step=told.append)
         best, best_mean = rank_choices(questions(), sums)
         for question, found, found_mean in zip(questions(), best, best_mean, strict=True):
-            sums = [log_likelihood(model, question.prompt, answer) for answer in ANSWERS]
+            sums = [log_likelihood(model, question.ids, answer) for answer in ANSWERS]
             means = [each / len(answer) for each, answer in zip(sums, ANSWERS, strict=True)]
             assert found == CHOICES[sums.index(max(sums))]
             assert found_mean == CHOICES[means.index(max(means))]
@@ -78,7 +80,7 @@ def by_hand(model, tokenizer):
     for question in questions():
         written = []
         while len(written) < 6 and END not in written:
-            written.append(int(logits_after(model, question.prompt, written).argmax()))
+            written.append(int(logits_after(model, question.ids, written).argmax()))
         texts.append(tokenizer.decode(written, skip_special_tokens=True).strip())
     return dict(enumerate(texts))
 

@@ -61,7 +61,7 @@ def test_taken_units_and_what_no_unit_owns_do_not_move_and_free_ones_do(hat):
     model, table = work.module.model, work.module.model.get_input_embeddings().weight
     base = table.detach().clone()
     work.learn(0)
-    taken, ends = work.module.gates.split(work.module.taken.taken), ("0.neurons", "0.outputs", "heads")
+    taken, ends = work.module.taken.by_group(work.module.taken.taken), ("0.neurons", "0.outputs", "heads")
     c_in, c_out, head = (next(v for name, v in taken.items() if name.endswith(end)).bool() for end in ends)
     block = model.base_model.layers[0]
     down, out = block.mlp.Wo.weight, block.attn.Wo.weight
