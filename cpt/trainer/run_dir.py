@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from cpt.core import files
-from cpt.core.cache import discard
+from cpt.core.cache import SMALL, discard
 from cpt.core.config import flatten, identity, list_differences, plain_config, redact
 from cpt.core.errors import reason
 from cpt.core.heartbeat import PROGRESS_FILE, Heartbeat, format_error, record_exit, utc_now
@@ -133,9 +133,12 @@ class RunDir:
         files.write_checksums(self.path, (path for path in outputs if path.is_file()))
 
     def lost(self, *, full: bool) -> list[str]:
-        """The files of model and report that are missing or have another size; if `full`, another hash."""
+        """The files of model and report that are missing or have another size; if `full`, or if all of them
+        are small, another hash."""
         try:
-            return list(files.find_damage(self.path, files.read_checksums(self.path), full=full))
+            table = files.read_checksums(self.path)
+            full = full or sum(size for size, _ in table.values()) <= SMALL
+            return list(files.find_damage(self.path, table, full=full))
         except ValueError as error:
             return [str(error)]
 

@@ -143,13 +143,17 @@ def test_a_damaged_shard_of_a_killed_tokenisation_is_made_again(done, config, st
 
 
 def test_a_model_is_exported_again_as_long_as_its_stage_is_there(again, config, start, monkeypatch):
-    """A fast check takes the model by its size."""
+    """A fast check takes a large model by its size."""
     monkeypatch.setattr(loop.ContinualTrainer, "fit_stage", None)
     model, stage = again / "model" / "model.safetensors", again / "stages" / "002.pt"
     whole, kept = model.read_bytes(), stage.read_bytes()
     flip(model)
-    start(config(), again)
+    with monkeypatch.context() as patched:
+        patched.setattr("cpt.trainer.run_dir.SMALL", 1000)
+        start(config(), again)
     assert model.read_bytes() != whole
+    start(config(), again)
+    assert model.read_bytes() == whole
     shutil.rmtree(again / "model")
     start(config(), again)
     assert model.read_bytes() == whole
