@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from cpt.evaluation.statistics import LEVEL, Difference, compare_pairs
+from cpt.evaluation.statistics import EXACT, LEVEL, Difference, compare_pairs
 from cpt.evaluation.task_metrics import cube, pick_final
 from cpt.reporting.compare import PairedContrast, correct_holm
 from cpt.reporting.load_runs import MeasuredRun, Pair, RunGroup, RunSection
@@ -185,8 +185,11 @@ def tested(claim: Claim, section: RunSection) -> Difference | None:
     return found if found.n else None
 
 
-def verdict(claim: Claim, found: PairedContrast) -> str:
-    """What a difference says of a claim, by its corrected p-value."""
+def verdict(claim: Claim, found: PairedContrast, *, tested: int) -> str:
+    """What a difference says of a claim, one of those that were tested, by its corrected p-value."""
+    if found.p_holm > LEVEL and found.n <= EXACT and tested * 2.0 ** (1 - found.n) > LEVEL:
+        needed = math.ceil(1 + math.log2(tested / LEVEL))
+        return f"not shown; {needed} pairs are needed for {tested} claims"
     if claim.better == 0:
         return "differs" if found.p_holm <= LEVEL else "no difference shown"
     if found.p_holm > LEVEL:
@@ -216,5 +219,13 @@ def tell(tests: Mapping[Claim, Difference | None]) -> list[list[str]]:
         bounds = f" [{show(found.low)}, {show(found.high)}]" if math.isfinite(found.low) else ""
         p = [found.p_holm, found.p_t_holm]
         shown = ["–" if each is None else f"{each:.3g}" for each in p]
-        lines.append([claim.text, show(found.mean) + bounds, str(found.n), *shown, verdict(claim, found)])
+        lines.append(
+            [
+                claim.text,
+                show(found.mean) + bounds,
+                str(found.n),
+                *shown,
+                verdict(claim, found, tested=len(corrected)),
+            ]
+        )
     return lines

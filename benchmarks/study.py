@@ -87,7 +87,10 @@ def make_study(
         restore_runs(read_scores(published), options.runs, experiment, name_orders)
     if not options.report_only:
         run_sweeps(options, experiment, sweeps)
-    runs = find_finished(options.runs)
+    found = find_runs([options.runs])
+    runs = measure_runs([run for run in found.runs if run.scores.run["finished"]])
+    if not runs or (not options.add and len(runs) < sum(map(len, found))):
+        sys.exit(f"{options.runs} has no runs, or unfinished or damaged ones; nothing is written")
     report.main([os.path.relpath(options.runs), "--out", str(options.runs), "--name", "comparison"])
     if not options.published:
         write_scores(published, runs)

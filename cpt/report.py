@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -144,11 +145,16 @@ def compare_folders(given: argparse.Namespace) -> int:
 def export_figures(runs: Sequence[MeasuredRun], sections: Sequence[RunSection], folder: Path) -> int:
     """Writes RUN-NAME and comparison-NAME as PNG, SVG and PDF. Gives the exit code."""
     folder.mkdir(parents=True, exist_ok=True)
-    pages = {run.folder.resolve().name: run_page.build_blocks(run.folder, run.scores) for run in runs}
+    names = [run.folder.resolve().name for run in runs]
+    if len({*names, "comparison"}) <= len(names):  # two folders of one name
+        top = os.path.commonpath([run.folder.resolve().parent for run in runs])
+        names = ["_".join(run.folder.resolve().relative_to(top).parts) for run in runs]
+    built = (run_page.build_blocks(run.folder, run.scores) for run in runs)
+    pages = dict(zip(names, built, strict=True))
     several = [figures.build_figures(section) for section in sections if len(section.runs) > 1]
     pages |= {"comparison": [block for blocks in several for block in blocks]}
-    for stem, blocks in pages.items():
-        shown = [block for block in blocks if block.picture]
+    for stem, page in pages.items():
+        shown = [block for block in page if block.picture]
         for name in write_pictures(shown, stem=folder / stem, vectors=True):
             print(folder / f"{name}.pdf")
     return 0 if runs else 2

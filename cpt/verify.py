@@ -5,6 +5,7 @@ Exit code 1 if there is one. No file is changed."""
 import argparse
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -30,13 +31,17 @@ def main(arguments: Sequence[str]) -> int:
     default = [Path("outputs"), Path(os.environ.get("CPT_CACHE") or "outputs")]
     given, found = parser.parse_args(arguments).folders, dict[Path, list[str]]()
     if absent := [str(path) for path in given if not path.is_dir()]:
-        print(f"cpt: {', '.join(absent)} is invalid: no such folder. Allowed: {what}")
+        print(f"cpt: {', '.join(absent)} is invalid: no such folder. Allowed: {what}", file=sys.stderr)
         return 1
     for at, folders, files in (each for path in given or default for each in os.walk(path.resolve())):
         path, is_run = Path(at), not {"config.yaml", "scores.json"}.isdisjoint(files)
         if is_run or CACHED.fullmatch("/".join(path.parts[-2:])):
             found[path] = list(damage_in_run(path) if is_run else error_of(check_folder, path))
             folders.clear()
+    if not found:
+        places = ", ".join(map(str, given or default))
+        print(f"cpt: {places} is invalid: no run and no cache below it. Allowed: {what}", file=sys.stderr)
+        return 1
     lines = [line for path in sorted(found) for line in found[path]]
     print(*lines, f"{len(found)} folders: {len(lines)} damaged", sep="\n")
     return 1 if lines else 0

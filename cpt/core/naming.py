@@ -16,6 +16,7 @@ CONFIG = "config"  # the primary config, of our own conf/ and of a user's
 # What a run has a name for, and where text lies; what else it was given tells it from others in a comparison.
 NAMED = ("method", "mask", "replay", "domains", "domains.root", "model", "order", "seed", "experiment")
 UNSAFE = re.compile(r"[^A-Za-z0-9.+-]+")
+PLAIN = re.compile(r"[\w./+@-]+")  # what needs no quotes for Hydra
 LONGEST = 160  # characters of a folder's name; file systems take 255
 LONGEST_TAG = 64  # characters, W&B's own limit
 
@@ -25,8 +26,13 @@ def name_run(overrides: Sequence[str], method: str, order: Any, seed: int) -> st
     parts = [method, f"order-{order}", f"seed-{seed}"]
     for key, value in sorted(list_choices(overrides)):
         if key not in ("method", "order", "seed", "hydra"):
-            parts.append(f"{key}-{Path(value).name if '/' in value else value}")
-    name = "_".join(UNSAFE.sub(".", part).strip(".") for part in parts)
+            path = Path(value) if "/" in value else None
+            if path is not None:  # of an exported model also the run that it is of
+                value = ".".join(path.parts[-2:]) if path.name == "model" else path.name
+            parts.append(f"{key}-{value}")
+    safe = (UNSAFE.sub(".", part).strip(".") for part in parts)
+    pairs = zip(safe, parts, strict=True)
+    name = "_".join(each if part.isascii() else f"{each}-{digest(part)[:6]}" for each, part in pairs)
     if len(name) > LONGEST:
         name = f"{name[:LONGEST]}-{digest(parts)[:8]}"
     return name
@@ -37,10 +43,16 @@ def variant() -> str:
     if not HydraConfig.initialized():
         return ""
     overrides = HydraConfig.get().overrides.task
-    given = ((key, value) for key, value in list_choices(overrides) if key not in NAMED)
+    given = ((key, value) for key, value in sorted(list_choices(overrides)) if key not in NAMED)
     return "; ".join(
         f"{key.removeprefix('routing@').removeprefix('method.')}={value}" for key, value in given
     )
+
+
+def quote(value: str) -> str:
+    """A value as Hydra takes it, whatever is in it."""
+    escaped = value.replace("'", "\\'")
+    return value if PLAIN.fullmatch(value) else f"'{escaped}'"
 
 
 def list_choices(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -1,18 +1,24 @@
 """The text of a run: every corpus read, and packed for the model's tokenizer."""
 
 import json
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from cpt.core.config import digest
+from cpt.core.processes import is_first_process
 from cpt.data.corpus import Corpus, make_corpus
 from cpt.data.packing import Packed, pack
 from cpt.data.sources.base import CONCAT, GENERAL, Encoding, Source
 from cpt.data.tokenized_tasks import Encoder, encode_corpus
+
+log = logging.getLogger(__name__)
+SHOWN = 3  # pairs that a message names
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,11 @@ class Corpora:
     @classmethod
     def read(cls, source: Source, order: Sequence[str], *, cache: Path, workers: int | None = None) -> Self:
         by_name = {name: make_corpus(source, name, cache=cache) for name in (*order, GENERAL)}
+        if (shared := find_shared(by_name)) and is_first_process():
+            few = ", ".join(f"{count} of {held} in {trained}" for held, trained, count in shared[:SHOWN])
+            more = f" and {len(shared) - SHOWN} more pairs" * (len(shared) > SHOWN)
+            told = "Held-out documents in the training text of other domains bias the losses: %s%s"
+            log.warning(told, few, more)
         return cls(by_name, cache, source.encoding, source.isolated, workers, source.text_packing)
 
     @property
@@ -58,12 +69,33 @@ class Corpora:
         """What makes rows and prompts of examples. Raises ValueError where the domains are none."""
         if self.encoding is None:
             raise ValueError("domains is invalid: raw text has no questions. Allowed: domains=tasks")
+        if not tokenizer.is_fast and self.encoding.truncate != "released":
+            told = f"the tokenizer {tokenizer.name_or_path} has no fast version, by which examples are cut"
+            raise ValueError(f"{told}. Allowed: another model, or domains.truncate=released")
         return Encoder(tokenizer, length, self.encoding, seq2seq)
 
     def tokenizer_digest(self, tokenizer: PreTrainedTokenizerBase) -> str:
         """A hash of what decides the rows of the domains: the tokenizer, and its template for examples."""
         known_by, template = tokenizer_digest(tokenizer), getattr(tokenizer, "chat_template", None)
         return known_by if self.encoding is None or not template else digest([known_by, template])
+
+
+def find_shared(corpora: Mapping[str, Corpus]) -> list[tuple[str, str, int]]:
+    """(text, other text, number) of held-out documents of a text in the training text of another, the most
+    first; of a document that several hold out one is counted."""
+    names = list(corpora)
+    held, trained = (
+        [corpora[name].keys(*splits) for name in names] for splits in (("valid", "test"), ("train",))
+    )
+    keys, first = np.unique(np.concatenate(held), return_index=True)
+    holders = np.repeat(np.arange(len(names)), [len(each) for each in held])[first]
+    counts = np.zeros((len(names), len(names)), np.int64)
+    for number, own in enumerate(trained):
+        places = np.minimum(np.searchsorted(keys, own), len(keys) - 1)
+        np.add.at(counts, (holders[places[keys[places] == own]], number), 1)
+    np.fill_diagonal(counts, 0)
+    pairs = [(names[a], names[b], int(counts[a, b])) for a, b in np.argwhere(counts)]
+    return sorted(pairs, key=lambda pair: -pair[2])
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -36,6 +36,12 @@ class Corpus:
         begin, end = len(chosen) * shard // shards, len(chosen) * (shard + 1) // shards
         return Dataset.from_file(str(self.folder / "documents.arrow")).select(chosen[begin:end])
 
+    def keys(self, *splits: str) -> np.ndarray:
+        """The hashes by which documents are equal, of those in some splits, [documents] uint64."""
+        numbers = [SPLITS.index(split) for split in splits]
+        chosen = np.isin(np.load(self.folder / "splits.npy"), numbers)
+        return np.load(self.folder / "keys.npy", mmap_mode="r")[chosen]
+
 
 def in_batches(documents: Dataset) -> Iterator[list[str]]:
     return (few["text"] for few in documents.iter(batch_size=16))
@@ -61,9 +67,10 @@ def make_corpus(source: Source, name: str, *, cache: Path) -> Corpus:
 
         path, features = str(folder / "documents.arrow"), Features({"text": Value("large_string")})
         with ArrowWriter(path=path, features=features, writer_batch_size=BATCH) as writer:
-            splits, facts, contradicted = read_documents(source, name, keep=keep)
+            splits, facts, contradicted, keys = read_documents(source, name, keep=keep)
             writer.finalize()
         np.save(folder / "splits.npy", splits)
+        np.save(folder / "keys.npy", keys)
         (folder / "facts.json").write_text(json.dumps(facts))
         if contradicted:
             log.warning("Keeping first answers in %s: %d questions have different ones", name, contradicted)
@@ -80,9 +87,10 @@ def make_corpus(source: Source, name: str, *, cache: Path) -> Corpus:
 
 def read_documents(
     source: Source, name: str, *, keep: Callable[[bytes], None] = lambda raw: None
-) -> tuple[np.ndarray, dict[str, Any], int]:
+) -> tuple[np.ndarray, dict[str, Any], int, np.ndarray]:
     """The split of each document of a domain, in UTF-8 given to `keep`; the facts of the text: digests,
-    documents and bytes per split, copies left out; and how many questions have several answers.
+    documents and bytes per split, copies left out; how many questions have several answers; and the hashes
+    by which documents are equal.
 
     Equal are texts of the same words, and examples of the same question. With a `class_limit` those training
     examples of each answer stay whose question has the smallest hash under the seed."""
@@ -124,7 +132,7 @@ def read_documents(
         "held_out_copies": held_out_copies,
     }
     questions = np.unique(np.stack([keys[: len(answers)], answers]), axis=1)[0]
-    return splits, facts, int((np.unique(questions, return_counts=True)[1] > 1).sum())
+    return splits, facts, int((np.unique(questions, return_counts=True)[1] > 1).sum()), keys
 
 
 def assign(

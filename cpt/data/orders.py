@@ -26,7 +26,7 @@ LETTERS = re.compile(r"[^\W\d_]{2,}")
 
 
 def resolve_order(
-    order: int | str | Sequence[str],
+    order: int | str | Sequence[Any],
     *,
     names: Sequence[str],
     orders: Sequence[Sequence[str]] | Mapping[int, Sequence[str]] | None,
@@ -52,6 +52,10 @@ def resolve_order(
         elif order in names:
             chosen = [order]
     elif isinstance(order, Sequence):
+        if other := [name for name in order if not isinstance(name, str) and type(name) is not int]:
+            told = f"order={show(order)} is invalid: {show(other[0])} is no text"
+            allowed = "names, those that read as a number, true or null in quotes: \"order=['3.10',b]\""
+            raise ValueError(f"{told}. Allowed: {allowed}")
         chosen = [str(name) for name in order]
     if chosen is None:
         listed = ", ".join(f"{number} ({' '.join(each)})" for number, each in named.items())
@@ -62,7 +66,8 @@ def resolve_order(
     if len(set(chosen)) < len(chosen) or not chosen:
         raise ValueError(f"order={show(chosen)} is invalid. Allowed: one or more domains, each only once")
     if reserved := ", ".join(sorted({"base", "joint", "general"} & set(chosen))):
-        raise ValueError(f"order={show(chosen)} is invalid: scores.json uses {reserved} itself")
+        told = f"order={show(chosen)} is invalid: scores.json uses {reserved} itself"
+        raise ValueError(f"{told}. Allowed: another name of the folder, or domains.ignore=[{reserved}]")
     return chosen
 
 

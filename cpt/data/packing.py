@@ -276,7 +276,8 @@ def terminator(tokenizer: PreTrainedTokenizerBase) -> list[int]:
         return []
     ending = [each for each in (tokenizer.eos_token_id, tokenizer.sep_token_id) if each is not None]
     if not ending:
-        raise ValueError(f"the tokenizer {tokenizer.name_or_path} has no token to separate documents")
+        told = f"the tokenizer {tokenizer.name_or_path} has no token to separate documents"
+        raise ValueError(f"{told}. Allowed: one with an eos or sep token")
     return ending[:1]
 
 

@@ -26,7 +26,7 @@ from cpt.data.packing import PADDING, Packed, frame_of, padding_id, terminator
 from cpt.data.sources.base import ASSISTANT, NONE, USER, Encoding, Example, read_example
 
 log = logging.getLogger(__name__)
-CACHE_VERSION, ROWS_FILE = 1, "rows.arrow"
+CACHE_VERSION, ROWS_FILE = 2, "rows.arrow"
 ROW_FEATURES = {
     **{name: ListOf(Value("int32")) for name in ("ids", "answers")},
     **{name: Value("int32") for name in ("text_tokens", "answer_tokens", "lengths", "bytes")},
@@ -218,7 +218,9 @@ def write_examples(
     with ArrowWriter(path=str(path), features=Features(ROW_FEATURES)) as writer:
         for row, example in pairs:
             answers, text = [int(each) for each in row.answer], sum(each not in special for each in row.ids)
-            values = (row.ids, answers, text, sum(answers), len(row.ids), len(example.target.encode()))
+            scored = [each for each, is_answer in zip(row.ids, row.answer, strict=True) if is_answer]
+            said = tokenizer.decode(scored, skip_special_tokens=True) if example.turns else example.target
+            values = (row.ids, answers, text, sum(answers), len(row.ids), len(said.encode()))
             writer.write(dict(zip(ROW_FEATURES, values, strict=True)))
             count, cut = count + 1, cut + (row.cut > 0)
         writer.finalize()
@@ -265,6 +267,9 @@ def render_chat(example: Example, tokenizer: PreTrainedTokenizerBase) -> tuple[l
     if not template:
         told = f"the tokenizer {name} has no chat template, and example {example.id} is a chat"
         raise ValueError(f"{told}. Allowed: the tokenizer of an instruction-tuned model")
+    if spelled := next((s for s in tokenizer.all_special_tokens for _, t in example.turns if s in t), None):
+        told = f"example {example.id}: a turn has {spelled}, a control token of the tokenizer {name}"
+        raise ValueError(f"{told}. Allowed: text without it")
     turns = [{"role": role, "content": content} for role, content in example.turns]
 
     def render(count: int, **how: Any) -> str:
@@ -277,6 +282,11 @@ def render_chat(example: Example, tokenizer: PreTrainedTokenizerBase) -> tuple[l
             ids, marks = list(given["input_ids"]), [bool(mark) for mark in given["assistant_masks"]]
         else:
             text, spans = render(len(turns)), []
+            if turns[0]["role"] == ASSISTANT:
+                told = (
+                    f"example {example.id} begins with the {ASSISTANT}, for which the chat template of {name}"
+                )
+                raise ValueError(f"{told} cannot be asked. Allowed: a first turn of the {USER}")
             for number in (at for at, turn in enumerate(turns) if turn["role"] == ASSISTANT):
                 before, after = render(number, add_generation_prompt=True), render(number + 1)
                 if not (after.startswith(before) and text.startswith(after.rstrip())):
@@ -291,7 +301,8 @@ def render_chat(example: Example, tokenizer: PreTrainedTokenizerBase) -> tuple[l
         told = f"the chat template of {name} does not take the turns of example {example.id}: {error}"
         raise ValueError(f"{told}. Allowed: roles that it knows") from error
     if True not in marks:
-        return ids, marks
+        told = f"example {example.id}: the chat template of {name} marks no token as the {ASSISTANT}'s"
+        raise ValueError(f"{told}. Allowed: answers that are not empty")
     end = len(marks) - marks[::-1].index(True)
     ids, marks = ids[:end], marks[:end]
     if ids[-1] not in tokenizer.all_special_ids:

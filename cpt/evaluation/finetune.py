@@ -65,7 +65,8 @@ def encode_examples(
     for width in (1, 2):
         if places := [place for place, each in enumerate(texts) if len(each) == width]:
             given = [[texts[place][part] for place in places] for part in range(width)]
-            found = tokenizer(*given, truncation="longest_first", max_length=length, padding=False)
+            how = {"truncation": "longest_first", "max_length": length, "padding": False}
+            found = tokenizer(*given, **how, split_special_tokens=True)  # spelled out they stay text
             for number, place in enumerate(places):
                 rows[place] = {name: values[number] for name, values in found.items()}
     typed = types and any(any(row.get("token_type_ids", ())) for row in rows)

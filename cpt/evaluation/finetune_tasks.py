@@ -38,7 +38,7 @@ from cpt.data.sources import readers
 
 EXAMPLE_COLUMNS = ("id", "text", "text_pair", "label")
 FILE_SPLITS = {"train": "train", "dev": "valid", "test": "test"}  # as cpt.data.sources.readers calls them
-FINETUNE_FORMAT = 1  # counts changes of what a prediction file depends on
+FINETUNE_FORMAT = 2  # counts changes of what a prediction file depends on
 
 
 @config

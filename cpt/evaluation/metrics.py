@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import ge
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +29,7 @@ Array = np.ndarray
 Arrays = Sequence[np.ndarray]
 Losses = Mapping[str, np.ndarray]  # by text [2, documents]: nats and scored tokens of each document
 CHANGE_REPLICATES = 2000
+LEAST_ITEMS, FEW_ITEMS = 3, 30  # documents that an interval needs, and of which a bootstrap is wide enough
 BUDGET = 1 << 21  # numbers that the bootstrap holds in one array
 
 
@@ -212,7 +214,8 @@ def intervals(
         if not scored.any():
             raise ValueError(f"{name}: none of {len(count)} documents has a scored token, one is needed")
         samples.append([np.asarray(array, float)[..., scored] for array in (sums, count)])
-    return bootstrap(samples, partial(compute_values, layout=layout), replicates=replicates, seed=seed)
+    how = {"replicates": replicates, "seed": seed, "levels": widen_levels(samples)}
+    return bootstrap(samples, partial(compute_values, layout=layout), **how)
 
 
 @np.errstate(invalid="ignore")
@@ -222,8 +225,9 @@ def bootstrap(
     *,
     replicates: int = 1000,
     seed: int = 0,
+    levels: Sequence[float] = (2.5, 97.5),
 ) -> dict[str, dict[str, list[float]]]:
-    """The 2.5 and 97.5 percentiles of what is computed of a matrix [..., row, column] of means, over draws of
+    """The percentiles `levels` of what is computed of a matrix [..., row, column] of means, over draws of
     what the means are of: per column sums [row, item] and counts [item]. An item is drawn for all rows."""
     generators = [np.random.default_rng([seed, column]) for column in range(len(samples))]
     rows = len(samples[0][0])
@@ -239,7 +243,22 @@ def bootstrap(
             means.append((weight @ sums.T) / (weight @ count)[:, None])  # a row of nan gives nan
         parts.append(compute(np.stack(means, -1)))
     whole = {m: {u: np.concatenate([part[m][u] for part in parts]) for u in parts[0][m]} for m in parts[0]}
-    return {m: {u: np.percentile(x, [2.5, 97.5]).tolist() for u, x in us.items()} for m, us in whole.items()}
+    if not levels:
+        return {m: {u: [np.nan, np.nan] for u in us} for m, us in whole.items()}
+    return {m: {u: np.percentile(x, levels).tolist() for u, x in us.items()} for m, us in whole.items()}
+
+
+def widen_levels(samples: Sequence[Sequence[Array]]) -> list[float]:
+    """The percentiles of a 95 % interval by a bootstrap of items: a bootstrap of few is too narrow, so that
+    of fewer than FEW_ITEMS they are wider as Student's t is than the normal distribution (Hesterberg 2015);
+    empty for fewer than LEAST_ITEMS, which have no interval."""
+    fewest = min((count.size for _, count in samples), default=0)
+    if fewest < LEAST_ITEMS:
+        return []
+    if fewest >= FEW_ITEMS:
+        return [2.5, 97.5]
+    quantile = student_quantile(fewest - 1) * math.sqrt(fewest / (fewest - 1))
+    return [100 * NormalDist().cdf(sign * quantile) for sign in (-1, 1)]
 
 
 def objective_value(metrics: Mapping[str, Mapping[str, Any]], objective: str) -> float | None:
@@ -251,6 +270,13 @@ def objective_value(metrics: Mapping[str, Mapping[str, Any]], objective: str) ->
         raise ValueError(f"{told}. Allowed: {allowed}")
     value = metrics.get(metric, {}).get(unit)
     return value if value is None or math.isfinite(value) else None
+
+
+def student_quantile(freedom: int) -> float:
+    """The 97.5 % quantile of Student's t distribution."""
+    from scipy.special import stdtrit  # not for a plan
+
+    return float(stdtrit(freedom, 0.975))
 
 
 @dataclass(frozen=True)
@@ -269,7 +295,8 @@ class Change:
 
 
 def compare_losses(texts: Sequence[str], before: Losses, after: Losses) -> Iterator[Change]:
-    """The change of each text, its documents drawn alike for both; nan bounds for a single document."""
+    """The change of each text, its documents drawn alike for both; nan bounds for fewer than LEAST_ITEMS
+    documents."""
 
     def compute(means: Array) -> dict[str, dict[str, Array]]:  # [draw, model, text]
         return {"loss": {"nats": means[..., 1, 0] - means[..., 0, 0]}}
@@ -278,7 +305,13 @@ def compare_losses(texts: Sequence[str], before: Losses, after: Losses) -> Itera
         (old, counts), (new, _) = (np.asarray(row[text], float) for row in (before, after))
         there = counts > 0
         sums, counts = np.stack([old, new])[:, there], counts[there]
-        bounds = [np.nan, np.nan]
-        if counts.size > 1:
-            bounds = bootstrap([[sums, counts]], compute, replicates=CHANGE_REPLICATES)["loss"]["nats"]
+        if LEAST_ITEMS <= counts.size < FEW_ITEMS:  # Student's t of the linearised ratio
+            difference = sums[1] - sums[0]
+            mean = difference.sum() / counts.sum()
+            rest = (difference - mean * counts) / counts.mean()
+            half = student_quantile(counts.size - 1) * rest.std(ddof=1) / math.sqrt(counts.size)
+            bounds = [float(mean - half), float(mean + half)]
+        else:
+            how = {"replicates": CHANGE_REPLICATES, "levels": widen_levels([[sums, counts]])}
+            bounds = bootstrap([[sums, counts]], compute, **how)["loss"]["nats"]
         yield Change(text, *(sums.sum(1) / counts.sum()).tolist(), *bounds)

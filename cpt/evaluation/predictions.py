@@ -17,6 +17,7 @@ import pandas as pd
 import pyarrow as pa
 from pyarrow import compute, parquet
 
+from cpt.core.config import digest as hash_of
 from cpt.core.files import replacing
 from cpt.core.schema import check_types
 from cpt.evaluation.metrics import Array
@@ -28,6 +29,7 @@ ENDTASK_COLUMNS = ("id", "label", "prediction")
 ANSWER_COLUMNS = ("id", "reference", "written", "ranked", "ranked_mean")
 RESULTS = {"digest": str, "seconds": float, "metrics": dict[str, dict[str, Any]]}
 SOURCE = "source"  # the texts that were asked about, where a measure is of them
+LONGEST_NAME = 200  # characters of a file's
 AGAIN = "delete it and give the run again"
 
 
@@ -38,7 +40,13 @@ def endtask_file(folder: Path, task: str, seed: int) -> Path:
 
 def answers_file(folder: Path, task: str) -> Path:
     """The answers to a task in a stage's folder."""
-    return folder / f"{quote(task, safe='')}.parquet"
+    return folder / f"{file_name(task)}.parquet"
+
+
+def file_name(task: str) -> str:
+    """The name of a task's file, percent-encoded, of at most 200 characters."""
+    quoted = quote(task, safe="")
+    return quoted if len(quoted) <= LONGEST_NAME else f"{quoted[: LONGEST_NAME - 17]}-{hash_of(task)}"
 
 
 def save_predictions(
@@ -145,7 +153,7 @@ def correct(folder: Path, rows: Sequence[str], endtasks: Mapping[str, Any]) -> d
 
 def results_file(folder: Path, task: str) -> Path:
     """The results of a task of the lm-evaluation-harness in a stage's folder: numbers alone, as JSON."""
-    return folder / f"{quote(task, safe='')}.json"
+    return folder / f"{file_name(task)}.json"
 
 
 def load_results(path: Path) -> dict[str, Any]:

@@ -140,7 +140,9 @@ class Scores(Layout):
     @property
     def diagonal(self) -> dict[str, float]:
         """Loss (nats) on each learned domain in the row of its name."""
-        return {d: float(self.matrix[self.rows.index(d), self.domains.index(d)]) for d in self.learned}
+        matrix, rows, columns = self.matrix, self.rows, {d: at for at, d in enumerate(self.domains)}
+        places = {name: at for at, name in enumerate(rows)}
+        return {d: float(matrix[places[d], columns[d]]) for d in self.learned}
 
     @property
     def state(self) -> str:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cpt.evaluation.metrics import Array, Layout, bootstrap, metrics, objective_value
+from cpt.evaluation.metrics import Array, Layout, bootstrap, metrics, objective_value, widen_levels
 
 ENDTASK_METRICS = ("macro_f1", "micro_f1", "accuracy")
 ENDTASK_MEANINGS = {
@@ -43,6 +43,8 @@ ANSWER_METRICS = {
     ),
     "FWT": ("FWT_gem", "Forward transfer just before learning", "mean_{2<=j} (a[j-1][j] - a[0][j])"),
 }
+# Words, and each character of scripts without blanks between words; torchmetrics knows a to z and 0 to 9 only
+WORDS = re.compile(r"[\u3040-\u30ff\u4e00-\u9fff]|[^\W_\u3040-\u30ff\u4e00-\u9fff]+")
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 WORD = re.compile(r"\w+|[^\w\s]")
 
@@ -140,19 +142,30 @@ def normalize_text(text: str) -> str:
     return " ".join(text.lower().translate(NO_PUNCTUATION).split())
 
 
-def is_match(one: str, other: str) -> bool:
-    return normalize_text(one) == normalize_text(other)
+def is_match(one: str, other: str, choices: Sequence[str] = ()) -> bool:
+    normalize = choose_normalizer(choices or [other])
+    return normalize(one) == normalize(other)
 
 
 def is_no_choice(written: str, choices: Sequence[str]) -> bool:
-    return normalize_text(written) not in {*map(normalize_text, choices)}
+    normalize = choose_normalizer(choices)
+    return normalize(written) not in {*map(normalize, choices)}
+
+
+def choose_normalizer(texts: Sequence[str]) -> Callable[[str], str]:
+    """How answers are compared: by their words, but as they are where that makes two of the texts equal, or
+    one empty, as signs and decimal points do."""
+    words = [normalize_text(each) for each in texts]
+    is_number = any(re.fullmatch(r"[+-]?[\d.,]+", each.strip()) for each in texts)
+    return normalize_text if all(words) and len({*words}) == len(words) and not is_number else str.strip
 
 
 def rouge_l(written: str, reference: str) -> float:
     """F of the longest common subsequence of words (Lin 2004, section 3), by torchmetrics."""
     from torchmetrics.functional.text.rouge import rouge_score  # which imports torch
 
-    return float(rouge_score([written], [reference], rouge_keys="rougeL")["rougeL_fmeasure"])
+    how: dict[str, Any] = {"normalizer": str.lower, "tokenizer": WORDS.findall, "rouge_keys": "rougeL"}
+    return float(rouge_score([written], [reference], **how)["rougeL_fmeasure"])
 
 
 def edit_similarity(written: str, reference: str) -> float:
@@ -207,11 +220,12 @@ class AnswerMeasure(NamedTuple):
     rule: Callable[..., float]
     fields: tuple[str, ...]
     higher: bool = True
+    closed: bool = False  # whether it is of tasks with choices only
 
     @property
     def needs(self) -> tuple[str, ...]:
         """The fields that may be None; where choices are ranked there are some."""
-        return (*self.fields, "ranked") if "choices" in self.fields else self.fields
+        return (*self.fields, "ranked") if self.closed else self.fields
 
     def compute(self, answered: TaskAnswers) -> Array:
         """[examples]."""
@@ -222,11 +236,12 @@ WRITTEN = ("written", "references")
 MEASURES: Mapping[str, AnswerMeasure] = {
     # the choice of the largest likelihood, sum_t log p(choice_t, end | question), is the reference
     "accuracy_ranked": AnswerMeasure(eq, ("ranked", "references")),
-    "exact_match": AnswerMeasure(is_match, WRITTEN),
-    "invalid": AnswerMeasure(is_no_choice, ("written", "choices"), higher=False),
+    "exact_match": AnswerMeasure(is_match, (*WRITTEN, "choices")),
+    "invalid": AnswerMeasure(is_no_choice, ("written", "choices"), higher=False, closed=True),
     "accuracy_valid": AnswerMeasure(
-        lambda one, other, choices: np.nan if is_no_choice(one, choices) else is_match(one, other),
+        lambda one, other, choices: np.nan if is_no_choice(one, choices) else is_match(one, other, choices),
         (*WRITTEN, "choices"),
+        closed=True,
     ),
     "accuracy_ranked_mean": AnswerMeasure(eq, ("ranked_mean", "references")),
     "rouge_l": AnswerMeasure(rouge_l, WRITTEN),
@@ -304,7 +319,9 @@ def compute_metrics(
     them."""
     layout = Layout(rows=list(rows), domains=list(tasks), tokens=[], bytes=[])
     found = metrics(matrix, layout=layout, higher=True)
-    told = {name: found[other] for name, (other, *_) in ANSWER_METRICS.items() if other in found}
+    told = {
+        name: found[other] + 0.0 for name, (other, *_) in ANSWER_METRICS.items() if other in found
+    }  # no -0
     if asked is None or asked.all():
         return told
     return {name: value for name, value in told.items() if name == "AP" and asked[-1].all()}
@@ -325,7 +342,7 @@ def compute_intervals(
     def compute(matrix: Array) -> dict[str, dict[str, Array]]:
         return {"score": compute_metrics(matrix, asked=asked, rows=rows, tasks=list(values))}
 
-    return bootstrap(samples, compute)["score"]
+    return bootstrap(samples, compute, levels=widen_levels(samples))["score"]
 
 
 def describe_task(name: str, task: Mapping[str, Any]) -> str:

@@ -117,16 +117,23 @@ class PairedContrast(NamedTuple):
 def spread_values(section: RunSection) -> dict[str, dict[str, Spread]]:
     """By group and key."""
     found: dict[str, dict[str, Spread]] = {group.name: {} for group in section.groups}
-    runs = {group.name: len(group.runs) for group in section.groups}
+    runs = {group.name: len({run.pair for run in group.runs}) for group in section.groups}
     for group, rows in section.frame.groupby("group", sort=False):
         values = {key: each.to_numpy() for key, each in rows.groupby("key", sort=False)["value"]}
         for n in {len(each) for each in values.values()}:
             same = {key: each for key, each in values.items() if len(each) == n}
-            bounds = statistics.intervals_of_means(np.stack([*same.values()])).tolist()
-            for (key, each), edges in zip(same.items(), bounds, strict=True):
-                sd = stdev(each.tolist()) if n > 1 else None
-                low, high = edges if n >= statistics.LEAST else (None, None)
-                found[group][key] = Spread(n, runs[group], fmean(each), sd, low, high)
+            spreads = measure_spreads(np.stack([*same.values()]), runs=runs[group])
+            found[group] |= dict(zip(same, spreads, strict=True))
+    return found
+
+
+def measure_spreads(series: np.ndarray, *, runs: int) -> list[Spread]:
+    """The spread of each series [series, value] of numbers that some of the `runs` have."""
+    n, bounds = series.shape[1], statistics.intervals_of_means(series).tolist()
+    found = []
+    for values, edges in zip(series.tolist(), bounds, strict=True):
+        low, high = edges if n >= statistics.LEAST else (None, None)
+        found.append(Spread(n, runs, fmean(values), stdev(values) if n > 1 else None, low, high))
     return found
 
 
@@ -179,17 +186,21 @@ def is_ranked(group: RunGroup, key: str) -> bool:
     return not group.alone or key.startswith(ALONE)
 
 
-def rank_groups(section: RunSection) -> dict[str, dict[str, float]]:
-    """By measure the mean rank (1: best) of each group within its model, over the pairs that all have."""
-    ranks: dict[str, dict[str, float]] = {}
+def rank_groups(section: RunSection) -> dict[str, dict[str, tuple[float, int]]]:
+    """By measure the mean rank (1: best) of each group within its model over the pairs that all have, and
+    their number; groups with a single pair are left out where another has more."""
+    ranks: dict[str, dict[str, tuple[float, int]]] = {}
     for measure in list_present(section, COMPARED):
         pairs, alike, ranks[measure.key] = pair_values(section, measure.key), defaultdict(dict), {}
         for group in section.groups:
             if group.name in pairs and is_ranked(group, measure.key):
                 alike[group.model, group.order][group.name] = pairs[group.name]
-        for table in (DataFrame(values).dropna() for values in alike.values() if len(values) > 1):
-            found = table.rank(axis=1, ascending=not measure.higher).mean() if len(table) else {}
-            ranks[measure.key] |= dict(found)
+        for values in alike.values():
+            needed = min(2, max(map(len, values.values())))
+            table = DataFrame({name: each for name, each in values.items() if len(each) >= needed}).dropna()
+            if len(table.columns) > 1 and len(table) >= needed:
+                found = table.rank(axis=1, ascending=not measure.higher).mean()
+                ranks[measure.key] |= {name: (rank, len(table)) for name, rank in found.items()}
     return ranks
 
 
@@ -366,6 +377,12 @@ def list_conditions(section: RunSection) -> Block:
         lines.append(f"The runs differ beyond their methods, in {', '.join(keys[:MAX_SETTINGS])}{more}.")
     costs = {each.name: [each.mean("cost/tokens") or 0, each.mean("cost/flops") or 0] for each in groups}
     lines += filter(None, [frames.describe_fairness(costs)])
+    for what in dict.fromkeys(each for run in runs for each in run.left_out):
+        names = [group.name for group in groups if any(what in run.left_out for run in group.runs)]
+        lines.append(f"Not compared: {what} of {few(names, between=', ')}.")
+    made_with = {name: {run.scores.versions.get(name) for run in runs} for name in ("cpt", "torch")}
+    if several := [name for name, known in made_with.items() if len(known - {None}) > 1]:
+        lines.append(f"Made with several versions of {', '.join(several)}.")
     if not section.baselines and len(groups) > 1:
         lines.append(f"No differences: no single group {section.baseline} with the same model and orders.")
     return Block(title="Conditions", lines=lines)
@@ -402,10 +419,10 @@ def format_contrast(given: PairedContrast | None, show: Show, tests: Sequence[st
 
 def tabulate_ranks(section: RunSection) -> Block:
     ranks = {key: own for key, own in rank_groups(section).items() if len(own) > 1}
-    cells = [
-        [group.name, *(format_known(own.get(group.name), "{:.2f}".format) for own in ranks.values())]
-        for group in section.groups
-    ]
+    cells = []
+    for group in section.groups:
+        found = [own.get(group.name) for own in ranks.values()]
+        cells.append([group.name, *("–" if each is None else "{:.2f} ({})".format(*each) for each in found)])
     ranked = [measure for measure in COMPARED if measure.key in ranks]
     about = {"title": "Ranks", "lines": [LEGENDS["ranks"]], "chosen": choose_columns(ranked, first=1)}
     head = ["group", *(measure.title for measure in ranked)]
@@ -462,15 +479,24 @@ def group_alike(section: RunSection) -> dict[tuple, list[RunGroup]]:
 def find_best(
     section: RunSection, groups: Sequence[RunGroup], measure: ComparedMeasure
 ) -> tuple[RunGroup, dict[str, PairedContrast]] | None:
-    """The group with the best mean and its differences from the others; None if none has the number."""
-    means = {group: mean for group in groups if (mean := group.mean(measure.key)) is not None}
+    """The group with the best mean over the pairs that all have, if each of its runs has the number, and its
+    differences from the others; None if none has it. Without common pairs the means are over all of each."""
+    pairs = pair_values(section, measure.key)
+    means = {group: list(pairs[group.name].values()) for group in groups if group.name in pairs}
     if not means:
         return None
-    best = min(means, key=lambda group: means[group] * (-1 if measure.higher else 1))
-    pairs = pair_values(section, measure.key)
+    if common := set.intersection(*(set(pairs[group.name]) for group in means)):
+        means = {group: [pairs[group.name][pair] for pair in sorted(common)] for group in means}
+    whole = [group for group in means if len(pairs[group.name]) == len({run.pair for run in group.runs})]
+    best = min(whole or means, key=lambda group: fmean(means[group]) * (-1 if measure.higher else 1))
     compare = statistics.compare_pairs
     against = {each.name: compare(pairs[best.name], pairs[each.name]) for each in means if each != best}
     return best, correct_holm({name: each for name, each in against.items() if each.n})
+
+
+def is_ahead(lead: PairedContrast, measure: ComparedMeasure) -> bool:
+    """Whether a difference from another group shows that a group is better."""
+    return lead.p_holm < LEVEL and (lead.mean > 0) == measure.higher
 
 
 def build_tiles(section: RunSection) -> Block:
@@ -487,7 +513,7 @@ def build_tiles(section: RunSection) -> Block:
             low, high = metric.get("interval", {}).get("nats", (None, None))
             meaning += "; interval over documents" * (low is not None)
         interval = format_interval(low, high, measure.show).strip() or "no interval"
-        apart = sum(each.p_holm < LEVEL for each in others.values())
+        apart = sum(is_ahead(each, measure) for each in others.values())
         word = f"distinguished from {apart} of {len(others)} others" if others else ""
         told = f"{meaning}; runs: {spread.n}" + f"; {model}" * (len(alike) > 1)
         cells.append(
@@ -518,8 +544,10 @@ def build_findings(section: RunSection) -> Block:
                 line += f"{section.baselines[best.name].name}, p {lead.p:.2g}, Holm {lead.p_holm:.2g}{by_t} "
                 line += f"({lead.n} pair{'s' * (lead.n > 1)})"
             same = [name for name, each in others.items() if each.p_holm >= LEVEL]
-            verdict = f"Distinguished from {len(others) - len(same)} of {len(others)} others"
-            verdict += f" (Holm p < {LEVEL:.2g})"
+            ahead = sum(is_ahead(each, measure) for each in others.values())
+            verdict = f"Distinguished from {ahead} of {len(others)} others (Holm p < {LEVEL:.2g})"
+            if behind := len(others) - len(same) - ahead:
+                verdict += f", and worse than {behind} over the pairs that they share"
             pairs = max((each.n for each in others.values()), default=0)
             needed = math.ceil(1 + math.log2(max(1, len(others)) / LEVEL))  # whose least p is 2^(1 - pairs)
             if same and pairs < needed:

@@ -178,7 +178,8 @@ def draw_monitor(scores: Scores) -> Picture:
     begin, middles, told = 0, [], []
     for name, stage in scores.monitor.items():
         steps = begin + np.array(stage["steps"])
-        lines = {text: np.array(values) - values[0] for text, values in stage["nll"].items()}
+        losses = {text: np.array(values, float) for text, values in stage["nll"].items()}  # nan: not finite
+        lines = {text: values - values[0] for text, values in losses.items()}
         own = {name} if name in lines else set(lines) - {GENERAL}
         for text, line in lines.items():
             kind = "the domain itself" if text in own else "past domains"

@@ -334,6 +334,7 @@ def few(names: Sequence[str], *, between: str = " → ") -> str:
 def describe_fairness(costs: Mapping[str, Sequence[float]]) -> str:
     """Whether groups took as many tokens and operations per run; empty of fewer than two groups."""
     known = [each for each in costs.values() if all(each)]
+    unknown = [name for name, each in costs.items() if not all(each)]
     if len(known) < 2:
         return ""
     told = []
@@ -342,6 +343,7 @@ def describe_fairness(costs: Mapping[str, Sequence[float]]) -> str:
         is_equal = high <= allowed * low
         span = f"{low:.3g} to " * (not is_equal) + f"{high:.3g}"
         told.append(f"{'equal' if is_equal else 'different'} {unit} ({span} per run)")
+    told += [f"unknown of {few(unknown, between=', ')}"] * bool(unknown)
     return f"Fairness: {', '.join(told)}."
 
 

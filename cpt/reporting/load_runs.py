@@ -17,7 +17,7 @@ import pandas
 import yaml
 from pandas import DataFrame
 
-from cpt.core.config import executes, flatten
+from cpt.core.config import digest, executes, flatten
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation import task_metrics
 from cpt.evaluation.metrics import METRICS, UNITS, intransigence
@@ -32,6 +32,8 @@ SUBFOLDERS = {  # of a run folder; none holds another run
 FILTERS = ("method", "mask", "replay", "variant", "model", "order", "seed", "name", "objective")
 COSTS = ("tokens", "flops", "seconds_learn", "seconds", "memory", "trained", "stored", "stored_per_domain")
 SOURCES = ("domains.", "eval.max_tokens", "order")  # settings that digests, counts and the order stand for
+PROTOCOLS = {"endtask": ("endtask/", "task/"), "answers": ("answers/",)}  # config group: values it decides
+NO_PROTOCOL = ("root", "folder", "path", "cache", "eval_batch_size")  # options of a protocol that decide none
 NAMED_SETTINGS = 3  # in a group's name, if it differs in more
 Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the former is ten times as fast
 Pair = tuple[tuple[str, ...], int]  # order and seed
@@ -44,6 +46,7 @@ class MeasuredRun:
     folder: Path
     scores: Scores
     values: Mapping[str, float] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()  # what is not compared, as it was measured otherwise than in most runs
 
     @property
     def pair(self) -> Pair:
@@ -60,14 +63,23 @@ class MeasuredRun:
         return tuple(value for name, value in self.conditions.items() if name != "cap")
 
     @cached_property
-    def settings(self) -> dict[str, Any]:
-        """The leaves of config.yaml without what only says how it was executed; empty without the file."""
+    def config(self) -> dict[str, Any]:
+        """The leaves of config.yaml; empty without the file."""
         try:
             tree = yaml.load((self.folder / "config.yaml").read_text(encoding="utf-8"), Loader=Loader)
         except (OSError, UnicodeDecodeError, yaml.YAMLError):
             return {}
-        leaves = flatten(tree) if isinstance(tree, dict) else ()
-        return {key: value for key, value in leaves if not executes(key)}
+        return dict(flatten(tree)) if isinstance(tree, dict) else {}
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The leaves of config.yaml without what only says how it was executed; empty without the file."""
+        return {key: value for key, value in self.config.items() if not executes(key)}
+
+    def protocol(self, group: str) -> dict[str, Any]:
+        """How the tasks of a config group are measured; empty without a config."""
+        own = {key: value for key, value in self.config.items() if key.startswith(f"{group}.")}
+        return {key: value for key, value in own.items() if key.rpartition(".")[2] not in NO_PROTOCOL}
 
     @property
     def order(self) -> str:
@@ -142,10 +154,11 @@ def measure_runs(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
         alike = run.pair[0], scores.run["model"], run.comparability
         alone = [r for r in references if (r.pair[0], r.scores.run["model"], r.comparability) == alike]
         if alone and run not in references:
-            other = min(alone, key=lambda each: each.pair[1] != run.pair[1]).scores.diagonal
-            if shared := [name for name in scores.diagonal if name in other]:
-                own = [scores.diagonal[name] for name in shared]
-                numbers["intransigence/nats"] = float(intransigence(own, one=[other[n] for n in shared]))
+            apart = [(r.pair[1] != run.pair[1], count_differing(r, run)) for r in alone]
+            own, other = scores.diagonal, alone[apart.index(min(apart))].scores.diagonal
+            if shared := [name for name in own if name in other]:
+                losses = [[each[name] for name in shared] for each in (own, other)]
+                numbers["intransigence/nats"] = float(intransigence(losses[0], one=losses[1]))
         shown = dict(zip(keys, keys, strict=True))  # by the key of a summary
         for task, metric in scores.endtasks.get("metric", {}).items():
             shown[f"endtask/{escape_name(task)}/{metric}"] = f"task/{task}"
@@ -153,7 +166,42 @@ def measure_runs(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
             shown[f"benchmark/{escape_name(task)}"] = f"benchmark/{describe_task(task, given)}"
         values = {name: numbers[key] for key, name in shown.items() if key in numbers}
         measured.append(replace(run, values=values))
+    alike = defaultdict(list)
+    for run in measured:
+        alike[run.comparability].append(run)
+    for runs in alike.values():
+        leave_out_others(runs)
     return measured
+
+
+def count_differing(one: MeasuredRun, other: MeasuredRun) -> int:
+    """The number of settings of the training in which two runs differ."""
+    keys = {key for run in (one, other) for key in run.settings if key.startswith(("trainer.", "optim."))}
+    return sum(one.settings.get(key) != other.settings.get(key) for key in keys)
+
+
+def leave_out_others(runs: Sequence[MeasuredRun]) -> None:
+    """Takes out of comparable runs what was measured otherwise than in most: tasks by another protocol, and a
+    mean over fewer cells of the matrix than in the others."""
+
+    def take_out(run: MeasuredRun, prefixes: tuple[str, ...], what: str) -> None:
+        run.values = {key: value for key, value in run.values.items() if not key.startswith(prefixes)}
+        run.left_out += (what,)
+
+    for group, prefixes in PROTOCOLS.items():
+        measured = [run for run in runs if any(key.startswith(prefixes) for key in run.values)]
+        having = [run for run in measured if run.protocol(group)]
+        known = [digest(run.protocol(group)) for run in having]
+        most = max(known, key=known.count, default="")
+        for run, protocol in zip(having, known, strict=True):
+            if protocol != most:
+                take_out(run, prefixes, f"{group} (another protocol)")
+    for name in METRICS:
+        having = [run for run in runs if f"{name}/nats" in run.values]
+        counts = [run.scores.metrics[name].get("terms", [math.inf])[0] for run in having]
+        for run, count in zip(having, counts, strict=True):
+            if count < max(counts):
+                take_out(run, (f"{name}/",), f"{name} (fewer cells)")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -198,13 +246,18 @@ class RunSection:
 
     @cached_property
     def frame(self) -> DataFrame:
-        """A row per run and value: run (its place in `runs`), group, model, order, seed, key, value."""
+        """A row per run and value: run (its place in `runs`), group, model, order, seed, key, value; of runs
+        of a group with the same order and seed the mean."""
         rows = [
             (number, group.name, group.model, *run.pair, key, value)
             for number, (group, run) in enumerate((g, run) for g in self.groups for run in g.runs)
             for key, value in run.values.items()
         ]
-        return DataFrame(rows, columns=["run", "group", "model", "order", "seed", "key", "value"])
+        frame = DataFrame(rows, columns=["run", "group", "model", "order", "seed", "key", "value"])
+        pair = ["group", "order", "seed", "key"]
+        if frame.duplicated(pair).any():
+            frame["value"] = frame.groupby(pair, sort=False)["value"].transform("mean")
+        return frame.drop_duplicates(pair)
 
 
 def build_sections(
@@ -247,6 +300,7 @@ def group_runs(runs: Sequence[MeasuredRun], *, by_order: bool) -> list[RunGroup]
     split, groups = defaultdict(list), []
     for run in sorted(runs, key=lambda run: (orders[run.pair[0]], run.pair[1], str(run.folder))):
         facts, order = run.scores.run, run.pair[0] if by_order else None
+        facts = facts | {"variant": "; ".join(sorted(split_variant(facts)))}
         split[label(facts, shared=shared), facts["model"], order].append(run)
     for (name, model, order), alike in split.items():
         keys, by_settings = differing_settings(alike), defaultdict(list)
@@ -295,10 +349,11 @@ def differing_settings(runs: Sequence[MeasuredRun]) -> list[str]:
 def name_orders(runs: Sequence[MeasuredRun]) -> dict[tuple[str, ...], str]:
     """Each order by its name, numbered where one name stands for several."""
     given = {run.pair[0]: run.order for run in sorted(runs, key=lambda run: -len(run.order))}
+    given = {order: shorten(name, width=40) for order, name in given.items()}
     counts, seen, names = Counter(given.values()), Counter[str](), {}
     for order, name in sorted(given.items()):
         seen[name] += 1
-        names[order] = shorten(name, width=40) + f" #{seen[name]}" * (counts[name] > 1)
+        names[order] = name + f" #{seen[name]}" * (counts[name] > 1)
     return names
 
 

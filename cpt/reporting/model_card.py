@@ -19,7 +19,16 @@ from cpt.core.config import executes, flatten, is_secret
 from cpt.core.files import replace
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.scores import Scores, conditions, describe_conditions
-from cpt.reporting.frames import FEW, KINDS, few, format_interval, megabytes, percent, strip_controls
+from cpt.reporting.frames import (
+    FEW,
+    KINDS,
+    decimals,
+    few,
+    format_interval,
+    megabytes,
+    percent,
+    strip_controls,
+)
 from cpt.reporting.page import IN_CELL, TEMPLATES, quote_markup
 from cpt.reporting.run_page import format_matrix, format_metric
 
@@ -78,8 +87,9 @@ def write_model_card(folder: Path, scores: Scores) -> Path:
     tasks = []
     for each in (each for kind in ("task", "score", "benchmark") for each in KINDS[kind](scores)):
         if each.unit in ("share", "") and "/" not in each.metric and each.value is not None:
-            share = percent(each.value) + format_interval(each.low, each.high, percent)
-            tasks.append([each.text or "all tasks", each.metric, each.row or "–", share])
+            show = percent if each.unit == "share" else decimals  # the harness has units of its own
+            shown = show(each.value) + format_interval(each.low, each.high, show)
+            tasks.append([each.text or "all tasks", each.metric, each.row or "–", shown])
     data = {"base_model": base["name"] if from_hub else None, "pipeline_tag": pipeline, "model_name": title}
     data |= {"datasets": data_sets or None, "eval_results": results or None, "library_name": "transformers"}
     card = ModelCard.from_template(

@@ -7,10 +7,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from cpt.core.config import PACKAGE
-from cpt.reporting.compare import MEASURES, format_spread, spread_values
-from cpt.reporting.frames import format_interval, percent
-from cpt.reporting.load_runs import RunGroup, RunSection
+from cpt.reporting.compare import MEASURES, format_spread, measure_spreads
+from cpt.reporting.frames import format_interval, percent, split_variant
+from cpt.reporting.load_runs import MeasuredRun, RunGroup, RunSection
 from cpt.reporting.page import Block
 
 BESIDE = PACKAGE.parent / "benchmarks" / "results" / "published"  # in a checkout
@@ -39,7 +41,13 @@ class PublishedRow(NamedTuple):
     def fits(self, group: RunGroup) -> bool:
         wanted = {key: str(value) for key, value in (self.settings or {}).items()}
         alike = all(str(run.settings.get(key)) == wanted[key] for run in group.runs for key in wanted)
-        return group.plain in self.groups and self.orders in (None, list(group.orders)) and alike
+        given = {each.partition("=")[0] for run in group.runs for each in split_variant(run.scores.run)}
+        ablated = {key for key in given if not {key, f"method.{key}"} & wanted.keys()}
+        return group.plain in self.groups and alike and not ablated
+
+    def select(self, group: RunGroup) -> list[MeasuredRun]:
+        """The runs of a group in the orders that were published."""
+        return [run for run in group.runs if self.orders is None or run.order in self.orders]
 
 
 def read_published(given: str) -> list[PublishedRow]:
@@ -56,15 +64,13 @@ def read_published(given: str) -> list[PublishedRow]:
 def tabulate_published(sections: Sequence[RunSection], published: Sequence[PublishedRow]) -> Block:
     """A row for each measured value that was published; the interval is that of our mean."""
     shown, cells, used = {measure.key: measure.title for measure in MEASURES}, [], set[str]()
-    for spreads, group, row in (
-        (spread_values(section), group, row)
-        for section in sections
-        for group, row in product(section.groups, published)
-        if row.fits(group)
-    ):
+    pairs = ((group, row) for section in sections for group, row in product(section.groups, published))
+    for group, row in ((group, row) for group, row in pairs if row.fits(group)):
         for key, value in row.values.items():
-            if (own := spreads[group.name].get(key)) is not None:
+            found = [run.values[key] for run in row.select(group) if key in run.values]
+            if found:
                 used.add(json.dumps(row))
+                own = measure_spreads(np.array([found]), runs=len(row.select(group)))[0]
                 low, high = (None if end is None else 100 * end - value for end in (own.low, own.high))
                 difference = f"{100 * own.mean - value:+.2f}" + format_interval(low, high, POINTS)
                 numbers = [format_spread(own, percent, bounds=False), POINTS(value), difference]

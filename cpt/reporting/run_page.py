@@ -234,10 +234,12 @@ def show_monitor(scores: Scores) -> Block:
         return Block()
     budgeted, cells = any(stage.get("budget") for stage in scores.monitor.values()), []
     for name, stage in scores.monitor.items():
-        rises = {text: values[-1] - values[0] for text, values in stage["nll"].items()}
+        ends = {text: np.array([values[0], values[-1]], float) for text, values in stage["nll"].items()}
+        rises = {text: float(last - first) for text, (first, last) in ends.items()}
         shown = {text: format_known(rise, signed) for text, rise in rises.items()}
         own = [name] if name in rises else [text for text in rises if text != GENERAL]
-        worst = max(sorted(rises.keys() - {*own, GENERAL}), key=rises.__getitem__, default="")
+        past = [text for text in sorted(rises.keys() - {*own, GENERAL}) if not isnan(rises[text])]
+        worst = max(past, key=rises.__getitem__, default="")
         general = "–"
         if GENERAL in rises:
             bounds = ", ".join(format_known(bound, signed) for bound in stage["rise"][GENERAL][-1])

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from pandas import DataFrame, concat
 
+from cpt.core.config import digest
 from cpt.core.files import replace
 from cpt.core.schema import Number, fits
 from cpt.evaluation.scores import describe_conditions
@@ -30,6 +31,7 @@ MATRICES: dict[str, tuple[Show, str]] = {
     "endtasks": (percent, "score of the downstream tasks, in %"),
 }
 NOT_OPTIONS = ("name", "seed", "_target_", "_partial_")
+LONGEST_STEM = 80  # characters of a file's name
 ESCAPED = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "–": "--"}
 ESCAPED |= {"±": r"$\pm$", "−": "$-$", "→": r"$\rightarrow$", "<": "$<$", ">": "$>$", "|": r"\textbar{}"}
 ESCAPED |= {sign: f"\\{sign}" for sign in "&%$#_{}"}
@@ -159,10 +161,12 @@ def format_groups(section: RunSection, frame: DataFrame, by: str) -> DataFrame:
         means = cells.set_index("group")["mean"]
         ranked = means[[group for group in means.index if compare.is_ranked(groups[group], measure.key)]]
         best, column = ranked.max() if measure.higher else ranked.min(), dict.fromkeys(groups, "--")
+        pairs = compare.pair_values(section, measure.key)
+        alike = len({frozenset(pairs.get(name, ())) for name in ranked.index}) == 1
         for cell in cells.to_dict("records"):
             deviation = "" if np.isnan(cell["sd"]) else f" ± {measure.show(cell['sd'])}"
             text = escape(measure.show(cell["mean"]) + deviation)
-            text = f"\\textbf{{{text}}}" if cell["mean"] == best else text
+            text = f"\\textbf{{{text}}}" if cell["mean"] == best and alike else text
             marks = "*" * (cell["p_holm"] < LEVEL) + r"\dagger" * (cell["p_t_holm"] < LEVEL)
             column[cell["group"]] = text + f"\\textsuperscript{{${marks}$}}" * bool(marks)
         title = measure.title if by == "measure" else f"order {name}" * (name != "all") or "all orders"
@@ -183,6 +187,8 @@ def write_tables(sections: Sequence[RunSection], folder: Path) -> list[Path]:
         for name, caption, cells in list_tables(section):
             stem = re.sub(r"[^\w.-]+", "_", name, flags=re.A).replace("_-", "-").strip("_")
             stem = f"section_{number}-{stem}" if len(sections) > 1 else stem
+            if len(stem) > LONGEST_STEM or folder / f"{stem}.tex" in written:
+                stem = f"{stem[:LONGEST_STEM]}-{digest(name)[:8]}"
             how = {"index": False, "escape": False, "caption": caption, "label": f"tab:{stem}"}
             columns = r"lp{0.7\linewidth}" if name == "settings" else "l" + "r" * (len(cells.columns) - 1)
             text = cells.to_latex(**how, column_format=columns, position="t")

@@ -68,8 +68,13 @@ class TunedMethod:
     runs: Sequence[FinalRun]
 
     @property
+    def finished(self) -> list[Trial]:
+        """Without those that failed, whose score is infinite."""
+        return [trial for trial in self.trials if math.isfinite(trial.score)]
+
+    @property
     def flops(self) -> int | None:
-        """Operations of the whole search."""
+        """Operations of the whole search, of failed trials too."""
         counts = [trial.flops for trial in self.trials]
         return None if None in counts else sum(filter(None, counts))
 
@@ -103,13 +108,15 @@ def write_tuning(
     table = tabulate_methods(methods, metric=metric, sign=sign, limit=limit)
     fixed = [each.name for each in methods if not each.space]
     runs = max(len(each.runs) for each in methods)
+    ended = sorted(len(each.finished) for each in methods if each.trials) or [0]
+    count = f"{ended[0]} to {ended[-1]}" if ended[0] < ended[-1] else str(ended[0])
     lines = [
-        f"Searches: {budget} trials each on validation text, the default values first; chosen by {metric} "
-        f"({direction}). Final runs: test text, mean ± standard deviation over {runs} runs each.",
+        f"Searches: {count} finished trials each on validation text, the default values first; chosen by "
+        f"{metric} ({direction}). Final runs: test text, mean ± standard deviation over {runs} runs each.",
         describe_fairness({each.name: each.costs for each in methods if each.runs}),
     ]
     if limit is not None:
-        cheapest = min(searches, key=lambda name: searches[name] or 0)
+        cheapest = min(filter(searches.get, searches), key=lambda name: searches[name] or 0)
         lines.append(
             f"Equal compute: the best of each method's first trials whose operations together are at most "
             f"{limit:.3g}, those of the whole search of {cheapest}, the cheapest."
@@ -152,7 +159,7 @@ def tabulate_methods(methods: Sequence[TunedMethod], *, metric: str, sign: int, 
                 each.name,
                 shorten_values(best),
                 shorten_values(within) if limit else "–",
-                str(len(each.trials)) if each.space else "–",
+                str(len(each.finished)) if each.space else "–",
                 format_known(each.first and each.first.score, show),
                 format_known(best and best.score, show),
                 format_mean(scores, show),
@@ -195,8 +202,8 @@ def draw_searches(methods: Sequence[TunedMethod], *, metric: str, sign: int) -> 
     for axes in grid[len(panels) :]:
         axes.set_visible(False)
     for axes, (method, key) in zip(grid, panels, strict=False):
-        values = [trial.value(key) for trial in method.trials]
-        scores = np.array([trial.score for trial in method.trials])
+        values = [trial.value(key) for trial in method.finished]
+        scores = np.array([trial.score for trial in method.finished])
         axes.grid(color="0.9")
         axes.set_axisbelow(True)
         if "choice" in method.space[key]:
@@ -220,7 +227,7 @@ def draw_searches(methods: Sequence[TunedMethod], *, metric: str, sign: int) -> 
             ("*", 160, "#D55E00", chosen[method.name]),
         ):
             if trial is not None:
-                at = places[method.trials.index(trial)], trial.score
+                at = places[method.finished.index(trial)], trial.score
                 axes.scatter(*at, s=size, c=color, marker=marker, edgecolors="black", zorder=3)
         axes.set_title(literal(method.name, width=30), fontsize=9)
         axes.set_xlabel(literal(key, width=34), fontsize=8)

@@ -123,6 +123,8 @@ class OptunaSweeper(Sweeper):
                 log.info(told, endtask.name)
                 fixed = [line for line in fixed if not line.lstrip("+~").startswith("endtask")]
                 fixed.append("endtask=none")
+            if OmegaConf.select(cfg, "domains.score_on") == "test":
+                log.warning("Searching on test text; domains.score_on=valid keeps it for the final runs")
             folder = Path(cfg.hydra.sweep.dir)
             folder.mkdir(parents=True, exist_ok=True)
             try:

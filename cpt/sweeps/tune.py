@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from cpt.core.config import SEARCH, flatten
 from cpt.core.errors import readable
-from cpt.core.naming import UNSAFE
+from cpt.core.naming import UNSAFE, quote
 from cpt.core.schema import Number, fits, show
 from cpt.evaluation.task_metrics import ENDTASK_MEANINGS
 from cpt.sweeps.jobs import read_scores
@@ -71,11 +72,12 @@ class TuneSweeper(OptunaSweeper):
             self.params = {}
             found = {each.label: self.search_candidate(each, runs, name=name) for each in candidates}
             jobs = [
-                (each, [*each.overrides, *found[each.label][1], f"name={name}/final", *run])
+                (each, [*each.overrides, *found[each.label][1], f"name={quote(f'{name}/final')}", *run])
                 for each in candidates
                 for run in itertools.product(*runs)
             ]
-            returned = self.launcher.launch([[*job, "domains.score_on=test"] for _, job in jobs], 0)
+            own = ["domains.score_on=test", *["endtask.score_on=test"] * self.on_tasks]
+            returned = self.launcher.launch([[*job, *own] for _, job in jobs], 0)
             end_if_preempted(returned)
             finals: dict[str, list[FinalRun]] = {each.label: [] for each in candidates}
             failed = []
@@ -141,8 +143,8 @@ class TuneSweeper(OptunaSweeper):
     def search_candidate(
         self, given: Candidate, runs: Sequence[Sequence[str]], *, name: str
     ) -> tuple[list[tuple[Any, ...]], list[str]]:
-        """The finished trials of a candidate on validation text, as the fields of Trial; and the best values
-        as overrides."""
+        """The ended trials of a candidate on validation text, as the fields of Trial; and the best values as
+        overrides."""
         if not given.space:
             log.info("Nothing to tune in %s: its final runs have the given values", given.label)
             return [], []
@@ -152,14 +154,16 @@ class TuneSweeper(OptunaSweeper):
         left_out = ("benchmark",) if self.on_tasks else ("benchmark", "endtask")
         kept = [line for line in given.overrides if not line.lstrip("+~").startswith(left_out)]
         first = [run[0] for run in runs if run[0].partition("=")[0] not in self.averaged]
-        folder = f"name={name}/search/{UNSAFE.sub('.', given.label).strip('.')}"
+        folder = f"name={quote(f'{name}/search/' + UNSAFE.sub('.', given.label).strip('.'))}"
         space = [f"{key}={each.get_value_string()}" for key, each in given.space.items()]
         self.first = [given.first] if given.first else []  # then Optuna's
         study = super().sweep([*kept, *first, folder, *own, *space])
         done = []
-        for each in study.get_trials(states=[self.optuna.trial.TrialState.COMPLETE]):
+        states, worst = self.optuna.trial.TrialState, math.inf if self.direction == "minimize" else -math.inf
+        for each in study.get_trials(states=[states.COMPLETE, states.FAIL]):
             flops = sum_trial_flops(study.user_attrs.get(f"{FOLDERS} {each.number}", []))
-            done.append((each.number, to_overrides(each.params), each.values[0], flops))
+            score = worst if each.state == states.FAIL else each.values[0]  # a failed one has cost as much
+            done.append((each.number, to_overrides(each.params), score, flops))
         return done, to_overrides(study.best_trial.params)
 
 

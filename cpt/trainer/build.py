@@ -158,6 +158,13 @@ def log_eval_cap(data: DomainSequence) -> None:
 def empty_scores(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence) -> Scores:
     """Scores without rows: what is measured, on what."""
     objective, names, given = start.objective.scoring, plan.names, plan.model.name_or_path
+    scored = {name: int(objective.scored(data.scored_sizes(name)).sum()) for name in data.held_out}
+    if empty := next((name for name, count in scored.items() if not count), None):
+        told = f"the {plan.source.score_on} text of {empty} has no token that is scored"
+        allowed = (
+            f"longer text that the tokenizer {start.tokenizer.name_or_path} knows, a larger eval.max_tokens"
+        )
+        raise ValueError(f"{told}. Allowed: {allowed}")
     kind, similarity = start.objective_name, plan.similarity
     base = {"name": given or names["model"], "origin": "hub" if given else "built"}
     if given is not None and Path(given).is_dir():
@@ -175,7 +182,7 @@ def empty_scores(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence
         domains=list(data.held_out),
         tokens=[int(objective.scorable(text.sizes()).sum()) for text in data.held_out.values()],
         bytes=[text.bytes for text in data.held_out.values()],
-        scored=[int(objective.scored(data.scored_sizes(name)).sum()) for name in data.held_out],
+        scored=list(scored.values()),
         run={
             "name": str(plan.run.name),
             **{group: names[group] for group in ("method", "mask", "replay")},

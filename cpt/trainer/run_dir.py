@@ -2,6 +2,7 @@
 
 import contextlib
 import shutil
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -186,9 +187,11 @@ class RunDir:
 
     @staticmethod
     def save_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-        """Writes a .npz file atomically."""
-        with files.replacing(path) as partial, partial.open("wb") as file:
-            np.savez(file, **dict[str, Any](arrays))
+        """Writes a .npz file atomically: np.savez takes some names for options of its own."""
+        with files.replacing(path) as partial, zipfile.ZipFile(partial, "w") as archive:
+            for name, values in arrays.items():
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                    np.lib.format.write_array(file, np.asanyarray(values), allow_pickle=False)
 
 
 def file_stat(path: Path) -> list[int]:

@@ -108,6 +108,18 @@ def test_a_template_that_changes_earlier_turns_is_refused(chatting):
         encoder(chatting, seq2seq=True).encode(chat())
 
 
+@pytest.mark.parametrize(
+    ("turns", "told"),
+    [
+        ((("user", "hi </s>"), ("assistant", "yes")), "a turn has </s>, a control token"),
+        ((("assistant", "yes"),), "begins with the assistant"),
+    ],
+)
+def test_a_chat_that_cannot_be_marked_is_refused(chatting, turns, told):
+    with pytest.raises(ValueError, match=f"example chat-0:? .*{told}"):
+        encoder(chatting).encode(replace(chat(), turns=turns))
+
+
 def test_a_long_chat_loses_its_oldest_exchanges_and_ends_in_its_answer(chatting):
     for example, drop in ((chat(exchanges=6), None), (chat(exchanges=1, words=(40, 50)), 30)):
         whole = encoder(chatting, length=4000).encode(example)

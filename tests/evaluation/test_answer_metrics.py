@@ -44,6 +44,13 @@ def test_each_measure_by_hand():
     assert values("first_character", given) == [1, 1, 0, 0]
 
 
+def test_signs_and_decimal_points_tell_answers_apart():
+    given = answered(choices=[("+1", "-1")] * 4, written=["-1"] * 4, references=["+1", "-1", "+1", "-1"])
+    assert values("exact_match", given) == [0, 1, 0, 1] and values("invalid", given) == [0, 0, 0, 0]
+    given = free(written=["3.5", "35", "Paris!", "-"], references=["3.5", "3.5", "paris", "+"])
+    assert values("exact_match", given) == [1, 0, 1, 0]
+
+
 def lcs(one, other):
     """The longest common subsequence, by trying them all."""
 
@@ -55,11 +62,14 @@ def lcs(one, other):
 
 
 def test_rouge_is_that_of_the_longest_common_subsequence():
-    pairs = ["the cat sat on the mat/the cat lay on a mat", "a b c d/d c b a", "same/same", "x/y"]
+    pairs = ["the cat sat on the mat/the cat lay on a mat", "a b c d/d c b a", "same/same", "Größe/größe"]
+    pairs += ["Привет мир/привет дом", "مرحبا/مرحبا", "x/y"]
     pairs = [each.split("/") for each in pairs]
-    given = answered(written=[one for one, _ in pairs], references=[other for _, other in pairs])
+    given = free(written=[one.title() for one, _ in pairs], references=[other for _, other in pairs])
+    assert values("rouge_l", free(written=["今天天气"], references=["今天很好"])) == [0.5]
     for found, (one, other) in zip(values("rouge_l", given), pairs, strict=True):
-        common, sizes = lcs(one.split(), other.split()), len(one.split()) + len(other.split())
+        one, other = one.lower().split(), other.lower().split()
+        common, sizes = lcs(one, other), len(one) + len(other)
         assert found == pytest.approx(2 * common / sizes, abs=1e-6)
 
 

@@ -11,7 +11,7 @@ import pytest
 from cpt import gate
 from cpt.gate import judge_run
 
-COUNTS = np.array([10.0, 30.0, 0.0])  # the last document scores nothing
+COUNTS = np.array([10.0, 30.0, 0.0, 20.0])  # the third document scores nothing
 
 
 def row_of(**means):
@@ -71,18 +71,19 @@ def test_new_text_must_gain_and_old_text_may_lose_so_much(after, told):
 
 def test_what_the_documents_do_not_agree_on_is_not_shown():
     before, after = row_of(law=3.0, food=5.0), row_of(law=3.0, food=5.0)
-    after["food"][0] += [-20.0, +2.0, 0.0]
+    after["food"][0] += [-20.0, +2.0, 0.0, 1.0]
     found = judged(before, after)
     assert verdicts(found)["food"] == "inconclusive" and not found.opens
     (food,) = (each for each in found.changes if each.new)
-    assert food.difference == pytest.approx(-18 / 40) and food.low == -2.0 and food.high > -0.05
-    single = ({name: np.stack([[10 * mean], [10.0]]) for name in ("law", "food")} for mean in (5, 3))
-    found = judged(*single)
-    assert set(verdicts(found).values()) == {"inconclusive"} and not found.opens
+    assert food.difference == pytest.approx(-17 / 60) and food.low < -0.3 and food.high > -0.05
+    for count in (1, 2):  # documents, which are too few
+        few = [np.array([[10.0 * mean] * count, [10.0] * count]) for mean in (5, 3)]
+        found = judged(*(dict.fromkeys(("law", "food"), each) for each in few))
+        assert set(verdicts(found).values()) == {"inconclusive"} and not found.opens
     # Documents are drawn alike for both rows: they differ much, and by the same in both.
     before, after = row_of(law=3.0, food=5.0), row_of(law=3.0, food=4.0)
     for each in (before, after):
-        each["food"][0] += [300.0, -100.0, 0.0]
+        each["food"][0] += [300.0, -100.0, 0.0, 9.0]
     (food, _) = judged(before, after, gain=0.9).changes
     assert (food.low, food.high) == pytest.approx((-1.0, -1.0)) and food.verdict == "improved"
 

@@ -60,11 +60,13 @@ def test_ranks_within_a_model():
     runs += seeds("ncl", [0, 0], model="large") + seeds("das", [1, 1], model="large")
     found = compare.rank_groups(section(runs))
     expected = {"ncl, tiny": 1.5, "das, tiny": 1.5, "ewc, tiny": 3.0, "ncl, large": 1.0, "das, large": 2.0}
-    assert found["LC/perplexity"] == expected  # `one` has no final model
+    assert found["LC/perplexity"] == {name: (rank, 2) for name, rank in expected.items()}  # not of `one`
     assert "one, tiny" in found["CPT/nats"]
     good, bad = (endtasks([[x] * 3] * 4) for x in (0.9, 0.1))
     tasks = section([run(endtasks=bad), run(method="das", endtasks=good)])
-    assert compare.rank_groups(tasks)["endtask/MF1"] == {"ncl": 2.0, "das": 1.0}
+    assert compare.rank_groups(tasks)["endtask/MF1"] == {"ncl": (2.0, 1), "das": (1.0, 1)}
+    found = compare.rank_groups(section(seeds("ncl", [1, 2, 3]) + seeds("das", [0, 0, 0]) + seeds("kd", [0])))
+    assert found["LC/perplexity"] == {"ncl": (2.0, 3), "das": (1.0, 3)}  # one run decides no ranks
 
 
 def test_the_front_is_what_nothing_is_better_than_in_both():

@@ -3,7 +3,6 @@ training that trade what is learned against what is forgotten."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from transformers import AutoModel
 
 from cpt.core.config import CONF
 from cpt.core.errors import reason
+from cpt.core.naming import quote
 from cpt.models.loading import configuration, objective_name
 
 REFERENCE = "ncl"
@@ -90,7 +90,6 @@ def work(arms: Sequence[str]) -> float:
 
 SMALL = 30_000_000  # parameters up to which a checkpoint is tried itself
 MOST_DOMAINS = 6
-PLAIN = re.compile(r"[\w./+@-]+")  # what needs no quotes for Hydra
 OWN = (  # what advise sets itself
     *("method", "replay", "model", "seed", "name", "trainer.steps", "trainer.epochs", "trainer.tokens"),
     *(
@@ -142,12 +141,6 @@ def find_texts(folder: Path, given: Sequence[str]) -> list[str]:
         return [root]
     inner = ["domains.folder=corpora"] * (folder / "corpora").is_dir()
     return ["domains=texts", root, *inner]
-
-
-def quote(value: str) -> str:
-    """A value as Hydra takes it, whatever is in it."""
-    escaped = value.replace("'", "\\'")
-    return value if PLAIN.fullmatch(value) else f"'{escaped}'"
 
 
 def check_overrides(given: Iterable[str]) -> None:

@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import numpy as np
 import torch
@@ -42,6 +41,7 @@ from cpt.data.datamodule import Domain, DomainSequence
 from cpt.data.packing import COLUMNS, Packed, frame_of, padding_id, terminator
 from cpt.data.replay import ReplayPool, ReplaySource, exact
 from cpt.data.sources.base import GENERAL, Example
+from cpt.evaluation.predictions import file_name
 from cpt.methods.base import ContinualMethod
 from cpt.models.forward import in_mode
 
@@ -409,7 +409,7 @@ class Growing:
 
 
 def sample_file(folder: Path, text: str, suffix: str) -> Path:
-    return folder / f"{quote(text, safe='')}.{suffix}"
+    return folder / f"{file_name(text)}.{suffix}"
 
 
 def read_facts(folder: Path, text: str) -> dict[str, Any]:

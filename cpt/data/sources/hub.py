@@ -75,7 +75,7 @@ class Hub(Source):
                 with reading_bar(where, total=total, unit=" rows") as bar:
                     for row in rows:
                         bar.update()
-                        for text in texts_of([(where, row)], entry.get("column", self.column)):
+                        for text in texts_of([(where, row)], entry.get("column") or self.column):
                             yield split, text
         except (datasets.exceptions.DatasetsError, OSError, pa.ArrowException, UnicodeDecodeError) as error:
             raise ValueError(f"domains.catalogue.{name}.path={path} is invalid: {cause(error)}") from error

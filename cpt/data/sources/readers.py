@@ -50,22 +50,30 @@ def kind(path: Path) -> str:
     return Path(path.stem).suffix if path.suffix in PACKED else path.suffix
 
 
+def walk(
+    folder: Path,
+    *,
+    ignored: Callable[[Path], bool] | None = None,
+    above: frozenset[str] = frozenset(),
+) -> Iterator[Path]:
+    """The files below a folder, links followed; none that are hidden or `ignored`. Raises ValueError for a
+    link to a folder that it is in."""
+    real = os.path.realpath(folder)
+    if real in above:
+        raise ValueError(f"{folder} is a link to a folder that it is in; domains.ignore=[{folder.name}]")
+    with naming_file(folder):
+        entries = list(os.scandir(folder))
+    for entry in entries:
+        path = folder / entry.name
+        if entry.name[0] != "." and not (ignored and ignored(path)):
+            yield from walk(path, ignored=ignored, above=above | {real}) if entry.is_dir() else [path]
+
+
 def files_of(folder: Path, *, ignored: Callable[[Path], bool] | None = None) -> list[Path]:
     """The text files below a folder, in the order they are read, links followed; none that are hidden or
     `ignored`. Raises ValueError for what is neither and cannot be read, and for a folder without text."""
 
-    def walk(inner: Path, above: frozenset[str]) -> Iterator[Path]:
-        real = os.path.realpath(inner)
-        if real in above:
-            raise ValueError(f"{inner} is a link to a folder that it is in; domains.ignore=[{inner.name}]")
-        with naming_file(inner):
-            entries = list(os.scandir(inner))
-        for entry in entries:
-            path = inner / entry.name
-            if entry.name[0] != "." and not (ignored and ignored(path)):
-                yield from walk(path, above | {real}) if entry.is_dir() else [path]
-
-    found = sorted(walk(folder, frozenset()))
+    found = sorted(walk(folder, ignored=ignored))
     if unread := next((path for path in found if kind(path) not in KINDS or not path.is_file()), None):
         pattern = f"*{''.join(unread.suffixes[-2:])}" if unread.suffix else unread.name
         told = f"{unread} is not a file of text. Allowed: {' '.join(KINDS)}, also {' '.join(PACKED)}"
@@ -87,8 +95,12 @@ def read_folder(
     if document == "auto" and (len(texts) >= MANY_FILES or not texts):
         unit = "file"
     elif document == "auto":
-        with naming_file(texts[0]):
-            paragraphs = list(islice(split_units(islice(lines(texts[0]), FIRST_LINES), "paragraph"), 2))
+        paragraphs: list[str] = []
+        for path in texts:  # the first that is not empty
+            with naming_file(path):
+                paragraphs = list(islice(split_units(islice(lines(path), FIRST_LINES), "paragraph"), 2))
+            if paragraphs:
+                break
         unit, where = "paragraph" if len(paragraphs) > 1 else "line", texts[0].parent
         log.info("Reading %d .txt files of %s: documents are %ss (domains.document)", len(texts), where, unit)
     ends = list(accumulate(path.stat().st_size * (3 if path.suffix in PACKED else 1) for path in files))
@@ -128,7 +140,8 @@ def cause(error: BaseException) -> str:
 
 
 def lines(path: Path) -> Iterator[str]:
-    """The lines of a file, unpacked and ended by line feeds; ValueError for one that is not UTF-8."""
+    """The lines of a file, unpacked and ended by line feeds; ValueError for one that is not UTF-8, or that
+    has NUL in every other place as UTF-16 has."""
     if path.suffix == ".zst":
         opened: Any = io.BufferedReader(pa.CompressedInputStream(pa.OSFile(str(path)), "zstd"))
     else:
@@ -140,6 +153,9 @@ def lines(path: Path) -> Iterator[str]:
             except UnicodeDecodeError as error:
                 where = f"line {number}, byte {error.start + 1} ({error.reason})"
                 raise ValueError(f"{path} is not UTF-8: {where}") from error
+            zeros = max(line[::2].count(0), line[1::2].count(0))
+            if number == 1 and len(line) > 3 and 4 * zeros > len(line):
+                raise ValueError(f"{path} is not UTF-8: it looks like UTF-16. Allowed: UTF-8")
             yield text[:-2] + "\n" if text.endswith("\r\n") else text
 
 
@@ -154,22 +170,25 @@ def split_units(text: Iterator[str], unit: str) -> Iterator[str]:
 
 def json_rows(path: Path) -> Iterator[Row]:
     """The values of a file with one on each line, or with a single array of them."""
-    text = enumerate(lines(path), start=1)
+    text, is_first = enumerate(lines(path), start=1), True
     for number, line in text:
+        is_first, begins = is_first and line.isspace(), is_first and line.lstrip().startswith("[")
         try:
-            if number == 1 and line.lstrip().startswith("["):
+            if begins:
                 whole = json.loads("".join([line, *(rest for _, rest in text)]))
                 yield from ((f"{path}, value {place}", row) for place, row in enumerate(whole, start=1))
             elif not line.isspace():
                 yield f"{path}, line {number}", json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number} is not JSON: {error.msg}") from error
+        except ValueError as error:  # also a number of more digits than Python reads
+            raise ValueError(f"{path}, line {number} is not JSON: {getattr(error, 'msg', error)}") from error
 
 
 def csv_rows(path: Path) -> Iterator[Row]:
     csv.field_size_limit(2**31 - 1)  # the module's own limit is shorter than documents are
     reader = csv.reader(lines(path), strict=True)
     header = next(reader, [])
+    if len({*header}) < len(header):
+        raise ValueError(f"{path} has a column twice: {', '.join(header)}. Allowed: each name once")
     for row in filter(None, reader):
         where, needed = f"{path}, line {reader.line_num}", len(header)
         if len(row) != needed:

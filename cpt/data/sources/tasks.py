@@ -5,6 +5,7 @@ so the split for tuning is held out from train."""
 
 import json
 import logging
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,8 +39,10 @@ FIELDS = ("prefix", "question", "instruction", "options", "text", "task", "datas
 
 def named_split(name: str) -> str | None:
     """dev, test or train, by the name of a file or folder; None where it says no split."""
-    names = SPLIT_NAMES.items()
-    return next((split for split, words in names if re.fullmatch(rf"({words})\b.*", name, re.I)), None)
+    for split, words in SPLIT_NAMES.items():
+        if re.fullmatch(rf"({words})(?![^\W_]).*", name, re.I):
+            return split
+    return None
 
 
 def find_files(root: Path, layout: str) -> Iterator[tuple[str, str | None, Path]]:
@@ -64,8 +67,11 @@ def find_files(root: Path, layout: str) -> Iterator[tuple[str, str | None, Path]
     else:  # dataset/…/file, or a file in the folder itself
         suffix = {"trace": ".json", "csv": ".csv"}.get(layout, ".jsonl")
         for top in sorted(path for path in root.iterdir() if path.name[0] != "."):
-            paths = sorted(top.rglob("*")) if top.is_dir() else [top]
+            paths = sorted(readers.walk(top)) if top.is_dir() else [top]
             for path in (each for each in paths if readers.kind(each) == suffix):
+                if top is path and named_split(path.name):
+                    allowed = f"{root}/TASK/{path.name}, or files of one task each"
+                    raise ValueError(f"{path} is in no task's folder. Allowed: {allowed}")
                 splits = (named_split(part) for part in reversed(path.relative_to(top).parts))
                 name = top.name if top.is_dir() else top.name.partition(".")[0]
                 yield name, next(filter(None, splits), None), path
@@ -85,9 +91,9 @@ def read_records(path: Path, layout: str, columns: Mapping[str, str | None]) -> 
     rows, definition = (readers.csv_rows if ".csv" in path.suffixes else readers.json_rows)(path), ""
     if layout == "superni":
         whole = read_json(path)
-        if not isinstance(whole, Mapping) or "Instances" not in whole:
+        if not isinstance(whole, Mapping) or not isinstance(whole.get("Instances"), list):
             raise ValueError(f"{path} has no Instances. Allowed: an object with Definition and Instances")
-        definition = first_of(whole.get("Definition"))
+        definition = first_of(whole.get("Definition"), f"{path}: Definition")
         rows = ((f"{path}, instance {at}", row) for at, row in enumerate(whole["Instances"], start=1))
     own_id = columns.get("id") if layout in TABLES else "id"
     table = FIXED.get(layout, {name: column for name, column in columns.items() if column and name != "id"})
@@ -103,19 +109,31 @@ def read_records(path: Path, layout: str, columns: Mapping[str, str | None]) -> 
                     f"{where} has no turn of the {ASSISTANT}. Allowed: {{messages: [{{role, content}}, …]}}"
                 ) from None
             turns, fields = tuple(given), {"text": "", "target": given[-1][1]}
+            if not fields["target"].strip():
+                raise ValueError(f"{where}: the last answer of the {ASSISTANT} is empty. Allowed: a text")
         else:
             place = "domains.columns.{}" if layout in TABLES else "domains.format"
             fields = {name: text_field(row, table[name], where, place.format(name)) for name in table}
         if layout == "superni":
-            fields |= {"instruction": definition, "target": first_of(row.get("output"))}
+            fields |= {"instruction": definition, "target": first_of(row.get("output"), f"{where}: output")}
         elif layout == "alpaca":
-            fields["text"] = first_of(row.get("input"))
-        yield RawExample(fields, fields.pop("target"), str(row.get(own_id, "")) if own_id else "", turns)
+            fields["text"] = first_of(row.get("input"), f"{where}: input")
+        given_id = row.get(own_id) if own_id else None
+        yield RawExample(fields, fields.pop("target"), "" if given_id is None else str(given_id), turns)
 
 
-def first_of(value: Any) -> str:
-    """A text, or the first of several; empty for null."""
-    return str(value[0] if isinstance(value, list) and value else value or "")
+def first_of(value: Any, where: str) -> str:
+    """A text, or the first of several; empty for null. Raises ValueError for anything else."""
+    value = next(iter(value), None) if isinstance(value, list) else value
+    return "" if value is None else as_text(value, where)
+
+
+def as_text(value: Any, where: str) -> str:
+    """A text, or a finite number as one; raises ValueError for anything else."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, str) and not is_number:
+        raise ValueError(f"{where} is not text: {value!r:.60}")
+    return str(value)
 
 
 def read_json(path: Path) -> Any:
@@ -131,9 +149,7 @@ def text_field(row: Any, column: str, where: str, option: str = "domains.format"
     if not isinstance(row, Mapping) or column not in row:
         has = ", ".join(map(str, row)) if isinstance(row, Mapping) else f"{row!r:.60}"
         raise ValueError(f"{where} has no {column!r}; it has {has} ({option})")
-    if not isinstance(value := row[column], str | int | float) or isinstance(value, bool):
-        raise ValueError(f"{where}: {column!r} is not text: {value!r:.60}")
-    return str(value)
+    return as_text(row[column], f"{where}: {column!r}")
 
 
 @config
@@ -237,6 +253,10 @@ class Tasks(Source):
         if self.root and not found:
             given = f"format={self.format} is invalid: {self.root} has no data set in this layout"
             raise ValueError(f"{given}. Allowed: {', '.join(get_args(Layout))}")
+        for name, each in found.items() if self.format == "cl_benchmark" else ():
+            if len(folders := sorted({str(path.parent) for _, path in each})) > 1:
+                told = f"{name} is the name of {len(folders)} data sets ({', '.join(folders)})"
+                raise ValueError(f"{told}. Allowed: one folder for each name")
         return {name: each for name, each in found.items() if name != self.general}
 
     @property
@@ -284,10 +304,11 @@ class Tasks(Source):
         asked: dict[str, Any] = {"task": task, "dataset": name, "seed": int(self.held_out["seed"])}
         for split, number, record in self.records(name):
             given, source, span = record.id or f"{name}-{split}-{number}", "", (0, 0)
-            if choices and record.target not in choices and self.unknown == "drop":
+            is_wrong = (choices and record.target not in choices) or not record.target.strip()
+            if is_wrong and self.unknown == "drop":
                 dropped += 1
                 continue
-            if (choices and record.target not in choices) or not (record.turns or record.target.strip()):
+            if is_wrong:
                 told = f"example {number} of {name}, {split}: its answer {record.target!r:.60} is not one"
                 allowed = f"{', '.join(choices) or 'a text'} (domains.unknown=drop leaves it out)"
                 raise ValueError(f"{told} of the choices. Allowed: {allowed}")
@@ -322,7 +343,7 @@ class Tasks(Source):
             return tuple(map(str, labels))
         answers: Counter[str] = Counter()
         for split, _, record in self.records(name):
-            answers[record.target] += split == "train"
+            answers[record.target] += split == "train" and bool(record.target.strip())
             if len(answers) > 2 * MOST_CHOICES:
                 return ()
         answers = +answers

@@ -159,9 +159,20 @@ BROKEN = {  # what is said behind the path of the file
     "half.jsonl": ('{"text": "b"}\n{"text"\n', ", line 2 is not JSON"),
     "wide.csv": ("id,text\n1,b\n2,b, and c\n", ", line 3 has 3 values"),
     "quote.csv": ('id,text\n1,"b\n2,c\n', "cannot be read: "),
+    "digits.jsonl": (f'{{"text": {"9" * 5000}}}\n', ", line 1 is not JSON: Exceeds"),
+    "twice.csv": ("text,text\na,b\n", "has a column twice: text, text"),
+    "utf16.txt": ("hello\n\nworld\n".encode("utf-16-le"), "is not UTF-8: it looks like UTF-16"),
     "short.jsonl.gz": (PACKED[:-900], "cannot be read: "),
     "short.txt.zst": (FRAMES[:-9], "cannot be read: "),
 }
+
+
+def test_an_empty_first_file_says_nothing_and_an_array_may_come_after_blank_lines(tmp_path):
+    put(tmp_path / "a" / "a.txt", "")
+    put(tmp_path / "a" / "b.txt", "One,\ntwo.\n\nThree.\n")
+    assert [text for _, text in read(tmp_path)] == ["One,\ntwo.", "Three."]
+    put(tmp_path / "b" / "a.json", '\n\n[{"text": "One."},\n{"text": "Two."}]')
+    assert [text for _, text in read(tmp_path, "b")] == ["One.", "Two."]
 
 
 @pytest.mark.parametrize("name", BROKEN)

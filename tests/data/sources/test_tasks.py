@@ -1,10 +1,12 @@
 """Supervised tasks as they are published, read into questions with answers."""
 
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
 from cpt.data.corpus import make_corpus
@@ -184,12 +186,55 @@ def test_chats_and_instructions_are_read_and_one_with_nothing_to_it_has_its_own_
         assert each.source.endswith("### Response:")
 
 
+def test_files_of_a_split_are_those_of_its_name_and_hidden_ones_are_none(source, tmp_path):
+    root, row = tmp_path / "root", {"text": "a", "label": "b"}
+    for place in ("news/train_00", "news/test_00", "news/testing", "news/.old/train", "elsewhere/train"):
+        put(root / f"{place}.jsonl", [row], lines=True)
+    (root / "linked").symlink_to(root / "elsewhere")
+    found = source("domains.format=jsonl").files
+    names = {split: path.stem for split, path in found["news"]}
+    assert names == {"train": "train_00", "test": "test_00"} or sorted(found["news"])[0][0] == "test"
+    assert [split for split, _ in found["news"]] == ["test", "train", "train"]  # testing is no test
+    assert [path.name for _, path in found["linked"]] == ["train.jsonl"]
+    put(root / "test.jsonl", [row], lines=True)
+    with pytest.raises(InstantiationException, match=r"test.jsonl is in no task's folder. Allowed: .*/TASK/"):
+        source("domains.format=jsonl")
+
+
+def test_two_data_sets_of_one_name_and_empty_answers_are_refused(source, tmp_path):
+    write(tmp_path, "cl_benchmark")
+    put(tmp_path / "root" / "Other" / "sst-2" / "train.json", [{"label": "a", "sentence": "b"}])
+    with pytest.raises(InstantiationException, match="sst-2 is the name of 2 data sets"):
+        source("domains.format=cl_benchmark")
+    shutil.rmtree(tmp_path / "root")
+    empty = {"text": "zzz", "label": " "}
+    put(tmp_path / "root" / "law" / "train.jsonl", [*rows(40), empty], lines=True)
+    with pytest.raises(ValueError, match="its answer ' ' is not one of the choices"):
+        make_corpus(source("domains.format=jsonl"), "law", cache=tmp_path)
+    made = source("domains.format=jsonl", "domains.unknown=drop")
+    assert "" not in made.choices_of("law") and len(list(made.read("law"))) == 40
+
+
 FILES = [  # what stands in a file, and what is said of it
     ("jsonl", "law/train.jsonl", '{"text": "b", "label": "a"}\n{"text": "a" "b"}', ", line 2 is not JSON"),
     ("jsonl", "law/train.jsonl", '{"text": null, "label": "a"}', ", line 1: 'text' is not text"),
     ("jsonl", "law/train.jsonl", "\udcff", " is not UTF-8: line 1, byte 1"),
     ("csv", "law/train.csv", "text,label\na,b\nc", ", line 3 has 1 values"),
+    ("jsonl", "law/train.jsonl", '{"text": NaN, "label": "a"}', ", line 1: 'text' is not text: nan"),
     ("superni", "law/train.json", "[]", " has no Instances"),
+    ("superni", "law/train.json", '{"Instances": null}', " has no Instances"),
+    (
+        "superni",
+        "law/train.json",
+        '{"Instances": [{"input": "a", "output": [["b"]]}]}',
+        ", instance 1: output is",
+    ),
+    (
+        "messages",
+        "law.jsonl",
+        '{"messages": [{"role": "assistant", "content": " "}]}',
+        ", line 1: the last answer",
+    ),
 ]
 
 
