@@ -38,6 +38,10 @@ def test_a_run_folder_is_named_by_its_choices():
     assert name_run(["domains.root=../a b/c"], "ncl", "[b,a]", 0) == "ncl_order-.b.a_seed-0_domains.root-c"
     long = [name_run([f"domains.root={'x' * 200}{end}"], "ncl", 0, 0) for end in "ab"]
     assert len(set(long)) == 2 and max(map(len, long)) < LONGEST + 20
+    paths = [name_run([f"model.name_or_path=out/{run}/model"], "ncl", 0, 0) for run in "ab"]
+    assert paths[0].endswith("_model.name.or.path-a.model") and paths[0] != paths[1]
+    orders = [name_run([], "ncl", f"[{names}]", 0) for names in ("наука,право", "право,наука")]
+    assert orders[0] != orders[1] and all(each.isascii() for each in orders)
     assert name_run(["optim.lr=1e-3"], "ncl", 0, 0) == f"{plain}_optim.lr-0.001"
     place = "routing@method.routing"  # a group within a section
     assert name_run([f"{place}=last"], "demix", 0, 0) == "demix_order-0_seed-0_routing.method.routing-last"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cpt.core.randomness import key, sample_keys
 from cpt.data import corpus
-from cpt.data.corpora import Corpora
+from cpt.data.corpora import Corpora, find_shared
 from cpt.data.corpus import SPLITS, assign, read_documents
 from tests.support.data_fixtures import HELD_OUT, OF_TEXT, prose
 
@@ -146,6 +146,20 @@ def test_a_source_is_read_once_and_again_where_it_or_the_split_changes(tmp_path)
     texts = Corpora.read(source, ["b", "a"], cache=tmp_path)
     assert list(texts.by_name) == ["b", "a", "general"] and texts.general is texts.by_name["general"]
     assert len({each.folder for each in texts.by_name.values()}) == 3 and source.reads == 6
+
+
+def test_held_out_documents_in_the_training_text_of_another_domain_are_told(tmp_path, caplog):
+    words = prose(60)
+    splits = {"a": words[:30], "b": words[25:50], "general": words[50:]}  # the last five of a are b's first
+    source = Given([])
+    source.fingerprint = lambda name: name
+    source.read = lambda name: [
+        ("test" if name == "a" and at >= 25 else "valid" if at < 1 else "train", text)
+        for at, text in enumerate(splits[name])
+    ]
+    texts = Corpora.read(source, ["a", "b"], cache=tmp_path)
+    assert find_shared(texts.by_name) == [("a", "b", 4)]  # one of the five is held out of b, too
+    assert "bias the losses: 4 of a in b" in caplog.text
 
 
 def test_the_digest_is_that_of_the_text_and_its_splits_and_a_killed_reader_changes_nothing(tmp_path):

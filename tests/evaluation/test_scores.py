@@ -65,6 +65,21 @@ def measured(nll, **about):
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, 0, 1, 3]])
+@pytest.mark.parametrize(("documents", "least"), [(3, 0.85), (5, 0.9), (12, 0.9)])
+def test_an_interval_over_few_documents_covers_the_mean(documents, least):
+    layout = Layout(rows=["base"], domains=["a"], tokens=[9], bytes=[9])
+    draw, hits = np.random.default_rng(documents), 0
+    for _ in range(400):
+        counts = draw.integers(20, 60, documents).astype(float)
+        sums = (5 + draw.normal(0, 1, documents)) * counts
+        found = metrics.intervals([sums[None]], counts=[counts], layout=layout, replicates=200)
+        low, high = found["ZS"]["nats"]
+        hits += low <= 5 <= high
+    assert hits / 400 > least
+    few = metrics.intervals([sums[None, :2]], counts=[counts[:2]], layout=layout)
+    assert np.isnan(few["ZS"]["nats"]).all()
+
+
 def test_each_metric_by_hand_whatever_the_order_of_columns(order):
     columns = [TEXTS[place] for place in order]
     assert measured(NLL[:, order], domains=columns) == pytest.approx({k: v[0] for k, v in BY_HAND.items()})

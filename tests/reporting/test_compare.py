@@ -38,6 +38,48 @@ def test_a_spread_is_mean_deviation_and_interval():
     assert compare.spread_values(section(runs[:2]))["ncl"][FG].low is None
 
 
+def test_the_best_is_so_over_the_pairs_that_all_have():
+    """ncl forgets less in each pair, but has another order in which all forget much."""
+    other, shifts = DOMAINS[::-1], np.linspace(0, 0.01, 8)
+    runs = seeds("ncl", shifts) + seeds("ewc", shifts + 0.05)
+    runs += [run(f"o{i}", method="ncl", seed=i, shift=2.0, order=other) for i in range(8)]
+    (line, *_) = (each for each in compare.build_findings(section(runs)).lines if "Forgets" in each)
+    assert line.startswith("Forgets least: `ncl`") and "Distinguished from 1 of 1 others" in line
+    measure = next(each for each in compare.MEASURES if each.key == FG)
+    _, others = compare.find_best(section(runs), section(runs).groups, measure)
+    assert compare.is_ahead(others["ewc"], measure)
+    assert not compare.is_ahead(others["ewc"]._replace(mean=1.0), measure)
+    part = seeds("kd", [-0.5, -0.5, -0.5])
+    part[2].scores.metrics.pop("FG")  # it has diverged
+    best, _ = compare.find_best(section(seeds("ncl", [0, 0, 0]) + part), section(runs).groups, measure)
+    assert best.name == "ncl"
+
+
+def test_a_copy_of_a_run_is_no_second_run():
+    once, twice = (section(seeds("ncl", [0.0, 0.3, 0.9]) * times) for times in (1, 2))
+    assert compare.spread_values(once)["ncl"][FG] == compare.spread_values(twice)["ncl"][FG]
+
+
+def test_what_was_measured_otherwise_is_left_out_and_said(tmp_path):
+    done = endtasks([[0.5] * 3] * 4)
+    runs = []
+    for place, epochs in enumerate((5, 5, 20)):
+        config = {"seed": place, "endtask": {"epochs": epochs, "root": f"/data/{place}"}}
+        saved(tmp_path / str(place), config=config, seed=place, endtasks=done)
+        runs.append(run(tmp_path / str(place), seed=place, endtasks=done))
+    runs[1].scores.metrics["FWT_zs"]["terms"] = [1, 3]
+    found = section(runs)
+    assert ["endtask/MF1" in each.values for each in found.runs] == [True, True, False]
+    assert ["FWT_zs/nats" in each.values for each in found.runs] == [True, False, True]
+    told = compare.list_conditions(found).lines
+    assert "Not compared: endtask (another protocol) of ncl." in told
+    assert "Not compared: FWT_zs (fewer cells) of ncl." in told
+    other = [run(), run(seed=1)]
+    for each, version in zip(other, ("2.12", "2.13"), strict=True):
+        each.scores.versions["torch"] = version
+    assert "Made with several versions of torch." in compare.list_conditions(section(other)).lines
+
+
 def test_differences_are_paired_by_order_and_seed_and_corrected_by_holm():
     runs = seeds("ncl", [0.0, 0.3, 0.6]) + seeds("das", [-0.1, 0.1, 0.3, 9.0])
     found = compare.contrast_groups(section(runs), FG)

@@ -34,6 +34,15 @@ def test_runs_are_found_at_any_depth_once_and_what_cannot_be_read_or_was_only_be
     assert "nowhere: no such folder" in found.damaged[0] and "bad" in found.damaged[1]
 
 
+def test_long_orders_that_differ_in_the_middle_have_names_of_their_own():
+    longer = [f"a_domain_with_a_long_name_{number}" for number in range(4)]
+    others = [longer, [longer[0], longer[2], longer[1], longer[3]]]
+    named = load_runs.name_orders([run(order=order) for order in others])
+    assert len({*named.values()}) == 2
+    runs = [run(variant="a=1; b=2"), run(variant="b=2; a=1", seed=1)]
+    assert len(section([*runs, run(method="das")]).groups) == 2
+
+
 def test_filters_choose_runs_and_a_wrong_one_says_what_is_allowed():
     values = ("", "a=1; b=[x,y]")
     runs = [run(method=m, seed=s, variant=v) for m in ("ncl", "das") for s in (0, 1) for v in values]
