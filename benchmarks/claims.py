@@ -43,7 +43,7 @@ def perplexity(value: float) -> str:
     return f"{value:+.2f}"
 
 
-ON_GRADIENTS, UNCONTRASTED = "das (apply_to=gradient)", "das (contrast=0, apply_to=gradient)"
+ON_GRADIENTS, UNCONTRASTED = "das (apply_to=gradient)", "das (apply_to=gradient, contrast=0)"
 ON_TEXT = (
     Claim(
         text="DAS beats NCL in macro-F1 (Ke et al. 2023; MIGU's run of it: +0.23)",
