@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import ge
-from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -214,7 +213,7 @@ def intervals(
         if not scored.any():
             raise ValueError(f"{name}: none of {len(count)} documents has a scored token, one is needed")
         samples.append([np.asarray(array, float)[..., scored] for array in (sums, count)])
-    how = {"replicates": replicates, "seed": seed, "levels": widen_levels(samples)}
+    how: dict[str, Any] = {"replicates": replicates, "seed": seed, "adjusted": True}
     return bootstrap(samples, partial(compute_values, layout=layout), **how)
 
 
@@ -225,10 +224,13 @@ def bootstrap(
     *,
     replicates: int = 1000,
     seed: int = 0,
-    levels: Sequence[float] = (2.5, 97.5),
+    adjusted: bool = False,
 ) -> dict[str, dict[str, list[float]]]:
-    """The percentiles `levels` of what is computed of a matrix [..., row, column] of means, over draws of
-    what the means are of: per column sums [row, item] and counts [item]. An item is drawn for all rows."""
+    """The 2.5 and 97.5 percentiles of what is computed of a matrix [..., row, column] of means, over draws of
+    what the means are of: per column sums [row, item] and counts [item]. An item is drawn for all rows.
+
+    The percentiles of few items are too narrow. `adjusted`: fewer than FEW_ITEMS get Student's t interval by
+    the standard deviation of the draws, times sqrt(n / (n - 1)), and fewer than LEAST_ITEMS none."""
     generators = [np.random.default_rng([seed, column]) for column in range(len(samples))]
     rows = len(samples[0][0])
     chunk = max(1, BUDGET // max(rows * len(samples), *(count.size for _, count in samples)))
@@ -243,22 +245,18 @@ def bootstrap(
             means.append((weight @ sums.T) / (weight @ count)[:, None])  # a row of nan gives nan
         parts.append(compute(np.stack(means, -1)))
     whole = {m: {u: np.concatenate([part[m][u] for part in parts]) for u in parts[0][m]} for m in parts[0]}
-    if not levels:
-        return {m: {u: [np.nan, np.nan] for u in us} for m, us in whole.items()}
-    return {m: {u: np.percentile(x, levels).tolist() for u, x in us.items()} for m, us in whole.items()}
-
-
-def widen_levels(samples: Sequence[Sequence[Array]]) -> list[float]:
-    """The percentiles of a 95 % interval by a bootstrap of items: a bootstrap of few is too narrow, so that
-    of fewer than FEW_ITEMS they are wider as Student's t is than the normal distribution (Hesterberg 2015);
-    empty for fewer than LEAST_ITEMS, which have no interval."""
     fewest = min((count.size for _, count in samples), default=0)
-    if fewest < LEAST_ITEMS:
-        return []
-    if fewest >= FEW_ITEMS:
-        return [2.5, 97.5]
-    quantile = student_quantile(fewest - 1) * math.sqrt(fewest / (fewest - 1))
-    return [100 * NormalDist().cdf(sign * quantile) for sign in (-1, 1)]
+    if adjusted and fewest < FEW_ITEMS:
+        scale = np.nan
+        if fewest >= LEAST_ITEMS:
+            scale = student_quantile(fewest - 1) * math.sqrt(fewest / (fewest - 1))
+        observed = compute(np.stack([sums.sum(-1) / counts.sum() for sums, counts in samples], -1)[None])
+        halves = {m: {u: scale * float(x.std()) for u, x in us.items()} for m, us in whole.items()}
+        return {
+            m: {u: [float(x[0]) - halves[m][u], float(x[0]) + halves[m][u]] for u, x in us.items()}
+            for m, us in observed.items()
+        }
+    return {m: {u: np.percentile(x, [2.5, 97.5]).tolist() for u, x in us.items()} for m, us in whole.items()}
 
 
 def objective_value(metrics: Mapping[str, Mapping[str, Any]], objective: str) -> float | None:
@@ -305,13 +303,6 @@ def compare_losses(texts: Sequence[str], before: Losses, after: Losses) -> Itera
         (old, counts), (new, _) = (np.asarray(row[text], float) for row in (before, after))
         there = counts > 0
         sums, counts = np.stack([old, new])[:, there], counts[there]
-        if LEAST_ITEMS <= counts.size < FEW_ITEMS:  # Student's t of the linearised ratio
-            difference = sums[1] - sums[0]
-            mean = difference.sum() / counts.sum()
-            rest = (difference - mean * counts) / counts.mean()
-            half = student_quantile(counts.size - 1) * rest.std(ddof=1) / math.sqrt(counts.size)
-            bounds = [float(mean - half), float(mean + half)]
-        else:
-            how = {"replicates": CHANGE_REPLICATES, "levels": widen_levels([[sums, counts]])}
-            bounds = bootstrap([[sums, counts]], compute, **how)["loss"]["nats"]
+        how: dict[str, Any] = {"replicates": CHANGE_REPLICATES, "adjusted": True}
+        bounds = bootstrap([[sums, counts]], compute, **how)["loss"]["nats"]
         yield Change(text, *(sums.sum(1) / counts.sum()).tolist(), *bounds)

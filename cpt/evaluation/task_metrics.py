@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cpt.evaluation.metrics import Array, Layout, bootstrap, metrics, objective_value, widen_levels
+from cpt.evaluation.metrics import Array, Layout, bootstrap, metrics, objective_value
 
 ENDTASK_METRICS = ("macro_f1", "micro_f1", "accuracy")
 ENDTASK_MEANINGS = {
@@ -342,7 +342,7 @@ def compute_intervals(
     def compute(matrix: Array) -> dict[str, dict[str, Array]]:
         return {"score": compute_metrics(matrix, asked=asked, rows=rows, tasks=list(values))}
 
-    return bootstrap(samples, compute, levels=widen_levels(samples))["score"]
+    return bootstrap(samples, compute, adjusted=True)["score"]
 
 
 def describe_task(name: str, task: Mapping[str, Any]) -> str:

@@ -63,7 +63,7 @@ class RunDir:
         """The leaves of the stored config. Raises ValueError for a damaged one."""
         try:
             stored = OmegaConf.load(self.config)
-            if not isinstance(stored, DictConfig) or "name" not in stored:
+            if not isinstance(stored, DictConfig) or not stored:
                 raise ValueError("it is no config of a run")
             return dict(flatten(plain_config(stored)))
         except (YAMLError, OmegaConfBaseException, ValueError, OSError) as error:

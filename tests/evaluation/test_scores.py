@@ -64,7 +64,6 @@ def measured(nll, **about):
     return {name: float(value) for name, value in metrics.metrics(nll, layout=layout(**about)).items()}
 
 
-@pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, 0, 1, 3]])
 @pytest.mark.parametrize(("documents", "least"), [(3, 0.85), (5, 0.9), (12, 0.9)])
 def test_an_interval_over_few_documents_covers_the_mean(documents, least):
     layout = Layout(rows=["base"], domains=["a"], tokens=[9], bytes=[9])
@@ -80,6 +79,7 @@ def test_an_interval_over_few_documents_covers_the_mean(documents, least):
     assert np.isnan(few["ZS"]["nats"]).all()
 
 
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, 0, 1, 3]])
 def test_each_metric_by_hand_whatever_the_order_of_columns(order):
     columns = [TEXTS[place] for place in order]
     assert measured(NLL[:, order], domains=columns) == pytest.approx({k: v[0] for k, v in BY_HAND.items()})
