@@ -229,8 +229,10 @@ def bootstrap(
     """The 2.5 and 97.5 percentiles of what is computed of a matrix [..., row, column] of means, over draws of
     what the means are of: per column sums [row, item] and counts [item]. An item is drawn for all rows.
 
-    The percentiles of few items are too narrow. `adjusted`: fewer than FEW_ITEMS get Student's t interval by
-    the standard deviation of the draws, times sqrt(n / (n - 1)), and fewer than LEAST_ITEMS none."""
+    The percentiles of few items are too narrow. `adjusted`: with less freedom than FEW_ITEMS of one column
+    have, Student's t interval by the standard deviation of the draws, times sqrt(n / (n - 1)); with less than
+    LEAST_ITEMS have, none. Of K columns of n_c items the freedom is K^2 / sum_c 1 / (n_c - 1): Satterthwaite
+    (1946) for equal variances."""
     generators = [np.random.default_rng([seed, column]) for column in range(len(samples))]
     rows = len(samples[0][0])
     chunk = max(1, BUDGET // max(rows * len(samples), *(count.size for _, count in samples)))
@@ -245,11 +247,12 @@ def bootstrap(
             means.append((weight @ sums.T) / (weight @ count)[:, None])  # a row of nan gives nan
         parts.append(compute(np.stack(means, -1)))
     whole = {m: {u: np.concatenate([part[m][u] for part in parts]) for u in parts[0][m]} for m in parts[0]}
-    fewest = min((count.size for _, count in samples), default=0)
-    if adjusted and fewest < FEW_ITEMS:
+    sizes = np.array([count.size for _, count in samples], float)
+    freedom = float(len(sizes) ** 2 / (1 / np.maximum(sizes - 1, 0.5)).sum())
+    if adjusted and freedom < FEW_ITEMS - 1:
         scale = np.nan
-        if fewest >= LEAST_ITEMS:
-            scale = student_quantile(fewest - 1) * math.sqrt(fewest / (fewest - 1))
+        if freedom >= LEAST_ITEMS - 1:
+            scale = student_quantile(freedom) / math.sqrt(1 - (1 / sizes).mean())
         observed = compute(np.stack([sums.sum(-1) / counts.sum() for sums, counts in samples], -1)[None])
         halves = {m: {u: scale * float(x.std()) for u, x in us.items()} for m, us in whole.items()}
         return {
@@ -270,7 +273,7 @@ def objective_value(metrics: Mapping[str, Mapping[str, Any]], objective: str) ->
     return value if value is None or math.isfinite(value) else None
 
 
-def student_quantile(freedom: int) -> float:
+def student_quantile(freedom: float) -> float:
     """The 97.5 % quantile of Student's t distribution."""
     from scipy.special import stdtrit  # not for a plan
 
