@@ -46,7 +46,7 @@ def make_once(folder: Path, *, make: Callable[[Path], None]) -> Path:
                 left.unlink()
         with writing(partial):
             make(partial)
-        finish_artifact(partial, folder)
+            finish_artifact(partial, folder)
     return folder
 
 

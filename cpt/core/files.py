@@ -45,11 +45,14 @@ def replace(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raises OSError where safetensors, torch or tokenizers report a failed write by another exception."""
+    """Raises OSError with the path where a write fails without one, or where safetensors, torch or tokenizers
+    report it by another exception."""
     try:
         yield
-    except OSError:
-        raise
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
     except Exception as error:
         if not WRITE_ERROR.search(str(error)):
             raise

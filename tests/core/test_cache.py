@@ -122,6 +122,15 @@ def test_a_large_artifact_is_checked_by_size_and_in_full_if_wanted(thing, monkey
     assert opened() == folder and len(made) == 3
 
 
+def test_a_full_disk_is_told_with_the_path(tmp_path):
+    def fill(partial):
+        with open("/dev/full", "wb", buffering=0) as file:  # whose write knows no name
+            file.write(b"a")
+
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/thing"):
+        make_once(tmp_path / "thing", make=fill)
+
+
 def test_all_is_on_the_disk_before_it_has_its_name(thing, tmp_path, monkeypatch):
     done, replace = [], os.replace
     monkeypatch.setattr(os, "fsync", lambda number: done.append(os.readlink(f"/proc/self/fd/{number}")))
