@@ -6,6 +6,7 @@ nothing more can be evaluated in its earlier stages. Models, reports and scores 
 
 import argparse
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,18 +30,18 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--yes", action="store_true", help="remove")
     given = parser.parse_args(arguments)
     if not given.days >= 0:
-        print(f"cpt: --days={given.days} is invalid. Allowed: 0 or more")
+        print(f"cpt: --days={given.days} is invalid. Allowed: 0 or more", file=sys.stderr)
         return 1
     folders = given.folders or [Path("outputs"), Path(os.environ.get("CPT_CACHE") or "outputs")]
     if absent := [str(path) for path in given.folders if not path.is_dir()]:
-        print(f"cpt: FOLDER={','.join(absent)} is invalid: no such folder. Allowed: {what}")
+        print(f"cpt: FOLDER={','.join(absent)} is invalid: no such folder. Allowed: {what}", file=sys.stderr)
         return 1
     found = {path: why for each in folders for path, why in removable(each, given.days, stages=given.stages)}
     for path, why in sorted(found.items()):
         size = megabytes(sum(each.lstat().st_size for each in (path, *path.rglob("*")) if not each.is_dir()))
         removed = given.yes and remove(path)
         print(f"{size:>12}  {path}: {why}{'; removed' if removed else '; in use' if given.yes else ''}")
-    print(f"{len(found)} entries" + "" if given.yes else f"{len(found)} entries; add --yes to remove them")
+    print(f"{len(found)} entries{'' if given.yes else '; add --yes to remove them'}")
     return 0
 
 

@@ -283,10 +283,8 @@ def render_chat(example: Example, tokenizer: PreTrainedTokenizerBase) -> tuple[l
         else:
             text, spans = render(len(turns)), []
             if turns[0]["role"] == ASSISTANT:
-                told = (
-                    f"example {example.id} begins with the {ASSISTANT}, for which the chat template of {name}"
-                )
-                raise ValueError(f"{told} cannot be asked. Allowed: a first turn of the {USER}")
+                told = f"example {example.id} begins with the {ASSISTANT}, as no prompt of {name} does"
+                raise ValueError(f"{told}. Allowed: a first turn of the {USER}")
             for number in (at for at, turn in enumerate(turns) if turn["role"] == ASSISTANT):
                 before, after = render(number, add_generation_prompt=True), render(number + 1)
                 if not (after.startswith(before) and text.startswith(after.rstrip())):

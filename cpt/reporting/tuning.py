@@ -41,6 +41,10 @@ class Trial(NamedTuple):
         """The text that was given for a key."""
         return dict(line.split("=", 1) for line in self.values)[key]
 
+    def described(self) -> dict[str, object]:
+        """For JSON, which has no infinite numbers: the score of a failed trial is null."""
+        return self._asdict() | {"score": self.score if math.isfinite(self.score) else None}
+
 
 @dataclass(frozen=True)
 class FinalRun:
@@ -85,15 +89,15 @@ class TunedMethod:
 
     @property
     def first(self) -> Trial | None:
-        """The trial of the default values."""
-        return next((trial for trial in self.trials if self.default and trial.number == 0), None)
+        """The trial of the default values, where it finished."""
+        return next((trial for trial in self.finished if self.default and trial.number == 0), None)
 
     def best(self, *, sign: int, limit: float = math.inf) -> Trial | None:
-        """The best of the first trials whose operations together are within the limit."""
+        """The best of the first trials whose operations, those of failed ones too, are within the limit."""
         within, spent = [], 0
         for trial in self.trials:
             spent += trial.flops or 0
-            if spent <= limit:
+            if spent <= limit and math.isfinite(trial.score):
                 within.append(trial)
         return min(within, key=lambda trial: sign * trial.score, default=None)
 
@@ -137,7 +141,7 @@ def write_tuning(
     text = style.format_index(escape="latex", axis=1).to_latex(hrules=True, column_format="l" * 3 + "r" * 5)
     stem.with_suffix(".tex").write_text("% needs \\usepackage{booktabs}\n" + text, encoding="utf-8")
     described = [
-        asdict(each) | {"trials": [trial._asdict() for trial in each.trials], "flops": each.flops}
+        asdict(each) | {"trials": [trial.described() for trial in each.trials], "flops": each.flops}
         for each in methods
     ]
     about = {"metric": metric, "direction": direction, "budget": budget, "equal_compute_flops": limit}

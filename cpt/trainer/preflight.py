@@ -233,7 +233,10 @@ def check_checkpoint(given: str, *, resize: bool) -> tuple[PretrainedConfig, Any
             told = f"{path} is truncated or damaged ({reason(error)})"
             raise ValueError(f"{told}; copy or download it again") from error
     for path in sorted(folder.glob("*.index.json")):
-        shards = json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()
+        try:
+            shards = json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()
+        except (ValueError, KeyError) as error:
+            raise ValueError(f"{path} is truncated or damaged; copy or download it again") from error
         if gone := next((name for name in sorted({*shards}) if not (folder / name).is_file()), None):
             raise ValueError(f"{folder / gone} is gone, which {path.name} names; copy or download it again")
     for path in sorted(folder.glob("*.bin")):

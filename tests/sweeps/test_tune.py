@@ -1,7 +1,9 @@
 """Tuning and the comparison after it: what is searched, on which text, what is chosen, and resuming."""
 
 import json
+import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -217,6 +219,32 @@ def test_equal_compute_is_the_best_of_the_first_trials_within_the_cheapest_searc
     )
     most = write_tuning(methods[1:], tmp_path / "most", "LC.perplexity", "maximize", 3)
     assert most.splitlines()[1].split()[1] == "strength=9.25"
+
+
+@pytest.mark.parametrize(("direction", "worst"), [("minimize", math.inf), ("maximize", -math.inf)])
+def test_a_failed_default_trial_costs_but_has_no_score(tmp_path, direction, worst):
+    trials = [trial(0, 500.0, worst, 20), trial(1, 70.5, 39.0), trial(2, 9.25, worst)]
+    search = TunedMethod(
+        name="ewc",
+        space={"method.strength": "tag(log,interval(1,1000))"},
+        default={"method.strength": "500"},
+        trials=trials,
+        runs=[],
+    )
+    failed = replace(search, name="lost", trials=[trials[0]])
+    lines = write_tuning([search, failed], tmp_path / "tuning", "LC.perplexity", direction, 3).splitlines()
+    assert lines[1].split()[:6] == [
+        "ewc",
+        "strength=70.5",
+        "–",
+        "1",
+        "–",
+        "39.00",
+    ]  # its first two took 30, the cheapest search 20
+    assert lines[2].split()[:6] == ["lost", "–", "–", "0", "–", "–"]
+    methods = json.loads((tmp_path / "tuning.json").read_text(), parse_constant=pytest.fail)["methods"]
+    assert [each["score"] for each in methods[0]["trials"]] == [None, 39.0, None]
+    assert methods[0]["flops"] == 40
 
 
 def test_the_program_is_a_sweep_of_run_py(capsys):

@@ -95,6 +95,9 @@ def test_a_checkpoint_that_is_damaged_or_does_not_fit_is_told(checkpoint, small,
         assert f"{checkpoint / name} is truncated or damaged" in unread(cfg)
     (checkpoint / "pytorch_model.bin").unlink()
     index = checkpoint / "model.safetensors.index.json"
+    for text in ('{"weight_map": {"a"', "{}"):
+        index.write_text(text)
+        assert f"{index} is truncated or damaged" in unread(cfg)
     index.write_text('{"weight_map": {"a": "model-1.safetensors"}}')
     assert f"{checkpoint / 'model-1.safetensors'} is gone" in unread(cfg)
     index.unlink()
