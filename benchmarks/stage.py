@@ -185,7 +185,7 @@ def enter(name: str, subject: Subject, rhythm: Rhythm, log: Path) -> Actor:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     log.touch()
-    process = context.Process(target=act, args=(subject, rhythm, theirs, str(log)), daemon=True)
+    process = context.Process(target=act, args=(subject, rhythm, theirs, str(log)))
     process.start()
     theirs.close()
     return Actor(name, process, ours, log)

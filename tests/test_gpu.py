@@ -11,7 +11,7 @@ import torch
 
 from cpt.models.memory import EvenHead
 from tests.methods.test_contract import LEARNING, bits, chosen
-from tests.methods.test_offload import KEPT, OFFLOAD
+from tests.methods.test_offload import KEPT, OFFLOAD, options_of
 from tests.support.killing import KilledError, Killer
 from tests.support.making import DROPOUT, ORDER
 
@@ -58,7 +58,7 @@ def test_killed_and_started_again_it_ends_with_the_same_bits(method, killing, sm
 @pytest.mark.parametrize("kind", KEPT)
 def test_what_rests_on_the_host_changes_no_bit(kind, scores, tmp_path):
     for name, options in {"there": [], "host": [OFFLOAD]}.items():
-        scores(name, *KEPT[kind][0], GPU, SAME, *options)
+        scores(name, *options_of(kind), GPU, SAME, *options)
     assert bits(tmp_path / "there") == bits(tmp_path / "host")
 
 
