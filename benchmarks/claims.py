@@ -6,7 +6,7 @@ table; "opposite" if in the other."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cpt.evaluation.statistics import EXACT, LEVEL, Difference, compare_pairs
 from cpt.evaluation.task_metrics import cube, pick_final
@@ -43,23 +43,26 @@ def perplexity(value: float) -> str:
     return f"{value:+.2f}"
 
 
-ON_GRADIENTS, UNCONTRASTED = "das (apply_to=gradient)", "das (apply_to=gradient, contrast=0)"
+DAS = "das (contrast_every=1, contrast_samples=1)"  # the paper's form
+CORRUPTED = "das (contrast_every=1, contrast_samples=1, contrast_text=corrupted)"  # of the six domains, tiny
+ON_GRADIENTS = CORRUPTED.replace("(", "(apply_to=gradient, ")
+UNCONTRASTED = "das (apply_to=gradient, contrast=0)"
 ON_TEXT = (
     Claim(
         text="DAS beats NCL in macro-F1 (Ke et al. 2023; MIGU's run of it: +0.23)",
-        of="das", against="ncl", measure="endtask/MF1", better=1, show=percent,
+        of=DAS, against="ncl", measure="endtask/MF1", better=1, show=percent,
     ),
     Claim(
         text="DAS beats NCL in accuracy (MIGU's run of it: +0.30)",
-        of="das", against="ncl", measure="endtask/Acc", better=1, show=percent,
+        of=DAS, against="ncl", measure="endtask/Acc", better=1, show=percent,
     ),
     Claim(
         text="DAS forgets less than NCL (FG)",
-        of="das", against="ncl", measure="FG/nats", better=-1, show=nats,
+        of=DAS, against="ncl", measure="FG/nats", better=-1, show=nats,
     ),
     Claim(
         text="DAS has negative forgetting (FG < 0)",
-        of="das", against="", measure="FG/nats", better=-1, show=nats,
+        of=DAS, against="", measure="FG/nats", better=-1, show=nats,
     ),
     Claim(
         text="MIGU beats NCL in macro-F1 (Du et al. 2024: +0.37)",
@@ -75,15 +78,15 @@ ON_TEXT = (
     ),
     Claim(
         text="DAS gains accuracy on the first two domains (Du et al., Table 4: +0.61)",
-        of="das", against="ncl", measure="early", better=1, show=percent,
+        of=DAS, against="ncl", measure="early", better=1, show=percent,
     ),
     Claim(
         text="DAS loses accuracy on the last two domains (-0.91)",
-        of="das", against="ncl", measure="late", better=-1, show=percent,
+        of=DAS, against="ncl", measure="late", better=-1, show=percent,
     ),
     Claim(
         text="DAS has a higher loss than NCL just after training, last two domains",
-        of="das", against="ncl", measure="late loss", better=1, show=nats,
+        of=DAS, against="ncl", measure="late loss", better=1, show=nats,
     ),
     Claim(
         text="MIGU does not lose accuracy on the last two domains (+0.34)",
@@ -91,7 +94,7 @@ ON_TEXT = (
     ),
     Claim(
         text="AdamW cancels masks on gradients: lower loss just after training than with masks on updates",
-        of=ON_GRADIENTS, against="das", measure="CPT/nats", better=-1, show=nats,
+        of=ON_GRADIENTS, against=CORRUPTED, measure="CPT/nats", better=-1, show=nats,
     ),
     Claim(
         text="the same without the contrastive loss: loss just after training as NCL",
@@ -135,7 +138,7 @@ ON_TASKS = (
     ),
     Claim(
         text="EWC beats fine-tuning (O-LoRA's table: 50.3 against 28.5)",
-        of="ewc", against="ncl", measure="answers/AP", better=1, show=percent,
+        of="ewc (strength=5000)", against="ncl", measure="answers/AP", better=1, show=percent,
     ),
     Claim(
         text="distillation beats fine-tuning (LwF, O-LoRA's table: 52.3 against 28.5)",
@@ -201,7 +204,10 @@ def verdict(claim: Claim, found: PairedContrast, *, tested: int) -> str:
 
 
 def rows(section: RunSection, claims: Sequence[Claim]) -> list[list[str]]:
-    """A line per claim: see `tell`."""
+    """A line per claim, those on DAS by its form with the corrupted text where the runs have no other: see
+    `tell`."""
+    if DAS not in {group.name for group in section.groups}:
+        claims = [replace(claim, of=CORRUPTED) if claim.of == DAS else claim for claim in claims]
     return tell({claim: tested(claim, section) for claim in claims})
 
 

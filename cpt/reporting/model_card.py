@@ -88,8 +88,8 @@ def write_model_card(folder: Path, scores: Scores) -> Path:
     for each in (each for kind in ("task", "score", "benchmark") for each in KINDS[kind](scores)):
         if each.unit in ("share", "") and "/" not in each.metric and each.value is not None:
             show = percent if each.unit == "share" else decimals  # the harness has units of its own
-            shown = show(each.value) + format_interval(each.low, each.high, show)
-            tasks.append([each.text or "all tasks", each.metric, each.row or "–", shown])
+            text = show(each.value) + format_interval(each.low, each.high, show)
+            tasks.append([each.text or "all tasks", each.metric, each.row or "–", text])
     data = {"base_model": base["name"] if from_hub else None, "pipeline_tag": pipeline, "model_name": title}
     data |= {"datasets": data_sets or None, "eval_results": results or None, "library_name": "transformers"}
     card = ModelCard.from_template(

@@ -15,9 +15,8 @@ PAGE, SCORES = DOCS / "methods.md", DOCS.parent / "benchmarks" / "results" / "st
 BEGIN, END = "<!-- generated: measured -->", "<!-- end: measured -->"
 Run = Mapping[str, Any]
 FROM_BASE = ("one", "dga")  # without a final model of all domains
+PRETRAINED = ("real",)  # studies of pre-trained weights
 KEEP_TEXT = ("replay", "derpp", "agem", "elle")  # methods that store text of earlier domains
-EARLIER = {("six", "hat"), ("six", "adapter")}  # study and method: measured with earlier defaults
-MADE_WITH = {"ewc": "strength=5000"}  # defaults of the studies that have another value now
 
 
 class Study(NamedTuple):
@@ -31,12 +30,13 @@ class Study(NamedTuple):
 
 
 STUDIES = {
-    "default": Study("1. three domains, encoder 0.6 M", lambda run: run["LC"], min, 3, ("default_domains",)),
+    "real": Study("1. six domains, pre-trained, 67 M", lambda run: run["LC"], min, 3, ("das6_mpnet",)),
+    "default": Study("2. three domains, encoder 0.6 M", lambda run: run["LC"], min, 3, ("default_domains",)),
     "six": Study(
-        "2. six domains, encoder 0.8 M", lambda run: run["LC"], min, 3, ("das6_mini", "das6_mini_das")
+        "3. six domains, encoder 0.8 M", lambda run: run["LC"], min, 3, ("das6_mini", "das6_mini_das")
     ),
-    "fields": Study("3. 120 fields, causal 0.7 M", lambda run: run["LC"], min, 3, ("m2d2_mini",)),
-    "tasks": Study("4. four tasks, T5 0.9 M", lambda run: 100 * run["AP"], max, 1, ("standard_cl_mini",)),
+    "fields": Study("4. 120 fields, causal 0.7 M", lambda run: run["LC"], min, 3, ("m2d2_mini",)),
+    "tasks": Study("5. four tasks, T5 0.9 M", lambda run: 100 * run["AP"], max, 1, ("standard_cl_mini",)),
 }
 
 
@@ -44,18 +44,12 @@ def read() -> dict[str, list[dict[str, Any]]]:
     """The finished runs of each study, without masks and added replay."""
     found: dict[str, list[dict[str, Any]]] = {}
     for name, study in STUDIES.items():
-        rows = [
-            (file, json.loads(line))
+        read_row = plain_run if name == "default" else scored_run
+        found[name] = [
+            read_row(json.loads(line))
             for file in study.files
             for line in gzip.decompress((SCORES / f"{file}.jsonl.gz").read_bytes()).splitlines()
         ]
-        read_row = plain_run if name == "default" else scored_run
-        found[name] = [
-            read_row(row)
-            for file, row in rows
-            if file != "das6_mini" or row["run"]["method"] != "das"  # of DAS: the current defaults alone
-        ]
-    found["default"] = [run for run in found["default"] if "earlier" not in run["variant"]]
     return {
         name: [r for r in runs if r["mask"] == r["replay"] == "none" and r["method"] != "none"]
         for name, runs in found.items()
@@ -71,8 +65,7 @@ def plain_run(run: Run) -> dict[str, Any]:
 def scored_run(scores: Run) -> dict[str, Any]:
     """A run of published scores."""
     run = scores["run"]
-    about = {name: run[name] for name in ("method", "mask", "replay", "seed")}
-    about["variant"] = "; ".join(filter(None, (run["variant"], MADE_WITH.get(run["method"]))))
+    about = {name: run[name] for name in ("method", "mask", "replay", "seed", "variant")}
     about |= {"order": tuple(run["order"]), "needs_domain": scores.get("needs_domain")}
     answers = (scores.get("answers") or {}).get("metrics", {}).get("AP")
     return about | {"LC": scores["metrics"].get("LC", {}).get("nats"), "AP": answers}
@@ -106,23 +99,23 @@ def signed(value: float, study: Study) -> str:
 
 
 def rows(found: Mapping[str, list[dict[str, Any]]]) -> Iterator[str]:
-    """The table, the lowest loss first."""
+    """The table of some studies, the lowest loss in the first of them first."""
     measured = {name: differences(runs, STUDIES[name]) for name, runs in found.items()}
     everything = [run for runs in found.values() for run in runs]
     names = {row for name in measured for row in measured[name] if name != "default" or " " not in row}
-    for row in sorted(names, key=lambda row: (fmean(measured["default"].get(row, [9.0])), row)):
+    first = next(iter(measured))
+    for row in sorted(names, key=lambda row: (fmean(measured[first].get(row, [9.0])), row)):
         method, _, variant = row.partition(" ")
         cells = []
-        for name, study in STUDIES.items():
-            values = measured[name].get(row)
-            mark = " †" if (name, method) in EARLIER else ""
-            cells.append(f"{signed(fmean(values), study)} ({len(values)}){mark}" if values else "–")
+        for name in found:
+            study, values = STUDIES[name], measured[name].get(row)
+            cells.append(f"{signed(fmean(values), study)} ({len(values)})" if values else "–")
         title = f"`{method}`" + (f" ({variant})" if variant else "")
         yield f"| {title} | {' | '.join(cells)} | {'yes' if needs_domain(everything, method) else 'no'} |"
 
 
 def winners(found: Mapping[str, list[dict[str, Any]]]) -> Iterator[str]:
-    """The best row of each study by what may be stored and what is known at test time."""
+    """The best row of each of some studies by what may be stored and what is known at test time."""
     measured = {name: differences(runs, STUDIES[name]) for name, runs in found.items()}
     everything = [run for runs in found.values() for run in runs]
     names = {row for name in measured for row in measured[name] if name != "default" or " " not in row}
@@ -136,7 +129,8 @@ def winners(found: Mapping[str, list[dict[str, Any]]]) -> Iterator[str]:
     }
     for title, allowed in classes.items():
         cells = []
-        for name, study in STUDIES.items():
+        for name in found:
+            study = STUDIES[name]
             there = {row: fmean(values) for row, values in measured[name].items() if row in allowed}
             best = study.better(there, key=there.__getitem__) if there else None
             cells.append(f"`{best}` {signed(there[best], study)}" if best else "–")
@@ -145,12 +139,14 @@ def winners(found: Mapping[str, list[dict[str, Any]]]) -> Iterator[str]:
 
 def page() -> str:
     """docs/methods.md with the results of the studies."""
-    found = read()
-    titles = " | ".join(study.title for study in STUDIES.values())
-    table = [f"| method | {titles} | needs domain |", f"| :-- |{' --: |' * len(STUDIES)} :-: |", *rows(found)]
-    short = [f"| constraint | {titles} |", f"| :-- |{' :-- |' * len(STUDIES)}", *winners(found)]
-    parts = ["The best method of each study by constraint:", "\n".join(short), "\n".join(table)]
-    parts.append("†: measured with earlier defaults of the method.")
+    found, parts = read(), []
+    tables = {"Pre-trained weights": PRETRAINED, "Models below one million parameters": [*found]}
+    for title, names in tables.items():
+        some = {name: found.pop(name) for name in names if name in found}
+        titles = " | ".join(STUDIES[name].title for name in some)
+        short = [f"| constraint | {titles} |", f"| :-- |{' :-- |' * len(some)}", *winners(some)]
+        table = [f"| method | {titles} | needs domain |", f"| :-- |{' --: |' * len(some)} :-: |", *rows(some)]
+        parts += [f"### {title}", "The best method by constraint:", "\n".join(short), "\n".join(table)]
     before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
     return f"{before}{BEGIN}\n\n" + "\n\n".join(parts) + f"\n\n{END}{rest.split(END)[1]}"
 

@@ -12,7 +12,7 @@ from cpt.evaluation.scores import Scores
 from cpt.reporting.frames import perplexity
 from cpt.reporting.model_card import write_model_card
 from cpt.trainer.run_dir import RunDir
-from tests.support.comparing import saved
+from tests.support.comparing import endtasks, saved
 
 HUB = {"origin": "hub", "revision": "0" * 40}
 
@@ -75,7 +75,9 @@ def test_a_card_shows_no_paths_accounts_or_secrets_and_no_mask_rate_of_a_causal_
     overrides += ["logger.entity=alice", "+callbacks.a._target_=alice.A", "model.name_or_path=own/er"]
     overrides += ["+domains.catalogue.x={path: /home/alice}"]
     how = {"config": config, "overrides": overrides, "base": HUB | {"name": "own/er"}}
-    page = card_of(tmp_path / "run", variant="x=/srv/alice", **how)
+    tasks = endtasks([[0.5] * 3] * 4)
+    page = card_of(tmp_path / "run", variant="x=/srv/alice", endtasks=tasks, **how)
+    assert cells(page, "law") == ["accuracy", "space", "50.00"]
     assert "alice" not in page and "hf_1" not in page
     command = "python run.py method=kd 'order=[a/b,c]' 'domains.root=<path>' model.name_or_path=own/er"
     assert f"{command} '+domains.catalogue.x=<path>'\n" in page
