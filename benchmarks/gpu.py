@@ -81,7 +81,13 @@ def measure_packing(stage: "Stage") -> Iterator[dict[str, Any]]:
 def measure_methods(stage: "Stage", names: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Every method's step over that of ncl, in groups of processes: what is found after each of them."""
     lane = stage.lane(Size("roberta", 128, 32))
-    shape = (*lane.given(), "trainer.num_workers=2", "order=[sympy,networkx]", f"trainer.importance_samples={lane.batch}", COARSE)
+    shape = (
+        *lane.given(),
+        "trainer.num_workers=2",
+        "order=[sympy,networkx]",
+        f"trainer.importance_samples={lane.batch}",
+        COARSE,
+    )
     course = Sequel(**stage.rhythm, cache=lane.cache, first=4, shape=shape, model="given")
     work = {
         name: partial(perform, course=course, overrides=subjects()[name], dense=False)

@@ -1,4 +1,5 @@
-"""Peak memory of every method at the sizes of RoBERTa-base and GPT-2 small, beside what `plan=json` says.
+"""Peak memory and time of every method at the sizes of RoBERTa-base and GPT-2 small, or of a checkpoint
+(`--model FOLDER`), beside what `plan=json` says.
 
 Weights are random, nothing is fetched: the model is built from its configuration, on the embedded text. For
 each method one process says what a run would cost and another is the run: a few real steps in each of so many
@@ -74,8 +75,9 @@ def make_model(size: str, cache: Path, **changes: int) -> Path:
 def measure(method: str, size: str, *, chosen: argparse.Namespace) -> dict[str, Any]:
     """Bytes that a run was said to need, and needed."""
     with tempfile.TemporaryDirectory() as folder:
+        model = chosen.model or make_model(size, Path(chosen.cache))
         given = [
-            *(f"model={CHOICES[size]}", f"model.name_or_path={make_model(size, Path(chosen.cache))}"),
+            *(f"model={CHOICES.get(size, 'hf')}", f"model.name_or_path={model}"),
             *(*ALWAYS, f"method={method}", f"trainer.steps={chosen.steps}", f"cache_dir={chosen.cache}"),
             *chosen.config,
         ]
@@ -119,14 +121,21 @@ def main() -> None:
     cache = Path(os.environ.get("XDG_CACHE_HOME", tempfile.gettempdir())) / "cpt-benchmarks"
     parser.add_argument("--methods", nargs="+", choices=methods(), default=methods())
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=USUAL)
+    parser.add_argument(
+        "--model", type=Path, help="a checkpoint instead of --sizes; without a head, it has a random one"
+    )
     parser.add_argument("--steps", type=int, default=3, help="of each of two domains")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--cache", default=str(cache), help="folder of the tokenised text and the model")
     parser.add_argument("--config", nargs="+", default=[], help="changes to the config of all runs")
     parser.add_argument("--out", help="JSON file to write; default: benchmarks/results/")
     chosen = parser.parse_args()
+    if chosen.model is not None:
+        chosen.sizes = [chosen.model.name]
+        chosen.config = ["model.pretraining.head_steps=0", *chosen.config]
     print(ROW.format("size", "method", "said, MiB", "needed, MiB", "ratio", ""))
-    settings = {name: value for name, value in vars(chosen).items() if name not in ("cache", "out")}
+    settings = {k: value for k, value in vars(chosen).items() if k not in ("cache", "out", "model")}
+    settings["model"] = chosen.model and Path(chosen.model).name
     figures: dict[str, dict[str, Any]] = {}
     failed: dict[str, str] = {}
     for size, method in itertools.product(chosen.sizes, chosen.methods):

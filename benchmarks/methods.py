@@ -29,15 +29,14 @@ from cpt.trainer.costs import own_names, stored_bytes, trained_parameters
 CONF = ROOT / "conf"
 NCL = "ncl"
 EXCLUDED = ("none", "joint")  # they have no second domain
+COMMON = ["order=[sympy,networkx]", "trainer.batch_size=16", "trainer.importance_samples=32"]
 SHAPE = [
-    "order=[sympy,networkx]",
+    *COMMON,
     "model.vocab_size=5000",
     "model.max_seq_length=164",
     "model.config.num_hidden_layers=6",
     "model.config.hidden_dropout_prob=0.1",
     "model.config.attention_probs_dropout_prob=0.1",
-    "trainer.batch_size=16",
-    "trainer.importance_samples=32",
 ]  # the rest is ground.ALWAYS
 HEADINGS = ("over dense", "scored", "peak", "in steps", "state", "held", "trained")
 ROW = "{:22}{:>9}{:>10} {:16}{:>7} {:7}{:>10}{:>8}{:>9}{:>9}{:>8}{:>8}  {}"
@@ -202,6 +201,7 @@ def options(names: list[str]) -> argparse.Namespace:
     parser.add_argument("--together", type=int, default=6, help="processes at once, 3 or more")
     parser.add_argument("--first", type=int, default=8, help="untimed steps in the first domain")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--model", help="a checkpoint instead of a small RoBERTa; a missing head is random")
     parser.add_argument("--config", nargs="+", default=[], help="changes to the config of all subjects")
     chosen = parser.parse_args()
     if chosen.together < 3:
@@ -225,8 +225,10 @@ def main() -> None:
     chosen = options(list(subjects()))
     prepare(chosen.threads)
     shared = {name: getattr(chosen, name) for name in ("cache", "threads", "first", "device")}
-    shape = (*SHAPE, *chosen.config)
-    course = Sequel(**shared, rounds=chosen.repeats, chunk=chosen.steps, shape=shape)
+    given = ["model=hf", f"model.name_or_path={chosen.model}", "model.pretraining.head_steps=0"]
+    shape = (*SHAPE, *chosen.config) if chosen.model is None else (*given, *COMMON, *chosen.config)
+    model = "roberta" if chosen.model is None else "given"
+    course = Sequel(**shared, rounds=chosen.repeats, chunk=chosen.steps, shape=shape, model=model)
     work = parts(course, chosen.methods)
     casts = [list(groups(list(work), together=chosen.together)) for _ in range(chosen.casts)]
     runs = [
@@ -237,7 +239,8 @@ def main() -> None:
     by_group = [group_figures(each, chunk=chosen.steps) for each in wholes]
     figures = {name: next(each[name] for each in by_group if name in each) for name in work}
     print(shown(figures))
-    settings = {name: value for name, value in vars(chosen).items() if name not in ("cache", "out")}
+    settings = {k: value for k, value in vars(chosen).items() if k not in ("cache", "out", "model")}
+    settings["model"] = chosen.model and Path(chosen.model).name
     raw = {"load": [each["load"] for each in wholes], "chunks": [each["chunks"] for each in wholes]}
     results = {"options": settings, "targets": TARGETS, "subjects": figures, "by_group": by_group, **raw}
     save("methods", results, out=chosen.out)
