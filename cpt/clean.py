@@ -39,8 +39,8 @@ def main(arguments: Sequence[str]) -> int:
     found = {path: why for each in folders for path, why in removable(each, given.days, stages=given.stages)}
     for path, why in sorted(found.items()):
         size = megabytes(sum(each.lstat().st_size for each in (path, *path.rglob("*")) if not each.is_dir()))
-        removed = given.yes and remove(path)
-        print(f"{size:>12}  {path}: {why}{'; removed' if removed else '; in use' if given.yes else ''}")
+        ended = f"; {remove(path)}" if given.yes else ""
+        print(f"{size:>12}  {path}: {why}{ended}")
     print(f"{len(found)} entries{'' if given.yes else '; add --yes to remove them'}")
     return 0
 
@@ -68,16 +68,19 @@ def removable(folder: Path, days: float, *, stages: bool) -> Iterator[tuple[Path
             yield from ((each, "of a finished run") for each in found if any(each.glob("*")))
 
 
-def remove(path: Path) -> bool:
-    """Whether it was removed: not while a process makes it or a run has its folder."""
+def remove(path: Path) -> str:
+    """Removes a file or folder, but not while a process makes it or a run has its folder; gives what came of
+    it."""
     name = path.name.removesuffix(PARTIAL)
     lock = path.parent / (".lock" if name in ("stages", "checkpoints") else f"{name}.lock")
     try:
         with FileLock(lock, timeout=0):
             discard(path)
     except Timeout:
-        return False
-    return True
+        return "in use"
+    except OSError as error:
+        return f"not removed ({error.strerror})"
+    return "removed"
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -84,7 +85,10 @@ def compare_folders(given: argparse.Namespace) -> int:
     if given.baseline and sections and given.baseline not in names:
         raise ValueError(f"--baseline {given.baseline} is invalid. Allowed: {', '.join(sorted(names))}")
     if given.figures:
-        return export_figures(finished, sections, given.figures)
+        code = export_figures(finished, sections, given.figures)
+        told = [*found.damaged, *["no finished run"] * (not finished)]
+        print(*told, sep="\n", end="\n" * bool(told), file=sys.stderr)
+        return code or int(bool(told))
     heading = [Block(lines=[LEGENDS["sections"].format(count=len(sections))])] * (len(sections) > 1)
     blocks, failed = [], list[str]()
     for number, section in enumerate(sections, start=1):
@@ -149,6 +153,10 @@ def export_figures(runs: Sequence[MeasuredRun], sections: Sequence[RunSection], 
     if len({*names, "comparison"}) <= len(names):  # two folders of one name
         top = os.path.commonpath([run.folder.resolve().parent for run in runs])
         names = ["_".join(run.folder.resolve().relative_to(top).parts) for run in runs]
+        seen = Counter(["comparison"])
+        for place, name in enumerate(names):
+            seen[name] += 1
+            names[place] += f"-{seen[name]}" * (seen[name] > 1)
     built = (run_page.build_blocks(run.folder, run.scores) for run in runs)
     pages = dict(zip(names, built, strict=True))
     several = [figures.build_figures(section) for section in sections if len(section.runs) > 1]

@@ -89,7 +89,7 @@ def read_status(path: Path) -> RunStatus:
         beat, why = None, str(error)
     if beat is None:
         state = "finished" if finished else "unknown" if why else "unfinished"
-        return RunStatus(run=str(path), state=state, done=done, why=why)
+        return RunStatus(run=str(path), state=state, done=1.0 if finished else done, why=why)
     state, said, alive = beat.state, beat.why, beat.alive
     if beat.active and not alive:
         state, said = "silent" if beat.process.is_alive() is None else "killed", ""

@@ -59,7 +59,7 @@ def damage_in_run(folder: Path) -> Iterator[str]:
             kept = run.stage(last).parent.is_dir()  # else removed by cpt.clean
             stages = map(run.stage, range(1 if keeps else max(1, last), last + 1) if kept else ())
             gone = [f"{path} is missing; bring it back from a copy" for path in stages if not path.exists()]
-            if lost := run.lost(full=True) or gone:
+            if lost := [*gone, *run.lost(full=True)]:
                 raise ValueError(f"{folder}: {'; '.join(lost)}")
 
     read_table = partial(pq.read_table, page_checksum_verification=True)

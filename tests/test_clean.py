@@ -16,7 +16,7 @@ def run(small, start, tmp_path):
     return cfg
 
 
-def test_it_frees_what_no_run_has_used_and_a_run_makes_it_again(run, start, tmp_path, capsys):
+def test_it_frees_what_no_run_has_used_and_a_run_makes_it_again(run, start, tmp_path, capsys, monkeypatch):
     cache, old = tmp_path / "cache", time.time() - 40 * 86400
     artifacts = [path.parent for path in cache.rglob("checksums.json")]
     assert len(artifacts) > 5 and all(path.stat().st_mode & 0o077 == 0 for path in artifacts)
@@ -31,6 +31,10 @@ def test_it_frees_what_no_run_has_used_and_a_run_makes_it_again(run, start, tmp_
         assert clean.main([str(cache), "--yes"]) == 0
     assert "in use" in capsys.readouterr().out and not left.exists()
     assert [path for path in artifacts if path.exists()] == [held]
+    monkeypatch.setattr(clean, "discard", lambda path: (tmp_path / "x" / "y").touch())  # raises an OSError
+    assert clean.main([str(cache), "--yes"]) == 0
+    assert "not removed (No such file or directory)" in capsys.readouterr().out
+    monkeypatch.undo()
     start(run, tmp_path / "outputs" / "again")
     assert clean.main([str(cache), "--days", "30"]) == 0  # the one that was old has been used
     assert capsys.readouterr().out.startswith("0 entries")

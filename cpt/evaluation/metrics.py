@@ -29,6 +29,7 @@ Arrays = Sequence[np.ndarray]
 Losses = Mapping[str, np.ndarray]  # by text [2, documents]: nats and scored tokens of each document
 CHANGE_REPLICATES = 2000
 LEAST_ITEMS, FEW_ITEMS = 3, 30  # documents that an interval needs, and of which a bootstrap is wide enough
+FEW_IN_EACH = 20  # documents in each of many columns, of which it is
 BUDGET = 1 << 21  # numbers that the bootstrap holds in one array
 
 
@@ -213,7 +214,14 @@ def intervals(
         if not scored.any():
             raise ValueError(f"{name}: none of {len(count)} documents has a scored token, one is needed")
         samples.append([np.asarray(array, float)[..., scored] for array in (sums, count)])
-    how: dict[str, Any] = {"replicates": replicates, "seed": seed, "adjusted": True}
+    columns = {name: place for place, name in enumerate(layout.domains)}
+    general = [columns.pop(GENERAL)] if GENERAL in columns else []
+    own, earlier = [*columns.values()], [columns[name] for name in layout.learned[:-1]]
+    uses = {
+        name: general if metric.general else earlier if metric.stages == 2 else own
+        for name, metric in METRICS.items()
+    }
+    how: dict[str, Any] = {"replicates": replicates, "seed": seed, "adjusted": True, "uses": uses}
     return bootstrap(samples, partial(compute_values, layout=layout), **how)
 
 
@@ -225,14 +233,16 @@ def bootstrap(
     replicates: int = 1000,
     seed: int = 0,
     adjusted: bool = False,
+    uses: Mapping[str, Sequence[int]] | None = None,
 ) -> dict[str, dict[str, list[float]]]:
     """The 2.5 and 97.5 percentiles of what is computed of a matrix [..., row, column] of means, over draws of
     what the means are of: per column sums [row, item] and counts [item]. An item is drawn for all rows.
 
     The percentiles of few items are too narrow. `adjusted`: with less freedom than FEW_ITEMS of one column
-    have, Student's t interval by the standard deviation of the draws, times sqrt(n / (n - 1)); with less than
-    LEAST_ITEMS have, none. Of K columns of n_c items the freedom is K^2 / sum_c 1 / (n_c - 1): Satterthwaite
-    (1946) for equal variances."""
+    have, or with fewer than FEW_IN_EACH items in a column (their harmonic mean), Student's t interval by the
+    standard deviation of the draws, times sqrt(n / (n - 1)); with less freedom than LEAST_ITEMS have, none.
+    Of K columns of n_c items the freedom is K^2 / sum_c 1 / (n_c - 1): Satterthwaite (1946) for equal
+    variances. `uses`: by the name of a value, the columns that it is a mean over; default: all."""
     generators = [np.random.default_rng([seed, column]) for column in range(len(samples))]
     rows = len(samples[0][0])
     chunk = max(1, BUDGET // max(rows * len(samples), *(count.size for _, count in samples)))
@@ -247,19 +257,22 @@ def bootstrap(
             means.append((weight @ sums.T) / (weight @ count)[:, None])  # a row of nan gives nan
         parts.append(compute(np.stack(means, -1)))
     whole = {m: {u: np.concatenate([part[m][u] for part in parts]) for u in parts[0][m]} for m in parts[0]}
-    sizes = np.array([count.size for _, count in samples], float)
-    freedom = float(len(sizes) ** 2 / (1 / np.maximum(sizes - 1, 0.5)).sum())
-    if adjusted and freedom < FEW_ITEMS - 1:
-        scale = np.nan
-        if freedom >= LEAST_ITEMS - 1:
-            scale = student_quantile(freedom) / math.sqrt(1 - (1 / sizes).mean())
-        observed = compute(np.stack([sums.sum(-1) / counts.sum() for sums, counts in samples], -1)[None])
-        halves = {m: {u: scale * float(x.std()) for u, x in us.items()} for m, us in whole.items()}
-        return {
-            m: {u: [float(x[0]) - halves[m][u], float(x[0]) + halves[m][u]] for u, x in us.items()}
-            for m, us in observed.items()
+    observed = compute(np.stack([sums.sum(-1) / counts.sum() for sums, counts in samples], -1)[None])
+    found: dict[str, dict[str, list[float]]] = {}
+    for name, units in whole.items():
+        places = range(len(samples)) if uses is None else uses[name]
+        sizes = np.array([samples[place][1].size for place in places], float)
+        freedom, left = (len(sizes) ** 2 / (1 / np.maximum(sizes - 1, 0.5)).sum(), 1 - (1 / sizes).mean())
+        if not adjusted or (freedom >= FEW_ITEMS - 1 and left >= 1 - 1 / FEW_IN_EACH):
+            found[name] = {unit: np.percentile(x, [2.5, 97.5]).tolist() for unit, x in units.items()}
+            continue
+        known = freedom >= LEAST_ITEMS - 1 and left > 0  # 0: one item in each column
+        scale = student_quantile(freedom) / math.sqrt(left) if known else math.nan
+        found[name] = {
+            unit: [float(observed[name][unit][0] + sign * scale * x.std()) for sign in (-1, 1)]
+            for unit, x in units.items()
         }
-    return {m: {u: np.percentile(x, [2.5, 97.5]).tolist() for u, x in us.items()} for m, us in whole.items()}
+    return found
 
 
 def objective_value(metrics: Mapping[str, Mapping[str, Any]], objective: str) -> float | None:

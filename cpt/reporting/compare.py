@@ -225,17 +225,17 @@ def mark_tasks(section: RunSection, failed: list[str]) -> Iterator[tuple[tuple[s
     tuned: dict[str, Marked] = defaultdict(dict)
     asked: dict[tuple[str, str], list[Any]] = defaultdict(list)  # runs by task and its headline measure
     for run in dict.fromkeys(run for group in compared for run in group.runs):
+        apart = {each.partition(" ")[0] for each in run.left_out}  # endtask, answers: by another protocol
         try:
-            for (task, seed), right in predictions.correct(
-                run.folder, run.scores.rows, run.scores.endtasks
-            ).items():
+            endtasks = {} if "endtask" in apart else run.scores.endtasks
+            for (task, seed), right in predictions.correct(run.folder, run.scores.rows, endtasks).items():
                 size = len(right)  # joined by place, and only as many examples
                 tuned[task][run, seed] = predictions.mark_examples(
                     np.arange(size), np.full(size, size), right
                 )
         except ValueError as error:
             failed.append(str(error))
-        for task, given in run.scores.answers.get("tasks", {}).items():
+        for task, given in ({} if "answers" in apart else run.scores.answers.get("tasks", {})).items():
             asked[task, head_of(given)].append(run)
     yield from ((("end tasks", task, "accuracy"), marked) for task, marked in tuned.items())
     for (task, measure), given in asked.items():

@@ -74,7 +74,9 @@ def draw_text_curves(scores: Scores) -> Picture:
     if many:
         axes.plot(own.T, color="0.6", linewidth=0.4, alpha=0.5, marker=dot)
         how = {"color": SERIES[0], "linewidth": 2.5, "zorder": 4, "marker": dot}
-        axes.plot(np.median(own, axis=0), label=f"median of {len(domains)}", **how)
+        medians = np.median(own, axis=0)
+        whole = np.flatnonzero(np.isfinite(medians))  # the rows in which all were measured
+        axes.plot(whole, medians[whole], label=f"median of {len(domains)}", **how)
     for place in [] if many else np.argsort(-own[:, -1]):  # the legend as the lines end
         how = {"linestyle": drawing.DASHES[place // 6], "label": literal(domains[place], width=30)}
         axes.plot(own[place], color=SERIES[place % 6], marker=".", **how)
@@ -430,7 +432,8 @@ def build_setting_curve(sections: Sequence[RunSection], section: RunSection, key
     curves: dict[str, list[tuple[Any, RunGroup]]] = defaultdict(list)
     for group in section.groups:
         value = group.runs[0].settings.get(key)
-        others = sorted(each for each in group.own if not each.startswith(f"{key}="))
+        names = (key, key.removeprefix("method."))  # as it stands in a variant
+        others = sorted(each for each in group.own if each.partition("=")[0] not in names)
         curves[group.name if value is None else " ".join([group.plain, *others])].append((value, group))
     curves = {name: points for name, points in curves.items() if len(points) > 1 or points[0][0] is None}
     if all(len(points) == 1 for points in curves.values()):

@@ -79,6 +79,7 @@ class MeasuredRun:
     def protocol(self, group: str) -> dict[str, Any]:
         """How the tasks of a config group are measured; empty without a config."""
         own = {key: value for key, value in self.config.items() if key.startswith(f"{group}.")}
+        own.pop("answers.batch_size", None)  # examples of a forward pass; of an end task it is training's
         return {key: value for key, value in own.items() if key.rpartition(".")[2] not in NO_PROTOCOL}
 
     @property

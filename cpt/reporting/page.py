@@ -110,6 +110,12 @@ def separate_interval(cell: str) -> Markup:
     return Markup(re.sub(r"(± [^ <]+)", r"<span>\1</span>", parted))
 
 
+def quote_line(line: str) -> str:
+    """A line for Markdown, which reads what is between backticks as it is."""
+    code = re.split(r"(`[^`]+`)", line)
+    return "".join(part if at % 2 else quote_markup(part, IN_LINE) for at, part in enumerate(code))
+
+
 def markdown(block: Block, *, picture: str) -> str:
     """A block, with its picture in a file of the given name."""
     title, folded = (quote_markup(text, IN_CELL) for text in (block.title, block.folded))
@@ -118,9 +124,9 @@ def markdown(block: Block, *, picture: str) -> str:
     rows = [[quote_markup(cell, IN_CELL) for cell in row] for row in (block.head, bar, *block.cells)]
     parts = [
         f"## {title}" if title else "",
-        *(quote_markup(line, IN_LINE) for line in block.lines),
+        *map(quote_line, block.lines),
         f"![{title}]({picture})" if block.picture else "",
-        quote_markup(block.caption, IN_LINE),
+        quote_line(block.caption),
         f"<details><summary>{folded}</summary>" if folded else "",
         "\n".join(f"| {' | '.join(row)} |" for row in rows) if block.cells else "",
         f"{fence}yaml\n{block.code}\n{fence}" if block.code else "",

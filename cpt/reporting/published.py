@@ -18,6 +18,10 @@ from cpt.reporting.page import Block
 BESIDE = PACKAGE.parent / "benchmarks" / "results" / "published"  # in a checkout
 PUBLISHED = PACKAGE / "published" if (PACKAGE / "published").is_dir() else BESIDE
 POINTS = "{:.2f}".format
+OF_THE_MACHINE = (  # options that no published number depends on
+    *("strategy", "model.name_or_path", "endtask.splits", "trainer.accumulate_grad_batches"),
+    *("trainer.eval_batch_size", "trainer.devices", "trainer.num_nodes", "trainer.precision"),
+)
 
 
 class PublishedRow(NamedTuple):
@@ -39,10 +43,10 @@ class PublishedRow(NamedTuple):
         return ", ".join(filter(None, (self.source, table, page, self.note)))
 
     def fits(self, group: RunGroup) -> bool:
-        wanted = {key: str(value) for key, value in (self.settings or {}).items()}
-        alike = all(str(run.settings.get(key)) == wanted[key] for run in group.runs for key in wanted)
+        wanted = self.settings or {}  # 1 is 1.0
+        alike = all(run.settings.get(key) == wanted[key] for run in group.runs for key in wanted)
         given = {each.partition("=")[0] for run in group.runs for each in split_variant(run.scores.run)}
-        ablated = {key for key in given if not {key, f"method.{key}"} & wanted.keys()}
+        ablated = {key for key in given - {*OF_THE_MACHINE} if not {key, f"method.{key}"} & wanted.keys()}
         return group.plain in self.groups and alike and not ablated
 
     def select(self, group: RunGroup) -> list[MeasuredRun]:

@@ -137,7 +137,7 @@ def list_tables(section: RunSection) -> Iterator[PaperTable]:
             show, about = MATRICES[kind]
             table = cells.pivot(index="row", columns="text", values="mean")
             table = table.loc[list(dict.fromkeys(cells["row"])), texts].map(show).replace("nan", "–")
-            table = table.reset_index(names="after").map(escape)
+            table = table.reset_index(names="after", allow_duplicates=True).map(escape)
             table.columns = ["after", *map(escape, texts)]
             told = f"{escape(group)}, order {escape(order)}: {escape(about)} on each test set (column)"
             told += f" after each stage (row); means over {cells['n'].max()} runs."

@@ -2,6 +2,7 @@
 simulation, the file by breaking it."""
 
 import json
+from collections import Counter
 from dataclasses import fields
 
 import jsonschema
@@ -77,6 +78,21 @@ def test_an_interval_over_few_documents_covers_the_mean(documents, least):
     assert hits / 400 > least
     few = metrics.intervals([sums[None, :2]], counts=[counts[:2]], layout=layout)
     assert np.isnan(few["ZS"]["nats"]).all()
+
+
+def test_an_interval_over_few_documents_of_many_domains_covers_the_mean():
+    names = [*(f"d{place}" for place in range(20)), "general"]
+    layout = Layout(rows=["base", "d0", "d1"], domains=names, tokens=[9] * 21, bytes=[9] * 21)
+    draw, counts, hits = np.random.default_rng(0), [np.full(3, 9.0)] * 21, Counter()
+    for _ in range(150):
+        sums = [9 * (5 + draw.normal(0, 0.3, (1, 3)) + draw.normal(0, 0.05, (3, 3))) for _ in names]
+        found = metrics.intervals(sums, counts=counts, layout=layout, replicates=200)
+        for name, mean in {"general_drift": 0, "FG": 0, "LC": 5}.items():
+            low, high = found[name]["nats"]
+            hits[name] += low <= mean <= high
+    assert min(hits.values()) / 150 > 0.88, hits
+    one = metrics.intervals([each[:, :1] for each in sums], counts=[each[:1] for each in counts], layout=layout)
+    assert np.isnan(one["LC"]["nats"]).all()
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, 0, 1, 3]])

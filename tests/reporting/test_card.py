@@ -78,6 +78,7 @@ def test_a_card_shows_no_paths_accounts_or_secrets_and_no_mask_rate_of_a_causal_
     tasks = endtasks([[0.5] * 3] * 4)
     page = card_of(tmp_path / "run", variant="x=/srv/alice", endtasks=tasks, **how)
     assert cells(page, "law") == ["accuracy", "space", "50.00"]
+    assert "| d-law |" in page  # the hash of its text
     assert "alice" not in page and "hf_1" not in page
     command = "python run.py method=kd 'order=[a/b,c]' 'domains.root=<path>' model.name_or_path=own/er"
     assert f"{command} '+domains.catalogue.x=<path>'\n" in page

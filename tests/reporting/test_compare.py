@@ -74,6 +74,8 @@ def test_what_was_measured_otherwise_is_left_out_and_said(tmp_path):
     told = compare.list_conditions(found).lines
     assert "Not compared: endtask (another protocol) of ncl." in told
     assert "Not compared: FWT_zs (fewer cells) of ncl." in told
+    saved(tmp_path / "asked", config={"answers": {"batch_size": 4, "max_documents": 9}})
+    assert run(tmp_path / "asked").protocol("answers") == {"answers.max_documents": 9}
     other = [run(), run(seed=1)]
     for each, version in zip(other, ("2.12", "2.13"), strict=True):
         each.scores.versions["torch"] = version
@@ -189,6 +191,10 @@ def test_end_tasks_are_compared_by_their_predictions(tmp_path):
     found = records(section(runs))
     assert {each["group"] for each in found.values()} == {"das"}
     assert (found[""]["mean"], found[""]["n"]) == (pytest.approx(0.5), 12)
+    apart = section(runs)
+    for each in apart.runs:
+        each.left_out = ("endtask (another protocol)",) * (each.scores.run["method"] == "das")
+    assert compare.contrast_examples(apart) == ([], [])
     (tmp_path / "das" / "endtasks" / "003-space" / "law-7.parquet").write_text("damaged")
     found, failed = compare.contrast_examples(section(runs))
     assert found == [] and len(failed) == 1 and "law-7.parquet" in failed[0]

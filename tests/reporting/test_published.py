@@ -35,15 +35,22 @@ def test_a_difference_is_ours_minus_what_was_published_with_the_interval_of_our_
         for seed in range(3):
             scores = endtasks([[base + seed / 100] * 3] * 4)
             config = {"order": 0, "seed": seed, "method": {"form": "x"}}
-            saved(tmp_path / f"{method}-{seed}", method=method, seed=seed, endtasks=scores, config=config)
+            config["method"] |= {"contrast_every": 1, "contrast_samples": 1} if method == "das" else {}
+            given = {"ncl": "trainer.devices=4", "das": "contrast_every=1; contrast_samples=1"}.get(method, "")
+            about = {"method": method, "seed": seed, "variant": given}
+            saved(tmp_path / f"{method}-{seed}", **about, endtasks=scores, config=config)
     assert main([str(tmp_path), "--published", "das6"]) == 0
     output = capsys.readouterr().out
     rows = rows_of(output, "Published numbers")
     # 75, 76 and 77: mean 76, t(0.975, 2) / sqrt(3) = 2.4841 either way
-    assert rows["ncl"][-3:] == ["76.00 ± 1.00", "80.77", "-4.77 [-7.25, -2.29]"]
+    assert rows["ncl (trainer.devices=4)"][-3:] == ["76.00 ± 1.00", "80.77", "-4.77 [-7.25, -2.29]"]
     assert "one" not in rows and "DAS, run by MIGU's authors" in output
     assert "table 3" in output and "of 9 published rows have no group here" in output
-    assert (tmp_path / "comparison.md").read_text().count("| ncl | FT |") == 2
+    assert (tmp_path / "comparison.md").read_text().count("| ncl (trainer.devices=4) | FT |") == 2
+
+    saved(tmp_path / "free", method="das", variant="contrast=0", endtasks=scores, config=config)
+    assert main([str(tmp_path / "free"), "--published", "das6"]) == 0
+    assert "9 of 9 published rows have no group here." in capsys.readouterr().out  # an ablation
 
     other = {"name": "mine", "groups": ["one"], "source": "S", "table": None, "page": 4}
     other |= {"values": {"endtask/MF1": 40.0}, "settings": {"method.form": "x"}, "orders": None}

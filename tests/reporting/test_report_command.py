@@ -71,6 +71,8 @@ def test_unfinished_begun_and_damaged_runs_are_named(tmp_path, capsys, no_figure
     assert len(errors) == 4 and "nowhere: no such folder" in errors[0] and "damaged predictions" in errors[2]
     assert errors[1].startswith(f"{tmp_path / 'bad' / 'scores.json'}: damaged")
     assert rows_of(said.out, "masked: ")["das"][0].startswith("1 ")
+    assert main([str(tmp_path), "--figures", str(tmp_path / "pictures")]) == 1
+    assert capsys.readouterr().err.splitlines() == errors[1:2]
     unfinished = rows_of(said.out, "Unfinished runs")
     assert unfinished[str(tmp_path / "half")] == ["ncl", "5", "unfinished, 3 rows, last: food"]
     assert unfinished[str(tmp_path / "begun")][-1] == "started, nothing measured yet"
@@ -89,5 +91,9 @@ def test_the_page_has_its_figures(tmp_path):
     assert main([str(tmp_path), "--figures", str(tmp_path / "out")]) == 0
     named = {path.stem for path in (tmp_path / "out").glob("*.svg")}
     assert named >= {"comparison-stages", "ncl-matrix", "das-stages"}
+    for place in ("a_b/c", "a/b_c", "q/c"):
+        saved(tmp_path / "alike" / place, method="das")
+    assert main([str(tmp_path / "alike"), "--figures", str(tmp_path / "two")]) == 0
+    assert {f"a_b_c{more}-stages" for more in ("", "-2")} <= {x.stem for x in (tmp_path / "two").glob("*.svg")}
     facets = '{"method": "ncl", "model": "tiny", "order": "law,food,space", "domains": "masked: food'
     assert facets in html.replace("&#34;", '"')

@@ -110,7 +110,7 @@ def test_a_comparison_of_many_runs(tmp_path, monkeypatch, capsys):
             own |= {"endtasks": endtasks([[None] * 3] * 3 + [[0.5 + place / 10, 0.6, 0.7 - seed / 10]])}
             config = {"seed": seed, "method": {"name": method}, "trainer": {"steps": 5 + (name == "das")}}
             if strength:
-                own |= {"variant": f"method.strength={strength}"}
+                own |= {"variant": f"strength={strength}"}
                 config["method"]["strength"] = int(strength)
             if method == "joint":
                 own |= {"nll": [NLL[0], NLL[3]], "rows": ["base", "joint"], "endtasks": None}
