@@ -76,10 +76,10 @@ COST_MEASURES = (
     ComparedMeasure("cost/stored_per_domain", "per domain", frames.megabytes),
 )
 COMPARED = tuple(each for each in MEASURES if each.key not in ("BWT_zs/nats", "endtask/forward"))
-CHOSEN = ("LC/perplexity", "FG/nats", "CPT/nats", "answers/AP", "endtask/MF1")  # columns shown at first
-CHOSEN += ("cost/flops", "cost/tokens", "cost/memory", "cost/stored")
-BRIEF = ("LC/perplexity", "CPT/nats", "FG/nats", "general_drift/nats")  # in the console and TeX
-BRIEF += ("answers/AP", "answers/F", "endtask/MF1", "endtask/forget_rate")
+CHOSEN: tuple[str, ...] = ("LC/perplexity", "FG/nats", "CPT/nats", "answers/AP", "endtask/MF1")
+CHOSEN += ("cost/flops", "cost/tokens", "cost/memory", "cost/stored")  # columns shown at first
+BRIEF: tuple[str, ...] = ("LC/perplexity", "CPT/nats", "FG/nats", "general_drift/nats")
+BRIEF += ("answers/AP", "answers/F", "endtask/MF1", "endtask/forget_rate")  # in the console and TeX
 QUESTIONS = {  # how a finding begins, and its unit
     "FG/nats": ("Forgets least", " nats"),
     "CPT/nats": ("Learns most", " nats"),
@@ -150,22 +150,22 @@ def correct_holm(found: Mapping[str, statistics.Difference]) -> dict[str, Paired
     """Holm's step-down procedure (Holm 1979) on both p-values: the k-th smallest of m times m - k + 1, never
     below the one before it, at most 1. A difference without a t test counts as one of p = 1."""
     holm = []
-    for p in ([each.p for each in found.values()], [each.p_t for each in found.values()]):
-        p = np.array([1.0 if each is None else each for each in p])
+    for given in ([each.p for each in found.values()], [each.p_t for each in found.values()]):
+        p = np.array([1.0 if each is None else each for each in given])
         order = np.argsort(p, kind="stable")
         raised = np.minimum(1, np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1)))
         holm.append(raised[np.argsort(order)].tolist())
     return {
         name: PairedContrast(*each, flipped, None if each.p_t is None else by_t)
-        for (name, each), flipped, by_t in zip(found.items(), *holm, strict=True)
+        for (name, each), flipped, by_t in zip(found.items(), holm[0], holm[1], strict=True)
     }
 
 
 @lru_cache(maxsize=1024)
-def pair_values(section: RunSection, key: str) -> dict[str, dict[tuple, float]]:
+def pair_values(section: RunSection, key: str) -> dict[str, dict[Any, float]]:
     """By group and (order, seed); the mean of runs that have both alike."""
     rows = section.frame[section.frame["key"] == key]
-    found: dict[str, dict[tuple, float]] = defaultdict(dict)
+    found: dict[str, dict[Any, float]] = defaultdict(dict)
     for (group, *pair), value in rows.groupby(["group", "order", "seed"], sort=False)["value"].mean().items():
         found[group][tuple(pair)] = value
     return found
@@ -191,7 +191,8 @@ def rank_groups(section: RunSection) -> dict[str, dict[str, tuple[float, int]]]:
     their number; groups with a single pair are left out where another has more."""
     ranks: dict[str, dict[str, tuple[float, int]]] = {}
     for measure in list_present(section, COMPARED):
-        pairs, alike, ranks[measure.key] = pair_values(section, measure.key), defaultdict(dict), {}
+        pairs, ranks[measure.key] = pair_values(section, measure.key), {}
+        alike: dict[tuple, dict[str, dict[Any, float]]] = defaultdict(dict)
         for group in section.groups:
             if group.name in pairs and is_ranked(group, measure.key):
                 alike[group.model, group.order][group.name] = pairs[group.name]
@@ -230,9 +231,7 @@ def mark_tasks(section: RunSection, failed: list[str]) -> Iterator[tuple[tuple[s
             endtasks = {} if "endtask" in apart else run.scores.endtasks
             for (task, seed), right in predictions.correct(run.folder, run.scores.rows, endtasks).items():
                 size = len(right)  # joined by place, and only as many examples
-                tuned[task][run, seed] = predictions.mark_examples(
-                    np.arange(size), np.full(size, size), right
-                )
+                tuned[task][run, seed] = predictions.mark_examples(list(range(size)), [size] * size, right)
         except ValueError as error:
             failed.append(str(error))
         for task, given in ({} if "answers" in apart else run.scores.answers.get("tasks", {})).items():
@@ -350,7 +349,7 @@ def tabulate_spreads(
 
 def tabulate_main(section: RunSection, *, brief: bool = False) -> Block:
     """Every measure; `brief`: without intervals and rarer measures."""
-    about = {"title": section.title, "lines": [f"{SPREAD} In nats if no unit is named."]}
+    about: dict[str, Any] = {"title": section.title, "lines": [f"{SPREAD} In nats if no unit is named."]}
     if brief:
         measures = [measure for measure in MEASURES if measure.key in BRIEF]
         return tabulate_spreads(section, measures, names=["size"], bounds=False, **about)
@@ -405,8 +404,8 @@ def tabulate_differences(
     lines += [LEGENDS["tested"].format(least=statistics.LEAST)]
     tests = [(f"Δ {measure.title}", "p", "Holm", "p (t)", "Holm (t)") for measure in measures]
     head = ["group", "baseline", "pairs", *itertools.chain(*tests)]
-    about = {"title": f"{title} from {section.baseline}", "head": head, "words": 2, "lines": lines}
-    return build_table(section, cells, chosen=choose_columns(measures, first=3, each=5), **about)
+    title, chosen = f"{title} from {section.baseline}", choose_columns(measures, first=3, each=5)
+    return build_table(section, cells, title=title, head=head, words=2, lines=lines, chosen=chosen)
 
 
 def format_contrast(given: PairedContrast | None, show: Show, tests: Sequence[str]) -> list[str]:
@@ -424,9 +423,9 @@ def tabulate_ranks(section: RunSection) -> Block:
         found = [own.get(group.name) for own in ranks.values()]
         cells.append([group.name, *("–" if each is None else "{:.2f} ({})".format(*each) for each in found)])
     ranked = [measure for measure in COMPARED if measure.key in ranks]
-    about = {"title": "Ranks", "lines": [LEGENDS["ranks"]], "chosen": choose_columns(ranked, first=1)}
-    head = ["group", *(measure.title for measure in ranked)]
-    return build_table(section, cells if ranks else [], head=head, **about)
+    head, chosen = ["group", *(measure.title for measure in ranked)], choose_columns(ranked, first=1)
+    about: dict[str, Any] = {"title": "Ranks", "lines": [LEGENDS["ranks"]], "head": head, "chosen": chosen}
+    return build_table(section, cells if ranks else [], **about)
 
 
 def tabulate_examples(section: RunSection) -> Block:
@@ -439,8 +438,8 @@ def tabulate_examples(section: RunSection) -> Block:
         cells.append([*row, *format_contrast(contrast, percent, ("p", "p_holm")), *counts])
     head = ["task", "group", "baseline", "measure", "examples", "Δ (points)", "p", "Holm"]
     head += ["both", "only group", "only baseline"]
-    about = {"title": "Over test examples", "words": 4, "head": head, "lines": [LEGENDS["examples"]]}
-    return build_table(section, cells, of=1, **about)
+    about = {"title": "Over test examples", "lines": [LEGENDS["examples"]]}
+    return build_table(section, cells, of=1, head=head, words=4, **about)
 
 
 def tabulate_all(section: RunSection) -> list[Block]:
@@ -455,11 +454,11 @@ def tabulate_all(section: RunSection) -> list[Block]:
     harness = [LEGENDS["harness"].format(spread=SPREAD)]
     metrics = {task: x for run in section.runs for task, x in run.scores.endtasks.get("metric", {}).items()}
     tasks = [ComparedMeasure(f"task/{task}", f"{task} ({name})", percent) for task, name in metrics.items()]
-    about_tasks = {"title": "End tasks", "lines": [LEGENDS["tasks"].format(spread=SPREAD)]}
+    about = [LEGENDS["tasks"].format(spread=SPREAD)]
     return [
         tabulate_differences(section),
         tabulate_ranks(section),
-        tabulate_spreads(section, tasks, **about_tasks),
+        tabulate_spreads(section, tasks, title="End tasks", lines=about),
         tabulate_spreads(section, benchmarks.values(), title="Benchmarks", lines=harness),
         tabulate_differences(section, benchmarks.values(), title="Benchmarks: differences"),
         tabulate_examples(section),
@@ -564,7 +563,7 @@ def export_csv(sections: Sequence[RunSection], path: Path) -> None:
     lines = []
     for number, section in enumerate(sections, start=1):
         for group, run in ((each, run) for each in section.groups for run in each.runs):
-            line = {"folder": Path(os.path.relpath(run.folder, path.parent)).as_posix()}
+            line: dict[str, Any] = {"folder": Path(os.path.relpath(run.folder, path.parent)).as_posix()}
             line |= {key: run.scores.run[key] for key in RUN_KEYS if key not in ("order", "finished")}
             line |= {"order": " ".join(run.scores.run["order"]), "section": number, "group": group.name}
             line |= {name: each for name, each in run.conditions.items() if name != "domains"}

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from PIL import Image
-from PIL.PngImagePlugin import PngInfo
+from PIL.PngImagePlugin import PngImageFile, PngInfo
 
 from cpt.data.sources.base import GENERAL
 from cpt.reporting.frames import FEW, few, shorten
@@ -24,7 +24,8 @@ from cpt.reporting.frames import FEW, few, shorten
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8833EE")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 DASHES = ("-", "--", ":")
-VECTORS = {"svg.fonttype": "none", "svg.hashsalt": "cpt", "pdf.fonttype": 42}  # 42: as publishers require
+VECTORS: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "cpt"}
+VECTORS |= {"pdf.fonttype": 42}  # as publishers require
 
 
 class Picture(bytes):
@@ -59,7 +60,7 @@ def png(drawn: Figure, *, told: str) -> Picture:
 
 
 def description(picture: bytes) -> str:
-    return str(Image.open(io.BytesIO(picture)).text.get("Description", ""))
+    return str(PngImageFile(io.BytesIO(picture)).text.get("Description", ""))
 
 
 def style(place: int) -> dict[str, str]:
@@ -163,14 +164,14 @@ def draw_heat_maps(
 
     beyond = change and size.max(initial=0) > image.norm.vmax
     shrink = min(1.0, 3.2 / drawn.get_figheight())
-    placed = {} if alone else {"aspect": 24, "shrink": shrink, "anchor": (0, 1)}
+    placed: dict[str, Any] = {} if alone else {"aspect": 24, "shrink": shrink, "anchor": (0, 1)}
     placed |= {"label": label, "extend": "both" if beyond else "neither"}
     drawn.colorbar(image, ax=list(grid[:count]), **placed)
     if not told:
         means = {}
         for title, each in maps.items():
-            itself = np.eye(*each.values.shape, dtype=bool) & (list(each.rows) == list(each.columns))
-            means[title] = each.values[np.isfinite(each.values) & ~itself]
+            itself = np.eye(*each.values.shape) * (list(each.rows) == list(each.columns))
+            means[title] = each.values[np.isfinite(each.values) & (itself == 0)]
         ends = [f"{title} {known.mean():.2f}" for title, known in means.items() if known.size]
         told = f"Heat maps, {' '.join(label.split())}; means: {list_few(ends)}"
     return png(drawn, told=told)

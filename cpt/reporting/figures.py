@@ -28,7 +28,7 @@ from cpt.reporting.page import LEGENDS, Block
 
 CURVES = {"lm": "loss (nats)", "grad_norm": "gradient norm", "lr": "learning rate"}
 CURVES |= {"tokens_per_s": "tokens/s"}
-CHANGE = {"label": "change in nats per token\n(blue: better than base)", "change": True}
+CHANGE: dict[str, Any] = {"label": "change in nats per token\n(blue: better than base)", "change": True}
 MAX_PANELS = 8  # heat maps side by side
 MAX_ORDERS = 4  # panels of training curves
 UNITS_DRAWN = 200  # of a layer
@@ -54,8 +54,8 @@ def draw_matrix(scores: Scores) -> Picture:
     """The matrix of perplexities, coloured by the change against the base model."""
     with np.errstate(over="ignore"):
         perplexities = np.exp(scores.matrix)
-    ends = zip(scores.domains, perplexities[0].tolist(), perplexities[-1].tolist(), strict=True)
-    ends = [f"{text} {perplexity(first)} to {perplexity(last)}" for text, first, last in ends]
+    pairs = zip(scores.domains, perplexities[0].tolist(), perplexities[-1].tolist(), strict=True)
+    ends = [f"{text} {perplexity(first)} to {perplexity(last)}" for text, first, last in pairs]
     told = f"Perplexity from {scores.rows[0]} to {scores.rows[-1]}: {drawing.list_few(ends)}"
     names = ("test text", "model after stage")
     maps = {"": map_change(scores, numbers=perplexities)}
@@ -73,7 +73,7 @@ def draw_text_curves(scores: Scores) -> Picture:
     axes = drawn.add_subplot(yscale="log")
     if many:
         axes.plot(own.T, color="0.6", linewidth=0.4, alpha=0.5, marker=dot)
-        how = {"color": SERIES[0], "linewidth": 2.5, "zorder": 4, "marker": dot}
+        how: dict[str, Any] = {"color": SERIES[0], "linewidth": 2.5, "zorder": 4, "marker": dot}
         medians = np.median(own, axis=0)
         whole = np.flatnonzero(np.isfinite(medians))  # the rows in which all were measured
         axes.plot(whole, medians[whole], label=f"median of {len(domains)}", **how)
@@ -84,9 +84,9 @@ def draw_text_curves(scores: Scores) -> Picture:
         how = {"color": "black", "linestyle": "-.", "linewidth": 1.8, "marker": dot, "zorder": 3}
         axes.plot(losses[-1], label=GENERAL, **how)
     if learned := [(scores.rows.index(name), scores.domains.index(name)) for name in scores.learned]:
-        points = np.array([(row, losses[column, row]) for row, column in learned]).T
-        ring = {"facecolors": "none", "edgecolors": "black", "zorder": 5, "label": "own stage"}
-        axes.scatter(*points, s=5 if many else 70, linewidths=0.7 if many else 1.8, **ring)
+        xs, ys = np.array([(row, losses[column, row]) for row, column in learned]).T
+        ring: dict[str, Any] = {"facecolors": "none", "edgecolors": "black", "label": "own stage"}
+        axes.scatter(xs, ys, zorder=5, s=5 if many else 70, linewidths=0.7 if many else 1.8, **ring)
     drawing.plain_logarithm(axes.yaxis, losses)
     axes.set(xlabel="after stage", ylabel="perplexity (log scale)")
     if len(scores.rows) <= FEW + 1:
@@ -214,7 +214,7 @@ def draw_modules(scores: Scores) -> Picture:
     rows = zip(scores.domains, weights, strict=True)
     heaviest = [f"{text}: {modules[row.argmax()]} {row.max():.2f}" for text, row in rows if row.any()]
     told = f"Heaviest module of the last model for each text. {drawing.list_few(heaviest)}"
-    how = {"names": ("module of", "test text"), "margin": 3.2, "label": "mean weight"}
+    how: dict[str, Any] = {"names": ("module of", "test text"), "margin": 3.2, "label": "mean weight"}
     return draw_heat_maps({"": HeatMap(weights, scores.domains, modules)}, told=told, **how)
 
 
@@ -226,15 +226,15 @@ def draw_endtasks(scores: Scores) -> Picture:
 
 def draw_tasks(matrix: np.ndarray, rows: Sequence[str], tasks: Sequence[str], *, kind: str) -> Picture:
     """Scores [row, task], shares of 1, in %, of the rows that were measured; a task's own stage is framed."""
-    measured = np.flatnonzero(np.isfinite(matrix).any(1))
+    measured = np.flatnonzero(np.isfinite(matrix).any(1)).tolist()
     matrix, rows = matrix[measured], [rows[row] for row in measured]
     ends = zip(tasks, matrix[-1].tolist(), strict=True)
     last = [f"{task} {100 * score:.1f} %" for task, score in ends if score == score]
     told = f"{kind} of {len(rows)} models; after {rows[-1]}: {few(last, between=', ')}"
     framed = [(rows.index(task), column) for column, task in enumerate(tasks) if task in rows]
     maps = {"": HeatMap(100 * matrix, rows, tasks, framed=framed)}
-    how = {"names": ("task", "model after stage"), "show": "{:.1f}".format, "vmin": None, "vmax": None}
-    return draw_heat_maps(maps, label="score, % (dark: better)", told=told, **how)
+    how: dict[str, Any] = {"names": ("task", "model after stage"), "show": "{:.1f}".format}
+    return draw_heat_maps(maps, label="score, % (dark: better)", told=told, vmin=None, vmax=None, **how)
 
 
 def draw_overlap(shared: Mapping[str, Overlap]) -> Picture:
@@ -308,7 +308,7 @@ def build_figures(section: RunSection) -> list[Block]:
         caption = f"The first run of each group, at most {MAX_PANELS}. {LEGENDS['matrix']}"
         blocks.append(Block(title="Matrices side by side", caption=caption, picture=picture, name="matrices"))
     runs = {group.name: [run.scores for run in group.runs] for group in section.groups}
-    about = {"title": "Over the stages", "caption": LEGENDS["averages"], "name": "stages"}
+    about: dict[str, Any] = {"title": "Over the stages", "caption": LEGENDS["averages"], "name": "stages"}
     blocks.append(Block(picture=draw_stages(runs, places=section.places), **about))
     if curves := draw_curves(section):
         about = {"title": "Training curves", "caption": LEGENDS["curves"], "name": "training"}
@@ -317,7 +317,7 @@ def build_figures(section: RunSection) -> list[Block]:
         ranked = [group for group in section.groups if compare.is_ranked(group, y)]
         points = {group.name: (group.of(x), group.of(y)) for group in ranked}
         if any(None not in pair for xs, ys in points.values() for pair in zip(xs, ys, strict=True)):
-            labels = {"x": x_label, "y": y_label, "logarithmic": logarithmic}
+            labels: dict[str, Any] = {"x": x_label, "y": y_label, "logarithmic": logarithmic}
             picture = draw_plane(points, places=section.places, **labels)
             blocks.append(Block(title=title, caption=LEGENDS["planes"], picture=picture, name=name))
     return blocks
@@ -350,19 +350,19 @@ def draw_plane(
     means = {name: runs.mean(1) for name, runs in points.items()}
     for name, runs in points.items():
         marker, colour, many = styles[name]["marker"], styles[name]["color"], runs.shape[1] > 5
-        small = {"s": 12 if many else 24, "alpha": 0.4 if many else 0.7, "linewidths": 0, "zorder": 2}
-        large = {"s": 130, "facecolors": "none", "edgecolors": colour, "linewidths": 2, "zorder": 3}
+        small: dict[str, Any] = {"s": 12 if many else 24, "alpha": 0.4 if many else 0.7, "zorder": 2}
+        large: dict[str, Any] = {"s": 130, "facecolors": "none", "edgecolors": colour, "zorder": 3}
         label = literal(name, width=44) + f" ({runs.shape[1]})" * (runs.shape[1] > 1)
-        axes.scatter(*runs, color=colour, marker=marker, **small)
-        axes.scatter(*means[name], label=label, marker=marker, **large)
+        axes.scatter(*runs, color=colour, marker=marker, linewidths=0, **small)
+        axes.scatter(*means[name], label=label, marker=marker, linewidths=2, **large)
     for line in ([name for name in each if name in means] for each in lines):
         if line:
             axes.plot(*np.array([means[name] for name in line]).T, color=styles[line[0]]["color"], zorder=1)
     if front := compare.pareto_front({name: tuple(mean.tolist()) for name, mean in means.items()}):
         xs, ys = np.array([means[name] for name in front]).T
-        dashed = {"color": "0.35", "linewidth": 1.2, "linestyle": "--", "zorder": 0, "label": "Pareto front"}
+        dashed: dict[str, Any] = {"color": "0.35", "linewidth": 1.2, "linestyle": "--", "zorder": 0}
         right, top = axes.get_xlim()[1], axes.get_ylim()[1]
-        axes.step([xs[0], *xs, right], [top, *ys, ys[-1]], where="post", **dashed)
+        axes.step([xs[0], *xs, right], [top, *ys, ys[-1]], where="post", label="Pareto front", **dashed)
     axes.set(xlabel=x, ylabel=y)
     name_levels(drawn, axes, levels, styles)
     if logarithmic and points:
@@ -405,12 +405,12 @@ def draw_stages(
     for name in marked:
         table, stages = lines[name], lines[name].columns + 1
         label = literal(name, width=44) + f" ({len(table)})" * (len(table) > 1)
-        how = {**styles[name], "markersize": 5, "markevery": -(-len(stages) // 20), "linewidth": 1.6}
-        axes.plot(stages, table.mean(), label=f"{label}: {perplexity(ends[name])}", zorder=3, **how)
-        faint = {"alpha": 0.15 if len(marked) <= HIGHLIGHTED else 0.06, "linewidth": 0}
-        axes.fill_between(stages, table.min(), table.max(), color=how["color"], **faint)
+        how: dict[str, Any] = {"markersize": 5, "markevery": -(-len(stages) // 20), "lw": 1.6, "zorder": 3}
+        axes.plot(stages, table.mean(), label=f"{label}: {perplexity(ends[name])}", **how | styles[name])
+        shade, colour = 0.15 if len(marked) <= HIGHLIGHTED else 0.06, styles[name]["color"]
+        axes.fill_between(stages, table.min(), table.max(), color=colour, alpha=shade, linewidth=0)
     axes.set(xlabel="stages trained", ylabel="mean perplexity over the domains so far (log scale)")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.locator_params("x", integer=True)
     name_levels(drawn, axes, levels, styles)
     known = [np.ravel(table.to_numpy()) for table in lines.values()]
     drawing.plain_logarithm(axes.yaxis, np.concatenate([[*levels.values()], *known]))
@@ -430,10 +430,12 @@ def build_setting_curve(sections: Sequence[RunSection], section: RunSection, key
         differing = few(sorted(name for name, given in values.items() if len(given) > 1), between=", ")
         raise ValueError(f"--curve {key} is invalid. Allowed: {differing or 'no setting differs'}")
     curves: dict[str, list[tuple[Any, RunGroup]]] = defaultdict(list)
+    several = len({group.model for group in section.groups}) > 1
     for group in section.groups:
         value = group.runs[0].settings.get(key)
         names = (key, key.removeprefix("method."))  # as it stands in a variant
         others = sorted(each for each in group.own if each.partition("=")[0] not in names)
+        others += [group.model] * several + [f"order {group.orders[0]}"] * (group.order is not None)
         curves[group.name if value is None else " ".join([group.plain, *others])].append((value, group))
     curves = {name: points for name, points in curves.items() if len(points) > 1 or points[0][0] is None}
     if all(len(points) == 1 for points in curves.values()):
@@ -445,10 +447,10 @@ def build_setting_curve(sections: Sequence[RunSection], section: RunSection, key
         for called, (_, group) in zip(lines[-1], own, strict=True):
             points[called] = group.of("CPT/nats"), group.of("FG/nats")
             places[called] = section.places[own[0][1].name]
-    labels = {"x": "just learned CPT (nats)", "y": "forgetting FG (nats)"}
+    labels: dict[str, Any] = {"x": "just learned CPT (nats)", "y": "forgetting FG (nats)"}
     picture = draw_plane(points, lines=lines, places=places, **labels)
-    about = {"title": f"Learned against forgotten over {key}", "caption": LEGENDS["strengths"]}
-    return Block(picture=picture, name="strengths", **about)
+    title, caption = f"Learned against forgotten over {key}", LEGENDS["strengths"]
+    return Block(title=title, caption=caption, picture=picture, name="strengths")
 
 
 def style_groups(groups: Iterable[str], places: Mapping[str, int] | None) -> dict[str, dict[str, str]]:
@@ -473,7 +475,7 @@ def name_levels(
     low, high = axes.get_ylim()
     for name, level in levels.items():
         label = f"{literal(name, width=30)}: {perplexity(level)}"
-        how = {"color": styles[name]["color"], "linewidth": 1.4, "linestyle": "-."}
+        how: dict[str, Any] = {"color": styles[name]["color"], "linewidth": 1.4, "linestyle": "-."}
         if not there or low - 0.6 * (high - low) <= level <= high + 0.6 * (high - low):
             axes.axhline(level, label=label, **how)
         else:

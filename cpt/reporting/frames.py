@@ -18,7 +18,7 @@ from cpt.evaluation.scores import Scores
 
 COST_UNITS = {"trained": "parameters", "tokens": "tokens", "flops": "operations", "skipped": "steps"}
 # `seen` of scores.json is `tokens` here; and the phases of a stage that take time
-COST_COLUMNS = ("trained", "stored", "tokens", "flops", "memory", "skipped")
+COST_COLUMNS: tuple[str, ...] = ("trained", "stored", "tokens", "flops", "memory", "skipped")
 COST_COLUMNS += ("seconds_learn", "seconds_score", "seconds_endtasks")
 SUMMARIZED = ("metric", "perplexity", "text", "task", "score", "benchmark", "cost")  # kinds with a key
 HEADLINES = (
@@ -98,15 +98,13 @@ def list_metrics(scores: Scores) -> Values:
         yield ReportedValue(name, value, key=name)
 
 
-def list_losses(scores: Scores, rows: Sequence[int] | None = None) -> Values:
-    """Every cell of the matrix, or of the given rows, in each of UNITS."""
-    rows = range(len(scores.rows)) if rows is None else rows
-    cells = np.array([scores.nll[row] for row in rows], dtype=float).reshape(-1, len(scores.domains))
-    units = {unit: values.tolist() for unit, values in in_units(cells, layout=scores).items()}
-    for place, row in enumerate(rows):
+def list_losses(scores: Scores) -> Values:
+    """Every cell of the matrix, in each of UNITS."""
+    units = {unit: values.tolist() for unit, values in in_units(scores.matrix, layout=scores).items()}
+    for row, stage in enumerate(scores.rows):
         for column, text in enumerate(scores.domains):
             for unit, values in units.items():
-                yield ReportedValue("loss", values[place][column], unit, None, row, scores.rows[row], text)
+                yield ReportedValue("loss", values[row][column], unit, None, row, stage, text)
 
 
 def list_perplexities(scores: Scores) -> Values:
@@ -169,7 +167,7 @@ def list_answer_means(scores: Scores) -> Values:
     for name, value in scores.answers.get("metrics", {}).items():
         low, high = scores.answers["intervals"].get(name, (None, None))
         yield ReportedValue(name, value, "share", f"answers/{name}", low=low, high=high)
-    final = {(each.text, each.metric): each for each in list_answers(scores)}
+    final = {(each.text or "", each.metric): each for each in list_answers(scores)}
     for (task, measure), each in final.items():
         yield each._replace(key=f"answers/{escape_name(task)}/{measure}")
 
@@ -179,7 +177,7 @@ def list_benchmarks(scores: Scores) -> Values:
     for name, task in scores.benchmarks.get("tasks", {}).items():
         last = endtasks.last_value(task)
         for row, (value, error) in enumerate(zip(task["values"], task["errors"], strict=True)):
-            if value is not None:
+            if last and value is not None:
                 after = scores.rows[row]
                 end = "" if row == last[0] else "/base" if row == 0 else f"/after/{escape_name(after)}"
                 low, high = (None, None) if error is None else (value - 1.96 * error, value + 1.96 * error)
@@ -246,7 +244,8 @@ def tabulate(scores: Scores) -> dict[str, DataFrame]:
 def stage_points(scores: Scores, row: int) -> dict[str, float]:
     """The points of a row over `stage`: `ppl/TEXT`; of `stages/…` `learned` is the mean perplexity over the
     domains so far, `tokens`, `flops` and `seconds` are sums so far, the others of the stage itself."""
-    losses = {each.text: each.value for each in list_losses(scores, [row]) if each.unit == "perplexity"}
+    perplexities = in_units(scores.matrix[row], layout=scores)["perplexity"].tolist()
+    losses = dict(zip(scores.domains, perplexities, strict=True))
     points = {f"ppl/{escape_name(text)}": ppl for text, ppl in losses.items() if not isnan(ppl)}
     so_far = [losses[name] for name in scores.rows[1 : row + 1] if name in losses]
     if so_far and not np.isnan(so_far).any():
@@ -310,8 +309,7 @@ def format_known(value: float | None, show: Show) -> str:
 
 def format_interval(low: float | None, high: float | None, show: Show) -> str:
     """` [52.80, 53.40]`, with a leading blank; empty without an interval."""
-    known = low is not None and high is not None and not isnan(low)
-    return f" [{show(low)}, {show(high)}]" if known else ""
+    return "" if low is None or high is None or isnan(low) else f" [{show(low)}, {show(high)}]"
 
 
 def strip_controls(text: str) -> str:

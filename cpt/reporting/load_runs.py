@@ -106,11 +106,11 @@ def find_runs(folders: Sequence[Path]) -> FoundRuns:
     damaged = [f"{folder}: no such folder" for folder in folders if not Path(folder).is_dir()]
     holding: dict[Path, tuple[Path, bool]] = {}
     for top in folders:
-        for folder, inner, files in os.walk(top):
+        for path, inner, files in os.walk(top):
             is_run = "scores.json" in files or "config.yaml" in files
             inner[:] = [name for name in inner if name[0] != "." and not (is_run and name in SUBFOLDERS)]
             if is_run:
-                holding[Path(folder).resolve()] = Path(folder), "scores.json" in files
+                holding[Path(path).resolve()] = Path(path), "scores.json" in files
     runs, begun = [], [folder for folder, measured in sorted(holding.values()) if not measured]
     for folder in (folder for folder, measured in sorted(holding.values()) if measured):
         try:
@@ -158,7 +158,7 @@ def measure_runs(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
             apart = [(r.pair[1] != run.pair[1], count_differing(r, run)) for r in alone]
             own, other = scores.diagonal, alone[apart.index(min(apart))].scores.diagonal
             if shared := [name for name in own if name in other]:
-                losses = [[each[name] for name in shared] for each in (own, other)]
+                losses = np.array([[each[name] for name in shared] for each in (own, other)])
                 numbers["intransigence/nats"] = float(intransigence(losses[0], one=losses[1]))
         shown = dict(zip(keys, keys, strict=True))  # by the key of a summary
         for task, metric in scores.endtasks.get("metric", {}).items():
@@ -167,11 +167,11 @@ def measure_runs(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
             shown[f"benchmark/{escape_name(task)}"] = f"benchmark/{describe_task(task, given)}"
         values = {name: numbers[key] for key, name in shown.items() if key in numbers}
         measured.append(replace(run, values=values))
-    alike = defaultdict(list)
+    comparable = defaultdict(list)
     for run in measured:
-        alike[run.comparability].append(run)
-    for runs in alike.values():
-        leave_out_others(runs)
+        comparable[run.comparability].append(run)
+    for each in comparable.values():
+        leave_out_others(each)
     return measured
 
 
@@ -312,7 +312,7 @@ def group_runs(runs: Sequence[MeasuredRun], *, by_order: bool) -> list[RunGroup]
             short = [shorten(each, width=40) for each in settings[:NAMED_SETTINGS]]
             short += ["…"] * (len(settings) > NAMED_SETTINGS) + [model] * several
             seeds, drawn = (len({run.pair[place] for run in members}) for place in (1, 0))
-            counts = [f"{n} {kind}{'s' * (n > 1)}" for n, kind in ((seeds, "seed"), (drawn, "order"))]
+            told = [f"{n} {kind}{'s' * (n > 1)}" for n, kind in ((seeds, "seed"), (drawn, "order"))]
             between = " x " if len(members) == seeds * drawn else ", "
             group = RunGroup(
                 name=", ".join([name, *short, *([f"order {orders[order]}"] if order else [])]),
@@ -325,7 +325,7 @@ def group_runs(runs: Sequence[MeasuredRun], *, by_order: bool) -> list[RunGroup]
                 method=members[0].scores.run["method"],
                 alone=members[0].scores.alone,
                 needs_domain=any(run.scores.needs_domain for run in members),
-                size=f"{len(members)} ({between.join(counts)})",
+                size=f"{len(members)} ({between.join(told)})",
             )
             groups.append(group)
     means = {group: group.mean("LC/perplexity") for group in groups}
@@ -391,7 +391,8 @@ def read_training(path: Path, scores: Scores) -> dict[str, DataFrame]:
         lines[column] = pandas.to_numeric(lines[column], errors="coerce")
     lines[["term", "stage"]] = lines["name"].str.extract(r"(?s)^train/([^/]+)/(.+)$")
     lines = lines.dropna().drop_duplicates(["stage", "step", "term"], keep="last")
-    table, found = lines.pivot(index=["stage", "step"], columns="term", values="value"), {}
+    table = lines.pivot(index=["stage", "step"], columns="term", values="value")
+    found: dict[str, DataFrame] = {}
     for name, (begin, end) in find_stages(scores).items():
         if name in table.index:
             curves = table.loc[name].dropna(axis="columns", how="all")

@@ -72,7 +72,7 @@ def write_model_card(folder: Path, scores: Scores) -> Path:
     found = [("all domains", name, metric["perplexity"]) for name, metric in scores.metrics.items()]
     matrix = [["after", *scores.domains], *format_matrix(scores)]
     if len(scores.domains) > FEW:
-        matrix = list(zip(matrix[0], matrix[1], matrix[-1], strict=True))
+        matrix = [*map(list, zip(matrix[0], matrix[1], matrix[-1], strict=True))]
     else:
         last = np.exp(scores.matrix[-1]).tolist()
         found += [(strip_controls(text), "last", ppl) for text, ppl in zip(scores.domains, last, strict=True)]
@@ -86,14 +86,15 @@ def write_model_card(folder: Path, scores: Scores) -> Path:
     metrics = [format_metric(scores, name) for name in scores.metrics]
     tasks = []
     for each in (each for kind in ("task", "score", "benchmark") for each in KINDS[kind](scores)):
-        if each.unit in ("share", "") and "/" not in each.metric and each.value is not None:
-            show = percent if each.unit == "share" else decimals  # the harness has units of its own
+        show = {"share": percent, "": decimals}.get(each.unit)  # the harness has units of its own
+        if show and "/" not in each.metric and each.value is not None and isfinite(each.value):
             text = show(each.value) + format_interval(each.low, each.high, show)
             tasks.append([each.text or "all tasks", each.metric, each.row or "–", text])
-    data = {"base_model": base["name"] if from_hub else None, "pipeline_tag": pipeline, "model_name": title}
+    data: dict[str, Any] = {"base_model": base["name"] if from_hub else None, "pipeline_tag": pipeline}
     data |= {"datasets": data_sets or None, "eval_results": results or None, "library_name": "transformers"}
+    tags = ["continual-pretraining", "continual-learning", "cpt", run["method"]]
     card = ModelCard.from_template(
-        ModelCardData(**data, tags=["continual-pretraining", "continual-learning", "cpt", run["method"]]),
+        ModelCardData(**data, model_name=title, tags=tags),
         template_path=str(TEMPLATES / "model_card.md.j2"),
         quote=lambda text: quote_markup(str(text), IN_CELL),
         table=make_table,

@@ -77,7 +77,7 @@ def measure_overlap(measured: Diagnostics, scores: Scores) -> dict[str, Overlap]
             # stages read. Leading stages without a mask do not count; nothing is known after a missing stage.
             read = len(scores.seen) == len(scores.rows) and all(scores.seen[1:])
             seen, shares = scores.seen if read else [1] * len(scores.rows), vectors
-            vectors, before, steps = {}, 0.0, 0.0
+            vectors, before, steps = {}, np.array(0.0), 0.0
             for row in itertools.takewhile(shares.__contains__, range(1, len(scores.rows))):
                 if shares[row].any():
                     total = shares[row] * (steps + seen[row])
@@ -90,11 +90,11 @@ def measure_overlap(measured: Diagnostics, scores: Scores) -> dict[str, Overlap]
                 each = dict(zip(layers, sums[:, 0] / sums[:, 1], strict=True))
                 whole = sums[:, 0].sum(0) / sums[:, 1].sum(0)
             found[title] = Overlap([scores.rows[row] for row in vectors], whole, each)
-    for name, shares in (stages[max(stages)] if stages else {}).items():  # HAT: gates of the last model
+    for name, gates in (stages[max(stages)] if stages else {}).items():  # HAT: of the last model
         prefix, _, kind = name.partition("/")
-        if prefix == "overlap" and shares.ndim == 2 and 1 < len(shares) < len(scores.rows):
-            names = scores.rows[1 : len(shares) + 1]
-            found[f"gates: {kind}"] = Overlap(names, jaccard(shares.astype(float)), {})
+        if prefix == "overlap" and gates.ndim == 2 and 1 < len(gates) < len(scores.rows):
+            names = scores.rows[1 : len(gates) + 1]
+            found[f"gates: {kind}"] = Overlap(names, jaccard(gates.astype(float)), {})
     for row, arrays in measured.items():
         if len(each := by_prefix(arrays, "similarity")) and len(arrays["texts"]) > 1:
             names = [scores.domains[place] for place in arrays["texts"]]

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from cpt.evaluation.metrics import METRICS, TITLES, UNITS
 from cpt.evaluation.scores import Scores, conditions, describe_conditions
 from cpt.evaluation.task_metrics import describe_task, head_of, last_value, matrix_of
 from cpt.reporting import figures, frames
-from cpt.reporting.drawing import HeatMap, draw_heat_maps
+from cpt.reporting.drawing import HeatMap, Picture, draw_heat_maps
 from cpt.reporting.frames import Show, decimals, few, format_known, megabytes, percent, perplexity, signed
 from cpt.reporting.load_runs import find_stages, read_training
 from cpt.reporting.overlap import LARGEST_ROWS, measure_overlap, read_diagnostics, read_distributions
@@ -63,7 +63,7 @@ def build_blocks(folder: Path, scores: Scores) -> list[Block]:
     """The sections of a run page: what came out first, pictures, then tables, and how the run was made."""
     answers = show_answers(scores)
     terms = [LEGENDS["terms"] for metric in scores.metrics.values() if "terms" in metric][:1]
-    about = {"title": "Metrics", "lines": [LEGENDS["metrics"], *terms], "head": METRIC_HEAD, "words": 3}
+    about: dict[str, Any] = {"lines": [LEGENDS["metrics"], *terms], "head": METRIC_HEAD, "words": 3}
     cells = [format_metric(scores, name) for name in scores.metrics]
     blocks = [
         Block(head=TILES_HEAD, cells=list_tiles(scores), tiles=True, words=5),
@@ -74,7 +74,7 @@ def build_blocks(folder: Path, scores: Scores) -> list[Block]:
         show_modules(scores),
         show_similarity(scores),
         *show_overlap(scores, folder),
-        Block(cells=cells, chosen=(0, 1, 3, 4, 5), **about),
+        Block(title="Metrics", cells=cells, chosen=(0, 1, 3, 4, 5), **about),
         *answers[1:],
         *show_endtasks(scores),
         show_benchmarks(scores),
@@ -139,9 +139,9 @@ def format_scores(scores: Scores) -> str:
         parts.append(shorten_table(list(tasks), format_answers(scores)))
     measured = []
     for name, task in scores.benchmarks.get("tasks", {}).items():
-        if found := last_value(task):
+        if last := last_value(task):
             base = format_known(task["values"][0], decimals)
-            measured.append(f"{describe_task(name, task)} {decimals(found[1])} (base {base})")
+            measured.append(f"{describe_task(name, task)} {decimals(last[1])} (base {base})")
     parts += [f"benchmarks: {few(measured, between=', ')}"] * bool(measured)
     return "\n\n".join([*parts, f"{frames.label(scores.run)}, seed {scores.run['seed']}, {scores.state}"])
 
@@ -150,8 +150,9 @@ def format_rows(names: Sequence[str], values: np.ndarray, show: Show, sds: np.nd
     """Each row's name and its values [row, column], with their deviations where these are known."""
     rows = zip(names, values.tolist(), strict=True)
     cells = [[name, *(format_known(value, show) for value in row)] for name, row in rows]
-    for row, column in np.argwhere(np.isfinite(sds)).tolist() if sds is not None else ():
-        cells[row][1 + column] += f" ± {show(sds[row, column])}"
+    if sds is not None:
+        for row, column in np.argwhere(np.isfinite(sds)).tolist():
+            cells[row][1 + column] += f" ± {show(sds[row, column])}"
     return cells
 
 
@@ -166,10 +167,10 @@ def format_metric(scores: Scores, name: str) -> list[str]:
     metric, about, bounds = scores.metrics[name], METRICS[name][:2], scores.metrics[name].get("interval", {})
     measured, whole = metric.get("terms", (None, None))
     name = TITLES.get(name, name) + (f" ({measured:,} of {whole:,})" if whole else "")
-    cells = [
-        format_known(metric[unit], show) + frames.format_interval(*bounds.get(unit, (None, None)), show)
-        for unit, show in FORMATS.items()
-    ]
+    cells = []
+    for unit, show in FORMATS.items():
+        low, high = bounds.get(unit, (None, None))
+        cells.append(format_known(metric[unit], show) + frames.format_interval(low, high, show))
     return [name, *about, *(["–"] * 3 if measured == 0 else cells)]
 
 
@@ -210,12 +211,12 @@ def show_run(scores: Scores) -> Block:
 def show_matrix(scores: Scores) -> list[Block]:
     if not scores.rows:
         return []
-    folded = f"{len(scores.rows)} x {len(scores.domains)} perplexities"
-    table = {"head": ["after", *scores.domains], "cells": format_matrix(scores), "folded": folded}
+    head, folded = ["after", *scores.domains], f"{len(scores.rows)} x {len(scores.domains)} perplexities"
+    table: dict[str, Any] = {"head": head, "cells": format_matrix(scores), "folded": folded}
     title, curves = "Perplexity on each test text after each stage", figures.draw_text_curves(scores)
-    how = {"name": "matrix", "caption": LEGENDS["matrix"], "picture": figures.draw_matrix(scores)}
-    over = {"name": "stages", "caption": LEGENDS["stages"], "picture": curves}
-    return [Block(title=title, **how, **table), Block(title="Perplexity over the stages", **over)]
+    table |= {"name": "matrix", "caption": LEGENDS["matrix"], "picture": figures.draw_matrix(scores)}
+    over: dict[str, Any] = {"name": "stages", "caption": LEGENDS["stages"], "picture": curves}
+    return [Block(title=title, **table), Block(title="Perplexity over the stages", **over)]
 
 
 def show_training(scores: Scores, folder: Path) -> Block:
@@ -224,8 +225,8 @@ def show_training(scores: Scores, folder: Path) -> Block:
         return Block()
     missing = [name for name in scores.learned if name not in stages]
     lines = [f"Without a point: {few(missing, between=', ')}."] * bool(missing)
-    how = {"picture": figures.draw_training(stages, find_stages(scores)), "caption": LEGENDS["training"]}
-    return Block(title="Training", lines=lines, **how)
+    picture = figures.draw_training(stages, find_stages(scores))
+    return Block(title="Training", lines=lines, picture=picture, caption=LEGENDS["training"])
 
 
 def show_monitor(scores: Scores) -> Block:
@@ -257,8 +258,8 @@ def show_monitor(scores: Scores) -> Block:
             cells[-1].append("–")
     head = ["stage", "steps", "its own text, nats", "most risen of the past", GENERAL, "ended early"]
     head += ["Budget of drift: upper ends at the kept step, of what was allowed"] * budgeted
-    about = {"title": "Other text during each stage", "caption": LEGENDS["monitor"]}
-    table = {"head": head, "cells": cells, "folded": f"{len(cells)} stages"}
+    about: dict[str, Any] = {"title": "Other text during each stage", "caption": LEGENDS["monitor"]}
+    table: dict[str, Any] = {"head": head, "cells": cells, "folded": f"{len(cells)} stages"}
     return Block(name="monitor", picture=figures.draw_monitor(scores), **about, **table)
 
 
@@ -266,7 +267,7 @@ def show_modules(scores: Scores) -> Block:
     """Which modules of the last model scored each text, by their mean weights."""
     if len(scores.rows) < 2 or not any(scores.modules):
         return Block()
-    about = {"title": "Modules that scored each text", "caption": LEGENDS["modules"]}
+    about: dict[str, Any] = {"title": "Modules that scored each text", "caption": LEGENDS["modules"]}
     return Block(name="modules", picture=figures.draw_modules(scores), **about)
 
 
@@ -280,7 +281,7 @@ def show_similarity(scores: Scores) -> Block:
         told = f"Mean cosine of domains learned one after another: {neighbours:.2f}; of any two: {pairs:.2f}."
     values = np.column_stack([matrix, given["general"]]).astype(float)
     np.fill_diagonal(values, np.nan)
-    how = {"label": "cosine of mean embeddings, centred\n(red: alike)", "change": True}
+    how: dict[str, Any] = {"label": "cosine of mean embeddings, centred\n(red: alike)", "change": True}
     maps = {"": HeatMap(values, given["names"], [*given["names"], GENERAL])}
     picture = draw_heat_maps(maps, names=("domain, in the order learned",) * 2, told=told, **how)
     title = "Similarity of the domains' texts, in the order learned"
@@ -297,7 +298,7 @@ def show_endtasks(scores: Scores) -> list[Block]:
     measured = np.flatnonzero(np.isfinite(means).any(1))
     cells = format_rows([scores.rows[row] for row in measured], means[measured], percent, spreads[measured])
     picture = figures.draw_endtasks(scores) if len(cells) > 1 else b""
-    shown = {"picture": picture, "caption": LEGENDS["tasked"] * bool(picture)}
+    shown: dict[str, Any] = {"picture": picture, "caption": LEGENDS["tasked"] * bool(picture)}
     title, head = f"End tasks: {name_measures(given['metric'])}", ["after", *tasks]
     found = task_metrics.summarise_endtasks(given, scores.rows)
     told = f"{len(tasks)} tasks, seeds {few([*map(str, given['seeds'])], between=', ')}, "
@@ -317,7 +318,7 @@ def show_answers(scores: Scores) -> list[Block]:
     ]
     final = {(each.text, each.metric): each.value for each in frames.list_answers(scores)}  # the last row's
     last = [[task, *(format_known(final.get((task, name)), percent) for name in there)] for task in tasks]
-    matrix = {"name": "answers", "head": ["after", *tasks], "caption": LEGENDS["tasked"]}
+    matrix: dict[str, Any] = {"name": "answers", "head": ["after", *tasks], "caption": LEGENDS["tasked"]}
     picture = figures.draw_tasks(matrix_of(scores.answers), scores.rows, list(tasks), kind="Scores")
     title = f"Answers to each task (column) after each stage (row): {names}"
     return [
@@ -343,8 +344,8 @@ def show_task_metrics(
     answers = {name: told[1:] for name, told in task_metrics.ANSWER_METRICS.items()}
     meanings, cells = task_metrics.ENDTASK_MEANINGS | answers, []
     for name, value in found.items():
-        bounds = given.get("intervals", {}).get(name, (None, None))
-        cells.append([name, *meanings[name], percent(value) + frames.format_interval(*bounds, percent)])
+        low, high = given.get("intervals", {}).get(name, (None, None))
+        cells.append([name, *meanings[name], percent(value) + frames.format_interval(low, high, percent)])
     head = ("number", "meaning", "formula", "%")
     return Block(title=title, lines=lines, head=head, cells=cells, words=3, chosen=(0, 1, 3))
 
@@ -397,7 +398,7 @@ def show_costs(scores: Scores) -> Block:
     ]
     head, folded = ["after", *COST_FORMATS], f"{len(noted)} stages" * (len(noted) > 2 * frames.FEW)
     lines = [LEGENDS["compute"]] * bool(noted)
-    shown = {"chosen": (0, 1, 2, 6, 8), "folded": folded}
+    shown: dict[str, Any] = {"chosen": (0, 1, 2, 6, 8), "folded": folded}
     return Block(title="Compute", lines=lines, head=head, cells=cells, **shown)
 
 
@@ -407,7 +408,7 @@ def show_overlap(scores: Scores, folder: Path) -> list[Block]:
     shared, distributions = measure_overlap(stages, scores), read_distributions(stages, scores)
     by_text = {title: shared.pop(title) for title in [*shared] if title.startswith(LARGEST_ROWS)}
     layered = {title: each for title, each in shared.items() if len(each.layers) > 1}
-    pictures = (
+    pictures: tuple[tuple[str, str, str, Mapping[str, Any], Callable[[Any], Picture]], ...] = (
         ("What domains share inside the model", "inside", "overlap", shared, figures.draw_overlap),
         ("What domains share, by layer", "by_layer", "overlap_by_layer", layered, figures.draw_layers),
         ("Rows with the largest magnitudes", "largest_rows", "largest_rows", by_text, figures.draw_overlap),

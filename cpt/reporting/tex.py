@@ -111,8 +111,8 @@ def measure_matrices(section: RunSection) -> Iterator[dict[str, object]]:
                     for row, column in np.argwhere(np.isfinite(values)).tolist():
                         place = kind, scores.rows[row], columns[column]
                         cells.setdefault(place, []).append(float(values[row, column]))
-            for (kind, row, text), values in cells.items():
-                about = {"group": group.name, "order": names[order], "kind": kind, "row": row, "text": text}
+            for (kind, stage, text), values in cells.items():
+                about = {"group": group.name, "order": names[order], "kind": kind, "row": stage, "text": text}
                 sd = float(np.std(values, ddof=1)) if len(values) > 1 else None
                 yield about | {"mean": float(np.mean(values)), "sd": sd, "n": len(values)}
 
@@ -176,7 +176,7 @@ def format_groups(section: RunSection, frame: DataFrame, by: str) -> DataFrame:
 
 def escape(text: object) -> str:
     """Text as TeX shows it."""
-    return strip_controls(str(text)).translate(str.maketrans(ESCAPED))
+    return strip_controls(str(text)).translate({ord(sign): tex for sign, tex in ESCAPED.items()})
 
 
 def write_tables(sections: Sequence[RunSection], folder: Path) -> list[Path]:

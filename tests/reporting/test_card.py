@@ -75,9 +75,9 @@ def test_a_card_shows_no_paths_accounts_or_secrets_and_no_mask_rate_of_a_causal_
     overrides += ["logger.entity=alice", "+callbacks.a._target_=alice.A", "model.name_or_path=own/er"]
     overrides += ["+domains.catalogue.x={path: /home/alice}"]
     how = {"config": config, "overrides": overrides, "base": HUB | {"name": "own/er"}}
-    tasks = endtasks([[0.5] * 3] * 4)
+    tasks = endtasks([[0.5, 0.5, None]] * 4)
     page = card_of(tmp_path / "run", variant="x=/srv/alice", endtasks=tasks, **how)
-    assert cells(page, "law") == ["accuracy", "space", "50.00"]
+    assert cells(page, "law") == ["accuracy", "space", "50.00"] and "| nan |" not in page
     assert "| d-law |" in page  # the hash of its text
     assert "alice" not in page and "hf_1" not in page
     command = "python run.py method=kd 'order=[a/b,c]' 'domains.root=<path>' model.name_or_path=own/er"

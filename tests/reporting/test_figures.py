@@ -1,5 +1,7 @@
 """The figures of a comparison show the numbers they are given, for one group as for forty, and say them."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -95,3 +97,19 @@ def test_training_curves_are_means_over_seeds_by_order_and_what_is_not_trained_h
     assert np.ptp(band.get_paths()[0].vertices[:, 1]) == pytest.approx(1.9)
     assert told.endswith("das 4.600; ncl 4.600.") or told.endswith("ncl 4.600; das 4.600.")
     assert figures.draw_curves(comparing.section([comparing.run(tmp_path / "none")])) is None
+
+
+def test_a_curve_over_a_setting_joins_groups_of_one_model_and_order(monkeypatch, tmp_path):
+    runs, told, orders = [], {}, (comparing.DOMAINS, comparing.DOMAINS[::-1])
+    varied = itertools.product(("tiny", "large"), orders, (1, 9))
+    for number, (model, order, strength) in enumerate(varied):
+        given = {"method": "ewc", "variant": f"method.strength={strength}", "model": model, "order": order}
+        comparing.saved(tmp_path / str(number), config={"method": {"strength": strength}}, **given)
+        runs.append(comparing.run(tmp_path / str(number), **given))
+    monkeypatch.setattr(figures, "draw_plane", lambda points, **how: told.update(how, points=points) or b"")
+    for by_order, count in ((False, 2), (True, 4)):
+        section = comparing.section(runs, by_order=by_order)
+        figures.build_setting_curve([section], section, "method.strength")
+        named = [name for line in told["lines"] for name in line]
+        assert len(told["lines"]) == count and sorted(named) == sorted(told["points"])
+        assert len(named) == len(section.groups) == 2 * count
