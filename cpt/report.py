@@ -86,9 +86,9 @@ def compare_folders(given: argparse.Namespace) -> int:
         raise ValueError(f"--baseline {given.baseline} is invalid. Allowed: {', '.join(sorted(names))}")
     if given.figures:
         code = export_figures(finished, sections, given.figures)
-        told = [*found.damaged, *["no finished run"] * (not finished)]
-        print(*told, sep="\n", end="\n" * bool(told), file=sys.stderr)
-        return code or int(bool(told))
+        wrong = [*found.damaged, *["no finished run"] * (not finished)]
+        print(*wrong, sep="\n", end="\n" * bool(wrong), file=sys.stderr)
+        return code or int(bool(wrong))
     heading = [Block(lines=[LEGENDS["sections"].format(count=len(sections))])] * (len(sections) > 1)
     blocks, failed = [], list[str]()
     for number, section in enumerate(sections, start=1):

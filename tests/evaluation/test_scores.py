@@ -91,7 +91,9 @@ def test_an_interval_over_few_documents_of_many_domains_covers_the_mean():
             low, high = found[name]["nats"]
             hits[name] += low <= mean <= high
     assert min(hits.values()) / 150 > 0.88, hits
-    one = metrics.intervals([each[:, :1] for each in sums], counts=[each[:1] for each in counts], layout=layout)
+    one = metrics.intervals(
+        [each[:, :1] for each in sums], counts=[each[:1] for each in counts], layout=layout
+    )
     assert np.isnan(one["LC"]["nats"]).all()
 
 

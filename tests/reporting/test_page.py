@@ -112,7 +112,9 @@ def test_markdown_shows_names_as_they_are():
         tokens = rendered(markdown(Block(lines=[name, f"`one`: {name}"]), picture=""))
         assert {token.type for token in tokens} <= {"inline", "paragraph_open", "paragraph_close"}
         assert inner(tokens) <= {"text", "text_special", "code_inline"}
-    (line,) = (each for each in rendered(markdown(Block(lines=[r"`only=\.q$ *` & *"]), picture="")) if each.children)
+    (line,) = (
+        each for each in rendered(markdown(Block(lines=[r"`only=\.q$ *` & *"]), picture="")) if each.children
+    )
     assert [each.content for each in line.children if each.type == "code_inline"] == [r"only=\.q$ *"]
 
 

@@ -36,7 +36,9 @@ def test_a_difference_is_ours_minus_what_was_published_with_the_interval_of_our_
             scores = endtasks([[base + seed / 100] * 3] * 4)
             config = {"order": 0, "seed": seed, "method": {"form": "x"}}
             config["method"] |= {"contrast_every": 1, "contrast_samples": 1} if method == "das" else {}
-            given = {"ncl": "trainer.devices=4", "das": "contrast_every=1; contrast_samples=1"}.get(method, "")
+            given = {"ncl": "trainer.devices=4", "das": "contrast_every=1; contrast_samples=1"}.get(
+                method, ""
+            )
             about = {"method": method, "seed": seed, "variant": given}
             saved(tmp_path / f"{method}-{seed}", **about, endtasks=scores, config=config)
     assert main([str(tmp_path), "--published", "das6"]) == 0

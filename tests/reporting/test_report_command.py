@@ -94,6 +94,8 @@ def test_the_page_has_its_figures(tmp_path):
     for place in ("a_b/c", "a/b_c", "q/c"):
         saved(tmp_path / "alike" / place, method="das")
     assert main([str(tmp_path / "alike"), "--figures", str(tmp_path / "two")]) == 0
-    assert {f"a_b_c{more}-stages" for more in ("", "-2")} <= {x.stem for x in (tmp_path / "two").glob("*.svg")}
+    assert {f"a_b_c{more}-stages" for more in ("", "-2")} <= {
+        x.stem for x in (tmp_path / "two").glob("*.svg")
+    }
     facets = '{"method": "ncl", "model": "tiny", "order": "law,food,space", "domains": "masked: food'
     assert facets in html.replace("&#34;", '"')

@@ -15,7 +15,7 @@ from cpt.reporting import figures
 from cpt.reporting.tex import write_tables
 from tests.support.comparing import DOMAINS, endtasks, run, saved, section
 
-NASTY = ["law\n\\input{/etc/passwd}\n", "a & b % c", "$x_1 ~ ^ #{}", "1 < 2 | ± – →"]
+NASTY = ["after", "law\n\\input{/etc/passwd}\n", "a & b % c", "$x_1 ~ ^ #{}", "1 < 2 | ± – →"]
 
 
 def typeset(folder):
