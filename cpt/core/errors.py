@@ -52,13 +52,18 @@ SAID = {  # what Hydra says of a config that cannot be composed, and what is sai
 FAILED_ALLOCATION = re.compile(
     r"out of memory|can't allocate memory|Cannot allocate memory|bad_alloc|can't start new thread"
     r"|could not create a (primitive|memory)"  # oneDNN
+    r"|DataLoader worker .* killed by signal: Killed"
 )
 LESS = "rerun the same command to resume, with more memory or with less use of it: docs/plan.md"
 
 
 def reason(error: BaseException) -> str:
-    """An error's message on one line; of an error inside a Hydra instantiation, the cause's."""
-    return " ".join(filter(None, map(str.strip, explain(error).splitlines()))) or type(error).__name__
+    """An error's message on one line; of an error inside a Hydra instantiation or a loader's process, the
+    cause's."""
+    lines = [*filter(None, map(str.strip, explain(error).splitlines()))]
+    if lines and re.match(r"Caught \w+ in DataLoader worker process", lines[0]):
+        lines = [lines[-1].partition(": ")[2] or lines[-1]]
+    return " ".join(lines) or type(error).__name__
 
 
 def explain(error: BaseException) -> str:

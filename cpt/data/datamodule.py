@@ -1,6 +1,8 @@
 """The sequence of domains as a LightningDataModule that every method shares."""
 
+import atexit
 import math
+import multiprocessing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
@@ -22,6 +24,14 @@ from cpt.data.replay import ReplayConfig, ReplayPool, ReplaySource, exact
 from cpt.data.sampler import EvalSubset, ResumeSampler, ShardSampler, TrainStream
 from cpt.data.sources.base import GENERAL
 from cpt.optim.schedulers import Progress
+
+
+@atexit.register  # before multiprocessing's own, which sends a SIGTERM, which workers ignore once, and waits
+def kill_workers() -> None:
+    """Ends the processes of loaders that an error has left, so that this one can end."""
+    for each in multiprocessing.active_children():
+        if each.daemon:
+            each.kill()
 
 
 @dataclass(frozen=True)
@@ -206,7 +216,8 @@ class DomainSequence(LightningDataModule):
         how = dict[str, Any](batch_size=self.eval_batch_size, purpose=purpose, places=self.places)
         objective = self.objective.scoring if purpose == "score" else self.objective
         together = world if getattr(self.trainer.strategy, "lockstep", False) else 1
-        batches = EvalSubset(texts, rows, objective=objective, together=together, **how)
+        least = world if purpose == "score" else 0  # Lightning refuses a process without a batch
+        batches = EvalSubset(texts, rows, objective=objective, together=together, least=least, **how)
         return self.loader(batches, ShardSampler(len(batches), rank=self.trainer.global_rank, world=world))
 
     def loader(self, batches: Dataset, sampler: Sampler[int]) -> DataLoader:

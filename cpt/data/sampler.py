@@ -121,7 +121,7 @@ class TrainStream(Dataset):
 class EvalSubset(Dataset):
     """Fixed rows of several texts in batches of one text each. Masks depend on the `purpose`, the text's
     name and the row alone, so every model gets the same ones. Where `together` processes run forward passes
-    collectively, each text is filled up with idle batches to a multiple of them."""
+    collectively, each text is filled up with idle batches to a multiple of them; all texts to the `least`."""
 
     texts: Mapping[str, Packed]
     rows: Mapping[str, np.ndarray]
@@ -131,6 +131,7 @@ class EvalSubset(Dataset):
     purpose: str
     places: Mapping[str, int] = field(default_factory=dict)
     together: int = 1
+    least: int = 0
 
     def __post_init__(self) -> None:
         self.columns = {name: column for column, name in enumerate(self.texts)}
@@ -139,6 +140,9 @@ class EvalSubset(Dataset):
             starts = range(0, len(rows), self.batch_size)
             self.blocks += [(name, rows[at : at + self.batch_size], False) for at in starts]
             self.blocks += [(name, rows[:1], True)] * (-len(starts) % self.together)
+        if self.blocks:
+            name, rows, _ = self.blocks[0]
+            self.blocks += [(name, rows[:1], True)] * (self.least - len(self.blocks))
 
     def __len__(self) -> int:
         return len(self.blocks)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from filelock import FileLock, Timeout
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -28,7 +28,7 @@ from omegaconf import DictConfig, OmegaConf
 from cpt.core.config import executes
 from cpt.core.errors import readable
 from cpt.core.preemption import GO_ON
-from cpt.core.schema import Count, Natural, OneOrMore, Text, check_value
+from cpt.core.schema import Count, Natural, OneOrMore, Text, check_value, show
 from cpt.sweeps.jobs import CONTINUES, PreemptedJob
 
 if TYPE_CHECKING:
@@ -63,8 +63,9 @@ class OptunaSweeper(Sweeper):
     ) -> None:
         self.params, self.sampler, self.options = dict(params or {}), sampler, dict(options)
         self.seed, self.direction, self.n_trials, self.n_jobs = seed, direction, n_trials, n_jobs
-        given = (("seed", seeds), ("order", orders))
-        self.averaged = {key: list(values) for key, values in given if values is not None}
+        given = {"seed": seeds, "order": orders}
+        chosen = OmegaConf.create({key: [*values] for key, values in given.items() if values is not None})
+        self.averaged = cast(dict[str, list[Any]], OmegaConf.to_container(chosen))
         self.first: list[dict[str, Any]] = []  # the values of the first trials, before those of the sampler
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
@@ -160,7 +161,7 @@ class OptunaSweeper(Sweeper):
                 study.enqueue_trial(trial.params)
                 others.append(trial.params)
         made = {key: self.distribution(key, each) for key, each in space.items()}
-        lists = ([f"{key}={value}" for value in given] for key, given in self.averaged.items())
+        lists = ([f"{key}={show(value)}" for value in given] for key, given in self.averaged.items())
         runs = [list(each) for each in itertools.product(*lists)]  # the overrides of each run of a trial
         while left > 0:
             size = min(self.n_jobs, left)

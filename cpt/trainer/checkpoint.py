@@ -8,6 +8,7 @@ NAME.COUNT.shards/              sharded tensors, by torch.distributed.checkpoint
 The small file is replaced when its folder is complete, and the folder before is removed then: a kill leaves
 the old ones or the new ones. Any number of processes reads them; a stage's with any strategy."""
 
+import glob
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
@@ -53,6 +54,16 @@ class StepCheckpoint(Callback):
 
     def __init__(self, path: Path, *, every: int, guard: NanGuard, parts: Path | None = None) -> None:
         self.path, self.every, self.guard, self.parts, self.step = path, every, guard, parts, 0
+
+    def on_load_checkpoint(
+        self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Raises ValueError for a checkpoint without what a callback of this version of cpt stores."""
+        for each in trainer.callbacks:
+            stored = checkpoint["callbacks"].get(each.state_key, {})
+            if type(each).__module__.startswith("cpt.") and (lacks := {*each.state_dict()} - {*stored}):
+                told = f"{self.path} is of another version of cpt ({type(each).__name__} lacks {min(lacks)})"
+                raise ValueError(f"{told}; delete it to train again from what came before")
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         self.step = trainer.global_step
@@ -150,7 +161,9 @@ def save_sharded(state: Mapping[str, Any], path: Path) -> None:
 
     tree, folder = take_out(dict(state)), None
     if shards:
-        there = [int(each.name.split(".")[-2]) for each in path.parent.glob(f"{path.stem}.*.{SHARDS}")]
+        there = [
+            int(each.name.split(".")[-2]) for each in path.parent.glob(f"{glob.escape(path.stem)}.*.{SHARDS}")
+        ]
         folder = path.with_name(f"{path.stem}.{all_reduce_max(1 + max(there, default=0))}.{SHARDS}")
         if is_first_process():
             folder.mkdir(parents=True)
@@ -168,7 +181,7 @@ def save_sharded(state: Mapping[str, Any], path: Path) -> None:
         tree[SHARDS] = {"folder": folder.name, "sums": sums, "places": places}
     if is_first_process():
         save_state(tree, path)
-        for old in path.parent.glob(f"{path.stem}.*.{SHARDS}"):
+        for old in path.parent.glob(f"{glob.escape(path.stem)}.*.{SHARDS}"):
             if old != folder:
                 shutil.rmtree(old)
 

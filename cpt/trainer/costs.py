@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from cpt.core.distributed import is_sharded, to_local
 from cpt.core.memory import forget_peak, give_back, peak
+from cpt.core.processes import rank_and_world
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualMethod
 from cpt.models.loading import skeleton
@@ -115,6 +116,7 @@ class CostMonitor(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.paced = trainer.global_step, self.tokens, time.perf_counter()
+        self.counted_to = 0  # of a try that was rolled back
         if trainer.global_step == 0:
             self.begin()
 
@@ -157,11 +159,15 @@ class CostMonitor(Callback):
         self.end("before")
 
     def state_dict(self) -> dict[str, Any]:
-        return {"tokens": self.tokens, "memory": self.memory, "rates": self.rates, **self.flops}
+        own = {"tokens": self.tokens, "memory": self.memory, "rates": self.rates, **self.flops}
+        return own | {"processes": rank_and_world()[1]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.tokens, self.memory, self.rates = state["tokens"], state["memory"], list(state["rates"])
-        self.flops = {phase: state[phase] for phase in self.flops}
+        """Counts are those of the first of so many processes: each of other ones takes its share."""
+        then, now = state["processes"], rank_and_world()[1]
+        self.memory, self.rates = state["memory"], list(state["rates"])
+        self.tokens = round(state["tokens"] * then / now)
+        self.flops = {phase: round(state[phase] * then / now) for phase in self.flops}
 
 
 @contextmanager

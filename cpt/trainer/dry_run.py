@@ -252,7 +252,10 @@ def profile_run(
                 part.enter(stage)
                 module.setup_stage(stage)
                 module.train()
-                callbacks = [costs, NanGuard(policy=plan.run.on_nonfinite), profiler]
+                guard = NanGuard(
+                    policy=plan.run.on_nonfinite.replace("rollback", "stop")
+                )  # nothing to go back to
+                callbacks = [costs, guard, profiler]
                 label = f"profiling {stage.name}"
                 trainer = make_trainer(arguments, label=label, steps=steps, callbacks=callbacks)
                 with draw_quickly(options.quick_dropout is True):

@@ -81,7 +81,12 @@ class ProgressBar(Callback):
     def teardown(self, *args: Any, **kwargs: Any) -> None:
         self.bar.close()
 
-    on_exception = teardown
+    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
+        self.bar.close()
+        fetcher = trainer.fit_loop._data_fetcher
+        loader = None if fetcher is None else fetcher._combined_loader
+        if loader is not None and loader._iterator is None:  # it could not start: its teardown would hide why
+            trainer.fit_loop._data_fetcher = None
 
 
 class FSDP2Strategy(DDPStrategy):

@@ -27,6 +27,7 @@ from cpt.core.memory import keep_free
 from cpt.core.processes import cores, is_first_process, stray_ranks
 from cpt.core.schema import check_names, option_types, show
 from cpt.core.sections import check_arguments, load_target
+from cpt.data.options import share_batch
 from cpt.data.sources.base import ASSISTANT, USER, Example
 from cpt.data.tokenized_tasks import render_chat
 from cpt.models import loading
@@ -75,6 +76,8 @@ def prepare(plan: Plan, run: RunDir) -> PreflightResult:
     callbacks = make_callbacks(plan.callbacks)
     check_names(plan.trainer.others, [*option_types(TrainerOptions), *TRAINER_ARGUMENTS], place="trainer")
     tried = try_trainer(plan.trainer.lightning, loggers=loggers, callbacks=list(callbacks.values()))
+    how = plan.trainer.batch_size, plan.trainer.accumulate_grad_batches
+    share_batch(how[0], accumulate=how[1], world=tried.world_size)
     if tried.world_size == 1 and (stray := stray_ranks()):
         allowed = "unset, or trainer.devices and trainer.num_nodes of all processes"
         raise ValueError(

@@ -177,6 +177,10 @@ def test_processes_that_go_together_are_at_one_text_and_none_is_left_over(object
     assert len(idle) == len(every) - len(alone) == 3 and all(len(batch["positions"]) == 0 for batch in idle)
     kept = [samples(batch) for batch in every if "idle" not in batch]
     assert kept == [samples(alone[number]) for number in range(len(alone))]
+    more = subset(
+        TEXTS, {"b": rows["b"]}, **how, least=4
+    )  # than it has batches: a process without one ends a run
+    assert ["idle" in more[number] for number in range(len(more))] == [False, True, True, True]
 
 
 def test_places_targets_and_rows_are_those_of_the_labels_and_a_row_is_a_batch():

@@ -253,6 +253,9 @@ def test_a_trial_is_the_mean_of_its_seeds_and_orders(search, folder):
     places = [(lr, seed, order) for lr in ("0.1", "0.9") for seed in range(3) for order in range(2)]
     assert runs.jobs == [[f"lr={lr}", f"seed={seed}", f"order={order}"] for lr, seed, order in places]
     assert results(folder)["best"]["params"] == {"lr": "0.1"}
+    lists = OmegaConf.create([["a", "b"], ["b", "a"]])
+    runs = search(lambda values: 0.0, "lr=0.1,0.9", anew=True, orders=lists, **GRID)
+    assert [job[-1] for job in runs.jobs] == ["order=[a,b]", "order=[b,a]"] * 2
 
 
 def test_a_failed_run_fails_its_trial(search, folder):

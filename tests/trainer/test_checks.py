@@ -58,3 +58,8 @@ def test_a_wrong_start_leaves_nothing(arguments, tmp_path):
     assert (ended.returncode, ended.stdout) == (1, "")
     assert ended.stderr.startswith("cpt: ") and len(ended.stderr.splitlines()) == 1
     assert [path for path in tmp_path.rglob("*") if path not in (place, place.parent)] == []
+
+
+def test_an_error_in_a_loaders_process_is_told_by_its_cause():
+    told = "Caught OSError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n  File x"
+    assert reason(OSError(f"{told}\nOSError: [Errno 5] no: /x")) == "[Errno 5] no: /x"

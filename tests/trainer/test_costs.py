@@ -1,5 +1,8 @@
 """What a method keeps beside the model is counted once, whatever it is called; what it computes, too."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from lightning import LightningModule
@@ -10,9 +13,11 @@ from torch.utils.data import DataLoader
 from transformers import RobertaConfig, RobertaForMaskedLM
 
 from cpt.optim.nan_guard import NanGuard
+from cpt.trainer import costs
 from cpt.trainer.checkpoint import StepCheckpoint
 from cpt.trainer.costs import CostMonitor, own_names, stored_beside, stored_bytes
 from cpt.trainer.lightning import make_trainer
+from tests.conftest import ROOT
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 
@@ -81,8 +86,11 @@ FORWARD = 2 * 2 * 6 * 4 + 2 * 2 * (2 * 2 * 2 * 2)  # the linear map; two product
 BACKWARD = 2 * 2 * 6 * 4 + 2 * 5 * (2 * 2 * 2 * 2)
 
 
-def fitted(tmp_path, *, before=0, step=1, after=0, steps=3, accumulate=1, checkpoint=None, stop=None):
-    compute, module = CostMonitor(), Counted({"before": before, "step": step, "after": after})
+def fitted(
+    tmp_path, *, before=0, step=1, after=0, steps=3, accumulate=1, checkpoint=None, stop=None, compute=None
+):
+    compute = compute or CostMonitor()
+    module = Counted({"before": before, "step": step, "after": after})
     options = {"accelerator": "cpu", "accumulate_grad_batches": accumulate}
     saving = StepCheckpoint(tmp_path / "state.ckpt", every=1, guard=NanGuard())
     tmp_path.mkdir(exist_ok=True)
@@ -109,9 +117,9 @@ ONE = FORWARD + BACKWARD
 )
 def test_operations_are_counted_forward_backward_and_in_what_a_method_does_besides(given, flops, tmp_path):
     """And tokens, but for padding."""
-    costs = fitted(tmp_path, **given)
-    assert costs["flops"] == flops
-    assert costs["seen"] == (3 * (10 + 12) if "accumulate" in given else 10 + 12 + 10)
+    found = fitted(tmp_path, **given)
+    assert found["flops"] == flops
+    assert found["seen"] == (3 * (10 + 12) if "accumulate" in given else 10 + 12 + 10)
 
 
 def test_of_steps_that_differ_the_mean_of_a_period_is_counted(tmp_path, monkeypatch):
@@ -140,3 +148,56 @@ def test_a_resumed_stage_has_the_costs_of_an_unbroken_one(tmp_path):
     resumed = fitted(tmp_path / "broken", **options, checkpoint=str(state))
     assert resumed["flops"] == whole["flops"]
     assert resumed["seen"] == whole["seen"] == 32
+    kept = torch.load(state, weights_only=True)
+    del kept["callbacks"]["CostMonitor"]["processes"]
+    torch.save(kept, state)
+    with pytest.raises(
+        ValueError, match="state.ckpt is of another version of cpt .CostMonitor lacks processes.; delete"
+    ):
+        fitted(tmp_path / "broken", **options, checkpoint=str(state))
+
+
+def test_counts_are_shared_out_among_another_number_of_processes(monkeypatch):
+    alone, one_of_two = CostMonitor(), CostMonitor()
+    alone.tokens, alone.flops["step"] = 100, 60
+    monkeypatch.setattr(costs, "rank_and_world", lambda: (0, 2))
+    one_of_two.load_state_dict({**CostMonitor().state_dict(), **alone.state_dict(), "processes": 1})
+    assert (one_of_two.tokens, one_of_two.flops["step"]) == (50, 30)
+
+
+class Refuse(Callback):
+    def on_before_optimizer_step(self, *args):
+        raise KeyError("rolled back")
+
+
+def test_a_try_that_is_rolled_back_at_its_first_step_counts_for_nothing(tmp_path):
+    options, compute = {"before": 2, "after": 1, "step": 2}, CostMonitor()
+    fitted(tmp_path / "first", **options, stop=Refuse(), compute=compute)
+    again = fitted(tmp_path / "again", **options, compute=compute)
+    assert again["flops"] == fitted(tmp_path / "whole", **options)["flops"]
+
+
+class Unstarted(DataLoader):
+    def __iter__(self):
+        raise BlockingIOError("no process can be started")
+
+
+def test_a_loader_that_cannot_start_is_told_and_not_what_comes_of_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(Counted, "train_dataloader", lambda self: Unstarted([0, 1], batch_size=None))
+    with pytest.raises(BlockingIOError, match="no process"):
+        fitted(tmp_path)
+
+
+WORKERS = """
+import sys, torch
+from torch.utils.data import DataLoader
+import cpt.data.datamodule as data
+loader = DataLoader([torch.tensor(each) for each in range(8)], batch_size=None, num_workers=2,
+                    worker_init_fn=data.ignore_signals)
+sys.kept = iter(loader)  # alive until the interpreter is gone, as an error's traceback keeps it
+next(sys.kept)
+"""
+
+
+def test_a_process_ends_although_its_loaders_processes_are_alive():
+    subprocess.run([sys.executable, "-c", WORKERS], check=True, timeout=60, cwd=ROOT)
