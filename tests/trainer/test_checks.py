@@ -61,5 +61,5 @@ def test_a_wrong_start_leaves_nothing(arguments, tmp_path):
 
 
 def test_an_error_in_a_loaders_process_is_told_by_its_cause():
-    told = "Caught OSError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n  File x"
+    told = "Caught OSError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):"
     assert reason(OSError(f"{told}\nOSError: [Errno 5] no: /x")) == "[Errno 5] no: /x"
