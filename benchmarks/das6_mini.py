@@ -73,7 +73,7 @@ def tabulate_tasks(section: RunSection, words: Mapping[str, float]) -> str:
     """Each task's own metric in percent: a bag of words, and the final models of the claims' methods."""
     columns = {"bag of words": words}
     groups = {each.name: each for each in section.groups}
-    for group in (groups[name] for name in ("none", "ncl", claims.DAS, "das", "migu") if name in groups):
+    for group in (groups[name] for name in ("none", "ncl", "das", "migu") if name in groups):
         found = [run.scores.endtasks for run in group.runs]
         finals = [
             dict(zip(each["tasks"], pick_final(headline(each)).mean(-1), strict=True)) for each in found

@@ -72,6 +72,7 @@ def all_runs() -> dict[str, list[str]]:
     choices = {name: f"method={name}" for name in methods} | COMPOSITIONS
     paper = " method.contrast_every=1 method.contrast_samples=1"  # the default when the hashes were made
     choices = {name: each.replace("method=das", "method=das" + paper) for name, each in choices.items()}
+    choices["hat"] += " method.initial=normal"
     return {
         f"{family}/{name}": ["order=[law,food]", "trainer.quick_dropout=false", *given, *choice.split()]
         for family, given in FAMILIES.items()

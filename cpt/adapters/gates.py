@@ -114,10 +114,11 @@ class Gates:
             part.s = s
 
     @torch.no_grad()
-    def redraw(self, generator: torch.Generator, *, std: float = 1.0) -> None:
-        """Draws e from N(0, std^2), on the CPU."""
+    def redraw(self, generator: torch.Generator, *, std: float = 1.0, opened: bool = False) -> None:
+        """Draws e from N(0, std^2), or if all are to be `opened` from U(0, 2 std), on the CPU."""
         for part in self.parts:
-            part.e.copy_(std * torch.randn(len(part.e), generator=generator))
+            drawn = (torch.rand if opened else torch.randn)(len(part.e), generator=generator)
+            part.e.copy_((2 * std if opened else std) * drawn)
 
     @torch.no_grad()
     def clamp(self, limit: float) -> None:

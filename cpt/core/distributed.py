@@ -29,7 +29,10 @@ def all_reduce_sum(*tensors: Tensor) -> None:
     """Sums each tensor in place; each has to be where the backend sends from."""
     if is_distributed():
         for tensor in tensors:
-            distributed.all_reduce(tensor)
+            whole = tensor.contiguous()  # NCCL takes no others; lora_B lies column after column
+            distributed.all_reduce(whole)
+            if whole is not tensor:
+                tensor.copy_(whole)
 
 
 def sum_on_cpu(values: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ never changes, bit for bit. The base has all gates open, in adapters all gates c
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -35,6 +36,9 @@ from cpt.gradient_masks.soft import ClaimedUnits
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import CPTPluginOptions, HATOptions
 from cpt.models.units import Units, blocks, find_units
+
+OPEN_STD, OPEN_LR = 1.0, 0.1  # a step of Adam moves an e by its rate, and some must change their sign
+NORMAL_STD, NORMAL_RATE = 0.02, 5.0
 
 
 class GatedMethod(ContinualMethod):
@@ -108,11 +112,24 @@ class HAT(GatedMethod):
         for part in self.gates.parts:
             part.e.requires_grad_(True)  # also in frozen layers: which of their units a domain uses
 
+    @property
+    def begins_open(self) -> bool:
+        """Whether a domain begins with all units open, as a pre-trained model needs them."""
+        return self.options.initial == "open" or (self.options.initial, self.options.form) == ("auto", "full")
+
     def rates(self) -> dict[nn.Parameter, float]:
-        return {part.e: self.options.gate_rate for part in self.gates.parts}
+        rate = self.options.gate_rate
+        if rate is None:
+            rate = (
+                OPEN_LR / cast(partial, self.make_optimizer).keywords["lr"]
+                if self.begins_open
+                else NORMAL_RATE
+            )
+        return {part.e: rate for part in self.gates.parts}
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
-        self.gates.redraw(self.drawing(), std=self.options.std)
+        std = self.options.std or (OPEN_STD if self.begins_open else NORMAL_STD)
+        self.gates.redraw(self.drawing(), std=std, opened=self.begins_open)
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         return self.gated_losses(batch, name="hat", weight=self.options.strength)

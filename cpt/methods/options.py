@@ -149,7 +149,9 @@ class DERPPOptions(Options):
     alpha: NonNegative = option("weight of the mean squared error to the stored outputs")
     beta: NonNegative = option("weight of the loss on the stored labels")
     buffer_size: Count = option("stored samples, over all processes")
-    minibatch_size: Count | None = option("samples of each of the two draws; null: half of the batch")
+    minibatch_size: Count | None = option(
+        "samples of each of the two draws, over all processes and micro-batches; null: half of the batch"
+    )
     matched: Literal["hidden", "logits"] = option("outputs that are matched: logits, or hidden states")
     precision: Literal["float16", "bfloat16", "float32"] = option("precision of the stored outputs")
 
@@ -187,8 +189,13 @@ class HATOptions(BottleneckOptions, GateOptions):
     shared: Literal["frozen", "trained"] = option("embeddings, norms, head after the first domain")
     apply_to: ActsOn = option("what factors scale: the gradient, the update, or the update and its moments")
     strength: NonNegative = option("c: the weight of the regularizer")
-    std: Positive = option("standard deviation of the initial gate embeddings e")
-    gate_rate: Positive = option("learning-rate multiplier of the gate embeddings e")
+    initial: Literal["auto", "open", "normal"] = option("first e: U(0, 2 std), N(0, std^2); auto: by form")
+    std: Positive | None = option(
+        "scale of the first gate embeddings e; null: 1 of open ones, 0.02 of normal"
+    )
+    gate_rate: Positive | None = option(
+        "learning-rate multiplier of e; null: 0.1 per step if open, 5 if normal"
+    )
     routing: Routing = option("routing: one of conf/routing")
 
     def __post_init__(self) -> None:

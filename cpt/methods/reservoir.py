@@ -194,7 +194,10 @@ class DERPP(ContinualMethod):
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         logits, hidden = self.objective.outputs(self.model, batch)
         lm = nll_of(logits, batch).sum() * batch["weight"]
-        match, replay = self.replayed(self.options.minibatch_size or max(1, len(hidden) // 2))
+        size, given = len(hidden) // 2, self.options.minibatch_size
+        if given is not None:
+            size = given // (self.trainer.world_size * self.trainer.accumulate_grad_batches)
+        match, replay = self.replayed(max(1, size))
         held = logits if self.options.matched == "logits" else at(hidden, batch["positions"])
         self.memory.add(batch, held)
         terms = {"derpp_match": self.options.alpha * match, "derpp_replay": self.options.beta * replay}

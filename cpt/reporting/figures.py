@@ -433,7 +433,7 @@ def build_setting_curve(sections: Sequence[RunSection], section: RunSection, key
     several = len({group.model for group in section.groups}) > 1
     for group in section.groups:
         value = group.runs[0].settings.get(key)
-        names = (key, key.removeprefix("method."))  # as it stands in a variant
+        names = (key, key.removeprefix("method."))  # as a variant has it
         others = sorted(each for each in group.own if each.partition("=")[0] not in names)
         others += [group.model] * several + [f"order {group.orders[0]}"] * (group.order is not None)
         curves[group.name if value is None else " ".join([group.plain, *others])].append((value, group))

@@ -101,6 +101,9 @@ def log_ineffective(plan: Plan, module: ContinualMethod, device: torch.device) -
         ),
         "domains.packing=document_mask: samples come one by one": plan.source.isolated and is_single,
         f"method.teacher: all is in 16 bits (trainer.precision={options.precision})": in_16,
+        f"method.contrast between micro-batches: each has its own (accumulate_grad_batches={micro})": (
+            micro > 1 and getattr(module.options, "contrast", False)
+        ),
         "the mask's backend=backward: later micro-batches of a step select rows too": (
             micro > 1 and any(mask.limits for mask in module.masks)
         ),

@@ -163,7 +163,7 @@ class CostMonitor(Callback):
         return own | {"processes": rank_and_world()[1]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Counts are those of the first of so many processes: each of other ones takes its share."""
+        """The counts are those of one process: with another number of processes each takes its share."""
         then, now = state["processes"], rank_and_world()[1]
         self.memory, self.rates = state["memory"], list(state["rates"])
         self.tokens = round(state["tokens"] * then / now)

@@ -1,6 +1,7 @@
 """DER++ against its formula."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ def test_the_losses_are_those_of_the_paper(matched, family, build):
     options = [f"method.matched={matched}", "method.alpha=0.3", "method.beta=0.7", "method.precision=float32"]
     work = build("derpp", "method.buffer_size=20", "method.minibatch_size=3", *options, on=family)
     text, module = work.data.train["law"], work.module.double().eval()
+    module._trainer = SimpleNamespace(world_size=1, accumulate_grad_batches=1)
     options = {"objective": work.data.objective, "seed": 0, "batch_size": 8, "rank": 0, "world": 1}
     parts = TrainStream({"law": text}, **options, accumulate=1, steps=[len(text) // 8 + 2])
     short = next(number for number in range(len(parts)) if "attention_mask" in parts[number])
@@ -39,9 +41,9 @@ def test_the_losses_are_those_of_the_paper(matched, family, build):
         for parameter in module.model.parameters():
             parameter.mul_(1.2)
     assert not any(buffer.requires_grad or buffer.grad_fn for buffer in kept.buffers())
-    module.options = replace(
-        module.options, minibatch_size=19
-    )  # of 24: different draws, the short row in both
+    # of 24: different draws, the short row in both; a micro-batch of two processes has its share of 76
+    module.options = replace(module.options, minibatch_size=76)
+    module._trainer = SimpleNamespace(world_size=2, accumulate_grad_batches=2)
     match, replay = (kept.draw(19, purpose=name) for name in ("match", "replay"))
     assert set(match.tolist()) != set(replay.tolist())
     assert all((kept.lengths[slots] < module.length).any() for slots in (match, replay))

@@ -15,7 +15,7 @@ from tests.support.making import Made, Watch
 from tests.support.running import batch_of, logits_at
 
 HARSH = ["optim.weight_decay=0.1", "model.lr=1e-2", "trainer.gradient_clip_val=0.5"]
-PAPER = ["method.std=1", "method.strength=0.75", "method.gate_rate=1"]
+PAPER = ["method.initial=normal", "method.std=1", "method.strength=0.75", "method.gate_rate=1"]
 
 
 @pytest.fixture
@@ -118,6 +118,19 @@ def test_every_domain_begins_with_a_draw_of_its_own(hat):
     torch.manual_seed(99)
     work.module.before_domain(())
     assert torch.equal(work.module.gates.e(), draws[0, 1])
+
+
+@pytest.mark.parametrize(("form", "low", "mean", "rate"), [("full", 0, 1, None), ("adapter", -1, 0, 5)])
+def test_by_default_units_of_a_model_begin_open_and_can_close_and_those_of_adapters_half(
+    form, low, mean, rate, build
+):
+    """Half of a pre-trained model's units are none; and an e moves by its rate per step of Adam."""
+    module = build("hat", "order=[law,food,space]", f"method.form={form}", "model.lr=1e-4").module
+    module._trainer = SimpleNamespace(datamodule=SimpleNamespace(domain=SimpleNamespace(name="food")))
+    module.before_domain(())
+    e = module.gates.e().detach()
+    assert low < e.min() and e.max() < 2 * mean + 0.2 and abs(e.mean() - mean) < 0.2
+    assert all(each == pytest.approx(rate or 0.1 / 1e-4) for each in module.rates().values())
 
 
 GOLDEN = SHARED / "golden" / "hat_adapter.npz"

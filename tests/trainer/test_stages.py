@@ -35,6 +35,18 @@ def test_a_product_counts_the_rows_of_all_processes(monkeypatch):
     assert sharding.dot([shared, plain], [torch.tensor([[3.0, 4.0]]), torch.tensor([2.0])]) == 2 * 11 + 10
 
 
+def test_a_sum_over_processes_is_of_tensors_as_nccl_takes_them(monkeypatch):
+    def nccl(tensor):
+        assert tensor.is_contiguous()
+        tensor.mul_(2)
+
+    monkeypatch.setattr(sharding, "is_distributed", lambda: True)
+    monkeypatch.setattr(sharding.distributed, "all_reduce", nccl)
+    lora_b = torch.arange(6.0).view(2, 3).T
+    sharding.all_reduce_sum(lora_b)
+    assert torch.equal(lora_b, 2 * torch.arange(6.0).view(2, 3).T) and not lora_b.is_contiguous()
+
+
 @pytest.fixture
 def mesh(tmp_path):
     """One process that shares out with itself."""
