@@ -89,7 +89,9 @@ def start(overrides: list[str], folder: Path) -> int:
             from cpt.__main__ import main
             from cpt.evaluation import metrics
 
-            metrics.LEAST_ITEMS = metrics.FEW_ITEMS = 0  # intervals as they were when the hashes were made
+            # intervals as they were when the hashes were made
+            metrics.LEAST_ITEMS = metrics.FEW_ITEMS = 0
+            metrics.FEW_IN_EACH = 1e-9
             sys.argv = ["run.py", *overrides, f"hydra.run.dir={folder}"]
             main()
             code = 0

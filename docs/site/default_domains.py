@@ -40,9 +40,7 @@ def add_runs(runs: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
     kept = [
         run
         for run in runs
-        if run["method"] not in methods
-        or run["variant"] != ""
-        or (run["mask"], run["replay"]) != plain
+        if run["method"] not in methods or run["variant"] != "" or (run["mask"], run["replay"]) != plain
     ]
     return kept + sorted(entries, key=lambda run: (run["method"], run["seed"]))
 
