@@ -179,7 +179,7 @@ class SoftMask(UnitMask):
     def cover(self, groups: Sequence[Units]) -> None:
         super().cover(groups)
         self.importance = nn.Buffer(torch.zeros(sum(self.sizes)))
-        self.last = nn.Buffer(torch.zeros(sum(self.sizes)), persistent=False)
+        self.last = nn.Buffer(torch.zeros(sum(self.sizes)))
 
     def watch(self, model: PreTrainedModel, maps: Sequence[Projection] | None) -> None:
         before = [self.by_group(self.importance), self.by_group(self.last)]

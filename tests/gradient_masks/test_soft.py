@@ -213,9 +213,10 @@ def test_factors_follow_the_importances(columns):
     torch.testing.assert_close(found[id(up.bias)], neurons)
     read = neurons if "neurons" in columns else torch.ones(48)
     torch.testing.assert_close(found[id(layer.output.dense.weight)], outputs[:, None] * read)  # by both
-    state = clones(soft.state_dict())
+    state, shown = clones(soft.state_dict()), clones(soft.diagnostics())
     soft.set(torch.zeros(len(soft.importance)))
     assert all((factor == 1).all() for _, factor in soft.factors())
     soft.load_state_dict(state)
     soft.activate(0)
     assert not all((factor == 1).all() for _, factor in soft.factors())
+    assert all(torch.equal(each, shown[name]) for name, each in soft.diagnostics().items())
