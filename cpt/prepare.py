@@ -197,6 +197,8 @@ def read_labelled(path: Path) -> Iterator[dict[str, Any]]:
     elif isinstance(whole := read_json(path), Mapping):
         columns = {"text": "sentence", "text_pair": "term", "label": "polarity"}
         rows = ((f"{path}, {name}", row) for name, row in whole.items())
+    else:
+        raise ValueError(f"{path} is no object. Allowed: {{NAME: {{sentence, term, polarity}}, …}}")
     for number, (where, row) in enumerate(rows):
         fields = {name: text_field(row, column, where, "LAYOUT=das6") for name, column in columns.items()}
         yield {"id": f"{path.parent.name}-{path.stem}-{number}", "text_pair": "", **fields}

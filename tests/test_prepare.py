@@ -142,3 +142,8 @@ def test_a_folder_that_cannot_be_prepared_is_refused_in_one_line(tmp_path, capsy
     assert prepare.main(["trace", str(tmp_path / "released"), str(tmp_path / "released/in")]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("cpt: ") and "it overlaps" in line
+    (tmp_path / "list.json").write_text('[{"sentence": "a", "term": "b", "polarity": "c"}]')
+    with pytest.raises(
+        ValueError, match="list.json is no object. Allowed: {NAME: {sentence, term, polarity}"
+    ):
+        [*prepare.read_labelled(tmp_path / "list.json")]

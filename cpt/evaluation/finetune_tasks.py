@@ -208,6 +208,8 @@ class TaskSource(FinetuneOptions, FinetuneProtocol, ABC):
             if not splits["dev"]:
                 told = f"endtask.score_on=dev is invalid: the end task {name} has no dev examples"
                 raise ValueError(f"{told}. Allowed: test")
+            if settings.select != "dev":  # it is scored, and chooses no epoch
+                splits["dev"] = []
         return FinetuneTask(name, **splits, classes=classes, settings=settings)
 
 
@@ -280,7 +282,9 @@ class FileTasks(TaskSource):
             return [example for example, _ in self.examples(name, split)]
         prefix = f"endtask.tasks.{name}"
         if split == "dev":
-            raise ValueError(f"{prefix}.select=dev is invalid: splits=das has no dev. Allowed: select=last")
+            given = "endtask.score_on=dev" if self.score_on == "dev" else f"{prefix}.select=dev"
+            allowed = f"{prefix}.splits=own" if self.score_on == "dev" else "select=last"
+            raise ValueError(f"{given} is invalid: splits=das has no dev. Allowed: {allowed}")
         found = [pair for each in FILE_SPLITS for pair in self.examples(name, each)]
         for example, row in found:
             if (its := row.get("das_split")) not in ("train", "test"):

@@ -168,6 +168,11 @@ def name_stages(axes: Axes, borders: Mapping[str, tuple[float, float]], *, named
         above.tick_params(length=0)
 
 
+def find_kept(stage: Mapping[str, Any]) -> int:
+    """The place of the evaluation of the weights that a monitored stage kept: the last, or the best."""
+    return stage["steps"].index(stage["kept"]) if stage.get("kept") in stage["steps"] else -1
+
+
 def draw_monitor(scores: Scores) -> Picture:
     """The change of validation losses since each stage's first evaluation, the stages one after another."""
     drawn = figure((11, 4.2))
@@ -190,7 +195,7 @@ def draw_monitor(scores: Scores) -> Picture:
         if GENERAL in lines:
             low, high = np.array(stage["rise"][GENERAL], float).T
             axes.fill_between(steps, low, high, color="black", alpha=0.15, linewidth=0)
-            told.append(f"{name} {signed(lines[GENERAL][-1])}")
+            told.append(f"{name} {signed(lines[GENERAL][find_kept(stage)])}")
         axes.axvline(steps[-1], color="0.7", linewidth=0.8, linestyle=":" if stage["ended"] else "-")
         middles.append((steps[0] + steps[-1]) / 2)
         begin = int(steps[-1])

@@ -235,7 +235,8 @@ def show_monitor(scores: Scores) -> Block:
         return Block()
     budgeted, cells = any(stage.get("budget") for stage in scores.monitor.values()), []
     for name, stage in scores.monitor.items():
-        ends = {text: np.array([values[0], values[-1]], float) for text, values in stage["nll"].items()}
+        kept = figures.find_kept(stage)
+        ends = {text: np.array([values[0], values[kept]], float) for text, values in stage["nll"].items()}
         rises = {text: float(last - first) for text, (first, last) in ends.items()}
         shown = {text: format_known(rise, signed) for text, rise in rises.items()}
         own = [name] if name in rises else [text for text in rises if text != GENERAL]
@@ -243,7 +244,7 @@ def show_monitor(scores: Scores) -> Block:
         worst = max(past, key=rises.__getitem__, default="")
         general = "–"
         if GENERAL in rises:
-            bounds = ", ".join(format_known(bound, signed) for bound in stage["rise"][GENERAL][-1])
+            bounds = ", ".join(format_known(bound, signed) for bound in stage["rise"][GENERAL][kept])
             general = f"{shown[GENERAL]} [{bounds}]"
         mean = format_known(float(np.mean([rises[text] for text in own])), signed) if own else "–"
         most = f"{worst} {shown[worst]}" if worst else "–"

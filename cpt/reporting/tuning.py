@@ -90,7 +90,8 @@ class TunedMethod:
     @property
     def first(self) -> Trial | None:
         """The trial of the default values, where it finished."""
-        return next((trial for trial in self.finished if self.default and trial.number == 0), None)
+        given = [trial.values for trial in self.trials if self.default and trial.number == 0]
+        return next((trial for trial in self.finished if trial.values in given), None)
 
     def best(self, *, sign: int, limit: float = math.inf) -> Trial | None:
         """The best of the first trials whose operations, those of failed ones too, are within the limit."""

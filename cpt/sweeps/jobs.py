@@ -113,18 +113,20 @@ class Job:
         """How it ended and its last error or line of output: `failed (exit 1): ValueError: …`."""
         if self.code is None:
             return f"failed (lost): {self.lost}"
-        ending = f"exit {self.code}"
-        if self.code < 0:  # the kernel sends SIGKILL when memory is exhausted
-            memory = "; perhaps for want of memory" * (self.code == -signal.SIGKILL)
-            ending = f"signal {-self.code}, {signal.strsignal(-self.code) or -self.code}{memory}"
         text = ""
         with suppress(OSError), self.console.open("rb") as output:  # it may have been removed
             end = output.seek(0, os.SEEK_END)
             output.seek(max(self.offset, end - TAIL_BYTES))
             text = output.read().decode(errors="replace")
         lines = [line for line in text.splitlines() if line.strip() and not line.startswith(HINT)]
-        # W&B and the interpreter write on after a traceback; a killed process writes no error.
-        errors = [line for line in lines if ERROR.match(line)] if self.code > 0 else []
+        # W&B and the interpreter write on after a traceback; a killed process writes no error, but Lightning
+        # kills one for the error of another.
+        own = re.compile(r"cpt: ") if self.code == -signal.SIGKILL else ERROR
+        errors = [line for line in lines if own.match(line)] if self.code > 0 or own is not ERROR else []
+        ending = f"exit {self.code}"
+        if self.code < 0:  # the kernel sends SIGKILL when memory is exhausted
+            memory = "; perhaps for want of memory" * (self.code == -signal.SIGKILL and not errors)
+            ending = f"signal {-self.code}, {signal.strsignal(-self.code) or -self.code}{memory}"
         said = (errors or lines or ["(no output)"])[-1].strip()
         if self.code == 0:
             said = f"scores.json in its folder is not that of a finished run; its last words: {said}"

@@ -117,7 +117,9 @@ class TuneSweeper(OptunaSweeper):
         for key, each in given.items():
             values = grid_values(each) if each.is_sweep_override() and not each.is_interval_sweep() else None
             swept = [f"{key}={value}" for value in values or ()]
-            if not each.is_sweep_override():
+            if key in self.averaged and not each.is_sweep_override():  # one seed of the final runs
+                runs.append([str(each.input_line)])
+            elif not each.is_sweep_override():
                 fixed.append(str(each.input_line))
             elif key in ("seed", "order"):
                 runs.append(swept)
@@ -134,6 +136,10 @@ class TuneSweeper(OptunaSweeper):
             if self.on_tasks and cfg.endtask.name == "none":
                 told = f"optimized_metric={cfg.optimized_metric} is invalid with endtask=none"
                 raise ValueError(f"{told}. Allowed: downstream tasks with dev examples")
+            without = "diagonal" if cfg.optimized_metric in ("MF1", "Acc") else "last"
+            if self.on_tasks and cfg.endtask.when == without:
+                told = f"optimized_metric={cfg.optimized_metric} is invalid with endtask.when={without}"
+                raise ValueError(f"{told}, which does not measure it. Allowed: each")
             space = {key: own for key, own in find_space(cfg).items() if key not in keys} | searched
             others = [each for each in choice if not each.startswith("method=")]
             label = " ".join([str(cfg.method.name), *others])
@@ -158,10 +164,13 @@ class TuneSweeper(OptunaSweeper):
         space = [f"{key}={each.get_value_string()}" for key, each in given.space.items()]
         self.first = [given.first] if given.first else []  # then Optuna's
         study = super().sweep([*kept, *first, folder, *own, *space])
-        done = []
+        done, counted = [], set[str]()
         states, worst = self.optuna.trial.TrialState, math.inf if self.direction == "minimize" else -math.inf
         for each in study.get_trials(states=[states.COMPLETE, states.FAIL]):
-            flops = sum_trial_flops(study.user_attrs.get(f"{FOLDERS} {each.number}", []))
+            folders = study.user_attrs.get(f"{FOLDERS} {each.number}", [])
+            again = bool(folders) and counted >= {*folders}  # a failed trial's runs, gone on with
+            flops = 0 if again else sum_trial_flops(folders)
+            counted |= {*folders}
             score = worst if each.state == states.FAIL else each.values[0]  # a failed one has cost as much
             done.append((each.number, to_overrides(each.params), score, flops))
         return done, to_overrides(study.best_trial.params)

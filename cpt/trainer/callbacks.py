@@ -39,7 +39,8 @@ log = logging.getLogger(__name__)
 # Callbacks that would change what a stage trains; one that stops it early is noticed when it does.
 CHANGES_RESULT = (
     *(theirs.EarlyStopping, theirs.Timer, theirs.GradientAccumulationScheduler, theirs.BatchSizeFinder),
-    *(theirs.LearningRateFinder, theirs.StochasticWeightAveraging),
+    *(theirs.LearningRateFinder, theirs.StochasticWeightAveraging, theirs.WeightAveraging),
+    *(theirs.BaseFinetuning, theirs.ModelPruning),
 )
 PLAIN = (Tensor, str, bytes, int, float, bool, type(None))
 
@@ -115,6 +116,8 @@ class Monitor(Callback):
     def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Batch, at: int) -> None:
         if not self.began:
             self.evaluate(trainer, module)
+            if self.observer.ended:  # the step that is still made is taken back at the stage's end
+                self.best, self.record.kept = copy_trained(module), trainer.global_step
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
         step, why = trainer.global_step, self.observer.ended

@@ -128,6 +128,7 @@ def test_dev_is_evaluated_where_asked_and_test_is_then_not_read(root):
     (root / "endtasks/law/test.jsonl").write_text("not readable")
     task = plan(root, score_on="dev").source.task("law")
     assert task.test == plan(root, score_on="dev", select="dev").source.task("law").dev != whole.test
+    assert task.dev == [] and len(plan(root, score_on="dev", select="dev").source.task("law").dev) > 0
     (root / "endtasks/law/dev.jsonl").unlink()
     with pytest.raises(ValueError, match="endtask.score_on=dev is invalid: the end task law has no dev"):
         plan(root, score_on="dev").source.task("law")

@@ -166,6 +166,8 @@ def test_candidates_are_the_choices_of_groups_and_what_is_given_is_not_searched(
     assert [*ewc.space] == ["method.strength"] and ewc.first == {"method.strength": "500.0"}
     (ewc,), _ = tune("method=ewc", "method.search.strength=[1,10]", run=False)
     assert ewc.space["method.strength"].get_value_string() == "interval(1,10)" and ewc.first == {}
+    (ewc,), runs = tune("method=ewc", "seed=0", run=False, seeds=[0, 1])
+    assert runs == [["seed=0"]] and ewc.overrides == ["method=ewc"]
     for wrong, line in (
         (
             "method.search.strength=[log,1]",
@@ -245,6 +247,8 @@ def test_a_failed_default_trial_costs_but_has_no_score(tmp_path, direction, wors
     methods = json.loads((tmp_path / "tuning.json").read_text(), parse_constant=pytest.fail)["methods"]
     assert [each["score"] for each in methods[0]["trials"]] == [None, 39.0, None]
     assert methods[0]["flops"] == 40
+    again = replace(search, trials=[trial(0, 500.0, worst, 20), trial(1, 70.5, 39.0), trial(2, 500.0, 41.0)])
+    assert again.first == again.trials[2]
 
 
 def test_the_program_is_a_sweep_of_run_py(capsys):

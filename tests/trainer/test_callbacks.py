@@ -4,12 +4,28 @@ import pytest
 from lightning.pytorch.callbacks import Callback
 
 from cpt import verify
-from cpt.trainer.callbacks import CustomCallbacks
+from cpt.trainer.callbacks import CustomCallbacks, make_callbacks
 from tests.runs.reading import assert_same_bits
 
 TWO = "order=[law,food]"
 HERE = "tests.trainer.test_callbacks"
 COUNTING = f"+callbacks.mine._target_={HERE}.Counting"
+
+
+AVERAGES = {
+    "WeightAveraging": {},
+    "BackboneFinetuning": {},
+    "ModelPruning": {"pruning_fn": "l1_unstructured"},
+}
+
+
+@pytest.mark.parametrize("name", AVERAGES)
+def test_a_callback_that_changes_what_is_trained_is_refused(name):
+    entry = {"_target_": f"lightning.pytorch.callbacks.{name}", **AVERAGES[name]}
+    with pytest.raises(
+        ValueError, match=f"callbacks.a={name} is invalid: it changes how a domain is trained"
+    ):
+        make_callbacks({"a": entry})
 
 
 class Counting(Callback):

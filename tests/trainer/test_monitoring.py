@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from cpt.evaluation.monitor import MonitorOptions, MonitorRecord
+from cpt.evaluation.scores import Scores
+from cpt.reporting import run_page
 from tests.runs.reading import assert_same_bits, killed, same_state, state_of, told_by
 from tests.support.making import DROPOUT, weights
 
@@ -91,6 +93,11 @@ def test_patience_with_the_best_weights(small, start, tmp_path):
     watched = told_by(tmp_path / "best")["monitor"]["law"]
     assert watched["ended"] and watched["kept"] == watched["steps"][int(np.argmin(watched["nll"]["law"]))]
     assert watched["steps"][-1] == watched["kept"] + 3
+    scores = Scores.load(tmp_path / "best" / "scores.json")
+    (row,) = run_page.show_monitor(scores).cells  # of the weights that were kept
+    assert row[2] == run_page.format_known(
+        min(watched["nll"]["law"]) - watched["nll"]["law"][0], run_page.signed
+    )
     start(small(*how, f"trainer.steps={watched['kept']}"), tmp_path / "short")
     assert same_state(weights(tmp_path / "best"), weights(tmp_path / "short"))
 

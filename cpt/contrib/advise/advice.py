@@ -83,8 +83,10 @@ def make_advice(
 def say_command(choice: Recommendation, subject: Subject) -> str:
     """The run that is recommended, an epoch of all of the text, as one line for a shell."""
     given = [each for each in subject.given if subject.model.is_itself or not each.startswith("model.")]
-    words = ["python", "run.py", *subject.texts, *subject.model.real, *overrides(choice.arm, subject.real)]
-    return shlex.join([*words, *given, "trainer.steps=null", "trainer.epochs=1"])
+    words = ["python", "run.py", *subject.texts, *subject.model.real, *given]  # of two values the last counts
+    return shlex.join(
+        [*words, *overrides(choice.arm, subject.real), "trainer.steps=null", "trainer.epochs=1"]
+    )
 
 
 def find_unknown(

@@ -168,6 +168,8 @@ def rebuild(record: Record, scores: Scores, *, folder: Path, **place: str | None
     """Sends one folder: its curves if W&B does not know the run, the stages after the last that it knows, and
     the result; the W&B run ends as the run itself ended."""
     config = record.config
+    logger = config.get("logger") or {}
+    place |= {name: place.get(name) or logger.get(name) for name in ("project", "entity")}
     about = {"name": run_name(scores.run, config.get("order", scores.run["order"]))}
     about |= {"group": scores.run["name"], "job_type": scores.run["method"]}
     tags, own = [str(tag) for tag in config.get("tags") or []], identifier(record.path, scores)

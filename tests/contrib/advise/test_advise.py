@@ -162,7 +162,7 @@ def test_the_command_is_of_the_model_that_is_meant():
     given = ("model.max_seq_length=32", "trainer.batch_size=4")
     small = advice.say_command(Recommendation("lr-1/4", ""), subject(given=given))
     words = ["python", "run.py", "domains=texts", "domains.root='my texts'", "model=tiny_gpt2"]
-    words += ["model.lr=2.5e-05", *given, "trainer.steps=null", "trainer.epochs=1"]
+    words += [*given, "model.lr=2.5e-05", "trainer.steps=null", "trainer.epochs=1"]
     assert "\n" not in small and shlex.split(small) == words
 
 
