@@ -19,7 +19,7 @@ from cpt.evaluation.scores import Scores, encode
 from cpt.trainer.run_dir import RunDir
 
 HEAD = f"{'text':24}{'before':>9}{'after':>9}{'change':>9}{'at most':>31}"
-ROW = "{text:24}{before:9.4f}{after:9.4f}{change:+9.4f}  [{low:+.4f}, {high:+.4f}]  {most:+9.4f}  {verdict}"
+ROW = "{text:24}{before:9.4f}{after:9.4f}{change:+9.4f}  {interval:>18}  {most:+9.4f}  {verdict}"
 FAIL, UNKNOWN = 1, 2  # exit codes: fail; inconclusive or unreadable
 PASSES = ("improved", "within tolerance")
 NOTE = "the check does not assess the corpus: a model also improves on low-quality text"
@@ -55,7 +55,7 @@ def judge_run(
     ends = scores.nll[since], scores.nll[-1]
     known = [name for name, column in columns.items() if None not in (row[column] for row in ends)]
     changes = [
-        BoundedChange(**vars(each), new=each.text in new, most=-gain if each.text in new else loss)
+        BoundedChange(**vars(each), new=each.text in new, most=0.0 - gain if each.text in new else loss)
         for each in compare_losses(known, before, after)
     ]
     return changes, [name for name in columns if name not in known]
@@ -109,7 +109,11 @@ def main(arguments: Sequence[str]) -> int:
         told = {"verdict": verdict, "damage": damage, "note": NOTE, "since": earlier[since], "row": last}
         print(encode(told | {"changes": [*map(asdict, changes)], "unmeasured": unmeasured}))
     else:
-        rows = [ROW.format(**vars(each), change=each.difference, verdict=each.verdict) for each in changes]
+        rows = []
+        for each in changes:
+            interval = "no interval" if math.isnan(each.low) else f"[{each.low:+.4f}, {each.high:+.4f}]"
+            how = {"change": each.difference, "interval": interval, "verdict": each.verdict}
+            rows.append(ROW.format(**vars(each), **how))
         print(f"after {last}, compared with {earlier[since]}; nats per token [95 % interval]")
         shown = ", ".join(failed[:SHOWN]) + f" and {len(failed) - SHOWN} more" * (len(failed) > SHOWN)
         shown = shown or "every new text improved, every old text is within tolerance"

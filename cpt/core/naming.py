@@ -57,12 +57,14 @@ def quote(value: str) -> str:
 
 def list_choices(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Key and value of the overrides that decide the result."""
+    chosen = {}  # of an option that is given twice the last
     for each in OverridesParser.create().parse_overrides(list(overrides)):
         key, value = each.get_key_element().lstrip("+~"), each.value()
         if not executes(key) and not key.startswith("hydra."):
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             text = str(canonical("", value)) if is_number else str(each.input_line).partition("=")[2]
-            yield key, redact(text, key)
+            chosen[key] = redact(text, key)
+    yield from chosen.items()
 
 
 # A value for models built here, another for given checkpoints.

@@ -20,10 +20,8 @@ from cpt.core.processes import is_distributed
 
 log = logging.getLogger(__name__)
 POLICIES = ("stop", "skip", "rollback")
-ADVICE = (
-    "a lower rate (optim.lr) or a clipped gradient (trainer.gradient_clip_val) may help; "
-    "on_nonfinite=skip or rollback continues without such steps"
-)
+ADVICE = "a lower rate (optim.lr) or a clipped gradient (trainer.gradient_clip_val) may help"
+GO_ON = "; on_nonfinite=skip or rollback continues without such steps"
 GRADIENT = "norm of the gradient"
 MOST = 10  # skipped steps in a row, rollbacks of one domain
 WINDOW = 100  # steps in the running median
@@ -120,7 +118,9 @@ class NanGuard(Callback):
     def end(self, problem: str) -> None:
         """Raises ValueError, in all processes alike."""
         children(release=True)
-        raise ValueError(f"{problem}; {self.advice}")
+        raise ValueError(
+            f"{problem}; {self.advice}{GO_ON * ((self.policy, self.advice) == ('stop', ADVICE))}"
+        )
 
     def leaving(self) -> int:
         """The signal on which all processes exit now, 0 for none."""

@@ -168,7 +168,7 @@ class TuneSweeper(OptunaSweeper):
         states, worst = self.optuna.trial.TrialState, math.inf if self.direction == "minimize" else -math.inf
         for each in study.get_trials(states=[states.COMPLETE, states.FAIL]):
             folders = study.user_attrs.get(f"{FOLDERS} {each.number}", [])
-            again = bool(folders) and counted >= {*folders}  # a failed trial's runs, gone on with
+            again = bool(folders) and counted >= {*folders}  # the runs of a failed trial, resumed
             flops = 0 if again else sum_trial_flops(folders)
             counted |= {*folders}
             score = worst if each.state == states.FAIL else each.values[0]  # a failed one has cost as much

@@ -329,7 +329,8 @@ def match_operations(
         told = f"ncl takes {reference:.3g} operations, the importances of {plan.names['method']} {around:.3g}"
         allowed = f"null, more trainer.{name}, fewer trainer.importance_samples"
         raise ValueError(f"trainer.match=ncl is invalid: {told}. Allowed: {allowed}")
-    log.info("Matching the %.3g operations of ncl: trainer.%s=%s, not %s", reference, name, value, given)
+    told = "as given" if value == given else f"not {given}"
+    log.info("Matching the %.3g operations of ncl: trainer.%s=%s, %s", reference, name, value, told)
     return replace(plan, budget=replace(plan.budget, **{name: value}))
 
 

@@ -30,6 +30,7 @@ from cpt.models.options import Freeze, ModelOptions
 from cpt.optim.options import carried, read_optimizer
 from cpt.optim.schedulers import Schedule
 from cpt.trainer.options import LoggerOptions, RunOptions, TrainerOptions
+from cpt.trainer.run_dir import RunDir
 
 OWN_CODE = ("cpt.methods.", "cpt.gradient_masks.")  # classes that are known to work with sharded weights
 ELSEWHERE = ("strategy", "experiment", "hydra")  # config groups that set values of other sections
@@ -242,6 +243,10 @@ def make_plan(cfg: DictConfig) -> Plan:
         if not scores.exists() or not Scores.load(scores).run["finished"]:
             told = f"init_from={folder} is invalid: no finished run"
             raise ValueError(f"{told}. Allowed: null, or the folder of one")
+        lost = RunDir(Path(folder)).lost(full=read.run.verify_inputs == "full")
+        if damage := [each for each in lost if not each.startswith("report.")]:
+            told = f"init_from={folder} is invalid: {'; '.join(damage)}"
+            raise ValueError(f"{told}. Allowed: a whole run; its own command makes its model again")
         # Without the options of a new model.
         new_options: dict[str, Any] = dict.fromkeys(("config", "pretraining", "vocab_size", "layers"))
         model = replace(read.model, name_or_path=str(Path(folder) / "model"), **new_options)

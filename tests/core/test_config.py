@@ -35,6 +35,8 @@ def test_a_run_folder_is_named_by_its_choices():
         "+trainer.devices=2",
     ]
     assert name_run(overrides, "das", 1, 3) == "das_order-1_seed-3_trainer.steps-5"
+    twice = ["trainer.steps=9", "trainer.steps=5"]  # the last one counts
+    assert name_run(twice, "das", 1, 3) == "das_order-1_seed-3_trainer.steps-5"
     assert name_run(["domains.root=../a b/c"], "ncl", "[b,a]", 0) == "ncl_order-.b.a_seed-0_domains.root-c"
     long = [name_run([f"domains.root={'x' * 200}{end}"], "ncl", 0, 0) for end in "ab"]
     assert len(set(long)) == 2 and max(map(len, long)) < LONGEST + 20

@@ -1,5 +1,7 @@
 """A run from its config to its folder, and one that begins with what another has learned."""
 
+import shutil
+
 import pytest
 import torch
 import transformers  # noqa: F401  (for an expression that is evaluated)
@@ -121,4 +123,11 @@ def test_a_checkpoint_or_a_run_is_the_base_of_another(done, other, small, small_
     ):
         with pytest.raises(ValueError, match=why):
             start(wrong, tmp_path / "run")
+    shutil.copytree(done, tmp_path / "damaged")
+    weights = tmp_path / "damaged" / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    with pytest.raises(
+        ValueError, match="init_from=.* is invalid: model/model.safetensors differs.*Allowed: a whole"
+    ):
+        start(small("order=[space]", f"init_from={tmp_path / 'damaged'}"), tmp_path / "run")
     assert not (tmp_path / "run").exists()

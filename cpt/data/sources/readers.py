@@ -35,9 +35,13 @@ Row = tuple[str, Any]  # where it stands, what stands there
 
 
 def stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
-    """Files with their sizes and times: other values, other text."""
-    stats = ((path, path.stat()) for path in files)
-    return [(str(path.resolve()), stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+    """Files with their sizes and times: other values, other text. A link counts by its own name too, which
+    says its split and its kind."""
+    found = []
+    for path in files:
+        own, real, stat = os.path.abspath(path), str(path.resolve()), path.stat()
+        found.append((real if own == real else f"{own} -> {real}", stat.st_size, stat.st_mtime_ns))
+    return found
 
 
 def reading_bar(name: str, *, total: int | None, unit: str) -> tqdm:
@@ -75,8 +79,10 @@ def files_of(folder: Path, *, ignored: Callable[[Path], bool] | None = None) -> 
 
     found = sorted(walk(folder, ignored=ignored))
     if unread := next((path for path in found if kind(path) not in KINDS or not path.is_file()), None):
-        pattern = f"*{''.join(unread.suffixes[-2:])}" if unread.suffix else unread.name
-        told = f"{unread} is not a file of text. Allowed: {' '.join(KINDS)}, also {' '.join(PACKED)}"
+        is_text = kind(unread) in KINDS
+        pattern = f"*{''.join(unread.suffixes[-2:])}" if unread.suffix and not is_text else unread.name
+        what = "is a link to nothing, or no plain file" if is_text else "is not a file of text"
+        told = f"{unread} {what}. Allowed: {' '.join(KINDS)}, also {' '.join(PACKED)}"
         raise ValueError(f"{told}, or leave out what is not text: domains.ignore=[{pattern}]")
     if not found:
         told = f"{folder} has no {' '.join(KINDS)} file"

@@ -15,6 +15,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from cpt.data.corpus import make_corpus
+from cpt.data.sources import readers
 from cpt.data.sources.base import GENERAL, NOT_DOMAINS, read_members, stamp_of
 from cpt.data.sources.hub import Hub
 from cpt.data.sources.texts import Texts
@@ -332,3 +333,16 @@ def test_the_layouts_of_das6_and_m2d2_and_the_other_configured_sources(tmp_path)
     docs = configured("installed_docs")
     assert all(sorted(order) == sorted(docs.names) for order in docs.orders)
     assert all(len(docs.fingerprint(name)) > 100 for name in (*docs.names, GENERAL))
+
+
+def test_a_link_counts_by_its_own_name_and_one_to_nothing_is_told(tmp_path):
+    (tmp_path / "store").write_text("text")
+    (tmp_path / "law").mkdir()
+    path = tmp_path / "law" / "test.txt"
+    path.symlink_to(tmp_path / "store")
+    before = readers.stamps([path])
+    path = path.rename(path.with_name("dev.txt"))  # another split of the same text
+    assert readers.stamps([path]) != before
+    (tmp_path / "store").unlink()
+    with pytest.raises(ValueError, match=r"dev.txt is a link to nothing.*domains.ignore=\[dev.txt\]"):
+        readers.files_of(tmp_path / "law")
