@@ -7,10 +7,12 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
+from hydra.core.hydra_config import HydraConfig
 from transformers import PreTrainedModel
 
 import cpt
 from cpt.adapters.domain_store import domain_params
+from cpt.core.naming import list_choices
 from cpt.core.randomness import key
 from cpt.core.schema import show
 from cpt.core.tensors import NamedTensors
@@ -92,7 +94,10 @@ def log_ineffective(plan: Plan, module: ContinualMethod, device: torch.device) -
     steps, micro = (plan.settings["model"]["pretraining"] or {}).get("steps"), options.accumulate_grad_batches
     is_single = plan.source.encoding is not None and plan.budget.batch_size == micro
     in_16 = getattr(module.options, "teacher", "run") != "run" and options.precision in BF16
+    overrides = HydraConfig.get().overrides.task if HydraConfig.initialized() else ()
+    new = [key for key, _ in list_choices(overrides) if key.startswith(("model.config.", "model.vocab_size"))]
     reasons = {
+        f"{', '.join(new)}: init_from is given": new and plan.settings["init_from"],
         f"model.pretraining.steps: {model.name_or_path} is given": model.name_or_path and steps,
         f"method.lr_multiplier={rate}: optim.lr is a number (model.lr=… is multiplied by it)": rate
         not in (None, 1),

@@ -77,6 +77,9 @@ class Hub(Source):
                         bar.update()
                         for text in texts_of([(where, row)], entry.get("column") or self.column):
                             yield split, text
+        except datasets.inspect.SplitsNotFoundError as error:
+            told = f"domains.catalogue.{name} is invalid: no file and no split found for path={path}"
+            raise ValueError(f"{told}. Allowed: what datasets.load_dataset takes") from error
         except (datasets.exceptions.DatasetsError, OSError, pa.ArrowException, UnicodeDecodeError) as error:
             raise ValueError(f"domains.catalogue.{name}.path={path} is invalid: {cause(error)}") from error
 
