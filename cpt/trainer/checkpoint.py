@@ -159,11 +159,9 @@ def save_sharded(state: Mapping[str, Any], path: Path) -> None:
         places.setdefault(name, []).append(list(place))
         return None
 
-    tree, folder = take_out(dict(state)), None
+    tree, folder, own_shards = take_out(dict(state)), None, f"{glob.escape(path.stem)}.*.{SHARDS}"
     if shards:
-        there = [
-            int(each.name.split(".")[-2]) for each in path.parent.glob(f"{glob.escape(path.stem)}.*.{SHARDS}")
-        ]
+        there = [int(each.name.split(".")[-2]) for each in path.parent.glob(own_shards)]
         folder = path.with_name(f"{path.stem}.{all_reduce_max(1 + max(there, default=0))}.{SHARDS}")
         if is_first_process():
             folder.mkdir(parents=True)
@@ -181,7 +179,7 @@ def save_sharded(state: Mapping[str, Any], path: Path) -> None:
         tree[SHARDS] = {"folder": folder.name, "sums": sums, "places": places}
     if is_first_process():
         save_state(tree, path)
-        for old in path.parent.glob(f"{glob.escape(path.stem)}.*.{SHARDS}"):
+        for old in path.parent.glob(own_shards):
             if old != folder:
                 shutil.rmtree(old)
 

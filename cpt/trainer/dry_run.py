@@ -252,10 +252,8 @@ def profile_run(
                 part.enter(stage)
                 module.setup_stage(stage)
                 module.train()
-                guard = NanGuard(
-                    policy=plan.run.on_nonfinite.replace("rollback", "stop")
-                )  # nothing to go back to
-                callbacks = [costs, guard, profiler]
+                policy = plan.run.on_nonfinite.replace("rollback", "stop")  # there is no checkpoint
+                callbacks = [costs, NanGuard(policy=policy), profiler]
                 label = f"profiling {stage.name}"
                 trainer = make_trainer(arguments, label=label, steps=steps, callbacks=callbacks)
                 with draw_quickly(options.quick_dropout is True):

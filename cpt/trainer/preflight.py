@@ -76,8 +76,8 @@ def prepare(plan: Plan, run: RunDir) -> PreflightResult:
     callbacks = make_callbacks(plan.callbacks)
     check_names(plan.trainer.others, [*option_types(TrainerOptions), *TRAINER_ARGUMENTS], place="trainer")
     tried = try_trainer(plan.trainer.lightning, loggers=loggers, callbacks=list(callbacks.values()))
-    how = plan.trainer.batch_size, plan.trainer.accumulate_grad_batches
-    share_batch(how[0], accumulate=how[1], world=tried.world_size)
+    parts = plan.trainer.accumulate_grad_batches
+    share_batch(plan.trainer.batch_size, accumulate=parts, world=tried.world_size)
     if tried.world_size == 1 and (stray := stray_ranks()):
         allowed = "unset, or trainer.devices and trainer.num_nodes of all processes"
         raise ValueError(

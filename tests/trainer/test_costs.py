@@ -200,4 +200,4 @@ next(sys.kept)
 
 
 def test_a_process_ends_although_its_loaders_processes_are_alive():
-    subprocess.run([sys.executable, "-c", WORKERS], check=True, timeout=60, cwd=ROOT)
+    assert subprocess.run([sys.executable, "-c", WORKERS], timeout=60, cwd=ROOT).returncode == 0
