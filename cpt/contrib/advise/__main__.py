@@ -6,14 +6,14 @@ frozen blocks, LoRA, distillation and EWC. Prints a command with its expected le
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -36,35 +36,13 @@ SPARED = 0.9  # of the time that is left, what is planned for: a pilot's steps s
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
-@dataclass(frozen=True)
-class Ready:
-    """What is settled before the sweep and stays with OUT: `plan.json`; `epoch` is of a domain, in steps."""
-
-    plan: SweepPlan
-    costs: Costs
-    epoch: float
-
-    @classmethod
-    def load(cls, file: Path, question: Mapping[str, Any]) -> Ready:
-        """Raises ValueError for a damaged file, and for that of another question."""
-        try:
-            kept = json.loads(file.read_text(encoding="utf-8"))
-            plan = SweepPlan(**{**kept["plan"], "arms": tuple(kept["plan"]["arms"])})
-            ready, asked = cls(plan, Costs(**kept["costs"]), float(kept["epoch"])), kept["question"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{file} is damaged ({error}); delete it to plan again") from error
-        if asked != question:
-            told = f"--out {file.parent} is invalid: it has the advice on another question"
-            raise ValueError(f"{told}. Allowed: another folder")
-        return ready
-
-
 def main(arguments: Sequence[str]) -> int:
     given = make_parser().parse_intermixed_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
     with readable():
         check(given)
-        began, arms = time.monotonic(), candidates.choose_arms(given.arms)
+        began = time.monotonic()
+        candidates.choose_arms(given.arms)
         model = candidates.find_model(given.model)
         texts = candidates.find_texts(given.folder, given.overrides)
         cap = [CAP] * (not any(each.startswith("eval.max_tokens=") for each in given.overrides))
@@ -77,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
             shared.append(f"domains.only=[{','.join(only)}]")
             log.info("Choosing %d of %d domains: %s", len(only), len(order), ", ".join(only))
         with runs.open_sweep(shared, **how) as sweep:
-            advise(given, sweep, arms, model, texts, began=began, left_out=left_out)
+            advise(given, sweep, model, texts, began, left_out)
     return 0
 
 
@@ -101,43 +79,36 @@ def make_parser() -> argparse.ArgumentParser:
 
 def check(given: argparse.Namespace) -> None:
     """Raises ValueError for what cannot be asked."""
-    wrong = {
-        f"--hours {given.hours:g} is invalid. Allowed: more than 0": not 0 < given.hours < math.inf,
-        f"--weight {given.weight:g} is invalid. Allowed: 0 or more": not 0 <= given.weight < math.inf,
-        f"--forget {given.forget} is invalid. Allowed: nats per token, a finite number": not math.isfinite(
-            given.forget or 0
+    valid = {
+        f"--hours {given.hours:g} is invalid. Allowed: more than 0": 0 < given.hours < math.inf,
+        f"--weight {given.weight:g} is invalid. Allowed: 0 or more": 0 <= given.weight < math.inf,
+        f"--forget {given.forget} is invalid. Allowed: nats per token, a finite number": (
+            math.isfinite(given.forget or 0)
         ),
-        f"--jobs {given.jobs} is invalid. Allowed: 1, 2, …": given.jobs is not None and given.jobs < 1,
-        f"--seeds {given.seeds} is invalid. Allowed: 1 to {SEEDS}": not 1 <= given.seeds <= SEEDS,
+        f"--jobs {given.jobs} is invalid. Allowed: 1, 2, …": given.jobs is None or given.jobs >= 1,
+        f"--seeds {given.seeds} is invalid. Allowed: 1 to {SEEDS}": 1 <= given.seeds <= SEEDS,
     }
-    for message in (message for message, holds in wrong.items() if holds):
+    for message in (message for message, holds in valid.items() if not holds):
         raise ValueError(message)
     candidates.check_overrides(given.overrides)
 
 
 def advise(
-    given: argparse.Namespace,
-    sweep: Sweep,
-    arms: Sequence[str],
-    model: Model,
-    texts: Sequence[str],
-    *,
-    began: float,
-    left_out: int,
+    given: argparse.Namespace, sweep: Sweep, model: Model, texts: Sequence[str], began: float, left_out: int
 ) -> None:
     """Plans, runs, and says what follows."""
-    asked = sweep.plan()
+    asked, arms = sweep.plan(), candidates.choose_arms(given.arms)
     built = asked.model.config or {"num_hidden_layers": configuration(given.model).num_hidden_layers}
     blocks = next((int(built[name]) for name in LAYERS if name in built), 1)
     tried = Setting(rate=asked.model.lr, blocks=blocks, domains=len(asked.order))
     checkpoint_rate = float(OmegaConf.load(CONF / "model/hf.yaml").lr)
     real = tried if model.is_itself else replace(tried, rate=checkpoint_rate, blocks=model.blocks)
     per_step = asked.trainer.batch_size * asked.model.max_seq_length
-    ready = settle(given, sweep, arms, tried, per_step=per_step, began=began)
-    measured, lost = carry_out(given, sweep, ready, tried, began=began)
-    subject = Subject(tuple(texts), tuple(given.overrides), model, real, ready.epoch, per_step, left_out)
+    plan, costs, epoch = settle(given, sweep, arms, tried, per_step, began)
+    measured, lost = carry_out(given, sweep, plan, costs, tried, began)
+    subject = Subject(tuple(texts), tuple(given.overrides), model, real, epoch, per_step, left_out)
     wish = Wish(given.forget, given.weight)
-    found = make_advice(measured, subject, ready.plan, wish, lost=lost)
+    found = make_advice(measured, subject, plan, wish, lost=lost)
     advice = json.loads(json.dumps(found), parse_constant=lambda constant: None)  # NaN is null in JSON
     (given.out / "advice.json").write_text(json.dumps(advice, indent=1) + "\n", encoding="utf-8")
     page = write_page(make_blocks(advice), title=f"Advice for {given.folder}", stem=given.out / "advice")
@@ -146,23 +117,26 @@ def advise(
 
 
 def settle(
-    given: argparse.Namespace,
-    sweep: Sweep,
-    arms: Sequence[str],
-    setting: Setting,
-    *,
-    per_step: int,
-    began: float,
-) -> Ready:
-    """The plan of OUT, or a new one by the steps of a pilot; says it. Raises ValueError where OUT is that of
-    another question."""
+    given: argparse.Namespace, sweep: Sweep, arms: Sequence[str], tried: Setting, per_step: int, began: float
+) -> tuple[SweepPlan, Costs, float]:
+    """What is settled before the sweep: the plan of OUT, or a new one by the steps of a pilot, and the steps
+    of an epoch of a domain; says it. Raises ValueError where OUT is damaged or that of another question."""
     file, question = given.out / "plan.json", {"shared": list(sweep.shared), "arms": list(arms)}
     if given.seeds != SEEDS:
         question["seeds"] = given.seeds
-    kept = Ready.load(file, question) if file.exists() else None
-    if kept is None:
+    if file.exists():
+        try:
+            kept = json.loads(file.read_text(encoding="utf-8"))
+            plan = SweepPlan(**{**kept["plan"], "arms": tuple(kept["plan"]["arms"])})
+            costs, epoch, asked = Costs(**kept["costs"]), float(kept["epoch"]), kept["question"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{file} is damaged ({error}); delete it to plan again") from error
+        if asked != question:
+            told = f"--out {given.out} is invalid: it has the advice on another question"
+            raise ValueError(f"{told}. Allowed: another folder")
+    else:
         log.info("Timing a first run, which also reads the texts and pre-trains the base model")
-        costs, pilot = runs.measure_costs(sweep, setting)
+        costs, pilot = runs.measure_costs(sweep, tried)
         # Mean steps of an epoch, about: bytes of training text by those of a token of held-out text.
         tokens = []
         for at, name in [(pilot.domains.index(name), name) for name in pilot.run["order"]]:
@@ -171,34 +145,34 @@ def settle(
         epoch = math.fsum(tokens) / len(tokens) / per_step
         seconds, most = 3600 * given.hours - (time.monotonic() - began), max(1, min(MOST_STEPS, int(epoch)))
         limits = {"jobs": sweep.at_once(len(arms)), "most": most, "seeds": given.seeds}
-        kept = Ready(runs.plan_sweep(arms, costs, seconds=SPARED * seconds, **limits), costs, epoch)
-        file.write_text(json.dumps({"question": question} | asdict(kept), indent=1) + "\n", encoding="utf-8")
-    plan, costs, left_out = kept.plan, kept.costs, len(arms) - len(kept.plan.arms)
+        plan = runs.plan_sweep(arms, costs, seconds=SPARED * seconds, **limits)
+        ready = {"question": question, "plan": asdict(plan), "costs": asdict(costs), "epoch": epoch}
+        file.write_text(json.dumps(ready, indent=1) + "\n", encoding="utf-8")
+    left_out = len(arms) - len(plan.arms)
     seeds = f"{plan.seeds} seed{'s' * (plan.seeds > 1)}"
     shorter = f", and {plan.rounds[1].steps} steps with the first seed" if plan.short else ""
     log.info("Planning %d arms x %s x %d steps a domain%s", len(plan.arms), seeds, plan.steps, shorter)
     log.info("Arms: %s%s", ", ".join(plan.arms), f"; {left_out} more do not fit" * bool(left_out))
     each = f"a step {costs.step:.3f} s, {costs.fixed:.1f} s of each run in addition to its steps"
-    log.info(
-        "Running %d jobs, about %s: %s", len(plan.arms) * len(plan.rounds), format_time(plan.seconds), each
-    )
-    return kept
+    count, takes = len(plan.arms) * len(plan.rounds), format_time(plan.seconds)
+    log.info("Running %d jobs, about %s: %s", count, takes, each)
+    return plan, costs, epoch
 
 
 def carry_out(
-    given: argparse.Namespace, sweep: Sweep, ready: Ready, setting: Setting, *, began: float
+    given: argparse.Namespace, sweep: Sweep, plan: SweepPlan, costs: Costs, setting: Setting, began: float
 ) -> tuple[Measured, list[str]]:
     """Makes the rounds that fit into the budget, those of the first seed whatever they take: the advice needs
     both of its lengths. What was measured, and a line for each arm or round that was not. Raises
     ValueError where fewer than two arms were."""
-    plan, deadline = ready.plan, began + 3600 * given.hours
+    deadline = began + 3600 * given.hours
     took, foreseen, lost, failed = 0.0, 0.0, list[str](), dict[str, str]()
     done: list[Round] = []
     for number, each in enumerate(plan.rounds, 1):
         arms = [arm for arm in plan.arms if arm not in failed]
         batch = sweep.compose(arms, each, setting)
         waiting = [arm for arm, job in zip(arms, batch, strict=True) if not job.before]
-        expected = runs.time_round(waiting, each.steps, ready.costs, jobs=sweep.at_once(len(arms)))
+        expected = runs.time_round(waiting, each.steps, costs, jobs=sweep.at_once(len(arms)))
         left = (took / foreseen if foreseen else 1.0) * expected  # by what the earlier ones really took
         about = f"seed {each.seed}, {each.steps} steps"
         if each.seed > 0 and waiting and time.monotonic() + left > deadline:
@@ -213,10 +187,9 @@ def carry_out(
     arms = [arm for arm in plan.arms if arm not in failed]
     if len(arms) < 2:
         raise ValueError(f"fewer than two arms were measured: {'; '.join(lost)}")
-    keys = [(arm, each) for each in done for arm in arms]
-    found = {
-        (arm, at.steps, at.seed): read_arm_run(runs.find_folder(sweep.folder, arm, at)) for arm, at in keys
-    }
+    found = {}
+    for each, arm in itertools.product(done, arms):
+        found[arm, each.steps, each.seed] = read_arm_run(runs.find_folder(sweep.folder, arm, each))
     return Measured(found), lost
 
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from cpt.contrib.advise.candidates import MEANINGS, Model, Setting, overrides
-from cpt.contrib.advise.results import Measured, Recommendation, Wish, choose, find_front, judge
+from cpt.contrib.advise.candidates import Model, Setting, list_arms
+from cpt.contrib.advise.results import Measured, Wish, choose, judge
 from cpt.contrib.advise.runs import SweepPlan
+from cpt.reporting.compare import pareto_front
 from cpt.reporting.figures import draw_plane
 from cpt.reporting.page import Block
 
@@ -47,16 +48,15 @@ def make_advice(
     options = {"steps": plan.steps, "weight": wish.weight if wish.bound is None else 0.0, "at": at}
     first = measured.bounds(chosen=measured.arms[0], **options)
     forgotten = "forgotten_at" if at else "forgotten"
-    choice = choose(judged, {arm: first[arm][forgotten][1] for arm in points}, wish)
-    if at:
-        choice = choice._replace(why=f"{choice.why}, extrapolated to {at:.0f} steps a domain")
-    bounds = measured.bounds(chosen=choice.arm, **options)
-    front = find_front(points)
+    best, why = choose(judged, {arm: first[arm][forgotten][1] for arm in points}, wish)
+    why += f", extrapolated to {at:.0f} steps a domain" if at else ""
+    bounds, known = measured.bounds(chosen=best, **options), list_arms(subject.real)
+    front = pareto_front({arm: (-point.learned, point.forgotten) for arm, point in points.items()})
     arms = [
         {
             "arm": arm,
-            "meaning": MEANINGS[arm],
-            "overrides": overrides(arm, subject.real),
+            "meaning": known[arm][0],
+            "overrides": known[arm][1],
             "on_front": arm in front,
             **means[arm, plan.steps],
             "intervals": {name: list(each) for name, each in bounds[arm].items()},
@@ -65,7 +65,7 @@ def make_advice(
         for arm in sorted(points, key=lambda arm: -points[arm].learned)
     ]
     seeds, many = measured.seeds[plan.steps], len(measured.seeds) > 1
-    unknown = find_unknown(bounds, choice, subject, plan, seeds=len(seeds), many=many)
+    unknown = find_unknown(bounds, best, subject, plan, seeds=len(seeds), many=many)
     return {
         "version": VERSION,
         "wish": {"bound": wish.bound, "weight": wish.weight if wish.bound is None else None},
@@ -74,30 +74,28 @@ def make_advice(
             **({"judged_steps": round(at)} if at else {}),
             **{"seeds": seeds, "lengths": list(measured.seeds), "epoch_steps": round(subject.epoch)},
         },
-        "recommended": {"arm": choice.arm, "why": choice.why, "command": say_command(choice, subject)},
+        "recommended": {"arm": best, "why": why, "command": say_command(best, subject)},
         "arms": arms,
         "unknown": [*unknown, *lost],
     }
 
 
-def say_command(choice: Recommendation, subject: Subject) -> str:
+def say_command(arm: str, subject: Subject) -> str:
     """The run that is recommended, an epoch of all of the text, as one line for a shell."""
     given = [each for each in subject.given if subject.model.is_itself or not each.startswith("model.")]
     words = ["python", "run.py", *subject.texts, *subject.model.real, *given]  # of two values the last counts
-    return shlex.join(
-        [*words, *overrides(choice.arm, subject.real), "trainer.steps=null", "trainer.epochs=1"]
-    )
+    return shlex.join([*words, *list_arms(subject.real)[arm][1], "trainer.steps=null", "trainer.epochs=1"])
 
 
 def find_unknown(
-    bounds: dict, choice: Recommendation, subject: Subject, plan: SweepPlan, *, seeds: int, many: bool
+    bounds: dict, best: str, subject: Subject, plan: SweepPlan, *, seeds: int, many: bool
 ) -> list[str]:
     """A line for each thing that the runs cannot say."""
     lines = [subject.model.gap] * bool(subject.model.gap)
-    worth = {arm: each["worth"] for arm, each in bounds.items() if arm != choice.arm}
+    worth = {arm: each["worth"] for arm, each in bounds.items() if arm != best}
     alike = [arm for arm, (low, high) in worth.items() if not (np.isfinite(low + high) and low * high > 0)]
     if alike:
-        lines.append(f"not distinguished from {choice.arm} by these runs: {', '.join(alike)}")
+        lines.append(f"not distinguished from {best} by these runs: {', '.join(alike)}")
     if seeds == 1:
         lines.append("how much another seed changes: one seed was run, intervals are over documents alone")
     elif seeds < 5:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoModel
@@ -17,25 +16,8 @@ from cpt.core.naming import quote
 from cpt.models.loading import configuration, objective_name
 
 REFERENCE = "ncl"
-NAMES = (  # the first ones stay where a budget is small
-    *(REFERENCE, "replay-5", "lr-1/4", "replay-25", "lora", "ewc", "kd", "lr-1/2", "freeze"),
-    *("ewc-strong", "replay-1"),
-)
-MEANINGS = {
-    REFERENCE: "plain further training",
-    "replay-1": "1 % of each batch is past and general text",
-    "replay-5": "5 % of each batch is past and general text",
-    "replay-25": "25 % of each batch is past and general text",
-    "lr-1/4": "a quarter of the learning rate",
-    "lr-1/2": "half of the learning rate",
-    "freeze": "the lower half of the blocks stays",
-    "lora": "LoRA adapters in a frozen model",
-    "kd": "the model before the domain teaches",
-    "ewc": "weights are pulled back by their Fisher",
-    "ewc-strong": "the same, a hundred times as strong",
-}
 WORK = {"kd": 1.4, "ewc": 1.2, "ewc-strong": 1.2}  # about: a step's time, of that of the reference
-STRENGTH = 5000  # of ContinualLM and of the runs of docs/advise.md
+STRENGTH = 5000  # of EWC, as in ContinualLM and in the runs of docs/advise.md
 
 
 @dataclass(frozen=True)
@@ -47,39 +29,42 @@ class Setting:
     domains: int
 
 
-def overrides(arm: str, setting: Setting) -> list[str]:
-    """What an arm sets beyond the defaults. Raises ValueError for an unknown arm."""
-    kind, _, value = arm.partition("-")
-    match kind:
-        case "ncl":
-            return []
-        case "replay" if value in ("1", "5", "25"):
-            share = int(value) / 100  # half of it past domains' text, half general; of one domain all general
-            past = share / 2 if setting.domains > 1 else 0.0
-            return ["replay=past", f"replay.past_ratio={past:g}", f"replay.general_ratio={share - past:g}"]
-        case "lr" if value in ("1/4", "1/2"):
-            return [f"model.lr={setting.rate / int(value[-1]):g}"]
-        case "freeze":
-            return [f"freeze.layers={max(1, setting.blocks // 2)}"]
-        case "lora" | "kd":
-            return [f"method={arm}"]
-        case "ewc" if value in ("", "strong"):
-            return ["method=ewc", f"method.strength={100 * STRENGTH if value else STRENGTH}"]
-    raise ValueError(f"--arms {arm} is invalid. Allowed: {', '.join(NAMES)}")
+def list_arms(setting: Setting) -> dict[str, tuple[str, list[str]]]:
+    """By arm its meaning and what it sets beyond the defaults; the first stay where a budget is small."""
+
+    def replay(share: float) -> tuple[str, list[str]]:
+        past = share / 2 if setting.domains > 1 else 0.0  # the rest is general text
+        ratios = [f"replay.past_ratio={past:g}", f"replay.general_ratio={share - past:g}"]
+        return f"{100 * share:g} % of each batch is past and general text", ["replay=past", *ratios]
+
+    pulled, rate = "weights are pulled back by their Fisher", setting.rate
+    ewc = ["method=ewc", f"method.strength={STRENGTH}"]
+    return {
+        REFERENCE: ("plain further training", []),
+        "replay-5": replay(0.05),
+        "lr-1/4": ("a quarter of the learning rate", [f"model.lr={rate / 4:g}"]),
+        "replay-25": replay(0.25),
+        "lora": ("LoRA adapters in a frozen model", ["method=lora"]),
+        "ewc": (pulled, ewc),
+        "kd": ("the model before the domain teaches", ["method=kd"]),
+        "lr-1/2": ("half of the learning rate", [f"model.lr={rate / 2:g}"]),
+        "freeze": ("the lower half of the blocks stays", [f"freeze.layers={max(1, setting.blocks // 2)}"]),
+        "ewc-strong": ("the same, a hundred times as strong", [ewc[0], f"method.strength={100 * STRENGTH}"]),
+        "replay-1": replay(0.01),
+    }
 
 
 def choose_arms(asked_for: str | None) -> list[str]:
     """The arms by name, the reference first. Raises ValueError for an unknown one, or for fewer than two."""
+    known = [*list_arms(Setting(rate=1, blocks=2, domains=2))]
     if asked_for is None:
-        return list(NAMES)
-    names = asked_for.split(",")
-    for name in names:
-        overrides(name, Setting(rate=1, blocks=2, domains=2))
-    chosen = list(dict.fromkeys([REFERENCE, *names]))
+        return known
+    if unknown := [name for name in asked_for.split(",") if name not in known]:
+        raise ValueError(f"--arms {unknown[0]} is invalid. Allowed: {', '.join(known)}")
+    chosen = list(dict.fromkeys([REFERENCE, *asked_for.split(",")]))
     if len(chosen) < 2:
-        raise ValueError(
-            f"--arms {asked_for} is invalid. Allowed: one or more in addition to {REFERENCE}, with commas"
-        )
+        allowed = f"one or more in addition to {REFERENCE}, with commas"
+        raise ValueError(f"--arms {asked_for} is invalid. Allowed: {allowed}")
     return chosen
 
 
@@ -92,28 +77,14 @@ SMALL = 30_000_000  # parameters up to which a checkpoint is tried itself
 MOST_DOMAINS = 6
 OWN = (  # what advise sets itself
     *("method", "replay", "model", "seed", "name", "trainer.steps", "trainer.epochs", "trainer.tokens"),
-    *(
-        "freeze.layers",
-        "save_all_stages",
-        "eval.rows",
-        "eval.columns",
-        "plan",
-        "init_from",
-        "domains.root",
-        "endtask",
-    ),
+    *("freeze.layers", "save_all_stages", "eval.rows", "eval.columns", "plan", "init_from"),
+    *("domains.root", "endtask"),
 )
 TINY = {"masked": "tiny_roberta", "causal": "tiny_gpt2", "span": "tiny_t5"}
 OF_TYPE = {"modernbert": "tiny_modernbert", "roberta": "tiny_roberta", "gpt2": "tiny_gpt2", "t5": "tiny_t5"}
-SIZES = {  # of a sibling, by the names that most families have for them
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 514,
-}
+# Of a sibling, by the names that most families have for them.
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 514}
 
 
 @dataclass(frozen=True)
@@ -172,19 +143,15 @@ def find_model(given: str) -> Model:
         return Model(real, real)
     told = f"{given} has {size / 1e6:.0f} M parameters: what was tried is a sibling of about 1 M, made and "
     told += "pre-trained here; how much of the trade, and which strength, carries over is not known"
-    return Model(
-        tuple(make_sibling(config, objective_name("auto", config))), real, config.num_hidden_layers, told
-    )
-
-
-def make_sibling(config: Any, objective: str) -> list[str]:
-    """The overrides of a small model of a configuration's family."""
-    if config.model_type in OF_TYPE or objective == "span":
-        return [f"model={OF_TYPE.get(config.model_type, TINY[objective])}"]
-    known = {name: size for name, size in SIZES.items() if getattr(config, name, None) is not None}
-    sizes = {config.attribute_map.get(name, name): size for name, size in known.items()}
-    shown = ", ".join(f"{name}: {size}" for name, size in {"model_type": config.model_type, **sizes}.items())
-    return [f"model={TINY[objective]}", "~model.config", f"+model.config={{{shown}}}"]
+    objective = objective_name("auto", config)
+    sibling = [f"model={OF_TYPE.get(config.model_type, TINY[objective])}"]
+    if config.model_type not in OF_TYPE and objective != "span":  # a small model of the same family
+        known = {name: size for name, size in SIZES.items() if getattr(config, name, None) is not None}
+        sizes = {config.attribute_map.get(name, name): size for name, size in known.items()}
+        family = {"model_type": config.model_type, **sizes}
+        shown = ", ".join(f"{name}: {size}" for name, size in family.items())
+        sibling += ["~model.config", f"+model.config={{{shown}}}"]
+    return Model(tuple(sibling), real, config.num_hidden_layers, told)
 
 
 def choose_domains(order: Sequence[str]) -> list[str]:

@@ -29,53 +29,24 @@ class Wish(NamedTuple):
     weight: float
 
 
-class Recommendation(NamedTuple):
-    """The arm, and why it in words."""
-
-    arm: str
-    why: str
-
-
-def find_front(points: Mapping[str, Point]) -> list[str]:
-    """Arms that no other one beats in both, or in one and equals in the other; most learned first."""
-    ordered = sorted(points, key=lambda arm: (-points[arm].learned, points[arm].forgotten))
-    front: list[str] = []
-    for arm in ordered:
-        if not front or points[arm].forgotten < points[front[-1]].forgotten:
-            front.append(arm)
-    return front
-
-
 def worth(point: Point, weight: float) -> float:
     return point.learned - weight * point.forgotten
 
 
-def choose(points: Mapping[str, Point], highest: Mapping[str, float], wish: Wish) -> Recommendation:
-    """The arm to recommend; `highest` is the upper end of the interval of what each forgets, nan where it
-    has none. An arm whose whole interval holds the bound is preferred to one whose mean alone does."""
+def choose(points: Mapping[str, Point], highest: Mapping[str, float], wish: Wish) -> tuple[str, str]:
+    """The arm to recommend, and why; `highest` is the upper end of the interval of what each forgets, nan
+    where it has none. An arm whose whole interval holds the bound comes before one whose mean alone does."""
     if wish.bound is None:
         best = max(points, key=lambda arm: worth(points[arm], wish.weight))
-        return Recommendation(best, f"the most of learned - {wish.weight:g} x forgotten")
+        return best, f"the most of learned - {wish.weight:g} x forgotten"
     shown = [arm for arm in points if highest[arm] <= wish.bound]
     held = [arm for arm, point in points.items() if point.forgotten <= wish.bound]
     for kept, sure in ((shown, "by the whole of its interval"), (held, "by its mean, not by its interval")):
         if kept:
             best = max(kept, key=lambda arm: points[arm].learned)
-            return Recommendation(
-                best, f"the most learned of those that forget at most {wish.bound:g} nats, {sure}"
-            )
+            return best, f"the most learned of those that forget at most {wish.bound:g} nats, {sure}"
     least = min(points, key=lambda arm: points[arm].forgotten)
-    return Recommendation(least, f"no arm forgets at most {wish.bound:g} nats; this one forgets least")
-
-
-def weigh_lengths(lengths: Sequence[float], at: float) -> np.ndarray:
-    """How much the value at each length counts in that at another: of the line of least squares through the
-    values over the logarithm of the tokens, [length]. Raises ValueError for fewer than two lengths."""
-    if len(set(lengths)) < 2:
-        raise ValueError(f"{len(set(lengths))} length; needed: two or more")
-    places = np.log(np.asarray(lengths, float))
-    off = places - places.mean()
-    return 1 / len(places) + (np.log(at) - places.mean()) * off / (off @ off)
+    return least, f"no arm forgets at most {wish.bound:g} nats; this one forgets least"
 
 
 Array = np.ndarray
@@ -86,8 +57,7 @@ QUANTITIES = ("learned", "forgotten", "FG", "drift")
 LEADING = tuple(enumerate(QUANTITIES[:2]))  # those that arms are judged by
 
 
-@dataclass(frozen=True)
-class ArmRun:
+class ArmRun(NamedTuple):
     """The scores of a run, and per column nats [row, document] and scored tokens [document]."""
 
     scores: Scores
@@ -169,20 +139,17 @@ class Measured:
         the chosen arm's. Documents and seeds are drawn together, alike for all arms: differences are
         paired."""
         at = at if len(self.seeds) > 1 else None
-        first = next(iter(self.runs.values()))
-        samples = [
-            [np.concatenate([run.sums[column] for run in self.runs.values()]), first.counts[column]]
-            for column in range(len(first.counts))
-        ]
-        samples = [[sums[:, count > 0], count[count > 0]] for sums, count in samples]
+        runs, samples = [*self.runs.values()], []
+        for column, count in enumerate(runs[0].counts):
+            sums = np.concatenate([run.sums[column] for run in runs])
+            samples.append([sums[:, count > 0], count[count > 0]])
         draw = np.random.default_rng(0)
 
         def compute(nll: Array) -> dict[str, dict[str, Array]]:
-            size = len(nll)
-            counts = {length: len(seeds) for length, seeds in self.seeds.items()}
-            weights = {
-                key: draw.multinomial(n, np.full(n, 1 / n), size=size) / n for key, n in counts.items()
-            }
+            weights = {}
+            for steps_each, seeds in self.seeds.items():
+                even = np.full(n := len(seeds), 1 / len(seeds))
+                weights[steps_each] = draw.multinomial(n, even, size=len(nll)) / n
             found = self.values(nll, weights)
             points = {arm: judge(found, arm, steps=steps, at=at) for arm in self.arms}
             return {
@@ -199,10 +166,13 @@ class Measured:
 
 
 def judge(found: Mapping[tuple[str, int], Mapping], arm: str, *, steps: int, at: float | None) -> Point:
-    """What an arm learned and forgot after a number of steps, or `at` more: on a line over the logarithm
-    of the lengths."""
+    """What an arm learned and forgot after a number of steps, or `at` more: on the line of least squares over
+    the logarithm of the lengths, of which there are two or more."""
     if not at:
         return Point(*(found[arm, steps][name] for _, name in LEADING))
     lengths = [each for own, each in found if own == arm]
-    pairs = list(zip(weigh_lengths(lengths, at), lengths, strict=True))
+    places = np.log(np.asarray(lengths, float))
+    off = places - places.mean()
+    weights = 1 / len(places) + (np.log(at) - places.mean()) * off / (off @ off)
+    pairs = list(zip(weights, lengths, strict=True))
     return Point(*(sum(weight * found[arm, each][name] for weight, each in pairs) for _, name in LEADING))

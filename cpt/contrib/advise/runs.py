@@ -18,7 +18,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import HydraContext, RunMode
 from omegaconf import open_dict
 
-from cpt.contrib.advise.candidates import REFERENCE, Setting, overrides, work
+from cpt.contrib.advise.candidates import REFERENCE, Setting, list_arms, work
 from cpt.core.config import CONF
 from cpt.evaluation.scores import Scores
 from cpt.sweeps.jobs import Job, compose_jobs, divide_machine
@@ -75,7 +75,7 @@ def time_round(arms: Sequence[str], steps: int, costs: Costs, *, jobs: int) -> f
 
 def plan_sweep(
     arms: Sequence[str], costs: Costs, *, seconds: float, jobs: int, most: int, seeds: int = SEEDS
-) -> Plan:
+) -> SweepPlan:
     """The first of DESIGNS, with its seeds limited, in which each run learns the steps that
     it asks for, with as many of them as fit, at most `most`; where none does, one seed of one length, then of
     fewer arms. Raises ValueError where even these do not fit."""
@@ -84,8 +84,9 @@ def plan_sweep(
     fewer = range(len(arms), min(FEWEST, len(arms)) - 1, -1)
     designs += [(arms[:count], 1, False, least) for count in fewer]
     for chosen, count, short, wanted in designs:
-        steps = min(most, fitting(chosen, count, short, costs, seconds=seconds, jobs=jobs))
-        if steps >= wanted:
+        left = seconds * jobs - (count + short) * len(chosen) * costs.fixed  # after the starts
+        steps = int(left / (costs.stages * costs.step * work(chosen) * (count + short / SHORTER)))
+        if (steps := min(most, steps)) >= wanted:
             lengths = [steps] * count + [max(1, steps // SHORTER)] * short
             takes = sum(time_round(chosen, each, costs, jobs=jobs) for each in lengths)
             return SweepPlan(tuple(chosen), steps, count, short, takes)
@@ -94,13 +95,6 @@ def plan_sweep(
         f"{max(0, seconds):.0f} s are left of --hours, and {min(FEWEST, len(arms))} runs of {least} steps "
         f"take {needed:.0f} s. Allowed: more --hours; what was read and made on the way is there"
     )
-
-
-def fitting(arms: Sequence[str], seeds: int, short: bool, costs: Costs, *, seconds: float, jobs: int) -> int:
-    """Steps per domain of each run; 0 or less where not even the starts fit."""
-    lengths = seeds + short
-    left = seconds * jobs - lengths * len(arms) * costs.fixed
-    return int(left / (costs.stages * costs.step * work(arms) * (seeds + short / SHORTER)))
 
 
 PILOT = 30  # steps per domain of the run whose steps are timed
@@ -131,8 +125,9 @@ class Sweep:
     def compose(self, arms: Sequence[str], given: Round, setting: Setting) -> list[Job]:
         """A job of each arm."""
         own = [*self.shared, f"trainer.steps={given.steps}", f"seed={given.seed}"]
-        places = {arm: f"hydra.run.dir={find_folder(self.folder, arm, given)}" for arm in arms}
-        each = [[*own, *overrides(arm, setting), places[arm]] for arm in arms]
+        known, each = list_arms(setting), []
+        for arm in arms:
+            each.append([*own, *known[arm][1], f"hydra.run.dir={find_folder(self.folder, arm, given)}"])
         jobs = compose_jobs(each, 0, context=self.context, config=self.config)
         for job, arm in zip(jobs, arms, strict=True):
             job.label = arm

@@ -15,8 +15,8 @@ from PIL import Image
 
 from cpt.contrib.advise import __main__ as advise
 from cpt.contrib.advise import advice, candidates, results
-from cpt.contrib.advise.candidates import NAMES, Model, Setting, overrides
-from cpt.contrib.advise.results import ArmRun, Measured, Point, Recommendation, Wish
+from cpt.contrib.advise.candidates import Model, Setting, list_arms
+from cpt.contrib.advise.results import ArmRun, Measured, Point, Wish
 from cpt.contrib.advise.runs import Costs, Round, SweepPlan, plan_sweep
 from cpt.core.config import CONF
 from cpt.core.preemption import GO_ON
@@ -29,12 +29,11 @@ TINY = Model(("model=tiny_gpt2",), ("model=tiny_gpt2",))
 
 def test_every_arm_says_what_it_sets_and_is_chosen_by_name_beside_the_reference():
     setting = Setting(rate=1e-3, blocks=12, domains=3)
-    made = {arm: overrides(arm, setting) for arm in NAMES}
+    made = {arm: own for arm, (_, own) in list_arms(setting).items()}
     assert made["ncl"] == [] and made["freeze"] == ["freeze.layers=6"]
     assert made["lr-1/4"] == ["model.lr=0.00025"] and made["lr-1/2"] == ["model.lr=0.0005"]
     assert made["replay-5"] == ["replay=past", "replay.past_ratio=0.025", "replay.general_ratio=0.025"]
-    assert len(set(map(tuple, made.values()))) == len(NAMES)
-    assert candidates.choose_arms(None) == list(NAMES)
+    assert len(set(map(tuple, made.values()))) == len(made) and candidates.choose_arms(None) == [*made]
     assert candidates.choose_arms("kd,lora,kd") == ["ncl", "kd", "lora"]
 
 
@@ -108,9 +107,10 @@ def test_documents_and_seeds_are_redrawn_paired_and_more_tokens_are_told_by_the_
     assert found["learned_at"] == pytest.approx((1.25, 1.25))  # 0.25, 0.75, and as much again
     assert found["learned"] == pytest.approx((0.75, 0.75))
     assert found["forgotten_at"] == pytest.approx((0.35, 0.35))
-    # From 100 to 400 as much is added as from 400 to 1600: 2 b - a.
-    assert results.weigh_lengths([100, 400], 1600) == pytest.approx([-1, 2])
-    assert results.weigh_lengths([10, 100, 1000], 100) == pytest.approx([1 / 3] * 3)
+    three = {
+        ("ncl", steps): {"learned": x, "forgotten": 0.0} for steps, x in ((10, 1.0), (100, 5), (1000, 3))
+    }
+    assert results.judge(three, "ncl", steps=1000, at=100).learned == pytest.approx(3)  # the line's middle
 
 
 POINTS = {"strong": Point(1.0, 0.5), "mild": Point(0.8, 0.1), "weak": Point(0.5, 0.2)}
@@ -130,10 +130,10 @@ HIGHEST = {"strong": 0.7, "mild": 0.35, "weak": 0.25, "same": 0.8}
     ],
 )
 def test_a_weight_says_what_forgetting_costs_and_a_bound_is_kept_by_the_interval(wish, arm, why):
-    choice = results.choose(POINTS, HIGHEST, wish)
-    assert choice.arm == arm and why in choice.why
-    unknown = results.choose({"one": Point(1.0, 0.1)}, {"one": math.nan}, Wish(0.2, 1.0))
-    assert unknown.arm == "one" and "by its mean" in unknown.why
+    chosen, told = results.choose(POINTS, HIGHEST, wish)
+    assert chosen == arm and why in told
+    chosen, told = results.choose({"one": Point(1.0, 0.1)}, {"one": math.nan}, Wish(0.2, 1.0))
+    assert chosen == "one" and "by its mean" in told
 
 
 def subject(model=TINY, *, epoch=400.0, left_out=0, given=()):
@@ -160,7 +160,7 @@ def test_an_arm_is_recommended_by_what_an_epoch_brings(wish, epoch, arm, at):
 
 def test_the_command_is_of_the_model_that_is_meant():
     given = ("model.max_seq_length=32", "trainer.batch_size=4")
-    small = advice.say_command(Recommendation("lr-1/4", ""), subject(given=given))
+    small = advice.say_command("lr-1/4", subject(given=given))
     words = ["python", "run.py", "domains=texts", "domains.root='my texts'", "model=tiny_gpt2"]
     words += [*given, "model.lr=2.5e-05", "trainer.steps=null", "trainer.epochs=1"]
     assert "\n" not in small and shlex.split(small) == words
