@@ -253,7 +253,9 @@ def describe_run(scores: Scores) -> dict[str, Any]:
 
 def pictures(scores: Scores) -> dict[str, Any]:
     """The heat maps and the curves of the report."""
-    draw = {"matrix": figures.draw_matrix, "stages": figures.draw_text_curves} if scores.rows else {}
-    draw |= {"modules": figures.draw_modules} if any(scores.modules) else {}
-    draw |= {"endtasks": figures.draw_endtasks} if frames.task_points(scores) else {}
-    return {f"{name}_image": wandb.Image(Image.open(BytesIO(each(scores)))) for name, each in draw.items()}
+    drawn: dict[str, bytes] = {}
+    if scores.rows:
+        drawn = {"matrix": figures.draw_matrix(scores), "stages": figures.draw_text_curves(scores)}
+    drawn |= {"modules": figures.draw_modules(scores)} if any(scores.modules) else {}
+    drawn |= {"endtasks": figures.draw_tasks(scores, "endtasks")} if frames.task_points(scores) else {}
+    return {f"{name}_image": wandb.Image(Image.open(BytesIO(each))) for name, each in drawn.items()}

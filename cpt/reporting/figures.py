@@ -18,10 +18,9 @@ from pandas import DataFrame, Series
 from cpt.core.schema import Number, fits, show
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.scores import Scores
-from cpt.evaluation.task_metrics import headline, over_seeds
 from cpt.reporting import compare, drawing
 from cpt.reporting.drawing import SERIES, HeatMap, Picture, draw_heat_maps, figure, literal, png
-from cpt.reporting.frames import FEW, few, perplexity, signed
+from cpt.reporting.frames import FEW, few, find_matrices, mean_so_far, perplexity, signed
 from cpt.reporting.load_runs import RunGroup, RunSection, find_stages, name_orders, read_training
 from cpt.reporting.overlap import Distribution, Overlap
 from cpt.reporting.page import LEGENDS, Block
@@ -52,8 +51,7 @@ def map_change(scores: Scores, *, numbers: np.ndarray | None = None) -> HeatMap:
 
 def draw_matrix(scores: Scores) -> Picture:
     """The matrix of perplexities, coloured by the change against the base model."""
-    with np.errstate(over="ignore"):
-        perplexities = np.exp(scores.matrix)
+    perplexities = find_matrices(scores)["perplexity"].to_numpy()
     pairs = zip(scores.domains, perplexities[0].tolist(), perplexities[-1].tolist(), strict=True)
     ends = [f"{text} {perplexity(first)} to {perplexity(last)}" for text, first, last in pairs]
     told = f"Perplexity from {scores.rows[0]} to {scores.rows[-1]}: {drawing.list_few(ends)}"
@@ -64,9 +62,7 @@ def draw_matrix(scores: Scores) -> Picture:
 
 def draw_text_curves(scores: Scores) -> Picture:
     """Perplexity on each test text over the stages; of many domains their median."""
-    with np.errstate(over="ignore"):
-        losses = np.exp(scores.matrix).T
-    losses[~np.isfinite(losses)] = np.nan
+    losses = find_matrices(scores)["perplexity"].replace(np.inf, np.nan).to_numpy().T
     domains = [name for name in scores.domains if name != GENERAL]
     many, dot, own = len(domains) > FEW, "." if len(scores.rows) == 1 else "", losses[: len(domains)]
     drawn = figure((8.5, 4.8))
@@ -223,21 +219,15 @@ def draw_modules(scores: Scores) -> Picture:
     return draw_heat_maps({"": HeatMap(weights, scores.domains, modules)}, told=told, **how)
 
 
-def draw_endtasks(scores: Scores) -> Picture:
-    """Each end task in its own metric, a mean over seeds."""
-    matrix = over_seeds(headline(scores.endtasks))
-    return draw_tasks(matrix, scores.rows, scores.endtasks["tasks"], kind="End-task scores")
-
-
-def draw_tasks(matrix: np.ndarray, rows: Sequence[str], tasks: Sequence[str], *, kind: str) -> Picture:
-    """Scores [row, task], shares of 1, in %, of the rows that were measured; a task's own stage is framed."""
-    measured = np.flatnonzero(np.isfinite(matrix).any(1)).tolist()
-    matrix, rows = matrix[measured], [rows[row] for row in measured]
-    ends = zip(tasks, matrix[-1].tolist(), strict=True)
-    last = [f"{task} {100 * score:.1f} %" for task, score in ends if score == score]
-    told = f"{kind} of {len(rows)} models; after {rows[-1]}: {few(last, between=', ')}"
+def draw_tasks(scores: Scores, kind: str) -> Picture:
+    """`answers` or `endtasks` in %, of the rows that were measured; a task's own stage is framed."""
+    table = 100 * find_matrices(scores)[kind].dropna(how="all")
+    rows, tasks = list(table.index), list(table.columns)
+    last = [f"{task} {score:.1f} %" for task, score in table.iloc[-1].items() if score == score]
+    about = "End-task scores" if kind == "endtasks" else "Scores"
+    told = f"{about} of {len(rows)} models; after {rows[-1]}: {few(last, between=', ')}"
     framed = [(rows.index(task), column) for column, task in enumerate(tasks) if task in rows]
-    maps = {"": HeatMap(100 * matrix, rows, tasks, framed=framed)}
+    maps = {"": HeatMap(table.to_numpy(), rows, tasks, framed=framed)}
     how: dict[str, Any] = {"names": ("task", "model after stage"), "show": "{:.1f}".format}
     return draw_heat_maps(maps, label="score, % (dark: better)", told=told, vmin=None, vmax=None, **how)
 
@@ -389,13 +379,13 @@ def draw_stages(
     for name, runs in groups.items():
         so_far, last = [], []
         for scores in (scores for scores in runs if scores.rows):
-            with np.errstate(over="ignore"):
-                cells = np.exp(scores.cells)
-            if columns := [scores.domains.index(domain) for domain in scores.learned]:
-                means = [row[columns[: stage + 1]].mean() for stage, row in enumerate(cells[1:])]
+            if scores.learned:
+                means = [mean_so_far(scores, row) for row in range(1, len(scores.rows))]
                 so_far.append(Series(np.where(np.isfinite(means), means, np.nan)))
             else:
-                last.append(cells[-1, [domain != GENERAL for domain in scores.domains]].mean())
+                with np.errstate(over="ignore"):
+                    own = scores.cells[-1, [domain != GENERAL for domain in scores.domains]]
+                    last.append(np.exp(own).mean())
         table = DataFrame(so_far)  # [run, stage], nan where a run has no more
         if table.notna().any(axis=None):
             lines[name] = table

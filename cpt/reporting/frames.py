@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from math import isfinite, isnan
+from math import isfinite, isnan, nan
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -230,10 +230,21 @@ KINDS: dict[str, Callable[[Scores], Values]] = {
 }  # fmt: skip
 
 
+def find_matrices(scores: Scores) -> dict[str, DataFrame]:
+    """The models (rows) on each text or task (columns): `perplexity`, and of `answers` and `endtasks` the
+    share of each task in its own metric, a mean over seeds; nan where not measured."""
+    with np.errstate(over="ignore"):
+        found = {"perplexity": (np.exp(scores.matrix), scores.domains)}
+    if tasks := scores.answers.get("tasks"):
+        found["answers"] = endtasks.matrix_of(scores.answers), list(tasks)
+    if given := scores.endtasks:
+        found["endtasks"] = endtasks.over_seeds(endtasks.headline(given)), given["tasks"]
+    return {kind: DataFrame(each, scores.rows[: len(each)], names) for kind, (each, names) in found.items()}
+
+
 def tabulate(scores: Scores) -> dict[str, DataFrame]:
     """For W&B: `matrix` (perplexities) and `scores` (every number); None for what is not finite."""
-    with np.errstate(over="ignore"):
-        matrix = DataFrame(np.exp(scores.matrix), columns=scores.domains)
+    matrix = find_matrices(scores)["perplexity"]
     matrix.insert(0, "after", scores.rows, allow_duplicates=True)
     kinds = sorted(KINDS, key="loss".__eq__)  # the losses, of which W&B may cut some, last
     known = {"matrix": matrix, "scores": tidy_scores(scores, *kinds)}
@@ -241,15 +252,20 @@ def tabulate(scores: Scores) -> dict[str, DataFrame]:
     return {name: table.astype(object).where(table.notna(), None) for name, table in known.items()}
 
 
+def mean_so_far(scores: Scores, row: int) -> float:
+    """The mean perplexity of a row over the domains learned so far; nan without any."""
+    columns = [scores.domains.index(name) for name in scores.rows[1 : row + 1] if name in scores.domains]
+    with np.errstate(over="ignore"):
+        return float(np.exp(scores.matrix[row, columns]).mean()) if columns else nan
+
+
 def stage_points(scores: Scores, row: int) -> dict[str, float]:
     """The points of a row over `stage`: `ppl/TEXT`; of `stages/…` `learned` is the mean perplexity over the
     domains so far, `tokens`, `flops` and `seconds` are sums so far, the others of the stage itself."""
     perplexities = in_units(scores.matrix[row], layout=scores)["perplexity"].tolist()
-    losses = dict(zip(scores.domains, perplexities, strict=True))
-    points = {f"ppl/{escape_name(text)}": ppl for text, ppl in losses.items() if not isnan(ppl)}
-    so_far = [losses[name] for name in scores.rows[1 : row + 1] if name in losses]
-    if so_far and not np.isnan(so_far).any():
-        points["stages/learned"] = float(np.mean(so_far))
+    losses = zip(scores.domains, perplexities, strict=True)
+    points = {f"ppl/{escape_name(text)}": ppl for text, ppl in losses if not isnan(ppl)}
+    points |= {} if isnan(mean := mean_so_far(scores, row)) else {"stages/learned": mean}
     for name in ("tokens", "flops", "seconds_learn"):
         points[f"stages/{name.removesuffix('_learn')}"] = sum(costs_by_stage(scores, name)[: row + 1])
     for name in ("memory", "trained", "stored"):
@@ -261,12 +277,11 @@ def stage_points(scores: Scores, row: int) -> dict[str, float]:
 
 def task_points(scores: Scores) -> list[dict[str, float]]:
     """The points of the end tasks over `stage`: `tasks/TASK` in its own metric, a mean over seeds."""
-    points: dict[int, dict[str, float]] = {}
-    means = endtasks.over_seeds(endtasks.headline(scores.endtasks)) if scores.endtasks else np.zeros((0, 0))
-    for row, column in np.argwhere(np.isfinite(means)).tolist():
-        name = f"tasks/{escape_name(scores.endtasks['tasks'][column])}"
-        points.setdefault(row, {"stage": row})[name] = float(means[row, column])
-    return list(points.values())
+    points = []
+    for row, (_, means) in enumerate(find_matrices(scores).get("endtasks", DataFrame()).iterrows()):
+        if known := {f"tasks/{escape_name(task)}": float(x) for task, x in means.items() if isfinite(x)}:
+            points.append({"stage": row, **known})
+    return points
 
 
 def perplexity(value: float) -> str:

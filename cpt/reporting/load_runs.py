@@ -155,10 +155,14 @@ def measure_runs(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
         alike = run.pair[0], scores.run["model"], run.comparability
         alone = [r for r in references if (r.pair[0], r.scores.run["model"], r.comparability) == alike]
         if alone and run not in references:
-            apart = [(r.pair[1] != run.pair[1], count_differing(r, run)) for r in alone]
-            own, other = scores.diagonal, alone[apart.index(min(apart))].scores.diagonal
-            if shared := [name for name in own if name in other]:
-                losses = np.array([[each[name] for name in shared] for each in (own, other)])
+            apart = []  # another seed, and how many settings of the training differ
+            for other in alone:
+                own = [k for k in {*other.settings, *run.settings} if k.startswith(("trainer.", "optim."))]
+                differing = sum(other.settings.get(key) != run.settings.get(key) for key in own)
+                apart.append((other.pair[1] != run.pair[1], differing))
+            both = scores.diagonal, alone[apart.index(min(apart))].scores.diagonal
+            if shared := [name for name in both[0] if name in both[1]]:
+                losses = np.array([[each[name] for name in shared] for each in both])
                 numbers["intransigence/nats"] = float(intransigence(losses[0], one=losses[1]))
         shown = dict(zip(keys, keys, strict=True))  # by the key of a summary
         for task, metric in scores.endtasks.get("metric", {}).items():
@@ -173,12 +177,6 @@ def measure_runs(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
     for each in comparable.values():
         leave_out_others(each)
     return measured
-
-
-def count_differing(one: MeasuredRun, other: MeasuredRun) -> int:
-    """The number of settings of the training in which two runs differ."""
-    keys = {key for run in (one, other) for key in run.settings if key.startswith(("trainer.", "optim."))}
-    return sum(one.settings.get(key) != other.settings.get(key) for key in keys)
 
 
 def leave_out_others(runs: Sequence[MeasuredRun]) -> None:

@@ -11,7 +11,6 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
@@ -24,13 +23,15 @@ from cpt.reporting.frames import (
     KINDS,
     decimals,
     few,
+    find_matrices,
     format_interval,
     megabytes,
     percent,
+    perplexity,
     strip_controls,
 )
 from cpt.reporting.page import IN_CELL, TEMPLATES, quote_markup
-from cpt.reporting.run_page import format_matrix, format_metric
+from cpt.reporting.run_page import format_metric, format_table
 
 PIPELINES = {"masked": "fill-mask", "causal": "text-generation"}  # by objective
 SHOWN = re.compile(
@@ -70,12 +71,12 @@ def write_model_card(folder: Path, scores: Scores) -> Path:
             command.append(shlex.quote(strip_controls(f"{key}{equals}{text}")))
 
     found = [("all domains", name, metric["perplexity"]) for name, metric in scores.metrics.items()]
-    matrix = [["after", *scores.domains], *format_matrix(scores)]
+    perplexities = find_matrices(scores)["perplexity"]
+    matrix = [["after", *scores.domains], *format_table(perplexities, perplexity)]
     if len(scores.domains) > FEW:
         matrix = [*map(list, zip(matrix[0], matrix[1], matrix[-1], strict=True))]
     else:
-        last = np.exp(scores.matrix[-1]).tolist()
-        found += [(strip_controls(text), "last", ppl) for text, ppl in zip(scores.domains, last, strict=True)]
+        found += [(strip_controls(text), "last", ppl) for text, ppl in perplexities.iloc[-1].items()]
     pipeline, split = PIPELINES.get(run["objective"]), scores.conditions.get("score_on", "test")
     measured = {"dataset_split": split, "task_type": pipeline or "text2text-generation"}
     results = []

@@ -12,7 +12,7 @@ import numpy as np
 from cpt.core.config import PACKAGE
 from cpt.reporting.compare import MEASURES, format_spread, measure_spreads
 from cpt.reporting.frames import format_interval, percent, split_variant
-from cpt.reporting.load_runs import MeasuredRun, RunGroup, RunSection
+from cpt.reporting.load_runs import RunGroup, RunSection
 from cpt.reporting.page import Block
 
 BESIDE = PACKAGE.parent / "benchmarks" / "results" / "published"  # in a checkout
@@ -37,21 +37,12 @@ class PublishedRow(NamedTuple):
     settings: Mapping[str, Any] | None = None
     note: str = ""
 
-    @property
-    def place(self) -> str:
-        table, page = f"table {self.table}" if self.table else "", f"page {self.page}" if self.page else ""
-        return ", ".join(filter(None, (self.source, table, page, self.note)))
-
     def fits(self, group: RunGroup) -> bool:
         wanted = self.settings or {}  # 1 is 1.0
         alike = all(run.settings.get(key) == wanted[key] for run in group.runs for key in wanted)
         given = {each.partition("=")[0] for run in group.runs for each in split_variant(run.scores.run)}
         ablated = {key for key in given - {*OF_THE_MACHINE} if not {key, f"method.{key}"} & wanted.keys()}
         return group.plain in self.groups and alike and not ablated
-
-    def select(self, group: RunGroup) -> list[MeasuredRun]:
-        """The runs of a group in the orders that were published."""
-        return [run for run in group.runs if self.orders is None or run.order in self.orders]
 
 
 def read_published(given: str) -> list[PublishedRow]:
@@ -70,15 +61,17 @@ def tabulate_published(sections: Sequence[RunSection], published: Sequence[Publi
     shown, cells, used = {measure.key: measure.title for measure in MEASURES}, [], set[str]()
     pairs = ((group, row) for section in sections for group, row in product(section.groups, published))
     for group, row in ((group, row) for group, row in pairs if row.fits(group)):
+        runs = [run for run in group.runs if row.orders is None or run.order in row.orders]
+        table, page = f"table {row.table}" if row.table else "", f"page {row.page}" if row.page else ""
+        place = ", ".join(filter(None, (row.source, table, page, row.note)))
         for key, value in row.values.items():
-            found = [run.values[key] for run in row.select(group) if key in run.values]
-            if found:
+            if found := [run.values[key] for run in runs if key in run.values]:
                 used.add(json.dumps(row))
-                own = measure_spreads(np.array([found]), runs=len(row.select(group)))[0]
+                own = measure_spreads(np.array([found]), runs=len(runs))[0]
                 low, high = (None if end is None else 100 * end - value for end in (own.low, own.high))
                 difference = f"{100 * own.mean - value:+.2f}" + format_interval(low, high, POINTS)
                 numbers = [format_spread(own, percent, bounds=False), POINTS(value), difference]
-                cells.append([group.name, row.name, row.place, shown.get(key, f"{key} (%)"), *numbers])
+                cells.append([group.name, row.name, place, shown.get(key, f"{key} (%)"), *numbers])
     head = ("group", "published as", "source", "measure", "ours", "published", "difference [95 %]")
     lines = [f"{len(published) - len(used)} of {len(published)} published rows have no group here."]
     return Block(title="Published numbers", head=head, cells=cells, words=4, lines=lines)

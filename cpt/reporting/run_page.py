@@ -5,21 +5,32 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from math import isnan
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pandas import DataFrame
 
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation import task_metrics
 from cpt.evaluation.metrics import METRICS, TITLES, UNITS
 from cpt.evaluation.scores import Scores, conditions, describe_conditions
-from cpt.evaluation.task_metrics import describe_task, head_of, last_value, matrix_of
+from cpt.evaluation.task_metrics import describe_task, head_of, last_value
 from cpt.reporting import figures, frames
 from cpt.reporting.drawing import HeatMap, Picture, draw_heat_maps
-from cpt.reporting.frames import Show, decimals, few, format_known, megabytes, percent, perplexity, signed
+from cpt.reporting.frames import (
+    Show,
+    decimals,
+    few,
+    find_matrices,
+    format_known,
+    megabytes,
+    percent,
+    perplexity,
+    signed,
+)
 from cpt.reporting.load_runs import find_stages, read_training
 from cpt.reporting.overlap import LARGEST_ROWS, measure_overlap, read_diagnostics, read_distributions
 from cpt.reporting.page import LEGENDS, Block, align_columns, write_page
@@ -61,7 +72,9 @@ def write_report(folder: Path, scores: Scores | None = None) -> Path:
 
 def build_blocks(folder: Path, scores: Scores) -> list[Block]:
     """The sections of a run page: what came out first, pictures, then tables, and how the run was made."""
-    answers = show_answers(scores)
+    answers, modules = show_tasks(scores, "answers"), {}
+    if len(scores.rows) > 1 and any(scores.modules):
+        modules = {"name": "modules", "picture": figures.draw_modules(scores)}
     terms = [LEGENDS["terms"] for metric in scores.metrics.values() if "terms" in metric][:1]
     about: dict[str, Any] = {"lines": [LEGENDS["metrics"], *terms], "head": METRIC_HEAD, "words": 3}
     cells = [format_metric(scores, name) for name in scores.metrics]
@@ -71,12 +84,12 @@ def build_blocks(folder: Path, scores: Scores) -> list[Block]:
         *show_matrix(scores),
         show_training(scores, folder),
         show_monitor(scores),
-        show_modules(scores),
+        Block(title="Modules that scored each text", caption=LEGENDS["modules"], **modules),
         show_similarity(scores),
         *show_overlap(scores, folder),
         Block(title="Metrics", cells=cells, chosen=(0, 1, 3, 4, 5), **about),
         *answers[1:],
-        *show_endtasks(scores),
+        *show_tasks(scores, "endtasks"),
         show_benchmarks(scores),
         show_costs(scores),
         show_texts(scores),
@@ -110,24 +123,23 @@ def list_tiles(scores: Scores) -> Cells:
 def format_scores(scores: Scores) -> str:
     """For a console of 100 characters: tiles, perplexities, headlines; of many domains the first and last."""
 
-    def shorten_table(names: Sequence[str], cells: Cells) -> str:
-        columns, rows = (
+    def shorten_table(table: DataFrame, cells: Cells) -> str:
+        across, down = (
             list(range(size)) if size <= 9 else [*range(4), *range(size - 4, size)]
-            for size in (len(names), len(cells))
+            for size in (len(table.columns), len(cells))
         )
-        width = min(24, 86 // len(columns) - 2)
-        shown = [
-            [frames.shorten(cells[row][0], width=12), *(cells[row][1 + at] for at in columns)] for row in rows
-        ]
-        head = ["after", *(frames.shorten(names[at], width=width) for at in columns)]
+        width = min(24, 86 // len(across) - 2)
+        shown = [[frames.shorten(cells[at][0], width=12), *(cells[at][1 + x] for x in across)] for at in down]
+        head = ["after", *(frames.shorten(table.columns[at], width=width) for at in across)]
         return align_columns(Block(head=head, cells=shown))
 
     metrics = [format_metric(scores, name) for name in CONSOLE if name in scores.metrics]
+    matrices = find_matrices(scores)
     shown = min(len(scores.domains), 8 + (len(scores.domains) == 9))
     parts = [
         align_columns(Block(head=TILES_HEAD[:4], words=4, cells=[row[:4] for row in list_tiles(scores)])),
         f"Perplexity on {shown} of {len(scores.domains)} test texts:",
-        shorten_table(scores.domains, format_matrix(scores)),
+        shorten_table(matrices["perplexity"], format_table(matrices["perplexity"], perplexity)),
         align_columns(Block(head=["", *UNITS], cells=[[each[0], *each[3:6]] for each in metrics])),
     ]
     if found := task_metrics.summarise_endtasks(scores.endtasks, scores.rows):
@@ -136,7 +148,7 @@ def format_scores(scores: Scores) -> str:
     if tasks := scores.answers.get("tasks", {}):
         told = ", ".join(f"{name} {percent(value)} %" for name, value in scores.answers["metrics"].items())
         parts.append(f"answers to {len(tasks)} tasks, in %{': ' * bool(told)}{told}")
-        parts.append(shorten_table(list(tasks), format_answers(scores)))
+        parts.append(shorten_table(matrices["answers"], format_answers(scores)))
     measured = []
     for name, task in scores.benchmarks.get("tasks", {}).items():
         if last := last_value(task):
@@ -146,20 +158,14 @@ def format_scores(scores: Scores) -> str:
     return "\n\n".join([*parts, f"{frames.label(scores.run)}, seed {scores.run['seed']}, {scores.state}"])
 
 
-def format_rows(names: Sequence[str], values: np.ndarray, show: Show, sds: np.ndarray | None = None) -> Cells:
-    """Each row's name and its values [row, column], with their deviations where these are known."""
-    rows = zip(names, values.tolist(), strict=True)
+def format_table(table: DataFrame, show: Show, sds: np.ndarray | None = None) -> Cells:
+    """Each row's name and its values, with their deviations where these are known."""
+    rows = zip(table.index, table.to_numpy().tolist(), strict=True)
     cells = [[name, *(format_known(value, show) for value in row)] for name, row in rows]
     if sds is not None:
         for row, column in np.argwhere(np.isfinite(sds)).tolist():
             cells[row][1 + column] += f" ± {show(sds[row, column])}"
     return cells
-
-
-def format_matrix(scores: Scores) -> Cells:
-    """The rows of the matrix, as perplexities."""
-    with np.errstate(over="ignore"):
-        return format_rows(scores.rows, np.exp(scores.matrix), perplexity)
 
 
 def format_metric(scores: Scores, name: str) -> list[str]:
@@ -212,7 +218,8 @@ def show_matrix(scores: Scores) -> list[Block]:
     if not scores.rows:
         return []
     head, folded = ["after", *scores.domains], f"{len(scores.rows)} x {len(scores.domains)} perplexities"
-    table: dict[str, Any] = {"head": head, "cells": format_matrix(scores), "folded": folded}
+    cells = format_table(find_matrices(scores)["perplexity"], perplexity)
+    table: dict[str, Any] = {"head": head, "cells": cells, "folded": folded}
     title, curves = "Perplexity on each test text after each stage", figures.draw_text_curves(scores)
     table |= {"name": "matrix", "caption": LEGENDS["matrix"], "picture": figures.draw_matrix(scores)}
     over: dict[str, Any] = {"name": "stages", "caption": LEGENDS["stages"], "picture": curves}
@@ -264,14 +271,6 @@ def show_monitor(scores: Scores) -> Block:
     return Block(name="monitor", picture=figures.draw_monitor(scores), **about, **table)
 
 
-def show_modules(scores: Scores) -> Block:
-    """Which modules of the last model scored each text, by their mean weights."""
-    if len(scores.rows) < 2 or not any(scores.modules):
-        return Block()
-    about: dict[str, Any] = {"title": "Modules that scored each text", "caption": LEGENDS["modules"]}
-    return Block(name="modules", picture=figures.draw_modules(scores), **about)
-
-
 def show_similarity(scores: Scores) -> Block:
     """The cosine of mean embeddings of the domains' texts, where it decided their order."""
     if not (given := scores.similarity):
@@ -290,75 +289,53 @@ def show_similarity(scores: Scores) -> Block:
     return Block(title=title, name="similarity", caption=caption, picture=picture)
 
 
-def show_endtasks(scores: Scores) -> list[Block]:
-    """The end tasks' scores and their metrics."""
-    if not (given := scores.endtasks):
+def show_tasks(scores: Scores, kind: str) -> list[Block]:
+    """Of `endtasks` or `answers` the matrix, the metrics over all tasks, shares of 1, and every measure of
+    the last model's answers."""
+    if (table := find_matrices(scores).get(kind)) is None:
         return []
-    tasks, cube = given["tasks"], task_metrics.headline(given)
-    means, spreads = task_metrics.over_seeds(cube), task_metrics.sd_over_seeds(cube)
-    measured = np.flatnonzero(np.isfinite(means).any(1))
-    cells = format_rows([scores.rows[row] for row in measured], means[measured], percent, spreads[measured])
-    picture = figures.draw_endtasks(scores) if len(cells) > 1 else b""
-    shown: dict[str, Any] = {"picture": picture, "caption": LEGENDS["tasked"] * bool(picture)}
-    title, head = f"End tasks: {name_measures(given['metric'])}", ["after", *tasks]
-    found = task_metrics.summarise_endtasks(given, scores.rows)
-    told = f"{len(tasks)} tasks, seeds {few([*map(str, given['seeds'])], between=', ')}, "
-    return [
-        Block(title=title, name="endtasks", head=head, cells=cells, **shown),
-        show_task_metrics("End tasks", "endtask", given, found, told=told),
-    ]
-
-
-def show_answers(scores: Scores) -> list[Block]:
-    """The matrix of the answers' scores, its metrics, and every measure of the last model."""
-    if not (tasks := scores.answers.get("tasks")):
-        return []
-    names = name_measures({name: head_of(task) for name, task in tasks.items()})
-    there = [
-        name for name in task_metrics.MEASURES if any(name in task["measures"] for task in tasks.values())
-    ]
-    final = {(each.text, each.metric): each.value for each in frames.list_answers(scores)}  # the last row's
-    last = [[task, *(format_known(final.get((task, name)), percent) for name in there)] for task in tasks]
-    matrix: dict[str, Any] = {"name": "answers", "head": ["after", *tasks], "caption": LEGENDS["tasked"]}
-    picture = figures.draw_tasks(matrix_of(scores.answers), scores.rows, list(tasks), kind="Scores")
-    title = f"Answers to each task (column) after each stage (row): {names}"
-    return [
-        Block(title=title, picture=picture, cells=format_answers(scores), **matrix),
-        show_task_metrics("Scores", "answers", scores.answers, scores.answers["metrics"]),
-        Block(
-            title="Answers of the last model", head=["task", *there], cells=last, folded=f"{len(last)} tasks"
-        ),
-    ]
-
-
-def name_measures(measures: Mapping[str, str]) -> str:
-    """The measure of all tasks, or of each."""
-    each = few([f"{task} {name}" for task, name in measures.items()], between=", ")
-    return f"each in its own: {each}" if len(set(measures.values())) > 1 else next(iter(measures.values()))
-
-
-def show_task_metrics(
-    title: str, kind: str, given: Mapping[str, Any], found: Mapping[str, float], *, told: str = ""
-) -> Block:
-    """Metrics over all tasks, shares of 1, of `endtask` or `answers`."""
-    lines = [LEGENDS[kind], f"{told}{kind}.when={given['when']}, {given['seconds']:,.1f} seconds."]
-    answers = {name: told[1:] for name, told in task_metrics.ANSWER_METRICS.items()}
-    meanings, cells = task_metrics.ENDTASK_MEANINGS | answers, []
-    for name, value in found.items():
-        low, high = given.get("intervals", {}).get(name, (None, None))
-        cells.append([name, *meanings[name], percent(value) + frames.format_interval(low, high, percent)])
-    head = ("number", "meaning", "formula", "%")
-    return Block(title=title, lines=lines, head=head, cells=cells, words=3, chosen=(0, 1, 3))
+    given, tasks, last = getattr(scores, kind), list(table.columns), Block()
+    if kind == "endtasks":
+        own, found = given["metric"], task_metrics.summarise_endtasks(given, scores.rows)
+        spreads = task_metrics.sd_over_seeds(task_metrics.headline(given))
+        cells = format_table(table.dropna(how="all"), percent, spreads[np.isfinite(table).any(axis=1)])
+        title, called, name, drawn = "End tasks", "End tasks", "endtask", len(cells) > 1
+        told = f"{len(tasks)} tasks, seeds {few([*map(str, given['seeds'])], between=', ')}, "
+        meanings = task_metrics.ENDTASK_MEANINGS
+    else:
+        own, found = {each: head_of(task) for each, task in given["tasks"].items()}, given["metrics"]
+        title, called, name = "Answers to each task (column) after each stage (row)", "Scores", "answers"
+        cells, drawn, told = format_answers(scores), True, ""
+        meanings = {each: about[1:] for each, about in task_metrics.ANSWER_METRICS.items()}
+        known = {each for task in given["tasks"].values() for each in task["measures"]}
+        final = frames.tidy_scores(scores, "answer").drop_duplicates(["text", "metric"], keep="last")
+        final = final.pivot(index="text", columns="metric", values="value")
+        final = final.reindex(index=tasks, columns=[each for each in task_metrics.MEASURES if each in known])
+        about = {"head": ["task", *final.columns], "cells": format_table(final, percent)}
+        last = Block(title="Answers of the last model", folded=f"{len(final)} tasks", **about)
+    measures = next(iter(own.values()))  # of all tasks, or of each
+    if len({*own.values()}) > 1:
+        each = few([f"{task} {measure}" for task, measure in own.items()], between=", ")
+        measures = f"each in its own: {each}"
+    matrix: dict[str, Any] = {"title": f"{title}: {measures}", "head": ["after", *tasks], "cells": cells}
+    if drawn:
+        matrix |= {"picture": figures.draw_tasks(scores, kind), "caption": LEGENDS["tasked"]}
+    numbers = []
+    for metric, value in found.items():
+        low, high = given.get("intervals", {}).get(metric, (None, None))
+        interval = frames.format_interval(low, high, percent)
+        numbers.append([metric, *meanings[metric], percent(value) + interval])
+    lines = [LEGENDS[name], f"{told}{name}.when={given['when']}, {given['seconds']:,.1f} seconds."]
+    how: dict[str, Any] = {"head": ("number", "meaning", "formula", "%"), "chosen": (0, 1, 3), "words": 3}
+    return [Block(name=kind, **matrix), Block(title=called, lines=lines, cells=numbers, **how), last]
 
 
 def format_answers(scores: Scores) -> Cells:
     """The rows in which tasks were evaluated, and what a guess and the most frequent answer reach."""
-    tasks, matrix = scores.answers["tasks"], matrix_of(scores.answers)
-    asked = np.flatnonzero(np.isfinite(matrix).any(1))
-    cells = format_rows([scores.rows[row] for row in asked], matrix[asked], percent)
+    cells = format_table(find_matrices(scores)["answers"].dropna(how="all"), percent)
     for name in ("chance", "majority"):
-        levels = np.array([[task[name] for task in tasks.values()]], float)
-        cells += format_rows([name], levels, percent) if np.isfinite(levels).any() else []
+        levels = DataFrame([[task[name] for task in scores.answers["tasks"].values()]], [name], dtype=float)
+        cells += [] if levels.isna().all(axis=None) else format_table(levels, percent)
     return cells
 
 
@@ -370,7 +347,7 @@ def show_benchmarks(scores: Scores) -> Block:
         np.array(list(itertools.zip_longest(*(task[kind] for task in tasks.values()))), float)
         for kind in ("values", "errors")
     )
-    cells = format_rows(scores.rows[: len(values)], values, decimals, errors)
+    cells = format_table(DataFrame(values, scores.rows[: len(values)]), decimals, errors)
     cells = [row for row in cells if {*row[1:]} != {"–"}]
     cells.append(["chance", *(format_known(task["chance"], decimals) for task in tasks.values())])
     facts = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -15,10 +16,9 @@ from cpt.core.files import replace
 from cpt.core.schema import Number, fits
 from cpt.evaluation.scores import describe_conditions
 from cpt.evaluation.statistics import LEVEL
-from cpt.evaluation.task_metrics import headline, matrix_of, over_seeds
 from cpt.reporting import compare
 from cpt.reporting.compare import ComparedMeasure
-from cpt.reporting.frames import FEW, Show, percent, perplexity, strip_controls
+from cpt.reporting.frames import FEW, Show, find_matrices, percent, perplexity, strip_controls
 from cpt.reporting.load_runs import RunSection, differing_settings, name_orders
 from cpt.reporting.page import LEGENDS
 
@@ -99,18 +99,12 @@ def measure_matrices(section: RunSection) -> Iterator[dict[str, object]]:
     names = name_orders(section.runs)
     for group in section.groups:
         for order in dict.fromkeys(run.pair[0] for run in group.runs):
-            cells: dict[tuple[str, str, str], list[float]] = {}
+            cells: dict[tuple[str, str, str], list[float]] = defaultdict(list)
             for scores in (run.scores for run in group.runs if run.pair[0] == order):
-                with np.errstate(over="ignore"):
-                    found = {"perplexity": (np.exp(scores.matrix), scores.domains)}
-                if scores.answers.get("tasks"):
-                    found["answers"] = matrix_of(scores.answers), list(scores.answers["tasks"])
-                if scores.endtasks:
-                    found["endtasks"] = over_seeds(headline(scores.endtasks)), scores.endtasks["tasks"]
-                for kind, (values, columns) in found.items():
-                    for row, column in np.argwhere(np.isfinite(values)).tolist():
-                        place = kind, scores.rows[row], columns[column]
-                        cells.setdefault(place, []).append(float(values[row, column]))
+                for kind, table in find_matrices(scores).items():
+                    for row, column in np.argwhere(np.isfinite(table.to_numpy())).tolist():
+                        place = kind, table.index[row], table.columns[column]
+                        cells[place].append(float(table.iat[row, column]))
             for (kind, stage, text), values in cells.items():
                 about = {"group": group.name, "order": names[order], "kind": kind, "row": stage, "text": text}
                 sd = float(np.std(values, ddof=1)) if len(values) > 1 else None
