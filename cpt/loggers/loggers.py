@@ -145,12 +145,14 @@ def is_logged_in() -> bool:
 def open_wandb(identifier: str, folder: Path, *, mode: str, **about: Any) -> wandb.Run:
     """The W&B run of a run folder. `mode=auto`: WANDB_MODE, else online for a logged-in user, and offline
     with a warning if the server cannot be reached."""
-    if mode != "auto":
-        return init_wandb(identifier, folder, mode=mode, **about)
-    mode = os.environ.get("WANDB_MODE") or ("online" if is_logged_in() else "offline")
+    automatic = mode == "auto"
+    if automatic:
+        mode = os.environ.get("WANDB_MODE") or ("online" if is_logged_in() else "offline")
     try:
         return init_wandb(identifier, folder, mode=mode, **about)
     except ConnectionError as error:
+        if not automatic:
+            raise
         log.warning("%s; logging offline, `wandb sync` sends the run later", str(error).partition(";")[0])
         return init_wandb(identifier, folder, mode="offline", **about)
 
@@ -228,34 +230,28 @@ class Curves:
 
 
 def publish(run: wandb.Run, scores: Scores, *, folder: Path) -> None:
-    """Tables, pictures, the report, end tasks over the stages; as summary the headlines."""
-    for points in frames.task_points(scores):
-        run.log(points)
-    logged: dict[str, Any] = pictures(scores)
+    """Tables, the pictures of the report, the report, end tasks over the stages; as summary the headlines;
+    and in the config what it lacks: the name in comparisons, the resolved order, texts and versions."""
+    points, drawn = frames.task_points(scores), dict[str, bytes]()
+    if scores.rows:
+        drawn = {"matrix": figures.draw_matrix(scores), "stages": figures.draw_text_curves(scores)}
+    drawn |= {"modules": figures.draw_modules(scores)} if any(scores.modules) else {}
+    drawn |= {"endtasks": figures.draw_tasks(scores, "endtasks")} if points else {}
+    logged: dict[str, Any] = {
+        f"{name}_image": wandb.Image(Image.open(BytesIO(each))) for name, each in drawn.items()
+    }
+    for each in points:
+        run.log(each)
     for name, frame in frames.tabulate(scores).items():
         logged[name] = wandb.Table(columns=[*frame], data=frame.to_numpy().tolist())
     page = folder / "report.html"
     if page.is_file() and page.stat().st_size <= LARGEST_REPORT:
         logged["report"] = wandb.Html(page.read_text(encoding="utf-8"), inject=False)
     run.log(logged)
-    run.config.update({"cpt": describe_run(scores)}, allow_val_change=True)
-    run.summary.update(frames.choose_headlines(scores))
-
-
-def describe_run(scores: Scores) -> dict[str, Any]:
-    """What the config does not contain: the name in comparisons, the resolved order, texts and versions."""
-    name, given = label(scores.run), conditions(scores)
-    about = {"label": name, "measured": describe_conditions(given), "conditions": given}
-    about |= {"group": f"{name} | {about['measured']}", "config_hash": scores.config_hash}
+    given = conditions(scores)
+    about = {"label": label(scores.run), "measured": describe_conditions(given), "conditions": given}
+    about |= {"group": f"{about['label']} | {about['measured']}", "config_hash": scores.config_hash}
     about |= {key: scores.run[key] for key in ("order", "finished", "objective", "variant")}
-    return about | {key: getattr(scores, key) for key in ("texts", "versions", "needs_domain", "loading")}
-
-
-def pictures(scores: Scores) -> dict[str, Any]:
-    """The heat maps and the curves of the report."""
-    drawn: dict[str, bytes] = {}
-    if scores.rows:
-        drawn = {"matrix": figures.draw_matrix(scores), "stages": figures.draw_text_curves(scores)}
-    drawn |= {"modules": figures.draw_modules(scores)} if any(scores.modules) else {}
-    drawn |= {"endtasks": figures.draw_tasks(scores, "endtasks")} if frames.task_points(scores) else {}
-    return {f"{name}_image": wandb.Image(Image.open(BytesIO(each))) for name, each in drawn.items()}
+    about |= {key: getattr(scores, key) for key in ("texts", "versions", "needs_domain", "loading")}
+    run.config.update({"cpt": about}, allow_val_change=True)
+    run.summary.update(frames.choose_headlines(scores))

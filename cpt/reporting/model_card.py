@@ -18,18 +18,8 @@ from cpt.core.config import executes, flatten, is_secret
 from cpt.core.files import replace
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.scores import Scores, conditions, describe_conditions
-from cpt.reporting.frames import (
-    FEW,
-    KINDS,
-    decimals,
-    few,
-    find_matrices,
-    format_interval,
-    megabytes,
-    percent,
-    perplexity,
-    strip_controls,
-)
+from cpt.reporting import frames
+from cpt.reporting.frames import FEW, decimals, few, find_matrices, percent, perplexity, strip_controls
 from cpt.reporting.page import IN_CELL, TEMPLATES, quote_markup
 from cpt.reporting.run_page import format_metric, format_table
 
@@ -86,10 +76,10 @@ def write_model_card(folder: Path, scores: Scores) -> Path:
             results.append(EvalResult(**of, metric_type="perplexity", metric_value=float(f"{value:.6g}")))
     metrics = [format_metric(scores, name) for name in scores.metrics]
     tasks = []
-    for each in (each for kind in ("task", "score", "benchmark") for each in KINDS[kind](scores)):
+    for each in (each for kind in ("task", "score", "benchmark") for each in frames.KINDS[kind](scores)):
         show = {"share": percent, "": decimals}.get(each.unit)  # the harness has units of its own
         if show and "/" not in each.metric and each.value is not None and isfinite(each.value):
-            text = show(each.value) + format_interval(each.low, each.high, show)
+            text = show(each.value) + frames.format_interval(each.low, each.high, show)
             tasks.append([each.text or "all tasks", each.metric, each.row or "–", text])
     data: dict[str, Any] = {"base_model": base["name"] if from_hub else None, "pipeline_tag": pipeline}
     data |= {"datasets": data_sets or None, "eval_results": results or None, "library_name": "transformers"}
@@ -99,7 +89,7 @@ def write_model_card(folder: Path, scores: Scores) -> Path:
         template_path=str(TEMPLATES / "model_card.md.j2"),
         quote=lambda text: quote_markup(str(text), IN_CELL),
         table=make_table,
-        megabytes=megabytes,
+        megabytes=frames.megabytes,
         scores=scores,
         title=title,
         method=method,

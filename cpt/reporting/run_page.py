@@ -20,23 +20,13 @@ from cpt.evaluation.scores import Scores, conditions, describe_conditions
 from cpt.evaluation.task_metrics import describe_task, head_of, last_value
 from cpt.reporting import figures, frames
 from cpt.reporting.drawing import HeatMap, Picture, draw_heat_maps
-from cpt.reporting.frames import (
-    Show,
-    decimals,
-    few,
-    find_matrices,
-    format_known,
-    megabytes,
-    percent,
-    perplexity,
-    signed,
-)
+from cpt.reporting.frames import Show, decimals, few, find_matrices, format_known, megabytes, percent, signed
 from cpt.reporting.load_runs import find_stages, read_training
 from cpt.reporting.overlap import LARGEST_ROWS, measure_overlap, read_diagnostics, read_distributions
 from cpt.reporting.page import LEGENDS, Block, align_columns, write_page
 
 Cells = list[list[str]]
-FORMATS = dict(zip(UNITS, (decimals, perplexity, decimals), strict=True))
+FORMATS = dict(zip(UNITS, (decimals, frames.perplexity, decimals), strict=True))
 METRIC_HEAD = ("metric", "meaning", "formula", "nats", "perplexity", "bits per byte")
 TILES = {  # metric: title, meaning, words for an interval above 0, below 0, around 0
     "learned": (
@@ -139,7 +129,7 @@ def format_scores(scores: Scores) -> str:
     parts = [
         align_columns(Block(head=TILES_HEAD[:4], words=4, cells=[row[:4] for row in list_tiles(scores)])),
         f"Perplexity on {shown} of {len(scores.domains)} test texts:",
-        shorten_table(matrices["perplexity"], format_table(matrices["perplexity"], perplexity)),
+        shorten_table(matrices["perplexity"], format_table(matrices["perplexity"], frames.perplexity)),
         align_columns(Block(head=["", *UNITS], cells=[[each[0], *each[3:6]] for each in metrics])),
     ]
     if found := task_metrics.summarise_endtasks(scores.endtasks, scores.rows):
@@ -218,7 +208,7 @@ def show_matrix(scores: Scores) -> list[Block]:
     if not scores.rows:
         return []
     head, folded = ["after", *scores.domains], f"{len(scores.rows)} x {len(scores.domains)} perplexities"
-    cells = format_table(find_matrices(scores)["perplexity"], perplexity)
+    cells = format_table(find_matrices(scores)["perplexity"], frames.perplexity)
     table: dict[str, Any] = {"head": head, "cells": cells, "folded": folded}
     title, curves = "Perplexity on each test text after each stage", figures.draw_text_curves(scores)
     table |= {"name": "matrix", "caption": LEGENDS["matrix"], "picture": figures.draw_matrix(scores)}

@@ -6,44 +6,31 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean, stdev
-from typing import NamedTuple
+from statistics import fmean
 
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 from pandas import DataFrame
 
 from cpt.evaluation.scores import Scores
+from cpt.reporting.compare import format_spread, measure_spreads
 from cpt.reporting.drawing import Picture, figure, list_few, literal, plain_logarithm, png, style
-from cpt.reporting.frames import (
-    Show,
-    decimals,
-    describe_fairness,
-    few,
-    format_known,
-    perplexity,
-    strip_controls,
-)
+from cpt.reporting.frames import decimals, describe_fairness, few, format_known, perplexity
 from cpt.reporting.page import Block, align_columns, write_page
+from cpt.reporting.tex import escape
 
 ACROSS = 3  # panels side by side
 
 
-class Trial(NamedTuple):
+@dataclass(frozen=True)
+class Trial:
     number: int
     values: Sequence[str]  # KEY=VALUE
     score: float
     flops: int | None
-
-    def value(self, key: str) -> str:
-        """The text that was given for a key."""
-        return dict(line.split("=", 1) for line in self.values)[key]
-
-    def described(self) -> dict[str, object]:
-        """For JSON, which has no infinite numbers: the score of a failed trial is null."""
-        return self._asdict() | {"score": self.score if math.isfinite(self.score) else None}
 
 
 @dataclass(frozen=True)
@@ -83,11 +70,6 @@ class TunedMethod:
         return None if None in counts else sum(filter(None, counts))
 
     @property
-    def costs(self) -> tuple[float, float]:
-        """Tokens and operations of a final run."""
-        return fmean(run.tokens for run in self.runs), fmean(run.flops for run in self.runs)
-
-    @property
     def first(self) -> Trial | None:
         """The trial of the default values, where it finished."""
         given = [trial.values for trial in self.trials if self.default and trial.number == 0]
@@ -114,11 +96,14 @@ def write_tuning(
     fixed = [each.name for each in methods if not each.space]
     runs = max(len(each.runs) for each in methods)
     ended = sorted(len(each.finished) for each in methods if each.trials) or [0]
+    costs = {}
+    for each in (each for each in methods if each.runs):
+        costs[each.name] = [fmean(run.tokens for run in each.runs), fmean(run.flops for run in each.runs)]
     count = f"{ended[0]} to {ended[-1]}" if ended[0] < ended[-1] else str(ended[0])
     lines = [
         f"Searches: {count} finished trials each on validation text, the default values first; chosen by "
         f"{metric} ({direction}). Final runs: test text, mean ± standard deviation over {runs} runs each.",
-        describe_fairness({each.name: each.costs for each in methods if each.runs}),
+        describe_fairness(costs),
     ]
     if limit is not None:
         cheapest = min(filter(searches.get, searches), key=lambda name: searches[name] or 0)
@@ -135,16 +120,12 @@ def write_tuning(
         blocks.append(Block(title="Searches", picture=picture, caption=caption, name="searches"))
     stem.parent.mkdir(parents=True, exist_ok=True)
     page = write_page(blocks, title="Tuned methods", stem=stem, vectors=True)
-    frame = DataFrame(table.cells, columns=list(table.head)).map(strip_controls)
-    style = frame.style.hide(axis="index").format(
-        lambda text: text.replace("±", r"$\pm$").replace("–", "--"), escape="latex"
-    )
-    text = style.format_index(escape="latex", axis=1).to_latex(hrules=True, column_format="l" * 3 + "r" * 5)
+    frame = DataFrame(table.cells, columns=[*map(escape, table.head)]).map(escape)
+    text = frame.to_latex(index=False, escape=False, column_format="l" * 3 + "r" * 5)
     stem.with_suffix(".tex").write_text("% needs \\usepackage{booktabs}\n" + text, encoding="utf-8")
-    described = [
-        asdict(each) | {"trials": [trial.described() for trial in each.trials], "flops": each.flops}
-        for each in methods
-    ]
+    described = [asdict(each) | {"flops": each.flops} for each in methods]
+    for trial in (trial for each in described for trial in each["trials"]):
+        trial["score"] = trial["score"] if math.isfinite(trial["score"]) else None  # JSON has no infinity
     about = {"metric": metric, "direction": direction, "budget": budget, "equal_compute_flops": limit}
     whole = {"version": 1, **about, "methods": described}
     stem.with_suffix(".json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
@@ -157,8 +138,9 @@ def tabulate_methods(methods: Sequence[TunedMethod], *, metric: str, sign: int, 
     cells = []
     for each in methods:
         best, within = each.best(sign=sign), each.best(sign=sign, limit=limit or 0)
-        scores = [run.score for run in each.runs]
         forgotten = [run.forgetting for run in each.runs if run.forgetting is not None]
+        measured = [run.score for run in each.runs], forgotten
+        found = [measure_spreads(np.array([x]), runs=len(x))[0] if x else None for x in measured]
         cells.append(
             [
                 each.name,
@@ -167,8 +149,8 @@ def tabulate_methods(methods: Sequence[TunedMethod], *, metric: str, sign: int, 
                 str(len(each.finished)) if each.space else "–",
                 format_known(each.first and each.first.score, show),
                 format_known(best and best.score, show),
-                format_mean(scores, show),
-                format_mean(forgotten, decimals),
+                format_spread(found[0], show, bounds=False),
+                format_spread(found[1], decimals, bounds=False),
             ]
         )
     head = ["method", "tuned values", "equal compute", "trials", "valid, default", "valid, tuned"]
@@ -179,21 +161,12 @@ def shorten_values(trial: Trial | None) -> str:
     """`strength=812, lr=0.001`: the values without the sections of their keys, in three digits."""
     if trial is None:
         return "–"
-    pairs = (line.split("=", 1) for line in trial.values)
-    return ", ".join(f"{key.rpartition('.')[2]}={round_text(value)}" for key, value in pairs)
-
-
-def round_text(value: str) -> str:
-    try:
-        return f"{float(value):.3g}"
-    except ValueError:
-        return value
-
-
-def format_mean(values: Sequence[float], show: Show) -> str:
-    if not values:
-        return "–"
-    return show(fmean(values)) + (f" ± {show(stdev(values))}" if len(values) > 1 else "")
+    shown = []
+    for key, value in (line.split("=", 1) for line in trial.values):
+        with suppress(ValueError):
+            value = f"{float(value):.3g}"
+        shown.append(f"{key.rpartition('.')[2]}={value}")
+    return ", ".join(shown)
 
 
 def draw_searches(methods: Sequence[TunedMethod], *, metric: str, sign: int) -> Picture:
@@ -207,7 +180,7 @@ def draw_searches(methods: Sequence[TunedMethod], *, metric: str, sign: int) -> 
     for axes in grid[len(panels) :]:
         axes.set_visible(False)
     for axes, (method, key) in zip(grid, panels, strict=False):
-        values = [trial.value(key) for trial in method.finished]
+        values = [dict(line.split("=", 1) for line in trial.values)[key] for trial in method.finished]
         scores = np.array([trial.score for trial in method.finished])
         axes.grid(color="0.9")
         axes.set_axisbelow(True)

@@ -16,7 +16,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from subprocess import Popen
 from types import FrameType
@@ -146,7 +146,7 @@ class ClusterLauncher(JobLauncher):
         with read_write(config), open_dict(config):  # what the launcher itself writes goes to .jobs
             config.hydra.sweep.dir = f"{self.config.hydra.sweep.dir}/.jobs"
             config.hydra.output_subdir = None
-        command = Command(job_command(self.config), Path.cwd())
+        command = partial(run_job, job_command(self.config), Path.cwd())
         self.inner.setup(hydra_context=self.context, task_function=command, config=config)
         try:
             returned = self.inner.launch([list(job.overrides) for job in waiting], first)
@@ -167,22 +167,16 @@ class ClusterLauncher(JobLauncher):
             job.log_end("finished")
 
 
-@dataclass(frozen=True)
-class Command:
-    """The task of a job on a cluster: the run's own process, in the folder that the sweep was started in."""
-
-    command: Sequence[str]
-    start: Path
-
-    def __call__(self, cfg: DictConfig) -> tuple[int, int]:
-        """The exit code, and the offset in its console.log where the job's output begins."""
-        hydra = HydraConfig.get()
-        os.chdir(self.start)
-        overrides: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
-        console = Path(hydra.run.dir) / "console.log"
-        process, offset = start_process([*self.command, *overrides], console, env=os.environ)
-        with forward_signals(process):
-            return process.wait(), offset
+def run_job(command: Sequence[str], start: Path, cfg: DictConfig) -> tuple[int, int]:
+    """The task of a job on a cluster: the run's own process, in the folder that the sweep was started in. The
+    exit code, and the offset in its console.log where the job's output begins."""
+    hydra = HydraConfig.get()
+    os.chdir(start)
+    overrides: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
+    console = Path(hydra.run.dir) / "console.log"
+    process, offset = start_process([*command, *overrides], console, env=os.environ)
+    with forward_signals(process):
+        return process.wait(), offset
 
 
 @contextmanager
@@ -210,8 +204,8 @@ def forward_signals(process: Popen[bytes]) -> Iterator[None]:
 def run_all(
     jobs: Sequence[Job], *, command: Sequence[str], places: Sequence[dict[str, str]], grace: float
 ) -> None:
-    """Runs the jobs, as many at once as there are places (environments); a signal is handed to all of them,
-    which have `grace` seconds to save, and ends the program."""
+    """Runs the jobs, as many at once as there are places (environments). A signal is handed to all of them
+    and ends the program; what is left after `grace` seconds to save, or at a second signal, is killed."""
     waiting, running, free = deque(jobs), dict[Job, dict[str, str]](), list(places)
     received, last = list[int](), -math.inf
     log.info("Running %d jobs, %d in parallel", len(jobs), len(places))
@@ -238,7 +232,16 @@ def run_all(
                 bar.refresh()
                 time.sleep(POLL_S)
         finally:
-            stop_jobs(list(running), grace=grace, received=received)
+            deadline, first = time.monotonic() + grace, max(1, len(received))
+            for job in running:
+                job.kill(received[0] if received else signal.SIGTERM)
+            while any(job.process.poll() is None for job in running) and time.monotonic() < deadline:
+                if len(received) > first:
+                    break
+                time.sleep(POLL_S)
+            for job in running:
+                job.kill(signal.SIGKILL)
+                job.process.wait()
     if received:
         log.warning("Stopping on %s; %s", signal.Signals(received[0]).name, CONTINUES)
         raise SystemExit(GO_ON)
@@ -258,20 +261,6 @@ def signal_handlers(
     finally:
         for number in heeded:
             signal.signal(number, before[number])
-
-
-def stop_jobs(jobs: Sequence[Job], *, grace: float, received: Sequence[int]) -> None:
-    """Forwards the signal to jobs, and kills what is left after `grace` seconds or at a second signal."""
-    deadline, first = time.monotonic() + grace, max(1, len(received))
-    for job in jobs:
-        job.kill(received[0] if received else signal.SIGTERM)
-    while any(job.process.poll() is None for job in jobs) and time.monotonic() < deadline:
-        if len(received) > first:
-            break
-        time.sleep(POLL_S)
-    for job in jobs:
-        job.kill(signal.SIGKILL)
-        job.process.wait()
 
 
 die_with_parent()  # also in other Hydra programs that use these launchers

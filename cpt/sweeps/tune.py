@@ -24,13 +24,7 @@ from cpt.core.naming import UNSAFE, quote
 from cpt.core.schema import Number, fits, show
 from cpt.evaluation.task_metrics import ENDTASK_MEANINGS
 from cpt.sweeps.jobs import read_scores
-from cpt.sweeps.optuna import (
-    FOLDERS,
-    OptunaSweeper,
-    end_if_preempted,
-    grid_values,
-    to_overrides,
-)
+from cpt.sweeps.optuna import FOLDERS, OptunaSweeper, end_if_preempted, grid_values, to_overrides
 
 log = logging.getLogger(__name__)
 SPACES = "[low, high], [log, low, high], or a sweep in Hydra's grammar like choice(a,b)"
@@ -100,10 +94,8 @@ class TuneSweeper(OptunaSweeper):
             told = write_tuning(methods, folder / "tuning", metric, str(self.direction), self.n_trials)
             print(told, flush=True)
             if failed:
-                print(
-                    f"cpt: {len(failed)} of {len(jobs)} final runs failed: {'; '.join(failed)}",
-                    file=sys.stderr,
-                )
+                wrong = f"{len(failed)} of {len(jobs)} final runs failed: {'; '.join(failed)}"
+                print(f"cpt: {wrong}", file=sys.stderr)
                 raise SystemExit(1)
 
     def read_candidates(self, lines: Sequence[str]) -> tuple[list[Candidate], list[list[str]]]:
@@ -169,17 +161,12 @@ class TuneSweeper(OptunaSweeper):
         for each in study.get_trials(states=[states.COMPLETE, states.FAIL]):
             folders = study.user_attrs.get(f"{FOLDERS} {each.number}", [])
             again = bool(folders) and counted >= {*folders}  # the runs of a failed trial, resumed
-            flops = 0 if again else sum_trial_flops(folders)
+            costs = [read_scores(Path(each)).get("flops", []) for each in folders]
+            flops = 0 if again else sum(itertools.chain(*costs)) if costs and all(costs) else None
             counted |= {*folders}
             score = worst if each.state == states.FAIL else each.values[0]  # a failed one has cost as much
             done.append((each.number, to_overrides(each.params), score, flops))
         return done, to_overrides(study.best_trial.params)
-
-
-def sum_trial_flops(folders: Sequence[str]) -> int | None:
-    """The counted operations of runs; None where one has no scores."""
-    found = [read_scores(Path(folder)).get("flops", []) for folder in folders]
-    return sum(itertools.chain(*found)) if found and all(found) else None
 
 
 def without_search(key: str) -> str:

@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 from filelock import FileLock, Timeout
@@ -41,14 +41,6 @@ STAGES = tuple(names.removesuffix("*") for names in AXES["stage"])
 SETTINGS = {f"x_disable_{name}": True for name in ("stats", "meta", "machine_info")} | {"disable_git": True}
 
 Points = list[tuple[str, int, dict[str, float]]]  # domain, step, values by name
-
-
-class Record(NamedTuple):
-    """What a run folder holds in addition to its scores."""
-
-    path: Path
-    config: dict[str, Any]
-    curves: Points
 
 
 class UnreadableError(Exception):
@@ -88,24 +80,31 @@ def sync_runs(runs: Mapping[Path, Scores], *, project: str | None, entity: str |
     failed, sent = 0, 0
     with logging_redirect_tqdm():
         for path, scores in tqdm(runs.items(), desc="W&B", unit="run", disable=None):
+            whole = path.resolve()
             if (path / ".lock").exists() and not scores.run["finished"]:
                 try:
                     with FileLock(path / ".lock", timeout=0):
                         pass
                 except Timeout:
-                    log.warning("Skipping %s, which is running", path.resolve())
+                    log.warning("Skipping %s, which is running", whole)
                     continue
             try:
-                record = read_run(path.resolve(), scores)
+                with translate_errors():
+                    curves = read_curves(whole / "metrics.csv", {*scores.rows, *scores.run["order"]})
+                    file = whole / "config.yaml"
+                    config = yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else {}
+                    if not isinstance(config, dict):
+                        raise ValueError(f"{file.name} is no mapping")
                 if mode == "offline":
-                    folder = record.path / REBUILT  # of an earlier rebuild nothing is to be sent twice
+                    folder = whole / REBUILT  # of an earlier rebuild nothing is to be sent twice
                     shutil.rmtree(folder, ignore_errors=True)
                     folder.mkdir()
                     place = nullcontext(folder)
                 else:
                     place = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+                about = {"project": project, "entity": entity, "mode": mode}
                 with place as folder:
-                    rebuild(record, scores, folder=Path(folder), project=project, entity=entity, mode=mode)
+                    rebuild(whole, scores, config, curves, folder=Path(folder), **about)
                 sent += 1
             except (UnreadableError, ConnectionError) as error:
                 failed += 1
@@ -122,17 +121,6 @@ def translate_errors() -> Iterator[None]:
         yield
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
         raise UnreadableError(f"{type(error).__name__}: {reason(error)}") from error
-
-
-def read_run(path: Path, scores: Scores) -> Record:
-    """The files of a run, each of which may be missing; UnreadableError if one is damaged."""
-    with translate_errors():
-        curves = read_curves(path / "metrics.csv", {*scores.rows, *scores.run["order"]})
-        file = path / "config.yaml"
-        config = yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else {}
-        if not isinstance(config, dict):
-            raise ValueError(f"{file.name} is no mapping")
-        return Record(path, config, curves)
 
 
 def read_curves(path: Path, domains: Collection[str]) -> Points:
@@ -157,37 +145,35 @@ def read_curves(path: Path, domains: Collection[str]) -> Points:
     return [(*where, points) for where, points in found.items()]
 
 
-def identifier(path: Path, scores: Scores) -> str:
-    """That of the run's last start with W&B, also within a sweep of W&B's; else what a start would take."""
-    names = [WANDB_FOLDER.fullmatch(each.name) for each in (path / "wandb").glob("*")]
-    starts = [name.groups() for name in names if name]
-    return max(starts)[1] if starts else digest([scores.run["name"], path.name])
-
-
-def rebuild(record: Record, scores: Scores, *, folder: Path, **place: str | None) -> None:
+def rebuild(
+    path: Path, scores: Scores, config: dict[str, Any], curves: Points, *, folder: Path, **place: str | None
+) -> None:
     """Sends one folder: its curves if W&B does not know the run, the stages after the last that it knows, and
-    the result; the W&B run ends as the run itself ended."""
-    config = record.config
+    the result. Its identifier is that of the run's last start with W&B, also within a sweep of W&B's; else
+    what a start would take. The W&B run ends as the run itself ended."""
     logger = config.get("logger") or {}
     place |= {name: place.get(name) or logger.get(name) for name in ("project", "entity")}
     about = {"name": run_name(scores.run, config.get("order", scores.run["order"]))}
     about |= {"group": scores.run["name"], "job_type": scores.run["method"]}
-    tags, own = [str(tag) for tag in config.get("tags") or []], identifier(record.path, scores)
+    tags = [str(tag) for tag in config.get("tags") or []]
+    names = [WANDB_FOLDER.fullmatch(each.name) for each in (path / "wandb").glob("*")]
+    starts = [name.groups() for name in names if name]
+    own = max(starts)[1] if starts else digest([scores.run["name"], path.name])
     run = init_wandb(own, folder, config=config, settings=SETTINGS, tags=tags, **about, **place)
     failed = True
     try:
         with translate_errors():
             known = int(run.summary.get("stage", -1)) if run.resumed else -1
             if not run.resumed:  # the points of metrics.csv as the run itself would have logged them
-                curves = Curves(run)
+                live = Curves(run)
                 rows = {name: row for row, name in enumerate(scores.rows) if row}
-                for domain, lines in groupby(record.curves, key=itemgetter(0)):
-                    curves.enter(domain, tokens=sum(scores.seen[: rows.get(domain, len(scores.seen))]))
+                for domain, lines in groupby(curves, key=itemgetter(0)):
+                    live.enter(domain, tokens=sum(scores.seen[: rows.get(domain, len(scores.seen))]))
                     for *_, values in lines:
-                        curves.log(values)
+                        live.log(values)
             for row in range(known + 1, len(scores.rows)):
                 run.log(stage_points(scores, row))
-            publish(run, scores, folder=record.path)
+            publish(run, scores, folder=path)
         failed = not scores.run["finished"]
     finally:
         run.finish(exit_code=int(failed))
