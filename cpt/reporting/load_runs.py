@@ -182,25 +182,21 @@ def measure_runs(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
 def leave_out_others(runs: Sequence[MeasuredRun]) -> None:
     """Takes out of comparable runs what was measured otherwise than in most: tasks by another protocol, and a
     mean over fewer cells of the matrix than in the others."""
-
-    def take_out(run: MeasuredRun, prefixes: tuple[str, ...], what: str) -> None:
-        run.values = {key: value for key, value in run.values.items() if not key.startswith(prefixes)}
-        run.left_out += (what,)
-
+    found: list[tuple[MeasuredRun, tuple[str, ...], str]] = []
     for group, prefixes in PROTOCOLS.items():
         measured = [run for run in runs if any(key.startswith(prefixes) for key in run.values)]
         having = [run for run in measured if run.protocol(group)]
         known = [digest(run.protocol(group)) for run in having]
-        most = max(known, key=known.count, default="")
-        for run, protocol in zip(having, known, strict=True):
-            if protocol != most:
-                take_out(run, prefixes, f"{group} (another protocol)")
+        others = [run for run, own in zip(having, known, strict=True) if own != max(known, key=known.count)]
+        found += [(run, prefixes, f"{group} (another protocol)") for run in others]
     for name in METRICS:
         having = [run for run in runs if f"{name}/nats" in run.values]
         counts = [run.scores.metrics[name].get("terms", [math.inf])[0] for run in having]
-        for run, count in zip(having, counts, strict=True):
-            if count < max(counts):
-                take_out(run, (f"{name}/",), f"{name} (fewer cells)")
+        fewer = [run for run, count in zip(having, counts, strict=True) if count < max(counts)]
+        found += [(run, (f"{name}/",), f"{name} (fewer cells)") for run in fewer]
+    for run, prefixes, what in found:
+        run.values = {key: value for key, value in run.values.items() if not key.startswith(prefixes)}
+        run.left_out += (what,)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -71,14 +71,12 @@ class Job:
     @property
     def state(self) -> str:
         """One of STATES. scores.json decides whether a run is finished: a signal may come after its last
-        write, and a process may exit with 0 without one."""
-        if self.before:
-            return "finished before"
-        if self.code == 0 and not self.lost and is_finished(self.folder):
+        write, and a process may exit with 0 without one. The exit code of a lost job is None."""
+        about = {} if self.before or self.code is None else read_scores(self.folder).get("run")
+        done = isinstance(about, dict) and about.get("finished") is True
+        if done and (self.code == 0 or is_finished_already(self.config, self.folder)):
             return "finished"
-        if self.code and is_finished(self.folder) and is_finished_already(self.config, self.folder):
-            return "finished"
-        return "preempted" if self.code == GO_ON and not self.lost else "failed"
+        return "finished before" if self.before else "preempted" if self.code == GO_ON else "failed"
 
     @property
     def whole(self) -> bool:
@@ -173,11 +171,6 @@ def read_scores(folder: Path) -> dict[str, Any]:
         return json.loads((folder / "scores.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-
-
-def is_finished(folder: Path) -> bool:
-    about = read_scores(folder).get("run")
-    return isinstance(about, dict) and about.get("finished") is True
 
 
 def is_finished_already(cfg: DictConfig, folder: Path) -> bool:

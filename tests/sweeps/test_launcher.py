@@ -229,13 +229,10 @@ def test_cores_are_divided_and_threads_that_the_user_has_set_stay(machine, monke
 @pytest.mark.parametrize(
     ("given", "taken"),
     [
-        (
-            "-m method=lora,olora method.lr_multiplier=1",
-            "-m method=lora,olora method.lr_multiplier=choice(1)",
-        ),
+        ("-m method=lora,olora method.t=1", "-m method=lora,olora method.t=choice(1)"),
         ("--multirun method=lora,olora method.t=[a]", "--multirun method=lora,olora method.t=choice([a])"),
-        ("method=lora method.lr_multiplier=1", None),
-        ("-m method=lora method.lr_multiplier=1", None),
+        ("method=lora method.t=1", None),
+        ("-m method=lora method.t=1", None),
     ],
 )
 def test_options_of_a_swept_group_are_left_to_the_jobs_and_all_else_stays(given, taken):

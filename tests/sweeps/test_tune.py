@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -59,20 +60,16 @@ def tune(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def begin(*overrides, killed_at=None, run=True, **options):
-        made = []
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
             loader = GlobalHydra.instance().config_loader()
             given = ["hydra/sweeper=tune", *overrides]
             config = loader.load_configuration("config", given, RunMode.MULTIRUN)
             context = HydraContext(config_loader=loader, callbacks=None)
-            monkeypatch.setattr(
-                Plugins,
-                "instantiate_launcher",
-                lambda self, **how: made.append(Here(context, config, killed_at=killed_at)) or made[0],
-            )
-            sweeper = TuneSweeper(
-                **{k: v for k, v in config.hydra.sweeper.items() if k != "_target_"} | options
-            )
+            here = Here(context, config, killed_at=killed_at)
+            monkeypatch.setattr(Plugins, "instantiate_launcher", lambda self, **how: here)
+            chosen = {**config.hydra.sweeper} | options
+            chosen.pop("_target_")
+            sweeper = TuneSweeper(**chosen)
             sweeper.setup(hydra_context=context, task_function=None, config=config)
             if not run:
                 return sweeper.read_candidates(list(overrides))
@@ -81,7 +78,7 @@ def tune(tmp_path, monkeypatch):
             except SystemExit as ended:
                 if ended.code != 143:
                     raise
-            return made[0].jobs
+            return here.jobs
 
     return begin
 
@@ -113,9 +110,8 @@ def test_trials_read_no_test_text_and_a_killed_tuning_ends_as_one_that_was_not(
     best = min(ewc["trials"], key=lambda trial: trial["score"])["values"][0].removesuffix(".0")
     assert all(best.split("=")[1] in run["folder"] or best.endswith("=500") for run in ewc["runs"])
     scores = json.loads((tmp_path / ewc["runs"][0]["folder"] / "scores.json").read_text())
-    assert (
-        scores["conditions"]["score_on"] == "test" and scores["optimized_metric"] == ewc["runs"][0]["score"]
-    )
+    assert scores["conditions"]["score_on"] == "test"
+    assert scores["optimized_metric"] == ewc["runs"][0]["score"]
 
 
 def test_by_a_metric_of_end_tasks_trials_read_dev_and_final_runs_test(
@@ -144,17 +140,10 @@ def test_by_a_metric_of_end_tasks_trials_read_dev_and_final_runs_test(
 
 
 def test_candidates_are_the_choices_of_groups_and_what_is_given_is_not_searched(tune):
-    given = [
-        "method=ewc,kd",
-        "mask=none,migu",
-        "optim.lr=tag(log,interval(1e-4,1e-2))",
-        "seed=0,1",
-        "order=1",
-    ]
-    found, runs = tune(*given, run=False)
-    assert [each.label for each in found] == [
-        f"{m} mask={k}" for m in ("ewc", "kd") for k in ("none", "migu")
-    ]
+    given = ["method=ewc,kd", "mask=none,migu", "optim.lr=tag(log,interval(1e-4,1e-2))"]
+    found, runs = tune(*given, "seed=0,1", "order=1", run=False)
+    labels = [f"{method} mask={mask}" for method in ("ewc", "kd") for mask in ("none", "migu")]
+    assert [each.label for each in found] == labels
     assert list(found[1].space) == ["method.strength", "mask.migu.threshold", "optim.lr"]
     assert found[0].first == {"method.strength": 500.0, "optim.lr": 2e-3} and runs == [["seed=0", "seed=1"]]
     assert found[0].overrides == ["order=1", "method=ewc", "mask=none"]
@@ -168,16 +157,11 @@ def test_candidates_are_the_choices_of_groups_and_what_is_given_is_not_searched(
     assert ewc.space["method.strength"].get_value_string() == "interval(1,10)" and ewc.first == {}
     (ewc,), runs = tune("method=ewc", "seed=0", run=False, seeds=[0, 1])
     assert runs == [["seed=0"]] and ewc.overrides == ["method=ewc"]
-    for wrong, line in (
-        (
-            "method.search.strength=[log,1]",
-            r"method.search.strength=\[log,1\] is invalid. Allowed: \[low, h",
-        ),
-        ("method.search.strength=7", "method.search.strength=7 is invalid"),
-        ("domains.score_on=valid", "domains.score_on=valid is invalid: searches use valid or dev"),
-    ):
-        with pytest.raises(ValueError, match=line):
-            tune("method=ewc", wrong, run=False)
+    spaces = " is invalid. Allowed: [low, high]"
+    wrong = {"method.search.strength=[log,1]": spaces, "method.search.strength=7": spaces}
+    for line, why in (wrong | {"domains.score_on=valid": " is invalid: searches use valid or dev"}).items():
+        with pytest.raises(ValueError, match=re.escape(line + why)):
+            tune("method=ewc", line, run=False)
 
 
 def test_every_space_is_of_options_of_its_method_and_has_its_default(composed):
@@ -212,13 +196,10 @@ def test_equal_compute_is_the_best_of_the_first_trials_within_the_cheapest_searc
     assert "at most 30, those of the whole search of ewc" in text
     assert "Fairness: equal tokens (1e+03 per run), equal operations (50 per run)." in text
     assert json.loads((tmp_path / "tuning.json").read_text())["equal_compute_flops"] == 30
-    assert (
-        "$\\pm$" in (tmp_path / "tuning.tex").read_text()
-        and "| ewc |" in (tmp_path / "tuning.md").read_text()
-    )
-    assert "Chosen: ewc strength=70.5; das strength=0.1." in description(
-        (tmp_path / "tuning-searches.png").read_bytes()
-    )
+    assert "$\\pm$" in (tmp_path / "tuning.tex").read_text()
+    assert "| ewc |" in (tmp_path / "tuning.md").read_text()
+    told = description((tmp_path / "tuning-searches.png").read_bytes())
+    assert "Chosen: ewc strength=70.5; das strength=0.1." in told
     most = write_tuning(methods[1:], tmp_path / "most", "LC.perplexity", "maximize", 3)
     assert most.splitlines()[1].split()[1] == "strength=9.25"
 
@@ -226,23 +207,12 @@ def test_equal_compute_is_the_best_of_the_first_trials_within_the_cheapest_searc
 @pytest.mark.parametrize(("direction", "worst"), [("minimize", math.inf), ("maximize", -math.inf)])
 def test_a_failed_default_trial_costs_but_has_no_score(tmp_path, direction, worst):
     trials = [trial(0, 500.0, worst, 20), trial(1, 70.5, 39.0), trial(2, 9.25, worst)]
-    search = TunedMethod(
-        name="ewc",
-        space={"method.strength": "tag(log,interval(1,1000))"},
-        default={"method.strength": "500"},
-        trials=trials,
-        runs=[],
-    )
+    own = {"space": {"method.strength": "tag(log,interval(1,1000))"}, "default": {"method.strength": "500"}}
+    search = TunedMethod(name="ewc", trials=trials, runs=[], **own)
     failed = replace(search, name="lost", trials=[trials[0]])
     lines = write_tuning([search, failed], tmp_path / "tuning", "LC.perplexity", direction, 3).splitlines()
-    assert lines[1].split()[:6] == [
-        "ewc",
-        "strength=70.5",
-        "–",
-        "1",
-        "–",
-        "39.00",
-    ]  # its first two took 30, the cheapest search 20
+    # Its first two took 30, the cheapest search 20.
+    assert lines[1].split()[:6] == ["ewc", "strength=70.5", "–", "1", "–", "39.00"]
     assert lines[2].split()[:6] == ["lost", "–", "–", "0", "–", "–"]
     methods = json.loads((tmp_path / "tuning.json").read_text(), parse_constant=pytest.fail)["methods"]
     assert [each["score"] for each in methods[0]["trials"]] == [None, 39.0, None]

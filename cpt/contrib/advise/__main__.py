@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 
 from cpt.contrib.advise import candidates, runs
 from cpt.contrib.advise.advice import Subject, make_advice, make_blocks, tell
-from cpt.contrib.advise.candidates import Model, Setting
+from cpt.contrib.advise.candidates import Setting
 from cpt.contrib.advise.results import Measured, Wish, read_arm_run
 from cpt.contrib.advise.runs import SEEDS, Costs, Round, Sweep, SweepPlan
 from cpt.core.config import CONF
@@ -41,8 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
     with readable():
         check(given)
-        began = time.monotonic()
-        candidates.choose_arms(given.arms)
+        began, arms = time.monotonic(), candidates.choose_arms(given.arms)
         model = candidates.find_model(given.model)
         texts = candidates.find_texts(given.folder, given.overrides)
         cap = [CAP] * (not any(each.startswith("eval.max_tokens=") for each in given.overrides))
@@ -55,7 +54,22 @@ def main(arguments: Sequence[str]) -> int:
             shared.append(f"domains.only=[{','.join(only)}]")
             log.info("Choosing %d of %d domains: %s", len(only), len(order), ", ".join(only))
         with runs.open_sweep(shared, **how) as sweep:
-            advise(given, sweep, model, texts, began, left_out)
+            asked = sweep.plan()
+            built = asked.model.config or {"num_hidden_layers": configuration(given.model).num_hidden_layers}
+            blocks = next((int(built[name]) for name in LAYERS if name in built), 1)
+            tried = Setting(rate=asked.model.lr, blocks=blocks, domains=len(asked.order))
+            checkpoint_rate = float(OmegaConf.load(CONF / "model/hf.yaml").lr)
+            real = tried if model.is_itself else replace(tried, rate=checkpoint_rate, blocks=model.blocks)
+            per_step = asked.trainer.batch_size * asked.model.max_seq_length
+            plan, costs, epoch = settle(given, sweep, arms, tried, per_step, began)
+            measured, lost = carry_out(given, sweep, plan, costs, tried, began)
+        subject = Subject(tuple(texts), tuple(given.overrides), model, real, epoch, per_step, left_out)
+        found = make_advice(measured, subject, plan, Wish(given.forget, given.weight), lost=lost)
+        advice = json.loads(json.dumps(found), parse_constant=lambda constant: None)  # NaN is null in JSON
+        (given.out / "advice.json").write_text(json.dumps(advice, indent=1) + "\n", encoding="utf-8")
+        page = write_page(make_blocks(advice), title=f"Advice for {given.folder}", stem=given.out / "advice")
+        print("\n".join([*tell(advice), *(f"not known: {line}" for line in advice["unknown"]), str(page)]))
+        print(advice["recommended"]["command"])
     return 0
 
 
@@ -91,29 +105,6 @@ def check(given: argparse.Namespace) -> None:
     for message in (message for message, holds in valid.items() if not holds):
         raise ValueError(message)
     candidates.check_overrides(given.overrides)
-
-
-def advise(
-    given: argparse.Namespace, sweep: Sweep, model: Model, texts: Sequence[str], began: float, left_out: int
-) -> None:
-    """Plans, runs, and says what follows."""
-    asked, arms = sweep.plan(), candidates.choose_arms(given.arms)
-    built = asked.model.config or {"num_hidden_layers": configuration(given.model).num_hidden_layers}
-    blocks = next((int(built[name]) for name in LAYERS if name in built), 1)
-    tried = Setting(rate=asked.model.lr, blocks=blocks, domains=len(asked.order))
-    checkpoint_rate = float(OmegaConf.load(CONF / "model/hf.yaml").lr)
-    real = tried if model.is_itself else replace(tried, rate=checkpoint_rate, blocks=model.blocks)
-    per_step = asked.trainer.batch_size * asked.model.max_seq_length
-    plan, costs, epoch = settle(given, sweep, arms, tried, per_step, began)
-    measured, lost = carry_out(given, sweep, plan, costs, tried, began)
-    subject = Subject(tuple(texts), tuple(given.overrides), model, real, epoch, per_step, left_out)
-    wish = Wish(given.forget, given.weight)
-    found = make_advice(measured, subject, plan, wish, lost=lost)
-    advice = json.loads(json.dumps(found), parse_constant=lambda constant: None)  # NaN is null in JSON
-    (given.out / "advice.json").write_text(json.dumps(advice, indent=1) + "\n", encoding="utf-8")
-    page = write_page(make_blocks(advice), title=f"Advice for {given.folder}", stem=given.out / "advice")
-    print("\n".join([*tell(advice), *(f"not known: {line}" for line in advice["unknown"]), str(page)]))
-    print(advice["recommended"]["command"])
 
 
 def settle(

@@ -126,8 +126,13 @@ Arm = Mapping[str, Any]
 
 
 def make_blocks(advice: Mapping[str, Any]) -> list[Block]:
-    best = find_arm(advice, advice["recommended"]["arm"])
-    table = {"head": HEAD, "cells": [row_of(arm) for arm in advice["arms"]], "words": 3}
+    best, cells = find_arm(advice, advice["recommended"]["arm"]), []
+    for arm in advice["arms"]:
+        numbers = [span(arm, name) if arm[name] is not None else "–" for name in ("learned", "forgotten")]
+        numbers += [f"{arm[name]:.4f}" if arm[name] is not None else "–" for name in ("FG", "drift")]
+        against = format_bounds(arm["intervals"]["worth"]) if any(arm["intervals"]["worth"]) else "–"
+        cells.append([arm["arm"], arm["meaning"], "yes" if arm["on_front"] else "", *numbers, against])
+    table = {"head": HEAD, "cells": cells, "words": 3}
     return [
         Block(title=f"Recommended: {best['arm']}", lines=tell(advice), picture=draw(advice), name="plane"),
         Block(title="The command", code=advice["recommended"]["command"]),
@@ -164,13 +169,6 @@ def format_bounds(bounds: Sequence[float | None]) -> str:
     if None in bounds:
         return "[–]"  # of one document there is no interval
     return f"[{bounds[0]:.4f}, {bounds[1]:.4f}]"
-
-
-def row_of(arm: Arm) -> list[str]:
-    numbers = [span(arm, name) if arm[name] is not None else "–" for name in ("learned", "forgotten")]
-    numbers += [f"{arm[name]:.4f}" if arm[name] is not None else "–" for name in ("FG", "drift")]
-    against = format_bounds(arm["intervals"]["worth"]) if any(arm["intervals"]["worth"]) else "–"
-    return [arm["arm"], arm["meaning"], "yes" if arm["on_front"] else "", *numbers, against]
 
 
 def draw(advice: Mapping[str, Any]) -> bytes:
