@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cpt.contrib.advise.results import QUANTITIES, Point, Wish, choose, find_front, trade, worth
+from cpt.contrib.advise.advice import QUANTITIES, Point, Wish, choose, find_front, trade, worth
 from cpt.evaluation.metrics import Layout
 
 PUBLISHED = Path(__file__).parent / "results/studies/das6_mini.jsonl.gz"
@@ -80,7 +80,7 @@ def hold_out(arms: Mapping[str, Mapping[int, Point]]) -> Iterable[str]:
     for wish in WISHES:
         for seed in seeds:
             own, others = mean(arms, [seed]), mean(arms, [each for each in seeds if each != seed])
-            arm = choose(own, {name: point.forgotten for name, point in own.items()}, wish).arm
+            arm, _ = choose(own, {name: point.forgotten for name, point in own.items()}, wish)
             asked = f"weight {wish.weight:g}" if wish.bound is None else f"at most {wish.bound:g} forgotten"
             yield f"{asked}, seed {seed}: {arm}, missed {100 * shortfall(others, arm, wish):.1f} %"
 

@@ -242,10 +242,9 @@ def mark_tasks(section: RunSection, failed: list[str]) -> Iterator[tuple[tuple[s
         for run in given:
             row = predictions.rows_asked(run.scores.answers["tasks"][task])[-1]
             try:
+                file = predictions.answers_in(run.folder, run.scores.rows, row, task)
                 with suppress(FileNotFoundError):
-                    marked[run, 0] = predictions.mark_answers(
-                        predictions.answers_in(run.folder, run.scores.rows, row, task), measure
-                    )
+                    marked[run, 0] = predictions.mark_answers(file, measure)
             except ValueError as error:
                 failed.append(str(error))
         yield ("answers", task, measure), marked
@@ -515,9 +514,8 @@ def build_tiles(section: RunSection) -> Block:
         apart = sum(is_ahead(each, measure) for each in others.values())
         word = f"distinguished from {apart} of {len(others)} others" if others else ""
         told = f"{meaning}; runs: {spread.n}" + f"; {model}" * (len(alike) > 1)
-        cells.append(
-            [f"{measure.title}: {best.name}", f"{measure.show(spread.mean)} nats", interval, word, told]
-        )
+        title, value = f"{measure.title}: {best.name}", f"{measure.show(spread.mean)} nats"
+        cells.append([title, value, interval, word, told])
     head = ["best", "mean", "95 % interval", "test", "meaning"]
     return Block(head=head, cells=cells, words=5, tiles=True, name="tiles")
 
@@ -534,9 +532,8 @@ def build_findings(section: RunSection) -> Block:
             spread = spread_values(section)[best.name][measure.key]
             bounds = format_interval(spread.low, spread.high, show)
             title = measure.title.removesuffix(f" ({unit.strip()})")
-            line = (
-                f"{begin}{whose}: `{best.name}`, {title} {show(spread.mean)}{bounds}{unit}, runs: {spread.n}"
-            )
+            line = f"{begin}{whose}: `{best.name}`, {title} {show(spread.mean)}{bounds}{unit}"
+            line += f", runs: {spread.n}"
             if lead := contrast_groups(section, measure.key).get(best.name):
                 by_t = "" if lead.p_t is None else f", paired t {lead.p_t:.2g}, Holm {lead.p_t_holm:.2g}"
                 line += f"; {show(lead.mean)}{format_interval(lead.low, lead.high, show)} against "

@@ -144,10 +144,8 @@ def draw_curves(section: RunSection) -> Picture | None:
         axes.set_ylabel("training loss (nats)", fontsize=9)
         axes.set_title(f"order {literal(order, width=60)}" * (len(names) > 1), fontsize=10)
     grid[-1].set_xlabel("tokens read by the optimizer steps, all stages")
-    shown_once = dict(
-        pair for axes in grid for pair in zip(*axes.get_legend_handles_labels()[::-1], strict=True)
-    )
-    drawn.legend(shown_once.values(), shown_once.keys(), loc="outside right upper", frameon=False, fontsize=8)
+    lines = {line.get_label(): line for axes in grid for line in axes.get_legend_handles_labels()[0]}
+    drawn.legend(lines.values(), lines.keys(), loc="outside right upper", frameon=False, fontsize=8)
     told = drawing.list_few(f"{name} {np.mean(ends[name]):.3f}" for name in marked)
     return png(drawn, told=f"Training loss at the last point, means over runs: {told}")
 
@@ -201,9 +199,8 @@ def draw_monitor(scores: Scores) -> Picture:
     axes.set_xticks(middles[::step], names, rotation=30, ha="right", fontsize=9 if step == 1 else 7)
     axes.set_ylabel("change in nats per token\nsince the stage's first evaluation")
     axes.set_xlabel("steps of the stage")
-    handles, labels = axes.get_legend_handles_labels()
-    shown = dict(zip(labels, handles, strict=True))  # a line of each kind
-    axes.legend(shown.values(), shown, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    shown = {line.get_label(): line for line in axes.get_legend_handles_labels()[0]}  # one of each kind
+    axes.legend(shown.values(), map(str, shown), loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     title = "Change of the general text's loss while each domain was learned, nats"
     return png(drawn, told=f"{title}: {drawing.list_few(told)}")
 

@@ -61,9 +61,8 @@ def write_page(blocks: Sequence[Block], *, title: str, stem: Path, vectors: bool
     stem.with_name(f"{stem.name}.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
     # The page loads nothing: its policy forbids that, and any script but its own.
-    template, style, script = (
-        (TEMPLATES / f"report.{kind}.j2").read_text() for kind in ("html", "css", "js")
-    )
+    kinds = ("html", "css", "js")
+    template, style, script = ((TEMPLATES / f"report.{kind}.j2").read_text() for kind in kinds)
     script = re.sub(r"^\s+|/\*.*?\*/\n?", "", script, flags=re.M | re.S)  # no indents, no comments
     page = stem.with_name(f"{stem.name}.html")
     html = jinja2.Template(template, autoescape=True).render(

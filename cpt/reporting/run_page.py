@@ -62,7 +62,7 @@ def write_report(folder: Path, scores: Scores | None = None) -> Path:
 
 def build_blocks(folder: Path, scores: Scores) -> list[Block]:
     """The sections of a run page: what came out first, pictures, then tables, and how the run was made."""
-    answers, modules = show_tasks(scores, "answers"), {}
+    answers, modules = show_tasks(scores, "answers"), dict[str, Any]()
     if len(scores.rows) > 1 and any(scores.modules):
         modules = {"name": "modules", "picture": figures.draw_modules(scores)}
     terms = [LEGENDS["terms"] for metric in scores.metrics.values() if "terms" in metric][:1]
@@ -296,12 +296,12 @@ def show_tasks(scores: Scores, kind: str) -> list[Block]:
         own, found = {each: head_of(task) for each, task in given["tasks"].items()}, given["metrics"]
         title, called, name = "Answers to each task (column) after each stage (row)", "Scores", "answers"
         cells, drawn, told = format_answers(scores), True, ""
-        meanings = {each: about[1:] for each, about in task_metrics.ANSWER_METRICS.items()}
+        meanings = {each: told[1:] for each, told in task_metrics.ANSWER_METRICS.items()}
         known = {each for task in given["tasks"].values() for each in task["measures"]}
         final = frames.tidy_scores(scores, "answer").drop_duplicates(["text", "metric"], keep="last")
         final = final.pivot(index="text", columns="metric", values="value")
         final = final.reindex(index=tasks, columns=[each for each in task_metrics.MEASURES if each in known])
-        about = {"head": ["task", *final.columns], "cells": format_table(final, percent)}
+        about: dict[str, Any] = {"head": ["task", *final.columns], "cells": format_table(final, percent)}
         last = Block(title="Answers of the last model", folded=f"{len(final)} tasks", **about)
     measures = next(iter(own.values()))  # of all tasks, or of each
     if len({*own.values()}) > 1:
@@ -345,10 +345,7 @@ def show_benchmarks(scores: Scores) -> Block:
         cut = f", {task['truncated']:,} or more requests cut from the left" * bool(task["truncated"])
         lower = ", lower is better" * (not task["higher"])
         facts.append(f"{name}: {task['examples']:,} examples{cut}{lower}")
-    lines = [
-        LEGENDS["benchmarks"].format(harness=scores.benchmarks["harness"]),
-        few(facts, between="; ") + ".",
-    ]
+    lines = [LEGENDS["benchmarks"].format(**scores.benchmarks), few(facts, between="; ") + "."]
     head = ["after", *(describe_task(name, task) for name, task in tasks.items())]
     return Block(title="Benchmarks", lines=lines, head=head, cells=cells)
 
@@ -360,10 +357,8 @@ def show_costs(scores: Scores) -> Block:
         stages.setdefault(each.row, {})[each.metric] = each.value
     whole, needed = stages.pop(None), ("tokens", "flops", "memory", "trained", "stored")
     noted = {str(row): costs for row, costs in stages.items() if None not in map(costs.get, needed)}
-    cells = [
-        [row, *(format_known(costs[cost], show) for cost, show in COST_FORMATS.values())]
-        for row, costs in [*noted.items(), *[("whole run", whole)] * bool(noted)]
-    ]
+    shown_as, rows = COST_FORMATS.values(), [*noted.items(), *[("whole run", whole)] * bool(noted)]
+    cells = [[row, *(format_known(costs[cost], show) for cost, show in shown_as)] for row, costs in rows]
     head, folded = ["after", *COST_FORMATS], f"{len(noted)} stages" * (len(noted) > 2 * frames.FEW)
     lines = [LEGENDS["compute"]] * bool(noted)
     shown: dict[str, Any] = {"chosen": (0, 1, 2, 6, 8), "folded": folded}

@@ -201,9 +201,8 @@ def compose_jobs(
         label = " ".join(filter_overrides([each for each in overrides if each not in common]))
         job = Job(number, overrides, label, cfg, Path(cfg.hydra.run.dir))
         if (other := jobs.setdefault(job.folder, job)) is not job:
-            raise ValueError(
-                f"hydra.run.dir={job.folder} is invalid: '{other}' and '{job}' share it. Allowed: one each"
-            )
+            told = f"hydra.run.dir={job.folder} is invalid: '{other}' and '{job}' share it"
+            raise ValueError(f"{told}. Allowed: one each")
         job.before = is_finished_already(cfg, job.folder)
     return list(jobs.values())
 
@@ -217,13 +216,8 @@ def job_command(config: DictConfig) -> list[str]:
     flags = [f"--{name}={place}" for name, place in places.items() if place is not None]
     # Not resolved: ${seed} in an override is each job's own.
     written: Any = OmegaConf.to_container(config.hydra.overrides.hydra, resolve=False)
-    overrides = [
-        line
-        for line in written
-        if not line.startswith(("hydra.mode=", "hydra/sweeper="))
-        and not line.lstrip("+~").startswith("hydra.sweeper.")
-    ]
-    return [sys.executable, *program, *flags, *overrides]
+    own = re.compile(r"hydra\.mode=|hydra/sweeper=|[+~]*hydra\.sweeper\.")
+    return [sys.executable, *program, *flags, *(line for line in written if not own.match(line))]
 
 
 def summarize_jobs(jobs: Sequence[Job]) -> list[str]:
@@ -261,9 +255,8 @@ def divide_machine(
     asked = [OmegaConf.select(cfg, "trainer.devices") for cfg in configs]
     # "auto" is a job's share of the devices; -1 and a list stand for all
     shares = [len(gpus) // (len(configs) if n == "auto" else 1) for n in asked]
-    each = max(
-        n if isinstance(n, int) and n > 0 else max(1, own) for n, own in zip(asked, shares, strict=True)
-    )
+    wanted = zip(asked, shares, strict=True)
+    each = max(n if isinstance(n, int) and n > 0 else max(1, own) for n, own in wanted)
     fitting = max(1, (len(gpus) or cores()) // each)
     number = min(jobs or fitting, len(configs))
     processes = number * each

@@ -11,6 +11,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -40,30 +41,26 @@ FOLDERS = "folders of trial"  # with its number: the attribute of a study that n
 DIGITS = 6  # of a number that is given to a run: it is part of the folder's name
 
 
+@dataclass(kw_only=True, eq=False)
 class OptunaSweeper(Sweeper):
     """Asks Optuna for `n_jobs` trials, has them run, tells their objectives, until there are `n_trials`.
 
     seeds, orders: a trial is a run with every combination of them, and its objective is their mean."""
 
-    config: DictConfig
-    launcher: Launcher
+    params: Mapping[str, Any] | None
+    sampler: str
+    options: Mapping[str, Any]
+    seed: int
+    direction: str
+    n_trials: int | None
+    n_jobs: int
+    seeds: Sequence[Any] | None = None
+    orders: Sequence[Any] | None = None
+    config: DictConfig = field(init=False)
+    launcher: Launcher = field(init=False)
 
-    def __init__(
-        self,
-        *,
-        params: Mapping[str, Any] | None,
-        sampler: str,
-        options: Mapping[str, Any],
-        seed: int,
-        direction: str,
-        n_trials: int | None,
-        n_jobs: int,
-        seeds: Sequence[Any] | None = None,
-        orders: Sequence[Any] | None = None,
-    ) -> None:
-        self.params, self.sampler, self.options = dict(params or {}), sampler, dict(options)
-        self.seed, self.direction, self.n_trials, self.n_jobs = seed, direction, n_trials, n_jobs
-        given = {"seed": seeds, "order": orders}
+    def __post_init__(self) -> None:
+        self.options, given = dict(self.options), {"seed": self.seeds, "order": self.orders}
         chosen = OmegaConf.create({key: [*values] for key, values in given.items() if values is not None})
         self.averaged = cast(dict[str, list[Any]], OmegaConf.to_container(chosen))
         self.first: list[dict[str, Any]] = []  # the values of the first trials, before those of the sampler
@@ -98,7 +95,7 @@ class OptunaSweeper(Sweeper):
     def sweep(self, arguments: list[str]) -> Any:
         """Runs what the search still lacks, and gives its study; one process at a time may work on it."""
         with readable():
-            lines = [*(f"{key}={value}" for key, value in self.params.items()), *arguments]
+            lines = [*(f"{key}={value}" for key, value in (self.params or {}).items()), *arguments]
             parser = OverridesParser.create(config_loader=self.loader)
             given = {each.get_key_element(): each for each in parser.parse_overrides(lines)}
             space = {key: each for key, each in given.items() if each.is_sweep_override()}
@@ -257,8 +254,8 @@ class OptunaSweeper(Sweeper):
         """Tells Optuna the objective of a trial, the mean over its runs; it fails where a run failed or has
         no finite objective."""
         study.set_user_attr(f"{FOLDERS} {trial.number}", [str(each.working_dir) for each in returned])
-        values = [each._return_value for each in returned]
         label = f"Trial {trial.number}, {' '.join(to_overrides(trial.params))}"
+        values = [each._return_value for each in returned]
         for job, value in zip(returned, values, strict=True):
             finite = isinstance(value, int | float) and math.isfinite(value)
             if job.status is not JobStatus.COMPLETED or not finite:

@@ -61,7 +61,7 @@ class TuneSweeper(OptunaSweeper):
                 self.direction = "minimize" if metric == "forget_rate" else "maximize"
             from cpt.reporting.tuning import FinalRun, Trial, TunedMethod, write_tuning  # matplotlib: seconds
 
-            lines = [*(f"{key}={value}" for key, value in self.params.items()), *arguments]
+            lines = [*(f"{key}={value}" for key, value in (self.params or {}).items()), *arguments]
             candidates, runs = self.read_candidates(lines)
             self.params = {}
             found = {each.label: self.search_candidate(each, runs, name=name) for each in candidates}

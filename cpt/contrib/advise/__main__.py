@@ -17,11 +17,9 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from cpt.contrib.advise import candidates, runs
-from cpt.contrib.advise.advice import Subject, make_advice, make_blocks, tell
-from cpt.contrib.advise.candidates import Setting
-from cpt.contrib.advise.results import Measured, Wish, read_arm_run
-from cpt.contrib.advise.runs import SEEDS, Costs, Round, Sweep, SweepPlan
+from cpt.contrib.advise import runs
+from cpt.contrib.advise.advice import Measured, Subject, Wish, make_advice, make_blocks, read_arm_run, tell
+from cpt.contrib.advise.runs import SEEDS, Costs, Round, Setting, Sweep, SweepPlan
 from cpt.core.config import CONF
 from cpt.core.errors import readable
 from cpt.core.output import run_program
@@ -41,15 +39,15 @@ def main(arguments: Sequence[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
     with readable():
         check(given)
-        began, arms = time.monotonic(), candidates.choose_arms(given.arms)
-        model = candidates.find_model(given.model)
-        texts = candidates.find_texts(given.folder, given.overrides)
+        began, arms = time.monotonic(), runs.choose_arms(given.arms)
+        model = runs.find_model(given.model)
+        texts = runs.find_texts(given.folder, given.overrides)
         cap = [CAP] * (not any(each.startswith("eval.max_tokens=") for each in given.overrides))
         shared = [*texts, *model.tried, "name=advice", "logger=none", *cap, *given.overrides]
         how = {"folder": given.out / "runs", "jobs": given.jobs}
         with runs.open_sweep(shared, **how) as sweep:
             order = sweep.plan().order
-        only = candidates.choose_domains(order)
+        only = runs.choose_domains(order)
         if left_out := len(order) - len(only):
             shared.append(f"domains.only=[{','.join(only)}]")
             log.info("Choosing %d of %d domains: %s", len(only), len(order), ", ".join(only))
@@ -104,7 +102,7 @@ def check(given: argparse.Namespace) -> None:
     }
     for message in (message for message, holds in valid.items() if not holds):
         raise ValueError(message)
-    candidates.check_overrides(given.overrides)
+    runs.check_overrides(given.overrides)
 
 
 def settle(

@@ -14,10 +14,9 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from cpt.contrib.advise import __main__ as advise
-from cpt.contrib.advise import advice, candidates, results
-from cpt.contrib.advise.candidates import Model, Setting, list_arms
-from cpt.contrib.advise.results import ArmRun, Measured, Point, Wish
-from cpt.contrib.advise.runs import Costs, Round, SweepPlan, plan_sweep
+from cpt.contrib.advise import advice, runs
+from cpt.contrib.advise.advice import ArmRun, Measured, Point, Wish
+from cpt.contrib.advise.runs import Costs, Model, Round, Setting, SweepPlan, list_arms, plan_sweep
 from cpt.core.config import CONF
 from cpt.core.preemption import GO_ON
 from cpt.trainer.plan import make_plan
@@ -33,8 +32,8 @@ def test_every_arm_says_what_it_sets_and_is_chosen_by_name_beside_the_reference(
     assert made["ncl"] == [] and made["freeze"] == ["freeze.layers=6"]
     assert made["lr-1/4"] == ["model.lr=0.00025"] and made["lr-1/2"] == ["model.lr=0.0005"]
     assert made["replay-5"] == ["replay=past", "replay.past_ratio=0.025", "replay.general_ratio=0.025"]
-    assert len(set(map(tuple, made.values()))) == len(made) and candidates.choose_arms(None) == [*made]
-    assert candidates.choose_arms("kd,lora,kd") == ["ncl", "kd", "lora"]
+    assert len(set(map(tuple, made.values()))) == len(made) and runs.choose_arms(None) == [*made]
+    assert runs.choose_arms("kd,lora,kd") == ["ncl", "kd", "lora"]
 
 
 FIVE = ["ncl", "replay-5", "lr-1/4", "replay-25", "lora"]
@@ -83,7 +82,7 @@ def bounds(runs, **options):
 
 
 def test_means_are_over_earlier_domains_and_the_general_text_and_the_seeds_that_all_arms_have():
-    found = [results.trade(NLL, made(NLL).scores)[name] for name in ("learned", "FG", "drift", "forgotten")]
+    found = [advice.trade(NLL, made(NLL).scores)[name] for name in ("learned", "FG", "drift", "forgotten")]
     assert found == pytest.approx([0.75, 0.4, 0.3, 0.35])
     runs = {("ncl", 40, 0): made(NLL), ("ncl", 40, 1): made(NLL + UP), ("kd", 40, 0): made(NLL)}
     both = Measured(runs | {("kd", 40, 1): made(NLL + UP)})
@@ -110,7 +109,7 @@ def test_documents_and_seeds_are_redrawn_paired_and_more_tokens_are_told_by_the_
     three = {
         ("ncl", steps): {"learned": x, "forgotten": 0.0} for steps, x in ((10, 1.0), (100, 5), (1000, 3))
     }
-    assert results.judge(three, "ncl", steps=1000, at=100).learned == pytest.approx(3)  # the line's middle
+    assert advice.judge(three, "ncl", steps=1000, at=100).learned == pytest.approx(3)  # the line's middle
 
 
 POINTS = {"strong": Point(1.0, 0.5), "mild": Point(0.8, 0.1), "weak": Point(0.5, 0.2)}
@@ -130,9 +129,9 @@ HIGHEST = {"strong": 0.7, "mild": 0.35, "weak": 0.25, "same": 0.8}
     ],
 )
 def test_a_weight_says_what_forgetting_costs_and_a_bound_is_kept_by_the_interval(wish, arm, why):
-    chosen, told = results.choose(POINTS, HIGHEST, wish)
+    chosen, told = advice.choose(POINTS, HIGHEST, wish)
     assert chosen == arm and why in told
-    chosen, told = results.choose({"one": Point(1.0, 0.1)}, {"one": math.nan}, Wish(0.2, 1.0))
+    chosen, told = advice.choose({"one": Point(1.0, 0.1)}, {"one": math.nan}, Wish(0.2, 1.0))
     assert chosen == "one" and "by its mean" in told
 
 
