@@ -1,12 +1,20 @@
-"""`python -m cpt.report`: the whole comparison from folders, and one clear line for what is wrong."""
+"""`python -m cpt.report`: the whole comparison from folders, published numbers in addition to ours, and one clear
+line for what is wrong."""
+
+import itertools
+import json
 
 import numpy as np
 import pytest
 
+from cpt.core.config import CONF
 from cpt.report import main
 from cpt.reporting import figures
+from cpt.reporting.compare import MEASURES
+from cpt.reporting.published import PUBLISHED, read_published
 from tests.support.comparing import DOMAINS, NLL, endtasks, made, rows_of, saved
 
+FILES = sorted(path.stem for path in PUBLISHED.glob("*.json"))
 FIGURES = {"forgetting_learning", "quality_compute", "perplexity_forgetting", "stages", "matrices"}
 
 
@@ -16,44 +24,28 @@ def no_figures(monkeypatch):
     monkeypatch.setattr(figures, "build_figures", lambda section: [])
 
 
-@pytest.fixture(scope="module")
-def thirty(tmp_path_factory):
-    """Three methods, two orders, five seeds."""
-    top = tmp_path_factory.mktemp("thirty")
-    for method, shift in (("ncl", 0.0), ("das", -0.2), ("joint", -0.4)):
+def test_runs_are_compared_all_and_those_that_are_asked_for(tmp_path, capsys, no_figures):
+    for method, seed in itertools.product(("ncl", "das", "joint"), range(3)):
         for number, order in enumerate((DOMAINS, DOMAINS[::-1])):
-            for seed in range(5):
-                given = {"method": method, "order": order, "seed": seed, "shift": shift + seed / 50}
-                if method == "joint":
-                    given |= {"nll": [NLL[0], NLL[3]], "rows": ["base", "joint"]}
-                config = {"order": number, "seed": seed, "trainer": {"steps": 5}}
-                saved(top / f"{method}-{number}-{seed}", config=config, **given)
-    return top
-
-
-def test_thirty_runs_are_compared_all_and_those_that_are_asked_for(thirty, tmp_path, capsys, no_figures):
-    assert main([str(thirty), "--out", str(tmp_path)]) == 0
-    output = capsys.readouterr().out
-    rows = rows_of(output, "masked: food, law, space")
-    assert list(rows)[:3] == ["joint", "das", "ncl"]
-    lc = [made(shift=s / 50).metrics["LC"]["perplexity"] for s in range(5)] * 2
+            given = {"method": method, "order": order, "seed": seed, "shift": seed / 50}
+            if method == "joint":
+                given |= {"nll": [NLL[0], NLL[3]], "rows": ["base", "joint"], "shift": -0.4}
+            saved(tmp_path / f"{method}-{number}-{seed}", config={"order": number, "seed": seed}, **given)
+    assert main([str(tmp_path)]) == 0
+    rows = rows_of(capsys.readouterr().out, "masked: food, law, space")
+    lc = [made(shift=s / 50).metrics["LC"]["perplexity"] for s in range(3)] * 2
     shown = f"{np.mean(lc):.2f} ± {np.std(lc, ddof=1):.2f}"
-    assert rows["ncl"][:2] == ["10 (5 seeds x 2 orders)", shown] and rows["joint"][2:4] == ["–", "–"]
-    assert rows_of(output, "Differences from ncl")["das"][:2] == ["ncl", "10"]
+    assert rows["ncl"][:2] == ["6 (3 seeds x 2 orders)", shown] and rows["joint"][2:4] == ["–", "–"]
     markdown = (tmp_path / "comparison.md").read_text()
-    assert f"| ncl | ncl | tiny | 0, 1 | 10 (5 seeds x 2 orders) | {shown} [" in markdown
-    assert "order 1: space → food → law" in markdown and output.rstrip().endswith("comparison.html")
-    for title in ("Findings", "Differences from ncl", "Ranks", "Compute"):
-        assert f"## {title}\n" in markdown
-    kinds = {path.suffix for path in tmp_path.glob("comparison.*")}
-    assert kinds == {".html", ".md", ".csv"}
-
+    assert f"| ncl | ncl | tiny | 0, 1 | 6 (3 seeds x 2 orders) | {shown} [" in markdown
+    assert "order 1: space → food → law" in markdown
+    assert {path.suffix for path in tmp_path.glob("comparison.*")} == {".html", ".md", ".csv"}
     out = tmp_path / "new" / "place"
     options = ["--where", "method=das,joint", "order=0", "--baseline", "joint", "--out", str(out)]
-    assert main([str(thirty), *options, "--name", "mine"]) == 0
+    assert main([str(tmp_path), *options, "--name", "mine"]) == 0
     assert {path.suffix for path in out.glob("mine.*")} == {".html", ".md", ".csv"}
     rows = rows_of(capsys.readouterr().out, "Differences from joint")
-    assert rows["das"][:2] == ["joint", "5"]
+    assert rows["das"][:2] == ["joint", "3"]
 
 
 def test_unfinished_begun_and_damaged_runs_are_named(tmp_path, capsys, no_figures):
@@ -94,8 +86,62 @@ def test_the_page_has_its_figures(tmp_path):
     for place in ("a_b/c", "a/b_c", "q/c"):
         saved(tmp_path / "alike" / place, method="das")
     assert main([str(tmp_path / "alike"), "--figures", str(tmp_path / "two")]) == 0
-    assert {f"a_b_c{more}-stages" for more in ("", "-2")} <= {
-        x.stem for x in (tmp_path / "two").glob("*.svg")
-    }
+    named = {path.stem for path in (tmp_path / "two").glob("*.svg")}
+    assert {"a_b_c-stages", "a_b_c-2-stages"} <= named
     facets = '{"method": "ncl", "model": "tiny", "order": "law,food,space", "domains": "masked: food'
     assert facets in html.replace("&#34;", '"')
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_shipped_rows_are_of_known_methods_and_measures(name):
+    choices = {group: {path.stem for path in (CONF / group).glob("*.yaml")} for group in ("method", "mask")}
+    rows = read_published(name)
+    for row in rows:
+        for method, *laid in (group.split(" + ") for group in row.groups):
+            assert method in choices["method"] and set(laid) <= choices["mask"] | {"replay past"}
+        keys = {measure.key for measure in MEASURES} | {"task/acl", "task/ai"}
+        assert set(row.values) <= keys and all(-100 < value < 100 for value in row.values.values())
+        assert row.source and row.orders
+    assert len({json.dumps(row) for row in rows}) == len(rows)
+
+
+def test_a_difference_is_ours_minus_what_was_published(tmp_path, capsys, no_figures):
+    """With the interval of our mean."""
+    for method, base in (("ncl", 0.75), ("das", 0.78), ("one", 0.5)):
+        for seed in range(3):
+            scores = endtasks([[base + seed / 100] * 3] * 4)
+            config = {"order": 0, "seed": seed, "method": {"form": "x"}}
+            config["method"] |= {"contrast_every": 1, "contrast_samples": 1} if method == "das" else {}
+            given = {"ncl": "trainer.devices=4", "das": "contrast_every=1; contrast_samples=1"}
+            about = {"method": method, "seed": seed, "variant": given.get(method, "")}
+            saved(tmp_path / f"{method}-{seed}", **about, endtasks=scores, config=config)
+    assert main([str(tmp_path), "--published", "das6"]) == 0
+    output = capsys.readouterr().out
+    rows = rows_of(output, "Published numbers")
+    # 75, 76 and 77: mean 76, t(0.975, 2) / sqrt(3) = 2.4841 either way
+    assert rows["ncl (trainer.devices=4)"][-3:] == ["76.00 ± 1.00", "80.77", "-4.77 [-7.25, -2.29]"]
+    assert "one" not in rows and "DAS, run by MIGU's authors" in output
+    assert "table 3" in output and "of 9 published rows have no group here" in output
+    assert (tmp_path / "comparison.md").read_text().count("| ncl (trainer.devices=4) | FT |") == 2
+
+    saved(tmp_path / "free", method="das", variant="contrast=0", endtasks=scores, config=config)
+    assert main([str(tmp_path / "free"), "--published", "das6"]) == 0
+    assert "9 of 9 published rows have no group here." in capsys.readouterr().out  # an ablation
+
+    other = {"name": "mine", "groups": ["one"], "source": "S", "table": None, "page": 4}
+    other |= {"values": {"endtask/MF1": 40.0}, "settings": {"method.form": "x"}, "orders": None}
+    (tmp_path / "own.json").write_text(json.dumps({"rows": [other, other | {"settings": {"seed": 9}}]}))
+    assert main([str(tmp_path), "--published", str(tmp_path / "own.json")]) == 0
+    output = capsys.readouterr().out
+    assert rows_of(output, "Published numbers")["one"][:2] == ["mine", "S, page 4"]
+    assert "1 of 2 published rows have no group here." in output
+
+
+@pytest.mark.parametrize("text", [None, "{", '{"rows": [{"name": "x"}]}', "[]"])
+def test_another_name_or_form_is_refused_in_one_line(tmp_path, capsys, text):
+    given = "das7" if text is None else str(tmp_path / "x.json")
+    if text is not None:
+        (tmp_path / "x.json").write_text(text)
+    assert main([str(tmp_path), "--published", given]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"cpt: --published {given} is invalid") and "Allowed: das6, long_sequence" in line

@@ -50,13 +50,8 @@ def test_a_report_of_a_run_that_has_everything(tmp_path):
     parts = [{}, {"law": {"law": 1.0}, "general": {"base": 1.0}}, {}, {name: {name: 1.0} for name in DOMAINS}]
     parts[3]["general"] = {"space": 0.6251, "base": 0.2249, "law": 0.149, "food": 0.001}
     nll = {"law": [5.0, 4.0], "food": [3.0, 3.25], "general": [4.0, 4.1]}
-    stage = {
-        "steps": [0, 10],
-        "nll": nll,
-        "rise": {"general": [[0.0, 0.0], [0.05, 0.2]]},
-        "ended": "",
-        "kept": None,
-    }
+    rise = {"general": [[0.0, 0.0], [0.05, 0.2]]}
+    stage = {"steps": [0, 10], "nll": nll, "rise": rise, "ended": "", "kept": None}
     budget = {"kept": 10, "allowed": {"general": 0.3}, "drift": {"general": [[0.0, 0.0], [0.1, 0.2]]}}
     matrix = [[1.0, 0.25, -0.5], [0.25, 1.0, 0.125], [-0.5, 0.125, 1.0]]
     like = {"names": DOMAINS, "matrix": matrix, "general": [0.5, 0.1, -0.25], "embedding": "tfidf"}
@@ -66,10 +61,8 @@ def test_a_report_of_a_run_that_has_everything(tmp_path):
     named["tasks"]["b"] |= {"chance": None, "higher": False, "truncated": 12, "shots": None}
     about = {"method": "ewc", "mask": "migu", "seed": 41, "variant": "strength=5", "needs_domain": True}
     about |= {"loading": 'load("model")', "grown": [2], "skipped": [0, 2, 0, 0]}
-    about |= {
-        "spikes": [[], [3, 7, 9.5, 2], [], []],
-        "protected_movement": [[], [0.01, 0.5], [0.02, 0.5], []],
-    }
+    about |= {"spikes": [[], [3, 7, 9.5, 2], [], []]}
+    about |= {"protected_movement": [[], [0.01, 0.5], [0.02, 0.5], []]}
     about |= {"numerics": {"precision": "bf16", "attention": "auto"}}
     about |= {"base": {"name": "tiny", "origin": "folder", "adapted": "the first 2 blocks"}}
     about |= {"similarity": like, "benchmarks": named, "phases": phases, "endtasks": given(tasks=DOMAINS)}

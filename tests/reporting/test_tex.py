@@ -1,6 +1,7 @@
 """Tables of a paper: the numbers by hand and as frames, names that are nothing but names, and that TeX takes
 them."""
 
+import itertools
 import re
 import shutil
 import subprocess
@@ -21,10 +22,8 @@ NASTY = ["after", "law\n\\input{/etc/passwd}\n", "a & b % c", "$x_1 ~ ^ #{}", "1
 def typeset(folder):
     """The page count of a document of all tables."""
     names = [f"\\input{{{path.stem}}}\\clearpage" for path in sorted(folder.glob("*.tex"))]
-    text = "\n".join(
-        [r"\documentclass{article}\usepackage{booktabs}\begin{document}", *names, r"\end{document}"]
-    )
-    (folder / "all.tex").write_text(text)
+    begin = r"\documentclass{article}\usepackage{booktabs}\begin{document}"
+    (folder / "all.tex").write_text("\n".join([begin, *names, r"\end{document}"]))
     command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "all.tex"]
     ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace")
     assert ended.returncode == 0, ended.stdout[-2000:]
@@ -38,10 +37,13 @@ def swept(tmp_path_factory):
     for number, order in enumerate((DOMAINS, DOMAINS[::-1])):
         for seed in (0, 1):
             for method, gain in (("ncl", 0.0), ("das", 0.2 + 0.001 * seed)):
-                last = [0.5 + gain + 0.01 * seed, 0.6, 0.7]
-                given = endtasks(
-                    [[None] * 3, [0.8, None, None], [None, 0.8, None], last], when="each", tasks=order
-                )
+                rows = [
+                    [None] * 3,
+                    [0.8, None, None],
+                    [None, 0.8, None],
+                    [0.5 + gain + 0.01 * seed, 0.6, 0.7],
+                ]
+                given = endtasks(rows, when="each", tasks=order)
                 config = {"order": number, "seed": seed, "method": {"strength": 5.0 if gain else None}}
                 about = {"method": method, "order": order, "seed": seed, "shift": -gain}
                 saved(top / f"{method}-{number}-{seed}", config=config, endtasks=given, **about)
@@ -53,37 +55,31 @@ def test_numbers_are_those_of_the_frames_and_marks_those_of_the_tests(swept, tmp
     told = ["--out", str(tmp_path), "--tex", str(tmp_path / "tex")]
     assert main([str(swept), *told]) == 0 and str(tmp_path / "tex") in capsys.readouterr().out
     tex = {path.stem: path.read_text() for path in (tmp_path / "tex").glob("*.tex")}
-    matrices = {
-        f"matrix-{k}-{m}-{o}" for k in ("perplexity", "endtasks") for m in ("ncl", "das") for o in (0, 1)
+    assert {"main", "endtasks", "orders-MF1", "orders-LC", "settings"} < set(tex)
+    matrices = itertools.product(("perplexity", "endtasks"), ("ncl", "das"), "01")
+    assert {name for name in tex if name.startswith("m")} == {
+        "main",
+        *map("matrix-{0[0]}-{0[1]}-{0[2]}".format, matrices),
     }
-    assert set(tex) == {"main", "endtasks", "orders-MF1", "orders-LC", "settings", *matrices}
     frames = load_tables(swept)
     law = frames["endtasks"].query("measure == 'task/law'").set_index("group")
-    values = {name: [law["mean"][name], law["sd"][name]] for name in ("ncl", "das")}
-    assert values["ncl"] == pytest.approx(
-        [np.mean([0.5, 0.51, 0.7, 0.7]), np.std([0.5, 0.51, 0.7, 0.7], ddof=1)]
-    )
-    pairs = [0.7, 0.711, 0.7, 0.7], [0.5, 0.51, 0.7, 0.7]
-    assert law["p_t_holm"]["das"] == pytest.approx(ttest_rel(*pairs).pvalue) and law["n"]["das"] == 4
-    (line,) = (line for line in tex["endtasks"].splitlines() if line.startswith("ncl &"))
-    shown = [f"{100 * mean:.2f} $\\pm$ {100 * sd:.2f}" for mean, sd in (values["ncl"],)]
-    assert line.split(" & ")[1] == shown[0]
-    assert [*re.findall(r"^method & (.*) \\\\", tex["endtasks"], re.M)] == [
-        "law & food & space & MF1 (\\%) & Acc (\\%) & forget rate (\\%)"
-    ]
+    das, ncl = [0.7, 0.711, 0.7, 0.7], [0.5, 0.51, 0.7, 0.7]
+    mean, sd = np.mean(ncl), np.std(ncl, ddof=1)
+    assert [law["mean"]["ncl"], law["sd"]["ncl"]] == pytest.approx([mean, sd])
+    assert law["p_t_holm"]["das"] == pytest.approx(ttest_rel(das, ncl).pvalue) and law["n"]["das"] == 4
+    assert f"\nncl & {100 * mean:.2f} $\\pm$ {100 * sd:.2f} & " in tex["endtasks"]
+    head = "\nmethod & law & food & space & MF1 (\\%) & Acc (\\%) & forget rate (\\%) \\\\"
+    assert head in tex["endtasks"]
     best = frames["main"].query("measure == 'LC/perplexity' and group == 'das'").squeeze()
     assert best["p_holm"] == 0.125 and best["p_t_holm"] < 0.05  # of 4 pairs no p of signs is below 0.125
     (line,) = (line for line in tex["main"].splitlines() if line.startswith("das &"))
     cell = f"\\textbf{{{best['mean']:.2f} $\\pm$ {best['sd']:.2f}}}\\textsuperscript{{$\\dagger$}}"
     assert line.split(" & ")[1] == cell and "different from ncl" in tex["main"]
     orders = frames["orders"].query("measure == 'endtask/MF1' and group == 'das'").set_index("order")["mean"]
-    assert (
-        orders["all"] == pytest.approx((orders["0"] + orders["1"]) / 2)
-        and "order 1 & all" in tex["orders-MF1"]
-    )
-    cells = frames["matrix"].query(
-        "group == 'ncl' and order == '0' and kind == 'perplexity' and row == 'law'"
-    )
+    assert orders["all"] == pytest.approx((orders["0"] + orders["1"]) / 2)
+    assert "order 1 & all" in tex["orders-MF1"]
+    cells = frames["matrix"].query("group == 'ncl' and order == '0' and kind == 'perplexity'")
+    cells = cells[cells["row"] == "law"]
     assert cells["mean"].tolist() == pytest.approx(np.exp([4.6, 5.1, 5.3, 5.0]).tolist())
     assert "law & 99.48 & 164.0" in tex["matrix-perplexity-ncl-0"]
     assert "das & strength~=~5 \\\\" in tex["settings"] and frames["settings"]["value"].tolist() == [5.0]
@@ -92,11 +88,8 @@ def test_numbers_are_those_of_the_frames_and_marks_those_of_the_tests(swept, tmp
 @pytest.mark.parametrize("name", NASTY)
 def test_names_are_nothing_but_names(name, tmp_path):
     given = endtasks([[None] * 3] * 3 + [[0.5] * 3], tasks=[name, *DOMAINS[1:]])
-    runs = [
-        run(method=m, order=[name, "food", "space"], endtasks=given, seed=s)
-        for m in ("ncl", name)
-        for s in (0, 1)
-    ]
+    about = {"order": [name, "food", "space"], "endtasks": given}
+    runs = [run(method=method, seed=seed, **about) for method in ("ncl", name) for seed in (0, 1)]
     for path in write_tables([section(runs)], tmp_path):
         rows = re.sub(r"(?s).*\\toprule|\\bottomrule.*", "", path.read_text()).replace("\\midrule", "")
         assert len({re.sub(r"\\&", "", row).count("&") for row in rows.split("\\\\\n") if row.strip()}) == 1
