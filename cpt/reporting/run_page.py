@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 from pandas import DataFrame
 
 from cpt.data.sources.base import GENERAL
@@ -23,25 +24,12 @@ from cpt.reporting.drawing import HeatMap, Picture, draw_heat_maps
 from cpt.reporting.frames import Show, decimals, few, find_matrices, format_known, megabytes, percent, signed
 from cpt.reporting.load_runs import find_stages, read_training
 from cpt.reporting.overlap import LARGEST_ROWS, measure_overlap, read_diagnostics, read_distributions
-from cpt.reporting.page import LEGENDS, Block, align_columns, write_page
+from cpt.reporting.page import LEGENDS, TEMPLATES, Block, align_columns, write_page
 
 Cells = list[list[str]]
 FORMATS = dict(zip(UNITS, (decimals, frames.perplexity, decimals), strict=True))
 METRIC_HEAD = ("metric", "meaning", "formula", "nats", "perplexity", "bits per byte")
-TILES = {  # metric: title, meaning, words for an interval above 0, below 0, around 0
-    "learned": (
-        *("learned", "Fall of the loss on each domain, base to just after its stage"),
-        *("improved", "worse than the base", "no measurable change"),
-    ),
-    "FG": (
-        *("forgot", "Rise of the loss on each earlier domain, its own stage to the final model"),
-        *("forgetting", "improved since", "no measurable forgetting"),
-    ),
-    "general_drift": (
-        *("general", "Rise of the loss on general text, base to the final model"),
-        *("worse", "better", "no measurable change"),
-    ),
-}
+TILES: dict[str, list[str]] = yaml.safe_load((TEMPLATES / "tiles.yaml").read_text(encoding="utf-8"))
 WHOLE, TENTH = "{:,.0f}".format, "{:,.1f}".format
 CONSOLE = ("CPT", "LC", "FG", "general_drift")
 TILES_HEAD = ("", "mean", "95 % interval", "", "meaning")

@@ -1,5 +1,4 @@
-"""`python -m cpt.report`: the whole comparison from folders, published numbers in addition to ours, and one clear
-line for what is wrong."""
+"""`python -m cpt.report`: a whole comparison, published numbers next to ours, one line for what is wrong."""
 
 import itertools
 import json

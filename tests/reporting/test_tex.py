@@ -37,13 +37,8 @@ def swept(tmp_path_factory):
     for number, order in enumerate((DOMAINS, DOMAINS[::-1])):
         for seed in (0, 1):
             for method, gain in (("ncl", 0.0), ("das", 0.2 + 0.001 * seed)):
-                rows = [
-                    [None] * 3,
-                    [0.8, None, None],
-                    [None, 0.8, None],
-                    [0.5 + gain + 0.01 * seed, 0.6, 0.7],
-                ]
-                given = endtasks(rows, when="each", tasks=order)
+                own, last = [[0.8, None, None], [None, 0.8, None]], [0.5 + gain + 0.01 * seed, 0.6, 0.7]
+                given = endtasks([[None] * 3, *own, last], when="each", tasks=order)
                 config = {"order": number, "seed": seed, "method": {"strength": 5.0 if gain else None}}
                 about = {"method": method, "order": order, "seed": seed, "shift": -gain}
                 saved(top / f"{method}-{number}-{seed}", config=config, endtasks=given, **about)
@@ -55,12 +50,9 @@ def test_numbers_are_those_of_the_frames_and_marks_those_of_the_tests(swept, tmp
     told = ["--out", str(tmp_path), "--tex", str(tmp_path / "tex")]
     assert main([str(swept), *told]) == 0 and str(tmp_path / "tex") in capsys.readouterr().out
     tex = {path.stem: path.read_text() for path in (tmp_path / "tex").glob("*.tex")}
-    assert {"main", "endtasks", "orders-MF1", "orders-LC", "settings"} < set(tex)
-    matrices = itertools.product(("perplexity", "endtasks"), ("ncl", "das"), "01")
-    assert {name for name in tex if name.startswith("m")} == {
-        "main",
-        *map("matrix-{0[0]}-{0[1]}-{0[2]}".format, matrices),
-    }
+    kinds = itertools.product(("perplexity", "endtasks"), ("ncl", "das"), "01")
+    matrices = {f"matrix-{kind}-{method}-{order}" for kind, method, order in kinds}
+    assert set(tex) == {"main", "endtasks", "orders-MF1", "orders-LC", "settings"} | matrices
     frames = load_tables(swept)
     law = frames["endtasks"].query("measure == 'task/law'").set_index("group")
     das, ncl = [0.7, 0.711, 0.7, 0.7], [0.5, 0.51, 0.7, 0.7]
