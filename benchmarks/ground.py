@@ -59,6 +59,7 @@ SHAPES: dict[str, list[str]] = {
 DROPOUT = {
     "roberta": ["model.config.hidden_dropout_prob", "model.config.attention_probs_dropout_prob"],
     "t5": ["model.config.dropout_rate"],
+    "gpt2": ["model.config.embd_pdrop", "model.config.attn_pdrop", "model.config.resid_pdrop"],
 }
 ALWAYS = [
     "method=ncl",
