@@ -41,7 +41,7 @@ from cpt.models.memory import draw_quickly
 from cpt.optim.nan_guard import NanGuard
 from cpt.reporting.frames import megabytes
 from cpt.trainer.base_model import Base, make_base
-from cpt.trainer.build import build_data, build_method, log_eval_cap, log_ineffective
+from cpt.trainer.build import build_data, build_method, log_eval_cap, log_ineffective, read_corpora
 from cpt.trainer.checkpoint import save_stage
 from cpt.trainer.costs import CostMonitor, stored_beside, trained_parameters
 from cpt.trainer.lightning import drop_optimizer, make_trainer
@@ -138,8 +138,7 @@ def estimate(plan: Plan, place: RunDir) -> dict[str, Any]:
     """What a run will do and cost, as plan=json prints it. Raises ValueError for one that cannot be run."""
     ready = prepare(plan, place)
     plan, world = ready.plan, ready.processes * ready.plan.trainer.num_nodes
-    options, cache = plan.trainer, Path(plan.run.cache_dir)
-    corpora = Corpora.read(plan.source, plan.order, cache=cache, workers=plan.data.preprocessing_num_workers)
+    options, corpora = plan.trainer, read_corpora(plan)
     start = make_base(plan.model, corpora, accelerator=options.accelerator, trains=False)
     plan = match_operations(plan, corpora, start, device=ready.device, world=world, stored=place.matched)
     module = build_method(plan, start)
@@ -273,28 +272,17 @@ def profile_run(
     return found
 
 
-def stage_operations(profiles: Sequence[Profile], number: int, *, world: int) -> tuple[float, float]:
-    """Operations of a step of a stage (1, 2, …) and around its steps, in all processes; a later stage than
-    were profiled takes the difference of the last two more than the one before it."""
-    trained = profiles[1:]
-    beyond, last = number - len(trained), trained[min(number, len(trained)) - 1].flops
-    before = trained[-2].flops if beyond > 0 and len(trained) > 1 else last
-    grown = {phase: own + max(0, beyond) * max(0, own - before[phase]) for phase, own in last.items()}
-    return world * grown["step"], world * (grown["before"] + grown["after"])
-
-
-def sum_operations(
-    plan: Plan, corpora: Corpora, start: Base, *, device: torch.device, world: int
-) -> tuple[float, float]:
-    """The operations of all steps of a plan's run, and those around the steps."""
-    module = build_method(plan, start)
-    data = build_data(plan, corpora, start, module)
-    profiles = profile_run(plan, corpora, start, module, data, device=device, world=world)
-    within, around = 0.0, 0.0
-    for number, stage in enumerate(data, start=1):
-        step, other = stage_operations(profiles, number, world=world)
-        within, around = within + data.steps(stage) * step, around + other
-    return within, around
+def extend_profiles(profiles: Sequence[Profile], stages: int) -> list[Profile]:
+    """The profiles of the base and all stages: each further one adds what the last profiled one has added."""
+    found, trained = list(profiles[: stages + 1]), profiles[1:]
+    for beyond in range(1, stages - len(trained) + 1):
+        then, now = trained[-2:] if len(trained) > 1 else (trained[-1], trained[-1])
+        memory = {use: b + beyond * max(0, b - then.memory[use]) for use, b in now.memory.items()}
+        flops = {phase: b + beyond * max(0, b - then.flops[phase]) for phase, b in now.flops.items()}
+        sizes = ((then.file, now.file), (then.stored, now.stored))
+        file, stored = (b + beyond * max(0, b - a) for a, b in sizes)
+        found.append(replace(now, file=file, stored=stored, memory=memory, flops=flops))
+    return found
 
 
 def match_operations(
@@ -313,12 +301,19 @@ def match_operations(
     if is_one_of_several():
         told = "trainer.match=ncl is invalid with torchrun or srun: one process counts operations"
         raise ValueError(f"{told}. Allowed: trainer.{name}=N, the N that plan=true logs")
-    how: dict[str, Any] = {"device": device, "world": world}
     ncl = replace(plan, method=Choice("cpt.methods.ncl.NCL", Options()), masks=(), replay=NO_REPLAY)
     if (plan.method, plan.masks, plan.replay) == (ncl.method, ncl.masks, ncl.replay):
         return plan
-    reference, _ = sum_operations(ncl, corpora, start, **how)
-    within, around = sum_operations(plan, corpora, start, **how)
+    sums = []
+    for each in (ncl, plan):
+        module, within, around = build_method(each, start), 0.0, 0.0
+        data = build_data(each, corpora, start, module)
+        profiles = profile_run(each, corpora, start, module, data, device=device, world=world)
+        for stage, own in zip(data, extend_profiles(profiles, len(data))[1:], strict=True):
+            within += data.steps(stage) * world * own.flops["step"]
+            around += world * (own.flops["before"] + own.flops["after"])
+        sums.append((within, around))
+    (reference, _), (within, around) = sums
     if not within:
         return plan
     scaled = (reference - around) / within * given
@@ -343,13 +338,7 @@ def extrapolate(
     """Memory, disk and seconds of all stages; a stage keeps `copies` of the weights to go back to."""
     trained, last, is_fsdp = profiles[1:], len(stages) - 1, options.strategy == "fsdp"
     seconds = dict.fromkeys(("training", "around domains", "checkpoints", "evaluation"), 0.0)
-    each = list(profiles[: last + 1])
-    for beyond in range(1, last - len(trained) + 1):  # each further domain adds what the last one has added
-        then, now = trained[-2:] if len(trained) > 1 else (trained[-1], trained[-1])
-        memory = {use: b + beyond * max(0, b - then.memory[use]) for use, b in now.memory.items()}
-        sizes = ((then.file, now.file), (then.stored, now.stored))
-        file, stored = (b + beyond * max(0, b - a) for a, b in sizes)
-        each.append(replace(now, file=file, stored=stored, memory=memory))
+    each = extend_profiles(profiles, last)
 
     def memory_of(number: int) -> dict[str, int]:
         own = profiles[min(number, len(trained))]

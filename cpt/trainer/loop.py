@@ -2,12 +2,14 @@
 
 import json
 import logging
+import math
 import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from heapq import nlargest
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import torch
 from lightning.pytorch.loggers import Logger
 from torch.distributed.fsdp import FSDPModule
 
-from cpt.adapters.domain_store import map_stored
+from cpt.adapters.domain_store import BASE, map_stored
 from cpt.core import files
 from cpt.core.distributed import barrier, leave_together
 from cpt.core.heartbeat import HEARTBEAT, Phase, set_phase
@@ -31,7 +33,7 @@ from cpt.loggers.loggers import WandbCurves, log_scores, log_stage, run_name, tr
 from cpt.methods.base import ContinualMethod
 from cpt.models.memory import draw_quickly
 from cpt.models.weights import measure_movement
-from cpt.optim.nan_guard import NanGuard, RollbackError, check_finite
+from cpt.optim.nan_guard import ADVICE, NanGuard, RollbackError, check_finite
 from cpt.reporting import run_page
 from cpt.reporting.model_card import write_model_card
 from cpt.trainer import build, preflight
@@ -40,13 +42,14 @@ from cpt.trainer.callbacks import CustomCallbacks, Monitor, ProtectedMovement
 from cpt.trainer.checkpoint import StepCheckpoint, check_stage, restore_stage, save_stage
 from cpt.trainer.costs import CostMonitor, stored_beside, time_phase, trained_parameters
 from cpt.trainer.dry_run import match_operations
-from cpt.trainer.evaluators import Evaluator, Scorer, make_evaluators
+from cpt.trainer.evaluators import Evaluator, make_evaluators
 from cpt.trainer.lightning import drop_optimizer, join_processes, make_trainer
 from cpt.trainer.manifest import write_manifest
 from cpt.trainer.plan import Plan
 from cpt.trainer.run_dir import RunDir
 
 log = logging.getLogger(__name__)
+HEAVIEST = 20  # modules that a text's row names, of more
 ENDS = 6  # texts at both ends of those that a line names
 KINDS = {  # the work of a stage in its order, as in scores.json, and its name in progress.json
     "generate": "writing texts before",
@@ -152,11 +155,8 @@ class ContinualTrainer:
     at: int = 0  # the stage whose weights the module has
 
     def __post_init__(self) -> None:
-        plan, module, data, scores = self.plan, self.module, self.data, self.scores
-        how = plan.evaluation, plan.trainer.lightning
-        self.scorer = Scorer(*how, module=module, data=data, scores=scores, place=self.run)
-        self.to_disk = plan.modules.storage == "disk"  # the modules of earlier domains
-        scores.needs_domain, scores.alone = module.needs_domain, module.alone
+        self.to_disk = self.plan.modules.storage == "disk"  # the modules of earlier domains
+        self.scores.needs_domain, self.scores.alone = self.module.needs_domain, self.module.alone
 
     @contextmanager
     def timed(self, kind: str, number: int) -> Iterator[None]:
@@ -281,23 +281,60 @@ class ContinualTrainer:
             **{"skipped": len(guard.left_out)},
         }
 
+    def missing(self, number: int) -> list[str]:
+        """The texts that the model after a stage is to be scored on, without those that its row has."""
+        there = self.scores.measured(number) if number < len(self.scores.rows) else ()
+        stages, texts = [domain.parts for domain in self.data], self.scores.domains
+        wanted = self.plan.evaluation.choose_columns(number, stages=stages, texts=texts)
+        return [text for text in wanted if text not in there]
+
     def score_row(self, number: int, row: str, texts: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Scores texts after a stage and keeps their losses by document; gives mean losses and modules."""
+        """Scores texts after a stage and keeps their losses by document; gives mean losses in nats, and the
+        heaviest modules. Where the module that scores a text has not changed since a row, its losses are
+        those of the last such row. Raises ValueError where one is not finite."""
+        scores, places, first = self.scores, self.data.places, is_first_process()
+        means, modules, losses = dict[str, Any](), dict[str, Any](), dict[str, np.ndarray]()
+        known = dict[str, int]()
+        for text in texts:
+            constant = self.module.constant_part(places.get(text, BASE))
+            rows = range(number - 1, constant, -1) if constant is not None else ()
+            column = scores.domains.index(text)
+            if earlier := [each for each in rows if scores.nll[each][column] is not None]:
+                known[text] = earlier[0]
         with self.timed("score", number):
-            cells = self.scorer.score(number, row, texts)
+            if changed := [text for text in texts if text not in known]:
+                self.data.asked, self.data.by_length = changed, not self.module.in_sequence
+                evaluating = make_trainer(self.plan.trainer.lightning, label=f"scoring after {row}")
+                evaluating.validate(self.module, datamodule=self.data, verbose=False)
+                self.data.asked = None
+                names = {place: name for name, place in places.items()} | {BASE: "base"}
+                for text, (nll, count) in self.module.row().items():
+                    used = self.module.used(places.get(text, BASE))
+                    heaviest = nlargest(HEAVIEST, used, used.__getitem__)
+                    modules[text] = {names[place]: round(used[place], 4) for place in heaviest}
+                    losses[text] = np.stack([nll.cpu(), count.cpu()])
+                    means[text] = (nll.sum() / count.sum()).item()
+            if bad := [f"{text}: {mean}" for text, mean in means.items() if not math.isfinite(mean)]:
+                advice = "allowed: a model whose losses are numbers (model.name_or_path, trainer.precision)"
+                advice = advice if row == "base" else ADVICE
+                raise ValueError(f"the loss after {row} is not finite ({', '.join(bad)}); {advice}")
+            for done in sorted({*known.values()}):
+                (stored,) = self.run.load_documents([done]) if first else ({},)
+                for text in (text for text in known if known[text] == done):
+                    means[text] = scores.nll[done][scores.domains.index(text)]
+                    modules[text] = scores.modules[done].get(text, {})
+                    losses |= {text: stored[text]} if text in stored else {}
         leave_together(f"before {row} was committed")
-        if is_first_process():
-            before = self.run.load_documents([number])[0] if number < len(self.scores.rows) else {}
-            found = {text: cell.documents for text, cell in cells.items() if cell.documents is not None}
-            self.run.save_documents(number, before | found)
-        means = {text: cell.mean for text, cell in cells.items()}
-        return means, {text: cell.modules for text, cell in cells.items()}
+        if first:
+            before = self.run.load_documents([number])[0] if number < len(scores.rows) else {}
+            self.run.save_documents(number, before | losses)
+        return means, modules
 
     def commit_row(self, row: str, **costs: Any) -> None:
         """Evaluates, and writes the row: a restart resumes after it."""
         number = len(self.scores.rows)
         self.module.observes = number in (0, len(self.data))
-        means, modules = self.score_row(number, row, self.scorer.wanted(number))
+        means, modules = self.score_row(number, row, self.missing(number))
         self.module.observes = False
         nll = [means.get(text) for text in self.scores.domains]
         self.scores.append(row, nll=nll, modules=modules, **costs)
@@ -316,7 +353,7 @@ class ContinualTrainer:
 
     def backfill(self, number: int) -> None:
         """Scores the texts that a row lacks, where the weights of its stage are there."""
-        missing = self.scorer.missing(number)
+        missing = self.missing(number)
         if not missing or (number != self.at and not self.run.stage(number).exists()):
             return
         self.scores.run["finished"] = False
@@ -383,7 +420,7 @@ class ContinualTrainer:
         sums, counts = gather_documents(run.load_documents(range(len(scores.rows))), scores)
         scores.measure(nll_sums=sums, counts=counts)
         scores.policy = self.plan.evaluation.policy
-        left = {row: len(self.scorer.missing(number)) for number, row in enumerate(scores.rows)}
+        left = {row: len(self.missing(number)) for number, row in enumerate(scores.rows)}
         if rows := [row for row, count in left.items() if count]:
             why = "the weights after these stages were not kept (save_all_stages=true keeps them for later)"
             few = ", ".join(rows[:3]) + ", …" * (len(rows) > 3)

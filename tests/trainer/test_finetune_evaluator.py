@@ -107,7 +107,7 @@ def test_what_is_asked_for_after_a_stage(made, when, stages, alone, due):
     found = made(when=when, stages=stages, alone=alone)
     for number, names in enumerate(due):
         assert list(dict.fromkeys(name for name, _ in found.due(number))) == names
-        assert found.follows(number) == bool(names)
+        assert bool(found.asked(number)) == bool(names)
 
 
 def test_only_what_is_missing_damaged_or_of_other_settings_is_measured(made, noted, root):
