@@ -85,8 +85,17 @@ def build_context(plan: Plan, model: PreTrainedModel, objective: Objective) -> M
     )
 
 
-def log_ineffective(plan: Plan, module: ContinualMethod, device: torch.device) -> None:
-    """Logs the options that are set and change nothing in this run."""
+def log_settings(plan: Plan, module: ContinualMethod, data: DomainSequence, device: torch.device) -> None:
+    """Logs of how many texts a part is scored, and the options that are set and change nothing."""
+    if data.cut:
+        lengths = {name: text.row_lengths for name, text in data.held_out.items()}
+        cut = {name: lengths[name][data.scored_rows(name)] for name in data.cut}
+        read, total = (sum(int(each.sum()) for each in some.values()) for some in (lengths | cut, lengths))
+        log.info(
+            f"Scoring a part of {len(cut)} of {len(lengths)} texts, the same rows after every stage "
+            f"(eval.max_tokens={show(data.eval_tokens)}, {read:,} of {total:,} tokens); "
+            "eval.max_tokens=null scores all, in a run of its own"
+        )
     options, name, model, rate = plan.trainer, plan.names["method"], plan.model, plan.ignored_rate
     tensors = [each for each in module.modules() if isinstance(each, NamedTensors)]
     offloads = any(not isinstance(each, CarriedState) for each in tensors)
@@ -148,19 +157,6 @@ def build_data(plan: Plan, corpora: Corpora, start: Base, module: ContinualMetho
         eval_tokens=plan.settings["eval"]["max_tokens"],
         validation={name: packed(name, "valid") for name in (*plan.order, GENERAL)} if plan.watches else {},
     )
-
-
-def log_eval_cap(data: DomainSequence) -> None:
-    """Logs of how many texts a part is scored."""
-    if data.cut:
-        lengths = {name: text.row_lengths for name, text in data.held_out.items()}
-        cut = {name: lengths[name][data.scored_rows(name)] for name in data.cut}
-        read, total = (sum(int(each.sum()) for each in some.values()) for some in (lengths | cut, lengths))
-        log.info(
-            f"Scoring a part of {len(cut)} of {len(lengths)} texts, the same rows after every stage "
-            f"(eval.max_tokens={show(data.eval_tokens)}, {read:,} of {total:,} tokens); "
-            "eval.max_tokens=null scores all, in a run of its own"
-        )
 
 
 def empty_scores(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence) -> Scores:

@@ -41,7 +41,7 @@ from cpt.models.memory import draw_quickly
 from cpt.optim.nan_guard import NanGuard
 from cpt.reporting.frames import megabytes
 from cpt.trainer.base_model import Base, make_base
-from cpt.trainer.build import build_data, build_method, log_eval_cap, log_ineffective, read_corpora
+from cpt.trainer.build import build_data, build_method, log_settings, read_corpora
 from cpt.trainer.checkpoint import save_stage
 from cpt.trainer.costs import CostMonitor, stored_beside, trained_parameters
 from cpt.trainer.lightning import drop_optimizer, make_trainer
@@ -143,8 +143,7 @@ def estimate(plan: Plan, place: RunDir) -> dict[str, Any]:
     plan = match_operations(plan, corpora, start, device=ready.device, world=world, stored=place.matched)
     module = build_method(plan, start)
     data = build_data(plan, corpora, start, module)
-    log_eval_cap(data)
-    log_ineffective(plan, module, ready.device)
+    log_settings(plan, module, data, ready.device)
     folder = find_started(plan, place)
     scores = folder.scores()
     state = "new" if scores is None else scores.state

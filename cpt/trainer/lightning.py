@@ -227,15 +227,6 @@ def make_trainer(
     return made
 
 
-def try_trainer(options: Mapping[str, Any], **how: Any) -> Trainer:
-    """A trainer on this machine, of 32 bits for `auto`; raises ValueError where Lightning rejects it."""
-    options = {**options, "precision": str(options["precision"]).replace("auto", "32-true")}
-    given = {name: options[name] for name in ("accelerator", "devices", "strategy", "precision")}
-    given["strategy"] = "fsdp" if isinstance(given["strategy"], Fsdp) else given["strategy"]
-    with naming_cause(" ".join(f"trainer.{name}={value}" for name, value in given.items())):
-        return make_trainer(options, label="", steps=1, **how)
-
-
 def join_processes(options: Mapping[str, Any]) -> None:
     """Makes the process group of torchrun, SLURM or MPI, which Lightning makes when it first fits or
     evaluates: a resumed run decides and works before. Waits until every process is here."""

@@ -89,8 +89,7 @@ def train_run(plan: Plan, run: RunDir) -> Scores:
             run.path / "generated", **pieces, corpora=corpora, base=base, seed=plan.run.seed
         )
         evaluators = make_evaluators(plan, run, ready.harness, corpora, base, **pieces)
-    build.log_eval_cap(data)
-    build.log_ineffective(plan, method, ready.device)
+    build.log_settings(plan, method, data, ready.device)
     write_manifest(plan, run, corpora, base, evaluators)
     join_processes(plan.trainer.lightning)
     scores, new = run.scores(), build.empty_scores(plan, corpora, base, data)

@@ -39,7 +39,7 @@ from cpt.models.options import BYTES
 from cpt.models.weights import frozen_parameters
 from cpt.trainer.build import build_context
 from cpt.trainer.callbacks import make_callbacks, make_entry
-from cpt.trainer.lightning import naming_cause, quiet, try_trainer
+from cpt.trainer.lightning import make_trainer, naming_cause, quiet
 from cpt.trainer.options import BF16, TrainerOptions
 from cpt.trainer.plan import Plan
 from cpt.trainer.run_dir import RunDir, checkpoint_files
@@ -75,7 +75,13 @@ def prepare(plan: Plan, run: RunDir) -> PreflightResult:
     loggers = [make_entry(f"logger.{name}", each, Logger, save_dir=run.path) for name, each in given]
     callbacks = make_callbacks(plan.callbacks)
     check_names(plan.trainer.others, [*option_types(TrainerOptions), *TRAINER_ARGUMENTS], place="trainer")
-    tried = try_trainer(plan.trainer.lightning, loggers=loggers, callbacks=list(callbacks.values()))
+    # A trainer on this machine, of 32 bits for `auto`, which Lightning may reject.
+    tried_as = {name: getattr(plan.trainer, name) for name in ("accelerator", "devices", "strategy")}
+    tried_as["precision"] = str(plan.trainer.precision).replace("auto", "32-true")
+    arguments = plan.trainer.lightning | {"precision": tried_as["precision"]}
+    with naming_cause(" ".join(f"trainer.{name}={value}" for name, value in tried_as.items())):
+        how: dict[str, Any] = {"loggers": loggers, "callbacks": list(callbacks.values())}
+        tried = make_trainer(arguments, label="", steps=1, **how)
     parts = plan.trainer.accumulate_grad_batches
     share_batch(plan.trainer.batch_size, accumulate=parts, world=tried.world_size)
     if tried.world_size == 1 and (stray := stray_ranks()):
@@ -123,7 +129,9 @@ def resolve_auto(
         able = device.type == "cuda" and torch.cuda.is_bf16_supported()
         precision: Any = stored or ("bf16-mixed" if able else "32-true")
         options = replace(options, precision=precision)
-        slow = precision == "32-true" and device.type == "cpu" and not stored and multiplies_bf16()
+        multiplies = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # in bf16; not public
+        slow = precision == "32-true" and device.type == "cpu" and not stored
+        slow = slow and any(getattr(torch.cpu, name, bool)() for name in multiplies)
         offer = "; bf16-mixed was 1.9 times as fast on such a CPU (docs/studies/performance.md)"
         offer = offer if slow and config.get_text_config().hidden_size >= WIDE else ""
         log.info("Precision (trainer.precision=auto): %s%s", precision, offer)
@@ -135,12 +143,6 @@ def resolve_auto(
         log.info("Attention (trainer.attn_implementation=auto): eager, which is faster on a CPU here")
         options = replace(options, attn_implementation="eager")
     return options
-
-
-def multiplies_bf16() -> bool:
-    """Whether this CPU has instructions that multiply in bf16: AVX512-BF16 or AMX."""
-    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # not public
-    return any(getattr(torch.cpu, name, bool)() for name in names)
 
 
 def make_harness(plan: Plan) -> Any:

@@ -60,7 +60,7 @@ class RunDir:
             raise ValueError(f"{self.path} was made with another config ({'; '.join(changed)}); {remedy}")
 
     def stored_config(self) -> dict[str, Any]:
-        """The leaves of the stored config. Raises ValueError for a damaged one."""
+        """The leaves of the stored config by their dotted keys. Raises ValueError for a damaged one."""
         try:
             stored = OmegaConf.load(self.config)
             if not isinstance(stored, DictConfig) or not stored:
@@ -69,10 +69,6 @@ class RunDir:
         except (YAMLError, OmegaConfBaseException, ValueError, OSError) as error:
             told = f"{self.config} is damaged ({reason(error)})"
             raise ValueError(f"{told}; bring it back from a copy") from error
-
-    def stored(self, key: str) -> Any:
-        """A value of the stored config, by its dotted key. Raises ValueError for a damaged config."""
-        return self.stored_config().get(key)
 
     def changes(self, settings: Mapping[str, Any]) -> list[str]:
         """How a config differs from the stored one, apart from keys whose contents are compared."""
@@ -152,19 +148,6 @@ class RunDir:
 
     def checkpoint(self, number: int, name: str) -> Path:
         return self.path / "checkpoints" / f"{number:03d}-{name}.ckpt"
-
-    def monitor_file(self, number: int) -> Path:
-        """The losses by document at the first evaluation of a stage."""
-        return self.path / "monitor" / f"{number:03d}.npz"
-
-    def load_monitor(self, number: int) -> dict[str, np.ndarray]:
-        """Those of the stages before one. Raises ValueError for a file that is missing or damaged."""
-        found: dict[str, np.ndarray] = {}
-        for path in map(self.monitor_file, range(1, number)):
-            files.check_archive(path, instead=self.restore_hint)
-            with np.load(path) as file:
-                found |= {name: file[name] for name in file.files}
-        return found
 
     def load_documents(self, rows: Iterable[int]) -> list[dict[str, np.ndarray]]:
         return load_documents(self.path, rows)
