@@ -189,12 +189,20 @@ class ContinualTrainer:
         )
 
     def fit(self) -> None:
-        """Trains and evaluates every stage that is not committed yet, and measures what earlier rows lack."""
+        """Trains and evaluates every stage that is not committed yet. First measures what earlier rows lack,
+        where the weights of their stages are there."""
         if not self.scores.rows:
             self.commit_row("base")
         done = len(self.scores.rows)
-        for number in range(done):
-            self.backfill(number)
+        for number, row in enumerate(list(self.scores.rows)):
+            missing = self.missing(number)
+            if missing and (number == self.at or self.run.stage(number).exists()):
+                self.scores.run["finished"] = False
+                self.restore(number)
+                log.info("Scoring %d more texts after %s", len(missing), row)
+                self.scores.fill(number, *self.score_row(number, row, missing))
+                if is_first_process():
+                    self.save_scores()
             self.run_evaluators(number)
         self.restore(done - 1)
         for number, domain in list(enumerate(self.data, start=1))[done - 1 :]:
@@ -350,18 +358,6 @@ class ContinualTrainer:
             self.save_scores()
             self.run.cleanup(number, keep=self.plan.run.save_all_stages)
 
-    def backfill(self, number: int) -> None:
-        """Scores the texts that a row lacks, where the weights of its stage are there."""
-        missing = self.missing(number)
-        if not missing or (number != self.at and not self.run.stage(number).exists()):
-            return
-        self.scores.run["finished"] = False
-        self.restore(number)
-        log.info("Scoring %d more texts after %s", len(missing), self.scores.rows[number])
-        self.scores.fill(number, *self.score_row(number, self.scores.rows[number], missing))
-        if is_first_process():
-            self.save_scores()
-
     def run_evaluators(self, number: int) -> None:
         """Measures the end tasks, answers and benchmarks that are due after a stage and missing."""
         for each in self.evaluators:
@@ -372,12 +368,9 @@ class ContinualTrainer:
                 if number <= max(self.scores.grown, default=0):
                     log.info("Skipping %s after %s: its weights were not kept", group, row)
                     continue
-                told = (
-                    f"{group}.when={each.when} is invalid: the weights after {row} were not kept. Allowed: "
-                )
-                raise ValueError(
-                    f"{told}{group}.when=last, or a new name=… (save_all_stages=true keeps them for later)"
-                )
+                told = f"{group}.when={each.when} is invalid: the weights after {row} were not kept"
+                allowed = f"{group}.when=last, or a new name=… (save_all_stages=true keeps them for later)"
+                raise ValueError(f"{told}. Allowed: {allowed}")
             self.scores.run["finished"] = False
             self.restore(number)
             with self.timed(each.KIND, number):
