@@ -25,15 +25,8 @@ def identity(cfg):
 def test_a_run_folder_is_named_by_its_choices():
     plain = name_run([], "ncl", 0, 0)
     assert plain == "ncl_order-0_seed-0"
-    overrides = [
-        "method=das",
-        "order=1",
-        "seed=3",
-        "trainer.steps=5",
-        "name=x",
-        "logger=none",
-        "+trainer.devices=2",
-    ]
+    overrides = ["method=das", "order=1", "seed=3", "trainer.steps=5", "name=x", "logger=none"]
+    overrides += ["+trainer.devices=2"]
     assert name_run(overrides, "das", 1, 3) == "das_order-1_seed-3_trainer.steps-5"
     twice = ["trainer.steps=9", "trainer.steps=5"]  # the last one counts
     assert name_run(twice, "das", 1, 3) == "das_order-1_seed-3_trainer.steps-5"

@@ -33,14 +33,9 @@ def config(composed, place, cache):
 
     def build(*overrides, root=place / "texts", model=place / "decoder"):
         places = [f"domains.root={root}", f"model.name_or_path={model}", f"cache_dir={cache}"]
-        sizes = [
-            "model.max_seq_length=128",
-            "trainer.steps=30",
-            "trainer.batch_size=8",
-            "trainer.checkpoint_every=4",
-        ]
-        how = ["optim.lr=1e-2", "answers.max_new_tokens=12", "logger=none"]
-        return composed("domains=instructions", "model=hf", *places, *sizes, *how, *overrides)
+        how = ["model.max_seq_length=128", "trainer.steps=30", "trainer.batch_size=8", "optim.lr=1e-2"]
+        how += ["trainer.checkpoint_every=4", "answers.max_new_tokens=12", "logger=none"]
+        return composed("domains=instructions", "model=hf", *places, *how, *overrides)
 
     return build
 

@@ -105,9 +105,8 @@ def test_accumulated_parts_learn_what_the_whole_batch_does(done, small, start, t
 
 
 def test_a_checkpoint_or_a_run_is_the_base_of_another(done, other, small, small_gpt2, start, tmp_path):
-    start(
-        small("order=[space]", "trainer.steps=1", f"model.name_or_path={done / 'model'}"), tmp_path / "model"
-    )
+    given = ["order=[space]", "trainer.steps=1", f"model.name_or_path={done / 'model'}"]
+    start(small(*given), tmp_path / "model")
     assert told_by(tmp_path / "model")["nll"][0][-1] == told_by(done)["nll"][-1][-1]
     further = small("order=[space]", "method=ewc", f"init_from={done}")
     start(further, tmp_path / "second")
@@ -117,17 +116,13 @@ def test_a_checkpoint_or_a_run_is_the_base_of_another(done, other, small, small_
     start(further, tmp_path / "second")  # finished already
     with pytest.raises(ValueError, match=r"with other contents \(model.safetensors"):
         start(small("order=[space]", "method=ewc", f"init_from={other}"), tmp_path / "second")
-    for wrong, why in (
-        (small_gpt2(ORDER, f"init_from={done}"), "causal"),
-        (small("init_from=no"), "is invalid: no finished run"),
-    ):
-        with pytest.raises(ValueError, match=why):
-            start(wrong, tmp_path / "run")
+    with pytest.raises(ValueError, match="causal"):
+        start(small_gpt2(ORDER, f"init_from={done}"), tmp_path / "run")
+    with pytest.raises(ValueError, match="is invalid: no finished run"):
+        start(small("init_from=no"), tmp_path / "run")
     shutil.copytree(done, tmp_path / "damaged")
     weights = tmp_path / "damaged" / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
-    with pytest.raises(
-        ValueError, match="init_from=.* is invalid: model/model.safetensors differs.*Allowed: a whole"
-    ):
+    with pytest.raises(ValueError, match="init_from=.* is invalid: model/model.safetensors differs.*Allowed"):
         start(small("order=[space]", f"init_from={tmp_path / 'damaged'}"), tmp_path / "run")
     assert not (tmp_path / "run").exists()

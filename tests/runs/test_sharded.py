@@ -70,12 +70,7 @@ METHODS = {
     "merge by fisher": ["method=merge", "method.rule=fisher", "method.start=previous"],
     "merge of pairs": ["method=merge_lora"],
     "parts on disk": ["method=lora", "method.per_domain=true", "modules.storage=disk"],
-    "moments carried": [
-        "method=ncl",
-        "optim.state_across_domains=moments",
-        "lr_scheduler=wsd",
-        "lr_scheduler.decay=0.5",
-    ],
+    "moments carried": ["optim.state_across_domains=moments", "lr_scheduler=wsd", "lr_scheduler.decay=0.5"],
 }
 
 

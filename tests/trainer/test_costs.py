@@ -151,9 +151,7 @@ def test_a_resumed_stage_has_the_costs_of_an_unbroken_one(tmp_path):
     kept = torch.load(state, weights_only=True)
     del kept["callbacks"]["CostMonitor"]["processes"]
     torch.save(kept, state)
-    with pytest.raises(
-        ValueError, match="state.ckpt is of another version of cpt .CostMonitor lacks processes.; delete"
-    ):
+    with pytest.raises(ValueError, match="state.ckpt is of another version .* .CostMonitor lacks processes"):
         fitted(tmp_path / "broken", **options, checkpoint=str(state))
 
 
