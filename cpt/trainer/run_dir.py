@@ -15,7 +15,7 @@ from yaml import YAMLError
 
 from cpt.core import files
 from cpt.core.cache import SMALL, discard
-from cpt.core.config import flatten, identity, list_differences, plain_config, redact
+from cpt.core.config import flatten, identity, plain_config, redact
 from cpt.core.errors import reason
 from cpt.core.heartbeat import PROGRESS_FILE, Heartbeat, format_error, record_exit, utc_now
 from cpt.core.processes import is_first_process
@@ -72,11 +72,11 @@ class RunDir:
 
     def changes(self, settings: Mapping[str, Any]) -> list[str]:
         """How a config differs from the stored one, apart from keys whose contents are compared."""
-        both = [identity(redact(each)) for each in (self.stored_config(), settings)]
-        for key in BY_CONTENT if self.manifest.exists() or self.scores_file.exists() else ():
-            for each in both:
-                each.pop(key, None)
-        return list_differences(*both)
+        then, now = (identity(redact(each)) for each in (self.stored_config(), settings))
+        ignored = BY_CONTENT if self.manifest.exists() or self.scores_file.exists() else ()
+        keys, absent = sorted({*then, *now} - {*ignored}), "(absent)"
+        pairs = {key: (then.get(key, absent), now.get(key, absent)) for key in keys}
+        return [f"{key}: {before} -> {after}" for key, (before, after) in pairs.items() if before != after]
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:

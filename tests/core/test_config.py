@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from cpt.core.config import identity as identity_of
-from cpt.core.config import list_differences, plain_config
+from cpt.core.config import plain_config
 from cpt.core.errors import readable
 from cpt.core.naming import LONGEST, name_run
+from cpt.trainer.run_dir import RunDir
 from tests.conftest import ROOT
 
 
@@ -42,9 +43,11 @@ def test_a_run_folder_is_named_by_its_choices():
     assert name_run([f"{place}=last"], "demix", 0, 0) == "demix_order-0_seed-0_routing.method.routing-last"
 
 
-def test_what_decides_the_result_identifies_a_run(composed):
+def test_what_decides_the_result_identifies_a_run(composed, tmp_path):
     assert identity(composed("strategy=ddp", "logger=none", "name=x")) == identity(composed())
-    differ = list_differences(identity(composed()), identity(composed("trainer.steps=7", "seed=1")))
+    run = RunDir(tmp_path)
+    run.write_config(plain_config(composed()))
+    differ = run.changes(plain_config(composed("trainer.steps=7", "seed=1")))
     assert differ == ["seed: 0 -> 1", "trainer.steps: 250 -> 7"]
 
 

@@ -84,15 +84,6 @@ def noted(monkeypatch):
     return counted
 
 
-def about(path):
-    return json.loads(pq.read_schema(path).metadata[b"cpt"])
-
-
-def predictions(evaluator):
-    files = sorted(evaluator.folder(2).glob("*.parquet"))
-    return {each.name: pq.read_table(each).to_pydict() for each in files}
-
-
 @pytest.mark.parametrize(
     ("when", "stages", "alone", "due"),  # by stage, the base first
     [
@@ -167,12 +158,8 @@ def files(root):
 
 
 def weight(root, name):
-    return about(root / "run" / "endtasks" / f"{name}-3.parquet")["weight"]
-
-
-def test_a_part_is_measured_on_its_own_task(run, root):
-    run("method=demix")
-    assert files(root) == EACH[1:] and weight(root, EACH[1]) != weight(root, EACH[2])
+    schema = pq.read_schema(root / "run" / "endtasks" / f"{name}-3.parquet")
+    return json.loads(schema.metadata[b"cpt"])["weight"]
 
 
 def test_end_tasks_are_added_to_a_finished_run_and_change_nothing_of_it(run, root, small, noted):
@@ -195,10 +182,11 @@ def test_end_tasks_are_added_to_a_finished_run_and_change_nothing_of_it(run, roo
     assert weight(root, EACH[0]) != weight(root, EACH[2])
 
 
-def test_weights_that_were_not_kept_are_asked_for(run):
-    run(when=None)
+def test_a_part_is_measured_on_its_own_task_and_weights_that_were_not_kept_are_asked_for(run, root):
+    run("method=demix")
+    assert files(root) == EACH[1:] and weight(root, EACH[1]) != weight(root, EACH[2])
     with pytest.raises(ValueError, match=r"the weights after law were not kept"):
-        run(when="each")
+        run("method=demix", when="each")
 
 
 @pytest.mark.slow
