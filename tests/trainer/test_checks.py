@@ -8,7 +8,6 @@ from cpt.core.config import identity, plain_config
 from cpt.core.errors import reason
 from cpt.trainer.plan import Checked, make_plan, read_sections
 from tests.conftest import ROOT
-from tests.support.processes import ran
 from tests.support.wrong_options import AT_ONCE, is_refused
 
 CHOICES = sorted((path.parent.name, path.stem) for path in ROOT.glob("conf/*/*.yaml"))
@@ -47,17 +46,6 @@ def test_the_jobs_of_a_sweep_may_set_what_is_missing(composed, capsys):
         with pytest.raises(SystemExit):
             Checked().on_multirun_start(composed(wrong))
         assert f"cpt: {wrong} is invalid" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arguments", ["+unknown=1", "-m name=../x seed=0,1"])
-def test_a_wrong_start_leaves_nothing(arguments, tmp_path):
-    place = tmp_path / "a" / "b"
-    place.mkdir(parents=True)
-    ended = ran(ROOT / "run.py", *arguments.split(), cwd=place)
-    assert (ended.returncode, ended.stdout) == (1, "")
-    assert ended.stderr.startswith("cpt: ") and len(ended.stderr.splitlines()) == 1
-    assert [path for path in tmp_path.rglob("*") if path not in (place, place.parent)] == []
 
 
 def test_an_error_in_a_loaders_process_is_told_by_its_cause():
