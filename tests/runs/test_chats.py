@@ -40,21 +40,14 @@ def config(composed, place, cache):
     return build
 
 
-@pytest.fixture
-def whole(place, config, start):
-    """The folder of a run that nothing interrupted."""
-    if not (place / "run").exists():
-        start(config(), place / "run")
-    return place / "run"
-
-
-def test_chats_are_learned_and_answered(whole):
+def test_chats_are_learned_and_answered(config, start, tmp_path):
     """What is written ends where the template ends a turn, which is what was learned."""
-    scores = told_by(whole)
+    start(config(), tmp_path)
+    scores = told_by(tmp_path)
     assert scores["run"]["finished"] and scores["run"]["objective"] == "causal"
     assert scores["domains"] == [*DOMAINS, "general"]
     assert all(scores["nll"][2][place] < scores["nll"][0][place] - 1 for place in (0, 1))
-    answers, files = scores["answers"]["tasks"], answers_of(whole)
+    answers, files = scores["answers"]["tasks"], answers_of(tmp_path)
     assert answers["law"]["measures"]["rouge_l"][-1] > 0.3 > answers["law"]["measures"]["rouge_l"][0]
     last = files["answers/002-law/law.parquet"]
     assert len(files) == 6
