@@ -28,7 +28,7 @@ from cpt.core.randomness import key
 from cpt.core.sections import check_arguments, load_target
 from cpt.core.tensors import check_state, load_tensors, save_state
 from cpt.data.collate import Batch
-from cpt.data.datamodule import Domain, DomainSequence
+from cpt.data.datamodule import DomainSequence
 from cpt.evaluation.monitor import MonitorObserver, MonitorOptions, MonitorRecord
 from cpt.evaluation.perplexity import DocumentNLL
 from cpt.methods.base import ContinualMethod
@@ -82,21 +82,14 @@ def is_plain(value: Any) -> bool:
 
 
 class Monitor(Callback):
-    """The monitoring evaluations of one stage, every few steps, on validation text of its domain and of
-    others. They change training only where they end it or the observer acts."""
+    """The monitoring evaluations of a stage, every few steps, on validation text of its domain and
+    of others. They change training only where they end it or the observer acts."""
 
     def __init__(
-        self,
-        options: MonitorOptions,
-        observer: MonitorObserver,
-        data: DomainSequence,
-        domain: Domain,
-        compute: CostMonitor,
-        *,
-        every: int,
+        self, options: MonitorOptions, observer: MonitorObserver, data: DomainSequence, compute: CostMonitor
     ) -> None:
-        self.options, self.observer, self.every = options, observer, every
-        self.own, self.compute = domain.parts, compute
+        domain = data.domain
+        self.options, self.observer, self.own, self.compute = options, observer, domain.parts, compute
         names = [*options.choose(domain.parts, data.past(domain), stage=domain.name), *observer.texts]
         self.texts = {name: data.validation[name] for name in names}
         self.rows = {
@@ -124,7 +117,7 @@ class Monitor(Callback):
         if step == self.step or not self.began:  # an accumulated batch
             return
         self.step = step
-        if step % self.every and step < trainer.max_steps and not why:
+        if step % int(self.options.every or 1) and step < trainer.max_steps and not why:
             return
         if not why:
             self.evaluate(trainer, pl_module)

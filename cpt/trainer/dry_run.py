@@ -46,9 +46,8 @@ from cpt.trainer.checkpoint import save_stage
 from cpt.trainer.costs import CostMonitor, stored_beside, trained_parameters
 from cpt.trainer.lightning import drop_optimizer, make_trainer
 from cpt.trainer.manifest import find_source, find_started
-from cpt.trainer.options import TrainerOptions
 from cpt.trainer.plan import Plan
-from cpt.trainer.preflight import prepare
+from cpt.trainer.preflight import Preflight, prepare
 from cpt.trainer.run_dir import RunDir
 
 log = logging.getLogger(__name__)
@@ -137,10 +136,9 @@ def bytes_by_use(module: Any, trainer: Trainer) -> dict[str, int]:
 def estimate(plan: Plan, place: RunDir) -> dict[str, Any]:
     """What a run will do and cost, as plan=json prints it. Raises ValueError for one that cannot be run."""
     ready = prepare(plan, place)
-    plan, world = ready.plan, ready.processes * ready.plan.trainer.num_nodes
-    options, corpora = plan.trainer, read_corpora(plan)
-    start = make_base(plan.model, corpora, accelerator=options.accelerator, trains=False)
-    plan = match_operations(plan, corpora, start, device=ready.device, world=world, stored=place.matched)
+    plan, corpora = ready.plan, read_corpora(ready.plan)
+    start = make_base(plan.model, corpora, accelerator=plan.trainer.accelerator, trains=False)
+    plan = match_operations(plan, corpora, start, ready, stored=place.matched)
     module = build_method(plan, start)
     data = build_data(plan, corpora, start, module)
     log_settings(plan, module, data, ready.device)
@@ -154,18 +152,17 @@ def estimate(plan: Plan, place: RunDir) -> dict[str, Any]:
     texts, stages = count_work(plan.evaluation, data, folder, scores)
     run = {"folder": str(place.path), **plan.names, "seed": plan.run.seed}
     about: dict[str, Any] = {"run": run, "state": state}
-    about |= {"device": str(ready.device), "processes": world, "texts": texts, "stages": stages}
+    about |= {"device": str(ready.device), "processes": ready.world, "texts": texts, "stages": stages}
     if not any(each["left_steps"] or each["left_read_tokens"] for each in stages):
         return about | {"left": "nothing"}
-    profiles = profile_run(plan, corpora, start, module, data, device=ready.device, world=world)
+    profiles = profile_run(plan, corpora, start, module, data, ready)
     measured = {"end tasks": plan.endtasks, "answers": plan.answers, "benchmark": plan.benchmark}
     left_out = [name for name, asked in measured.items() if asked is not None]
     left_out += ["monitoring"] * plan.watches + ["generated text"] * plan.mixture.generates
     left_out += [f"training of {start.lacks}"] * bool(start.lacks)
     grows = type(module).expand is not ContinualMethod.expand
     about |= {"lower_bound": grows and len(stages) > len(profiles), "not_included": left_out}
-    copies = plan.observer.weight_copies or int(plan.monitor.keep == "best")  # of the weights, to return to
-    return about | extrapolate(options, profiles, stages, world, copies=copies)
+    return about | extrapolate(plan, profiles, stages, ready.world)
 
 
 def count_work(
@@ -213,18 +210,11 @@ def count_work(
 
 
 def profile_run(
-    plan: Plan,
-    corpora: Corpora,
-    start: Base,
-    module: ContinualMethod,
-    data: DomainSequence,
-    *,
-    device: torch.device,
-    world: int,
+    plan: Plan, corpora: Corpora, start: Base, module: ContinualMethod, data: DomainSequence, ready: Preflight
 ) -> list[Profile]:
-    """The profiles of the base and the first stages: what one of `world` processes does of a batch, with the
-    same few steps for every domain. The module cannot be used after it."""
-    options, found = plan.trainer, list[Profile]()
+    """The profiles of the base and the first stages: what one of all processes does of a batch, with the same
+    few steps for every domain. The module cannot be used after it."""
+    options, world, device, found = plan.trainer, ready.world, ready.device, list[Profile]()
     probe = min(options.importance_samples, options.eval_batch_size)
     sizes = [sum(len(data.train[text]) for text in each.parts) for each in data] or [0]
     times = max(1, min(options.importance_samples, sum(sizes) / len(sizes)) / probe / world)
@@ -284,9 +274,7 @@ def extend_profiles(profiles: Sequence[Profile], stages: int) -> list[Profile]:
     return found
 
 
-def match_operations(
-    plan: Plan, corpora: Corpora, start: Base, *, device: torch.device, world: int, stored: Path
-) -> Plan:
+def match_operations(plan: Plan, corpora: Corpora, start: Base, ready: Preflight, *, stored: Path) -> Plan:
     """The plan with as many steps (epochs, tokens) as take, over all domains, the operations of ncl with the
     configured ones; of a run that has started, those it has stored.
 
@@ -307,10 +295,10 @@ def match_operations(
     for each in (ncl, plan):
         module, within, around = build_method(each, start), 0.0, 0.0
         data = build_data(each, corpora, start, module)
-        profiles = profile_run(each, corpora, start, module, data, device=device, world=world)
+        profiles = profile_run(each, corpora, start, module, data, ready)
         for stage, own in zip(data, extend_profiles(profiles, len(data))[1:], strict=True):
-            within += data.steps(stage) * world * own.flops["step"]
-            around += world * (own.flops["before"] + own.flops["after"])
+            within += data.steps(stage) * ready.world * own.flops["step"]
+            around += ready.world * (own.flops["before"] + own.flops["after"])
         sums.append((within, around))
     (reference, _), (within, around) = sums
     if not within:
@@ -327,15 +315,11 @@ def match_operations(
 
 
 def extrapolate(
-    options: TrainerOptions,
-    profiles: Sequence[Profile],
-    stages: Sequence[dict[str, Any]],
-    world: int,
-    *,
-    copies: int,
+    plan: Plan, profiles: Sequence[Profile], stages: Sequence[dict[str, Any]], world: int
 ) -> dict[str, Any]:
-    """Memory, disk and seconds of all stages; a stage keeps `copies` of the weights to go back to."""
-    trained, last, is_fsdp = profiles[1:], len(stages) - 1, options.strategy == "fsdp"
+    """Memory, disk and seconds of all stages."""
+    trained, last, is_fsdp = profiles[1:], len(stages) - 1, plan.trainer.strategy == "fsdp"
+    copies = plan.observer.weight_copies or int(plan.monitor.keep == "best")  # of the weights, to go back to
     seconds = dict.fromkeys(("training", "around domains", "checkpoints", "evaluation"), 0.0)
     each = extend_profiles(profiles, last)
 
@@ -351,7 +335,7 @@ def extrapolate(
     for row, own in zip(stages, each, strict=True):
         seconds["evaluation"] += row["left_read_tokens"] * own.token_s / world
         if left := row["left_steps"]:
-            saves = 1 + left // options.checkpoint_every
+            saves = 1 + left // plan.trainer.checkpoint_every
             seconds["training"] += left * own.step_s
             seconds["around domains"] += own.around_s
             whole = own.save_s * (1 + own.memory["optimizer state"] / own.file)  # with the optimizer's state

@@ -377,19 +377,10 @@ class LMEvalEvaluator(Evaluator):
         return {"harness": self.harness.version, "when": self.when, "seconds": seconds, "tasks": tasks}
 
 
-def make_evaluators(
-    plan: Plan,
-    place: RunDir,
-    harness: Any,
-    corpora: Corpora,
-    start: Base,
-    *,
-    module: ContinualMethod,
-    data: DomainSequence,
-) -> list[Evaluator]:
-    """The evaluators of a plan; raises ValueError for a measure of choices where a task has none."""
+def make_evaluators(plan: Plan, corpora: Corpora, start: Base, harness: Any, **run: Any) -> list[Evaluator]:
+    """The evaluators of a plan, for the place, module and data of a `run`. Raises ValueError for a measure of
+    choices where a task has none."""
     found: list[Evaluator] = []
-    run: dict[str, Any] = {"place": place, "module": module, "data": data}
     if plan.endtasks is not None:
         found.append(FinetuneEvaluator(plan.endtasks, start.tokenizer, **run))
     if plan.answers is not None:

@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from heapq import nlargest
 from pathlib import Path
 from typing import Any
@@ -74,9 +74,7 @@ def train_run(plan: Plan, run: RunDir) -> Scores:
         base = make_base(plan.model, corpora, accelerator=plan.trainer.accelerator)
     if plan.trainer.match is not None:
         with time_phase(took, "count operations"):
-            world = ready.processes * plan.trainer.num_nodes
-            how: dict[str, Any] = {"device": ready.device, "world": world, "stored": run.matched}
-            plan = match_operations(plan, corpora, base, **how)
+            plan = match_operations(plan, corpora, base, ready, stored=run.matched)
             if is_first_process() and not run.matched.exists():
                 files.replace(run.matched, json.dumps(asdict(plan.budget)))
     with time_phase(took, "make the base"):
@@ -88,7 +86,7 @@ def train_run(plan: Plan, run: RunDir) -> Scores:
         data.replay_source = method.replay.open_source(
             run.path / "generated", **pieces, corpora=corpora, base=base, seed=plan.run.seed
         )
-        evaluators = make_evaluators(plan, run, ready.harness, corpora, base, **pieces)
+        evaluators = make_evaluators(plan, corpora, base, ready.harness, place=run, **pieces)
     build.log_settings(plan, method, data, ready.device)
     write_manifest(plan, run, corpora, base, evaluators)
     join_processes(plan.trainer.lightning)
@@ -241,7 +239,7 @@ class ContinualTrainer:
             watcher = plan.observer
             observer = watcher.open(self.run, self.data, domain) if watcher.given else MonitorObserver()
             every = int(plan.monitor.every or -(-self.data.steps(domain) // watcher.evaluations))
-            monitors = [Monitor(plan.monitor, observer, self.data, domain, costs, every=every)]
+            monitors = [Monitor(replace(plan.monitor, every=every), observer, self.data, costs)]
         guard = NanGuard(policy=plan.run.on_nonfinite)
         parts = self.run.stage(number - 1) if self.to_disk else None
         saving = StepCheckpoint(checkpoint, every=plan.trainer.checkpoint_every, guard=guard, parts=parts)

@@ -52,19 +52,21 @@ TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "merges.txt")
 
 
 @dataclass(frozen=True)
-class PreflightResult:
+class Preflight:
     """What a run has before its texts: the plan with `auto` resolved, loggers and callbacks, the number of
-    `processes` on this machine, the device of this one, and the tasks of lm-evaluation-harness."""
+    `processes` on this machine and on all (`world`), the device of this one, and the tasks of
+    lm-evaluation-harness."""
 
     plan: Plan
     loggers: list[Logger]
     callbacks: dict[str, Callback]
     processes: int
+    world: int
     device: torch.device
     harness: Any  # or None
 
 
-def prepare(plan: Plan, run: RunDir) -> PreflightResult:
+def prepare(plan: Plan, run: RunDir) -> Preflight:
     """Prepares the process, and what needs no text. Raises ValueError for a plan that cannot be run."""
     quiet()
     keep_free()
@@ -91,9 +93,9 @@ def prepare(plan: Plan, run: RunDir) -> PreflightResult:
         )
     device, scores = tried.strategy.root_device, run.scores()
     stored = scores.numerics.get("precision") if scores else None
-    options = resolve_auto(plan.trainer, config, device, length=plan.model.max_seq_length, stored=stored)
-    plan = replace(plan, trainer=options)
-    return PreflightResult(plan, loggers, callbacks, tried.num_devices, device, make_harness(plan))
+    plan = replace(plan, trainer=resolve_auto(plan, config, device, stored=stored))
+    processes = tried.num_devices, tried.num_devices * plan.trainer.num_nodes
+    return Preflight(plan, loggers, callbacks, *processes, device, make_harness(plan))
 
 
 def resolve_devices(options: TrainerOptions) -> TrainerOptions:
@@ -114,17 +116,13 @@ def resolve_devices(options: TrainerOptions) -> TrainerOptions:
 
 
 def resolve_auto(
-    options: TrainerOptions,
-    config: PretrainedConfig,
-    device: torch.device,
-    *,
-    length: int,
-    stored: str | None,
+    plan: Plan, config: PretrainedConfig, device: torch.device, *, stored: str | None
 ) -> TrainerOptions:
-    """The options with a precision, and an attention implementation for rows of `length` tokens.
+    """The trainer's options with a precision, and an attention implementation for the plan's rows.
 
     `trainer.precision=auto` is what a resumed run has `stored` in its scores.json; else bf16-mixed on a GPU
     with bf16, and 32-true elsewhere. `trainer.attn_implementation=auto` is eager on a CPU if faster."""
+    options = plan.trainer
     if options.precision == "auto":
         able = device.type == "cuda" and torch.cuda.is_bf16_supported()
         precision: Any = stored or ("bf16-mixed" if able else "32-true")
@@ -138,7 +136,7 @@ def resolve_auto(
     if options.quick_dropout == "auto":
         options = replace(options, quick_dropout=device.type == "cpu" and not options.compile)
     is_fast = options.quick_dropout and drops_attention(config)
-    is_fast = is_fast or (options.precision in BF16 and length <= SHORT)
+    is_fast = is_fast or (options.precision in BF16 and plan.model.max_seq_length <= SHORT)
     if options.attn_implementation == "auto" and device.type == "cpu" and is_fast:
         log.info("Attention (trainer.attn_implementation=auto): eager, which is faster on a CPU here")
         options = replace(options, attn_implementation="eager")

@@ -37,8 +37,8 @@ def test_the_state_is_kept_as_often_as_asked_for_and_after_the_last_step(every, 
 def settled(cfg, folder, device="cpu"):
     plan, scores = make_plan(cfg), RunDir(folder).scores()
     stored = scores.numerics["precision"] if scores else None
-    config, length = AutoConfig.for_model(**plan.model.config), plan.model.max_seq_length
-    return resolve_auto(plan.trainer, config, torch.device(device), length=length, stored=stored)
+    config = AutoConfig.for_model(**plan.model.config)
+    return resolve_auto(plan, config, torch.device(device), stored=stored)
 
 
 @pytest.mark.parametrize(
