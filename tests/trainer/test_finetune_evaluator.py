@@ -59,28 +59,23 @@ def made(root, words):
     return make
 
 
-def note(self, number, name, seed, given, *, device, step):
-    """In the place of a fine-tuning: a file that says the weights that it was measured on."""
-    task, weight = self.tasks[name], sum(each.double().sum().item() for each in given.parameters())
-    said = {"digest": task.digest(seed), "seconds": 1.0, "weight": weight}
-    said |= dict.fromkeys(("macro_f1", "micro_f1", "accuracy"), 10 * number + seed)
-    labels = [each.label for each in task.test]
-    columns = {"id": [each.id for each in task.test], "label": labels, "prediction": labels}
-    save_predictions(endtask_file(self.folder(number), name, seed), columns, about=said)
-
-
 @pytest.fixture
 def noted(monkeypatch):
-    """What is measured, in the place of a fine-tuning; it may be deadly."""
+    """What is measured: files that say on which weights, in the place of a fine-tuning; it may be deadly."""
     counted = SimpleNamespace(asked=[], deadly=())
 
-    def count(self, number, name, seed, *given, **how):
+    def note(self, number, name, seed, given, *, device, step):
         if (number, name) in counted.deadly:
             raise KeyError("killed")
         counted.asked.append((name, seed))
-        note(self, number, name, seed, *given, **how)
+        task, weight = self.tasks[name], sum(each.double().sum().item() for each in given.parameters())
+        said = {"digest": task.digest(seed), "seconds": 1.0, "weight": weight}
+        said |= dict.fromkeys(("macro_f1", "micro_f1", "accuracy"), 10 * number + seed)
+        labels = [each.label for each in task.test]
+        columns = {"id": [each.id for each in task.test], "label": labels, "prediction": labels}
+        save_predictions(endtask_file(self.folder(number), name, seed), columns, about=said)
 
-    monkeypatch.setattr(FinetuneEvaluator, "measure_task", count)
+    monkeypatch.setattr(FinetuneEvaluator, "measure_task", note)
     return counted
 
 
