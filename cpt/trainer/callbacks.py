@@ -23,7 +23,6 @@ from torch import Tensor
 
 from cpt.adapters.domain_store import Router
 from cpt.core.distributed import is_sharded
-from cpt.core.errors import reason
 from cpt.core.randomness import key
 from cpt.core.sections import check_arguments, load_target
 from cpt.core.tensors import check_state, load_tensors, save_state
@@ -34,6 +33,7 @@ from cpt.evaluation.perplexity import DocumentNLL
 from cpt.methods.base import ContinualMethod
 from cpt.models.forward import in_mode
 from cpt.trainer.costs import CostMonitor
+from cpt.trainer.lightning import naming_cause
 
 log = logging.getLogger(__name__)
 # Callbacks that would change what a stage trains; one that stops it early is noticed when it does.
@@ -62,12 +62,10 @@ def make_entry(section: str, entry: Mapping[str, Any], kind: type, save_dir: Pat
     ValueError for one that cannot be made: its package may be missing."""
     check_arguments(section, entry)
     found = load_target(entry["_target_"], place=section)
-    try:
+    with naming_cause(section):  # whatever a foreign class raises
         if save_dir is not None and "save_dir" in inspect.signature(found).parameters:
             entry = {"save_dir": str(save_dir), **entry}
         built = instantiate(entry, _convert_="all")
-    except Exception as error:  # whatever a foreign class raises
-        raise ValueError(f"{section} is invalid: {reason(error)}") from error
     if not isinstance(built, kind):
         allowed = f"a {kind.__module__}.{kind.__name__}"
         raise ValueError(f"{section}._target_={entry['_target_']} is invalid. Allowed: {allowed}")
