@@ -1,48 +1,13 @@
-"""Options: what a type allows is what is said of it, at every option of every choice of conf/."""
+"""Options: what a type allows is what is said of it."""
 
 import math
-import re
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import pytest
 
 from cpt.core import schema
-from cpt.core.schema import Options, allowed, check_value, config, fits, option, option_types, show
+from cpt.core.schema import Options, allowed, check_value, config, fits, option, show
 from cpt.core.sections import load_target
-from cpt.trainer.help import list_sections, options_at
-from tests.conftest import ROOT
-
-CHOICES = sorted((path.parent.name, path.stem) for path in ROOT.glob("conf/*/*.yaml") if path.stem != "none")
-NEEDED = {
-    ("benchmark", "lm_eval"): ["benchmark.tasks=[a]"],
-    ("domains", "hub"): ["+domains.catalogue.news={path: ag_news}"],
-    ("model", "hf"): ["model.name_or_path=a"],
-    **{("domains", name): ["domains.root=."] for name in ("texts", "das6", "m2d2", "instructions")},
-}
-
-
-LARGE = {"method", "model", "domains", "endtask", "replay"}  # whose choices take a second
-GROUPS = [
-    pytest.param(group, marks=[pytest.mark.slow] * (group in LARGE))
-    for group in sorted({of for of, _ in CHOICES} - {"experiment", "strategy", "hydra"})
-]
-
-
-@pytest.mark.parametrize("group", GROUPS)
-def test_what_a_type_does_not_allow_is_told_at_every_option(group, composed):
-    for name in (name for of, name in CHOICES if of == group):
-        place = ["method=adapter", f"routing@method.routing={name}"]
-        chosen = place if group == "routing" else [f"{group}={name}"]
-        cfg = composed(*chosen, *NEEDED.get((group, name), []))
-        for place in list_sections(cfg):
-            for kind in options_at(cfg, place):
-                for key, declared in option_types(kind).items():
-                    if Any not in (declared, *get_args(declared)[:1]):
-                        at, wrong = schema.join(place, key), object()
-                        told = f"{at}={show(wrong)} is invalid. Allowed: {allowed(declared)}"
-                        with pytest.raises(ValueError, match=f"^{re.escape(told)}"):
-                            check_value(at, wrong, declared)
-
 
 KINDS = [
     (schema.NonNegative, [0, 1.5, 3], [-1, True, math.inf, math.nan, "1", None], "0 or more"),
