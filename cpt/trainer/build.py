@@ -165,9 +165,8 @@ def empty_scores(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence
     scored = {name: int(objective.scored(data.scored_sizes(name)).sum()) for name in data.held_out}
     if empty := next((name for name, count in scored.items() if not count), None):
         told = f"the {plan.source.score_on} text of {empty} has no token that is scored"
-        allowed = (
-            f"longer text that the tokenizer {start.tokenizer.name_or_path} knows, a larger eval.max_tokens"
-        )
+        known = f"the tokenizer {start.tokenizer.name_or_path} knows"
+        allowed = f"longer text that {known}, a larger eval.max_tokens"
         raise ValueError(f"{told}. Allowed: {allowed}")
     kind, similarity = start.objective_name, plan.similarity
     base = {"name": given or names["model"], "origin": "hub" if given else "built"}
@@ -178,9 +177,8 @@ def empty_scores(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence
     adapted = [f"the first {plan.model.layers} blocks"] * (plan.model.layers is not None)
     if given is not None and plan.model.pretraining is not None:
         steps = plan.model.pretraining.head_steps
-        adapted.append(
-            f"head trained for {steps} steps on general text" if steps else "head as it is, or random"
-        )
+        trained = f"head trained for {steps} steps on general text"
+        adapted.append(trained if steps else "head as it is, or random")
     base |= {"adapted": "; ".join(adapted)} if adapted else {}
     return Scores(
         domains=list(data.held_out),

@@ -200,10 +200,8 @@ def count_work(
             recovered = data.recovery_steps(stage) * sum(before) / max(1, len(before))
             tokens = data.budget.batch_size * (rows + recovered)
         row = {"stage": stage.name, "steps": steps, "left_steps": left_steps, "tokens": int(tokens)}
-        row |= {
-            "scored_texts": len(columns),
-            "scored_tokens": sum(texts[t]["scored_tokens"] for t in columns),
-        }
+        scored = sum(texts[text]["scored_tokens"] for text in columns)
+        row |= {"scored_texts": len(columns), "scored_tokens": scored}
         row |= {f"left_{key}": sum(texts[t][key] for t in left) for key in ("scored_tokens", "read_tokens")}
         stages.append(row)
     return list(texts.values()), stages
@@ -360,9 +358,8 @@ def format_table(data: Mapping[str, Any]) -> str:
     """What plan=true prints; of many texts and stages the first and last, and the sums of all."""
     run, cost, tables = data["run"], "seconds" in data, []
     for key in ("texts", "stages"):
-        frame = pd.DataFrame(data[key]).drop(
-            columns=["read_tokens", "left_read_tokens", "stored"], errors="ignore"
-        )
+        hidden = ["read_tokens", "left_read_tokens", "stored"]
+        frame = pd.DataFrame(data[key]).drop(columns=hidden, errors="ignore")
         sums = pd.DataFrame([{frame.columns[0]: "all", **frame.iloc[:, 1:].sum()}])
         few = frame if len(frame) <= 8 else pd.concat([frame.head(4), frame.tail(4)])
         shown = pd.concat([few, sums]).map(lambda cell: cell if isinstance(cell, str) else f"{cell:,.0f}")

@@ -262,6 +262,5 @@ def naming_cause(section: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise ValueError(
-            f"{section} is invalid: {reason(error).removeprefix('trainer is invalid: ')}"
-        ) from error
+        why = reason(error).removeprefix("trainer is invalid: ")
+        raise ValueError(f"{section} is invalid: {why}") from error

@@ -269,9 +269,8 @@ class ContinualTrainer:
         drop_optimizer(fitting)
         for each in monitors:
             observed = each.observer.record()
-            self.scores.monitor[domain.name] = asdict(each.record) | (
-                {"budget": observed} if observed else {}
-            )
+            budget = {"budget": observed} if observed else {}
+            self.scores.monitor[domain.name] = asdict(each.record) | budget
         check_finite(self.module.state_dict(), domain.name)
         path = self.run.stage(number)
         state = save_stage(self.module, path)
@@ -288,7 +287,7 @@ class ContinualTrainer:
 
     def missing(self, number: int) -> list[str]:
         """The texts that the model after a stage is to be scored on, without those that its row has."""
-        there = self.scores.measured(number) if number < len(self.scores.rows) else ()
+        there = set(self.scores.measured(number)) if number < len(self.scores.rows) else ()
         stages, texts = [domain.parts for domain in self.data], self.scores.domains
         wanted = self.plan.evaluation.choose_columns(number, stages=stages, texts=texts)
         return [text for text in wanted if text not in there]
@@ -299,13 +298,13 @@ class ContinualTrainer:
         those of the last such row. Raises ValueError where one is not finite."""
         scores, places, first = self.scores, self.data.places, is_first_process()
         means, modules, losses = dict[str, Any](), dict[str, Any](), dict[str, np.ndarray]()
-        known = dict[str, int]()
+        known, column = dict[str, int](), {name: at for at, name in enumerate(scores.domains)}
         for text in texts:
             constant = self.module.constant_part(places.get(text, BASE))
             rows = range(number - 1, constant, -1) if constant is not None else ()
-            column = scores.domains.index(text)
-            if earlier := [each for each in rows if scores.nll[each][column] is not None]:
-                known[text] = earlier[0]
+            earlier = next((each for each in rows if scores.nll[each][column[text]] is not None), None)
+            if earlier is not None:
+                known[text] = earlier
         with self.timed("score", number):
             if changed := [text for text in texts if text not in known]:
                 self.data.asked, self.data.by_length = changed, not self.module.in_sequence
@@ -326,7 +325,7 @@ class ContinualTrainer:
             for done in sorted({*known.values()}):
                 (stored,) = self.run.load_documents([done]) if first else ({},)
                 for text in (text for text in known if known[text] == done):
-                    means[text] = scores.nll[done][scores.domains.index(text)]
+                    means[text] = scores.nll[done][column[text]]
                     modules[text] = scores.modules[done].get(text, {})
                     losses |= {text: stored[text]} if text in stored else {}
         leave_together(f"before {row} was committed")

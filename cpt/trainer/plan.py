@@ -126,13 +126,10 @@ class Plan(Sections):
     def digests(self) -> dict[str, str]:
         """Hashes of what is measured in addition to the losses (options, sizes and times of data), by its key
         in scores.json."""
-        measured = {"endtasks": self.endtasks, "answers": self.answers, "benchmarks": self.benchmark}
-        groups = dict(zip(measured, ("endtask", "answers", "benchmark"), strict=True))
-        return {
-            kind: digest([self.settings[groups[kind]], getattr(options, "stamp", "")])
-            for kind, options in measured.items()
-            if options
-        }
+        measured = {"endtask": self.endtasks, "answers": self.answers, "benchmark": self.benchmark}
+        kinds = {"endtask": "endtasks", "answers": "answers", "benchmark": "benchmarks"}
+        given = {group: [self.settings[group], getattr(o, "stamp", "")] for group, o in measured.items() if o}
+        return {kinds[group]: digest(each) for group, each in given.items()}
 
 
 def read_sections(cfg: DictConfig) -> Sections:

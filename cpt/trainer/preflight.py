@@ -87,10 +87,8 @@ def prepare(plan: Plan, run: RunDir) -> Preflight:
     parts = plan.trainer.accumulate_grad_batches
     share_batch(plan.trainer.batch_size, accumulate=parts, world=tried.world_size)
     if tried.world_size == 1 and (stray := stray_ranks()):
-        allowed = "unset, or trainer.devices and trainer.num_nodes of all processes"
-        raise ValueError(
-            f"{stray} is invalid with one process, which would write nothing. Allowed: {allowed}"
-        )
+        told = f"{stray} is invalid with one process, which would write nothing"
+        raise ValueError(f"{told}. Allowed: unset, or trainer.devices and trainer.num_nodes of all processes")
     device, scores = tried.strategy.root_device, run.scores()
     stored = scores.numerics.get("precision") if scores else None
     plan = replace(plan, trainer=resolve_auto(plan, config, device, stored=stored))
