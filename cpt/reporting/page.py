@@ -31,9 +31,9 @@ class Block:
     """A section of a report; one without lines, picture, cells and code is left out. `tiles` shows each row
     of cells as a tile: a title, a number, its interval, a word, and what it is.
 
-    On the HTML page a `sortable` table is sorted by its columns. The filters of the page act on the rows of
-    `filtered` tables: a search over the title and the columns of words, and a list of values for each name in
-    `facets`, a mapping for each row of cells."""
+    On the HTML page tables are sorted by their columns. Its filters act on the rows of `filtered` tables: a
+    search over the title and the columns of words, and a list of values for each name in `facets`, a mapping
+    for each row of cells."""
 
     title: str = ""
     lines: Sequence[str] = ()
@@ -45,7 +45,6 @@ class Block:
     words: int = 1  # the number of columns with words; the others hold numbers
     code: str = ""
     folded: str = ""  # the line that unfolds table and code
-    sortable: bool = True
     filtered: bool = False
     facets: Sequence[Mapping[str, str]] = ()
     name: str = ""  # of the files of its picture; default: the title

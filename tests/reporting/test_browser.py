@@ -63,7 +63,6 @@ def page(tmp_path_factory):
         Block(title="Trade-off", lines=["a" * 300], picture=picture),
         Block(title="Wide", head=["part", *map(str, range(40))], cells=wide, folded="12 x 40"),
         Block(title="</script><script>alert(1)</script>", lines=["<b>"], code="seed: 0\n" * 3, folded="yaml"),
-        Block(head=["run", "trial"], cells=[["method", "x"], ["a", "y"]], words=2, sortable=False),
     ]
     return write_page(blocks, title="Comparison of runs", stem=tmp_path_factory.mktemp("page") / "comparison")
 

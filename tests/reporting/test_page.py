@@ -58,7 +58,7 @@ def picture():
 
 def test_the_page_runs_its_own_script_alone_and_says_what_the_reader_may_do_with_its_tables(tmp_path):
     facets = [{"method": "das", "domains": 'a "b"'}, {"method": "ncl <x>", "domains": "c"}]
-    filtered = {"sortable": False, "filtered": True, "facets": facets}
+    filtered = {"filtered": True, "facets": facets}
     html = page(tmp_path, Block(head=HEAD, cells=CELLS), Block(head=HEAD, cells=CELLS, **filtered))
     elements = Elements(html)
     policy = next(meta["content"] for meta in elements.all("meta") if "http-equiv" in meta)
@@ -67,7 +67,7 @@ def test_the_page_runs_its_own_script_alone_and_says_what_the_reader_may_do_with
     assert policy.split("; ")[0] == "default-src 'none'" and policy.count("unsafe") == 1
     assert policy.endswith(f"script-src 'sha256-{digest}'")
     assert not re.search(r"https?:|//|@import|url\(", html) and "@media print" in html
-    assert [table["class"].split() for table in elements.all("table")] == [["sortable"], ["filtered"]]
+    assert [table["class"].split() for table in elements.all("table")] == [[], ["filtered"]]
     rows = [row for row in elements.all("tr") if "data-facets" in row]
     assert [json.loads(row["data-facets"]) for row in rows] == facets and "ncl + &lt;migu&gt;" in html
 
