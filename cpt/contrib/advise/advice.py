@@ -236,8 +236,7 @@ def make_advice(
         }
         for arm in sorted(points, key=lambda arm: -points[arm].learned)
     ]
-    seeds, many = measured.seeds[plan.steps], len(measured.seeds) > 1
-    unknown = find_unknown(bounds, best, subject, plan, seeds=len(seeds), many=many)
+    seeds, unknown = measured.seeds[plan.steps], find_unknown(bounds, best, subject, plan, measured)
     return {
         "version": VERSION,
         "wish": {"bound": wish.bound, "weight": wish.weight if wish.bound is None else None},
@@ -259,11 +258,9 @@ def say_command(arm: str, subject: Subject) -> str:
     return shlex.join([*words, *list_arms(subject.real)[arm][1], "trainer.steps=null", "trainer.epochs=1"])
 
 
-def find_unknown(
-    bounds: dict, best: str, subject: Subject, plan: SweepPlan, *, seeds: int, many: bool
-) -> list[str]:
+def find_unknown(bounds: dict, best: str, subject: Subject, plan: SweepPlan, found: Measured) -> list[str]:
     """A line for each thing that the runs cannot say."""
-    lines = [subject.model.gap] * bool(subject.model.gap)
+    lines, seeds = [subject.model.gap] * bool(subject.model.gap), len(found.seeds[plan.steps])
     worth = {arm: each["worth"] for arm, each in bounds.items() if arm != best}
     alike = [arm for arm, (low, high) in worth.items() if not (np.isfinite(low + high) and low * high > 0)]
     if alike:
@@ -276,7 +273,7 @@ def find_unknown(
     if subject.epoch > ABOUT * plan.steps:
         times = f"an epoch of the text is {subject.epoch / plan.steps:.1f} times what was learned here"
         how = "one length was run, so nothing is said of it"
-        if many:
+        if len(found.seeds) > 1:
             how = "the figures for it are a line through two lengths over the logarithm of the tokens"
             how += ", extrapolated"
         lines.append(f"{times}; {how}")
