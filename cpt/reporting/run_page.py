@@ -274,14 +274,13 @@ def show_tasks(scores: Scores, kind: str) -> list[Block]:
         return []
     given, tasks, last = getattr(scores, kind), list(table.columns), Block()
     if kind == "endtasks":
-        own, found = given["metric"], task_metrics.summarise_endtasks(given, scores.rows)
+        own, meanings = given["metric"], task_metrics.ENDTASK_MEANINGS
         spreads = task_metrics.sd_over_seeds(task_metrics.headline(given))
         cells = format_table(table.dropna(how="all"), percent, spreads[np.isfinite(table).any(axis=1)])
         title, called, name, drawn = "End tasks", "End tasks", "endtask", len(cells) > 1
         told = f"{len(tasks)} tasks, seeds {few([*map(str, given['seeds'])], between=', ')}, "
-        meanings = task_metrics.ENDTASK_MEANINGS
     else:
-        own, found = {each: head_of(task) for each, task in given["tasks"].items()}, given["metrics"]
+        own = {each: head_of(task) for each, task in given["tasks"].items()}
         title, called, name = "Answers to each task (column) after each stage (row)", "Scores", "answers"
         cells, drawn, told = format_answers(scores), True, ""
         meanings = {each: told[1:] for each, told in task_metrics.ANSWER_METRICS.items()}
@@ -299,10 +298,10 @@ def show_tasks(scores: Scores, kind: str) -> list[Block]:
     if drawn:
         matrix |= {"picture": figures.draw_tasks(scores, kind), "caption": LEGENDS["tasked"]}
     numbers = []
-    for metric, value in found.items():
-        low, high = given.get("intervals", {}).get(metric, (None, None))
-        interval = frames.format_interval(low, high, percent)
-        numbers.append([metric, *meanings[metric], percent(value) + interval])
+    for one in frames.KINDS["task" if kind == "endtasks" else "score"](scores):
+        if one.metric in meanings:
+            shown = format_known(one.value, percent) + frames.format_interval(one.low, one.high, percent)
+            numbers.append([one.metric, *meanings[one.metric], shown])
     lines = [LEGENDS[name], f"{told}{name}.when={given['when']}, {given['seconds']:,.1f} seconds."]
     how: dict[str, Any] = {"head": ("number", "meaning", "formula", "%"), "chosen": (0, 1, 3), "words": 3}
     return [Block(name=kind, **matrix), Block(title=called, lines=lines, cells=numbers, **how), last]
