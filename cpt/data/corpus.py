@@ -6,6 +6,7 @@ import logging
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from datasets.arrow_writer import ArrowWriter
 
 from cpt.core.cache import make_once
 from cpt.core.randomness import key, sample_keys
-from cpt.data.sources.base import EXAMPLES, Source, read_example, read_members, stamp_of
+from cpt.data.sources.base import EXAMPLES, Source, read_example, stamp_of
 
 log = logging.getLogger(__name__)
 SPLITS = ("train", "valid", "test")
@@ -97,7 +98,7 @@ def read_documents(
     asks, held_out = source.form(name) == EXAMPLES, source.held_out
     hashed = {each: array("Q") for each in ("document", "key", "answer")}  # 25 bytes of a text in memory
     numbers, lengths = array("b"), array("q")
-    for split, text in read_members(source, name):
+    for split, text in chain.from_iterable(map(source.read, source.members(name))):
         raw = text.encode(errors="replace")  # repaired where it is not Unicode
         keep(raw)
         known_by, size = {"document": raw, "key": " ".join(raw.decode().split()).encode()}, len(raw)

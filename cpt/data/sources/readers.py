@@ -28,7 +28,6 @@ KINDS = (".txt", ".md", ".jsonl", ".json", ".csv", ".parquet")
 PACKED = (".gz", ".zst")
 SPLITS = {"train": "train", "test": "test", **dict.fromkeys(("valid", "validation", "dev", "val"), "valid")}
 SPLIT_NAME = re.compile(rf"({'|'.join(SPLITS)})([-_]\d+(-of-\d+)?)?", re.IGNORECASE)
-UNITS = ("file", "paragraph", "line")
 MANY_FILES, FIRST_LINES = 20, 10_000
 
 Row = tuple[str, Any]  # where it stands, what stands there
@@ -212,10 +211,20 @@ def parquet_rows(path: Path, column: str) -> Iterator[Row]:
 def texts_of(rows: Iterable[Row], column: str) -> Iterator[str]:
     """The text column of rows; empty values are passed over."""
     for where, row in rows:
-        if not isinstance(row, Mapping) or column not in row:
-            has = ", ".join(row) if isinstance(row, Mapping) else f"{row!r:.60}"
-            raise ValueError(f"{where} has no column {column!r}; it has {has} (domains.column)")
-        if row[column] is not None and not isinstance(row[column], str):
-            raise ValueError(f"{where}: column {column!r} is not text: {row[column]!r:.60}")
-        if row[column] and not row[column].isspace():
-            yield row[column]
+        if text := text_of(where, column, cell(row, column, where, "domains.column")):
+            yield text
+
+
+def cell(row: Any, column: str, where: str, option: str) -> Any:
+    """The value of a column; raises ValueError, with the option to change, if it is missing."""
+    if not isinstance(row, Mapping) or column not in row:
+        has = ", ".join(map(str, row)) if isinstance(row, Mapping) else f"{row!r:.60}"
+        raise ValueError(f"{where} has no column {column!r}; it has {has} ({option})")
+    return row[column]
+
+
+def text_of(where: str, column: str, value: Any) -> str | None:
+    """A text; None for null and blanks. Raises ValueError for anything else."""
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"{where}: column {column!r} is not text: {value!r:.60}")
+    return value if value and not value.isspace() else None

@@ -14,9 +14,9 @@ from datasets import load_dataset
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from cpt.data.corpus import make_corpus
+from cpt.data.corpus import SPLITS, make_corpus
 from cpt.data.sources import readers
-from cpt.data.sources.base import GENERAL, NOT_DOMAINS, read_members, stamp_of
+from cpt.data.sources.base import GENERAL, NOT_DOMAINS, stamp_of
 from cpt.data.sources.hub import Hub
 from cpt.data.sources.texts import Texts
 from tests.conftest import ROOT
@@ -289,10 +289,9 @@ def test_fine_leaves_the_coarse_ones_out_and_a_coarse_domain_has_the_text_of_its
     made = texts(m2d2, by="coarse")
     assert made.domains == ["cs", "hep-th", "math"] and made.members("cs") == ["cs.AI", "cs.CL"]
     made.check_domains(made.domains)
-    joined = list(read_members(made, "cs"))
-    assert joined == [each for name in made.members("cs") for each in made.read(name)]
-    corpus = make_corpus(made, "cs", cache=m2d2 / ".cache")
-    assert sum(corpus.facts["documents"].values()) == 80
+    corpus, read = make_corpus(made, "cs", cache=m2d2 / ".cache"), [*made.read("cs.AI"), *made.read("cs.CL")]
+    found = [text for split in SPLITS for text in corpus.documents(split)["text"]]
+    assert sorted(found) == sorted(text for _, text in read) and len(found) == 80
     before = stamp_of(made, "cs")
     (m2d2 / "cs.CL" / "more.txt").write_text("one more line\n")
     assert stamp_of(made, "cs") != before and before.startswith("cs-")
