@@ -19,7 +19,6 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from tqdm import tqdm
 
 from cpt.core.heartbeat import DELAY, progress_bar
 
@@ -41,11 +40,6 @@ def stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
         own, real, stat = os.path.abspath(path), str(path.resolve()), path.stat()
         found.append((real if own == real else f"{own} -> {real}", stat.st_size, stat.st_mtime_ns))
     return found
-
-
-def reading_bar(name: str, *, total: int | None, unit: str) -> tqdm:
-    """The progress of reading a text, with the time left where its size is known."""
-    return progress_bar(f"reading {name}", total=total, unit=unit, scale=True, hidden=False, delay=DELAY)
 
 
 def kind(path: Path) -> str:
@@ -109,7 +103,8 @@ def read_folder(
         unit, where = "paragraph" if len(paragraphs) > 1 else "line", texts[0].parent
         log.info("Reading %d .txt files of %s: documents are %ss (domains.document)", len(texts), where, unit)
     ends = list(accumulate(path.stat().st_size * (3 if path.suffix in PACKED else 1) for path in files))
-    with reading_bar(name, total=ends[-1], unit="B") as progress:
+    how: dict[str, Any] = {"unit": "B", "scale": True, "hidden": False, "delay": DELAY}
+    with progress_bar(f"reading {name}", total=ends[-1], **how) as progress:
         for path, end in zip(files, ends, strict=True):
             said = (SPLIT_NAME.fullmatch(part.split(".")[0]) for part in path.relative_to(folder).parts)
             split, own = next((SPLITS[match[1].lower()] for match in said if match), "train"), kind(path)
