@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -42,10 +42,6 @@ class Corpus:
         numbers = [SPLITS.index(split) for split in splits]
         chosen = np.isin(np.load(self.folder / "splits.npy"), numbers)
         return np.load(self.folder / "keys.npy", mmap_mode="r")[chosen]
-
-
-def in_batches(documents: Dataset) -> Iterator[list[str]]:
-    return (few["text"] for few in documents.iter(batch_size=16))
 
 
 def make_corpus(source: Source, name: str, *, cache: Path) -> Corpus:
