@@ -11,7 +11,7 @@ import pytest
 
 from cpt.evaluation import metrics
 from cpt.evaluation.metrics import METRICS, UNITS, Layout
-from cpt.evaluation.options import EvalOptions
+from cpt.evaluation.options import EvalOptions, is_due
 from cpt.evaluation.scores import Scores
 from tests.runs.reading import SCHEMA
 
@@ -168,6 +168,8 @@ def test_each_policy_chooses_what_it_says():
     assert drawn == [chosen(number, columns="sample:3") for number in range(1, 10)]
     assert chosen(4, rows="every:4", columns="seen") == chosen(4, columns="seen")
     assert chosen(5, rows="every:4", columns="seen") == chosen(5, rows="last") == ["d4", "general"]
+    for when, due in {"last": [0, 7], "each": range(8), "every:3": [0, 3, 6, 7], "every:9": [0, 7]}.items():
+        assert [number for number in range(8) if is_due(when, number, stages=7)] == list(due)
 
 
 def test_what_is_missing_enters_no_mean_and_is_counted():
