@@ -101,7 +101,8 @@ def read_documents(
         if asks:
             example = read_example(raw.decode())
             known_by |= {"key": example.question.encode(), "answer": example.target.encode()}
-            size = example.bytes
+            said = (example.source, example.target, *(text for _, text in example.turns[:-1]))
+            size = len("".join(said).encode())
         for each, value in known_by.items():
             digest = hashlib.blake2b(value, digest_size=8).digest()
             hashed[each].append(int.from_bytes(digest, "little"))

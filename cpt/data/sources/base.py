@@ -68,10 +68,6 @@ class Example:
         """What decides whether two examples ask the same."""
         return json.dumps(self.turns[:-1]) if self.turns else self.source
 
-    @property
-    def bytes(self) -> int:
-        return len("".join((self.source, self.target, *(text for _, text in self.turns[:-1]))).encode())
-
 
 def write_example(example: Example) -> str:
     """An example as a document of a corpus: one line of JSON."""
