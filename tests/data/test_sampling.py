@@ -105,7 +105,7 @@ def test_the_mixture_is_exactly_the_samples_of_its_parts(objective):
         assert Counter(mixture) == Counter(sum(parts, [])) and mixture != sum(parts, [])
 
 
-def test_going_on_gives_what_was_left_and_shares_are_everything_once():
+def test_resuming_gives_what_was_left_and_shares_are_everything_once():
     sampler = ResumeSampler(5, 12)
     assert list(sampler) == [5, 6, 7, 8, 9, 10, 11] and len(sampler) == 12
     assert list(ResumeSampler(12, 12)) == []
@@ -220,9 +220,7 @@ def test_training_is_on_the_current_domain_and_a_batch_says_whose_text_it_is():
         assert {each for batch in made.probe() for each in batch["domains"].tolist()} == {domain.index}
     told = {(int(batch["column"]), *batch["domains"].tolist()[:1]) for batch in made.val_dataloader()}
     assert told == {(0, 0), (1, 1), (2, 2), (3, -1)}
-
-
-def test_evaluation_is_every_row_of_every_text_whatever_is_learned_and_shared_out():
+    # Evaluation is every row of every text, whatever is learned, and shared out.
     batches, probe = list(sequence().val_dataloader()), list(sequence().probe())
     assert whole(*batches) == [(name, row) for name in PLAIN for row in range(SIZES[name])]
     others = {"enter": 2, "seed": 5, "budget": budget(steps=1, batch_size=2), "importance_samples": 3}
@@ -234,13 +232,12 @@ def test_evaluation_is_every_row_of_every_text_whatever_is_learned_and_shared_ou
         assert equal(list(share.probe()), probe[rank::2])
 
 
-def probed(**how):
-    """The rows of a probe, and where its masks are."""
-    batches = list(sequence(**how).probe())
-    return whole(*batches), torch.cat([labels_of(batch) for batch in batches]).tolist()
-
-
 def test_a_probe_is_a_fixed_random_subset_of_the_domain_with_masks_of_its_own():
+    def probed(**how):
+        """The rows of a probe, and where its masks are."""
+        batches = list(sequence(**how).probe())
+        return whole(*batches), torch.cat([labels_of(batch) for batch in batches]).tolist()
+
     rows, masks = probed(enter=2)
     places = [row for name, row in rows if name == "c"]
     assert len(set(places)) == len(rows) == 10 and places != sorted(places) and max(places) > 19
@@ -256,12 +253,10 @@ def test_a_probe_is_a_fixed_random_subset_of_the_domain_with_masks_of_its_own():
     assert 0 < sum(mask in scored for mask in probed(**how)[1]) < 5
 
 
-BUDGETS = [({"steps": 6.0}, 6), ({"epochs": 1}, 6), ({"epochs": 0.001}, 1), ({"tokens": 321}, 11)]
-BUDGETS += [({"epochs": 1, "batch_size": 23}, 1), ({"epochs": 1, "batch_size": 22}, 2), ({"tokens": 320}, 10)]
-
-
 def test_a_budget_in_steps_is_exactly_one_of_steps_epochs_and_tokens():
-    for given, expected in BUDGETS:
+    budgets = [({"steps": 6.0}, 6), ({"epochs": 1}, 6), ({"epochs": 0.001}, 1), ({"tokens": 321}, 11)]
+    budgets += [({"epochs": 1, "batch_size": size}, steps) for size, steps in ((23, 1), (22, 2))]
+    for given, expected in (*budgets, ({"tokens": 320}, 10)):
         steps = budget(**given).steps_for(TEXTS["a"], length=8)
         assert (steps, type(steps)) == (expected, int)
     made = sequence(domains=JOINT, budget=budget(epochs=1.0))
@@ -396,14 +391,11 @@ def names_in(made):
     return Counter(WHOSE[tuple(ids)][0] for batch in batches for ids in batch["input_ids"].tolist())
 
 
-def test_a_domain_with_replay_that_is_resumed_gives_what_was_left():
+def test_a_domain_that_is_resumed_gives_what_was_left_and_the_past_is_what_came_before():
     for mixture, step in itertools.product((NO_REPLAY, *MIXTURES), (1, 4, 9)):
         everything, rest = list(after(mixture).train_dataloader()), after(mixture, step=step)
         assert equal(list(rest.train_dataloader()), everything[2 * step :])
         assert len(rest.train_dataloader()) == len(everything) == 18
-
-
-def test_the_past_is_what_came_before():
     for place, (name, past) in enumerate((("a", ""), ("b", "a"), ("c", "ab"), ("now", "abc"))):
         counts = names_in(after(replay(past_ratio=0.5, general_ratio=0.25), enter=place))
         assert set(counts) == {name, "general", *past} and counts["general"] == 18

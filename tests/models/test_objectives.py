@@ -283,10 +283,7 @@ def test_a_place_is_that_of_the_hidden_token_or_of_the_hole_that_follows():
         assert names == firsts
         assert inner[-1] == given.lengths[row] - 1 and targets[-1] == END
     assert places[batch["rows"] == 2].tolist() == [80, 80]
-
-
-def test_a_row_is_hidden_alike_in_any_batch():
-    given = texts([60, 12, 60, 1, 45])
+    given = texts([60, 12, 60, 1, 45])  # a row is hidden alike in any batch
     alone = [sides(span().batch(given.some(np.array([row])))[0])[0] for row in range(5)]
     assert sides(span().batch(given)[0]) == alone
     assert sides(span().batch(given.some(np.array([4, 1, 1])))[0]) == [alone[4], alone[1], alone[1]]
