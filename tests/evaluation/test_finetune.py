@@ -209,17 +209,12 @@ def test_the_best_epoch_on_dev_is_taken_and_the_first_of_equals(words, kept, mon
         tuned(model("roberta", words), job(words, lr=1e30))
 
 
-def batched(*, grouped, count=103):
-    ids = [torch.ones(n, dtype=torch.long) for n in np.random.default_rng(0).integers(3, 60, count)]
-    train = EncodedExamples(ids=ids, types=None, labels=torch.zeros(count))
-    settings = SimpleNamespace(batch_size=8, grouped=grouped, epochs=1)
-    return FinetuneJob("law", train, None, train, classes=2, settings=settings, pad=0, eval_batch_size=8)
-
-
 def test_every_row_stands_in_one_batch_which_is_a_function_of_seed_and_epoch():
-    padded = []
+    ids = [torch.ones(n, dtype=torch.long) for n in np.random.default_rng(0).integers(3, 60, 103)]
+    train, padded = EncodedExamples(ids=ids, types=None, labels=torch.zeros(103)), []
     for grouped in (1, 4, 100):
-        work = batched(grouped=grouped)
+        how = {"settings": SimpleNamespace(batch_size=8, grouped=grouped, epochs=1), "eval_batch_size": 8}
+        work = FinetuneJob("law", train, None, train, classes=2, pad=0, **how)
         batches = work.batches(0, 1)
         assert sorted(np.concatenate(batches)) == list(range(103)) and len(batches) == work.steps == 13
         assert sorted(map(len, batches)) == [7] + [8] * 12

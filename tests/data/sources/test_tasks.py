@@ -121,7 +121,9 @@ def test_the_prompt_of_o_lora_is_theirs_and_options_are_shuffled_by_the_example_
     assert all(each.source.startswith("text ") for each in examples(made, "sst-2", tmp_path))
 
 
-def test_a_question_of_train_is_no_test_whatever_its_answer_is(source, tmp_path, caplog):
+def test_a_question_of_train_is_no_test_and_as_many_of_each_answer_stay_as_asked_for(
+    source, tmp_path, caplog
+):
     root = tmp_path / "root" / "a"
     contradicting = {"text": "text 3", "label": "bad"}
     copies = [{"text": "text 1", "label": "good"}, {"text": "text 2", "label": "good"}]
@@ -131,15 +133,12 @@ def test_a_question_of_train_is_no_test_whatever_its_answer_is(source, tmp_path,
     assert corpus.facts["documents"] == {"train": 38, "valid": 2, "test": 10}
     assert (corpus.facts["duplicates"], corpus.facts["held_out_copies"]) == (1, 2)
     assert "2 questions have different ones" in caplog.text
-
-
-def test_as_many_of_each_answer_as_asked_for(source, tmp_path):
     uneven = [{"text": f"text {at}", "label": "abc"[int(at > 30) + int(at > 50)]} for at in range(60)]
-    put(tmp_path / "root" / "a" / "train.jsonl", uneven, lines=True)
+    put(tmp_path / "root" / "b" / "train.jsonl", uneven, lines=True)
 
     def drawn(count, split="train"):
         made = source(f"domains.per_class={count}")
-        return {each.id: each.target for each in examples(made, "a", tmp_path, split)}
+        return {each.id: each.target for each in examples(made, "b", tmp_path, split)}
 
     few = drawn(4)
     assert Counter(few.values()) == {"a": 4, "b": 4, "c": 4}
