@@ -121,9 +121,7 @@ def test_the_prompt_of_o_lora_is_theirs_and_options_are_shuffled_by_the_example_
     assert all(each.source.startswith("text ") for each in examples(made, "sst-2", tmp_path))
 
 
-def test_a_question_of_train_is_no_test_and_as_many_of_each_answer_stay_as_asked_for(
-    source, tmp_path, caplog
-):
+def test_a_question_of_train_is_no_test_and_each_answer_is_drawn_as_often_as_asked(source, tmp_path, caplog):
     root = tmp_path / "root" / "a"
     contradicting = {"text": "text 3", "label": "bad"}
     copies = [{"text": "text 1", "label": "good"}, {"text": "text 2", "label": "good"}]
