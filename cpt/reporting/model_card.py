@@ -21,7 +21,7 @@ from cpt.evaluation.scores import Scores, conditions, describe_conditions
 from cpt.reporting import frames
 from cpt.reporting.frames import FEW, decimals, few, find_matrices, percent, perplexity, strip_controls
 from cpt.reporting.page import IN_CELL, TEMPLATES, quote_markup
-from cpt.reporting.run_page import format_metric, format_table
+from cpt.reporting.run_page import format_cells, format_metric
 
 PIPELINES = {"masked": "fill-mask", "causal": "text-generation"}  # by objective
 SHOWN = re.compile(
@@ -62,7 +62,7 @@ def write_model_card(folder: Path, scores: Scores) -> Path:
 
     found = [("all domains", name, metric["perplexity"]) for name, metric in scores.metrics.items()]
     perplexities = find_matrices(scores)["perplexity"]
-    matrix = [["after", *scores.domains], *format_table(perplexities, perplexity)]
+    matrix = [["after", *scores.domains], *format_cells(perplexities, perplexity)]
     if len(scores.domains) > FEW:
         matrix = [*map(list, zip(matrix[0], matrix[1], matrix[-1], strict=True))]
     else:

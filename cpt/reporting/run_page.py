@@ -117,7 +117,7 @@ def format_scores(scores: Scores) -> str:
     parts = [
         align_columns(Block(head=TILES_HEAD[:4], words=4, cells=[row[:4] for row in list_tiles(scores)])),
         f"Perplexity on {shown} of {len(scores.domains)} test texts:",
-        shorten_table(matrices["perplexity"], format_table(matrices["perplexity"], frames.perplexity)),
+        shorten_table(matrices["perplexity"], format_cells(matrices["perplexity"], frames.perplexity)),
         align_columns(Block(head=["", *UNITS], cells=[[each[0], *each[3:6]] for each in metrics])),
     ]
     if found := task_metrics.summarise_endtasks(scores.endtasks, scores.rows):
@@ -136,7 +136,7 @@ def format_scores(scores: Scores) -> str:
     return "\n\n".join([*parts, f"{frames.label(scores.run)}, seed {scores.run['seed']}, {scores.state}"])
 
 
-def format_table(table: DataFrame, show: Show, sds: np.ndarray | None = None) -> Cells:
+def format_cells(table: DataFrame, show: Show, sds: np.ndarray | None = None) -> Cells:
     """Each row's name and its values, with their deviations where these are known."""
     rows = zip(table.index, table.to_numpy().tolist(), strict=True)
     cells = [[name, *(format_known(value, show) for value in row)] for name, row in rows]
@@ -196,7 +196,7 @@ def show_matrix(scores: Scores) -> list[Block]:
     if not scores.rows:
         return []
     head, folded = ["after", *scores.domains], f"{len(scores.rows)} x {len(scores.domains)} perplexities"
-    cells = format_table(find_matrices(scores)["perplexity"], frames.perplexity)
+    cells = format_cells(find_matrices(scores)["perplexity"], frames.perplexity)
     table: dict[str, Any] = {"head": head, "cells": cells, "folded": folded}
     title, curves = "Perplexity on each test text after each stage", figures.draw_text_curves(scores)
     table |= {"name": "matrix", "caption": LEGENDS["matrix"], "picture": figures.draw_matrix(scores)}
@@ -276,7 +276,7 @@ def show_tasks(scores: Scores, kind: str) -> list[Block]:
     if kind == "endtasks":
         own, meanings = given["metric"], task_metrics.ENDTASK_MEANINGS
         spreads = task_metrics.sd_over_seeds(task_metrics.headline(given))
-        cells = format_table(table.dropna(how="all"), percent, spreads[np.isfinite(table).any(axis=1)])
+        cells = format_cells(table.dropna(how="all"), percent, spreads[np.isfinite(table).any(axis=1)])
         title, called, name, drawn = "End tasks", "End tasks", "endtask", len(cells) > 1
         told = f"{len(tasks)} tasks, seeds {few([*map(str, given['seeds'])], between=', ')}, "
     else:
@@ -288,7 +288,7 @@ def show_tasks(scores: Scores, kind: str) -> list[Block]:
         final = frames.tidy_scores(scores, "answer").drop_duplicates(["text", "metric"], keep="last")
         final = final.pivot(index="text", columns="metric", values="value")
         final = final.reindex(index=tasks, columns=[each for each in task_metrics.MEASURES if each in known])
-        about: dict[str, Any] = {"head": ["task", *final.columns], "cells": format_table(final, percent)}
+        about: dict[str, Any] = {"head": ["task", *final.columns], "cells": format_cells(final, percent)}
         last = Block(title="Answers of the last model", folded=f"{len(final)} tasks", **about)
     measures = next(iter(own.values()))  # of all tasks, or of each
     if len({*own.values()}) > 1:
@@ -309,10 +309,10 @@ def show_tasks(scores: Scores, kind: str) -> list[Block]:
 
 def format_answers(scores: Scores) -> Cells:
     """The rows in which tasks were evaluated, and what a guess and the most frequent answer reach."""
-    cells = format_table(find_matrices(scores)["answers"].dropna(how="all"), percent)
+    cells = format_cells(find_matrices(scores)["answers"].dropna(how="all"), percent)
     for name in ("chance", "majority"):
         levels = DataFrame([[task[name] for task in scores.answers["tasks"].values()]], [name], dtype=float)
-        cells += [] if levels.isna().all(axis=None) else format_table(levels, percent)
+        cells += [] if levels.isna().all(axis=None) else format_cells(levels, percent)
     return cells
 
 
@@ -324,7 +324,7 @@ def show_benchmarks(scores: Scores) -> Block:
         np.array(list(itertools.zip_longest(*(task[kind] for task in tasks.values()))), float)
         for kind in ("values", "errors")
     )
-    cells = format_table(DataFrame(values, scores.rows[: len(values)]), decimals, errors)
+    cells = format_cells(DataFrame(values, scores.rows[: len(values)]), decimals, errors)
     cells = [row for row in cells if {*row[1:]} != {"–"}]
     cells.append(["chance", *(format_known(task["chance"], decimals) for task in tasks.values())])
     facts = []

@@ -71,7 +71,7 @@ class Job:
     @property
     def state(self) -> str:
         """One of STATES. scores.json decides whether a run is finished: a signal may come after its last
-        write, and a process may exit with 0 without one. The exit code of a lost job is None."""
+        write, and a process may exit with 0 without one. A lost job has no exit code."""
         about = {} if self.before or self.code is None else read_scores(self.folder).get("run")
         done = isinstance(about, dict) and about.get("finished") is True
         if done and (self.code == 0 or is_finished_already(self.config, self.folder)):
