@@ -23,7 +23,7 @@ from cpt.reporting.drawing import SERIES, HeatMap, Picture, draw_heat_maps, figu
 from cpt.reporting.frames import FEW, few, find_matrices, mean_so_far, perplexity, signed
 from cpt.reporting.load_runs import RunGroup, RunSection, find_stages, name_orders, read_training
 from cpt.reporting.overlap import Distribution, Overlap
-from cpt.reporting.page import LEGENDS, Block
+from cpt.reporting.page import PICTURES, Block, show_picture
 
 CURVES = {"lm": "loss (nats)", "grad_norm": "gradient norm", "lr": "learning rate"}
 CURVES |= {"tokens_per_s": "tokens/s"}
@@ -33,14 +33,14 @@ MAX_ORDERS = 4  # panels of training curves
 UNITS_DRAWN = 200  # of a layer
 HIGHLIGHTED = 6  # of more than FEW curves, those that end lowest
 
-PLANES = (  # title, name, x, y, their labels, whether x is logarithmic
-    ("Forgetting against learning", "forgetting_learning", "CPT/perplexity", "FG/nats")
+PLANES = {  # x, y, their labels, whether x is logarithmic
+    "forgetting_learning": ("CPT/perplexity", "FG/nats")
     + ("just learned CPT (perplexity)", "forgetting FG (nats)", True),
-    ("Quality against compute", "quality_compute", "cost/flops", "LC/perplexity")
+    "quality_compute": ("cost/flops", "LC/perplexity")
     + ("FLOPs of the whole run", "final LC (perplexity)", True),
-    ("Average perplexity against forgetting", "perplexity_forgetting", "FG/nats", "LC/perplexity")
+    "perplexity_forgetting": ("FG/nats", "LC/perplexity")
     + ("forgetting FG (nats)", "final LC (perplexity)", False),
-)
+}
 
 
 def map_change(scores: Scores, *, numbers: np.ndarray | None = None) -> HeatMap:
@@ -297,21 +297,19 @@ def build_figures(section: RunSection) -> list[Block]:
     first = {group.name: group.runs[0] for group in section.groups if group in shown}
     if changes := {name: map_change(run.scores) for name, run in first.items()}:
         picture = draw_heat_maps(changes, show="{:+.2f}".format, **CHANGE)
-        caption = f"The first run of each group, at most {MAX_PANELS}. {LEGENDS['matrix']}"
-        blocks.append(Block(title="Matrices side by side", caption=caption, picture=picture, name="matrices"))
+        caption = f"The first run of each group, at most {MAX_PANELS}. {PICTURES['matrix']['caption']}"
+        blocks.append(show_picture("matrices", picture, caption=caption))
     runs = {group.name: [run.scores for run in group.runs] for group in section.groups}
-    about: dict[str, Any] = {"title": "Over the stages", "caption": LEGENDS["averages"], "name": "stages"}
-    blocks.append(Block(picture=draw_stages(runs, places=section.places), **about))
+    blocks.append(show_picture("averages", draw_stages(runs, places=section.places)))
     if curves := draw_curves(section):
-        about = {"title": "Training curves", "caption": LEGENDS["curves"], "name": "training"}
-        blocks.append(Block(picture=curves, **about))
-    for title, name, x, y, x_label, y_label, logarithmic in PLANES:
+        blocks.append(show_picture("curves", curves))
+    for name, (x, y, x_label, y_label, logarithmic) in PLANES.items():
         ranked = [group for group in section.groups if compare.is_ranked(group, y)]
         points = {group.name: (group.of(x), group.of(y)) for group in ranked}
         if any(None not in pair for xs, ys in points.values() for pair in zip(xs, ys, strict=True)):
             labels: dict[str, Any] = {"x": x_label, "y": y_label, "logarithmic": logarithmic}
             picture = draw_plane(points, places=section.places, **labels)
-            blocks.append(Block(title=title, caption=LEGENDS["planes"], picture=picture, name=name))
+            blocks.append(show_picture(name, picture))
     return blocks
 
 
@@ -441,8 +439,7 @@ def build_setting_curve(sections: Sequence[RunSection], section: RunSection, key
             places[called] = section.places[own[0][1].name]
     labels: dict[str, Any] = {"x": "just learned CPT (nats)", "y": "forgetting FG (nats)"}
     picture = draw_plane(points, lines=lines, places=places, **labels)
-    title, caption = f"Learned against forgotten over {key}", LEGENDS["strengths"]
-    return Block(title=title, caption=caption, picture=picture, name="strengths")
+    return show_picture("strengths", picture, title=f"Learned against forgotten over {key}")
 
 
 def style_groups(groups: Iterable[str], places: Mapping[str, int] | None) -> dict[str, dict[str, str]]:

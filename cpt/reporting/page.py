@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import yaml
@@ -21,6 +22,7 @@ from cpt.reporting.frames import strip_controls
 
 TEMPLATES = Path(__file__).parent / "templates"
 LEGENDS: dict[str, str] = yaml.safe_load((TEMPLATES / "legends.yaml").read_text(encoding="utf-8"))
+PICTURES: dict[str, dict[str, str]] = yaml.safe_load((TEMPLATES / "pictures.yaml").read_text("utf-8"))
 # What Markdown takes for markup. A line may have code between backticks, and must not begin another block.
 IN_CELL = re.compile(r"[&<|`\\*~$]|(?<=\])\(|(?<![^\W_])_")
 IN_LINE = re.compile(r"[&<|\\*~$]|(?<=\])\(|^[#>+=\[-]|(?<![^\W_])_")
@@ -49,6 +51,11 @@ class Block:
     facets: Sequence[Mapping[str, str]] = ()
     name: str = ""  # of the files of its picture; default: the title
     chosen: Sequence[int] = ()  # columns that the page shows at first; default: all
+
+
+def show_picture(key: str, picture: bytes, **block: Any) -> Block:
+    """A picture with its title and caption in pictures.yaml, and more of its block."""
+    return Block(picture=picture, **{"name": key} | PICTURES[key] | block)
 
 
 def write_page(blocks: Sequence[Block], *, title: str, stem: Path, vectors: bool = False) -> Path:

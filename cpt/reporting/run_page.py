@@ -24,7 +24,7 @@ from cpt.reporting.drawing import HeatMap, Picture, draw_heat_maps
 from cpt.reporting.frames import Show, decimals, few, find_matrices, format_known, megabytes, percent, signed
 from cpt.reporting.load_runs import find_stages, read_training
 from cpt.reporting.overlap import LARGEST_ROWS, measure_overlap, read_diagnostics, read_distributions
-from cpt.reporting.page import LEGENDS, TEMPLATES, Block, align_columns, write_page
+from cpt.reporting.page import LEGENDS, TEMPLATES, Block, align_columns, show_picture, write_page
 
 Cells = list[list[str]]
 FORMATS = dict(zip(UNITS, (decimals, frames.perplexity, decimals), strict=True))
@@ -50,9 +50,9 @@ def write_report(folder: Path, scores: Scores | None = None) -> Path:
 
 def build_blocks(folder: Path, scores: Scores) -> list[Block]:
     """The sections of a run page: what came out first, pictures, then tables, and how the run was made."""
-    answers, modules = show_tasks(scores, "answers"), dict[str, Any]()
+    answers, modules = show_tasks(scores, "answers"), Block()
     if len(scores.rows) > 1 and any(scores.modules):
-        modules = {"name": "modules", "picture": figures.draw_modules(scores)}
+        modules = show_picture("modules", figures.draw_modules(scores))
     terms = [LEGENDS["terms"] for metric in scores.metrics.values() if "terms" in metric][:1]
     about: dict[str, Any] = {"lines": [LEGENDS["metrics"], *terms], "head": METRIC_HEAD, "words": 3}
     cells = [format_metric(scores, name) for name in scores.metrics]
@@ -62,7 +62,7 @@ def build_blocks(folder: Path, scores: Scores) -> list[Block]:
         *show_matrix(scores),
         show_training(scores, folder),
         show_monitor(scores),
-        Block(title="Modules that scored each text", caption=LEGENDS["modules"], **modules),
+        modules,
         show_similarity(scores),
         *show_overlap(scores, folder),
         Block(title="Metrics", cells=cells, chosen=(0, 1, 3, 4, 5), **about),
@@ -197,11 +197,8 @@ def show_matrix(scores: Scores) -> list[Block]:
         return []
     head, folded = ["after", *scores.domains], f"{len(scores.rows)} x {len(scores.domains)} perplexities"
     cells = format_cells(find_matrices(scores)["perplexity"], frames.perplexity)
-    table: dict[str, Any] = {"head": head, "cells": cells, "folded": folded}
-    title, curves = "Perplexity on each test text after each stage", figures.draw_text_curves(scores)
-    table |= {"name": "matrix", "caption": LEGENDS["matrix"], "picture": figures.draw_matrix(scores)}
-    over: dict[str, Any] = {"name": "stages", "caption": LEGENDS["stages"], "picture": curves}
-    return [Block(title=title, **table), Block(title="Perplexity over the stages", **over)]
+    matrix = show_picture("matrix", figures.draw_matrix(scores), head=head, cells=cells, folded=folded)
+    return [matrix, show_picture("stages", figures.draw_text_curves(scores))]
 
 
 def show_training(scores: Scores, folder: Path) -> Block:
@@ -210,8 +207,7 @@ def show_training(scores: Scores, folder: Path) -> Block:
         return Block()
     missing = [name for name in scores.learned if name not in stages]
     lines = [f"Without a point: {few(missing, between=', ')}."] * bool(missing)
-    picture = figures.draw_training(stages, find_stages(scores))
-    return Block(title="Training", lines=lines, picture=picture, caption=LEGENDS["training"])
+    return show_picture("training", figures.draw_training(stages, find_stages(scores)), lines=lines)
 
 
 def show_monitor(scores: Scores) -> Block:
@@ -244,9 +240,8 @@ def show_monitor(scores: Scores) -> Block:
             cells[-1].append("–")
     head = ["stage", "steps", "its own text, nats", "most risen of the past", GENERAL, "ended early"]
     head += ["Budget of drift: upper ends at the kept step, of what was allowed"] * budgeted
-    about: dict[str, Any] = {"title": "Other text during each stage", "caption": LEGENDS["monitor"]}
     table: dict[str, Any] = {"head": head, "cells": cells, "folded": f"{len(cells)} stages"}
-    return Block(name="monitor", picture=figures.draw_monitor(scores), **about, **table)
+    return show_picture("monitor", figures.draw_monitor(scores), **table)
 
 
 def show_similarity(scores: Scores) -> Block:
@@ -262,9 +257,7 @@ def show_similarity(scores: Scores) -> Block:
     how: dict[str, Any] = {"label": "cosine of mean embeddings, centred\n(red: alike)", "change": True}
     maps = {"": HeatMap(values, given["names"], [*given["names"], GENERAL])}
     picture = draw_heat_maps(maps, names=("domain, in the order learned",) * 2, told=told, **how)
-    title = "Similarity of the domains' texts, in the order learned"
-    caption = f"{told} Embedding: {given['embedding']}."
-    return Block(title=title, name="similarity", caption=caption, picture=picture)
+    return show_picture("similarity", picture, caption=f"{told} Embedding: {given['embedding']}.")
 
 
 def show_tasks(scores: Scores, kind: str) -> list[Block]:
@@ -358,17 +351,13 @@ def show_overlap(scores: Scores, folder: Path) -> list[Block]:
     shared, distributions = measure_overlap(stages, scores), read_distributions(stages, scores)
     by_text = {title: shared.pop(title) for title in [*shared] if title.startswith(LARGEST_ROWS)}
     layered = {title: each for title, each in shared.items() if len(each.layers) > 1}
-    pictures: tuple[tuple[str, str, str, Mapping[str, Any], Callable[[Any], Picture]], ...] = (
-        ("What domains share inside the model", "inside", "overlap", shared, figures.draw_overlap),
-        ("What domains share, by layer", "by_layer", "overlap_by_layer", layered, figures.draw_layers),
-        ("Rows with the largest magnitudes", "largest_rows", "largest_rows", by_text, figures.draw_overlap),
-        ("Magnitudes of one layer", "magnitudes", "magnitudes", distributions, figures.draw_distributions),
-    )
-    return [
-        Block(title=title, caption=LEGENDS[legend], name=name, picture=draw(given))
-        for title, legend, name, given, draw in pictures
-        if given
-    ]
+    pictures: dict[str, tuple[Mapping[str, Any], Callable[[Any], Picture]]] = {
+        "overlap": (shared, figures.draw_overlap),
+        "overlap_by_layer": (layered, figures.draw_layers),
+        "largest_rows": (by_text, figures.draw_overlap),
+        "magnitudes": (distributions, figures.draw_distributions),
+    }
+    return [show_picture(name, draw(given)) for name, (given, draw) in pictures.items() if given]
 
 
 def show_texts(scores: Scores) -> Block:

@@ -19,7 +19,7 @@ from cpt.evaluation.scores import Scores
 from cpt.reporting.compare import format_spread, measure_spreads
 from cpt.reporting.drawing import Picture, figure, list_few, literal, plain_logarithm, png, style
 from cpt.reporting.frames import decimals, describe_fairness, few, format_known, perplexity
-from cpt.reporting.page import Block, align_columns, write_page
+from cpt.reporting.page import Block, align_columns, show_picture, write_page
 from cpt.reporting.tex import escape
 
 ACROSS = 3  # panels side by side
@@ -115,9 +115,7 @@ def write_tuning(
     lines += [f"Compare: python -m cpt.report {stem.parent / 'final'}"]
     blocks = [Block(lines=lines, head=table.head, cells=table.cells, words=table.words)]
     if searches:
-        picture = draw_searches(methods, metric=metric, sign=sign)
-        caption = "Score on validation text of each trial; star: chosen; square: default."
-        blocks.append(Block(title="Searches", picture=picture, caption=caption, name="searches"))
+        blocks.append(show_picture("searches", draw_searches(methods, metric=metric, sign=sign)))
     stem.parent.mkdir(parents=True, exist_ok=True)
     page = write_page(blocks, title="Tuned methods", stem=stem, vectors=True)
     frame = DataFrame(table.cells, columns=[*map(escape, table.head)]).map(escape)
