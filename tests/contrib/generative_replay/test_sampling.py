@@ -9,7 +9,7 @@ from cpt.contrib.generative_replay.sampling import Sampling, sample_texts
 from cpt.core.randomness import draws, key, sample_keys
 
 END, ENTRIES, VOCABULARY = 3, 90, 96
-CONTEXTS = np.random.default_rng(0).integers(4, ENTRIES, (40, 5)).tolist()
+CONTEXTS = np.random.default_rng(0).integers(4, ENTRIES, (20, 5)).tolist()
 
 
 @pytest.fixture(scope="module")
@@ -61,18 +61,18 @@ def by_hand(model, context, uniforms, how):
 @torch.no_grad()
 @pytest.mark.parametrize("given", [{}, {"temperature": 0.7, "top_p": 0.8}])
 def test_texts_are_those_of_a_walk_by_hand(model, given):
-    how, uniforms = sampling(**given), numbers(12, 20)
-    found = sample_texts(model, CONTEXTS[:12], uniforms, sampling=how)
+    how, uniforms = sampling(**given), numbers(8, 20)
+    found = sample_texts(model, CONTEXTS[:8], uniforms, sampling=how)
     for (ids, nll), context, row in zip(found, CONTEXTS, uniforms, strict=False):
         expected, mean = by_hand(model, context, row, how)
         assert ids == expected and nll == pytest.approx(mean, abs=1e-4)
 
 
 def test_a_text_does_not_depend_on_its_batch(model):
-    uniforms = numbers(40, 20)
+    uniforms = numbers(20, 20)
     together = sample_texts(model, CONTEXTS, uniforms, sampling=sampling())
     assert any(END in ids for ids, _ in together) and len({len(ids) for ids, _ in together}) > 3
     for size in (1, 7):
-        cuts = [slice(at, at + size) for at in range(0, 40, size)]
+        cuts = [slice(at, at + size) for at in range(0, 20, size)]
         parts = [sample_texts(model, CONTEXTS[at], uniforms[at], sampling=sampling()) for at in cuts]
         assert [ids for part in parts for ids, _ in part] == [ids for ids, _ in together]
