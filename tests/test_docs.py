@@ -26,23 +26,18 @@ GROUPS = sorted({path.parent.relative_to(CONF).as_posix() for path in CONF.rglob
 CHOICE = re.compile(rf"\+?({'|'.join(GROUPS)})(?:@[\w.]+)?=([\w,|]+)")
 OPTION = re.compile(rf"\+?((?:{'|'.join(g.replace('/', '[.]') for g in GROUPS)}|freeze)(?:\.\w+)+)(?:=.*)?")
 OPEN = ("domains.packages.", "domains.columns.", "domains.catalogue.", "endtask.tasks.")
-each_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 
 
 def told(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def lines(path: Path) -> list[str]:
-    """What stands in blocks of code; a line that ends with a backslash goes on."""
-    blocks = re.findall(r"^```bash\n(.*?)^```", told(path), re.DOTALL | re.MULTILINE)
-    return [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-
-
 def spans(path: Path) -> list[str]:
-    """What stands in backquotes within the prose, and the lines of code."""
+    """What is in backquotes within the prose, and lines of code; a backslash joins two."""
     prose = re.sub(r"^```.*?^```", "", told(path), flags=re.DOTALL | re.MULTILINE)
-    return [*re.findall(r"`([^`\n]+)`", prose), *lines(path)]
+    blocks = re.findall(r"^```bash\n(.*?)^```", told(path), re.DOTALL | re.MULTILINE)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return [*re.findall(r"`([^`\n]+)`", prose), *lines]
 
 
 def words(path: Path) -> list[str]:
@@ -52,18 +47,6 @@ def words(path: Path) -> list[str]:
 def keys(tree: dict, prefix: str = "") -> set[str]:
     inner = (keys(value, f"{prefix}{key}.") for key, value in tree.items() if isinstance(value, dict))
     return {f"{prefix}{key}" for key in tree}.union(*inner)
-
-
-def options() -> set[str]:
-    """The dotted keys of conf, of all choices together."""
-    found = keys(yaml.safe_load(told(CONF / "config.yaml")))
-    for path in CONF.rglob("*/*.yaml"):
-        group = path.parent.relative_to(CONF).as_posix().replace("/", ".")
-        group = group.removesuffix(".parts").removesuffix(".protocol")  # composed into the group's choices
-        package = re.match(r"# @package ([\w.]+)", told(path))
-        prefix = f"{package[1] if package else group}.".replace("_global_.", "")
-        found |= keys(yaml.safe_load(told(path)), prefix)
-    return found
 
 
 def as_in_conf(key: str) -> str:
@@ -113,7 +96,13 @@ def test_tests_files_links_programs_and_extras_that_are_named_exist():
 
 @pytest.mark.slow
 def test_choices_and_options_that_are_named_exist():
-    known = options() | {"method.routing"}
+    known = keys(yaml.safe_load(told(CONF / "config.yaml"))) | {"method.routing"}
+    for path in CONF.rglob("*/*.yaml"):
+        group = path.parent.relative_to(CONF).as_posix().replace("/", ".")
+        group = group.removesuffix(".parts").removesuffix(".protocol")  # composed into the group's choices
+        package = re.match(r"# @package ([\w.]+)", told(path))
+        prefix = f"{package[1] if package else group}.".replace("_global_.", "")
+        known |= keys(yaml.safe_load(told(path)), prefix)
     for path in DOCUMENTS:
         found = {match for word in words(path) if (match := CHOICE.fullmatch(word))}
         wanted = {(match[1], name) for match in found for name in re.split(r"[,|]", match[2])}

@@ -1,7 +1,5 @@
 """Runs under torchrun: a worker is killed, the agent has a signal, two agents meet. Are the bits the same?
 
-    python tests/campaigns/torchrun.py --trials 12 --seed 0
-
 A trial trains ncl on two domains with DDP or FSDP, in turn, and one of these happens in a stage:
 
 * *kill*: one of two workers is killed by SIGKILL; the agent starts both again (`--max-restarts`).
@@ -23,13 +21,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[2])]
+import numpy as np
+import psutil
 
-import numpy as np  # noqa: E402
-import psutil  # noqa: E402
-
-from tests.campaigns import runs  # noqa: E402
-from tests.campaigns.frame import ROOT, conduct  # noqa: E402
+from tests.campaigns import runs
+from tests.campaigns.frame import ROOT
 
 EVENTS, STRATEGIES = ("kill", "signal", "nodes"), ("ddp", "fsdp")
 STEPS = ("trainer.steps=40", "trainer.checkpoint_every=10", "trainer.accelerator=cpu")
@@ -106,7 +102,3 @@ def trial(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
     far = float(np.abs(losses(run) - losses(undisturbed)).max())
     fine = state == "preempted" and then == 0 and far < NEAR
     return found | {"then": then, "nats": round(far, 6), "fine": fine}
-
-
-if __name__ == "__main__":
-    sys.exit(conduct(trial, name="torchrun", about=__doc__, trials=12))
