@@ -56,10 +56,10 @@ LEARNING = {"start", "small", "small_gpt2", "small_t5", "cache"}  # fixtures of 
 def pytest_configure() -> None:
     """Has programs that tests start heed signals, though these tests may be started where some are ignored:
     in the background of a shell, by nohup."""
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGHUP):
-            if signal.getsignal(number) == signal.SIG_IGN:
-                signal.signal(number, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        main = threading.current_thread() is threading.main_thread()
+        if main and signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)  # before what -m leaves out is found

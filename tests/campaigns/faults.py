@@ -44,7 +44,7 @@ def disk(at: Path, size: str) -> Iterator[None]:
 
 
 def remount(at: Path, option: str) -> bool:
-    """Mounts it with another option; whether that was possible."""
+    """Whether it can be mounted with another option."""
     return subprocess.run(["mount", "-o", f"remount,{option}", at], capture_output=True).returncode == 0
 
 

@@ -62,17 +62,10 @@ def end(agents: list[Any]) -> list[int]:
     return codes
 
 
-def losses(run: Path) -> np.ndarray:
-    return np.array(json.loads((run / "scores.json").read_text())["nll"], float)
-
-
 def trial(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
     event, strategy = EVENTS[number % 3], STRATEGIES[number // 3 % 2]
-    given, run, port = (
-        [f"strategy={strategy}", *STEPS],
-        place / f"torchrun-{number}",
-        FIRST_PORT + 10 * number,
-    )
+    given, run = [f"strategy={strategy}", *STEPS], place / f"torchrun-{number}"
+    port = FIRST_PORT + 10 * number
     expected, arguments = runs.whole(place, given, twin=True), runs.command(place, run, *given)
     found: dict[str, Any] = {"event": event, "strategy": strategy}
     if event == "nodes":
@@ -81,24 +74,21 @@ def trial(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
     agents = begin(arguments, run, port=port)
     runs.wait_for(lambda: IN_A_STAGE.search(runs.said(run)) or agents[0].poll() is not None)
     time.sleep(moment := draw.uniform(0, 2))
-    workers = [
-        each for each in psutil.Process(agents[0].pid).children() if "run.py" in " ".join(each.cmdline())
-    ]
+    children = psutil.Process(agents[0].pid).children()
+    workers = [each for each in children if "run.py" in " ".join(each.cmdline())]
     found |= {"moment": round(moment, 2), "workers": len(workers)}
     if event == "kill":
         runs.kill(draw.choice(workers).pid)
         codes = end(agents)
         again = "Resuming" in runs.said(run)
-        return found | {
-            "codes": codes,
-            "resumed": again,
-            "fine": codes == [0] and runs.bits(run) == expected["bits"],
-        }
+        fine = codes == [0] and runs.bits(run) == expected["bits"]
+        return found | {"codes": codes, "resumed": again, "fine": fine}
     agents[0].send_signal(name := draw.choice([signal.SIGUSR1, signal.SIGTERM]))
     codes, state = end(agents), json.loads((run / "progress.json").read_text())["state"]
     found |= {"signal": name.name, "codes": codes, "state": state, "processes": draw.choice([1, 4])}
     (then,) = end(begin(arguments, run, port=port + 1, processes=found["processes"]))
     undisturbed = place / "wholes" / str([*runs.WHOLES].index((str(place), *given, True)))
-    far = float(np.abs(losses(run) - losses(undisturbed)).max())
+    ends = [json.loads((each / "scores.json").read_text())["nll"] for each in (run, undisturbed)]
+    far = float(np.abs(np.subtract(*ends)).max())
     fine = state == "preempted" and then == 0 and far < NEAR
     return found | {"then": then, "nats": round(far, 6), "fine": fine}

@@ -74,21 +74,20 @@ def test_magnitudes_count_a_prompt_and_no_padding():
     torch.testing.assert_close(magnitudes(large, None), large.abs().sum((0, 1)), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("given", [{"threshold": 0.7}, {"threshold": None, "top_p": 0.4}])
-def test_texts_are_compared_by_the_rows_with_their_largest_magnitudes(given):
+def test_texts_are_compared_by_the_rows_with_their_largest_magnitudes():
     """Of two texts in batches, with padding."""
     model = gpt2().eval()
-    mask, outputs = watching(model, **given), {}
+    mask, outputs = watching(model), {}
     for each in mask.maps:
         own = outputs[each.name] = []
         each.module.register_forward_hook(lambda m, args, x, own=own: own.append(x.flatten(0, -2)))
-    batches = {3: [IDS[:, :5], IDS[:, 5:]], 5: [torch.tensor([[7, 7, 8], [6, 1, 0]])]}
     present = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    batches = [(3, IDS[:, :5], None), (3, IDS[:, 5:], None)]
+    batches.append((5, torch.tensor([[7, 7, 8], [6, 1, 0]]), present))
     with torch.inference_mode():
-        for text, each in batches.items():
-            for ids in each:
-                with observing([mask], text):
-                    model(input_ids=ids, attention_mask=present if text == 5 else None)
+        for text, ids, given in batches:
+            with observing([mask], text):
+                model(input_ids=ids, attention_mask=given)
         model(input_ids=IDS)  # no text that is observed
     found = mask.diagnostics()
     assert found["texts"].tolist() == [3, 5] and "texts" not in mask.diagnostics()
@@ -99,8 +98,7 @@ def test_texts_are_compared_by_the_rows_with_their_largest_magnitudes(given):
             shares = torch.stack([each / each.sum() for each in sums])
             torch.testing.assert_close(found[f"magnitudes/{each.name}"], shares)
         segments = [segment[None] for segment in each.segments]
-        choose, share = (choose_by_mass, 0.4) if "top_p" in given else (choose_rows, 0.7)
-        rows = [{*choose(each, segments, share).nonzero().flatten().tolist()} for each in sums]
+        rows = [{*choose_rows(own, segments, 0.7).nonzero().flatten().tolist()} for own in sums]
         index = len(rows[0] & rows[1]) / len(rows[0] | rows[1])
         similarity = torch.tensor([[1, index], [index, 1]])
         torch.testing.assert_close(found[f"similarity/{each.name}"], similarity)
@@ -122,25 +120,18 @@ def test_the_fewest_rows_that_hold_a_share_are_chosen():
         assert mask[6:].tolist() == [1, 1, 1]  # all of nothing; one row is never none
 
 
-def padded(source: list[int], target: list[int]) -> dict[str, torch.Tensor]:
-    """Rows of a model with a decoder, of so many tokens each, padded with 0."""
-    draw, rows = torch.Generator().manual_seed(3), {}
-    for name, lengths in (("input_ids", source), ("decoder_input_ids", target)):
-        ids = torch.randint(3, 60, (len(lengths), max(lengths)), generator=draw)
-        rows[name] = ids * (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None])
-    rows["decoder_input_ids"][:, 0] = 0  # what a decoder begins with
-    return rows | {"attention_mask": (torch.arange(max(source)) < torch.tensor(source)[:, None]).long()}
-
-
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "t5-gated"])
 def test_the_rows_are_those_with_the_largest_outputs(family):
-    model, source, target = FAMILIES[family]().float().eval(), [9, 5, 7], [5, 3, 4]
-    batch, cut = padded(source, target), {"input_ids": source}
-    if family.startswith("gpt"):
-        del batch["decoder_input_ids"]
-    else:
-        cut["decoder_input_ids"] = target
-    mask, maps, captured = watching(model), projections(model), {}
+    """Of padded rows of so many tokens, whose outputs are seen one by one without padding."""
+    draw, batch, captured = torch.Generator().manual_seed(3), {}, {}
+    cut = {"input_ids": [9, 5, 7], **({"decoder_input_ids": [5, 3, 4]} if family == "t5-gated" else {})}
+    for name, lengths in cut.items():
+        ids = torch.randint(3, 60, (3, max(lengths)), generator=draw)
+        batch[name] = ids * (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None])
+    if family == "t5-gated":
+        batch["decoder_input_ids"][:, 0] = 0  # what a decoder begins with
+    model = FAMILIES[family]().float().eval()
+    mask, maps = watching(model), projections(model)
     hook = lambda module, args, output: captured.setdefault(module, []).append(output.detach())  # noqa: E731
     handles = [each.module.register_forward_hook(hook) for each in maps]
     for row in range(3):
@@ -149,7 +140,7 @@ def test_the_rows_are_those_with_the_largest_outputs(family):
         handle.remove()
     for _ in range(2):
         with recording([mask]):
-            model(**batch)
+            model(**batch, attention_mask=(torch.arange(9) < torch.tensor([[9], [5], [7]])).long())
     sums = mask.sums.clone()
     found = {id(p): (f.shape, f.flatten().nonzero().flatten().tolist()) for p, f in mask.factors()}
     for each, place in zip(mask.maps, mask.places, strict=True):
@@ -192,14 +183,13 @@ def test_what_is_not_the_training_loss_is_not_measured():
 
 
 def test_biases_and_heads_only_when_asked():
-    model = gpt2()
+    model, untied = gpt2(), gpt2(tie_word_embeddings=False)
     maps = [each.module for each in projections(model)]
     plain, biases = {id(each.weight) for each in maps}, {id(each.bias) for each in maps}
     covered = lambda model, **given: {id(p) for p, _ in watching(model, **given).factors()}  # noqa: E731
     assert covered(model) == covered(model, head=True) == plain
     assert covered(model, biases=True) == plain | biases
     assert covered(model, head=True, tied=True) == plain | {id(model.lm_head.weight)}
-    untied = gpt2(tie_word_embeddings=False)
     assert id(untied.lm_head.weight) in covered(untied, head=True)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 import cpt.adapters.export
 from cpt.core.randomness import key
 from cpt.models.units import blocks, sublayers
-from tests.support.making import Watch, made
+from tests.support.making import Watch
 
 THREE = "order=[law,food,space]"
 
@@ -118,19 +118,18 @@ def test_each_row_is_read_with_its_domains_prompt(family, elle):
     assert grads == [False, True, False]
 
 
-def test_every_stage_is_exported_in_its_size(small, start, tmp_path):
-    options = small("method=elle", THREE, "trainer.steps=2", "save_all_stages=true", "method.hidden=[2,1]")
-    start(options, tmp_path)
-    work, sizes, names = made(options), [], ["law", "food", "space"]
-    for number in range(1, 4):
-        work.module.expand_to(work.data.domains[number - 1])
-        work.module.load_state_dict(torch.load(tmp_path / "stages" / f"{number:03}.pt", weights_only=True))
-        folder, [batch] = tmp_path / f"export{number}", work.batches()
-        work.module.export(folder, names[:number])
+def test_every_stage_is_exported_in_its_size(elle, tmp_path):
+    given = ["neurons=1.25", "layers=1", "hidden=[2,1]", "prompt=2"]
+    work, sizes, names = elle(*(f"method.{each}" for each in given), THREE), [], ["law", "food", "space"]
+    for number, stage in enumerate(work.data.domains):
+        work.module.expand_to(stage)
+        work.module.activate(number)
+        folder, [batch] = tmp_path / str(number), work.batches()
+        work.module.export(folder, names[: number + 1])
         plain = transformers.AutoModelForMaskedLM.from_pretrained(folder)
         sizes.append((plain.config.hidden_size, plain.config.intermediate_size, len(blocks(plain))))
         with torch.no_grad():
-            for domain, name in enumerate(names[:number]):
+            for domain, name in enumerate(names[: number + 1]):
                 found = work.module.objective.nll(cpt.adapters.export.load(folder, domain=name), batch)
                 torch.testing.assert_close(found, work.module.eval().nll(batch, domain)[0])
     assert sizes == [(32, 48, 2), (64, 60, 3), (64, 75, 4)]
