@@ -183,21 +183,6 @@ def test_a_finished_run_is_read_through_and_without_its_beginnings_does_not_go_o
 
 EXAMPLES = ["replay=generated", "replay.past_ratio=0.25", "replay.forms=0.25", "replay.batch_size=4"]
 EXAMPLES += ["answers=none"]
-LENGTH = 160
-
-
-@pytest.fixture(scope="module")
-def tasks(tmp_path_factory):
-    root = tmp_path_factory.mktemp("tasks")
-    return write_tasks(root, ("law", "food", "space"), train=60, test=20, size=(3, 6))
-
-
-@pytest.fixture(params=["causal", "two stacks"])
-def config(request, small_gpt2, small_t5, tasks):
-    """The config of a run on tasks by a kind of model."""
-    made = small_gpt2 if request.param == "causal" else small_t5
-    places = ["domains=tasks", f"domains.root={tasks}", f"model.max_seq_length={LENGTH}"]
-    return lambda *overrides: made(*places, *EXAMPLES, *overrides)
 
 
 @pytest.fixture
@@ -224,8 +209,10 @@ def gifted(monkeypatch):
 
 
 def test_valid_examples_are_replayed_and_learned_to_be_written_again(
-    start, config, tmp_path, gifted, read, monkeypatch, caplog
+    start, small_t5, tmp_path, gifted, read, monkeypatch, caplog
 ):
+    tasks = write_tasks(tmp_path, ("law", "food", "space"), train=60, test=20, size=(3, 6))
+    places = ["domains=tasks", f"domains.root={tasks}", "model.max_seq_length=160"]
     made, rows, streams = TrainStream.__getitem__, defaultdict(list), {}
 
     def noted(stream, number):
@@ -235,30 +222,16 @@ def test_valid_examples_are_replayed_and_learned_to_be_written_again(
 
     monkeypatch.setattr(TrainStream, "__getitem__", noted)
     with caplog.at_level(logging.INFO):
-        start(config(THREE, "replay.max_tokens=400"), tmp_path)
+        start(small_t5(*places, *EXAMPLES, THREE, "replay.max_tokens=400"), tmp_path / "run")
     assert [read[name] for name in ("law", "food", "space")] == [{"law"}, {"food"}, {"space"}]
-    told = json.loads((tmp_path / "generated/003-space/facts.json").read_text())
+    told = json.loads((tmp_path / "run/generated/003-space/facts.json").read_text())
     assert set(told) == {"law", "food"} and all(each["texts"] > 0 for each in told.values())
     assert all(each["tokens"] <= 400 and each["invalid"] > 0 for each in told.values())
     assert all(f"examples generated for {name}, which are none of it" in caplog.text for name in told)
     assert {context.strip() for context in gifted} == {"An example of law:", "An example of food:"}
-    assert len(written(tmp_path)["003-space/law"]) == 2 * told["law"]["texts"]
-    assert json.loads((tmp_path / "generated/kept/law.json").read_text())["kept"] == ["short"]
+    assert len(written(tmp_path / "run")["003-space/law"]) == 2 * told["law"]["texts"]
+    assert json.loads((tmp_path / "run/generated/kept/law.json").read_text())["kept"] == ["short"]
     # A quarter of past tasks, a quarter of forms of its own: exact over the stage's 6 steps of 8.
     assert np.bincount(rows["space"], minlength=4).tolist() == [24, 6, 6, 12]
     assert [type(text) for text in streams["space"].texts] == [TokenizedTask] * 4
     assert np.bincount(rows["law"]).tolist() == [36, 12]
-
-
-def test_killed_it_goes_on_with_the_same_bits(start, config, tmp_path, gifted, killing, blocks):
-    start(config(TWO), tmp_path / "whole")
-    blocks["written"], blocks["deadly"] = 0, 2
-    with pytest.raises(KilledError):
-        start(config(TWO), tmp_path / "killed")
-    blocks["deadly"] = 0
-    killing(Killer(step=3, domain="food"))
-    with pytest.raises(KilledError):
-        start(config(TWO), tmp_path / "killed")
-    killing(None)
-    start(config(TWO), tmp_path / "killed")
-    assert_same(tmp_path / "whole", tmp_path / "killed")
