@@ -1,6 +1,5 @@
 """The reservoir: every sample equally likely, floats kept as they are, exact sizes, a shard per process."""
 
-import io
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +11,7 @@ from cpt.data.collate import UNSCORED, Rows, single
 from cpt.methods import reservoir as module
 from cpt.methods.reservoir import Reservoir
 from cpt.models.objectives import Span
+from tests.support.campaign import run_few
 from tests.support.making import same
 from tests.support.running import batch_of
 
@@ -52,8 +52,7 @@ def as_process(monkeypatch):
     return lambda rank, world: monkeypatch.setattr(module, "rank_and_world", lambda: (rank, world))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("world", run_few([1, 2], [1]))
 def test_every_sample_of_a_stream_is_as_likely_to_be_kept(world, as_process):
     stream, samples, trials = 120, 12, 250
     counts, expected = np.zeros(stream), trials * samples / stream
@@ -115,12 +114,10 @@ def test_two_draws_are_independent(as_process):
 
 
 @pytest.mark.parametrize("precision", ["float16", "bfloat16"])
-def test_outputs_survive_a_file_as_the_floats_they_were(precision):
-    kept, file = fed(reservoir(6, precision=precision), range(20), size=4), io.BytesIO()
-    torch.save(kept.state_dict(), file)
-    file.seek(0)
-    other = reservoir(6, precision=precision)
-    other.load_state_dict(torch.load(file, weights_only=True))
+def test_outputs_survive_a_file_as_the_floats_they_were(precision, tmp_path):
+    kept, other = (reservoir(6, precision=precision) for _ in range(2))
+    torch.save(fed(kept, range(20), size=4).state_dict(), tmp_path / "file")
+    other.load_state_dict(torch.load(tmp_path / "file", weights_only=True))
     for cast in ("double", "half", "bfloat16", "float"):
         getattr(torch.nn.Sequential(other), cast)()
     expected = batch(held(kept))[1].view(6, 2, 3).to(getattr(torch, precision))
