@@ -49,7 +49,7 @@ def untouched():
 
 @pytest.fixture
 def export(untouched, tmp_path, monkeypatch):
-    """Writes parts of a model into a folder, and gives the expression that loads it, by this file's `attach`."""
+    """Writes parts into a folder, and gives the expression that loads it with the `attach` of this file."""
     monkeypatch.setattr(cpt.adapters.export, "TRUSTED", (*cpt.adapters.export.TRUSTED, f"{__name__}."))
     plain = copy.deepcopy(untouched)
     attach(plain, factor=2.0)
