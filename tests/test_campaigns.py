@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from tests.campaigns import concurrency, faults, frame, kills, nonfinite, preemption
+from benchmarks.campaigns import concurrency, faults, frame, kills, nonfinite, preemption
 
 TRIALS = {
     "a killed run": (kills.trial, 0),
