@@ -25,6 +25,7 @@ CONFIG_ON_WANDB = {"cpt.label", "cpt.measured", "cpt.group", "cpt.order", "cpt.t
 GROUPS = sorted({path.parent.relative_to(CONF).as_posix() for path in CONF.rglob("*/*.yaml")})
 CHOICE = re.compile(rf"\+?({'|'.join(GROUPS)})(?:@[\w.]+)?=([\w,|]+)")
 OPTION = re.compile(rf"\+?((?:{'|'.join(g.replace('/', '[.]') for g in GROUPS)}|freeze)(?:\.\w+)+)(?:=.*)?")
+each_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 OPEN = ("domains.packages.", "domains.columns.", "domains.catalogue.", "endtask.tasks.")
 
 
@@ -32,12 +33,16 @@ def told(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def spans(path: Path) -> list[str]:
-    """What is in backquotes within the prose, and lines of code; a backslash joins two."""
-    prose = re.sub(r"^```.*?^```", "", told(path), flags=re.DOTALL | re.MULTILINE)
+def lines(path: Path) -> list[str]:
+    """What is in blocks of code; a line that ends with a backslash goes on."""
     blocks = re.findall(r"^```bash\n(.*?)^```", told(path), re.DOTALL | re.MULTILINE)
-    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    return [*re.findall(r"`([^`\n]+)`", prose), *lines]
+    return [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+
+
+def spans(path: Path) -> list[str]:
+    """What is in backquotes within the prose, and the lines of code."""
+    prose = re.sub(r"^```.*?^```", "", told(path), flags=re.DOTALL | re.MULTILINE)
+    return [*re.findall(r"`([^`\n]+)`", prose), *lines(path)]
 
 
 def words(path: Path) -> list[str]:
