@@ -59,6 +59,7 @@ SHAPES: dict[str, list[str]] = {
 DROPOUT = {
     "roberta": ["model.config.hidden_dropout_prob", "model.config.attention_probs_dropout_prob"],
     "t5": ["model.config.dropout_rate"],
+    "gpt2": ["model.config.embd_pdrop", "model.config.attn_pdrop", "model.config.resid_pdrop"],
 }
 ALWAYS = [
     "method=ncl",
@@ -112,9 +113,9 @@ def ground(cache: str, *overrides: str, shape: str = "roberta") -> Ground:
     texts = Corpora.read(plan.source, plan.order, cache=Path(cfg.cache_dir))
     start = make_base(plan.model, texts, accelerator="cpu")
     device = torch.device("cuda" if plan.trainer.accelerator == "gpu" else "cpu")
-    length, config = start.length, AutoConfig.from_pretrained(start.checkpoint)
-    options = resolve_auto(resolve_devices(plan.trainer), config, device, length=length, stored=None)
-    plan = replace(plan, trainer=options)
+    config = AutoConfig.from_pretrained(start.checkpoint)
+    plan = replace(plan, trainer=resolve_devices(plan.trainer))
+    plan = replace(plan, trainer=resolve_auto(plan, config, device, stored=None))
     module = build_method(plan, start).train()
     data = build_data(plan, texts, start, module)
     data.enter(next(iter(data)))

@@ -3,6 +3,7 @@
 A subject is a function of a course (what is trained on what, how long) and a beat (what it calls after every
 step)."""
 
+import json
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from ground import DROPOUT, Ground, ground
 from lightning.pytorch.callbacks import Callback
 from stage import Beat, Rhythm
@@ -23,6 +25,7 @@ from cpt.optim.nan_guard import NanGuard
 from cpt.trainer.checkpoint import StepCheckpoint
 from cpt.trainer.lightning import make_trainer
 
+FIRST = 8  # untimed steps in the domain before
 INPUTS = ("input_ids", "attention_mask", "decoder_input_ids")
 
 
@@ -36,19 +39,24 @@ class Course(Rhythm):
     fused: bool
     equal: bool
     shape: str = "roberta"
+    config: tuple[str, ...] = ()  # overrides
 
     def ground(self, *overrides: str) -> Ground:
-        dropout = 0.0 if self.equal else 0.1
-        return ground(
+        place = ground(
             self.cache,
+            *self.config,
             f"model.max_seq_length={self.length}",
-            *(f"{name}={dropout}" for name in DROPOUT.get(self.shape, [])),
+            *(f"{name}=0.1" for name in DROPOUT.get(self.shape, [])),
             f"trainer.batch_size={self.batch}",
             f"trainer.steps={self.steps}",
             *(["++optim.fused=true"] if self.fused else []),
             *overrides,
             shape=self.shape,
         )
+        if self.equal:
+            for each in (each for each in place.module.modules() if isinstance(each, torch.nn.Dropout)):
+                each.p = 0.0
+        return place
 
 
 class Pulse(Callback):
@@ -108,10 +116,17 @@ def quick(course: Course, beat: Beat, *, precision: str = "32-true") -> None:
     fit(place, place.data.domain, steps=place.steps, callbacks=[Pulse(beat)])
 
 
+def sequel(course: Course, beat: Beat, *, method: str) -> None:
+    """A method with quick dropout, in a domain after the first: it has importances then, or a Fisher."""
+    about = ("order=[sympy,networkx]", "trainer.importance_samples=32", *QUICK)
+    place = course.ground(f"method={method}", *about)
+    first, second = place.data
+    fit(place, first, steps=FIRST)
+    fit(place, second, steps=place.steps, callbacks=[Pulse(beat)])
+
+
 def loop(course: Course, beat: Beat, *, loss_of: Callable[[Any, Any], Any]) -> None:
     """A training loop of a few lines on cpt's batches."""
-    import torch
-
     place = course.ground()
     model, clip = place.module.model, place.plan.trainer.gradient_clip_val
     optimizer, schedule = place.optimizer(model)
@@ -186,6 +201,44 @@ def hf(course: Course, beat: Beat, *, bf16: bool = False) -> None:
     ).train()
 
 
+def llama_factory(course: Course, beat: Beat) -> None:
+    """LLaMA-Factory's stage `pt` with its defaults, on the same text, model, optimizer's rate, schedule and
+    sizes; it shuffles and packs the text itself."""
+    from llamafactory.train.tuner import run_exp
+    from transformers import TrainerCallback
+
+    class Pulse(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            def hear(module: Any, inputs: Any, output: Any) -> None:
+                losses.append(output.loss)
+
+            kwargs["model"].register_forward_hook(hear)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            beat(losses[-1], course.batch * (course.length - 1))
+
+    place, losses = course.ground(), []
+    beat.enter()
+    folder, rows = Path(tempfile.mkdtemp()), place.stream().texts[0].rows["ids"][:]
+    texts = place.start.tokenizer.batch_decode(rows, skip_special_tokens=True)
+    lines = (json.dumps({"text": text}) for text in texts)
+    (folder / "domain.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    about = {"domain": {"file_name": "domain.jsonl", "columns": {"prompt": "text"}}}
+    (folder / "dataset_info.json").write_text(json.dumps(about), encoding="utf-8")
+    place.module.model.save_pretrained(folder / "model")
+    place.start.tokenizer.save_pretrained(folder / "model")
+    given = {
+        **{"stage": "pt", "finetuning_type": "full", "do_train": True, "max_steps": place.steps},
+        **{"model_name_or_path": str(folder / "model"), "output_dir": str(folder / "out")},
+        **{"dataset": "domain", "dataset_dir": str(folder), "cutoff_len": course.length},
+        **{"per_device_train_batch_size": course.batch, "gradient_accumulation_steps": 1},
+        **{"learning_rate": place.plan.optim.arguments["lr"], "lr_scheduler_type": "linear"},
+        **{"max_grad_norm": place.plan.trainer.gradient_clip_val, "use_cpu": course.device == "cpu"},
+        **{"save_strategy": "no", "report_to": "none", "logging_steps": 10},
+    }
+    run_exp(given, callbacks=[Pulse()])
+
+
 def unmasked(place: Ground) -> tuple[Any, Any]:
     """cpt's rows in cpt's order, and the collator that masks them, or makes labels of them."""
     import numpy as np
@@ -195,10 +248,10 @@ def unmasked(place: Ground) -> tuple[Any, Any]:
     order = stream.locate(np.arange(len(stream) * stream.batch_size))[1]
     texts = stream.texts[0].rows.select_columns(["ids"]).rename_column("ids", "input_ids").select(order)
     first = stream[0]
-    original = place.start.objective.uncorrupted(first)
+    masked = place.start.objective_name == "masked"
+    original = place.start.objective.uncorrupted(first) if masked else first["input_ids"]
     if texts[: stream.batch_size]["input_ids"] != original.tolist():
         raise RuntimeError("the rows are not those of cpt")
-    masked = place.start.objective_name == "masked"
     return texts, DataCollatorForLanguageModeling(
         place.start.tokenizer, mlm=masked, mlm_probability=model.mlm_probability if masked else None
     )
@@ -241,4 +294,8 @@ SUBJECTS = {
     "bare": bare,
     "dense": dense,
     "hf": hf,
+    "hf, bf16": partial(hf, bf16=True),
+    "llama-factory": llama_factory,
+    **{f"cpt, {name}": partial(sequel, method=name) for name in ("das", "migu", "ewc", "lora")},
 }
+USUAL = tuple(SUBJECTS)[:8]

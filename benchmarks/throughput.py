@@ -9,18 +9,18 @@ work."""
 import argparse
 import statistics
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ground import SHAPES, arguments
 from measuring import paired, save, spread
 from stage import Chunks, joined, played, prepare, times, undisturbed
-from subjects import SUBJECTS, Course
+from subjects import SUBJECTS, USUAL, Course
 
 
-def play(course: Course, *, patience: float) -> dict[str, Any]:
-    """One cast of all subjects on a course."""
-    subjects = {name: partial(subject, course) for name, subject in SUBJECTS.items()}
-    return played(subjects, course, patience=patience)
+def play(course: Course, names: list[str], *, patience: float) -> dict[str, Any]:
+    """One cast of subjects on a course."""
+    return played({name: partial(SUBJECTS[name], course) for name in names}, course, patience=patience)
 
 
 def equality(steps: dict[str, Any]) -> dict[str, Any]:
@@ -40,33 +40,34 @@ def equality(steps: dict[str, Any]) -> dict[str, Any]:
     return {"loss": [ours[0], ours[-1]], "distance": {name: distance(name) for name in steps}}
 
 
-def timed(chunks: Chunks, rounds: list[int], *, tokens: int) -> dict[str, Any]:
+def timed(chunks: Chunks, rounds: list[int], *, tokens: int, ours: str) -> dict[str, Any]:
     """Tokens/s, and how much faster cpt is by wall and by processor time, over some of the rounds."""
     wall, cpu = (times(chunks, rounds, kind) for kind in ("wall", "cpu"))
-    others = [name for name in chunks if name != "cpt"]
+    others = [name for name in chunks if name != ours]
     return {
         "rounds": rounds,
         "tokens_per_s": {name: tokens / statistics.median(each) for name, each in wall.items()},
-        "cpt_over": {name: paired(wall["cpt"], wall[name]) for name in others},
-        "cpt_over_by_cpu_time": {name: paired(cpu["cpt"], cpu[name]) for name in others},
+        "cpt_over": {name: paired(wall[ours], wall[name]) for name in others},
+        "cpt_over_by_cpu_time": {name: paired(cpu[ours], cpu[name]) for name in others},
         "foreign_cores": spread(sum(times(chunks, rounds, "foreign_cores").values(), [])),
     }
 
 
-def medians(chunks: Chunks, rounds: list[int]) -> dict[str, float]:
+def medians(chunks: Chunks, rounds: list[int], *, ours: str) -> dict[str, float]:
     """Median ratios of one cast's rounds."""
     wall = times(chunks, rounds, "wall")
-    return {name: paired(wall["cpt"], each)["median"] for name, each in wall.items() if name != "cpt"}
+    return {name: paired(wall[ours], each)["median"] for name, each in wall.items() if name != ours}
 
 
-def summary(run: dict[str, Any], course: Course) -> dict[str, Any]:
-    """The figures of the undisturbed rounds and of all, losses and scored tokens."""
-    tokens, chunks = course.chunk * course.batch * course.length, run["chunks"]
+def summary(run: dict[str, Any], course: Course, *, ours: str = "cpt") -> dict[str, Any]:
+    """The figures of the undisturbed rounds and of all, losses and scored tokens; ratios to `ours`."""
+    chunks = run["chunks"]
+    how: dict[str, Any] = {"tokens": course.chunk * course.batch * course.length, "ours": ours}
     return {
-        **timed(chunks, undisturbed(chunks), tokens=tokens),
-        "of_all_rounds": timed(chunks, list(range(len(run["load"]))), tokens=tokens),
+        **timed(chunks, undisturbed(chunks), **how),
+        "of_all_rounds": timed(chunks, list(range(len(run["load"]))), **how),
         "by_cast": [
-            medians(chunks, list(range(start, start + course.rounds)))
+            medians(chunks, list(range(start, start + course.rounds)), ours=ours)
             for start in range(0, len(run["load"]), course.rounds)
         ],
         "scored_tokens": {name: sum(steps["scored"]) for name, steps in run["reports"].items()},
@@ -99,7 +100,12 @@ def options() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=128, help="tokens per sample")
     parser.add_argument("--batch", type=int, default=16, help="samples per step")
     parser.add_argument("--check-steps", type=int, default=25, help="steps of the equal-work check")
-    parser.add_argument("--shape", choices=list(SHAPES), default="roberta", help="masked, or T5 by its spans")
+    parser.add_argument(
+        "--shape", choices=list(SHAPES), default="roberta", help="masked, spans of T5, causal"
+    )
+    parser.add_argument("--model", help="a checkpoint instead of --shape; a missing head is random")
+    parser.add_argument("--config", nargs="+", default=[], help="changes to the config of all subjects")
+    parser.add_argument("--subjects", nargs="+", choices=list(SUBJECTS), default=USUAL)
     parser.add_argument("--fused", action="store_true", help="fused AdamW on all sides")
     return parser.parse_args()
 
@@ -107,15 +113,20 @@ def options() -> argparse.Namespace:
 def main() -> None:
     chosen = options()
     prepare(chosen.threads)
-    shared = {
-        name: getattr(chosen, name) for name in ("cache", "threads", "batch", "length", "fused", "shape")
-    }
+    names = ["cpt", *(name for name in chosen.subjects if name != "cpt")]
+    shared = {name: getattr(chosen, name) for name in ("cache", "threads", "batch", "length", "fused")}
+    shared |= {"shape": chosen.shape, "config": tuple(chosen.config)}
+    if chosen.model is not None:
+        given = ("model=hf", f"model.name_or_path={chosen.model}", "model.pretraining.head_steps=0")
+        shared |= {"shape": "given", "config": (*given, *chosen.config)}
+        chosen.model = Path(chosen.model).name
     course = Course(**shared, rounds=chosen.repeats, chunk=chosen.steps, equal=False)
     check = Course(**shared, rounds=1, chunk=chosen.check_steps, equal=True)
     for each in (course, check):
         each.ground()  # fills the cache
-    equal = equality(play(check, patience=0.0)["reports"])
-    run = joined([play(course, patience=chosen.patience) for _ in range(chosen.casts)])
+    alike = [name for name in names if name in USUAL]
+    equal = equality(play(check, alike, patience=0.0)["reports"])
+    run = joined([play(course, names, patience=chosen.patience) for _ in range(chosen.casts)])
     settings = {name: value for name, value in vars(chosen).items() if name not in ("cache", "out")}
     results = {"options": settings, "equal_work": equal, **summary(run, course), "chunks": run["chunks"]}
     print(shown(results))

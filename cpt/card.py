@@ -20,9 +20,8 @@ def main(arguments: Sequence[str]) -> int:
     with readable():
         scores = place.scores()
         if scores is None or not scores.run["finished"] or len(scores.rows) < 2:
-            raise ValueError(
-                f"RUN={place.path} is invalid. Allowed: the folder of a finished run that trained"
-            )
+            allowed = "the folder of a finished run that trained"
+            raise ValueError(f"RUN={place.path} is invalid. Allowed: {allowed}")
         if not (place.model / "config.json").is_file():
             told = f"{place.model} holds no exported model"
             raise ValueError(f"{told}; the command of the run exports it again")

@@ -59,12 +59,7 @@ def app(cfg: DictConfig) -> Any:
 
 def run_step(step: Callable[[], Any]) -> Any:
     """Replaces Hydra's function of this kind, which reports in many lines what cannot be composed."""
-
-    def readable_step() -> Any:
-        with closing_output(), readable():
-            return step()
-
-    return report_errors(readable_step)
+    return report_errors(closing_output()(readable()(step)))
 
 
 def parse_arguments(arguments: Sequence[str]) -> dict[str, Override]:

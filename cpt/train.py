@@ -84,10 +84,9 @@ def open_run_dir(plan: Plan, run: RunDir) -> Iterator[Plan]:
 def print_estimate(plan: Plan, run: RunDir) -> None:
     """Prints what a run would do and cost, as a table or as JSON alone, and leaves the directory as it is."""
     if is_one_of_several():
-        why = "is made by one process, for all of trainer.devices and trainer.num_nodes"
-        raise ValueError(
-            f"plan={show(plan.run.plan)} is invalid: it {why}. Allowed: without torchrun or srun"
-        )
+        why = "it is made by one process, for all of trainer.devices and trainer.num_nodes"
+        told = f"plan={show(plan.run.plan)} is invalid: {why}"
+        raise ValueError(f"{told}. Allowed: without torchrun or srun")
     plan = order_domains(plan)
     plan = resolve_eval_cap(plan, find_started(plan, run))
     as_json, is_new = plan.run.plan == "json", not run.config.exists()

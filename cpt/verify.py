@@ -52,7 +52,7 @@ def damage_in_run(folder: Path) -> Iterator[str]:
     run = RunDir(folder)
 
     def check_scores(path: Path) -> None:
-        scores, keeps = Scores.load(path), run.config.exists() and run.stored("save_all_stages")
+        scores, keeps = Scores.load(path), run.config.exists() and run.stored_config().get("save_all_stages")
         last = len(scores.rows) - 1
         run.check_documents(last + 1)
         if scores.run["finished"]:

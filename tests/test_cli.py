@@ -16,6 +16,8 @@ pytestmark = pytest.mark.slow
 CANNOT = {  # and the choice or option that is meant
     "method=unheard_of": "",
     "+experiment=mine": "",
+    "+unknown=1": "",
+    "-m name=../x seed=0,1": "",
     "+model=gpt2": "",
     "trainer.setps=5": "trainer.steps",
     "trainer.learning_rate=1e-4": "optim.lr",
@@ -49,7 +51,7 @@ def test_what_cannot_be_composed_is_told_in_one_line_and_leaves_nothing(argument
     else:
         assert is_refused(arguments, ended.stderr.removeprefix("cpt: ").strip()), ended.stderr
         assert ended.stderr.endswith(f"Did you mean {CANNOT[arguments]}?\n") == bool(CANNOT[arguments])
-    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"] and not (tmp_path.parent / "x").exists()
 
 
 def test_the_program_has_the_same_config_under_both_names(tmp_path, monkeypatch):

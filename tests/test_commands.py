@@ -89,13 +89,13 @@ def test_a_routing_and_an_experiment_are_given_plainly():
     assert to_hydra(given) == ["experiment=mine", "routing@method.routing=posterior", given[2]]
 
 
-@pytest.mark.parametrize(
-    "program", sorted(set(re.findall(r"python -m (cpt\.[\w.]+)", told(ROOT / "docs/cli.md"))))
-)
+PROGRAMS = sorted({*re.findall(r"python -m (cpt\.[\w.]+)", told(ROOT / "docs/cli.md"))})
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_every_documented_program_has_a_help(program, capsys):
-    module = import_module(
-        program if find_spec(program).submodule_search_locations is None else f"{program}.__main__"
-    )
+    is_file = find_spec(program).submodule_search_locations is None
+    module = import_module(program if is_file else f"{program}.__main__")
     with pytest.raises(SystemExit) as ended:
         module.main(["--help"])
     assert ended.value.code == 0 and f"usage: python -m {program}" in capsys.readouterr().out

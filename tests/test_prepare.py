@@ -60,16 +60,11 @@ def test_das6_has_the_published_counts_and_a_missing_file_is_named(das6, tmp_pat
     assert "Differs" not in printed and printed.splitlines()[-1] == f"{out}: ready, 0 differences"
     documents = list(read_folder(out / "corpora" / "acl", "acl", column="text", document="line"))
     assert [text for split, text in documents if split == "train"] == [f"line {n}" for n in range(2, 40)]
-    assert {split: text for split, text in documents if split != "train"} == {
-        "valid": "line 0",
-        "test": "line 1",
-    }
+    assert dict(documents) | {"train": ""} == {"valid": "line 0", "test": "line 1", "train": ""}
     columns = {"id": "id", "text": "text_pair", "text_pair": "text", "label": "label"}
     given = {"columns": columns, "root": str(out)}
-    tasks = {
-        name: plan_endtasks(options("texts", **given, splits=name), None, ["acl"]).source
-        for name in ("das", "own")
-    }
+    plans = {name: options("texts", **given, splits=name) for name in ("das", "own")}
+    tasks = {name: plan_endtasks(plan, None, ["acl"]).source for name, plan in plans.items()}
     for name, task in prepare.ENDTASKS.items():
         counts = tuple(len(tasks["das"].read(name, split)) for split in ("train", "test"))
         assert counts == task.published, name
@@ -100,9 +95,7 @@ def test_tasks_are_copied_without_the_development_split_and_read_through(tmp_pat
     printed = capsys.readouterr().out
     assert "Differs" not in printed and printed.count("Missing, optional:") == len(prepare.LONG)
     found = {(name, split) for name, split, _ in find_files(out, "cl_benchmark")}
-    assert found == {
-        (name, s) for name in ("dbpedia", "yahoo", "agnews", "amazon") for s in ("train", "test")
-    }
+    assert found == {(task.partition("/")[2], s) for task in prepare.STANDARD for s in ("train", "test")}
     assert json.loads((out / "TC/yahoo/labels.json").read_text()) == ["a"]
     (released / "TC/yahoo/labels.json").unlink()
     assert prepare.main(["standard_cl", str(released), str(out)]) == 1
@@ -143,7 +136,5 @@ def test_a_folder_that_cannot_be_prepared_is_refused_in_one_line(tmp_path, capsy
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("cpt: ") and "it overlaps" in line
     (tmp_path / "list.json").write_text('[{"sentence": "a", "term": "b", "polarity": "c"}]')
-    with pytest.raises(
-        ValueError, match="list.json is no object. Allowed: {NAME: {sentence, term, polarity}"
-    ):
+    with pytest.raises(ValueError, match="list.json is no object. Allowed: {NAME: {sentence, term, "):
         [*prepare.read_labelled(tmp_path / "list.json")]

@@ -106,11 +106,4 @@ def canonical(key: str, value: Any) -> Any:
     return value
 
 
-def list_differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """`key: value then -> value now` of every leaf that differs."""
-    keys, absent = sorted({*then, *now}), "(absent)"
-    shown = ((key, then.get(key, absent), now.get(key, absent)) for key in keys)
-    return [f"{key}: {before} -> {after}" for key, before, after in shown if before != after]
-
-
 OmegaConf.register_new_resolver("times", operator.mul, replace=True)

@@ -84,7 +84,7 @@ def make_base(options: ModelOptions, corpora: Corpora, *, accelerator: str, trai
     untrained. Raises ValueError for an objective that does not fit."""
     new = describe_base(options, corpora)
     if options.name_or_path is not None:
-        return new if is_whole(options) else adapt_checkpoint(options, new, corpora, accelerator, trains)
+        return adapt_checkpoint(options, new, corpora, accelerator, trains)
     assert options.pretraining is not None and options.config is not None
     settings: dict[str, Any] = {"config": options.config, "objective": options.objective}
     settings |= {"mask_rate": options.mlm_probability, "length": options.max_seq_length}
@@ -107,17 +107,15 @@ def make_base(options: ModelOptions, corpora: Corpora, *, accelerator: str, trai
     return replace(base, checkpoint=str(folder))
 
 
-def is_whole(options: ModelOptions) -> bool:
-    """Whether a checkpoint is the base as it is: with all its blocks and its own head."""
-    return options.layers is None and not (options.pretraining and options.pretraining.head_steps)
-
-
 def adapt_checkpoint(
     options: ModelOptions, given: Base, corpora: Corpora, accelerator: str, trains: bool
 ) -> Base:
-    """A checkpoint's first blocks, with a trained head (unless it `trains` the cache's or none), cached."""
+    """A checkpoint as it is; with fewer blocks or a trained head (unless it `trains` the cache's or none) one
+    that is cached."""
     how, source = options.pretraining, str(options.name_or_path)
     steps = (how and how.head_steps) or 0
+    if options.layers is None and not steps:
+        return given
     files: Any = getattr(loading.configuration(source), "_commit_hash", None)  # of the Hub
     files = files or {name: file_hash(path) for name, path in checkpoint_files(source).items()}
     settings: dict[str, Any] = {"layers": options.layers, "resize": given.resize}
@@ -152,7 +150,7 @@ def adapt_checkpoint(
 
     if steps and not trains and not folder.exists():
         options, given = replace(options, pretraining=None), replace(given, lacks="the language-model head")
-        return given if is_whole(options) else adapt_checkpoint(options, given, corpora, accelerator, trains)
+        return adapt_checkpoint(options, given, corpora, accelerator, trains)
     make_once(folder, make=make)
     return replace(given, checkpoint=str(folder), resize=False)
 

@@ -85,8 +85,17 @@ def build_context(plan: Plan, model: PreTrainedModel, objective: Objective) -> M
     )
 
 
-def log_ineffective(plan: Plan, module: ContinualMethod, device: torch.device) -> None:
-    """Logs the options that are set and change nothing in this run."""
+def log_settings(plan: Plan, module: ContinualMethod, data: DomainSequence, device: torch.device) -> None:
+    """Logs of how many texts a part is scored, and the options that are set and change nothing."""
+    if data.cut:
+        lengths = {name: text.row_lengths for name, text in data.held_out.items()}
+        cut = {name: lengths[name][data.scored_rows(name)] for name in data.cut}
+        read, total = (sum(int(each.sum()) for each in some.values()) for some in (lengths | cut, lengths))
+        log.info(
+            f"Scoring a part of {len(cut)} of {len(lengths)} texts, the same rows after every stage "
+            f"(eval.max_tokens={show(data.eval_tokens)}, {read:,} of {total:,} tokens); "
+            "eval.max_tokens=null scores all, in a run of its own"
+        )
     options, name, model, rate = plan.trainer, plan.names["method"], plan.model, plan.ignored_rate
     tensors = [each for each in module.modules() if isinstance(each, NamedTensors)]
     offloads = any(not isinstance(each, CarriedState) for each in tensors)
@@ -150,28 +159,14 @@ def build_data(plan: Plan, corpora: Corpora, start: Base, module: ContinualMetho
     )
 
 
-def log_eval_cap(data: DomainSequence) -> None:
-    """Logs of how many texts a part is scored."""
-    if data.cut:
-        lengths = {name: text.row_lengths for name, text in data.held_out.items()}
-        cut = {name: lengths[name][data.scored_rows(name)] for name in data.cut}
-        read, total = (sum(int(each.sum()) for each in some.values()) for some in (lengths | cut, lengths))
-        log.info(
-            f"Scoring a part of {len(cut)} of {len(lengths)} texts, the same rows after every stage "
-            f"(eval.max_tokens={show(data.eval_tokens)}, {read:,} of {total:,} tokens); "
-            "eval.max_tokens=null scores all, in a run of its own"
-        )
-
-
 def empty_scores(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence) -> Scores:
     """Scores without rows: what is measured, on what."""
     objective, names, given = start.objective.scoring, plan.names, plan.model.name_or_path
     scored = {name: int(objective.scored(data.scored_sizes(name)).sum()) for name in data.held_out}
     if empty := next((name for name, count in scored.items() if not count), None):
         told = f"the {plan.source.score_on} text of {empty} has no token that is scored"
-        allowed = (
-            f"longer text that the tokenizer {start.tokenizer.name_or_path} knows, a larger eval.max_tokens"
-        )
+        known = f"the tokenizer {start.tokenizer.name_or_path} knows"
+        allowed = f"longer text that {known}, a larger eval.max_tokens"
         raise ValueError(f"{told}. Allowed: {allowed}")
     kind, similarity = start.objective_name, plan.similarity
     base = {"name": given or names["model"], "origin": "hub" if given else "built"}
@@ -182,9 +177,8 @@ def empty_scores(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence
     adapted = [f"the first {plan.model.layers} blocks"] * (plan.model.layers is not None)
     if given is not None and plan.model.pretraining is not None:
         steps = plan.model.pretraining.head_steps
-        adapted.append(
-            f"head trained for {steps} steps on general text" if steps else "head as it is, or random"
-        )
+        trained = f"head trained for {steps} steps on general text"
+        adapted.append(trained if steps else "head as it is, or random")
     base |= {"adapted": "; ".join(adapted)} if adapted else {}
     return Scores(
         domains=list(data.held_out),

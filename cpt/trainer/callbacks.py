@@ -23,17 +23,17 @@ from torch import Tensor
 
 from cpt.adapters.domain_store import Router
 from cpt.core.distributed import is_sharded
-from cpt.core.errors import reason
 from cpt.core.randomness import key
 from cpt.core.sections import check_arguments, load_target
 from cpt.core.tensors import check_state, load_tensors, save_state
 from cpt.data.collate import Batch
-from cpt.data.datamodule import Domain, DomainSequence
+from cpt.data.datamodule import DomainSequence
 from cpt.evaluation.monitor import MonitorObserver, MonitorOptions, MonitorRecord
 from cpt.evaluation.perplexity import DocumentNLL
 from cpt.methods.base import ContinualMethod
 from cpt.models.forward import in_mode
 from cpt.trainer.costs import CostMonitor
+from cpt.trainer.lightning import naming_cause
 
 log = logging.getLogger(__name__)
 # Callbacks that would change what a stage trains; one that stops it early is noticed when it does.
@@ -62,12 +62,10 @@ def make_entry(section: str, entry: Mapping[str, Any], kind: type, save_dir: Pat
     ValueError for one that cannot be made: its package may be missing."""
     check_arguments(section, entry)
     found = load_target(entry["_target_"], place=section)
-    try:
+    with naming_cause(section):  # whatever a foreign class raises
         if save_dir is not None and "save_dir" in inspect.signature(found).parameters:
             entry = {"save_dir": str(save_dir), **entry}
         built = instantiate(entry, _convert_="all")
-    except Exception as error:  # whatever a foreign class raises
-        raise ValueError(f"{section} is invalid: {reason(error)}") from error
     if not isinstance(built, kind):
         allowed = f"a {kind.__module__}.{kind.__name__}"
         raise ValueError(f"{section}._target_={entry['_target_']} is invalid. Allowed: {allowed}")
@@ -82,21 +80,14 @@ def is_plain(value: Any) -> bool:
 
 
 class Monitor(Callback):
-    """The monitoring evaluations of one stage, every few steps, on validation text of its domain and of
-    others. They change training only where they end it or the observer acts."""
+    """The monitoring evaluations of a stage, every few steps, on validation text of its domain and
+    of others. They change training only where they end it or the observer acts."""
 
     def __init__(
-        self,
-        options: MonitorOptions,
-        observer: MonitorObserver,
-        data: DomainSequence,
-        domain: Domain,
-        compute: CostMonitor,
-        *,
-        every: int,
+        self, options: MonitorOptions, observer: MonitorObserver, data: DomainSequence, compute: CostMonitor
     ) -> None:
-        self.options, self.observer, self.every = options, observer, every
-        self.own, self.compute = domain.parts, compute
+        domain = data.domain
+        self.options, self.observer, self.own, self.compute = options, observer, domain.parts, compute
         names = [*options.choose(domain.parts, data.past(domain), stage=domain.name), *observer.texts]
         self.texts = {name: data.validation[name] for name in names}
         self.rows = {
@@ -124,7 +115,7 @@ class Monitor(Callback):
         if step == self.step or not self.began:  # an accumulated batch
             return
         self.step = step
-        if step % self.every and step < trainer.max_steps and not why:
+        if step % int(self.options.every or 1) and step < trainer.max_steps and not why:
             return
         if not why:
             self.evaluate(trainer, pl_module)

@@ -41,14 +41,13 @@ from cpt.models.memory import draw_quickly
 from cpt.optim.nan_guard import NanGuard
 from cpt.reporting.frames import megabytes
 from cpt.trainer.base_model import Base, make_base
-from cpt.trainer.build import build_data, build_method, log_eval_cap, log_ineffective
+from cpt.trainer.build import build_data, build_method, log_settings, read_corpora
 from cpt.trainer.checkpoint import save_stage
 from cpt.trainer.costs import CostMonitor, stored_beside, trained_parameters
 from cpt.trainer.lightning import drop_optimizer, make_trainer
 from cpt.trainer.manifest import find_source, find_started
-from cpt.trainer.options import TrainerOptions
 from cpt.trainer.plan import Plan
-from cpt.trainer.preflight import prepare
+from cpt.trainer.preflight import Preflight, prepare
 from cpt.trainer.run_dir import RunDir
 
 log = logging.getLogger(__name__)
@@ -137,15 +136,12 @@ def bytes_by_use(module: Any, trainer: Trainer) -> dict[str, int]:
 def estimate(plan: Plan, place: RunDir) -> dict[str, Any]:
     """What a run will do and cost, as plan=json prints it. Raises ValueError for one that cannot be run."""
     ready = prepare(plan, place)
-    plan, world = ready.plan, ready.processes * ready.plan.trainer.num_nodes
-    options, cache = plan.trainer, Path(plan.run.cache_dir)
-    corpora = Corpora.read(plan.source, plan.order, cache=cache, workers=plan.data.preprocessing_num_workers)
-    start = make_base(plan.model, corpora, accelerator=options.accelerator, trains=False)
-    plan = match_operations(plan, corpora, start, device=ready.device, world=world, stored=place.matched)
+    plan, corpora = ready.plan, read_corpora(ready.plan)
+    start = make_base(plan.model, corpora, accelerator=plan.trainer.accelerator, trains=False)
+    plan = match_operations(plan, corpora, start, ready, stored=place.matched)
     module = build_method(plan, start)
     data = build_data(plan, corpora, start, module)
-    log_eval_cap(data)
-    log_ineffective(plan, module, ready.device)
+    log_settings(plan, module, data, ready.device)
     folder = find_started(plan, place)
     scores = folder.scores()
     state = "new" if scores is None else scores.state
@@ -156,18 +152,17 @@ def estimate(plan: Plan, place: RunDir) -> dict[str, Any]:
     texts, stages = count_work(plan.evaluation, data, folder, scores)
     run = {"folder": str(place.path), **plan.names, "seed": plan.run.seed}
     about: dict[str, Any] = {"run": run, "state": state}
-    about |= {"device": str(ready.device), "processes": world, "texts": texts, "stages": stages}
+    about |= {"device": str(ready.device), "processes": ready.world, "texts": texts, "stages": stages}
     if not any(each["left_steps"] or each["left_read_tokens"] for each in stages):
         return about | {"left": "nothing"}
-    profiles = profile_run(plan, corpora, start, module, data, device=ready.device, world=world)
+    profiles = profile_run(plan, corpora, start, module, data, ready)
     measured = {"end tasks": plan.endtasks, "answers": plan.answers, "benchmark": plan.benchmark}
     left_out = [name for name, asked in measured.items() if asked is not None]
     left_out += ["monitoring"] * plan.watches + ["generated text"] * plan.mixture.generates
     left_out += [f"training of {start.lacks}"] * bool(start.lacks)
     grows = type(module).expand is not ContinualMethod.expand
     about |= {"lower_bound": grows and len(stages) > len(profiles), "not_included": left_out}
-    copies = plan.observer.weight_copies or int(plan.monitor.keep == "best")  # of the weights, to return to
-    return about | extrapolate(options, profiles, stages, world, copies=copies)
+    return about | extrapolate(plan, profiles, stages, ready.world)
 
 
 def count_work(
@@ -205,28 +200,19 @@ def count_work(
             recovered = data.recovery_steps(stage) * sum(before) / max(1, len(before))
             tokens = data.budget.batch_size * (rows + recovered)
         row = {"stage": stage.name, "steps": steps, "left_steps": left_steps, "tokens": int(tokens)}
-        row |= {
-            "scored_texts": len(columns),
-            "scored_tokens": sum(texts[t]["scored_tokens"] for t in columns),
-        }
+        scored = sum(texts[text]["scored_tokens"] for text in columns)
+        row |= {"scored_texts": len(columns), "scored_tokens": scored}
         row |= {f"left_{key}": sum(texts[t][key] for t in left) for key in ("scored_tokens", "read_tokens")}
         stages.append(row)
     return list(texts.values()), stages
 
 
 def profile_run(
-    plan: Plan,
-    corpora: Corpora,
-    start: Base,
-    module: ContinualMethod,
-    data: DomainSequence,
-    *,
-    device: torch.device,
-    world: int,
+    plan: Plan, corpora: Corpora, start: Base, module: ContinualMethod, data: DomainSequence, ready: Preflight
 ) -> list[Profile]:
-    """The profiles of the base and the first stages: what one of `world` processes does of a batch, with the
-    same few steps for every domain. The module cannot be used after it."""
-    options, found = plan.trainer, list[Profile]()
+    """The profiles of the base and the first stages: what one of all processes does of a batch, with the same
+    few steps for every domain. The module cannot be used after it."""
+    options, world, device, found = plan.trainer, ready.world, ready.device, list[Profile]()
     probe = min(options.importance_samples, options.eval_batch_size)
     sizes = [sum(len(data.train[text]) for text in each.parts) for each in data] or [0]
     times = max(1, min(options.importance_samples, sum(sizes) / len(sizes)) / probe / world)
@@ -273,33 +259,20 @@ def profile_run(
     return found
 
 
-def stage_operations(profiles: Sequence[Profile], number: int, *, world: int) -> tuple[float, float]:
-    """Operations of a step of a stage (1, 2, …) and around its steps, in all processes; a later stage than
-    were profiled takes the difference of the last two more than the one before it."""
-    trained = profiles[1:]
-    beyond, last = number - len(trained), trained[min(number, len(trained)) - 1].flops
-    before = trained[-2].flops if beyond > 0 and len(trained) > 1 else last
-    grown = {phase: own + max(0, beyond) * max(0, own - before[phase]) for phase, own in last.items()}
-    return world * grown["step"], world * (grown["before"] + grown["after"])
+def extend_profiles(profiles: Sequence[Profile], stages: int) -> list[Profile]:
+    """The profiles of the base and all stages: each further one adds what the last profiled one has added."""
+    found, trained = list(profiles[: stages + 1]), profiles[1:]
+    for beyond in range(1, stages - len(trained) + 1):
+        then, now = trained[-2:] if len(trained) > 1 else (trained[-1], trained[-1])
+        memory = {use: b + beyond * max(0, b - then.memory[use]) for use, b in now.memory.items()}
+        flops = {phase: b + beyond * max(0, b - then.flops[phase]) for phase, b in now.flops.items()}
+        sizes = ((then.file, now.file), (then.stored, now.stored))
+        file, stored = (b + beyond * max(0, b - a) for a, b in sizes)
+        found.append(replace(now, file=file, stored=stored, memory=memory, flops=flops))
+    return found
 
 
-def sum_operations(
-    plan: Plan, corpora: Corpora, start: Base, *, device: torch.device, world: int
-) -> tuple[float, float]:
-    """The operations of all steps of a plan's run, and those around the steps."""
-    module = build_method(plan, start)
-    data = build_data(plan, corpora, start, module)
-    profiles = profile_run(plan, corpora, start, module, data, device=device, world=world)
-    within, around = 0.0, 0.0
-    for number, stage in enumerate(data, start=1):
-        step, other = stage_operations(profiles, number, world=world)
-        within, around = within + data.steps(stage) * step, around + other
-    return within, around
-
-
-def match_operations(
-    plan: Plan, corpora: Corpora, start: Base, *, device: torch.device, world: int, stored: Path
-) -> Plan:
+def match_operations(plan: Plan, corpora: Corpora, start: Base, ready: Preflight, *, stored: Path) -> Plan:
     """The plan with as many steps (epochs, tokens) as take, over all domains, the operations of ncl with the
     configured ones; of a run that has started, those it has stored.
 
@@ -313,12 +286,19 @@ def match_operations(
     if is_one_of_several():
         told = "trainer.match=ncl is invalid with torchrun or srun: one process counts operations"
         raise ValueError(f"{told}. Allowed: trainer.{name}=N, the N that plan=true logs")
-    how: dict[str, Any] = {"device": device, "world": world}
     ncl = replace(plan, method=Choice("cpt.methods.ncl.NCL", Options()), masks=(), replay=NO_REPLAY)
     if (plan.method, plan.masks, plan.replay) == (ncl.method, ncl.masks, ncl.replay):
         return plan
-    reference, _ = sum_operations(ncl, corpora, start, **how)
-    within, around = sum_operations(plan, corpora, start, **how)
+    sums = []
+    for each in (ncl, plan):
+        module, within, around = build_method(each, start), 0.0, 0.0
+        data = build_data(each, corpora, start, module)
+        profiles = profile_run(each, corpora, start, module, data, ready)
+        for stage, own in zip(data, extend_profiles(profiles, len(data))[1:], strict=True):
+            within += data.steps(stage) * ready.world * own.flops["step"]
+            around += ready.world * (own.flops["before"] + own.flops["after"])
+        sums.append((within, around))
+    (reference, _), (within, around) = sums
     if not within:
         return plan
     scaled = (reference - around) / within * given
@@ -333,23 +313,13 @@ def match_operations(
 
 
 def extrapolate(
-    options: TrainerOptions,
-    profiles: Sequence[Profile],
-    stages: Sequence[dict[str, Any]],
-    world: int,
-    *,
-    copies: int,
+    plan: Plan, profiles: Sequence[Profile], stages: Sequence[dict[str, Any]], world: int
 ) -> dict[str, Any]:
-    """Memory, disk and seconds of all stages; a stage keeps `copies` of the weights to go back to."""
-    trained, last, is_fsdp = profiles[1:], len(stages) - 1, options.strategy == "fsdp"
+    """Memory, disk and seconds of all stages."""
+    trained, last, is_fsdp = profiles[1:], len(stages) - 1, plan.trainer.strategy == "fsdp"
+    copies = plan.observer.weight_copies or int(plan.monitor.keep == "best")  # of the weights, to go back to
     seconds = dict.fromkeys(("training", "around domains", "checkpoints", "evaluation"), 0.0)
-    each = list(profiles[: last + 1])
-    for beyond in range(1, last - len(trained) + 1):  # each further domain adds what the last one has added
-        then, now = trained[-2:] if len(trained) > 1 else (trained[-1], trained[-1])
-        memory = {use: b + beyond * max(0, b - then.memory[use]) for use, b in now.memory.items()}
-        sizes = ((then.file, now.file), (then.stored, now.stored))
-        file, stored = (b + beyond * max(0, b - a) for a, b in sizes)
-        each.append(replace(now, file=file, stored=stored, memory=memory))
+    each = extend_profiles(profiles, last)
 
     def memory_of(number: int) -> dict[str, int]:
         own = profiles[min(number, len(trained))]
@@ -363,7 +333,7 @@ def extrapolate(
     for row, own in zip(stages, each, strict=True):
         seconds["evaluation"] += row["left_read_tokens"] * own.token_s / world
         if left := row["left_steps"]:
-            saves = 1 + left // options.checkpoint_every
+            saves = 1 + left // plan.trainer.checkpoint_every
             seconds["training"] += left * own.step_s
             seconds["around domains"] += own.around_s
             whole = own.save_s * (1 + own.memory["optimizer state"] / own.file)  # with the optimizer's state
@@ -388,9 +358,8 @@ def format_table(data: Mapping[str, Any]) -> str:
     """What plan=true prints; of many texts and stages the first and last, and the sums of all."""
     run, cost, tables = data["run"], "seconds" in data, []
     for key in ("texts", "stages"):
-        frame = pd.DataFrame(data[key]).drop(
-            columns=["read_tokens", "left_read_tokens", "stored"], errors="ignore"
-        )
+        hidden = ["read_tokens", "left_read_tokens", "stored"]
+        frame = pd.DataFrame(data[key]).drop(columns=hidden, errors="ignore")
         sums = pd.DataFrame([{frame.columns[0]: "all", **frame.iloc[:, 1:].sum()}])
         few = frame if len(frame) <= 8 else pd.concat([frame.head(4), frame.tail(4)])
         shown = pd.concat([few, sums]).map(lambda cell: cell if isinstance(cell, str) else f"{cell:,.0f}")

@@ -1,16 +1,14 @@
-"""What a run measures after its stages: losses, the cells of the matrix; and by evaluators fine-tuned end
-tasks, answers of supervised tasks, tasks of the lm-evaluation-harness."""
+"""What a run measures after its stages in addition to losses: fine-tuned end tasks, answers of supervised
+tasks, tasks of the lm-evaluation-harness."""
 
 import json
 import logging
-import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
-from dataclasses import asdict, dataclass, replace
-from heapq import nlargest
+from dataclasses import asdict, replace
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, cast
@@ -39,22 +37,18 @@ from cpt.data.datamodule import DomainSequence
 from cpt.data.tokenized_tasks import TaskPrompt, read_examples
 from cpt.evaluation import finetune, predictions, task_metrics
 from cpt.evaluation.finetune_tasks import FinetunePlan
-from cpt.evaluation.options import KNOWN_BY, EvalOptions, LMEvalOptions, TaskEvalOptions, is_due
+from cpt.evaluation.options import KNOWN_BY, LMEvalOptions, TaskEvalOptions, is_due
 from cpt.evaluation.predictions import SOURCE, endtask_file, find_predictions
-from cpt.evaluation.scores import Scores
 from cpt.evaluation.task_answers import rank_choices, score_choices, write_answers
 from cpt.evaluation.task_metrics import AnswerSummary
 from cpt.methods.base import ContinualMethod
 from cpt.models.forward import in_mode
 from cpt.models.objectives import Objective
-from cpt.optim.nan_guard import ADVICE
 from cpt.trainer.base_model import Base
-from cpt.trainer.lightning import make_trainer
 from cpt.trainer.plan import Plan
 from cpt.trainer.run_dir import RunDir
 
 log = logging.getLogger(__name__)
-HEAVIEST = 20  # modules that a text's row names, of more
 ANSWERS_FORMAT = 1  # counts changes of what a file of answers depends on
 
 
@@ -83,13 +77,18 @@ class Evaluator(ABC):
         """The domains learned in the first stages, in their order."""
         return list(dict.fromkeys(part for domain in self.data.domains[:number] for part in domain.parts))
 
-    def follows(self, number: int) -> bool:
-        """Whether something is asked for after a stage (0: on the base), measured or not."""
-        return is_due(self.when, number, stages=len(self.data))
+    @abstractmethod
+    def asked(self, number: int) -> list[Any]:
+        """What is to be measured after a stage (0: on the base), whether it is or not."""
 
     @abstractmethod
+    def read(self, number: int, asked: Any) -> Any:
+        """What a file has of one of them; None without one, and for one that is damaged or of other settings,
+        data or examples."""
+
     def due(self, number: int) -> list[Any]:
         """What is asked for after a stage and not measured yet."""
+        return [each for each in self.asked(number) if self.read(number, each) is None]
 
     @abstractmethod
     def work(self, number: int, due: list[Any], device: torch.device, label: str) -> None:
@@ -159,17 +158,11 @@ class FinetuneEvaluator(Evaluator):
             wanted = set(self.tasks)
         return [(name, seed) for name in self.tasks if name in wanted for seed in self.source.seeds]
 
-    def follows(self, number: int) -> bool:
-        return bool(self.asked(number))
-
-    def read(self, number: int, name: str, seed: int) -> dict[str, Any] | None:
-        """What a file says of its measurement; None for one of other settings, data or examples."""
+    def read(self, number: int, asked: tuple[str, int]) -> dict[str, Any] | None:
+        name, seed = asked
         task, path = self.tasks[name], endtask_file(self.folder(number), name, seed)
         found = find_predictions(path, predictions.ENDTASK_COLUMNS, digest=task.digest(seed))
         return None if found is None or found[0].num_rows != len(task.test) else found[1]
-
-    def due(self, number: int) -> list[tuple[str, int]]:
-        return [each for each in self.asked(number) if self.read(number, *each) is None]
 
     def work(self, number: int, due: list[tuple[str, int]], device: torch.device, label: str) -> None:
         rank, world = rank_and_world()
@@ -212,7 +205,7 @@ class FinetuneEvaluator(Evaluator):
 
     def results(self, rows: int) -> dict[str, Any]:
         seeds, tasks = self.source.seeds, self.tasks
-        found = [[[self.read(row, name, seed) for seed in seeds] for name in tasks] for row in range(rows)]
+        found = [[[self.read(row, (name, seed)) for seed in seeds] for name in tasks] for row in range(rows)]
         return {
             **{"when": self.when, "tasks": list(tasks), "seeds": list(seeds)},
             "metric": {name: task.settings.metric for name, task in tasks.items()},
@@ -244,20 +237,19 @@ class TaskEvaluator(Evaluator):
         self.tokenizer = tokenizer
         self.known: dict[tuple[int, str], AnswerSummary] = {}  # of the files that have been read
 
-    def due(self, number: int) -> list[str]:
-        tasks = self.questions if self.follows(number) else ()
-        return [task for task in tasks if self.summary(number, task) is None]
+    def asked(self, number: int) -> list[str]:
+        return [*self.questions] * is_due(self.when, number, stages=len(self.data))
 
-    def summary(self, row: int, task: str) -> AnswerSummary | None:
-        """What the answers of a row come to; each file is read once."""
-        if (row, task) not in self.known:
-            path, columns = predictions.answers_file(self.folder(row), task), predictions.ANSWER_COLUMNS
-            found = find_predictions(path, columns, optional=[SOURCE], digest=self.digests[task])
+    def read(self, number: int, asked: str) -> AnswerSummary | None:
+        """What the answers to a task come to; each file is read once."""
+        if (number, asked) not in self.known:
+            path, columns = predictions.answers_file(self.folder(number), asked), predictions.ANSWER_COLUMNS
+            found = find_predictions(path, columns, optional=[SOURCE], digest=self.digests[asked])
             if found is None:
                 return None
-            how = {"known_by": self.options.known_by.get(task), "seconds": found[1]["seconds"]}
-            self.known[row, task] = task_metrics.summarise_answers(predictions.answers_of(*found), **how)
-        return self.known[row, task]
+            how = {"known_by": self.options.known_by.get(asked), "seconds": found[1]["seconds"]}
+            self.known[number, asked] = task_metrics.summarise_answers(predictions.answers_of(*found), **how)
+        return self.known[number, asked]
 
     def work(self, number: int, due: list[str], device: torch.device, label: str) -> None:
         # each choice that is ranked, and each text that is written
@@ -302,7 +294,7 @@ class TaskEvaluator(Evaluator):
 
     def results(self, rows: int) -> dict[str, Any]:
         """With the metrics of the matrix of scores, and their intervals after the last stage."""
-        found = {task: [self.summary(row, task) for row in range(rows)] for task in self.questions}
+        found = {task: [self.read(row, task) for row in range(rows)] for task in self.questions}
         there = {task: cells for task, cells in found.items() if any(cells)}
         answers: dict[str, Any] = {"when": self.when, "metrics": {}, "intervals": {}}
         answers["seconds"] = sum(cell.seconds for cells in there.values() for cell in cells if cell)
@@ -330,21 +322,19 @@ class LMEvalEvaluator(Evaluator):
         super().__init__(options.when, **run)
         self.options, self.harness, self.tokenizer = options, harness, tokenizer
 
-    def due(self, number: int) -> list[str]:
-        if self.harness is None or not self.follows(number):
-            return []
-        return [task for task in self.harness.columns if self.read(number, task) is None]
+    def asked(self, number: int) -> list[str]:
+        is_asked = self.harness is not None and is_due(self.when, number, stages=len(self.data))
+        return list(self.harness.columns) if is_asked else []
 
-    def read(self, number: int, task: str) -> dict[str, Any] | None:
-        """What was measured of a task; None for no file, a damaged one, and one of another digest."""
+    def read(self, number: int, asked: str) -> dict[str, Any] | None:
         try:
-            found = predictions.load_results(predictions.results_file(self.folder(number), task))
+            found = predictions.load_results(predictions.results_file(self.folder(number), asked))
         except FileNotFoundError:
             return None
         except ValueError as error:
             log.info("Measuring again: %s", error)
             return None
-        return found if found["digest"] == self.harness.digest(task) else None
+        return found if found["digest"] == self.harness.digest(asked) else None
 
     def work(self, number: int, due: list[str], device: torch.device, label: str) -> None:
         if not due:
@@ -387,19 +377,10 @@ class LMEvalEvaluator(Evaluator):
         return {"harness": self.harness.version, "when": self.when, "seconds": seconds, "tasks": tasks}
 
 
-def make_evaluators(
-    plan: Plan,
-    place: RunDir,
-    harness: Any,
-    corpora: Corpora,
-    start: Base,
-    *,
-    module: ContinualMethod,
-    data: DomainSequence,
-) -> list[Evaluator]:
-    """The evaluators of a plan; raises ValueError for a measure of choices where a task has none."""
+def make_evaluators(plan: Plan, corpora: Corpora, start: Base, harness: Any, **run: Any) -> list[Evaluator]:
+    """The evaluators of a plan, for the place, module and data of a `run`. Raises ValueError for a measure of
+    choices where a task has none."""
     found: list[Evaluator] = []
-    run: dict[str, Any] = {"place": place, "module": module, "data": data}
     if plan.endtasks is not None:
         found.append(FinetuneEvaluator(plan.endtasks, start.tokenizer, **run))
     if plan.answers is not None:
@@ -437,80 +418,3 @@ def make_evaluators(
 def needs_sources(options: TaskEvalOptions, task: str) -> bool:
     """Whether the measure that a task is known by is of the texts that were asked about."""
     return task in options.known_by and "sources" in task_metrics.MEASURES[options.known_by[task]].needs
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A model's mean nats on a text; nats and scored tokens by document [2, N]; its heaviest modules."""
-
-    mean: float
-    documents: np.ndarray | None
-    modules: Mapping[str, float]
-
-
-class Scorer:
-    """Measures cells of a run's matrix, as its options say; `arguments` are those of lightning.Trainer."""
-
-    def __init__(
-        self,
-        options: EvalOptions,
-        arguments: Mapping[str, Any],
-        *,
-        module: ContinualMethod,
-        data: DomainSequence,
-        scores: Scores,
-        place: RunDir,
-    ) -> None:
-        self.options, self.arguments, self.place = options, arguments, place
-        self.module, self.data, self.scores = module, data, scores
-
-    def wanted(self, number: int) -> list[str]:
-        """The texts that the model after a stage is to be scored on."""
-        stages = [domain.parts for domain in self.data]
-        return self.options.choose_columns(number, stages=stages, texts=self.scores.domains)
-
-    def missing(self, number: int) -> list[str]:
-        """Those of them that a row does not have."""
-        there = set(self.scores.measured(number))
-        return [text for text in self.wanted(number) if text not in there]
-
-    def score(self, number: int, row: str, texts: Sequence[str]) -> dict[str, Cell]:
-        """The losses on some of the texts of the model as it is now, after a stage. Where the part that
-        scores a text has not changed since a row, they are taken from the last such row. Raises ValueError
-        where one is not finite."""
-        scores, column, known = self.scores, {name: at for at, name in enumerate(self.scores.domains)}, {}
-        for text in texts:
-            part = self.module.constant_part(self.data.places.get(text, BASE))
-            rows = range(number - 1, part, -1) if part is not None else ()
-            earlier = next((each for each in rows if scores.nll[each][column[text]] is not None), None)
-            if earlier is not None:
-                known[text] = earlier
-        cells = self.measure(row, [text for text in texts if text not in known])
-        for earlier in sorted(set(known.values())):
-            (losses,) = self.place.load_documents([earlier]) if is_first_process() else ({},)
-            for text in (text for text in known if known[text] == earlier):
-                mean = cast(float, scores.nll[earlier][column[text]])
-                cells[text] = Cell(mean, losses.get(text), scores.modules[earlier].get(text, {}))
-        return cells
-
-    def measure(self, row: str, texts: Sequence[str]) -> dict[str, Cell]:
-        """The losses of the model as it is now, computed."""
-        if not texts:
-            return {}
-        self.data.asked, self.data.by_length = texts, not self.module.in_sequence
-        trainer = make_trainer(self.arguments, label=f"scoring after {row}")
-        trainer.validate(self.module, datamodule=self.data, verbose=False)
-        self.data.asked = None
-        names = {place: name for name, place in self.data.places.items()} | {BASE: "base"}
-        cells = {}
-        for text, (nll, count) in self.module.row().items():
-            used = self.module.used(self.data.places.get(text, BASE))
-            heaviest = nlargest(HEAVIEST, used, used.__getitem__)
-            modules = {names[place]: round(used[place], 4) for place in heaviest}
-            documents = np.stack([nll.cpu(), count.cpu()])
-            cells[text] = Cell((nll.sum() / count.sum()).item(), documents, modules)
-        if bad := [f"{text}: {cell.mean}" for text, cell in cells.items() if not math.isfinite(cell.mean)]:
-            advice = "allowed: a model whose losses are numbers (model.name_or_path, trainer.precision)"
-            advice = advice if row == "base" else ADVICE
-            raise ValueError(f"the loss after {row} is not finite ({', '.join(bad)}); {advice}")
-        return cells

@@ -34,7 +34,6 @@ from cpt.core.tensors import NamedTensors, load_tensors
 from cpt.models.fsdp import named_weights, reshard, shard_model
 from cpt.trainer.checkpoint import AtomicCheckpointIO, fill_in, layout_of, save_sharded
 from cpt.trainer.costs import own_names
-from cpt.trainer.options import Fsdp
 
 NOISE = (
     ".*LeafSpec.*",  # Lightning's own, on torch 2.13
@@ -194,14 +193,16 @@ def make_trainer(
     steps: int | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Trainer:
-    """A Trainer with `options` of lightning.Trainer for `steps` optimizer steps or, without, an evaluation;
-    what it writes goes to a folder, or nowhere. Raises ValueError for options that Lightning rejects."""
+    """A Trainer with `options` of lightning.Trainer (and of FSDP2Strategy) for `steps` optimizer steps or,
+    without, an evaluation; what it writes goes to a folder, or nowhere. Raises ValueError for options that
+    Lightning rejects."""
     quiet()
-    strategy = options.get("strategy", "auto")
-    if isinstance(strategy, Fsdp):
-        strategy = FSDP2Strategy(reshard=strategy.reshard)  # one for each Trainer
+    options = dict(options)
+    reshard = options.pop("reshard_after_forward", None) is not False
+    if options.get("strategy") == "fsdp":
+        options["strategy"] = FSDP2Strategy(reshard=reshard)  # one for each Trainer
     if steps is not None and "log_every_n_steps" in options:  # a short stage has a point at its end
-        options = {**options, "log_every_n_steps": min(options["log_every_n_steps"], steps)}
+        options["log_every_n_steps"] = min(options["log_every_n_steps"], steps)
     try:
         made = Trainer(
             max_steps=1 if steps is None else steps,
@@ -216,7 +217,7 @@ def make_trainer(
             callbacks=[ProgressBar(label), *callbacks],
             default_root_dir=folder or os.devnull,  # the working folder otherwise
             plugins=[AtomicCheckpointIO()],
-            **{**options, "strategy": strategy},
+            **options,
         )
     except (MisconfigurationException, TypeError) as error:
         raise ValueError(f"trainer is invalid: {error}") from error
@@ -225,15 +226,6 @@ def make_trainer(
     connector: Any = made._signal_connector
     connector.register_signal_handlers = lambda: None
     return made
-
-
-def try_trainer(options: Mapping[str, Any], **how: Any) -> Trainer:
-    """A trainer on this machine, of 32 bits for `auto`; raises ValueError where Lightning rejects it."""
-    options = {**options, "precision": str(options["precision"]).replace("auto", "32-true")}
-    given = {name: options[name] for name in ("accelerator", "devices", "strategy", "precision")}
-    given["strategy"] = "fsdp" if isinstance(given["strategy"], Fsdp) else given["strategy"]
-    with naming_cause(" ".join(f"trainer.{name}={value}" for name, value in given.items())):
-        return make_trainer(options, label="", steps=1, **how)
 
 
 def join_processes(options: Mapping[str, Any]) -> None:
@@ -270,6 +262,5 @@ def naming_cause(section: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise ValueError(
-            f"{section} is invalid: {reason(error).removeprefix('trainer is invalid: ')}"
-        ) from error
+        why = reason(error).removeprefix("trainer is invalid: ")
+        raise ValueError(f"{section} is invalid: {why}") from error

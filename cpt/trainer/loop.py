@@ -2,12 +2,14 @@
 
 import json
 import logging
+import math
 import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from heapq import nlargest
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import torch
 from lightning.pytorch.loggers import Logger
 from torch.distributed.fsdp import FSDPModule
 
-from cpt.adapters.domain_store import map_stored
+from cpt.adapters.domain_store import BASE, map_stored
 from cpt.core import files
 from cpt.core.distributed import barrier, leave_together
 from cpt.core.heartbeat import HEARTBEAT, Phase, set_phase
@@ -31,7 +33,7 @@ from cpt.loggers.loggers import WandbCurves, log_scores, log_stage, run_name, tr
 from cpt.methods.base import ContinualMethod
 from cpt.models.memory import draw_quickly
 from cpt.models.weights import measure_movement
-from cpt.optim.nan_guard import NanGuard, RollbackError, check_finite
+from cpt.optim.nan_guard import ADVICE, NanGuard, RollbackError, check_finite
 from cpt.reporting import run_page
 from cpt.reporting.model_card import write_model_card
 from cpt.trainer import build, preflight
@@ -40,13 +42,14 @@ from cpt.trainer.callbacks import CustomCallbacks, Monitor, ProtectedMovement
 from cpt.trainer.checkpoint import StepCheckpoint, check_stage, restore_stage, save_stage
 from cpt.trainer.costs import CostMonitor, stored_beside, time_phase, trained_parameters
 from cpt.trainer.dry_run import match_operations
-from cpt.trainer.evaluators import Evaluator, Scorer, make_evaluators
+from cpt.trainer.evaluators import Evaluator, make_evaluators
 from cpt.trainer.lightning import drop_optimizer, join_processes, make_trainer
 from cpt.trainer.manifest import write_manifest
 from cpt.trainer.plan import Plan
 from cpt.trainer.run_dir import RunDir
 
 log = logging.getLogger(__name__)
+HEAVIEST = 20  # modules that a text's row names, of more
 ENDS = 6  # texts at both ends of those that a line names
 KINDS = {  # the work of a stage in its order, as in scores.json, and its name in progress.json
     "generate": "writing texts before",
@@ -71,9 +74,7 @@ def train_run(plan: Plan, run: RunDir) -> Scores:
         base = make_base(plan.model, corpora, accelerator=plan.trainer.accelerator)
     if plan.trainer.match is not None:
         with time_phase(took, "count operations"):
-            world = ready.processes * plan.trainer.num_nodes
-            how: dict[str, Any] = {"device": ready.device, "world": world, "stored": run.matched}
-            plan = match_operations(plan, corpora, base, **how)
+            plan = match_operations(plan, corpora, base, ready, stored=run.matched)
             if is_first_process() and not run.matched.exists():
                 files.replace(run.matched, json.dumps(asdict(plan.budget)))
     with time_phase(took, "make the base"):
@@ -85,9 +86,8 @@ def train_run(plan: Plan, run: RunDir) -> Scores:
         data.replay_source = method.replay.open_source(
             run.path / "generated", **pieces, corpora=corpora, base=base, seed=plan.run.seed
         )
-        evaluators = make_evaluators(plan, run, ready.harness, corpora, base, **pieces)
-    build.log_eval_cap(data)
-    build.log_ineffective(plan, method, ready.device)
+        evaluators = make_evaluators(plan, corpora, base, ready.harness, place=run, **pieces)
+    build.log_settings(plan, method, data, ready.device)
     write_manifest(plan, run, corpora, base, evaluators)
     join_processes(plan.trainer.lightning)
     scores, new = run.scores(), build.empty_scores(plan, corpora, base, data)
@@ -152,11 +152,8 @@ class ContinualTrainer:
     at: int = 0  # the stage whose weights the module has
 
     def __post_init__(self) -> None:
-        plan, module, data, scores = self.plan, self.module, self.data, self.scores
-        how = plan.evaluation, plan.trainer.lightning
-        self.scorer = Scorer(*how, module=module, data=data, scores=scores, place=self.run)
-        self.to_disk = plan.modules.storage == "disk"  # the modules of earlier domains
-        scores.needs_domain, scores.alone = module.needs_domain, module.alone
+        self.to_disk = self.plan.modules.storage == "disk"  # the modules of earlier domains
+        self.scores.needs_domain, self.scores.alone = self.module.needs_domain, self.module.alone
 
     @contextmanager
     def timed(self, kind: str, number: int) -> Iterator[None]:
@@ -190,12 +187,20 @@ class ContinualTrainer:
         )
 
     def fit(self) -> None:
-        """Trains and evaluates every stage that is not committed yet, and measures what earlier rows lack."""
+        """Trains and evaluates every stage that is not committed yet. First measures what earlier rows lack,
+        where the weights of their stages are there."""
         if not self.scores.rows:
             self.commit_row("base")
         done = len(self.scores.rows)
-        for number in range(done):
-            self.backfill(number)
+        for number, row in enumerate(list(self.scores.rows)):
+            missing = self.missing(number)
+            if missing and (number == self.at or self.run.stage(number).exists()):
+                self.scores.run["finished"] = False
+                self.restore(number)
+                log.info("Scoring %d more texts after %s", len(missing), row)
+                self.scores.fill(number, *self.score_row(number, row, missing))
+                if is_first_process():
+                    self.save_scores()
             self.run_evaluators(number)
         self.restore(done - 1)
         for number, domain in list(enumerate(self.data, start=1))[done - 1 :]:
@@ -234,7 +239,7 @@ class ContinualTrainer:
             watcher = plan.observer
             observer = watcher.open(self.run, self.data, domain) if watcher.given else MonitorObserver()
             every = int(plan.monitor.every or -(-self.data.steps(domain) // watcher.evaluations))
-            monitors = [Monitor(plan.monitor, observer, self.data, domain, costs, every=every)]
+            monitors = [Monitor(replace(plan.monitor, every=every), observer, self.data, costs)]
         guard = NanGuard(policy=plan.run.on_nonfinite)
         parts = self.run.stage(number - 1) if self.to_disk else None
         saving = StepCheckpoint(checkpoint, every=plan.trainer.checkpoint_every, guard=guard, parts=parts)
@@ -264,9 +269,8 @@ class ContinualTrainer:
         drop_optimizer(fitting)
         for each in monitors:
             observed = each.observer.record()
-            self.scores.monitor[domain.name] = asdict(each.record) | (
-                {"budget": observed} if observed else {}
-            )
+            budget = {"budget": observed} if observed else {}
+            self.scores.monitor[domain.name] = asdict(each.record) | budget
         check_finite(self.module.state_dict(), domain.name)
         path = self.run.stage(number)
         state = save_stage(self.module, path)
@@ -281,23 +285,60 @@ class ContinualTrainer:
             **{"skipped": len(guard.left_out)},
         }
 
+    def missing(self, number: int) -> list[str]:
+        """The texts that the model after a stage is to be scored on, without those that its row has."""
+        there = set(self.scores.measured(number)) if number < len(self.scores.rows) else ()
+        stages, texts = [domain.parts for domain in self.data], self.scores.domains
+        wanted = self.plan.evaluation.choose_columns(number, stages=stages, texts=texts)
+        return [text for text in wanted if text not in there]
+
     def score_row(self, number: int, row: str, texts: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Scores texts after a stage and keeps their losses by document; gives mean losses and modules."""
+        """Scores texts after a stage and keeps their losses by document; gives mean losses in nats, and the
+        heaviest modules. Where the module that scores a text has not changed since a row, its losses are
+        those of the last such row. Raises ValueError where one is not finite."""
+        scores, places, first = self.scores, self.data.places, is_first_process()
+        means, modules, losses = dict[str, Any](), dict[str, Any](), dict[str, np.ndarray]()
+        known, column = dict[str, int](), {name: at for at, name in enumerate(scores.domains)}
+        for text in texts:
+            constant = self.module.constant_part(places.get(text, BASE))
+            rows = range(number - 1, constant, -1) if constant is not None else ()
+            earlier = next((each for each in rows if scores.nll[each][column[text]] is not None), None)
+            if earlier is not None:
+                known[text] = earlier
         with self.timed("score", number):
-            cells = self.scorer.score(number, row, texts)
+            if changed := [text for text in texts if text not in known]:
+                self.data.asked, self.data.by_length = changed, not self.module.in_sequence
+                evaluating = make_trainer(self.plan.trainer.lightning, label=f"scoring after {row}")
+                evaluating.validate(self.module, datamodule=self.data, verbose=False)
+                self.data.asked = None
+                names = {place: name for name, place in places.items()} | {BASE: "base"}
+                for text, (nll, count) in self.module.row().items():
+                    used = self.module.used(places.get(text, BASE))
+                    heaviest = nlargest(HEAVIEST, used, used.__getitem__)
+                    modules[text] = {names[place]: round(used[place], 4) for place in heaviest}
+                    losses[text] = np.stack([nll.cpu(), count.cpu()])
+                    means[text] = (nll.sum() / count.sum()).item()
+            if bad := [f"{text}: {mean}" for text, mean in means.items() if not math.isfinite(mean)]:
+                advice = "allowed: a model whose losses are numbers (model.name_or_path, trainer.precision)"
+                advice = advice if row == "base" else ADVICE
+                raise ValueError(f"the loss after {row} is not finite ({', '.join(bad)}); {advice}")
+            for done in sorted({*known.values()}):
+                (stored,) = self.run.load_documents([done]) if first else ({},)
+                for text in (text for text in known if known[text] == done):
+                    means[text] = scores.nll[done][column[text]]
+                    modules[text] = scores.modules[done].get(text, {})
+                    losses |= {text: stored[text]} if text in stored else {}
         leave_together(f"before {row} was committed")
-        if is_first_process():
-            before = self.run.load_documents([number])[0] if number < len(self.scores.rows) else {}
-            found = {text: cell.documents for text, cell in cells.items() if cell.documents is not None}
-            self.run.save_documents(number, before | found)
-        means = {text: cell.mean for text, cell in cells.items()}
-        return means, {text: cell.modules for text, cell in cells.items()}
+        if first:
+            before = self.run.load_documents([number])[0] if number < len(scores.rows) else {}
+            self.run.save_documents(number, before | losses)
+        return means, modules
 
     def commit_row(self, row: str, **costs: Any) -> None:
         """Evaluates, and writes the row: a restart resumes after it."""
         number = len(self.scores.rows)
         self.module.observes = number in (0, len(self.data))
-        means, modules = self.score_row(number, row, self.scorer.wanted(number))
+        means, modules = self.score_row(number, row, self.missing(number))
         self.module.observes = False
         nll = [means.get(text) for text in self.scores.domains]
         self.scores.append(row, nll=nll, modules=modules, **costs)
@@ -314,18 +355,6 @@ class ContinualTrainer:
             self.save_scores()
             self.run.cleanup(number, keep=self.plan.run.save_all_stages)
 
-    def backfill(self, number: int) -> None:
-        """Scores the texts that a row lacks, where the weights of its stage are there."""
-        missing = self.scorer.missing(number)
-        if not missing or (number != self.at and not self.run.stage(number).exists()):
-            return
-        self.scores.run["finished"] = False
-        self.restore(number)
-        log.info("Scoring %d more texts after %s", len(missing), self.scores.rows[number])
-        self.scores.fill(number, *self.score_row(number, self.scores.rows[number], missing))
-        if is_first_process():
-            self.save_scores()
-
     def run_evaluators(self, number: int) -> None:
         """Measures the end tasks, answers and benchmarks that are due after a stage and missing."""
         for each in self.evaluators:
@@ -336,12 +365,9 @@ class ContinualTrainer:
                 if number <= max(self.scores.grown, default=0):
                     log.info("Skipping %s after %s: its weights were not kept", group, row)
                     continue
-                told = (
-                    f"{group}.when={each.when} is invalid: the weights after {row} were not kept. Allowed: "
-                )
-                raise ValueError(
-                    f"{told}{group}.when=last, or a new name=… (save_all_stages=true keeps them for later)"
-                )
+                told = f"{group}.when={each.when} is invalid: the weights after {row} were not kept"
+                allowed = f"{group}.when=last, or a new name=… (save_all_stages=true keeps them for later)"
+                raise ValueError(f"{told}. Allowed: {allowed}")
             self.scores.run["finished"] = False
             self.restore(number)
             with self.timed(each.KIND, number):
@@ -383,7 +409,7 @@ class ContinualTrainer:
         sums, counts = gather_documents(run.load_documents(range(len(scores.rows))), scores)
         scores.measure(nll_sums=sums, counts=counts)
         scores.policy = self.plan.evaluation.policy
-        left = {row: len(self.scorer.missing(number)) for number, row in enumerate(scores.rows)}
+        left = {row: len(self.missing(number)) for number, row in enumerate(scores.rows)}
         if rows := [row for row, count in left.items() if count]:
             why = "the weights after these stages were not kept (save_all_stages=true keeps them for later)"
             few = ", ".join(rows[:3]) + ", …" * (len(rows) > 3)

@@ -179,7 +179,7 @@ def write_manifest(
         if old.endtasks.get(task, contents[task]) != contents[task]:
             log.info("Measuring end task %s again: its data changed", task)
     now.save(run)
-    if run.stored("order") != plan.settings["order"]:
+    if run.stored_config().get("order") != plan.settings["order"]:
         run.write_config(plan.settings)
 
 
@@ -187,7 +187,7 @@ def resolve_eval_cap(plan: Plan, run: RunDir) -> Plan:
     """The plan with `eval.max_tokens` as a run stored it, where the config leaves it to cpt."""
     if plan.evaluation.max_tokens != AUTO or not run.config.exists():
         return plan
-    settings = with_cap(plan.settings, run.stored("eval.max_tokens"))  # absent: no bound
+    settings = with_cap(plan.settings, run.stored_config().get("eval.max_tokens"))  # absent: no bound
     return replace(plan, settings=settings, config_hash=digest(identity(settings)))
 
 
@@ -231,42 +231,35 @@ def find_started(plan: Plan, run: RunDir) -> RunDir:
     return run if run.is_started() else find_source(run, plan)[0] or run
 
 
-def compare_sibling(sibling: RunDir, plan: Plan) -> tuple[list[str], list[str]] | None:
-    """The order of a finished run that trained the beginning of a plan's, and how it differs besides; None
-    for any other run. Raises ValueError, OSError or YAMLError where it cannot be read."""
-    if (manifest := Manifest.load(sibling)) is None:
-        return None
-    order = manifest.order
-    # Where texts decide the order, it is not known yet.
-    begins = set() < {*order} < {*plan.order} if plan.by_texts else is_beginning(order, plan.order)
-    scores = sibling.scores() if begins and sibling.config.exists() else None
-    if scores is None or not scores.run["finished"] or scores.run["method"] != plan.names["method"]:
-        return None
-    differences = sibling.changes(resolve_eval_cap(plan, sibling).settings)
-    gone = [name for name in manifest.texts if name not in (*plan.order, GENERAL)]
-    differences = differences or [f"the text of {name} is not in the order" for name in gone]
-    differences = differences or list(manifest.changes(plan))
-    trained = len(scores.rows) > 1  # method=none has no stages
-    if not differences and trained and not sibling.stage(len(scores.rows) - 1).exists():
-        differences = ["the file of its last stage was removed"]
-    return order, differences
-
-
 def find_source(run: RunDir, plan: Plan) -> tuple[RunDir | None, str]:
     """The longest finished sibling that trained the beginning of the order, and a log line: its name, or how
     the nearest one differs. Raises ValueError with grow=require without any."""
     if plan.run.grow == "never":
         return None, ""
     near: list[tuple[bool, int, int, Path, list[str], list[str]]] = []
-    for path in sorted(run.path.parent.glob("*/identity.json")):
-        if path.parent.name.endswith(PARTIAL):  # a copy that is being made, or that a kill has left
+    for folder in sorted(path.parent for path in run.path.parent.glob("*/identity.json")):
+        if folder.name.endswith(PARTIAL):  # a copy that is being made, or that a kill has left
             continue
         try:
-            if (found := compare_sibling(RunDir(path.parent), plan)) is not None:
-                order, differences = found
-                near.append((bool(differences), -len(order), len(differences), path.parent, *found))
+            sibling, manifest = RunDir(folder), Manifest.load(RunDir(folder))
+            order = manifest.order if manifest else []
+            # Where texts decide the order, it is not known yet.
+            begins = set() < {*order} < {*plan.order} if plan.by_texts else is_beginning(order, plan.order)
+            scores = sibling.scores() if begins and sibling.config.exists() else None
+            if manifest is None or scores is None or not scores.run["finished"]:
+                continue
+            if scores.run["method"] != plan.names["method"]:
+                continue
+            gone = [name for name in manifest.texts if name not in (*plan.order, GENERAL)]
+            differences = sibling.changes(resolve_eval_cap(plan, sibling).settings)
+            differences = differences or [f"the text of {name} is not in the order" for name in gone]
+            differences = differences or list(manifest.changes(plan))
+            trained = len(scores.rows) > 1  # method=none has no stages
+            if not differences and trained and not sibling.stage(len(scores.rows) - 1).exists():
+                differences = ["the file of its last stage was removed"]
+            near.append((bool(differences), -len(order), len(differences), folder, order, differences))
         except (ValueError, OSError, YAMLError) as error:
-            log.info("Not continuing from %s, which cannot be read: %s", path.parent, reason(error))
+            log.info("Not continuing from %s, which cannot be read: %s", folder, reason(error))
     line = ""
     if near:
         _, _, _, folder, order, differences = min(near)

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 from annotated_types import Len, Predicate
@@ -34,13 +34,6 @@ ORDERS = f"the number of a named order, {', '.join(WORDS)}, swapped, a domain, o
 Strategy = Literal[
     "auto", "ddp", "ddp_find_unused_parameters_true", "ddp_find_unused_parameters_false", "fsdp"
 ]
-
-
-@dataclass(frozen=True)
-class Fsdp:
-    """Weights sharded across processes, as cpt.trainer.lightning makes a strategy of it."""
-
-    reshard: bool
 
 
 def is_name(value: Any) -> bool:
@@ -169,16 +162,13 @@ class TrainerOptions(Options):
 
     @property
     def lightning(self) -> dict[str, Any]:
-        """The arguments of lightning.Trainer."""
-        own: dict[str, Any] = {name: getattr(self, name) for name in FOR_LIGHTNING}
-        if self.strategy == "fsdp":
-            own["strategy"] = Fsdp(reshard=self.reshard_after_forward is not False)
-        return own | dict(self.others)
+        """The arguments of cpt.trainer.lightning.make_trainer."""
+        return {name: getattr(self, name) for name in FOR_LIGHTNING} | dict(self.others)
 
 
 FOR_LIGHTNING = (
     *("accumulate_grad_batches", "gradient_clip_val", "precision", "deterministic", "log_every_n_steps"),
-    *("accelerator", "devices", "num_nodes", "strategy"),
+    *("accelerator", "devices", "num_nodes", "strategy", "reshard_after_forward"),
 )
 
 

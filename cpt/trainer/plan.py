@@ -16,7 +16,7 @@ from cpt.core.config import CONF, digest, identity, plain_config, redact
 from cpt.core.errors import readable, unknown_name
 from cpt.core.renames import rename_keys
 from cpt.core.schema import NonNegative, Text, check_value, fits, show
-from cpt.core.sections import Choice, Section, is_used, read_section
+from cpt.core.sections import Choice, is_used, read_section
 from cpt.data import orders
 from cpt.data.options import Budget, DataOptions, share_batch
 from cpt.data.replay import NO_REPLAY, ReplayConfig
@@ -126,13 +126,10 @@ class Plan(Sections):
     def digests(self) -> dict[str, str]:
         """Hashes of what is measured in addition to the losses (options, sizes and times of data), by its key
         in scores.json."""
-        measured = {"endtasks": self.endtasks, "answers": self.answers, "benchmarks": self.benchmark}
-        groups = dict(zip(measured, ("endtask", "answers", "benchmark"), strict=True))
-        return {
-            kind: digest([self.settings[groups[kind]], getattr(options, "stamp", "")])
-            for kind, options in measured.items()
-            if options
-        }
+        measured = {"endtask": self.endtasks, "answers": self.answers, "benchmark": self.benchmark}
+        kinds = {"endtask": "endtasks", "answers": "answers", "benchmark": "benchmarks"}
+        given = {group: [self.settings[group], getattr(o, "stamp", "")] for group, o in measured.items() if o}
+        return {kinds[group]: digest(each) for group, each in given.items()}
 
 
 def read_sections(cfg: DictConfig) -> Sections:
@@ -175,7 +172,13 @@ def read_sections(cfg: DictConfig) -> Sections:
         raise ValueError(f"lr_scheduler._target_={name_of(type(schedule))} is invalid. Allowed: {allowed}")
     run, freeze = read("", names=[each.name for each in fields(RunOptions)]), read("freeze").read(Freeze)
     flags, loggers = logger.split(LoggerOptions)
-    flags["others"] = check_targets(loggers, "logger")
+    flags["others"], trainer = check_targets(loggers, "logger"), read("trainer")
+    own, others = trainer.split(TrainerOptions)  # others go to lightning.Trainer, which rejects what it lacks
+    others = {name: value for name, value in others.items() if name not in trainer.used}
+    if wrong := [name for name in others if name in SET_BY_CPT]:
+        told = f"trainer.{wrong[0]}={show(others[wrong[0]])} is invalid: cpt sets it"
+        allowed = "trainer.steps, epochs or tokens; callbacks=…, logger=… and hydra.run.dir=…"
+        raise ValueError(f"{told}. Allowed: {allowed}")
     sections: dict[str, Any] = {
         "run": run.read(RunOptions),
         "freeze": replace(freeze, trainable=run.values.get("trainable")),
@@ -193,7 +196,7 @@ def read_sections(cfg: DictConfig) -> Sections:
         "lr_scheduler": schedule,
         "answers": choose("answers", TaskEvalOptions),
         "benchmark": choose("benchmark", LMEvalOptions),
-        "trainer": read_trainer(read("trainer")),
+        "trainer": replace(trainer, values={**own, "others": others}).read(TrainerOptions),
         "logger": replace(logger, values=flags).read(LoggerOptions),
         "callbacks": check_targets(read("callbacks").values, "callbacks"),
     }
@@ -202,17 +205,6 @@ def read_sections(cfg: DictConfig) -> Sections:
 
 def name_of(kind: type) -> str:
     return f"{kind.__module__}.{kind.__name__}"
-
-
-def read_trainer(given: Section) -> TrainerOptions:
-    """The trainer's options; other names go to lightning.Trainer, which rejects those that it lacks."""
-    own, others = given.split(TrainerOptions)
-    others = {name: value for name, value in others.items() if name not in given.used}
-    if wrong := [name for name in others if name in SET_BY_CPT]:
-        told = f"trainer.{wrong[0]}={show(others[wrong[0]])} is invalid: cpt sets it"
-        allowed = "trainer.steps, epochs or tokens; callbacks=…, logger=… and hydra.run.dir=…"
-        raise ValueError(f"{told}. Allowed: {allowed}")
-    return replace(given, values={**own, "others": others}).read(TrainerOptions)
 
 
 def check_targets(entries: Mapping[str, Any], group: str) -> Mapping[str, Any]:

@@ -39,7 +39,7 @@ from cpt.models.options import BYTES
 from cpt.models.weights import frozen_parameters
 from cpt.trainer.build import build_context
 from cpt.trainer.callbacks import make_callbacks, make_entry
-from cpt.trainer.lightning import naming_cause, quiet, try_trainer
+from cpt.trainer.lightning import make_trainer, naming_cause, quiet
 from cpt.trainer.options import BF16, TrainerOptions
 from cpt.trainer.plan import Plan
 from cpt.trainer.run_dir import RunDir, checkpoint_files
@@ -52,19 +52,21 @@ TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "merges.txt")
 
 
 @dataclass(frozen=True)
-class PreflightResult:
+class Preflight:
     """What a run has before its texts: the plan with `auto` resolved, loggers and callbacks, the number of
-    `processes` on this machine, the device of this one, and the tasks of lm-evaluation-harness."""
+    `processes` on this machine and on all (`world`), the device of this one, and the tasks of
+    lm-evaluation-harness."""
 
     plan: Plan
     loggers: list[Logger]
     callbacks: dict[str, Callback]
     processes: int
+    world: int
     device: torch.device
     harness: Any  # or None
 
 
-def prepare(plan: Plan, run: RunDir) -> PreflightResult:
+def prepare(plan: Plan, run: RunDir) -> Preflight:
     """Prepares the process, and what needs no text. Raises ValueError for a plan that cannot be run."""
     quiet()
     keep_free()
@@ -75,19 +77,23 @@ def prepare(plan: Plan, run: RunDir) -> PreflightResult:
     loggers = [make_entry(f"logger.{name}", each, Logger, save_dir=run.path) for name, each in given]
     callbacks = make_callbacks(plan.callbacks)
     check_names(plan.trainer.others, [*option_types(TrainerOptions), *TRAINER_ARGUMENTS], place="trainer")
-    tried = try_trainer(plan.trainer.lightning, loggers=loggers, callbacks=list(callbacks.values()))
+    # A trainer on this machine, of 32 bits for `auto`, which Lightning may reject.
+    tried_as = {name: getattr(plan.trainer, name) for name in ("accelerator", "devices", "strategy")}
+    tried_as["precision"] = str(plan.trainer.precision).replace("auto", "32-true")
+    arguments = plan.trainer.lightning | {"precision": tried_as["precision"]}
+    with naming_cause(" ".join(f"trainer.{name}={value}" for name, value in tried_as.items())):
+        how: dict[str, Any] = {"loggers": loggers, "callbacks": list(callbacks.values())}
+        tried = make_trainer(arguments, label="", steps=1, **how)
     parts = plan.trainer.accumulate_grad_batches
     share_batch(plan.trainer.batch_size, accumulate=parts, world=tried.world_size)
     if tried.world_size == 1 and (stray := stray_ranks()):
-        allowed = "unset, or trainer.devices and trainer.num_nodes of all processes"
-        raise ValueError(
-            f"{stray} is invalid with one process, which would write nothing. Allowed: {allowed}"
-        )
+        told = f"{stray} is invalid with one process, which would write nothing"
+        raise ValueError(f"{told}. Allowed: unset, or trainer.devices and trainer.num_nodes of all processes")
     device, scores = tried.strategy.root_device, run.scores()
     stored = scores.numerics.get("precision") if scores else None
-    options = resolve_auto(plan.trainer, config, device, length=plan.model.max_seq_length, stored=stored)
-    plan = replace(plan, trainer=options)
-    return PreflightResult(plan, loggers, callbacks, tried.num_devices, device, make_harness(plan))
+    plan = replace(plan, trainer=resolve_auto(plan, config, device, stored=stored))
+    processes = tried.num_devices, tried.num_devices * plan.trainer.num_nodes
+    return Preflight(plan, loggers, callbacks, *processes, device, make_harness(plan))
 
 
 def resolve_devices(options: TrainerOptions) -> TrainerOptions:
@@ -108,39 +114,31 @@ def resolve_devices(options: TrainerOptions) -> TrainerOptions:
 
 
 def resolve_auto(
-    options: TrainerOptions,
-    config: PretrainedConfig,
-    device: torch.device,
-    *,
-    length: int,
-    stored: str | None,
+    plan: Plan, config: PretrainedConfig, device: torch.device, *, stored: str | None
 ) -> TrainerOptions:
-    """The options with a precision, and an attention implementation for rows of `length` tokens.
+    """The trainer's options with a precision, and an attention implementation for the plan's rows.
 
     `trainer.precision=auto` is what a resumed run has `stored` in its scores.json; else bf16-mixed on a GPU
     with bf16, and 32-true elsewhere. `trainer.attn_implementation=auto` is eager on a CPU if faster."""
+    options = plan.trainer
     if options.precision == "auto":
         able = device.type == "cuda" and torch.cuda.is_bf16_supported()
         precision: Any = stored or ("bf16-mixed" if able else "32-true")
         options = replace(options, precision=precision)
-        slow = precision == "32-true" and device.type == "cpu" and not stored and multiplies_bf16()
+        multiplies = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # in bf16; not public
+        slow = precision == "32-true" and device.type == "cpu" and not stored
+        slow = slow and any(getattr(torch.cpu, name, bool)() for name in multiplies)
         offer = "; bf16-mixed was 1.9 times as fast on such a CPU (docs/studies/performance.md)"
         offer = offer if slow and config.get_text_config().hidden_size >= WIDE else ""
         log.info("Precision (trainer.precision=auto): %s%s", precision, offer)
     if options.quick_dropout == "auto":
         options = replace(options, quick_dropout=device.type == "cpu" and not options.compile)
     is_fast = options.quick_dropout and drops_attention(config)
-    is_fast = is_fast or (options.precision in BF16 and length <= SHORT)
+    is_fast = is_fast or (options.precision in BF16 and plan.model.max_seq_length <= SHORT)
     if options.attn_implementation == "auto" and device.type == "cpu" and is_fast:
         log.info("Attention (trainer.attn_implementation=auto): eager, which is faster on a CPU here")
         options = replace(options, attn_implementation="eager")
     return options
-
-
-def multiplies_bf16() -> bool:
-    """Whether this CPU has instructions that multiply in bf16: AVX512-BF16 or AMX."""
-    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # not public
-    return any(getattr(torch.cpu, name, bool)() for name in names)
 
 
 def make_harness(plan: Plan) -> Any:

@@ -15,7 +15,7 @@ from yaml import YAMLError
 
 from cpt.core import files
 from cpt.core.cache import SMALL, discard
-from cpt.core.config import flatten, identity, list_differences, plain_config, redact
+from cpt.core.config import flatten, identity, plain_config, redact
 from cpt.core.errors import reason
 from cpt.core.heartbeat import PROGRESS_FILE, Heartbeat, format_error, record_exit, utc_now
 from cpt.core.processes import is_first_process
@@ -60,7 +60,7 @@ class RunDir:
             raise ValueError(f"{self.path} was made with another config ({'; '.join(changed)}); {remedy}")
 
     def stored_config(self) -> dict[str, Any]:
-        """The leaves of the stored config. Raises ValueError for a damaged one."""
+        """The leaves of the stored config by their dotted keys. Raises ValueError for a damaged one."""
         try:
             stored = OmegaConf.load(self.config)
             if not isinstance(stored, DictConfig) or not stored:
@@ -70,17 +70,13 @@ class RunDir:
             told = f"{self.config} is damaged ({reason(error)})"
             raise ValueError(f"{told}; bring it back from a copy") from error
 
-    def stored(self, key: str) -> Any:
-        """A value of the stored config, by its dotted key. Raises ValueError for a damaged config."""
-        return self.stored_config().get(key)
-
     def changes(self, settings: Mapping[str, Any]) -> list[str]:
         """How a config differs from the stored one, apart from keys whose contents are compared."""
-        both = [identity(redact(each)) for each in (self.stored_config(), settings)]
-        for key in BY_CONTENT if self.manifest.exists() or self.scores_file.exists() else ():
-            for each in both:
-                each.pop(key, None)
-        return list_differences(*both)
+        then, now = (identity(redact(each)) for each in (self.stored_config(), settings))
+        ignored = BY_CONTENT if self.manifest.exists() or self.scores_file.exists() else ()
+        keys, absent = sorted({*then, *now} - {*ignored}), "(absent)"
+        pairs = {key: (then.get(key, absent), now.get(key, absent)) for key in keys}
+        return [f"{key}: {before} -> {after}" for key, (before, after) in pairs.items() if before != after]
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -152,19 +148,6 @@ class RunDir:
 
     def checkpoint(self, number: int, name: str) -> Path:
         return self.path / "checkpoints" / f"{number:03d}-{name}.ckpt"
-
-    def monitor_file(self, number: int) -> Path:
-        """The losses by document at the first evaluation of a stage."""
-        return self.path / "monitor" / f"{number:03d}.npz"
-
-    def load_monitor(self, number: int) -> dict[str, np.ndarray]:
-        """Those of the stages before one. Raises ValueError for a file that is missing or damaged."""
-        found: dict[str, np.ndarray] = {}
-        for path in map(self.monitor_file, range(1, number)):
-            files.check_archive(path, instead=self.restore_hint)
-            with np.load(path) as file:
-                found |= {name: file[name] for name in file.files}
-        return found
 
     def load_documents(self, rows: Iterable[int]) -> list[dict[str, np.ndarray]]:
         return load_documents(self.path, rows)

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from cpt.core.config import identity as identity_of
-from cpt.core.config import list_differences, plain_config
+from cpt.core.config import plain_config
 from cpt.core.errors import readable
 from cpt.core.naming import LONGEST, name_run
+from cpt.trainer.run_dir import RunDir
 from tests.conftest import ROOT
 
 
@@ -25,15 +26,8 @@ def identity(cfg):
 def test_a_run_folder_is_named_by_its_choices():
     plain = name_run([], "ncl", 0, 0)
     assert plain == "ncl_order-0_seed-0"
-    overrides = [
-        "method=das",
-        "order=1",
-        "seed=3",
-        "trainer.steps=5",
-        "name=x",
-        "logger=none",
-        "+trainer.devices=2",
-    ]
+    overrides = ["method=das", "order=1", "seed=3", "trainer.steps=5", "name=x", "logger=none"]
+    overrides += ["+trainer.devices=2"]
     assert name_run(overrides, "das", 1, 3) == "das_order-1_seed-3_trainer.steps-5"
     twice = ["trainer.steps=9", "trainer.steps=5"]  # the last one counts
     assert name_run(twice, "das", 1, 3) == "das_order-1_seed-3_trainer.steps-5"
@@ -49,9 +43,11 @@ def test_a_run_folder_is_named_by_its_choices():
     assert name_run([f"{place}=last"], "demix", 0, 0) == "demix_order-0_seed-0_routing.method.routing-last"
 
 
-def test_what_decides_the_result_identifies_a_run(composed):
+def test_what_decides_the_result_identifies_a_run(composed, tmp_path):
     assert identity(composed("strategy=ddp", "logger=none", "name=x")) == identity(composed())
-    differ = list_differences(identity(composed()), identity(composed("trainer.steps=7", "seed=1")))
+    run = RunDir(tmp_path)
+    run.write_config(plain_config(composed()))
+    differ = run.changes(plain_config(composed("trainer.steps=7", "seed=1")))
     assert differ == ["seed: 0 -> 1", "trainer.steps: 250 -> 7"]
 
 

@@ -12,15 +12,7 @@ import psutil
 import pytest
 
 from cpt.core import heartbeat
-from cpt.core.heartbeat import (
-    HEARTBEAT,
-    Heartbeat,
-    Phase,
-    ProcessId,
-    progress_bar,
-    set_phase,
-    start_time,
-)
+from cpt.core.heartbeat import HEARTBEAT, Heartbeat, Phase, ProcessId, progress_bar, set_phase, start_time
 from cpt.core.processes import PARENT
 from tests.conftest import ROOT
 

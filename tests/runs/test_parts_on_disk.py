@@ -62,16 +62,15 @@ def test_what_rests_on_disk_is_what_rests_in_memory(start, small, killing, tmp_p
 
     start(small(*options, "modules.storage=memory"), tmp_path / "memory")
     monkeypatch.setattr(loop, "map_stored", watched)
-    killed(start, killing, small(*options, "modules.storage=disk"), tmp_path / "disk", step=1, domain="space")
+    on_disk = small(*options, "modules.storage=disk")
+    killed(start, killing, on_disk, tmp_path / "disk", step=1, domain="space")
     held = Held()
     if method == "demix":
         killing(held)
-    start(small(*options, "modules.storage=disk"), tmp_path / "disk")
+    start(on_disk, tmp_path / "disk")
     assert_same(tmp_path / "disk", tmp_path / "memory")
     assert len(rested) >= 3 and all(each and all(each) for each in [*rested, *held.seen])
     killing(None)
-    killed(
-        start, killing, small(*options, "modules.storage=disk"), tmp_path / "killed", step=1, domain="space"
-    )
+    killed(start, killing, on_disk, tmp_path / "killed", step=1, domain="space")
     start(small(*options, "modules.storage=memory"), tmp_path / "killed")
     assert_same(tmp_path / "killed", tmp_path / "memory")

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from cpt.methods.base import ContinualMethod
-from cpt.trainer.evaluators import Scorer
 from cpt.trainer.loop import ContinualTrainer
 from tests.runs.reading import scores_of
 from tests.support.killing import KilledError
@@ -27,7 +26,9 @@ def whole(place, start, small):
     return scores_of(place)
 
 
-def test_a_policy_that_is_widened_fills_what_is_missing(whole, start, small, tmp_path, caplog):
+def test_a_policy_that_is_widened_fills_what_is_missing_also_after_a_kill(
+    whole, start, small, tmp_path, caplog, monkeypatch
+):
     caplog.set_level("INFO")
     start(small(*FEW, "save_all_stages=true"), tmp_path / "few")
     few = scores_of(tmp_path / "few")
@@ -37,7 +38,19 @@ def test_a_policy_that_is_widened_fills_what_is_missing(whole, start, small, tmp
     assert np.array_equal(few.matrix[there], whole.matrix[there]) and there.sum() == 12
     assert few.metrics["LC"] == whole.metrics["LC"] and few.metrics["FG"] == whole.metrics["FG"]
     assert few.metrics["FWT_zs"]["nats"] is None and few.metrics["FWT_zs"]["terms"] == [0, 3]
+    save, saved = ContinualTrainer.save_scores, []
+
+    def dying(self):
+        save(self)
+        saved.append(len(saved))
+        if len(saved) == 1:
+            raise KilledError
+
+    monkeypatch.setattr(ContinualTrainer, "save_scores", dying)
+    with pytest.raises(KilledError):
+        start(small(ORDER), tmp_path / "few")
     start(small(ORDER), tmp_path / "few")
+    assert len(saved) == 2  # the first start filled one row, the second the other
     widened = scores_of(tmp_path / "few")
     assert widened.nll == whole.nll and widened.metrics == whole.metrics
     start(small(*FEW), tmp_path / "unkept")  # whose stages' weights are gone
@@ -68,10 +81,8 @@ IN_PARTS = {
 
 @pytest.mark.parametrize("kind", IN_PARTS)
 def test_what_a_resting_part_scores_is_not_computed_again(kind, start, small, tmp_path, monkeypatch):
-    measured, measure = [], Scorer.measure
-    monkeypatch.setattr(
-        Scorer, "measure", lambda self, row, texts: measured.extend(texts) or measure(self, row, texts)
-    )
+    measured, row = [], ContinualMethod.row
+    monkeypatch.setattr(ContinualMethod, "row", lambda self: (measured.extend(found := row(self)), found)[1])
     given = [ORDER, "trainer.steps=2", *kind.split()]
     start(small(*given), tmp_path / "few")
     assert len(measured) == 4 + IN_PARTS[kind]
@@ -79,23 +90,3 @@ def test_what_a_resting_part_scores_is_not_computed_again(kind, start, small, tm
     start(small(*given), tmp_path / "whole")
     few, every = scores_of(tmp_path / "few"), scores_of(tmp_path / "whole")
     assert few.nll == every.nll and few.metrics == every.metrics and few.modules == every.modules
-
-
-def test_killed_while_missing_cells_are_filled_it_fills_the_others(
-    whole, start, small, monkeypatch, tmp_path
-):
-    start(small(*FEW, "save_all_stages=true"), tmp_path)
-    save, saved = ContinualTrainer.save_scores, []
-
-    def dying(self):
-        save(self)
-        saved.append(len(saved))
-        if len(saved) == 1:
-            raise KilledError
-
-    monkeypatch.setattr(ContinualTrainer, "save_scores", dying)
-    with pytest.raises(KilledError):
-        start(small(ORDER), tmp_path)
-    start(small(ORDER), tmp_path)
-    assert len(saved) == 2  # the first start filled one row, the second the other
-    assert scores_of(tmp_path).nll == whole.nll and scores_of(tmp_path).metrics == whole.metrics

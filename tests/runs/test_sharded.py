@@ -70,12 +70,7 @@ METHODS = {
     "merge by fisher": ["method=merge", "method.rule=fisher", "method.start=previous"],
     "merge of pairs": ["method=merge_lora"],
     "parts on disk": ["method=lora", "method.per_domain=true", "modules.storage=disk"],
-    "moments carried": [
-        "method=ncl",
-        "optim.state_across_domains=moments",
-        "lr_scheduler=wsd",
-        "lr_scheduler.decay=0.5",
-    ],
+    "moments carried": ["optim.state_across_domains=moments", "lr_scheduler=wsd", "lr_scheduler.decay=0.5"],
 }
 
 
@@ -91,44 +86,28 @@ def test_shared_out_weights_are_those_of_one_process(method, run):
     assert_same(alone, folder)
 
 
-DRAWN = {  # where a process draws for itself: dropout, its part of a memory
-    "das": ["method=das", "mask=migu"],
-    "dga": ["method=dga"],
-    "derpp": ["method=derpp"],
-}
+# Where a process draws for itself: dropout, its part of a memory; tables that are tied, two stacks.
+DRAWN = [["method=das", "mask=migu"], ["method=dga"], ["method=derpp"]]
+TIED = [METHODS[name] for name in ("ncl", "migu", "inclora", "ewc")]
+OTHERS = [  # options, those of the run beside it, sizes of the model, how far weights and losses may be apart
+    *((given, [DDP, *given], SMALL, 1e-5, NATS) for given in DRAWN),
+    *((given, given, small, 1e-5, NATS) for small in (SMALL_GPT2, SMALL_T5) for given in TIED),
+    (["trainer.accumulate_grad_batches=2"], ["trainer.accumulate_grad_batches=2"], SMALL, WEIGHTS, NATS),
+    (["trainer.gradient_clip_val=0.05"], ["trainer.gradient_clip_val=0.05"], SMALL, WEIGHTS, NATS),
+    (["trainer.reshard_after_forward=false"], [], SMALL, WEIGHTS, NATS),
+    (["trainer.gradient_checkpointing=true"], [], SMALL, WEIGHTS, NATS),
+    (["trainer.compile=true"], [], SMALL, WEIGHTS, NATS),
+    (["trainer.precision=bf16-true"], ["trainer.precision=bf16-true"], SMALL, 3e-2, 2e-2),
+]
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("method", DRAWN)
-def test_shared_out_weights_are_those_of_ddp(method, run):
-    together = run("together", DDP, *DRAWN[method])
-    assert_same(together, run("sharded", FSDP, *DRAWN[method]), weights=1e-5)
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("method", ["ncl", "migu", "inclora", "ewc"])
-@pytest.mark.parametrize("small", [SMALL_GPT2, SMALL_T5], ids=["gpt2", "t5"])
-def test_tied_tables_and_two_stacks_are_shared_out(small, method, run):
-    alone = run("alone", *METHODS[method], small=small)
-    assert_same(alone, run("sharded", FSDP, *METHODS[method], small=small), weights=1e-5)
-
-
-WAYS = {
-    "trainer.accumulate_grad_batches=2": NATS,
-    "trainer.gradient_clip_val=0.05": NATS,
-    "trainer.reshard_after_forward=false": NATS,
-    "trainer.gradient_checkpointing=true": NATS,
-    "trainer.compile=true": NATS,
-    "trainer.precision=bf16-true": 2e-2,
-}
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("way", WAYS)
-def test_steps_of_all_kinds_are_those_of_one_process(way, run):
-    alone = run("alone", *(each for each in way.split() if "reshard" not in each and "=true" not in each))
-    weights = WEIGHTS if WAYS[way] == NATS else 3e-2
-    assert_same(alone, run("sharded", FSDP, *way.split()), weights=weights, nats=WAYS[way])
+@pytest.mark.parametrize(("given", "beside", "small", "weights", "nats"), OTHERS)
+def test_shared_out_weights_are_those_of_ddp_of_other_models_and_of_steps_of_all_kinds(
+    given, beside, small, weights, nats, run
+):
+    other, sharded = run("other", *beside, small=small), run("sharded", FSDP, *given, small=small)
+    assert_same(other, sharded, weights=weights, nats=nats)
 
 
 @pytest.mark.campaign

@@ -12,20 +12,12 @@ HERE = "tests.trainer.test_callbacks"
 COUNTING = f"+callbacks.mine._target_={HERE}.Counting"
 
 
-AVERAGES = {
-    "WeightAveraging": {},
-    "BackboneFinetuning": {},
-    "ModelPruning": {"pruning_fn": "l1_unstructured"},
-}
-
-
-@pytest.mark.parametrize("name", AVERAGES)
-def test_a_callback_that_changes_what_is_trained_is_refused(name):
-    entry = {"_target_": f"lightning.pytorch.callbacks.{name}", **AVERAGES[name]}
-    with pytest.raises(
-        ValueError, match=f"callbacks.a={name} is invalid: it changes how a domain is trained"
-    ):
-        make_callbacks({"a": entry})
+def test_a_callback_that_changes_what_is_trained_is_refused():
+    for name in ("WeightAveraging", "BackboneFinetuning", "ModelPruning"):
+        more = {"pruning_fn": "l1_unstructured"} if name == "ModelPruning" else {}
+        entry = {"_target_": f"lightning.pytorch.callbacks.{name}", **more}
+        with pytest.raises(ValueError, match=f"callbacks.a={name} is invalid: it changes how a domain is tr"):
+            make_callbacks({"a": entry})
 
 
 class Counting(Callback):

@@ -135,14 +135,26 @@ def test_of_steps_that_differ_the_mean_of_a_period_is_counted(tmp_path, monkeypa
 
 
 class Stop(Callback):
+    """Kills a fit after its second step, or before its first."""
+
+    def __init__(self, *, first=False):
+        self.first = first
+
+    def on_before_optimizer_step(self, *args):
+        if self.first:
+            raise KeyError("rolled back")
+
     def on_train_batch_end(self, trainer, *args):
         if trainer.global_step == 2:
             raise KeyError("killed")
 
 
-def test_a_resumed_stage_has_the_costs_of_an_unbroken_one(tmp_path):
+def test_a_resumed_stage_and_one_that_was_rolled_back_have_the_costs_of_an_unbroken_one(tmp_path):
     options = {"before": 2, "after": 1, "step": 2}
     whole = fitted(tmp_path / "whole", **options)
+    compute = CostMonitor()  # a try that is rolled back at its first step counts for nothing
+    fitted(tmp_path / "first", **options, stop=Stop(first=True), compute=compute)
+    assert fitted(tmp_path / "again", **options, compute=compute)["flops"] == whole["flops"]
     fitted(tmp_path / "broken", **options, stop=Stop())
     state = tmp_path / "broken" / "state.ckpt"
     resumed = fitted(tmp_path / "broken", **options, checkpoint=str(state))
@@ -151,9 +163,7 @@ def test_a_resumed_stage_has_the_costs_of_an_unbroken_one(tmp_path):
     kept = torch.load(state, weights_only=True)
     del kept["callbacks"]["CostMonitor"]["processes"]
     torch.save(kept, state)
-    with pytest.raises(
-        ValueError, match="state.ckpt is of another version of cpt .CostMonitor lacks processes.; delete"
-    ):
+    with pytest.raises(ValueError, match="state.ckpt is of another version .* .CostMonitor lacks processes"):
         fitted(tmp_path / "broken", **options, checkpoint=str(state))
 
 
@@ -165,25 +175,11 @@ def test_counts_are_shared_out_among_another_number_of_processes(monkeypatch):
     assert (one_of_two.tokens, one_of_two.flops["step"]) == (50, 30)
 
 
-class Refuse(Callback):
-    def on_before_optimizer_step(self, *args):
-        raise KeyError("rolled back")
-
-
-def test_a_try_that_is_rolled_back_at_its_first_step_counts_for_nothing(tmp_path):
-    options, compute = {"before": 2, "after": 1, "step": 2}, CostMonitor()
-    fitted(tmp_path / "first", **options, stop=Refuse(), compute=compute)
-    again = fitted(tmp_path / "again", **options, compute=compute)
-    assert again["flops"] == fitted(tmp_path / "whole", **options)["flops"]
-
-
-class Unstarted(DataLoader):
-    def __iter__(self):
+def test_a_loader_that_cannot_start_is_told_and_not_what_comes_of_it(tmp_path, monkeypatch):
+    def refuse(loader):
         raise BlockingIOError("no process can be started")
 
-
-def test_a_loader_that_cannot_start_is_told_and_not_what_comes_of_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(Counted, "train_dataloader", lambda self: Unstarted([0, 1], batch_size=None))
+    monkeypatch.setattr(DataLoader, "__iter__", refuse)
     with pytest.raises(BlockingIOError, match="no process"):
         fitted(tmp_path)
 

@@ -59,38 +59,24 @@ def made(root, words):
     return make
 
 
-def note(self, number, name, seed, given, *, device, step):
-    """In the place of a fine-tuning: a file that says the weights that it was measured on."""
-    task, weight = self.tasks[name], sum(each.double().sum().item() for each in given.parameters())
-    said = {"digest": task.digest(seed), "seconds": 1.0, "weight": weight}
-    said |= dict.fromkeys(("macro_f1", "micro_f1", "accuracy"), 10 * number + seed)
-    labels = [each.label for each in task.test]
-    columns = {"id": [each.id for each in task.test], "label": labels, "prediction": labels}
-    save_predictions(endtask_file(self.folder(number), name, seed), columns, about=said)
-
-
 @pytest.fixture
 def noted(monkeypatch):
-    """What is measured, in the place of a fine-tuning; it may be deadly."""
+    """What is measured: files that say on which weights, in the place of a fine-tuning; it may be deadly."""
     counted = SimpleNamespace(asked=[], deadly=())
 
-    def count(self, number, name, seed, *given, **how):
+    def note(self, number, name, seed, given, *, device, step):
         if (number, name) in counted.deadly:
             raise KeyError("killed")
         counted.asked.append((name, seed))
-        note(self, number, name, seed, *given, **how)
+        task, weight = self.tasks[name], sum(each.double().sum().item() for each in given.parameters())
+        said = {"digest": task.digest(seed), "seconds": 1.0, "weight": weight}
+        said |= dict.fromkeys(("macro_f1", "micro_f1", "accuracy"), 10 * number + seed)
+        labels = [each.label for each in task.test]
+        columns = {"id": [each.id for each in task.test], "label": labels, "prediction": labels}
+        save_predictions(endtask_file(self.folder(number), name, seed), columns, about=said)
 
-    monkeypatch.setattr(FinetuneEvaluator, "measure_task", count)
+    monkeypatch.setattr(FinetuneEvaluator, "measure_task", note)
     return counted
-
-
-def about(path):
-    return json.loads(pq.read_schema(path).metadata[b"cpt"])
-
-
-def predictions(evaluator):
-    files = sorted(evaluator.folder(2).glob("*.parquet"))
-    return {each.name: pq.read_table(each).to_pydict() for each in files}
 
 
 @pytest.mark.parametrize(
@@ -107,7 +93,7 @@ def test_what_is_asked_for_after_a_stage(made, when, stages, alone, due):
     found = made(when=when, stages=stages, alone=alone)
     for number, names in enumerate(due):
         assert list(dict.fromkeys(name for name, _ in found.due(number))) == names
-        assert found.follows(number) == bool(names)
+        assert bool(found.asked(number)) == bool(names)
 
 
 def test_only_what_is_missing_damaged_or_of_other_settings_is_measured(made, noted, root):
@@ -167,12 +153,8 @@ def files(root):
 
 
 def weight(root, name):
-    return about(root / "run" / "endtasks" / f"{name}-3.parquet")["weight"]
-
-
-def test_a_part_is_measured_on_its_own_task(run, root):
-    run("method=demix")
-    assert files(root) == EACH[1:] and weight(root, EACH[1]) != weight(root, EACH[2])
+    schema = pq.read_schema(root / "run" / "endtasks" / f"{name}-3.parquet")
+    return json.loads(schema.metadata[b"cpt"])["weight"]
 
 
 def test_end_tasks_are_added_to_a_finished_run_and_change_nothing_of_it(run, root, small, noted):
@@ -195,10 +177,11 @@ def test_end_tasks_are_added_to_a_finished_run_and_change_nothing_of_it(run, roo
     assert weight(root, EACH[0]) != weight(root, EACH[2])
 
 
-def test_weights_that_were_not_kept_are_asked_for(run):
-    run(when=None)
+def test_a_part_is_measured_on_its_own_task_and_weights_that_were_not_kept_are_asked_for(run, root):
+    run("method=demix")
+    assert files(root) == EACH[1:] and weight(root, EACH[1]) != weight(root, EACH[2])
     with pytest.raises(ValueError, match=r"the weights after law were not kept"):
-        run(when="each")
+        run("method=demix", when="each")
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """What moves inside what is protected: by hand, in a run, and of released forms beside ours."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -25,19 +27,9 @@ class Half(GradientMask):
         return iter([(self.weight[0], torch.tensor([[0.0], [1.0]]))])
 
 
-class Method:
-    """Something with a model of a single map, and a mask."""
-
-    def __init__(self):
-        self.model = nn.Linear(3, 2, bias=False)
-        self.masks = [Half(self.model)]
-
-    def protected_subspace(self):
-        return self.masks[0].protected_subspace()
-
-
 def test_it_is_the_share_of_the_squared_way():
-    method = Method()
+    model = nn.Linear(3, 2, bias=False)
+    method = SimpleNamespace(model=model, protected_subspace=Half(model).protected_subspace)
     began = {"weight": method.model.weight.detach().clone()}
     with torch.no_grad():
         method.model.weight += torch.tensor([[1.0, 0.0, 0.0], [0.0, 2.0, 2.0]])

@@ -57,9 +57,7 @@ def test_epochs_are_scaled_and_importances_alone_may_be_too_much(start, small, t
     start(small("method=kd", *epochs), tmp_path / "epochs")
     assert 1.3 < json.loads((tmp_path / "epochs/matched.json").read_text())["epochs"] < 1.8
     few = ["method=das", *GIVEN, "trainer.steps=1", "trainer.match=ncl", "trainer.importance_samples=96"]
-    with pytest.raises(
-        ValueError, match=r"trainer.match=ncl is invalid: .* Allowed: null, more trainer.steps"
-    ):
+    with pytest.raises(ValueError, match=r"trainer.match=ncl is invalid: .* Allowed: null, more trainer"):
         start(small(*few), tmp_path / "few")
     monkeypatch.setenv("LOCAL_RANK", "0")
     with pytest.raises(ValueError, match=r"invalid with torchrun.*Allowed: trainer.steps=N"):

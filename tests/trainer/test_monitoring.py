@@ -81,13 +81,8 @@ def test_what_is_looked_at_is_validation_text(small, start, tmp_path):
 
 def test_patience_with_the_best_weights(small, start, tmp_path):
     """The model ends as it was at its lowest loss."""
-    how = [
-        "order=[law]",
-        "optim.lr=0.05",
-        "lr_scheduler=constant",
-        "lr_scheduler.warmup_ratio=0",
-        "monitor.general=false",
-    ]
+    how = ["order=[law]", "optim.lr=0.05", "lr_scheduler=constant", "lr_scheduler.warmup_ratio=0"]
+    how += ["monitor.general=false"]
     ending = ["monitor.every=1", "monitor.patience=3", "monitor.keep=best", "trainer.steps=30"]
     start(small(*how, *ending), tmp_path / "best")
     watched = told_by(tmp_path / "best")["monitor"]["law"]
@@ -95,22 +90,16 @@ def test_patience_with_the_best_weights(small, start, tmp_path):
     assert watched["steps"][-1] == watched["kept"] + 3
     scores = Scores.load(tmp_path / "best" / "scores.json")
     (row,) = run_page.show_monitor(scores).cells  # of the weights that were kept
-    assert row[2] == run_page.format_known(
-        min(watched["nll"]["law"]) - watched["nll"]["law"][0], run_page.signed
-    )
+    gain = min(watched["nll"]["law"]) - watched["nll"]["law"][0]
+    assert row[2] == run_page.format_known(gain, run_page.signed)
     start(small(*how, f"trainer.steps={watched['kept']}"), tmp_path / "short")
     assert same_state(weights(tmp_path / "best"), weights(tmp_path / "short"))
 
 
 def test_a_stage_that_ended_early_is_the_same_after_any_kill(small, start, killing, tmp_path):
     given = ["method=ewc", "order=[law,food]", "trainer.steps=12", "trainer.checkpoint_every=3", *DROPOUT]
-    given += [
-        "monitor.every=2",
-        "monitor.patience=1",
-        "monitor.keep=best",
-        "monitor.stop=0.01",
-        "optim.lr=0.1",
-    ]
+    given += ["monitor.every=2", "monitor.patience=1", "monitor.keep=best", "monitor.stop=0.01"]
+    given += ["optim.lr=0.1"]
     start(small(*given), tmp_path / "whole")
     whole = told_by(tmp_path / "whole")
     last = whole["monitor"]["food"]["steps"][-1]

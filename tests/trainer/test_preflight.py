@@ -48,6 +48,12 @@ def some_words():
     return train_tokenizer(iter(lines), vocabulary=300, objective="masked")
 
 
+def saved(folder, *parts):
+    for part in parts:
+        part.save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
 def bart(tmp_path):
     """A tiny BART with its tokenizer, which has no sentinels."""
@@ -58,9 +64,8 @@ def bart(tmp_path):
     config |= {"vocab_size": len(words), "decoder_start_token_id": words.eos_token_id}
     config |= {f"{name}_token_id": getattr(words, f"{name}_token_id") for name in ("pad", "bos", "eos")}
     torch.manual_seed(0)
-    for part in (AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("bart", **config)), words):
-        part.save_pretrained(tmp_path / "bart")
-    return tmp_path / "bart"
+    model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("bart", **config))
+    return saved(tmp_path / "bart", model, words)
 
 
 def test_a_tokenizer_without_sentinels_gets_them_and_the_embedding_rows(bart, small, start, tmp_path):
@@ -79,9 +84,7 @@ def test_a_tokenizer_without_sentinels_gets_them_and_the_embedding_rows(bart, sm
 def checkpoint(tmp_path):
     """A tiny RoBERTa with its tokenizer."""
     words, config = some_words(), {"model_type": "roberta", **SIZES, "max_position_embeddings": 64}
-    for part in (build_model(config, words, "masked", seed=0), words):
-        part.save_pretrained(tmp_path / "checkpoint")
-    return tmp_path / "checkpoint"
+    return saved(tmp_path / "checkpoint", build_model(config, words, "masked", seed=0), words)
 
 
 def test_a_checkpoint_that_is_damaged_or_does_not_fit_is_told(checkpoint, small, unread, tmp_path):
@@ -115,9 +118,7 @@ def test_a_checkpoint_that_is_damaged_or_does_not_fit_is_told(checkpoint, small,
 def headless(tmp_path):
     """A tiny MPNet of two blocks as sentence-transformers save it: without a language-model head."""
     words, config = some_words(), {"model_type": "mpnet", **SIZES, "max_position_embeddings": 40}
-    for part in (build_model(config, words, "masked", seed=3).base_model, words):
-        part.save_pretrained(tmp_path / "headless")
-    return tmp_path / "headless"
+    return saved(tmp_path / "headless", build_model(config, words, "masked", seed=3).base_model, words)
 
 
 def test_a_checkpoint_without_a_head_is_refused_or_gets_one(headless, small, start, unread, tmp_path):

@@ -38,9 +38,7 @@ def settled(cfg, folder, device="cpu"):
     plan, scores = make_plan(cfg), RunDir(folder).scores()
     stored = scores.numerics["precision"] if scores else None
     config = AutoConfig.for_model(**plan.model.config)
-    return resolve_auto(
-        plan.trainer, config, torch.device(device), length=plan.model.max_seq_length, stored=stored
-    )
+    return resolve_auto(plan, config, torch.device(device), stored=stored)
 
 
 @pytest.mark.parametrize(

@@ -23,12 +23,8 @@ def place(tmp_path_factory):
 @pytest.fixture
 def asked(small_gpt2, place, start):
     def run(folder, *overrides):
-        given = [
-            "domains=tasks",
-            f"domains.root={place / 'tasks'}",
-            "model.max_seq_length=64",
-            "save_all_stages=true",
-        ]
+        given = ["domains=tasks", f"domains.root={place / 'tasks'}", "model.max_seq_length=64"]
+        given += ["save_all_stages=true"]
         given += ["answers.max_new_tokens=4"] * ("answers=none" not in overrides)
         start(small_gpt2(*given, "trainer.steps=4", *overrides), folder)
         return told_by(folder)
@@ -80,9 +76,7 @@ def test_asking_changes_no_bit_and_a_finished_run_is_asked_later(asked, whole, t
         patched.setattr(predictions, "save_predictions", deadly)
         asked(tmp_path)
     saved[0].write_bytes(saved[0].read_bytes()[:100])
-    monkeypatch.setattr(
-        TaskEvaluator, "ask", lambda self, *given, **how: asks.append(given) or ask(self, *given, **how)
-    )
+    monkeypatch.setattr(TaskEvaluator, "ask", lambda *given, **how: asks.append(given) or ask(*given, **how))
     later, expected = asked(tmp_path)["answers"], told_by(whole)["answers"]
     assert len(asks) == 4 and later | {"seconds": 0} == expected | {"seconds": 0}
     assert_same_bits(tmp_path, whole)

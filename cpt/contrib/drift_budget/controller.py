@@ -4,6 +4,7 @@ weights back along the way since the stage began where it is exceeded."""
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from lightning import Trainer
 from torch import Tensor
 
 from cpt.contrib.drift_budget.options import PAST, DriftBudget
+from cpt.core.files import check_archive
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.metrics import CHANGE_REPLICATES, Losses, bootstrap
 from cpt.evaluation.monitor import MonitorObserver
@@ -72,10 +74,18 @@ class DriftController(MonitorObserver):
     ) -> None:
         self.options, self.run, self.number, self.own, self.texts = options, run, number, own, texts
         self.seen = BudgetRecord(options.allow(number, stages=stages))
-        self.began = {name: torch.from_numpy(each) for name, each in run.load_monitor(number).items()}
+        self.began: dict[str, Tensor] = {}
+        for path in map(self.file_of, range(1, number)):
+            check_archive(path, instead=run.restore_hint)
+            with np.load(path) as file:
+                self.began |= {name: torch.from_numpy(file[name]) for name in file.files}
         self.new: dict[str, Tensor] = {}  # what the stages after it count from
         self.kept: dict[str, Tensor] = {}  # weights of the first evaluation
         self.least = 0.0  # share of the budget at the first evaluation
+
+    def file_of(self, number: int) -> Path:
+        """The losses by document at the first evaluation of a stage."""
+        return self.run.path / "monitor" / f"{number:03d}.npz"
 
     @property
     def ended(self) -> str:
@@ -120,7 +130,7 @@ class DriftController(MonitorObserver):
 
     def finish(self) -> None:
         counted = {name: each.numpy() for name, each in self.new.items()}
-        self.run.save_arrays(self.run.monitor_file(self.number), counted)
+        self.run.save_arrays(self.file_of(self.number), counted)
 
     def record(self) -> dict[str, Any]:
         return asdict(self.seen)

@@ -1,0 +1,125 @@
+"""Training tokens/s beside other programs in one run, for a masked, a causal and an encoder-decoder model:
+the table and the figure of docs/studies/performance.md.
+
+The subjects take turns, as in throughput.py. LLaMA-Factory takes part (causal model only) where it is
+installed: `--add` measures further models in another environment and keeps those that are published."""
+
+import argparse
+import json
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+from ground import arguments
+from measuring import RESULTS, ROOT, machine, paired, save
+from stage import joined, prepare, times
+from subjects import Course
+from throughput import equality, play, summary
+
+PAGE, FIGURE = ROOT / "docs" / "studies" / "performance.md", ROOT / "docs" / "images" / "side-by-side.png"
+FILE = RESULTS / "side_by_side.json"
+BEGIN, END = "<!-- generated: side_by_side -->\n", "<!-- end: side_by_side -->"
+SHAPES = {"roberta": "masked (RoBERTa)", "gpt2": "causal (GPT-2)", "t5": "spans (T5)"}
+LABELS = {
+    "hf": "Hugging Face `Trainer`",
+    "hf, bf16": "`Trainer`, bf16",
+    "llama-factory": "LLaMA-Factory, `pt`",
+    "dense": "PyTorch loop",
+    "cpt, quick dropout": "cpt, `ncl`",
+    "cpt, bf16, quick dropout": "cpt, `ncl`, bf16-mixed",
+    "cpt, das": "cpt, `das`",
+    "cpt, migu": "cpt, `migu`",
+    "cpt, ewc": "cpt, `ewc`",
+    "cpt, lora": "cpt, `lora`",
+}
+REFERENCE = "hf"
+
+
+def measure(shape: str, *, chosen: argparse.Namespace) -> dict[str, Any]:
+    """The figures of one model: tokens/s, and the ratios to the Trainer, paired round by round."""
+    names = [name for name in LABELS if name != "llama-factory"]
+    if shape == "gpt2" and find_spec("llamafactory"):
+        names.append("llama-factory")
+    shared = {"cache": chosen.cache, "threads": chosen.threads, "fused": False, "shape": shape}
+    shared |= {"batch": chosen.batch, "length": chosen.length}
+    check = Course(**shared, rounds=1, chunk=10, equal=True)
+    course = Course(**shared, rounds=chosen.repeats, chunk=chosen.steps, equal=False)
+    check.ground()  # fills the cache
+    course.ground()
+    equal = equality(play(check, ["cpt", "hf", "dense"], patience=0.0)["reports"])
+    run = joined([play(course, names, patience=chosen.patience) for _ in range(chosen.casts)])
+    found = summary(run, course, ours="cpt, quick dropout")
+    wall = times(run["chunks"], found["rounds"], "wall")
+    over = {name: paired(each, wall[REFERENCE]) for name, each in wall.items() if name != REFERENCE}
+    settings = {name: value for name, value in vars(chosen).items() if name not in ("cache", "out")}
+    facts = {"options": settings, "machine": machine(), "equal_work": equal, "over_trainer": over}
+    return {**found, **facts, "chunks": run["chunks"]}
+
+
+def table(shapes: Mapping[str, Mapping[str, Any]]) -> str:
+    """Tokens/s and the ratio to the Trainer with its interval, by program and model."""
+    used = [shape for shape in SHAPES if shape in shapes]
+    heads = [f"{SHAPES[shape]}: tokens/s | over the `Trainer`" for shape in used]
+    lines = [f"| program | {' | '.join(heads)} |", f"| :-- |{' --: | :-- |' * len(used)}"]
+    for name, label in LABELS.items():
+        cells = []
+        for shape in used:
+            speed, over = shapes[shape]["tokens_per_s"], shapes[shape]["over_trainer"]
+            cells.append(f"{speed[name]:,.0f}" if name in speed else "–")
+            ratio = "{median:.2f} [{low:.2f}, {high:.2f}]".format(**over[name]) if name in over else "–"
+            cells.append("1" if name == REFERENCE else ratio)
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def draw(shapes: Mapping[str, Mapping[str, Any]], path: Path) -> None:
+    """Bars of the ratios to the Trainer with their intervals, a panel per model."""
+    used = [shape for shape in SHAPES if shape in shapes]
+    drawn, panels = plt.subplots(1, len(used), figsize=(3.4 * len(used) + 2, 3.6), sharey=True, squeeze=False)
+    names = [name for name in LABELS if name != REFERENCE][::-1]
+    for shape, axes in zip(used, panels[0], strict=True):
+        over = shapes[shape]["over_trainer"]
+        for place, name in enumerate(names):
+            if name in over:
+                ratio, is_cpt = over[name], name.startswith("cpt")
+                around = [[ratio["median"] - ratio["low"]], [ratio["high"] - ratio["median"]]]
+                axes.barh(place, ratio["median"], xerr=around, color="#0072b2" if is_cpt else "#999999")
+        axes.axvline(1, color="black", linewidth=0.8)
+        axes.set_title(SHAPES[shape], fontsize=10)
+        axes.set_xlabel("tokens/s over the Trainer")
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0][0].set_yticks(range(len(names)), [LABELS[name].replace("`", "") for name in names])
+    drawn.tight_layout()
+    drawn.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = arguments(__doc__.split("\n\n")[0])
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--steps", type=int, default=3, help="timed steps per chunk")
+    parser.add_argument("--repeats", type=int, default=8, help="chunks per subject and cast")
+    parser.add_argument("--casts", type=int, default=1, help="times that all subjects are started anew")
+    parser.add_argument("--length", type=int, default=128, help="tokens per sample")
+    parser.add_argument("--batch", type=int, default=16, help="samples per step")
+    parser.add_argument("--add", action="store_true", help="keep the published models that are not measured")
+    parser.add_argument("--published", action="store_true", help="measure nothing: write table and figure")
+    chosen = parser.parse_args()
+    path = Path(chosen.out or FILE)
+    is_kept = path.exists() and (chosen.add or chosen.published)
+    shapes: dict[str, Any] = json.loads(path.read_text())["shapes"] if is_kept else {}
+    prepare(chosen.threads)
+    for shape in () if chosen.published else chosen.shapes:
+        shapes[shape] = measure(shape, chosen=chosen)
+        save("side_by_side", {"shapes": shapes}, out=chosen.out)
+        print(table(shapes), flush=True)
+    if path == FILE:
+        before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+        written = f"{before}{BEGIN}\n{table(shapes)}\n\n{END}{rest.partition(END)[2]}"
+        PAGE.write_text(written, encoding="utf-8")
+        draw(shapes, FIGURE)
+
+
+if __name__ == "__main__":
+    main()
