@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from yaml import YAMLError
 
 LOAD, COMPILE = OmegaConf.load, Environment.compile
-TEMPLATES: dict[str, CodeType] = {}
+TEMPLATES: dict[tuple, CodeType] = {}
 
 
 def spare() -> None:
@@ -61,6 +61,8 @@ def compile_once(self: Environment, source: Any, *given: Any, **how: Any) -> Any
     """The card of a model is the same template in every run."""
     if given or how or not isinstance(source, str):
         return COMPILE(self, source, *given, **how)
-    if source not in TEMPLATES:
-        TEMPLATES[source] = COMPILE(self, source)
-    return TEMPLATES[source]
+    blanks = self.trim_blocks, self.lstrip_blocks, self.keep_trailing_newline
+    key = source, type(self), self.autoescape, frozenset(self.filters), blanks
+    if key not in TEMPLATES:
+        TEMPLATES[key] = COMPILE(self, source)
+    return TEMPLATES[key]
