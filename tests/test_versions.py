@@ -16,6 +16,7 @@ from cpt.report import main as compare
 from tests.conftest import ROOT, SMALL
 from tests.support.processes import ran
 
+pytestmark = pytest.mark.slow
 VERSIONS = sorted((ROOT / "tests" / "fixtures").iterdir())
 
 
@@ -34,7 +35,6 @@ def test_an_old_run_is_read_compared_and_checked(old, tmp_path, capsys):
     assert "pass: every new text improved" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_a_domain_is_added_to_an_old_run(old, tmp_path):
     corpora = f"domains.root={VERSIONS[-1] / 'corpora'}"
     options = ["domains=texts", corpora, "domains.document=line", "order=[law,food,space]", "grow=require"]

@@ -52,6 +52,7 @@ def as_process(monkeypatch):
     return lambda rank, world: monkeypatch.setattr(module, "rank_and_world", lambda: (rank, world))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", run_few([1, 2], [1]))
 def test_every_sample_of_a_stream_is_as_likely_to_be_kept(world, as_process):
     stream, samples, trials = 120, 12, 250

@@ -9,7 +9,7 @@ from cpt.contrib.generative_replay.sampling import Sampling, sample_texts
 from cpt.core.randomness import draws, key, sample_keys
 
 END, ENTRIES, VOCABULARY = 3, 90, 96
-CONTEXTS = np.random.default_rng(0).integers(4, ENTRIES, (20, 5)).tolist()
+CONTEXTS = np.random.default_rng(0).integers(4, ENTRIES, (40, 5)).tolist()
 
 
 @pytest.fixture(scope="module")
@@ -69,10 +69,10 @@ def test_texts_are_those_of_a_walk_by_hand(model, given):
 
 
 def test_a_text_does_not_depend_on_its_batch(model):
-    uniforms = numbers(20, 20)
+    uniforms = numbers(40, 20)
     together = sample_texts(model, CONTEXTS, uniforms, sampling=sampling())
     assert any(END in ids for ids, _ in together) and len({len(ids) for ids, _ in together}) > 3
     for size in (1, 7):
-        cuts = [slice(at, at + size) for at in range(0, 20, size)]
+        cuts = [slice(at, at + size) for at in range(0, 40, size)]
         parts = [sample_texts(model, CONTEXTS[at], uniforms[at], sampling=sampling()) for at in cuts]
         assert [ids for part in parts for ids, _ in part] == [ids for ids, _ in together]
