@@ -27,7 +27,6 @@ from cpt import status, verify
 from cpt.cli import check_command_line
 from cpt.core.errors import reason
 from cpt.core.heartbeat import Heartbeat, utc_now
-from cpt.data.sources.base import read_members
 from cpt.data.sources.texts import Texts
 from cpt.evaluation.finetune_tasks import plan_endtasks
 from cpt.evaluation.scores import Scores
@@ -142,7 +141,7 @@ def check_text(name: str, packed: str, content: bytes) -> None:
         source = Texts(**options, column="text", document="auto", **SHARED)
         try:
             source.check(["law"])
-            for split, document in read_members(source, "law"):
+            for split, document in source.read("law"):
                 assert isinstance(document, str) and split is not None
         except FORESEEN as error:
             refused(error, str(path))

@@ -109,7 +109,7 @@ def test_tasks_are_copied_without_the_development_split_and_read_through(tmp_pat
     assert len(list(find_files(tmp_path / "trace", "trace"))) == 2 * len(prepare.TRACE)
     write_json(tmp_path / "TRACE/FOMC/train.json", [{"prompt": "a"}])
     assert prepare.main(["trace", str(tmp_path / "TRACE"), str(tmp_path / "trace")]) == 1
-    assert "FOMC/train.json, value 1 has no 'answer'" in capsys.readouterr().err
+    assert "FOMC/train.json, value 1 has no column 'answer'" in capsys.readouterr().err
 
 
 def test_m2d2_is_counted_by_coarse_domain_and_read_from_files_or_saved_data_sets(tmp_path, capsys):

@@ -4,8 +4,9 @@ import hashlib
 import json
 import logging
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from datasets.arrow_writer import ArrowWriter
 
 from cpt.core.cache import make_once
 from cpt.core.randomness import key, sample_keys
-from cpt.data.sources.base import EXAMPLES, Source, read_example, read_members, stamp_of
+from cpt.data.sources.base import EXAMPLES, Source, read_example, stamp_of
 
 log = logging.getLogger(__name__)
 SPLITS = ("train", "valid", "test")
@@ -41,10 +42,6 @@ class Corpus:
         numbers = [SPLITS.index(split) for split in splits]
         chosen = np.isin(np.load(self.folder / "splits.npy"), numbers)
         return np.load(self.folder / "keys.npy", mmap_mode="r")[chosen]
-
-
-def in_batches(documents: Dataset) -> Iterator[list[str]]:
-    return (few["text"] for few in documents.iter(batch_size=16))
 
 
 def make_corpus(source: Source, name: str, *, cache: Path) -> Corpus:
@@ -97,14 +94,15 @@ def read_documents(
     asks, held_out = source.form(name) == EXAMPLES, source.held_out
     hashed = {each: array("Q") for each in ("document", "key", "answer")}  # 25 bytes of a text in memory
     numbers, lengths = array("b"), array("q")
-    for split, text in read_members(source, name):
+    for split, text in chain.from_iterable(map(source.read, source.members(name))):
         raw = text.encode(errors="replace")  # repaired where it is not Unicode
         keep(raw)
         known_by, size = {"document": raw, "key": " ".join(raw.decode().split()).encode()}, len(raw)
         if asks:
             example = read_example(raw.decode())
             known_by |= {"key": example.question.encode(), "answer": example.target.encode()}
-            size = example.bytes
+            said = (example.source, example.target, *(text for _, text in example.turns[:-1]))
+            size = len("".join(said).encode())
         for each, value in known_by.items():
             digest = hashlib.blake2b(value, digest_size=8).digest()
             hashed[each].append(int.from_bytes(digest, "little"))

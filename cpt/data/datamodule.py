@@ -141,23 +141,18 @@ class DomainSequence(LightningDataModule):
             found |= dict.fromkeys(names, -(-drawn // max(1, len(names))))
         return {name: count for name, count in found.items() if count}
 
-    def replay_texts(self, names: Sequence[str]) -> dict[str, Packed]:
-        texts = self.train if self.replay_source is None else self.replay_source.texts
-        return {name: texts[name] for name in names if name in texts}
-
-    def replay_pools(self, domain: Domain) -> list[ReplayPool]:
-        past = self.replay_texts(self.past(domain)) if self.replay.past_ratio else {}
-        general = self.replay_texts([GENERAL]) if self.replay.general_ratio else {}
-        pools = self.replay.pools(past, general, stage=domain.name, seed=self.seed)
-        return [*pools, *(self.replay_source.extra_pools(domain) if self.replay_source else ())]
-
     def train_dataloader(self) -> DataLoader:
         """The current stage from the trainer's step on; resuming costs the same anywhere."""
         stage, recovery, ahead = self.domain, None, self.recovery_steps(self.domain)
+        texts = self.train if self.replay_source is None else self.replay_source.texts
+        past = {name: texts[name] for name in self.past(stage) if name in texts}
+        general = {GENERAL: texts[GENERAL]} if GENERAL in texts else {}
+        pools = self.replay.pools(past, general, stage=stage.name, seed=self.seed)
+        if self.replay_source is not None:
+            pools += self.replay_source.extra_pools(stage)
         if ahead:
-            texts, place = self.replay_texts(self.past(stage)), (stage.name, "recovery")
-            how = dict[str, Any](memory=self.replay.buffer_size, seed=self.seed, place=place)
-            recovery = ReplayPool(texts, share=exact(1), adds=False, **how)
+            how = dict[str, Any](memory=self.replay.buffer_size, place=(stage.name, "recovery"))
+            recovery = ReplayPool(past, share=exact(1), adds=False, seed=self.seed, **how)
         stream = TrainStream(
             {part: self.train[part] for part in stage.parts},
             objective=self.objective,
@@ -167,7 +162,7 @@ class DomainSequence(LightningDataModule):
             accumulate=self.accumulate,
             rank=self.trainer.global_rank,
             world=self.trainer.world_size,
-            earlier=self.replay_pools(stage),
+            earlier=pools,
             recovery=recovery,
             ahead=ahead,
             places=self.places,

@@ -90,7 +90,7 @@ class ReplayConfig(Options):
         return [
             ReplayPool(texts, share=exact(share), memory=memory, place=(stage, kind), **how)
             for kind, share, texts, memory in kinds
-            if texts
+            if texts and share
         ]
 
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from cpt.core.cache import make_once
 from cpt.core.config import digest
 from cpt.data.collate import Sizes
-from cpt.data.corpus import Corpus, in_batches
+from cpt.data.corpus import Corpus
 from cpt.data.packing import PADDING, Packed, frame_of, padding_id, terminator
 from cpt.data.sources.base import ASSISTANT, NONE, USER, Encoding, Example, read_example
 
@@ -242,7 +242,7 @@ def encode_corpus(
 
     def make(folder: Path) -> None:
         documents = corpus.documents(split)
-        batches = ([read_example(text) for text in texts] for texts in in_batches(documents))
+        batches = ([*map(read_example, few["text"])] for few in documents.iter(batch_size=16))
         pairs = (pair for batch in batches for pair in zip(encoder.encode_all(batch), batch, strict=True))
         bar = tqdm(pairs, f"tokenising {name}", len(documents), leave=False, unit=" examples", disable=None)
         count, cut = write_examples(folder / ROWS_FILE, bar, tokenizer=encoder.tokenizer)
@@ -257,7 +257,8 @@ def encode_corpus(
 
 
 def read_examples(corpus: Corpus, split: str) -> Iterator[Example]:
-    return (read_example(text) for texts in in_batches(corpus.documents(split)) for text in texts)
+    batches = corpus.documents(split).iter(batch_size=16)
+    return (read_example(text) for few in batches for text in few["text"])
 
 
 def render_chat(example: Example, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:

@@ -24,14 +24,15 @@ from cpt.core.schema import (
     Options,
     Positive,
     Text,
+    check_names,
     check_value,
     config,
+    join,
     option,
     option_types,
     prefix_errors,
     read_options,
     show,
-    unknown_name,
 )
 from cpt.core.sections import Choice, to_python
 from cpt.data.sources import readers
@@ -86,6 +87,15 @@ class FinetuneProtocol(Options):
 
 SETTINGS = tuple(each.name for each in fields(FinetuneOptions))
 RULES = option_types(FinetuneOptions) | option_types(FinetuneProtocol) | {"path": Text}
+
+
+def check_task_values(
+    values: Mapping[str, Any], types: Mapping[str, Any] = RULES, *, place: str = "endtask"
+) -> None:
+    """Raises ValueError for a value that is not allowed; a missing one is not looked at."""
+    for key, value in values.items():
+        check_value(join(place, key), value, types.get(key, Any))
+    check_names(values.get("columns", ()), EXAMPLE_COLUMNS, place=join(place, "columns"))
 
 
 @dataclass(frozen=True)
@@ -150,11 +160,10 @@ class TaskSource(FinetuneOptions, FinetuneProtocol, ABC):
     splits: Any = option("where the splits come from")
 
     def __post_init__(self) -> None:
-        check_task_values("", {"columns": self.columns})
+        check_task_values({"columns": self.columns}, place="")
         for name, own in self.named.items():
-            if wrong := [key for key in own if key not in (*SETTINGS, *self.OWN)]:
-                raise ValueError(unknown_name(f"tasks.{name}.{wrong[0]}", (*SETTINGS, *self.OWN)))
-            check_task_values(f"tasks.{name}.", own)
+            check_names(own, (*SETTINGS, *self.OWN), place=f"tasks.{name}")
+            check_task_values(own, RULES | option_types(type(self)), place=f"tasks.{name}")
 
     @property
     def named(self) -> dict[str, dict[str, Any]]:
@@ -185,7 +194,7 @@ class TaskSource(FinetuneOptions, FinetuneProtocol, ABC):
     def values(self, name: str) -> dict[str, Any]:
         """The options as they are for a task; its columns one by one."""
         own = self.named.get(name, {})
-        return {**vars(self), **own, "columns": {**self.columns, **(own.get("columns") or {})}}
+        return {**vars(self), **own, "columns": {**self.columns, **own.get("columns", {})}}
 
     def settings(self, name: str) -> FinetuneOptions:
         values = self.values(name)
@@ -222,16 +231,13 @@ class FileTasks(TaskSource):
     OWN: ClassVar[tuple[str, ...]] = ("path", "columns", "splits")
     root: Text | None = option("folder with the folder of the tasks")
     folder: Text = option("folder in root with a folder per task")
+    splits: Literal["own", "das"] = option("own: as the files are split; das: as their field das_split")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("", *self.named):
-            own = self.values(name)["splits"]
-            check_value(f"tasks.{name}.splits" if name else "splits", own, Literal["own", "das"])
         if self.root is None or not self.place.is_dir():
-            raise ValueError(
-                f"root={show(self.root)} is invalid. Allowed: the folder in which {self.folder}/ is"
-            )
+            allowed = f"the folder in which {self.folder}/ is"
+            raise ValueError(f"root={show(self.root)} is invalid. Allowed: {allowed}")
 
     @property
     def place(self) -> Path:
@@ -356,23 +362,19 @@ class HubTasks(TaskSource):
 def parse_example(where: str, row: Any, *, columns: Mapping[str, Any], instead: str) -> LabelledExample:
     """An example from a row. Where the first of the two texts is empty, the other stands alone; `instead` is
     its id where no column has one. Raises ValueError for a row that lacks a column, a text or a label."""
-    used = {name: column for name, column in columns.items() if column is not None}
-    has = row if isinstance(row, Mapping) else {}
-    if absent := [name for name, column in used.items() if column not in has]:
-        there = f"it has {', '.join(has) or f'{row!r:.60}'} (endtask.columns.{absent[0]})"
-        raise ValueError(f"{where} has no column {used[absent[0]]!r}; {there}")
-    texts = []
-    for column in (used[name] for name in ("text", "text_pair") if name in used):
-        if row[column] is not None and not isinstance(row[column], str):
-            raise ValueError(f"{where}: column {column!r} is not text: {row[column]!r:.60}")
-        texts += [row[column]] * bool(row[column] and not row[column].isspace())
-    if not texts:
+    values = {
+        name: readers.cell(row, column, where, f"endtask.columns.{name}")
+        for name, column in columns.items()
+        if column is not None
+    }
+    both = [(columns[name], values[name]) for name in ("text", "text_pair") if name in values]
+    if not (texts := [text for text in (readers.text_of(where, *each) for each in both) if text]):
         raise ValueError(f"{where} has no text; needed is one (endtask.columns.text, text_pair)")
-    label = row[used["label"]] if "label" in used else None
+    label = values.get("label")
     if not isinstance(label, str | int) or not str(label).strip():
         raise ValueError(f"{where}: the label is {label!r:.60}. Allowed: a word or a whole number")
-    name = str(row[used["id"]]) if "id" in used else instead
-    return LabelledExample(name, texts[0], texts[1] if len(texts) > 1 else None, str(label))
+    pair = texts[1] if len(texts) > 1 else None
+    return LabelledExample(str(values.get("id", instead)), texts[0], pair, str(label))
 
 
 @dataclass(frozen=True)
@@ -407,13 +409,3 @@ def plan_endtasks(
         told = f"endtask={choice} is invalid: no task is of a domain of order={show(list(order))}"
         raise ValueError(f"{told}. Allowed: {', '.join(source.names) or 'none'}")
     return FinetunePlan(source, learned, digest([source.fingerprint(name) for name in learned]))
-
-
-def check_task_values(prefix: str, values: Mapping[str, Any]) -> None:
-    """Raises ValueError for a value that is not allowed; a missing one is not looked at."""
-    for key, value in values.items():
-        if key in RULES:
-            check_value(f"{prefix}{key}", value, RULES[key])
-    if unknown := sorted(set(values.get("columns") or ()) - set(EXAMPLE_COLUMNS)):
-        known = ", ".join(EXAMPLE_COLUMNS)
-        raise ValueError(f"{prefix}columns.{unknown[0]} is invalid: unknown column. Allowed: {known}")

@@ -9,12 +9,11 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import partial
 from math import isfinite
 from numbers import Real
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -41,29 +40,11 @@ MIXED = {"16": "float16", "16-mixed": "float16", "bf16": "bfloat16", "bf16-mixed
 REQUESTS = ("loglikelihood", "loglikelihood_rolling", "generate_until")
 
 
-@dataclass(frozen=True)
-class Column:
+class Column(NamedTuple):
     """What one number stands for: a task of the harness, or a group that has a mean of its own."""
 
-    name: str
     tasks: Mapping[str, Task]
     groups: Mapping[str, Any]
-
-    @property
-    def shots(self) -> int | None:
-        """Examples before each question; None of a group whose tasks differ."""
-        found = {task.get_config("num_fewshot") for task in self.tasks.values()}
-        return found.pop() if len(found) == 1 else None
-
-    def chance(self, limit: float | None) -> float | None:
-        """The mean of 1 / choices over the examples; None if it is not known, or tasks of a group differ."""
-        found = set()
-        for task in self.tasks.values():
-            if task.OUTPUT_TYPE != "multiple_choice" or getattr(task, "multiple_target", 1):
-                return None
-            documents = list(task.eval_docs)[: get_sample_size(task, limit)]
-            found.add(float(np.mean([1 / len(task.doc_to_choice(document)) for document in documents])))
-        return found.pop() if len(found) == 1 else None
 
 
 class Harness:
@@ -92,10 +73,10 @@ class Harness:
                     raise ValueError(f"{told}; {where}") from error
                 groups = loaded.get("groups", {})
                 if name in groups and groups[name].has_aggregation:
-                    self.columns[name] = Column(name, loaded["tasks"], groups)
+                    self.columns[name] = Column(loaded["tasks"], groups)
                 else:  # a name stands for itself, or for the tasks of a tag, and of a group without a mean
                     for leaf, task in loaded["tasks"].items():
-                        self.columns[leaf] = Column(leaf, {leaf: task}, {})
+                        self.columns[leaf] = Column({leaf: task}, {})
         tasks = {name: task for column in self.columns.values() for name, task in column.tasks.items()}
         for name, task in tasks.items():
             if getattr(task, "UNSAFE_CODE", False):
@@ -180,14 +161,22 @@ class Harness:
                 error = float(error) if isinstance(error, Real) and isfinite(error) else None
                 told = {"value": float(value), "error": error, "higher": higher.get(metric) is not False}
                 metrics[metric if kind == "none" else key] = told
+        shots = {task.get_config("num_fewshot") for task in column.tasks.values()}
+        chances: set[float | None] = set()  # a guess gets the mean of 1 / choices over the examples
+        for task in column.tasks.values():
+            if task.OUTPUT_TYPE != "multiple_choice" or getattr(task, "multiple_target", 1):
+                chances.add(None)
+                continue
+            documents = list(task.eval_docs)[: get_sample_size(task, options.max_documents)]
+            chances.add(float(np.mean([1 / len(task.doc_to_choice(document)) for document in documents])))
         return {
             "digest": self.digest(name),
             "harness": self.version,
             "version": str(found["versions"].get(name)),
-            "shots": column.shots,
+            "shots": shots.pop() if len(shots) == 1 else None,  # None where tasks of a group differ
             "limit": options.max_documents,
             "examples": sum(found["n-samples"][task]["effective"] for task in column.tasks),
-            "chance": column.chance(options.max_documents),
+            "chance": chances.pop() if len(chances) == 1 else None,
             "metrics": metrics,
             "truncated": truncated,
         }

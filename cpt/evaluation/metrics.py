@@ -243,6 +243,8 @@ def bootstrap(
     standard deviation of the draws, times sqrt(n / (n - 1)); with less freedom than LEAST_ITEMS have, none.
     Of K columns of n_c items the freedom is K^2 / sum_c 1 / (n_c - 1): Satterthwaite (1946) for equal
     variances. `uses`: by the name of a value, the columns that it is a mean over; default: all."""
+    from scipy.special import stdtrit  # not for a plan
+
     generators = [np.random.default_rng([seed, column]) for column in range(len(samples))]
     rows = len(samples[0][0])
     chunk = max(1, BUDGET // max(rows * len(samples), *(count.size for _, count in samples)))
@@ -267,7 +269,7 @@ def bootstrap(
             found[name] = {unit: np.percentile(x, [2.5, 97.5]).tolist() for unit, x in units.items()}
             continue
         known = freedom >= LEAST_ITEMS - 1 and left > 0  # 0: one item in each column
-        scale = student_quantile(freedom) / math.sqrt(left) if known else math.nan
+        scale = float(stdtrit(freedom, 0.975)) / math.sqrt(left) if known else math.nan  # Student's t
         found[name] = {
             unit: [float(observed[name][unit][0] + sign * scale * x.std()) for sign in (-1, 1)]
             for unit, x in units.items()
@@ -284,13 +286,6 @@ def objective_value(metrics: Mapping[str, Mapping[str, Any]], objective: str) ->
         raise ValueError(f"{told}. Allowed: {allowed}")
     value = metrics.get(metric, {}).get(unit)
     return value if value is None or math.isfinite(value) else None
-
-
-def student_quantile(freedom: float) -> float:
-    """The 97.5 % quantile of Student's t distribution."""
-    from scipy.special import stdtrit  # not for a plan
-
-    return float(stdtrit(freedom, 0.975))
 
 
 @dataclass(frozen=True)

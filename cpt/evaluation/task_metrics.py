@@ -183,14 +183,12 @@ def sari(source: str, written: str, references: Sequence[str]) -> float:
     each n-gram of O that is not in I once, keep min(#I, #O), deletion max(#I - #O, 0). 0 / 0 is 1, so that a
     reference itself has 1. F is taken of each n before the mean, as in the authors' Python code; the paper
     takes it after. Words are in lower case, signs are words."""
-    texts = (source, written, *references)
-    counts = [[count_ngrams(text, order) for text in texts] for order in range(1, 5)]
-    return float(np.mean([score_ngrams(one, other, others) for one, other, *others in counts]))
-
-
-def count_ngrams(text: str, order: int) -> Counter:
-    words = WORD.findall(text.lower())
-    return Counter(zip(*(words[start:] for start in range(order)), strict=False))
+    words, scores = [WORD.findall(text.lower()) for text in (source, written, *references)], []
+    for order in range(1, 5):
+        ngrams = (zip(*(each[start:] for start in range(order)), strict=False) for each in words)
+        one, other, *others = map(Counter, ngrams)
+        scores.append(score_ngrams(one, other, others))
+    return float(np.mean(scores))
 
 
 def score_ngrams(source: Counter, written: Counter, references: Sequence[Counter]) -> tuple[float, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from cpt.core.schema import show
 from cpt.data.collate import Batch
@@ -71,6 +71,19 @@ def divergence(one: Tensor, other: Tensor) -> Tensor:
 
 
 @contextmanager
+def changed(*changes: tuple[Any, str, Any]) -> Iterator[None]:
+    """Attributes (of what, name, value) have other values inside the context."""
+    before = [(each, name, getattr(each, name)) for each, name, _ in changes]
+    try:
+        for change in changes:
+            setattr(*change)
+        yield
+    finally:
+        for change in before:
+            setattr(*change)
+
+
+@contextmanager
 def in_mode(module: nn.Module, *, training: bool) -> Iterator[None]:
     """Train or eval mode inside the context; then every submodule has its previous mode."""
     modes = [(part, part.training) for part in module.modules()]
@@ -94,15 +107,9 @@ def dropout_of(model: nn.Module) -> list[tuple[nn.Module, str, float]]:
 @contextmanager
 def dropout(model: nn.Module, rate: float | None) -> Iterator[None]:
     """Train mode with every dropout at `rate` (None: at its own rate) inside the context."""
-    own = dropout_of(model)
-    try:
-        for module, name, before in own:
-            setattr(module, name, before if rate is None else rate)
-        with in_mode(model, training=True):
-            yield
-    finally:
-        for module, name, before in own:
-            setattr(module, name, before)
+    rates = [] if rate is None else [(module, name, rate) for module, name, _ in dropout_of(model)]
+    with changed(*rates), in_mode(model, training=True):
+        yield
 
 
 def check_dropout(model: nn.Module, rate: float | None, *, option: str, without: str) -> None:
@@ -162,16 +169,6 @@ def tokens_of(model: PreTrainedModel, name: str) -> str | None:
         return TARGET_TOKENS
     parts = name[attention.end() + 1 :].split(".")
     return SOURCE_TOKENS if any(MEMORY.fullmatch(part) for part in parts) else TARGET_TOKENS
-
-
-@contextmanager
-def generating(model: PreTrainedModel, how: GenerationConfig) -> Iterator[None]:
-    """A model whose generation configuration is `how` alone inside the context, and not the checkpoint's."""
-    before, model.generation_config = model.generation_config, how
-    try:
-        yield
-    finally:
-        model.generation_config = before
 
 
 def is_written_whole(model: PreTrainedModel) -> bool:

@@ -1,14 +1,17 @@
 """The same model with less memory or time: activation checkpointing, compiled blocks, a head padded for GPU
 kernels, and dropout masks drawn quickly on a CPU."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
+
+from cpt.models.forward import changed
 
 COMPILE_OPTIONS: dict[str, Any] = {}  # of torch.compile for each block
 CHECKPOINTING = "gradient_checkpointing"  # the attribute of transformers' modules
@@ -27,17 +30,10 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
     enable({"use_reentrant": False})
 
 
-@contextmanager
-def keep_activations(model: nn.Module) -> Iterator[None]:
+def keep_activations(model: nn.Module) -> AbstractContextManager[None]:
     """No activation checkpointing inside the context, whose gates or dropout a recomputation would lack."""
     enabled = [part for part in model.modules() if getattr(part, CHECKPOINTING, False)]
-    for part in enabled:
-        setattr(part, CHECKPOINTING, False)
-    try:
-        yield
-    finally:
-        for part in enabled:
-            setattr(part, CHECKPOINTING, True)
+    return changed(*((part, CHECKPOINTING, False) for part in enabled))
 
 
 class EvenHead(nn.Linear):
@@ -84,16 +80,10 @@ def quick_dropout(
     return input.mul_(noise) if inplace else input * noise
 
 
-@contextmanager
-def draw_quickly(wanted: bool) -> Iterator[None]:
+def draw_quickly(wanted: bool) -> AbstractContextManager[None]:
     """Dropout of modules and of eager attention is quick_dropout inside the context, if wanted."""
-    plain = functional.dropout
-    try:
-        if wanted:
-            functional.dropout = lambda *args, **how: quick_dropout(*args, **how, plain=plain)
-        yield
-    finally:
-        functional.dropout = plain
+    quick = partial(quick_dropout, plain=functional.dropout)
+    return changed(*[(functional, "dropout", quick)] * wanted)
 
 
 def drops_attention(config: PretrainedConfig) -> bool:

@@ -74,9 +74,9 @@ class Objective(ABC):
         """Tokens per row, [B], that may be scored: bits per byte are counted over them."""
         return sizes.all
 
-    @abstractmethod
     def restored(self, batch: Batch) -> Batch:
         """The batch with the original ids [B, T] as its input."""
+        return batch
 
     def lay_out(self, batch: Batch) -> Batch:
         """The batch with a layout where its samples share rows; only the model's input changes."""
@@ -146,9 +146,6 @@ class Causal(Objective):
 
     def scored(self, sizes: Sizes) -> np.ndarray:
         return sizes.all - (1 if sizes.documents is None else sizes.documents)
-
-    def restored(self, batch: Batch) -> Batch:
-        return batch
 
     def tables(self, rows: Rows) -> Tables:
         given = rows.present
@@ -236,11 +233,6 @@ class Span(Objective):
         own = np.minimum.accumulate(own[:, ::-1], axis=1)[:, ::-1]
         columns = left_align(np.minimum(own, rows.lengths[:, None] - 1), answers, filler=0)
         return Tables(source, text, np.where(learned, target, UNSCORED), columns, given)
-
-    def corrupted(self, batch: Batch) -> Tensor:
-        """Which rows of a batch have holes, [B]; others are of another objective."""
-        sentinels = torch.from_numpy(self.sentinels).to(batch["decoder_input_ids"].device)
-        return torch.isin(batch["decoder_input_ids"], sentinels).any(1)
 
     def restored(self, batch: Batch) -> Batch:
         """The text joined from source and target at their sentinels; the decoder's input stays."""
@@ -341,7 +333,8 @@ class Seq2SeqAnswers(Answers):
 
     def restored(self, batch: Batch) -> Batch:
         """Questions stay; in raw text what the model's own objective has hidden is restored."""
-        corrupted = self.raw.corrupted(batch)
+        sentinels = torch.from_numpy(self.raw.sentinels).to(batch["decoder_input_ids"].device)
+        corrupted = torch.isin(batch["decoder_input_ids"], sentinels).any(1)  # rows with holes
         if not corrupted.any():
             return batch
         both = [self.raw.restored(batch), batch]

@@ -160,7 +160,7 @@ def read_sections(cfg: DictConfig) -> Sections:
 
     check_value("method.lr_multiplier", read("method").values.get("lr_multiplier", 1), NonNegative)
     if (endtask := read("endtask").values).get("_target_") is not None:
-        check_task_values("endtask.", endtask)
+        check_task_values(endtask)
     method, model, logger = read("method").choose(needed=True), read("model"), read("logger")
     pretraining, is_new = model.values.get("pretraining"), model.values.get("name_or_path", ...) is None
     if not is_new and (pretraining or {}).get("head_steps") is None:  # of an experiment with a new model

@@ -14,7 +14,7 @@ from cpt.contrib.lm_eval_export.tasks import HarnessTexts, export_group, export_
 from cpt.data.sources.base import Example
 from cpt.evaluation.task_answers import rank_choices, score_choices
 from cpt.models.objectives import Causal, CausalAnswers, Seq2SeqAnswers
-from tests.evaluation.test_lm_eval_options import options
+from tests.support.probing import options
 from tests.support.task_fixtures import LABELS, STYLES, encoder, some_examples, write_tasks
 
 CHOICES = ("mu", "na", "pe", "so", "tu")  # of one length, so that not always the same is the likeliest

@@ -32,7 +32,7 @@ def plain(tokenizer, ids):
 
 
 @pytest.mark.parametrize("seq2seq", [False, True])
-def test_what_is_marked_is_the_answer_and_its_end(tokenizer, seq2seq):
+def test_what_is_marked_is_the_answer_and_its_end_and_a_row_has_one_frame(tokenizer, seq2seq):
     examples = some_examples(40)
     for example, row in zip(examples, encoder(tokenizer, seq2seq=seq2seq).encode_all(examples), strict=True):
         answer = marked(row)
@@ -43,15 +43,19 @@ def test_what_is_marked_is_the_answer_and_its_end(tokenizer, seq2seq):
     with pytest.raises(ValueError, match="max_seq_length=40 is invalid: in example e-0 of TC its answer"):
         long = replace(examples[0], target="tu " * 100, choices=())
         encoder(tokenizer, length=40, seq2seq=seq2seq).encode(long)
-
-
-def test_a_row_has_one_beginning_and_one_end(tokenizer):
+    if seq2seq:
+        return
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     spelled = [replace(each, source=f"<s></s> {each.source}", text=(0, 3)) for each in some_examples(3)]
     for row in encoder(tokenizer).encode_all(some_examples(20) + spelled):
         assert row.ids.count(eos) == 1
         if bos is not None and tokenizer("a")["input_ids"][0] == bos:
             assert row.ids[0] == bos and row.ids.count(bos) == 1
+    (example,) = some_examples(1, words=(60, 60))  # released code cuts the question itself
+    row = encoder(tokenizer, length=70, truncate="released").encode(example)
+    assert len(row.ids) <= 70 and "Answer:" not in plain(tokenizer, row.ids)
+    made = encoder(tokenizer, length=80)
+    assert len({tuple(made.prompt(replace(example, target=each)).ids) for each in example.choices}) == 1
 
 
 @pytest.mark.parametrize("truncate", ["tail", "middle"])
@@ -66,14 +70,6 @@ def test_a_cut_example_keeps_its_question_and_its_whole_answer(tokenizer, trunca
         text = plain(tokenizer, marked(row, False)).strip()
         assert text.startswith(example.source[: example.text[0]].strip()) and text.endswith("\nAnswer:")
         assert (example.source[example.text[1] - 3 : example.text[1]] in text) == (truncate == "middle")
-
-
-def test_released_code_cuts_the_question_itself(tokenizer):
-    (example,) = some_examples(1, words=(60, 60))
-    row = encoder(tokenizer, length=70, truncate="released").encode(example)
-    assert len(row.ids) <= 70 and "Answer:" not in plain(tokenizer, row.ids)
-    made = encoder(tokenizer, length=80)
-    assert len({tuple(made.prompt(replace(example, target=each)).ids) for each in example.choices}) == 1
 
 
 def test_tokens_that_run_into_each_other_are_told_apart(monkeypatch):
@@ -106,18 +102,10 @@ def test_a_template_that_changes_earlier_turns_is_refused(chatting):
             encoder(chatting).encode(chat())
     with pytest.raises(ValueError, match="example chat-0 is a chat, which a model with two stacks"):
         encoder(chatting, seq2seq=True).encode(chat())
-
-
-@pytest.mark.parametrize(
-    ("turns", "told"),
-    [
-        ((("user", "hi </s>"), ("assistant", "yes")), "a turn has </s>, a control token"),
-        ((("assistant", "yes"),), "begins with the assistant"),
-    ],
-)
-def test_a_chat_that_cannot_be_marked_is_refused(chatting, turns, told):
-    with pytest.raises(ValueError, match=f"example chat-0:? .*{told}"):
-        encoder(chatting).encode(replace(chat(), turns=turns))
+    chatting.chat_template, answer = CHATML, ("assistant", "yes")
+    for turns, told in ([("user", "hi </s>"), answer], "a turn has </s>"), ([answer], "begins with the as"):
+        with pytest.raises(ValueError, match=f"example chat-0:? .*{told}"):
+            encoder(chatting).encode(replace(chat(), turns=tuple(turns)))
 
 
 def test_a_long_chat_loses_its_oldest_exchanges_and_ends_in_its_answer(chatting):

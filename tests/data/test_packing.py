@@ -113,6 +113,12 @@ def test_a_text_is_tokenised_once_for_what_its_tokenizer_gives(tmp_path, tokeniz
     assert tokenizer_digest(changed) == digests["framed"]
     changed.add_tokens(["new"])
     assert tokenizer_digest(changed) != digests["framed"]
+    found = written(tmp_path, prose(80))  # a corpus that lacks documents is not packed
+    facts = {**found.facts, "documents": {**found.facts["documents"], "train": 81}}
+    broken = Corpora({"broken": corpus.Corpus(found.folder, facts)}, tmp_path, workers=1)
+    with pytest.raises(ValueError, match="is damaged: 80 documents in train, not 81"):
+        broken.packed("broken", "train", **how)
+    assert not list((tmp_path / "packed").glob("broken-*[0-9a-f]"))
 
 
 LENGTH, SPECIAL = 16, (0, 1)
@@ -225,10 +231,10 @@ def test_every_balanced_domain_has_the_tokens_of_the_smallest_but_for_a_row():
     assert tokens["b"] == 6 * 8 + 3 and all(51 <= count < 51 + 8 for count in tokens.values())
     chosen, drawn, here = equal["a"], whole.draw_rows(51, stream=key("balanced", "a")), np.arange(7)
     assert len(chosen) == len(drawn) == 7 and list(drawn) != list(range(7))
-    assert (chosen.ids(here) == whole.ids(drawn)).all()
-    assert (chosen.document_of(here) == whole.document_of(drawn)).all()
-    assert (chosen.text_tokens == whole.text_tokens[drawn]).all()
-    assert (chosen.row_lengths == whole.row_lengths[drawn]).all()
+    for table in (packing.Packed.ids, packing.Packed.document_of):
+        assert (table(chosen, here) == table(whole, drawn)).all()
+    assert chosen.text_tokens.tolist() == whole.text_tokens[drawn].tolist()
+    assert chosen.row_lengths.tolist() == whole.row_lengths[drawn].tolist()
     chosen = balance({"a": short}, tokens=57)["a"]  # with the last row, which is short
     assert len(chosen) < 9 and chosen.row_lengths[-1] == 2
     assert list(chosen.row_lengths) == (chosen.document_of(np.arange(len(chosen))) >= 0).sum(1).tolist()
@@ -281,15 +287,6 @@ def test_tokenizing_continues_where_it_was_killed(tmp_path, tokenizers, small_sh
     assert packed_by(tmp_path, tokenizers["framed"]) == whole
     again = sum(map(len, asked))  # the shards that were complete are not made again
     assert (again < 80 and done) if at == 5 else again == 80
-
-
-def test_a_corpus_that_lacks_documents_is_not_packed(tmp_path, tokenizers):
-    found = written(tmp_path, prose(80))
-    facts = {**found.facts, "documents": {**found.facts["documents"], "train": 81}}
-    how = {"tokenizer": tokenizers["framed"], "length": 8, "name": "a", "cache": tmp_path, "workers": 1}
-    with pytest.raises(ValueError, match="is damaged: 80 documents in train, not 81"):
-        packing.pack(corpus.Corpus(found.folder, facts), "train", **how, tokenizer_digest="")
-    assert not list((tmp_path / "packed").glob("*[0-9a-f]"))
 
 
 @pytest.mark.slow

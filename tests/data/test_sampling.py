@@ -88,22 +88,6 @@ def test_an_epoch_is_every_row_once_in_an_order_and_with_masks_of_the_epoch_the_
     assert all_samples(stream("a", [6], batch_size=4)) == whole[:24]
 
 
-@pytest.mark.parametrize("names", ["a", "abc"])
-@pytest.mark.parametrize("accumulate, world", [(1, 2), (2, 1), (3, 4)])
-def test_processes_and_parts_share_out_the_same_batch(objective, accumulate, world, names):
-    how, pieces = {"steps": [3, 2, 4][: len(names)], "objective": objective}, accumulate * world
-    whole = stream(names, **how)
-    ranks = [stream(names, **how, accumulate=accumulate, world=world, rank=rank) for rank in range(world)]
-    assert {len(rank) for rank in ranks} == {len(whole) * accumulate}
-    for step in range(len(whole)):
-        shared = [rank[step * accumulate + part] for part in range(accumulate) for rank in ranks]
-        assert {len(batch["input_ids"]) for batch in shared} == {12 // pieces}
-        assert [each for batch in shared for each in samples(batch)] == samples(whole[step])
-        counts = [int((labels_of(batch) != UNSCORED).sum()) for batch in shared]
-        assert counts == [len(batch["positions"]) for batch in shared]
-        assert [float(batch["weight"]) for batch in shared] == pytest.approx([pieces / sum(counts)] * pieces)
-
-
 def test_a_batch_with_nothing_to_score_has_weight_1_and_one_that_cannot_be_shared_out_is_refused():
     text = {"a": rows_by_hand(4, length=1)}
     rows = EvalSubset(text, {"a": np.arange(4)}, objective=Causal(), batch_size=4, purpose="x")
@@ -114,14 +98,14 @@ def test_a_batch_with_nothing_to_score_has_weight_1_and_one_that_cannot_be_share
             stream("abc", [1, 1, 1], accumulate=accumulate, world=world)
 
 
-@pytest.mark.parametrize("steps", [[3, 5, 2], [1, 0, 4]])
-def test_the_mixture_is_exactly_the_samples_of_its_parts(objective, steps):
-    mixture = all_samples(stream("abc", steps, objective=objective))
-    parts = [all_samples(stream(n, [s], objective=objective)) for n, s in zip("abc", steps, strict=True)]
-    assert Counter(mixture) == Counter(itertools.chain(*parts)) and mixture != list(itertools.chain(*parts))
+def test_the_mixture_is_exactly_the_samples_of_its_parts(objective):
+    for steps in ([3, 5, 2], [1, 0, 4]):
+        mixture = all_samples(stream("abc", steps, objective=objective))
+        parts = [all_samples(stream(n, [s], objective=objective)) for n, s in zip("abc", steps, strict=True)]
+        assert Counter(mixture) == Counter(sum(parts, [])) and mixture != sum(parts, [])
 
 
-def test_going_on_gives_what_was_left_and_shares_are_everything_once():
+def test_resuming_gives_what_was_left_and_shares_are_everything_once():
     sampler = ResumeSampler(5, 12)
     assert list(sampler) == [5, 6, 7, 8, 9, 10, 11] and len(sampler) == 12
     assert list(ResumeSampler(12, 12)) == []
@@ -177,9 +161,7 @@ def test_processes_that_go_together_are_at_one_text_and_none_is_left_over(object
     assert len(idle) == len(every) - len(alone) == 3 and all(len(batch["positions"]) == 0 for batch in idle)
     kept = [samples(batch) for batch in every if "idle" not in batch]
     assert kept == [samples(alone[number]) for number in range(len(alone))]
-    more = subset(
-        TEXTS, {"b": rows["b"]}, **how, least=4
-    )  # than it has batches: a process without one ends a run
+    more = subset(TEXTS, {"b": rows["b"]}, **how, least=4)  # a process without a batch ends a run
     assert ["idle" in more[number] for number in range(len(more))] == [False, True, True, True]
 
 
@@ -238,9 +220,7 @@ def test_training_is_on_the_current_domain_and_a_batch_says_whose_text_it_is():
         assert {each for batch in made.probe() for each in batch["domains"].tolist()} == {domain.index}
     told = {(int(batch["column"]), *batch["domains"].tolist()[:1]) for batch in made.val_dataloader()}
     assert told == {(0, 0), (1, 1), (2, 2), (3, -1)}
-
-
-def test_evaluation_is_every_row_of_every_text_whatever_is_learned_and_shared_out():
+    # Evaluation is every row of every text, whatever is learned, and shared out.
     batches, probe = list(sequence().val_dataloader()), list(sequence().probe())
     assert whole(*batches) == [(name, row) for name in PLAIN for row in range(SIZES[name])]
     others = {"enter": 2, "seed": 5, "budget": budget(steps=1, batch_size=2), "importance_samples": 3}
@@ -252,13 +232,12 @@ def test_evaluation_is_every_row_of_every_text_whatever_is_learned_and_shared_ou
         assert equal(list(share.probe()), probe[rank::2])
 
 
-def probed(**how):
-    """The rows of a probe, and where its masks are."""
-    batches = list(sequence(**how).probe())
-    return whole(*batches), torch.cat([labels_of(batch) for batch in batches]).tolist()
-
-
 def test_a_probe_is_a_fixed_random_subset_of_the_domain_with_masks_of_its_own():
+    def probed(**how):
+        """The rows of a probe, and where its masks are."""
+        batches = list(sequence(**how).probe())
+        return whole(*batches), torch.cat([labels_of(batch) for batch in batches]).tolist()
+
     rows, masks = probed(enter=2)
     places = [row for name, row in rows if name == "c"]
     assert len(set(places)) == len(rows) == 10 and places != sorted(places) and max(places) > 19
@@ -274,12 +253,10 @@ def test_a_probe_is_a_fixed_random_subset_of_the_domain_with_masks_of_its_own():
     assert 0 < sum(mask in scored for mask in probed(**how)[1]) < 5
 
 
-BUDGETS = [({"steps": 6.0}, 6), ({"epochs": 1}, 6), ({"epochs": 0.001}, 1), ({"tokens": 321}, 11)]
-BUDGETS += [({"epochs": 1, "batch_size": 23}, 1), ({"epochs": 1, "batch_size": 22}, 2), ({"tokens": 320}, 10)]
-
-
 def test_a_budget_in_steps_is_exactly_one_of_steps_epochs_and_tokens():
-    for given, expected in BUDGETS:
+    budgets = [({"steps": 6.0}, 6), ({"epochs": 1}, 6), ({"epochs": 0.001}, 1), ({"tokens": 321}, 11)]
+    budgets += [({"epochs": 1, "batch_size": size}, steps) for size, steps in ((23, 1), (22, 2))]
+    for given, expected in (*budgets, ({"tokens": 320}, 10)):
         steps = budget(**given).steps_for(TEXTS["a"], length=8)
         assert (steps, type(steps)) == (expected, int)
     made = sequence(domains=JOINT, budget=budget(epochs=1.0))
@@ -291,9 +268,7 @@ BATCH = 8
 
 
 def replay(**given) -> Replay:
-    return Replay(
-        **{"past_ratio": 0.0, "general_ratio": 0.0, "buffer_size": None, "mode": "replace", **given}
-    )
+    return Replay(**vars(NO_REPLAY) | given)
 
 
 def replayed(mixture, *, names=("now",), past="abc", steps=(20,), stage="now", seed=0, **options):
@@ -321,23 +296,16 @@ class Deck:
 
 def walked(mixture, *, past, general, own, steps, seed, stage):
     """What each step holds, in the order: own samples, of the past, general."""
-    fresh = Deck(own, key(seed, "now"))
-    kinds = []
-    for kind, share, sizes in (
-        ("past", mixture.past_ratio, past),
-        ("general", mixture.general_ratio, general),
-    ):
-        names = list(sizes)
-        quota = (
-            mixture.buffer_size // len(names) if kind == "past" and mixture.buffer_size and names else None
-        )
-        kept = {
-            name: shuffle(np.arange(size), size, stream=key(seed, "memory", name))[:quota].tolist()
-            for name, size in sizes.items()
-        }
-        decks = {name: Deck(len(kept[name]), key(seed, stage, kind, "rows", name)) for name in names}
-        turns = Deck(len(names), key(seed, stage, kind, "turns")) if names else None
-        kinds.append((Decimal(str(share)) if names else Decimal(0), turns, names, decks, kept))
+    fresh, kinds = Deck(own, key(seed, "now")), []
+    shares = {"past": (mixture.past_ratio, past), "general": (mixture.general_ratio, general)}
+    for kind, (share, sizes) in ((kind, each) for kind, each in shares.items() if each[1]):
+        quota, kept, decks = mixture.buffer_size if kind == "past" else None, {}, {}
+        for name, size in sizes.items():
+            most = quota and quota // len(sizes)
+            kept[name] = shuffle(np.arange(size), size, stream=key(seed, "memory", name))[:most].tolist()
+            decks[name] = Deck(len(kept[name]), key(seed, stage, kind, "rows", name))
+        turns = Deck(len(sizes), key(seed, stage, kind, "turns"))
+        kinds.append((Decimal(str(share)), turns, list(sizes), decks, kept))
     for step in range(steps):
         drawn = []
         for share, turns, names, decks, kept in kinds:
@@ -386,20 +354,25 @@ def test_the_masks_of_a_draw_are_those_of_its_number_and_replayed_rows_stand_eve
     assert set(places) == set(range(BATCH)) and all(60 < count < 140 for count in places.values())
 
 
-@pytest.mark.parametrize("mixture", MIXTURES[1:3] + MIXTURES[4:], ids=str)
-@pytest.mark.parametrize("accumulate, world", [(2, 1), (4, 2)])
-def test_processes_and_parts_share_out_the_same_step(accumulate, world, mixture):
-    how = {"steps": [14], "accumulate": accumulate, "world": world}
-    undivided, ranks = replayed(mixture, steps=[14]), [replayed(mixture, rank=r, **how) for r in range(world)]
-    for step in range(14):
+SHARED_OUT = [(mixture, ["now"], [14]) for mixture in (*MIXTURES[1:3], MIXTURES[4])]
+SHARED_OUT += [(NO_REPLAY, ["a"], [3]), (NO_REPLAY, "abc", [3, 2, 4])]
+
+
+@pytest.mark.parametrize(("mixture", "names", "steps"), SHARED_OUT, ids=str)
+@pytest.mark.parametrize("accumulate, world", [(1, 2), (2, 1), (4, 2)])
+def test_processes_and_parts_share_out_the_same_step(objective, accumulate, world, mixture, names, steps):
+    how, parts = {"names": names, "steps": steps, "objective": objective}, accumulate * world
+    undivided, divided = replayed(mixture, **how), {"accumulate": accumulate, "world": world}
+    ranks = [replayed(mixture, rank=rank, **how, **divided) for rank in range(world)]
+    assert {len(rank) for rank in ranks} == {len(undivided) * accumulate}
+    for step in range(len(undivided)):
         pieces = [rank[step * accumulate + part] for part in range(accumulate) for rank in ranks]
         sizes = [len(piece["input_ids"]) for piece in pieces]
         assert min(sizes) >= 1 and max(sizes) - min(sizes) <= 1
         for name in ("input_ids", "targets", "domains"):
             assert torch.equal(torch.cat([piece[name] for piece in pieces]), undivided[step][name])
-        weights = [float(piece["weight"]) * len(piece["positions"]) for piece in pieces]
-        assert sum(weights) / (accumulate * world) == pytest.approx(1)
-        assert len({float(piece["weight"]) for piece in pieces}) == 1
+        scored = sum(len(piece["positions"]) for piece in pieces)
+        assert [float(piece["weight"]) for piece in pieces] == pytest.approx([parts / scored] * parts)
 
 
 LATER = [*DOMAINS, Domain("now", 3, ("now",))]
@@ -418,14 +391,11 @@ def names_in(made):
     return Counter(WHOSE[tuple(ids)][0] for batch in batches for ids in batch["input_ids"].tolist())
 
 
-def test_a_domain_with_replay_that_is_resumed_gives_what_was_left():
+def test_a_domain_that_is_resumed_gives_what_was_left_and_the_past_is_what_came_before():
     for mixture, step in itertools.product((NO_REPLAY, *MIXTURES), (1, 4, 9)):
         everything, rest = list(after(mixture).train_dataloader()), after(mixture, step=step)
         assert equal(list(rest.train_dataloader()), everything[2 * step :])
         assert len(rest.train_dataloader()) == len(everything) == 18
-
-
-def test_the_past_is_what_came_before():
     for place, (name, past) in enumerate((("a", ""), ("b", "a"), ("c", "ab"), ("now", "abc"))):
         counts = names_in(after(replay(past_ratio=0.5, general_ratio=0.25), enter=place))
         assert set(counts) == {name, "general", *past} and counts["general"] == 18

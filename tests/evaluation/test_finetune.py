@@ -112,17 +112,13 @@ def test_fine_tuning_is_a_plain_loop(words, kept):
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01]
 
 
-def test_the_same_seed_and_task_give_the_same_bits_and_others_do_not(words, kept):
+def test_the_same_seed_and_task_give_the_same_bits_and_model_and_generators_stay(words, kept):
     start = model("roberta", words, dropout=0.1)
     for seed, name in [(3, "law"), (4, "law"), (3, "food"), (3, "law")]:
         torch.rand(7)
         tuned(start, job(words, name=name, epochs=1), seed=seed)
     states = [torch.cat([value.flatten() for value in made.state_dict().values()]) for _, made in kept]
     assert [torch.equal(states[0], each) for each in states[1:]] == [False, False, True]
-
-
-def test_the_model_and_the_generators_stay_as_they_are(words):
-    start = model("roberta", words, dropout=0.1)
     start.roberta.embeddings.requires_grad_(False)
     start.roberta.encoder.layer[0].eval()
 
@@ -209,29 +205,20 @@ def test_the_best_epoch_on_dev_is_taken_and_the_first_of_equals(words, kept, mon
     assert epoch == 2 and [count for count, _ in kept] == [16] * 4 + [30]
     last, *others = (kept[place][1].out.weight for place in (4, 1, 3))
     assert [torch.equal(last, each) for each in others] == [True, False]
-
-
-def test_no_step_is_made_on_what_is_no_number(words):
     with pytest.raises(ValueError, match=r"end task law, seed 3, are not finite at step \d+ of epoch 1"):
         tuned(model("roberta", words), job(words, lr=1e30))
 
 
-def batched(*, grouped, count=103):
-    ids = [torch.ones(n, dtype=torch.long) for n in np.random.default_rng(0).integers(3, 60, count)]
-    train = EncodedExamples(ids=ids, types=None, labels=torch.zeros(count))
-    settings = SimpleNamespace(batch_size=8, grouped=grouped, epochs=1)
-    return FinetuneJob("law", train, None, train, classes=2, settings=settings, pad=0, eval_batch_size=8)
-
-
-@pytest.mark.parametrize("grouped", [1, 4, 100])
-def test_every_row_stands_in_one_batch_which_is_a_function_of_seed_and_epoch(grouped):
-    work = batched(grouped=grouped)
-    batches = work.batches(0, 1)
-    assert sorted(np.concatenate(batches)) == list(range(103)) and len(batches) == work.steps == 13
-    assert sorted(map(len, batches)) == [7] + [8] * 12
-    told = [np.concatenate(work.batches(*each)).tolist() for each in ((0, 1), (0, 1), (1, 1), (0, 2))]
-    assert told[0] == told[1] and told[0] != told[2] and told[0] != told[3]
-    if grouped == 100:  # near lengths together save padding
-        both = batches, batched(grouped=1).batches(0, 1)
-        sizes = [sum(len(b) * max(len(work.train.ids[r]) for r in b) for b in each) for each in both]
-        assert sizes[0] < 0.75 * sizes[1]
+def test_every_row_stands_in_one_batch_which_is_a_function_of_seed_and_epoch():
+    ids = [torch.ones(n, dtype=torch.long) for n in np.random.default_rng(0).integers(3, 60, 103)]
+    train, padded = EncodedExamples(ids=ids, types=None, labels=torch.zeros(103)), []
+    for grouped in (1, 4, 100):
+        how = {"settings": SimpleNamespace(batch_size=8, grouped=grouped, epochs=1), "eval_batch_size": 8}
+        work = FinetuneJob("law", train, None, train, classes=2, pad=0, **how)
+        batches = work.batches(0, 1)
+        assert sorted(np.concatenate(batches)) == list(range(103)) and len(batches) == work.steps == 13
+        assert sorted(map(len, batches)) == [7] + [8] * 12
+        told = [np.concatenate(work.batches(*each)).tolist() for each in ((0, 1), (0, 1), (1, 1), (0, 2))]
+        assert told[0] == told[1] and told[0] != told[2] and told[0] != told[3]
+        padded.append(sum(len(b) * max(len(work.train.ids[r]) for r in b) for b in batches))
+    assert padded[2] < 0.75 * padded[0]  # near lengths together

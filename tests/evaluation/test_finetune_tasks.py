@@ -24,6 +24,15 @@ def root(tmp_path):
     return tmp_path
 
 
+OWN_WRONG = {  # values of a task alone
+    '{"epochs": 0}': "epochs=0 is invalid. Allowed: a whole number, 1 or more",
+    '{"epoch": 1}': "epoch is invalid: unknown option. .*Did you mean tasks.law.epochs",
+    '{"splits": "dos"}': "splits=dos is invalid. Allowed: own, das",
+    '{"columns": {"txt": "a"}}': "columns.txt is invalid: unknown option. .*Did you mean .*text",
+    '{"path": 3}': "path=3 is invalid. Allowed: a text",
+}
+
+
 def plan(root, *, names=("food", "law", "space"), order=("law", "food"), **overrides):
     return plan_endtasks(options("texts", root=root, **overrides), names, order)
 
@@ -35,15 +44,9 @@ def test_the_preset_is_the_protocol_of_das_and_its_split_reproduces():
         task = plan_endtasks(options("das6", root=DAS6, tasks={name: own}), SIX, SIX).source.task(name)
         assert (len(task.train), len(task.test), len(task.classes)) == sizes and not task.dev
     found = plan_endtasks(options("das6", root=DAS6), SIX, SIX)
-    assert found.tasks == SIX and [found.source.settings(name).epochs for name in SIX] == [
-        5,
-        10,
-        5,
-        15,
-        10,
-        15,
-    ]
-    assert {name for name in SIX if found.source.settings(name).metric == "micro_f1"} == {"pubmed"}
+    settings = [found.source.settings(name) for name in SIX]
+    assert found.tasks == SIX and [each.epochs for each in settings] == [5, 10, 5, 15, 10, 15]
+    assert [each.metric for each in settings] == ["macro_f1"] * 4 + ["micro_f1", "macro_f1"]
     task = found.source.task("restaurant")
     assert (len(task.train), len(task.test), len(task.classes)) == (3451, 1120, 3)
     assert (task.train[0].text, task.train[0].text_pair) == ("staff", "But the staff was so horrible to us.")
@@ -54,14 +57,13 @@ def test_tasks_are_those_of_learned_domains_in_their_order_each_with_its_own_val
     assert plan_endtasks(options("none"), ["law"], ["law"]) is None
     assert plan(root, order=["space", "food"]).tasks == ["food"]
     found = plan(root, epochs=5, tasks={"law": {"epochs": 7, "metric": "accuracy"}})
-    assert found.tasks == ["law", "food"]
-    assert (found.source.settings("law").epochs, found.source.settings("food").epochs) == (7, 5)
-    assert (found.source.settings("law").metric, found.source.settings("food").metric) == (
-        "accuracy",
-        "macro_f1",
-    )
+    law, food = map(found.source.settings, found.tasks)
+    assert (law.epochs, law.metric, food.epochs, food.metric) == (7, "accuracy", 5, "macro_f1")
     with pytest.raises(ValueError, match=r"no task is of a domain of order=\[space\]. Allowed: food"):
         plan(root, order=["space"])
+    for own, told in OWN_WRONG.items():
+        with pytest.raises(ValueError, match=rf"^endtask\.tasks\.law\.{told}"):
+            plan(root, tasks={"law": json.loads(own)})
 
 
 def test_every_format_gives_the_same_examples_and_no_other_is_read(root, tmp_path):
@@ -78,10 +80,8 @@ def test_every_format_gives_the_same_examples_and_no_other_is_read(root, tmp_pat
             writer.writeheader()
             writer.writerows(made)
     how = {"columns": {"id": "id"}}
-    read = [
-        plan(root, tasks={"law": {"path": str(each)}}, **how).source.task("law") for each in folders.values()
-    ]
-    assert len({task.content for task in read}) == 1
+    plans = [plan(root, tasks={"law": {"path": str(each)}}, **how) for each in folders.values()]
+    assert len({each.source.task("law").content for each in plans}) == 1
     folder = root / "endtasks" / "law"
     (folder / "test.jsonl").unlink()
     (folder / "test.jsonl.gz").write_bytes(b"no gzip")
@@ -97,34 +97,31 @@ def broken(root, split, change):
 
 WRONG = [
     ("test", [], r"^end task law has no example in test"),
-    ("train", [{"text": "a", "label": "x"}] * 2, r"^end task law has one class in train, 'x'; needed"),
     ("test", [{"text": "a", "label": "so so"}], r"the label 'so so' of test-0 in test is not"),
     ("test", [{"txt": "a", "label": "bad"}], r"test\.jsonl, line 1 has no column 'text'; it has txt, label"),
+    ("train", [{"text": "a", "label": "x"}] * 2, r"^end task law has one class in train, 'x'; needed"),
 ]
 
 
-@pytest.mark.parametrize(("split", "given", "message"), WRONG)
-def test_wrong_examples_are_told(root, split, given, message):
-    write(root / "endtasks" / "law" / f"{split}.jsonl", given)
-    with pytest.raises(ValueError, match=message):
-        plan(root).source.task("law")
+def test_wrong_examples_are_told(root):
+    for split, given, message in WRONG:
+        write(root / "endtasks" / "law" / "test.jsonl", rows("law", count=5, seed=2))
+        write(root / "endtasks" / "law" / f"{split}.jsonl", given)
+        with pytest.raises(ValueError, match=message):
+            plan(root).source.task("law")
 
 
-def test_a_sample_of_a_task_is_the_same_in_every_run(root):
+def test_a_sample_of_a_task_is_the_same_in_every_run_and_dev_may_stand_for_test(root):
     whole, other = plan(root).source.task("law"), {"law": {"max_train_samples": 5}}
     some = plan(root, max_train_samples=4, max_eval_samples=3, tasks=other)
     for name, most in {"law": 5, "food": 4}.items():
         task, everything = some.source.task(name), plan(root).source.task(name)
         assert (len(task.train), len(task.test), task.classes) == (most, 3, everything.classes)
-        assert (
-            [each for each in everything.train if each in task.train] == task.train != everything.train[:most]
-        )
+        chosen = [each for each in everything.train if each in task.train]
+        assert chosen == task.train != everything.train[:most]
         assert some.source.task(name).content == task.content
     assert plan(root, max_train_samples=10**6).source.task("law").digest(1) == whole.digest(1)
-
-
-def test_dev_is_evaluated_where_asked_and_test_is_then_not_read(root):
-    whole = plan(root).source.task("law")
+    # Dev is evaluated where asked, and test is then not read.
     (root / "endtasks/law/test.jsonl").write_text("not readable")
     task = plan(root, score_on="dev").source.task("law")
     assert task.test == plan(root, score_on="dev", select="dev").source.task("law").dev != whole.test

@@ -10,11 +10,11 @@ from torch import log_softmax
 
 pytest.importorskip("lm_eval", reason="the extra: pip install -e '.[lm-eval]'")
 
+from cpt.evaluation.lm_eval import Harness
 from cpt.models.loading import train_tokenizer
 from tests.conftest import VOCABULARIES
-from tests.evaluation.test_lm_eval_options import harness
 from tests.support import endtask_fixtures
-from tests.support.probing import make_rows, write_generation, write_probe
+from tests.support.probing import make_rows, options, write_generation, write_probe
 
 COUNT = 40
 pytestmark = pytest.mark.slow  # the harness takes eight seconds to be read in
@@ -38,6 +38,10 @@ def model(words):
         for parameter in model.parameters():
             parameter.mul_(8)
     return model
+
+
+def harness(folder, *tasks, **given):
+    return Harness(options(*tasks, include=str(folder), **given))
 
 
 def measure(each, name, model, words):
@@ -84,7 +88,7 @@ def test_numbers_are_those_of_the_harness_called_from_outside(folder, model, wor
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    found = measure(harness(folder, "next_word", shots=2, limit=0.5), "next_word", model, words)
+    found = measure(harness(folder, "next_word", shots=2, max_documents=0.5), "next_word", model, words)
     whole = simple_evaluate(
         model=HFLM(pretrained=model, tokenizer=words, backend="causal", batch_size=3),
         tasks=["next_word"],
@@ -122,7 +126,7 @@ def test_weights_generators_and_tokenizer_stay_and_nothing_is_said(folder, model
 def test_what_decides_a_number_is_in_its_digest(folder, tmp_path):
     plain = harness(folder, "next_word").digest("next_word")
     assert harness(folder, "next_word", batch_size=1, when="each").digest("next_word") == plain
-    others = [{"shots": 1}, {"limit": 3}, {"max_length": 9}]
+    others = [{"shots": 1}, {"max_documents": 3}, {"max_length": 9}]
     digests = {harness(folder, "next_word", **given).digest("next_word") for given in others}
     changed = harness(write_probe(tmp_path, count=COUNT - 1), "next_word").digest("next_word")
     assert len(digests | {plain, changed}) == 5

@@ -1,6 +1,7 @@
 """The metrics on matrices small enough for a hand, with cells that are not measured, the bootstrap by
 simulation, the file by breaking it."""
 
+import itertools
 import json
 from collections import Counter
 from dataclasses import fields
@@ -11,7 +12,7 @@ import pytest
 
 from cpt.evaluation import metrics
 from cpt.evaluation.metrics import METRICS, UNITS, Layout
-from cpt.evaluation.options import EvalOptions
+from cpt.evaluation.options import EvalOptions, is_due
 from cpt.evaluation.scores import Scores
 from tests.runs.reading import SCHEMA
 
@@ -65,23 +66,20 @@ def measured(nll, **about):
     return {name: float(value) for name, value in metrics.metrics(nll, layout=layout(**about)).items()}
 
 
-@pytest.mark.parametrize(("documents", "least"), [(3, 0.85), (5, 0.9), (12, 0.9)])
-def test_an_interval_over_few_documents_covers_the_mean(documents, least):
+def test_an_interval_over_few_documents_covers_the_mean():
     layout = Layout(rows=["base"], domains=["a"], tokens=[9], bytes=[9])
-    draw, hits = np.random.default_rng(documents), 0
-    for _ in range(400):
-        counts = draw.integers(20, 60, documents).astype(float)
-        sums = (5 + draw.normal(0, 1, documents)) * counts
-        found = metrics.intervals([sums[None]], counts=[counts], layout=layout, replicates=200)
-        low, high = found["ZS"]["nats"]
-        hits += low <= 5 <= high
-    assert hits / 400 > least
+    for documents, least in ((3, 0.85), (5, 0.9), (12, 0.9)):
+        draw, hits = np.random.default_rng(documents), 0
+        for _ in range(400):
+            counts = draw.integers(20, 60, documents).astype(float)
+            sums = (5 + draw.normal(0, 1, documents)) * counts
+            found = metrics.intervals([sums[None]], counts=[counts], layout=layout, replicates=200)
+            low, high = found["ZS"]["nats"]
+            hits += low <= 5 <= high
+        assert hits / 400 > least
     few = metrics.intervals([sums[None, :2]], counts=[counts[:2]], layout=layout)
     assert np.isnan(few["ZS"]["nats"]).all()
-
-
-def test_an_interval_over_few_documents_of_many_domains_covers_the_mean():
-    names = [*(f"d{place}" for place in range(20)), "general"]
+    names = [*(f"d{place}" for place in range(20)), "general"]  # and over few of many domains
     layout = Layout(rows=["base", "d0", "d1"], domains=names, tokens=[9] * 21, bytes=[9] * 21)
     draw, counts, hits = np.random.default_rng(0), [np.full(3, 9.0)] * 21, Counter()
     for _ in range(150):
@@ -91,10 +89,8 @@ def test_an_interval_over_few_documents_of_many_domains_covers_the_mean():
             low, high = found[name]["nats"]
             hits[name] += low <= mean <= high
     assert min(hits.values()) / 150 > 0.88, hits
-    one = metrics.intervals(
-        [each[:, :1] for each in sums], counts=[each[:1] for each in counts], layout=layout
-    )
-    assert np.isnan(one["LC"]["nats"]).all()
+    sums, counts = [each[:, :1] for each in sums], [each[:1] for each in counts]
+    assert np.isnan(metrics.intervals(sums, counts=counts, layout=layout)["LC"]["nats"]).all()
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, 0, 1, 3]])
@@ -108,28 +104,24 @@ def test_each_metric_by_hand_whatever_the_order_of_columns(order):
     batch = np.random.default_rng(0).uniform(1, 6, size=(3, 2, 4, 4))
     batched = metrics.metrics(batch, layout=layout())
     for index in np.ndindex(3, 2):
-        assert {name: values[index] for name, values in batched.items()} == pytest.approx(
-            measured(batch[index])
-        )
+        found = {name: values[index] for name, values in batched.items()}
+        assert found == pytest.approx(measured(batch[index]))
 
 
-@pytest.mark.parametrize(
-    ("rows", "columns", "present"),
-    [
-        (["base"], TEXTS, {"ZS", "LC"}),
-        (["base", "joint"], TEXTS, {"ZS", "LC", "general_drift"}),
-        (["base", "a"], TEXTS[:3], {"ZS", "LC", "CPT", "learned", "FWT_zs", "FWT_gem"}),
-        (["base", "a", "b", "c"], TEXTS[:3], set(METRICS) - {"general_drift"}),
-        ([], ["a"], set()),
-    ],
-)
-def test_a_metric_without_its_terms_is_absent(rows, columns, present):
-    found = made(nll=NLL[: len(rows), : len(columns)], rows=rows, domains=columns).metrics
-    assert set(found) == present
-    assert all(np.isfinite(x) for units in found.values() for x in map(units.get, UNITS))
+PRESENT = [
+    (["base"], TEXTS, {"ZS", "LC"}),
+    (["base", "joint"], TEXTS, {"ZS", "LC", "general_drift"}),
+    (["base", "a"], TEXTS[:3], {"ZS", "LC", "CPT", "learned", "FWT_zs", "FWT_gem"}),
+    (["base", "a", "b", "c"], TEXTS[:3], set(METRICS) - {"general_drift"}),
+    ([], ["a"], set()),
+]
 
 
-def test_the_best_is_of_learned_rows_before_the_last_and_general_text_is_in_no_average():
+def test_a_metric_without_its_terms_is_absent_and_general_text_is_in_no_average():
+    for rows, columns, present in PRESENT:
+        found = made(nll=NLL[: len(rows), : len(columns)], rows=rows, domains=columns).metrics
+        assert set(found) == present
+        assert all(np.isfinite(x) for units in found.values() for x in map(units.get, UNITS))
     nll = np.array([[1.0, 9.0, 9.0], [3.0, 9.0, 9.0], [2.8, 5.0, 9.0], [2.5, 5.5, 6.0]])
     assert measured(nll, domains=["a", "b", "c"])["FG_max"] == pytest.approx((-0.3 + 0.5) / 2)
     before, after = measured(NLL), measured(NLL + np.array([0, 0, 0, 1.0]) * np.arange(4)[:, None])
@@ -168,6 +160,8 @@ def test_each_policy_chooses_what_it_says():
     assert drawn == [chosen(number, columns="sample:3") for number in range(1, 10)]
     assert chosen(4, rows="every:4", columns="seen") == chosen(4, columns="seen")
     assert chosen(5, rows="every:4", columns="seen") == chosen(5, rows="last") == ["d4", "general"]
+    for when, due in {"last": [0, 7], "each": range(8), "every:3": [0, 3, 6, 7], "every:9": [0, 7]}.items():
+        assert [number for number in range(8) if is_due(when, number, stages=7)] == list(due)
 
 
 def test_what_is_missing_enters_no_mean_and_is_counted():
@@ -223,8 +217,13 @@ def test_the_bootstrap_is_deterministic_paired_and_alike_in_any_chunks(monkeypat
     for budget in (1, 7 * 100, 100 * 100 - 1):
         monkeypatch.setattr(metrics, "BUDGET", budget)
         parts = bounds_of(*given)
-        for name, unit in ((name, unit) for name in METRICS for unit in UNITS):
+        for name, unit in itertools.product(METRICS, UNITS):
             assert parts[name][unit] == pytest.approx(whole[name][unit], rel=1e-9)
+    sums, counts = given  # documents without scored tokens count for nothing
+    padded = [np.append(s, np.zeros((4, 5)), axis=1) for s in sums]
+    assert bounds_of(padded, [np.append(c, np.zeros(5, int)) for c in counts]) == bounds_of(sums, counts)
+    with pytest.raises(ValueError, match="a: none of 100 documents has a scored token"):
+        bounds_of(sums, [np.zeros(100), *counts[1:]])
 
 
 def test_an_interval_is_that_of_a_plain_bootstrap_and_columns_are_drawn_apart():
@@ -239,15 +238,6 @@ def test_an_interval_is_that_of_a_plain_bootstrap_and_columns_are_drawn_apart():
     assert widths[0] == pytest.approx(plain, abs=0.05 * np.ptp(widths[0]))
     # Of two columns alike the mean is surer: what one draw has too much, the other has not.
     assert np.ptp(widths[1]) < 0.85 * np.ptp(widths[0])
-
-
-def test_documents_without_scored_tokens_count_for_nothing():
-    sums, counts = documents(seed=8, size=20)
-    padded = [np.append(s, np.zeros((4, 5)), axis=1) for s in sums]
-    zeros = [np.append(c, np.zeros(5, int)) for c in counts]
-    assert bounds_of(padded, zeros) == bounds_of(sums, counts)
-    with pytest.raises(ValueError, match="a: none of 20 documents has a scored token"):
-        bounds_of(sums, [np.zeros(20), *counts[1:]])
 
 
 def test_the_file_is_a_contract_and_what_is_not_finite_is_null_in_it(tmp_path):

@@ -17,19 +17,8 @@ from tests.support.running import logits_at
 
 pytestmark = pytest.mark.slow
 
-NAMES = [
-    "roberta",
-    "bert",
-    "mpnet",
-    "modernbert",
-    "electra",
-    "distilbert",
-    "gpt2",
-    "llama",
-    "gpt_neox",
-    "opt",
-    "phi3",
-]
+NAMES = ["roberta", "bert", "mpnet", "modernbert", "electra", "distilbert", "gpt2", "llama", "gpt_neox"]
+NAMES += ["opt", "phi3"]
 TEXTS = sentences("alpha beta gamma delta epsilon zeta eta theta", count=40, seed=0)
 
 

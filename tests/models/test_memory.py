@@ -1,30 +1,21 @@
 """A padded head gives the logits of the plain one, and quick dropout drops as many as it says."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from cpt.models.memory import LEVELS_16, EvenHead, draw_quickly, even_head
-
-AUTO = {"gpt2": AutoModelForCausalLM, "roberta": AutoModelForMaskedLM}
-SIZES = {
-    "gpt2": {"n_embd": 16, "n_layer": 1, "n_head": 2},
-    "roberta": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
-}
-
-
-def model_of(kind: str, entries: int) -> nn.Module:
-    torch.manual_seed(0)
-    return AUTO[kind].from_config(AutoConfig.for_model(kind, vocab_size=entries, **SIZES[kind])).double()
+from tests.models.test_units import build
 
 
 @pytest.mark.parametrize("entries", [257, 260])
-@pytest.mark.parametrize("kind", SIZES)
+@pytest.mark.parametrize("kind", ["gpt2", "roberta"])
 def test_logits_and_gradients_are_those_of_the_plain_head(kind, entries, monkeypatch):
     monkeypatch.setattr(EvenHead, "forward", EvenHead.padded)
-    plain, even = (model_of(kind, entries) for _ in range(2))
+    plain, even = (build(kind, vocab_size=entries, tie_word_embeddings=True) for _ in range(2))
     even_head(even)
     assert isinstance(even.get_output_embeddings(), EvenHead)
     ids = torch.arange(12).view(2, 6) + 5
@@ -47,20 +38,14 @@ def dropped_of(given, p, **how):
         return functional.dropout(given, p, True, **how)
 
 
-@pytest.mark.parametrize("p", [0.01, 0.5, 0.93])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_as_many_are_dropped_as_said_and_the_others_are_scaled(p, dtype):
-    found = dropped_of(torch.ones(MANY, dtype=dtype), p)
-    nearest = round(p * LEVELS_16) / LEVELS_16
-    kept = torch.tensor(1 / (1 - nearest), dtype=dtype)
-    assert set(found.unique().tolist()) == {0.0, kept.item()}
-    for lane in [slice(None), *(slice(first, None, 4) for first in range(4))]:
-        share = (found[lane] == 0).double().mean().item()
-        spread = (p * (1 - p) / len(found[lane])) ** 0.5
-        assert abs(share - p) < 5 * spread, lane
-
-
-def test_a_seed_gives_a_mask_and_modules_draw_so_while_it_lasts_and_only_then():
+def test_as_many_are_dropped_as_said_the_others_scaled_and_a_seed_gives_a_mask_while_it_lasts():
+    for p, dtype in product((0.01, 0.5, 0.93), (torch.float32, torch.bfloat16)):
+        found = dropped_of(torch.ones(MANY, dtype=dtype), p)
+        kept = torch.tensor(1 / (1 - round(p * LEVELS_16) / LEVELS_16), dtype=dtype)
+        assert set(found.unique().tolist()) == {0.0, kept.item()}
+        for lane in [slice(None), *(slice(first, None, 4) for first in range(4))]:
+            share, spread = (found[lane] == 0).double().mean(), (p * (1 - p) / len(found[lane])) ** 0.5
+            assert abs(share.item() - p) < 5 * spread, lane
     ones, plain, module = torch.ones(1000), functional.dropout, nn.Dropout(0.5)
     first = dropped_of(ones, 0.5)
     assert torch.equal(first, dropped_of(ones, 0.5))

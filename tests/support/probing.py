@@ -36,6 +36,11 @@ metric_list:
 """
 
 
+def options(*tasks: str, **given: Any) -> LMEvalOptions:
+    plain = {"include": None, "when": "last", "metrics": {}, "shots": None, "max_documents": None}
+    return LMEvalOptions(**{**plain, "batch_size": 8, "max_length": None, "tasks": tasks or ["a"], **given})
+
+
 def write_probe(folder: Path, name: str = "next_word", *, domain: str = "law", count: int = 12) -> Path:
     """A multiple choice of four words, as YAML and jsonl; gives the folder."""
     return write_files(folder, name, domain=domain, count=count, kind="multiple_choice", answer=CHOICES)

@@ -13,7 +13,7 @@ from annotated_types import Ge, Predicate
 from cpt.core.cache import make_once
 from cpt.core.config import digest
 from cpt.core.randomness import key
-from cpt.core.schema import Allowed, Count, Int, Natural, Text, check_value, config, option, show
+from cpt.core.schema import Allowed, Count, Int, Natural, Text, config, option, show
 from cpt.data.sources.docstrings import documents_by_module, names_in, stamp_docs, subpackages
 from cpt.evaluation.finetune_tasks import LabelledExample, TaskSource
 
@@ -27,7 +27,6 @@ Examples = Annotated[
     Predicate(lambda given: set(given) == set(SPLITS)),
     Allowed("a whole number, 1 or more, for each of train, dev, test"),
 ]
-OWN_RULES = {"classes": Annotated[Int, Ge(2)], "seed": Natural, "examples": Examples}
 
 
 @config
@@ -39,7 +38,7 @@ class SubmoduleTasks(TaskSource):
     sub-packages with the most text are the classes, at most `examples` paragraphs of each in a split; their
     names are blanked out. `cache` is a folder that keeps the docstrings that were read."""
 
-    OWN: ClassVar[tuple[str, ...]] = tuple(OWN_RULES)
+    OWN: ClassVar[tuple[str, ...]] = ("classes", "seed", "examples")
     packages: Mapping[str, Sequence[str]] | None = option("packages by domain")
     classes: Annotated[Int, Ge(2)] = option("maximum number of sub-packages")
     examples: Examples = option("paragraphs per class, at most, by split")
@@ -51,9 +50,6 @@ class SubmoduleTasks(TaskSource):
         if not self.packages:
             allowed = "packages by domain, like those of domains=installed_docs"
             raise ValueError(f"packages={show(self.packages)} is invalid. Allowed: {allowed}")
-        for name, own in self.named.items():
-            for option_name in OWN_RULES.keys() & own.keys():
-                check_value(f"tasks.{name}.{option_name}", own[option_name], OWN_RULES[option_name])
 
     @property
     def names(self) -> list[str]:

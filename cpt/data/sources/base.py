@@ -41,7 +41,6 @@ NONE, CONCAT, DOCUMENT_MASK = "none", "concat", "document_mask"  # see Source.pa
 PACKINGS = {TEXT: (CONCAT, DOCUMENT_MASK, NONE), EXAMPLES: (NONE, DOCUMENT_MASK)}  # the default first
 FORMAT = 5  # part of every stamp: raise it when the files that cpt.data.corpus makes of a text change
 LONGEST_NAME = 200  # bytes: names are part of file names
-COARSE, FINE = "coarse", "fine"
 NOT_DOMAINS = ("eval_sets", "only_text", "only_txt2")
 COARSE_OF_WIKIPEDIA = {
     *("Culture_and_the_arts", "General_referece", "Health_and_fitness", "History_and_events"),
@@ -68,10 +67,6 @@ class Example:
     def question(self) -> str:
         """What decides whether two examples ask the same."""
         return json.dumps(self.turns[:-1]) if self.turns else self.source
-
-    @property
-    def bytes(self) -> int:
-        return len("".join((self.source, self.target, *(text for _, text in self.turns[:-1]))).encode())
 
 
 def write_example(example: Example) -> str:
@@ -162,7 +157,7 @@ class Source(Options, ABC):
         if self.packing not in (None, *PACKINGS[kind]):
             allowed = f"{', '.join(PACKINGS[kind])} of domains of {kind}"
             raise ValueError(f"packing={self.packing} is invalid. Allowed: {allowed}")
-        if self.by == COARSE and kind == EXAMPLES:
+        if self.by == "coarse" and kind == EXAMPLES:
             raise ValueError("by=coarse is invalid: these domains are examples. Allowed: null, fine")
 
     @property
@@ -200,8 +195,19 @@ class Source(Options, ABC):
 
     @cached_property
     def groups(self) -> dict[str, list[str]]:
-        """The domains, each with the names whose text it has. Raises ValueError where `only` leaves none."""
-        groups = group_names(self.names, self.by)
+        """The domains, each with the names whose text it has: the names as they are; M2D2's fine domains; or
+        the coarse ones, joined of their fine ones, or the coarse name where there are none. Raises ValueError
+        where `only` leaves none."""
+        groups: dict[str, list[str]] = {}
+        parsed = [(name, *parse_name(name)) for name in (self.names if self.by else ())]
+        if self.by == "coarse":
+            for name, coarse, fine in sorted(parsed, key=lambda each: each[2] is None):
+                if fine is not None or coarse not in groups:
+                    groups.setdefault(coarse, []).append(name)
+            groups = dict(sorted(groups.items()))
+        else:
+            left_out = {name for name, _, fine in parsed if fine is None}
+            groups = {name: [name] for name in self.names if name not in left_out}
         if self.only is None:
             return groups
         listed = [self.only] if isinstance(self.only, str) else self.only
@@ -261,12 +267,6 @@ def stamp_of(source: Source, name: str) -> str:
     return f"{name}-{digest([FORMAT, known_by, dict(source.held_out)])}"
 
 
-def read_members(source: Source, name: str) -> Iterator[tuple[str, str]]:
-    """(split, document) of a domain or of `general`, from all names that it is joined of."""
-    for member in source.members(name):
-        yield from source.read(member)
-
-
 def parse_name(name: str) -> tuple[str, str | None]:
     """The coarse and the fine domain of a name of M2D2: `A__b` of Wikipedia, `cs.AI` of S2ORC; None for fine
     of a coarse name. An archive without classes, like `hep-th`, is a coarse domain's only fine one."""
@@ -276,18 +276,3 @@ def parse_name(name: str) -> tuple[str, str | None]:
         return name.removesuffix("_l1"), None
     coarse, _, fine = name.partition("__" if "__" in name else ".")
     return coarse, fine or coarse
-
-
-def group_names(names: Sequence[str], by: str | None) -> dict[str, list[str]]:
-    """The domains that names make, each with the names whose text it has: the names as they are; M2D2's
-    fine domains; or the coarse ones, joined of their fine ones, or the coarse name where there are none."""
-    if by is None:
-        return {name: [name] for name in names}
-    parsed = {name: parse_name(name) for name in names}
-    if by == FINE:
-        return {name: [name] for name, (_, fine) in parsed.items() if fine is not None}
-    groups: dict[str, list[str]] = {}
-    for name, (coarse, fine) in sorted(parsed.items(), key=lambda item: item[1][1] is None):
-        if fine is not None or coarse not in groups:
-            groups.setdefault(coarse, []).append(name)
-    return dict(sorted(groups.items()))

@@ -9,10 +9,11 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
+from cpt.core.heartbeat import DELAY, progress_bar
 from cpt.core.schema import Options, Text, config, option, read_options, show
 from cpt.data.sources.base import GENERAL, Source
 from cpt.data.sources.docstrings import read_docs, stamp_docs
-from cpt.data.sources.readers import SPLITS, cause, reading_bar, stamps, texts_of
+from cpt.data.sources.readers import SPLITS, cause, stamps, texts_of
 
 SAVED = ("dataset_dict.json", "state.json")  # of a folder that `save_to_disk` has written
 
@@ -72,7 +73,8 @@ class Hub(Source):
             for split, their_split in chosen.items():
                 where, rows = f"{path} ({their_split})", load(their_split)
                 total = len(rows) if hasattr(rows, "__len__") else None
-                with reading_bar(where, total=total, unit=" rows") as bar:
+                how: dict[str, Any] = {"unit": " rows", "scale": True, "hidden": False, "delay": DELAY}
+                with progress_bar(f"reading {where}", total=total, **how) as bar:
                     for row in rows:
                         bar.update()
                         for text in texts_of([(where, row)], entry.get("column") or self.column):

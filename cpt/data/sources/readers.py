@@ -19,7 +19,6 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from tqdm import tqdm
 
 from cpt.core.heartbeat import DELAY, progress_bar
 
@@ -28,7 +27,6 @@ KINDS = (".txt", ".md", ".jsonl", ".json", ".csv", ".parquet")
 PACKED = (".gz", ".zst")
 SPLITS = {"train": "train", "test": "test", **dict.fromkeys(("valid", "validation", "dev", "val"), "valid")}
 SPLIT_NAME = re.compile(rf"({'|'.join(SPLITS)})([-_]\d+(-of-\d+)?)?", re.IGNORECASE)
-UNITS = ("file", "paragraph", "line")
 MANY_FILES, FIRST_LINES = 20, 10_000
 
 Row = tuple[str, Any]  # where it stands, what stands there
@@ -42,11 +40,6 @@ def stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
         own, real, stat = os.path.abspath(path), str(path.resolve()), path.stat()
         found.append((real if own == real else f"{own} -> {real}", stat.st_size, stat.st_mtime_ns))
     return found
-
-
-def reading_bar(name: str, *, total: int | None, unit: str) -> tqdm:
-    """The progress of reading a text, with the time left where its size is known."""
-    return progress_bar(f"reading {name}", total=total, unit=unit, scale=True, hidden=False, delay=DELAY)
 
 
 def kind(path: Path) -> str:
@@ -110,7 +103,8 @@ def read_folder(
         unit, where = "paragraph" if len(paragraphs) > 1 else "line", texts[0].parent
         log.info("Reading %d .txt files of %s: documents are %ss (domains.document)", len(texts), where, unit)
     ends = list(accumulate(path.stat().st_size * (3 if path.suffix in PACKED else 1) for path in files))
-    with reading_bar(name, total=ends[-1], unit="B") as progress:
+    how: dict[str, Any] = {"unit": "B", "scale": True, "hidden": False, "delay": DELAY}
+    with progress_bar(f"reading {name}", total=ends[-1], **how) as progress:
         for path, end in zip(files, ends, strict=True):
             said = (SPLIT_NAME.fullmatch(part.split(".")[0]) for part in path.relative_to(folder).parts)
             split, own = next((SPLITS[match[1].lower()] for match in said if match), "train"), kind(path)
@@ -212,10 +206,20 @@ def parquet_rows(path: Path, column: str) -> Iterator[Row]:
 def texts_of(rows: Iterable[Row], column: str) -> Iterator[str]:
     """The text column of rows; empty values are passed over."""
     for where, row in rows:
-        if not isinstance(row, Mapping) or column not in row:
-            has = ", ".join(row) if isinstance(row, Mapping) else f"{row!r:.60}"
-            raise ValueError(f"{where} has no column {column!r}; it has {has} (domains.column)")
-        if row[column] is not None and not isinstance(row[column], str):
-            raise ValueError(f"{where}: column {column!r} is not text: {row[column]!r:.60}")
-        if row[column] and not row[column].isspace():
-            yield row[column]
+        if text := text_of(where, column, cell(row, column, where, "domains.column")):
+            yield text
+
+
+def cell(row: Any, column: str, where: str, option: str) -> Any:
+    """The value of a column; raises ValueError, with the option to change, if it is missing."""
+    if not isinstance(row, Mapping) or column not in row:
+        has = ", ".join(map(str, row)) if isinstance(row, Mapping) else f"{row!r:.60}"
+        raise ValueError(f"{where} has no column {column!r}; it has {has} ({option})")
+    return row[column]
+
+
+def text_of(where: str, column: str, value: Any) -> str | None:
+    """A text; None for null and blanks. Raises ValueError for anything else."""
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"{where}: column {column!r} is not text: {value!r:.60}")
+    return value if value and not value.isspace() else None

@@ -136,20 +136,17 @@ def as_text(value: Any, where: str) -> str:
     return str(value)
 
 
+def text_field(row: Any, column: str, where: str, option: str = "domains.format") -> str:
+    """The text of a column; raises ValueError, with the option to change, if it is missing."""
+    return as_text(readers.cell(row, column, where, option), f"{where}: {column!r}")
+
+
 def read_json(path: Path) -> Any:
     with readers.naming_file(path):
         try:
             return json.loads("".join(readers.lines(path)))
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}, line {error.lineno} is not JSON: {error.msg}") from error
-
-
-def text_field(row: Any, column: str, where: str, option: str = "domains.format") -> str:
-    """The text of a column; raises ValueError, with the option to change, if it is missing."""
-    if not isinstance(row, Mapping) or column not in row:
-        has = ", ".join(map(str, row)) if isinstance(row, Mapping) else f"{row!r:.60}"
-        raise ValueError(f"{where} has no {column!r}; it has {has} ({option})")
-    return as_text(row[column], f"{where}: {column!r}")
 
 
 @config

@@ -14,22 +14,15 @@ from datasets import load_dataset
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from cpt.data.corpus import make_corpus
+from cpt.data.corpus import SPLITS, make_corpus
 from cpt.data.sources import readers
-from cpt.data.sources.base import GENERAL, NOT_DOMAINS, read_members, stamp_of
+from cpt.data.sources.base import GENERAL, NOT_DOMAINS, stamp_of
 from cpt.data.sources.hub import Hub
 from cpt.data.sources.texts import Texts
 from tests.conftest import ROOT
 from tests.support.data_fixtures import SHARED
 
-DOCUMENTS = [
-    'One, "quoted".',
-    "Zwei\nZeilen, ä 🙂",
-    "form\x0cfeed\u2028and\x85others",
-    "NA",
-    "7",
-    "x" * 10**5,
-]
+DOCUMENTS = ['One, "quoted".', "Zwei\nZeilen, ä 🙂", "form\x0cfeed\u2028and\x85others", "NA", "x" * 10**5]
 PACK = {".gz": gzip.compress, ".zst": lambda raw: pa.compress(raw, codec="zstd", asbytes=True)}
 
 
@@ -84,23 +77,22 @@ WRITERS = {
 }
 
 
-@pytest.mark.parametrize("name", WRITERS)
-def test_every_kind_of_table_gives_its_documents(tmp_path, name):
-    for column in ("text", "body"):
-        put(tmp_path / column / name, WRITERS[name](DOCUMENTS, column))
-        assert read(tmp_path, column, column=column) == [("train", text) for text in DOCUMENTS]
-
-
-def test_tables_pass_over_what_is_empty_and_domains_may_have_other_columns(tmp_path):
+def test_every_kind_of_table_gives_its_documents_without_the_empty_ones_of_the_column_asked_for(tmp_path):
+    for name, write in WRITERS.items():
+        for column in ("text", "body"):
+            put(tmp_path / f"{name}-{column}" / name, write(DOCUMENTS, column))
+            found = read(tmp_path, f"{name}-{column}", column=column)
+            assert found == [("train", text) for text in DOCUMENTS], name
     put(tmp_path / "a" / "a.jsonl", '{"text": null}\n{"text": ""}\n{"text": " \\n"}\n{"text": "b", "n": 1}\n')
     put(tmp_path / "a" / "b.csv", 'text,id\n"",1\n" ",2\n\nc,3\n')
     put(tmp_path / "a" / "c.parquet", in_parquet([None, "", "d"], "text"))
     put(tmp_path / "a" / "d.jsonl", '{"n": "x", "m": {"deep": 2}, "text": "e"}\n')
     for name, empty in (("e.jsonl", ""), ("f.csv", ""), ("g.json", "[]")):
         put(tmp_path / "a" / name, empty)
+    put(tmp_path / "a" / "h.json", '\n\n[{"text": "One."},\n{"text": "Two."}]')
     put(tmp_path / "law" / "a.jsonl", in_lines(["d"], "body"))
     source = texts(tmp_path, columns={"law": "body"})
-    assert said(tmp_path) == ["b", "c", "d", "e"] and list(source.read("law")) == [("train", "d")]
+    assert said(tmp_path) == [*"bcde", "One.", "Two."] and list(source.read("law")) == [("train", "d")]
     assert source.fingerprint("law") != texts(tmp_path).fingerprint("law")
     assert source.fingerprint("a") == texts(tmp_path).fingerprint("a")
 
@@ -113,13 +105,6 @@ UNITS = {
 }
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.txt.zst"])
-def test_what_a_document_of_a_text_file_is(tmp_path, name):
-    put(tmp_path / "a" / name, PLAIN)
-    for document, expected in [*UNITS.items(), ("auto", UNITS["paragraph"])]:
-        assert said(tmp_path, document=document) == expected
-
-
 SPLIT_OF = {
     "train": "train.jsonl testing.jsonl test-cases.jsonl my.test.jsonl",
     "valid": "validation.jsonl val.jsonl dev_3.jsonl dev.jsonl.gz",
@@ -127,7 +112,12 @@ SPLIT_OF = {
 }
 
 
-def test_the_split_is_in_the_name(tmp_path):
+def test_what_a_document_of_a_text_file_is_and_its_split_by_its_name(tmp_path):
+    for end in ("txt", "txt.gz", "txt.zst"):
+        put(tmp_path / end / f"b.{end}", PLAIN)
+        put(tmp_path / end / "a.txt", "")  # an empty file says nothing of paragraphs
+        for document, expected in [*UNITS.items(), ("auto", UNITS["paragraph"])]:
+            assert said(tmp_path, end, document=document) == expected
     for split, names in SPLIT_OF.items():
         for number, name in enumerate(names.split()):
             put(tmp_path / f"{split}{number}" / name, '{"text": "b"}\n')
@@ -168,14 +158,6 @@ BROKEN = {  # what is said behind the path of the file
 }
 
 
-def test_an_empty_first_file_says_nothing_and_an_array_may_come_after_blank_lines(tmp_path):
-    put(tmp_path / "a" / "a.txt", "")
-    put(tmp_path / "a" / "b.txt", "One,\ntwo.\n\nThree.\n")
-    assert [text for _, text in read(tmp_path)] == ["One,\ntwo.", "Three."]
-    put(tmp_path / "b" / "a.json", '\n\n[{"text": "One."},\n{"text": "Two."}]')
-    assert [text for _, text in read(tmp_path, "b")] == ["One.", "Two."]
-
-
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_file_is_named_on_one_line(tmp_path, name):
     (content, told), path = BROKEN[name], tmp_path / "a" / name
@@ -186,28 +168,24 @@ def test_a_broken_file_is_named_on_one_line(tmp_path, name):
     assert str(path) in str(error.value) and told in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_sub_folder_with_text_is_a_domain(tmp_path):
+UNREAD = {"b.c/notes.rst": "*.rst", "1/a.jsonl.xz": "*.jsonl.xz", "1/deep/LICENSE": "LICENSE"}
+
+
+def test_a_sub_folder_with_text_is_a_domain_and_what_is_no_text_is_named_and_may_be_left_out(tmp_path):
     for name in ("zoo", "b.c", "1", "ä b", "general", ".git", "data"):
         put(tmp_path / name / "train.txt", "One.\n")
     put(tmp_path / "loose.txt", "One.\n")
     assert texts(tmp_path).names == ["1", "b.c", "data", "zoo", "ä b"]
     assert list(texts(tmp_path, general="zoo").read(GENERAL)) == [("train", "One.")]
-
-
-UNREAD = {"b/notes.rst": "*.rst", "a/a.jsonl.xz": "*.jsonl.xz", "a/deep/LICENSE": "LICENSE"}
-
-
-@pytest.mark.parametrize("name", UNREAD)
-def test_a_file_that_is_not_read_is_named_and_may_be_left_out(tmp_path, name):
-    for domain in ("a", "b", "general"):
-        put(tmp_path / domain / "a.txt", "One.\n")
-    put(tmp_path / name, b"?")
-    with pytest.raises(ValueError, match=f"{name} is not") as error:
-        texts(tmp_path).check(["a", "b"])
-    assert f"domains.ignore=[{UNREAD[name]}]" in str(error.value)
-    told = texts(tmp_path, ignore=[UNREAD[name]])
-    told.check(told.names)
-    assert [text for each in ("a", "b") for _, text in told.read(each)] == ["One."] * 2
+    for name, ignored in UNREAD.items():
+        put(tmp_path / name, b"?")
+        with pytest.raises(ValueError, match=f"{name} is not") as error:
+            texts(tmp_path).check(["1", "b.c"])
+        assert f"domains.ignore=[{ignored}]" in str(error.value)
+        told = texts(tmp_path, ignore=[ignored])
+        told.check(told.names)
+        assert [text for each in ("1", "b.c") for _, text in told.read(each)] == ["One."] * 2
+        (tmp_path / name).unlink()
 
 
 def test_the_fingerprint_is_that_of_the_files(tmp_path):
@@ -228,6 +206,16 @@ def test_the_fingerprint_is_that_of_the_files(tmp_path):
     assert look() == 5
     path.rename(path.with_name("test.txt"))
     assert look() == 6
+    put(tmp_path / "store", "text")
+    linked = tmp_path / "law" / "test.txt"
+    linked.parent.mkdir()
+    linked.symlink_to(tmp_path / "store")
+    before = readers.stamps([linked])
+    linked = linked.rename(linked.with_name("dev.txt"))  # another split of the same text
+    assert readers.stamps([linked]) != before
+    (tmp_path / "store").unlink()
+    with pytest.raises(ValueError, match=r"dev.txt is a link to nothing.*domains.ignore=\[dev.txt\]"):
+        readers.files_of(tmp_path / "law")
 
 
 @pytest.fixture
@@ -256,10 +244,7 @@ def test_saved_folders_and_data_files_are_read(kind, streaming, dataset, monkeyp
     assert hub(entry, column="body").fingerprint("news") != before
     os.utime("saved/dataset_dict.json" if kind == "saved" else f"train.{kind}", (1, 1))
     assert source.fingerprint("news") != before
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_data_set_gives_its_splits_or_those_that_are_asked_for(dataset, streaming):
+    # A data set gives its splits, or those that are asked for.
     entry, theirs = {"path": str(dataset)}, {"train": "train", "valid": "validation", "test": "test"}
     found = list(hub(entry, streaming=streaming).read("news"))
     assert found == [(ours, f"{name} {n}") for ours, name in theirs.items() for n in range(3)]
@@ -267,13 +252,6 @@ def test_a_data_set_gives_its_splits_or_those_that_are_asked_for(dataset, stream
     found = list(hub(wanted, streaming=streaming).read("news"))
     expected = [("train", f"validation {n}") for n in range(3)]
     assert found == expected + [("test", f"train {n}") for n in range(3 if streaming else 2)]
-
-
-@pytest.mark.parametrize("name", ["a\nb", "caf\udce9", "x" * 201])
-def test_a_domain_has_a_name_that_a_file_can_have(name, tmp_path):
-    put(tmp_path / "a" / "all.txt", "One.\n")
-    with pytest.raises(ValueError, match=r"^the domain name '.* is invalid. Allowed: printable Unicode"):
-        texts(tmp_path).check_domains([name])
 
 
 @pytest.fixture
@@ -289,10 +267,9 @@ def test_fine_leaves_the_coarse_ones_out_and_a_coarse_domain_has_the_text_of_its
     made = texts(m2d2, by="coarse")
     assert made.domains == ["cs", "hep-th", "math"] and made.members("cs") == ["cs.AI", "cs.CL"]
     made.check_domains(made.domains)
-    joined = list(read_members(made, "cs"))
-    assert joined == [each for name in made.members("cs") for each in made.read(name)]
-    corpus = make_corpus(made, "cs", cache=m2d2 / ".cache")
-    assert sum(corpus.facts["documents"].values()) == 80
+    corpus, read = make_corpus(made, "cs", cache=m2d2 / ".cache"), [*made.read("cs.AI"), *made.read("cs.CL")]
+    found = [text for split in SPLITS for text in corpus.documents(split)["text"]]
+    assert sorted(found) == sorted(text for _, text in read) and len(found) == 80
     before = stamp_of(made, "cs")
     (m2d2 / "cs.CL" / "more.txt").write_text("one more line\n")
     assert stamp_of(made, "cs") != before and before.startswith("cs-")
@@ -302,14 +279,15 @@ def test_fine_leaves_the_coarse_ones_out_and_a_coarse_domain_has_the_text_of_its
         _ = texts(m2d2, by="fine").domains
     assert NOT_DOMAINS[0] in texts(m2d2).domains
     assert texts(m2d2, by="fine", ignore=[*NOT_DOMAINS]).domains == fine
-
-
-def test_only_some_domains_are_left_and_named_orders_are_of_them(m2d2):
+    # Only some are left, and named orders are of them.
     assert texts(m2d2, only=["math.AC", "hep-th"]).domains == ["hep-th", "math.AC"]
     assert texts(m2d2, only="/(cs|math)\\.A./").domains == ["cs.AI", "math.AC", "math.AG"]
     orders = [["math.AG", "cs.AI", "cs.CL"], ["cs.CL", "cs.AI"]]
     assert texts(m2d2, orders=orders, only="cs.*").named_orders == [["cs.AI", "cs.CL"], ["cs.CL", "cs.AI"]]
-    assert texts(m2d2, by="coarse", only="m*").domains == ["math"]
+    assert texts(m2d2, by="coarse", only="m*", ignore=[*NOT_DOMAINS]).domains == ["math"]
+    for name in ("a\nb", "caf\udce9", "x" * 201):
+        with pytest.raises(ValueError, match=r"^the domain name '.* is invalid. Allowed: printable Unicode"):
+            texts(m2d2).check_domains([name])
 
 
 def configured(name, **changes):
@@ -333,16 +311,3 @@ def test_the_layouts_of_das6_and_m2d2_and_the_other_configured_sources(tmp_path)
     docs = configured("installed_docs")
     assert all(sorted(order) == sorted(docs.names) for order in docs.orders)
     assert all(len(docs.fingerprint(name)) > 100 for name in (*docs.names, GENERAL))
-
-
-def test_a_link_counts_by_its_own_name_and_one_to_nothing_is_told(tmp_path):
-    (tmp_path / "store").write_text("text")
-    (tmp_path / "law").mkdir()
-    path = tmp_path / "law" / "test.txt"
-    path.symlink_to(tmp_path / "store")
-    before = readers.stamps([path])
-    path = path.rename(path.with_name("dev.txt"))  # another split of the same text
-    assert readers.stamps([path]) != before
-    (tmp_path / "store").unlink()
-    with pytest.raises(ValueError, match=r"dev.txt is a link to nothing.*domains.ignore=\[dev.txt\]"):
-        readers.files_of(tmp_path / "law")

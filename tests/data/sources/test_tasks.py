@@ -38,11 +38,9 @@ def superni(root, split, own):
 
 
 def alpaca(root, split, own):
-    given = [
-        {"id": f"{split}{at}", "instruction": "Say it.", "input": each["text"], "output": each["label"]}
-        for at, each in enumerate(own)
-    ]
+    asked = {"instruction": "Say it."}
     for name in ("sst-2", "sst-2_T5"):
+        given = [asked | {"input": each["text"], "output": each["label"]} for each in own]
         put(root / split / f"{name}.json", given)
 
 
@@ -118,16 +116,12 @@ def test_the_prompt_of_o_lora_is_theirs_and_options_are_shuffled_by_the_example_
     first, again = ({each.source for each in examples(made, "sst-2", tmp_path / name)} for name in "ab")
     heads = {each.partition("\n")[0] for each in first}
     assert first == again and heads == {"Options: good, bad", "Options: bad, good"}
-
-
-def test_a_task_that_asks_itself_gets_no_question(source, tmp_path):
-    write(tmp_path, "cl_benchmark")
-    (tmp_path / "root" / "SC").rename(tmp_path / "root" / "COPA")
+    (tmp_path / "root" / "SC").rename(tmp_path / "root" / "COPA")  # a task that asks itself
     made = source("domains.format=cl_benchmark", "domains/template=o_lora", "domains.template.names=none")
     assert all(each.source.startswith("text ") for each in examples(made, "sst-2", tmp_path))
 
 
-def test_a_question_of_train_is_no_test_whatever_its_answer_is(source, tmp_path, caplog):
+def test_a_question_of_train_is_no_test_and_each_answer_is_drawn_as_often_as_asked(source, tmp_path, caplog):
     root = tmp_path / "root" / "a"
     contradicting = {"text": "text 3", "label": "bad"}
     copies = [{"text": "text 1", "label": "good"}, {"text": "text 2", "label": "good"}]
@@ -137,15 +131,12 @@ def test_a_question_of_train_is_no_test_whatever_its_answer_is(source, tmp_path,
     assert corpus.facts["documents"] == {"train": 38, "valid": 2, "test": 10}
     assert (corpus.facts["duplicates"], corpus.facts["held_out_copies"]) == (1, 2)
     assert "2 questions have different ones" in caplog.text
-
-
-def test_as_many_of_each_answer_as_asked_for(source, tmp_path):
     uneven = [{"text": f"text {at}", "label": "abc"[int(at > 30) + int(at > 50)]} for at in range(60)]
-    put(tmp_path / "root" / "a" / "train.jsonl", uneven, lines=True)
+    put(tmp_path / "root" / "b" / "train.jsonl", uneven, lines=True)
 
     def drawn(count, split="train"):
         made = source(f"domains.per_class={count}")
-        return {each.id: each.target for each in examples(made, "a", tmp_path, split)}
+        return {each.id: each.target for each in examples(made, "b", tmp_path, split)}
 
     few = drawn(4)
     assert Counter(few.values()) == {"a": 4, "b": 4, "c": 4}
@@ -153,24 +144,30 @@ def test_as_many_of_each_answer_as_asked_for(source, tmp_path):
     assert drawn(4, "test") == drawn("all", "test") and len(drawn("all")) == 60 - 3 - 6
 
 
-def test_an_answer_that_is_no_choice_is_told_or_left_out(source, tmp_path):
+def test_an_answer_that_is_no_choice_and_two_data_sets_of_one_name_are_refused(source, tmp_path):
     write(tmp_path, "cl_benchmark")
-    path = tmp_path / "root" / "SC" / "SST-2" / "test.json"
+    path, given = tmp_path / "root" / "SC" / "SST-2" / "test.json", "domains.format=cl_benchmark"
     put(path, [*json.loads(path.read_text()), {"label": "-", "sentence": "nobody knows"}])
-    given = "domains.format=cl_benchmark"
-    with pytest.raises(
-        ValueError, match="example 40 of sst-2, test: its answer '-' is not one of the choices"
-    ):
+    with pytest.raises(ValueError, match="example 40 of sst-2, test: its answer '-' is not one of the"):
         make_corpus(source(given), "sst-2", cache=tmp_path)
     assert len(examples(source(given, "domains.unknown=drop"), "sst-2", tmp_path, "test")) == 40
+    put(tmp_path / "root" / "Other" / "sst-2" / "train.json", [{"label": "a", "sentence": "b"}])
+    with pytest.raises(InstantiationException, match="sst-2 is the name of 2 data sets"):
+        source(given)
+    shutil.rmtree(tmp_path / "root")
+    empty = {"text": "zzz", "label": " "}
+    put(tmp_path / "root" / "law" / "train.jsonl", [*rows(40), empty], lines=True)
+    with pytest.raises(ValueError, match="its answer ' ' is not one of the choices"):
+        make_corpus(source(), "law", cache=tmp_path)
+    made = source("domains.unknown=drop")
+    assert "" not in made.choices_of("law") and len(list(made.read("law"))) == 40
 
 
 def test_chats_and_instructions_are_read_and_one_with_nothing_to_it_has_its_own_prompt(source, tmp_path):
-    turns = [{"role": "user", "content": "hello {}"}, {"role": "assistant", "content": "good day {}"}]
-    chats = [
-        {"messages": [{**turn, "content": turn["content"].format(at)} for turn in [*turns, turns[0]]]}
-        for at in range(30)
-    ]
+    chats = []
+    for at in range(30):
+        asked = {"role": "user", "content": f"hello {at}"}
+        chats.append({"messages": [asked, {"role": "assistant", "content": f"good day {at}"}, asked]})
     put(tmp_path / "root" / "talk.jsonl", chats, lines=True)
     made = source(group="instructions")
     assert made.names == ["talk"]
@@ -201,46 +198,25 @@ def test_files_of_a_split_are_those_of_its_name_and_hidden_ones_are_none(source,
         source("domains.format=jsonl")
 
 
-def test_two_data_sets_of_one_name_and_empty_answers_are_refused(source, tmp_path):
-    write(tmp_path, "cl_benchmark")
-    put(tmp_path / "root" / "Other" / "sst-2" / "train.json", [{"label": "a", "sentence": "b"}])
-    with pytest.raises(InstantiationException, match="sst-2 is the name of 2 data sets"):
-        source("domains.format=cl_benchmark")
-    shutil.rmtree(tmp_path / "root")
-    empty = {"text": "zzz", "label": " "}
-    put(tmp_path / "root" / "law" / "train.jsonl", [*rows(40), empty], lines=True)
-    with pytest.raises(ValueError, match="its answer ' ' is not one of the choices"):
-        make_corpus(source("domains.format=jsonl"), "law", cache=tmp_path)
-    made = source("domains.format=jsonl", "domains.unknown=drop")
-    assert "" not in made.choices_of("law") and len(list(made.read("law"))) == 40
-
-
 FILES = [  # what stands in a file, and what is said of it
-    ("jsonl", "law/train.jsonl", '{"text": "b", "label": "a"}\n{"text": "a" "b"}', ", line 2 is not JSON"),
-    ("jsonl", "law/train.jsonl", '{"text": null, "label": "a"}', ", line 1: 'text' is not text"),
-    ("jsonl", "law/train.jsonl", "\udcff", " is not UTF-8: line 1, byte 1"),
-    ("csv", "law/train.csv", "text,label\na,b\nc", ", line 3 has 1 values"),
-    ("jsonl", "law/train.jsonl", '{"text": NaN, "label": "a"}', ", line 1: 'text' is not text: nan"),
-    ("superni", "law/train.json", "[]", " has no Instances"),
-    ("superni", "law/train.json", '{"Instances": null}', " has no Instances"),
-    (
-        "superni",
-        "law/train.json",
-        '{"Instances": [{"input": "a", "output": [["b"]]}]}',
-        ", instance 1: output is",
-    ),
-    (
-        "messages",
-        "law.jsonl",
-        '{"messages": [{"role": "assistant", "content": " "}]}',
-        ", line 1: the last answer",
-    ),
+    ("jsonl", '{"text": "b", "label": "a"}\n{"text": "a" "b"}', ", line 2 is not JSON"),
+    ("jsonl", '{"text": null, "label": "a"}', ", line 1: 'text' is not text"),
+    ("jsonl", "\udcff", " is not UTF-8: line 1, byte 1"),
+    ("csv", "text,label\na,b\nc", ", line 3 has 1 values"),
+    ("jsonl", '{"text": NaN, "label": "a"}', ", line 1: 'text' is not text: nan"),
+    ("superni", "[]", " has no Instances"),
+    ("superni", '{"Instances": null}', " has no Instances"),
+    ("superni", '{"Instances": [{"input": "a", "output": [["b"]]}]}', ", instance 1: output is"),
+    ("messages", '{"messages": [{"role": "assistant", "content": " "}]}', ", line 1: the last answer"),
+    ("messages", '{"messages": [{"role": "user"}]}', ", line 1 has no column 'content'; it has role"),
+    ("messages", '{"messages": [{"role": "user", "content": "a"}]}', ", line 1 has no turn of the assist"),
 ]
+ENDS = {"superni": "json", "csv": "csv"}
 
 
-@pytest.mark.parametrize(("layout", "place", "text", "told"), FILES)
-def test_a_file_that_cannot_be_read_is_named_with_its_line(source, tmp_path, layout, place, text, told):
-    path = tmp_path / "root" / place
+@pytest.mark.parametrize(("layout", "text", "told"), FILES)
+def test_a_file_that_cannot_be_read_is_named_with_its_line(source, tmp_path, layout, text, told):
+    path = tmp_path / "root" / "law" / f"train.{ENDS.get(layout, 'jsonl')}"
     path.parent.mkdir(parents=True)
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
     made = source(f"domains.format={layout}")
