@@ -21,7 +21,7 @@ sys.path[:0] = [str(ROOT)]
 
 from flat import FEW, Sight, compare_ends, watch  # noqa: E402
 
-from benchmarks.campaigns.frame import RESULTS  # noqa: E402
+from tests.campaigns.frame import RESULTS  # noqa: E402
 from tests.conftest import SMALL, VOCABULARIES, sentences  # noqa: E402
 
 MOST = 1.10  # the last domains over the early ones

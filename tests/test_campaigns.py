@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from benchmarks.campaigns import concurrency, faults, frame, kills, nonfinite, preemption
+from tests.campaigns import concurrency, faults, frame, kills, nonfinite, preemption
 
 TRIALS = {
     "a killed run": (kills.trial, 0),

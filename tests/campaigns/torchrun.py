@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 import psutil
 
-from benchmarks.campaigns import runs
-from benchmarks.campaigns.frame import ROOT
+from tests.campaigns import runs
+from tests.campaigns.frame import ROOT
 
 EVENTS, STRATEGIES = ("kill", "signal", "nodes"), ("ddp", "fsdp")
 STEPS = ("trainer.steps=40", "trainer.checkpoint_every=10", "trainer.accelerator=cpu")

@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.campaigns import runs
-from benchmarks.campaigns.frame import ROOT
+from tests.campaigns import runs
+from tests.campaigns.frame import ROOT
 from tests.support.processes import ended, started
 
 GIVEN = ("trainer.steps=12", "save_all_stages=true", "logger=csv")

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.campaigns import runs
-from benchmarks.campaigns.frame import ROOT
+from tests.campaigns import runs
+from tests.campaigns.frame import ROOT
 
 LEARNING = [name for name in runs.METHODS if name != "none"]
 POLICIES, PLACES = ("stop", "skip", "rollback"), ("loss", "gradient", "weight")
@@ -25,7 +25,7 @@ STEPS = 6  # of a domain, with a checkpoint every two
 SCRIPT = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
-from benchmarks.campaigns.nonfinite import spoil
+from tests.campaigns.nonfinite import spoil
 spoil()
 sys.argv[0] = __file__
 from cpt.__main__ import main

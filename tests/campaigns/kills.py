@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.campaigns import runs
-from benchmarks.campaigns.frame import ROOT
 from cpt.verify import damage_in_run
+from tests.campaigns import runs
+from tests.campaigns.frame import ROOT
 from tests.support.processes import ended, started
 
 

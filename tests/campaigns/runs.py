@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.campaigns.frame import ROOT
+from tests.campaigns.frame import ROOT
 from tests.conftest import SMALL, VOCABULARIES, sentences
 from tests.support.endtask_fixtures import QUICK, write_task
 from tests.support.processes import ended, is_there, started

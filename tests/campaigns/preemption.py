@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.campaigns import runs
 from cpt.core.preemption import GO_ON, SIGNALS
+from tests.campaigns import runs
 from tests.support.processes import ended, heeds_signals, last_child, sent
 
 SETUPS = ("alone", "two", "slurm", "alone", "two slurm")

@@ -1,6 +1,6 @@
 import sys
 
-from benchmarks.campaigns.frame import main
+from tests.campaigns.frame import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -12,8 +12,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from benchmarks.campaigns import runs
-from benchmarks.campaigns.frame import ROOT
+from tests.campaigns import runs
+from tests.campaigns.frame import ROOT
 from tests.support.processes import ended, started
 
 KINDS = ("twice", "stale lock", "sweep twice", "sweep again")

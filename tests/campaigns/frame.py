@@ -41,8 +41,8 @@ def run_trials(trial: Trial, place: Path, numbers: Iterable[int], *, seed: int) 
 
 def main() -> int:
     """Runs a campaign as the command line asks; gives the exit code: 0 where every trial was fine."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.campaigns", description=__doc__)
-    parser.add_argument("name", choices=TRIALS, help="the campaign: a module of benchmarks/campaigns")
+    parser = argparse.ArgumentParser(prog="python -m tests.campaigns", description=__doc__)
+    parser.add_argument("name", choices=TRIALS, help="the campaign: a module of tests/campaigns")
     parser.add_argument("--trials", type=int, help=f"how many; default: {TRIALS}")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first trial")
@@ -51,8 +51,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help=f"default: {RESULTS.relative_to(ROOT)}/NAME.json")
     parser.add_argument("--keep", type=Path, help="a folder to work in that stays; default: a temporary one")
     given = parser.parse_args()
-    trial = import_module(f"benchmarks.campaigns.{given.name}").trial
-    trials = given.trials or TRIALS[given.name]
+    trial, trials = import_module(f"tests.campaigns.{given.name}").trial, given.trials or TRIALS[given.name]
     numbers = given.only or range(given.first, given.first + trials)
     out = given.out or RESULTS / f"{given.name}.json"
     began, found = time.monotonic(), []
