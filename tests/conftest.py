@@ -28,6 +28,8 @@ if TYPE_CHECKING:  # the process that hands out the tests reads this file too, a
 
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared"
+GOLDEN = SHARED / "golden"  # numbers of the authors' code
+needs_golden = pytest.mark.skipif(not GOLDEN.exists(), reason="the authors' numbers are not here")
 VOCABULARIES = {
     "general": "the house stands near a river and people walk along its quiet old streets every morning",
     "law": "the court finds that a party to this contract must pay damages under section four of the act",
@@ -54,10 +56,10 @@ LEARNING = {"start", "small", "small_gpt2", "small_t5", "cache"}  # fixtures of 
 def pytest_configure() -> None:
     """Has programs that tests start heed signals, though these tests may be started where some are ignored:
     in the background of a shell, by nohup."""
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGHUP):
-            if signal.getsignal(number) == signal.SIG_IGN:
-                signal.signal(number, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        main = threading.current_thread() is threading.main_thread()
+        if main and signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)  # before what -m leaves out is found
@@ -209,16 +211,8 @@ small_t5 = sized("small_t5", SMALL_T5)  # of encoder and decoder
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take a third of a small run; tests/reporting/test_run_page.py draws them."""
-    for name in (
-        "matrix",
-        "text_curves",
-        "training",
-        "monitor",
-        "modules",
-        "overlap",
-        "layers",
-        "distributions",
-    ):
+    names = ["matrix", "text_curves", "training", "monitor", "modules", "overlap", "layers", "distributions"]
+    for name in names:
         monkeypatch.setattr(f"cpt.reporting.figures.draw_{name}", lambda *given, **how: b"")
 
 

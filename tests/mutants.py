@@ -15,7 +15,6 @@ import importlib.util
 import json
 import multiprocessing
 import os
-import queue
 import shutil
 import signal
 import subprocess
@@ -24,7 +23,6 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +48,7 @@ class Mutant:
     old: str
     new: str
     tests: tuple[str, ...]
-    file: str = ""
+    file: str = ""  # all where it is empty
 
     def mutated(self, root: Path) -> tuple[Path, str]:
         """The file and its text with the fault. Raises ValueError where its text does not occur once."""
@@ -83,20 +81,16 @@ class Result:
 
 
 def read_mutants() -> list[Mutant]:
+    """`methods/test_l2: one two` names two tests of a file, `methods/test_l2` all of it."""
     found = []
     for area, members in tomllib.loads(LIST.read_text(encoding="utf-8")).items():
         for name, given in members.items():
-            tests = tuple(each for line in given.pop("tests") for each in expand(line))
-            found.append(Mutant(f"{area}.{name}", tests=tests, **given))
+            tests: list[str] = []
+            for line in given.pop("tests"):
+                path, _, names = line.partition(":")
+                tests += [f"tests/{path}.py::test_{each}" for each in names.split()] or [f"tests/{path}.py"]
+            found.append(Mutant(f"{area}.{name}", tests=tuple(tests), **given))
     return found
-
-
-def expand(line: str) -> Iterator[str]:
-    """`methods/test_l2: one two` names two tests of a file, `methods/test_l2` all of it."""
-    path, _, names = line.partition(":")
-    yield from (f"tests/{path}.py::test_{name}" for name in names.split())
-    if not names:
-        yield f"tests/{path}.py"
 
 
 def make_copy(folder: Path) -> Path:
@@ -104,12 +98,6 @@ def make_copy(folder: Path) -> Path:
     if (shared := ROOT.parent / "shared").exists():  # numbers of the authors' code, where tests look for them
         (folder / "shared").symlink_to(shared.resolve())
     return folder / "checkout"
-
-
-def rewrite(path: Path, text: str) -> None:
-    """Writes a source; what was compiled of it goes, since its size and second may be the same."""
-    path.write_text(text, encoding="utf-8")
-    Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
 
 
 def run_tests(copy: Path, tests: Sequence[str], failed: Path, output: Path) -> None:
@@ -143,18 +131,19 @@ def run_tests(copy: Path, tests: Sequence[str], failed: Path, output: Path) -> N
     options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # plugins are imported by now
     code = pytest.main([*options, f"--basetemp={copy.parent / 'tmp'}", *tests], plugins=[Chosen()])
     sys.stdout.flush()
-    os._exit(int(code))  # the end of Python would join the pool's thread that forked this process, and fail
+    os._exit(int(code))
 
 
-def try_tests(copies: queue.Queue[Path], tests: Sequence[str], mutant: Mutant | None = None) -> Result:
-    copy, began = copies.get(), time.monotonic()
-    failed, output = copy.parent / "failed.txt", copy.parent / "output.txt"
+def try_tests(copy: Path, tests: Sequence[str], mutant: Mutant | None = None) -> Result:
+    began, failed, output = time.monotonic(), copy.parent / "failed.txt", copy.parent / "output.txt"
     failed.write_text("")
-    path, text = mutant.mutated(copy) if mutant else (None, "")
-    before = path.read_text(encoding="utf-8") if path else ""
+    path, text = mutant.mutated(copy) if mutant else (copy / "setup.py", "")
+    before = path.read_text(encoding="utf-8")
+    # What was compiled of it goes, since its size and second may be the same.
+    compiled = Path(importlib.util.cache_from_source(str(path)))
     try:
-        if path:
-            rewrite(path, text)
+        path.write_text(text or before, encoding="utf-8")
+        compiled.unlink(missing_ok=True)
         fork = multiprocessing.get_context("fork")
         process = fork.Process(target=run_tests, args=(copy, tests, failed, output))
         process.start()
@@ -169,28 +158,22 @@ def try_tests(copies: queue.Queue[Path], tests: Sequence[str], mutant: Mutant | 
         took = round(time.monotonic() - began, 1)
         return Result("timed out" if late else state, took, by, output.read_text(errors="replace"))
     finally:
-        if path:
-            rewrite(path, before)
-        copies.put(copy)
+        path.write_text(before, encoding="utf-8")
+        compiled.unlink(missing_ok=True)
 
 
-def run_mutants(mutants: Sequence[Mutant], *, jobs: int) -> Iterator[tuple[str, Result]]:
+def run_mutants(mutants: Sequence[Mutant]) -> Iterator[tuple[str, Result]]:
     groups: dict[tuple[str, ...], list[Mutant]] = {}
     for mutant in mutants:
         files = dict.fromkeys(each.partition("::")[0] for each in mutant.tests)
         groups.setdefault(tuple(files), []).append(mutant)
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(jobs) as pool:
-        copies: queue.Queue[Path] = queue.Queue()
-        for number in range(jobs):
-            copies.put(make_copy(Path(folder) / str(number)))
-        for members in sorted(groups.values(), key=lambda group: -len(group)):
-            tried = pool.map(lambda each: try_tests(copies, each.tests, each), members)
-            done = dict(zip(members, tried, strict=True))
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        copy = make_copy(Path(folder))
+        for members in groups.values():
+            done = {each: try_tests(copy, each.tests, each) for each in members}
             killed = {mutant: found for mutant, found in done.items() if found.state == "killed"}
-            tests = {
-                test for each, found in killed.items() for test in (found.by and [found.by]) or each.tests
-            }
-            plain = try_tests(copies, sorted(tests)) if tests else None
+            tests = {found.by for found in killed.values()}
+            plain = try_tests(copy, sorted(tests)) if tests else None
             if plain and plain.state != "survived":
                 print(f"invalid, as tests fail without a mutant: {plain.by or plain.state}", flush=True)
                 print(plain.output[-OUTPUT:], file=sys.stderr)
@@ -220,7 +203,6 @@ def write_results(results: dict[str, Result], known: Sequence[str]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Applies small faults to a copy and runs the tests of each.")
     parser.add_argument("names", nargs="*", help="names or areas of mutants (default: all)")
-    parser.add_argument("--jobs", type=int, default=1, help="mutants at once, each in a copy of its own")
     parser.add_argument("--list", action="store_true", help="list them, and check that each can be applied")
     parser.add_argument("--write", action="store_true", help="note the results in tests/mutants.json")
     given = parser.parse_args()
@@ -244,7 +226,7 @@ def main() -> int:
     for name in PRELOADED.split(", "):
         importlib.import_module(name)
     results = {}
-    for name, found in run_mutants(mutants, jobs=given.jobs):
+    for name, found in run_mutants(mutants):
         results[name] = found
         if given.write:
             write_results(results, [each.name for each in every])

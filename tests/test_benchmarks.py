@@ -28,21 +28,3 @@ def test_the_one_of_a_gpu_runs_on_a_processor(part, tmp_path):
     found = json.loads((tmp_path / "out.json").read_text())["parts"][part]
     assert not found.get("failed"), found
     assert found["chunks" if "chunks" in found else "subjects"]
-
-
-def test_a_study_starts_only_the_runs_that_its_published_scores_lack(monkeypatch):
-    monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
-    import das6_mini
-    import study
-
-    rows = study.read_scores(study.SCORES / "das6_mpnet.jsonl.gz")
-    present = {study.identify(row["run"]) for row in rows}
-    missing = [dict(each.split("=") for each in job) for job in missing_jobs(study, das6_mini, present)]
-    assert len(missing) == len(list(missing_jobs(study, das6_mini, set()))) - len(rows)
-    plain = [job for job in missing if job["order"] == "0" and "method.contrast_every" not in job]
-    done = {(row["run"]["method"], str(row["run"]["seed"])) for row in rows if not row["run"]["variant"]}
-    assert not done & {(job["method"], job["seed"]) for job in plain}
-
-
-def missing_jobs(study, das6_mini, present):
-    return study.list_missing(das6_mini.MPNET_SWEEPS, "das6_mpnet", present)

@@ -25,8 +25,8 @@ CONFIG_ON_WANDB = {"cpt.label", "cpt.measured", "cpt.group", "cpt.order", "cpt.t
 GROUPS = sorted({path.parent.relative_to(CONF).as_posix() for path in CONF.rglob("*/*.yaml")})
 CHOICE = re.compile(rf"\+?({'|'.join(GROUPS)})(?:@[\w.]+)?=([\w,|]+)")
 OPTION = re.compile(rf"\+?((?:{'|'.join(g.replace('/', '[.]') for g in GROUPS)}|freeze)(?:\.\w+)+)(?:=.*)?")
-OPEN = ("domains.packages.", "domains.columns.", "domains.catalogue.", "endtask.tasks.")
 each_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+OPEN = ("domains.packages.", "domains.columns.", "domains.catalogue.", "endtask.tasks.")
 
 
 def told(path: Path) -> str:
@@ -34,13 +34,13 @@ def told(path: Path) -> str:
 
 
 def lines(path: Path) -> list[str]:
-    """What stands in blocks of code; a line that ends with a backslash goes on."""
+    """What is in blocks of code; a line that ends with a backslash goes on."""
     blocks = re.findall(r"^```bash\n(.*?)^```", told(path), re.DOTALL | re.MULTILINE)
     return [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
 
 
 def spans(path: Path) -> list[str]:
-    """What stands in backquotes within the prose, and the lines of code."""
+    """What is in backquotes within the prose, and the lines of code."""
     prose = re.sub(r"^```.*?^```", "", told(path), flags=re.DOTALL | re.MULTILINE)
     return [*re.findall(r"`([^`\n]+)`", prose), *lines(path)]
 
@@ -52,18 +52,6 @@ def words(path: Path) -> list[str]:
 def keys(tree: dict, prefix: str = "") -> set[str]:
     inner = (keys(value, f"{prefix}{key}.") for key, value in tree.items() if isinstance(value, dict))
     return {f"{prefix}{key}" for key in tree}.union(*inner)
-
-
-def options() -> set[str]:
-    """The dotted keys of conf, of all choices together."""
-    found = keys(yaml.safe_load(told(CONF / "config.yaml")))
-    for path in CONF.rglob("*/*.yaml"):
-        group = path.parent.relative_to(CONF).as_posix().replace("/", ".")
-        group = group.removesuffix(".parts").removesuffix(".protocol")  # composed into the group's choices
-        package = re.match(r"# @package ([\w.]+)", told(path))
-        prefix = f"{package[1] if package else group}.".replace("_global_.", "")
-        found |= keys(yaml.safe_load(told(path)), prefix)
-    return found
 
 
 def as_in_conf(key: str) -> str:
@@ -113,7 +101,13 @@ def test_tests_files_links_programs_and_extras_that_are_named_exist():
 
 @pytest.mark.slow
 def test_choices_and_options_that_are_named_exist():
-    known = options() | {"method.routing"}
+    known = keys(yaml.safe_load(told(CONF / "config.yaml"))) | {"method.routing"}
+    for path in CONF.rglob("*/*.yaml"):
+        group = path.parent.relative_to(CONF).as_posix().replace("/", ".")
+        group = group.removesuffix(".parts").removesuffix(".protocol")  # composed into the group's choices
+        package = re.match(r"# @package ([\w.]+)", told(path))
+        prefix = f"{package[1] if package else group}.".replace("_global_.", "")
+        known |= keys(yaml.safe_load(told(path)), prefix)
     for path in DOCUMENTS:
         found = {match for word in words(path) if (match := CHOICE.fullmatch(word))}
         wanted = {(match[1], name) for match in found for name in re.split(r"[,|]", match[2])}

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from cpt.core.config import CONF
 from tests.conftest import ROOT, SMALL, VOCABULARIES, sentences
+from tests.support.processes import ran
 
 EXAMPLES = ROOT / "docs" / "examples"
 TINY = [each for each in SMALL if not each.startswith(("model.pretraining", "logger"))]
@@ -37,8 +38,7 @@ def test_every_example_stands_on_its_page_and_corpora_are_made_of_what_every_pyt
     names = sorted(path.stem for path in (EXAMPLES / "experiment").glob("*.yaml"))
     assert names == ["monthly", "three_methods", "with_replay"]  # run below
     assert {name for name in names if f"experiment={name}" not in page} == set()
-    program = [sys.executable, EXAMPLES / "make_corpora.py", tmp_path]
-    subprocess.run(program, capture_output=True, check=True)
+    subprocess.run([sys.executable, EXAMPLES / "make_corpora.py", tmp_path], check=True)
     for name in ("network", "files", "numbers", "general"):
         lines = (tmp_path / name / "all.jsonl").read_text(encoding="utf-8").splitlines()
         assert len({json.loads(line)["text"] for line in lines}) == len(lines) > 200
@@ -86,10 +86,8 @@ def test_the_perplexity_of_a_report_is_that_of_plain_transformers(small_gpt2, st
             (tmp_path / "texts" / name / f"{split}.jsonl").write_text(lines)
     start(small_gpt2(f"domains.root={tmp_path / 'texts'}", "order=[law]"), tmp_path / "run")
     scores = json.loads((tmp_path / "run" / "scores.json").read_text())
-    program = [sys.executable, EXAMPLES / "perplexity.py", tmp_path / "run" / "model", "16"]
-    made = subprocess.run(
-        [*program, tmp_path / "texts" / "law" / "test.jsonl"], capture_output=True, text=True, check=True
-    )
+    given = [tmp_path / "run" / "model", "16", tmp_path / "texts" / "law" / "test.jsonl"]
+    made = ran(EXAMPLES / "perplexity.py", *map(str, given), cwd=tmp_path)
     perplexity, scored = re.match(r"([\d.]+) over (\d+) tokens of 30 documents", made.stdout).groups()
     at = scores["domains"].index("law")
     assert int(scored) == scores["scored"][at]

@@ -72,15 +72,11 @@ class Evil:
         return os.mkdir, (self.path,)
 
 
-def write_evil(path, mark):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({"weight": torch.zeros(2), "more": Evil(mark)}, path)
-
-
 def test_a_state_with_a_pickle_in_it_is_refused_in_a_line(tmp_path, capsys):
     run, mark = tmp_path / "run", tmp_path / "ran"
     stage = run / "stages" / "001.pt"
-    write_evil(stage, mark)
+    stage.parent.mkdir(parents=True)
+    torch.save({"weight": torch.zeros(2), "more": Evil(mark)}, stage)
     (run / "config.yaml").write_text("name: x\n")
     for read in (load_tensors, lambda path: check_stage(path, instead="delete it")):
         with pytest.raises(ValueError, match=r"001.pt holds other things than tensors"):
@@ -102,9 +98,6 @@ def test_losses_by_document_with_a_pickle_in_them_are_refused(tmp_path):
     with pytest.raises(ValueError, match="allow_pickle=False"):
         place.load_documents([0])
     assert not mark.exists()
-
-
-# Secrets
 
 
 def test_what_looks_secret_is_hidden_and_a_folder_is_claimed_again_with_it(tmp_path):

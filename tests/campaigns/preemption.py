@@ -1,7 +1,5 @@
 """Signals to runs of all methods: does every process leave, is a step lost, are the bits the same?
 
-    python tests/campaigns/preemption.py --trials 200 --seed 0
-
 A trial sends one of four signals to a run in one of its loops, in turn: while the base is pre-trained,
 while a domain is learned, while texts are scored, while end tasks are fine-tuned, or anywhere. It runs by
 one process, by two (one of which has the signal), or as one or two tasks of a SLURM job (an environment
@@ -12,7 +10,6 @@ import random
 import re
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,14 +17,11 @@ from os import environ
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[2])]
+import torch
 
-import torch  # noqa: E402
-
-from cpt.core.preemption import GO_ON, SIGNALS  # noqa: E402
-from tests.campaigns import runs  # noqa: E402
-from tests.campaigns.frame import conduct  # noqa: E402
-from tests.support.processes import ended, heeds_signals, last_child, sent  # noqa: E402
+from cpt.core.preemption import GO_ON, SIGNALS
+from tests.campaigns import runs
+from tests.support.processes import ended, heeds_signals, last_child, sent
 
 SETUPS = ("alone", "two", "slurm", "alone", "two slurm")
 LOOPS = {  # what the log says first
@@ -126,7 +120,3 @@ def trial(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
             shutil.rmtree(home)
             return told
     return known | {"fine": False, "error": "the run was over before each of six signals"}
-
-
-if __name__ == "__main__":
-    sys.exit(conduct(trial, name="preemption", about=__doc__, trials=200))

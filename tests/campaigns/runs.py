@@ -27,14 +27,15 @@ HANGS_S, LEAVES_S = 120, 60.0  # LEAVES_S: within which a process has to leave w
 LINE = re.compile(r"^cpt: .*$", re.MULTILINE)
 
 
-def write_texts(place: Path) -> Path:
-    """The small texts of the tests, once, in a folder that the trials share."""
+def command(place: Path, run: Path, *given: str, cache: Path | None = None) -> list[str]:
+    """The arguments of a run of two domains in a folder, on the small texts of the tests."""
     for seed, (name, words) in enumerate(VOCABULARIES.items()):
         path = place / "texts" / name / "all.txt"
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("\n".join(sentences(words, count=120, seed=seed)) + "\n")
-    return place / "texts"
+    places = [f"domains.root={place / 'texts'}", f"cache_dir={cache or place / 'cache'}"]
+    return ["domains=texts", *places, f"hydra.run.dir={run}", *SMALL, "order=[law,food]", *given]
 
 
 def endtasks_of(place: Path) -> list[str]:
@@ -44,13 +45,6 @@ def endtasks_of(place: Path) -> list[str]:
             write_task(place / "tasks", domain)
     quick = QUICK | {"root": place / "tasks", "when": "each", "seeds": "[1,2]", "epochs": 2}
     return ["endtask=texts", *(f"endtask.{name}={value}" for name, value in quick.items())]
-
-
-def command(place: Path, run: Path, *given: str, cache: Path | None = None) -> list[str]:
-    """The arguments of a run of two domains in a folder."""
-    texts = write_texts(place)
-    places = [f"domains.root={texts}", f"cache_dir={cache or place / 'cache'}", f"hydra.run.dir={run}"]
-    return ["domains=texts", *places, *SMALL, "order=[law,food]", *given]
 
 
 def sweep_of(place: Path, home: Path, methods: Sequence[str], *, cache: Path | None = None) -> list[str]:
@@ -130,12 +124,6 @@ def unlike(place: Path, home: Path, methods: Sequence[str]) -> list[str]:
     return wrong
 
 
-def shuffled(names: Sequence[str], number: int) -> str:
-    """The name for a trial: all of them, in another order in each round."""
-    turn, at = divmod(number, len(names))
-    return random.Random(turn).sample(list(names), len(names))[at]
-
-
 def wait_for(seen: Callable[[], Any], *, seconds: float = HANGS_S) -> bool:
     """Whether it was seen in time."""
     deadline = time.monotonic() + seconds
@@ -168,3 +156,9 @@ def kill(pid: int) -> None:
 def have_left(pids: Sequence[int]) -> bool:
     """Whether processes leave in time."""
     return wait_for(lambda: not any(map(is_there, pids)), seconds=LEAVES_S)
+
+
+def shuffled(names: Sequence[str], number: int) -> str:
+    """The name for a trial: all of them, in another order in each round."""
+    turn, at = divmod(number, len(names))
+    return random.Random(turn).sample(list(names), len(names))[at]

@@ -1,7 +1,5 @@
 """Runs under torchrun: a worker is killed, the agent has a signal, two agents meet. Are the bits the same?
 
-    python tests/campaigns/torchrun.py --trials 12 --seed 0
-
 A trial trains ncl on two domains with DDP or FSDP, in turn, and one of these happens in a stage:
 
 * *kill*: one of two workers is killed by SIGKILL; the agent starts both again (`--max-restarts`).
@@ -23,13 +21,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[2])]
+import numpy as np
+import psutil
 
-import numpy as np  # noqa: E402
-import psutil  # noqa: E402
-
-from tests.campaigns import runs  # noqa: E402
-from tests.campaigns.frame import ROOT, conduct  # noqa: E402
+from tests.campaigns import runs
+from tests.campaigns.frame import ROOT
 
 EVENTS, STRATEGIES = ("kill", "signal", "nodes"), ("ddp", "fsdp")
 STEPS = ("trainer.steps=40", "trainer.checkpoint_every=10", "trainer.accelerator=cpu")
@@ -66,17 +62,10 @@ def end(agents: list[Any]) -> list[int]:
     return codes
 
 
-def losses(run: Path) -> np.ndarray:
-    return np.array(json.loads((run / "scores.json").read_text())["nll"], float)
-
-
 def trial(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
     event, strategy = EVENTS[number % 3], STRATEGIES[number // 3 % 2]
-    given, run, port = (
-        [f"strategy={strategy}", *STEPS],
-        place / f"torchrun-{number}",
-        FIRST_PORT + 10 * number,
-    )
+    given, run = [f"strategy={strategy}", *STEPS], place / f"torchrun-{number}"
+    port = FIRST_PORT + 10 * number
     expected, arguments = runs.whole(place, given, twin=True), runs.command(place, run, *given)
     found: dict[str, Any] = {"event": event, "strategy": strategy}
     if event == "nodes":
@@ -85,28 +74,21 @@ def trial(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
     agents = begin(arguments, run, port=port)
     runs.wait_for(lambda: IN_A_STAGE.search(runs.said(run)) or agents[0].poll() is not None)
     time.sleep(moment := draw.uniform(0, 2))
-    workers = [
-        each for each in psutil.Process(agents[0].pid).children() if "run.py" in " ".join(each.cmdline())
-    ]
+    children = psutil.Process(agents[0].pid).children()
+    workers = [each for each in children if "run.py" in " ".join(each.cmdline())]
     found |= {"moment": round(moment, 2), "workers": len(workers)}
     if event == "kill":
         runs.kill(draw.choice(workers).pid)
         codes = end(agents)
         again = "Resuming" in runs.said(run)
-        return found | {
-            "codes": codes,
-            "resumed": again,
-            "fine": codes == [0] and runs.bits(run) == expected["bits"],
-        }
+        fine = codes == [0] and runs.bits(run) == expected["bits"]
+        return found | {"codes": codes, "resumed": again, "fine": fine}
     agents[0].send_signal(name := draw.choice([signal.SIGUSR1, signal.SIGTERM]))
     codes, state = end(agents), json.loads((run / "progress.json").read_text())["state"]
     found |= {"signal": name.name, "codes": codes, "state": state, "processes": draw.choice([1, 4])}
     (then,) = end(begin(arguments, run, port=port + 1, processes=found["processes"]))
     undisturbed = place / "wholes" / str([*runs.WHOLES].index((str(place), *given, True)))
-    far = float(np.abs(losses(run) - losses(undisturbed)).max())
+    ends = [json.loads((each / "scores.json").read_text())["nll"] for each in (run, undisturbed)]
+    far = float(np.abs(np.subtract(*ends)).max())
     fine = state == "preempted" and then == 0 and far < NEAR
     return found | {"then": then, "nats": round(far, 6), "fine": fine}
-
-
-if __name__ == "__main__":
-    sys.exit(conduct(trial, name="torchrun", about=__doc__, trials=12))

@@ -26,34 +26,26 @@ def write_module(path, field, place):
 
 
 @pytest.fixture
-def package(tmp_path, monkeypatch):
-    """made_up, whose sub-packages have the same 12 modules each, and one module on its own."""
+def task(tmp_path, monkeypatch):
+    """Of made_up, whose sub-packages have the same 12 modules each, and one module on its own."""
     places = {f"{field}/m{place}": (field, place) for field in FIELDS for place in range(12)}
     for name, about in (places | {"alone": ("hills", 99), "__init__": ("hills", 98)}).items():
         write_module(tmp_path / "made_up" / f"{name}.py", *about)
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
-    return tmp_path
 
-
-@pytest.fixture
-def given(tmp_path):
-    def make(packages=None, **overrides):
-        domains = {"packages": packages or {"land": ["made_up"]}, "held_out": HELD_OUT}
+    def make(**overrides):
+        domains = {"packages": {"land": ["made_up"]}, "held_out": HELD_OUT}
         config = OmegaConf.create({"domains": domains, "cache_dir": str(tmp_path / "cache")})
         small = {"examples": {"train": 20, "dev": 6, "test": 8}, "classes": 3, "select": "dev"}
         files = [ROOT / "conf" / "endtask" / f"{name}.yaml" for name in ("protocol/default", "submodules")]
         protocol, own = map(OmegaConf.load, files)
         del own["defaults"]
         config.endtask = OmegaConf.merge(protocol, own, small | overrides)
-        return OmegaConf.to_container(config, resolve=True)["endtask"]
+        options = OmegaConf.to_container(config, resolve=True)["endtask"]
+        return plan_endtasks(options, ["land"], ["land"]).source.task("land")
 
     return make
-
-
-@pytest.fixture
-def task(package, given):
-    return lambda **overrides: plan_endtasks(given(**overrides), ["land"], ["land"]).source.task("land")
 
 
 def module_of(example):
@@ -84,14 +76,14 @@ def test_labels_are_the_sub_packages_which_no_text_names_and_a_module_is_in_the_
         assert max(sum(example.label == label for example in own) for label in found.classes) == most
 
 
-def test_the_same_text_gives_the_same_examples_and_other_text_others(task, package, tmp_path, monkeypatch):
+def test_the_same_text_gives_the_same_examples_and_other_text_others(task, tmp_path, monkeypatch):
     first, many = task(), task(examples={"train": 99, "dev": 6, "test": 8}).train
     assert task(seed=1).content != first.content
     assert {module_of(each) for each in task(seed=1).train} <= {module_of(each) for each in many}
     with monkeypatch.context() as patched:  # docstrings are read once
         patched.setattr("cpt.contrib.docstring_tasks.source.documents_by_module", pytest.fail)
         assert task().content == first.content
-    write_module(package / "made_up/hills/m0.py", "hills", "0 b")
+    write_module(tmp_path / "made_up/hills/m0.py", "hills", "0 b")
     assert task(cache=str(tmp_path / "another")).content != first.content
 
 

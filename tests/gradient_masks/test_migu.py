@@ -14,13 +14,11 @@ from cpt.gradient_masks.options import MagnitudeMaskOptions
 from cpt.models.fisher import samples
 from cpt.models.memory import checkpoint_activations
 from cpt.models.units import projections
-from tests.conftest import SHARED
+from tests.conftest import GOLDEN, needs_golden
 from tests.gradient_masks.test_soft import roberta
 from tests.models import test_units
-from tests.support.making import same, weights
+from tests.support.making import same
 
-GOLDEN = SHARED / "golden" / "migu_linear.npz"
-needs_golden = pytest.mark.skipif(not GOLDEN.exists(), reason="the authors' numbers are not here")
 IDS = torch.arange(9)[None]
 STILL = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0)
 
@@ -54,7 +52,8 @@ FAMILIES = {  # gpt2: Conv1D, Q, K, V in one; gpt_neox: interleaved
 @pytest.mark.parametrize("threshold", [0.5, 0.7, 0.9])
 @pytest.mark.parametrize("case", ["plain", "two_calls"])
 def test_magnitudes_and_masks_are_those_of_the_authors_code(case, threshold):
-    arrays = {name: torch.from_numpy(np.asarray(value)) for name, value in np.load(GOLDEN).items()}
+    golden = np.load(GOLDEN / "migu_linear.npz").items()
+    arrays = {name: torch.from_numpy(np.asarray(value)) for name, value in golden}
     inputs = [arrays["x0"]] if case == "plain" else [arrays["x0"], arrays["x1"]]
     found = sum(magnitudes(x @ arrays["weight"].T + arrays["bias"], None) for x in inputs)
     torch.testing.assert_close(found, arrays[f"{case}_magnitude"], rtol=1e-4, atol=1e-6)
@@ -75,22 +74,20 @@ def test_magnitudes_count_a_prompt_and_no_padding():
     torch.testing.assert_close(magnitudes(large, None), large.abs().sum((0, 1)), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("given", [{"threshold": 0.7}, {"threshold": None, "top_p": 0.4}])
-def test_texts_are_compared_by_the_rows_with_their_largest_magnitudes(given):
-    """Against sets of rows that are sorted by hand, of two texts in batches, with padding."""
+def test_texts_are_compared_by_the_rows_with_their_largest_magnitudes():
+    """Of two texts in batches, with padding."""
     model = gpt2().eval()
-    mask, outputs = watching(model, **given), {}
-    for name in (each.name for each in mask.maps):
-        outputs[name] = []
-        save = lambda m, args, x, name=name: outputs[name].append(x.flatten(0, -2))  # noqa: E731
-        model.get_submodule(name).register_forward_hook(save)
-    batches = {3: [IDS[:, :5], IDS[:, 5:]], 5: [torch.tensor([[7, 7, 8], [6, 1, 0]])]}
+    mask, outputs = watching(model), {}
+    for each in mask.maps:
+        own = outputs[each.name] = []
+        each.module.register_forward_hook(lambda m, args, x, own=own: own.append(x.flatten(0, -2)))
     present = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    batches = [(3, IDS[:, :5], None), (3, IDS[:, 5:], None)]
+    batches.append((5, torch.tensor([[7, 7, 8], [6, 1, 0]]), present))
     with torch.inference_mode():
-        for text, each in batches.items():
-            for ids in each:
-                with observing([mask], text):
-                    model(input_ids=ids, attention_mask=present if text == 5 else None)
+        for text, ids, given in batches:
+            with observing([mask], text):
+                model(input_ids=ids, attention_mask=given)
         model(input_ids=IDS)  # no text that is observed
     found = mask.diagnostics()
     assert found["texts"].tolist() == [3, 5] and "texts" not in mask.diagnostics()
@@ -100,15 +97,8 @@ def test_texts_are_compared_by_the_rows_with_their_largest_magnitudes(given):
         if f"magnitudes/{each.name}" in found:
             shares = torch.stack([each / each.sum() for each in sums])
             torch.testing.assert_close(found[f"magnitudes/{each.name}"], shares)
-        rows = [set(), set()]
-        for own, values in zip(rows, sums, strict=True):
-            for segment in each.segments:
-                ranked = sorted(segment.tolist(), key=lambda row: -values[row])
-                kept = len(ranked) - math.floor(0.7 * len(ranked))
-                if given["threshold"] is None:
-                    held = np.cumsum([values[row] for row in ranked])
-                    kept = 1 + int((held < 0.4 * held[-1]).sum())
-                own |= {*ranked[:kept]}
+        segments = [segment[None] for segment in each.segments]
+        rows = [{*choose_rows(own, segments, 0.7).nonzero().flatten().tolist()} for own in sums]
         index = len(rows[0] & rows[1]) / len(rows[0] | rows[1])
         similarity = torch.tensor([[1, index], [index, 1]])
         torch.testing.assert_close(found[f"similarity/{each.name}"], similarity)
@@ -130,29 +120,18 @@ def test_the_fewest_rows_that_hold_a_share_are_chosen():
         assert mask[6:].tolist() == [1, 1, 1]  # all of nothing; one row is never none
 
 
-def padded(source: list[int], target: list[int]) -> dict[str, torch.Tensor]:
-    """Rows of a model with a decoder, of so many tokens each, padded with 0."""
-    draw, rows = torch.Generator().manual_seed(3), {}
-    for name, lengths in (("input_ids", source), ("decoder_input_ids", target)):
-        ids = torch.randint(3, 60, (len(lengths), max(lengths)), generator=draw)
-        rows[name] = ids * (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None])
-    rows["decoder_input_ids"][:, 0] = 0  # what a decoder begins with
-    rows["attention_mask"] = (torch.arange(max(source)) < torch.tensor(source)[:, None]).long()
-    return rows
-
-
-TARGETS = {"gpt2": None, "gpt_neox": None, "t5": [9, 4, 6], "t5-gated": [5, 3, 4]}
-
-
-@pytest.mark.parametrize("family", TARGETS)
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "t5-gated"])
 def test_the_rows_are_those_with_the_largest_outputs(family):
-    model, source, target = FAMILIES[family]().float().eval(), [9, 5, 7], TARGETS[family] or [1, 1, 1]
-    batch, cut = padded(source, target), {"input_ids": source}
-    if family.startswith("gpt"):
-        del batch["decoder_input_ids"]
-    else:
-        cut["decoder_input_ids"] = target
-    mask, maps, captured = watching(model), projections(model), {}
+    """Of padded rows of so many tokens, whose outputs are seen one by one without padding."""
+    draw, batch, captured = torch.Generator().manual_seed(3), {}, {}
+    cut = {"input_ids": [9, 5, 7], **({"decoder_input_ids": [5, 3, 4]} if family == "t5-gated" else {})}
+    for name, lengths in cut.items():
+        ids = torch.randint(3, 60, (3, max(lengths)), generator=draw)
+        batch[name] = ids * (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None])
+    if family == "t5-gated":
+        batch["decoder_input_ids"][:, 0] = 0  # what a decoder begins with
+    model = FAMILIES[family]().float().eval()
+    mask, maps = watching(model), projections(model)
     hook = lambda module, args, output: captured.setdefault(module, []).append(output.detach())  # noqa: E731
     handles = [each.module.register_forward_hook(hook) for each in maps]
     for row in range(3):
@@ -161,7 +140,7 @@ def test_the_rows_are_those_with_the_largest_outputs(family):
         handle.remove()
     for _ in range(2):
         with recording([mask]):
-            model(**batch)
+            model(**batch, attention_mask=(torch.arange(9) < torch.tensor([[9], [5], [7]])).long())
     sums = mask.sums.clone()
     found = {id(p): (f.shape, f.flatten().nonzero().flatten().tolist()) for p, f in mask.factors()}
     for each, place in zip(mask.maps, mask.places, strict=True):
@@ -173,7 +152,7 @@ def test_the_rows_are_those_with_the_largest_outputs(family):
             best += ranked[: len(segment) - math.floor(0.7 * len(segment))]
         shape = (1, len(own)) if family == "gpt2" else (len(own), 1)
         assert found[id(each.module.weight)] == (shape, sorted(best))
-    assert len(found) == len(maps) == {"gpt2": 8, "gpt_neox": 8, "t5": 32, "t5-gated": 36}[family]
+    assert len(found) == len(maps) == {"gpt2": 8, "gpt_neox": 8, "t5-gated": 36}[family]
 
 
 def test_what_is_not_the_training_loss_is_not_measured():
@@ -191,6 +170,11 @@ def test_what_is_not_the_training_loss_is_not_measured():
         model(input_ids=IDS)
     once = mask.sums.clone()
     assert once.all() and not mask.recording
+    list(mask.factors())
+    fresh = watching(model)
+    with recording([mask, fresh]):
+        model(input_ids=IDS + 30)
+    assert torch.equal(mask.sums, fresh.sums)  # each step chooses by its own batch alone
     checkpoint_activations(model)
     mask.sums.zero_()
     with recording([mask]):
@@ -198,26 +182,14 @@ def test_what_is_not_the_training_loss_is_not_measured():
     torch.testing.assert_close(mask.sums, once)
 
 
-def test_each_step_chooses_by_its_own_batch_alone():
-    model = gpt2()
-    mask, fresh = watching(model), watching(model)
-    with recording([mask]):
-        model(input_ids=IDS)
-    list(mask.factors())
-    with recording([mask, fresh]):
-        model(input_ids=IDS + 30)
-    assert torch.equal(mask.sums, fresh.sums)
-
-
 def test_biases_and_heads_only_when_asked():
-    model = gpt2()
+    model, untied = gpt2(), gpt2(tie_word_embeddings=False)
     maps = [each.module for each in projections(model)]
     plain, biases = {id(each.weight) for each in maps}, {id(each.bias) for each in maps}
     covered = lambda model, **given: {id(p) for p, _ in watching(model, **given).factors()}  # noqa: E731
     assert covered(model) == covered(model, head=True) == plain
     assert covered(model, biases=True) == plain | biases
     assert covered(model, head=True, tied=True) == plain | {id(model.lm_head.weight)}
-    untied = gpt2(tie_word_embeddings=False)
     assert id(untied.lm_head.weight) in covered(untied, head=True)
 
 
@@ -244,15 +216,12 @@ def test_what_masked_rows_do_under_adam(apply_to, build, monkeypatch):
     assert not any(torch.equal(before[upper], after[upper]) for before, after in zip(one, two, strict=True))
 
 
-def test_the_first_domain_can_be_left_out(small, start, tmp_path):
-    migu = ["method=migu", "method.mask.skip_first_domain=true"]
-    runs = {"ncl": [], "migu": migu, "both": [*migu, "mask=migu", "mask.migu.skip_first_domain=true"]}
-    for name, options in runs.items():
-        start(small("order=[law,food]", "save_all_stages=true", *options), tmp_path / name)
-    first = [torch.load(tmp_path / name / "stages" / "001.pt", weights_only=True) for name in ("ncl", "migu")]
-    assert all(torch.equal(value, first[1][name]) for name, value in first[0].items())
-    ncl, alone, both = (weights(tmp_path / name) for name in runs)
-    assert same({name: alone[name] for name in both}, both) and not same({n: alone[n] for n in ncl}, ncl)
+def test_the_first_domain_can_be_left_out(build):
+    plain, masked = build("ncl"), build("migu", "method.mask.skip_first_domain=true")
+    for number in (0, 1):
+        for work in (plain, masked):
+            work.learn(number)
+        assert same(plain.weights(), masked.weights()) == (number == 0)
 
 
 def test_other_importances():
@@ -264,11 +233,11 @@ def test_other_importances():
         best = values.abs().sum(0).topk(count_kept(0.7, 32)).indices.tolist()
         assert factor.flatten().nonzero().flatten().tolist() == sorted(best)
     mask, again = watching(model, importance="random"), watching(model, importance="random")
-    draws = [torch.cat([factor.flatten() for _, factor in mask.factors()]) for _ in range(400)]
+    draws = [torch.cat([factor.flatten() for _, factor in mask.factors()]) for _ in range(200)]
     assert not torch.equal(draws[0], draws[1])
     assert torch.equal(torch.cat([factor.flatten() for _, factor in again.factors()]), draws[0])
     frequency = mask.chosen / mask.steps
-    assert frequency.min() > 0.15 and frequency.max() < 0.5
+    assert frequency.min() > 0.12 and frequency.max() < 0.55
 
 
 def test_rows_are_ranked_by_their_fisher_before_the_domain(build):
@@ -290,7 +259,6 @@ def test_rows_are_ranked_by_their_fisher_before_the_domain(build):
 
 
 TEXT = torch.randint(4, 60, (3, 9), generator=torch.Generator().manual_seed(0))
-BACKENDS = ("hooks", "backward")
 
 
 def gradients(family, backend, *, change=lambda made: None, dtype=None, passes=1):
@@ -309,14 +277,17 @@ def gradients(family, backend, *, change=lambda made: None, dtype=None, passes=1
 
 
 @pytest.mark.parametrize(("family", "given"), [
-    *((family, {}) for family in ("gpt2", "roberta", "llama", "t5")),
+    ("llama", {}),
+    ("t5", {}),
     ("gpt2", {"passes": 3}),  # of one loss, which are counted together
     ("roberta", {"dtype": torch.bfloat16}),
     ("roberta", {"change": checkpoint_activations}),
     ("roberta", {"change": lambda made: made.roberta.encoder.layer[0].requires_grad_(False)}),
 ])  # fmt: skip
 def test_masks_and_gradients_are_those_of_the_hooks(family, given):
-    (_, masks, expected), (raw, found, scaled) = (gradients(family, each, **given) for each in BACKENDS)
+    (_, masks, expected), (raw, found, scaled) = (
+        gradients(family, each, **given) for each in ("hooks", "backward")
+    )
     near = 0.02 if "dtype" in given else 1e-6
     assert masks.keys() == found.keys() and expected.keys() == scaled.keys() and masks
     assert all(torch.equal(masks[name], found[name]) for name in masks)
@@ -331,21 +302,20 @@ def test_masks_and_gradients_are_those_of_the_hooks(family, given):
 def test_passes_that_are_not_of_the_loss_have_all_gradients():
     made = gpt2()
     mask, copy = watching(made, backend="backward"), deepcopy(made)
-    weight = made.transformer.h[0].mlp.c_fc.weight
 
-    def every_row(model):
-        return bool(model.transformer.h[0].mlp.c_fc.weight.grad.any(0).all())
+    def every_row(model) -> bool:
+        weight = model.transformer.h[0].mlp.c_fc.weight
+        found, weight.grad = bool(weight.grad.any(0).all()), None
+        return found
 
     made(input_ids=TEXT, labels=TEXT).loss.backward()
     assert every_row(made)
     with recording([mask]), torch.no_grad():
         made(input_ids=TEXT)
     assert not mask.limiting
-    weight.grad = None
     with recording([mask], alone=False):
         made(input_ids=TEXT, labels=TEXT).loss.backward()
     assert every_row(made)
-    weight.grad = None
     with recording([mask]):
         loss = made(input_ids=TEXT, labels=TEXT).loss + copy(input_ids=TEXT, labels=TEXT).loss
     loss.backward()

@@ -9,13 +9,8 @@ from torch import nn
 from cpt.methods.reservoir import AGEM, Reference, inner_product, solve
 from tests.support.running import token_nll
 
-SMALL = [
-    "method.buffer_size=24",
-    "method.minibatch_size=8",
-    "order=[food,law,space]",
-    "trainer.steps=12",
-    "optim.lr=0.01",
-]
+SMALL = ["method.buffer_size=24", "method.minibatch_size=8", "order=[food,law,space]", "trainer.steps=12"]
+SMALL += ["optim.lr=0.01"]
 
 
 def reference_of(module, domain):
@@ -113,13 +108,8 @@ def test_the_constraints_of_several_domains_are_those_of_brute_force(least):
 
 
 def test_each_domain_has_a_reference_of_its_own_samples(build):
-    given = [
-        "method.buffer_size=40",
-        "trainer.steps=2",
-        "trainer.importance_samples=20",
-        "method.constraints=each",
-    ]
-    work = build("agem", *given)
+    given = ["method.buffer_size=40", "trainer.importance_samples=20", "method.constraints=each"]
+    work = build("agem", "trainer.steps=2", *given)
     for number in (0, 1):
         work.learn(number)
     memory, newest = work.module.memory, {tuple(row.tolist()) for b in work.probe() for row in b["input_ids"]}

@@ -9,9 +9,8 @@ from torch import Tensor
 import cpt.adapters.export
 from cpt.core.randomness import key
 from cpt.models.units import blocks, sublayers
-from tests.support.making import Watch, made
+from tests.support.making import Watch
 
-ALONE = {"neurons": 1.5, "heads": 2, "layers": 1, "hidden": 2}  # each part by itself
 THREE = "order=[law,food,space]"
 
 
@@ -22,23 +21,22 @@ def elle(build):
     return lambda *overrides, **how: build("elle", *(f"method.{each}" for each in nothing), *overrides, **how)
 
 
-def loss(work, domain: int = 0) -> Tensor:
-    with torch.no_grad():
-        return work.module.eval().nll(work.probe()[0], domain)[0]
-
-
 def entered(work, number: int) -> None:
     work.data.enter(work.data.domains[number])
     work.module.setup_stage(work.data.domains[number])
 
 
-GROWING = [*(("masked", part) for part in ("neurons", "layers", "hidden")), ("causal", "hidden")]
-GROWING += [("both", part) for part in ("heads", "layers", "hidden")]
+GROWING = [("masked", "neurons=1.5"), ("masked", "layers=1"), ("masked", "hidden=2"), ("causal", "hidden=2")]
+GROWING += [("both", "heads=2"), ("both", "hidden=2")]
 
 
 @pytest.mark.parametrize(("family", "part"), GROWING)
 def test_what_is_known_stays_when_the_model_grows(family, part, elle):
-    work = elle(f"method.{part}={ALONE[part]}", "trainer.steps=3", "optim.lr=0.02", on=family)
+    def loss(work) -> Tensor:
+        with torch.no_grad():
+            return work.module.eval().nll(work.probe()[0], 0)[0]
+
+    work = elle(f"method.{part}", "trainer.steps=3", "optim.lr=0.02", on=family)
     work.learn(0)
     before, count = loss(work), work.module.model.num_parameters()
     entered(work, 1)
@@ -50,28 +48,25 @@ def test_what_is_known_stays_when_the_model_grows(family, part, elle):
     assert (loss(work) - before).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("carried", [False, True])
-def test_a_new_optimizer_and_its_schedule_begin_behind_recovery(carried, elle):
+def test_a_new_optimizer_its_schedule_and_a_branch_begin_behind_recovery(elle):
     given = ["method.recovery=0.5", "trainer.steps=4", "lr_scheduler.warmup_ratio=0"]
-    work = elle(*given, *["optim.state_across_domains=moments"] * carried)
-    assert [work.data.steps(domain) for domain in work.data.domains] == [4, 6]
     counts = lambda optimizer: {int(state["step"]) for state in optimizer.state.values()}  # noqa: E731
-    rate = lambda optimizer: optimizer.param_groups[0]["lr"]  # noqa: E731
-    watch = Watch(lambda m: (counts(m.trainer.optimizers[0]), rate(m.trainer.optimizers[0])))
-    work.learn(0)
-    work.learn(1, watch)
-    made_of, rates = zip(*(each for _, each in watch.seen), strict=True)
-    assert [step for step, _ in watch.seen] == [1, 2, 3, 4, 5, 6]
-    new = [{1}, {2}, {1}, {2}, {3}, {4}]
-    assert list(made_of) == ([{5}, {6}, {7}, {8}, {9}, {10}] if carried else new)
-    if not carried:  # after each step the rate of the next: of two of recovery, then of four of the domain
-        peak = work.plan.optim.arguments["lr"]
-        assert list(rates) == pytest.approx([peak / 2, peak, peak * 3 / 4, peak / 2, peak / 4, 0])
-
-
-def test_a_branch_begins_behind_recovery(elle):
-    branch = ["optim.state_across_domains=moments", "lr_scheduler=wsd", "lr_scheduler.decay=0.5"]
-    work = elle("method.recovery=0.5", "trainer.steps=4", *branch)
+    seen = []
+    for carried in ([], ["optim.state_across_domains=moments"]):
+        work = elle(*given, *carried)
+        assert [work.data.steps(domain) for domain in work.data.domains] == [4, 6]
+        watch = Watch(lambda m: (counts(o := m.trainer.optimizers[0]), o.param_groups[0]["lr"]))
+        work.learn(0)
+        work.learn(1, watch)
+        assert [step for step, _ in watch.seen] == [1, 2, 3, 4, 5, 6]
+        seen.append([each for _, each in watch.seen])
+    new, kept = seen
+    assert [each for each, _ in new] == [{1}, {2}, {1}, {2}, {3}, {4}]
+    assert [each for each, _ in kept] == [{5}, {6}, {7}, {8}, {9}, {10}]
+    # after each step the rate of the next: of two of recovery, then of four of the domain
+    peak = work.plan.optim.arguments["lr"]
+    assert [rate for _, rate in new] == pytest.approx([peak / 2, peak, peak * 3 / 4, peak / 2, peak / 4, 0])
+    work = elle(*given, *carried, "lr_scheduler=wsd", "lr_scheduler.decay=0.5")
     work.learn(0)
     entered(work, 1)
     assert work.module.branch_step == 2 + 3
@@ -98,12 +93,6 @@ def test_recovery_is_of_past_text_and_the_domain_is_what_it_was(elle, build):
     assert all(torch.equal(first, second) for first, second in zip(one.ids, own, strict=True))
 
 
-@torch.no_grad()
-def prompted(work, batch, domain: int) -> Tensor:
-    """The loss of a batch as the exported form reads it: one prompt for all rows."""
-    return work.module.objective.nll(work.module.model_for(domain).eval(), batch)
-
-
 @pytest.mark.parametrize("family", ["masked", "both"])
 def test_each_row_is_read_with_its_domains_prompt(family, elle):
     work = elle("method.prompt=2", THREE, "replay=past", on=family)
@@ -117,7 +106,8 @@ def test_each_row_is_read_with_its_domains_prompt(family, elle):
     with torch.no_grad(), module.prompting.reading(module.model, batch["domains"]):
         found = module.objective.nll(module.model, batch)
     for row, domain in enumerate(batch["domains"].tolist()):
-        expected = prompted(work, batch, 2 if domain == -1 else domain)
+        with torch.no_grad():  # as the exported form reads it: one prompt for all rows
+            expected = module.objective.nll(module.model_for(2 if domain == -1 else domain).eval(), batch)
         own = batch["rows"] == row
         torch.testing.assert_close(found[own], expected[own], rtol=1e-5, atol=1e-5)
         apart.add(round(float(expected.sum()), 4))
@@ -128,19 +118,18 @@ def test_each_row_is_read_with_its_domains_prompt(family, elle):
     assert grads == [False, True, False]
 
 
-def test_every_stage_is_exported_in_its_size(small, start, tmp_path):
-    options = small("method=elle", THREE, "trainer.steps=2", "save_all_stages=true", "method.hidden=[2,1]")
-    start(options, tmp_path)
-    work, sizes, names = made(options), [], ["law", "food", "space"]
-    for number in range(1, 4):
-        work.module.expand_to(work.data.domains[number - 1])
-        work.module.load_state_dict(torch.load(tmp_path / "stages" / f"{number:03}.pt", weights_only=True))
-        folder, [batch] = tmp_path / f"export{number}", work.batches()
-        work.module.export(folder, names[:number])
+def test_every_stage_is_exported_in_its_size(elle, tmp_path):
+    given = ["neurons=1.25", "layers=1", "hidden=[2,1]", "prompt=2"]
+    work, sizes, names = elle(*(f"method.{each}" for each in given), THREE), [], ["law", "food", "space"]
+    for number, stage in enumerate(work.data.domains):
+        work.module.expand_to(stage)
+        work.module.activate(number)
+        folder, [batch] = tmp_path / str(number), work.batches()
+        work.module.export(folder, names[: number + 1])
         plain = transformers.AutoModelForMaskedLM.from_pretrained(folder)
         sizes.append((plain.config.hidden_size, plain.config.intermediate_size, len(blocks(plain))))
         with torch.no_grad():
-            for domain, name in enumerate(names[:number]):
+            for domain, name in enumerate(names[: number + 1]):
                 found = work.module.objective.nll(cpt.adapters.export.load(folder, domain=name), batch)
                 torch.testing.assert_close(found, work.module.eval().nll(batch, domain)[0])
     assert sizes == [(32, 48, 2), (64, 60, 3), (64, 75, 4)]

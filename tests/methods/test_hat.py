@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from cpt.adapters.gates import anneal, hard, regulariser, soft
 from cpt.gradient_masks.soft import ClaimedUnits
 from cpt.models.units import Part, Units, shared_members
-from tests.conftest import SHARED
-from tests.support.making import Made, Watch
-from tests.support.running import batch_of, logits_at
+from tests.conftest import GOLDEN, needs_golden
+from tests.support.making import Watch
+from tests.support.running import batch_of
 
 HARSH = ["optim.weight_decay=0.1", "model.lr=1e-2", "trainer.gradient_clip_val=0.5"]
 PAPER = ["method.initial=normal", "method.std=1", "method.strength=0.75", "method.gate_rate=1"]
@@ -25,35 +25,9 @@ def hat(build):
 
 
 def some_batch(vocabulary: int) -> dict[str, Tensor]:
+    """Text that no domain has."""
     ids = torch.randint(5, vocabulary, (4, 12), generator=torch.Generator().manual_seed(7))
     return batch_of(ids, ids)
-
-
-@torch.no_grad()
-def function(work: Made, domain: int) -> Tensor:
-    """What the model of a domain computes of text that no domain has."""
-    module = work.module.eval()
-    batch = some_batch(module.model.config.vocab_size)
-    return logits_at(module.model, batch, weights=module.bank.weights(domain))
-
-
-HOLD = {"updates": True, "apply_to=frozen": True, "apply_to=gradient": False}
-HOLD |= {"apply_to=gradient form=adapter reduction_factor=4": False, "shared=trained": False}
-
-
-@pytest.mark.parametrize("options", HOLD)
-def test_masked_gradients_alone_do_not_hold(options, hat):
-    given, seen, taken = [f"method.{each}" for each in options.split() if "=" in each], [], torch.zeros(())
-    work = hat(*HARSH, *given)
-    for domain in range(3):
-        work.learn(domain)
-        seen.append([function(work, each) for each in range(domain + 1)])
-        own, before = work.module.opened(domain), taken
-        taken = work.module.taken.taken.clone()
-        assert torch.equal(own, (work.module.gates.e() > 0).float())
-        assert torch.equal(taken, torch.maximum(before, own)) and taken.sum() > before.sum()
-    found = [torch.equal(seen[n][n], seen[m][n]) for n, m in ((0, 1), (0, 2), (1, 2))]
-    assert found == [HOLD[options]] * 3 and not torch.equal(seen[1][1], seen[2][2])
 
 
 def test_taken_units_and_what_no_unit_owns_do_not_move_and_free_ones_do(hat):
@@ -76,8 +50,8 @@ def test_taken_units_and_what_no_unit_owns_do_not_move_and_free_ones_do(hat):
     assert set(work.module.gates.names) <= trained
 
 
-def test_s_follows_the_steps_and_the_regulariser_the_gates(hat):
-    work = hat("method.strength=0.5")
+def test_gates_are_clamped_after_each_step_and_s_and_the_regulariser_follow(hat):
+    work = hat("method.strength=0.5", "method.limit=0.3", "model.lr=1e-1")
     module, gates = work.module.train(), work.module.gates
 
     def term(step: int) -> float:
@@ -86,17 +60,13 @@ def test_s_follows_the_steps_and_the_regulariser_the_gates(hat):
         return module.losses(batch)["hat"].item()
 
     found, s = term(2), 1 / 400 + (400 - 1 / 400) * 2 / 5
-    assert all(part.s == pytest.approx(s) for part in gates.parts)
     assert found == pytest.approx(0.5 * (s * gates.e()).sigmoid().mean().item(), rel=1e-5)
     module.taken.update_max((gates.e() > 0).float())
     free = gates.e() <= 0
     assert term(0) == pytest.approx(0.5 * (gates.e()[free] / 400).sigmoid().mean().item(), rel=1e-5)
     module.taken.update_max(torch.ones(len(free)))
     assert term(2) == 0
-
-
-def test_gates_are_clamped_after_each_step(hat):
-    work = hat("method.limit=0.3", "model.lr=1e-1")
+    module.taken.taken.zero_()
     watch = Watch(lambda m: ({part.s for part in m.gates.parts}, m.gates.e().detach().abs().max()))
     work.learn(0, watch)
     assert all(e <= 0.3 and len(values) == 1 for _, (values, e) in watch.seen)
@@ -133,22 +103,13 @@ def test_by_default_units_of_a_model_begin_open_and_can_close_and_those_of_adapt
     assert all(each == pytest.approx(rate or 0.1 / 1e-4) for each in module.rates().values())
 
 
-GOLDEN = SHARED / "golden" / "hat_adapter.npz"
-needs_golden = pytest.mark.skipif(not GOLDEN.exists(), reason="the released code's numbers are not here")
-STEPS = {"t0": (0, 3), "t0_s0": (0, 0), "t1": (1, 3)}  # the domain and the step of 10
 NEAR = {"rtol": 1e-4, "atol": 1e-6}
 
 
 def under(prefix: str) -> dict[str, Tensor]:
-    with np.load(GOLDEN) as arrays:
+    with np.load(GOLDEN / "hat_adapter.npz") as arrays:
         own = [name for name in arrays if name.startswith(f"{prefix}/")]
         return {name.removeprefix(f"{prefix}/"): torch.from_numpy(arrays[name]) for name in own}
-
-
-def gate(unit: str) -> Tensor:
-    """The e of a gated map by domain, which stands beside it, with an e before its name."""
-    place, _, name = unit.rpartition(".")
-    return under("adapter")[f"{place}.e{name}.weight"]
 
 
 def back_masks(masks: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -168,19 +129,23 @@ def back_masks(masks: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @needs_golden
-@pytest.mark.parametrize("step", STEPS)
-def test_gates_and_their_gradients_are_those_of_the_released_code(step):
-    (domain, number), compared = STEPS[step], 0
+@pytest.mark.parametrize(("step", "domain", "number"), [("t0", 0, 3), ("t0_s0", 0, 0), ("t1", 1, 3)])
+def test_gates_their_gradients_and_what_is_taken_are_those_of_the_released_code(step, domain, number):
+    own, first, second, compared = under("adapter"), under("task0_mask"), under("task1_mask_pre"), 0
+    gate = {name: own["{0}.e{2}.weight".format(*name.rpartition("."))] for name in first}  # e by domain
     s, masks = anneal(number / 10, s_max=400), under(f"{step}_mask")
-    with np.load(GOLDEN) as arrays:
+    with np.load(GOLDEN / "hat_adapter.npz") as arrays:
         assert s == pytest.approx(arrays[f"{step}_s"].item(), rel=1e-6)
         penalty = arrays[f"{step}_loss_reg"].item()
     for name, mask in masks.items():
-        torch.testing.assert_close(soft(gate(name)[domain], s, s_max=400), mask[0], **NEAR)
+        torch.testing.assert_close(soft(gate[name][domain], s, s_max=400), mask[0], **NEAR)
+        assert torch.equal(hard(gate[name][0]), first[name][0].round())
+        later = torch.maximum(first[name][0], soft(gate[name][1], 400.0, s_max=400))
+        torch.testing.assert_close(later, second[name][0], **NEAR)
     gates = torch.cat([mask.flatten() for mask in masks.values()])
-    before = torch.cat([m.flatten() for m in under("task0_mask").values()]) * (domain == 1)
+    before = torch.cat([m.flatten() for m in first.values()]) * (domain == 1)
     assert len(masks) == 12 and 0.75 * regulariser(gates, before).item() == pytest.approx(penalty, rel=1e-4)
-    changed, own = under(f"{step}_grad"), under("adapter")
+    changed = under(f"{step}_grad")
     for name, plain in under(f"{step}_grad_plain").items():
         if ".efc" in name:
             e = own[name][domain].double()
@@ -193,16 +158,6 @@ def test_gates_and_their_gradients_are_those_of_the_released_code(step):
             torch.testing.assert_close(learned.grad[sure], expected[sure], **near)
             compared += int(sure.sum())
     assert compared > 20
-
-
-@needs_golden
-def test_what_is_taken_and_held_back_is_that_of_the_released_code():
-    first, second = under("task0_mask"), under("task1_mask_pre")
-    for name, mask in first.items():
-        e = gate(name)
-        assert torch.equal(hard(e[0]), mask[0].round())
-        later = torch.maximum(mask[0], soft(e[1], 400.0, s_max=400))
-        torch.testing.assert_close(later, second[name][0], **NEAR)
     for masks, expected in ((first, under("task0_mask_back")), (second, under("task1_mask_back"))):
         found = back_masks(masks)
         assert found.keys() == expected.keys()

@@ -41,26 +41,22 @@ def test_what_rests_elsewhere_has_the_same_bits(kind, small, start, killing, tmp
         assert bits(tmp_path / name) == bits(tmp_path / "plain"), name
 
 
-@pytest.mark.parametrize("method", run_few(LEARNING, ["das", "migu"]))
+@pytest.mark.parametrize("method", run_few(LEARNING, ["das"]))
 def test_activations_that_are_computed_again_give_the_same_bits(method, small, start, tmp_path):
     for name, options in {"kept": [], "again": [AGAIN]}.items():
         start(small(*chosen(method), ORDER, *DROPOUT, *options), tmp_path / name)
     assert bits(tmp_path / "kept") == bits(tmp_path / "again")
     kept, again = (told(tmp_path / name) for name in ("kept", "again"))
     assert again["flops"][-1] > kept["flops"][-1]  # they are indeed
-    start(small(*chosen(method), ORDER, *DROPOUT, AGAIN), tmp_path / "kept")  # and a run may go on so
-    assert told(tmp_path / "kept") == kept
 
 
 @pytest.mark.parametrize("method", run_few(LEARNING, ["migu"]))
 def test_compiled_blocks_compute_what_blocks_do(method, small, start, tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "COMPILE_OPTIONS", {"backend": "eager"})  # traced, and run as it was
-    for name, options in {
-        "plain": ["trainer.quick_dropout=false"],
-        "compiled": ["trainer.compile=true"],
-    }.items():
+    ways = {"plain": "trainer.quick_dropout=false", "compiled": "trainer.compile=true"}
+    for name, option in ways.items():
         torch._dynamo.reset()
-        start(small(*chosen(method), ORDER, *DROPOUT, "trainer.steps=3", *options), tmp_path / name)
+        start(small(*chosen(method), ORDER, *DROPOUT, "trainer.steps=3", option), tmp_path / name)
     assert torch._dynamo.utils.counters["frames"]["ok"] > 0
     plain, compiled = (torch.tensor(told(tmp_path / name)["nll"]) for name in ("plain", "compiled"))
     torch.testing.assert_close(plain, compiled, rtol=1e-5, atol=1e-5)

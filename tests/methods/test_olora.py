@@ -7,7 +7,7 @@ from cpt.adapters import lora
 from cpt.gradient_masks.base import recording
 from cpt.methods.lora import factors_norm, group_by_width, pair_overlap, product_norm
 from tests.support.making import state_beside_the_model
-from tests.support.pairs import base_of, pair_of
+from tests.support.pairs import pair_of
 
 STRONG = "optim.lr=0.05"
 
@@ -34,9 +34,8 @@ def test_the_penalty_is_the_slow_sum(penalty, power):
     assert pair_overlap(group_by_width([rows[:2]], [[rows[2:4]], [rows[4:]]]), penalty=penalty) == 0
 
 
-@pytest.mark.parametrize("stored", ["merged", "pairs"])
-def test_the_loss_is_strength_times_the_overlap_with_all_earlier_domains(stored, build):
-    given = [f"method.stored={stored}", "method.strength=2", "method.penalty=squared", "method.norm=0.5"]
+def test_the_loss_is_strength_times_the_overlap_with_all_earlier_domains(build):
+    given = ["method.stored=merged", "method.strength=2", "method.penalty=squared", "method.norm=0.5"]
     work = build("olora", "order=[law,food,space]", STRONG, *given)
     [batch], module, kept = work.batches(), work.module, []
     names = [name for name, _ in module.model.named_parameters() if ".lora_A.default" in name]
@@ -87,7 +86,6 @@ def test_the_product_is_b_a_of_maps_of_any_shape():
 def test_the_term_is_of_the_newest_pair_alone(penalty, norm, build):
     given = ["method.stored=pairs", f"method.penalty={penalty}", "method.strength=1e-4", "trainer.steps=2"]
     work = build("nlora", STRONG, *given)
-    before = base_of(work.module)
     work.learn(0)
     work.learn(1)
     layers, own = lora.lora_layers(work.module.model), pair_of(work.module)
@@ -97,22 +95,26 @@ def test_the_term_is_of_the_newest_pair_alone(penalty, norm, build):
     assert term.item() == pytest.approx(1e-4 * norm(newest).item(), rel=1e-6) != 0
     trained = [p for p in work.module.parameters() if p.requires_grad]
     assert all(each.any() for each in torch.autograd.grad(term, trained))
-    after = base_of(work.module)
-    assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
-def test_a_mask_ranks_rows_of_a_by_what_the_gates_leave_of_them(build):
-    work = build("moelora", "method.num_experts=3", "method.r=2", "mask=migu", "trainer.steps=1")
+@pytest.mark.parametrize("method", ["moelora method.num_experts=3 method.r=2", "inclora method.stored=pairs"])
+def test_a_mask_ranks_rows_of_pairs_by_their_outputs(method, build):
+    """A x, of MoELoRA times the gates, and W x + alpha / r sum_k B_k A_k x, over tokens without padding."""
+    work = build(*method.split(), "mask=migu", STRONG, "trainer.steps=1")
     work.learn(0)
+    work.learn(1)
     [mask], [batch], seen = work.module.masks, work.batches(), []
     mask.sums.zero_()
     name, layer = next(iter(lora.lora_layers(work.module.model).items()))
-    place = mask.places[[each.name for each in mask.maps].index(f"{name}.lora_A")]
-    layer.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    names = [each.name for each in mask.maps]
+    layer.register_forward_hook(lambda module, args, output: seen.extend((args[0], output)))
     with recording([mask]):
-        work.module.objective.nll(work.module.model, batch)
-    gates = layer.router(seen[0]).float().softmax(-1).repeat_interleave(2, -1)
-    weighed = gates * (seen[0] @ layer.lora_A["default"].weight.T)
+        work.module.objective.nll(work.module.model.eval(), batch)
+    (x, whole), inner = seen, seen[0] @ lora.factors_of(layer)[0].T
+    if "moelora" in method:
+        inner = inner * layer.router(x).float().softmax(-1).repeat_interleave(2, -1)
     present = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))[..., None]
-    expected = (weighed.abs() * present).sum((0, 1))
-    torch.testing.assert_close(mask.sums[place] / mask.sums[place].sum(), expected / expected.sum())
+    for half, outputs in (("A", inner), ("B", whole)):
+        expected = (outputs.abs() * present).sum((0, 1))
+        found = mask.sums[mask.places[names.index(f"{name}.lora_{half}")]]
+        torch.testing.assert_close(found / found.sum(), expected / expected.sum())

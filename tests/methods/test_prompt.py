@@ -13,7 +13,7 @@ FEW = [f"method.num_virtual_tokens={N}", "trainer.steps=3", "optim.lr=0.03"]
 
 @pytest.fixture
 def prompt(build):
-    return lambda *overrides, **how: build("prompt", *FEW, *overrides, **how)
+    return lambda *overrides: build("prompt", *FEW, *overrides)
 
 
 @pytest.fixture
@@ -26,11 +26,18 @@ def rest(work) -> dict[str, torch.Tensor]:
     return {name: value for name, value in work.weights().items() if name != work.module.name}
 
 
+def links(work) -> list[torch.Tensor]:
+    """The prompts that are kept, [n, D] each, by domain."""
+    named = work.module.bank.named()
+    return [named[f"{domain}:{work.module.name}"] for domain in work.module.bank.domains]
+
+
 BEGUN = {"start=vocabulary": False, "start=previous": True, "start=vocabulary method.per_domain=false": True}
 
 
 @pytest.mark.parametrize("options", BEGUN)
-def test_where_a_prompt_begins(options, prompt):
+def test_where_a_prompt_begins(options, prompt, monkeypatch):
+    """At rows of the vocabulary, drawn by seed and domain in every process alike, or at the one before."""
     work, starts, carried = prompt(*f"method.{options}".split()), [], BEGUN[options]
     noted = First(lambda module, batch: starts.append(module.prompt.detach().clone()))
     work.learn(0, noted)
@@ -40,23 +47,12 @@ def test_where_a_prompt_begins(options, prompt):
     from_rows = [(each[:, None] == rows).all(-1).any(1).all().item() for each in starts]
     assert from_rows == [True, not carried] and torch.equal(starts[1], last) == carried
     assert not torch.equal(starts[0], starts[1])
-
-
-def test_the_draw_is_that_of_seed_and_domain_in_every_process(prompt, monkeypatch):
-    found = []
-    noted = First(lambda module, batch: found.append(module.prompt.detach().clone()))
-    for rank, seed in ((0, 0), (1, 0), (0, 1)):
-        work = prompt(f"seed={seed}", "method.start=vocabulary")
-        monkeypatch.setattr(type(work.module), "global_rank", rank)
-        work.learn(0, noted)
+    for rank, seed in ((1, 0), (0, 1)) if not carried else ():
+        other = prompt(f"seed={seed}", f"method.{options}")
+        monkeypatch.setattr(type(other.module), "global_rank", rank)
+        other.learn(0, noted)
         monkeypatch.undo()
-    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
-
-
-def links(work) -> list[torch.Tensor]:
-    """The prompts that are kept, [n, D] each, by domain."""
-    named = work.module.bank.named()
-    return [named[f"{domain}:{work.module.name}"] for domain in work.module.bank.domains]
+        assert torch.equal(starts[-1], starts[0]) == (seed == 0)
 
 
 def test_new_prompts_stand_in_front_and_learned_domains_keep_every_bit(prog, prompt):

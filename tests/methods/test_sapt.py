@@ -11,7 +11,6 @@ from cpt.methods.lora import attention_divergence, kept_attention
 from tests.support.making import ORDER, made, same
 from tests.support.pairs import pair_of
 
-BODY = "method.target_modules=[Wqkv,Wo,Wi]"  # SAPT has no pair in the head
 MOCL = ["method.key=cosine", "method.query=encoder"]
 ROWS = torch.tensor([0, 1, 1, 0, -1, 1, 0, 1])  # the domains that the rows of a batch are of
 STRONG = ["optim.lr=0.01", "optim.weight_decay=0.5"]
@@ -32,20 +31,15 @@ def test_the_divergence_is_the_kl_of_padded_means():
 
 
 @pytest.mark.parametrize("form", [[], MOCL], ids=["sapt", "mocl"])
-def test_one_domain_is_that_of_lora(form, sapt, small):
-    work = sapt(BODY, "method.strength=0", *form)
-    plain = made(small("method=lora", ORDER, "trainer.steps=3", BODY))
+def test_of_the_second_domain_its_pair_its_key_and_the_query_learn(form, sapt, small):
+    given = [*STRONG, "method.target_modules=[Wqkv,Wo,Wi]"]  # SAPT has no pair in the head
+    work = sapt("method.strength=0", *given, *form)
+    plain = made(small("method=lora", ORDER, "trainer.steps=3", *given))
     for each in (work, plain):
         each.learn(0)
+    [batch] = work.batches()
     assert same({n: value for n, value in work.weights().items() if "pair_router" not in n}, plain.weights())
-    batch = work.batches()[0]
     assert torch.equal(work.module.nll(batch, 0)[0], plain.module.nll(batch, 0)[0])
-
-
-@pytest.mark.parametrize("form", [[], MOCL], ids=["sapt", "mocl"])
-def test_of_the_second_domain_its_pair_its_key_and_the_query_learn(form, sapt):
-    work = sapt(*STRONG, *form)
-    work.learn(0)
     first, before = pair_of(work.module), work.weights()
     key = router_of(work.module.model).key.detach().clone()
     work.learn(1)

@@ -26,15 +26,9 @@ def infinite(anneal: float, form: str = "cosine") -> Infinite:
     return Infinite(**shape, form=form, anneal=anneal)
 
 
-def wsd(form: str, branched: bool) -> WSD:
-    return WSD(warmup_ratio=0.1, decay=0.2, form=form, final=0.1, branched=branched)
-
-
-def root(across: bool) -> ReciprocalRoot:
-    return ReciprocalRoot(warmup_ratio=0.4, cooldown=0.2, final=0.1, across=across)
-
-
 FALLEN = (1 / math.sqrt(6) - 1) / (1 / math.sqrt(11) - 1)
+TENTH = {"warmup_ratio": 0.1, "decay": 0.2, "final": 0.1}
+ROOT = {"warmup_ratio": 0.4, "cooldown": 0.2, "final": 0.1}
 PEAKS, AGAIN = ({"warmup_ratio": 0.2, "final": 0.1, "peaks": peaks} for peaks in ([1, 0.5], None))
 BY_ROOT = {(0, 0): 0.25, (0, 3): 1, (0, 7): 0.9 * math.sqrt(0.5) + 0.1, (0, 9): 0.1 + 0.45 * math.sqrt(4 / 9)}
 STABLE = {(0, 0): 0.5, (0, 1): 1, (0, 8): 1}
@@ -51,10 +45,10 @@ STABLE = {(0, 0): 0.5, (0, 1): 1, (0, 8): 1}
     (infinite(0), {(0, 0): 1 / 3, (0, 2): 1, (0, 5): 0.75, (0, 8): 0.5, (1, 0): 0.5, (2, 19): 0.5}),
     (infinite(0, "inverse_square_root"), {(0, 5): 1 - 0.5 * FALLEN, (0, 8): 0.5, (2, 19): 0.5}),
     (infinite(0.2), {(0, 5): 0.75, (1, 9): 0.5, (2, 16): 0.5, (2, 18): 0.5 * 0.1**0.5}),
-    (wsd("root", False), STABLE | {(0, 9): 0.1 + 0.9 * (1 - math.sqrt(0.5)), (1, 0): 0.5}),
-    (wsd("linear", True), STABLE | {(0, 9): 0.55, (1, 0): 1, (1, 9): 0.55}),
-    (root(across=False), BY_ROOT | {(1, 0): 0.25}),
-    (root(across=True), BY_ROOT | {(1, 0): 0.9 * math.sqrt(4 / 11) + 0.1}),
+    (WSD(**TENTH, form="root", branched=False), STABLE | {(0, 9): 1 - 0.9 * math.sqrt(0.5), (1, 0): 0.5}),
+    (WSD(**TENTH, form="linear", branched=True), STABLE | {(0, 9): 0.55, (1, 0): 1, (1, 9): 0.55}),
+    (ReciprocalRoot(**ROOT, across=False), BY_ROOT | {(1, 0): 0.25}),
+    (ReciprocalRoot(**ROOT, across=True), BY_ROOT | {(1, 0): 0.9 * math.sqrt(4 / 11) + 0.1}),
 ])  # fmt: skip
 def test_factors_by_hand(schedule, expected):
     assert {at: factor(schedule, *at) for at in expected} == pytest.approx(expected)
@@ -91,17 +85,14 @@ def test_a_schedule_is_told_where_the_run_is(small):
     assert all(each.total_step == steps[0] + each.step for each in seen)
 
 
-def rate(module: object) -> float:
-    return module.trainer.optimizers[0].param_groups[0]["lr"]
-
-
 def counts(module: object) -> set[float]:
     return {each["step"].item() for each in module.trainer.optimizers[0].state.values()}
 
 
 @pytest.mark.parametrize("given", [ACROSS, "optim.state_across_domains=all"])
 def test_all_that_is_carried_makes_one_domain_of_two(given, small):
-    work, watch = made(small(ORDER, given, "optim.lr=1", "lr_scheduler.warmup_ratio=0")), Watch(rate)
+    watch = Watch(lambda module: module.trainer.optimizers[0].param_groups[0]["lr"])
+    work = made(small(ORDER, given, "optim.lr=1", "lr_scheduler.warmup_ratio=0"))
     for number in (0, 1):
         work.learn(number, watch)
     assert [each for _, each in watch.seen] == pytest.approx([1 - step / 12 for step in range(1, 13)])
@@ -109,9 +100,8 @@ def test_all_that_is_carried_makes_one_domain_of_two(given, small):
         made(small(ORDER, *BRANCHED, "optim.state_across_domains=all"))
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_the_next_domain_goes_on_with_the_weights_before_the_branch(accumulate, small):
-    parts = f"trainer.accumulate_grad_batches={accumulate}"
+def test_the_next_domain_goes_on_with_the_weights_before_the_branch(small):
+    parts = "trainer.accumulate_grad_batches=2"
     work = made(small(ORDER, *BRANCHED, "optim.state_across_domains=moments", parts))
     seen, later, start = Watch(lambda module: (work.weights(), counts(module))), Watch(counts), []
     work.learn(0, seen)
@@ -120,87 +110,71 @@ def test_the_next_domain_goes_on_with_the_weights_before_the_branch(accumulate, 
     assert same(work.module.trunk.named(), weights) and not same(work.weights(), weights)
     work.module.before_domain = lambda probe: start.append(work.weights())
     work.learn(1, later)
-    assert same(start[0], weights) and steps == {4.0} and later.seen[accumulate - 1][1] == {5.0}
-    none = made(
-        small(ORDER, "lr_scheduler=wsd", "lr_scheduler.warmup_ratio=0", "lr_scheduler.decay=0.1")
-    )  # no steps of decay
-    none.learn(0)
-    assert same(none.module.trunk.named(), none.weights())
+    assert same(start[0], weights) and steps == {4.0} and later.seen[1][1] == {5.0}
 
 
-@pytest.mark.parametrize(("carry", "step"), [("moments", 7.0), ("true", 7.0), ("none", 1.0)])
-def test_the_optimizer_goes_on_or_begins_anew(carry, step, small):
-    work, first = made(small(ORDER, f"optim.state_across_domains={carry}")), Watch(counts)
-    work.learn(0)
-    assert any("carried" in name for name in work.module.state_dict()) == (carry != "none")
-    work.learn(1, first)
-    assert first.seen[0][1] == {step}
-
-
-def test_the_moments_carried_are_those_of_the_domain_before(small):
+@pytest.mark.parametrize("carry", ["moments", "none"])
+def test_the_moments_carried_are_those_of_the_domain_before(carry, small):
     def moments(module) -> dict[str, torch.Tensor]:
         optimizer = module.trainer.optimizers[0]
         return {name: optimizer.state[each]["exp_avg"].clone() for name, each in module.named_parameters()}
 
-    work = made(small(ORDER, "optim.state_across_domains=moments", "trainer.gradient_clip_val=null"))
-    gradients, watch, parts = {}, Watch(moments), dict(work.module.named_parameters())
+    given = [f"optim.state_across_domains={carry}", "trainer.gradient_clip_val=null"]
+    work, gradients = made(small(ORDER, *given)), {}
+    watch, parts = (
+        Watch(lambda module: (moments(module), counts(module))),
+        dict(work.module.named_parameters()),
+    )
     work.learn(0)
-    before = moments(work.module)
-    state = work.module.state_dict()["carried.model/head/norm/weight:exp_avg"]
-    assert state.equal(before["model.head.norm.weight"])
+    before, state = moments(work.module), work.module.state_dict()
+    assert any("carried" in name for name in state) == (carry != "none")
     noted = lambda optimizer: [gradients.setdefault(n, p.grad.clone()) for n, p in parts.items()]  # noqa: E731
     work.module.transform_gradients = noted
     work.learn(1, watch)
-    for name, value in watch.seen[0][1].items():
-        torch.testing.assert_close(value, 0.9 * before[name] + 0.1 * gradients[name])
-
-
-def pair(**shapes: int) -> tuple[torch.optim.Optimizer, list[tuple[str, nn.Parameter]]]:
-    named = [(name, nn.Parameter(torch.ones(size, 2))) for name, size in shapes.items()]
-    optimizer = torch.optim.AdamW([each for _, each in named])
-    for _, each in named:
-        each.grad = torch.ones_like(each)
-    return optimizer, named
+    first, steps = watch.seen[0][1]
+    assert steps == {1.0 if carry == "none" else 7.0}
+    for name, value in first.items():
+        kept = before[name] * (carry != "none")
+        torch.testing.assert_close(value, 0.9 * kept + 0.1 * gradients[name])
 
 
 def test_what_is_new_or_gone_begins_anew():
-    carried, (first, named) = CarriedState(), pair(kept=3, wider=3, left=3)
-    second, others = pair(kept=3, wider=4, added=3)
+    carried, optimizers = CarriedState(), []
+    for shapes in ({"kept": 3, "wider": 3, "left": 3}, {"kept": 3, "wider": 4, "added": 3}):
+        named = [(name, nn.Parameter(torch.ones(size, 2))) for name, size in shapes.items()]
+        for _, each in named:
+            each.grad = torch.ones_like(each)
+        optimizers.append((torch.optim.AdamW([each for _, each in named]), named))
+    (first, before), (second, others) = optimizers
     first.step()
-    carried.take(first, named)
+    carried.take(first, before)
     carried.give(second, others)
     assert [name for name, each in others if each in second.state] == ["kept"]
 
 
-def by_columns(values):
-    return values.T.contiguous().T
-
-
-def trained(weight, gradients, *, between=lambda optimizer: None):
-    parameter = nn.Parameter(weight.clone())
-    optimizer = torch.optim.AdamW([parameter], lr=0.1, fused=True)
-    for gradient in gradients:
-        parameter.grad = lie_as(gradient, parameter)
-        optimizer.step()
-        between(optimizer)
-    return parameter.detach().contiguous()
-
-
 def test_a_matrix_by_columns_learns_as_one_by_rows():
     weight, *gradients = torch.randn(4, 5, 3, generator=torch.Generator().manual_seed(0))
+    columns = weight.T.contiguous().T
 
-    def reload(optimizer, laid=True):
-        state = optimizer.state_dict()
-        for each in state["state"].values():  # row after row, as from a file
-            each.update({name: value.contiguous() for name, value in each.items()})
-        optimizer.load_state_dict(state)
-        if laid:
-            lay_out_moments(optimizer)
+    def trained(weight, *, laid=None):
+        """With `laid`, the state is loaded again after each step, row after row, as from a file."""
+        parameter = nn.Parameter(weight.clone())
+        optimizer = torch.optim.AdamW([parameter], lr=0.1, fused=True)
+        for gradient in gradients:
+            parameter.grad = lie_as(gradient, parameter)
+            optimizer.step()
+            if laid is not None:
+                state = optimizer.state_dict()
+                for each in state["state"].values():
+                    each.update({name: value.contiguous() for name, value in each.items()})
+                optimizer.load_state_dict(state)
+            if laid:
+                lay_out_moments(optimizer)
+        return parameter.detach().contiguous()
 
-    expected = trained(by_columns(weight), gradients)
-    torch.testing.assert_close(expected, trained(weight, gradients), rtol=0, atol=1e-6)
-    assert torch.equal(trained(by_columns(weight), gradients, between=reload), expected)
-    wrong = trained(by_columns(weight), gradients, between=lambda each: reload(each, laid=False))
-    assert (wrong - expected).abs().max() > 0.01
-    laid = lie_as(weight.double(), by_columns(torch.ones(5, 3)))
+    expected = trained(columns)
+    torch.testing.assert_close(expected, trained(weight), rtol=0, atol=1e-6)
+    assert torch.equal(trained(columns, laid=True), expected)
+    assert (trained(columns, laid=False) - expected).abs().max() > 0.01
+    laid = lie_as(weight.double(), columns)
     assert laid.stride() == (1, 5) and laid.dtype == torch.float64 and lie_as(weight, torch.ones(2)) is weight

@@ -10,9 +10,8 @@ import pytest
 from tests.support.killing import KilledError, Killer
 from tests.support.making import DROPOUT, same, weights
 
-THREE = ["order=[law,food,space]", "trainer.steps=12", "monitor.every=2", "monitor.max_tokens=400"]
+TWO = ["order=[law,food]", "trainer.steps=12", "monitor.every=2", "monitor.max_tokens=400"]
 STEEP = ["optim.lr=0.03", "lr_scheduler=constant", "lr_scheduler.warmup_ratio=0"]
-EVERY = ["method=ncl", *THREE, *STEEP, "monitor.max_tokens=1000000", "domains.score_on=valid"]
 
 
 def scores_of(folder):
@@ -27,18 +26,17 @@ def rises(scores):
     return nll[-1, general] - nll[0, general], np.mean(past)
 
 
-@pytest.mark.parametrize("bounded", [False, True])
-def test_it_is_held_where_it_would_not_have_been(bounded, small, start, tmp_path):
-    given = ["logger=csv", "trainer.log_every_n_steps=1"]
-    held = ["budget.general=1.2", "budget.past=0.3"] if bounded else []
-    start(small(*EVERY, *given, *held), tmp_path)
+def test_it_is_held_where_it_would_not_have_been(small, start, tmp_path):
+    given = [*TWO, *STEEP, "domains.score_on=valid", "logger=csv", "trainer.log_every_n_steps=1"]
+    start(small(*given, "monitor.every=null"), tmp_path / "free")
+    free = scores_of(tmp_path / "free")
+    column = free["domains"].index("general")
+    assert free["nll"][1][column] - free["nll"][0][column] > 0.4 and rises(free)[1] > 0.3
+    held = ["monitor.every=3", "monitor.max_tokens=1000000", "budget.general=0.8", "budget.past=0.3"]
+    start(small(*given, *held), tmp_path)
     found = scores_of(tmp_path)
-    column, (general, past) = found["domains"].index("general"), rises(found)
-    assert ("Budget of drift" in (tmp_path / "report.md").read_text()) == bounded
-    if not bounded:
-        assert found["nll"][1][column] - found["nll"][0][column] > 0.4 and past > 0.3
-        return
-    assert general <= 1.2 and past <= 0.3
+    general, past = rises(found)
+    assert general <= 0.8 and past <= 0.3 and "Budget of drift" in (tmp_path / "report.md").read_text()
     for number, (stage, seen) in enumerate(found["monitor"].items(), start=1):
         budget, kept = seen["budget"], seen["steps"].index(seen["budget"]["kept"])
         assert budget["allowed"]["general"] == pytest.approx(0.4 * number)
@@ -54,10 +52,10 @@ def test_it_is_held_where_it_would_not_have_been(bounded, small, start, tmp_path
 
 def test_a_budget_that_is_never_touched_changes_no_bit_and_is_part_of_what_a_run_is(small, start, tmp_path):
     """And where nothing is said of looks, there are a few."""
-    every = ["method=ewc", "order=[law,food]", "trainer.steps=12", *DROPOUT, "monitor.past=0"]
+    every = ["order=[law]", "trainer.steps=8", *DROPOUT, "monitor.past=0"]
     start(small(*every), tmp_path / "free")
     start(small(*every, "budget.general=9"), tmp_path / "held")
-    assert scores_of(tmp_path / "held")["monitor"]["law"]["steps"] == [0, 3, 6, 9, 12]
+    assert scores_of(tmp_path / "held")["monitor"]["law"]["steps"] == [0, 2, 4, 6, 8]
     assert same(weights(tmp_path / "free"), weights(tmp_path / "held"))
     with pytest.raises(ValueError, match="budget.general"):
         start(small(*every, "budget.general=8"), tmp_path / "held")
@@ -65,8 +63,8 @@ def test_a_budget_that_is_never_touched_changes_no_bit_and_is_part_of_what_a_run
 
 @pytest.mark.parametrize("method", ["ewc", "lora"])
 def test_killed_it_ends_with_the_same_bits(method, small, start, killing, tmp_path):
-    given = [f"method={method}", *THREE, *STEEP, *DROPOUT, "budget.general=0.05", "budget.past=0.2"]
-    given += ["trainer.checkpoint_every=3", "order=[law,food]"]
+    given = [f"method={method}", *TWO, *STEEP, *DROPOUT, "budget.general=0.05", "budget.past=0.2"]
+    given += ["trainer.checkpoint_every=3", "trainer.steps=8"]
     start(small(*given), tmp_path / "whole")
     whole = scores_of(tmp_path / "whole")
     last = whole["monitor"]["food"]["steps"][-1]

@@ -10,35 +10,28 @@ NAMES = ("rows", "counts")
 PARTS = [(b"first ", b"1"), (b"second ", b""), (b"third ", b"3")]
 
 
-def append(files, commits, first=0):
+def append(folder, *, commits, first=0):
+    """Files to which the parts are appended, so many of them with a commit."""
+    files = Growing(folder, NAMES, form=1)
     for number, parts in enumerate(PARTS[first:], start=first + 1):
         for name, part in zip(NAMES, parts, strict=True):
             files.append(name, part)
         if number <= commits:
             files.commit({"number": number, "waiting": [[1], [2]]})
-
-
-def killed(folder, *, commits=2):
-    """Files of which so many parts are committed and the others are written."""
-    files = Growing(folder, NAMES, form=1)
-    assert files.place is None
-    append(files, commits)
-    files.close()
+    return files
 
 
 def test_it_resumes_at_the_last_commit(tmp_path):
     for commits in range(4):
         folder = tmp_path / str(commits)
         folder.mkdir()
-        killed(folder, commits=commits)
+        append(folder, commits=commits).close()
         for _ in range(2):  # a commit of what another process has appended
             files = Growing(folder, NAMES, form=1)
             assert files.place == ({"number": commits, "waiting": [[1], [2]]} if commits else None)
             files.commit(files.place)
             files.close()
-        files = Growing(folder, NAMES, form=1)
-        append(files, 3, first=commits)
-        files.finish()
+        append(folder, commits=3, first=commits).finish()
         found = {path.name: path.read_bytes() for path in folder.iterdir()}
         assert found == {"rows": b"first second third ", "counts": b"13"}
 
@@ -53,7 +46,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("harm", DAMAGE)
 def test_what_does_not_fit_its_record_restarts(tmp_path, caplog, harm):
-    killed(tmp_path)
+    append(tmp_path, commits=2).close()
     DAMAGE[harm](tmp_path)
     files = Growing(tmp_path, NAMES, form=1)
     assert files.place is None and (tmp_path / "rows").stat().st_size == 0

@@ -25,33 +25,23 @@ from tests.support.making import same, weights
 from tests.support.task_fixtures import write_tasks
 
 THREE, TWO = "order=[law,food,space]", "order=[law,food]"
-FEW = [
-    "replay=generated",
-    "replay.past_ratio=0.5",
-    "replay.prefix=3",
-    "replay.starts=5",
-    "replay.batch_size=2",
-]
-
-
-def assert_same(one: Path, other: Path) -> None:
-    assert matrix(one) == matrix(other)
-    assert same(weights(one), weights(other))
-    assert written(one) == written(other)
+FEW = ["replay=generated", "replay.past_ratio=0.5", "replay.prefix=3", "replay.starts=5"]
+FEW += ["replay.batch_size=2"]
 
 
 def matrix(folder: Path) -> list:
     return Scores.load(folder / "scores.json").nll
 
 
+def assert_same(one: Path, other: Path) -> None:
+    assert matrix(one) == matrix(other) and written(one) == written(other)
+    assert same(weights(one), weights(other))
+
+
 def written(folder: Path) -> dict[str, list]:
     """What is replayed before each stage, by file: every row."""
     found = sorted(folder.glob("generated/*/*.arrow"))
     return {f"{path.parent.name}/{path.stem}": Dataset.from_file(str(path)).to_list() for path in found}
-
-
-def facts(folder: Path, stage: str) -> dict:
-    return json.loads((folder / "generated" / stage / "facts.json").read_text())
 
 
 @pytest.fixture
@@ -69,21 +59,7 @@ def blocks(monkeypatch):
     return counts
 
 
-def test_without_a_share_it_is_ncl_and_nothing_is_written(start, small_gpt2, tmp_path, caplog):
-    start(small_gpt2(THREE), tmp_path / "ncl")
-    with caplog.at_level(logging.INFO):
-        start(small_gpt2(THREE, "replay=generated", "replay.past_ratio=0"), tmp_path / "none")
-    assert_same(tmp_path / "ncl", tmp_path / "none")
-    assert not list(tmp_path.glob("none/generated/0*"))
-    assert "No effect of replay=generated" in caplog.text
-    start(small_gpt2(THREE, *FEW), tmp_path / "some")
-    assert matrix(tmp_path / "some")[2] != matrix(tmp_path / "ncl")[2]
-    assert matrix(tmp_path / "some")[1] == matrix(tmp_path / "ncl")[1]  # nothing is past yet
-
-
-@pytest.mark.parametrize(
-    "given", [["replay.mode=append"], ["replay.general_ratio=0.2", "replay.past_ratio=0.3"]]
-)
+@pytest.mark.parametrize("given", ["replay.mode=append", "replay.general_ratio=0.2 replay.past_ratio=0.3"])
 def test_the_mixture_is_that_of_real_text(start, small_gpt2, tmp_path, monkeypatch, given):
     made, seen, now = TrainStream.__getitem__, defaultdict(list), [""]
 
@@ -96,7 +72,7 @@ def test_the_mixture_is_that_of_real_text(start, small_gpt2, tmp_path, monkeypat
     monkeypatch.setattr(TrainStream, "__getitem__", noted)
     for name, mixture in (("past", ["replay=past", "replay.past_ratio=0.5"]), ("generated", FEW)):
         now[0] = name
-        start(small_gpt2(THREE, *mixture, *given), tmp_path / name)
+        start(small_gpt2(THREE, *mixture, *given.split()), tmp_path / name)
     for domain in ("law", "food", "space"):
         assert seen["generated", domain] == seen["past", domain]
     drawn = Counter(each for domains, _ in seen["generated", "space"] for each in domains)
@@ -126,46 +102,41 @@ def read(monkeypatch):
 
 
 def test_no_past_text_is_read_to_replay_it(start, small_gpt2, tmp_path, read):
-    start(small_gpt2(THREE, "replay=past"), tmp_path / "past")
-    assert read["space"] == {"law", "food", "space"}  # so that the test can fail
+    start(small_gpt2(TWO, "replay=past"), tmp_path / "past")
+    assert read["food"] == {"law", "food"}  # so that the test can fail
     read.clear()
-    start(small_gpt2(THREE, *FEW), tmp_path / "generated")
+    start(small_gpt2(TWO, *FEW), tmp_path / "generated")
     assert read["law"] == {"law", "food"}  # of food where it begins, when its turn comes
-    assert (read["food"], read["space"]) == ({"food", "space"}, {"space"})
+    assert read["food"] == {"food"}
     kept = json.loads((tmp_path / "generated/generated/kept/law.json").read_text())["kept"]
     assert len(kept) <= 5 and {len(ids) for ids in kept} == {3}
 
 
-def test_a_run_killed_while_it_writes_goes_on_with_the_same_bits(start, small_gpt2, tmp_path, blocks):
-    start(small_gpt2(THREE, *FEW), tmp_path / "whole")
-    total = blocks["written"]
-    blocks["written"], blocks["deadly"] = 0, total - 3
-    with pytest.raises(KilledError):
-        start(small_gpt2(THREE, *FEW), tmp_path / "killed")
-    assert (tmp_path / "killed/generated/003-space.partial").is_dir()
-    blocks["written"], blocks["deadly"] = 0, 0
-    start(small_gpt2(THREE, *FEW), tmp_path / "killed")
-    assert blocks["written"] == 4  # what was whole is not written again
-    assert_same(tmp_path / "whole", tmp_path / "killed")
-    assert not list(tmp_path.glob("killed/generated/*.partial"))
-
-
-def test_killed_in_a_stage_it_replays_what_was_written_and_writes_what_is_damaged_again_alike(
-    start, small_gpt2, tmp_path, killing, caplog, blocks
+def test_a_run_killed_while_it_writes_goes_on_with_the_same_bits(
+    start, small_gpt2, tmp_path, blocks, killing, caplog
 ):
+    """And one that was killed in a stage replays what was written, or writes what is damaged again."""
     start(small_gpt2(TWO, *FEW, "replay.batch_size=64"), tmp_path / "whole")
+    blocks["written"], blocks["deadly"] = 0, 3
+    with pytest.raises(KilledError):
+        start(small_gpt2(TWO, *FEW), tmp_path / "killed")
+    assert (tmp_path / "killed/generated/002-food.partial").is_dir()
+    blocks["written"], blocks["deadly"] = 0, 0
     killing(Killer(step=3, domain="food"))
     with pytest.raises(KilledError):
         start(small_gpt2(TWO, *FEW), tmp_path / "killed")
     killing(None)
+    every = blocks["written"] + 2  # what was whole is not written again
     shutil.copytree(tmp_path / "killed", tmp_path / "cut")
     path = tmp_path / "cut/generated/002-food/law.arrow"
     path.write_bytes(path.read_bytes()[:-40])
     for name, anew in (("killed", False), ("cut", True)):
         blocks["written"] = 0
         start(small_gpt2(TWO, *FEW), tmp_path / name)
-        assert (blocks["written"] > 0) == anew == ("002-food, which is damaged (law.arrow" in caplog.text)
+        assert blocks["written"] == every * anew
+        assert anew == ("002-food, which is damaged (law.arrow" in caplog.text)
         assert_same(tmp_path / "whole", tmp_path / name)
+        assert not list((tmp_path / name).glob("generated/*.partial"))
 
 
 @pytest.mark.adopts
@@ -212,21 +183,6 @@ def test_a_finished_run_is_read_through_and_without_its_beginnings_does_not_go_o
 
 EXAMPLES = ["replay=generated", "replay.past_ratio=0.25", "replay.forms=0.25", "replay.batch_size=4"]
 EXAMPLES += ["answers=none"]
-LENGTH = 160
-
-
-@pytest.fixture(scope="module")
-def tasks(tmp_path_factory):
-    root = tmp_path_factory.mktemp("tasks")
-    return write_tasks(root, ("law", "food", "space"), train=60, test=20, size=(3, 6))
-
-
-@pytest.fixture(params=["causal", "two stacks"])
-def config(request, small_gpt2, small_t5, tasks):
-    """The config of a run on tasks by a kind of model."""
-    made = small_gpt2 if request.param == "causal" else small_t5
-    places = ["domains=tasks", f"domains.root={tasks}", f"model.max_seq_length={LENGTH}"]
-    return lambda *overrides: made(*places, *EXAMPLES, *overrides)
 
 
 @pytest.fixture
@@ -253,8 +209,10 @@ def gifted(monkeypatch):
 
 
 def test_valid_examples_are_replayed_and_learned_to_be_written_again(
-    start, config, tmp_path, gifted, read, monkeypatch, caplog
+    start, small_t5, tmp_path, gifted, read, monkeypatch, caplog
 ):
+    tasks = write_tasks(tmp_path, ("law", "food", "space"), train=60, test=20, size=(3, 6))
+    places = ["domains=tasks", f"domains.root={tasks}", "model.max_seq_length=160"]
     made, rows, streams = TrainStream.__getitem__, defaultdict(list), {}
 
     def noted(stream, number):
@@ -264,30 +222,16 @@ def test_valid_examples_are_replayed_and_learned_to_be_written_again(
 
     monkeypatch.setattr(TrainStream, "__getitem__", noted)
     with caplog.at_level(logging.INFO):
-        start(config(THREE, "replay.max_tokens=400"), tmp_path)
+        start(small_t5(*places, *EXAMPLES, THREE, "replay.max_tokens=400"), tmp_path / "run")
     assert [read[name] for name in ("law", "food", "space")] == [{"law"}, {"food"}, {"space"}]
-    told = facts(tmp_path, "003-space")
+    told = json.loads((tmp_path / "run/generated/003-space/facts.json").read_text())
     assert set(told) == {"law", "food"} and all(each["texts"] > 0 for each in told.values())
     assert all(each["tokens"] <= 400 and each["invalid"] > 0 for each in told.values())
     assert all(f"examples generated for {name}, which are none of it" in caplog.text for name in told)
     assert {context.strip() for context in gifted} == {"An example of law:", "An example of food:"}
-    assert len(written(tmp_path)["003-space/law"]) == 2 * told["law"]["texts"]
-    assert json.loads((tmp_path / "generated/kept/law.json").read_text())["kept"] == ["short"]
+    assert len(written(tmp_path / "run")["003-space/law"]) == 2 * told["law"]["texts"]
+    assert json.loads((tmp_path / "run/generated/kept/law.json").read_text())["kept"] == ["short"]
     # A quarter of past tasks, a quarter of forms of its own: exact over the stage's 6 steps of 8.
     assert np.bincount(rows["space"], minlength=4).tolist() == [24, 6, 6, 12]
     assert [type(text) for text in streams["space"].texts] == [TokenizedTask] * 4
     assert np.bincount(rows["law"]).tolist() == [36, 12]
-
-
-def test_killed_it_goes_on_with_the_same_bits(start, config, tmp_path, gifted, killing, blocks):
-    start(config(TWO), tmp_path / "whole")
-    blocks["written"], blocks["deadly"] = 0, 2
-    with pytest.raises(KilledError):
-        start(config(TWO), tmp_path / "killed")
-    blocks["deadly"] = 0
-    killing(Killer(step=3, domain="food"))
-    with pytest.raises(KilledError):
-        start(config(TWO), tmp_path / "killed")
-    killing(None)
-    start(config(TWO), tmp_path / "killed")
-    assert_same(tmp_path / "whole", tmp_path / "killed")
