@@ -163,12 +163,12 @@ def measured(run: MeasuredRun, measure: str) -> float | None:
 
 
 def accuracy(run: MeasuredRun, *, late: bool) -> float | None:
-    """Mean accuracy on the tasks of the first or of the last domains, by the last model."""
-    given = run.scores.endtasks
-    if not given:
+    """Mean accuracy on the first or the last domains' tasks, by the last model; None where one has none."""
+    given, order = run.scores.endtasks, run.scores.run["order"]
+    names = order[-FEW:] if late else order[:FEW]
+    if not given or not {*names} <= {*given["tasks"]}:
         return None
     by_task = dict(zip(given["tasks"], pick_final(cube(given, "accuracy")).mean(-1), strict=True))
-    names = run.scores.run["order"][-FEW:] if late else run.scores.run["order"][:FEW]
     return float(sum(by_task[name] for name in names) / FEW)
 
 
@@ -204,11 +204,13 @@ def verdict(claim: Claim, found: PairedContrast, *, tested: int) -> str:
 
 
 def rows(section: RunSection, claims: Sequence[Claim]) -> list[list[str]]:
-    """A line per claim, those on DAS by its form with the corrupted text where the runs have no other: see
-    `tell`."""
-    if DAS not in {group.name for group in section.groups}:
-        claims = [replace(claim, of=CORRUPTED) if claim.of == DAS else claim for claim in claims]
-    return tell({claim: tested(claim, section) for claim in claims})
+    """A line per claim that the runs can test; those on DAS by the paper's form, else by the form with the
+    corrupted text, else by the default: see `tell`."""
+    names = {group.name for group in section.groups}
+    form = next((name for name in (DAS, CORRUPTED, "das") if name in names), DAS)
+    claims = [replace(claim, of=form) if claim.of == DAS else claim for claim in claims]
+    tests = {claim: tested(claim, section) for claim in claims}
+    return tell({claim: found for claim, found in tests.items() if found is not None})
 
 
 def tell(tests: Mapping[Claim, Difference | None]) -> list[list[str]]:
