@@ -244,7 +244,7 @@ def unmasked(place: Ground) -> tuple[Any, Any]:
     import numpy as np
     from transformers import DataCollatorForLanguageModeling
 
-    stream, model = place.stream(), place.plan.model
+    stream = place.stream()
     order = stream.locate(np.arange(len(stream) * stream.batch_size))[1]
     texts = stream.texts[0].rows.select_columns(["ids"]).rename_column("ids", "input_ids").select(order)
     first = stream[0]
@@ -252,9 +252,8 @@ def unmasked(place: Ground) -> tuple[Any, Any]:
     original = place.start.objective.restored(first)["input_ids"]
     if texts[: stream.batch_size]["input_ids"] != original.tolist():
         raise RuntimeError("the rows are not those of cpt")
-    return texts, DataCollatorForLanguageModeling(
-        place.start.tokenizer, mlm=masked, mlm_probability=model.mlm_probability if masked else None
-    )
+    rate = place.start.objective.rate if masked else None
+    return texts, DataCollatorForLanguageModeling(place.start.tokenizer, mlm=masked, mlm_probability=rate)
 
 
 def batches(place: Ground) -> tuple[Any, Any]:
