@@ -108,6 +108,8 @@ def main() -> None:
     chosen = parser.parse_args()
     path = Path(chosen.out or FILE)
     is_kept = path.exists() and (chosen.add or chosen.published)
+    if chosen.published and not path.exists():
+        parser.error(f"--published is invalid: {path} does not exist; measure first")
     shapes: dict[str, Any] = json.loads(path.read_text())["shapes"] if is_kept else {}
     prepare(chosen.threads)
     for shape in () if chosen.published else chosen.shapes:

@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from cpt.data.collate import Batch, Rows
 from cpt.data.tokenized_tasks import TaskPrompt
-from cpt.models.forward import changed, is_written_whole
+from cpt.models.forward import is_written_whole, set_temporarily
 from cpt.models.objectives import Objective
 
 Sums = Mapping[tuple[int, int], float]  # nats of a choice and its end, by the numbers of question and choice
@@ -101,7 +101,7 @@ def write_answers(
         for row, prompt in enumerate(prompts):
             place = slice(0, len(prompt)) if seq2seq else slice(width - len(prompt), width)
             ids[row, place], mask[row, place] = torch.tensor(prompt), 1
-        with changed((model, "generation_config", how)):  # and not the checkpoint's own
+        with set_temporarily((model, "generation_config", how)):  # and not the checkpoint's own
             found = model.generate(input_ids=ids.to(model.device), attention_mask=mask.to(model.device))
         found = found[:, 0 if seq2seq else width :]
         texts = tokenizer.batch_decode(found, skip_special_tokens=True)

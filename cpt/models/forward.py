@@ -71,7 +71,7 @@ def divergence(one: Tensor, other: Tensor) -> Tensor:
 
 
 @contextmanager
-def changed(*changes: tuple[Any, str, Any]) -> Iterator[None]:
+def set_temporarily(*changes: tuple[Any, str, Any]) -> Iterator[None]:
     """Attributes (of what, name, value) have other values inside the context."""
     before = [(each, name, getattr(each, name)) for each, name, _ in changes]
     try:
@@ -108,7 +108,7 @@ def dropout_of(model: nn.Module) -> list[tuple[nn.Module, str, float]]:
 def dropout(model: nn.Module, rate: float | None) -> Iterator[None]:
     """Train mode with every dropout at `rate` (None: at its own rate) inside the context."""
     rates = [] if rate is None else [(module, name, rate) for module, name, _ in dropout_of(model)]
-    with changed(*rates), in_mode(model, training=True):
+    with set_temporarily(*rates), in_mode(model, training=True):
         yield
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 
-from cpt.models.forward import changed
+from cpt.models.forward import set_temporarily
 
 COMPILE_OPTIONS: dict[str, Any] = {}  # of torch.compile for each block
 CHECKPOINTING = "gradient_checkpointing"  # the attribute of transformers' modules
@@ -33,7 +33,7 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
 def keep_activations(model: nn.Module) -> AbstractContextManager[None]:
     """No activation checkpointing inside the context, whose gates or dropout a recomputation would lack."""
     enabled = [part for part in model.modules() if getattr(part, CHECKPOINTING, False)]
-    return changed(*((part, CHECKPOINTING, False) for part in enabled))
+    return set_temporarily(*((part, CHECKPOINTING, False) for part in enabled))
 
 
 class EvenHead(nn.Linear):
@@ -83,7 +83,7 @@ def quick_dropout(
 def draw_quickly(wanted: bool) -> AbstractContextManager[None]:
     """Dropout of modules and of eager attention is quick_dropout inside the context, if wanted."""
     quick = partial(quick_dropout, plain=functional.dropout)
-    return changed(*[(functional, "dropout", quick)] * wanted)
+    return set_temporarily(*[(functional, "dropout", quick)] * wanted)
 
 
 def drops_attention(config: PretrainedConfig) -> bool:

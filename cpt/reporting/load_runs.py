@@ -187,12 +187,14 @@ def leave_out_others(runs: Sequence[MeasuredRun]) -> None:
         measured = [run for run in runs if any(key.startswith(prefixes) for key in run.values)]
         having = [run for run in measured if run.protocol(group)]
         known = [digest(run.protocol(group)) for run in having]
-        others = [run for run, own in zip(having, known, strict=True) if own != max(known, key=known.count)]
+        usual = max(known, key=known.count, default="")
+        others = [run for run, own in zip(having, known, strict=True) if own != usual]
         found += [(run, prefixes, f"{group} (another protocol)") for run in others]
     for name in METRICS:
         having = [run for run in runs if f"{name}/nats" in run.values]
         counts = [run.scores.metrics[name].get("terms", [math.inf])[0] for run in having]
-        fewer = [run for run, count in zip(having, counts, strict=True) if count < max(counts)]
+        most = max(counts, default=math.inf)
+        fewer = [run for run, count in zip(having, counts, strict=True) if count < most]
         found += [(run, (f"{name}/",), f"{name} (fewer cells)") for run in fewer]
     for run, prefixes, what in found:
         run.values = {key: value for key, value in run.values.items() if not key.startswith(prefixes)}

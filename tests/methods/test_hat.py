@@ -11,8 +11,8 @@ from cpt.adapters.gates import anneal, hard, regulariser, soft
 from cpt.gradient_masks.soft import ClaimedUnits
 from cpt.models.units import Part, Units, shared_members
 from tests.conftest import GOLDEN, needs_golden
-from tests.support.making import Watch
-from tests.support.running import batch_of
+from tests.support.making import Made, Watch
+from tests.support.running import batch_of, logits_at
 
 HARSH = ["optim.weight_decay=0.1", "model.lr=1e-2", "trainer.gradient_clip_val=0.5"]
 PAPER = ["method.initial=normal", "method.std=1", "method.strength=0.75", "method.gate_rate=1"]
@@ -28,6 +28,33 @@ def some_batch(vocabulary: int) -> dict[str, Tensor]:
     """Text that no domain has."""
     ids = torch.randint(5, vocabulary, (4, 12), generator=torch.Generator().manual_seed(7))
     return batch_of(ids, ids)
+
+
+@torch.no_grad()
+def function(work: Made, domain: int) -> Tensor:
+    """What the model of a domain computes of text that no domain has."""
+    module = work.module.eval()
+    batch = some_batch(module.model.config.vocab_size)
+    return logits_at(module.model, batch, weights=module.bank.weights(domain))
+
+
+HOLD = {"updates": True, "apply_to=frozen": True, "apply_to=gradient": False}
+HOLD |= {"apply_to=gradient form=adapter reduction_factor=4": False, "shared=trained": False}
+
+
+@pytest.mark.parametrize("options", HOLD)
+def test_masked_gradients_alone_do_not_hold(options, hat):
+    given, seen, taken = [f"method.{each}" for each in options.split() if "=" in each], [], torch.zeros(())
+    work = hat(*HARSH, *given)
+    for domain in range(3):
+        work.learn(domain)
+        seen.append([function(work, each) for each in range(domain + 1)])
+        own, before = work.module.opened(domain), taken
+        taken = work.module.taken.taken.clone()
+        assert torch.equal(own, (work.module.gates.e() > 0).float())
+        assert torch.equal(taken, torch.maximum(before, own)) and taken.sum() > before.sum()
+    found = [torch.equal(seen[n][n], seen[m][n]) for n, m in ((0, 1), (0, 2), (1, 2))]
+    assert found == [HOLD[options]] * 3 and not torch.equal(seen[1][1], seen[2][2])
 
 
 def test_taken_units_and_what_no_unit_owns_do_not_move_and_free_ones_do(hat):

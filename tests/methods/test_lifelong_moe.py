@@ -129,6 +129,21 @@ def test_the_term_balances_by_the_first_choices_of_the_step_before(moe):
     assert torch.equal(module.shares.named()["firsts"], shares)
 
 
+def test_migu_masks_the_rows_of_new_experts_and_no_router(moe):
+    """After one step, of each map's d rows d - floor(0.7 d) have changed, of the router's all."""
+    noted = {}
+    given = ["mask=migu", "mask.migu.apply_to=update", "trainer.steps=1", "optim.lr=0.1", "method.opening=0"]
+    work = moe(*given, "method.num_experts=2")
+    work.learn(0, First(lambda module, batch: noted.update(work.weights())))
+    new = {name: value for name, value in work.weights().items() if ".groups." in name and value.ndim == 2}
+    assert {name.rpartition(".")[2] for name in new} == {"router", "weight"}
+    for name, value in new.items():
+        rows = (value != noted[name]).any(1)
+        segments = rows.chunk(2) if rows.numel() == 96 else [rows]  # gate and up are ranked separately
+        kept = 0 if name.endswith("router") else 0.7
+        assert all(int(each.sum()) == len(each) - int(kept * len(each)) for each in segments)
+
+
 def test_every_second_block_that_is_not_frozen_has_a_mixture(moe):
     for options, blocks in (([], [1]), ([ALL], [0, 1]), ([ALL, "freeze.layers=1"], [1])):
         assert list(mixtures_of(moe(*options).module.model)) == [f"model.layers.{n}.mixture" for n in blocks]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from cpt.models.forward import changed, is_written_whole
+from cpt.models.forward import is_written_whole, set_temporarily
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def sample_texts(
     )
     keyed = KeyedSampling(sampling, uniforms.to(model.device))
     inputs = {"input_ids": given, "attention_mask": torch.ones_like(given)}
-    with changed((model, "generation_config", how)):  # and not the checkpoint's own
+    with set_temporarily((model, "generation_config", how)):  # and not the checkpoint's own
         found = model.generate(**inputs, logits_processor=LogitsProcessorList([keyed]))
     texts, first = [], 1 if model.config.is_encoder_decoder else given.shape[1]
     for row, nll in zip(found[:, first:].tolist(), keyed.nll, strict=True):
