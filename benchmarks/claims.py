@@ -44,8 +44,7 @@ def perplexity(value: float) -> str:
 
 
 DAS = "das (contrast_every=1, contrast_samples=1)"  # the paper's form
-CORRUPTED = "das (contrast_every=1, contrast_samples=1, contrast_text=corrupted)"  # of the six domains, tiny
-ON_GRADIENTS = CORRUPTED.replace("(", "(apply_to=gradient, ")
+ON_GRADIENTS = DAS.replace("(", "(apply_to=gradient, ")
 UNCONTRASTED = "das (apply_to=gradient, contrast=0)"
 ON_TEXT = (
     Claim(
@@ -94,7 +93,7 @@ ON_TEXT = (
     ),
     Claim(
         text="AdamW cancels masks on gradients: lower loss just after training than with masks on updates",
-        of=ON_GRADIENTS, against=CORRUPTED, measure="CPT/nats", better=-1, show=nats,
+        of=ON_GRADIENTS, against=DAS, measure="CPT/nats", better=-1, show=nats,
     ),
     Claim(
         text="the same without the contrastive loss: loss just after training as NCL",
@@ -204,11 +203,10 @@ def verdict(claim: Claim, found: PairedContrast, *, tested: int) -> str:
 
 
 def rows(section: RunSection, claims: Sequence[Claim]) -> list[list[str]]:
-    """A line per claim that the runs can test; those on DAS by the paper's form, else by the form with the
-    corrupted text, else by the default: see `tell`."""
-    names = {group.name for group in section.groups}
-    form = next((name for name in (DAS, CORRUPTED, "das") if name in names), DAS)
-    claims = [replace(claim, of=form) if claim.of == DAS else claim for claim in claims]
+    """A line per claim that the runs can test; those on DAS by the paper's form, or by the default
+    where that was not run: see `tell`."""
+    if DAS not in {group.name for group in section.groups}:
+        claims = [replace(claim, of="das") if claim.of == DAS else claim for claim in claims]
     tests = {claim: tested(claim, section) for claim in claims}
     return tell({claim: found for claim, found in tests.items() if found is not None})
 

@@ -35,9 +35,7 @@ STUDIES = {
         "2. news to computing, pre-trained, 67 M", lambda run: run["LC"], min, 3, ("linux_texts",)
     ),
     "default": Study("3. three domains, encoder 0.6 M", lambda run: run["LC"], min, 3, ("default_domains",)),
-    "six": Study(
-        "4. six domains, encoder 0.8 M", lambda run: run["LC"], min, 3, ("das6_mini", "das6_mini_das")
-    ),
+    "six": Study("4. six domains, encoder 0.8 M", lambda run: run["LC"], min, 3, ("das6_mini",)),
     "fields": Study("5. 120 fields, causal 0.7 M", lambda run: run["LC"], min, 3, ("m2d2_mini",)),
     "tasks": Study("6. four tasks, T5 0.9 M", lambda run: 100 * run["AP"], max, 1, ("standard_cl_mini",)),
 }

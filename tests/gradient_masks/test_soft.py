@@ -49,7 +49,7 @@ def batch_of(samples: int, *, length: int = 12, seed: int = 0) -> dict[str, torc
     return running.batch_of(ids, labels, present)
 
 
-def near(found, expected, *, rtol=1e-4, atol=1e-6) -> None:
+def assert_near(found, expected, *, rtol=1e-4, atol=1e-6) -> None:
     torch.testing.assert_close(found, torch.from_numpy(expected), rtol=rtol, atol=atol)
 
 
@@ -78,21 +78,21 @@ def test_importances_and_gated_passes_are_those_of_the_authors_code(kind):
         given, theirs = golden_batch(batch), arrays[f"raw_{batch}_{kind}"]
         ours = gate_gradients(model, groups, given, shares_of_the_batch_mean, passes=1).sum(0)
         scaled = ours.view(theirs.shape) / given["attention_mask"].sum()
-        near(scaled, theirs, atol=1e-6 * float(np.abs(theirs).max()))
+        assert_near(scaled, theirs, atol=1e-6 * float(np.abs(theirs).max()))
     raw = torch.from_numpy(arrays[f"raw_one_batch_{kind}"])
-    near(torch.stack([normalize(layer, "tanh_abs") for layer in raw]), arrays[f"norm_one_batch_{kind}"])
+    assert_near(torch.stack([normalize(layer, "tanh_abs") for layer in raw]), arrays[f"norm_one_batch_{kind}"])
     soft = mask_over(model, KINDS[kind], normalize="tanh_abs")
     for number in range(3):
         layers = torch.from_numpy(stages[f"in{number}_{kind}"])
         soft.update_max(torch.cat([normalize(layer, "tanh_abs") for layer in layers]))
-    near(soft.importance, stages[f"acc_{kind}"].flatten())
+    assert_near(soft.importance, stages[f"acc_{kind}"].flatten())
     gates = dict(zip([each.name for each in groups], torch.from_numpy(passes[f"impt_{kind}"]), strict=True))
     inputs = {"input_ids": torch.from_numpy(ids["d1_b0_inputs_ori_ids"]).long()}
     inputs["attention_mask"] = golden_batch("d1_b0")["attention_mask"]
     with torch.no_grad(), gate_units(groups, gates):
         hidden = model.roberta(**inputs).last_hidden_state
     present = inputs["attention_mask"].bool()
-    near(hidden[present], passes[f"only_{kind}_h3"][present.numpy()], atol=1e-5)
+    assert_near(hidden[present], passes[f"only_{kind}_h3"][present.numpy()], atol=1e-5)
 
 
 @pytest.mark.parametrize("kinds", [["neurons", "tokens"], ["heads", "outputs"]])

@@ -25,7 +25,7 @@ ROWS = ["base", *DOMAINS]
 RIGHT = ([0, 0, 1, 1, 0, 1], [1, 1, 1, 0, 1, 1], [1, 0, 0, 1, 1, 1], [1, 0, 1, 1, 0, 1])
 
 
-def check(name, text):
+def check_snapshot(name, text):
     """All but its legends."""
     kept = [line for line in text.splitlines() if not name.endswith(".md") or re.match(r"[#|!]|.*`", line)]
     text = "\n".join(kept) + "\n"
@@ -80,13 +80,13 @@ def test_a_report_of_a_run_that_has_everything(tmp_path):
     (folder / "generated/002-food/facts.json").write_text(json.dumps({"law": facts | {"excerpt": "a party"}}))
     (folder / "config.yaml").write_text("seed: 41  # a < b\n")
     run_page.write_report(folder, scores)
-    check("report.md", (folder / "report.md").read_text())
-    check("console.txt", run_page.format_scores(scores))
+    check_snapshot("report.md", (folder / "report.md").read_text())
+    check_snapshot("console.txt", run_page.format_scores(scores))
     numbers = itertools.groupby(frames.summarize_scores(scores).items(), lambda each: each[0].split("/")[0])
     lines = ["  ".join(f"{key} {x:.6g}" for key, x in each) for _, each in numbers]
-    check("summary.txt", "\n".join(lines))
+    check_snapshot("summary.txt", "\n".join(lines))
     rounded = [t.map(lambda x: f"{x:.6g}" if isinstance(x, float) else x) for t in tabulate(scores).values()]
-    check("tables.csv", "\n".join(table.to_csv(index=False) for table in rounded))
+    check_snapshot("tables.csv", "\n".join(table.to_csv(index=False) for table in rounded))
 
 
 def test_a_comparison_of_many_runs(tmp_path, monkeypatch, capsys):
@@ -120,6 +120,6 @@ def test_a_comparison_of_many_runs(tmp_path, monkeypatch, capsys):
     saved(tmp_path / "other", conditions={"score_on": "valid", "length": 128}, seed=1)
     saved(tmp_path / "half", nll=NLL[:3], finished=False)
     assert report.main([str(tmp_path), "--curve", "method.strength"]) == 0
-    check("comparison.md", (tmp_path / "comparison.md").read_text().replace(str(tmp_path), "PLACE"))
+    check_snapshot("comparison.md", (tmp_path / "comparison.md").read_text().replace(str(tmp_path), "PLACE"))
     shown = capsys.readouterr().out.replace(str(tmp_path), "PLACE")
     assert all(f"{title}\n" in shown for title in ("Differences from ncl", "Unfinished runs"))
