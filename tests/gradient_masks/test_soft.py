@@ -80,7 +80,9 @@ def test_importances_and_gated_passes_are_those_of_the_authors_code(kind):
         scaled = ours.view(theirs.shape) / given["attention_mask"].sum()
         assert_near(scaled, theirs, atol=1e-6 * float(np.abs(theirs).max()))
     raw = torch.from_numpy(arrays[f"raw_one_batch_{kind}"])
-    assert_near(torch.stack([normalize(layer, "tanh_abs") for layer in raw]), arrays[f"norm_one_batch_{kind}"])
+    assert_near(
+        torch.stack([normalize(layer, "tanh_abs") for layer in raw]), arrays[f"norm_one_batch_{kind}"]
+    )
     soft = mask_over(model, KINDS[kind], normalize="tanh_abs")
     for number in range(3):
         layers = torch.from_numpy(stages[f"in{number}_{kind}"])
