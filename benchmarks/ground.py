@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoConfig
 
 import cpt.core.naming  # noqa: F401  (registers the resolvers)
+from cpt.data.collate import UNSCORED, Batch, labels_of
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
 from cpt.data.sampler import TrainStream
@@ -120,6 +121,15 @@ def ground(cache: str, *overrides: str, shape: str = "roberta") -> Ground:
     data = build_data(plan, texts, start, module)
     data.enter(next(iter(data)))
     return Ground(plan, start, module, data)
+
+
+def labels_for(module: ContinualMethod, batch: Batch) -> torch.Tensor:
+    """Labels [B, L] for the loss of transformers, which moves those of a causal model by one itself."""
+    labels = labels_of(batch)
+    if module.objective.causal:
+        labels = labels.roll(1, dims=1)
+        labels[:, 0] = UNSCORED
+    return labels
 
 
 def accelerator(device: str) -> str:

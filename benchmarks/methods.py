@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ground import Ground, accelerator, arguments, ground
+from ground import Ground, accelerator, arguments, ground, labels_for
 from lightning.pytorch.callbacks import Callback
 from measuring import ROOT, paired, save
 from stage import Beat, Chunks, Rhythm, Subject, joined, played, prepare, times, undisturbed
 from subjects import Pulse, fit
 from variants import DENSE, TARGETS, VARIANTS
 
-from cpt.data.collate import inputs_of, labels_of
+from cpt.data.collate import inputs_of
 from cpt.methods.base import ContinualMethod
 from cpt.trainer.costs import own_names, stored_bytes, trained_parameters
 
@@ -87,7 +87,7 @@ def perform(beat: Beat, *, course: Sequel, overrides: list[str], dense: bool) ->
 
 def dense_losses(module: ContinualMethod, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The model's own loss, whose head is computed at every position."""
-    return {"lm": module.model(**inputs_of(batch), labels=labels_of(batch)).loss}
+    return {"lm": module.model(**inputs_of(batch), labels=labels_for(module, batch)).loss}
 
 
 def needs(module: ContinualMethod) -> dict[str, int]:

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ground import DROPOUT, Ground, ground
+from ground import DROPOUT, Ground, ground, labels_for
 from lightning.pytorch.callbacks import Callback
 from stage import Beat, Rhythm
 from variants import QUICK
 
 from cpt.core.memory import keep_free
+from cpt.data.collate import inputs_of
 from cpt.data.datamodule import Domain
 from cpt.loggers.loggers import track
 from cpt.models.memory import draw_quickly
@@ -148,13 +149,11 @@ def bare(course: Course, beat: Beat) -> None:
 def dense(course: Course, beat: Beat) -> None:
     """The loop with the model's own loss, whose head is computed at every position: what part of cpt's gain
     is the head."""
-    from cpt.data.collate import inputs_of, labels_of
 
-    loop(
-        course,
-        beat,
-        loss_of=lambda module, batch: module.model(**inputs_of(batch), labels=labels_of(batch)).loss,
-    )
+    def loss_of(module: Any, batch: Any) -> Any:
+        return module.model(**inputs_of(batch), labels=labels_for(module, batch)).loss
+
+    loop(course, beat, loss_of=loss_of)
 
 
 def hf(course: Course, beat: Beat, *, bf16: bool = False) -> None:
@@ -261,13 +260,11 @@ def batches(place: Ground) -> tuple[Any, Any]:
     import torch
     from transformers import default_data_collator
 
-    from cpt.data.collate import labels_of
-
     stream = place.stream()
     whole = [stream[number] for number in range(len(stream))]
     for batch in whole:
         batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
-        batch["labels"] = labels_of(batch)
+        batch["labels"] = labels_for(place.module, batch)
     names = [name for name in (*INPUTS, "labels") if name in whole[0]]
     rows = [{name: batch[name][row] for name in names} for batch in whole for row in range(stream.batch_size)]
     return rows, default_data_collator

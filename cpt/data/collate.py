@@ -110,7 +110,7 @@ def inputs_of(batch: Batch) -> dict[str, Tensor]:
 
 
 def labels_of(batch: Batch) -> Tensor:
-    """Labels [B, L] as transformers takes them."""
+    """Labels [B, L], each at the position that predicts it."""
     labels = torch.full_like(output_ids(batch).flatten(), UNSCORED)
     labels[batch["positions"]] = batch["targets"]
     return labels.view_as(output_ids(batch))
