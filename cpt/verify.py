@@ -1,6 +1,6 @@
 """Read caches and run folders through: one line for each corrupted or missing file, with what to do about it.
 
-Exit code 1 if there is one. No file is changed."""
+Exit code 1 if there is one, 2 if there is nothing to check. No file is changed."""
 
 import argparse
 import os
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     given, found = parser.parse_args(arguments).folders, dict[Path, list[str]]()
     if absent := [str(path) for path in given if not path.is_dir()]:
         print(f"cpt: {', '.join(absent)} is invalid: no such folder. Allowed: {what}", file=sys.stderr)
-        return 1
+        return 2
     for at, folders, files in (each for path in given or default for each in os.walk(path.resolve())):
         path, is_run = Path(at), not {"config.yaml", "scores.json"}.isdisjoint(files)
         if is_run or CACHED.fullmatch("/".join(path.parts[-2:])):
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     if not found:
         places = ", ".join(map(str, given or default))
         print(f"cpt: {places} is invalid: no run and no cache below it. Allowed: {what}", file=sys.stderr)
-        return 1
+        return 2
     lines = [line for path in sorted(found) for line in found[path]]
     print(*lines, f"{len(found)} folders: {len(lines)} damaged", sep="\n")
     return 1 if lines else 0

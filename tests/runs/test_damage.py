@@ -173,6 +173,8 @@ def test_verify_names_what_is_damaged_and_touches_nothing_else(again, tmp_path, 
     assert verify.main([str(tmp_path), str(again)]) == 1
     *lines, last = capsys.readouterr().out.splitlines()
     assert last.endswith(": 3 damaged") and len(lines) == 3
+    (tmp_path / "empty").mkdir()
+    assert verify.main([str(tmp_path / "empty")]) == verify.main([str(tmp_path / "missing")]) == 2
     assert all(any(path.name in line and "again" in line for line in lines) for path in harmed)
 
 
