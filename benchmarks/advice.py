@@ -20,7 +20,6 @@ from cpt.contrib.advise.advice import QUANTITIES, Point, Wish, choose, find_fron
 from cpt.evaluation.metrics import Layout
 
 PUBLISHED = Path(__file__).parent / "results/studies/das6_mini.jsonl.gz"
-SHARE = "mixture.past_ratio="
 WISHES = [*(Wish(None, weight) for weight in (0.5, 1.0, 2.0)), *(Wish(bound, 1.0) for bound in (0.1, 0.2))]
 
 
@@ -55,21 +54,17 @@ def compare(small: Path, full: Path) -> Iterable[str]:
 
 
 def read_published() -> Mapping[str, Mapping[int, Point]]:
-    """By arm and seed, of the runs in the paper's order without a mask."""
+    """By arm and seed, of the runs in the paper's order with default options."""
     found: dict[str, dict[int, Point]] = defaultdict(dict)
     for line in gzip.decompress(PUBLISHED.read_bytes()).splitlines():
         scores = json.loads(line)
         run = scores["run"]
-        arm, variant = run["method"], run["variant"]
-        if arm == "replay":
-            arm = f"replay-{round(100 * float(variant.removeprefix(SHARE)))}" if variant else ""
-        elif arm not in ("ncl", "ewc", "kd", "lora") or variant:
-            continue
-        if run["mask"] != "none" or run["order"][0] != "restaurant" or not arm:
+        named = run["method"] in ("ncl", "ewc", "kd", "lora", "replay") and not run["variant"]
+        if not named or run["mask"] != "none" or run["order"][0] != "restaurant":
             continue
         layout = Layout(**{name: scores[name] for name in ("rows", "domains", "tokens", "bytes")})
         values = trade(np.array(scores["nll"], float), layout)
-        found[arm][run["seed"]] = Point(*(float(values[name]) for name in QUANTITIES[:2]))
+        found[run["method"]][run["seed"]] = Point(*(float(values[name]) for name in QUANTITIES[:2]))
     return found
 
 

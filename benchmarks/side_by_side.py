@@ -61,15 +61,14 @@ def measure(shape: str, *, chosen: argparse.Namespace) -> dict[str, Any]:
 def table(shapes: Mapping[str, Mapping[str, Any]]) -> str:
     """Tokens/s and the ratio to the Trainer with its interval, by program and model."""
     used = [shape for shape in SHAPES if shape in shapes]
-    heads = [f"{SHAPES[shape]}: tokens/s | over the `Trainer`" for shape in used]
-    lines = [f"| program | {' | '.join(heads)} |", f"| :-- |{' --: | :-- |' * len(used)}"]
+    heads = " | ".join(SHAPES[shape] for shape in used)
+    lines = [f"| tokens/s, over the `Trainer` | {heads} |", f"| :-- |{' :-- |' * len(used)}"]
     for name, label in LABELS.items():
         cells = []
         for shape in used:
             speed, over = shapes[shape]["tokens_per_s"], shapes[shape]["over_trainer"]
-            cells.append(f"{speed[name]:,.0f}" if name in speed else "–")
-            ratio = "{median:.2f} [{low:.2f}, {high:.2f}]".format(**over[name]) if name in over else "–"
-            cells.append("1" if name == REFERENCE else ratio)
+            ratio = "{median:.2f} [{low:.2f}, {high:.2f}]".format(**over[name]) if name in over else "1"
+            cells.append(f"{speed[name]:,.0f}, {ratio}" if name in speed else "–")
         lines.append(f"| {label} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
