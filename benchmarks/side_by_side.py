@@ -62,13 +62,13 @@ def table(shapes: Mapping[str, Mapping[str, Any]]) -> str:
     """Tokens/s and the ratio to the Trainer with its interval, by program and model."""
     used = [shape for shape in SHAPES if shape in shapes]
     heads = " | ".join(SHAPES[shape] for shape in used)
-    lines = [f"| tokens/s, over the `Trainer` | {heads} |", f"| :-- |{' :-- |' * len(used)}"]
+    lines = [f"| tokens/s (ratio to the `Trainer`) | {heads} |", f"| :-- |{' :-- |' * len(used)}"]
     for name, label in LABELS.items():
         cells = []
         for shape in used:
             speed, over = shapes[shape]["tokens_per_s"], shapes[shape]["over_trainer"]
             ratio = "{median:.2f} [{low:.2f}, {high:.2f}]".format(**over[name]) if name in over else "1"
-            cells.append(f"{speed[name]:,.0f}, {ratio}" if name in speed else "–")
+            cells.append(f"{speed[name]:,.0f} ({ratio})" if name in speed else "–")
         lines.append(f"| {label} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -181,7 +181,7 @@ def docstrings(source: str) -> Iterator[str]:
         for category in (DeprecationWarning, SyntaxWarning):  # before and since Python 3.12
             warnings.filterwarnings("ignore", r".*invalid (?:octal )?escape sequence", category)
         collects = gc.isenabled()
-        gc.disable()  # the collector takes a quarter of the time, and trees have no cycles
+        gc.disable()  # it takes a sixth of the time to read, and finds nothing to free
         try:
             stack: list[ast.AST] = [ast.parse(source)]
         except (SyntaxError, ValueError):  # packages ship templates, null bytes, other Pythons' syntax
