@@ -34,7 +34,13 @@ from tests.conftest import SMALL, SMALL_GPT2, SMALL_T5, VOCABULARIES, sentences 
 
 TEXTS = ("general", "law", "food")
 DROPOUT = ["+model.config.embedding_dropout=0.1", "+model.config.mlp_dropout=0.1"]
-FAMILIES = {"masked": ["model=tiny_modernbert", *SMALL, *DROPOUT], "causal": SMALL_GPT2, "t5": SMALL_T5}
+BASE = ["model.config.initializer_range=0.02", "model.pretraining.batch_size=32"]  # of the version written
+BASE += ["model.pretraining.warmup_ratio=0.1", "model.pretraining.optim.lr=4e-3"]
+FAMILIES = {
+    "masked": ["model=tiny_modernbert", *BASE, *SMALL, *DROPOUT],
+    "causal": SMALL_GPT2,
+    "t5": SMALL_T5,
+}
 # Not a method: masks, replay and other choices under one.
 COMPOSITIONS = {
     "mask-migu": "method=ncl mask=migu",

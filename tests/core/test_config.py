@@ -48,7 +48,7 @@ def test_what_decides_the_result_identifies_a_run(composed, tmp_path):
     run = RunDir(tmp_path)
     run.write_config(plain_config(composed()))
     differ = run.changes(plain_config(composed("trainer.steps=7", "seed=1")))
-    assert differ == ["seed: 0 -> 1", "trainer.steps: 250 -> 7"]
+    assert differ == ["seed: 0 -> 1", "trainer.steps: 125 -> 7"]
 
 
 @pytest.mark.parametrize(
