@@ -1,7 +1,7 @@
 """The tables and the figure of docs/studies/default-domains.md, from the published scores.
 
-`python docs/site/default_domains.py` writes them. `python docs/site/default_domains.py FOLDER` first adds the
-finished runs below FOLDER (`experiment=methods_table`, default options, no mask) to the scores."""
+`python docs/site/default_domains.py` writes them. `python docs/site/default_domains.py FOLDER` first makes the
+scores anew from the finished runs below FOLDER, those of the page's commands."""
 
 import gzip
 import json
@@ -23,7 +23,7 @@ KNOWN, UNKNOWN = "#d55e00", "#0072b2"
 def read_run(path: Path) -> dict[str, Any]:
     """A finished run as a line of the scores."""
     scores = json.loads(path.read_text(encoding="utf-8"))
-    entry = {name: scores["run"][name] for name in ("method", "mask", "replay", "seed")} | {"variant": ""}
+    entry = {name: scores["run"][name] for name in ("method", "mask", "replay", "seed", "variant")}
     for name in METRICS:
         if name in scores["metrics"]:
             values = scores["metrics"][name]
@@ -32,17 +32,10 @@ def read_run(path: Path) -> dict[str, Any]:
     return entry | {name: scores[name] for name in ("trained", "stored", "flops", "needs_domain")}
 
 
-def add_runs(runs: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    """Replaces the lines with default options by the runs below a folder, for their methods."""
-    entries = [read_run(path) for path in sorted(folder.glob("*/scores.json"))]
-    methods = {entry["method"] for entry in entries}
-    plain = ("none", "none")
-    kept = [
-        run
-        for run in runs
-        if run["method"] not in methods or run["variant"] != "" or (run["mask"], run["replay"]) != plain
-    ]
-    return kept + sorted(entries, key=lambda run: (run["method"], run["seed"]))
+def read_runs(folder: Path) -> list[dict[str, Any]]:
+    """The finished runs below a folder, those of one choice of method and options together."""
+    runs = [read_run(path) for path in sorted(folder.glob("*/scores.json"))]
+    return sorted(runs, key=lambda run: [run[name] for name in ("method", "mask", "replay", "variant", "seed")])
 
 
 def spread(values: list[float], digits: int) -> str:
@@ -66,6 +59,17 @@ def group_runs(runs: list[dict[str, Any]], *, mask: str) -> dict[str, list[dict[
     return dict(sorted(found.items(), key=lambda item: mean(values(item[1], "LC", "nats"))))
 
 
+def group_variants(runs: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The runs of other options, by how a command asks for them."""
+    found = defaultdict(list)
+    for run in runs:
+        if run["mask"] == "none" and (run["replay"] != "none" or run["variant"]):
+            asked = [f"method={run['method']}", *run["variant"].split("; ")]
+            asked += [f"replay={run['replay']}"] * (run["replay"] != "none")
+            found[" ".join(filter(None, asked))].append(run)
+    return found
+
+
 def table(head: list[str], rows: list[list[str]]) -> str:
     lines = [head, [":--", *["--:"] * (len(head) - 1)], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -82,6 +86,11 @@ def tables(runs: list[dict[str, Any]]) -> dict[str, str]:
         size, stored = f"{max(one['trained']):,}", f"{one['stored'][-1] / 1e3:,.0f}"
         known = "yes" if one["needs_domain"] else "no"
         cost.append([f"`{method}`", f"{sum(one['flops']) / flops:.2f}", size, stored, known])
+    variants = []
+    for asked, few in group_variants(runs).items():
+        nats = [spread(values(few, name, "nats"), 3) for name in ("CPT", "FG", "general_drift")]
+        known = "yes" if few[0]["needs_domain"] else "no"
+        variants.append([f"`{asked}`", spread(values(few, "LC", "perplexity"), 1), *nats, known])
     for method, few in masked.items():
         both = (plain[method], few)
         perplexities = [spread(values(each, "LC", "perplexity"), 1) for each in both]
@@ -95,7 +104,8 @@ def tables(runs: list[dict[str, Any]]) -> dict[str, str]:
     ]
     costs = ["method", "FLOPs over `ncl`", "trained parameters", "stored, kB", "needs domain"]
     masks = ["method", "final perplexity", "with `mask=migu`", "forgetting, nats", "with `mask=migu`"]
-    return {"main": table(head, main), "cost": table(costs, cost), "mask": table(masks, mask)}
+    made = {"main": table(head, main), "cost": table(costs, cost), "mask": table(masks, mask)}
+    return made | {"variants": table([*head, "needs domain"], variants)}
 
 
 def draw(groups: dict[str, list[dict[str, Any]]]) -> None:
@@ -114,11 +124,11 @@ def draw(groups: dict[str, list[dict[str, Any]]]) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    runs = [json.loads(line) for line in gzip.decompress(SCORES.read_bytes()).splitlines()]
     if arguments:
-        runs = add_runs(runs, Path(arguments[0]))
+        runs = read_runs(Path(arguments[0]))
         lines = "".join(json.dumps(run) + "\n" for run in runs)
         SCORES.write_bytes(gzip.compress(lines.encode(), mtime=0))
+    runs = [json.loads(line) for line in gzip.decompress(SCORES.read_bytes()).splitlines()]
     page = PAGE.read_text(encoding="utf-8")
     for name, made in tables(runs).items():
         begin, end = f"<!-- generated: {name} -->", f"<!-- end: {name} -->"
