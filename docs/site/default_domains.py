@@ -1,7 +1,7 @@
 """The tables and the figure of docs/studies/default-domains.md, from the published scores.
 
-`python docs/site/default_domains.py` writes them. `python docs/site/default_domains.py FOLDER` first makes the
-scores anew from the finished runs below FOLDER, those of the page's commands."""
+`python docs/site/default_domains.py` writes them. `python docs/site/default_domains.py FOLDER` first makes
+the scores anew from the finished runs below FOLDER, those of the page's commands."""
 
 import gzip
 import json
@@ -35,7 +35,8 @@ def read_run(path: Path) -> dict[str, Any]:
 def read_runs(folder: Path) -> list[dict[str, Any]]:
     """The finished runs below a folder, those of one choice of method and options together."""
     runs = [read_run(path) for path in sorted(folder.glob("*/scores.json"))]
-    return sorted(runs, key=lambda run: [run[name] for name in ("method", "mask", "replay", "variant", "seed")])
+    names = ("method", "mask", "replay", "variant", "seed")
+    return sorted(runs, key=lambda run: [run[name] for name in names])
 
 
 def spread(values: list[float], digits: int) -> str:

@@ -1,0 +1,46 @@
+"""Seconds of `python run.py` from an empty cache, by phase: what a newcomer waits for after installing."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from ground import arguments
+from measuring import ROOT, save, spread, wait_until_quiet
+
+
+def time_demo() -> dict[str, float]:
+    """The seconds of one run and of its phases. Raises RuntimeError where it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        about = os.environ | {"CPT_CACHE": f"{folder}/cache", "HF_HUB_OFFLINE": "1"}
+        command = [sys.executable, str(ROOT / "run.py"), f"hydra.run.dir={folder}/run"]
+        began = time.perf_counter()
+        done = subprocess.run(command, cwd=folder, env=about, capture_output=True, text=True)
+        seconds = time.perf_counter() - began
+        if done.returncode:
+            raise RuntimeError(f"exit code {done.returncode}: {done.stderr[-2000:]}")
+        phases = json.loads(Path(folder, "run", "scores.json").read_text(encoding="utf-8"))["phases"]
+    found = {**phases["start"], "train": sum(phases["learn"].values())}
+    found["evaluate"] = sum(phases["score"].values())
+    return {"wall": seconds, **found, "imports, files, report": seconds - sum(found.values())}
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--repeats", type=int, default=3)
+    chosen = parser.parse_args()
+    times = []
+    for _ in range(chosen.repeats):
+        wait_until_quiet(chosen.patience)
+        times.append(time_demo())
+    seconds = {phase: spread([each[phase] for each in times]) for phase in times[0]}
+    for phase, each in seconds.items():
+        print("{:24}{median:.1f} s [{least:.1f}, {most:.1f}]".format(phase, **each))
+    save("demo", {"options": {"repeats": chosen.repeats}, "seconds": seconds}, out=chosen.out)
+
+
+if __name__ == "__main__":
+    main()
