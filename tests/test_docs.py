@@ -124,6 +124,15 @@ def test_choices_and_options_that_are_named_exist():
         assert {w for span in spans(ROOT / name) for w in span.split()[:1] if w.startswith("--")} <= there
 
 
+def test_a_config_that_is_copied_from_a_page_has_its_package_in_the_first_line():
+    """Hydra reads it nowhere else."""
+    blocks = [
+        block for path in DOCUMENTS for block in re.findall(r"^```yaml\n(.*?)^```", told(path), re.S | re.M)
+    ]
+    given = [block for block in blocks if "# @package" in block]
+    assert given and all(block.startswith("# @package") for block in given)
+
+
 def test_every_method_and_source_stands_in_the_catalogue_and_methods_in_the_fidelity_page():
     pages = told(DOCS / "methods.md") + told(DOCS / "data.md")
     rows = [line.split("|")[1] for line in pages.splitlines() if line.startswith("| `")]
