@@ -102,6 +102,8 @@ def check_command_line(arguments: Sequence[str]) -> None:
 
     parser.error = refuse  # type: ignore[method-assign]
     for given in parser.parse_known_args(list(arguments))[1]:
+        if not given.startswith("-"):
+            raise ValueError(f"{given} is invalid between flags. Allowed: flags before or after all options")
         name = given.lstrip("-").partition("=")[0]
         allowed = f"options without dashes, like {name}=VALUE; {flags}"
         raise ValueError(f"{given} is invalid: unknown flag. Allowed: {allowed}")

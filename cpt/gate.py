@@ -48,7 +48,8 @@ def judge_run(
     """The changes from a row to the last one, and the texts that were not measured in both. New text,
     trained between them, must improve by `gain` nats per token; earlier text and the general text may get
     worse by `loss`."""
-    new, old = scores.rows[since + 1 :], [*scores.rows[1 : since + 1], GENERAL]
+    learned = scores.base.get("learned", [])  # by the run of init_from
+    new, old = scores.rows[since + 1 :], [*learned, *scores.rows[1 : since + 1], GENERAL]
     if not set(new) <= set(scores.domains):  # joint: one row for all
         new = scores.run["order"]
     columns = {name: scores.domains.index(name) for name in (*new, *old) if name in scores.domains}
@@ -58,7 +59,7 @@ def judge_run(
         BoundedChange(**vars(each), new=each.text in new, most=0.0 - gain if each.text in new else loss)
         for each in compare_losses(known, before, after)
     ]
-    return changes, [name for name in columns if name not in known]
+    return changes, [name for name in {**dict.fromkeys(learned), **columns} if name not in known]
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -15,6 +15,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, cast
 
+from cpt.core.cache import PARTIAL
 from cpt.core.heartbeat import ACTIVE, PROGRESS_FILE, Heartbeat, ProcessId, age_s, utc_now
 from cpt.core.output import run_program
 
@@ -74,6 +75,7 @@ def read_statuses(folders: Sequence[Path]) -> list[RunStatus]:
     found = dict[Path, RunStatus]()
     for folder in folders:
         for at, below, files in os.walk(os.path.normpath(folder)):
+            below[:] = [each for each in below if not each.endswith(PARTIAL)]  # copies that are being made
             if not {*RUN_FILES}.isdisjoint(files):
                 found[Path(at)] = read_status(Path(at))
                 below.clear()

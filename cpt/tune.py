@@ -32,7 +32,7 @@ def build_command(arguments: Sequence[str]) -> list[str]:
         parser.error(f"--seeds {given.seeds} is invalid with seed=…. Allowed: one of them")
     if not by_key:
         own.append(f"seed={','.join(map(str, range(given.seeds or 3)))}")
-    return [sys.executable, "-m", "cpt", "--multirun", *own, *others]
+    return [sys.executable, "-m", "cpt", *others, *own, "--multirun"]
 
 
 def main(arguments: Sequence[str]) -> NoReturn:

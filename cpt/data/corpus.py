@@ -115,8 +115,10 @@ def read_documents(
         train = np.flatnonzero(splits == 0)
         order = sample_keys(key("per class", int(held_out["seed"])), keys[train])
         ranked = train[np.argsort(order, kind="stable")]
-        for answer in np.unique(answers[train]) if source.class_limit is not None else ():
-            splits[ranked[answers[ranked] == answer][source.class_limit :]] = SPARED
+        if source.class_limit is not None:
+            grouped = ranked[np.argsort(answers[ranked], kind="stable")]
+            _, first, counts = np.unique(answers[grouped], return_index=True, return_counts=True)
+            splits[grouped[np.arange(len(grouped)) - np.repeat(first, counts) >= source.class_limit]] = SPARED
     else:
         hint = " (domains.document=line or paragraph makes more of a .txt file)"
         splits = assign(documents, given, name=name, held_out=held_out, hint=hint, known_by=keys)

@@ -171,7 +171,7 @@ def stack_rows(texts: Sequence[Packed], parts: np.ndarray, rows: np.ndarray, key
     marks = {part: texts[part].answers(rows[here]) for part, here in used.items()}
     has_answers = any(each is not None for each in marks.values())
     narrow = has_answers or all(texts[part].packing == NONE for part in used)
-    width = int(lengths.max()) if narrow else texts[0].length
+    width = int(lengths.max()) if narrow else max(texts[part].length for part in used)
     ids = np.full((len(rows), width), texts[0].pad, np.int64)
     answers = np.zeros(ids.shape, bool) if has_answers else None
     isolated = any(texts[part].packing == DOCUMENT_MASK for part in used)

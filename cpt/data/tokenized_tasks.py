@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from cpt.core.cache import make_once
 from cpt.core.config import digest
+from cpt.core.randomness import key, shuffle
 from cpt.data.collate import Sizes
 from cpt.data.corpus import Corpus
 from cpt.data.packing import PADDING, Packed, frame_of, padding_id, terminator
@@ -256,8 +257,14 @@ def encode_corpus(
     return open_examples(folder / ROWS_FILE, encoder.tokenizer)
 
 
-def read_examples(corpus: Corpus, split: str) -> Iterator[Example]:
-    batches = corpus.documents(split).iter(batch_size=16)
+def read_examples(corpus: Corpus, split: str, *, most: int | None = None) -> Iterator[Example]:
+    """The examples of a split in their order; with `most`, that many of them, drawn at random but always the
+    same: a file may be sorted by its answers."""
+    documents = corpus.documents(split)
+    if most is not None and most < len(documents):
+        drawn = shuffle(np.arange(most), len(documents), stream=key("examples", split))
+        documents = documents.select(np.sort(drawn))
+    batches = documents.iter(batch_size=16)
     return (read_example(text) for few in batches for text in few["text"])
 
 

@@ -359,11 +359,16 @@ class HubTasks(TaskSource):
         return examples
 
 
+def repaired(value: Any) -> Any:
+    """Text with what is not Unicode, like half of an emoji, replaced; other values as they are."""
+    return value.encode(errors="replace").decode() if isinstance(value, str) else value
+
+
 def parse_example(where: str, row: Any, *, columns: Mapping[str, Any], instead: str) -> LabelledExample:
     """An example from a row. Where the first of the two texts is empty, the other stands alone; `instead` is
     its id where no column has one. Raises ValueError for a row that lacks a column, a text or a label."""
     values = {
-        name: readers.cell(row, column, where, f"endtask.columns.{name}")
+        name: repaired(readers.cell(row, column, where, f"endtask.columns.{name}"))
         for name, column in columns.items()
         if column is not None
     }

@@ -139,6 +139,8 @@ class MonitorRecord:
     def since_best(self, own: Sequence[str]) -> int:
         """How many evaluations ago the mean loss of the stage's own texts was lowest."""
         losses = np.mean([self.nll[text] for text in own], axis=0)
+        if np.isnan(losses).all():  # of the few tokens that are drawn, none is scored
+            return 0
         return len(losses) - 1 - int(np.argmin(np.nan_to_num(losses, nan=np.inf)))
 
     def why_stop(self, options: MonitorOptions, *, own: Sequence[str]) -> str:

@@ -112,7 +112,7 @@ class TaskEvalOptions(StageOptions):
 
     written: bool = option("evaluate generated answers (greedy decoding) as well as ranked choices")
     max_new_tokens: Count = option("maximum number of tokens per generated answer")
-    max_documents: Count | None = option("maximum number of examples per task; null: all held-out examples")
+    max_documents: Count | None = option("examples per task, a fixed random draw; null: all held-out")
     batch_size: Count = option("questions per forward pass")
     measures: Annotated[Mapping[str, str], Allowed("a measure for each of some tasks")] | None = option(
         "metric of a task instead of its default, by task; null: the defaults"

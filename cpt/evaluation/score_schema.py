@@ -210,6 +210,7 @@ class BaseKeys(TypedDict, total=False):
     origin: Annotated[str, Key("built, folder or hub")]
     revision: Annotated[str, Key("commit on the Hub")]
     adapted: Annotated[str, Key("how the checkpoint was changed before training")]
+    learned: Annotated[list[str], Key("domains that the run of `init_from`, and those before it, learned")]
 
 
 @closed

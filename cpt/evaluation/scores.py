@@ -84,7 +84,7 @@ class Scores(Layout):
     numerics: Annotated[dict[str, str], Key(kind=schema.NumericKeys)] = entry(
         "precision and attention kernels", default=dict
     )
-    base: Annotated[dict[str, str], Key(kind=schema.BaseKeys)] = entry("the base model", default=dict)
+    base: Annotated[dict[str, Any], Key(kind=schema.BaseKeys)] = entry("the base model", default=dict)
     moved: dict[str, Annotated[list[float], Key(over="2")]] = entry(
         "norm of the change over that of the base, share of changed numbers", over="weights", default=dict
     )

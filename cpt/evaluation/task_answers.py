@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from cpt.data.collate import Batch, Rows
 from cpt.data.tokenized_tasks import TaskPrompt
+from cpt.evaluation.finetune import longest
 from cpt.models.forward import is_written_whole, set_temporarily
 from cpt.models.objectives import Objective
 
@@ -92,7 +93,7 @@ def write_answers(
     padding = end if padding is None else padding
     start = getattr(model.config, "decoder_start_token_id", None)
     special = {"eos_token_id": end, "pad_token_id": padding, "decoder_start_token_id": start}
-    how = GenerationConfig(max_new_tokens=most, do_sample=False, num_beams=1, use_cache=not whole, **special)
+    how = {"do_sample": False, "num_beams": 1, "use_cache": not whole, **special}
     written: dict[int, str] = {}
     for chosen in batches[share[0] :: share[1]]:
         prompts = [questions[number].ids for number in chosen]
@@ -101,7 +102,9 @@ def write_answers(
         for row, prompt in enumerate(prompts):
             place = slice(0, len(prompt)) if seq2seq else slice(width - len(prompt), width)
             ids[row, place], mask[row, place] = torch.tensor(prompt), 1
-        with set_temporarily((model, "generation_config", how)):  # and not the checkpoint's own
+        room = most if seq2seq else max(1, longest(model, width + most) - width)  # of the model's positions
+        config = GenerationConfig(max_new_tokens=room, **how)
+        with set_temporarily((model, "generation_config", config)):  # and not the checkpoint's own
             found = model.generate(input_ids=ids.to(model.device), attention_mask=mask.to(model.device))
         found = found[:, 0 if seq2seq else width :]
         texts = tokenizer.batch_decode(found, skip_special_tokens=True)

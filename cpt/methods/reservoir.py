@@ -220,7 +220,8 @@ class DERPP(ContinualMethod):
             logits, _ = self.objective.outputs(self.model, both)
             present, logits = logits.tensor_split([len(stored)])
         nll = nll_of(logits, replayed)
-        return functional.mse_loss(present.float(), stored), nll.mean()
+        squared = functional.mse_loss(present.float(), stored, reduction="sum") / max(1, stored.numel())
+        return squared, nll.sum() / max(1, len(nll))  # a drawn row may have no scored token
 
 
 class Reference(Constraint):

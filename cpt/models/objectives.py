@@ -329,7 +329,8 @@ class Seq2SeqAnswers(Answers):
         self.start = start
 
     def sides(self, length: int) -> tuple[int, int | None]:
-        return length, length
+        read, written = self.raw.sides(length)  # raw text is longer where most of it is holes
+        return max(length, read), max(length, written)
 
     def restored(self, batch: Batch) -> Batch:
         """Questions stay; in raw text what the model's own objective has hidden is restored."""

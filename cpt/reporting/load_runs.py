@@ -17,6 +17,7 @@ import pandas
 import yaml
 from pandas import DataFrame
 
+from cpt.core.cache import PARTIAL
 from cpt.core.config import digest, executes, flatten
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation import task_metrics
@@ -108,7 +109,8 @@ def find_runs(folders: Sequence[Path]) -> FoundRuns:
     for top in folders:
         for path, inner, files in os.walk(top):
             is_run = "scores.json" in files or "config.yaml" in files
-            inner[:] = [name for name in inner if name[0] != "." and not (is_run and name in SUBFOLDERS)]
+            inner[:] = [name for name in inner if name[0] != "." and not name.endswith(PARTIAL)]
+            inner[:] = [name for name in inner if not (is_run and name in SUBFOLDERS)]
             if is_run:
                 holding[Path(path).resolve()] = Path(path), "scores.json" in files
     runs, begun = [], [folder for folder, measured in sorted(holding.values()) if not measured]

@@ -5,6 +5,7 @@ import platform
 from functools import partial
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 from hydra.core.hydra_config import HydraConfig
@@ -168,8 +169,12 @@ def empty_scores(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence
         known = f"the tokenizer {start.tokenizer.name_or_path} knows"
         allowed = f"longer text that {known}, a larger eval.max_tokens"
         raise ValueError(f"{told}. Allowed: {allowed}")
+    for name, text in data.validation.items():  # which the monitor compares
+        if not objective.scored(text.sizes()).any():
+            told = f"the validation text of {name} has no token that is scored"
+            raise ValueError(f"{told}. Allowed: longer text that the tokenizer knows, monitor.every=null")
     kind, similarity = start.objective_name, plan.similarity
-    base = {"name": given or names["model"], "origin": "hub" if given else "built"}
+    base: dict[str, Any] = {"name": given or names["model"], "origin": "hub" if given else "built"}
     if given is not None and Path(given).is_dir():
         base = {"name": Path(given).resolve().name, "origin": "folder"}
     elif given is not None and (fetched := checkpoint_files(given)):
@@ -180,6 +185,9 @@ def empty_scores(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence
         trained = f"head trained for {steps} steps on general text"
         adapted.append(trained if steps else "head as it is, or random")
     base |= {"adapted": "; ".join(adapted)} if adapted else {}
+    if (before := plan.settings["init_from"]) is not None:
+        earlier = Scores.load(Path(before) / "scores.json")
+        base["learned"] = list(dict.fromkeys([*earlier.base.get("learned", []), *earlier.run["order"]]))
     return Scores(
         domains=list(data.held_out),
         tokens=[int(objective.scorable(text.sizes()).sum()) for text in data.held_out.values()],

@@ -61,6 +61,9 @@ class StepCheckpoint(Callback):
         """Raises ValueError for a checkpoint without what a callback of this version of cpt stores."""
         for each in trainer.callbacks:
             stored = checkpoint["callbacks"].get(each.state_key, {})
+            if each.state_key == "Monitor" and not stored:
+                told = f"{self.path} is of a stage that began without monitor.every"
+                raise ValueError(f"{told}; take monitor.every back, or delete it to train the stage again")
             if type(each).__module__.startswith("cpt.") and (lacks := {*each.state_dict()} - {*stored}):
                 told = f"{self.path} is of another version of cpt ({type(each).__name__} lacks {min(lacks)})"
                 raise ValueError(f"{told}; delete it to train again from what came before")

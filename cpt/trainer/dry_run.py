@@ -282,7 +282,12 @@ def match_operations(plan: Plan, corpora: Corpora, start: Base, ready: Preflight
         return plan
     name, given = plan.budget.given
     if stored.exists():
-        return replace(plan, budget=replace(plan.budget, **{name: json.loads(stored.read_text())[name]}))
+        try:
+            steps = json.loads(stored.read_text())[name]
+        except (ValueError, KeyError, TypeError):
+            told = f"{stored} is damaged; bring it back from a copy, or delete it to count again"
+            raise ValueError(told) from None
+        return replace(plan, budget=replace(plan.budget, **{name: steps}))
     if is_one_of_several():
         told = "trainer.match=ncl is invalid with torchrun or srun: one process counts operations"
         raise ValueError(f"{told}. Allowed: trainer.{name}=N, the N that plan=true logs")

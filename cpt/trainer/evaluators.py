@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import asdict, replace
-from itertools import groupby, islice
+from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
 
@@ -49,7 +49,7 @@ from cpt.trainer.plan import Plan
 from cpt.trainer.run_dir import RunDir
 
 log = logging.getLogger(__name__)
-ANSWERS_FORMAT = 1  # counts changes of what a file of answers depends on
+ANSWERS_FORMAT = 2  # counts changes of what a file of answers depends on
 
 
 class Evaluator(ABC):
@@ -387,8 +387,8 @@ def make_evaluators(plan: Plan, corpora: Corpora, start: Base, harness: Any, **r
         options, left, questions = plan.answers, list[str](), dict[str, list[TaskPrompt]]()
         encoder = corpora.encoder(start.tokenizer, start.length, seq2seq=start.seq2seq)
         for task in plan.order:  # open questions only where answers are written
-            examples = read_examples(corpora.by_name[task], plan.source.score_on)
-            asked = [*map(encoder.prompt, islice(examples, options.max_documents))]
+            corpus, most = corpora.by_name[task], options.max_documents
+            asked = [*map(encoder.prompt, read_examples(corpus, plan.source.score_on, most=most))]
             measure, closed = options.known_by.get(task), all(each.example.choices for each in asked)
             if measure in task_metrics.RANKED and not closed:
                 told = f"answers.measures.{task}={measure} is invalid: the answers are open, not choices"

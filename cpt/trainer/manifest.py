@@ -26,6 +26,7 @@ from cpt.core.processes import is_first_process
 from cpt.core.schema import check_types, show
 from cpt.data.sources.base import GENERAL, Source, stamp_of
 from cpt.evaluation.options import AUTO
+from cpt.evaluation.scores import Scores
 from cpt.trainer.plan import Plan, why_not_growable, with_cap
 from cpt.trainer.run_dir import WEIGHTS, RunDir, checkpoint_files, file_stat
 
@@ -218,6 +219,9 @@ def resume_from_sibling(run: RunDir, plan: Plan) -> None:
                     shutil.copytree(path, partial / path.name, copy_function=how)
                 elif path.is_file():
                     shutil.copy2(path, partial / path.name)
+            scores = Scores.load(partial / "scores.json")
+            scores.run["finished"] = False  # until what is new has been learned
+            scores.save(partial / "scores.json")
             for path in run.path.iterdir():  # Hydra's files are there by now
                 os.replace(path, partial / path.name)
             run.path.rmdir()

@@ -217,9 +217,13 @@ def check_model(plan: Plan) -> PretrainedConfig:
         if plan.trainer.compile and any(mask.limits for mask in module.masks):
             raise ValueError("trainer.compile=true is invalid with backend=backward. Allowed: backend=hooks")
         frozen, only = {id(parameter) for parameter in module.frozen}, plan.freeze.trainable
-        if only is not None and all(id(each) in frozen for each in module.model.parameters()):
-            why = f"it leaves nothing of what method={name} trains. Allowed: null, or what finds some of it"
-            raise ValueError(f"trainable={show(only)} is invalid: {why}")
+        chosen = only is not None or plan.freeze.layers
+        if chosen and all(id(each) in frozen for each in module.model.parameters()):
+            given, allowed = f"freeze.layers={plan.freeze.layers}", "fewer blocks"
+            if only is not None:
+                given, allowed = f"trainable={show(only)}", "null, or what finds some of it"
+            why = f"it leaves nothing of what method={name} trains"
+            raise ValueError(f"{given} is invalid: {why}. Allowed: {allowed}")
     return config
 
 

@@ -73,7 +73,9 @@ class RunDir:
     def changes(self, settings: Mapping[str, Any]) -> list[str]:
         """How a config differs from the stored one, apart from keys whose contents are compared."""
         then, now = (identity(redact(each)) for each in (self.stored_config(), settings))
-        ignored = BY_CONTENT if self.manifest.exists() or self.scores_file.exists() else ()
+        ignored: tuple[str, ...] = BY_CONTENT if self.manifest.exists() or self.scores_file.exists() else ()
+        if (then.get("init_from") is None) != (now.get("init_from") is None):  # else the bases are compared
+            ignored = tuple(key for key in ignored if key != "init_from")
         keys, absent = sorted({*then, *now} - {*ignored}), "(absent)"
         pairs = {key: (then.get(key, absent), now.get(key, absent)) for key in keys}
         return [f"{key}: {before} -> {after}" for key, (before, after) in pairs.items() if before != after]

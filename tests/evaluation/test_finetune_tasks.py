@@ -89,6 +89,12 @@ def test_every_format_gives_the_same_examples_and_no_other_is_read(root, tmp_pat
         plan(root).source.task("law")
 
 
+def test_half_of_an_emoji_is_replaced_as_in_corpora(root):
+    folder = root / "endtasks" / "law"
+    (folder / "test.jsonl").write_text('{"text": "so \\ud83d good", "label": "good"}\n')
+    assert [each.text for each in plan(root).source.task("law").test] == ["so ? good"]
+
+
 def broken(root, split, change):
     """Changes the rows of a split of law."""
     path = root / "endtasks" / "law" / f"{split}.jsonl"

@@ -19,19 +19,21 @@ def row_of(**means):
     return {name: np.stack([mean * COUNTS, COUNTS]) for name, mean in means.items()}
 
 
-def compared(before, after, *, gain=0.05, loss=0.02, since=1, rows=("base", "law", "food")):
+def compared(before, after, *, gain=0.05, loss=0.02, since=1, rows=("base", "law", "food"), learned=()):
     """The last row against an earlier one, of texts with such means; None is not measured."""
     names = list(before)
     nll = [[0.0] * len(names) for _ in rows]
     nll[since], nll[-1] = ([values[name] for name in names] for values in (before, after))
-    scores = SimpleNamespace(rows=list(rows), domains=names, nll=nll, run={"order": ["law", "food"]})
+    run = {"order": ["law", "food"]}
+    scores = SimpleNamespace(rows=list(rows), domains=names, nll=nll, run=run, base={"learned": learned})
     there = [{name: mean for name, mean in values.items() if mean is not None} for values in (before, after)]
     return Found(*judge_run(scores, *(row_of(**each) for each in there), since=since, gain=gain, loss=loss))
 
 
 def judged(before, after, *, gain=0.05):
     """Rows with documents of their own, in which food is new."""
-    scores = SimpleNamespace(rows=["base", "law", "food"], domains=["law", "food"], nll=[[1.0, 1.0]] * 3)
+    nll = [[1.0, 1.0]] * 3
+    scores = SimpleNamespace(rows=["base", "law", "food"], domains=["law", "food"], nll=nll, base={})
     return Found(*judge_run(scores, before, after, since=1, gain=gain, loss=0.02))
 
 
@@ -54,6 +56,12 @@ CHANGES = [  # of the means after food: law, food, general
     ((3.0, 4.96, 4.0), {"food": "improved too little"}),
     ((3.0, 4.9, 4.5), {"general": "forgotten"}),
 ]
+
+
+def test_what_the_run_of_init_from_learned_is_old_or_not_measured():
+    means = ({"law": 3.0, "food": 5.0, "sea": 2.0}, {"law": 3.0, "food": 4.9, "sea": 2.1})
+    found = compared(*means, learned=["sea", "sky"])
+    assert verdicts(found)["sea"] == "forgotten" and found.unmeasured == ["sky"] and not found.opens
 
 
 @pytest.mark.parametrize(("after", "told"), CHANGES)

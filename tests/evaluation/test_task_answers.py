@@ -105,6 +105,17 @@ def test_what_is_written_is_greedy_in_any_batch_whatever_the_checkpoint_says(kin
     assert len(differing) > 1
 
 
+def test_an_answer_ends_with_the_positions_of_the_model():
+    """It is what a model with more of them writes so far."""
+    tokenizer, model = framed(), causal()
+    whole = written_by(model, tokenizer, most=40, batch_size=1)
+    model.config.max_position_embeddings = 16
+    model.transformer.wpe.weight.data = model.transformer.wpe.weight.data[:16]
+    model.transformer.wpe.num_embeddings = 16
+    short = written_by(model, tokenizer, most=40, batch_size=1)
+    assert all(whole[number].startswith(text) for number, text in short.items()) and short != whole
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("kind", MODELS)
 def test_processes_share_out_the_batches_of_one(kind):

@@ -13,7 +13,7 @@ from cpt.core.randomness import sample_keys
 from cpt.data.collate import UNSCORED, Rows, Sizes, labels_of
 from cpt.data.corpus import make_corpus
 from cpt.data.sampler import stack_rows
-from cpt.data.sources.base import EXAMPLES, write_example
+from cpt.data.sources.base import CONCAT, EXAMPLES, write_example
 from cpt.data.tokenized_tasks import encode_corpus
 from cpt.models.objectives import Causal, CausalAnswers, Masked, Seq2SeqAnswers, Span, draw_composition
 from tests.support.data_fixtures import HELD_OUT, opened, rows_by_hand
@@ -244,6 +244,20 @@ def test_counts_are_those_of_the_table_and_both_sides_joined_at_the_sentinels_ar
         assert torch.equal(restored["attention_mask"], torch.from_numpy(given.present).long())
         full = objective.restored(objective.batch(given.some(np.array([0, 3])))[0])
         assert "attention_mask" not in full and full["input_ids"].tolist() == given.ids[[0, 3]].tolist()
+
+
+def test_raw_text_between_answers_has_its_places_and_its_width(answered):
+    raw = span(0.5, 1)
+    source, target = raw.sides(64)
+    assert Seq2SeqAnswers(raw, pad=PAD, start=PAD).sides(64) == (max(64, source), max(64, target))
+    tasks, ids = answered(), np.arange(3 * 200).reshape(3, 200) % 90
+    general = SimpleNamespace(
+        length=200, pad=1, packing=CONCAT, row_lengths=np.full(3, 200), ids=lambda rows: ids[rows]
+    )
+    general.answers = lambda rows: None
+    assert tasks.length < 200
+    stacked = stack_rows([tasks, general], np.array([1, 1]), np.array([0, 2]), np.zeros(2, np.uint64))
+    assert stacked.ids.tolist() == ids[[0, 2]].tolist() and stacked.lengths.tolist() == [200, 200]
 
 
 def test_every_composition_is_equally_likely():

@@ -5,6 +5,8 @@ import os
 
 import pytest
 
+from cpt.reporting.load_runs import find_runs
+from cpt.status import read_statuses
 from cpt.trainer.run_dir import RunDir
 from tests.runs.reading import assert_same_bits, killed, same_state, scores_of, state_of
 from tests.support.campaign import run_few
@@ -111,6 +113,34 @@ def test_a_killed_copy_is_no_sibling_and_a_run_without_its_config_is_not_copied_
     (tmp_path / "two" / "config.yaml").write_text("- a")
     start(small(THREE, few), tmp_path / "three")
     assert scores_of(tmp_path / "three").grown == []
+
+
+def raise_killed(*args):
+    raise KilledError
+
+
+def test_a_copy_that_learned_nothing_new_is_unfinished_and_one_of_another_base_no_sibling(
+    start, small, tmp_path, monkeypatch, caplog
+):
+    caplog.set_level(logging.INFO)
+    few = "trainer.steps=2"
+    start(small("order=[law]", few), tmp_path / "one")
+    start(small("order=[law]", few, "seed=3"), tmp_path / "base")
+    start(small(TWO, few, f"init_from={tmp_path / 'base'}"), tmp_path / "after")
+    assert scores_of(tmp_path / "after").base["learned"] == ["law"]
+    with pytest.raises(ValueError, match="made with another config.*init_from"):
+        start(small(TWO, few), tmp_path / "after")
+    with monkeypatch.context() as patched, pytest.raises(KilledError):
+        patched.setattr("cpt.trainer.loop.ContinualTrainer.fit_stage", raise_killed)
+        start(small(THREE, few), tmp_path / "three")
+    assert f"Continuing from a copy of {tmp_path / 'one'}" in caplog.text
+    assert not scores_of(tmp_path / "three").run["finished"]
+    start(small(THREE, few), tmp_path / "three")
+    assert scores_of(tmp_path / "three").grown == [1] and scores_of(tmp_path / "three").run["finished"]
+    (tmp_path / "four.partial").mkdir()
+    (tmp_path / "four.partial" / "scores.json").write_bytes((tmp_path / "one" / "scores.json").read_bytes())
+    assert not [run for run in find_runs([tmp_path]).runs if run.folder.name == "four.partial"]
+    assert not [run for run in read_statuses([tmp_path]) if run.run.endswith(".partial")]
 
 
 NOT_AFTER = {

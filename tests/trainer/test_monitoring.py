@@ -54,6 +54,12 @@ def test_patience_counts_looks_since_the_lowest_loss(losses, ends):
     assert bool(watched.why_stop(options(every=1, patience=2), own=("mine",))) == ends
 
 
+def test_of_text_without_a_scored_token_the_last_weights_are_kept():
+    unscored = seen({"mine": [np.nan] * 4, "past": [9.0, 7.0, 5.0, 3.0]})
+    assert unscored.since_best(["mine"]) == 0
+    assert not unscored.why_stop(options(every=1, patience=2), own=["mine"])
+
+
 def test_looking_changes_no_bit(small, start, tmp_path):
     for name, how in (("plain", []), ("watched", EVERY)):
         start(small("method=demix", *THREE, *DROPOUT, *how), tmp_path / name)

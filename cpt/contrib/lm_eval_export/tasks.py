@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -138,9 +137,9 @@ def export(plan: Plan, folder: Path) -> list[str]:
     base, done = describe_base(plan.model, corpora), {}
     texts = HarnessTexts(Encoder(base.tokenizer, base.length, plan.source.encoding, base.seq2seq))
     for task in plan.order:
-        prompts = map(texts.encoder.prompt, read_examples(corpora.by_name[task], plan.source.score_on))
         most = plan.answers.max_documents if plan.answers else None
-        done[task] = export_task(folder, task, islice(prompts, most), texts)
+        examples = read_examples(corpora.by_name[task], plan.source.score_on, most=most)
+        done[task] = export_task(folder, task, map(texts.encoder.prompt, examples), texts)
     written = [each for each in done.values() if each is not None]
     if not written:
         why = "has choices, which the harness is to rank; needed: one"

@@ -35,6 +35,7 @@ RENAMED = {"ag_news": "agnews", "amazon_review_full": "amazon", "yahoo_answers":
 SPELLING = {"thlete": "athlete"}
 MOST_CHOICES, PER_CHOICE = 50, 2  # of a closed set: the most answers, and how often each occurs on average
 FIELDS = ("prefix", "question", "instruction", "options", "text", "task", "dataset")  # of every template
+MADE = {*FIELDS} - {"instruction", "text"}  # by the template itself
 
 
 def named_split(name: str) -> str | None:
@@ -73,7 +74,7 @@ def find_files(root: Path, layout: str) -> Iterator[tuple[str, str | None, Path]
                     allowed = f"{root}/TASK/{path.name}, or files of one task each"
                     raise ValueError(f"{path} is in no task's folder. Allowed: {allowed}")
                 splits = (named_split(part) for part in reversed(path.relative_to(top).parts))
-                name = top.name if top.is_dir() else top.name.partition(".")[0]
+                name = top.name if top.is_dir() else top.name.partition(suffix)[0]
                 yield name, next(filter(None, splits), None), path
 
 
@@ -220,6 +221,9 @@ class Tasks(Source):
         columns = self.columns if self.root is not None and self.format in TABLES else None
         if columns is not None and not (columns.get("text") and columns.get("target")):
             raise ValueError(f"columns={dict(columns)} is invalid. Allowed: the columns of text and target")
+        if made := sorted({*(columns or ())} & {*MADE}):
+            told = f"columns.{made[0]} is invalid: {{{made[0]}}} is made by the template"
+            raise ValueError(f"{told}. Allowed: another name for the field, which its source then has")
         self.prompt.check_fields([name for name in columns or () if name not in ("target", "id")])
         if not self.names:
             raise ValueError(f"root={self.root} is invalid. Allowed: a folder of tasks")

@@ -9,8 +9,10 @@ import pytest
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
+from cpt.core.randomness import key, sample_keys
 from cpt.data.corpus import make_corpus
 from cpt.data.sources.base import read_example
+from cpt.data.tokenized_tasks import read_examples
 
 ANSWERS = ["bad", "good"]
 
@@ -142,6 +144,41 @@ def test_a_question_of_train_is_no_test_and_each_answer_is_drawn_as_often_as_ask
     assert Counter(few.values()) == {"a": 4, "b": 4, "c": 4}
     assert few.items() <= drawn(8).items()  # the draw grows
     assert drawn(4, "test") == drawn("all", "test") and len(drawn("all")) == 60 - 3 - 6
+
+
+def test_the_rows_of_an_answer_are_those_of_the_smallest_hashes(source, tmp_path):
+    """Of many answers: against a loop over them."""
+    many = [{"text": f"text {at}", "label": f"answer {at % 7}"} for at in range(200)]
+    put(tmp_path / "root" / "a" / "train.jsonl", many, lines=True)
+    limited, whole = (make_corpus(source(f"domains.per_class={n}"), "a", cache=tmp_path) for n in (3, "all"))
+    keys, stream = whole.keys("train"), key("per class", 0)
+    targets = [read_example(each).target for each in whole.documents("train")["text"]]
+    ranked = sorted(range(len(keys)), key=lambda at: sample_keys(stream, keys[at : at + 1])[0])
+    kept, taken = set(), Counter()
+    for at in ranked:
+        taken[targets[at]] += 1
+        kept |= {keys[at]} if taken[targets[at]] <= 3 else set()
+    assert {*limited.keys("train")} == kept and len(kept) == 21
+
+
+def test_fewer_examples_are_a_fixed_draw_of_a_sorted_file(source, tmp_path):
+    ordered = sorted(rows(200), key=lambda row: row["label"])
+    put(tmp_path / "root" / "a" / "train.jsonl", ordered, lines=True)
+    put(tmp_path / "root" / "a" / "test.jsonl", sorted(rows(60, first=300), key=str), lines=True)
+    corpus = make_corpus(source(), "a", cache=tmp_path)
+    few, again = ([*read_examples(corpus, "test", most=20)] for _ in range(2))
+    assert few == again and len(few) == 20 and {each.target for each in few} == {"good", "bad"}
+    whole = [*read_examples(corpus, "test")]
+    assert few == [each for each in whole if each in few]
+    assert [*read_examples(corpus, "test", most=60)] == whole
+
+
+def test_files_with_a_dot_are_tasks_of_their_own_and_no_column_hides_a_field(source, tmp_path):
+    for name in ("gsm8k.easy", "gsm8k.hard"):
+        put(tmp_path / "root" / f"{name}.jsonl", rows(40), lines=True)
+    assert source().names == ["gsm8k.easy", "gsm8k.hard"]
+    with pytest.raises(InstantiationException, match="columns.question is invalid: {question} is made by"):
+        source("+domains.columns.question=ask")
 
 
 def test_an_answer_that_is_no_choice_and_two_data_sets_of_one_name_are_refused(source, tmp_path):
