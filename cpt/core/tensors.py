@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,13 +145,15 @@ class PreciseTensors(NamedTensors):
         super().__init__({name: precise(each) for name, each in tensors.items()}, persistent=persistent)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NamedTensors:
-        def moved(buffer: Tensor) -> Tensor:
-            if not buffer.is_floating_point():
-                return fn(buffer)
-            bits = torch.int32 if buffer.itemsize == 4 else torch.int64
-            return fn(buffer.view(bits)).view(buffer.dtype)
+        return super()._apply(partial(move_uncast, fn), recurse)
 
-        return super()._apply(moved, recurse)
+
+def move_uncast(fn: Callable[[Tensor], Tensor], buffer: Tensor) -> Tensor:
+    """What a module's `_apply` makes of a buffer, but for a cast of one of at least 32 bits."""
+    if not buffer.is_floating_point() or buffer.itemsize < 4:
+        return fn(buffer)
+    bits = torch.int32 if buffer.itemsize == 4 else torch.int64
+    return fn(buffer.view(bits)).view(buffer.dtype)
 
 
 def precise(values: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ class Batch(TypedDict, total=False):
     rows: Tensor  # [K]: the row of each scored place
     domains: Tensor  # [B]: the index of each row's domain in the order, -1 for general text
     weight: Tensor  # scalar: the factor of each scored place's loss
+    mean_rows: Tensor  # scalar, in training: rows of a step over the parts that it is divided into
     layout: Tensor  # [R, W]: the place in input_ids that is at each place of shared rows
     column: Tensor  # scalar, in evaluation: the number of the held-out text
     documents: Tensor  # [K], in evaluation: the document of each target

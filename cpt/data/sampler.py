@@ -71,6 +71,7 @@ class TrainStream(Dataset):
         sizes = (self.texts[part].sizes(rows[parts == part]) for part in np.unique(parts))
         scored = sum(int(self.objective.scored(each).sum()) for each in sizes)
         batch["weight"] = torch.tensor(pieces / max(1, scored))
+        batch["mean_rows"] = torch.tensor(len(rows) / pieces)
         return self.objective.lay_out(batch)
 
     def new(self, steps: int) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +78,8 @@ class Constraint(GradientMask):
     `apply_to` is `gradient` (before clipping and the optimizer; Adam's division by entry leaves a subspace
     again) or `update` (the step itself, weight decay included)."""
 
+    comes_first: ClassVar[bool] = False  # before the factors of masks, which so limit what it makes of a step
+
     def covered(self) -> Iterable[nn.Parameter]:
         """The constrained parameters, once per optimizer step; none while there is no constraint yet."""
         return ()
@@ -111,6 +113,7 @@ class StepSnapshot:
         optimizer: Optimizer | None = None,
     ) -> None:
         self.mask, self.factor = mask, factor
+        self.comes_first = isinstance(mask, Constraint) and mask.comes_first
         self.before = [(each, each.detach().clone()) for each in dict.fromkeys(parameters)]
         self.state: dict[str, Tensor] | None = None
         if optimizer is not None and mask.apply_to == "frozen":

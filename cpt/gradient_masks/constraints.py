@@ -41,6 +41,8 @@ class MomentumFilter(Constraint):
     biases are not filtered, and decoupled weight decay reaches all entries; `form=whole` filters every tensor
     and its decay."""
 
+    comes_first = True
+
     def __init__(self, options: MomentumFilterOptions) -> None:
         super().__init__(apply_to="update")
         self.share, self.released = options.share, options.form == "released"

@@ -21,7 +21,7 @@ from fractions import Fraction
 from functools import partial
 from itertools import accumulate
 from math import floor
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from transformers import PreTrainedModel
 from cpt.adapters.experts import TextRows
 from cpt.core.distributed import all_reduce_sum, full_tensor, gather_objects, sum_on_cpu
 from cpt.core.randomness import key
+from cpt.core.tensors import move_uncast
 from cpt.data.collate import Batch
 from cpt.gradient_masks.base import GradientMask
 from cpt.gradient_masks.options import MagnitudeMaskOptions
@@ -121,6 +122,10 @@ class MagnitudeMask(GradientMask):
             self.hooks.append(measured.register_forward_hook(partial(self.record, place, side)))
             if self.limits and each.measured is None:
                 self.limited.append(RowGradients(each.module, axis=each.axis, mask=self, place=place))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Counts and sums keep their 32 bits where the model has 16."""
+        return super()._apply(partial(move_uncast, fn), recurse)
 
     def open(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         counted = self.recording and torch.is_grad_enabled()
@@ -297,7 +302,8 @@ class RowGradients:
         self.weight: nn.Parameter | None = None  # while the map is computed
         self.hooks: list[RemovableHandle] = [
             module.register_forward_pre_hook(self.detach_weight),
-            module.register_forward_hook(self.restore_weight, always_call=True),
+            # first, so that gates on the output are part of the gradient
+            module.register_forward_hook(self.restore_weight, always_call=True, prepend=True),
         ]
 
     def remove(self) -> None:

@@ -71,8 +71,10 @@ class ContinualMethod(LightningModule):
     model, None for all of it. A method with modules per domain calls `use_domain_params`."""
 
     requires_all_domains = False  # whether all domains must be known before the first one starts
+    ends_domains = False  # whether the next domain has to start from what the end of one makes of the weights
     alone = False  # whether each domain starts from the base, so that its model is of that domain only
     period = 1  # steps after which the computation of a step repeats
+    settled = 0  # the first step that computes what the later ones do
     needs_32_bits = False  # whether sharded weights must be in at least 32 bits
     # Where the export has modules: what adds them to a plain model (None: they are weights of it), and how.
     attached: tuple[Callable[..., Scope] | None, Mapping[str, Any]] | None = None
@@ -404,7 +406,7 @@ class ContinualMethod(LightningModule):
     ) -> None:
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         if self.steps:
-            for snapshot in self.snapshots:
+            for snapshot in sorted(self.snapshots, key=lambda each: not each.comes_first):
                 snapshot.apply(cast(Optimizer, optimizer))
             self.after_update()
         self.snapshots.clear()

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from cpt.adapters.domain_store import BASE, DomainScorer
@@ -167,10 +166,10 @@ class ELLE(ContinualMethod):
         with self.prompting.reading(self.model, batch["domains"]):
             return super().losses(batch)
 
-    def transform_gradients(self, optimizer: Optimizer) -> None:
+    def on_gradients_ready(self) -> None:
         ahead = self.data.recovery_steps(self.domain)
         if ahead and self.trainer.global_step == ahead and self.carried is None:
-            optimizer.state.clear()
+            self.trainer.optimizers[0].state.clear()  # before masks keep moments
 
     def model_for(self, domain: int) -> PreTrainedModel:
         if self.prompting is None:

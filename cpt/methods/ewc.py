@@ -242,6 +242,8 @@ class SI(AnchorPenalty):
 class Recall(Constraint):
     """Keeps the share lambda of a step and adds the pull to the anchor."""
 
+    comes_first = True
+
     def __init__(self, anchor: Snapshot, options: RecAdamOptions) -> None:
         super().__init__(apply_to="update")
         self.options = options

@@ -231,7 +231,7 @@ class LifelongMoE(CopyingMethod):
             probabilities = each.noted.probabilities.sum(0)
             # E sum_e s_e P_e
             balance = len(own) * (own.to(probabilities) * probabilities).sum()
-            terms.append(balance / (tokens * len(batch["domains"])))
+            terms.append(balance / (tokens * batch["mean_rows"]))
         return {"balance": self.options.balance * torch.stack(terms).mean()}
 
     def on_gradients_ready(self) -> None:

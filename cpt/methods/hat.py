@@ -84,6 +84,7 @@ class HAT(GatedMethod):
     """Gives each domain gates over shared weights, and protects the units that they open."""
 
     options: HATOptions
+    ends_domains = True
 
     def __init__(self, options: HATOptions, context: MethodContext) -> None:
         model, scope, groups, attached = context.model, None, [], None
@@ -190,6 +191,7 @@ class CPTPlugin(GatedMethod):
     base's."""
 
     options: CPTPluginOptions
+    ends_domains = True
     bank: DomainParams
 
     def __init__(self, options: CPTPluginOptions, context: MethodContext) -> None:

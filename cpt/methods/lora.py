@@ -185,6 +185,7 @@ class OLoRA(IncLoRA):
     A_k [r, d_in] are the A's of earlier domains; only A_t and B_t have gradients."""
 
     options: OLoRAOptions
+    ends_domains = True
 
     def __init__(self, options: OLoRAOptions, context: MethodContext) -> None:
         super().__init__(options, context)
@@ -301,7 +302,7 @@ class SAPT(ContinualMethod):
                 assert cosines is not None
                 own = batch["domains"] == self.domain.index
                 name, distances = "matching", 1 - cosines[:, -1, -1][own]
-            terms[name] = self.options.strength * distances.sum() / len(batch["domains"])
+            terms[name] = self.options.strength * distances.sum() / batch["mean_rows"]
         return terms
 
     def forgotten(self, batch: Batch) -> Tensor:

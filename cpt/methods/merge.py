@@ -43,7 +43,7 @@ from cpt.methods.lora import LoRA
 from cpt.methods.options import EMAOptions, MergeLoRAOptions, MergeOptions, ReptileOptions, WiSEFTOptions
 from cpt.models.fisher import fisher
 from cpt.models.fsdp import named_weights
-from cpt.models.weights import Snapshot
+from cpt.models.weights import PreciseSnapshot, Snapshot
 
 log = logging.getLogger(__name__)
 ALIKE = 0.9995  # cosine from which slerp is a lerp
@@ -199,6 +199,7 @@ class Merge(ContinualMethod):
     """Merges the final weights of all domains so far."""
 
     options: MergeOptions
+    ends_domains = True
 
     def __init__(self, options: MergeOptions, context: MethodContext) -> None:
         super().__init__(options, context)
@@ -230,6 +231,7 @@ class MergeLoRA(LoRA):
     are merged: tau_k is the product B_k A_k, not its factors."""
 
     options: MergeLoRAOptions
+    ends_domains = True
 
     def __init__(self, options: MergeLoRAOptions, context: MethodContext) -> None:
         super().__init__(options, context)
@@ -274,10 +276,11 @@ class EMA(ContinualMethod):
     It starts at the model before each domain and replaces the model at the domain's end."""
 
     options: EMAOptions
+    ends_domains = True
 
     def __init__(self, options: EMAOptions, context: MethodContext) -> None:
         super().__init__(options, context)
-        self.average = Snapshot(self.model, persistent=True)
+        self.average = PreciseSnapshot(self.model, persistent=True)
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
         self.average.take(self.model)
@@ -297,6 +300,7 @@ class WiSEFT(ContinualMethod):
     The paper does so once, with the zero-shot model as theta_{t-1} and alpha = 1 - p, by default 0.5."""
 
     options: WiSEFTOptions
+    ends_domains = True
 
     def __init__(self, options: WiSEFTOptions, context: MethodContext) -> None:
         super().__init__(options, context)

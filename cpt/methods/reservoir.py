@@ -173,6 +173,7 @@ class DERPP(ContinualMethod):
     and features, the second l over its scored tokens."""
 
     options: DERPPOptions
+    settled = 1  # in the first step of all nothing is stored yet
 
     def __init__(self, options: DERPPOptions, context: MethodContext) -> None:
         super().__init__(options, context)

@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from cpt.core.distributed import add_up, is_sharded, shard_like, to_local, with_rows
 from cpt.core.schema import show
-from cpt.core.tensors import NamedTensors
+from cpt.core.tensors import NamedTensors, PreciseTensors, precise
 from cpt.models.forward import in_mode
 from cpt.models.fsdp import named_weights, reshard
 from cpt.models.options import Freeze
@@ -66,6 +66,13 @@ class Snapshot(NamedTensors):
         """The model with the copy's weights, in eval mode and without gradients, inside the context."""
         with torch.no_grad(), in_mode(model, training=False), swap_weights(model, self.named()):
             yield
+
+
+class PreciseSnapshot(Snapshot, PreciseTensors):
+    """A copy in at least 32 bits, which many small moves add up in."""
+
+    def update(self, tensors: Mapping[str, Tensor]) -> None:
+        super().update({name: precise(each) for name, each in tensors.items()})
 
 
 def shared_names(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]:

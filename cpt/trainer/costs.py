@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning import LightningModule, Trainer
@@ -74,8 +74,9 @@ class CostMonitor(Callback):
     """Measures a stage: tokens that its steps read, floating-point operations, peak memory, learning rates.
 
     Operations of forward, backward and a method's own passes are counted during the first step, which stands
-    for all (where steps differ, the mean of a `period` of the method's), and during the method's work before
-    and after the domain. A resumed stage continues the counts of its checkpoint."""
+    for all (where steps differ, the mean of a `period` of the method's, from the step on in which it is
+    `settled`), and during the method's work before and after the domain. A resumed stage continues the counts
+    of its checkpoint."""
 
     def __init__(self) -> None:
         self.tokens, self.memory = 0, 0
@@ -121,8 +122,11 @@ class CostMonitor(Callback):
             self.begin()
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Batch, at: int) -> None:
+        settled = min(getattr(cast(Any, module), "settled", 0), trainer.max_steps - 1)
         if self.flops["step"] == 0 and self.counted_to <= trainer.global_step:
             self.end("before")
+            if trainer.global_step < settled:
+                return
             self.begin()
             self.counted = min(getattr(module, "period", 1), trainer.max_steps - trainer.global_step)
             self.counted_to = trainer.global_step + self.counted

@@ -287,6 +287,10 @@ def conflicts(plan: Plan) -> Iterator[str]:
     if monitor.decides and branches:
         why = "the next domain starts before it. Allowed: stop=null, patience=null, keep=last"
         yield f"monitor.stop, patience, keep is invalid with a schedule whose decay is a branch: {why}"
+    if branches and plan.method.load().ends_domains:
+        schedule = type(plan.lr_scheduler).__name__
+        why = f"the next domain starts before the decay, and without what method={name} makes of its end"
+        yield f"lr_scheduler={schedule} is invalid: {why}. Allowed: a schedule without branches, like linear"
     sizes = {"length": plan.model.max_seq_length, "batch_size": plan.budget.batch_size}
     yield from plan.mixture.conflicts(
         examples=source.encoding is not None, chats=source.chats, sharded=sharded, **sizes

@@ -373,6 +373,7 @@ def test_processes_and_parts_share_out_the_same_step(objective, accumulate, worl
             assert torch.equal(torch.cat([piece[name] for piece in pieces]), undivided[step][name])
         scored = sum(len(piece["positions"]) for piece in pieces)
         assert [float(piece["weight"]) for piece in pieces] == pytest.approx([parts / scored] * parts)
+        assert [float(piece["mean_rows"]) for piece in pieces] == pytest.approx([sum(sizes) / parts] * parts)
 
 
 LATER = [*DOMAINS, Domain("now", 3, ("now",))]

@@ -17,7 +17,7 @@ from cpt.models.units import projections
 from tests.conftest import GOLDEN, needs_golden
 from tests.gradient_masks.test_soft import roberta
 from tests.models import test_units
-from tests.support.making import same
+from tests.support.making import assert_close, same
 
 IDS = torch.arange(9)[None]
 STILL = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0)
@@ -320,3 +320,17 @@ def test_passes_that_are_not_of_the_loss_have_all_gradients():
         loss = made(input_ids=TEXT, labels=TEXT).loss + copy(input_ids=TEXT, labels=TEXT).loss
     loss.backward()
     assert every_row(copy) and not every_row(made)
+
+
+@pytest.mark.parametrize("method", ["hat", "cpt_plugin"])
+def test_gates_on_an_output_are_part_of_the_gradient_of_either_backend(method, build):
+    given = ["mask=migu", "mask.migu.threshold=0"]
+    hooks, backward = (build(method, *given, f"mask.migu.backend={each}") for each in ("hooks", "backward"))
+    for each in (hooks, backward):
+        each.learn(0)
+    assert_close(backward.weights(), hooks.weights(), rtol=1e-4, atol=1e-6)
+
+
+def test_counts_keep_their_bits_where_the_model_has_sixteen():
+    mask = watching(roberta()).to(torch.bfloat16)
+    assert {each.dtype for each in (mask.sums, mask.chosen)} == {torch.float32}

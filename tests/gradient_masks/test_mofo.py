@@ -7,6 +7,7 @@ from torch import nn
 from cpt.gradient_masks.base import StepSnapshot
 from cpt.gradient_masks.constraints import MomentumFilter
 from cpt.gradient_masks.options import MomentumFilterOptions
+from tests.runs.reading import scores_of
 from tests.support.making import ORDER, made
 
 
@@ -65,3 +66,11 @@ def test_a_run_moves_so_many_weights_less(form, small):
     weight = nn.Parameter(torch.ones(3))
     with pytest.raises(ValueError, match="it has no momentum"):
         step(weight, torch.optim.SGD([weight], lr=0.1), torch.ones(3), share=0.5)
+
+
+def test_what_a_method_protects_stays_protected(start, small, tmp_path):
+    """Weight decay too, which the released form lets through, is that of the mask's entries."""
+    given = ["method=hat", "mask=mofo", "optim.weight_decay=0.1", "order=[law,food]"]
+    start(small(*given), tmp_path / "run")
+    _, law, food = scores_of(tmp_path / "run").nll
+    assert law[0] == food[0] and law[1] != food[1]

@@ -28,6 +28,25 @@ def test_the_average_is_that_of_the_optimizer_steps(build):
         assert_close(work.weights(), expected, rtol=1e-4, atol=1e-6)
 
 
+def test_the_average_keeps_small_steps_where_the_model_has_sixteen_bits(build):
+    work = build("ema", "method.decay=0.999")
+    work.module.to(torch.bfloat16)
+    average, before = work.module.average, clones(work.module.average.named())
+    assert {each.dtype for each in average.named().values()} == {torch.float32}
+    for parameter in work.module.model.parameters():
+        parameter.data.mul_(1.05)
+    for _ in range(3):
+        work.module.after_update()
+    weights = {name: each.float() for name, each in work.weights().items()}
+    share = 1 - 0.999**3
+    assert_close(
+        average.named(),
+        {n: torch.lerp(v, weights[n], share) for n, v in before.items()},
+        rtol=1e-4,
+        atol=1e-7,
+    )
+
+
 @pytest.mark.parametrize(("method", "options", "kept"), [
     ("wise_ft", ["method.previous=0.3"], 0.3),
     ("reptile", ["method.every=9", "method.share=0.3"], 0.7),

@@ -57,10 +57,10 @@ def test_gradients_are_masked_before_they_are_clipped(build, monkeypatch):
         for parameter in module.model.parameters():
             parameter.grad.fill_(100.0)
 
-    monkeypatch.setattr(NCL, "transform_gradients", large)
     plain = ["optim=sgd", "optim.lr=1", "lr_scheduler=constant", "lr_scheduler.warmup_ratio=0"]
     parts = ["trainer.gradient_clip_val=0.5", "trainer.accumulate_grad_batches=2", "trainer.steps=1"]
     work = build("ncl", *plain, *parts)
+    monkeypatch.setattr(NCL, "transform_gradients", large)  # not of the base, which is ncl's too
     work.module.masks.append(Half(apply_to="gradient", factor=0.0, model=work.module.model))
     before = work.weights()
     work.learn(0)

@@ -134,6 +134,17 @@ def test_of_steps_that_differ_the_mean_of_a_period_is_counted(tmp_path, monkeypa
     assert fitted(tmp_path / "short", steps=1)["flops"] == 3 * ONE
 
 
+def test_a_first_step_that_is_not_like_the_others_does_not_stand_for_them(tmp_path, monkeypatch):
+    def growing(self, batch):
+        return sum(self.net(batch["input_ids"]) for _ in range(min(self.trainer.global_step, 1) + 1))
+
+    monkeypatch.setattr(Counted, "training_step", growing)
+    monkeypatch.setattr(Counted, "settled", 1, raising=False)
+    assert fitted(tmp_path / "settled", steps=4)["flops"] == 4 * 2 * ONE
+    assert fitted(tmp_path / "before", steps=4, before=2)["flops"] == 4 * 2 * ONE + 2 * FORWARD
+    assert fitted(tmp_path / "short", steps=1)["flops"] == ONE
+
+
 class Stop(Callback):
     """Kills a fit after its second step, or before its first."""
 
