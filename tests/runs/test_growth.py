@@ -131,7 +131,7 @@ def test_a_copy_that_learned_nothing_new_is_unfinished_and_one_of_another_base_n
     with pytest.raises(ValueError, match="made with another config.*init_from"):
         start(small(TWO, few), tmp_path / "after")
     with monkeypatch.context() as patched, pytest.raises(KilledError):
-        patched.setattr("cpt.trainer.loop.ContinualTrainer.fit_stage", raise_killed)
+        patched.setattr("cpt.data.corpora.Corpora.read", raise_killed)
         start(small(THREE, few), tmp_path / "three")
     assert f"Continuing from a copy of {tmp_path / 'one'}" in caplog.text
     assert not scores_of(tmp_path / "three").run["finished"]

@@ -164,7 +164,11 @@ def test_the_rows_of_an_answer_are_those_of_the_smallest_hashes(source, tmp_path
 def test_fewer_examples_are_a_fixed_draw_of_a_sorted_file(source, tmp_path):
     ordered = sorted(rows(200), key=lambda row: row["label"])
     put(tmp_path / "root" / "a" / "train.jsonl", ordered, lines=True)
-    put(tmp_path / "root" / "a" / "test.jsonl", sorted(rows(60, first=300), key=str), lines=True)
+    put(
+        tmp_path / "root" / "a" / "test.jsonl",
+        sorted(rows(60, first=300), key=lambda row: row["label"]),
+        lines=True,
+    )
     corpus = make_corpus(source(), "a", cache=tmp_path)
     few, again = ([*read_examples(corpus, "test", most=20)] for _ in range(2))
     assert few == again and len(few) == 20 and {each.target for each in few} == {"good", "bad"}
