@@ -115,7 +115,7 @@ def test_a_killed_copy_is_no_sibling_and_a_run_without_its_config_is_not_copied_
     assert scores_of(tmp_path / "three").grown == []
 
 
-def raise_killed(*args):
+def raise_killed(*args, **given):
     raise KilledError
 
 
