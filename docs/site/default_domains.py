@@ -112,11 +112,17 @@ def tables(runs: list[dict[str, Any]]) -> dict[str, str]:
 def draw(groups: dict[str, list[dict[str, Any]]]) -> None:
     """Forgetting against the final perplexity, a point per method."""
     figure, axes = plt.subplots(figsize=(9, 6))
+    seen: list[tuple[float, float]] = []
+    corners = [((4, 3), "left"), ((4, -9), "left"), ((-4, 3), "right"), ((-4, -9), "right")]
     for method, runs in groups.items():
         if forgetting := values(runs, "FG", "nats"):
             x, y = mean(forgetting), mean(values(runs, "LC", "perplexity"))
             axes.plot(x, y, "o", color=KNOWN if runs[0]["needs_domain"] else UNKNOWN, markersize=5)
-            axes.annotate(method, (x, y), xytext=(4, 3), textcoords="offset points", fontsize=8)
+            near = sum(abs(x - a) < 0.05 and abs(y - b) < 0.9 for a, b in seen)
+            seen.append((x, y))
+            place, side = corners[near % len(corners)]
+            how = {"textcoords": "offset points", "fontsize": 8, "ha": side}
+            axes.annotate(method, (x, y), xytext=place, **how)
     axes.set(xlabel="forgetting (FG, nats)", ylabel="final perplexity (LC)")
     axes.set_title("Blue: domain unknown at test time. Orange: domain given.", fontsize=10)
     axes.grid(alpha=0.3)
