@@ -40,9 +40,10 @@ def one_of(override: str) -> str:
 
 
 def reader_configs(folder: Path) -> Path:
-    """The YAMLs of the documents that name their file in a comment, written there."""
+    """The YAMLs of the documents whose file is named above them, written there."""
+    named = re.compile(r"`my_conf/(\S+)`[^\n]*:\n\n```yaml\n(.*?)^```", re.M | re.S)
     for path in DOCUMENTS:
-        for name, text in re.findall(r"^```yaml\n# my_conf/(\S+)\n(.*?)^```", told(path), re.M | re.S):
+        for name, text in named.findall(told(path)):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text.replace("my_package.my_module.Mine", "cpt.methods.ncl.NCL"))
     return folder

@@ -55,7 +55,8 @@ def test_the_command_line_writes_a_run_s_tasks_and_says_how_to_ask_them(tasks, c
     first, second = capsys.readouterr().out.splitlines()
     assert first == "cpt_law: 5 examples"
     assert second == f"benchmark=lm_eval benchmark.include={tmp_path / 'out'} 'benchmark.tasks=[cpt_tasks]'"
-    assert [row["id"] for row in rows(tmp_path / "out", "law")] == [f"law-test-{place}" for place in range(5)]
+    ids = {row["id"] for row in rows(tmp_path / "out", "law")}
+    assert len(ids) == 5 and ids != {f"law-test-{place}" for place in range(5)}  # a draw
     assert yaml.safe_load((tmp_path / "out" / "_all.yaml").read_text())["task"] == ["cpt_law"]
 
 
