@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import ClassVar, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ class GradientMask(nn.Module):
 
     static = False  # whether the factors are the same at every step of a domain
     limits = False  # whether gradients are computed for some rows only, so that layers are handled one by one
+    comes_first = False  # whether it changes a step before the factors, which then limit what it makes of it
 
     def __init__(self, *, apply_to: str) -> None:
         super().__init__()
@@ -78,8 +79,6 @@ class Constraint(GradientMask):
     `apply_to` is `gradient` (before clipping and the optimizer; Adam's division by entry leaves a subspace
     again) or `update` (the step itself, weight decay included)."""
 
-    comes_first: ClassVar[bool] = False  # before the factors of masks, which so limit what it makes of a step
-
     def covered(self) -> Iterable[nn.Parameter]:
         """The constrained parameters, once per optimizer step; none while there is no constraint yet."""
         return ()
@@ -113,7 +112,6 @@ class StepSnapshot:
         optimizer: Optimizer | None = None,
     ) -> None:
         self.mask, self.factor = mask, factor
-        self.comes_first = isinstance(mask, Constraint) and mask.comes_first
         self.before = [(each, each.detach().clone()) for each in dict.fromkeys(parameters)]
         self.state: dict[str, Tensor] | None = None
         if optimizer is not None and mask.apply_to == "frozen":

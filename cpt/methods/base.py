@@ -406,7 +406,7 @@ class ContinualMethod(LightningModule):
     ) -> None:
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         if self.steps:
-            for snapshot in sorted(self.snapshots, key=lambda each: not each.comes_first):
+            for snapshot in sorted(self.snapshots, key=lambda each: not each.mask.comes_first):
                 snapshot.apply(cast(Optimizer, optimizer))
             self.after_update()
         self.snapshots.clear()

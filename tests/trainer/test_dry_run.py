@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from cpt.trainer.dry_run import match_operations
+from cpt.trainer.plan import make_plan
 from tests.conftest import ROOT, SMALL, VOCABULARIES, sentences
 from tests.runs.reading import killed, scores_of, times
 from tests.support.campaign import run_few
@@ -113,3 +115,11 @@ def test_what_is_left_of_a_run_that_was_killed_or_is_to_have_more(start, small, 
     wider = left(planned(small(THREE, "save_all_stages=true"), tmp_path / "run"))
     assert wider["law"][1] > wider["food"][1] > wider["base"][1] == wider["space"][1] == 0
     assert not any(steps for steps, _ in wider.values())
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[]"])
+def test_damaged_steps_of_an_equal_compute_run_are_told(text, small, tmp_path):
+    (tmp_path / "matched.json").write_text(text)
+    plan = make_plan(small("method=kd", "trainer.match=ncl"))
+    with pytest.raises(ValueError, match="matched.json is damaged; bring it back"):
+        match_operations(plan, None, None, None, stored=tmp_path / "matched.json")

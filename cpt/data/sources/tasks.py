@@ -221,7 +221,7 @@ class Tasks(Source):
         columns = self.columns if self.root is not None and self.format in TABLES else None
         if columns is not None and not (columns.get("text") and columns.get("target")):
             raise ValueError(f"columns={dict(columns)} is invalid. Allowed: the columns of text and target")
-        if made := sorted({*(columns or ())} & {*MADE}):
+        if made := sorted(MADE.intersection(columns or ())):
             told = f"columns.{made[0]} is invalid: {{{made[0]}}} is made by the template"
             raise ValueError(f"{told}. Allowed: another name for the field, which its source then has")
         self.prompt.check_fields([name for name in columns or () if name not in ("target", "id")])
