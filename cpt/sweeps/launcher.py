@@ -77,8 +77,9 @@ class JobLauncher(Launcher):
                 options = hydra_context.config_loader.get_group_options(each.key_or_group)
                 swept = each.value() if options else None
                 for value in swept.list if isinstance(swept, ChoiceSweep) else ():
-                    if str(value) not in options:
-                        raise ValueError(unknown_name(f"{each.key_or_group}={value}", options))
+                    for one in value if isinstance(value, list) else [value]:  # mask=[migu,mofo],none
+                        if (name := str(getattr(one, "text", one))) not in options:
+                            raise ValueError(unknown_name(f"{each.key_or_group}={name}", options))
         self.context, self.config = hydra_context, config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,14 @@ def done(sweep, start, kept):
         shutil.copytree(job.folder, kept)
     shutil.copytree(kept, job.folder, dirs_exist_ok=True)
     return job.folder
+
+
+@pytest.mark.parametrize("swept", ["mask=[migu,mofo],none", "method='ncl',ewc", "mask=[migu,mofu],none"])
+def test_choices_of_a_swept_group_may_be_lists_and_quoted_and_unknown_ones_are_named(sweep, swept, capsys):
+    launcher, given = ProcessLauncher(jobs=1, threads=1), Sweep([*sweep.shared, swept])
+    with nullcontext() if "mofu" not in swept else pytest.raises(SystemExit):
+        launcher.setup(hydra_context=given.context, task_function=None, config=given.config)
+    assert ("cpt: mask=mofu is invalid: " in capsys.readouterr().err) == ("mofu" in swept)
 
 
 def test_equal_jobs_are_one_and_labels_say_what_differs(sweep):
