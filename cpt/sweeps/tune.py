@@ -123,6 +123,7 @@ class TuneSweeper(OptunaSweeper):
                 searched[without_search(key)] = each
         keys = {line.lstrip("+").partition("=")[0] for line in fixed}
         candidates = []
+        grid = self.sampler == "grid"
         for choice in itertools.product(*groups):
             cfg = self.loader.load_sweep_config(self.config, [*fixed, *choice, "hydra.mode=RUN"])
             if self.on_tasks and cfg.endtask.name == "none":
@@ -135,7 +136,8 @@ class TuneSweeper(OptunaSweeper):
             space = {key: own for key, own in find_space(cfg).items() if key not in keys} | searched
             others = [each for each in choice if not each.startswith("method=")]
             label = " ".join([str(cfg.method.name), *others])
-            candidates.append(Candidate(label, [*fixed, *choice], space, find_defaults(cfg, space)))
+            first = find_defaults(cfg, space, grid=grid)
+            candidates.append(Candidate(label, [*fixed, *choice], space, first))
         return candidates, runs
 
     def search_candidate(
@@ -197,17 +199,26 @@ def find_space(cfg: DictConfig) -> dict[str, Override]:
     return found
 
 
-def find_defaults(cfg: DictConfig, space: Mapping[str, Override]) -> dict[str, Any]:
-    """The values of a config as the first trial; empty where one is outside the space."""
+def find_defaults(cfg: DictConfig, space: Mapping[str, Override], *, grid: bool = False) -> dict[str, Any]:
+    """The values of a config as the first trial, of a grid as text; empty where one is outside the space."""
     first: dict[str, Any] = {}
     for key, each in space.items():
         default: Any = OmegaConf.select(cfg, key.lstrip("+"))
         sweep: Any = each.value()
         if each.is_interval_sweep():
             inside = fits(default, Number) and sweep.start <= default <= sweep.end
+            same = [default] * inside
         else:
-            inside = show(default) in grid_values(each)
-        if not inside:
+            same = [text for text in grid_values(each) if text == show(default) or is_same(text, default)]
+        if not same:
             return {}
-        first[key] = show(default) if each.is_choice_sweep() else default
+        first[key] = same[0] if grid or each.is_choice_sweep() else default
     return first
+
+
+def is_same(text: str, value: Any) -> bool:
+    """Whether a text is a number that equals a value: 500 and 500.0."""
+    try:
+        return fits(value, Number) and float(text) == value
+    except ValueError:
+        return False

@@ -157,6 +157,12 @@ def test_candidates_are_the_choices_of_groups_and_what_is_given_is_not_searched(
     assert ewc.space["method.strength"].get_value_string() == "interval(1,10)" and ewc.first == {}
     (ewc,), runs = tune("method=ewc", "seed=0", run=False, seeds=[0, 1])
     assert runs == [["seed=0"]] and ewc.overrides == ["method=ewc"]
+    for sampler, first in (("tpe", 500.0), ("grid", "500")):  # a whole number may stand for the default
+        line = "method.search.strength=range(100,901,400)"
+        (ewc,), _ = tune("method=ewc", line, run=False, sampler=sampler)
+        assert ewc.first == {"method.strength": first}
+    (ewc,), _ = tune("method=ewc", "method.search.strength=choice(100,500,a)", run=False)
+    assert ewc.first == {"method.strength": "500"}
     spaces = " is invalid. Allowed: [low, high]"
     wrong = {"method.search.strength=[log,1]": spaces, "method.search.strength=7": spaces}
     for line, why in (wrong | {"domains.score_on=valid": " is invalid: searches use valid or dev"}).items():
