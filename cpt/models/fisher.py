@@ -119,7 +119,7 @@ def measure_similarity(model: PreTrainedModel, objective: Objective, batches: It
                 handle = layer.register_forward_hook(partial(note, place), with_kwargs=True)
                 hooks.callback(handle.remove)
             objective.nll(model, batch)
-        for place, (given, made) in seen.items():
+        for place, (given, made) in seen.items() if "idle" not in batch else ():
             cosines = functional.cosine_similarity(given.float(), made.float(), dim=-1)  # [B, T]
             present = batch.get("attention_mask")
             if present is None or present.shape != cosines.shape:  # a block mask, or the other stack's
