@@ -86,6 +86,10 @@ def prepare(plan: Plan, run: RunDir) -> Preflight:
         tried = make_trainer(arguments, label="", steps=1, **how)
     parts = plan.trainer.accumulate_grad_batches
     share_batch(plan.trainer.batch_size, accumulate=parts, world=tried.world_size)
+    prior = getattr(getattr(plan.method.options, "routing", None), "prior", "uniform")
+    if tried.world_size > 1 and prior != "uniform":
+        told = f"method.routing.prior={prior} is invalid with {tried.world_size} processes"
+        raise ValueError(f"{told}: it follows all rows of a text in turn. Allowed: uniform, or one process")
     if tried.world_size == 1 and (stray := stray_ranks()):
         told = f"{stray} is invalid with one process, which would write nothing"
         raise ValueError(f"{told}. Allowed: unset, or trainer.devices and trainer.num_nodes of all processes")

@@ -58,6 +58,7 @@ method=ewc strategy=fsdp trainer.precision=bf16-true | trainer.accelerator=tpu |
 +callbacks.x={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: a}
 method=lifelong_moe freeze.layers=2 | method=adapter freeze.layers=2 | method=hat lr_scheduler=wsd
 method=das method.contrast_dropout=null
+method=demix method.routing.prior=cached strategy=ddp trainer.devices=2 trainer.accelerator=cpu
 domains.packing=document_mask trainer.attn_implementation=flex_attention
 """)
 
