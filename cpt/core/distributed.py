@@ -8,7 +8,8 @@ alone, and Lightning moves a module to the CPU after a fit and after an evaluati
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -18,11 +19,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from cpt.core.errors import reason
 from cpt.core.preemption import check_signals, leave_all, notice
 from cpt.core.processes import is_distributed, rank_and_world
 
 T = TypeVar("T")
-STORE_KEY, STORE_S = "cpt/preempted", 0.5  # where processes that work alone tell of a signal; how often
+# Where processes that work alone tell of a signal, and of an error; how often they look
+STORE_KEY, FAILED_KEY, STORE_S = "cpt/preempted", "cpt/failed", 0.5
 
 
 def all_reduce_sum(*tensors: Tensor) -> None:
@@ -91,13 +94,27 @@ def barrier() -> None:
         distributed.barrier()
 
 
+@contextmanager
+def telling_errors() -> Iterator[None]:
+    """Tells those that `wait_for_all` of an error inside the context: SLURM leaves them waiting."""
+    try:
+        yield
+    except Exception as error:
+        if is_distributed():
+            told = f"process {distributed.get_rank()} has failed: {reason(error)}"
+            distributed.distributed_c10d._get_default_store().set(FAILED_KEY, told)
+        raise
+
+
 def wait_for_all(place: str) -> None:
     """Waits until every process has come to a place, which has another name each time, however long that
-    takes: collectives have a time limit."""
+    takes: collectives have a time limit. Raises ValueError where one has failed on the way."""
     if is_distributed():
         store = distributed.distributed_c10d._get_default_store()
         store.add(place, 1)
         while store.add(place, 0) < distributed.get_world_size():
+            if store.check([FAILED_KEY]):
+                raise ValueError(store.get(FAILED_KEY).decode())
             time.sleep(STORE_S)
 
 

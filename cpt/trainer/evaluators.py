@@ -26,6 +26,7 @@ from cpt.core.distributed import (
     check_all_signals,
     gather_objects,
     leave_together,
+    telling_errors,
     wait_for_all,
 )
 from cpt.core.files import replace as replace_file
@@ -106,7 +107,7 @@ class Evaluator(ABC):
         """Measures what is due after a stage, whose weights the module has, on `device`."""
         due, label = self.due(number), f"{self.LABEL} after {self.name(number)}"
         barrier()  # nobody works before all have looked
-        with suppress(Preempted):  # the other processes are waited for
+        with suppress(Preempted), telling_errors():  # the other processes are waited for
             self.work(number, due, device, label)
         wait_for_all(f"cpt/{self.KIND}/{number}")
         leave_together(f"in the {label}")

@@ -10,8 +10,11 @@ from cpt.adapters.domain_store import DomainParams
 from cpt.core import distributed as sharding
 from cpt.core.distributed import full_tensor
 from cpt.core.tensors import NamedTensors, load_tensors
+from cpt.evaluation.options import StageOptions
 from cpt.trainer import checkpoint as stages
+from cpt.trainer import evaluators
 from cpt.trainer.checkpoint import check_stage, restore_stage, save_sharded, save_stage
+from cpt.trainer.evaluators import LMEvalEvaluator
 from cpt.trainer.lightning import shard_state
 from cpt.trainer.run_dir import RunDir
 from cpt.verify import damage_in_run
@@ -45,6 +48,27 @@ def test_a_sum_over_processes_is_of_tensors_as_nccl_takes_them(monkeypatch):
     lora_b = torch.arange(6.0).view(2, 3).T
     sharding.all_reduce_sum(lora_b)
     assert torch.equal(lora_b, 2 * torch.arange(6.0).view(2, 3).T) and not lora_b.is_contiguous()
+
+
+def test_nobody_waits_for_a_process_whose_work_after_a_stage_has_failed(monkeypatch):
+    """SLURM ends no others, which waited to the end of the job."""
+
+    class Failing(LMEvalEvaluator):
+        def work(self, *given):
+            raise RuntimeError("no memory")
+
+    run = dict.fromkeys(("place", "module", "data"))
+    store, failing = distributed.HashStore(), Failing(StageOptions(when="last"), None, None, **run)
+    failing.name = str
+    monkeypatch.setattr(evaluators, "barrier", lambda: None)
+    monkeypatch.setattr(sharding, "is_distributed", lambda: True)
+    monkeypatch.setattr(sharding.distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(sharding.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(sharding.distributed.distributed_c10d, "_get_default_store", lambda: store)
+    with pytest.raises(RuntimeError, match="no memory"):
+        failing.measure(1, torch.device("cpu"))
+    with pytest.raises(ValueError, match="^process 1 has failed: no memory$"):
+        sharding.wait_for_all("here")
 
 
 @pytest.fixture
