@@ -100,7 +100,11 @@ def sharing_of(config: PretrainedConfig) -> Sharing:
 
 
 def configuration(checkpoint: str) -> PretrainedConfig:
-    """A checkpoint's configuration; raises ValueError if there is no such checkpoint."""
+    """A checkpoint's configuration. Raises ValueError if there is no such checkpoint, and for an adapter of
+    peft, which transformers would load frozen into the model."""
+    if (Path(checkpoint) / "adapter_config.json").is_file():
+        told = f"model.name_or_path={checkpoint} is invalid: it has an adapter of peft (adapter_config.json)"
+        raise ValueError(f"{told}. Allowed: a folder of the model with it merged (peft's merge_and_unload)")
     try:
         return AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
     except (OSError, ValueError) as error:

@@ -88,6 +88,14 @@ def test_a_run_without_its_last_stage_is_not_continued_and_other_versions_are_to
         start(small(THREE, few, "grow=require"), tmp_path / "three")
 
 
+def test_the_config_of_a_grown_run_is_that_of_all_its_domains(start, small, tmp_path):
+    few = ["order=0", "trainer.steps=2"]
+    start(small("domains.only=[law]", *few), tmp_path / "one")
+    for place in ("two", "one"):  # in a new folder, and in its own
+        start(small("domains.only=[law,space]", *few, "grow=require"), tmp_path / place)
+        assert RunDir(tmp_path / place).stored_config()["domains.only"] == ["law", "space"]
+
+
 def test_a_killed_copy_is_no_sibling_and_a_run_without_its_config_is_not_copied_over(
     start, small, tmp_path, monkeypatch
 ):
