@@ -222,6 +222,7 @@ def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     own = own.to(next(each.device_mesh.device_type for each in every if isinstance(each, DTensor)))
     parts = [get_total_norm(plain, norm_type).to(own)] if plain else []
     if norm_type == math.inf:
+        own = torch.where(own.isnan(), math.inf, own)  # of NaN and a number a backend may take the number
         distributed.all_reduce(own, op=distributed.ReduceOp.MAX)
         return torch.stack([own, *parts]).max()
     squares = own.square()

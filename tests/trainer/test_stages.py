@@ -11,6 +11,7 @@ from cpt.core import distributed as sharding
 from cpt.core.distributed import full_tensor
 from cpt.core.tensors import NamedTensors, load_tensors
 from cpt.evaluation.options import StageOptions
+from cpt.optim.nan_guard import all_finite
 from cpt.trainer import checkpoint as stages
 from cpt.trainer import evaluators
 from cpt.trainer.checkpoint import check_stage, restore_stage, save_sharded, save_stage
@@ -78,6 +79,14 @@ def mesh(tmp_path):
     distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     distributed.destroy_process_group()
+
+
+def test_a_row_that_is_no_number_is_not_lost_among_those_of_other_processes(mesh, monkeypatch):
+    rows = distribute_tensor(torch.tensor([[1.0, torch.nan]]), mesh, [Shard(0)])
+    other = torch.ones(())
+    # As gloo does, and NCCL.
+    monkeypatch.setattr(sharding.distributed, "all_reduce", lambda x, op: x.copy_(torch.fmax(other, x)))
+    assert not all_finite([rows]) and all_finite([rows[:, :1]])
 
 
 class Method(nn.Module):
