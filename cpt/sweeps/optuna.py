@@ -148,15 +148,15 @@ class OptunaSweeper(Sweeper):
                     study.enqueue_trial(params)
         left = int(total) - len(study.get_trials(states=[states.COMPLETE]))
         # What failed at an earlier start is enqueued again: its run resumes. A trial that was killed while it
-        # was asked for never had a run.
+        # was asked for never had a run: with values of its own it is enqueued too.
         for trial in study.get_trials(states=[states.RUNNING]):
             if trial.params.keys() != space.keys():
                 study.tell(trial.number, state=states.FAIL)
         others = [values_of(trial) for trial in study.trials if trial.state != states.FAIL]
         for trial in study.get_trials(states=[states.FAIL]):
-            if trial.params.keys() == space.keys() and trial.params not in others:
-                study.enqueue_trial(trial.params)
-                others.append(trial.params)
+            if (values := values_of(trial)).keys() == space.keys() and values not in others:
+                study.enqueue_trial(values)
+                others.append(values)
         made = {key: self.distribution(key, each) for key, each in space.items()}
         lists = ([f"{key}={show(value)}" for value in given] for key, given in self.averaged.items())
         runs = [list(each) for each in itertools.product(*lists)]  # the overrides of each run of a trial
@@ -281,8 +281,8 @@ def to_overrides(params: Mapping[str, Any]) -> list[str]:
 
 
 def values_of(trial: optuna.trial.FrozenTrial) -> dict[str, Any]:
-    """A trial's values, also while it waits."""
-    return trial.params or trial.system_attrs.get("fixed_params", {})
+    """A trial's values, also while it waits or is asked for."""
+    return trial.system_attrs.get("fixed_params") or trial.params
 
 
 def is_preempted(job: JobReturn) -> bool:

@@ -191,7 +191,7 @@ def test_failures_stop_nothing_and_are_tried_again_by_the_same_command(search, e
     assert "no trial" in ends(lambda values: None, LR, n_trials=2, anew=True)
 
 
-def test_a_grid_is_all_points_once_in_the_order_of_a_sweep(search):
+def test_a_grid_is_all_points_once_in_the_order_of_a_sweep(search, monkeypatch):
     space = ("method=ncl,das", "steps=range(1,4)")
     points = [[f"method={m}", f"steps={s}"] for m in ("ncl", "das") for s in (1, 2, 3)]
     assert search(one, *space, **GRID | {"n_trials": 2}).jobs == points[:2]
@@ -200,6 +200,11 @@ def test_a_grid_is_all_points_once_in_the_order_of_a_sweep(search):
         search(lambda v: 1.0 if v["steps"] != "3" else sys.exit(143), "steps=range(1,6)", anew=True, **GRID)
     rest = search(one, "steps=range(1,6)", **GRID)
     assert [job[0] for job in rest.jobs] == ["steps=3", "steps=4", "steps=5"]
+    with monkeypatch.context() as patched, pytest.raises(SystemExit):  # while the first is asked for
+        patched.setattr(optuna.trial.Trial, "_suggest", lambda *given: sys.exit(143))
+        search(one, "steps=range(1,6)", anew=True, **GRID)
+    rest = search(one, "steps=range(1,6)", **GRID)
+    assert sorted(job[0] for job in rest.jobs) == [f"steps={n}" for n in range(1, 6)]
 
 
 def test_the_greatest_is_the_best_if_maximized(search, folder):
