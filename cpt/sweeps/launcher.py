@@ -71,6 +71,9 @@ class JobLauncher(Launcher):
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         with readable():
             self.check()
+            if (most := config.hydra.sweeper.get("max_batch_size")) is not None:
+                told = f"hydra.sweeper.max_batch_size={most} is invalid: a failed batch would stop the others"
+                raise ValueError(f"{told}. Allowed: hydra.launcher.jobs={most}, as many in parallel")
             # An unknown choice of a swept group is reported before the sweep has a folder.
             named = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
             for each in OverridesParser.create().parse_overrides([*named, *config.hydra.overrides.task]):
