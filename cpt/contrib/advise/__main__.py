@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from glob import escape
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -46,10 +47,12 @@ def main(arguments: Sequence[str]) -> int:
         shared = [*texts, *model.tried, "name=advice", "logger=none", *cap, *given.overrides]
         how = {"folder": given.out / "runs", "jobs": given.jobs}
         with runs.open_sweep(shared, **how) as sweep:
-            order = sweep.plan().order
-        only = runs.choose_domains(order)
+            whole = sweep.plan()
+        only = runs.choose_domains(order := whole.order)
         if left_out := len(order) - len(only):
-            shared.append(f"domains.only=[{','.join(only)}]")
+            names, patterns = (json.dumps(each, ensure_ascii=False) for each in (only, [*map(escape, only)]))
+            shared.append(f"++domains.only={patterns}")  # domains of examples have no such key
+            shared += [f"order={names}"] * (not isinstance(whole.run.order, int | str))
             log.info("Choosing %d of %d domains: %s", len(only), len(order), ", ".join(only))
         with runs.open_sweep(shared, **how) as sweep:
             asked = sweep.plan()

@@ -239,6 +239,19 @@ def check_command(command, corpora):
     assert plan.order == ["food", "law", "space"] and plan.budget.epochs == 1
 
 
+def test_of_many_domains_some_are_chosen_whatever_they_are_called(tmp_path, monkeypatch):
+    for name in (names := ["2019", "2020", "null", "it's law", "a,b", "[x]", "résumé & co", "last"]):
+        (tmp_path / "texts" / name).mkdir(parents=True)
+    monkeypatch.setattr(advise, "settle", lambda given, sweep, *_: sys.exit(repr(sweep.plan().order)))
+    for order, first in (
+        ("order=0", sorted(names)),
+        (f"order={json.dumps(names, ensure_ascii=False)}", names),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            advise.main([str(tmp_path / "texts"), "--out", str(tmp_path / "out"), order])
+        assert ended.value.code == repr([first[8 * place // 6] for place in range(6)])
+
+
 WRONG = {
     "nowhere": "nowhere is invalid: ",
     ". --seeds 4": "--seeds 4 is invalid. Allowed: 1 to 3",
