@@ -69,9 +69,6 @@ class Corpora:
         """What makes rows and prompts of examples. Raises ValueError where the domains are none."""
         if self.encoding is None:
             raise ValueError("domains is invalid: raw text has no questions. Allowed: domains=tasks")
-        if not tokenizer.is_fast and self.encoding.truncate != "released":
-            told = f"the tokenizer {tokenizer.name_or_path} has no fast version, by which examples are cut"
-            raise ValueError(f"{told}. Allowed: another model, or domains.truncate=released")
         return Encoder(tokenizer, length, self.encoding, seq2seq)
 
     def tokenizer_digest(self, tokenizer: PreTrainedTokenizerBase) -> str:

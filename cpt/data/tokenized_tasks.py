@@ -64,13 +64,21 @@ class TaskPrompt:
 @dataclass(frozen=True)
 class Encoder:
     """Tokenizes examples for a model of `length` tokens, of an encoder-decoder (`seq2seq`) in each of the
-    two. Raises ValueError, with the example's id, where what may not be cut does not fit."""
+    two. Raises ValueError for a tokenizer that does not say what it cuts, and, with the example's id, where
+    what may not be cut does not fit."""
 
     tokenizer: PreTrainedTokenizerBase
     length: int
     encoding: Encoding
     seq2seq: bool
     longest: dict[tuple[str, ...], int] = field(default_factory=dict)  # choice in tokens, by the choices
+
+    def __post_init__(self) -> None:
+        if not self.tokenizer.is_fast and self.encoding.truncate != "released":
+            told = (
+                f"the tokenizer {self.tokenizer.name_or_path} has no fast version, by which examples are cut"
+            )
+            raise ValueError(f"{told}. Allowed: another model, or domains.truncate=released")
 
     def encode(self, example: Example) -> EncodedExample:
         return next(self.encode_all([example]))

@@ -28,8 +28,9 @@ from cpt.core.processes import cores, is_first_process, stray_ranks
 from cpt.core.schema import check_names, option_types, show
 from cpt.core.sections import check_arguments, load_target
 from cpt.data.options import share_batch
+from cpt.data.packing import terminator
 from cpt.data.sources.base import ASSISTANT, USER, Example
-from cpt.data.tokenized_tasks import render_chat
+from cpt.data.tokenized_tasks import Encoder, render_chat
 from cpt.models import loading
 from cpt.models.block_attention import check_isolation
 from cpt.models.growth import check_entries, check_head
@@ -181,6 +182,13 @@ def check_model(plan: Plan) -> PretrainedConfig:
     sentinels = len(loading.sentinel_ids(tokenizer)) if given else 0
     objective = loading.objective_name(options.objective, config)
     check_objective(plan, objective, tokenizer)
+    if tokenizer is not None:  # raises for what it lacks
+        loading.make_objective(
+            options, tokenizer, config, answers=source.encoding is not None, isolated=source.isolated
+        )
+        terminator(tokenizer)
+        if source.encoding is not None:
+            Encoder(tokenizer, options.max_seq_length, source.encoding, objective in loading.SEQ2SEQ)
     if options.layers is not None:
         config = loading.keep_layers(config, options.layers)
     with naming_cause(given or "model.config"), torch.random.fork_rng(devices=[]), torch.device("meta"):

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoTokenizer, ByT5Tokenizer
 
 from cpt.core.errors import reason
 from cpt.data.corpora import Corpora
@@ -14,6 +14,7 @@ from cpt.trainer.plan import make_plan
 from cpt.trainer.preflight import prepare
 from cpt.trainer.run_dir import RunDir
 from tests.runs.reading import told_by
+from tests.support.data_fixtures import restyled
 from tests.support.wrong_options import ON_A_CAUSAL, ON_A_DECODER, ON_THE_MODEL, is_refused
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
@@ -112,6 +113,18 @@ def test_a_checkpoint_that_is_damaged_or_does_not_fit_is_told(checkpoint, small,
     words.save_pretrained(checkpoint)
     assert "Allowed: model.resize=true" in unread(cfg)
     prepare(make_plan(small(f"model.name_or_path={checkpoint}", "model.resize=true")), RunDir(checkpoint))
+
+
+def test_a_tokenizer_without_a_token_that_is_needed_is_told(checkpoint, small, small_t5, unread, tmp_path):
+    cfg = small(f"model.name_or_path={checkpoint}", "model.resize=true")
+    lacks = {"a mask": {"eos_token": "</s>"}, "a token to separate": {"mask_token": "<mask>"}}
+    for what, tokens in lacks.items():
+        restyled("$A", **tokens).save_pretrained(checkpoint)
+        assert f"the tokenizer {checkpoint} has no{what[1:]}" in unread(cfg)
+    ByT5Tokenizer().save_pretrained(tmp_path / "byt5")
+    AutoConfig.for_model("t5", vocab_size=384).save_pretrained(tmp_path / "byt5")
+    given = [f"model.name_or_path={tmp_path / 'byt5'}", "domains=tasks", "domains.root=null"]
+    assert f"the tokenizer {tmp_path / 'byt5'} has no fast version" in unread(small_t5(*given))
 
 
 @pytest.fixture
