@@ -15,6 +15,8 @@ from cpt.data.sources.base import GENERAL, Source
 from cpt.data.sources.docstrings import read_docs, stamp_docs
 from cpt.data.sources.readers import SPLITS, cause, stamps, texts_of
 
+# RuntimeError: a script; ImportError: a column that needs a package to be decoded.
+UNREADABLE = (OSError, RuntimeError, ImportError, pa.ArrowException, UnicodeDecodeError)
 SAVED = ("dataset_dict.json", "state.json")  # of a folder that `save_to_disk` has written
 
 
@@ -82,7 +84,7 @@ class Hub(Source):
         except datasets.inspect.SplitsNotFoundError as error:
             told = f"domains.catalogue.{name} is invalid: no file and no split found for path={path}"
             raise ValueError(f"{told}. Allowed: what datasets.load_dataset takes") from error
-        except (datasets.exceptions.DatasetsError, OSError, pa.ArrowException, UnicodeDecodeError) as error:
+        except (datasets.exceptions.DatasetsError, *UNREADABLE) as error:
             raise ValueError(f"domains.catalogue.{name}.path={path} is invalid: {cause(error)}") from error
 
     def fingerprint(self, name: str) -> Any:

@@ -254,6 +254,12 @@ def test_saved_folders_and_data_files_are_read(kind, streaming, dataset, monkeyp
     assert found == expected + [("test", f"train {n}") for n in range(3 if streaming else 2)]
 
 
+def test_a_data_set_that_is_a_script_is_refused_by_its_entry(tmp_path):
+    put(tmp_path / "news" / "news.py", "import datasets")
+    with pytest.raises(ValueError, match=r"^domains.catalogue.news.path=.* is invalid: Dataset scripts are"):
+        list(hub({"path": str(tmp_path / "news")}).read("news"))
+
+
 @pytest.fixture
 def m2d2(tmp_path):
     for name in ("cs.AI", "cs.CL", "cs_l1", "math.AG", "math.AC", "hep-th", GENERAL):
