@@ -105,6 +105,9 @@ def test_a_checkpoint_that_is_damaged_or_does_not_fit_is_told(checkpoint, small,
     index.write_text('{"weight_map": {"a": "model-1.safetensors"}}')
     assert f"{checkpoint / 'model-1.safetensors'} is gone" in unread(cfg)
     index.unlink()
+    (checkpoint / "adapter_config.json").write_text("{}")
+    assert f"model.name_or_path={checkpoint} is invalid: it has an adapter of peft" in unread(cfg)
+    (checkpoint / "adapter_config.json").unlink()
     for path in checkpoint.glob("tokenizer*"):
         path.unlink()
     assert f"model.name_or_path={checkpoint} is invalid: it has no tokenizer" in unread(cfg)
