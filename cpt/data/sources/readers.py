@@ -180,7 +180,8 @@ def json_rows(path: Path) -> Iterator[Row]:
             elif not line.isspace():
                 yield f"{path}, line {number}", json.loads(line)
         except ValueError as error:  # also a number of more digits than Python reads
-            raise ValueError(f"{path}, line {number} is not JSON: {getattr(error, 'msg', error)}") from error
+            told = f"{path}, line {number} is not JSON: {getattr(error, 'msg', error)}"
+            raise ValueError(f"{told}. Allowed: a value on each line, or one array of values") from error
 
 
 def csv_rows(path: Path) -> Iterator[Row]:

@@ -151,6 +151,7 @@ BROKEN = {  # what is said behind the path of the file
     "wide.csv": ("id,text\n1,b\n2,b, and c\n", ", line 3 has 3 values"),
     "quote.csv": ('id,text\n1,"b\n2,c\n', "cannot be read: "),
     "digits.jsonl": (f'{{"text": {"9" * 5000}}}\n', ", line 1 is not JSON: Exceeds"),
+    "spread.json": ('{\n  "text": "b"\n}\n', "Allowed: a value on each line, or one array"),
     "twice.csv": ("text,text\na,b\n", "has a column twice: text, text"),
     "utf16.txt": ("hello\n\nworld\n".encode("utf-16-le"), "is not UTF-8: it looks like UTF-16"),
     "short.jsonl.gz": (PACKED[:-900], "cannot be read: "),
