@@ -1,6 +1,7 @@
 """Tasks as the harness reads them: the same questions, of them the same tokens, and of these our accuracy."""
 
 import json
+import shlex
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -51,13 +52,15 @@ def tasks(tmp_path_factory):
 @pytest.mark.slow
 def test_the_command_line_writes_a_run_s_tasks_and_says_how_to_ask_them(tasks, cache, tmp_path, capsys):
     given = ["domains=tasks", f"domains.root={tasks}", f"cache_dir={cache}", "model=tiny_gpt2"]
-    main([str(tmp_path / "out"), *given, "model.vocab_size=300", "order=[law]", "answers.max_documents=5"])
+    out = tmp_path / "my out"
+    main([str(out), *given, "model.vocab_size=300", "order=[law]", "answers.max_documents=5"])
     first, second = capsys.readouterr().out.splitlines()
     assert first == "cpt_law: 5 examples"
-    assert second == f"benchmark=lm_eval benchmark.include={tmp_path / 'out'} 'benchmark.tasks=[cpt_tasks]'"
-    ids = {row["id"] for row in rows(tmp_path / "out", "law")}
+    asked = ["benchmark=lm_eval", f"benchmark.include='{out}'", "benchmark.tasks=[cpt_tasks]"]
+    assert shlex.split(second) == asked
+    ids = {row["id"] for row in rows(out, "law")}
     assert len(ids) == 5 and ids != {f"law-test-{place}" for place in range(5)}  # a draw
-    assert yaml.safe_load((tmp_path / "out" / "_all.yaml").read_text())["task"] == ["cpt_law"]
+    assert yaml.safe_load((out / "_all.yaml").read_text())["task"] == ["cpt_law"]
 
 
 def causal(vocabulary):

@@ -4,6 +4,7 @@ here needs the harness."""
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +14,7 @@ from urllib.parse import quote
 
 import yaml
 
+from cpt.core import naming
 from cpt.core.files import replace
 from cpt.data.corpora import Corpora
 from cpt.data.tokenized_tasks import Encoder, TaskPrompt, read_examples
@@ -145,10 +147,11 @@ def export(plan: Plan, folder: Path) -> list[str]:
         why = "has choices, which the harness is to rank; needed: one"
         raise ValueError(f"no task of {', '.join(done)} {why}")
     group, other = export_group(folder, written), "the harness makes other tokens of"
+    asked = [f"benchmark.include={naming.quote(str(folder))}", f"benchmark.tasks=[{group}]"]
     differing = {each.name: each.differing for each in written if each.differing}
     return [
         *(f"{each.name}: {each.examples:,} examples" for each in written),
         *(f"{name}: {other} {len(ids):,}, like {ids[0]}" for name, ids in differing.items()),
         *(f"{task} has no choices and is left out" for task, each in done.items() if each is None),
-        f"benchmark=lm_eval benchmark.include={folder} 'benchmark.tasks=[{group}]'",
+        shlex.join(["benchmark=lm_eval", *asked]),
     ]
