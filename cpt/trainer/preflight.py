@@ -242,7 +242,12 @@ def check_model(plan: Plan) -> PretrainedConfig:
 def check_checkpoint(given: str, *, resize: bool) -> tuple[PretrainedConfig, Any]:
     """The config and the tokenizer of a checkpoint. Raises ValueError for a damaged or incomplete one."""
     config, folder = loading.configuration(given), Path(given)
-    for path in sorted(folder.glob("*.safetensors")):
+    weights = {kind: sorted(folder.glob(f"*.{kind}")) for kind in ("safetensors", "bin")}
+    lacks = "its weights are quantized" if getattr(config, "quantization_config", None) else ""
+    if lacks := "it has no weights" if folder.is_dir() and not any(weights.values()) else lacks:
+        allowed = "*.safetensors or *.bin in 16 or 32 bits"
+        raise ValueError(f"model.name_or_path={given} is invalid: {lacks}. Allowed: {allowed}")
+    for path in weights["safetensors"]:
         try:
             with safe_open(path, "pt"):
                 pass
@@ -256,10 +261,10 @@ def check_checkpoint(given: str, *, resize: bool) -> tuple[PretrainedConfig, Any
             raise ValueError(f"{path} is truncated or damaged; copy or download it again") from error
         if gone := next((name for name in sorted({*shards}) if not (folder / name).is_file()), None):
             raise ValueError(f"{folder / gone} is gone, which {path.name} names; copy or download it again")
-    for path in sorted(folder.glob("*.bin")):
+    for path in weights["bin"]:
         with path.open("rb") as file:
-            begin = file.read(2)
-        if not begin or (begin == b"PK" and not zipfile.is_zipfile(path)):
+            begin = file.read(8)
+        if begin in (b"", b"version ") or (begin[:2] == b"PK" and not zipfile.is_zipfile(path)):  # of Git LFS
             raise ValueError(f"{path} is truncated or damaged; copy or download it again")
     if folder.is_dir() and not any(path for kind in TOKENIZERS for path in folder.glob(kind)):
         # transformers would make an empty one of the model's type

@@ -97,7 +97,16 @@ def test_a_checkpoint_that_is_damaged_or_does_not_fit_is_told(checkpoint, small,
     for name, data in (("pytorch_model.bin", b""), ("pytorch_model.bin", b"PK\3\4cut")):
         (checkpoint / name).write_bytes(data)
         assert f"{checkpoint / name} is truncated or damaged" in unread(cfg)
+    (checkpoint / "pytorch_model.bin").write_text("version https://git-lfs.github.com/spec/v1\n")
+    assert "pytorch_model.bin is truncated or damaged" in unread(cfg)
     (checkpoint / "pytorch_model.bin").unlink()
+    weights.unlink()
+    assert f"model.name_or_path={checkpoint} is invalid: it has no weights. Allowed: " in unread(cfg)
+    config, how = checkpoint / "config.json", '{"quantization_config": {"quant_method": "fp8"}, '
+    config.write_text(config.read_text().replace("{", how, 1))
+    shutil.copy(whole / "model.safetensors", weights)
+    assert f"model.name_or_path={checkpoint} is invalid: its weights are quantized" in unread(cfg)
+    shutil.copytree(whole, checkpoint, dirs_exist_ok=True)
     index = checkpoint / "model.safetensors.index.json"
     for text in ('{"weight_map": {"a"', "{}"):
         index.write_text(text)
@@ -125,7 +134,8 @@ def test_a_tokenizer_without_a_token_that_is_needed_is_told(checkpoint, small, s
         restyled("$A", **tokens).save_pretrained(checkpoint)
         assert f"the tokenizer {checkpoint} has no{what[1:]}" in unread(cfg)
     ByT5Tokenizer().save_pretrained(tmp_path / "byt5")
-    AutoConfig.for_model("t5", vocab_size=384).save_pretrained(tmp_path / "byt5")
+    config = AutoConfig.for_model("t5", vocab_size=384, d_model=8, num_layers=1)
+    AutoModelForSeq2SeqLM.from_config(config).save_pretrained(tmp_path / "byt5")
     given = [f"model.name_or_path={tmp_path / 'byt5'}", "domains=tasks", "domains.root=null"]
     assert f"the tokenizer {tmp_path / 'byt5'} has no fast version" in unread(small_t5(*given))
 
