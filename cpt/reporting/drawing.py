@@ -6,6 +6,7 @@ series, with a violet for their yellow. PNG's text chunk "Description" says what
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 DASHES = ("-", "--", ":")
 VECTORS: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "cpt"}
 VECTORS |= {"pdf.fonttype": 42}  # as publishers require
+logging.getLogger("fontTools").setLevel(logging.WARNING)  # of each PDF it logs every table of a font
 
 
 class Picture(bytes):

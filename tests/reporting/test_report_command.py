@@ -70,7 +70,8 @@ def test_unfinished_begun_and_damaged_runs_are_named(tmp_path, capsys, no_figure
 
 
 @pytest.mark.slow
-def test_the_page_has_its_figures(tmp_path):
+def test_the_page_has_its_figures(tmp_path, caplog):
+    caplog.set_level("INFO")
     for method in ("ncl", "das"):
         saved(tmp_path / method, method=method, shift=0.1 * (method == "das"))
     assert main([str(tmp_path), "--by", "order"]) == 0
@@ -79,6 +80,7 @@ def test_the_page_has_its_figures(tmp_path):
     for kind in ("pdf", "svg", "png"):
         named = {path.stem.removeprefix("comparison-") for path in tmp_path.glob(f"comparison-*.{kind}")}
         assert named == FIGURES
+    assert not [each for each in caplog.records if each.name.startswith("fontTools")]
     assert main([str(tmp_path), "--figures", str(tmp_path / "out")]) == 0
     named = {path.stem for path in (tmp_path / "out").glob("*.svg")}
     assert named >= {"comparison-stages", "ncl-matrix", "das-stages"}

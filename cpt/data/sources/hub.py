@@ -67,11 +67,15 @@ class Hub(Source):
         path = entry["path"]
         try:
             theirs, load = open_set(entry, streaming=self.streaming)
-            chosen = entry.get("splits") or {SPLITS[each]: each for each in theirs if each in SPLITS}
+            chosen = entry.get("splits")
             if not chosen:
-                allowed = f"{', '.join(SPLITS)}, or to say which to read, like splits={{train: all}}"
-                told = f"domains.catalogue: {path} has the splits {', '.join(theirs)}"
-                raise ValueError(f"{told}. Allowed: {allowed}")
+                known = [each for each in theirs if each in SPLITS]
+                chosen = {SPLITS[each]: each for each in known}
+                if len(known) > len(chosen) or not known:
+                    told = f"domains.catalogue: {path} has the splits {', '.join(theirs)}"
+                    allowed = "train, test, and one of valid, validation, dev, val"
+                    which = "or to say which to read, like splits={train: all}"
+                    raise ValueError(f"{told}. Allowed: {allowed}, {which}")
             for split, their_split in chosen.items():
                 where, rows = f"{path} ({their_split})", load(their_split)
                 total = len(rows) if hasattr(rows, "__len__") else None

@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import load_dataset
+from datasets import Dataset, DatasetDict, load_dataset
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
@@ -253,6 +253,15 @@ def test_saved_folders_and_data_files_are_read(kind, streaming, dataset, monkeyp
     found = list(hub(wanted, streaming=streaming).read("news"))
     expected = [("train", f"validation {n}") for n in range(3)]
     assert found == expected + [("test", f"train {n}") for n in range(3 if streaming else 2)]
+
+
+@pytest.mark.parametrize("names", [["train", "dev", "validation"], ["all"]])
+def test_splits_that_do_not_say_which_is_read_are_refused(names, tmp_path):
+    DatasetDict({name: Dataset.from_dict({"text": [name]}) for name in names}).save_to_disk(tmp_path)
+    with pytest.raises(
+        ValueError, match=rf"has the splits {', '.join(names)}\. Allowed: train, test, and one"
+    ):
+        list(hub({"path": str(tmp_path)}).read("news"))
 
 
 def test_a_data_set_that_is_a_script_is_refused_by_its_entry(tmp_path):

@@ -1,0 +1,105 @@
+"""Tuned methods beside their defaults on six domains: `python benchmarks/das6_tuned.py --root FOLDER`.
+
+Each method has twelve trials over its own search space and the learning rate, on validation text
+(`python -m cpt.tune`), then three runs on test text. The rows of the defaults are those published by
+das6_mini.py. Writes its part of docs/studies/das6.md; the data are those of das6_mini.py. Rerun to resume."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+import study
+
+from cpt.evaluation.statistics import compare_pairs
+from cpt.reporting.load_runs import MeasuredRun
+from cpt.reporting.page import Block, markdown
+
+METHODS = "ncl,das,ewc,migu,kd,replay,derpp"
+COMMAND = [
+    "experiment=das6_mini",
+    f"method={METHODS}",
+    "optim.lr=tag(log,interval(3e-4,5e-3))",
+    *("--budget", "12", "--seeds", "3"),
+]
+TUNING = study.SCORES / "das6_tuning.json"
+Values = dict[str, dict[tuple, Mapping[str, float]]]  # by method, then by order and seed
+
+
+def main() -> None:
+    options = study.read_arguments("das6_tuned", str(__doc__))
+    defaults = options.runs / "default"
+    study.restore_runs(study.read_scores(study.SCORES / "das6_mini.jsonl.gz"), defaults, "das6_mini", list)
+    if options.published:
+        published = study.read_scores(study.SCORES / "das6_tuned.jsonl.gz")
+        study.restore_runs(published, options.runs / "final", "das6_mini", list)
+    elif not options.report_only:
+        own = [f"name={options.runs.name}", f"domains.root={options.root}"]
+        line = [sys.executable, "-m", "cpt.tune", *COMMAND, *own]
+        subprocess.run(line, cwd=study.ROOT, check=True)
+    final = study.find_finished(options.runs / "final")
+    if not options.published:
+        study.write_scores(study.SCORES / "das6_tuned.jsonl.gz", final)
+        TUNING.write_text(json.dumps(read_searches(options.runs / "tuning.json"), indent=1) + "\n", "utf-8")
+    tuned = collect_values(final)
+    plain = [run for run in study.find_finished(defaults) if not run.scores.run["variant"]]
+    known = {method: each for method, each in collect_values(plain).items() if method in tuned}
+    default = {method: {pair: each[pair] for pair in tuned[method]} for method, each in known.items()}
+    searches = json.loads(TUNING.read_text(encoding="utf-8"))
+    study.write_section(study.PAGES / "das6.md", "das6_tuned", parts(searches, default, tuned))
+
+
+def read_searches(path: Any) -> dict[str, Any]:
+    """The searches of tuning.json, without the final runs and their folders."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    found["methods"] = [{k: v for k, v in each.items() if k != "runs"} for each in found["methods"]]
+    return found
+
+
+def collect_values(runs: Sequence[MeasuredRun]) -> Values:
+    found: Values = {}
+    for run in runs:
+        if run.scores.run["mask"] == run.scores.run["replay"] == "none":
+            found.setdefault(run.scores.run["method"], {})[run.pair] = run.values
+    return found
+
+
+def parts(searches: Mapping[str, Any], default: Values, tuned: Values) -> Iterator[str]:
+    ends = "LC/perplexity"
+    means = [
+        {name: fmean(run[ends] for run in runs.values()) for name, runs in each.items()}
+        for each in (default, tuned)
+    ]
+    ranks = [sorted(each, key=each.__getitem__) for each in means]
+    cells = []
+    for name in ranks[1]:
+        found = next(each for each in searches["methods"] if each["name"] == name)
+        best = min((trial for trial in found["trials"] if trial["score"]), key=lambda each: each["score"])
+        chosen = ", ".join(f"{k.rpartition('.')[2]} {float(v):.3g}" for k, v in map(split, best["values"]))
+        row = [name, chosen, *(f"{each[name]:.2f}" for each in means)]
+        row += [show_difference(default[name], tuned[name], ends, 2)]
+        row += [f"{ranks[0].index(name) + 1} → {ranks[1].index(name) + 1}"]
+        row += [show_difference(default[name], tuned[name], "FG/nats", 3)]
+        row += [show_difference(default[name], tuned[name], "endtask/MF1", 1)]
+        cells.append(row)
+    head = ["method", "tuned values", "LC, default", "LC, tuned", "Δ LC", "rank"]
+    head += ["Δ forgetting, nats", "Δ macro-F1, points"]
+    yield markdown(Block(head=head, cells=cells, words=2), picture="")
+
+
+def split(line: str) -> tuple[str, str]:
+    key, _, value = line.partition("=")
+    return key, value
+
+
+def show_difference(default: Mapping, tuned: Mapping, key: str, digits: int) -> str:
+    """`-1.2 [-1.5, -0.9]`: the mean change of the pairs with its 95 % interval."""
+    by_run = ({pair: run.get(key) for pair, run in each.items()} for each in (tuned, default))
+    mean, low, high = (f"{study.scale(key) * each:+.{digits}f}" for each in compare_pairs(*by_run)[:3])
+    return f"{mean} [{low}, {high}]"
+
+
+if __name__ == "__main__":
+    main()
