@@ -1,4 +1,4 @@
-"""Tuned methods beside their defaults on six domains: `python benchmarks/das6_tuned.py --root FOLDER`.
+"""Tuned and default methods on six domains: `python benchmarks/das6_tuned.py --root FOLDER`.
 
 Each method has twelve trials over its own search space and the learning rate, on validation text
 (`python -m cpt.tune`), then three runs on test text. The rows of the defaults are those published by
@@ -78,14 +78,13 @@ def parts(searches: Mapping[str, Any], default: Values, tuned: Values) -> Iterat
         found = next(each for each in searches["methods"] if each["name"] == name)
         best = min((trial for trial in found["trials"] if trial["score"]), key=lambda each: each["score"])
         chosen = ", ".join(f"{k.rpartition('.')[2]} {float(v):.3g}" for k, v in map(split, best["values"]))
-        row = [name, chosen, *(f"{each[name]:.2f}" for each in means)]
+        row = [name, chosen, " → ".join(f"{each[name]:.2f}" for each in means)]
         row += [show_difference(default[name], tuned[name], ends, 2)]
         row += [f"{ranks[0].index(name) + 1} → {ranks[1].index(name) + 1}"]
         row += [show_difference(default[name], tuned[name], "FG/nats", 3)]
         row += [show_difference(default[name], tuned[name], "endtask/MF1", 1)]
         cells.append(row)
-    head = ["method", "tuned values", "LC, default", "LC, tuned", "Δ LC", "rank"]
-    head += ["Δ forgetting, nats", "Δ macro-F1, points"]
+    head = ["method", "tuned values", "LC", "Δ LC", "rank", "Δ forgetting, nats", "Δ macro-F1, points"]
     yield markdown(Block(head=head, cells=cells, words=2), picture="")
 
 
