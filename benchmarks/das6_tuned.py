@@ -78,13 +78,13 @@ def parts(searches: Mapping[str, Any], default: Values, tuned: Values) -> Iterat
         found = next(each for each in searches["methods"] if each["name"] == name)
         best = min((trial for trial in found["trials"] if trial["score"]), key=lambda each: each["score"])
         chosen = ", ".join(f"{k.rpartition('.')[2]} {float(v):.3g}" for k, v in map(split, best["values"]))
-        row = [name, chosen, " → ".join(f"{each[name]:.2f}" for each in means)]
-        row += [show_difference(default[name], tuned[name], ends, 2)]
+        both = " → ".join(f"{each[name]:.2f}" for each in means)
+        row = [name, chosen, f"{both}: {show_difference(default[name], tuned[name], ends, 2)}"]
         row += [f"{ranks[0].index(name) + 1} → {ranks[1].index(name) + 1}"]
         row += [show_difference(default[name], tuned[name], "FG/nats", 3)]
         row += [show_difference(default[name], tuned[name], "endtask/MF1", 1)]
         cells.append(row)
-    head = ["method", "tuned values", "LC", "Δ LC", "rank", "Δ forgetting, nats", "Δ macro-F1, points"]
+    head = ["method", "tuned values", "LC", "rank", "Δ forgetting, nats", "Δ macro-F1, points"]
     yield markdown(Block(head=head, cells=cells, words=2), picture="")
 
 
