@@ -5,6 +5,7 @@ Each method has twelve trials over its own search space and the learning rate, o
 das6_mini.py. Writes its part of docs/studies/das6.md; the data are those of das6_mini.py. Rerun to resume."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,6 +43,7 @@ def main() -> None:
     final = study.find_finished(options.runs / "final")
     if not options.published:
         study.write_scores(study.SCORES / "das6_tuned.jsonl.gz", final)
+        shutil.copy(options.runs / "tuning-searches.png", study.IMAGES / "das6-tuning.png")
         TUNING.write_text(json.dumps(read_searches(options.runs / "tuning.json"), indent=1) + "\n", "utf-8")
     tuned = collect_values(final)
     plain = [run for run in study.find_finished(defaults) if not run.scores.run["variant"]]

@@ -174,14 +174,15 @@ def write_manifest(
     changed += [f"the base model changed: {name}" for name in others]
     changed += ["the tokenizer of the base model changed"] * (old.tokenizer not in ("", tokenizer))
     reject_changes(run, changed)
-    if is_beginning(old.order, plan.order):
+    if is_longer := is_beginning(old.order, plan.order):
         log.info("Adding %s after %s", ", ".join(plan.order[len(old.order) :]), ", ".join(old.order))
     for task in contents:
         if old.endtasks.get(task, contents[task]) != contents[task]:
             log.info("Measuring end task %s again: its data changed", task)
-    now.save(run)
-    if run.stored_config().get("order") != plan.settings["order"]:
+    # Of other domains, as by domains.only, too; before the manifest, so that a kill leaves it to be done.
+    if is_longer or run.stored_config().get("order") != plan.settings["order"]:
         run.write_config(plan.settings)
+    now.save(run)
 
 
 def resolve_eval_cap(plan: Plan, run: RunDir) -> Plan:
