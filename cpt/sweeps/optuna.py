@@ -112,11 +112,14 @@ class OptunaSweeper(Sweeper):
                 if key in ("seed", "order"):
                     allowed = f"hydra.sweeper.{key}s=[0,1], the values that each trial is averaged over"
                     raise ValueError(f"{told}: the luckiest would win. Allowed: {allowed}")
-                if key.startswith("endtask"):
-                    raise ValueError(f"{told}: trials run no end tasks. Allowed: other options")
             cfg = self.loader.load_sweep_config(self.config, fixed)
             endtask: Any = cfg.get("endtask") or {}
-            if endtask.get("name", "none") != "none" and endtask.get("score_on") != "dev":
+            has_tasks, on_dev = endtask.get("name", "none") != "none", endtask.get("score_on") == "dev"
+            key = next((key for key in space if key.startswith("endtask")), None)
+            if key == "endtask" or (key and not (has_tasks and on_dev)):
+                told = f"{key}={space[key].get_value_string()} is invalid: trials run no end tasks"
+                raise ValueError(f"{told}. Allowed: other options, or tasks with endtask.score_on=dev")
+            if has_tasks and not on_dev:
                 told = "Skipping end tasks (endtask=%s) in trials: their scores are of test text"
                 log.info(told, endtask.name)
                 fixed = [line for line in fixed if not line.lstrip("+~").startswith("endtask")]

@@ -237,7 +237,8 @@ WRONG = [
     (["steps=1"], {}, "hydra.sweeper.params is missing"),
     ([LR, "seed=3"], {"seeds": [0, 1]}, "hydra.sweeper.seeds=[0, 1]"),
     ([LR], {"seeds": [0, 0]}, "hydra.sweeper.seeds=[0,0] is invalid"),
-    ([LR, "endtask=none,texts"], {}, "trials run no end tasks"),
+    ([LR, "endtask=none,texts"], {}, "endtask=none,texts is invalid: trials run no end tasks"),
+    ([LR, "endtask=texts", "endtask.lr=1,2"], {}, "endtask.lr=1,2 is invalid: trials run no end tasks"),
     ([LR], {"n_jobs": 0}, "hydra.sweeper.n_jobs=0 is invalid"),
 ]
 
@@ -279,3 +280,6 @@ def test_a_failed_run_fails_its_trial(search, folder):
 def test_trials_run_no_end_tasks_whose_scores_are_of_test_text(search):
     runs = search(loss, LR, "endtask=texts", "endtask.root=there", n_trials=1)
     assert [line for line in runs.jobs[0] if line.startswith("endtask")] == ["endtask=none"]
+    tasks = ["endtask=texts", "endtask.root=there", "endtask.score_on=dev", "endtask.lr=0.1,0.9"]
+    (job,) = search(lambda values: 0.0, *tasks, anew=True, n_trials=1).jobs
+    assert tasks[:3] == job[:3] and job[3] in ("endtask.lr=0.1", "endtask.lr=0.9")
