@@ -115,9 +115,9 @@ class OptunaSweeper(Sweeper):
             cfg = self.loader.load_sweep_config(self.config, fixed)
             endtask: Any = cfg.get("endtask") or {}
             has_tasks, on_dev = endtask.get("name", "none") != "none", endtask.get("score_on") == "dev"
-            tasks_key = next((each for each in space if each.startswith("endtask")), "")
-            if tasks_key == "endtask" or (tasks_key and not (has_tasks and on_dev)):
-                told = f"{tasks_key}={space[tasks_key].get_value_string()} is invalid: trials run no end tasks"
+            first = next((each for each in space if each.startswith("endtask")), "")
+            if first == "endtask" or (first and not (has_tasks and on_dev)):
+                told = f"{first}={space[first].get_value_string()} is invalid: trials run no end tasks"
                 raise ValueError(f"{told}. Allowed: other options, or tasks with endtask.score_on=dev")
             if has_tasks and not on_dev:
                 told = "Skipping end tasks (endtask=%s) in trials: their scores are of test text"
