@@ -34,6 +34,8 @@ def train(cfg: DictConfig, *, run_dir: Path) -> float | None:
     with run.removed_if_rejected():
         plan = make_plan(cfg)  # the typed config: no text is read, torch is not imported
         plan.source.check_domains(plan.order)
+        if (name := str(run_dir)).encode(errors="replace").decode() != name:
+            raise ValueError(f"the run folder {name} is invalid: not UTF-8. Allowed: another hydra.run.dir")
         try:
             Path(plan.run.cache_dir).mkdir(parents=True, exist_ok=True)
         except OSError as error:

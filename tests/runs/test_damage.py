@@ -130,6 +130,12 @@ def test_a_stored_config_that_is_none_and_a_file_of_threads_without_one_are_told
         start(config(), again)
 
 
+def test_a_run_folder_that_is_no_text_is_refused_before_anything_is_trained(config, start, tmp_path):
+    with pytest.raises(ValueError, match="not UTF-8"):
+        start(config(), tmp_path / "run\udcff")
+    assert [each.name for each in tmp_path.iterdir() if "run" in each.name] == []
+
+
 def test_a_damaged_shard_of_a_killed_tokenisation_is_made_again(done, config, start, tmp_path, monkeypatch):
     own = config(f"cache_dir={tmp_path / 'cache'}")
     with monkeypatch.context() as patched, pytest.raises(KilledError):
