@@ -1,6 +1,7 @@
 """Standard streams that may be closed, and whose reader may leave, as in `python -m cpt.status | head`."""
 
 import io
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,9 @@ UNREAD = 128 + 13  # the exit code that shells show for SIGPIPE
 
 def open_streams() -> None:
     """Opens the null device for each standard stream that is closed, as a daemon's are: a file that is opened
-    would get its number. Text that the output's encoding lacks is escaped."""
+    would get its number. Text that the output's encoding lacks is escaped, and a log line that cannot be
+    written is lost without a traceback."""
+    logging.raiseExceptions = False
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
             opened = os.open(os.devnull, os.O_RDWR)
