@@ -335,8 +335,12 @@ class ContinualTrainer:
         return means, modules
 
     def commit_row(self, row: str, **costs: Any) -> None:
-        """Evaluates, and writes the row: a restart resumes after it."""
+        """Evaluates, and writes the row: a restart resumes after it. Raises ValueError where the run's folder
+        has been moved or deleted."""
         number = len(self.scores.rows)
+        if is_first_process() and not self.run.config.exists():
+            told = f"{self.run.path} was moved or deleted while it was trained: its config.yaml is gone"
+            raise ValueError(f"{told}; delete what is left there to start again")
         self.module.observes = number in (0, len(self.data))
         means, modules = self.score_row(number, row, self.missing(number))
         self.module.observes = False

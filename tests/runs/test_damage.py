@@ -136,6 +136,22 @@ def test_a_run_folder_that_is_no_text_is_refused_before_anything_is_trained(conf
     assert [each.name for each in tmp_path.iterdir() if "run" in each.name] == []
 
 
+def test_a_folder_that_is_deleted_while_it_is_trained_ends_the_run_at_the_next_row(
+    config, start, tmp_path, monkeypatch
+):
+    evaluated, commit = [], loop.ContinualTrainer.commit_row
+
+    def deleting(trainer, row, **costs):
+        evaluated.append(row)
+        commit(trainer, row, **costs)
+        shutil.rmtree(tmp_path / "run")
+
+    monkeypatch.setattr(loop.ContinualTrainer, "commit_row", deleting)
+    with pytest.raises(ValueError, match="run was moved or deleted while it was trained"):
+        start(config(), tmp_path / "run")
+    assert len(evaluated) == 2
+
+
 def test_a_damaged_shard_of_a_killed_tokenisation_is_made_again(done, config, start, tmp_path, monkeypatch):
     own = config(f"cache_dir={tmp_path / 'cache'}")
     with monkeypatch.context() as patched, pytest.raises(KilledError):
