@@ -66,6 +66,7 @@ def test_nobody_waits_for_a_process_whose_work_after_a_stage_has_failed(monkeypa
     monkeypatch.setattr(sharding.distributed, "get_rank", lambda: 1)
     monkeypatch.setattr(sharding.distributed, "get_world_size", lambda: 2)
     monkeypatch.setattr(sharding.distributed.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(sharding.time, "sleep", lambda seconds: pytest.fail("it waits"))
     with pytest.raises(RuntimeError, match="no memory"):
         failing.measure(1, torch.device("cpu"))
     with pytest.raises(ValueError, match="^process 1 has failed: no memory$"):
