@@ -70,6 +70,7 @@ def main() -> int:
     told = {"campaign": given.name, "asked": trials, "seed": given.seed, "made": len(found)}
     told |= {"fine": sum(each["fine"] for each in found), "seconds": round(time.monotonic() - began)}
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(told | {"trials": found}, indent=1) + "\n")
+    written = json.dumps(told | {"trials": found}, indent=1).replace(f"{place}/", "")  # no machine's paths
+    out.write_text(written + "\n")
     print("{campaign}: {fine} of {made} fine, {asked} asked, {seconds} s".format(**told))
     return 0 if found and told["fine"] == told["made"] else 1
