@@ -61,6 +61,7 @@ def read_searches(path: Any) -> dict[str, Any]:
 
 
 def collect_values(runs: Sequence[MeasuredRun]) -> Values:
+    """The measures of the runs without another mask or replay."""
     found: Values = {}
     for run in runs:
         if run.scores.run["mask"] == run.scores.run["replay"] == "none":
@@ -69,6 +70,7 @@ def collect_values(runs: Sequence[MeasuredRun]) -> Values:
 
 
 def parts(searches: Mapping[str, Any], default: Values, tuned: Values) -> Iterator[str]:
+    """The table of default and tuned methods, the lowest tuned perplexity first."""
     ends = "LC/perplexity"
     means = [
         {name: fmean(run[ends] for run in runs.values()) for name, runs in each.items()}
@@ -79,7 +81,8 @@ def parts(searches: Mapping[str, Any], default: Values, tuned: Values) -> Iterat
     for name in ranks[1]:
         found = next(each for each in searches["methods"] if each["name"] == name)
         best = min((trial for trial in found["trials"] if trial["score"]), key=lambda each: each["score"])
-        chosen = ", ".join(f"{k.rpartition('.')[2]} {float(v):.3g}" for k, v in map(split, best["values"]))
+        pairs = (each.split("=") for each in best["values"])
+        chosen = ", ".join(f"{key.rpartition('.')[2]} {float(value):.3g}" for key, value in pairs)
         both = " → ".join(f"{each[name]:.2f}" for each in means)
         row = [name, chosen, f"{both}: {show_difference(default[name], tuned[name], ends, 2)}"]
         row += [f"{ranks[0].index(name) + 1} → {ranks[1].index(name) + 1}"]
@@ -88,11 +91,6 @@ def parts(searches: Mapping[str, Any], default: Values, tuned: Values) -> Iterat
         cells.append(row)
     head = ["method", "tuned values", "LC", "rank", "Δ forgetting, nats", "Δ macro-F1, points"]
     yield markdown(Block(head=head, cells=cells, words=2), picture="")
-
-
-def split(line: str) -> tuple[str, str]:
-    key, _, value = line.partition("=")
-    return key, value
 
 
 def show_difference(default: Mapping, tuned: Mapping, key: str, digits: int) -> str:

@@ -85,7 +85,7 @@ def mesh(tmp_path):
 def test_a_row_that_is_no_number_is_not_lost_among_those_of_other_processes(mesh, monkeypatch):
     rows = distribute_tensor(torch.tensor([[1.0, torch.nan]]), mesh, [Shard(0)])
     other = torch.ones(())
-    # As gloo does, and NCCL.
+    # as gloo does
     monkeypatch.setattr(sharding.distributed, "all_reduce", lambda x, op: x.copy_(torch.fmax(other, x)))
     assert not all_finite([rows]) and all_finite([rows[:, :1]])
 
