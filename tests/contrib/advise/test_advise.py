@@ -1,5 +1,5 @@
-"""`python -m cpt.contrib.advise`: what is tried in the time that there is, what runs learned and forgot, and
-which arm is best; a whole advice on small texts, interrupted and resumed; what is refused."""
+"""`python -m cpt.contrib.advise`: which runs are planned, what they learned and forgot, which arm
+is best; a whole advice that is interrupted and resumed."""
 
 import json
 import math
@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
-from PIL import Image
 
 from cpt.contrib.advise import __main__ as advise
 from cpt.contrib.advise import advice, runs
@@ -23,20 +22,16 @@ from cpt.trainer.plan import make_plan
 from tests.conftest import SMALL
 
 OWN = [each for each in SMALL if not each.startswith(("trainer.steps", "logger"))]
-TINY = Model(("model=tiny_gpt2",), ("model=tiny_gpt2",))
 
 
 def test_every_arm_says_what_it_sets_and_is_chosen_by_name_beside_the_reference():
-    setting = Setting(rate=1e-3, blocks=12, domains=3)
-    made = {arm: own for arm, (_, own) in list_arms(setting).items()}
-    assert made["ncl"] == [] and made["freeze"] == ["freeze.layers=6"]
-    assert made["lr-1/4"] == ["model.lr=0.00025"] and made["lr-1/2"] == ["model.lr=0.0005"]
+    made = {arm: own for arm, (_, own) in list_arms(Setting(rate=1e-3, blocks=12, domains=3)).items()}
+    assert (
+        made["ncl"] == [] and made["freeze"] == ["freeze.layers=6"] and made["lr-1/4"] == ["model.lr=0.00025"]
+    )
     assert made["replay-5"] == ["replay=past", "replay.past_ratio=0.025", "replay.general_ratio=0.025"]
     assert len(set(map(tuple, made.values()))) == len(made) and runs.choose_arms(None) == [*made]
     assert runs.choose_arms("kd,lora,kd") == ["ncl", "kd", "lora"]
-
-
-FIVE = ["ncl", "replay-5", "lr-1/4", "replay-25", "lora"]
 
 
 def fitted(seconds, *, arms=("ncl", "lora"), jobs=1, most=500, **given):
@@ -49,8 +44,8 @@ def test_more_time_is_for_more_steps_up_to_an_epoch_then_for_more_seeds_and_less
         plan = fitted(seconds, **given)
         return plan.seeds, plan.short, plan.steps
 
-    # More steps than an epoch has are of no use; of 600 s 6 starts, then 540 s / (2 x 0.1 x 2 x 2.25); of
-    # 200 s 4 starts, then 160 s / (2 x 0.1 x 2 x 1.25); in 45 s a shorter length has 10 steps, below 20.
+    # of 600 s 6 starts, then 540 s / (2 x 0.1 x 2 x 2.25), at most the 500 of an epoch; of 200 s 4 starts,
+    # then 160 s / (2 x 0.1 x 2 x 1.25); in 45 s a shorter length has 10 steps, below 20.
     expected = {1000: (3, True, 500), 600: (2, True, 500), 200: (1, True, 320), 45: (1, False, 62)}
     assert {each: planned(each) for each in expected} == expected
     assert {each: planned(each / 2, jobs=2) for each in expected} == expected
@@ -58,10 +53,10 @@ def test_more_time_is_for_more_steps_up_to_an_epoch_then_for_more_seeds_and_less
     assert plan.seconds == pytest.approx(3 * 220 + 70)
     assert plan.rounds == [Round(0, 500), Round(0, 125), Round(1, 500), Round(2, 500)]
     assert planned(1000, most=900) == (3, True, 707) and planned(1000, most=900, seeds=2) == (2, True, 900)
-    assert (len(fitted(60, arms=FIVE).arms), fitted(60, arms=FIVE).steps) == (5, 10)
-    assert (fitted(50, arms=FIVE).arms, fitted(50, arms=FIVE).steps) == (tuple(FIVE[:4]), 12)
-    with pytest.raises(ValueError, match=r"30 s are left of --hours, and 3 runs of 10 steps take 36 s"):
-        fitted(30, arms=FIVE)
+    five = ("ncl", "replay-5", "lr-1/4", "replay-25", "lora")
+    assert (fitted(50, arms=five).arms, fitted(50, arms=five).steps) == (five[:4], 12)
+    with pytest.raises(ValueError, match=r"30 s are left of --hours"):
+        fitted(30, arms=five)
 
 
 NLL = np.array([[4.0, 5.0, 3.0], [3.0, 5.0, 3.1], [3.4, 4.5, 3.3]])  # base, law, food x law, food, general
@@ -101,15 +96,9 @@ def test_documents_and_seeds_are_redrawn_paired_and_more_tokens_are_told_by_the_
     found = bounds(runs)
     assert np.ptp(found["kd"]["learned"]) > 0.4 and found["ncl"]["worth"] == (0, 0)
     assert found["kd"]["worth"] == pytest.approx((-0.1, -0.1))  # 0.2 nats less of one of two domains
-    assert "learned_at" not in bounds(one, at=160)["ncl"]  # of one length
     found = bounds(one | {("ncl", 10, 0): made(NLL + UP)}, at=160)["ncl"]
     assert found["learned_at"] == pytest.approx((1.25, 1.25))  # 0.25, 0.75, and as much again
-    assert found["learned"] == pytest.approx((0.75, 0.75))
     assert found["forgotten_at"] == pytest.approx((0.35, 0.35))
-    three = {
-        ("ncl", steps): {"learned": x, "forgotten": 0.0} for steps, x in ((10, 1.0), (100, 5), (1000, 3))
-    }
-    assert advice.judge(three, "ncl", steps=1000, at=100).learned == pytest.approx(3)  # the line's middle
 
 
 POINTS = {"strong": Point(1.0, 0.5), "mild": Point(0.8, 0.1), "weak": Point(0.5, 0.2)}
@@ -117,52 +106,36 @@ POINTS |= {"same": Point(1.0, 0.6)}
 HIGHEST = {"strong": 0.7, "mild": 0.35, "weak": 0.25, "same": 0.8}
 
 
-@pytest.mark.parametrize(
-    ("wish", "arm", "why"),
-    [  # strong is worth 1 - 0.5 w, mild 0.8 - 0.1 w: equal at 0.5, where the first is taken
-        (Wish(None, 0.5), "strong", "- 0.5 x forgotten"),
-        (Wish(None, 0.51), "mild", "- 0.51 x forgotten"),
-        (Wish(0.3, 1.0), "weak", "by the whole of its interval"),  # mild learns more, but may forget 0.35
-        (Wish(0.35, 1.0), "mild", "by the whole of its interval"),
-        (Wish(0.15, 1.0), "mild", "by its mean, not by its interval"),
-        (Wish(0.05, 1.0), "mild", "no arm forgets at most 0.05 nats; this one forgets least"),
-    ],
-)
-def test_a_weight_says_what_forgetting_costs_and_a_bound_is_kept_by_the_interval(wish, arm, why):
-    chosen, told = advice.choose(POINTS, HIGHEST, wish)
-    assert chosen == arm and why in told
+CHOSEN = [  # strong is worth 1 - 0.5 w, mild 0.8 - 0.1 w: equal at 0.5, where the first is taken
+    (Wish(None, 0.5), "strong"),
+    (Wish(None, 0.51), "mild"),
+    (Wish(0.3, 1.0), "weak"),  # mild learns more, but may forget 0.35
+    (Wish(0.35, 1.0), "mild"),
+    (Wish(0.15, 1.0), "mild"),  # by its mean: no arm by the whole of its interval
+    (Wish(0.05, 1.0), "mild"),  # no arm is within the bound; this one forgets least
+]
+
+
+def test_a_weight_says_what_forgetting_costs_and_a_bound_is_kept_by_the_interval():
+    assert [advice.choose(POINTS, HIGHEST, wish)[0] for wish, _ in CHOSEN] == [arm for _, arm in CHOSEN]
     chosen, told = advice.choose({"one": Point(1.0, 0.1)}, {"one": math.nan}, Wish(0.2, 1.0))
     assert chosen == "one" and "by its mean" in told
 
 
-def subject(model=TINY, *, epoch=400.0, left_out=0, given=()):
-    texts, setting = ("domains=texts", "domains.root='my texts'"), Setting(1e-4, 24, 3)
-    return advice.Subject(texts, given, model, setting, epoch, 512, left_out)
-
-
 @pytest.mark.parametrize(("epoch", "arm", "at"), [(41.0, "kd", ""), (160.0, "ncl", 160), (1e6, "ncl", 600)])
-@pytest.mark.parametrize("wish", [Wish(None, 1.0), Wish(0.4, 1.0)])
-def test_an_arm_is_recommended_by_what_an_epoch_brings(wish, epoch, arm, at):
+def test_an_arm_is_recommended_by_what_an_epoch_brings(epoch, arm, at):
     runs = {("ncl", 40, 0): made(NLL), ("ncl", 10, 0): made(NLL + UP)}
     runs |= {("kd", 40, 0): made(NLL - 0.2 * UP), ("kd", 10, 0): made(NLL)}  # ahead, and slower
     plan = SweepPlan(("ncl", "kd"), 40, 1, True, 60.0)
-    found = advice.make_advice(Measured(runs), subject(epoch=epoch), plan, wish, lost=[])
+    texts, setting = ("domains=texts", "domains.root=texts"), Setting(1e-4, 24, 3)
+    model = Model(("model=tiny_gpt2",), ("model=tiny_gpt2",))
+    subject = advice.Subject(texts, (), model, setting, epoch, 512, 0)
+    found = advice.make_advice(Measured(runs), subject, plan, Wish(None, 1.0), lost=[])
     recommended = found["recommended"]
     assert recommended["arm"] == arm and (f"to {at} steps a domain" in recommended["why"]) == bool(at)
     worth = {each["arm"]: each["intervals"]["worth"] for each in found["arms"]}
     assert worth.pop(arm) == [0, 0] and all(high < 0 for _, high in worth.values())
     assert [each["arm"] for each in found["arms"]] == ["kd", "ncl"]  # as measured
-    first, command, table, last = advice.make_blocks(found)
-    assert first.title == f"Recommended: {arm}" and first.picture and command.code.startswith("python run.py")
-    assert "40 steps" in first.lines[1] and [row[0] for row in table.cells] == ["kd", "ncl"] and last.lines
-
-
-def test_the_command_is_of_the_model_that_is_meant():
-    given = ("model.max_seq_length=32", "trainer.batch_size=4")
-    small = advice.say_command("lr-1/4", subject(given=given))
-    words = ["python", "run.py", "domains=texts", "domains.root='my texts'", "model=tiny_gpt2"]
-    words += [*given, "model.lr=2.5e-05", "trainer.steps=null", "trainer.epochs=1"]
-    assert "\n" not in small and shlex.split(small) == words
 
 
 @pytest.fixture
@@ -212,7 +185,11 @@ def test_an_advice_is_planned_run_stopped_gone_on_with_and_told(here, tmp_path, 
     assert rest == ["freeze_steps-4_seed-0", "replay-25_steps-2_seed-0", "freeze_steps-2_seed-0"]
     told, found = capsys.readouterr().out, json.loads((out / "advice.json").read_text())
     assert told.splitlines()[-1] == found["recommended"]["command"]
-    check_command(found["recommended"]["command"], corpora)
+    words = shlex.split(found["recommended"]["command"])  # of a run over an epoch of the same texts
+    assert words[:2] == ["python", "run.py"] and f"domains.root={corpora}" in words
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        ordered = make_plan(compose("config", overrides=words[2:]))
+    assert ordered.order == ["food", "law", "space"] and ordered.budget.epochs == 1
     arms = {arm["arm"]: arm for arm in found["arms"]}
     assert set(arms) == {"ncl", "replay-25", "freeze"}
     assert found["recommended"]["arm"] == max(arms, key=lambda name: arms[name]["learned"])
@@ -220,9 +197,7 @@ def test_an_advice_is_planned_run_stopped_gone_on_with_and_told(here, tmp_path, 
     for arm in arms.values():
         low, high = arm["intervals"]["learned"]
         assert low <= arm["learned"] <= high and "learned_at" in arm["intervals"]
-    assert any("one seed was run" in line for line in found["unknown"])
-    with Image.open(out / "advice-plane.png") as picture:
-        assert f"{found['recommended']['arm']} (recommended)" in picture.text["Description"]
+    assert (out / "advice-plane.png").exists()
     assert here("--weight", "0") == []  # nothing is learned again
     assert json.loads((out / "advice.json").read_text()) == found
     with pytest.raises(SystemExit):
@@ -230,35 +205,21 @@ def test_an_advice_is_planned_run_stopped_gone_on_with_and_told(here, tmp_path, 
     assert "--out" in capsys.readouterr().err
 
 
-def check_command(command, corpora):
-    """It is composed and planned as it stands, for an epoch of the same texts."""
-    words = shlex.split(command)
-    assert words[:2] == ["python", "run.py"] and f"domains.root={corpora}" in words
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        plan = make_plan(compose("config", overrides=words[2:]))
-    assert plan.order == ["food", "law", "space"] and plan.budget.epochs == 1
-
-
 def test_of_many_domains_some_are_chosen_whatever_they_are_called(tmp_path, monkeypatch):
     for name in (names := ["2019", "2020", "null", "it's law", "a,b", "[x]", "résumé & co", "last"]):
         (tmp_path / "texts" / name).mkdir(parents=True)
     monkeypatch.setattr(advise, "settle", lambda given, sweep, *_: sys.exit(repr(sweep.plan().order)))
-    for order, first in (
-        ("order=0", sorted(names)),
-        (f"order={json.dumps(names, ensure_ascii=False)}", names),
-    ):
-        with pytest.raises(SystemExit) as ended:
-            advise.main([str(tmp_path / "texts"), "--out", str(tmp_path / "out"), order])
-        assert ended.value.code == repr([first[8 * place // 6] for place in range(6)])
+    with pytest.raises(SystemExit) as ended:
+        order = f"order={json.dumps(names, ensure_ascii=False)}"
+        advise.main([str(tmp_path / "texts"), "--out", str(tmp_path / "out"), order])
+    assert ended.value.code == repr([names[8 * place // 6] for place in range(6)])
 
 
 WRONG = {
     "nowhere": "nowhere is invalid: ",
-    ". --seeds 4": "--seeds 4 is invalid. Allowed: 1 to 3",
     ". --arms kdd": "--arms kdd is invalid. Allowed: ncl, ",
     ". seed=1": "seed=1 is invalid: ",
     ". trainer.batchsize=4": "Did you mean trainer.batch_size?",
-    ".": "domains.root",  # no text in it
 }
 
 
