@@ -34,10 +34,7 @@ const all = selector => [...document.querySelectorAll(selector)];
 const column = (place, table = 0) => [...all("table")[table].tBodies[0].rows]
   .filter(row => row.checkVisibility()).map(row => row.cells[place].textContent);
 const right = selector => Math.max(...all(selector).map(each => each.getBoundingClientRect().right));
-const wait = () => new Promise(done => setTimeout(done, 50));
 """
-
-
 ROWS = [  # in no order by any column
     ["ncl", "tiny", "−0.5 ± 0.1", "1,200", "1.2e+05", "yes"],
     ["Das + migu", "tiny", "10.2 [9.0, 11.5]", "–", "9.1e+04", "no"],
@@ -92,29 +89,22 @@ def browse(page, tmp_path_factory):
 
 
 FITS = """
-await wait();
-const loaded = performance.getEntriesByType("resource").map(each => each.name), before = [...heard];
+await new Promise(done => setTimeout(done, 50));
+const loaded = performance.getEntriesByType("resource").map(each => each.name);
 all("section details").forEach(each => each.open = true);
 const edges = [document.documentElement.scrollWidth, right("section img"), right(".tiles *")];
-const found = {loaded, before, right: Math.max(...edges), wide: all(".wide")[2].scrollWidth,
+return {loaded, heard, right: Math.max(...edges), wide: all(".wide")[2].scrollWidth,
   links: all("nav a").map(a => [a.textContent, a.hash]),
   heads: all("h2").map(h => [h.textContent, "#" + h.id])};
-document.body.insertAdjacentHTML("beforeend", '<img src="https://example.invalid/a.png">');
-const own = document.createElement("script");
-own.textContent = "window.ran = 1";
-document.body.append(own);
-await wait();
-return {...found, ran: window.ran ?? null, refused: heard.filter(each => each.startsWith("security")).length};
 """
 
 
 def test_a_page_from_disk_loads_nothing_complains_of_nothing_and_fits_a_phone(browse):
     for size in (LAPTOP, PHONE):
         found = browse(FITS, size=size)
-        assert (found["loaded"], found["before"]) == ([], [])
+        assert (found["loaded"], found["heard"]) == ([], [])
         assert found["right"] <= size[0]
         assert len(found["links"]) == 5 and found["links"] == found["heads"]
-        assert found["ran"] is None and found["refused"] >= 2  # what the policy forbids
     assert found["wide"] > PHONE[0]
 
 
