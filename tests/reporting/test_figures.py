@@ -6,6 +6,7 @@ import pytest
 from cpt.reporting import drawing, figures
 from tests.support.comparing import DOMAINS, made, run, saved, section
 
+pytestmark = pytest.mark.slow
 JOINT = {"rows": ["base", "joint"], "nll": [[4.0] * 4, [2.0, 3.0, 3.0, 9.0]], "method": "joint"}
 NLL = [[4.0] * 4, [3.0, 4.0, 4.0, 4.0], [3.1, 3.0, 4.0, 4.0], [3.1, 3.1, 3.0, 4.0]]
 

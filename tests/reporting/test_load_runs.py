@@ -8,15 +8,15 @@ from cpt.reporting.load_runs import build_sections, filter_runs, measure_runs
 from tests.support.comparing import CONDITIONS, DOMAINS, NLL, run, saved, section
 
 
-def names(runs, **options):
-    return [group.name for group in section(runs, **options).groups]
+def names(runs):
+    return [group.name for group in section(runs).groups]
 
 
-def configured(tmp_path, configs, **given):
+def configured(tmp_path, configs):
     runs = []
     for place, config in enumerate(configs):
-        saved(tmp_path / str(place), config=config, seed=config.get("seed", 0), **given)
-        runs.append(run(tmp_path / str(place), seed=config.get("seed", 0), **given))
+        saved(tmp_path / str(place), config=config, seed=config["seed"])
+        runs.append(run(tmp_path / str(place), seed=config["seed"]))
     return runs
 
 
@@ -34,21 +34,15 @@ def test_runs_are_found_at_any_depth_once_and_what_cannot_be_read_or_was_only_be
     assert "nowhere: no such folder" in found.damaged[0] and "bad" in found.damaged[1]
 
 
-def test_long_orders_that_differ_in_the_middle_have_names_of_their_own():
-    longer = [f"a_domain_with_a_long_name_{number}" for number in range(4)]
-    others = [longer, [longer[0], longer[2], longer[1], longer[3]]]
-    named = load_runs.name_orders([run(order=order) for order in others])
-    assert len({*named.values()}) == 2
-    runs = [run(variant="a=1; b=2"), run(variant="b=2; a=1", seed=1)]
-    assert len(section([*runs, run(method="das")]).groups) == 2
-
-
 def test_filters_choose_runs_and_a_wrong_one_says_what_is_allowed():
     values = ("", "a=1; b=[x,y]")
     runs = [run(method=m, seed=s, variant=v) for m in ("ncl", "das") for s in (0, 1) for v in values]
-    counts = {"method=das": 4, "method=das,ncl": 8, "variant=a=1; b=[x,y]": 4, "variant=b=[x,y]": 4}
-    assert {word: len(filter_runs(runs, [word])) for word in counts} == counts
-    assert len(filter_runs(runs, ["method=das,ncl", "seed=1"])) == 4 and len(filter_runs(runs, [])) == 8
+    for count, words in {
+        4: ["method=das,ncl", "seed=1"],
+        2: ["method=das", "variant=b=[x,y]"],
+        8: [],
+    }.items():
+        assert len(filter_runs(runs, words)) == count
     with pytest.raises(ValueError, match="method=ewc is invalid. Allowed: das, ncl"):
         filter_runs(runs, ["method=das,ewc"])
 
@@ -60,10 +54,9 @@ def test_costs_are_measured_and_what_is_not_finite_or_was_not_counted_is_not():
     assert not {"LC/nats", "FG/nats", "cost/tokens", "cost/flops", "cost/memory"} & set(only.values)
     assert "CPT/nats" in only.values
     (only,) = measure_runs([run(phases={"learn": {"law": 4.0, "food": 5.0}, "score": {"law": 90.0}})])
-    told = {key: value for key, value in only.values.items() if key.startswith("cost/")}
     expected = {"tokens": 3000, "flops": 6e9, "seconds_learn": 9, "seconds": 20, "memory": 1e6}
     expected |= {"trained": 5120, "stored": 3e6, "stored_per_domain": 1e6}
-    assert told == {f"cost/{name}": value for name, value in expected.items()}
+    assert {f"cost/{name}": value for name, value in expected.items()}.items() <= only.values.items()
 
 
 def test_intransigence_against_one_of_the_same_seed_model_order_and_conditions():
@@ -91,15 +84,13 @@ def test_what_perplexity_depends_on_makes_a_section(name):
     first, second = build_sections(measure_runs([*alike, run(method="das", **OTHERS[name])]))
     assert [len(first.runs), len(second.runs)] == [4, 1]
     assert second.baselines == {} and first.title != second.title
-    assert first.places is second.places and sorted(first.places) == ["das", "ncl"]
 
 
 def test_groups_are_over_seeds_and_orders_the_best_first():
     orders, shifts = [DOMAINS, DOMAINS[::-1]], (("ncl", 0), ("das", -1))
     runs = [run(order=o, seed=s, method=m, shift=x) for o in orders for s in (0, 1) for m, x in shifts]
-    sizes = [("das", "4 (2 seeds x 2 orders)"), ("ncl", "4 (2 seeds x 2 orders)")]
-    assert [(group.name, group.size) for group in section(runs).groups] == sizes
-    assert section([*runs[:4], *runs[6:]]).groups[0].size == "3 (2 seeds, 2 orders)"
+    size = "4 (2 seeds x 2 orders)"
+    assert [(group.name, group.size) for group in section(runs).groups] == [("das", size), ("ncl", size)]
     by_order, reverse = section(runs, by_order=True), ",".join(DOMAINS[::-1])
     assert {f"das, order {reverse}", "ncl, order law,food,space"} <= {group.name for group in by_order.groups}
     assert by_order.baselines[f"das, order {reverse}"].name == f"ncl, order {reverse}"
@@ -109,7 +100,7 @@ def test_labels_models_values_and_configs_make_groups(tmp_path):
     runs = [run(), run(mask="migu"), run(replay="past"), run(variant="optim.lr=1"), run(model="large")]
     expected = ["ncl", "ncl + migu", "ncl + replay past", "ncl (optim.lr=1)"]
     assert set(names(runs)) == {*(f"{name}, tiny" for name in expected), "ncl, large"}
-    assert names([run(variant="x=1"), run(variant="x=1", seed=1)]) == ["ncl"]
+    assert names([run(variant="a=1; b=2"), run(variant="b=2; a=1", seed=1)]) == ["ncl"]
     configs = [{"seed": s, "trainer": {"steps": n, "workers": s}} for s in (0, 1) for n in (5, 9)]
     runs = configured(tmp_path / "steps", configs)
     assert sorted(names(runs)) == ["ncl, trainer.steps=5", "ncl, trainer.steps=9"]
