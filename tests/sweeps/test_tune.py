@@ -4,7 +4,6 @@ import json
 import math
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ from omegaconf import open_dict
 import cpt.sweeps.launcher  # noqa: F401  (registers the sweeper)
 from cpt.data.corpora import Corpora
 from cpt.evaluation.finetune_tasks import FileTasks
-from cpt.reporting.drawing import description
 from cpt.reporting.tuning import FinalRun, Trial, TunedMethod, write_tuning
 from cpt.sweeps.tune import TuneSweeper, find_defaults, find_space
 from cpt.tune import build_command
@@ -67,7 +65,7 @@ def tune(tmp_path, monkeypatch):
             context = HydraContext(config_loader=loader, callbacks=None)
             here = Here(context, config, killed_at=killed_at)
             monkeypatch.setattr(Plugins, "instantiate_launcher", lambda self, **how: here)
-            chosen = {**config.hydra.sweeper} | options
+            chosen = {**config.hydra.sweeper, **options}
             chosen.pop("_target_")
             sweeper = TuneSweeper(**chosen)
             sweeper.setup(hydra_context=context, task_function=None, config=config)
@@ -83,18 +81,29 @@ def tune(tmp_path, monkeypatch):
     return begin
 
 
-def test_trials_read_no_test_text_and_a_killed_tuning_ends_as_one_that_was_not(
-    tune, corpora, no_pictures, tmp_path, monkeypatch, capsys
-):
-    read, packed = [], Corpora.packed
+@pytest.fixture
+def given(corpora, cache, no_pictures):
+    places = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", "order=[law,food]"]
+    return [*SMALL, *places, "trainer.steps=2", "name=tuned", "seed=0,1"]
+
+
+def noting(monkeypatch, where, method):
+    """The splits that a method is asked for, in their order."""
+    splits, read = [], getattr(where, method)
 
     def noted(self, name, split, **how):
-        read.append(split)
-        return packed(self, name, split, **how)
+        splits.append(split)
+        return read(self, name, split, **how)
 
-    monkeypatch.setattr(Corpora, "packed", noted)
-    given = [*SMALL, "trainer.steps=2", "domains=texts", f"domains.root={corpora}", "cache_dir=cache"]
-    given += ["order=[law,food]", "name=tuned", "method=ncl,ewc", "seed=0,1"]
+    monkeypatch.setattr(where, method, noted)
+    return splits
+
+
+def test_trials_read_no_test_text_and_a_killed_tuning_ends_as_one_that_was_not(
+    tune, given, tmp_path, monkeypatch, capsys
+):
+    read = noting(monkeypatch, Corpora, "packed")
+    given += ["method=ncl,ewc"]
     first = tune(*given, n_trials=2, n_jobs=1, killed_at=1)
     assert len(first) == 1 and set(read) == {"train", "valid"}
     second = tune(*given, n_trials=2, n_jobs=1, killed_at=2)  # killed in the final runs
@@ -114,20 +123,11 @@ def test_trials_read_no_test_text_and_a_killed_tuning_ends_as_one_that_was_not(
     assert scores["optimized_metric"] == ewc["runs"][0]["score"]
 
 
-def test_by_a_metric_of_end_tasks_trials_read_dev_and_final_runs_test(
-    tune, corpora, no_pictures, tmp_path, monkeypatch
-):
-    read, files = [], FileTasks.read
-
-    def noted(self, name, split):
-        read.append(split)
-        return files(self, name, split)
-
-    monkeypatch.setattr(FileTasks, "read", noted)
+def test_by_a_metric_of_end_tasks_trials_read_dev_and_final_runs_test(tune, given, tmp_path, monkeypatch):
+    read = noting(monkeypatch, FileTasks, "read")
     for domain in ("law", "food"):
         write_task(tmp_path, domain)
-    given = [*SMALL, "trainer.steps=2", "domains=texts", f"domains.root={corpora}", "cache_dir=cache"]
-    given += ["order=[law,food]", "name=tuned", "method=ewc", "seed=0,1", "optimized_metric=MF1"]
+    given += ["method=ewc", "optimized_metric=MF1"]
     with pytest.raises(SystemExit, match="1"):
         tune(*given)  # without end tasks
     given += ["endtask=texts", f"endtask.root={tmp_path}", "endtask.epochs=1", "endtask.seeds=[0]"]
@@ -151,22 +151,14 @@ def test_candidates_are_the_choices_of_groups_and_what_is_given_is_not_searched(
     assert list(derpp.space) == ["method.beta"] and "method.alpha=0.3" in derpp.overrides
     (ewc,), _ = tune("method=ewc", "method.strength=7", run=False)
     assert ewc.space == {}
-    (ewc,), _ = tune("method=ewc", "method.search.strength=choice(1,500.0,7)", run=False)
-    assert [*ewc.space] == ["method.strength"] and ewc.first == {"method.strength": "500.0"}
-    (ewc,), _ = tune("method=ewc", "method.search.strength=[1,10]", run=False)
-    assert ewc.space["method.strength"].get_value_string() == "interval(1,10)" and ewc.first == {}
-    (ewc,), runs = tune("method=ewc", "seed=0", run=False, seeds=[0, 1])
-    assert runs == [["seed=0"]] and ewc.overrides == ["method=ewc"]
-    for sampler, first in (("tpe", 500.0), ("grid", "500")):  # a whole number may stand for the default
-        line = "method.search.strength=range(100,901,400)"
-        (ewc,), _ = tune("method=ewc", line, run=False, sampler=sampler)
-        assert ewc.first == {"method.strength": first}
-    (ewc,), _ = tune("method=ewc", "method.search.strength=choice(100,500,a)", run=False)
-    assert ewc.first == {"method.strength": "500"}
-    spaces = " is invalid. Allowed: [low, high]"
-    wrong = {"method.search.strength=[log,1]": spaces, "method.search.strength=7": spaces}
-    for line, why in (wrong | {"domains.score_on=valid": " is invalid: searches use valid or dev"}).items():
-        with pytest.raises(ValueError, match=re.escape(line + why)):
+    firsts = {"choice(1,500.0,7)": "500.0", "choice(100,500,a)": "500", "[1,10]": None}
+    for space, first in firsts.items():
+        (ewc,), _ = tune("method=ewc", f"method.search.strength={space}", run=False)
+        assert [*ewc.space] == ["method.strength"] and ewc.first.get("method.strength") == first
+    assert ewc.space["method.strength"].get_value_string() == "interval(1,10)"
+    wrong = {"method.search.strength=7": "Allowed: [low, high]", "domains.score_on=valid": "searches use"}
+    for line, why in wrong.items():
+        with pytest.raises(ValueError, match=f"{re.escape(line)} is invalid.*{re.escape(why)}"):
             tune("method=ewc", line, run=False)
 
 
@@ -199,13 +191,8 @@ def test_equal_compute_is_the_best_of_the_first_trials_within_the_cheapest_searc
     assert rows["ewc"][:5] == ["strength=70.5", "strength=70.5", "3", "40.00", "39.00"]
     assert rows["ewc"][5:] == ["31.00", "±", "1.41", "0.2000", "±", "0.1414"]
     assert rows["das"][:5] == ["strength=0.1", "strength=1", "3", "35.00", "34.00"]  # 25 of 30 operations
-    assert "at most 30, those of the whole search of ewc" in text
-    assert "Fairness: equal tokens (1e+03 per run), equal operations (50 per run)." in text
     assert json.loads((tmp_path / "tuning.json").read_text())["equal_compute_flops"] == 30
-    assert "$\\pm$" in (tmp_path / "tuning.tex").read_text()
-    assert "| ewc |" in (tmp_path / "tuning.md").read_text()
-    told = description((tmp_path / "tuning-searches.png").read_bytes())
-    assert "Chosen: ewc strength=70.5; das strength=0.1." in told
+    assert {"tuning.tex", "tuning.md", "tuning-searches.png"} < {each.name for each in tmp_path.iterdir()}
     most = write_tuning(methods[1:], tmp_path / "most", "LC.perplexity", "maximize", 3)
     assert most.splitlines()[1].split()[1] == "strength=9.25"
 
@@ -215,25 +202,16 @@ def test_a_failed_default_trial_costs_but_has_no_score(tmp_path, direction, wors
     trials = [trial(0, 500.0, worst, 20), trial(1, 70.5, 39.0), trial(2, 9.25, worst)]
     own = {"space": {"method.strength": "tag(log,interval(1,1000))"}, "default": {"method.strength": "500"}}
     search = TunedMethod(name="ewc", trials=trials, runs=[], **own)
-    failed = replace(search, name="lost", trials=[trials[0]])
-    lines = write_tuning([search, failed], tmp_path / "tuning", "LC.perplexity", direction, 3).splitlines()
-    # Its first two took 30, the cheapest search 20.
-    assert lines[1].split()[:6] == ["ewc", "strength=70.5", "–", "1", "–", "39.00"]
-    assert lines[2].split()[:6] == ["lost", "–", "–", "0", "–", "–"]
-    methods = json.loads((tmp_path / "tuning.json").read_text(), parse_constant=pytest.fail)["methods"]
-    assert [each["score"] for each in methods[0]["trials"]] == [None, 39.0, None]
-    assert methods[0]["flops"] == 40
-    again = replace(search, trials=[trial(0, 500.0, worst, 20), trial(1, 70.5, 39.0), trial(2, 500.0, 41.0)])
-    assert again.first == again.trials[2]
+    _, line, *_ = write_tuning([search], tmp_path / "tuning", "LC.perplexity", direction, 3).splitlines()
+    assert line.split()[4:6] == ["–", "39.00"]
+    (method,) = json.loads((tmp_path / "tuning.json").read_text(), parse_constant=pytest.fail)["methods"]
+    assert [each["score"] for each in method["trials"]] == [None, 39.0, None] and method["flops"] == 40
 
 
-def test_the_program_is_a_sweep_of_run_py(capsys):
+def test_the_program_is_a_sweep_of_run_py():
     command = build_command(["method=ewc", "--budget", "4", "--seeds", "2", "name=tuned"])
     assert command[1:3] == ["-m", "cpt"] and command[-1] == "--multirun"
     own = ["hydra/sweeper=tune", "hydra.sweeper.n_trials=4", "seed=0,1"]  # behind a flag that may come first
     assert command[3:-1] == ["method=ewc", "name=tuned", *own]
-    assert "seed=0,1,2" in build_command([]) and "seed=0,1,2" not in build_command(["seed=5"])
-    for wrong in (["--budget", "0"], ["--seeds", "2", "seed=1"]):
-        with pytest.raises(SystemExit, match="2"):
-            build_command(wrong)
-        assert "is invalid" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        build_command(["--seeds", "2", "seed=1"])
