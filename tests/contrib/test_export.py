@@ -7,7 +7,6 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-import yaml
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 from cpt.contrib.lm_eval_export.__main__ import main
@@ -37,20 +36,16 @@ def test_the_tokens_of_every_style_are_ours_and_what_differs_is_told(style, seq2
         assert row["id"] == example.id and row["question"].endswith(example.source)
         assert row["choices"] == [texts.choice(label) for label in LABELS]
         assert LABELS[row["answer"]] == example.target
-    if style in ("bare", "opened", "framed") and not seq2seq:  # a special token that is spelled out
-        special = made.tokenizer.eos_token or made.tokenizer.sep_token
+    if style == "opened" and not seq2seq:  # a special token that is spelled out
+        special = made.tokenizer.eos_token
         odd = Example("odd", f"What is {special} for?\nAnswer:", LABELS[0], "TC", LABELS)
-        found = export_task(tmp_path, "TC", map(made.prompt, [*examples, odd]), texts)
-        assert found.differing == ["odd"] and found.examples == 21
-
-
-@pytest.fixture(scope="module")
-def tasks(tmp_path_factory):
-    return write_tasks(tmp_path_factory.mktemp("exported"), ("food", "law"), train=60, test=24)
+        assert export_task(tmp_path, "TC", map(made.prompt, [*examples, odd]), texts).differing == ["odd"]
 
 
 @pytest.mark.slow
-def test_the_command_line_writes_a_run_s_tasks_and_says_how_to_ask_them(tasks, cache, tmp_path, capsys):
+def test_the_command_line_writes_a_run_s_tasks_and_says_how_to_ask_them(cache, tmp_path, capsys):
+    (tmp_path / "texts").mkdir()
+    tasks = write_tasks(tmp_path / "texts", ("food", "law"), train=60, test=24)
     given = ["domains=tasks", f"domains.root={tasks}", f"cache_dir={cache}", "model=tiny_gpt2"]
     out = tmp_path / "my out"
     main([str(out), *given, "model.vocab_size=300", "order=[law]", "answers.max_documents=5"])
@@ -60,7 +55,6 @@ def test_the_command_line_writes_a_run_s_tasks_and_says_how_to_ask_them(tasks, c
     assert shlex.split(second) == asked
     ids = {row["id"] for row in rows(out, "law")}
     assert len(ids) == 5 and ids != {f"law-test-{place}" for place in range(5)}  # a draw
-    assert yaml.safe_load((out / "_all.yaml").read_text())["task"] == ["cpt_law"]
 
 
 def causal(vocabulary):
@@ -78,8 +72,7 @@ def seq2seq(vocabulary):
 @NEEDED
 @pytest.mark.slow
 @pytest.mark.parametrize(("build", "style", "length"), [
-    (causal, "bare", 200), (causal, "metaspace", 200), (causal, "opened", 60),
-    (seq2seq, "framed", 200), (seq2seq, "closed", 40),
+    (causal, "metaspace", 200), (causal, "opened", 60), (seq2seq, "closed", 40),
 ])  # fmt: skip
 def test_accuracy_is_ours_of_each_task_and_of_all(build, style, length, tmp_path):
     from cpt.evaluation.lm_eval import Harness

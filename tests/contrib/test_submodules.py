@@ -4,12 +4,11 @@ import importlib
 import re
 
 import pytest
-from omegaconf import OmegaConf
 
 from cpt.data.corpus import make_corpus
 from cpt.data.sources.docstrings import InstalledDocs, names_in, subpackages
 from cpt.evaluation.finetune_tasks import plan_endtasks
-from tests.conftest import ROOT
+from tests.support.endtask_fixtures import options
 
 HELD_OUT = {"valid": 0.2, "test": 0.3, "seed": 0, "max_documents": None}
 FIELDS = {"rivers": "water", "hills": "stone", "woods": "tree"}
@@ -34,22 +33,14 @@ def task(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
 
+    own = {"packages": {"land": ["made_up"]}, "splits": HELD_OUT, "cache": str(tmp_path / "cache")}
+    own |= {"examples": {"train": 20, "dev": 6, "test": 8}, "classes": 3, "select": "dev"}
+
     def make(**overrides):
-        domains = {"packages": {"land": ["made_up"]}, "held_out": HELD_OUT}
-        config = OmegaConf.create({"domains": domains, "cache_dir": str(tmp_path / "cache")})
-        small = {"examples": {"train": 20, "dev": 6, "test": 8}, "classes": 3, "select": "dev"}
-        files = [ROOT / "conf" / "endtask" / f"{name}.yaml" for name in ("protocol/default", "submodules")]
-        protocol, own = map(OmegaConf.load, files)
-        del own["defaults"]
-        config.endtask = OmegaConf.merge(protocol, own, small | overrides)
-        options = OmegaConf.to_container(config, resolve=True)["endtask"]
-        return plan_endtasks(options, ["land"], ["land"]).source.task("land")
+        given = options("submodules", **own | overrides)
+        return plan_endtasks(given, ["land"], ["land"]).source.task("land")
 
     return make
-
-
-def module_of(example):
-    return example.id.rsplit("-", 1)[0]
 
 
 def test_labels_are_the_sub_packages_which_no_text_names_and_a_module_is_in_the_domains_split(task, tmp_path):
@@ -57,7 +48,7 @@ def test_labels_are_the_sub_packages_which_no_text_names_and_a_module_is_in_the_
     assert found.classes == ["made_up.hills", "made_up.rivers", "made_up.woods"]
     examples = [*found.train, *found.dev, *found.test]
     for example in examples:
-        assert module_of(example).startswith(example.label + ".")
+        assert example.id.startswith(f"{example.label}.")
         assert FIELDS[example.label.split(".")[1]] in example.text
     said = " ".join(example.text for example in examples)
     assert not re.search("hills|rivers|woods", said) and " of _ has to say" in said
@@ -68,18 +59,16 @@ def test_labels_are_the_sub_packages_which_no_text_names_and_a_module_is_in_the_
     for split, own in splits.items():
         theirs = blanked.sub("_", "\n".join(text.documents(split)["text"]))
         assert own and all(example.text in theirs for example in own)
-    modules = [{module_of(example) for example in own} for own in splits.values()]
+    modules = [{example.id.rsplit("-", 1)[0] for example in own} for own in splits.values()]
     assert len(set.union(*modules)) == sum(map(len, modules)) == len(examples) / 4
     found = task(classes=2, examples={"train": 7, "dev": 2, "test": 3})
-    assert len(found.classes) == 2 and len({example.id for example in found.train}) == len(found.train)
     for own, most in ((found.train, 7), (found.dev, 2), (found.test, 3)):
         assert max(sum(example.label == label for example in own) for label in found.classes) == most
 
 
 def test_the_same_text_gives_the_same_examples_and_other_text_others(task, tmp_path, monkeypatch):
-    first, many = task(), task(examples={"train": 99, "dev": 6, "test": 8}).train
+    first = task()
     assert task(seed=1).content != first.content
-    assert {module_of(each) for each in task(seed=1).train} <= {module_of(each) for each in many}
     with monkeypatch.context() as patched:  # docstrings are read once
         patched.setattr("cpt.contrib.docstring_tasks.source.documents_by_module", pytest.fail)
         assert task().content == first.content
@@ -88,12 +77,11 @@ def test_the_same_text_gives_the_same_examples_and_other_text_others(task, tmp_p
 
 
 def test_names_are_blanked_as_words_and_a_sub_package_with_more_than_half_of_the_text_is_divided():
-    names = names_in(["a.core.sets", "a.io"])
-    shown = names.sub("_", "Sets of core.io, to_io and io_x; score, radio, subsets")
+    shown = names_in(["a.core.sets", "a.io"]).sub(
+        "_", "Sets of core.io, to_io and io_x; score, radio, subsets"
+    )
     assert shown == "_ of _._, to__ and __x; score, radio, subsets"
     sizes = {"p": 1, "p.core.x.a": 4, "p.core.x.b": 4, "p.core.y.a": 3, "p.core": 1, "p.io.a": 4, "p.one": 1}
     found = subpackages((module, ["text"] * size) for module, size in sizes.items())
     divided = {"p.core.x.a": "p.core.x", "p.core.x.b": "p.core.x", "p.core.y.a": "p.core.y", "p.io.a": "p.io"}
     assert found == {name: name for name in sizes} | divided
-    halves = subpackages([("p.core.x", ["text"] * 2), ("p.io.a", ["text"] * 2)])
-    assert set(halves.values()) == {"p.core", "p.io"}
