@@ -1,21 +1,18 @@
 """The jobs of a sweep in this process: which are finished before, what they give back, and clusters."""
 
 import json
-import logging
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import threading
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus
-from hydra.errors import HydraException
 from hydra.types import HydraContext, RunMode
 from omegaconf import OmegaConf, open_dict
 
@@ -70,20 +67,11 @@ def done(sweep, start, kept):
     return job.folder
 
 
-SWEPT = {
-    **dict.fromkeys(("mask=[migu,mofo],none", "method='ncl',ewc"), ""),
-    "mask=[migu,mofu],none": "mask=mofu is invalid: unknown choice",
-    "hydra.sweeper.max_batch_size=2": "hydra.sweeper.max_batch_size=2 is invalid: a failed batch",
-}
-
-
-@pytest.mark.parametrize("swept", SWEPT)
-def test_choices_of_a_swept_group_may_be_lists_and_quoted_and_what_is_wrong_is_named(sweep, swept, capsys):
-    launcher, given = ProcessLauncher(jobs=1, threads=1), Sweep([*sweep.shared, swept])
-    with pytest.raises(SystemExit) if SWEPT[swept] else nullcontext():
-        launcher.setup(hydra_context=given.context, task_function=None, config=given.config)
-    told = f"cpt: {SWEPT[swept]}" if SWEPT[swept] else ""
-    assert capsys.readouterr().err[: len(told) or None] == told
+def test_a_wrong_choice_of_a_swept_group_is_named(sweep, capsys):
+    wrong = Sweep([*sweep.shared, "mask=[migu,mofu],none", "method='ncl',ewc"])
+    with pytest.raises(SystemExit):
+        wrong.launched(ProcessLauncher(jobs=1, threads=1), "seed=1")
+    assert capsys.readouterr().err.startswith("cpt: mask=mofu is invalid: unknown choice")
 
 
 def test_equal_jobs_are_one_and_labels_say_what_differs(sweep):
@@ -92,14 +80,12 @@ def test_equal_jobs_are_one_and_labels_say_what_differs(sweep):
         sweep.jobs("hydra.run.dir=outputs/one seed=1", "hydra.run.dir=outputs/one seed=2")
 
 
-def test_finished_runs_are_known_without_a_process(sweep, done, monkeypatch, caplog):
-    caplog.set_level(logging.INFO)
+def test_finished_runs_are_known_without_a_process(sweep, done, monkeypatch):
     monkeypatch.setattr("subprocess.Popen", lambda *given, **options: pytest.fail("a process"))
     launcher = ProcessLauncher(jobs=None, threads=None)
     (returned,) = sweep.launched(launcher, "seed=1", sweeper=BASIC_SWEEPER)
     scores = json.loads((done / "scores.json").read_text())
     assert (returned.status, returned.return_value) == (JobStatus.COMPLETED, scores["optimized_metric"])
-    assert caplog.messages == ["1 job: 1 finished before\ncompare: python -m cpt.report outputs/default"]
     # Another objective is no other run: it is computed from what was measured.
     (returned,) = sweep.launched(launcher, "seed=1 optimized_metric=FG.nats")
     assert returned.return_value == scores["metrics"]["FG"]["nats"]
@@ -112,15 +98,10 @@ def test_what_is_not_finished_gets_its_process(sweep, done):
     assert before() and before("seed=1 trainer.num_workers=1")  # how a run is carried out only
     for lacking in ("seed=2", "seed=1 trainer.steps=7", "seed=1 trainer.steps=???", "seed=1 endtask=texts"):
         assert not before(lacking)
-    scores, config = done / "scores.json", done / "config.yaml"
-    finished = scores.read_text()
-    for damaged in (finished.replace('"finished": true', '"finished": false'), finished[:100], "[]"):
-        scores.write_text(damaged)
+    finished = (done / "scores.json").read_text()
+    for damaged in (finished.replace('"finished": true', '"finished": false'), finished[:100]):
+        (done / "scores.json").write_text(damaged)
         assert not before()
-    scores.write_text(finished)
-    assert before()
-    config.unlink()
-    assert not before()
 
 
 class Cluster:
@@ -128,8 +109,8 @@ class Cluster:
 
     lost = False
 
-    def __init__(self, *, nodes, extras=None):
-        self.nodes = nodes
+    def __init__(self, *, nodes):
+        pass
 
     def setup(self, *, hydra_context, task_function, config):
         self.context, self.task, self.config = hydra_context, task_function, config
@@ -137,17 +118,15 @@ class Cluster:
     def launch(self, job_overrides, initial_job_idx):
         if self.lost:
             raise RuntimeError("Traceback:\n  a node died\n")
-        return [self.ended(each) for each in job_overrides]
-
-    def ended(self, overrides):
-        cfg = self.context.config_loader.load_sweep_config(self.config, overrides)
-        HydraConfig.instance().set_config(cfg)
-        made = JobReturn()
-        try:
-            made.return_value, made.status = self.task(cfg), JobStatus.COMPLETED
-        except OSError as error:
-            made.return_value, made.status = error, JobStatus.FAILED
-        return made
+        ended = []
+        for overrides in job_overrides:
+            cfg = self.context.config_loader.load_sweep_config(self.config, overrides)
+            HydraConfig.instance().set_config(cfg)
+            try:
+                ended.append(JobReturn(status=JobStatus.COMPLETED, _return_value=self.task(cfg)))
+            except OSError as error:
+                ended.append(JobReturn(status=JobStatus.FAILED, _return_value=error))
+        return ended
 
 
 TASK = """
@@ -195,7 +174,6 @@ def test_a_job_that_ends_well_without_a_finished_run_or_cannot_start_has_failed(
     assert "scores.json in its folder is not that of a finished run" in str(returned._return_value)
     monkeypatch.setattr("cpt.sweeps.launcher.job_command", lambda config: ["no such program"])
     (returned,) = sweep.launched(cluster, "seed=2")
-    assert isinstance(returned._return_value, HydraException)
     assert "failed (lost): [Errno 2] No such file" in str(returned._return_value)
 
 

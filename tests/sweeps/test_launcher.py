@@ -74,7 +74,6 @@ def test_overrides_flags_and_threads_of_the_user_reach_the_jobs_and_failures_sto
     assert {job["threads"] for job in seen} == {"7"}
     assert ended.returncode == 1 and ended.stderr.count("\n") == 1
     assert ended.stderr.startswith("cpt: 2 of 4 jobs failed: #1 order=[b,'a c'] kind=raise, #3 ")
-    assert ended.stdout.count("failed (exit 1): RuntimeError: boom (outputs/app/") == 2
 
 
 PROGRAM = """
@@ -93,11 +92,9 @@ open(f"{number}/times", "w").write(f"{began} {time.time()}")
 """
 
 
-def made_job(number, **ended):
+def made_job(number):
     made = Job(number, (f"x={number}",), f"x={number}", OmegaConf.create(), Path(str(number)))
     made.folder.mkdir()
-    for key, value in ended.items():
-        setattr(made, key, value)
     return made
 
 
@@ -114,12 +111,8 @@ def test_failed_jobs_stop_no_other_and_no_more_run_at_once_than_there_are_places
     times = [tuple(map(float, (job.folder / "times").read_text().split())) for job in jobs[2:]]
     one, two, three = sorted(times)
     assert two[0] < one[1] and three[0] >= min(one[1], two[1])
-    jobs += [made_job(5, before=True), made_job(6, lost="cancelled"), made_job(7, code=GO_ON)]
-    jobs[7].console.write_text("cpt: no\n")
-    head, *_, lost, preempted, _ = summarize_jobs(jobs)
-    assert head == "8 jobs: 3 finished, 1 finished before, 1 preempted, 3 failed"
-    assert lost.startswith("#6 x=6: failed (lost): cancelled")
-    assert preempted.startswith("#7 x=7: preempted (exit 75): cpt: no")
+    jobs[3].before, jobs[0].code = True, GO_ON
+    assert summarize_jobs(jobs)[0] == "5 jobs: 2 finished, 1 finished before, 1 preempted, 1 failed"
     run_all(jobs[1:2], command=command, places=[{"QUIET": "1"}], grace=1)  # appended to the same console
     assert jobs[1].failure() == f"{killed}memory): (no output)" and jobs[1].console.read_text() == "begun 1\n"
 
@@ -200,7 +193,6 @@ def test_gpus_are_divided(machine, monkeypatch):
     assert share(devices=1) == ["0", "1", "2", "3"] and share(devices=2) == ["0,1", "2,3"]
     assert share(devices=3) == ["0,1,2"]
     assert share() == share(devices=-1) == share(devices=[1, 2]) == ["0,1,2,3"]
-    assert share(devices="auto") == ["0", "1", "2", "3"]
     assert divided("CUDA_VISIBLE_DEVICES", 2, devices="auto") == ["0,1", "2,3"]
     assert share(devices=1, jobs=5) == ["0", "1", "2", "3", "0"]
     assert share(devices=1, accelerator="cpu") == [None] * 8
@@ -223,17 +215,7 @@ def test_cores_are_divided_and_threads_that_the_user_has_set_stay(machine, monke
     assert share(1) == [None] and share(9, devices=1, jobs=1, threads=3) == ["3"]
 
 
-# The command line, and the line of a sweep
-
-
-@pytest.mark.parametrize(
-    ("given", "taken"),
-    [
-        ("-m method=lora,olora method.t=1", "-m method=lora,olora method.t=choice(1)"),
-        ("--multirun method=lora,olora method.t=[a]", "--multirun method=lora,olora method.t=choice([a])"),
-        ("method=lora method.t=1", None),
-        ("-m method=lora method.t=1", None),
-    ],
-)
-def test_options_of_a_swept_group_are_left_to_the_jobs_and_all_else_stays(given, taken):
-    assert to_hydra(given.split()) == (taken or given).split()
+def test_options_of_a_swept_group_are_left_to_the_jobs_and_all_else_stays():
+    swept, one = ["-m", "method=lora,olora", "method.t=[a]"], ["-m", "method=lora", "method.t=1"]
+    assert to_hydra(swept) == [*swept[:2], "method.t=choice([a])"]
+    assert to_hydra(one) == one
