@@ -7,11 +7,12 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from cpt.gradient_masks.base import observing, recording
 from cpt.gradient_masks.migu import CACHED, MagnitudeMask, choose_by_mass, choose_rows, count_kept, magnitudes
 from cpt.gradient_masks.options import MagnitudeMaskOptions
-from cpt.models.fisher import samples
+from cpt.models.fisher import fisher
 from cpt.models.memory import checkpoint_activations
 from cpt.models.units import projections
 from tests.conftest import GOLDEN, needs_golden
@@ -76,33 +77,24 @@ def test_magnitudes_count_a_prompt_and_no_padding():
 
 def test_texts_are_compared_by_the_rows_with_their_largest_magnitudes():
     """Of two texts in batches, with padding."""
-    model = gpt2().eval()
-    mask, outputs = watching(model), {}
-    for each in mask.maps:
-        own = outputs[each.name] = []
-        each.module.register_forward_hook(lambda m, args, x, own=own: own.append(x.flatten(0, -2)))
-    present = torch.tensor([[1, 1, 1], [1, 1, 0]])
-    batches = [(3, IDS[:, :5], None), (3, IDS[:, 5:], None)]
-    batches.append((5, torch.tensor([[7, 7, 8], [6, 1, 0]]), present))
+    model, present, outputs = gpt2().eval(), torch.tensor([[1, 1, 1], [1, 1, 0]]), []
+    mask = watching(model)
+    [widest] = [each for each in mask.maps if each.name.endswith("h.1.attn.c_attn")]
+    widest.module.register_forward_hook(lambda module, args, x: outputs.append(x.flatten(0, -2)))
+    batches = [(3, IDS[:, :5], None), (3, IDS[:, 5:], None), (5, IDS[:, :6].view(2, 3), present)]
     with torch.inference_mode():
         for text, ids, given in batches:
             with observing([mask], text):
                 model(input_ids=ids, attention_mask=given)
         model(input_ids=IDS)  # no text that is observed
-    found = mask.diagnostics()
+    found, (first, second, padded, _) = mask.diagnostics(), outputs
+    sums = [torch.cat([first, second]).abs().sum(0), padded[present.flatten().bool()].abs().sum(0)]
+    one, other = (choose_rows(own, [each[None] for each in widest.segments], 0.7) for own in sums)
+    index = (one * other).sum() / torch.maximum(one, other).sum()
+    torch.testing.assert_close(found[f"similarity/{widest.name}"], torch.tensor([[1, index], [index, 1]]))
+    shares = torch.stack([each / each.sum() for each in sums])
+    torch.testing.assert_close(found[f"magnitudes/{widest.name}"], shares)
     assert found["texts"].tolist() == [3, 5] and "texts" not in mask.diagnostics()
-    for each in mask.maps:
-        first, second, padded = outputs[each.name][:3]
-        sums = [torch.cat([first, second]).abs().sum(0), padded[present.flatten().bool()].abs().sum(0)]
-        if f"magnitudes/{each.name}" in found:
-            shares = torch.stack([each / each.sum() for each in sums])
-            torch.testing.assert_close(found[f"magnitudes/{each.name}"], shares)
-        segments = [segment[None] for segment in each.segments]
-        rows = [{*choose_rows(own, segments, 0.7).nonzero().flatten().tolist()} for own in sums]
-        index = len(rows[0] & rows[1]) / len(rows[0] | rows[1])
-        similarity = torch.tensor([[1, index], [index, 1]])
-        torch.testing.assert_close(found[f"similarity/{each.name}"], similarity)
-    assert sum(name.startswith("magnitudes/") for name in found) == 1
 
 
 def test_the_number_of_rows_is_the_papers():
@@ -123,36 +115,32 @@ def test_the_fewest_rows_that_hold_a_share_are_chosen():
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "t5-gated"])
 def test_the_rows_are_those_with_the_largest_outputs(family):
     """Of padded rows of so many tokens, whose outputs are seen one by one without padding."""
-    draw, batch, captured = torch.Generator().manual_seed(3), {}, {}
-    cut = {"input_ids": [9, 5, 7], **({"decoder_input_ids": [5, 3, 4]} if family == "t5-gated" else {})}
-    for name, lengths in cut.items():
-        ids = torch.randint(3, 60, (3, max(lengths)), generator=draw)
-        batch[name] = ids * (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None])
-    if family == "t5-gated":
-        batch["decoder_input_ids"][:, 0] = 0  # what a decoder begins with
-    model = FAMILIES[family]().float().eval()
-    mask, maps = watching(model), projections(model)
+    draw, model, captured = torch.Generator().manual_seed(3), FAMILIES[family]().float().eval(), {}
+    lengths = {"input_ids": [9, 5, 7]} | ({"decoder_input_ids": [5, 3, 4]} if family == "t5-gated" else {})
+    rows = {
+        name: [torch.randint(3, 60, (size,), generator=draw) for size in lengths[name]] for name in lengths
+    }
+    for row in rows.get("decoder_input_ids", ()):
+        row[0] = 0  # what a decoder begins with
+    batch, mask = {name: pad_sequence(each, batch_first=True) for name, each in rows.items()}, watching(model)
+    with recording([mask]):
+        model(**batch, attention_mask=(batch["input_ids"] != 0).long())
+    sums, factors = mask.sums.clone(), dict(mask.factors())
     hook = lambda module, args, output: captured.setdefault(module, []).append(output.detach())  # noqa: E731
-    handles = [each.module.register_forward_hook(hook) for each in maps]
-    for row in range(3):
-        model(**{name: batch[name][row : row + 1, : sizes[row]] for name, sizes in cut.items()})
-    for handle in handles:
-        handle.remove()
-    for _ in range(2):
-        with recording([mask]):
-            model(**batch, attention_mask=(torch.arange(9) < torch.tensor([[9], [5], [7]])).long())
-    sums = mask.sums.clone()
-    found = {id(p): (f.shape, f.flatten().nonzero().flatten().tolist()) for p, f in mask.factors()}
+    for each in mask.maps:
+        each.module.register_forward_hook(hook)
+    for number in range(3):
+        model(**{name: each[number][None] for name, each in rows.items()})
     for each, place in zip(mask.maps, mask.places, strict=True):
-        own = sum(output.abs().sum((0, 1)) for output in captured[each.module])
-        torch.testing.assert_close(sums[place], 2 * own, rtol=1e-4, atol=1e-5, msg=each.name)
-        best = []
+        own, expected = sum(output.abs().sum((0, 1)) for output in captured[each.module]), []
+        torch.testing.assert_close(sums[place], own, rtol=1e-4, atol=1e-5, msg=each.name)
         for segment in each.segments:
-            ranked = sorted(segment.tolist(), key=lambda row, own=own: -own[row].item())
-            best += ranked[: len(segment) - math.floor(0.7 * len(segment))]
-        shape = (1, len(own)) if family == "gpt2" else (len(own), 1)
-        assert found[id(each.module.weight)] == (shape, sorted(best))
-    assert len(found) == len(maps) == {"gpt2": 8, "gpt_neox": 8, "t5-gated": 36}[family]
+            count = len(segment) - math.floor(0.7 * len(segment))
+            expected += segment[own[segment].topk(count).indices].tolist()
+        factor = factors[each.module.weight]
+        assert factor.shape == ((1, len(own)) if family == "gpt2" else (len(own), 1))
+        assert factor.flatten().nonzero().flatten().tolist() == sorted(expected)
+    assert len(factors) == {"gpt2": 8, "gpt_neox": 8, "t5-gated": 36}[family]
 
 
 def test_what_is_not_the_training_loss_is_not_measured():
@@ -244,17 +232,13 @@ def test_rows_are_ranked_by_their_fisher_before_the_domain(build):
     options = [f"mask.migu.{each}" for each in ("importance=fisher", "threshold=0.5", "apply_to=frozen")]
     work = build("ncl", "mask=migu", *options, "trainer.importance_samples=6", "optim.weight_decay=0.1")
     (mask,), model = work.module.masks, deepcopy(work.module.model).eval()
-    names = {each.name: model.get_parameter(f"{each.name}.weight") for each in mask.maps}
     work.learn(0)
-    sums = dict.fromkeys(names, 0)
-    for sample in (each for batch in work.probe() for each in samples(batch)):
-        loss = work.module.objective.nll(model, sample).mean()
-        for each, gradient in zip(mask.maps, torch.autograd.grad(loss, list(names.values())), strict=True):
-            sums[each.name] += gradient.square().sum(1 - each.axis)
+    found = fisher(model, work.probe(), objective=work.module.objective, estimator="per_sample")
     for each in mask.maps:
-        moved = (each.module.weight != names[each.name]).any(1 - each.axis)
+        own = found[f"{each.name}.weight"].sum(1 - each.axis)
+        moved = (each.module.weight != model.get_parameter(f"{each.name}.weight")).any(1 - each.axis)
         for segment in each.segments:
-            best = segment[sums[each.name][segment].topk(len(segment) - len(segment) // 2).indices]
+            best = segment[own[segment].topk(len(segment) - len(segment) // 2).indices]
             assert set(segment[moved[segment]].tolist()) == set(best.tolist()), each.name
 
 
@@ -289,12 +273,8 @@ def test_masks_and_gradients_are_those_of_the_hooks(family, given):
         gradients(family, each, **given) for each in ("hooks", "backward")
     )
     near = 0.02 if "dtype" in given else 1e-6
-    assert masks.keys() == found.keys() and expected.keys() == scaled.keys() and masks
-    assert all(torch.equal(masks[name], found[name]) for name in masks)
-    for name, value in expected.items():
-        torch.testing.assert_close(value, scaled[name], rtol=near, atol=near, msg=name)
-        assert name in masks or torch.equal(value, scaled[name]) or family != "roberta" or near > 0.01
-        assert value.dtype == torch.float32
+    assert same(masks, found) and masks
+    assert_close(expected, scaled, rtol=near, atol=near)
     for name, factor in found.items():
         assert raw[name].any() and not raw[name][(factor == 0).expand_as(raw[name])].any(), name
 

@@ -148,8 +148,6 @@ def test_the_proxy_compares_two_dropout_passes_of_uncorrupted_text(compared, mon
 
     proxy, soft = Proxy(model, Text(), compared=compared, rate=None), mask_over(model, "heads", "neurons")
     assert not Proxy(model, Text(), compared=None, rate=None).measure(soft, [batch]).any()
-    with pytest.raises(ValueError, match="proxy_dropout=null"):
-        Proxy(roberta(), Causal(), compared=compared, rate=None)
     monkeypatch.setattr(module, "normalize", lambda scores, how: raw.append(scores) or scores)
     torch.manual_seed(3)
     scores = proxy.measure(soft, [batch])
@@ -181,32 +179,29 @@ def test_normalisations_by_hand():
 
 @pytest.mark.parametrize("columns", [["heads", "neurons"], []])
 def test_factors_follow_the_importances(columns):
-    model = roberta()
+    model, found = roberta(), {}
     soft = mask_over(model, "heads", "neurons", "outputs", columns=columns)
     one, other = torch.rand(2, len(soft.importance))
     for scores in (one, other, one):
         soft.update_max(scores)
     assert torch.equal(soft.importance, torch.maximum(one, other))  # it only rises
     heads, neurons, outputs = (1 - soft.gates()[group.name] for group in soft.groups[:3])
-    layer, found = model.roberta.encoder.layer[0], {}
     for parameter, factor in soft.factors():
-        found[id(parameter)] = found.get(id(parameter), 1) * factor.expand_as(parameter)
-    rows = heads.repeat_interleave(8)[:, None].expand(32, 32)
-    for map_ in (layer.attention.self.query, layer.attention.self.key, layer.attention.self.value):
-        torch.testing.assert_close(found[id(map_.weight)], rows)
-        torch.testing.assert_close(found[id(map_.bias)], rows[:, 0])
-    out, up = layer.attention.output.dense, layer.intermediate.dense
-    assert (id(out.weight) in found) == ("heads" in columns) and id(out.bias) not in found
-    if "heads" in columns:
-        torch.testing.assert_close(found[id(out.weight)], rows.T)
-    torch.testing.assert_close(found[id(up.weight)], neurons[:, None].expand(48, 32))
-    torch.testing.assert_close(found[id(up.bias)], neurons)
-    read = neurons if "neurons" in columns else torch.ones(48)
-    torch.testing.assert_close(found[id(layer.output.dense.weight)], outputs[:, None] * read)  # by both
-    state, shown = clones(soft.state_dict()), clones(soft.diagnostics())
+        found[parameter] = found.get(parameter, 1) * factor.expand_as(parameter)
+    layer, rows = model.roberta.encoder.layer[0], heads.repeat_interleave(8)[:, None].expand(32, 32)
+    up, down, inner = layer.intermediate.dense, layer.output.dense, layer.attention.self
+    read = neurons if columns else torch.ones(48)
+    expected = {up.weight: neurons[:, None].expand(48, 32), up.bias: neurons}
+    expected |= {down.weight: outputs[:, None] * read, down.bias: outputs}  # by both
+    for each in (inner.query, inner.key, inner.value):
+        expected |= {each.weight: rows, each.bias: rows[:, 0]}
+    expected |= {layer.attention.output.dense.weight: rows.T} if columns else {}
+    assert expected.keys() == found.keys() & {*layer.parameters()}
+    for parameter, factor in expected.items():
+        torch.testing.assert_close(found[parameter], factor)
+    state = clones(soft.state_dict())
     soft.set(torch.zeros(len(soft.importance)))
     assert all((factor == 1).all() for _, factor in soft.factors())
     soft.load_state_dict(state)
     soft.activate(0)
     assert not all((factor == 1).all() for _, factor in soft.factors())
-    assert all(torch.equal(each, shown[name]) for name, each in soft.diagnostics().items())
