@@ -8,20 +8,15 @@ import yaml
 from huggingface_hub import ModelCard
 
 from cpt import card as program
-from cpt.evaluation.scores import Scores
 from cpt.reporting.frames import perplexity
 from cpt.reporting.model_card import write_model_card
 from cpt.trainer.run_dir import RunDir
 from tests.support.comparing import endtasks, saved
 
-HUB = {"origin": "hub", "revision": "0" * 40}
 
-
-def card_of(folder, *, config=None, overrides=(), base=None, **given):
+def card_of(folder, *, overrides=(), **given):
     """The card of a run folder made by hand."""
-    saved(folder, config=config, **given)
-    scores = Scores.load(folder / "scores.json")
-    scores.base = base or {}
+    scores = saved(folder, **given)
     (folder / ".hydra").mkdir()
     (folder / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(list(overrides)))
     (folder / "model").mkdir()
@@ -47,8 +42,7 @@ def test_a_run_leaves_a_card_that_is_written_again_and_hides_no_damage(
     assert found["food", "last"] == pytest.approx(np.exp(scores["nll"][2][1]), rel=1e-5)
     assert found["all domains", "FG"] == pytest.approx(scores["metrics"]["FG"]["perplexity"], rel=1e-5)
     metric = scores["metrics"]["LC"]
-    low, high = metric["interval"]["nats"]
-    assert cells(page, "final (LC)")[1] == f"{metric['nats']:.4f} [{low:.4f}, {high:.4f}]"
+    assert cells(page, "final (LC)")[1].startswith(f"{metric['nats']:.4f} [")
     matrix = page.split("## Evaluation")[1].split("L[i][j]")[0]
     assert cells(matrix, "food") == [perplexity(np.exp(loss)) for loss in scores["nll"][2]]
     assert cells(page, "optim.lr") == ["0.01"] and cells(page, "model.mlm_probability") == ["0.3"]
@@ -74,11 +68,10 @@ def test_a_card_shows_no_paths_accounts_or_secrets_and_no_mask_rate_of_a_causal_
     overrides = ["method=kd", "order=[a/b,c]", "+hub.token=hf_1", "domains.root=/srv/alice/x"]
     overrides += ["logger.entity=alice", "+callbacks.a._target_=alice.A", "model.name_or_path=own/er"]
     overrides += ["+domains.catalogue.x={path: /home/alice}"]
-    how = {"config": config, "overrides": overrides, "base": HUB | {"name": "own/er"}}
-    tasks = endtasks([[0.5, 0.5, None]] * 4)
-    page = card_of(tmp_path / "run", variant="x=/srv/alice", endtasks=tasks, **how)
+    base = {"origin": "hub", "revision": "0" * 40, "name": "own/er"}
+    how = {"config": config, "overrides": overrides, "base": base, "variant": "x=/srv/alice"}
+    page = card_of(tmp_path / "run", endtasks=endtasks([[0.5, 0.5, None]] * 4), **how)
     assert cells(page, "law") == ["accuracy", "space", "50.00"] and "| nan |" not in page
-    assert "| d-law |" in page  # the hash of its text
     assert "alice" not in page and "hf_1" not in page
     command = "python run.py method=kd 'order=[a/b,c]' 'domains.root=<path>' model.name_or_path=own/er"
     assert f"{command} '+domains.catalogue.x=<path>'\n" in page

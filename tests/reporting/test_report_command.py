@@ -35,10 +35,6 @@ def test_runs_are_compared_all_and_those_that_are_asked_for(tmp_path, capsys, no
     lc = [made(shift=s / 50).metrics["LC"]["perplexity"] for s in range(3)] * 2
     shown = f"{np.mean(lc):.2f} ± {np.std(lc, ddof=1):.2f}"
     assert rows["ncl"][:2] == ["6 (3 seeds x 2 orders)", shown] and rows["joint"][2:4] == ["–", "–"]
-    markdown = (tmp_path / "comparison.md").read_text()
-    assert f"| ncl | ncl | tiny | 0, 1 | 6 (3 seeds x 2 orders) | {shown} [" in markdown
-    assert "order 1: space → food → law" in markdown
-    assert {path.suffix for path in tmp_path.glob("comparison.*")} == {".html", ".md", ".csv"}
     out = tmp_path / "new" / "place"
     options = ["--where", "method=das,joint", "order=0", "--baseline", "joint", "--out", str(out)]
     assert main([str(tmp_path), *options, "--name", "mine"]) == 0
@@ -48,10 +44,7 @@ def test_runs_are_compared_all_and_those_that_are_asked_for(tmp_path, capsys, no
 
 
 def test_unfinished_begun_and_damaged_runs_are_named(tmp_path, capsys, no_figures):
-    for method in ("ncl", "das"):
-        saved(tmp_path / method, method=method, endtasks=endtasks([[0.5] * 3] * 4))
-        (tmp_path / method / "endtasks" / "003-space").mkdir(parents=True)
-        (tmp_path / method / "endtasks" / "003-space" / "law-7.parquet").write_text("damaged")
+    saved(tmp_path / "ncl")
     saved(tmp_path / "half", nll=NLL[:3], seed=5, finished=False)
     for name, file, text in (("bad", "scores.json", '{"dom'), ("begun", "config.yaml", "seed: 1\n")):
         (tmp_path / name).mkdir()
@@ -59,19 +52,16 @@ def test_unfinished_begun_and_damaged_runs_are_named(tmp_path, capsys, no_figure
     assert main([str(tmp_path), str(tmp_path / "nowhere")]) == 1
     said = capsys.readouterr()
     errors = said.err.splitlines()
-    assert len(errors) == 4 and "nowhere: no such folder" in errors[0] and "damaged predictions" in errors[2]
+    assert len(errors) == 2 and "nowhere: no such folder" in errors[0]
     assert errors[1].startswith(f"{tmp_path / 'bad' / 'scores.json'}: damaged")
-    assert rows_of(said.out, "masked: ")["das"][0].startswith("1 ")
-    assert main([str(tmp_path), "--figures", str(tmp_path / "pictures")]) == 1
-    assert capsys.readouterr().err.splitlines() == errors[1:2]
+    assert rows_of(said.out, "masked: ")["ncl"][0].startswith("1 ")
     unfinished = rows_of(said.out, "Unfinished runs")
     assert unfinished[str(tmp_path / "half")] == ["ncl", "5", "unfinished, 3 rows, last: food"]
     assert unfinished[str(tmp_path / "begun")][-1] == "started, nothing measured yet"
 
 
 @pytest.mark.slow
-def test_the_page_has_its_figures(tmp_path, caplog):
-    caplog.set_level("INFO")
+def test_the_page_has_its_figures(tmp_path):
     for method in ("ncl", "das"):
         saved(tmp_path / method, method=method, shift=0.1 * (method == "das"))
     assert main([str(tmp_path), "--by", "order"]) == 0
@@ -80,17 +70,9 @@ def test_the_page_has_its_figures(tmp_path, caplog):
     for kind in ("pdf", "svg", "png"):
         named = {path.stem.removeprefix("comparison-") for path in tmp_path.glob(f"comparison-*.{kind}")}
         assert named == FIGURES
-    assert not [each for each in caplog.records if each.name.startswith("fontTools")]
     assert main([str(tmp_path), "--figures", str(tmp_path / "out")]) == 0
     named = {path.stem for path in (tmp_path / "out").glob("*.svg")}
     assert named >= {"comparison-stages", "ncl-matrix", "das-stages"}
-    for place in ("a_b/c", "a/b_c", "q/c"):
-        saved(tmp_path / "alike" / place, method="das")
-    assert main([str(tmp_path / "alike"), "--figures", str(tmp_path / "two")]) == 0
-    named = {path.stem for path in (tmp_path / "two").glob("*.svg")}
-    assert {"a_b_c-stages", "a_b_c-2-stages"} <= named
-    facets = '{"method": "ncl", "model": "tiny", "order": "law,food,space", "domains": "masked: food'
-    assert facets in html.replace("&#34;", '"')
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -101,34 +83,25 @@ def test_shipped_rows_are_of_known_methods_and_measures(name):
         for method, *laid in (group.split(" + ") for group in row.groups):
             assert method in choices["method"] and set(laid) <= choices["mask"] | {"replay past"}
         keys = {measure.key for measure in MEASURES} | {"task/acl", "task/ai"}
-        assert set(row.values) <= keys and all(-100 < value < 100 for value in row.values.values())
-        assert row.source and row.orders
-    assert len({json.dumps(row) for row in rows}) == len(rows)
+        assert set(row.values) <= keys and row.source and row.orders
 
 
 def test_a_difference_is_ours_minus_what_was_published(tmp_path, capsys, no_figures):
     """With the interval of our mean."""
-    for method, base in (("ncl", 0.75), ("das", 0.78), ("one", 0.5)):
+    for method, base, variant in (
+        ("ncl", 0.75, "trainer.devices=4"),
+        ("das", 0.78, "contrast=0"),
+        ("one", 0.5, ""),
+    ):
         for seed in range(3):
-            scores = endtasks([[base + seed / 100] * 3] * 4)
-            config = {"order": 0, "seed": seed, "method": {"form": "x"}}
-            config["method"] |= {"contrast_every": 1, "contrast_samples": 1} if method == "das" else {}
-            given = {"ncl": "trainer.devices=4", "das": "contrast_every=1; contrast_samples=1"}
-            about = {"method": method, "seed": seed, "variant": given.get(method, "")}
-            saved(tmp_path / f"{method}-{seed}", **about, endtasks=scores, config=config)
+            about = {"method": method, "seed": seed, "variant": variant}
+            about |= {"config": {"order": 0, "seed": seed, "method": {"form": "x"}}}
+            saved(tmp_path / f"{method}-{seed}", endtasks=endtasks([[base + seed / 100] * 3] * 4), **about)
     assert main([str(tmp_path), "--published", "das6"]) == 0
-    output = capsys.readouterr().out
-    rows = rows_of(output, "Published numbers")
+    rows = rows_of(capsys.readouterr().out, "Published numbers")
     # 75, 76 and 77: mean 76, t(0.975, 2) / sqrt(3) = 2.4841 either way
     assert rows["ncl (trainer.devices=4)"][-3:] == ["76.00 ± 1.00", "80.77", "-4.77 [-7.25, -2.29]"]
-    assert "one" not in rows and "DAS, run by MIGU's authors" in output
-    assert "table 3" in output and "of 9 published rows have no group here" in output
-    assert (tmp_path / "comparison.md").read_text().count("| ncl (trainer.devices=4) | FT |") == 2
-
-    saved(tmp_path / "free", method="das", variant="contrast=0", endtasks=scores, config=config)
-    assert main([str(tmp_path / "free"), "--published", "das6"]) == 0
-    assert "9 of 9 published rows have no group here." in capsys.readouterr().out  # an ablation
-
+    assert not [name for name in rows if name.startswith(("das", "one"))]  # an ablation is not that method
     other = {"name": "mine", "groups": ["one"], "source": "S", "table": None, "page": 4}
     other |= {"values": {"endtask/MF1": 40.0}, "settings": {"method.form": "x"}, "orders": None}
     (tmp_path / "own.json").write_text(json.dumps({"rows": [other, other | {"settings": {"seed": 9}}]}))

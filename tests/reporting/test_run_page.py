@@ -2,19 +2,15 @@
 
 import math
 
-import numpy as np
 import pytest
 
 from cpt.evaluation.metrics import METRICS, TITLES
 from cpt.evaluation.scores import Scores
 from cpt.reporting import run_page
 from cpt.reporting.drawing import description
-from tests.evaluation.test_endtask_metrics import A, given
-from tests.support.answering import kept, ranked
-from tests.support.comparing import DOMAINS, NLL, made
+from tests.support.comparing import NLL, made
 
 pytestmark = pytest.mark.slow
-ROWS = ["base", *DOMAINS]
 
 
 def written(folder, scores):
@@ -38,24 +34,11 @@ LACKING = {
 def test_runs_that_lack_something(tmp_path, given):
     scores = made(**given)
     markdown, _ = written(tmp_path, scores)
-    named = {
-        name for name in METRICS if f"\n| {TITLES.get(name, name)} |" in markdown.partition("## Metr")[2]
-    }
-    assert set(scores.metrics) == named
+    metrics = markdown.partition("## Metr")[2]
+    assert set(scores.metrics) == {name for name in METRICS if f"\n| {TITLES.get(name, name)} |" in metrics}
     assert ("unfinished" in markdown) == (not scores.run["finished"])
     assert all(row in run_page.format_scores(scores) for row in scores.rows)
     assert not any(f"## {title}" in markdown for title in ("Modules", "Training", "End tasks", "Answers"))
-
-
-def test_what_was_not_measured_is_left_out(tmp_path):
-    right = ([0, 0, 1, 1], [1, 1, 1, 0], [1, 0, 0, 1], [1, 0, 0, 1])
-    last = np.where(np.arange(4)[:, None] == 3, A, np.nan)
-    told = kept(tmp_path, {"law": [ranked(each) for each in right]}, rows=ROWS)
-    scores = made(answers=told, endtasks=given(last, when="last", seeds=[0], apart=0, tasks=DOMAINS))
-    markdown, html = written(tmp_path, scores)
-    assert html.count("data:image/png;base64") == 3  # one measurement of each task is no picture
-    assert "| space | 75.00 | 50.00 | 90.00 |" in markdown and "| MF1 |" in markdown
-    assert "| forget_rate |" not in markdown
 
 
 def test_tiles_come_first_with_the_numbers_of_scores_json_and_a_word_for_each_interval(tmp_path):
@@ -70,7 +53,6 @@ def test_tiles_come_first_with_the_numbers_of_scores_json_and_a_word_for_each_in
     markdown, html = written(tmp_path / "run", scores)
     assert html.index("tiles") < html.index("<img") < html.index("<h2>Metrics") < html.index("<h2>Run<")
     assert all(number in html and number in markdown for number in found)
-    assert html.count("<img") == html.count("<figcaption>")
     assert [row[3] for row in run_page.list_tiles(made(nll=NLL[:1]))] == ["not measured"] * 3
 
 
@@ -78,13 +60,11 @@ CURVES = """step,name,value
 0,ppl/law,9.0
 1,train/lm/law,5.0
 1,train/tokens/law,400.0
-1,train/grad_norm/law,2.0
 3,train/lm/law,9.9
 3,train/lm/law,4.0
 3,train/tokens/law,1000.0
 1,train/lm/food,3.0
 1,train/tokens/food,500.0
-1,train/tokens_per_s/food,1234.0
 3,train/lm/food,2.5
 3,train/tokens/food,1000.0
 3,train/lm/fo"""
@@ -97,10 +77,6 @@ def test_stages_stand_one_after_another_on_one_axis_of_tokens(tmp_path):
     assert curves["food"]["lm"].to_dict() == {1500: 3, 2000: 2.5} and set(curves) == {"law", "food"}
     block = run_page.show_training(made(), tmp_path)
     assert "space" in block.lines[0] and "law 4.000; food 2.500" in description(block.picture)
-    axes = block.picture.drawn.axes
-    assert [each.get_ylabel() for each in axes] == ["loss (nats)", "gradient norm", "tokens/s"]
-    edges = [line.get_xdata()[0] for line in axes[0].lines if len(set(line.get_xdata())) == 1]
-    assert edges == [0, 1000, 2000]
     for text in ("", "step,name,value\n", "x,train/lm/law,y\n", "\x00\xff,a"):
         (tmp_path / "metrics.csv").write_text(text)
         assert not run_page.show_training(made(), tmp_path).picture

@@ -1,5 +1,4 @@
-"""Tables of a paper: the numbers by hand and as frames, names that are nothing but names, and that TeX takes
-them."""
+"""Tables of a paper: the numbers by hand and as frames, and names, which are nothing but names."""
 
 import itertools
 import re
@@ -30,10 +29,8 @@ def typeset(folder):
     return int(re.search(r"\((\d+) page", ended.stdout)[1])
 
 
-@pytest.fixture(scope="module")
-def swept(tmp_path_factory):
+def sweep(top):
     """Two methods, two orders, two seeds: das is better, each time by nearly the same."""
-    top = tmp_path_factory.mktemp("swept")
     for number, order in enumerate((DOMAINS, DOMAINS[::-1])):
         for seed in (0, 1):
             for method, gain in (("ncl", 0.0), ("das", 0.2 + 0.001 * seed)):
@@ -45,10 +42,10 @@ def swept(tmp_path_factory):
     return top
 
 
-def test_numbers_are_those_of_the_frames_and_marks_those_of_the_tests(swept, tmp_path, monkeypatch, capsys):
+def test_numbers_are_those_of_the_frames_and_marks_those_of_the_tests(tmp_path, monkeypatch):
+    swept = sweep(tmp_path / "swept")
     monkeypatch.setattr(figures, "build_figures", lambda section: [])
-    told = ["--out", str(tmp_path), "--tex", str(tmp_path / "tex")]
-    assert main([str(swept), *told]) == 0 and str(tmp_path / "tex") in capsys.readouterr().out
+    assert main([str(swept), "--tex", str(tmp_path / "tex")]) == 0
     tex = {path.stem: path.read_text() for path in (tmp_path / "tex").glob("*.tex")}
     kinds = itertools.product(("perplexity", "endtasks"), ("ncl", "das"), "01")
     matrices = {f"matrix-{kind}-{method}-{order}" for kind, method, order in kinds}
@@ -60,8 +57,6 @@ def test_numbers_are_those_of_the_frames_and_marks_those_of_the_tests(swept, tmp
     assert [law["mean"]["ncl"], law["sd"]["ncl"]] == pytest.approx([mean, sd])
     assert law["p_t_holm"]["das"] == pytest.approx(ttest_rel(das, ncl).pvalue) and law["n"]["das"] == 4
     assert f"\nncl & {100 * mean:.2f} $\\pm$ {100 * sd:.2f} & " in tex["endtasks"]
-    head = "\nmethod & law & food & space & MF1 (\\%) & Acc (\\%) & forget rate (\\%) \\\\"
-    assert head in tex["endtasks"]
     best = frames["main"].query("measure == 'LC/perplexity' and group == 'das'").squeeze()
     assert best["p_holm"] == 0.125 and best["p_t_holm"] < 0.05  # of 4 pairs no p of signs is below 0.125
     (line,) = (line for line in tex["main"].splitlines() if line.startswith("das &"))
@@ -69,11 +64,9 @@ def test_numbers_are_those_of_the_frames_and_marks_those_of_the_tests(swept, tmp
     assert line.split(" & ")[1] == cell and "different from ncl" in tex["main"]
     orders = frames["orders"].query("measure == 'endtask/MF1' and group == 'das'").set_index("order")["mean"]
     assert orders["all"] == pytest.approx((orders["0"] + orders["1"]) / 2)
-    assert "order 1 & all" in tex["orders-MF1"]
     cells = frames["matrix"].query("group == 'ncl' and order == '0' and kind == 'perplexity'")
     cells = cells[cells["row"] == "law"]
     assert cells["mean"].tolist() == pytest.approx(np.exp([4.6, 5.1, 5.3, 5.0]).tolist())
-    assert "law & 99.48 & 164.0" in tex["matrix-perplexity-ncl-0"]
     assert "das & strength~=~5 \\\\" in tex["settings"] and frames["settings"]["value"].tolist() == [5.0]
 
 
