@@ -1,7 +1,6 @@
 """Supervised tasks as they are published, read into questions with answers."""
 
 import json
-import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import pytest
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
-from cpt.core.randomness import key, sample_keys
 from cpt.data.corpus import make_corpus
 from cpt.data.sources.base import read_example
 from cpt.data.tokenized_tasks import read_examples
@@ -116,8 +114,7 @@ def test_the_prompt_of_o_lora_is_theirs_and_options_are_shuffled_by_the_example_
             assert each.source == before + rest.format(text=each.source[slice(*each.text)])
     made = source("domains.format=cl_benchmark", "domains.template.options=shuffled")
     first, again = ({each.source for each in examples(made, "sst-2", tmp_path / name)} for name in "ab")
-    heads = {each.partition("\n")[0] for each in first}
-    assert first == again and heads == {"Options: good, bad", "Options: bad, good"}
+    assert first == again and len({each.partition("\n")[0] for each in first}) == 2
     (tmp_path / "root" / "SC").rename(tmp_path / "root" / "COPA")  # a task that asks itself
     made = source("domains.format=cl_benchmark", "domains/template=o_lora", "domains.template.names=none")
     assert all(each.source.startswith("text ") for each in examples(made, "sst-2", tmp_path))
@@ -146,29 +143,10 @@ def test_a_question_of_train_is_no_test_and_each_answer_is_drawn_as_often_as_ask
     assert drawn(4, "test") == drawn("all", "test") and len(drawn("all")) == 60 - 3 - 6
 
 
-def test_the_rows_of_an_answer_are_those_of_the_smallest_hashes(source, tmp_path):
-    """Of many answers: against a loop over them."""
-    many = [{"text": f"text {at}", "label": f"answer {at % 7}"} for at in range(200)]
-    put(tmp_path / "root" / "a" / "train.jsonl", many, lines=True)
-    limited, whole = (make_corpus(source(f"domains.per_class={n}"), "a", cache=tmp_path) for n in (3, "all"))
-    keys, stream = whole.keys("train"), key("per class", 0)
-    targets = [read_example(each).target for each in whole.documents("train")["text"]]
-    ranked = sorted(range(len(keys)), key=lambda at: sample_keys(stream, keys[at : at + 1])[0])
-    kept, taken = set(), Counter()
-    for at in ranked:
-        taken[targets[at]] += 1
-        kept |= {keys[at]} if taken[targets[at]] <= 3 else set()
-    assert {*limited.keys("train")} == kept and len(kept) == 21
-
-
 def test_fewer_examples_are_a_fixed_draw_of_a_sorted_file(source, tmp_path):
-    ordered = sorted(rows(200), key=lambda row: row["label"])
-    put(tmp_path / "root" / "a" / "train.jsonl", ordered, lines=True)
-    put(
-        tmp_path / "root" / "a" / "test.jsonl",
-        sorted(rows(60, first=300), key=lambda row: row["label"]),
-        lines=True,
-    )
+    for split, count in (("train", 200), ("test", 60)):
+        ordered = sorted(rows(count, first=count), key=lambda row: row["label"])
+        put(tmp_path / "root" / "a" / f"{split}.jsonl", ordered, lines=True)
     corpus = make_corpus(source(), "a", cache=tmp_path)
     few, again = ([*read_examples(corpus, "test", most=20)] for _ in range(2))
     assert few == again and len(few) == 20 and {each.target for each in few} == {"good", "bad"}
@@ -177,12 +155,10 @@ def test_fewer_examples_are_a_fixed_draw_of_a_sorted_file(source, tmp_path):
     assert [*read_examples(corpus, "test", most=60)] == whole
 
 
-def test_files_with_a_dot_are_tasks_of_their_own_and_no_column_hides_a_field(source, tmp_path):
+def test_files_with_a_dot_are_tasks_of_their_own(source, tmp_path):
     for name in ("gsm8k.easy", "gsm8k.hard"):
         put(tmp_path / "root" / f"{name}.jsonl", rows(40), lines=True)
     assert source().names == ["gsm8k.easy", "gsm8k.hard"]
-    with pytest.raises(InstantiationException, match="columns.question is invalid: {question} is made by"):
-        source("+domains.columns.question=ask")
 
 
 def test_an_answer_that_is_no_choice_and_two_data_sets_of_one_name_are_refused(source, tmp_path):
@@ -195,13 +171,6 @@ def test_an_answer_that_is_no_choice_and_two_data_sets_of_one_name_are_refused(s
     put(tmp_path / "root" / "Other" / "sst-2" / "train.json", [{"label": "a", "sentence": "b"}])
     with pytest.raises(InstantiationException, match="sst-2 is the name of 2 data sets"):
         source(given)
-    shutil.rmtree(tmp_path / "root")
-    empty = {"text": "zzz", "label": " "}
-    put(tmp_path / "root" / "law" / "train.jsonl", [*rows(40), empty], lines=True)
-    with pytest.raises(ValueError, match="its answer ' ' is not one of the choices"):
-        make_corpus(source(), "law", cache=tmp_path)
-    made = source("domains.unknown=drop")
-    assert "" not in made.choices_of("law") and len(list(made.read("law"))) == 40
 
 
 def test_chats_and_instructions_are_read_and_one_with_nothing_to_it_has_its_own_prompt(source, tmp_path):
@@ -230,34 +199,28 @@ def test_files_of_a_split_are_those_of_its_name_and_hidden_ones_are_none(source,
         put(root / f"{place}.jsonl", [row], lines=True)
     (root / "linked").symlink_to(root / "elsewhere")
     found = source("domains.format=jsonl").files
-    names = {split: path.stem for split, path in found["news"]}
-    assert names == {"train": "train_00", "test": "test_00"} or sorted(found["news"])[0][0] == "test"
     assert [split for split, _ in found["news"]] == ["test", "train", "train"]  # testing is no test
     assert [path.name for _, path in found["linked"]] == ["train.jsonl"]
     put(root / "test.jsonl", [row], lines=True)
-    with pytest.raises(InstantiationException, match=r"test.jsonl is in no task's folder. Allowed: .*/TASK/"):
+    with pytest.raises(InstantiationException, match="test.jsonl is in no task's folder"):
         source("domains.format=jsonl")
 
 
 FILES = [  # what stands in a file, and what is said of it
     ("jsonl", '{"text": "b", "label": "a"}\n{"text": "a" "b"}', ", line 2 is not JSON"),
-    ("jsonl", '{"text": null, "label": "a"}', ", line 1: 'text' is not text"),
+    ("jsonl", '{"text": NaN, "label": "a"}', ", line 1: 'text' is not text: nan"),
     ("jsonl", "\udcff", " is not UTF-8: line 1, byte 1"),
     ("csv", "text,label\na,b\nc", ", line 3 has 1 values"),
-    ("jsonl", '{"text": NaN, "label": "a"}', ", line 1: 'text' is not text: nan"),
-    ("superni", "[]", " has no Instances"),
     ("superni", '{"Instances": null}', " has no Instances"),
     ("superni", '{"Instances": [{"input": "a", "output": [["b"]]}]}', ", instance 1: output is"),
-    ("messages", '{"messages": [{"role": "assistant", "content": " "}]}', ", line 1: the last answer"),
     ("messages", '{"messages": [{"role": "user"}]}', ", line 1 has no column 'content'; it has role"),
     ("messages", '{"messages": [{"role": "user", "content": "a"}]}', ", line 1 has no turn of the assist"),
 ]
-ENDS = {"superni": "json", "csv": "csv"}
 
 
 @pytest.mark.parametrize(("layout", "text", "told"), FILES)
 def test_a_file_that_cannot_be_read_is_named_with_its_line(source, tmp_path, layout, text, told):
-    path = tmp_path / "root" / "law" / f"train.{ENDS.get(layout, 'jsonl')}"
+    path = tmp_path / "root" / "law" / f"train.{ {'superni': 'json', 'csv': 'csv'}.get(layout, 'jsonl') }"
     path.parent.mkdir(parents=True)
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
     made = source(f"domains.format={layout}")
