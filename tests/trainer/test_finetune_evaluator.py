@@ -33,11 +33,6 @@ class Stages:
         return len(self.domains)
 
 
-@pytest.fixture(scope="module")
-def words():
-    return tokenizer()
-
-
 @pytest.fixture
 def root(tmp_path):
     write_task(tmp_path, "law")
@@ -46,15 +41,15 @@ def root(tmp_path):
 
 
 @pytest.fixture
-def made(root, words):
+def made(root):
     """An evaluator of a run of two domains, in a folder."""
-    start = model("roberta", words, dropout=0.1)
+    words = tokenizer()
+    start = model("roberta", words)
 
-    def make(folder="run", *, stages=(LAW, FOOD), alone=False, **overrides):
+    def make(*, stages=(LAW, FOOD), alone=False, **overrides):
         plan = plan_endtasks(options("texts", root=root, **{**QUICK, **overrides}), ALL, ALL)
         module = SimpleNamespace(alone=alone, model_for=lambda place: start)
-        place = RunDir(root / folder)
-        return FinetuneEvaluator(plan, words, place=place, module=module, data=Stages(*stages))
+        return FinetuneEvaluator(plan, words, place=RunDir(root / "run"), module=module, data=Stages(*stages))
 
     return make
 
@@ -93,7 +88,6 @@ def test_what_is_asked_for_after_a_stage(made, when, stages, alone, due):
     found = made(when=when, stages=stages, alone=alone)
     for number, names in enumerate(due):
         assert list(dict.fromkeys(name for name, _ in found.due(number))) == names
-        assert bool(found.asked(number)) == bool(names)
 
 
 def test_only_what_is_missing_damaged_or_of_other_settings_is_measured(made, noted, root):
@@ -108,28 +102,16 @@ def test_only_what_is_missing_damaged_or_of_other_settings_is_measured(made, not
     lost.unlink()
     damaged.write_bytes(damaged.read_bytes()[:200])
     data = bytearray(flipped.read_bytes())
-    data[data.index(b"test-1") if b"test-1" in data else len(data) // 2] ^= 1
+    data[len(data) // 2] ^= 1
     flipped.write_bytes(data)
     assert made().due(2) == DONE[1:]
+    matrix = made().results(3)["scores"]["accuracy"]
+    assert matrix == [[[None] * 2] * 2, [[None] * 2] * 2, [[23, None], [None] * 2]]
     made().measure(2, CPU)
     assert made(seeds=[3, 5]).due(2) == [("law", 5), ("food", 5)]
     assert made(tasks={"law": {"lr": 1e-3}}).due(2) == DONE[:2]
     write_task(root, "food", train=25)
     assert made().due(2) == DONE[2:]
-
-
-def test_results_are_those_of_all_rows(made, noted):
-    found = made(when="each")
-    found.measure(1, CPU)
-    found.measure(2, CPU)
-    endtask_file(found.folder(2), "food", 4).unlink()
-    for matrix in found.results(3)["scores"].values():
-        assert matrix == [[[None] * 2] * 2, [[13, 14], [None] * 2], [[23, 24], [23, None]]]
-    other = made(tasks={"law": {"lr": 1e-3}}).results(3)
-    assert other["scores"]["accuracy"][2][0] == [None, None]
-
-
-# In a run
 
 
 def asked_for(root, when, **more):
@@ -159,9 +141,8 @@ def weight(root, name):
 
 def test_end_tasks_are_added_to_a_finished_run_and_change_nothing_of_it(run, root, small, noted):
     """Whose weights were kept, after each of its stages."""
-    before = run("save_all_stages=true", when=None)
-    weights, own = root / "run" / "model" / "model.safetensors", ("order=[law,food]", "trainer.steps=2")
-    whole, plain, wanted = weights.read_bytes(), small(*own), small(*own, *asked_for(root, "each"))
+    before, own = run("save_all_stages=true", when=None), ("order=[law,food]", "trainer.steps=2")
+    plain, wanted = small(*own), small(*own, *asked_for(root, "each"))
     assert is_done(plain, root / "run") and not is_done(wanted, root / "run")
     noted.deadly = {(2, "law")}
     with pytest.raises(KeyError):
@@ -172,7 +153,6 @@ def test_end_tasks_are_added_to_a_finished_run_and_change_nothing_of_it(run, roo
     assert files(root) == EACH and len(noted.asked) == 3 and len(after["endtasks"]["hash"]) == 16
     for key in ("rows", "nll", "metrics", "trained", "seen", "flops", "optimized_metric", "run"):
         assert after[key] == before[key], key
-    assert weights.read_bytes() == whole
     assert is_done(wanted, root / "run") and is_done(plain, root / "run")
     assert weight(root, EACH[0]) != weight(root, EACH[2])
 
@@ -191,4 +171,3 @@ def test_end_tasks_between_the_stages_change_nothing_of_what_is_learned(small, s
     start(small(*given), root / "plain")
     start(small(*given, *asked_for(root, "each", **quick)), root / "asked")
     assert_same_bits(root / "asked", root / "plain")
-    assert told_by(root / "asked")["metrics"] == told_by(root / "plain")["metrics"]
