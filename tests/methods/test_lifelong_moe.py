@@ -61,28 +61,21 @@ def test_a_domain_begins_with_the_model_before_it(family, start, moe):
     work, seen, copied = moe(f"method.start={start}", ALL, *STRONG, on=family), [], []
     sums = lambda group: {float(v.sum()) for n, v in of_group(work, group).items() if "router" not in n}  # noqa: E731
 
-    @torch.no_grad()
-    def far(module, batch) -> torch.Tensor:
-        return (logits_at(deepcopy(module.model).eval(), batch) - logits_at(before, batch)).abs().max()
-
     def look(module, batch) -> None:
         copied.append([sums(group) == sums(module.domain.index) for group in range(-1, module.domain.index)])
         module.losses(batch)  # which opens the experts so far as they are
-        seen.append(far(module, batch))
         for mixture in module.mixtures:
-            mixture.opening = 1.0
             mixture.groups[-1].router.data.mul_(100)
-        seen.append(far(module, batch))
-        for mixture in module.mixtures:
-            mixture.groups[-1].router.data.div_(100)
+        with torch.no_grad():
+            apart = logits_at(deepcopy(module.model).eval(), batch) - logits_at(before, batch)
+        seen.append(apart.abs().max())
 
     for number in range(3):
         before = deepcopy(work.module.model).eval()
-        with torch.no_grad():
-            work.learn(number, First(look))
-        assert work.module.progress > 0 and all(each.opening == 1 for each in work.module.mixtures)
+        work.learn(number, First(look))
+        assert all(each.opening == 1 for each in work.module.mixtures)
         assert copied[number][work.module.sources[number] + 1]
-    assert all(each < 1e-6 for each in seen[::2]) and all(each > 1e-4 for each in seen[3::2])
+    assert all(each < 1e-6 for each in seen)
     assert start == "nearest" or work.module.sources.tolist() == {"base": [-1] * 3, "last": [-1, 0, 1]}[start]
 
 
@@ -116,7 +109,6 @@ def test_the_term_balances_by_the_first_choices_of_the_step_before(moe):
     module.on_gradients_ready()
     found = balance(batch)
     shares = module.shares.named()["firsts"].clone()
-    assert shares.shape == (2, 3) and shares.sum(1).tolist() == pytest.approx([1, 1])
     for mixture, own in zip(module.mixtures, shares, strict=True):
         probabilities = mixture.passed.probabilities.detach()
         firsts = torch.bincount(probabilities.argmax(1), minlength=3)
@@ -127,21 +119,6 @@ def test_the_term_balances_by_the_first_choices_of_the_step_before(moe):
     assert balance(*work.batches(2, accumulate=2)) == pytest.approx(found, rel=1e-5)
     module.on_gradients_ready()
     assert torch.equal(module.shares.named()["firsts"], shares)
-
-
-def test_migu_masks_the_rows_of_new_experts_and_no_router(moe):
-    """After one step, of each map's d rows d - floor(0.7 d) have changed, of the router's all."""
-    noted = {}
-    given = ["mask=migu", "mask.migu.apply_to=update", "trainer.steps=1", "optim.lr=0.1", "method.opening=0"]
-    work = moe(*given, "method.num_experts=2")
-    work.learn(0, First(lambda module, batch: noted.update(work.weights())))
-    new = {name: value for name, value in work.weights().items() if ".groups." in name and value.ndim == 2}
-    assert {name.rpartition(".")[2] for name in new} == {"router", "weight"}
-    for name, value in new.items():
-        rows = (value != noted[name]).any(1)
-        segments = rows.chunk(2) if rows.numel() == 96 else [rows]  # gate and up are ranked separately
-        kept = 0 if name.endswith("router") else 0.7
-        assert all(int(each.sum()) == len(each) - int(kept * len(each)) for each in segments)
 
 
 def test_every_second_block_that_is_not_frozen_has_a_mixture(moe):

@@ -65,43 +65,35 @@ def test_directions_are_those_of_the_model_before_each_domain(build):
             assert shares(moved, *projectors(start, rank))[0] < 1e-8, name
 
 
-BY_BLOCK = ["method.protect=blocks", "method.protected=0.5", "method.least=0.1"]
-
-
 def test_a_block_that_changes_less_is_protected_more(build):
-    work = build("osf", *BY_BLOCK, "method.most=0.9")
+    work = build(
+        "osf", "method.protect=blocks", "method.protected=0.5", "method.least=0.1", "method.most=0.8"
+    )
     assert work.module.shares(work.data.domains[0]) == [Fraction(1, 2)] * (len(work.module.blocks) + 1)
     work.learn(0)
-    similar = work.module.similarity
-    assert len(set(similar.tolist())) == len(similar) > 1
-    work.learn(1)  # measures anew behind it
-    part, bases = similar / similar.mean(), work.module.subspaces.bases.named()
-    for name, weight in work.module.subspaces.maps.items():
-        place = next(k for k, block in enumerate(work.module.blocks) if name.startswith(f"{block}."))
-        share = 0.1 + 0.4 * part[place].item()
-        assert bases[f"{name}.left"].shape[1] == int(share * min(weight.shape)), name
-    work = build("osf", *BY_BLOCK, "method.most=0.8")
+    assert len(set(work.module.similarity.tolist())) == len(work.module.similarity) > 1
     for given, expected in (([0.2, 0.6], [0.3, 0.7, 0.5]), ([-1.0, 0.5], [0.1, 0.8, 0.5])):
         work.module.similarity = torch.tensor(given)
         found = [float(each) for each in work.module.shares(work.data.domains[1])]
         assert found == pytest.approx(expected)
+    work.learn(1)
+    bases = work.module.subspaces.bases.named()
+    for name, weight in work.module.subspaces.maps.items():
+        place = next(k for k, block in enumerate(work.module.blocks) if name.startswith(f"{block}."))
+        assert bases[f"{name}.left"].shape[1] == int((0.1, 0.8)[place] * min(weight.shape)), name
 
 
 def test_similarity_is_the_mean_cosine_over_tokens_that_are_there(build):
     work, seen = build("ncl"), []
-    model, objective, batches = work.module.model.eval(), work.module.objective, work.batches(2)
-    batches[1] = dict(batches[1], attention_mask=torch.ones_like(batches[1]["input_ids"]))
-    batches[1]["attention_mask"][:, -5:] = 0
-    hook = lambda m, args, made: seen.append((args[0], made[0] if isinstance(made, tuple) else made))  # noqa: E731
-    layers = [layer for _, layer in blocks(model)]
-    handles = [layer.register_forward_hook(hook) for layer in layers]
-    for batch in batches:
-        objective.nll(model, batch)
+    model, objective, (batch,) = work.module.model.eval(), work.module.objective, work.batches()
+    batch = {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
+    batch["attention_mask"][:, -5:] = 0
+    hook = lambda module, args, made: seen.append(torch.cosine_similarity(args[0], made, dim=-1))  # noqa: E731
+    handles = [layer.register_forward_hook(hook) for _, layer in blocks(model)]
+    objective.nll(model, batch)
     for handle in handles:
         handle.remove()
-    cosines = [torch.cosine_similarity(*each, dim=-1).detach() for each in seen]
-    whole, cut = torch.stack(cosines[: len(layers)]), torch.stack(cosines[len(layers) :])[:, :, :-5]
-    total = (whole.sum((1, 2)) + cut.sum((1, 2))) / (whole[0].numel() + cut[0].numel())
-    for some in (batches, [*batches, idle_batch(batches[0])]):  # the last of a process that only takes part
-        torch.testing.assert_close(measure_similarity(model, objective, some), total)
-    assert torch.equal(measure_similarity(model, objective, []), torch.ones(len(total)))
+    expected = torch.stack(seen)[:, :, :-5].mean((1, 2)).detach()
+    for some in ([batch], [batch, idle_batch(batch)]):  # the last of a process that only takes part
+        torch.testing.assert_close(measure_similarity(model, objective, some), expected)
+    assert torch.equal(measure_similarity(model, objective, []), torch.ones(len(expected)))
