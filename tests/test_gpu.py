@@ -9,7 +9,6 @@ import json
 import pytest
 import torch
 
-from cpt.models.memory import EvenHead
 from tests.methods.test_contract import LEARNING, bits, chosen
 from tests.methods.test_offload import KEPT, OFFLOAD, options_of
 from tests.support.killing import KilledError, Killer
@@ -60,11 +59,3 @@ def test_what_rests_on_the_host_changes_no_bit(kind, scores, tmp_path):
     for name, options in {"there": [], "host": [OFFLOAD]}.items():
         scores(name, *options_of(kind), GPU, SAME, *options)
     assert bits(tmp_path / "there") == bits(tmp_path / "host")
-
-
-def test_a_head_of_odd_size_gives_its_own_logits():
-    head = torch.nn.Linear(64, 50257, bias=False).cuda().bfloat16()
-    given = torch.randn(32, 64, device="cuda", dtype=torch.bfloat16)
-    plain = head(given)
-    head.__class__ = EvenHead
-    torch.testing.assert_close(head(given), plain)

