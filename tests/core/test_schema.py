@@ -13,8 +13,6 @@ KINDS = [
     (schema.NonNegative, [0, 1.5, 3], [-1, True, math.inf, math.nan, "1", None], "0 or more"),
     (schema.Positive, [0.5, 1e9], [0, -1], "above 0"),
     (schema.Probability, [0, 1], [-0.1, 1.1], "0 to 1"),
-    (schema.BelowOne, [0, 0.9], [-0.1, 1], "0 or more and below 1"),
-    (schema.OpenShare, [0.1, 0.9], [0, 1], "above 0 and below 1"),
     (bool, [True], [1, "maybe", None], "true, false"),
     (dict[str, Any], [{"a": 1}], [5, [1]], "keys with values"),
     (schema.PositiveShare | None, [1, 0.1, None], [0, 1.1], "null or above 0, at most 1"),
@@ -61,7 +59,6 @@ class Outer(Options):
         ({"strenght": 1}, "m.strenght is invalid: unknown option. Allowed: m.strength, m.inner. Did you"),
         ({}, "m.strength is missing"),
         ({"strength": 1, "inner": {"decay": 2}}, "m.inner.decay=2 is invalid. Allowed: 0 to 1"),
-        ({"strength": 1, "inner": {"deca": 2}}, "m.inner.deca is invalid: unknown option. Allowed: inner.d"),
         ({"strength": 1, "inner": 2}, "m.inner=2 is invalid. Allowed: null or keys with values"),
     ],
 )
@@ -75,16 +72,9 @@ def test_options_are_read_and_frozen_or_refused_in_one_line(given, told):
         made.strength = 3
 
 
-@pytest.mark.parametrize(
-    ("target", "why"),
-    [
-        ("mine.Mine", "No module named 'absent'"),
-        ("nowhere.Mine", "No module named 'nowhere'"),
-        ("json.Mine", "module 'json' has no attribute 'Mine'"),
-    ],
-)
-def test_a_target_that_cannot_be_imported_is_told_with_the_cause(target, why, tmp_path, monkeypatch):
+def test_a_target_that_cannot_be_imported_is_told_with_the_cause(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text("import absent\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ValueError, match=f"_target_={target} is invalid: {why}"):
-        load_target(target)
+    for target, why in (("mine.Mine", "No module named 'absent'"), ("json.Mine", "module 'json' has no")):
+        with pytest.raises(ValueError, match=f"_target_={target} is invalid: {why}"):
+            load_target(target)

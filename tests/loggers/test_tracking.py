@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -82,18 +83,14 @@ def test_the_matrix_is_logged_over_the_stages_and_as_table_and_image(runs):
     logged, told = list(history(runs / "s0")), scores_of(runs / "s0")
     stages = {row["stage"]: row for row in logged if "stage" in row}
     assert set(stages) == {0, 1, 2} and stages[2]["ppl/law"] == pytest.approx(math.exp(told["nll"][2][0]))
-    (last,) = [row for row in logged if any(key.startswith("matrix") for key in row)]
-    assert {key.split(".")[0] for key in last} >= {"matrix", "matrix_image"}
+    assert any("matrix_image" in key for row in logged for key in row)
     lines = table(runs / "s0", "matrix")
     assert [[*line] for line in lines] == [["after", "law", "food", "general"]] * 3
     assert [line["after"] for line in lines] == ["base", "law", "food"]
-    shown = summary(runs / "s0")
-    assert shown["LC/perplexity"] == pytest.approx(told["metrics"]["LC"]["perplexity"])
+    assert summary(runs / "s0")["LC/perplexity"] == pytest.approx(told["metrics"]["LC"]["perplexity"])
     with (runs / "s0" / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert set(rows[0]) == {"step", "name", "value"}
     assert [int(row["step"]) for row in rows if row["name"] == "train/lm/food"] == list(range(4))
-    assert len([row for row in rows if row["name"] == "ppl/food"]) == 3
 
 
 def test_a_rebuilt_run_has_the_curves_of_the_live_one(runs):
@@ -154,37 +151,24 @@ def test_a_run_is_online_for_a_logged_in_user_if_the_server_answers(
     assert tried[-1] == "disabled"
 
 
-OFFLINE = {"wandb": True, "mode": "offline", "project": "p", "entity": None, "csv": True}
-
-
-@pytest.fixture(scope="module")
-def resumed(tmp_path_factory):
-    """A run that fails after its first stage and is started again."""
+def test_a_run_that_fails_after_its_first_stage_and_is_started_again_is_one_run_to_wandb(tmp_path):
     import wandb
 
-    about = {"name": "das order=0 seed=3", "group": "g", "job_type": "das", "tags": ["a"]}
-    about["config"] = {"seed": 3}
-    place, whole = tmp_path_factory.mktemp("resumed") / "das_seed-3", scores()
+    options = {"wandb": True, "mode": "offline", "project": "p", "entity": None, "csv": True}
+    about = {"name": "das order=0 seed=3", "group": "g", "job_type": "das", "tags": [], "config": {"seed": 3}}
+    place, whole = tmp_path / "das_seed-3", scores()
     place.mkdir()
-    with pytest.raises(KeyboardInterrupt), track(OFFLINE, place, about=about) as loggers:
-        log_stage(loggers, until(whole, 2))
-        raise KeyboardInterrupt
-    with track(OFFLINE, place, about=about) as loggers:
-        log_stage(loggers, until(whole, 3))
-        log_scores(loggers, whole, folder=place)
+    for rows in (2, 3):
+        by_row = {name: getattr(whole, name)[:rows] for name in ("rows", "nll", "modules", *NOTED, *COSTS)}
+        fails = pytest.raises(KeyboardInterrupt) if rows == 2 else nullcontext()
+        with fails, track(options, place, about=about) as loggers:
+            log_stage(loggers, dataclasses.replace(whole, **by_row, endtasks={}))
+            if rows == 2:
+                raise KeyboardInterrupt
+            log_scores(loggers, whole, folder=place)
     wandb.teardown()
-    return place
-
-
-def until(whole, rows):
-    """The scores when so many rows were done."""
-    by_row = {name: getattr(whole, name)[:rows] for name in ("rows", "nll", "modules", *NOTED, *COSTS)}
-    return dataclasses.replace(whole, **by_row, endtasks={})
-
-
-def test_a_run_that_is_started_again_is_one_run_to_wandb(resumed):
-    starts = of_kind(resumed, "run")  # else `wandb sync` counts the second's steps from 0
+    starts = of_kind(place, "run")  # else `wandb sync` counts the second's steps from 0
     assert [(run.run_id, run.resume) for run in starts] == [(digest(["g", "das_seed-3"]), True)] * 2
-    assert [end.exit_code for end in of_kind(resumed, "exit")] == [1, 0]
-    assert not (set(summarize_scores(scores())) - set(choose_headlines(scores()))) & set(summary(resumed))
-    assert [row["stage"] for row in history(resumed) if "ppl/law" in row] == [1, 2]
+    assert [end.exit_code for end in of_kind(place, "exit")] == [1, 0]
+    assert not (set(summarize_scores(whole)) - set(choose_headlines(whole))) & set(summary(place))
+    assert [row["stage"] for row in history(place) if "ppl/law" in row] == [1, 2]
