@@ -179,6 +179,7 @@ def test_a_run_goes_on_with_another_number_of_processes(one, two, corpora, cache
     assert run(two / "left", two / "left" / "out", *endtasks, corpora=corpora, cache=cache) == 0
     assert batches(two / "left" / "out", 0) == batches(one / "out", 0)[10:]
     assert_scored_alike(one / "run", two / "left" / "run")
+    assert told_by(two / "left" / "run")["seen"] == told_by(one / "run")["seen"]
 
 
 @pytest.mark.campaign

@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader
 from transformers import RobertaConfig, RobertaForMaskedLM
 
 from cpt.optim.nan_guard import NanGuard
-from cpt.trainer import costs
 from cpt.trainer.checkpoint import StepCheckpoint
 from cpt.trainer.costs import CostMonitor, own_names, stored_beside, stored_bytes
 from cpt.trainer.lightning import make_trainer
@@ -22,18 +21,9 @@ from tests.conftest import ROOT
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
-def made():
-    return RobertaForMaskedLM(RobertaConfig(vocab_size=50, max_position_embeddings=20, **SIZES))
-
-
-class Method(nn.Module):
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-
 def test_what_is_attached_and_what_is_kept_counts_once_and_the_models_own_weights_do_not():
-    method = Method(made())
+    method = nn.Module()
+    method.model = RobertaForMaskedLM(RobertaConfig(vocab_size=50, max_position_embeddings=20, **SIZES))
     own = own_names(method.model)
     assert stored_bytes(method.state_dict(), own) == stored_beside(method, method.state_dict()) == 0
     method.model.roberta.add_module("adapter", nn.Linear(16, 4))
@@ -86,11 +76,12 @@ FORWARD = 2 * 2 * 6 * 4 + 2 * 2 * (2 * 2 * 2 * 2)  # the linear map; two product
 BACKWARD = 2 * 2 * 6 * 4 + 2 * 5 * (2 * 2 * 2 * 2)
 
 
-def fitted(
-    tmp_path, *, before=0, step=1, after=0, steps=3, accumulate=1, checkpoint=None, stop=None, compute=None
-):
+ONE = FORWARD + BACKWARD
+
+
+def fitted(tmp_path, *, steps=3, accumulate=1, checkpoint=None, stop=None, compute=None, **passes):
     compute = compute or CostMonitor()
-    module = Counted({"before": before, "step": step, "after": after})
+    module = Counted({"before": 0, "step": 1, "after": 0} | passes)
     options = {"accelerator": "cpu", "accumulate_grad_batches": accumulate}
     saving = StepCheckpoint(tmp_path / "state.ckpt", every=1, guard=NanGuard())
     tmp_path.mkdir(exist_ok=True)
@@ -100,9 +91,6 @@ def fitted(
     except KeyError:
         assert compute.counter is None
     return compute.costs(work)
-
-
-ONE = FORWARD + BACKWARD
 
 
 @pytest.mark.parametrize(
@@ -167,32 +155,9 @@ def test_a_resumed_stage_and_one_that_was_rolled_back_have_the_costs_of_an_unbro
     fitted(tmp_path / "first", **options, stop=Stop(first=True), compute=compute)
     assert fitted(tmp_path / "again", **options, compute=compute)["flops"] == whole["flops"]
     fitted(tmp_path / "broken", **options, stop=Stop())
-    state = tmp_path / "broken" / "state.ckpt"
-    resumed = fitted(tmp_path / "broken", **options, checkpoint=str(state))
+    resumed = fitted(tmp_path / "broken", **options, checkpoint=str(tmp_path / "broken" / "state.ckpt"))
     assert resumed["flops"] == whole["flops"]
     assert resumed["seen"] == whole["seen"] == 32
-    kept = torch.load(state, weights_only=True)
-    del kept["callbacks"]["CostMonitor"]["processes"]
-    torch.save(kept, state)
-    with pytest.raises(ValueError, match="state.ckpt is of another version .* .CostMonitor lacks processes"):
-        fitted(tmp_path / "broken", **options, checkpoint=str(state))
-
-
-def test_counts_are_shared_out_among_another_number_of_processes(monkeypatch):
-    alone, one_of_two = CostMonitor(), CostMonitor()
-    alone.tokens, alone.flops["step"] = 100, 60
-    monkeypatch.setattr(costs, "rank_and_world", lambda: (0, 2))
-    one_of_two.load_state_dict({**CostMonitor().state_dict(), **alone.state_dict(), "processes": 1})
-    assert (one_of_two.tokens, one_of_two.flops["step"]) == (50, 30)
-
-
-def test_a_loader_that_cannot_start_is_told_and_not_what_comes_of_it(tmp_path, monkeypatch):
-    def refuse(loader):
-        raise BlockingIOError("no process can be started")
-
-    monkeypatch.setattr(DataLoader, "__iter__", refuse)
-    with pytest.raises(BlockingIOError, match="no process"):
-        fitted(tmp_path)
 
 
 WORKERS = """
