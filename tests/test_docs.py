@@ -14,9 +14,6 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from cpt.cli import to_hydra
-from cpt.contrib.wandb_tools.rebuild import build_parser
-from cpt.report import report_parser
-from cpt.reporting.load_runs import FILTERS
 from cpt.trainer.plan import read_sections
 from tests.conftest import ROOT, with_values
 
@@ -122,12 +119,6 @@ def test_choices_and_options_that_are_named_exist():
         found = {as_in_conf(match[1]) for word in words(path) if (match := OPTION.fullmatch(word))}
         if path.name not in OF_PROGRAMS:
             assert {key for key in found - known if not key.startswith(OPEN)} == set(), path
-    # The page of the comparison names every option and filter of its own.
-    given = {each for each in report_parser()._option_string_actions if each.startswith("--")} - {"--help"}
-    assert given | set(FILTERS) <= set(words(DOCS / "compare.md"))
-    there = given | set(build_parser()._option_string_actions) | {"--help", "--append", "--json", "--watch"}
-    for name in ("README.md", "docs/compare.md", "docs/tracking.md", "docs/sweeps.md"):
-        assert {w for span in spans(ROOT / name) for w in span.split()[:1] if w.startswith("--")} <= there
 
 
 def test_every_method_and_source_stands_in_the_catalogue_and_methods_in_the_fidelity_page():
