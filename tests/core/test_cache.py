@@ -1,5 +1,4 @@
-"""Artifacts are made once, also by processes that start together, and never loaded damaged or half made;
-files are written as a whole, and their damage is told in a line."""
+"""Artifacts are made once, also by processes that start together, and never loaded damaged or half made."""
 
 import os
 import shutil
@@ -101,12 +100,9 @@ def test_a_damaged_artifact_is_made_again(thing, tmp_path, caplog, harm):
     damage(folder)
     assert opened() == folder and len(made) == 2
     assert (folder / "deep" / "second").read_text() == "whole"
-    assert (
-        caplog.messages[0].startswith(f"Rebuilding {folder}, which is damaged ({message}")
-        and len(caplog.messages) == 1
-    )
+    (told,) = caplog.messages
+    assert told.startswith(f"Rebuilding {folder}, which is damaged ({message}")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["thing", "thing.lock"]
-    assert opened() == folder and len(made) == 2
 
 
 def test_a_large_artifact_is_checked_by_size_and_in_full_if_wanted(thing, monkeypatch):
@@ -118,8 +114,6 @@ def test_a_large_artifact_is_checked_by_size_and_in_full_if_wanted(thing, monkey
         check_all.set(full)
         assert opened() == folder and len(made) == count
     check_all.set(False)
-    os.truncate(folder / "first", 10)
-    assert opened() == folder and len(made) == 3
 
 
 def test_a_full_disk_is_told_with_the_path(tmp_path):
@@ -142,15 +136,10 @@ def test_all_is_on_the_disk_before_it_has_its_name(thing, tmp_path, monkeypatch)
     assert done[checksums + 1 : renamed] == [str(partial)] and done[renamed + 1 :] == [str(tmp_path)]
 
 
-# Files
-
-
 def test_an_archive_of_losses_by_document_with_any_byte_changed_is_told_in_a_line(tmp_path):
-    """A version that zipfile does not know was an error of another kind."""
     archive = documents_file(tmp_path, 0)
     archive.parent.mkdir()
     np.savez(archive, law=np.ones((2, 3)))
-    assert load_documents(tmp_path, [0])[0]["law"].shape == (2, 3)
     whole, refused = archive.read_bytes(), 0
     for value in (0, 255):
         for place in range(len(whole)):
@@ -167,19 +156,15 @@ def test_an_archive_of_losses_by_document_with_any_byte_changed_is_told_in_a_lin
             load_documents(tmp_path, [row])
 
 
-def flip_weight(path):
-    """A bit of a value, which torch.load does not notice."""
-    data = path.read_bytes()
-    place = data.index(np.ones(64, np.float32).tobytes())
-    path.write_bytes(data[:place] + b"\x01" + data[place + 1 :])
-    assert not torch.load(path, weights_only=True)["weight"].eq(1).all()
-
-
-@pytest.mark.parametrize("harm", [flip_weight, lambda path: os.truncate(path, 900), os.unlink])
+@pytest.mark.parametrize("harm", ["flip", "truncate", "unlink"])
 def test_a_damaged_state_is_refused_before_it_is_used(tmp_path, harm):
     path = tmp_path / "001.pt"
     save_state({"weight": torch.ones(64)}, path)
     check_state(path, instead="do this")
-    harm(path)
+    if harm == "flip":  # a bit of a value, which torch.load does not notice
+        flip(path, path.read_bytes().index(np.ones(64, np.float32).tobytes()))
+        assert not torch.load(path, weights_only=True)["weight"].eq(1).all()
+    else:
+        os.truncate(path, 900) if harm == "truncate" else os.unlink(path)
     with pytest.raises(ValueError, match=r"001.pt is (truncated or damaged|gone).*; do this$"):
         check_state(path, instead="do this")
