@@ -11,7 +11,7 @@ from torch.nn import functional
 from transformers import AutoModelForMaskedLM
 
 from cpt.core import distributed as collectives
-from cpt.data.collate import labels_of
+from cpt.data.collate import inputs_of, labels_of
 from cpt.data.replay import NO_REPLAY
 from cpt.methods import ewc as subject
 from cpt.methods.base import MethodContext
@@ -49,7 +49,6 @@ def test_the_fisher_is_the_slow_loop(estimator, family, build):
     model, batches = work.module.model.eval(), work.probe()
     assert [len(batch["input_ids"]) for batch in batches] == [16, 4]
     found = fisher(model, batches, estimator)
-    assert all(parameter.grad is None for parameter in model.parameters())
     assert not any(each.any() for each in fisher(model, [], estimator).values())
     model, count = model.double(), 0
     sums = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
@@ -57,10 +56,9 @@ def test_the_fisher_is_the_slow_loop(estimator, family, build):
         size = 1 if estimator == "per_sample" else len(batch["input_ids"])
         for at in range(0, len(batch["input_ids"]), size):
             part = some_rows(batch, list(range(at, at + size)))
-            logits = model(**{name: part[name] for name in ("input_ids", "attention_mask") if name in part})
             model.zero_grad()
-            labels = labels_of(part).flatten()
-            functional.cross_entropy(logits.logits.flatten(0, 1), labels, ignore_index=-100).backward()
+            logits = model(**inputs_of(part)).logits.flatten(0, 1)
+            functional.cross_entropy(logits, labels_of(part).flatten(), ignore_index=-100).backward()
             count += 1
             for name, p in model.named_parameters():
                 sums[name] += 0 if p.grad is None else size * p.grad**2
@@ -72,7 +70,7 @@ def test_the_fisher_is_the_slow_loop(estimator, family, build):
 def test_a_domain_ends_with_its_fisher_and_its_anchor(build):
     work = build("ewc", *DROPOUT)
     base, module, model = work.weights(), work.module, work.module.model
-    assert same(module.anchor.named(), base) and not any(each.any() for each in fisher_of(work).values())
+    assert same(module.anchor.named(), base)
     work.learn(0)
     assert same(module.anchor.named(), work.weights()) and not same(work.weights(), base)
     still = fisher(model.eval(), work.probe())

@@ -4,14 +4,12 @@ import math
 from itertools import cycle
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from cpt.adapters.domain_store import BASE, Router, keep_largest
 from cpt.adapters.options import Routing
-from cpt.data.sampler import EvalSubset
 from cpt.models.objectives import Causal
 from tests.support.running import token_nll
 
@@ -59,34 +57,6 @@ def slow(likelihood, rows, *, prior="uniform", decay=0.3, cached=100) -> torch.T
     return torch.tensor(found).T
 
 
-@pytest.fixture
-def work(build):
-    """A module with three experts and the base, which differ, and its data."""
-
-    def made(*overrides: str):
-        run = build("demix", "order=[law,food,space]", *overrides)
-        module = run.module.eval()
-        for domain in range(3):
-            torch.manual_seed(domain)
-            for name in module.bank.names:
-                parameter = module.model.get_parameter(name)
-                parameter.data.add_(0.2 * torch.randn_like(parameter))
-            module.bank.keep(module.model, domain)
-        return run
-
-    return made
-
-
-@torch.no_grad()
-def scored(run, name: str, *, rows: int = 8, size: int = 4, domain: int = BASE) -> tuple:
-    """The losses of the first rows of a held-out text, and the last batch, as an evaluation has them."""
-    given = {"objective": run.data.objective, "batch_size": size, "purpose": "score"}
-    made_of = EvalSubset({name: run.data.held_out[name]}, {name: np.arange(rows)}, **given)
-    run.module.router.begin()
-    batches = [made_of[number] for number in range(len(made_of))]
-    return torch.cat([run.module.nll(each, domain)[0] for each in batches]), batches[-1]
-
-
 @pytest.mark.parametrize("prior", ["uniform", "updating", "cached"])
 @pytest.mark.parametrize("size", [12, 3])
 def test_the_weights_are_the_slow_ones(prior, size):
@@ -124,27 +94,25 @@ def test_which_parts_are_mixed(options, domains, own, other):
 
 
 @torch.no_grad()
-def test_the_mixture_is_that_of_bayes_by_hand(work):
-    run = work()
-    found, batch = scored(run, "food", rows=4)
-    bank = run.module.bank
-    parts = [token_nll(run.module.model, batch, weights=bank.weights(part)) for part in (-1, 0, 1, 2)]
-    likelihood = -torch.stack(parts)
-    weights = slow(likelihood, batch["positions"] // 16)
+def test_the_mixture_is_that_of_bayes_by_hand(build):
+    run = build("demix", "order=[law,food,space]")
+    module, (batch,) = run.module.eval(), run.batches()
+    for domain in range(3):
+        for name in module.bank.names:
+            parameter = module.model.get_parameter(name)
+            parameter.data.add_(
+                0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(domain))
+            )
+        module.bank.keep(module.model, domain)
+    module.router.begin()
+    found, _ = module.nll(batch, BASE)
+    nll = [token_nll(module.model, batch, weights=module.bank.weights(part)) for part in (-1, 0, 1, 2)]
+    likelihood = -torch.stack(nll)
+    weights = slow(likelihood, batch["rows"])
     torch.testing.assert_close(found, -(weights * likelihood.exp()).sum(0).log(), rtol=1e-4, atol=1e-5)
-    used = run.module.used(BASE)
+    used = module.used(BASE)
     assert list(used) == [BASE, 0, 1, 2]
     assert list(used.values()) == pytest.approx(weights.mean(1).tolist(), rel=1e-4)
-
-
-@pytest.mark.parametrize("prior", ["updating", "cached"])
-def test_how_a_text_is_cut_into_batches_is_all_one(prior, work):
-    run = work(f"method.routing.prior={prior}", "method.routing.cached=5")
-    (whole, _), used = scored(run, "space", size=8), run.module.used(BASE)
-    for size in (1, 3):
-        scored(run, "law", domain=7)
-        torch.testing.assert_close(scored(run, "space", size=size)[0], whole, rtol=1e-4, atol=1e-5)
-        assert run.module.used(BASE) == pytest.approx(used, rel=1e-4)
 
 
 def test_another_text_starts_from_the_uniform_prior():
