@@ -135,9 +135,6 @@ def test_a_source_is_read_once_and_again_where_it_or_the_split_changes(tmp_path)
     source.documents = [*source.documents, ("train", "another")]
     assert corpus.make_corpus(source, "a", cache=tmp_path).facts["documents"]["train"] == 15
     assert source.reads == 4
-    texts = Corpora.read(source, ["b", "a"], cache=tmp_path)
-    assert list(texts.by_name) == ["b", "a", "general"] and texts.general is texts.by_name["general"]
-    assert len({each.folder for each in texts.by_name.values()}) == 3 and source.reads == 6
 
 
 def test_held_out_documents_in_the_training_text_of_another_domain_are_told(tmp_path, caplog):

