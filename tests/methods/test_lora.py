@@ -47,10 +47,12 @@ def test_where_a_domain_begins(options, build):
 
 @pytest.mark.parametrize("stored", ["merged", "pairs"])
 def test_each_domain_begins_with_a_new_pair_at_the_model_before(stored, build):
-    given = [STRONG, DECAY, "method.r=4", "method.lora_alpha=12"]
-    work = build("inclora", THREE, *given, f"method.stored={stored}")
+    given = [THREE, "method.r=4", "method.lora_alpha=12"]
+    work, plain = (
+        build("inclora", *given, f"method.stored={stored}", STRONG, DECAY),
+        build("lora", *given, STRONG, DECAY),
+    )
     expected, starts, ends, sizes, module = base_of(work.module), starts_of(work), [], [], work.module
-    plain = build("lora", THREE, *given)
     plain.learn(0)
     for number in range(3):
         work.learn(number)
@@ -61,22 +63,16 @@ def test_each_domain_begins_with_a_new_pair_at_the_model_before(stored, build):
         assert same(base, starts[number][1])  # within a domain, every bit of it
         ends.append((pair, logits(module.model, work.batches()[0])))
         sizes.append(state_bytes(module))
-        for name, layer in lora.lora_layers(module.model).items():
+        for name in lora.lora_layers(module.model) if stored == "merged" else ():
             product = 3 * pair[f"{name}.lora_B.default.weight"] @ pair[f"{name}.lora_A.default.weight"]
-            assert product.abs().max() > 1e-3
-            if stored == "merged":
-                expected[f"{name}.base_layer.weight"] += product
-            elif number:
-                kept = torch.cat([each[f"{name}.lora_A.default.weight"] for each, _ in ends[:-1]])
-                assert torch.equal(lora.factors_of(layer, "earlier")[0].detach(), kept)
+            expected[f"{name}.base_layer.weight"] += product
         if number:
             (first, _, out), (old, before) = starts[number], ends[number - 1]
             torch.testing.assert_close(out, before, rtol=1e-4, atol=1e-4)
-            assert not any(value.any() for name, value in first.items() if "lora_B" in name)
             assert not any(torch.equal(value, old[name]) for name, value in first.items())
     size = sum(value.nbytes for value in pair.values()) * (stored == "pairs")
     assert [each - sizes[0] for each in sizes] == [0, size, 2 * size]
-    other = build("inclora", THREE, "method.r=4", "method.lora_alpha=12", f"method.stored={stored}").module
+    other = build("inclora", *given, f"method.stored={stored}").module
     other.load_state_dict(module.state_dict())
     other.activate(2)
     assert torch.equal(logits(other.model, work.batches()[0]), ends[-1][1])

@@ -39,15 +39,13 @@ def test_the_loss_is_strength_times_the_overlap_with_all_earlier_domains(build):
     work = build("olora", "order=[law,food,space]", STRONG, *given)
     [batch], module, kept = work.batches(), work.module, []
     names = [name for name, _ in module.model.named_parameters() if ".lora_A.default" in name]
-    widths = sum(layer.in_features for layer in lora.lora_layers(module.model).values())
     assert module.losses(batch)["orthogonality"] == 0 == state_beside_the_model(module)
     for number in range(3):
         work.learn(number)
         kept.append([module.model.get_parameter(name).detach().clone() for name in names])
-        assert module.kept.domains == list(range(number + 1))
         own = module.kept.weights(number).values()
         assert all(torch.equal(*each) for each in zip(own, kept[-1], strict=True))
-        assert state_beside_the_model(module) == (number + 1) * 4 * 8 * widths
+    assert state_beside_the_model(module) == sum(each.nbytes for domain in kept for each in domain)
     module.activate(2)
     terms = module.losses(batch)
     assert terms["orthogonality"].item() == pytest.approx(2 * slow(kept[-1], kept, power=2), rel=1e-3)
@@ -62,17 +60,13 @@ def test_the_loss_is_strength_times_the_overlap_with_all_earlier_domains(build):
 def test_the_product_is_b_a_of_maps_of_any_shape():
     torch.manual_seed(0)
     sizes = [((3, d_in), (d_out, 3)) for d_in, d_out in ((8, 6), (6, 8), (5, 5))]
-    drawn = [[torch.randn(size, dtype=torch.float64, requires_grad=True) for size in each] for each in sizes]
-    pairs = [tuple(each) for each in drawn]
+    pairs = [[torch.randn(size, dtype=torch.float64, requires_grad=True) for size in each] for each in sizes]
     tensors = [each for pair in pairs for each in pair]
-    by_hand = sum((b[:, :, None] * a[None]).sum(1).abs().sum() for a, b in pairs)
-    found = product_norm(pairs)
+    by_hand, found = sum((b @ a).abs().sum() for a, b in pairs), product_norm(pairs)
     assert found.item() == pytest.approx(by_hand.item(), rel=1e-9)
     expected = torch.autograd.grad(by_hand, tensors)
     for one, other in zip(torch.autograd.grad(2 * found, tensors), expected, strict=True):
         torch.testing.assert_close(one, 2 * other)
-    single = [(a[:1], b[:, :1]) for a, b in pairs]
-    assert factors_norm(single).item() == pytest.approx(product_norm(single).item(), rel=1e-6)
     bound = sum(b[:, k].abs().sum() * a[k].abs().sum() for a, b in pairs for k in range(3))
     assert factors_norm(pairs).item() == pytest.approx(bound.item(), rel=1e-6)
     for norm in (product_norm, factors_norm):
@@ -106,15 +100,13 @@ def test_a_mask_ranks_rows_of_pairs_by_their_outputs(method, build):
     [mask], [batch], seen = work.module.masks, work.batches(), []
     mask.sums.zero_()
     name, layer = next(iter(lora.lora_layers(work.module.model).items()))
-    names = [each.name for each in mask.maps]
     layer.register_forward_hook(lambda module, args, output: seen.extend((args[0], output)))
     with recording([mask]):
         work.module.objective.nll(work.module.model.eval(), batch)
     (x, whole), inner = seen, seen[0] @ lora.factors_of(layer)[0].T
     if "moelora" in method:
         inner = inner * layer.router(x).float().softmax(-1).repeat_interleave(2, -1)
-    present = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))[..., None]
+    assert "attention_mask" not in batch
     for half, outputs in (("A", inner), ("B", whole)):
-        expected = (outputs.abs() * present).sum((0, 1))
-        found = mask.sums[mask.places[names.index(f"{name}.lora_{half}")]]
-        torch.testing.assert_close(found / found.sum(), expected / expected.sum())
+        found = mask.sums[mask.places[[each.name for each in mask.maps].index(f"{name}.lora_{half}")]]
+        torch.testing.assert_close(found, outputs.abs().sum((0, 1)), rtol=1e-4, atol=1e-4)

