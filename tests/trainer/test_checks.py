@@ -46,7 +46,7 @@ def test_every_choice_of_the_config_is_right_and_its_types_are_told_at_every_opt
                 at, wrong = join(place, key), object()
                 said = f"{at}={show(wrong)} is invalid. Allowed: {allowed(declared)}"
                 assert told(lambda: check_value(at, wrong, declared)).startswith(said)  # noqa: B023
-    if cfg.domains.get("root") == "given":  # a folder that is not here
+    if cfg.domains.get("root") == "given":  # not here
         cfg.domains = composed().domains
     assert read_sections(cfg)
 
@@ -57,8 +57,3 @@ def test_the_jobs_of_a_sweep_may_set_what_is_missing(composed, capsys):
         with pytest.raises(SystemExit):
             Checked().on_multirun_start(composed(wrong))
         assert f"cpt: {wrong} is invalid" in capsys.readouterr().err
-
-
-def test_an_error_in_a_loaders_process_is_told_by_its_cause():
-    told = "Caught OSError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):"
-    assert reason(OSError(f"{told}\nOSError: [Errno 5] no: /x")) == "[Errno 5] no: /x"

@@ -3,9 +3,8 @@
 import json
 
 import pytest
+from omegaconf import OmegaConf
 
-from cpt.trainer.dry_run import match_operations
-from cpt.trainer.plan import make_plan
 from tests.conftest import ROOT, SMALL, VOCABULARIES, sentences
 from tests.runs.reading import killed, scores_of, times
 from tests.support.campaign import run_few
@@ -17,15 +16,15 @@ THREE = "order=[law,food,space]"
 GROWING = {"elle", "lifelong_moe", "sapt"}  # what they add differs from stage to stage
 
 
-@pytest.fixture(scope="module")
-def five(tmp_path_factory):
+@pytest.fixture
+def five(tmp_path):
     """Five domains and general text."""
-    root, words = tmp_path_factory.mktemp("five"), list(VOCABULARIES.values())
+    words = list(VOCABULARIES.values())
     for seed, name in enumerate(["general", *DOMAINS]):
-        (root / name).mkdir()
+        (tmp_path / "five" / name).mkdir(parents=True)
         lines = sentences(words[seed % len(words)], count=60, seed=seed)
-        (root / name / "all.txt").write_text("\n".join(lines) + "\n")
-    return root
+        (tmp_path / "five" / name / "all.txt").write_text("\n".join(lines) + "\n")
+    return tmp_path / "five"
 
 
 @pytest.fixture
@@ -35,9 +34,7 @@ def planned(start, capsys):
     def tell(cfg, folder) -> dict:
         capsys.readouterr()
         folder.mkdir(exist_ok=True)  # as Hydra does
-        cfg.plan = "json"
-        start(cfg, folder)
-        cfg.plan = False
+        start(OmegaConf.merge(cfg, {"plan": "json"}), folder)
         return json.loads(capsys.readouterr().out)
 
     return tell
@@ -75,7 +72,6 @@ def test_bytes_steps_and_tokens_are_those_of_the_run(start, composed, five, cach
     assert said["memory"]["first"]["gradients"] == 4 * done.trained[1]  # of parameters in 32 bits
     assert [each["tokens"] for each in said["stages"][1:]] == pytest.approx(done.seen[1:], rel=0.05)
     assert said["memory"]["last"]["peak"] == pytest.approx(max(done.memory), rel=0.15)
-    assert all(said["seconds"][kind] > 0 for kind in ("training", "checkpoints", "evaluation"))
 
 
 def left(said: dict) -> dict[str, tuple[int, int]]:
@@ -97,7 +93,6 @@ def test_nothing_is_left_behind_and_cells_are_counted_as_they_are_measured(start
         assert each["scored_texts"] == len(measured)
         assert each["scored_tokens"] == sum(scored[text] for text in measured)
     assert planned(cfg, tmp_path / "run")["left"] == "nothing"
-    assert planned(cfg, tmp_path / "other")["not_included"] == []
     plain = {name: time for name, time in times(tmp_path).items() if not name.endswith(".lock")}
     assert plain == {name: time for name, time in before.items() if not name.endswith(".lock")}
 
@@ -115,11 +110,3 @@ def test_what_is_left_of_a_run_that_was_killed_or_is_to_have_more(start, small, 
     wider = left(planned(small(THREE, "save_all_stages=true"), tmp_path / "run"))
     assert wider["law"][1] > wider["food"][1] > wider["base"][1] == wider["space"][1] == 0
     assert not any(steps for steps, _ in wider.values())
-
-
-@pytest.mark.parametrize("text", ["{", "{}", "[]"])
-def test_damaged_steps_of_an_equal_compute_run_are_told(text, small, tmp_path):
-    (tmp_path / "matched.json").write_text(text)
-    plan = make_plan(small("method=kd", "trainer.match=ncl"))
-    with pytest.raises(ValueError, match="matched.json is damaged; bring it back"):
-        match_operations(plan, None, None, None, stored=tmp_path / "matched.json")

@@ -19,20 +19,14 @@ METHODS = {
 }
 
 
-@pytest.fixture
-def ncl(start, small, tmp_path):
-    start(small(*GIVEN), tmp_path / "ncl")
-    return sum(told_by(tmp_path / "ncl")["flops"])
-
-
-def test_a_matched_run_takes_the_operations_of_ncl(start, small, ncl, tmp_path, caplog):
+def test_a_matched_run_takes_the_operations_of_ncl(start, small, tmp_path, caplog):
     caplog.set_level(logging.INFO)
+    start(small(*GIVEN), tmp_path / "ncl")
+    ncl = sum(told_by(tmp_path / "ncl")["flops"])
     for number, (given, (least, most)) in enumerate(METHODS.items()):
         start(small(*GIVEN, *given.split(), "trainer.match=ncl"), tmp_path / str(number))
         steps = json.loads((tmp_path / str(number) / "matched.json").read_text())["steps"]
-        (line,) = [told for told in caplog.messages if told.startswith("Matching")]
-        said = "as given" if steps == 40 else "not 40"
-        assert line.endswith(f"operations of ncl: trainer.steps={steps}, {said}") and least <= steps <= most
+        assert f"operations of ncl: trainer.steps={steps}, " in caplog.text and least <= steps <= most
         flops = sum(told_by(tmp_path / str(number))["flops"])
         assert flops == pytest.approx(ncl, rel=0.5 / steps + 0.02), given  # rounded to a whole step
         caplog.clear()
@@ -48,17 +42,18 @@ def test_it_is_the_run_of_these_steps_also_if_it_was_killed(start, small, killin
     assert "Matching" not in caplog.text  # what it has stored
     start(small(*kd, f"trainer.steps={steps}"), tmp_path / "given")
     assert_same_bits(tmp_path / "matched", tmp_path / "given")
-    with pytest.raises(ValueError, match="trainer.match: None -> ncl|trainer.match"):
+    with pytest.raises(ValueError, match="trainer.match"):
         start(small(*kd, f"trainer.steps={steps}", "trainer.match=ncl"), tmp_path / "given")
+    (tmp_path / "matched" / "matched.json").write_text("{}")
+    (tmp_path / "matched" / "scores.json").unlink()
+    with pytest.raises(ValueError, match="matched.json is damaged; bring it back"):
+        start(small(*kd, "trainer.match=ncl"), tmp_path / "matched")
 
 
-def test_epochs_are_scaled_and_importances_alone_may_be_too_much(start, small, tmp_path, monkeypatch):
+def test_epochs_are_scaled_and_importances_alone_may_be_too_much(start, small, tmp_path):
     epochs = ["trainer.steps=null", "trainer.epochs=2", "trainer.match=ncl", *GIVEN[1:]]
     start(small("method=kd", *epochs), tmp_path / "epochs")
     assert 1.3 < json.loads((tmp_path / "epochs/matched.json").read_text())["epochs"] < 1.8
     few = ["method=das", *GIVEN, "trainer.steps=1", "trainer.match=ncl", "trainer.importance_samples=96"]
     with pytest.raises(ValueError, match=r"trainer.match=ncl is invalid: .* Allowed: null, more trainer"):
         start(small(*few), tmp_path / "few")
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    with pytest.raises(ValueError, match=r"invalid with torchrun.*Allowed: trainer.steps=N"):
-        start(small("method=kd", *GIVEN, "trainer.match=ncl"), tmp_path / "several")

@@ -1,4 +1,4 @@
-"""How a run steps, where the config leaves it open: checkpoints, precision, attention."""
+"""How a run steps, where the config leaves it open: checkpoints, precision, attention; and for how long."""
 
 from types import SimpleNamespace
 
@@ -9,12 +9,14 @@ from transformers import AutoConfig
 from cpt.optim.nan_guard import NanGuard
 from cpt.trainer import preflight
 from cpt.trainer.checkpoint import StepCheckpoint
+from cpt.trainer.loop import KINDS, ContinualTrainer
 from cpt.trainer.plan import make_plan
 from cpt.trainer.preflight import resolve_auto
-from cpt.trainer.run_dir import RunDir
 from tests.runs.reading import told_by
 
 ONE = "order=[law]"
+NAMES, STEPS = ["base", "law", "food", "art"], {"law": 10, "food": 20, "art": 40}
+BASE, LAW = {"score": {"base": 4.0}}, {"score": {"base": 4.0, "law": 8.0}, "learn": {"law": 20.0}}
 
 
 @pytest.mark.parametrize(
@@ -34,20 +36,20 @@ def test_the_state_is_kept_as_often_as_asked_for_and_after_the_last_step(every, 
     assert steps == kept
 
 
-def settled(cfg, folder, device="cpu"):
-    plan, scores = make_plan(cfg), RunDir(folder).scores()
-    stored = scores.numerics["precision"] if scores else None
-    config = AutoConfig.for_model(**plan.model.config)
-    return resolve_auto(plan, config, torch.device(device), stored=stored)
-
-
 @pytest.mark.parametrize(
-    ("device", "bf16", "chosen"),
-    [("cuda", True, "bf16-mixed"), ("cuda", False, "32-true"), ("cpu", True, "32-true")],
+    ("device", "bf16", "stored", "chosen"),
+    [
+        ("cuda", True, None, "bf16-mixed"),
+        ("cuda", False, None, "32-true"),
+        ("cpu", True, None, "32-true"),
+        ("cpu", True, "bf16-mixed", "bf16-mixed"),  # of a resumed run
+    ],
 )
-def test_precision_auto_is_by_capability(device, bf16, chosen, small, tmp_path, monkeypatch):
+def test_precision_auto_is_by_capability(device, bf16, stored, chosen, small, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: bf16)
-    assert settled(small("trainer.precision=auto"), tmp_path, device).precision == chosen
+    plan = make_plan(small("trainer.precision=auto"))
+    config = AutoConfig.for_model(**plan.model.config)
+    assert resolve_auto(plan, config, torch.device(device), stored=stored).precision == chosen
 
 
 @pytest.mark.parametrize(
@@ -69,17 +71,29 @@ def test_strategy_auto_takes_gpus_that_share_a_batch_evenly(gpus, batch, parts, 
     assert (fixed.devices, fixed.strategy) == (1, "auto")
 
 
-def test_the_model_computes_attention_as_said_and_a_resumed_run_keeps_its_precision(
-    small, start, tmp_path, monkeypatch
-):
+def test_the_model_computes_attention_as_said(small, start, tmp_path, monkeypatch):
     start(small(ONE, "trainer.steps=1"), tmp_path / "base")  # which makes the base, as ever
-
-    def unwanted(*args, **kwargs):
-        raise AssertionError("torch's own attention")
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", unwanted)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", None)  # torch's own
     start(small("trainer.precision=bf16-mixed", ONE), tmp_path / "run")
     assert told_by(tmp_path / "run")["numerics"] == {"precision": "bf16-mixed", "attention": "eager"}
-    assert "precision bf16-mixed, attention eager" in (tmp_path / "run" / "report.md").read_text()
-    assert settled(small("trainer.precision=auto"), tmp_path / "run").precision == "bf16-mixed"
-    assert settled(small("trainer.precision=bf16-true"), tmp_path / "run").precision == "bf16-true"
+
+
+@pytest.mark.parametrize(
+    ("phases", "rows", "phase", "seconds", "steps", "done"),
+    [
+        # Before a step is made nobody knows; then the first domain stands for the steps of the others.
+        ({}, 0, ("score", 0), None, 70, 0),
+        (BASE, 1, ("learn", 1), 3 * 4.0, 60, 0),
+        # What is done is the measure; food is on its way for the second time: its row is not there.
+        (LAW | {"learn": {"law": 20.0, "food": 80.0}}, 2, ("learn", 2), 2 * 6.0 + 2.0 * 40, 0, 10),
+        (LAW | {"endtasks": {"base": 6.0}}, 2, ("endtasks", 1), 2 * 9.0 + 2.0 * 60, 0, 10),
+    ],
+)
+def test_what_is_left_by_what_is_done(phases, rows, phase, seconds, steps, done):
+    class Data(list):
+        def steps(self, domain):
+            return STEPS[domain]
+
+    scores = SimpleNamespace(phases=dict.fromkeys(KINDS, {}) | phases, rows=NAMES[:rows])
+    found = ContinualTrainer.phase(SimpleNamespace(data=Data(STEPS), scores=scores), *phase, NAMES)
+    assert (found.remaining_s, found.remaining_steps, found.done, found.total) == (seconds, steps, done, 70)

@@ -24,28 +24,21 @@ def place(tmp_path_factory):
 def asked(small_gpt2, place, start):
     def run(folder, *overrides):
         given = ["domains=tasks", f"domains.root={place / 'tasks'}", "model.max_seq_length=64"]
-        given += ["save_all_stages=true"]
         given += ["answers.max_new_tokens=4"] * ("answers=none" not in overrides)
-        start(small_gpt2(*given, "trainer.steps=4", *overrides), folder)
+        start(small_gpt2(*given, "save_all_stages=true", "trainer.steps=4", *overrides), folder)
         return told_by(folder)
 
     return run
-
-
-@pytest.fixture
-def whole(asked, place):
-    """A run that nothing interrupted."""
-    if not (place / "run").exists():
-        asked(place / "run")
-    return place / "run"
 
 
 def read(folder, task):
     return answers_of(*load_predictions(answers_file(folder, task), ANSWER_COLUMNS, optional=[SOURCE]))
 
 
-def test_the_matrix_of_scores_is_of_the_files(whole):
-    scores = told_by(whole)
+def test_the_matrix_of_scores_is_of_the_files_and_asking_changes_no_bit(asked, tmp_path, monkeypatch):
+    """A finished run is asked later: what is damaged, and after a kill between two tasks the others alone."""
+    whole, later = tmp_path / "whole", tmp_path / "later"
+    scores = asked(whole)
     answers = scores["answers"]
     assert list(answers["tasks"]) == list(TASKS) and scores["rows"] == ["base", *TASKS]
     assert set(answers["metrics"]) == METRICS == set(answers["intervals"])
@@ -58,12 +51,8 @@ def test_the_matrix_of_scores_is_of_the_files(whole):
                 each = MEASURES[measure].compute(found)
                 known = each[each == each]
                 assert values[row] == (pytest.approx(known.mean()) if len(known) else None)
-
-
-def test_asking_changes_no_bit_and_a_finished_run_is_asked_later(asked, whole, tmp_path, monkeypatch):
-    """What is damaged is asked again, and after a kill between two tasks the others alone are."""
-    assert asked(tmp_path, "answers=none")["answers"] == {}
-    assert_same_bits(tmp_path, whole)
+    assert asked(later, "answers=none")["answers"] == {}
+    assert_same_bits(later, whole)
     save, saved, asks, ask = predictions.save_predictions, [], [], TaskEvaluator.ask
 
     def deadly(path, *args, **kwargs):
@@ -74,12 +63,11 @@ def test_asking_changes_no_bit_and_a_finished_run_is_asked_later(asked, whole, t
 
     with monkeypatch.context() as patched, pytest.raises(KeyError):
         patched.setattr(predictions, "save_predictions", deadly)
-        asked(tmp_path)
+        asked(later)
     saved[0].write_bytes(saved[0].read_bytes()[:100])
     monkeypatch.setattr(TaskEvaluator, "ask", lambda *given, **how: asks.append(given) or ask(*given, **how))
-    later, expected = asked(tmp_path)["answers"], told_by(whole)["answers"]
-    assert len(asks) == 4 and later | {"seconds": 0} == expected | {"seconds": 0}
-    assert_same_bits(tmp_path, whole)
+    assert asked(later)["answers"] | {"seconds": 0} == answers | {"seconds": 0} and len(asks) == 4
+    assert_same_bits(later, whole)
 
 
 def test_stages_that_are_not_due_are_missing(asked, tmp_path):
