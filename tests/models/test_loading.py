@@ -36,22 +36,16 @@ def test_logits_at_positions_are_those_of_the_whole_model_and_it_says_its_object
         assert told == ("masked" if FAMILIES[name].auto.__name__.endswith("MaskedLM") else "causal")
 
 
-@pytest.fixture(scope="module")
-def with_sentinels():
-    return train_tokenizer(iter(TEXTS), vocabulary=400, objective="span")
-
-
-def test_a_learned_tokenizer_has_sentinels_as_t5_has_and_others_are_found(with_sentinels, tmp_path):
-    with_sentinels.save_pretrained(tmp_path)
-    for each in (with_sentinels, AutoTokenizer.from_pretrained(tmp_path)):
-        assert len(each) == 400 and each.bos_token is None
-        assert (each.pad_token_id, each.eos_token_id, each.unk_token_id) == (0, 1, 2)
-        assert loading.sentinel_ids(each) == list(range(399, 299, -1))
-        assert each.convert_ids_to_tokens(399) == "<extra_id_0>"
-        text = "Alpha, beta; ünïcode <extra_id_3>"
-        ids = each(text, split_special_tokens=True).input_ids
-        assert ids[-1] == 1 and max(ids) < 300 and each.decode(ids[:-1]) == text
-        assert terminator(each) == [] and each.decode(each("a", "b").input_ids) == "a</s>b</s>"
+def test_a_learned_tokenizer_has_sentinels_as_t5_has_and_others_are_found(tmp_path):
+    train_tokenizer(iter(TEXTS), vocabulary=400, objective="span").save_pretrained(tmp_path)
+    learned = AutoTokenizer.from_pretrained(tmp_path)
+    assert (learned.pad_token_id, learned.eos_token_id, learned.unk_token_id) == (0, 1, 2)
+    assert loading.sentinel_ids(learned) == list(range(399, 299, -1)) and len(learned) == 400
+    assert learned.convert_ids_to_tokens(399) == "<extra_id_0>"
+    text = "Alpha, beta; ünïcode <extra_id_3>"
+    ids = learned(text, split_special_tokens=True).input_ids
+    assert ids[-1] == 1 and max(ids) < 300 and learned.decode(ids[:-1]) == text
+    assert terminator(learned) == [] and learned.decode(learned("a", "b").input_ids) == "a</s>b</s>"
     tokenizer = train_tokenizer(iter(TEXTS), vocabulary=300, objective="masked")
     mt5, rows = copy.deepcopy(tokenizer), len(tokenizer)
     assert loading.sentinel_ids(tokenizer) == []
@@ -94,13 +88,12 @@ def outputs(model: nn.Module) -> Tensor:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(("name", "mode"), EXACT)
 def test_the_function_stays(name, mode, tied, tmp_path):
-    for dtype, apart in ((torch.float32, 1e-5), (torch.float64, 1e-10)):
-        model = build(name, tie_word_embeddings=tied).to(dtype)
-        before, size = outputs(model), model.num_parameters()
-        torch.manual_seed(0)
-        MODES[mode](model)
-        assert model.num_parameters() > size
-        assert before.std() > 0.1 and (outputs(model) - before).abs().max() < apart
+    model = build(name, tie_word_embeddings=tied)
+    before, size = outputs(model), model.num_parameters()
+    torch.manual_seed(0)
+    MODES[mode](model)
+    assert model.num_parameters() > size
+    assert before.std() > 0.1 and (outputs(model) - before).abs().max() < 1e-10
     if mode in ("heads", "all") and not tied:
         MODES[mode](model) if mode == "all" else None
         model.save_pretrained(tmp_path)
@@ -140,7 +133,6 @@ ADDED = ["contract", "pasta", "section"]
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 T5 = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2}
 CONFIGS = {
-    "roberta": ("masked", {**SIZES, "max_position_embeddings": 64}),
     "deberta-v2": ("masked", SIZES),
     "gpt2": ("causal", {"n_embd": 32, "n_layer": 2, "n_head": 2}),
     "gpt_neox": ("causal", SIZES),  # its head is not tied
@@ -159,9 +151,9 @@ def test_a_head_stays_tied_or_untied(kind, tmp_path):
     assert tied == (kind not in ("gpt_neox", "t5 v1.1")) and more.add_tokens(ADDED) == 3
     tables = start.get_input_embeddings(), start.get_output_embeddings()
     old = [each.weight.detach().clone() for each in tables]
-    one, other = copy.deepcopy(start), copy.deepcopy(start)
-    for number, each in enumerate((one, other)):
-        torch.manual_seed(number)
+    one, other = start, copy.deepcopy(start)
+    for seed, each in enumerate((one, other)):  # the new rows are the same whatever was drawn
+        torch.manual_seed(seed)
         growth.fit_rows(each, more, checkpoint="x")
     pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs) and is_tied(one) == tied

@@ -21,7 +21,6 @@ def test_logits_and_gradients_are_those_of_the_plain_head(kind, entries, monkeyp
     ids = torch.arange(12).view(2, 6) + 5
     for model in (plain, even):
         model.eval()(input_ids=ids).logits.log_softmax(-1)[..., 7].sum().backward()
-    assert even(input_ids=ids).logits.shape == (2, 6, entries)
     torch.testing.assert_close(even(input_ids=ids).logits, plain(input_ids=ids).logits)
     wanted = dict(plain.named_parameters())
     assert wanted.keys() == dict(even.named_parameters()).keys()
@@ -32,30 +31,26 @@ def test_logits_and_gradients_are_those_of_the_plain_head(kind, entries, monkeyp
 MANY = 400_003  # entries, no multiple of 4
 
 
-def dropped_of(given, p, **how):
+def dropped(given, p):
     torch.manual_seed(0)
     with draw_quickly(True):
-        return functional.dropout(given, p, True, **how)
+        return functional.dropout(given, p, True)
 
 
 def test_as_many_are_dropped_as_said_the_others_scaled_and_a_seed_gives_a_mask_while_it_lasts():
     for p, dtype in product((0.01, 0.5, 0.93), (torch.float32, torch.bfloat16)):
-        found = dropped_of(torch.ones(MANY, dtype=dtype), p)
+        found = dropped(torch.ones(MANY, dtype=dtype), p)
         kept = torch.tensor(1 / (1 - round(p * LEVELS_16) / LEVELS_16), dtype=dtype)
         assert set(found.unique().tolist()) == {0.0, kept.item()}
-        for lane in [slice(None), *(slice(first, None, 4) for first in range(4))]:
-            share, spread = (found[lane] == 0).double().mean(), (p * (1 - p) / len(found[lane])) ** 0.5
-            assert abs(share.item() - p) < 5 * spread, lane
-    ones, plain, module = torch.ones(1000), functional.dropout, nn.Dropout(0.5)
-    first = dropped_of(ones, 0.5)
-    assert torch.equal(first, dropped_of(ones, 0.5))
-    torch.manual_seed(0)
-    by_torch = module(ones)
+        for lane in (found[first::4] for first in range(4)):
+            share, spread = (lane == 0).double().mean(), (p * (1 - p) / len(lane)) ** 0.5
+            assert abs(share.item() - p) < 5 * spread
+    ones, plain = torch.ones(1000), functional.dropout
+    first = dropped(ones, 0.5)
     with pytest.raises(KeyError), draw_quickly(True):
         assert not torch.equal(functional.dropout(ones, 0.5), first)  # the generator goes on
         torch.manual_seed(0)
-        assert torch.equal(module(ones), first) and not torch.equal(first, by_torch)
+        assert torch.equal(nn.Dropout(0.5)(ones), first)
         raise KeyError
-    assert functional.dropout is plain
-    with draw_quickly(False):
-        assert functional.dropout is plain
+    torch.manual_seed(0)
+    assert functional.dropout is plain and not torch.equal(plain(ones, 0.5), first)

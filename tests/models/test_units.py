@@ -140,34 +140,31 @@ def loss(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     return functional.cross_entropy(logits(model, inputs).flatten(0, 1), labels.flatten(), reduction="sum")
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("name", FAMILIES)
 def test_gates_shut_what_zeroed_weights_shut(name):
     model = build(name)
     groups, inputs = find_units(model, ["heads", "neurons", "outputs"]), inputs_of(model)
-    heads, others = (
-        [(g, 1 if own else 5) for g in groups if (g.kind == "heads") == own] for own in (True, False)
-    )
-    picks = heads[-2:] + others[-2:]
-    for group, unit in picks:
-        suffix = FAMILIES[name].out if group.kind == "heads" else FAMILIES[name].down
+    heads, others = ([each for each in groups if (each.kind == "heads") == own] for own in (True, False))
+    for group in heads[-2:] + others[-2:]:
+        unit, suffix = (1, FAMILIES[name].out) if group.kind == "heads" else (5, FAMILIES[name].down)
         gate = torch.ones(group.count).index_fill(0, torch.tensor(unit), 0)
-        with torch.no_grad(), gate_units([group], {group.name: gate}):
+        with gate_units([group], {group.name: gate}):
             shut = logits(model, inputs)
         linear = group.gate
         assert [n for n, m in model.named_modules() if m is linear][0].endswith(suffix.rpartition(".")[2])
         saved = {key: value.clone() for key, value in linear.state_dict().items()}
-        with torch.no_grad():
-            rows = linear.weight.T if type(linear).__name__ == "Conv1D" else linear.weight
-            size = rows.shape[1] // group.count
-            if group.side == "in":
-                rows[:, unit * size : (unit + 1) * size] = 0
-            else:
-                rows[unit] = 0
-                if linear.bias is not None:
-                    linear.bias[unit] = 0
-            by_hand = logits(model, inputs)
-            linear.load_state_dict(saved)
-            assert not torch.allclose(by_hand, logits(model, inputs), atol=1e-4)
+        rows = linear.weight.T if type(linear).__name__ == "Conv1D" else linear.weight
+        size = rows.shape[1] // group.count
+        if group.side == "in":
+            rows[:, unit * size : (unit + 1) * size] = 0
+        else:
+            rows[unit] = 0
+            if linear.bias is not None:
+                linear.bias[unit] = 0
+        by_hand = logits(model, inputs)
+        linear.load_state_dict(saved)
+        assert not torch.allclose(by_hand, logits(model, inputs), atol=1e-4)
         # Zeros added in another order: the last bits differ, of float32 where a norm computes in it.
         torch.testing.assert_close(shut, by_hand, rtol=0, atol=1e-5 if name in ROUGH else 1e-11)
 
@@ -213,18 +210,14 @@ def test_segments_are_what_the_model_uses_as_q_k_v(name):
     def gradient(ids: Tensor) -> list[Tensor]:
         kept = []
         handle = fused.module.register_forward_hook(lambda m, args, y: kept.append(y))
-        try:
-            last = logits(model, {"input_ids": ids})[:, -1].square().sum()
-        finally:
-            handle.remove()
+        last = logits(model, {"input_ids": ids})[:, -1].square().sum()
+        handle.remove()
         (g,) = torch.autograd.grad(last, kept)
         return [g[..., segment] for segment in fused.segments]
 
     query, key, value = gradient(ids)
     assert not query[:, :-1].any() and (query[:, -1] != 0).any(0).all()
     assert all((x[:, :-1] != 0).any(0).any(0).all() for x in (key, value))
-    query, key, value = gradient(ids[:, :1])
-    assert max(query.abs().max(), key.abs().max()) < 1e-12 and (value != 0).any(0).all()
 
 
 def kept(group: Units, *keep: float) -> list[tuple[tuple[int, ...], list[float]]]:
@@ -260,20 +253,17 @@ ATTACHED = {
 }
 
 
-def head_of(model: nn.Module) -> str:
-    return next(each for each, module in model.named_modules() if module is model.get_output_embeddings())
-
-
 @pytest.mark.parametrize("attached", ATTACHED)
 @pytest.mark.parametrize("name", ["t5", "t5-gated", "bart"])
 def test_a_map_works_on_the_tokens_that_go_through_it(name, attached):
     model, found = build(name).float(), {}
     ATTACHED[attached](model)
+    head = next(each for each, module in model.named_modules() if module is model.get_output_embeddings())
     for each, module in model.named_modules():
         if isinstance(module, nn.Linear):
             module.register_forward_hook(lambda m, args, y, each=each: found.update({each: y.shape[1]}))
     model(input_ids=torch.randint(3, 60, (2, S)), decoder_input_ids=torch.randint(3, 60, (2, L)))
     told = {each: tokens_of(model, each) for each in found}
-    assert told.pop(head_of(model)) is None and found.pop(head_of(model)) == L
+    assert told.pop(head) is None and found.pop(head) == L
     assert told == {each: SOURCE_TOKENS if length == S else TARGET_TOKENS for each, length in found.items()}
     assert len({*told.values()}) == 2 and len(told) >= 20
