@@ -1,19 +1,24 @@
-"""The reservoir: every sample equally likely, floats kept as they are, exact sizes, a shard per process."""
+"""The reservoir: every sample equally likely, a shard per process; DER++ and A-GEM against their formulas."""
 
+from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional
 
 from cpt.core.randomness import sample_keys
-from cpt.data.collate import UNSCORED, Rows, single
+from cpt.data.collate import UNSCORED, Rows, labels_of, single
+from cpt.data.sampler import TrainStream
 from cpt.methods import reservoir as module
-from cpt.methods.reservoir import Reservoir
+from cpt.methods.reservoir import AGEM, Reference, Reservoir, inner_product, solve
 from cpt.models.objectives import Span
 from tests.support.campaign import run_few
 from tests.support.making import same
-from tests.support.running import batch_of
+from tests.support.running import batch_of, token_nll
 
 SLOT = SimpleNamespace(sides=lambda length: (length, None), most=lambda length: 2, isolated=False)
 
@@ -172,3 +177,183 @@ def test_source_and_target_come_back_with_their_lengths():
         assert (
             own["attention_mask"].sum() == one.get("attention_mask", torch.ones_like(one["input_ids"])).sum()
         )
+
+
+def scored_outputs(module, ids, labels, length):
+    """Logits [K, V] and last hidden states [K, D] at a row's scored positions, by a plain forward."""
+    ids, places = ids[None, :length].long(), labels[:length] != UNSCORED
+    hidden = module.model.base_model(input_ids=ids).last_hidden_state[0]
+    return module.model(input_ids=ids).logits[0, places], hidden[places]
+
+
+@pytest.mark.parametrize("family", ["masked", "causal"])
+@pytest.mark.parametrize("matched", ["hidden", "logits"])
+def test_the_losses_are_those_of_the_paper(matched, family, build):
+    options = [f"method.matched={matched}", "method.alpha=0.3", "method.beta=0.7", "method.precision=float32"]
+    work = build("derpp", "method.buffer_size=20", "method.minibatch_size=3", *options, on=family)
+    text, module = work.data.train["law"], work.module.double().eval()
+    module._trainer = SimpleNamespace(world_size=1, accumulate_grad_batches=1)
+    options = {"objective": work.data.objective, "seed": 0, "batch_size": 8, "rank": 0, "world": 1}
+    parts = TrainStream({"law": text}, **options, accumulate=1, steps=[len(text) // 8 + 2])
+    short = next(number for number in range(len(parts)) if "attention_mask" in parts[number])
+    first = module.losses(parts[short])
+    assert first["derpp_match"] == first["derpp_replay"] == 0 < first["lm"]
+    for number in (0, short):
+        module.losses(parts[number])
+    kept, batch = module.memory, parts[1]
+    for slot, stored in enumerate(kept.outputs):
+        row = (kept.input_ids[slot], kept.labels[slot], kept.lengths[slot])
+        outputs = scored_outputs(module, *row)[matched == "hidden"]
+        torch.testing.assert_close(stored[: len(outputs)].double(), outputs, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        for parameter in module.model.parameters():
+            parameter.mul_(1.2)
+    assert not any(buffer.requires_grad or buffer.grad_fn for buffer in kept.buffers())
+    # of 24: different draws, the short row in both; a micro-batch of two processes has its share of 76
+    module.options = replace(module.options, minibatch_size=76)
+    module._trainer = SimpleNamespace(world_size=2, accumulate_grad_batches=2)
+    match, replay = (kept.draw(19, purpose=name) for name in ("match", "replay"))
+    assert set(match.tolist()) != set(replay.tolist())
+    assert all((kept.lengths[slots] < module.length).any() for slots in (match, replay))
+    errors, nll = [], []
+    for slot in match:
+        row = (kept.input_ids[slot], kept.labels[slot], kept.lengths[slot])
+        now = scored_outputs(module, *row)[matched == "hidden"]
+        errors += (now - kept.outputs[slot, : len(now)].double()).square().flatten().tolist()
+    for slot in replay:
+        logits, _ = scored_outputs(module, kept.input_ids[slot], kept.labels[slot], kept.lengths[slot])
+        labels = kept.labels[slot][kept.labels[slot] != UNSCORED].long()
+        nll += [-row.log_softmax(0)[label].item() for row, label in zip(logits, labels, strict=True)]
+    plain = []
+    for ids, labels in zip(batch["input_ids"], labels_of(batch), strict=True):
+        logits, _ = scored_outputs(module, ids, labels, len(ids))
+        plain.append(functional.cross_entropy(logits, labels[labels != UNSCORED]))
+    terms = module.losses(batch)
+    expected = {"lm": sum(plain).item() / len(plain), "derpp_match": 0.3 * sum(errors) / len(errors)}
+    expected["derpp_replay"] = 0.7 * sum(nll) / len(nll)
+    assert {name: term.item() for name, term in terms.items()} == pytest.approx(expected, rel=1e-5)
+    for term in terms.values():
+        assert torch.autograd.grad(term, next(module.model.parameters()), retain_graph=True)[0].any()
+
+
+@pytest.mark.parametrize("matched", ["hidden", "logits"])
+def test_a_stored_row_without_a_scored_token_costs_nothing(matched, build):
+    work = build("derpp", "method.buffer_size=1", "method.minibatch_size=1", f"method.matched={matched}")
+    module, (batch,) = work.module.eval(), work.batches()
+    module._trainer = SimpleNamespace(world_size=1, accumulate_grad_batches=1)
+    empty = batch | {name: batch[name][:0] for name in ("positions", "targets", "rows")}
+    module.losses(empty | {"weight": torch.tensor(0.0)})
+    terms = module.losses(batch)
+    assert terms["derpp_match"] == terms["derpp_replay"] == 0 < terms["lm"]
+
+
+SMALL = ["method.buffer_size=24", "method.minibatch_size=8", "order=[food,law,space]", "trainer.steps=12"]
+SMALL += ["optim.lr=0.01"]
+
+
+def reference_of(module, domain):
+    """g_ref made here, from the samples that the method draws: of a domain, or of all before (None)."""
+    trained = list(module.model.parameters())
+    slots = module.memory.draw(8, purpose=f"step {module.trainer.global_step}", domain=domain)
+    loss = token_nll(module.model, module.memory.batch(slots)).mean()
+    return list(torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True))
+
+
+def along(moved, references) -> float:
+    """The least cosine between a movement and references."""
+    long = [torch.cat([each.flatten() for each in tensors]).norm() for tensors in (moved, *references)]
+    cosines = zip(references, long[1:], strict=True)
+    return min((inner_product(moved, each) / long[0] / norm).item() for each, norm in cosines)
+
+
+@pytest.mark.parametrize("constraints", ["mean", "each"])
+@pytest.mark.parametrize("apply_to", ["gradient", "update"])
+def test_no_step_raises_the_loss_on_the_memory(apply_to, constraints, build, monkeypatch):
+    seen = {"gradient": [], "step": [], "each": []}
+    constrain, gradients, update = AGEM.on_before_optimizer_step, AGEM.transform_gradients, AGEM.after_update
+
+    def before(module, optimizer):
+        module.all = [reference_of(module, domain) for domain in range(module.domain.index)]
+        module.expected = module.all if constraints == "each" else [reference_of(module, None)]
+        module.old = [each.detach().clone() for each in module.model.parameters()]
+        gradients(module, optimizer)
+
+    def between(module, optimizer):
+        constrain(module, optimizer)
+        if module.domain.index == 2:
+            own = [each.grad for each in module.model.parameters()]
+            seen["gradient"].append(along(own, module.expected))
+            seen["each"] += [along(own, module.all)] * (apply_to == "gradient")
+
+    def after(module):
+        update(module)
+        if module.domain.index == 2:
+            own = [old - p.detach() for p, old in zip(module.model.parameters(), module.old, strict=True)]
+            seen["step"].append(along(own, module.expected))
+            seen["each"] += [along(own, module.all)] * (apply_to == "update")
+
+    monkeypatch.setattr(AGEM, "on_before_optimizer_step", between)
+    monkeypatch.setattr(AGEM, "after_update", after)
+    given = [f"method.apply_to={apply_to}", "method.constraints=each", "optim.weight_decay=0.1"]
+    work = build("agem", *SMALL, *given)
+    work.module.each = constraints == "each"
+    work.learn(0)
+    monkeypatch.setattr(AGEM, "transform_gradients", before)
+    work.learn(1)
+    work.learn(2)
+    order = ("gradient", "step") if apply_to == "gradient" else ("step", "gradient")
+    held, free = (seen[each] for each in order)
+    assert len(held) == len(free) == 12 and min(held) > -1e-4 and min(free) < -1e-2
+    assert (min(seen["each"]) > -1e-4) == (constraints == "each")
+
+
+def test_a_gradient_that_does_no_harm_is_left_alone():
+    weight, reference = nn.Parameter(torch.zeros(2)), Reference(apply_to="gradient")
+    reference.gradients = [{weight: torch.tensor([1.0, 0.0])}]
+    for given, expected in (([1.0, 2.0], [1.0, 2.0]), ([-1.0, 2.0], [0.0, 2.0])):
+        step = torch.tensor(given)
+        reference.constrain([(weight, step)], None)
+        assert step.tolist() == expected
+    assert reference.diagnostics()["projected"].item() == 0.5
+
+
+def by_hand(gram, products, *, least):
+    """The best v among those with any of its entries at the bound, by brute force."""
+    best = None
+    for free in product([False, True], repeat=len(products)):
+        found, chosen = torch.full_like(products, least), torch.tensor(free)
+        if chosen.any():
+            rest = products + gram[:, ~chosen] @ found[~chosen]
+            found[chosen] = -torch.linalg.solve(gram[chosen][:, chosen], rest[chosen])
+        value = found @ gram @ found / 2 + products @ found
+        if (found >= least - 1e-12).all() and (best is None or value < best[0]):
+            best = value, found
+    return best[1]
+
+
+@pytest.mark.parametrize("least", [0.0, 0.5])
+def test_the_constraints_of_several_domains_are_those_of_brute_force(least):
+    draw, bound = torch.Generator().manual_seed(0), []
+    for _ in range(50):
+        references, gradient = torch.randn(3, 6, generator=draw), torch.randn(6, generator=draw)
+        gram, products = (references @ references.T).double(), (references @ gradient).double()
+        found = solve(gram, products, least=least)
+        assert torch.allclose(found, by_hand(gram, products, least=least), atol=1e-8)
+        bound.append((found > least).sum().item())
+        left = references.double() @ (gradient + references.T @ found.float()).double()
+        assert (left > -1e-5).all() or least  # with a margin the step may not turn by as little
+    assert len(set(bound)) > 2  # none, some and several of them bind
+
+
+def test_each_domain_has_a_reference_of_its_own_samples(build):
+    given = ["method.buffer_size=40", "trainer.importance_samples=20", "method.constraints=each"]
+    work = build("agem", "trainer.steps=2", *given)
+    for number in (0, 1):
+        work.learn(number)
+    memory, newest = work.module.memory, {tuple(row.tolist()) for b in work.probe() for row in b["input_ids"]}
+    rows = memory.input_ids[memory.lengths > 0].tolist()
+    assert len(rows) == 40 and 10 <= sum(tuple(row) in newest for row in rows) <= 30
+    for domain in (0, 1):
+        drawn = memory.draw(100, purpose="all", domain=domain)
+        assert len(drawn) and (memory.domains[drawn] == domain).all()
+    assert len(memory.draw(100, purpose="all")) == (memory.domains >= 0).sum()
