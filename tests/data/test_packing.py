@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from cpt.core.randomness import key, sample_keys
 from cpt.data import corpus, packing, tokenize
 from cpt.data.corpora import Corpora, tokenizer_digest
-from cpt.data.packing import OPEN_ROWS, PACKERS, balance, padding_id, terminator
+from cpt.data.packing import OPEN_ROWS, PACKERS, balance, terminator
 from cpt.data.sampler import stack_rows
 from cpt.data.tokenize import TokenizeBatch
 from cpt.models.objectives import Causal
@@ -72,20 +72,6 @@ def test_no_token_is_lost_doubled_or_moved(tmp_path, tokenizers, monkeypatch, st
     assert TokenizeBatch(tokenizer, (7,))(table) == expected
 
 
-def test_batches_of_rows_are_padded_and_in_the_order_asked_for(tmp_path, tokenizers):
-    found, pad = pack(tmp_path, prose(30), tokenizers["framed"], 32), tokenizers["framed"].pad_token_id
-    ids, numbers = found.rows[:]["ids"], found.rows[:]["documents"]
-    last = len(ids) - 1
-    assert 0 < len(ids[last]) < 32 and padding_id(tokenizers["framed"]) == pad > 0
-    asked = [last, 0, 5, 5, 2]
-    assert found.ids(np.array(asked)).tolist() == [ids[row] + [pad] * (32 - len(ids[row])) for row in asked]
-    expected = [numbers[row] + [-1] * (32 - len(numbers[row])) for row in asked]
-    assert found.document_of(np.array(asked)).tolist() == expected
-    assert found.row_lengths.tolist() == [len(row) for row in ids] and padding_id(tokenizers["bare"]) == 0
-    with pytest.raises(ValueError, match="no token to separate documents"):
-        terminator(made.restyled("$A", pad_token="<pad>"))
-
-
 def test_a_text_is_tokenised_once_for_what_its_tokenizer_gives(tmp_path, tokenizers, monkeypatch):
     calls, real = [], TokenizeBatch.__call__
     monkeypatch.setattr(TokenizeBatch, "__call__", lambda *given: calls.append(1) or real(*given))
@@ -105,6 +91,8 @@ def test_a_text_is_tokenised_once_for_what_its_tokenizer_gives(tmp_path, tokeniz
     changed = made.framed()
     changed(["ba de", "lo"], truncation=True, max_length=3, padding=True)
     assert tokenizer_digest(changed) == digests["framed"]
+    with pytest.raises(ValueError, match="no token to separate documents"):
+        terminator(made.restyled("$A", pad_token="<pad>"))
     found = written(tmp_path, prose(80))  # a corpus that lacks documents is not packed
     facts = {**found.facts, "documents": {**found.facts["documents"], "train": 81}}
     broken = Corpora({"broken": corpus.Corpus(found.folder, facts)}, tmp_path, workers=1)

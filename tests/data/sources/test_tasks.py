@@ -115,9 +115,6 @@ def test_the_prompt_of_o_lora_is_theirs_and_options_are_shuffled_by_the_example_
     made = source("domains.format=cl_benchmark", "domains.template.options=shuffled")
     first, again = ({each.source for each in examples(made, "sst-2", tmp_path / name)} for name in "ab")
     assert first == again and len({each.partition("\n")[0] for each in first}) == 2
-    (tmp_path / "root" / "SC").rename(tmp_path / "root" / "COPA")  # a task that asks itself
-    made = source("domains.format=cl_benchmark", "domains/template=o_lora", "domains.template.names=none")
-    assert all(each.source.startswith("text ") for each in examples(made, "sst-2", tmp_path))
 
 
 def test_a_question_of_train_is_no_test_and_each_answer_is_drawn_as_often_as_asked(source, tmp_path, caplog):
@@ -153,12 +150,6 @@ def test_fewer_examples_are_a_fixed_draw_of_a_sorted_file(source, tmp_path):
     whole = [*read_examples(corpus, "test")]
     assert few == [each for each in whole if each in few]
     assert [*read_examples(corpus, "test", most=60)] == whole
-
-
-def test_files_with_a_dot_are_tasks_of_their_own(source, tmp_path):
-    for name in ("gsm8k.easy", "gsm8k.hard"):
-        put(tmp_path / "root" / f"{name}.jsonl", rows(40), lines=True)
-    assert source().names == ["gsm8k.easy", "gsm8k.hard"]
 
 
 def test_an_answer_that_is_no_choice_and_two_data_sets_of_one_name_are_refused(source, tmp_path):
