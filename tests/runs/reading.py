@@ -19,6 +19,11 @@ from tests.support.killing import KilledError, Killer
 SCHEMA = json.loads((ROOT / "cpt/evaluation/scores.schema.json").read_text())
 
 
+def command(corpora: Path, cache: Path, *given: str) -> list[str]:
+    """The arguments of a run of two domains on the small texts."""
+    return ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", "order=[law,food]", *given]
+
+
 def scores_of(folder: Path) -> Scores:
     return Scores.load(folder / "scores.json")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.conftest import ROOT, SMALL, SMALL_T5
-from tests.runs.reading import answers_of, state_of, told_by
+from tests.runs.reading import answers_of, command, state_of, told_by
 from tests.support.campaign import run_few
 from tests.support.endtask_fixtures import QUICK, write_task
 from tests.support.processes import ended, started
@@ -77,22 +77,21 @@ main()
 """
 
 
-def launch(folder: Path, out: Path, *command: str, death: int = -1, starts=False) -> int:
+def launch(folder: Path, out: Path, *given: str, death: int = -1, starts=False) -> int:
     """A run in `folder / "run"`, watched from within; gives its exit code.
 
-    If it `starts` its second process, that is no fork of the first and orders sets in another way."""
+    The second process is a fork of the first unless it `starts`, which orders sets in another way."""
     out.mkdir(parents=True)
     script, log = folder / f"{out.name}.py", out / "log"
     script.write_text(SCRIPT.format(root=str(ROOT), out=str(out), death=death))
-    twin = not starts and any(each in command for each in (DDP[0], "strategy=fsdp"))
-    given = (*command, f"hydra.run.dir={folder / 'run'}")
-    return ended(started(script, *given, cwd=folder, log=log, twin=twin), seconds=180)
+    twin = not starts and any(each in given for each in (DDP[0], "strategy=fsdp"))
+    place = f"hydra.run.dir={folder / 'run'}"
+    return ended(started(script, *given, place, cwd=folder, log=log, twin=twin), seconds=180)
 
 
 def run(folder: Path, out: Path, *overrides: str, corpora: Path, cache: Path, **how: Any) -> int:
     """A run of two domains of text."""
-    places = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", ORDER]
-    return launch(folder, out, *places, *SMALL, *overrides, **how)
+    return launch(folder, out, *command(corpora, cache, *SMALL, *overrides), **how)
 
 
 def batches(out: Path, rank: int) -> list:
@@ -151,18 +150,23 @@ def two(corpora, cache, tmp_path_factory, endtasks):
     return folder
 
 
-def test_two_processes_see_the_samples_and_masks_of_one(one, two):
+def assert_learned_alike(one: Path, two: Path, *, seen=sorted) -> None:
+    """By one process and by two that were killed, in batches, weights and scores."""
     whole = batches(one / "out", 0)
     assert len(whole) == 12
-    first = [batches(two / "first", rank)[:10] for rank in (0, 1)]
-    assert_shared(whole[:10], first)
-    assert_shared(whole[10:], [batches(two / "second", rank) for rank in (0, 1)])
+    assert_shared(whole[:10], [batches(two / "first", rank)[:10] for rank in (0, 1)], seen=seen)
+    assert_shared(whole[10:], [batches(two / "second", rank) for rank in (0, 1)], seen=seen)
+    for out in ("first", "second"):
+        assert_agree(two / out, 1)
+    assert_scored_alike(one / "run", two / "run")
+
+
+def test_two_processes_learn_as_one(one, two):
+    assert_learned_alike(one, two)
 
 
 def test_two_processes_score_as_one(one, two):
     """And share the end tasks, and have the costs of one."""
-    for out in ("first", "second"):
-        assert_agree(two / out, 1)
     assert_scored_alike(one / "run", two / "run")
     alone, together = told_by(one / "run"), told_by(two / "run")
     for kind, rows in together["endtasks"]["scores"].items():
@@ -189,7 +193,6 @@ def test_statistics_are_those_of_all_processes(corpora, cache, tmp_path):
     method += ["trainer.accumulate_grad_batches=2"]
     method += ["method.contrast_dropout=1e-9"]  # what is dropped is each process's own draw
     for name, strategy in (("one", []), ("two", DDP)):
-        (tmp_path / name).mkdir()
         given = [tmp_path / name, tmp_path / name / "out", *strategy, *method]
         assert run(*given, corpora=corpora, cache=cache, starts=True) == 0
     assert_agree(tmp_path / "two" / "out", 2)
@@ -233,30 +236,22 @@ def test_two_processes_agree_where_a_seam_is_used(method, small, start, corpora,
 
 def unpadded(rows: list) -> list:
     """Rows without what fills them up, 0 or 1: a process pads to its own longest."""
-    shown = (
-        [[each for each in ids if each > 1], [each for each in mask if each != -100]] for ids, mask in rows
+    return sorted(
+        [[each for each in ids if each > 1], [each for each in labels if each != -100]]
+        for ids, labels in rows
     )
-    return sorted(shown)
 
 
 def test_two_processes_learn_and_answer_as_one_whether_killed_or_not(cache, tmp_path):
     """Tasks of T5: what has two lengths, and answers."""
     root = write_tasks(tmp_path, ("law", "food"), train=60, test=25)
-    command = [*SMALL_T5, "domains=tasks", f"domains.root={root}", "answers.max_new_tokens=6"]
-    command += ["answers.batch_size=7", "model.max_seq_length=64", ORDER, f"cache_dir={cache}"]
+    given = [*SMALL_T5, "domains=tasks", f"domains.root={root}", "answers.max_new_tokens=6"]
+    given += ["answers.batch_size=7", "model.max_seq_length=64", ORDER, f"cache_dir={cache}"]
     one, two = tmp_path / "one", tmp_path / "two"
-    one.mkdir()
-    two.mkdir()
-    assert launch(one, one / "out", *command) == 0, (one / "out" / "log").read_text()
-    assert launch(two, two / "first", *command, *DDP, death=4) != 0
-    assert told_by(two / "run")["rows"] == ["base", "law"]
-    assert launch(two, two / "second", *command, *DDP) == 0, (two / "second" / "log").read_text()
-    whole = batches(one / "out", 0)
-    assert_shared(whole[:10], [batches(two / "first", rank)[:10] for rank in (0, 1)], seen=unpadded)
-    assert_shared(whole[10:], [batches(two / "second", rank) for rank in (0, 1)], seen=unpadded)
-    for out in ("first", "second"):
-        assert_agree(two / out, 1)
-    assert_scored_alike(one / "run", two / "run")
+    assert launch(one, one / "out", *given) == 0, (one / "out" / "log").read_text()
+    assert launch(two, two / "first", *given, *DDP, death=4) != 0
+    assert launch(two, two / "second", *given, *DDP) == 0, (two / "second" / "log").read_text()
+    assert_learned_alike(one, two, seen=unpadded)
     found = answers_of(two / "run")
     assert len(found) == 6 and found == answers_of(one / "run")
     mine, theirs = told_by(two / "run")["answers"], told_by(one / "run")["answers"]

@@ -26,22 +26,17 @@ MODEL = "model.name_or_path=model"
 NEEDS |= {name: [DATA, MODEL] for name in ("llama_code", "das6_mpnet", "linux_texts")}
 
 
-@pytest.fixture
-def swept(composed):
+def swept(*overrides):
     """The values that a sweep of an experiment goes through, by key."""
-
-    def read(*overrides):
-        loader = GlobalHydra.instance().config_loader()
-        config = loader.load_configuration("config", list(overrides), RunMode.MULTIRUN)
-        lines = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
-        return {
-            each.key_or_group: list(each.sweep_string_iterator())
-            if each.is_sweep_override()
-            else [each.get_value_element_as_str()]
-            for each in OverridesParser.create().parse_overrides(lines)
-        }
-
-    return read
+    loader = GlobalHydra.instance().config_loader()
+    config = loader.load_configuration("config", list(overrides), RunMode.MULTIRUN)
+    lines = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
+    return {
+        each.key_or_group: list(each.sweep_string_iterator())
+        if each.is_sweep_override()
+        else [each.get_value_element_as_str()]
+        for each in OverridesParser.create().parse_overrides(lines)
+    }
 
 
 def order_of(cfg):
@@ -54,7 +49,7 @@ def order_of(cfg):
 
 
 @pytest.mark.parametrize("name", run_few(EXPERIMENTS, {*EXPERIMENTS} - {"methods_table"}))
-def test_an_experiment_has_a_plan_with_each_value_it_sweeps_and_the_commands_it_gives(swept, composed, name):
+def test_an_experiment_has_a_plan_with_each_value_it_sweeps_and_the_commands_it_gives(composed, name):
     text = (ROOT / f"conf/experiment/{name}.yaml").read_text()
     assert text.startswith("# @package _global_\n# ")
     assert name == "smoke" or f"experiment={name}" in text
@@ -86,7 +81,7 @@ def test_the_rows_of_the_page_of_papers_compose_and_it_prepares_known_layouts(co
         check_command(composed, f"{cell} domains.root=there model.name_or_path=there")
 
 
-def test_the_methods_table_has_every_method(swept):
+def test_the_methods_table_has_every_method(composed):
     methods = {path.stem for path in (ROOT / "conf/method").glob("*.yaml")}
     params = swept("experiment=methods_table")
     assert set(params["method"]) == methods - {"migu", "none"}  # which is ncl, and learns nothing

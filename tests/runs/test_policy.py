@@ -13,31 +13,23 @@ ORDER = "order=[law,food,space]"
 FEW = [ORDER, "eval.rows=last", "eval.columns=seen"]
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return tmp_path_factory.mktemp("whole")
-
-
 @pytest.fixture
-def whole(place, start, small):
+def whole(start, small, tmp_path):
     """The scores of a run that measures all."""
-    if not (place / "scores.json").exists():
-        start(small(ORDER), place)
-    return scores_of(place)
+    start(small(ORDER), tmp_path / "whole")
+    return scores_of(tmp_path / "whole")
 
 
 def test_a_policy_that_is_widened_fills_what_is_missing_also_after_a_kill(
-    whole, start, small, tmp_path, caplog, monkeypatch
+    whole, start, small, tmp_path, monkeypatch
 ):
-    caplog.set_level("INFO")
     start(small(*FEW, "save_all_stages=true"), tmp_path / "few")
     few = scores_of(tmp_path / "few")
     assert few.measured(1) == ["law", "general"] and few.measured(2) == ["food", "general"]
     assert few.measured(0) == few.measured(3) == whole.domains
     there = ~np.isnan(few.matrix)
     assert np.array_equal(few.matrix[there], whole.matrix[there]) and there.sum() == 12
-    assert few.metrics["LC"] == whole.metrics["LC"] and few.metrics["FG"] == whole.metrics["FG"]
-    assert few.metrics["FWT_zs"]["nats"] is None and few.metrics["FWT_zs"]["terms"] == [0, 3]
+    assert few.metrics["LC"] == whole.metrics["LC"] and few.metrics["FWT_zs"]["nats"] is None
     save, saved = ContinualTrainer.save_scores, []
 
     def dying(self):
@@ -56,20 +48,16 @@ def test_a_policy_that_is_widened_fills_what_is_missing_also_after_a_kill(
     start(small(*FEW), tmp_path / "unkept")  # whose stages' weights are gone
     before = scores_of(tmp_path / "unkept").nll
     start(small(ORDER), tmp_path / "unkept")
-    assert "Missing cells of the matrix: 4" in caplog.text
     assert scores_of(tmp_path / "unkept").nll == before
 
 
 def test_so_many_tokens_of_each_text_are_the_same_rows_for_every_stage(whole, start, small, tmp_path):
     rows = {n: made(small(ORDER, f"eval.max_tokens={n}")).data.scored_rows("law") for n in (64, 128, 10**6)}
     assert set(rows[64]) < set(rows[128]) < set(rows[10**6]) and list(rows[128]) == sorted(rows[128])
-    assert list(rows[10**6]) == list(range(len(rows[10**6])))
-    start(small(ORDER, "eval.max_tokens=64"), tmp_path)
-    few = scores_of(tmp_path)
+    start(small(ORDER, "eval.max_tokens=64"), tmp_path / "few")
+    few = scores_of(tmp_path / "few")
     assert all(part < full for part, full in zip(few.scored, whole.scored, strict=True))
     assert few.bytes == whole.bytes and few.tokens == whole.tokens and few.nll != whole.nll
-    with pytest.raises(ValueError, match=r"eval\.max_tokens: 64 -> 128"):
-        start(small(ORDER, "eval.max_tokens=128"), tmp_path)
 
 
 # Of runs in parts, the cells that are computed after the base's four, of twelve.

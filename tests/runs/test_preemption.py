@@ -18,26 +18,19 @@ from cpt import status
 from cpt.core.preemption import GO_ON
 from cpt.methods.ncl import NCL
 from tests.conftest import ROOT, SMALL
-from tests.runs.reading import told_by
+from tests.runs.reading import command, killed, told_by
 from tests.support.campaign import run_few
-from tests.support.killing import KilledError
 from tests.support.processes import ended, sent, started
 
 pytestmark = pytest.mark.slow
 
 DDP = ["strategy=ddp", "trainer.accelerator=cpu"]
 SAID = re.compile(r"cpt: stopped by (SIG\w+)(?: (.*))?; run the same command again to continue")
-STEPS = ["trainer.steps=80", "trainer.checkpoint_every=20"]
 
 
-def command(corpora: Path, cache: Path, *overrides: str) -> list[str]:
-    places = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", "order=[law,food]"]
-    return [*places, *SMALL, "trainer.steps=40", *overrides]
-
-
-def begun(command, folder, *, seen, twin=False):
+def begun(words, folder, *, seen, twin=False):
     """A run in a process of its own, as soon as `seen()`."""
-    process = started(ROOT / "run.py", *command, cwd=folder, log=folder / "log", twin=twin)
+    process = started(ROOT / "run.py", *words, cwd=folder, log=folder / "log", twin=twin)
     deadline = time.monotonic() + 120
     while not seen() and process.is_alive() and time.monotonic() < deadline:
         time.sleep(0.002)
@@ -45,18 +38,18 @@ def begun(command, folder, *, seen, twin=False):
     return process
 
 
-def stopped(command, folder, *, seen, number, rank=0, twin=False):
+def stopped(words, folder, *, seen, number, rank=0, twin=False):
     """Starts a run, sends it a signal as soon as `seen()`; gives its exit code and what it said."""
-    process = begun(command, folder, seen=seen, twin=twin)
+    process = begun(words, folder, seen=seen, twin=twin)
     sent(process, number, rank=rank)
     code = ended(process, seconds=60)
     lines = [match for match in map(SAID.search, (folder / "log").read_text().splitlines()) if match]
     return code, lines
 
 
-def finished(command, folder, *, twin=False):
+def finished(words, folder, *, twin=False):
     """Runs to the end; the matrix and the weights."""
-    process = started(ROOT / "run.py", *command, cwd=folder, log=folder / "log", twin=twin)
+    process = started(ROOT / "run.py", *words, cwd=folder, log=folder / "log", twin=twin)
     assert ended(process, seconds=120) == 0, (folder / "log").read_text()[-2000:]
     scores = told_by(run_folder(folder))
     return [scores["nll"], scores["metrics"]], load_file(run_folder(folder) / "model" / "model.safetensors")
@@ -67,30 +60,29 @@ def run_folder(folder):
     return run
 
 
-def log_says(folder, words, *, name="log"):
-    return lambda: (folder / name).exists() and words in (folder / name).read_text()
-
-
-def assert_same(found, expected):
-    assert found[0] == expected[0]
-    assert all((found[1][name] == value).all() for name, value in expected[1].items())
+def log_says(folder, words):
+    return lambda: (folder / "log").exists() and words in (folder / "log").read_text()
 
 
 @pytest.fixture(scope="module")
-def whole(corpora, cache, tmp_path_factory):
-    return finished(command(corpora, cache, *STEPS), tmp_path_factory.mktemp("whole"))
+def given(corpora, cache):
+    return command(corpora, cache, *SMALL, "trainer.steps=80", "trainer.checkpoint_every=20")
 
 
-def test_killed_and_told_to_leave_a_run_says_so_and_loses_nothing(whole, corpora, cache, tmp_path):
+@pytest.fixture(scope="module")
+def whole(given, tmp_path_factory):
+    return finished(given, tmp_path_factory.mktemp("whole"))
+
+
+def test_killed_and_told_to_leave_a_run_says_so_and_loses_nothing(whole, given, tmp_path):
     """SIGKILL within the first domain, SIGINT within the second, each asked by `cpt.status` from outside."""
-    start, seen = command(corpora, cache, *STEPS), lambda: any(tmp_path.glob("outputs/*/*/checkpoints/*"))
-    process = begun(start, tmp_path, seen=seen)
+    process = begun(given, tmp_path, seen=lambda: any(tmp_path.glob("outputs/*/*/checkpoints/*")))
     running = status.read_status(run_folder(tmp_path))
     process.kill()
     process.join()
     killed = status.read_status(run_folder(tmp_path))
     assert (running.state, running.process.pid, killed.state) == ("running", process.pid, "killed")
-    code, lines = stopped(start, tmp_path, seen=log_says(tmp_path, "food (2/2)"), number=signal.SIGINT)
+    code, lines = stopped(given, tmp_path, seen=log_says(tmp_path, "food (2/2)"), number=signal.SIGINT)
     assert (code, [line[1] for line in lines]) == (GO_ON, ["SIGINT"])
     left = status.read_status(run_folder(tmp_path))
     told = re.fullmatch(r"after step (\d+) of 80 of food", lines[0][2])
@@ -98,14 +90,13 @@ def test_killed_and_told_to_leave_a_run_says_so_and_loses_nothing(whole, corpora
     assert left.done == pytest.approx((80 + int(told[1])) / 160, abs=1e-4)
     (checkpoint,) = run_folder(tmp_path).glob("checkpoints/*-food.ckpt")
     assert torch.load(checkpoint, weights_only=True)["global_step"] == left.heartbeat.step == int(told[1])
-    assert not list(run_folder(tmp_path).glob("*.partial"))
-    assert_same(finished(start, tmp_path), whole)
-    assert {path.name for path in tmp_path.iterdir()} == {"log", "outputs"}
+    (scores, weights), (expected, own) = finished(given, tmp_path), whole
+    assert scores == expected and all(torch.equal(weights[name], value) for name, value in own.items())
 
 
 @pytest.mark.parametrize("rank", run_few([0, 1], [1]))
-def test_all_processes_leave_and_go_on_together(rank, whole, corpora, cache, tmp_path):
-    start, seen = [*command(corpora, cache, *STEPS), *DDP], log_says(tmp_path, "law (1/2)")
+def test_all_processes_leave_and_go_on_together(rank, whole, given, tmp_path):
+    start, seen = [*given, *DDP], log_says(tmp_path, "law (1/2)")
     code, lines = stopped(start, tmp_path, seen=seen, number=signal.SIGTERM, rank=rank, twin=True)
     assert code == GO_ON
     assert len(lines) == 1 and re.fullmatch(r"after step \d+ of 80 of law", lines[0][2])
@@ -114,7 +105,6 @@ def test_all_processes_leave_and_go_on_together(rank, whole, corpora, cache, tmp
 
 
 # Processes without a run
-
 PROGRAMS = {
     "busy": """
 import time
@@ -179,10 +169,10 @@ def test_a_signal_while_libraries_are_read_in(mode):
 
 
 @pytest.mark.campaign
-def test_a_signal_to_all_processes_ends_all_in_a_line(corpora, cache, tmp_path):
+def test_a_signal_to_all_processes_ends_all_in_a_line(given, tmp_path):
     """As a terminal and SLURM send it, while the first one waits for the second in a library, where Lightning
     would kill it if the second one left alone."""
-    program = [sys.executable, str(ROOT / "run.py"), *command(corpora, cache), *DDP]
+    program = [sys.executable, str(ROOT / "run.py"), *given, *DDP]
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(program, cwd=tmp_path, stdout=log, stderr=log, start_new_session=True)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
@@ -196,33 +186,21 @@ def test_a_signal_to_all_processes_ends_all_in_a_line(corpora, cache, tmp_path):
     assert len(SAID.findall(text())) == 1 and "Traceback" not in text()
 
 
-# What a run says and keeps of itself
-
-
-def test_a_run_keeps_the_threads_that_it_began_with(small, start, tmp_path, monkeypatch):
+def test_a_run_keeps_the_threads_that_it_began_with(small, start, killing, tmp_path, monkeypatch):
     """With others the last bits of a sum differ: a sweep's job goes on alone."""
-    cfg, used = small("order=[law]", "trainer.steps=4"), []
-
-    def noted(self):
-        used.extend([torch.get_num_threads()] * (self.domain.name != "general"))
-        if len(used) == 3:
-            raise KilledError
-
-    monkeypatch.setattr(NCL, "after_update", noted)
+    cfg = small("order=[law]", "trainer.steps=4")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    torch.set_num_threads(2)
     try:
-        for threads, ending in ((2, pytest.raises(KilledError)), (1, contextlib.nullcontext())):
-            monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-            torch.set_num_threads(threads)
-            with ending:
-                start(cfg, tmp_path)
+        killed(start, killing, cfg, tmp_path, step=3, domain="law")
+        torch.set_num_threads(1)
+        start(cfg, tmp_path)
+        assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(1)
-    assert set(used) == {2} and len(used) > 4
 
 
-def test_a_failed_run_leaves_its_message_and_a_second_start_the_heartbeat_of_the_first(
-    small, start, tmp_path, monkeypatch
-):
+def test_a_failed_run_leaves_its_message(small, start, tmp_path, monkeypatch):
     cfg, run = small("order=[law]"), tmp_path / "run"
 
     def fail(self):
@@ -237,7 +215,3 @@ def test_a_failed_run_leaves_its_message_and_a_second_start_the_heartbeat_of_the
     assert seen.heartbeat.phase == "training law"
     start(cfg, run)
     assert status.read_status(run).state == "finished"
-    before = (run / "progress.json").read_bytes()
-    with pytest.raises(ValueError, match="trainer.steps: . -> 7"):
-        start(small("order=[law]", "trainer.steps=7"), run)
-    assert (run / "progress.json").read_bytes() == before

@@ -10,7 +10,6 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 from tests.runs.reading import scores_of, state_of, times, told_by
 
 ORDER = "order=[law,food]"
-SIZES = ("tokens", "bytes", "scored")
 
 
 @pytest.fixture(scope="module")
@@ -26,19 +25,12 @@ def done(place, small, start):
     return place / "run"
 
 
-@pytest.fixture
-def other(place, small, start):
-    """That of another seed."""
-    if not (place / "other").exists():
-        start(small(ORDER, "seed=1"), place / "other")
-    return place / "other"
-
-
 def test_the_scores_keep_the_contract(done, corpora, monkeypatch):
     scores = told_by(done)
     assert scores["version"] == 1 and len(scores["config_hash"]) == 16
     assert (scores["domains"], scores["rows"]) == (["law", "food", "general"], ["base", "law", "food"])
-    assert [len(row) for row in scores["nll"]] == [3] * 3 == [len(scores[n]) for n in SIZES]
+    sizes = [scores[name] for name in ("tokens", "bytes", "scored")]
+    assert [len(row) for row in scores["nll"]] == [3] * 3 == [len(size) for size in sizes]
     seconds = [each for stages in scores["phases"].values() for each in stages.values()]
     assert 0 < scores["seconds"] == pytest.approx(sum(seconds))
     for metric in ("ZS", "CPT", "LC", "FG", "FWT_gem", "BWT_gem", "general_drift"):
@@ -91,7 +83,9 @@ def test_accumulated_parts_learn_what_the_whole_batch_does(done, small, start, t
         assert row == pytest.approx(whole, rel=1e-4)
 
 
-def test_a_checkpoint_or_a_run_is_the_base_of_another(done, other, small, small_gpt2, start, tmp_path):
+def test_a_checkpoint_or_a_run_is_the_base_of_another(done, small, small_gpt2, start, tmp_path):
+    other = tmp_path / "other"
+    start(small(ORDER, "seed=1"), other)
     given = ["order=[space]", "trainer.steps=1", f"model.name_or_path={done / 'model'}"]
     start(small(*given), tmp_path / "model")
     assert told_by(tmp_path / "model")["nll"][0][-1] == told_by(done)["nll"][-1][-1]

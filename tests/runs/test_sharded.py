@@ -12,7 +12,7 @@ from transformers import AutoModelForMaskedLM
 
 from cpt.core.tensors import load_tensors
 from tests.conftest import ROOT, SMALL, SMALL_GPT2, SMALL_T5
-from tests.runs.reading import assert_same_bits, state_of, told_by
+from tests.runs.reading import assert_same_bits, command, state_of, told_by
 from tests.runs.test_distributed import launch
 from tests.support.campaign import run_few
 
@@ -29,8 +29,8 @@ def run(tmp_path, corpora, cache):
 
     def go(name: str, *given: str, small=SMALL, death: int = -1) -> Path:
         folder, out = tmp_path / name, tmp_path / name / f"out-{next(count)}"
-        places = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", "order=[law,food]"]
-        code = launch(folder, out, *places, "trainer.accelerator=cpu", *small, *given, death=death)
+        words = command(corpora, cache, "trainer.accelerator=cpu", *small, *given)
+        code = launch(folder, out, *words, death=death)
         assert (code == 0) == (death < 0), (out / "log").read_text()
         return folder / "run"
 
@@ -50,15 +50,12 @@ def assert_same(one: Path, other: Path, *, weights: float = WEIGHTS, nats: float
     assert (now["trained"], now["stored"]) == (then["trained"], then["stored"])
 
 
+PLAIN = "ncl l2 kd replay lora ema wise_ft one migu adapter olora inclora prompt cpt_plugin osf recadam"
 METHODS = {
-    **{name: [f"method={name}"] for name in ("ncl", "l2", "kd", "replay", "lora", "ema", "wise_ft", "one")},
+    **{name: [f"method={name}"] for name in PLAIN.split()},
     "ewc": ["method=ewc", "method.strength=1000"],
-    "migu": ["method=migu"],
     "demix": ["method=demix", "routing@method.routing=posterior"],
     "hat": ["method=hat", "method.form=full"],
-    **{name: [f"method={name}"] for name in ("adapter", "olora", "inclora", "prompt", "cpt_plugin")},
-    "osf": ["method=osf"],
-    "recadam": ["method=recadam"],
     "reptile": ["method=reptile", "method.every=2"],
     "si": ["method=si", "method.strength=10"],
     "mofo": ["mask=mofo", "mask.mofo.share=0.5"],
@@ -89,15 +86,15 @@ def test_shared_out_weights_are_those_of_one_process(method, run):
 # Where a process draws for itself: dropout, its part of a memory; tables that are tied, two stacks.
 DRAWN = [["method=das", "mask=migu"], ["method=dga"], ["method=derpp"]]
 TIED = [METHODS[name] for name in ("ncl", "migu", "inclora", "ewc")]
+STEPS, KINDS = ["accumulate_grad_batches=2", "gradient_clip_val=0.05"], ["gradient_checkpointing", "compile"]
+HALF = ["trainer.precision=bf16-true"]
 OTHERS = [  # options, those of the run beside it, sizes of the model, how far weights and losses may be apart
     *((given, [DDP, *given], SMALL, 1e-5, NATS) for given in DRAWN),
     *((given, given, small, 1e-5, NATS) for small in (SMALL_GPT2, SMALL_T5) for given in TIED),
-    (["trainer.accumulate_grad_batches=2"], ["trainer.accumulate_grad_batches=2"], SMALL, WEIGHTS, NATS),
-    (["trainer.gradient_clip_val=0.05"], ["trainer.gradient_clip_val=0.05"], SMALL, WEIGHTS, NATS),
+    *(([f"trainer.{each}"], [f"trainer.{each}"], SMALL, WEIGHTS, NATS) for each in STEPS),
+    *(([f"trainer.{each}=true"], [], SMALL, WEIGHTS, NATS) for each in KINDS),
     (["trainer.reshard_after_forward=false"], [], SMALL, WEIGHTS, NATS),
-    (["trainer.gradient_checkpointing=true"], [], SMALL, WEIGHTS, NATS),
-    (["trainer.compile=true"], [], SMALL, WEIGHTS, NATS),
-    (["trainer.precision=bf16-true"], ["trainer.precision=bf16-true"], SMALL, 3e-2, 2e-2),
+    (HALF, HALF, SMALL, 3e-2, 2e-2),
 ]
 
 
@@ -115,11 +112,10 @@ def test_shared_out_weights_are_those_of_ddp_of_other_models_and_of_steps_of_all
 def test_four_processes_go_on_with_what_two_have_left(method, run, corpora, cache):
     how = METHODS[method]
     alone, folder = run("alone", *how), run("killed", FSDP, *how, death=3)
-    places = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", "order=[law,food]"]
-    places += [f"hydra.run.dir={folder}", "trainer.accelerator=cpu", FSDP]
     launched = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    command = [*launched, str(ROOT / "run.py"), *places, *SMALL, *how]
-    ran = subprocess.run(command, cwd=folder.parent, capture_output=True, text=True, timeout=240)
+    launched += [str(ROOT / "run.py"), f"hydra.run.dir={folder}", "trainer.accelerator=cpu", FSDP]
+    launched += command(corpora, cache, *SMALL, *how)
+    ran = subprocess.run(launched, cwd=folder.parent, capture_output=True, text=True, timeout=240)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert_same(alone, folder)
 
