@@ -60,39 +60,36 @@ def added(part, h, activation="gelu"):
     return getattr(functional, activation)(h @ down.weight.T + down.bias) @ up.weight.T + up.bias
 
 
-@pytest.mark.parametrize(("family", "placement", "activation"), [
-    ("roberta", "ffn", "relu"), ("gpt2", "houlsby", "gelu"), ("llama", "ffn", "silu"),
+@pytest.mark.parametrize(("family", "placement", "activation", "norm"), [
+    ("roberta", "ffn", "relu", ""),
+    ("gpt2", "houlsby", "gelu", ""),
+    ("llama", "ffn", "silu", ""),
+    ("bert", "pfeiffer", "gelu", ".output.LayerNorm"),
+    ("distilbert", "pfeiffer", "gelu", ".output_layer_norm"),
+    ("gpt2", "pfeiffer", "gelu", ""),
+    ("gpt_neox", "pfeiffer", "gelu", ""),
 ])  # fmt: skip
-def test_bottlenecks_act_on_what_the_projections_write(family, placement, activation):
-    def by_hand(model, plain, block):
-        for place in [FAMILIES[family].down] + [FAMILIES[family].out] * (placement == "houlsby"):
-            part = model.get_submodule(f"{block}.{place}").adapter
-            hook = lambda module, args, h, part=part: h + added(part, h, activation)  # noqa: E731
-            plain.get_submodule(f"{block}.{place}").register_forward_hook(hook)
-
-    given = HOULSBY | {"placement": placement, "activation": activation}
-    assert_hooked(family, attach_bottlenecks, by_hand, **given)
-
-
-NORMS = {"bert": ".output.LayerNorm", "distilbert": ".output_layer_norm", "gpt2": "", "gpt_neox": ""}
-
-
-@pytest.mark.parametrize("family", NORMS)
-def test_pfeiffers_read_and_add_to_what_the_block_gives(family):
-    """Post-norm: out = norm(s + A(norm(s))) of the sum s of FFN and residual; pre-norm: out = s + A(s)."""
+def test_bottlenecks_act_on_what_projections_write_and_pfeiffers_on_what_blocks_give(
+    family, placement, activation, norm
+):
+    """Pfeiffer, post-norm: norm(s + A(norm(s))) of the sum s of FFN and residual; else h + A(h)."""
+    houlsby = [f".{FAMILIES[family].down}", f".{FAMILIES[family].out}"]
+    places = {"pfeiffer": [""], "houlsby": houlsby, "ffn": houlsby[:1]}[placement]
 
     def expected(part, module, args, output):
-        if NORMS[family]:
-            return module.forward(args[0] + added(part, output))
+        if norm:
+            return module.forward(args[0] + added(part, output, activation))
         hidden = output if isinstance(output, torch.Tensor) else output[0]
-        hidden = hidden + added(part, hidden)
+        hidden = hidden + added(part, hidden, activation)
         return hidden if isinstance(output, torch.Tensor) else (hidden, *output[1:])
 
     def by_hand(model, plain, block):
-        hook = partial(expected, model.get_submodule(block).adapter)
-        plain.get_submodule(f"{block}{NORMS[family]}").register_forward_hook(hook)
+        for place in places:
+            hook = partial(expected, model.get_submodule(block + place).adapter)
+            plain.get_submodule(block + place + norm).register_forward_hook(hook)
 
-    assert_hooked(family, attach_bottlenecks, by_hand, **PFEIFFER)
+    given = {"placement": placement, "reduction": 4, "activation": activation}
+    assert_hooked(family, attach_bottlenecks, by_hand, **given)
 
 
 @pytest.mark.parametrize(("family", "output_relu", "entrances"), [

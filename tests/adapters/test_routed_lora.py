@@ -95,16 +95,13 @@ def test_each_map_is_the_sum_of_its_pairs_by_their_weights(name, form):
 @pytest.mark.parametrize("form", [SAPT, MOCL], ids=["sapt", "mocl"])
 @torch.no_grad()
 def test_padding_is_no_part_of_the_query_nor_what_comes_later_in_a_causal_model(form):
-    model = routed("gpt2", form)
-    inputs = inputs_of(model)
-    before = model(**inputs).logits
-    changed = inputs["input_ids"].clone()
+    model, mask = routed("gpt2", form), torch.ones(3, 7, dtype=torch.long)
+    ids = inputs_of(model)["input_ids"]
+    changed, mask[0, 5:] = ids.clone(), 0
     changed[:, 4:] = (changed[:, 4:] + 1) % 30 + 3
-    after = model(input_ids=changed).logits
+    before, after = (model(input_ids=each).logits for each in (ids, changed))
     assert torch.equal(before[:, :4], after[:, :4]) and not torch.equal(before[:, 4], after[:, 4])
     for each in (model, routed("roberta", form)):
-        ids, mask = inputs["input_ids"], torch.ones_like(inputs["input_ids"])
-        mask[0, 5:] = 0
         each(input_ids=ids, attention_mask=mask)
         padded = router_of(each).whole[0].clone()
         each(input_ids=ids[:1, :5])

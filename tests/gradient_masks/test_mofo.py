@@ -63,9 +63,6 @@ def test_a_run_moves_so_many_weights_less(form, small):
         moved, tenth = (value != before[name]).sum(), -(-value.numel() // 10)
         free = form == "released" and ("norm" in name.lower() or name.endswith("bias"))
         assert moved > tenth if free else 0 < moved <= tenth, name
-    weight = nn.Parameter(torch.ones(3))
-    with pytest.raises(ValueError, match="it has no momentum"):
-        step(weight, torch.optim.SGD([weight], lr=0.1), torch.ones(3), share=0.5)
 
 
 def test_what_a_method_protects_stays_protected(start, small, tmp_path):

@@ -71,16 +71,6 @@ def test_every_sample_of_a_stream_is_as_likely_to_be_kept(world, as_process):
     assert abs(chi_square - stream) < 4 * (2 * stream) ** 0.5
 
 
-def test_the_slots_are_filled_in_order_and_never_exceeded():
-    kept = reservoir(10)
-    for seen in range(4, 44, 4):
-        kept.add(*batch(range(seen - 4, seen)))
-        assert kept.seen.sum() == seen and len(held(kept)) == len(set(held(kept))) == min(seen, 10)
-        assert held(kept) == list(range(seen)) or seen > 10
-    states = [fed(reservoir(5), range(60), size=size).state_dict() for size in (1, 60)]
-    assert max(held(kept)) >= 20 and same(*states)
-
-
 def test_samples_and_outputs_come_back_as_they_went_in():
     kept = fed(reservoir(8), range(30), size=3)
     slots = kept.draw(6, purpose="match")
