@@ -59,6 +59,14 @@ def test_each_token_is_the_sum_of_its_experts_by_their_gates(name, top_k):
         assert len({tuple(sorted(row.tolist())) for row in kept}) > (top_k < 4)
 
 
+@pytest.mark.parametrize("name", FFN)
+@torch.no_grad()
+def test_one_expert_is_the_model_bit_for_bit(name):
+    model, (alone, _) = build(name), mixed(name, groups=())
+    inputs = inputs_of(model)
+    assert torch.equal(alone(**inputs).logits, model(**inputs).logits)
+
+
 def test_new_experts_are_copies_of_those_of_a_group():
     model, _ = mixed("gpt2")
     (mixture, *_) = mixtures_of(model).values()

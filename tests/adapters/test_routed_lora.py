@@ -108,6 +108,18 @@ def test_padding_is_no_part_of_the_query_nor_what_comes_later_in_a_causal_model(
         torch.testing.assert_close(padded, router_of(each).whole[0])
 
 
+def test_gradients_go_through_the_frozen_pairs():
+    model = routed("roberta")
+    layer, inputs, step = next(iter(lora.lora_layers(model).values())), inputs_of(model), 1e-6
+    weight, loss = lora.factors_of(layer)[1], lambda: model(**inputs).logits.square().sum()
+    [found] = torch.autograd.grad(loss(), [weight])
+    with torch.no_grad():
+        weight[1, 0] += step
+        higher = loss()
+        weight[1, 0] -= 2 * step
+        assert found[1, 0].item() == pytest.approx((higher - loss()).item() / (2 * step), rel=1e-5)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
 @torch.no_grad()
 def test_experts_are_summed_by_the_gates_of_each_token(name):
