@@ -3,7 +3,6 @@
 import json
 import random
 
-import numpy as np
 import pytest
 import torch
 from tokenizers import AddedToken
@@ -11,19 +10,13 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from cpt.models.loading import train_tokenizer
 from tests.conftest import VOCABULARIES, sentences
-from tests.runs.reading import answers_of, killed, told_by
+from tests.runs.reading import answers_of, told_by
 from tests.support.making import made
 
 DOMAINS = ("food", "law")
 TURN_ENDS = "<|end|>"  # what the template ends a turn with: not the end of the sequence
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m['role'] }}:\n{{ m['content'] }}<|end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant:\n{% endif %}"
-)
-MARKED_TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{{ m['role'] }}:\n"
-    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<|end|>{% endgeneration %}"
-    "{% else %}{{ m['content'] }}<|end|>{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant:\n{% endif %}"
 )
 
@@ -51,19 +44,18 @@ def write_chats(root):
     )
 
 
-def write_checkpoint(folder, *, template=TEMPLATE):
+def write_checkpoint(folder):
     """A decoder of 40 thousand parameters with a chat template, as `save_pretrained` leaves it."""
     texts = [text for words in VOCABULARIES.values() for text in sentences(words, count=60, seed=1)]
     tokenizer = train_tokenizer(iter(texts), vocabulary=400, objective="causal")
     tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken(TURN_ENDS, special=True)]})
-    tokenizer.chat_template = template
+    tokenizer.chat_template = TEMPLATE
     ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     sizes = {"hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 256}
     heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, **heads, **ids)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -77,19 +69,19 @@ def place(tmp_path_factory):
 @pytest.fixture
 def config(composed, place, cache):
     """A run on chats that takes seconds."""
-
-    def build(*overrides, model=place / "decoder"):
-        places = [f"domains.root={place / 'texts'}", f"model.name_or_path={model}", f"cache_dir={cache}"]
-        how = ["model.max_seq_length=128", "trainer.steps=30", "trainer.batch_size=8", "optim.lr=1e-2"]
-        how += ["trainer.checkpoint_every=4", "answers.max_new_tokens=12", "logger=none"]
-        return composed("domains=instructions", "model=hf", *places, *how, *overrides)
-
-    return build
+    places = [
+        f"domains.root={place / 'texts'}",
+        f"model.name_or_path={place / 'decoder'}",
+        f"cache_dir={cache}",
+    ]
+    how = ["model.max_seq_length=128", "trainer.steps=30", "trainer.batch_size=8", "optim.lr=1e-2"]
+    how += ["trainer.checkpoint_every=4", "answers.max_new_tokens=12", "logger=none"]
+    return composed("domains=instructions", "model=hf", *places, *how)
 
 
 def test_chats_are_learned_and_answered(config, start, tmp_path):
     """What is written ends where the template ends a turn, which is what was learned."""
-    start(config(), tmp_path)
+    start(config, tmp_path)
     scores = told_by(tmp_path)
     assert scores["run"]["finished"] and scores["run"]["objective"] == "causal"
     assert scores["domains"] == [*DOMAINS, "general"]
@@ -101,13 +93,12 @@ def test_chats_are_learned_and_answered(config, start, tmp_path):
     assert sum(row["written"].startswith("It is") and row["written"].endswith(".") for row in last) > 5
 
 
-@pytest.mark.parametrize("template", [TEMPLATE, MARKED_TEMPLATE], ids=["derived", "marked"])
-def test_the_loss_of_the_first_batch_is_that_of_a_loop_over_its_answers(config, tmp_path, template):
+def test_the_loss_of_the_first_batch_is_that_of_a_loop_over_its_answers(config, place):
     """Rendered and tokenised here by transformers alone: the sum over the tokens of the answers, the ends of
     their turns included, over their number."""
-    run = made(config(model=write_checkpoint(tmp_path / "decoder", template=template)))
+    run = made(config)
     batch = run.batches()[0]
-    tokenizer, model = AutoTokenizer.from_pretrained(tmp_path / "decoder"), run.module.model.eval()
+    tokenizer, model = AutoTokenizer.from_pretrained(place / "decoder"), run.module.model.eval()
     with torch.no_grad():
         loss = run.module.losses(batch)["lm"].item()
     known = {
@@ -126,15 +117,3 @@ def test_the_loss_of_the_first_batch_is_that_of_a_loop_over_its_answers(config, 
         total -= sum(logs[len(asked) - 1 + at, each].item() for at, each in enumerate(answer))
         count += len(answer)
     assert count == len(batch["positions"]) and loss == pytest.approx(total / count, rel=1e-5)
-
-
-def test_another_template_is_another_text(config, start, killing, tmp_path):
-    """Rows in the cache are not those of a template that has changed, and a run does not go on with it."""
-    folder = write_checkpoint(tmp_path / "decoder")
-    cfg = config("trainer.steps=2", model=folder)
-    before = made(cfg).data.train["law"].ids(np.arange(1))
-    killed(start, killing, cfg, tmp_path / "run", step=1, domain="law")
-    write_checkpoint(folder, template=TEMPLATE.replace(":\n", " says "))
-    assert made(cfg).data.train["law"].ids(np.arange(1)).tolist() != before.tolist()
-    with pytest.raises(ValueError, match="chat_template.jinja of model.name_or_path=.* changed"):
-        start(cfg, tmp_path / "run")

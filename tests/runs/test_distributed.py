@@ -207,31 +207,25 @@ PARTS = {
     "demix": ["method=demix", "routing@method.routing=posterior"],
     "lifelong_moe": ["method=lifelong_moe", "method.num_experts=2", "method.balance=1"],
 }
+SEAMS = {
+    name: [*chosen(name), "optim.state_across_domains=moments"]
+    for name in ("agem", "growing", "companions", "elle")
+}
 
 
-@pytest.mark.parametrize("method", run_few(PARTS, ["demix"]))
-def test_two_processes_have_the_same_parts_as_one(method, small, start, corpora, cache, tmp_path):
-    """What is drawn, where an expert begins and which parts score a text."""
-    start(small(ORDER, *PARTS[method]), tmp_path / "alone")
-    assert run(tmp_path, tmp_path / "out", *DDP, *PARTS[method], corpora=corpora, cache=cache) == 0
-    assert_agree(tmp_path / "out", 2)
-    assert_scored_alike(tmp_path / "alone", tmp_path / "run", rel=1e-4)
-    alone, together = told_by(tmp_path / "alone"), told_by(tmp_path / "run")
-    for row, expected in zip(together["modules"], alone["modules"], strict=True):
-        assert {text: pytest.approx(weights, abs=1e-3) for text, weights in expected.items()} == row
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("method", ["agem", "growing", "companions", "elle"])
-def test_two_processes_agree_where_a_seam_is_used(method, small, start, corpora, cache, tmp_path):
-    """A projected gradient, a grown block and a peer are the same in both, and as in one process; the memory
-    of A-GEM alone is each process's own."""
-    options = [*chosen(method), "optim.state_across_domains=moments"]
+@pytest.mark.parametrize("method", run_few(PARTS | SEAMS, ["demix"]))
+def test_two_processes_agree_and_are_as_one(method, small, start, corpora, cache, tmp_path):
+    """On what is drawn, where an expert begins and which parts score a text, a projected gradient, a grown
+    block and a peer; the memory of A-GEM alone is each process's own."""
+    options = {**PARTS, **SEAMS}[method]
     assert run(tmp_path, tmp_path / "out", *DDP, *options, corpora=corpora, cache=cache) == 0
     assert_agree(tmp_path / "out", 2)
     start(small(ORDER, *options), tmp_path / "alone")
     if method != "agem":
         assert_scored_alike(tmp_path / "alone", tmp_path / "run", rel=1e-4)
+        alone, together = told_by(tmp_path / "alone"), told_by(tmp_path / "run")
+        for row, expected in zip(together["modules"], alone["modules"], strict=True):
+            assert {text: pytest.approx(weights, abs=1e-3) for text, weights in expected.items()} == row
 
 
 def unpadded(rows: list) -> list:

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from cpt.methods.base import ContinualMethod
 from cpt.trainer.loop import ContinualTrainer
 from tests.runs.reading import scores_of
 from tests.support.killing import KilledError
@@ -58,23 +57,3 @@ def test_so_many_tokens_of_each_text_are_the_same_rows_for_every_stage(whole, st
     few = scores_of(tmp_path / "few")
     assert all(part < full for part, full in zip(few.scored, whole.scored, strict=True))
     assert few.bytes == whole.bytes and few.tokens == whole.tokens and few.nll != whole.nll
-
-
-# Of runs in parts, the cells that are computed after the base's four, of twelve.
-IN_PARTS = {
-    "method=adapter method.per_domain=true": 3,
-    "method=adapter method.per_domain=true routing@method.routing=last": 9,
-}
-
-
-@pytest.mark.parametrize("kind", IN_PARTS)
-def test_what_a_resting_part_scores_is_not_computed_again(kind, start, small, tmp_path, monkeypatch):
-    measured, row = [], ContinualMethod.row
-    monkeypatch.setattr(ContinualMethod, "row", lambda self: (measured.extend(found := row(self)), found)[1])
-    given = [ORDER, "trainer.steps=2", *kind.split()]
-    start(small(*given), tmp_path / "few")
-    assert len(measured) == 4 + IN_PARTS[kind]
-    monkeypatch.setattr(ContinualMethod, "constant_part", lambda self, domain: None)
-    start(small(*given), tmp_path / "whole")
-    few, every = scores_of(tmp_path / "few"), scores_of(tmp_path / "whole")
-    assert few.nll == every.nll and few.metrics == every.metrics and few.modules == every.modules

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -168,22 +167,18 @@ def test_a_signal_while_libraries_are_read_in(mode):
     assert (done.returncode, done.stderr) == (GO_ON, said)
 
 
-@pytest.mark.campaign
-def test_a_signal_to_all_processes_ends_all_in_a_line(given, tmp_path):
-    """As a terminal and SLURM send it, while the first one waits for the second in a library, where Lightning
-    would kill it if the second one left alone."""
-    program = [sys.executable, str(ROOT / "run.py"), *given, *DDP]
-    with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(program, cwd=tmp_path, stdout=log, stderr=log, start_new_session=True)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    deadline = time.monotonic() + 120
-    while not children.read_text().split() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    time.sleep(1.0)
-    os.killpg(process.pid, signal.SIGTERM)
-    text = (tmp_path / "log").read_text
-    assert process.wait(60) == GO_ON, text()
-    assert len(SAID.findall(text())) == 1 and "Traceback" not in text()
+def test_the_batch_script_ends_with_the_code_of_the_run_and_requeues_at_75_alone(tmp_path):
+    page = (ROOT / "docs" / "distributed.md").read_text()
+    (script,) = re.findall(r"^(#!/bin/bash\n.*?)^```", page, re.DOTALL | re.MULTILINE)
+    for stub, line in {"srun": "exit $CODE", "scontrol": 'echo "$@" >> told; exit 3'}.items():
+        (tmp_path / stub).write_text(f"#!/bin/bash\n{line}\n")
+        (tmp_path / stub).chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    for code in (0, 1, 137, GO_ON):
+        given = {"PATH": path, "CODE": str(code), "SLURM_JOB_ID": "7"}
+        assert subprocess.run(["bash", "-c", script], cwd=tmp_path, env=given).returncode == code
+        assert (tmp_path / "told").exists() == (code == GO_ON)
+    assert (tmp_path / "told").read_text() == "requeue 7\n"
 
 
 def test_a_run_keeps_the_threads_that_it_began_with(small, start, killing, tmp_path, monkeypatch):

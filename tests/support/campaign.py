@@ -16,19 +16,11 @@ def run_few(names: Iterable[Any], few: Collection[Any]) -> list:
 # for whole names of rows; all of the test where there is none.
 TABLE = r"""
 advise an_advice_is_planned_run_stopped_gone_on_with_and_told
-distributed statistics_are_those_of_all_processes
-distributed two_processes_agree_where_a_seam_is_used
-distributed two_processes_have_the_same_parts_as_one method=lifelong_moe
 distributed two_processes_score_as_one
-dry_run bytes_steps_and_tokens_are_those_of_the_run ncl|joint|ewc
 runs a_run_that_grows_writes_for_the_new_stage_alone
 runs two_processes_write_what_one_writes
 weights frozen_weights_keep_their_bits_through_a_run das|ewc|derpp
-growth two_and_then_one_more_are_three_at_once ncl|branched|derpp
 package a_users_own_method_source_and_experiment_are_swept_away_from_the_checkout
-parts_on_disk what_rests_on_disk_is_what_rests_in_memory hat|olora
-sharded shared_out_weights_are_those_of_one_process ewc
-sharded what_is_shared_out_may_rest_on_the_cpu
 drift_budget killed_it_ends_with_the_same_bits lora
 """
 

@@ -1,4 +1,4 @@
-"""How a run steps, where the config leaves it open: checkpoints, precision, attention; and for how long."""
+"""How a run steps, where the config leaves it open: checkpoints, precision, attention."""
 
 from types import SimpleNamespace
 
@@ -9,14 +9,11 @@ from transformers import AutoConfig
 from cpt.optim.nan_guard import NanGuard
 from cpt.trainer import preflight
 from cpt.trainer.checkpoint import StepCheckpoint
-from cpt.trainer.loop import KINDS, ContinualTrainer
 from cpt.trainer.plan import make_plan
 from cpt.trainer.preflight import resolve_auto
 from tests.runs.reading import told_by
 
 ONE = "order=[law]"
-NAMES, STEPS = ["base", "law", "food", "art"], {"law": 10, "food": 20, "art": 40}
-BASE, LAW = {"score": {"base": 4.0}}, {"score": {"base": 4.0, "law": 8.0}, "learn": {"law": 20.0}}
 
 
 @pytest.mark.parametrize(
@@ -76,24 +73,3 @@ def test_the_model_computes_attention_as_said(small, start, tmp_path, monkeypatc
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", None)  # torch's own
     start(small("trainer.precision=bf16-mixed", ONE), tmp_path / "run")
     assert told_by(tmp_path / "run")["numerics"] == {"precision": "bf16-mixed", "attention": "eager"}
-
-
-@pytest.mark.parametrize(
-    ("phases", "rows", "phase", "seconds", "steps", "done"),
-    [
-        # Before a step is made nobody knows; then the first domain stands for the steps of the others.
-        ({}, 0, ("score", 0), None, 70, 0),
-        (BASE, 1, ("learn", 1), 3 * 4.0, 60, 0),
-        # What is done is the measure; food is on its way for the second time: its row is not there.
-        (LAW | {"learn": {"law": 20.0, "food": 80.0}}, 2, ("learn", 2), 2 * 6.0 + 2.0 * 40, 0, 10),
-        (LAW | {"endtasks": {"base": 6.0}}, 2, ("endtasks", 1), 2 * 9.0 + 2.0 * 60, 0, 10),
-    ],
-)
-def test_what_is_left_by_what_is_done(phases, rows, phase, seconds, steps, done):
-    class Data(list):
-        def steps(self, domain):
-            return STEPS[domain]
-
-    scores = SimpleNamespace(phases=dict.fromkeys(KINDS, {}) | phases, rows=NAMES[:rows])
-    found = ContinualTrainer.phase(SimpleNamespace(data=Data(STEPS), scores=scores), *phase, NAMES)
-    assert (found.remaining_s, found.remaining_steps, found.done, found.total) == (seconds, steps, done, 70)
