@@ -37,20 +37,10 @@ def test_what_decides_the_result_identifies_a_run(composed, tmp_path):
     assert differ == ["seed: 0 -> 1", "trainer.steps: 125 -> 7"]
 
 
-@pytest.mark.parametrize(
-    ("given", "rate"),
-    [
-        ("", 2e-3),
-        ("model.name_or_path=somewhere", 1e-4),
-        ("+method.lr_multiplier=4 model.name_or_path=somewhere", 4e-4),
-        ("+method.lr_multiplier=4 optim.lr=0.5", 0.5),
-    ],
-)
-def test_a_method_or_a_checkpoint_has_a_rate_of_its_own(given, rate, composed):
-    assert composed(*given.split()).optim.lr == rate
-
-
-# Errors
+def test_a_method_or_a_checkpoint_has_a_rate_of_its_own(composed):
+    checkpoint, method = "model.name_or_path=somewhere", "+method.lr_multiplier=4"
+    for given, rate in {(): 2e-3, (method, checkpoint): 4e-4, (method, "optim.lr=0.5"): 0.5}.items():
+        assert composed(*given).optim.lr == rate
 
 
 OF_MEMORY = r"memory does not suffice \(.+\); rerun the same command .+"

@@ -6,50 +6,39 @@ from omegaconf import OmegaConf
 
 from cpt.core.config import CONF, flatten
 from cpt.core.renames import GROUPS, KEYS, OPTIONS, VALUES, new_name, rename_keys, rename_overrides
-from cpt.gate import main
 
-WITH = {  # choices that have the option of a place, by a part of its new name
-    "answers.": "domains=tasks",
-    "benchmark.": "benchmark=lm_eval",
-    "buffer": "method=derpp",
-    "endtask.": "endtask=submodules",
-    "lora_": "method=lora",
-    "lr_multiplier": "method=lora",
-    "mask.": "mask=migu",
-    "method.apply_to": "method=agem",
-    "method.mask": "method=migu",
-    "method.mixture": "method=replay",
-    "minibatch": "method=derpp",
-    "normalize": "method=das",
-    "num_experts": "method=moelora",
-    "num_virtual": "method=prompt",
-    "reduction": "method=adapter",
-    "replay.": "replay=generated",
-    "replay.buffer": "replay=past",
-    "target_modules": "method=peft",
-}
-PLACES = [(each, names) for places, names in OPTIONS.items() for each in places.split()]
-ALL = KEYS | GROUPS
-ALL |= {f"{each}.{old}": f"{each}.{new}" for each, names in PLACES for old, new in names.items()}
-ALL = {old.replace("*", "migu"): new.replace("*", "migu") for old, new in ALL.items()}
-ALL.pop("method.mixture.tokens")  # of generated text, which a method does not choose
+CASES = [  # the choices that have the option, its old name, its new one
+    ("", "check", "verify_inputs"),
+    ("", "schedule", "lr_scheduler"),
+    ("", "model.base.steps", "model.pretraining.steps"),
+    ("", "freeze.only", "trainable"),
+    ("endtask=submodules", "endtask.length", "endtask.max_seq_length"),
+    ("mask=migu", "mask.migu.mass", "mask.migu.top_p"),
+    ("method=lora", "method.alpha", "method.lora_alpha"),
+    ("replay=past", "replay.memory", "replay.buffer_size"),
+]
 
 
-@pytest.mark.parametrize(("old", "new"), ALL.items())
-def test_an_old_name_means_the_new_one_and_is_warned_of_once(old, new, capsys):
-    given = [choice for part, choice in WITH.items() if part in new][-1:]
+@pytest.mark.parametrize(("choice", "old", "new"), CASES)
+def test_an_old_name_means_the_new_one_and_is_warned_of_once(choice, old, new, capsys):
+    given = choice.split()
     present = [f"{new}=x", f"++{new}=a,b", f"~{new}", "-m", "seed=1"]
     renamed = rename_overrides([*given, f"{old}=x", f"++{old}=a,b", f"~{old}", *present[3:]])
     assert renamed == [*given, *present]
     assert capsys.readouterr().err.count(f"cpt: {old} is deprecated") == 3
     cfg = composed(*given)
-    assert OmegaConf.select(cfg, new, default=...) is not ... or "tasks.migu" in new
     OmegaConf.update(cfg, old, "x", force_add=True)
     OmegaConf.set_struct(cfg, True)
     rename_keys(cfg)
-    place = "" if old in GROUPS else old
-    assert OmegaConf.select(cfg, new) == "x" and (not place or OmegaConf.select(cfg, place) is None)
+    assert OmegaConf.select(cfg, new) == "x" and (old in GROUPS or OmegaConf.select(cfg, old) is None)
     assert capsys.readouterr().err.count(f"use {new}") == 1
+
+
+def test_each_new_name_is_one_of_a_yaml_file():
+    text = "\n".join(path.read_text() for path in [*CONF.rglob("*.yaml")])
+    names = {new.rpartition(".")[2] for table in (KEYS, *OPTIONS.values()) for new in table.values()}
+    assert [name for name in sorted(names) if f"{name}:" not in text] == []
+    assert all((CONF / group).is_dir() for group in GROUPS.values())
 
 
 def composed(*given):
@@ -87,14 +76,7 @@ def test_options_that_have_an_old_name_and_present_ones_are_left_alone(capsys):
 
 
 def test_the_command_line_goes_before_an_old_name_in_a_file():
-    cfg = OmegaConf.create({"model": {"checkpoint": "file", "name_or_path": "given"}, "check": "full"})
+    cfg = OmegaConf.create({"model": {"checkpoint": "file", "name_or_path": "given"}})
     OmegaConf.update(cfg, "hydra.overrides.task", ["model.name_or_path=given"], force_add=True)
     rename_keys(cfg)
-    assert cfg.model == {"name_or_path": "given"} and cfg.verify_inputs == "full"
-
-
-def test_the_gates_old_flags_are_warned_of(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        main([str(tmp_path), "--gain", "0.1", "--loss=0.1"])
-    said = capsys.readouterr().err
-    assert "--gain is deprecated" in said and "use --max-forgetting" in said
+    assert cfg.model == {"name_or_path": "given"}

@@ -90,12 +90,10 @@ def test_no_bit_of_a_sample_depends_on_another_and_its_gradients_are_the_padded_
 DOCUMENTS = (9, 30, 1, 18, 2)  # lengths in a row; the second row has them in another order
 
 
-def packed_batch(*, changed=None):
-    """Rows [2, 64] of documents, four places of padding behind them; one of them may be changed in both."""
+def packed_batch():
+    """Rows [2, 64] of documents, four places of padding behind them."""
     draw, ids, segments = np.random.default_rng(0), [], []
     texts = [draw.integers(5, 300, length) for length in DOCUMENTS]
-    if changed is not None:
-        texts[changed] = 5 + (texts[changed] + 7) % 290
     for order in ((0, 1, 2, 3, 4), (3, 2, 4, 1, 0)):
         ids.append(np.concatenate([*(texts[each] for each in order), np.full(4, 1)]))
         segments.append(np.concatenate([*(np.full(DOCUMENTS[each], each) for each in order), np.full(4, -1)]))
@@ -117,28 +115,13 @@ def padded_batch():
     return batch | {"targets": table.flatten()[places]}
 
 
-def objective_of(kind):
-    return Masked.__new__(Masked) if kind in ENCODERS else Causal()  # what is masked is given
-
-
-@pytest.mark.parametrize("changed", [0, 1])
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("kind", [*ENCODERS, "gpt2", "llama"])
-@torch.no_grad()
-def test_another_document_changes_no_bit_of_a_logit(kind, kernel, changed):
-    model, objective = model_of(kind, kernel).eval(), objective_of(kind)
-    one, other = (objective.outputs(model, packed_batch(changed=each))[0] for each in (None, changed))
-    mine = packed_batch()["segments"].flatten()
-    mine = mine[mine >= 0] == changed
-    assert torch.equal(one[~mine], other[~mine]) and not torch.equal(one[mine], other[mine])
-
-
 @pytest.mark.parametrize(("kernel", "dtype", "apart"), NEAR)
 @pytest.mark.parametrize("kind", [*ENCODERS, "gpt2", "llama"])
 def test_losses_and_gradients_are_those_of_documents_in_rows_of_their_own(kind, kernel, dtype, apart):
     found = []
     for batch in (packed_batch(), padded_batch()):
-        model, objective = model_of(kind, kernel).to(dtype).train(), objective_of(kind)
+        model = model_of(kind, kernel).to(dtype).train()
+        objective = Masked.__new__(Masked) if kind in ENCODERS else Causal()  # what is masked is given
         logits, _ = objective.outputs(model, batch)
         nll = torch.nn.functional.cross_entropy(logits, batch["targets"], reduction="none")
         nll.mean().backward()

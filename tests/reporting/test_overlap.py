@@ -74,10 +74,9 @@ def test_what_is_missing_damaged_single_or_no_vector_of_units_is_left_out(tmp_pa
     save(tmp_path, 3, importance__a=[1, 1])
     (tmp_path / "diagnostics" / "002.npz").write_bytes(b"PK\x03\x04 half a file")
     assert overlap(tmp_path)["importance, accumulated"][0] == ["law", "space"]
-    for missing, left in ((2, None), (3, ["law", "food"])):  # after a missing stage nothing is known
-        chosen(tmp_path, steps=(4, 4, 4), own=OWN)
-        (tmp_path / "diagnostics" / f"{missing:03d}.npz").unlink()
-        assert overlap(tmp_path).get("rows updated", [None])[0] == left
+    chosen(tmp_path, steps=(4, 4, 4), own=OWN)
+    (tmp_path / "diagnostics" / "002.npz").unlink()
+    assert "rows updated" not in overlap(tmp_path)  # after a missing stage nothing is known
 
 
 METHODS = {

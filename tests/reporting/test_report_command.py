@@ -43,23 +43,6 @@ def test_runs_are_compared_all_and_those_that_are_asked_for(tmp_path, capsys, no
     assert rows["das"][:2] == ["joint", "3"]
 
 
-def test_unfinished_begun_and_damaged_runs_are_named(tmp_path, capsys, no_figures):
-    saved(tmp_path / "ncl")
-    saved(tmp_path / "half", nll=NLL[:3], seed=5, finished=False)
-    for name, file, text in (("bad", "scores.json", '{"dom'), ("begun", "config.yaml", "seed: 1\n")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / file).write_text(text)
-    assert main([str(tmp_path), str(tmp_path / "nowhere")]) == 1
-    said = capsys.readouterr()
-    errors = said.err.splitlines()
-    assert len(errors) == 2 and "nowhere: no such folder" in errors[0]
-    assert errors[1].startswith(f"{tmp_path / 'bad' / 'scores.json'}: damaged")
-    assert rows_of(said.out, "masked: ")["ncl"][0].startswith("1 ")
-    unfinished = rows_of(said.out, "Unfinished runs")
-    assert unfinished[str(tmp_path / "half")] == ["ncl", "5", "unfinished, 3 rows, last: food"]
-    assert unfinished[str(tmp_path / "begun")][-1] == "started, nothing measured yet"
-
-
 @pytest.mark.slow
 def test_the_page_has_its_figures(tmp_path):
     for method in ("ncl", "das"):

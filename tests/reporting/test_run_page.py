@@ -5,20 +5,11 @@ import math
 import pytest
 
 from cpt.evaluation.metrics import METRICS, TITLES
-from cpt.evaluation.scores import Scores
 from cpt.reporting import run_page
 from cpt.reporting.drawing import description
 from tests.support.comparing import NLL, made
 
 pytestmark = pytest.mark.slow
-
-
-def written(folder, scores):
-    folder.mkdir(parents=True, exist_ok=True)
-    scores.save(folder / "scores.json")
-    (folder / "config.yaml").write_text("seed: 0  # a < b\n")
-    run_page.write_report(folder)
-    return (folder / "report.md").read_text(), (folder / "report.html").read_text()
 
 
 LACKING = {
@@ -33,27 +24,15 @@ LACKING = {
 @pytest.mark.parametrize("given", LACKING.values(), ids=LACKING)
 def test_runs_that_lack_something(tmp_path, given):
     scores = made(**given)
-    markdown, _ = written(tmp_path, scores)
+    scores.save(tmp_path / "scores.json")
+    (tmp_path / "config.yaml").write_text("seed: 0  # a < b\n")
+    run_page.write_report(tmp_path)
+    markdown = (tmp_path / "report.md").read_text()
     metrics = markdown.partition("## Metr")[2]
     assert set(scores.metrics) == {name for name in METRICS if f"\n| {TITLES.get(name, name)} |" in metrics}
     assert ("unfinished" in markdown) == (not scores.run["finished"])
     assert all(row in run_page.format_scores(scores) for row in scores.rows)
     assert not any(f"## {title}" in markdown for title in ("Modules", "Training", "End tasks", "Answers"))
-
-
-def test_tiles_come_first_with_the_numbers_of_scores_json_and_a_word_for_each_interval(tmp_path):
-    scores = made()
-    for name, low, high in (("learned", 0.5, 0.9), ("FG", -0.2, 0.3), ("general_drift", -0.4, -0.1)):
-        scores.metrics[name]["interval"] = {"nats": [low, high]}
-    found = [f"{scores.metrics[name]['nats']:.3f} nats" for name in ("learned", "FG", "general_drift")]
-    words = ["improved", "no measurable forgetting", "better"]
-    cells = run_page.list_tiles(Scores.load(scores.save(tmp_path / "s") or tmp_path / "s"))
-    assert [row[1] for row in cells] == found and [row[3] for row in cells] == words
-    assert [row[2] for row in cells] == ["[0.500, 0.900]", "[−0.200, 0.300]", "[−0.400, −0.100]"]
-    markdown, html = written(tmp_path / "run", scores)
-    assert html.index("tiles") < html.index("<img") < html.index("<h2>Metrics") < html.index("<h2>Run<")
-    assert all(number in html and number in markdown for number in found)
-    assert [row[3] for row in run_page.list_tiles(made(nll=NLL[:1]))] == ["not measured"] * 3
 
 
 CURVES = """step,name,value

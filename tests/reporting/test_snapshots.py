@@ -89,7 +89,7 @@ def test_a_report_of_a_run_that_has_everything(tmp_path):
     check_snapshot("tables.csv", "\n".join(table.to_csv(index=False) for table in rounded))
 
 
-def test_a_comparison_of_many_runs(tmp_path, monkeypatch):
+def test_a_comparison_of_many_runs(tmp_path, monkeypatch, capsys):
     """Of methods with and without a baseline, an end, a sequence, one setting that differs, and conditions of
     their own."""
     monkeypatch.setattr(figures, "build_figures", lambda section: [])
@@ -119,5 +119,10 @@ def test_a_comparison_of_many_runs(tmp_path, monkeypatch):
                 (tmp_path / "kept" / folder.name / "answers").rename(folder / "answers")
     saved(tmp_path / "other", conditions={"score_on": "valid", "length": 128}, seed=1)
     saved(tmp_path / "half", nll=NLL[:3], finished=False)
-    assert report.main([str(tmp_path), "--curve", "method.strength"]) == 0
+    for name, file, text in (("bad", "scores.json", '{"dom'), ("begun", "config.yaml", "seed: 1\n")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text(text)
+    assert report.main([str(tmp_path), str(tmp_path / "nowhere"), "--curve", "method.strength"]) == 1
+    missing, damaged = capsys.readouterr().err.splitlines()
+    assert "nowhere: no such folder" in missing and damaged.startswith(f"{tmp_path}/bad/scores.json: damaged")
     check_snapshot("comparison.md", (tmp_path / "comparison.md").read_text().replace(str(tmp_path), "PLACE"))
