@@ -6,17 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from cpt.data.collate import labels_of
 from cpt.gradient_masks import soft as soft_masks
-from cpt.gradient_masks.soft import SoftMask
 from cpt.methods import das as contrasting
-from cpt.methods.das import ContrastMethod, contrastive
-from cpt.methods.options import ContrastOptions
+from cpt.methods.das import contrastive
 from cpt.models.forward import dropout, mean_over
-from cpt.models.objectives import Causal
 from cpt.models.units import gate_units
 from tests.conftest import GOLDEN, needs_golden
-from tests.gradient_masks.test_soft import batch_of, roberta
 from tests.support.making import same
 
 ROBERTA = ["model=tiny_roberta", "model.config.hidden_dropout_prob=0.1", "trainer.steps=3"]
@@ -109,77 +104,51 @@ def test_padding_is_left_out_of_the_mean():
     assert torch.equal(mean_over(hidden, torch.tensor([[1, 1, 0, 0]])), hidden[:, :2].mean(1))
 
 
-class Uncorrupting(Causal):
-    """As masked text does: the labels are the text."""
+@pytest.fixture
+def das(build):
+    """A module with importances that are drawn, and a batch."""
 
-    def restored(self, batch):
-        labels = labels_of(batch)
-        return {**batch, "input_ids": torch.where(labels == -100, batch["input_ids"], labels)}
+    def made(**options):
+        given = {"contrast_samples": 1, "contrast_every": 1, "contrast_dropout": 0.3, "temperature": 0.5}
+        given = [f"method.{name}={value}" for name, value in (given | options).items()]
+        work = build("das", "model=tiny_roberta", *given)
+        soft = work.module.eval().soft
+        soft.set(torch.rand(len(soft.importance), generator=torch.Generator().manual_seed(1)))
+        return work.module, work.batches()[0]
 
-
-def contrast(model, soft, *, objective=None, step=0, temperature=0.1, contrast=1.0, **options):
-    """What of a method its contrastive term is made of."""
-    given = {"text": "corrupted", "dropout": 0.3, "samples": 1.0, "every": 1}
-    named = {f"contrast_{name}": value for name, value in (given | options).items()}
-    made = SimpleNamespace(model=model, objective=objective or Causal(), soft=soft)
-    made.options = ContrastOptions(contrast=contrast, temperature=temperature, **named)
-    made.trainer = SimpleNamespace(global_step=step)
-    made.contrast = lambda *given: ContrastMethod.contrast(made, *given)
     return made
 
 
-def soft_mask(model):
-    soft = SoftMask(model, kinds=("heads", "neurons", "outputs"), apply_to="update", normalize="rank")
-    soft.set(torch.rand(len(soft.importance), generator=torch.Generator().manual_seed(1)))
-    return soft
-
-
-def by_hand(model, batch, soft, *, passes):
-    """Vectors of so many passes with dropout, and of one with each unit times its importance."""
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-
-    def mean():
-        return mean_over(model.roberta(**inputs).last_hidden_state, batch["attention_mask"])
-
-    with dropout(model, 0.3):
-        found = [mean() for _ in range(passes)]
-        with gate_units(soft.groups, soft.gates()):
-            return [*found, mean()]
-
-
 @pytest.mark.parametrize("text", ["uncorrupted", "corrupted"])
-def test_the_term_contrasts_the_three_passes(text):
-    model, whole = roberta(rate=0.3), batch_of(4)
-    corrupted, soft = whole["input_ids"].clone(), soft_mask(model)
-    corrupted.flatten()[whole["positions"]] = 4
-    targets = whole["input_ids"].flatten()[whole["positions"]]
-    batch = {**whole, "input_ids": corrupted, "targets": targets}
-    hidden = torch.randn(4, 12, 32, requires_grad=True)
-    made = contrast(model, soft, contrast=2.0, temperature=0.5, text=text, objective=Uncorrupting())
+def test_the_term_contrasts_the_three_passes(text, das):
+    """Two with dropout, one of which is the loss's if its text is contrasted, and one with gated units."""
+    module, batch = das(contrast=2, contrast_text=text)
+    hidden = torch.randn(*batch["input_ids"].shape, 32, requires_grad=True)
+    whole = batch if text == "corrupted" else module.objective.restored(batch)
+    mean = lambda: module.model.roberta(input_ids=whole["input_ids"]).last_hidden_state.mean(1)  # noqa: E731
     torch.manual_seed(5)
-    term = made.contrast(batch, hidden)
+    term = module.contrast(batch, hidden)
     torch.manual_seed(5)
-    if text == "uncorrupted":
-        passes = by_hand(model, whole, soft, passes=2)
-    else:
-        passes = [mean_over(hidden, batch["attention_mask"]), *by_hand(model, batch, soft, passes=1)]
-    assert term.item() == pytest.approx(2 * contrastive(*passes, temperature=0.5).item(), rel=1e-4)
+    with dropout(module.model, 0.3):
+        anchor = hidden.mean(1) if text == "corrupted" else mean()
+        positive = mean()
+        with gate_units(module.soft.groups, module.soft.gates()):
+            negative = mean()
+    expected = 2 * contrastive(anchor, positive, negative, temperature=0.5)
+    assert term.item() == pytest.approx(expected.item(), rel=1e-4) and "attention_mask" not in batch
     term.backward()
     assert (hidden.grad is not None) == (text == "corrupted")
-    assert model.roberta.encoder.layer[0].output.dense.weight.grad.any()
+    assert module.model.roberta.encoder.layer[0].output.dense.weight.grad.any()
 
 
-def test_in_some_steps_only_it_weighs_as_much_more():
-    model, batch = roberta(rate=0.0), batch_of(4)
-    soft = soft_mask(model)
-
-    def terms(step, **options):
+def test_in_some_steps_only_it_weighs_as_much_more(das):
+    def terms(module, step):
+        module._trainer = SimpleNamespace(global_step=step)
         torch.manual_seed(5)
-        made = contrast(model, soft, step=step, **options)
-        return ContrastMethod.losses(made, {**batch, "weight": 1.0})
+        return module.losses(batch)
 
-    plain, rare = terms(0), terms(0, every=3)
-    assert rare["contrast"].item() == pytest.approx(3 * plain["contrast"].item())
-    assert rare["lm"] == plain["lm"]
-    assert [step for step in range(7) if "contrast" in terms(step, every=3)] == [0, 3, 6]
-    assert "contrast" not in terms(0, contrast=0.0, dropout=None)
+    (plain, batch), (rare, _) = das(), das(contrast_every=3)
+    expected, found = terms(plain, 0), terms(rare, 0)
+    assert found["contrast"].item() == pytest.approx(3 * expected["contrast"].item())
+    assert found["lm"] == expected["lm"]
+    assert [step for step in range(7) if "contrast" in terms(rare, step)] == [0, 3, 6]
