@@ -1,4 +1,4 @@
-"""Curves: metrics.csv, and Weights & Biases offline, read back."""
+"""Curves: metrics.csv, and Weights & Biases offline, read back; the sweep of docs/examples/sweep.yaml."""
 
 import csv
 import dataclasses
@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 from hydra import initialize_config_dir
 
 from cpt.contrib.wandb_tools.rebuild import REBUILT, sync_runs
@@ -172,3 +173,20 @@ def test_a_run_that_fails_after_its_first_stage_and_is_started_again_is_one_run_
     assert [end.exit_code for end in of_kind(place, "exit")] == [1, 0]
     assert not (set(summarize_scores(whole)) - set(choose_headlines(whole))) & set(summary(place))
     assert [row["stage"] for row in history(place) if "ppl/law" in row] == [1, 2]
+
+
+def test_each_parameter_of_the_sweep_is_a_valid_override(composed, monkeypatch):
+    sweep = yaml.safe_load((ROOT / "docs" / "examples" / "sweep.yaml").read_text())
+    assert (ROOT / sweep["program"]).is_file() and sweep["metric"]["goal"] == "minimize"
+    assert sweep["metric"]["name"] in summarize_scores(scores())
+    env, interpreter, program, *fixed, arguments = sweep["command"]
+    macros = [env, interpreter, program, arguments]
+    assert macros == ["${env}", "${interpreter}", "${program}", "${args_no_hyphens}"]
+    monkeypatch.setenv("WANDB_SWEEP_ID", "s1")
+    assert {"method", "optim.lr"} == set(sweep["parameters"])
+    for name, parameter in sweep["parameters"].items():
+        for value in parameter.get("values") or [parameter["min"], parameter["max"]]:
+            cfg = composed(*fixed, f"{name}={value}")
+            assert (cfg.method.name if name == "method" else cfg.optim.lr) == value
+            assert cfg.domains.score_on == "valid"  # what is chosen on the test texts is no result
+            assert (cfg.name, cfg.logger.wandb, cfg.logger.mode) == ("s1", True, "online")

@@ -17,18 +17,7 @@ from tests.support.running import logits_at
 
 pytestmark = pytest.mark.slow
 
-NAMES = [
-    "roberta",
-    "mpnet",
-    "modernbert",
-    "electra",
-    "distilbert",
-    "gpt2",
-    "llama",
-    "gpt_neox",
-    "opt",
-    "phi3",
-]
+NAMES = ["roberta", "mpnet", "modernbert", "electra", "distilbert", "gpt2", "llama", "gpt_neox", "opt"]
 TEXTS = sentences("alpha beta gamma delta epsilon zeta eta theta", count=40, seed=0)
 
 

@@ -40,52 +40,34 @@ class Family(NamedTuple):
     stacks: tuple[str, ...]  # lists of blocks
     out: str
     down: str
-    table: str
     type: str | None = None
 
 
 BERT = ("attention.output.dense", "output.dense")
-LLAMA = (CAUSAL, GROUPED, ("model.layers",), "self_attn.o_proj", "mlp.down_proj", "model.embed_tokens")
-T5_PLACES = (("encoder.block", "decoder.block"), "o", "DenseReluDense.wo", "shared", "t5")
+LLAMA = (CAUSAL, GROUPED, ("model.layers",), "self_attn.o_proj", "mlp.down_proj")
+T5_PLACES = (("encoder.block", "decoder.block"), "o", "DenseReluDense.wo", "t5")
 DISTILBERT = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48, "vocab_size": V}
 OPT = SIZES | {"ffn_dim": 48, "word_embed_proj_dim": 32, "activation_function": "gelu"}
 BLOOM = {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": V}
 MODERN = SIZES | {"cls_token_id": 1, "sep_token_id": 2}
 STACKS = ("model.encoder.layers", "model.decoder.layers")
-# fmt: off
-FAMILIES = {name: Family(*values) for name, values in {
-    "roberta": (MASKED, SIZES, ("roberta.encoder.layer",), *BERT, "roberta.embeddings.word_embeddings"),
-    "bert": (MASKED, SIZES, ("bert.encoder.layer",), *BERT, "bert.embeddings.word_embeddings"),
-    "mpnet": (
-        MASKED, SIZES, ("mpnet.encoder.layer",),
-        "attention.attn.o", "output.dense", "mpnet.embeddings.word_embeddings",
-    ),
-    "modernbert": (MASKED, MODERN, ("model.layers",), "attn.Wo", "mlp.Wo", "model.embeddings.tok_embeddings"),
-    "distilbert": (
-        MASKED, DISTILBERT, ("distilbert.transformer.layer",),
-        "attention.out_lin", "ffn.lin2", "distilbert.embeddings.word_embeddings",
-    ),
-    "electra": (
-        MASKED, SIZES | {"embedding_size": 16}, ("electra.encoder.layer",), *BERT,
-        "electra.embeddings.word_embeddings",
-    ),
-    "gpt2": (CAUSAL, GPT2, ("transformer.h",), "attn.c_proj", "mlp.c_proj", "transformer.wte"),
+FAMILIES = {
+    "roberta": (MASKED, SIZES, ("roberta.encoder.layer",), *BERT),
+    "bert": (MASKED, SIZES, ("bert.encoder.layer",), *BERT),
+    "mpnet": (MASKED, SIZES, ("mpnet.encoder.layer",), "attention.attn.o", "output.dense"),
+    "modernbert": (MASKED, MODERN, ("model.layers",), "attn.Wo", "mlp.Wo"),
+    "distilbert": (MASKED, DISTILBERT, ("distilbert.transformer.layer",), "attention.out_lin", "ffn.lin2"),
+    "electra": (MASKED, SIZES | {"embedding_size": 16}, ("electra.encoder.layer",), *BERT),
+    "gpt2": (CAUSAL, GPT2, ("transformer.h",), "attn.c_proj", "mlp.c_proj"),
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2"), LLAMA),
-    "gpt_neox": (
-        CAUSAL, SIZES, ("gpt_neox.layers",), "attention.dense", "mlp.dense_4h_to_h", "gpt_neox.embed_in",
-    ),
-    "opt": (
-        CAUSAL, OPT, ("model.decoder.layers",), "self_attn.out_proj", "fc2", "model.decoder.embed_tokens",
-    ),
+    "gpt_neox": (CAUSAL, SIZES, ("gpt_neox.layers",), "attention.dense", "mlp.dense_4h_to_h"),
+    "opt": (CAUSAL, OPT, ("model.decoder.layers",), "self_attn.out_proj", "fc2"),
     "t5": (SEQ2SEQ, T5, *T5_PLACES),
     "t5-gated": (SEQ2SEQ, T5 | {"feed_forward_proj": "gated-gelu"}, *T5_PLACES),
-    "bart": (SEQ2SEQ, BART, STACKS, "self_attn.out_proj", "fc2", "model.shared"),
-    "bloom": (
-        CAUSAL, BLOOM, ("transformer.h",),
-        "self_attention.dense", "mlp.dense_4h_to_h", "transformer.word_embeddings",
-    ),
-}.items()}
-# fmt: on
+    "bart": (SEQ2SEQ, BART, STACKS, "self_attn.out_proj", "fc2"),
+    "bloom": (CAUSAL, BLOOM, ("transformer.h",), "self_attention.dense", "mlp.dense_4h_to_h"),
+}
+FAMILIES = {name: Family(*values) for name, values in FAMILIES.items()}
 FUSED = ("gpt2", "modernbert", "phi3", "gpt_neox", "bloom")
 # These compute something in float32 whatever the weights' type, so that differences of losses are no better:
 # an RMS norm; ModernBERT the rotation of queries and keys; Bloom the softmax of attention.
@@ -96,15 +78,11 @@ def build(name: str, **changes) -> nn.Module:
     """A family's model in float64 and eval mode, untied, its weights large enough for gradients of size 1."""
     family = FAMILIES[name]
     fields = family.config | {"tie_word_embeddings": False} | changes
-    model = large(family.auto.from_config(configured(family.type or name, fields)))
+    torch.manual_seed(0)
+    model = large(family.auto.from_config(AutoConfig.for_model(family.type or name, **fields)))
     if family.type == "t5" and not fields["tie_word_embeddings"]:  # its configuration ties all the same
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().flip(0))
     return model
-
-
-def configured(kind: str, fields: dict):
-    torch.manual_seed(0)
-    return AutoConfig.for_model(kind, **fields)
 
 
 @torch.no_grad()

@@ -37,68 +37,56 @@ ROWS = [  # in no order by any column
 HEAD = ["group", "model", "LC", "stored", "FLOPs", "domain known"]
 
 
-@pytest.fixture(scope="module")
-def page(tmp_path_factory):
-    """A comparison: two tables that are filtered."""
+def browse(folder, blocks, script):
+    """Opens a page of blocks from disk in a frame; gives what a script finds in it."""
+    probe = f"{TOOLS} parent.postMessage(JSON.stringify((() => {{{script}}})()), '*')"
+    digest = base64.b64encode(hashlib.sha256(probe.encode()).digest()).decode()
+    path = write_page(blocks, title="Comparison of runs", stem=folder / "page")
+    text = path.read_text().replace("script-src", f"script-src 'sha256-{digest}'")
+    path.write_text(text.replace("</body>", f"<script type=module>{probe}</script></body>"))
+    (folder / "frame.html").write_text(FRAME)
+    command = [BROWSER, *OPTIONS.split(), f"--user-data-dir={folder}/profile"]
+    command += ["--dump-dom", (folder / "frame.html").as_uri()]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return json.loads(html.unescape(re.search(r"<pre>(.*)</pre>", ended.stdout, re.S)[1]))
+
+
+SCRIPT = """
+const click = place => {
+  const head = all("table")[0].tHead.rows[0].cells[place];
+  head.querySelector("button").click();
+  return [head.ariaSort, column(place)];
+};
+const sorted = [0, 2, 4].map(place => [click(place), click(place), click(place)]);
+const box = document.querySelector("input[type=search]"), told = document.querySelector("output");
+const searched = ["das -migu", "1,200", ""].map(query => {
+  box.value = query;
+  box.dispatchEvent(new Event("input"));
+  return [column(0), column(0, 1).length, told.textContent];
+});
+for (const text of ["das", "ewc", "large"])
+  all(".page label").find(each => each.textContent.trim() == text).querySelector("input").click();
+const ticked = [column(0), column(0, 1)];
+document.querySelector(".page button").click();
+return [sorted, searched, ticked, column(0)];
+"""
+
+
+def test_tables_sort_by_words_and_by_numbers_and_are_filtered_together_by_a_search_and_boxes(tmp_path):
     facets = [{"method": row[0].split()[0].lower(), "model": row[1]} for row in ROWS]
     blocks = [
         Block(title="masked: pubmed", head=HEAD, cells=ROWS, words=2, filtered=True, facets=facets),
         Block(title="Differences: acl", head=HEAD[:2], cells=[[r[0], "3"] for r in ROWS], filtered=True),
     ]
-    return write_page(blocks, title="Comparison of runs", stem=tmp_path_factory.mktemp("page") / "comparison")
-
-
-@pytest.fixture(scope="module")
-def browse(page, tmp_path_factory):
-    """Opens the page from disk in a frame; gives what a script finds in it."""
-
-    def found(script):
-        folder = tmp_path_factory.mktemp("browser")
-        probe = f"{TOOLS} parent.postMessage(JSON.stringify(await (async () => {{{script}}})()), '*')"
-        digest = base64.b64encode(hashlib.sha256(probe.encode()).digest()).decode()
-        text = page.read_text().replace("script-src", f"script-src 'sha256-{digest}'")
-        text = text.replace("</body>", f"<script type=module>{probe}</script></body>")
-        (folder / "page.html").write_text(text)
-        (folder / "frame.html").write_text(FRAME)
-        command = [BROWSER, *OPTIONS.split(), f"--user-data-dir={folder}/profile"]
-        command += ["--dump-dom", (folder / "frame.html").as_uri()]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        return json.loads(html.unescape(re.search(r"<pre>(.*)</pre>", ended.stdout, re.S)[1]))
-
-    return found
-
-
-def test_tables_sort_by_words_and_by_numbers(browse):
+    shown, searched, ticked, plain = browse(tmp_path, blocks, SCRIPT)
     expected = {
         0: (["das (order 2)", "das (order 10)", "Das + migu", "ewc", "ncl"], []),
         2: (["−0.5 ± 0.1", "9.75", "10.2 [9.0, 11.5]"], ["–", "nan"]),
         4: (["9.1e+04", "1.2e+05", "2.0e+05", "inf"], ["–"]),
     }
-    shown = browse("""
-        const click = place => {
-          const head = all("table")[0].tHead.rows[0].cells[place];
-          head.querySelector("button").click();
-          return [head.ariaSort, column(place)];
-        };
-        return [0, 2, 4].map(place => [click(place), click(place), click(place)]);""")
     for (place, (ascending, unknown)), found in zip(expected.items(), shown, strict=True):
         sorted_up, sorted_down = ["ascending", ascending + unknown], ["descending", ascending[::-1] + unknown]
         assert found == [sorted_up, sorted_down, ["none", [row[place] for row in ROWS]]]
-
-
-def test_one_search_and_boxes_to_tick_choose_rows_in_all_tables_that_are_filtered(browse):
-    *searched, ticked, plain = browse("""
-        const box = document.querySelector("input[type=search]"), told = document.querySelector("output");
-        const found = ["das -migu", "1,200", ""].map(query => {
-          box.value = query;
-          box.dispatchEvent(new Event("input"));
-          return [column(0), column(0, 1).length, told.textContent];
-        });
-        for (const text of ["das", "ewc", "large"])
-          all(".page label").find(each => each.textContent.trim() == text).querySelector("input").click();
-        found.push([column(0), column(0, 1)]);
-        document.querySelector(".page button").click();
-        return [...found, column(0)];""")
     for (left, others), found in zip([([3, 4], 2), ([], 0), (range(5), 5)], searched, strict=True):
         assert found[:2] == [[ROWS[place][0] for place in left], others]
         assert found[2].startswith(f"{len(left) + others} of 10")

@@ -67,18 +67,6 @@ def test_rows_are_compared_by_each_domains_own_steps(tmp_path):
         np.testing.assert_allclose(values, shared / spanned, atol=1e-4)
 
 
-def test_what_is_missing_damaged_single_or_no_vector_of_units_is_left_out(tmp_path):
-    assert overlap(tmp_path / "nowhere") == {}
-    save(tmp_path, 1, importance__a=[1, 0])
-    assert overlap(tmp_path) == {}
-    save(tmp_path, 3, importance__a=[1, 1])
-    (tmp_path / "diagnostics" / "002.npz").write_bytes(b"PK\x03\x04 half a file")
-    assert overlap(tmp_path)["importance, accumulated"][0] == ["law", "space"]
-    chosen(tmp_path, steps=(4, 4, 4), own=OWN)
-    (tmp_path / "diagnostics" / "002.npz").unlink()
-    assert "rows updated" not in overlap(tmp_path)  # after a missing stage nothing is known
-
-
 METHODS = {
     "das mask=migu": {"importance, accumulated", "rows updated", "largest rows, after food"},
     "hat": {"gates: heads", "gates: neurons"},
