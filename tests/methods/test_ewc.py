@@ -269,12 +269,6 @@ def test_importance_is_the_path_integral_over_the_squared_way(build, monkeypatch
     assert all((each == 0).all() for each in work.module.brought.named().values())
 
 
-def test_a_domain_without_a_step_leaves_importance_finite(build):
-    module = build("si", "method.damping=1e-3").module
-    module.after_domain([])
-    assert all(each.isfinite().all() for each in module.importance.named().values())
-
-
 def recalled(share, *, gradient, **options):
     """A weight that was 3 and whose anchor is 1 after a step of AdamW at a rate of 0.1."""
     given = {"strength": 5.0, "annealed": True, "middle": 0.5, "slope": 8.0, "towards": "previous"} | options

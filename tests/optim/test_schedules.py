@@ -63,17 +63,6 @@ def test_a_branch_begins_where_the_decay_does():
         assert [factor(schedule, 1, step, (6, 6)) < 0.5 for step in range(6)] == [False] * 4 + [True] * 2
 
 
-def test_a_schedule_is_told_where_the_run_is(small):
-    work, seen = made(small("order=[law,food,space]", "trainer.steps=null", "trainer.epochs=1")), []
-    work.module.schedule = lambda progress: seen.append(progress) or 1.0
-    steps = [work.data.steps(domain) for domain in work.data.domains]
-    work.learn(1)
-    assert len(set(steps)) > 1
-    assert seen[0] == Progress(0, steps[1], 1, 3, steps[0], sum(steps), first=steps[0])
-    assert list(dict.fromkeys(each.step for each in seen)) == list(range(steps[1] + 1))
-    assert all(each.total_step == steps[0] + each.step for each in seen)
-
-
 def counts(module: object) -> set[float]:
     return {each["step"].item() for each in module.trainer.optimizers[0].state.values()}
 
