@@ -113,11 +113,6 @@ def merge(ends=ENDS, *, start=BASE, fishers=FISHERS, began=None, **chosen):
     return merged.weights.named()
 
 
-def assert_alike(found, expected, **tolerance):
-    for name in SHAPES:
-        torch.testing.assert_close(found[name], expected[name], **({"rtol": 1e-5, "atol": 1e-6} | tolerance))
-
-
 def mean(ends, weights=None):
     weights = weights or [ONE] * len(ends)
     pairs = list(zip(ends, weights, strict=True))
@@ -127,17 +122,17 @@ def mean(ends, weights=None):
 @pytest.mark.parametrize("rule", get_args(Rule))
 def test_domains_that_end_alike_give_what_they_ended_with(rule):
     scale = 1 / 3 if rule in ("task_arithmetic", "dare") else 1.0
-    assert_alike(merge(ENDS[:1], rule=rule, density=1.0, drop=0.0), ENDS[0])
-    assert_alike(merge([ENDS[0]] * 3, rule=rule, density=1.0, drop=0.0, scale=scale), ENDS[0])
+    assert_close(merge(ENDS[:1], rule=rule, density=1.0, drop=0.0), ENDS[0])
+    assert_close(merge([ENDS[0]] * 3, rule=rule, density=1.0, drop=0.0, scale=scale), ENDS[0])
 
 
 def test_means_and_sums_of_what_domains_changed():
-    assert_alike(merge(rule="average"), mean(ENDS))
-    assert_alike(merge(rule="average", base=True), mean([BASE, *ENDS]))
+    assert_close(merge(rule="average"), mean(ENDS))
+    assert_close(merge(rule="average", base=True), mean([BASE, *ENDS]))
     for began in ([BASE] * 3, [BASE, drawing(7), drawing(8)]):
         ways = [{name: end[name] - s[name] for name in SHAPES} for end, s in zip(ENDS, began, strict=True)]
         expected = {name: BASE[name] + 0.4 * sum(way[name] for way in ways) for name in SHAPES}
-        assert_alike(merge(rule="task_arithmetic", scale=0.4, began=began), expected)
+        assert_close(merge(rule="task_arithmetic", scale=0.4, began=began), expected)
 
 
 def ties(tasks, density, trimmed):
@@ -161,7 +156,7 @@ def ties(tasks, density, trimmed):
 def test_ties_is_the_papers_algorithm(density, trimmed):
     elected = ties(TASKS, density, trimmed)
     expected = {name: BASE[name] + 0.7 * elected[name] for name in SHAPES}
-    assert_alike(merge(rule="ties", density=density, trimmed=trimmed, scale=0.7), expected)
+    assert_close(merge(rule="ties", density=density, trimmed=trimmed, scale=0.7), expected)
     whole = {name: each.round() for name, each in ENDS[0].items()}  # whole numbers: their sums are exact
     opposite = {name: -each for name, each in whole.items()}
     found = merge([whole, opposite], start=ZERO, rule="ties", density=1.0)
@@ -172,7 +167,7 @@ def test_fisher_is_the_weighted_mean():
     cases = [(ENDS, FISHERS, mean(ENDS, FISHERS)), (ENDS, [FISHERS[0]] * 3, mean(ENDS))]
     cases += [(ENDS[:2], [ZERO, ONE], ENDS[1]), (ENDS[:2], [ZERO, ZERO], mean(ENDS[:2]))]
     for ends, fishers, expected in cases:
-        assert_alike(merge(ends, fishers=fishers, rule="fisher"), expected, rtol=1e-4, atol=1e-5)
+        assert_close(merge(ends, fishers=fishers, rule="fisher"), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_slerp_keeps_to_the_arc():
@@ -185,7 +180,7 @@ def test_slerp_keeps_to_the_arc():
         expected = BASE if base else ENDS[0]
         for end in ENDS[not base :]:
             expected = {n: slerp(expected[n], end[n], 0.3, like=end[n]) for n in SHAPES}
-        assert_alike(merge(rule="slerp", share=0.3, base=base), expected)
+        assert_close(merge(rule="slerp", share=0.3, base=base), expected)
 
 
 def test_dare_drops_entries_and_keeps_the_mean():
@@ -201,4 +196,4 @@ def test_coarse_weights_are_merged_in_32_bits():
     merged = Merged(MergeOptions(**{**OPTIONS, "rule": "average"}), coarse)
     merged.bfloat16()  # as the trainer casts a module
     assert {each.dtype for each in merged.weights.named().values()} == {torch.float32}
-    assert_alike(merged.double().weights.named(), {name: each.float() for name, each in coarse.items()})
+    assert_close(merged.double().weights.named(), {name: each.float() for name, each in coarse.items()})

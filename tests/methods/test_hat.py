@@ -12,7 +12,6 @@ from cpt.gradient_masks.soft import ClaimedUnits
 from cpt.models.units import Part, Units, shared_members
 from tests.conftest import GOLDEN, needs_golden
 from tests.support.making import Watch
-from tests.support.running import batch_of
 
 HARSH = ["optim.weight_decay=0.1", "model.lr=1e-2", "trainer.gradient_clip_val=0.5"]
 PAPER = ["method.initial=normal", "method.std=1", "method.strength=0.75", "method.gate_rate=1"]
@@ -22,11 +21,6 @@ PAPER = ["method.initial=normal", "method.std=1", "method.strength=0.75", "metho
 def hat(build):
     """With the paper's gates, about half of which are open whatever is learned in a few steps."""
     return lambda *overrides: build("hat", "order=[law,food,space]", *PAPER, *overrides)
-
-
-def some_batch(vocabulary: int) -> dict[str, Tensor]:
-    ids = torch.randint(5, vocabulary, (4, 12), generator=torch.Generator().manual_seed(7))
-    return batch_of(ids, ids)
 
 
 def test_taken_units_and_what_no_unit_owns_do_not_move_and_free_ones_do(hat):
@@ -52,12 +46,11 @@ def test_taken_units_and_what_no_unit_owns_do_not_move_and_free_ones_do(hat):
 
 def test_gates_are_clamped_after_each_step_and_s_and_the_regulariser_follow(hat):
     work = hat("method.strength=0.5", "method.limit=0.3", "model.lr=1e-1")
-    module, gates = work.module.train(), work.module.gates
+    module, gates, [batch] = work.module.train(), work.module.gates, work.batches()
     s = [1 / 400 + (400 - 1 / 400) * step / 5 for step in range(6)]
 
     def term(step: int) -> float:
         module._trainer = SimpleNamespace(global_step=step, max_steps=6)
-        batch = some_batch(module.model.config.vocab_size) | {"weight": torch.tensor(1 / 48)}
         return module.losses(batch)["hat"].item()
 
     assert term(2) == pytest.approx(0.5 * (s[2] * gates.e()).sigmoid().mean().item(), rel=1e-5)
