@@ -150,9 +150,7 @@ def test_pairs_are_encoded_by_the_tokenizers_own_template_and_the_longer_text_is
     short = words("the court", add_special_tokens=False)["input_ids"]
     assert len(made.ids[2]) == 16 and made.ids[2].tolist()[1 : 1 + len(short)] == short
     assert made.labels.tolist() == [0, 1, 1]
-    prompted = model(
-        "gpt2", words
-    )  # it has 48 positions, of which a prompt takes 5
+    prompted = model("gpt2", words)  # it has 48 positions, of which a prompt takes 5
     assert subject.longest(prompted, 400) == 48 and subject.longest(prompted, 24) == 24
     prompt.attach_prompt(prompted, tokens=5, causal=True)
     assert subject.longest(prompted, 400) == 43

@@ -89,16 +89,6 @@ def test_of_the_masked_80_percent_are_masks_10_random_10_themselves():
     assert not seen[SPECIAL].any() and is_even(np.delete(seen, [*SPECIAL, 50]))
 
 
-def test_causal_labels_are_the_tokens_that_follow():
-    objective, rows = Causal(), random_rows(60, 9)
-    batch = objective.batch(rows)[0]
-    for row, size, labels in zip(rows.ids, rows.lengths, labels_of(batch).tolist(), strict=True):
-        assert labels == [row[t + 1] if t + 1 < size else UNSCORED for t in range(9)]
-    assert torch.equal(batch["input_ids"], torch.from_numpy(rows.ids))
-    sizes = Sizes(np.zeros(60), rows.lengths)
-    assert objective.scored(sizes).tolist() == [len(each) for each in scored_places(batch)]
-
-
 ANSWERS = CausalAnswers(Causal(), pad=1)
 TWO_STACKS = Seq2SeqAnswers(Causal(), pad=1, start=1)
 

@@ -64,22 +64,18 @@ def test_the_page_runs_its_own_script_alone_and_its_tables_can_be_filtered(tmp_p
 
 
 def test_markdown_has_tables_pictures_and_what_is_folded(tmp_path):
-    picture = figures.draw_plane(
-        {"ncl": ([0.1, 0.2], [50.0, 51.0]), 'das "<&>"': ([0.3], [60.0])}, x="FG", y="LC"
-    )
+    picture = figures.draw_plane({'das "<&>"': ([0.3], [60.0])}, x="FG", y="LC")
     how = {"lines": ["A line."], "head": HEAD, "folded": "more", "code": "x: 1"}
     blocks = [Block(title="Empty"), Block(title="Table", cells=[["a|b", "<i>"]], **how)]
     html = page(tmp_path, *blocks, Block(title="Picture", picture=bytes(picture)))
-    parts = (tmp_path / "report.md").read_text(encoding="utf-8").split("\n\n")
-    assert parts[:4] == ["# Title", "## Table", "A line.", "<details><summary>more</summary>"]
-    assert parts[4] == "| group | LC |\n| :-- | --: |\n| a&#124;b | &lt;i> |"
-    assert parts[5:7] == ["~~~~yaml\nx: 1\n~~~~", "</details>"]
-    assert parts[7:] == ["## Picture", "![Picture](report-picture.png)\n"]
+    assert (tmp_path / "report.md").read_text(encoding="utf-8").split("\n\n") == [
+        *("# Title", "## Table", "A line.", "<details><summary>more</summary>"),
+        "| group | LC |\n| :-- | --: |\n| a&#124;b | &lt;i> |",
+        *("~~~~yaml\nx: 1\n~~~~", "</details>", "## Picture", "![Picture](report-picture.png)\n"),
+    ]
     image = Elements(html).all("img")[0]  # described in its own words
     assert image["alt"] == f"Picture. {description(picture)}" and 'das "<&>"' in image["alt"]
     assert base64.b64decode(image["src"].partition("base64,")[2]) == picture
-    shown = "group           LC\ndas           −1.5\nncl + <migu>    20"
-    assert align_columns(Block(head=HEAD, cells=CELLS)) == shown
 
 
 def rendered(text):
