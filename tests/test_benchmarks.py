@@ -5,7 +5,6 @@ import runpy
 import sys
 
 import pytest
-import torch
 
 from tests.conftest import ROOT
 from tests.support.processes import ran
@@ -29,22 +28,6 @@ def test_the_one_of_a_gpu_runs_on_a_processor(part, tmp_path):
     found = json.loads((tmp_path / "out.json").read_text())["parts"][part]
     assert not found.get("failed"), found
     assert found["chunks" if "chunks" in found else "subjects"]
-
-
-@pytest.mark.parametrize("shape", ["roberta", "gpt2", "t5"])
-def test_the_loss_of_transformers_is_that_of_cpt(shape, monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
-    import subjects
-    from ground import ground
-
-    place = ground(str(tmp_path), "trainer.steps=1", "trainer.batch_size=4", shape=shape)
-    batch = next(iter(place.loader()))
-    with torch.no_grad():
-        place.module.eval()
-        found = []
-        monkeypatch.setattr(subjects, "loop", lambda *_, loss_of: found.append(loss_of(place.module, batch)))
-        subjects.dense(None, None)
-        torch.testing.assert_close(found[0], place.module.losses(batch)["lm"])
 
 
 def test_a_study_starts_only_the_runs_that_its_published_scores_lack(monkeypatch):

@@ -1,20 +1,15 @@
 """What SECURITY.md says of the code: how files are read, and what of a user's secrets a run writes."""
 
 import ast
-import io
 import json
 import os
-import pickle
-import zipfile
 
-import numpy as np
 import pytest
 import torch
 
 from cpt import verify
 from cpt.core.config import HIDDEN, redact
 from cpt.core.tensors import load_tensors
-from cpt.evaluation.scores import documents_file
 from cpt.models import loading
 from cpt.trainer.run_dir import RunDir
 from tests.conftest import ROOT, SMALL
@@ -84,18 +79,6 @@ def test_a_state_with_a_pickle_in_it_is_refused_in_a_line(tmp_path, capsys):
     assert not mark.exists()
     torch.load(stage, weights_only=False)
     assert mark.exists()  # the file is what it is meant to be
-
-
-def test_losses_by_document_with_a_pickle_in_them_are_refused(tmp_path):
-    place, mark = RunDir(tmp_path / "run"), tmp_path / "ran"
-    path, head = documents_file(place.path, 0), io.BytesIO()
-    path.parent.mkdir(parents=True)
-    np.lib.format.write_array_header_1_0(head, {"descr": "|O", "fortran_order": False, "shape": (1,)})
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("law.npy", head.getvalue() + pickle.dumps([Evil(mark)]))
-    with pytest.raises(ValueError, match="allow_pickle=False"):
-        place.load_documents([0])
-    assert not mark.exists()
 
 
 def test_what_looks_secret_is_hidden_and_a_folder_is_claimed_again_with_it(tmp_path):

@@ -66,16 +66,6 @@ def test_labels_are_the_sub_packages_which_no_text_names_and_a_module_is_in_the_
         assert max(sum(example.label == label for example in own) for label in found.classes) == most
 
 
-def test_the_same_text_gives_the_same_examples_and_other_text_others(task, tmp_path, monkeypatch):
-    first = task()
-    assert task(seed=1).content != first.content
-    with monkeypatch.context() as patched:  # docstrings are read once
-        patched.setattr("cpt.contrib.docstring_tasks.source.documents_by_module", pytest.fail)
-        assert task().content == first.content
-    write_module(tmp_path / "made_up/hills/m0.py", "hills", "0 b")
-    assert task(cache=str(tmp_path / "another")).content != first.content
-
-
 def test_names_are_blanked_as_words_and_a_sub_package_with_more_than_half_of_the_text_is_divided():
     shown = names_in(["a.core.sets", "a.io"]).sub(
         "_", "Sets of core.io, to_io and io_x; score, radio, subsets"
