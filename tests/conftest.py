@@ -87,17 +87,13 @@ def pytest_collection() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
+def sparing() -> None:
     import torch
 
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def sparing() -> None:
     import cpt.core.naming  # noqa: F401  (registers the resolvers)
     from tests.support.sparing import spare
 
+    torch.set_num_threads(1)
     spare()
 
 

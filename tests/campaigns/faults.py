@@ -11,6 +11,7 @@ with the same bits or refuses in one line that names the file's folder at least;
 it was, it ends with the same bits. What `python -m cpt.verify` finds is noted."""
 
 import contextlib
+import io
 import os
 import random
 import re
@@ -19,7 +20,9 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+from cpt.verify import main
 from tests.campaigns import runs
 from tests.campaigns.frame import ROOT
 from tests.support.processes import ended, started
@@ -44,12 +47,10 @@ def disk(at: Path, size: str) -> Iterator[None]:
 
 
 def remount(at: Path, option: str) -> bool:
-    """Whether it can be mounted with another option."""
     return subprocess.run(["mount", "-o", f"remount,{option}", at], capture_output=True).returncode == 0
 
 
 def on_disk(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
-    """A run on a disk that is full, or read-only; and the same command when it no longer is."""
     which, kind = [*MOST_KIB][number // 2 % len(MOST_KIB)], draw.choice(("full", "full", "read-only"))
     home = place / f"disk-{number}"
     at, size = home / which, f"{draw.randint(4, MOST_KIB[which])}k" if kind == "full" else LARGE
@@ -57,11 +58,9 @@ def on_disk(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
     run = (at if which == "outputs" else home) / "run"
     arguments, log = runs.command(place, run, *GIVEN, cache=cache), home / "log"
     told: dict[str, Any] = {"fault": kind, "disk": which, "size": size}
-    before = os.environ.get("TMPDIR")
+    temporary = {"TMPDIR": str(at)} if which == "tmp" else {}
     try:
-        with disk(at, size):
-            if which == "tmp":
-                os.environ["TMPDIR"] = str(at)
+        with disk(at, size), mock.patch.dict(os.environ, temporary):
             process = started(ROOT / "run.py", *arguments, cwd=home, log=log)
             if kind == "read-only":
                 process.join(draw.uniform(0, expected["seconds"]))
@@ -77,13 +76,11 @@ def on_disk(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
             told["fine"] = told["same"] and (code == 0 or named)
             told["last"] = "" if told["fine"] else words[-1500:]
     finally:
-        os.environ.pop("TMPDIR", None) if before is None else os.environ.update(TMPDIR=before)
         shutil.rmtree(home, ignore_errors=True)
     return told
 
 
 def half_done(place: Path) -> Path:
-    """A run that was killed within its second domain, and the cache that it has made."""
     home = place / "half"
     if not home.exists():
         arguments = runs.command(place, home / "run", *GIVEN, cache=home / "cache")
@@ -96,7 +93,6 @@ def half_done(place: Path) -> Path:
 
 
 def all_done(place: Path) -> Path:
-    """The same one, finished."""
     home = place / "done"
     if not home.exists():
         shutil.copytree(half_done(place), home)
@@ -128,16 +124,13 @@ def harm(path: Path, how: str, draw: random.Random) -> None:
 
 def verify(home: Path, path: Path) -> bool:
     """Whether `python -m cpt.verify` names the file, or its folder."""
-    log, program = home / "verify.log", home / "verify.py"
-    program.write_text("import sys\nfrom cpt.verify import main\nsys.exit(main(sys.argv[1:]))\n")
-    os.environ["PYTHONPATH"] = str(ROOT)
-    ended(started(program, str(home / "run"), str(home / "cache"), cwd=home, log=log))
-    lines = log.read_text().splitlines()[:-1]
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        main([str(home / "run"), str(home / "cache")])
+    lines = told.getvalue().splitlines()[:-1]
     return any(path.name in line or str(path.parent) in line for line in lines)
 
 
 def damaged(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
-    """One file that is not what was written."""
     source = (half_done, all_done)[number // 2 % 2](place)
     expected, home = runs.whole(place, GIVEN), place / f"damaged-{number}"
     shutil.copytree(source, home)
@@ -151,9 +144,7 @@ def damaged(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
     told["code"] = runs.complete(arguments, run)
     words = runs.said(run, since)
     told["line"] = runs.one_line(words)
-    seen = (
-        path.parent.name != "stages" or told["verified"]
-    )  # a finished run has no need of it; verify finds it
+    seen = path.parent.name != "stages" or told["verified"]  # a finished run has no need of it
     if told["code"] or path.parent.name == "stages":
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(whole)

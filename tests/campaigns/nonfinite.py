@@ -13,6 +13,7 @@ import random
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -46,9 +47,8 @@ def spoil() -> None:
 
     def digest(module: Any) -> str:
         every = (each.detach().reshape(-1).contiguous() for each in module.parameters())
-        return hashlib.sha256(
-            b"".join(each.view(torch.uint8).numpy().tobytes() for each in every)
-        ).hexdigest()
+        weights = b"".join(each.view(torch.uint8).numpy().tobytes() for each in every)
+        return hashlib.sha256(weights).hexdigest()
 
     def keep(module: Any) -> None:
         Path(f"{plan['notes']}-{module.global_rank}.json").write_text(json.dumps(notes))
@@ -58,7 +58,6 @@ def spoil() -> None:
         return module.trainer.global_step == plan["step"] and module.domain.index == stage
 
     def training_step(self: Any, batch: Any, batch_idx: int) -> torch.Tensor:
-        """The loss with the number in it, or in its gradient alone."""
         loss = training(self, batch, batch_idx)
         if of_a_weight or not is_here(self) or self.global_rank != plan["rank"]:
             return loss
@@ -86,19 +85,14 @@ def spoil() -> None:
 
 
 def spoilt(arguments: list[str], run: Path, plan: dict[str, Any]) -> int:
-    """A start with the number; its exit code."""
     script = run.with_name("spoilt.py")
     script.parent.mkdir(parents=True, exist_ok=True)
     script.write_text(SCRIPT)
-    os.environ["CPT_SPOILT"] = json.dumps(plan | {"notes": str(run.parent / "notes")})
-    try:
+    with mock.patch.dict(os.environ, CPT_SPOILT=json.dumps(plan | {"notes": str(run.parent / "notes")})):
         return runs.complete(arguments, run, twin=plan["processes"] > 1, script=script)
-    finally:
-        del os.environ["CPT_SPOILT"]
 
 
 def finite(run: Path) -> bool:
-    """Whether all that the run keeps of weights is."""
     states = [torch.load(path, weights_only=True) for path in run.glob("stages/*.pt")]
     states += [torch.load(path, weights_only=True)["state_dict"] for path in run.glob("checkpoints/*.ckpt")]
     floats = [each for state in states for each in state.values() if each.is_floating_point()]

@@ -6,16 +6,15 @@ one process, by two (one of which has the signal), or as one or two tasks of a S
 without SLURM), all of which have the signal and are queued again after exit code 75. Then the same command
 is given again."""
 
+import os
 import random
 import re
 import shutil
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from os import environ
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -37,20 +36,13 @@ SLURM = {"JOB_ID": 7, "NODEID": 0, "NODELIST": "localhost", "STEP_NODELIST": "lo
 FIRST_PORT = 20000  # of those that trials listen at
 
 
-@contextmanager
-def slurm(rank: int, processes: int, *, port: int, restarts: int) -> Iterator[None]:
+def slurm(rank: int, processes: int, *, port: int, restarts: int) -> Any:
     """The environment of a task of a SLURM job, which was queued again so many times."""
     told = SLURM | {"PROCID": rank, "LOCALID": rank, "NTASKS": processes, "NTASKS_PER_NODE": processes}
     told |= {"NPROCS": processes, "RESTART_COUNT": restarts}
     variables = {f"SLURM_{name}": str(value) for name, value in told.items()}
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} if processes > 1 else {}
-    before = dict(environ)
-    environ.update(variables)
-    try:
-        yield
-    finally:
-        environ.clear()
-        environ.update(before)
+    return mock.patch.dict(os.environ, variables)
 
 
 def begin(arguments: list[str], run: Path, setup: str, *, port: int, restarts: int = 0) -> list[Any]:

@@ -7,7 +7,7 @@ import random
 import re
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -18,7 +18,7 @@ import torch
 from tests.campaigns.frame import ROOT
 from tests.conftest import SMALL, VOCABULARIES, sentences
 from tests.support.endtask_fixtures import QUICK, write_task
-from tests.support.processes import ended, is_there, started
+from tests.support.processes import ended, is_there, started, told_of, wait_for
 
 METHODS = sorted(path.stem for path in (ROOT / "conf" / "method").glob("*.yaml"))
 DDP = ("strategy=ddp", "trainer.accelerator=cpu")
@@ -39,7 +39,6 @@ def command(place: Path, run: Path, *given: str, cache: Path | None = None) -> l
 
 
 def endtasks_of(place: Path) -> list[str]:
-    """Overrides for end tasks on the two domains."""
     for domain in ("law", "food"):
         if not (place / "tasks" / "endtasks" / domain).exists():
             write_task(place / "tasks", domain)
@@ -48,7 +47,6 @@ def endtasks_of(place: Path) -> list[str]:
 
 
 def sweep_of(place: Path, home: Path, methods: Sequence[str], *, cache: Path | None = None) -> list[str]:
-    """The arguments of a sweep below a folder."""
     given = command(place, home / "unused", *GIVEN, f"method={','.join(methods)}", cache=cache)
     kept = [each for each in given if not each.startswith("hydra.run.dir=")]
     return ["-m", *kept, "name=sweep", "hydra.launcher.jobs=2"]
@@ -74,19 +72,16 @@ def said(run: Path, since: int = 0) -> str:
 
 
 def complete(arguments: Sequence[str], run: Path, *, twin: bool = False, script: Path | None = None) -> int:
-    """Runs it to its end; the exit code."""
     return ended(begin(arguments, run, twin=twin, script=script), seconds=HANGS_S)
 
 
 def again(arguments: Sequence[str], run: Path, expected: dict[str, Any], *, twin: bool = False) -> dict:
-    """How the same command ends, and whether with the bits of a run that nobody disturbed."""
     code = complete(arguments, run, twin=twin)
     return {"then": code, "same": code == 0 and bits(run) == expected["bits"]}
 
 
 def bits(run: Path) -> str:
-    """A hash of all that a finished run knows: the matrix, the metrics, end tasks, the tensors of the last
-    stage's file, the exported weights."""
+    """A hash of what a finished run knows: matrix, metrics, end tasks, the last stage, the exported model."""
     scores = json.loads((run / "scores.json").read_text())
     assert scores["run"]["finished"], f"{run} is not finished"
     told = [scores["nll"], scores["metrics"], scores["endtasks"].get("scores")]
@@ -124,16 +119,6 @@ def unlike(place: Path, home: Path, methods: Sequence[str]) -> list[str]:
     return wrong
 
 
-def wait_for(seen: Callable[[], Any], *, seconds: float = HANGS_S) -> bool:
-    """Whether it was seen in time."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if seen():
-            return True
-        time.sleep(0.005)
-    return False
-
-
 def one_line(text: str) -> str | None:
     """The only line of an error that a user is to see; None where there is a traceback, none or several."""
     found = LINE.findall(text.replace("\r", "\n"))
@@ -141,11 +126,8 @@ def one_line(text: str) -> str | None:
 
 
 def family(pid: int) -> list[int]:
-    """A process and those below it."""
-    with suppress(OSError):
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return [pid, *(each for child in children for each in family(int(child)))]
-    return [pid]
+    children = told_of(f"{pid}/task/{pid}/children").split()
+    return [pid, *(each for child in children for each in family(int(child)))]
 
 
 def kill(pid: int) -> None:
@@ -154,7 +136,6 @@ def kill(pid: int) -> None:
 
 
 def have_left(pids: Sequence[int]) -> bool:
-    """Whether processes leave in time."""
     return wait_for(lambda: not any(map(is_there, pids)), seconds=LEAVES_S)
 
 

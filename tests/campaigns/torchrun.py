@@ -37,7 +37,6 @@ OWN_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # docs/distributed.md 
 
 
 def begin(arguments: list[str], run: Path, *, port: int, processes: int = 2, nodes: int = 1) -> list[Any]:
-    """An agent for each node, whose workers' output is appended to the run's log."""
     run.mkdir(parents=True, exist_ok=True)
     agent = [sys.executable, "-m", "torch.distributed.run", HEARD, f"--nnodes={nodes}", "--max-restarts=2"]
     agent += [f"--nproc-per-node={processes}", "--rdzv-backend=c10d", f"--rdzv-id={port}"]

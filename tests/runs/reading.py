@@ -20,7 +20,6 @@ SCHEMA = json.loads((ROOT / "cpt/evaluation/scores.schema.json").read_text())
 
 
 def command(corpora: Path, cache: Path, *given: str) -> list[str]:
-    """The arguments of a run of two domains on the small texts."""
     return ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", "order=[law,food]", *given]
 
 
@@ -45,13 +44,11 @@ def same_state(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def assert_same_bits(one: Path, other: Path) -> None:
-    """Of all that the last stage keeps, and of the matrix."""
     assert same_state(state_of(one), state_of(other))
     assert told_by(one)["nll"] == told_by(other)["nll"]
 
 
 def answers_of(folder: Path) -> dict[str, list]:
-    """Every file of answers as its rows."""
     found = sorted((folder / "answers").rglob("*.parquet"))
     return {str(path.relative_to(folder)): pq.read_table(path).to_pylist() for path in found}
 
@@ -64,7 +61,6 @@ def times(folder: Path) -> dict[str, int]:
 
 
 def killed(start: Any, killing: Any, cfg: Any, folder: Path, *, step: int, domain: str | None = None) -> None:
-    """A run that dies after a step."""
     killing(Killer(step=step, domain=domain))
     with pytest.raises(KilledError):
         start(cfg, folder)

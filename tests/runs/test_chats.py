@@ -68,7 +68,6 @@ def place(tmp_path_factory):
 
 @pytest.fixture
 def config(composed, place, cache):
-    """A run on chats that takes seconds."""
     places = [
         f"domains.root={place / 'texts'}",
         f"model.name_or_path={place / 'decoder'}",

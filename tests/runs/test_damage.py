@@ -36,14 +36,12 @@ def done(places, config, start):
 
 @pytest.fixture
 def again(places, done, tmp_path):
-    """Copies of the cache and of the finished run."""
     shutil.copytree(places / "cache", tmp_path / "cache")
     return shutil.copytree(done, tmp_path / "run")
 
 
 @pytest.fixture
 def begun(places, done, config, start, killing, tmp_path):
-    """A copy of one that was killed within its second domain."""
     if not (places / "begun").exists():
         killed(start, killing, config(), places / "begun", step=3, domain="food")
     return shutil.copytree(places / "begun", tmp_path / "begun")

@@ -90,7 +90,6 @@ def launch(folder: Path, out: Path, *given: str, death: int = -1, starts=False) 
 
 
 def run(folder: Path, out: Path, *overrides: str, corpora: Path, cache: Path, **how: Any) -> int:
-    """A run of two domains of text."""
     return launch(folder, out, *command(corpora, cache, *SMALL, *overrides), **how)
 
 
@@ -101,7 +100,6 @@ def batches(out: Path, rank: int) -> list:
 
 
 def assert_shared(whole: list, parts: list[list], *, seen=sorted) -> None:
-    """Each batch of one process is that of two together."""
     assert len(whole) == len(parts[0]) == len(parts[1])
     for (names, number, rows), (_, first, mine), (_, second, theirs) in zip(whole, *parts, strict=True):
         assert number == first == second and len(mine) == len(theirs) == len(rows) // 2
@@ -123,7 +121,6 @@ def assert_scored_alike(one: Path, two: Path, *, rel: float = 1e-5) -> None:
 
 @pytest.fixture(scope="module")
 def endtasks(tmp_path_factory):
-    """End tasks of both domains."""
     root = tmp_path_factory.mktemp("tasks")
     for domain in ("law", "food"):
         write_task(root, domain)
@@ -166,7 +163,6 @@ def test_two_processes_learn_as_one(one, two):
 
 
 def test_two_processes_score_as_one(one, two):
-    """And share the end tasks, and have the costs of one."""
     assert_scored_alike(one / "run", two / "run")
     alone, together = told_by(one / "run"), told_by(two / "run")
     for kind, rows in together["endtasks"]["scores"].items():
@@ -188,7 +184,6 @@ def test_a_run_goes_on_with_another_number_of_processes(one, two, corpora, cache
 
 @pytest.mark.campaign
 def test_statistics_are_those_of_all_processes(corpora, cache, tmp_path):
-    """Importances, magnitudes, candidates of the contrast: of the whole batch and probe."""
     method = ["method=das", "mask=migu", "method.general=null", "trainer.importance_samples=40"]
     method += ["trainer.accumulate_grad_batches=2"]
     method += ["method.contrast_dropout=1e-9"]  # what is dropped is each process's own draw
@@ -208,15 +203,14 @@ PARTS = {
     "lifelong_moe": ["method=lifelong_moe", "method.num_experts=2", "method.balance=1"],
 }
 SEAMS = {
-    name: [*chosen(name), "optim.state_across_domains=moments"]
-    for name in ("agem", "growing", "companions", "elle")
+    name: [*chosen(name), "optim.state_across_domains=moments"] for name in ("agem", "companions", "elle")
 }
 
 
 @pytest.mark.parametrize("method", run_few(PARTS | SEAMS, ["demix"]))
 def test_two_processes_agree_and_are_as_one(method, small, start, corpora, cache, tmp_path):
     """On what is drawn, where an expert begins and which parts score a text, a projected gradient, a grown
-    block and a peer; the memory of A-GEM alone is each process's own."""
+    model and a peer; the memory of A-GEM alone is each process's own."""
     options = {**PARTS, **SEAMS}[method]
     assert run(tmp_path, tmp_path / "out", *DDP, *options, corpora=corpora, cache=cache) == 0
     assert_agree(tmp_path / "out", 2)
@@ -237,7 +231,6 @@ def unpadded(rows: list) -> list:
 
 
 def test_two_processes_learn_and_answer_as_one_whether_killed_or_not(cache, tmp_path):
-    """Tasks of T5: what has two lengths, and answers."""
     root = write_tasks(tmp_path, ("law", "food"), train=60, test=25)
     given = [*SMALL_T5, "domains=tasks", f"domains.root={root}", "answers.max_new_tokens=6"]
     given += ["answers.batch_size=7", "model.max_seq_length=64", ORDER, f"cache_dir={cache}"]

@@ -18,7 +18,6 @@ SAME += ("protected_movement", "optimized_metric", "moved", "monitor", "rows", "
 
 
 def assert_same(one, other) -> None:
-    """To the bit, all that a stage keeps and all numbers but seconds and memory."""
     assert_same_bits(one, other)
     ours, theirs = scores_of(one), scores_of(other)
     assert {name: getattr(ours, name) for name in SAME} == {name: getattr(theirs, name) for name in SAME}

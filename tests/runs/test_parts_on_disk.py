@@ -40,7 +40,6 @@ def mapped(tensor: torch.Tensor) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", run_few(METHODS, ["demix"]))
 def test_what_rests_on_disk_is_what_rests_in_memory(start, small, killing, tmp_path, monkeypatch, method):
-    """Also in a run that is killed within its last stage; it may rest elsewhere then."""
     rested, rest = [], loop.map_stored
     options = [*f"method={method}".split(), *OPTIONS]
 

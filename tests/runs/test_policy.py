@@ -14,7 +14,6 @@ FEW = [ORDER, "eval.rows=last", "eval.columns=seen"]
 
 @pytest.fixture
 def whole(start, small, tmp_path):
-    """The scores of a run that measures all."""
     start(small(ORDER), tmp_path / "whole")
     return scores_of(tmp_path / "whole")
 

@@ -19,7 +19,6 @@ def place(tmp_path_factory):
 
 @pytest.fixture
 def done(place, small, start):
-    """The folder of a finished run."""
     if not (place / "run").exists():
         start(small(ORDER), place / "run")
     return place / "run"

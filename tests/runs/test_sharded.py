@@ -2,8 +2,6 @@
 
 import itertools
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,7 @@ import torch
 from transformers import AutoModelForMaskedLM
 
 from cpt.core.tensors import load_tensors
-from tests.conftest import ROOT, SMALL, SMALL_GPT2, SMALL_T5
+from tests.conftest import SMALL, SMALL_GPT2, SMALL_T5
 from tests.runs.reading import assert_same_bits, command, state_of, told_by
 from tests.runs.test_distributed import launch
 from tests.support.campaign import run_few
@@ -38,7 +36,6 @@ def run(tmp_path, corpora, cache):
 
 
 def assert_same(one: Path, other: Path, *, weights: float = WEIGHTS, nats: float = NATS) -> None:
-    """The models and scores of two runs, and what is counted of their methods."""
     expected, found = state_of(one), state_of(other)
     assert expected.keys() == found.keys()
     for name in (name for name in expected if name.startswith("model.")):
@@ -74,7 +71,6 @@ METHODS = {
 # What LoRA adds stays whole in each process, and stands in the stage's file beside the shards.
 @pytest.mark.parametrize("method", run_few(METHODS, ["parts on disk"]))
 def test_shared_out_weights_are_those_of_one_process(method, run):
-    """Also where the processes were killed within the second domain."""
     alone, how = run("alone", *METHODS[method]), [FSDP, *METHODS[method]]
     folder = run("sharded", *how, death=3)
     kept = load_tensors(folder / "stages" / "001.pt")
@@ -108,22 +104,8 @@ def test_shared_out_weights_are_those_of_ddp_of_other_models_and_of_steps_of_all
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("method", ["moments carried", "ewc", "demix"])
-def test_four_processes_go_on_with_what_two_have_left(method, run, corpora, cache):
-    how = METHODS[method]
-    alone, folder = run("alone", *how), run("killed", FSDP, *how, death=3)
-    launched = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    launched += [str(ROOT / "run.py"), f"hydra.run.dir={folder}", "trainer.accelerator=cpu", FSDP]
-    launched += command(corpora, cache, *SMALL, *how)
-    ran = subprocess.run(launched, cwd=folder.parent, capture_output=True, text=True, timeout=240)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert_same(alone, folder)
-
-
-@pytest.mark.campaign
 @pytest.mark.parametrize("method", ["ewc", "kd", "demix", "moments carried"])
 def test_what_is_shared_out_may_rest_on_the_cpu(method, run):
-    """With the same bits, also of a run that is killed and goes on with it."""
     how = [FSDP, *METHODS[method]]
     plain = run("plain", *how)
     run("killed", *how, "trainer.offload_method_state=true", death=3)

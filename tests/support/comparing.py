@@ -57,7 +57,6 @@ def made(*, nll=NLL, order=DOMAINS, rows=None, shift=0.0, content="d", endtasks=
 
 
 def endtasks(scores, *, tasks=DOMAINS, seeds=(7, 8), when="last", metric="macro_f1"):
-    """`endtasks` of scores.json from [row][task], alike for both seeds and all metrics."""
     cube = [[[value] * len(seeds) for value in row] for row in scores]
     about = {"when": when, "tasks": list(tasks), "seeds": list(seeds), "hash": "e", "seconds": 1.0}
     for name, value in {"metric": metric, "classes": 2, "examples": 8}.items():

@@ -10,11 +10,14 @@ import re
 import runpy
 import signal
 import sys
+import time
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from subprocess import CompletedProcess
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
@@ -32,6 +35,15 @@ def started(
     process = FORKS.Process(target=born, args=(str(script), list(arguments)), kwargs=options)
     process.start()
     return process
+
+
+def wait_for(seen: Callable[[], Any], *, seconds: float = 120) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if seen():
+            return True
+        time.sleep(0.005)
+    return False
 
 
 def ended(process: BaseProcess, *, seconds: float = 240) -> int:
@@ -78,7 +90,6 @@ def last_child(pid: int) -> int | None:
 
 
 def is_there(pid: int) -> bool:
-    """Whether a process has not ended; one that nobody has waited for has."""
     return told_of(f"{pid}/stat").rpartition(")")[2].split()[:1] not in ([], ["Z"], ["X"])
 
 
@@ -129,7 +140,6 @@ class Twin:
         return self
 
     def told(self) -> list[str]:
-        """What `start` was given; the process ends if that is never called."""
         os.close(self.write)
         with os.fdopen(self.read) as words:
             text = words.read()

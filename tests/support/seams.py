@@ -7,32 +7,20 @@ from torch import Tensor, nn
 
 from cpt.core.schema import config
 from cpt.data.collate import Batch
-from cpt.data.datamodule import Domain
 from cpt.methods.base import ContinualMethod
 from cpt.models.forward import divergence, nll_of
-from cpt.models.units import blocks, sublayers
 from cpt.optim.schedulers import Progress, Schedule
 
+CARRIED = "optim.state_across_domains=moments"
 # What chooses each of them, beside its name.
 SEAMS: dict[str, list[str]] = {
     "companions": ["method=ncl", "method._target_=tests.support.seams.Companions", "mask=migu"],
-    "growing": ["method=ncl", "method._target_=tests.support.seams.Growing", "mask=migu"],
-    "branched": [
-        "method=ncl",
-        "optim.state_across_domains=moments",
-        "lr_scheduler=wsd",
-        "lr_scheduler.decay=0.5",
-    ],
-    "across": [
-        "method=ncl",
-        "optim.state_across_domains=moments",
-        "lr_scheduler._target_=tests.support.seams.Across",
-    ],
+    "branched": ["method=ncl", CARRIED, "lr_scheduler=wsd", "lr_scheduler.decay=0.5"],
+    "across": ["method=ncl", CARRIED, "lr_scheduler._target_=tests.support.seams.Across"],
 }
 
 
 def chosen(method: str) -> list[str]:
-    """The overrides that choose a method, one of conf/method or of SEAMS."""
     return [*SEAMS[method], f"method.name={method}"] if method in SEAMS else [f"method={method}"]
 
 
@@ -45,25 +33,6 @@ class Across(Schedule):
     def __call__(self, progress: Progress) -> float:
         rise = self.warmup_ratio * progress.total_steps
         return min((progress.total_step + 1) / (rise + 1), 1 - progress.total_step / progress.total_steps)
-
-
-class Growing(ContinualMethod):
-    """Block expansion (LLaMA Pro; Wu et al., ACL 2024, section 3.2): a stage adds a block whose maps to the
-    residual sum begin at zero, so that the model is at first the one before. Here all blocks are trained."""
-
-    def expand(self, stage: Domain) -> None:
-        config, count = self.model.config, len(blocks(self.model))
-        name, last = blocks(self.model)[-1]
-        layers = self.model.get_submodule(name.rpartition(".")[0])
-        if hasattr(config, "layer_types"):
-            config.layer_types = [*config.layer_types, config.layer_types[-1]]
-        config.num_hidden_layers = count + 1
-        layers.append(type(last)(config, count).train(last.training))
-        name, _ = blocks(self.model)[-1]
-        for inner in sublayers(self.model, ("heads", "neurons")):
-            if inner.out.name.startswith(f"{name}."):
-                for _, parameter in inner.out.module.named_parameters():
-                    nn.init.zeros_(parameter)
 
 
 class Companions(ContinualMethod):

@@ -1,30 +1,25 @@
-"""What the process of the tests need not do again and again: parse the same YAML, compile the same templates,
-look for the plugins of Lightning that are installed, wait until what it has written is on the disk. No test
-cuts the power: what a dead process has written is there. Runs in processes of their own wait."""
+"""What the process of the tests need not do again and again: parse the same YAML, look for the plugins of
+Lightning, wait until what it has written is on the disk. Runs in processes of their own wait."""
 
 import io
 import os
 import pickle
 from functools import cache, lru_cache
 from pathlib import Path
-from types import CodeType
 from typing import IO, Any
 from unittest import mock
 
 import yaml
-from jinja2 import Environment
 from omegaconf import OmegaConf
 from yaml import YAMLError
 
-LOAD, COMPILE = OmegaConf.load, Environment.compile
-TEMPLATES: dict[tuple, CodeType] = {}
+LOAD = OmegaConf.load
 
 
 def spare() -> None:
     from lightning.pytorch.trainer.connectors import callback_connector as connector
 
     parse_once()
-    Environment.compile = compile_once
     os.fsync = lambda descriptor: None
     connector._load_external_callbacks = cache(connector._load_external_callbacks)
 
@@ -55,14 +50,3 @@ def loaded(text: str) -> bytes:
     """By libyaml where it is there, in a tenth of the time; `load_again` has the errors of PyYAML."""
     with mock.patch.object(yaml, "SafeLoader", getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         return pickle.dumps(LOAD(io.StringIO(text)))
-
-
-def compile_once(self: Environment, source: Any, *given: Any, **how: Any) -> Any:
-    """The card of a model is the same template in every run."""
-    if given or how or not isinstance(source, str):
-        return COMPILE(self, source, *given, **how)
-    blanks = self.trim_blocks, self.lstrip_blocks, self.keep_trailing_newline
-    key = source, type(self), self.autoescape, frozenset(self.filters), blanks
-    if key not in TEMPLATES:
-        TEMPLATES[key] = COMPILE(self, source)
-    return TEMPLATES[key]

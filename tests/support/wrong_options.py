@@ -56,6 +56,7 @@ model.config.num_attention_heads=5 | model.objective=causal
 trainable=nothing | trainable=norms method=lora | method=recadam method.strength=1e6
 method=ewc strategy=fsdp trainer.precision=bf16-true | trainer.accelerator=tpu | model.name_or_path=/proc
 +callbacks.x={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: a}
++callbacks.x._target_=lightning.pytorch.callbacks.WeightAveraging
 method=lifelong_moe freeze.layers=2 | method=adapter freeze.layers=2 | method=hat lr_scheduler=wsd
 method=das method.contrast_dropout=null
 method=demix method.routing.prior=cached strategy=ddp trainer.devices=2 trainer.accelerator=cpu

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from functools import partial
 from pathlib import Path
 from shutil import copytree
@@ -25,7 +24,7 @@ from cpt.core.preemption import GO_ON
 from cpt.sweeps.jobs import BASIC_SWEEPER, Job, compose_jobs, divide_machine, summarize_jobs, visible_gpus
 from cpt.sweeps.launcher import ClusterLauncher, ProcessLauncher, forward_signals, run_all
 from tests.conftest import ROOT, SMALL
-from tests.support.processes import is_there
+from tests.support.processes import is_there, wait_for
 
 
 class Sweep:
@@ -253,18 +252,13 @@ hydra:
 
 @pytest.mark.slow
 def test_overrides_flags_and_threads_of_the_user_reach_the_jobs_and_failures_stop_no_other(tmp_path):
-    """Of a program with this launcher's own YAML that is started as a module, whose jobs are as well."""
     copytree(ROOT / "conf/hydra/launcher", tmp_path / "conf/hydra/launcher")
     (tmp_path / "more").mkdir()
-    texts = {"conf/config.yaml": CONFIG, "more/other.yaml": CONFIG + "\nonly_here: 1\n", "app.py": APP}
-    for name, text in texts.items():
+    for name, text in {"conf/config.yaml": CONFIG, "more/other.yaml": CONFIG, "app.py": APP}.items():
         (tmp_path / name).write_text(text)
-    hidden = ("MKL_NUM_THREADS", "OMP_WAIT_POLICY", "HYDRA_FULL_ERROR")
-    env = {name: value for name, value in os.environ.items() if name not in hidden}
-    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "7", "PYTHONWARNINGS": "error"}
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "7", "PYTHONWARNINGS": "error"}
     given = ["-m", "-cd", "more", "--config-name=other", "order=[b,'a c'],[c]", "name='a b, \"c\"'"]
-    given += ["+extra={k: [1, 2]}", "kind=done,raise", "hydra.launcher.jobs=2"]
-    command = [sys.executable, "-m", "app", *given]
+    command = [sys.executable, "-m", "app", *given, "kind=done,raise", "hydra.launcher.jobs=2"]
     ended = subprocess.run(command, cwd=tmp_path, env=env, timeout=120, capture_output=True, text=True)
     seen = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("outputs/app/*/seen.json"))]
     assert [job["order"] for job in seen] == [["b", "a c"], ["c"]]
@@ -341,13 +335,6 @@ time.sleep(60)
 """
 
 
-def wait_until(condition, *, seconds=15):
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc, prctl")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -355,14 +342,14 @@ def test_jobs_end_with_their_sweep(number, tmp_path, monkeypatch):
     """With their helpers, where the sweep could do something about it, and by the signal that it got."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     with subprocess.Popen([sys.executable, "-c", SWEEP, WAITING], cwd=tmp_path) as process:
-        assert wait_until(lambda: len(list(tmp_path.glob("*/pids"))) == 2)
+        assert wait_for(lambda: len(list(tmp_path.glob("*/pids"))) == 2)
         process.send_signal(number)
     told = [list(map(int, path.read_text().split())) for path in tmp_path.glob("*/pids")]
     pids, helpers = zip(*told, strict=True)
     if number == signal.SIGKILL:
         for helper in helpers:
             os.kill(helper, signal.SIGKILL)
-        assert wait_until(lambda: not any(map(is_there, pids)))
+        assert wait_for(lambda: not any(map(is_there, pids)))
     else:
         assert process.returncode == GO_ON and not any(map(is_there, pids + helpers))
         assert [path.read_text() for path in tmp_path.glob("*/got")] == [str(int(number))] * 2
@@ -370,7 +357,6 @@ def test_jobs_end_with_their_sweep(number, tmp_path, monkeypatch):
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """Eight cores, and four GPUs where there is this tool."""
     monkeypatch.setattr("cpt.sweeps.jobs.cores", lambda: 8)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY"):

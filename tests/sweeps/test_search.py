@@ -38,8 +38,6 @@ GRID, LR = {"sampler": "grid", "n_trials": None}, "lr=tag(log,interval(1e-4,1))"
 
 
 class Runs:
-    """A launcher whose jobs are a function of their overrides; keeps the batches."""
-
     def __init__(self, objective):
         self.objective, self.batches = objective, []
 
@@ -65,8 +63,6 @@ def folder(tmp_path):
 
 @pytest.fixture
 def search(folder, monkeypatch):
-    """Starts a search, perhaps anew; gives the runs that it had made, in batches."""
-
     def start(objective, *overrides, anew=False, **options):
         if anew:
             shutil.rmtree(folder / "sweep", ignore_errors=True)
@@ -87,8 +83,6 @@ def search(folder, monkeypatch):
 
 @pytest.fixture
 def ends(search, capsys):
-    """Starts a search that ends with an exit code; gives its only line."""
-
     def line(*given, code=1, **options):
         with pytest.raises(SystemExit, match=str(code)):
             search(*given, **options)

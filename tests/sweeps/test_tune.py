@@ -54,7 +54,6 @@ class Here:
 
 @pytest.fixture
 def tune(tmp_path, monkeypatch):
-    """Starts a tuning in a folder; gives the run folders of its jobs."""
     monkeypatch.chdir(tmp_path)
 
     def begin(*overrides, killed_at=None, run=True, **options):

@@ -9,20 +9,12 @@ from torch import nn
 
 from cpt import verify
 from cpt.gradient_masks.base import GradientMask
-from cpt.trainer.callbacks import CustomCallbacks, make_callbacks, protected_shares
+from cpt.trainer.callbacks import CustomCallbacks, protected_shares
 from tests.runs.reading import assert_same_bits, killed, told_by
 
 TWO = "order=[law,food]"
 HERE = "tests.trainer.test_callbacks"
 COUNTING = f"+callbacks.mine._target_={HERE}.Counting"
-
-
-def test_a_callback_that_changes_what_is_trained_is_refused():
-    for name in ("WeightAveraging", "BackboneFinetuning", "ModelPruning"):
-        more = {"pruning_fn": "l1_unstructured"} if name == "ModelPruning" else {}
-        entry = {"_target_": f"lightning.pytorch.callbacks.{name}", **more}
-        with pytest.raises(ValueError, match=f"callbacks.a={name} is invalid: it changes how a domain is tr"):
-            make_callbacks({"a": entry})
 
 
 class Counting(Callback):
@@ -78,8 +70,6 @@ FEW = [TWO, "trainer.steps=6", "trainer.importance_samples=8", "optim.weight_dec
 
 
 class Half(GradientMask):
-    """Protects the first of two rows."""
-
     static = True
 
     def __init__(self, model: nn.Module) -> None:
@@ -107,7 +97,6 @@ SOFT = "method=das method.units=[heads,neurons,outputs,tokens] method.contrast=0
 
 @pytest.mark.parametrize("method", [SOFT, "method=osf"], ids=["das", "osf"])
 def test_what_acts_on_the_step_leaks_nothing_and_released_forms_do(method, start, killing, small, tmp_path):
-    """Whether a run was killed or not."""
     given = [*FEW, *method.split()]
     killed(start, killing, small(*given), tmp_path / "ours", step=4, domain="food")
     start(small(*given), tmp_path / "ours")

@@ -104,7 +104,6 @@ def fitted(tmp_path, *, steps=3, accumulate=1, checkpoint=None, stop=None, compu
     ],
 )
 def test_operations_are_counted_forward_backward_and_in_what_a_method_does_besides(given, flops, tmp_path):
-    """And tokens, but for padding."""
     found = fitted(tmp_path, **given)
     assert found["flops"] == flops
     assert found["seen"] == (3 * (10 + 12) if "accumulate" in given else 10 + 12 + 10)

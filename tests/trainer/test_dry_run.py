@@ -20,7 +20,6 @@ GROWING = {"elle", "lifelong_moe", "sapt"}  # what they add differs from stage t
 
 @pytest.fixture
 def five(tmp_path):
-    """Five domains and general text."""
     words = list(VOCABULARIES.values())
     for seed, name in enumerate(["general", *DOMAINS]):
         (tmp_path / "five" / name).mkdir(parents=True)
@@ -31,8 +30,6 @@ def five(tmp_path):
 
 @pytest.fixture
 def planned(start, capsys):
-    """What plan=json prints."""
-
     def tell(cfg, folder) -> dict:
         capsys.readouterr()
         folder.mkdir(exist_ok=True)  # as Hydra does
@@ -77,7 +74,6 @@ def test_bytes_steps_and_tokens_are_those_of_the_run(start, composed, five, cach
 
 
 def left(said: dict) -> dict[str, tuple[int, int]]:
-    """Steps and scored tokens that are left, by stage."""
     return {each["stage"]: (each["left_steps"], each["left_scored_tokens"]) for each in said["stages"]}
 
 

@@ -16,7 +16,6 @@ ORDER = "order=[law,food]"
 
 @pytest.fixture
 def texts(corpora, tmp_path):
-    """Texts of a test's own, which it changes."""
     for name in ("law", "food", "general"):
         shutil.copytree(corpora / name, tmp_path / "texts" / name)
     return tmp_path / "texts"
@@ -29,8 +28,6 @@ def config(small, texts):
 
 @pytest.fixture
 def run(config, start, tmp_path):
-    """Starts the run of this test's folder; gives its scores."""
-
     def go(*overrides):
         start(config(*overrides), tmp_path / "run")
         return told_by(tmp_path / "run")
@@ -39,7 +36,6 @@ def run(config, start, tmp_path):
 
 
 def edit(path):
-    """Another text of the same size."""
     path.write_text(path.read_text().replace(" 7.\n", " 8.\n", 1))
 
 
@@ -116,8 +112,6 @@ def test_a_checkpoint_that_changed_is_told_by_its_file(run, config, killing, tmp
 def test_text_that_changes_while_it_is_read_is_told(
     run, config, start, killing, texts, tmp_path, monkeypatch
 ):
-    """Also between the comparison with what a run has begun with and the reading."""
-
     def slowly(*arguments, **options):
         yield from read(*arguments, **options)
         (texts / "law" / "late.txt").write_text("late\n")

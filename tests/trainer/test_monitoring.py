@@ -79,7 +79,6 @@ def test_what_is_looked_at_is_validation_text(small, start, tmp_path):
 
 
 def test_patience_with_the_best_weights(small, start, tmp_path):
-    """The model ends as it was at its lowest loss."""
     how = ["order=[law]", "optim.lr=0.05", "lr_scheduler=constant", "lr_scheduler.warmup_ratio=0"]
     ending = ["monitor.every=1", "monitor.patience=3", "monitor.keep=best", "trainer.steps=30"]
     start(small(*how, *ending), tmp_path / "best")

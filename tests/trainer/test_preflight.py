@@ -72,7 +72,6 @@ def test_a_tokenizer_without_sentinels_gets_them_and_the_embedding_rows(small, s
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """A tiny RoBERTa with its tokenizer."""
     words, config = some_words(), {"model_type": "roberta", **SIZES, "max_position_embeddings": 64}
     return saved(tmp_path / "checkpoint", build_model(config, words, "masked", seed=0), words)
 

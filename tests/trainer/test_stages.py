@@ -71,7 +71,6 @@ def test_nobody_waits_for_a_process_whose_work_after_a_stage_has_failed(monkeypa
 
 @pytest.fixture
 def mesh(tmp_path):
-    """One process that shares out with itself."""
     store = distributed.FileStore(str(tmp_path / "store"), 1)
     distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
@@ -113,7 +112,6 @@ class Method(nn.Module):
 
 
 def test_shards_are_written_once_and_read_as_what_was_shared_out(mesh, tmp_path, monkeypatch):
-    """And nothing is brought together to be written."""
     path, module, expected = tmp_path / "stages" / "001.pt", Method(1).share_out(mesh), Method(1).state_dict()
     with monkeypatch.context() as patch:
         patch.setattr(DTensor, "full_tensor", killed)
@@ -181,7 +179,6 @@ def test_a_stage_that_is_half_written_is_none_and_one_is_replaced_as_a_whole(
 
 
 def test_damage_is_told(mesh, tmp_path):
-    """A file that is cut off, has another bit, or is gone."""
     stage = RunDir(tmp_path).stage(1)
     save_stage(Method(1).share_out(mesh), stage)
     assert not [line for line in damage_in_run(tmp_path) if "shards" in line]
