@@ -147,12 +147,12 @@ def test_what_is_not_the_training_loss_is_not_measured():
     model = gpt2()
     mask = watching(model)
     model(input_ids=IDS)
-    with recording([mask]), torch.no_grad():
-        model(input_ids=IDS)
     with recording([mask]):
         model.transformer(input_ids=IDS)  # a part on its own
-    with recording([mask]), pytest.raises(IndexError):
-        model(input_ids=torch.tensor([[99]]))
+        with torch.no_grad():
+            model(input_ids=IDS)
+        with pytest.raises(IndexError):
+            model(input_ids=torch.tensor([[99]]))
     assert not mask.sums.any() and not mask.inside
     with recording([mask]):
         model(input_ids=IDS)

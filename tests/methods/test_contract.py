@@ -229,8 +229,8 @@ def test_killed_between_domains_it_ends_with_the_same_bits(
 
 @pytest.mark.parametrize("case", run_few([*METHODS, "prompt on tied"], KINDS | {"kd", "prompt on tied"}))
 def test_probes_and_evaluation_leave_no_trace(case, config):
-    run, other = making.made(config(case)), making.made(config(case)).module
-    module, rows = run.module, []
+    run, rows = making.made(config(case)), []
+    module = run.module
 
     def traces():
         hooks = sum(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in module.modules())
@@ -251,11 +251,6 @@ def test_probes_and_evaluation_leave_no_trace(case, config):
             named = dict(module.named_parameters())
             seen.append((making.clones(named), {name for name, each in named.items() if each.requires_grad}))
         assert making.same(seen[0][0], seen[1][0]) and seen[0][1] == seen[1][1]
-    with torch.no_grad():
-        for value in module.state_dict().values():
-            value.add_(1) if value.is_floating_point() else value
-    other.load_state_dict(module.state_dict())
-    assert making.same(module.state_dict(), other.state_dict())
 
 
 DAS = "contrast=0 general=null domains=false"

@@ -159,9 +159,15 @@ def test_how_a_domains_adapter_begins(start, build):
 THREE = "order=[law,food,space]"
 
 
-@pytest.mark.parametrize(("experts", "family"), [("ffn", "causal"), ("adapter", "masked")])
-def test_an_expert_begins_as_the_nearest(experts, family, build):
-    work = build("demix", THREE, f"method.experts={experts}", *DECAY, on=family)
+@pytest.mark.parametrize(("options", "family", "source"), [
+    ("experts=ffn", "causal", None),
+    ("experts=adapter", "masked", None),
+    ("start=previous", "masked", 1),
+    ("start=base", "masked", BASE),
+])  # fmt: skip
+def test_an_expert_begins_as_the_nearest(options, family, source, build):
+    """Or as is told."""
+    work = build("demix", THREE, f"method.{options}", *DECAY, on=family)
     before, names = work.weights(), {*work.module.bank.names}
     work.learn(0)
     work.learn(1)
@@ -169,29 +175,15 @@ def test_an_expert_begins_as_the_nearest(experts, family, build):
     models, seen = [work.module.model_for(domain) for domain in parts], []
     work.learn(2, First(lambda *given: seen.extend((slot(work), work.probe()))))
     begun, probe = seen
-    source, found = int(work.module.sources[2]), work.module.perplexities.tolist()
-    assert same(begun, parts[source]) and work.module.sources[0] == BASE
-    with torch.no_grad():
-        nll = [torch.cat([token_nll(model.eval(), batch) for batch in probe]).double() for model in models]
-    assert found == pytest.approx([each.mean().exp().item() for each in nll], rel=1e-5)
-    assert found[source + 1] == min(found) and len(set(found)) == 3
+    if source is None:
+        source, found = int(work.module.sources[2]), work.module.perplexities.tolist()
+        with torch.no_grad():
+            nll = [torch.cat([token_nll(each.eval(), batch) for batch in probe]).double() for each in models]
+        assert found == pytest.approx([each.mean().exp().item() for each in nll], rel=1e-5)
+        assert found[source + 1] == min(found) and len(set(found)) == 3
+    assert same(begun, parts[source]) and int(work.module.sources[2]) == source
     assert all(same(part(work, domain), weights) for domain, weights in parts.items())
     assert {n for n, value in work.weights().items() if not torch.equal(value, before[n])} == names
-
-
-@pytest.mark.parametrize(("found", "source", "options"), [
-    ([2.0, 1.5, 1.5], 1, ["method.routing.base=false"]),
-    (None, 2, ["method.start=previous"]),
-    (None, BASE, ["method.start=base"]),
-])  # fmt: skip
-def test_where_an_expert_begins(found, source, options, build, monkeypatch):
-    work = build("demix", THREE, *options)
-    for domain in range(3):
-        enter(work.module, domain, visit=True)
-    monkeypatch.setattr(work.module, "measure", lambda probe, parts: torch.tensor(found))
-    enter(work.module, 3)
-    assert int(work.module.sources[-1]) == source and len(work.module.sources) == 4
-    assert same(slot(work), part(work, source))
 
 
 def test_norms_begin_at_the_bases_and_are_kept_for_each_domain(build):

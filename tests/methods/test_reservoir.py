@@ -322,8 +322,6 @@ def test_the_constraints_of_several_domains_are_those_of_brute_force(least):
         found = solve(gram, products, least=least)
         assert torch.allclose(found, by_hand(gram, products, least=least), atol=1e-8)
         bound.append((found > least).sum().item())
-        left = references.double() @ (gradient + references.T @ found.float()).double()
-        assert (left > -1e-5).all() or least  # with a margin the step may not turn by as little
     assert len(set(bound)) > 2  # none, some and several of them bind
 
 
