@@ -1,11 +1,9 @@
 """End tasks as they are planned and read: splits, formats, errors, and what a result depends on."""
 
-import csv
 import json
 
 import datasets
-import pyarrow as pa
-import pyarrow.parquet as pq
+import pandas as pd
 import pytest
 
 from cpt.evaluation.finetune_tasks import plan_endtasks
@@ -19,8 +17,8 @@ needs_das6 = pytest.mark.skipif(not DAS6.is_dir(), reason="the data of das6-mini
 
 @pytest.fixture
 def root(tmp_path):
-    for domain in ("law", "food"):
-        write_task(tmp_path, domain)
+    write_task(tmp_path, "law")
+    write_task(tmp_path, "food")
     return tmp_path
 
 
@@ -30,10 +28,9 @@ def plan(root, *, names=("food", "law", "space"), order=("law", "food"), **overr
 
 @needs_das6
 def test_the_preset_is_the_protocol_of_das_and_its_split_reproduces():
-    for name, sizes in {"pubmed": (2667, 7394, 13), "phone": (239, 552, 2)}.items():
-        own = {"path": name, "splits": "das"}
-        task = plan_endtasks(options("das6", root=DAS6, tasks={name: own}), SIX, SIX).source.task(name)
-        assert (len(task.train), len(task.test), len(task.classes)) == sizes and not task.dev
+    own = {"pubmed": {"path": "pubmed", "splits": "das"}}
+    task = plan_endtasks(options("das6", root=DAS6, tasks=own), SIX, SIX).source.task("pubmed")
+    assert (len(task.train), len(task.test), len(task.classes)) == (2667, 7394, 13) and not task.dev
     found = plan_endtasks(options("das6", root=DAS6), SIX, SIX)
     settings = [found.source.settings(name) for name in SIX]
     assert found.tasks == SIX and [each.epochs for each in settings] == [5, 10, 5, 15, 10, 15]
@@ -41,7 +38,6 @@ def test_the_preset_is_the_protocol_of_das_and_its_split_reproduces():
     task = found.source.task("restaurant")
     assert (len(task.train), len(task.test), len(task.classes)) == (3451, 1120, 3)
     assert (task.train[0].text, task.train[0].text_pair) == ("staff", "But the staff was so horrible to us.")
-    assert found.source.task("ai").train[0].text_pair is None
 
 
 def test_tasks_are_those_of_learned_domains_in_their_order_each_with_its_own_values(root):
@@ -59,19 +55,15 @@ def test_tasks_are_those_of_learned_domains_in_their_order_each_with_its_own_val
 
 def test_every_format_gives_the_same_examples_and_no_other_is_read(root, tmp_path):
     made = rows("law", count=10, seed=5)
-    folders = {name: tmp_path / "formats" / name for name in ("jsonl.gz", "json", "csv", "parquet")}
-    for folder in folders.values():
-        folder.mkdir(parents=True)
+    folders = [tmp_path / name for name in ("jsonl.gz", "json", "csv", "parquet")]
+    for folder in folders:
+        folder.mkdir()
     for split in ("train", "test"):
-        write(folders["jsonl.gz"] / f"{split}.jsonl.gz", made)
-        (folders["json"] / f"{split}.json").write_text(json.dumps(made))
-        pq.write_table(pa.Table.from_pylist(made), folders["parquet"] / f"{split}-00000-of-00001.parquet")
-        with (folders["csv"] / f"{split}.csv").open("w") as file:
-            writer = csv.DictWriter(file, list(made[0]))
-            writer.writeheader()
-            writer.writerows(made)
-    how = {"columns": {"id": "id"}}
-    plans = [plan(root, tasks={"law": {"path": str(each)}}, **how) for each in folders.values()]
+        write(folders[0] / f"{split}.jsonl.gz", made)
+        (folders[1] / f"{split}.json").write_text(json.dumps(made))
+        pd.DataFrame(made).to_csv(folders[2] / f"{split}.csv", index=False)
+        pd.DataFrame(made).to_parquet(folders[3] / f"{split}-00000-of-00001.parquet")
+    plans = [plan(root, tasks={"law": {"path": str(each)}}, columns={"id": "id"}) for each in folders]
     assert len({each.source.task("law").content for each in plans}) == 1
     folder = root / "endtasks" / "law"
     (folder / "test.jsonl").unlink()
