@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from cpt.contrib.drift_budget.controller import BudgetRecord, find_drift, find_way
+from cpt.contrib.drift_budget.controller import BudgetRecord, find_drift
 from cpt.contrib.drift_budget.options import DriftBudget
 from tests.support.killing import KilledError, Killer
 from tests.support.making import DROPOUT, same, weights
@@ -33,22 +33,6 @@ def test_over_the_budget_it_goes_back_and_a_stage_without_any_ends():
     assert made.add(5, {"general": (0.05, 0.098)}, way=0.25) and made.ways == [1, 0.25] and made.kept == 5
     found = seen((0.11, 0.12))  # spent before the first step
     assert found.kept is None and found.ended and len(found.acts) == 1
-
-
-@pytest.mark.parametrize(
-    ("rise", "least"),
-    [
-        (lambda way: 0.97 + 4 * way, 0.97),  # most of it was spent by the stages before
-        (lambda way: 1.2 - (way - 0.5) ** 2 - 0.95 * (way < 0.3), 0.0),  # neither even nor smooth
-        (lambda way: 2 * way if way < 0.8 else float("nan"), 0.0),
-    ],
-)
-def test_the_way_back_ends_within_the_budget_and_near_to_all_of_it(rise, least):
-    seen = []
-    way = find_way(lambda way: seen.append(way) or rise(way), least=least, most=rise(1.0))
-    assert rise(way) <= 1 and len(seen) <= 8 and all(0 < each < 1 for each in seen)
-    assert way in seen and (rise(way) >= 1 - 0.05 * (1 - least) or rise(way + 0.05) > 1)
-    assert find_way(lambda way: 1.5, least=0.2, most=2.0) == 0  # where nothing of it is within
 
 
 def test_the_scarcer_of_two_decides_and_each_stage_adds_its_share():
