@@ -1,5 +1,6 @@
-"""Two processes on one machine (gloo): the same samples, masks and weights as one, killed or not."""
+"""Two processes on one machine (gloo): the same samples, masks and weights as one, also with FSDP."""
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -7,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForMaskedLM
 
-from tests.conftest import ROOT, SMALL, SMALL_T5
-from tests.runs.reading import answers_of, command, state_of, told_by
+from cpt.core.tensors import load_tensors
+from tests.conftest import ROOT, SMALL, SMALL_GPT2, SMALL_T5
+from tests.runs.reading import answers_of, assert_same_bits, command, state_of, told_by
 from tests.support.campaign import run_few
 from tests.support.endtask_fixtures import QUICK, write_task
 from tests.support.processes import ended, started
@@ -183,16 +186,14 @@ def test_a_run_goes_on_with_another_number_of_processes(one, two, corpora, cache
 
 
 @pytest.mark.campaign
-def test_statistics_are_those_of_all_processes(corpora, cache, tmp_path):
+def test_statistics_are_those_of_all_processes(launched):
     method = ["method=das", "mask=migu", "method.general=null", "trainer.importance_samples=40"]
     method += ["trainer.accumulate_grad_batches=2"]
     method += ["method.contrast_dropout=1e-9"]  # what is dropped is each process's own draw
-    for name, strategy in (("one", []), ("two", DDP)):
-        given = [tmp_path / name, tmp_path / name / "out", *strategy, *method]
-        assert run(*given, corpora=corpora, cache=cache, starts=True) == 0
-    assert_agree(tmp_path / "two" / "out", 2)
-    assert_scored_alike(tmp_path / "one" / "run", tmp_path / "two" / "run", rel=1e-4)
-    alone, together = (state_of(tmp_path / name / "run") for name in ("one", "two"))
+    one, two = launched("one", *method), launched("two", *DDP, *method, starts=True)
+    assert_agree(two.parent / "out-1", 2)
+    assert_scored_alike(one, two, rel=1e-4)
+    alone, together = state_of(one), state_of(two)
     for name in (name for name in alone if not name.startswith("model.")):
         atol = 1e-3 * alone[name].abs().max().item()
         torch.testing.assert_close(together[name], alone[name], rtol=2e-2, atol=atol)
@@ -208,16 +209,16 @@ SEAMS = {
 
 
 @pytest.mark.parametrize("method", run_few(PARTS | SEAMS, ["demix"]))
-def test_two_processes_agree_and_are_as_one(method, small, start, corpora, cache, tmp_path):
+def test_two_processes_agree_and_are_as_one(method, small, start, launched, tmp_path):
     """On what is drawn, where an expert begins and which parts score a text, a projected gradient, a grown
     model and a peer; the memory of A-GEM alone is each process's own."""
     options = {**PARTS, **SEAMS}[method]
-    assert run(tmp_path, tmp_path / "out", *DDP, *options, corpora=corpora, cache=cache) == 0
-    assert_agree(tmp_path / "out", 2)
+    two = launched("two", *DDP, *options)
+    assert_agree(two.parent / "out-0", 2)
     start(small(ORDER, *options), tmp_path / "alone")
     if method != "agem":
-        assert_scored_alike(tmp_path / "alone", tmp_path / "run", rel=1e-4)
-        alone, together = told_by(tmp_path / "alone"), told_by(tmp_path / "run")
+        assert_scored_alike(tmp_path / "alone", two, rel=1e-4)
+        alone, together = told_by(tmp_path / "alone"), told_by(two)
         for row, expected in zip(together["modules"], alone["modules"], strict=True):
             assert {text: pytest.approx(weights, abs=1e-3) for text, weights in expected.items()} == row
 
@@ -243,3 +244,125 @@ def test_two_processes_learn_and_answer_as_one_whether_killed_or_not(cache, tmp_
     assert len(found) == 6 and found == answers_of(one / "run")
     mine, theirs = told_by(two / "run")["answers"], told_by(one / "run")["answers"]
     assert all(mine[name] == theirs[name] for name in ("tasks", "metrics", "intervals"))
+
+
+FSDP = "strategy=fsdp"
+WEIGHTS, NATS = 2e-6, 1e-6  # how far rounding may part two sums of other order, of weights that move by 1e-2
+
+
+@pytest.fixture
+def launched(tmp_path, corpora, cache):
+    """Runs a command in a folder by its name, to its end unless it is to die; gives the run's folder."""
+    count = itertools.count()
+
+    def go(name: str, *given: str, small=SMALL, death: int = -1, starts=False) -> Path:
+        folder, out = tmp_path / name, tmp_path / name / f"out-{next(count)}"
+        words = command(corpora, cache, "trainer.accelerator=cpu", *small, *given)
+        code = launch(folder, out, *words, death=death, starts=starts)
+        assert (code == 0) == (death < 0), (out / "log").read_text()
+        return folder / "run"
+
+    return go
+
+
+def assert_same(one: Path, other: Path, *, weights: float = WEIGHTS, nats: float = NATS) -> None:
+    expected, found = state_of(one), state_of(other)
+    assert expected.keys() == found.keys()
+    for name in (name for name in expected if name.startswith("model.")):
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=weights, msg=name)
+    then, now = told_by(one), told_by(other)
+    for row, same in zip(now["nll"], then["nll"], strict=True):
+        assert row == pytest.approx(same, abs=nats)
+    assert min(then["nll"][0][column] - then["nll"][2][column] for column in (0, 1)) > 50 * NATS  # learned
+    assert (now["trained"], now["stored"]) == (then["trained"], then["stored"])
+
+
+PLAIN = "ncl l2 kd replay lora ema wise_ft one migu adapter olora inclora prompt cpt_plugin osf recadam"
+METHODS = {
+    **{name: [f"method={name}"] for name in PLAIN.split()},
+    "ewc": ["method=ewc", "method.strength=1000"],
+    "demix": ["method=demix", "routing@method.routing=posterior"],
+    "hat": ["method=hat", "method.form=full"],
+    "reptile": ["method=reptile", "method.every=2"],
+    "si": ["method=si", "method.strength=10"],
+    "mofo": ["mask=mofo", "mask.mofo.share=0.5"],
+    "migu by fisher": ["method=migu", "method.mask.importance=fisher", "method.mask.apply_to=update"],
+    "mixed by text": ["method=sapt", "replay=past"],
+    "mixed by token": ["method=moelora"],
+    "mixtures of experts": ["method=lifelong_moe", "method.num_experts=2", "method.balance=1"],
+    "merge": ["method=merge", "method.rule=slerp"],
+    "merge by fisher": ["method=merge", "method.rule=fisher", "method.start=previous"],
+    "merge of pairs": ["method=merge_lora"],
+    "parts on disk": ["method=lora", "method.per_domain=true", "modules.storage=disk"],
+    "moments carried": ["optim.state_across_domains=moments", "lr_scheduler=wsd", "lr_scheduler.decay=0.5"],
+}
+
+
+# What LoRA adds stays whole in each process, and stands in the stage's file beside the shards.
+@pytest.mark.parametrize("method", run_few(METHODS, ["parts on disk"]))
+def test_shared_out_weights_are_those_of_one_process(method, launched):
+    alone, how = launched("alone", *METHODS[method]), [FSDP, *METHODS[method]]
+    folder = launched("sharded", *how, death=3)
+    kept = load_tensors(folder / "stages" / "001.pt")
+    assert kept["shards"] and (method != "parts on disk" or any(name.startswith("bank.0:") for name in kept))
+    launched("sharded", *how)
+    assert_same(alone, folder)
+
+
+# Where a process draws for itself: dropout, its part of a memory; tables that are tied, two stacks.
+DRAWN = [["method=das", "mask=migu"], ["method=dga"], ["method=derpp"]]
+TIED = [METHODS[name] for name in ("ncl", "migu", "inclora", "ewc")]
+STEPS, KINDS = ["accumulate_grad_batches=2", "gradient_clip_val=0.05"], ["gradient_checkpointing", "compile"]
+HALF = ["trainer.precision=bf16-true"]
+OTHERS = [  # options, those of the run beside it, sizes of the model, how far weights and losses may be apart
+    *((given, ["strategy=ddp", *given], SMALL, 1e-5, NATS) for given in DRAWN),
+    *((given, given, small, 1e-5, NATS) for small in (SMALL_GPT2, SMALL_T5) for given in TIED),
+    *(([f"trainer.{each}"], [f"trainer.{each}"], SMALL, WEIGHTS, NATS) for each in STEPS),
+    *(([f"trainer.{each}=true"], [], SMALL, WEIGHTS, NATS) for each in KINDS),
+    (["trainer.reshard_after_forward=false"], [], SMALL, WEIGHTS, NATS),
+    (HALF, HALF, SMALL, 3e-2, 2e-2),
+]
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(("given", "beside", "small", "weights", "nats"), OTHERS)
+def test_shared_out_weights_are_those_of_ddp_of_other_models_and_of_steps_of_all_kinds(
+    given, beside, small, weights, nats, launched
+):
+    other, sharded = launched("other", *beside, small=small), launched("sharded", FSDP, *given, small=small)
+    assert_same(other, sharded, weights=weights, nats=nats)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("method", ["ewc", "kd", "demix", "moments carried"])
+def test_what_is_shared_out_may_rest_on_the_cpu(method, launched):
+    how = [FSDP, *METHODS[method]]
+    plain = launched("plain", *how)
+    launched("killed", *how, "trainer.offload_method_state=true", death=3)
+    assert_same_bits(launched("killed", *how, "trainer.offload_method_state=true"), plain)
+
+
+@pytest.mark.campaign
+def test_a_process_holds_its_share_and_the_export_is_whole_and_a_kill_changes_no_bit(launched, tmp_path):
+    """Of weights, moments, anchor and Fisher half each; the model for others is a plain one."""
+    how = [FSDP, "method=ewc", "optim.state_across_domains=moments"]
+    through, folder = launched("through", *how), launched("killed", *how, death=3)
+    assert told_by(folder)["rows"] == ["base", "law"]
+    sizes = [each.stat().st_size for each in (folder / "checkpoints").glob("*.1.shards/*.distcp")]
+    assert len(sizes) == 2 and 0.8 < sizes[0] / sizes[1] < 1.25
+    assert_same_bits(launched("killed", *how), through)
+    for rank in (0, 1):
+        (path,) = (tmp_path / "through").glob(f"out-*/held-{rank}.json")
+        held = json.loads(path.read_text())
+        for kind, (everything, own) in held.items():
+            assert everything > 10_000 and own == pytest.approx(everything / 2, rel=0.05), (kind, rank)
+    exported, state = AutoModelForMaskedLM.from_pretrained(folder / "model").state_dict(), state_of(folder)
+    assert all(torch.equal(weight, state[f"model.{name}"]) for name, weight in exported.items())
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(("first", "second"), [(FSDP, None), ("strategy=ddp", FSDP)])
+def test_a_killed_run_goes_on_in_another_way(first, second, launched):
+    alone, folder = launched("alone", "method=kd"), launched("killed", first, "method=kd", death=3)
+    launched("killed", *filter(None, [second]), "method=kd")
+    assert_same(alone, folder)

@@ -1,13 +1,22 @@
-"""A run from its config to its folder, and one that begins with what another has learned."""
+"""Runs from config to folder: one that begins with what another has learned, that measures more of the matrix
+later, or whose modules lie on disk."""
 
 import shutil
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers  # noqa: F401  (for an expression that is evaluated)
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
-from tests.runs.reading import scores_of, state_of, times, told_by
+from cpt.adapters.domain_store import DomainParams
+from cpt.trainer import loop
+from cpt.trainer.loop import ContinualTrainer
+from tests.runs.reading import killed, same_state, scores_of, state_of, times, told_by
+from tests.support.campaign import run_few
+from tests.support.killing import KilledError
+from tests.support.making import made
 
 ORDER = "order=[law,food]"
 
@@ -99,3 +108,103 @@ def test_a_checkpoint_or_a_run_is_the_base_of_another(done, small, small_gpt2, s
     with pytest.raises(ValueError, match="init_from=.* is invalid: model/model.safetensors differs.*Allowed"):
         start(small("order=[space]", f"init_from={tmp_path / 'damaged'}"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+THREE = "order=[law,food,space]"
+FEW = [THREE, "eval.rows=last", "eval.columns=seen"]
+
+
+@pytest.fixture
+def whole(start, small, tmp_path):
+    start(small(THREE), tmp_path / "whole")
+    return scores_of(tmp_path / "whole")
+
+
+def test_a_policy_that_is_widened_fills_what_is_missing_also_after_a_kill(
+    whole, start, small, tmp_path, monkeypatch
+):
+    start(small(*FEW, "save_all_stages=true"), tmp_path / "few")
+    few = scores_of(tmp_path / "few")
+    assert few.measured(1) == ["law", "general"] and few.measured(2) == ["food", "general"]
+    assert few.measured(0) == few.measured(3) == whole.domains
+    there = ~np.isnan(few.matrix)
+    assert np.array_equal(few.matrix[there], whole.matrix[there]) and there.sum() == 12
+    assert few.metrics["LC"] == whole.metrics["LC"] and few.metrics["FWT_zs"]["nats"] is None
+    save, saved = ContinualTrainer.save_scores, []
+
+    def dying(self):
+        save(self)
+        saved.append(len(saved))
+        if len(saved) == 1:
+            raise KilledError
+
+    monkeypatch.setattr(ContinualTrainer, "save_scores", dying)
+    with pytest.raises(KilledError):
+        start(small(THREE), tmp_path / "few")
+    start(small(THREE), tmp_path / "few")
+    assert len(saved) == 2  # the first start filled one row, the second the other
+    widened = scores_of(tmp_path / "few")
+    assert widened.nll == whole.nll and widened.metrics == whole.metrics
+    start(small(*FEW), tmp_path / "unkept")  # whose stages' weights are gone
+    before = scores_of(tmp_path / "unkept").nll
+    start(small(THREE), tmp_path / "unkept")
+    assert scores_of(tmp_path / "unkept").nll == before
+
+
+def test_so_many_tokens_of_each_text_are_the_same_rows_for_every_stage(whole, start, small, tmp_path):
+    rows = {n: made(small(THREE, f"eval.max_tokens={n}")).data.scored_rows("law") for n in (64, 128, 10**6)}
+    assert set(rows[64]) < set(rows[128]) < set(rows[10**6]) and list(rows[128]) == sorted(rows[128])
+    start(small(THREE, "eval.max_tokens=64"), tmp_path / "few")
+    few = scores_of(tmp_path / "few")
+    assert all(part < full for part, full in zip(few.scored, whole.scored, strict=True))
+    assert few.bytes == whole.bytes and few.tokens == whole.tokens and few.nll != whole.nll
+
+
+METHODS = [
+    "demix",
+    "demix method.start=previous routing@method.routing=posterior",
+    "adapter method.per_domain=true",
+    "prompt method.num_virtual_tokens=3 method.per_domain=false",
+    "hat",
+    "cpt_plugin",
+    "olora",
+]
+OPTIONS = ["order=[food,law,space]", "trainer.steps=2", "trainer.checkpoint_every=1", "save_all_stages=true"]
+
+
+def assert_alike(one: Path, other: Path) -> None:
+    scores, expected = told_by(one), told_by(other)
+    assert all(scores[name] == expected[name] for name in ("rows", "nll", "metrics", "stored", "modules"))
+    assert all(same_state(state_of(one, stage), state_of(other, stage)) for stage in range(3))
+
+
+def mapped(tensor: torch.Tensor) -> bool:
+    """Whether the values of a tensor lie in a file of a stage."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, _, end = line.split()[0].partition("-")
+        if int(begin, 16) <= tensor.data_ptr() < int(end, 16):
+            return "/stages/" in line
+    return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", run_few(METHODS, ["demix"]))
+def test_what_rests_on_disk_is_what_rests_in_memory(start, small, killing, tmp_path, monkeypatch, method):
+    rested, rest = [], loop.map_stored
+    options = [*f"method={method}".split(), *OPTIONS]
+
+    def watched(module, path):
+        rest(module, path)
+        for bank in (each for each in module.modules() if isinstance(each, DomainParams)):
+            rested.append([mapped(each) for each in bank._buffers.values()])
+
+    start(small(*options, "modules.storage=memory"), tmp_path / "memory")
+    monkeypatch.setattr(loop, "map_stored", watched)
+    on_disk = small(*options, "modules.storage=disk")
+    killed(start, killing, on_disk, tmp_path / "disk", step=1, domain="space")
+    start(on_disk, tmp_path / "disk")
+    assert_alike(tmp_path / "disk", tmp_path / "memory")
+    assert len(rested) >= 3 and all(each and all(each) for each in rested)
+    killed(start, killing, on_disk, tmp_path / "killed", step=1, domain="space")
+    start(small(*options, "modules.storage=memory"), tmp_path / "killed")
+    assert_alike(tmp_path / "killed", tmp_path / "memory")

@@ -1,20 +1,27 @@
-"""What torch, Lightning and transformers say of a config is told in a line, before any text is read."""
+"""What is wrong with a config, a checkpoint or a tokenizer is told in one line, before any text is read."""
 
 import shutil
+from typing import Any, get_args
 
 import pytest
 import torch
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
+from cpt.core.config import identity, plain_config
 from cpt.core.errors import reason
+from cpt.core.schema import allowed, check_value, join, option_types, show
 from cpt.data.corpora import Corpora
 from cpt.models.loading import build_model, is_tied, load_model, sentinel_ids, train_tokenizer
-from cpt.trainer.plan import make_plan
+from cpt.trainer.help import list_sections, options_at
+from cpt.trainer.plan import Checked, make_plan, read_sections
 from cpt.trainer.preflight import prepare
 from cpt.trainer.run_dir import RunDir
+from tests.conftest import ROOT
 from tests.runs.reading import told_by
 from tests.support.data_fixtures import restyled
-from tests.support.wrong_options import ON_A_CAUSAL, ON_A_DECODER, ON_THE_MODEL, is_refused
+from tests.support.wrong_options import AT_ONCE, ON_A_CAUSAL, ON_A_DECODER, ON_THE_MODEL, is_refused
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 WRONG = {"small": ON_THE_MODEL, "small_gpt2": ON_A_CAUSAL, "small_t5": ON_A_DECODER}
@@ -151,3 +158,48 @@ def test_a_head_is_trained_once_on_the_general_text_and_blocks_are_kept(
     monkeypatch.setattr("cpt.trainer.base_model.pretrain", None)  # another run takes it from the cache
     start(small(*options, "seed=1"), tmp_path / "other")
     assert told_by(tmp_path / "other")["nll"][0] == told_by(tmp_path / "run")["nll"][0]
+
+
+CHOICES = sorted((path.parent.name, path.stem) for path in ROOT.glob("conf/*/*.yaml"))
+
+
+def told(look) -> str:
+    with pytest.raises((ValueError, HydraException)) as raised:
+        look()
+    return reason(raised.value)
+
+
+@pytest.mark.parametrize("given", AT_ONCE)
+def test_a_wrong_value_is_told_with_what_is_allowed(given, composed):
+    words = [each.replace("=(", "='('") for each in given.split()]  # as on a command line
+    message = told(lambda: make_plan(composed(*words)))
+    assert is_refused(given, message), message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("group", "choice"), CHOICES)
+def test_every_choice_of_the_config_is_right_and_its_types_are_told_at_every_option(group, choice, composed):
+    chosen = {"routing": ["method=adapter", f"routing@method.routing={choice}"]}
+    hub = ["+domains.catalogue.news={path: ag_news}"] * (choice == "hub" and group == "domains")
+    cfg = composed(*chosen.get(group, [f"{group}={choice}"]), *hub, "model.name_or_path=somewhere")
+    for missing in OmegaConf.missing_keys(cfg):
+        OmegaConf.update(cfg, missing, ["a"] if missing == "benchmark.tasks" else "given")
+    assert identity(plain_config(cfg))
+    kinds = [(place, kind) for place in list_sections(cfg) for kind in options_at(cfg, place)]
+    for place, kind in kinds:
+        for key, declared in option_types(kind).items():
+            if Any not in (declared, *get_args(declared)[:1]):
+                at, wrong = join(place, key), object()
+                said = f"{at}={show(wrong)} is invalid. Allowed: {allowed(declared)}"
+                assert told(lambda: check_value(at, wrong, declared)).startswith(said)  # noqa: B023
+    if cfg.domains.get("root") == "given":  # not here
+        cfg.domains = composed().domains
+    assert read_sections(cfg)
+
+
+def test_the_jobs_of_a_sweep_may_set_what_is_missing(composed, capsys):
+    Checked().on_multirun_start(composed("domains=texts"))
+    for wrong in ("trainer.steps=-1", "plan=true"):
+        with pytest.raises(SystemExit):
+            Checked().on_multirun_start(composed(wrong))
+        assert f"cpt: {wrong} is invalid" in capsys.readouterr().err
