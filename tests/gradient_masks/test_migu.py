@@ -16,13 +16,15 @@ from cpt.models.fisher import fisher
 from cpt.models.memory import checkpoint_activations
 from cpt.models.units import projections
 from tests.conftest import GOLDEN, needs_golden
-from tests.gradient_masks.test_soft import roberta
 from tests.models import test_units
 from tests.support.making import assert_close, same
 
 IDS = torch.arange(9)[None]
 STILL = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0)
-
+T5 = {"decoder_start_token_id": 0, "dropout_rate": 0.0}
+FAMILIES = {"llama": {}, "gpt_neox": {}, "gpt2": {"tie_word_embeddings": True, **STILL}}
+FAMILIES |= {"t5-gated": T5, "t5": {"feed_forward_proj": "relu", **T5}}
+FAMILIES["roberta"] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 VALUES = {
     **{"threshold": 0.7, "importance": "output", "estimator": "per_sample", "apply_to": "gradient"},
     **{"only": None, "biases": False, "head": False, "tied": False, "skip_first_domain": False},
@@ -36,17 +38,11 @@ def watching(model, **values):
     return mask
 
 
-def gpt2(**given):
-    options = {"tie_word_embeddings": True, **STILL, **given}
-    return test_units.build("gpt2", **options).float().train()
+def tiny(family, **given):
+    return test_units.build(family, **{**FAMILIES[family], **given}).float().train()
 
 
-T5 = {"decoder_start_token_id": 0, "dropout_rate": 0.0}
-FAMILIES = {  # gpt2: Conv1D, Q, K, V in one; gpt_neox: interleaved
-    **{name: partial(test_units.build, name) for name in ("llama", "gpt_neox")},
-    **{"gpt2": gpt2, "roberta": roberta, "t5-gated": partial(test_units.build, "t5-gated", **T5)},
-    "t5": partial(test_units.build, "t5", feed_forward_proj="relu", **T5),
-}
+gpt2 = partial(tiny, "gpt2")
 
 
 @needs_golden
@@ -115,7 +111,7 @@ def test_the_fewest_rows_that_hold_a_share_are_chosen():
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "t5-gated"])
 def test_the_rows_are_those_with_the_largest_outputs(family):
     """Of padded rows of so many tokens, whose outputs are seen one by one without padding."""
-    draw, model, captured = torch.Generator().manual_seed(3), FAMILIES[family]().float().eval(), {}
+    draw, model, captured = torch.Generator().manual_seed(3), tiny(family).eval(), {}
     lengths = {"input_ids": [9, 5, 7]} | ({"decoder_input_ids": [5, 3, 4]} if family == "t5-gated" else {})
     rows = {
         name: [torch.randint(3, 60, (size,), generator=draw) for size in lengths[name]] for name in lengths
@@ -248,7 +244,7 @@ TEXT = torch.randint(4, 60, (3, 9), generator=torch.Generator().manual_seed(0))
 def gradients(family, backend, *, change=lambda made: None, dtype=None, passes=1):
     """The raw gradients, their factors, and those scaled, by name."""
     torch.manual_seed(0)
-    made = FAMILIES[family]().float().train()
+    made = tiny(family)
     change(made)
     mask = watching(made, backend=backend)
     with recording([mask]), torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
@@ -312,5 +308,5 @@ def test_gates_on_an_output_are_part_of_the_gradient_of_either_backend(method, b
 
 
 def test_counts_keep_their_bits_where_the_model_has_sixteen():
-    mask = watching(roberta()).to(torch.bfloat16)
+    mask = watching(tiny("roberta")).to(torch.bfloat16)
     assert {each.dtype for each in (mask.sums, mask.chosen)} == {torch.float32}
