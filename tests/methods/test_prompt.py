@@ -7,8 +7,7 @@ from tests.methods.test_lifelong_moe import First
 from tests.support.making import same
 from tests.support.running import token_nll
 
-N, D = 4, 32
-FEW = [f"method.num_virtual_tokens={N}", "trainer.steps=3", "optim.lr=0.03"]
+FEW = ["method.num_virtual_tokens=4", "trainer.steps=3", "optim.lr=0.03"]
 
 
 @pytest.fixture
@@ -57,19 +56,17 @@ def test_new_prompts_stand_in_front_and_learned_domains_keep_every_bit(prog, pro
     for each in (work, plain):
         each.learn(0)
     known = module.nll(batch, 0)[0]
-    assert same(work.weights(), plain.weights()) and torch.equal(known, plain.module.nll(batch, 0)[0])
+    assert same(work.weights(), plain.weights())
     work.learn(1)
     one, two = links(work)
     assert not torch.equal(one, two) and torch.equal(two, module.prompt)
     assert torch.equal(module.nll(batch, 0)[0], known) and same(rest(work), before)
-    chain = {module.name: torch.cat([two, one])}
-    expected = token_nll(module.model, batch, weights=chain)
+    expected = token_nll(module.model, batch, weights={module.name: torch.cat([two, one])})
     assert torch.equal(module.nll(batch, 1)[0], expected)
-    assert {n for n, p in module.named_parameters() if p.requires_grad} == {f"model.{module.name}"}
     loss = module.losses(batch)["lm"]
     assert loss.item() == (expected.sum() * batch["weight"]).item()
-    [gradient] = torch.autograd.grad(loss, [module.prompt])
-    assert gradient.shape == (N, D) and gradient.abs().amax(1).min() > 0
+    assert {n for n, p in module.named_parameters() if p.requires_grad} == {f"model.{module.name}"}
+    assert torch.autograd.grad(loss, [module.prompt])[0].abs().amax(1).min() > 0
 
 
 def test_what_is_learned_through_maps_is_kept_without_them(prog):
