@@ -206,7 +206,7 @@ small_t5 = sized("small_t5", SMALL_T5)  # of encoder and decoder
 
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They take a third of a small run; tests/reporting/test_run_page.py draws them."""
+    """They take a third of a small run; tests/reporting/test_snapshots.py draws them."""
     names = ["matrix", "text_curves", "training", "monitor", "modules", "overlap", "layers", "distributions"]
     for name in names:
         monkeypatch.setattr(f"cpt.reporting.figures.draw_{name}", lambda *given, **how: b"")

@@ -139,15 +139,14 @@ def test_an_archive_of_losses_by_document_with_any_byte_changed_is_told_in_a_lin
     archive.parent.mkdir()
     np.savez(archive, law=np.ones((2, 3)))
     whole, refused = archive.read_bytes(), 0
-    for value in (0, 255):
-        for place in range(len(whole)):
-            archive.write_bytes(whole[:place] + bytes([value]) + whole[place + 1 :])
-            try:
-                check_archive(archive, instead="do this")
-            except ValueError as error:
-                assert str(error).endswith("; do this")
-                refused += 1
-    assert refused > len(whole)
+    for place in range(len(whole)):
+        archive.write_bytes(whole[:place] + bytes([whole[place] ^ 255]) + whole[place + 1 :])
+        try:
+            check_archive(archive, instead="do this")
+        except ValueError as error:
+            assert str(error).endswith("; do this")
+            refused += 1
+    assert refused > len(whole) / 2
     archive.write_bytes(whole[:-9])
     for row, said in ((0, "000.npz is truncated or damaged"), (1, "001.npz is gone")):
         with pytest.raises(ValueError, match=said):

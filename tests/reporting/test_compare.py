@@ -70,18 +70,6 @@ def test_differences_are_paired_by_order_and_seed_and_corrected_by_holm():
     assert all(each.p_t_holm is None for each in found.values()) and compare.correct_holm({}) == {}
 
 
-def test_ranks_within_a_model():
-    runs = seeds("ncl", [0.2, 0.0]) + seeds("das", [0.1, 0.1]) + seeds("ewc", [0.9, 0.9])
-    runs += seeds("one", [5.0, 5.0])
-    runs += seeds("ncl", [0, 0], model="large") + seeds("das", [1, 1], model="large")
-    found = compare.rank_groups(section(runs))
-    expected = {"ncl, tiny": 1.5, "das, tiny": 1.5, "ewc, tiny": 3.0, "ncl, large": 1.0, "das, large": 2.0}
-    assert found["LC/perplexity"] == {name: (rank, 2) for name, rank in expected.items()}  # not of `one`
-    assert "one, tiny" in found["CPT/nats"]
-    found = compare.rank_groups(section(seeds("ncl", [1, 2, 3]) + seeds("das", [0, 0, 0]) + seeds("kd", [0])))
-    assert found["LC/perplexity"] == {"ncl": (2.0, 3), "das": (1.0, 3)}  # one run decides no ranks
-
-
 DRAW = np.random.default_rng(0)
 NCL, DAS = (DRAW.random((2, 60)) < share for share in (0.4, 0.6))
 

@@ -69,7 +69,9 @@ def test_training_curves_are_means_over_seeds_by_order_and_what_is_not_trained_h
             folder, about = tmp_path / f"{number}-{seed}", {"order": order, "seed": seed}
             saved(folder, config={"order": number, "seed": seed}, **about)
             losses = [(step, text, 5 - step / 10 + seed) for text in order for step in (0, 5, 9)]
-            (folder / "metrics.csv").write_text("".join(f"{s},train/lm/{t},{x}\n" for s, t, x in losses))
+            curve = "".join(f"{step},train/lm/{text},{loss}\n" for step, text, loss in losses)
+            kills = f"5,train/lm/{order[0]},99.0\n", "9,train/lm/la"  # a line that is repeated, one cut off
+            (folder / "metrics.csv").write_text(curve.join(kills))
             runs.append(run(folder, **about))
     joint = run(tmp_path / "none", method="joint")
     figure, _ = figures.draw_curves(section([*runs, joint]))

@@ -3,6 +3,7 @@ when it was checked by hand. `SNAPSHOTS=write pytest tests/reporting/test_snapsh
 
 import itertools
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -11,12 +12,13 @@ import numpy as np
 import pytest
 
 from cpt import report
+from cpt.evaluation.metrics import METRICS, TITLES
 from cpt.evaluation.scores import Scores
 from cpt.reporting import figures, frames, run_page
 from cpt.reporting.frames import tabulate
 from tests.evaluation.test_endtask_metrics import given
 from tests.support.answering import kept, opened, ranked
-from tests.support.comparing import DOMAINS, NLL, endtasks, saved
+from tests.support.comparing import DOMAINS, NLL, endtasks, made, saved
 from tests.support.probing import benchmarks
 
 pytestmark = pytest.mark.slow
@@ -126,3 +128,26 @@ def test_a_comparison_of_many_runs(tmp_path, monkeypatch, capsys):
     missing, damaged = capsys.readouterr().err.splitlines()
     assert "nowhere: no such folder" in missing and damaged.startswith(f"{tmp_path}/bad/scores.json: damaged")
     check_snapshot("comparison.md", (tmp_path / "comparison.md").read_text().replace(str(tmp_path), "PLACE"))
+
+
+LACKING = {
+    "base": {"nll": NLL[:1], "finished": False},
+    "one stage": {"nll": NLL[:2], "finished": False},
+    "joint": {"nll": [NLL[0], NLL[3]], "rows": ["base", "joint"], "method": "joint"},
+    "one domain, no general text": {"nll": [row[:1] for row in NLL[:2]], "order": ["law"]},
+    "diverged": {"nll": [*NLL[:2], [800.0, math.nan, math.inf, 5.0], [math.nan] * 4]},
+}
+
+
+@pytest.mark.parametrize("about", LACKING.values(), ids=LACKING)
+def test_a_report_of_a_run_that_lacks_something(tmp_path, about):
+    scores = made(**about)
+    scores.save(tmp_path / "scores.json")
+    (tmp_path / "config.yaml").write_text("seed: 0  # a < b\n")
+    run_page.write_report(tmp_path)
+    markdown = (tmp_path / "report.md").read_text()
+    metrics = markdown.partition("## Metr")[2]
+    assert set(scores.metrics) == {name for name in METRICS if f"\n| {TITLES.get(name, name)} |" in metrics}
+    assert ("unfinished" in markdown) == (not scores.run["finished"])
+    assert all(row in run_page.format_scores(scores) for row in scores.rows)
+    assert not any(f"## {title}" in markdown for title in ("Modules", "Training", "End tasks", "Answers"))

@@ -2,8 +2,6 @@
 
 import itertools
 import re
-import shutil
-import subprocess
 
 import numpy as np
 import pytest
@@ -16,17 +14,6 @@ from cpt.reporting.tex import write_tables
 from tests.support.comparing import DOMAINS, endtasks, run, saved, section
 
 NASTY = ["after", "law\n\\input{/etc/passwd}\n", "a & b % c", "$x_1 ~ ^ #{}", "1 < 2 | ± – →"]
-
-
-def typeset(folder):
-    """The page count of a document of all tables."""
-    names = [f"\\input{{{path.stem}}}\\clearpage" for path in sorted(folder.glob("*.tex"))]
-    begin = r"\documentclass{article}\usepackage{booktabs}\begin{document}"
-    (folder / "all.tex").write_text("\n".join([begin, *names, r"\end{document}"]))
-    command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "all.tex"]
-    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace")
-    assert ended.returncode == 0, ended.stdout[-2000:]
-    return int(re.search(r"\((\d+) page", ended.stdout)[1])
 
 
 def sweep(top):
@@ -74,4 +61,3 @@ def test_names_are_nothing_but_names(name, tmp_path):
         rows = re.sub(r"(?s).*\\toprule|\\bottomrule.*", "", path.read_text()).replace("\\midrule", "")
         assert len({re.sub(r"\\&", "", row).count("&") for row in rows.split("\\\\\n") if row.strip()}) == 1
         assert not re.search(r"\\input|(?<!\\)[#%_]|[±–→]", rows)
-    assert shutil.which("pdflatex") is None or typeset(tmp_path) > 3
