@@ -55,7 +55,6 @@ def assert_hooked(family, put, by_hand, **options) -> None:
 
 
 def added(part, h, activation="gelu"):
-    """What a bottleneck adds for h."""
     down, up = part.down, part.up
     return getattr(functional, activation)(h @ down.weight.T + down.bias) @ up.weight.T + up.bias
 

@@ -15,7 +15,6 @@ KINDS = ("modernbert", "roberta", "gpt2", "llama")
 
 
 def build(kind="modernbert"):
-    """A small model of a type, in eval mode, the same at each call."""
     return test_units.build(kind, tie_word_embeddings=kind != "llama").float()
 
 
@@ -26,7 +25,6 @@ def attach(model, **options):
 
 @torch.no_grad()
 def learn(model, names, *, seed: int = 1) -> None:
-    """Gives the pairs other values, as a domain would."""
     torch.manual_seed(seed)
     for name in names:
         model.get_parameter(name).normal_(std=0.2)

@@ -17,7 +17,6 @@ CAUSAL = ["gpt2", "llama", "opt"]
 
 @torch.no_grad()
 def routed(name: str, form: dict[str, str] = SAPT):
-    """A model with pairs whose B are not 0."""
     model, how = build(name), {"r": R, "alpha": ALPHA, "dropout": 0.0, "targets": "all-linear"}
     attach_routed(model, **how, **form, bottleneck=4, scale=8.0, causal=name in CAUSAL)
     model.double().eval()
@@ -54,7 +53,6 @@ def weights_by_hand(model, inputs, form) -> torch.Tensor:
 
 
 def through_maps(model, inputs):
-    """What went into each map with pairs, and what came out."""
     noted = {}
     for layer in lora.lora_layers(model).values():
         layer.register_forward_hook(lambda module, args, output: noted.update({module: (args[0], output)}))

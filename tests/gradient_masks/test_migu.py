@@ -73,7 +73,6 @@ def test_magnitudes_count_a_prompt_and_no_padding():
 
 
 def test_texts_are_compared_by_the_rows_with_their_largest_magnitudes():
-    """Of two texts in batches, with padding."""
     model, present, outputs = gpt2().eval(), torch.tensor([[1, 1, 1], [1, 1, 0]]), []
     mask = watching(model)
     [widest] = [each for each in mask.maps if each.name.endswith("h.1.attn.c_attn")]
@@ -243,7 +242,6 @@ TEXT = torch.randint(4, 60, (3, 9), generator=torch.Generator().manual_seed(0))
 
 
 def gradients(family, backend, *, change=lambda made: None, dtype=None, passes=1):
-    """The raw gradients, their factors, and those scaled, by name."""
     torch.manual_seed(0)
     made = tiny(family)
     change(made)

@@ -62,8 +62,6 @@ def tasks(tmp_path_factory):
 
 @pytest.fixture
 def config(small, small_gpt2, small_t5, tasks):
-    """The config of a case: a method, perhaps with options, on a family; a masked one if none is named."""
-
     def build(case: str, *overrides: str):
         told, _, family = case.partition(" on ")
         method, *options = told.split()

@@ -106,8 +106,6 @@ def test_padding_is_left_out_of_the_mean():
 
 @pytest.fixture
 def das(build):
-    """A module with importances that are drawn, and a batch."""
-
     def made(**options):
         given = {"contrast_samples": 1, "contrast_every": 1, "contrast_dropout": 0.3, "temperature": 0.5}
         given = [f"method.{name}={value}" for name, value in (given | options).items()]

@@ -14,7 +14,6 @@ THREE = "order=[law,food,space]"
 
 @pytest.fixture
 def elle(build):
-    """Without any part but those that are given."""
     nothing = ["neurons=1", "heads=0", "layers=0", "hidden=1", "recovery=0", "prompt=0"]
     return lambda *overrides, **how: build("elle", *(f"method.{each}" for each in nothing), *overrides, **how)
 

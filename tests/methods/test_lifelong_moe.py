@@ -22,8 +22,6 @@ def moe(build):
 
 
 class First(Callback):
-    """Calls something when a domain's first step is about to be made."""
-
     def __init__(self, look) -> None:
         self.look = look
 

@@ -166,7 +166,6 @@ THREE = "order=[law,food,space]"
     ("start=base", "masked", BASE),
 ])  # fmt: skip
 def test_an_expert_begins_as_the_nearest(options, family, source, build):
-    """Or as is told."""
     work = build("demix", THREE, f"method.{options}", *DECAY, on=family)
     before, names = work.weights(), {*work.module.bank.names}
     work.learn(0)

@@ -21,7 +21,6 @@ def prog(build):
 
 
 def rest(work) -> dict[str, torch.Tensor]:
-    """The model's weights apart from the prompt."""
     return {name: value for name, value in work.weights().items() if name != work.module.name}
 
 

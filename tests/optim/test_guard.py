@@ -100,7 +100,6 @@ def test_only_steps_in_a_row_and_rollbacks_are_too_many(small, start, spoiled, t
 
 
 def test_a_killed_run_knows_what_it_left_out(small, start, spoiled, killing, tmp_path):
-    """And how many steps in a row it did."""
     for steps, at, folder in (((STEP,), 5, tmp_path / "one"), (range(2, 100), 10, tmp_path / "all")):
         spoiled(NAN, steps=steps)
         options = [ORDER, "on_nonfinite=skip", *["trainer.steps=60"] * (len(steps) > 1)]
@@ -175,7 +174,6 @@ main()
 
 
 def test_all_processes_hear_of_one(corpora, cache, tmp_path):
-    """Of a loss, and of weights, that are not finite in one of two processes alone."""
     script, folder, log = tmp_path / "script.py", tmp_path / "run", tmp_path / "log"
     script.write_text(SCRIPT.format(root=str(ROOT)))
     places = [f"domains.root={corpora}", f"cache_dir={cache}", f"hydra.run.dir={folder}"]
