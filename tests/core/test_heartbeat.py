@@ -40,8 +40,9 @@ def gone() -> ProcessId:
 
 
 def here(program: str, **variables: str) -> subprocess.Popen:
-    command, env = [sys.executable, "-c", program], os.environ | variables
-    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
+    kept = {name: value for name, value in os.environ.items() if name not in (PARENT, "LOCAL_RANK")}
+    command = [sys.executable, "-c", program]
+    return subprocess.Popen(command, cwd=ROOT, env=kept | variables, stdout=subprocess.PIPE, text=True)
 
 
 def wait_while(condition) -> None:

@@ -15,7 +15,7 @@ from cpt.contrib.wandb_tools.rebuild import REBUILT, sync_runs
 from cpt.core.config import digest
 from cpt.evaluation.scores import COSTS, NOTED, Scores
 from cpt.loggers import loggers as wandb_runs
-from cpt.loggers.loggers import Curves, LongCSV, log_scores, log_stage, track
+from cpt.loggers.loggers import Curves, log_scores, log_stage, track
 from cpt.reporting.frames import choose_headlines, summarize_scores
 from cpt.train import train
 from tests.conftest import ROOT, SMALL, with_values
@@ -110,9 +110,6 @@ def test_a_resumed_run_repeats_no_point(tmp_path):
     places = [each["train/tokens"] for each in points]
     assert places == sorted(places) and places[:4] == [10, 20, 30, 40]
     assert {key for each in points for key in each} == {"train/loss", "train/tokens"}
-    for step in (1, 2):
-        LongCSV(tmp_path / "metrics.csv").log_metrics({"loss": 0.5}, step=step)
-    assert (tmp_path / "metrics.csv").read_text().split() == ["step,name,value", "1,loss,0.5", "2,loss,0.5"]
 
 
 @pytest.mark.parametrize(
@@ -136,9 +133,6 @@ def test_a_run_is_online_for_a_logged_in_user_if_the_server_answers(
     monkeypatch.setattr(wandb_runs, "init_wandb", init)
     wandb_runs.open_wandb("a", tmp_path, mode="auto")
     assert tried == modes and ("timed out" in caplog.text) != reachable
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    wandb_runs.open_wandb("a", tmp_path, mode="auto")
-    assert tried[-1] == "disabled"
 
 
 def test_a_run_that_fails_after_its_first_stage_and_is_started_again_is_one_run_to_wandb(tmp_path):
@@ -168,9 +162,8 @@ def test_each_parameter_of_the_sweep_is_a_valid_override(composed, monkeypatch):
     sweep = yaml.safe_load((ROOT / "docs" / "examples" / "sweep.yaml").read_text())
     assert (ROOT / sweep["program"]).is_file() and sweep["metric"]["goal"] == "minimize"
     assert sweep["metric"]["name"] in summarize_scores(scores())
-    env, interpreter, program, *fixed, arguments = sweep["command"]
-    macros = [env, interpreter, program, arguments]
-    assert macros == ["${env}", "${interpreter}", "${program}", "${args_no_hyphens}"]
+    fixed = [part for part in sweep["command"] if not part.startswith("${")]
+    assert sweep["command"][-1] == "${args_no_hyphens}"
     monkeypatch.setenv("WANDB_SWEEP_ID", "s1")
     assert {"method", "optim.lr"} == set(sweep["parameters"])
     for name, parameter in sweep["parameters"].items():

@@ -24,14 +24,6 @@ def save(folder, number, **values):
     np.savez(folder / "diagnostics" / f"{number:03d}.npz", **named)
 
 
-def chosen(folder, *, steps, own):
-    """Writes shares since the first domain, from those of each domain's own steps."""
-    total, count = np.zeros(len(own[0])), 0
-    for number, (size, shares) in enumerate(zip(steps, own, strict=True), start=1):
-        total, count = total + size * np.asarray(shares, float), count + size
-        save(folder, number, chosen__map=total / max(count, 1))
-
-
 def test_the_indices_by_hand():
     values = np.array([[1, 0.5, 0], [0.5, 0.5, 1], [0, 0, 0]])
     expected = [[1.5, 1, 0], [1, 2, 0], [0, 0, 0]], [[1.5, 2.5, 1.5], [2.5, 2, 2], [1.5, 2, 0]]
@@ -56,11 +48,10 @@ def test_importances_are_compared_over_all_layers_accumulated_or_as_measured(tmp
 
 def test_rows_are_compared_by_each_domains_own_steps(tmp_path):
     for first, steps in enumerate([(4, 8, 400), (0, 4, 4)]):  # a first domain without a mask does not count
-        chosen(
-            tmp_path,
-            steps=steps,
-            own=[[0] * 4 if size == 0 else own for size, own in zip(steps, OWN, strict=True)],
-        )
+        total = np.zeros(4)
+        for number, (size, own) in enumerate(zip(steps, OWN, strict=True), start=1):
+            total += size * np.array(own)
+            save(tmp_path, number, chosen__map=total / max(sum(steps[:number]), 1))  # since the first domain
         names, values, _ = overlap(tmp_path, ROWS, [0, *(size * 128 for size in steps)])["rows updated"]
         assert names == ROWS[1 + first :]
         shared, spanned = min_and_max(np.array(OWN[first:]))
