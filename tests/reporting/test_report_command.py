@@ -1,19 +1,24 @@
-"""`python -m cpt.report`: a whole comparison, published numbers next to ours, one line for what is wrong."""
+"""`python -m cpt.report`: a whole comparison, tables of a paper, published numbers next to ours."""
 
 import itertools
 import json
+import re
 
 import numpy as np
 import pytest
+from scipy.stats import ttest_rel
 
+from cpt import load_tables
 from cpt.core.config import CONF
 from cpt.report import main
 from cpt.reporting import figures
 from cpt.reporting.compare import MEASURES
 from cpt.reporting.published import PUBLISHED, read_published
-from tests.support.comparing import DOMAINS, NLL, endtasks, made, rows_of, saved
+from cpt.reporting.tex import write_tables
+from tests.support.comparing import DOMAINS, endtasks, made, rows_of, run, saved, section
 
 FILES = sorted(path.stem for path in PUBLISHED.glob("*.json"))
+NASTY = ["after", "law\n\\input{/etc/passwd}\n", "a & b % c", "$x_1 ~ ^ #{}", "1 < 2 | ± – →"]
 FIGURES = {"forgetting_learning", "quality_compute", "perplexity_forgetting", "stages", "matrices"}
 
 
@@ -23,24 +28,66 @@ def no_figures(monkeypatch):
     monkeypatch.setattr(figures, "build_figures", lambda section: [])
 
 
-def test_runs_are_compared_all_and_those_that_are_asked_for(tmp_path, capsys, no_figures):
-    for method, seed in itertools.product(("ncl", "das", "joint"), range(3)):
-        for number, order in enumerate((DOMAINS, DOMAINS[::-1])):
-            given = {"method": method, "order": order, "seed": seed, "shift": seed / 50}
-            if method == "joint":
-                given |= {"nll": [NLL[0], NLL[3]], "rows": ["base", "joint"], "shift": -0.4}
-            saved(tmp_path / f"{method}-{number}-{seed}", config={"order": number, "seed": seed}, **given)
-    assert main([str(tmp_path)]) == 0
+@pytest.fixture
+def swept(tmp_path):
+    """Two methods, two orders, two seeds: das is better, each time by nearly the same."""
+    for number, order in enumerate((DOMAINS, DOMAINS[::-1])):
+        for seed in (0, 1):
+            for method, gain in (("ncl", 0.0), ("das", 0.2 + 0.001 * seed)):
+                own, last = [[0.8, None, None], [None, 0.8, None]], [0.5 + gain + 0.01 * seed, 0.6, 0.7]
+                given = endtasks([[None] * 3, *own, last], when="each", tasks=order)
+                config = {"order": number, "seed": seed, "method": {"strength": 5.0 if gain else None}}
+                about = {"method": method, "order": order, "seed": seed, "shift": -gain}
+                saved(
+                    tmp_path / "swept" / f"{method}-{number}-{seed}", config=config, endtasks=given, **about
+                )
+    return tmp_path / "swept"
+
+
+def test_runs_are_compared_all_and_those_that_are_asked_for(swept, tmp_path, capsys, no_figures):
+    assert main([str(swept)]) == 0
     rows = rows_of(capsys.readouterr().out, "masked: food, law, space")
-    lc = [made(shift=s / 50).metrics["LC"]["perplexity"] for s in range(3)] * 2
-    shown = f"{np.mean(lc):.2f} ± {np.std(lc, ddof=1):.2f}"
-    assert rows["ncl"][:2] == ["6 (3 seeds x 2 orders)", shown] and rows["joint"][2:4] == ["–", "–"]
+    assert rows["ncl"][:2] == ["4 (2 seeds x 2 orders)", f"{made().metrics['LC']['perplexity']:.2f} ± 0.00"]
     out = tmp_path / "new" / "place"
-    options = ["--where", "method=das,joint", "order=0", "--baseline", "joint", "--out", str(out)]
-    assert main([str(tmp_path), *options, "--name", "mine"]) == 0
+    options = ["--where", "method=das,ncl", "order=0", "--baseline", "das", "--out", str(out)]
+    assert main([str(swept), *options, "--name", "mine"]) == 0
     assert {path.suffix for path in out.glob("mine.*")} == {".html", ".md", ".csv"}
-    rows = rows_of(capsys.readouterr().out, "Differences from joint")
-    assert rows["das"][:2] == ["joint", "3"]
+    rows = rows_of(capsys.readouterr().out, "Differences from das")
+    assert rows["ncl"][:2] == ["das", "2"]
+
+
+def test_the_numbers_of_tables_are_those_of_the_frames_and_marks_those_of_the_tests(
+    swept, tmp_path, no_figures
+):
+    assert main([str(swept), "--tex", str(tmp_path / "tex")]) == 0
+    tex = {path.stem: path.read_text() for path in (tmp_path / "tex").glob("*.tex")}
+    kinds = itertools.product(("perplexity", "endtasks"), ("ncl", "das"), "01")
+    matrices = {f"matrix-{kind}-{method}-{order}" for kind, method, order in kinds}
+    assert set(tex) == {"main", "endtasks", "orders-MF1", "orders-LC", "settings"} | matrices
+    frames = load_tables(swept)
+    law = frames["endtasks"].query("measure == 'task/law'").set_index("group")
+    das, ncl = [0.7, 0.711, 0.7, 0.7], [0.5, 0.51, 0.7, 0.7]
+    mean, sd = np.mean(ncl), np.std(ncl, ddof=1)
+    assert [law["mean"]["ncl"], law["sd"]["ncl"]] == pytest.approx([mean, sd])
+    assert law["p_t_holm"]["das"] == pytest.approx(ttest_rel(das, ncl).pvalue) and law["n"]["das"] == 4
+    assert f"\nncl & {100 * mean:.2f} $\\pm$ {100 * sd:.2f} & " in tex["endtasks"]
+    best = frames["main"].query("measure == 'LC/perplexity' and group == 'das'").squeeze()
+    assert best["p_holm"] == 0.125 and best["p_t_holm"] < 0.05  # of 4 pairs no p of signs is below 0.125
+    cell = f"\\textbf{{{best['mean']:.2f} $\\pm$ {best['sd']:.2f}}}\\textsuperscript{{$\\dagger$}}"
+    assert f"\ndas & {cell} & " in tex["main"] and "das & strength~=~5 \\\\" in tex["settings"]
+    orders = frames["orders"].query("measure == 'endtask/MF1' and group == 'das'").set_index("order")["mean"]
+    assert orders["all"] == pytest.approx((orders["0"] + orders["1"]) / 2)
+
+
+@pytest.mark.parametrize("name", NASTY)
+def test_names_in_tables_are_nothing_but_names(name, tmp_path):
+    given = endtasks([[None] * 3] * 3 + [[0.5] * 3], tasks=[name, *DOMAINS[1:]])
+    about = {"order": [name, "food", "space"], "endtasks": given}
+    runs = [run(method=method, seed=seed, **about) for method in ("ncl", name) for seed in (0, 1)]
+    for path in write_tables([section(runs)], tmp_path):
+        rows = re.sub(r"(?s).*\\toprule|\\bottomrule.*", "", path.read_text()).replace("\\midrule", "")
+        assert len({re.sub(r"\\&", "", row).count("&") for row in rows.split("\\\\\n") if row.strip()}) == 1
+        assert not re.search(r"\\input|(?<!\\)[#%_]|[±–→]", rows)
 
 
 @pytest.mark.slow

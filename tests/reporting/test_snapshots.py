@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from cpt import report
-from cpt.evaluation.metrics import METRICS, TITLES
+from cpt.evaluation.metrics import METRICS, TITLES, UNITS
 from cpt.evaluation.scores import Scores
-from cpt.reporting import figures, frames, run_page
-from cpt.reporting.frames import tabulate
+from cpt.reporting import figures, run_page
+from cpt.reporting.frames import SUMMARIZED, escape_name, summarize_scores, tabulate, tidy_scores
 from tests.evaluation.test_endtask_metrics import given
 from tests.support.answering import kept, opened, ranked
 from tests.support.comparing import DOMAINS, NLL, endtasks, made, saved
@@ -84,7 +84,7 @@ def test_a_report_of_a_run_that_has_everything(tmp_path):
     run_page.write_report(folder, scores)
     check_snapshot("report.md", (folder / "report.md").read_text())
     check_snapshot("console.txt", run_page.format_scores(scores))
-    numbers = itertools.groupby(frames.summarize_scores(scores).items(), lambda each: each[0].split("/")[0])
+    numbers = itertools.groupby(summarize_scores(scores).items(), lambda each: each[0].split("/")[0])
     lines = ["  ".join(f"{key} {x:.6g}" for key, x in each) for _, each in numbers]
     check_snapshot("summary.txt", "\n".join(lines))
     rounded = [t.map(lambda x: f"{x:.6g}" if isinstance(x, float) else x) for t in tabulate(scores).values()]
@@ -151,3 +151,40 @@ def test_a_report_of_a_run_that_lacks_something(tmp_path, about):
     assert ("unfinished" in markdown) == (not scores.run["finished"])
     assert all(row in run_page.format_scores(scores) for row in scores.rows)
     assert not any(f"## {title}" in markdown for title in ("Modules", "Training", "End tasks", "Answers"))
+
+
+def of_two(*tasks):
+    """A run of two domains; its seconds, tokens and so on are all different."""
+    examined = endtasks([[None] * 2, [0.7, None], [0.5, 0.8]], tasks=tasks, when="each")
+    phases = {"start": {"read": 32.0}, "learn": {tasks[0]: 2.0}, "endtasks": {tasks[1]: 16.0}}
+    costs = {"trained": [0, 700, 800], "stored": [0, 10, 30], "seen": [0, 1000, 2000], "memory": [5, 90, 80]}
+    return made(
+        nll=[[5.0, 6.0, 4.0], [3.0, 5.5, 4.1], [3.4, 4.0, 4.3]],
+        order=tasks,
+        phases=phases,
+        endtasks=examined,
+        **costs,
+    )
+
+
+def test_every_value_is_a_finite_number_however_little_was_measured():
+    scores = of_two("law", "food")
+    scores.nll[-1] = [float("nan"), 900.0, 4.0]
+    scores.measure()
+    scores.metrics["ZS"]["nats"] = None  # as a file has what is not finite
+    scores.metrics["ZS"]["interval"] = {unit: [None, 2.0] for unit in UNITS}
+    found = summarize_scores(scores)
+    assert all(type(value) is float and math.isfinite(value) for value in found.values())
+    assert not {"LC/nats", "ppl/law/final", "ppl/food/final", "ZS/nats", "ZS/nats/low"} & set(found)
+    assert found["ZS/nats/high"] == 2
+
+
+@pytest.mark.parametrize("pair", [("law", "law/macro_f1"), ("MF1", "forward"), ("a/b", "a%2Fb")])
+def test_no_two_numbers_share_a_key(pair):
+    plain, odd = of_two("law", "food"), of_two(*pair)
+    names = dict(zip(("law", "food"), map(escape_name, pair), strict=True))
+    renamed = {"/".join(names.get(part, part) for part in key.split("/")) for key in summarize_scores(plain)}
+    assert set(summarize_scores(odd)) == renamed and len(renamed) == len(summarize_scores(plain))
+    table = tidy_scores(odd)
+    assert table["key"].dropna().is_unique and table["key"].notna().equals(table["kind"].isin(SUMMARIZED))
+    assert "/" not in "".join(names.values()) and escape_name("cs.AI") == "cs.AI"
