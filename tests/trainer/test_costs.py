@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
+from transformers import RobertaConfig, RobertaForMaskedLM
 
 from cpt.optim.nan_guard import NanGuard
 from cpt.trainer.checkpoint import StepCheckpoint
@@ -17,13 +18,15 @@ from cpt.trainer.costs import CostMonitor, own_names, stored_beside, stored_byte
 from cpt.trainer.lightning import make_trainer
 from tests.conftest import ROOT
 
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+
 
 def test_what_is_attached_and_what_is_kept_counts_once_and_the_models_own_weights_do_not():
     method = nn.Module()
-    method.model = nn.Sequential(nn.Linear(16, 16))
+    method.model = RobertaForMaskedLM(RobertaConfig(vocab_size=50, max_position_embeddings=20, **SIZES))
     own = own_names(method.model)
     assert stored_bytes(method.state_dict(), own) == stored_beside(method, method.state_dict()) == 0
-    method.model.add_module("adapter", nn.Linear(16, 4))
+    method.model.roberta.add_module("adapter", nn.Linear(16, 4))
     method.register_buffer("copy", torch.zeros(10))
     method.register_buffer("again", method.copy)
     method.register_buffer("passing", torch.zeros(99), persistent=False)
