@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from cpt.core.randomness import sample_keys
@@ -87,39 +88,25 @@ def test_no_bit_of_a_sample_depends_on_another_and_its_gradients_are_the_padded_
     assert float((gradient - shared_gradient).norm() / gradient.norm()) < 1e-6
 
 
-DOCUMENTS = (9, 30, 1, 18, 2)  # lengths in a row; the second row has them in another order
-
-
-def packed_batch():
-    """Rows [2, 64] of documents, four places of padding behind them."""
-    draw, ids, segments = np.random.default_rng(0), [], []
-    texts = [draw.integers(5, 300, length) for length in DOCUMENTS]
-    for order in ((0, 1, 2, 3, 4), (3, 2, 4, 1, 0)):
-        ids.append(np.concatenate([*(texts[each] for each in order), np.full(4, 1)]))
-        segments.append(np.concatenate([*(np.full(DOCUMENTS[each], each) for each in order), np.full(4, -1)]))
-    ids, segments = torch.from_numpy(np.stack(ids)), torch.from_numpy(np.stack(segments))
+def lay_out(rows):
+    """The batch of rows of documents, with padding behind them."""
+    owners = [torch.cat([torch.full_like(each, at) for at, each in enumerate(row)]) for row in rows]
+    segments = pad_sequence(owners, batch_first=True, padding_value=-1)
+    ids = pad_sequence([torch.cat(row) for row in rows], batch_first=True, padding_value=1)
     places = (segments.flatten() >= 0).nonzero().flatten()
     rest = {"attention_mask": (segments >= 0).long(), "segments": segments}
     return {"input_ids": ids, "positions": places, "targets": ids.flatten()[places], **rest}
 
 
-def padded_batch():
-    """The documents of `packed_batch` in a row each."""
-    batch, own = packed_batch(), []
-    for row, owners in zip(batch["input_ids"], batch["segments"], strict=True):
-        own += [row[owners == each] for each in dict.fromkeys(owners[owners >= 0].tolist())]
-    table = torch.nn.utils.rnn.pad_sequence(own, batch_first=True, padding_value=1)
-    mask = torch.arange(table.shape[1]) < torch.tensor([len(each) for each in own])[:, None]
-    places = mask.flatten().nonzero().flatten()
-    batch = {"input_ids": table, "attention_mask": mask.long(), "positions": places}
-    return batch | {"targets": table.flatten()[places]}
-
-
 @pytest.mark.parametrize(("kernel", "dtype", "apart"), NEAR)
 @pytest.mark.parametrize("kind", [*ENCODERS, "gpt2", "llama"])
 def test_losses_and_gradients_are_those_of_documents_in_rows_of_their_own(kind, kernel, dtype, apart):
-    found = []
-    for batch in (packed_batch(), padded_batch()):
+    draw, found = torch.Generator().manual_seed(0), []
+    texts = [torch.randint(5, 300, (length,), generator=draw) for length in (9, 30, 1, 18, 2)]
+    rows = texts, [texts[each] for each in (3, 2, 4, 1)]
+    packed, padded = lay_out(rows), lay_out([[each] for row in rows for each in row])
+    del padded["segments"]
+    for batch in (packed, padded):
         model = model_of(kind, kernel).to(dtype).train()
         objective = Masked.__new__(Masked) if kind in ENCODERS else Causal()  # what is masked is given
         logits, _ = objective.outputs(model, batch)

@@ -158,13 +158,8 @@ def of_two(*tasks):
     examined = endtasks([[None] * 2, [0.7, None], [0.5, 0.8]], tasks=tasks, when="each")
     phases = {"start": {"read": 32.0}, "learn": {tasks[0]: 2.0}, "endtasks": {tasks[1]: 16.0}}
     costs = {"trained": [0, 700, 800], "stored": [0, 10, 30], "seen": [0, 1000, 2000], "memory": [5, 90, 80]}
-    return made(
-        nll=[[5.0, 6.0, 4.0], [3.0, 5.5, 4.1], [3.4, 4.0, 4.3]],
-        order=tasks,
-        phases=phases,
-        endtasks=examined,
-        **costs,
-    )
+    nll = [[5.0, 6.0, 4.0], [3.0, 5.5, 4.1], [3.4, 4.0, 4.3]]
+    return made(nll=nll, order=tasks, phases=phases, endtasks=examined, **costs)
 
 
 def test_every_value_is_a_finite_number_however_little_was_measured():
