@@ -78,14 +78,11 @@ def test_with_a_decoder_it_is_the_model_of_the_source_behind_the_prompt(name):
     target = torch.randint(3, V, (B, 4), generator=torch.Generator().manual_seed(4))
     batch = {**padded_batch(), "decoder_input_ids": target}
     inputs = {key: batch[key] for key in ("input_ids", "attention_mask", "decoder_input_ids")}
-    lookup = model.get_encoder().get_input_embeddings()
-    embeddings = torch.cat([part.weight.expand(B, -1, -1), lookup(batch["input_ids"])], dim=1)
-    mask = torch.cat([torch.ones(B, N, dtype=torch.long), batch["attention_mask"]], dim=1)
-    handle = lookup.register_forward_hook(lambda module, args, y: embeddings if y.shape[1] == T + N else y)
-    wide = {**inputs, "input_ids": torch.full((B, T + N), 3), "attention_mask": mask}
-    whole = functional_call(model, none, kwargs=wide)
-    handle.remove()
-    found = model(**inputs)
-    close(found.logits, whole.logits)
-    assert (found.logits - functional_call(model, none, kwargs=inputs).logits).abs().max() > 0.01
+    found = model.get_encoder().get_input_embeddings()(batch["input_ids"])
+    wide = {"inputs_embeds": torch.cat([part.weight.expand(B, -1, -1), found], dim=1)}
+    wide["attention_mask"] = torch.cat([torch.ones(B, N, dtype=torch.long), batch["attention_mask"]], dim=1)
+    whole = functional_call(model, none, kwargs={**inputs, "input_ids": None, **wide})
+    found = model(**inputs).logits
+    close(found, whole.logits)
+    assert (found - functional_call(model, none, kwargs=inputs).logits).abs().max() > 0.01
     close(encoded(model, batch), whole.encoder_last_hidden_state[:, N:])
