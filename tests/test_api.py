@@ -1,14 +1,24 @@
-"""Results in notebooks: `from cpt import load_run, load_runs`."""
+"""Results in notebooks: `from cpt import load_run, load_runs`; runs of earlier versions.
+
+`fixtures/VERSION/run` is a finished run of that version on `fixtures/VERSION/corpora`, without its report:
+
+    python run.py domains=texts domains.root=tests/fixtures/0.1.0/corpora domains.document=line \\
+        order=[law,food] logger=csv hydra.run.dir=tests/fixtures/0.1.0/run ...  # and tests/conftest.py: SMALL
+"""
 
 import re
+import shutil
 from typing import Any
 
 import numpy as np
 import pytest
 
 from cpt import load_run, load_runs
-from tests.conftest import ROOT
+from cpt.gate import main as check_release
+from cpt.report import main as compare
+from tests.conftest import ROOT, SMALL
 from tests.support.comparing import saved
+from tests.support.processes import ran
 
 
 def documented(page: str, folder: str) -> dict[str, Any]:
@@ -47,3 +57,32 @@ def test_what_cannot_be_read_is_named(tmp_path):
         load_runs(tmp_path)
     with pytest.raises(ValueError, match="no such folder"):
         load_runs(tmp_path / "none")
+
+
+VERSIONS = sorted((ROOT / "tests" / "fixtures").iterdir())
+
+
+@pytest.fixture(params=VERSIONS, ids=lambda path: path.name)
+def old(request, tmp_path):
+    """A copy of the run of a version."""
+    return shutil.copytree(request.param / "run", tmp_path / "old")
+
+
+@pytest.mark.slow
+def test_an_old_run_is_read_compared_and_checked(old, tmp_path, capsys):
+    run = load_run(old)
+    assert run.matrix.shape == (3, 3) and run.scores.rows == ["base", "law", "food"]
+    assert run.scores.metrics["LC"]["nats"] == pytest.approx(4.6909, abs=1e-4)
+    assert compare([str(old), "--out", str(tmp_path / "page")]) == 0
+    assert check_release([str(old), "--max-forgetting", "0.1"]) == 0
+    assert "pass: every new text improved" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_domain_is_added_to_an_old_run(old, tmp_path):
+    corpora = f"domains.root={VERSIONS[-1] / 'corpora'}"
+    options = ["domains=texts", corpora, "domains.document=line", "order=[law,food,space]", "grow=require"]
+    options += [*SMALL, f"hydra.run.dir={tmp_path / 'new'}", "name=old"]
+    ended = ran(ROOT / "run.py", *options, cwd=ROOT)
+    assert ended.returncode == 0 and f"Continuing from a copy of {old}" in ended.stdout, ended.stderr
+    assert load_run(tmp_path / "new").scores.rows == ["base", "law", "food", "space"]
