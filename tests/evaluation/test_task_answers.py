@@ -105,7 +105,6 @@ def test_what_is_written_is_greedy_in_any_batch_whatever_the_checkpoint_says(kin
 
 
 def test_an_answer_ends_with_the_positions_of_the_model():
-    """It is what a model with more of them writes so far."""
     tokenizer, model = framed(), causal()
     whole = written_by(model, tokenizer, most=40, batch_size=1)
     model.config.max_position_embeddings = 16

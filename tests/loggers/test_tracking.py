@@ -57,20 +57,16 @@ def test_every_run_is_one_run_with_its_own_id_and_group_and_shown_as_it_ended(ru
     assert not Path("wandb").exists() and not (ROOT / "wandb").exists()
 
 
-def test_losses_are_one_curve_over_the_tokens_of_the_whole_run(runs):
-    logged, seen = history(runs / "s0"), Scores.load(runs / "s0" / "scores.json").seen
+def test_losses_are_one_curve_over_all_tokens_and_the_matrix_is_one_over_stages_and_a_table(runs):
+    logged, told = history(runs / "s0"), Scores.load(runs / "s0" / "scores.json")
     curve = {row["train/tokens"]: row["train/loss"] for row in logged if "train/loss" in row}
     tokens = [*curve]
     assert len(curve) == 8 and tokens == sorted(tokens) and all(0 < loss < 20 for loss in curve.values())
-    assert (tokens[3], tokens[-1]) == (seen[1], sum(seen))
+    assert (tokens[3], tokens[-1]) == (told.seen[1], sum(told.seen))
     short = [row["train/tokens"] for row in history(runs / "s1") if "train/loss" in row]
     assert short == [tokens[3], tokens[-1]]  # a stage shorter than log_every_n_steps has a point at its end
     keys = {key for row in logged for key in row if key.startswith("train")}
     assert keys == {f"train/{name}" for name in ("loss", "lr", "grad_norm", "tokens", "tokens_per_s")}
-
-
-def test_the_matrix_is_logged_over_the_stages_and_as_table_and_image(runs):
-    logged, told = history(runs / "s0"), Scores.load(runs / "s0" / "scores.json")
     stages = {row["stage"]: row for row in logged if "stage" in row}
     assert set(stages) == {0, 1, 2} and stages[2]["ppl/law"] == pytest.approx(math.exp(told.nll[2][0]))
     assert any("matrix_image" in key for row in logged for key in row)

@@ -98,7 +98,6 @@ def large(model: nn.Module) -> nn.Module:
 
 @cache
 def shared_model(name: str) -> nn.Module:
-    """For tests that change nothing in the model."""
     return build(name)
 
 

@@ -10,7 +10,7 @@ from cpt.evaluation.predictions import answers_in
 from cpt.evaluation.statistics import Difference
 from cpt.reporting import compare
 from cpt.reporting.load_runs import build_sections, measure_runs
-from tests.evaluation.test_endtask_metrics import predicted
+from tests.evaluation.test_task_metrics import predicted
 from tests.support.answering import kept, ranked
 from tests.support.comparing import DOMAINS, endtasks, made, run, saved, section
 

@@ -79,7 +79,6 @@ def test_what_the_methods_write_is_found(small, start, tmp_path, method):
 def test_magnitudes_are_those_of_the_base_and_of_the_final_model_and_change_no_bit(
     small, start, killing, tmp_path
 ):
-    """Killed or not; none where they are not asked for."""
     given = ["mask=migu", "trainer.steps=4", "trainer.checkpoint_every=1", "order=[law,food]"]
     start(small(*given), tmp_path / "whole")
     killing(Killer(step=2, domain="food"))

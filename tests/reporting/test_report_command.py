@@ -24,7 +24,6 @@ FIGURES = {"forgetting_learning", "quality_compute", "perplexity_forgetting", "s
 
 @pytest.fixture
 def no_figures(monkeypatch):
-    """Without the seconds of drawing."""
     monkeypatch.setattr(figures, "build_figures", lambda section: [])
 
 
@@ -116,7 +115,6 @@ def test_shipped_rows_are_of_known_methods_and_measures(name):
 
 
 def test_a_difference_is_ours_minus_what_was_published(tmp_path, capsys, no_figures):
-    """With the interval of our mean."""
     variants = {"ncl": "trainer.devices=4", "das": "contrast=0", "one": ""}
     for method, seed in itertools.product(variants, range(3)):
         about = {"method": method, "seed": seed, "variant": variants[method]}

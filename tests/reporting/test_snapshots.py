@@ -16,7 +16,7 @@ from cpt.evaluation.metrics import METRICS, TITLES, UNITS
 from cpt.evaluation.scores import Scores
 from cpt.reporting import figures, run_page
 from cpt.reporting.frames import SUMMARIZED, escape_name, summarize_scores, tabulate, tidy_scores
-from tests.evaluation.test_endtask_metrics import given
+from tests.evaluation.test_task_metrics import given
 from tests.support.answering import kept, opened, ranked
 from tests.support.comparing import DOMAINS, NLL, endtasks, made, saved
 from tests.support.probing import benchmarks
