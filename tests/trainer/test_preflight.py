@@ -1,7 +1,6 @@
 """What is wrong with a config, a checkpoint or a tokenizer is told in one line, before any text is read."""
 
 import shutil
-from typing import Any, get_args
 
 import pytest
 import torch
@@ -11,10 +10,8 @@ from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 from cpt.core.config import identity, plain_config
 from cpt.core.errors import reason
-from cpt.core.schema import allowed, check_value, join, option_types, show
 from cpt.data.corpora import Corpora
 from cpt.models.loading import build_model, is_tied, load_model, sentinel_ids, train_tokenizer
-from cpt.trainer.help import list_sections, options_at
 from cpt.trainer.plan import Checked, make_plan, read_sections
 from cpt.trainer.preflight import prepare
 from cpt.trainer.run_dir import RunDir
@@ -178,20 +175,13 @@ def test_a_wrong_value_is_told_with_what_is_allowed(given, composed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
-def test_every_choice_of_the_config_is_right_and_its_types_are_told_at_every_option(group, choice, composed):
+def test_every_choice_of_the_config_is_right(group, choice, composed):
     chosen = {"routing": ["method=adapter", f"routing@method.routing={choice}"]}
     hub = ["+domains.catalogue.news={path: ag_news}"] * (choice == "hub" and group == "domains")
     cfg = composed(*chosen.get(group, [f"{group}={choice}"]), *hub, "model.name_or_path=somewhere")
     for missing in OmegaConf.missing_keys(cfg):
         OmegaConf.update(cfg, missing, ["a"] if missing == "benchmark.tasks" else "given")
     assert identity(plain_config(cfg))
-    kinds = [(place, kind) for place in list_sections(cfg) for kind in options_at(cfg, place)]
-    for place, kind in kinds:
-        for key, declared in option_types(kind).items():
-            if Any not in (declared, *get_args(declared)[:1]):
-                at, wrong = join(place, key), object()
-                said = f"{at}={show(wrong)} is invalid. Allowed: {allowed(declared)}"
-                assert told(lambda: check_value(at, wrong, declared)).startswith(said)  # noqa: B023
     if cfg.domains.get("root") == "given":  # not here
         cfg.domains = composed().domains
     assert read_sections(cfg)
