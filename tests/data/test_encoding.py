@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cpt.data.sources.base import read_example, write_example
+from cpt.data.tokenized_tasks import Encoder
 from tests.support.task_fixtures import CHATML, FORGETFUL, MARKED, STYLES, chat, encoder, some_examples
 
 
@@ -68,6 +69,13 @@ def test_a_cut_example_keeps_its_question_and_its_whole_answer(tokenizer, trunca
         text = plain(tokenizer, marked(row, False)).strip()
         assert text.startswith(example.source[: example.text[0]].strip()) and text.endswith("\nAnswer:")
         assert (example.source[example.text[1] - 3 : example.text[1]] in text) == (truncate == "middle")
+
+
+def test_tokens_that_run_into_each_other_are_told_apart(monkeypatch):
+    tokenizer, (example,) = STYLES["opened"](), some_examples(1)
+    joined = Encoder.together
+    monkeypatch.setattr(Encoder, "together", lambda self, pairs: [ids[1:] for ids in joined(self, pairs)])
+    assert plain(tokenizer, marked(encoder(tokenizer).encode(example))) == f" {example.target}"
 
 
 @pytest.mark.parametrize("scored_turns", ["all", "last"])

@@ -18,6 +18,7 @@ TABLE = r"""
 advise an_advice_is_planned_run_stopped_gone_on_with_and_told
 distributed two_processes_score_as_one
 runs a_run_that_grows_writes_for_the_new_stage_alone
+runs the_mixture_is_that_of_real_text
 runs two_processes_write_what_one_writes
 weights frozen_weights_keep_their_bits_through_a_run das|ewc|derpp
 package a_users_own_method_source_and_experiment_are_swept_away_from_the_checkout

@@ -1,5 +1,6 @@
 """Replay of text that the model writes: the same whoever writes it and whenever, and no past text is read."""
 
+import itertools
 import json
 import shutil
 from collections import Counter, defaultdict
@@ -56,6 +57,22 @@ def blocks(monkeypatch):
 
     monkeypatch.setattr(TextWriter, "write_block", counted)
     return counts
+
+
+def test_the_mixture_is_that_of_real_text(start, small_gpt2, tmp_path, monkeypatch):
+    made, seen = TrainStream.__getitem__, {}
+
+    def noted(stream, number):
+        batch, (parts, rows, _) = made(stream, number), stream.samples(number)
+        new = rows[parts < len(stream.names)].tolist()
+        seen[name, stream.names[0], number] = (batch["domains"].tolist(), new)
+        return batch
+
+    monkeypatch.setattr(TrainStream, "__getitem__", noted)
+    for name, mixture in (("past", ["replay=past", "replay.past_ratio=0.5"]), ("generated", FEW)):
+        start(small_gpt2(THREE, *mixture, "replay.mode=append"), tmp_path / name)
+    for domain, step in itertools.product(("law", "food", "space"), range(6)):
+        assert seen["generated", domain, step] == seen["past", domain, step]
 
 
 @pytest.fixture
