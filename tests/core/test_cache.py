@@ -148,6 +148,5 @@ def test_an_archive_of_losses_by_document_with_any_byte_changed_is_told_in_a_lin
             refused += 1
     assert refused > len(whole) / 2
     archive.write_bytes(whole[:-9])
-    for row, said in ((0, "000.npz is truncated or damaged"), (1, "001.npz is gone")):
-        with pytest.raises(ValueError, match=said):
-            load_documents(tmp_path, [row])
+    with pytest.raises(ValueError, match="000.npz is truncated or damaged"):
+        load_documents(tmp_path, [0])

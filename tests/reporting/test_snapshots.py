@@ -92,8 +92,6 @@ def test_a_report_of_a_run_that_has_everything(tmp_path):
 
 
 def test_a_comparison_of_many_runs(tmp_path, monkeypatch, capsys):
-    """Of methods with and without a baseline, an end, a sequence, one setting that differs, and conditions of
-    their own."""
     monkeypatch.setattr(figures, "build_figures", lambda section: [])
     shifts = {"ncl": 0.0, "das": -0.2, "demix": -0.5, "one": -3.0, "joint": 0.0}
     shifts |= {"ewc-1": -0.1, "ewc-9": -0.15}
