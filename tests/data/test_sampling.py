@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cpt.core.randomness import key, sample_keys, shuffle
-from cpt.data.collate import label_batch, labels_of, single
+from cpt.data.collate import UNSCORED, label_batch, labels_of, single
 from cpt.data.datamodule import Domain, DomainSequence
 from cpt.data.options import Budget
 from cpt.data.replay import NO_REPLAY, Replay
@@ -140,6 +140,17 @@ def test_a_subset_is_its_rows_with_masks_of_the_text_the_row_and_the_purpose():
     assert Counter(all_samples(reordered)) == Counter(drawn)
     assert len({*all_samples(subset(TEXTS, ROWS, purpose="probe"))} & {*drawn}) <= 2
     assert len({*all_samples(subset({"x": TEXTS["a"]}, {"x": ROWS["a"]}))} & {*drawn}) <= 1
+
+
+def test_each_scored_token_has_its_document(objective):
+    made = subset(TEXTS, {"a": np.arange(23)}, objective=objective, batch_size=6)
+    ahead = int(isinstance(objective, Causal))
+    for number in range(len(made)):
+        owners = []
+        for place, labels in enumerate(labels_of(made[number]).tolist()):
+            predicted = (t + ahead for t, label in enumerate(labels) if label != UNSCORED)
+            owners += [((number * 6 + place) * 8 + t) // 5 for t in predicted]
+        assert made[number]["documents"].tolist() == owners
 
 
 def test_processes_that_go_together_are_at_one_text_and_none_is_left_over(objective):
