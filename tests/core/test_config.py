@@ -23,8 +23,7 @@ def test_a_run_folder_is_named_by_its_choices():
     assert len(set(long)) == 2 and max(map(len, long)) < LONGEST + 20
     paths = [name_run([f"model.name_or_path=out/{run}/model"], "ncl", 0, 0) for run in "ab"]
     assert paths[0].endswith("_model.name.or.path-a.model") and paths[0] != paths[1]
-    orders = [name_run([], "ncl", f"[{names}]", 0) for names in ("наука,право", "право,наука")]
-    assert orders[0] != orders[1] and all(each.isascii() for each in orders)
+    assert name_run([], "ncl", "[наука,право]", 0).isascii()
     assert name_run(["optim.lr=1e-3"], "ncl", 0, 0) == "ncl_order-0_seed-0_optim.lr-0.001"
 
 

@@ -11,11 +11,9 @@ CASES = [  # the choices that have the option, its old name, its new one
     ("", "check", "verify_inputs"),
     ("", "schedule", "lr_scheduler"),
     ("", "model.base.steps", "model.pretraining.steps"),
-    ("", "freeze.only", "trainable"),
     ("endtask=submodules", "endtask.length", "endtask.max_seq_length"),
     ("mask=migu", "mask.migu.mass", "mask.migu.top_p"),
     ("method=lora", "method.alpha", "method.lora_alpha"),
-    ("replay=past", "replay.memory", "replay.buffer_size"),
 ]
 
 

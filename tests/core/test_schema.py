@@ -11,11 +11,9 @@ from cpt.core.sections import load_target
 
 KINDS = [
     (schema.NonNegative, [0, 1.5, 3], [-1, True, math.inf, math.nan, "1", None], "0 or more"),
-    (bool, [True], [1, "maybe", None], "true, false"),
     (schema.PositiveShare | None, [1, 0.1, None], [0, 1.1], "null or above 0, at most 1"),
     (schema.Count, [1, 2**63 - 1], [0, 1.0, True, 2**63], "a whole number, 1 or more"),
     (Literal["auto"] | schema.Count, ["auto", 2], ["all", 0, True], "auto or a whole number, 1 or more"),
-    (schema.Text, ["a"], ["", " ", 5], "a text"),
     (schema.Pattern, ["a.*"], ["(", 5], "a regular expression"),
     (schema.OneOrMore[Literal["a"]], [["a"], ("a",)], [[], ["a", "a"], "a", ["c"]], "one or more of a"),
     (schema.Subset[Literal["a"]], [[], ["a"]], [None, ["b"]], "some of a, or []"),

@@ -46,7 +46,7 @@ def classifier(start, *, classes=2, dropout=0.0):
 
 @pytest.fixture
 def kept(monkeypatch):
-    """The classifiers that were fine-tuned, by the evaluations of them: how many examples, and a copy."""
+    """Of each evaluation, how many examples there were, and a copy of the classifier."""
     seen, whole = [], subject.predict
 
     def keep(made, work, given):

@@ -44,10 +44,6 @@ def harness(folder, *tasks, **given):
     return Harness(options(*tasks, include=str(folder), **given))
 
 
-def measure(each, name, model, words):
-    return each.measure(name, model, words, step=list)
-
-
 def rank_choices(model, words, text, choices):
     scores = []
     for choice in choices:
@@ -63,7 +59,7 @@ def rank_choices(model, words, text, choices):
 def test_accuracy_is_that_of_the_likeliest_choice_with_the_tokenizer_of_a_masked_model(folder, model):
     words = endtask_fixtures.tokenizer()
     assert words("a")["input_ids"][-1] == words.eos_token_id
-    found = measure(harness(folder, "next_word"), "next_word", model, words)
+    found = harness(folder, "next_word").measure("next_word", model, words, step=list)
     model.eval()
     rows = make_rows("law", count=COUNT, seed=0)
     ranked = [rank_choices(model, words, row["text"], row["choices"]) for row in rows]
@@ -80,7 +76,8 @@ def test_numbers_are_those_of_the_harness_called_from_outside(folder, model, wor
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    found = measure(harness(folder, "next_word", shots=2, max_documents=0.5), "next_word", model, words)
+    each = harness(folder, "next_word", shots=2, max_documents=0.5)
+    found = each.measure("next_word", model, words, step=list)
     whole = simple_evaluate(
         model=HFLM(pretrained=model, tokenizer=words, backend="causal", batch_size=3),
         tasks=["next_word"],
@@ -105,7 +102,7 @@ def test_weights_generators_and_tokenizer_stay_and_nothing_is_said(folder, model
     states = []
     for names in ((), ("next_word", "say_word", "next_word")):
         random.seed(5), np.random.seed(5), torch.manual_seed(5)
-        found = [measure(each, name, model, words) for name in names]
+        found = [each.measure(name, model, words, step=list) for name in names]
         states.append(draw())
     assert states[0] == states[1] and all(part.training for part in model.modules())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -52,8 +52,7 @@ def test_a_learned_tokenizer_has_sentinels_as_t5_has_and_others_are_found(tmp_pa
 
 NOISE = 0.5
 MODES = {
-    "neurons": lambda model: growth.grow_neurons(model, 20, noise=NOISE),
-    "many neurons": lambda model: growth.grow_neurons(model, 120, noise=NOISE),
+    "neurons": lambda model: growth.grow_neurons(model, 120, noise=NOISE),
     "heads": lambda model: growth.grow_heads(model, 4 // shared_by(model), noise=NOISE),
     "layers": lambda model: growth.grow_layers(model, 2),
     "hidden": lambda model: growth.grow_hidden(model, 2, noise=NOISE),

@@ -14,8 +14,7 @@ from cpt.reporting.page import Block, write_page
 
 KNOWN = ("chromium", "chromium-browser", "google-chrome", "chrome")
 BROWSER = next(filter(None, map(shutil.which, KNOWN)), "")
-MISSING = "no browser: apt-get install chromium to test the pages"
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not BROWSER, reason=MISSING)]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not BROWSER, reason="apt-get install chromium")]
 OPTIONS = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking "
 OPTIONS += "--disable-component-update --disable-sync --disable-dev-shm-usage --virtual-time-budget=5000"
 FRAME = (  # shows what the page in it sends

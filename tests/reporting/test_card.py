@@ -40,8 +40,7 @@ def test_a_run_leaves_a_card_that_is_written_again_and_hides_no_damage(
     found = {(each.dataset_name, each.metric_name): each.metric_value for each in data.eval_results}
     assert found["food", "last"] == pytest.approx(np.exp(scores["nll"][2][1]), rel=1e-5)
     assert found["all domains", "FG"] == pytest.approx(scores["metrics"]["FG"]["perplexity"], rel=1e-5)
-    metric = scores["metrics"]["LC"]
-    assert cells(page, "final (LC)")[1].startswith(f"{metric['nats']:.4f} [")
+    assert cells(page, "final (LC)")[1].startswith(f"{scores['metrics']['LC']['nats']:.4f} [")
     assert cells(page, "optim.lr") == ["0.01"] and cells(page, "model.mlm_probability") == ["0.3"]
     assert not any(private in page for private in ("secret_user", str(corpora), "/tmp", "http"))
     code, names = page.split("```python\n")[1].split("```")[0], {}

@@ -18,12 +18,6 @@ def overlap(folder, rows=ROWS, seen=()):
     return measure_overlap(read_diagnostics(folder, scores), scores)
 
 
-def save(folder, number, **values):
-    (folder / "diagnostics").mkdir(exist_ok=True)
-    named = {name.replace("__", "/"): np.asarray(array, np.float32) for name, array in values.items()}
-    np.savez(folder / "diagnostics" / f"{number:03d}.npz", **named)
-
-
 def test_the_indices_by_hand():
     values = np.array([[1, 0.5, 0], [0.5, 0.5, 1], [0, 0, 0]])
     expected = [[1.5, 1, 0], [1, 2, 0], [0, 0, 0]], [[1.5, 2.5, 1.5], [2.5, 2, 2], [1.5, 2, 0]]
@@ -34,24 +28,15 @@ def test_the_indices_by_hand():
     np.testing.assert_allclose(jaccard(shares), expected)
 
 
-def test_importances_are_compared_over_all_layers_accumulated_or_as_measured(tmp_path):
-    save(tmp_path, 0, importance__a=[0, 0], importance__b=[0])
-    save(tmp_path, 1, importance__a=[0.2, 0.3], importance__b=[0.5], measured__a=[1, 0])
-    save(tmp_path, 2, importance__a=[0.2, 0.8], importance__b=[1.0], measured__a=[0, 1])
-    found = overlap(tmp_path, ROWS[:3])
-    names, whole, layers = found["importance, accumulated"]
-    assert names == ["law", "food"]
-    np.testing.assert_allclose(whole, [[1, 0.5], [0.5, 1]], rtol=1e-6)
-    np.testing.assert_allclose([layers["a"][0, 1], layers["b"][0, 1]], [0.5, 0.5], rtol=1e-6)
-    np.testing.assert_allclose(found["importance of each domain"].whole, np.eye(2))
-
-
 def test_rows_are_compared_by_each_domains_own_steps(tmp_path):
+    folder = tmp_path / "diagnostics"
+    folder.mkdir()
     for first, steps in enumerate([(4, 8, 400), (0, 4, 4)]):  # a first domain without a mask does not count
         total = np.zeros(4)
         for number, (size, own) in enumerate(zip(steps, OWN, strict=True), start=1):
             total += size * np.array(own)
-            save(tmp_path, number, chosen__map=total / max(sum(steps[:number]), 1))  # since the first domain
+            since_the_first = {"chosen/map": total / max(sum(steps[:number]), 1)}
+            np.savez(folder / f"{number:03d}.npz", **since_the_first)
         names, values, _ = overlap(tmp_path, ROWS, [0, *(size * 128 for size in steps)])["rows updated"]
         assert names == ROWS[1 + first :]
         shared, spanned = min_and_max(np.array(OWN[first:]))
