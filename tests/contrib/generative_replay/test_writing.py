@@ -15,7 +15,6 @@ from cpt.contrib.generative_replay.sampling import Sampling, sample_texts
 from cpt.contrib.generative_replay.writer import (
     MARK,
     PLACE,
-    ExampleWriter,
     Growing,
     Sample,
     TextWriter,
@@ -27,10 +26,8 @@ from cpt.contrib.generative_replay.writer import (
 from cpt.core.files import read_checked_json, write_checked_json
 from cpt.core.randomness import draws, key, sample_keys
 from cpt.data.packing import Packed
-from cpt.data.sources.base import Example
 from tests.support.data_fixtures import bare
-from tests.support.task_fixtures import LABELS, some_examples
-from tests.support.task_fixtures import encoder as made_encoder
+from tests.support.task_fixtures import LABELS
 
 LENGTH = 8
 
@@ -115,32 +112,6 @@ def test_rows_hold_every_token_that_is_kept(tmp_path: Path, tokens):
     assert facts["excerpt"] == "text 0" and facts["real"] > 0
 
 
-@pytest.mark.parametrize("seq2seq", [False, True])
-def test_rows_are_the_example_as_it_is_asked_and_as_it_is_written(tmp_path: Path, seq2seq):
-    encoder, examples = made_encoder(bare(), length=120, seq2seq=seq2seq), some_examples(6)
-    writing = object.__new__(ExampleWriter)  # with what it needs to make forms and rows
-    writing.options, writing.seq2seq, writing.encoder = SimpleNamespace(prompt=None), seq2seq, encoder
-    writing.tokenizer, writing.length, writing.recall = encoder.tokenizer, 120, lambda text: list(LABELS)
-    texts = [writing.to_form(each, "law").target for each in examples]
-    texts[1] += "x"  # which is no choice
-    pairs = zip(texts, [True, True, True, False, True, True], strict=True)
-    samples = [Sample(encoder.ids_of([text])[0], 0, end, 1.0, text) for text, end in pairs]
-    write_samples(tmp_path, "law", samples)
-    facts = writing.keep(tmp_path, job("law", tokens=10**6, wanted=10**6))
-    assert facts["texts"] == 4 and facts["invalid"] == 2 == facts["left_out"]
-    (tmp_path / "facts.json").write_text(json.dumps({"law": facts}))
-    rows = writing.open(tmp_path, "law")
-    kept = [example for at, example in enumerate(examples) if at not in (1, 3)]
-    expected = [each for example in kept for each in (example, writing.to_form(example, "law"))]
-    assert len(rows) == len(expected) == 8
-    for number, example in enumerate(expected):
-        whole = Example("x", example.source, example.target, "law", LABELS if number % 2 == 0 else ())
-        row, at = encoder.encode(whole), np.array([number])
-        size = rows.row_lengths[number]
-        assert rows.ids(at)[0, :size].tolist() == row.ids
-        assert rows.answers(at)[0, :size].tolist() == row.answer
-
-
 def test_an_answer_has_to_be_one_of_the_choices():
     valid = [f"a question{MARK}tu ", f"a {MARK} b {MARK} mu na"]
     invalid = [f"a question {MARK} mu", f"{MARK} tu", f"a {MARK}", "a tu", ""]
@@ -152,42 +123,13 @@ def test_an_answer_has_to_be_one_of_the_choices():
 def test_damaged_beginnings_are_not_used(tmp_path: Path):
     path = tmp_path / "law.json"
     write_checked_json(path, [[1, 2], [3, 4]])
-    assert read_checked_json(path, instead="") == [[1, 2], [3, 4]]
-    known = json.loads(path.read_text())
-    for wrong in (path.read_text()[:-9], json.dumps(known | {"kept": [[1, 2], [3, 5]]}), "[]"):
-        path.write_text(wrong)
-        with pytest.raises(ValueError, match="law.json is damaged"):
-            read_checked_json(path, instead="bring it back")
-
-
-def append(folder: Path, *, commits: int, first: int = 0) -> None:
-    """Appends three parts to two files, so many of them with a commit."""
-    files = Growing(folder, ("rows", "counts"), form=1)
-    for number, part in enumerate([b"first ", b"second ", b"third "][first:], start=first + 1):
-        files.append("rows", part)
-        files.append("counts", b"1")
-        if number <= commits:
-            files.commit({"number": number})
-    if commits == 3:
-        files.finish()
-    files.close()
-
-
-def test_files_that_grow_resume_at_the_last_commit(tmp_path: Path):
-    for commits in range(3):
-        folder = tmp_path / str(commits)
-        folder.mkdir()
-        append(folder, commits=commits)
-        files = Growing(folder, ("rows", "counts"), form=1)
-        assert files.place == ({"number": commits} if commits else None)
-        files.commit(files.place)
-        files.close()
-        append(folder, commits=3, first=commits)
-        found = {path.name: path.read_bytes() for path in folder.iterdir()}
-        assert found == {"rows": b"first second third ", "counts": b"111"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"kept": [[1, 2], [3, 5]]}))
+    with pytest.raises(ValueError, match="law.json is damaged"):
+        read_checked_json(path, instead="bring it back")
 
 
 DAMAGE = {
+    "nothing": lambda folder: None,
     "a truncated place": lambda folder: os.truncate(folder / PLACE, 40),
     "a file that is gone": lambda folder: (folder / "counts").unlink(),
     "a file that is too short": lambda folder: os.truncate(folder / "rows", 5),
@@ -196,11 +138,17 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("harm", DAMAGE)
-def test_files_that_do_not_fit_their_record_restart(tmp_path: Path, harm):
-    append(tmp_path, commits=2)
+def test_files_that_grow_resume_at_the_last_commit_or_restart_where_they_do_not_fit_it(tmp_path: Path, harm):
+    files = Growing(tmp_path, ("rows", "counts"), form=1)
+    for number, part in enumerate([b"first ", b"second ", b"third "]):
+        files.append("rows", part)
+        if number < 2:
+            files.commit({"number": number})
+    files.close()
     DAMAGE[harm](tmp_path)
     files = Growing(tmp_path, ("rows", "counts"), form=1)
-    assert files.place is None and (tmp_path / "rows").stat().st_size == 0
+    found = files.place, (tmp_path / "rows").read_bytes()
+    assert found == ((None, b"") if harm != "nothing" else ({"number": 1}, b"first second "))
     files.close()
 
 
