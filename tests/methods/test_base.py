@@ -78,7 +78,8 @@ def test_every_step_draws_by_a_seed_of_its_own(build):
     assert decay == {id(p): 0.01 * (p.ndim >= 2) for p in work.module.model.parameters()}
 
 
-def test_the_hooks_of_a_method_are_called_in_their_order(small, start, tmp_path, monkeypatch):
+def test_the_hooks_of_a_method_are_called_in_their_order(build, small, start, tmp_path, monkeypatch):
+    build("ncl")  # has pre-trained the base, which calls them too
     calls, scored, nll = [], [], NCL.nll
 
     def noted(name):
