@@ -91,25 +91,13 @@ def test_fine_tuning_is_a_plain_loop(words, kept):
     assert schedule.get_last_lr()[0] < 0.2 * 3e-3
 
 
-def test_the_same_seed_and_task_give_the_same_bits_and_model_and_generators_stay(words, kept):
+def test_the_same_seed_and_task_give_the_same_bits(words, kept):
     start = model("roberta", words, dropout=0.1)
     for seed, name in [(3, "law"), (4, "law"), (3, "food"), (3, "law")]:
         torch.rand(7)
         tuned(start, job(words, name=name, epochs=1), seed=seed)
     states = [torch.cat([value.flatten() for value in made.state_dict().values()]) for _, made in kept]
     assert [torch.equal(states[0], each) for each in states[1:]] == [False, False, True]
-    start.roberta.embeddings.requires_grad_(False)
-    start.roberta.encoder.layer[0].eval()
-
-    def seen():
-        tensors = [torch.get_rng_state(), *(value.clone() for value in start.state_dict().values())]
-        flags = [(p.requires_grad, p.grad is None) for p in start.parameters()]
-        return tensors, flags, [m.training for m in start.modules()]
-
-    before = seen()
-    tuned(start, job(words, epochs=1, dev=True, select="dev"))
-    after = seen()
-    assert before[1:] == after[1:] and all(map(torch.equal, before[0], after[0]))
 
 
 def test_frozen_trains_the_head_alone_and_otherwise_all_but_closed_gates(words, kept):

@@ -84,9 +84,9 @@ def by_hand(model, tokenizer):
     return texts
 
 
-def written_by(model, tokenizer, *, batch_size=4, **how):
-    how = {"most": 6, "step": lambda count: None} | how
-    return write_answers(model, tokenizer, questions(), batch_size=batch_size, **how)
+def written_by(model, tokenizer, *, batch_size=4, most=6):
+    how = {"batch_size": batch_size, "most": most, "step": lambda count: None}
+    return write_answers(model, tokenizer, questions(), **how)
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -112,18 +112,3 @@ def test_an_answer_ends_with_the_positions_of_the_model():
     model.transformer.wpe.num_embeddings = 16
     short = written_by(model, tokenizer, most=40, batch_size=1)
     assert all(whole[number].startswith(text) for number, text in short.items()) and short != whole
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("kind", MODELS)
-def test_processes_share_out_the_batches_of_one(kind):
-    build, objective = MODELS[kind]
-    model, tokenizer, how = build(), framed(), {"batch_size": 4, "step": lambda count: None}
-    shares = [(rank, 3) for rank in range(3)]
-    whole = score_choices(model, objective, questions(), **how)
-    sums = [score_choices(model, objective, questions(), share=share, **how) for share in shares]
-    texts = written_by(model, tokenizer)
-    parts = [written_by(model, tokenizer, share=share) for share in shares]
-    for shared, expected in ((sums, whole), (parts, texts)):
-        assert {at: value for part in shared for at, value in part.items()} == expected
-        assert all(shared) and sum(map(len, shared)) == len(expected)
