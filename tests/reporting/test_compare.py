@@ -12,7 +12,7 @@ from cpt.reporting import compare
 from cpt.reporting.load_runs import build_sections, measure_runs
 from tests.evaluation.test_task_metrics import predicted
 from tests.support.answering import kept, ranked
-from tests.support.comparing import DOMAINS, endtasks, made, run, saved, section
+from tests.support.comparing import DOMAINS, endtasks, made, run, section, stored
 
 FG = "FG/nats"
 ROWS = ["base", *DOMAINS]
@@ -42,8 +42,7 @@ def test_what_was_measured_otherwise_is_left_out_and_said(tmp_path):
     runs = []
     for place, epochs in enumerate((5, 5, 20)):
         config = {"seed": place, "endtask": {"epochs": epochs, "root": f"/data/{place}"}}
-        saved(tmp_path / str(place), config=config, seed=place, endtasks=done)
-        runs.append(run(tmp_path / str(place), seed=place, endtasks=done))
+        runs.append(stored(tmp_path / str(place), config=config, seed=place, endtasks=done))
     runs[1].scores.metrics["FWT_zs"]["terms"] = [1, 3]
     found = section(runs)
     assert ["endtask/MF1" in each.values for each in found.runs] == [True, True, False]
@@ -62,9 +61,8 @@ def test_differences_are_paired_by_order_and_seed_and_corrected_by_holm():
     copies = [run(shift=0.0), run("copy", shift=0.2), run(method="das", shift=0.5)]
     assert compare.contrast_groups(section(copies), FG)["das"].mean == pytest.approx(0.4)
     p = {"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.9}
-    found = compare.correct_holm(
-        {name: Difference(mean=0, low=0, high=0, p=each, n=9) for name, each in p.items()}
-    )
+    differences = {name: Difference(mean=0, low=0, high=0, p=each, n=9) for name, each in p.items()}
+    found = compare.correct_holm(differences)
     expected = {"a": 0.04, "c": 0.09, "b": 0.09, "d": 0.9}
     assert {name: each.p_holm for name, each in found.items()} == pytest.approx(expected)
     assert all(each.p_t_holm is None for each in found.values()) and compare.correct_holm({}) == {}
@@ -124,10 +122,9 @@ def test_seeds_are_averaged_by_example(tmp_path):
 def test_end_tasks_are_compared_by_their_predictions(tmp_path):
     given, runs = endtasks([[0.5] * 3] * 4), []
     for method, right in (("ncl", [1, 0, 0, 0]), ("das", [1, 1, 1, 0]), ("ewc", None)):
-        saved(tmp_path / method, method=method, endtasks=given)
+        runs.append(stored(tmp_path / method, method=method, endtasks=given))
         for task, seed in ((task, seed) for task in DOMAINS for seed in (7, 8) if right):
             predicted(tmp_path / method, 3, task, seed, right, rows=ROWS)
-        runs.append(run(tmp_path / method, method=method, endtasks=given))
     found = records(section(runs))
     assert {each["group"] for each in found.values()} == {"das"}
     assert (found[""]["mean"], found[""]["n"]) == (pytest.approx(0.5), 12)

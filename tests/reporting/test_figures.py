@@ -1,10 +1,12 @@
 """The figures of a comparison show the numbers that they are given."""
 
+import itertools
+
 import numpy as np
 import pytest
 
 from cpt.reporting import drawing, figures
-from tests.support.comparing import DOMAINS, made, run, saved, section
+from tests.support.comparing import DOMAINS, made, run, section, stored
 
 pytestmark = pytest.mark.slow
 JOINT = {"rows": ["base", "joint"], "nll": [[4.0] * 4, [2.0, 3.0, 3.0, 9.0]], "method": "joint"}
@@ -39,14 +41,8 @@ def test_curves_are_means_over_the_domains_so_far_and_over_runs():
     other.nll[1][0] = 3.4
     short.rows, short.nll = short.rows[:2], short.nll[:2]
     lost.nll[2] = lost.nll[3] = [None] * 4
-    groups = {
-        "ncl": [ncl, other],
-        "short": [ncl, short],
-        "lost": [lost],
-        "joint": [made(**JOINT)],
-        "gone": [],
-    }
-    figure, _ = figures.draw_stages(groups)
+    groups = {"ncl": [ncl, other], "short": [ncl, short], "lost": [lost], "joint": [made(**JOINT)]}
+    figure, _ = figures.draw_stages(groups | {"gone": []})
     last = (2 * np.exp(3.1) + np.exp(3.0)) / 3
     expected = [np.exp([3.0, 3.4]).mean(), (np.exp(3.1) + np.exp(3.0)) / 2, last]
     np.testing.assert_allclose(lines(figure)[f"ncl (2): {last:.2f}"].get_data(), [[1, 2, 3], expected])
@@ -60,15 +56,13 @@ def test_curves_are_means_over_the_domains_so_far_and_over_runs():
 
 def test_training_curves_are_means_over_seeds_by_order_and_what_is_not_trained_has_none(tmp_path):
     runs = []
-    for number, order in enumerate((DOMAINS, DOMAINS[::-1])):
-        for seed in (0, 1):
-            folder, about = tmp_path / f"{number}-{seed}", {"order": order, "seed": seed}
-            saved(folder, config={"order": number, "seed": seed}, **about)
-            losses = [(step, text, 5 - step / 10 + seed) for text in order for step in (0, 5, 9)]
-            curve = "".join(f"{step},train/lm/{text},{loss}\n" for step, text, loss in losses)
-            kills = f"5,train/lm/{order[0]},99.0\n", "9,train/lm/la"  # a line that is repeated, one cut off
-            (folder / "metrics.csv").write_text(curve.join(kills))
-            runs.append(run(folder, **about))
+    for seed, (number, order) in itertools.product((0, 1), enumerate((DOMAINS, DOMAINS[::-1]))):
+        config, about = {"order": number, "seed": seed}, {"order": order, "seed": seed}
+        runs.append(stored(tmp_path / f"{number}-{seed}", config=config, **about))
+        losses = [(step, text, 5 - step / 10 + seed) for text in order for step in (0, 5, 9)]
+        curve = "".join(f"{step},train/lm/{text},{loss}\n" for step, text, loss in losses)
+        kills = f"5,train/lm/{order[0]},99.0\n", "9,train/lm/la"  # a line that is repeated, one cut off
+        (runs[-1].folder / "metrics.csv").write_text(curve.join(kills))
     joint = run(tmp_path / "none", method="joint")
     figure, _ = figures.draw_curves(section([*runs, joint]))
     assert [axes.get_title() for axes in figure.axes] == ["order 0", "order 1"]

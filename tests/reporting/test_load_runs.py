@@ -5,57 +5,40 @@ import pytest
 
 from cpt.reporting import load_runs
 from cpt.reporting.load_runs import build_sections, filter_runs, measure_runs
-from tests.support.comparing import CONDITIONS, DOMAINS, NLL, run, saved, section
+from tests.support.comparing import CONDITIONS, DOMAINS, NLL, run, saved, section, stored
 
 
 def names(runs):
     return [group.name for group in section(runs).groups]
 
 
-def configured(tmp_path, configs):
-    runs = []
-    for place, config in enumerate(configs):
-        saved(tmp_path / str(place), config=config, seed=config["seed"])
-        runs.append(run(tmp_path / str(place), seed=config["seed"]))
-    return runs
-
-
-def test_runs_are_found_at_any_depth_once_and_what_cannot_be_read_or_was_only_begun_is_named(tmp_path):
+def test_runs_are_found_at_any_depth_once_and_what_is_missing_or_was_only_begun_is_named(tmp_path):
     for name in ("a/deep/1", "b"):
         saved(tmp_path / name, config={"seed": 0})
-    (tmp_path / "bad").mkdir()
-    (tmp_path / "bad" / "scores.json").write_text('{"version": 3, "dom')
     for name in ("begun", "b/wandb/run", "b/rebuilt/x", ".hydra"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "config.yaml").write_text("seed: 0\n")
     found = load_runs.find_runs([tmp_path, tmp_path / "nowhere", tmp_path / "b" / ".." / "a"])
     assert sorted(each.folder.name for each in found.runs) == ["1", "b"]
-    assert [folder.name for folder in found.begun] == ["begun"] and len(found.damaged) == 2
-    assert "nowhere: no such folder" in found.damaged[0] and "bad" in found.damaged[1]
+    assert [folder.name for folder in found.begun] == ["begun"]
+    assert [told.endswith("nowhere: no such folder") for told in found.damaged] == [True]
 
 
 def test_filters_choose_runs_and_a_wrong_one_says_what_is_allowed():
     values = ("", "a=1; b=[x,y]")
     runs = [run(method=m, seed=s, variant=v) for m in ("ncl", "das") for s in (0, 1) for v in values]
-    for count, words in {
-        4: ["method=das,ncl", "seed=1"],
-        2: ["method=das", "variant=b=[x,y]"],
-        8: [],
-    }.items():
-        assert len(filter_runs(runs, words)) == count
+    for count, words in ((4, "method=das,ncl seed=1"), (2, "method=das variant=b=[x,y]"), (8, "")):
+        assert len(filter_runs(runs, words.split())) == count
     with pytest.raises(ValueError, match="method=ewc is invalid. Allowed: das, ncl"):
         filter_runs(runs, ["method=das,ewc"])
 
 
-def test_costs_are_measured_and_what_is_not_finite_or_was_not_counted_is_not():
+def test_what_is_not_finite_or_was_not_counted_is_not_measured():
     diverged = np.array(NLL)
     diverged[3, 0] = np.nan
     (only,) = measure_runs([run(nll=diverged, costs=False)])
     assert not {"LC/nats", "FG/nats", "cost/tokens", "cost/flops", "cost/memory"} & set(only.values)
     assert "CPT/nats" in only.values
-    (only,) = measure_runs([run()])
-    costs = [only.values[f"cost/{name}"] for name in ("tokens", "seconds_learn", "stored_per_domain")]
-    assert costs == [3000, 12, 1e6]
 
 
 def test_intransigence_against_one_of_the_same_seed_model_order_and_conditions():
@@ -73,7 +56,7 @@ OTHERS = {
     "texts": {"content": "other"},
     "domains": {"order": DOMAINS[:2], "nll": [row[:3] for row in NLL[:3]]},
 }
-CHANGED = {"score_on": "valid", "tokenizer": "4567cdef", "length": 128, "packing": "document_mask"}
+CHANGED = {"tokenizer": "4567cdef", "packing": "document_mask"}
 OTHERS |= {name: {"conditions": CONDITIONS | {name: value}} for name, value in CHANGED.items()}
 
 
@@ -90,12 +73,15 @@ def test_labels_models_values_and_configs_make_groups(tmp_path):
     expected = ["ncl", "ncl + migu", "ncl + replay past", "ncl (optim.lr=1)"]
     assert set(names(runs)) == {*(f"{name}, tiny" for name in expected), "ncl, large"}
     assert names([run(variant="a=1; b=2"), run(variant="b=2; a=1", seed=1)]) == ["ncl"]
-    configs = [{"seed": s, "trainer": {"steps": n, "workers": s}} for s in (0, 1) for n in (5, 9)]
-    runs = configured(tmp_path / "steps", configs)
+    runs = []
+    for seed, steps in ((0, 5), (0, 9), (1, 5), (1, 9)):
+        config = {"seed": seed, "trainer": {"steps": steps, "workers": seed}}
+        runs.append(stored(tmp_path / f"{seed}-{steps}", config=config, seed=seed))
     assert sorted(names(runs)) == ["ncl, trainer.steps=5", "ncl, trainer.steps=9"]
     assert load_runs.differing_settings(runs) == ["trainer.steps"]
     configs = [{"seed": s, "order": s, "mask": {"seed": s}, "domains": {"root": f"/{s}"}} for s in (0, 1, 2)]
-    assert names(configured(tmp_path / "seeds", configs)) == ["ncl"]  # what follows the seed does not
+    runs = [stored(tmp_path / str(each["seed"]), config=each, seed=each["seed"]) for each in configs]
+    assert names(runs) == ["ncl"]  # what follows the seed does not
 
 
 def test_the_baseline_shares_model_and_orders_and_most_values():

@@ -77,6 +77,11 @@ def saved(folder, *, config=None, **given):
     return scores
 
 
+def stored(folder, *, config=None, **given):
+    """A run whose folder has its scores and its config."""
+    return MeasuredRun(folder=folder, scores=saved(folder, config=config, **given))
+
+
 def section(runs, *, by_order=False, baseline="ncl"):
     (found,) = build_sections(measure_runs(runs), by_order=by_order, baseline=baseline)
     return found
