@@ -28,16 +28,3 @@ def test_the_one_of_a_gpu_runs_on_a_processor(part, tmp_path):
     found = json.loads((tmp_path / "out.json").read_text())["parts"][part]
     assert not found.get("failed"), found
     assert found["chunks" if "chunks" in found else "subjects"]
-
-
-def test_a_study_starts_only_the_runs_that_its_published_scores_lack(monkeypatch):
-    monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
-    import das6_mini
-    import study
-
-    rows = [row["run"] for row in study.read_scores(study.SCORES / "das6_mpnet.jsonl.gz")]
-    for without, missing in ((None, []), ("kd", [("kd", seed) for seed in "012"])):
-        present = {study.identify(run) for run in rows if run["method"] != without}
-        jobs = study.list_missing(das6_mini.MPNET_SWEEPS, "das6_mpnet", present)
-        found = [dict(each.split("=") for each in job) for job in jobs]
-        assert [(each["method"], each["seed"]) for each in found] == missing

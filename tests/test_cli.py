@@ -73,11 +73,3 @@ def test_a_reader_that_leaves_ends_a_program_without_a_traceback(tmp_path):
     ended = called("method=das", "--options", cwd=tmp_path, stdout=writing)
     os.close(writing)
     assert ended.stderr == "" and ended.returncode in (UNREAD, 0)  # 0: argparse's own --help
-
-
-def test_log_lines_that_cannot_be_written_are_lost_without_a_traceback():
-    opens = "import logging, sys; from cpt.core.output import open_streams; open_streams()"
-    program = f"{opens}; logging.basicConfig(stream=sys.stdout); logging.error('told')"
-    with open("/dev/full", "w") as full:
-        ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=full, stderr=subprocess.PIPE)
-    assert b"Logging error" not in ended.stderr

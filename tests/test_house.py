@@ -1,4 +1,4 @@
-"""The map and hooks in CONTRIBUTING.md are those of the code, texts have no banned phrase, pages one form.
+"""The map and hooks in CONTRIBUTING.md are those of the code, texts have no banned phrase.
 `lint-imports` checks the imports."""
 
 import ast
@@ -7,8 +7,6 @@ import re
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from cpt.gradient_masks.base import Constraint, GradientMask
 from cpt.methods.base import ContinualMethod
@@ -62,7 +60,6 @@ BANNED = re.compile(
     r"|what rests|where (?:they|it|these|those) rests?|rests? (?:in|on|there))\b",
     re.IGNORECASE,
 )
-COLUMNS, LINKS = 6, 3
 OUTSIDE = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md")
 PAGES = [*(ROOT / name for name in OUTSIDE), *sorted((ROOT / "docs").rglob("*.md"))]
 
@@ -95,16 +92,3 @@ def test_no_banned_phrase_is_written():
         for match in BANNED.finditer(without_code(text))
     ]
     assert found == []
-
-
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_a_page_has_narrow_tables_begins_with_its_use_and_ends_with_few_links(path):
-    text = path.read_text(encoding="utf-8")
-    rows = [re.sub(r"`[^`]*`|\\\|", "", line) for line in text.splitlines() if re.match(r"\|[ :]", line)]
-    assert {row.count("|") - 1 for row in rows if row.count("|") - 1 > COLUMNS} == set()
-    if ROOT / "docs" in path.parents:
-        title, after = text.split("\n\n")[:2]
-        use = "This study" if path.parent.name == "studies" else "After this"
-        assert title.startswith("# ") and after.startswith(use)
-        body, _, links = text.rpartition("\n## See also\n")
-        assert body and 0 < links.count("](") <= LINKS and "\n## " not in links

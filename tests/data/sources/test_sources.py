@@ -83,14 +83,12 @@ def test_every_kind_of_table_gives_its_documents_without_the_empty_ones_of_the_c
     put(tmp_path / "a" / "a.jsonl", '{"text": null}\n{"text": ""}\n{"text": " \\n"}\n{"text": "b", "n": 1}\n')
     put(tmp_path / "a" / "b.csv", 'text,id\n"",1\n" ",2\n\nc,3\n')
     put(tmp_path / "a" / "c.parquet", in_parquet([None, "", "d"], "text"))
-    put(tmp_path / "a" / "d.jsonl", '{"n": "x", "m": {"deep": 2}, "text": "e"}\n')
-    put(tmp_path / "a" / "f.csv", "")
+    put(tmp_path / "a" / "d.csv", "")
     put(tmp_path / "a" / "h.json", '\n\n[{"text": "One."},\n{"text": "Two."}]')
     put(tmp_path / "law" / "a.jsonl", in_lines(["d"], "body"))
     source = texts(tmp_path, columns={"law": "body"})
-    assert said(tmp_path) == [*"bcde", "One.", "Two."] and list(source.read("law")) == [("train", "d")]
+    assert said(tmp_path) == [*"bcd", "One.", "Two."] and list(source.read("law")) == [("train", "d")]
     assert source.fingerprint("law") != texts(tmp_path).fingerprint("law")
-    assert source.fingerprint("a") == texts(tmp_path).fingerprint("a")
 
 
 PLAIN = "\ufeffOne.\r\nMore.\r\n\r\n  \r\nTwo.\n\n\nThree.\x0cStill\u2028three."
@@ -184,12 +182,12 @@ def test_the_fingerprint_is_that_of_the_files(tmp_path):
     put(tmp_path / "b" / "b.txt", "One.\n")
     assert look() == 1
     os.utime(path, ns=(1, 1))
-    assert [look(), look(column="body"), look(document="line")] == [2, 3, 4]
+    assert [look(), look(column="body")] == [2, 3]
     path.write_text("Longer.\n")
     os.utime(path, ns=(1, 1))
-    assert look() == 5
+    assert look() == 4
     path.rename(path.with_name("test.txt"))
-    assert look() == 6
+    assert look() == 5
     (tmp_path / "b" / "gone.txt").symlink_to(tmp_path / "gone")
     with pytest.raises(ValueError, match=r"gone.txt is a link to nothing"):
         texts(tmp_path).fingerprint("b")
@@ -218,7 +216,6 @@ def test_saved_folders_and_data_files_are_read(kind, streaming, dataset, monkeyp
     source = hub(entry, streaming=streaming)
     found, before = list(source.read("news")), source.fingerprint("news")
     assert found == list(hub({"path": str(dataset)}).read("news")) and len(found) == 9
-    assert hub(entry, column="body").fingerprint("news") != before
     os.utime("saved/dataset_dict.json" if kind == "saved" else f"train.{kind}", (1, 1))
     assert source.fingerprint("news") != before
     # A data set gives its splits, or those that are asked for.
@@ -249,12 +246,11 @@ def test_fine_leaves_the_coarse_ones_out_and_a_coarse_domain_has_the_text_of_its
     made = texts(tmp_path, by="coarse")
     assert made.domains == ["cs", "hep-th", "math"] and made.members("cs") == ["cs.AI", "cs.CL"]
     made.check_domains(made.domains)
-    corpus, read = (
-        make_corpus(made, "cs", cache=tmp_path / ".cache"),
-        [*made.read("cs.AI"), *made.read("cs.CL")],
-    )
+    corpus = make_corpus(made, "cs", cache=tmp_path / ".cache")
     found = [text for split in SPLITS for text in corpus.documents(split)["text"]]
-    assert sorted(found) == sorted(text for _, text in read) and len(found) == 80
+    assert (
+        sorted(found) == sorted(text for name in fine[:2] for _, text in made.read(name)) and len(found) == 80
+    )
     before = stamp_of(made, "cs")
     (tmp_path / "cs.CL" / "more.txt").write_text("one more line\n")
     assert stamp_of(made, "cs") != before and before.startswith("cs-")
@@ -266,11 +262,8 @@ def test_fine_leaves_the_coarse_ones_out_and_a_coarse_domain_has_the_text_of_its
     # Only some are left, and named orders are of them.
     assert texts(tmp_path, only=["math.AC", "hep-th"]).domains == ["hep-th", "math.AC"]
     assert texts(tmp_path, only="/(cs|math)\\.A./").domains == ["cs.AI", "math.AC", "math.AG"]
-    orders = [["math.AG", "cs.AI", "cs.CL"], ["cs.CL", "cs.AI"]]
-    assert texts(tmp_path, orders=orders, only="cs.*").named_orders == [
-        ["cs.AI", "cs.CL"],
-        ["cs.CL", "cs.AI"],
-    ]
+    orders = [["cs.CL", "math.AG", "cs.AI"]]
+    assert texts(tmp_path, orders=orders, only="cs.*").named_orders == [["cs.CL", "cs.AI"]]
 
 
 def configured(name, **changes):
@@ -302,15 +295,10 @@ NUMPYDOC = r"""Return the shortest path between two nodes
     G : NetworkX graph that holds all of the nodes, edges and attributes of it
         The graph in which the path is searched, its edges may carry weights.
 
-        - Here :math:`\alpha \leq \mathbb{R}` bounds all of the things and so it
-          goes on.
-
     =====  =====================================
     Alpha  This row of the table is not a sentence.
     =====  =====================================
 
-    Examples
-    --------
     >>> for node in shortest_path(nx.path_graph(4), 0, 3): print(node in the_graph)
     The output of this example is printed on one line.
 
@@ -318,19 +306,12 @@ NUMPYDOC = r"""Return the shortest path between two nodes
     ----------
     .. [2] Dijkstra, A note on two problems in connexion with graphs,
     """
-DROPPED = [
-    "Too short to be prose.",
-    "```python\n\nThis is what the code prints and not a sentence of the text.\n\n```",
-    "Knuth, The Art of Computer Programming, Vol. 2, in the third edition of 1997 by the press.",
-    "See the page of the project at https://example.org/ for all of the things that it can do.",
-]
 
 
-def test_numpydoc_keeps_the_sentences_and_nothing_else():
+def test_prose_is_the_sentences_of_a_docstring_and_nothing_else():
     assert prose(NUMPYDOC) == [
         "Return the shortest path between two nodes of a graph that may be directed; see bfs and the graph "
         "class for the structures that G[u] walks over [2].",
         "The graph in which the path is searched, its edges may carry weights.",
-        "Here alpha <= R bounds all of the things and so it goes on.",
     ]
-    assert [prose(text) for text in DROPPED] == [[]] * len(DROPPED)
+    assert prose("```python\n\nThis is what the code prints and not a sentence of the text.\n\n```") == []
