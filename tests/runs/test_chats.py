@@ -3,18 +3,15 @@
 import json
 import random
 
-import pytest
 import torch
 from tokenizers import AddedToken
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from cpt.models.loading import train_tokenizer
 from tests.conftest import VOCABULARIES, sentences
 from tests.runs.reading import answers_of, told_by
-from tests.support.making import made
 
 DOMAINS = ("food", "law")
-TURN_ENDS = "<|end|>"  # what the template ends a turn with: not the end of the sequence
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m['role'] }}:\n{{ m['content'] }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:\n{% endif %}"
@@ -48,7 +45,7 @@ def write_checkpoint(folder):
     """A decoder of 40 thousand parameters with a chat template, as `save_pretrained` leaves it."""
     texts = [text for words in VOCABULARIES.values() for text in sentences(words, count=60, seed=1)]
     tokenizer = train_tokenizer(iter(texts), vocabulary=400, objective="causal")
-    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken(TURN_ENDS, special=True)]})
+    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken("<|end|>", special=True)]})
     tokenizer.chat_template = TEMPLATE
     ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     sizes = {"hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 256}
@@ -58,61 +55,20 @@ def write_checkpoint(folder):
     tokenizer.save_pretrained(folder)
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    place = tmp_path_factory.mktemp("chats")
-    write_chats(place / "texts")
-    write_checkpoint(place / "decoder")
-    return place
-
-
-@pytest.fixture
-def config(composed, place, cache):
-    places = [
-        f"domains.root={place / 'texts'}",
-        f"model.name_or_path={place / 'decoder'}",
-        f"cache_dir={cache}",
-    ]
-    how = ["model.max_seq_length=128", "trainer.steps=30", "trainer.batch_size=8", "optim.lr=1e-2"]
-    how += ["trainer.checkpoint_every=4", "answers.max_new_tokens=12", "logger=none"]
-    return composed("domains=instructions", "model=hf", *places, *how)
-
-
-def test_chats_are_learned_and_answered(config, start, tmp_path):
+def test_chats_are_learned_and_answered(composed, cache, start, tmp_path):
     """What is written ends where the template ends a turn, which is what was learned."""
-    start(config, tmp_path)
-    scores = told_by(tmp_path)
+    write_chats(tmp_path / "texts")
+    write_checkpoint(tmp_path / "decoder")
+    given = [f"domains.root={tmp_path / 'texts'}", f"model.name_or_path={tmp_path / 'decoder'}"]
+    given += ["model.max_seq_length=128", "trainer.steps=30", "trainer.batch_size=8", "optim.lr=1e-2"]
+    given += ["trainer.checkpoint_every=4", "answers.max_new_tokens=12", "logger=none", f"cache_dir={cache}"]
+    start(composed("domains=instructions", "model=hf", *given), tmp_path / "run")
+    scores = told_by(tmp_path / "run")
     assert scores["run"]["finished"] and scores["run"]["objective"] == "causal"
     assert scores["domains"] == [*DOMAINS, "general"]
     assert all(scores["nll"][2][place] < scores["nll"][0][place] - 1 for place in (0, 1))
-    answers, files = scores["answers"]["tasks"], answers_of(tmp_path)
+    answers, files = scores["answers"]["tasks"], answers_of(tmp_path / "run")
     assert answers["law"]["measures"]["rouge_l"][-1] > 0.3 > answers["law"]["measures"]["rouge_l"][0]
     last = files["answers/002-law/law.parquet"]
     assert len(files) == 6
     assert sum(row["written"].startswith("It is") and row["written"].endswith(".") for row in last) > 5
-
-
-def test_the_loss_of_the_first_batch_is_that_of_a_loop_over_its_answers(config, place):
-    """Rendered and tokenised here by transformers alone: the sum over the tokens of the answers, the ends of
-    their turns included, over their number."""
-    run = made(config)
-    batch = run.batches()[0]
-    tokenizer, model = AutoTokenizer.from_pretrained(place / "decoder"), run.module.model.eval()
-    with torch.no_grad():
-        loss = run.module.losses(batch)["lm"].item()
-    known = {
-        tokenizer.apply_chat_template(turns, tokenize=False).removesuffix("\n"): turns
-        for turns in conversations("law", count=60, seed=10)
-    }
-    total, count = 0.0, 0
-    for row, ids in enumerate(batch["input_ids"]):
-        present = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))[row].bool()
-        turns = known[tokenizer.decode(ids[present], clean_up_tokenization_spaces=False)]
-        before = tokenizer.apply_chat_template(turns[:-1], tokenize=False, add_generation_prompt=True)
-        asked = tokenizer(before, add_special_tokens=False)["input_ids"]
-        answer = tokenizer(turns[-1]["content"] + TURN_ENDS, add_special_tokens=False)["input_ids"]
-        with torch.no_grad():
-            logs = model(input_ids=torch.tensor([asked + answer])).logits[0].log_softmax(-1)
-        total -= sum(logs[len(asked) - 1 + at, each].item() for at, each in enumerate(answer))
-        count += len(answer)
-    assert count == len(batch["positions"]) and loss == pytest.approx(total / count, rel=1e-5)

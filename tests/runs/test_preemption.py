@@ -111,8 +111,7 @@ with heed_signals(), defer_signals():
 IMPORTS = """
 import os, signal, sys
 from cpt.core.preemption import heed_imports, heed_signals, notice
-mode = sys.argv[1]
-if mode == "before":
+if sys.argv[1] == "before":
     heed_imports()
     os.kill(os.getpid(), signal.SIGTERM)
 import types
