@@ -47,7 +47,6 @@ RESOLVED = ValueError("variant cannot be resolved")
 RESOLVED.__cause__ = MemoryError()
 ENDING = {
     "foreseen": (ValueError("first line\n  second line"), "first line second line"),
-    "python": (MemoryError(), OF_MEMORY),
     "a gpu": (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), OF_MEMORY),
     "what became of it on the way up": (RESOLVED, OF_MEMORY),
 }

@@ -1,4 +1,4 @@
-"""Memory that the system takes back, and how threads wait."""
+"""Memory that the system takes back, and its peak."""
 
 import sys
 
@@ -17,9 +17,7 @@ def test_free_memory_is_given_back_and_the_peak_is_of_what_comes():
     give_back()
     assert held - psutil.Process().memory_info().rss > 2**26
     cpu = torch.device("cpu")
-    forget_peak(cpu)
-    low = peak(cpu)
     torch.ones(50_000_000)
-    assert peak(cpu) >= low + 190_000_000
+    high = peak(cpu)
     forget_peak(cpu)
-    assert peak(cpu) < low + 100_000_000
+    assert peak(cpu) < high - 100_000_000

@@ -108,27 +108,24 @@ def test_a_resumed_run_repeats_no_point(tmp_path):
     assert {key for each in points for key in each} == {"train/loss", "train/tokens"}
 
 
-@pytest.mark.parametrize(
-    ("key", "reachable", "modes"),
-    [(False, True, ["offline"]), (True, True, ["online"]), (True, False, ["online", "offline"])],
-)
-def test_a_run_is_online_for_a_logged_in_user_if_the_server_answers(
-    key, reachable, modes, tmp_path, monkeypatch, caplog
-):
-    tried = []
+def test_a_run_is_online_for_a_logged_in_user_if_the_server_answers(tmp_path, monkeypatch, caplog):
+    tried, down = [], ConnectionError("W&B: timed out; logger.mode=offline keeps the run in its folder")
 
     def init(identifier, folder, *, mode, **about):
         tried.append(mode)
-        if mode == "online" and not reachable:
-            raise ConnectionError("W&B: timed out; logger.mode=offline keeps the run in its folder")
+        if mode == "online" and identifier == "down":
+            raise down
 
-    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password 0123\n" * key)
     for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setattr(wandb_runs, "init_wandb", init)
     wandb_runs.open_wandb("a", tmp_path, mode="auto")
-    assert tried == modes and ("timed out" in caplog.text) != reachable
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password 0123\n")
+    wandb_runs.open_wandb("a", tmp_path, mode="auto")
+    assert tried == ["offline", "online"] and not caplog.text
+    wandb_runs.open_wandb("down", tmp_path, mode="auto")
+    assert tried[2:] == ["online", "offline"] and "timed out" in caplog.text
 
 
 def test_a_run_that_fails_after_its_first_stage_and_is_started_again_is_one_run_to_wandb(tmp_path):
@@ -156,12 +153,9 @@ def test_a_run_that_fails_after_its_first_stage_and_is_started_again_is_one_run_
 
 def test_each_parameter_of_the_sweep_is_a_valid_override(composed, monkeypatch):
     sweep = yaml.safe_load((ROOT / "docs" / "examples" / "sweep.yaml").read_text())
-    assert (ROOT / sweep["program"]).is_file() and sweep["metric"]["goal"] == "minimize"
-    assert sweep["metric"]["name"] in summarize_scores(scores())
+    assert (ROOT / sweep["program"]).is_file() and sweep["metric"]["name"] in summarize_scores(scores())
     fixed = [part for part in sweep["command"] if not part.startswith("${")]
-    assert sweep["command"][-1] == "${args_no_hyphens}"
     monkeypatch.setenv("WANDB_SWEEP_ID", "s1")
-    assert {"method", "optim.lr"} == set(sweep["parameters"])
     for name, parameter in sweep["parameters"].items():
         for value in parameter.get("values") or [parameter["min"], parameter["max"]]:
             cfg = composed(*fixed, f"{name}={value}")
