@@ -9,7 +9,6 @@ import sys
 import threading
 from functools import partial
 from pathlib import Path
-from shutil import copytree
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
@@ -21,7 +20,15 @@ from omegaconf import OmegaConf, open_dict
 from cpt.cli import to_hydra
 from cpt.core.heartbeat import Heartbeat
 from cpt.core.preemption import GO_ON
-from cpt.sweeps.jobs import BASIC_SWEEPER, Job, compose_jobs, divide_machine, summarize_jobs, visible_gpus
+from cpt.sweeps.jobs import (
+    BASIC_SWEEPER,
+    Job,
+    compose_jobs,
+    divide_machine,
+    job_command,
+    summarize_jobs,
+    visible_gpus,
+)
 from cpt.sweeps.launcher import ClusterLauncher, ProcessLauncher, forward_signals, run_all
 from tests.conftest import ROOT, SMALL
 from tests.support.processes import is_there, wait_for
@@ -153,14 +160,23 @@ def cluster(monkeypatch, tmp_path):
     return ClusterLauncher(through=f"{__name__}.Cluster", extra="slurm", options={"nodes": 1})
 
 
-def test_a_cluster_runs_the_command_that_a_job_would_have_alone(sweep, cluster, tmp_path):
-    returned = sweep.launched(cluster, "seed=2", "seed=3", "seed=2")
+@pytest.mark.parametrize("through", ["cluster", "processes"])
+def test_a_job_is_the_command_that_it_would_be_alone(sweep, cluster, tmp_path, through):
+    launcher = cluster if through == "cluster" else ProcessLauncher(jobs=1, threads=None)
+    returned = sweep.launched(launcher, "seed=2", "seed=3", "seed=2")
     assert [each.status.name for each in returned] == ["COMPLETED", "FAILED", "COMPLETED"]
     assert str(returned[1]._return_value) == "#1 seed=3: failed (exit 1): cpt: no"
     lines = (tmp_path / "seen").read_text().splitlines()
     assert lines == [" ".join([*sweep.shared, f"seed={seed}", "hydra.mode=RUN"]) for seed in (2, 3)]
     consoles = sorted(tmp_path.glob("outputs/default/*/console.log"))
     assert len(consoles) == 2 and consoles[0].read_text().strip().endswith(f"{tmp_path} True")
+
+
+def test_the_command_of_a_job_has_the_flags_of_its_sweep(sweep, monkeypatch):
+    given = ["-m", "-cd", "more", "--config-name=other", "seed=1,2", "hydra.verbose=true"]
+    monkeypatch.setattr(sys, "argv", ["run.py", *given])
+    wanted = ["--config-name=other", "--config-dir=more", "hydra.verbose=true"]
+    assert job_command(Sweep([*sweep.shared, given[-1], "hydra/sweeper=basic"]).config)[-3:] == wanted
 
 
 @pytest.mark.parametrize(("seed", "code", "how"), [(3, 1, "failed"), (4, GO_ON, "were preempted")])
@@ -217,55 +233,6 @@ def test_a_clusters_signal_reaches_the_job_before_the_clusters_own_handler(tmp_p
     finally:
         signal.signal(signal.SIGUSR2, before)
     assert saved == [True]
-
-
-APP = """
-import json, os
-from pathlib import Path
-import hydra
-import cpt.sweeps.launcher
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import OmegaConf
-
-@hydra.main(version_base="1.3", config_path="conf", config_name="config")
-def main(cfg):
-    folder = Path(HydraConfig.get().runtime.output_dir)
-    if cfg.kind == "raise":
-        raise RuntimeError("boom")
-    seen = {"threads": os.environ["OMP_NUM_THREADS"], "order": OmegaConf.to_container(cfg.order)}
-    (folder / "seen.json").write_text(json.dumps(seen | {"name": cfg.name}))
-    (folder / "scores.json").write_text('{"run": {"finished": true}}')
-
-main()
-"""
-CONFIG = """
-defaults: [_self_, {override hydra/launcher: processes}]
-kind: done
-order: [a]
-name: given
-hydra:
-  run: {dir: "outputs/${hydra:job.name}/${kind}-${order}"}
-  sweep: {dir: outputs}
-  hydra_logging: {formatters: {simple: {format: "%(message)s"}}}
-"""
-
-
-@pytest.mark.slow
-def test_overrides_flags_and_threads_of_the_user_reach_the_jobs_and_failures_stop_no_other(tmp_path):
-    copytree(ROOT / "conf/hydra/launcher", tmp_path / "conf/hydra/launcher")
-    (tmp_path / "more").mkdir()
-    for name, text in {"conf/config.yaml": CONFIG, "more/other.yaml": CONFIG, "app.py": APP}.items():
-        (tmp_path / name).write_text(text)
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "7", "PYTHONWARNINGS": "error"}
-    given = ["-m", "-cd", "more", "--config-name=other", "order=[b,'a c'],[c]", "name='a b, \"c\"'"]
-    command = [sys.executable, "-m", "app", *given, "kind=done,raise", "hydra.launcher.jobs=2"]
-    ended = subprocess.run(command, cwd=tmp_path, env=env, timeout=120, capture_output=True, text=True)
-    seen = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("outputs/app/*/seen.json"))]
-    assert [job["order"] for job in seen] == [["b", "a c"], ["c"]]
-    assert {job["name"] for job in seen} == {'a b, "c"'}
-    assert {job["threads"] for job in seen} == {"7"}
-    assert ended.returncode == 1 and ended.stderr.count("\n") == 1
-    assert ended.stderr.startswith("cpt: 2 of 4 jobs failed: #1 order=[b,'a c'] kind=raise, #3 ")
 
 
 PROGRAM = """
