@@ -83,11 +83,10 @@ def test_words_of_any_alphabet_weigh_by_their_counts_and_by_how_few_documents_ha
     texts = {"law": ["the court court rules", "the act"], "food": ["the bread", "the basil"]}
     found = embed_by_words({name: [each] for name, each in texts.items()})
     the, court, rules, bread = (found["law"][bucket_of(word)] for word in ("the", "court", "rules", "bread"))
-    once = (
-        (math.log(5 / 2) + 1) / math.sqrt((1 + math.log(2)) ** 2 + 2) / 2
-    )  # in one of 4 documents, of 3 words
-    assert rules == pytest.approx(once) and court == pytest.approx((1 + math.log(2)) * once) and bread == 0
-    assert the == pytest.approx(once / (math.log(5 / 2) + 1) + 1 / math.sqrt(2) / 2)  # in all documents
+    twice, rare = 1 + math.log(2), 1 + math.log(5 / 2)  # in one of 4 documents
+    once = 1 / math.sqrt(twice**2 + 2) / 2
+    assert [rules, court, bread] == pytest.approx([rare * once, twice * rare * once, 0])
+    assert the == pytest.approx(once + 1 / math.sqrt(2) / 2)
     found = embed_by_words({"a": [["Straße STRASSE x 42 суд"]], "b": [["42 !"]], "c": []})
     assert set(np.flatnonzero(found["a"])) == {bucket_of(word) for word in ("straße", "strasse", "суд")}
     assert not found["b"].any() and not found["c"].any() and found["c"].shape == (BUCKETS,)

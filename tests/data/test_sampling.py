@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from cpt.core.randomness import key, sample_keys, shuffle
+from cpt.core.randomness import key, sample_keys
 from cpt.data.collate import UNSCORED, label_batch, labels_of, single
 from cpt.data.datamodule import Domain, DomainSequence
 from cpt.data.options import Budget
@@ -270,43 +270,6 @@ def replayed(mixture, *, names=("now",), past="abc", steps=(20,), stage="now", s
     return stream(texts, list(steps), places=places, **options)
 
 
-class Deck:
-    """Cards that are dealt in a shuffle, and shuffled again when none is left."""
-
-    def __init__(self, count, stream):
-        self.count, self.stream, self.epoch, self.left = count, stream, 0, []
-
-    def deal(self):
-        if not self.left:
-            (name,) = sample_keys(self.stream, np.array([self.epoch]))
-            self.left = shuffle(np.arange(self.count), self.count, stream=int(name)).tolist()
-            self.epoch += 1
-        return self.left.pop(0)
-
-
-def walked(mixture, *, past, general, own, steps, seed, stage):
-    """What each step holds, in the order: own samples, of the past, general."""
-    fresh, kinds = Deck(own, key(seed, "now")), []
-    shares = {"past": (mixture.past_ratio, past), "general": (mixture.general_ratio, general)}
-    for kind, (share, sizes) in ((kind, each) for kind, each in shares.items() if each[1]):
-        quota, kept, decks = mixture.buffer_size if kind == "past" else None, {}, {}
-        for name, size in sizes.items():
-            most = quota and quota // len(sizes)
-            kept[name] = shuffle(np.arange(size), size, stream=key(seed, "memory", name))[:most].tolist()
-            decks[name] = Deck(len(kept[name]), key(seed, stage, kind, "rows", name))
-        turns = Deck(len(sizes), key(seed, stage, kind, "turns"))
-        kinds.append((Decimal(str(share)), turns, list(sizes), decks, kept))
-    for step in range(steps):
-        drawn = []
-        for share, turns, names, decks, kept in kinds:
-            before, after = (int(share * BATCH * each) for each in (step, step + 1))
-            for _ in range(after - before):
-                name = names[turns.deal()]
-                drawn.append((name, kept[name][decks[name].deal()]))
-        new = BATCH if mixture.adds else BATCH - len(drawn)
-        yield [("now", fresh.deal()) for _ in range(new)], drawn
-
-
 MIXTURES = [
     replay(past_ratio=0.1, mode="append"),
     replay(past_ratio=0.29, general_ratio=0.2),  # in floats, 0.29 * 100 is 28.999999999999996
@@ -317,17 +280,42 @@ MIXTURES = [
 
 
 @pytest.mark.parametrize("mixture", MIXTURES, ids=str)
-def test_the_rows_are_those_of_the_oracle(mixture):
-    for past, seed, stage in (("abc", 0, "now"), ("b", 3, "later"), ("", 1, "now")):
-        made = replayed(mixture, past=past, steps=[40], seed=seed, stage=stage)
-        general = {"general": SIZES["general"]} if mixture.general_ratio else {}
-        how = {"past": {name: SIZES[name] for name in past}, "seed": seed, "stage": stage, "steps": 40}
-        expected = walked(mixture, general=general, own=SIZES["now"], **how)
-        for number, (new, drawn) in enumerate(expected):
-            rows = [WHOSE[tuple(ids)] for ids in made[number]["input_ids"].tolist()]
-            assert [row for row in rows if row[0] == "now"] == new
-            assert Counter(rows) == Counter(new + drawn)
-            assert made[number]["domains"].tolist() == ["abc".find(name) for name, _ in rows]
+def test_shares_are_exact_and_new_rows_come_as_without_replay(mixture):
+    made, new = (
+        replayed(mixture, steps=[40], objective=MASKED),
+        numbers(replayed(NO_REPLAY, steps=[40], objective=MASKED)),
+    )
+    shares = [Decimal(str(share)) for share in (mixture.past_ratio, mixture.general_ratio) if share]
+    for step in range(40):
+        rows, drawn = whole(made[step]), []
+        for pool, share in zip(made.earlier, shares, strict=True):
+            draws = np.arange(*(int(share * BATCH * each) for each in (step, step + 1)))
+            parts, places, _ = pool.locate(draws)
+            drawn += [([*pool.texts][part], place) for part, place in zip(parts, places, strict=True)]
+        own = [row for row in rows if row[0] == "now"]
+        assert len(own) == (BATCH if mixture.adds else BATCH - len(drawn)) and own == new[: len(own)]
+        assert Counter(rows) == Counter(own + drawn)
+        assert made[step]["domains"].tolist() == ["abc".find(name) for name, _ in rows]
+        del new[: len(own)]
+
+
+@pytest.mark.parametrize(("memory", "kept"), [(None, [23, 7, 40]), (11, [3, 3, 3])])
+def test_a_turn_draws_from_every_text_and_an_epoch_is_what_is_kept_of_it_in_every_stage(memory, kept):
+    mixture, past, epochs = (
+        replay(past_ratio=0.7, buffer_size=memory),
+        {name: TEXTS[name] for name in "abc"},
+        {},
+    )
+    for stage in ("now", "later"):
+        (pool,) = mixture.pools(past, {}, stage=stage, seed=0)
+        parts, rows, _ = pool.locate(np.arange(240))
+        turns = parts.reshape(-1, 3)
+        assert (np.sort(turns) == range(3)).all() and len(np.unique(turns, axis=0)) > 1
+        for part, count in enumerate(kept):
+            own = rows[parts == part][: 80 // count * count].reshape(-1, count)
+            assert len(np.unique(own)) == count and len(np.unique(own, axis=0)) > 1
+            epochs[stage, part] = np.sort(own)
+            assert (epochs[stage, part] == epochs["now", part][0]).all()
 
 
 def test_the_masks_of_a_draw_are_those_of_its_number_and_replayed_rows_stand_everywhere():

@@ -248,9 +248,8 @@ def test_fine_leaves_the_coarse_ones_out_and_a_coarse_domain_has_the_text_of_its
     made.check_domains(made.domains)
     corpus = make_corpus(made, "cs", cache=tmp_path / ".cache")
     found = [text for split in SPLITS for text in corpus.documents(split)["text"]]
-    assert (
-        sorted(found) == sorted(text for name in fine[:2] for _, text in made.read(name)) and len(found) == 80
-    )
+    read = [text for name in fine[:2] for _, text in made.read(name)]
+    assert sorted(found) == sorted(read) and len(found) == 80
     before = stamp_of(made, "cs")
     (tmp_path / "cs.CL" / "more.txt").write_text("one more line\n")
     assert stamp_of(made, "cs") != before and before.startswith("cs-")
