@@ -19,7 +19,7 @@ from cpt.loggers.loggers import Curves, log_scores, log_stage, track
 from cpt.reporting.frames import choose_headlines, summarize_scores
 from cpt.train import train
 from tests.conftest import ROOT, SMALL, with_values
-from tests.support.tracked import scores
+from tests.support.comparing import endtasks, made
 from tests.support.wandb_files import config, history, of_kind, summary, table
 
 pytestmark = pytest.mark.slow
@@ -46,9 +46,9 @@ def runs(corpora, cache, tmp_path_factory):
 
 
 def test_every_run_is_one_run_with_its_own_id_and_group_and_shown_as_it_ended(runs):
-    made = of_kind(runs, "run")
-    assert len({run.run_id for run in made}) == len(made) == 3
-    assert {(run.run_group, run.job_type) for run in made} == {("default", "ncl")}
+    told = of_kind(runs, "run")
+    assert len({run.run_id for run in told}) == len(told) == 3
+    assert {(run.run_group, run.job_type) for run in told} == {("default", "ncl")}
     ((first,), (second,)) = (of_kind(runs / name, "run") for name in ("s0", "s1"))
     assert list(first.tags) == ["a", "b"] and second.display_name == "ncl + migu order=law,food seed=1"
     assert config(runs / "s1")["trainer"]["steps"] == 4
@@ -82,8 +82,8 @@ def test_losses_are_one_curve_over_all_tokens_and_the_matrix_is_one_over_stages_
 def test_a_rebuilt_run_has_the_curves_of_the_live_one(runs):
     import wandb
 
-    live, made = history(runs / "s0"), Scores.load(runs / "s0" / "scores.json")
-    assert sync_runs({runs / "s0": made}, project="p", entity=None, mode="offline") == 0
+    live, scores = history(runs / "s0"), Scores.load(runs / "s0" / "scores.json")
+    assert sync_runs({runs / "s0": scores}, project="p", entity=None, mode="offline") == 0
     wandb.teardown()
     rebuilt = history(runs / "s0" / REBUILT)
     for name in ("train/loss", "train/lr", "train/grad_norm", "train/tokens_per_s"):
@@ -98,11 +98,11 @@ def test_a_resumed_run_repeats_no_point(tmp_path):
     points = []
     run = SimpleNamespace(log=points.append, define_metric=lambda *given, **how: None)
     for _ in range(2):  # the second start begins after a kill
-        made = Curves(run, high=tmp_path / "wandb" / "tokens")
+        curves = Curves(run, high=tmp_path / "wandb" / "tokens")
         for domain, before, steps in (("law", 0, (1, 2, 3)), ("a/b", 30, (1,))):
-            made.enter(domain, tokens=before)
+            curves.enter(domain, tokens=before)
             for step in steps:
-                made.log({f"train/lm/{domain}": 1.0, f"train/tokens/{domain}": 10.0 * step, "epoch": 0})
+                curves.log({f"train/lm/{domain}": 1.0, f"train/tokens/{domain}": 10.0 * step, "epoch": 0})
     places = [each["train/tokens"] for each in points]
     assert places == sorted(places) and places[:4] == [10, 20, 30, 40]
     assert {key for each in points for key in each} == {"train/loss", "train/tokens"}
@@ -133,14 +133,15 @@ def test_a_run_that_fails_after_its_first_stage_and_is_started_again_is_one_run_
 
     options = {"wandb": True, "mode": "offline", "project": "p", "entity": None, "csv": True}
     about = {"name": "das order=0 seed=3", "group": "g", "job_type": "das", "tags": [], "config": {"seed": 3}}
-    place, whole = tmp_path / "das_seed-3", scores()
+    place = tmp_path / "das_seed-3"
+    whole = made(method="das", endtasks=endtasks([[0.5] * 3] * 4, when="each"))
     place.mkdir()
-    for rows in (2, 3):
+    for rows in (3, 4):
         by_row = {name: getattr(whole, name)[:rows] for name in ("rows", "nll", "modules", *NOTED, *COSTS)}
-        fails = pytest.raises(KeyboardInterrupt) if rows == 2 else nullcontext()
+        fails = pytest.raises(KeyboardInterrupt) if rows == 3 else nullcontext()
         with fails, track(options, place, about=about) as loggers:
             log_stage(loggers, dataclasses.replace(whole, **by_row, endtasks={}))
-            if rows == 2:
+            if rows == 3:
                 raise KeyboardInterrupt
             log_scores(loggers, whole, folder=place)
     wandb.teardown()
@@ -148,12 +149,12 @@ def test_a_run_that_fails_after_its_first_stage_and_is_started_again_is_one_run_
     assert [(run.run_id, run.resume) for run in starts] == [(digest(["g", "das_seed-3"]), True)] * 2
     assert [end.exit_code for end in of_kind(place, "exit")] == [1, 0]
     assert not (set(summarize_scores(whole)) - set(choose_headlines(whole))) & set(summary(place))
-    assert [row["stage"] for row in history(place) if "ppl/law" in row] == [1, 2]
+    assert [row["stage"] for row in history(place) if "ppl/law" in row] == [2, 3]
 
 
 def test_each_parameter_of_the_sweep_is_a_valid_override(composed, monkeypatch):
     sweep = yaml.safe_load((ROOT / "docs" / "examples" / "sweep.yaml").read_text())
-    assert (ROOT / sweep["program"]).is_file() and sweep["metric"]["name"] in summarize_scores(scores())
+    assert (ROOT / sweep["program"]).is_file() and sweep["metric"]["name"] in summarize_scores(made())
     fixed = [part for part in sweep["command"] if not part.startswith("${")]
     monkeypatch.setenv("WANDB_SWEEP_ID", "s1")
     for name, parameter in sweep["parameters"].items():
