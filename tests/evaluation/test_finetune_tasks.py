@@ -12,7 +12,6 @@ from tests.support.endtask_fixtures import options, rows, write, write_task
 
 DAS6 = SHARED / "data" / "das6-mini"
 SIX = ["restaurant", "acl", "ai", "phone", "pubmed", "camera"]
-needs_das6 = pytest.mark.skipif(not DAS6.is_dir(), reason="the data of das6-mini are not here")
 
 
 @pytest.fixture
@@ -26,7 +25,7 @@ def plan(root, *, names=("food", "law", "space"), order=("law", "food"), **overr
     return plan_endtasks(options("texts", root=root, **overrides), names, order)
 
 
-@needs_das6
+@pytest.mark.skipif(not DAS6.is_dir(), reason="the data of das6-mini are not here")
 def test_the_preset_is_the_protocol_of_das_and_its_split_reproduces():
     own = {"pubmed": {"path": "pubmed", "splits": "das"}}
     task = plan_endtasks(options("das6", root=DAS6, tasks=own), SIX, SIX).source.task("pubmed")

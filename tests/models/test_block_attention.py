@@ -20,16 +20,14 @@ SIZES = {
     **{"vocab_size": 300, "max_position_embeddings": 66, "pad_token_id": 1, "bos_token_id": 0},
     **{"eos_token_id": 2, "cls_token_id": 0, "sep_token_id": 2},
 }
-OLD = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 300}
+OLD = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 300, "bos_token_id": 0, "eos_token_id": 0}
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 ENCODERS = {
     "roberta": SIZES | STILL,
     "modernbert": SIZES | {"num_hidden_layers": 3, "local_attention": 8, "global_attn_every_n_layers": 2},
 }
 DECODERS = {
-    "gpt2": OLD
-    | {"bos_token_id": 0, "eos_token_id": 0}
-    | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "gpt2": OLD | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "llama": SIZES | {"num_key_value_heads": 2},
     "mistral": SIZES | {"num_key_value_heads": 2, "sliding_window": 6},  # shorter than samples
     "gpt_neox": SIZES | {"hidden_dropout": 0.0},

@@ -79,20 +79,15 @@ def build(name: str, **changes) -> nn.Module:
     family = FAMILIES[name]
     fields = family.config | {"tie_word_embeddings": False} | changes
     torch.manual_seed(0)
-    model = large(family.auto.from_config(AutoConfig.for_model(family.type or name, **fields)))
+    model = family.auto.from_config(AutoConfig.for_model(family.type or name, **fields)).double()
+    generator = torch.Generator().manual_seed(1)
+    for key, parameter in model.named_parameters():
+        if parameter.ndim > 1:
+            nn.init.normal_(parameter, 0, parameter.shape[-1] ** -0.5, generator=generator)
+        elif key.endswith("bias"):
+            nn.init.normal_(parameter, 0, 0.1, generator=generator)
     if family.type == "t5" and not fields["tie_word_embeddings"]:  # its configuration ties all the same
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().flip(0))
-    return model
-
-
-@torch.no_grad()
-def large(model: nn.Module) -> nn.Module:
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in model.double().named_parameters():
-        if parameter.ndim > 1:
-            parameter.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)
-        elif name.endswith("bias"):
-            parameter.normal_(0, 0.1, generator=generator)
     return model.eval().requires_grad_()
 
 
@@ -101,8 +96,8 @@ def shared_model(name: str) -> nn.Module:
     return build(name)
 
 
-def inputs_of(model: nn.Module, *, seed: int = 2) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+def inputs_of(model: nn.Module) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(2)
     names = ("input_ids", "decoder_input_ids") if model.config.is_encoder_decoder else ("input_ids",)
     return {name: torch.randint(3, V, (B, T), generator=generator) for name in names}
 

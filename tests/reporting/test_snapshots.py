@@ -152,12 +152,8 @@ def test_a_report_of_a_run_that_lacks_something(tmp_path, about):
 
 
 def of_two(*tasks):
-    """A run of two domains; its seconds, tokens and so on are all different."""
     examined = endtasks([[None] * 2, [0.7, None], [0.5, 0.8]], tasks=tasks, when="each")
-    phases = {"start": {"read": 32.0}, "learn": {tasks[0]: 2.0}, "endtasks": {tasks[1]: 16.0}}
-    costs = {"trained": [0, 700, 800], "stored": [0, 10, 30], "seen": [0, 1000, 2000], "memory": [5, 90, 80]}
-    nll = [[5.0, 6.0, 4.0], [3.0, 5.5, 4.1], [3.4, 4.0, 4.3]]
-    return made(nll=nll, order=tasks, phases=phases, endtasks=examined, **costs)
+    return made(nll=[[5.0, 6.0, 4.0], [3.0, 5.5, 4.1], [3.4, 4.0, 4.3]], order=tasks, endtasks=examined)
 
 
 def test_every_value_is_a_finite_number_however_little_was_measured():
