@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
@@ -25,7 +24,6 @@ CHOSEN_BY_THE_READER = {("method", "mine"), ("experiment", "first"), ("experimen
 CHOSEN_BY_THE_READER |= {("experiment", path.stem) for path in DOCS.glob("examples/experiment/*.yaml")}
 OF_PROGRAMS = ("files.md", "options.md", "support.md")  # written from what there is: tests/test_site.py
 OF_EXTRAS = {"mkdocs"}
-CONFIG_ON_WANDB = {"cpt.label", "cpt.measured", "cpt.group", "cpt.order", "cpt.texts", "cpt.versions"}
 GROUPS = sorted({path.parent.relative_to(CONF).as_posix() for path in CONF.rglob("*/*.yaml")})
 CHOICE = re.compile(rf"\+?({'|'.join(GROUPS)})(?:@[\w.]+)?=([\w,|]+)")
 OPTION = re.compile(rf"\+?((?:{'|'.join(g.replace('/', '[.]') for g in GROUPS)}|freeze)(?:\.\w+)+)(?:=.*)?")
@@ -52,28 +50,6 @@ def words(path: Path) -> list[str]:
     return [word.strip("'\"") for span in spans(path) for word in span.split()]
 
 
-def keys(tree: dict, prefix: str = "") -> set[str]:
-    inner = (keys(value, f"{prefix}{key}.") for key, value in tree.items() if isinstance(value, dict))
-    return {f"{prefix}{key}" for key in tree}.union(*inner)
-
-
-def as_in_conf(key: str) -> str:
-    """A task's own value is one of all tasks; a choice within a method is one of its own group; callbacks and
-    loggers have any name."""
-    key = re.sub(r"^(callbacks|logger)\.mine\b.*", "callbacks.lr_monitor", key)
-    key = key.replace("method.mixture.", "replay.").replace("method.mask.", "mask.migu.")
-    return re.sub(r"^endtask\.tasks\.\w+\.", "endtask.", key).replace("method.routing.", "routing.")
-
-
-def is_there(name: str) -> bool:
-    """Whether a dotted name is a module's, or that of a function or class at the end of one; nothing of it is
-    imported."""
-    file, _, last = name.replace(".", "/").rpartition("/")
-    whole, outer = ROOT / f"{file}/{last}", ROOT / f"{file}.py"
-    within = outer.exists() and re.search(rf"^(def|class) {last}\b", told(outer), re.MULTILINE)
-    return whole.is_dir() or whole.with_suffix(".py").exists() or bool(within)
-
-
 def missing(found, is_known):
     return {each for each in found if not is_known(each)}
 
@@ -97,28 +73,22 @@ def test_tests_files_links_programs_and_extras_that_are_named_exist():
         modules = set(re.findall(r"python -m ([\w.]+)", text))
         assert missing(modules - OF_EXTRAS, find_spec) == set(), path
         assert missing(re.findall(r"python ([\w/]+\.py)", text), there) == set(), path
-        names = {name for name in spans(path) if re.fullmatch(r"cpt(\.\w+)+", name)} - CONFIG_ON_WANDB
-        assert missing(names, is_there) == set(), path
         assert set(re.findall(r"pip install -e ['\"]\.\[(\w+)\]", text)) <= extras, path
 
 
-@pytest.mark.slow
-def test_choices_and_options_that_are_named_exist():
-    known = keys(yaml.safe_load(told(CONF / "config.yaml"))) | {"method.routing"}
-    for path in CONF.rglob("*/*.yaml"):
-        group = path.parent.relative_to(CONF).as_posix().replace("/", ".")
-        group = group.removesuffix(".parts").removesuffix(".protocol")  # composed into the group's choices
-        package = re.match(r"# @package ([\w.]+)", told(path))
-        prefix = f"{package[1] if package else group}.".replace("_global_.", "")
-        known |= keys(yaml.safe_load(told(path)), prefix)
+def test_choices_exist_and_options_have_names_of_the_config():
+    """Options by the last part of their names."""
+    texts = [told(path) for path in CONF.rglob("*.yaml")]
+    known = {name for text in texts for name in re.findall(r"(\w+):", text)}
     for path in DOCUMENTS:
         found = {match for word in words(path) if (match := CHOICE.fullmatch(word))}
         wanted = {(match[1], name) for match in found for name in re.split(r"[,|]", match[2])}
         wanted -= CHOSEN_BY_THE_READER
         assert missing(wanted, lambda each: (CONF / each[0] / f"{each[1]}.yaml").exists()) == set(), path
-        found = {as_in_conf(match[1]) for word in words(path) if (match := OPTION.fullmatch(word))}
+        found = {match[1] for word in words(path) if (match := OPTION.fullmatch(word))}
+        found = {name for name in found if not name.startswith(OPEN)}
         if path.name not in OF_PROGRAMS:
-            assert {key for key in found - known if not key.startswith(OPEN)} == set(), path
+            assert missing(found, lambda name: name.rpartition(".")[2] in known) == set(), path
 
 
 def test_every_method_and_source_stands_in_the_catalogue_and_methods_in_the_fidelity_page():
