@@ -14,7 +14,7 @@ from cpt.evaluation.lm_eval import Harness
 from cpt.models.loading import train_tokenizer
 from tests.conftest import VOCABULARIES
 from tests.support import endtask_fixtures
-from tests.support.probing import make_rows, options, write_generation, write_probe
+from tests.support.probing import ANSWER, make_rows, options, write_files, write_probe
 
 COUNT = 40
 pytestmark = pytest.mark.slow  # the harness takes eight seconds to be read in
@@ -22,7 +22,8 @@ pytestmark = pytest.mark.slow  # the harness takes eight seconds to be read in
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return write_generation(write_probe(tmp_path_factory.mktemp("tasks"), count=COUNT))
+    place = write_probe(tmp_path_factory.mktemp("tasks"), count=COUNT)
+    return write_files(place, "say_word", count=6, kind="generate_until", answer=ANSWER)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +62,7 @@ def test_accuracy_is_that_of_the_likeliest_choice_with_the_tokenizer_of_a_masked
     assert words("a")["input_ids"][-1] == words.eos_token_id
     found = harness(folder, "next_word", max_documents=0.5).measure("next_word", model, words, step=list)
     model.eval()
-    rows = make_rows("law", count=COUNT, seed=0)[: COUNT // 2]
+    rows = make_rows(count=COUNT, seed=0)[: COUNT // 2]
     ranked = [rank_choices(model, words, row["text"], row["choices"]) for row in rows]
     right = [place == row["label"] for place, row in zip(ranked, rows, strict=True)]
     acc = found["metrics"]["acc"]
