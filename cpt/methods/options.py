@@ -71,7 +71,7 @@ class ContrastOptions(Options):
     contrast: NonNegative = option("lambda: the weight of the contrastive term; 0: none of its passes")
     contrast_text: Literal["uncorrupted", "corrupted"] = option("text of the contrastive passes")
     contrast_dropout: BelowOne | None = option("dropout of the contrastive passes; null: the model's own")
-    contrast_samples: PositiveShare = option("share of each batch in the contrastive term")
+    contrast_samples: PositiveShare = option("share of each micro-batch in the contrastive term")
     contrast_every: Count = option("steps between contrastive terms, whose weight is multiplied by it")
     temperature: Positive = option("tau: the temperature of the contrastive term")
 
