@@ -47,9 +47,8 @@ def test_tasks_are_those_of_learned_domains_in_their_order_each_with_its_own_val
     assert (law.epochs, law.metric, food.epochs, food.metric) == (7, "accuracy", 5, "macro_f1")
     with pytest.raises(ValueError, match=r"no task is of a domain of order=\[space\]. Allowed: food"):
         plan(root, order=["space"])
-    for own, told in (({"epochs": 0}, "epochs=0 is"), ({"columns": {"txt": "a"}}, "columns.txt is")):
-        with pytest.raises(ValueError, match=rf"^endtask\.tasks\.law\.{told} invalid"):
-            plan(root, tasks={"law": own})
+    with pytest.raises(ValueError, match=r"^endtask\.tasks\.law\.columns\.txt is invalid"):
+        plan(root, tasks={"law": {"columns": {"txt": "a"}}})
 
 
 def test_every_format_gives_the_same_examples_and_no_other_is_read(root, tmp_path):

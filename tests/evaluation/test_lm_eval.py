@@ -48,8 +48,7 @@ def harness(folder, *tasks, **given):
 def rank_choices(model, words, text, choices):
     scores = []
     for choice in choices:
-        before = words(text, add_special_tokens=False)["input_ids"]
-        whole = words(f"{text} {choice}", add_special_tokens=False)["input_ids"]
+        before, whole = words([text, f"{text} {choice}"], add_special_tokens=False)["input_ids"]
         logits = model(torch.tensor([whole])).logits[0]
         places = range(len(before), len(whole))
         scores.append(sum(log_softmax(logits[at - 1], -1)[whole[at]].item() for at in places))

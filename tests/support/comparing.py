@@ -21,20 +21,16 @@ def made(*, nll=NLL, order=DOMAINS, rows=None, shift=0.0, content="d", endtasks=
     nll[-1] += shift
     run = {"name": "trial", "method": "ncl", "mask": "none", "replay": "none", "variant": "", "model": "tiny"}
     run |= {"order": list(order), "seed": 0, "finished": True, "objective": "masked"}
-    fields = {key: given.pop(key) for key in list(given) if key not in run}
+    own = {key: given.pop(key) for key in list(given) if key not in run}
     domains = [*order, "general"][: nll.shape[1]]
     names = ["base", *order][: len(nll)] if rows is None else rows
     stages = len(names)
-    fields = {"conditions": CONDITIONS} | fields
-    fields = {"phases": {"score": {"base": 2.0}, "learn": dict.fromkeys(names[1:], 4.0)}} | fields
+    about = {"conditions": CONDITIONS}
+    about |= {"phases": {"score": {"base": 2.0}, "learn": dict.fromkeys(names[1:], 4.0)}}
     if costs:
-        fields = {
-            "seen": [0, *[1000] * (stages - 1)],
-            "flops": [0, *[2 * 10**9] * (stages - 1)],
-            "memory": [10**6] * stages,
-            "trained": [0, *[5120] * (stages - 1)],
-            "stored": [0, *range(10**6, stages * 10**6, 10**6)],
-        } | fields
+        about |= {"memory": [10**6] * stages, "stored": [0, *range(10**6, stages * 10**6, 10**6)]}
+        for name, each in {"seen": 1000, "flops": 2 * 10**9, "trained": 5120}.items():
+            about[name] = [0, *[each] * (stages - 1)]
     scores = Scores(
         domains=domains,
         rows=names,
@@ -50,16 +46,16 @@ def made(*, nll=NLL, order=DOMAINS, rows=None, shift=0.0, content="d", endtasks=
         modules=[{} for _ in names],
         endtasks=endtasks or {},
         alone=(run | given)["method"] in FROM_BASE,
-        **fields,
+        **about | own,
     )
     scores.measure()
     return scores
 
 
-def endtasks(scores, *, tasks=DOMAINS, seeds=(7, 8), when="last", metric="macro_f1"):
-    cube = [[[value] * len(seeds) for value in row] for row in scores]
-    about = {"when": when, "tasks": list(tasks), "seeds": list(seeds), "hash": "e", "seconds": 1.0}
-    for name, value in {"metric": metric, "classes": 2, "examples": 8}.items():
+def endtasks(scores, *, tasks=DOMAINS, when="last"):
+    cube = [[[value] * 2 for value in row] for row in scores]
+    about = {"when": when, "tasks": list(tasks), "seeds": [7, 8], "hash": "e", "seconds": 1.0}
+    for name, value in {"metric": "macro_f1", "classes": 2, "examples": 8}.items():
         about[name] = dict.fromkeys(tasks, value)
     return about | {"scores": dict.fromkeys(("macro_f1", "micro_f1", "accuracy"), cube)}
 
