@@ -22,7 +22,6 @@ runs the_mixture_is_that_of_real_text
 runs two_processes_write_what_one_writes
 weights frozen_weights_keep_their_bits_through_a_run das|ewc|derpp
 package a_users_own_method_source_and_experiment_are_swept_away_from_the_checkout
-drift_budget killed_it_ends_with_the_same_bits lora
 """
 
 

