@@ -1,7 +1,6 @@
 """Artifacts are made once, also by processes that start together, and never loaded damaged or half made."""
 
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -84,7 +83,6 @@ DAMAGE = {
     "half the checksums": (lambda folder: os.truncate(folder / CHECKSUMS, 50), CHECKSUMS),
     "truncated": (lambda folder: os.truncate(folder / "first", 10), "first has 10 bytes, not 1000"),
     "a file": (lambda folder: (folder / "first").unlink(), "first is gone"),
-    "all": (lambda folder: [shutil.rmtree(folder), folder.write_text("")], CHECKSUMS),
 }
 
 

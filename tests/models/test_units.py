@@ -215,12 +215,10 @@ def test_factors_of_separate_grouped_and_fused_maps():
 
 S, L = 9, 4
 PAIRS = {"r": 2, "alpha": 4, "dropout": 0.1, "targets": "all-linear", "embeddings": False}
-BOTTLENECK = {"reduction": 4, "activation": "relu"}
 ATTACHED = {
     "nothing": lambda model: None,
     "pairs": lambda model: attach_lora(model, **PAIRS),
-    "houlsby": lambda model: attach_bottlenecks(model, placement="houlsby", **BOTTLENECK),
-    "pfeiffer": lambda model: attach_bottlenecks(model, placement="pfeiffer", **BOTTLENECK),
+    "houlsby": lambda model: attach_bottlenecks(model, placement="houlsby", reduction=4, activation="relu"),
     "plugins": lambda model: attach_plugins(model, attention=0.5, ffn=0.5, output_relu=False),
 }
 

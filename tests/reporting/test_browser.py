@@ -20,11 +20,6 @@ FRAME = (  # shows what the page in it sends
     '<pre></pre><script>onmessage = told => document.querySelector("pre").textContent = told.data</script>'
     '<iframe src="page.html" width="1280" height="800"></iframe>'
 )
-TOOLS = """
-const all = selector => [...document.querySelectorAll(selector)];
-const column = (place, table = 0) => [...all("table")[table].tBodies[0].rows]
-  .filter(row => row.checkVisibility()).map(row => row.cells[place].textContent);
-"""
 ROWS = [  # in no order by any column
     ["ncl", "tiny", "−0.5 ± 0.1", "1,200", "1.2e+05", "yes"],
     ["Das + migu", "tiny", "10.2 [9.0, 11.5]", "–", "9.1e+04", "no"],
@@ -35,21 +30,10 @@ ROWS = [  # in no order by any column
 HEAD = ["group", "model", "LC", "stored", "FLOPs", "domain known"]
 
 
-def browse(folder, blocks, script):
-    """Opens a page of blocks from disk in a frame; gives what a script finds in it."""
-    probe = f"{TOOLS} parent.postMessage(JSON.stringify((() => {{{script}}})()), '*')"
-    digest = base64.b64encode(hashlib.sha256(probe.encode()).digest()).decode()
-    path = write_page(blocks, title="Comparison of runs", stem=folder / "page")
-    text = path.read_text().replace("script-src", f"script-src 'sha256-{digest}'")
-    path.write_text(text.replace("</body>", f"<script type=module>{probe}</script></body>"))
-    (folder / "frame.html").write_text(FRAME)
-    command = [BROWSER, *OPTIONS.split(), f"--user-data-dir={folder}/profile"]
-    command += ["--dump-dom", (folder / "frame.html").as_uri()]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    return json.loads(html.unescape(re.search(r"<pre>(.*)</pre>", ended.stdout, re.S)[1]))
-
-
 SCRIPT = """
+const all = selector => [...document.querySelectorAll(selector)];
+const column = (place, table = 0) => [...all("table")[table].tBodies[0].rows]
+  .filter(row => row.checkVisibility()).map(row => row.cells[place].textContent);
 const click = place => {
   const head = all("table")[0].tHead.rows[0].cells[place];
   head.querySelector("button").click();
@@ -76,7 +60,17 @@ def test_tables_sort_by_words_and_by_numbers_and_are_filtered_together_by_a_sear
         Block(title="masked: pubmed", head=HEAD, cells=ROWS, words=2, filtered=True, facets=facets),
         Block(title="Differences: acl", head=HEAD[:2], cells=[[r[0], "3"] for r in ROWS], filtered=True),
     ]
-    shown, searched, ticked, plain = browse(tmp_path, blocks, SCRIPT)
+    probe = f"parent.postMessage(JSON.stringify((() => {{{SCRIPT}}})()), '*')"
+    digest = base64.b64encode(hashlib.sha256(probe.encode()).digest()).decode()
+    path = write_page(blocks, title="Comparison of runs", stem=tmp_path / "page")
+    text = path.read_text().replace("script-src", f"script-src 'sha256-{digest}'")
+    path.write_text(text.replace("</body>", f"<script type=module>{probe}</script></body>"))
+    (tmp_path / "frame.html").write_text(FRAME)
+    command = [BROWSER, *OPTIONS.split(), f"--user-data-dir={tmp_path}/profile"]
+    command += ["--dump-dom", (tmp_path / "frame.html").as_uri()]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    said = html.unescape(re.search(r"<pre>(.*)</pre>", ended.stdout, re.S)[1])
+    shown, searched, ticked, plain = json.loads(said)
     expected = {
         0: (["das (order 2)", "das (order 10)", "Das + migu", "ewc", "ncl"], []),
         2: (["−0.5 ± 0.1", "9.75", "10.2 [9.0, 11.5]"], ["–", "nan"]),

@@ -128,9 +128,6 @@ def test_end_tasks_are_compared_by_their_predictions(tmp_path):
     found = records(section(runs))
     assert {each["group"] for each in found.values()} == {"das"}
     assert (found[""]["mean"], found[""]["n"]) == (pytest.approx(0.5), 12)
-    (tmp_path / "das" / "endtasks" / "003-space" / "law-7.parquet").write_text("damaged")
-    found, failed = compare.contrast_examples(section(runs))
-    assert found == [] and len(failed) == 1 and "law-7.parquet" in failed[0]
 
 
 NASTY = ["law\n", "=1+1", "+cmd|' /C calc'!A0", "\r\n=1", "a,b;\"c\"'d'"]

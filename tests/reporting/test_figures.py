@@ -9,7 +9,6 @@ from cpt.reporting import drawing, figures
 from tests.support.comparing import DOMAINS, made, run, section, stored
 
 pytestmark = pytest.mark.slow
-JOINT = {"rows": ["base", "joint"], "nll": [[4.0] * 4, [2.0, 3.0, 3.0, 9.0]], "method": "joint"}
 NLL = [[4.0] * 4, [3.0, 4.0, 4.0, 4.0], [3.1, 3.0, 4.0, 4.0], [3.1, 3.1, 3.0, 4.0]]
 
 
@@ -41,8 +40,9 @@ def test_curves_are_means_over_the_domains_so_far_and_over_runs():
     other.nll[1][0] = 3.4
     short.rows, short.nll = short.rows[:2], short.nll[:2]
     lost.nll[2] = lost.nll[3] = [None] * 4
-    groups = {"ncl": [ncl, other], "short": [ncl, short], "lost": [lost], "joint": [made(**JOINT)]}
-    figure, _ = figures.draw_stages(groups | {"gone": []})
+    joint = made(rows=["base", "joint"], nll=[[4.0] * 4, [2.0, 3.0, 3.0, 9.0]], method="joint")
+    groups = {"ncl": [ncl, other], "short": [ncl, short], "lost": [lost], "joint": [joint], "gone": []}
+    figure, _ = figures.draw_stages(groups)
     last = (2 * np.exp(3.1) + np.exp(3.0)) / 3
     expected = [np.exp([3.0, 3.4]).mean(), (np.exp(3.1) + np.exp(3.0)) / 2, last]
     np.testing.assert_allclose(lines(figure)[f"ncl (2): {last:.2f}"].get_data(), [[1, 2, 3], expected])

@@ -55,9 +55,8 @@ OTHERS = {
     "objective": {"objective": "causal"},
     "texts": {"content": "other"},
     "domains": {"order": DOMAINS[:2], "nll": [row[:3] for row in NLL[:3]]},
+    "tokenizer": {"conditions": CONDITIONS | {"tokenizer": "4567cdef"}},
 }
-CHANGED = {"tokenizer": "4567cdef", "packing": "document_mask"}
-OTHERS |= {name: {"conditions": CONDITIONS | {name: value}} for name, value in CHANGED.items()}
 
 
 @pytest.mark.parametrize("name", OTHERS)
