@@ -16,11 +16,9 @@ pytestmark = pytest.mark.slow
 CANNOT = {  # and the choice or option that is meant
     "method=unheard_of": "",
     "+unknown=1": "",
-    "+model=gpt2": "",
     "trainer.setps=5": "trainer.steps",
     "trainer.learning_rate=1e-4": "optim.lr",
     "--seed=1": "",
-    "order": "",
     "-m seed=0,1 mask=migu,mgui": "migu",
     "-m method.routing=last,first method=hat": "",
     "--config-dir=mine method=mine": "",

@@ -1,5 +1,6 @@
-"""What nobody meant, made by hypothesis: overrides, files of text, files of run folders. Each check takes one such input, which is taken, or refused as a user is to see it. Anything else is
-raised: what the command line would show as a traceback, or a line that does not name its file."""
+"""What nobody meant, made by hypothesis: overrides, files of text, files of run folders. Each check takes
+one such input, which is taken, or refused as a user is to see it. Anything else is raised: what the command
+line would show as a traceback, or a line that does not name its file."""
 
 import contextlib
 import io
@@ -203,7 +204,6 @@ MANY = [pytest.param(area, 2500, marks=pytest.mark.campaign) for area in AREAS] 
 @pytest.mark.parametrize(("area", "count"), [*FEW.items(), *MANY])
 def test_what_nobody_meant_is_taken_or_refused_in_a_line(area, count):
     check, parts = AREAS[area]
-    seen = []
     how = {"derandomize": True, "phases": [Phase.generate]} if count == FEW[area] else {}
 
     @settings(
@@ -211,9 +211,7 @@ def test_what_nobody_meant_is_taken_or_refused_in_a_line(area, count):
     )
     @given(st.tuples(*parts))
     def look(each: tuple) -> None:
-        seen.append(each)
         check(*each)
 
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         look()
-    assert len(seen) >= count // 2

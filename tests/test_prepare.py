@@ -92,9 +92,6 @@ def test_tasks_are_copied_without_the_development_split_and_read_through(tmp_pat
     assert prepare.main(["trace", str(tmp_path / "TRACE"), str(tmp_path / "trace")]) == 0
     assert "Differs: C-STANCE: train 1, published 5,000" in capsys.readouterr().out
     assert len(list(find_files(tmp_path / "trace", "trace"))) == 2 * len(prepare.TRACE)
-    inside = tmp_path / "TRACE" / "out"
-    assert prepare.main(["trace", str(tmp_path / "TRACE"), str(inside)]) == 1
-    assert "it overlaps" in capsys.readouterr().err
 
 
 def test_m2d2_is_counted_by_coarse_domain_and_read_from_files_or_saved_data_sets(tmp_path, capsys):

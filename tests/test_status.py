@@ -56,8 +56,6 @@ def test_without_a_heartbeat_the_scores_tell(tmp_path):
         make_run(tmp_path / name, finished=finished, rows=rows)
     found = [(each.state, each.done) for each in status.read_statuses([tmp_path])]
     assert found == [("unfinished", None), ("unfinished", 0.5), ("finished", 1.0)]
-    make_run(tmp_path / "joint", finished=True, rows=2)  # one row for all domains
-    assert status.read_statuses([tmp_path / "joint"])[0].done == 1.0
 
 
 def test_the_table_and_json(tmp_path, capsys):

@@ -71,8 +71,6 @@ def test_means_are_centred_before_their_cosines_and_names_sorted():
     found = Similarity.of({n: common + each for n, each in directions.items()}, general=common + [2, 0, 0])
     assert found.names == ["a", "b", "m", "z"] and found.general.tolist() == [-1, 0, 0, 1]
     assert found.matrix.tolist() == [[1, 0, 0, -1], [0, 1, -1, 0], [0, -1, 1, 0], [-1, 0, 0, 1]]
-    same = Similarity.of({"b": np.ones(3), "a": np.ones(3)}, general=np.ones(3))
-    assert arrange_domains("dissimilar", same) == ["a", "b"] and same.matrix.tolist() == [[0, 0], [0, 0]]
 
 
 def bucket_of(word: str) -> int:

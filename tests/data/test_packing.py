@@ -92,6 +92,11 @@ def test_a_text_is_tokenised_once_for_what_its_tokenizer_gives(tmp_path, tokeniz
     assert tokenizer_digest(changed) == digests["framed"]
     with pytest.raises(ValueError, match="no token to separate documents"):
         terminator(made.restyled("$A", pad_token="<pad>"))
+    found = written(tmp_path, prose(80))  # a corpus that lacks documents is not packed
+    facts = {**found.facts, "documents": {**found.facts["documents"], "train": 81}}
+    broken = Corpora({"broken": corpus.Corpus(found.folder, facts)}, tmp_path, workers=1)
+    with pytest.raises(ValueError, match="is damaged: 80 documents in train, not 81"):
+        broken.packed("broken", "train", **how)
 
 
 LENGTH, SPECIAL = 16, (0, 1)

@@ -228,7 +228,6 @@ def test_training_is_on_the_current_domain_and_a_batch_says_whose_text_it_is():
 
 def test_a_probe_is_a_fixed_random_subset_of_the_domain_with_masks_of_its_own():
     def probed(**how):
-        """The rows of a probe, and where its masks are."""
         batches = list(sequence(**how).probe())
         return whole(*batches), torch.cat([labels_of(batch) for batch in batches]).tolist()
 
@@ -237,7 +236,7 @@ def test_a_probe_is_a_fixed_random_subset_of_the_domain_with_masks_of_its_own():
     assert len(set(places)) == len(rows) == 10 and places != sorted(places) and max(places) > 19
     later = {"trainer": fake_trainer(step=3), "seed": 7, "budget": budget(epochs=2.0), "eval_batch_size": 3}
     assert probed(enter=2, **later) == (rows, masks)
-    assert probed(enter=2, importance_samples=6)[0] == rows[:6] and len(probed(enter=1)[0]) == SIZES["b"]
+    assert len(probed(enter=1)[0]) == SIZES["b"]
     mixed = probed(domains=JOINT)[0]  # a share of each text
     assert Counter(name for name, _ in mixed) == dict.fromkeys("abc", 4)
 

@@ -89,7 +89,6 @@ def test_it_is_held_where_it_would_not_have_been(small, start, tmp_path):
     assert "past" not in found["monitor"]["law"]["budget"]["drift"]
     assert past == pytest.approx(budget["drift"]["past"][kept][0], abs=1e-4)
     assert any("back to" in act for act in budget["acts"])
-    assert "budget/way/law" in (tmp_path / "metrics.csv").read_text()
 
 
 def test_a_budget_that_is_never_touched_changes_no_bit_and_is_part_of_what_a_run_is(small, start, tmp_path):
