@@ -17,7 +17,6 @@ from tests.support.making import same
 pytestmark = pytest.mark.slow
 
 IDS = torch.tensor([[1, 7, 8, 9, 2], [1, 5, 6, 2, 0]])
-TABLE = "roberta.embeddings.word_embeddings.weight"
 OPTIONS = {"placement": "pfeiffer", "reduction": 4, "activation": "gelu"}
 
 
@@ -76,14 +75,6 @@ def test_a_name_of_any_characters(export, tmp_path):
         assert is_of(load(folder, domain=name), parts[name])
         assert is_of(eval(expression, {"cpt": cpt}), parts[name])
         assert len([*tmp_path.iterdir()]) == number + 1 and len([*folder.glob("parts/*.safetensors")]) == 2
-
-
-def test_a_tied_part_stays_tied(untouched, tmp_path):
-    changed = untouched.get_parameter(TABLE).detach() + 1
-    export_parts(tmp_path, copy.deepcopy(untouched), {"law": {TABLE: changed}}, attach=None, options={})
-    for found in (RobertaForMaskedLM.from_pretrained(tmp_path), load(tmp_path)):
-        assert found.lm_head.decoder.weight is found.get_parameter(TABLE)
-        assert torch.equal(found.get_parameter(TABLE), changed)
 
 
 def test_a_folder_from_others_calls_nothing_of_theirs(export, tmp_path):

@@ -296,8 +296,3 @@ def test_gates_on_an_output_are_part_of_the_gradient_of_either_backend(method, b
     for each in (hooks, backward):
         each.learn(0)
     assert_close(backward.weights(), hooks.weights(), rtol=1e-4, atol=1e-6)
-
-
-def test_counts_keep_their_bits_where_the_model_has_sixteen():
-    mask = watching(tiny("roberta")).to(torch.bfloat16)
-    assert {each.dtype for each in (mask.sums, mask.chosen)} == {torch.float32}

@@ -27,17 +27,6 @@ def test_the_average_is_that_of_the_optimizer_steps(build):
         assert_close(work.weights(), expected, rtol=1e-4, atol=1e-6)
 
 
-def test_the_average_keeps_small_steps_where_the_model_has_sixteen_bits(build):
-    module = build("ema", "method.decay=0.999").module.to(torch.bfloat16)
-    before = clones(module.average.named())
-    for parameter in module.model.parameters():
-        parameter.data.mul_(1.05)
-    module.after_update()
-    for name, parameter in module.model.named_parameters():
-        expected = torch.lerp(before[name], parameter.detach().float(), 0.001)
-        torch.testing.assert_close(module.average.named()[name], expected, rtol=1e-4, atol=1e-7)
-
-
 @pytest.mark.parametrize(("method", "options", "kept"), [
     ("wise_ft", ["method.previous=0.3"], 0.3),
     ("reptile", ["method.every=9", "method.share=0.3"], 0.7),

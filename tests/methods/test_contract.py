@@ -27,11 +27,10 @@ LEARNING = [name for name in METHODS if name != "none"]
 KINDS = {"das", "demix", "derpp", "hat", "lifelong_moe", "ncl", "olora", "sapt"}
 KILLED = KINDS - {"sapt", "lifelong_moe"}
 WATCHED = ["monitor.every=4", "monitor.max_tokens=64"]
-# T5 as v1.0 has it, and gated with a head of its own as v1.1, the harder form. A block that is appended, as
-# the test's method does, has positions of its own there.
+# T5 as v1.0 has it, and gated with a head of its own as v1.1, the harder form.
 TIED = ["model.config.feed_forward_proj=relu", "model.config.dropout_rate=0.1", "trainer.steps=4"]
 UNTIED = ["model.config.feed_forward_proj=gated-gelu", *TIED[1:], "+model.config.tie_word_embeddings=false"]
-ON_T5 = [f"{name} on both" for name in LEARNING if name != "growing"] + ["ncl on tied", "hat on tied"]
+ON_T5 = [f"{name} on both" for name in LEARNING] + ["ncl on tied", "hat on tied"]
 FEW_ON_T5 = {"das on both", "prompt on both"}
 # Documents or examples that share rows, isolated from each other.
 IN_ROWS = ["ncl", "das", "derpp", "replay", "agem", "migu", "kd", "demix", "lora"]

@@ -2,6 +2,7 @@
 
 import json
 import random
+from itertools import product
 
 import torch
 from tokenizers import AddedToken
@@ -18,27 +19,18 @@ TEMPLATE = (
 )
 
 
-def conversations(name, *, count, seed):
-    """Chats over a domain's words; an answer names the first word of its question."""
-    draw = random.Random(seed)
-    for number in range(count):
-        asked = draw.choices(VOCABULARIES[name].split(), k=draw.randint(4, 8))
-        turns = {"system": f"You know {name}.", "user": f"{' '.join(asked)} {number}?"}
-        turns |= {"assistant": f"It is {asked[0]}."}
-        yield [{"role": role, "content": content} for role, content in turns.items()]
-
-
 def write_chats(root):
-    for seed, name in enumerate(DOMAINS):
-        (root / name).mkdir(parents=True)
-        for split, count in {"train": 60, "test": 10}.items():
-            chats = conversations(name, count=count, seed=10 * seed + (split == "test"))
-            rows = [json.dumps({"messages": turns}) for turns in chats]
-            (root / name / f"{split}.jsonl").write_text("\n".join(rows))
-    (root / "general").mkdir()
-    (root / "general" / "all.txt").write_text(
-        "\n".join(sentences(VOCABULARIES["general"], count=120, seed=0))
-    )
+    """Chats over a domain's words; an answer names the first word of its question."""
+    for name, (split, count) in product(DOMAINS, {"train": 60, "test": 10}.items()):
+        draw, rows = random.Random(10 * (name == "law") + (split == "test")), []
+        for number in range(count):
+            asked = draw.choices(VOCABULARIES[name].split(), k=draw.randint(4, 8))
+            turns = {"system": f"You know {name}.", "user": f"{' '.join(asked)} {number}?"}
+            turns |= {"assistant": f"It is {asked[0]}."}
+            messages = [{"role": role, "content": content} for role, content in turns.items()]
+            rows.append(json.dumps({"messages": messages}))
+        (root / name).mkdir(parents=True, exist_ok=True)
+        (root / name / f"{split}.jsonl").write_text("\n".join(rows))
 
 
 def write_checkpoint(folder):
@@ -55,9 +47,10 @@ def write_checkpoint(folder):
     tokenizer.save_pretrained(folder)
 
 
-def test_chats_are_learned_and_answered(composed, cache, start, tmp_path):
+def test_chats_are_learned_and_answered(composed, corpora, cache, start, tmp_path):
     """What is written ends where the template ends a turn, which is what was learned."""
     write_chats(tmp_path / "texts")
+    (tmp_path / "texts" / "general").symlink_to(corpora / "general")
     write_checkpoint(tmp_path / "decoder")
     given = [f"domains.root={tmp_path / 'texts'}", f"model.name_or_path={tmp_path / 'decoder'}"]
     given += ["model.max_seq_length=128", "trainer.steps=30", "trainer.batch_size=8", "optim.lr=1e-2"]

@@ -9,9 +9,8 @@ import torch
 
 from cpt import verify
 from cpt.trainer import loop
-from tests.runs.reading import assert_same_bits, die, killed, times, told_by
+from tests.runs.reading import assert_same_bits, killed, times, told_by
 from tests.support.campaign import run_few
-from tests.support.killing import KilledError
 
 ORDER = "order=[law,food]"
 FLIPS = 5
@@ -110,12 +109,6 @@ def test_a_file_of_something_else_is_refused(begun, config, start):
         (begun / name).write_bytes(whole)
 
 
-def test_a_run_folder_that_is_no_text_is_refused_before_anything_is_trained(config, start, tmp_path):
-    with pytest.raises(ValueError, match="not UTF-8"):
-        start(config(), tmp_path / "run\udcff")
-    assert [each.name for each in tmp_path.iterdir() if "run" in each.name] == []
-
-
 def test_a_folder_that_is_deleted_while_it_is_trained_ends_the_run_at_the_next_row(
     config, start, tmp_path, monkeypatch
 ):
@@ -130,24 +123,6 @@ def test_a_folder_that_is_deleted_while_it_is_trained_ends_the_run_at_the_next_r
     with pytest.raises(ValueError, match="run was moved or deleted while it was trained"):
         start(config(), tmp_path / "run")
     assert len(evaluated) == 2
-
-
-def test_a_model_is_exported_again_as_long_as_its_stage_is_there(again, config, start, monkeypatch):
-    """A fast check takes a large model by its size."""
-    monkeypatch.setattr(loop.ContinualTrainer, "fit_stage", None)
-    model, stage = again / "model" / "model.safetensors", again / "stages" / "002.pt"
-    whole = model.read_bytes()
-    flip(model)
-    with monkeypatch.context() as patched:
-        patched.setattr("cpt.trainer.run_dir.SMALL", 1000)
-        start(config(), again)
-    assert model.read_bytes() != whole
-    start(config(), again)
-    assert model.read_bytes() == whole
-    stage.unlink()
-    model.unlink()
-    with pytest.raises(ValueError, match=rf"002.pt is gone; delete {again} to start again"):
-        start(config(), again)
 
 
 def test_verify_names_what_is_damaged_and_touches_nothing_else(again, tmp_path, capsys):
@@ -183,18 +158,3 @@ def test_no_flipped_bit_of_the_cache_is_used(again, config, start, tmp_path, cap
             assert "general-train" in str(path)
             flip(path, place)
         assert told_by(tmp_path / f"{number}")["nll"] == told_by(tmp_path / "whole")["nll"]
-
-
-def test_a_damaged_checkpoint_of_a_half_made_base_is_told(done, config, start, tmp_path, monkeypatch):
-    own = config(f"cache_dir={tmp_path / 'cache'}")
-    with monkeypatch.context() as patched, pytest.raises(KilledError):
-        patched.setattr("cpt.trainer.base_model.CHECKPOINT_EVERY", 2)
-        patched.setattr("transformers.PreTrainedModel.save_pretrained", die)
-        start(own, tmp_path / "new")
-    (left,) = (tmp_path / "cache" / "base").glob("*.partial/base.ckpt")
-    flip(left)
-    with pytest.raises(ValueError, match=rf"{left} is truncated or damaged"):
-        start(own, tmp_path / "new")
-    flip(left)
-    start(own, tmp_path / "new")
-    assert told_by(tmp_path / "new")["nll"] == told_by(done)["nll"]

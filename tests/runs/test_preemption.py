@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 
 from cpt import status
 from cpt.core.preemption import GO_ON
-from cpt.methods.ncl import NCL
 from tests.conftest import ROOT, SMALL
 from tests.runs.reading import command, killed, told_by
 from tests.support.campaign import run_few
@@ -174,20 +173,3 @@ def test_a_run_keeps_the_threads_that_it_began_with(small, start, killing, tmp_p
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(1)
-
-
-def test_a_failed_run_leaves_its_message(small, start, tmp_path, monkeypatch):
-    cfg, run = small("order=[law]"), tmp_path / "run"
-
-    def fail(self):
-        if self.domain.name == "law":
-            raise RuntimeError("the disk\nis full")
-
-    with monkeypatch.context() as patched, pytest.raises(RuntimeError):
-        patched.setattr(NCL, "after_update", fail)
-        start(cfg, run)
-    seen = status.read_status(run)
-    assert (seen.state, seen.why) == ("failed", "RuntimeError: the disk is full")
-    assert seen.heartbeat.phase == "training law"
-    start(cfg, run)
-    assert status.read_status(run).state == "finished"

@@ -25,7 +25,6 @@ from cpt.sweeps.jobs import (
     Job,
     compose_jobs,
     divide_machine,
-    job_command,
     summarize_jobs,
     visible_gpus,
 )
@@ -75,13 +74,6 @@ def done(sweep, start, kept):
         shutil.copytree(job.folder, kept)
     shutil.copytree(kept, job.folder, dirs_exist_ok=True)
     return job.folder
-
-
-def test_a_wrong_choice_of_a_swept_group_is_named(sweep, capsys):
-    wrong = Sweep([*sweep.shared, "mask=[migu,mofu],none", "method='ncl',ewc"])
-    with pytest.raises(SystemExit):
-        wrong.launched(ProcessLauncher(jobs=1, threads=1), "seed=1")
-    assert capsys.readouterr().err.startswith("cpt: mask=mofu is invalid: unknown choice")
 
 
 def test_equal_jobs_are_one_and_labels_say_what_differs(sweep):
@@ -170,13 +162,6 @@ def test_a_job_is_the_command_that_it_would_be_alone(sweep, cluster, tmp_path, t
     assert lines == [" ".join([*sweep.shared, f"seed={seed}", "hydra.mode=RUN"]) for seed in (2, 3)]
     consoles = sorted(tmp_path.glob("outputs/default/*/console.log"))
     assert len(consoles) == 2 and consoles[0].read_text().strip().endswith(f"{tmp_path} True")
-
-
-def test_the_command_of_a_job_has_the_flags_of_its_sweep(sweep, monkeypatch):
-    given = ["-m", "-cd", "more", "--config-name=other", "seed=1,2", "hydra.verbose=true"]
-    monkeypatch.setattr(sys, "argv", ["run.py", *given])
-    wanted = ["--config-name=other", "--config-dir=more", "hydra.verbose=true"]
-    assert job_command(Sweep([*sweep.shared, given[-1], "hydra/sweeper=basic"]).config)[-3:] == wanted
 
 
 @pytest.mark.parametrize(("seed", "code", "how"), [(3, 1, "failed"), (4, GO_ON, "were preempted")])

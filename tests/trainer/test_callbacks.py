@@ -159,14 +159,6 @@ def test_a_stage_ends_when_a_text_has_risen_for_certain():
     assert not single.why_stop(options(every=1, stop=0.1), own=["mine"])
 
 
-@pytest.mark.parametrize(
-    ("losses", "ends"), [([3, 2, 2.1, 2.2], True), ([3, 2, 2.1, 1.9], False), ([np.nan] * 4, False)]
-)
-def test_patience_counts_looks_since_the_lowest_loss(losses, ends):
-    watched = seen({"mine": losses, "past": [9.0, 7.0, 5.0, 3.0]})  # which has no say in it
-    assert bool(watched.why_stop(options(every=1, patience=2), own=("mine",))) == ends
-
-
 def test_looking_changes_no_bit(small, start, tmp_path):
     for name, how in (("plain", []), ("watched", EVERY)):
         start(small("method=demix", *THREE, *DROPOUT, *how), tmp_path / name)

@@ -6,14 +6,11 @@ import sys
 import pytest
 import torch
 from lightning import LightningModule
-from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 from transformers import RobertaConfig, RobertaForMaskedLM
 
-from cpt.optim.nan_guard import NanGuard
-from cpt.trainer.checkpoint import StepCheckpoint
 from cpt.trainer.costs import CostMonitor, own_names, stored_beside, stored_bytes
 from cpt.trainer.lightning import make_trainer
 from tests.conftest import ROOT
@@ -60,7 +57,7 @@ class Counted(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
     def on_train_start(self):
-        for _ in range(self.passes["before"] if self.trainer.global_step == 0 else 0):
+        for _ in range(self.passes["before"]):
             self.net(torch.ones(2, 6))
 
     def training_step(self, batch):
@@ -77,17 +74,11 @@ BACKWARD = 2 * 2 * 6 * 4 + 2 * 5 * (2 * 2 * 2 * 2)
 ONE = FORWARD + BACKWARD
 
 
-def fitted(tmp_path, *, steps=3, accumulate=1, checkpoint=None, stop=None, compute=None, **passes):
-    compute = compute or CostMonitor()
-    module = Counted({"before": 0, "step": 1, "after": 0} | passes)
+def fitted(*, steps=3, accumulate=1, **passes):
+    compute, module = CostMonitor(), Counted({"before": 0, "step": 1, "after": 0} | passes)
     options = {"accelerator": "cpu", "accumulate_grad_batches": accumulate}
-    saving = StepCheckpoint(tmp_path / "state.ckpt", every=1, guard=NanGuard())
-    tmp_path.mkdir(exist_ok=True)
-    work = make_trainer(options, label="", steps=steps, callbacks=[compute, saving, *filter(None, [stop])])
-    try:
-        work.fit(module, ckpt_path=checkpoint, weights_only=True)
-    except KeyError:
-        assert compute.counter is None
+    work = make_trainer(options, label="", steps=steps, callbacks=[compute])
+    work.fit(module)
     return compute.costs(work)
 
 
@@ -101,60 +92,33 @@ def fitted(tmp_path, *, steps=3, accumulate=1, checkpoint=None, stop=None, compu
         ({"accumulate": 2}, 3 * 2 * ONE),
     ],
 )
-def test_operations_are_counted_forward_backward_and_in_what_a_method_does_besides(given, flops, tmp_path):
-    found = fitted(tmp_path, **given)
+def test_operations_are_counted_forward_backward_and_in_what_a_method_does_besides(given, flops):
+    found = fitted(**given)
     assert found["flops"] == flops
     assert found["seen"] == (3 * (10 + 12) if "accumulate" in given else 10 + 12 + 10)
 
 
-def test_of_steps_that_differ_the_mean_of_a_period_is_counted(tmp_path, monkeypatch):
+def test_of_steps_that_differ_the_mean_of_a_period_is_counted(monkeypatch):
     def alternating(self, batch):
         passes = 3 if self.trainer.global_step % 2 == 0 else 1
         return sum(self.net(batch["input_ids"]) for _ in range(passes))
 
     monkeypatch.setattr(Counted, "training_step", alternating)
-    assert fitted(tmp_path / "alike", steps=4)["flops"] == 4 * 3 * ONE
+    assert fitted(steps=4)["flops"] == 4 * 3 * ONE
     monkeypatch.setattr(Counted, "period", 2, raising=False)
-    assert fitted(tmp_path / "mean", steps=4)["flops"] == 4 * 2 * ONE
-    assert fitted(tmp_path / "short", steps=1)["flops"] == 3 * ONE
+    assert fitted(steps=4)["flops"] == 4 * 2 * ONE
+    assert fitted(steps=1)["flops"] == 3 * ONE
 
 
-def test_a_first_step_that_is_not_like_the_others_does_not_stand_for_them(tmp_path, monkeypatch):
+def test_a_first_step_that_is_not_like_the_others_does_not_stand_for_them(monkeypatch):
     def growing(self, batch):
         return sum(self.net(batch["input_ids"]) for _ in range(min(self.trainer.global_step, 1) + 1))
 
     monkeypatch.setattr(Counted, "training_step", growing)
     monkeypatch.setattr(Counted, "settled", 1, raising=False)
-    assert fitted(tmp_path / "settled", steps=4)["flops"] == 4 * 2 * ONE
-    assert fitted(tmp_path / "before", steps=4, before=2)["flops"] == 4 * 2 * ONE + 2 * FORWARD
-    assert fitted(tmp_path / "short", steps=1)["flops"] == ONE
-
-
-class Stop(Callback):
-    """Kills a fit after its second step, or before its first."""
-
-    def __init__(self, *, first=False):
-        self.first = first
-
-    def on_before_optimizer_step(self, *args):
-        if self.first:
-            raise KeyError("rolled back")
-
-    def on_train_batch_end(self, trainer, *args):
-        if trainer.global_step == 2:
-            raise KeyError("killed")
-
-
-def test_a_resumed_stage_and_one_that_was_rolled_back_have_the_costs_of_an_unbroken_one(tmp_path):
-    options = {"before": 2, "after": 1, "step": 2}
-    whole = fitted(tmp_path / "whole", **options)
-    compute = CostMonitor()  # a try that is rolled back at its first step counts for nothing
-    fitted(tmp_path / "first", **options, stop=Stop(first=True), compute=compute)
-    assert fitted(tmp_path / "again", **options, compute=compute)["flops"] == whole["flops"]
-    fitted(tmp_path / "broken", **options, stop=Stop())
-    resumed = fitted(tmp_path / "broken", **options, checkpoint=str(tmp_path / "broken" / "state.ckpt"))
-    assert resumed["flops"] == whole["flops"]
-    assert resumed["seen"] == whole["seen"] == 32
+    assert fitted(steps=4)["flops"] == 4 * 2 * ONE
+    assert fitted(steps=4, before=2)["flops"] == 4 * 2 * ONE + 2 * FORWARD
+    assert fitted(steps=1)["flops"] == ONE
 
 
 WORKERS = """

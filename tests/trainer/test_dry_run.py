@@ -111,24 +111,18 @@ def test_what_is_left_of_a_run_that_was_killed_or_is_to_have_more(start, small, 
 
 
 FEW_CELLS = ["trainer.steps=40", "trainer.checkpoint_every=10", "eval.rows=last", "eval.max_tokens=64"]
-COSTLY = {
-    "method=das": (18, 27),  # the range of its steps for 40 of ncl
-    "method=kd": (25, 36),
-    "method=ewc trainer.importance_samples=64": (20, 39),
-    "method=ncl replay=past replay.mode=append": (30, 39),
-    "method=lora": (41, 80),
-    "method=joint": (40, 40),
-}
+COSTLY = ["das", "kd", "ewc trainer.importance_samples=64", "ncl replay=past replay.mode=append", "lora"]
 
 
 def test_a_matched_run_takes_the_operations_of_ncl(start, small, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     start(small(*FEW_CELLS), tmp_path / "ncl")
     ncl = sum(told_by(tmp_path / "ncl")["flops"])
-    for number, (given, (least, most)) in enumerate(COSTLY.items()):
-        start(small(*FEW_CELLS, *given.split(), "trainer.match=ncl"), tmp_path / str(number))
+    for number, given in enumerate(COSTLY):
+        start(small(*FEW_CELLS, *f"method={given}".split(), "trainer.match=ncl"), tmp_path / str(number))
         steps = json.loads((tmp_path / str(number) / "matched.json").read_text())["steps"]
-        assert f"operations of ncl: trainer.steps={steps}, " in caplog.text and least <= steps <= most
+        assert f"operations of ncl: trainer.steps={steps}, " in caplog.text
+        assert (steps > 40) == (given == "lora")  # the steps of ncl
         flops = sum(told_by(tmp_path / str(number))["flops"])
         assert flops == pytest.approx(ncl, rel=0.5 / steps + 0.02), given  # rounded to a whole step
         caplog.clear()
