@@ -1,6 +1,6 @@
-"""What nobody meant, made by hypothesis: overrides, files of text, files of run folders. Each check takes
-one such input, which is taken, or refused as a user is to see it. Anything else is raised: what the command
-line would show as a traceback, or a line that does not name its file."""
+"""What nobody meant, made by hypothesis: overrides, files of text, examples of end tasks, files of run
+folders. Each check takes one such input, which is taken, or refused as a user is to see it. Anything else is
+raised: what the command line would show as a traceback, or a line that does not name its file."""
 
 import contextlib
 import io
@@ -28,6 +28,7 @@ from cpt.cli import check_command_line
 from cpt.core.errors import reason
 from cpt.core.heartbeat import Heartbeat, utc_now
 from cpt.data.sources.texts import Texts
+from cpt.evaluation.finetune_tasks import plan_endtasks
 from cpt.evaluation.scores import Scores
 from cpt.reporting.run_page import format_scores
 from cpt.trainer.plan import make_plan
@@ -35,6 +36,7 @@ from cpt.trainer.run_dir import RunDir
 from tests.conftest import ROOT
 from tests.support.comparing import saved
 from tests.support.data_fixtures import SHARED
+from tests.support.endtask_fixtures import options, write_task
 
 FORESEEN = (ValueError, OSError, HydraException, OmegaConfBaseException, YAMLError)
 SETTINGS = {"name": "x", "seed": 0, "order": ["law"]}
@@ -145,6 +147,19 @@ def check_text(name: str, packed: str, content: bytes) -> None:
             refused(error, str(path))
 
 
+def check_task(kind: str, content: bytes) -> None:
+    """An end task of which one file is such is read, or refused with the file's or the folder's name."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_task(Path(folder), "law", train=6, test=4, dev=2)
+        place = Path(folder) / "endtasks" / "law"
+        (place / "test.jsonl").unlink()
+        (place / f"test{kind}").write_bytes(content)
+        try:
+            plan_endtasks(options("texts", root=Path(folder)), ["law"], ["law"]).source.task("law")
+        except FORESEEN as error:
+            refused(error, folder, "law")
+
+
 def changed_text(raw: bytes, value: Any, at: float) -> bytes:
     text = raw.decode()
     begins = [place for place, sign in enumerate(text) if sign in ":[,"] or [0]
@@ -192,11 +207,12 @@ HOW = st.sampled_from(["value", "bytes"])
 AREAS = {
     "overrides": (check_overrides, (OVERRIDES,)),
     "texts": (check_text, (st.sampled_from(TEXTS), st.sampled_from(["", "", ".gz", ".zst"]), CONTENT)),
+    "end tasks": (check_task, (st.sampled_from([".jsonl", ".csv", ".parquet", ".json"]), CONTENT)),
     "run folders": (check_run, (st.sampled_from(FILES.split()), HOW, VALUES, st.floats(0, 1), PLACES, CUT)),
 }
 
 
-FEW = {"overrides": 12, "texts": 60, "run folders": 30}
+FEW = {"overrides": 12, "texts": 60, "end tasks": 40, "run folders": 30}
 MANY = [pytest.param(area, 2500, marks=pytest.mark.campaign) for area in AREAS]  # others each time
 
 
