@@ -110,7 +110,6 @@ def test_the_fewest_rows_that_hold_a_share_are_chosen():
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "t5-gated"])
 def test_the_rows_are_those_with_the_largest_outputs(family):
-    """Of padded rows of so many tokens, whose outputs are seen one by one without padding."""
     draw, model, captured = torch.Generator().manual_seed(3), tiny(family).eval(), {}
     lengths = {"input_ids": [9, 5, 7]} | ({"decoder_input_ids": [5, 3, 4]} if family == "t5-gated" else {})
     rows = {

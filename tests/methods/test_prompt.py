@@ -35,7 +35,6 @@ BEGUN = {"start=vocabulary": False, "start=previous": True, "start=vocabulary me
 
 @pytest.mark.parametrize("options", BEGUN)
 def test_where_a_prompt_begins(options, prompt):
-    """At rows of the vocabulary, drawn by seed and domain, or at the one before."""
     work, starts, carried = prompt(*f"method.{options}".split()), [], BEGUN[options]
     noted = First(lambda module, batch: starts.append(module.prompt.detach().clone()))
     work.learn(0, noted)

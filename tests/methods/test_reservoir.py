@@ -251,7 +251,6 @@ def along(moved, references) -> float:
 @pytest.mark.parametrize("constraints", ["mean", "each"])
 @pytest.mark.parametrize("apply_to", ["gradient", "update"])
 def test_no_step_raises_the_loss_on_the_memory(apply_to, constraints, build, monkeypatch):
-    """Of the third domain: the constrained gradient or step does not, the other would."""
     seen = {"gradient": [], "update": []}
     constrain, gradients, update = AGEM.on_before_optimizer_step, AGEM.transform_gradients, AGEM.after_update
 

@@ -48,7 +48,6 @@ def write_checkpoint(folder):
 
 
 def test_chats_are_learned_and_answered(composed, corpora, cache, start, tmp_path):
-    """What is written ends where the template ends a turn, which is what was learned."""
     write_chats(tmp_path / "texts")
     (tmp_path / "texts" / "general").symlink_to(corpora / "general")
     write_checkpoint(tmp_path / "decoder")

@@ -140,7 +140,6 @@ def test_verify_names_what_is_damaged_and_touches_nothing_else(again, tmp_path, 
 
 
 def test_no_flipped_bit_of_the_cache_is_used(again, config, start, tmp_path, caplog):
-    """A bit anywhere, then a run: the same results, and a line that names the folder."""
     draw, cache = random.Random(0), tmp_path / "cache"
     start(config("trainer.steps=1"), tmp_path / "whole")
     for number in range(FLIPS):

@@ -68,7 +68,6 @@ def whole(given, tmp_path_factory):
 
 
 def test_killed_and_told_to_leave_a_run_says_so_and_loses_nothing(whole, given, tmp_path):
-    """SIGKILL within the first domain, SIGINT within the second, each asked by `cpt.status` from outside."""
     process = begun(given, tmp_path, seen=lambda: any(tmp_path.glob("outputs/*/*/checkpoints/*")))
     running = status.read_status(run_folder(tmp_path))
     process.kill()

@@ -291,7 +291,6 @@ time.sleep(60)
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc, prctl")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_jobs_end_with_their_sweep(number, tmp_path, monkeypatch):
-    """With their helpers, where the sweep could do something about it, and by the signal that it got."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     with subprocess.Popen([sys.executable, "-c", SWEEP, WAITING], cwd=tmp_path) as process:
         assert wait_for(lambda: len(list(tmp_path.glob("*/pids"))) == 2)

@@ -1,7 +1,6 @@
 """Search, whose runs are a function here, and tuning: what is searched, on which text, chosen and resumed."""
 
 import json
-import logging
 import math
 import re
 import shutil
@@ -123,20 +122,6 @@ def results(folder):
     return OmegaConf.to_container(OmegaConf.load(folder / "sweep/optimization_results.yaml"))
 
 
-def test_trials_are_the_given_overrides_with_values_of_the_space_and_the_best_is_told(search, folder, caplog):
-    caplog.set_level(logging.INFO)
-    runs = search(loss, "steps=7", LR, "method=ncl,das", n_trials=6, n_jobs=4)
-    assert [len(batch) for batch in runs.batches] == [4, 2]
-    for fixed, lr, method in runs.jobs:
-        assert fixed == "steps=7" and method in ("method=ncl", "method=das") and 1e-4 <= float(lr[3:]) <= 1
-        assert lr == f"lr={float(f'{float(lr[3:]):.6g}')!r}"  # six digits
-    values = [loss(dict(line.split("=") for line in job)) for job in runs.jobs]
-    best = results(folder)["best"]
-    assert best["value"] == min(values) and best["trial"] == values.index(min(values))
-    assert [f"{key}={value}" for key, value in best["params"].items()] == runs.jobs[best["trial"]][1:]
-    assert results(folder)["finished"] == 6 and f"trial {best['trial']}: " in caplog.messages[-1]
-
-
 def test_numbers_are_on_the_scale_asked_for(search):
     for given, least, most in ((LR, 13, 47), ("lr=interval(1e-4,1)", 0, 9)):
         jobs = search(loss, given, n_trials=60, anew=True).jobs
@@ -214,7 +199,6 @@ WRONG = [
     ([LR], {"sampler": "grid"}, "is invalid with sampler=grid"),
     (["steps=1"], {}, "hydra.sweeper.params is missing"),
     ([LR, "seed=3"], {"seeds": [0, 1]}, "hydra.sweeper.seeds=[0, 1]"),
-    ([LR], {"seeds": [0, 0]}, "hydra.sweeper.seeds=[0,0] is invalid"),
     ([LR, "endtask=none,texts"], {}, "endtask=none,texts is invalid: trials run no end tasks"),
     ([LR, "endtask=texts", "endtask.lr=1,2"], {}, "endtask.lr=1,2 is invalid: trials run no end tasks"),
 ]
@@ -373,10 +357,9 @@ def test_candidates_are_the_choices_of_groups_and_what_is_given_is_not_searched(
     assert list(derpp.space) == ["method.beta"] and "method.alpha=0.3" in derpp.overrides
     (ewc,), _ = tune("method=ewc", "method.strength=7", run=False)
     assert ewc.space == {}
-    firsts = {"choice(1,500.0,7)": "500.0", "choice(100,500,a)": "500", "[1,10]": None}
-    for space, first in firsts.items():
-        (ewc,), _ = tune("method=ewc", f"method.search.strength={space}", run=False)
-        assert [*ewc.space] == ["method.strength"] and ewc.first.get("method.strength") == first
+    (ewc,), _ = tune("method=ewc", "method.search.strength=choice(1,500.0,7)", run=False)
+    assert ewc.first == {"method.strength": "500.0"}
+    (ewc,), _ = tune("method=ewc", "method.search.strength=[1,10]", run=False)
     assert ewc.space["method.strength"].get_value_string() == "interval(1,10)"
     wrong = {"method.search.strength=7": "Allowed: [low, high]", "domains.score_on=valid": "searches use"}
     for line, why in wrong.items():

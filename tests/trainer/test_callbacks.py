@@ -49,7 +49,6 @@ class Counting(Callback):
 def test_a_callback_is_one_for_the_run_and_a_killed_run_goes_on_with_its_state(
     small, start, tmp_path, monkeypatch
 ):
-    """Killed within the first stage, at its end and in the second: at steps with and without a checkpoint."""
     Counting.made.clear()
     cfg = small(TWO, COUNTING, "+callbacks.other=null")
     start(cfg, tmp_path / "whole")
@@ -130,9 +129,9 @@ def options(**given):
     return MonitorOptions(**OFF | {"keep": "last"} | given)
 
 
-def seen(values, *, documents=3):
-    """What was watched of a stage whose texts had these losses: of so many documents each."""
-    watched, counts = MonitorRecord(), [9.0, 11.0, 10.0][:documents]
+def seen(values):
+    """What was watched of a stage whose texts had these losses, of three documents each."""
+    watched, counts = MonitorRecord(), [9.0, 11.0, 10.0]
     looks = [
         {text: np.array([[loss[at] * count for count in counts], counts]) for text, loss in values.items()}
         for at in range(len(next(iter(values.values()))))
@@ -155,8 +154,6 @@ def test_a_stage_ends_when_a_text_has_risen_for_certain():
     low, high = doubted.rise["past"][-1]
     assert low < 0 and high > 1 and (low + high) / 2 == pytest.approx(1 / 3)
     assert not doubted.why_stop(options(every=1, stop=0.1), own=["mine"])
-    single = seen({"mine": [2.0, 2.0], "past": [2.0, 9.0]}, documents=1)  # of which there is no interval
-    assert not single.why_stop(options(every=1, stop=0.1), own=["mine"])
 
 
 def test_looking_changes_no_bit(small, start, tmp_path):
@@ -173,7 +170,6 @@ def test_looking_changes_no_bit(small, start, tmp_path):
 
 
 def test_what_is_looked_at_is_validation_text(small, start, tmp_path):
-    """All of it, with the loss that the matrix has for the same text."""
     how = ["monitor.every=3", "monitor.max_tokens=1000000", "domains.score_on=valid"]
     start(small("method=ncl", "order=[law,food]", *DROPOUT, *how), tmp_path)
     found = told_by(tmp_path)

@@ -30,13 +30,6 @@ def read(path):
     return stages.fill_in(load_tensors(path), path)
 
 
-def test_a_product_counts_the_rows_of_all_processes(monkeypatch):
-    monkeypatch.setattr(sharding, "is_sharded", lambda tensor: tensor.ndim == 2)
-    monkeypatch.setattr(sharding.distributed, "all_reduce", lambda tensor: tensor.mul_(2))  # two alike
-    shared, plain = torch.tensor([[1.0, 2.0]]), torch.tensor([5.0])
-    assert sharding.dot([shared, plain], [torch.tensor([[3.0, 4.0]]), torch.tensor([2.0])]) == 2 * 11 + 10
-
-
 def test_a_sum_over_processes_is_of_tensors_as_nccl_takes_them(monkeypatch):
     def nccl(tensor):
         assert tensor.is_contiguous()
