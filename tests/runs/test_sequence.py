@@ -85,8 +85,6 @@ def test_a_checkpoint_or_a_run_is_the_base_of_another(done, small, small_gpt2, s
     given = ["order=[space]", "trainer.steps=1", f"model.name_or_path={done / 'model'}"]
     start(small(*given), tmp_path / "model")
     assert told_by(tmp_path / "model")["nll"][0][-1] == told_by(done)["nll"][-1][-1]
-    one, two = told_by(done)["nll"], told_by(other)["nll"]
-    assert one[0] == two[0] and one[1] != two[1]  # of another seed
     further = small("order=[space]", "method=ewc", f"init_from={done}")
     start(further, tmp_path / "second")
     first, second = scores_of(done), scores_of(tmp_path / "second")
