@@ -219,7 +219,7 @@ MANY = [pytest.param(area, 2500, marks=pytest.mark.campaign) for area in AREAS] 
 @pytest.mark.filterwarnings("ignore")  # what a library warns of is no traceback
 @pytest.mark.parametrize(("area", "count"), [*FEW.items(), *MANY])
 def test_what_nobody_meant_is_taken_or_refused_in_a_line(area, count):
-    check, parts = AREAS[area]
+    check_input, parts = AREAS[area]
     how = {"derandomize": True, "phases": [Phase.generate]} if count == FEW[area] else {}
 
     @settings(
@@ -227,7 +227,7 @@ def test_what_nobody_meant_is_taken_or_refused_in_a_line(area, count):
     )
     @given(st.tuples(*parts))
     def look(each: tuple) -> None:
-        check(*each)
+        check_input(*each)
 
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         look()

@@ -119,7 +119,7 @@ def test_a_comparison_of_many_runs(tmp_path, monkeypatch, capsys):
                 (tmp_path / "kept" / folder.name / "answers").rename(folder / "answers")
     saved(tmp_path / "other", conditions={"score_on": "valid", "length": 128}, seed=1)
     saved(tmp_path / "half", nll=NLL[:3], finished=False)
-    for name, file, text in (("bad", "scores.json", '{"dom'), ("begun", "config.yaml", "seed: 1\n")):
+    for name, file, text in (("bad", "scores.json", '{"dom'), ("started", "config.yaml", "seed: 1\n")):
         (tmp_path / name).mkdir()
         (tmp_path / name / file).write_text(text)
     assert report.main([str(tmp_path), str(tmp_path / "nowhere"), "--curve", "method.strength"]) == 1
