@@ -41,10 +41,11 @@ class TokenRouter(nn.Linear):
 
 
 def attach_experts(model: PreTrainedModel, *, experts: int, r: int, alpha: float, **pair: Any) -> Scope:
-    """Adds `experts` LoRA adapters of rank r with a router to each linear layer of the targets."""
+    """Adds `experts` LoRA adapters of rank r with a router to each linear layer of the targets; a single
+    adapter, which has weight 1, is without a router."""
     scope = lora.attach_lora(model, r=experts * r, alpha=experts * alpha, **pair, embeddings=False)
     routers = []
-    for name, layer in lora.lora_layers(model).items():
+    for name, layer in lora.lora_layers(model).items() if experts > 1 else ():
         a, _ = lora.factors_of(layer)
         router = TokenRouter(a.shape[1], experts, bias=False, device=a.device, dtype=a.dtype)
         layer.add_module("router", router)

@@ -62,7 +62,7 @@ def test_bytes_steps_and_tokens_are_those_of_the_run(start, composed, five, cach
     assert said["lower_bound"] == (method in ("elle", "lifelong_moe"))
     if len(done.rows) == 1:
         return
-    assert said["trained_parameters"] == max(done.trained) and said["step_seconds"] > 0
+    assert said["trained_parameters"] == max(done.trained[:4]) and said["step_seconds"] > 0
     files = sum(path.stat().st_size for path in (tmp_path / "done" / "stages").glob("*.pt"))
     expected = said["disk"]["all stage files (save_all_stages=true)"]
     assert expected == pytest.approx(files, rel=0.03) or (said["lower_bound"] and expected < files)
