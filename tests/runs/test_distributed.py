@@ -307,7 +307,9 @@ def test_shared_out_weights_are_those_of_one_process(method, launched):
     kept = load_tensors(folder / "stages" / "001.pt")
     assert kept["shards"] and (method != "parts on disk" or any(name.startswith("bank.0:") for name in kept))
     launched("sharded", *how)
-    assert_same(alone, folder, weights=1e-5 if method == "osf" else WEIGHTS)  # singular vectors are less exact
+    assert_same(
+        alone, folder, weights=1e-5 if method == "osf" else WEIGHTS
+    )  # singular vectors are less exact
 
 
 # Where a process draws for itself: dropout, its part of a memory; tables that are tied, two stacks.
