@@ -21,5 +21,6 @@ def test_free_memory_is_given_back_and_the_peak_is_of_what_comes():
     low = peak(cpu)
     torch.ones(50_000_000)
     assert peak(cpu) >= low + 190_000_000
+    give_back()  # a run in this process has set that large blocks are kept
     forget_peak(cpu)
     assert peak(cpu) < low + 100_000_000
