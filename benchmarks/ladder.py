@@ -15,7 +15,7 @@ from methods import dense_losses
 from stage import Beat, Rhythm, Subject
 from subjects import Pulse, fit, hf
 
-from cpt.trainer.costs import count_operations
+from cpt.trainer.costs import OperationCounter
 
 COARSE, PLAIN = "trainer.precision=bf16-mixed", "trainer.precision=32-true"
 LOOSE, FUSED, COMPILED = "optim.fused=false", "optim.fused=true", "trainer.compile=true"
@@ -94,9 +94,9 @@ def operations(lane: Lane, *, dense: bool) -> int:
     place = lane.ground("trainer.batch_size=1", "trainer.accelerator=cpu")
     batch = next(iter(place.loader()))
     losses = partial(dense_losses, place.module) if dense else place.module.losses
-    with count_operations() as counter:
+    with OperationCounter() as counter:
         losses(batch)["lm"].backward()
-    return int(counter.get_total_flops()) * lane.batch
+    return counter.total * lane.batch
 
 
 def describe(

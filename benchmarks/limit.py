@@ -22,7 +22,7 @@ from subjects import SUBJECTS, Course, fit
 from torch.profiler import ProfilerActivity, profile
 from variants import QUICK
 
-from cpt.trainer.costs import count_operations
+from cpt.trainer.costs import OperationCounter
 
 SIDE, REPEATS, MEGABYTES = 2048, 7, 256
 DTYPES = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16}
@@ -90,9 +90,9 @@ def operations(course: Course) -> int:
     """Floating-point operations of a step, forward and backward."""
     place = course.ground()
     batch = next(iter(place.loader()))
-    with count_operations() as counter:
+    with OperationCounter() as counter:
         place.module.losses(batch)["lm"].backward()
-    return int(counter.get_total_flops())
+    return counter.total
 
 
 class Profiled(Callback):

@@ -60,7 +60,6 @@ VERSIONS = sorted((ROOT / "tests" / "fixtures").iterdir())
 
 @pytest.fixture(params=VERSIONS, ids=lambda path: path.name)
 def old(request, tmp_path):
-    """A copy of the run of a version."""
     return shutil.copytree(request.param / "run", tmp_path / "old")
 
 

@@ -65,7 +65,6 @@ def test_closed_streams_end_no_program(tmp_path):
 
 
 def test_a_reader_that_leaves_ends_a_program_without_a_traceback(tmp_path):
-    """As `| head` does once it has its lines."""
     reading, writing = os.pipe()
     os.close(reading)
     ended = called("method=das", "--options", cwd=tmp_path, stdout=writing)

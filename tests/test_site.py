@@ -12,7 +12,6 @@ DOCS = ROOT / "docs"
 
 
 def program(name: str) -> ModuleType:
-    """One of those that write pages of docs/, which are no package."""
     spec = importlib.util.spec_from_file_location(f"docs_site_{name}", DOCS / "site" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

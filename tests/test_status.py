@@ -18,7 +18,6 @@ def beat(state="running", **given) -> Heartbeat:
 
 
 def make_run(folder, made=None, *, finished=None, rows=2) -> Path:
-    """A run folder with a heartbeat and, unless None, with scores that say whether it is finished."""
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text("name: x\n")
     if made is not None:

@@ -1,8 +1,9 @@
 """What a run is called: its folder, and what tells it from others of its method. Numbers are written in one
 way: `optim.lr=1e-3` as `0.001`."""
 
+import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ LONGEST_TAG = 64  # characters, W&B's own limit
 def name_run(overrides: Sequence[str], method: str, order: Any, seed: int) -> str:
     """The run folder's name: method, order, seed and what else was chosen; of a path its last part."""
     parts = [method, f"order-{order}", f"seed-{seed}"]
-    for key, value in sorted(list_choices(overrides)):
+    for key, value in sorted(list_choices(tuple(overrides)).items()):
         if key not in ("method", "order", "seed", "hydra"):
             path = Path(value) if "/" in value else None
             if path is not None:  # of an exported model also the run that it is of
@@ -42,8 +43,8 @@ def variant() -> str:
     """What was chosen on the command line beyond what a run has a name for; empty outside of a Hydra job."""
     if not HydraConfig.initialized():
         return ""
-    overrides = HydraConfig.get().overrides.task
-    given = ((key, value) for key, value in sorted(list_choices(overrides)) if key not in NAMED)
+    overrides = tuple(HydraConfig.get().overrides.task)
+    given = ((key, value) for key, value in sorted(list_choices(overrides).items()) if key not in NAMED)
     return "; ".join(
         f"{key.removeprefix('routing@').removeprefix('method.')}={value}" for key, value in given
     )
@@ -55,8 +56,9 @@ def quote(value: str) -> str:
     return value if PLAIN.fullmatch(value) else f"'{escaped}'"
 
 
-def list_choices(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Key and value of the overrides that decide the result."""
+@functools.lru_cache  # the config asks again wherever a name is interpolated
+def list_choices(overrides: tuple[str, ...]) -> dict[str, str]:
+    """Key and value of the overrides that decide the result, not to be changed."""
     chosen = {}  # of an option that is given twice the last
     for each in OverridesParser.create().parse_overrides(list(overrides)):
         key, value = each.get_key_element().lstrip("+~"), each.value()
@@ -64,7 +66,7 @@ def list_choices(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             text = str(canonical("", value)) if is_number else str(each.input_line).partition("=")[2]
             chosen[key] = redact(text, key)
-    yield from chosen.items()
+    return chosen
 
 
 # A value for models built here, another for given checkpoints.

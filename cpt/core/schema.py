@@ -16,6 +16,7 @@ from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
 T = TypeVar("T")
 Read = TypeVar("Read", bound="Options")
+declared_types = functools.cache(functools.partial(get_type_hints, include_extras=True))
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
 MOST = 24  # names that a message lists
 INTERNAL = ("name", "_target_", "_partial_", "_convert_", "_recursive_")  # of a section, and no options
@@ -131,7 +132,7 @@ class Options:
 
 def option_types(kind: type) -> dict[str, Any]:
     """The declared type of each option."""
-    types = get_type_hints(kind, include_extras=True)
+    types = declared_types(kind)
     return {each.name: types[each.name] for each in fields(kind)}
 
 

@@ -105,7 +105,8 @@ def log_settings(plan: Plan, module: ContinualMethod, data: DomainSequence, devi
     is_single = plan.source.encoding is not None and plan.budget.batch_size == micro
     in_16 = getattr(module.options, "teacher", "run") != "run" and options.precision in BF16
     overrides = HydraConfig.get().overrides.task if HydraConfig.initialized() else ()
-    new = [key for key, _ in list_choices(overrides) if key.startswith(("model.config.", "model.vocab_size"))]
+    built = ("model.config.", "model.vocab_size")
+    new = [key for key in list_choices(tuple(overrides)) if key.startswith(built)]
     reasons = {
         f"{', '.join(new)}: init_from is given": new and plan.settings["init_from"],
         f"model.pretraining.steps: {model.name_or_path} is given": model.name_or_path and steps,

@@ -26,7 +26,6 @@ def marked(row, mark=True):
 
 
 def plain(tokenizer, ids):
-    """Ids as text, without special tokens."""
     kept = [each for each in ids if each not in tokenizer.all_special_ids]
     return tokenizer.decode(kept, clean_up_tokenization_spaces=False)
 

@@ -2,9 +2,8 @@
 
 import hashlib
 import itertools
-import os
-import signal
 import time
+from multiprocessing import active_children
 
 import numpy as np
 import pyarrow as pa
@@ -23,6 +22,7 @@ from cpt.models.objectives import Causal
 from tests.support import data_fixtures as made
 from tests.support.data_fixtures import pack, prose, rows_by_hand, written
 from tests.support.killing import KilledError
+from tests.support.processes import be_killed_or_wait
 
 STYLES = {  # what stands before and after a document's own tokens, and what is appended for that
     "framed": ("<s>", "</s>", None),
@@ -220,7 +220,6 @@ def test_every_balanced_domain_has_the_tokens_of_the_smallest_but_for_a_row():
 
 @pytest.fixture
 def small_shards(monkeypatch):
-    """A few documents each."""
     monkeypatch.setattr(tokenize, "SHARD", 900)
     monkeypatch.setattr(tokenize, "BATCH", 500)
 
@@ -265,16 +264,9 @@ def test_tokenizing_continues_where_it_was_killed(tmp_path, tokenizers, small_sh
     assert (again < 80 and done) if at == 5 else again == 80
 
 
-def be_killed_or_wait(seconds):
-    """As the kernel kills a process where memory does not suffice."""
-    time.sleep(seconds)
-    if not seconds:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 @pytest.mark.slow
 def test_where_one_process_is_killed_the_others_are_not_waited_for():
     began = time.monotonic()
     with pytest.raises(ValueError, match="a tokenization process was killed"):
         list(tokenize.map_in_processes(be_killed_or_wait, [0.0, *[60.0] * 9], 2))
-    assert time.monotonic() - began < 50
+    assert time.monotonic() - began < 50 and not active_children()

@@ -355,7 +355,6 @@ LATER = [*DOMAINS, Domain("now", 3, ("now",))]
 
 
 def after(mixture, *, enter=3, step=0, **changes):
-    """A sequence of four domains with general text."""
     how = {"domains": LATER, "train": TEXTS, "objective": Causal(), "accumulate": 2}
     how |= {"budget": budget(steps=9, batch_size=BATCH), "trainer": fake_trainer(step=step)}
     return sequence(**how | {"replay": mixture, "enter": enter, "held_out": {}} | changes)

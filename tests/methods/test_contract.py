@@ -44,7 +44,6 @@ OPTIONS["replay"] = "method.mixture.general_ratio=0.25"
 
 
 def bits(folder: Path) -> str:
-    """A hash of everything that a run knows at its end."""
     stages = sorted((folder / "stages").glob("*.pt"))
     state = torch.load(stages[-1], weights_only=True) if stages else {}
     scores = json.loads((folder / "scores.json").read_text())

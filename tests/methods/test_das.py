@@ -33,7 +33,7 @@ def test_a_fully_important_head_does_not_move(build):
 
 
 def test_when_importances_are_measured(build, monkeypatch):
-    work = build("das", *ROBERTA, "trainer.importance_samples=20")
+    work = build("das", *ROBERTA, "trainer.importance_samples=20", "trainer.eval_batch_size=16")
     module, calls, corrupted, gradients = work.module, [], [], soft_masks.gate_gradients
 
     def read(model, args, inputs):

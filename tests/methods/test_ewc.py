@@ -53,7 +53,8 @@ def fisher_of(work) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(("estimator", "family"), [("per_sample", "masked"), ("batch", "causal")])
 def test_the_fisher_is_the_slow_loop(estimator, family, build):
     """By backward() of the whole model's mean loss, by sample or by batch, in double precision."""
-    work = build("ewc", "trainer.steps=1", "trainer.importance_samples=20", on=family)
+    few = ["trainer.steps=1", "trainer.importance_samples=20", "trainer.eval_batch_size=16"]
+    work = build("ewc", *few, on=family)
     work.learn(0)
     model, batches = work.module.model.eval(), work.probe()
     assert [len(batch["input_ids"]) for batch in batches] == [16, 4]

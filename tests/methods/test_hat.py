@@ -12,6 +12,7 @@ from cpt.gradient_masks.soft import ClaimedUnits
 from cpt.models.units import Part, Units, shared_members
 from tests.conftest import GOLDEN, needs_golden
 from tests.support.making import Watch
+from tests.support.running import logits_at
 
 HARSH = ["optim.weight_decay=0.1", "model.lr=1e-2", "trainer.gradient_clip_val=0.5"]
 PAPER = ["method.initial=normal", "method.std=1", "method.strength=0.75", "method.gate_rate=1"]
@@ -23,12 +24,25 @@ def hat(build):
     return lambda *overrides: build("hat", "order=[law,food,space]", *PAPER, *overrides)
 
 
+@pytest.mark.parametrize(("options", "holds"), [("", True), ("method.apply_to=gradient", False)])
+def test_what_a_domain_computes_keeps_its_bits_and_masked_gradients_alone_do_not_hold(options, holds, hat):
+    work, seen, taken = hat(*HARSH, *options.split()), [], torch.zeros(())
+    module, [batch] = work.module, work.batches()
+    for domain in range(3):
+        work.learn(domain)
+        module.eval()
+        weights = map(module.bank.weights, range(domain + 1))
+        seen.append([logits_at(module.model, batch, weights=each) for each in weights])
+        own, before, taken = module.opened(domain), taken, module.taken.taken.clone()
+        assert torch.equal(taken, torch.maximum(before, own)) and taken.sum() > before.sum()
+    assert [torch.equal(seen[n][n], seen[m][n]) for n, m in ((0, 1), (0, 2), (1, 2))] == [holds] * 3
+
+
 def test_taken_units_and_what_no_unit_owns_do_not_move_and_free_ones_do(hat):
     work = hat(*HARSH)
     model, table = work.module.model, work.module.model.get_input_embeddings().weight
     base = table.detach().clone()
     work.learn(0)
-    assert torch.equal(work.module.taken.taken, work.module.opened(0))
     taken, ends = work.module.taken.by_group(work.module.taken.taken), ("0.neurons", "0.outputs", "heads")
     c_in, c_out, head = (next(v for name, v in taken.items() if name.endswith(end)).bool() for end in ends)
     block = model.base_model.layers[0]
@@ -57,6 +71,8 @@ def test_gates_are_clamped_after_each_step_and_s_and_the_regulariser_follow(hat)
     module.taken.update_max((gates.e() > 0).float())
     free = gates.e() <= 0
     assert term(0) == pytest.approx(0.5 * (gates.e()[free] / 400).sigmoid().mean().item(), rel=1e-5)
+    module.taken.taken.fill_(1)
+    assert term(2) == 0
     module.taken.taken.zero_()
     watch = Watch(lambda m: ([*{part.s for part in m.gates.parts}], m.gates.e().detach().abs().max()))
     work.learn(0, watch)

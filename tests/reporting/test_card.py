@@ -14,7 +14,6 @@ from tests.support.comparing import endtasks, saved
 
 
 def cells(page, first):
-    """The cells of the last line of a table that begins so."""
     line = [line for line in page.splitlines() if line.startswith(f"| {first} |")][-1]
     return [cell.strip() for cell in line.strip("|").split("|")][1:]
 

@@ -37,7 +37,6 @@ def check_snapshot(name, text):
 
 
 def measured(scores):
-    """With intervals and medians over documents."""
     generator, counts = np.random.default_rng(0), [np.full(30, 20)] * 4
     noise = generator.normal(0, 0.3, (4, 30))
     noise -= noise.mean(1, keepdims=True)

@@ -35,7 +35,7 @@ from cpt.data.collate import labels_of
 from cpt.models import memory
 from cpt.trainer import loop
 
-memory.COMPILE_OPTIONS = {{"backend": "eager"}}  # traced, and run as it was
+memory.COMPILE_OPTIONS["backend"] = "eager"  # traced, and run as it was
 made = sampler.TrainStream.__getitem__
 
 def noted(stream, number):
@@ -307,9 +307,8 @@ def test_shared_out_weights_are_those_of_one_process(method, launched):
     kept = load_tensors(folder / "stages" / "001.pt")
     assert kept["shards"] and (method != "parts on disk" or any(name.startswith("bank.0:") for name in kept))
     launched("sharded", *how)
-    assert_same(
-        alone, folder, weights=1e-5 if method == "osf" else WEIGHTS
-    )  # singular vectors are less exact
+    near = 1e-5 if method == "osf" else WEIGHTS  # singular vectors are less exact
+    assert_same(alone, folder, weights=near)
 
 
 # Where a process draws for itself: dropout, its part of a memory; tables that are tied, two stacks.

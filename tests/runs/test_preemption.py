@@ -59,7 +59,7 @@ def log_says(folder, words):
 
 @pytest.fixture(scope="module")
 def given(corpora, cache):
-    return command(corpora, cache, *SMALL, "trainer.steps=80", "trainer.checkpoint_every=20")
+    return command(corpora, cache, *SMALL, "trainer.steps=50", "trainer.checkpoint_every=20")
 
 
 @pytest.fixture(scope="module")
@@ -77,9 +77,9 @@ def test_killed_and_told_to_leave_a_run_says_so_and_loses_nothing(whole, given, 
     code, lines = stopped(given, tmp_path, seen=log_says(tmp_path, "food (2/2)"), number=signal.SIGINT)
     assert (code, [line[1] for line in lines]) == (GO_ON, ["SIGINT"])
     left = status.read_status(run_folder(tmp_path))
-    told = re.fullmatch(r"after step (\d+) of 80 of food", lines[0][2])
+    told = re.fullmatch(r"after step (\d+) of 50 of food", lines[0][2])
     assert (left.state, left.why) == ("preempted", f"stopped by SIGINT {lines[0][2]}")
-    assert left.done == pytest.approx((80 + int(told[1])) / 160, abs=1e-4)
+    assert left.done == pytest.approx((50 + int(told[1])) / 100, abs=1e-4)
     (checkpoint,) = run_folder(tmp_path).glob("checkpoints/*-food.ckpt")
     assert torch.load(checkpoint, weights_only=True)["global_step"] == left.heartbeat.step == int(told[1])
     (scores, weights), (expected, own) = finished(given, tmp_path), whole
@@ -91,7 +91,7 @@ def test_all_processes_leave_and_go_on_together(rank, whole, given, tmp_path):
     start, seen = [*given, *DDP], log_says(tmp_path, "law (1/2)")
     code, lines = stopped(start, tmp_path, seen=seen, number=signal.SIGTERM, rank=rank, twin=True)
     assert code == GO_ON
-    assert len(lines) == 1 and re.fullmatch(r"after step \d+ of 80 of law", lines[0][2])
+    assert len(lines) == 1 and re.fullmatch(r"after step \d+ of 50 of law", lines[0][2])
     (nll, _), _ = finished(start, tmp_path, twin=True)
     assert all(row == pytest.approx(own, rel=1e-3) for row, own in zip(nll, whole[0][0], strict=True))
 

@@ -167,7 +167,6 @@ def assert_alike(one: Path, other: Path) -> None:
 
 
 def mapped(tensor: torch.Tensor) -> bool:
-    """Whether the values of a tensor lie in a file of a stage."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         begin, _, end = line.split()[0].partition("-")
         if int(begin, 16) <= tensor.data_ptr() < int(end, 16):

@@ -74,7 +74,6 @@ def saved(folder, *, config=None, **given):
 
 
 def stored(folder, *, config=None, **given):
-    """A run whose folder has its scores and its config."""
     return MeasuredRun(folder=folder, scores=saved(folder, config=config, **given))
 
 

@@ -77,6 +77,13 @@ def told_of(place: str) -> str:
         return ""
 
 
+def be_killed_or_wait(seconds):
+    """As the kernel kills a process where memory does not suffice."""
+    time.sleep(seconds)
+    if not seconds:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def heeds_signals(pid: int | None) -> bool:
     """Whether a process has a handler for SIGTERM: from its program's first lines on, not while Python starts
     or, forked beforehand, it waits for its command line."""

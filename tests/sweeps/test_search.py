@@ -309,31 +309,31 @@ def test_trials_read_no_test_text_and_a_killed_tuning_ends_as_one_that_was_not(
     tune, given, tmp_path, monkeypatch, capsys
 ):
     read = noting(monkeypatch, Corpora, "packed")
-    given += ["method=ncl,ewc"]
+    given += ["method=ncl,l2"]
     first = tune(*given, n_trials=2, n_jobs=1, killed_at=1)
     assert len(first) == 1 and set(read) == {"train", "valid"}
     second = tune(*given, n_trials=2, n_jobs=1, killed_at=2)  # killed in the final runs
-    assert ["/search/ewc/" in job for job in second] == [True, False] and "test" in read
+    assert ["/search/l2/" in job for job in second] == [True, False] and "test" in read
     read.clear()
     third = tune(*given, n_trials=2, n_jobs=1)
     assert len({*first, *second, *third}) == 2 + 4 and all("/final/" in job for job in third)
     assert "Nothing to tune: ncl." in capsys.readouterr().out
     told = json.loads((tmp_path / "outputs/tuned/tuning.json").read_text())
-    ncl, ewc = told["methods"]
-    assert (len(ncl["trials"]), len(ncl["runs"]), len(ewc["trials"]), len(ewc["runs"])) == (0, 2, 2, 2)
-    assert ewc["trials"][0]["values"] == ["method.strength=500.0"] and ewc["flops"] > 0
-    best = min(ewc["trials"], key=lambda trial: trial["score"])["values"][0].removesuffix(".0")
-    assert all(best.split("=")[1] in run["folder"] or best.endswith("=500") for run in ewc["runs"])
-    scores = json.loads((tmp_path / ewc["runs"][0]["folder"] / "scores.json").read_text())
+    ncl, l2 = told["methods"]
+    assert (len(ncl["trials"]), len(ncl["runs"]), len(l2["trials"]), len(l2["runs"])) == (0, 2, 2, 2)
+    assert l2["trials"][0]["values"] == ["method.strength=0.01"] and l2["flops"] > 0
+    best = min(l2["trials"], key=lambda trial: trial["score"])["values"][0].removesuffix(".0")
+    assert all(best.split("=")[1] in run["folder"] or best.endswith("=0.01") for run in l2["runs"])
+    scores = json.loads((tmp_path / l2["runs"][0]["folder"] / "scores.json").read_text())
     assert scores["conditions"]["score_on"] == "test"
-    assert scores["optimized_metric"] == ewc["runs"][0]["score"]
+    assert scores["optimized_metric"] == l2["runs"][0]["score"]
 
 
 def test_by_a_metric_of_end_tasks_trials_read_dev_and_final_runs_test(tune, given, tmp_path, monkeypatch):
     read = noting(monkeypatch, FileTasks, "read")
     for domain in ("law", "food"):
         write_task(tmp_path, domain)
-    given += ["method=ewc", "optimized_metric=MF1"]
+    given += ["method=l2", "optimized_metric=MF1"]
     with pytest.raises(SystemExit, match="1"):
         tune(*given)  # without end tasks
     given += ["endtask=texts", f"endtask.root={tmp_path}", "endtask.epochs=1", "endtask.seeds=[0]"]

@@ -9,9 +9,10 @@ from lightning import LightningModule
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import RobertaConfig, RobertaForMaskedLM
 
-from cpt.trainer.costs import CostMonitor, own_names, stored_beside, stored_bytes
+from cpt.trainer.costs import ON_CPU, CostMonitor, OperationCounter, own_names, stored_beside, stored_bytes
 from cpt.trainer.lightning import make_trainer
 from tests.conftest import ROOT
 
@@ -98,6 +99,18 @@ def test_operations_are_counted_forward_backward_and_in_what_a_method_does_besid
     assert found["seen"] == (3 * (10 + 12) if "accumulate" in given else 10 + 12 + 10)
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_it_counts_what_torchs_counter_counts(inference):
+    sizes = {"vocab_size": 50, "max_position_embeddings": 20, **SIZES}
+    model, ids = RobertaForMaskedLM(RobertaConfig(**sizes)).eval(), torch.randint(5, 50, (3, 8))
+    with FlopCounterMode(display=False, custom_mapping=ON_CPU) as expected, OperationCounter() as counter:
+        with torch.inference_mode(inference):  # composite kernels arrive whole
+            loss = model(ids, labels=ids).loss
+        if not inference:
+            loss.backward()
+    assert counter.total == expected.get_total_flops() > 10**5
+
+
 def test_of_steps_that_differ_the_mean_of_a_period_is_counted(monkeypatch):
     def alternating(self, batch):
         passes = 3 if self.trainer.global_step % 2 == 0 else 1
@@ -124,6 +137,7 @@ def test_a_first_step_that_is_not_like_the_others_does_not_stand_for_them(monkey
 WORKERS = """
 import sys, torch
 from torch.utils.data import DataLoader
+from torch.utils.flop_counter import FlopCounterMode
 import cpt.data.datamodule as data
 loader = DataLoader([torch.tensor(each) for each in range(8)], batch_size=None, num_workers=2,
                     worker_init_fn=data.ignore_signals)

@@ -36,7 +36,6 @@ def hub(entry, *, column="text", streaming=True, general=None, **others):
 
 
 def put(path, content):
-    """A file, its folders, and compression where its name asks for it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     raw = content.encode() if isinstance(content, str) else content
     path.write_bytes(PACK.get(path.suffix, bytes)(raw))
