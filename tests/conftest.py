@@ -64,13 +64,14 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before what -m leaves out is found
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests in which a model learns are slow, whatever they look at: `-m "not slow"` leaves them out; rows
-    that others stand for are the campaign's."""
+    """Tests in which a model learns are slow, whatever they look at, and so are those of the campaign:
+    `-m "not slow"` leaves both out. Rows that others stand for are the campaign's."""
     for item in items:
         if is_resting(item.nodeid):
             item.add_marker(pytest.mark.campaign)
         asked = item.callspec.params.values() if hasattr(item, "callspec") else ()
-        if LEARNING & {*getattr(item, "fixturenames", ()), *map(str, asked)}:
+        learns = LEARNING & {*getattr(item, "fixturenames", ()), *map(str, asked)}
+        if learns or item.get_closest_marker("campaign"):
             item.add_marker(pytest.mark.slow)
 
 
