@@ -99,7 +99,6 @@ def sparing() -> None:
 
 
 def sentences(words: str, *, count: int, seed: int, size: tuple[int, int] = (8, 30)) -> list[str]:
-    """Different made-up documents over a few words, of so many words each."""
     draw = random.Random(seed)
     return [
         " ".join(draw.choices(words.split(), k=draw.randint(*size))) + f" {number}."

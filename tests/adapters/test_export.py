@@ -27,7 +27,6 @@ def untouched():
 
 @pytest.fixture
 def export(untouched, tmp_path):
-    """Writes adapters for some domains into a folder; gives them, and the expression that loads the last."""
     adapted = copy.deepcopy(untouched)
     names = attach_bottlenecks(adapted, **OPTIONS).names
 

@@ -17,7 +17,6 @@ MASKED = [name for name, family in FAMILIES.items() if "MaskedLM" in family.auto
 
 
 def prompted(name: str, *, tokens: int = N, **changes):
-    """A model with a prompt, the prompt, and the weights with which it has none."""
     model = build(name, **changes)
     [parameter] = attach_prompt(model, tokens=tokens, causal=name in CAUSAL).names
     part = model.get_submodule(parameter.rpartition(".")[0])

@@ -117,7 +117,6 @@ def rows_of(kind, sizes, at_once):
 
 
 def by_best_fit(documents):
-    """The owners of each row, by a slow loop."""
     rows, waiting = [], []
     for number, ids in enumerate(documents):
         for at in range(0, len(ids), LENGTH):
@@ -225,7 +224,6 @@ def small_shards(monkeypatch):
 
 
 def packed_by(folder, tokenizer, *, workers=1):
-    """The digest of the rows that so many processes make."""
     how = {"tokenizer": tokenizer, "length": 16, "name": "a", "cache": folder, "workers": workers}
     packing.pack(written(folder, prose(80)), "train", **how, tokenizer_digest=tokenizer_digest(tokenizer))
     (path,) = (folder / "packed").glob("*/rows.arrow")

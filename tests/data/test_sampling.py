@@ -47,7 +47,6 @@ def stream(names, steps, *, objective=MASKED, seed=0, batch_size=12, **options):
 
 
 def samples(batch):
-    """The rows of a batch as the model sees them: inputs and labels."""
     pairs = zip(batch["input_ids"].tolist(), labels_of(batch).tolist(), strict=True)
     return [(tuple(inputs), tuple(labels)) for inputs, labels in pairs]
 
@@ -57,7 +56,6 @@ def all_samples(made):
 
 
 def whole(*batches):
-    """Text and row of each sample of batches, before it was masked."""
     rows = (MASKED.restored(batch)["input_ids"].tolist() for batch in batches)
     return [WHOSE[tuple(ids)] for ids in itertools.chain(*rows)]
 

@@ -46,7 +46,6 @@ def classifier(start, *, classes=2, dropout=0.0):
 
 @pytest.fixture
 def kept(monkeypatch):
-    """Of each evaluation, how many examples there were, and a copy of the classifier."""
     seen, whole = [], subject.predict
 
     def keep(made, work, given):

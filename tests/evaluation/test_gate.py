@@ -19,12 +19,10 @@ CHANGES = [  # the means after food of law, food and general text; what does not
 
 
 def row_of(**means):
-    """Losses by document of a row, whose documents all have a text's mean."""
     return {name: np.stack([mean * COUNTS, COUNTS]) for name, mean in means.items()}
 
 
 def compared(before, after, *, gain=0.05, since=1, rows=("base", "law", "food"), learned=()):
-    """The changes by text from an earlier row to the last one, and what was not measured in both."""
     names = [*(before | after)]
     nll = [[0.0] * len(names) for _ in rows]
     nll[since], nll[-1] = ([0.0 if name in row else None for name in names] for row in (before, after))

@@ -51,7 +51,6 @@ def logits_after(model, prompt, answer):
 
 
 def log_likelihood(model, prompt, answer):
-    """The sum over an answer's tokens, a pass for each token."""
     passes = ((logits_after(model, prompt, answer[:at]), token) for at, token in enumerate(answer))
     return sum(logits.log_softmax(-1)[token].item() for logits, token in passes)
 

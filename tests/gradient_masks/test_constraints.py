@@ -158,7 +158,6 @@ def test_a_run_moves_so_many_weights_less(form, small):
 
 
 def test_what_a_method_protects_stays_protected(start, small, tmp_path):
-    """Weight decay too, which the released form lets through, is that of the mask's entries."""
     given = ["method=hat", "mask=mofo", "optim.weight_decay=0.1", "order=[law,food]"]
     start(small(*given), tmp_path / "run")
     _, law, food = scores_of(tmp_path / "run").nll

@@ -274,7 +274,6 @@ def test_masks_and_gradients_are_those_of_the_hooks(family, given):
 
 
 def test_passes_that_are_not_of_the_loss_have_all_gradients():
-    """As those of a copy have, whose hooks are those of the model."""
     made, found = gpt2(), []
     mask = watching(made, backend="backward")
     models = made, deepcopy(made)

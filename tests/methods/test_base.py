@@ -15,8 +15,6 @@ from tests.support.making import Watch
 
 
 class Half(GradientMask):
-    """A factor on the upper half of the rows of every matrix."""
-
     def __init__(self, *, apply_to: str, factor: float, model: nn.Module) -> None:
         super().__init__(apply_to=apply_to)
         self.factor, self.model = factor, [model]

@@ -119,7 +119,6 @@ def das(build):
 
 @pytest.mark.parametrize("text", ["uncorrupted", "corrupted"])
 def test_the_term_contrasts_the_three_passes(text, das):
-    """Two with dropout, one of which is the loss's if its text is contrasted, and one with gated units."""
     module, batch = das(contrast=2, contrast_text=text)
     hidden = torch.randn(*batch["input_ids"].shape, 32, requires_grad=True)
     whole = batch if text == "corrupted" else module.objective.restored(batch)

@@ -31,7 +31,6 @@ class First(Callback):
 
 
 def of_group(work: Made, group: int) -> dict[str, torch.Tensor]:
-    """The experts of a domain and their router rows, or of the base, by name."""
     if group >= 0:
         return {name: value for name, value in work.weights().items() if f".groups.{group}." in name}
     experts = [each for m in mixtures_of(work.module.model).values() for each in m.own]

@@ -64,7 +64,6 @@ def learned(build):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_was_learned_stays_bit_for_bit_beside_the_base(kind, learned, build):
-    """Before anything is learned it is the base; a sequence grows by a part per domain."""
     found = learned(kind)
     (base, begun), (law,), (again, food) = found.rows
     plain = build("ncl", on=found.family).module.eval()

@@ -25,7 +25,6 @@ def rest(work) -> dict[str, torch.Tensor]:
 
 
 def links(work) -> list[torch.Tensor]:
-    """The prompts that are kept, [n, D] each, by domain."""
     named = work.module.bank.named()
     return [named[f"{domain}:{work.module.name}"] for domain in work.module.bank.domains]
 

@@ -296,7 +296,6 @@ def test_a_gradient_that_does_no_harm_is_left_alone():
 
 
 def by_hand(gram, products, *, least):
-    """The best v among those with any of its entries at the bound, by brute force."""
     best = None
     for free in product([False, True], repeat=len(products)):
         found, chosen = torch.full_like(products, least), torch.tensor(free)

@@ -22,7 +22,6 @@ ROWS = torch.tensor([0, 0, 0, 1, 1, 1, 1, 3, 3, 4, 4, 4])
 
 
 def router(domains: int = 2, **options) -> Router:
-    """A router over parts that are never run, which has begun a text."""
     parts = SimpleNamespace(domains=list(range(domains)))
     mixing = Router(parts, Routing(**(DEFAULTS | options)), Causal())
     count = len(mixing.parts)

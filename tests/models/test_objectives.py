@@ -121,7 +121,6 @@ def t5():
 
 
 def rows_of(*texts, count):
-    """The first rows of each text in turn."""
     parts, rows = np.tile(np.arange(len(texts)), count), np.repeat(np.arange(count), len(texts))
     return stack_rows(texts, parts, rows, np.zeros(len(rows), np.uint64))
 

@@ -19,7 +19,6 @@ ROWS = ["base", *DOMAINS]
 
 
 def seeds(method, shifts, **given):
-    """Runs of a method, a seed for each shift of its last row."""
     return [run(f"{method}-{i}", method=method, seed=i, shift=x, **given) for i, x in enumerate(shifts)]
 
 
@@ -73,7 +72,6 @@ NCL, DAS = (DRAW.random((2, 60)) < share for share in (0.4, 0.6))
 
 
 def answered(folder, last, **given):
-    """A run whose last model answers so; the others do not count."""
     told = kept(folder, {task: [each] * len(ROWS) for task, each in last.items()}, rows=ROWS)
     return run(folder, answers=told, **given)
 

@@ -14,7 +14,6 @@ NLL = [[4.0] * 4, [3.0, 4.0, 4.0, 4.0], [3.1, 3.0, 4.0, 4.0], [3.1, 3.1, 3.0, 4.
 
 @pytest.fixture(autouse=True)
 def undrawn(monkeypatch):
-    """A picture is its figure and what it says, in place of its PNG."""
     for module in (figures, drawing):
         monkeypatch.setattr(module, "png", lambda figure, *, told, marks=None: (figure, told))
 

@@ -20,7 +20,6 @@ TEMPLATE = (
 
 
 def write_chats(root):
-    """Chats over a domain's words; an answer names the first word of its question."""
     for name, (split, count) in product(DOMAINS, {"train": 60, "test": 10}.items()):
         draw, rows = random.Random(10 * (name == "law") + (split == "test")), []
         for number in range(count):

@@ -97,7 +97,6 @@ def run(folder: Path, out: Path, *overrides: str, corpora: Path, cache: Path, **
 
 
 def batches(out: Path, rank: int) -> list:
-    """The domains' training batches of one process, in their order."""
     lines = (out / f"batches-{rank}.jsonl").read_text().splitlines()
     return [batch for batch in map(json.loads, lines) if batch[0] != ["general"]]
 
@@ -110,7 +109,6 @@ def assert_shared(whole: list, parts: list[list], *, seen=sorted) -> None:
 
 
 def assert_agree(out: Path, count: int) -> None:
-    """Both processes have ended so many stages with the same weights."""
     first, second = ((out / f"hashes-{rank}.txt").read_text().splitlines() for rank in (0, 1))
     assert first == second and len({*first}) == count
 
@@ -151,7 +149,6 @@ def two(corpora, cache, tmp_path_factory, endtasks):
 
 
 def assert_learned_alike(one: Path, two: Path, *, seen=sorted) -> None:
-    """By one process and by two that were killed, in batches, weights and scores."""
     whole = batches(one / "out", 0)
     assert len(whole) == 12
     assert_shared(whole[:10], [batches(two / "first", rank)[:10] for rank in (0, 1)], seen=seen)

@@ -27,7 +27,6 @@ NEEDS |= {name: [DATA, MODEL] for name in ("llama_code", "das6_mpnet", "linux_te
 
 
 def swept(*overrides):
-    """The values that a sweep of an experiment goes through, by key."""
     loader = GlobalHydra.instance().config_loader()
     config = loader.load_configuration("config", list(overrides), RunMode.MULTIRUN)
     lines = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
@@ -40,7 +39,6 @@ def swept(*overrides):
 
 
 def order_of(cfg):
-    """The plan of a config; of data that is not there, its order alone."""
     if OmegaConf.select(cfg, "domains.root") is None:
         return make_plan(cfg).order
     orders = OmegaConf.to_container(cfg.domains).get("orders")

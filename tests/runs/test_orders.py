@@ -18,7 +18,6 @@ KINDS = {"law": "law", "eats": "food", "sky": "space"}
 
 @pytest.fixture
 def of_pairs(small, tmp_path):
-    """The config of a run on two domains of each kind, of space twice as much, with a cache of its own."""
     texts = {"general": "general"} | {
         f"{kind}.{half}": KINDS[kind] for kind in KINDS for half in ("one", "two")
     }

@@ -316,7 +316,6 @@ def machine(monkeypatch, tmp_path):
 
 
 def divided(name, number, *, jobs=None, threads=None, waiting=None, **trainer):
-    """What of this name each place on the machine has, where so many jobs are to run."""
     plans = [OmegaConf.create({"trainer": trainer})] * number
     return [each.get(name) for each in divide_machine(plans, jobs=jobs, threads=threads, waiting=waiting)]
 

@@ -294,7 +294,6 @@ def given(corpora, cache, no_pictures):
 
 
 def noting(monkeypatch, where, method):
-    """The splits that a method is asked for, in their order."""
     splits, read = [], getattr(where, method)
 
     def noted(self, name, split, **how):

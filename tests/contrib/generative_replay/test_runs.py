@@ -39,7 +39,6 @@ def assert_same(one: Path, other: Path) -> None:
 
 
 def written(folder: Path) -> dict[str, list]:
-    """What is replayed before each stage, by file: every row."""
     found = sorted(folder.glob("generated/*/*.arrow"))
     return {f"{path.parent.name}/{path.stem}": Dataset.from_file(str(path)).to_list() for path in found}
 
@@ -77,7 +76,6 @@ def test_the_mixture_is_that_of_real_text(start, small_gpt2, tmp_path, monkeypat
 
 @pytest.fixture
 def read(monkeypatch):
-    """By domain what texts are read while it is learned."""
     found, sequences = defaultdict(set), []
     entered, table = DomainSequence.enter, Packed.table
 
@@ -111,7 +109,6 @@ def test_no_past_text_is_read_to_replay_it(start, small_gpt2, tmp_path, read):
 def test_a_run_killed_while_it_writes_goes_on_with_the_same_bits(
     start, small_gpt2, tmp_path, blocks, killing, caplog
 ):
-    """And one that was killed in a stage replays what was written, or writes what is damaged again."""
     start(small_gpt2(TWO, *FEW, "replay.batch_size=64"), tmp_path / "whole")
     blocks["written"], blocks["deadly"] = 0, 3
     with pytest.raises(KilledError):

@@ -41,7 +41,6 @@ def write_samples(folder: Path, name: str, samples: list[Sample]) -> None:
 
 
 def made(seed: int, count: int = 60) -> list[Sample]:
-    """Texts that ended and texts that were broken off."""
     draw = np.random.default_rng(seed)
     found = []
     for number in range(count):

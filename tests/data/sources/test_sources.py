@@ -192,7 +192,6 @@ def test_the_fingerprint_is_that_of_the_files(tmp_path):
 
 @pytest.fixture
 def dataset(tmp_path, monkeypatch):
-    """A local data set in three splits, as datasets.load_dataset takes it."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     for split in ("train", "validation", "test"):
         put(tmp_path / "news" / f"{split}.jsonl", in_lines([f"{split} {n}" for n in range(3)]))

@@ -73,8 +73,6 @@ def write(root, layout):
 
 @pytest.fixture
 def source(composed, tmp_path):
-    """A source of tasks with values of its own."""
-
     def made(*values, group="tasks"):
         cfg = composed(f"domains={group}", f"domains.root={tmp_path / 'root'}", *values)
         return instantiate({key: each for key, each in cfg.domains.items() if key != "name"}, _convert_="all")
