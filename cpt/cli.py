@@ -109,6 +109,8 @@ def check_command_line(arguments: Sequence[str]) -> None:
         raise ValueError(f"{given} is invalid: unknown flag. Allowed: {allowed}")
     for argument, override in parse_arguments(arguments).items():
         group, value = override.key_or_group, override.value()
+        if not group:
+            raise ValueError(f"{argument} is invalid: it names no option. Allowed: key=value")
         values = value if isinstance(value, list) else [value]
         wrong = (NoneType, int, float, *(dict, list) * isinstance(value, list))
         is_choice = (CONF / group).is_dir() and override.type is not OverrideType.DEL

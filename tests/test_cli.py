@@ -19,6 +19,7 @@ CANNOT = {  # and the choice or option that is meant
     "trainer.setps=5": "trainer.steps",
     "trainer.learning_rate=1e-4": "optim.lr",
     "--seed=1": "",
+    "+=x": "",
     "-m seed=0,1 mask=migu,mgui": "migu",
     "-m method.routing=last,first method=hat": "",
     "--config-dir=mine method=mine": "",

@@ -1,0 +1,171 @@
+"""Too little memory: allocations that fail, and processes that the kernel ends for their size.
+
+    python benchmarks/little_memory.py --trials 20
+
+In turn: a run under a limit of its data or of its address space (setrlimit) that is reached at a random
+moment; kill -9, as by the OOM killer, of the largest tokenization process of a run; and of the largest job
+of a sweep. Each has to end with one line about memory and a non-zero exit code, and no process may be left;
+the same command without the limit has to end with the bits of an undisturbed run. A library in Rust or C++
+may end the process in its own words, or hang: that is recorded, what hangs is killed, and the same command
+has to resume."""
+
+import argparse
+import json
+import random
+import re
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT)]
+
+from tests.campaigns import runs  # noqa: E402
+from tests.campaigns.frame import RESULTS, run_trials  # noqa: E402
+from tests.conftest import VOCABULARIES, sentences  # noqa: E402
+from tests.support.processes import ended, started, told_of, wait_for  # noqa: E402
+
+KINDS = ("data", "address space", "tokenising", "data", "sweep")
+LIMITS = {"data": (60, "RLIMIT_DATA", "VmData:"), "address space": (250, "RLIMIT_AS", "VmSize:")}
+# (MiB that a run takes beyond its start, about; the limit; its line of /proc/self/status)
+MEMORY = re.compile(r"memory|SIGKILL|[Kk]illed")
+OWN_WORDS = re.compile(r"memory allocation of \d+ bytes failed|bad_alloc|OpenBLAS|pthread_create")
+OWN_S = 20.0  # that such a library has to end its process
+LIMITED = """
+import resource, sys
+sys.path[:0] = [{root!r}]
+import torch, lightning.pytorch, cpt.train, cpt.trainer.loop
+line = next(each for each in open("/proc/self/status") if each.startswith("{field}"))
+most = int(line.split()[1]) * 1024 + ({room} << 20)
+resource.setrlimit(resource.{limit}, (most, most))
+from cpt.__main__ import main
+main()
+"""
+SMALL_SHARDS = f"""
+import sys
+sys.path[:0] = [{str(ROOT)!r}]
+from cpt.data import tokenize
+tokenize.SHARD = 1 << 20
+from cpt.__main__ import main
+if __name__ == "__main__":
+    main()
+"""
+
+
+def kill_largest(pids: list[int]) -> None:
+    def resident(pid: int) -> int:
+        pages = told_of(f"{pid}/statm").split()
+        return int(pages[1]) if pages else 0
+
+    if pids:
+        runs.kill(max(pids, key=resident))
+
+
+def is_told(words: str) -> bool:
+    line = runs.one_line(words)
+    return line is not None and MEMORY.search(line) is not None
+
+
+def of_a_run(place: Path, home: Path, number: int, draw: random.Random, kind: str) -> dict[str, Any]:
+    """A run in which an allocation fails, or none does."""
+    given, run = [f"method={runs.shuffled(runs.METHODS, number)}", *runs.GIVEN], home / "run"
+    expected, (most, limit, field) = runs.whole(place, given), LIMITS[kind]
+    arguments, script, room = runs.command(place, run, *given), home / "limited.py", draw.randint(0, most)
+    script.write_text(LIMITED.format(root=str(ROOT), room=room, limit=limit, field=field))
+    process = runs.begin(arguments, run, script=script)
+    wait_for(lambda: not process.is_alive() or OWN_WORDS.search(runs.said(run)))
+    code, words = ended(process, seconds=OWN_S), runs.said(run)
+    own = OWN_WORDS.search(words) is not None
+    told = {
+        "method": given[0],
+        "room_mib": room,
+        "code": code,
+        "own_words": own,
+        "line": runs.one_line(words),
+    }
+    told |= runs.again(arguments, run, expected)
+    left = code == 0 or (code == 1 and is_told(words)) or (code != 0 and own)
+    return told | {"fine": left and told["same"], "last": words}
+
+
+def of_tokenization(place: Path, home: Path, number: int, draw: random.Random, kind: str) -> dict[str, Any]:
+    """The largest of the processes that tokenize is killed."""
+    for seed, (name, words) in enumerate(VOCABULARIES.items()):
+        path = place / "long" / name / "all.txt"
+        if not path.exists():
+            path.parent.mkdir(parents=True)
+            path.write_text("\n".join(sentences(words, count=30_000, seed=seed)) + "\n")
+    run, script = home / "run", home / "several.py"
+    given = [*runs.GIVEN, "data.preprocessing_num_workers=2", f"domains.root={place / 'long'}"]
+    expected, arguments = runs.whole(place, given), runs.command(place, run, *given, cache=home / "cache")
+    script.write_text(SMALL_SHARDS)
+    process = runs.begin(arguments, run, script=script)
+
+    def workers() -> list[int]:
+        return [pid for pid in runs.family(process.pid)[1:] if "spawn_main" in told_of(f"{pid}/cmdline")]
+
+    wait_for(lambda: workers() or not process.is_alive())
+    process.join(draw.uniform(0, 1))
+    members, found = runs.family(process.pid), workers()
+    kill_largest(found)
+    code = ended(process, seconds=runs.HANGS_S)
+    words, gone = runs.said(run), runs.have_left(members)
+    told = {"workers": len(found), "code": code, "gone": gone, "line": runs.one_line(words)}
+    told |= runs.again(arguments, run, expected)
+    left = code == 0 or (code == 1 and is_told(words))
+    return told | {"fine": bool(left and gone and told["same"] and found), "last": words}
+
+
+def of_a_sweep(place: Path, home: Path, number: int, draw: random.Random, kind: str) -> dict[str, Any]:
+    """The largest job of a sweep is killed: the sweep says so, and fails."""
+    methods = sorted({runs.shuffled(runs.METHODS, number + turn) for turn in (0, 5)})
+    arguments, log = runs.sweep_of(place, home, methods), home / "log"
+    process = started(ROOT / "run.py", *arguments, cwd=home, log=log)
+    wait_for(lambda: len(runs.family(process.pid)) > 1 or not process.is_alive())
+    process.join(draw.uniform(0.5, 8))
+    jobs = runs.family(process.pid)[1:]
+    kill_largest(jobs)
+    code, gone = ended(process), runs.have_left(jobs)
+    words = log.read_text(errors="replace")
+    then = ended(started(ROOT / "run.py", *arguments, cwd=home, log=log))
+    told = {"methods": methods, "jobs": len(jobs), "code": code, "gone": gone, "then": then}
+    told["unlike"] = runs.unlike(place, home, methods)
+    failed = (code == 1 and "memory" in words) or not jobs
+    return told | {"fine": failed and gone and then == 0 and not told["unlike"], "last": words}
+
+
+def trial(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
+    kind, home = KINDS[number % len(KINDS)], place / f"memory-{number}"
+    home.mkdir()
+    of = {"tokenising": of_tokenization, "sweep": of_a_sweep}.get(kind, of_a_run)
+    told = {"kind": kind} | of(place, home, number, draw, kind)
+    shutil.rmtree(home)
+    return told | {"last": "" if told["fine"] else told["last"][-1500:]}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--trials", type=int, default=20)
+    parser.add_argument("--first", type=int, default=0, help="number of the first trial")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=RESULTS / "memory.json")
+    given, found, began = parser.parse_args(), [], time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        numbers = range(given.first, given.first + given.trials)
+        for each in run_trials(trial, Path(folder), numbers, seed=given.seed):
+            found.append(each)
+            print(json.dumps(each), flush=True)
+        fine, seconds = sum(each["fine"] for each in found), round(time.monotonic() - began)
+        told = {"campaign": "memory", "asked": given.trials, "seed": given.seed, "made": len(found)}
+        told |= {"fine": fine, "seconds": seconds, "trials": found}
+        given.out.parent.mkdir(parents=True, exist_ok=True)
+        given.out.write_text(json.dumps(told, indent=1).replace(f"{folder}/", "") + "\n")
+    print(f"memory: {fine} of {len(found)} fine, {seconds} s")
+    return int(fine < len(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
