@@ -51,7 +51,7 @@ def test_activations_that_are_computed_again_give_the_same_bits(method, small, s
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of dynamo itself
-@pytest.mark.parametrize("method", run_few(LEARNING, ["migu"]))
+@pytest.mark.parametrize("method", run_few(LEARNING, []))
 def test_compiled_blocks_compute_what_blocks_do(method, small, start, tmp_path, monkeypatch):
     monkeypatch.setitem(memory.COMPILE_OPTIONS, "backend", "eager")  # traced, and run as it was
     ways = {"plain": "trainer.quick_dropout=false", "compiled": "trainer.compile=true"}

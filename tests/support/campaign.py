@@ -16,7 +16,9 @@ def run_few(names: Iterable[Any], few: Collection[Any]) -> list:
 # for whole names of rows; all of the test where there is none.
 TABLE = r"""
 advise an_advice_is_planned_run_stopped_gone_on_with_and_told
+costs a_process_ends_although_its_loaders_processes_are_alive
 distributed two_processes_score_as_one
+distributed two_processes_learn_and_answer_as_one_whether_killed_or_not
 runs a_run_that_grows_writes_for_the_new_stage_alone
 runs the_mixture_is_that_of_real_text
 runs two_processes_write_what_one_writes

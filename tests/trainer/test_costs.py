@@ -146,6 +146,5 @@ next(sys.kept)
 """
 
 
-@pytest.mark.slow
 def test_a_process_ends_although_its_loaders_processes_are_alive():
     assert subprocess.run([sys.executable, "-c", WORKERS], timeout=60, cwd=ROOT).returncode == 0
