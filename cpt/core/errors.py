@@ -52,6 +52,7 @@ SAID = {  # what Hydra says of a config that cannot be composed, and what is sai
 FAILED_ALLOCATION = re.compile(
     r"out of memory|can't allocate memory|Cannot allocate memory|bad_alloc|can't start new thread"
     r"|could not create a (primitive|memory)"  # oneDNN
+    r"|quantization error"  # Pillow, of a picture's colours
     r"|DataLoader worker .* killed by signal: Killed"
 )
 LESS = "rerun the same command to resume, with more memory or with less use of it: docs/plan.md"

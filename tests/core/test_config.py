@@ -49,6 +49,7 @@ ENDING = {
     "foreseen": (ValueError("first line\n  second line"), "first line second line"),
     "a gpu": (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), OF_MEMORY),
     "what became of it on the way up": (RESOLVED, OF_MEMORY),
+    "a picture": (ValueError("quantization error"), OF_MEMORY),
 }
 
 
