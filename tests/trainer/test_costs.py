@@ -137,7 +137,6 @@ def test_a_first_step_that_is_not_like_the_others_does_not_stand_for_them(monkey
 WORKERS = """
 import sys, torch
 from torch.utils.data import DataLoader
-from torch.utils.flop_counter import FlopCounterMode
 import cpt.data.datamodule as data
 loader = DataLoader([torch.tensor(each) for each in range(8)], batch_size=None, num_workers=2,
                     worker_init_fn=data.ignore_signals)
