@@ -8,6 +8,7 @@ import argparse
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -38,11 +39,18 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     found = {path: why for each in folders for path, why in removable(each, given.days, stages=given.stages)}
     for path, why in sorted(found.items()):
-        size = megabytes(sum(each.lstat().st_size for each in (path, *path.rglob("*")) if not each.is_dir()))
+        size = megabytes(freed_bytes(path))
         ended = f"; {remove(path)}" if given.yes else ""
         print(f"{size:>12}  {path}: {why}{ended}")
     print(f"{len(found)} entries{'' if given.yes else '; add --yes to remove them'}")
     return 0
+
+
+def freed_bytes(path: Path) -> int:
+    """The bytes that the removal of a file or folder frees: of files with hard links elsewhere none."""
+    stats = [each.lstat() for each in (path, *path.rglob("*")) if not each.is_dir()]
+    links = Counter(each.st_ino for each in stats)
+    return sum(each.st_size // each.st_nlink for each in stats if links[each.st_ino] == each.st_nlink)
 
 
 def removable(folder: Path, days: float, *, stages: bool) -> Iterator[tuple[Path, str]]:

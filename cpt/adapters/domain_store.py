@@ -11,7 +11,6 @@ x_<i are the scored tokens before i in the same row."""
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from transformers import PreTrainedModel
 
 from cpt.adapters.options import Routing
 from cpt.core.distributed import is_sharded, sum_on_cpu
-from cpt.core.tensors import NamedTensors, load_tensors
+from cpt.core.tensors import NamedTensors
 from cpt.data.collate import Batch
 from cpt.models.objectives import Objective
 from cpt.models.units import Projection
@@ -102,16 +101,6 @@ class DomainParams(NamedTensors):
 
 def domain_params(module: nn.Module) -> dict[str, DomainParams]:
     return {name: each for name, each in module.named_modules() if isinstance(each, DomainParams)}
-
-
-def map_stored(module: nn.Module, path: Path) -> None:
-    """Memory-maps the stored parameters of other domains from the file of the module's state."""
-    stores = domain_params(module)
-    if stores and path.is_file():
-        stored = load_tensors(path)
-        for prefix, each in stores.items():
-            whole = {name: f"{prefix}.{name}" for name in each._buffers}
-            each.map_to({name: stored[key] for name, key in whole.items() if key in stored})
 
 
 def load_mapped(module: nn.Module, stored: Mapping[str, Tensor]) -> None:

@@ -24,7 +24,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from cpt.adapters.domain_store import in_memory, map_stored
+from cpt.adapters.domain_store import in_memory
 from cpt.core.memory import forget_peak, peak
 from cpt.core.processes import is_one_of_several
 from cpt.core.schema import Options
@@ -42,7 +42,7 @@ from cpt.optim.nan_guard import NanGuard
 from cpt.reporting.frames import megabytes
 from cpt.trainer.base_model import Base, make_base
 from cpt.trainer.build import build_data, build_method, log_settings, read_corpora
-from cpt.trainer.checkpoint import save_stage
+from cpt.trainer.checkpoint import map_stored, save_stage
 from cpt.trainer.costs import CostMonitor, stored_beside, trained_parameters
 from cpt.trainer.lightning import drop_optimizer, make_trainer
 from cpt.trainer.manifest import find_source, find_started

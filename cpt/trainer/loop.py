@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch.loggers import Logger
 from torch.distributed.fsdp import FSDPModule
 
-from cpt.adapters.domain_store import BASE, map_stored
+from cpt.adapters.domain_store import BASE
 from cpt.core import files
 from cpt.core.distributed import barrier, leave_together
 from cpt.core.heartbeat import HEARTBEAT, Phase, set_phase
@@ -39,7 +39,14 @@ from cpt.reporting.model_card import write_model_card
 from cpt.trainer import build, preflight
 from cpt.trainer.base_model import Base, make_base
 from cpt.trainer.callbacks import CustomCallbacks, Monitor, ProtectedMovement
-from cpt.trainer.checkpoint import StepCheckpoint, check_stage, restore_stage, save_stage
+from cpt.trainer.checkpoint import (
+    StepCheckpoint,
+    check_stage,
+    link_weights,
+    map_stored,
+    restore_stage,
+    save_stage,
+)
 from cpt.trainer.costs import CostMonitor, stored_beside, time_phase, trained_parameters
 from cpt.trainer.dry_run import match_operations
 from cpt.trainer.evaluators import Evaluator, make_evaluators
@@ -401,6 +408,8 @@ class ContinualTrainer:
             self.module, self.at = build.build_method(self.plan, start), 0
             self.restore(len(scores.rows) - 1)
         with files.writing(run.model):
+            for path in run.model.rglob("*.safetensors"):  # its files are those of the last stage, too
+                path.unlink()
             loading = self.module.export(run.model, [domain.name for domain in self.data])
             start.tokenizer.save_pretrained(run.model)
             for path in run.model.rglob("*.safetensors"):  # which safetensors makes for their owner alone
@@ -426,5 +435,8 @@ class ContinualTrainer:
         if len(scores.rows) > 1:
             write_model_card(run.path, scores)
         run.write_checksums()
+        if (last := run.stage(len(scores.rows) - 1)).exists():
+            with files.writing(last):
+                link_weights(last, run.model)
         log_scores(self.loggers, scores, folder=run.path)
         scores.save(run.scores_file)  # last: a finished run has all of its outputs

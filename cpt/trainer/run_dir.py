@@ -23,6 +23,7 @@ from cpt.evaluation.scores import Scores, documents_file, load_documents
 
 # Config keys that choose texts: a run is compared by the texts' contents, not by these.
 BY_CONTENT = ("order", "domains.root", "domains.only", "domains.by", "init_from")
+STAGE_FILES = ("pt", "shards", "linked")  # of a stage, which counts by its file: written last, removed first
 WEIGHTS = (".safetensors", ".bin")
 OF_A_CHECKPOINT = (*WEIGHTS, ".json", ".model", ".txt", ".jinja")
 # The files of a run that was rejected: Hydra's, and those that the next start writes again.
@@ -121,8 +122,8 @@ class RunDir:
         results = ("endtasks/*", "benchmarks/*", "answers/*")
         patterns = [".scores.json.*.tmp", "*.partial", *(f"{each}/*.partial" for each in (*held, *results))]
         incomplete = [path for pattern in patterns for path in self.path.glob(pattern)]
-        shards = self.path.glob("stages/*.shards")  # a stage's file is written after them
-        incomplete += [each for each in shards if not self.stage(each.name.split(".")[0]).exists()]
+        folders = [each for kind in STAGE_FILES[1:] for each in self.path.glob(f"stages/*.{kind}")]
+        incomplete += [each for each in folders if not self.stage(each.name.split(".")[0]).exists()]
         for path in incomplete:
             discard(path)
 
@@ -165,7 +166,7 @@ class RunDir:
     def cleanup(self, stages: int, *, keep: bool) -> None:
         """Removes the checkpoints that a committed stage makes obsolete, also of stages unless `keep`."""
         discard(self.path / "checkpoints")
-        for kind in () if keep else ("pt", "shards"):  # in this order: a stage counts by its file
+        for kind in () if keep else STAGE_FILES:
             for old in self.path.glob(f"stages/*.{kind}"):
                 if (number := old.name.split(".")[0]).isdigit() and int(number) < stages:
                     discard(old)

@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 
+from cpt.trainer.checkpoint import load_stage
 from tests.campaigns import runs
 from tests.campaigns.frame import ROOT
 
@@ -93,7 +94,7 @@ def spoilt(arguments: list[str], run: Path, plan: dict[str, Any]) -> int:
 
 
 def finite(run: Path) -> bool:
-    states = [torch.load(path, weights_only=True) for path in run.glob("stages/*.pt")]
+    states = [load_stage(path) for path in run.glob("stages/*.pt")]
     states += [torch.load(path, weights_only=True)["state_dict"] for path in run.glob("checkpoints/*.ckpt")]
     floats = [each for state in states for each in state.values() if each.is_floating_point()]
     return all(bool(each.isfinite().all()) for each in floats)

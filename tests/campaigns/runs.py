@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from cpt.trainer.checkpoint import load_stage
 from tests.campaigns.frame import ROOT
 from tests.conftest import SMALL, VOCABULARIES, sentences
 from tests.support.endtask_fixtures import QUICK, write_task
@@ -87,8 +88,7 @@ def bits(run: Path) -> str:
     told = [scores["nll"], scores["metrics"], scores["endtasks"].get("scores")]
     found = hashlib.sha256(json.dumps(told).encode())
     if stages := sorted((run / "stages").glob("*.pt")):
-        state = torch.load(stages[-1], weights_only=True)  # sharded ones are elsewhere
-        for name, value in sorted(pair for pair in state.items() if isinstance(pair[1], torch.Tensor)):
+        for name, value in sorted(load_stage(stages[-1]).items()):
             found.update(name.encode() + value.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
     for path in sorted(run.glob("model/*.safetensors")):
         found.update(path.read_bytes())

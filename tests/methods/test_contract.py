@@ -13,6 +13,7 @@ import transformers
 import cpt.adapters.export
 from cpt.models.loading import is_tied
 from cpt.trainer import loop
+from cpt.trainer.checkpoint import load_stage
 from tests.conftest import ROOT
 from tests.support import making
 from tests.support.campaign import run_few
@@ -45,7 +46,7 @@ OPTIONS["replay"] = "method.mixture.general_ratio=0.25"
 
 def bits(folder: Path) -> str:
     stages = sorted((folder / "stages").glob("*.pt"))
-    state = torch.load(stages[-1], weights_only=True) if stages else {}
+    state = load_stage(stages[-1]) if stages else {}
     scores = json.loads((folder / "scores.json").read_text())
     hashed = hashlib.sha256(json.dumps([scores["nll"], scores["metrics"]]).encode())
     for name, value in sorted(state.items()):
@@ -138,7 +139,7 @@ def test_the_exported_model_is_that_of_the_last_domain(case, uninterrupted, conf
     module, data = run.module, run.data
     for domain in data:
         module.expand_to(domain)
-    module.load_state_dict(torch.load(next((folder / "stages").iterdir()), weights_only=True))
+    module.load_state_dict(load_stage(next((folder / "stages").glob("*.pt"))))
     module.activate(len(data) - 1)
     monkeypatch.chdir(folder)
     loading = told(folder)["loading"]

@@ -8,6 +8,7 @@ from torch.nn.utils import parameters_to_vector
 
 from cpt.models.options import Freeze
 from cpt.models.weights import frozen_parameters, measure_movement
+from cpt.trainer.checkpoint import load_stage
 from tests.models.test_units import FAMILIES, build
 from tests.support.making import ORDER
 
@@ -34,7 +35,7 @@ def test_frozen_weights_keep_their_bits_through_a_run(method, small, start, tmp_
     options = ["freeze.embeddings=true", "freeze.layers=1", "optim.weight_decay=0.3", "trainer.steps=4"]
     start(small(ORDER, f"method={method}", "save_all_stages=true", *options), tmp_path)
     assert json.loads((tmp_path / "scores.json").read_text())["run"]["finished"]
-    first, last = (torch.load(tmp_path / "stages" / f"00{n}.pt", weights_only=True) for n in (1, 2))
+    first, last = (load_stage(tmp_path / "stages" / f"00{n}.pt") for n in (1, 2))
     kept = {name for name, value in first.items() if torch.equal(value, last[name])}
     assert "model.model.embeddings.tok_embeddings.weight" in kept
     assert "model.model.layers.0.attn.Wqkv.weight" in kept

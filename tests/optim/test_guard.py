@@ -9,6 +9,7 @@ from cpt.methods import ewc, reservoir
 from cpt.methods.base import ContinualMethod
 from cpt.methods.ncl import NCL
 from cpt.optim.nan_guard import DEVIATIONS, ENOUGH, MOST, TIMES, Spikes, all_finite
+from cpt.trainer.checkpoint import load_stage
 from tests.conftest import ROOT, SMALL
 from tests.methods.test_contract import told
 from tests.support.killing import KilledError, Killer
@@ -20,7 +21,7 @@ NAN = float("nan")
 
 
 def state(folder, stage=2):
-    return torch.load(folder / "stages" / f"{stage:03d}.pt", weights_only=True)
+    return load_stage(folder / "stages" / f"{stage:03d}.pt")
 
 
 @pytest.fixture

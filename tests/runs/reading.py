@@ -10,9 +10,8 @@ import torch
 from jsonschema import Draft202012Validator
 from torch import Tensor
 
-from cpt.core.tensors import load_tensors
 from cpt.evaluation.scores import Scores
-from cpt.trainer.checkpoint import fill_in
+from cpt.trainer.checkpoint import load_stage
 from tests.conftest import ROOT
 from tests.support.killing import KilledError, Killer
 
@@ -36,7 +35,7 @@ def told_by(folder: Path) -> dict[str, Any]:
 
 def state_of(folder: Path, stage: int = -1) -> dict[str, Tensor]:
     path = sorted((folder / "stages").glob("*.pt"))[stage]
-    return fill_in(load_tensors(path), path)
+    return load_stage(path)
 
 
 def same_state(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

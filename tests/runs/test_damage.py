@@ -3,14 +3,17 @@
 import os
 import random
 import shutil
+import subprocess
 
 import pytest
 import torch
 
 from cpt import verify
+from cpt.methods.base import ContinualMethod
 from cpt.trainer import loop
 from tests.runs.reading import assert_same_bits, killed, times, told_by
 from tests.support.campaign import run_few
+from tests.support.killing import KilledError
 
 ORDER = "order=[law,food]"
 FLIPS = 5
@@ -36,7 +39,8 @@ def done(places, config, start):
 @pytest.fixture
 def again(places, done, tmp_path):
     shutil.copytree(places / "cache", tmp_path / "cache")
-    return shutil.copytree(done, tmp_path / "run")
+    subprocess.run(["cp", "-a", done, tmp_path / "run"], check=True)  # with its hard links
+    return tmp_path / "run"
 
 
 @pytest.fixture
@@ -83,18 +87,40 @@ def test_a_damaged_file_of_a_run_is_made_again_or_refused(row, done, request, co
     if of == "finished":
         monkeypatch.setattr(loop.ContinualTrainer, "fit_stage", None)
     before = {path: time for path, time in times(run).items() if "identity" not in path}
+    refused = (of, name) == ("finished", "model/model.safetensors") and how != "gone"  # the stage's file, too
     try:
         start(config("verify_inputs=full"), run)
     except ValueError as error:
         assert "\n" not in str(error) and str((run / name).parent) in str(error)
         assert before.items() <= times(run).items()
+        assert not refused or "run/stages/002.1.linked" in str(error)
         return
+    assert not refused
     assert told_by(run)["nll"] == told_by(done)["nll"] and told_by(run)["metrics"] == told_by(done)["metrics"]
     if of == "begun" or name not in UNREAD:
         assert_same_bits(run, done)
         assert verify.main([str(run)]) == 0
     for each in ("model/model.safetensors", "model/tokenizer.json"):
         assert (run / each).read_bytes() == (done / each).read_bytes()
+
+
+def test_a_kill_while_a_lost_model_is_exported_again_leaves_the_last_stage(
+    again, done, start, config, monkeypatch
+):
+    (again / "model" / "config.json").unlink()
+
+    def half_written(module, folder, order):
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise KilledError
+
+    with monkeypatch.context() as patch, pytest.raises(KilledError):
+        patch.setattr(ContinualMethod, "export", half_written)
+        start(config(), again)
+    assert verify.main([str(again)]) == 1
+    start(config(), again)
+    assert_same_bits(again, done)
+    for each in ("model/model.safetensors", "model/config.json"):
+        assert (again / each).read_bytes() == (done / each).read_bytes()
 
 
 def test_a_file_of_something_else_is_refused(begun, config, start):

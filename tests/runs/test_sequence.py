@@ -59,7 +59,10 @@ def test_the_scores_keep_the_contract_beside_a_plain_model(done, corpora, monkey
     for name in ("config.yaml", "report.md", "report.html"):
         assert (done / name).stat().st_size > 0
     assert not (done / "checkpoints").exists()
-    assert [path.name for path in (done / "stages").iterdir()] == ["002.pt"]
+    assert {path.name for path in (done / "stages").iterdir()} == {"002.pt", "002.1.linked"}
+    (weights,) = (done / "stages").glob("*.linked/*")  # which are on the disk once
+    assert weights.samefile(done / "model" / "model.safetensors")
+    assert (done / "stages" / "002.pt").stat().st_size < weights.stat().st_size / 10
     assert all(torch.equal(value, state[f"model.{name}"]) for name, value in model.state_dict().items())
 
 

@@ -17,6 +17,7 @@ from cpt.data.sampler import TrainStream
 from cpt.methods.base import ContinualMethod
 from cpt.trainer import build, loop
 from cpt.trainer.base_model import make_base
+from cpt.trainer.checkpoint import load_stage
 from cpt.trainer.plan import Plan, make_plan
 
 ORDER = "order=[law,food]"
@@ -86,7 +87,7 @@ def learned(start: Callable[..., Any], cfg: DictConfig, folder: Path) -> dict[st
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
-    state = torch.load(sorted((folder / "stages").glob("*.pt"))[-1], weights_only=True)
+    state = load_stage(sorted((folder / "stages").glob("*.pt"))[-1])
     return {name: value for name, value in state.items() if name.startswith("model.")}
 
 

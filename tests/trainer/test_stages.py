@@ -1,7 +1,10 @@
 """Weights that are shared out in files: the old or the new are there at any time."""
 
+import shutil
+
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -14,7 +17,14 @@ from cpt.evaluation.options import StageOptions
 from cpt.optim.nan_guard import all_finite
 from cpt.trainer import checkpoint as stages
 from cpt.trainer import evaluators
-from cpt.trainer.checkpoint import check_stage, restore_stage, save_sharded, save_stage
+from cpt.trainer.checkpoint import (
+    check_stage,
+    link_weights,
+    load_stage,
+    restore_stage,
+    save_sharded,
+    save_stage,
+)
 from cpt.trainer.evaluators import LMEvalEvaluator
 from cpt.trainer.lightning import shard_state
 from cpt.trainer.run_dir import RunDir
@@ -24,10 +34,6 @@ from tests.runs.reading import same_state
 
 def killed(*args, **how):
     raise KeyboardInterrupt
-
-
-def read(path):
-    return stages.fill_in(load_tensors(path), path)
 
 
 def test_a_sum_over_processes_is_of_tensors_as_nccl_takes_them(monkeypatch):
@@ -115,7 +121,7 @@ def test_shards_are_written_once_and_read_as_what_was_shared_out(mesh, tmp_path,
     places, bare = whole.pop(stages.SHARDS)["places"], {"model.map.bias", "model.head.bias", "count"}
     bare |= {"anchor.map/bias", "anchor.head/bias", "bank.0:map/bias"}
     assert {name for name, value in whole.items() if value is not None} == bare
-    assert same_state(read(path), expected)
+    assert same_state(load_stage(path), expected)
     assert [["model.table.weight"], ["model.head.weight"]] in places.values()  # they are tied
     assert len(places) == 4  # of model and anchor
 
@@ -127,7 +133,7 @@ def test_of_a_checkpoint_what_is_nested_is_shared_out_too(mesh, tmp_path):
     for step in (1, 2):
         save_sharded({"loops": step, "state_dict": {"w": table}, "optimizer_states": [optimizer]}, path)
     assert [each.name for each in tmp_path.glob("*.shards")] == ["001-l[aw].2.shards"]
-    found, moments = read(path), optimizer["state"][0]
+    found, moments = load_stage(path), optimizer["state"][0]
     [own], whole = found["optimizer_states"], table.full_tensor()
     assert torch.equal(own["state"][0].pop("exp_avg"), moments["exp_avg"].full_tensor())
     assert own == {**optimizer, "state": {0: {"step": moments["step"], "seen": 3}}}
@@ -135,7 +141,7 @@ def test_of_a_checkpoint_what_is_nested_is_shared_out_too(mesh, tmp_path):
     [file] = tmp_path.glob("*.shards/*.distcp")
     file.write_bytes(file.read_bytes()[:-10])
     with pytest.raises(ValueError, match=r"\.shards: .*distcp has \d+ bytes, .*; delete .*001-l.*\.ckpt"):
-        read(path)
+        load_stage(path)
 
 
 @pytest.mark.parametrize(
@@ -163,12 +169,100 @@ def test_a_stage_that_is_half_written_is_none_and_one_is_replaced_as_a_whole(
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(f"cpt.trainer.checkpoint.{function}", killed)
             save_stage(module, path)
-        assert same_state(read(path), before) if before else not path.exists()
+        assert same_state(load_stage(path), before) if before else not path.exists()
         save_stage(module, path)  # the same process again
         before = Method(number).state_dict()
-        assert same_state(read(path), before) and len([*path.parent.glob("*.shards")]) == 1
+        assert same_state(load_stage(path), before) and len([*path.parent.glob("*.shards")]) == 1
     save_stage(Method(3), path)  # by one process
     assert [each.name for each in path.parent.iterdir()] == ["001.pt"]
+
+
+def export(module: Method, model, names=("table.weight", "map.bias")) -> None:
+    """An exported model with some of a module's weights and the part of a domain."""
+    model.mkdir(exist_ok=True)
+    (model / "parts").mkdir(exist_ok=True)
+    weights = dict(module.model.named_parameters())
+    save_file({name: weights[name].detach().clone() for name in names}, model / "model.safetensors")
+    part = {"w": 1 + weights["map.weight"].detach(), "flat": weights["table.weight"].detach().flatten()}
+    save_file(part, model / "parts" / "law.safetensors")
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_an_exported_model_holds_is_not_stored_twice(shared, mesh, tmp_path):
+    path, model, expected = tmp_path / "stages" / "001.pt", tmp_path / "model", Method(1).state_dict()
+    save_stage(Method(1).share_out(mesh) if shared else Method(1), path)
+    export(Method(1), model)
+    link_weights(path, model)
+    (folder,) = (each for each in path.parent.iterdir() if each != path)  # no shards
+    kept = load_tensors(path)
+    linked = kept.pop(stages.LINKS)
+    named = {"model.table.weight": "table.weight", "model.head.weight": "table.weight"}  # they are tied
+    named |= {"model.map.bias": "map.bias", "bank.0:map/bias": "map.bias"}
+    found = {name: key for name, (file, key) in linked["tensors"].items() if file == "model.safetensors"}
+    assert found == named and linked["tensors"]["anchor.map/weight"][0] == "parts/law.safetensors"
+    assert all(kept[name] is None for name in linked["tensors"])
+    assert (folder / "model.safetensors").samefile(model / "model.safetensors")
+    assert same_state(load_stage(path), expected)
+    for _ in range(2):
+        for rests in (True, False):
+            other = Method(2)
+            restore_stage(other, path, rests=rests)
+            assert same_state(dict(other.state_dict()), expected)
+            assert other.bank.mapped == ({"0:map/bias"} if rests else set())
+        check_stage(path, instead="")
+        shutil.rmtree(model)  # the stage stays whole, and the model can be written anew
+        export(Method(1), model, names=["map.weight"])
+        link_weights(path, model)
+        assert {each.name for each in path.parent.iterdir()} > {"001.pt"} and len(
+            [*path.parent.iterdir()]
+        ) == 2
+        assert same_state(load_stage(path), expected)
+    export(Method(3), model)
+    (model / "parts" / "law.safetensors").unlink()
+    link_weights(path, model)  # which shares nothing with the stage
+    assert same_state(load_stage(path), expected)
+
+
+def test_equal_weights_of_a_linked_stage_can_be_changed_one_by_one(tmp_path):
+    path, module = tmp_path / "001.pt", Method(1)
+    save_stage(module, path)
+    export(module, tmp_path / "model")
+    link_weights(path, tmp_path / "model")
+    state = load_stage(path)
+    state["model.map.bias"].zero_()
+    assert torch.equal(state["bank.0:map/bias"], module.model["map"].bias)
+
+
+@pytest.mark.parametrize("function", ["save_state", "hash_files", "remove_folders"])
+def test_a_kill_while_weights_are_linked_leaves_the_stage_whole(function, tmp_path, monkeypatch):
+    run = RunDir(tmp_path)
+    path, expected = run.stage(1), Method(1).state_dict()
+    save_stage(Method(1), path)
+    export(Method(1), run.model)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(stages, function, killed)
+        link_weights(path, run.model)
+    assert same_state(load_stage(path), expected)
+    link_weights(path, run.model)
+    assert same_state(load_stage(path), expected) and len([*path.parent.iterdir()]) == 2
+    run.cleanup(2, keep=False)
+    assert not [*path.parent.iterdir()]
+
+
+def test_without_hard_links_the_stage_stays_as_it_is(tmp_path, monkeypatch, caplog):
+    path, model = tmp_path / "001.pt", tmp_path / "model"
+    save_stage(Method(1), path)
+    export(Method(1), model)
+    before = path.read_bytes()
+
+    def refuse(*given):
+        raise OSError(1, "Operation not permitted")
+
+    caplog.set_level("INFO")
+    monkeypatch.setattr(stages.os, "link", refuse)
+    link_weights(path, model)
+    assert path.read_bytes() == before and {*tmp_path.iterdir()} == {path, model}
+    assert f"Keeping the weights of {model} and of {path}: no hard links here" in caplog.text
 
 
 def test_damage_is_told(mesh, tmp_path):

@@ -1,0 +1,89 @@
+"""Tuned and default methods with real weights: `benchmarks/das6_mpnet_tuned.py --root FOLDER --model FOLDER`.
+
+Each method has four trials over its own search space on validation text (`python -m cpt.tune`), of which the
+first has the default values, then one run on test text. The model of each first trial, which a run of the
+defaults would give again bit for bit, is scored on test text, too. Writes its part of
+docs/studies/real-encoder.md; data and weights are those of das6_mini.py. Rerun to resume."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import study
+from das6_tuned import METHODS, read_searches
+
+from cpt.reporting.load_runs import MeasuredRun
+from cpt.reporting.page import Block, markdown
+
+BUDGET = 4
+SIZE = ["trainer.steps=8", "trainer.importance_samples=64", "eval.max_tokens=6000", "eval.rows=last"]
+TUNING = study.SCORES / "das6_mpnet_tuning.json"
+SCORES = study.SCORES / "das6_mpnet_tuned.jsonl.gz"
+LC, FG = "LC/perplexity", "FG/nats"
+
+
+def main() -> None:
+    options = study.read_arguments("das6_mpnet_tuned", str(__doc__))
+    if options.published:
+        study.restore_runs(study.read_scores(SCORES), options.runs / "final", "das6_mpnet", list)
+    elif not options.report_only:
+        own = ["experiment=das6_mpnet", "endtask=none", *SIZE, f"domains.root={options.root}"]
+        own.append(f"model.name_or_path={options.model}")
+        tuned = [f"name={options.runs.name}", f"method={METHODS}", "--budget", str(BUDGET), "--seeds", "1"]
+        subprocess.run([sys.executable, "-m", "cpt.tune", *own, *tuned], cwd=study.ROOT, check=True)
+        searches = read_searches(options.runs / "tuning.json")
+        for each in (each for each in searches["methods"] if each["trials"]):
+            trials = find_trials(options.runs / "search" / each["name"], each["trials"])
+            for trial, run in zip(each["trials"], trials, strict=True):
+                trial["forgetting"] = run.values[FG]
+            scored = f"{options.runs.name}/default/{each['name']}"
+            line = [*own, "method=none", f"init_from={trials[0].folder}", f"name={scored}"]
+            line.append(f"hydra.run.dir=outputs/{scored}")
+            subprocess.run([sys.executable, "run.py", *line], cwd=study.ROOT, check=True)
+            (run,) = study.find_finished(options.runs / "default" / each["name"])
+            each["default_on_test"] = run.values[LC]
+        TUNING.write_text(json.dumps(searches, indent=1) + "\n", "utf-8")
+        shutil.copy(options.runs / "tuning-searches.png", study.IMAGES / "das6-mpnet-tuning.png")
+    final = study.find_finished(options.runs / "final")
+    if not options.published:
+        study.write_scores(SCORES, final)
+    searches = json.loads(TUNING.read_text(encoding="utf-8"))
+    study.write_section(study.PAGES / "real-encoder.md", "das6_mpnet_tuned", parts(searches, final))
+
+
+def find_trials(folder: Path, trials: Sequence[Mapping[str, Any]]) -> list[MeasuredRun]:
+    """The runs of a search, by its trials."""
+    by_score = {run.scores.optimized_metric: run for run in study.find_finished(folder)}
+    return [by_score[trial["score"]] for trial in trials]
+
+
+def parts(searches: Mapping[str, Any], final: Sequence[MeasuredRun]) -> Iterator[str]:
+    """The table of default and tuned methods, the lowest tuned perplexity first."""
+    tuned = {run.scores.run["method"]: run.values for run in final}
+    by_name = {each["name"]: each for each in searches["methods"]}
+    default = {name: by_name[name].get("default_on_test", values[LC]) for name, values in tuned.items()}
+    ranks = [
+        sorted(found, key=found.__getitem__) for found in (default, {n: v[LC] for n, v in tuned.items()})
+    ]
+    cells = []
+    for name in ranks[1]:
+        trials = by_name[name]["trials"]
+        chosen = on_validation = "–"
+        if trials:
+            best = min(trials, key=lambda each: each["score"])
+            pairs = (each.split("=") for each in best["values"])
+            chosen = ", ".join(f"{key.rpartition('.')[2]} {float(value):.3g}" for key, value in pairs)
+            on_validation = f"{trials[0]['forgetting']:.3f} → {best['forgetting']:.3f}"
+        row = [name, chosen, f"{default[name]:.2f} → {tuned[name][LC]:.2f}"]
+        row.append(f"{ranks[0].index(name) + 1} → {ranks[1].index(name) + 1}")
+        cells.append([*row, f"{tuned[name][FG]:.3f}", on_validation])
+    head = ["method", "tuned values", "LC", "rank", "FG, nats, test text", "FG, nats, validation text"]
+    yield markdown(Block(head=head, cells=cells, words=2), picture="")
+
+
+if __name__ == "__main__":
+    main()
