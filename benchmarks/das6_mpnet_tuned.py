@@ -28,6 +28,8 @@ LC, FG = "LC/perplexity", "FG/nats"
 
 def main() -> None:
     options = study.read_arguments("das6_mpnet_tuned", str(__doc__))
+    if options.model is None and not options.report_only:
+        sys.exit("--model is needed, or --report-only, or --published")
     if options.published:
         study.restore_runs(study.read_scores(SCORES), options.runs / "final", "das6_mpnet", list)
     elif not options.report_only:

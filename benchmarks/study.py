@@ -168,7 +168,7 @@ def restore_runs(
             scores = dict(found) | {"versions": {}, "loading": ""}
             run = scores["run"]
             chosen = [f"{name}={run[name]}" for name in ("method", "mask", "replay", "seed")]
-            sections = ("trainer.", "optim.", "model.", "domains.")  # all else is said of the method
+            sections = ("trainer.", "optim.", "model.", "domains.", "eval.")  # all else is said of the method
             said = [each for each in run["variant"].split("; ") if each]
             chosen += [each if each.startswith(sections) else f"method.{each}" for each in said]
             cfg = compose(

@@ -112,7 +112,7 @@ def save_stage(module: nn.Module, path: Path) -> dict[str, Tensor]:
 
 
 def check_stage(path: Path, *, instead: str) -> None:
-    """Raises ValueError if a stage's file or a shard is missing or damaged; `instead` says what to do."""
+    """Raises ValueError if a file of a stage is missing or damaged; `instead` says what to do."""
     check_folders(check_state(path, instead=instead), path, instead=instead, full=True)
 
 
