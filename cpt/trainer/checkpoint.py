@@ -57,7 +57,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         save_state(checkpoint, Path(path))
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return fill_in(super().load_checkpoint(path, *args, **kwargs), Path(path))
+        return fill_tensors(super().load_checkpoint(path, *args, **kwargs), Path(path))
 
 
 class StepCheckpoint(Callback):
@@ -128,7 +128,7 @@ def check_folders(state: Mapping[str, Any], path: Path, *, instead: str, full: b
 
 def load_stage(path: Path) -> dict[str, Tensor]:
     """The whole state of a stage, on the CPU. Raises ValueError for files that are missing or truncated."""
-    return fill_in(load_tensors(path), path)
+    return fill_tensors(load_tensors(path), path)
 
 
 def restore_stage(module: nn.Module, path: Path, *, rests: bool) -> None:
@@ -141,7 +141,7 @@ def restore_stage(module: nn.Module, path: Path, *, rests: bool) -> None:
             load_mapped(module, stored)
         else:
             like = partial(layout_of, module)
-            module.load_state_dict(fill_in(stored, path, lambda place, shape: like(place[0], shape)))
+            module.load_state_dict(fill_tensors(stored, path, lambda place, shape: like(place[0], shape)))
     except RuntimeError as error:  # other names or shapes
         if FAILED_ALLOCATION.search(str(error)):
             raise
@@ -195,7 +195,7 @@ def save_sharded(state: Mapping[str, Any], path: Path) -> None:
 
     tree, folder = take_out(dict(state)), None
     if shards:
-        folder = path.with_name(f"{path.stem}.{all_reduce_max(1 + last_number(path))}.{SHARDS}")
+        folder = path.with_name(f"{path.stem}.{all_reduce_max(1 + newest_number(path))}.{SHARDS}")
         if is_first_process():
             folder.mkdir(parents=True)
         barrier()
@@ -215,20 +215,20 @@ def save_sharded(state: Mapping[str, Any], path: Path) -> None:
         remove_folders(path, but=folder)
 
 
-def folders_of(path: Path) -> list[Path]:
+def tensor_folders(path: Path) -> list[Path]:
     """The folders next to a small file, of both kinds."""
     return [
         each for kind in (SHARDS, LINKS) for each in path.parent.glob(f"{glob.escape(path.stem)}.*.{kind}")
     ]
 
 
-def last_number(path: Path) -> int:
+def newest_number(path: Path) -> int:
     """The number of the newest folder next to a small file, 0 without one."""
-    return max((int(each.name.split(".")[-2]) for each in folders_of(path)), default=0)
+    return max((int(each.name.split(".")[-2]) for each in tensor_folders(path)), default=0)
 
 
 def remove_folders(path: Path, *, but: Path | None) -> None:
-    for old in folders_of(path):
+    for old in tensor_folders(path):
         if old != but:
             shutil.rmtree(old)
 
@@ -247,7 +247,7 @@ def link_weights(path: Path, model: Path) -> None:
                 sizes.add(tensor.nbytes)
     state = fill_linked(load_tensors(path), path)
     shards, places = state.pop(SHARDS, None), dict[str, tuple[str, str]]()
-    folder = path.with_name(f"{path.stem}.{1 + last_number(path)}.{LINKS}")
+    folder = path.with_name(f"{path.stem}.{1 + newest_number(path)}.{LINKS}")
     folder.mkdir()
     sharded = () if shards is None else read_shards(shards, path)
     whole = (([name], each) for name, each in state.items() if isinstance(each, Tensor))
@@ -309,7 +309,7 @@ def fill_linked(state: dict[str, Any], path: Path) -> dict[str, Any]:
     return state
 
 
-def fill_in(state: dict[str, Any], path: Path, like: Like = lambda place, shape: None) -> dict[str, Any]:
+def fill_tensors(state: dict[str, Any], path: Path, like: Like = lambda place, shape: None) -> dict[str, Any]:
     """What a small file holds with the sharded tensors, each sharded like another or whole; if some are
     sharded, every process has to call it. Raises ValueError for files that are missing or truncated."""
     state = fill_linked(state, path)

@@ -32,7 +32,7 @@ from cpt.core.heartbeat import progress_bar
 from cpt.core.processes import is_distributed
 from cpt.core.tensors import NamedTensors, load_tensors
 from cpt.models.fsdp import named_weights, reshard, shard_model
-from cpt.trainer.checkpoint import AtomicCheckpointIO, fill_in, layout_of, save_sharded
+from cpt.trainer.checkpoint import AtomicCheckpointIO, fill_tensors, layout_of, save_sharded
 from cpt.trainer.costs import own_names
 
 NOISE = (
@@ -149,7 +149,7 @@ class FSDP2Strategy(DDPStrategy):
             found = parameters[place[1]][place[3]]  # of optimizer_states
             return found if found.shape == shape else None
 
-        return fill_in(load_tensors(checkpoint_path), Path(checkpoint_path), like)
+        return fill_tensors(load_tensors(checkpoint_path), Path(checkpoint_path), like)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):

@@ -119,7 +119,7 @@ def translate_errors() -> Iterator[None]:
     """Turns what can be wrong with files into UnreadableError."""
     try:
         yield
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, KeyError, TypeError, csv.Error, yaml.YAMLError) as error:
         raise UnreadableError(f"{type(error).__name__}: {reason(error)}") from error
 
 

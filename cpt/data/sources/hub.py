@@ -66,7 +66,13 @@ class Hub(Source):
             return
         path = entry["path"]
         try:
-            theirs, load = open_set(entry, streaming=self.streaming)
+            try:
+                theirs, load = open_set(entry, streaming=self.streaming)
+            except datasets.inspect.SplitsNotFoundError as error:
+                told = f"domains.catalogue.{name} is invalid: no file and no split found for path={path}"
+                raise ValueError(f"{told}. Allowed: what datasets.load_dataset takes") from error
+            except ValueError as error:  # a configuration that is missing or unknown
+                raise ValueError(f"domains.catalogue.{name} is invalid: {cause(error)}") from error
             chosen = entry.get("splits")
             if not chosen:
                 known = [each for each in theirs if each in SPLITS]
@@ -85,9 +91,6 @@ class Hub(Source):
                         bar.update()
                         for text in texts_of([(where, row)], entry.get("column") or self.column):
                             yield split, text
-        except datasets.inspect.SplitsNotFoundError as error:
-            told = f"domains.catalogue.{name} is invalid: no file and no split found for path={path}"
-            raise ValueError(f"{told}. Allowed: what datasets.load_dataset takes") from error
         except (datasets.exceptions.DatasetsError, *UNREADABLE) as error:
             raise ValueError(f"domains.catalogue.{name}.path={path} is invalid: {cause(error)}") from error
 

@@ -33,12 +33,12 @@ def test_one_wandb_run_per_run_folder_with_the_identifier_of_the_live_one(tmp_pa
     import wandb
 
     root, runs = tmp_path / "synced", {}
-    for name in ("done", "broken", "cut", "busy"):
+    for name in ("done", "broken", "wide", "cut", "busy"):
         (root / name).mkdir(parents=True)
         runs[root / name] = made(method="das", finished=name == "done", endtasks=endtasks([[0.5] * 3] * 4))
         runs[root / name].save(root / name / "scores.json")
         (root / name / "config.yaml").write_text("seed: [0\n" if name == "broken" else CONFIG)
-        (root / name / "metrics.csv").write_text(CURVES)
+        (root / name / "metrics.csv").write_text(CURVES + "0" * (200_000 if name == "wide" else 0))
     with FileLock(root / "busy" / ".lock"):
         failed = rebuild.sync_runs(runs, project="p", entity="me", mode="offline")
     wandb.teardown()  # only then are W&B's files whole: its service writes them
@@ -49,8 +49,10 @@ def test_one_wandb_run_per_run_folder_with_the_identifier_of_the_live_one(tmp_pa
     assert (run.run_group, run.job_type, list(run.tags)) == ("trial", "das", ["nice"])
     assert run.display_name == "das order=law,food,space seed=0"
     # What cannot be read, and what is at work, is named and left out.
-    (broken,) = [line for line in caplog.messages if "broken" in line]
-    assert failed == 1 and broken.startswith(f"Failed to send {root / 'broken'}: ")
+    failures = [line for line in caplog.messages if line.startswith("Failed to send ")]
+    assert failed == 2 and [line.split()[3] for line in failures] == [
+        f"{root / name}:" for name in ("broken", "wide")
+    ]
     assert f"Skipping {root / 'busy'}, which is running" in caplog.messages
     assert not (root / "broken" / "rebuilt").exists() and not (root / "busy" / "rebuilt").exists()
     config = wandb_files.config(root / "done")  # with what that of the folder does not say

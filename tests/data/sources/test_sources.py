@@ -234,6 +234,19 @@ def test_splits_that_do_not_say_which_is_read_and_scripts_are_refused(names, tmp
         list(hub({"path": str(tmp_path / "news")}).read("news"))
 
 
+@pytest.mark.parametrize("named", [{}, {"name": "tax"}])
+def test_a_configuration_that_is_missing_or_unknown_is_refused_with_the_entry_and_those_that_exist(
+    named, tmp_path
+):
+    files = "".join(f"- config_name: {name}\n  data_files: {name}.jsonl\n" for name in ("law", "art"))
+    put(tmp_path / "README.md", f"---\nconfigs:\n{files}---\n")
+    for name in ("law", "art"):
+        put(tmp_path / f"{name}.jsonl", '{"text": "One."}\n')
+    with pytest.raises(ValueError, match=r"domains.catalogue.news is invalid: .*\['law', 'art'\]"):
+        list(hub({"path": str(tmp_path)} | named).read("news"))
+    assert [*hub({"path": str(tmp_path), "name": "art"}).read("news")] == [("train", "One.")]
+
+
 def test_fine_leaves_the_coarse_ones_out_and_a_coarse_domain_has_the_text_of_its_fine_ones(tmp_path):
     for name in ("cs.AI", "cs.CL", "cs_l1", "math.AG", "math.AC", "hep-th", GENERAL):
         put(tmp_path / name / "all.txt", "".join(f"{name} {number}.\n" for number in range(40)))
