@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -16,10 +17,12 @@ from filelock import FileLock, Timeout
 
 from cpt.core.files import CHECKSUMS, find_damage, read_checksums, sync, write_checksums, writing
 from cpt.core.heartbeat import waiting_for
+from cpt.core.processes import is_first_process
 
 log = logging.getLogger(__name__)
 SMALL = 1 << 24  # bytes: artifacts up to this size are hashed whenever they are opened
 PARTIAL = ".partial"
+HEAD_START = 0.5  # seconds of a run's first process, which alone logs and shows bars; the others wait for it
 CACHED = re.compile(r"(corpora|packed|base|tokenizers|endtasks|similarity)/(.*-)?[0-9a-f]{16}")
 check_all = ContextVar("check_all", default=False)  # whether artifacts of any size are hashed when opened
 
@@ -72,16 +75,31 @@ def artifact_damage(folder: Path) -> str:
 def locked(folder: Path) -> Iterator[None]:
     """Holds the lock of an artifact; logs, and shows in the run's status, that another process has it."""
     lock = FileLock(folder.with_name(f"{folder.name}.lock"))
+    if not is_first_process():
+        leave_to_first(folder, lock)
     try:
         lock.acquire(timeout=0.5)
     except Timeout:
-        log.info("Waiting for another run that is making %s", folder.name)
-        with waiting_for(f"another run that is making {folder.name}"):
+        log.info("Waiting for another process that is making %s", folder.name)
+        with waiting_for(f"another process that is making {folder.name}"):
             lock.acquire()
     try:
         yield
     finally:
         lock.release()
+
+
+def leave_to_first(folder: Path, lock: FileLock) -> None:
+    """Returns when a process makes an artifact or has made it, or after the head start: the first process may
+    be on a machine with another cache."""
+    deadline = time.monotonic() + HEAD_START
+    while time.monotonic() < deadline and not folder.exists():
+        try:
+            with lock.acquire(timeout=0):
+                pass
+        except Timeout:
+            return
+        time.sleep(0.02)
 
 
 def discard(path: Path) -> None:

@@ -64,7 +64,7 @@ def leave(
     for each in processes:
         runs.wait_for(lambda each=each: heeds_signals(each.pid) or not each.is_alive())
     runs.wait_for(lambda: seen(runs.said(run)) or not first.is_alive())
-    time.sleep(moment := draw.uniform(0, latest if loop == "anywhere" else 0.25))
+    time.sleep(moment := draw.uniform(0, latest))
     number, rank = draw.choice(SIGNALS), draw.randrange(2) if setup == "two" else 0
     if rank:
         runs.wait_for(lambda: not first.is_alive() or heeds_signals(last_child(first.pid)))
@@ -100,7 +100,8 @@ def trial(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
         cache = home / f"cache-{turn}" if loop == "base" else place / "cache"
         arguments = runs.command(place, run, *given, *["trainer.devices=2"] * two, cache=cache)
         processes = begin(arguments, run, setup, port=port)
-        if found := leave(processes, run, setup, draw, loop=loop, latest=expected["seconds"]):
+        latest = (expected["seconds"] if loop == "anywhere" else 0.25) / (1 + turn)
+        if found := leave(processes, run, setup, draw, loop=loop, latest=latest):
             log = runs.said(run)
             told = known | found | {"lost": lost(run, cache, log), "lines": len(SAID.findall(log))}
             again = begin(arguments, run, setup, port=port + 1000, restarts=1)

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -52,6 +53,30 @@ def thing(tmp_path):
         (partial / "deep" / "second").write_text("whole")
 
     return lambda: make_once(tmp_path / "thing", make=make), made
+
+
+def test_the_first_process_of_a_run_makes_what_is_missing_and_without_it_another(
+    thing, tmp_path, monkeypatch
+):
+    """Only the first logs and shows bars: a second that comes first waits for it."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    opened, made = thing
+
+    def first():
+        time.sleep(0.1)
+        with cache.FileLock(tmp_path / "thing.lock"):
+            (tmp_path / "partial").mkdir()
+            (tmp_path / "partial" / "first").write_text("by the first")
+            cache.finish_artifact(tmp_path / "partial", tmp_path / "thing")
+
+    monkeypatch.setattr(cache, "HEAD_START", 60)
+    with ThreadPoolExecutor() as threads:
+        began = threads.submit(first)
+        assert (opened() / "first").read_text() == "by the first" and not made
+        began.result()
+    monkeypatch.setattr(cache, "HEAD_START", 0.05)
+    cache.discard(tmp_path / "thing")
+    assert (opened() / "first").read_text() == "x" * 1000 and len(made) == 1
 
 
 @pytest.mark.slow
