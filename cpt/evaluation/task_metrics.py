@@ -217,7 +217,6 @@ class AnswerMeasure(NamedTuple):
 
     rule: Callable[..., float]
     fields: tuple[str, ...]
-    higher: bool = True
     closed: bool = False  # whether it is of tasks with choices only
 
     @property
@@ -235,7 +234,7 @@ MEASURES: Mapping[str, AnswerMeasure] = {
     # the choice of the largest likelihood, sum_t log p(choice_t, end | question), is the reference
     "accuracy_ranked": AnswerMeasure(eq, ("ranked", "references")),
     "exact_match": AnswerMeasure(is_match, (*WRITTEN, "choices")),
-    "invalid": AnswerMeasure(is_no_choice, ("written", "choices"), higher=False, closed=True),
+    "invalid": AnswerMeasure(is_no_choice, ("written", "choices"), closed=True),
     "accuracy_valid": AnswerMeasure(
         lambda one, other, choices: np.nan if is_no_choice(one, choices) else is_match(one, other, choices),
         (*WRITTEN, "choices"),

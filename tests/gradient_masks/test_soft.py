@@ -153,6 +153,15 @@ def test_the_proxy_compares_two_dropout_passes_of_uncorrupted_text(compared, mon
     scores = proxy.measure(soft, [batch])
     assert torch.equal(seen[0], (batch["input_ids"] - 1).clamp_min(4).repeat(2, 1))
     assert scores.min() >= 0 and scores.max() > 1e-5
+    if compared == "logits":
+        torch.manual_seed(3)
+        with torch.no_grad(), dropout(model, None):
+            found = proxy.losses(model, batch)
+            torch.manual_seed(3)
+            twice = {"attention_mask": batch["attention_mask"].repeat(2, 1)}
+            first, second = model(input_ids=seen[0], **twice).logits.log_softmax(-1).flatten(0, -2).chunk(2)
+        kl = torch.nn.functional.kl_div(second, first, log_target=True, reduction="none").sum(1)
+        torch.testing.assert_close(found, sample_means(kl[batch["positions"]], batch))
     group, step, expected = soft.groups[0], 1e-2, torch.zeros(4)
     for row in range(4):
         values = []

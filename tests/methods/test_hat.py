@@ -36,6 +36,11 @@ def test_what_a_domain_computes_keeps_its_bits_and_masked_gradients_alone_do_not
         own, before, taken = module.opened(domain), taken, module.taken.taken.clone()
         assert torch.equal(taken, torch.maximum(before, own)) and taken.sum() > before.sum()
     assert [torch.equal(seen[n][n], seen[m][n]) for n, m in ((0, 1), (0, 2), (1, 2))] == [holds] * 3
+    named = [module.taken.by_group(module.opened(domain)) for domain in range(3)]
+    units = [torch.cat([own for name, own in each.items() if "neurons" in name]) for each in named]
+    shares = torch.tensor([[(one * other).sum() / one.sum() for other in units] for one in units])
+    assert not torch.equal(shares, shares.T)  # of domains with unlike numbers of open units
+    torch.testing.assert_close(module.diagnostics()["overlap/neurons"], shares)
 
 
 def test_taken_units_and_what_no_unit_owns_do_not_move_and_free_ones_do(hat):
