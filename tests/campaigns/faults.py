@@ -144,8 +144,9 @@ def damaged(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
     told["code"] = runs.complete(arguments, run)
     words = runs.said(run, since)
     told["line"] = runs.one_line(words)
-    seen = path.parent.name != "stages" or told["verified"]  # a finished run has no need of it
-    if told["code"] or path.parent.name == "stages":
+    of_stage = "stages" in path.parts
+    seen = told["verified"] or not of_stage  # a finished run has no need of it
+    if told["code"] or of_stage:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(whole)
     if told["code"]:

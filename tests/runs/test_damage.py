@@ -11,6 +11,7 @@ import torch
 from cpt import verify
 from cpt.methods.base import ContinualMethod
 from cpt.trainer import loop
+from cpt.trainer.run_dir import RunDir
 from tests.runs.reading import assert_same_bits, killed, times, told_by
 from tests.support.campaign import run_few
 from tests.support.killing import KilledError
@@ -68,6 +69,7 @@ ROWS = [("finished", name, how) for name in KEPT for how in HARMS]
 ROWS += [("begun", name, how) for name in GOES_ON for how in HARMS]
 ROWS.remove(("begun", "scores.json", "a bit"))  # which has no checksum
 FEW = {row for row in ROWS if row[2] == ("a bit" if row[0] == "finished" else "cut off")}
+FEW.add(("finished", "stages/002.pt", "gone"))
 
 
 UNREAD = {"stages/002.pt", "documents/001.npz"}  # of a finished run, but by cpt.verify
@@ -97,11 +99,20 @@ def test_a_damaged_file_of_a_run_is_made_again_or_refused(row, done, request, co
         return
     assert not refused
     assert told_by(run)["nll"] == told_by(done)["nll"] and told_by(run)["metrics"] == told_by(done)["metrics"]
-    if of == "begun" or name not in UNREAD:
-        assert_same_bits(run, done)
-        assert verify.main([str(run)]) == 0
+    if of == "finished" and name in UNREAD:
+        shutil.copy(done / name, run / name)  # no other file of the run has gone
+    assert_same_bits(run, done)
+    assert verify.main([str(run)]) == 0
     for each in ("model/model.safetensors", "model/tokenizer.json"):
         assert (run / each).read_bytes() == (done / each).read_bytes()
+
+
+def test_a_folder_of_a_stage_without_its_file_goes_unless_the_stage_is_committed(begun):
+    for folder in ("001.1.linked", "001.2.shards", "002.1.shards"):
+        (begun / "stages" / folder).mkdir()
+    (begun / "stages" / "001.pt").unlink()
+    RunDir(begun).clean()
+    assert {each.name for each in (begun / "stages").iterdir()} == {"001.1.linked", "001.2.shards"}
 
 
 def test_a_kill_while_a_lost_model_is_exported_again_leaves_the_last_stage(
