@@ -55,7 +55,6 @@ FAILED_ALLOCATION = re.compile(
     r"|quantization error"  # Pillow, of a picture's colours
     r"|DataLoader worker .* killed by signal: Killed"
 )
-LESS = "rerun the same command to resume, with more memory or with less use of it: docs/plan.md"
 
 
 def reason(error: BaseException) -> str:
@@ -153,7 +152,7 @@ def readable(code: int = 1) -> Iterator[None]:
         raise
     except Exception as error:
         foreseen = (ValueError, OSError, HydraException, of_omegaconf.OmegaConfBaseException, YAMLError)
-        line = want_of_memory(error) or (reason(error) if isinstance(error, foreseen) else "")
+        line = describe_oom(error) or (reason(error) if isinstance(error, foreseen) else "")
         if not line or os.environ.get("HYDRA_FULL_ERROR"):
             raise
         print(f"cpt: {line}", file=sys.stderr, flush=True)
@@ -161,11 +160,12 @@ def readable(code: int = 1) -> Iterator[None]:
         os._exit(code) if is_one_of_several() else sys.exit(code)
 
 
-def want_of_memory(error: BaseException | None) -> str:
-    """What is said where an allocation has failed, as Python, torch or the system say it, whatever came of it
-    on the way up; nothing for any other error. Python says SystemError where it happens within an error."""
+def describe_oom(error: BaseException | None) -> str:
+    """The message for a failed allocation, wherever it is in the chain of causes; empty for any other error.
+    Python raises SystemError for one within an error."""
     while error is not None:
         if isinstance(error, MemoryError | SystemError) or FAILED_ALLOCATION.search(str(error)):
-            return f"memory does not suffice ({reason(error)}); {LESS}"
+            advice = "rerun the same command to resume, with more memory or less memory use: docs/plan.md"
+            return f"out of memory ({reason(error)}); {advice}"
         error = error.__cause__ or error.__context__
     return ""

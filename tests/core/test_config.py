@@ -42,7 +42,7 @@ def test_a_method_or_a_checkpoint_has_a_rate_of_its_own(composed):
         assert composed(*given).optim.lr == rate
 
 
-OF_MEMORY = r"memory does not suffice \(.+\); rerun the same command .+"
+OF_MEMORY = r"out of memory \(.+\); rerun the same command .+"
 RESOLVED = ValueError("variant cannot be resolved")
 RESOLVED.__cause__ = MemoryError()
 ENDING = {
