@@ -98,7 +98,7 @@ def main(arguments: Sequence[str]) -> int:
             found = [row[name].shape if name in row else None for row in (before, after)]
             if None in found or found[0] != found[1]:
                 wrong = f"{place.path}/documents are not those of scores.json ({name})"
-                raise ValueError(f"{wrong}; bring them back from a copy")
+                raise ValueError(f"{wrong}; restore them from a backup")
         how = {"since": since, "gain": given.min_gain, "loss": given.max_forgetting}
         changes, unmeasured = judge_run(scores, before, after, **how)
         damage = [line for line in place.lost(full=True) if not line.startswith("report.")]

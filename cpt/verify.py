@@ -58,13 +58,13 @@ def damage_in_run(folder: Path) -> Iterator[str]:
         if scores.run["finished"]:
             kept = run.stage(last).parent.is_dir()  # else removed by cpt.clean
             stages = map(run.stage, range(1 if keeps else max(1, last), last + 1) if kept else ())
-            gone = [f"{path} is missing; bring it back from a copy" for path in stages if not path.exists()]
+            gone = [f"{path} is missing; restore it from a backup" for path in stages if not path.exists()]
             if lost := [*gone, *run.lost(full=True)]:
                 raise ValueError(f"{folder}: {'; '.join(lost)}")
 
     read_table = partial(pq.read_table, page_checksum_verification=True)
     checks: dict[str, Callable[[Path], object]] = {
-        "checkpoints/*.ckpt": partial(check_state, instead="delete it to learn that domain again"),
+        "checkpoints/*.ckpt": partial(check_state, instead="delete it to train that domain again"),
         "stages/*.pt": partial(check_stage, instead=run.restore_hint),
         "callbacks/*.pt": partial(check_state, instead=run.restore_hint),
         "monitor/*.npz": partial(check_archive, instead=run.restore_hint),
@@ -91,8 +91,8 @@ def error_of(check: Callable[[Path], object], path: Path) -> Iterator[str]:
         check(path)
     except (ValueError, OSError, pa.ArrowException) as error:
         line = " ".join(str(error).split())
-        told = re.search("; (bring|delete|restore|read|update) ", line)
-        remedy = "" if told else "; the same command makes it again"
+        told = re.search("; (delete|restore|read|update) ", line)
+        remedy = "" if told else "; the same command rebuilds it"
         yield f"{'' if str(path.parent) in line else f'{path}: '}{line}{remedy}"
 
 

@@ -62,7 +62,7 @@ def writing(path: Path) -> Iterator[None]:
 def check_archive(path: Path, *, instead: str) -> None:
     """Raises ValueError if a zip file is missing or damaged; `instead` says what to do about it."""
     if not path.exists():
-        raise ValueError(f"{path} is gone; {instead}")
+        raise ValueError(f"{path} is missing; {instead}")
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
@@ -99,7 +99,7 @@ def read_checksums(folder: Path) -> Table:
         table = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))["files"]
         return {name: (size, digest) for name, (size, digest) in table.items()}
     except FileNotFoundError:
-        raise ValueError(f"{CHECKSUMS} is gone") from None
+        raise ValueError(f"{CHECKSUMS} is missing") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{CHECKSUMS} is damaged") from error
 
@@ -113,7 +113,7 @@ def find_damage(folder: Path, table: Table, *, full: bool) -> Iterator[str]:
             elif full and file_hash(folder / name) != digest:
                 yield f"{name} differs from its checksum"
         except FileNotFoundError:
-            yield f"{name} is gone"
+            yield f"{name} is missing"
         except OSError as error:  # a bad disk, or another process has just removed it
             yield f"{name} cannot be read ({error.strerror})"
 
@@ -131,7 +131,7 @@ def read_checked_json(path: Path, *, instead: str) -> Any:
         if known["own"] != xxhash.xxh3_128_hexdigest(json.dumps(known["kept"]).encode()):
             raise ValueError("it differs from its checksum")
     except FileNotFoundError:
-        raise ValueError(f"{path} is gone; {instead}") from None
+        raise ValueError(f"{path} is missing; {instead}") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error}); {instead}") from None
     return known["kept"]

@@ -249,7 +249,7 @@ def load_documents(folder: Path, rows: Iterable[int]) -> list[dict[str, Array]]:
     """The losses of some rows, by text [2, documents]: nats, scored tokens. ValueError for damage."""
     loaded = []
     for path in (documents_file(folder, row) for row in rows):
-        check_archive(path, instead="bring it back from a copy")
+        check_archive(path, instead="restore it from a backup")
         with np.load(path) as file:
             loaded.append(dict(file))
     return loaded

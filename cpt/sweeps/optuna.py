@@ -132,7 +132,7 @@ class OptunaSweeper(Sweeper):
                 with FileLock(folder / ".study.lock", timeout=0):
                     return self.search(folder, space, fixed, cfg.get("optimized_metric"))
             except Timeout as error:
-                raise ValueError(f"another search is at work in {folder}; choose another name=…") from error
+                raise ValueError(f"another search is using {folder}; choose another name=…") from error
 
     def search(
         self, folder: Path, space: Mapping[str, Override], fixed: Sequence[str], objective: Any

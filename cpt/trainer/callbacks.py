@@ -213,7 +213,7 @@ class CustomCallbacks(Callback):
             return []
         path = self.folder / f"{number - 1:03d}.pt"
         if self.at != number - 1 and path.exists():
-            instead = "bring it back from a copy, or delete the run's folder to learn again"
+            instead = "restore it from a backup, or delete the run's folder to train again"
             check_state(path, instead=instead)
             for name, state in load_tensors(path, mapped=False).items():
                 if name in self.callbacks:

@@ -76,7 +76,7 @@ class StepCheckpoint(Callback):
             stored = checkpoint["callbacks"].get(each.state_key, {})
             if each.state_key == "Monitor" and not stored:
                 told = f"{self.path} is of a stage that began without monitor.every"
-                raise ValueError(f"{told}; take monitor.every back, or delete it to train the stage again")
+                raise ValueError(f"{told}; restore monitor.every, or delete it to train the stage again")
             if type(each).__module__.startswith("cpt.") and (lacks := {*each.state_dict()} - {*stored}):
                 told = f"{self.path} is of another version of cpt ({type(each).__name__} lacks {min(lacks)})"
                 raise ValueError(f"{told}; delete it to train again from what came before")
@@ -146,7 +146,7 @@ def restore_stage(module: nn.Module, path: Path, *, rests: bool) -> None:
         if FAILED_ALLOCATION.search(str(error)):
             raise
         told = f"{path} is of another model or method ({reason(error)[:200]})"
-        raise ValueError(f"{told}; bring it back from a copy") from error
+        raise ValueError(f"{told}; restore it from a backup") from error
     if rests:
         map_stored(module, path)
 
@@ -298,7 +298,7 @@ def fill_linked(state: dict[str, Any], path: Path) -> dict[str, Any]:
     """What a stage's file holds with the tensors of its linked files, mapped into memory. Raises ValueError
     for files that are missing or truncated."""
     if (linked := state.pop(LINKS, None)) is not None:
-        check_folders({LINKS: linked}, path, instead="bring it back from a copy", full=False)
+        check_folders({LINKS: linked}, path, instead="restore it from a backup", full=False)
         with ExitStack() as stack:
             folder, used = path.with_name(linked["folder"]), set[tuple[str, str]]()
             opened = {each: stack.enter_context(safe_open(folder / each, "pt")) for each in linked["sums"]}
@@ -315,7 +315,7 @@ def fill_tensors(state: dict[str, Any], path: Path, like: Like = lambda place, s
     state = fill_linked(state, path)
     if SHARDS not in state:
         return state
-    check_folders(state, path, instead=f"delete {path} to learn its domain again", full=False)
+    check_folders(state, path, instead=f"delete {path} to train its domain again", full=False)
     shards = state.pop(SHARDS)
     tensors, folder = dict[str, Tensor](), path.with_name(shards["folder"])
     table: dict[str, Any] = files.FileSystemReader(folder).read_metadata().state_dict_metadata

@@ -285,7 +285,7 @@ def match_operations(plan: Plan, corpora: Corpora, start: Base, ready: Preflight
         try:
             steps = json.loads(stored.read_text())[name]
         except (ValueError, KeyError, TypeError):
-            told = f"{stored} is damaged; bring it back from a copy, or delete it to count again"
+            told = f"{stored} is damaged; restore it from a backup, or delete it to count again"
             raise ValueError(told) from None
         return replace(plan, budget=replace(plan.budget, **{name: steps}))
     if is_one_of_several():

@@ -232,7 +232,7 @@ class ContinualTrainer:
         """Trains one stage, from its checkpoint if it has one; gives its costs, by their names in Scores."""
         plan, checkpoint = self.plan, self.run.checkpoint(number, domain.name)
         if checkpoint.exists():
-            instead = f"delete it to learn {domain.name} again; what came before is kept"
+            instead = f"delete it to train on {domain.name} again; what came before is kept"
             check_state(checkpoint, instead=instead, key="pytorch-lightning_version")
             log.info("Resuming within %s", domain.name)
         if self.data.replay_source is not None:
@@ -346,7 +346,7 @@ class ContinualTrainer:
         has been moved or deleted."""
         number = len(self.scores.rows)
         if is_first_process() and not self.run.config.exists():
-            told = f"{self.run.path} was moved or deleted while it was trained: its config.yaml is gone"
+            told = f"{self.run.path} was moved or deleted while it was trained: its config.yaml is missing"
             raise ValueError(f"{told}; delete what is left there to start again")
         self.module.observes = number in (0, len(self.data))
         means, modules = self.score_row(number, row, self.missing(number))

@@ -62,7 +62,7 @@ class Manifest:
             check_types(values, get_type_hints(cls))
             return cls(**values)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{run.manifest} is damaged ({error}); bring it back from a copy") from None
+            raise ValueError(f"{run.manifest} is damaged ({error}); restore it from a backup") from None
 
     def save(self, run: RunDir) -> None:
         files.replace(run.manifest, json.dumps(asdict(self), indent=1))
@@ -114,7 +114,7 @@ def check_manifest(plan: Plan, run: RunDir, *, update: bool = True) -> None:
             told = f"{run.path} has learned {join_first(old)} ({told}), and nothing can follow: {why}"
             raise ValueError(f"{told}. Allowed: {same}; another name=… learns all from the beginning")
         told = f"order={show(plan.run.order)} means other domains than when {run.path} was started ({told})"
-        keep = "bring them back" if gone else same
+        keep = "restore them" if gone else same
         raise ValueError(f"{told}; {keep}, another name=… begins a new run, or delete the folder")
     reject_changes(run, then.changes(plan))
     if update and then != before and is_first_process():
@@ -124,7 +124,7 @@ def check_manifest(plan: Plan, run: RunDir, *, update: bool = True) -> None:
 def reject_changes(run: RunDir, changes: Iterable[str]) -> None:
     """Raises ValueError if there are changes."""
     if wrong := list(changes):
-        remedy = f"bring back what it had, choose another name=…, or delete {run.path}"
+        remedy = f"restore what it had, choose another name=…, or delete {run.path}"
         raise ValueError(f"{run.path} was started with other contents ({join_first(wrong, '; ')}); {remedy}")
 
 
@@ -195,7 +195,7 @@ def resolve_eval_cap(plan: Plan, run: RunDir) -> Plan:
 
 def resume_from_sibling(run: RunDir, plan: Plan) -> None:
     """Copies the sibling that `find_source` finds into a new directory, atomically, and logs what it found.
-    Raises ValueError where another process is at work in the directory, and as `find_source`."""
+    Raises ValueError where another process is using the directory, and as `find_source`."""
     if run.is_started():
         return
     source, line = find_source(run, plan)

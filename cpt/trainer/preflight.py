@@ -260,7 +260,9 @@ def check_checkpoint(given: str, *, resize: bool) -> tuple[PretrainedConfig, Any
         except (ValueError, KeyError) as error:
             raise ValueError(f"{path} is truncated or damaged; copy or download it again") from error
         if gone := next((name for name in sorted({*shards}) if not (folder / name).is_file()), None):
-            raise ValueError(f"{folder / gone} is gone, which {path.name} names; copy or download it again")
+            raise ValueError(
+                f"{folder / gone} is missing, which {path.name} names; copy or download it again"
+            )
     for path in weights["bin"]:
         with path.open("rb") as file:
             begin = file.read(8)

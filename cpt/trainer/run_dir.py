@@ -44,7 +44,7 @@ class RunDir:
         self.model, self.scores_file = path / "model", path / "scores.json"
         self.config, self.manifest = path / "config.yaml", path / "identity.json"
         self.matched = path / "matched.json"  # the steps of trainer.match
-        self.restore_hint = f"bring it back from a copy, or delete {path} to learn again"
+        self.restore_hint = f"restore it from a backup, or delete {path} to train again"
 
     def is_started(self) -> bool:
         """Whether something of a run is here, even if its config is lost."""
@@ -57,7 +57,7 @@ class RunDir:
     def check_config(self, settings: Mapping[str, Any]) -> None:
         """Raises ValueError for a directory that was made with another config, or with a damaged one."""
         if self.config.exists() and (changed := self.changes(settings)):
-            remedy = "take these values back, choose another name=…, or delete the folder"
+            remedy = "restore these values, choose another name=…, or delete the folder"
             raise ValueError(f"{self.path} was made with another config ({'; '.join(changed)}); {remedy}")
 
     def stored_config(self) -> dict[str, Any]:
@@ -65,11 +65,11 @@ class RunDir:
         try:
             stored = OmegaConf.load(self.config)
             if not isinstance(stored, DictConfig) or not stored:
-                raise ValueError("it is no config of a run")
+                raise ValueError("it is not the config of a run")
             return dict(flatten(plain_config(stored)))
         except (YAMLError, OmegaConfBaseException, ValueError, OSError) as error:
             told = f"{self.config} is damaged ({reason(error)})"
-            raise ValueError(f"{told}; bring it back from a copy") from error
+            raise ValueError(f"{told}; restore it from a backup") from error
 
     def changes(self, settings: Mapping[str, Any]) -> list[str]:
         """How a config differs from the stored one, apart from keys whose contents are compared."""
@@ -88,7 +88,7 @@ class RunDir:
             with FileLock(self.path / ".lock", timeout=0):
                 yield
         except Timeout as error:
-            told = f"another process is at work in {self.path}"
+            told = f"another process is using {self.path}"
             with contextlib.suppress(ValueError):
                 if (beat := Heartbeat.load(self.path)) and beat.active:
                     told += f" (host {beat.process.host}, process {beat.process.pid})"

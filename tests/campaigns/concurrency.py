@@ -18,7 +18,7 @@ from tests.support.processes import ended, started
 
 KINDS = ("twice", "stale lock", "sweep twice", "sweep again")
 GIVEN, METHODS = ("trainer.steps=20",), ("ncl", "derpp")
-REFUSED = re.compile(r"another process is at work in \S+( \(host \S+, process \d+\))?;")
+REFUSED = re.compile(r"another process is using \S+( \(host \S+, process \d+\))?;")
 
 
 def start(home: Path, arguments: list[str], name: str) -> Any:

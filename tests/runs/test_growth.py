@@ -49,7 +49,7 @@ def test_a_new_folder_goes_on_with_a_copy_of_the_finished_run_beside_it(
     for place in ("three", "three.partial"):
         (tmp_path / place).mkdir()
     with RunDir(tmp_path / "three").locked():
-        with pytest.raises(ValueError, match="another process is at work in"):
+        with pytest.raises(ValueError, match="another process is using"):
             start(small(THREE), tmp_path / "three")
         assert (tmp_path / "three.partial").exists()  # the copy of a start that came first
     start(small(THREE), tmp_path / "three")

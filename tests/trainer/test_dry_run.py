@@ -144,7 +144,7 @@ def test_it_is_the_run_of_these_steps_also_if_it_was_killed(start, small, killin
         start(small(*kd, f"trainer.steps={steps}", "trainer.match=ncl"), tmp_path / "given")
     (tmp_path / "matched" / "matched.json").write_text("{}")
     (tmp_path / "matched" / "scores.json").unlink()
-    with pytest.raises(ValueError, match="matched.json is damaged; bring it back"):
+    with pytest.raises(ValueError, match="matched.json is damaged; restore it"):
         start(small(*kd, "trainer.match=ncl"), tmp_path / "matched")
 
 

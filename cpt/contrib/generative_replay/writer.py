@@ -205,7 +205,7 @@ class TextWriter(ReplaySource):
 
     def recall(self, text: str) -> Any:
         """What was kept of a domain; ValueError if it is missing or damaged."""
-        instead = f"bring it back from a copy, or delete {self.folder.parent} to start again"
+        instead = f"restore it from a backup, or delete {self.folder.parent} to start again"
         return read_checked_json(sample_file(self.folder / "kept", text, "json"), instead=instead)
 
     def prompt(self, text: str) -> list[int]:

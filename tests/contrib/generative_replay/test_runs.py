@@ -166,7 +166,7 @@ def test_a_finished_run_is_read_through_and_needs_its_beginnings_to_go_on(start,
     assert verify.main([str(tmp_path / "run")]) == 1
     texts.write_bytes(whole)
     (tmp_path / "run/generated/kept/law.json").unlink()
-    with pytest.raises(ValueError, match=r"kept/law.json is gone; bring it back from a copy, or"):
+    with pytest.raises(ValueError, match=r"kept/law.json is missing; restore it from a backup, or"):
         start(small_gpt2(THREE, *given), tmp_path / "run")
 
 
