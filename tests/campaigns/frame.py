@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -51,6 +52,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help=f"default: {RESULTS.relative_to(ROOT)}/NAME.json")
     parser.add_argument("--keep", type=Path, help="a folder to work in that stays; default: a temporary one")
     given = parser.parse_args()
+    # A shell ignores both for what runs in the background, and so would the runs.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     trial, trials = import_module(f"tests.campaigns.{given.name}").trial, given.trials or TRIALS[given.name]
     numbers = given.only or range(given.first, given.first + trials)
     out = given.out or RESULTS / f"{given.name}.json"

@@ -117,6 +117,23 @@ sys.modules["torch.distributed"] = types.ModuleType("torch.distributed")  # as f
 with heed_signals():
     os.kill(os.getpid(), signal.SIGTERM)
 """
+LATE = """
+import os, signal
+from cpt.core.preemption import heed_signals
+
+def late(number, handler, restore=signal.signal):
+    if number == signal.SIGTERM:
+        os.kill(os.getpid(), number)
+    restore(number, handler)
+
+with heed_signals():
+    signal.signal = late
+"""
+
+
+def test_a_signal_after_the_end_of_a_run_changes_nothing():
+    done = subprocess.run([sys.executable, "-c", LATE], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_second_signal_ends_at_once_and_what_is_ignored_stays_ignored():
