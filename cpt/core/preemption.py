@@ -102,7 +102,7 @@ def heed_signals() -> Iterator[None]:
         # Not sys.exit among several: a process that has left cannot answer what others ask at their exit.
         os._exit(GO_ON) if is_one_of_several() else sys.exit(GO_ON)
     finally:
-        notice.deferrals += 1  # one that comes now is too late
+        notice.deferrals += 1  # the program has ended: a signal is only recorded
         for number, handler in before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(woken)

@@ -123,7 +123,7 @@ class RunDir:
         patterns = [".scores.json.*.tmp", "*.partial", *(f"{each}/*.partial" for each in (*held, *results))]
         incomplete = [path for pattern in patterns for path in self.path.glob(pattern)]
         rows = len(scores.rows) if (scores := self.scores()) else 0
-        for folder in (each for kind in STAGE_FILES[1:] for each in self.path.glob(f"stages/*.{kind}")):
+        for folder in (each for kind in STAGE_FILES[1:] for each in self.path.glob(f"stages/[0-9]*.{kind}")):
             number = folder.name.split(".")[0]  # of a committed stage the file is not incomplete but lost
             if int(number) >= rows and not self.stage(number).exists():
                 incomplete.append(folder)
