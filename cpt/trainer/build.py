@@ -27,13 +27,16 @@ from cpt.models.memory import COMPILE_OPTIONS, checkpoint_activations, even_head
 from cpt.models.objectives import Objective
 from cpt.models.units import blocks
 from cpt.models.weights import Snapshot
+from cpt.optim.rounding import lost_update_share
 from cpt.optim.state import CarriedState
 from cpt.trainer.base_model import Base
-from cpt.trainer.options import BF16
+from cpt.trainer.options import BF16, FP16_MIXED
 from cpt.trainer.plan import Plan
 from cpt.trainer.run_dir import checkpoint_files
 
 log = logging.getLogger(__name__)
+# Optimizers whose step is about as large as the learning rate.
+ADAM_LIKE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
 PACKAGES = ("torch", "lightning", "transformers", "datasets")
 
 
@@ -71,7 +74,7 @@ def build_method(plan: Plan, start: Base) -> ContinualMethod:
 def build_context(plan: Plan, model: PreTrainedModel, objective: Objective) -> MethodContext:
     """What every method gets in addition to its own options."""
     arguments = dict(plan.optim.arguments)
-    if "fused" in arguments and plan.trainer.precision in ("16-mixed", "16", 16):
+    if "fused" in arguments and plan.trainer.precision in FP16_MIXED:
         arguments["fused"] = False  # it would scale gradients back itself, after they are clipped
     return MethodContext(
         model=model,
@@ -129,6 +132,31 @@ def log_settings(plan: Plan, module: ContinualMethod, data: DomainSequence, devi
     }
     for reason in (reason for reason, holds in reasons.items() if holds):
         log.info("No effect of %s", reason)
+    warn_of_lost_updates(plan, module)
+
+
+def warn_of_lost_updates(plan: Plan, module: ContinualMethod) -> None:
+    """Logs which share of weights in bfloat16 an optimizer step of the peak rate does not change."""
+    if plan.trainer.precision != "bf16-true":
+        return
+    rate = plan.optim.arguments.get("lr")
+    remedy = "trainer.precision=bf16-mixed has 32-bit weights; a larger optim.lr loses fewer updates"
+    if rate is None or not issubclass(plan.optim.load(), ADAM_LIKE):
+        log.warning(
+            "trainer.precision=bf16-true: updates below about 1/512 of a weight are lost to rounding; %s",
+            remedy,
+        )
+        return
+    frozen = {id(parameter) for parameter in module.frozen}
+    trained = [each for each in module.model.parameters() if id(each) not in frozen]
+    share = lost_update_share(trained, rate=rate)
+    log.warning(
+        "trainer.precision=bf16-true: a step of optim.lr=%s is lost to rounding for %.0f %% of the trained "
+        "weights, and for more of them as the rate decays; %s",
+        show(rate),
+        100 * share,
+        remedy,
+    )
 
 
 def build_data(plan: Plan, corpora: Corpora, start: Base, module: ContinualMethod) -> DomainSequence:

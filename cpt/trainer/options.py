@@ -27,6 +27,7 @@ from cpt.data.orders import WORDS
 from cpt.models.options import Trainable
 
 BF16 = ("bf16-mixed", "bf16", "bf16-true")
+FP16_MIXED = ("16-mixed", "16", 16)
 SHARDED_PRECISIONS = ("auto", "32-true", "32", 32, *BF16)
 TAGS = f"a list of texts, 1 to {LONGEST_TAG} characters each"
 ORDERS = f"the number of a named order, {', '.join(WORDS)}, swapped, a domain, or a list like [b,a,c]"
@@ -61,8 +62,10 @@ Order = Annotated[Any, Predicate(is_order), Allowed(ORDERS)]
 Devices = Annotated[Any, Predicate(is_devices), Allowed("1, 2, …; auto or -1 for all; a list like [0,2]")]
 Tags = Annotated[tuple[Annotated[str, Len(1, LONGEST_TAG)], ...], Allowed(TAGS)]
 MetricName = Annotated[Text, Allowed("METRIC.UNIT of scores.json, or of end tasks MF1, Acc, …")]
+# Not 16-true: AdamW's mean squared gradients are 0 in float16 below 6e-8, so that steps become gradients over
+# epsilon.
 Precision = Literal[
-    "auto", "32-true", "32", 32, "16-mixed", "bf16-mixed", "bf16-true", "16-true", "16", 16, "bf16", "64-true"
+    "auto", "32-true", "32", 32, "16-mixed", "bf16-mixed", "bf16-true", "16", 16, "bf16", "64-true"
 ]
 
 

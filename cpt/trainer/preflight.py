@@ -41,7 +41,7 @@ from cpt.models.weights import frozen_parameters
 from cpt.trainer.build import build_context
 from cpt.trainer.callbacks import make_callbacks, make_entry
 from cpt.trainer.lightning import make_trainer, naming_cause, quiet
-from cpt.trainer.options import BF16, TrainerOptions
+from cpt.trainer.options import BF16, FP16_MIXED, TrainerOptions
 from cpt.trainer.plan import Plan
 from cpt.trainer.run_dir import RunDir, checkpoint_files
 
@@ -136,6 +136,10 @@ def resolve_auto(
         offer = "; bf16-mixed was 1.9 times as fast on such a CPU (docs/studies/performance.md)"
         offer = offer if slow and config.get_text_config().hidden_size >= WIDE else ""
         log.info("Precision (trainer.precision=auto): %s%s", precision, offer)
+    if options.precision in FP16_MIXED and device.type == "cpu":
+        # Lightning would do the same, and scores.json would name another precision than that of the losses.
+        log.warning("Precision: bf16-mixed in place of %s, which a CPU does not support", options.precision)
+        options = replace(options, precision="bf16-mixed")
     if options.quick_dropout == "auto":
         options = replace(options, quick_dropout=device.type == "cpu" and not options.compile)
     is_fast = options.quick_dropout and drops_attention(config)

@@ -27,7 +27,7 @@ name=../../x | order=true | trainable=( | method._target_=null | endtask._target
 trainer.checkpoint_every=10min | domains._target_=collections.OrderedDict | domains.only=/*/
 optimized_metric=LC.furlongs | method=elle method.neurons=0.5 | +data.processes=2 | +unknown=1 | ~method
 endtask._target_=nowhere.X | name='${no.such}' | order=[law] | strategy=fsdp endtask=submodules
-strategy=fsdp method=elle | +trainer.max_steps=1 | monitor.stop=0.1
+strategy=fsdp method=elle | +trainer.max_steps=1 | monitor.stop=0.1 | trainer.precision=16-true
 monitor.every=2 monitor.stop=1 monitor.past=0 monitor.general=false
 monitor.every=2 monitor.patience=1 lr_scheduler=wsd | monitor.every=2 monitor.keep=best strategy=fsdp
 budget.general=1 monitor.general=false

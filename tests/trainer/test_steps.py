@@ -7,11 +7,12 @@ import torch
 from transformers import AutoConfig
 
 from cpt.optim.nan_guard import NanGuard
-from cpt.trainer import preflight
+from cpt.trainer import build, preflight
 from cpt.trainer.checkpoint import StepCheckpoint
 from cpt.trainer.plan import make_plan
 from cpt.trainer.preflight import resolve_auto
 from tests.runs.reading import told_by
+from tests.support.making import made
 
 ONE = "order=[law]"
 
@@ -47,6 +48,27 @@ def test_precision_auto_is_by_capability(device, bf16, stored, chosen, small, mo
     plan = make_plan(small("trainer.precision=auto"))
     config = AutoConfig.for_model(**plan.model.config)
     assert resolve_auto(plan, config, torch.device(device), stored=stored).precision == chosen
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "16"])
+def test_a_cpu_has_bf16_in_place_of_fp16_and_says_so(precision, small, caplog):
+    plan = make_plan(small(f"trainer.precision={precision}"))
+    config = AutoConfig.for_model(**plan.model.config)
+    with caplog.at_level("WARNING", logger="cpt"):
+        resolved = resolve_auto(plan, config, torch.device("cpu"), stored=None)
+    assert resolved.precision == "bf16-mixed" and "in place of 16" in caplog.text
+    assert resolve_auto(plan, config, torch.device("cuda"), stored=None).precision == plan.trainer.precision
+
+
+def test_updates_that_bf16_weights_lose_are_named_before_training(small, caplog):
+    lines = {}
+    for rate in ("1e-7", "1e-3"):
+        run = made(small(f"optim.lr={rate}", "trainer.precision=bf16-true", "order=[law]"))
+        with caplog.at_level("WARNING", logger="cpt"):
+            build.warn_of_lost_updates(run.plan, run.module)
+        lines[rate] = caplog.messages[-1]
+    shares = {rate: int(line.partition("for ")[2].split()[0]) for rate, line in lines.items()}
+    assert shares["1e-7"] > 90 and shares["1e-3"] < 50 and "bf16-mixed" in lines["1e-3"]
 
 
 @pytest.mark.parametrize(
