@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from cpt.core.cache import check_all
@@ -15,10 +17,12 @@ from cpt.core.heartbeat import heartbeat
 from cpt.core.preemption import defer_signals
 from cpt.core.processes import is_first_process, is_one_of_several
 from cpt.core.schema import show
+from cpt.core.slurm import check_launch
 from cpt.evaluation.scores import Scores
 from cpt.evaluation.task_metrics import run_objective
 from cpt.trainer.domain_order import load_cached_order, order_domains
 from cpt.trainer.manifest import Manifest, check_manifest, find_started, resolve_eval_cap, resume_from_sibling
+from cpt.trainer.options import count_devices
 from cpt.trainer.plan import Plan, make_plan
 from cpt.trainer.run_dir import RunDir, checkpoint_files
 
@@ -33,6 +37,8 @@ def train(cfg: DictConfig, *, run_dir: Path) -> float | None:
     run = RunDir(run_dir)
     with run.removed_if_rejected():
         plan = make_plan(cfg)  # the typed config: no text is read, torch is not imported
+        if not plan.run.plan and not is_job_within_a_sweep():
+            check_launch(count_devices(plan.trainer.devices), plan.trainer.num_nodes)
         plan.source.check_domains(plan.order)
         if (name := str(run_dir)).encode(errors="replace").decode() != name:
             raise ValueError(f"the run folder {name} is invalid: not UTF-8. Allowed: another hydra.run.dir")
@@ -104,6 +110,11 @@ def print_estimate(plan: Plan, run: RunDir) -> None:
     print(json.dumps(cost, indent=1) if as_json else format_table(cost), flush=True)
     if is_new:
         run.remove_if_empty()
+
+
+def is_job_within_a_sweep() -> bool:
+    """Whether a Hydra launcher runs this job in the process of the sweep, which is no task of SLURM."""
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 
 
 def is_complete(scores: Scores | None, plan: Plan) -> bool:

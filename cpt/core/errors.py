@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from filelock import Timeout
 from hydra import errors as of_hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import ConfigCompositionException, HydraException
@@ -15,6 +16,7 @@ from omegaconf import errors as of_omegaconf
 from yaml import YAMLError
 
 from cpt.core.config import CONF, flatten
+from cpt.core.preemption import GO_ON
 from cpt.core.processes import is_one_of_several
 from cpt.core.schema import unknown_name
 
@@ -156,6 +158,8 @@ def readable(code: int = 1) -> Iterator[None]:
         if not line or os.environ.get("HYDRA_FULL_ERROR"):
             raise
         print(f"cpt: {line}", file=sys.stderr, flush=True)
+        # Another process holds the folder's lock: nothing has failed, and later the same command continues.
+        code = GO_ON if isinstance(error.__cause__, Timeout) else code
         # Not sys.exit: the processes of a distributed run must end together, whatever they wait for.
         os._exit(code) if is_one_of_several() else sys.exit(code)
 

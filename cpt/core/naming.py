@@ -12,6 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from cpt.core.config import canonical, digest, executes, redact
+from cpt.core.slurm import step_nodes, tasks_per_node
 
 CONFIG = "config"  # the primary config, of our own conf/ and of a user's
 # What a run has a name for, and where text lies; what else it was given tells it from others in a comparison.
@@ -76,4 +77,7 @@ OmegaConf.register_new_resolver(
 # A default that depends on another option: ${by:${method.rule},{ties:1},0.5}, the last for all other choices.
 OmegaConf.register_new_resolver("by", lambda choice, values, other: values.get(choice, other), replace=True)
 OmegaConf.register_new_resolver("choices", name_run, replace=True)
+# Of `trainer` under srun, as torchrun's environment variables are.
+OmegaConf.register_new_resolver("tasks_per_node", tasks_per_node, replace=True)
+OmegaConf.register_new_resolver("step_nodes", step_nodes, replace=True)
 OmegaConf.register_new_resolver("variant", variant, replace=True)

@@ -1,9 +1,11 @@
 """Signals that ask a run to leave: what it has learned is saved first, and the same command resumes it.
 
-The first signal is recorded. Where nothing would be lost it ends the run at once, by an exception; within
-`defer_signals()`, and with several processes, the run continues to the next point at which it can leave, and
-all processes leave there. A second signal ends the process as it is."""
+The first signal is recorded; those that follow within `together_s()` are the same one. Where nothing would
+be lost it ends the run at once, by an exception; within `defer_signals()`, and with several processes, the
+run continues to the next point at which it can leave, and all processes leave there. A second signal ends
+the process as it is."""
 
+import atexit
 import os
 import signal
 import socket
@@ -11,15 +13,16 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from subprocess import Popen, TimeoutExpired
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
-from cpt.core.processes import is_distributed, is_first_process, is_one_of_several
+from cpt.core.processes import TOGETHER, is_distributed, is_first_process, is_one_of_several
+from cpt.core.slurm import is_slurm_task, is_started_by_torchrun
 
 GO_ON = 75  # EX_TEMPFAIL of BSD's <sysexits.h>: not failed, to be started again
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 TOGETHER_S = 0.5  # what reaches a process by its group and once more by its launcher is one signal
 CHILDREN_S = 60.0  # that the other processes of a run have to leave
 
@@ -59,9 +62,15 @@ notice = SignalState()
 
 def is_waited_for() -> bool:
     """Whether other processes would hang, or be killed, if this one left alone."""
-    others = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID")
-    by_lightning = "LOCAL_RANK" in os.environ and not any(name in os.environ for name in others)
-    return is_distributed() or by_lightning or bool(children())
+    is_started_by_others = is_started_by_torchrun() or is_slurm_task()
+    is_rank_of_lightning = "LOCAL_RANK" in os.environ and not is_started_by_others
+    return is_distributed() or is_rank_of_lightning or bool(children())
+
+
+def together_s() -> float:
+    """Seconds in which signals to this process are one: longer in the job of a sweep, which a scheduler, its
+    process group and the launcher may signal one after another."""
+    return float(os.environ.get(TOGETHER, TOGETHER_S))
 
 
 def watch_signals(received: socket.socket) -> None:
@@ -70,7 +79,7 @@ def watch_signals(received: socket.socket) -> None:
     while numbers := received.recv(1):
         if numbers[0] in SIGNALS and signal.getsignal(numbers[0]) == notice.receive:
             first = first or time.monotonic()
-            if time.monotonic() - first > TOGETHER_S:
+            if time.monotonic() - first > together_s():
                 for child in children():
                     child.kill()
                 os._exit(128 + numbers[0])
@@ -99,8 +108,9 @@ def heed_signals() -> Iterator[None]:
                 child.wait(max(0.0, deadline - time.monotonic()))
             except TimeoutExpired:
                 child.kill()
-        # Not sys.exit among several: a process that has left cannot answer what others ask at their exit.
-        os._exit(GO_ON) if is_one_of_several() else sys.exit(GO_ON)
+        if not is_one_of_several():  # among several, one that has left cannot answer what others ask at exit
+            atexit._run_exitfuncs()
+        leave_process(GO_ON)
     finally:
         notice.deferrals += 1  # the program has ended: a signal is only recorded
         for number, handler in before.items():
@@ -108,6 +118,15 @@ def heed_signals() -> Iterator[None]:
         signal.set_wakeup_fd(woken)
         sending.close()
         notice.deferrals -= 1
+
+
+def leave_process(code: int) -> NoReturn:
+    """Ends the process without the interpreter's teardown, which takes seconds once torch is imported: a
+    scheduler that kills it meanwhile would not see the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # closed, or its reader has left
+            stream.flush()
+    os._exit(code)
 
 
 def heed_imports() -> None:

@@ -9,8 +9,12 @@ from typing import Any
 
 import psutil
 
+from cpt.core.slurm import started_tasks
+
 # Environment variables: the process that must not be outlived; whether this is its child, a job of a sweep
 PARENT, JOB = "CPT_LAUNCHER", "CPT_JOB"
+TOGETHER = "CPT_SIGNALS_TOGETHER_S"  # of a job and of its ranks: seconds in which signals are one
+JOB_TOGETHER_S = 10.0  # a scheduler signals every process, and the launcher once more, later on a busy node
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 SPINS = "10000"  # times that a thread of OpenMP looks for work before it sleeps: many slow other runs
 
@@ -33,7 +37,7 @@ def stray_ranks() -> str:
 
 def is_one_of_several() -> bool:
     """Whether other processes may work on the same run."""
-    return "LOCAL_RANK" in os.environ or int(os.environ.get("SLURM_NTASKS") or 1) > 1
+    return "LOCAL_RANK" in os.environ or started_tasks() > 1
 
 
 def is_distributed() -> bool:
@@ -58,7 +62,10 @@ def die_with_parent() -> None:
     parent = os.environ.get(PARENT, "")
     if sys.platform == "linux" and parent == str(os.getppid()):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    is_child = os.environ.pop(JOB, "") or "LOCAL_RANK" in os.environ  # a rank that Lightning started
+    is_job = os.environ.pop(JOB, "") != ""
+    if is_job:
+        os.environ.setdefault(TOGETHER, str(JOB_TOGETHER_S))
+    is_child = is_job or "LOCAL_RANK" in os.environ  # a rank that Lightning started
     if is_child and parent.isdigit():
         try:
             is_gone = psutil.Process(int(parent)).status() == psutil.STATUS_ZOMBIE

@@ -36,8 +36,9 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 import cpt.core.naming  # noqa: F401  (registers the resolvers of a run folder's name)
 from cpt.core.errors import readable, unknown_name
 from cpt.core.preemption import GO_ON, SIGNALS, TOGETHER_S
-from cpt.core.processes import die_with_parent
+from cpt.core.processes import die_with_parent, is_one_of_several
 from cpt.core.schema import Count, NonNegative, check_value
+from cpt.core.slurm import without_task
 from cpt.sweeps.jobs import (
     BASIC_SWEEPER,
     CONTINUES,
@@ -115,6 +116,11 @@ class ProcessLauncher(JobLauncher):
     def check(self) -> None:
         for name, kind in (("jobs", Count | None), ("threads", Count | None), ("grace", NonNegative)):
             check_value(f"hydra.launcher.{name}", getattr(self, name), kind)
+        if is_one_of_several():
+            problem = (
+                "--multirun is invalid with srun or torchrun: each of their processes would run all jobs"
+            )
+            raise ValueError(f"{problem}. Allowed: python run.py -m …, or hydra/launcher=slurm")
 
     def run(self, waiting: Sequence[Job], jobs: Sequence[Job], first: int) -> None:
         configs = [job.config for job in jobs]
@@ -231,7 +237,7 @@ def run_all(
                     bar.update()
                 while waiting and free:
                     job, place = waiting.popleft(), free.pop(0)
-                    job.start(command, env={**os.environ, **place})
+                    job.start(command, env={**without_task(os.environ), **place})
                     running[job] = place
                 bar.refresh()
                 time.sleep(POLL_S)

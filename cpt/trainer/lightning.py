@@ -12,11 +12,12 @@ from typing import Any
 import torch
 import transformers
 from lightning import LightningModule, Trainer
+from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -30,6 +31,7 @@ from cpt.core.distributed import barrier, is_sharded, leave_together, shard_like
 from cpt.core.errors import reason
 from cpt.core.heartbeat import progress_bar
 from cpt.core.processes import is_distributed
+from cpt.core.slurm import is_slurm_task, is_started_by_torchrun, requested_tasks
 from cpt.core.tensors import NamedTensors, load_tensors
 from cpt.models.fsdp import named_weights, reshard, shard_model
 from cpt.trainer.checkpoint import AtomicCheckpointIO, fill_tensors, layout_of, save_sharded
@@ -217,7 +219,7 @@ def make_trainer(
             logger=list(loggers) or False,
             callbacks=[ProgressBar(label), *callbacks],
             default_root_dir=folder or os.devnull,  # the working folder otherwise
-            plugins=[AtomicCheckpointIO()],
+            plugins=[AtomicCheckpointIO(), *slurm_environment()],
             **options,
         )
     except (MisconfigurationException, TypeError) as error:
@@ -227,6 +229,15 @@ def make_trainer(
     connector: Any = made._signal_connector
     connector.register_signal_handlers = lambda: None
     return made
+
+
+def slurm_environment() -> list[ClusterEnvironment]:
+    """Inside a SLURM job, what counts the processes of a run: SLURM for a task that srun started, else
+    Lightning, which takes a batch script or the shell of salloc for a task. Empty elsewhere: Lightning
+    finds out itself."""
+    if requested_tasks() == 0 or is_started_by_torchrun():
+        return []
+    return [SLURMEnvironment() if is_slurm_task() else LightningEnvironment()]
 
 
 def join_processes(options: Mapping[str, Any]) -> None:

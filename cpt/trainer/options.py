@@ -57,6 +57,15 @@ def is_devices(value: Any) -> bool:
     return listed or value == -1 or fits(value, Count)
 
 
+def count_devices(value: Any) -> int | None:
+    """The number of devices that an option names; None for all, whose number Lightning knows."""
+    if isinstance(value, str):
+        value = value.split(",") if "," in value else value
+    if isinstance(value, list | tuple):
+        return len(value)
+    return value if isinstance(value, int) and value > 0 else None
+
+
 Name = Annotated[Any, Predicate(is_name), Allowed("a folder below outputs/, like first or sizes/small")]
 Order = Annotated[Any, Predicate(is_order), Allowed(ORDERS)]
 Devices = Annotated[Any, Predicate(is_devices), Allowed("1, 2, …; auto or -1 for all; a list like [0,2]")]

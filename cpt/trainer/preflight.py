@@ -27,6 +27,7 @@ from cpt.core.memory import keep_free
 from cpt.core.processes import cores, is_first_process, stray_ranks
 from cpt.core.schema import check_names, option_types, show
 from cpt.core.sections import check_arguments, load_target
+from cpt.core.slurm import check_task_count
 from cpt.data.options import share_batch
 from cpt.data.packing import terminator
 from cpt.data.sources.base import ASSISTANT, USER, Example
@@ -85,6 +86,7 @@ def prepare(plan: Plan, run: RunDir) -> Preflight:
     with naming_cause(" ".join(f"trainer.{name}={value}" for name, value in tried_as.items())):
         how: dict[str, Any] = {"loggers": loggers, "callbacks": list(callbacks.values())}
         tried = make_trainer(arguments, label="", steps=1, **how)
+    check_task_count(tried.num_devices, plan.trainer.num_nodes)
     parts = plan.trainer.accumulate_grad_batches
     share_batch(plan.trainer.batch_size, accumulate=parts, world=tried.world_size)
     prior = getattr(getattr(plan.method.options, "routing", None), "prior", "uniform")

@@ -12,6 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from cpt.core.preemption import GO_ON
 from tests.campaigns import runs
 from tests.campaigns.frame import ROOT
 from tests.support.processes import ended, started
@@ -48,7 +49,7 @@ def of_a_run(place: Path, number: int, draw: random.Random, kind: str) -> dict[s
     line = runs.one_line(words[1])
     told: dict[str, Any] = {"kind": kind, "method": given[0], "codes": codes, "line": line}
     told["same"] = (home / "run" / "scores.json").exists() and runs.bits(home / "run") == expected["bits"]
-    refused = not killed and second == 1 and bool(line and REFUSED.search(line))
+    refused = not killed and second == GO_ON and bool(line and REFUSED.search(line))
     told["fine"] = told["same"] and (first == 0 or killed) and (second == 0 or refused)
     told["last"] = "" if told["fine"] else "".join(each[-1500:] for each in words)
     shutil.rmtree(home)
@@ -62,7 +63,7 @@ def of_a_sweep(place: Path, number: int, draw: random.Random, kind: str) -> dict
     latest = 4 + 2 * sum(runs.whole(place, [f"method={name}", *runs.GIVEN])["seconds"] for name in METHODS)
     moment, killed = draw.uniform(0.5, latest), kind == "sweep again"
     codes = twice(home, arguments, moment, killed=killed, seconds=2 * runs.HANGS_S)
-    # A job that another sweep is at fails here; the same command again does what is missing.
+    # A job that another sweep is at is left to it; the same command again does what is missing.
     then = ended(start(home, arguments, "log-2"), seconds=2 * runs.HANGS_S)
     told = {"kind": kind, "codes": codes, "then": then, "unlike": runs.unlike(place, home, METHODS)}
     told["fine"] = then == 0 and not told["unlike"]

@@ -1,0 +1,156 @@
+"""Which process is a task of SLURM, by the variables that a real scheduler (22.05) sets in a batch script,
+in a task of srun, in the shell of salloc and in that of `srun --pty bash`."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from cpt.core import slurm
+from cpt.core.processes import JOB, PARENT, is_one_of_several
+from cpt.trainer.options import count_devices
+from tests.conftest import ROOT
+
+BATCH = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NAME": "wrap",
+    "SLURM_PROCID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_NNODES": "1",
+}
+STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n1"}
+TWO = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"}
+ONE = {"SLURM_NTASKS": "1"}
+SALLOC = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "interactive", "SLURM_NTASKS": "4", "SLURM_NNODES": "1"}
+SHELL = BATCH | STEP | ONE | {"SLURM_JOB_NAME": "bash"}
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    def replace(variables):
+        for name in (*slurm.TASK, *STEP, *BATCH, "TORCHELASTIC_RUN_ID", "LOCAL_RANK"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return replace
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_task", "several"),
+    [
+        ({}, False, False),
+        (BATCH | TWO, False, False),
+        (BATCH | TWO | STEP, True, True),
+        (BATCH | ONE | STEP, True, False),
+        (SALLOC, False, False),
+        (SALLOC | STEP, True, True),  # srun in the shell of salloc
+        (SHELL, False, False),
+        (BATCH | TWO | STEP | {"TORCHELASTIC_RUN_ID": "x"}, False, False),
+    ],
+)
+def test_a_task_is_what_srun_started(environment, variables, is_task, several):
+    environment(variables)
+    assert (slurm.is_slurm_task(), is_one_of_several()) == (is_task, several)
+    assert (slurm.tasks_per_node(5), slurm.step_nodes()) == (
+        (2 if "SLURM_NTASKS_PER_NODE" in variables else 5) if several else 5,
+        1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("variables", "devices", "nodes", "message"),
+    [
+        ({}, 2, 1, ""),
+        (BATCH | TWO, 2, 1, "SLURM_NTASKS=2 is invalid without srun"),
+        (BATCH | TWO, None, 1, "SLURM_NTASKS=2 is invalid without srun"),
+        (
+            BATCH | ONE,
+            2,
+            1,
+            "trainer.devices=2 trainer.num_nodes=1 is invalid: SLURM_NTASKS=1. .*--ntasks-per-node=2",
+        ),
+        (BATCH | ONE | STEP, 2, 1, "SLURM_NTASKS=1"),
+        (BATCH | ONE | STEP, 1, 2, "srun with --nodes=2 --ntasks-per-node=1"),
+        (BATCH | TWO | STEP, 1, 1, "the devices of 2 tasks"),
+        (BATCH | TWO | STEP, 2, 1, ""),
+        (BATCH | TWO | STEP, 1, 2, ""),
+        (BATCH | TWO | STEP, None, 1, ""),
+        (BATCH | ONE, 1, 1, ""),
+        (BATCH, 2, 1, ""),  # sbatch without --ntasks: Lightning starts both processes
+        (SALLOC, 2, 1, ""),
+        (SHELL, 2, 1, ""),
+        (SALLOC | STEP, 2, 1, "SLURM_NTASKS=4"),
+        (BATCH | TWO | STEP | {"TORCHELASTIC_RUN_ID": "x"}, 8, 2, ""),
+    ],
+)
+def test_tasks_that_are_not_the_processes_of_a_run_are_refused(
+    environment, variables, devices, nodes, message
+):
+    environment(variables)
+    if message:
+        with pytest.raises(ValueError, match=message):
+            slurm.check_launch(devices, nodes)
+    else:
+        slurm.check_launch(devices, nodes)
+
+
+def test_a_run_is_refused_before_it_has_a_folder_and_a_job_of_a_local_sweep_is_no_task(
+    environment, small, start, tmp_path
+):
+    environment(BATCH | TWO)
+    with pytest.raises(ValueError, match="SLURM_NTASKS=2 is invalid without srun"):
+        start(small(), tmp_path / "run")
+    environment(BATCH | ONE)
+    with pytest.raises(ValueError, match="--ntasks-per-node=3"):
+        start(small("strategy=ddp", "trainer.devices=3", "trainer.batch_size=6"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    kept = slurm.without_task(BATCH | TWO | STEP | {"PATH": "/bin"})
+    assert kept == {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "wrap", "PATH": "/bin"}
+
+
+def test_devices_and_nodes_follow_srun(environment, composed):
+    environment(BATCH | TWO | STEP | {"SLURM_NNODES": "3", "SLURM_NTASKS": "6"})
+    for strategy in ("ddp", "fsdp"):
+        trainer = composed(f"strategy={strategy}").trainer
+        assert (trainer.devices, trainer.num_nodes) == (2, 3)
+    environment({"LOCAL_WORLD_SIZE": "4"} | BATCH | TWO)
+    assert composed("strategy=ddp").trainer.devices == 4
+    environment(BATCH | TWO)  # a batch script: the tasks are not started yet
+    assert (composed("strategy=ddp").trainer.devices, composed("strategy=ddp").trainer.num_nodes) == (4, 1)
+
+
+def test_devices_are_counted():
+    given = (3, "2", "0,1", [0, 2], (1,), "auto", -1, "-1")
+    assert [count_devices(each) for each in given] == [3, None, 2, 2, 1, None, None, None]
+
+
+SIGNALED = """
+import os, signal, sys, time
+from cpt.core.processes import die_with_parent
+die_with_parent()
+from cpt.core.preemption import check_signals, defer_signals, heed_signals
+with heed_signals(), defer_signals():
+    print("ready", flush=True)
+    time.sleep(3)
+    check_signals("after step 3")
+"""
+
+
+@pytest.mark.parametrize(("variables", "code"), [({JOB: "1"}, 75), ({}, 128 + 15)])
+def test_signals_of_scheduler_and_launcher_are_one_to_a_job(variables, code):
+    """SLURM signals every process of a job, its launcher once more; elsewhere a second one ends at once."""
+    environment = {name: value for name, value in os.environ.items() if name != PARENT} | variables
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-c", SIGNALED]
+    with subprocess.Popen(command, cwd=ROOT, env=environment, **streams) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGUSR2)
+        time.sleep(1)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert ("stopped by SIGUSR2 after step 3" in errors) is bool(variables)
