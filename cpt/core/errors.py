@@ -57,6 +57,9 @@ FAILED_ALLOCATION = re.compile(
     r"|quantization error"  # Pillow, of a picture's colours
     r"|DataLoader worker .* killed by signal: Killed"
 )
+LOST_LOADER = re.compile(
+    r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) .*|Pin memory thread exited unexpectedly"  # of torch
+)
 
 
 def reason(error: BaseException) -> str:
@@ -154,7 +157,9 @@ def readable(code: int = 1) -> Iterator[None]:
         raise
     except Exception as error:
         foreseen = (ValueError, OSError, HydraException, of_omegaconf.OmegaConfBaseException, YAMLError)
-        line = describe_oom(error) or (reason(error) if isinstance(error, foreseen) else "")
+        line = describe_oom(error) or describe_lost_loader(error)
+        if not line and isinstance(error, foreseen):
+            line = reason(error)
         if not line or os.environ.get("HYDRA_FULL_ERROR"):
             raise
         print(f"cpt: {line}", file=sys.stderr, flush=True)
@@ -171,5 +176,17 @@ def describe_oom(error: BaseException | None) -> str:
         if isinstance(error, MemoryError | SystemError) or FAILED_ALLOCATION.search(str(error)):
             advice = "rerun the same command to resume, with more memory or less memory use: docs/plan.md"
             return f"out of memory ({reason(error)}); {advice}"
+        error = error.__cause__ or error.__context__
+    return ""
+
+
+def describe_lost_loader(error: BaseException | None) -> str:
+    """The message for a process of a data loader that ended, wherever it is in the chain of causes; empty for
+    any other error."""
+    while error is not None:
+        lost = LOST_LOADER.search(str(error)) if isinstance(error, RuntimeError) else None
+        if lost:
+            advice = "rerun the same command to resume, with trainer.num_workers=0 if it happens again"
+            return f"a loader process ended ({lost[0].splitlines()[0].rstrip('.')}); {advice}"
         error = error.__cause__ or error.__context__
     return ""

@@ -1,8 +1,6 @@
 """The sequence of domains as a LightningDataModule that every method shares."""
 
-import atexit
 import math
-import multiprocessing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
@@ -15,23 +13,15 @@ from lightning import LightningDataModule, Trainer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from cpt.core.distributed import leave_together
-from cpt.core.preemption import ignore_signals
 from cpt.core.randomness import key, shuffle
 from cpt.data.collate import Batch, Collator, Sizes
+from cpt.data.loader_processes import WatchedLoader, prepare_loader_processes, start_loader_process
 from cpt.data.options import Budget
 from cpt.data.packing import Packed
 from cpt.data.replay import ReplayConfig, ReplayPool, ReplaySource, exact
 from cpt.data.sampler import EvalSubset, ResumeSampler, ShardSampler, TrainStream
 from cpt.data.sources.base import GENERAL
 from cpt.optim.schedulers import Progress
-
-
-@atexit.register  # before multiprocessing's own, which sends a SIGTERM, which workers ignore once, and waits
-def kill_workers() -> None:
-    """Ends the processes of loaders that an error has left, so that this one can end."""
-    for each in multiprocessing.active_children():
-        if each.daemon:
-            each.kill()
 
 
 @dataclass(frozen=True)
@@ -216,6 +206,13 @@ class DomainSequence(LightningDataModule):
         return self.loader(batches, ShardSampler(len(batches), rank=self.trainer.global_rank, world=world))
 
     def loader(self, batches: Dataset, sampler: Sampler[int]) -> DataLoader:
-        pin = self.trainer.strategy.root_device.type == "cuda"
-        how = dict[str, Any](num_workers=self.workers, pin_memory=pin, worker_init_fn=ignore_signals)
-        return DataLoader(batches, batch_size=None, sampler=sampler, **how)
+        if self.workers:
+            prepare_loader_processes()
+        return WatchedLoader(
+            batches,
+            batch_size=None,
+            sampler=sampler,
+            num_workers=self.workers,
+            pin_memory=self.trainer.strategy.root_device.type == "cuda",
+            worker_init_fn=start_loader_process,
+        )

@@ -137,9 +137,9 @@ def test_a_first_step_that_is_not_like_the_others_does_not_stand_for_them(monkey
 WORKERS = """
 import sys, torch
 from torch.utils.data import DataLoader
-import cpt.data.datamodule as data
+from cpt.data.loader_processes import start_loader_process
 loader = DataLoader([torch.tensor(each) for each in range(8)], batch_size=None, num_workers=2,
-                    worker_init_fn=data.ignore_signals)
+                    worker_init_fn=start_loader_process)
 sys.kept = iter(loader)  # alive until the interpreter is gone, as an error's traceback keeps it
 next(sys.kept)
 """
