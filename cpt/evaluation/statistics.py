@@ -44,27 +44,52 @@ NO_DIFFERENCE = Difference(mean=np.nan, low=np.nan, high=np.nan, p=np.nan, n=0)
 def intervals_of_means(series: Array, replicates: int = REPLICATES, seed: int = 0) -> Array:
     """95 % interval of the mean of each of [series, value], as [series, 2]; each as if it were alone.
 
-    Student's t, or BCa from BOOTSTRAPPED values on, with its levels widened as t is wider than the normal
-    distribution (Hesterberg 2015), without which it covers 89 % at n = 8. nan for fewer than LEAST values."""
+    Student's t, or BCa from BOOTSTRAPPED values on; nan for fewer than LEAST values."""
     size = series.shape[-1]
     if size < LEAST:
         return np.full((len(series), 2), np.nan)
-    middle, quantile = series.mean(-1, keepdims=True), stats.t.ppf(LEVELS[1] / 100, size - 1)
-    bounds = middle + np.array([-1, 1]) * quantile * stats.sem(series, axis=-1)[:, None]
-    varied = np.ptp(series, axis=-1) > EQUAL * np.abs(series).max(-1)  # of equal ones nothing is redrawn
-    if size >= BOOTSTRAPPED and varied.any():
-        drawn = stats.bootstrap(
-            (series[varied],),
-            # numpy adds in another order where rows are apart
-            lambda rows, axis: np.ascontiguousarray(rows).mean(axis),
-            n_resamples=replicates,
-            confidence_level=1 - 2 * stats.norm.sf(quantile * np.sqrt(size / (size - 1))),
-            method="BCa",
-            axis=-1,
-            rng=np.random.default_rng(seed),
-        ).confidence_interval
-        bounds[varied] = np.stack([drawn.low, drawn.high], -1)
-    return bounds
+    intervals = student_intervals(series)
+
+    # Of equal values nothing is redrawn.
+    has_spread = np.ptp(series, axis=-1) > EQUAL * np.abs(series).max(-1)
+    if size >= BOOTSTRAPPED and has_spread.any():
+        intervals[has_spread] = bootstrap_intervals(series[has_spread], replicates, seed)
+    return intervals
+
+
+def student_intervals(series: Array) -> Array:
+    """95 % intervals of the means of [series, value] by Student's t, as [series, 2]."""
+    means = series.mean(-1)
+    half_widths = student_quantile(series.shape[-1]) * stats.sem(series, axis=-1)
+    return np.stack([means - half_widths, means + half_widths], axis=-1)
+
+
+def bootstrap_intervals(series: Array, replicates: int, seed: int) -> Array:
+    """95 % intervals of the means of [series, value] by BCa (Efron 1987), as [series, 2].
+
+    Its levels are widened as t is wider than the normal distribution (Hesterberg 2015)."""
+    size = series.shape[-1]
+    widened_level = 1 - 2 * stats.norm.sf(student_quantile(size) * np.sqrt(size / (size - 1)))
+
+    def mean_of_rows(rows: Array, axis: int) -> Array:
+        # numpy adds in another order where rows are apart
+        return np.ascontiguousarray(rows).mean(axis)
+
+    bootstrap = stats.bootstrap(
+        (series,),
+        mean_of_rows,
+        n_resamples=replicates,
+        confidence_level=widened_level,
+        method="BCa",
+        axis=-1,
+        rng=np.random.default_rng(seed),
+    )
+    return np.stack([bootstrap.confidence_interval.low, bootstrap.confidence_interval.high], axis=-1)
+
+
+def student_quantile(size: int) -> float:
+    """The quantile of Student's t that bounds a two-sided 95 % interval of the mean of `size` values."""
+    return float(stats.t.ppf(LEVELS[1] / 100, size - 1))
 
 
 def compare_pairs(

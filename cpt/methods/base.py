@@ -152,6 +152,10 @@ class ContinualMethod(LightningModule):
         """Named scalar terms, whose sum is minimized, averaged over processes and micro-batches."""
         return {"lm": self.objective.nll(self.model, batch).sum() * batch["weight"]}
 
+    def describe_accumulation(self) -> str:
+        """How a step of several micro-batches differs from one of the whole batch; empty: it does not."""
+        return ""
+
     def on_gradients_ready(self) -> None:
         """Called with a step's gradients, averaged over processes and micro-batches, before masks."""
 

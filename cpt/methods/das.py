@@ -67,6 +67,11 @@ class ContrastMethod(ContinualMethod):
     def soft(self) -> SoftMask:
         return cast(SoftMask, self.masks[-1])
 
+    def describe_accumulation(self) -> str:
+        if not self.options.contrast:
+            return ""
+        return "the contrastive loss compares the samples of each micro-batch among themselves"
+
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         logits, hidden = self.objective.outputs(self.model, batch)
         terms = {"lm": nll_of(logits, batch).sum() * batch["weight"]}

@@ -115,8 +115,11 @@ class HAT(GatedMethod):
 
     @property
     def begins_open(self) -> bool:
-        """Whether a domain begins with all units open, as a pre-trained model needs them."""
-        return self.options.initial == "open" or (self.options.initial, self.options.form) == ("auto", "full")
+        """Whether a domain begins with all units open.
+
+        A pre-trained model needs its units. In adapters, whose second layer is zero at first, only the
+        regularizer moves the gates until that layer has moved, and a gate that it has closed stays closed."""
+        return self.options.initial in ("auto", "open")
 
     def rates(self) -> dict[nn.Parameter, float]:
         rate = self.options.gate_rate

@@ -189,7 +189,7 @@ class HATOptions(BottleneckOptions, GateOptions):
     shared: Literal["frozen", "trained"] = option("embeddings, norms, head after the first domain")
     apply_to: ActsOn = option("what factors scale: the gradient, the update, or the update and its moments")
     strength: NonNegative = option("c: the weight of the regularizer")
-    initial: Literal["auto", "open", "normal"] = option("first e: U(0, 2 std), N(0, std^2); auto: by form")
+    initial: Literal["auto", "open", "normal"] = option("first e: U(0, 2 std), N(0, std^2); auto: open")
     std: Positive | None = option(
         "scale of the first gate embeddings e; null: 1 of open ones, 0.02 of normal"
     )

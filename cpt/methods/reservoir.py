@@ -170,7 +170,10 @@ class DERPP(ContinualMethod):
     with x' and x'' two independent draws from a reservoir of the whole stream, z' the model's outputs on x'
     when it was added. No domain labels are needed. l is the language-model loss; h, at the scored positions,
     the last hidden states or the logits (the paper's). ||.||^2 is the mean over the draw's scored positions
-    and features, the second l over its scored tokens."""
+    and features, the second l over its scored tokens.
+
+    With `trainer.accumulate_grad_batches` the draws are made, and samples offered to the reservoir, for each
+    micro-batch: a later one of the same step may draw what an earlier one has stored."""
 
     options: DERPPOptions
     settled = 1  # in the first step of all nothing is stored yet
@@ -191,6 +194,9 @@ class DERPP(ContinualMethod):
         with torch.random.fork_rng(devices=[]):
             logits, hidden = self.objective.outputs(self.model, two)
         return (logits if matched == "logits" else hidden).shape[-1]
+
+    def describe_accumulation(self) -> str:
+        return "each micro-batch draws its own past samples, also from those of the step's earlier ones"
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         logits, hidden = self.objective.outputs(self.model, batch)

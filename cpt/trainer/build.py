@@ -120,9 +120,6 @@ def log_settings(plan: Plan, module: ContinualMethod, data: DomainSequence, devi
         ),
         "domains.packing=document_mask: samples come one by one": plan.source.isolated and is_single,
         f"method.teacher: all is in 16 bits (trainer.precision={options.precision})": in_16,
-        f"method.contrast between micro-batches: each has its own (accumulate_grad_batches={micro})": (
-            micro > 1 and getattr(module.options, "contrast", False)
-        ),
         "the mask's backend=backward: later micro-batches of a step select rows too": (
             micro > 1 and any(mask.limits for mask in module.masks)
         ),
@@ -157,6 +154,10 @@ def warn_of_lost_updates(plan: Plan, module: ContinualMethod) -> None:
         100 * share,
         remedy,
     )
+
+    difference = module.describe_accumulation()
+    if micro > 1 and difference:
+        log.info("Accumulating gradients (trainer.accumulate_grad_batches=%d): %s", micro, difference)
 
 
 def build_data(plan: Plan, corpora: Corpora, start: Base, module: ContinualMethod) -> DomainSequence:

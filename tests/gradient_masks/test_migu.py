@@ -93,6 +93,21 @@ def test_texts_are_compared_by_the_rows_with_their_largest_magnitudes():
     assert found["texts"].tolist() == [3, 5] and "texts" not in mask.diagnostics()
 
 
+def test_the_magnitudes_of_all_micro_batches_of_a_step_are_summed():
+    model = gpt2().eval()
+    mask, sums = watching(model), []
+    for ids in (IDS[:, :4], IDS[:, 4:]):
+        alone = watching(model)
+        with recording([alone]):
+            model(input_ids=ids)
+        sums.append(alone.sums.clone())
+    with recording([mask]):
+        model(input_ids=IDS[:, :4])
+        model(input_ids=IDS[:, 4:])
+    torch.testing.assert_close(mask.sums, sums[0] + sums[1])
+    assert sums[0].min() > 0
+
+
 def test_the_number_of_rows_is_the_papers():
     counts = {(0.7, 1024): 308, (0.7, 768): 231, (0.1, 8): 8, (0.29, 100): 71, (0.0, 5): 5, (0.99, 5): 1}
     assert {given: count_kept(*given) for given in counts} == counts

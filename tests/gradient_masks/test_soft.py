@@ -186,6 +186,21 @@ def test_normalisations_by_hand():
         assert not normalize(torch.full((5,), 0.3), how).any() and not normalize(torch.ones(1), how).any()
 
 
+
+def test_importances_are_normalised_within_a_layer_and_kind(monkeypatch):
+    model = roberta()
+    soft = mask_over(model, "heads", "neurons")
+    sizes = [group.count for group in soft.groups]
+    assert len(sizes) >= 4  # heads and neurons of two layers
+    scores = [10.0**place * torch.rand(size) for place, size in enumerate(sizes)]
+    monkeypatch.setattr(module, "importance", lambda *arguments, **options: torch.cat(scores))
+    expected = torch.cat([normalize(own, soft.normalize) for own in scores])
+    measured = soft.measure(model, [], domain_losses)
+    torch.testing.assert_close(measured, expected)
+    for own in measured.split(sizes):
+        assert own.max() > 0.5  # no group is small beside another
+
+
 @pytest.mark.parametrize("columns", [["heads", "neurons"], []])
 def test_factors_follow_the_importances(columns):
     model, found = roberta(), {}

@@ -9,6 +9,7 @@ import torch
 from cpt.adapters import lora
 from cpt.methods.merge import Ended, Merged, drop_entries, slerp
 from cpt.methods.options import MergeOptions, Rule
+from tests.methods.test_lifelong_moe import First
 from tests.support.making import Watch, assert_close, clones, same
 
 
@@ -76,6 +77,20 @@ def test_each_domain_starts_from_the_base_and_pairs_are_merged_by_their_products
     for name, product in products.items():
         found = pairs.weights()[f"{name}.base_layer.weight"]
         torch.testing.assert_close(found, base[f"{name}.weight"] + 0.5 * product)
+
+
+
+def test_a_domain_begins_where_the_last_one_ended_with_start_previous(build):
+    # With the base in the average, the merged model differs from the end of the first domain.
+    merge = build("merge", "method.rule=average", "method.base=true", "method.start=previous")
+    plain, base, starts = build("ncl"), merge.weights(), []
+    begin = First(lambda module, batch: starts.append(merge.weights()))
+    for number in (0, 1):
+        merge.learn(number, begin)
+    plain.learn(0)
+    assert same(starts[0], base)
+    assert_close(starts[1], plain.weights())
+    assert not same(starts[1], base)
 
 
 SHAPES = {"a.weight": (7, 5), "a.bias": (5,), "b.weight": (3, 4)}

@@ -13,6 +13,7 @@ from cpt.models.forward import dropout, mean_over
 from cpt.models.units import gate_units
 from tests.conftest import GOLDEN, needs_golden
 from tests.support.making import same
+from tests.support.running import some_rows
 
 ROBERTA = ["model=tiny_roberta", "model.config.hidden_dropout_prob=0.1", "trainer.steps=3"]
 
@@ -149,3 +150,31 @@ def test_in_some_steps_only_it_weighs_as_much_more(das):
     assert found["contrast"].item() == pytest.approx(3 * expected["contrast"].item())
     assert found["lm"] == expected["lm"]
     assert [step for step in range(7) if "contrast" in terms(rare, step)] == [0, 3, 6]
+
+
+@pytest.mark.parametrize(("share", "contrasted"), [(0.5, 3), (0.2, 1), (0.21, 2), (1, 5)])
+def test_a_share_of_the_samples_is_rounded_up(share, contrasted, das, monkeypatch):
+    module, batch = das(contrast_samples=share)
+    five = some_rows(batch, range(5))
+    counts = []
+
+    def record_shapes(anchors, positives, negatives, *, temperature):
+        counts.extend(len(vectors) for vectors in (anchors, positives, negatives))
+        return contrastive(anchors, positives, negatives, temperature=temperature)
+
+    monkeypatch.setattr(contrasting, "contrastive", record_shapes)
+    module.contrast(five, torch.randn(*five["input_ids"].shape, 32))
+    assert counts == [contrasted] * 3
+
+
+def test_the_proxys_passes_have_the_dropout_of_the_option(build):
+    work = build("das", *ROBERTA, "method.proxy_dropout=0.37", "method.contrast=0")
+    module, rates = work.module, []
+
+    def record_rates(model, args, inputs):
+        if len(inputs["input_ids"]) > 16:  # the two passes of the proxy are one batch of twice the size
+            rates.append({part.p for part in model.modules() if isinstance(part, torch.nn.Dropout)})
+
+    module.model.register_forward_pre_hook(record_rates, with_kwargs=True)
+    work.learn(0)
+    assert rates and all(each == {0.37} for each in rates)

@@ -77,3 +77,13 @@ def test_what_is_learned_through_maps_is_kept_without_them(prog):
     assert torch.equal(links(work)[0], kept) and not torch.equal(work.module.residual[0].weight, down)
     [batch], chain = work.batches(), {work.module.name: torch.cat([work.module.learned(), kept])}
     assert torch.equal(work.module.nll(batch, 1)[0], token_nll(work.module.model, batch, weights=chain))
+
+
+def test_a_prompt_of_the_chain_begins_as_the_newest_before_it(prog):
+    work, starts = prog("method.start=previous", "order=[law,food,space]"), []
+    begin = First(lambda module, batch: starts.append(module.prompt.detach().clone()))
+    for number in range(3):
+        work.learn(number, begin)
+    oldest, newer, _ = links(work)
+    assert torch.equal(starts[1], oldest)
+    assert torch.equal(starts[2], newer) and not torch.equal(newer, oldest)

@@ -229,6 +229,25 @@ def test_a_stored_row_without_a_scored_token_costs_nothing(build):
     assert terms["derpp_match"] == terms["derpp_replay"] == 0 < terms["lm"]
 
 
+@pytest.mark.parametrize(("minibatch_size", "drawn"), [("null", 4), ("6", 3)])
+def test_derpp_replays_half_of_the_batch_or_its_share_of_the_given_size(minibatch_size, drawn, build, monkeypatch):
+    work = build("derpp", "method.buffer_size=40", f"method.minibatch_size={minibatch_size}")
+    module, batches = work.module.eval(), work.batches(3)
+    module._trainer = SimpleNamespace(world_size=1, accumulate_grad_batches=2)
+    draw, counts = Reservoir.draw, []
+
+    def record_count(memory, count, **arguments):
+        counts.append(count)
+        return draw(memory, count, **arguments)
+
+    monkeypatch.setattr(Reservoir, "draw", record_count)
+    for micro_batch in batches:
+        assert len(micro_batch["input_ids"]) == 8
+        module.losses(micro_batch)
+    # Two draws, to match outputs and to replay labels, for each of the three micro-batches.
+    assert counts == [drawn] * 6
+
+
 SMALL = ["method.buffer_size=24", "method.minibatch_size=8", "order=[food,law,space]", "trainer.steps=12"]
 SMALL += ["optim.lr=0.01"]
 
