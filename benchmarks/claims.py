@@ -191,7 +191,11 @@ def verdict(claim: Claim, found: PairedContrast, *, tested: int) -> str:
     """What a difference says of a claim, one of those that were tested, by its corrected p-value."""
     if found.p_holm > LEVEL and found.n <= EXACT and tested * 2.0 ** (1 - found.n) > LEVEL:
         needed = math.ceil(1 + math.log2(tested / LEVEL))
-        return f"not shown; {needed} pairs are needed for {tested} claims"
+        shortage = f"{needed} pairs are needed for {tested} claims"
+        bounds = (found.low * claim.better, found.high * claim.better)
+        if max(bounds) < 0:
+            return f"opposite by its interval; for a test {shortage}"
+        return f"not shown; {shortage}"
     if claim.better == 0:
         return "differs" if found.p_holm <= LEVEL else "no difference shown"
     if found.p_holm > LEVEL:

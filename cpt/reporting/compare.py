@@ -30,7 +30,7 @@ from cpt.reporting.page import LEGENDS, Block
 MAX_SETTINGS = 8  # differing settings that a note names
 ALONE = ("CPT/", "intransigence/", "endtask/", "task/", "cost/")  # what ranks methods with a model per domain
 FORMULA = tuple("=+-@\t\r\n＝＋－＠")  # what a spreadsheet takes for a formula (OWASP, CSV injection)
-INTERVAL = LEGENDS["interval"].format(bootstrapped=statistics.BOOTSTRAPPED, least=statistics.LEAST)
+INTERVAL = LEGENDS["interval"].format(least=statistics.LEAST)
 SPREAD = LEGENDS["spread"].format(interval=INTERVAL)
 
 

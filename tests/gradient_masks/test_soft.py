@@ -186,7 +186,6 @@ def test_normalisations_by_hand():
         assert not normalize(torch.full((5,), 0.3), how).any() and not normalize(torch.ones(1), how).any()
 
 
-
 def test_importances_are_normalised_within_a_layer_and_kind(monkeypatch):
     model = roberta()
     soft = mask_over(model, "heads", "neurons")

@@ -79,7 +79,6 @@ def test_each_domain_starts_from_the_base_and_pairs_are_merged_by_their_products
         torch.testing.assert_close(found, base[f"{name}.weight"] + 0.5 * product)
 
 
-
 def test_a_domain_begins_where_the_last_one_ended_with_start_previous(build):
     # With the base in the average, the merged model differs from the end of the first domain.
     merge = build("merge", "method.rule=average", "method.base=true", "method.start=previous")

@@ -1,5 +1,6 @@
 """Masks, the normalisation of the loss, and that neither depends on how a batch is cut up."""
 
+import logging
 from collections.abc import Iterator
 from functools import partial
 
@@ -11,6 +12,7 @@ from cpt.data.sampler import TrainStream
 from cpt.gradient_masks.base import GradientMask
 from cpt.methods.base import ContinualMethod
 from cpt.methods.ncl import NCL
+from cpt.trainer.build import log_settings
 from tests.support.making import Watch
 
 
@@ -120,3 +122,24 @@ def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(family, build):
         own = [stream(accumulate=accumulate, rank=rank, world=world) for rank in range(world)]
         parts = [each[number * accumulate + part] for each in own for part in range(accumulate)]
         torch.testing.assert_close(gradient(module, parts), whole, rtol=1e-6, atol=1e-10)
+
+
+@pytest.mark.parametrize(("method", "words"), [
+    ("derpp", "each micro-batch draws its own past samples"),
+    ("das", "the contrastive loss compares the samples of each micro-batch"),
+    ("das method.contrast=0", ""),
+    ("ncl", ""),
+])  # fmt: skip
+def test_what_micro_batches_change_is_logged(method, words, build, caplog):
+    caplog.set_level(logging.INFO)
+    for micro_batches in (1, 2):
+        caplog.clear()
+        work = build(
+            *method.split(), f"trainer.accumulate_grad_batches={micro_batches}", "model=tiny_roberta"
+        )
+        log_settings(work.plan, work.module, work.data, torch.device("cpu"))
+        lines = [line for line in caplog.messages if line.startswith("Accumulating gradients")]
+        if words and micro_batches == 2:
+            assert len(lines) == 1 and words in lines[0] and "accumulate_grad_batches=2" in lines[0]
+        else:
+            assert not lines

@@ -230,7 +230,9 @@ def test_a_stored_row_without_a_scored_token_costs_nothing(build):
 
 
 @pytest.mark.parametrize(("minibatch_size", "drawn"), [("null", 4), ("6", 3)])
-def test_derpp_replays_half_of_the_batch_or_its_share_of_the_given_size(minibatch_size, drawn, build, monkeypatch):
+def test_derpp_replays_half_of_the_batch_or_its_share_of_the_option(
+    minibatch_size, drawn, build, monkeypatch
+):
     work = build("derpp", "method.buffer_size=40", f"method.minibatch_size={minibatch_size}")
     module, batches = work.module.eval(), work.batches(3)
     module._trainer = SimpleNamespace(world_size=1, accumulate_grad_batches=2)
