@@ -129,6 +129,11 @@ def log_settings(plan: Plan, module: ContinualMethod, data: DomainSequence, devi
     }
     for reason in (reason for reason, holds in reasons.items() if holds):
         log.info("No effect of %s", reason)
+
+    difference = module.describe_accumulation()
+    if micro > 1 and difference:
+        log.info("Accumulating gradients (trainer.accumulate_grad_batches=%d): %s", micro, difference)
+
     warn_of_lost_updates(plan, module)
 
 
@@ -154,10 +159,6 @@ def warn_of_lost_updates(plan: Plan, module: ContinualMethod) -> None:
         100 * share,
         remedy,
     )
-
-    difference = module.describe_accumulation()
-    if micro > 1 and difference:
-        log.info("Accumulating gradients (trainer.accumulate_grad_batches=%d): %s", micro, difference)
 
 
 def build_data(plan: Plan, corpora: Corpora, start: Base, module: ContinualMethod) -> DomainSequence:
