@@ -19,6 +19,7 @@ from cpt.core.files import replacing
 from cpt.core.output import run_program
 from cpt.data.sources import hub, readers
 from cpt.data.sources.base import NOT_DOMAINS, parse_name
+from cpt.data.sources.files import splits_by_name
 from cpt.data.sources.tasks import read_json, read_records, text_field
 
 COUNTS = ("domains", "train", "valid", "test", "MB")  # columns of the table
@@ -257,9 +258,9 @@ def read_domain(folder: Path) -> dict[str, Iterable[str]]:
         return {path.stem: readers.lines(path) for path in paths if path.stem in M2D2_SPLITS}
     names, load = hub.open_set({"path": str(folder)}, streaming=False)
     splits: dict[str, Iterable[str]] = {}
-    for name in (name for name in names if name in readers.SPLITS):
+    for split, (name, *_) in splits_by_name(names).items():
         texts = readers.texts_of(((str(folder), row) for row in load(name)), "text")
-        splits[readers.SPLITS[name]] = (text.replace("\n", " ") for text in texts)
+        splits[split] = (text.replace("\n", " ") for text in texts)
     return splits
 
 

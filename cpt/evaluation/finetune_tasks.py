@@ -35,10 +35,11 @@ from cpt.core.schema import (
     show,
 )
 from cpt.core.sections import Choice, to_python
+from cpt.data.sources import files as text_files
 from cpt.data.sources import readers
 
 EXAMPLE_COLUMNS = ("id", "text", "text_pair", "label")
-FILE_SPLITS = {"train": "train", "dev": "valid", "test": "test"}  # as cpt.data.sources.readers calls them
+FILE_SPLITS = {"train": "train", "dev": "valid", "test": "test"}  # as cpt.data.sources.files calls them
 FINETUNE_FORMAT = 2  # counts changes of what a prediction file depends on
 
 
@@ -258,28 +259,29 @@ class FileTasks(TaskSource):
     def files(self, name: str, split: str) -> list[Path]:
         """The files of a split, sorted. Raises ValueError where there are none."""
         folder, files = self.folder_of(name), []
-        with readers.naming_file(folder):
+        with text_files.naming_file(folder):
             for path in sorted(folder.iterdir()):
-                said = readers.SPLIT_NAME.fullmatch(path.name.split(".")[0])
-                is_table = readers.kind(path) not in (".txt", ".md")
-                if said and is_table and readers.SPLITS[said[1].lower()] == FILE_SPLITS[split]:
+                is_table = text_files.kind(path) in text_files.TABLE_SUFFIXES
+                if is_table and text_files.split_of(Path(path.name)) == FILE_SPLITS[split]:
                     files.append(path)
+        named_test = [path for path in files if "test" in path.name.lower()]
+        if split == "test" and named_test:
+            files = named_test  # beside them, an `eval` file is something else
         if not files and split != "dev":
             told = f"endtask.tasks.{name} is invalid: no {split} file in {folder}"
-            raise ValueError(f"{told}. Allowed: .jsonl, .json, .csv, .parquet, also .gz .zst")
+            allowed = f"{' '.join(text_files.TABLE_SUFFIXES)}, also {' '.join(text_files.PACKED)}"
+            raise ValueError(f"{told}. Allowed: {allowed}")
         return files
 
     def fingerprint(self, name: str) -> Any:
-        return readers.stamps(path for split in FILE_SPLITS for path in self.files(name, split))
+        return text_files.stamps(path for split in FILE_SPLITS for path in self.files(name, split))
 
     def examples(self, name: str, split: str) -> Iterator[tuple[LabelledExample, Mapping[str, Any]]]:
         """Each example of a split's files with all of its row."""
         columns, place = self.values(name)["columns"], 0
         for path in self.files(name, split):
-            with readers.naming_file(path):
-                own = readers.kind(path)
-                read = readers.csv_rows(path) if own == ".csv" else readers.json_rows(path)
-                for where, row in readers.parquet_rows(path, "") if own == ".parquet" else read:
+            with text_files.naming_file(path):
+                for where, row in readers.table_rows(path):
                     yield parse_example(where, row, columns=columns, instead=f"{split}-{place}"), row
                     place += 1
 
@@ -336,7 +338,7 @@ class HubTasks(TaskSource):
     def fingerprint(self, name: str) -> Any:
         entry = self.values(name)
         local = sorted(Path(entry["path"]).rglob("*"))
-        return [entry["path"], entry.get("name"), readers.stamps(each for each in local if each.is_file())]
+        return [entry["path"], entry.get("name"), text_files.stamps(each for each in local if each.is_file())]
 
     def read(self, name: str, split: str) -> list[LabelledExample]:
         import datasets  # seconds, which only this source has to wait for
@@ -348,7 +350,9 @@ class HubTasks(TaskSource):
         try:
             rows = datasets.load_dataset(entry["path"], entry.get("name"), split=wanted)
         except (datasets.exceptions.DatasetsError, OSError, ValueError, pa.ArrowException) as error:
-            raise ValueError(f"endtask.tasks.{name}, path={entry['path']}: {readers.cause(error)}") from error
+            raise ValueError(
+                f"endtask.tasks.{name}, path={entry['path']}: {text_files.cause(error)}"
+            ) from error
         feature = rows.features.get(label)
         for place, row in enumerate(rows):
             if isinstance(feature, datasets.ClassLabel):  # -1: the data set gives no label

@@ -25,7 +25,7 @@ from tqdm import tqdm
 from cpt.core.randomness import key
 from cpt.core.schema import Allowed, Text, config, option
 from cpt.data.sources.base import GENERAL, RawExample, Source
-from cpt.data.sources.readers import stamps
+from cpt.data.sources.files import stamps
 
 GENERAL_PACKAGES = ("stdlib", "numpy")
 TASK_PACKAGES = {  # of each task

@@ -1,6 +1,7 @@
 """Domains in data sets of the Hugging Face Hub, or in local copies of them."""
 
-from collections.abc import Callable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from glob import glob
 from itertools import chain
@@ -13,8 +14,10 @@ from cpt.core.heartbeat import DELAY, progress_bar
 from cpt.core.schema import Options, Text, config, option, read_options, show
 from cpt.data.sources.base import GENERAL, Source
 from cpt.data.sources.docstrings import read_docs, stamp_docs
-from cpt.data.sources.readers import SPLITS, cause, stamps, texts_of
+from cpt.data.sources.files import cause, splits_by_name, stamps
+from cpt.data.sources.readers import texts_of
 
+log = logging.getLogger(__name__)
 # RuntimeError: a script; ImportError: a column that needs a package to be decoded.
 UNREADABLE = (OSError, RuntimeError, ImportError, pa.ArrowException, UnicodeDecodeError)
 SAVED = ("dataset_dict.json", "state.json")  # of a folder that `save_to_disk` has written
@@ -73,15 +76,10 @@ class Hub(Source):
                 raise ValueError(f"{told}. Allowed: what datasets.load_dataset takes") from error
             except ValueError as error:  # a configuration that is missing or unknown
                 raise ValueError(f"domains.catalogue.{name} is invalid: {cause(error)}") from error
-            chosen = entry.get("splits")
-            if not chosen:
-                known = [each for each in theirs if each in SPLITS]
-                chosen = {SPLITS[each]: each for each in known}
-                if len(known) > len(chosen) or not known:
-                    told = f"domains.catalogue: {path} has the splits {', '.join(theirs)}"
-                    allowed = "train, test, and one of valid, validation, dev, val"
-                    which = "or to say which to read, like splits={train: all}"
-                    raise ValueError(f"{told}. Allowed: {allowed}, {which}")
+            chosen = entry.get("splits") or choose_splits(path, theirs)
+            unread = [each for each in theirs if each not in chosen.values()]
+            if unread and not entry.get("splits"):
+                log.info("Leaving out splits of %s: %s (splits of its entry)", path, ", ".join(unread))
             for split, their_split in chosen.items():
                 where, rows = f"{path} ({their_split})", load(their_split)
                 total = len(rows) if hasattr(rows, "__len__") else None
@@ -105,6 +103,18 @@ class Hub(Source):
     def entry(self, name: str) -> Mapping[str, Any] | None:
         """The catalogue's entry of a domain; None for general text that is not in it."""
         return self.catalogue.get(self.general or "") if name == GENERAL else self.catalogue[name]
+
+
+def choose_splits(path: str, names: Sequence[str]) -> dict[str, str]:
+    """The names of a data set's splits by train, valid and test. Raises ValueError where none has such a
+    name, or several have the same meaning."""
+    by_split = splits_by_name(names)
+    if not by_split or any(len(alike) > 1 for alike in by_split.values()):
+        told = f"domains.catalogue: {path} has the splits {', '.join(names)}"
+        allowed = "train, test, and one of valid, validation, dev, val"
+        which = "or to say which to read, like splits={train: all}"
+        raise ValueError(f"{told}. Allowed: {allowed}, {which}")
+    return {split: alike[0] for split, alike in by_split.items()}
 
 
 def open_set(entry: Mapping[str, Any], *, streaming: bool) -> tuple[list[str], Callable[[str], Any]]:

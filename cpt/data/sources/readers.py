@@ -1,162 +1,305 @@
-"""Files of text: which there are, what a document in them is, and the documents one after another.
+"""The documents of text files one after another.
 
 The readers are the standard library's and pyarrow's, a file at a time: those of `datasets` take the types of
 a whole table from its first rows, and say neither the file nor the line of what they cannot read."""
 
+import bz2
 import csv
+import difflib
 import gzip
 import io
 import json
 import logging
-import os
+import lzma
 import re
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate, groupby, islice
+from dataclasses import dataclass, field
+from itertools import accumulate, chain, groupby, islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cpt.core.heartbeat import DELAY, progress_bar
+from cpt.data.sources.files import (
+    ABOUT_DATA,
+    LFS_POINTER,
+    PLAIN_SUFFIXES,
+    describe_splits,
+    find_files,
+    kind,
+    naming_file,
+    packing,
+    shown,
+    split_of,
+)
 
 log = logging.getLogger(__name__)
-KINDS = (".txt", ".md", ".jsonl", ".json", ".csv", ".parquet")
-PACKED = (".gz", ".zst")
-SPLITS = {"train": "train", "test": "test", **dict.fromkeys(("valid", "validation", "dev", "val"), "valid")}
-SPLIT_NAME = re.compile(rf"({'|'.join(SPLITS)})([-_]\d+(-of-\d+)?)?", re.IGNORECASE)
 MANY_FILES, FIRST_LINES = 20, 10_000
+MAX_LINES_PER_PARAGRAPH = 20  # on average; where blank lines are rarer, they separate no paragraphs
+SHARD = re.compile(r"\d+-of-\d+")  # in the name of a file that is one of several with many documents
+CHUNK = 1 << 20  # bytes that are read at once
+LINE_END = re.compile(rb"\r*\n|\r")  # also of a text whose line ends were converted twice
+MARK = "\ufeff"  # byte order mark
+# Control characters that text has not: all but tab, line ends, backspace (overstrike), escape, separators.
+CONTROL = bytes([*range(0x08), *range(0x0E, 0x1B)])
+MIN_CONTROL, MAX_CONTROL_SHARE = 4, 0.05  # a line with more of them is not text
+DELIMITERS = (",", ";", "\t", "|")
+TABLE_ROWS = 100  # rows of a parquet or Arrow file that become Python objects at once
 
-Row = tuple[str, Any]  # where it stands, what stands there
-
-
-def stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
-    """Files with their sizes and times: other values, other text. A link counts by its own name too, which
-    says its split and its kind."""
-    found = []
-    for path in files:
-        own, real, stat = os.path.abspath(path), str(path.resolve()), path.stat()
-        found.append((real if own == real else f"{own} -> {real}", stat.st_size, stat.st_mtime_ns))
-    return found
-
-
-def kind(path: Path) -> str:
-    """The suffix of a file, without that of its compression."""
-    return Path(path.stem).suffix if path.suffix in PACKED else path.suffix
+Row = tuple[str, Any]  # the file and line, for messages; the value
+Reject = Callable[[ValueError], None]  # is called with the error of a record that cannot be read
 
 
-def walk(
-    folder: Path,
-    *,
-    ignored: Callable[[Path], bool] | None = None,
-    above: frozenset[str] = frozenset(),
-) -> Iterator[Path]:
-    """The files below a folder, links followed; none that are hidden or `ignored`. Raises ValueError for a
-    link to a folder that it is in."""
-    real = os.path.realpath(folder)
-    if real in above:
-        raise ValueError(f"{folder} is a link to a folder that it is in; domains.ignore=[{folder.name}]")
-    with naming_file(folder):
-        entries = list(os.scandir(folder))
-    for entry in entries:
-        path = folder / entry.name
-        if entry.name[0] != "." and not (ignored and ignored(path)):
-            yield from walk(path, ignored=ignored, above=above | {real}) if entry.is_dir() else [path]
+class RepeatedKeys(dict[str, Any]):
+    """A JSON object in which some keys stand several times; it has the last value of each."""
+
+    def __init__(self, pairs: Sequence[tuple[str, Any]]) -> None:
+        super().__init__(pairs)
+        counts = Counter(key for key, _ in pairs)
+        self.repeated = {key for key, count in counts.items() if count > 1}
 
 
-def files_of(folder: Path, *, ignored: Callable[[Path], bool] | None = None) -> list[Path]:
-    """The text files below a folder, in the order they are read, links followed; none that are hidden or
-    `ignored`. Raises ValueError for what is neither and cannot be read, and for a folder without text."""
+@dataclass
+class Oddities:
+    """What was left out of documents, or changed in them, while files were read: how often each, and the
+    first file."""
 
-    found = sorted(walk(folder, ignored=ignored))
-    if unread := next((path for path in found if kind(path) not in KINDS or not path.is_file()), None):
-        is_text = kind(unread) in KINDS
-        pattern = f"*{''.join(unread.suffixes[-2:])}" if unread.suffix and not is_text else unread.name
-        what = "is a link to nothing, or no plain file" if is_text else "is not a file of text"
-        told = f"{unread} {what}. Allowed: {' '.join(KINDS)}, also {' '.join(PACKED)}"
-        raise ValueError(f"{told}, or leave out what is not text: domains.ignore=[{pattern}]")
-    if not found:
-        told = f"{folder} has no {' '.join(KINDS)} file"
-        raise ValueError(f"{told}; each sub-folder is a domain, but for domains.ignore=[{folder.name}]")
-    return found
+    counts: Counter[str] = field(default_factory=Counter)
+    first: dict[str, Path] = field(default_factory=dict)
+
+    def add(self, what: str, path: Path, count: int = 1) -> None:
+        if count:
+            self.counts[what] += count
+            self.first.setdefault(what, path)
+
+    def describe(self) -> str:
+        """All of them for a log line; empty for none."""
+        parts = (f"{count} {what} (first in {self.first[what].name})" for what, count in self.counts.items())
+        return ", ".join(parts)
+
+
+def stop(error: ValueError) -> None:
+    """Stops at a record that cannot be read."""
+    raise error
 
 
 def read_folder(
-    folder: Path, name: str, *, column: str, document: str, ignored: Callable[[Path], bool] | None = None
+    folder: Path,
+    name: str,
+    *,
+    column: str,
+    document: str,
+    ignored: Callable[[Path], bool] | None = None,
+    reject: Reject = stop,
 ) -> Iterator[tuple[str, str]]:
-    """(split, document) of the files of a folder, streamed. A split is what a file's name or a folder it is
-    in says (test.txt, train-00000-of-00002.parquet, dev/a), else train. ValueError for a file that cannot be
-    read."""
-    files = files_of(folder, ignored=ignored)
-    texts, unit = [path for path in files if kind(path) == ".txt"], document
-    if document == "auto" and (len(texts) >= MANY_FILES or not texts):
-        unit = "file"
-    elif document == "auto":
-        paragraphs: list[str] = []
-        for path in texts:  # the first that is not empty
+    """(split, document) of the files of a folder, streamed. A split is what the names of a file and of its
+    folders say (wiki.test.txt, train-00000-of-00002.parquet, dev/a), else train. Raises ValueError for a
+    file that cannot be read; `reject` is called for each record of a table that cannot."""
+    found = find_files(folder, ignored=ignored)
+    log_files(folder, name, found.text)
+    if left_out := found.left_out():
+        log.info("Leaving out files of %s: %s", name, left_out)
+
+    plain_unit = document
+    if document == "auto":
+        plain_unit = choose_unit([path for path in found.text if kind(path) == ".txt"])
+    oddities = Oddities()
+    sizes = [path.stat().st_size * (3 if packing(path) else 1) for path in found.text]
+    ends = list(accumulate(sizes))
+    with progress_bar(
+        f"reading {name}", total=ends[-1], unit="B", scale=True, hidden=False, delay=DELAY
+    ) as progress:
+        for path, end in zip(found.text, ends, strict=True):
+            split = split_of(path.relative_to(folder)) or "train"
+            unit = "file" if kind(path) == ".md" and document == "auto" else plain_unit
             with naming_file(path):
-                paragraphs = list(islice(split_units(islice(lines(path), FIRST_LINES), "paragraph"), 2))
-            if paragraphs:
-                break
-        unit, where = "paragraph" if len(paragraphs) > 1 else "line", texts[0].parent
-        log.info("Reading %d .txt files of %s: documents are %ss (domains.document)", len(texts), where, unit)
-    ends = list(accumulate(path.stat().st_size * (3 if path.suffix in PACKED else 1) for path in files))
-    how: dict[str, Any] = {"unit": "B", "scale": True, "hidden": False, "delay": DELAY}
-    with progress_bar(f"reading {name}", total=ends[-1], **how) as progress:
-        for path, end in zip(files, ends, strict=True):
-            said = (SPLIT_NAME.fullmatch(part.split(".")[0]) for part in path.relative_to(folder).parts)
-            split, own = next((SPLITS[match[1].lower()] for match in said if match), "train"), kind(path)
-            documents: Iterator[str]
-            with naming_file(path):
-                if own in (".txt", ".md"):
-                    units = split_units(lines(path), "file" if own == ".md" and document == "auto" else unit)
-                    documents = filter(lambda text: text and not text.isspace(), units)
-                elif own == ".parquet":
-                    documents = texts_of(parquet_rows(path, column), column)
-                else:
-                    documents = texts_of((csv_rows if own == ".csv" else json_rows)(path), column)
-                for text in documents:
+                for text in documents_of(path, column=column, unit=unit, oddities=oddities, reject=reject):
                     progress.update(len(text))
                     yield split, text
             progress.update(end - progress.n)
 
+    if changes := oddities.describe():
+        log.warning("Reading %s: %s", name, changes)
+
+
+def log_files(folder: Path, name: str, paths: Sequence[Path]) -> None:
+    """Logs what files are taken as, which are the same, and which of them look like no text of the domain."""
+    log.info("Reading %d files of %s: %s", len(paths), name, describe_splits(folder, paths))
+
+    real_paths = Counter(path.resolve() for path in paths)
+    repeated = [path for path, count in real_paths.items() if count > 1]
+    if repeated:
+        message = "Reading %d files of %s more than once, through links (%s): duplicates are left out"
+        log.warning(message, len(repeated), name, shown(repeated))
+
+    about_data = [path for path in paths if kind(path) in PLAIN_SUFFIXES and ABOUT_DATA.fullmatch(path.name)]
+    if about_data:
+        message = "Reading files of %s as text that look like no text of it: %s (domains.ignore=[%s])"
+        patterns = ",".join(dict.fromkeys(path.name for path in about_data))
+        log.warning(message, name, shown(about_data), patterns)
+
+
+def choose_unit(paths: Sequence[Path]) -> str:
+    """What a document of .txt files is: the file where there are many that are no shards, else what blank
+    lines separate in the first lines of the first file that is not empty, else the line."""
+    whole_files = [path for path in paths if not SHARD.search(path.name)]
+    if not paths or len(whole_files) >= MANY_FILES:
+        if paths:
+            log.info("Reading %d .txt files: documents are files (domains.document)", len(paths))
+        return "file"
+
+    paragraph_lines: list[int] = []
+    for path in paths:
+        with naming_file(path):
+            paragraph_lines = count_paragraph_lines(islice(lines(path), FIRST_LINES))
+        if paragraph_lines:
+            break
+
+    num_paragraphs, num_lines = len(paragraph_lines), sum(paragraph_lines)
+    is_separated = num_paragraphs > 1 and num_lines <= MAX_LINES_PER_PARAGRAPH * num_paragraphs
+    unit = "paragraph" if is_separated else "line"
+    folder = paths[0].parent
+    if num_paragraphs > 1 and not is_separated:
+        message = "Reading %d .txt files of %s: documents are lines, since of the first %d lines blank ones "
+        message += "separate only %d parts (domains.document=paragraph takes these as documents)"
+        log.warning(message, len(paths), folder, num_lines, num_paragraphs)
+    else:
+        log.info(
+            "Reading %d .txt files of %s: documents are %ss (domains.document)", len(paths), folder, unit
+        )
+    return unit
+
+
+def count_paragraph_lines(text: Iterable[str]) -> list[int]:
+    """The number of lines of each paragraph, which blank lines separate."""
+    return [sum(1 for _ in group) for is_blank, group in groupby(text, key=str.isspace) if not is_blank]
+
+
+def documents_of(
+    path: Path, *, column: str, unit: str, oddities: Oddities, reject: Reject = stop
+) -> Iterator[str]:
+    """The documents of a file that are not blank, without byte order marks; `unit` is what a document of a
+    .txt or .md file is: file, paragraph or line."""
+    if kind(path) in PLAIN_SUFFIXES:
+        texts = split_units(lines(path, oddities), unit)
+    else:
+        rows = table_rows(path, columns=[column], oddities=oddities, reject=reject)
+        texts = column_texts(rows, column, reject)
+
+    num_documents, num_blank = 0, 0
+    for text in texts:
+        oddities.add("byte order marks removed", path, text.count(MARK))
+        document = text.replace(MARK, "")
+        if document and not document.isspace():
+            num_documents += 1
+            yield document
+        else:
+            num_blank += 1
+    if num_documents == 0:
+        oddities.add("files without a document", path)
+    if kind(path) not in PLAIN_SUFFIXES:  # where blank lines are usual
+        oddities.add("blank documents left out", path, num_blank)
+
+
+def open_packed(path: Path) -> Any:
+    """A binary file, decompressed as its suffix says."""
+    match packing(path):
+        case ".zst":
+            return io.BufferedReader(pa.CompressedInputStream(pa.OSFile(str(path)), "zstd"))
+        case ".gz":
+            return gzip.open(path, "rb")
+        case ".bz2":
+            return bz2.open(path, "rb")
+        case ".xz":
+            return lzma.open(path, "rb")
+    return path.open("rb")
+
+
+def split_lines(file: IO[bytes]) -> Iterator[bytes]:
+    """The lines of a file, streamed. They end with line feeds, carriage returns or both, which become line
+    feeds."""
+    pieces: list[bytes] = []  # of a line that is longer than a chunk
+    while chunk := file.read(CHUNK):
+        while chunk.endswith(b"\r"):  # its line feed may be in the next chunk
+            more = file.read(1)
+            if not more:
+                break
+            chunk += more
+        parts = LINE_END.split(chunk) if b"\r" in chunk else chunk.split(b"\n")
+        for part in parts[:-1]:
+            pieces.append(part)
+            yield b"".join([*pieces, b"\n"])
+            pieces = []
+        pieces.append(parts[-1])
+    last = b"".join(pieces)
+    if last:
+        yield last
+
+
+def lines(path: Path, oddities: Oddities | None = None) -> Iterator[str]:
+    """The lines of a file, unpacked and ended by line feeds, without byte order marks at their beginnings.
+    ValueError for one that is not UTF-8, that has control characters as binary files, UTF-16 and the NULs of
+    a file that was not written to its end, and for a pointer of Git LFS."""
+    num_marks = 0
+    with explaining_zstd(path), open_packed(path) as file:
+        for number, line in enumerate(split_lines(file), start=1):
+            if number == 1:
+                refuse_pointer(path, line)
+            refuse_binary(path, number, line)
+            try:
+                text = line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                position = f"line {number}, byte {error.start + 1} ({error.reason})"
+                raise ValueError(f"{path} is not UTF-8: {position}") from error
+            if text.startswith(MARK):
+                if number > 1:  # that of the whole file is usual
+                    num_marks += 1
+                text = text.lstrip(MARK)
+            if text:
+                yield text
+    if oddities is not None:
+        oddities.add("byte order marks removed", path, num_marks)
+
 
 @contextmanager
-def naming_file(path: Path) -> Iterator[None]:
-    """Errors of the libraries that read a file or a folder as a ValueError that names it."""
+def explaining_zstd(path: Path) -> Iterator[None]:
+    """The error of a zstd frame whose window is larger than decoders allow (`zstd --long=28` or more), with
+    what to do."""
     try:
         yield
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8: {error.reason}") from error
-    except (OSError, EOFError, RecursionError, zlib.error, csv.Error, pa.ArrowException) as error:
-        raise ValueError(f"{path} cannot be read: {cause(error)}") from error
+    except OSError as error:
+        if "too much memory" not in str(error):
+            raise
+        remedy = f"zstd -d --long=31 {path.name}, then compress it without --long"
+        raise ValueError(
+            f"{path} cannot be read: its zstd window is over 128 MiB. Allowed: {remedy}"
+        ) from error
 
 
-def cause(error: BaseException) -> str:
-    """What an error goes back to, on one line."""
-    return " ".join(str(error).split()) if error.__cause__ is None else cause(error.__cause__)
+def refuse_pointer(path: Path, beginning: bytes) -> None:
+    """Raises ValueError for a file that git-lfs has not downloaded."""
+    if beginning.startswith(LFS_POINTER):
+        raise ValueError(f"{path} is a pointer of Git LFS, not the file. Allowed: the file (git lfs pull)")
 
 
-def lines(path: Path) -> Iterator[str]:
-    """The lines of a file, unpacked and ended by line feeds; ValueError for one that is not UTF-8, or that
-    has NUL in every other place as UTF-16 has."""
-    if path.suffix == ".zst":
-        opened: Any = io.BufferedReader(pa.CompressedInputStream(pa.OSFile(str(path)), "zstd"))
-    else:
-        opened = (gzip.open if path.suffix == ".gz" else open)(path, "rb")
-    with opened as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                where = f"line {number}, byte {error.start + 1} ({error.reason})"
-                raise ValueError(f"{path} is not UTF-8: {where}") from error
-            zeros = max(line[::2].count(0), line[1::2].count(0))
-            if number == 1 and len(line) > 3 and 4 * zeros > len(line):
-                raise ValueError(f"{path} is not UTF-8: it looks like UTF-16. Allowed: UTF-8")
-            yield text[:-2] + "\n" if text.endswith("\r\n") else text
+def refuse_binary(path: Path, number: int, line: bytes) -> None:
+    """Raises ValueError for a line with control characters as only binary files have them."""
+    text = line.translate(None, CONTROL)
+    num_control = len(line) - len(text)
+    if num_control == 0:
+        return
+    # UTF-16 has NULs at every other byte of Latin text; UTF-32 and a tail of NULs also have them between.
+    fewer_zeros, more_zeros = sorted((line[::2].count(0), line[1::2].count(0)))
+    if len(line) > 3 and 4 * more_zeros > len(line) > 16 * fewer_zeros and text.strip():
+        raise ValueError(f"{path} is not UTF-8: it looks like UTF-16. Allowed: UTF-8")
+    is_many = num_control >= MIN_CONTROL and num_control > MAX_CONTROL_SHARE * len(line)
+    if is_many or not text.strip():
+        told = f"{path}, line {number} has {num_control} NULs or other control characters"
+        raise ValueError(f"{told}: it is damaged or no text. Allowed: text in UTF-8")
 
 
 def split_units(text: Iterator[str], unit: str) -> Iterator[str]:
@@ -168,55 +311,185 @@ def split_units(text: Iterator[str], unit: str) -> Iterator[str]:
     return ("".join(group).rstrip("\n") for blank, group in groupby(text, key=str.isspace) if not blank)
 
 
-def json_rows(path: Path) -> Iterator[Row]:
-    """The values of a file with one on each line, or with a single array of them."""
-    text, is_first = enumerate(lines(path), start=1), True
-    for number, line in text:
-        is_first, begins = is_first and line.isspace(), is_first and line.lstrip().startswith("[")
+def table_rows(
+    path: Path,
+    *,
+    columns: Sequence[str] = (),
+    oddities: Oddities | None = None,
+    reject: Reject = stop,
+) -> Iterator[Row]:
+    """The rows of a file of any kind but plain text; those of parquet and Arrow files with only `columns`
+    if they are given and all there."""
+    match kind(path):
+        case ".parquet":
+            return parquet_rows(path, columns)
+        case ".arrow":
+            return arrow_rows(path, columns)
+        case ".csv" | ".tsv":
+            return csv_rows(path, columns=columns, oddities=oddities, reject=reject)
+    return json_rows(path, oddities=oddities, reject=reject)
+
+
+def parse_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, which remembers keys that stand there twice."""
+    values = dict(pairs)
+    return values if len(values) == len(pairs) else RepeatedKeys(pairs)
+
+
+def json_rows(path: Path, *, oddities: Oddities | None = None, reject: Reject = stop) -> Iterator[Row]:
+    """The values of a file with one on each line, or with a single array of them. `reject` is called for a
+    line that is no JSON; an array that is none is always an error."""
+    numbered = enumerate(lines(path, oddities), start=1)
+    is_first = True
+    for number, line in numbered:
+        if not line.strip():
+            continue
+        if is_first and line.lstrip().startswith("["):
+            rest = "".join(text for _, text in numbered)
+            for position, value in enumerate(parse_json(line + rest, path, number), start=1):
+                yield f"{path}, value {position}", value
+            return
+        is_first = False
         try:
-            if begins:
-                whole = json.loads("".join([line, *(rest for _, rest in text)]))
-                yield from ((f"{path}, value {place}", row) for place, row in enumerate(whole, start=1))
-            elif not line.isspace():
-                yield f"{path}, line {number}", json.loads(line)
-        except ValueError as error:  # also a number of more digits than Python reads
-            told = f"{path}, line {number} is not JSON: {getattr(error, 'msg', error)}"
-            raise ValueError(f"{told}. Allowed: a value on each line, or one array of values") from error
+            value = parse_json(line, path, number)
+        except ValueError as error:
+            reject(error)
+            continue
+        yield f"{path}, line {number}", value
 
 
-def csv_rows(path: Path) -> Iterator[Row]:
+def parse_json(text: str, path: Path, number: int) -> Any:
+    """A JSON value that begins at a line. Raises ValueError that names the file and the line."""
+    try:
+        return json.loads(text, object_pairs_hook=parse_object)
+    except ValueError as error:  # also a number of more digits than Python reads
+        message = f"{path}, line {number} is not JSON: {getattr(error, 'msg', error)}"
+        raise ValueError(f"{message}. Allowed: a value on each line, or one array of values") from error
+
+
+def csv_rows(
+    path: Path,
+    *,
+    columns: Sequence[str] = (),
+    oddities: Oddities | None = None,
+    reject: Reject = stop,
+) -> Iterator[Row]:
+    """The rows of a file whose first line names the columns, separated by commas, semicolons, tabs or bars.
+    A row that repeats the names, as in files that were joined, is left out."""
     csv.field_size_limit(2**31 - 1)  # the module's own limit is shorter than documents are
-    reader = csv.reader(lines(path), strict=True)
+    text = lines(path, oddities)
+    first_line = next(text, "")
+    delimiter = choose_delimiter(first_line, columns)
+    reader = csv.reader(chain([first_line], text), delimiter=delimiter, strict=True)
     header = next(reader, [])
     if len({*header}) < len(header):
         raise ValueError(f"{path} has a column twice: {', '.join(header)}. Allowed: each name once")
+
+    num_repeated = 0
     for row in filter(None, reader):
-        where, needed = f"{path}, line {reader.line_num}", len(header)
-        if len(row) != needed:
-            raise ValueError(f"{where} has {len(row)} values. Allowed: {needed}, as many as there are names")
-        yield where, dict(zip(header, row, strict=True))
+        position, num_columns = f"{path}, line {reader.line_num}", len(header)
+        if row == header:
+            num_repeated += 1
+        elif len(row) != num_columns:
+            message = f"{position} has {len(row)} values. Allowed: {num_columns}, as many as there are names"
+            reject(ValueError(message))
+        else:
+            yield position, dict(zip(header, row, strict=True))
+    if oddities is not None:
+        oddities.add("repeated lines of column names left out", path, num_repeated)
 
 
-def parquet_rows(path: Path, column: str) -> Iterator[Row]:
-    with pq.ParquetFile(path) as file:
-        names = file.schema_arrow.names
-        for batch in file.iter_batches(batch_size=100, columns=[column] if column in names else names):
-            yield from ((str(path), row) for row in batch.to_pylist())
+def choose_delimiter(first_line: str, columns: Sequence[str]) -> str:
+    """The delimiter of a table by its names: one that gives the `columns`, else the one that gives most
+    names; the comma before others."""
+    names = {delimiter: next(csv.reader([first_line], delimiter=delimiter), []) for delimiter in DELIMITERS}
+    for delimiter in DELIMITERS:
+        if columns and set(columns) <= set(names[delimiter]):
+            return delimiter
+    return max(DELIMITERS, key=lambda delimiter: len(names[delimiter]))
+
+
+def columns_to_read(path: Path, names: Sequence[str], columns: Sequence[str]) -> list[str]:
+    """The columns of a table that are read: those that are asked for if they are there, else all. Raises
+    ValueError for one that stands there twice."""
+    is_complete = bool(columns) and set(columns) <= set(names)
+    chosen = list(columns) if is_complete else list(names)
+    for name in chosen:
+        if names.count(name) > 1:
+            raise ValueError(f"{path} has a column twice: {', '.join(names)}. Allowed: each name once")
+    return chosen
+
+
+def parquet_rows(path: Path, columns: Sequence[str] = ()) -> Iterator[Row]:
+    """The rows of a parquet file."""
+    with path.open("rb") as file:
+        refuse_pointer(path, file.read(len(LFS_POINTER)))
+    with pq.ParquetFile(path) as table:
+        chosen = columns_to_read(path, table.schema_arrow.names, columns)
+        for batch in table.iter_batches(batch_size=TABLE_ROWS, columns=chosen):
+            for row in batch.to_pylist():
+                yield str(path), row
+
+
+def arrow_rows(path: Path, columns: Sequence[str] = ()) -> Iterator[Row]:
+    """The rows of an Arrow file, in the format of streams, which `datasets` writes, or of files."""
+    with path.open("rb") as file:
+        beginning = file.read(len(LFS_POINTER))
+    refuse_pointer(path, beginning)
+    with pa.memory_map(str(path)) as mapped:
+        for batch in arrow_batches(mapped, is_file=beginning.startswith(b"ARROW1")):
+            chosen = columns_to_read(path, batch.schema.names, columns)
+            selected = batch.select(chosen)
+            for begin in range(0, len(selected), TABLE_ROWS):
+                for row in selected.slice(begin, TABLE_ROWS).to_pylist():
+                    yield str(path), row
+
+
+def arrow_batches(file: pa.NativeFile, *, is_file: bool) -> Iterator[pa.RecordBatch]:
+    """The record batches of an Arrow file or stream."""
+    if is_file:
+        reader = pa.ipc.open_file(file)
+        for number in range(reader.num_record_batches):
+            yield reader.get_batch(number)
+    else:
+        yield from pa.ipc.open_stream(file)
 
 
 def texts_of(rows: Iterable[Row], column: str) -> Iterator[str]:
     """The text column of rows; empty values are passed over."""
-    for where, row in rows:
-        if text := text_of(where, column, cell(row, column, where, "domains.column")):
-            yield text
+    return (text for text in column_texts(rows, column) if text and not text.isspace())
+
+
+def column_texts(rows: Iterable[Row], column: str, reject: Reject = stop) -> Iterator[str]:
+    """The text column of rows, empty for null; `reject` is called for a row without one."""
+    for position, row in rows:
+        try:
+            text = text_of(position, column, cell(row, column, position, "domains.column"))
+        except ValueError as error:
+            reject(error)
+            continue
+        yield text or ""
 
 
 def cell(row: Any, column: str, where: str, option: str) -> Any:
-    """The value of a column; raises ValueError, with the option to change, if it is missing."""
-    if not isinstance(row, Mapping) or column not in row:
-        has = ", ".join(map(str, row)) if isinstance(row, Mapping) else f"{row!r:.60}"
-        raise ValueError(f"{where} has no column {column!r}; it has {has} ({option})")
+    """The value of a column; raises ValueError, with the option to change, if it is missing or twice."""
+    if not isinstance(row, Mapping):
+        raise ValueError(f"{where} has no column {column!r}; it has {row!r:.60} ({option})")
+    if column not in row:
+        names = ", ".join(map(str, row))
+        similar = similar_name(column, [str(name) for name in row])
+        suggestion = f". Did you mean {similar}?" if similar else ""
+        raise ValueError(f"{where} has no column {column!r}; it has {names} ({option}){suggestion}")
+    if isinstance(row, RepeatedKeys) and column in row.repeated:
+        raise ValueError(f"{where} has the column {column!r} twice. Allowed: each name once")
     return row[column]
+
+
+def similar_name(name: str, names: Sequence[str]) -> str | None:
+    """The most similar of some names, whatever their case; None for none."""
+    by_plain = {each.strip().casefold(): each for each in names}
+    similar = difflib.get_close_matches(name.strip().casefold(), by_plain, n=1)
+    return by_plain[similar[0]] if similar else None
 
 
 def text_of(where: str, column: str, value: Any) -> str | None:

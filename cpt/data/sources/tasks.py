@@ -18,6 +18,7 @@ import numpy as np
 from cpt.core.randomness import key, shuffle
 from cpt.core.schema import Allowed, Count, Options, Text, TextList, config, option, read_options
 from cpt.data.sources import docstrings, readers
+from cpt.data.sources import files as text_files
 from cpt.data.sources.base import ASSISTANT, GENERAL, Encoding, Example, RawExample, Source, write_example
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,15 @@ FIXED = {  # columns
     "superni": {"text": "input"},
     "alpaca": {"instruction": "instruction", "target": "output"},
 }
-SPLIT_NAMES = {"dev": "dev|development|valid|validation|val|eval", "test": "test", "train": "train"}
+SPLIT_NAMES = ("train", "dev", "test")
+# Unlike in folders of text, an evaluation file is of the development split: few layouts have both.
+SPLIT_WORDS = {
+    "train": "train",
+    "training": "train",
+    "test": "test",
+    "testing": "test",
+    **dict.fromkeys(("dev", "development", "valid", "validation", "val", "eval", "evaluation"), "dev"),
+}
 # In LFPT5's draws: other names of data sets, and a label that is misspelt there once.
 RENAMED = {"ag_news": "agnews", "amazon_review_full": "amazon", "yahoo_answers": "yahoo"}
 SPELLING = {"thlete": "athlete"}
@@ -39,11 +48,31 @@ MADE = {*FIELDS} - {"instruction", "text"}  # by the template itself
 
 
 def named_split(name: str) -> str | None:
-    """dev, test or train, by the name of a file or folder; None where it says no split."""
-    for split, words in SPLIT_NAMES.items():
-        if re.fullmatch(rf"({words})(?![^\W_]).*", name, re.I):
-            return split
-    return None
+    """dev, test or train, by the words in the name of a file or folder, or in a path; None where they say no
+    split. Of several the last that is held out: test examples are not trained on."""
+    splits = [SPLIT_WORDS[word] for word in re.findall(r"[^\W\d_]+", name.lower()) if word in SPLIT_WORDS]
+    held_out = [split for split in splits if split != "train"]
+    if held_out:
+        return held_out[-1]
+    return "train" if splits else None
+
+
+def is_split_file(path: Path) -> bool:
+    """Whether a file's name begins or ends with a split, as those of one task's files do."""
+    words = re.findall(r"[^\W\d_]+", text_files.bare_name(path).lower())
+    return bool(words) and (words[0] in SPLIT_WORDS or words[-1] in SPLIT_WORDS)
+
+
+def suffixes_of(layout: str) -> tuple[str, ...]:
+    """The kinds of files that a layout has."""
+    match layout:
+        case "csv":
+            return (".csv", ".tsv")
+        case "jsonl" | "messages":
+            return (".jsonl", ".ndjson")
+        case "fewshot_tsv":
+            return (".txt",)
+    return (".json",)
 
 
 def find_files(root: Path, layout: str) -> Iterator[tuple[str, str | None, Path]]:
@@ -66,16 +95,19 @@ def find_files(root: Path, layout: str) -> Iterator[tuple[str, str | None, Path]
             name = path.parents[1].name.removesuffix("_csv")
             yield RENAMED.get(name, name), named_split(path.stem), path
     else:  # dataset/…/file, or a file in the folder itself
-        suffix = {"trace": ".json", "csv": ".csv"}.get(layout, ".jsonl")
         for top in sorted(path for path in root.iterdir() if path.name[0] != "."):
-            paths = sorted(readers.walk(top)) if top.is_dir() else [top]
-            for path in (each for each in paths if readers.kind(each) == suffix):
-                if top is path and named_split(path.name):
-                    allowed = f"{root}/TASK/{path.name}, or files of one task each"
-                    raise ValueError(f"{path} is in no task's folder. Allowed: {allowed}")
-                splits = (named_split(part) for part in reversed(path.relative_to(top).parts))
-                name = top.name if top.is_dir() else top.name.partition(suffix)[0]
-                yield name, next(filter(None, splits), None), path
+            if not top.is_dir():
+                if text_files.kind(top) not in suffixes_of(layout):
+                    continue
+                if is_split_file(top):
+                    allowed = f"{root}/TASK/{top.name}, or files of one task each"
+                    raise ValueError(f"{top} is in no task's folder. Allowed: {allowed}")
+                yield text_files.bare_name(top), None, top
+                continue
+            for path in sorted(text_files.walk(top)):
+                if text_files.kind(path) in suffixes_of(layout):
+                    text_files.refuse_unreadable(path)
+                    yield top.name, named_split(str(path.relative_to(top))), path
 
 
 def read_records(path: Path, layout: str, columns: Mapping[str, str | None]) -> Iterator[RawExample]:
@@ -89,7 +121,7 @@ def read_records(path: Path, layout: str, columns: Mapping[str, str | None]) -> 
                 raise ValueError(f"{path}, line {number} has no tab. Allowed: text, tab, label")
             yield RawExample({"text": text}, SPELLING.get(label.strip(), label.strip()))
         return
-    rows, definition = (readers.csv_rows if ".csv" in path.suffixes else readers.json_rows)(path), ""
+    rows, definition = readers.table_rows(path), ""
     if layout == "superni":
         whole = read_json(path)
         if not isinstance(whole, Mapping) or not isinstance(whole.get("Instances"), list):
@@ -143,7 +175,7 @@ def text_field(row: Any, column: str, where: str, option: str = "domains.format"
 
 
 def read_json(path: Path) -> Any:
-    with readers.naming_file(path):
+    with text_files.naming_file(path):
         try:
             return json.loads("".join(readers.lines(path)))
         except json.JSONDecodeError as error:
@@ -248,7 +280,10 @@ class Tasks(Source):
     def files(self) -> dict[str, list[tuple[str, Path]]]:
         """The files of each data set, with their splits; those of dev are not read."""
         found: dict[str, list[tuple[str, Path]]] = {}
-        with readers.naming_file(Path(self.root or "")):
+        with text_files.naming_file(Path(self.root or "")):
+            if self.root:
+                entries = [*Path(self.root).glob("*"), *Path(self.root).glob("*/*")]
+                text_files.refuse_dangling(entries, remedy="no such link")
             for name, split, path in find_files(Path(self.root), self.format) if self.root else ():
                 found.setdefault(name, []).append((split or "train", path))
         if self.root and not found:
@@ -286,8 +321,24 @@ class Tasks(Source):
         if unread:
             instead = "what is tuned on is held out from train (domains.held_out.valid)"
             log.info("Ignoring %d files of development splits, like %s: %s", len(unread), unread[0], instead)
+        self.log_ignored()
         if self.general_folder is None:
             log.info("General text: Python's documentation (domains.root=%s has no folder of it)", self.root)
+
+    def log_ignored(self) -> None:
+        """Logs the number of files of other kinds than those of the layout."""
+        folder, suffixes = Path(self.root or ""), suffixes_of(self.format)
+        if self.root is None:
+            return
+        read = {self.general, *(path.name for path in folder.iterdir() if path.name.startswith("."))}
+        others = [
+            path
+            for path in text_files.walk(folder)
+            if path.relative_to(folder).parts[0] not in read and text_files.kind(path) not in suffixes
+        ]
+        if others:
+            message = "Ignoring %d files that are no %s (domains.format=%s): %s"
+            log.info(message, len(others), " or ".join(suffixes), self.format, text_files.shown(others))
 
     @property
     def general_folder(self) -> Path | None:
@@ -327,7 +378,7 @@ class Tasks(Source):
         numbers: Counter[str] = Counter()
         for split, path in (each for each in self.files.get(name, ()) if each[0] != "dev"):
             before = numbers[split]
-            with readers.naming_file(path):
+            with text_files.naming_file(path):
                 for record in read_records(path, self.format, self.columns):
                     yield split, numbers[split], record
                     numbers[split] += 1
@@ -355,10 +406,10 @@ class Tasks(Source):
         if name == GENERAL:
             if (folder := self.general_folder) is None:
                 return docstrings.stamp_docs()
-            return readers.stamps(readers.files_of(folder))
+            return text_files.stamps(text_files.files_of(folder))
         how = [dict(self.template), dict(self.columns), self.format, self.choices, self.unknown]
         if self.root is None:
-            found = [readers.stamps(docstrings.modules(each)) for each in docstrings.TASK_PACKAGES[name]]
+            found = [text_files.stamps(docstrings.modules(each)) for each in docstrings.TASK_PACKAGES[name]]
             return [how, self.class_limit, [docstrings.TASK_CLASSES, docstrings.TASK_EXAMPLES, found]]
         paths = [path for split, path in self.files[name] if split != "dev"]
-        return [how, self.class_limit, readers.stamps([*paths, *filter(None, [self.labels_of(name)])])]
+        return [how, self.class_limit, text_files.stamps([*paths, *filter(None, [self.labels_of(name)])])]

@@ -11,7 +11,20 @@ from typing import Annotated, Any, Literal
 from cpt.core.schema import Allowed, Folder, Text, TextList, check_names, config, option
 from cpt.data.sources.base import GENERAL, Source
 from cpt.data.sources.docstrings import read_docs, stamp_docs
-from cpt.data.sources.readers import files_of, naming_file, read_folder, stamps
+from cpt.data.sources.files import (
+    ABOUT_DATA,
+    MAX_SHOWN,
+    SUFFIXES,
+    files_of,
+    kind,
+    naming_file,
+    refuse_dangling,
+    shown,
+    split_of,
+    split_words,
+    stamps,
+)
+from cpt.data.sources.readers import read_folder
 
 log = logging.getLogger(__name__)
 Columns = Annotated[Mapping[str, Text], Allowed("{domain: column}")]
@@ -22,12 +35,12 @@ ENDTASKS = "endtasks"  # a folder of labelled examples (conf/endtask), which may
 @config
 class Texts(Source):
     """Sub-folders of text files. `document=auto` takes a .md file as one document, and of .txt files the file
-    where a domain has at least 20, else what blank lines separate, else (no blank line among the first 10,000
-    of the first file) the line."""
+    where a domain has at least 20 that are no shards, else what blank lines separate, else (blank lines among
+    the first 10,000 of the first file are rarer than every 20th) the line."""
 
     root: Folder = option("folder of all text")
     folder: Annotated[Text, Allowed("a folder below root")] = option("folder of the domains, below root")
-    column: Text = option("column of the text in .jsonl, .csv and .parquet files")
+    column: Text = option("column of the text in tables: .jsonl, .csv, .parquet and the like")
     columns: Columns | None = option("column of the text per domain", default=None)
     document: Literal["file", "paragraph", "line", "auto"] = option("one document of a .txt or .md file")
     general: Text | None = option("folder of the general text, below root")
@@ -35,55 +48,108 @@ class Texts(Source):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.corpora.is_dir() or not self.names:
-            why = "" if self.corpora.is_dir() else f": there is no folder {self.corpora}"
-            told = f"root={self.root} is invalid{why}"
-            raise ValueError(f"{told}. Allowed: a folder with a sub-folder for each domain")
+        with naming_file(self.corpora):
+            is_folder = self.corpora.is_dir()
+        if not is_folder or not self.names:
+            reason = "it has no sub-folder of a domain" if is_folder else f"there is no folder {self.corpora}"
+            allowed = "a folder with a sub-folder for each domain"
+            raise ValueError(f"root={self.root} is invalid: {reason}. Allowed: {allowed}")
         check_names(self.columns or (), (*self.names, GENERAL), place="columns")
         if self.general not in (None, GENERAL) and self.folder_of(GENERAL) is None:
             raise ValueError(f"general={self.general} is invalid. Allowed: null, a folder in {self.root}")
 
     @property
+    def root_folder(self) -> Path:
+        return Path(self.root).expanduser()
+
+    @property
     def corpora(self) -> Path:
-        return Path(self.root) / self.folder
+        return self.root_folder / self.folder
+
+    @cached_property
+    def entries(self) -> dict[str, Path]:
+        """The visible files and folders among the domains that are not ignored. Raises ValueError for a link
+        to nothing: a domain on a disk that is not mounted is not left out."""
+        with naming_file(self.corpora):
+            paths = sorted(path for path in self.corpora.iterdir() if not self.ignored(path))
+        refuse_dangling(paths, remedy="leave it out: domains.ignore=[{}]")
+        return {path.name: path for path in paths if not path.name.startswith(".")}
 
     @cached_property
     def names(self) -> list[str]:
         with naming_file(self.corpora):
-            found = [path.name for path in self.corpora.iterdir() if path.is_dir() and not self.ignored(path)]
-        return sorted(name for name in found if name[0] != "." and name not in (self.general, ENDTASKS))
+            folders = [name for name, path in self.entries.items() if path.is_dir()]
+        return [name for name in folders if name not in (self.general, ENDTASKS)]
 
     def ignored(self, path: Path) -> bool:
         """Whether a pattern is for a path below root, or for the name of a folder that it is in."""
-        inner = os.path.relpath(path, self.root)
+        inner = os.path.relpath(path, self.root_folder)
         names = (*inner.split(os.sep), inner)
         return any(fnmatch(name, pattern) for pattern in self.ignore or () for name in names)
 
     def check(self, order: Sequence[str]) -> None:
-        for folder in filter(None, map(self.folder_of, (*order, GENERAL))):
-            for path in files_of(folder, ignored=self.ignored):
+        for name in (*order, GENERAL):
+            folder = self.folder_of(name)
+            if folder is None:
+                continue
+            paths = files_of(folder, ignored=self.ignored)
+            for path in paths:
                 if not os.access(path, os.R_OK):
                     raise ValueError(f"{path} cannot be read: permission denied")
-        beside = (path for path in self.corpora.iterdir() if not (path.is_dir() or self.ignored(path)))
-        if loose := sorted(path.name for path in beside if path.name[0] != "."):
-            log.info("Ignoring files of %s in no domain's folder: %s", self.corpora, ", ".join(loose[:5]))
+            self.check_splits(folder, paths)
+        self.log_left_out()
+        split_names = [name for name in order if set(split_words(name)) - {"train"}]
+        if split_names:
+            message = "Training on folders that are named as held-out text, as domains of their own: %s"
+            log.warning(message, ", ".join(split_names[:MAX_SHOWN]))
+
+    def check_splits(self, folder: Path, paths: Sequence[Path]) -> None:
+        """Raises ValueError where the names of all files of a domain say that they are held out."""
+        splits = [split_of(path.relative_to(folder)) or "train" for path in paths]
+        if "train" not in splits and self.by != "coarse":  # which joins folders
+            message = f"{folder} has no file to train on: by their names all {len(paths)} are held out"
+            example = paths[0].relative_to(folder)
+            allowed = "a file whose name says train, or no split"
+            raise ValueError(f"{message}, like {example} ({splits[0]}). Allowed: {allowed}")
+
+    def log_left_out(self) -> None:
+        """Logs the files and hidden folders beside the domains."""
+        loose = [path for path in self.entries.values() if not path.is_dir()]
+        texts = [path for path in loose if kind(path) in SUFFIXES and not ABOUT_DATA.fullmatch(path.name)]
+        others = [path for path in loose if path not in texts]
+        if texts:
+            message = "Ignoring %d text files of %s in no domain's folder: %s"
+            log.warning(message, len(texts), self.corpora, shown(texts))
+        if others:
+            log.info("Ignoring files of %s in no domain's folder: %s", self.corpora, shown(others))
+        with naming_file(self.corpora):
+            hidden = [path for path in sorted(self.corpora.glob(".*")) if path.is_dir()]
+        if hidden:
+            log.info("Ignoring hidden folders of %s: %s", self.corpora, shown(hidden))
 
     def read(self, name: str) -> Iterator[tuple[str, str]]:
-        if (folder := self.folder_of(name)) is None:
+        folder = self.folder_of(name)
+        if folder is None:
             yield from read_docs()
             return
         column = (self.columns or {}).get(name, self.column)
         yield from read_folder(folder, name, column=column, document=self.document, ignored=self.ignored)
 
     def fingerprint(self, name: str) -> Any:
-        if (folder := self.folder_of(name)) is None:
+        folder = self.folder_of(name)
+        if folder is None:
             return stamp_docs()
-        column, files = (self.columns or {}).get(name, self.column), files_of(folder, ignored=self.ignored)
-        return [column, self.document, stamps(files)]
+        column = (self.columns or {}).get(name, self.column)
+        return [column, self.document, stamps(files_of(folder, ignored=self.ignored))]
 
     def folder_of(self, name: str) -> Path | None:
         """The folder of a domain's files; None for general text that is not there."""
         if name != GENERAL:
             return self.corpora / name
-        folder = Path(self.root) / self.general if self.general else None
-        return folder if folder is not None and folder.exists() and not self.ignored(folder) else None
+        if not self.general:
+            return None
+        folder = self.root_folder / self.general
+        if self.ignored(folder):
+            return None
+        refuse_dangling([folder], remedy="domains.general=null")
+        return folder if folder.exists() else None

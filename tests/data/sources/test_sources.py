@@ -99,9 +99,10 @@ UNITS = {
 
 
 SPLIT_OF = {
-    "train": "train.jsonl testing.jsonl test-cases.jsonl my.test.jsonl",
-    "valid": "validation.jsonl val.jsonl dev_3.jsonl dev.jsonl.gz",
-    "test": "test.jsonl test-00000-of-00002.jsonl data/test.jsonl test/train.jsonl",
+    "train": "train.jsonl training-2.jsonl contest.jsonl evaluations.jsonl latest/devices.jsonl",
+    "valid": "validation.jsonl val.jsonl dev_3.jsonl dev.jsonl.gz law-valid.jsonl web.dev.jsonl dev/a.jsonl",
+    "test": "test.jsonl test-00000-of-00002.jsonl data/test.jsonl test/train.jsonl train/test.jsonl "
+    "my.test.jsonl news_TEST.jsonl testing.jsonl eval.jsonl evaluation-1.jsonl a/my_test2/x.jsonl",
 }
 
 
@@ -159,10 +160,11 @@ def test_a_sub_folder_with_text_is_a_domain_and_what_is_no_text_is_named_and_may
     put(tmp_path / "loose.txt", "One.\n")
     assert texts(tmp_path).names == ["1", "b.c", "data", "zoo", "ä b"]
     assert list(texts(tmp_path, general="zoo").read(GENERAL)) == [("train", "One.")]
-    put(tmp_path / "1" / "deep" / "a.jsonl.xz", b"?")
-    with pytest.raises(ValueError, match=r"1/deep/a.jsonl.xz is not.*domains.ignore=\[\*.jsonl.xz\]"):
+    put(tmp_path / "1" / "deep" / "a.jsonl.lz4", b"?")
+    put(tmp_path / "1" / "deep" / "b.pdf", b"?")
+    with pytest.raises(ValueError, match=r"a.jsonl.lz4 \(and 1 more\) is not.*ignore=\[\*.jsonl.lz4\]"):
         texts(tmp_path).check(["1", "b.c"])
-    told = texts(tmp_path, ignore=["*.jsonl.xz"])
+    told = texts(tmp_path, ignore=["*.jsonl.lz4", "*.pdf"])
     told.check(told.names)
     assert [text for _, text in told.read("1")] == ["One."]
 

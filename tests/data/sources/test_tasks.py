@@ -188,7 +188,7 @@ def test_files_of_a_split_are_those_of_its_name_and_hidden_ones_are_none(source,
         put(root / f"{place}.jsonl", [row], lines=True)
     (root / "linked").symlink_to(root / "elsewhere")
     found = source("domains.format=jsonl").files
-    assert [split for split, _ in found["news"]] == ["test", "train", "train"]  # testing is no test
+    assert [split for split, _ in found["news"]] == ["test", "test", "train"]
     assert [path.name for _, path in found["linked"]] == ["train.jsonl"]
     put(root / "test.jsonl", [row], lines=True)
     with pytest.raises(InstantiationException, match="test.jsonl is in no task's folder"):

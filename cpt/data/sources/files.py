@@ -1,0 +1,312 @@
+"""Files of text below a folder: which there are, the split that a name says, and what is not text."""
+
+import csv
+import json
+import lzma
+import os
+import re
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pyarrow as pa
+
+PLAIN_SUFFIXES = (".txt", ".md")
+TABLE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
+SUFFIXES = (*PLAIN_SUFFIXES, *TABLE_SUFFIXES)
+PACKED = (".gz", ".zst", ".bz2", ".xz")
+HEADED = (*PACKED, ".parquet", ".arrow")  # formats of which no file has 0 bytes
+# The words of datasets.data_files.SPLIT_KEYWORDS, which takes seconds to import.
+SPLIT_WORDS = {
+    "train": "train",
+    "training": "train",
+    "valid": "valid",
+    "validation": "valid",
+    "val": "valid",
+    "dev": "valid",
+    "test": "test",
+    "testing": "test",
+    "eval": "test",
+    "evaluation": "test",
+}
+LETTER = r"[^\W\d_]"
+SPLIT_WORD = re.compile(rf"(?<!{LETTER})({'|'.join(SPLIT_WORDS)})(?!{LETTER})", re.IGNORECASE)
+ABOUT_DATA = re.compile(
+    r"(readme|licen[cs]e|copying|notice|citation|changelog|contributing|code_of_conduct|authors)([-_. ].*)?",
+    re.IGNORECASE,
+)
+METADATA = (  # of datasets, as in its FILES_TO_IGNORE, and of Spark
+    "dataset_info.json",
+    "dataset_infos.json",
+    "dataset_dict.json",
+    "dummy_data.zip",
+    "_SUCCESS",
+    "_metadata",
+    "_common_metadata",
+)
+SAVED_STATE, SAVED_INFO = "state.json", "dataset_info.json"  # of a folder that save_to_disk has written
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+MAX_SHOWN = 5  # names in a message
+
+
+@contextmanager
+def naming_file(path: Path) -> Iterator[None]:
+    """Errors of the libraries that read a file or a folder as a ValueError that names it."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: {error.reason}") from error
+    except (
+        OSError,
+        EOFError,
+        RecursionError,
+        zlib.error,
+        lzma.LZMAError,
+        csv.Error,
+        pa.ArrowException,
+    ) as error:
+        raise ValueError(f"{path} cannot be read: {cause(error)}") from error
+
+
+def cause(error: BaseException) -> str:
+    """The message of the error at the end of a chain of causes, on one line."""
+    return " ".join(str(error).split()) if error.__cause__ is None else cause(error.__cause__)
+
+
+def stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
+    """Files with their sizes and times: other values, other text. A link counts by its own name too, which
+    says its split and its kind."""
+    values = []
+    for path in files:
+        absolute, real, stat = os.path.abspath(path), str(path.resolve()), path.stat()
+        name = real if absolute == real else f"{absolute} -> {real}"
+        values.append((name, stat.st_size, stat.st_mtime_ns))
+    return values
+
+
+def kind(path: Path) -> str:
+    """The suffix of a file in lower case, without that of its compression."""
+    name = Path(path.stem) if packing(path) else path
+    return name.suffix.lower()
+
+
+def packing(path: Path) -> str:
+    """The suffix of a file's compression in lower case; empty for none."""
+    suffix = path.suffix.lower()
+    return suffix if suffix in PACKED else ""
+
+
+def bare_name(path: Path) -> str:
+    """A file's name without its suffixes of kind and compression."""
+    return Path(path.stem).stem if packing(path) else path.stem
+
+
+def split_words(name: str) -> list[str]:
+    """The splits that a name says, in its order: those of datasets' words between characters that are no
+    letters."""
+    return [SPLIT_WORDS[word.lower()] for word in SPLIT_WORD.findall(name)]
+
+
+def split_of(path: Path) -> str | None:
+    """The split that the names of a file and its folders say, given a path below the folder of the text;
+    None for none. Where they say several, the first that is held out: test text is not trained on."""
+    splits: list[str] = []
+    for part in path.parts:
+        splits.extend(split_words(part))
+    held_out = [split for split in splits if split != "train"]
+    if held_out:
+        return held_out[0]
+    return "train" if splits else None
+
+
+def splits_by_name(names: Iterable[str]) -> dict[str, list[str]]:
+    """The splits of a data set by what their whole names say. Beside `train` and `test` themselves, others
+    that say the same, like `eval`, are not among them."""
+    by_split: dict[str, list[str]] = {}
+    for name in names:
+        if name in SPLIT_WORDS:
+            by_split.setdefault(SPLIT_WORDS[name], []).append(name)
+    for split in ("train", "test"):
+        if split in by_split.get(split, []):
+            by_split[split] = [split]
+    return by_split
+
+
+@dataclass
+class FolderFiles:
+    """The files below a folder: `text` in the order they are read, and what is left out, by its reason."""
+
+    text: list[Path] = field(default_factory=list)
+    hidden: list[Path] = field(default_factory=list)  # files, and folders that are not entered
+    about_data: list[Path] = field(default_factory=list)  # like a dataset card beside tables
+    not_listed: list[Path] = field(default_factory=list)  # beside a saved data set that does not list them
+
+    def left_out(self) -> str:
+        """What is left out, for a log line; empty for nothing."""
+        groups = {
+            "hidden": self.hidden,
+            "about the data": self.about_data,
+            "not part of a saved data set": self.not_listed,
+        }
+        return "; ".join(f"{len(paths)} {what} ({shown(paths)})" for what, paths in groups.items() if paths)
+
+
+def shown(paths: Iterable[Path]) -> str:
+    """The first names of files, each once, and an ellipsis for more."""
+    names = list(dict.fromkeys(path.name for path in paths))
+    return ", ".join([*names[:MAX_SHOWN], "…"] if len(names) > MAX_SHOWN else names)
+
+
+def walk(
+    folder: Path,
+    *,
+    ignored: Callable[[Path], bool] | None = None,
+    hidden: list[Path] | None = None,
+    above: frozenset[str] = frozenset(),
+) -> Iterator[Path]:
+    """The files below a folder, links followed; none that are hidden, which are added to `hidden`, or
+    `ignored`. Raises ValueError for a link to a folder that it is in, and for a folder without permission."""
+    real = os.path.realpath(folder)
+    if real in above:
+        raise ValueError(f"{folder} is a link to a folder that it is in; domains.ignore=[{folder.name}]")
+
+    folders: dict[Path, bool] = {}
+    with naming_file(folder):
+        for entry in os.scandir(folder):
+            folders[folder / entry.name] = entry.is_dir()
+
+    for path, is_folder in folders.items():
+        if ignored and ignored(path):
+            continue
+        if path.name.startswith("."):
+            if hidden is not None:
+                hidden.append(path)
+        elif is_folder:
+            yield from walk(path, ignored=ignored, hidden=hidden, above=above | {real})
+        else:
+            yield path
+
+
+def find_files(folder: Path, *, ignored: Callable[[Path], bool] | None = None) -> FolderFiles:
+    """The text files below a folder, links followed, and what is left out.
+
+    Raises ValueError for a file that is no text and has no known purpose, for a link to nothing, for an
+    empty file of a format that has a header, and for a folder without text."""
+    found = FolderFiles()
+    paths = sorted(walk(folder, ignored=ignored, hidden=found.hidden))
+    listed = saved_files(paths)
+    has_tables = any(kind(path) in TABLE_SUFFIXES for path in paths)
+    unknown: list[Path] = []
+
+    for path in paths:
+        is_text = kind(path) in SUFFIXES
+        may_be_text = is_text and not (has_tables and kind(path) in PLAIN_SUFFIXES)
+        is_document = may_be_text or not ABOUT_DATA.fullmatch(path.name)
+        if path.name in METADATA or not is_document or path.parent in listed and path.name == SAVED_STATE:
+            found.about_data.append(path)
+        elif path.parent in listed and path.name not in listed[path.parent]:
+            found.not_listed.append(path)
+        elif not is_text:
+            unknown.append(path)
+        else:
+            found.text.append(path)
+
+    refuse_unknown(unknown)
+    for path in found.text:
+        refuse_unreadable(path)
+    if not found.text:
+        told = f"{folder} has no {' '.join(SUFFIXES)} file"
+        raise ValueError(f"{told}; each sub-folder is a domain, but for domains.ignore=[{folder.name}]")
+    return found
+
+
+def saved_files(paths: Iterable[Path]) -> dict[Path, set[str]]:
+    """The names of the data files by folder, of folders that `save_to_disk` has written: others beside them
+    are caches of datasets. Raises ValueError for a damaged list, and for a data file that is missing."""
+    states = [path for path in paths if path.name == SAVED_STATE and (path.parent / SAVED_INFO).is_file()]
+    listed: dict[Path, set[str]] = {}
+    for path in states:
+        with naming_file(path):
+            text = path.read_text(encoding="utf-8")
+        try:
+            names = {entry["filename"] for entry in json.loads(text)["_data_files"]}
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path} is damaged: no list of data files. Allowed: that of datasets"
+            ) from error
+        for name in sorted(names):
+            if not (path.parent / name).is_file():
+                raise ValueError(f"{path.parent / name} is missing: {path} lists it. Allowed: all its files")
+        listed[path.parent] = names
+    return listed
+
+
+def refuse_unknown(paths: list[Path]) -> None:
+    """Raises ValueError for files of unknown kinds, with the first and their number."""
+    if not paths:
+        return
+    first, more = paths[0], f" (and {len(paths) - 1} more)" if len(paths) > 1 else ""
+    pattern = f"*{''.join(first.suffixes[-2:])}" if first.suffix else first.name
+    allowed = f"{' '.join(SUFFIXES)}, also {' '.join(PACKED)}"
+    remedy = f"leave out what is not text: domains.ignore=[{pattern}]"
+    raise ValueError(f"{first}{more} is not a file of text. Allowed: {allowed}, or {remedy}")
+
+
+def refuse_unreadable(path: Path) -> None:
+    """Raises ValueError for what is no plain file, and for 0 bytes of a format that has a header: most often
+    a download that failed."""
+    with naming_file(path):
+        if not path.is_file():
+            told = f"{path} is a link to nothing, or no plain file. Allowed: {' '.join(SUFFIXES)}"
+            remedy = f"leave out what is not text: domains.ignore=[{path.name}]"
+            raise ValueError(f"{told}, also {' '.join(PACKED)}, or {remedy}")
+        suffix = path.suffix.lower()
+        if suffix in HEADED and path.stat().st_size == 0:
+            remedy = f"a complete {suffix} file, or domains.ignore=[{path.name}]"
+            raise ValueError(f"{path} is damaged: it has 0 bytes. Allowed: {remedy}")
+
+
+def refuse_dangling(paths: Iterable[Path], *, remedy: str) -> None:
+    """Raises ValueError for a link to what does not exist, like a folder that is not mounted; {} in the
+    remedy stands for its name. Hidden paths are not looked at."""
+    for path in paths:
+        if path.is_symlink() and not path.exists() and not path.name.startswith("."):
+            told = f"{path} is a link to {os.readlink(path)}, which does not exist"
+            raise ValueError(f"{told}. Allowed: an existing folder, or {remedy.format(path.name)}")
+
+
+def files_of(folder: Path, *, ignored: Callable[[Path], bool] | None = None) -> list[Path]:
+    """The text files below a folder, in the order they are read; raises ValueError as `find_files`."""
+    return find_files(folder, ignored=ignored).text
+
+
+def describe_splits(folder: Path, paths: Iterable[Path]) -> str:
+    """What the files of a folder are taken as by their names, for a log line."""
+    counts, unnamed = Counter[str](), 0
+    examples: dict[str, Path] = {}
+    ambiguous: list[Path] = []
+    for path in paths:
+        relative = path.relative_to(folder)
+        split = split_of(relative)
+        counts[split or "train"] += 1
+        if split is None:
+            unnamed += 1
+        else:
+            examples.setdefault(split, relative)
+        if len(set(split_words(str(relative)))) > 1:
+            ambiguous.append(relative)
+
+    parts = []
+    for split, count in sorted(counts.items()):
+        example = f" (like {examples[split]})" if split in examples else ""
+        parts.append(f"{count} as {split}{example}")
+    if unnamed and examples:
+        parts.append(f"{unnamed} of train have no split in the name")
+    if ambiguous:
+        parts.append(
+            f"{len(ambiguous)} have several splits in the name and are held out ({shown(ambiguous)})"
+        )
+    return ", ".join(parts)

@@ -1,0 +1,265 @@
+"""Files as others leave them: names of splits, suffixes, links, damage, and what is about the data only."""
+
+import bz2
+import gzip
+import json
+import logging
+import lzma
+import os
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset, DatasetDict
+from datasets.data_files import SPLIT_KEYWORDS
+
+from cpt.data.sources import readers
+from cpt.data.sources.base import GENERAL
+from cpt.data.sources.files import SPLIT_WORDS, split_of
+from tests.data.sources.test_sources import read, said, texts
+
+
+def write(path, content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def in_lines(*documents):
+    return "".join(json.dumps({"text": text}) + "\n" for text in documents)
+
+
+def test_the_words_of_splits_are_those_of_datasets():
+    assert {word for words in SPLIT_KEYWORDS.values() for word in words} == set(SPLIT_WORDS)
+    for split, words in SPLIT_KEYWORDS.items():
+        assert {SPLIT_WORDS[word] for word in words} == {{"validation": "valid"}.get(str(split), str(split))}
+
+
+def test_what_files_are_taken_as_is_in_one_line(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "cpt")
+    for name in ("books.jsonl", "wiki.train.jsonl", "wiki.eval.jsonl", "dev/wiki.jsonl", "train-dev.jsonl"):
+        write(tmp_path / "a" / name, in_lines(name))
+    assert {text: split for split, text in read(tmp_path)}["train-dev.jsonl"] == "valid"
+    line = next(each for each in caplog.messages if each.startswith("Reading 5 files of a"))
+    assert "1 as test (like wiki.eval.jsonl), 2 as train (like wiki.train.jsonl), 2 as valid" in line
+    assert "1 of train have no split in the name" in line and "1 have several splits" in line
+
+
+def test_a_domain_whose_files_are_all_held_out_by_their_names_is_refused_before_it_is_read(tmp_path, caplog):
+    write(tmp_path / "a" / "x.test.txt", "One.\n")
+    write(tmp_path / "test" / "x.txt", "One.\n")
+    with pytest.raises(ValueError, match=r"a has no file to train on: .*x.test.txt \(test\)"):
+        texts(tmp_path).check(["a"])
+    texts(tmp_path).check(["test"])
+    assert "named as held-out text, as domains of their own: test" in caplog.text
+
+
+def test_a_link_to_what_is_not_mounted_is_no_missing_domain(tmp_path):
+    write(tmp_path / "a" / "x.txt", "One.\n")
+    (tmp_path / "law").symlink_to(tmp_path / "disk" / "law")
+    with pytest.raises(ValueError, match=r"law is a link to .*disk/law, which does not.*ignore=\[law\]"):
+        texts(tmp_path)
+    assert texts(tmp_path, ignore=["law"]).names == ["a"]
+    (tmp_path / "law").rename(tmp_path / GENERAL)
+    with pytest.raises(ValueError, match="general is a link to .*, which does not exist"):
+        texts(tmp_path)
+
+
+def test_text_in_no_domain_and_hidden_folders_are_named(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "cpt")
+    for name in ("a/x.txt", "a/.part/x.txt", "law.JSONL", "README.md", ".old/x.txt"):
+        write(tmp_path / name, "One.\n")
+    texts(tmp_path).check(["a"])
+    assert said(tmp_path) == ["One."]
+    levels = {record.getMessage(): record.levelname for record in caplog.records}
+    assert levels[f"Ignoring 1 text files of {tmp_path} in no domain's folder: law.JSONL"] == "WARNING"
+    assert levels[f"Ignoring files of {tmp_path} in no domain's folder: README.md"] == "INFO"
+    assert levels[f"Ignoring hidden folders of {tmp_path}: .old"] == "INFO"
+    assert levels["Leaving out files of a: 1 hidden (.part)"] == "INFO"
+
+
+PACKERS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+
+
+@pytest.mark.parametrize("name", ["x.JSONL.GZ", "x.ndjson.xz", "x.Json.bz2", "X.TXT.bz2", "x.tsv", "X.Md"])
+def test_suffixes_of_any_case_and_packing(name, tmp_path):
+    raw = b"text\nOne.\n" if "tsv" in name else b"One." if "x.j" not in name.lower() else b""
+    if "js" in name.lower():
+        raw = in_lines("One.").encode()
+    write(tmp_path / "a" / name, PACKERS.get(os.path.splitext(name)[1].lower(), bytes)(raw))
+    assert said(tmp_path) == ["One."]
+
+
+@pytest.mark.parametrize(
+    "name", ["b.txt.gz", "b.JSONL.BZ2", "b.md.xz", "b.jsonl.zst", "b.parquet", "b.arrow"]
+)
+def test_a_file_of_0_bytes_that_would_have_a_header_is_refused_before_anything_is_read(name, tmp_path):
+    write(tmp_path / "a" / "a.jsonl", in_lines("One."))
+    write(tmp_path / "a" / name, "")
+    with pytest.raises(ValueError, match=f"{name} is damaged: it has 0 bytes"):
+        texts(tmp_path).check(["a"])
+
+
+@pytest.mark.parametrize("name", ["cut.jsonl.xz", "cut.jsonl.bz2", "cut.jsonl.gz"])
+def test_a_packed_file_that_is_cut_is_refused(name, tmp_path):
+    raw = in_lines(*(str(number * 7919) for number in range(3000))).encode()
+    write(tmp_path / "a" / name, PACKERS[name[name.rindex(".") :]](raw)[:-50])
+    with pytest.raises(ValueError, match=f"{name} cannot be read: "):
+        read(tmp_path)
+
+
+def test_a_column_that_is_there_twice_is_refused_where_it_is_read(tmp_path):
+    table = pa.table([pa.array(["a"]), pa.array(["b"]), pa.array(["c"])], names=["id", "id", "text"])
+    (tmp_path / "a").mkdir()
+    pq.write_table(table, tmp_path / "a" / "x.parquet")
+    write(tmp_path / "a" / "y.jsonl", '{"id": 1, "id": 2, "meta": {"a": 1, "a": 2}, "text": "d"}\n')
+    assert said(tmp_path) == ["c", "d"]
+    with pytest.raises(ValueError, match="x.parquet has a column twice: id, id, text"):
+        read(tmp_path, column="id")
+    (tmp_path / "a" / "x.parquet").unlink()
+    with pytest.raises(ValueError, match=r"y.jsonl, line 1 has the column 'id' twice"):
+        read(tmp_path, column="id")
+
+
+LINE_ENDS = {
+    "old mac": ("a a\rb b\rc c\r", ["a a", "b b", "c c"]),
+    "mac and unix, joined": ("a a\rb b\rc c\nd d\r\n\r\ne e", ["a a", "b b", "c c", "d d", "e e"]),
+    "converted twice": ("a a\r\r\nb b\r\r\n", ["a a", "b b"]),
+    "no line ends": ("a\x0bb\x0cc\x85d\u2028e\u2029f", ["a\x0bb\x0cc\x85d\u2028e\u2029f"]),
+}
+
+
+@pytest.mark.parametrize("name", LINE_ENDS)
+@pytest.mark.parametrize("chunk", [1, 4, 1 << 20])
+def test_lines_end_as_in_python(name, chunk, tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "CHUNK", chunk)
+    content, expected = LINE_ENDS[name]
+    write(tmp_path / "a" / "x.txt", content)
+    assert said(tmp_path, document="line") == expected
+    write(tmp_path / "b" / "x.jsonl", in_lines("One.", "Two.").replace("\n", "\r"))
+    assert said(tmp_path, "b") == ["One.", "Two."]
+
+
+def test_byte_order_marks_of_joined_files_are_removed_and_counted(tmp_path, caplog):
+    write(tmp_path / "a" / "x.txt", "\ufeffone\n\ufefftwo\nth\ufeffree\n")
+    write(tmp_path / "a" / "y.jsonl", "\ufeff" + in_lines("four", "\ufefffive") + "\ufeff" + in_lines("six"))
+    write(tmp_path / "a" / "z.csv", "\ufefftext,id\nseven,1\n\ufefftext,id\neight,2\n")
+    expected = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
+    assert said(tmp_path, document="line") == expected
+    assert "5 byte order marks removed (first in x.txt)" in caplog.text
+    assert "1 repeated lines of column names left out (first in z.csv)" in caplog.text
+    caplog.clear()
+    write(tmp_path / "b" / "x.txt", "\ufeffone\ntwo\n")
+    assert said(tmp_path, "b", document="line") == ["one", "two"] and "mark" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"One.\nTwo." + bytes(4096), "line 2 has 4096 NULs"),
+        (b"One.\n" + bytes(3), "line 2 has 3 NULs"),
+        ("\n\nhello world\n".encode("utf-16-le"), "looks like UTF-16|control characters"),
+        ("Привет, мир. Это текст.\n".encode("utf-16-le"), "control characters"),
+        ("नमस्ते दुनिया यह पाठ है यह पाठ है\n".encode("utf-16-be"), "control characters|not UTF-8"),
+        ("hello world\n".encode("utf-32-le"), "NULs or other control"),
+        ("hello world\n".encode("utf-16"), "is not UTF-8"),
+        (bytes(range(1, 32)) * 3, "control characters"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 2\n", "pointer of Git LFS"),
+    ],
+)
+def test_what_is_damaged_or_no_utf8_is_refused(content, reason, tmp_path):
+    write(tmp_path / "a" / "x.txt", content)
+    with pytest.raises(ValueError, match=reason):
+        read(tmp_path, document="line")
+
+
+def test_rare_control_characters_are_text(tmp_path):
+    pages = "N\bNA\bAM\bME\bE\x1b[1m of a page\x00 with a NUL in it, form feed\x0c.\n"
+    write(tmp_path / "a" / "x.txt", pages)
+    assert said(tmp_path, document="line") == [pages.rstrip("\n")]
+
+
+def test_files_about_the_data_are_left_out_beside_tables_and_named(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "cpt")
+    about = ["README.md", "LICENSE", "LICENSE.txt", "Notice-2.txt", "CITATION.cff", "dataset_infos.json"]
+    for name in [*about, "data/README.md", "_SUCCESS"]:
+        write(tmp_path / "a" / name, "{}")
+    write(tmp_path / "a" / "data" / "train-00000-of-00001.jsonl", in_lines("One."))
+    write(tmp_path / "a" / "noticeable.txt", "Two.")
+    texts(tmp_path).check(["a"])
+    assert said(tmp_path) == ["One.", "Two."]
+    assert "Leaving out files of a: 8 about the data (CITATION.cff, LICENSE" in caplog.text
+    # A folder of text alone may be of such files: they stay, and are named.
+    for name in ("README.md", "other/readme.md", "LICENSE"):
+        write(tmp_path / "b" / name, "Three.")
+    assert said(tmp_path, "b") == ["Three.", "Three."]
+    assert "that look like no text of it: README.md, readme.md (domains.ignore=" in caplog.text
+
+
+def test_rare_blank_lines_and_shards_do_not_make_large_documents(tmp_path, caplog):
+    rows = [f"document {number}" for number in range(90)]
+    for name, every in (("rare", 30), ("usual", 5)):
+        parts = ["\n".join(rows[begin : begin + every]) for begin in range(0, 90, every)]
+        write(tmp_path / name / "x.txt", "\n\n".join(parts) + "\n")
+    assert said(tmp_path, "rare") == rows
+    assert "of the first 90 lines blank ones separate only 3 parts" in caplog.text
+    assert len(said(tmp_path, "usual")) == 18
+    for number in range(25):
+        write(tmp_path / "shards" / f"part-{number:05}-of-00025.txt", "One.\nTwo.\n")
+        write(tmp_path / "files" / f"part-{number:05}.txt", "One.\nTwo.\n")
+    assert len(said(tmp_path, "shards")) == 50 and len(said(tmp_path, "files")) == 25
+
+
+def test_the_same_file_by_two_links_is_counted(tmp_path, caplog):
+    write(tmp_path / "a" / "x.txt", "One.\n")
+    (tmp_path / "a" / "y.txt").symlink_to("x.txt")
+    assert said(tmp_path) == ["One.", "One."]
+    assert "Reading 1 files of a more than once, through links (x.txt)" in caplog.text
+
+
+def test_delimiters_of_tables(tmp_path):
+    write(tmp_path / "a" / "a.csv", 'id;text\n1;"One; and, more."\n2;Two\n')
+    write(tmp_path / "a" / "b.csv", "text\tid\nThree, four\t2\n")
+    write(tmp_path / "a" / "c.tsv", "id\ttext, long\ttext\n1\t2\tFive\n")
+    write(tmp_path / "a" / "d.csv", 'id,text;label,text\n1,2,"Six\r\nand"\n')
+    assert said(tmp_path) == ["One; and, more.", "Two", "Three, four", "Five", "Six\nand"]
+
+
+def test_a_similar_column_is_suggested(tmp_path):
+    write(tmp_path / "a" / "a.csv", "id,Text \n1,One\n")
+    with pytest.raises(ValueError, match=r"has no column 'text'; it has id, Text .*Did you mean Text \?"):
+        read(tmp_path)
+
+
+def test_a_home_folder_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path / "corpora" / "a" / "x.txt", "One.\n")
+    write(tmp_path / "corpora" / "a" / "y.md", "Two.\n")
+    assert said("~/corpora", ignore=["a/y.md"]) == ["One."]
+
+
+def test_saved_data_sets_and_arrow_files(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "cpt")
+    saved = DatasetDict(
+        train=Dataset.from_dict({"text": ["One.", "Two."]}), test=Dataset.from_dict({"text": ["T."]})
+    )
+    saved.save_to_disk(tmp_path / "a")
+    cached = Dataset.from_dict({"text": ["Cached."]})
+    cached.save_to_disk(tmp_path / "b")
+    (tmp_path / "b" / "data-00000-of-00001.arrow").rename(tmp_path / "a" / "train" / "cache-1.arrow")
+    assert read(tmp_path) == [("test", "T."), ("train", "One."), ("train", "Two.")]
+    assert "1 not part of a saved data set (cache-1.arrow)" in caplog.text
+    with pytest.raises(ValueError, match="b/data-00000-of-00001.arrow is missing: .*state.json lists it"):
+        texts(tmp_path).check(["b"])
+    table = pa.table({"id": list(range(250)), "text": pa.array(map(str, range(250)), pa.large_string())})
+    (tmp_path / "c").mkdir()
+    with pa.ipc.new_file(tmp_path / "c" / "file.arrow", table.schema) as writer:
+        writer.write_table(table, max_chunksize=120)
+    with pa.ipc.new_stream(tmp_path / "c" / "stream.ARROW", table.schema) as writer:
+        writer.write_table(table)
+    assert said(tmp_path, "c") == [*map(str, range(250))] * 2
+
+
+def test_split_of_paths_is_that_of_words_alone(tmp_path):
+    assert split_of(Path("contest/attestation.txt")) is None and split_of(Path("Dev 2/x.txt")) == "valid"
+    assert split_of(Path("training/x.txt")) == "train" and split_of(Path("train/dev/test.txt")) == "valid"
