@@ -9,7 +9,8 @@ already."""
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import Linear
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper, TrainableTokensWrapper
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -33,6 +35,7 @@ from cpt.core.distributed import shard_like
 from cpt.core.errors import reason
 from cpt.core.schema import show, unknown_name
 from cpt.models.forward import tokens_of
+from cpt.models.loading import skeleton
 from cpt.models.units import Projection, projections, sublayers
 
 NEWEST, EARLIER = "default", "earlier"
@@ -78,8 +81,7 @@ def attach_lora(
     if embeddings:
         table, head = model.get_input_embeddings(), model.get_output_embeddings()
         if head is not None and head.weight is table.weight:
-            head.weight = nn.Parameter(table.weight.detach().clone())
-            model.config.tie_word_embeddings = False
+            untie(model)
         adapted.append(next(name for name, module in model.named_modules() if module is table))
     conv = any(isinstance(module, Conv1D) for module in maps.values())
     given: dict[str, Any] = {"target_modules": adapted, "fan_in_fan_out": conv, "lora_alpha": alpha}
@@ -202,15 +204,87 @@ def resize_on_load(model: PreTrainedModel) -> None:
 
 
 def without_tuners(model: PreTrainedModel, *, merged: bool = True) -> PreTrainedModel:
-    """An unmodified copy, all of it trainable, with what peft's layers have learned if `merged`."""
+    """An unmodified copy, all of it trainable, with what peft's layers have learned if `merged`.
+
+    A head that is tied to the embedding stays tied if both are still the same; else the configuration says
+    that they are not."""
     copy = deepcopy(model)
-    for name, layer in [each for each in copy.named_modules() if isinstance(each[1], BaseTunerLayer)]:
+    owners = Counter(id(each) for part in copy.modules() for each in part.parameters(recurse=False))
+    shared = {parameter for parameter, count in owners.items() if count > 1}
+    for name in tuner_layers(copy):
+        layer = copy.get_submodule(name)
         if merged:
-            layer.merge()
-        copy.set_submodule(name, layer.get_base_layer())
+            separate_shared(layer, shared)
+        copy.set_submodule(name, unwrap(layer, merged=merged))
     if hasattr(copy, "peft_config"):
         del copy.peft_config
+    settle_ties(copy)
     return copy.requires_grad_(True)
+
+
+def tuner_layers(model: nn.Module) -> list[str]:
+    """The names of peft's layers, without those inside of others."""
+    names: list[str] = []
+    for name, module in model.named_modules():
+        is_inside = any(name.startswith(f"{outer}.") for outer in names)
+        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper) and not is_inside:
+            names.append(name)
+    return names
+
+
+def unwrap(layer: Any, *, merged: bool) -> nn.Module:
+    """The layer within a layer of peft: as it was trained if `merged`, else as it was."""
+    if isinstance(layer, AuxiliaryTrainingWrapper) and not merged:
+        return cast(nn.Module, layer.original_module)
+    if hasattr(layer, "unload_and_optionally_merge_module"):  # wrappers, parameters, attention of torch
+        return cast(
+            nn.Module,
+            layer.unload_and_optionally_merge_module(merge=merged, safe_merge=False, adapter_names=None),
+        )
+    if merged:
+        layer.merge()
+    return cast(nn.Module, layer.get_base_layer())
+
+
+@torch.no_grad()
+def separate_shared(layer: nn.Module, shared: Set[int]) -> None:
+    """Gives a layer of peft copies of its own of parameters, by id, that other layers have too, as a tied
+    head: what it has learned is merged into them and must not reach the others."""
+    for part in layer.modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            if id(parameter) in shared:
+                setattr(part, name, nn.Parameter(parameter.detach().clone()))
+
+
+def settle_ties(model: PreTrainedModel) -> None:
+    """Ties a head and an embedding that are configured as tied and equal; if they differ, the configuration
+    becomes untied."""
+    head = model.get_output_embeddings()
+    if head is None or not model.config.tie_word_embeddings:
+        return
+    table = model.get_input_embeddings()
+    if head.weight is table.weight or head.weight.device.type == "meta":
+        return
+    if torch.equal(head.weight, table.weight):
+        head.weight = table.weight
+    else:
+        untie(model)
+
+
+@torch.no_grad()
+def untie(model: PreTrainedModel) -> None:
+    """Configures head and embedding as untied, and gives each a parameter of its own where a model of that
+    configuration has two: also the second bias of heads as RoBERTa's, which loading would draw at random."""
+    model.config.tie_word_embeddings = False
+    plain = dict(skeleton(model).named_parameters(remove_duplicate=False))
+    first_names: dict[int, str] = {}
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        first = first_names.setdefault(id(parameter), name)
+        is_tied = first == name or name not in plain or plain[name] is plain.get(first)
+        if not is_tied:
+            owner, _, own_name = name.rpartition(".")
+            own = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+            setattr(model.get_submodule(owner), own_name, own)
 
 
 def joined_weights(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -251,33 +325,84 @@ def attach_tuner(
     model: PreTrainedModel, tuner: str, *, targets: Targets, arguments: Mapping[str, Any]
 ) -> Scope:
     """Adds a tuner of peft to the layers of the targets; `auto` are all linear layers but the head, for
-    ln_tuning the norms. Raises ValueError for unknown arguments, and a model that does not go with it."""
+    ln_tuning the norms. Raises ValueError for unknown arguments, for a model that does not go with it, and
+    for what could not be merged into a plain model."""
     kind = PeftType("LORA" if tuner == "dora" else tuner.upper())
-    if targets == "auto" and tuner == "ln_tuning":
-        norms = [name for name, m in model.named_modules() if type(m).__name__.endswith("Norm")]
-        given: dict[str, Any] = {"target_modules": norms}
-    else:
-        found = find_targets(model, "all-linear" if targets == "auto" else targets)
-        given = {"target_modules": list(found)}
-        conv = any(isinstance(module, Conv1D) for module in found.values())
-        given |= {"fan_in_fan_out": True} if conv and tuner in ("dora", "ia3", "vera") else {}
-        given |= {"use_dora": True} if tuner == "dora" else {}
-        given |= {"init_weights": True} if tuner == "fourierft" else {}  # starts as the base
-        if tuner == "ia3":
-            down = {place.out.name for place in sublayers(model, ("neurons",))}
-            given["feedforward_modules"] = [name for name in found if name in down]
-    given |= dict(arguments)
+    settings = {**default_arguments(model, tuner, targets), **arguments}
     config = PEFT_TYPE_TO_CONFIG_MAPPING[kind]
     known = [name for name in config.__dataclass_fields__ if name not in ("peft_type", "task_type")]
-    if unknown := sorted(set(given) - set(known)):
+    if unknown := sorted(set(settings) - set(known)):
         raise ValueError(unknown_name(f"method.arguments.{unknown[0]}", known))
+    if settings.get("layer_replication"):
+        cause = "replicated layers share the weights that adapters are merged into"
+        raise ValueError(f"method.arguments.layer_replication is invalid: {cause}. Allowed: null")
+
+    plain_names = set(model.state_dict())
+    message = f"method.tuner={tuner} with method.arguments={show(dict(arguments))} is invalid"
     try:
-        made = config(**given)
+        tuner_config = config(**settings)
         if kind == PeftType.VERA:  # its layers share what peft does not inject
-            PEFT_TYPE_TO_TUNER_MAPPING[kind](model, {NEWEST: made}, NEWEST)
+            PEFT_TYPE_TO_TUNER_MAPPING[kind](model, {NEWEST: tuner_config}, NEWEST)
         else:
-            inject_adapter_in_model(made, model, adapter_name=NEWEST)
+            inject_adapter_in_model(tuner_config, model, adapter_name=NEWEST)
     except (TypeError, ValueError, NotImplementedError, ImportError) as error:
-        told = f"method.tuner={tuner} with method.arguments={show(dict(arguments))} is invalid for a "
-        raise ValueError(f"{told}{model.config.model_type}: {reason(error)}") from error
-    return Scope(tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad), ())
+        raise ValueError(f"{message} for a {model.config.model_type}: {reason(error)}") from error
+    names = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    if not names:
+        raise ValueError(f"{message}: it leaves nothing to train. Allowed: inference_mode=false")
+    check_embeddings(model, message=message)
+    if model.device.type == "meta":  # before training, where a copy costs nothing
+        check_mergeable(model, plain_names, message=message)
+    return Scope(names, ())
+
+
+def default_arguments(model: PreTrainedModel, tuner: str, targets: Targets) -> dict[str, Any]:
+    """The arguments of a tuner's configuration that follow from the model."""
+    if targets == "auto" and tuner == "ln_tuning":
+        norms = [name for name, module in model.named_modules() if type(module).__name__.endswith("Norm")]
+        return {"target_modules": norms}
+    layers = find_targets(model, "all-linear" if targets == "auto" else targets)
+    settings: dict[str, Any] = {"target_modules": list(layers)}
+    has_conv = any(isinstance(module, Conv1D) for module in layers.values())
+    if has_conv and tuner in ("dora", "ia3", "vera"):
+        settings["fan_in_fan_out"] = True
+    if tuner == "dora":
+        settings["use_dora"] = True
+    if tuner == "fourierft":
+        settings["init_weights"] = True  # starts as the base
+    if tuner == "ia3":
+        down = {sublayer.out.name for sublayer in sublayers(model, ("neurons",))}
+        settings["feedforward_modules"] = [name for name in layers if name in down]
+    return settings
+
+
+def check_embeddings(model: PreTrainedModel, *, message: str) -> None:
+    """Raises ValueError for tuners of embeddings and heads that compute something else than a plain model."""
+    kind = model.config.model_type
+    for name in tuner_layers(model):
+        layer = model.get_submodule(name)
+        has_table = any(isinstance(part, nn.Embedding) for part in layer.modules())
+        if model.config.is_encoder_decoder and has_table:
+            cause = f"encoder and decoder of a {kind} do not look tokens up in {name} alone"
+            raise ValueError(f"{message}: {cause}. Allowed: arguments that leave the embeddings as they are")
+
+        is_selective = isinstance(layer, TrainableTokensWrapper)
+        if is_selective and getattr(layer.original_module, "bias", None) is not None:
+            cause = f"trainable_token_indices drops the bias of {name}"
+            raise ValueError(f"{message}: {cause}. Allowed: modules_to_save, a head without a bias")
+
+
+def check_mergeable(model: PreTrainedModel, plain_names: Set[str], *, message: str) -> None:
+    """Raises ValueError where a model on the meta device without its tuners lacks names of a plain one, or
+    cannot be made."""
+    allowed = "arguments that peft merges into the model's own weights"
+    try:
+        plain = without_tuners(model)
+    except Exception as error:
+        if "meta" in str(error).lower():  # an operation that the meta device lacks
+            return
+        cause = f"it cannot be merged at the export: {reason(error).rstrip('.')}"
+        raise ValueError(f"{message}: {cause}. Allowed: {allowed}") from error
+    differing = sorted(plain_names ^ set(plain.state_dict()))
+    if differing:
+        raise ValueError(f"{message}: the export would differ in {differing[0]}. Allowed: {allowed}")

@@ -302,7 +302,9 @@ Tuner = (
 class PeftOptions(PerDomainOptions):
     tuner: Tuner = option("tuner of peft")
     target_modules: Targets = option("adapted layers: auto, or as method.target_modules of lora")
-    arguments: Mapping[str, Any] = option("arguments of the tuner's config, with the names of peft")
+    arguments: Mapping[str, Any] = option(
+        "arguments of the tuner's config, with the names of peft: '+method.arguments={r: 4}'"
+    )
 
 
 @config

@@ -37,7 +37,9 @@ class AdamWOptions(Options):
     lr: NonNegative = option("peak learning rate")
     betas: Betas = option("decay rates of the moments")
     eps: Positive = option("added to the square root of the second moment")
-    weight_decay: NonNegative = option("weight decay of matrices")
+    weight_decay: NonNegative = option(
+        "weight decay of matrices, also of embedding rows whose tokens a domain does not have"
+    )
     fused: bool | None = option("use the fused implementation; null: the choice of torch", default=None)
     state_across_domains: Carry = option(CARRY, default="none")
 
@@ -48,7 +50,9 @@ class SGDOptions(Options):
 
     lr: NonNegative = option("peak learning rate")
     momentum: NonNegative = option("momentum factor")
-    weight_decay: NonNegative = option("weight decay of matrices")
+    weight_decay: NonNegative = option(
+        "weight decay of matrices, also of embedding rows whose tokens a domain does not have"
+    )
     state_across_domains: Carry = option(CARRY, default="none")
 
 

@@ -1,11 +1,14 @@
 """LoRA and other tuners on unmodified models: where they stand, what they add, and what others can load."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 from cpt.adapters import lora
 from cpt.methods.peft import TUNERS
+from cpt.models.loading import is_tied, skeleton
 from tests.models import test_units
 
 pytestmark = pytest.mark.slow
@@ -141,3 +144,76 @@ def test_a_tuner_learns_and_is_merged(kind, tuner):
     plain = lora.without_tuners(model)
     assert set(plain.state_dict()) == names
     torch.testing.assert_close(plain.eval()(**inputs).logits, last, rtol=1e-3, atol=1e-4)
+
+
+def trained_plain(kind, *, tied, arguments):
+    """The inputs of a model whose tuner was moved, its logits, and the model without it."""
+    model = test_units.build(kind, tie_word_embeddings=tied).float().eval()
+    inputs = test_units.inputs_of(model)
+    names = lora.attach_tuner(model, "dora", targets="auto", arguments={"use_dora": False} | arguments).names
+    learn(model.eval(), names)
+    with torch.no_grad():
+        logits = model(**inputs).logits
+    return inputs, logits, lora.without_tuners(copy.deepcopy(model).requires_grad_(True)).eval()
+
+
+BESIDE_ADAPTERS = [
+    ("llama", False, {"modules_to_save": ["embed_tokens", "lm_head"]}, False),
+    ("llama", True, {"modules_to_save": ["embed_tokens"]}, False),
+    ("llama", True, {"modules_to_save": ["embed_tokens", "lm_head"], "ensure_weight_tying": True}, True),
+    ("gpt2", True, {"modules_to_save": ["wte"]}, False),
+    ("roberta", True, {"modules_to_save": ["word_embeddings"]}, False),  # whose head has a second bias
+    ("llama", True, {"modules_to_save": ["norm"]}, True),
+    ("llama", True, {"trainable_token_indices": {"embed_tokens": [5, 6]}}, True),
+    ("llama", True, {"trainable_token_indices": {"lm_head": [5, 6]}}, False),
+    ("llama", True, {"target_modules": ["q_proj", "embed_tokens"]}, False),
+    ("llama", True, {"target_modules": ["q_proj", "lm_head"]}, False),
+    ("llama", False, {"target_parameters": ["q_proj.weight"], "target_modules": ["v_proj"]}, False),
+    ("gpt2", True, {"lora_bias": True}, True),
+    ("bart", True, {"modules_to_save": ["lm_head"]}, False),
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("kind", "tied", "arguments", "stays_tied"), BESIDE_ADAPTERS)
+def test_what_peft_trains_beside_adapters_is_merged_and_loaded_again(
+    kind, tied, arguments, stays_tied, tmp_path
+):
+    inputs, logits, plain = trained_plain(kind, tied=tied, arguments=arguments)
+    plain.save_pretrained(tmp_path)
+    loaded, info = type(plain).from_pretrained(tmp_path, output_loading_info=True)
+    torch.testing.assert_close(loaded.eval()(**inputs).logits, logits, rtol=1e-3, atol=1e-4)
+    assert not any(info.values()) and is_tied(loaded) == loaded.config.tie_word_embeddings == stays_tied
+
+
+UNMERGEABLE = [
+    ("llama", {"layer_replication": [[0, 2], [0, 2]]}, "layer_replication is invalid"),
+    ("llama", {"lora_bias": True}, "cannot be merged at the export"),
+    ("llama", {"alora_invocation_tokens": [3]}, "cannot be merged at the export"),
+    ("llama", {"inference_mode": True}, "leaves nothing to train"),
+    ("t5", {"modules_to_save": ["shared"]}, "do not look tokens up in shared alone"),
+    ("bert", {"trainable_token_indices": {"word_embeddings": [4]}}, "drops the bias of"),
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("kind", "arguments", "cause"), UNMERGEABLE)
+def test_what_cannot_be_merged_is_refused_on_the_skeleton(kind, arguments, cause):
+    with torch.device("meta"):
+        model = test_units.build(kind, tie_word_embeddings=True)
+        model = skeleton(model)
+        with pytest.raises(ValueError, match=f"^method.*{cause}.*Allowed: "):
+            lora.attach_tuner(model, "dora", targets="auto", arguments={"use_dora": False} | arguments)
+
+
+@pytest.mark.parametrize("merged", [True, False])
+def test_a_head_with_a_second_bias_keeps_it_where_lora_unties_it(merged, tmp_path):
+    model = build("roberta").eval()
+    inputs = test_units.inputs_of(model)
+    with torch.no_grad():
+        model.lm_head.bias.normal_()
+    learn(model, attach(model, embeddings=True).names)
+    plain = lora.without_tuners(model, merged=merged).eval()
+    plain.save_pretrained(tmp_path)
+    loaded = type(plain).from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(loaded(**inputs).logits, plain(**inputs).logits)
