@@ -1,8 +1,9 @@
 """Show what cached text and finished runs could free on the disk, and why; remove it with --yes.
 
 Cached text, tokenizers and base models that no run has opened for 30 days are rebuilt when a run needs
-them. With --stages also the stage files of finished runs: without them no domain can be added to a run, and
-nothing more can be evaluated in its earlier stages. Models, reports and scores stay."""
+them. What a running process uses stays. With --stages also the stage files of finished runs: without them
+no domain can be added to a run, and nothing more can be evaluated in its earlier stages. Models, reports and
+scores stay."""
 
 import argparse
 import os
@@ -10,11 +11,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from cpt.core.cache import CACHED, PARTIAL, discard
+from cpt.core.cache_use import users
 from cpt.core.output import run_program
 from cpt.evaluation.scores import Scores
 from cpt.reporting.frames import megabytes
@@ -29,61 +32,110 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--days", type=float, default=30, help="days without use of a cached folder (30)")
     parser.add_argument("--stages", action="store_true", help="also stage files of finished runs")
     parser.add_argument("--yes", action="store_true", help="remove")
-    given = parser.parse_args(arguments)
-    if not given.days >= 0:
-        print(f"cpt: --days={given.days} is invalid. Allowed: 0 or more", file=sys.stderr)
+    options = parser.parse_args(arguments)
+    if not options.days >= 0:
+        print(f"cpt: --days={options.days} is invalid. Allowed: 0 or more", file=sys.stderr)
         return 1
-    folders = given.folders or [Path("outputs"), Path(os.environ.get("CPT_CACHE") or "outputs")]
-    if absent := [str(path) for path in given.folders if not path.is_dir()]:
+    absent = [str(path) for path in options.folders if not path.is_dir()]
+    if absent:
         print(f"cpt: FOLDER={','.join(absent)} is invalid: no such folder. Allowed: {what}", file=sys.stderr)
         return 1
-    found = {path: why for each in folders for path, why in removable(each, given.days, stages=given.stages)}
-    for path, why in sorted(found.items()):
+
+    folders = options.folders or [Path("outputs"), Path(os.environ.get("CPT_CACHE") or "outputs")]
+    reasons: dict[Path, str] = {}
+    for folder in folders:
+        reasons.update(removable(folder, options.days, stages=options.stages))
+    for path, reason in sorted(reasons.items()):
         size = megabytes(freed_bytes(path))
-        ended = f"; {remove(path)}" if given.yes else ""
-        print(f"{size:>12}  {path}: {why}{ended}")
-    print(f"{len(found)} entries{'' if given.yes else '; add --yes to remove them'}")
+        outcome = f"; {remove(path)}" if options.yes else describe_use(path)
+        print(f"{size:>12}  {path}: {reason}{outcome}")
+    print(f"{len(reasons)} entries{'' if options.yes else '; add --yes to remove them'}")
     return 0
 
 
 def freed_bytes(path: Path) -> int:
     """The bytes that the removal of a file or folder frees: of files with hard links elsewhere none."""
-    stats = [each.lstat() for each in (path, *path.rglob("*")) if not each.is_dir()]
+    stats = []
+    for each in (path, *path.rglob("*")):
+        with suppress(FileNotFoundError):  # a process has just removed it
+            if not each.is_dir():
+                stats.append(each.lstat())
     links = Counter(each.st_ino for each in stats)
     return sum(each.st_size // each.st_nlink for each in stats if links[each.st_ino] == each.st_nlink)
 
 
 def removable(folder: Path, days: float, *, stages: bool) -> Iterator[tuple[Path, str]]:
     """What could be removed at or below a folder, and why."""
-    for at, inner, files in os.walk(folder.resolve()):
-        path, now = Path(at), time.time()
-        is_partial, is_cached = path.name.endswith(PARTIAL), CACHED.fullmatch("/".join(path.parts[-2:]))
-        if is_partial or is_cached or "scores.json" in files:
-            inner.clear()
+    for root, subfolders, files in os.walk(folder.resolve()):
+        path = Path(root)
+        is_partial = path.name.endswith(PARTIAL)
+        is_run = "scores.json" in files
+        if is_partial or is_cached(path) or is_run:
+            subfolders.clear()
+
         if is_partial:
-            if now - max(each.lstat().st_mtime for each in (path, *path.rglob("*"))) > DAY:
+            if time.time() - last_change(path) > DAY:
                 yield path, "left by a killed process"
-        elif is_cached:
-            if (unused := (now - path.stat().st_mtime) / DAY) > days:
-                yield path, f"not used for {unused:.0f} days"
-        elif stages and "scores.json" in files:
-            try:
-                kept = ("stages", "checkpoints") * Scores.load(path / "scores.json").run["finished"]
-            except (ValueError, OSError) as error:
-                print(f"cpt: leaving {path}: {error}")
-                continue
-            found = (path / name for name in kept)
-            yield from ((each, "of a finished run") for each in found if any(each.glob("*")))
+        elif is_cached(path):
+            unused_days = (time.time() - path.stat().st_mtime) / DAY
+            if unused_days > days:
+                yield path, f"not used for {unused_days:.0f} days"
+        elif stages and is_run:
+            for stored in finished_stages(path):
+                yield stored, "of a finished run"
+
+
+def last_change(folder: Path) -> float:
+    """The latest modification time of a folder or anything in it. What a build removes meanwhile is left
+    out."""
+    times = []
+    for path in (folder, *folder.rglob("*")):
+        with suppress(FileNotFoundError):
+            times.append(path.lstat().st_mtime)
+    return max(times, default=time.time())
+
+
+def finished_stages(run: Path) -> list[Path]:
+    """The folders of stages and step checkpoints of a run that is finished; those that have files."""
+    try:
+        is_finished = Scores.load(run / "scores.json").run["finished"]
+    except (ValueError, OSError) as error:
+        print(f"cpt: leaving {run}: {error}")
+        return []
+    folders = [run / "stages", run / "checkpoints"]
+    return [folder for folder in folders if is_finished and any(folder.glob("*"))]
+
+
+def describe_use(path: Path) -> str:
+    """`; in use by process 17 on node1` of a cached folder, else nothing."""
+    processes = users(path) if is_cached(path) else []
+    names = [f"process {process.pid} on {process.host}" for process in processes]
+    return f"; in use by {', '.join(names)}" if names else ""
+
+
+def is_cached(path: Path) -> bool:
+    return CACHED.fullmatch("/".join(path.parts[-2:])) is not None
 
 
 def remove(path: Path) -> str:
-    """Removes a file or folder, but not while a process makes it or a run has its folder; gives what came of
-    it."""
+    """Removes a file or folder, but not while a process makes or uses it or a run has its folder; returns what
+    came of it."""
     name = path.name.removesuffix(PARTIAL)
     lock = path.parent / (".lock" if name in ("stages", "checkpoints") else f"{name}.lock")
     try:
         with FileLock(lock, timeout=0):
-            discard(path)
+            if not is_cached(path):
+                discard(path)
+                return "removed"
+
+            # Moved away first: a process records its use before it looks for the artifact (cpt.core.cache_use).
+            moved = path.with_name(f"{path.name}.removed{PARTIAL}")
+            os.replace(path, moved)
+            use = describe_use(path)
+            if use:
+                os.replace(moved, path)
+                return use.removeprefix("; ")
+            discard(moved)
     except Timeout:
         return "in use"
     except OSError as error:

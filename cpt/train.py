@@ -12,6 +12,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from cpt.core.cache import check_all
+from cpt.core.cache_use import end_uses
 from cpt.core.errors import reason
 from cpt.core.heartbeat import heartbeat
 from cpt.core.preemption import defer_signals
@@ -35,7 +36,7 @@ def train(cfg: DictConfig, *, run_dir: Path) -> float | None:
     With `plan`, prints the estimated cost and leaves the directory as it is. Raises ValueError for an invalid
     config, and for one that is not the directory's."""
     run = RunDir(run_dir)
-    with run.removed_if_rejected():
+    with run.removed_if_rejected(), closing_uses():
         plan = make_plan(cfg)  # the typed config: no text is read, torch is not imported
         if not plan.run.plan and not is_job_within_a_sweep():
             check_launch(count_devices(plan.trainer.devices), plan.trainer.num_nodes)
@@ -68,6 +69,15 @@ def train(cfg: DictConfig, *, run_dir: Path) -> float | None:
 
     log.info("Results:\n%s\n%s", format_scores(scores), run.path / "report.html")
     return run_objective(vars(scores), plan.run.optimized_metric)
+
+
+@contextmanager
+def closing_uses() -> Iterator[None]:
+    """Within, the run counts as a user of the artifacts that it opens in a cache."""
+    try:
+        yield
+    finally:
+        end_uses()
 
 
 @contextmanager

@@ -1,12 +1,19 @@
 """`python -m cpt.clean`: what it shows, what it removes, and what a run can do after it."""
 
 import os
+import shutil
 import time
 
 import pytest
+from lightning.pytorch.callbacks import Callback
 
 from cpt import clean, verify
 from cpt.core.cache import locked
+from cpt.core.cache_use import USES, end_uses, record_use
+
+
+def permissions(path):
+    return f"{path.stat().st_mode & 0o7777:04o}"
 
 
 @pytest.fixture
@@ -19,7 +26,7 @@ def run(small, start, tmp_path):
 def test_it_frees_what_no_run_has_used_and_a_run_makes_it_again(run, start, tmp_path, capsys):
     cache, old = tmp_path / "cache", time.time() - 40 * 86400
     artifacts = [path.parent for path in cache.rglob("checksums.json")]
-    assert len(artifacts) > 5 and all(path.stat().st_mode & 0o077 == 0 for path in artifacts)
+    assert len(artifacts) > 5 and all(permissions(path) == "0755" for path in artifacts)
     assert clean.main([str(cache)]) == 0 and capsys.readouterr().out.startswith("0 entries")
     left, held = cache / "packed" / "a-train-0123456789abcdef.partial", artifacts[0]
     left.mkdir()
@@ -49,3 +56,69 @@ def test_a_finished_run_without_its_stages_stays_finished(run, start, tmp_path):
     start(run, folder)
     assert (folder / "scores.json").read_bytes() == scores
     assert clean.main([str(tmp_path / "absent")]) == 1
+
+
+class AtStep(Callback):
+    """Calls a function once, after the first step on a domain."""
+
+    def __init__(self, function, domain):
+        self.function, self.domain = function, domain
+
+    def on_train_batch_end(self, trainer, *args):
+        if self.function is not None and trainer.datamodule.domain.name == self.domain:
+            function, self.function = self.function, None
+            function()
+
+
+def test_it_leaves_all_that_a_run_uses(small, start, tmp_path, killing, capsys):
+    cache = tmp_path / "cache"
+    printed = []
+
+    def clean_all():
+        assert (
+            clean.main([str(cache), "--days", "0"]) == clean.main([str(cache), "--days", "0", "--yes"]) == 0
+        )
+        printed.append(capsys.readouterr().out)
+
+    killing(AtStep(clean_all, "law"))
+    start(small("order=[law]", "trainer.steps=2", f"cache_dir={cache}"), tmp_path / "outputs" / "run")
+    artifacts = [path.parent for path in cache.rglob("checksums.json")]
+    assert len(artifacts) > 5 and not list(cache.rglob("*.removed.partial"))
+    lines = [line for line in printed[0].splitlines() if f"in use by process {os.getpid()} on " in line]
+    assert len(lines) == 2 * len(artifacts)
+    assert not list((cache / USES).iterdir())
+    assert clean.main([str(cache), "--days", "0", "--yes"]) == 0
+    assert not [path for path in artifacts if path.exists()]
+
+
+def test_a_base_that_is_removed_during_a_run_is_made_again_with_the_same_result(
+    small, start, tmp_path, killing, caplog
+):
+    cfg = small("order=[law]", "trainer.steps=2", f"cache_dir={tmp_path / 'cache'}")
+    base = tmp_path / "cache" / "base"
+    killing(AtStep(lambda: [shutil.rmtree(path.parent) for path in base.glob("*/config.json")], "law"))
+    disturbed = start(cfg, tmp_path / "outputs" / "disturbed")
+    assert [each for each in caplog.messages if "which was removed while the run used it" in each]
+    killing(None)
+    assert start(cfg, tmp_path / "outputs" / "run") == disturbed
+    models = [tmp_path / "outputs" / name / "model/model.safetensors" for name in ("run", "disturbed")]
+    assert models[0].read_bytes() == models[1].read_bytes()
+
+
+def test_an_artifact_whose_use_is_recorded_while_it_is_removed_stays(tmp_path, monkeypatch):
+    """The use comes between the look at the list and the removal."""
+    artifact = tmp_path / "base" / "tiny-0123456789abcdef"
+    artifact.mkdir(parents=True)
+    (artifact / "weights").write_text("1")
+    replace = os.replace
+
+    def use_and_replace(*paths):
+        record_use(artifact)
+        replace(*paths)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(clean.os, "replace", use_and_replace)
+        assert clean.remove(artifact).startswith("in use by process")
+    assert (artifact / "weights").read_text() == "1"
+    end_uses()
+    assert clean.remove(artifact) == "removed" and not artifact.exists()

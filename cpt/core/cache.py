@@ -3,10 +3,12 @@
 An artifact is a folder with `checksums.json`. It is built in `NAME.partial` under a file lock and renamed
 when it is complete: processes that start together build it once, and a killed build is never loaded."""
 
+import errno
 import logging
 import os
 import re
 import shutil
+import stat as stat_module
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -15,11 +17,13 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from cpt.core.cache_use import record_use
 from cpt.core.files import CHECKSUMS, find_damage, read_checksums, sync, write_checksums, writing
 from cpt.core.heartbeat import waiting_for
 from cpt.core.processes import is_first_process
 
 log = logging.getLogger(__name__)
+FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 SMALL = 1 << 24  # bytes: artifacts up to this size are hashed whenever they are opened
 PARTIAL = ".partial"
 HEAD_START = 0.5  # seconds of a run's first process, which alone logs and shows bars; the others wait for it
@@ -28,41 +32,92 @@ check_all = ContextVar("check_all", default=False)  # whether artifacts of any s
 
 
 def make_once(folder: Path, *, make: Callable[[Path], None]) -> Path:
-    """`folder`, filled by `make(partial folder)` unless it exists and is intact; readable by its owner alone.
+    """`folder`, CACHE/KIND/NAME, filled by `make(partial folder)` unless it exists and is intact.
 
-    What a killed build left in the partial folder is there for `make` to continue."""
-    if not artifact_damage(folder):
-        with suppress(OSError):  # another user's
-            os.utime(folder)  # when it was last used: cpt/clean.py
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with locked(folder):
-        if folder.exists():
-            if not (damage := artifact_damage(folder)):  # another process has built it meanwhile
-                return folder
-            log.warning("Rebuilding %s, which is damaged (%s)", folder, damage)
-            discard(folder)
-        partial = folder.with_name(folder.name + PARTIAL)
-        partial.mkdir(mode=0o700, exist_ok=True)
-        for pattern in ("*.tmp", f"*{PARTIAL}"):  # atomic writes of the killed build
-            for left in partial.rglob(pattern):
-                left.unlink()
-        with writing(partial):
-            make(partial)
-            finish_artifact(partial, folder)
+    Files and folders get the permissions of the umask, so that users may share a cache. What a killed build
+    left in the partial folder is there for `make` to continue. From here on the process counts as a user of
+    the folder. Raises ValueError where this user may not read or write the cache."""
+    with naming_cache(folder.parent.parent):
+        record_use(folder)  # before it is looked for: see cpt.core.cache_use
+        if not artifact_damage(folder):
+            with suppress(OSError):  # another user's
+                os.utime(folder)  # when it was last used: cpt/clean.py
+            return folder
+
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with locked(folder):
+            if folder.exists():
+                damage = artifact_damage(folder)
+                if not damage:  # another process has built it meanwhile
+                    return folder
+                log.warning("Rebuilding %s, which is damaged (%s)", folder, damage)
+                discard(folder)
+            build_artifact(folder, make=make)
     return folder
+
+
+def build_artifact(folder: Path, *, make: Callable[[Path], None]) -> None:
+    """Fills an artifact that is not there. The caller holds its lock."""
+    partial = folder.with_name(folder.name + PARTIAL)
+    partial.mkdir(exist_ok=True)
+    for pattern in ("*.tmp", f"*{PARTIAL}"):  # atomic writes of a killed build
+        for incomplete in partial.rglob(pattern):
+            incomplete.unlink()
+    with writing(partial):
+        make(partial)
+        finish_artifact(partial, folder)
+
+
+@contextmanager
+def naming_cache(cache: Path) -> Iterator[None]:
+    """Raises ValueError, with `cache_dir`, where something in a cache may not be read or written."""
+    try:
+        yield
+    except OSError as error:
+        path = Path(os.fsdecode(error.filename or "")).absolute()
+        if error.errno not in FORBIDDEN or not path.is_relative_to(cache.absolute()):
+            raise
+        raise ValueError(
+            f"cache_dir={cache} is invalid: {path}: {error.strerror}{describe_owner(path)}. Allowed: a folder "
+            "that this user may read and write (shared: one group and umask 002 for all), or another cache_dir"
+        ) from error
+
+
+def describe_owner(path: Path) -> str:
+    """` (owner 1000, mode 0700)` of a path, or of the nearest folder above it that can be looked at."""
+    for each in (path, *path.parents):
+        try:
+            stat = each.stat()
+        except OSError:
+            continue
+        shown = "" if each == path else f"{each} "
+        return f" ({shown}owner {stat.st_uid}, mode {stat.st_mode & 0o7777:04o})"
+    return ""
 
 
 def finish_artifact(partial: Path, folder: Path) -> None:
     """Writes the checksums of a complete artifact and gives it its name."""
     files = [path for path in partial.rglob("*") if path.is_file() and path.name != CHECKSUMS]
+    apply_umask(partial)
     write_checksums(partial, files)
     os.replace(partial, folder)
     sync(folder.parent)
 
 
+def apply_umask(folder: Path) -> None:
+    """Gives what libraries made for its owner alone (safetensors, tempfile) the permissions that the umask
+    gave the folder itself."""
+    granted = folder.stat().st_mode & 0o777
+    for path in folder.rglob("*"):
+        wanted = granted if path.is_dir() else granted & 0o666
+        mode = path.stat().st_mode
+        if wanted & ~mode:
+            path.chmod(stat_module.S_IMODE(mode) | wanted)
+
+
 def artifact_damage(folder: Path) -> str:
-    """What is wrong with an artifact, if anything; by hash if it is small or a full check is wanted."""
+    """What is wrong with an artifact, if anything; by hash if it is small or a full check is wanted. Raises
+    PermissionError where it may not be read."""
     try:
         table = read_checksums(folder)
     except ValueError as error:

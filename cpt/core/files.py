@@ -94,26 +94,33 @@ def write_checksums(folder: Path, paths: Iterable[Path], *, others: Table | None
 
 
 def read_checksums(folder: Path) -> Table:
-    """Raises ValueError if `checksums.json` is missing or damaged."""
+    """Raises ValueError if `checksums.json` is missing or damaged, PermissionError if it may not be read."""
     try:
         table = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))["files"]
         return {name: (size, digest) for name, (size, digest) in table.items()}
     except FileNotFoundError:
         raise ValueError(f"{CHECKSUMS} is missing") from None
+    except PermissionError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{CHECKSUMS} is damaged") from error
 
 
 def find_damage(folder: Path, table: Table, *, full: bool) -> Iterator[str]:
-    """The files that are missing, have another size or, if `full`, another hash."""
+    """The files that are missing, have another size or, if `full`, another hash. Raises PermissionError for
+    one that may not be read: it is not known to be damaged."""
     for name, (size, digest) in table.items():
+        path = folder / name
         try:
-            if (found := (folder / name).stat().st_size) != size:
-                yield f"{name} has {found} bytes, not {size}"
-            elif full and file_hash(folder / name) != digest:
+            current_size = path.stat().st_size
+            if current_size != size:
+                yield f"{name} has {current_size} bytes, not {size}"
+            elif full and file_hash(path) != digest:
                 yield f"{name} differs from its checksum"
         except FileNotFoundError:
             yield f"{name} is missing"
+        except PermissionError:
+            raise
         except OSError as error:  # a bad disk, or another process has just removed it
             yield f"{name} cannot be read ({error.strerror})"
 

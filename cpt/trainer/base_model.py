@@ -3,8 +3,9 @@ model pre-trained on it; what is made is cached for all runs."""
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from cpt.core.cache import make_once
 from cpt.core.config import digest
 from cpt.core.files import file_hash
 from cpt.core.preemption import defer_signals
+from cpt.core.processes import is_distributed
 from cpt.core.schema import Options
 from cpt.core.tensors import check_state
 from cpt.data.corpora import Corpora, tokenizer_digest
@@ -56,11 +58,26 @@ class Base:
     resize: bool = False
     untrained: Mapping[str, Any] | None = None  # the config of a model that is not pre-trained yet
     lacks: str = ""  # what a run still has to train before its first stage
+    rebuild: Callable[[], object] | None = None  # makes a cached checkpoint again, unless it is there
 
     @property
     def seq2seq(self) -> bool:
         """Whether the model is an encoder-decoder."""
         return self.objective_name in loading.SEQ2SEQ
+
+    def restore_folder(self) -> None:
+        """Makes a cached checkpoint again that was removed while the run used it: the export needs it. Raises
+        ValueError where this process cannot make it; several processes cannot pre-train within a run."""
+        if Path(self.checkpoint).is_dir():
+            return
+        advice = "restore it, and run the same command again to continue"
+        if self.rebuild is not None and not is_distributed():
+            log.warning("Making %s again, which was removed while the run used it", self.checkpoint)
+            self.rebuild()
+            return
+        if self.rebuild is not None:
+            advice = "run the same command again: it makes the base again and continues"
+        raise ValueError(f"{self.checkpoint} was removed while the run used it; {advice}")
 
     def model(self) -> PreTrainedModel:
         """A fresh copy of the model. Raises ValueError where it does not fit the tokenizer or the length, or
@@ -104,7 +121,7 @@ def make_base(options: ModelOptions, corpora: Corpora, *, accelerator: str, trai
         pretrain(place, options, new, corpora, model, steps=steps, accelerator=accelerator)
 
     make_once(folder, make=make)
-    return replace(base, checkpoint=str(folder))
+    return replace(base, checkpoint=str(folder), rebuild=partial(make_once, folder, make=make))
 
 
 def adapt_checkpoint(
@@ -152,7 +169,8 @@ def adapt_checkpoint(
         options, given = replace(options, pretraining=None), replace(given, lacks="the language-model head")
         return adapt_checkpoint(options, given, corpora, accelerator, trains)
     make_once(folder, make=make)
-    return replace(given, checkpoint=str(folder), resize=False)
+    rebuild = partial(make_once, folder, make=make)
+    return replace(given, checkpoint=str(folder), resize=False, rebuild=rebuild)
 
 
 def describe_base(options: ModelOptions, corpora: Corpora) -> Base:

@@ -115,6 +115,7 @@ def train_run(plan: Plan, run: RunDir) -> Scores:
             plan=plan,
             run=run,
             **pieces,
+            base=base,
             evaluators=evaluators,
             scores=scores,
             loggers=loggers,
@@ -122,7 +123,7 @@ def train_run(plan: Plan, run: RunDir) -> Scores:
             device=ready.device,
         )
         trainer.fit()  # for each stage: train, save, evaluate, commit
-        trainer.finalize(base)  # model, report, model card
+        trainer.finalize()  # model, report, model card
     return scores
 
 
@@ -151,6 +152,7 @@ class ContinualTrainer:
     run: RunDir
     module: ContinualMethod
     data: DomainSequence
+    base: Base
     evaluators: Sequence[Evaluator]
     scores: Scores
     loggers: Sequence[Logger]
@@ -160,6 +162,7 @@ class ContinualTrainer:
 
     def __post_init__(self) -> None:
         self.to_disk = self.plan.modules.storage == "disk"  # the modules of earlier domains
+        self.has_base_folder = Path(self.base.checkpoint).is_dir()  # else it is of the Hub, or not built yet
         self.scores.needs_domain, self.scores.alone = self.module.needs_domain, self.module.alone
 
     @contextmanager
@@ -348,6 +351,8 @@ class ContinualTrainer:
         if is_first_process() and not self.run.config.exists():
             told = f"{self.run.path} was moved or deleted while it was trained: its config.yaml is missing"
             raise ValueError(f"{told}; delete what is left there to start again")
+        if is_first_process() and self.has_base_folder:
+            self.base.restore_folder()
         self.module.observes = number in (0, len(self.data))
         means, modules = self.score_row(number, row, self.missing(number))
         self.module.observes = False
@@ -397,9 +402,9 @@ class ContinualTrainer:
         self.scores.measure()
         self.scores.save(self.run.scores_file)
 
-    def finalize(self, start: Base) -> None:
+    def finalize(self) -> None:
         """Intervals, the exported model, the report and the run's summary, by the first process."""
-        scores, run = self.scores, self.run
+        scores, run, start = self.scores, self.run, self.base
         if not is_first_process():
             return
         check_signals("before the model was exported")
@@ -415,6 +420,8 @@ class ContinualTrainer:
             for path in run.model.rglob("*.safetensors"):  # which safetensors makes for their owner alone
                 path.chmod(run.config.stat().st_mode)
         scores.loading = loading.replace(f"{run.path}/", "")  # the folder may be moved
+        if self.has_base_folder:
+            start.restore_folder()
         if len(scores.rows) > 1:
             scores.moved = measure_movement(start.model(), run.model)
         check_signals("before the report was written")
