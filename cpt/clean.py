@@ -118,8 +118,8 @@ def is_cached(path: Path) -> bool:
 
 
 def remove(path: Path) -> str:
-    """Removes a file or folder, but not while a process makes or uses it or a run has its folder; returns what
-    came of it."""
+    """Removes a file or folder, but not while a process makes or uses it or a run has its folder; returns
+    what came of it."""
     name = path.name.removesuffix(PARTIAL)
     lock = path.parent / (".lock" if name in ("stages", "checkpoints") else f"{name}.lock")
     try:
@@ -128,7 +128,7 @@ def remove(path: Path) -> str:
                 discard(path)
                 return "removed"
 
-            # Moved away first: a process records its use before it looks for the artifact (cpt.core.cache_use).
+            # Moved away first: a process records its use before it looks for the artifact.
             moved = path.with_name(f"{path.name}.removed{PARTIAL}")
             os.replace(path, moved)
             use = describe_use(path)

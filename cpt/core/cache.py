@@ -78,8 +78,8 @@ def naming_cache(cache: Path) -> Iterator[None]:
         if error.errno not in FORBIDDEN or not path.is_relative_to(cache.absolute()):
             raise
         raise ValueError(
-            f"cache_dir={cache} is invalid: {path}: {error.strerror}{describe_owner(path)}. Allowed: a folder "
-            "that this user may read and write (shared: one group and umask 002 for all), or another cache_dir"
+            f"cache_dir={cache} is invalid: {path}: {error.strerror}{describe_owner(path)}. Allowed: a "
+            "folder that this user may read and write (shared: one group, umask 002), or another cache_dir"
         ) from error
 
 

@@ -1,7 +1,7 @@
 """Which processes use which artifacts of a cache, so that `cpt.clean` leaves these.
 
-A process records its uses in `CACHE/.uses/HOST-PID-START.jsonl`: itself in the first line, then one artifact a
-line. It records a use before it looks whether the artifact is there, and `cpt.clean` moves an artifact away
+A process records its uses in `CACHE/.uses/HOST-PID-START.jsonl`: itself in the first line, then one artifact
+a line. It records a use before it looks whether the artifact is there, and `cpt.clean` moves an artifact away
 before it looks who uses it: one of the two sees the other. A record counts as long as its process lives; on
 another machine, whose processes cannot be asked, for a day after its process has touched it last."""
 
