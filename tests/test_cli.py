@@ -45,6 +45,13 @@ def test_what_cannot_be_composed_is_told_in_one_line_and_leaves_nothing(argument
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
+def test_a_question_mark_lists_all_choices_of_a_group(tmp_path):
+    ended = ran(ROOT / "run.py", "method=?", cwd=tmp_path)
+    listed = ended.stderr.strip().partition("choices of method: ")[2].split(", ")
+    assert listed == sorted(path.stem for path in (ROOT / "conf/method").glob("*.yaml"))
+    assert (ended.returncode, len(ended.stderr.splitlines())) == (1, 1) and not any(tmp_path.iterdir())
+
+
 def test_the_program_has_the_same_config_under_both_names(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     given = ["--cfg=all", "seed=3"]

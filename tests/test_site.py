@@ -46,6 +46,24 @@ def test_the_pages_of_options_are_what_the_program_writes(monkeypatch):
     assert {*(DOCS / "options").glob("*.md")} == {path for path in pages if path.parent.name == "options"}
 
 
+@pytest.mark.parametrize(("page", "required"), [
+    ("model", ["model.name_or_path"]),
+    ("domains", ["domains.root"]),
+    ("benchmark", ["benchmark.tasks"]),
+])  # fmt: skip
+def test_required_options_are_on_their_page(page, required):
+    lines = told(f"options/{page}.md").splitlines()
+    for option in required:
+        assert any(line.startswith(f"| `{option}` | `???` |") for line in lines)
+
+
+def test_the_options_of_a_checkpoint_are_on_the_page_of_models():
+    page = told("options/model.md")
+    section = page.partition("## `model=hf`")[2].partition("## `")[0]
+    for option in ("model.layers", "model.pretraining.head_steps", "model.pretraining.precision"):
+        assert f"| `{option}` |" in section
+
+
 @pytest.fixture(scope="module")
 def places(tmp_path_factory):
     root = tmp_path_factory.mktemp("support")

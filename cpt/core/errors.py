@@ -76,6 +76,8 @@ def explain(error: BaseException) -> str:
     match error:
         case of_hydra.MissingConfigException(missing_cfg_file=str(path), options=list(options)):
             group, _, name = path.rpartition("/")
+            if name == "?":
+                return f"{group}=? asks for the choices of {group}: {', '.join(sorted(options))}"
             return unknown_name(f"{group}={name}", options)
         case of_hydra.MissingConfigException() if (at := LOADED.search(str(error))) and choices_of(at[1]):
             return unknown_name(f"{at[1]}={at[2]}", choices_of(at[1]))  # of a list of choices

@@ -78,11 +78,15 @@ def options_at(cfg: DictConfig, place: str) -> Sequence[type[Options]]:
 
 def list_options(cfg: DictConfig, place: str) -> Iterator[tuple[str, str, str, str]]:
     """Of each option of a section its key, its value as one gives it, its help and what is allowed."""
-    node = OmegaConf.select(cfg, place) if place else cfg
+    section = OmegaConf.select(cfg, place) if place else cfg
     for kind in options_at(cfg, place):
-        for each in fields(kind):
-            below = node._get_node(each.name) if each.name in node else None
-            if below is not None and not (isinstance(below, DictConfig) and len(below)):
-                value = "???" if OmegaConf.is_missing(node, each.name) else show(to_python(node[each.name]))
-                words = allowed(option_types(kind)[each.name])
-                yield join(place, each.name), value, each.metadata["help"], words
+        for field in fields(kind):
+            # `in section` is false for a value that is missing (`???`), `in section.keys()` is not
+            node = section._get_node(field.name) if field.name in section.keys() else None  # noqa: SIM118
+            is_section = isinstance(node, DictConfig) and not node._is_missing() and len(node) > 0
+            if node is None or is_section:
+                continue
+            is_required = OmegaConf.is_missing(section, field.name)
+            value = "???" if is_required else show(to_python(section[field.name]))
+            words = allowed(option_types(kind)[field.name])
+            yield join(place, field.name), value, field.metadata["help"], words

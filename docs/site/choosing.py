@@ -120,22 +120,30 @@ def winners(found: Mapping[str, list[dict[str, Any]]]) -> Iterator[str]:
     measured = {name: differences(runs, STUDIES[name]) for name, runs in found.items()}
     everything = [run for runs in found.values() for run in runs]
     names = {row for name in measured for row in measured[name] if name != "default" or " " not in row}
-    told = {row for row in names if needs_domain(everything, row.split(" ")[0])}
-    text = {row for row in names if row.split(" ")[0] in KEEP_TEXT}
+    given_domain = {row for row in names if needs_domain(everything, row.split(" ")[0])}
+    storing_text = {row for row in names if row.split(" ")[0] in KEEP_TEXT}
     classes = {
         "all text at once": {"joint"},
-        "text of earlier domains is stored": text,
-        "no text stored, domain unknown at test time": names - told - text - {"joint"},
-        "no text stored, domain given at test time": told,
+        "text of earlier domains is stored": storing_text,
+        "no text stored, domain unknown at test time": names - given_domain - storing_text - {"joint"},
+        "no text stored, domain given at test time": given_domain - storing_text,
     }
     for title, allowed in classes.items():
         cells = []
         for name in found:
-            study = STUDIES[name]
-            there = {row: fmean(values) for row, values in measured[name].items() if row in allowed}
-            best = study.better(there, key=there.__getitem__) if there else None
-            cells.append(f"`{best}` {signed(there[best], study)}" if best else "–")
+            means = {row: fmean(values) for row, values in measured[name].items() if row in allowed}
+            cells.append(name_winner(means, STUDIES[name]))
         yield f"| {title} | {' | '.join(cells)} |"
+
+
+def name_winner(means: Mapping[str, float], study: Study) -> str:
+    """The best row by its mean difference from `ncl`, or that none is better than it."""
+    if not means:
+        return "–"
+    best = study.better(means, key=means.__getitem__)
+    value = signed(means[best], study)
+    is_worse = study.better(means[best], 0.0) != means[best]
+    return f"none better than `ncl` (`{best}` {value})" if is_worse else f"`{best}` {value}"
 
 
 def page() -> str:

@@ -7,17 +7,24 @@ import gzip
 import json
 import sys
 from collections import defaultdict
+from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.text import Text
+from matplotlib.transforms import Bbox
 
 DOCS = Path(__file__).resolve().parents[1]
 PAGE, FIGURE = DOCS / "studies" / "default-domains.md", DOCS / "images" / "default-domains.png"
 SCORES = DOCS.parent / "benchmarks" / "results" / "studies" / "default_domains.jsonl.gz"
 METRICS = ("LC", "CPT", "FG", "general_drift")
 KNOWN, UNKNOWN = "#d55e00", "#0072b2"
+LABEL_DISTANCES = (7, 14, 22, 32, 45, 60)  # points between a point of the figure and its name
+LABEL_ANGLES = (0, 45, -45, 180, 135, -135, 70, -70, 110, -110)  # degrees, the best places first
 
 
 def read_run(path: Path) -> dict[str, Any]:
@@ -112,22 +119,50 @@ def tables(runs: list[dict[str, Any]]) -> dict[str, str]:
 def draw(groups: dict[str, list[dict[str, Any]]]) -> None:
     """Forgetting against the final perplexity, a point per method."""
     figure, axes = plt.subplots(figsize=(9, 6))
-    seen: list[tuple[float, float]] = []
-    corners = [((4, 3), "left"), ((4, -9), "left"), ((-4, 3), "right"), ((-4, -9), "right")]
+    points: dict[str, tuple[float, float]] = {}
     for method, runs in groups.items():
         if forgetting := values(runs, "FG", "nats"):
-            x, y = mean(forgetting), mean(values(runs, "LC", "perplexity"))
-            axes.plot(x, y, "o", color=KNOWN if runs[0]["needs_domain"] else UNKNOWN, markersize=5)
-            near = sum(abs(x - a) < 0.05 and abs(y - b) < 0.9 for a, b in seen)
-            seen.append((x, y))
-            place, side = corners[near % len(corners)]
-            how = {"textcoords": "offset points", "fontsize": 8, "ha": side}
-            axes.annotate(method, (x, y), xytext=place, **how)
+            points[method] = mean(forgetting), mean(values(runs, "LC", "perplexity"))
+            color = KNOWN if runs[0]["needs_domain"] else UNKNOWN
+            axes.plot(*points[method], "o", color=color, markersize=5)
     axes.set(xlabel="forgetting (FG, nats)", ylabel="final perplexity (LC)")
     axes.set_title("Blue: domain unknown at test time. Orange: domain given.", fontsize=10)
     axes.grid(alpha=0.3)
     figure.tight_layout()
+    label_points(axes, points)
     figure.savefig(FIGURE, dpi=110)
+
+
+def label_points(axes: Axes, points: dict[str, tuple[float, float]]) -> None:
+    """Writes the name of each point beside it, where it covers no point and no name written before.
+
+    A name that has to stand further away is joined to its point by a line."""
+    figure = axes.figure
+    renderer = figure.canvas.get_renderer()
+    pixels = {name: axes.transData.transform(point) for name, point in points.items()}
+    covered = [Bbox.from_bounds(x - 4, y - 4, 8, 8) for x, y in pixels.values()]
+    for name, point in points.items():
+        for distance, angle in product(LABEL_DISTANCES, LABEL_ANGLES):
+            shift = distance * np.cos(np.radians(angle)), distance * np.sin(np.radians(angle))
+            label = axes.annotate(
+                name,
+                point,
+                xytext=shift,
+                textcoords="offset points",
+                fontsize=8,
+                ha="left" if shift[0] > 0 else "right",
+                va="center",
+                arrowprops={"arrowstyle": "-", "lw": 0.5, "color": "0.5"} if distance > 10 else None,
+            )
+            label.update_positions(renderer)
+            box = Text.get_window_extent(label, renderer)
+            is_inside = axes.bbox.contains(box.x0, box.y0) and axes.bbox.contains(box.x1, box.y1)
+            if is_inside and not any(box.overlaps(other) for other in covered):
+                break
+            label.remove()
+        else:
+            raise ValueError(f"{name} has no free place. Allowed: larger LABEL_DISTANCES, a larger figure")
+        covered.append(box)
 
 
 def main(arguments: list[str]) -> None:

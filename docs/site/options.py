@@ -37,14 +37,14 @@ GROUPS = {
     "benchmark": ("lm-evaluation-harness", "lm-eval"),
     "logger": ("Loggers", "tracking"),
 }
-# Groups whose choices have the same options: those of one choice are shown.
+# Groups whose choices have the same options: those of one choice, or of one of each kind, are shown.
 ALIKE = {
-    "routing": "posterior",
-    "model": "tiny_modernbert",
-    "trainer": "default",
-    "endtask": "texts",
-    "answers": "default",
-    "benchmark": "lm_eval",
+    "routing": ["posterior"],
+    "model": ["hf", "tiny_modernbert"],  # a checkpoint; a model that the run pre-trains
+    "trainer": ["default"],
+    "endtask": ["texts"],
+    "answers": ["default"],
+    "benchmark": ["lm_eval"],
 }
 SET_BY = {
     "routing": "method=demix routing@method.routing",
@@ -57,9 +57,11 @@ After this page you can find the options of a run, with its default, meaning and
 Options of the groups are on pages of their own. Each option can be set on the command line
 (`python run.py trainer.steps=500`) or in a YAML file ([extend](extend.md)).
 `python run.py method=das --options` prints the same tables for the choices of a command, of which
-some have more options, like `model=hf` or `endtask=das6`. Not listed: `init_from`
-([resume](resume.md)), and `method.lr_multiplier`, by which methods with added modules multiply
-`model.lr`.
+some have more options, like `endtask=das6`. Not listed: `init_from` ([resume](resume.md)),
+`method.lr_multiplier`, by which methods with added modules multiply `model.lr`, the options of
+`hydra.launcher` and `hydra.sweeper` ([sweeps](sweeps.md), [tuning](tune.md)), `callbacks` and
+`budget._target_` ([extend](extend.md)), and the entries of `domains.catalogue` and
+`domains.packages` ([data](data.md)).
 
 `???` marks a required value. An empty *allowed* cell means that the library checks the value.
 `python docs/site/options.py` generates these pages.
@@ -74,7 +76,7 @@ def composed(*overrides: str) -> DictConfig:
 def choices(group: str) -> list[str]:
     """The names of a group's choices, without the one that stands for nothing."""
     if group in ALIKE:
-        return [ALIKE[group]]
+        return ALIKE[group]
     return sorted(path.stem for path in (CONF / group).glob("*.yaml") if path.stem != "none")
 
 
@@ -128,11 +130,12 @@ def group_page(group: str) -> str:
     shown = [name for name, found in sections.items() if found]
     about = f"After this page you can set the options of `{group}` ([guide](../{guide}.md))."
     lines = [f"# {title}: options", "", about, ""]
-    if group not in ALIKE:
+    if len(shown) > 1:
         links = " · ".join(f"[{name}](#{group}{name})" for name in shown)
         lines += [*textwrap.wrap(links, 100), ""] if len(shown) > 3 else []
     for name in shown:
-        lines += [*([f"## `{group}={name}`", ""] if group not in ALIKE else []), *table(sections[name])]
+        heading = [f"## `{group}={name}`", ""] if len(shown) > 1 or group not in ALIKE else []
+        lines += [*heading, *table(sections[name])]
     if empty := [f"`{group}={name}`" for name, found in sections.items() if not found]:
         lines += [*textwrap.wrap(f"Without options: {', '.join(empty)}.", 100), ""]
     links = f"[All options](../options.md) · [Guide](../{guide}.md)"
