@@ -21,6 +21,7 @@ from cpt.core.schema import show
 from cpt.core.slurm import check_launch
 from cpt.evaluation.scores import Scores
 from cpt.evaluation.task_metrics import run_objective
+from cpt.loggers.wandb_environment import check_environment
 from cpt.trainer.domain_order import load_cached_order, order_domains
 from cpt.trainer.manifest import Manifest, check_manifest, find_started, resolve_eval_cap, resume_from_sibling
 from cpt.trainer.options import count_devices
@@ -41,6 +42,8 @@ def train(cfg: DictConfig, *, run_dir: Path) -> float | None:
         if not plan.run.plan and not is_job_within_a_sweep():
             check_launch(count_devices(plan.trainer.devices), plan.trainer.num_nodes)
         plan.source.check_domains(plan.order)
+        if plan.logger.wandb:
+            check_environment()
         if (name := str(run_dir)).encode(errors="replace").decode() != name:
             raise ValueError(f"the run folder {name} is invalid: not UTF-8. Allowed: another hydra.run.dir")
         try:

@@ -15,10 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.errors import HydraException
 from hydra.utils import instantiate
 from lightning import LightningModule, Trainer
 from lightning.pytorch import callbacks as theirs
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from cpt.adapters.domain_store import Router
@@ -30,6 +34,7 @@ from cpt.data.collate import Batch
 from cpt.data.datamodule import DomainSequence
 from cpt.evaluation.monitor import MonitorObserver, MonitorOptions, MonitorRecord
 from cpt.evaluation.perplexity import DocumentNLL
+from cpt.loggers.guard import warn_of_failure
 from cpt.methods.base import ContinualMethod
 from cpt.models.forward import in_mode
 from cpt.trainer.costs import CostMonitor
@@ -42,6 +47,8 @@ CHANGES_RESULT = (
     *(theirs.LearningRateFinder, theirs.StochasticWeightAveraging, theirs.WeightAveraging),
     *(theirs.BaseFinetuning, theirs.ModelPruning),
 )
+# What a class raises for an option that it does not take; anything else is a failure of its surroundings.
+REFUSALS = (TypeError, ValueError, MisconfigurationException)
 PLAIN = (Tensor, str, bytes, int, float, bool, type(None))
 
 
@@ -55,6 +62,36 @@ def make_callbacks(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Callba
             allowed = "the options of trainer, optim and lr_scheduler; method=ema averages weights"
             raise ValueError(f"{told}. Allowed: {allowed}")
     return built
+
+
+def make_loggers(entries: Mapping[str, Mapping[str, Any]], *, folder: Path) -> dict[str, Logger]:
+    """The custom loggers of the config by name, with the run's folder as `save_dir` where they take one.
+
+    Raises ValueError for a class that does not exist and for options that it refuses. Whatever else happens
+    in it (a package, a server or a folder is missing) is a warning, and an empty logger takes its place."""
+    loggers: dict[str, Logger] = {}
+    for name, entry in entries.items():
+        section = f"logger.{name}"
+        check_arguments(section, entry)
+        load_target(entry["_target_"], place=section)
+        try:
+            loggers[name] = make_entry(section, entry, Logger, save_dir=folder)
+        except ValueError as error:
+            cause = find_cause(error)
+            if isinstance(cause, REFUSALS):
+                raise
+            warn_of_failure(section, cause, "the run continues without it")
+            loggers[name] = DummyLogger()
+    return loggers
+
+
+def find_cause(error: BaseException) -> BaseException:
+    """The exception of a library that `naming_cause` and Hydra have wrapped; the error itself where none
+    is."""
+    cause = error if error.__cause__ is None else error.__cause__
+    while isinstance(cause, HydraException) and cause.__cause__ is not None:
+        cause = cause.__cause__
+    return cause
 
 
 def make_entry(section: str, entry: Mapping[str, Any], kind: type, save_dir: Path | None = None) -> Any:

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from cpt.adapters.domain_store import BASE
 from cpt.core import files
 from cpt.core.distributed import barrier, leave_together
+from cpt.core.errors import reason
 from cpt.core.heartbeat import HEARTBEAT, Phase, set_phase
 from cpt.core.preemption import check_signals, defer_signals
 from cpt.core.processes import is_first_process
@@ -29,7 +30,8 @@ from cpt.data.datamodule import Domain, DomainSequence
 from cpt.evaluation.monitor import MonitorObserver
 from cpt.evaluation.scores import Scores, gather_documents
 from cpt.evaluation.task_metrics import run_objective
-from cpt.loggers.loggers import WandbCurves, log_scores, log_stage, run_name, track
+from cpt.loggers.loggers import LoggedRun, enter_domain, log_scores, log_stage, run_name, track
+from cpt.loggers.wandb_environment import WandbLabels
 from cpt.methods.base import ContinualMethod
 from cpt.models.memory import draw_quickly
 from cpt.models.weights import measure_movement
@@ -107,10 +109,9 @@ def train_run(plan: Plan, run: RunDir) -> Scores:
         scores = new if scores is None else new.take_over(scores)
     run.check_documents(len(scores.rows))
     scores.phases["start"] = dict(Counter(scores.phases["start"]) + Counter(took))
-    name = run_name(scores.run, plan.settings["order"])
-    about: dict[str, Any] = {"name": name, "group": str(plan.run.name), "job_type": plan.names["method"]}
-    about |= {"tags": plan.run.tags, "config": dict(plan.settings)}
-    with track(plan.logger.flags, run.path, about=about, custom=ready.loggers) as loggers:
+    logged = describe_run(plan, run, scores)
+    options = plan.logger
+    with track(logged, csv_file=options.csv, wandb=options.wandb_place, custom=ready.loggers) as loggers:
         trainer = ContinualTrainer(
             plan=plan,
             run=run,
@@ -125,6 +126,35 @@ def train_run(plan: Plan, run: RunDir) -> Scores:
         trainer.fit()  # for each stage: train, save, evaluate, commit
         trainer.finalize()  # model, report, model card
     return scores
+
+
+def describe_run(plan: Plan, run: RunDir, scores: Scores) -> LoggedRun:
+    """What loggers get of a run at its start."""
+    labels = WandbLabels(
+        name=run_name(scores.run, plan.settings["order"]),
+        group=str(plan.run.name),
+        job_type=plan.names["method"],
+        tags=plan.run.tags,
+    )
+    return LoggedRun(folder=run.path, labels=labels, config=dict(plan.settings), texts=scores.domains)
+
+
+def write_pages(folder: Path, scores: Scores) -> None:
+    """The report of a finished run and the card of its model. They show the results and do not decide whether
+    the run is finished: one that cannot be made is a warning."""
+    try:
+        run_page.write_report(folder, scores)
+    except Exception as error:  # of a font, a picture, a template
+        cause = f"{type(error).__name__}: {reason(error)}"
+        log.warning("The report could not be made (%s); the same command makes it again", cause)
+    if len(scores.rows) < 2:
+        return
+    try:
+        write_model_card(folder, scores)
+    except Exception as error:
+        cause = f"{type(error).__name__}: {reason(error)}"
+        advice = f"python -m cpt.card {folder} makes it again"
+        log.warning("The model card could not be made (%s); %s", cause, advice)
 
 
 def keep_threads(path: Path, *, processes: int) -> None:
@@ -253,8 +283,7 @@ class ContinualTrainer:
         guard = NanGuard(policy=plan.run.on_nonfinite)
         parts = self.run.stage(number - 1) if self.to_disk else None
         saving = StepCheckpoint(checkpoint, every=plan.trainer.checkpoint_every, guard=guard, parts=parts)
-        for logger in (each for each in self.loggers if isinstance(each, WandbCurves)):
-            logger.curves.enter(domain.name, tokens=sum(self.scores.seen))
+        enter_domain(self.loggers, domain.name, tokens=sum(self.scores.seen))
         # Monitors know the tokens of their step; a checkpoint, last, has the state of the others at its step.
         callbacks = [costs, *monitors, movement, guard, *self.callbacks.entering(number), saving]
         fitting = None
@@ -438,9 +467,7 @@ class ContinualTrainer:
             self.collect(each)
         scores.optimized_metric = run_objective(vars(scores), self.plan.run.optimized_metric)
         scores.run["finished"] = True
-        run_page.write_report(run.path, scores)
-        if len(scores.rows) > 1:
-            write_model_card(run.path, scores)
+        write_pages(run.path, scores)
         run.write_checksums()
         if (last := run.stage(len(scores.rows) - 1)).exists():
             with files.writing(last):

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 from annotated_types import Len, Predicate
@@ -24,6 +23,7 @@ from cpt.core.schema import (
     show,
 )
 from cpt.data.orders import WORDS
+from cpt.loggers.wandb_environment import WandbPlace
 from cpt.models.options import Trainable
 
 BF16 = ("bf16-mixed", "bf16", "bf16-true")
@@ -191,13 +191,15 @@ class LoggerOptions(Options):
     csv: bool = option("write metrics.csv in the run folder", default=False)
     wandb: bool = option("log to Weights & Biases", default=False)
     mode: Literal["auto", "online", "offline", "disabled"] = option(
-        "mode of W&B; auto: online if logged in, else offline", default="auto"
+        "mode of W&B; auto: WANDB_MODE, else online if logged in, else offline", default="auto"
     )
-    project: Text | None = option("project of W&B", default=None)
-    entity: Text | None = option("user or team of W&B", default=None)
+    project: Text | None = option("project of W&B; null: WANDB_PROJECT, else cpt", default=None)
+    entity: Text | None = option("user or team of W&B; null: WANDB_ENTITY, else your default", default=None)
     others: Mapping[str, Any] = option("Lightning or custom loggers, by name")
 
     @property
-    def flags(self) -> dict[str, Any]:
-        """The options of cpt's own loggers (cpt.loggers.loggers)."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "others"}
+    def wandb_place(self) -> WandbPlace | None:
+        """Where on W&B the run goes; None: nowhere."""
+        if not self.wandb:
+            return None
+        return WandbPlace(mode=self.mode, project=self.project, entity=self.entity)

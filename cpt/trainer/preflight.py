@@ -32,6 +32,7 @@ from cpt.data.options import share_batch
 from cpt.data.packing import terminator
 from cpt.data.sources.base import ASSISTANT, USER, Example
 from cpt.data.tokenized_tasks import Encoder, render_chat
+from cpt.loggers.wandb_environment import WandbPlace
 from cpt.models import loading
 from cpt.models.block_attention import check_isolation
 from cpt.models.growth import check_entries, check_head
@@ -40,7 +41,7 @@ from cpt.models.objectives import Causal, CausalAnswers, Masked, Objective, Span
 from cpt.models.options import BYTES
 from cpt.models.weights import frozen_parameters
 from cpt.trainer.build import build_context
-from cpt.trainer.callbacks import make_callbacks, make_entry
+from cpt.trainer.callbacks import make_callbacks, make_loggers
 from cpt.trainer.lightning import make_trainer, naming_cause, quiet
 from cpt.trainer.options import BF16, FP16_MIXED, TrainerOptions
 from cpt.trainer.plan import Plan
@@ -60,7 +61,7 @@ class Preflight:
     lm-evaluation-harness."""
 
     plan: Plan
-    loggers: list[Logger]
+    loggers: dict[str, Logger]
     callbacks: dict[str, Callback]
     processes: int
     world: int
@@ -75,8 +76,9 @@ def prepare(plan: Plan, run: RunDir) -> Preflight:
     check_optimizer("optim", {"_target_": plan.optim.target, **plan.optim.arguments})
     config = check_model(plan)
     plan = replace(plan, trainer=resolve_devices(plan.trainer))
-    given = plan.logger.others.items()
-    loggers = [make_entry(f"logger.{name}", each, Logger, save_dir=run.path) for name, each in given]
+    if plan.logger.wandb_place is not None:
+        check_wandb(plan.logger.wandb_place)
+    loggers = make_loggers(plan.logger.others, folder=run.path)
     callbacks = make_callbacks(plan.callbacks)
     check_names(plan.trainer.others, [*option_types(TrainerOptions), *TRAINER_ARGUMENTS], place="trainer")
     # A trainer on this machine, of 32 bits for `auto`, which Lightning may reject.
@@ -84,8 +86,13 @@ def prepare(plan: Plan, run: RunDir) -> Preflight:
     tried_as["precision"] = str(plan.trainer.precision).replace("auto", "32-true")
     arguments = plan.trainer.lightning | {"precision": tried_as["precision"]}
     with naming_cause(" ".join(f"trainer.{name}={value}" for name, value in tried_as.items())):
-        how: dict[str, Any] = {"loggers": loggers, "callbacks": list(callbacks.values())}
-        tried = make_trainer(arguments, label="", steps=1, **how)
+        tried = make_trainer(
+            arguments,
+            label="",
+            steps=1,
+            loggers=list(loggers.values()),
+            callbacks=list(callbacks.values()),
+        )
     check_task_count(tried.num_devices, plan.trainer.num_nodes)
     parts = plan.trainer.accumulate_grad_batches
     share_batch(plan.trainer.batch_size, accumulate=parts, world=tried.world_size)
@@ -101,6 +108,16 @@ def prepare(plan: Plan, run: RunDir) -> Preflight:
     plan = replace(plan, trainer=resolve_auto(plan, config, device, stored=stored))
     processes = tried.num_devices, tried.num_devices * plan.trainer.num_nodes
     return Preflight(plan, loggers, callbacks, *processes, device, make_harness(plan))
+
+
+def check_wandb(place: WandbPlace) -> None:
+    """Raises ValueError for options and variables that W&B refuses. An installation of W&B that cannot be
+    imported is no reason to: the run will say so and continue."""
+    try:
+        from cpt.loggers.wandb_run import check_settings
+    except Exception:  # not ImportError alone: W&B's parts may be of different versions
+        return
+    check_settings(place)
 
 
 def resolve_devices(options: TrainerOptions) -> TrainerOptions:

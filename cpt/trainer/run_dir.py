@@ -26,6 +26,7 @@ BY_CONTENT = ("order", "domains.root", "domains.only", "domains.by", "init_from"
 STAGE_FILES = ("pt", "shards", "linked")  # of a stage, which counts by its file: written last, removed first
 WEIGHTS = (".safetensors", ".bin")
 OF_A_CHECKPOINT = (*WEIGHTS, ".json", ".model", ".txt", ".jinja")
+REPORTS = ("report.html", "report.md")
 # The files of a run that was rejected: Hydra's, and those that the next start writes again.
 BEFORE_THE_RUN = (".hydra", "run.log", ".lock", "config.yaml", "threads", "matched.json", PROGRESS_FILE)
 
@@ -132,7 +133,7 @@ class RunDir:
 
     def write_checksums(self) -> None:
         """Stores the checksums of the model and the report, which are flushed to disk."""
-        outputs = (*self.model.rglob("*"), self.path / "report.html", self.path / "report.md")
+        outputs = (*self.model.rglob("*"), *(self.path / name for name in REPORTS))
         files.write_checksums(self.path, (path for path in outputs if path.is_file()))
 
     def lost(self, *, full: bool) -> list[str]:
@@ -140,8 +141,9 @@ class RunDir:
         are small, another hash."""
         try:
             table = files.read_checksums(self.path)
-            full = full or sum(size for size, _ in table.values()) <= SMALL
-            return list(files.find_damage(self.path, table, full=full))
+            is_small = sum(size for size, _ in table.values()) <= SMALL
+            never_made = [f"{name} is missing" for name in REPORTS if name not in table]
+            return [*never_made, *files.find_damage(self.path, table, full=full or is_small)]
         except ValueError as error:
             return [str(error)]
 

@@ -12,10 +12,11 @@ import yaml
 from hydra import initialize_config_dir
 
 from cpt.contrib.wandb_tools.rebuild import REBUILT, sync_runs
-from cpt.core.config import digest
 from cpt.evaluation.scores import COSTS, NOTED, Scores
-from cpt.loggers import loggers as wandb_runs
-from cpt.loggers.loggers import Curves, log_scores, log_stage, track
+from cpt.loggers import wandb_run
+from cpt.loggers.loggers import LoggedRun, log_scores, log_stage, track
+from cpt.loggers.wandb_environment import WandbLabels, WandbPlace, read_identifier
+from cpt.loggers.wandb_run import Curves
 from cpt.reporting.frames import choose_headlines, summarize_scores
 from cpt.train import train
 from tests.conftest import ROOT, SMALL, with_values
@@ -98,7 +99,7 @@ def test_a_resumed_run_repeats_no_point(tmp_path):
     points = []
     run = SimpleNamespace(log=points.append, define_metric=lambda *given, **how: None)
     for _ in range(2):  # the second start begins after a kill
-        curves = Curves(run, high=tmp_path / "wandb" / "tokens")
+        curves = Curves(run, progress=tmp_path / "wandb" / "tokens")
         for domain, before, steps in (("law", 0, (1, 2, 3)), ("a/b", 30, (1,))):
             curves.enter(domain, tokens=before)
             for step in steps:
@@ -111,7 +112,9 @@ def test_a_resumed_run_repeats_no_point(tmp_path):
 def test_a_run_is_online_for_a_logged_in_user_if_the_server_answers(tmp_path, monkeypatch, caplog):
     tried, down = [], ConnectionError("W&B: timed out; logger.mode=offline keeps the run in its folder")
 
-    def init(identifier, folder, *, mode, **about):
+    labels = WandbLabels(name="ncl", group="g", job_type="ncl")
+
+    def init(identifier, folder, *, mode, **options):
         tried.append(mode)
         if mode == "online" and identifier == "down":
             raise down
@@ -119,37 +122,45 @@ def test_a_run_is_online_for_a_logged_in_user_if_the_server_answers(tmp_path, mo
     for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    monkeypatch.setattr(wandb_runs, "init_wandb", init)
-    wandb_runs.open_wandb("a", tmp_path, mode="auto")
+    monkeypatch.setattr(wandb_run, "init_wandb", init)
+
+    def open_run(identifier, mode="auto"):
+        place = WandbPlace(mode=mode)
+        wandb_run.open_wandb(identifier, tmp_path, place=place, labels=labels, config={})
+
+    open_run("a")
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password 0123\n")
-    wandb_runs.open_wandb("a", tmp_path, mode="auto")
+    open_run("a")
     assert tried == ["offline", "online"] and not caplog.text
-    wandb_runs.open_wandb("down", tmp_path, mode="auto")
-    assert tried[2:] == ["online", "offline"] and "timed out" in caplog.text
+    for mode in ("auto", "online"):  # of a server that does not answer
+        caplog.clear()
+        open_run("down", mode)
+        assert tried[-2:] == ["online", "offline"] and "timed out" in caplog.text
 
 
 def test_a_run_that_fails_after_its_first_stage_and_is_started_again_is_one_run_to_wandb(tmp_path):
     import wandb
 
-    options = {"wandb": True, "mode": "offline", "project": "p", "entity": None, "csv": True}
-    about = {"name": "das order=0 seed=3", "group": "g", "job_type": "das", "tags": [], "config": {"seed": 3}}
-    place = tmp_path / "das_seed-3"
+    folder = tmp_path / "das_seed-3"
     whole = made(method="das", endtasks=endtasks([[0.5] * 3] * 4, when="each"))
-    place.mkdir()
+    labels = WandbLabels(name="das order=0 seed=3", group="g", job_type="das")
+    run = LoggedRun(folder=folder, labels=labels, config={"seed": 3}, texts=whole.domains)
+    place = WandbPlace(mode="offline", project="p")
+    folder.mkdir()
     for rows in (3, 4):
         by_row = {name: getattr(whole, name)[:rows] for name in ("rows", "nll", "modules", *NOTED, *COSTS)}
         fails = pytest.raises(KeyboardInterrupt) if rows == 3 else nullcontext()
-        with fails, track(options, place, about=about) as loggers:
+        with fails, track(run, csv_file=True, wandb=place, custom={}) as loggers:
             log_stage(loggers, dataclasses.replace(whole, **by_row, endtasks={}))
             if rows == 3:
                 raise KeyboardInterrupt
-            log_scores(loggers, whole, folder=place)
+            log_scores(loggers, whole, folder=folder)
     wandb.teardown()
-    starts = of_kind(place, "run")  # else `wandb sync` counts the second's steps from 0
-    assert [(run.run_id, run.resume) for run in starts] == [(digest(["g", "das_seed-3"]), True)] * 2
-    assert [end.exit_code for end in of_kind(place, "exit")] == [1, 0]
-    assert not (set(summarize_scores(whole)) - set(choose_headlines(whole))) & set(summary(place))
-    assert [row["stage"] for row in history(place) if "ppl/law" in row] == [2, 3]
+    starts = of_kind(folder, "run")  # else `wandb sync` counts the second's steps from 0
+    assert [(run.run_id, run.resume) for run in starts] == [(read_identifier(folder), True)] * 2
+    assert [end.exit_code for end in of_kind(folder, "exit")] == [1, 0]
+    assert not (set(summarize_scores(whole)) - set(choose_headlines(whole))) & set(summary(folder))
+    assert [row["stage"] for row in history(folder) if "ppl/law" in row] == [2, 3]
 
 
 def test_each_parameter_of_the_sweep_is_a_valid_override(composed, monkeypatch):

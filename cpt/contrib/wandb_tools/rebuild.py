@@ -1,13 +1,12 @@
 """Make W&B runs from run folders: `python -m cpt.contrib.wandb_tools.rebuild FOLDER…`.
 
-A rebuilt run has the identifier that the run itself used or would have used."""
+A rebuilt run has the identifier that the run folder stores: a run that logged to W&B itself is continued."""
 
 from __future__ import annotations
 
 import argparse
 import csv
 import logging
-import re
 import shutil
 import sys
 import tempfile
@@ -18,16 +17,25 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import wandb
 import yaml
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from cpt.core.config import digest
 from cpt.core.errors import readable, reason
 from cpt.core.output import run_program
 from cpt.evaluation.scores import Scores
-from cpt.loggers.loggers import AXES, TRAINING, Curves, init_wandb, publish, run_name
+from cpt.loggers.loggers import run_name
+from cpt.loggers.wandb_environment import (
+    WandbLabels,
+    WandbPlace,
+    draw_identifier,
+    files_in,
+    read_identifier,
+    store_identifier,
+)
+from cpt.loggers.wandb_run import AXES, TRAINING, Curves, init_wandb, publish
 from cpt.reporting.frames import stage_points
 from cpt.reporting.load_runs import find_runs
 
@@ -35,7 +43,6 @@ log = logging.getLogger(__name__)
 MODES = ("online", "offline")
 REBUILT = "rebuilt"  # in a run folder: W&B's files under mode=offline
 ENOUGH = 3  # refused runs, and none accepted: W&B will accept no other
-WANDB_FOLDER = re.compile(r"(?:offline-)?run-(\d{8}_\d{6})-(.+)")
 STAGES = tuple(names.removesuffix("*") for names in AXES["stage"])
 # The machine that sends a run is not the one that made it.
 SETTINGS = {f"x_disable_{name}": True for name in ("stats", "meta", "machine_info")} | {"disable_git": True}
@@ -99,12 +106,12 @@ def sync_runs(runs: Mapping[Path, Scores], *, project: str | None, entity: str |
                     folder = whole / REBUILT  # of an earlier rebuild nothing is to be sent twice
                     shutil.rmtree(folder, ignore_errors=True)
                     folder.mkdir()
-                    place = nullcontext(folder)
+                    output = nullcontext(folder)
                 else:
-                    place = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-                about = {"project": project, "entity": entity, "mode": mode}
-                with place as folder:
-                    rebuild(whole, scores, config, curves, folder=Path(folder), **about)
+                    output = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+                place = choose_place(config, project=project, entity=entity, mode=mode)
+                with output as folder, files_in(Path(folder)):
+                    rebuild(whole, scores, config, curves, folder=Path(folder), place=place)
                 sent += 1
             except (UnreadableError, ConnectionError) as error:
                 failed += 1
@@ -145,21 +152,49 @@ def read_curves(path: Path, domains: Collection[str]) -> Points:
     return [(*where, points) for where, points in found.items()]
 
 
+def choose_place(
+    config: Mapping[str, Any], *, project: str | None, entity: str | None, mode: str
+) -> WandbPlace:
+    """Where on W&B a run goes: as the command says, else as the run's config."""
+    logger = config.get("logger") or {}
+    return WandbPlace(
+        mode=mode, project=project or logger.get("project"), entity=entity or logger.get("entity")
+    )
+
+
+def find_identifier(path: Path) -> str:
+    """The identifier of a run folder's W&B run; a new one, which the folder stores, of a run without W&B."""
+    identifier = read_identifier(path)
+    if not identifier:
+        identifier = draw_identifier()
+        try:
+            store_identifier(path, identifier)
+        except OSError as error:
+            message = "%s cannot store its W&B identifier (%s): another rebuild will make another W&B run"
+            log.warning(message, path, reason(error))
+    return identifier
+
+
 def rebuild(
-    path: Path, scores: Scores, config: dict[str, Any], curves: Points, *, folder: Path, **place: str | None
+    path: Path, scores: Scores, config: dict[str, Any], curves: Points, *, folder: Path, place: WandbPlace
 ) -> None:
     """Sends one folder: its curves if W&B does not know the run, the stages after the last that it knows, and
-    the result. Its identifier is that of the run's last start with W&B, also within a sweep of W&B's; else
-    what a start would take. The W&B run ends as the run itself ended."""
-    logger = config.get("logger") or {}
-    place |= {name: place.get(name) or logger.get(name) for name in ("project", "entity")}
-    about = {"name": run_name(scores.run, config.get("order", scores.run["order"]))}
-    about |= {"group": scores.run["name"], "job_type": scores.run["method"]}
-    tags = [str(tag) for tag in config.get("tags") or []]
-    names = [WANDB_FOLDER.fullmatch(each.name) for each in (path / "wandb").glob("*")]
-    starts = [name.groups() for name in names if name]
-    own = max(starts)[1] if starts else digest([scores.run["name"], path.name])
-    run = init_wandb(own, folder, config=config, settings=SETTINGS, tags=tags, **about, **place)
+    the result. The W&B run ends as the run itself ended."""
+    labels = WandbLabels(
+        name=run_name(scores.run, config.get("order", scores.run["order"])),
+        group=scores.run["name"],
+        job_type=scores.run["method"],
+        tags=tuple(str(tag) for tag in config.get("tags") or []),
+    )
+    run = init_wandb(
+        find_identifier(path),
+        folder,
+        mode=place.mode,
+        place=place,
+        labels=labels,
+        config=config,
+        settings=wandb.Settings(**SETTINGS),
+    )
     failed = True
     try:
         with translate_errors():

@@ -4,7 +4,7 @@ import pytest
 from filelock import FileLock
 
 from cpt.contrib.wandb_tools import rebuild
-from cpt.core.config import digest
+from cpt.loggers.wandb_environment import read_identifier, store_identifier
 from tests.support import wandb_files
 from tests.support.comparing import DOMAINS, endtasks, made
 
@@ -39,13 +39,15 @@ def test_one_wandb_run_per_run_folder_with_the_identifier_of_the_live_one(tmp_pa
         runs[root / name].save(root / name / "scores.json")
         (root / name / "config.yaml").write_text("seed: [0\n" if name == "broken" else CONFIG)
         (root / name / "metrics.csv").write_text(CURVES + "0" * (200_000 if name == "wide" else 0))
+    store_identifier(root / "done", "of-its-own-start")
     with FileLock(root / "busy" / ".lock"):
         failed = rebuild.sync_runs(runs, project="p", entity="me", mode="offline")
     wandb.teardown()  # only then are W&B's files whole: its service writes them
     for name, code in (("done", 0), ("cut", 1)):
         (run,) = wandb_files.of_kind(root / name, "run")
-        assert (run.run_id, run.project, run.entity) == (digest(["trial", name]), "p", "me")
+        assert (run.run_id, run.project, run.entity) == (read_identifier(root / name), "p", "me")
         assert [end.exit_code for end in wandb_files.of_kind(root / name, "exit")] == [code]
+        assert run.run_id == "of-its-own-start" or name == "cut"
     assert (run.run_group, run.job_type, list(run.tags)) == ("trial", "das", ["nice"])
     assert run.display_name == "das order=law,food,space seed=0"
     # What cannot be read, and what is at work, is named and left out.

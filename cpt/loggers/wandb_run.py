@@ -1,0 +1,259 @@
+"""The Weights & Biases run of a run folder: opened, its curves over tokens, and the result."""
+
+import logging
+import netrc
+import os
+from collections.abc import Mapping
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import wandb
+from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.utilities import rank_zero_only
+from PIL import Image
+from pydantic import ValidationError
+
+from cpt.core.errors import reason
+from cpt.core.naming import LONGEST_TAG
+from cpt.evaluation.scores import Scores, conditions, describe_conditions
+from cpt.loggers.stage_logger import StageLogger
+from cpt.loggers.wandb_environment import WandbLabels, WandbPlace, choose_entity, choose_project
+from cpt.reporting import figures, frames
+from cpt.reporting.frames import escape_name, label, stage_points
+
+log = logging.getLogger(__name__)
+WANDB_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
+LARGEST_REPORT = 10_000_000  # bytes; a larger page is slow in a panel
+TOKENS = "train/tokens"
+TRAINING = ("train", "monitor", "budget")  # curves KIND/NAME/DOMAIN of metrics.csv
+AXES = {  # No two patterns meet: of several that do W&B takes any.
+    TOKENS: tuple(f"{kind}/*" for kind in TRAINING),
+    "stage": ("ppl/*", "stages/*", "tasks/*", "units/*"),
+}
+
+
+class WandbCurves(WandbLogger, StageLogger):
+    """W&B's run as a logger of Lightning's, with its curves over the tokens of the whole run."""
+
+    def __init__(self, curves: "Curves") -> None:
+        super().__init__(experiment=curves.run)
+        self.curves = curves
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        self.curves.log(metrics)
+
+    def enter(self, domain: str, *, tokens: float) -> None:
+        self.curves.enter(domain, tokens=tokens)
+
+    def log_row(self, scores: Scores, row: int) -> None:
+        self.curves.run.log(stage_points(scores, row))
+
+    def log_result(self, scores: Scores, *, folder: Path) -> None:
+        publish(self.curves.run, scores, folder=folder)
+
+    def mark_preempted(self) -> None:
+        self.curves.run.mark_preempting()
+
+    def close(self, *, is_failed: bool) -> None:
+        self.curves.run.finish(exit_code=int(is_failed))
+
+
+def check_settings(place: WandbPlace) -> None:
+    """Raises ValueError for options and variables that W&B refuses."""
+    for option, value in (("project", place.project), ("entity", place.entity)):
+        try:
+            setattr(wandb.Settings(), option, value)
+        except (ValueError, wandb.Error) as error:
+            raise ValueError(f"logger.{option}={value} is invalid: {explain_refusal(error)}") from None
+
+    for name in sorted(os.environ):
+        if name.startswith("WANDB_"):
+            try:
+                wandb.Settings().update_from_env_vars({name: os.environ[name]})
+            except (ValueError, wandb.Error) as error:  # without the value, which may be a key
+                raise ValueError(f"{name} is invalid: {explain_refusal(error)}") from None
+
+
+def explain_refusal(error: Exception) -> str:
+    """What W&B, or pydantic in its name, says of a value."""
+    if isinstance(error, ValidationError):
+        return str(error.errors()[0]["msg"])
+    return reason(error)
+
+
+def is_logged_in() -> bool:
+    """Whether there is a key for W&B's server, from WANDB_API_KEY or `wandb login`. Sends nothing."""
+    settings = wandb.setup().settings
+    host = urlsplit(settings.base_url).netloc
+    hosts = {host, *WANDB_HOSTS} if host in WANDB_HOSTS else {host}  # a key of one is taken by the other
+    try:
+        keys = netrc.netrc(os.environ.get("NETRC") or Path.home() / ".netrc").hosts
+    except (OSError, RuntimeError, netrc.NetrcParseError):  # RuntimeError: no home folder
+        keys = {}
+    return bool(settings.api_key or hosts & keys.keys())
+
+
+def open_wandb(
+    identifier: str, folder: Path, *, place: WandbPlace, labels: WandbLabels, config: Mapping[str, Any]
+) -> wandb.Run:
+    """The W&B run of a run folder. `mode=auto`: WANDB_MODE, else online for a logged-in user. Where W&B
+    cannot be reached or refuses, the run is logged offline, with a warning."""
+    mode = place.mode
+    if mode == "auto":
+        mode = os.environ.get("WANDB_MODE") or ("online" if is_logged_in() else "offline")
+    try:
+        return init_wandb(identifier, folder, mode=mode, place=place, labels=labels, config=config)
+    except (ConnectionError, ValueError) as error:
+        if mode != "online":
+            raise
+        log.warning("%s; logging offline, `wandb sync` sends the run later", str(error).partition(";")[0])
+        return init_wandb(identifier, folder, mode="offline", place=place, labels=labels, config=config)
+
+
+def init_wandb(
+    identifier: str,
+    folder: Path,
+    *,
+    mode: str,
+    place: WandbPlace,
+    labels: WandbLabels,
+    config: Mapping[str, Any],
+    settings: wandb.Settings | None = None,
+) -> wandb.Run:
+    """A W&B run with its files below the folder, or below WANDB_DIR; an existing one of this identifier is
+    continued. `settings`: more of wandb.Settings. Raises ValueError for what W&B refuses, ConnectionError
+    where it cannot be reached or keeps no such run."""
+    too_long = [tag for tag in labels.tags if not 0 < len(tag) <= LONGEST_TAG]
+    if too_long:
+        raise ValueError(f"tags={too_long} is invalid. Allowed: 1 to {LONGEST_TAG} characters each")
+    settings = settings or wandb.Settings()
+    if not os.environ.get("WANDB_SILENT"):
+        settings.silent = True
+    if not os.environ.get("WANDB_CONSOLE"):
+        settings.console = "off"
+    try:
+        run = wandb.init(
+            id=identifier,
+            dir=os.environ.get("WANDB_DIR") or str(folder),
+            mode=mode,  # type: ignore[arg-type]  # older names
+            project=choose_project(place.project),
+            entity=choose_entity(place.entity),
+            name=labels.name,
+            group=labels.group,
+            job_type=labels.job_type,
+            tags=list(labels.tags),
+            config=dict(config),
+            # offline too: the files of two starts are one run to `wandb sync` only if both say so
+            resume="allow",
+            reinit="create_new",  # a run that is still open is another one
+            settings=settings,
+        )
+    except wandb.Error as error:
+        is_refused = isinstance(error, wandb.errors.AuthenticationError)
+        is_unreachable = isinstance(error, wandb.errors.CommError) and not is_refused
+        kind = ConnectionError if is_unreachable else ValueError
+        raise kind(f"W&B: {reason(error)}; logger.mode=offline keeps the run in its folder") from None
+    for axis, patterns in AXES.items():
+        run.define_metric(axis)
+        for names in patterns:
+            run.define_metric(names, step_metric=axis, step_sync=True, summary="none")
+    return run
+
+
+class Curves:
+    """Curves of training over the tokens of the whole run: `train/lm/DOMAIN` of metrics.csv is `train/loss`.
+    `progress`: a file that stores how far the curves go, so that steps which a resumed run repeats are not
+    logged twice."""
+
+    def __init__(self, run: wandb.Run, *, progress: Path | None = None) -> None:
+        self.run, self.progress = run, progress
+        self.domain, self.tokens_before, self.tokens = "", 0.0, 0.0
+        self.defined: set[str] = set()
+        stored = progress.read_text() if progress is not None and progress.exists() else ""
+        self.logged_tokens = float(stored) if stored.isdigit() else 0.0
+
+    def enter(self, domain: str, *, tokens: float) -> None:
+        """The points that follow are of this domain, before which the run had read this number of tokens."""
+        self.domain, self.tokens_before, self.tokens = domain, tokens, tokens
+
+    def log(self, points: Mapping[str, float]) -> None:
+        """Logs points that have the names of metrics.csv; other names are kept, over the same axis."""
+        ending = f"/{self.domain}"
+        merged: dict[str, float] = {}
+        other_names: set[str] = set()
+        for key, value in points.items():
+            kind, _, rest = key.partition("/")
+            if kind in TRAINING and rest.endswith(ending):
+                name = f"{kind}/{escape_name(rest.removesuffix(ending))}"
+                merged["train/loss" if name == "train/lm" else name] = value
+            elif key != "epoch":
+                merged[key] = value
+                other_names.add(key)
+
+        if TOKENS in merged:
+            self.tokens = self.tokens_before + merged[TOKENS]
+        if self.tokens < self.logged_tokens:
+            return
+        if self.tokens > self.logged_tokens:
+            self.store_progress()
+        self.logged_tokens = self.tokens
+
+        # No pattern of AXES covers these; W&B takes a name with an asterisk for a pattern.
+        for key in other_names - self.defined:
+            if "*" not in key:
+                self.run.define_metric(key, step_metric=TOKENS, step_sync=True)
+        self.defined |= other_names
+        self.run.log(merged | {TOKENS: self.tokens})
+
+    def store_progress(self) -> None:
+        if self.progress is not None and self.progress.parent.is_dir():
+            self.progress.write_text(str(int(self.tokens)))
+
+
+def publish(run: wandb.Run, scores: Scores, *, folder: Path) -> None:
+    """As summary the headlines; in the config what it lacks: the name in comparisons, the resolved order,
+    texts and versions; end tasks over the stages, tables, the report and its pictures. The numbers come
+    first: if a picture cannot be drawn, they are there."""
+    measured = conditions(scores)
+    name, description = label(scores.run), describe_conditions(measured)
+    facts: dict[str, Any] = {
+        "label": name,
+        "measured": description,
+        "conditions": measured,
+        "group": f"{name} | {description}",
+        "config_hash": scores.config_hash,
+        "texts": scores.texts,
+        "versions": scores.versions,
+        "needs_domain": scores.needs_domain,
+        "loading": scores.loading,
+    }
+    for key in ("order", "finished", "objective", "variant"):
+        facts[key] = scores.run[key]
+    run.config.update({"cpt": facts}, allow_val_change=True)
+    run.summary.update(frames.choose_headlines(scores))
+
+    points = frames.task_points(scores)
+    for task_point in points:
+        run.log(task_point)
+    logged: dict[str, Any] = {}
+    for table_name, frame in frames.tabulate(scores).items():
+        logged[table_name] = wandb.Table(columns=[*frame], data=frame.to_numpy().tolist())
+    page = folder / "report.html"
+    if page.is_file() and page.stat().st_size <= LARGEST_REPORT:
+        logged["report"] = wandb.Html(page.read_text(encoding="utf-8"), inject=False)
+    run.log(logged)
+
+    pictures: dict[str, bytes] = {}
+    if scores.rows:
+        pictures["matrix"] = figures.draw_matrix(scores)
+        pictures["stages"] = figures.draw_text_curves(scores)
+    if any(scores.modules):
+        pictures["modules"] = figures.draw_modules(scores)
+    if points:
+        pictures["endtasks"] = figures.draw_tasks(scores, "endtasks")
+    if pictures:
+        images = {name: Image.open(BytesIO(picture)) for name, picture in pictures.items()}
+        run.log({f"{name}_image": wandb.Image(image) for name, image in images.items()})
