@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -15,8 +15,9 @@ from datasets import Dataset, Features, Value
 from datasets.arrow_writer import ArrowWriter
 
 from cpt.core.cache import make_once
+from cpt.core.processes import is_first_process
 from cpt.core.randomness import key, sample_keys
-from cpt.data.sources.base import EXAMPLES, Source, read_example, stamp_of
+from cpt.data.sources.base import EXAMPLES, Source, log_skipped, read_example, stamp_of
 
 log = logging.getLogger(__name__)
 SPLITS = ("train", "valid", "test")
@@ -79,7 +80,10 @@ def make_corpus(source: Source, name: str, *, cache: Path) -> Corpus:
             raise ValueError(f"the text of {name} changed while it was read; start again when it is complete")
 
     folder = make_once(cache / "corpora" / stamp, make=write)
-    return Corpus(folder, json.loads((folder / "facts.json").read_text()))
+    facts = json.loads((folder / "facts.json").read_text())
+    if is_first_process():
+        log_skipped(name, facts.get("skipped", {}))
+    return Corpus(folder, facts)
 
 
 def read_documents(
@@ -101,7 +105,7 @@ def read_documents(
         if asks:
             example = read_example(raw.decode())
             known_by |= {"key": example.question.encode(), "answer": example.target.encode()}
-            said = (example.source, example.target, *(text for _, text in example.turns[:-1]))
+            said = (example.source, example.target, *(turn.content for turn in example.turns[:-1]))
             size = len("".join(said).encode())
         for each, value in known_by.items():
             digest = hashlib.blake2b(value, digest_size=8).digest()
@@ -131,8 +135,21 @@ def read_documents(
         "duplicates": int((splits == DROPPED).sum()) - held_out_copies,
         "held_out_copies": held_out_copies,
     }
+    skipped = {member: source.skipped.get(member) for member in source.members(name)}
+    if any(skipped.values()):
+        facts["skipped"] = join_skipped(filter(None, skipped.values()))
     questions = np.unique(np.stack([keys[: len(answers)], answers]), axis=1)[0]
     return splits, facts, int((np.unique(questions, return_counts=True)[1] > 1).sum()), keys
+
+
+def join_skipped(parts: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """`BadExamples.facts` of several texts as those of one."""
+    joined: dict[str, dict[str, Any]] = {}
+    for part in parts:
+        for kind, facts in part.items():
+            entry = joined.setdefault(kind, {"count": 0, "first": facts["first"]})
+            entry["count"] += facts["count"]
+    return joined
 
 
 def assign(

@@ -1,11 +1,13 @@
 """Supervised tasks as token ids: a row for each example, with a mask of its answer, and prompts.
 
-A causal model's row is question and answer tokenised together; an encoder-decoder's is the source, as its
-tokenizer frames it, and then the answer. Every answer ends in the end of sequence."""
+A causal model's row is question and answer tokenised together, or apart where a token would span both; an
+encoder-decoder's is the source, as its tokenizer frames it, and then the answer. Every answer ends in the end
+of sequence. A chat is one row, or several where its template renders earlier turns differently later on."""
 
+import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,20 +16,33 @@ import numpy as np
 from datasets import Dataset, Features, Value
 from datasets import Sequence as ListOf
 from datasets.arrow_writer import ArrowWriter
-from jinja2 import TemplateError
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from cpt.core.cache import make_once
 from cpt.core.config import digest
+from cpt.core.processes import is_first_process
 from cpt.core.randomness import key, shuffle
+from cpt.data.chats import Answer, ChatCounts, ChatEncoder, ids_within, sequences_of
 from cpt.data.collate import Sizes
 from cpt.data.corpus import Corpus
 from cpt.data.packing import PADDING, Packed, frame_of, padding_id, terminator
-from cpt.data.sources.base import ASSISTANT, NONE, USER, Encoding, Example, read_example
+from cpt.data.sources.base import (
+    ASSISTANT,
+    NONE,
+    USER,
+    BadExampleError,
+    BadExamples,
+    Encoding,
+    Example,
+    log_skipped,
+    read_example,
+)
+from cpt.data.sources.chats import SYSTEM
 
 log = logging.getLogger(__name__)
-CACHE_VERSION, ROWS_FILE = 2, "rows.arrow"
+CACHE_VERSION = 3
+ROWS_FILE, COUNTS_FILE = "rows.arrow", "counts.json"
 ROW_FEATURES = {
     **{name: ListOf(Value("int32")) for name in ("ids", "answers")},
     **{name: Value("int32") for name in ("text_tokens", "answer_tokens", "lengths", "bytes")},
@@ -36,11 +51,50 @@ ROW_FEATURES = {
 
 @dataclass(frozen=True)
 class EncodedExample:
-    """The ids of an example, which of them are the answer, and how many were cut of its question."""
+    """The ids of an example, which of them are the answer, how many were cut of its question, and how many
+    answers of a long chat are in no row."""
 
     ids: list[int]
     answer: list[bool]
     cut: int
+    example: Example
+    lost_answers: int = 0
+
+
+@dataclass
+class EncodingCounts:
+    """What happened to the examples of a text, for the log and the report."""
+
+    examples: int = 0
+    cut: int = 0  # rows that were cut to the length
+    lost_answers: int = 0  # of chats that are too long
+    divided: int = 0  # chats that are several rows
+    spelling: int = 0  # chats whose text spells a control token
+    unused_keys: dict[str, int] = field(default_factory=dict)  # of messages, that the template does not print
+    skipped: dict[str, dict[str, Any]] = field(default_factory=dict)  # BadExamples.facts
+
+    def log(self, name: str, split: str, encoder: "Encoder") -> None:
+        """Logs a line for each thing that happened."""
+        text = f"{name}, {split}"
+        if self.cut:
+            message = "Truncating in %s %d of %d examples to model.max_seq_length=%d (domains.truncate=%s)%s"
+            lost = f": {self.lost_answers} answers of long chats are left out" if self.lost_answers else ""
+            values = (self.cut, self.examples, encoder.length, encoder.encoding.truncate, lost)
+            log.info(message, text, *values)
+        if self.divided:
+            reason = "earlier turns are rendered or tokenized differently in later prompts"
+            log.info(
+                "Dividing %d of %d chats of %s by answers: %s", self.divided, self.examples, text, reason
+            )
+        if self.spelling:
+            message = "Spelling out control tokens as plain text in %d of %d chats of %s"
+            log.warning(message, self.spelling, self.examples, text)
+        if self.unused_keys:
+            keys = ", ".join(f"{key} ({count})" for key, count in self.unused_keys.items())
+            log.warning(
+                "Leaving out keys of messages in %s that the chat template does not print: %s", text, keys
+            )
+        log_skipped(text, self.skipped)
 
 
 @dataclass(frozen=True)
@@ -56,9 +110,11 @@ class TaskPrompt:
     @property
     def about(self) -> str:
         """The text that is asked about, else all of the question; of a chat the user's last turn."""
-        said = (text for role, text in reversed(self.example.turns[:-1]) if role == USER)
+        if self.example.turns:
+            questions = [turn.content for turn in self.example.turns[:-1] if turn.role == USER]
+            return questions[-1] if questions else ""
         source = self.example.source
-        return next(said, "") if self.example.turns else source[slice(*self.example.text)] or source
+        return source[slice(*self.example.text)] or source
 
 
 @dataclass(frozen=True)
@@ -80,55 +136,139 @@ class Encoder:
             )
             raise ValueError(f"{told}. Allowed: another model, or domains.truncate=released")
 
-    def encode(self, example: Example) -> EncodedExample:
-        return next(self.encode_all([example]))
+    @cached_property
+    def chats(self) -> ChatEncoder:
+        return ChatEncoder(self.tokenizer, self.encoding.date)
 
-    def encode_all(self, examples: Sequence[Example]) -> Iterator[EncodedExample]:
+    def encode(self, example: Example) -> EncodedExample:
+        """The row of an example; of a chat that is several rows the last one."""
+        return list(self.encode_all([example]))[-1]
+
+    def encode_all(
+        self,
+        examples: Sequence[Example],
+        *,
+        bad: BadExamples | None = None,
+        counts: ChatCounts | None = None,
+    ) -> Iterator[EncodedExample]:
+        """The rows of examples, in their order; adds to `counts` of chats. Raises BadExampleError for one
+        that cannot be encoded, unless `bad` skips them."""
+        bad = bad or BadExamples(is_skipping=False)
         pairs = [(example.source, example.target) for example in examples if not example.turns]
         tokenized = zip(self.ids_of([source for source, _ in pairs]), self.together(pairs), strict=True)
         for example in examples:
-            if example.turns:
-                yield self.encode_chat(example, self.encoding.scored_turns)
-            else:
-                question, whole = next(tokenized)
-                answer = self.answer_of(example.target, question, whole)
-                prompt, cut = self.fit(example, question, answer)
-                yield EncodedExample(prompt + answer, [False] * len(prompt) + [True] * len(answer), cut)
+            tokens = None if example.turns else next(tokenized)
+            try:
+                if tokens is None:
+                    rows = self.encode_chat(example, self.encoding.scored_turns, counts)
+                else:
+                    rows = [self.encode_pair(example, *tokens)]
+            except BadExampleError as error:
+                bad.add(error)
+                continue
+            yield from rows
 
-    def encode_chat(self, example: Example, scored_turns: str) -> EncodedExample:
-        """The row of a chat. Cut are the oldest exchanges, then the end of the last question."""
+    def encode_pair(self, example: Example, question: list[int], whole: list[int]) -> EncodedExample:
+        """The row of a question and its answer, from the ids of the question and of both."""
+        answer = self.answer_of(example.target, question, whole)
+        prompt, cut = self.fit(example, question, answer)
+        marks = [False] * len(prompt) + [True] * len(answer)
+        return EncodedExample(prompt + answer, marks, cut, example)
+
+    def encode_chat(
+        self, example: Example, scored_turns: str, counts: ChatCounts | None = None
+    ) -> list[EncodedExample]:
+        """The rows of a chat: those answers share one of which each prompt begins with the previous one."""
         if self.seq2seq:
             raise ValueError(f"example {example.id} is a chat, which a model with two stacks does not take")
-        ids, marks = render_chat(example, self.tokenizer)
-        whole = len(ids)
-        while (over := len(ids) - self.length) > 0:
-            turns = list(example.turns)
-            first = 1 if turns[0][0] == "system" else 0
-            answers = [at for at, (role, _) in enumerate(turns) if role == ASSISTANT]
-            question = "" if len(turns) - first < 2 else turns[-2][1]
-            words = self.tokenizer(question, add_special_tokens=False, verbose=False)["input_ids"]
-            if len(answers) > 1:
-                del turns[first : answers[0] + 1]
-            elif len(words) > over:
-                kept = self.tokenizer.decode(words[:-over], clean_up_tokenization_spaces=False)
-                kept = kept.rstrip("\ufffd")
-                turns[-2] = (turns[-2][0], kept if len(kept) < len(question) else question[:-1])
-            else:
-                told = f"example {example.id} of {example.task}: its last answer and what may not be cut "
-                raise ValueError(f"{told}take {len(ids)} tokens. Allowed: model.max_seq_length={self.length}")
-            example = replace(example, turns=tuple(turns))
-            ids, marks = render_chat(example, self.tokenizer)
+        rows = []
+        for answers in sequences_of(self.scored_answers(example, scored_turns, counts)):
+            rows.append(self.fit_chat(example, answers, scored_turns))
+        return rows
+
+    def scored_answers(
+        self, example: Example, scored_turns: str, counts: ChatCounts | None = None
+    ) -> list[Answer]:
+        answers = self.chats.answers(example, counts)
         if scored_turns == "last":
-            last = max(at for at in range(len(marks)) if marks[at] and not (at and marks[at - 1]))
-            marks = [mark and at >= last for at, mark in enumerate(marks)]
-        return EncodedExample(ids, marks, whole - len(ids))
+            return [answer for answer in answers if answer.turn == answers[-1].turn]
+        return answers
+
+    def fit_chat(self, example: Example, answers: Sequence[Answer], scored_turns: str) -> EncodedExample:
+        """The row of some answers of a chat. The oldest exchanges are cut, then the last question's end."""
+        part = replace(example, turns=example.turns[: answers[-1].turn + 1])
+        ids, marks = self.chat_row(answers)
+        num_tokens, num_answers = len(ids), len(answers)
+        while len(ids) > self.length:
+            part = self.shorten_chat(part, num_tokens=len(ids))
+            answers = sequences_of(self.scored_answers(part, scored_turns))[-1]
+            ids, marks = self.chat_row(answers)
+        return EncodedExample(ids, marks, num_tokens - len(ids), example, num_answers - len(answers))
+
+    def chat_row(self, answers: Sequence[Answer]) -> tuple[list[int], list[bool]]:
+        """The ids up to the end of the last answer, a special token, and which of them are answers."""
+        ids = answers[-1].whole
+        marks = [False] * len(ids)
+        for answer in answers:
+            begin, end = len(answer.prompt), len(answer.whole)
+            marks[begin:end] = [True] * (end - begin)
+        if ids[-1] in self.tokenizer.all_special_ids:
+            return ids, marks
+        end_token = self.tokenizer.eos_token_id
+        if end_token is None:
+            name = self.tokenizer.name_or_path
+            raise ValueError(f"the tokenizer {name} has no token that ends an answer (eos)")
+        return [*ids, end_token], [*marks, True]
+
+    def shorten_chat(self, example: Example, *, num_tokens: int) -> Example:
+        """A chat of too many tokens without its oldest exchange, or with the end of its only question cut.
+        Raises BadExampleError where nothing is left to cut."""
+        turns = list(example.turns)
+        first = 1 if turns[0].role == SYSTEM else 0
+        later_questions = [
+            number
+            for number in range(first + 1, len(turns))
+            if turns[number].role == USER and turns[number - 1].role != USER
+        ]
+        if later_questions:
+            return replace(example, turns=(*turns[:first], *turns[later_questions[0] :]))
+
+        num_over = num_tokens - self.length
+        has_question = len(turns) - first >= 2 and turns[-2].role != ASSISTANT
+        question = turns[-2].content if has_question else ""
+        words = self.tokenizer(question, add_special_tokens=False, verbose=False)["input_ids"]
+        if len(words) <= num_over:
+            reason = f"example {example.id} of {example.task}: its last answer and what may not be cut "
+            allowed = f"model.max_seq_length={self.length}"
+            raise BadExampleError(f"{reason}take {num_tokens} tokens. Allowed: {allowed}", "too many tokens")
+        shorter = self.tokenizer.decode(words[:-num_over], clean_up_tokenization_spaces=False)
+        shorter = shorter.rstrip("\ufffd")
+        if len(shorter) >= len(question):
+            shorter = question[:-1]
+        turns[-2] = replace(turns[-2], content=shorter)
+        return replace(example, turns=tuple(turns))
+
+    def prompts(self, examples: Iterable[Example]) -> Iterator[TaskPrompt]:
+        """The prompts of examples. Raises BadExampleError for one without, unless bad ones are skipped."""
+        bad = BadExamples(is_skipping=self.encoding.on_bad_example == "skip")
+        for example in examples:
+            try:
+                prompt = self.prompt(example)
+            except BadExampleError as error:
+                bad.add(error)
+                continue
+            yield prompt
 
     def prompt(self, example: Example) -> TaskPrompt:
         """The ids before the answer in the example's row, which are the same for each choice."""
         if example.turns:
-            row = self.encode_chat(example, "last")
+            (row,) = self.encode_chat(example, "last")
             begin = row.answer.index(True)
-            return TaskPrompt(example, row.ids[:begin], [], row.ids[begin:])
+            reference = row.ids[begin:]
+            if example.turns[-1].details:  # what is written is compared with calls and thoughts, too
+                written = self.tokenizer.decode(reference, skip_special_tokens=True).strip()
+                example = replace(example, target=written or example.target)
+            return TaskPrompt(example, row.ids[:begin], [], reference)
         (question,) = self.ids_of([example.source])
         texts = [*example.choices, example.target]
         wholes = self.together([(example.source, text) for text in texts])
@@ -164,8 +304,7 @@ class Encoder:
             return list(ids) if self.frame[1] else [*ids, *self.ending]
         if question and whole[: len(question)] == question and len(whole) > len(question):
             return [*whole[len(question) :], *self.ending]
-        how = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
-        return [*self.tokenizer(f" {text}", **how)["input_ids"], *self.ending]
+        return [*ids_within(self.tokenizer, f" {text}", spelled_out=True), *self.ending]
 
     def fit(self, example: Example, question: list[int], answer: list[int]) -> tuple[list[int], int]:
         """The question's ids, cut so that every answer fits, and how many are cut."""
@@ -193,7 +332,8 @@ class Encoder:
             tokens = len(question) - (end - begin) + self.length - room
             needed = f"its answer and what may not be cut take {tokens} tokens"
         told = f"model.max_seq_length={self.length} is invalid: in example {example.id} of {example.task}"
-        raise ValueError(f"{told} {needed}. Allowed: a larger one, or a shorter domains/template=…")
+        message = f"{told} {needed}. Allowed: a larger one, or a shorter domains/template=…"
+        raise BadExampleError(message, "too many tokens")
 
 
 @dataclass(frozen=True)
@@ -201,6 +341,7 @@ class TokenizedTask(Packed):
     """Rows of one example each, in the order of the corpus; `bytes` are those of the answers."""
 
     packing: str = NONE
+    skipped: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # BadExamples.facts
 
     @cached_property
     def answer_tokens(self) -> np.ndarray:
@@ -220,20 +361,40 @@ class TokenizedTask(Packed):
 
 
 def write_examples(
-    path: Path, pairs: Iterable[tuple[EncodedExample, Example]], *, tokenizer: PreTrainedTokenizerBase
-) -> tuple[int, int]:
-    """Writes encoded examples as an Arrow file; returns how many, and of how many the question was cut."""
-    special, count, cut = set(tokenizer.all_special_ids), 0, 0
+    path: Path, rows: Iterable[EncodedExample], *, tokenizer: PreTrainedTokenizerBase
+) -> EncodingCounts:
+    """Writes encoded examples as an Arrow file; returns how many they are, and what was cut of them."""
+    special, counts = set(tokenizer.all_special_ids), EncodingCounts()
+    previous: Example | None = None
+    num_rows = 0  # of the same example
     with ArrowWriter(path=str(path), features=Features(ROW_FEATURES)) as writer:
-        for row, example in pairs:
-            answers, text = [int(each) for each in row.answer], sum(each not in special for each in row.ids)
-            scored = [each for each, is_answer in zip(row.ids, row.answer, strict=True) if is_answer]
-            said = tokenizer.decode(scored, skip_special_tokens=True) if example.turns else example.target
-            values = (row.ids, answers, text, sum(answers), len(row.ids), len(said.encode()))
-            writer.write(dict(zip(ROW_FEATURES, values, strict=True)))
-            count, cut = count + 1, cut + (row.cut > 0)
+        for row in rows:
+            scored = [token for token, is_answer in zip(row.ids, row.answer, strict=True) if is_answer]
+            if row.example.turns:
+                answer_text = tokenizer.decode(scored, skip_special_tokens=True)
+            else:
+                answer_text = row.example.target
+            values = {
+                "ids": row.ids,
+                "answers": [int(mark) for mark in row.answer],
+                "text_tokens": sum(token not in special for token in row.ids),
+                "answer_tokens": len(scored),
+                "lengths": len(row.ids),
+                "bytes": len(answer_text.encode()),
+            }
+            writer.write(values)
+
+            num_rows = num_rows + 1 if row.example is previous else 1
+            previous = row.example
+            if num_rows == 1:
+                counts.examples += 1
+            elif num_rows == 2:
+                counts.divided += 1
+            if row.cut:
+                counts.cut += 1
+            counts.lost_answers += row.lost_answers
         writer.finalize()
-    return count, cut
+    return counts
 
 
 def open_examples(path: Path, tokenizer: PreTrainedTokenizerBase) -> TokenizedTask:
@@ -245,24 +406,40 @@ def open_examples(path: Path, tokenizer: PreTrainedTokenizerBase) -> TokenizedTa
 def encode_corpus(
     corpus: Corpus, split: str, *, encoder: Encoder, name: str, cache: Path, tokenizer_digest: str
 ) -> TokenizedTask:
-    """The rows of a split, made once for all runs with these examples, tokenizer and encoding."""
-    options = [vars(encoder.encoding), encoder.length, encoder.seq2seq]
+    """The rows of a split, made once for all runs with these examples, tokenizer and encoding. Raises
+    ValueError where no example of the split can be used."""
+    options = [asdict(encoder.encoding), encoder.length, encoder.seq2seq]
     made_of = ["examples", CACHE_VERSION, corpus.facts["digest"], split, tokenizer_digest, options]
 
     def make(folder: Path) -> None:
         documents = corpus.documents(split)
-        batches = ([*map(read_example, few["text"])] for few in documents.iter(batch_size=16))
-        pairs = (pair for batch in batches for pair in zip(encoder.encode_all(batch), batch, strict=True))
-        bar = tqdm(pairs, f"tokenising {name}", len(documents), leave=False, unit=" examples", disable=None)
-        count, cut = write_examples(folder / ROWS_FILE, bar, tokenizer=encoder.tokenizer)
-        if cut:
-            log.info(
-                "Truncating in %s, %s %d of %d examples to model.max_seq_length=%d (domains.truncate=%s)",
-                *(name, split, cut, count, encoder.length, encoder.encoding.truncate),
-            )
+        bad = BadExamples(is_skipping=encoder.encoding.on_bad_example == "skip")
+        chat_counts = ChatCounts()
+
+        def rows() -> Iterator[EncodedExample]:
+            title = f"tokenising {name}"
+            with tqdm(None, title, len(documents), leave=False, unit=" examples", disable=None) as bar:
+                for batch in documents.iter(batch_size=16):
+                    examples = list(map(read_example, batch["text"]))
+                    yield from encoder.encode_all(examples, bad=bad, counts=chat_counts)
+                    bar.update(len(examples))
+
+        counts = write_examples(folder / ROWS_FILE, rows(), tokenizer=encoder.tokenizer)
+        if not counts.examples:
+            kinds = "; ".join(f"{count} × {kind}" for kind, count in bad.counts.most_common())
+            first = next(iter(bad.first_messages.values()), "")
+            reason = f"all examples of {name}, {split} are bad ({kinds}); the first: {first}"
+            raise ValueError(f"domains.on_bad_example=skip is invalid: {reason}. Allowed: usable examples")
+        counts.spelling = chat_counts.num_spelling
+        counts.unused_keys = dict(chat_counts.unused_keys)
+        counts.skipped = bad.facts
+        (folder / COUNTS_FILE).write_text(json.dumps(asdict(counts)))
 
     folder = make_once(cache / "packed" / f"{name}-{split}-{digest(made_of)}", make=make)
-    return open_examples(folder / ROWS_FILE, encoder.tokenizer)
+    counts = EncodingCounts(**json.loads((folder / COUNTS_FILE).read_text()))
+    if is_first_process():
+        counts.log(name, split, encoder)
+    return replace(open_examples(folder / ROWS_FILE, encoder.tokenizer), skipped=counts.skipped)
 
 
 def read_examples(corpus: Corpus, split: str, *, most: int | None = None) -> Iterator[Example]:
@@ -274,53 +451,3 @@ def read_examples(corpus: Corpus, split: str, *, most: int | None = None) -> Ite
         documents = documents.select(np.sort(drawn))
     batches = documents.iter(batch_size=16)
     return (read_example(text) for few in batches for text in few["text"])
-
-
-def render_chat(example: Example, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
-    """The ids of a chat up to the end of its last answer, a special token, and which are the assistant's: as
-    `{% generation %}` says, else what the chat with an answer adds to the one up to where it begins."""
-    template, name = tokenizer.chat_template, tokenizer.name_or_path
-    if not template:
-        told = f"the tokenizer {name} has no chat template, and example {example.id} is a chat"
-        raise ValueError(f"{told}. Allowed: the tokenizer of an instruction-tuned model")
-    if spelled := next((s for s in tokenizer.all_special_tokens for _, t in example.turns if s in t), None):
-        told = f"example {example.id}: a turn has {spelled}, a control token of the tokenizer {name}"
-        raise ValueError(f"{told}. Allowed: text without it")
-    turns = [{"role": role, "content": content} for role, content in example.turns]
-
-    def render(count: int, **how: Any) -> str:
-        return str(tokenizer.apply_chat_template(turns[:count], tokenize=False, **how))
-
-    try:
-        if "{% generation %}" in str(template).replace("{%-", "{%").replace("-%}", "%}"):
-            how = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-            given = tokenizer.apply_chat_template(turns, **how)
-            ids, marks = list(given["input_ids"]), [bool(mark) for mark in given["assistant_masks"]]
-        else:
-            text, spans = render(len(turns)), []
-            if turns[0]["role"] == ASSISTANT:
-                told = f"example {example.id} begins with the {ASSISTANT}, as no prompt of {name} does"
-                raise ValueError(f"{told}. Allowed: a first turn of the {USER}")
-            for number in (at for at, turn in enumerate(turns) if turn["role"] == ASSISTANT):
-                before, after = render(number, add_generation_prompt=True), render(number + 1)
-                if not (after.startswith(before) and text.startswith(after.rstrip())):
-                    told = f"the chat template of {name} changes earlier turns (in example {example.id})"
-                    raise ValueError(f"{told}. Allowed: one that only appends, or has {{% generation %}}")
-                spans.append((len(before), len(after.rstrip())))
-            given = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-            places = [(first, last, first < last) for first, last in given["offset_mapping"]]
-            marks = [some and any(begin <= a and b <= end for begin, end in spans) for a, b, some in places]
-            ids = list(given["input_ids"])
-    except TemplateError as error:
-        told = f"the chat template of {name} does not take the turns of example {example.id}: {error}"
-        raise ValueError(f"{told}. Allowed: roles that it knows") from error
-    if True not in marks:
-        told = f"example {example.id}: the chat template of {name} marks no token as the {ASSISTANT}'s"
-        raise ValueError(f"{told}. Allowed: answers that are not empty")
-    end = len(marks) - marks[::-1].index(True)
-    ids, marks = ids[:end], marks[:end]
-    if ids[-1] not in tokenizer.all_special_ids:
-        if tokenizer.eos_token_id is None:
-            raise ValueError(f"the tokenizer {name} has no token that ends an answer (eos)")
-        ids, marks = [*ids, tokenizer.eos_token_id], [*marks, True]
-    return ids, marks

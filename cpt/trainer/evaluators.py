@@ -389,7 +389,7 @@ def make_evaluators(plan: Plan, corpora: Corpora, start: Base, harness: Any, **r
         encoder = corpora.encoder(start.tokenizer, start.length, seq2seq=start.seq2seq)
         for task in plan.order:  # open questions only where answers are written
             corpus, most = corpora.by_name[task], options.max_documents
-            asked = [*map(encoder.prompt, read_examples(corpus, plan.source.score_on, most=most))]
+            asked = list(encoder.prompts(read_examples(corpus, plan.source.score_on, most=most)))
             measure, closed = options.known_by.get(task), all(each.example.choices for each in asked)
             if measure in task_metrics.RANKED and not closed:
                 told = f"answers.measures.{task}={measure} is invalid: the answers are open, not choices"

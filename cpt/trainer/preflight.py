@@ -28,10 +28,11 @@ from cpt.core.processes import cores, is_first_process, stray_ranks
 from cpt.core.schema import check_names, option_types, show
 from cpt.core.sections import check_arguments, load_target
 from cpt.core.slurm import check_task_count
+from cpt.data.chats import ChatEncoder
 from cpt.data.options import share_batch
 from cpt.data.packing import terminator
-from cpt.data.sources.base import ASSISTANT, USER, Example
-from cpt.data.tokenized_tasks import Encoder, render_chat
+from cpt.data.sources.base import ASSISTANT, USER, Example, Turn
+from cpt.data.tokenized_tasks import Encoder
 from cpt.loggers.wandb_environment import WandbPlace
 from cpt.models import loading
 from cpt.models.block_attention import check_isolation
@@ -345,8 +346,9 @@ def check_objective(plan: Plan, objective: str, tokenizer: Any) -> None:
         if why := "is an encoder-decoder" if objective in loading.SEQ2SEQ else why:
             allowed = "an instruction-tuned checkpoint, or examples with a question and an answer"
             raise ValueError(f"model={name} is invalid for chats: it {why}. Allowed: {allowed}")
-        turns = ((USER, "a question"), (ASSISTANT, "its answer"))
-        render_chat(Example("a question and its answer", "", "its answer", "chat", turns=turns), tokenizer)
+        turns = (Turn(USER, "a question"), Turn(ASSISTANT, "its answer"))
+        example = Example("a question and its answer", "", "its answer", "chat", turns=turns)
+        ChatEncoder(tokenizer, source.encoding.date if source.encoding else None).answers(example)
     if objective == "masked" and plan.benchmark is not None:
         told = f"benchmark=lm_eval is invalid: {name} fills masks and continues no text"
         raise ValueError(f"{told}. Allowed: benchmark=none, or a causal model like model=tiny_gpt2")

@@ -21,6 +21,7 @@ class Given:
 
     def __init__(self, documents, *, held_out=HELD_OUT):
         self.documents, self.held_out, self.reads = documents, held_out, 0
+        self.skipped = {}
 
     def read(self, name):
         self.reads += 1

@@ -19,6 +19,7 @@ HELD_OUT = {"valid": 0.1, "test": 0.2, "seed": 0}
 OF_TEXT = {  # of a source that stands for a real one
     "form": lambda name: "text",
     "class_limit": None,
+    "skipped": {},
     "text_packing": "concat",
     "members": lambda name: [name],
 }

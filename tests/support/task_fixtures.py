@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from cpt.data.sources.base import Encoding, Example
+from cpt.data.sources.base import Encoding, Example, Turn
 from cpt.data.tokenized_tasks import Encoder
 from tests.conftest import VOCABULARIES, sentences
 from tests.support.data_fixtures import bare, closed, framed, opened, prose
@@ -71,10 +71,10 @@ def some_examples(count: int, *, seed: int = 0, words: tuple[int, int] = (1, 12)
 
 def chat(*, seed: int = 0, exchanges: int = 3, words: tuple[int, int] = (3, 6)) -> Example:
     texts = prose(2 * exchanges + 1, seed=seed, words=words)
-    turns = [("system", texts.pop())]
+    turns = [Turn("system", texts.pop())]
     for at in range(exchanges):
-        turns += [("user", texts[2 * at]), ("assistant", texts[2 * at + 1])]
-    return Example(f"chat-{seed}", "", turns[-1][1], "chat", turns=tuple(turns))
+        turns += [Turn("user", texts[2 * at]), Turn("assistant", texts[2 * at + 1])]
+    return Example(f"chat-{seed}", "", turns[-1].content, "chat", turns=tuple(turns))
 
 
 def encoder(

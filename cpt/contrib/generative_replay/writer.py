@@ -305,9 +305,9 @@ class ExampleWriter(TextWriter):
 
         def make(folder: Path) -> None:
             forms = (self.to_form(each, name) for each in tokenized_tasks.read_examples(corpus, "train"))
-            rows = ((row, form) for form in forms if (row := self.encode_whole(form)))
-            path = folder / "rows.arrow"
-            if not tokenized_tasks.write_examples(path, rows, tokenizer=self.tokenizer)[0]:
+            rows = filter(None, map(self.encode_whole, forms))
+            counts = tokenized_tasks.write_examples(folder / "rows.arrow", rows, tokenizer=self.tokenizer)
+            if not counts.examples:
                 raise ValueError(
                     f"model.max_seq_length={self.length} is invalid: no example of {name} fits in the form "
                     "that is written (replay=generated). Allowed: a larger model.max_seq_length, replay=past"
@@ -344,7 +344,7 @@ class ExampleWriter(TextWriter):
         for number, sample in enumerate(read_samples(source)):
             example = from_form(sample.text, task=job.text, number=number, choices=choices)
             both = [] if example is None else [example, self.to_form(example, job.text)]
-            rows = [(row, each) for each in both if (row := self.encode_whole(each))]
+            rows = list(filter(None, map(self.encode_whole, both)))
             pairs.append(rows if len(rows) == 2 and sample.ended else [])
         valid = np.array([bool(each) for each in pairs])
         kept = choose_texts(*measure(source)[:2], tokens=job.tokens, wanted=job.wanted, valid=valid)

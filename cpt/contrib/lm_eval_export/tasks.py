@@ -141,7 +141,7 @@ def export(plan: Plan, folder: Path) -> list[str]:
     for task in plan.order:
         most = plan.answers.max_documents if plan.answers else None
         examples = read_examples(corpora.by_name[task], plan.source.score_on, most=most)
-        done[task] = export_task(folder, task, map(texts.encoder.prompt, examples), texts)
+        done[task] = export_task(folder, task, texts.encoder.prompts(examples), texts)
     written = [each for each in done.values() if each is not None]
     if not written:
         why = "has choices, which the harness is to rank; needed: one"

@@ -8,8 +8,9 @@ import json
 import logging
 import re
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, fields
 from fnmatch import translate
 from functools import cached_property
 from typing import Annotated, Any, Literal
@@ -50,10 +51,85 @@ COARSE_OF_WIKIPEDIA = {
 }
 
 
+class BadExampleError(ValueError):
+    """One example that cannot be used, which `domains.on_bad_example=skip` leaves out. `kind` says what is
+    wrong with it in the words that all such examples share."""
+
+    def __init__(self, message: str, kind: str = "") -> None:
+        super().__init__(message)
+        self.kind = kind or message
+
+
+@dataclass
+class BadExamples:
+    """Collects the bad examples of a text, by kind: their number and the message of the first. Unless they
+    are skipped, the first one is raised."""
+
+    is_skipping: bool
+    counts: Counter[str] = field(default_factory=Counter)
+    first_messages: dict[str, str] = field(default_factory=dict)
+
+    def add(self, error: BadExampleError) -> None:
+        """Counts an example. Raises BadExampleError where bad examples stop the run."""
+        if not self.is_skipping:
+            raise BadExampleError(
+                f"{error} (domains.on_bad_example=skip leaves it out)", error.kind
+            ) from error
+        self.counts[error.kind] += 1
+        self.first_messages.setdefault(error.kind, str(error))
+
+    @property
+    def facts(self) -> dict[str, dict[str, Any]]:
+        """By kind, as JSON: {"count": number of examples, "first": message}."""
+        return {
+            kind: {"count": count, "first": self.first_messages[kind]}
+            for kind, count in sorted(self.counts.items())
+        }
+
+
+def log_skipped(text: str, skipped: Mapping[str, Mapping[str, Any]]) -> None:
+    """Logs one line for each kind of `BadExamples.facts`."""
+    for kind, facts in skipped.items():
+        message = "Skipping %d examples of %s (domains.on_bad_example=skip): %s; the first: %s"
+        log.warning(message, facts["count"], text, kind, facts["first"])
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A message of a chat. `details` are its other keys that chat templates may use, like `tool_calls`."""
+
+    role: str
+    content: str
+    details: Mapping[str, Any] = field(default_factory=dict)
+    is_scored: bool = True  # of an assistant's turn: whether its tokens contribute to the loss
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The turn as a chat template takes it."""
+        return {"role": self.role, "content": self.content, **self.details}
+
+    @property
+    def is_answer(self) -> bool:
+        return self.role == ASSISTANT and self.is_scored
+
+    def to_json(self) -> list[str] | dict[str, Any]:
+        """[role, content] of a plain turn, else all fields."""
+        if not self.details and self.is_scored:
+            return [self.role, self.content]
+        return {name: getattr(self, name) for name in ("role", "content", "details", "is_scored")}
+
+    @classmethod
+    def from_json(cls, value: list[str] | dict[str, Any]) -> "Turn":
+        if isinstance(value, dict):
+            return cls(**value)
+        role, content = value
+        return cls(role, content)
+
+
 @dataclass(frozen=True)
 class Example:
     """A `source` with its `target`. `text` is the span (begin, end) of the source that truncation may cut.
-    `choices` are all answers of a closed task. A chat has `turns`, (role, content), instead of a source."""
+    `choices` are all answers of a closed task. A chat has `turns` instead of a source, and maybe `tools`."""
 
     id: str
     source: str
@@ -61,23 +137,36 @@ class Example:
     task: str
     choices: tuple[str, ...] = ()
     text: tuple[int, int] = (0, 0)
-    turns: tuple[tuple[str, str], ...] = ()
+    turns: tuple[Turn, ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()  # JSON schemas of the functions that the assistant may call
 
     @property
     def question(self) -> str:
         """What decides whether two examples ask the same."""
-        return json.dumps(self.turns[:-1]) if self.turns else self.source
+        if not self.turns:
+            return self.source
+        asked: list[Any] = [turn.to_json() for turn in self.turns[:-1]]
+        if self.tools:
+            asked.append({"tools": self.tools})
+        return json.dumps(asked)
 
 
 def write_example(example: Example) -> str:
     """An example as a document of a corpus: one line of JSON."""
-    return json.dumps(asdict(example), ensure_ascii=False)
+    values = {each.name: getattr(example, each.name) for each in fields(example)}
+    values["turns"] = [turn.to_json() for turn in example.turns]
+    if not example.tools:
+        del values["tools"]
+    return json.dumps(values, ensure_ascii=False)
 
 
 def read_example(document: str) -> Example:
     values = json.loads(document)
-    values |= {name: tuple(values[name]) for name in ("choices", "text")}
-    return Example(**values | {"turns": tuple((role, content) for role, content in values["turns"])})
+    for name in ("choices", "text", "tools"):
+        if name in values:
+            values[name] = tuple(values[name])
+    values["turns"] = tuple(map(Turn.from_json, values["turns"]))
+    return Example(**values)
 
 
 @dataclass(frozen=True)
@@ -87,7 +176,8 @@ class RawExample:
     fields: Mapping[str, str]
     target: str
     id: str = ""
-    turns: tuple[tuple[str, str], ...] = ()
+    turns: tuple[Turn, ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 def as_expression(pattern: str) -> str | None:
@@ -115,6 +205,8 @@ class Encoding(Options):
 
     truncate: Literal["tail", "middle", "released"] = option("what is cut from a long example")
     scored_turns: Literal["all", "last"] = option("assistant's turns that contribute to the loss of a chat")
+    on_bad_example: Literal["stop", "skip"] = option("what to do with an unusable example", default="stop")
+    date: str | None = option("YYYY-MM-DD that chat templates print; null: they print none", default=None)
 
 
 HeldOutShare = Annotated[Number, Gt(0), Lt(0.5), Allowed("shares above 0 and below 0.5")]
@@ -177,6 +269,11 @@ class Source(Options, ABC):
     def form(self, name: str) -> str:
         """What the documents of a name are: TEXT or EXAMPLES. General text is text."""
         return TEXT if self.encoding is None or name == GENERAL else EXAMPLES
+
+    @cached_property
+    def skipped(self) -> dict[str, dict[str, Any]]:
+        """`BadExamples.facts` of each text that was read, by its name."""
+        return {}
 
     @property
     def isolated(self) -> bool:

@@ -3,12 +3,14 @@
 Files of a development split are not read: released ones are often the test set itself (O-LoRA, MIGU, SAPT),
 so the split for tuning is held out from train."""
 
+import datetime
 import json
 import logging
 import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -19,7 +21,17 @@ from cpt.core.randomness import key, shuffle
 from cpt.core.schema import Allowed, Count, Options, Text, TextList, config, option, read_options
 from cpt.data.sources import docstrings, readers
 from cpt.data.sources import files as text_files
-from cpt.data.sources.base import ASSISTANT, GENERAL, Encoding, Example, RawExample, Source, write_example
+from cpt.data.sources.base import (
+    GENERAL,
+    BadExampleError,
+    BadExamples,
+    Encoding,
+    Example,
+    RawExample,
+    Source,
+    write_example,
+)
+from cpt.data.sources.chats import read_chat
 
 log = logging.getLogger(__name__)
 Layout = Literal["cl_benchmark", "superni", "alpaca", "fewshot_tsv", "trace", "messages", "jsonl", "csv"]
@@ -44,6 +56,7 @@ RENAMED = {"ag_news": "agnews", "amazon_review_full": "amazon", "yahoo_answers":
 SPELLING = {"thlete": "athlete"}
 MOST_CHOICES, PER_CHOICE = 50, 2  # of a closed set: the most answers, and how often each occurs on average
 FIELDS = ("prefix", "question", "instruction", "options", "text", "task", "dataset")  # of every template
+CHATS_FORMAT = 2  # raise it when other turns are read of the same files
 MADE = {*FIELDS} - {"instruction", "text"}  # by the template itself
 
 
@@ -110,49 +123,82 @@ def find_files(root: Path, layout: str) -> Iterator[tuple[str, str | None, Path]
                     yield top.name, named_split(str(path.relative_to(top))), path
 
 
-def read_records(path: Path, layout: str, columns: Mapping[str, str | None]) -> Iterator[RawExample]:
-    """The rows of a file. Raises ValueError, with the line, for one that lacks what is needed."""
+def read_records(
+    path: Path,
+    layout: str,
+    columns: Mapping[str, str | None],
+    *,
+    bad: BadExamples | None = None,
+    ignored_keys: Counter[str] | None = None,
+) -> Iterator[RawExample]:
+    """The usable rows of a file; `bad` gets the others, and raises for them unless they are skipped. Counts
+    the keys of messages that are not read in `ignored_keys`."""
+    bad = BadExamples(is_skipping=False) if bad is None else bad
+    ignored_keys = Counter() if ignored_keys is None else ignored_keys
     if layout == "fewshot_tsv":
-        for number, line in enumerate(readers.lines(path), start=1):
-            if line.isspace():
-                continue
-            text, tab, label = line.rstrip("\n").rpartition("\t")
-            if not tab:
-                raise ValueError(f"{path}, line {number} has no tab. Allowed: text, tab, label")
-            yield RawExample({"text": text}, SPELLING.get(label.strip(), label.strip()))
+        yield from read_tsv(path, bad=bad)
         return
-    rows, definition = readers.table_rows(path), ""
+    rows: Iterator[readers.Row]
+    definition = ""
     if layout == "superni":
         whole = read_json(path)
         if not isinstance(whole, Mapping) or not isinstance(whole.get("Instances"), list):
             raise ValueError(f"{path} has no Instances. Allowed: an object with Definition and Instances")
         definition = first_of(whole.get("Definition"), f"{path}: Definition")
         rows = ((f"{path}, instance {at}", row) for at, row in enumerate(whole["Instances"], start=1))
-    own_id = columns.get("id") if layout in TABLES else "id"
-    table = FIXED.get(layout, {name: column for name, column in columns.items() if column and name != "id"})
+    else:
+        rows = readers.table_rows(path)
+
+    id_column = columns.get("id") if layout in TABLES else "id"
     for where, row in rows:
-        turns: tuple[tuple[str, str], ...] = ()
-        if layout == "messages":
-            try:
-                given = [(turn["role"], text_field(turn, "content", where)) for turn in row["messages"]]
-                while given[-1][0] != ASSISTANT:
-                    given.pop()
-            except (KeyError, TypeError, IndexError):
-                raise ValueError(
-                    f"{where} has no turn of the {ASSISTANT}. Allowed: {{messages: [{{role, content}}, …]}}"
-                ) from None
-            turns, fields = tuple(given), {"text": "", "target": given[-1][1]}
-            if not fields["target"].strip():
-                raise ValueError(f"{where}: the last answer of the {ASSISTANT} is empty. Allowed: a text")
-        else:
-            place = "domains.columns.{}" if layout in TABLES else "domains.format"
-            fields = {name: text_field(row, table[name], where, place.format(name)) for name in table}
+        try:
+            if layout == "messages":
+                record = read_chat(row, where, ignored_keys)
+            else:
+                record = read_row(row, where, layout, columns, definition=definition)
+        except BadExampleError as error:
+            bad.add(error)
+            continue
+        row_id = row.get(id_column) if id_column else None
+        yield replace(record, id="" if row_id is None else str(row_id))
+
+
+def read_tsv(path: Path, *, bad: BadExamples) -> Iterator[RawExample]:
+    """The rows of a file with a text, a tab and a label on each line."""
+    for number, line in enumerate(readers.lines(path), start=1):
+        if line.isspace():
+            continue
+        text, tab, label = line.rstrip("\n").rpartition("\t")
+        if not tab:
+            message = f"{path}, line {number} has no tab. Allowed: text, tab, label"
+            bad.add(BadExampleError(message, "a line without a tab"))
+            continue
+        yield RawExample({"text": text}, SPELLING.get(label.strip(), label.strip()))
+
+
+def read_row(
+    row: Any, where: str, layout: str, columns: Mapping[str, str | None], *, definition: str
+) -> RawExample:
+    """The fields and the answer of a row, by the columns of its layout. Raises BadExampleError for a row that
+    lacks one of them."""
+    table = FIXED.get(layout)
+    option_name = "domains.format"
+    if table is None:
+        table = {name: column for name, column in columns.items() if column and name != "id"}
+        option_name = "domains.columns.{}"
+    try:
+        fields = {
+            name: text_field(row, column, where, option_name.format(name)) for name, column in table.items()
+        }
         if layout == "superni":
-            fields |= {"instruction": definition, "target": first_of(row.get("output"), f"{where}: output")}
+            fields["instruction"] = definition
+            fields["target"] = first_of(row.get("output"), f"{where}: output")
         elif layout == "alpaca":
             fields["text"] = first_of(row.get("input"), f"{where}: input")
-        given_id = row.get(own_id) if own_id else None
-        yield RawExample(fields, fields.pop("target"), "" if given_id is None else str(given_id), turns)
+    except ValueError as error:
+        raise BadExampleError(str(error), "a row without the texts that it needs") from error
+    target = fields.pop("target")
+    return RawExample(fields, target)
 
 
 def first_of(value: Any, where: str) -> str:
@@ -180,6 +226,16 @@ def read_json(path: Path) -> Any:
             return json.loads("".join(readers.lines(path)))
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}, line {error.lineno} is not JSON: {error.msg}") from error
+
+
+def check_date(text: str) -> None:
+    """Raises ValueError for a text that is no day of the calendar."""
+    try:
+        is_date = datetime.date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        is_date = False
+    if not is_date:
+        raise ValueError(f"date={text} is invalid. Allowed: null, or a day YYYY-MM-DD")
 
 
 @config
@@ -244,6 +300,12 @@ class Tasks(Source):
     per_class: Literal["all"] | Count = option("maximum training examples per answer; all: no limit")
     truncate: Literal["tail", "middle", "released"] = option("what is cut from an example that is too long")
     scored_turns: Literal["all", "last"] = option("assistant's turns that contribute to the loss of a chat")
+    on_bad_example: Literal["stop", "skip"] = option(
+        "what to do with an example that cannot be used: stop, or leave it out and count it", default="stop"
+    )
+    date: str | None = option(
+        "YYYY-MM-DD that chat templates print as today; null: the day of the run's first start", default=None
+    )
     general: Text | None = option("folder of the general text, below root")
 
     def __post_init__(self) -> None:
@@ -257,6 +319,8 @@ class Tasks(Source):
             told = f"columns.{made[0]} is invalid: {{{made[0]}}} is made by the template"
             raise ValueError(f"{told}. Allowed: another name for the field, which its source then has")
         self.prompt.check_fields([name for name in columns or () if name not in ("target", "id")])
+        if self.date is not None:
+            check_date(self.date)
         if not self.names:
             raise ValueError(f"root={self.root} is invalid. Allowed: a folder of tasks")
 
@@ -266,7 +330,12 @@ class Tasks(Source):
 
     @property
     def encoding(self) -> Encoding:
-        return Encoding(truncate=self.truncate, scored_turns=self.scored_turns)
+        return Encoding(
+            truncate=self.truncate,
+            scored_turns=self.scored_turns,
+            on_bad_example=self.on_bad_example,
+            date=self.date,
+        )
 
     @property
     def chats(self) -> bool:
@@ -318,7 +387,7 @@ class Tasks(Source):
                 allowed = f"{', '.join(self.prompt.instructions)} (+domains.template.tasks.{name}=…)"
                 raise ValueError(f"{given}. Allowed: {allowed}, or domains/template=plain")
         unread = [path for name in order for split, path in self.files.get(name, ()) if split == "dev"]
-        if unread:
+        if unread and not self.chats:
             instead = "what is tuned on is held out from train (domains.held_out.valid)"
             log.info("Ignoring %d files of development splits, like %s: %s", len(unread), unread[0], instead)
         self.log_ignored()
@@ -352,38 +421,76 @@ class Tasks(Source):
             else:
                 yield from readers.read_folder(own, name, column="text", document="auto")
             return
-        choices, dropped, task = self.choices_of(name), 0, self.task_of(name)
-        asked: dict[str, Any] = {"task": task, "dataset": name, "seed": int(self.held_out["seed"])}
-        for split, number, record in self.records(name):
-            given, source, span = record.id or f"{name}-{split}-{number}", "", (0, 0)
-            is_wrong = (choices and record.target not in choices) or not record.target.strip()
-            if is_wrong and self.unknown == "drop":
-                dropped += 1
-                continue
-            if is_wrong:
-                told = f"example {number} of {name}, {split}: its answer {record.target!r:.60} is not one"
+        choices, task = self.choices_of(name), self.task_of(name)
+        bad = BadExamples(is_skipping=self.on_bad_example == "skip")
+        ignored_keys: Counter[str] = Counter()
+        num_read, num_dropped = 0, 0
+        for split, number, record in self.records(name, bad=bad, ignored_keys=ignored_keys):
+            is_empty = not record.target.strip()
+            if is_empty or (choices and record.target not in choices):
+                if self.unknown == "drop":
+                    num_dropped += 1
+                    continue
+                found = f"example {number} of {name}, {split}: its answer {record.target!r:.60} is not one"
                 allowed = f"{', '.join(choices) or 'a text'} (domains.unknown=drop leaves it out)"
-                raise ValueError(f"{told} of the choices. Allowed: {allowed}")
+                kind = "an empty answer" if is_empty else "an answer that is none of the choices"
+                bad.add(BadExampleError(f"{found} of the choices. Allowed: {allowed}", kind))
+                continue
+            example_id = record.id or f"{name}-{split}-{number}"
+            source, span = "", (0, 0)
             if not record.turns:
-                source, span = self.prompt.ask(record.fields, choices=choices, **asked)
-            example = Example(given, source, record.target, task, choices, span, record.turns)
+                source, span = self.prompt.ask(
+                    record.fields,
+                    task=task,
+                    dataset=name,
+                    choices=choices,
+                    seed=int(self.held_out["seed"]),
+                )
+            num_read += 1
+            example = Example(
+                example_id, source, record.target, task, choices, span, record.turns, record.tools
+            )
             yield split, write_example(example)
-        if dropped:
-            log.info("Dropping %d examples of %s with an answer outside the choices", dropped, name)
 
-    def records(self, name: str) -> Iterator[tuple[str, int, RawExample]]:
+        if num_dropped:
+            log.info("Dropping %d examples of %s with an answer outside the choices", num_dropped, name)
+        if ignored_keys:
+            keys = ", ".join(f"{key} ({count})" for key, count in ignored_keys.most_common())
+            log.warning("Ignoring keys of messages in %s that are not read: %s", name, keys)
+        self.skipped[name] = bad.facts
+        if bad.counts and not num_read:
+            kinds = "; ".join(f"{count} × {kind}" for kind, count in bad.counts.most_common())
+            reason = (
+                f"all examples of {name} are bad ({kinds}); the first: {[*bad.first_messages.values()][0]}"
+            )
+            raise ValueError(f"domains.on_bad_example=skip is invalid: {reason}. Allowed: usable examples")
+
+    def records(
+        self, name: str, *, bad: BadExamples, ignored_keys: Counter[str]
+    ) -> Iterator[tuple[str, int, RawExample]]:
+        """(split, number within the split, row) of the usable rows of a data set."""
         if self.root is None:
             for number, record in enumerate(docstrings.package_task(name)):
                 yield "train", number, record
         numbers: Counter[str] = Counter()
-        for split, path in (each for each in self.files.get(name, ()) if each[0] != "dev"):
-            before = numbers[split]
+        for split, path in self.read_files(name):
+            num_before = numbers[split] + bad.counts.total()
             with text_files.naming_file(path):
-                for record in read_records(path, self.format, self.columns):
+                rows = read_records(path, self.format, self.columns, bad=bad, ignored_keys=ignored_keys)
+                for record in rows:
                     yield split, numbers[split], record
                     numbers[split] += 1
-            if numbers[split] == before:
+            if numbers[split] + bad.counts.total() == num_before:
                 raise ValueError(f"{path} is empty; needed: a row or more, or no such file")
+
+    def read_files(self, name: str) -> Iterator[tuple[str, Path]]:
+        """The files of a data set that are read, with their splits. Those of a development split are the
+        validation text of chats, and left out of published layouts, where they are often the test set."""
+        for split, path in self.files.get(name, ()):
+            if split != "dev":
+                yield split, path
+            elif self.chats:
+                yield "valid", path
 
     def choices_of(self, name: str) -> tuple[str, ...]:
         """The answers of a closed task; none where they are open."""
@@ -394,7 +501,8 @@ class Tasks(Source):
                 raise ValueError(f"{path} has {labels!r:.60}; needed: a list of labels")
             return tuple(map(str, labels))
         answers: Counter[str] = Counter()
-        for split, _, record in self.records(name):
+        bad = BadExamples(is_skipping=self.on_bad_example == "skip")
+        for split, _, record in self.records(name, bad=bad, ignored_keys=Counter()):
             answers[record.target] += split == "train" and bool(record.target.strip())
             if len(answers) > 2 * MOST_CHOICES:
                 return ()
@@ -407,9 +515,13 @@ class Tasks(Source):
             if (folder := self.general_folder) is None:
                 return docstrings.stamp_docs()
             return text_files.stamps(text_files.files_of(folder))
-        how = [dict(self.template), dict(self.columns), self.format, self.choices, self.unknown]
+        how: list[Any] = [dict(self.template), dict(self.columns), self.format, self.choices, self.unknown]
+        if self.chats:
+            how.append(CHATS_FORMAT)
+        if self.on_bad_example == "skip":
+            how.append(self.on_bad_example)
         if self.root is None:
             found = [text_files.stamps(docstrings.modules(each)) for each in docstrings.TASK_PACKAGES[name]]
             return [how, self.class_limit, [docstrings.TASK_CLASSES, docstrings.TASK_EXAMPLES, found]]
-        paths = [path for split, path in self.files[name] if split != "dev"]
+        paths = [path for _, path in self.read_files(name)]
         return [how, self.class_limit, text_files.stamps([*paths, *filter(None, [self.labels_of(name)])])]

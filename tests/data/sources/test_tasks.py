@@ -9,7 +9,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
 from cpt.data.corpus import make_corpus
-from cpt.data.sources.base import read_example
+from cpt.data.sources.base import Turn, read_example
 from cpt.data.tokenized_tasks import read_examples
 
 ANSWERS = ["bad", "good"]
@@ -172,7 +172,7 @@ def test_chats_and_instructions_are_read_and_one_with_nothing_to_it_has_its_own_
     assert made.names == ["talk"]
     for each in examples(made, "talk", tmp_path):
         number = each.target.split()[-1]
-        assert each.turns == (("user", f"hello {number}"), ("assistant", f"good day {number}"))
+        assert each.turns == (Turn("user", f"hello {number}"), Turn("assistant", f"good day {number}"))
         assert each.choices == ()
     given = [{"instruction": f"Do {n}.", "input": f"in {n}" * (n % 2), "output": f"o {n}"} for n in range(40)]
     put(tmp_path / "root" / "train" / "do.json", given)

@@ -1,0 +1,466 @@
+"""Chats as token ids: every answer after the tokens of its prompt, as the model is asked at generation.
+
+The prompt of an answer is what the chat template renders of the turns before it, with the generation prompt,
+tokenized on its own; so the last token of a prompt never merges with the first of the answer. Where the
+prompt of an answer begins with the tokens of the previous prompt and answer, both share a sequence; where the
+template renders earlier turns differently later on, as those that drop thoughts do, each answer is a sequence
+of its own."""
+
+import copy
+import datetime
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from cpt.data.sources.base import ASSISTANT, BadExampleError, Example
+from cpt.data.sources.chats import LABEL_KEYS
+
+# Around a control token that a text of the chat spells: private characters of Unicode's last plane.
+MARK_BEGIN, MARK_END = "\U0010fffc", "\U0010fffd"
+MARK = re.compile(f"[{MARK_BEGIN}{MARK_END}]")
+MARKED_TOKEN = re.compile(f"{MARK_BEGIN}([^{MARK_BEGIN}{MARK_END}]*){MARK_END}")
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+ANCHORS = ("\n", ":", "0")  # texts before which the middle of another text is tokenized
+OTHER_TEXT = "another text"  # stands for the content of a turn, to see whether the template prints it
+DATE_CALL = re.compile(r"strftime_now\(\s*(['\"])([^'\"\\]*)\1\s*\)")
+RENDER_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
+
+
+Span = tuple[int, int]  # characters of a text, from the first to before the second
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer of a chat, or a part of it: the number of its turn, the ids before it, and its own ids."""
+
+    turn: int
+    prompt: list[int]
+    ids: list[int]
+
+    @property
+    def whole(self) -> list[int]:
+        return self.prompt + self.ids
+
+
+@dataclass
+class ChatCounts:
+    """What is worth a line about chats that were encoded."""
+
+    num_spelling: int = 0  # chats whose text spells a control token
+    unused_keys: Counter[str] = field(
+        default_factory=Counter
+    )  # of messages, that the template does not print
+
+
+def prints_date(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template prints the day on which it is rendered."""
+    return "strftime_now(" in "".join(templates_of(tokenizer).values())
+
+
+def templates_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """The chat templates of a tokenizer by name, `default` where there is one."""
+    template = tokenizer.chat_template
+    if not template:
+        return {}
+    return dict(template) if isinstance(template, Mapping) else {"default": str(template)}
+
+
+def with_date(template: str, date: str | None) -> str:
+    """The template with `strftime_now("…")` replaced by that day. Raises ValueError for a call in another
+    form, which would print today."""
+    if "strftime_now(" not in template:
+        return template
+    if date is None:
+        raise ValueError("domains.date=null is invalid: the chat template prints a date. Allowed: YYYY-MM-DD")
+    day = datetime.datetime.fromisoformat(date)
+    dated = DATE_CALL.sub(lambda call: json.dumps(day.strftime(call[2]), ensure_ascii=False), template)
+    if "strftime_now(" in dated:
+        raise ValueError(
+            "the chat template computes the format of its date. Allowed: strftime_now('%d %b %Y')"
+        )
+    return dated
+
+
+@dataclass(frozen=True)
+class ChatEncoder:
+    """Renders and tokenizes the answers of chats. `date` is the day that the template prints, YYYY-MM-DD.
+    Raises BadExampleError, with the example's id, for a chat that cannot be rendered as it is generated."""
+
+    tokenizer: PreTrainedTokenizerBase
+    date: str | None = None
+
+    @property
+    def name(self) -> str:
+        return str(self.tokenizer.name_or_path)
+
+    @cached_property
+    def templates(self) -> dict[str, str]:
+        return {
+            name: with_date(template, self.date) for name, template in templates_of(self.tokenizer).items()
+        }
+
+    @cached_property
+    def control_tokens(self) -> list[str]:
+        """The special tokens of the tokenizer, the longest first."""
+        added = self.tokenizer.added_tokens_decoder.values()
+        special = {token.content for token in added if token.special}
+        return sorted({*special, *self.tokenizer.all_special_tokens}, key=lambda text: (-len(text), text))
+
+    @cached_property
+    def control_pattern(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(re.escape, self.control_tokens)) or "(?!)")
+
+    def template_of(self, example: Example) -> str:
+        """The template for a chat: of several the one for tools, if it has some. Raises ValueError where the
+        tokenizer has none."""
+        name = "tool_use" if example.tools and "tool_use" in self.templates else "default"
+        if name not in self.templates:
+            reason = f"the tokenizer {self.name} has no chat template, and example {example.id} is a chat"
+            raise ValueError(f"{reason}. Allowed: the tokenizer of an instruction-tuned model")
+        return self.templates[name]
+
+    def answers(self, example: Example, counts: ChatCounts | None = None) -> list[Answer]:
+        """The scored answers of a chat, in their order; adds to `counts`. Raises BadExampleError for a chat
+        without any."""
+        chat = RenderedChat.of(example, self)
+        numbers = [number for number, turn in enumerate(example.turns) if turn.is_answer]
+        pieces: list[tuple[int, str, Span]] = []  # number of the turn, text, span of the answer
+        text_of_answer: dict[int, str] = {}
+        for number in numbers:
+            text, spans = chat.find_answer(number)
+            text_of_answer[number] = text
+            pieces += [(number, text, span) for span in spans]
+        unused_keys = chat.check_use(text_of_answer)
+        if counts is not None:
+            counts.unused_keys.update(unused_keys)
+            if chat.is_marked:
+                counts.num_spelling += 1
+
+        texts = []
+        for _, text, (begin, end) in pieces:
+            texts += [text[:begin], text[:end]]
+        encoded = iter(self.ids_of_all(texts))
+        answers = []
+        for number, text, (begin, end) in pieces:
+            prompt, whole = next(encoded), next(encoded)
+            ids = whole[len(prompt) :]
+            if whole[: len(prompt)] != prompt:  # a token spans the boundary
+                ids = self.ids_after(text[begin:end])
+            if ids:
+                answers.append(Answer(number, prompt, ids))
+        if not answers:
+            reason = (
+                f"example {example.id}: the chat template of {self.name} marks no token as the {ASSISTANT}'s"
+            )
+            raise BadExampleError(f"{reason}. Allowed: answers that are not empty", "no token of an answer")
+        return answers
+
+    def ids_of_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of texts most of which begin alike. Control tokens divide a text into sections that are
+        tokenized on their own; each different section is tokenized once where that gives the same ids."""
+        if not texts:
+            return []
+        if any(MARK.search(text) for text in texts):
+            return [self.ids_of_marked(text) for text in texts]
+        divided = [self.sections(text) for text in texts]
+        sections = list(dict.fromkeys(section for each in divided for section in each))
+        ids_of_section = dict(zip(sections, self.ids_of(sections), strict=True))
+        joined = [[token for section in each for token in ids_of_section[section]] for each in divided]
+        longest = max(range(len(texts)), key=lambda index: len(texts[index]))
+        if joined[longest] == self.ids_of([texts[longest]])[0]:
+            return joined
+        return self.ids_of(texts)
+
+    def sections(self, text: str) -> list[str]:
+        """A text before each of its control tokens divided."""
+        begins = [0, *(match.start() for match in self.control_pattern.finditer(text)), len(text)]
+        return [text[begin:end] for begin, end in zip(begins, begins[1:], strict=False) if begin < end]
+
+    def ids_of(self, texts: Sequence[str]) -> list[list[int]]:
+        encoded = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)
+        return [list(ids) for ids in encoded["input_ids"]]
+
+    def ids_after(self, text: str) -> list[int]:
+        """The ids of a text that follows another, in which control tokens are parsed, but for marked ones."""
+        if MARK.search(text):
+            return self.ids_of_marked(text, is_first=False)
+        return ids_within(self.tokenizer, text)
+
+    def ids_of_marked(self, text: str, *, is_first: bool = True) -> list[int]:
+        """The ids of a text in which marked control tokens are spelled out; those of the template are parsed.
+        The pieces are those of `apply_chat_template(…, sanitize_control_tokens=True)`."""
+        ids: list[int] = []
+        for index, piece in enumerate(MARKED_TOKEN.split(text)):
+            is_marked = index % 2 == 1
+            if index == 0 and is_first and piece:
+                ids += self.ids_of([piece])[0]
+            elif piece:
+                ids += ids_within(self.tokenizer, piece, spelled_out=is_marked)
+        return ids
+
+    def mark(self, text: str) -> str:
+        """The text with its control tokens between marks."""
+        return self.control_pattern.sub(lambda match: f"{MARK_BEGIN}{match[0]}{MARK_END}", text)
+
+
+def ids_within(tokenizer: PreTrainedTokenizerBase, text: str, *, spelled_out: bool = False) -> list[int]:
+    """The ids of a text that follows another: without the blank that SentencePiece puts before a text.
+    Control tokens in it are parsed, or `spelled_out` as text."""
+
+    def encode(piece: str) -> list[int]:
+        encoded = tokenizer(piece, add_special_tokens=False, split_special_tokens=spelled_out, verbose=False)
+        return list(encoded["input_ids"])
+
+    for anchor in ANCHORS:
+        anchor_ids, ids = encode(anchor), encode(anchor + text)
+        if ids[: len(anchor_ids)] == anchor_ids:
+            return ids[len(anchor_ids) :]
+    return encode(text)
+
+
+def sequences_of(answers: Sequence[Answer]) -> list[list[Answer]]:
+    """The answers of a chat by sequence: an answer shares that of the previous one if its prompt begins with
+    the tokens of that one's prompt and answer."""
+    sequences: list[list[Answer]] = []
+    for answer in answers:
+        previous = sequences[-1][-1].whole if sequences else []
+        if previous and answer.prompt[: len(previous)] == previous:
+            sequences[-1].append(answer)
+        else:
+            sequences.append([answer])
+    return sequences
+
+
+def replace_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """JSON with each of its texts changed, but for keys and roles."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: each if key == "role" else replace_texts(each, change) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [replace_texts(each, change) for each in value]
+    return value
+
+
+@dataclass(frozen=True)
+class RenderedChat:
+    """A chat as its template takes it, and its renderings."""
+
+    example: Example
+    encoder: ChatEncoder
+    template: str
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    is_marked: bool = False  # whether its texts spell control tokens, which are between marks
+
+    @classmethod
+    def of(cls, example: Example, encoder: ChatEncoder) -> "RenderedChat":
+        """With control tokens in its texts marked, and the arguments of tool calls as the template takes
+        them: as objects, else as JSON texts."""
+        template = encoder.template_of(example)
+        messages = [copy.deepcopy(turn.message) for turn in example.turns]
+        tools = [dict(tool) for tool in example.tools] or None
+        texts = json.dumps([messages, tools], ensure_ascii=False)
+        is_marked = encoder.control_pattern.search(texts) is not None
+        if is_marked:
+            if MARK.search(texts):
+                reason = (
+                    f"example {example.id}: a turn has a control token and the character U+10FFFC or FFFD"
+                )
+                raise BadExampleError(f"{reason}. Allowed: text without them", "private characters in a turn")
+            messages = replace_texts(messages, encoder.mark)
+            tools = replace_texts(tools, encoder.mark)
+        chat = cls(example, encoder, template, messages, tools, is_marked)
+        return chat.with_argument_texts() if chat.needs_argument_texts() else chat
+
+    def render(self, count: int, *, generation_prompt: bool = False) -> str:
+        """The text of the first turns. Raises BadExampleError where the template does not take them."""
+        key = (count, generation_prompt)
+        if key not in self.rendered:
+            self.rendered[key] = self.render_messages(
+                self.messages[:count], self.tools, generation_prompt=generation_prompt
+            )
+        return self.rendered[key]
+
+    @cached_property
+    def rendered(self) -> dict[tuple[int, bool], str]:
+        return {}
+
+    def render_messages(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        *,
+        generation_prompt: bool = False,
+    ) -> str:
+        try:
+            text = self.encoder.tokenizer.apply_chat_template(
+                messages,
+                tools=tools,
+                chat_template=self.template,
+                add_generation_prompt=generation_prompt,
+                tokenize=False,
+            )
+        except RENDER_ERRORS as error:
+            raise self.refuse(error) from error
+        if MARK.search(MARKED_TOKEN.sub("", text)):
+            reason = f"example {self.example.id}: the chat template of {self.encoder.name} cuts a turn within"
+            raise BadExampleError(
+                f"{reason} a control token. Allowed: text without it", "a control token in a turn"
+            )
+        return str(text)
+
+    def refuse(self, error: Exception) -> BadExampleError:
+        cause = " ".join(str(error).split())
+        reason = f"the chat template of {self.encoder.name} does not take the turns of example"
+        kind = f"turns that the chat template does not take: {cause}"
+        return BadExampleError(f"{reason} {self.example.id}: {cause}. Allowed: roles that it knows", kind)
+
+    def find_answer(self, number: int) -> tuple[str, list[Span]]:
+        """The text of a chat up to its answer of that number, and where the answer is in it: as
+        `{% generation %}` says, else what follows the generation prompt."""
+        if GENERATION.search(self.template):
+            return self.find_marked_answer(number)
+        if number == 0:
+            reason = f"example {self.example.id} begins with the {ASSISTANT}, as no prompt of"
+            allowed = "a first turn of the user, or weight=0 of this one"
+            raise BadExampleError(
+                f"{reason} {self.encoder.name} does. Allowed: {allowed}", f"a first turn of the {ASSISTANT}"
+            )
+        before = self.render(number, generation_prompt=True)
+        text = self.render(number + 1)
+        if not text.startswith(before):
+            text = before + text[self.find_end_of_prompt(number, before, text) :]
+        end = len(text.rstrip())
+        return text, [(len(before), end)] if end > len(before) else []
+
+    def find_end_of_prompt(self, number: int, before: str, text: str) -> int:
+        """Where the answer begins in a text whose earlier turns are not as in its prompt `before`: after the
+        same end from the last question on. Some templates print the system prompt before the last turn only,
+        if that is a question."""
+        question = str(self.messages[number - 1]["content"]).strip()
+        begin = before.rfind(question) if question else -1
+        end_of_prompt = before[begin:]
+        place = text.rfind(end_of_prompt) if begin >= 0 else -1
+        answer = text[place + len(end_of_prompt) :]
+        if place < 0 or condense(self.messages[number]["content"]) not in condense(answer):
+            reason = f"the chat template of {self.encoder.name} changes earlier turns"
+            allowed = "one whose answers begin with its generation prompt, or has {% generation %}"
+            raise BadExampleError(
+                f"{reason} or its generation prompt (in example {self.example.id}). Allowed: {allowed}",
+                "an answer that does not begin with the generation prompt",
+            )
+        return place + len(end_of_prompt)
+
+    def find_marked_answer(self, number: int) -> tuple[str, list[Span]]:
+        """The same by the marks of the template: those after the text of the turns before."""
+        try:
+            texts, spans = render_jinja_template(
+                conversations=[self.messages[: number + 1]],
+                tools=self.tools,
+                chat_template=self.template,
+                return_assistant_tokens_mask=True,
+                **self.encoder.tokenizer.special_tokens_map,
+            )
+        except RENDER_ERRORS as error:
+            raise self.refuse(error) from error
+        text, before = texts[0], self.render(number) if number else ""
+        if text.startswith(before):
+            marked = [(begin, end) for begin, end in spans[0] if len(before) <= begin < end]
+        else:
+            marked = [(begin, end) for begin, end in spans[0][-1:] if begin < end]
+
+        joined: list[Span] = []
+        for begin, end in marked:
+            if joined and joined[-1][1] == begin:
+                joined[-1] = (joined[-1][0], end)
+            else:
+                joined.append((begin, end))
+        return text, joined
+
+    def check_use(self, text_of_answer: Mapping[int, str]) -> list[str]:
+        """The keys of names and ids that the template leaves out. Raises BadExampleError where it leaves out
+        a turn, an answer's text, calls, thoughts or tools. The texts up to scored answers are by number."""
+        turns, unused_keys = self.example.turns, []
+        last = max(text_of_answer)
+        for number, turn in enumerate(turns[: last + 1]):
+            shown = number  # the answer before which, or as which, the template has to print the turn
+            while turns[shown].role != ASSISTANT:
+                shown += 1
+            text = text_of_answer.get(shown) or self.render(shown + 1)
+            content = condense(self.messages[number]["content"])
+            if content not in condense(text):
+                is_scored = number in text_of_answer
+                if is_scored or not self.is_changed_by(number, shown, content=OTHER_TEXT):
+                    self.refuse_unused(
+                        f"the text of turn {number + 1} ({turn.role})", f"a turn of {turn.role}"
+                    )
+            for key in turn.details:
+                if self.is_changed_by(number, shown, without=key):
+                    continue
+                if key not in LABEL_KEYS:
+                    self.refuse_unused(f"{key!r} of turn {number + 1} ({turn.role})", key)
+                unused_keys.append(key)
+        if self.tools:
+            count = last + 1
+            if self.render(count) == self.render_messages(self.messages[:count], None):
+                self.refuse_unused("'tools'", "tools")
+        return unused_keys
+
+    def is_changed_by(
+        self, number: int, shown: int, *, content: str | None = None, without: str | None = None
+    ) -> bool:
+        """Whether the text up to turn `shown` changes with the content of a turn, or without a key of it."""
+        message = {key: value for key, value in self.messages[number].items() if key != without}
+        if content is not None:
+            message["content"] = content
+        messages = [*self.messages[:number], message, *self.messages[number + 1 : shown + 1]]
+        try:
+            return self.render_messages(messages, self.tools) != self.render(shown + 1)
+        except BadExampleError:
+            return True
+
+    def refuse_unused(self, what: str, kind: str) -> None:
+        reason = f"example {self.example.id}: the chat template of {self.encoder.name} does not print {what}"
+        allowed = "a template that does, or chats without it"
+        raise BadExampleError(
+            f"{reason}. Allowed: {allowed}", f"{kind} that the chat template does not print"
+        )
+
+    def argument_objects(self) -> list[dict[str, Any]]:
+        """The functions of all tool calls: {name, arguments}."""
+        functions = []
+        for message in self.messages:
+            functions += [call["function"] for call in message.get("tool_calls", ())]
+        return functions
+
+    def needs_argument_texts(self) -> bool:
+        """Whether the template cannot print objects as arguments, or prints them in Python's form."""
+        arguments = [function["arguments"] for function in self.argument_objects() if function["arguments"]]
+        if not arguments:
+            return False
+        try:
+            text = self.render(len(self.messages))
+        except BadExampleError as error:
+            return isinstance(error.__cause__, TypeError)
+        return any(str(each) in text for each in arguments)
+
+    def with_argument_texts(self) -> "RenderedChat":
+        messages = copy.deepcopy(self.messages)
+        chat = replace(self, messages=messages)
+        for function in chat.argument_objects():
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+        return chat
+
+
+def condense(text: str) -> str:
+    """A text without its blanks, which templates trim."""
+    return "".join(text.split())

@@ -1,0 +1,202 @@
+"""Chats as data sets store them: `messages` in OpenAI's form, ShareGPT's `conversations`, and TRL's `prompt`
+with its `completion`. Here they become turns that chat templates of transformers take."""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from cpt.data.sources.base import ASSISTANT, USER, BadExampleError, RawExample, Turn
+
+SYSTEM, TOOL = "system", "tool"
+SHAREGPT_ROLES = {"human": USER, "gpt": ASSISTANT, "observation": TOOL, "function_response": TOOL}
+FUNCTION_CALL = "function_call"  # OpenAI's older form of a tool call, and ShareGPT's role of one
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking", "tool_plan")
+LABEL_KEYS = ("name", "tool_call_id")  # who speaks, and which call a result belongs to
+WEIGHT_KEYS = ("weight", "train")
+KNOWN_KEYS = {"role", "content", "tool_calls", FUNCTION_CALL, *REASONING_KEYS, *LABEL_KEYS, *WEIGHT_KEYS}
+MESSAGES_FORM = "{messages: [{role, content}, …]}"
+
+
+def read_chat(row: Any, where: str, ignored_keys: Counter[str]) -> RawExample:
+    """The chat of a row up to its last answer; adds the keys that are not read to `ignored_keys`. Raises
+    BadExampleError for a row without a chat, or with a turn that is none."""
+    if not isinstance(row, Mapping):
+        raise BadExampleError(f"{where} is not an object. Allowed: {MESSAGES_FORM}", "not an object")
+    turns = list(read_turns(row, where, ignored_keys))
+    while turns and not turns[-1].is_answer:
+        turns.pop()
+    if not turns:
+        message = f"{where} has no turn of the {ASSISTANT} to train on. Allowed: {MESSAGES_FORM}"
+        raise BadExampleError(message, f"no turn of the {ASSISTANT}")
+    for turn in turns:
+        if turn.is_answer and not turn.content.strip() and not turn.details:
+            message = f"{where}: an answer of the {ASSISTANT} is empty. Allowed: a text, tool_calls, weight=0"
+            raise BadExampleError(message, "an empty answer")
+    last = turns[-1]
+    target = last.content
+    if not target.strip():
+        target = json.dumps(last.details.get("tool_calls", last.details), ensure_ascii=False)
+    return RawExample({}, target, turns=tuple(turns), tools=read_tools(row, where))
+
+
+def read_turns(row: Mapping[str, Any], where: str, ignored_keys: Counter[str]) -> Iterator[Turn]:
+    """All turns of a row. Those of a `prompt` are not scored."""
+    if "conversations" in row:
+        if isinstance(system := row.get("system"), str) and system.strip():
+            yield Turn(SYSTEM, system)
+        for message in list_of_messages(row, "conversations", where):
+            yield read_turn(from_sharegpt(message), where, ignored_keys)
+    elif "messages" not in row and "prompt" in row and "completion" in row:
+        for message in list_of_messages(row, "prompt", where):
+            yield replace(read_turn(message, where, ignored_keys), is_scored=False)
+        for message in list_of_messages(row, "completion", where):
+            yield read_turn(message, where, ignored_keys)
+    else:
+        for message in list_of_messages(row, "messages", where):
+            yield read_turn(message, where, ignored_keys)
+
+
+def list_of_messages(row: Mapping[str, Any], key: str, where: str) -> list[Mapping[str, Any]]:
+    messages = row.get(key)
+    if messages is None:
+        message = f"{where} has no turn of the {ASSISTANT}: no {key!r}. Allowed: {MESSAGES_FORM}"
+        raise BadExampleError(message, f"no {key}")
+    if not isinstance(messages, list) or not all(isinstance(each, Mapping) for each in messages):
+        allowed = f"{MESSAGES_FORM}; or domains.format=jsonl with domains.columns for texts"
+        message = f"{where}: {key!r} is not a list of messages: {messages!r:.60}. Allowed: {allowed}"
+        raise BadExampleError(message, f"{key} that is not a list of messages")
+    return messages
+
+
+def from_sharegpt(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message of ShareGPT's form {from, value} in OpenAI's; others as they are."""
+    if "from" not in message:
+        return message
+    rest = {key: value for key, value in message.items() if key not in ("from", "value")}
+    role, value = message["from"], message.get("value")
+    if role == FUNCTION_CALL:
+        return {"role": ASSISTANT, "content": "", "tool_calls": parsed_json(value), **rest}
+    return {"role": SHAREGPT_ROLES.get(str(role), role), "content": value, **rest}
+
+
+def read_turn(message: Mapping[str, Any], where: str, ignored_keys: Counter[str]) -> Turn:
+    """A message as a turn. Raises BadExampleError for content, calls or weights that cannot be used."""
+    ignored_keys.update(str(key) for key, value in message.items() if key not in KNOWN_KEYS and value)
+    role = message.get("role")
+    if not isinstance(role, str) or not role.strip():
+        raise BadExampleError(f"{where}: the role of a message is {role!r:.60}. Allowed: a text", "no role")
+    role = TOOL if role == "function" else role
+
+    details: dict[str, Any] = {}
+    if calls := read_tool_calls(message, where):
+        details["tool_calls"] = calls
+    for key in (*REASONING_KEYS, *LABEL_KEYS):
+        value = message.get(key)
+        if value is None or value == "":
+            continue
+        if not isinstance(value, str):
+            raise BadExampleError(f"{where}: {key!r} is not text: {value!r:.60}", f"{key} that is not text")
+        details[key] = value
+
+    is_scored = read_weight(message, where)
+    if role != ASSISTANT:
+        is_weighted = any(message.get(key) for key in WEIGHT_KEYS)
+        ignored_keys.update([f"weight of {role}"] if is_weighted else [])
+        is_scored = True  # only answers are ever scored
+    return Turn(role, read_content(message, where, has_calls=bool(calls)), details, is_scored)
+
+
+def read_content(message: Mapping[str, Any], where: str, *, has_calls: bool) -> str:
+    """The text of a message: a text, a number, parts of text, or nothing where there are tool calls."""
+    if "content" not in message and not has_calls:
+        message_keys = ", ".join(map(str, message))
+        raise BadExampleError(
+            f"{where} has no column 'content'; it has {message_keys}", "a message without content"
+        )
+    content = message.get("content")
+    if content is None and has_calls:
+        return ""
+    if isinstance(content, list):
+        return "".join(text_of_part(part, where) for part in content)
+    is_number = isinstance(content, int | float) and not isinstance(content, bool) and math.isfinite(content)
+    if not isinstance(content, str) and not is_number:
+        raise BadExampleError(f"{where}: 'content' is not text: {content!r:.60}", "content that is not text")
+    return str(content)
+
+
+def text_of_part(part: Any, where: str) -> str:
+    """The text of a content part {type: text, text: …}, which vision templates join without a separator."""
+    if isinstance(part, Mapping) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type", part) if isinstance(part, Mapping) else part
+    message = f"{where}: a content part of type {kind!r:.60} is no text. Allowed: {{type: text, text: …}}"
+    raise BadExampleError(message, "a content part that is no text")
+
+
+def read_weight(message: Mapping[str, Any], where: str) -> bool:
+    """Whether a message is trained on, as its `weight` (0 or 1) and `train` (false or true) say."""
+    is_scored = True
+    for key in WEIGHT_KEYS:
+        value = message.get(key)
+        if value is not None and not (isinstance(value, bool | int | float) and value in (0, 1)):
+            reason = f"{where}: {key}={value!r:.60} of a message is invalid"
+            raise BadExampleError(f"{reason}. Allowed: 0 or 1 (false or true)", f"a {key} that is not 0 or 1")
+        is_scored = is_scored and (value is None or bool(value))
+    return is_scored
+
+
+def read_tool_calls(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """The calls of a message as chat templates take them: {type: function, function: {name, arguments}},
+    whose arguments are an object; OpenAI stores them as JSON in a text."""
+    calls = message.get("tool_calls") or []
+    if not calls and message.get(FUNCTION_CALL):
+        calls = [{"function": message[FUNCTION_CALL]}]
+    if isinstance(calls, Mapping):
+        calls = [calls]
+
+    read = []
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            reason = f"{where}: a tool call has no function name: {call!r:.80}"
+            allowed = "{type: function, function: {name, arguments}}"
+            raise BadExampleError(f"{reason}. Allowed: {allowed}", "a tool call without a name")
+        arguments = parsed_json(function.get("arguments") or {})
+        if not isinstance(arguments, Mapping):
+            reason = f"{where}: the arguments of {function['name']} are no JSON object: {arguments!r:.60}"
+            raise BadExampleError(
+                f"{reason}. Allowed: an object, or its JSON", "arguments that are no JSON object"
+            )
+        rest = {key: value for key, value in call.items() if key not in ("function", "name", "arguments")}
+        read.append({"type": "function", **rest, "function": {**function, "arguments": arguments}})
+        if function is call:  # without the level `function`
+            read[-1]["function"] = {"name": function["name"], "arguments": arguments}
+    return read
+
+
+def read_tools(row: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], ...]:
+    """The tools that a row offers to the assistant: `tools`, or OpenAI's older `functions`."""
+    tools = parsed_json(row.get("tools") or [])
+    if not tools and row.get("functions"):
+        functions = parsed_json(row["functions"])
+        if isinstance(functions, list):
+            tools = [{"type": "function", "function": each} for each in functions]
+    if not isinstance(tools, list) or not all(isinstance(each, Mapping) for each in tools):
+        reason = f"{where}: 'tools' is not a list of JSON schemas: {tools!r:.60}"
+        raise BadExampleError(
+            f"{reason}. Allowed: [{{type: function, function: {{…}}}}, …]", "tools that are none"
+        )
+    return tuple(tools)
+
+
+def parsed_json(value: Any) -> Any:
+    """What a text holds as JSON; anything else, also a text that is no JSON, as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
