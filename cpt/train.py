@@ -23,7 +23,7 @@ from cpt.evaluation.scores import Scores
 from cpt.evaluation.task_metrics import run_objective
 from cpt.loggers.wandb_environment import check_environment
 from cpt.trainer.domain_order import load_cached_order, order_domains
-from cpt.trainer.manifest import Manifest, check_manifest, find_started, resolve_eval_cap, resume_from_sibling
+from cpt.trainer.manifest import Manifest, check_manifest, find_started, resolve_stored, resume_from_sibling
 from cpt.trainer.options import count_devices
 from cpt.trainer.plan import Plan, make_plan
 from cpt.trainer.run_dir import RunDir, checkpoint_files
@@ -89,11 +89,11 @@ def open_run_dir(plan: Plan, run: RunDir) -> Iterator[Plan]:
     writes the config, removes incomplete files, and reports that the run is alive."""
     if not is_first_process():
         logging.getLogger("cpt").setLevel(logging.WARNING)
-        yield resolve_eval_cap(plan, find_started(plan, run))
+        yield resolve_stored(plan, find_started(plan, run))
         return
     resume_from_sibling(run, plan)
     with run.locked():
-        plan = resolve_eval_cap(plan, run)
+        plan = resolve_stored(plan, run)
         run.check_config(plan.settings)
         if not run.config.exists():
             run.write_config(plan.settings)
@@ -109,7 +109,7 @@ def print_estimate(plan: Plan, run: RunDir) -> None:
         told = f"plan={show(plan.run.plan)} is invalid: {why}"
         raise ValueError(f"{told}. Allowed: without torchrun or srun")
     plan = order_domains(plan)
-    plan = resolve_eval_cap(plan, find_started(plan, run))
+    plan = resolve_stored(plan, find_started(plan, run))
     as_json, is_new = plan.run.plan == "json", not run.config.exists()
     logging.disable(logging.INFO if as_json else logging.NOTSET)
     try:
@@ -147,7 +147,7 @@ def is_done(cfg: DictConfig, run_dir: Path) -> bool:
         plan = load_cached_order(make_plan(cfg))
     except HydraException as error:
         raise ValueError(reason(error)) from error
-    if plan is None or run.changes((plan := resolve_eval_cap(plan, run)).settings):
+    if plan is None or run.changes((plan := resolve_stored(plan, run)).settings):
         return False
     if not is_complete(run.scores(), plan) or run.lost(full=False):
         return False

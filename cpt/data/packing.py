@@ -7,9 +7,10 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -128,6 +129,7 @@ class Packed:
     documents: int
     bytes: int
     packing: str = CONCAT
+    skipped: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # examples without a row, by kind
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -6,7 +6,7 @@ of sequence. A chat is one row, or several where its template renders earlier tu
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -341,7 +341,6 @@ class TokenizedTask(Packed):
     """Rows of one example each, in the order of the corpus; `bytes` are those of the answers."""
 
     packing: str = NONE
-    skipped: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # BadExamples.facts
 
     @cached_property
     def answer_tokens(self) -> np.ndarray:

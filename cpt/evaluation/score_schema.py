@@ -91,6 +91,7 @@ class TextKeys(TypedDict):
     bytes: NotRequired[Annotated[dict[str, int], Key("size", "UTF-8 bytes", over="split")]]
     duplicates: NotRequired[Annotated[int, Key("documents left out as duplicates")]]
     held_out_copies: NotRequired[Annotated[int, Key("held-out documents left out as training ones")]]
+    skipped: NotRequired[Annotated[dict[str, int], Key("bad examples left out", over="reason")]]
 
 
 @closed

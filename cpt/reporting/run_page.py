@@ -365,6 +365,9 @@ def show_texts(scores: Scores) -> Block:
     for name, *sizes in zip(scores.domains, scores.tokens, scores.scored, scores.bytes, strict=True):
         facts = scores.texts.get(name, {})
         counts = ", ".join(f"{split} {count}" for split, count in facts.get("documents", {}).items()) or "–"
+        if skipped := facts.get("skipped"):
+            kinds = ", ".join(f"{count} × {kind}" for kind, count in skipped.items())
+            counts += f"; skipped: {kinds}"
         cells.append([name, *map("{:,}".format, sizes), counts, facts.get("hash", "–")])
     head = ["text", "tokens", "scored", "bytes", "documents", "hash"]
     return Block(title="Test texts", head=head, cells=cells, folded=f"{len(cells)} texts")

@@ -2,6 +2,7 @@
 
 import logging
 import platform
+from collections import Counter
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -191,6 +192,18 @@ def build_data(plan: Plan, corpora: Corpora, start: Base, module: ContinualMetho
     )
 
 
+def describe_text(name: str, corpora: Corpora, data: DomainSequence) -> dict[str, Any]:
+    """The facts of a text for scores.json; `skipped` is {kind: number} of examples that could not be used."""
+    facts = {key.replace("digest", "hash"): fact for key, fact in corpora.by_name[name].facts.items()}
+    skipped: Counter[str] = Counter()
+    parts = [facts.pop("skipped", {})]
+    parts += [texts[name].skipped for texts in (data.train, data.validation, data.held_out) if name in texts]
+    for part in parts:
+        for kind, entry in part.items():
+            skipped[kind] += entry["count"]
+    return facts | {"skipped": dict(skipped)} if skipped else facts
+
+
 def empty_scores(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence) -> Scores:
     """Scores without rows: what is measured, on what."""
     objective, names, given = start.objective.scoring, plan.names, plan.model.name_or_path
@@ -234,10 +247,7 @@ def empty_scores(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence
             "finished": False,
             "objective": kind,
         },
-        texts={
-            name: {key.replace("digest", "hash"): fact for key, fact in corpora.by_name[name].facts.items()}
-            for name in data.held_out
-        },
+        texts={name: describe_text(name, corpora, data) for name in data.held_out},
         conditions={
             "score_on": plan.source.score_on,
             "tokenizer": corpora.tokenizer_digest(start.tokenizer)[:8],

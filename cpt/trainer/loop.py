@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from cpt.adapters.domain_store import BASE
 from cpt.core import files
-from cpt.core.distributed import barrier, leave_together
+from cpt.core.distributed import barrier, gather_objects, leave_together
 from cpt.core.errors import reason
 from cpt.core.heartbeat import HEARTBEAT, Phase, set_phase
 from cpt.core.preemption import check_signals, defer_signals
@@ -73,6 +73,8 @@ KINDS = {  # the work of a stage in its order, as in scores.json, and its name i
 def train_run(plan: Plan, run: RunDir) -> Scores:
     """Reads the texts, builds base and method, and trains every stage that the run directory lacks."""
     ready = preflight.prepare(plan, run)  # before hours of reading
+    if is_first_process() and ready.plan.settings != plan.settings:  # with the date of chats
+        run.write_config(ready.plan.settings)
     plan, took = ready.plan, dict[str, float]()
     keep_threads(run.path / "threads", processes=ready.processes)
     set_phase("reading texts")
@@ -99,6 +101,7 @@ def train_run(plan: Plan, run: RunDir) -> Scores:
     build.log_settings(plan, method, data, ready.device)
     write_manifest(plan, run, corpora, base, evaluators)
     join_processes(plan.trainer.lightning)
+    check_date(plan)
     scores, new = run.scores(), build.empty_scores(plan, corpora, base, data)
     then = {} if scores is None else scores.versions
     if other := [
@@ -155,6 +158,16 @@ def write_pages(folder: Path, scores: Scores) -> None:
         cause = f"{type(error).__name__}: {reason(error)}"
         advice = f"python -m cpt.card {folder} makes it again"
         log.warning("The model card could not be made (%s); %s", cause, advice)
+
+
+def check_date(plan: Plan) -> None:
+    """Raises ValueError where processes started on different days and chats print the day."""
+    encoding = plan.source.encoding
+    if plan.source.chats and encoding is not None and encoding.date is not None:
+        dates = sorted({str(date) for date in gather_objects(encoding.date)})
+        if len(dates) > 1:
+            message = f"the processes started on {' and '.join(dates)}, and the chat template prints the date"
+            raise ValueError(f"domains.date=null is invalid: {message}. Allowed: domains.date={dates[0]}")
 
 
 def keep_threads(path: Path, *, processes: int) -> None:

@@ -27,7 +27,7 @@ from cpt.core.schema import check_types, show
 from cpt.data.sources.base import GENERAL, Source, stamp_of
 from cpt.evaluation.options import AUTO
 from cpt.evaluation.scores import Scores
-from cpt.trainer.plan import Plan, why_not_growable, with_cap
+from cpt.trainer.plan import Plan, why_not_growable, with_cap, with_date
 from cpt.trainer.run_dir import WEIGHTS, RunDir, checkpoint_files, file_stat
 
 if TYPE_CHECKING:
@@ -193,6 +193,20 @@ def resolve_eval_cap(plan: Plan, run: RunDir) -> Plan:
     return replace(plan, settings=settings, config_hash=digest(identity(settings)))
 
 
+def resolve_date(plan: Plan, run: RunDir) -> Plan:
+    """The plan with the day that the chat template of a run prints, where the config leaves it to cpt."""
+    encoding = plan.source.encoding
+    if not plan.source.chats or encoding is None or encoding.date is not None or not run.config.exists():
+        return plan
+    stored = run.stored_config().get("domains.date")
+    return plan if stored is None else with_date(plan, stored)
+
+
+def resolve_stored(plan: Plan, run: RunDir) -> Plan:
+    """The plan with what a run stored of the values that the config leaves to cpt."""
+    return resolve_date(resolve_eval_cap(plan, run), run)
+
+
 def resume_from_sibling(run: RunDir, plan: Plan) -> None:
     """Copies the sibling that `find_source` finds into a new directory, atomically, and logs what it found.
     Raises ValueError where another process is using the directory, and as `find_source`."""
@@ -256,7 +270,7 @@ def find_source(run: RunDir, plan: Plan) -> tuple[RunDir | None, str]:
             if scores.run["method"] != plan.names["method"]:
                 continue
             gone = [name for name in manifest.texts if name not in (*plan.order, GENERAL)]
-            differences = sibling.changes(resolve_eval_cap(plan, sibling).settings)
+            differences = sibling.changes(resolve_stored(plan, sibling).settings)
             differences = differences or [f"the text of {name} is not in the order" for name in gone]
             differences = differences or list(manifest.changes(plan))
             trained = len(scores.rows) > 1  # method=none has no stages

@@ -274,6 +274,15 @@ def with_cap(settings: Mapping[str, Any], cap: int | None) -> dict[str, Any]:
     return {**settings, "eval": {**settings["eval"], "max_tokens": cap}}
 
 
+def with_date(plan: Plan, date: str | None) -> Plan:
+    """The plan of chats whose template prints a day, YYYY-MM-DD; None where it prints none."""
+    source = replace(plan.source, date=date)  # type: ignore[call-arg]  # of tasks
+    if date is None:
+        return replace(plan, source=source)
+    settings = {**plan.settings, "domains": {**plan.settings["domains"], "date": date}}
+    return replace(plan, source=source, settings=settings, config_hash=digest(identity(settings)))
+
+
 def conflicts(plan: Plan) -> Iterator[str]:
     """Options of different sections that contradict each other, as messages."""
     source, monitor, name = plan.source, plan.monitor, plan.names["method"]

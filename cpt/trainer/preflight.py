@@ -3,6 +3,7 @@
 The method is built once on the model's skeleton, on torch's meta device: units that the model lacks, targets
 that match nothing, too few positions are reported at once."""
 
+import datetime
 import inspect
 import json
 import logging
@@ -28,7 +29,7 @@ from cpt.core.processes import cores, is_first_process, stray_ranks
 from cpt.core.schema import check_names, option_types, show
 from cpt.core.sections import check_arguments, load_target
 from cpt.core.slurm import check_task_count
-from cpt.data.chats import ChatEncoder
+from cpt.data.chats import ChatEncoder, prints_date
 from cpt.data.options import share_batch
 from cpt.data.packing import terminator
 from cpt.data.sources.base import ASSISTANT, USER, Example, Turn
@@ -45,7 +46,7 @@ from cpt.trainer.build import build_context
 from cpt.trainer.callbacks import make_callbacks, make_loggers
 from cpt.trainer.lightning import make_trainer, naming_cause, quiet
 from cpt.trainer.options import BF16, FP16_MIXED, TrainerOptions
-from cpt.trainer.plan import Plan
+from cpt.trainer.plan import Plan, with_date
 from cpt.trainer.run_dir import RunDir, checkpoint_files
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ def prepare(plan: Plan, run: RunDir) -> Preflight:
     keep_free()
     check_optimizer("optim", {"_target_": plan.optim.target, **plan.optim.arguments})
     config = check_model(plan)
+    plan = resolve_chat_date(plan)
     plan = replace(plan, trainer=resolve_devices(plan.trainer))
     if plan.logger.wandb_place is not None:
         check_wandb(plan.logger.wandb_place)
@@ -119,6 +121,22 @@ def check_wandb(place: WandbPlace) -> None:
     except Exception:  # not ImportError alone: W&B's parts may be of different versions
         return
     check_settings(place)
+
+
+def resolve_chat_date(plan: Plan) -> Plan:
+    """The plan with the day that the chat template prints: `domains.date`, or today at a run's first start.
+    Without a day where the template prints none, so that caches do not depend on it."""
+    given = plan.model.name_or_path
+    if not plan.source.chats or plan.source.encoding is None or given is None:
+        return plan
+    date, today = plan.source.encoding.date, datetime.date.today().isoformat()
+    if prints_date(loading.load_tokenizer(given)):
+        if is_first_process():
+            log.info("The chat template prints a date: %s (domains.date=YYYY-MM-DD sets it)", date or today)
+        return with_date(plan, date or today)
+    if date is not None and is_first_process():
+        log.warning("Ignoring domains.date=%s: the chat template of %s prints no date", date, given)
+    return with_date(plan, None)
 
 
 def resolve_devices(options: TrainerOptions) -> TrainerOptions:
@@ -348,7 +366,8 @@ def check_objective(plan: Plan, objective: str, tokenizer: Any) -> None:
             raise ValueError(f"model={name} is invalid for chats: it {why}. Allowed: {allowed}")
         turns = (Turn(USER, "a question"), Turn(ASSISTANT, "its answer"))
         example = Example("a question and its answer", "", "its answer", "chat", turns=turns)
-        ChatEncoder(tokenizer, source.encoding.date if source.encoding else None).answers(example)
+        date = source.encoding.date if source.encoding else None
+        ChatEncoder(tokenizer, date or datetime.date.today().isoformat()).answers(example)
     if objective == "masked" and plan.benchmark is not None:
         told = f"benchmark=lm_eval is invalid: {name} fills masks and continues no text"
         raise ValueError(f"{told}. Allowed: benchmark=none, or a causal model like model=tiny_gpt2")

@@ -1,14 +1,19 @@
 """Whole runs on chats: a decoder with a chat template learns the assistant's turns and is asked for them."""
 
+import datetime
 import json
+import logging
 import random
 from itertools import product
+from types import SimpleNamespace
 
+import pytest
 import torch
 from tokenizers import AddedToken
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cpt.models.loading import train_tokenizer
+from cpt.trainer import preflight
 from tests.conftest import VOCABULARIES, sentences
 from tests.runs.reading import answers_of, told_by
 
@@ -32,12 +37,12 @@ def write_chats(root):
         (root / name / f"{split}.jsonl").write_text("\n".join(rows))
 
 
-def write_checkpoint(folder):
+def write_checkpoint(folder, template=TEMPLATE):
     """A decoder of 40 thousand parameters with a chat template, as `save_pretrained` leaves it."""
     texts = [text for words in VOCABULARIES.values() for text in sentences(words, count=60, seed=1)]
     tokenizer = train_tokenizer(iter(texts), vocabulary=400, objective="causal")
     tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken("<|end|>", special=True)]})
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = template
     ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     sizes = {"hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 256}
     heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -63,3 +68,58 @@ def test_chats_are_learned_and_answered(composed, corpora, cache, start, tmp_pat
     last = files["answers/002-law/law.parquet"]
     assert len(files) == 6
     assert sum(row["written"].startswith("It is") and row["written"].endswith(".") for row in last) > 5
+
+
+DATED = "{{ bos_token }}{{ strftime_now('%d %B %Y') }}\n" + TEMPLATE.removeprefix("{{ bos_token }}")
+UNUSABLE = {  # by what is said of them
+    "an empty answer": [{"role": "user", "content": "a"}, {"role": "assistant", "content": " "}],
+    "a weight that is not 0 or 1": [{"role": "assistant", "content": "b", "weight": 2}],
+    "a first turn of the assistant": [{"role": "assistant", "content": "b"}],
+}
+
+
+class LaterDay(datetime.date):
+    @classmethod
+    def today(cls):
+        return cls(2031, 5, 6)
+
+
+def test_bad_chats_are_counted_and_the_date_stays_that_of_the_first_start(
+    composed, corpora, cache, start, tmp_path, monkeypatch, caplog
+):
+    write_chats(tmp_path / "texts")
+    (tmp_path / "texts" / "general").symlink_to(corpora / "general")
+    write_checkpoint(tmp_path / "decoder", DATED)
+    caplog.set_level(logging.INFO, logger="cpt")
+    with (tmp_path / "texts" / "law" / "train.jsonl").open("a") as file:
+        for messages in UNUSABLE.values():
+            file.write("\n" + json.dumps({"messages": messages}))
+    given = [
+        f"domains.root={tmp_path / 'texts'}",
+        f"model.name_or_path={tmp_path / 'decoder'}",
+        "order=[law]",
+    ]
+    given += ["model.max_seq_length=128", "trainer.steps=2", "trainer.batch_size=4", "answers=none"]
+    given += ["logger=none", f"cache_dir={cache}"]
+
+    def configured(*more):
+        return composed("domains=instructions", "model=hf", *given, *more)
+
+    with pytest.raises(ValueError, match=r"train.jsonl, line 61.*is empty.*on_bad_example=skip"):
+        start(configured(), tmp_path / "stopped")
+    start(configured("domains.on_bad_example=skip"), tmp_path / "run")
+    today = datetime.date.today().isoformat()
+    assert told_by(tmp_path / "run")["texts"]["law"]["skipped"] == dict.fromkeys(UNUSABLE, 1)
+    assert f"date: '{today}'" in (tmp_path / "run" / "config.yaml").read_text()
+    assert all("Skipping 1 examples of law" in caplog.text and kind in caplog.text for kind in UNUSABLE)
+
+    monkeypatch.setattr(preflight, "datetime", SimpleNamespace(date=LaterDay))
+    scores = (tmp_path / "run" / "scores.json").read_bytes()
+    (tmp_path / "run" / "report.html").unlink()  # so that it is started again
+    start(configured("domains.on_bad_example=skip"), tmp_path / "run")
+    assert f"prints a date: {today}" in caplog.text and "2031" not in caplog.text
+    assert json.loads(scores)["nll"] == told_by(tmp_path / "run")["nll"]
+    with pytest.raises(ValueError, match=f"domains.date: {today} -> 2031-05-06"):
+        start(configured("domains.on_bad_example=skip", "domains.date=2031-05-06"), tmp_path / "run")
+    with pytest.raises(ValueError, match="date=2031-13-06 is invalid"):
+        start(configured("domains.date=2031-13-06"), tmp_path / "other")

@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -147,7 +147,7 @@ def read_records(
         definition = first_of(whole.get("Definition"), f"{path}: Definition")
         rows = ((f"{path}, instance {at}", row) for at, row in enumerate(whole["Instances"], start=1))
     else:
-        rows = readers.table_rows(path)
+        rows = readers.table_rows(path, reject=partial(reject_row, bad))
 
     id_column = columns.get("id") if layout in TABLES else "id"
     for where, row in rows:
@@ -161,6 +161,11 @@ def read_records(
             continue
         row_id = row.get(id_column) if id_column else None
         yield replace(record, id="" if row_id is None else str(row_id))
+
+
+def reject_row(bad: BadExamples, error: ValueError) -> None:
+    """Adds a row that cannot be read to the bad examples."""
+    bad.add(BadExampleError(str(error), "a row that cannot be read"))
 
 
 def read_tsv(path: Path, *, bad: BadExamples) -> Iterator[RawExample]:

@@ -1,0 +1,307 @@
+"""Chats as tokens: each answer follows the tokens of its prompt, and nothing of a message is left out."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from transformers import ByT5Tokenizer
+
+from cpt.data.chats import ChatCounts, ChatEncoder, sequences_of
+from cpt.data.sources.base import BadExampleError, BadExamples, Example, Turn, read_example, write_example
+from cpt.data.sources.chats import read_chat
+from tests.support import chat_templates
+from tests.support.chat_templates import BACKENDS, TEMPLATES, chat_tokenizer
+from tests.support.task_fixtures import encoder
+
+TODAY = "2026-01-02"
+ANSWERS = ("one", "b", "\nnew line", " blank", "12", "é", "no.", "你好 x")
+WEATHER = {"name": "w", "description": "d", "parameters": {"type": "object", "properties": {}}}
+TOOLS = [{"type": "function", "function": WEATHER}]
+CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "w", "arguments": '{"city": "Paris"}'}}
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def assistant(content, **details):
+    return {"role": "assistant", "content": content, **details}
+
+
+def agent(content=None):
+    result = {"role": "tool", "tool_call_id": "abcdefghi", "name": "w", "content": "12"}
+    return [user("hello"), assistant(content, tool_calls=[CALL]), result, assistant("yes")]
+
+
+def read(messages, **row):
+    raw = read_chat({"messages": messages, **row}, "chats.jsonl, line 1", Counter())
+    return Example("e", "", raw.target, "talk", turns=raw.turns, tools=raw.tools)
+
+
+def exchanges(answers):
+    messages = []
+    for answer in answers:
+        messages += [user("hello"), assistant(answer)]
+    return messages
+
+
+def answers_of(template, messages, *, kind="gpt2", **row):
+    tokenizer = chat_tokenizer(kind, TEMPLATES.get(template, template))
+    return tokenizer, ChatEncoder(tokenizer, TODAY).answers(read(messages, **row))
+
+
+@pytest.mark.parametrize("kind", BACKENDS)
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_every_token_of_an_answer_follows_the_prompt_as_it_is_asked(kind, template):
+    tokenizer, answers = answers_of(template, exchanges(ANSWERS), kind=kind)
+    assert [answer.turn for answer in answers] == list(range(1, 2 * len(ANSWERS), 2))
+    messages = exchanges(ANSWERS)
+    for answer, text in zip(answers, ANSWERS, strict=True):
+        scored = tokenizer.decode(answer.ids, skip_special_tokens=True)
+        assert "<unk>" in tokenizer.convert_ids_to_tokens(answer.ids) or text.strip() in scored
+        if template not in ("llama3", "granite"):  # which print the date
+            asked = tokenizer.apply_chat_template(
+                messages[: answer.turn], add_generation_prompt=True, tokenize=False
+            )
+            assert answer.prompt == tokenizer(asked, add_special_tokens=False)["input_ids"]
+    for sequence in sequences_of(answers):
+        for earlier, later in zip(sequence, sequence[1:], strict=False):
+            assert later.prompt[: len(earlier.whole)] == earlier.whole
+
+
+@pytest.mark.parametrize("kind", BACKENDS)
+@pytest.mark.parametrize("template", ["spaced", "unended", "marked_spaced"])
+def test_an_answer_that_would_merge_with_its_prompt_is_scored_from_its_first_letter(kind, template):
+    for text in ("one", "b", "no"):
+        tokenizer = chat_tokenizer(kind, TEMPLATES[template])
+        example = read(exchanges([text]))
+        row = encoder(tokenizer).encode(example)
+        scored = [token for token, is_answer in zip(row.ids, row.answer, strict=True) if is_answer]
+        assert tokenizer.decode(scored) == f"{text}</s>"
+        prompt = encoder(tokenizer).prompt(example)
+        assert (prompt.ids + prompt.reference, prompt.reference) == (row.ids, scored)
+
+
+def test_an_end_mark_that_takes_the_blanks_after_it_is_scored():
+    tokenizer, answers = answers_of("phi3", exchanges(["yes", "no"]))
+    assert [tokenizer.decode(answer.ids) for answer in answers] == ["yes<|end|>", "no<|end|>"]
+    assert len(sequences_of(answers)) == 1
+
+
+def test_a_tokenizer_without_a_fast_version_scores_whole_answers():
+    tokenizer = ByT5Tokenizer()
+    tokenizer.chat_template = TEMPLATES["spaced"]
+    row = encoder(tokenizer, truncate="released").encode(read(exchanges(["é one"])))
+    scored = [token for token, is_answer in zip(row.ids, row.answer, strict=True) if is_answer]
+    assert tokenizer.decode(scored) == "é one</s>"
+
+
+def test_answers_of_a_template_that_drops_thoughts_are_sequences_of_their_own():
+    thoughts = [assistant("one", reasoning_content="b c d"), assistant("yes", reasoning_content="no")]
+    messages = [user("hello"), thoughts[0], user("why"), thoughts[1]]
+    tokenizer, answers = answers_of("qwen3", messages)
+    first, second = (tokenizer.decode(answer.whole) for answer in answers)
+    assert "<think>\nb c d\n</think>\n\none<|im_end|>" in first
+    assert "assistant\none<|im_end|>" in second and "b c d" not in second
+    assert second.endswith("<think>\nno\n</think>\n\nyes<|im_end|>")
+    example = read(messages)
+    rows = list(encoder(tokenizer).encode_all([example]))
+    assert [sum(row.answer) - 1 for row in rows] == [len(answer.ids) for answer in answers]  # 1: eos
+    assert all(row.example is example for row in rows)
+    assert len(list(encoder(tokenizer, scored_turns="last").encode_all([example]))) == 1
+    within = [assistant("<think>\nb c d\n</think>\n\none"), assistant("<think>\nno\n</think>\n\nyes")]
+    assert answers_of("qwen3", [user("hello"), within[0], user("why"), within[1]])[1] == answers
+
+
+def test_a_system_prompt_before_the_last_question_only_is_in_each_prompt():
+    messages = [{"role": "system", "content": "be"}, *exchanges(["one", "no"])]
+    tokenizer, answers = answers_of("mistral", messages)
+    assert [tokenizer.decode(answer.whole) for answer in answers] == [
+        "<s>[INST] be\n\nhello[/INST] one</s>",
+        "<s>[INST] hello[/INST] one</s>[INST] be\n\nhello[/INST] no</s>",
+    ]
+
+
+@pytest.mark.parametrize("template", ["qwen25", "mistral"])
+@pytest.mark.parametrize("content", [None, ""])
+def test_tool_calls_results_and_tools_are_what_the_template_prints(template, content):
+    tokenizer, answers = answers_of(template, agent(content), tools=TOOLS)
+    call, reply = (tokenizer.decode(answer.ids) for answer in answers)
+    assert '{"name": "w", "arguments": {"city": "Paris"}' in call and reply.strip().startswith("yes")
+    assert json.dumps(TOOLS[0]) in tokenizer.decode(answers[0].prompt)
+    assert "12" in tokenizer.decode(answers[1].prompt)
+
+
+def test_other_forms_of_calls_and_chats_are_the_same_chat():
+    expected = read(agent("")).turns
+    function = {"name": "w", "arguments": {"city": "Paris"}}
+    legacy = agent("")
+    legacy[1] = assistant("", function_call=function)
+    legacy[2] = {"role": "function", "name": "w", "content": "12"}
+    flat = agent("")
+    flat[1] = assistant("", tool_calls=[{"id": "abcdefghi", **function}])
+    parts = agent("")
+    parts[0] = user([{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}])
+    assert read(flat).turns == read(parts).turns == expected
+    assert read(legacy).turns[1].details["tool_calls"][0]["function"] == function
+    assert read(legacy).turns[2].role == "tool"
+
+    spoken = [
+        ("human", "hello"),
+        ("function_call", json.dumps(function)),
+        ("observation", "12"),
+        ("gpt", "yes"),
+    ]
+    row = {"conversations": [{"from": name, "value": value} for name, value in spoken]}
+    row |= {"system": "be", "tools": json.dumps(TOOLS)}
+    sharegpt = read_chat(row, "chats.jsonl, line 1", Counter())
+    assert [turn.role for turn in sharegpt.turns] == ["system", "user", "assistant", "tool", "assistant"]
+    assert sharegpt.turns[2].details["tool_calls"][0]["function"] == function
+    assert list(sharegpt.tools) == TOOLS
+
+    row = {"prompt": exchanges(["one"]) + [user("why")], "completion": [assistant("so")]}
+    halves = read_chat(row, "chats.jsonl, line 1", Counter())
+    assert [turn.is_answer for turn in halves.turns] == [False, False, False, True]
+    assert read_example(write_example(read(agent(""), tools=TOOLS))) == read(agent(""), tools=TOOLS)
+
+
+def test_arguments_are_texts_where_the_template_prints_no_objects():
+    tokenizer, answers = answers_of(chat_templates.DEEPSEEK, agent(""))
+    assert tokenizer.decode(answers[0].ids) == '<tool_call>w\n{"city": "Paris"}</tool_call></s>'
+
+
+ASKS_ONLY = (
+    "{% for message in messages %}{% if message.role == 'user' %}[INST]{{ message.content }}[/INST]"
+    "{% elif message.role == 'assistant' %}{{ message.content }}</s>{% endif %}{% endfor %}"
+)
+UNPRINTED = [
+    (chat_templates.CHATML, agent(""), {}, "'tool_calls' of turn 2"),
+    (chat_templates.GRANITE, agent(""), {}, "'tool_calls' of turn 2"),
+    (chat_templates.LLAMA3, agent(""), {"tools": TOOLS}, "'tools'"),
+    (
+        chat_templates.CHATML,
+        [user("a"), assistant("b", reasoning_content="c")],
+        {},
+        "'reasoning_content' of turn 2",
+    ),
+    (chat_templates.LLAMA3, [user("a"), assistant("b", thinking="c")], {}, "'thinking' of turn 2"),
+    (ASKS_ONLY, [{"role": "system", "content": "be"}, user("a"), assistant("b")], {}, "the text of turn 1"),
+    (ASKS_ONLY, agent("so"), {}, "'tool_calls' of turn 2"),
+    (ASKS_ONLY, [user("a"), assistant("b"), agent()[2], assistant("c")], {}, "the text of turn 3"),
+]
+
+
+@pytest.mark.parametrize(("template", "messages", "row", "what"), UNPRINTED)
+def test_what_the_template_does_not_print_is_refused_by_name(template, messages, row, what):
+    with pytest.raises(BadExampleError, match=f"example e: .* does not print {what}"):
+        answers_of(template, messages, **row)
+
+
+def test_names_that_the_template_does_not_print_are_counted():
+    tokenizer, counts = chat_tokenizer("gpt2", chat_templates.CHATML), ChatCounts()
+    messages = [{**user("hello"), "name": "ann"}, assistant("one", name="bob")]
+    ChatEncoder(tokenizer).answers(read(messages), counts)
+    assert counts.unused_keys == {"name": 2}
+
+
+def test_turns_of_weight_0_are_not_scored():
+    weights = [{"weight": 0}, {"weight": 1}, {"train": True}, {"train": False}]
+    messages = exchanges(["one", "two", "no", "yes"])
+    for message, weight in zip(messages[1::2], weights, strict=True):
+        message |= weight
+    tokenizer, answers = answers_of("chatml", messages)
+    assert [tokenizer.decode(answer.ids) for answer in answers] == ["two<|im_end|>", "no<|im_end|>"]
+    assert "one" in tokenizer.decode(answers[0].prompt)
+
+
+WRONG = [
+    ([user("a"), assistant("b", weight=0.5)], "weight=0.5 of a message"),
+    ([user("a"), assistant("b", train="no")], "train='no' of a message"),
+    ([user("a"), assistant("b", weight=0)], "has no turn of the assistant to train on"),
+    ([user("a"), assistant(" ")], "an answer of the assistant is empty"),
+    ([user("a"), assistant(""), user("b"), assistant("c")], "an answer of the assistant is empty"),
+    ([user("a"), assistant(None)], "'content' is not text: None"),
+    ([user([{"type": "image_url", "image_url": "x"}]), assistant("b")], "type 'image_url' is no text"),
+    ([{"content": "a"}, assistant("b")], "role of a message is None"),
+    ([user("a"), assistant("", tool_calls=[{"type": "function"}])], "a tool call has no function name"),
+    (
+        [user("a"), assistant("", tool_calls=[{"name": "w", "arguments": "x"}])],
+        "arguments of w are no JSON object",
+    ),
+]
+
+
+@pytest.mark.parametrize(("messages", "what"), WRONG)
+def test_a_message_that_cannot_be_used_is_refused_with_its_line(messages, what):
+    with pytest.raises(BadExampleError, match=f"^chats.jsonl, line 1.*{what}"):
+        read(messages)
+
+
+def test_keys_that_are_not_read_are_counted_and_nulls_are_none():
+    ignored = Counter()
+    messages = [{**user("a"), "id": 7}, assistant("b", id=8, tool_calls=None, name=None, refusal="")]
+    raw = read_chat({"messages": messages}, "chats.jsonl, line 1", ignored)
+    assert ignored == {"id": 2} and raw.turns == (Turn("user", "a"), Turn("assistant", "b"))
+
+
+@pytest.mark.parametrize("template", ["chatml", "mistral", "marked_spaced"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama3"])
+def test_control_tokens_in_a_turn_are_text_and_those_of_the_template_are_parsed(template, kind):
+    spelled = [user("was <s>ten</s> now"), assistant("five <|im_end|> left")]
+    tokenizer, answers = answers_of(template, spelled, kind=kind)
+    (answer,) = answers
+    plain = answers_of(template, [user("was ten now"), assistant("five left")], kind=kind)[1][0]
+    special = Counter(token for token in answer.whole if token in tokenizer.added_tokens_decoder)
+    assert special == Counter(token for token in plain.whole if token in tokenizer.added_tokens_decoder)
+    assert "was <s>ten</s> now" in tokenizer.decode(answer.prompt)
+    assert "five <|im_end|> left" in tokenizer.decode(answer.ids)
+    if template != "marked_spaced":
+        marked = tokenizer.apply_chat_template(spelled, sanitize_control_tokens=True)["input_ids"]
+        assert answer.whole == marked[: len(answer.whole)]
+
+
+def test_bad_examples_stop_or_are_skipped_and_counted():
+    tokenizer = chat_tokenizer("gpt2", chat_templates.GEMMA)
+    systems = [{"role": "system", "content": "be"}, *exchanges(["one"])]
+    examples = [read(exchanges(["no"])), read(systems), read(exchanges(["word " * 300])), read(systems)]
+    with pytest.raises(
+        BadExampleError, match=r"System role not supported.*on_bad_example=skip leaves it out"
+    ):
+        list(encoder(tokenizer).encode_all(examples, bad=BadExamples(is_skipping=False)))
+    bad = BadExamples(is_skipping=True)
+    assert len(list(encoder(tokenizer).encode_all(examples, bad=bad))) == 1
+    assert sorted(bad.counts.values()) == [1, 2] and bad.counts["too many tokens"] == 1
+
+
+def test_the_date_that_a_template_prints_is_that_of_the_run():
+    for template, printed in (
+        (chat_templates.LLAMA3, "02 Jan 2026"),
+        (chat_templates.GRANITE, "January 02, 2026"),
+    ):
+        tokenizer = chat_tokenizer("gpt2", template)
+        prompts = []
+        for day in (TODAY, TODAY, "1999-12-31"):
+            (answer,) = ChatEncoder(tokenizer, day).answers(read(exchanges(["one"])))
+            prompts.append(tokenizer.decode(answer.prompt))
+        assert printed in prompts[0] and prompts[0] == prompts[1] != prompts[2]
+        with pytest.raises(ValueError, match="domains.date=null is invalid"):
+            ChatEncoder(tokenizer).answers(read(exchanges(["one"])))
+    computed = "{% set form = '%d' %}{{ strftime_now(form) }}"
+    with pytest.raises(ValueError, match="computes the format of its date"):
+        ChatEncoder(chat_tokenizer("gpt2", computed), TODAY).answers(read(exchanges(["one"])))
+
+
+def test_a_long_chat_keeps_a_call_with_its_result():
+    tokenizer = chat_tokenizer("gpt2", chat_templates.QWEN25)
+    example = read([*agent(""), user("hello"), assistant("one")])
+    whole = encoder(tokenizer, length=4000).encode(example)
+    row = encoder(tokenizer, length=len(whole.ids) - 1).encode(example)
+    assert tokenizer.decode(row.ids) == (
+        "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\none<|im_end|></s>"
+    )
+    assert (row.lost_answers, row.cut) == (2, len(whole.ids) - len(row.ids))
+    single = replace(example, turns=example.turns[:4])
+    size = len(encoder(tokenizer, length=4000).encode(single).ids)
+    with pytest.raises(BadExampleError, match="what may not be cut take"):
+        encoder(tokenizer, length=size - 40).encode(single)
