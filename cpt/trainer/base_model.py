@@ -34,6 +34,7 @@ from cpt.models.options import NOT_FROZEN, Freeze, ModelOptions
 from cpt.models.units import blocks
 from cpt.optim.nan_guard import NanGuard
 from cpt.optim.schedulers import Linear
+from cpt.trainer.base_files import save_tokenizer
 from cpt.trainer.checkpoint import StepCheckpoint
 from cpt.trainer.lightning import drop_optimizer, make_trainer
 from cpt.trainer.run_dir import checkpoint_files
@@ -151,7 +152,7 @@ def adapt_checkpoint(
         if not steps:
             log.info("Keeping the first %d blocks of %s", options.layers, source)
             model.save_pretrained(place)
-            given.tokenizer.save_pretrained(place)
+            save_tokenizer(given.tokenizer, base=source, folder=place)
             return
         assert how is not None
         trained = [*loading.outside_body(model)]
@@ -272,5 +273,5 @@ def pretrain(
     drop_optimizer(fitting)
     module.cpu()
     module.model.save_pretrained(folder)
-    new.tokenizer.save_pretrained(folder)
+    save_tokenizer(new.tokenizer, base=new.checkpoint, folder=folder)
     checkpoint.unlink(missing_ok=True)

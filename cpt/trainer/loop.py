@@ -39,6 +39,7 @@ from cpt.optim.nan_guard import ADVICE, NanGuard, RollbackError, check_finite
 from cpt.reporting import run_page
 from cpt.reporting.model_card import write_model_card
 from cpt.trainer import build, preflight
+from cpt.trainer.base_files import copy_generation_config, save_tokenizer
 from cpt.trainer.base_model import Base, make_base
 from cpt.trainer.callbacks import CustomCallbacks, Monitor, ProtectedMovement
 from cpt.trainer.checkpoint import (
@@ -458,7 +459,8 @@ class ContinualTrainer:
             for path in run.model.rglob("*.safetensors"):  # its files are those of the last stage, too
                 path.unlink()
             loading = self.module.export(run.model, [domain.name for domain in self.data])
-            start.tokenizer.save_pretrained(run.model)
+            save_tokenizer(start.tokenizer, base=start.checkpoint, folder=run.model)
+            copy_generation_config(base=start.checkpoint, folder=run.model)
             for path in run.model.rglob("*.safetensors"):  # which safetensors makes for their owner alone
                 path.chmod(run.config.stat().st_mode)
         scores.loading = loading.replace(f"{run.path}/", "")  # the folder may be moved

@@ -7,10 +7,14 @@ import datetime
 import inspect
 import json
 import logging
+import os
+import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -20,7 +24,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from safetensors import safe_open
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from cpt.adapters.export import PARTS_INDEX
 from cpt.core.errors import reason
@@ -76,6 +81,7 @@ def prepare(plan: Plan, run: RunDir) -> Preflight:
     quiet()
     keep_free()
     check_optimizer("optim", {"_target_": plan.optim.target, **plan.optim.arguments})
+    check_target(run.model)
     config = check_model(plan)
     plan = resolve_chat_date(plan)
     plan = replace(plan, trainer=resolve_devices(plan.trainer))
@@ -241,6 +247,7 @@ def check_model(plan: Plan) -> PretrainedConfig:
     if plan.trainer.attn_implementation != "auto":
         with naming_cause(f"trainer.attn_implementation={plan.trainer.attn_implementation}"):
             model.set_attn_implementation(plan.trainer.attn_implementation)
+    check_saving(model, given)
     stand_in: Objective = Causal()  # without a tokenizer, which may not be trained yet
     if objective == "span":
         rates = {"rate": options.mask_rate, "mean": options.span_length}
@@ -279,6 +286,46 @@ def check_model(plan: Plan) -> PretrainedConfig:
             why = f"it leaves nothing of what method={name} trains"
             raise ValueError(f"{given} is invalid: {why}. Allowed: {allowed}")
     return config
+
+
+def check_target(folder: Path) -> None:
+    """Raises ValueError where the exported model could not be written: found after all training otherwise."""
+    is_taken = (folder.exists() or folder.is_symlink()) and not folder.is_dir()
+    if is_taken:
+        raise ValueError(f"{folder} is not a folder, but the exported model is written there; move it away")
+    if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"{folder} cannot be written, but the exported model belongs there; make it writable"
+        )
+
+
+def check_saving(model: PreTrainedModel, checkpoint: str | None) -> None:
+    """Raises ValueError for configurations that transformers loads and would not write at the export."""
+    section = "model.config" if checkpoint is None else f"model.name_or_path={checkpoint}"
+    keys = [*model.config.to_dict()]
+    with TemporaryDirectory() as folder:
+        with naming_key(section, CONFIG_NAME, keys):
+            model.config.save_pretrained(folder)
+        if checkpoint is None or not model.can_generate():
+            return
+        # It may have none, which is an OSError.
+        with naming_key(section, GENERATION_CONFIG_NAME, [*vars(GenerationConfig())]), suppress(OSError):
+            GenerationConfig.from_pretrained(checkpoint).save_pretrained(folder)
+
+
+@contextmanager
+def naming_key(section: str, file: str, keys: Sequence[str]) -> Iterator[None]:
+    """Turns an exception into a one-line ValueError with the key of a file that its message names."""
+    try:
+        yield
+    except Exception as error:
+        message = " ".join(str(error).split())
+        named = [key for key in keys if re.search(rf"\b{re.escape(key)}\b", message)]
+        key = max(named, key=len, default="an option")
+        cause = (
+            f"{file} has {key}, with which transformers does not save the model again ({message.rstrip('.')})"
+        )
+        raise ValueError(f"{section} is invalid: {cause}. Allowed: {file} without it") from error
 
 
 def check_checkpoint(given: str, *, resize: bool) -> tuple[PretrainedConfig, Any]:

@@ -1,5 +1,7 @@
 """What is wrong with a config, a checkpoint or a tokenizer is told in one line, before any text is read."""
 
+import json
+import os
 import shutil
 
 import pytest
@@ -106,6 +108,45 @@ def test_a_checkpoint_that_is_damaged_or_does_not_fit_is_told(checkpoint, small,
     words.save_pretrained(checkpoint)
     assert "Allowed: model.resize=true" in unread(small(given))
     prepare(make_plan(small(given, "model.resize=true")), RunDir(checkpoint))
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "named"),
+    [
+        ("config.json", {"output_attentions": True}, "config.json has output_attentions, with which"),
+        ("config.json", {"output_attentions": True, "dropout": 0.2}, "config.json has output_attentions"),
+        ("generation_config.json", {"max_new_tokens": -1}, "generation_config.json has max_new_tokens"),
+        ("generation_config.json", {"cache_implementation": "x"}, "generation_config.json has cache_impl"),
+        ("generation_config.json", {"temperature": 0.5, "do_sample": False}, None),  # saved with a warning
+        ("config.json", {"temperature": 0.5, "num_beams": 3}, None),
+    ],
+)
+def test_what_transformers_loads_and_does_not_save_is_told(
+    file, changes, named, small_gpt2, unread, tmp_path
+):
+    words = train_tokenizer(iter(["the court finds that"] * 5), vocabulary=300, objective="causal")
+    config = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
+    folder = saved(tmp_path / "base", build_model(config, words, "causal", seed=0), words)
+    path = folder / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    given = f"model.name_or_path={folder}"
+    if named is None:
+        prepare(make_plan(small_gpt2(given)), RunDir(tmp_path / "run"))
+        return
+    message = unread(small_gpt2(given))
+    assert message.startswith(f"{given} is invalid: {named}") and f"Allowed: {file} without it" in message
+
+
+def test_a_place_of_the_export_that_cannot_be_written_is_told(small, unread, tmp_path, monkeypatch):
+    model = tmp_path / "run" / "model"
+    model.parent.mkdir()
+    model.symlink_to(tmp_path / "unmounted")
+    assert unread(small()).startswith(f"{model} is not a folder, ")
+    model.unlink()
+    model.mkdir()
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != model and access(path, mode))
+    assert unread(small()).startswith(f"{model} cannot be written, ")
 
 
 def test_a_tokenizer_without_a_token_that_is_needed_is_told(checkpoint, small, unread):

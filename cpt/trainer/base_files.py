@@ -1,0 +1,124 @@
+"""What an exported model has of the files of its base, byte for byte: the tokenizer, if nothing was added to
+it, and the options of generation."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import GENERATION_CONFIG_NAME
+
+from cpt.core.errors import reason
+from cpt.models.loading import load_tokenizer
+from cpt.trainer.run_dir import checkpoint_files
+
+# Files of tokenizers by their patterns in a folder, in addition to those that the tokenizer's class names.
+PATTERNS = (
+    "tokenizer*.json",
+    "tokenizer*.jinja",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*.json",
+    "vocab*.txt",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "normalizer.json",
+    "chat_template*",
+    "additional_chat_templates/*",
+)
+OF_LOADING = ("is_local", "local_files_only")  # how a tokenizer was loaded, which save_pretrained writes
+VERBATIM = "PreTrainedTokenizerFast"  # the class that takes tokenizer.json as it is
+# Text on which normalizers, pre-tokenizers and added tokens differ.
+ODD_TEXTS = (
+    "The quick brown fox, 1234567890 times: don't!",
+    "  two  spaces\tand a tab \n\n and lines\r\n",
+    "Ångström cafe\u0301 ﬁn ½ Ⅷ İstanbul ẞ",  # composed and decomposed accents, ligatures, cases
+    "漢字 かな 한국어 ไทย العربية עברית हिन्दी",
+    "👩\u200d👩\u200d👧 \u200b\ufeff\x07 \u00a0",
+    "def f(x):\n    return x**2  # <s> </s> <pad> [MASK] <|endoftext|>",
+)
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, *, base: str, folder: Path) -> None:
+    """Writes a tokenizer into a folder: the files of the `base` (a folder, or a name on the Hub) if they give
+    the same tokenizer, else what transformers saves. Raises ValueError where loading gives other ids."""
+    source = source_folder(base)
+    remove_files(tokenizer, folder)
+    if source is not None and source.resolve() != folder.resolve():
+        for path in tokenizer_files(tokenizer, source):
+            target = folder / path.relative_to(source)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, target)
+        if difference(tokenizer, folder) is None:
+            return
+
+    remove_files(tokenizer, folder)
+    tokenizer.save_pretrained(folder)
+    change_config(folder)
+    if difference(tokenizer, folder) is not None and (folder / "tokenizer.json").is_file():
+        change_config(folder, tokenizer_class=VERBATIM)  # other classes may build another normalizer
+    if cause := difference(tokenizer, folder):
+        raise ValueError(f"the tokenizer in {folder} is not that of training: {cause}")
+
+
+def copy_generation_config(*, base: str, folder: Path) -> None:
+    """Replaces the generation_config.json that transformers wrote by that of the base, if it has one."""
+    source = source_folder(base)
+    if source is not None and (source / GENERATION_CONFIG_NAME).is_file():
+        shutil.copyfile(source / GENERATION_CONFIG_NAME, folder / GENERATION_CONFIG_NAME)
+
+
+def source_folder(base: str) -> Path | None:
+    """The folder with the files of a checkpoint: itself, or that of the Hub's cache. None for a model that is
+    not of a checkpoint."""
+    if not base:
+        return None
+    if Path(base).is_dir():
+        return Path(base)
+    files = checkpoint_files(base)
+    return files["config.json"].parent if "config.json" in files else None
+
+
+def tokenizer_files(tokenizer: PreTrainedTokenizerBase, folder: Path) -> Iterator[Path]:
+    """The files of a tokenizer in a folder, each once."""
+    patterns = dict.fromkeys([*PATTERNS, *tokenizer.vocab_files_names.values()])
+    paths = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    yield from sorted(paths)
+
+
+def remove_files(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    for path in tokenizer_files(tokenizer, folder):
+        path.unlink()
+
+
+def change_config(folder: Path, *, tokenizer_class: str | None = None) -> None:
+    """Removes from tokenizer_config.json how the tokenizer was loaded, and sets its class."""
+    path = folder / "tokenizer_config.json"
+    if not path.is_file():
+        return
+    config = json.loads(path.read_text(encoding="utf-8"))
+    for name in OF_LOADING:
+        config.pop(name, None)
+    if tokenizer_class is not None:
+        config["tokenizer_class"] = tokenizer_class
+    path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def difference(tokenizer: PreTrainedTokenizerBase, folder: Path) -> str | None:
+    """What a tokenizer that is loaded from a folder does otherwise, or None."""
+    try:
+        loaded = load_tokenizer(folder)
+    except Exception as error:  # whatever a class raises for files that it does not take
+        return reason(error)
+    if loaded.get_vocab() != tokenizer.get_vocab():
+        return f"{len(loaded)} entries, not {len(tokenizer)}, or other ids"
+    if loaded.special_tokens_map != tokenizer.special_tokens_map:
+        return "other special tokens"
+    if getattr(loaded, "chat_template", None) != getattr(tokenizer, "chat_template", None):
+        return "another chat template"
+    for text in ODD_TEXTS:
+        if loaded(text)["input_ids"] != tokenizer(text)["input_ids"]:
+            return f"other ids for {text!r}"
+    return None
