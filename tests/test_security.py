@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cpt import verify
-from cpt.core.config import HIDDEN, redact
+from cpt.core.secrets import HIDDEN, redact
 from cpt.core.tensors import load_tensors
 from cpt.models import loading
 from cpt.trainer.run_dir import RunDir
@@ -115,4 +115,7 @@ def test_a_run_writes_nothing_secret_of_its_environment(corpora, cache, tmp_path
     assert len(written) > 15 and any(path.suffix == ".wandb" for path in written)
     assert {str(path) for path in written if CANARY.encode() in path.read_bytes()} == set()
     assert CANARY not in ended.stdout + ended.stderr
-    assert HIDDEN in (folder / "config.yaml").read_text()
+    stored = (folder / "config.yaml").read_text()
+    assert r"column: \${oc.env:MLFLOW_TRACKING_URI}#" in stored
+    again = ran(ROOT / "run.py", *given, cwd=tmp_path)  # another password is the same run
+    assert "Nothing to train" in again.stdout + again.stderr

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import operator
-import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -25,12 +24,6 @@ EXECUTION = (
     *("trainer.log_every_n_steps", "trainer.gradient_checkpointing", "trainer.offload_method_state"),
 )
 WATCHES = {"stop": None, "patience": None, "keep": "last"}  # of a monitor that ends no stage
-HIDDEN = "(hidden)"  # stands where a secret was
-SECRET = re.compile(  # the last part of a key; pad_token and the like are none
-    r"((auth|access|api|hf|hub|bearer)_?)?token|\w*(secret|passw)\w*|\w*credentials?|\w*(api|access|private)_?key",
-    re.IGNORECASE,
-)
-IN_ADDRESS = re.compile(r"(\w://)[^/\s@]+@")  # name and password before the host
 # Of a choice: what it is called, its learning rate over the model's, what cpt.tune searches.
 SEARCH = "search"
 FOR_OTHERS = ("name", "lr_multiplier", SEARCH)
@@ -78,21 +71,6 @@ def identity(settings: Mapping[str, Any]) -> dict[str, Any]:
     if not active and all(leaves.get(f"monitor.{name}", value) == value for name, value in WATCHES.items()):
         leaves = {key: value for key, value in leaves.items() if not key.startswith("monitor.")}
     return leaves
-
-
-def is_secret(key: str) -> bool:
-    return SECRET.fullmatch(key.rpartition(".")[2]) is not None
-
-
-def redact(value: Any, key: str = "") -> Any:
-    """A config, as it is shown, without secrets by their keys and in addresses."""
-    if isinstance(value, Mapping):
-        return {name: redact(each, str(name)) for name, each in value.items()}
-    if isinstance(value, list):
-        return [redact(each, key) for each in value]
-    if value is not None and is_secret(key):
-        return HIDDEN
-    return IN_ADDRESS.sub(rf"\1{HIDDEN}@", value) if isinstance(value, str) else value
 
 
 def canonical(key: str, value: Any) -> Any:

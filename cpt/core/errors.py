@@ -19,6 +19,7 @@ from cpt.core.config import CONF, flatten
 from cpt.core.preemption import GO_ON
 from cpt.core.processes import is_one_of_several
 from cpt.core.schema import unknown_name
+from cpt.core.secrets import redact_text
 
 LOADED = re.compile(r"Could not load '(.+)/([^/']+)'")
 MERGED = re.compile(r"Cannot merge DictConfig with")
@@ -164,7 +165,7 @@ def readable(code: int = 1) -> Iterator[None]:
             line = reason(error)
         if not line or os.environ.get("HYDRA_FULL_ERROR"):
             raise
-        print(f"cpt: {line}", file=sys.stderr, flush=True)
+        print(f"cpt: {redact_text(line)}", file=sys.stderr, flush=True)
         # Another process holds the folder's lock: nothing has failed, and later the same command continues.
         code = GO_ON if isinstance(error.__cause__, Timeout) else code
         # Not sys.exit: the processes of a distributed run must end together, whatever they wait for.

@@ -312,6 +312,7 @@ def progress_bar(
 def format_error(error: BaseException) -> str:
     """One line: the message of a foreseen error, with its type for any other."""
     from cpt.core.errors import reason  # imports Hydra, for which cpt.status does not wait
+    from cpt.core.secrets import redact_text
 
-    message = reason(error)
+    message = redact_text(reason(error))
     return message if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {message}"

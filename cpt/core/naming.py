@@ -9,9 +9,10 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import OmegaConf
+from omegaconf import ListConfig, OmegaConf
 
-from cpt.core.config import canonical, digest, executes, redact
+from cpt.core.config import canonical, digest, executes
+from cpt.core.secrets import redact
 from cpt.core.slurm import step_nodes, tasks_per_node
 
 CONFIG = "config"  # the primary config, of our own conf/ and of a user's
@@ -26,7 +27,7 @@ LONGEST_TAG = 64  # characters, W&B's own limit
 def name_run(overrides: Sequence[str], method: str, order: Any, seed: int) -> str:
     """The run folder's name: method, order, seed and what else was chosen; of a path its last part."""
     parts = [method, f"order-{order}", f"seed-{seed}"]
-    for key, value in sorted(list_choices(tuple(overrides)).items()):
+    for key, value in sorted(list_choices(as_written(overrides)).items()):
         if key not in ("method", "order", "seed", "hydra"):
             path = Path(value) if "/" in value else None
             if path is not None:  # of an exported model also the run that it is of
@@ -44,11 +45,18 @@ def variant() -> str:
     """What was chosen on the command line beyond what a run has a name for; empty outside of a Hydra job."""
     if not HydraConfig.initialized():
         return ""
-    overrides = tuple(HydraConfig.get().overrides.task)
+    overrides = as_written(HydraConfig.get().overrides.task)
     given = ((key, value) for key, value in sorted(list_choices(overrides).items()) if key not in NAMED)
     return "; ".join(
         f"{key.removeprefix('routing@').removeprefix('method.')}={value}" for key, value in given
     )
+
+
+def as_written(overrides: Sequence[str]) -> tuple[str, ...]:
+    """Overrides as they were typed: in a config of Hydra's, `${oc.env:NAME}` in one would be resolved."""
+    if isinstance(overrides, ListConfig):
+        return tuple(map(str, OmegaConf.to_container(overrides, resolve=False)))  # type: ignore[arg-type]
+    return tuple(overrides)
 
 
 def quote(value: str) -> str:

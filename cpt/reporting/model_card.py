@@ -14,8 +14,9 @@ from typing import Any
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from cpt.core.config import executes, flatten, is_secret
+from cpt.core.config import executes, flatten
 from cpt.core.files import replace
+from cpt.core.secrets import is_secret
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.scores import Scores, conditions, describe_conditions
 from cpt.reporting import frames

@@ -229,8 +229,8 @@ def empty_scores(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence
         trained = f"head trained for {steps} steps on general text"
         adapted.append(trained if steps else "head as it is, or random")
     base |= {"adapted": "; ".join(adapted)} if adapted else {}
-    if (before := plan.settings["init_from"]) is not None:
-        earlier = Scores.load(Path(before) / "scores.json")
+    if plan.resolved["init_from"] is not None:
+        earlier = Scores.load(Path(plan.resolved["init_from"]) / "scores.json")
         base["learned"] = list(dict.fromkeys([*earlier.base.get("learned", []), *earlier.run["order"]]))
     return Scores(
         domains=list(data.held_out),

@@ -135,7 +135,7 @@ def train_run(plan: Plan, run: RunDir) -> Scores:
 def describe_run(plan: Plan, run: RunDir, scores: Scores) -> LoggedRun:
     """What loggers get of a run at its start."""
     labels = WandbLabels(
-        name=run_name(scores.run, plan.settings["order"]),
+        name=run_name(scores.run, plan.resolved["order"]),
         group=str(plan.run.name),
         job_type=plan.names["method"],
         tags=plan.run.tags,

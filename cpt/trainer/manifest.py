@@ -189,8 +189,14 @@ def resolve_eval_cap(plan: Plan, run: RunDir) -> Plan:
     """The plan with `eval.max_tokens` as a run stored it, where the config leaves it to cpt."""
     if plan.evaluation.max_tokens != AUTO or not run.config.exists():
         return plan
-    settings = with_cap(plan.settings, run.stored_config().get("eval.max_tokens"))  # absent: no bound
-    return replace(plan, settings=settings, config_hash=digest(identity(settings)))
+    cap = run.stored_config().get("eval.max_tokens")  # absent: no bound
+    resolved = with_cap(plan.resolved, cap)
+    return replace(
+        plan,
+        settings=with_cap(plan.settings, cap),
+        resolved=resolved,
+        config_hash=digest(identity(resolved)),
+    )
 
 
 def resolve_date(plan: Plan, run: RunDir) -> Plan:

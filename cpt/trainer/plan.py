@@ -12,10 +12,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue
 
 from cpt.adapters.options import ModulesOptions
-from cpt.core.config import CONF, digest, identity, plain_config, redact
+from cpt.core.config import CONF, digest, identity, plain_config
 from cpt.core.errors import readable, unknown_name
 from cpt.core.renames import rename_keys
 from cpt.core.schema import NonNegative, Text, check_value, fits, show
+from cpt.core.secrets import hide_environment, redact
 from cpt.core.sections import Choice, is_used, read_section
 from cpt.data import orders
 from cpt.data.options import Budget, DataOptions, share_batch
@@ -96,7 +97,10 @@ class Sections:
 class Plan(Sections):
     """A complete config that has been checked."""
 
-    settings: Mapping[str, Any]  # all of the config without secrets, for the run folder, the report and W&B
+    # All of the config without secrets, for the run folder, the report and W&B; texts from environment
+    # variables stand there as `${oc.env:NAME}#fingerprint`.
+    settings: Mapping[str, Any]
+    resolved: Mapping[str, Any]  # the same with the values of environment variables, which is not shown
     names: Mapping[str, str]  # of the chosen method, mask, replay and model
     order: Sequence[str]  # where texts decide it, the first named one until cpt.trainer.domain_order
     budget: Budget
@@ -128,7 +132,7 @@ class Plan(Sections):
         in scores.json."""
         measured = {"endtask": self.endtasks, "answers": self.answers, "benchmark": self.benchmark}
         kinds = {"endtask": "endtasks", "answers": "answers", "benchmark": "benchmarks"}
-        given = {group: [self.settings[group], getattr(o, "stamp", "")] for group, o in measured.items() if o}
+        given = {group: [self.resolved[group], getattr(o, "stamp", "")] for group, o in measured.items() if o}
         return {kinds[group]: digest(each) for group, each in given.items()}
 
 
@@ -248,7 +252,8 @@ def make_plan(cfg: DictConfig) -> Plan:
     order = orders.resolve_order(read.run.order, names=texts, orders=source.named_orders, seed=seed)
     plan = Plan(
         **vars(read) | {"answers": read.answers if source.encoding is not None else None},
-        settings=redact(settings),
+        settings=redact(with_cap(hide_environment(cfg), read.evaluation.cap)),
+        resolved=redact(settings),
         names=names | {"mask": "+".join(settings["mask"]) or "none"},
         order=order,
         budget=Budget(trainer.steps, trainer.epochs, trainer.tokens, trainer.batch_size),

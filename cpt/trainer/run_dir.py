@@ -1,6 +1,7 @@
 """The run directory: its config, its lock, its files, and what is removed from it."""
 
 import contextlib
+import re
 import shutil
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,10 +16,11 @@ from yaml import YAMLError
 
 from cpt.core import files
 from cpt.core.cache import SMALL, discard
-from cpt.core.config import flatten, identity, plain_config, redact
+from cpt.core.config import flatten, identity, plain_config
 from cpt.core.errors import reason
 from cpt.core.heartbeat import PROGRESS_FILE, Heartbeat, format_error, record_exit, utc_now
 from cpt.core.processes import is_first_process
+from cpt.core.secrets import is_same, redact
 from cpt.evaluation.scores import Scores, documents_file, load_documents
 
 # Config keys that choose texts: a run is compared by the texts' contents, not by these.
@@ -53,7 +55,7 @@ class RunDir:
         return any(each.exists() for each in own)
 
     def write_config(self, settings: Mapping[str, Any]) -> None:
-        files.replace(self.config, OmegaConf.to_yaml(OmegaConf.create(redact(settings))))
+        files.replace(self.config, OmegaConf.to_yaml(OmegaConf.create(escape(redact(settings)))))
 
     def check_config(self, settings: Mapping[str, Any]) -> None:
         """Raises ValueError for a directory that was made with another config, or with a damaged one."""
@@ -74,13 +76,18 @@ class RunDir:
 
     def changes(self, settings: Mapping[str, Any]) -> list[str]:
         """How a config differs from the stored one, apart from keys whose contents are compared."""
-        then, now = (identity(redact(each)) for each in (self.stored_config(), settings))
+        stored = identity(redact(self.stored_config()))
+        current = identity(redact(settings))
         ignored: tuple[str, ...] = BY_CONTENT if self.manifest.exists() or self.scores_file.exists() else ()
-        if (then.get("init_from") is None) != (now.get("init_from") is None):  # else the bases are compared
-            ignored = tuple(key for key in ignored if key != "init_from")
-        keys, absent = sorted({*then, *now} - {*ignored}), "(absent)"
-        pairs = {key: (then.get(key, absent), now.get(key, absent)) for key in keys}
-        return [f"{key}: {before} -> {after}" for key, (before, after) in pairs.items() if before != after]
+        if (stored.get("init_from") is None) != (current.get("init_from") is None):
+            ignored = tuple(key for key in ignored if key != "init_from")  # else the bases are compared
+
+        differences = []
+        for key in sorted({*stored, *current} - {*ignored}):
+            before, after = stored.get(key, "(absent)"), current.get(key, "(absent)")
+            if not is_same(before, after):
+                differences.append(f"{key}: {before} -> {after}")
+        return differences
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -183,6 +190,17 @@ class RunDir:
             for name, values in arrays.items():
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
                     np.lib.format.write_array(file, np.asanyarray(values), allow_pickle=False)
+
+
+def escape(value: Any) -> Any:
+    """A config whose texts OmegaConf does not take for interpolations when it reads them."""
+    if isinstance(value, Mapping):
+        return {key: escape(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [escape(each) for each in value]
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    return value
 
 
 def file_stat(path: Path) -> list[int]:
