@@ -266,7 +266,7 @@ class FileTasks(TaskSource):
                     files.append(path)
         named_test = [path for path in files if "test" in path.name.lower()]
         if split == "test" and named_test:
-            files = named_test  # beside them, an `eval` file is something else
+            files = named_test  # next to them, an `eval` file is something else
         if not files and split != "dev":
             told = f"endtask.tasks.{name} is invalid: no {split} file in {folder}"
             allowed = f"{' '.join(text_files.TABLE_SUFFIXES)}, also {' '.join(text_files.PACKED)}"

@@ -123,7 +123,7 @@ def split_of(path: Path) -> str | None:
 
 
 def splits_by_name(names: Iterable[str]) -> dict[str, list[str]]:
-    """The splits of a data set by what their whole names say. Beside `train` and `test` themselves, others
+    """The splits of a data set by what their whole names say. Next to `train` and `test` themselves, others
     that say the same, like `eval`, are not among them."""
     by_split: dict[str, list[str]] = {}
     for name in names:
@@ -141,8 +141,8 @@ class FolderFiles:
 
     text: list[Path] = field(default_factory=list)
     hidden: list[Path] = field(default_factory=list)  # files, and folders that are not entered
-    about_data: list[Path] = field(default_factory=list)  # like a dataset card beside tables
-    not_listed: list[Path] = field(default_factory=list)  # beside a saved data set that does not list them
+    about_data: list[Path] = field(default_factory=list)  # like a dataset card next to tables
+    not_listed: list[Path] = field(default_factory=list)  # next to a saved data set that does not list them
 
     def left_out(self) -> str:
         """What is left out, for a log line; empty for nothing."""
@@ -224,7 +224,7 @@ def find_files(folder: Path, *, ignored: Callable[[Path], bool] | None = None) -
 
 
 def saved_files(paths: Iterable[Path]) -> dict[Path, set[str]]:
-    """The names of the data files by folder, of folders that `save_to_disk` has written: others beside them
+    """The names of the data files by folder, of folders that `save_to_disk` has written: others next to them
     are caches of datasets. Raises ValueError for a damaged list, and for a data file that is missing."""
     states = [path for path in paths if path.name == SAVED_STATE and (path.parent / SAVED_INFO).is_file()]
     listed: dict[Path, set[str]] = {}
@@ -271,7 +271,7 @@ def refuse_unreadable(path: Path) -> None:
 
 def refuse_dangling(paths: Iterable[Path], *, remedy: str) -> None:
     """Raises ValueError for a link to what does not exist, like a folder that is not mounted; {} in the
-    remedy stands for its name. Hidden paths are not looked at."""
+    remedy stands for its name. Hidden paths are skipped."""
     for path in paths:
         if path.is_symlink() and not path.exists() and not path.name.startswith("."):
             told = f"{path} is a link to {os.readlink(path)}, which does not exist"

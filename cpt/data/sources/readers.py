@@ -336,9 +336,12 @@ def parse_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values if len(values) == len(pairs) else RepeatedKeys(pairs)
 
 
+DECODER = json.JSONDecoder(object_pairs_hook=parse_object)
+
+
 def json_rows(path: Path, *, oddities: Oddities | None = None, reject: Reject = stop) -> Iterator[Row]:
     """The values of a file with one on each line, or with a single array of them. `reject` is called for a
-    line that is no JSON; an array that is none is always an error."""
+    line that is no JSON; a damaged array is always an error."""
     numbered = enumerate(lines(path, oddities), start=1)
     is_first = True
     for number, line in numbered:
@@ -361,7 +364,7 @@ def json_rows(path: Path, *, oddities: Oddities | None = None, reject: Reject = 
 def parse_json(text: str, path: Path, number: int) -> Any:
     """A JSON value that begins at a line. Raises ValueError that names the file and the line."""
     try:
-        return json.loads(text, object_pairs_hook=parse_object)
+        return DECODER.decode(text)
     except ValueError as error:  # also a number of more digits than Python reads
         message = f"{path}, line {number} is not JSON: {getattr(error, 'msg', error)}"
         raise ValueError(f"{message}. Allowed: a value on each line, or one array of values") from error

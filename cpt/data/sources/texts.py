@@ -113,7 +113,7 @@ class Texts(Source):
             raise ValueError(f"{message}, like {example} ({splits[0]}). Allowed: {allowed}")
 
     def log_left_out(self) -> None:
-        """Logs the files and hidden folders beside the domains."""
+        """Logs the files and hidden folders next to the domains."""
         loose = [path for path in self.entries.values() if not path.is_dir()]
         texts = [path for path in loose if kind(path) in SUFFIXES and not ABOUT_DATA.fullmatch(path.name)]
         others = [path for path in loose if path not in texts]
