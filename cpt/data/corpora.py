@@ -40,6 +40,7 @@ class Corpora:
             more = f" and {len(shared) - SHOWN} more pairs" * (len(shared) > SHOWN)
             told = "Held-out documents in the training text of other domains bias the losses: %s%s"
             log.warning(told, few, more)
+        log_near_duplicates(by_name)
         return cls(by_name, cache, source.encoding, source.isolated, workers, source.text_packing)
 
     @property
@@ -75,6 +76,28 @@ class Corpora:
         """A hash of what decides the rows of the domains: the tokenizer, and its template for examples."""
         known_by, template = tokenizer_digest(tokenizer), getattr(tokenizer, "chat_template", None)
         return known_by if self.encoding is None or not template else digest([known_by, template])
+
+
+def log_near_duplicates(corpora: Mapping[str, Corpus]) -> None:
+    """Warns of texts whose held-out documents are almost in their training text, those with the largest
+    share first."""
+    shares: dict[str, float] = {}
+    counts: dict[str, str] = {}
+    for name, corpus in corpora.items():
+        near = corpus.facts["near_duplicates"]
+        if near["found"]:
+            shares[name] = near["found"] / near["compared"]
+            counts[name] = f"{near['found']} of {near['compared']} ({shares[name]:.1%}) of {name}"
+            if near["train_share"] < 1:
+                counts[name] += f" in {near['train_share']:.0%} of the training text"
+    if not counts or not is_first_process():
+        return
+
+    names = sorted(shares, key=lambda name: -shares[name])
+    more = f" and {len(names) - SHOWN} more texts" if len(names) > SHOWN else ""
+    message = "Held-out documents with a near-duplicate in their domain's training text bias the losses: "
+    message += "%s%s (of a sample; similarity .5 or more)"
+    log.warning(message, "; ".join(counts[name] for name in names[:SHOWN]), more)
 
 
 def find_shared(corpora: Mapping[str, Corpus]) -> list[tuple[str, str, int]]:

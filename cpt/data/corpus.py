@@ -4,8 +4,8 @@ import hashlib
 import json
 import logging
 from array import array
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,12 @@ from datasets.arrow_writer import ArrowWriter
 from cpt.core.cache import make_once
 from cpt.core.processes import is_first_process
 from cpt.core.randomness import key, sample_keys
+from cpt.data.near_duplicates import (
+    BATCH_DOCUMENTS,
+    MAX_HELD_OUT,
+    NearDuplicates,
+    count_near_duplicates,
+)
 from cpt.data.sources.base import EXAMPLES, Source, log_skipped, read_example, stamp_of
 
 log = logging.getLogger(__name__)
@@ -53,29 +59,7 @@ def make_corpus(source: Source, name: str, *, cache: Path) -> Corpus:
     stamp = stamp_of(source, name)
 
     def write(folder: Path) -> None:
-        waiting = 0
-
-        def keep(raw: bytes) -> None:
-            nonlocal waiting
-            writer.write({"text": raw.decode()})
-            waiting += len(raw)
-            if waiting >= BYTES:
-                writer.write_examples_on_file()
-                waiting = 0
-
-        path, features = str(folder / "documents.arrow"), Features({"text": Value("large_string")})
-        with ArrowWriter(path=path, features=features, writer_batch_size=BATCH) as writer:
-            splits, facts, contradicted, keys = read_documents(source, name, keep=keep)
-            writer.finalize()
-        np.save(folder / "splits.npy", splits)
-        np.save(folder / "keys.npy", keys)
-        (folder / "facts.json").write_text(json.dumps(facts))
-        if contradicted:
-            log.warning("Keeping first answers in %s: %d questions have different ones", name, contradicted)
-        counts = ", ".join(f"{count} {split}" for split, count in facts["documents"].items())
-        told = "Read %s: %.2f MB, documents: %s; left out: %d duplicates and %d valid or test copies"
-        size, copies = sum(facts["bytes"].values()) / 1e6, (facts["duplicates"], facts["held_out_copies"])
-        log.info(told, name, size, counts, *copies)
+        write_corpus(source, name, folder)
         if stamp_of(source, name) != stamp:
             raise ValueError(f"the text of {name} changed while it was read; start again when it is complete")
 
@@ -84,6 +68,64 @@ def make_corpus(source: Source, name: str, *, cache: Path) -> Corpus:
     if is_first_process():
         log_skipped(name, facts.get("skipped", {}))
     return Corpus(folder, facts)
+
+
+def write_corpus(source: Source, name: str, folder: Path) -> None:
+    """Reads the text of a domain into a folder, compares its splits, and logs what was read."""
+    waiting = 0  # bytes that are not on disk yet
+
+    def keep(raw: bytes) -> None:
+        nonlocal waiting
+        writer.write({"text": raw.decode()})
+        waiting += len(raw)
+        if waiting >= BYTES:
+            writer.write_examples_on_file()
+            waiting = 0
+
+    path, features = str(folder / "documents.arrow"), Features({"text": Value("large_string")})
+    with ArrowWriter(path=path, features=features, writer_batch_size=BATCH) as writer:
+        splits, facts, contradicted, keys = read_documents(source, name, keep=keep)
+        writer.finalize()
+    np.save(folder / "splits.npy", splits)
+    np.save(folder / "keys.npy", keys)
+    facts["near_duplicates"] = asdict(compare_splits(Corpus(folder, facts), name, kind=source.form(name)))
+    (folder / "facts.json").write_text(json.dumps(facts))
+
+    if contradicted:
+        log.warning("Keeping first answers in %s: %d questions have different ones", name, contradicted)
+    counts = ", ".join(f"{count} {split}" for split, count in facts["documents"].items())
+    message = "Read %s: %.2f MB, documents: %s; left out: %d duplicates and %d valid or test copies"
+    size, copies = sum(facts["bytes"].values()) / 1e6, (facts["duplicates"], facts["held_out_copies"])
+    log.info(message, name, size, counts, *copies)
+
+
+def compare_splits(corpus: Corpus, name: str, *, kind: str) -> NearDuplicates:
+    """Looks for near-duplicates of held-out documents, of at most MAX_HELD_OUT for each split at even
+    distances, among the training documents."""
+    samples = []
+    for split in ("valid", "test"):
+        documents = corpus.documents(split)
+        positions = np.unique(np.linspace(0, len(documents) - 1, MAX_HELD_OUT, dtype=int))
+        samples.append(compared_texts(documents.select(positions), kind))
+    return count_near_duplicates(
+        chain.from_iterable(samples),
+        compared_texts(corpus.documents("train"), kind),
+        name=name,
+        num_training=corpus.facts["documents"]["train"],
+        train_bytes=corpus.facts["bytes"]["train"],
+    )
+
+
+def compared_texts(documents: Dataset, kind: str) -> Iterator[str]:
+    """The texts by which documents are compared: of examples what they ask about, without their prompt."""
+    for begin in range(0, len(documents), BATCH_DOCUMENTS):
+        for document in documents[begin : begin + BATCH_DOCUMENTS]["text"]:
+            if kind == EXAMPLES:
+                example = read_example(document)
+                text_begin, text_end = example.text
+                yield example.source[text_begin:text_end] or example.question
+            else:
+                yield document
 
 
 def read_documents(

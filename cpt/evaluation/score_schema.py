@@ -84,6 +84,13 @@ class RunKeys(TypedDict):
 
 
 @closed
+class NearDuplicateKeys(TypedDict):
+    found: Annotated[int, Key("held-out documents with a near-duplicate", "documents")]
+    compared: Annotated[int, Key("held-out documents that were compared: a sample", "documents")]
+    train_share: Annotated[float, Key("share of the training documents that they were compared to")]
+
+
+@closed
 class TextKeys(TypedDict):
     hash: NotRequired[Annotated[str, Key("hash of the documents and their split")]]
     train_hash: NotRequired[Annotated[str, Key("hash of the training documents")]]
@@ -92,6 +99,9 @@ class TextKeys(TypedDict):
     duplicates: NotRequired[Annotated[int, Key("documents left out as duplicates")]]
     held_out_copies: NotRequired[Annotated[int, Key("held-out documents left out as training ones")]]
     skipped: NotRequired[Annotated[dict[str, int], Key("bad examples left out", over="reason")]]
+    near_duplicates: NotRequired[
+        Annotated[NearDuplicateKeys, Key("held-out documents like training documents of the same text")]
+    ]
 
 
 @closed

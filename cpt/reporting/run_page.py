@@ -361,6 +361,8 @@ def show_overlap(scores: Scores, folder: Path) -> list[Block]:
 
 
 def show_texts(scores: Scores) -> Block:
+    """The table of test texts; near-duplicates are a column where a text has been compared for them."""
+    is_compared = any("near_duplicates" in facts for facts in scores.texts.values())
     cells = []
     for name, *sizes in zip(scores.domains, scores.tokens, scores.scored, scores.bytes, strict=True):
         facts = scores.texts.get(name, {})
@@ -368,6 +370,12 @@ def show_texts(scores: Scores) -> Block:
         if skipped := facts.get("skipped"):
             kinds = ", ".join(f"{count} × {kind}" for kind, count in skipped.items())
             counts += f"; skipped: {kinds}"
-        cells.append([name, *map("{:,}".format, sizes), counts, facts.get("hash", "–")])
-    head = ["text", "tokens", "scored", "bytes", "documents", "hash"]
-    return Block(title="Test texts", head=head, cells=cells, folded=f"{len(cells)} texts")
+        row = [name, *map("{:,}".format, sizes), counts]
+        if is_compared:
+            near = facts.get("near_duplicates")
+            row.append(f"{near['found']} of {near['compared']}" if near else "–")
+        cells.append([*row, facts.get("hash", "–")])
+    head = ["text", "tokens", "scored", "bytes", "documents"]
+    if is_compared:
+        head.append("near-duplicates")
+    return Block(title="Test texts", head=[*head, "hash"], cells=cells, folded=f"{len(cells)} texts")

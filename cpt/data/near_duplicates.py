@@ -1,0 +1,184 @@
+"""Near-duplicates of held-out documents in the training text of the same domain: a count for a warning.
+
+Two documents are near-duplicates where the Jaccard similarity of their spans of 8 bytes (in lower case, white
+space joined) is estimated at .5 or more: of 12 words one may differ. Spans stand for words because languages
+differ in what a word is. A sample of the held-out documents, each by a sample of its spans (of those with
+the smallest hashes, as in a bottom-k sketch, Broder 1997), is compared to the training documents, which are
+streamed."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cpt.core.heartbeat import DELAY, progress_bar
+
+SPAN = 8  # bytes: one integer
+MIN_SIMILARITY = 0.5
+MAX_HELD_OUT = 500  # documents of a held-out split that are compared
+MAX_CANDIDATES, MAX_SPANS = 512, 48  # spans of a held-out document of which some are compared
+MAX_TRAIN_BYTES = 1 << 27  # beyond which training text is sampled by batches
+BATCH_DOCUMENTS, BATCH_CHARACTERS = 2000, 1 << 20  # training documents that are compared at once
+MAX_MATCHES = 1 << 26  # of spans, after which the comparison ends: text that repeats itself takes long
+TABLE_BITS = 22  # of the table by which most spans are found to be in no held-out document
+
+
+@dataclass(frozen=True)
+class NearDuplicates:
+    """How many of `compared` held-out documents have a near-duplicate among the training documents, of which
+    the share `train_share` was read."""
+
+    found: int
+    compared: int
+    train_share: float
+
+
+def normalize(text: str) -> bytes:
+    """The text whose spans are compared."""
+    return " ".join(text.lower().split()).encode(errors="replace")
+
+
+def hash_spans(raw: bytes) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(positions, hashes) of all spans of a text in up to 8 arrays, [spans] int64 and uint64: those that
+    begin at a multiple of 8, at the byte after, and so on."""
+    for offset in range(min(SPAN, len(raw) - SPAN + 1)):
+        count = (len(raw) - offset) // SPAN
+        spans = np.frombuffer(raw, "<u8", count=count, offset=offset)
+        # The finalizer of SplitMix64 (Steele et al., OOPSLA 2014).
+        hashes = (spans ^ (spans >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        hashes = (hashes ^ (hashes >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        hashes ^= hashes >> np.uint64(31)
+        yield offset + SPAN * np.arange(count), hashes
+
+
+def distinct_spans(raw: bytes) -> np.ndarray:
+    """The hashes of the spans of a text, each once, sorted, [distinct spans] uint64."""
+    return np.unique(np.concatenate([np.empty(0, np.uint64), *(hashes for _, hashes in hash_spans(raw))]))
+
+
+class HeldOutSpans:
+    """The sampled spans of held-out documents, and which of the documents have been found elsewhere."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        sizes: list[int] = []
+        hashes, owners = [np.empty(0, np.uint64)], [np.empty(0, np.int64)]
+        for number, text in enumerate(texts):
+            distinct = distinct_spans(normalize(text))
+            smallest = distinct[:MAX_CANDIDATES]
+            hashes.append(smallest)
+            owners.append(np.full(len(smallest), number))
+            sizes.append(len(distinct))
+
+        # Of each document the spans that fewest others have: these are found in little other text, which
+        # makes the comparison fast, and as likely changed as others are.
+        joined, owner = np.concatenate(hashes), np.concatenate(owners)
+        _, inverse, counts = np.unique(joined, return_inverse=True, return_counts=True)
+        order = np.lexsort((joined, counts[inverse], owner))
+        first = np.searchsorted(owner[order], np.arange(len(sizes)))
+        rank = np.arange(len(order)) - first[owner[order]]
+        order = order[rank < MAX_SPANS]
+        order = order[np.argsort(joined[order], kind="stable")]
+
+        self.sizes = np.array(sizes)  # distinct spans of each document, [documents]
+        self.hashes, self.owners = joined[order], owner[order]  # of the sampled spans, [spans]
+        self.sampled = np.bincount(self.owners, minlength=len(sizes))  # number of each document's
+        self.is_found = np.zeros(len(sizes), bool)
+        self.index()
+
+    def index(self) -> None:
+        """Leaves out the spans of documents that have been found, and prepares to find those of others."""
+        is_open = ~self.is_found[self.owners]
+        self.hashes, self.owners = self.hashes[is_open], self.owners[is_open]
+        self.keys, self.begins, self.repeats = np.unique(self.hashes, return_index=True, return_counts=True)
+        self.table = np.zeros(1 << TABLE_BITS, bool)
+        self.table[self.keys >> np.uint64(64 - TABLE_BITS)] = True
+
+    def compare(self, texts: Sequence[str]) -> int:
+        """Records which held-out documents are near-duplicates of one of some texts. Gives the number of
+        pairs of equal spans."""
+        if not len(self.keys):
+            return 0
+        raw = list(map(normalize, texts))
+        lengths = np.array(list(map(len, raw)))
+        starts = np.cumsum(lengths + 1) - lengths - 1
+        numbers, keys = self.shared_spans(b"\n".join(raw), starts)  # normalized texts have no line feed
+
+        # Each held-out document that has a span, for each text that has it.
+        repeats = self.repeats[keys]
+        before = np.cumsum(repeats) - repeats
+        within = np.arange(repeats.sum()) - np.repeat(before, repeats)
+        owners = self.owners[np.repeat(self.begins[keys], repeats) + within]
+        pairs = np.repeat(numbers, repeats) * len(self.sizes) + owners
+        pairs, num_common = np.unique(pairs, return_counts=True)
+
+        number, owner = np.divmod(pairs, len(self.sizes))
+        share = num_common / self.sampled[owner]
+        is_candidate = share >= MIN_SIMILARITY  # the share is never below the similarity
+        self.decide(number[is_candidate], owner[is_candidate], share[is_candidate], raw)
+        return int(repeats.sum())
+
+    def decide(self, number: np.ndarray, owner: np.ndarray, share: np.ndarray, raw: list[bytes]) -> None:
+        """Records which held-out documents are near-duplicates, of pairs of a training text (its number in
+        `raw`) and a held-out document (`owner`) with the share of its spans that the text has, [pairs]."""
+        numbers, inverse = np.unique(number, return_inverse=True)
+        sizes = np.array([len(distinct_spans(raw[each])) for each in numbers], int)[inverse]
+        common = share * self.sizes[owner]
+        similar = owner[common >= MIN_SIMILARITY * (self.sizes[owner] + sizes - common)]
+        if len(similar):
+            self.is_found[similar] = True
+            self.index()
+
+    def shared_spans(self, raw: bytes, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The spans of texts that a held-out document has, each once for a text, as the number of the text
+        and the index of the span in `keys`; `starts` are the positions at which the texts begin."""
+        codes = []
+        for positions, hashes in hash_spans(raw):
+            candidates = np.flatnonzero(self.table[hashes >> np.uint64(64 - TABLE_BITS)])
+            indices = np.searchsorted(self.keys, hashes[candidates]).clip(max=len(self.keys) - 1)
+            is_equal = self.keys[indices] == hashes[candidates]
+            numbers = np.searchsorted(starts, positions[candidates[is_equal]], side="right") - 1
+            codes.append(numbers * len(self.keys) + indices[is_equal])
+        numbers, keys = np.divmod(np.unique(np.concatenate(codes)), len(self.keys))
+        return numbers, keys
+
+
+def batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Texts by batches of a bounded number and size."""
+    batch: list[str] = []
+    size = 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if len(batch) >= BATCH_DOCUMENTS or size >= BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def count_near_duplicates(
+    held_out: Iterable[str], training: Iterable[str], *, name: str, num_training: int, train_bytes: int
+) -> NearDuplicates:
+    """Compares held-out to training documents, of whose number and size all are given; of more than
+    MAX_TRAIN_BYTES every n-th batch."""
+    spans = HeldOutSpans(held_out)
+    stride = max(1, math.ceil(train_bytes / MAX_TRAIN_BYTES))
+    num_read, num_matches = 0, 0
+    with progress_bar(
+        f"comparing held-out documents of {name}",
+        total=num_training,
+        unit=" documents",
+        scale=True,
+        hidden=False,
+        delay=DELAY,
+    ) as progress:
+        for number, batch in enumerate(batches(training)):
+            if number % stride == 0:
+                num_matches += spans.compare(batch)
+                num_read += len(batch)
+            progress.update(len(batch))
+            if num_matches > MAX_MATCHES:
+                break
+    num_compared = int((spans.sampled > 0).sum())
+    return NearDuplicates(int(spans.is_found.sum()), num_compared, num_read / max(1, num_training))
