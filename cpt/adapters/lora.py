@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import quote
@@ -105,6 +105,54 @@ def attach_lora(
             trained.append(Projection(f"{name}.lora_A", a, 0, (torch.arange(a.out_features),)))
             trained.append(Projection(f"{name}.lora_B", b, 0, ranked, measured=layer))
     return Scope(names, tuple(trained))
+
+
+@dataclass(frozen=True)
+class AdapterReach:
+    """The weights of a model, without embeddings and head, that tuners of peft adapt."""
+
+    adapted: int
+    total: int
+    unreached_experts: tuple[str, ...]  # parameters of three axes: an expert, its outputs, its inputs
+
+
+def adapter_reach(model: PreTrainedModel) -> AdapterReach | None:
+    """What the tuners in a model adapt; None of a model without any. Experts are one parameter in
+    transformers 5, and no layer that `all-linear` finds."""
+    adapted_ids = set[int]()
+    tuner_ids = set[int]()
+    for layer in model.modules():
+        if not isinstance(layer, BaseTunerLayer):
+            continue
+        base = layer.get_base_layer()
+        weight = getattr(base, getattr(layer, "parameter_name", "weight"), None)
+        if weight is not None:
+            adapted_ids.add(id(weight))
+        within = {id(each) for each in cast(nn.Module, layer).parameters()}
+        tuner_ids |= within - {id(each) for each in base.parameters()}
+    if not adapted_ids:
+        return None
+
+    head = model.get_output_embeddings()
+    outside_ids = set[int]() if head is None else {id(each) for each in head.parameters()}
+    convolution_ids = set[int]()
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            outside_ids |= {id(each) for each in module.parameters()}
+        elif isinstance(module, nn.Conv1d | nn.Conv2d):
+            convolution_ids |= {id(each) for each in module.parameters()}
+
+    adapted = total = 0
+    unreached = []
+    for name, parameter in model.named_parameters():
+        if id(parameter) in outside_ids or id(parameter) in tuner_ids:
+            continue
+        total += parameter.numel()
+        if id(parameter) in adapted_ids:
+            adapted += parameter.numel()
+        elif parameter.ndim == 3 and id(parameter) not in convolution_ids:
+            unreached.append(name)
+    return AdapterReach(adapted, total, tuple(unreached))
 
 
 def find_targets(model: PreTrainedModel, targets: Targets) -> dict[str, nn.Module]:

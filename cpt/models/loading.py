@@ -1,7 +1,7 @@
 """Hugging Face models and tokenizers: of a checkpoint, or new from a configuration and from text. Code that a
 checkpoint brings is never run."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from itertools import count, takewhile
 from pathlib import Path
@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from safetensors import safe_open
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import nn
 from transformers import (
@@ -23,9 +22,9 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
-from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto import modeling_auto
 
+from cpt.core.errors import reason
 from cpt.data.collate import Sharing
 from cpt.data.packing import padding_id
 from cpt.models.forward import padded_positions
@@ -34,8 +33,32 @@ from cpt.models.options import ModelOptions
 
 AUTO_MODELS = {"masked": AutoModelForMaskedLM, "causal": AutoModelForCausalLM, "span": AutoModelForSeq2SeqLM}
 SEQ2SEQ = ("span",)  # objectives of encoder-decoder models
+# Outputs as methods read them, whatever a checkpoint's config.json asks for.
+PLAIN_OUTPUTS = {"return_dict": True, "output_hidden_states": False}
 SENTINELS = 100  # added to a tokenizer that has none
 SPECIAL_TOKENS = {"bos": "<s>", "pad": "<pad>", "eos": "</s>", "unk": "<unk>", "mask": "<mask>"}
+
+
+def possible_objectives(config: PretrainedConfig) -> list[str]:
+    """The objectives that transformers has a model for, `masked`, `causal` or `span`: of the class that the
+    checkpoint was saved as, else of its architecture."""
+    saved_class = (config.architectures or [""])[0]
+    model_type = config.model_type
+    is_causal_class = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) == saved_class
+    if config.is_encoder_decoder and not is_causal_class:
+        mappings = {"span": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING}
+    else:
+        mappings = {
+            "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING,
+            "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
+        }
+        # Some classes, like FlaubertWithLMHeadModel, are in both mappings; others decide.
+        is_masked_class = modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.get(model_type) == saved_class
+        if is_causal_class and not is_masked_class:
+            del mappings["masked"]
+        if is_masked_class and not is_causal_class:
+            del mappings["causal"]
+    return [name for name, mapping in mappings.items() if type(config) in mapping]
 
 
 def objective_name(wanted: str, config: PretrainedConfig) -> str:
@@ -43,20 +66,13 @@ def objective_name(wanted: str, config: PretrainedConfig) -> str:
     is for. Raises ValueError for an objective that the configuration has no model for."""
     if wanted not in (*AUTO_MODELS, "auto"):
         raise ValueError(f"model.objective={wanted} is invalid. Allowed: {', '.join(AUTO_MODELS)}, auto")
-    saved = (config.architectures or [""])[0]
-    causal, masked = saved.endswith(("ForCausalLM", "LMHeadModel")), saved.endswith("ForMaskedLM")
-    if config.is_encoder_decoder and not saved.endswith("ForCausalLM"):
-        possible = {"span": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING}
-    else:
-        possible = {
-            "masked": () if causal else modeling_auto.MODEL_FOR_MASKED_LM_MAPPING,
-            "causal": () if masked else modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
-        }
-    found = [name for name, mapping in possible.items() if type(config) in mapping]
-    if not found or (wanted != "auto" and wanted not in found):
-        told = f"model.objective={wanted} is invalid for a {config.model_type} {saved or 'model'}"
-        raise ValueError(f"{told}. Allowed: {', '.join(found) or 'models with a language-model head'}")
-    return found[0] if wanted == "auto" else wanted
+    possible = possible_objectives(config)
+    if not possible or (wanted != "auto" and wanted not in possible):
+        saved_class = (config.architectures or ["model"])[0]
+        message = f"model.objective={wanted} is invalid for a {config.model_type} {saved_class}"
+        allowed = ", ".join(possible) or "models with a language-model head"
+        raise ValueError(f"{message}. Allowed: {allowed}")
+    return possible[0] if wanted == "auto" else wanted
 
 
 def check_packing(name: str, *, isolated: bool, answers: bool) -> None:
@@ -100,18 +116,37 @@ def sharing_of(config: PretrainedConfig) -> Sharing:
 
 
 def configuration(checkpoint: str) -> PretrainedConfig:
-    """A checkpoint's configuration. Raises ValueError if there is no such checkpoint, and for an adapter of
-    peft, which transformers would load frozen into the model."""
-    if (Path(checkpoint) / "adapter_config.json").is_file():
-        told = f"model.name_or_path={checkpoint} is invalid: it has an adapter of peft (adapter_config.json)"
-        raise ValueError(f"{told}. Allowed: a folder of the model with it merged (peft's merge_and_unload)")
+    """A checkpoint's configuration, with outputs as methods read them. Raises ValueError if there is no such
+    checkpoint, for values that transformers refuses, and for an adapter of peft, which transformers would
+    load frozen into the model."""
+    folder = Path(checkpoint)
+    key = f"model.name_or_path={checkpoint}"
+    if (folder / "adapter_config.json").is_file():
+        message = f"{key} is invalid: it has an adapter of peft (adapter_config.json)"
+        raise ValueError(
+            f"{message}. Allowed: a folder of the model with it merged (peft's merge_and_unload)"
+        )
     try:
-        return AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        why = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
-        found = "" if Path(checkpoint).exists() else "no such folder, and not loaded from the Hub: "
-        told = f"model.name_or_path={checkpoint} is invalid: {found}{why}"
-        raise ValueError(f"{told}. Allowed: a folder, or a name on the Hub") from error
+        first_line = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+        if "trust_remote_code" in str(error):
+            first_line = "its config.json needs Python code of its authors (auto_map), which is never run"
+        absent = "" if folder.exists() else "no such folder, and not loaded from the Hub: "
+        message = f"{key} is invalid: {absent}{first_line}"
+        raise ValueError(f"{message}. Allowed: a folder, or a name on the Hub") from error
+    except Exception as error:  # strict dataclasses and the classes of configurations raise any
+        message = f"{key} is invalid: its config.json is refused by transformers ({reason(error)})"
+        raise ValueError(f"{message}. Allowed: a config.json as the class of the model reads it") from error
+    for name, value in PLAIN_OUTPUTS.items():
+        setattr(config, name, value)
+    return config
+
+
+def ignored_outputs(checkpoint: str) -> dict[str, Any]:
+    """The settings of outputs in a checkpoint's config.json that `configuration` replaces."""
+    stored, _ = PretrainedConfig.get_config_dict(checkpoint)
+    return {name: stored[name] for name, value in PLAIN_OUTPUTS.items() if stored.get(name, value) != value}
 
 
 def keep_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
@@ -135,24 +170,13 @@ def outside_body(model: PreTrainedModel) -> list[str]:
     return [name for name, each in model.named_parameters() if id(each) not in inside]
 
 
-def missing_parameters(model: PreTrainedModel, files: Iterable[Path]) -> list[str]:
-    """The names of a model's parameters that the safetensors among `files` lack; [] if there are none."""
-    stored = set[str]()
-    for path in (path for path in files if path.suffix == ".safetensors" and "adapter" not in path.name):
-        with safe_open(path, "pt") as file:
-            stored |= {*file.keys()}
-    lacking, prefix = [], f"{model.base_model_prefix}."  # a checkpoint of the body alone has names without it
-    for name, parameter in model.named_parameters() if stored else ():
-        names = {name, *revert_weight_conversion(model, {name: parameter})}
-        if not stored & (names | {each.removeprefix(prefix) for each in names}):
-            lacking.append(name)
-    return lacking
-
-
 def load_model(checkpoint: str | Path, objective: str, *, layers: int | None = None) -> PreTrainedModel:
     """A checkpoint's model in float32 and train mode, with an adapter of peft in its folder merged; of its
-    first `layers` blocks if not None. Weights that the checkpoint lacks are random, the same in each copy."""
-    config = None if layers is None else keep_layers(configuration(str(checkpoint)), layers)
+    first `layers` blocks if not None. Parameters of a head that the checkpoint lacks are random, the same in
+    each copy. Raises ValueError for weights that are not finite."""
+    config = configuration(str(checkpoint))
+    if layers is not None:
+        config = keep_layers(config, layers)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AUTO_MODELS[objective].from_pretrained(
@@ -160,7 +184,17 @@ def load_model(checkpoint: str | Path, objective: str, *, layers: int | None = N
         )
     if adapter := find_adapter(checkpoint):
         model = PeftModel.from_pretrained(model, adapter).merge_and_unload().requires_grad_(True)
+    check_finite_weights(model, checkpoint)
     return model.train()
+
+
+def check_finite_weights(model: PreTrainedModel, checkpoint: str | Path) -> None:
+    """Raises ValueError for parameters that are NaN or infinite."""
+    names = [name for name, each in model.named_parameters() if not each.detach().isfinite().all()]
+    if names:
+        message = f"{len(names)} of its tensors have NaN or infinite weights, the first {names[0]}"
+        allowed = "a checkpoint of finite weights"
+        raise ValueError(f"model.name_or_path={checkpoint} is invalid: {message}. Allowed: {allowed}")
 
 
 def find_adapter(checkpoint: str | Path) -> Path | None:

@@ -14,7 +14,9 @@ from transformers import PreTrainedModel
 
 import cpt
 from cpt.adapters.domain_store import domain_params
+from cpt.adapters.lora import adapter_reach
 from cpt.core.naming import list_choices
+from cpt.core.processes import is_first_process
 from cpt.core.randomness import key
 from cpt.core.schema import show
 from cpt.core.tensors import NamedTensors
@@ -24,8 +26,11 @@ from cpt.data.packing import Packed, balance
 from cpt.data.sources.base import CONCAT, GENERAL
 from cpt.evaluation.scores import Scores
 from cpt.methods.base import ContinualMethod, MethodContext
+from cpt.models.block_attention import MASKABLE
 from cpt.models.memory import COMPILE_OPTIONS, checkpoint_activations, even_head
 from cpt.models.objectives import Objective
+from cpt.models.stored_weights import format_names
+from cpt.models.trial import try_model
 from cpt.models.units import blocks
 from cpt.models.weights import Snapshot
 from cpt.optim.rounding import lost_update_share
@@ -54,6 +59,10 @@ def build_method(plan: Plan, start: Base) -> ContinualMethod:
     even_head(model)
     if options.attn_implementation != "auto":
         model.set_attn_implementation(options.attn_implementation)
+    if options.attn_implementation in ("auto", *MASKABLE):  # others run on GPUs only
+        checkpoint = plan.model.name_or_path
+        source = "model.config" if checkpoint is None else f"model.name_or_path={checkpoint}"
+        try_model(model, start.objective, start.objective_name, length=start.length, source=source)
     module = plan.method.make(build_context(plan, model, start.objective))
     module.beside.update(module.aux_models())
     if plan.carry != "none":
@@ -136,6 +145,29 @@ def log_settings(plan: Plan, module: ContinualMethod, data: DomainSequence, devi
         log.info("Accumulating gradients (trainer.accumulate_grad_batches=%d): %s", micro, difference)
 
     warn_of_lost_updates(plan, module)
+    log_experts(module.model)
+
+
+def log_experts(model: PreTrainedModel) -> None:
+    """Logs what is not trained of a mixture of experts: the loss that balances its router, and experts that
+    adapters do not reach."""
+    if not is_first_process():
+        return
+    config = model.config.get_text_config()
+    coefficient = getattr(config, "router_aux_loss_coef", None)
+    if getattr(config, "output_router_logits", False) and coefficient:
+        log.warning(
+            "Training without the load-balancing loss of the router (router_aux_loss_coef=%s), "
+            "which the config.json of this %s asks for",
+            coefficient,
+            config.model_type,
+        )
+
+    reach = adapter_reach(model)
+    if reach is not None and reach.unreached_experts:
+        names = format_names([*reach.unreached_experts])
+        message = "The adapters reach %.1f %% of the weights without embeddings: not the experts (%s)"
+        log.warning(message, 100 * reach.adapted / reach.total, names)
 
 
 def warn_of_lost_updates(plan: Plan, module: ContinualMethod) -> None:

@@ -12,6 +12,7 @@ import re
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -41,23 +42,46 @@ from cpt.data.sources.base import ASSISTANT, USER, Example, Turn
 from cpt.data.tokenized_tasks import Encoder
 from cpt.loggers.wandb_environment import WandbPlace
 from cpt.models import loading
-from cpt.models.block_attention import check_isolation
+from cpt.models.block_attention import MASKABLE, check_isolation
 from cpt.models.growth import check_entries, check_head
 from cpt.models.memory import drops_attention
 from cpt.models.objectives import Causal, CausalAnswers, Masked, Objective, Span
-from cpt.models.options import BYTES
+from cpt.models.options import BYTES, ModelOptions
+from cpt.models.stored_weights import (
+    check_report,
+    compare_weights,
+    find_weight_files,
+    format_names,
+    log_unused,
+    read_stored_weights,
+    weight_names,
+)
+from cpt.models.trial import make_stand_in, try_model
 from cpt.models.weights import frozen_parameters
 from cpt.trainer.build import build_context
 from cpt.trainer.callbacks import make_callbacks, make_loggers
 from cpt.trainer.lightning import make_trainer, naming_cause, quiet
 from cpt.trainer.options import BF16, FP16_MIXED, TrainerOptions
 from cpt.trainer.plan import Plan, with_date
-from cpt.trainer.run_dir import RunDir, checkpoint_files
+from cpt.trainer.run_dir import RunDir
 
 log = logging.getLogger(__name__)
 WIDE = 256  # features from which bf16 pays on a CPU
 SHORT = 512  # tokens of a sequence up to which eager attention is faster in 16 bits (benchmarks/attention.py)
 TRAINER_ARGUMENTS = inspect.signature(Trainer).parameters
+WEIGHT_SUFFIXES = (
+    ".safetensors",
+    ".bin",
+    ".gguf",
+    ".onnx",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".h5",
+    ".msgpack",
+    ".npz",
+)
+SHARD = re.compile(r"-\d+-of-\d+\.")  # in the name of a file
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "merges.txt")
 
 
@@ -219,73 +243,125 @@ def check_optimizer(section: str, options: Mapping[str, Any]) -> None:
 def check_model(plan: Plan) -> PretrainedConfig:
     """The model's transformers config. Raises ValueError for a model that cannot be built or loaded, or does
     not go with its options, the data or the method: tried on its skeleton."""
-    options, source, given = plan.model, plan.source, plan.model.name_or_path
-    if given is None:
+    options, source, checkpoint = plan.model, plan.source, plan.model.name_or_path
+    if checkpoint is None:
         assert options.pretraining is not None and options.config is not None
         check_optimizer("model.pretraining.optim", options.pretraining.optim)
         with naming_cause("model.config"):
             config, tokenizer = loading.AutoConfig.for_model(**options.config), None
+        num_sentinels = 0
     else:
-        config, tokenizer = check_checkpoint(given, resize=options.resize)
-    sentinels = len(loading.sentinel_ids(tokenizer)) if given else 0
+        config, tokenizer = check_checkpoint(checkpoint, resize=options.resize)
+        num_sentinels = len(loading.sentinel_ids(tokenizer))
+
     objective = loading.objective_name(options.objective, config)
     check_objective(plan, objective, tokenizer)
-    if tokenizer is not None:  # raises for what it lacks
-        loading.make_objective(
-            options, tokenizer, config, answers=source.encoding is not None, isolated=source.isolated
-        )
-        terminator(tokenizer)
-        if source.encoding is not None:
-            Encoder(tokenizer, options.max_seq_length, source.encoding, objective in loading.SEQ2SEQ)
+    if tokenizer is not None:
+        check_tokenizer(plan, objective, tokenizer, config)
+    stored_config = deepcopy(config)
     if options.layers is not None:
         config = loading.keep_layers(config, options.layers)
-    with naming_cause(given or "model.config"), torch.random.fork_rng(devices=[]), torch.device("meta"):
-        model = loading.AUTO_MODELS[objective].from_config(config)
-    if given is not None:
+    if checkpoint is not None:
         head_steps = None if options.pretraining is None else options.pretraining.head_steps
-        check_head_weights(model, given, head_steps)
+        check_weights(checkpoint, stored_config, objective, head_steps=head_steps)
+
+    with naming_cause(checkpoint or "model.config"), torch.random.fork_rng(devices=[]), torch.device("meta"):
+        model = loading.AUTO_MODELS[objective].from_config(config)
     if plan.trainer.attn_implementation != "auto":
         with naming_cause(f"trainer.attn_implementation={plan.trainer.attn_implementation}"):
             model.set_attn_implementation(plan.trainer.attn_implementation)
-    check_saving(model, given)
-    stand_in: Objective = Causal()  # without a tokenizer, which may not be trained yet
-    if objective == "span":
-        rates = {"rate": options.mask_rate, "mean": options.span_length}
-        stand_in = Span(**rates, sentinels=range(sentinels or loading.SENTINELS), end=0, pad=0, start=0)
-    elif objective == "masked":
-        stand_in = Masked(DummyTokenizer(config.get_text_config().vocab_size), rate=options.mask_rate)
+    check_saving(model, checkpoint)
+
+    stand_in = objective_without_tokenizer(options, objective, config, num_sentinels or loading.SENTINELS)
     if source.isolated:
         check_isolation(model, causal=objective == "causal")
-        if source.encoding is None:
-            stand_in.isolated = True
-        else:
-            stand_in = CausalAnswers(stand_in, pad=0, sharing=loading.sharing_of(config))
+    if source.isolated and source.encoding is None:
+        stand_in.isolated = True
+    elif source.isolated:
+        stand_in = CausalAnswers(stand_in, pad=0, sharing=loading.sharing_of(config))
     loading.check_length(options.max_seq_length, model, stand_in)
+    source_key = "model.config" if checkpoint is None else f"model.name_or_path={checkpoint}"
+    try_stand_in(plan, model, stand_in, objective, source=source_key)
+
     frozen_parameters(model, plan.freeze)
-    if options.resize or (objective == "span" and given and not sentinels):
+    if options.resize or (objective == "span" and checkpoint and not num_sentinels):
         check_head(model)
-    shared, name, module = build_context(plan, model, stand_in), plan.names["method"], None
+    check_method(plan, model, stand_in)
+    return config
+
+
+def check_tokenizer(plan: Plan, objective: str, tokenizer: Any, config: PretrainedConfig) -> None:
+    """Raises ValueError for a tokenizer that lacks what the objective or the data need."""
+    options, source = plan.model, plan.source
+    has_answers = source.encoding is not None
+    loading.make_objective(options, tokenizer, config, answers=has_answers, isolated=source.isolated)
+    terminator(tokenizer)
+    if source.encoding is not None:
+        Encoder(tokenizer, options.max_seq_length, source.encoding, objective in loading.SEQ2SEQ)
+
+
+def objective_without_tokenizer(
+    options: ModelOptions, objective: str, config: PretrainedConfig, num_sentinels: int
+) -> Objective:
+    """An objective of raw text for a skeleton: a tokenizer may not be trained yet."""
+    if objective == "span":
+        return Span(
+            rate=options.mask_rate,
+            mean=options.span_length,
+            sentinels=range(num_sentinels),
+            end=0,
+            pad=0,
+            start=0,
+        )
+    if objective == "masked":
+        return Masked(DummyTokenizer(config.get_text_config().vocab_size), rate=options.mask_rate)
+    return Causal()
+
+
+def try_stand_in(
+    plan: Plan, skeleton: PreTrainedModel, objective: Objective, name: str, *, source: str
+) -> None:
+    """Raises ValueError for a model that does not run with its objective, or attends to the wrong side: tried
+    with random weights of little memory, before the weights of a checkpoint are loaded."""
+    with torch.random.fork_rng(devices=[]):
+        try:
+            stand_in = make_stand_in(skeleton)
+        except Exception as error:  # of a class that initializes weights in its own way; its base is tried
+            log.debug("Skipping the stand-in of %s: %s", source, error)
+            return
+        kernel = plan.trainer.attn_implementation
+        if kernel in MASKABLE:  # others run on GPUs only
+            stand_in.set_attn_implementation(kernel)
+        try_model(
+            stand_in, objective, name, length=plan.model.max_seq_length, source=source, is_stand_in=True
+        )
+
+
+def check_method(plan: Plan, model: PreTrainedModel, objective: Objective) -> None:
+    """Raises ValueError for a method that does not go with the model's skeleton or the order."""
+    context, name, module = build_context(plan, model, objective), plan.names["method"], None
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         try:
-            made = plan.method.make(shared)
+            made = plan.method.make(context)
             made.stages(plan.order)
             module = made
         except ValueError:  # a refusal
             raise
         except Exception as error:  # of an operation that the meta device lacks
             log.debug("Skipping the skeleton of method %s: %s", name, error)
-    if module is not None:
-        if plan.trainer.compile and any(mask.limits for mask in module.masks):
-            raise ValueError("trainer.compile=true is invalid with backend=backward. Allowed: backend=hooks")
-        frozen, only = {id(parameter) for parameter in module.frozen}, plan.freeze.trainable
-        chosen = only is not None or plan.freeze.layers
-        if chosen and all(id(each) in frozen for each in module.model.parameters()):
-            given, allowed = f"freeze.layers={plan.freeze.layers}", "fewer blocks"
-            if only is not None:
-                given, allowed = f"trainable={show(only)}", "null, or what finds some of it"
-            why = f"it leaves nothing of what method={name} trains"
-            raise ValueError(f"{given} is invalid: {why}. Allowed: {allowed}")
-    return config
+    if module is None:
+        return
+    if plan.trainer.compile and any(mask.limits for mask in module.masks):
+        raise ValueError("trainer.compile=true is invalid with backend=backward. Allowed: backend=hooks")
+
+    frozen, trainable = {id(parameter) for parameter in module.frozen}, plan.freeze.trainable
+    is_chosen = trainable is not None or plan.freeze.layers
+    if is_chosen and all(id(each) in frozen for each in module.model.parameters()):
+        key, allowed = f"freeze.layers={plan.freeze.layers}", "fewer blocks"
+        if trainable is not None:
+            key, allowed = f"trainable={show(trainable)}", "null, or what finds some of it"
+        message = f"{key} is invalid: it leaves nothing of what method={name} trains"
+        raise ValueError(f"{message}. Allowed: {allowed}")
 
 
 def check_target(folder: Path) -> None:
@@ -328,68 +404,99 @@ def naming_key(section: str, file: str, keys: Sequence[str]) -> Iterator[None]:
         raise ValueError(f"{section} is invalid: {cause}. Allowed: {file} without it") from error
 
 
-def check_checkpoint(given: str, *, resize: bool) -> tuple[PretrainedConfig, Any]:
+def check_checkpoint(checkpoint: str, *, resize: bool) -> tuple[PretrainedConfig, Any]:
     """The config and the tokenizer of a checkpoint. Raises ValueError for a damaged or incomplete one."""
-    config, folder = loading.configuration(given), Path(given)
-    weights = {kind: sorted(folder.glob(f"*.{kind}")) for kind in ("safetensors", "bin")}
-    lacks = "its weights are quantized" if getattr(config, "quantization_config", None) else ""
-    if lacks := "it has no weights" if folder.is_dir() and not any(weights.values()) else lacks:
+    config, folder = loading.configuration(checkpoint), Path(checkpoint)
+    if folder.is_dir():
+        check_files(folder, config)
+    if folder.is_dir() and not any(path for kind in TOKENIZERS for path in folder.glob(kind)):
+        # transformers would make an empty one of the model's type
+        allowed = f"a folder with the files of one, {', '.join(TOKENIZERS)}"
+        raise ValueError(f"model.name_or_path={folder} is invalid: it has no tokenizer. Allowed: {allowed}")
+    with naming_cause(f"the tokenizer of model.name_or_path={checkpoint}"):
+        tokenizer = loading.load_tokenizer(checkpoint)
+    if not resize:
+        check_entries(config.get_text_config().vocab_size, tokenizer, checkpoint=checkpoint)
+
+    adapter = loading.find_adapter(checkpoint)
+    if not is_first_process():
+        return config, tokenizer
+    if ignored := loading.ignored_outputs(checkpoint):
+        settings = ", ".join(f"{name}={show(value)}" for name, value in ignored.items())
+        log.info("Ignoring %s in the config.json of %s", settings, checkpoint)
+    if adapter is not None:
+        log.info("Merging the adapter %s into the model of %s", adapter.name, folder)
+    if (folder / PARTS_INDEX).is_file():
+        index = json.loads((folder / PARTS_INDEX).read_text(encoding="utf-8"))
+        attached = f"with those of {index['parts'][-1]}"
+        if index["attach"] is None:
+            attached = "without any of them"
+        names, advice = ", ".join(index["parts"]), "cpt.adapters.export.load gives others"
+        log.warning("Modules of %s are for %s; it starts %s: %s", folder, names, attached, advice)
+    return config, tokenizer
+
+
+def check_files(folder: Path, config: PretrainedConfig) -> None:
+    """Raises ValueError for a folder without weights that transformers loads, or with damaged files of
+    them."""
+    key = f"model.name_or_path={folder}"
+    if getattr(config, "quantization_config", None):
         allowed = "*.safetensors or *.bin in 16 or 32 bits"
-        raise ValueError(f"model.name_or_path={given} is invalid: {lacks}. Allowed: {allowed}")
-    for path in weights["safetensors"]:
+        raise ValueError(f"{key} is invalid: its weights are quantized. Allowed: {allowed}")
+    for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, "pt"):
                 pass
         except Exception as error:  # safetensors has its own exception, which is not an OSError
-            told = f"{path} is truncated or damaged ({reason(error)})"
-            raise ValueError(f"{told}; copy or download it again") from error
+            message = f"{path} is truncated or damaged ({reason(error)})"
+            raise ValueError(f"{message}; copy or download it again") from error
+    for path in sorted(folder.glob("*.bin")):
+        with path.open("rb") as file:
+            begin = file.read(8)
+        is_pointer = begin in (b"", b"version ")  # of Git LFS
+        is_cut = begin[:2] == b"PK" and not zipfile.is_zipfile(path)
+        if is_pointer or is_cut:
+            raise ValueError(f"{path} is truncated or damaged; copy or download it again")
     for path in sorted(folder.glob("*.index.json")):
         try:
             shards = json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()
         except (ValueError, KeyError) as error:
             raise ValueError(f"{path} is truncated or damaged; copy or download it again") from error
-        if gone := next((name for name in sorted({*shards}) if not (folder / name).is_file()), None):
-            raise ValueError(
-                f"{folder / gone} is missing, which {path.name} names; copy or download it again"
-            )
-    for path in weights["bin"]:
-        with path.open("rb") as file:
-            begin = file.read(8)
-        if begin in (b"", b"version ") or (begin[:2] == b"PK" and not zipfile.is_zipfile(path)):  # of Git LFS
-            raise ValueError(f"{path} is truncated or damaged; copy or download it again")
-    if folder.is_dir() and not any(path for kind in TOKENIZERS for path in folder.glob(kind)):
-        # transformers would make an empty one of the model's type
-        allowed = f"a folder with the files of one, {', '.join(TOKENIZERS)}"
-        raise ValueError(f"model.name_or_path={folder} is invalid: it has no tokenizer. Allowed: {allowed}")
-    with naming_cause(f"the tokenizer of model.name_or_path={given}"):
-        tokenizer = loading.load_tokenizer(given)
-    if not resize:
-        check_entries(config.get_text_config().vocab_size, tokenizer, checkpoint=given)
-    if (adapter := loading.find_adapter(given)) and is_first_process():
-        log.info("Merging the adapter %s into the model of %s", adapter.name, folder)
-    if is_first_process() and (folder / PARTS_INDEX).is_file():
-        index = json.loads((folder / PARTS_INDEX).read_text(encoding="utf-8"))
-        used = f"with those of {index['parts'][-1]}" if index["attach"] is None else "without any of them"
-        names, advice = ", ".join(index["parts"]), "cpt.adapters.export.load gives others"
-        log.warning("Modules of %s are for %s; it starts %s: %s", folder, names, used, advice)
-    return config, tokenizer
+        for name in sorted({*shards}):
+            if not (folder / name).is_file():
+                message = f"{folder / name} is missing, which {path.name} names"
+                raise ValueError(f"{message}; copy or download it again")
+
+    if not any((folder / name).is_file() for name in weight_names(config)):
+        others = sorted(path.name for path in folder.iterdir() if path.suffix in WEIGHT_SUFFIXES)
+        shards = [name for name in others if SHARD.search(name)]
+        message = "it has no weights"
+        if shards:
+            message = f"it has no index of its {len(shards)} shards, like {shards[0]}"
+        elif others:
+            message = f"it has no weights that transformers loads, only {format_names(others)}"
+        allowed = f"a folder with {', '.join(weight_names(config))}"
+        raise ValueError(f"{key} is invalid: {message}. Allowed: {allowed}")
 
 
-def check_head_weights(model: PreTrainedModel, given: str, head_steps: int | None) -> None:
-    """Raises ValueError for a missing language-model head without `head_steps`; logs what else is missing."""
+def check_weights(
+    checkpoint: str, config: PretrainedConfig, objective: str, *, head_steps: int | None
+) -> None:
+    """Raises ValueError for weights that differ from what config.json describes, and for a missing
+    language-model head without `head_steps`; logs what is not used. Only names and shapes are read."""
+    stored = read_stored_weights(find_weight_files(checkpoint, config))
+    with naming_cause(checkpoint), torch.random.fork_rng(devices=[]), torch.device("meta"):
+        model = loading.AUTO_MODELS[objective].from_config(config)
+    key = f"model.name_or_path={checkpoint}"
+    report = compare_weights(type(model), config, stored, source=key)
     head = loading.outside_body(model)
-    missing = loading.missing_parameters(model, checkpoint_files(given).values())
-    if rest := [name for name in missing if name not in head]:
-        log.warning("%s lacks %d tensors, as %s: they start with random values", given, len(rest), rest[0])
-    if not head or not {*head} <= {*missing}:
+    check_report(report, stored, head=head, needs_head=head_steps is None, source=key)
+    if not is_first_process():
         return
-    if head_steps is None:
-        told = f"model.name_or_path={given} is invalid: no language-model head ({len(head)} tensors)"
-        allowed = "model.pretraining.head_steps=500, which trains one on the general text, or 0, a random one"
-        raise ValueError(f"{told}. Allowed: {allowed}")
-    if is_first_process():
-        how = f"is trained for {head_steps} steps" if head_steps else "starts with random weights"
-        log.info("The language-model head, which %s lacks, %s", given, how)
+    log_unused(report, stored, checkpoint)
+    if any(name in head for name in report.missing):
+        treatment = f"is trained for {head_steps} steps" if head_steps else "starts with random weights"
+        log.info("The language-model head, which %s lacks, %s", checkpoint, treatment)
 
 
 def check_objective(plan: Plan, objective: str, tokenizer: Any) -> None:

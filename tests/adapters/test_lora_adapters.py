@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from cpt.adapters import lora
 from cpt.methods.peft import TUNERS
@@ -217,3 +218,25 @@ def test_a_head_with_a_second_bias_keeps_it_where_lora_unties_it(merged, tmp_pat
     plain.save_pretrained(tmp_path)
     loaded = type(plain).from_pretrained(tmp_path).eval()
     torch.testing.assert_close(loaded(**inputs).logits, plain(**inputs).logits)
+
+
+def test_the_reach_of_adapters_leaves_experts_out():
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = AutoConfig.for_model("mixtral", **sizes, vocab_size=300, num_key_value_heads=2)
+    model = AutoModelForCausalLM.from_config(config)
+    assert lora.adapter_reach(model) is None
+    experts = sum(each.numel() for each in model.parameters() if each.ndim == 3)
+    attention = 2 * 4 * 32 * 32
+    routers_and_norms = 2 * 8 * 32 + 5 * 32
+    attach(model)
+    reach = lora.adapter_reach(model)
+    assert reach.total == experts + attention + routers_and_norms
+    assert attention <= reach.adapted <= attention + 2 * 8 * 32
+    assert len(reach.unreached_experts) == 4 and "experts" in reach.unreached_experts[0]
+
+
+def test_adapters_of_a_dense_model_leave_no_experts_out():
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "vocab_size": 300}
+    mamba = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", **sizes))  # with convolutions
+    attach(mamba, targets=["in_proj"])
+    assert lora.adapter_reach(mamba).unreached_experts == ()

@@ -1,0 +1,216 @@
+"""The weights that a checkpoint stores, compared with the parameters of its model. Only names and shapes are
+read, so that a large checkpoint is checked in a second, before texts are read."""
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_utils import load_state_dict
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    cached_file,
+)
+from transformers.utils.hub import get_checkpoint_shard_files
+
+from cpt.core.errors import reason
+
+log = logging.getLogger(__name__)
+ONE_MODEL = "weights and config.json of one model"
+NAMED = 3  # tensors that a message names, of more
+ADAPTER = re.compile(r"\.lora_(A|B|embedding_A|embedding_B)\.|\.modules_to_save\.")
+# What wraps a module adds this to the names of its tensors.
+WRAPPERS = re.compile(
+    r"(^|(?<=\.))(_orig_mod|module|_forward_module|_fsdp_wrapped_module|_checkpoint_wrapped_module|base_layer)\."
+)
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """The tensors of a checkpoint on the meta device, and the name of the file of each."""
+
+    tensors: dict[str, Tensor]
+    files: dict[str, str]
+
+    def file_of(self, parameter: str) -> str:
+        """The file that stores a parameter, by its name with or without the prefix of the body."""
+        for name, file in self.files.items():
+            if parameter == name or parameter.endswith(f".{name}") or name.endswith(f".{parameter}"):
+                return file
+        return self.list_files()
+
+    def list_files(self) -> str:
+        """The names of the files, the first of many."""
+        return format_names(sorted({*self.files.values()}))
+
+
+@dataclass(frozen=True)
+class WeightsReport:
+    """How the stored tensors differ from a model's parameters, by the names of the model."""
+
+    missing: list[str]
+    unused: list[str]
+    mismatched: list[tuple[str, torch.Size, torch.Size]]  # a name, its stored shape, and the model's
+
+
+def weight_names(config: PretrainedConfig) -> list[str]:
+    """The names of files, one of which transformers loads, in its order."""
+    declared = getattr(config, "transformers_weights", None)
+    if declared is not None:
+        return [declared]
+    return [SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME]
+
+
+def find_weight_files(checkpoint: str, config: PretrainedConfig) -> list[Path]:
+    """The files of weights that transformers loads of a folder or of a name on the Hub, from which they are
+    downloaded. Raises ValueError if there are none."""
+    for name in weight_names(config):
+        file = cached_file(
+            checkpoint,
+            name,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_gated_repo=False,
+        )
+        if file is None:
+            continue
+        if name.endswith(".index.json"):
+            shards, _ = get_checkpoint_shard_files(checkpoint, file)
+            return [Path(shard) for shard in shards]
+        return [Path(file)]
+    allowed = f"a model with {', '.join(weight_names(config))}"
+    raise ValueError(f"model.name_or_path={checkpoint} is invalid: it has no weights. Allowed: {allowed}")
+
+
+def read_stored_weights(files: Iterable[Path]) -> StoredWeights:
+    """Names and shapes of the tensors in `files`. Raises ValueError for a damaged file."""
+    tensors = dict[str, Tensor]()
+    file_names = dict[str, str]()
+    for path in files:
+        try:
+            stored = load_state_dict(path, map_location="meta")
+        except Exception as error:  # safetensors and torch have exceptions of their own
+            message = f"{path} is truncated or damaged ({reason(error)})"
+            raise ValueError(f"{message}; copy or download it again") from error
+        for name, tensor in stored.items():
+            if not isinstance(tensor, Tensor):
+                message = f"{path} is invalid: {name} is no tensor but a {type(tensor).__name__}"
+                allowed = "the state_dict of a model alone, as save_pretrained writes it"
+                raise ValueError(f"{message}. Allowed: {allowed}")
+            tensors[name] = tensor
+            file_names[name] = path.name
+    return StoredWeights(tensors, file_names)
+
+
+def compare_weights(
+    model_class: type[PreTrainedModel], config: PretrainedConfig, stored: StoredWeights, *, source: str
+) -> WeightsReport:
+    """What transformers would report on loading: nothing is loaded, all tensors are on the meta device.
+    Raises ValueError for tensors that do not combine into those of the model; `source` is KEY=VALUE."""
+    try:
+        model, loading = model_class.from_pretrained(
+            None,
+            config=config,
+            state_dict=dict(stored.tensors),
+            device_map="meta",
+            dtype=torch.float32,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    except RuntimeError as error:
+        files = stored.list_files()
+        message = f"tensors of {files} do not combine into those of a {model_class.__name__}"
+        raise ValueError(f"{source} is invalid: {message}. Allowed: {ONE_MODEL}") from error
+
+    # A buffer that is not stored, like a table of positions, is computed by its module. Of tied parameters,
+    # the first name stands for all, as in `loading.outside_body`.
+    parameters = {name for name, _ in model.named_parameters()}
+    missing = sorted(name for name in loading["missing_keys"] if name in parameters)
+    return WeightsReport(missing, sorted(loading["unexpected_keys"]), sorted(loading["mismatched_keys"]))
+
+
+def check_report(
+    report: WeightsReport, stored: StoredWeights, *, head: list[str], needs_head: bool, source: str
+) -> None:
+    """Raises ValueError for a checkpoint that lacks parameters, those of the `head` only if it `needs_head`,
+    or has them in other shapes. `source` is KEY=VALUE."""
+    if report.missing and (prefix := find_wrapper(stored, report)):
+        message = (
+            f"{prefix!r}, of a wrapper of the model, is in the names of tensors of {stored.list_files()}"
+        )
+        allowed = "weights saved of the model inside it (model.module, model._orig_mod, merge_and_unload())"
+        raise ValueError(f"{source} is invalid: {message}. Allowed: {allowed}")
+
+    if report.mismatched:
+        name, stored_shape, shape = report.mismatched[0]
+        stored_size = f"{format_shape(stored_shape)} in {stored.file_of(name)}"
+        message = f"{name} is {stored_size}, but {format_shape(shape)} by config.json"
+        if len(report.mismatched) > 1:
+            message += f", the first of {len(report.mismatched)} such tensors"
+        raise ValueError(f"{source} is invalid: {message}. Allowed: {ONE_MODEL}")
+
+    body_missing = [name for name in report.missing if name not in head]
+    if body_missing:
+        message = f"{stored.list_files()} lacks {len(body_missing)} tensors that config.json describes"
+        raise ValueError(
+            f"{source} is invalid: {message}: {format_names(body_missing)}. Allowed: {ONE_MODEL}"
+        )
+
+    head_missing = [name for name in report.missing if name in head]
+    if head_missing and needs_head:
+        message = f"no language-model head ({len(head_missing)} tensors)"
+        if len(head_missing) < len(head):
+            message = f"its language-model head lacks {format_names(head_missing)}"
+        allowed = "model.pretraining.head_steps=500, which trains one on the general text, or 0, a random one"
+        raise ValueError(f"{source} is invalid: {message}. Allowed: {allowed}")
+
+
+def find_wrapper(stored: StoredWeights, report: WeightsReport) -> str:
+    """What is within the stored names of parameters that are missing, as `_orig_mod.` or `module.`; "" if
+    these are stored under no other name."""
+    unused = [name for name in stored.tensors if name not in report.missing]
+    if adapted := [name for name in unused if ADAPTER.search(name)]:
+        return next(match.group().strip(".") for match in map(ADAPTER.search, adapted) if match)
+    if wrapped := [match.group() for match in map(WRAPPERS.search, unused) if match]:
+        return wrapped[0]
+
+    # Lightning's and peft's prefixes are names that a model may have too: stored names are compared.
+    prefixes = Counter[str]()
+    for missing in report.missing:
+        for name in unused:
+            if name.endswith(f".{missing}"):
+                prefixes[name.removesuffix(missing)] += 1
+    if not prefixes:
+        return ""
+    prefix, count = prefixes.most_common(1)[0]
+    return prefix if 2 * count >= len(report.missing) else ""
+
+
+def log_unused(report: WeightsReport, stored: StoredWeights, checkpoint: str) -> None:
+    """Logs the stored tensors that the model has no place for; a warning where they are blocks."""
+    if not report.unused:
+        return
+    unused = f"{len(report.unused)} tensors ({format_names(report.unused)})"
+    known = {re.sub(r"\.\d+\.", ".N.", name) for name in stored.tensors if name not in report.unused}
+    blocks = [name for name in report.unused if re.sub(r"\.\d+\.", ".N.", name) in known]
+    if blocks:
+        log.warning("%s has more blocks than its config.json says: not using %s", checkpoint, unused)
+    else:
+        log.info("Not using %s of %s, which the model has no place for", unused, checkpoint)
+
+
+def format_shape(shape: Iterable[int]) -> str:
+    return " x ".join(str(size) for size in shape)
+
+
+def format_names(names: list[str]) -> str:
+    """The first of some names, with an ellipsis for others."""
+    listed = ", ".join(names[:NAMED])
+    return f"{listed}, …" if len(names) > NAMED else listed

@@ -1,0 +1,169 @@
+"""Trials of a model before it is trained: whether it runs with its objective, and which tokens a token sees.
+
+A next-token loss of a model whose tokens see those that follow measures nothing, and training on it ruins
+the model. Neither the name of a class nor its configuration says reliably what a model attends to, so one
+token is changed and the outputs of those before it are compared."""
+
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from cpt.core.errors import reason
+from cpt.core.schema import show
+from cpt.data.collate import Batch
+from cpt.models.forward import in_mode
+from cpt.models.loading import possible_objectives
+from cpt.models.objectives import Objective
+
+log = logging.getLogger(__name__)
+TOKENS = 16  # of the row that is tried
+LARGE = 2**26  # numbers in a tensor, from which one expert stands for all
+ATTENTION = ("is_causal", "is_decoder", "use_bidirectional_attention")  # settings that a message names
+# The largest difference of outputs, relative to the largest output, that is rounding.
+ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+
+
+def make_stand_in(skeleton: PreTrainedModel) -> PreTrainedModel:
+    """A model like a `skeleton` on the meta device that can be run: parameters of one shape share one tensor
+    of random numbers, so that the memory is that of one block and the embedding."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = dict[torch.Size, Tensor]()
+    state = dict[str, Tensor]()
+    for name, parameter in skeleton.named_parameters():
+        shape = parameter.shape
+        if shape not in tensors:
+            # Of the many experts of a block, the first axis of three, one is drawn.
+            has_experts = len(shape) > 2 and shape.numel() > LARGE
+            drawn = torch.randn((1, *shape[1:]) if has_experts else shape, generator=generator)
+            scale = shape[-1] ** -0.5 if len(shape) > 1 else 1.0
+            tensors[shape] = (scale * drawn).expand(shape)
+        state[name] = tensors[shape]
+
+    with torch.random.fork_rng(devices=[]):
+        return type(skeleton).from_pretrained(
+            None, config=skeleton.config, state_dict=state, dtype=torch.float32
+        )
+
+
+def try_model(
+    model: PreTrainedModel,
+    objective: Objective,
+    name: str,
+    *,
+    length: int,
+    source: str,
+    is_stand_in: bool = False,
+) -> None:
+    """Raises ValueError for a model that does not run with an objective called `name` (masked, causal or
+    span), or whose tokens see what this objective hides or do not see what it needs. `source` names the model
+    in messages, as KEY=VALUE; rows of at most `length` tokens are tried. Of a stand-in, outputs that are not
+    finite are no fault: its random weights are not those of the model."""
+    row = draw_row(model, tokens=min(length, TOKENS))
+    try:
+        with torch.random.fork_rng(devices=[]):
+            run_once(model, objective, row, name)
+        with torch.no_grad(), in_mode(model, training=False):
+            message = compare_attention(model, objective, row, name)
+    except Exception as error:  # whatever a class raises for arguments that it does not take
+        log.debug("The trial of %s failed", source, exc_info=error)
+        if is_stand_in and isinstance(error, FloatingPointError):
+            return
+        message = f"{type(model).__name__} does not run with model.objective={name} ({reason(error)})"
+        raise ValueError(f"{source} is invalid: {message}. Allowed: another model") from error
+    if message:
+        raise ValueError(f"{source} is invalid: {message}")
+
+
+def draw_row(model: PreTrainedModel, *, tokens: int) -> Tensor:
+    """A row [1, T] of different tokens from the middle of the vocabulary, where no special ones are."""
+    entries = num_entries(model)
+    return (entries // 3 + torch.arange(tokens, device=model.device)[None]) % entries
+
+
+def num_entries(model: PreTrainedModel) -> int:
+    """The tokens that both the input and the output of a model have."""
+    entries = model.get_input_embeddings().weight.shape[0]
+    head = model.get_output_embeddings()
+    return entries if head is None else min(entries, head.weight.shape[0])
+
+
+def change_token(row: Tensor, position: int, model: PreTrainedModel) -> Tensor:
+    """The row [1, T] with another token at a position, which it has nowhere else."""
+    changed = row.clone()
+    changed[0, position] = (row[0, position] + row.shape[1]) % num_entries(model)
+    return changed
+
+
+def make_batch(objective: Objective, row: Tensor, name: str, *, target: Tensor | None = None) -> Batch:
+    """A batch of one row [1, T] whose places are all scored; `target` is a decoder's input, by default the
+    row. Where documents are isolated the row is one document."""
+    batch: Batch = {"input_ids": row, "positions": torch.arange(row.shape[1], device=row.device)}
+    batch["targets"] = row[0]
+    if name == "span":
+        batch["decoder_input_ids"] = row if target is None else target
+    if objective.isolated:
+        batch["segments"] = torch.zeros_like(row)
+    return batch
+
+
+def run_once(model: PreTrainedModel, objective: Objective, row: Tensor, name: str) -> None:
+    """Raises an error for a model whose outputs in train mode are not logits and hidden states of the row."""
+    with torch.no_grad(), in_mode(model, training=True):
+        logits, hidden = objective.outputs(model, make_batch(objective, row, name))
+    tokens = row.shape[1]
+    if logits.ndim != 2 or len(logits) != tokens:
+        raise ValueError(f"its logits of {tokens} tokens have the shape {tuple(logits.shape)}")
+    if hidden.shape[:2] != row.shape:
+        raise ValueError(f"its hidden states of {tokens} tokens have the shape {tuple(hidden.shape)}")
+
+
+def compare_attention(model: PreTrainedModel, objective: Objective, row: Tensor, name: str) -> str:
+    """What is wrong with the tokens that each token sees, with what is allowed instead; "" if nothing is."""
+    kind = f"a {model.config.model_type}"
+    present = [key for key in ATTENTION if hasattr(model.config, key)]
+    settings = [f"{key}={show(getattr(model.config, key))}" for key in present]
+    if settings:
+        kind += f" with {', '.join(settings)}"
+    possible = possible_objectives(model.config)
+
+    def outputs(tokens: Tensor) -> Tensor:
+        return objective.outputs(model, make_batch(objective, tokens, name))[0]
+
+    def decoder_outputs(tokens: Tensor) -> Tensor:
+        return objective.outputs(model, make_batch(objective, row, name, target=tokens))[0]
+
+    def encoder_outputs(tokens: Tensor) -> Tensor:
+        return objective.encode(model, make_batch(objective, tokens, name))[0]
+
+    if name == "causal" and sees_ahead(outputs, row, model):
+        message = f"the tokens of {kind} see those that follow, which model.objective=causal predicts"
+        other = "model.objective=masked, or " if "masked" in possible else ""
+        return f"{message}. Allowed: {other}a causal decoder"
+    if name == "masked" and not sees_ahead(outputs, row, model):
+        message = f"the tokens of {kind} do not see those that follow, as model.objective=masked needs"
+        other = "model.objective=causal, or " if "causal" in possible else ""
+        return f"{message}. Allowed: {other}an encoder"
+    if name == "span" and sees_ahead(decoder_outputs, row, model):
+        message = f"the tokens of the decoder of {kind} see those that follow"
+        return f"{message}. Allowed: an encoder-decoder with a causal decoder"
+    if name == "span" and not sees_ahead(encoder_outputs, row, model):
+        message = f"the tokens of the encoder of {kind} do not see those that follow"
+        return f"{message}. Allowed: an encoder-decoder whose encoder attends to both sides"
+    return ""
+
+
+def sees_ahead(outputs: Callable[[Tensor], Tensor], row: Tensor, model: PreTrainedModel) -> bool:
+    """Whether outputs [T, …] of a row [1, T] change before a changed token: in the middle, and at the end."""
+    before = outputs(row)
+    if not before.isfinite().all():
+        raise FloatingPointError("its outputs are not finite")
+    rounding = ROUNDING[before.dtype] * before.abs().max()
+    tokens = row.shape[1]
+    for position in {tokens // 2, tokens - 1}:
+        after = outputs(change_token(row, position, model))
+        if (after - before)[:position].abs().max() > rounding:
+            return True
+    return False

@@ -1,0 +1,307 @@
+"""Weights of a checkpoint against its config.json: compared by names and shapes, in every format of files."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    BertConfig,
+    BertForPreTraining,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from cpt.models import loading
+from cpt.trainer.preflight import check_files, check_weights
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+DECODER = SIZES | {"vocab_size": 300, "num_key_value_heads": 2, "max_position_embeddings": 40}
+
+
+def build(kind: str):
+    torch.manual_seed(0)
+    if kind == "qwen2":
+        return Qwen2ForCausalLM(Qwen2Config(**DECODER, tie_word_embeddings=True))
+    if kind == "untied":
+        return Qwen2ForCausalLM(Qwen2Config(**DECODER, tie_word_embeddings=False))
+    if kind == "mixtral":
+        return MixtralForCausalLM(MixtralConfig(**DECODER, num_local_experts=4))
+    if kind == "gpt2":
+        return GPT2LMHeadModel(GPT2Config(vocab_size=300, n_positions=40, n_embd=32, n_layer=2, n_head=2))
+    return BertForPreTraining(BertConfig(**SIZES, vocab_size=300, max_position_embeddings=40))
+
+
+@pytest.fixture(params=["model.safetensors", "pytorch_model.bin", "shards.safetensors", "shards.bin"])
+def form(request):
+    return request.param
+
+
+def write(folder, tensors, form) -> None:
+    """Stores tensors in a file or in two shards with their index."""
+    for path in [*folder.glob("*.safetensors*"), *folder.glob("*.bin*")]:
+        path.unlink()
+    suffix = form.rpartition(".")[2]
+    if not form.startswith("shards"):
+        parts = {form: tensors}
+    else:
+        stem = "model" if suffix == "safetensors" else "pytorch_model"
+        names = sorted(tensors)
+        halves = (names[::2], names[1::2])
+        parts = {}
+        weight_map = {}
+        for number, half in enumerate(halves, start=1):
+            file_name = f"{stem}-0000{number}-of-00002.{suffix}"
+            parts[file_name] = {name: tensors[name] for name in half}
+            weight_map |= dict.fromkeys(half, file_name)
+        index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
+        (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps(index))
+    for file_name, part in parts.items():
+        if suffix == "safetensors":
+            save_file(part, folder / file_name, {"format": "pt"})
+        else:
+            torch.save(part, folder / file_name)
+
+
+def edit_config(folder, **changes) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def checkpoint_of(kind: str, folder, form: str, change=None):
+    """A folder of a model whose tensors `change` makes others of."""
+    build(kind).save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    write(folder, change(tensors) if change else tensors, form)
+    return folder
+
+
+def refusal(folder, objective="causal", *, head_steps=None) -> str:
+    try:
+        config = loading.configuration(str(folder))
+        check_files(folder, config)
+        check_weights(str(folder), config, objective, head_steps=head_steps)
+    except ValueError as error:
+        assert str(error).startswith(f"model.name_or_path={folder} is invalid: "), error
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "untied", "mixtral", "gpt2"])
+def test_whole_checkpoints_of_every_format_are_accepted(kind, form, tmp_path, caplog):
+    assert refusal(checkpoint_of(kind, tmp_path, form)) == "" and not caplog.records
+
+
+def without(*parts):
+    """Tensors but for those whose name has one of `parts`."""
+    return lambda tensors: {n: t for n, t in tensors.items() if not any(part in n for part in parts)}
+
+
+def renamed(begin):
+    return lambda tensors: {begin(name): tensor for name, tensor in tensors.items()}
+
+
+def test_a_body_without_some_of_its_tensors_is_refused(form, tmp_path):
+    message = refusal(checkpoint_of("qwen2", tmp_path, form, without("layers.1.mlp.up", "layers.0.input")))
+    assert "lacks 2 tensors that config.json describes: model.layers.0.input_layernorm.weight, " in message
+    edit_config(tmp_path, num_hidden_layers=5, layer_types=["full_attention"] * 5)
+    assert "lacks 38 tensors" in refusal(tmp_path, head_steps=0)  # not for a model without a head alone
+
+
+def test_a_head_that_lacks_tensors_is_refused_unless_it_is_to_be_trained(form, tmp_path, caplog):
+    caplog.set_level("INFO", logger="cpt")
+    checkpoint_of("bert", tmp_path, form, without("cls.predictions"))
+    assert "no language-model head (5 tensors). Allowed: model.pretraining" in refusal(tmp_path, "masked")
+    assert refusal(tmp_path, "masked", head_steps=7) == ""
+    assert "The language-model head, which" in caplog.text and "is trained for 7 steps" in caplog.text
+    checkpoint_of("bert", tmp_path, form, without("cls.predictions.transform.dense"))
+    message = refusal(tmp_path, "masked")
+    assert "its language-model head lacks cls.predictions.transform.dense.bias, " in message
+    checkpoint_of("untied", tmp_path, form, without("lm_head"))
+    assert "no language-model head (1 tensors)" in refusal(tmp_path)
+
+
+def test_unused_tensors_are_one_line(form, tmp_path, caplog):
+    caplog.set_level("INFO", logger="cpt")
+    assert refusal(checkpoint_of("bert", tmp_path, form), "masked") == ""
+    (record,) = (each for each in caplog.records if each.name.startswith("cpt."))
+    assert record.levelname == "INFO" and "Not using 4 tensors (bert.pooler.dense.bias, " in record.message
+    caplog.clear()
+    checkpoint_of("qwen2", tmp_path, form)
+    edit_config(tmp_path, num_hidden_layers=1, layer_types=["full_attention"])
+    assert refusal(tmp_path) == ""
+    (record,) = (each for each in caplog.records if each.name.startswith("cpt."))
+    assert record.levelname == "WARNING"
+    assert (
+        "has more blocks than its config.json says: not using 12 tensors (model.layers.1." in record.message
+    )
+
+
+WRAPPED = {
+    "torch.compile": ("gpt2", lambda name: f"_orig_mod.{name}", "_orig_mod."),
+    "torch.compile of blocks": ("qwen2", lambda name: name.replace("s.1.", "s.1._orig_mod."), "_orig_mod."),
+    "DataParallel": ("qwen2", lambda name: f"module.{name}", "module."),
+    "checkpoint_wrapper": (
+        "gpt2",
+        lambda name: name.replace("h.0.", "h.0._checkpoint_wrapped_module."),
+        "_checkpoint_wrapped_module.",
+    ),
+    "Lightning": ("gpt2", lambda name: f"net.{name}", "net."),
+    "peft": (
+        "qwen2",
+        lambda name: f"base_model.model.{name.replace('_proj.', '_proj.base_layer.')}",
+        "base_layer.",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPED)
+def test_the_prefix_of_a_wrapper_is_named(wrapper, form, tmp_path):
+    kind, rename, prefix = WRAPPED[wrapper]
+    message = refusal(checkpoint_of(kind, tmp_path, form, renamed(rename)))
+    assert f"is invalid: {prefix!r}, of a wrapper of the model, is in the names" in message
+
+
+def test_a_prefix_that_transformers_reads_right_is_accepted(form, tmp_path):
+    checkpoint_of("qwen2", tmp_path, form, renamed(lambda name: f"model.{name}"))
+    assert refusal(tmp_path) == ""
+    loaded = loading.load_model(tmp_path, "causal").state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in build("qwen2").state_dict().items())
+
+
+def test_other_shapes_name_tensor_file_and_both(form, tmp_path):
+    checkpoint_of("qwen2", tmp_path, form)
+    edit_config(tmp_path, vocab_size=320)
+    message = refusal(tmp_path)
+    assert (
+        "model.embed_tokens.weight is 300 x 32 in " in message and ", but 320 x 32 by config.json" in message
+    )
+    assert f".{form.rpartition('.')[2]}, but" in message
+    edit_config(tmp_path, vocab_size=300, intermediate_size=64)
+    assert ", the first of 6 such tensors" in refusal(tmp_path)
+
+
+def test_experts_that_do_not_combine_are_refused(form, tmp_path):
+    checkpoint_of("mixtral", tmp_path, form, without("experts.3."))
+    assert "is 3 x " in refusal(tmp_path)
+    shutil.rmtree(tmp_path)
+
+    def cut(tensors):
+        name = next(name for name in tensors if "layers.0" in name and "experts.1." in name)
+        return tensors | {name: tensors[name][:5].clone()}
+
+    assert "do not combine into those of a MixtralForCausalLM" in refusal(
+        checkpoint_of("mixtral", tmp_path, form, cut)
+    )
+
+
+def test_a_head_that_the_config_ties_wrongly_is_the_stored_one(form, tmp_path):
+    checkpoint_of("untied", tmp_path, form)
+    edit_config(tmp_path, tie_word_embeddings=True)
+    assert refusal(tmp_path) == ""
+    loaded = loading.load_model(tmp_path, "causal")
+    assert torch.equal(loaded.lm_head.weight, build("untied").lm_head.weight)
+    assert not torch.equal(loaded.lm_head.weight, loaded.model.embed_tokens.weight)
+
+
+FOLDERS = {
+    "training arguments": (
+        ["training_args.bin"],
+        "it has no weights that transformers loads, only training_args",
+    ),
+    "shards": (
+        ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"],
+        "it has no index of its 2 shards, like model-00001-of-00002.safetensors",
+    ),
+    "GGUF": (["model-q4.gguf"], "only model-q4.gguf"),
+    "ONNX": (["model.onnx"], "only model.onnx"),
+    "nothing": ([], "it has no weights. Allowed: a folder with model.safetensors, "),
+}
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_a_folder_without_weights_that_are_loaded_says_what_it_has(kind, tmp_path):
+    names, reason = FOLDERS[kind]
+    checkpoint_of("qwen2", tmp_path, "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    for name in names:
+        save_file({"x": torch.zeros(1)}, tmp_path / name)
+    assert reason in refusal(tmp_path)
+
+
+def test_weights_that_are_not_numbers_are_refused(tmp_path):
+    def spoil(tensors):
+        spoilt = {name: tensor.clone() for name, tensor in tensors.items()}
+        spoilt["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
+        spoilt["model.norm.weight"][0] = float("inf")
+        return spoilt
+
+    checkpoint_of("qwen2", tmp_path, "model.safetensors", spoil)
+    reason = "2 of its tensors have NaN or infinite weights, the first model.layers.1.mlp.up_proj.weight"
+    with pytest.raises(ValueError, match=reason):
+        loading.load_model(tmp_path, "causal")
+
+
+def test_pickles_of_something_else_are_refused(tmp_path):
+    checkpoint_of("qwen2", tmp_path, "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    torch.save({"state_dict": {"a": torch.zeros(1)}, "epoch": 3}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="is invalid: state_dict is no tensor but a dict"):
+        check_weights(str(tmp_path), loading.configuration(str(tmp_path)), "causal", head_steps=None)
+
+
+CONFIGS = {
+    "a number as text": ({"rms_norm_eps": "1e-6"}, "rms_norm_eps"),
+    "null": ({"max_position_embeddings": None}, "max_position_embeddings"),
+    "a list of layers": ({"layer_types": ["full_attention"]}, "layer_types"),
+    "an unknown kind of layer": ({"layer_types": ["full_attention", "none"]}, "layer_types"),
+    "a list for a number": ({"hidden_size": [32]}, "hidden_size"),
+}
+
+
+@pytest.mark.parametrize("fault", CONFIGS)
+def test_a_config_edited_by_hand_names_the_key(fault, tmp_path):
+    changes, key = CONFIGS[fault]
+    checkpoint_of("qwen2", tmp_path, "model.safetensors")
+    edit_config(tmp_path, **changes)
+    message = refusal(tmp_path)
+    assert (
+        "its config.json is refused by transformers (" in message and key in message and "\n" not in message
+    )
+
+
+def test_code_of_a_checkpoint_is_never_run(tmp_path):
+    checkpoint_of("qwen2", tmp_path, "model.safetensors")
+    edit_config(tmp_path, model_type="ours", auto_map={"AutoConfig": "ours.Config"})
+    assert "its config.json needs Python code of its authors (auto_map), which is never run" in refusal(
+        tmp_path
+    )
+
+
+def test_outputs_that_a_config_asks_for_are_replaced(tmp_path):
+    checkpoint_of("qwen2", tmp_path, "model.safetensors")
+    edit_config(tmp_path, return_dict=False, output_hidden_states=True)
+    assert loading.ignored_outputs(str(tmp_path)) == {"return_dict": False, "output_hidden_states": True}
+    model = loading.load_model(tmp_path, "causal")
+    outputs = model(input_ids=torch.arange(8)[None])
+    assert outputs.logits.shape == (1, 8, 300) and outputs.hidden_states is None
+
+
+def test_the_objective_is_that_of_the_saved_class(tmp_path):
+    names = {
+        ("flaubert", "FlaubertWithLMHeadModel"): ["masked"],
+        ("bert", "BertForMaskedLM"): ["masked"],
+        ("bert", "BertLMHeadModel"): ["causal"],
+        ("bert", "BertForPreTraining"): ["masked", "causal"],
+        ("bart", "BartForCausalLM"): ["causal"],
+        ("xlm", "XLMWithLMHeadModel"): ["masked", "causal"],
+        ("t5", "T5ForConditionalGeneration"): ["span"],
+    }
+    for (model_type, class_name), objectives in names.items():
+        config = loading.AutoConfig.for_model(model_type, architectures=[class_name])
+        assert loading.possible_objectives(config) == objectives, class_name
