@@ -102,8 +102,8 @@ OF_HYDRA = {"-m", "--multirun", "--help", "--options", "--check"}
 # In configs of their own.
 OF_THE_READER = re.compile(r"(method|experiment)=(mine|first|manuals|with_replay|three_methods|monthly)")
 # Of extras, and of searches.
-OF_ANOTHER = ("hydra/launcher=slurm", "hydra/launcher=ray_jobs", "hydra.launcher.options.", "hydra/sweeper=")
-OF_ANOTHER += ("hydra.sweeper.",)
+OF_ANOTHER = ("hydra/launcher=slurm", "hydra/launcher=ray_jobs", "hydra/sweeper=", "hydra.sweeper.")
+OF_ANOTHER += ("hydra.launcher.partition=", "hydra.launcher.timeout_min=")
 NO_FOLDER = re.compile(r"\.root=.*(there is no folder|no such folder)")
 
 

@@ -57,7 +57,8 @@ class Job:
     before: bool = False  # finished before this sweep began
     code: int | None = None  # as subprocess gives it: negative is a signal
     offset: int = 0  # where this start's output begins in console.log
-    lost: str = ""  # on a cluster: why the exit code is unknown
+    lost: str = ""  # on a cluster: why the exit code is unknown, or why the job is not queued again
+    ending: str = "lost"  # on a cluster, without an exit code: cancelled, refused, out of memory
     process: subprocess.Popen[bytes] = field(init=False)
     started: float = field(init=False)
     began: str = field(init=False)  # the same in UTC
@@ -110,7 +111,9 @@ class Job:
     def failure(self) -> str:
         """How it ended and its last error or line of output: `failed (exit 1): ValueError: …`."""
         if self.code is None:
-            return f"failed (lost): {self.lost}"
+            return f"failed ({self.ending}): {self.lost}"
+        if self.code == GO_ON and self.lost:
+            return f"preempted: {self.lost}"
         text = ""
         with suppress(OSError), self.console.open("rb") as output:  # it may have been removed
             end = output.seek(0, os.SEEK_END)
@@ -197,6 +200,8 @@ def compose_jobs(
     jobs: dict[Path, Job] = {}
     for number, overrides in enumerate(distinct, first):
         cfg = context.config_loader.load_sweep_config(config, [*overrides, "hydra.mode=RUN"])
+        with open_dict(cfg):
+            cfg.hydra.job.num = number  # for hydra.sweep.subdir=${hydra.job.num}, Hydra's own default
         HydraConfig.instance().set_config(cfg)  # for ${hydra:...} in hydra.run.dir
         label = " ".join(filter_overrides([each for each in overrides if each not in common]))
         job = Job(number, overrides, label, cfg, Path(cfg.hydra.run.dir))
@@ -225,7 +230,9 @@ def summarize_jobs(jobs: Sequence[Job]) -> list[str]:
     counts = Counter(job.state for job in jobs)
     ended = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
     lines = [f"{len(jobs)} job{'s' * (len(jobs) != 1)}: {ended}"]
-    lines += [f"{job}: {job.failure()} ({job.console})" for job in jobs if not job.whole]
+    for job in (each for each in jobs if not each.whole):
+        console = f" ({job.console})" if job.console.exists() else ""  # a job that never began has none
+        lines.append(f"{job}: {job.failure()}{console}")
     if parents := dict.fromkeys(str(job.folder.parent) for job in jobs if job.whole):
         lines.append(f"compare: python -m cpt.report {' '.join(parents)}")
     return lines

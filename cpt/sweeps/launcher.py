@@ -8,19 +8,17 @@ import importlib
 import logging
 import math
 import os
+import shutil
 import signal
 import sys
-import threading
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from subprocess import Popen
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -37,8 +35,23 @@ import cpt.core.naming  # noqa: F401  (registers the resolvers of a run folder's
 from cpt.core.errors import readable, unknown_name
 from cpt.core.preemption import GO_ON, SIGNALS, TOGETHER_S
 from cpt.core.processes import die_with_parent, is_one_of_several
-from cpt.core.schema import Count, NonNegative, check_value
+from cpt.core.schema import Count, Natural, NonNegative, check_value
 from cpt.core.slurm import without_task
+from cpt.sweeps.cluster import (
+    ClusterJob,
+    Collector,
+    LocalQueue,
+    Queue,
+    SlurmQueue,
+    Submission,
+    SubmissionLog,
+    count_jobs,
+    find_queued,
+    format_jobs,
+    last_line,
+    outside_allocation,
+)
+from cpt.sweeps.cluster_task import ClusterTask
 from cpt.sweeps.jobs import (
     BASIC_SWEEPER,
     CONTINUES,
@@ -51,11 +64,14 @@ from cpt.sweeps.jobs import (
     summarize_jobs,
 )
 from cpt.sweeps.optuna import OptunaSweeper
+from cpt.sweeps.signals import forward_signals, signal_handlers
 from cpt.sweeps.tune import TuneSweeper
 
 log = logging.getLogger(__name__)
 POLL_S = 0.1
-SAVING_S = 100.0  # for a job to save after the cluster's warning; less than signal_delay_s in conf
+SAVED_BEFORE_LIMIT_S = 20.0  # that a job which was warned of its time limit has to be queued again
+ARRAY = 1000  # jobs of an array at most, as SLURM's default MaxArraySize allows
+RESOURCES = ("partition", "gpus_per_node", "mem_gb", "cpus_per_task", "tasks_per_node", "timeout_min")
 
 
 class JobLauncher(Launcher):
@@ -128,8 +144,140 @@ class ProcessLauncher(JobLauncher):
         run_all(waiting, command=job_command(self.config), places=places, grace=self.grace)
 
 
+class SubmititLauncher(JobLauncher):
+    """Submits the jobs by submitit as an array of SLURM, or starts them on this machine (`cluster=local`),
+    and waits for each. What runs there is the process that a job would be alone, in the same folder.
+
+    A job that is preempted or reaches its time limit is queued again and resumes its run. A sweep that is
+    started again waits for jobs that an earlier start has in the queue.
+
+    cluster: slurm or local. submitit_folder: of submitit's own files. requeue: whether SLURM may queue a
+    job again; None: as the cluster is configured. signal_delay_s: seconds before the time limit at which a
+    job is signaled. max_num_timeout: how often a job that reached its time limit is queued again.
+    parameters: of submitit, like partition and timeout_min."""
+
+    def __init__(
+        self,
+        *,
+        cluster: str,
+        submitit_folder: str,
+        requeue: bool | None = None,
+        signal_delay_s: int = 120,
+        max_num_timeout: int | None = None,
+        **parameters: Any,
+    ) -> None:
+        self.cluster, self.submitit_folder, self.requeue = cluster, submitit_folder, requeue
+        self.signal_delay_s, self.max_num_timeout = signal_delay_s, max_num_timeout
+        self.parameters = parameters
+
+    def check(self) -> None:
+        check_value("hydra.launcher.cluster", self.cluster, Literal["slurm", "local"])
+        check_value("hydra.launcher.requeue", self.requeue, bool | None)
+        check_value("hydra.launcher.signal_delay_s", self.signal_delay_s, Count)
+        check_value("hydra.launcher.max_num_timeout", self.max_num_timeout, Natural | None)
+        try:
+            import submitit  # noqa: F401
+        except ImportError as error:
+            advice = "pip install -e '.[slurm]' in the checkout of cpt"
+            raise ValueError(f"hydra/launcher is invalid: {error}. Allowed: after {advice}") from error
+        if self.cluster == "slurm":
+            if shutil.which("sbatch") is None or shutil.which("srun") is None:
+                problem = "hydra/launcher=slurm is invalid: this machine has no sbatch and srun"
+                raise ValueError(f"{problem}. Allowed: on a machine that has, or hydra/launcher=processes")
+            self.make_executor()
+
+    def run(self, waiting: Sequence[Job], jobs: Sequence[Job], first: int) -> None:
+        submissions = SubmissionLog(Path(self.config.hydra.sweep.dir) / ".jobs" / "submitted.jsonl")
+        queue: Queue = SlurmQueue() if self.cluster == "slurm" else LocalQueue()
+        same, other = find_queued(waiting, submissions.latest(), queue)
+        for job, submission in other.items():
+            job.code = GO_ON
+            job.lost = f"job {submission.job} of an earlier start, with other options, uses its folder"
+            job.log_end("finished")
+
+        # A signal while jobs are submitted is acted on when their numbers are known.
+        received: list[int] = []
+        with signal_handlers(SIGNALS, lambda number, frame: received.append(number)):
+            cluster_jobs = [self.find(job, submission) for job, submission in same.items()]
+            new = [job for job in waiting if job not in same and job not in other]
+            while new and not received:
+                array, new = new[:ARRAY], new[ARRAY:]
+                cluster_jobs += self.submit(array, submissions, is_first=not cluster_jobs)
+            Collector(cluster_jobs, queue, received, unsubmitted=len(new)).wait()
+
+    def find(self, job: Job, submission: Submission) -> ClusterJob:
+        """The job of an earlier start."""
+        import submitit
+
+        log.info("Job %s: submitted before (%s)", job, submission.job)
+        kind = submitit.SlurmJob if self.cluster == "slurm" else submitit.LocalJob
+        return ClusterJob(job, kind(folder=self.submitit_folder, job_id=submission.job))
+
+    def submit(self, jobs: Sequence[Job], submissions: SubmissionLog, *, is_first: bool) -> list[ClusterJob]:
+        """Submits jobs as one array. Raises ValueError if the scheduler refuses the first; later ones
+        fail."""
+        folder, command = Path.cwd(), job_command(self.config)
+        saving_s = max(1.0, self.signal_delay_s - SAVED_BEFORE_LIMIT_S)
+        tasks = [ClusterTask((*command, *job.overrides), folder, job.console, saving_s) for job in jobs]
+        try:
+            with outside_allocation():
+                handles = self.make_executor().submit_array(tasks)
+        except (RuntimeError, OSError) as error:  # of submitit: sbatch's own words
+            reason = last_line(str(error))
+            if is_first:
+                problem = f"hydra.launcher is invalid: {reason}"
+                raise ValueError(f"{problem}. Allowed: {self.describe_resources()}") from error
+            for job in jobs:
+                job.ending, job.lost = "refused", reason
+            log.error("%s not submitted: %s", count_jobs(len(jobs)), reason)
+            return []
+        submissions.append(
+            Submission(str(job.folder), job.overrides, self.cluster, handle.job_id, str(folder))
+            for job, handle in zip(jobs, handles, strict=True)
+        )
+        numbers = [handle.job_id for handle in handles]
+        log.info("Submitted %s: %s", count_jobs(len(jobs)), format_jobs(numbers))
+        return [ClusterJob(job, handle) for job, handle in zip(jobs, handles, strict=True)]
+
+    def describe_resources(self) -> str:
+        """The options that ask for resources, with their values, for a scheduler's refusal."""
+        values = {name: self.parameters.get(name) for name in RESOURCES}
+        listed = ", ".join(f"{name} (is {value})" for name, value in values.items() if value is not None)
+        hint = "; without GPUs hydra.launcher.gpus_per_node=0" if values["gpus_per_node"] else ""
+        return f"hydra.launcher.NAME=VALUE that the cluster offers: {listed}{hint}"
+
+    def make_executor(self) -> Any:
+        """submitit's executor with the options. Raises ValueError for unknown ones and wrong types."""
+        import submitit
+
+        parameters: Any = OmegaConf.to_container(OmegaConf.create(self.parameters), resolve=True)
+        if self.cluster == "slurm":
+            parameters["signal_delay_s"] = self.signal_delay_s
+            others = parameters.pop("additional_parameters", None)
+            parameters["additional_parameters"] = self.sbatch_parameters(others)
+        # Parameters that only one scheduler has are called by its name as well.
+        shared = submitit.AutoExecutor._typed_parameters()
+        named = {
+            name if name in shared else f"{self.cluster}_{name}": value for name, value in parameters.items()
+        }
+        limits: dict[str, int] = {}
+        if self.max_num_timeout is not None:
+            limits[f"{self.cluster}_max_num_timeout"] = self.max_num_timeout
+        try:
+            executor = submitit.AutoExecutor(self.submitit_folder, cluster=self.cluster, **limits)
+            executor.update_parameters(**named)
+        except (NameError, TypeError, ValueError, AssertionError, RuntimeError) as error:
+            raise ValueError(f"hydra.launcher is invalid: {str(error).splitlines()[0]}") from error
+        return executor
+
+    def sbatch_parameters(self, others: dict[str, Any] | None) -> dict[str, Any]:
+        """Options of sbatch that submitit has no name for."""
+        option = {True: {"requeue": True}, False: {"no-requeue": True}, None: {}}[self.requeue]
+        return option | (others or {})
+
+
 class ClusterLauncher(JobLauncher):
-    """Hands the jobs to a Hydra launcher that others keep: submitit for SLURM, or Ray.
+    """Hands the jobs to a Hydra launcher that others keep: Ray's.
 
     That launcher says where and when a job runs. What runs there is the process that the job would be alone,
     in the same folder; a job that is queued again resumes its run.
@@ -189,28 +337,6 @@ def run_job(command: Sequence[str], start: Path, cfg: DictConfig) -> tuple[int, 
         return process.wait(), offset
 
 
-@contextmanager
-def forward_signals(process: Popen[bytes]) -> Iterator[None]:
-    """Forwards signals to a job's process, and calls the cluster's own handler (submitit's queues the job
-    again and exits) after the job has saved its checkpoint."""
-    if threading.current_thread() is not threading.main_thread():  # Python sets handlers there only
-        yield
-        return
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        deadline, without_its_code = time.monotonic() + SAVING_S, os.WEXITED | os.WNOWAIT | os.WNOHANG
-        with suppress(ChildProcessError):
-            while os.waitid(os.P_PID, process.pid, without_its_code) is None and time.monotonic() < deadline:
-                time.sleep(0.05)
-        if callable(before[number]):
-            before[number](number, frame)
-
-    with signal_handlers((*SIGNALS, signal.SIGUSR2), forward) as before:
-        yield
-
-
 def run_all(
     jobs: Sequence[Job], *, command: Sequence[str], places: Sequence[dict[str, str]], grace: float
 ) -> None:
@@ -257,24 +383,8 @@ def run_all(
         raise SystemExit(GO_ON)
 
 
-@contextmanager
-def signal_handlers(
-    numbers: Iterable[int], handler: Callable[[int, FrameType | None], None]
-) -> Iterator[Mapping[int, Any]]:
-    """Within, a function handles the signals that are not ignored (nohup). Gives the handlers before."""
-    before = {number: signal.getsignal(number) for number in numbers}
-    heeded = [number for number, each in before.items() if each != signal.SIG_IGN]
-    for number in heeded:
-        signal.signal(number, handler)
-    try:
-        yield before
-    finally:
-        for number in heeded:
-            signal.signal(number, before[number])
-
-
 die_with_parent()  # also in other Hydra programs that use these launchers
-for kind in (ProcessLauncher, ClusterLauncher, OptunaSweeper, TuneSweeper):
+for kind in (ProcessLauncher, SubmititLauncher, ClusterLauncher, OptunaSweeper, TuneSweeper):
     # Hydra takes plugins named `hydra_plugins.` only; a file there would be imported by every Hydra program.
     Plugins.instance().register(kind)
     Plugins.instance().class_name_to_class[f"hydra_plugins.cpt.{kind.__name__}"] = kind

@@ -1,0 +1,376 @@
+"""The jobs of a sweep on a cluster, by submitit: which are in the queue, and how each one ended.
+
+submitit submits a job and stores what its task returns. Whether a job is still to end is asked of the
+scheduler here, since submitit waits for ever for a job that was cancelled on a cluster without
+accounting."""
+
+import json
+import logging
+import os
+import pickle
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+
+from cpt.core.preemption import GO_ON
+from cpt.sweeps.cluster_task import ASKING_S, JobEnd, job_state
+from cpt.sweeps.jobs import CONTINUES, Job, is_finished_already
+
+log = logging.getLogger(__name__)
+POLL_S = 1.0  # between looks for results, which are files
+QUEUE_S = 15.0  # between questions to the scheduler, which many users ask
+GONE_S = 30.0  # that a job without a result is out of the queue before it has ended: a file system is slow
+UNREADABLE_S = 10.0  # that a result stays unreadable before it counts as such
+ENDINGS = {  # by the state of a job that left no result: how it ended, as a job and in words
+    "CANCELLED": ("cancelled", "was cancelled"),
+    "OUT_OF_MEMORY": ("out of memory", "used more memory than it was given (hydra.launcher.mem_gb)"),
+    "TIMEOUT": ("preempted", "reached its time limit (hydra.launcher.timeout_min)"),
+    "PREEMPTED": ("preempted", "was preempted and not queued again"),
+    "NODE_FAIL": ("preempted", "lost its node and was not queued again"),
+    "": ("lost", "left no result, and the scheduler no longer knows it"),
+}
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A job that was submitted: the run's folder and overrides, the scheduler's number, and the folder that
+    the sweep was started in, which tells it from a job with the same number on another cluster."""
+
+    run: str
+    overrides: tuple[str, ...]
+    cluster: str
+    job: str
+    folder: str
+
+
+class SubmissionLog:
+    """The submissions of all starts of a sweep, a line of JSON each: a sweep that is started again waits
+    for those that are still in the queue."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def append(self, submissions: Iterable[Submission]) -> None:
+        lines = [json.dumps(asdict(submission)) + "\n" for submission in submissions]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write("".join(lines))
+
+    def latest(self) -> dict[str, Submission]:
+        """The last submission of each run. A line that a killed process left incomplete is skipped."""
+        submissions: dict[str, Submission] = {}
+        try:
+            lines = self.path.read_text(encoding="utf-8").splitlines()
+        except FileNotFoundError:
+            return submissions
+        for line in lines:
+            try:
+                submission = Submission(**json.loads(line))
+            except (ValueError, TypeError):
+                continue
+            submissions[submission.run] = submission
+        return submissions
+
+
+class Queue(Protocol):
+    """What a scheduler says of jobs."""
+
+    cluster: str
+
+    def active(self) -> dict[str, tuple[str, str]] | None:
+        """State and working folder of the user's jobs that are still to end, by their numbers; None if the
+        scheduler does not answer."""
+
+    def final_state(self, job: str) -> str:
+        """How a job that is no longer active ended, like CANCELLED; empty if nobody knows."""
+
+    def cancel_command(self, jobs: Sequence[str]) -> str:
+        """The command that ends jobs."""
+
+
+class SlurmQueue:
+    """SLURM's queue, by `squeue`; of ended jobs `sacct` knows, or, without accounting, `scontrol` for some
+    minutes."""
+
+    cluster = "slurm"
+
+    def active(self) -> dict[str, tuple[str, str]] | None:
+        command = ["squeue", "--noheader", "--array", f"--user={os.getuid()}", "--format=%i|%T|%Z"]
+        output = run_command(command)
+        if output is None:
+            return None
+        rows = [line.strip().split("|", 2) for line in output.splitlines() if line.count("|") >= 2]
+        return {job: (state, folder) for job, state, folder in rows}
+
+    def final_state(self, job: str) -> str:
+        command = ["sacct", "--noheader", "--allocations", "--parsable2", "--format=State", f"--jobs={job}"]
+        states = (run_command(command) or "").split()  # "CANCELLED by 0"
+        return states[0] if states else job_state(job)
+
+    def cancel_command(self, jobs: Sequence[str]) -> str:
+        arrays = dict.fromkeys(job.partition("_")[0] for job in jobs)
+        return f"scancel {' '.join(arrays)}"
+
+
+class LocalQueue:
+    """The jobs of submitit's local executor: a job's number is that of the process that controls it."""
+
+    cluster = "local"
+
+    def active(self) -> dict[str, tuple[str, str]] | None:
+        jobs: dict[str, tuple[str, str]] = {}
+        for process in psutil.process_iter(["pid", "cmdline", "cwd", "status"]):
+            is_controller = "submitit.local._local" in (process.info["cmdline"] or ())
+            if is_controller and process.info["status"] != psutil.STATUS_ZOMBIE:
+                jobs[str(process.info["pid"])] = ("RUNNING", process.info["cwd"] or "")
+        return jobs
+
+    def final_state(self, job: str) -> str:
+        return ""
+
+    def cancel_command(self, jobs: Sequence[str]) -> str:
+        return f"kill {' '.join(jobs)}"
+
+
+def run_command(command: Sequence[str]) -> str | None:
+    """The output of a command; None if it fails or does not answer."""
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=ASKING_S).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+@dataclass
+class ClusterJob:
+    """A job of a sweep and the scheduler's job of it, of this start or of an earlier one."""
+
+    job: Job
+    handle: Any  # submitit.Job
+    state: str = "PENDING"
+    gone_since: float | None = None  # time.monotonic() at which it was out of the queue first
+    unreadable_since: float | None = None
+
+    @property
+    def number(self) -> str:
+        return self.handle.job_id
+
+    def note_state(self, state: str) -> None:
+        """Logs a change of state: a line for each."""
+        if state == self.state:
+            return
+        if state == "PENDING":
+            log.info("Job %s: queued again (%s)", self.job, self.number)
+        elif state == "RUNNING":
+            log.info("Job %s: running (%s), %s", self.job, self.number, self.job.console)
+        self.state = state
+
+    def read_result(self) -> bool:
+        """Takes the end of the job from its result, if there is one; gives whether there was."""
+        task = self.handle.task(0)  # of several tasks all have the same end
+        refresh(task.paths.folder)
+        if not task.paths.result_pickle.exists():
+            return False
+        try:
+            end = task.result()
+        except (OSError, EOFError, pickle.UnpicklingError, ImportError, AttributeError, ValueError) as error:
+            return self.note_unreadable(task.paths.result_pickle, error)
+        except Exception as error:  # of the task: submitit raises its own class with the task's traceback
+            self.note_end_without_code("lost", last_line(str(error)))
+            return True
+        if isinstance(end, JobEnd):
+            self.note_end(end)
+            return True
+        return self.note_unreadable(task.paths.result_pickle, TypeError(f"{type(end).__name__} in it"))
+
+    def note_unreadable(self, path: Path, error: Exception) -> bool:
+        """Waits some seconds for a file that may be written at this moment; then the run's folder decides."""
+        now = time.monotonic()
+        self.unreadable_since = self.unreadable_since or now
+        if now - self.unreadable_since < UNREADABLE_S:
+            return False
+        reason = str(error) or type(error).__name__
+        self.note_end_without_code("lost", f"the result {path} is unreadable: {reason}")
+        return True
+
+    def note_end(self, end: JobEnd) -> None:
+        self.job.code, self.job.offset = end.code, end.offset
+        if end.stopped == "cancelled":
+            self.note_end_without_code("cancelled", f"job {self.number} was cancelled")
+        elif end.stopped:
+            self.job.lost = f"job {self.number}: {end.stopped}"
+
+    def note_final_state(self, state: str) -> None:
+        """Notes the end of a job that left no result, by its last state."""
+        ending, words = ENDINGS.get(state, ("lost", f"ended as {state} without a result"))
+        log_file = self.handle.task(0).paths.stderr
+        if ending == "lost" and log_file.exists():
+            words = f"{words}: {last_line(log_file.read_text(errors='replace'))} ({log_file})"
+        self.note_end_without_code(ending, f"job {self.number} {words}")
+
+    def note_end_without_code(self, ending: str, reason: str) -> None:
+        """Notes an end whose exit code says nothing or is unknown. A run that is finished is so, however
+        its job ended."""
+        self.job.code = GO_ON if ending == "preempted" else None
+        self.job.ending, self.job.lost = ending, reason
+        if is_finished_already(self.job.config, self.job.folder):
+            self.job.code, self.job.lost = 0, ""
+
+
+@contextmanager
+def outside_allocation() -> Iterator[None]:
+    """Within, the environment is that of a shell outside of any job: a sweep may be started inside one, whose
+    number of tasks and memory would be those of the jobs that it submits."""
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(("SLURM_", "SRUN_")) and name != "SLURM_CONF"
+    }
+    if "SLURM_JOB_ID" not in inherited:
+        yield
+        return
+    for name in inherited:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(inherited)
+
+
+def refresh(folder: Path) -> None:
+    """Has a network file system read a folder again."""
+    try:
+        folder.chmod(folder.stat().st_mode)
+    except OSError:
+        return
+
+
+def last_line(text: str) -> str:
+    """The last line with text: the message of a traceback."""
+    lines = [line.strip() for line in text.splitlines() if line.strip(" -")]
+    return lines[-1] if lines else "(no message)"
+
+
+@dataclass
+class Collector:
+    """Waits for jobs on a cluster, one by one, until a signal is received."""
+
+    jobs: Sequence[ClusterJob]
+    queue: Queue
+    received: list[int]
+    unsubmitted: int = 0  # jobs that a signal came before
+    is_silent: bool = field(default=False, init=False)  # whether the scheduler did not answer last
+
+    def wait(self) -> None:
+        """Waits until each job has ended. On a signal the jobs stay on the cluster: raises SystemExit after
+        a line that names them."""
+        open_jobs = list(self.jobs)
+        next_question = 0.0
+        while open_jobs and not self.received:
+            if time.monotonic() >= next_question:
+                self.ask_queue(open_jobs)
+                next_question = time.monotonic() + QUEUE_S
+            for each in [each for each in open_jobs if self.has_ended(each)]:
+                open_jobs.remove(each)
+                each.job.log_end("finished")
+            if open_jobs and not self.received:
+                time.sleep(POLL_S)
+        if self.received and (open_jobs or self.unsubmitted):
+            self.leave(open_jobs, self.received[0])
+
+    def ask_queue(self, open_jobs: Sequence[ClusterJob]) -> None:
+        """Notes the states of jobs, and since when one is out of the queue."""
+        active = self.queue.active()
+        is_silent = active is None
+        if is_silent != self.is_silent:
+            log.warning("The scheduler %s", "does not answer; waiting" if is_silent else "answers again")
+        self.is_silent = is_silent
+        if active is None:
+            return
+        for each in open_jobs:
+            if each.number in active:
+                each.gone_since = None
+                each.note_state(active[each.number][0])
+            elif each.gone_since is None:
+                each.gone_since = time.monotonic()
+
+    def has_ended(self, each: ClusterJob) -> bool:
+        if each.read_result():
+            return True
+        if each.gone_since is None or time.monotonic() - each.gone_since < GONE_S:
+            return False
+        each.note_final_state(self.queue.final_state(each.number))
+        return True
+
+    def leave(self, open_jobs: Sequence[ClusterJob], number: int) -> None:
+        """Says which jobs are still in the queue, and raises SystemExit."""
+        jobs = [each.number for each in open_jobs]
+        parts = [f"Stopping on {signal.Signals(number).name}"]
+        if jobs:
+            parts.append(f"{count_jobs(len(jobs))} still in the queue: {format_jobs(jobs)}")
+            parts.append(f"{self.queue.cancel_command(jobs)} ends them; the same command waits for them")
+        if self.unsubmitted:
+            parts.append(f"{count_jobs(self.unsubmitted)} not submitted; {CONTINUES}")
+        log.warning("%s", "; ".join(parts))
+        raise SystemExit(GO_ON)
+
+
+def count_jobs(number: int) -> str:
+    return f"{number} job" if number == 1 else f"{number} jobs"
+
+
+def format_jobs(jobs: Sequence[str]) -> str:
+    """Numbers of jobs, those of an array in ranges: 38_[0-3,7], 41."""
+    arrays: dict[str, list[int]] = {}
+    for job in jobs:
+        array, _, index = job.partition("_")
+        arrays.setdefault(array, []).extend([int(index)] if index.isdigit() else [])
+    names = []
+    for array, indices in arrays.items():
+        ranges = format_ranges(sorted(indices))
+        single = re.fullmatch(r"\d+", ranges)
+        names.append(array if not ranges else f"{array}_{ranges}" if single else f"{array}_[{ranges}]")
+    return ", ".join(names)
+
+
+def format_ranges(numbers: Sequence[int]) -> str:
+    """Ascending whole numbers as ranges: 0-3,7."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+
+
+def find_queued(
+    jobs: Sequence[Job], submissions: Mapping[str, Submission], queue: Queue
+) -> tuple[dict[Job, Submission], dict[Job, Submission]]:
+    """Of an earlier start, the submissions that are still in the queue, by their jobs: those with the same
+    overrides, and those with others, which hold the run's folder. Raises ValueError if the scheduler does not
+    answer."""
+    same: dict[Job, Submission] = {}
+    other: dict[Job, Submission] = {}
+    recorded = {job: submissions[str(job.folder)] for job in jobs if str(job.folder) in submissions}
+    if not recorded:
+        return same, other
+    active = queue.active()
+    if active is None:
+        problem = (
+            "hydra/launcher is invalid: squeue does not answer, and jobs of an earlier start may be queued"
+        )
+        raise ValueError(f"{problem}. Allowed: once squeue answers")
+    for job, submission in recorded.items():
+        _, folder = active.get(submission.job, ("", ""))
+        if submission.cluster == queue.cluster and submission.job in active and folder == submission.folder:
+            is_same = sorted(submission.overrides) == sorted(job.overrides)
+            (same if is_same else other)[job] = submission
+    return same, other

@@ -1,0 +1,103 @@
+"""What runs on a cluster for a job of a sweep: the process of its run, and what becomes of the job when the
+scheduler stops it."""
+
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cpt.core.preemption import GO_ON
+from cpt.sweeps.jobs import start_process
+from cpt.sweeps.signals import forward_signals
+
+ASKING_S = 60.0  # for an answer of slurmctld
+
+
+@dataclass(frozen=True)
+class JobEnd:
+    """How the process of a job ended: its exit code, the offset in console.log at which its output begins
+    and, where the scheduler stopped it for good, how."""
+
+    code: int
+    offset: int
+    stopped: str = ""
+
+
+@dataclass(frozen=True)
+class ClusterTask:
+    """The task of a job, which submitit pickles and calls on the cluster.
+
+    command: of the run. folder: of the sweep's start. console: the run's console.log, relative to the folder.
+    saving_s: seconds that a run has to save on a signal."""
+
+    command: tuple[str, ...]
+    folder: Path
+    console: Path
+    saving_s: float
+
+    def __call__(self) -> JobEnd:
+        """Runs the process to its end. A job that was preempted, and not cancelled, is queued again: then
+        this process ends without a result, and the sweep waits for the next start of the job."""
+        from submitit.core.utils import UncompletedJobError
+
+        os.chdir(self.folder)
+        process, offset = start_process(self.command, self.console, env=os.environ)
+        try:
+            with forward_signals(process, saving_s=self.saving_s) as received:
+                code = process.wait()
+        except UncompletedJobError:  # submitit's handler of the warning before a time limit
+            process.wait()
+            stopped = "it reached its time limit more often than hydra.launcher.max_num_timeout"
+            return JobEnd(GO_ON, offset, stopped)
+        is_stopped = code == GO_ON or code < 0 or code > 128
+        if received and is_stopped and "SLURM_JOB_ID" in os.environ:
+            return self.leave_to_scheduler(JobEnd(code, offset))
+        return JobEnd(code, offset)
+
+    def checkpoint(self) -> Any:
+        """What submitit queues again after a time limit: the same, since the run resumes itself."""
+        from submitit.helpers import DelayedSubmission
+
+        return DelayedSubmission(self)
+
+    def leave_to_scheduler(self, end: JobEnd) -> JobEnd:
+        """Queues a job that was preempted again, or raises SystemExit where SLURM does so itself. Gives the
+        end of one that stays ended: it was cancelled, or may not be queued again.
+
+        The state is asked first: to requeue a cancelled job would bring it back to life."""
+        job = os.environ["SLURM_JOB_ID"]
+        state = job_state(job)
+        if state == "CANCELLED":
+            return JobEnd(end.code, end.offset, "cancelled")
+        if state == "RUNNING" and os.environ.get("SLURM_PROCID", "0") == "0":
+            command = ["scontrol", "requeue", job]
+            try:
+                subprocess.run(command, check=True, capture_output=True, timeout=ASKING_S)
+            except (OSError, subprocess.SubprocessError):  # JobRequeue=0 or --no-requeue
+                return end
+            raise SystemExit(GO_ON)
+        if state in ("PENDING", "PREEMPTED", "REQUEUED", "COMPLETING"):
+            raise SystemExit(GO_ON)
+        return end
+
+
+def job_state(job: str) -> str:
+    """The state of a job by `scontrol show job`, like RUNNING; empty if SLURM does not know it or is
+    silent."""
+    return parse_job(show_job(job)).get("JobState", "")
+
+
+def show_job(job: str) -> str:
+    command = ["scontrol", "--oneliner", "show", "job", job]
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=ASKING_S).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def parse_job(text: str) -> Mapping[str, str]:
+    """Names and values of the first line of `scontrol --oneliner show job`."""
+    return dict(re.findall(r"(\w+)=(\S*)", text.partition("\n")[0]))

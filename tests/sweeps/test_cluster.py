@@ -1,0 +1,515 @@
+"""The jobs of a sweep on a cluster, without one: what is asked of a scheduler, how each job ends, what an
+earlier start left in the queue, and what a preempted job does. tests/campaigns/slurm.py tries it on a real
+SLURM."""
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import HydraContext, RunMode
+from omegaconf import OmegaConf
+
+from cpt.core.preemption import GO_ON
+from cpt.sweeps import cluster, launcher
+from cpt.sweeps.cluster import (
+    ClusterJob,
+    Collector,
+    LocalQueue,
+    SlurmQueue,
+    Submission,
+    SubmissionLog,
+    find_queued,
+    format_jobs,
+)
+from cpt.sweeps.cluster_task import ClusterTask, JobEnd, parse_job
+from cpt.sweeps.jobs import BASIC_SWEEPER, Job, summarize_jobs
+from cpt.sweeps.launcher import SubmititLauncher
+from tests.conftest import ROOT, SMALL
+
+submitit = pytest.importorskip("submitit")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    for name, seconds in {"POLL_S": 0.01, "QUEUE_S": 0.02, "GONE_S": 0.05, "UNREADABLE_S": 0.05}.items():
+        monkeypatch.setattr(cluster, name, seconds)
+
+
+class FakeQueue:
+    """A scheduler that says one answer after another, the last for ever."""
+
+    cluster = "slurm"
+
+    def __init__(self, *answers, final=None):
+        self.answers, self.final, self.questions = list(answers), final or {}, 0
+
+    def active(self):
+        self.questions += 1
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        return None if answer is None else {job: (state, "/work") for job, state in answer.items()}
+
+    def final_state(self, job):
+        return self.final.get(job, "")
+
+    def cancel_command(self, jobs):
+        return SlurmQueue().cancel_command(jobs)
+
+
+@pytest.fixture
+def submitted(tmp_path, monkeypatch):
+    """Makes a job with submitit's handle of it, and writes its result."""
+    monkeypatch.chdir(tmp_path)
+
+    def make(number, *, result=None, text=None, errors=None):
+        job = Job(number, (f"x={number}",), f"x={number}", OmegaConf.create(), Path(f"run-{number}"))
+        handle = submitit.SlurmJob(folder=tmp_path / "jobs" / "%j", job_id=f"38_{number}")
+        handle.paths.folder.mkdir(parents=True)
+        if result is not None:
+            handle.paths.result_pickle.write_bytes(pickle.dumps(result))
+        if text is not None:
+            handle.paths.result_pickle.write_bytes(text)
+        if errors is not None:
+            handle.paths.stderr.write_text(errors)
+        return ClusterJob(job, handle)
+
+    return make
+
+
+def wait(queue, *jobs):
+    Collector(jobs, queue, []).wait()
+    return [each.job for each in jobs]
+
+
+def finish(each, monkeypatch):
+    each.job.folder.mkdir()
+    (each.job.folder / "scores.json").write_text('{"run": {"finished": true}}')
+    monkeypatch.setattr(cluster, "is_finished_already", lambda config, folder: folder.exists())
+
+
+def test_each_job_ends_for_itself(submitted, monkeypatch):
+    jobs = [
+        submitted(0, result=("success", JobEnd(0, 0))),
+        submitted(1, result=("success", JobEnd(1, 0))),
+        submitted(2, result=("success", JobEnd(GO_ON, 0))),
+        submitted(3, result=("success", JobEnd(GO_ON, 0, "cancelled"))),
+        submitted(4, result=("success", JobEnd(GO_ON, 0, "it reached its time limit too often"))),
+        submitted(5, result=("error", "Traceback (most recent call last):\n  …\nOSError: no such node\n")),
+        submitted(6),
+        submitted(7),
+        submitted(8, errors="slurmstepd: error\nModuleNotFoundError: No module named 'cpt'\n"),
+        submitted(9, text=b"\x80\x05 torn"),
+        submitted(10, text=b"\x80\x05 torn"),
+        submitted(11, result=("success", (0, 0))),  # of another version
+    ]
+    finish(jobs[0], monkeypatch)
+    finish(jobs[10], monkeypatch)
+    final = {"38_6": "CANCELLED", "38_7": "TIMEOUT", "38_8": "FAILED"}
+    ended = wait(FakeQueue({}, final=final), *jobs)
+    assert [job.state for job in ended] == [
+        *(
+            "finished",
+            "failed",
+            "preempted",
+            "failed",
+            "preempted",
+            "failed",
+            "failed",
+            "preempted",
+            "failed",
+        ),
+        *("failed", "finished", "failed"),
+    ]
+    said = [job.failure() for job in ended]
+    assert said[3] == "failed (cancelled): job 38_3 was cancelled"
+    assert said[4] == "preempted: job 38_4: it reached its time limit too often"
+    assert said[5].startswith("failed (lost): ") and said[6] == "failed (cancelled): job 38_6 was cancelled"
+    assert said[7] == "preempted: job 38_7 reached its time limit (hydra.launcher.timeout_min)"
+    assert "ended as FAILED without a result: ModuleNotFoundError: No module named 'cpt'" in said[8]
+    assert "38_9_0_result.pkl is unreadable: " in said[9] and "unreadable: tuple in it" in said[11]
+    lines = summarize_jobs(ended)
+    assert lines[0] == "12 jobs: 2 finished, 3 preempted, 7 failed"
+    assert not any("console.log" in line for line in lines)  # none of them has one
+
+
+def test_a_job_that_is_queued_again_is_waited_for_and_told_once(submitted, caplog):
+    caplog.set_level("INFO")
+    each = submitted(0)
+    states = [{"38_0": "PENDING"}, {"38_0": "RUNNING"}, {"38_0": "RUNNING"}, {}, {"38_0": "PENDING"}, None]
+    queue = FakeQueue(*states, {"38_0": "RUNNING"}, {})
+
+    def end():
+        while len(queue.answers) > 1:
+            time.sleep(0.01)
+        each.handle.paths.result_pickle.write_bytes(pickle.dumps(("success", JobEnd(1, 0))))
+
+    threading.Thread(target=end).start()
+    cluster.GONE_S = 10.0
+    wait(queue, each)
+    lines = [record.getMessage() for record in caplog.records]
+    began = "Job #0 x=0: running (38_0), run-0/console.log"
+    assert lines[:-1] == [
+        *(began, "Job #0 x=0: queued again (38_0)", "The scheduler does not answer; waiting"),
+        *("The scheduler answers again", began),
+    ]
+
+
+def test_a_job_that_nobody_knows_is_not_waited_for_and_silence_is_no_end(submitted):
+    (job,) = wait(FakeQueue(None, None, {}), submitted(0))
+    assert job.failure() == ("failed (lost): job 38_0 left no result, and the scheduler no longer knows it")
+
+
+def test_a_signal_leaves_the_jobs_in_the_queue_and_names_them(submitted, caplog):
+    jobs = [submitted(number) for number in (0, 1, 2, 5)]
+    with pytest.raises(SystemExit) as ended:
+        Collector(jobs, FakeQueue({}), [signal.SIGINT]).wait()
+    assert ended.value.code == GO_ON
+    assert caplog.messages == [
+        "Stopping on SIGINT; 4 jobs still in the queue: 38_[0-2,5]; scancel 38 ends them; "
+        "the same command waits for them"
+    ]
+    assert format_jobs(["7", "38_3", "40_0", "40_1"]) == "7, 38_3, 40_[0-1]"
+
+
+def test_what_an_earlier_start_has_in_the_queue_is_found(submitted, tmp_path):
+    log = SubmissionLog(tmp_path / "outputs" / ".jobs" / "submitted.jsonl")
+    assert log.latest() == {}
+    jobs = [submitted(number).job for number in range(6)]
+
+    def entry(number, *, overrides=None, folder="/work", cluster="slurm", job=None):
+        return Submission(
+            f"run-{number}", overrides or (f"x={number}",), cluster, job or f"38_{number}", folder
+        )
+
+    log.append([entry(0, job="12"), entry(0), entry(1), entry(2, overrides=("x=2", "y=1"))])
+    log.append([entry(3, folder="/elsewhere"), entry(4, cluster="local"), entry(5)])
+    with log.path.open("a") as file:
+        file.write('{"run": "run-5", "job": "99')  # killed while it wrote
+    states = {f"38_{number}": "RUNNING" for number in (0, 2, 3, 4, 5)} | {"12": "RUNNING"}
+    same, other = find_queued(jobs, log.latest(), FakeQueue(states))
+    assert {job.number: submission.job for job, submission in same.items()} == {0: "38_0", 5: "38_5"}
+    assert {job.number: submission.job for job, submission in other.items()} == {2: "38_2"}
+    assert find_queued(jobs, {}, FakeQueue(None)) == ({}, {})  # nothing to ask
+    with pytest.raises(ValueError, match="squeue does not answer"):
+        find_queued(jobs, log.latest(), FakeQueue(None))
+
+
+@pytest.fixture
+def programs(tmp_path, monkeypatch):
+    """Stands for SLURM's programs: shell scripts first on the path."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+
+    def write(name, script):
+        (folder / name).write_text(f"#!/bin/bash\n{script}\n")
+        (folder / name).chmod(0o755)
+
+    return write
+
+
+def test_slurm_is_asked_by_squeue_sacct_and_scontrol(programs):
+    programs("squeue", "echo '38_0|RUNNING|/work/a|b'; echo '41|PENDING|/work'")
+    programs("sacct", "exit 1")  # no accounting
+    programs(
+        "scontrol",
+        "echo 'JobId=5 ArrayJobId=5 JobState=NODE_FAIL Reason=None'; echo 'JobId=6 JobState=RUNNING'",
+    )
+    queue = SlurmQueue()
+    assert queue.active() == {"38_0": ("RUNNING", "/work/a|b"), "41": ("PENDING", "/work")}
+    assert queue.final_state("38_0") == "NODE_FAIL"
+    programs("sacct", "echo 'CANCELLED by 1000'")
+    assert queue.final_state("38_0") == "CANCELLED"
+    for name in ("sacct", "scontrol", "squeue"):
+        programs(name, "echo error >&2; exit 1")
+    assert queue.final_state("38_0") == "" and queue.active() is None
+    assert queue.cancel_command(["38_0", "38_1", "41"]) == "scancel 38 41"
+    assert parse_job("") == {}
+
+
+RUN = """
+import signal, sys, time
+def save(number, frame):
+    print("saved", flush=True)
+    sys.exit(75)
+signal.signal(signal.SIGTERM, save)
+open("ready", "w").close()
+time.sleep(30)
+"""
+
+
+@pytest.fixture
+def task(tmp_path, monkeypatch):
+    """Calls a task to which a scheduler sends a signal as soon as its run is ready."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    before = signal.signal(signal.SIGTERM, lambda *_: None)  # submitit's handler
+
+    def call(*, number=signal.SIGTERM, times=2):
+        def send():
+            while not (tmp_path / "ready").exists():
+                time.sleep(0.01)
+            for _ in range(times):  # as SLURM does at the end of a grace time
+                os.kill(os.getpid(), number)
+                time.sleep(0.2)
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        try:
+            return ClusterTask((sys.executable, "-S", "-c", RUN), tmp_path, Path("console.log"), 20.0)()
+        finally:
+            sender.join()
+
+    yield call
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize(
+    ("state", "requeues", "end"),
+    [
+        ("RUNNING", "exit 0", None),  # preempted, with time to spare
+        ("RUNNING", "exit 1", JobEnd(GO_ON, 0)),  # the cluster queues no job again
+        ("CANCELLED", "exit 0", JobEnd(GO_ON, 0, "cancelled")),
+        ("PENDING", "exit 1", None),  # SLURM queues it again itself
+        ("", "exit 0", JobEnd(GO_ON, 0)),
+    ],
+)
+def test_a_preempted_job_is_queued_again_and_a_cancelled_one_is_not(
+    task, programs, tmp_path, state, requeues, end
+):
+    show = f"echo JobId=5 JobState={state}" if state else "exit 1"
+    programs(
+        "scontrol",
+        f'if [ "$1" = requeue ]; then echo "$2" >> {tmp_path}/requeued; {requeues}; else {show}; fi',
+    )
+    if end is None:
+        with pytest.raises(SystemExit):
+            task()
+    else:
+        assert task() == end
+    assert (tmp_path / "console.log").read_text() == "saved\n"  # by one signal, however many come
+    assert (tmp_path / "requeued").exists() == (state == "RUNNING")
+
+
+def test_too_many_time_limits_are_no_failure(task):
+    def refuse(*_):  # submitit's handler of its last warning
+        raise submitit.core.utils.UncompletedJobError("Job not requeued because: timed-out too many times.")
+
+    before = signal.signal(signal.SIGUSR2, refuse)
+    try:
+        end = task(number=signal.SIGUSR2, times=1)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert end.code == GO_ON and "hydra.launcher.max_num_timeout" in end.stopped
+
+
+class FakeExecutor:
+    """Takes arrays and writes a result for each of their jobs, or refuses."""
+
+    def __init__(self, folder, *, refuses=()):
+        self.folder, self.refuses, self.arrays = folder, refuses, []
+
+    def submit_array(self, tasks):
+        self.arrays.append(len(tasks))
+        array = len(self.arrays)
+        if array in self.refuses:
+            raise submitit.core.utils.FailedJobError("sbatch: error: Batch job submission failed: Invalid\n")
+        handles = [submitit.SlurmJob(folder=self.folder, job_id=f"{array}_{at}") for at in range(len(tasks))]
+        for handle, task in zip(handles, tasks, strict=True):
+            handle.paths.folder.mkdir(parents=True)
+            folder = task.folder / task.console.parent
+            folder.mkdir(parents=True)
+            (folder / "scores.json").write_text('{"run": {"finished": true}}')
+            handle.paths.result_pickle.write_bytes(pickle.dumps(("success", JobEnd(0, 0))))
+        return handles
+
+
+@pytest.fixture
+def swept(tmp_path, monkeypatch):
+    """A launcher whose sweep has so many jobs, without a config of their own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launcher, "job_command", lambda config: ["run.py"])
+    monkeypatch.setattr(launcher, "SlurmQueue", lambda: FakeQueue({}))
+
+    def run(number, **fakes):
+        made = SubmititLauncher(
+            cluster="slurm", submitit_folder=str(tmp_path / "jobs" / "%j"), gpus_per_node=1
+        )
+        made.config = OmegaConf.create({"hydra": {"sweep": {"dir": "outputs/many"}}})
+        executor = FakeExecutor(tmp_path / "jobs" / "%j", **fakes)
+        monkeypatch.setattr(made, "make_executor", lambda: executor)
+        jobs = [
+            Job(at, (f"x={at}",), f"x={at}", OmegaConf.create(), Path(f"run-{at}")) for at in range(number)
+        ]
+        made.run(jobs, jobs, 0)
+        return jobs, executor
+
+    return run
+
+
+def test_many_jobs_are_arrays_that_slurm_takes_and_a_refused_array_fails_alone(swept, monkeypatch, tmp_path):
+    monkeypatch.setattr(launcher, "ARRAY", 80)
+    jobs, executor = swept(200, refuses={3})
+    assert executor.arrays == [80, 80, 40]
+    assert [job.state for job in jobs] == ["finished"] * 160 + ["failed"] * 40
+    assert jobs[199].failure() == "failed (refused): sbatch: error: Batch job submission failed: Invalid"
+    recorded = (tmp_path / "outputs" / "many" / ".jobs" / "submitted.jsonl").read_text().splitlines()
+    assert len(recorded) == 160 and json.loads(recorded[81])["job"] == "2_1"
+
+
+def test_what_sbatch_refuses_at_once_is_one_line_with_the_options_that_ask(swept):
+    message = (
+        r"sbatch: error: .* Invalid\. Allowed: .*gpus_per_node \(is 1\); without GPUs hydra.launcher.gpus_per"
+    )
+    with pytest.raises(ValueError, match=message):
+        swept(3, refuses={1})
+
+
+def test_options_are_checked_and_requeue_is_an_option_of_sbatch(programs, tmp_path):
+    programs("srun", "exit 1")
+    programs("sbatch", "exit 1")
+
+    def script(**options):
+        made = SubmititLauncher(cluster="slurm", submitit_folder=str(tmp_path / "%j"), **options)
+        made.check()
+        return made.make_executor()._executor._make_submission_file_text("true", "x")
+
+    text = script(
+        requeue=True, name="first", partition="gpu", timeout_min=600, comment=None, tasks_per_node=2
+    )
+    wanted = [
+        "requeue",
+        "job-name=first",
+        "partition=gpu",
+        "time=600",
+        "ntasks-per-node=2",
+        "signal=USR2@120",
+    ]
+    assert all(f"#SBATCH --{option}\n" in text for option in wanted) and "comment" not in text
+    assert "--no-requeue" in script(requeue=False, additional_parameters={"mail-type": "END"})
+    assert "mail-type=END" in script(additional_parameters={"mail-type": "END"}) and "requeue" not in script()
+    for options, message in (
+        ({"partitoin": "gpu"}, "Unknown argument 'partitoin'"),
+        ({"timeout_min": "long"}, '"timeout_min" expected type'),
+        ({"requeue": "often"}, "hydra.launcher.requeue=often is invalid"),
+        ({"signal_delay_s": 0}, "hydra.launcher.signal_delay_s=0 is invalid"),
+    ):
+        with pytest.raises(ValueError, match=message) as raised:
+            script(**options)
+        assert "\n" not in str(raised.value)
+
+
+def test_without_slurm_the_launcher_says_so(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match="this machine has no sbatch and srun"):
+        SubmititLauncher(cluster="slurm", submitit_folder="jobs/%j").check()
+
+
+def test_a_sweep_inside_an_allocation_submits_as_from_outside(monkeypatch):
+    variables = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_NTASKS": "4",
+        "SLURM_CONF": "/etc/slurm.conf",
+        "SBATCH_ACCOUNT": "a",
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with cluster.outside_allocation():
+        assert [name for name in variables if name in os.environ] == ["SLURM_CONF", "SBATCH_ACCOUNT"]
+    assert all(os.environ[name] == value for name, value in variables.items())
+
+
+TASK = """
+import os, sys, time
+if "seed=3" in sys.argv:
+    sys.exit("cpt: no")
+if "seed=4" in sys.argv:
+    time.sleep(60)
+(folder,) = [each for each in os.listdir("outputs/default") if "seed-2" in each]
+open("outputs/default/" + folder + "/scores.json", "w").write('{"run": {"finished": true}}')
+"""
+
+
+@pytest.fixture
+def local(small, corpora, cache, tmp_path, monkeypatch):
+    """Launches a sweep by submitit's executor on this machine, whose jobs do what TASK says."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["run.py"])
+    monkeypatch.setattr(launcher, "job_command", lambda config: [sys.executable, "-S", "-c", TASK])
+    shared = [
+        "domains=texts",
+        f"domains.root={corpora}",
+        f"cache_dir={cache}",
+        "hydra/launcher=slurm_local",
+        *SMALL,
+    ]
+    loader = GlobalHydra.instance().config_loader()
+    config = loader.load_configuration("config", shared, RunMode.MULTIRUN)
+
+    def launch(*overrides):
+        options = {
+            name: config.hydra.launcher[name] for name in ("cluster", "submitit_folder", "timeout_min")
+        }
+        made = SubmititLauncher(**options)
+        config.hydra.sweeper._target_ = BASIC_SWEEPER
+        context = HydraContext(config_loader=loader, callbacks=None)
+        made.setup(hydra_context=context, task_function=None, config=config)
+        return made.launch([[*shared, each] for each in overrides], 0)
+
+    yield launch
+    HydraConfig.instance().cfg = None
+
+
+@pytest.mark.slow
+def test_a_sweep_by_submitit_on_this_machine(local, capsys, tmp_path):
+    with pytest.raises(SystemExit) as ended:
+        local("seed=2", "seed=3")
+    assert ended.value.code == 1
+    assert "1 of 2 jobs failed: #1 seed=3" in capsys.readouterr().err
+    names = {path.name for path in (tmp_path / "outputs" / "default").iterdir()}
+    assert not any(name.isdigit() for name in names)  # no stray folders beside the runs
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # its process
+def test_jobs_of_a_submitter_that_died_are_waited_for(local, tmp_path, monkeypatch, caplog):
+    """As after kill -9: the second start finds them in the queue and submits nothing."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(Collector, "wait", lambda self: None)
+    with pytest.raises(SystemExit):
+        local("seed=4")
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["run.py"])
+    monkeypatch.setattr(launcher, "job_command", lambda config: pytest.fail("submitted again"))
+    (job,) = LocalQueue().active()
+    monkeypatch.setattr(
+        Collector, "wait", lambda self: [each.note_end(JobEnd(GO_ON, 0)) for each in self.jobs]
+    )
+    with pytest.raises(SystemExit) as ended:
+        local("seed=4")
+    assert ended.value.code == GO_ON
+    assert any(f"submitted before ({job})" in message for message in caplog.messages)
+    os.kill(int(job), signal.SIGTERM)
+
+
+def test_the_help_of_flat_keys(tmp_path):
+    command = [
+        sys.executable,
+        str(ROOT / "run.py"),
+        "-m",
+        "hydra/launcher=slurm",
+        "hydra.launcher.partitio=gpu",
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+    assert "hydra.launcher.partitio is invalid" in done.stderr and "partition" in done.stderr
